@@ -1,0 +1,149 @@
+#include "base/env.h"
+
+#include <algorithm>
+#include <arpa/inet.h>
+#include <array>
+#include <charconv>
+#include <cstdint>
+#include <cstdlib>
+#include <string_view>
+
+#include "base/log.h"
+
+namespace mooncake {
+namespace {
+
+// A parser puts the value into Env and returns true, or says in `allowed` what it would have taken.
+using Parser = bool (*)(std::string_view value, Env& env, std::string& allowed);
+
+struct Entry {
+  EnvVariable variable;
+  Parser parse;
+};
+
+bool parseNumber(std::string_view value, uint64_t least, uint64_t most, uint64_t& number,
+                 std::string& allowed) {
+  allowed = "a whole number from " + std::to_string(least) + " to " + std::to_string(most);
+  const char* end = value.data() + value.size();
+  const auto [stop, error] = std::from_chars(value.data(), end, number);
+  return error == std::errc() && stop == end && number >= least && number <= most;
+}
+
+bool isTransportName(std::string_view name) {
+  return !name.empty() && std::all_of(name.begin(), name.end(), [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_';
+  });
+}
+
+// Which names exist is known to the engine's registry, not here.
+bool parseTransports(std::string_view value, Env& env, std::string& allowed) {
+  allowed = "names of transports, each once, separated by commas: shm,tcp";
+  env.transports.clear();
+  for (;;) {
+    const size_t comma = value.find(',');
+    const std::string_view name = value.substr(0, comma);
+    const bool isNew =
+        std::find(env.transports.begin(), env.transports.end(), name) == env.transports.end();
+    if (!isTransportName(name) || !isNew) return false;
+    env.transports.emplace_back(name);
+    if (comma == std::string_view::npos) return true;
+    value.remove_prefix(comma + 1);
+  }
+}
+
+bool parseHostIp(std::string_view value, Env& env, std::string& allowed) {
+  allowed = "an IPv4 or IPv6 address of this host, in digits";
+  std::array<unsigned char, sizeof(in6_addr)> parsed;
+  env.hostIp = value;
+  return ::inet_pton(AF_INET, env.hostIp->c_str(), parsed.data()) == 1 ||
+         ::inet_pton(AF_INET6, env.hostIp->c_str(), parsed.data()) == 1;
+}
+
+bool parseJobKey(std::string_view value, Env& env, std::string&) {
+  env.jobKey = value;
+  return true;
+}
+
+bool parseFailureTimeout(std::string_view value, Env& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 10, 86'400'000, number, allowed);
+  env.failureTimeout = std::chrono::milliseconds(number);
+  return ok;
+}
+
+bool parseTcpConnections(std::string_view value, Env& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 1, 64, number, allowed);
+  env.tcpConnections = number;
+  return ok;
+}
+
+bool parseEagerBytes(std::string_view value, Env& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 0, uint64_t(1) << 30, number, allowed);
+  env.eagerBytes = number;
+  return ok;
+}
+
+bool parseCrossMemoryAttach(std::string_view value, Env& env, std::string& allowed) {
+  allowed = "0 or 1";
+  env.crossMemoryAttach = value == "1";
+  return value == "0" || value == "1";
+}
+
+bool parseLogLevel(std::string_view value, Env& env, std::string& allowed) {
+  allowed = "error, warning, info or debug";
+  env.logLevel = value;
+  return logLevelFromName(value).has_value();
+}
+
+constexpr Entry kEntries[] = {
+    {{"MOONCAKE_TRANSPORTS", "",
+      "Transports to use, in order of preference, separated by commas; empty means all"},
+     parseTransports},
+    {{"MOONCAKE_HOST_IP", "",
+      "Address to listen on and to publish to peers; empty means the code chooses"},
+     parseHostIp},
+    {{"MOONCAKE_JOB_KEY", "", "Shared secret of the job; whoever does not know it cannot connect"},
+     parseJobKey},
+    {{"MOONCAKE_FAILURE_TIMEOUT_MS", "3000",
+      "Silence after which a rank is given up, from 10 ms to a day"},
+     parseFailureTimeout},
+    {{"MOONCAKE_TCP_CONNECTIONS", "2", "TCP data connections per peer, 1 to 64"},
+     parseTcpConnections},
+    {{"MOONCAKE_EAGER_BYTES", "0",
+      "Largest message that is sent without asking first; 0 means the code chooses"},
+     parseEagerBytes},
+    {{"MOONCAKE_CMA", "1", "0 turns reading a peer's memory with process_vm_readv off"},
+     parseCrossMemoryAttach},
+    {{"MOONCAKE_LOG_LEVEL", "warning", "What is logged to stderr: error, warning, info or debug"},
+     parseLogLevel},
+};
+
+}  // namespace
+
+const std::vector<EnvVariable>& envTable() {
+  static const auto table = [] {
+    std::vector<EnvVariable> variables;
+    for (const Entry& entry : kEntries) variables.push_back(entry.variable);
+    return variables;
+  }();
+  return table;
+}
+
+Result<Env> Env::read() {
+  Env env;
+  for (const auto& [variable, parse] : kEntries) {
+    const char* value = std::getenv(variable.name);
+    if (value == nullptr || *value == '\0')
+      continue;  // launchers often pass on what they do not have as ""
+    std::string allowed;
+    if (!parse(value, env, allowed)) {
+      return {ErrorCode::kInvalidArgument,
+              std::string(variable.name) + "=\"" + value + "\" is not valid; allowed: " + allowed};
+    }
+  }
+  return env;
+}
+
+}  // namespace mooncake

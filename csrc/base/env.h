@@ -1,0 +1,38 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+
+namespace mooncake {
+
+// Every environment variable that the native code reads: name, meaning, default. Read when an
+// engine is made (no global state), so two engines made under different environments differ. Set
+// but empty is as good as not set. docs/environment.md is generated from envTable().
+struct EnvVariable {
+  const char* name;
+  const char* defaultValue;
+  const char* meaning;
+};
+const std::vector<EnvVariable>& envTable();
+
+struct Env {
+  std::vector<std::string> transports;  // MOONCAKE_TRANSPORTS: by preference, empty = all
+  std::optional<std::string> hostIp;    // MOONCAKE_HOST_IP: address to listen on and to publish
+  std::string routeHint;              // no variable: host of the rendezvous, from whoever knows it
+  std::optional<std::string> jobKey;  // MOONCAKE_JOB_KEY: shared secret of the job
+  std::chrono::milliseconds failureTimeout{3000};  // MOONCAKE_FAILURE_TIMEOUT_MS
+  size_t tcpConnections = 2;         // MOONCAKE_TCP_CONNECTIONS: data connections per peer
+  size_t eagerBytes = 0;             // MOONCAKE_EAGER_BYTES: 0 = chosen by the code
+  bool crossMemoryAttach = true;     // MOONCAKE_CMA=0 turns process_vm_readv off
+  std::string logLevel = "warning";  // MOONCAKE_LOG_LEVEL: error, warning, info, debug
+
+  // kInvalidArgument names the variable, its value and what is allowed.
+  static Result<Env> read();
+};
+
+}  // namespace mooncake

@@ -1,0 +1,188 @@
+#include "base/event_loop.h"
+
+#include <array>
+#include <cerrno>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <system_error>
+#include <unistd.h>
+
+namespace mooncake {
+namespace {
+
+constexpr uint32_t kWakeToken = 0;
+
+epoll_event eventFor(int fd, uint32_t token, uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = uint64_t(token) << 32 | static_cast<uint32_t>(fd);
+  return event;
+}
+
+// A new thread inherits the mask of its maker. Signals that a thread brings on itself stay open, so
+// that the application's crash handler still gets to report them.
+class BlockedSignals {
+ public:
+  BlockedSignals() {
+    sigset_t blocked;
+    ::sigfillset(&blocked);
+    for (const int own : {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP})
+      ::sigdelset(&blocked, own);
+    ::pthread_sigmask(SIG_SETMASK, &blocked, &before_);
+  }
+  ~BlockedSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<EventLoop>> EventLoop::start(const std::string& threadName) {
+  std::unique_ptr<EventLoop> loop(new EventLoop);
+  loop->epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
+  if (!loop->epoll_) return systemError("epoll_create1", errno);
+  loop->wake_ = Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!loop->wake_) return systemError("eventfd", errno);
+  epoll_event event = eventFor(loop->wake_.get(), kWakeToken, EPOLLIN);
+  if (::epoll_ctl(loop->epoll_.get(), EPOLL_CTL_ADD, loop->wake_.get(), &event) != 0) {
+    return systemError("epoll_ctl(add)", errno);
+  }
+  try {
+    BlockedSignals blocked;
+    loop->thread_ = std::thread([raw = loop.get()] { raw->run(); });
+  } catch (const std::system_error& error) {
+    return {ErrorCode::kExhausted, "cannot start thread " + threadName + ": " + error.what()};
+  }
+  ::pthread_setname_np(loop->thread_.native_handle(), threadName.substr(0, 15).c_str());
+  return loop;
+}
+
+EventLoop::~EventLoop() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake();
+  thread_.join();
+}
+
+Status EventLoop::add(int fd, uint32_t events, Handler handler) {
+  auto shared = std::make_shared<Handler>(std::move(handler));
+  std::lock_guard lock(mutex_);
+  if (++lastToken_ == kWakeToken) ++lastToken_;
+  // Both under the lock: an event that comes at once finds its handler.
+  epoll_event event = eventFor(fd, lastToken_, events);
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    return systemError("epoll_ctl(add, " + std::to_string(fd) + ")", errno);
+  }
+  handlers_.insert_or_assign(fd, Registration{lastToken_, std::move(shared)});
+  return {};
+}
+
+Status EventLoop::modify(int fd, uint32_t events) {
+  std::lock_guard lock(mutex_);
+  const auto found = handlers_.find(fd);
+  if (found == handlers_.end()) {
+    return {ErrorCode::kInvalidArgument,
+            "descriptor " + std::to_string(fd) + " is not in the event loop"};
+  }
+  epoll_event event = eventFor(fd, found->second.token, events);
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) != 0) {
+    return systemError("epoll_ctl(modify, " + std::to_string(fd) + ")", errno);
+  }
+  return {};
+}
+
+void EventLoop::remove(int fd) {
+  std::shared_ptr<Handler> handler;  // destroyed after the lock is free: it may own anything
+  std::unique_lock lock(mutex_);
+  const auto found = handlers_.find(fd);
+  if (found == handlers_.end()) return;
+  const uint32_t token = found->second.token;
+  handler = std::move(found->second.handler);
+  handlers_.erase(found);
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd,
+              nullptr);  // fails if the descriptor is closed, then it is out
+  if (onLoopThread()) return;
+  handlerDone_.wait(lock, [&] { return running_ != token; });
+}
+
+void EventLoop::post(Task task) {
+  bool isFirst;
+  {
+    std::lock_guard lock(mutex_);
+    isFirst = tasks_.empty();
+    tasks_.push_back(std::move(task));
+  }
+  if (isFirst) wake();
+}
+
+bool EventLoop::onLoopThread() const { return std::this_thread::get_id() == thread_.get_id(); }
+
+void EventLoop::wake() {
+  // Can only fail when the counter is full, and then the loop wakes up anyway.
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof(one));
+}
+
+void EventLoop::run() {
+  std::array<epoll_event, 64> events;
+  std::vector<Task> scratch;
+  for (;;) {
+    const int count = ::epoll_wait(epoll_.get(), events.data(), events.size(), -1);
+    bool woken = false;
+    for (int i = 0; i < count; ++i) {  // count is -1 for EINTR: a debugger or SIGCONT
+      const auto token = static_cast<uint32_t>(events[i].data.u64 >> 32);
+      if (token == kWakeToken) {
+        woken = true;
+      } else {
+        dispatch(static_cast<int>(events[i].data.u64 & 0xffffffff), token, events[i].events);
+      }
+    }
+    if (!woken) continue;
+    // First silence the wake-up, then look for its cause: a post in between wakes us once more.
+    uint64_t wakes;
+    [[maybe_unused]] const auto got = ::read(wake_.get(), &wakes, sizeof(wakes));
+    runTasks(scratch);
+    std::lock_guard lock(mutex_);
+    if (stopping_ && tasks_.empty()) return;
+  }
+}
+
+void EventLoop::dispatch(int fd, uint32_t token, uint32_t events) {
+  std::shared_ptr<Handler> handler;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = handlers_.find(fd);
+    if (found == handlers_.end() || found->second.token != token)
+      return;  // removed since epoll_wait
+    handler = found->second.handler;
+    running_ = token;
+  }
+  (*handler)(events);
+  handler.reset();  // before remove() returns, so that its caller may destroy what the handler
+                    // refers to
+  {
+    std::lock_guard lock(mutex_);
+    running_ = 0;
+  }
+  handlerDone_.notify_all();
+}
+
+void EventLoop::runTasks(std::vector<Task>& scratch) {
+  {
+    std::lock_guard lock(mutex_);
+    scratch.swap(tasks_);
+  }
+  for (Task& task : scratch) {
+    task();
+    task = nullptr;  // what it owns goes now, not with the last of them
+  }
+  scratch.clear();
+}
+
+}  // namespace mooncake

@@ -1,0 +1,39 @@
+#include "base/result.h"
+
+#include <system_error>
+
+namespace mooncake {
+
+const char* errorCodeName(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kOk:
+      return "ok";
+    case ErrorCode::kInvalidArgument:
+      return "invalid argument";
+    case ErrorCode::kMismatch:
+      return "mismatch";
+    case ErrorCode::kTimeout:
+      return "timeout";
+    case ErrorCode::kAborted:
+      return "aborted";
+    case ErrorCode::kPeerLost:
+      return "peer lost";
+    case ErrorCode::kRefused:
+      return "refused";
+    case ErrorCode::kUnsupported:
+      return "unsupported";
+    case ErrorCode::kExhausted:
+      return "exhausted";
+    case ErrorCode::kSystem:
+      return "system error";
+    case ErrorCode::kProtocol:
+      return "protocol error";
+  }
+  return "unknown error";  // a number that came off a wire
+}
+
+Error systemError(const std::string& call, int errnoValue) {
+  return Error{ErrorCode::kSystem, call + ": " + std::generic_category().message(errnoValue)};
+}
+
+}  // namespace mooncake

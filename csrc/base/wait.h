@@ -1,0 +1,107 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <sched.h>
+
+#include "base/deadline.h"
+
+namespace mooncake {
+
+// Where waiters sleep. Lies in shared memory or in the process; any number of threads of any
+// process that maps it may ring. Ringing costs one load while nobody sleeps.
+//
+// A ringer makes its data visible with a sequentially consistent read-modify-write (the stamp's
+// compare-and-set, see collectives/stamp.h) before it calls ring(); a plain or release store is not
+// enough. Why no wake-up is lost is written down in wait.cc.
+//
+// A process that is killed while it sleeps stays counted in `sleepers`: from then on ringing this
+// bell costs a system call, and nothing else goes wrong.
+struct alignas(64) Doorbell {
+  std::atomic<uint32_t> rings{0};  // the futex word
+  std::atomic<uint32_t> sleepers{0};
+
+  void ring() {
+    if (sleepers.load(std::memory_order_seq_cst) != 0) ringSleepers();
+  }
+  void ringSleepers();
+};
+static_assert(sizeof(Doorbell) == 64);
+static_assert(
+    std::atomic<uint32_t>::is_always_lock_free);  // else it would not work across processes
+
+// A word that a new view or an abort bumps. Every wait remembers the generation that it started
+// with and ends when it has changed. Whoever bumps it must ring the doorbells that its waiters
+// sleep at.
+class Interrupt {
+ public:
+  uint32_t generation() const { return generation_.load(std::memory_order_acquire); }
+  void bump() { generation_.fetch_add(1, std::memory_order_seq_cst); }
+
+ private:
+  std::atomic<uint32_t> generation_{0};
+};
+
+enum class WaitResult { kReady, kTimeout, kInterrupted };
+
+// How long to look before sleeping. With more ranks on the host than cores, looking steals the core
+// from the very rank that we wait for: give way (sched_yield) between looks instead of pausing.
+struct SpinPolicy {
+  uint32_t pauses = 2000;  // looks with a pause instruction in between (about 40 ns each)
+  uint32_t yields = 0;     // looks with a sched_yield in between
+  static SpinPolicy forRanksOnHost(int ranks);
+};
+
+// What every wait needs besides its condition.
+struct Waiter {
+  Doorbell& bell;
+  const Interrupt& interrupt;
+  uint32_t generation;  // of `interrupt`, when the operation began
+  Deadline deadline;
+  SpinPolicy spin;
+
+  // Returns when ready() is true, the interrupt has been bumped or the deadline has passed; ready()
+  // wins over the other two. ready() must be cheap, must not throw and may be called many times.
+  template <typename Ready>
+  WaitResult until(Ready&& ready) const {
+    for (uint32_t look = 0; look < spin.pauses; ++look) {
+      if (ready()) return WaitResult::kReady;
+      pause();
+    }
+    // On a crowded host one yield can take a whole time slice: here the deadline is looked at, too.
+    for (uint32_t look = 0; look < spin.yields && !interrupted() && !deadline.passed(); ++look) {
+      if (ready()) return WaitResult::kReady;
+      yield();
+    }
+    for (;;) {
+      const uint32_t seen = announce();
+      const bool isReady = ready();
+      const bool isInterrupted = interrupted();
+      const bool isLate = !isReady && !isInterrupted && deadline.passed();
+      if (!isReady && !isInterrupted && !isLate) sleep(seen);
+      retract();
+      if (isReady) return WaitResult::kReady;
+      if (isInterrupted) return WaitResult::kInterrupted;
+      if (isLate) return WaitResult::kTimeout;
+    }
+  }
+
+ private:
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");  // "yield" is a no-op on most Arm cores
+#endif
+  }
+  static void yield() { ::sched_yield(); }
+  bool interrupted() const { return interrupt.generation() != generation; }
+
+  // The way to sleep, in wait.cc: whoever gets here pays for a system call anyway.
+  uint32_t announce() const;  // joins the sleepers, returns the rings counted so far
+  void sleep(
+      uint32_t seenRings) const;  // until rung, at most until the deadline; may wake for nothing
+  void retract() const;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,112 @@
+#include <cstdlib>
+#include <gtest/gtest.h>
+#include <map>
+
+#include "base/env.h"
+
+namespace mooncake {
+namespace {
+
+// Starts without any of our variables and puts the environment back afterwards.
+class EnvTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    for (const auto& variable : envTable()) {
+      if (const char* value = std::getenv(variable.name)) before_[variable.name] = value;
+      ::unsetenv(variable.name);
+    }
+  }
+  void TearDown() override {
+    for (const auto& variable : envTable()) ::unsetenv(variable.name);
+    for (const auto& [name, value] : before_) set(name, value);
+  }
+  static void set(const std::string& name, const std::string& value) {
+    ::setenv(name.c_str(), value.c_str(), 1);
+  }
+
+ private:
+  std::map<std::string, std::string> before_;
+};
+
+bool same(const Env& a, const Env& b) {
+  return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
+         a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
+         a.eagerBytes == b.eagerBytes && a.crossMemoryAttach == b.crossMemoryAttach &&
+         a.logLevel == b.logLevel;
+}
+
+const std::map<std::string, std::string> kGood = {
+    {"MOONCAKE_TRANSPORTS", "tcp,cuda_ipc"},
+    {"MOONCAKE_HOST_IP", "10.1.2.3"},
+    {"MOONCAKE_JOB_KEY", "secret"},
+    {"MOONCAKE_FAILURE_TIMEOUT_MS", "250"},
+    {"MOONCAKE_TCP_CONNECTIONS", "8"},
+    {"MOONCAKE_EAGER_BYTES", "4096"},
+    {"MOONCAKE_CMA", "0"},
+    {"MOONCAKE_LOG_LEVEL", "debug"},
+};
+
+TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
+  ASSERT_EQ(envTable().size(), kGood.size());
+  for (const auto& variable : envTable()) {
+    ASSERT_TRUE(kGood.contains(variable.name)) << variable.name;
+    set(variable.name, kGood.at(variable.name));
+    const auto env = Env::read();
+    ASSERT_TRUE(env.ok()) << env.error().message;
+    EXPECT_FALSE(same(*env, Env())) << variable.name << " changes nothing";
+    ::unsetenv(variable.name);
+    EXPECT_STRNE(variable.meaning, "");
+  }
+}
+
+TEST_F(EnvTest, ReadsTheValues) {
+  for (const auto& [name, value] : kGood) set(name, value);
+  const auto env = Env::read();
+  ASSERT_TRUE(env.ok()) << env.error().message;
+  EXPECT_EQ(env->transports, (std::vector<std::string>{"tcp", "cuda_ipc"}));
+  EXPECT_EQ(env->hostIp, "10.1.2.3");
+  EXPECT_EQ(env->jobKey, "secret");
+  EXPECT_EQ(env->failureTimeout, std::chrono::milliseconds(250));
+  EXPECT_EQ(env->tcpConnections, 8u);
+  EXPECT_EQ(env->eagerBytes, 4096u);
+  EXPECT_FALSE(env->crossMemoryAttach);
+  EXPECT_EQ(env->logLevel, "debug");
+}
+
+TEST_F(EnvTest, TheDefaultsOfTheTableAreThoseOfTheStruct) {
+  EXPECT_TRUE(same(*Env::read(), Env()));
+  for (const auto& variable : envTable()) set(variable.name, variable.defaultValue);
+  const auto env = Env::read();
+  ASSERT_TRUE(env.ok()) << env.error().message;
+  EXPECT_TRUE(same(*env, Env())) << "and an empty value is like none";
+}
+
+TEST_F(EnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
+  const std::multimap<std::string, std::string> bad = {
+      {"MOONCAKE_TRANSPORTS", "tcp,"},
+      {"MOONCAKE_TRANSPORTS", "tcp,tcp"},
+      {"MOONCAKE_TRANSPORTS", "TCP"},
+      {"MOONCAKE_HOST_IP", "myhost"},
+      {"MOONCAKE_FAILURE_TIMEOUT_MS", "3s"},
+      {"MOONCAKE_FAILURE_TIMEOUT_MS", "-1"},
+      {"MOONCAKE_FAILURE_TIMEOUT_MS", "9"},
+      {"MOONCAKE_TCP_CONNECTIONS", "0"},
+      {"MOONCAKE_TCP_CONNECTIONS", "65"},
+      {"MOONCAKE_EAGER_BYTES", "99999999999999999999999"},
+      {"MOONCAKE_CMA", "yes"},
+      {"MOONCAKE_LOG_LEVEL", "verbose"},
+  };
+  for (const auto& [name, value] : bad) {
+    set(name, value);
+    const auto env = Env::read();
+    ASSERT_FALSE(env.ok()) << name << "=" << value;
+    EXPECT_EQ(env.error().code, ErrorCode::kInvalidArgument);
+    for (const std::string& part : {name, value, std::string("allowed: ")}) {
+      EXPECT_NE(env.error().message.find(part), std::string::npos) << env.error().message;
+    }
+    ::unsetenv(name.c_str());
+  }
+}
+
+}  // namespace
+}  // namespace mooncake
