@@ -1,0 +1,188 @@
+#include "engine/engine.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "engine/route.h"
+#include "engine/transports/registry.h"
+
+namespace mooncake {
+namespace {
+
+// The transports to use, best first: all that are built in, or the ones that were asked for, in that order.
+Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
+  std::vector<const TransportEntry*> chosen;
+  const auto& registry = transportRegistry();
+  if (env.transports.empty()) {
+    for (const auto& entry : registry) chosen.push_back(&entry);
+    return chosen;
+  }
+  for (const auto& name : env.transports) {
+    const auto found = std::find_if(registry.begin(), registry.end(),
+                                    [&](const TransportEntry& entry) { return name == entry.name; });
+    if (found == registry.end()) {
+      std::string known;
+      for (const auto& entry : registry) known += std::string(known.empty() ? "" : ", ") + entry.name;
+      return Error{ErrorCode::kUnsupported, "transport '" + name + "' was asked for, but this build has only: " + known};
+    }
+    chosen.push_back(&*found);
+  }
+  return chosen;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
+  if (options.jobKey.empty()) {
+    return Error{ErrorCode::kInvalidArgument, "an engine needs the job's key: set MOONCAKE_JOB_KEY or hand one out"};
+  }
+  auto crypto = Crypto::load();
+  if (!crypto.ok()) return crypto.error();
+  auto chosen = chooseTransports(options.env);
+  if (!chosen.ok()) return chosen.error();
+  auto arena = Arena::create(options.arenaBytes);
+  if (!arena.ok()) return arena.error();
+  auto loop = EventLoop::start("mooncake-io");
+  if (!loop.ok()) return loop.error();
+
+  std::shared_ptr<Engine> engine(new Engine);
+  engine->options_ = std::move(options);
+  engine->arena_ = std::move(*arena);
+  engine->loop_ = std::move(*loop);
+  EngineId id;
+  if (::getrandom(id.data(), id.size(), 0) != ssize_t(id.size())) return systemError("getrandom", errno);
+  Engine* self = engine.get();
+  engine->context_.reset(new TransportContext{
+      .id = id,
+      .env = engine->options_.env,
+      .jobKey = engine->options_.jobKey,
+      .crypto = *crypto,
+      .regions = engine->regions_,
+      .arena = *engine->arena_,
+      .loop = *engine->loop_,
+      .onAccepted = [self](EngineId peer, std::shared_ptr<Channel> channel) { self->onAccepted(peer, std::move(channel)); },
+      .onEnded = [self](EngineId peer, const Status& how) { self->onEnded(peer, how); },
+  });
+
+  for (const TransportEntry* entry : *chosen) {
+    auto transport = entry->create(*engine->context_);
+    if (transport.ok()) {
+      engine->transports_.push_back(std::move(*transport));
+    } else if (!engine->options_.env.transports.empty()) {
+      // Asked for and missing is an error, never a silent fallback.
+      return Error{transport.error().code, std::string("transport '") + entry->name + "' was asked for: " + transport.error().message};
+    } else {
+      log(LogLevel::kInfo, engine->logName(), "transport ", entry->name, " is not used here: ", transport.error().message);
+    }
+  }
+  if (engine->transports_.empty()) return Error{ErrorCode::kUnsupported, "no transport works on this machine"};
+  return engine;
+}
+
+Engine::~Engine() {
+  // Channels say goodbye first; then nothing of a transport runs any more; then the loop ends.
+  leave();
+  for (auto& transport : transports_) transport->shutdown();
+  peers_.clear();
+  transports_.clear();
+  loop_.reset();
+}
+
+void Engine::leave() {
+  std::map<EngineId, std::shared_ptr<Peer>> peers;
+  {
+    std::lock_guard lock(mutex_);
+    peers = peers_;
+  }
+  for (auto& [id, peer] : peers) peer->channel->close();
+}
+
+Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_); }
+
+Result<std::shared_ptr<Peer>> Engine::call(const EngineId& id, const Bytes& endpoint, Deadline deadline) {
+  auto channel = openRoute(transports_, id, endpoint, deadline);
+  if (!channel.ok()) return channel.error();
+  auto peer = std::make_shared<Peer>();
+  peer->id = id;
+  peer->channel = std::move(*channel);
+  log(LogLevel::kInfo, logName(), "connected over ", peer->channel->transportName());
+  std::lock_guard lock(mutex_);
+  peers_[id] = peer;
+  return peer;
+}
+
+Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Bytes>& endpoints, Deadline deadline) {
+  std::vector<std::shared_ptr<Peer>> peers(endpoints.size());
+  std::vector<EngineId> ids(endpoints.size());
+  for (size_t i = 0; i < endpoints.size(); ++i) {
+    auto id = endpointOwner(endpoints[i]);
+    if (!id.ok()) return id.error();
+    ids[i] = *id;
+  }
+  const auto known = [&](const EngineId& id) -> std::shared_ptr<Peer> {
+    const auto found = peers_.find(id);
+    return found == peers_.end() || found->second->ended ? nullptr : found->second;
+  };
+
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] == id()) continue;
+    {
+      std::lock_guard lock(mutex_);
+      peers[i] = known(ids[i]);
+    }
+    if (peers[i] || id() > ids[i]) continue;
+    auto peer = call(ids[i], endpoints[i], deadline);
+    if (!peer.ok()) {
+      return Error{peer.error().code, "cannot connect to rank " + std::to_string(i) + ": " + peer.error().message};
+    }
+    peers[i] = *peer;
+  }
+
+  std::unique_lock lock(mutex_);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] == id() || peers[i]) continue;
+    const auto there = [&] { return (peers[i] = known(ids[i])) != nullptr; };
+    if (!arrived_.wait_until(lock, deadline.when(), there)) {
+      return Error{ErrorCode::kTimeout, "rank " + std::to_string(i) +
+                                            " published its address but did not connect in time: is it alive, and can "
+                                            "it reach this host?"};
+    }
+  }
+  return peers;
+}
+
+void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {
+  std::lock_guard lock(mutex_);
+  auto peer = std::make_shared<Peer>();
+  peer->id = id;
+  peer->channel = std::move(channel);
+  peers_[id] = std::move(peer);
+  arrived_.notify_all();
+}
+
+void Engine::onEnded(const EngineId& id, const Status& how) {
+  std::lock_guard lock(mutex_);
+  const auto found = peers_.find(id);
+  if (found == peers_.end() || found->second->ended) return;
+  found->second->how = how;
+  found->second->ended = true;
+  log(LogLevel::kInfo, logName(), "a peer's channel ended: ", how.ok() ? "goodbye" : how.error().message);
+  for (auto& [interrupt, bell] : watchers_) {
+    interrupt->bump();
+    bell->ring();
+  }
+}
+
+void Engine::watch(Interrupt* interrupt, Doorbell* bell) {
+  std::lock_guard lock(mutex_);
+  watchers_.emplace_back(interrupt, bell);
+}
+
+void Engine::unwatch(Interrupt* interrupt) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(watchers_, [&](const auto& watcher) { return watcher.first == interrupt; });
+}
+
+}  // namespace mooncake

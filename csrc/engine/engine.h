@@ -1,0 +1,81 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/crypto.h"
+#include "base/env.h"
+#include "base/event_loop.h"
+#include "base/result.h"
+#include "base/wait.h"
+#include "engine/memory/arena.h"
+#include "engine/memory/region_table.h"
+#include "engine/transports/transport.h"
+
+namespace mooncake {
+
+struct EngineOptions {
+  Env env;
+  Bytes jobKey;         // of the job; every connection starts with a mutual challenge under it
+  std::string logName;  // "rank 3": how this engine calls itself in the log
+  size_t arenaBytes = size_t(4) << 30;  // address space, not memory
+};
+
+// Another engine, as this one sees it.
+struct Peer {
+  EngineId id;
+  std::shared_ptr<Channel> channel;  // the route to it
+  std::atomic<bool> ended{false};    // the channel is gone; `how` was written before
+  Status how;                        // ok: the peer said goodbye, else the evidence
+};
+
+// One rank's door to the memory of other ranks. A process may hold many.
+class Engine {
+ public:
+  static Result<std::shared_ptr<Engine>> create(EngineOptions options);
+  ~Engine();
+
+  const EngineId& id() const { return context_->id; }
+  const Env& env() const { return options_.env; }
+  const std::string& logName() const { return options_.logName; }
+  Arena& arena() { return *arena_; }
+  RegionTable& regions() { return regions_; }
+
+  // What a peer needs to connect to this engine, over all of its transports.
+  Bytes endpoint() const;
+  // Connects to all these endpoints; a peer that is already connected is returned as it is, our own endpoint
+  // gives null. Of each pair the engine with the smaller id calls and the other one is called. Blocks until all
+  // are there or the deadline has passed; the error names by its index who is missing, and why.
+  Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints, Deadline deadline);
+
+  // Says goodbye to all peers and closes the channels. What was put before still arrives.
+  void leave();
+
+  // The end of a peer bumps the interrupt and rings the bell.
+  void watch(Interrupt* interrupt, Doorbell* bell);
+  void unwatch(Interrupt* interrupt);
+
+ private:
+  Engine() = default;
+  Result<std::shared_ptr<Peer>> call(const EngineId& id, const Bytes& endpoint, Deadline deadline);
+  void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
+  void onEnded(const EngineId& id, const Status& how);
+
+  EngineOptions options_;
+  std::unique_ptr<Arena> arena_;
+  RegionTable regions_;
+  std::unique_ptr<TransportContext> context_;
+  std::mutex mutex_;  // guards peers_ and watchers_
+  std::condition_variable arrived_;
+  std::map<EngineId, std::shared_ptr<Peer>> peers_;
+  std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
+  std::unique_ptr<EventLoop> loop_;
+  std::vector<std::unique_ptr<Transport>> transports_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,152 @@
+#include "engine/local/arena_offer.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <memory>
+#include <utility>
+
+#include "engine/local/unix_socket.h"
+#include "engine/memory/region_table.h"
+
+namespace mooncake {
+namespace {
+
+// Wire form, always 80 bytes, the descriptor on the first:
+//   u32 mark  u32 version  u64 arena address  u64 arena bytes  u64 mirror's offset  u8 greeting[48]
+constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
+constexpr uint32_t kVersion = 1;
+constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + sizeof(Greeting);
+
+// Puts an offer together, in however many pieces it comes.
+class OfferReader {
+ public:
+  // True when the offer is whole, false when more has to come.
+  Result<bool> advance(int socket) {
+    while (message_.size() < kOfferBytes) {
+      const auto got = receiveWithFd(socket, kOfferBytes - message_.size(), message_, memfd_);
+      if (!got.ok()) return got.error();
+      if (*got == 0) return false;
+    }
+    return true;
+  }
+
+  Result<ArenaOffer> take() {
+    ByteReader in(message_);
+    const auto mark = in.get<uint32_t>();
+    const auto version = in.get<uint32_t>();
+    ArenaOffer offer;
+    offer.address = in.get<uint64_t>();
+    offer.bytes = in.get<uint64_t>();
+    offer.mirror = in.get<uint64_t>();
+    const auto greeting = in.getRaw(sizeof(Greeting));
+    MOONCAKE_TRY(in.finish("arena offer"));
+    std::copy(greeting.begin(), greeting.end(), offer.greeting.begin());
+    offer.memfd = std::move(memfd_);
+    if (mark != kMark || version != kVersion || !offer.memfd ||
+        offer.address + offer.bytes < offer.address ||
+        offer.mirror % alignof(RegionMirror) != 0 || offer.bytes < sizeof(RegionMirror) ||
+        offer.mirror > offer.bytes - sizeof(RegionMirror)) {
+      return Error{ErrorCode::kProtocol,
+                   "a peer's arena offer does not decode: do all ranks run the same version?"};
+    }
+    return offer;
+  }
+
+ private:
+  Bytes message_;
+  Fd memfd_;
+};
+
+// Waits on the loop for the offer or the deadline. Kept alive by the loop's handlers.
+class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
+ public:
+  PendingOffer(Fd socket, EventLoop& loop, OfferHandler done)
+      : socket_(std::move(socket)), loop_(loop), done_(std::move(done)) {}
+
+  Status start(Deadline deadline) {
+    timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
+    if (!timer_) return systemError("timerfd_create", errno);
+    const auto left = std::max<int64_t>(deadline.left().count(), 1);  // 0 would disarm it
+    const itimerspec when{
+        .it_interval = {},
+        .it_value = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000}};
+    if (::timerfd_settime(timer_.get(), 0, &when, nullptr) != 0) {
+      return systemError("timerfd_settime", errno);
+    }
+    const auto self = shared_from_this();
+    MOONCAKE_TRY(loop_.add(timer_.get(), EPOLLIN, [self](uint32_t) { self->onDeadline(); }));
+    const Status added = loop_.add(socket_.get(), EPOLLIN, [self](uint32_t) { self->onReadable(); });
+    if (!added.ok()) loop_.remove(timer_.get());
+    return added;
+  }
+
+  void fail(const Error& cause) { done_(std::move(socket_), cause); }
+
+ private:
+  void onReadable() {
+    const auto whole = reader_.advance(socket_.get());
+    if (whole.ok() && !*whole) return;
+    finish(whole.ok() ? reader_.take() : Result<ArenaOffer>(whole.error()));
+  }
+  void onDeadline() {
+    finish(Error{ErrorCode::kTimeout, "a peer connected but did not offer its arena in time"});
+  }
+  void finish(Result<ArenaOffer> offer) {
+    // Removing the handlers may drop the last references to this object.
+    const auto self = shared_from_this();
+    loop_.remove(socket_.get());
+    loop_.remove(timer_.get());
+    done_(std::move(socket_), std::move(offer));
+  }
+
+  Fd socket_;
+  Fd timer_;
+  EventLoop& loop_;
+  OfferReader reader_;
+  OfferHandler done_;
+};
+
+}  // namespace
+
+Status sendOffer(int socket, const Arena& arena, uint64_t mirror, const Greeting& greeting) {
+  const Bytes message = ByteWriter()
+                            .put(kMark)
+                            .put(kVersion)
+                            .put(static_cast<uint64_t>(reinterpret_cast<uintptr_t>(arena.base())))
+                            .put(static_cast<uint64_t>(arena.capacity()))
+                            .put(mirror)
+                            .putRaw(greeting)
+                            .take();
+  return sendWithFd(socket, message, arena.fd());
+}
+
+Result<ArenaOffer> receiveOffer(int socket, Deadline deadline) {
+  OfferReader reader;
+  for (;;) {
+    const auto whole = reader.advance(socket);
+    if (!whole.ok()) return whole.error();
+    if (*whole) return reader.take();
+    if (deadline.passed()) {
+      return Error{ErrorCode::kTimeout, "the peer did not offer its arena in time"};
+    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
+    pollfd readable{.fd = socket, .events = POLLIN, .revents = 0};
+    if (::poll(&readable, 1, static_cast<int>(std::min<int64_t>(left, 60'000))) < 0 &&
+        errno != EINTR) {
+      return systemError("poll", errno);
+    }
+  }
+}
+
+void receiveOffer(Fd socket, EventLoop& loop, Deadline deadline, OfferHandler done) {
+  const auto pending = std::make_shared<PendingOffer>(std::move(socket), loop, std::move(done));
+  const Status started = pending->start(deadline);
+  if (!started.ok()) pending->fail(started.error());
+}
+
+}  // namespace mooncake

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "engine/local/direct_gets.h"
+#include "engine/local/direct_reader.h"
+#include "engine/memory/gate.h"
+#include "engine/stream/stream_connection.h"
+#include "engine/transports/transport.h"
+
+namespace mooncake {
+
+// A channel to an engine whose arena is mapped here. Puts are a copy into the mapping; gets are a copy out of it,
+// a direct read, or frames over the socket, in this order. The socket also says goodbye and brings the evidence
+// of a death. The mapping outlives the peer: what it published stays readable until the channel is destroyed.
+//
+// Law 5: the peer's mirror in its arena is asked here before its memory is touched, and after a read once more.
+// A put that meets a region at the moment of its end may still write: it ends inside the arena at worst.
+class LocalChannel final : public Channel, public std::enable_shared_from_this<LocalChannel> {
+ public:
+  struct Mapped {
+    std::unique_ptr<ArenaMapping> arena;
+    uint64_t address = 0;                  // of the arena in the peer's process
+    uint64_t mirror = 0;                   // offset of its RegionMirror
+    std::unique_ptr<DirectReader> reader;  // null: there is no such way to this peer
+  };
+
+  static std::shared_ptr<LocalChannel> start(const char* transportName, Mapped peer, Fd socket,
+                                             const EngineId& id, const TransportContext& context);
+  LocalChannel(const char* transportName, Mapped peer);
+  ~LocalChannel() override;
+
+  const char* transportName() const override { return transportName_; }
+  std::span<std::byte> peerArena() const override {
+    return {peer_.arena->base(), peer_.arena->capacity()};
+  }
+  Status put(const PutRequest& request) override;
+  Status get(const GetRequest& request) override;
+  void cancelGets(const Completion* completion) override;
+  void close() override;
+
+ private:
+  void onEnded(const Status& how);
+  Status endedError() const;
+  const RegionMirror& mirror() const;
+  std::byte* mapped(const RemoteRegion& region) const;
+  ErrorCode readHere(const GetRequest& request, const DirectGets::Running& running);
+
+  const char* transportName_;
+  Mapped peer_;
+  std::shared_ptr<StreamConnection> stream_;
+  Gate puts_;
+  DirectGets gets_;
+  std::atomic<bool> closing_{false};
+  std::atomic<bool> ended_{false};
+  Status how_;  // written before ended_
+};
+
+}  // namespace mooncake

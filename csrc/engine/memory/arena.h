@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "base/fd.h"
+#include "base/result.h"
+
+namespace mooncake {
+
+class Arena;
+
+// Pages of an Arena; returns them (also to the system) when destroyed. Must not outlive the arena.
+class ArenaBlock {
+ public:
+  ArenaBlock() = default;
+  ArenaBlock(ArenaBlock&& other) noexcept;
+  ArenaBlock& operator=(ArenaBlock&& other) noexcept;
+  ~ArenaBlock();
+
+  std::byte* data() const;
+  uint64_t offset() const { return offset_; }  // from the start of the arena: the same in every mapping of it
+  size_t bytes() const { return bytes_; }
+  explicit operator bool() const { return arena_ != nullptr; }
+
+ private:
+  friend class Arena;
+  Arena* arena_ = nullptr;
+  uint64_t offset_ = 0;
+  size_t bytes_ = 0;
+};
+
+// The memory of one engine that peers on the host map: one memfd, sparse, so pages cost nothing until they
+// are touched. A memfd has no name: it is not in /dev/shm, needs no room there, and the kernel frees it with
+// its last user, also after SIGKILL. Not inherited by forked children (MADV_DONTFORK, close-on-exec).
+class Arena {
+ public:
+  static Result<std::unique_ptr<Arena>> create(size_t capacity);
+  ~Arena();
+
+  // Page-aligned, zeroed. kExhausted names the capacity and the amount in use.
+  Result<ArenaBlock> allocate(size_t bytes);
+
+  int fd() const { return fd_.get(); }
+  size_t capacity() const { return capacity_; }
+  std::byte* base() const { return base_; }
+
+ private:
+  friend class ArenaBlock;
+  Arena() = default;
+  void release(uint64_t offset, size_t bytes);
+
+  Fd fd_;
+  std::byte* base_ = nullptr;
+  size_t capacity_ = 0;
+  std::mutex mutex_;                    // guards free_
+  std::map<uint64_t, uint64_t> free_;   // offset -> bytes, neighbours merged
+};
+
+// A peer's arena mapped here (shared, read and write). Stays valid after the peer died.
+class ArenaMapping {
+ public:
+  // kProtocol unless it is a memfd of exactly this size that nobody can shrink any more: a mapping that loses
+  // its pages under us would end this process (SIGBUS).
+  static Result<std::unique_ptr<ArenaMapping>> map(Fd memfd, size_t capacity);
+  ~ArenaMapping();
+  std::byte* base() const { return base_; }
+  size_t capacity() const { return capacity_; }
+
+ private:
+  ArenaMapping(std::byte* base, size_t capacity) : base_(base), capacity_(capacity) {}
+  std::byte* base_;
+  size_t capacity_;
+};
+
+}  // namespace mooncake

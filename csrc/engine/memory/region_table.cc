@@ -1,0 +1,183 @@
+#include "engine/memory/region_table.h"
+
+#include <chrono>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+
+#ifdef __SANITIZE_THREAD__
+// ThreadSanitizer does not follow fences. The one below publishes no data, so it misses nothing.
+#pragma GCC diagnostic ignored "-Wtsan"
+#endif
+
+namespace mooncake {
+namespace {
+
+// An entry's word: generation << 32 | closed << 31 | users. A key: generation << 32 | (index + 1).
+// The generation only grows and an entry that ran out of generations is never handed out again, so a
+// key that was revoked once is refused for ever, whatever took its entry since.
+constexpr uint64_t kClosed = uint64_t(1) << 31;
+constexpr uint64_t kUsers = kClosed - 1;
+constexpr uint64_t kLastGeneration = 0xffffffff;
+
+uint64_t generationOf(uint64_t wordOrKey) { return wordOrKey >> 32; }
+// Out of range for key 0 and for keys that are none.
+uint64_t indexOf(uint64_t key) { return (key & 0xffffffff) - 1; }
+
+}  // namespace
+
+MemoryRegion::MemoryRegion(MemoryRegion&& other) noexcept
+    : table_(std::exchange(other.table_, nullptr)), remote_(std::exchange(other.remote_, {})) {}
+
+MemoryRegion& MemoryRegion::operator=(MemoryRegion&& other) noexcept {
+  if (this == &other) return *this;
+  if (table_) table_->revoke(remote_.key);
+  table_ = std::exchange(other.table_, nullptr);
+  remote_ = std::exchange(other.remote_, {});
+  return *this;
+}
+
+MemoryRegion::~MemoryRegion() {
+  if (table_) table_->revoke(remote_.key);
+}
+
+RegionTable::RegionTable() {
+  for (Entry& entry : entries_) entry.word.store(kClosed, std::memory_order_relaxed);
+  // Taken from the end: low entries first.
+  for (size_t i = 0; i < kCapacity; ++i) freeEntries_[i] = static_cast<uint16_t>(kCapacity - 1 - i);
+  freeCount_ = kCapacity;
+}
+
+Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t rights) {
+  const auto start = reinterpret_cast<uintptr_t>(address);
+  if ((!address && bytes != 0) || start + bytes < start) {
+    return Error{ErrorCode::kInvalidArgument,
+                 "memory to register must not be null and must not wrap around"};
+  }
+  std::lock_guard lock(mutex_);
+  if (freeCount_ == 0) {
+    return Error{ErrorCode::kExhausted, "all " + std::to_string(kCapacity) +
+                                            " regions of this engine are in use: let go of some"};
+  }
+  const size_t index = freeEntries_[--freeCount_];
+  Entry& entry = entries_[index];
+  const uint64_t generation = generationOf(entry.word.load(std::memory_order_relaxed)) + 1;
+  entry.address = static_cast<std::byte*>(address);
+  entry.bytes = bytes;
+  entry.rights = rights;
+  // The fields before the word: whoever opens the entry sees them.
+  entry.word.store(generation << 32, std::memory_order_release);
+  mirror(index, generation << 32 | rights);
+  return MemoryRegion(this,
+                      {.address = start, .bytes = bytes, .key = generation << 32 | (index + 1)});
+}
+
+RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes, uint32_t right) {
+  const auto refuse = [this] {
+    refusals_.fetch_add(1, std::memory_order_relaxed);
+    return Use();
+  };
+  const uint64_t index = indexOf(key);
+  if (index >= kCapacity) return refuse();
+  Entry& entry = entries_[index];
+  uint64_t word = entry.word.load(std::memory_order_relaxed);
+  do {
+    if (generationOf(word) != generationOf(key) || (word & kClosed) || (word & kUsers) == kUsers) {
+      return refuse();
+    }
+  } while (!entry.word.compare_exchange_weak(word, word + 1, std::memory_order_acquire,
+                                             std::memory_order_relaxed));
+  // Counted as a user, so nobody rewrites the fields now.
+  Use use;
+  use.table_ = this;
+  use.entry_ = index;
+  if (offset > entry.bytes || bytes > entry.bytes - offset || (entry.rights & right) != right) {
+    return refuse();
+  }
+  use.regionStart_ = entry.address;
+  use.data_ = entry.address + offset;
+  return use;
+}
+
+void RegionTable::revoke(uint64_t key) {
+  const size_t index = indexOf(key);
+  Entry& entry = entries_[index];
+  {
+    std::lock_guard lock(mutex_);
+    entry.word.fetch_or(kClosed, std::memory_order_seq_cst);
+    mirror(index, 0);
+  }
+  const Interrupt never;
+  const auto unused = [&] { return (entry.word.load(std::memory_order_acquire) & kUsers) == 0; };
+  const auto wait = [&] {
+    const Waiter waiter{unused_, never, 0, Deadline::after(std::chrono::seconds(10)), SpinPolicy{}};
+    return waiter.until(unused);
+  };
+  while (wait() == WaitResult::kTimeout) {
+    // Going on would hand memory back that a transfer still reads or writes.
+    log(LogLevel::kWarning, "regions", "memory at ", static_cast<void*>(entry.address),
+        " is still in transfer to a peer; close its channel to end that");
+  }
+  if (generationOf(key) == kLastGeneration) return;
+  std::lock_guard lock(mutex_);
+  freeEntries_[freeCount_++] = static_cast<uint16_t>(index);
+}
+
+void RegionTable::release(size_t entry) {
+  // Sequentially consistent: pairs with the doorbell's order.
+  const uint64_t before = entries_[entry].word.fetch_sub(1, std::memory_order_seq_cst);
+  if (before & kClosed) unused_.ring();
+}
+
+Result<uint64_t> RegionTable::mirrorIn(Arena& arena) {
+  std::lock_guard lock(mutex_);
+  if (mirror_) return mirror_.offset();
+  auto block = arena.allocate(sizeof(RegionMirror));  // zeros
+  if (!block.ok()) return block.error();
+  mirror_ = std::move(*block);
+  for (size_t i = 0; i < kCapacity; ++i) {
+    const uint64_t word = entries_[i].word.load(std::memory_order_relaxed);
+    if (!(word & kClosed)) mirror(i, generationOf(word) << 32 | entries_[i].rights);
+  }
+  return mirror_.offset();
+}
+
+// Under mutex_. An exchange, so that what the owner does to the memory afterwards comes after it.
+void RegionTable::mirror(size_t entry, uint64_t word) {
+  if (!mirror_) return;
+  auto* mirror = reinterpret_cast<RegionMirror*>(mirror_.data());
+  mirror->words_[entry].exchange(word, std::memory_order_seq_cst);
+}
+
+bool RegionMirror::allows(uint64_t key, uint32_t right) const {
+  const uint64_t index = indexOf(key);
+  if (index >= words_.size() || generationOf(key) == 0) return false;
+  // What the caller read from the region before it asked is not read later (after a copy, this is a second
+  // look); what it reads afterwards is not read earlier.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const uint64_t word = words_[index].load(std::memory_order_acquire);
+  return generationOf(word) == generationOf(key) && (word & right) == right;
+}
+
+RegionTable::Use::Use(Use&& other) noexcept
+    : table_(std::exchange(other.table_, nullptr)),
+      entry_(other.entry_),
+      data_(other.data_),
+      regionStart_(other.regionStart_) {}
+
+RegionTable::Use& RegionTable::Use::operator=(Use&& other) noexcept {
+  if (this == &other) return *this;
+  if (table_) table_->release(entry_);
+  table_ = std::exchange(other.table_, nullptr);
+  entry_ = other.entry_;
+  data_ = other.data_;
+  regionStart_ = other.regionStart_;
+  return *this;
+}
+
+RegionTable::Use::~Use() {
+  if (table_) table_->release(entry_);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,318 @@
+#include "engine/stream/handshake.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+
+#include <cerrno>
+
+// Wire form, version 1. Every message: magic u32, version u16, kind u16, then its body:
+//   HELLO 1      lane u16, lanes u16, attempt u64, connector id [16], acceptor id [16], nonce [32]
+//   CHALLENGE 2  nonce [32], HMAC [32]
+//   PROOF 3      HMAC [32]
+//   WELCOME 4    nothing
+//   REFUSED 5    reason u16
+// The two HMACs differ in their first word, so neither can be answered with the other; both cover HELLO, so
+// neither lane nor engine can be swapped on the way.
+namespace mooncake {
+namespace {
+
+constexpr uint32_t kMagic = 0x4b4e4f4d;  // "MONK"
+constexpr uint16_t kVersion = 1;
+constexpr size_t kHeadBytes = 8;
+
+enum class Kind : uint16_t { kHello = 1, kChallenge, kProof, kWelcome, kRefused };
+enum class Reason : uint16_t { kVersion = 1, kEngine, kKey };
+
+struct Hello {
+  uint16_t lane;
+  uint16_t lanes;
+  uint64_t attempt;
+  EngineId connector;
+  EngineId acceptor;
+};
+
+size_t bodyBytes(Kind kind) {
+  switch (kind) {
+    case Kind::kHello: return 2 + 2 + 8 + sizeof(EngineId) * 2 + sizeof(Nonce);
+    case Kind::kChallenge: return sizeof(Nonce) + sizeof(Mac);
+    case Kind::kProof: return sizeof(Mac);
+    case Kind::kWelcome: return 0;
+    case Kind::kRefused: return 2;
+  }
+  return 0;
+}
+
+ByteWriter begin(Kind kind) {
+  ByteWriter out;
+  out.put(kMagic).put(kVersion).put(static_cast<uint16_t>(kind));
+  return out;
+}
+
+Bytes encodeHello(const Hello& hello) {
+  ByteWriter out = begin(Kind::kHello);
+  out.put(hello.lane).put(hello.lanes).put(hello.attempt).putRaw(hello.connector).putRaw(hello.acceptor);
+  out.putRaw(Crypto::randomNonce());
+  return out.take();
+}
+
+template <size_t N>
+std::array<std::byte, N> getArray(ByteReader& in) {
+  std::array<std::byte, N> out{};
+  const ByteView raw = in.getRaw(N);
+  std::copy(raw.begin(), raw.end(), out.begin());
+  return out;
+}
+
+Result<Hello> decodeHello(ByteView message) {
+  ByteReader in(message);
+  in.getRaw(kHeadBytes);
+  Hello hello;
+  hello.lane = in.get<uint16_t>();
+  hello.lanes = in.get<uint16_t>();
+  hello.attempt = in.get<uint64_t>();
+  hello.connector = getArray<sizeof(EngineId)>(in);
+  hello.acceptor = getArray<sizeof(EngineId)>(in);
+  in.getRaw(sizeof(Nonce));
+  MOONCAKE_TRY(in.finish("HELLO"));
+  if (hello.lanes == 0 || hello.lanes > kMaxLanes || hello.lane >= hello.lanes) {
+    return Error{ErrorCode::kProtocol, "HELLO: no such lane"};
+  }
+  return hello;
+}
+
+// kProtocol for what is no message of ours; kRefused for another version: the first eight bytes mean the
+// same in all of them.
+Result<Kind> decodeHead(ByteView head) {
+  ByteReader in(head);
+  const auto magic = in.get<uint32_t>();
+  const auto version = in.get<uint16_t>();
+  const auto kind = in.get<uint16_t>();
+  MOONCAKE_TRY(in.finish("handshake"));
+  if (magic != kMagic) return Error{ErrorCode::kProtocol, "these are not the bytes of a handshake"};
+  if (version != kVersion) {
+    return Error{ErrorCode::kRefused, "the peer speaks version " + std::to_string(version) +
+                                              " of the handshake, we speak " + std::to_string(kVersion)};
+  }
+  if (kind < 1 || kind > 5) return Error{ErrorCode::kProtocol, "handshake: no such message"};
+  return static_cast<Kind>(kind);
+}
+
+Mac macOf(const TransportContext& context, std::string_view role, ByteView hello, ByteView rest) {
+  ByteWriter text;
+  text.putString(role).putRaw(hello).putRaw(rest);
+  return context.crypto->hmac(context.jobKey, text.bytes());
+}
+
+Error refusal(Reason reason) {
+  switch (reason) {
+    case Reason::kVersion: return {ErrorCode::kRefused, "the peer refused: it speaks another version"};
+    case Reason::kEngine: return {ErrorCode::kRefused, "the peer refused: it is another engine (restarted?)"};
+    case Reason::kKey: return {ErrorCode::kRefused, "the peer refused: it has another job key"};
+  }
+  return {ErrorCode::kRefused, "the peer refused for an unknown reason"};
+}
+
+void makeNonBlocking(int socket) { ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK); }
+
+// Messages are tiny and the socket is fresh: either all of it fits or something is wrong.
+Status sendMessage(int socket, ByteView message) {
+  const ssize_t sent = ::send(socket, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent == static_cast<ssize_t>(message.size())) return {};
+  return {ErrorCode::kPeerLost, "the peer went away during the handshake"};
+}
+
+// Appends what is there, up to `wanted` bytes in all. False: not yet complete.
+Result<bool> receiveMessage(int socket, Bytes& message, size_t wanted) {
+  while (message.size() < wanted) {
+    std::array<std::byte, 256> chunk;
+    const size_t room = std::min(chunk.size(), wanted - message.size());
+    const ssize_t got = ::recv(socket, chunk.data(), room, MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+    if (got < 0) return Error{ErrorCode::kPeerLost, "handshake: " + systemError("recv", errno).message};
+    if (got == 0) return Error{ErrorCode::kPeerLost, "the peer closed the connection during the handshake"};
+    message.insert(message.end(), chunk.begin(), chunk.begin() + got);
+  }
+  return true;
+}
+
+// ---- connector ----
+
+Status receiveBlocking(int socket, Bytes& message, size_t wanted, Deadline deadline) {
+  for (;;) {
+    const auto complete = receiveMessage(socket, message, wanted);
+    if (!complete.ok()) return complete.status();
+    if (*complete) return {};
+    if (deadline.passed()) return {ErrorCode::kTimeout, "the peer did not answer the handshake in time"};
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
+    pollfd waiting{socket, POLLIN, 0};
+    ::poll(&waiting, 1, static_cast<int>(std::min<int64_t>(left, 1000)));
+  }
+}
+
+// The next message if it is of the kind that is due; the peer's refusal becomes an error.
+Result<Bytes> receiveKind(int socket, Kind due, Deadline deadline) {
+  Bytes message;
+  MOONCAKE_TRY(receiveBlocking(socket, message, kHeadBytes, deadline));
+  const auto kind = decodeHead(message);
+  if (!kind.ok()) return kind.error();
+  MOONCAKE_TRY(receiveBlocking(socket, message, kHeadBytes + bodyBytes(*kind), deadline));
+  if (*kind == Kind::kRefused) {
+    ByteReader in(ByteView(message).subspan(kHeadBytes));
+    return refusal(static_cast<Reason>(in.get<uint16_t>()));
+  }
+  if (*kind != due) return Error{ErrorCode::kProtocol, "handshake: a message out of turn"};
+  return message;
+}
+
+// ---- acceptor ----
+
+class Accept : public std::enable_shared_from_this<Accept> {
+ public:
+  using Done = std::function<void(Result<Handshaken>)>;
+
+  Accept(Fd socket, const TransportContext& context, Done done)
+      : socket_(std::move(socket)), context_(context), done_(std::move(done)) {}
+
+  void begin(Deadline deadline);
+
+ private:
+  void onReadable();
+  Status takeHello();
+  Status takeProof();
+  Status refuse(Reason reason);
+  void finish(Status status);
+
+  Fd socket_;
+  Fd timer_;
+  const TransportContext& context_;  // outlives the loop's handlers, which keep this object
+  Done done_;
+  Kind due_ = Kind::kHello;
+  Bytes message_;  // being received
+  Bytes helloBytes_;
+  Hello hello_;
+  Bytes challenge_;
+};
+
+void Accept::begin(Deadline deadline) {
+  makeNonBlocking(socket_.get());
+  const auto finishLater = [this](Status status) {
+    context_.loop.post([self = shared_from_this(), status] { self->finish(status); });
+  };
+  timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
+  if (!timer_) return finishLater(systemError("timerfd_create", errno));
+  const auto left = std::max<std::chrono::nanoseconds>(deadline.left(), std::chrono::nanoseconds(1));
+  const auto seconds = std::chrono::floor<std::chrono::seconds>(left);
+  itimerspec when{};
+  when.it_value = {.tv_sec = seconds.count(), .tv_nsec = (left - seconds).count()};
+  ::timerfd_settime(timer_.get(), 0, &when, nullptr);
+  Status added = context_.loop.add(timer_.get(), EPOLLIN, [self = shared_from_this()](uint32_t) {
+    self->finish({ErrorCode::kTimeout, "the peer did not finish the handshake in time"});
+  });
+  if (added.ok()) {
+    added = context_.loop.add(socket_.get(), EPOLLIN,
+                              [self = shared_from_this()](uint32_t) { self->onReadable(); });
+  }
+  if (!added.ok()) finishLater(added);
+}
+
+void Accept::onReadable() {
+  for (;;) {
+    size_t wanted = kHeadBytes;
+    if (message_.size() >= kHeadBytes) wanted += bodyBytes(due_);
+    const auto complete = receiveMessage(socket_.get(), message_, wanted);
+    if (!complete.ok()) return finish(complete.status());
+    if (!*complete) return;
+    if (wanted == kHeadBytes) {
+      const auto kind = decodeHead(message_);
+      if (!kind.ok() && kind.error().code == ErrorCode::kRefused) return finish(refuse(Reason::kVersion));
+      if (!kind.ok()) return finish(kind.status());
+      if (*kind != due_) return finish({ErrorCode::kProtocol, "handshake: a message out of turn"});
+      continue;
+    }
+    const bool last = due_ == Kind::kProof;
+    Status taken = last ? takeProof() : takeHello();
+    if (!taken.ok() || last) return finish(std::move(taken));
+    message_.clear();
+  }
+}
+
+Status Accept::takeHello() {
+  const auto hello = decodeHello(message_);
+  if (!hello.ok()) return hello.status();
+  hello_ = *hello;
+  if (hello_.acceptor != context_.id) return refuse(Reason::kEngine);
+  helloBytes_ = message_;
+  const Nonce nonce = Crypto::randomNonce();
+  ByteWriter challenge = mooncake::begin(Kind::kChallenge);
+  challenge.putRaw(nonce).putRaw(macOf(context_, "acceptor", helloBytes_, nonce));
+  challenge_ = challenge.take();
+  due_ = Kind::kProof;
+  return sendMessage(socket_.get(), challenge_);
+}
+
+Status Accept::takeProof() {
+  const Mac expected = macOf(context_, "connector", helloBytes_, challenge_);
+  if (!Crypto::equal(expected, ByteView(message_).subspan(kHeadBytes))) return refuse(Reason::kKey);
+  return sendMessage(socket_.get(), mooncake::begin(Kind::kWelcome).take());
+}
+
+Status Accept::refuse(Reason reason) {
+  ByteWriter refused = mooncake::begin(Kind::kRefused);
+  refused.put(static_cast<uint16_t>(reason));
+  (void)sendMessage(socket_.get(), refused.bytes());
+  switch (reason) {
+    case Reason::kVersion: return {ErrorCode::kRefused, "refused a peer that speaks another version"};
+    case Reason::kEngine: return {ErrorCode::kRefused, "refused a peer that looks for another engine"};
+    case Reason::kKey: break;
+  }
+  return {ErrorCode::kRefused, "refused a peer that does not know the job's key"};
+}
+
+void Accept::finish(Status status) {
+  if (!done_) return;
+  const auto self = shared_from_this();  // the handlers, which go now, kept us alive
+  const Done done = std::exchange(done_, nullptr);
+  context_.loop.remove(socket_.get());
+  if (timer_) context_.loop.remove(timer_.get());
+  if (!status.ok()) {
+    socket_.reset();
+    return done(status.error());
+  }
+  done(Handshaken{std::move(socket_), hello_.connector, hello_.lane, hello_.lanes, hello_.attempt});
+}
+
+}  // namespace
+
+Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context, const EngineId& peer,
+                                    uint16_t lane, uint16_t lanes, Deadline deadline, uint64_t attempt) {
+  makeNonBlocking(socket.get());
+  const Bytes hello = encodeHello({lane, lanes, attempt, context.id, peer});
+  MOONCAKE_TRY(sendMessage(socket.get(), hello));
+
+  const auto challenge = receiveKind(socket.get(), Kind::kChallenge, deadline);
+  if (!challenge.ok()) return challenge.error();
+  ByteReader in(ByteView(*challenge).subspan(kHeadBytes));
+  const auto nonce = getArray<sizeof(Nonce)>(in);
+  // Before our own proof: whoever does not know the key gets nothing from us that the key went into.
+  if (!Crypto::equal(macOf(context, "acceptor", hello, nonce), in.getRaw(sizeof(Mac)))) {
+    return Error{ErrorCode::kRefused, "the peer does not know the job's key"};
+  }
+  ByteWriter proof = begin(Kind::kProof);
+  proof.putRaw(macOf(context, "connector", hello, *challenge));
+  MOONCAKE_TRY(sendMessage(socket.get(), proof.bytes()));
+
+  const auto welcome = receiveKind(socket.get(), Kind::kWelcome, deadline);
+  if (!welcome.ok()) return welcome.error();
+  return Handshaken{std::move(socket), peer, lane, lanes, attempt};
+}
+
+void handshakeAccept(Fd socket, const TransportContext& context, Deadline deadline,
+                     std::function<void(Result<Handshaken>)> done) {
+  std::make_shared<Accept>(std::move(socket), context, std::move(done))->begin(deadline);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "base/bytes.h"
+#include "base/wait.h"
+
+// The frames of a stream connection, version 1. Every frame starts with 56 bytes, little-endian; fields that a
+// kind does not use are zero, and a decoder refuses anything else.
+//
+//    0      2         3      4        8         16    24       32       40              48
+//   +------+---------+------+--------+---------+-----+--------+--------+---------------+-------+
+//   | mark | version | kind | status | request | key | offset | length | signal offset | stamp |
+//   | u16  | u8      | u8   | u32    | u64     | u64 | u64    | u64    | u64           | u64   |
+//   +------+---------+------+--------+---------+-----+--------+--------+---------------+-------+
+//
+//   PUT      key, offset, length, signal offset, stamp; then `length` bytes for the region
+//   GET      request, key, offset, length
+//   PIECE    request, offset, length; then `length` bytes of the answer: `offset` counts from the start of the
+//            get, pieces of one answer come in order
+//   ANSWER   request, status: ends the get. Ok only if all its bytes came before
+//   GOODBYE  nothing: the sender leaves in peace
+//
+// An answer is cut into pieces for two reasons: a put never waits behind more than one piece, and the status
+// comes after the bytes, so memory that is revoked half way gives an error and not wrong bytes.
+namespace mooncake::wire {
+
+inline constexpr uint16_t kMark = 0x4d4b;  // "KM" on the wire
+inline constexpr uint8_t kVersion = 1;
+inline constexpr size_t kHeaderBytes = 56;
+inline constexpr uint64_t kMaxPutBytes = uint64_t(64) << 20;
+inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
+inline constexpr uint64_t kMaxGets = 1024;  // that one side may have under way on one connection
+
+enum class Kind : uint8_t { kPut = 1, kGet, kPiece, kAnswer, kGoodbye };
+enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1 };
+
+struct Header {
+  Kind kind = Kind::kGoodbye;
+  AnswerStatus status = AnswerStatus::kOk;
+  uint64_t request = 0;
+  uint64_t key = 0;
+  uint64_t offset = 0;
+  uint64_t length = 0;
+  uint64_t signalOffset = 0;
+  uint64_t stamp = 0;
+};
+
+using HeaderBytes = std::array<std::byte, kHeaderBytes>;
+
+inline HeaderBytes encode(const Header& header) {
+  HeaderBytes out;
+  auto put = [&, at = size_t(0)](auto value) mutable {
+    std::memcpy(out.data() + at, &value, sizeof(value));
+    at += sizeof(value);
+  };
+  put(kMark), put(kVersion), put(static_cast<uint8_t>(header.kind)), put(static_cast<uint32_t>(header.status));
+  put(header.request), put(header.key), put(header.offset), put(header.length);
+  put(header.signalOffset), put(header.stamp);
+  return out;
+}
+
+// A signal's word: aligned, and not inside the doorbell that a window part begins with.
+inline bool isSignalOffset(uint64_t offset) { return offset % 8 == 0 && offset >= sizeof(Doorbell); }
+
+// Whether the fields make sense for the kind. Says nothing about regions and rights: RegionTable does.
+inline bool isWellFormed(const Header& h) {
+  const bool noSignal = h.signalOffset == 0 && h.stamp == 0;
+  const bool noStatus = h.status == AnswerStatus::kOk;
+  switch (h.kind) {
+    case Kind::kPut:
+      return noStatus && h.request == 0 && h.length <= kMaxPutBytes && isSignalOffset(h.signalOffset);
+    case Kind::kGet:
+      return noStatus && noSignal;
+    case Kind::kPiece:
+      return noStatus && noSignal && h.key == 0 && h.length > 0 && h.length <= kMaxPieceBytes;
+    case Kind::kAnswer:
+      return noSignal && h.key == 0 && h.offset == 0 && h.length == 0 &&
+             (h.status == AnswerStatus::kOk || h.status == AnswerStatus::kRefused);
+    case Kind::kGoodbye:
+      return noStatus && noSignal && h.request == 0 && h.key == 0 && h.offset == 0 && h.length == 0;
+  }
+  return false;
+}
+
+// kProtocol for everything that encode() does not write.
+inline Result<Header> decode(ByteView bytes) {
+  ByteReader in(bytes);
+  const auto mark = in.get<uint16_t>();
+  const auto version = in.get<uint8_t>();
+  Header header;
+  header.kind = static_cast<Kind>(in.get<uint8_t>());
+  header.status = static_cast<AnswerStatus>(in.get<uint32_t>());
+  header.request = in.get<uint64_t>();
+  header.key = in.get<uint64_t>();
+  header.offset = in.get<uint64_t>();
+  header.length = in.get<uint64_t>();
+  header.signalOffset = in.get<uint64_t>();
+  header.stamp = in.get<uint64_t>();
+  MOONCAKE_TRY(in.finish("frame"));
+  if (mark != kMark || version != kVersion || !isWellFormed(header)) {
+    return Error{ErrorCode::kProtocol, "a frame does not decode"};
+  }
+  return header;
+}
+
+}  // namespace mooncake::wire

@@ -1,0 +1,117 @@
+#include "engine/transports/tcp/socket.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace mooncake {
+namespace {
+
+struct Sockaddr {
+  union {
+    sockaddr generic;
+    sockaddr_in v4;
+    sockaddr_in6 v6;
+  };
+  socklen_t length;
+};
+
+Sockaddr toSockaddr(const SocketAddress& from) {
+  Sockaddr to{};
+  if (from.host.isV6) {
+    to.v6.sin6_family = AF_INET6;
+    to.v6.sin6_port = htons(from.port);
+    std::memcpy(&to.v6.sin6_addr, from.host.raw.data(), 16);
+    to.length = sizeof(to.v6);
+  } else {
+    to.v4.sin_family = AF_INET;
+    to.v4.sin_port = htons(from.port);
+    std::memcpy(&to.v4.sin_addr, from.host.raw.data(), 4);
+    to.length = sizeof(to.v4);
+  }
+  return to;
+}
+
+Fd streamSocket(const HostAddress& host) {
+  return Fd(::socket(host.isV6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+}
+
+void tune(int socket) {
+  const int on = 1;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+Error unreachable(const SocketAddress& peer, int errnoValue) {
+  return {ErrorCode::kPeerLost, systemError("connect(" + peer.text() + ")", errnoValue).message};
+}
+
+}  // namespace
+
+std::string SocketAddress::text() const {
+  const std::string shown = host.isV6 ? "[" + host.text() + "]" : host.text();
+  return shown + ":" + std::to_string(port);
+}
+
+Result<Listener> listenOn(const HostAddress& host) {
+  Listener listener{streamSocket(host), {host, 0}};
+  if (!listener.socket) return systemError("socket", errno);
+  Sockaddr address = toSockaddr(listener.address);
+  if (::bind(listener.socket.get(), &address.generic, address.length) != 0) {
+    return systemError("bind(" + host.text() + ")", errno);
+  }
+  if (::listen(listener.socket.get(), SOMAXCONN) != 0) return systemError("listen(" + host.text() + ")", errno);
+  if (::getsockname(listener.socket.get(), &address.generic, &address.length) != 0) {
+    return systemError("getsockname", errno);
+  }
+  listener.address.port = ntohs(host.isV6 ? address.v6.sin6_port : address.v4.sin_port);
+  return listener;
+}
+
+Fd spareDescriptor() { return Fd(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
+
+Fd acceptFrom(int listener, Fd& spare) {
+  for (;;) {
+    Fd accepted(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (accepted) {
+      tune(accepted.get());
+      return accepted;
+    }
+    if (errno == EMFILE || errno == ENFILE) {
+      spare.reset();
+      Fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC)).reset();
+      spare = spareDescriptor();
+      return {};
+    }
+    // The other errors are those of a connection that died while it waited in line.
+    if (errno != EINTR && errno != ECONNABORTED) return {};
+  }
+}
+
+Result<Fd> connectTo(const SocketAddress& peer, Deadline deadline) {
+  Fd socket = streamSocket(peer.host);
+  if (!socket) return systemError("socket", errno);
+  tune(socket.get());
+  const Sockaddr address = toSockaddr(peer);
+  if (::connect(socket.get(), &address.generic, address.length) == 0) return socket;
+  if (errno != EINPROGRESS && errno != EINTR) return unreachable(peer, errno);
+  for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
+    pollfd waiting{socket.get(), POLLOUT, 0};
+    const int ready = ::poll(&waiting, 1, static_cast<int>(std::min<int64_t>(left, 1000)));
+    if (ready > 0) break;
+    if (deadline.passed()) return Error{ErrorCode::kTimeout, "connect(" + peer.text() + "): no answer in time"};
+  }
+  int failure = 0;
+  socklen_t length = sizeof(failure);
+  ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &failure, &length);
+  if (failure != 0) return unreachable(peer, failure);
+  return socket;
+}
+
+}  // namespace mooncake

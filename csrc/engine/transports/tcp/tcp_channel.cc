@@ -1,0 +1,70 @@
+#include "engine/transports/tcp/tcp_channel.h"
+
+#include <algorithm>
+
+namespace mooncake {
+
+std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, const EngineId& peer,
+                                              std::vector<Fd> lanes) {
+  std::shared_ptr<TcpChannel> channel(new TcpChannel(context, peer));
+  // A lane may end before the last one has started: laneEnded() waits for the lock.
+  std::lock_guard lock(channel->mutex_);
+  for (Fd& lane : lanes) {
+    const std::weak_ptr<TcpChannel> weak = channel;
+    channel->lanes_.push_back(
+        StreamConnection::start(std::move(lane), context.loop, context.regions, [weak](const Status& how) {
+          if (const auto alive = weak.lock()) alive->laneEnded(how);
+        }));
+  }
+  return channel;
+}
+
+Status TcpChannel::get(const GetRequest& request) {
+  const size_t first = firstDataLane();
+  const size_t bytes = request.target.size();
+  const size_t pieces = std::clamp<size_t>(bytes / kSplitBytes, 1, lanes_.size() - first);
+  if (pieces == 1) {
+    const auto lane = std::min_element(
+        lanes_.begin() + first, lanes_.end(),
+        [](const auto& a, const auto& b) { return a->unansweredBytes() < b->unansweredBytes(); });
+    return (*lane)->get(request);
+  }
+  const size_t step = (bytes / pieces + 4095) / 4096 * 4096;
+  for (size_t i = 0, at = 0; at < bytes; ++i, at += step) {
+    const size_t length = std::min(step, bytes - at);
+    const Status begun = lanes_[first + i]->get(
+        {request.region, request.offset + at, request.target.subspan(at, length), request.completion});
+    if (begun.ok()) continue;
+    if (i == 0) return begun;
+    // Other pieces are under way, so the get has begun: it ends with an error.
+    request.completion->begin();
+    request.completion->end(begun.code());
+    return {};
+  }
+  return {};
+}
+
+void TcpChannel::cancelGets(const Completion* completion) {
+  for (const auto& lane : lanes_) lane->cancelGets(completion);
+}
+
+void TcpChannel::close() {
+  {
+    std::lock_guard lock(mutex_);
+    ended_ = true;
+  }
+  for (const auto& lane : lanes_) lane->close();
+}
+
+// On the loop's thread. The first lane that ends takes the others with it: half a channel is of no use.
+void TcpChannel::laneEnded(const Status& how) {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(ended_, true)) return;
+  }
+  const Error why = how.ok() ? Error{ErrorCode::kPeerLost, "the peer said goodbye"} : how.error();
+  for (const auto& lane : lanes_) lane->close(why);
+  context_.onEnded(peer_, how);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "engine/stream/stream_connection.h"
+
+namespace mooncake {
+
+// Several connections to one peer, each with its own share of the network's bandwidth and of the kernel's
+// buffers. Lane 0 carries the puts and nothing large, so a signal never stands behind somebody's answer; the
+// other lanes carry gets, their requests and their answers. A single lane does both.
+class TcpChannel final : public Channel, public std::enable_shared_from_this<TcpChannel> {
+ public:
+  // A get of at least two such pieces is spread over the data lanes.
+  static constexpr size_t kSplitBytes = size_t(1) << 20;
+
+  static std::shared_ptr<TcpChannel> start(const TransportContext& context, const EngineId& peer,
+                                           std::vector<Fd> lanes);
+  ~TcpChannel() override { close(); }
+
+  const char* transportName() const override { return "tcp"; }
+  std::span<std::byte> peerArena() const override { return {}; }
+  Status put(const PutRequest& request) override { return lanes_.front()->put(request); }
+  Status get(const GetRequest& request) override;
+  void cancelGets(const Completion* completion) override;
+  void close() override;
+
+ private:
+  TcpChannel(const TransportContext& context, const EngineId& peer) : context_(context), peer_(peer) {}
+  size_t firstDataLane() const { return lanes_.size() > 1 ? 1 : 0; }
+  void laneEnded(const Status& how);
+
+  const TransportContext& context_;
+  const EngineId peer_;
+  std::mutex mutex_;  // guards ended_, and lanes_ until start() is through
+  bool ended_ = false;
+  std::vector<std::shared_ptr<StreamConnection>> lanes_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,31 @@
+#pragma once
+
+#include "engine/transports/tcp/socket.h"
+#include "engine/transports/transport.h"
+
+namespace mooncake {
+
+class TcpAcceptor;
+
+// Channels over TCP. Endpoint: version u16, port u16, address (u32 length, then 4 or 16 bytes).
+class TcpTransport final : public Transport {
+ public:
+  // Listens on the address that chooseHostAddress() picks from env.hostIp and env.routeHint.
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context);
+  ~TcpTransport() override { shutdown(); }
+
+  const char* name() const override { return "tcp"; }
+  Bytes endpoint() const override;
+  Result<std::shared_ptr<Channel>> connect(const EngineId& peer, ByteView endpoint, Deadline deadline) override;
+  void shutdown() override;
+
+ private:
+  TcpTransport(const TransportContext& context, const SocketAddress& address)
+      : context_(context), address_(address) {}
+
+  const TransportContext& context_;
+  const SocketAddress address_;
+  std::shared_ptr<TcpAcceptor> acceptor_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/bytes.h"
+#include "base/crypto.h"
+#include "base/deadline.h"
+#include "base/env.h"
+#include "base/event_loop.h"
+#include "base/result.h"
+#include "engine/memory/arena.h"
+#include "engine/memory/region_table.h"
+#include "engine/transfer.h"
+
+// The transport contract. A new wire is a new folder beside shm/, tcp/ and inproc/ that implements these two
+// classes, and one line in registry.cc.
+namespace mooncake {
+
+using EngineId = std::array<std::byte, 16>;  // random, names one engine for its whole life
+
+// One wire to one peer. All calls from any thread. No call waits for the peer.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  virtual const char* transportName() const = 0;
+  // The peer's arena where load and store reach it, else empty. Constant for the channel's life; stays mapped,
+  // with all that the peer wrote, also after the peer died and after close().
+  virtual std::span<std::byte> peerArena() const = 0;
+  // Makes data and signal appear in the peer's window part. There is no order between two puts.
+  virtual Status put(const PutRequest& request) = 0;
+  // Fetches. The completion ends exactly once per get that returned ok, also when the channel breaks.
+  virtual Status get(const GetRequest& request) = 0;
+  // Ends the gets under way that count at this completion with kAborted (those that still are: one may end well
+  // at the same time) and returns when none of them touches its target any more.
+  virtual void cancelGets(const Completion* completion) = 0;
+  // No transfer starts or goes on after this; gets under way end with kAborted. Idempotent. Says goodbye
+  // where the wire can, so that the peer does not take it for a death.
+  virtual void close() = 0;
+};
+
+// What a transport may use of the engine that owns it. Outlives the transport.
+struct TransportContext {
+  EngineId id;
+  Env env;
+  Bytes jobKey;  // never empty
+  std::shared_ptr<const Crypto> crypto;
+  RegionTable& regions;
+  Arena& arena;
+  EventLoop& loop;
+  // A peer connected to us and proved that it knows the key. On the loop's thread.
+  std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
+  // The channel ended and not by our close(): ok when the peer said goodbye, else why it broke. At most once
+  // per channel, on the loop's thread.
+  std::function<void(EngineId peer, const Status& how)> onEnded;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual const char* name() const = 0;
+  // What a peer needs to connect, opaque to everyone else.
+  virtual Bytes endpoint() const = 0;
+  // Opens a channel to the engine `peer` that published `endpoint` for this transport. Blocks at most until
+  // the deadline. kUnsupported: this wire does not lead there (another host, say), try the next one.
+  virtual Result<std::shared_ptr<Channel>> connect(const EngineId& peer, ByteView endpoint,
+                                                   Deadline deadline) = 0;
+  // Stops listening and closes what it accepted.
+  virtual void shutdown() = 0;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/wait.h"
+#include "engine/engine.h"
+#include "engine/memory/arena.h"
+#include "engine/memory/region_table.h"
+#include "engine/transfer.h"
+
+namespace mooncake {
+
+// Symmetric memory of a group: every rank owns a part of the same size that the others can put into. A part
+// starts with its owner's doorbell. Made in two steps, because the members exchange what describe() says
+// in between.
+class Window {
+ public:
+  static constexpr size_t kUserOffset = sizeof(Doorbell);  // where the part's free use begins
+
+  static Result<std::unique_ptr<Window>> create(std::shared_ptr<Engine> engine, size_t bytes);
+
+  // This rank's part, for the others' attach().
+  Bytes describe() const;
+  // peers[r] is null for this rank itself; parts[r] is what rank r described.
+  Status attach(int rank, std::vector<std::shared_ptr<Peer>> peers, const std::vector<Bytes>& parts);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(members_.size()); }
+  size_t bytes() const { return block_.bytes(); }
+  Engine& engine() const { return *engine_; }
+
+  std::byte* local() const { return block_.data(); }
+  Doorbell& bell() const { return *reinterpret_cast<Doorbell*>(block_.data()); }
+  // Where load and store reach the rank's part (our own always), else null.
+  std::byte* peerPtr(int rank) const { return members_[rank].mapped; }
+  // Every part is reached by load and store: what a member published outlives it.
+  bool fullyMapped() const { return fullyMapped_; }
+
+  // Wakes the rank if it sleeps at its doorbell. Only where peerPtr() is set: a put rings by itself.
+  void ring(int rank) const { reinterpret_cast<Doorbell*>(members_[rank].mapped)->ring(); }
+  Status put(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
+  Status get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
+             Completion& completion) const;
+  // Every get that counts at this completion has ended when this returns.
+  void cancelGets(const Completion& completion) const;
+
+  // Null while the rank's channel stands.
+  const Status* ended(int rank) const;
+  const char* transportName(int rank) const;
+
+ private:
+  struct Member {
+    std::shared_ptr<Peer> peer;  // null: this rank
+    RemoteRegion part;
+    std::byte* mapped = nullptr;
+  };
+
+  Window() = default;
+
+  std::shared_ptr<Engine> engine_;
+  ArenaBlock block_;
+  MemoryRegion region_;
+  std::vector<Member> members_;
+  int rank_ = 0;
+  bool fullyMapped_ = true;
+};
+
+}  // namespace mooncake
