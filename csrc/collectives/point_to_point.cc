@@ -1,0 +1,290 @@
+#include "collectives/point_to_point.h"
+
+#include <cstring>
+
+namespace mooncake {
+namespace {
+
+// What may pile up here, per sender, of messages whose receive has not been called yet. Beyond it they stay in the
+// mailbox and the sender waits.
+constexpr size_t kEarlyBudget = 64 << 20;
+
+uint64_t stampOf(uint64_t number) { return makeStamp(number, kPublished); }
+
+}  // namespace
+
+PointToPoint::PointToPoint(Group& group) : group_(group), pairs_(group.size()), outgoing_(new MailboxCell) {}
+
+std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag, Deadline deadline) {
+  // The receiver of a large message reads through this span, nobody writes.
+  const std::span<std::byte> bytes(const_cast<std::byte*>(data.data()), data.size());
+  return post(std::shared_ptr<Message>(new Message(true, to, tag, bytes, deadline)));
+}
+
+std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int from, uint32_t tag, Deadline deadline) {
+  return post(std::shared_ptr<Message>(new Message(false, from, tag, data, deadline)));
+}
+
+std::shared_ptr<Message> PointToPoint::post(std::shared_ptr<Message> message) {
+  std::lock_guard lock(mutex_);
+  if (!aborted_.ok()) {
+    end(*message, aborted_);
+  } else {
+    active_.push_back(message);
+    progressLocked();
+  }
+  return message;
+}
+
+void PointToPoint::abort(Error why) {
+  std::lock_guard lock(mutex_);
+  aborted_ = std::move(why);
+  for (auto& message : active_) {
+    if (message->fetch_) group_.window().cancelGets(*message->fetch_);
+    end(*message, aborted_);
+  }
+  active_.clear();
+  group_.window().bell().ring();
+}
+
+bool PointToPoint::wait(const Message& message, Deadline deadline) {
+  if (message.finished()) return true;
+  drivers_.fetch_add(1, std::memory_order_relaxed);
+  const bool finished = drive(message, deadline);
+  drivers_.fetch_sub(1, std::memory_order_relaxed);
+  return finished;
+}
+
+bool PointToPoint::drive(const Message& message, Deadline deadline) {
+  Waiter waiter = group_.waiter(deadline.earlier(message.deadline()));
+  const auto look = [&] {
+    if (message.finished()) return true;
+    // Somebody else is at it: it rings when our message moved.
+    if (std::unique_lock lock(mutex_, std::try_to_lock); lock) progressLocked();
+    return message.finished();
+  };
+  for (;;) {
+    const auto how = waiter.until(look);
+    if (how == WaitResult::kReady) return true;
+    if (how == WaitResult::kInterrupted) waiter.generation = waiter.interrupt.generation();
+    progress();  // ends what cannot end well any more
+    if (message.finished()) return true;
+    if (how == WaitResult::kTimeout && deadline.passed()) return false;
+  }
+}
+
+bool PointToPoint::progress() {
+  std::lock_guard lock(mutex_);
+  return progressLocked();
+}
+
+bool PointToPoint::progressLocked() {
+  // In order of the calls, so that messages between a pair and a tag cannot overtake each other: the first send to a
+  // rank that cannot move holds back the later ones (advanceSend looks at the pair's cells), and an earlier receive
+  // takes the earlier message.
+  bool moved = false;
+  for (auto it = active_.begin(); it != active_.end();) {
+    Message& message = **it;
+    if (!(message.isSend_ ? advanceSend(message) : advanceReceive(message))) endLate(message);
+    if (message.finished()) {
+      it = active_.erase(it);
+      moved = true;
+    } else {
+      ++it;
+    }
+  }
+  if (moved) group_.window().bell().ring();
+  return active_.empty();
+}
+
+// True when the message is finished.
+bool PointToPoint::advanceSend(Message& message) {
+  Pair& pair = pairs_[message.peer_];
+  const Mailbox& answers = mailboxOf(message.peer_);
+  if (message.number_ != 0) {
+    if (message.ack_ == kNoAck || stampNumber(answers.acks[message.ack_].load(std::memory_order_acquire)) < message.number_) return false;
+    pair.ackBusy[message.ack_] = false;
+    end(message, {});
+    return true;
+  }
+  // A free cell, and no earlier send to this rank that still waits for one.
+  if (pair.sent - stampNumber(answers.taken.load(std::memory_order_acquire)) >= kMailboxCells) return false;
+  for (const auto& other : active_) {
+    if (other.get() == &message) break;
+    if (other->isSend_ && other->peer_ == message.peer_ && other->number_ == 0 && !other->finished()) return false;
+  }
+  const bool isLarge = message.data_.size() > kCellPayload;
+  if (isLarge) {
+    uint32_t ack = 0;
+    while (ack < kMailboxAcks && pair.ackBusy[ack]) ++ack;
+    if (ack == kMailboxAcks) return false;
+    auto region = group_.engine().regions().add(message.data_.data(), message.data_.size(), kRemoteRead);
+    if (!region.ok()) {
+      end(message, region.error());
+      return true;
+    }
+    message.region_ = std::move(*region);
+    message.ack_ = ack;
+    pair.ackBusy[ack] = true;
+  }
+
+  message.number_ = ++pair.sent;
+  const size_t payload = isLarge ? 0 : message.data_.size();
+  outgoing_->tag = message.tag_;
+  outgoing_->ack = message.ack_;
+  outgoing_->bytes = message.data_.size();
+  outgoing_->region = message.region_.remote();
+  if (payload) std::memcpy(outgoing_->payload, message.data_.data(), payload);
+  constexpr size_t kStampEnd = offsetof(MailboxCell, arrived) + sizeof(MailboxCell::arrived);
+  const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, cells) +
+                       (message.number_ % kMailboxCells) * sizeof(MailboxCell);
+  auto placed = place(message.peer_, there + kStampEnd, {reinterpret_cast<const std::byte*>(outgoing_.get()) + kStampEnd, kCellHeaderBytes - kStampEnd + payload},
+                      there + offsetof(MailboxCell, arrived), stampOf(message.number_));
+  if (!placed.ok() || !isLarge) {
+    end(message, std::move(placed));
+    return true;
+  }
+  return false;
+}
+
+// True when the message is finished.
+bool PointToPoint::advanceReceive(Message& message) {
+  if (message.fetch_) {
+    if (!message.fetch_->finished()) return false;
+    const ErrorCode code = message.fetch_->error.load(std::memory_order_acquire);
+    if (code == ErrorCode::kOk) {
+      acknowledge(message.peer_, message.ack_, message.number_);
+      end(message, {});
+    } else {
+      end(message, Error{ErrorCode::kPeerLost, "fetching a message of " + group_.nameRank(message.peer_) + " failed (" + errorCodeName(code) + ")"});
+    }
+    return true;
+  }
+  const int first = message.peer_ == kAnySource ? 0 : message.peer_;
+  const int last = message.peer_ == kAnySource ? group_.size() - 1 : message.peer_;
+  for (int from = first; from <= last; ++from) {
+    if (from == group_.rank()) continue;
+    takeIn(from);
+    Pair& pair = pairs_[from];
+    for (auto early = pair.early.begin(); early != pair.early.end(); ++early) {
+      if (early->tag != message.tag_) continue;
+      if (early->bytes != message.data_.size()) {
+        // The message stays: a receive of the right size can still take it.
+        end(message, Error{ErrorCode::kInvalidArgument,
+                           group_.nameRank(from) + " sent a message of " + std::to_string(early->bytes) + " bytes with tag " +
+                               std::to_string(message.tag_) + ", but the tensor to receive it has " +
+                               std::to_string(message.data_.size()) + " bytes"});
+        return true;
+      }
+      message.peer_ = from;
+      const bool finished = fetchInto(message, from, *early);
+      pair.earlyBytes -= early->payload.size();
+      pair.early.erase(early);
+      giveBackCells(from);
+      return finished;
+    }
+  }
+  return false;
+}
+
+bool PointToPoint::fetchInto(Message& message, int from, const Early& early) {
+  if (early.ack == kNoAck) {
+    if (early.bytes) std::memcpy(message.data_.data(), early.payload.data(), early.bytes);
+    end(message, {});
+    return true;
+  }
+  message.number_ = early.number;
+  message.ack_ = early.ack;
+  message.fetch_ = std::make_unique<Completion>(&group_.window().bell());
+  auto started = group_.window().get(from, early.region, 0, message.data_, *message.fetch_);
+  if (!started.ok()) {
+    end(message, std::move(started));
+    return true;
+  }
+  return advanceReceive(message);  // where memory can be read the data is there already
+}
+
+// Takes what has arrived from a rank out of its mailbox.
+void PointToPoint::takeIn(int from) {
+  Pair& pair = pairs_[from];
+  const Mailbox& mailbox = mailboxOf(from);
+  while (pair.earlyBytes <= kEarlyBudget) {
+    const uint64_t number = pair.taken + 1;
+    const MailboxCell& cell = mailbox.cells[number % kMailboxCells];
+    if (stampNumber(cell.arrived.load(std::memory_order_acquire)) < number) return;
+    Early early{number, cell.tag, cell.ack, cell.bytes, cell.region, {}};
+    const bool isLarge = early.bytes > kCellPayload;
+    // What the cell says must be possible before anything is done with it.
+    if (isLarge ? early.ack >= kMailboxAcks || early.region.bytes < early.bytes : early.ack != kNoAck) {
+      group_.fail({ErrorCode::kProtocol, group_.nameRank(from) + " sent a message that does not decode"});
+      return;
+    }
+    if (!isLarge) early.payload.assign(cell.payload, cell.payload + early.bytes);
+    pair.taken = number;
+    pair.earlyBytes += early.payload.size();
+    pair.early.push_back(std::move(early));
+    giveBackCells(from);
+  }
+}
+
+// Tells the sender how many cells are free again, half a mailbox at a time.
+void PointToPoint::giveBackCells(int from) {
+  Pair& pair = pairs_[from];
+  if (pair.taken - pair.credited < kMailboxCells / 2) return;
+  pair.credited = pair.taken;
+  const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, taken);
+  (void)place(from, word, {}, word, stampOf(pair.taken));  // a broken channel ends the messages that need it
+}
+
+void PointToPoint::acknowledge(int to, uint32_t ack, uint64_t number) {
+  const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) + ack * sizeof(uint64_t);
+  (void)place(to, word, {}, word, stampOf(number));  // a broken channel ends the messages that need it
+}
+
+// A message that did not move: has it any chance left?
+void PointToPoint::endLate(Message& message) {
+  const char* what = message.isSend_ ? "send to " : "receive from ";
+  const std::string title = what + (message.peer_ == kAnySource ? std::string("any rank") : group_.nameRank(message.peer_));
+  if (auto usable = group_.usable(); !usable.ok()) {
+    if (message.fetch_) group_.window().cancelGets(*message.fetch_);
+    end(message, usable);
+    return;
+  }
+  if (message.peer_ != kAnySource) {
+    if (const Status* ended = group_.window().ended(message.peer_)) {
+      if (message.fetch_) group_.window().cancelGets(*message.fetch_);
+      end(message, Error{ErrorCode::kPeerLost, title + ": " + (ended->ok() ? "it left the job" : "lost it: " + ended->error().message)});
+      return;
+    }
+  }
+  if (message.deadline_.passed()) {
+    if (message.fetch_) group_.window().cancelGets(*message.fetch_);
+    end(message, Error{ErrorCode::kTimeout, title + " timed out: the other side did not " +
+                                                (message.isSend_ ? "receive" : "send") + " a message with tag " +
+                                                std::to_string(message.tag_)});
+  }
+}
+
+void PointToPoint::end(Message& message, Status status) {
+  message.region_ = MemoryRegion();
+  message.status_ = std::move(status);
+  message.finished_.store(true, std::memory_order_release);
+}
+
+// Messages from the rank, and what it says about ours to it: both lie in our part.
+const Mailbox& PointToPoint::mailboxOf(int from) const {
+  return *reinterpret_cast<const Mailbox*>(group_.window().local() + group_.layout().mailbox(from));
+}
+
+// Into the rank's part: by store where it is mapped, else as a put.
+Status PointToPoint::place(int to, size_t offset, std::span<const std::byte> data, size_t stampOffset, uint64_t stamp) {
+  const Window& window = group_.window();
+  std::byte* part = window.peerPtr(to);
+  if (!part) return window.put(to, offset, data, {.offset = stampOffset, .stamp = stamp});
+  if (!data.empty()) std::memcpy(part + offset, data.data(), data.size());
+  tryStamp(*reinterpret_cast<std::atomic<uint64_t>*>(part + stampOffset), stamp);
+  window.ring(to);
+  return {};
+}
+
+}  // namespace mooncake

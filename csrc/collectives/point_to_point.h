@@ -1,0 +1,107 @@
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/result.h"
+#include "collectives/group.h"
+#include "collectives/mailbox.h"
+
+namespace mooncake {
+
+// One send or receive. Made by PointToPoint; finished() once it has ended, then `status` says how.
+class Message {
+ public:
+  bool finished() const { return finished_.load(std::memory_order_acquire); }
+  const Status& status() const { return status_; }  // once finished
+  int peer() const { return peer_; }                // of a receive from any source: who sent, once finished
+  Deadline deadline() const { return deadline_; }
+
+ private:
+  friend class PointToPoint;
+  Message(bool isSend, int peer, uint32_t tag, std::span<std::byte> data, Deadline deadline)
+      : isSend_(isSend), peer_(peer), tag_(tag), data_(data), deadline_(deadline) {}
+
+  const bool isSend_;
+  int peer_;  // -1: any source
+  const uint32_t tag_;
+  const std::span<std::byte> data_;
+  const Deadline deadline_;
+  MemoryRegion region_;                     // large send: what the receiver fetches
+  uint64_t number_ = 0;                     // send: 0 while it waits for a free cell
+  uint32_t ack_ = kNoAck;                   // send: the word that the receiver stamps; receive: where to stamp
+  std::unique_ptr<Completion> fetch_;       // large receive, under way
+  Status status_;
+  std::atomic<bool> finished_{false};
+};
+
+// Sends and receives of a group: matched by source and tag, in order between a pair of ranks and a tag, beside the
+// collectives. Any thread may call; whoever waits drives the progress of all.
+class PointToPoint {
+ public:
+  static constexpr int kAnySource = -1;
+
+  explicit PointToPoint(Group& group);
+
+  // Neither waits. The data belongs to the message until it is finished.
+  std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag, Deadline deadline);
+  std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag, Deadline deadline);
+
+  // Until the message is finished or the deadline has passed; false: it is not finished.
+  bool wait(const Message& message, Deadline deadline);
+  // Moves on whatever can move. True when nothing is under way any more.
+  bool progress();
+  // How many threads are in wait().
+  int drivers() const { return drivers_.load(std::memory_order_relaxed); }
+  // Ends everything that is under way, and whatever is posted later, with this error.
+  void abort(Error why);
+
+ private:
+  // A message that came before its receive.
+  struct Early {
+    uint64_t number;
+    uint32_t tag;
+    uint32_t ack;
+    uint64_t bytes;
+    RemoteRegion region;
+    std::vector<std::byte> payload;
+  };
+  struct Pair {
+    uint64_t sent = 0;                // messages put into the peer's mailbox
+    uint64_t taken = 0;               // messages taken out of ours
+    uint64_t credited = 0;            // of `taken`, told to the peer
+    size_t earlyBytes = 0;
+    std::list<Early> early;
+    bool ackBusy[kMailboxAcks] = {};
+  };
+
+  std::shared_ptr<Message> post(std::shared_ptr<Message> message);
+  bool drive(const Message& message, Deadline deadline);
+  bool progressLocked();
+  bool advanceSend(Message& message);
+  bool advanceReceive(Message& message);
+  bool fetchInto(Message& message, int from, const Early& early);
+  void takeIn(int from);
+  void acknowledge(int to, uint32_t ack, uint64_t number);
+  void giveBackCells(int from);
+  void endLate(Message& message);
+  void end(Message& message, Status status);
+  const Mailbox& mailboxOf(int from) const;
+  Status place(int to, size_t offset, std::span<const std::byte> data, size_t stampOffset, uint64_t stamp);
+
+  Group& group_;
+  std::atomic<int> drivers_{0};
+  std::mutex mutex_;  // guards everything below
+  std::vector<Pair> pairs_;
+  std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
+  Status aborted_;
+  std::unique_ptr<MailboxCell> outgoing_;       // a cell being filled
+};
+
+}  // namespace mooncake

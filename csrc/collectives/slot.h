@@ -1,0 +1,76 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "collectives/call.h"
+#include "engine/transfer.h"
+#include "engine/window.h"
+
+// A rank's part of a group's window. Every offset of it is in this file.
+//
+//   0      doorbell
+//   64     ended            number of the last operation that this rank has ended
+//   128    own slot 0       of operations with an even number; read by the ranks that map this part
+//          own slot 1       of operations with an odd number
+//          inbox slots      [rank][2]: where the ranks that do not map us put theirs
+//          mailboxes        [rank]: point-to-point messages from each rank (mailbox.h)
+//
+//   slot:  0  ready, done, result region | 64  begun, call, payload size, input region | 128  payload
+//
+// `begun`, `ready` and `done` are stamps: number of the operation, and published or sealed. A slot is used again
+// two operations later, after everybody has published the operation in between, which proves that everybody has
+// ended this one (docs/membership.md).
+namespace mooncake {
+
+struct alignas(64) Slot {
+  // Large operations: this rank's share of the result can be fetched / this rank has all that it needs.
+  std::atomic<uint64_t> ready;
+  std::atomic<uint64_t> done;
+  RemoteRegion result;  // announced by `ready`
+
+  // From here to the end of the payload is one put, announced by `begun`.
+  alignas(64) std::atomic<uint64_t> begun;
+  Call call;
+  uint64_t payloadBytes;
+  RemoteRegion input;
+
+  alignas(64) std::byte payload[];
+};
+
+constexpr size_t kSlotHeaderBytes = 128;
+static_assert(offsetof(Slot, result) == 16 && offsetof(Slot, begun) == 64);
+static_assert(offsetof(Slot, payload) == kSlotHeaderBytes);
+
+constexpr uint64_t kPublished = 1;
+constexpr uint64_t kSealedBy = 2;  // + rank of who sealed
+constexpr uint64_t makeStamp(uint64_t number, uint64_t kind) { return number << kStampKindBits | kind; }
+constexpr uint64_t stampKind(uint64_t stamp) { return stamp & ((uint64_t(1) << kStampKindBits) - 1); }
+
+// Where things lie in a part. The same on every rank of a group.
+class PartLayout {
+ public:
+  PartLayout(int size, size_t eagerBytes, size_t mailboxBytes)
+      : size_(size), slotBytes_(roundUp(kSlotHeaderBytes + eagerBytes)), mailboxBytes_(roundUp(mailboxBytes)) {}
+
+  size_t bytes() const { return mailbox(size_) - Window::kUserOffset; }  // of the free use of a part
+
+  size_t ended() const { return Window::kUserOffset; }
+  size_t ownSlot(uint64_t number) const { return 2 * Window::kUserOffset + (number & 1) * slotBytes_; }
+  size_t inboxSlot(int from, uint64_t number) const {
+    return 2 * Window::kUserOffset + (2 + 2 * size_t(from) + (number & 1)) * slotBytes_;
+  }
+  size_t mailbox(int from) const {
+    return 2 * Window::kUserOffset + (2 + 2 * size_t(size_)) * slotBytes_ + size_t(from) * mailboxBytes_;
+  }
+
+ private:
+  static size_t roundUp(size_t bytes) { return (bytes + 63) & ~size_t(63); }
+
+  int size_;
+  size_t slotBytes_;
+  size_t mailboxBytes_;
+};
+
+}  // namespace mooncake
