@@ -1,0 +1,57 @@
+#include "backend/c10d_store.h"
+
+#include <algorithm>
+
+namespace mooncake {
+namespace {
+
+// A store speaks in exceptions of many kinds.
+template <typename Call>
+auto guarded(const char* what, Deadline deadline, Call&& call) -> decltype(call()) {
+  try {
+    return call();
+  } catch (const std::exception& e) {
+    const ErrorCode code = deadline.passed() ? ErrorCode::kTimeout : ErrorCode::kSystem;
+    std::string text = e.what();
+    text = text.substr(0, text.find('\n'));  // without the stack
+    return Error{code, std::string("the c10d store failed to ") + what + ": " + text};
+  }
+}
+
+
+
+}  // namespace
+
+Status C10dStore::set(const std::string& key, ByteView value) {
+  return guarded("set a key", Deadline::after(std::chrono::hours(1)), [&]() -> Status {
+    const auto* raw = reinterpret_cast<const uint8_t*>(value.data());
+    store_->set(key, std::vector<uint8_t>(raw, raw + value.size()));
+    return {};
+  });
+}
+
+Result<std::vector<Bytes>> C10dStore::get(const std::vector<std::string>& keys, Deadline deadline) {
+  return guarded("wait for a key", deadline, [&]() -> Result<std::vector<Bytes>> {
+    // Zero would mean "no timeout" to some stores.
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left());
+    store_->wait(keys, std::max(left, std::chrono::milliseconds(1)));
+    std::vector<std::vector<uint8_t>> values;
+    if (store_->hasExtendedApi()) {
+      values = store_->multiGet(keys);
+    } else {
+      for (const auto& key : keys) values.push_back(store_->get(key));
+    }
+    std::vector<Bytes> result;
+    for (const auto& value : values) {
+      const auto* raw = reinterpret_cast<const std::byte*>(value.data());
+      result.emplace_back(raw, raw + value.size());
+    }
+    return result;
+  });
+}
+
+Result<bool> C10dStore::present(const std::string& key) {
+  return guarded("look for a key", Deadline::after(std::chrono::hours(1)), [&]() -> Result<bool> { return store_->check({key}); });
+}
+
+}  // namespace mooncake

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "engine/rendezvous/store.h"
+
+namespace mooncake {
+
+// torch's store (TCPStore, FileStore, HashStore, PrefixStore) as the engine's.
+class C10dStore : public Store {
+ public:
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  Status set(const std::string& key, ByteView value) override;
+  Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override;
+  Result<bool> present(const std::string& key) override;
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace mooncake

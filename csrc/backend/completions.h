@@ -1,0 +1,25 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <thread>
+
+namespace mooncake {
+
+// The thread that may wait for Python's lock: it marks futures, runs their callbacks and drops tensors, whose
+// Python halves need that lock too. Nobody else of ours ever does.
+class Completions {
+ public:
+  Completions();
+  ~Completions();  // runs what was posted; may be one of its own tasks that drops it
+
+  void post(std::function<void()> task);
+
+ private:
+  struct State;
+  static void run(const std::shared_ptr<State>& state);
+
+  const std::shared_ptr<State> state_;
+};
+
+}  // namespace mooncake

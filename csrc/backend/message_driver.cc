@@ -1,0 +1,89 @@
+#include "backend/message_driver.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+
+namespace mooncake {
+namespace {
+
+// How often the thread looks while somebody who waits drives the messages, and how long it sleeps at the doorbell
+// before it looks for deadlines and for the end of its own work.
+constexpr auto kLookBesideWaiter = std::chrono::milliseconds(10);
+constexpr auto kLookAlone = std::chrono::milliseconds(50);
+// A blocking receive is over before this; only what lasts longer is worth a thread.
+constexpr auto kGrace = std::chrono::milliseconds(1);
+
+}  // namespace
+
+MessageDriver::MessageDriver(Group& group, std::shared_ptr<Completions> completions)
+    : group_(group), completions_(std::move(completions)), messages_(group) {}
+
+void MessageDriver::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  messages_.abort({ErrorCode::kAborted, "the group was destroyed"});
+  std::lock_guard lock(mutex_);
+  notifyFinished();
+}
+
+void MessageDriver::watch() {
+  std::lock_guard lock(mutex_);
+  if (stopping_ || pending_) return;
+  pending_ = true;
+  if (!thread_.joinable()) {
+    thread_ = std::thread([this] { run(); });
+    pthread_setname_np(thread_.native_handle(), "mooncake-msg");
+  }
+  changed_.notify_all();
+}
+
+void MessageDriver::whenFinished(std::shared_ptr<Message> message, std::function<void()> task) {
+  {
+    std::lock_guard lock(mutex_);
+    waiting_.emplace_back(std::move(message), std::move(task));
+    notifyFinished();
+  }
+  watch();
+}
+
+// With the lock.
+void MessageDriver::notifyFinished() {
+  const auto finished = std::partition(waiting_.begin(), waiting_.end(), [](const auto& w) { return !w.first->finished(); });
+  for (auto it = finished; it != waiting_.end(); ++it) completions_->post(std::move(it->second));
+  waiting_.erase(finished, waiting_.end());
+}
+
+void MessageDriver::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return stopping_ || pending_; });
+    // Stays awake for a while after the last message, so that a series of them does not wake it one by one.
+    changed_.wait_for(lock, kGrace, [&] { return stopping_; });
+    while (!stopping_ && pending_) {
+      lock.unlock();
+      bool idle = false;
+      const bool alone = messages_.drivers() == 0;
+      if (alone) {
+        Waiter waiter = group_.waiter(Deadline::after(kLookAlone));
+        waiter.spin = {.pauses = 0, .yields = 0};
+        waiter.until([&] { return (idle = messages_.progress()); });
+        idle = messages_.progress();
+      }
+      lock.lock();
+      notifyFinished();
+      if (alone) {
+        pending_ = !idle || !waiting_.empty();
+      } else {
+        changed_.wait_for(lock, kLookBesideWaiter, [&] { return stopping_; });
+      }
+    }
+    if (stopping_) return;
+  }
+}
+
+}  // namespace mooncake

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "backend/completions.h"
+#include "collectives/group.h"
+#include "collectives/point_to_point.h"
+
+namespace mooncake {
+
+// Moves messages on while nobody waits for them. Whoever waits does it better, so the thread only looks now and
+// then while somebody does, and sleeps for good while nothing is under way.
+class MessageDriver {
+ public:
+  MessageDriver(Group& group, std::shared_ptr<Completions> completions);
+  ~MessageDriver() { stop(); }
+
+  PointToPoint& messages() { return messages_; }
+  // A message was posted and is not finished.
+  void watch();
+  // Runs the task on the completion thread once the message is finished.
+  void whenFinished(std::shared_ptr<Message> message, std::function<void()> task);
+  // Ends every message that is under way; no thread runs afterwards. The group may go then.
+  void stop();
+
+ private:
+  void run();
+  void notifyFinished();
+
+  Group& group_;
+  const std::shared_ptr<Completions> completions_;
+  PointToPoint messages_;
+  std::mutex mutex_;  // guards everything below
+  std::condition_variable changed_;
+  bool pending_ = false;
+  bool stopping_ = false;
+  std::vector<std::pair<std::shared_ptr<Message>, std::function<void()>>> waiting_;
+  std::thread thread_;  // started by the first message that is not finished at once
+};
+
+}  // namespace mooncake

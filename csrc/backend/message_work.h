@@ -1,0 +1,42 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <vector>
+
+#include "backend/tensors.h"
+#include "collectives/point_to_point.h"
+
+namespace mooncake {
+
+class Completions;
+class MessageDriver;
+
+// A send or a receive that was called.
+class MessageWork : public c10d::Work {
+ public:
+  // `flat` holds the message's bytes.
+  MessageWork(int rank, c10d::OpType type, std::shared_ptr<MessageDriver> driver, std::shared_ptr<Message> message,
+              at::Tensor tensor, Flat flat);
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return message_->finished() && message_->status().ok(); }
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override {}
+  std::vector<at::Tensor> result() override { return {tensor_}; }
+  int sourceRank() const override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  void takeOver();  // a receive into a tensor that is not contiguous: once, when it is finished
+
+  const std::shared_ptr<MessageDriver> driver_;
+  const std::shared_ptr<Message> message_;
+  const at::Tensor tensor_;
+  const Flat flat_;
+  std::once_flag taken_;
+};
+
+}  // namespace mooncake
