@@ -1,0 +1,119 @@
+"""PEP 517 backend: setuptools', plus the search for the torch to build against.
+
+The extension fits one torch minor, so the torch that counts is the one it will be imported with.
+An isolated build does not see that torch on its path; `find_torch` asks the interpreters that
+started the build. Only when none of them has one does the isolated environment get its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools import build_meta
+from setuptools.build_meta import *  # noqa: F403
+
+OLDEST_TORCH = "torch>=2.8"
+
+
+@dataclass(frozen=True)
+class Torch:
+    """A torch found by its files; nothing of it is imported."""
+
+    path: Path
+    version: str
+
+    @property
+    def minor(self) -> str:
+        return ".".join(self.version.split(".")[:2])
+
+    @property
+    def include_dirs(self) -> list[Path]:
+        include = self.path / "include"
+        return [include, include / "torch/csrc/api/include"]
+
+    @property
+    def lib_dir(self) -> Path:
+        return self.path / "lib"
+
+    @property
+    def cxx11_abi(self) -> str:
+        config = self.path / "share/cmake/Torch/TorchConfig.cmake"
+        found = (
+            re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", config.read_text())
+            if config.exists()
+            else None
+        )
+        return found.group(1) if found else "1"
+
+
+def find_torch() -> Torch | None:
+    spec = importlib.util.find_spec("torch")
+    if spec and spec.origin:
+        return _torch_at(Path(spec.origin).parent)
+    for interpreter in _interpreters():
+        path = _ask_for_torch(interpreter)
+        torch = _torch_at(path) if path else None
+        if torch:
+            return torch
+    return None
+
+
+def _torch_at(path: Path) -> Torch | None:
+    version_file = path / "version.py"
+    if not version_file.exists() or not (path / "include/torch/csrc").exists():
+        return None
+    version = re.search(r"^__version__ = '([^'+]+)", version_file.read_text(), re.MULTILINE)
+    return Torch(path, version.group(1)) if version else None
+
+
+def _interpreters() -> list[str]:
+    """Who may own the target environment. pip isolates by PYTHONPATH and keeps the target's
+    interpreter; `build` makes a new environment, so there it is the active one or a parent's."""
+    found = [sys.executable]
+    active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
+    if active:
+        found.append(str(Path(active) / "bin/python"))
+    pid = os.getppid()
+    for _ in range(4):
+        try:
+            program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+        if Path(program).name.startswith("python"):
+            found.append(shutil.which(program) or program)
+    return list(dict.fromkeys(found))
+
+
+def _ask_for_torch(interpreter: str) -> Path | None:
+    """-I undoes pip's isolation. Only the same Python's torch has the right libtorch_python."""
+    question = (
+        "import importlib.util as u, sys; s = u.find_spec('torch');"
+        f"print(s.origin if s and sys.version_info[:2] == {tuple(sys.version_info[:2])} else '')"
+    )
+    try:
+        answer = subprocess.run(
+            [interpreter, "-I", "-c", question], capture_output=True, text=True, timeout=60, cwd="/"
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return Path(answer).parent if answer else None
+
+
+def _torch_requirement() -> list[str]:
+    return [] if find_torch() else [OLDEST_TORCH]
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    return build_meta.get_requires_for_build_wheel(config_settings) + _torch_requirement()
+
+
+def get_requires_for_build_editable(config_settings=None):
+    return build_meta.get_requires_for_build_editable(config_settings) + _torch_requirement()

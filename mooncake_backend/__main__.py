@@ -1,0 +1,21 @@
+"""python -m mooncake_backend doctor: what works here, and what does not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mooncake_backend.doctor import examine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m mooncake_backend")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="check this installation and this machine")
+    doctor.add_argument("--quick", action="store_true", help="do not start the two-rank trial")
+    given = parser.parse_args()
+    return examine(trial=not given.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""`from mooncake import pg`: process groups. Importing it registers the backends."""
+
+from mooncake_backend.membership import *  # noqa: F403
+from mooncake_backend.membership import __all__ as __all__
+from mooncake_backend.registration import register
+
+register()

@@ -1,0 +1,62 @@
+"""The table and the picture of finished runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from mooncake_backend.demo.launch import Run
+
+WARM_UP = 10  # steps that also set up buckets, connections and caches
+
+
+def table(runs: list[Run], ranks: int) -> Table:
+    shown = Table(title=f"{ranks} ranks on this host, {len(runs[0].losses)} steps")
+    shown.add_column("backend")
+    shown.add_column("first loss", justify="right")
+    shown.add_column("last loss", justify="right")
+    shown.add_column("ms/step, median", justify="right")
+    shown.add_column("ms/step, 95%", justify="right")
+    for run in runs:
+        steady = sorted(run.seconds[WARM_UP:] or run.seconds)
+        last = run.losses[-20:]
+        shown.add_row(
+            run.backend,
+            f"{run.losses[0]:.4f}",
+            f"{sum(last) / len(last):.4f}",
+            f"{1e3 * median(steady):.1f}",
+            f"{1e3 * steady[int(0.95 * (len(steady) - 1))]:.1f}",
+        )
+    return shown
+
+
+def picture(runs: list[Run], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (loss, speed) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for index, run in enumerate(runs):
+        style = {"label": run.backend, "color": f"C{index}", "linestyle": ("-", "--")[index % 2]}
+        loss.plot(run.losses, **style)
+        steady = sorted(1e3 * seconds for seconds in run.seconds[WARM_UP:] or run.seconds)
+        share = [100 * (place + 1) / len(steady) for place in range(len(steady))]
+        speed.plot(steady, share, **style)
+    loss.set(title="loss", xlabel="step", ylabel="nats per character")
+    speed.set(title="time per step", xlabel="ms", ylabel="% of steps at most this long")
+    speed.set_xscale("log")
+    for axis in (loss, speed):
+        axis.grid(alpha=0.3)
+        axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def show(runs: list[Run], ranks: int, path: Path, console: Console) -> None:
+    console.print(table(runs, ranks))
+    picture(runs, path)
+    console.print(f"picture: {path}")

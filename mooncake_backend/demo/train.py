@@ -1,0 +1,72 @@
+"""One rank of the main job. Rank 0 prints one JSON line per step."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from mooncake_backend.demo.model import CharModel, Text
+
+CONTEXT = 64
+BATCH = 8
+PR_SET_PDEATHSIG = 1
+
+
+def train(text: Text, steps: int) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)  # the same model for every rank and backend
+    model = DistributedDataParallel(CharModel(text.symbols, CONTEXT))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    own_text = torch.Generator().manual_seed(1 + rank)
+    for step in range(steps):
+        dist.barrier()
+        started = time.perf_counter()
+        loss = model(*text.batch(BATCH, CONTEXT, own_text))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seconds = time.perf_counter() - started
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        if rank == 0:
+            line = {"step": step, "loss": mean.item() / dist.get_world_size(), "seconds": seconds}
+            print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("files", type=Path, nargs="+")
+    given = parser.parse_args()
+
+    # A parent that was killed cannot stop us.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        given.backend,
+        init_method=f"file://{given.store}",
+        rank=given.rank,
+        world_size=given.ranks,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        train(Text(given.files), given.steps)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

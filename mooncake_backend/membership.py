@@ -1,0 +1,76 @@
+"""Who is in a group: the functions of `mooncake.pg`. Each takes a process group or the backend that
+`group._get_backend(device)` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from mooncake_backend.group import backend_of
+from mooncake_backend.options import MooncakeBackendOptions, set_device_filter, set_host_ip
+
+__all__ = [
+    "MooncakeBackendOptions",
+    "activate_ranks",
+    "deactivate_ranks",
+    "extend_group_size_to",
+    "get_active_ranks",
+    "get_current_epoch",
+    "get_failed_ranks_hint",
+    "get_local_success",
+    "get_num_synced_ranks",
+    "get_peer_state",
+    "get_preferred_hca",
+    "join_group",
+    "recover_ranks",
+    "set_collective_timeout_us",
+    "set_device_filter",
+    "set_fault_reconciliation_window_us",
+    "set_host_ip",
+    "set_p2p_timeout_us",
+    "set_transfer_engine",
+    "sync_after_failure",
+]
+
+
+def get_active_ranks(group: Any) -> torch.Tensor:
+    """The group's own int32 tensor (the caller's, if one was given in the options): 1 = active."""
+    return backend_of(group).active_ranks
+
+
+def get_preferred_hca(group: Any, location: str) -> str:
+    """The NIC near `location` ("cuda:0"); "" when none is known, and no transport uses one yet."""
+    return ""
+
+
+def not_yet(name: str, missing: str) -> Callable[..., NoReturn]:
+    """A function that other people's code imports, before what it needs is built."""
+
+    def function(*arguments: Any, **named: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} is not available in this version: {missing} is missing")
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"Not available yet: {missing} is missing."
+    return function
+
+
+_CHANGE = "changing a group's ranks (replace, grow, shrink)"
+_VERDICT = "going on after a failure (views, epochs, verdicts)"
+
+activate_ranks = not_yet("activate_ranks", _CHANGE)
+deactivate_ranks = not_yet("deactivate_ranks", _CHANGE)
+extend_group_size_to = not_yet("extend_group_size_to", _CHANGE)
+get_num_synced_ranks = not_yet("get_num_synced_ranks", _CHANGE)
+get_peer_state = not_yet("get_peer_state", _CHANGE)
+join_group = not_yet("join_group", _CHANGE)
+recover_ranks = not_yet("recover_ranks", _CHANGE)
+get_current_epoch = not_yet("get_current_epoch", _VERDICT)
+get_failed_ranks_hint = not_yet("get_failed_ranks_hint", _VERDICT)
+get_local_success = not_yet("get_local_success", _VERDICT)
+set_collective_timeout_us = not_yet("set_collective_timeout_us", _VERDICT)
+set_fault_reconciliation_window_us = not_yet("set_fault_reconciliation_window_us", _VERDICT)
+set_p2p_timeout_us = not_yet("set_p2p_timeout_us", _VERDICT)
+sync_after_failure = not_yet("sync_after_failure", _VERDICT)
+set_transfer_engine = not_yet("set_transfer_engine", "mooncake.engine.TransferEngine")

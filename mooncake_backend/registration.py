@@ -1,0 +1,30 @@
+"""Tells torch.distributed the names of the backends; a group's first use loads everything else."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from mooncake_backend._C import MooncakeBackend
+
+BACKENDS = {"mooncake": ("cpu", "cuda"), "mooncake-cpu": ("cpu",)}
+
+
+def register() -> None:
+    """Registers "mooncake" and "mooncake-cpu". Calling it again changes nothing."""
+    if not dist.is_available():
+        return
+    for name, devices in BACKENDS.items():
+        if name.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(
+                name, partial(_create, name), extended_api=True, devices=list(devices)
+            )
+
+
+def _create(backend_name: str, dist_opts: Any, options: Any = None) -> MooncakeBackend:
+    from mooncake_backend.group import create_backend
+
+    return create_backend(backend_name, dist_opts, options)

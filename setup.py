@@ -1,0 +1,104 @@
+"""Builds the one extension, mooncake_backend._C, by CMake; everything else is in pyproject.toml."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "csrc"))
+
+from build_backend import OLDEST_TORCH, find_torch  # noqa: E402
+
+TORCH = find_torch()
+# Beside _C, and read before it is loaded: a library that does not fit only names a missing symbol.
+BUILD_RECORD = "_C.json"
+
+
+def tool(name: str) -> str | None:
+    return shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+
+
+def parallel_jobs() -> int:
+    """A file with torch's headers needs up to 2 GiB to compile."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // 2**31))
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        if TORCH is None:
+            sys.exit(
+                "mooncake-backend: no torch to build against: install torch first, "
+                "or build without --no-build-isolation"
+            )
+        cmake = tool("cmake")
+        if cmake is None:
+            sys.exit("mooncake-backend: cmake is missing: pip install cmake ninja")
+        version = self.distribution.get_version()
+        # Not in pip's temporary folder: a second build then compiles only what changed.
+        build_dir = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{TORCH.version}"
+        definitions = {
+            "CMAKE_BUILD_TYPE": "Release",
+            "MOONCAKE_BUILD_EXTENSION": "ON",
+            "MOONCAKE_VERSION": version,
+            "MOONCAKE_TORCH_VERSION": TORCH.version,
+            "MOONCAKE_TORCH_INCLUDE_DIRS": ";".join(map(str, TORCH.include_dirs)),
+            "MOONCAKE_TORCH_LIB_DIR": TORCH.lib_dir,
+            "MOONCAKE_TORCH_CXX11_ABI": TORCH.cxx11_abi,
+            "MOONCAKE_PYTHON_INCLUDE_DIR": sysconfig.get_path("include"),
+            "MOONCAKE_EXTENSION_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
+        }
+        command = [cmake, "-S", ROOT / "csrc", "-B", build_dir]
+        ninja = tool("ninja")
+        if ninja:
+            command += ["-G", "Ninja"]
+            definitions["CMAKE_MAKE_PROGRAM"] = ninja
+        subprocess.check_call(
+            command + [f"-D{name}={value}" for name, value in definitions.items()]
+        )
+        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(parallel_jobs())
+        subprocess.check_call([cmake, "--build", build_dir, "--target", "_C", "-j", jobs])
+
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(build_dir / target.name, target)
+        record = {"version": version, "torch": TORCH.version}
+        (target.parent / BUILD_RECORD).write_text(json.dumps(record) + "\n")
+
+    def copy_extensions_to_source(self) -> None:
+        """An editable install: the record goes where the extension goes."""
+        super().copy_extensions_to_source()
+        build_py = self.get_finalized_command("build_py")
+        for ext in self.extensions:
+            built = Path(self.build_lib, *ext.name.split(".")[:-1], BUILD_RECORD)
+            package_dir = build_py.get_package_dir(ext.name.rpartition(".")[0])
+            shutil.copy2(built, Path(package_dir, BUILD_RECORD))
+
+
+# No MANIFEST.in: what is named as a source here is what a source distribution carries.
+SOURCES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "csrc").rglob("*")
+    if path.is_file() and "__pycache__" not in path.parts
+)
+
+setup(
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    install_requires=[f"torch=={TORCH.minor}.*" if TORCH else OLDEST_TORCH],
+    packages=["mooncake_backend", "mooncake_backend.demo", "mooncake", "mooncake.ep"],
+    package_dir={"mooncake": "mooncake_backend/compat", "mooncake.ep": "ep"},
+    package_data={"mooncake_backend": ["py.typed", "_C.pyi"]},
+    ext_modules=[Extension("mooncake_backend._C", sources=SOURCES)],
+    cmdclass={"build_ext": CMakeBuild},
+    zip_safe=False,
+)
