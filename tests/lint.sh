@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Format, lint, types: one word each, or all three. --fix changes files, otherwise they are only checked.
+# Usage: tests/lint.sh [format] [lint] [types] [--fix]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+steps=()
+fix=false
+for argument in "$@"; do
+  case $argument in
+    format | lint | types) steps+=("$argument") ;;
+    --fix) fix=true ;;
+    *) sed -n '2,3s/^# //p' "$0"; exit 2 ;;
+  esac
+done
+[ ${#steps[@]} -gt 0 ] || steps=(format lint types)
+
+tests/setup_env.sh clang-format-14
+export PATH="$PWD/.venv/bin:$PATH"
+command -v ruff mypy >/dev/null || pip install -q -e '.[dev]' --no-build-isolation
+python_files=(setup.py csrc mooncake_backend ep tests)
+[ -d benchmarks ] && python_files+=(benchmarks)
+
+format() {
+  local files
+  mapfile -t files < <(find csrc kernels tests -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+  if $fix; then
+    clang-format-14 -i "${files[@]}"
+    ruff format -q "${python_files[@]}"
+  else
+    clang-format-14 --dry-run --Werror "${files[@]}"
+    ruff format -q --check "${python_files[@]}"
+  fi
+}
+
+lint() {
+  if $fix; then ruff check --fix "${python_files[@]}"; else ruff check "${python_files[@]}"; fi
+}
+
+types() { mypy; }
+
+for step in "${steps[@]}"; do
+  echo "== $step"
+  "$step"
+done

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Makes .venv in the clone with torch, the tools and this project (editable), or brings it up to date.
+# Usage: tests/setup_env.sh [apt package ...]   the packages are needed beyond a compiler and Python's headers
+# Exit 2: something is missing that this script may not install; it says what.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+torch_version=${MOONCAKE_TORCH_VERSION:-2.11.0}
+say() { printf '\033[1m[setup]\033[0m %s\n' "$*" >&2; }
+
+find_python() {
+  local candidate
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+}
+
+can_compile() {
+  printf '#include <span>\nint main() { return std::span<int>{}.size(); }\n' |
+    "${CXX:-c++}" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null
+}
+
+apt_install() {
+  local root=()
+  if [ "$(id -u)" != 0 ]; then
+    if sudo -n true 2>/dev/null; then root=(sudo -n); else root=(false); fi
+  fi
+  if [ "${root[0]-}" = false ] || ! command -v apt-get >/dev/null; then
+    say "missing, and this user may not install it. Please run:  sudo apt-get install $*"
+    exit 2
+  fi
+  say "installing $*"
+  "${root[@]}" apt-get update -qq </dev/null
+  "${root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "$@" </dev/null >/dev/null
+}
+
+install_system_packages() {
+  local missing=() version
+  version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+  "$python" -c 'import venv, ensurepip' 2>/dev/null || missing+=("$version-venv")
+  [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
+    missing+=("$version-dev")
+  can_compile || missing+=(g++ libc6-dev)
+  local package
+  for package in "$@"; do
+    dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package")
+  done
+  [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
+  can_compile || {
+    say "${CXX:-c++} cannot compile C++20: install g++ 10 or newer and set CXX to it"
+    exit 2
+  }
+}
+
+# What the extension and the installed packages are made from.
+sources() { find csrc setup.py pyproject.toml -type f ! -path '*/__pycache__/*' -printf '%p %s %T@\n' | sort; }
+checksum() { sha256sum | cut -d' ' -f1; }
+is_current() { [ -e ".venv/$1" ] && [ "$(cat ".venv/$1")" = "$2" ]; }
+
+python=$(find_python)
+if [ -z "$python" ]; then
+  say "no Python 3.10 to 3.13 found"
+  apt_install python3 python3-venv python3-dev
+  python=$(find_python)
+  [ -n "$python" ] || { say "this system's python3 is too old or too new: install 3.10 to 3.13"; exit 2; }
+fi
+
+install_system_packages "$@"
+
+torch=$(echo "$torch_version $python" | checksum)
+if ! is_current torch.stamp "$torch"; then
+  say "making .venv with $("$python" --version) and torch $torch_version (minutes, the first time)"
+  "$python" -m venv --clear .venv
+  # Not the newest setuptools: torch 2.11 asks for an older one.
+  .venv/bin/pip install "torch==$torch_version" 'setuptools>=64,<82' wheel cmake ninja
+  echo "$torch" >.venv/torch.stamp
+fi
+
+built=$({ echo "$torch"; sources; } | checksum)
+if ! is_current build.stamp "$built"; then
+  say "building the extension"
+  log=.venv/build.log
+  .venv/bin/pip install -v --no-build-isolation -e '.[test,demo]' 2>&1 |
+    tee "$log" | grep --line-buffered -E '\[[0-9]+/[0-9]+\]|^Successfully' >&2 ||
+    { tail -n 100 "$log" >&2; say "the build failed; all of its output is in $log"; exit 1; }
+  echo "$built" >.venv/build.stamp
+fi

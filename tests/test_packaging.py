@@ -1,0 +1,484 @@
+"""The package as others meet it: installed, shadowed, broken, beside another `mooncake`."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from datetime import timedelta
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mooncake_backend
+from mooncake_backend import MooncakeBackendOptions, doctor, extension, group, membership
+
+ROOT = Path(__file__).resolve().parents[1]
+DIRECTORIES = ("mooncake_backend", "ep", "tests", "benchmarks", "csrc")
+LIBRARY = "_C" + EXTENSION_SUFFIXES[0]
+OTHER = "mooncake-transfer-engine"
+OTHER_FILES = {
+    "mooncake/__init__.py": "",
+    "mooncake/pg.py": "owner = 'other'\n",
+    "mooncake/engine.py": "owner = 'other'\n",
+}
+MAKE_A_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("mooncake", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+def run_python(code: str, *paths: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment, cwd=cwd, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def install_ours(site: Path, torch_version: str = torch.__version__) -> None:
+    """The files that our wheel would put into `site`, with a library that cannot be loaded."""
+    skip = shutil.ignore_patterns("_C.*", "compat", "__pycache__")
+    shutil.copytree(ROOT / "mooncake_backend", site / "mooncake_backend", ignore=skip)
+    shutil.copytree(ROOT / "mooncake_backend/compat", site / "mooncake", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "ep", site / "mooncake/ep", dirs_exist_ok=True)
+    (site / "mooncake_backend" / LIBRARY).write_bytes(b"not a library")
+    record = {"version": mooncake_backend.__version__, "torch": torch_version}
+    (site / "mooncake_backend/_C.json").write_text(json.dumps(record))
+    info = site / f"mooncake_backend-{mooncake_backend.__version__}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: mooncake-backend\nVersion: {mooncake_backend.__version__}\n"
+    )
+    (info / "top_level.txt").write_text("mooncake\nmooncake_backend\n")
+    (info / "entry_points.txt").write_text(
+        "[torch.backends]\nmooncake = mooncake_backend:register_at_import\n"
+    )
+
+
+def install_other(site: Path) -> None:
+    for name, text in {**OTHER_FILES, **other_metadata()}.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+
+
+def other_metadata() -> dict[str, str]:
+    info = f"{OTHER.replace('-', '_')}-0.3.0.dist-info"
+    files = [*OTHER_FILES, f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD"]
+    return {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {OTHER}\nVersion: 0.3.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/top_level.txt": "mooncake\n",
+        f"{info}/RECORD": "".join(f"{name},,\n" for name in files),
+    }
+
+
+class TestImport:
+    def test_torch_alone_registers_both_names_and_loads_nothing(self, tmp_path):
+        install_ours(tmp_path)
+        result = run_python(
+            "import sys, torch; b = torch.distributed.Backend;"
+            "print(b.backend_capability['mooncake'], b.backend_capability['mooncake-cpu']);"
+            "print(sorted(m for m in sys.modules if m.startswith('mooncake')))",
+            tmp_path, cwd=tmp_path,
+        )  # fmt: skip
+        capability, modules = result.stdout.splitlines()
+        assert capability == "['cpu', 'cuda'] ['cpu']", result.stderr
+        assert modules == "['mooncake_backend', 'mooncake_backend.registration']"
+
+    def test_registering_twice_changes_nothing(self):
+        mooncake_backend.register()
+        plugins = dict(dist.Backend._plugins)
+        mooncake_backend.register()
+        assert plugins == dist.Backend._plugins
+        assert {"MOONCAKE", "MOONCAKE-CPU"} <= plugins.keys()
+
+    @pytest.mark.parametrize("damage", ["raise OSError('disk')", "this is no Python", "del dist"])
+    def test_a_broken_install_never_breaks_torch(self, tmp_path, damage):
+        install_ours(tmp_path)
+        (tmp_path / "mooncake_backend/registration.py").write_text(damage)
+        result = run_python("import torch; print('alive')", tmp_path, cwd=tmp_path)
+        assert result.stdout == "alive\n", result.stderr
+        assert "not registered" in result.stderr
+
+    def test_entry_point_is_installed(self):
+        try:
+            importlib.metadata.distribution("mooncake-backend")
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip("not installed: running from the sources")
+        points = importlib.metadata.entry_points(group="torch.backends", name="mooncake")
+        assert {point.value for point in points} == {"mooncake_backend:register_at_import"}
+
+    def test_all_names_exist(self):
+        for name in mooncake_backend.__all__:
+            assert getattr(mooncake_backend, name) is not None
+        with pytest.raises(AttributeError):
+            _ = mooncake_backend.no_such_name
+
+    def test_nothing_imports_a_top_level_ep_or_kernels(self):
+        for file in [
+            *ROOT.glob("*.py"),
+            *(f for d in DIRECTORIES for f in (ROOT / d).rglob("*.py")),
+        ]:
+            for node in ast.walk(ast.parse(file.read_text())):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                    names = [node.module]
+                assert not {name.split(".")[0] for name in names} & {"ep", "kernels"}, file
+
+
+class TestExtension:
+    def test_another_torch_is_named_before_anything_is_loaded(self, tmp_path):
+        install_ours(tmp_path, torch_version="2.1.0")
+        result = run_python(MAKE_A_GROUP, tmp_path, cwd=tmp_path)
+        last = result.stderr.splitlines()[-1]
+        assert last.startswith("ImportError"), result.stderr
+        assert "built for torch 2.1," in last
+        assert f"torch {torch.__version__} is running" in last
+        assert "--no-build-isolation" in last
+
+    def test_a_source_folder_uses_the_installed_extension(self, tmp_path):
+        clone, site = tmp_path / "clone", tmp_path / "site"
+        install_ours(site)
+        shutil.copytree(site / "mooncake_backend", clone / "mooncake_backend")
+        (clone / "mooncake_backend" / LIBRARY).unlink()
+        result = run_python(
+            "import torch; from mooncake_backend import extension as e;"
+            "print(e.__file__); print(e.choose(torch.__version__).path)",
+            site, cwd=clone,
+        )  # fmt: skip
+        python_file, library = result.stdout.splitlines()
+        assert python_file == str(clone / "mooncake_backend/extension.py")
+        assert library == str(site / "mooncake_backend" / LIBRARY)
+
+    def test_a_fitting_build_is_taken_before_one_that_does_not_fit(self, tmp_path):
+        clone, site = tmp_path / "clone", tmp_path / "site"
+        install_ours(clone, torch_version="2.1.0")
+        install_ours(site)
+        shutil.rmtree(next(clone.glob("*.dist-info")))
+        result = run_python(
+            "import torch; from mooncake_backend import extension as e;"
+            "print(e.choose(torch.__version__).path)",
+            site, cwd=clone,
+        )  # fmt: skip
+        assert result.stdout.strip() == str(site / "mooncake_backend" / LIBRARY), result.stderr
+
+    def test_without_an_extension_the_error_says_what_to_do(self, monkeypatch):
+        monkeypatch.setattr(extension, "builds", lambda: iter(()))
+        with pytest.raises(ImportError, match=r"not built.*pip install"):
+            extension.choose("2.11.0")
+
+    def test_python_files_of_another_version_are_named(self):
+        build = extension.Build(Path("x"), "0.0.1", "2.11.0")
+        assert "0.0.1" in build.mismatch("2.11.3+cu130")
+
+    def test_stubs_declare_what_the_extension_has(self):
+        try:
+            native = extension.load()
+        except ImportError as error:
+            pytest.skip(str(error))
+        stubs = ast.parse((ROOT / "mooncake_backend/_C.pyi").read_text())
+        for node in stubs.body:
+            if isinstance(node, ast.FunctionDef):
+                text = getattr(native, node.name).__doc__
+                for argument in node.args.args:
+                    assert re.search(rf"\b{argument.arg}\b", text), f"{node.name}: {argument.arg}"
+            elif isinstance(node, ast.ClassDef):
+                for member in node.body:
+                    if isinstance(member, ast.FunctionDef):
+                        assert hasattr(getattr(native, node.name), member.name)
+        info = native.build_info()
+        assert info["version"] == mooncake_backend.__version__
+        assert torch.__version__.startswith(info["torch"].rsplit(".", 1)[0])
+
+
+class TestOtherOwner:
+    """`mooncake` may belong to another distribution; whichever came last wins, file by file."""
+
+    def test_installed_after_ours(self, tmp_path):
+        install_ours(tmp_path)
+        install_other(tmp_path)
+        for code in ("import mooncake.ep", MAKE_A_GROUP):
+            self.assert_conflict(run_python(code, tmp_path, cwd=tmp_path))
+
+    def test_installed_before_ours(self, tmp_path):
+        install_other(tmp_path)
+        install_ours(tmp_path)
+        result = run_python(
+            "import mooncake.ep, mooncake.pg as pg; print(pg.get_active_ranks);"
+            "from mooncake_backend import distribution as d; print(d.other_owners())",
+            tmp_path, cwd=tmp_path,
+        )  # fmt: skip
+        assert OTHER in result.stdout, result.stderr
+
+    def test_found_first_beside_an_editable_install(self, tmp_path):
+        install_other(tmp_path)
+        register = "import mooncake_backend; mooncake_backend.register()"
+        self.assert_conflict(run_python(register + MAKE_A_GROUP, tmp_path, ROOT, cwd=tmp_path))
+
+    def test_doctor_says_so(self, tmp_path):
+        install_ours(tmp_path)
+        install_other(tmp_path)
+        code = "from mooncake_backend.doctor import examine; raise SystemExit(examine(trial=False))"
+        result = run_python(code, tmp_path, cwd=tmp_path)
+        assert result.returncode == 1
+        assert re.search(rf"BROKEN +package mooncake .*{OTHER}", result.stdout)
+
+    def test_works_without_the_package_mooncake(self, tmp_path):
+        install_ours(tmp_path)
+        shutil.rmtree(tmp_path / "mooncake")
+        code = (
+            "import sys; f = sys.meta_path; f[:] = [x for x in f if 'editable' not in repr(x)];"
+            "from mooncake_backend import distribution as d; d.check(); print('fine')"
+        )
+        assert run_python(code, tmp_path, cwd=tmp_path).stdout == "fine\n"
+
+    def assert_conflict(self, result):
+        last = result.stderr.splitlines()[-1]
+        assert "DistributionConflictError" in last, result.stderr
+        assert OTHER in last
+        assert "pip uninstall" in last
+
+
+class TestOptions:
+    def test_every_form_that_callers_use(self):
+        ranks = torch.zeros(4, dtype=torch.int32)
+        for options in (
+            MooncakeBackendOptions(ranks, True, 8),
+            MooncakeBackendOptions(ranks, is_extension=True, max_world_size=8),
+            MooncakeBackendOptions(active_ranks=ranks, is_extension=True, max_group_size=8),
+        ):
+            assert options.active_ranks is ranks
+            assert options.is_extension
+            assert options.max_group_size == 8
+        by_size = MooncakeBackendOptions(8, False, True, False)
+        assert (by_size.max_group_size, by_size.auto_sync_on_failure) == (8, False)
+        assert MooncakeBackendOptions(max_group_size=-1).max_group_size is None
+        assert MooncakeBackendOptions(failure_timeout=timedelta(seconds=2)).failure_timeout == 2
+        assert MooncakeBackendOptions(transports=["tcp"]).transports == ("tcp",)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"active_ranks": torch.ones(4)}, "int32"),
+            ({"active_ranks": [1, 1]}, "tensor"),
+            ({"active_ranks": torch.ones(2, 2, dtype=torch.int32)}, "one dimension"),
+            ({"is_extension": 1}, "True or False"),
+            ({"max_group_size": 0}, "positive"),
+            ({"max_group_size": 4, "max_world_size": 4}, "same thing"),
+            ({"auto_deactivate_on_failure": False}, "auto_sync_on_failure needs"),
+            ({"transports": "tcp"}, "tuple"),
+            ({"failure_timeout": 0}, "positive"),
+            ({"time_out": 3}, "has no 'time_out'"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, arguments, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            MooncakeBackendOptions(**arguments)
+
+    def test_sizes_are_checked_against_the_group(self):
+        small = MooncakeBackendOptions(torch.ones(2, dtype=torch.int32))
+        with pytest.raises(ValueError, match="2 elements"):
+            small.for_group(4)
+        with pytest.raises(ValueError, match="max_group_size is 2"):
+            MooncakeBackendOptions(2).for_group(4)
+
+    def test_environment_is_read_when_no_options_are_given(self, monkeypatch):
+        monkeypatch.setenv("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE", "0")
+        assert not MooncakeBackendOptions.from_environment().auto_sync_on_failure
+        monkeypatch.setenv("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE", "maybe")
+        with pytest.raises(ValueError, match="MOONCAKE_PG_AUTO_SYNC_ON_FAILURE"):
+            MooncakeBackendOptions.from_environment()
+
+
+class TestGroup:
+    @pytest.fixture
+    def native(self, monkeypatch):
+        """A stand-in for the extension, which keeps what it is called with."""
+
+        class MooncakeBackend:
+            def __init__(self, *arguments):
+                self.arguments = arguments
+                self.active_ranks = arguments[7]["active_ranks"]
+
+        module = ModuleType(extension.NAME)
+        module.MooncakeBackend = MooncakeBackend
+        module.create_backend = MooncakeBackend
+        monkeypatch.setitem(sys.modules, extension.NAME, module)
+        return module
+
+    @staticmethod
+    def create(options=None):
+        asked = SimpleNamespace(
+            store="store", group_rank=1, group_size=4, global_ranks_in_group=[3, 5, 7, 9],
+            group_id="g", timeout=timedelta(seconds=9),
+        )  # fmt: skip
+        return group.create_backend("mooncake", asked, options)
+
+    def test_the_extension_gets_everything(self, native):
+        mooncake_backend.set_host_ip("127.0.0.2")
+        mooncake_backend.set_device_filter(["mlx5_1"])
+        try:
+            *given, options, world = self.create(MooncakeBackendOptions(8)).arguments
+        finally:
+            mooncake_backend.options._settings.update(host_ip=None, device_filter=[])
+        assert given == ["store", 1, 4, [3, 5, 7, 9], "g", timedelta(seconds=9), "mooncake"]
+        assert (options["host_ip"], options["device_filter"]) == ("127.0.0.2", ["mlx5_1"])
+        assert options["active_ranks"].tolist() == [1] * 8
+        assert world is None
+
+    def test_the_callers_tensor_is_kept(self, native):
+        ranks = torch.zeros(4, dtype=torch.int32)
+        backend = self.create(MooncakeBackendOptions(ranks))
+        assert membership.get_active_ranks(backend) is ranks
+
+    def test_options_of_another_backend_are_no_error(self, native):
+        """torch hands NCCL's options to every backend of "cpu:mooncake-cpu,cuda:nccl"."""
+        foreign = torch._C._distributed_c10d.Backend.Options("nccl", timedelta(seconds=1))
+        assert self.create(foreign).active_ranks.tolist() == [1] * 4
+        with pytest.raises(TypeError, match="MooncakeBackendOptions"):
+            self.create({"transports": ["tcp"]})
+
+    def test_a_group_of_another_backend_is_refused(self, native):
+        with pytest.raises(ValueError, match="neither a mooncake group"):
+            membership.get_active_ranks(object())
+
+
+class TestLater:
+    @pytest.mark.parametrize("name", ["recover_ranks", "join_group", "get_peer_state"])
+    def test_what_is_missing_says_so_when_called(self, name):
+        with pytest.raises(NotImplementedError, match=rf"{name} is not available.*is missing"):
+            getattr(membership, name)(None, [1])
+
+    def test_compat_modules_have_upstreams_names(self, tmp_path):
+        install_ours(tmp_path)
+        result = run_python(
+            """
+from mooncake import ep, pg
+from mooncake.engine import TransferEngine
+from mooncake.mooncake_ep_buffer import Buffer
+for name in ('MooncakeBackendOptions set_device_filter set_host_ip get_active_ranks get_peer_state'
+             ' recover_ranks join_group get_num_synced_ranks extend_group_size_to').split():
+    assert getattr(pg, name) is getattr(ep, name), name
+for call in (TransferEngine, Buffer, Buffer.get_ep_buffer_size_hint):
+    try:
+        call()
+    except NotImplementedError as error:
+        assert 'missing' in str(error)
+    else:
+        raise AssertionError(call)
+print('fine')
+""",
+            tmp_path, cwd=tmp_path,
+        )  # fmt: skip
+        assert result.stdout == "fine\n", result.stderr
+
+
+class TestDoctor:
+    def test_a_missing_extension_is_broken(self, monkeypatch):
+        monkeypatch.setattr(extension, "builds", lambda: iter(()))
+        monkeypatch.delitem(sys.modules, extension.NAME, raising=False)
+        lines = []
+        assert doctor.examine(trial=False, show=lines.append) == 1
+        assert [line for line in lines if "BROKEN" in line and "not built" in line]
+        assert [line for line in lines if "process_vm_readv" in line]
+
+
+@pytest.mark.slow
+class TestInstall:
+    """Real installs into fresh environments that see this one's torch."""
+
+    @pytest.fixture
+    def python(self, tmp_path):
+        """A fresh environment's interpreter; torch is linked, as installing it takes minutes."""
+        subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+        python = tmp_path / "env/bin/python"
+        site = self.output(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
+        # In a folder of their own: pip must not think that it may uninstall them.
+        links = tmp_path / "links"
+        links.mkdir()
+        for entry in Path(torch.__file__).parents[1].iterdir():
+            if not entry.name.startswith(("mooncake", "__editable__", "distutils-precedence")):
+                (links / entry.name).symlink_to(entry)
+        Path(site, "links.pth").write_text(f"{links}\n")
+        return python
+
+    @staticmethod
+    def output(python, code, cwd="/"):
+        done = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    @staticmethod
+    def pip(python, *arguments):
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "--no-deps", *arguments],
+            capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    @pytest.fixture
+    def clone(self, tmp_path):
+        skip = shutil.ignore_patterns(
+            ".git", ".venv", "build", "dist", "*.egg-info", "_C.*.so", "_C.json", "__pycache__"
+        )
+        return shutil.copytree(ROOT, tmp_path / "clone", ignore=skip)
+
+    LOADED = "from mooncake_backend import extension as e; e.load(); print(e.__file__)"
+
+    def test_isolated(self, python, clone):
+        self.pip(python, clone)
+        assert "site-packages" in self.output(python, self.LOADED)
+        # The clone's own folder shadows the package there, and has no library.
+        assert str(clone) in self.output(python, self.LOADED, cwd=clone)
+
+    def test_without_isolation(self, python, clone):
+        self.pip(python, "setuptools<82", "wheel", "cmake", "ninja")
+        self.pip(python, "--no-build-isolation", clone)
+        self.output(python, self.LOADED)
+
+    def test_editable_and_the_other_owner_beside(self, python, clone, tmp_path):
+        self.pip(python, "-e", clone)
+        assert str(clone) in self.output(python, self.LOADED)
+        assert str(clone) in self.output(python, "import mooncake.ep as m; print(m.__file__)")
+        wheel = tmp_path / f"{OTHER.replace('-', '_')}-0.3.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, text in {**OTHER_FILES, **other_metadata()}.items():
+                archive.writestr(name, text)
+        self.pip(python, wheel)
+        for code in ("import mooncake.ep", MAKE_A_GROUP):
+            done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/")
+            TestOtherOwner().assert_conflict(done)
+
+    def test_wheel_by_build(self, python, clone):
+        self.pip(python, "build", "pyproject_hooks", "packaging")
+        subprocess.run([python, "-m", "build"], cwd=clone, check=True, timeout=900)
+        (wheel,) = (clone / "dist").glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            library = f"mooncake_backend/{LIBRARY}"
+            assert str(clone).encode() not in archive.read(library)
+        for name in (
+            library,
+            "mooncake_backend/_C.json",
+            "mooncake_backend/py.typed",
+            "mooncake/pg.py",
+        ):
+            assert name in names
+        assert not [name for name in names if name.startswith(("ep/", "tests/", "csrc/"))]
+        self.pip(python, wheel)
+        self.output(python, self.LOADED)
