@@ -1,0 +1,147 @@
+"""A small version of every benchmark: prints its table and asserts correct results; with --gate, the limits too.
+
+Where our backend is not installed, the comparison runs with the others alone, so that the runner itself stays tested.
+"""
+
+from __future__ import annotations
+
+import bench_collectives
+import bench_ddp
+import bench_idle
+import bench_startup
+import gates
+import operations
+import pytest
+from common import print_table
+from gates import Finding
+from ranks import is_registered, mpi_missing
+
+OURS = "mooncake-cpu"
+SIZES = [1 << 10, 64 << 10, 4 << 20]  # bytes per rank
+
+pytestmark = pytest.mark.perf
+
+
+@pytest.fixture
+def out(capsys):
+    """Run a function with its output shown, also without -s."""
+
+    def shown(function, *args):
+        with capsys.disabled():
+            print()
+            return function(*args)
+
+    return shown
+
+
+@pytest.fixture(scope="module")
+def ours() -> str | None:
+    return OURS if is_registered(OURS) else None
+
+
+def need(ours: str | None) -> str:
+    if ours is None:
+        pytest.skip(f"{OURS} is not installed")
+    return ours
+
+
+def hold(findings: list[Finding], gate: bool) -> None:
+    """Fail on broken limits where they count."""
+    broken = [f"{f.name} = {f.value:.3g}, limit {f.limit} ({f.detail})" for f in findings if f.ok is False]
+    assert not (gate and broken), "\n".join(broken)
+
+
+def collectives(backends: list[str], ranks: int, out, gate: bool, **how) -> None:
+    ours = gates.find_ours(backends)
+    settings = {"sizes": SIZES, "ops": operations.CORE, "rounds": 5, "turn_s": 0.01, "deadline_s": 400}
+    cells = bench_collectives.run(backends, ranks, ours=ours, **{**settings, **how})
+    findings = gates.judge(cells, ours)
+    out(bench_collectives.show, cells, ours)
+    out(gates.show, findings)
+    wrong = [f"{row['op']} {row['bytes']} {row['backend']}: {row['error']}" for row in cells if row["error"]]
+    assert cells and not wrong, "\n".join(wrong)
+    hold(findings, gate)
+
+
+def peers(ours: str | None) -> list[str]:
+    return [ours] * bool(ours) + ["gloo"] + ["mpi"] * (mpi_missing() is None)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives(ranks, ours, out, gate):
+    collectives(peers(ours), ranks, out, gate)
+
+
+def test_collectives_of_more_ranks_than_cores(ours, out, gate):
+    collectives(peers(ours), 8, out, gate, sizes=[1 << 10, 1 << 20])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_over_tcp_only(ranks, ours, out, gate):
+    collectives([need(ours), "gloo"], ranks, out, gate, mode="tcp")
+
+
+def test_ring_objects_and_coalesced_calls(ours, out, gate):
+    ops = ["ring", "all_gather_object", "all_reduce_8_calls", "all_reduce_coalesced"]
+    backends = [ours or "gloo"] + ["gloo"] * bool(ours)
+    collectives(backends, 8, out, gate, ops=ops, sizes=[1 << 10, 64 << 10])
+
+
+def test_init_and_new_group(ours, out, gate):
+    rows = bench_startup.run_times([need(ours), "gloo"], 8, rounds=5)
+    findings = bench_startup.judge(rows, ours)
+    out(bench_startup.show, rows)
+    out(gates.show, findings)
+    hold(findings, gate)
+
+
+def test_memory_of_64_groups(ours, out, gate):
+    rows = bench_startup.run_memory([need(ours)], 8, 64, [1 << 10, 4 << 20, 32 << 20], [1 << 10, 1 << 20])
+    rows += bench_startup.run_memory(["gloo"], 8, 0, [1 << 10, 4 << 20, 32 << 20], [])
+    findings = bench_startup.judge(rows, ours)
+    out(bench_startup.show, rows)
+    out(gates.show, findings)
+    hold(findings, gate)
+
+
+def test_cpu_time_of_a_waiting_rank(ours, out, gate):
+    rows = bench_idle.run(peers(ours), 2, seconds=10 if gate else 2, ops=["all_reduce"])
+    findings = bench_idle.judge(rows, ours)
+    out(bench_idle.show, rows)
+    out(gates.show, findings)
+    assert all(row["correct"] for row in rows)
+    hold(findings, gate)
+
+
+def test_ddp_step(ours, out, gate):
+    rows = bench_ddp.run([need(ours), "gloo"], 4, rounds=5, layers=24 if gate else 4)
+    findings = bench_ddp.judge(rows, ours)
+    out(bench_ddp.show, rows)
+    out(gates.show, findings)
+    assert not [row for row in rows if row["error"]]
+    hold(findings, gate)
+
+
+def test_cuda_collectives_beside_nccl(ours, out):
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"NCCL comparison needs two GPUs; this machine has {torch.cuda.device_count()}")
+    if not dist.is_nccl_available():
+        pytest.skip("this torch was built without NCCL")
+    if not is_registered("mooncake"):
+        pytest.skip("mooncake is not installed")
+    how = {"sizes": SIZES, "ops": operations.CORE, "rounds": 5, "turn_s": 0.01, "device": "cuda", "ours": "mooncake"}
+    cells = bench_collectives.run(["mooncake", "nccl"], 2, **how)
+    refused = [row for row in cells if row["backend"] == "mooncake" and row["error"] and "wrong" not in row["error"]]
+    if len(refused) == len(SIZES) * len(operations.CORE):
+        pytest.skip(f"mooncake takes no CUDA tensors yet: {refused[0]['error']}")
+    out(bench_collectives.show, cells, "mooncake")
+    assert not [row for row in cells if row["error"]]
+
+
+def test_table_of_findings_is_plain_without_rich(monkeypatch, capsys):
+    monkeypatch.setattr("common.util.find_spec", lambda name: None)
+    print_table("title", ["what", "value"], [["first", "1"], ["second", "22"]])
+    assert "second     22" in capsys.readouterr().out
