@@ -1,0 +1,137 @@
+"""Fixtures: layouts of ranks over transports and hosts, and a check that tests leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import hosts
+import pytest
+from hypothesis import HealthCheck, settings
+
+LAYOUTS = ["shm", "shm-no-cma", "tcp", "mixed"]
+SMALL_EAGER = 4096  # the least that a slot holds, so that both sides of the switch are cheap
+
+settings.register_profile(
+    "ci", max_examples=200, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("long", parent=settings.get_profile("ci"), max_examples=10_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict[str, Any]:
+    """What a Crew needs for the layout."""
+    env = {"MOONCAKE_EAGER_BYTES": str(SMALL_EAGER)}
+    if layout == "shm":
+        return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
+    if layout == "shm-no-cma":
+        return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_CMA": "0"}}
+    if layout == "tcp":
+        return {"env": {**env, "MOONCAKE_TRANSPORTS": "tcp", "MOONCAKE_HOST_IP": "127.0.0.1"}}
+    if hosts.why_not() is None:
+        return {"env": env, "namespaces": two_hosts().spread(size)}
+    # The first two ranks have shared memory between them, all others only TCP.
+    env["MOONCAKE_HOST_IP"] = "127.0.0.1"
+    near = {"MOONCAKE_TRANSPORTS": "shm,tcp"}
+    far = {"MOONCAKE_TRANSPORTS": "tcp"}
+    return {"env": env, "rank_env": {r: near if r < 2 else far for r in range(size)}}
+
+
+@pytest.fixture(scope="session")
+def two_hosts() -> Iterator[Callable[[], hosts.Hosts]]:
+    """Two hosts for the whole run, made when first asked for."""
+    made: list[hosts.Hosts] = []
+
+    def get() -> hosts.Hosts:
+        if not made:
+            made.append(hosts.Hosts(2))
+        return made[0]
+
+    get.namespaces = lambda: made[0].namespaces if made else []  # type: ignore[attr-defined]
+    yield get
+    for one in made:
+        one.close()
+
+
+class Crews:
+    """Lends crews that live on from test to test, one for each layout and size; a broken one is replaced."""
+
+    def __init__(self, two_hosts: Callable[[], hosts.Hosts]) -> None:
+        self.two_hosts = two_hosts
+        self.key: tuple[str, int] | None = None
+        self.crew: harness.Crew | None = None
+
+    def get(self, layout: str, size: int) -> harness.Crew:
+        if self.crew is None or self.key != (layout, size) or self.crew.broken:
+            self.close()
+            self.crew = harness.Crew(size, **layout_options(layout, size, self.two_hosts))
+            self.key = (layout, size)
+        return self.crew
+
+    def close(self) -> None:
+        crew, self.crew = self.crew, None
+        if crew is not None:
+            if crew.broken:
+                crew.end()
+            else:
+                crew.close()
+
+
+@pytest.fixture(scope="session")
+def crews(two_hosts: Callable[[], hosts.Hosts]) -> Iterator[Crews]:
+    crews = Crews(two_hosts)
+    yield crews
+    crews.close()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No process, /dev/shm entry or network namespace is left by the test."""
+    before_children = _children()
+    before_shm = set(os.listdir("/dev/shm"))
+    before_hosts = set(hosts.existing())
+    yield
+    kept = [p.pid for crew in harness.live_crews for p in crew.processes]
+    for crew in list(harness.live_crews):
+        shared = request.session.stash.get(SHARED, None)
+        if shared is None or crew is not shared.crew:
+            crew.end()
+            pytest.fail("the test left a crew of ranks behind")
+    harness.until(
+        lambda: set(harness.server_children()) <= set(kept), "forked processes to end", 10
+    )
+    left = _children() - before_children - harness.helper_processes()
+    assert not left, f"the test left processes behind: {left}"
+    pids = [str(os.getpid()), *map(str, kept)]
+    left_shm = [
+        name
+        for name in set(os.listdir("/dev/shm")) - before_shm
+        if "mooncake" in name or any(pid in name for pid in pids)
+    ]
+    assert not left_shm, f"the test left {left_shm} in /dev/shm"
+    mine = {n for n in hosts.existing() if n.split("-")[1] == str(os.getpid())}
+    get = request.session.stash.get(TWO_HOSTS, None)
+    left_hosts = mine - before_hosts - set(get.namespaces() if get else [])
+    assert not left_hosts, f"the test left network namespaces behind: {left_hosts}"
+
+
+SHARED = pytest.StashKey[Any]()
+TWO_HOSTS = pytest.StashKey[Any]()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _stash(request: pytest.FixtureRequest, crews: Crews, two_hosts: Callable[[], Any]) -> None:
+    request.session.stash[SHARED] = crews
+    request.session.stash[TWO_HOSTS] = two_hosts
+
+
+def _children() -> set[int]:
+    pid = os.getpid()
+    return {
+        int(word)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for word in (task / "children").read_text().split()
+    }

@@ -1,0 +1,119 @@
+#include "engine/transports/inproc/inproc_transport.h"
+
+#include <atomic>
+#include <thread>
+
+#include "engine/memory/gate.h"
+#include "transport_suite.h"
+
+namespace mooncake::testing {
+namespace {
+
+struct Inproc {
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return InprocTransport::create(context);
+  }
+  static Env env() { return {}; }
+};
+INSTANTIATE_TYPED_TEST_SUITE_P(Inproc, TransportSuite, Inproc);
+
+struct InprocSide : EngineSide {
+  InprocSide() {
+    auto created = InprocTransport::create(context());
+    EXPECT_TRUE(created.ok());
+    transport = std::move(*created);
+  }
+  ~InprocSide() { transport->shutdown(); }
+  std::unique_ptr<Transport> transport;
+};
+
+std::shared_ptr<Channel> connectOrDie(InprocSide& from, InprocSide& to) {
+  auto channel = from.transport->connect(to.id(), to.transport->endpoint(), Deadline::after(kPatience));
+  EXPECT_TRUE(channel.ok());
+  return *channel;
+}
+
+ErrorCode get(Channel& channel, const RemoteRegion& region, std::span<std::byte> target) {
+  Doorbell bell;
+  Completion completion(&bell);
+  const Status begun = channel.get({region, 0, target, &completion});
+  if (!begun.ok()) return begun.code();
+  EXPECT_TRUE(eventually([&] { return completion.finished(); }));
+  return completion.error.load();
+}
+
+TEST(Inproc, ReadsUserMemoryWhileItIsRegistered) {
+  InprocSide a, b;
+  const auto toB = connectOrDie(a, b);
+  Bytes memory = pattern(100000, 1), target(100000);
+  auto region = b.regions().add(memory.data(), memory.size(), kRemoteRead);
+  ASSERT_TRUE(region.ok());
+  const RemoteRegion remote = region->remote();
+  EXPECT_EQ(get(*toB, remote, target), ErrorCode::kOk);
+  EXPECT_EQ(target, memory);
+  *region = MemoryRegion();
+  EXPECT_EQ(get(*toB, remote, target), ErrorCode::kRefused);
+}
+
+// The reader follows pointers into the other engine: under the sanitizers this shows that it never does so late.
+TEST(Inproc, AnEngineMayEndWhileItIsRead) {
+  InprocSide a;
+  for (int round = 0; round < 20; ++round) {
+    auto b = std::make_unique<InprocSide>();
+    const auto toB = connectOrDie(a, *b);
+    auto memory = std::make_unique<Bytes>(pattern(1 << 16, 2));
+    auto region = b->regions().add(memory->data(), memory->size(), kRemoteRead);
+    ASSERT_TRUE(region.ok());
+    std::atomic<int> reads{0};
+    std::thread reader([&, remote = region->remote()] {
+      Bytes target(1 << 16);
+      while (get(*toB, remote, target) == ErrorCode::kOk) reads.fetch_add(1);
+    });
+    EXPECT_TRUE(eventually([&] { return reads.load() > 10; }));
+    *region = MemoryRegion();
+    memory.reset();
+    b.reset();
+    reader.join();
+    toB->close();
+  }
+}
+
+TEST(Inproc, DoesNotLeadToAnotherProcess) {
+  InprocSide a, b;
+  Bytes endpoint = b.transport->endpoint();
+  endpoint[0] ^= std::byte(1);  // the process
+  const auto result = a.transport->connect(b.id(), endpoint, Deadline::after(kPatience));
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.error().code, ErrorCode::kUnsupported);
+}
+
+TEST(Gate, ClosesWhenTheLastOneLeft) {
+  Gate gate;
+  std::atomic<int> inside{0};
+  std::atomic<bool> closed{false};
+  std::vector<std::thread> users;
+  for (int i = 0; i < 3; ++i) {
+    users.emplace_back([&] {
+      for (;;) {
+        const Gate::Pass pass(gate);
+        if (!pass) return;
+        inside.fetch_add(1);
+        EXPECT_FALSE(closed.load());
+        inside.fetch_sub(1);
+      }
+    });
+  }
+  gate.close();
+  EXPECT_EQ(inside.load(), 0);
+  closed.store(true);
+  for (auto& user : users) user.join();
+  EXPECT_FALSE(gate.enter());
+}
+
+TEST(Gate, ZerosAreClosed) {
+  alignas(Gate) std::byte zeros[sizeof(Gate)] = {};
+  EXPECT_FALSE(reinterpret_cast<Gate*>(zeros)->enter());
+}
+
+}  // namespace
+}  // namespace mooncake::testing

@@ -1,0 +1,181 @@
+#include "engine/transports/tcp/tcp_transport.h"
+
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "engine/stream/handshake.h"
+#include "engine/transports/tcp/socket.h"
+
+#include "transport_suite.h"
+
+namespace mooncake::testing {
+namespace {
+
+struct Tcp {
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return TcpTransport::create(context);
+  }
+  static Env env() {
+    Env env;
+    env.hostIp = "127.0.0.1";
+    return env;
+  }
+};
+INSTANTIATE_TYPED_TEST_SUITE_P(Tcp, TransportSuite, Tcp);
+
+struct TcpOneLane : Tcp {
+  static Env env() {
+    Env env = Tcp::env();
+    env.tcpConnections = 0;
+    return env;
+  }
+};
+INSTANTIATE_TYPED_TEST_SUITE_P(TcpOneLane, TransportSuite, TcpOneLane);
+
+SocketAddress addressOf(const Transport& transport) {
+  const Bytes endpoint = transport.endpoint();
+  ByteReader in(endpoint);
+  in.get<uint16_t>();
+  SocketAddress address;
+  address.port = in.get<uint16_t>();
+  const ByteView raw = in.getBytes(16);
+  address.host.isV6 = raw.size() == 16;
+  std::copy(raw.begin(), raw.end(), address.host.raw.begin());
+  return address;
+}
+
+Deadline soon() { return Deadline::after(kPatience); }
+
+class TcpTransportTest : public ::testing::Test {
+ protected:
+  void listen(std::chrono::milliseconds failureTimeout) {
+    Env env = Tcp::env();
+    env.failureTimeout = failureTimeout;
+    side = std::make_unique<EngineSide>("the job's key", env);
+    auto created = Tcp::create(side->context());
+    ASSERT_TRUE(created.ok());
+    transport = std::move(*created);
+  }
+  Fd connectBare() {
+    auto socket = connectTo(addressOf(*transport), soon());
+    EXPECT_TRUE(socket.ok());
+    return std::move(*socket);
+  }
+  // The other side has hung up, orderly or not.
+  static bool hungUp(const Fd& socket) {
+    std::byte byte;
+    const ssize_t got = ::recv(socket.get(), &byte, 1, MSG_DONTWAIT);
+    return got == 0 || (got < 0 && errno != EAGAIN);
+  }
+
+  std::unique_ptr<EngineSide> side;
+  std::unique_ptr<Transport> transport;
+};
+
+TEST_F(TcpTransportTest, SilentAndBabblingConnectorsAreDropped) {
+  listen(std::chrono::milliseconds(50));
+  std::vector<Fd> silent;
+  for (int i = 0; i < 20; ++i) silent.push_back(connectBare());
+  const Fd babbling = connectBare();
+  const Bytes garbage = pattern(10000, 1);
+  ::send(babbling.get(), garbage.data(), garbage.size(), MSG_NOSIGNAL);
+  EXPECT_TRUE(eventually([&] { return hungUp(babbling); }));
+  for (const Fd& one : silent) EXPECT_TRUE(eventually([&] { return hungUp(one); }));
+  EXPECT_EQ(side->acceptedCount(), 0u);
+}
+
+TEST_F(TcpTransportTest, LanesOfAnIncompleteChannelAreDropped) {
+  listen(std::chrono::milliseconds(200));
+  EngineSide other;
+  const auto lane = [&](uint16_t number, uint64_t attempt) {
+    auto shaken = handshakeConnect(connectBare(), other.context(), side->id(), number, 3, soon(), attempt);
+    EXPECT_TRUE(shaken.ok());
+    return std::move(shaken->socket);
+  };
+  const Fd first = lane(0, 1), second = lane(1, 1);
+  const Fd ofAnotherAttempt = lane(2, 2);
+  for (const Fd* socket : {&first, &second, &ofAnotherAttempt}) {
+    EXPECT_TRUE(eventually([&] { return hungUp(*socket); }));
+  }
+  EXPECT_EQ(side->acceptedCount(), 0u);
+}
+
+TEST_F(TcpTransportTest, MoreConnectorsThanHandshakesAtATime) {
+  listen(std::chrono::seconds(20));
+  std::vector<Fd> silent;
+  for (int i = 0; i < 300; ++i) silent.push_back(connectBare());
+  for (Fd& one : silent) one.reset();
+  EngineSide other("the job's key", Tcp::env());
+  auto theirs = Tcp::create(other.context());
+  ASSERT_TRUE(theirs.ok());
+  auto channel = (*theirs)->connect(side->id(), transport->endpoint(), soon());
+  ASSERT_TRUE(channel.ok()) << channel.error().message;
+  EXPECT_NE(side->acceptedFrom(other.id()), nullptr);
+  (*channel)->close();
+}
+
+TEST_F(TcpTransportTest, NobodyThereIsALostPeer) {
+  listen(std::chrono::seconds(3));
+  const Bytes endpoint = transport->endpoint();
+  const std::string address = addressOf(*transport).text();
+  transport->shutdown();
+  EngineSide other("the job's key", Tcp::env());
+  auto theirs = Tcp::create(other.context());
+  ASSERT_TRUE(theirs.ok());
+  const auto result = (*theirs)->connect(side->id(), endpoint, soon());
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.error().code, ErrorCode::kPeerLost);
+  EXPECT_NE(result.error().message.find(address), std::string::npos) << result.error().message;
+}
+
+// The peer is a process of its own that is killed while a get is under way.
+TEST(TcpKillTest, AKilledPeerEndsTheChannelAndItsGets) {
+  constexpr size_t kBytes = size_t(256) << 20;
+  int toParent[2];
+  ASSERT_EQ(::pipe(toParent), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    EngineSide side("the job's key", Tcp::env());
+    auto transport = Tcp::create(side.context());
+    auto part = side.part(kBytes);
+    ByteWriter out;
+    const Bytes endpoint = (*transport)->endpoint();
+    out.putRaw(side.id()).put(part.remote().key).putBytes(endpoint);
+    if (::write(toParent[1], out.bytes().data(), out.bytes().size()) < 0) ::_exit(1);
+    for (;;) ::pause();
+  }
+  Bytes hello(1000);
+  const ssize_t got = ::read(toParent[0], hello.data(), hello.size());
+  ASSERT_GT(got, 0);
+  ByteReader in(ByteView(hello).first(got));
+  EngineId peer;
+  const ByteView id = in.getRaw(peer.size());
+  std::copy(id.begin(), id.end(), peer.begin());
+  const RemoteRegion region{0, kBytes, in.get<uint64_t>()};
+  const ByteView endpoint = in.getBytes(100);
+
+  Doorbell bell;
+  Bytes target(kBytes);
+  EngineSide side("the job's key", Tcp::env());
+  auto transport = Tcp::create(side.context());
+  ASSERT_TRUE(transport.ok());
+  auto channel = (*transport)->connect(peer, endpoint, soon());
+  ASSERT_TRUE(channel.ok()) << channel.error().message;
+  Completion completion(&bell);
+  ASSERT_TRUE((*channel)->get({region, 0, target, &completion}).ok());
+  ::kill(child, SIGKILL);
+  EXPECT_EQ(side.endOf(peer).code(), ErrorCode::kPeerLost);
+  EXPECT_TRUE(eventually([&] { return completion.finished(); }));
+  EXPECT_EQ(completion.error.load(), ErrorCode::kPeerLost);
+  EXPECT_FALSE((*channel)->put({region, 128, {}, {64, stampOf(1)}}).ok());
+  EXPECT_EQ(side.endedCount(), 1u);
+  (*channel)->close();
+  ::waitpid(child, nullptr, 0);
+  ::close(toParent[0]);
+  ::close(toParent[1]);
+}
+
+}  // namespace
+}  // namespace mooncake::testing

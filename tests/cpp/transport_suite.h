@@ -1,0 +1,336 @@
+#pragma once
+
+#include "engine_side.h"
+
+// What every transport must do, written once. A transport's test file says
+//
+//   struct Tcp {
+//     static Result<std::unique_ptr<Transport>> create(const TransportContext& context);
+//     static Env env();  // what its engines run under
+//   };
+//   INSTANTIATE_TYPED_TEST_SUITE_P(Tcp, TransportSuite, Tcp);
+//
+// and adds the tests of what is special to it. Two engines, a and b, live in this process; a connects to b.
+namespace mooncake::testing {
+
+template <typename Wire>
+class TransportSuite : public ::testing::Test {
+ protected:
+  struct End : EngineSide {
+    explicit End(std::string_view key = "the job's key") : EngineSide(key, Wire::env()) {
+      auto created = Wire::create(context());
+      if (!created.ok()) ADD_FAILURE() << created.error().message;
+      transport = std::move(*created);
+    }
+    ~End() {
+      if (transport) transport->shutdown();
+    }
+    std::unique_ptr<Transport> transport;
+  };
+
+  static constexpr size_t kWord = 64;   // where the tests' stamps lie
+  static constexpr size_t kData = 128;  // where their data begins
+
+  static auto soon() { return Deadline::after(kPatience); }
+
+  void SetUp() override {
+    auto connected = a.transport->connect(b.id(), b.transport->endpoint(), soon());
+    ASSERT_TRUE(connected.ok()) << connected.error().message;
+    toB = std::move(*connected);
+    toA = b.acceptedFrom(a.id());
+    ASSERT_NE(toA, nullptr);
+  }
+  void TearDown() override {
+    if (toB) toB->close();
+    if (toA) toA->close();
+  }
+
+  // Waits for the gets that count here and returns how they ended.
+  static ErrorCode endOf(const Completion& completion) {
+    EXPECT_TRUE(eventually([&] { return completion.finished(); }));
+    return completion.error.load();
+  }
+  static bool stamped(const Part& part, uint64_t stamp) {
+    return part.word(kWord).load(std::memory_order_acquire) == stamp;
+  }
+  // A put that must arrive. On wires that keep order it also shows that what was put before has been dealt with;
+  // on others a test that nothing was written can only fail to notice.
+  static void expectPutArrives(Channel& channel, Part& part, uint64_t number) {
+    const Bytes data = pattern(100, number);
+    ASSERT_TRUE(channel.put({part.remote(), kData, data, {kWord, stampOf(number)}}).ok());
+    ASSERT_TRUE(eventually([&] { return stamped(part, stampOf(number)); }));
+    EXPECT_TRUE(part.holds(kData, data));
+  }
+
+  Doorbell bell;  // outlives the channels: they may still look at it when a completion has just finished
+  End a, b;
+  std::shared_ptr<Channel> toB, toA;
+};
+
+TYPED_TEST_SUITE_P(TransportSuite);
+
+TYPED_TEST_P(TransportSuite, PutsArriveBothWays) {
+  auto atA = this->a.part(1 << 16), atB = this->b.part(1 << 16);
+  for (uint64_t number = 1; number <= 20; ++number) {
+    this->expectPutArrives(*this->toB, atB, number);
+    this->expectPutArrives(*this->toA, atA, number);
+  }
+}
+
+TYPED_TEST_P(TransportSuite, PutOfAllSizes) {
+  constexpr size_t kLargest = 8 << 20;
+  auto part = this->b.part(kLargest + 4096);
+  uint64_t number = 0;
+  for (size_t bytes : {size_t(0), size_t(1), size_t(7), size_t(4095), size_t(8192), size_t(100003), kLargest}) {
+    const Bytes data = pattern(bytes, ++number);
+    ASSERT_TRUE(this->toB->put({part.remote(), this->kData, data, {this->kWord, stampOf(number)}}).ok());
+    ASSERT_TRUE(eventually([&] { return this->stamped(part, stampOf(number)); })) << bytes;
+    EXPECT_TRUE(part.holds(this->kData, data)) << bytes;
+  }
+}
+
+TYPED_TEST_P(TransportSuite, PutDataMayBeReusedAtOnce) {
+  constexpr size_t kBytes = 1 << 20;
+  auto part = this->b.part(16 * kBytes + 4096);
+  Bytes data;
+  for (uint64_t i = 0; i < 16; ++i) {
+    data = pattern(kBytes, i);
+    const Signal signal{this->kWord + 8 * i, stampOf(1)};
+    ASSERT_TRUE(this->toB->put({part.remote(), 4096 + i * kBytes, data, signal}).ok());
+    std::fill(data.begin(), data.end(), std::byte{0xee});
+  }
+  for (uint64_t i = 0; i < 16; ++i) {
+    ASSERT_TRUE(eventually([&] { return part.word(this->kWord + 8 * i).load() == stampOf(1); }));
+    EXPECT_TRUE(part.holds(4096 + i * kBytes, pattern(kBytes, i)));
+  }
+}
+
+TYPED_TEST_P(TransportSuite, PutToASealedWordWritesNothing) {
+  auto part = this->b.part(4096);
+  part.word(72).store(stampOf(5) + 1);
+  const Bytes data = pattern(500, 1);
+  (void)this->toB->put({part.remote(), 1024, data, {72, stampOf(5)}});
+  (void)this->toB->put({part.remote(), 1024, data, {72, stampOf(4)}});
+  this->expectPutArrives(*this->toB, part, 1);
+  EXPECT_EQ(part.word(72).load(), stampOf(5) + 1);
+  EXPECT_TRUE(part.isZero(1024, 500));
+}
+
+TYPED_TEST_P(TransportSuite, PutWakesASleeper) {
+  auto part = this->b.part(4096);
+  Interrupt interrupt;
+  WaitResult result{};
+  std::thread sleeper([&] {
+    const Waiter waiter{part.bell(), interrupt, 0, this->soon(), SpinPolicy{.pauses = 0, .yields = 0}};
+    result = waiter.until([&] { return this->stamped(part, stampOf(1)); });
+  });
+  EXPECT_TRUE(eventually([&] { return part.bell().sleepers.load() != 0; }));
+  EXPECT_TRUE(this->toB->put({part.remote(), this->kData, {}, {this->kWord, stampOf(1)}}).ok());
+  sleeper.join();
+  EXPECT_EQ(result, WaitResult::kReady);
+}
+
+TYPED_TEST_P(TransportSuite, PutOutsideIsRefusedAndTheChannelLives) {
+  auto part = this->b.part(4096);
+  auto guard = this->b.part(4096);
+  const Bytes data = pattern(100, 1);
+  RemoteRegion unknown = part.remote();
+  unknown.key += 0x100000;
+  (void)this->toB->put({part.remote(), 4096 - 99, data, {this->kWord, stampOf(1)}});
+  (void)this->toB->put({part.remote(), ~uint64_t(0) - 10, data, {this->kWord, stampOf(1)}});
+  (void)this->toB->put({part.remote(), 1024, data, {4096, stampOf(1)}});
+  (void)this->toB->put({unknown, 1024, data, {this->kWord, stampOf(1)}});
+  this->expectPutArrives(*this->toB, part, 1);
+  EXPECT_TRUE(part.isZero(this->kData + 100, 4096 - this->kData - 100));
+  EXPECT_TRUE(guard.isZero(0, 4096));
+}
+
+TYPED_TEST_P(TransportSuite, PutToARevokedRegionWritesNothing) {
+  auto part = this->b.part(4096);
+  auto revoked = this->b.part(4096);
+  const RemoteRegion remote = revoked.remote();
+  revoked.revoke();
+  (void)this->toB->put({remote, this->kData, pattern(100, 1), {this->kWord, stampOf(1)}});
+  this->expectPutArrives(*this->toB, part, 1);
+  EXPECT_TRUE(revoked.isZero(0, 4096));
+}
+
+TYPED_TEST_P(TransportSuite, PutsOfManyThreads) {
+  constexpr size_t kThreads = 4, kPuts = 200, kBytes = 3000;
+  auto part = this->b.part(4096 + kThreads * kPuts * (kBytes + 72));
+  const auto wordOf = [](size_t thread, size_t put) { return 64 + 8 * (thread * kPuts + put); };
+  const auto dataOf = [&](size_t thread, size_t put) {
+    return wordOf(kThreads, 0) + (thread * kPuts + put) * kBytes;
+  };
+  std::vector<std::thread> threads;
+  for (size_t t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (size_t i = 0; i < kPuts; ++i) {
+        EXPECT_TRUE(this->toB->put({part.remote(), dataOf(t, i), pattern(kBytes, t * kPuts + i),
+                                    {wordOf(t, i), stampOf(1)}}).ok());
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (size_t t = 0; t < kThreads; ++t) {
+    for (size_t i = 0; i < kPuts; ++i) {
+      ASSERT_TRUE(eventually([&] { return part.word(wordOf(t, i)).load() == stampOf(1); }));
+      EXPECT_TRUE(part.holds(dataOf(t, i), pattern(kBytes, t * kPuts + i)));
+    }
+  }
+}
+
+TYPED_TEST_P(TransportSuite, GetOfAllSizes) {
+  constexpr size_t kBytes = 20 << 20;
+  auto part = this->b.part(kBytes, kRemoteRead);
+  const Bytes data = pattern(kBytes, 3);
+  std::copy(data.begin(), data.end(), part.bytes().begin());
+  for (size_t bytes : {size_t(0), size_t(1), size_t(4097), size_t(1 << 20) + 5, kBytes - 77}) {
+    Bytes target(bytes + 1);
+    Completion completion(&this->bell);
+    const std::span<std::byte> into(target.data(), bytes);
+    ASSERT_TRUE(this->toB->get({part.remote(), 77, into, &completion}).ok());
+    EXPECT_EQ(this->endOf(completion), ErrorCode::kOk) << bytes;
+    EXPECT_TRUE(std::equal(into.begin(), into.end(), data.begin() + 77)) << bytes;
+    EXPECT_EQ(target.back(), std::byte{0});
+  }
+}
+
+TYPED_TEST_P(TransportSuite, ManyGetsBothWaysAtOnce) {
+  constexpr size_t kGets = 96, kBytes = 256 << 10;
+  auto atA = this->a.part(kGets * kBytes), atB = this->b.part(kGets * kBytes);
+  const Bytes ofA = pattern(kGets * kBytes, 1), ofB = pattern(kGets * kBytes, 2);
+  std::copy(ofA.begin(), ofA.end(), atA.bytes().begin());
+  std::copy(ofB.begin(), ofB.end(), atB.bytes().begin());
+  Bytes fromA(kGets * kBytes), fromB(kGets * kBytes);
+  Completion completion(&this->bell);
+  for (size_t i = 0; i < kGets; ++i) {
+    const std::span<std::byte> intoB(fromA.data() + i * kBytes, kBytes), intoA(fromB.data() + i * kBytes, kBytes);
+    ASSERT_TRUE(this->toB->get({atB.remote(), i * kBytes, intoA, &completion}).ok());
+    ASSERT_TRUE(this->toA->get({atA.remote(), i * kBytes, intoB, &completion}).ok());
+  }
+  EXPECT_EQ(this->endOf(completion), ErrorCode::kOk);
+  EXPECT_TRUE(fromA == ofA);
+  EXPECT_TRUE(fromB == ofB);
+}
+
+TYPED_TEST_P(TransportSuite, PutsGoThroughWhileGetsAreUnderWay) {
+  constexpr size_t kBytes = 64 << 20;
+  auto atA = this->a.part(kBytes), atB = this->b.part(4096);
+  Bytes target(kBytes);
+  Completion completion(&this->bell);
+  ASSERT_TRUE(this->toA->get({atA.remote(), 0, target, &completion}).ok());
+  for (uint64_t number = 1; number <= 50; ++number) this->expectPutArrives(*this->toB, atB, number);
+  EXPECT_EQ(this->endOf(completion), ErrorCode::kOk);
+}
+
+TYPED_TEST_P(TransportSuite, GetOutsideFails) {
+  auto part = this->b.part(4096, kRemoteRead);
+  std::fill(part.bytes().begin(), part.bytes().end(), std::byte{7});
+  auto live = this->b.part(4096);
+  RemoteRegion unknown = part.remote();
+  unknown.key += 0x100000;
+  Bytes target(100);
+  const std::pair<RemoteRegion, uint64_t> wrong[] = {
+      {part.remote(), 4096 - 99}, {part.remote(), ~uint64_t(0) - 10}, {unknown, 0}};
+  for (const auto& [region, offset] : wrong) {
+    Completion completion(&this->bell);
+    const Status begun = this->toB->get({region, offset, target, &completion});
+    const ErrorCode end = this->endOf(completion);
+    EXPECT_TRUE(!begun.ok() || end != ErrorCode::kOk);
+    EXPECT_TRUE(std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{0}; }));
+  }
+  this->expectPutArrives(*this->toB, live, 1);
+}
+
+TYPED_TEST_P(TransportSuite, CancelEndsTheGetsOfOneCompletion) {
+  constexpr size_t kGets = 64, kBytes = 1 << 20;
+  auto part = this->b.part(kGets * kBytes);
+  std::fill(part.bytes().begin(), part.bytes().end(), std::byte{7});
+  Bytes target(kGets * kBytes), kept(kBytes);
+  Completion cancelled(&this->bell), other(&this->bell);
+  for (size_t i = 0; i < kGets; ++i) {
+    ASSERT_TRUE(this->toB->get({part.remote(), i * kBytes, {target.data() + i * kBytes, kBytes}, &cancelled}).ok());
+  }
+  ASSERT_TRUE(this->toB->get({part.remote(), 0, kept, &other}).ok());
+  this->toB->cancelGets(&cancelled);
+  ASSERT_TRUE(cancelled.finished());
+  std::fill(target.begin(), target.end(), std::byte{1});
+  EXPECT_EQ(this->endOf(other), ErrorCode::kOk);
+  EXPECT_TRUE(std::all_of(kept.begin(), kept.end(), [](std::byte b) { return b == std::byte{7}; }));
+  EXPECT_TRUE(std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{1}; }));
+}
+
+TYPED_TEST_P(TransportSuite, CloseEndsGetsAndSaysGoodbye) {
+  constexpr size_t kBytes = 16 << 20;
+  auto part = this->b.part(kBytes);
+  Bytes target(kBytes);
+  Completion completion(&this->bell);
+  ASSERT_TRUE(this->toB->get({part.remote(), 0, target, &completion}).ok());
+  this->toB->close();
+  EXPECT_TRUE(completion.finished());
+  EXPECT_FALSE(this->toB->put({part.remote(), 128, {}, {64, stampOf(1)}}).ok());
+  Completion late(&this->bell);
+  EXPECT_FALSE(this->toB->get({part.remote(), 0, target, &late}).ok());
+  EXPECT_TRUE(late.finished());
+  this->toB->close();
+  const Status how = this->b.endOf(this->a.id());
+  EXPECT_TRUE(how.ok()) << how.error().message;
+  EXPECT_EQ(this->a.endedCount(), 0u) << "nobody reports its own close()";
+}
+
+TYPED_TEST_P(TransportSuite, RegionsCanGoWhileTheyAreRead) {
+  constexpr size_t kBytes = 32 << 20;
+  auto part = this->b.part(kBytes);
+  std::fill(part.bytes().begin(), part.bytes().end(), std::byte{7});
+  Bytes target(kBytes);
+  Completion completion(&this->bell);
+  ASSERT_TRUE(this->toB->get({part.remote(), 0, target, &completion}).ok());
+  part.revoke();
+  if (this->endOf(completion) == ErrorCode::kOk) {
+    EXPECT_TRUE(std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{7}; }));
+  }
+}
+
+TYPED_TEST_P(TransportSuite, WrongKeyIsRefused) {
+  typename TestFixture::End stranger("another key");
+  const auto in = this->b.transport->connect(stranger.id(), stranger.transport->endpoint(), this->soon());
+  ASSERT_FALSE(in.ok());
+  EXPECT_EQ(in.error().code, ErrorCode::kRefused) << in.error().message;
+  const auto out = stranger.transport->connect(this->b.id(), this->b.transport->endpoint(), this->soon());
+  ASSERT_FALSE(out.ok());
+  EXPECT_EQ(out.error().code, ErrorCode::kRefused) << out.error().message;
+  EXPECT_EQ(this->b.acceptedCount(), 1u);
+}
+
+TYPED_TEST_P(TransportSuite, WrongEngineIsRefused) {
+  const auto result = this->a.transport->connect(this->a.id(), this->b.transport->endpoint(), this->soon());
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.error().code, ErrorCode::kRefused) << result.error().message;
+}
+
+TYPED_TEST_P(TransportSuite, GarbageEndpointsAreErrors) {
+  const Bytes good = this->b.transport->endpoint();
+  for (size_t bytes = 0; bytes < good.size(); ++bytes) {
+    EXPECT_FALSE(this->a.transport->connect(this->b.id(), ByteView(good).first(bytes), this->soon()).ok());
+  }
+  EXPECT_FALSE(this->a.transport->connect(this->b.id(), pattern(1000, 1), this->soon()).ok());
+}
+
+TYPED_TEST_P(TransportSuite, ShutdownClosesWhatWasAccepted) {
+  this->b.transport->shutdown();
+  const Status how = this->a.endOf(this->b.id());
+  EXPECT_TRUE(how.ok()) << how.error().message;
+  EXPECT_FALSE(this->a.transport->connect(this->b.id(), this->b.transport->endpoint(), this->soon()).ok());
+}
+
+REGISTER_TYPED_TEST_SUITE_P(TransportSuite, PutsArriveBothWays, PutOfAllSizes, PutDataMayBeReusedAtOnce,
+                            PutToASealedWordWritesNothing, PutWakesASleeper,
+                            PutOutsideIsRefusedAndTheChannelLives, PutToARevokedRegionWritesNothing,
+                            PutsOfManyThreads, GetOfAllSizes, ManyGetsBothWaysAtOnce,
+                            PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails,
+                            CancelEndsTheGetsOfOneCompletion, CloseEndsGetsAndSaysGoodbye,
+                            RegionsCanGoWhileTheyAreRead, WrongKeyIsRefused, WrongEngineIsRefused,
+                            GarbageEndpointsAreErrors, ShutdownClosesWhatWasAccepted);
+
+}  // namespace mooncake::testing

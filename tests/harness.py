@@ -1,0 +1,414 @@
+"""Ranks as real processes, driven by a test.
+
+A Crew is a set of ranks that lives as long as the test wants and runs one function after the other on
+all of them; run_ranks() is a crew for one function. Ranks are forked from a server that has imported
+torch already, so they start in tens of milliseconds. Whatever happens, no rank outlives its crew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mooncake_backend import registration
+
+DEADLINE = 120.0  # of one function on all ranks; generous, the machine may be busy
+GRACE = 10.0  # how long the others may take once one rank has failed
+PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "hypothesis"]
+
+_processes = multiprocessing.get_context("forkserver")
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
+
+live_crews: set[Crew] = set()
+
+
+def until(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:
+    """Waits for the condition and returns its value."""
+    end = time.monotonic() + deadline
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {deadline:.0f} s for {what}")
+        time.sleep(0.001)
+    return value
+
+
+class Board:
+    """Facts that ranks and the test tell each other, by name. Files, so that it needs no network."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def set(self, name: str, value: Any = True) -> None:
+        draft = self.folder / f".{name}.{os.getpid()}"
+        draft.write_bytes(pickle.dumps(value))
+        draft.rename(self.folder / name)
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def wait(self, name: str, deadline: float = DEADLINE) -> Any:
+        until(lambda: self.has(name), f"{name!r} on the board", deadline)
+        return pickle.loads((self.folder / name).read_bytes())
+
+    def wait_all(self, name: str, ranks: Sequence[int], deadline: float = DEADLINE) -> list[Any]:
+        return [self.wait(f"{name}-{rank}", deadline) for rank in ranks]
+
+
+@dataclass
+class Rank:
+    """What a rank's function gets as its first argument."""
+
+    rank: int
+    size: int
+    folder: Path  # the same for all ranks of the crew
+    board: Board = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.board = Board(self.folder / "board")
+
+    def store(self, name: str = "store") -> dist.FileStore:
+        return dist.FileStore(str(self.folder / name), self.size)
+
+    def init(self, backend: str = "mooncake", timeout: float = DEADLINE, name: str = "store") -> None:
+        dist.init_process_group(
+            backend,
+            store=self.store(name),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=timeout),
+        )
+
+
+@dataclass
+class Outcome:
+    """How a rank's function ended."""
+
+    value: Any = None
+    error: str | None = None  # the exception's type
+    message: str = ""
+    text: str = ""  # the traceback
+
+
+class RanksFailed(AssertionError):
+    def __init__(self, crew: Crew, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = list(outcomes)
+        parts = [
+            f"---- rank {rank} of {crew.size} ----\n{outcome.text or outcome.message}{crew.log(rank)}"
+            for rank, outcome in enumerate(outcomes)
+            if outcome.error
+        ]
+        super().__init__("\n" + "\n".join(parts))
+
+
+class Crew:
+    """Ranks that run what call() is given, until close().
+
+    env, rank_env: variables of all ranks, and of single ones by rank; other MOONCAKE_ variables are unset
+    namespaces: the network namespace that each rank lives in
+    backend: None makes ranks that are in no process group
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        env: dict[str, str] | None = None,
+        rank_env: dict[int, dict[str, str]] | None = None,
+        namespaces: Sequence[str | None] | None = None,
+        backend: str | None = "mooncake",
+        timeout: float = DEADLINE,
+    ) -> None:
+        self.size = size
+        self.namespaces = namespaces
+        self.broken = False
+        self.folder = Path(tempfile.mkdtemp(prefix="mooncake-test-"))
+        self.board = Board(self.folder / "board")
+        self.links: list[connection.Connection] = []
+        self.processes: list[Any] = []
+        live_crews.add(self)
+        _start_server()
+        try:
+            for rank in range(size):
+                here, there = _processes.Pipe()
+                settings = {**(env or {}), **(rank_env or {}).get(rank, {})}
+                namespace = namespaces[rank] if namespaces else None
+                process = _processes.Process(
+                    target=_serve,
+                    args=(there, Rank(rank, size, self.folder), settings, namespace, self._log(rank)),
+                    daemon=True,
+                )
+                process.start()
+                there.close()
+                self.links.append(here)
+                self.processes.append(process)
+            if backend is not None:
+                self.call(_init, backend, timeout)
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if kind is None and not self.broken:
+            self.close()
+        else:
+            self.end()
+
+    # ---- functions on all ranks
+
+    def call(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+        """function(Rank, *args) on every rank; the results in rank order, or RanksFailed."""
+        self.start(function, *args)
+        return self.results(deadline)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        for rank, link in enumerate(self.links):
+            try:
+                link.send((function, args))
+            except OSError:
+                if self.processes[rank].is_alive():
+                    raise
+
+    def results(self, deadline: float = DEADLINE, dead: Sequence[int] = ()) -> list[Any]:
+        """Of what start() started. `dead`: ranks that the test ended; None stands for their result."""
+        outcomes = self.outcomes(deadline, dead)
+        if any(outcome.error for outcome in outcomes):
+            self.broken = True
+            raise RanksFailed(self, outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, deadline: float = DEADLINE, dead: Sequence[int] = ()) -> list[Outcome]:
+        end = time.monotonic() + deadline
+        found: dict[int, Outcome] = {rank: Outcome() for rank in dead}
+        while len(found) < self.size:
+            waiting = {self.links[r]: r for r in range(self.size) if r not in found}
+            ready = connection.wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                self._give_up(found)
+                break
+            for link in ready:
+                rank = waiting[link]
+                try:
+                    found[rank] = link.recv()
+                except (EOFError, OSError):
+                    self.processes[rank].join(GRACE)
+                    code = self.processes[rank].exitcode
+                    found[rank] = Outcome(error="Exit", message=f"ended with exit code {code}")
+                if found[rank].error:
+                    end = min(end, time.monotonic() + GRACE)
+        return [found[rank] for rank in range(self.size)]
+
+    def _give_up(self, found: dict[int, Outcome]) -> None:
+        self.broken = True
+        for rank in range(self.size):
+            if rank not in found:
+                with contextlib.suppress(ProcessLookupError):
+                    self.signal(rank, signal.SIGCONT)
+                    self.signal(rank, signal.SIGUSR1)  # writes the stacks into the log
+        with contextlib.suppress(TimeoutError):
+            for rank in range(self.size):
+                if rank not in found:
+                    until(lambda rank=rank: "most recent call first" in self.log(rank), "stacks", 2)
+        for rank in range(self.size):
+            found.setdefault(rank, Outcome(error="Deadline", message="did not end in time"))
+
+    # ---- single ranks
+
+    def pid(self, rank: int) -> int:
+        return self.processes[rank].pid
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        if self.processes[rank].is_alive():
+            os.kill(self.pid(rank), number)
+
+    def kill(self, rank: int) -> None:
+        self.signal(rank, signal.SIGKILL)
+        self.processes[rank].join(DEADLINE)
+        assert not self.processes[rank].is_alive()
+
+    def stop(self, rank: int) -> None:
+        self.signal(rank, signal.SIGSTOP)
+        state = Path(f"/proc/{self.pid(rank)}/stat")
+        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "the rank to stop")
+
+    def cont(self, rank: int) -> None:
+        self.signal(rank, signal.SIGCONT)
+
+    def log(self, rank: int) -> str:
+        """What the rank wrote to stdout and stderr."""
+        path = self._log(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"log-{rank}"
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Every rank leaves in good order: it destroys its groups and ends with exit code 0."""
+        try:
+            self.call(_leave)
+            for rank, link in enumerate(self.links):
+                link.close()
+                self.processes[rank].join(GRACE)
+            codes = [process.exitcode for process in self.processes]
+            assert codes == [0] * self.size, f"ranks ended with {codes}"
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ends what is left."""
+        for link in self.links:
+            link.close()
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process in self.processes:
+            process.join(DEADLINE)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        live_crews.discard(self)
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, **crew: Any
+) -> list[Any]:
+    """function(Rank, *args) on a crew of its own."""
+    with Crew(size, **crew) as ranks:
+        return ranks.call(function, *args, deadline=deadline)
+
+
+@contextlib.contextmanager
+def starting(
+    size: int, function: Callable[..., Any], *args: Any, **crew: Any
+) -> Iterator[Crew]:
+    """The same while the ranks run: the test kills, stops and tells them things, then asks for results()."""
+    ranks = Crew(size, **crew)
+    try:
+        ranks.start(function, *args)
+        yield ranks
+    finally:
+        ranks.end()
+
+
+def raised(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[str, str]:
+    """The type and text of what the call raises; it must raise."""
+    try:
+        function(*args, **named)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError(f"{function} raised nothing")
+
+
+def server_children() -> list[int]:
+    """Processes that were forked and are not gone."""
+    pid = forkserver._forkserver._forkserver_pid
+    if pid is None:
+        return []
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def helper_processes() -> set[int]:
+    """The server and Python's own helper, which live as long as we do."""
+    pids = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
+    return {pid for pid in pids if pid is not None}
+
+
+def _start_server() -> None:
+    if forkserver._forkserver._forkserver_pid is not None:
+        return
+    _processes.set_forkserver_preload(PRELOAD)
+    # Older Pythons do not hand sys.path to the server, and what is not found is not preloaded.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+# ---- in the rank's process
+
+
+def _serve(
+    link: connection.Connection,
+    me: Rank,
+    settings: dict[str, str],
+    namespace: str | None,
+    log: Path,
+) -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if namespace is not None:
+        enter_namespace(namespace)
+    for name in [name for name in os.environ if name.startswith("MOONCAKE_")]:
+        del os.environ[name]
+    os.environ.update(settings)
+    torch.set_num_threads(1)
+    registration.register()
+    while True:
+        try:
+            function, args = link.recv()
+        except EOFError:
+            return
+        except Exception as error:
+            outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
+        else:
+            outcome = _run(me, function, args)
+        link.send(outcome)
+
+
+def _run(me: Rank, function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+    try:
+        return Outcome(value=function(me, *args))
+    except BaseException as error:
+        return Outcome(None, type(error).__name__, str(error), traceback.format_exc())
+
+
+def _init(me: Rank, backend: str, timeout: float) -> None:
+    me.init(backend, timeout)
+
+
+def _leave(me: Rank) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def enter_namespace(name: str) -> None:
+    """This thread and those that it starts from now on."""
+    handle = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    try:
+        if _libc.setns(handle, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {name}")
+    finally:
+        os.close(handle)

@@ -1,0 +1,141 @@
+"""Hosts on this machine: network namespaces that are joined by bridges. Traffic stays inside."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PREFIX = "mctest"
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One network namespace; interface `eth<k>` is its link to network k."""
+
+    namespace: str
+    v4: tuple[str, ...]  # its address in each network
+    v6: tuple[str, ...]
+
+    def run(self, *command: str) -> str:
+        return _ip("netns", "exec", self.namespace, *command)
+
+
+class Hosts:
+    """`count` hosts with a link to each of `networks` networks. A context manager; names carry our pid,
+    so that what a killed run leaves is found and removed by the next one."""
+
+    def __init__(self, count: int, *, networks: int = 1, v4: bool = True, v6: bool = True) -> None:
+        remove_stale()
+        base = f"{PREFIX}-{os.getpid()}-{next(_serial)}"
+        self.switch = f"{base}-switch"
+        self.hosts: list[Host] = []
+        self.namespaces: list[str] = []
+        try:
+            self._add(self.switch)
+            _batch(
+                self.switch,
+                [f"link add br{k} mtu 9000 type bridge" for k in range(networks)]
+                + [f"link set br{k} up" for k in range(networks)],
+            )
+            for i in range(count):
+                name = f"{base}-{i}"
+                self._add(name)
+                _batch(self.switch, self._switch_side(name, i, networks))
+                host = Host(
+                    name,
+                    tuple(f"10.77.{k}.{i + 1}" for k in range(networks)) if v4 else (),
+                    tuple(f"fd77:{k}::{i + 1}" for k in range(networks)) if v6 else (),
+                )
+                _batch(name, self._host_side(host, networks))
+                self.hosts.append(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, index: int) -> Host:
+        return self.hosts[index]
+
+    def spread(self, size: int) -> list[str]:
+        """The namespace of each of `size` ranks: neighbours share a host, the first host gets the odd one."""
+        each = -(-size // len(self.hosts))
+        return [self.hosts[rank // each].namespace for rank in range(size)]
+
+    def close(self) -> None:
+        while self.namespaces:
+            _ip("netns", "del", self.namespaces.pop())
+
+    def _add(self, name: str) -> None:
+        _ip("netns", "add", name)
+        self.namespaces.append(name)
+
+    @staticmethod
+    def _switch_side(name: str, i: int, networks: int) -> list[str]:
+        lines = []
+        for k in range(networks):
+            port = f"p{i}n{k}"
+            lines += [
+                f"link add {port} mtu 9000 type veth peer name eth{k} mtu 9000 netns {name}",
+                f"link set {port} master br{k} up",
+            ]
+        return lines
+
+    @staticmethod
+    def _host_side(host: Host, networks: int) -> list[str]:
+        lines = ["link set lo up"]
+        for k in range(networks):
+            if host.v4:
+                lines.append(f"addr add {host.v4[k]}/24 dev eth{k}")
+            if host.v6:
+                lines.append(f"addr add {host.v6[k]}/64 dev eth{k} nodad")
+            lines.append(f"link set eth{k} up")
+        return lines
+
+
+@cache
+def why_not() -> str | None:
+    """Why there can be no hosts here, or None."""
+    if os.geteuid() != 0:
+        return "not root"
+    if shutil.which("ip") is None:
+        return "`ip` is missing (package iproute2)"
+    try:
+        with Hosts(1):
+            return None
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"no network namespaces here: {getattr(error, 'stderr', None) or error}"
+
+
+def existing() -> list[str]:
+    folder = Path("/run/netns")
+    return sorted(path.name for path in folder.glob(f"{PREFIX}-*")) if folder.exists() else []
+
+
+def remove_stale() -> None:
+    for name in existing():
+        if not Path(f"/proc/{name.split('-')[1]}").exists():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+def _batch(namespace: str, lines: Sequence[str]) -> None:
+    subprocess.run(
+        ["ip", "-n", namespace, "-batch", "-"],
+        input="\n".join(lines) + "\n", check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip

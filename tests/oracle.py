@@ -1,0 +1,248 @@
+"""What collectives must do, in plain torch and numpy, and one function that checks any of them.
+
+Contents depend on (seed, rank) only, so every rank knows what every other one contributed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX"]
+INTEGERS = [
+    torch.uint8, torch.int8, torch.uint16, torch.int16,
+    torch.uint32, torch.int32, torch.uint64, torch.int64,
+]  # fmt: skip
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+REAL = [*INTEGERS, *FLOATS, torch.bool]
+MOVED_ONLY = [
+    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+]  # fmt: skip
+LAYOUTS = ["plain", "sliced", "strided", "transposed", "column"]
+VERBS = [
+    "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+]  # fmt: skip
+REDUCING = ["all_reduce", "reduce", "reduce_scatter_tensor"]
+
+
+def reducible(dtype: torch.dtype, op: str) -> bool:
+    return dtype in REAL and not (dtype == torch.bool and op == "AVG")
+
+
+def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Integers of the whole range, so that sums wrap; floats of many sizes and both signs."""
+    random = np.random.default_rng([seed, rank])
+    if dtype == torch.bool:
+        return torch.from_numpy(random.integers(0, 2, count).astype(bool))
+    if dtype in FLOATS:
+        return torch.from_numpy(random.standard_normal(count)).to(dtype)
+    raw = random.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype)
+
+
+def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In rank order, in the parts' own precision; half precision through float32, rounded once."""
+    dtype = parts[0].dtype
+    if dtype == torch.bool:
+        stacked = torch.stack(list(parts))
+        return stacked.any(0) if op in ("SUM", "MAX") else stacked.all(0)
+    wide = dtype.is_floating_point and dtype.itemsize == 2
+    arrays = [(part.float() if wide else part).numpy() for part in parts]
+    result = arrays[0].copy()
+    with np.errstate(all="ignore"):
+        for array in arrays[1:]:
+            result = _COMBINE[op](result, array)
+        if op == "AVG":
+            divisor = result.dtype.type(len(parts))
+            if dtype.is_floating_point:
+                result = result / divisor
+            else:  # towards zero
+                result = (result - np.fmod(result, divisor)) // divisor
+    return torch.from_numpy(np.ascontiguousarray(result)).to(dtype)
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "SUM": np.add,
+    "AVG": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,  # NaN wins
+    "MAX": np.maximum,
+}
+
+
+class Placed:
+    """A tensor that lies in memory in some way, with other people's elements around it."""
+
+    def __init__(self, values: torch.Tensor, layout: str = "plain") -> None:
+        count, dtype = values.numel(), values.dtype
+        rows = next(d for d in range(math.isqrt(max(count, 1)), 0, -1) if count % d == 0)
+        shape = {
+            "plain": (count,),
+            "sliced": (count + 13,),
+            "strided": (2 * count + 3,),
+            "transposed": (count // rows, rows),
+            "column": (count, 3),
+        }[layout]
+        filler = 1 if dtype == torch.bool else 0x5A
+        self.base = torch.full((math.prod(shape) * dtype.itemsize,), filler, dtype=torch.uint8)
+        self.base = self.base.view(dtype).view(shape)
+        self.view: torch.Tensor = {
+            "plain": lambda b: b,
+            "sliced": lambda b: b[5 : 5 + count],
+            "strided": lambda b: b[1 : 1 + 2 * count : 2],
+            "transposed": lambda b: b.t(),
+            "column": lambda b: b[:, 1],
+        }[layout](self.base)
+        self.view.copy_(values.view(self.view.shape))
+        self._before = self.base.clone()
+
+    def check(self, expected: torch.Tensor, what: str) -> None:
+        """The tensor holds exactly these bits, and nothing around it has changed."""
+        same(self.view.reshape(-1), expected.reshape(-1), what)
+        self.view.zero_()
+        offset, strides = self.view.storage_offset(), self.view.stride()
+        before = self._before.as_strided(self.view.shape, strides, offset)
+        before.zero_()
+        same(self.base.reshape(-1), self._before.reshape(-1), f"what lies around {what}")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Bit by bit."""
+    assert found.dtype == expected.dtype, f"{what}: {found.dtype}, expected {expected.dtype}"
+    assert found.numel() == expected.numel(), f"{what}: {found.shape}, expected {expected.shape}"
+    if torch.equal(bits(found), bits(expected)):
+        return
+    size = found.dtype.itemsize
+    differs = (bits(found) != bits(expected)).view(-1, size).any(1).nonzero().view(-1)
+    first = int(differs[0])
+    raise AssertionError(
+        f"{what}: {len(differs)} of {found.numel()} elements differ, the first is [{first}]: "
+        f"{found.reshape(-1)[first].item()}, expected {expected.reshape(-1)[first].item()}"
+    )
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(bits(tensor).numpy()).hexdigest()[:16]
+
+
+def splits_of(seed: int, size: int, count: int) -> list[list[int]]:
+    """[from][to], each between 0 and 2 * count, every third one 0."""
+    random = np.random.default_rng([seed, 77])
+    table = random.integers(0, 2 * count + 1, (size, size))
+    table[random.integers(0, 3, (size, size)) == 0] = 0
+    return table.tolist()
+
+
+def exercise(
+    verb: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype = torch.float32,
+    op: str = "SUM",
+    count: int = 16,
+    root: int = 0,
+    seed: int = 0,
+    splits: list[list[int]] | None = None,
+    layout: str = "plain",
+    asynchronous: bool = False,
+) -> str:
+    """Calls the verb with `count` elements per rank on every rank of the group, checks the result and that
+    nothing else has changed. Returns a digest of the result, of the root's for reduce."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    what = f"{verb}({dtype}, {op}, {count} elements, {layout}) on rank {rank} of {size}"
+    reduce_op = getattr(dist.ReduceOp, op)
+    root_name = dist.get_global_rank(group, root) if group is not None else root
+
+    def given(r: int, elements: int) -> torch.Tensor:
+        return contents(seed, r, elements, dtype)
+
+    def placed(values: torch.Tensor) -> Placed:
+        return Placed(values, layout)
+
+    def empty(elements: int) -> Placed:
+        return placed(contents(seed, size + 1, elements, dtype))
+
+    def run(function: Callable[..., Any], *args: Any, **named: Any) -> None:
+        work = function(*args, **named, group=group, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+
+    if verb in ("all_reduce", "reduce"):
+        mine = placed(given(rank, count))
+        result = reduced(op, [given(r, count) for r in range(size)])
+        if verb == "all_reduce":
+            run(dist.all_reduce, mine.view, op=reduce_op)
+            mine.check(result, what)
+        else:
+            run(dist.reduce, mine.view, root_name, op=reduce_op)
+            mine.check(result if rank == root else given(rank, count), what)
+        return digest(result)
+    if verb == "broadcast":
+        mine = placed(given(rank, count))
+        run(dist.broadcast, mine.view, root_name)
+        mine.check(given(root, count), what)
+        return digest(given(root, count))
+    if verb in ("all_gather", "all_gather_into_tensor"):
+        mine = placed(given(rank, count))
+        everybody = [given(r, count) for r in range(size)]
+        if verb == "all_gather":
+            outputs = [empty(count) for _ in range(size)]
+            run(dist.all_gather, [output.view for output in outputs], mine.view)
+            for r, output in enumerate(outputs):
+                output.check(everybody[r], f"output {r} of {what}")
+        else:
+            output = empty(size * count)
+            run(dist.all_gather_into_tensor, output.view, mine.view)
+            output.check(torch.cat(everybody), what)
+        mine.check(given(rank, count), f"the input of {what}")
+        return digest(torch.cat(everybody))
+    if verb == "reduce_scatter_tensor":
+        mine = placed(given(rank, size * count))
+        output = empty(count)
+        run(dist.reduce_scatter_tensor, output.view, mine.view, op=reduce_op)
+        parts = [given(r, size * count)[rank * count : (rank + 1) * count] for r in range(size)]
+        output.check(reduced(op, parts), what)
+        mine.check(given(rank, size * count), f"the input of {what}")
+        return digest(reduced(op, parts))
+    if verb in ("all_to_all", "all_to_all_single"):
+        table = splits or [[count] * size] * size
+        totals = [sum(row) for row in table]
+        pieces = [given(r, totals[r]).split(table[r]) for r in range(size)]
+        received = [pieces[r][rank] for r in range(size)]
+        if verb == "all_to_all":
+            inputs = [placed(piece) for piece in pieces[rank]]
+            outputs = [empty(piece.numel()) for piece in received]
+            run(dist.all_to_all, [o.view for o in outputs], [i.view for i in inputs])
+            for r in range(size):
+                outputs[r].check(received[r], f"output {r} of {what}")
+                inputs[r].check(pieces[rank][r], f"input {r} of {what}")
+        else:
+            # Splits count rows: no layout with two dimensions here.
+            flat = layout if layout in ("plain", "sliced", "strided", "column") else "plain"
+            mine = Placed(given(rank, totals[rank]), flat)
+            output = Placed(contents(seed, size + 1, sum(row[rank] for row in table), dtype), flat)
+            named = {}
+            if splits is not None:
+                named = {
+                    "output_split_sizes": [row[rank] for row in table],
+                    "input_split_sizes": table[rank],
+                }
+            run(dist.all_to_all_single, output.view, mine.view, **named)
+            output.check(torch.cat(received), what)
+            mine.check(given(rank, totals[rank]), f"the input of {what}")
+        return digest(torch.cat(received))
+    raise ValueError(verb)

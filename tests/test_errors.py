@@ -1,0 +1,500 @@
+"""Ranks that disagree, come late, never come or die: who gets which error, and what goes on afterwards."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import harness
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LAYOUTS, layout_options
+from harness import raised
+
+SHORT = 3.0  # a group timeout that has to pass in the test
+
+
+@pytest.fixture(params=LAYOUTS, scope="module")
+def layout(request):
+    return request.param
+
+
+def options(layout, size, two_hosts):
+    return layout_options(layout, size, two_hosts)
+
+
+def callers(message):
+    """Who called what, as the message says it."""
+    who = {}
+    for ranks, call in re.findall(r"((?:rank \d+(?:, )?)+) called ([^;]*?\))", message):
+        for rank in re.findall(r"\d+", ranks):
+            who[int(rank)] = call
+    return who
+
+
+def reduce_all(count=8, dtype=torch.float32, op=dist.ReduceOp.SUM):
+    return lambda: [(t := torch.ones(count, dtype=dtype)), dist.all_reduce(t, op=op)][:1]
+
+
+def broadcast(count=8, root=0, dtype=torch.float32):
+    return lambda: [(t := torch.ones(count, dtype=dtype)), dist.broadcast(t, root)][:1]
+
+
+def reduce(count=8, root=0):
+    return lambda: [(t := torch.ones(count)), dist.reduce(t, root)][:1]
+
+
+def gather(count=8, dtype=torch.float32):
+    n = dist.get_world_size
+    return lambda: dist.all_gather_into_tensor(
+        torch.ones(n() * count, dtype=dtype), torch.ones(count, dtype=dtype)
+    )
+
+
+def scatter(count=8, op=dist.ReduceOp.SUM):
+    n = dist.get_world_size
+    return lambda: dist.reduce_scatter_tensor(torch.ones(count), torch.ones(n() * count), op=op)
+
+
+def exchange(count=8, dtype=torch.float32):
+    n = dist.get_world_size
+    return lambda: dist.all_to_all_single(
+        torch.ones(n() * count, dtype=dtype), torch.ones(n() * count, dtype=dtype)
+    )
+
+
+LARGE = 20_000
+F = "float32"
+# name: what most ranks call, what one calls, and how the message must show the two.
+DISAGREEMENTS = {
+    "verb": (reduce_all(), broadcast(), f"all_reduce({F}, 8 ", f"broadcast({F}, 8 "),
+    "verb-large": (reduce_all(LARGE), gather(LARGE), "all_reduce(", "all_gather("),
+    "verb-small-large": (reduce_all(), gather(LARGE), "all_reduce(", "all_gather("),
+    "barrier": (dist.barrier, gather(), "barrier()", "all_gather("),
+    "all-to-all": (exchange(), scatter(), "all_to_all(", "reduce_scatter("),
+    "size": (reduce_all(8), reduce_all(9), f"({F}, 8 elements", f"({F}, 9 elements"),
+    "size-large": (reduce_all(LARGE), reduce_all(LARGE + 1), "20000 elements", "20001 elements"),
+    "size-switch": (reduce_all(8), reduce_all(LARGE), "8 elements", "20000 elements"),
+    "size-broadcast": (broadcast(8), broadcast(LARGE), "8 elements", "20000 elements"),
+    "size-gather": (gather(LARGE), gather(8), "20000 elements", "8 elements"),
+    "size-scatter": (scatter(8), scatter(LARGE), "8 elements", "20000 elements"),
+    "size-zero": (reduce_all(0), reduce_all(1), "0 elements", "1 elements"),
+    "size-beyond-32-mib": (reduce_all(9 << 20), reduce_all(10 << 20), "9437184 el", "10485760 el"),
+    "dtype": (reduce_all(), reduce_all(dtype=torch.int32), F, "int32"),
+    "dtype-large": (gather(LARGE), gather(LARGE, torch.int32), F, "int32"),
+    "dtype-broadcast": (broadcast(), broadcast(dtype=torch.int32), F, "int32"),
+    "dtype-exchange": (exchange(), exchange(dtype=torch.int32), F, "int32"),
+    "op": (reduce_all(), reduce_all(op=dist.ReduceOp.MAX), "SUM", "MAX"),
+    "op-large": (reduce_all(LARGE), reduce_all(LARGE, op=dist.ReduceOp.AVG), "SUM", "AVG"),
+    "op-scatter": (scatter(), scatter(op=dist.ReduceOp.MIN), "SUM", "MIN"),
+    "root": (broadcast(root=0), broadcast(root=1), "root 0", "root 1"),
+    "root-large": (broadcast(LARGE, 2), broadcast(LARGE, 0), "root 2", "root 0"),
+    "root-reduce": (reduce(root=0), reduce(LARGE, root=1), "root 0", "root 1"),
+}  # fmt: skip
+
+
+def disagree_on_rank(me, name, odd):
+    most, one, _, _ = DISAGREEMENTS[name]
+    error = raised(one if me.rank == odd else most)
+    oracle.exercise("all_reduce", count=100, seed=odd)
+    oracle.exercise("all_gather_into_tensor", count=LARGE, seed=odd)
+    return error
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_every_rank_learns_who_called_what(layout, crews, name, odd):
+    errors = crews.get(layout, 3).call(disagree_on_rank, name, odd)
+    _, _, most, one = DISAGREEMENTS[name]
+    for rank, (kind, message) in enumerate(errors):
+        assert kind == "DistBackendError", (rank, message)
+        found = callers(message)
+        assert set(found) == {0, 1, 2}, message
+        for caller, call in found.items():
+            assert (one if caller == odd else most) in call, (rank, caller, message)
+
+
+def three_ways_on_rank(me):
+    call = [reduce_all(), broadcast(), dist.barrier][me.rank]
+    return raised(call)
+
+
+def test_three_ranks_three_calls(layout, crews):
+    for kind, message in crews.get(layout, 3).call(three_ways_on_rank):
+        assert kind == "DistBackendError"
+        who = callers(message)
+        assert [who[r].split("(")[0] for r in range(3)] == ["all_reduce", "broadcast", "barrier"]
+
+
+def unchanged_on_rank(me, count):
+    mine = torch.full((count,), float(me.rank))
+    if me.rank == 1:
+        raised(dist.broadcast, mine, 0)
+    else:
+        raised(dist.all_reduce, mine)
+    assert (mine == me.rank).all()
+    output = torch.full((3 * count,), -1.0)
+    raised(dist.all_gather_into_tensor, output, mine) if me.rank else raised(dist.barrier)
+    assert (output == -1).all()
+
+
+@pytest.mark.parametrize("count", [8, LARGE])
+def test_a_disagreement_changes_no_tensor(layout, crews, count):
+    crews.get(layout, 3).call(unchanged_on_rank, count)
+
+
+def asynchronous_on_rank(me):
+    """The error comes out of wait(), exception() and the future; later calls in the queue are not touched."""
+    tensors = [torch.ones(10), torch.ones(10 + (me.rank == 1)), torch.full((10,), float(me.rank))]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    works[0].wait()
+    kind, message = raised(works[1].wait)
+    works[2].wait()
+    assert tensors[0].tolist() == [3.0] * 10
+    assert tensors[2].tolist() == [3.0] * 10
+    assert works[1].is_completed()
+    assert not works[1].is_success()
+    assert works[0].is_success()
+    kind_again, _ = raised(works[1].get_future().wait)
+    assert kind_again == kind
+    return kind, message
+
+
+def test_errors_of_asynchronous_calls(layout, crews):
+    for kind, message in crews.get(layout, 3).call(asynchronous_on_rank):
+        assert kind == "DistBackendError"
+        assert {"10 el", "11 el"} <= {call[20:][:5] for call in callers(message).values()}
+
+
+def misfit_on_rank(me, count):
+    size, rank = me.size, me.rank
+    sends = [count] * size
+    receives = [count] * size
+    if rank == 0:
+        sends[2] += 1
+    output = torch.full((sum(receives),), -1.0)
+    error = raised(dist.all_to_all_single, output, torch.ones(sum(sends)), receives, sends)
+    assert (output == -1).all()
+    oracle.exercise("all_to_all_single", count=count)
+    return error
+
+
+@pytest.mark.parametrize("count", [8, LARGE])
+def test_splits_that_do_not_fit(layout, crews, count):
+    for kind, message in crews.get(layout, 3).call(misfit_on_rank, count):
+        assert kind == "DistBackendError"
+        expected = f"rank 0 sends {4 * count + 4} bytes to rank 2, which expects {4 * count}"
+        assert expected in message
+
+
+# ---- one rank's own mistakes
+
+
+def own_mistakes():
+    """name: (call, what its error says). Each is refused without a word to the other ranks."""
+    n = dist.get_world_size()
+    ones = torch.ones
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    single = dist.all_to_all_single
+    return {
+        "meta": (lambda: backend.allreduce([ones(3, device="meta")]), "meta"),
+        "meta through torch": (lambda: dist.all_reduce(ones(3, device="meta")), "meta"),
+        "sparse": (lambda: backend.allreduce([torch.eye(3).to_sparse()]), "sparse"),
+        "two tensors": (lambda: backend.allreduce([ones(3), ones(3)]), "one tensor"),
+        "short list": (lambda: dist.all_gather([ones(3)] * (n - 1), ones(3)), "rank"),
+        "long list": (lambda: dist.all_gather([ones(3)] * (n + 1), ones(3)), "rank"),
+        "output shape": (lambda: dist.all_gather([ones(3)] * (n - 1) + [ones(4)], ones(3)), "shape"),
+        "output type": (lambda: dist.all_gather([ones(3).int()] * n, ones(3)), "type"),
+        "output size": (lambda: dist.all_gather_into_tensor(ones(5 * n + 1), ones(5)), "output"),
+        "base type": (lambda: dist.all_gather_into_tensor(ones(n).int(), ones(1)), "type"),
+        "input size": (lambda: dist.reduce_scatter_tensor(ones(5), ones(5 * n - 1)), "input"),
+        "lists": (lambda: dist.all_to_all([ones(1)] * n, [ones(1)] * (n - 1)), "rank"),
+        "list types": (lambda: dist.all_to_all([ones(1).int()] * n, [ones(1)] * n), "type"),
+        "not divisible": (lambda: single(ones(n + 1), ones(n + 1)), "divi"),
+        "0-dim splits": (lambda: single(torch.tensor(1.0), torch.tensor(1.0)), "divi"),
+        "few splits": (lambda: single(ones(n), ones(n), [n], [1] * n), "split"),
+        "wrong sum": (lambda: single(ones(n), ones(n), [1] * n, [2] * n), "add up"),
+        "negative split": (lambda: single(ones(n), ones(n), [1] * n, [-1, n + 1] + [0] * (n - 2)), "negative"),
+        "root": (lambda: dist.broadcast(ones(1), n), ""),
+        "root below": (lambda: dist.reduce(ones(1), -1), ""),
+        "sum of complex": (lambda: backend.allreduce([ones(3, dtype=torch.complex64)]), "complex"),
+        "sum of fp8": (lambda: dist.all_reduce(ones(3).to(torch.float8_e5m2)), "float8_e5m2"),
+        "avg of bool": (lambda: dist.all_reduce(ones(3).bool(), op=dist.ReduceOp.AVG), "bool"),
+        "bitwise and": (lambda: dist.all_reduce(ones(3).int(), op=dist.ReduceOp.BAND), "SUM"),
+        "quantized": (lambda: backend.allreduce([torch.quantize_per_tensor(ones(3), 1, 0, torch.qint8)]), ""),
+    }  # fmt: skip
+
+
+def own_mistakes_on_rank(me, turn):
+    if me.rank == 1:
+        for name, (call, text) in own_mistakes().items():
+            kind, message = raised(call)
+            good = ("ValueError", "RuntimeError", "NotImplementedError", "TypeError")
+            assert kind in good, f"{name}: {kind}: {message}"
+            assert text in message, f"{name}: {message}"
+        me.board.set(turn)
+    me.board.wait(turn)
+    oracle.exercise("all_reduce", count=5)
+    oracle.exercise("all_to_all_single", count=LARGE)
+
+
+def test_own_mistakes_are_refused_at_once(layout, crews):
+    """While the other ranks call nothing at all."""
+    crew = crews.get(layout, 3)
+    crew.call(own_mistakes_on_rank, "own-mistakes")
+
+
+# ---- timeouts
+
+
+def set_timeout(seconds):
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
+
+def absent_on_rank(me, verb, count, asynchronous, goes_on):
+    """The last rank calls only when all others have their error."""
+    set_timeout(SHORT)
+    late = me.size - 1
+    if me.rank == late:
+        me.board.wait_all("timed-out", range(late))
+    tensor = torch.full((count,), float(me.rank))
+    call = {
+        "all_reduce": lambda: dist.all_reduce(tensor, async_op=asynchronous),
+        "broadcast": lambda: dist.broadcast(tensor, 0, async_op=asynchronous),
+        "barrier": lambda: dist.barrier(async_op=asynchronous),
+    }[verb]
+    work = call() if asynchronous else None
+    error = raised(work.wait if asynchronous else call)
+    assert (tensor == me.rank).all()
+    me.board.set(f"timed-out-{me.rank}")
+    set_timeout(harness.DEADLINE)
+    if goes_on:
+        for i in range(3):
+            oracle.exercise("all_reduce", count=[10, LARGE, 10][i], seed=i)
+    return error
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "async"])
+@pytest.mark.parametrize(("verb", "count"), [("all_reduce", 8), ("all_reduce", LARGE), ("broadcast", 8), ("barrier", 1)])
+def test_absent_rank_is_named_on_all(layout, two_hosts, verb, count, asynchronous):
+    if asynchronous and verb != "all_reduce":
+        pytest.skip("once is enough")
+    goes_on = layout.startswith("shm")
+    errors = harness.run_ranks(
+        3, absent_on_rank, verb, count, asynchronous, goes_on, **options(layout, 3, two_hosts)
+    )
+    for rank, (kind, message) in enumerate(errors):
+        assert kind == "DistBackendError", (rank, kind, message)
+        assert verb in message
+        assert re.search(r"\brank 2\b", message), (rank, message)
+    assert any("timed out" in message for _, message in errors)
+
+
+def stopped_on_rank(me):
+    set_timeout(SHORT)
+    tensor = torch.ones(LARGE)
+    if me.rank == 1:
+        me.board.set("stop-me")
+        me.board.wait("continued")
+    else:
+        me.board.wait("stopped")
+    error = raised(dist.all_reduce, tensor)
+    me.board.set(f"error-{me.rank}")
+    set_timeout(harness.DEADLINE)
+    oracle.exercise("all_reduce", count=10)
+    return error
+
+
+@pytest.mark.parametrize("layout", ["shm", "shm-no-cma"])
+def test_stopped_rank_is_slow_not_dead(layout, two_hosts):
+    with harness.starting(3, stopped_on_rank, **options(layout, 3, two_hosts)) as crew:
+        crew.board.wait("stop-me")
+        crew.stop(1)
+        crew.board.set("stopped")
+        crew.board.wait_all("error", [0, 2])
+        crew.board.set("continued")
+        crew.cont(1)
+        for kind, message in crew.results():
+            assert kind == "DistBackendError"
+            assert re.search(r"\brank 1\b", message), message
+
+
+# ---- making a group
+
+
+def init_on_rank(me, timeout, absent=None):
+    if me.rank == absent:
+        me.board.wait_all("ended", [r for r in range(me.size) if r != absent])
+        return None
+    error = raised(me.init, timeout=timeout)
+    me.board.set(f"ended-{me.rank}")
+    return error
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_rank_that_never_comes_is_named(absent, key):
+    """Rank 0 hands out the job's key; with a key of their own the ranks do not even need it for that."""
+    env = {"MOONCAKE_JOB_KEY": key} if key else {}
+    errors = harness.run_ranks(3, init_on_rank, SHORT, absent, backend=None, env=env)
+    for rank, error in enumerate(errors):
+        if rank != absent:
+            assert error[0] == "DistBackendError", error
+            assert re.search(rf"rank(\(s\))? {absent}\b", error[1]), error
+
+
+@pytest.mark.parametrize("layout", ["shm", "tcp"])
+def test_wrong_job_key_is_refused(layout, two_hosts):
+    chosen = options(layout, 2, two_hosts)
+    chosen["rank_env"] = {0: {"MOONCAKE_JOB_KEY": "right"}, 1: {"MOONCAKE_JOB_KEY": "wrong"}}
+    errors = harness.run_ranks(2, init_on_rank, SHORT, backend=None, **chosen)
+    assert [kind for kind, _ in errors] == ["DistBackendError"] * 2, errors
+    assert any("key" in message.lower() for _, message in errors), errors
+
+
+@pytest.mark.parametrize("layout", ["shm", "tcp"])
+def test_same_job_key_is_accepted(layout, two_hosts):
+    chosen = options(layout, 2, two_hosts)
+    chosen["env"]["MOONCAKE_JOB_KEY"] = "right"
+    assert harness.run_ranks(2, init_on_rank_works, backend=None, **chosen) == [None, None]
+
+
+def init_on_rank_works(me):
+    me.init()
+    oracle.exercise("all_reduce")
+
+
+def test_nothing_in_common():
+    """One rank has only shared memory, the other only TCP: both must learn it, with the variable to look at."""
+    rank_env = {0: {"MOONCAKE_TRANSPORTS": "shm"}, 1: {"MOONCAKE_TRANSPORTS": "tcp"}}
+    errors = harness.run_ranks(2, init_on_rank, SHORT, backend=None, rank_env=rank_env)
+    assert [kind for kind, _ in errors] == ["DistBackendError"] * 2, errors
+    assert any("MOONCAKE_TRANSPORTS" in message for _, message in errors), errors
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("MOONCAKE_TRANSPORTS", "warp"),
+        ("MOONCAKE_TRANSPORTS", "shm,,tcp"),
+        ("MOONCAKE_EAGER_BYTES", "many"),
+        ("MOONCAKE_HOST_IP", "localhost"),
+        ("MOONCAKE_HOST_IP", "203.0.113.9"),
+        ("MOONCAKE_CMA", "perhaps"),
+        ("MOONCAKE_FAILURE_TIMEOUT_MS", "0"),
+        ("MOONCAKE_TCP_CONNECTIONS", "0"),
+    ],
+    ids="=".join,
+)
+def test_bad_settings_are_named(setting):
+    name, value = setting
+    [(kind, message)] = harness.run_ranks(1, init_on_rank, SHORT, backend=None, env={name: value})
+    assert kind in ("ValueError", "NotImplementedError"), (kind, message)
+    assert value in message
+    assert name in message or name == "MOONCAKE_TRANSPORTS"
+
+
+# ---- deaths
+
+
+def until_death_on_rank(me, victim, what, blocked):
+    """Operations until one raises; the victim is killed meanwhile, or while all others wait for it."""
+    if me.rank == victim and blocked:
+        me.board.set(f"going-{me.rank}")
+        me.board.wait("never")
+    count = {"small": 8, "large": LARGE, "recv": 8}[what]
+    rounds = 0
+    try:
+        while True:
+            if what == "recv" and me.rank != victim:
+                dist.recv(torch.ones(count), victim)
+            elif what == "recv":
+                for r in range(me.size):
+                    if r != victim:
+                        dist.send(torch.ones(count), r)
+            else:
+                dist.all_reduce(torch.ones(count))
+            rounds += 1
+            if rounds == 20 or (blocked and rounds == 1):
+                me.board.set(f"going-{me.rank}")
+            if blocked and me.rank != victim:
+                raise AssertionError("ended without the victim")
+    except Exception as error:
+        first = type(error).__name__, str(error)
+    second = raised(dist.all_reduce, torch.ones(count))
+    dist.destroy_process_group()
+    return first, second
+
+
+def check_death(errors, victim):
+    for rank, pair in enumerate(errors):
+        if rank == victim:
+            continue
+        for kind, message in pair:
+            assert kind == "DistBackendError", (rank, kind, message)
+            assert re.search(rf"\brank {victim}\b", message), (rank, message)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("what", ["small", "large", "recv"])
+def test_killed_in_the_middle(layout, two_hosts, what, victim):
+    arguments = (victim, what, False)
+    with harness.starting(3, until_death_on_rank, *arguments, **options(layout, 3, two_hosts)) as crew:
+        crew.board.wait_all("going", range(3))
+        crew.kill(victim)
+        check_death(crew.results(dead=[victim]), victim)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("what", ["small", "large", "recv"])
+def test_killed_while_others_wait_for_it(layout, two_hosts, what, victim):
+    arguments = (victim, what, True)
+    with harness.starting(3, until_death_on_rank, *arguments, **options(layout, 3, two_hosts)) as crew:
+        crew.board.wait_all("going", [victim])
+        crew.kill(victim)
+        check_death(crew.results(dead=[victim]), victim)
+
+
+def tcp_store_in_rank_0(me):
+    if me.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        me.board.set("port", store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", me.board.wait("port"), is_master=False)
+    dist.init_process_group(
+        "mooncake", store=store, rank=me.rank, world_size=me.size,
+        timeout=timedelta(seconds=harness.DEADLINE),
+    )  # fmt: skip
+    return until_death_on_rank(me, 0, "small", False)
+
+
+@pytest.mark.parametrize("layout", ["shm", "tcp"])
+def test_rank_0_dies_with_the_store(layout, two_hosts):
+    chosen = options(layout, 3, two_hosts)
+    with harness.starting(3, tcp_store_in_rank_0, backend=None, **chosen) as crew:
+        crew.board.wait_all("going", range(3))
+        crew.kill(0)
+        check_death(crew.results(dead=[0]), 0)
+
+
+def leaves_on_rank(me):
+    """A rank that leaves in good order is not accused of dying."""
+    oracle.exercise("all_reduce")
+    if me.rank == 2:
+        dist.destroy_process_group()
+        me.board.set("left")
+        me.board.wait_all("told", [0, 1])
+        return None
+    me.board.wait("left")
+    error = raised(dist.all_reduce, torch.ones(8))
+    me.board.set(f"told-{me.rank}")
+    return error
+
+
+def test_a_rank_that_left_is_named(layout, two_hosts):
+    errors = harness.run_ranks(3, leaves_on_rank, **options(layout, 3, two_hosts))
+    for kind, message in errors[:2]:
+        assert kind == "DistBackendError"
+        assert re.search(r"rank 2\b.*left", message), message
