@@ -1,5 +1,8 @@
 #include "backend/c10d_store.h"
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
 #include <algorithm>
 
 namespace mooncake {
@@ -52,6 +55,13 @@ Result<std::vector<Bytes>> C10dStore::get(const std::vector<std::string>& keys, 
 
 Result<bool> C10dStore::present(const std::string& key) {
   return guarded("look for a key", Deadline::after(std::chrono::hours(1)), [&]() -> Result<bool> { return store_->check({key}); });
+}
+
+std::string rendezvousHost(const c10::intrusive_ptr<c10d::Store>& store) {
+  c10::intrusive_ptr<c10d::Store> inner = store;
+  while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(inner.get())) inner = prefix->getUnderlyingStore();
+  const auto* tcp = dynamic_cast<c10d::TCPStore*>(inner.get());
+  return tcp ? tcp->getHost() : std::string();
 }
 
 }  // namespace mooncake

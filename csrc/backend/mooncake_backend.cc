@@ -109,6 +109,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     completions_ = world->completions_;
   } else {
     EngineOptions engineOptions{.env = options_.env, .logName = "rank " + std::to_string(rank)};
+    engineOptions.env.routeHint = rendezvousHost(store);
     engineOptions.jobKey = orThrow(agreeOnJobKey(shared, options_.env.jobKey, rank, init));
     engine_ = orThrow(Engine::create(std::move(engineOptions)));
     completions_ = std::make_shared<Completions>();

@@ -109,6 +109,10 @@ Result<std::shared_ptr<Peer>> Engine::call(const EngineId& id, const Bytes& endp
   peer->channel = std::move(*channel);
   log(LogLevel::kInfo, logName(), "connected over ", peer->channel->transportName());
   std::lock_guard lock(mutex_);
+  if (const auto early = endedEarly_.extract(id)) {
+    peer->how = early.mapped();
+    peer->ended = true;
+  }
   peers_[id] = peer;
   return peer;
 }
@@ -165,7 +169,11 @@ void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {
 void Engine::onEnded(const EngineId& id, const Status& how) {
   std::lock_guard lock(mutex_);
   const auto found = peers_.find(id);
-  if (found == peers_.end() || found->second->ended) return;
+  if (found == peers_.end()) {
+    endedEarly_[id] = how;
+    return;
+  }
+  if (found->second->ended) return;
   found->second->how = how;
   found->second->ended = true;
   log(LogLevel::kInfo, logName(), "a peer's channel ended: ", how.ok() ? "goodbye" : how.error().message);

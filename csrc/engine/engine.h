@@ -70,9 +70,10 @@ class Engine {
   std::unique_ptr<Arena> arena_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
-  std::mutex mutex_;  // guards peers_ and watchers_
+  std::mutex mutex_;  // guards everything below down to watchers_
   std::condition_variable arrived_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
+  std::map<EngineId, Status> endedEarly_;  // channels that ended before call() had them in its hands
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   std::unique_ptr<EventLoop> loop_;
   std::vector<std::unique_ptr<Transport>> transports_;

@@ -1,14 +1,13 @@
-#include <gtest/gtest.h>
-
-#include <sys/socket.h>
-#include <unistd.h>
+#include "engine/local/arena_offer.h"
 
 #include <algorithm>
 #include <cstring>
 #include <future>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <thread>
+#include <unistd.h>
 
-#include "engine/local/arena_offer.h"
 #include "engine/local/unix_socket.h"
 #include "engine/memory/region_table.h"
 #include "engine_side.h"

@@ -1,18 +1,16 @@
-#include <gtest/gtest.h>
+#include "engine/memory/arena.h"
 
+#include <algorithm>
+#include <cstring>
 #include <fcntl.h>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <random>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <algorithm>
-#include <cstring>
-#include <fstream>
-#include <random>
 #include <vector>
-
-#include "engine/memory/arena.h"
 
 namespace mooncake {
 namespace {

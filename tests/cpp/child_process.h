@@ -1,24 +1,24 @@
 #pragma once
 
-#include <fcntl.h>
-#include <gtest/gtest.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <fcntl.h>
+#include <gtest/gtest.h>
 #include <map>
+#include <spawn.h>
 #include <string>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
 #include "base/bytes.h"
 #include "base/fd.h"
 
-// A real second process: this very test binary, started anew (fork without exec is no good once there are threads)
-// to run one test that is disabled otherwise. The two talk over two pipes in length-prefixed messages.
+// A real second process: this very test binary, started anew (fork without exec is no good once
+// there are threads) to run one test that is disabled otherwise. The two talk over two pipes in
+// length-prefixed messages.
 namespace mooncake::testing {
 
 inline void sendMessage(int pipe, ByteView message) {
@@ -94,7 +94,8 @@ class ChildProcess {
     ::kill(pid_, SIGKILL);
     wait();
   }
-  // Lets go of the pipes, on which a child that has nothing else to do waits, and returns its exit status.
+  // Lets go of the pipes, on which a child that has nothing else to do waits, and returns its exit
+  // status.
   int finish() {
     toChild_.reset();
     return wait();

@@ -1,15 +1,14 @@
-#include <gtest/gtest.h>
+#include "engine/transports/shm/cross_memory.h"
 
+#include <cstring>
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <cstring>
 #include <vector>
 
 #include "base/fd.h"
-#include "engine/transports/shm/cross_memory.h"
 
 namespace mooncake {
 namespace {
@@ -54,7 +53,8 @@ TEST_F(CrossMemoryTest, ChecksTheRegion) {
 
 TEST_F(CrossMemoryTest, SaysWhatIsNotThere) {
   const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
-  void* pages = ::mmap(nullptr, 4 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* pages =
+      ::mmap(nullptr, 4 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(pages, MAP_FAILED);
   ASSERT_EQ(::munmap(static_cast<char*>(pages) + 2 * page, page), 0);
   std::vector<std::byte> target(4 * page);
@@ -100,7 +100,8 @@ TEST_F(CrossMemoryTest, SeesThatTheProcessIsGone) {
     ::close(ends[1]);
     ::_exit(static_cast<int>(::read(ends[0], &nothing, 1)));  // until the parent lets go
   }
-  auto opened = CrossMemory::open(child, proofOf(nonce_));  // a fork has the nonce at the same place
+  auto opened =
+      CrossMemory::open(child, proofOf(nonce_));  // a fork has the nonce at the same place
   ASSERT_TRUE(opened.ok()) << opened.error().message;
   uint64_t source = 7, target = 0;
   const auto bytes = std::as_writable_bytes(std::span(&target, 1));
@@ -110,11 +111,12 @@ TEST_F(CrossMemoryTest, SeesThatTheProcessIsGone) {
   EXPECT_EQ((*opened)->readAt(addressOf(&source), bytes), ErrorCode::kPeerLost);
 }
 
-// Marked slow: 3 GiB go through the kernel (the source costs one page, the target as well: see below).
+// Marked slow: 3 GiB go through the kernel (the source costs one page, the target as well: see
+// below).
 TEST_F(CrossMemoryTest, SlowReadsMoreThanOneCallMoves) {
   constexpr size_t kBytes = (size_t(3) << 30) + 5;
-  // Reads of untouched private memory give the zero page, so the source needs no memory; the target is the same
-  // 2 MiB of a memfd mapped over and over.
+  // Reads of untouched private memory give the zero page, so the source needs no memory; the target
+  // is the same 2 MiB of a memfd mapped over and over.
   void* source = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   ASSERT_NE(source, MAP_FAILED);
@@ -126,8 +128,9 @@ TEST_F(CrossMemoryTest, SlowReadsMoreThanOneCallMoves) {
       ::mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   ASSERT_NE(target, MAP_FAILED);
   for (size_t at = 0; at < room; at += kTile) {
-    ASSERT_NE(::mmap(target + at, kTile, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, tile.get(), 0),
-              MAP_FAILED);
+    ASSERT_NE(
+        ::mmap(target + at, kTile, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, tile.get(), 0),
+        MAP_FAILED);
   }
   static_cast<char*>(source)[kBytes - 1] = 'z';
   EXPECT_EQ(memory_->readAt(addressOf(source), {target, kBytes}), ErrorCode::kOk);

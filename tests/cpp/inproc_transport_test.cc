@@ -28,7 +28,8 @@ struct InprocSide : EngineSide {
 };
 
 std::shared_ptr<Channel> connectOrDie(InprocSide& from, InprocSide& to) {
-  auto channel = from.transport->connect(to.id(), to.transport->endpoint(), Deadline::after(kPatience));
+  auto channel =
+      from.transport->connect(to.id(), to.transport->endpoint(), Deadline::after(kPatience));
   EXPECT_TRUE(channel.ok());
   return *channel;
 }
@@ -55,7 +56,8 @@ TEST(Inproc, ReadsUserMemoryWhileItIsRegistered) {
   EXPECT_EQ(get(*toB, remote, target), ErrorCode::kRefused);
 }
 
-// The reader follows pointers into the other engine: under the sanitizers this shows that it never does so late.
+// The reader follows pointers into the other engine: under the sanitizers this shows that it never
+// does so late.
 TEST(Inproc, AnEngineMayEndWhileItIsRead) {
   InprocSide a;
   for (int round = 0; round < 20; ++round) {

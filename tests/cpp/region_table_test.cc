@@ -1,12 +1,11 @@
-#include <gtest/gtest.h>
+#include "engine/memory/region_table.h"
 
 #include <array>
 #include <future>
+#include <gtest/gtest.h>
 #include <limits>
 #include <thread>
 #include <vector>
-
-#include "engine/memory/region_table.h"
 
 namespace mooncake {
 namespace {
@@ -46,9 +45,9 @@ TEST_F(RegionTableTest, OpensWhatIsInside) {
 TEST_F(RegionTableTest, RefusesWhatIsOutside) {
   const MemoryRegion region = addOrDie(table_, memory_);
   const uint64_t key = region.remote().key;
-  const std::pair<uint64_t, uint64_t> ranges[] = {{0, 257},    {1, 256},         {256, 1}, {257, 0},
-                                                  {kMax, 2},   {2, kMax},        {kMax, kMax},
-                                                  {128, kMax - 127}};
+  const std::pair<uint64_t, uint64_t> ranges[] = {{0, 257},     {1, 256},         {256, 1},
+                                                  {257, 0},     {kMax, 2},        {2, kMax},
+                                                  {kMax, kMax}, {128, kMax - 127}};
   uint64_t refused = 0;
   for (const auto& [offset, bytes] : ranges) {
     EXPECT_FALSE(table_.open(key, offset, bytes, kRemoteRead)) << offset << " " << bytes;
@@ -59,9 +58,9 @@ TEST_F(RegionTableTest, RefusesWhatIsOutside) {
 TEST_F(RegionTableTest, RefusesKeysThatItDidNotHandOut) {
   const MemoryRegion region = addOrDie(table_, memory_);
   const uint64_t key = region.remote().key;
-  for (const uint64_t wrong : {uint64_t(0), uint64_t(1), kMax, key + 1, key - 1,
-                               key + (uint64_t(1) << 32), key - (uint64_t(1) << 32),
-                               key + RegionTable::kCapacity}) {
+  for (const uint64_t wrong :
+       {uint64_t(0), uint64_t(1), kMax, key + 1, key - 1, key + (uint64_t(1) << 32),
+        key - (uint64_t(1) << 32), key + RegionTable::kCapacity}) {
     EXPECT_FALSE(table_.open(wrong, 0, 0, kRemoteRead)) << wrong;
   }
 }

@@ -1,15 +1,14 @@
 #include "engine/transports/shm/shm_transport.h"
 
+#include <filesystem>
+#include <future>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sched.h>
+#include <set>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
-
-#include <filesystem>
-#include <future>
-#include <set>
 
 #include "child_process.h"
 #include "transport_suite.h"
@@ -129,12 +128,11 @@ TEST(ShmChild, DISABLED_Owner) {
   auto userRegion = side.regions().add(user.data(), user.size(), kRemoteRead);
   auto hugeRegion = side.regions().add(huge.data(), huge.size(), kRemoteRead);
   ASSERT_TRUE(userRegion.ok() && hugeRegion.ok());
-  sendMessage(ChildProcess::kToParent,
-              encode({.id = side.id(),
-                      .endpoint = side.transport->endpoint(),
-                      .part = part.remote(),
-                      .user = userRegion->remote(),
-                      .huge = hugeRegion->remote()}));
+  sendMessage(ChildProcess::kToParent, encode({.id = side.id(),
+                                               .endpoint = side.transport->endpoint(),
+                                               .part = part.remote(),
+                                               .user = userRegion->remote(),
+                                               .huge = hugeRegion->remote()}));
   while (!receiveMessage(ChildProcess::kFromParent).empty()) {
   }
 }
@@ -271,7 +269,8 @@ TEST_F(ShmProcessTest, LeavesNothingBehind) {
   EXPECT_TRUE(files().empty());
   child_.kill();
   EXPECT_EQ(side_->endOf(peer_.id).code(), ErrorCode::kPeerLost);
-  const auto again = side_->transport->connect(peer_.id, peer_.endpoint, Deadline::after(kPatience));
+  const auto again =
+      side_->transport->connect(peer_.id, peer_.endpoint, Deadline::after(kPatience));
   ASSERT_FALSE(again.ok());
   EXPECT_EQ(again.error().code, ErrorCode::kUnsupported) << "its socket is gone";
   EXPECT_TRUE(files().empty());
@@ -292,7 +291,8 @@ TEST_F(ShmProcessTest, DoesNotLeadToAnotherNetworkNamespace) {
   peer_ = decode(child_.receive());
   auto elsewhere = std::async(std::launch::async, [&]() -> ErrorCode {
     if (::unshare(CLONE_NEWNET) != 0) return ErrorCode::kOk;  // of this thread only
-    const auto result = side.transport->connect(peer_.id, peer_.endpoint, Deadline::after(kPatience));
+    const auto result =
+        side.transport->connect(peer_.id, peer_.endpoint, Deadline::after(kPatience));
     return result.ok() ? ErrorCode::kInvalidArgument : result.error().code;
   });
   const ErrorCode code = elsewhere.get();

@@ -1,13 +1,12 @@
 #include "engine/local/arena_offer.h"
 
-#include <poll.h>
-#include <sys/epoll.h>
-#include <sys/timerfd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <memory>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
 #include <utility>
 
 #include "engine/local/unix_socket.h"
@@ -48,9 +47,8 @@ class OfferReader {
     std::copy(greeting.begin(), greeting.end(), offer.greeting.begin());
     offer.memfd = std::move(memfd_);
     if (mark != kMark || version != kVersion || !offer.memfd ||
-        offer.address + offer.bytes < offer.address ||
-        offer.mirror % alignof(RegionMirror) != 0 || offer.bytes < sizeof(RegionMirror) ||
-        offer.mirror > offer.bytes - sizeof(RegionMirror)) {
+        offer.address + offer.bytes < offer.address || offer.mirror % alignof(RegionMirror) != 0 ||
+        offer.bytes < sizeof(RegionMirror) || offer.mirror > offer.bytes - sizeof(RegionMirror)) {
       return Error{ErrorCode::kProtocol,
                    "a peer's arena offer does not decode: do all ranks run the same version?"};
     }
@@ -72,15 +70,15 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
     timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
     if (!timer_) return systemError("timerfd_create", errno);
     const auto left = std::max<int64_t>(deadline.left().count(), 1);  // 0 would disarm it
-    const itimerspec when{
-        .it_interval = {},
-        .it_value = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000}};
+    const itimerspec when{.it_interval = {},
+                          .it_value = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000}};
     if (::timerfd_settime(timer_.get(), 0, &when, nullptr) != 0) {
       return systemError("timerfd_settime", errno);
     }
     const auto self = shared_from_this();
     MOONCAKE_TRY(loop_.add(timer_.get(), EPOLLIN, [self](uint32_t) { self->onDeadline(); }));
-    const Status added = loop_.add(socket_.get(), EPOLLIN, [self](uint32_t) { self->onReadable(); });
+    const Status added =
+        loop_.add(socket_.get(), EPOLLIN, [self](uint32_t) { self->onReadable(); });
     if (!added.ok()) loop_.remove(timer_.get());
     return added;
   }

@@ -11,8 +11,9 @@
 #include "base/result.h"
 #include "engine/memory/arena.h"
 
-// What two engines on one host tell each other right after the handshake: one message each way, both sent
-// at once, so nobody waits for the other to begin. The memfd of the arena rides on it. Wire form in arena_offer.cc.
+// What two engines on one host tell each other right after the handshake: one message each way,
+// both sent at once, so nobody waits for the other to begin. The memfd of the arena rides on it.
+// Wire form in arena_offer.cc.
 namespace mooncake {
 
 // What the wire itself wants to say: opaque here, padded with zeros.
@@ -20,9 +21,10 @@ using Greeting = std::array<std::byte, 48>;
 
 struct ArenaOffer {
   Fd memfd;
-  uint64_t address = 0;  // of the arena in its owner's process: RemoteRegion speaks in such addresses
+  uint64_t address =
+      0;  // of the arena in its owner's process: RemoteRegion speaks in such addresses
   uint64_t bytes = 0;
-  uint64_t mirror = 0;   // where in the arena the RegionMirror lies
+  uint64_t mirror = 0;  // where in the arena the RegionMirror lies
   Greeting greeting{};
 };
 
@@ -31,8 +33,8 @@ Status sendOffer(int socket, const Arena& arena, uint64_t mirror, const Greeting
 // On the calling thread. Reads not one byte more than the offer.
 Result<ArenaOffer> receiveOffer(int socket, Deadline deadline);
 
-// On the event loop: a peer that is slow or silent is dropped at the deadline. `done` runs once on the loop's
-// thread and gets the socket back.
+// On the event loop: a peer that is slow or silent is dropped at the deadline. `done` runs once on
+// the loop's thread and gets the socket back.
 using OfferHandler = std::function<void(Fd socket, Result<ArenaOffer> offer)>;
 void receiveOffer(Fd socket, EventLoop& loop, Deadline deadline, OfferHandler done);
 

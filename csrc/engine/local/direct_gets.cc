@@ -26,7 +26,8 @@ void DirectGets::end(std::unique_lock<std::mutex>& lock, Which&& which) {
     if (which(*get)) get->cancelled_.store(true, std::memory_order_relaxed);
   }
   left_.wait(lock, [&] {
-    return std::none_of(running_.begin(), running_.end(), [&](Running* get) { return which(*get); });
+    return std::none_of(running_.begin(), running_.end(),
+                        [&](Running* get) { return which(*get); });
   });
 }
 

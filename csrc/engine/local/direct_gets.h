@@ -9,11 +9,12 @@
 
 namespace mooncake {
 
-// The gets of one channel that run on their callers' threads right now, so that other threads can end them.
+// The gets of one channel that run on their callers' threads right now, so that other threads can
+// end them.
 class DirectGets {
  public:
-  // One get, on its caller's stack. Whoever cancels it waits for its destructor, so the get ends its
-  // completion before that.
+  // One get, on its caller's stack. Whoever cancels it waits for its destructor, so the get ends
+  // its completion before that.
   class Running {
    public:
     Running(DirectGets& gets, const Completion* completion);

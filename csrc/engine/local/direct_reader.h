@@ -9,13 +9,14 @@
 
 namespace mooncake {
 
-// Reads a peer's memory outside its arena on the calling thread, with one copy and without the peer's help.
+// Reads a peer's memory outside its arena on the calling thread, with one copy and without the
+// peer's help.
 class DirectReader {
  public:
   virtual ~DirectReader() = default;
 
-  // The range lies inside region.bytes. kUnsupported: not this way, not this time: ask the peer. Everything else
-  // is final.
+  // The range lies inside region.bytes. kUnsupported: not this way, not this time: ask the peer.
+  // Everything else is final.
   virtual ErrorCode read(const RemoteRegion& region, uint64_t offset,
                          std::span<std::byte> target) = 0;
 };

@@ -8,7 +8,8 @@
 namespace mooncake {
 namespace {
 
-// A get asks whether it was cancelled after so many bytes: cancelGets() waits a few milliseconds at most.
+// A get asks whether it was cancelled after so many bytes: cancelGets() waits a few milliseconds at
+// most.
 constexpr size_t kPieceBytes = size_t(16) << 20;
 
 bool isInside(uint64_t offset, uint64_t bytes, uint64_t whole) {
@@ -21,16 +22,16 @@ std::shared_ptr<LocalChannel> LocalChannel::start(const char* transportName, Map
                                                   const EngineId& id,
                                                   const TransportContext& context) {
   auto channel = std::make_shared<LocalChannel>(transportName, std::move(peer));
-  // The stream must not keep its owner alive. It may end before the next line has run. While we are closing,
-  // the peer's answer to our goodbye is no news.
-  channel->stream_ = StreamConnection::start(
-      std::move(socket), context.loop, context.regions,
-      [weak = channel->weak_from_this(), id, &context](const Status& how) {
-        const auto self = weak.lock();
-        if (!self || self->closing_.load(std::memory_order_relaxed)) return;
-        self->onEnded(how);
-        context.onEnded(id, how);
-      });
+  // The stream must not keep its owner alive. It may end before the next line has run. While we are
+  // closing, the peer's answer to our goodbye is no news.
+  channel->stream_ =
+      StreamConnection::start(std::move(socket), context.loop, context.regions,
+                              [weak = channel->weak_from_this(), id, &context](const Status& how) {
+                                const auto self = weak.lock();
+                                if (!self || self->closing_.load(std::memory_order_relaxed)) return;
+                                self->onEnded(how);
+                                context.onEnded(id, how);
+                              });
   return channel;
 }
 
@@ -46,11 +47,13 @@ Status LocalChannel::put(const PutRequest& request) {
   const Signal& signal = request.signal;
   const uint64_t bytes = request.region.bytes;
   if (signal.offset % sizeof(uint64_t) != 0 || signal.offset < sizeof(Doorbell)) {
-    return {ErrorCode::kInvalidArgument, "a signal's word is 8-aligned and behind the doorbell, not at " +
-                                             std::to_string(signal.offset)};
+    return {ErrorCode::kInvalidArgument,
+            "a signal's word is 8-aligned and behind the doorbell, not at " +
+                std::to_string(signal.offset)};
   }
   std::byte* region = mapped(request.region);
-  if (!region || !mirror().allows(request.region.key, kRemoteWrite) || request.region.address % alignof(Doorbell) != 0 ||
+  if (!region || !mirror().allows(request.region.key, kRemoteWrite) ||
+      request.region.address % alignof(Doorbell) != 0 ||
       !isInside(signal.offset, sizeof(uint64_t), bytes) ||
       !isInside(request.offset, request.data.size(), bytes) ||
       (request.offset < sizeof(Doorbell) && !request.data.empty())) {
@@ -128,7 +131,8 @@ const RegionMirror& LocalChannel::mirror() const {
 
 // Where the region begins in the mapping; null when it does not lie in the arena.
 std::byte* LocalChannel::mapped(const RemoteRegion& region) const {
-  const uint64_t offset = region.address - peer_.address;  // wraps around, far out, when it lies below
+  const uint64_t offset =
+      region.address - peer_.address;  // wraps around, far out, when it lies below
   if (!isInside(offset, region.bytes, peer_.arena->capacity())) return nullptr;
   return peer_.arena->base() + offset;
 }

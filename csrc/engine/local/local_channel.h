@@ -11,12 +11,14 @@
 
 namespace mooncake {
 
-// A channel to an engine whose arena is mapped here. Puts are a copy into the mapping; gets are a copy out of it,
-// a direct read, or frames over the socket, in this order. The socket also says goodbye and brings the evidence
-// of a death. The mapping outlives the peer: what it published stays readable until the channel is destroyed.
+// A channel to an engine whose arena is mapped here. Puts are a copy into the mapping; gets are a
+// copy out of it, a direct read, or frames over the socket, in this order. The socket also says
+// goodbye and brings the evidence of a death. The mapping outlives the peer: what it published
+// stays readable until the channel is destroyed.
 //
-// Law 5: the peer's mirror in its arena is asked here before its memory is touched, and after a read once more.
-// A put that meets a region at the moment of its end may still write: it ends inside the arena at worst.
+// Law 5: the peer's mirror in its arena is asked here before its memory is touched, and after a
+// read once more. A put that meets a region at the moment of its end may still write: it ends
+// inside the arena at worst.
 class LocalChannel final : public Channel, public std::enable_shared_from_this<LocalChannel> {
  public:
   struct Mapped {

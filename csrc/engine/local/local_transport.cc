@@ -1,12 +1,11 @@
 #include "engine/local/local_transport.h"
 
-#include <sys/epoll.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
 #include <utility>
 
 #include "base/log.h"
@@ -128,13 +127,12 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
     auto reader = wire_->reader(process, offer.greeting, **arena);
     std::lock_guard lock(mutex_);
     if (stopped_) return Error{ErrorCode::kAborted, "the transport is shut down"};
-    std::shared_ptr<Channel> channel =
-        LocalChannel::start(wire_->name(),
-                            {.arena = std::move(*arena),
-                             .address = offer.address,
-                             .mirror = offer.mirror,
-                             .reader = std::move(reader)},
-                            std::move(socket), peer, context_);
+    std::shared_ptr<Channel> channel = LocalChannel::start(wire_->name(),
+                                                           {.arena = std::move(*arena),
+                                                            .address = offer.address,
+                                                            .mirror = offer.mirror,
+                                                            .reader = std::move(reader)},
+                                                           std::move(socket), peer, context_);
     std::erase_if(channels_, [](const auto& weak) { return weak.expired(); });
     channels_.push_back(channel);
     return channel;
@@ -144,7 +142,7 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   const std::unique_ptr<LocalWire> wire_;
   Fd listener_;
   const uint64_t mirror_;  // its offset in our arena
-  std::mutex mutex_;  // guards stopped_ and channels_
+  std::mutex mutex_;       // guards stopped_ and channels_
   bool stopped_ = false;
   std::vector<std::weak_ptr<Channel>> channels_;
 };
@@ -176,9 +174,11 @@ Result<std::shared_ptr<Channel>> LocalTransport::connect(const EngineId& peer, B
   const auto process = in.get<uint32_t>();
   const std::string socketName = in.getString(kMaxName);
   MOONCAKE_TRY(in.finish("local endpoint"));
-  // The number is only a hint that saves a connection; what the kernel says about the socket decides.
+  // The number is only a hint that saves a connection; what the kernel says about the socket
+  // decides.
   if (!core_->wire().leadsTo(static_cast<pid_t>(process))) {
-    return Error{ErrorCode::kUnsupported, std::string(name()) + " does not lead to another process"};
+    return Error{ErrorCode::kUnsupported,
+                 std::string(name()) + " does not lead to another process"};
   }
   return core_->connect(peer, socketName, deadline);
 }

@@ -1,10 +1,9 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <memory>
 #include <mutex>
 #include <string>
+#include <sys/types.h>
 #include <vector>
 
 #include "engine/local/arena_offer.h"
@@ -14,8 +13,8 @@
 
 namespace mooncake {
 
-// In what the wires differ that map each other's arena: whom they lead to, and how memory outside the arena
-// is read.
+// In what the wires differ that map each other's arena: whom they lead to, and how memory outside
+// the arena is read.
 class LocalWire {
  public:
   virtual ~LocalWire() = default;
@@ -32,8 +31,8 @@ class LocalWire {
   virtual void shutdown() {}
 };
 
-// Connects over an abstract unix socket: handshake, then offers of the arenas, then frames for what load and
-// store cannot do. Leaves nothing behind, however the process ends.
+// Connects over an abstract unix socket: handshake, then offers of the arenas, then frames for what
+// load and store cannot do. Leaves nothing behind, however the process ends.
 class LocalTransport final : public Transport {
  public:
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context,

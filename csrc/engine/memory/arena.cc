@@ -1,14 +1,13 @@
 #include "engine/memory/arena.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fcntl.h>
 #include <string>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include <utility>
 
 #include "base/log.h"
@@ -38,8 +37,7 @@ Result<Fd> createMemfd() {
 
 // Kept out of forked children, who must not write into a window by accident, and out of core dumps.
 Result<std::byte*> mapShared(int fd, size_t bytes) {
-  void* base =
-      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) {
     return systemError("mmap of an arena of " + std::to_string(bytes) + " bytes", errno);
   }
@@ -56,8 +54,8 @@ Result<std::byte*> mapShared(int fd, size_t bytes) {
 
 Result<std::unique_ptr<Arena>> Arena::create(size_t capacity) {
   if (capacity == 0 || capacity > size_t(1) << 46) {
-    return Error{ErrorCode::kInvalidArgument,
-                 "an arena of " + std::to_string(capacity) + " bytes does not fit an address space"};
+    return Error{ErrorCode::kInvalidArgument, "an arena of " + std::to_string(capacity) +
+                                                  " bytes does not fit an address space"};
   }
   capacity = roundUp(capacity);
   auto fd = createMemfd();
@@ -86,10 +84,10 @@ Result<ArenaBlock> Arena::allocate(size_t bytes) {
   if (found == free_.end()) {
     uint64_t unused = 0;
     for (const auto& range : free_) unused += range.second;
-    return Error{ErrorCode::kExhausted,
-                 "no room for " + std::to_string(bytes) + " bytes in an arena of " +
-                     std::to_string(capacity_) + " bytes, " + std::to_string(capacity_ - unused) +
-                     " in use"};
+    return Error{ErrorCode::kExhausted, "no room for " + std::to_string(bytes) +
+                                            " bytes in an arena of " + std::to_string(capacity_) +
+                                            " bytes, " + std::to_string(capacity_ - unused) +
+                                            " in use"};
   }
   const auto [offset, length] = *found;
   free_.erase(found);
@@ -103,8 +101,8 @@ Result<ArenaBlock> Arena::allocate(size_t bytes) {
 
 void Arena::release(uint64_t offset, size_t bytes) {
   // Before anybody can be handed these pages: the hole gives the memory back, and reads as zeros.
-  if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                  static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
+  if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                  static_cast<off_t>(bytes)) != 0) {
     log(LogLevel::kWarning, "arena", systemError("fallocate(PUNCH_HOLE)", errno).message,
         ": memory is kept until the engine ends");
     std::memset(base_ + offset, 0, bytes);
@@ -153,8 +151,8 @@ Result<std::unique_ptr<ArenaMapping>> ArenaMapping::map(Fd memfd, size_t capacit
   const int seals = ::fcntl(memfd.get(), F_GET_SEALS);
   if (capacity == 0 || seals < 0 || (seals & kSeals) != kSeals || info.st_size < 0 ||
       static_cast<uint64_t>(info.st_size) != capacity) {
-    return Error{ErrorCode::kProtocol, "a peer's arena is not a sealed memfd of " +
-                                           std::to_string(capacity) + " bytes"};
+    return Error{ErrorCode::kProtocol,
+                 "a peer's arena is not a sealed memfd of " + std::to_string(capacity) + " bytes"};
   }
   auto base = mapShared(memfd.get(), capacity);
   if (!base.ok()) return base.error();

@@ -22,7 +22,9 @@ class ArenaBlock {
   ~ArenaBlock();
 
   std::byte* data() const;
-  uint64_t offset() const { return offset_; }  // from the start of the arena: the same in every mapping of it
+  uint64_t offset() const {
+    return offset_;
+  }  // from the start of the arena: the same in every mapping of it
   size_t bytes() const { return bytes_; }
   explicit operator bool() const { return arena_ != nullptr; }
 
@@ -33,9 +35,10 @@ class ArenaBlock {
   size_t bytes_ = 0;
 };
 
-// The memory of one engine that peers on the host map: one memfd, sparse, so pages cost nothing until they
-// are touched. A memfd has no name: it is not in /dev/shm, needs no room there, and the kernel frees it with
-// its last user, also after SIGKILL. Not inherited by forked children (MADV_DONTFORK, close-on-exec).
+// The memory of one engine that peers on the host map: one memfd, sparse, so pages cost nothing
+// until they are touched. A memfd has no name: it is not in /dev/shm, needs no room there, and the
+// kernel frees it with its last user, also after SIGKILL. Not inherited by forked children
+// (MADV_DONTFORK, close-on-exec).
 class Arena {
  public:
   static Result<std::unique_ptr<Arena>> create(size_t capacity);
@@ -56,15 +59,15 @@ class Arena {
   Fd fd_;
   std::byte* base_ = nullptr;
   size_t capacity_ = 0;
-  std::mutex mutex_;                    // guards free_
-  std::map<uint64_t, uint64_t> free_;   // offset -> bytes, neighbours merged
+  std::mutex mutex_;                   // guards free_
+  std::map<uint64_t, uint64_t> free_;  // offset -> bytes, neighbours merged
 };
 
 // A peer's arena mapped here (shared, read and write). Stays valid after the peer died.
 class ArenaMapping {
  public:
-  // kProtocol unless it is a memfd of exactly this size that nobody can shrink any more: a mapping that loses
-  // its pages under us would end this process (SIGBUS).
+  // kProtocol unless it is a memfd of exactly this size that nobody can shrink any more: a mapping
+  // that loses its pages under us would end this process (SIGBUS).
   static Result<std::unique_ptr<ArenaMapping>> map(Fd memfd, size_t capacity);
   ~ArenaMapping();
   std::byte* base() const { return base_; }

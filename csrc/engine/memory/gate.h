@@ -8,8 +8,9 @@
 
 namespace mooncake {
 
-// Lets any number of threads in until it is closed; close() returns when the last one has left. May lie in
-// shared memory. A gate of zeros is closed, so a page that was given back to the system lets nobody in.
+// Lets any number of threads in until it is closed; close() returns when the last one has left. May
+// lie in shared memory. A gate of zeros is closed, so a page that was given back to the system lets
+// nobody in.
 class Gate {
  public:
   bool enter() {

@@ -15,8 +15,8 @@ namespace mooncake {
 namespace {
 
 // An entry's word: generation << 32 | closed << 31 | users. A key: generation << 32 | (index + 1).
-// The generation only grows and an entry that ran out of generations is never handed out again, so a
-// key that was revoked once is refused for ever, whatever took its entry since.
+// The generation only grows and an entry that ran out of generations is never handed out again, so
+// a key that was revoked once is refused for ever, whatever took its entry since.
 constexpr uint64_t kClosed = uint64_t(1) << 31;
 constexpr uint64_t kUsers = kClosed - 1;
 constexpr uint64_t kLastGeneration = 0xffffffff;
@@ -153,8 +153,8 @@ void RegionTable::mirror(size_t entry, uint64_t word) {
 bool RegionMirror::allows(uint64_t key, uint32_t right) const {
   const uint64_t index = indexOf(key);
   if (index >= words_.size() || generationOf(key) == 0) return false;
-  // What the caller read from the region before it asked is not read later (after a copy, this is a second
-  // look); what it reads afterwards is not read earlier.
+  // What the caller read from the region before it asked is not read later (after a copy, this is a
+  // second look); what it reads afterwards is not read earlier.
   std::atomic_thread_fence(std::memory_order_acquire);
   const uint64_t word = words_[index].load(std::memory_order_acquire);
   return generationOf(word) == generationOf(key) && (word & right) == right;

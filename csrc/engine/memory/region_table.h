@@ -18,7 +18,7 @@ namespace mooncake {
 struct RemoteRegion {
   uint64_t address = 0;  // virtual address in the owner's process: cross-memory attach reads there
   uint64_t bytes = 0;
-  uint64_t key = 0;      // names the registration; 0 = nothing registered
+  uint64_t key = 0;  // names the registration; 0 = nothing registered
 };
 
 constexpr size_t kRegionCapacity = 4096;  // of one table
@@ -28,8 +28,9 @@ enum RegionRights : uint32_t { kRemoteRead = 1, kRemoteWrite = 2 };
 class RegionTable;
 
 // Memory that peers may reach, for as long as this object lives. Its destructor revokes the key and
-// returns only when no transfer that went through the table touches the memory any more: answers under way
-// end when they are sent, so cancel or close the channels first where a peer may have stopped reading.
+// returns only when no transfer that went through the table touches the memory any more: answers
+// under way end when they are sent, so cancel or close the channels first where a peer may have
+// stopped reading.
 class MemoryRegion {
  public:
   MemoryRegion() = default;
@@ -48,23 +49,25 @@ class MemoryRegion {
   RemoteRegion remote_;
 };
 
-// Which keys are valid now, in memory that peers map. A peer that reaches a region without the owner's help (by
-// load and store, or by cross-memory attach) refuses itself what the owner would refuse: it looks before it
-// touches anything, and after a read once more, so that bytes of memory that was let go of half way never count.
-// Written by the owner only, which never believes what stands here.
+// Which keys are valid now, in memory that peers map. A peer that reaches a region without the
+// owner's help (by load and store, or by cross-memory attach) refuses itself what the owner would
+// refuse: it looks before it touches anything, and after a read once more, so that bytes of memory
+// that was let go of half way never count. Written by the owner only, which never believes what
+// stands here.
 class RegionMirror {
  public:
   bool allows(uint64_t key, uint32_t right) const;
 
  private:
   friend class RegionTable;
-  // Per entry: generation << 32 | rights; 0: nothing is registered. Zeros are a mirror of an empty table.
+  // Per entry: generation << 32 | rights; 0: nothing is registered. Zeros are a mirror of an empty
+  // table.
   std::array<std::atomic<uint64_t>, kRegionCapacity> words_;
 };
 
-// The owner's side of every remote access: a request names a key and a range; the table says whether that
-// range may be touched and keeps it alive while it is. A fixed number of entries, no allocation, no lock:
-// each entry is one word, generation << 32 | closed << 31 | users.
+// The owner's side of every remote access: a request names a key and a range; the table says
+// whether that range may be touched and keeps it alive while it is. A fixed number of entries, no
+// allocation, no lock: each entry is one word, generation << 32 | closed << 31 | users.
 class RegionTable {
  public:
   static constexpr size_t kCapacity = kRegionCapacity;
@@ -92,11 +95,12 @@ class RegionTable {
     std::byte* data_ = nullptr;
     std::byte* regionStart_ = nullptr;
   };
-  // Empty when the key is unknown or revoked, the range leaves the region (also by overflow) or the right is
-  // missing; the refusal is counted.
+  // Empty when the key is unknown or revoked, the range leaves the region (also by overflow) or the
+  // right is missing; the refusal is counted.
   Use open(uint64_t key, uint64_t offset, uint64_t bytes, uint32_t right);
 
-  // Keeps a mirror in the arena from now on and says where; always the same one. The arena outlives the table.
+  // Keeps a mirror in the arena from now on and says where; always the same one. The arena outlives
+  // the table.
   Result<uint64_t> mirrorIn(Arena& arena);
 
   uint64_t refusals() const { return refusals_.load(std::memory_order_relaxed); }
@@ -115,7 +119,7 @@ class RegionTable {
 
   std::array<Entry, kCapacity> entries_;
   std::atomic<uint64_t> refusals_{0};
-  Doorbell unused_;       // rung when the last user of a closed entry left
+  Doorbell unused_;   // rung when the last user of a closed entry left
   std::mutex mutex_;  // guards what follows; adding and closing entries
   std::array<uint16_t, kCapacity> freeEntries_;
   size_t freeCount_ = 0;

@@ -1,21 +1,39 @@
 #include "engine/transports/inproc/inproc_transport.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <unistd.h>
 
 #include "engine/local/local_transport.h"
 #include "engine/memory/gate.h"
 
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
+
 namespace mooncake {
 namespace {
 
+// The two engines know the gate's page under two addresses, and ThreadSanitizer takes it for two
+// gates: tell it what the gate orders. A reader's leaving comes before the end of the owner's
+// close().
+void leavesTable([[maybe_unused]] RegionTable& table) {
+#ifdef __SANITIZE_THREAD__
+  __tsan_release(&table);
+#endif
+}
+void allLeftTable([[maybe_unused]] RegionTable& table) {
+#ifdef __SANITIZE_THREAD__
+  __tsan_acquire(&table);
+#endif
+}
+
 // Greeting, wire form:  u64 address of the region table  u64 offset of its gate in the arena  zeros
 
-// Reads through the peer's region table. The peer may end at any time, its table with it: the gate in its arena,
-// which we keep mapped, says whether the table is still there, and keeps it there while we are inside.
+// Reads through the peer's region table. The peer may end at any time, its table with it: the gate
+// in its arena, which we keep mapped, says whether the table is still there, and keeps it there
+// while we are inside.
 class InprocReader final : public DirectReader {
  public:
   InprocReader(Gate& gate, RegionTable& table) : gate_(gate), table_(table) {}
@@ -24,13 +42,20 @@ class InprocReader final : public DirectReader {
                  std::span<std::byte> target) override {
     const Gate::Pass pass(gate_);
     if (!pass) return ErrorCode::kUnsupported;  // the goodbye on the socket says the rest
+    const ErrorCode code = readThroughTable(region, offset, target);
+    leavesTable(table_);
+    return code;
+  }
+
+ private:
+  ErrorCode readThroughTable(const RemoteRegion& region, uint64_t offset,
+                             std::span<std::byte> target) {
     const auto use = table_.open(region.key, offset, target.size(), kRemoteRead);
     if (!use) return ErrorCode::kRefused;
     std::memcpy(target.data(), use.data(), target.size());
     return ErrorCode::kOk;
   }
 
- private:
   Gate& gate_;
   RegionTable& table_;
 };
@@ -51,8 +76,8 @@ class InprocWire final : public LocalWire {
     std::copy(bytes.begin(), bytes.end(), greeting.begin());
     return greeting;
   }
-  // An address from a peer is followed only here: the kernel said that the peer is this process, and the handshake
-  // that it knows the job's key.
+  // An address from a peer is followed only here: the kernel said that the peer is this process,
+  // and the handshake that it knows the job's key.
   std::unique_ptr<DirectReader> reader(pid_t, const Greeting& greeting,
                                        const ArenaMapping& arena) const override {
     ByteReader in(greeting);
@@ -65,7 +90,10 @@ class InprocWire final : public LocalWire {
     return std::make_unique<InprocReader>(*reinterpret_cast<Gate*>(arena.base() + gateOffset),
                                           *reinterpret_cast<RegionTable*>(table));
   }
-  void shutdown() override { gate_.close(); }
+  void shutdown() override {
+    gate_.close();
+    allLeftTable(table_);
+  }
 
  private:
   const ArenaBlock gatePage_;
@@ -78,8 +106,8 @@ class InprocWire final : public LocalWire {
 Result<std::unique_ptr<Transport>> InprocTransport::create(const TransportContext& context) {
   auto page = context.arena.allocate(sizeof(Gate));
   if (!page.ok()) return page.error();
-  return LocalTransport::create(
-      context, std::make_unique<InprocWire>(std::move(*page), context.regions));
+  return LocalTransport::create(context,
+                                std::make_unique<InprocWire>(std::move(*page), context.regions));
 }
 
 }  // namespace mooncake

@@ -1,9 +1,8 @@
 #include "engine/transports/shm/cross_memory.h"
 
-#include <sys/uio.h>
-
 #include <algorithm>
 #include <cerrno>
+#include <sys/uio.h>
 
 namespace mooncake {
 namespace {
@@ -48,8 +47,9 @@ ErrorCode CrossMemory::read(const RemoteRegion& region, uint64_t offset,
                                                                    : ErrorCode::kUnsupported;
 }
 
-// Each call fetches the nonce behind the data. One call reads from one address space from beginning to end, so the
-// right nonce proves that the data came from our peer and not from a process that got its number since.
+// Each call fetches the nonce behind the data. One call reads from one address space from beginning
+// to end, so the right nonce proves that the data came from our peer and not from a process that
+// got its number since.
 ErrorCode CrossMemory::readAt(uint64_t address, std::span<std::byte> target) const {
   do {
     const auto piece = target.first(std::min(kCallBytes, target.size()));

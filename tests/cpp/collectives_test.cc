@@ -1,0 +1,200 @@
+// Every verb on every wire, with ranks as threads: what the sanitizers look at.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+
+#include "collectives/collectives.h"
+#include "collectives/point_to_point.h"
+#include "ranks_in_threads.h"
+
+namespace mooncake::test {
+namespace {
+
+constexpr size_t kEager = 8 << 10;  // small enough that both paths run with little data
+
+struct Wire {
+  const char* name;
+  std::vector<std::string> transports;
+  bool crossMemoryAttach = true;
+};
+
+class CollectivesTest : public testing::TestWithParam<std::tuple<Wire, int>> {
+ protected:
+  Ranks ranks() const {
+    const auto& [wire, size] = GetParam();
+    return {.size = size, .transports = wire.transports, .crossMemoryAttach = wire.crossMemoryAttach, .eagerBytes = kEager};
+  }
+};
+
+template <typename T>
+std::span<std::byte> bytesOf(std::vector<T>& values) {
+  return std::as_writable_bytes(std::span(values));
+}
+
+// Whole numbers, so that every order of summation gives the same float.
+std::vector<float> inputOf(int rank, size_t count, int salt = 0) {
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = float((i * 7 + size_t(rank) * 13 + size_t(salt)) % 101);
+  return values;
+}
+
+const std::vector<size_t> kCounts = {0, 1, 3, 1000, 2048, 2049, 5000, 70001};
+constexpr Reduction kFloatSum{DType::kFloat32, ReduceKind::kSum};
+
+void expectOk(const Status& status) { EXPECT_TRUE(status.ok()) << status.error().message; }
+
+TEST_P(CollectivesTest, AllreduceSums) {
+  runRanks(ranks(), [](Group& group) {
+    for (const size_t count : kCounts) {
+      std::vector<float> expected(count);
+      for (int r = 0; r < group.size(); ++r) {
+        const auto input = inputOf(r, count);
+        for (size_t i = 0; i < count; ++i) expected[i] += input[i];
+      }
+      auto data = inputOf(group.rank(), count);
+      expectOk(allreduce(group, bytesOf(data), kFloatSum, soon()));
+      EXPECT_EQ(data, expected) << count;
+    }
+  });
+}
+
+TEST_P(CollectivesTest, BroadcastFromEveryRoot) {
+  runRanks(ranks(), [](Group& group) {
+    for (const size_t count : kCounts) {
+      for (int root = 0; root < group.size(); ++root) {
+        auto data = inputOf(group.rank(), count);
+        expectOk(broadcast(group, bytesOf(data), DType::kFloat32, root, soon()));
+        EXPECT_EQ(data, inputOf(root, count)) << count;
+      }
+    }
+  });
+}
+
+TEST_P(CollectivesTest, ReduceChangesOnlyTheRoot) {
+  runRanks(ranks(), [](Group& group) {
+    for (const size_t count : kCounts) {
+      const int root = int(count) % group.size();
+      auto data = inputOf(group.rank(), count);
+      expectOk(reduce(group, bytesOf(data), kFloatSum, root, soon()));
+      std::vector<float> expected = inputOf(group.rank(), count);
+      if (group.rank() == root) {
+        for (int r = 0; r < group.size(); ++r) {
+          const auto input = inputOf(r, count);
+          for (size_t i = 0; i < count && r != root; ++i) expected[i] += input[i];
+        }
+      }
+      EXPECT_EQ(data, expected) << count;
+    }
+  });
+}
+
+TEST_P(CollectivesTest, AllgatherAndReduceScatter) {
+  runRanks(ranks(), [](Group& group) {
+    const size_t size = size_t(group.size());
+    for (const size_t count : kCounts) {
+      auto input = inputOf(group.rank(), count);
+      std::vector<float> gathered(count * size);
+      std::vector<Span> parts;
+      for (size_t r = 0; r < size; ++r) parts.push_back(bytesOf(gathered).subspan(r * count * 4, count * 4));
+      expectOk(allgather(group, bytesOf(input), parts, DType::kFloat32, soon()));
+      for (size_t r = 0; r < size; ++r) {
+        const auto expected = inputOf(int(r), count);
+        EXPECT_TRUE(std::equal(expected.begin(), expected.end(), gathered.begin() + ptrdiff_t(r * count))) << count;
+      }
+      auto all = inputOf(group.rank(), count * size);
+      std::vector<float> mine(count), sum(count);
+      expectOk(reduceScatter(group, bytesOf(all), bytesOf(mine), kFloatSum, soon()));
+      for (size_t r = 0; r < size; ++r) {
+        const auto theirs = inputOf(int(r), count * size);
+        for (size_t i = 0; i < count; ++i) sum[i] += theirs[size_t(group.rank()) * count + i];
+      }
+      EXPECT_EQ(mine, sum) << count;
+    }
+  });
+}
+
+// Lengths that differ from pair to pair, some zero, some ranks small and some large.
+TEST_P(CollectivesTest, AlltoallWithUnequalSplits) {
+  runRanks(ranks(), [](Group& group) {
+    const auto length = [](int from, int to, int round) { return size_t((from * 5 + to * 3 + round) % 4) * (round % 2 ? 11 : 1500); };
+    for (int round = 0; round < 6; ++round) {
+      std::vector<std::vector<float>> in, out;
+      std::vector<ConstSpan> inputs;
+      std::vector<Span> outputs;
+      for (int r = 0; r < group.size(); ++r) {
+        in.push_back(inputOf(group.rank(), length(group.rank(), r, round), r));
+        out.emplace_back(length(r, group.rank(), round));
+      }
+      for (int r = 0; r < group.size(); ++r) {
+        inputs.push_back(bytesOf(in[size_t(r)]));
+        outputs.push_back(bytesOf(out[size_t(r)]));
+      }
+      expectOk(alltoall(group, inputs, outputs, DType::kFloat32, soon()));
+      for (int r = 0; r < group.size(); ++r) {
+        EXPECT_EQ(out[size_t(r)], inputOf(r, length(r, group.rank(), round), group.rank()));
+      }
+    }
+  });
+}
+
+TEST_P(CollectivesTest, BarrierHoldsUntilAllHaveCome) {
+  std::atomic<int> came{0};
+  runRanks(ranks(), [&](Group& group) {
+    for (int round = 1; round <= 200; ++round) {
+      came.fetch_add(1);
+      expectOk(barrier(group, soon()));
+      EXPECT_GE(came.load(), round * group.size());
+    }
+  });
+}
+
+TEST_P(CollectivesTest, DifferentCallsAreErrorsEverywhereAndTheGroupGoesOn) {
+  if (ranks().size < 2) GTEST_SKIP() << "one rank always agrees with itself";
+  runRanks(ranks(), [](Group& group) {
+    auto data = inputOf(group.rank(), 10);
+    const Status status = group.rank() == 1 ? broadcast(group, bytesOf(data), DType::kFloat32, 0, soon())
+                                            : allreduce(group, bytesOf(data), kFloatSum, soon());
+    ASSERT_EQ(status.code(), ErrorCode::kMismatch);
+    EXPECT_NE(status.error().message.find("rank 1 called broadcast(float32, 10 elements per rank, root 0)"), std::string::npos)
+        << status.error().message;
+    EXPECT_EQ(data, inputOf(group.rank(), 10));
+    std::vector<float> ones(5000, 1);
+    expectOk(allreduce(group, bytesOf(ones), kFloatSum, soon()));
+    EXPECT_EQ(ones[4999], float(group.size()));
+  });
+}
+
+TEST_P(CollectivesTest, MessagesInOrderOfTheirTags) {
+  if (ranks().size < 2) GTEST_SKIP() << "needs a peer";
+  runRanks(ranks(), [](Group& group) {
+    PointToPoint messages(group);
+    const int to = (group.rank() + 1) % group.size(), from = (group.rank() + group.size() - 1) % group.size();
+    const std::vector<size_t> counts = {0, 1, 2047, 2048, 2049, 50000, 3};
+    std::vector<std::vector<float>> out, in;
+    std::vector<std::shared_ptr<Message>> posted;
+    for (int round = 0; round < 30; ++round) {
+      const size_t count = counts[size_t(round) % counts.size()];
+      out.push_back(inputOf(group.rank(), count, round));
+      in.emplace_back(count);
+    }
+    for (int round = 29; round >= 0; --round) posted.push_back(messages.receive(bytesOf(in[size_t(round)]), from, uint32_t(round), soon()));
+    for (int round = 0; round < 30; ++round) posted.push_back(messages.send(bytesOf(out[size_t(round)]), to, uint32_t(round), soon()));
+    for (auto& message : posted) {
+      ASSERT_TRUE(messages.wait(*message, soon()));
+      expectOk(message->status());
+    }
+    for (int round = 0; round < 30; ++round) EXPECT_EQ(in[size_t(round)], inputOf(from, in[size_t(round)].size(), round)) << round;
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Wires, CollectivesTest,
+    testing::Combine(testing::Values(Wire{"inproc", {"inproc"}}, Wire{"shm", {"shm"}}, Wire{"shm_without_cma", {"shm"}, false},
+                                     Wire{"tcp", {"tcp"}}),
+                     testing::Values(1, 2, 3, 5)),
+    [](const auto& info) { return std::string(std::get<0>(info.param).name) + "_" + std::to_string(std::get<1>(info.param)); });
+
+}  // namespace
+}  // namespace mooncake::test

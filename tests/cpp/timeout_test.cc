@@ -1,0 +1,81 @@
+// Who waits too long ends the operation for everybody; the group goes on where memory decides (docs/membership.md 4).
+#include <gtest/gtest.h>
+
+#include <latch>
+
+#include "collectives/collectives.h"
+#include "ranks_in_threads.h"
+
+namespace mooncake::test {
+namespace {
+
+constexpr Reduction kIntSum{DType::kInt32, ReduceKind::kSum};
+
+Status sumOnes(Group& group, size_t count, Deadline deadline, int* result = nullptr) {
+  std::vector<int32_t> ones(count, 1);
+  const Status status = allreduce(group, std::as_writable_bytes(std::span(ones)), kIntSum, deadline);
+  if (result) *result = ones.back();
+  return status;
+}
+
+TEST(TimeoutTest, IsTheSameForTheLateRankAndTheGroupGoesOn) {
+  std::latch gaveUp(2);
+  runRanks({.size = 3, .transports = {"shm"}}, [&](Group& group) {
+    for (const size_t count : {size_t(10), size_t(100000)}) {
+      int sum = 0;
+      EXPECT_TRUE(sumOnes(group, count, soon(), &sum).ok());
+      EXPECT_EQ(sum, 3);
+    }
+    if (group.rank() == 2) {
+      gaveUp.wait();
+    }
+    const Status late = sumOnes(group, 10, group.rank() == 2 ? soon() : Deadline::after(std::chrono::milliseconds(50)));
+    ASSERT_EQ(late.code(), ErrorCode::kTimeout);
+    if (group.rank() != 2) gaveUp.count_down();
+    EXPECT_NE(late.error().message.find("rank 2"), std::string::npos) << late.error().message;
+    for (int round = 0; round < 5; ++round) {
+      int sum = 0;
+      const Status after = sumOnes(group, 10, soon(), &sum);
+      EXPECT_TRUE(after.ok()) << after.error().message;
+      EXPECT_EQ(sum, 3);
+    }
+  });
+}
+
+TEST(TimeoutTest, AbortEndsAWaitFromAnotherThread) {
+  runRanks({.size = 2, .transports = {"shm"}}, [&](Group& group) {
+    if (group.rank() == 1) return;
+    std::thread aborter([&] { group.fail({ErrorCode::kAborted, "enough"}); });
+    const Status status = sumOnes(group, 10, soon());
+    aborter.join();
+    EXPECT_EQ(status.code(), ErrorCode::kAborted);
+    EXPECT_EQ(sumOnes(group, 10, soon()).code(), ErrorCode::kAborted);
+  });
+}
+
+TEST(TimeoutTest, ARankThatLeftIsNamed) {
+  for (const char* transport : {"shm", "tcp", "inproc"}) {
+    runRanks({.size = 3, .transports = {transport}}, [&](Group& group) {
+      EXPECT_TRUE(sumOnes(group, 10, soon()).ok());
+      if (group.rank() == 1) return;  // its engine says goodbye
+      const Status status = sumOnes(group, 10, soon());
+      EXPECT_NE(status.code(), ErrorCode::kOk);
+      EXPECT_NE(status.error().message.find("rank 1"), std::string::npos) << status.error().message;
+    });
+  }
+}
+
+TEST(TimeoutTest, ARankThatNeverComesIsNamedWhenTheGroupIsMade) {
+  MemoryStore store;
+  EngineOptions options;
+  options.jobKey = Bytes(32, std::byte{7});
+  auto engine = Engine::create(std::move(options));
+  ASSERT_TRUE(engine.ok());
+  auto group = Group::create(*engine, store, {.name = "test", .rank = 0, .size = 3}, Deadline::after(std::chrono::milliseconds(50)));
+  ASSERT_FALSE(group.ok());
+  EXPECT_EQ(group.error().code, ErrorCode::kTimeout);
+  EXPECT_NE(group.error().message.find("rank(s) 1, 2 of 3"), std::string::npos) << group.error().message;
+}
+
+}  // namespace
+}  // namespace mooncake::test
