@@ -115,9 +115,8 @@ class Placed:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    # One element or none counts as contiguous whatever its stride is, but cannot be viewed.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

@@ -230,7 +230,10 @@ def own_mistakes():
 def own_mistakes_on_rank(me, turn):
     if me.rank == 1:
         for name, (call, text) in own_mistakes().items():
-            kind, message = raised(call)
+            try:
+                kind, message = raised(call)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
             good = ("ValueError", "RuntimeError", "NotImplementedError", "TypeError")
             assert kind in good, f"{name}: {kind}: {message}"
             assert text in message, f"{name}: {message}"
@@ -250,7 +253,7 @@ def test_own_mistakes_are_refused_at_once(layout, crews):
 
 
 def set_timeout(seconds):
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
 
 
 def absent_on_rank(me, verb, count, asynchronous, goes_on):

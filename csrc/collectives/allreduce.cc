@@ -18,8 +18,8 @@
 namespace mooncake {
 namespace {
 
-// More than this is done piece by piece; a death in between then leaves the data half reduced (PeerLostError says
-// so). 32 MiB covers DDP's buckets of 25 MiB.
+// More than this is done piece by piece; an error in between then leaves the data half reduced. 32 MiB covers DDP's
+// buckets of 25 MiB.
 constexpr size_t kUndoBytes = 32 << 20;
 
 Status small(Operation& op, Span data, Reduction reduction, bool takesResult) {

@@ -12,6 +12,10 @@
 namespace mooncake {
 namespace {
 
+// What a member publishes:  u32 version  bytes endpoint (route.cc)  bytes window part (window.cc)
+// The version covers all that ranks say to each other afterwards: slots, mailboxes and stamps too.
+constexpr uint32_t kMemberVersion = 1;
+
 // A slot holds 64 KiB, less in large groups so that the inboxes of a rank stay below 64 MiB of address space.
 // Below that size one exchange of slots beats a second round of signals even with eight ranks on two cores.
 constexpr size_t kEagerBytes = 64 << 10;
@@ -38,12 +42,17 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
   if (!window.ok()) return window.error();
   group->window_ = std::move(*window);
 
-  const Bytes mine = ByteWriter().putBytes(engine->endpoint()).putBytes(group->window_->describe()).take();
+  const Bytes mine = ByteWriter().put(kMemberVersion).putBytes(engine->endpoint()).putBytes(group->window_->describe()).take();
   auto all = exchange(store, "members", rank, size, mine, deadline);
   if (!all.ok()) return all.error();
   std::vector<Bytes> endpoints, parts;
   for (int r = 0; r < size; ++r) {
     ByteReader in((*all)[r]);
+    if (const auto version = in.get<uint32_t>(); version != kMemberVersion) {
+      return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " speaks version " + std::to_string(version) +
+                                             " of the protocol, rank " + std::to_string(rank) + " version " +
+                                             std::to_string(kMemberVersion) + ": install the same mooncake-backend everywhere"};
+    }
     const auto endpoint = in.getBytes(64 << 10);
     const auto part = in.getBytes(1 << 10);
     MOONCAKE_TRY(in.finish("address of rank " + std::to_string(r)));

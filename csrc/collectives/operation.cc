@@ -29,7 +29,10 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
       deadline_(deadline),
       waiter_(group.waiter(deadline)),
       number_(++group.lastNumber),
-      own_(slots(group.rank())) {}
+      own_(slots(group.rank())) {
+  // A peer may have ended before this operation began: the first wait that does not succeed at once must look.
+  waiter_.generation = 0;
+}
 
 Operation::~Operation() {
   // Without open() our stamps still belong to the operation before the last, which a late rank may be reading.

@@ -18,8 +18,8 @@ namespace mooncake {
 //   finish        everybody has what it needs: only where some part of the group is not mapped by load and store,
 //                 or where peers still fetch from our user's memory
 //
-// Every stamp of a stage is published by its owner or sealed by another rank, never both: whoever waits too long
-// seals the stamp that it waits for, and then nobody can end this operation with ok.
+// Every stamp of a stage is published by its owner or sealed, never both: whoever waits too long seals the stamp that
+// it waits for, a rank that ends early seals its own, and then nobody can end this operation with ok.
 class Operation {
  public:
   Operation(Group& group, const Call& call, Deadline deadline);

@@ -70,9 +70,9 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
     auto transport = entry->create(*engine->context_);
     if (transport.ok()) {
       engine->transports_.push_back(std::move(*transport));
-    } else if (!engine->options_.env.transports.empty()) {
-      // Asked for and missing is an error, never a silent fallback.
-      return Error{transport.error().code, std::string("transport '") + entry->name + "' was asked for: " + transport.error().message};
+    } else if (!engine->options_.env.transports.empty() || transport.error().code == ErrorCode::kInvalidArgument) {
+      // Asked for and missing, or set up wrongly, is an error, never a silent fallback.
+      return Error{transport.error().code, std::string("transport '") + entry->name + "': " + transport.error().message};
     } else {
       log(LogLevel::kInfo, engine->logName(), "transport ", entry->name, " is not used here: ", transport.error().message);
     }

@@ -1,0 +1,218 @@
+"""What the documents and the include lines promise, checked against the code.
+
+`python tests/test_docs.py` writes the table of native variables into docs/environment.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+ENVIRONMENT = ROOT / "docs/environment.md"
+FOLDERS = (".ci", "benchmarks", "csrc", "docs", "ep", "kernels", "mooncake_backend", "tests")
+
+# A room and what it may include, itself apart (docs/architecture.md).
+ROOMS: dict[str, set[str]] = {
+    "base": set(),
+    "engine": {"base"},
+    "membership": {"base", "engine"},
+    "collectives": {"base", "engine", "membership"},
+    "ep": {"base", "engine", "membership"},
+    "backend": {"base", "engine", "membership", "collectives"},
+    "bindings": {"base", "engine", "membership", "collectives", "ep", "backend"},
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+TORCH = re.compile(r"(torch|ATen|c10|caffe2)/")
+PYTHON = re.compile(r"pybind11/|Python\.h|torch/csrc/utils/pybind\.h|torch/extension\.h")
+ONE_WIRE = re.compile(r"engine/transports/(\w+)/")
+
+
+def files(*suffixes: str) -> list[Path]:
+    found = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in FOLDERS:
+        found += (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return sorted(path for path in found if path.suffix in suffixes)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+DOCUMENTS = files(".md")
+
+
+# ---- arrows
+
+
+def wrong_includes(path: str, text: str) -> Iterator[str]:
+    """`path` is relative to csrc."""
+    room = path.split("/")[0]
+    if room not in ROOMS:
+        yield f"{path}: {room} is no room; if it is one, it needs a line in ROOMS"
+        return
+    for bracket, included in INCLUDE.findall(text):
+        there = f"{path} includes {included}"
+        if bracket == '"' and not (CSRC / included).exists():
+            yield f"{there}: own headers are named from csrc/, others in <>"
+        other = included.split("/")[0]
+        if bracket == '"' and other != room and other not in ROOMS[room]:
+            yield f"{there}: {room} must not know {other}"
+        if TORCH.match(included) and room not in ("backend", "bindings"):
+            yield f"{there}: torch belongs to backend and bindings"
+        if PYTHON.match(included) and room != "bindings":
+            yield f"{there}: Python belongs to bindings"
+        wire = ONE_WIRE.match(included)
+        home = wire and path.startswith(wire.group())
+        if wire and not home and path != "engine/transports/registry.cc":
+            yield f"{there}: only the wire itself and registry.cc know {wire.group(1)}"
+
+
+def test_includes_follow_the_arrows():
+    sources = [path for path in files(".h", ".cc") if path.is_relative_to(CSRC)]
+    assert len(sources) > 50
+    wrong = [
+        line
+        for path in sources
+        for line in wrong_includes(str(path.relative_to(CSRC)), path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("base/log.cc", '#include "engine/engine.h"'),
+        ("engine/engine.cc", '#include "collectives/group.h"'),
+        ("engine/engine.cc", '#include "engine/transports/tcp/socket.h"'),
+        ("engine/transports/shm/shm_transport.cc", '#include "engine/transports/tcp/socket.h"'),
+        ("engine/local/local_channel.cc", '#include "engine/transports/shm/cross_memory.h"'),
+        ("collectives/group.cc", "#include <ATen/ATen.h>"),
+        ("collectives/group.cc", '#include "engine/transports/tcp/socket.h"'),
+        ("backend/tensors.cc", "#include <pybind11/stl.h>"),
+        ("base/log.cc", '#include "log.h"'),
+        ("utilities/log.cc", '#include "base/log.h"'),
+    ],
+)
+def test_a_wrong_include_is_found(path, line):
+    assert list(wrong_includes(path, line))
+
+
+# ---- environment variables
+
+
+def native_table() -> list[tuple[str, str, str]]:
+    """envTable() of csrc/base/env.cc: name, default, meaning."""
+    text = (CSRC / "base/env.cc").read_text(encoding="utf-8")
+    literal = r'"(?:[^"\\]|\\.)*"'
+    entries = re.findall(rf"\{{\{{({literal}),\s*({literal}),\s*((?:{literal}\s*)+)\}}", text)
+    return [tuple("".join(re.findall(r'"(.*?)"', part)) for part in entry) for entry in entries]
+
+
+def native_rows() -> str:
+    rows = [f"| `{name}` | {value} | {meaning} |" for name, value, meaning in native_table()]
+    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
+
+
+def written_native_rows() -> re.Match[str]:
+    found = re.search(
+        r"(<!-- native: .*?-->\n)(.*?)(<!-- end -->)", ENVIRONMENT.read_text("utf-8"), re.DOTALL
+    )
+    assert found, "docs/environment.md has lost its marks"
+    return found
+
+
+READS = {
+    ".py": r"""(?:environ(?:\.get\(|\[)|getenv\(|_flag\()\s*["'](\w+)["']""",
+    ".sh": r"\$\{([A-Z][A-Z0-9_]+):?[-?=+]",
+    ".cc": r'getenv\("(\w+)"\)',
+    ".h": r'getenv\("(\w+)"\)',
+    "": r"\$\{([A-Z][A-Z0-9_]+):?[-?=+]",  # .ci/run
+}
+
+
+def variables_read() -> dict[str, str]:
+    """Every variable that a file of ours reads, and one file that does."""
+    found = {variable: "csrc/base/env.cc" for variable, _, _ in native_table()}
+    for path in files(*READS):
+        if path == Path(__file__).resolve() or path.name == "LICENSE":
+            continue
+        for variable in re.findall(READS[path.suffix], path.read_text(encoding="utf-8")):
+            found.setdefault(variable, name(path))
+    return found
+
+
+def test_native_variables_are_listed_as_they_are():
+    assert len(native_table()) >= 8
+    assert written_native_rows().group(2).strip() == native_rows(), "run: python tests/test_docs.py"
+
+
+def test_every_variable_is_listed_and_every_listed_one_is_read():
+    rows = re.findall(r"^\| (`[A-Z].*?) \|", ENVIRONMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    listed = {variable for row in rows for variable in re.findall(r"`(\w+)`", row)}
+    read = variables_read()
+    missing = {f"{variable} ({read[variable]})" for variable in read.keys() - listed}
+    assert not missing, "docs/environment.md does not list them"
+    assert not listed - read.keys(), "nobody reads them any more"
+
+
+def test_only_env_cc_reads_the_environment_of_the_core():
+    for path in files(".h", ".cc"):
+        if path.is_relative_to(CSRC) and path != CSRC / "base/env.cc":
+            assert "getenv" not in path.read_text(encoding="utf-8"), name(path)
+
+
+# ---- what documents point at
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(document: Path) -> set[str]:
+    """GitHub's names of a document's headings."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(document.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{name(document)} links to {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{name(document)} links to {link}: no such heading"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_named_files_exist(document):
+    """Files that are named with their folder, in backticks; from the root, csrc or the document."""
+    text = document.read_text(encoding="utf-8")
+    for path in re.findall(r"`([\w.\-/]+/[\w.\-]+\.(?:cc|h|py|pyi|sh|md|pml|txt))`", text):
+        places = [folder / path for folder in (ROOT, CSRC, document.parent)]
+        built = path.startswith((".venv/", "build/")) or "VERB" in path
+        assert built or any(map(Path.exists, places)), f"{name(document)} names {path}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_named_functions_exist(document):
+    """`Class::function` and, in the pages about the code, `Class::member_`."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files(".h", ".cc"))
+    words = set(re.findall(r"\w+", code))
+    for named in re.findall(r"`(\w+(?:::\w+)+)(?:\(\))?`", document.read_text(encoding="utf-8")):
+        unknown = set(named.split("::")) - words
+        assert not unknown, f"{name(document)} names {named}"
+
+
+if __name__ == "__main__":
+    page, found = ENVIRONMENT.read_text(encoding="utf-8"), written_native_rows()
+    table = f"{found.group(1)}{native_rows()}\n{found.group(3)}"
+    ENVIRONMENT.write_text(page.replace(found.group(), table), encoding="utf-8")
