@@ -58,7 +58,7 @@ void Doorbell::ringSleepers() {
 
 SpinPolicy SpinPolicy::forRanksOnHost(int ranks) {
   if (ranks <= coresOfThisProcess()) return {.pauses = 2000, .yields = 0};
-  return {.pauses = 20, .yields = 80};
+  return {.pauses = 0, .yields = 500};
 }
 
 uint32_t Waiter::announce() const {

@@ -31,9 +31,9 @@ Status large(Operation& op, ConstSpan input, std::span<const Span> outputs) {
   if (!region.ok()) return op.fail(region.error());
   op.announceInput(region->remote());
   MOONCAKE_TRY(op.begin(0));
-  copyOwn(input, outputs[op.rank()]);
-  // Nothing is written to the others' outputs before all calls are known to agree.
+  // Nothing is written to the outputs before all calls are known to agree.
   MOONCAKE_TRY(op.awaitAllBegun());
+  copyOwn(input, outputs[op.rank()]);
   Fetches fetches(op);
   for (int step = 1; step < op.size(); ++step) {
     const int from = (op.rank() + step) % op.size();

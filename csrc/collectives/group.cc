@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstdlib>
 
+#include "base/log.h"
 #include "collectives/mailbox.h"
 #include "engine/rendezvous/address_book.h"
 
@@ -114,6 +115,12 @@ void Group::leave(Deadline deadline) {
     while (!done() && !deadline.passed()) {
       Waiter slice = waiter(deadline.earlier(Deadline::after(kLook)));
       (void)slice.until(done);
+    }
+    if (!done()) {
+      log(LogLevel::kWarning, engine().logName(), "left group '", name(), "' while ", nameRank(r), " was still in operation #", lastNumber);
+      sharedBlock_.abandon();
+      window_->abandon();
+      return;
     }
   }
 }

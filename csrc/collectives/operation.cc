@@ -205,13 +205,7 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
   ringMapped();
   signalUnmapped(rank, word, seal);
 
-  if (how) {
-    const std::string cause = how->ok() ? "it left the job" : how->error().message;
-    Error error{ErrorCode::kPeerLost, title() + ": lost " + group_.nameRank(rank) + ": " + cause};
-    log(LogLevel::kError, group_.engine().logName(), error.message);
-    group_.fail(error);
-    return error;
-  }
+  if (how) return lost(rank, *how);
   std::vector<int> missing;
   for (int r = 0; r < size(); ++r) {
     const uint64_t seen = (slots(r)->*word).load(std::memory_order_acquire);
@@ -225,8 +219,22 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
   return error;
 }
 
+Status Operation::lost(int rank, const Status& how) {
+  Error error{ErrorCode::kPeerLost, title() + ": lost " + group_.nameRank(rank) + ": " +
+                                        (how.ok() ? "it left the job" : how.error().message)};
+  log(LogLevel::kError, group_.engine().logName(), error.message);
+  group_.fail(error);
+  return error;
+}
+
 Status Operation::sealed(int rank, uint64_t stamp) {
   if (auto usable = group_.usable(); !usable.ok()) return usable;
+  // A rank that gave up did so because of a loss, as a rule: then everybody names the rank that was lost.
+  for (const bool saidGoodbye : {false, true}) {
+    for (int r = 0; r < size(); ++r) {
+      if (const Status* how = group_.window().ended(r); how && how->ok() == saidGoodbye) return lost(r, *how);
+    }
+  }
   const int by = static_cast<int>(stampKind(stamp) - kSealedBy);
   if (stampNumber(stamp) != number_ || by < 0 || by >= size()) {
     return fail({ErrorCode::kProtocol, group_.nameRank(rank) + " is at operation #" + std::to_string(stampNumber(stamp))});

@@ -66,6 +66,7 @@ class Operation {
   Status awaitStamp(int rank, StampWord word);
   Status giveUpOn(int rank, StampWord word, WaitResult why);
   Status sealed(int rank, uint64_t stamp);
+  Status lost(int rank, const Status& how);
   void signalUnmapped(int stampOwner, StampWord word, uint64_t stamp, std::span<const std::byte> data = {});
   void ringMapped();
   std::string title() const;

@@ -15,7 +15,8 @@ Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Engine> engine, s
   window->engine_ = std::move(engine);
   window->block_ = std::move(*block);
   window->region_ = std::move(*region);
-  new (window->block_.data()) Doorbell;
+  window->local_ = window->block_.data();
+  new (window->local_) Doorbell;
   return window;
 }
 

@@ -31,8 +31,8 @@ class Window {
   size_t bytes() const { return block_.bytes(); }
   Engine& engine() const { return *engine_; }
 
-  std::byte* local() const { return block_.data(); }
-  Doorbell& bell() const { return *reinterpret_cast<Doorbell*>(block_.data()); }
+  std::byte* local() const { return local_; }
+  Doorbell& bell() const { return *reinterpret_cast<Doorbell*>(local_); }
   // Where load and store reach the rank's part (our own always), else null.
   std::byte* peerPtr(int rank) const { return members_[rank].mapped; }
   // Every part is reached by load and store: what a member published outlives it.
@@ -45,6 +45,9 @@ class Window {
              Completion& completion) const;
   // Every get that counts at this completion has ended when this returns.
   void cancelGets(const Completion& completion) const;
+
+  // Peers may still read our part: its pages outlive the window (see ArenaBlock::abandon).
+  void abandon() { block_.abandon(); }
 
   // Null while the rank's channel stands.
   const Status* ended(int rank) const;
@@ -61,6 +64,7 @@ class Window {
 
   std::shared_ptr<Engine> engine_;
   ArenaBlock block_;
+  std::byte* local_ = nullptr;
   MemoryRegion region_;
   std::vector<Member> members_;
   int rank_ = 0;
