@@ -1,6 +1,7 @@
 #include "collectives/point_to_point.h"
 
 #include <cstring>
+#include <utility>
 
 namespace mooncake {
 namespace {
@@ -79,9 +80,18 @@ bool PointToPoint::progress() {
 }
 
 bool PointToPoint::progressLocked() {
-  // In order of the calls, so that messages between a pair and a tag cannot overtake each other: the first send to a
-  // rank that cannot move holds back the later ones (advanceSend looks at the pair's cells), and an earlier receive
-  // takes the earlier message.
+  // What has arrived is taken in before anything is matched, and then messages are looked at in the order of the
+  // calls: so an earlier receive takes the earlier message, and a send that cannot move holds back the later ones to
+  // the same rank.
+  for (const auto& message : active_) {
+    if (message->isSend_ || message->fetch_) continue;
+    for (int from = message->firstSource(); from <= message->lastSource(group_.size()); ++from) pairs_[from].wanted = true;
+  }
+  for (int from = 0; from < group_.size(); ++from) {
+    pairs_[from].sendsHeld = false;
+    if (std::exchange(pairs_[from].wanted, false) && from != group_.rank()) takeIn(from);
+  }
+
   bool moved = false;
   for (auto it = active_.begin(); it != active_.end();) {
     Message& message = **it;
@@ -107,12 +117,9 @@ bool PointToPoint::advanceSend(Message& message) {
     end(message, {});
     return true;
   }
-  // A free cell, and no earlier send to this rank that still waits for one.
+  if (pair.sendsHeld) return false;
+  pair.sendsHeld = true;  // until it has a cell
   if (pair.sent - stampNumber(answers.taken.load(std::memory_order_acquire)) >= kMailboxCells) return false;
-  for (const auto& other : active_) {
-    if (other.get() == &message) break;
-    if (other->isSend_ && other->peer_ == message.peer_ && other->number_ == 0 && !other->finished()) return false;
-  }
   const bool isLarge = message.data_.size() > kCellPayload;
   if (isLarge) {
     uint32_t ack = 0;
@@ -128,6 +135,7 @@ bool PointToPoint::advanceSend(Message& message) {
     pair.ackBusy[ack] = true;
   }
 
+  pair.sendsHeld = false;
   message.number_ = ++pair.sent;
   const size_t payload = isLarge ? 0 : message.data_.size();
   outgoing_->tag = message.tag_;
@@ -160,11 +168,7 @@ bool PointToPoint::advanceReceive(Message& message) {
     }
     return true;
   }
-  const int first = message.peer_ == kAnySource ? 0 : message.peer_;
-  const int last = message.peer_ == kAnySource ? group_.size() - 1 : message.peer_;
-  for (int from = first; from <= last; ++from) {
-    if (from == group_.rank()) continue;
-    takeIn(from);
+  for (int from = message.firstSource(); from <= message.lastSource(group_.size()); ++from) {
     Pair& pair = pairs_[from];
     for (auto early = pair.early.begin(); early != pair.early.end(); ++early) {
       if (early->tag != message.tag_) continue;

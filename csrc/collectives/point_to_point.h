@@ -28,6 +28,9 @@ class Message {
   Message(bool isSend, int peer, uint32_t tag, std::span<std::byte> data, Deadline deadline)
       : isSend_(isSend), peer_(peer), tag_(tag), data_(data), deadline_(deadline) {}
 
+  int firstSource() const { return peer_ < 0 ? 0 : peer_; }
+  int lastSource(int size) const { return peer_ < 0 ? size - 1 : peer_; }
+
   const bool isSend_;
   int peer_;  // -1: any source
   const uint32_t tag_;
@@ -76,6 +79,8 @@ class PointToPoint {
     uint64_t sent = 0;                // messages put into the peer's mailbox
     uint64_t taken = 0;               // messages taken out of ours
     uint64_t credited = 0;            // of `taken`, told to the peer
+    bool wanted = false;              // a receive waits for a message of this rank
+    bool sendsHeld = false;           // a send to this rank waits for a free cell, so do the later ones
     size_t earlyBytes = 0;
     std::list<Early> early;
     bool ackBusy[kMailboxAcks] = {};

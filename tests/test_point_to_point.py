@@ -1,0 +1,332 @@
+"""send and recv: order, tags, sizes, who waits for whom."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import harness
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LAYOUTS, layout_options
+from harness import raised, until
+
+CELL = 8192  # a message up to this size travels in a cell of the mailbox, a larger one is fetched
+SIZES = [0, 1, 4, CELL - 4, CELL, CELL + 4, 100_000, 3_000_000]
+
+
+@pytest.fixture(params=LAYOUTS, scope="module")
+def layout(request):
+    return request.param
+
+
+@pytest.fixture
+def crew(layout, crews):
+    """Ranks 0 and 1 share a host in every layout with shared memory; 2 is the other one of `mixed`."""
+    return crews.get(layout, 3)
+
+
+def message(seed, size):
+    return oracle.contents(seed, 0, size, torch.uint8)
+
+
+def pairs(me):
+    """Where I send to, where I receive from: around the ring, so that every wire is used."""
+    return (me.rank + 1) % me.size, (me.rank - 1) % me.size
+
+
+def sizes_on_rank(me):
+    to, source = pairs(me)
+    for seed, size in enumerate(SIZES):
+        sent = dist.isend(message(seed + 100 * me.rank, size), to)
+        got = torch.zeros(size, dtype=torch.uint8)
+        assert dist.recv(got, source) == source
+        sent.wait()
+        oracle.same(got, message(seed + 100 * source, size), f"{size} bytes")
+
+
+def order_on_rank(me, count):
+    """All sends are under way before the first receive; small and large ones mixed."""
+    to, source = pairs(me)
+    sizes = [(0, 8, CELL + 1)[i % 3] + i for i in range(count)]
+    works = [dist.isend(message(i, size), to) for i, size in enumerate(sizes)]
+    for i, size in enumerate(sizes):
+        got = torch.zeros(size, dtype=torch.uint8)
+        dist.recv(got, source)
+        oracle.same(got, message(i, size), f"message {i}")
+    for work in works:
+        work.wait()
+
+
+def tags_on_rank(me, size):
+    to, source = pairs(me)
+    tags = [3, 0, 2**20, 1, 2]
+    works = [dist.isend(message(tag, size), to, tag=tag) for tag in tags for _ in range(2)]
+    for tag in sorted(tags):
+        for _ in range(2):
+            got = torch.zeros(size, dtype=torch.uint8)
+            dist.recv(got, source, tag=tag)
+            oracle.same(got, message(tag, size), f"tag {tag}")
+    for work in works:
+        work.wait()
+
+
+def many_on_rank(me, count):
+    """Each rank has `count` messages under way in both directions, to every other rank."""
+    others = [r for r in range(me.size) if r != me.rank]
+    inputs = {(r, i): torch.zeros(17, dtype=torch.int32) for r in others for i in range(count)}
+    works = [dist.irecv(t, r) for (r, _), t in inputs.items()]
+    works += [
+        dist.isend(torch.full((17,), 1000 * me.rank + i, dtype=torch.int32), r)
+        for i in range(count)
+        for r in others
+    ]
+    for work in works:
+        work.wait()
+    for (r, i), tensor in inputs.items():
+        assert (tensor == 1000 * r + i).all(), (r, i)
+
+
+def both_ways_on_rank(me, size):
+    """Blocking sends in both directions at once would hang on a wire that has no room, so send first, all of us,
+    without waiting."""
+    peer = {0: 1, 1: 0}.get(me.rank)
+    if peer is None:
+        return
+    got = torch.zeros(size, dtype=torch.uint8)
+    for i in range(5):
+        works = [dist.isend(message(me.rank + i, size), peer), dist.irecv(got, peer)]
+        for work in works:
+            work.wait()
+        oracle.same(got, message(peer + i, size), f"round {i}")
+
+
+def batch_on_rank(me, size):
+    to, source = pairs(me)
+    got = [torch.zeros(size, dtype=torch.uint8) for _ in range(4)]
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, tensor, source) for tensor in got]
+        + [dist.P2POp(dist.isend, message(i, size), to) for i in range(4)]
+    )
+    for work in works:
+        work.wait()
+    for i, tensor in enumerate(got):
+        oracle.same(tensor, message(i, size), f"message {i}")
+
+
+def posted_on_rank(me, name, size, receive_first):
+    """The receive is posted before the send, or the send has long been made."""
+    if me.rank == 0:
+        if receive_first:
+            me.board.wait(f"{name}-posted")
+        work = dist.isend(message(5, size), 1)
+        me.board.set(f"{name}-sent")
+        work.wait()
+    elif me.rank == 1:
+        got = torch.zeros(size, dtype=torch.uint8)
+        if not receive_first:
+            me.board.wait(f"{name}-sent")
+        work = dist.irecv(got, 0)
+        if receive_first:
+            assert not work.is_completed()
+            me.board.set(f"{name}-posted")
+        work.wait()
+        oracle.same(got, message(5, size), "the message")
+
+
+def any_source_on_rank(me, size):
+    if me.rank == 0:
+        seen = set()
+        for _ in range(me.size - 1):
+            got = torch.zeros(size, dtype=torch.uint8)
+            source = dist.recv(got, tag=7)
+            oracle.same(got, message(source, size), f"the message of rank {source}")
+            seen.add(source)
+        assert seen == set(range(1, me.size))
+    else:
+        dist.send(message(me.rank, size), 0, tag=7)
+
+
+def mismatch_on_rank(me, sent, expected):
+    if me.rank == 0:
+        dist.send(torch.arange(sent, dtype=torch.uint8), 1, tag=4)
+    elif me.rank == 1:
+        wrong = torch.full((expected,), 9, dtype=torch.uint8)
+        kind, text = raised(dist.recv, wrong, 0, tag=4)
+        assert kind in ("DistBackendError", "ValueError"), kind
+        assert f"{sent} bytes" in text, text
+        assert f"{expected} bytes" in text, text
+        assert "rank 0" in text
+        assert (wrong == 9).all()
+        right = torch.zeros(sent, dtype=torch.uint8)
+        dist.recv(right, 0, tag=4)
+        assert torch.equal(right, torch.arange(sent, dtype=torch.uint8))
+
+
+def refused_on_rank(me, turn):
+    if me.rank == 0:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        for name, call in {
+            "self": lambda: dist.send(torch.ones(1), 0),
+            "self, directly": lambda: backend.send([torch.ones(1)], 0, 0),
+            "from self": lambda: backend.recv([torch.ones(1)], 0, 0),
+            "nobody": lambda: backend.send([torch.ones(1)], me.size, 0),
+            "two tensors": lambda: backend.send([torch.ones(1)] * 2, 1, 0),
+            "negative tag": lambda: backend.send([torch.ones(1)], 1, -5),
+            "meta": lambda: backend.recv([torch.ones(1, device="meta")], 1, 0),
+        }.items():
+            assert raised(call)[0] in ("ValueError", "RuntimeError", "TypeError"), name
+        me.board.set(turn)
+    me.board.wait(turn)
+    sizes_on_rank(me)
+
+
+def strided_on_rank(me, count):
+    to, source = pairs(me)
+    for layout in oracle.LAYOUTS:
+        given = oracle.Placed(oracle.contents(me.rank, 0, count, torch.float32), layout)
+        got = oracle.Placed(oracle.contents(9, 9, count, torch.float32), layout)
+        work = dist.irecv(got.view, source)
+        dist.send(given.view, to)
+        work.wait()
+        got.check(oracle.contents(source, 0, count, torch.float32), f"a receive into {layout}")
+        polled = oracle.Placed(oracle.contents(9, 9, count, torch.float32), layout)
+        works = [dist.irecv(polled.view, source), dist.isend(given.view, to)]
+        for one in works:
+            until(one.is_completed, "the message")
+        polled.check(oracle.contents(source, 0, count, torch.float32), f"a polled receive into {layout}")
+
+
+def without_wait_on_rank(me, name, size):
+    """Both sides only look, or do not even do that: the peer's message must get through all the same."""
+    if me.rank == 0:
+        works = [dist.isend(message(i, size), 1) for i in range(20)]
+        until(lambda: all(work.is_completed() for work in works), "the sends")
+        assert all(work.is_success() for work in works)
+        # Now without any call of ours: a large message is fetched from us, and a future tells.
+        told = []
+        last = dist.isend(message(99, size), 1)
+        last.get_future().then(lambda future: told.append(future.value() is not None))
+        me.board.set(f"{name}-last")
+        until(lambda: told, "the future of the send")
+    elif me.rank == 1:
+        got = [torch.zeros(size, dtype=torch.uint8) for _ in range(21)]
+        works = [dist.irecv(tensor, 0) for tensor in got]
+        until(lambda: all(work.is_completed() for work in works), "the receives")
+        for i, tensor in enumerate(got):
+            oracle.same(tensor, message(i if i < 20 else 99, size), f"message {i}")
+
+
+def beside_collectives_on_rank(me):
+    to, source = pairs(me)
+    got = torch.zeros(50_000)
+    work = dist.irecv(got, source)
+    oracle.exercise("all_reduce", count=30_000)
+    sent = dist.isend(torch.full((50_000,), float(me.rank)), to)
+    oracle.exercise("all_gather", count=10)
+    work.wait()
+    sent.wait()
+    assert (got == source).all()
+
+
+def timeouts_on_rank(me, name):
+    if me.rank == 0:
+        got = torch.zeros(4)
+        work = dist.irecv(got, 1, tag=1)
+        kind, text = raised(work.wait, timedelta(milliseconds=50))
+        assert kind == "DistBackendError"
+        assert "50 ms" in text
+        assert not work.is_completed()
+        me.board.set(name)
+        work.wait()
+        assert (got == 5).all()
+    elif me.rank == 1:
+        me.board.wait(name)
+        dist.send(torch.full((4,), 5.0), 0, tag=1)
+
+
+def never_sent_on_rank(me):
+    dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    if me.rank == 0:
+        kind, text = raised(dist.recv, torch.zeros(4), 1, tag=11)
+        assert kind == "DistBackendError"
+        assert "rank 1" in text
+        assert "11" in text
+        me.board.set("gave up")
+    me.board.wait("gave up")
+    dist.group.WORLD.set_timeout(timedelta(seconds=harness.DEADLINE))
+    sizes_on_rank(me)  # the group goes on
+
+
+def test_sizes(crew):
+    crew.call(sizes_on_rank)
+
+
+def test_order(crew):
+    crew.call(order_on_rank, 40)
+
+
+@pytest.mark.parametrize("size", [8, CELL + 8])
+def test_tags_in_any_order(crew, size):
+    crew.call(tags_on_rank, size)
+
+
+def test_a_thousand_under_way(crew):
+    crew.call(many_on_rank, 500)
+
+
+@pytest.mark.parametrize("size", [8, 5_000_000])
+def test_both_ways_at_once(crew, size):
+    crew.call(both_ways_on_rank, size)
+
+
+@pytest.mark.parametrize("size", [8, 100_000])
+def test_batches(crew, size):
+    crew.call(batch_on_rank, size)
+
+
+@pytest.mark.parametrize("receive_first", [True, False], ids=["receive-first", "send-first"])
+@pytest.mark.parametrize("size", [0, 8, 100_000])
+def test_who_comes_first(crew, size, receive_first):
+    crew.call(posted_on_rank, f"first-{size}-{receive_first}", size, receive_first)
+
+
+@pytest.mark.parametrize("size", [8, 100_000])
+def test_any_source(crew, size):
+    crew.call(any_source_on_rank, size)
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(8, 12), (12, 8), (0, 4), (4, 0), (200, 100_000)])
+def test_a_wrong_size_keeps_the_message(crew, sent, expected):
+    crew.call(mismatch_on_rank, sent, expected)
+
+
+def test_refused(crew):
+    crew.call(refused_on_rank, "refused")
+
+
+@pytest.mark.parametrize("count", [6, 30_000])
+def test_strided(crew, count):
+    crew.call(strided_on_rank, count)
+
+
+@pytest.mark.parametrize("size", [8, 100_000])
+def test_completes_without_wait(crew, size):
+    crew.call(without_wait_on_rank, f"polled-{size}", size)
+
+
+def test_beside_collectives(crew):
+    crew.call(beside_collectives_on_rank)
+
+
+def test_timeout_of_wait(crew):
+    crew.call(timeouts_on_rank, "wait-timeout")
+
+
+def test_never_sent(layout, two_hosts):
+    harness.run_ranks(2, never_sent_on_rank, **layout_options(layout, 2, two_hosts))
+
+
+def test_order_with_the_real_slots():
+    harness.run_ranks(4, order_on_rank, 30)
