@@ -1,4 +1,5 @@
-"""Fixtures: layouts of ranks over transports and hosts, and a check that tests leave nothing behind."""
+"""Fixtures: layouts of ranks over transports and hosts, and a check that tests leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def two_hosts() -> Iterator[Callable[[], hosts.Hosts]]:
 
 
 class Crews:
-    """Lends crews that live on from test to test, one for each layout and size; a broken one is replaced."""
+    """Lends crews that live on from test to test, one for each layout and size; a broken one is
+    replaced."""
 
     def __init__(self, two_hosts: Callable[[], hosts.Hosts]) -> None:
         self.two_hosts = two_hosts

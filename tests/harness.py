@@ -1,7 +1,9 @@
 """Ranks as real processes, driven by a test.
 
-A Crew is a set of ranks that lives as long as the test wants and runs one function after the other on
-all of them; run_ranks() is a crew for one function. Ranks are forked from a server that has imported
+A Crew is a set of ranks that lives as long as the test wants and runs one function after the
+other on
+all of them; run_ranks() is a crew for one function. Ranks are forked from a server that has
+imported
 torch already, so they start in tens of milliseconds. Whatever happens, no rank outlives its crew.
 """
 
@@ -55,7 +57,8 @@ def until(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -
 
 
 class Board:
-    """Facts that ranks and the test tell each other, by name. Files, so that it needs no network."""
+    """Facts that ranks and the test tell each other, by name. Files, so that it needs no
+    network."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,7 +95,9 @@ class Rank:
     def store(self, name: str = "store") -> dist.FileStore:
         return dist.FileStore(str(self.folder / name), self.size)
 
-    def init(self, backend: str = "mooncake", timeout: float = DEADLINE, name: str = "store") -> None:
+    def init(
+        self, backend: str = "mooncake", timeout: float = DEADLINE, name: str = "store"
+    ) -> None:
         dist.init_process_group(
             backend,
             store=self.store(name),
@@ -112,11 +117,12 @@ class Outcome:
     text: str = ""  # the traceback
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     def __init__(self, crew: Crew, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
         parts = [
-            f"---- rank {rank} of {crew.size} ----\n{outcome.text or outcome.message}{crew.log(rank)}"
+            f"---- rank {rank} of {crew.size} ----\n"
+            f"{outcome.text or outcome.message}\n{crew.log(rank)}"
             for rank, outcome in enumerate(outcomes)
             if outcome.error
         ]
@@ -126,7 +132,8 @@ class RanksFailed(AssertionError):
 class Crew:
     """Ranks that run what call() is given, until close().
 
-    env, rank_env: variables of all ranks, and of single ones by rank; other MOONCAKE_ variables are unset
+    env, rank_env: variables of all ranks, and of single ones by rank; other MOONCAKE_ variables
+    are unset
     namespaces: the network namespace that each rank lives in
     backend: None makes ranks that are in no process group
     """
@@ -157,7 +164,13 @@ class Crew:
                 namespace = namespaces[rank] if namespaces else None
                 process = _processes.Process(
                     target=_serve,
-                    args=(there, Rank(rank, size, self.folder), settings, namespace, self._log(rank)),
+                    args=(
+                        there,
+                        Rank(rank, size, self.folder),
+                        settings,
+                        namespace,
+                        self._log(rank),
+                    ),
                     daemon=True,
                 )
                 process.start()
@@ -181,8 +194,10 @@ class Crew:
 
     # ---- functions on all ranks
 
-    def call(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
-        """function(Rank, *args) on every rank; the results in rank order, or RanksFailed."""
+    def call(
+        self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE
+    ) -> list[Any]:
+        """function(Rank, *args) on every rank; the results in rank order, or RanksFailedError."""
         self.start(function, *args)
         return self.results(deadline)
 
@@ -195,11 +210,12 @@ class Crew:
                     raise
 
     def results(self, deadline: float = DEADLINE, dead: Sequence[int] = ()) -> list[Any]:
-        """Of what start() started. `dead`: ranks that the test ended; None stands for their result."""
+        """Of what start() started. `dead`: ranks that the test ended; None stands for their
+        result."""
         outcomes = self.outcomes(deadline, dead)
         if any(outcome.error for outcome in outcomes):
             self.broken = True
-            raise RanksFailed(self, outcomes)
+            raise RanksFailedError(self, outcomes)
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, deadline: float = DEADLINE, dead: Sequence[int] = ()) -> list[Outcome]:
@@ -303,10 +319,9 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def starting(
-    size: int, function: Callable[..., Any], *args: Any, **crew: Any
-) -> Iterator[Crew]:
-    """The same while the ranks run: the test kills, stops and tells them things, then asks for results()."""
+def starting(size: int, function: Callable[..., Any], *args: Any, **crew: Any) -> Iterator[Crew]:
+    """The same while the ranks run: the test kills, stops and tells them things, then asks for
+    results()."""
     ranks = Crew(size, **crew)
     try:
         ranks.start(function, *args)

@@ -28,7 +28,8 @@ class Host:
 
 
 class Hosts:
-    """`count` hosts with a link to each of `networks` networks. A context manager; names carry our pid,
+    """`count` hosts with a link to each of `networks` networks. A context manager; names carry
+    our pid,
     so that what a killed run leaves is found and removed by the next one."""
 
     def __init__(self, count: int, *, networks: int = 1, v4: bool = True, v6: bool = True) -> None:
@@ -51,7 +52,7 @@ class Hosts:
                 host = Host(
                     name,
                     tuple(f"10.77.{k}.{i + 1}" for k in range(networks)) if v4 else (),
-                    tuple(f"fd77:{k}::{i + 1}" for k in range(networks)) if v6 else (),
+                    tuple(f"fd77:{k + 1}::{i + 1}" for k in range(networks)) if v6 else (),
                 )
                 _batch(name, self._host_side(host, networks))
                 self.hosts.append(host)
@@ -69,7 +70,8 @@ class Hosts:
         return self.hosts[index]
 
     def spread(self, size: int) -> list[str]:
-        """The namespace of each of `size` ranks: neighbours share a host, the first host gets the odd one."""
+        """The namespace of each of `size` ranks: neighbours share a host, the first host gets
+        the odd one."""
         each = -(-size // len(self.hosts))
         return [self.hosts[rank // each].namespace for rank in range(size)]
 

@@ -44,6 +44,8 @@ def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tens
         return torch.from_numpy(random.integers(0, 2, count).astype(bool))
     if dtype in FLOATS:
         return torch.from_numpy(random.standard_normal(count)).to(dtype)
+    if count == 0:  # cannot be viewed as another type
+        return torch.empty(0, dtype=dtype)
     raw = random.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype)
 
@@ -92,8 +94,11 @@ class Placed:
             "column": (count, 3),
         }[layout]
         filler = 1 if dtype == torch.bool else 0x5A
-        self.base = torch.full((math.prod(shape) * dtype.itemsize,), filler, dtype=torch.uint8)
-        self.base = self.base.view(dtype).view(shape)
+        if math.prod(shape) == 0:
+            self.base = torch.empty(shape, dtype=dtype)
+        else:
+            raw = torch.full((math.prod(shape) * dtype.itemsize,), filler, dtype=torch.uint8)
+            self.base = raw.view(dtype).view(shape)
         self.view: torch.Tensor = {
             "plain": lambda b: b,
             "sliced": lambda b: b[5 : 5 + count],
@@ -116,6 +121,8 @@ class Placed:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     # One element or none counts as contiguous whatever its stride is, but cannot be viewed.
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -159,7 +166,8 @@ def exercise(
     layout: str = "plain",
     asynchronous: bool = False,
 ) -> str:
-    """Calls the verb with `count` elements per rank on every rank of the group, checks the result and that
+    """Calls the verb with `count` elements per rank on every rank of the group, checks the
+    result and that
     nothing else has changed. Returns a digest of the result, of the root's for reduce."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     what = f"{verb}({dtype}, {op}, {count} elements, {layout}) on rank {rank} of {size}"

@@ -1,4 +1,5 @@
-"""Asynchronous operations: they return at once, go on by themselves, tell futures, and hold no lock meanwhile."""
+"""Asynchronous operations: they return at once, go on by themselves, tell futures, and hold no
+lock meanwhile."""
 
 from __future__ import annotations
 
@@ -36,16 +37,23 @@ def calls(count):
         "broadcast": lambda: dist.broadcast(one.clone(), 0, async_op=True),
         "reduce": lambda: dist.reduce(one.clone(), 0, async_op=True),
         "all_gather": lambda: dist.all_gather([one.clone() for _ in range(n)], one, async_op=True),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(all_.clone(), one, async_op=True),
-        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(one.clone(), all_, async_op=True),
-        "all_to_all": lambda: dist.all_to_all([one.clone() for _ in range(n)], [one] * n, async_op=True),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(
+            all_.clone(), one, async_op=True
+        ),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(
+            one.clone(), all_, async_op=True
+        ),
+        "all_to_all": lambda: dist.all_to_all(
+            [one.clone() for _ in range(n)], [one] * n, async_op=True
+        ),
         "all_to_all_single": lambda: dist.all_to_all_single(all_.clone(), all_, async_op=True),
         "barrier": lambda: dist.barrier(async_op=True),
     }
 
 
 def returns_on_rank(me, name, count):
-    """The calls of rank 0 return while all peers sleep: they wake only when it says that it is through."""
+    """The calls of rank 0 return while all peers sleep: they wake only when it says that it is
+    through."""
     works = {}
     if me.rank == 0:
         for verb, call in calls(count).items():
@@ -128,9 +136,7 @@ def dropped_on_rank(me, count):
     """The caller forgets the work and the tensors: nothing may write into freed memory."""
     for _ in range(20):
         dist.all_reduce(torch.ones(count), async_op=True)
-        dist.all_gather_into_tensor(
-            torch.empty(me.size * count), torch.ones(count), async_op=True
-        )
+        dist.all_gather_into_tensor(torch.empty(me.size * count), torch.ones(count), async_op=True)
     oracle.exercise("all_reduce", count=count)
 
 
@@ -160,7 +166,8 @@ def timeout_on_rank(me, name, count):
 
 
 def gil_on_rank(me, name, what):
-    """While the main thread waits for the peers, another Python thread counts; only then do the peers come."""
+    """While the main thread waits for the peers, another Python thread counts; only then do the
+    peers come."""
     calls = {
         "call": lambda: dist.all_reduce(torch.ones(8)),
         "wait": lambda: dist.all_reduce(torch.ones(8), async_op=True).wait(),
@@ -205,7 +212,8 @@ def model_and_data(rank):
 
 
 def ddp_on_rank(me, accumulate):
-    """Gradients of several buckets against the mean over all ranks' data in one process; replicas agree."""
+    """Gradients of several buckets against the mean over all ranks' data in one process;
+    replicas agree."""
     model, inputs, targets = model_and_data(me.rank)
     if me.rank:  # DDP must hand out rank 0's weights
         for parameter in model.parameters():

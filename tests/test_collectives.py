@@ -12,7 +12,11 @@ from conftest import LAYOUTS, SMALL_EAGER
 SIZES = [1, 2, 3, 4, 5, 8]
 
 
-@pytest.fixture(params=[(layout, n) for layout in LAYOUTS for n in SIZES], ids=lambda p: f"{p[0]}-{p[1]}", scope="module")
+@pytest.fixture(
+    params=[(layout, n) for layout in LAYOUTS for n in SIZES],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+    scope="module",
+)
 def spec(request):
     return request.param
 
@@ -28,7 +32,8 @@ def layout(request):
 
 
 def around_the_switch(size):
-    """Counts of float32 per rank on both sides of what fits a slot, for a slot that holds one rank's data
+    """Counts of float32 per rank on both sides of what fits a slot, for a slot that holds one
+    rank's data
     (all_reduce), everybody's (reduce_scatter) or everybody's and a table (all_to_all)."""
     slot = SMALL_EAGER + 64 * size
     edges = [slot // 4, slot // 4 // size, (slot - 16 - 16 * size) // 4 // size]
@@ -145,7 +150,9 @@ def nan_on_rank(me, count):
             assert tensor[: me.size].isnan().all(), (dtype, op)
             assert (tensor[me.size + 1 :] == rest).all(), (dtype, op)
             assert tensor[me.size] == (-inf if op == dist.ReduceOp.MIN else rest)
-        tensor = torch.tensor([inf, inf if me.rank == 0 else -inf, nan if me.rank == 0 else 1.0], dtype=dtype)
+        tensor = torch.tensor(
+            [inf, inf if me.rank == 0 else -inf, nan if me.rank == 0 else 1.0], dtype=dtype
+        )
         dist.all_reduce(tensor)
         assert tensor[0] == inf
         assert tensor[1] == inf if me.size == 1 else tensor[1].isnan()
@@ -183,7 +190,8 @@ def order_on_rank(me, count):
 
 
 def half_on_rank(me, dtype, count):
-    """One rounding at the end: summed step by step in half precision, 1 would be lost beside 2**k each time."""
+    """One rounding at the end: summed step by step in half precision, 1 would be lost beside
+    2**k each time."""
     large = 2.0 ** (8 if dtype == torch.bfloat16 else 11)
     tensor = torch.full((count,), large if me.rank == 0 else 1.0, dtype=dtype)
     dist.all_reduce(tensor)
@@ -354,7 +362,9 @@ def test_beyond_2_gib(crews, name):
 
 def test_default_slot_size():
     """The switch where the code puts it by itself: 64 KiB."""
-    counts = [64 * 1024 // 4 // 2 + d for d in (-20, -1, 0, 1)] + [64 * 1024 // 4 + d for d in (-1, 0, 1)]
+    counts = [64 * 1024 // 4 // 2 + d for d in (-20, -1, 0, 1)] + [
+        64 * 1024 // 4 + d for d in (-1, 0, 1)
+    ]
     with harness.Crew(2) as crew:
         for verb in oracle.VERBS:
             crew.call(sizes_on_rank, verb, counts)

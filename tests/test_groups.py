@@ -1,4 +1,5 @@
-"""Groups: subsets, overlaps, many at once, life and death of groups, stores, other backends beside ours."""
+"""Groups: subsets, overlaps, many at once, life and death of groups, stores, other backends
+beside ours."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def subsets_on_rank(me):
 
 
 def overlapping_on_rank(me, count):
-    """Every rank calls the groups' operations in an order of its own; nothing may wait for another group."""
+    """Every rank calls the groups' operations in an order of its own; nothing may wait for
+    another group."""
     drawn = random.Random(3)
     lists = [sorted(drawn.sample(range(me.size), drawn.randint(2, me.size))) for _ in range(count)]
     groups = [(members, dist.new_group(members)) for members in lists]
@@ -71,7 +73,9 @@ def overlapping_on_rank(me, count):
         under_way = []
         for i, members, group in mine:
             tensor = torch.full(([4, 15_000][i % 2],), float(i + 1 + me.rank))
-            under_way.append((dist.all_reduce(tensor, group=group, async_op=True), tensor, i, members))
+            under_way.append(
+                (dist.all_reduce(tensor, group=group, async_op=True), tensor, i, members)
+            )
         order.shuffle(under_way)
         for work, tensor, i, members in under_way:
             work.wait()
@@ -114,12 +118,14 @@ def reinit_on_rank(me):
             use(group, turn)
         dist.destroy_process_group()
         assert not dist.is_initialized()
+        del group  # whoever holds a group holds its engine
     threads = {t.read_text().strip() for t in Path("/proc/self/task").glob("*/comm")}
     assert not {name for name in threads if name.startswith("mooncake")}, threads
 
 
 def leaks_on_rank(me):
     """Groups that come and go leave no descriptor and no mapping behind."""
+
     def held():
         return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:")
 
@@ -182,7 +188,9 @@ def tcp_store_on_rank(me, port, what):
         "mooncake", store=store, rank=me.rank, world_size=me.size, timeout=timedelta(seconds=60)
     )
     use(None)
-    use(dist.new_group([0, me.size - 1])) if me.rank in (0, me.size - 1) else dist.new_group([0, me.size - 1])
+    use(dist.new_group([0, me.size - 1])) if me.rank in (0, me.size - 1) else dist.new_group(
+        [0, me.size - 1]
+    )
     if what == "gone":
         me.board.set(f"up-{me.rank}")
         me.board.wait("gone")
@@ -294,7 +302,10 @@ def threads_on_rank(me, size, transports):
                 oracle.same(tensor, oracle.reduced("SUM", parts), f"count {count}")
             to, source = (r + 1) % size, (r - 1) % size
             got = torch.zeros(30_000)
-            works = [backend.recv([got], source, 1), backend.send([torch.full((30_000,), float(r))], to, 1)]
+            works = [
+                backend.recv([got], source, 1),
+                backend.send([torch.full((30_000,), float(r))], to, 1),
+            ]
             for work in works:
                 work.wait()
             assert (got == source).all()

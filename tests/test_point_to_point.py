@@ -23,7 +23,8 @@ def layout(request):
 
 @pytest.fixture
 def crew(layout, crews):
-    """Ranks 0 and 1 share a host in every layout with shared memory; 2 is the other one of `mixed`."""
+    """Ranks 0 and 1 share a host in every layout with shared memory; 2 is the other one of
+    `mixed`."""
     return crews.get(layout, 3)
 
 
@@ -89,7 +90,8 @@ def many_on_rank(me, count):
 
 
 def both_ways_on_rank(me, size):
-    """Blocking sends in both directions at once would hang on a wire that has no room, so send first, all of us,
+    """Blocking sends in both directions at once would hang on a wire that has no room, so send
+    first, all of us,
     without waiting."""
     peer = {0: 1, 1: 0}.get(me.rank)
     if peer is None:
@@ -195,11 +197,14 @@ def strided_on_rank(me, count):
         works = [dist.irecv(polled.view, source), dist.isend(given.view, to)]
         for one in works:
             until(one.is_completed, "the message")
-        polled.check(oracle.contents(source, 0, count, torch.float32), f"a polled receive into {layout}")
+        polled.check(
+            oracle.contents(source, 0, count, torch.float32), f"a polled receive into {layout}"
+        )
 
 
 def without_wait_on_rank(me, name, size):
-    """Both sides only look, or do not even do that: the peer's message must get through all the same."""
+    """Both sides only look, or do not even do that: the peer's message must get through all the
+    same."""
     if me.rank == 0:
         works = [dist.isend(message(i, size), 1) for i in range(20)]
         until(lambda: all(work.is_completed() for work in works), "the sends")

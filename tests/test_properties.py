@@ -1,4 +1,5 @@
-"""Random programs of collectives against the model. HYPOTHESIS_PROFILE=long for 10,000 per layout."""
+"""Random programs of collectives against the model. HYPOTHESIS_PROFILE=long for 10,000 per
+layout."""
 
 from __future__ import annotations
 
@@ -70,7 +71,13 @@ def test_programs(layout, crews, program):
     crew = crews.get(layout, SIZE)
     digests = crew.call(run_on_rank, size, steps)[:size]
     for i, step in enumerate(steps):
-        if step["verb"] in ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"):
+        if step["verb"] in (
+            "all_reduce",
+            "reduce",
+            "broadcast",
+            "all_gather",
+            "all_gather_into_tensor",
+        ):
             assert len({found[i] for found in digests}) == 1, step
 
 

@@ -1,9 +1,9 @@
 #include "backend/c10d_store.h"
 
+#include <algorithm>
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-
-#include <algorithm>
 
 namespace mooncake {
 namespace {
@@ -20,8 +20,6 @@ auto guarded(const char* what, Deadline deadline, Call&& call) -> decltype(call(
     return Error{code, std::string("the c10d store failed to ") + what + ": " + text};
   }
 }
-
-
 
 }  // namespace
 
@@ -54,12 +52,14 @@ Result<std::vector<Bytes>> C10dStore::get(const std::vector<std::string>& keys, 
 }
 
 Result<bool> C10dStore::present(const std::string& key) {
-  return guarded("look for a key", Deadline::after(std::chrono::hours(1)), [&]() -> Result<bool> { return store_->check({key}); });
+  return guarded("look for a key", Deadline::after(std::chrono::hours(1)),
+                 [&]() -> Result<bool> { return store_->check({key}); });
 }
 
 std::string rendezvousHost(const c10::intrusive_ptr<c10d::Store>& store) {
   c10::intrusive_ptr<c10d::Store> inner = store;
-  while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(inner.get())) inner = prefix->getUnderlyingStore();
+  while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(inner.get()))
+    inner = prefix->getUnderlyingStore();
   const auto* tcp = dynamic_cast<c10d::TCPStore*>(inner.get());
   return tcp ? tcp->getHost() : std::string();
 }

@@ -19,8 +19,8 @@ class C10dStore : public Store {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-// The host that the ranks meet at, when the store has one (TCPStore, also behind prefixes): the address of ours that
-// leads there is the one that peers can reach. Empty otherwise.
+// The host that the ranks meet at, when the store has one (TCPStore, also behind prefixes): the
+// address of ours that leads there is the one that peers can reach. Empty otherwise.
 std::string rendezvousHost(const c10::intrusive_ptr<c10d::Store>& store);
 
 }  // namespace mooncake

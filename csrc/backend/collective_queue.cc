@@ -42,7 +42,8 @@ void CollectiveQueue::runFront(std::unique_lock<std::mutex>& lock) {
   running_ = true;
   lock.unlock();
   item.work->finish(item.run(), *completions_);
-  // The last references to tensors may die with the item, and their Python halves need Python's lock.
+  // The last references to tensors may die with the item, and their Python halves need Python's
+  // lock.
   completions_->post([item = std::make_shared<Item>(std::move(item))] {});
   lock.lock();
   running_ = false;

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
-
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -9,20 +7,23 @@
 #include <mutex>
 #include <thread>
 
+#include <c10/util/intrusive_ptr.h>
+
 #include "backend/collective_work.h"
 #include "backend/completions.h"
 #include "base/deadline.h"
 
 namespace mooncake {
 
-// Runs the collectives of one group one after the other, in the order of the calls: on the caller's thread when it
-// is going to wait anyway, else on a thread of the group (started by its first asynchronous call), or on the
-// thread of somebody who waits.
+// Runs the collectives of one group one after the other, in the order of the calls: on the caller's
+// thread when it is going to wait anyway, else on a thread of the group (started by its first
+// asynchronous call), or on the thread of somebody who waits.
 class CollectiveQueue {
  public:
   using Run = std::function<Status()>;
 
-  explicit CollectiveQueue(std::shared_ptr<Completions> completions) : completions_(std::move(completions)) {}
+  explicit CollectiveQueue(std::shared_ptr<Completions> completions)
+      : completions_(std::move(completions)) {}
   ~CollectiveQueue();  // runs what is left: abort the group first to make that quick
 
   template <typename R>
@@ -48,7 +49,7 @@ class CollectiveQueue {
     Run run;
   };
 
-  bool tryBegin();      // true: nothing runs and nothing waits, the caller runs
+  bool tryBegin();  // true: nothing runs and nothing waits, the caller runs
   void finishedOne();
   void enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run);
   void runFront(std::unique_lock<std::mutex>& lock);

@@ -17,9 +17,10 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     if (timeout <= kNoTimeout) {
       queue_->help(*this);
     } else if (!queue_->await(*this, Deadline::after(timeout))) {
-      throwError({ErrorCode::kTimeout, c10d::opTypeToString(opType_) + " #" + std::to_string(number_) +
-                                           " on rank " + std::to_string(rank_) + " is not done after the " +
-                                           std::to_string(timeout.count()) + " ms that wait() was given; it goes on"});
+      throwError({ErrorCode::kTimeout,
+                  c10d::opTypeToString(opType_) + " #" + std::to_string(number_) + " on rank " +
+                      std::to_string(rank_) + " is not done after the " +
+                      std::to_string(timeout.count()) + " ms that wait() was given; it goes on"});
     }
   }
   throwIfError(status_);
@@ -35,19 +36,23 @@ void CollectiveWork::finish(Status status, Completions& completions) {
     finished_.store(true, std::memory_order_release);
     future = future_;
   }
-  if (future) completions.post([future, outputs = outputs_, status = status_] { mark(*future, outputs, status); });
+  if (future)
+    completions.post(
+        [future, outputs = outputs_, status = status_] { mark(*future, outputs, status); });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   std::lock_guard lock(futureMutex_);
   if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (finished()) mark(*future_, outputs_, status_);
   }
   return future_;
 }
 
-void CollectiveWork::mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs, const Status& status) {
+void CollectiveWork::mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
+                          const Status& status) {
   if (status.ok()) {
     future.markCompleted(c10::IValue(outputs));
   } else {

@@ -1,13 +1,12 @@
 #pragma once
 
-#include <ATen/core/ivalue.h>
-
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <atomic>
 #include <functional>
 #include <mutex>
 #include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/result.h"
 
@@ -19,14 +18,15 @@ class Completions;
 // A collective that was called: done or not, and how it ended.
 class CollectiveWork : public c10d::Work {
  public:
-  CollectiveWork(int rank, c10d::OpType type, uint64_t number, CollectiveQueue* queue, std::vector<at::Tensor> outputs)
+  CollectiveWork(int rank, c10d::OpType type, uint64_t number, CollectiveQueue* queue,
+                 std::vector<at::Tensor> outputs)
       : Work(rank, type), number_(number), queue_(queue), outputs_(std::move(outputs)) {}
 
   bool isCompleted() override { return finished(); }
   bool isSuccess() const override { return finished() && status_.ok(); }
   std::exception_ptr exception() const override;
-  // Ends when the operation has; helps it along when nobody does. With a timeout of its own it only waits, and
-  // raises when the operation takes longer, which goes on.
+  // Ends when the operation has; helps it along when nobody does. With a timeout of its own it only
+  // waits, and raises when the operation takes longer, which goes on.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -37,7 +37,8 @@ class CollectiveWork : public c10d::Work {
   void finish(Status status, Completions& completions);
 
  private:
-  static void mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs, const Status& status);
+  static void mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
+                   const Status& status);
 
   const uint64_t number_;
   CollectiveQueue* const queue_;  // null: was already finished when it was made

@@ -1,9 +1,8 @@
 #include "backend/completions.h"
 
-#include <pthread.h>
-
 #include <condition_variable>
 #include <mutex>
+#include <pthread.h>
 #include <utility>
 #include <vector>
 

@@ -6,8 +6,8 @@
 
 namespace mooncake {
 
-// The thread that may wait for Python's lock: it marks futures, runs their callbacks and drops tensors, whose
-// Python halves need that lock too. Nobody else of ours ever does.
+// The thread that may wait for Python's lock: it marks futures, runs their callbacks and drops
+// tensors, whose Python halves need that lock too. Nobody else of ours ever does.
 class Completions {
  public:
   Completions();

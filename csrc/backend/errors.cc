@@ -6,9 +6,12 @@ namespace mooncake {
 
 void throwError(const Error& error) {
   switch (error.code) {
-    case ErrorCode::kInvalidArgument: C10_THROW_ERROR(ValueError, error.message);
-    case ErrorCode::kUnsupported: C10_THROW_ERROR(NotImplementedError, error.message);
-    default: C10_THROW_ERROR(DistBackendError, error.message);
+    case ErrorCode::kInvalidArgument:
+      C10_THROW_ERROR(ValueError, error.message);
+    case ErrorCode::kUnsupported:
+      C10_THROW_ERROR(NotImplementedError, error.message);
+    default:
+      C10_THROW_ERROR(DistBackendError, error.message);
   }
 }
 

@@ -6,8 +6,9 @@
 
 namespace mooncake {
 
-// The border: what torch and Python see of an error of the core. kInvalidArgument becomes ValueError,
-// kUnsupported NotImplementedError, everything else torch.distributed.DistBackendError (a RuntimeError).
+// The border: what torch and Python see of an error of the core. kInvalidArgument becomes
+// ValueError, kUnsupported NotImplementedError, everything else torch.distributed.DistBackendError
+// (a RuntimeError).
 [[noreturn]] void throwError(const Error& error);
 void throwIfError(const Status& status);
 std::exception_ptr toException(const Error& error);

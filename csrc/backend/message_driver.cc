@@ -1,14 +1,13 @@
 #include "backend/message_driver.h"
 
-#include <pthread.h>
-
 #include <algorithm>
+#include <pthread.h>
 
 namespace mooncake {
 namespace {
 
-// How often the thread looks while somebody who waits drives the messages, and how long it sleeps at the doorbell
-// before it looks for deadlines and for the end of its own work.
+// How often the thread looks while somebody who waits drives the messages, and how long it sleeps
+// at the doorbell before it looks for deadlines and for the end of its own work.
 constexpr auto kLookBesideWaiter = std::chrono::milliseconds(10);
 constexpr auto kLookAlone = std::chrono::milliseconds(50);
 // A blocking receive is over before this; only what lasts longer is worth a thread.
@@ -53,7 +52,8 @@ void MessageDriver::whenFinished(std::shared_ptr<Message> message, std::function
 
 // With the lock.
 void MessageDriver::notifyFinished() {
-  const auto finished = std::partition(waiting_.begin(), waiting_.end(), [](const auto& w) { return !w.first->finished(); });
+  const auto finished = std::partition(waiting_.begin(), waiting_.end(),
+                                       [](const auto& w) { return !w.first->finished(); });
   for (auto it = finished; it != waiting_.end(); ++it) completions_->post(std::move(it->second));
   waiting_.erase(finished, waiting_.end());
 }
@@ -62,7 +62,8 @@ void MessageDriver::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return stopping_ || pending_; });
-    // Stays awake for a while after the last message, so that a series of them does not wake it one by one.
+    // Stays awake for a while after the last message, so that a series of them does not wake it one
+    // by one.
     changed_.wait_for(lock, kGrace, [&] { return stopping_; });
     while (!stopping_ && pending_) {
       lock.unlock();

@@ -14,8 +14,8 @@
 
 namespace mooncake {
 
-// Moves messages on while nobody waits for them. Whoever waits does it better, so the thread only looks now and
-// then while somebody does, and sleeps for good while nothing is under way.
+// Moves messages on while nobody waits for them. Whoever waits does it better, so the thread only
+// looks now and then while somebody does, and sleeps for good while nothing is under way.
 class MessageDriver {
  public:
   MessageDriver(Group& group, std::shared_ptr<Completions> completions);

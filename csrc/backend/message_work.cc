@@ -10,7 +10,11 @@ namespace mooncake {
 
 MessageWork::MessageWork(int rank, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
                          std::shared_ptr<Message> message, at::Tensor tensor, Flat flat)
-    : Work(rank, type), driver_(std::move(driver)), message_(std::move(message)), tensor_(std::move(tensor)), flat_(std::move(flat)) {}
+    : Work(rank, type),
+      driver_(std::move(driver)),
+      message_(std::move(message)),
+      tensor_(std::move(tensor)),
+      flat_(std::move(flat)) {}
 
 bool MessageWork::isCompleted() {
   if (!message_->finished()) driver_->messages().progress();
@@ -20,14 +24,16 @@ bool MessageWork::isCompleted() {
 }
 
 std::exception_ptr MessageWork::exception() const {
-  return message_->finished() && !message_->status().ok() ? toException(message_->status().error()) : nullptr;
+  return message_->finished() && !message_->status().ok() ? toException(message_->status().error())
+                                                          : nullptr;
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout <= kNoTimeout ? message_->deadline() : Deadline::after(timeout);
   if (!driver_->messages().wait(*message_, deadline)) {
-    throwError({ErrorCode::kTimeout, c10d::opTypeToString(opType_) + " on rank " + std::to_string(rank_) +
-                                         " is not done after the " + std::to_string(timeout.count()) +
+    throwError({ErrorCode::kTimeout, c10d::opTypeToString(opType_) + " on rank " +
+                                         std::to_string(rank_) + " is not done after the " +
+                                         std::to_string(timeout.count()) +
                                          " ms that wait() was given; it goes on"});
   }
   throwIfError(message_->status());
@@ -36,12 +42,14 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
 }
 
 int MessageWork::sourceRank() const {
-  TORCH_CHECK(opType_ == c10d::OpType::RECVANYSOURCE || opType_ == c10d::OpType::RECV, "only a receive has a source");
+  TORCH_CHECK(opType_ == c10d::OpType::RECVANYSOURCE || opType_ == c10d::OpType::RECV,
+              "only a receive has a source");
   return message_->peer();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   // The driver keeps this work until its message is finished.
   auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
   driver_->whenFinished(message_, [future, self] {

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <memory>
 #include <vector>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "backend/tensors.h"
 #include "collectives/point_to_point.h"
@@ -17,8 +17,8 @@ class MessageDriver;
 class MessageWork : public c10d::Work {
  public:
   // `flat` holds the message's bytes.
-  MessageWork(int rank, c10d::OpType type, std::shared_ptr<MessageDriver> driver, std::shared_ptr<Message> message,
-              at::Tensor tensor, Flat flat);
+  MessageWork(int rank, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
+              std::shared_ptr<Message> message, at::Tensor tensor, Flat flat);
 
   bool isCompleted() override;
   bool isSuccess() const override { return message_->finished() && message_->status().ok(); }

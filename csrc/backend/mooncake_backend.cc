@@ -11,7 +11,9 @@
 namespace mooncake {
 namespace {
 
-[[noreturn]] void refuse(const std::string& message) { throwError({ErrorCode::kInvalidArgument, message}); }
+[[noreturn]] void refuse(const std::string& message) {
+  throwError({ErrorCode::kInvalidArgument, message});
+}
 
 template <typename T>
 T orThrow(Result<T> result) {
@@ -21,13 +23,19 @@ T orThrow(Result<T> result) {
 
 ReduceKind kindOf(const c10d::ReduceOp& op) {
   switch (op.op_) {
-    case c10d::ReduceOp::SUM: return ReduceKind::kSum;
-    case c10d::ReduceOp::AVG: return ReduceKind::kAvg;
-    case c10d::ReduceOp::PRODUCT: return ReduceKind::kProduct;
-    case c10d::ReduceOp::MIN: return ReduceKind::kMin;
-    case c10d::ReduceOp::MAX: return ReduceKind::kMax;
+    case c10d::ReduceOp::SUM:
+      return ReduceKind::kSum;
+    case c10d::ReduceOp::AVG:
+      return ReduceKind::kAvg;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceKind::kProduct;
+    case c10d::ReduceOp::MIN:
+      return ReduceKind::kMin;
+    case c10d::ReduceOp::MAX:
+      return ReduceKind::kMax;
     default:
-      throwError({ErrorCode::kUnsupported, "the mooncake backend reduces with SUM, AVG, PRODUCT, MIN and MAX only"});
+      throwError({ErrorCode::kUnsupported,
+                  "the mooncake backend reduces with SUM, AVG, PRODUCT, MIN and MAX only"});
   }
 }
 
@@ -39,32 +47,39 @@ Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op) {
 
 void checkSameType(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type()) {
-    refuse(std::string("input and output differ in type: ") + at::toString(b.scalar_type()) + " and " + at::toString(a.scalar_type()));
+    refuse(std::string("input and output differ in type: ") + at::toString(b.scalar_type()) +
+           " and " + at::toString(a.scalar_type()));
   }
 }
 
 std::string sizesOf(const at::Tensor& tensor) { return c10::str(tensor.sizes()); }
 
-// The elements that go to or come from each rank, by the splits of the first dimension (equal ones when none given).
-std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size, const char* what) {
+// The elements that go to or come from each rank, by the splits of the first dimension (equal ones
+// when none given).
+std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector<int64_t>& splits,
+                                     int size, const char* what) {
   const int64_t rows = tensor.dim() ? tensor.size(0) : 0;
   if (splits.empty()) {
     if (tensor.dim() == 0 || rows % size != 0) {
-      refuse(std::string("all_to_all_single: the first dimension of the ") + what + " " + sizesOf(tensor) +
-             " cannot be divided by the group's size " + std::to_string(size));
+      refuse(std::string("all_to_all_single: the first dimension of the ") + what + " " +
+             sizesOf(tensor) + " cannot be divided by the group's size " + std::to_string(size));
     }
     return std::vector<int64_t>(size, tensor.numel() / size);
   }
   if (splits.size() != size_t(size)) {
-    refuse(std::string("all_to_all_single: ") + std::to_string(splits.size()) + " " + what + " splits for a group of " + std::to_string(size));
+    refuse(std::string("all_to_all_single: ") + std::to_string(splits.size()) + " " + what +
+           " splits for a group of " + std::to_string(size));
   }
   int64_t sum = 0;
   for (const int64_t split : splits) {
-    if (split < 0) refuse(std::string("all_to_all_single: a negative ") + what + " split: " + std::to_string(split));
+    if (split < 0)
+      refuse(std::string("all_to_all_single: a negative ") + what +
+             " split: " + std::to_string(split));
     sum += split;
   }
   if (sum != rows) {
-    refuse(std::string("all_to_all_single: the ") + what + " splits add up to " + std::to_string(sum) + ", the first dimension is " + std::to_string(rows));
+    refuse(std::string("all_to_all_single: the ") + what + " splits add up to " +
+           std::to_string(sum) + ", the first dimension is " + std::to_string(rows));
   }
   const int64_t row = rows ? tensor.numel() / rows : 0;
   std::vector<int64_t> elements;
@@ -114,7 +129,8 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     engine_ = orThrow(Engine::create(std::move(engineOptions)));
     completions_ = std::make_shared<Completions>();
   }
-  GroupOptions groupOptions{.name = options_.groupName, .rank = rank, .size = size, .globalRanks = options_.globalRanks};
+  GroupOptions groupOptions{
+      .name = options_.groupName, .rank = rank, .size = size, .globalRanks = options_.globalRanks};
   group_ = orThrow(Group::create(engine_, shared, std::move(groupOptions), init));
   messages_ = std::make_shared<MessageDriver>(*group_, completions_);
   queue_ = std::make_unique<CollectiveQueue>(completions_);
@@ -151,7 +167,8 @@ void MooncakeBackend::abort() {
 }
 
 std::string MooncakeBackend::transportTo(int rank) const {
-  if (rank < 0 || rank >= size_) refuse("rank " + std::to_string(rank) + " is not in a group of " + std::to_string(size_));
+  if (rank < 0 || rank >= size_)
+    refuse("rank " + std::to_string(rank) + " is not in a group of " + std::to_string(size_));
   return group_->window().transportName(rank);
 }
 
@@ -159,122 +176,151 @@ std::chrono::milliseconds MooncakeBackend::effective(std::chrono::milliseconds t
   return timeout == c10d::kUnsetTimeout ? options_.timeout : timeout;
 }
 
-Deadline MooncakeBackend::deadline(std::chrono::milliseconds timeout) const { return Deadline::after(effective(timeout)); }
+Deadline MooncakeBackend::deadline(std::chrono::milliseconds timeout) const {
+  return Deadline::after(effective(timeout));
+}
 
 int MooncakeBackend::root(int64_t root, int64_t rootTensor) const {
-  if (root < 0 || root >= size_) refuse("root " + std::to_string(root) + " is not in a group of " + std::to_string(size_));
-  if (rootTensor != 0) refuse("root tensor " + std::to_string(rootTensor) + ": each rank has one tensor, number 0");
+  if (root < 0 || root >= size_)
+    refuse("root " + std::to_string(root) + " is not in a group of " + std::to_string(size_));
+  if (rootTensor != 0)
+    refuse("root tensor " + std::to_string(rootTensor) + ": each rank has one tensor, number 0");
   return static_cast<int>(root);
 }
 
-const at::Tensor& MooncakeBackend::only(const std::vector<at::Tensor>& tensors, const char* operation) const {
+const at::Tensor& MooncakeBackend::only(const std::vector<at::Tensor>& tensors,
+                                        const char* operation) const {
   if (tensors.size() != 1) {
-    refuse(std::string(operation) + " takes one tensor per rank, not " + std::to_string(tensors.size()));
+    refuse(std::string(operation) + " takes one tensor per rank, not " +
+           std::to_string(tensors.size()));
   }
   throwIfError(checkTensor(tensors[0], operation));
   return tensors[0];
 }
 
 template <typename Run>
-MooncakeBackend::WorkPtr MooncakeBackend::submit(c10d::OpType type, std::vector<at::Tensor> outputs, bool async, Run&& run) {
-  auto work = c10::make_intrusive<CollectiveWork>(rank_, type, ++sequence_, queue_.get(), std::move(outputs));
+MooncakeBackend::WorkPtr MooncakeBackend::submit(c10d::OpType type, std::vector<at::Tensor> outputs,
+                                                 bool async, Run&& run) {
+  auto work = c10::make_intrusive<CollectiveWork>(rank_, type, ++sequence_, queue_.get(),
+                                                  std::move(outputs));
   queue_->submit(work, async, std::forward<Run>(run));
   return work;
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) {
+MooncakeBackend::WorkPtr MooncakeBackend::allreduce(std::vector<at::Tensor>& tensors,
+                                                    const c10d::AllreduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "all_reduce");
   return submit(c10d::OpType::ALLREDUCE, tensors, opts.asyncOp,
-                [this, flat = Flat(tensor), reduction = reductionOf(tensor, opts.reduceOp), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::allreduce(*group_, flat.bytes(), reduction, Deadline::after(timeout));
+                [this, flat = Flat(tensor), reduction = reductionOf(tensor, opts.reduceOp),
+                 timeout = effective(opts.timeout)] {
+                  Status status = mooncake::allreduce(*group_, flat.bytes(), reduction,
+                                                      Deadline::after(timeout));
                   if (status.ok()) flat.give();
                   return status;
                 });
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) {
+MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& tensors,
+                                                    const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = only(tensors, "broadcast");
   return submit(c10d::OpType::BROADCAST, tensors, opts.asyncOp,
-                [this, flat = Flat(tensor), dtype = orThrow(dtypeOf(tensor)), from = root(opts.rootRank, opts.rootTensor),
-                 timeout = effective(opts.timeout)] {
-                  Status status = mooncake::broadcast(*group_, flat.bytes(), dtype, from, Deadline::after(timeout));
+                [this, flat = Flat(tensor), dtype = orThrow(dtypeOf(tensor)),
+                 from = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
+                  Status status = mooncake::broadcast(*group_, flat.bytes(), dtype, from,
+                                                      Deadline::after(timeout));
                   if (status.ok() && from != rank_) flat.give();
                   return status;
                 });
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) {
+MooncakeBackend::WorkPtr MooncakeBackend::reduce(std::vector<at::Tensor>& tensors,
+                                                 const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "reduce");
   return submit(c10d::OpType::REDUCE, tensors, opts.asyncOp,
                 [this, flat = Flat(tensor), reduction = reductionOf(tensor, opts.reduceOp),
                  to = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::reduce(*group_, flat.bytes(), reduction, to, Deadline::after(timeout));
+                  Status status = mooncake::reduce(*group_, flat.bytes(), reduction, to,
+                                                   Deadline::after(timeout));
                   if (status.ok() && to == rank_) flat.give();
                   return status;
                 });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                                    std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& opts) {
+                                                    std::vector<at::Tensor>& inputs,
+                                                    const c10d::AllgatherOptions& opts) {
   const at::Tensor& input = only(inputs, "all_gather");
   if (outputs.size() != 1 || outputs[0].size() != size_t(size_)) {
-    refuse("all_gather needs one output tensor for each of the " + std::to_string(size_) + " ranks, not " +
-           std::to_string(outputs.empty() ? 0 : outputs[0].size()));
+    refuse("all_gather needs one output tensor for each of the " + std::to_string(size_) +
+           " ranks, not " + std::to_string(outputs.empty() ? 0 : outputs[0].size()));
   }
   for (const at::Tensor& output : outputs[0]) {
     throwIfError(checkTensor(output, "an output of all_gather"));
     checkSameType(output, input);
     if (output.numel() != input.numel()) {
-      refuse("all_gather: an output has the shape " + sizesOf(output) + ", the input " + sizesOf(input));
+      refuse("all_gather: an output has the shape " + sizesOf(output) + ", the input " +
+             sizesOf(input));
     }
   }
   return submit(c10d::OpType::ALLGATHER, outputs[0], opts.asyncOp,
-                [this, in = Flat(input), out = flatten(outputs[0]), dtype = orThrow(dtypeOf(input)), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::allgather(*group_, in.bytes(), spansOf(out), dtype, Deadline::after(timeout));
+                [this, in = Flat(input), out = flatten(outputs[0]), dtype = orThrow(dtypeOf(input)),
+                 timeout = effective(opts.timeout)] {
+                  Status status = mooncake::allgather(*group_, in.bytes(), spansOf(out), dtype,
+                                                      Deadline::after(timeout));
                   give(status, out);
                   return status;
                 });
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
+MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                          const c10d::AllgatherOptions& opts) {
   throwIfError(checkTensor(output, "the output of all_gather_into_tensor"));
   throwIfError(checkTensor(input, "the input of all_gather_into_tensor"));
   checkSameType(output, input);
   if (output.numel() != input.numel() * size_) {
-    refuse("all_gather_into_tensor: the output " + sizesOf(output) + " must hold " + std::to_string(size_) + " times the input " + sizesOf(input));
+    refuse("all_gather_into_tensor: the output " + sizesOf(output) + " must hold " +
+           std::to_string(size_) + " times the input " + sizesOf(input));
   }
   return submit(c10d::OpType::_ALLGATHER_BASE, {output}, opts.asyncOp,
-                [this, in = Flat(input), out = Flat(output), dtype = orThrow(dtypeOf(input)), timeout = effective(opts.timeout)] {
+                [this, in = Flat(input), out = Flat(output), dtype = orThrow(dtypeOf(input)),
+                 timeout = effective(opts.timeout)] {
                   const size_t each = in.bytes().size();
                   std::vector<Span> parts;
-                  for (int r = 0; r < size_; ++r) parts.push_back(out.bytes().subspan(size_t(r) * each, each));
-                  Status status = mooncake::allgather(*group_, in.bytes(), parts, dtype, Deadline::after(timeout));
+                  for (int r = 0; r < size_; ++r)
+                    parts.push_back(out.bytes().subspan(size_t(r) * each, each));
+                  Status status = mooncake::allgather(*group_, in.bytes(), parts, dtype,
+                                                      Deadline::after(timeout));
                   if (status.ok()) out.give();
                   return status;
                 });
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                               const c10d::ReduceScatterOptions& opts) {
+MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
   throwIfError(checkTensor(output, "the output of reduce_scatter_tensor"));
   throwIfError(checkTensor(input, "the input of reduce_scatter_tensor"));
   checkSameType(output, input);
   if (input.numel() != output.numel() * size_) {
-    refuse("reduce_scatter_tensor: the input " + sizesOf(input) + " must hold " + std::to_string(size_) + " times the output " + sizesOf(output));
+    refuse("reduce_scatter_tensor: the input " + sizesOf(input) + " must hold " +
+           std::to_string(size_) + " times the output " + sizesOf(output));
   }
   return submit(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, opts.asyncOp,
-                [this, in = Flat(input), out = Flat(output), reduction = reductionOf(input, opts.reduceOp), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(), reduction, Deadline::after(timeout));
+                [this, in = Flat(input), out = Flat(output),
+                 reduction = reductionOf(input, opts.reduceOp), timeout = effective(opts.timeout)] {
+                  Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(),
+                                                          reduction, Deadline::after(timeout));
                   if (status.ok()) out.give();
                   return status;
                 });
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outputs,
+                                                   std::vector<at::Tensor>& inputs,
                                                    const c10d::AllToAllOptions& opts) {
   if (inputs.size() != size_t(size_) || outputs.size() != size_t(size_)) {
-    refuse("all_to_all needs one input and one output for each of the " + std::to_string(size_) + " ranks, not " +
-           std::to_string(inputs.size()) + " and " + std::to_string(outputs.size()));
+    refuse("all_to_all needs one input and one output for each of the " + std::to_string(size_) +
+           " ranks, not " + std::to_string(inputs.size()) + " and " +
+           std::to_string(outputs.size()));
   }
   for (int r = 0; r < size_; ++r) {
     throwIfError(checkTensor(inputs[r], "an input of all_to_all"));
@@ -283,60 +329,75 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outp
     checkSameType(outputs[r], inputs[0]);
   }
   return submit(c10d::OpType::ALLTOALL, outputs, opts.asyncOp,
-                [this, in = flatten(inputs), out = flatten(outputs), dtype = orThrow(dtypeOf(inputs[0])), timeout = effective(opts.timeout)] {
+                [this, in = flatten(inputs), out = flatten(outputs),
+                 dtype = orThrow(dtypeOf(inputs[0])), timeout = effective(opts.timeout)] {
                   const std::vector<Span> from = spansOf(in);
-                  Status status = mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()), spansOf(out),
-                                                     dtype, Deadline::after(timeout));
+                  Status status =
+                      mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
+                                         spansOf(out), dtype, Deadline::after(timeout));
                   give(status, out);
                   return status;
                 });
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& outputSplits,
-                                                        std::vector<int64_t>& inputSplits, const c10d::AllToAllOptions& opts) {
+MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                        std::vector<int64_t>& outputSplits,
+                                                        std::vector<int64_t>& inputSplits,
+                                                        const c10d::AllToAllOptions& opts) {
   throwIfError(checkTensor(output, "the output of all_to_all_single"));
   throwIfError(checkTensor(input, "the input of all_to_all_single"));
   checkSameType(output, input);
   auto sends = elementsPerRank(input, inputSplits, size_, "input");
   auto receives = elementsPerRank(output, outputSplits, size_, "output");
   return submit(c10d::OpType::ALLTOALL_BASE, {output}, opts.asyncOp,
-                [this, in = Flat(input), out = Flat(output), sends = std::move(sends), receives = std::move(receives),
-                 dtype = orThrow(dtypeOf(input)), timeout = effective(opts.timeout)] {
+                [this, in = Flat(input), out = Flat(output), sends = std::move(sends),
+                 receives = std::move(receives), dtype = orThrow(dtypeOf(input)),
+                 timeout = effective(opts.timeout)] {
                   const std::vector<Span> from = cut(in.bytes(), sends, dtypeSize(dtype));
-                  Status status = mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
-                                                     cut(out.bytes(), receives, dtypeSize(dtype)), dtype, Deadline::after(timeout));
+                  Status status =
+                      mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
+                                         cut(out.bytes(), receives, dtypeSize(dtype)), dtype,
+                                         Deadline::after(timeout));
                   if (status.ok()) out.give();
                   return status;
                 });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::barrier(const c10d::BarrierOptions& opts) {
-  return submit(c10d::OpType::BARRIER, {}, opts.asyncOp,
-                [this, timeout = effective(opts.timeout)] { return mooncake::barrier(*group_, Deadline::after(timeout)); });
+  return submit(c10d::OpType::BARRIER, {}, opts.asyncOp, [this, timeout = effective(opts.timeout)] {
+    return mooncake::barrier(*group_, Deadline::after(timeout));
+  });
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag) {
+MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors,
+                                               int peer, int tag) {
   const bool isSend = type == c10d::OpType::SEND;
   const char* name = isSend ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, name);
   if (peer != PointToPoint::kAnySource) {
-    if (peer < 0 || peer >= size_) refuse(std::string(name) + ": rank " + std::to_string(peer) + " is not in a group of " + std::to_string(size_));
-    if (peer == rank_) refuse(std::string(name) + ": rank " + std::to_string(peer) + " is this rank itself");
+    if (peer < 0 || peer >= size_)
+      refuse(std::string(name) + ": rank " + std::to_string(peer) + " is not in a group of " +
+             std::to_string(size_));
+    if (peer == rank_)
+      refuse(std::string(name) + ": rank " + std::to_string(peer) + " is this rank itself");
   }
   if (tag < 0) refuse(std::string(name) + ": the tag " + std::to_string(tag) + " is negative");
   Flat flat(tensor);
   const Deadline until = deadline(c10d::kUnsetTimeout);
   PointToPoint& messages = messages_->messages();
-  auto message = isSend ? messages.send(flat.bytes(), peer, uint32_t(tag), until) : messages.receive(flat.bytes(), peer, uint32_t(tag), until);
+  auto message = isSend ? messages.send(flat.bytes(), peer, uint32_t(tag), until)
+                        : messages.receive(flat.bytes(), peer, uint32_t(tag), until);
   if (!message->finished()) messages_->watch();
-  return c10::make_intrusive<MessageWork>(rank_, type, messages_, std::move(message), tensor, std::move(flat));
+  return c10::make_intrusive<MessageWork>(rank_, type, messages_, std::move(message), tensor,
+                                          std::move(flat));
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {
   return post(c10d::OpType::SEND, tensors, to, tag);
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
+MooncakeBackend::WorkPtr MooncakeBackend::recv(std::vector<at::Tensor>& tensors, int from,
+                                               int tag) {
   return post(c10d::OpType::RECV, tensors, from, tag);
 }
 

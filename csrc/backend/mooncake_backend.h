@@ -1,12 +1,12 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "backend/collective_queue.h"
 #include "backend/completions.h"
@@ -19,7 +19,7 @@
 namespace mooncake {
 
 struct BackendOptions {
-  std::string name;       // "mooncake" or "mooncake-cpu"
+  std::string name;  // "mooncake" or "mooncake-cpu"
   std::string groupName;
   std::vector<int> globalRanks;
   std::chrono::milliseconds timeout;
@@ -32,21 +32,22 @@ class MooncakeBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // Collective over the group; blocks until all are there or options.timeout is over. With `world` the group
-  // shares the engine of another one, which must contain all members.
-  MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, BackendOptions options,
-                  const MooncakeBackend* world);
+  // Collective over the group; blocks until all are there or options.timeout is over. With `world`
+  // the group shares the engine of another one, which must contain all members.
+  MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                  BackendOptions options, const MooncakeBackend* world);
   ~MooncakeBackend() override;
 
   const std::string getBackendName() const override { return options_.name; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_.timeout = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  // Leaves in good order: waits until what was called has ended, here and where others need our memory for it, at
-  // most for the failure timeout; says goodbye. Every later call is refused.
+  // Leaves in good order: waits until what was called has ended, here and where others need our
+  // memory for it, at most for the failure timeout; says goodbye. Every later call is refused.
   void shutdown() override;
-  // shutdown(), and everything is given back: threads are joined, the engine goes with its last group. Waits for the
-  // completion thread, which may wait for Python's lock: do not hold that lock. Nothing may be called afterwards.
+  // shutdown(), and everything is given back: threads are joined, the engine goes with its last
+  // group. Waits for the completion thread, which may wait for Python's lock: do not hold that
+  // lock. Nothing may be called afterwards.
   void close();
   // The process ends: says goodbye to the peers of all groups that share the engine.
   void leaveJob();
@@ -58,12 +59,15 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override;
   WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                     const c10d::AllgatherOptions& opts) override;
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override;
   WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
                    const c10d::AllToAllOptions& opts) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& outputSplits,
-                        std::vector<int64_t>& inputSplits, const c10d::AllToAllOptions& opts) override;
+                        std::vector<int64_t>& inputSplits,
+                        const c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override;
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override;

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <span>
 #include <vector>
+
+#include <ATen/ATen.h>
 
 #include "base/dtype.h"
 #include "base/result.h"
@@ -13,14 +13,15 @@ namespace mooncake {
 // kInvalidArgument for a type that the wire does not know.
 Result<DType> dtypeOf(const at::Tensor& tensor);
 
-// Refuses what no operation can take: not on the CPU, not strided (sparse), not defined. `what` names the argument.
+// Refuses what no operation can take: not on the CPU, not strided (sparse), not defined. `what`
+// names the argument.
 Status checkTensor(const at::Tensor& tensor, const char* what);
 
 // The bytes of a contiguous tensor.
 std::span<std::byte> bytesOf(const at::Tensor& contiguous);
 
-// A tensor that an operation works on as one run of bytes: the tensor itself when it is contiguous, else a copy,
-// which give() writes back.
+// A tensor that an operation works on as one run of bytes: the tensor itself when it is contiguous,
+// else a copy, which give() writes back.
 class Flat {
  public:
   explicit Flat(at::Tensor tensor) : tensor_(std::move(tensor)), flat_(tensor_.contiguous()) {}

@@ -12,8 +12,8 @@ namespace mooncake {
 // process that maps it may ring. Ringing costs one load while nobody sleeps.
 //
 // A ringer makes its data visible with a sequentially consistent read-modify-write (the stamp's
-// compare-and-set, see tryStamp in engine/transfer.h) before it calls ring(); a plain or release store is not
-// enough. Why no wake-up is lost is written down in wait.cc.
+// compare-and-set, see tryStamp in engine/transfer.h) before it calls ring(); a plain or release
+// store is not enough. Why no wake-up is lost is written down in wait.cc.
 //
 // A process that is killed while it sleeps stays counted in `sleepers`: from then on ringing this
 // bell costs a system call, and nothing else goes wrong.

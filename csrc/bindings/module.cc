@@ -1,8 +1,7 @@
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/utils/pybind.h>
-
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
 
 #include "backend/errors.h"
 #include "backend/mooncake_backend.h"
@@ -27,9 +26,12 @@ class PythonBackend final : public MooncakeBackend {
 
 // What MooncakeBackendOptions.for_group() hands over, on top of the environment.
 void apply(const py::dict& options, BackendOptions& out) {
-  const auto given = [&](const char* key) { return options.contains(key) && !options[key].is_none(); };
+  const auto given = [&](const char* key) {
+    return options.contains(key) && !options[key].is_none();
+  };
   if (given("active_ranks")) out.activeRanks = options["active_ranks"].cast<at::Tensor>();
-  if (given("transports")) out.env.transports = options["transports"].cast<std::vector<std::string>>();
+  if (given("transports"))
+    out.env.transports = options["transports"].cast<std::vector<std::string>>();
   if (given("host_ip")) out.env.hostIp = options["host_ip"].cast<std::string>();
   if (given("failure_timeout")) {
     out.env.failureTimeout = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -37,11 +39,10 @@ void apply(const py::dict& options, BackendOptions& out) {
   }
 }
 
-c10::intrusive_ptr<PythonBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                  std::vector<int> globalRanks, std::string groupId,
-                                                  std::chrono::duration<double> timeout, std::string backendName,
-                                                  const py::dict& options,
-                                                  const std::optional<c10::intrusive_ptr<PythonBackend>>& world) {
+c10::intrusive_ptr<PythonBackend> createBackend(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::vector<int> globalRanks,
+    std::string groupId, std::chrono::duration<double> timeout, std::string backendName,
+    const py::dict& options, const std::optional<c10::intrusive_ptr<PythonBackend>>& world) {
   auto env = mooncake::Env::read();
   if (!env.ok()) mooncake::throwError(env.error());
   BackendOptions out{.name = std::move(backendName),
@@ -51,7 +52,8 @@ c10::intrusive_ptr<PythonBackend> createBackend(const c10::intrusive_ptr<c10d::S
                      .env = std::move(*env)};
   apply(options, out);
   py::gil_scoped_release unlocked;
-  return c10::make_intrusive<PythonBackend>(store, rank, size, std::move(out), world ? world->get() : nullptr);
+  return c10::make_intrusive<PythonBackend>(store, rank, size, std::move(out),
+                                            world ? world->get() : nullptr);
 }
 
 }  // namespace
@@ -66,8 +68,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     info["version"] = MOONCAKE_VERSION;
     return info;
   });
-  m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("global_ranks"),
-        py::arg("group_id"), py::arg("timeout"), py::arg("backend_name"), py::arg("options"), py::arg("world"));
+  m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
+        py::arg("global_ranks"), py::arg("group_id"), py::arg("timeout"), py::arg("backend_name"),
+        py::arg("options"), py::arg("world"));
 
   py::class_<PythonBackend, c10::intrusive_ptr<PythonBackend>, c10d::Backend>(m, "MooncakeBackend")
       .def_property_readonly("active_ranks", &PythonBackend::activeRanks)

@@ -1,6 +1,6 @@
-// Small: one exchange of slots. Large: every rank fetches s bytes from each of the n-1 others, starting with its
-// right neighbour so that no rank is asked by all at once; (n-1)s bytes in and out of each rank, one copy where
-// the memory can be read.
+// Small: one exchange of slots. Large: every rank fetches s bytes from each of the n-1 others,
+// starting with its right neighbour so that no rank is asked by all at once; (n-1)s bytes in and
+// out of each rank, one copy where the memory can be read.
 #include <cstring>
 
 #include "collectives/collectives.h"
@@ -10,7 +10,8 @@ namespace mooncake {
 namespace {
 
 void copyOwn(ConstSpan input, Span output) {
-  if (output.data() != input.data() && !input.empty()) std::memmove(output.data(), input.data(), input.size());
+  if (output.data() != input.data() && !input.empty())
+    std::memmove(output.data(), input.data(), input.size());
 }
 
 Status small(Operation& op, ConstSpan input, std::span<const Span> outputs) {
@@ -27,7 +28,8 @@ Status small(Operation& op, ConstSpan input, std::span<const Span> outputs) {
 
 Status large(Operation& op, ConstSpan input, std::span<const Span> outputs) {
   // Peers only read; the table knows addresses without const.
-  auto region = op.group().engine().regions().add(const_cast<std::byte*>(input.data()), input.size(), kRemoteRead);
+  auto region = op.group().engine().regions().add(const_cast<std::byte*>(input.data()),
+                                                  input.size(), kRemoteRead);
   if (!region.ok()) return op.fail(region.error());
   op.announceInput(region->remote());
   MOONCAKE_TRY(op.begin(0));
@@ -45,8 +47,11 @@ Status large(Operation& op, ConstSpan input, std::span<const Span> outputs) {
 
 }  // namespace
 
-Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype, Deadline deadline) {
-  Operation op(group, {.verb = Verb::kAllgather, .dtype = dtype, .count = input.size() / dtypeSize(dtype)}, deadline);
+Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype,
+                 Deadline deadline) {
+  Operation op(group,
+               {.verb = Verb::kAllgather, .dtype = dtype, .count = input.size() / dtypeSize(dtype)},
+               deadline);
   MOONCAKE_TRY(op.open());
   return input.size() <= group.eagerBytes() ? small(op, input, outputs) : large(op, input, outputs);
 }

@@ -1,13 +1,17 @@
-// Small: one exchange of slots, every rank reduces all n contributions itself: n*s bytes read per rank, one round.
+// Small: one exchange of slots, every rank reduces all n contributions itself: n*s bytes read per
+// rank, one round.
 //
-// Large: reduce-scatter and allgather by direct fetches (the two halves of Rabenseifner's algorithm, without its
-// recursive halving: one step each, since every rank reaches every other at the same cost).
-//   1. Rank r reduces segment r of everybody's input into memory that its peers can reach, and says `ready`.
-//   2. Everybody takes all segments. The input stays as it was until then: an operation that does not get there
+// Large: reduce-scatter and allgather by direct fetches (the two halves of Rabenseifner's
+// algorithm, without its recursive halving: one step each, since every rank reaches every other at
+// the same cost).
+//   1. Rank r reduces segment r of everybody's input into memory that its peers can reach, and says
+//   `ready`.
+//   2. Everybody takes all segments. The input stays as it was until then: an operation that does
+//   not get there
 //      can be run again among the survivors.
-// 2s(n-1)/n bytes in and out of each rank. Where some part of the group is not mapped, segments land beside the
-// input first and are copied over it when all have them all; where all of it is mapped, results outlive their
-// ranks, so `ready` of all ranks is the commit.
+// 2s(n-1)/n bytes in and out of each rank. Where some part of the group is not mapped, segments
+// land beside the input first and are copied over it when all have them all; where all of it is
+// mapped, results outlive their ranks, so `ready` of all ranks is the commit.
 #include <algorithm>
 #include <cstring>
 
@@ -18,8 +22,8 @@
 namespace mooncake {
 namespace {
 
-// More than this is done piece by piece; an error in between then leaves the data half reduced. 32 MiB covers DDP's
-// buckets of 25 MiB.
+// More than this is done piece by piece; an error in between then leaves the data half reduced. 32
+// MiB covers DDP's buckets of 25 MiB.
 constexpr size_t kUndoBytes = 32 << 20;
 
 Status small(Operation& op, Span data, Reduction reduction, bool takesResult) {
@@ -66,7 +70,8 @@ Status large(Operation& op, Span data, Reduction reduction, bool takesResult) {
   const Span mine = segmentOf(op.rank(), op.size(), data);
   auto reduced = group.shared(std::max<size_t>(mine.size(), 1));
   if (!reduced.ok()) return op.fail(reduced.error());
-  MOONCAKE_TRY(reduceSegment(op, reduction, mine, size_t(mine.data() - data.data()), {reduced->data, mine.size()}));
+  MOONCAKE_TRY(reduceSegment(op, reduction, mine, size_t(mine.data() - data.data()),
+                             {reduced->data, mine.size()}));
   MOONCAKE_TRY(op.publishReady(reduced->region));
   for (int r = 0; r < op.size(); ++r) MOONCAKE_TRY(op.awaitReady(r));
 
@@ -88,7 +93,8 @@ Status large(Operation& op, Span data, Reduction reduction, bool takesResult) {
   return {};
 }
 
-Status reduceTo(Group& group, Verb verb, Span data, Reduction reduction, int root, Deadline deadline) {
+Status reduceTo(Group& group, Verb verb, Span data, Reduction reduction, int root,
+                Deadline deadline) {
   MOONCAKE_TRY(checkReduction(reduction));
   const bool takesResult = root < 0 || root == group.rank();
   do {

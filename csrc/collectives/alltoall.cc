@@ -1,10 +1,12 @@
-// Small (all that a rank sends fits its slot): one exchange of slots. Large: the slot announces one region per
-// receiver and every rank fetches its part from each, starting with its right neighbour; (n-1)s bytes in and out
-// of each rank, one copy where the memory can be read. Ranks may differ in which of the two they send.
+// Small (all that a rank sends fits its slot): one exchange of slots. Large: the slot announces one
+// region per receiver and every rank fetches its part from each, starting with its right neighbour;
+// (n-1)s bytes in and out of each rank, one copy where the memory can be read. Ranks may differ in
+// which of the two they send.
 //
-// Payload:  sum sent, sum received | sends[n], receives[n] in bytes | the data, or regions[n] when input.bytes > 0
-// The sums are hashes over (from, to, bytes): over all ranks they are equal exactly when all splits fit pair by
-// pair, so that every rank learns of a misfit anywhere at the cost of two numbers.
+// Payload:  sum sent, sum received | sends[n], receives[n] in bytes | the data, or regions[n] when
+// input.bytes > 0 The sums are hashes over (from, to, bytes): over all ranks they are equal exactly
+// when all splits fit pair by pair, so that every rank learns of a misfit anywhere at the cost of
+// two numbers.
 #include <cstring>
 #include <vector>
 
@@ -15,7 +17,8 @@ namespace mooncake {
 namespace {
 
 uint64_t mix(uint64_t from, uint64_t to, uint64_t bytes) {
-  uint64_t x = (from << 32 | to) * 0x9e3779b97f4a7c15 + bytes * 0xbf58476d1ce4e5b9 + 0x94d049bb133111eb;
+  uint64_t x =
+      (from << 32 | to) * 0x9e3779b97f4a7c15 + bytes * 0xbf58476d1ce4e5b9 + 0x94d049bb133111eb;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
   return x ^ (x >> 31);
@@ -25,10 +28,16 @@ uint64_t mix(uint64_t from, uint64_t to, uint64_t bytes) {
 struct Splits {
   explicit Splits(int size) : size(size) {}
   size_t bytes() const { return 8 * (2 + 2 * size_t(size)); }
-  static uint64_t& word(std::byte* payload, size_t index) { return reinterpret_cast<uint64_t*>(payload)[index]; }
-  static uint64_t word(const std::byte* payload, size_t index) { return reinterpret_cast<const uint64_t*>(payload)[index]; }
+  static uint64_t& word(std::byte* payload, size_t index) {
+    return reinterpret_cast<uint64_t*>(payload)[index];
+  }
+  static uint64_t word(const std::byte* payload, size_t index) {
+    return reinterpret_cast<const uint64_t*>(payload)[index];
+  }
   uint64_t sends(const std::byte* payload, int to) const { return word(payload, 2 + size_t(to)); }
-  uint64_t receives(const std::byte* payload, int from) const { return word(payload, 2 + size_t(size + from)); }
+  uint64_t receives(const std::byte* payload, int from) const {
+    return word(payload, 2 + size_t(size + from));
+  }
   int size;
 };
 
@@ -43,19 +52,22 @@ Status checkSplits(Operation& op, const Splits& splits) {
   std::string misfits;
   for (int from = 0; from < op.size(); ++from) {
     for (int to = 0; to < op.size(); ++to) {
-      const uint64_t out = splits.sends(op.slot(from).payload, to), in = splits.receives(op.slot(to).payload, from);
+      const uint64_t out = splits.sends(op.slot(from).payload, to),
+                     in = splits.receives(op.slot(to).payload, from);
       if (out == in || misfits.size() > 500) continue;
-      misfits += (misfits.empty() ? "" : "; ") + op.group().nameRank(from) + " sends " + std::to_string(out) +
-                 " bytes to " + op.group().nameRank(to) + ", which expects " + std::to_string(in);
+      misfits += (misfits.empty() ? "" : "; ") + op.group().nameRank(from) + " sends " +
+                 std::to_string(out) + " bytes to " + op.group().nameRank(to) + ", which expects " +
+                 std::to_string(in);
     }
   }
-  return op.fail({ErrorCode::kMismatch, "the splits do not fit: " + misfits + ". Nothing was changed"});
+  return op.fail(
+      {ErrorCode::kMismatch, "the splits do not fit: " + misfits + ". Nothing was changed"});
 }
 
 }  // namespace
 
-Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs, DType dtype,
-                Deadline deadline) {
+Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs,
+                DType dtype, Deadline deadline) {
   const int size = group.size(), rank = group.rank();
   const Splits splits(size);
   Operation op(group, {.verb = Verb::kAlltoall, .dtype = dtype}, deadline);
@@ -85,7 +97,8 @@ Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const
     op.announceInput({.bytes = total});
     for (const ConstSpan& input : inputs) {
       // Peers only read; the table knows addresses without const.
-      auto region = group.engine().regions().add(const_cast<std::byte*>(input.data()), input.size(), kRemoteRead);
+      auto region = group.engine().regions().add(const_cast<std::byte*>(input.data()), input.size(),
+                                                 kRemoteRead);
       if (!region.ok()) return op.fail(region.error());
       const RemoteRegion remote = region->remote();
       std::memcpy(cursor, &remote, sizeof(remote));
@@ -105,13 +118,16 @@ Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const
     const bool isLarge = slot.input.bytes > 0;
     anyLarge = anyLarge || isLarge;
     if (from == rank) {
-      if (!inputs[rank].empty()) std::memmove(outputs[rank].data(), inputs[rank].data(), inputs[rank].size());
+      if (!inputs[rank].empty())
+        std::memmove(outputs[rank].data(), inputs[rank].data(), inputs[rank].size());
       continue;
     }
     size_t at = splits.bytes();
-    for (int to = 0; to < rank; ++to) at += isLarge ? sizeof(RemoteRegion) : splits.sends(slot.payload, to);
+    for (int to = 0; to < rank; ++to)
+      at += isLarge ? sizeof(RemoteRegion) : splits.sends(slot.payload, to);
     const size_t length = isLarge ? sizeof(RemoteRegion) : outputs[from].size();
-    if (at > slot.payloadBytes || length > slot.payloadBytes - at) return op.payloadOf(from, at + length).status();
+    if (at > slot.payloadBytes || length > slot.payloadBytes - at)
+      return op.payloadOf(from, at + length).status();
     if (isLarge) {
       RemoteRegion region;
       std::memcpy(&region, slot.payload + at, sizeof(region));

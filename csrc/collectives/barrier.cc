@@ -1,5 +1,6 @@
-// Cost: one exchange of slots, n-1 signals per rank. (The dissemination barrier of Hensgen, Finkel and Manber
-// needs log2(n) rounds of one signal; we exchange all slots anyway, so that every rank learns who called what.)
+// Cost: one exchange of slots, n-1 signals per rank. (The dissemination barrier of Hensgen, Finkel
+// and Manber needs log2(n) rounds of one signal; we exchange all slots anyway, so that every rank
+// learns who called what.)
 #include "collectives/collectives.h"
 #include "collectives/operation.h"
 

@@ -1,5 +1,6 @@
-// Small: the data stands in the root's slot. One exchange, s bytes out of the root per rank that does not map it.
-// Large: every rank fetches s bytes from the root's memory, then all tell all that they have them.
+// Small: the data stands in the root's slot. One exchange, s bytes out of the root per rank that
+// does not map it. Large: every rank fetches s bytes from the root's memory, then all tell all that
+// they have them.
 #include <cstring>
 
 #include "collectives/collectives.h"
@@ -43,7 +44,11 @@ Status large(Operation& op, Span data, int root) {
 }  // namespace
 
 Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline) {
-  Operation op(group, {.verb = Verb::kBroadcast, .dtype = dtype, .root = root, .count = data.size() / dtypeSize(dtype)},
+  Operation op(group,
+               {.verb = Verb::kBroadcast,
+                .dtype = dtype,
+                .root = root,
+                .count = data.size() / dtypeSize(dtype)},
                deadline);
   MOONCAKE_TRY(op.open());
   return data.size() <= group.eagerBytes() ? small(op, data, root) : large(op, data, root);

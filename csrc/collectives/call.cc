@@ -4,15 +4,24 @@ namespace mooncake {
 
 const char* verbName(Verb verb) {
   switch (verb) {
-    case Verb::kBarrier: return "barrier";
-    case Verb::kBroadcast: return "broadcast";
-    case Verb::kAllreduce: return "all_reduce";
-    case Verb::kReduce: return "reduce";
-    case Verb::kAllgather: return "all_gather";
-    case Verb::kReduceScatter: return "reduce_scatter";
-    case Verb::kAlltoall: return "all_to_all";
-    case Verb::kGather: return "gather";
-    case Verb::kScatter: return "scatter";
+    case Verb::kBarrier:
+      return "barrier";
+    case Verb::kBroadcast:
+      return "broadcast";
+    case Verb::kAllreduce:
+      return "all_reduce";
+    case Verb::kReduce:
+      return "reduce";
+    case Verb::kAllgather:
+      return "all_gather";
+    case Verb::kReduceScatter:
+      return "reduce_scatter";
+    case Verb::kAlltoall:
+      return "all_to_all";
+    case Verb::kGather:
+      return "gather";
+    case Verb::kScatter:
+      return "scatter";
   }
   return "unknown operation";
 }
@@ -21,8 +30,10 @@ std::string describeCall(const Call& call) {
   std::string text = verbName(call.verb);
   if (call.verb == Verb::kBarrier) return text + "()";
   text += std::string("(") + dtypeName(call.dtype);
-  if (call.verb != Verb::kAlltoall) text += ", " + std::to_string(call.count) + " elements per rank";
-  const bool reduces = call.verb == Verb::kAllreduce || call.verb == Verb::kReduce || call.verb == Verb::kReduceScatter;
+  if (call.verb != Verb::kAlltoall)
+    text += ", " + std::to_string(call.count) + " elements per rank";
+  const bool reduces = call.verb == Verb::kAllreduce || call.verb == Verb::kReduce ||
+                       call.verb == Verb::kReduceScatter;
   if (reduces) text += std::string(", ") + reduceName(call.reduce);
   if (call.root >= 0) text += ", root " + std::to_string(call.root);
   return text + ")";

@@ -20,15 +20,15 @@ enum class Verb : uint8_t {
   kScatter,
 };
 
-// What a rank called. Travels in the header of every operation, so that ranks that called different things all
-// learn who called what. Wire format, 24 bytes: append only.
+// What a rank called. Travels in the header of every operation, so that ranks that called different
+// things all learn who called what. Wire format, 24 bytes: append only.
 struct Call {
   Verb verb = Verb::kBarrier;
   DType dtype = DType::kUInt8;
   ReduceKind reduce = ReduceKind::kSum;
   uint8_t fullyMapped = 0;  // which protocol the caller will follow, see operation.h
   int32_t root = -1;        // -1: the verb has none
-  uint64_t count = 0;       // elements per rank; 0 for alltoall, whose splits are checked pair by pair
+  uint64_t count = 0;  // elements per rank; 0 for alltoall, whose splits are checked pair by pair
   uint64_t reserved = 0;
 
   bool operator==(const Call&) const = default;
@@ -37,7 +37,8 @@ static_assert(sizeof(Call) == 24);
 
 const char* verbName(Verb verb);  // torch.distributed's name: "all_reduce"
 
-// "all_reduce(float32, 256 elements, SUM)". Decodes nothing blindly: unknown numbers print as numbers.
+// "all_reduce(float32, 256 elements, SUM)". Decodes nothing blindly: unknown numbers print as
+// numbers.
 std::string describeCall(const Call& call);
 
 }  // namespace mooncake

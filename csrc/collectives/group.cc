@@ -1,10 +1,9 @@
 #include "collectives/group.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <sys/mman.h>
 
 #include "base/log.h"
 #include "collectives/mailbox.h"
@@ -17,23 +16,27 @@ namespace {
 // The version covers all that ranks say to each other afterwards: slots, mailboxes and stamps too.
 constexpr uint32_t kMemberVersion = 1;
 
-// A slot holds 64 KiB, less in large groups so that the inboxes of a rank stay below 64 MiB of address space.
-// Below that size one exchange of slots beats a second round of signals even with eight ranks on two cores.
+// A slot holds 64 KiB, less in large groups so that the inboxes of a rank stay below 64 MiB of
+// address space. Below that size one exchange of slots beats a second round of signals even with
+// eight ranks on two cores.
 constexpr size_t kEagerBytes = 64 << 10;
 constexpr size_t kInboxBudget = 64 << 20;
 constexpr size_t kLeastEagerBytes = 4 << 10;
 constexpr auto kLook = std::chrono::milliseconds(1);
-constexpr size_t kTableBytesPerRank = 64;  // alltoall's table of splits and regions must fit in any case
+constexpr size_t kTableBytesPerRank =
+    64;  // alltoall's table of splits and regions must fit in any case
 
 size_t chooseEagerBytes(const Env& env, int size) {
-  const size_t wanted = env.eagerBytes ? env.eagerBytes : std::bit_floor(std::min(kInboxBudget / (2 * size_t(size)), kEagerBytes));
+  const size_t wanted =
+      env.eagerBytes ? env.eagerBytes
+                     : std::bit_floor(std::min(kInboxBudget / (2 * size_t(size)), kEagerBytes));
   return std::max(wanted, kLeastEagerBytes + kTableBytesPerRank * size_t(size));
 }
 
 }  // namespace
 
-Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Store& store, GroupOptions options,
-                                             Deadline deadline) {
+Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Store& store,
+                                             GroupOptions options, Deadline deadline) {
   const int rank = options.rank, size = options.size;
   const size_t eagerBytes = chooseEagerBytes(engine->env(), size);
   const PartLayout layout(size, eagerBytes, kMailboxBytes);
@@ -43,16 +46,22 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
   if (!window.ok()) return window.error();
   group->window_ = std::move(*window);
 
-  const Bytes mine = ByteWriter().put(kMemberVersion).putBytes(engine->endpoint()).putBytes(group->window_->describe()).take();
+  const Bytes mine = ByteWriter()
+                         .put(kMemberVersion)
+                         .putBytes(engine->endpoint())
+                         .putBytes(group->window_->describe())
+                         .take();
   auto all = exchange(store, "members", rank, size, mine, deadline);
   if (!all.ok()) return all.error();
   std::vector<Bytes> endpoints, parts;
   for (int r = 0; r < size; ++r) {
     ByteReader in((*all)[r]);
     if (const auto version = in.get<uint32_t>(); version != kMemberVersion) {
-      return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " speaks version " + std::to_string(version) +
-                                             " of the protocol, rank " + std::to_string(rank) + " version " +
-                                             std::to_string(kMemberVersion) + ": install the same mooncake-backend everywhere"};
+      return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " speaks version " +
+                                             std::to_string(version) + " of the protocol, rank " +
+                                             std::to_string(rank) + " version " +
+                                             std::to_string(kMemberVersion) +
+                                             ": install the same mooncake-backend everywhere"};
     }
     const auto endpoint = in.getBytes(64 << 10);
     const auto part = in.getBytes(1 << 10);
@@ -110,14 +119,17 @@ void Group::leave(Deadline deadline) {
     const std::byte* part = window_->peerPtr(r);
     if (!part || r == rank()) continue;
     const auto& ended = *reinterpret_cast<const std::atomic<uint64_t>*>(part + layout_.ended());
-    const auto done = [&] { return ended.load(std::memory_order_acquire) >= lastNumber || window_->ended(r); };
+    const auto done = [&] {
+      return ended.load(std::memory_order_acquire) >= lastNumber || window_->ended(r);
+    };
     // Nobody rings for this: look again now and then.
     while (!done() && !deadline.passed()) {
       Waiter slice = waiter(deadline.earlier(Deadline::after(kLook)));
       (void)slice.until(done);
     }
     if (!done()) {
-      log(LogLevel::kWarning, engine().logName(), "left group '", name(), "' while ", nameRank(r), " was still in operation #", lastNumber);
+      log(LogLevel::kWarning, engine().logName(), "left group '", name(), "' while ", nameRank(r),
+          " was still in operation #", lastNumber);
       sharedBlock_.abandon();
       window_->abandon();
       return;
@@ -148,7 +160,9 @@ Result<std::byte*> Group::PrivateBlock::atLeast(size_t wanted) {
     const size_t rounded = std::bit_ceil(std::max<size_t>(wanted, 4096));
     data = {static_cast<std::byte*>(std::aligned_alloc(4096, rounded)), std::free};
     bytes = data ? rounded : 0;
-    if (!data) return Error{ErrorCode::kExhausted, "no memory for " + std::to_string(rounded) + " bytes of staging"};
+    if (!data)
+      return Error{ErrorCode::kExhausted,
+                   "no memory for " + std::to_string(rounded) + " bytes of staging"};
   }
   return data.get();
 }

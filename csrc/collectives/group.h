@@ -16,19 +16,20 @@
 namespace mooncake {
 
 struct GroupOptions {
-  std::string name;              // for messages
+  std::string name;  // for messages
   int rank = 0;
   int size = 1;
   std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
 };
 
-// The ranks that call operations together, and what they share for it: a window and a count of operations.
-// Operations of one group run one after the other (the caller sees to that), point-to-point beside them.
+// The ranks that call operations together, and what they share for it: a window and a count of
+// operations. Operations of one group run one after the other (the caller sees to that),
+// point-to-point beside them.
 class Group {
  public:
   // Collective over the group: every member calls it. The store may be gone afterwards.
-  static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine, Store& store, GroupOptions options,
-                                               Deadline deadline);
+  static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine, Store& store,
+                                               GroupOptions options, Deadline deadline);
   ~Group();
 
   int rank() const { return options_.rank; }
@@ -42,29 +43,31 @@ class Group {
   std::string nameRank(int rank) const;
 
   Waiter waiter(Deadline deadline) const;
-  // Any thread: every wait of this group ends and every later operation is refused with this error. The first
-  // call wins.
+  // Any thread: every wait of this group ends and every later operation is refused with this error.
+  // The first call wins.
   void fail(Error why);
-  // Waits until every rank that reads our memory for the last operation has ended it, or is gone; if that takes too
-  // long, the memory stays for them. The group is not used afterwards.
+  // Waits until every rank that reads our memory for the last operation has ended it, or is gone;
+  // if that takes too long, the memory stays for them. The group is not used afterwards.
   void leave(Deadline deadline);
   // What fail() said.
   Status usable() const;
 
-  // Memory that lasts from one operation to the next; contents are not kept. The shared block's results are read
-  // by peers until they have begun the next operation, so it is taken after awaitAllBegun() of a later one.
+  // Memory that lasts from one operation to the next; contents are not kept. The shared block's
+  // results are read by peers until they have begun the next operation, so it is taken after
+  // awaitAllBegun() of a later one.
   struct Shared {
     std::byte* data = nullptr;
     RemoteRegion region;
   };
-  Result<Shared> shared(size_t bytes);     // peers can fetch from it
+  Result<Shared> shared(size_t bytes);       // peers can fetch from it
   Result<std::byte*> landing(size_t bytes);  // where fetched data waits for the commit
   Result<std::byte*> scratch(size_t bytes);  // small, stays in the cache
 
-  std::span<const std::byte*> sources();     // one pointer per rank
+  std::span<const std::byte*> sources();  // one pointer per rank
 
-  uint64_t lastNumber = 0;      // of the operations of this group
-  bool everybodyBegan = true;   // the last operation saw everybody's slot, so its slot may be reused in two
+  uint64_t lastNumber = 0;  // of the operations of this group
+  bool everybodyBegan =
+      true;  // the last operation saw everybody's slot, so its slot may be reused in two
 
  private:
   Group(GroupOptions options, PartLayout layout, size_t eagerBytes)

@@ -6,15 +6,15 @@
 
 #include "engine/transfer.h"
 
-// Point-to-point messages between a pair of ranks. A's part of the window holds the mailbox of the messages that B
-// sends to A, and what B has to say about the messages that A sends to B:
+// Point-to-point messages between a pair of ranks. A's part of the window holds the mailbox of the
+// messages that B sends to A, and what B has to say about the messages that A sends to B:
 //
-//   0    taken      stamp: how many of A's messages B has taken out of its mailbox (A may be kCells ahead)
-//   64   acks[8]    stamps: B has fetched A's large message with this number
-//   128  cells[8]   message number m lies in cell m % 8:  arrived, tag, ack, bytes, region | payload
+//   0    taken      stamp: how many of A's messages B has taken out of its mailbox (A may be kCells
+//   ahead) 64   acks[8]    stamps: B has fetched A's large message with this number 128  cells[8]
+//   message number m lies in cell m % 8:  arrived, tag, ack, bytes, region | payload
 //
-// A message that fits a cell is complete when it is in the cell. A larger one announces where it can be fetched, and
-// is complete for its sender when the receiver has acknowledged it.
+// A message that fits a cell is complete when it is in the cell. A larger one announces where it
+// can be fetched, and is complete for its sender when the receiver has acknowledged it.
 namespace mooncake {
 
 constexpr size_t kMailboxCells = 8;

@@ -8,7 +8,8 @@
 namespace mooncake {
 namespace {
 
-// While we wait for a straggler that has to leave our old slot, nobody rings: look again this often.
+// While we wait for a straggler that has to leave our old slot, nobody rings: look again this
+// often.
 constexpr auto kStragglerLook = std::chrono::milliseconds(5);
 
 std::string listRanks(const Group& group, const std::vector<int>& ranks) {
@@ -30,12 +31,14 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
       waiter_(group.waiter(deadline)),
       number_(++group.lastNumber),
       own_(slots(group.rank())) {
-  // A peer may have ended before this operation began: the first wait that does not succeed at once must look.
+  // A peer may have ended before this operation began: the first wait that does not succeed at once
+  // must look.
   waiter_.generation = 0;
 }
 
 Operation::~Operation() {
-  // Without open() our stamps still belong to the operation before the last, which a late rank may be reading.
+  // Without open() our stamps still belong to the operation before the last, which a late rank may
+  // be reading.
   if (!committed_ && opened_) {
     const uint64_t seal = makeStamp(number_, kSealedBy + rank());
     for (const StampWord word : {&Slot::begun, &Slot::ready, &Slot::done}) {
@@ -43,7 +46,8 @@ Operation::~Operation() {
     }
     ringMapped();
   }
-  auto* endedWord = reinterpret_cast<std::atomic<uint64_t>*>(group_.window().local() + group_.layout().ended());
+  auto* endedWord =
+      reinterpret_cast<std::atomic<uint64_t>*>(group_.window().local() + group_.layout().ended());
   endedWord->store(number_, std::memory_order_release);
 }
 
@@ -63,13 +67,15 @@ Status Operation::open() {
 }
 
 Status Operation::awaitStragglers() {
-  // The operation before this one ended early here, so it does not prove that everybody has ended the one before
-  // it, whose slot we are about to write. A rank that is late may still read it: wait until it says that it has ended.
+  // The operation before this one ended early here, so it does not prove that everybody has ended
+  // the one before it, whose slot we are about to write. A rank that is late may still read it:
+  // wait until it says that it has ended.
   if (number_ <= 2) return {};
   for (int r = 0; r < size(); ++r) {
     const std::byte* part = group_.window().peerPtr(r);
     if (!part || r == rank()) continue;
-    const auto& endedWord = *reinterpret_cast<const std::atomic<uint64_t>*>(part + group_.layout().ended());
+    const auto& endedWord =
+        *reinterpret_cast<const std::atomic<uint64_t>*>(part + group_.layout().ended());
     const auto left = [&] { return endedWord.load(std::memory_order_acquire) >= number_ - 2; };
     while (!left()) {
       Waiter slice = waiter_;
@@ -81,7 +87,8 @@ Status Operation::awaitStragglers() {
         if (group_.window().ended(r)) break;  // it reads no more
       }
       if (how == WaitResult::kTimeout && deadline_.passed()) {
-        return fail({ErrorCode::kTimeout, group_.nameRank(r) + " has not come back from operation #" +
+        return fail({ErrorCode::kTimeout, group_.nameRank(r) +
+                                              " has not come back from operation #" +
                                               std::to_string(number_ - 2) + ", which timed out"});
       }
     }
@@ -93,7 +100,8 @@ Status Operation::begin(size_t payloadBytes) {
   own_->call = call_;
   own_->payloadBytes = payloadBytes;
   const uint64_t stamp = makeStamp(number_, kPublished);
-  if (!tryStamp(own_->begun, stamp)) return sealed(rank(), own_->begun.load(std::memory_order_acquire));
+  if (!tryStamp(own_->begun, stamp))
+    return sealed(rank(), own_->begun.load(std::memory_order_acquire));
 
   const Window& window = group_.window();
   ringMapped();
@@ -106,8 +114,10 @@ Status Operation::begin(size_t payloadBytes) {
     const int r = (rank() + step) % size();
     if (window.peerPtr(r)) continue;
     // A channel that broke is found by whoever waits for the rank.
-    auto sent = window.put(r, there + kStampEnd, data, {.offset = there + offsetof(Slot, begun), .stamp = stamp});
-    if (!sent.ok() && !window.ended(r) && sent.code() != ErrorCode::kPeerLost) return fail(sent.error());
+    auto sent = window.put(r, there + kStampEnd, data,
+                           {.offset = there + offsetof(Slot, begun), .stamp = stamp});
+    if (!sent.ok() && !window.ended(r) && sent.code() != ErrorCode::kPeerLost)
+      return fail(sent.error());
   }
   return {};
 }
@@ -122,15 +132,18 @@ Status Operation::awaitBegun(int rank) {
     if (awaitStamp(r, &Slot::begun).ok()) {
       Call theirs = slot(r).call;
       std::string text = describeCall(theirs);
-      if (theirs.fullyMapped != call_.fullyMapped) text += theirs.fullyMapped ? " over shared memory" : " over messages";
+      if (theirs.fullyMapped != call_.fullyMapped)
+        text += theirs.fullyMapped ? " over shared memory" : " over messages";
       callers[text].push_back(r);
     }
   }
   std::string who;
-  for (const auto& [text, ranks] : callers) who += (who.empty() ? "" : "; ") + listRanks(group_, ranks) + " called " + text;
+  for (const auto& [text, ranks] : callers)
+    who += (who.empty() ? "" : "; ") + listRanks(group_, ranks) + " called " + text;
   group_.everybodyBegan = true;
-  return fail({ErrorCode::kMismatch, "the ranks called different operations: " + who +
-                                         ". Nothing was changed; make all ranks call the same operation"});
+  return fail(
+      {ErrorCode::kMismatch, "the ranks called different operations: " + who +
+                                 ". Nothing was changed; make all ranks call the same operation"});
 }
 
 Status Operation::awaitAllBegun() {
@@ -144,7 +157,8 @@ Result<const std::byte*> Operation::payloadOf(int rank, size_t bytes) const {
   if (theirs.payloadBytes == bytes) return theirs.payload;
   return Error{ErrorCode::kProtocol, title() + ": " + group_.nameRank(rank) + " sent " +
                                          std::to_string(theirs.payloadBytes) + " bytes where " +
-                                         std::to_string(bytes) + " were due: do all ranks run the same version?"};
+                                         std::to_string(bytes) +
+                                         " were due: do all ranks run the same version?"};
 }
 
 Status Operation::publishReady(const RemoteRegion& result) {
@@ -168,7 +182,8 @@ Status Operation::finish() {
 // `data` lies in our slot and goes with the stamp to the ranks that do not map it.
 Status Operation::publish(StampWord word, std::span<const std::byte> data) {
   const uint64_t stamp = makeStamp(number_, kPublished);
-  if (!tryStamp(own_->*word, stamp)) return sealed(rank(), (own_->*word).load(std::memory_order_acquire));
+  if (!tryStamp(own_->*word, stamp))
+    return sealed(rank(), (own_->*word).load(std::memory_order_acquire));
   ringMapped();
   signalUnmapped(rank(), word, stamp, data);
   return {};
@@ -194,12 +209,14 @@ Status Operation::awaitStamp(int rank, StampWord word) {
 Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
   const Status* how = nullptr;
   if (why == WaitResult::kInterrupted) {
-    waiter_.generation = waiter_.interrupt.generation();  // before we look, so that the next change interrupts again
+    waiter_.generation =
+        waiter_.interrupt.generation();  // before we look, so that the next change interrupts again
     if (auto usable = group_.usable(); !usable.ok()) return usable;
     how = group_.window().ended(rank);
     if (!how) return {};
   }
-  // One compare-and-set: either the rank has published after all, or nobody will ever see it publish.
+  // One compare-and-set: either the rank has published after all, or nobody will ever see it
+  // publish.
   const uint64_t seal = makeStamp(number_, kSealedBy + this->rank());
   if (!tryStamp(slots(rank)->*word, seal)) return {};
   ringMapped();
@@ -211,9 +228,10 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
     const uint64_t seen = (slots(r)->*word).load(std::memory_order_acquire);
     if (seen != makeStamp(number_, kPublished)) missing.push_back(r);
   }
-  Error error{ErrorCode::kTimeout, title() + " timed out: waited for " + listRanks(group_, missing) +
-                                       (word == &Slot::begun ? ", which did not call it in time"
-                                                             : ", which began it but did not end it in time")};
+  Error error{ErrorCode::kTimeout,
+              title() + " timed out: waited for " + listRanks(group_, missing) +
+                  (word == &Slot::begun ? ", which did not call it in time"
+                                        : ", which began it but did not end it in time")};
   // Seals in memory are the same for everybody; those in messages may be too late for some rank.
   if (!group_.window().fullyMapped()) group_.fail(error);
   return error;
@@ -229,26 +247,31 @@ Status Operation::lost(int rank, const Status& how) {
 
 Status Operation::sealed(int rank, uint64_t stamp) {
   if (auto usable = group_.usable(); !usable.ok()) return usable;
-  // A rank that gave up did so because of a loss, as a rule: then everybody names the rank that was lost.
+  // A rank that gave up did so because of a loss, as a rule: then everybody names the rank that was
+  // lost.
   for (const bool saidGoodbye : {false, true}) {
     for (int r = 0; r < size(); ++r) {
-      if (const Status* how = group_.window().ended(r); how && how->ok() == saidGoodbye) return lost(r, *how);
+      if (const Status* how = group_.window().ended(r); how && how->ok() == saidGoodbye)
+        return lost(r, *how);
     }
   }
   const int by = static_cast<int>(stampKind(stamp) - kSealedBy);
   if (stampNumber(stamp) != number_ || by < 0 || by >= size()) {
-    return fail({ErrorCode::kProtocol, group_.nameRank(rank) + " is at operation #" + std::to_string(stampNumber(stamp))});
+    return fail({ErrorCode::kProtocol, group_.nameRank(rank) + " is at operation #" +
+                                           std::to_string(stampNumber(stamp))});
   }
-  Error error{ErrorCode::kTimeout, title() + " was ended by " + group_.nameRank(by) +
-                                       (by == rank ? ", which could not end it (see its own error)"
-                                                   : ", which waited too long for " + group_.nameRank(rank))};
+  Error error{ErrorCode::kTimeout,
+              title() + " was ended by " + group_.nameRank(by) +
+                  (by == rank ? ", which could not end it (see its own error)"
+                              : ", which waited too long for " + group_.nameRank(rank))};
   if (!group_.window().fullyMapped()) group_.fail(error);
   return error;
 }
 
-// What cannot be read from our memory goes as a signal: the stamp of `stampOwner`, into the inbox that each
-// unmapped rank keeps for it (its own slot, for the owner itself).
-void Operation::signalUnmapped(int stampOwner, StampWord word, uint64_t stamp, std::span<const std::byte> data) {
+// What cannot be read from our memory goes as a signal: the stamp of `stampOwner`, into the inbox
+// that each unmapped rank keeps for it (its own slot, for the owner itself).
+void Operation::signalUnmapped(int stampOwner, StampWord word, uint64_t stamp,
+                               std::span<const std::byte> data) {
   const Window& window = group_.window();
   if (window.fullyMapped()) return;
   const auto inSlot = [base = reinterpret_cast<const std::byte*>(own_)](const void* at) {
@@ -257,10 +280,12 @@ void Operation::signalUnmapped(int stampOwner, StampWord word, uint64_t stamp, s
   for (int r = 0; r < size(); ++r) {
     if (window.peerPtr(r)) continue;
     const PartLayout& layout = group_.layout();
-    const size_t there = r == stampOwner ? layout.ownSlot(number_) : layout.inboxSlot(stampOwner, number_);
+    const size_t there =
+        r == stampOwner ? layout.ownSlot(number_) : layout.inboxSlot(stampOwner, number_);
     const size_t wordThere = there + inSlot(&(own_->*word));
     // A channel that broke is found by whoever waits for the rank.
-    (void)window.put(r, data.empty() ? wordThere : there + inSlot(data.data()), data, {.offset = wordThere, .stamp = stamp});
+    (void)window.put(r, data.empty() ? wordThere : there + inSlot(data.data()), data,
+                     {.offset = wordThere, .stamp = stamp});
   }
 }
 
@@ -277,20 +302,22 @@ Status Operation::fail(Error error) const {
 }
 
 std::string Operation::title() const {
-  return describeCall(call_) + " #" + std::to_string(number_) + " of group '" + group_.name() + "' on " +
-         group_.nameRank(rank());
+  return describeCall(call_) + " #" + std::to_string(number_) + " of group '" + group_.name() +
+         "' on " + group_.nameRank(rank());
 }
 
 Fetches::~Fetches() {
   if (!completion_.finished()) op_.group().window().cancelGets(completion_);
 }
 
-Status Fetches::start(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target) {
+Status Fetches::start(int rank, const RemoteRegion& region, uint64_t offset,
+                      std::span<std::byte> target) {
   if (target.empty()) return {};
   const Group& group = op_.group();
   if (offset > region.bytes || target.size() > region.bytes - offset) {
-    return op_.fail({ErrorCode::kProtocol, group.nameRank(rank) + " announced " + std::to_string(region.bytes) +
-                                               " bytes, " + std::to_string(offset + target.size()) + " are due"});
+    return op_.fail({ErrorCode::kProtocol,
+                     group.nameRank(rank) + " announced " + std::to_string(region.bytes) +
+                         " bytes, " + std::to_string(offset + target.size()) + " are due"});
   }
   auto started = group.window().get(rank, region, offset, target, completion_);
   return started.ok() ? Status() : op_.fail(started.error());
@@ -303,7 +330,8 @@ Status Fetches::await() {
     const auto how = waiter.until([&] { return completion_.finished(); });
     if (how == WaitResult::kReady) break;
     if (how == WaitResult::kInterrupted) {
-      // A channel that broke has ended its fetches with an error; somebody else's end is not our concern here.
+      // A channel that broke has ended its fetches with an error; somebody else's end is not our
+      // concern here.
       waiter.generation = waiter.interrupt.generation();
       if (auto usable = group.usable(); !usable.ok()) return usable;
       continue;
@@ -317,10 +345,13 @@ Status Fetches::await() {
   std::string cause;
   for (int r = 0; r < group.size(); ++r) {
     if (const Status* ended = group.window().ended(r)) {
-      cause += ": lost " + group.nameRank(r) + (ended->ok() ? ", which left the job" : ": " + ended->error().message);
+      cause += ": lost " + group.nameRank(r) +
+               (ended->ok() ? ", which left the job" : ": " + ended->error().message);
     }
   }
-  Error error = op_.fail({ErrorCode::kPeerLost, std::string("fetching failed (") + errorCodeName(code) + ")" + cause}).error();
+  Error error = op_.fail({ErrorCode::kPeerLost,
+                          std::string("fetching failed (") + errorCodeName(code) + ")" + cause})
+                    .error();
   group.fail(error);
   return error;
 }

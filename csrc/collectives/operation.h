@@ -8,18 +8,20 @@
 
 namespace mooncake {
 
-// One operation of a group, seen from one rank: the stages that every algorithm is made of, so that the rule when
-// a rank may return ok stands in one place (docs/membership.md).
+// One operation of a group, seen from one rank: the stages that every algorithm is made of, so that
+// the rule when a rank may return ok stands in one place (docs/membership.md).
 //
 //   begin         publish our call with the payload (small) or where it can be fetched (large)
 //   awaitBegun    the same of another rank, checked against our own call
 //   publishReady  our share of the result can be fetched          } large
 //   awaitReady    the same of another rank                        } reductions only
-//   finish        everybody has what it needs: only where some part of the group is not mapped by load and store,
+//   finish        everybody has what it needs: only where some part of the group is not mapped by
+//   load and store,
 //                 or where peers still fetch from our user's memory
 //
-// Every stamp of a stage is published by its owner or sealed, never both: whoever waits too long seals the stamp that
-// it waits for, a rank that ends early seals its own, and then nobody can end this operation with ok.
+// Every stamp of a stage is published by its owner or sealed, never both: whoever waits too long
+// seals the stamp that it waits for, a rank that ends early seals its own, and then nobody can end
+// this operation with ok.
 class Operation {
  public:
   Operation(Group& group, const Call& call, Deadline deadline);
@@ -49,8 +51,9 @@ class Operation {
   Status publishReady(const RemoteRegion& result);
   Status awaitReady(int rank);
 
-  // The last step of an operation. commit(): all that anybody needs is in slots and regions that outlive us.
-  // finish(): tells everybody that we have all that we need, waits until everybody says so, then commits.
+  // The last step of an operation. commit(): all that anybody needs is in slots and regions that
+  // outlive us. finish(): tells everybody that we have all that we need, waits until everybody says
+  // so, then commits.
   Status commit();
   Status finish();
 
@@ -67,7 +70,8 @@ class Operation {
   Status giveUpOn(int rank, StampWord word, WaitResult why);
   Status sealed(int rank, uint64_t stamp);
   Status lost(int rank, const Status& how);
-  void signalUnmapped(int stampOwner, StampWord word, uint64_t stamp, std::span<const std::byte> data = {});
+  void signalUnmapped(int stampOwner, StampWord word, uint64_t stamp,
+                      std::span<const std::byte> data = {});
   void ringMapped();
   std::string title() const;
 
@@ -77,13 +81,13 @@ class Operation {
   Waiter waiter_;
   uint64_t number_;
   Slot* own_;
-  int begunSeen_ = 0;   // ranks below this have begun and agree with our call
+  int begunSeen_ = 0;  // ranks below this have begun and agree with our call
   bool opened_ = false;
   bool committed_ = false;
 };
 
-// Fetches of one operation that are waited for together. None of them touches its target any more when this
-// object is gone.
+// Fetches of one operation that are waited for together. None of them touches its target any more
+// when this object is gone.
 class Fetches {
  public:
   explicit Fetches(Operation& op) : op_(op), completion_(&op.group().window().bell()) {}

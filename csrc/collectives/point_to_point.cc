@@ -6,23 +6,26 @@
 namespace mooncake {
 namespace {
 
-// What may pile up here, per sender, of messages whose receive has not been called yet. Beyond it they stay in the
-// mailbox and the sender waits.
+// What may pile up here, per sender, of messages whose receive has not been called yet. Beyond it
+// they stay in the mailbox and the sender waits.
 constexpr size_t kEarlyBudget = 64 << 20;
 
 uint64_t stampOf(uint64_t number) { return makeStamp(number, kPublished); }
 
 }  // namespace
 
-PointToPoint::PointToPoint(Group& group) : group_(group), pairs_(group.size()), outgoing_(new MailboxCell) {}
+PointToPoint::PointToPoint(Group& group)
+    : group_(group), pairs_(group.size()), outgoing_(new MailboxCell) {}
 
-std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag, Deadline deadline) {
+std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
+                                            Deadline deadline) {
   // The receiver of a large message reads through this span, nobody writes.
   const std::span<std::byte> bytes(const_cast<std::byte*>(data.data()), data.size());
   return post(std::shared_ptr<Message>(new Message(true, to, tag, bytes, deadline)));
 }
 
-std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int from, uint32_t tag, Deadline deadline) {
+std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int from, uint32_t tag,
+                                               Deadline deadline) {
   return post(std::shared_ptr<Message>(new Message(false, from, tag, data, deadline)));
 }
 
@@ -80,12 +83,13 @@ bool PointToPoint::progress() {
 }
 
 bool PointToPoint::progressLocked() {
-  // What has arrived is taken in before anything is matched, and then messages are looked at in the order of the
-  // calls: so an earlier receive takes the earlier message, and a send that cannot move holds back the later ones to
-  // the same rank.
+  // What has arrived is taken in before anything is matched, and then messages are looked at in the
+  // order of the calls: so an earlier receive takes the earlier message, and a send that cannot
+  // move holds back the later ones to the same rank.
   for (const auto& message : active_) {
     if (message->isSend_ || message->fetch_) continue;
-    for (int from = message->firstSource(); from <= message->lastSource(group_.size()); ++from) pairs_[from].wanted = true;
+    for (int from = message->firstSource(); from <= message->lastSource(group_.size()); ++from)
+      pairs_[from].wanted = true;
   }
   for (int from = 0; from < group_.size(); ++from) {
     pairs_[from].sendsHeld = false;
@@ -112,20 +116,24 @@ bool PointToPoint::advanceSend(Message& message) {
   Pair& pair = pairs_[message.peer_];
   const Mailbox& answers = mailboxOf(message.peer_);
   if (message.number_ != 0) {
-    if (message.ack_ == kNoAck || stampNumber(answers.acks[message.ack_].load(std::memory_order_acquire)) < message.number_) return false;
+    if (message.ack_ == kNoAck ||
+        stampNumber(answers.acks[message.ack_].load(std::memory_order_acquire)) < message.number_)
+      return false;
     pair.ackBusy[message.ack_] = false;
     end(message, {});
     return true;
   }
   if (pair.sendsHeld) return false;
   pair.sendsHeld = true;  // until it has a cell
-  if (pair.sent - stampNumber(answers.taken.load(std::memory_order_acquire)) >= kMailboxCells) return false;
+  if (pair.sent - stampNumber(answers.taken.load(std::memory_order_acquire)) >= kMailboxCells)
+    return false;
   const bool isLarge = message.data_.size() > kCellPayload;
   if (isLarge) {
     uint32_t ack = 0;
     while (ack < kMailboxAcks && pair.ackBusy[ack]) ++ack;
     if (ack == kMailboxAcks) return false;
-    auto region = group_.engine().regions().add(message.data_.data(), message.data_.size(), kRemoteRead);
+    auto region =
+        group_.engine().regions().add(message.data_.data(), message.data_.size(), kRemoteRead);
     if (!region.ok()) {
       end(message, region.error());
       return true;
@@ -146,7 +154,9 @@ bool PointToPoint::advanceSend(Message& message) {
   constexpr size_t kStampEnd = offsetof(MailboxCell, arrived) + sizeof(MailboxCell::arrived);
   const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, cells) +
                        (message.number_ % kMailboxCells) * sizeof(MailboxCell);
-  auto placed = place(message.peer_, there + kStampEnd, {reinterpret_cast<const std::byte*>(outgoing_.get()) + kStampEnd, kCellHeaderBytes - kStampEnd + payload},
+  auto placed = place(message.peer_, there + kStampEnd,
+                      {reinterpret_cast<const std::byte*>(outgoing_.get()) + kStampEnd,
+                       kCellHeaderBytes - kStampEnd + payload},
                       there + offsetof(MailboxCell, arrived), stampOf(message.number_));
   if (!placed.ok() || !isLarge) {
     end(message, std::move(placed));
@@ -164,7 +174,9 @@ bool PointToPoint::advanceReceive(Message& message) {
       acknowledge(message.peer_, message.ack_, message.number_);
       end(message, {});
     } else {
-      end(message, Error{ErrorCode::kPeerLost, "fetching a message of " + group_.nameRank(message.peer_) + " failed (" + errorCodeName(code) + ")"});
+      end(message,
+          Error{ErrorCode::kPeerLost, "fetching a message of " + group_.nameRank(message.peer_) +
+                                          " failed (" + errorCodeName(code) + ")"});
     }
     return true;
   }
@@ -174,10 +186,12 @@ bool PointToPoint::advanceReceive(Message& message) {
       if (early->tag != message.tag_) continue;
       if (early->bytes != message.data_.size()) {
         // The message stays: a receive of the right size can still take it.
-        end(message, Error{ErrorCode::kInvalidArgument,
-                           group_.nameRank(from) + " sent a message of " + std::to_string(early->bytes) + " bytes with tag " +
-                               std::to_string(message.tag_) + ", but the tensor to receive it has " +
-                               std::to_string(message.data_.size()) + " bytes"});
+        end(message,
+            Error{ErrorCode::kInvalidArgument,
+                  group_.nameRank(from) + " sent a message of " + std::to_string(early->bytes) +
+                      " bytes with tag " + std::to_string(message.tag_) +
+                      ", but the tensor to receive it has " + std::to_string(message.data_.size()) +
+                      " bytes"});
         return true;
       }
       message.peer_ = from;
@@ -219,8 +233,10 @@ void PointToPoint::takeIn(int from) {
     Early early{number, cell.tag, cell.ack, cell.bytes, cell.region, {}};
     const bool isLarge = early.bytes > kCellPayload;
     // What the cell says must be possible before anything is done with it.
-    if (isLarge ? early.ack >= kMailboxAcks || early.region.bytes < early.bytes : early.ack != kNoAck) {
-      group_.fail({ErrorCode::kProtocol, group_.nameRank(from) + " sent a message that does not decode"});
+    if (isLarge ? early.ack >= kMailboxAcks || early.region.bytes < early.bytes
+                : early.ack != kNoAck) {
+      group_.fail(
+          {ErrorCode::kProtocol, group_.nameRank(from) + " sent a message that does not decode"});
       return;
     }
     if (!isLarge) early.payload.assign(cell.payload, cell.payload + early.bytes);
@@ -237,18 +253,22 @@ void PointToPoint::giveBackCells(int from) {
   if (pair.taken - pair.credited < kMailboxCells / 2) return;
   pair.credited = pair.taken;
   const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, taken);
-  (void)place(from, word, {}, word, stampOf(pair.taken));  // a broken channel ends the messages that need it
+  (void)place(from, word, {}, word,
+              stampOf(pair.taken));  // a broken channel ends the messages that need it
 }
 
 void PointToPoint::acknowledge(int to, uint32_t ack, uint64_t number) {
-  const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) + ack * sizeof(uint64_t);
-  (void)place(to, word, {}, word, stampOf(number));  // a broken channel ends the messages that need it
+  const size_t word =
+      group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) + ack * sizeof(uint64_t);
+  (void)place(to, word, {}, word,
+              stampOf(number));  // a broken channel ends the messages that need it
 }
 
 // A message that did not move: has it any chance left?
 void PointToPoint::endLate(Message& message) {
   const char* what = message.isSend_ ? "send to " : "receive from ";
-  const std::string title = what + (message.peer_ == kAnySource ? std::string("any rank") : group_.nameRank(message.peer_));
+  const std::string title = what + (message.peer_ == kAnySource ? std::string("any rank")
+                                                                : group_.nameRank(message.peer_));
   if (auto usable = group_.usable(); !usable.ok()) {
     if (message.fetch_) group_.window().cancelGets(*message.fetch_);
     end(message, usable);
@@ -257,15 +277,19 @@ void PointToPoint::endLate(Message& message) {
   if (message.peer_ != kAnySource) {
     if (const Status* ended = group_.window().ended(message.peer_)) {
       if (message.fetch_) group_.window().cancelGets(*message.fetch_);
-      end(message, Error{ErrorCode::kPeerLost, title + ": " + (ended->ok() ? "it left the job" : "lost it: " + ended->error().message)});
+      end(message,
+          Error{ErrorCode::kPeerLost,
+                title + ": " +
+                    (ended->ok() ? "it left the job" : "lost it: " + ended->error().message)});
       return;
     }
   }
   if (message.deadline_.passed()) {
     if (message.fetch_) group_.window().cancelGets(*message.fetch_);
-    end(message, Error{ErrorCode::kTimeout, title + " timed out: the other side did not " +
-                                                (message.isSend_ ? "receive" : "send") + " a message with tag " +
-                                                std::to_string(message.tag_)});
+    end(message,
+        Error{ErrorCode::kTimeout, title + " timed out: the other side did not " +
+                                       (message.isSend_ ? "receive" : "send") +
+                                       " a message with tag " + std::to_string(message.tag_)});
   }
 }
 
@@ -281,7 +305,8 @@ const Mailbox& PointToPoint::mailboxOf(int from) const {
 }
 
 // Into the rank's part: by store where it is mapped, else as a put.
-Status PointToPoint::place(int to, size_t offset, std::span<const std::byte> data, size_t stampOffset, uint64_t stamp) {
+Status PointToPoint::place(int to, size_t offset, std::span<const std::byte> data,
+                           size_t stampOffset, uint64_t stamp) {
   const Window& window = group_.window();
   std::byte* part = window.peerPtr(to);
   if (!part) return window.put(to, offset, data, {.offset = stampOffset, .stamp = stamp});

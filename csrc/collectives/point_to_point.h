@@ -20,7 +20,7 @@ class Message {
  public:
   bool finished() const { return finished_.load(std::memory_order_acquire); }
   const Status& status() const { return status_; }  // once finished
-  int peer() const { return peer_; }                // of a receive from any source: who sent, once finished
+  int peer() const { return peer_; }  // of a receive from any source: who sent, once finished
   Deadline deadline() const { return deadline_; }
 
  private:
@@ -36,16 +36,16 @@ class Message {
   const uint32_t tag_;
   const std::span<std::byte> data_;
   const Deadline deadline_;
-  MemoryRegion region_;                     // large send: what the receiver fetches
-  uint64_t number_ = 0;                     // send: 0 while it waits for a free cell
-  uint32_t ack_ = kNoAck;                   // send: the word that the receiver stamps; receive: where to stamp
-  std::unique_ptr<Completion> fetch_;       // large receive, under way
+  MemoryRegion region_;    // large send: what the receiver fetches
+  uint64_t number_ = 0;    // send: 0 while it waits for a free cell
+  uint32_t ack_ = kNoAck;  // send: the word that the receiver stamps; receive: where to stamp
+  std::unique_ptr<Completion> fetch_;  // large receive, under way
   Status status_;
   std::atomic<bool> finished_{false};
 };
 
-// Sends and receives of a group: matched by source and tag, in order between a pair of ranks and a tag, beside the
-// collectives. Any thread may call; whoever waits drives the progress of all.
+// Sends and receives of a group: matched by source and tag, in order between a pair of ranks and a
+// tag, beside the collectives. Any thread may call; whoever waits drives the progress of all.
 class PointToPoint {
  public:
   static constexpr int kAnySource = -1;
@@ -53,8 +53,10 @@ class PointToPoint {
   explicit PointToPoint(Group& group);
 
   // Neither waits. The data belongs to the message until it is finished.
-  std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag, Deadline deadline);
-  std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag, Deadline deadline);
+  std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag,
+                                Deadline deadline);
+  std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag,
+                                   Deadline deadline);
 
   // Until the message is finished or the deadline has passed; false: it is not finished.
   bool wait(const Message& message, Deadline deadline);
@@ -76,11 +78,11 @@ class PointToPoint {
     std::vector<std::byte> payload;
   };
   struct Pair {
-    uint64_t sent = 0;                // messages put into the peer's mailbox
-    uint64_t taken = 0;               // messages taken out of ours
-    uint64_t credited = 0;            // of `taken`, told to the peer
-    bool wanted = false;              // a receive waits for a message of this rank
-    bool sendsHeld = false;           // a send to this rank waits for a free cell, so do the later ones
+    uint64_t sent = 0;       // messages put into the peer's mailbox
+    uint64_t taken = 0;      // messages taken out of ours
+    uint64_t credited = 0;   // of `taken`, told to the peer
+    bool wanted = false;     // a receive waits for a message of this rank
+    bool sendsHeld = false;  // a send to this rank waits for a free cell, so do the later ones
     size_t earlyBytes = 0;
     std::list<Early> early;
     bool ackBusy[kMailboxAcks] = {};
@@ -98,7 +100,8 @@ class PointToPoint {
   void endLate(Message& message);
   void end(Message& message, Status status);
   const Mailbox& mailboxOf(int from) const;
-  Status place(int to, size_t offset, std::span<const std::byte> data, size_t stampOffset, uint64_t stamp);
+  Status place(int to, size_t offset, std::span<const std::byte> data, size_t stampOffset,
+               uint64_t stamp);
 
   Group& group_;
   std::atomic<int> drivers_{0};
@@ -106,7 +109,7 @@ class PointToPoint {
   std::vector<Pair> pairs_;
   std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
   Status aborted_;
-  std::unique_ptr<MailboxCell> outgoing_;       // a cell being filled
+  std::unique_ptr<MailboxCell> outgoing_;  // a cell being filled
 };
 
 }  // namespace mooncake

@@ -7,11 +7,13 @@
 #include <string>
 #include <type_traits>
 
-// One build runs on every x86-64 and picks the widest vectors of the machine when it is loaded. Sanitizers
-// cannot run before the dynamic linker picks, so their builds take the plain version.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
-    !defined(__SANITIZE_THREAD__) && !defined(MOONCAKE_NO_MULTIVERSION)
-#define MOONCAKE_VECTORIZED __attribute__((target_clones("default", "avx2,fma", "arch=x86-64-v4"), flatten))
+// One build runs on every x86-64 and picks the widest vectors of the machine when it is loaded.
+// Sanitizers cannot run before the dynamic linker picks, so their builds take the plain version.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && \
+    !defined(MOONCAKE_NO_MULTIVERSION)
+#define MOONCAKE_VECTORIZED \
+  __attribute__((target_clones("default", "avx2,fma", "arch=x86-64-v4"), flatten))
 #else
 #define MOONCAKE_VECTORIZED
 #endif
@@ -38,10 +40,12 @@ inline void fromFloat(float value, BFloat16& out) {
   out.bits = static_cast<uint16_t>(isNan ? (bits >> 16) | 0x40 : rounded);
 }
 
-// Branch-free, so that it vectorizes: half's exponent is moved by multiplication, which also handles subnormals.
+// Branch-free, so that it vectorizes: half's exponent is moved by multiplication, which also
+// handles subnormals.
 inline float toFloat(Float16 value) {
   const uint32_t magnitude = uint32_t(value.bits & 0x7fff) << 13;
-  const float scaled = std::bit_cast<float>(magnitude) * std::bit_cast<float>(uint32_t(254 - 15) << 23);
+  const float scaled =
+      std::bit_cast<float>(magnitude) * std::bit_cast<float>(uint32_t(254 - 15) << 23);
   uint32_t bits = std::bit_cast<uint32_t>(scaled);
   bits |= (value.bits & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;  // infinity and NaN
   return std::bit_cast<float>(bits | uint32_t(value.bits & 0x8000) << 16);
@@ -52,9 +56,12 @@ inline void fromFloat(float value, Float16& out) {
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;
   // Normal results: shift the exponent, round to nearest, ties to even.
-  const uint32_t normal = (magnitude - (uint32_t(127 - 15) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Subnormal results: the float adder rounds for us, at the place where 2^-24 is the last bit of 0.5.
-  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
+  const uint32_t normal =
+      (magnitude - (uint32_t(127 - 15) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Subnormal results: the float adder rounds for us, at the place where 2^-24 is the last bit of
+  // 0.5.
+  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) -
+                             std::bit_cast<uint32_t>(0.5f);
   const bool isNan = magnitude > 0x7f800000;
   const bool isLarge = magnitude >= 0x477ff000;  // rounds to 65536 or more
   const uint32_t half = magnitude < 0x38800000 ? subnormal : normal;
@@ -89,7 +96,8 @@ struct Element<Bool> {
 
 // Signed overflow wraps, as it does in torch.
 template <typename Acc>
-using Wrapping = std::conditional_t<std::is_integral_v<Acc>, std::make_unsigned<Acc>, std::type_identity<Acc>>::type;
+using Wrapping = std::conditional_t<std::is_integral_v<Acc>, std::make_unsigned<Acc>,
+                                    std::type_identity<Acc>>::type;
 
 template <ReduceKind kKind, typename Acc>
 inline Acc combine(Acc a, Acc b) {
@@ -97,7 +105,8 @@ inline Acc combine(Acc a, Acc b) {
     return static_cast<Acc>(static_cast<Wrapping<Acc>>(a) + static_cast<Wrapping<Acc>>(b));
   } else if constexpr (kKind == ReduceKind::kProduct) {
     // 64 bits: unsigned short would be promoted to int and overflow.
-    if constexpr (std::is_integral_v<Acc>) return static_cast<Acc>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+    if constexpr (std::is_integral_v<Acc>)
+      return static_cast<Acc>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
     return a * b;
   } else if constexpr (kKind == ReduceKind::kMin) {
     return b < a || b != b ? b : a;
@@ -110,8 +119,8 @@ inline Acc combine(Acc a, Acc b) {
 constexpr size_t kBlock = 1024;
 
 template <typename T, ReduceKind kKind>
-MOONCAKE_VECTORIZED void reduceTyped(std::byte* target, const std::byte* const* sources, size_t sourceCount,
-                                     size_t count) {
+MOONCAKE_VECTORIZED void reduceTyped(std::byte* target, const std::byte* const* sources,
+                                     size_t sourceCount, size_t count) {
   using E = Element<T>;
   using Acc = typename E::Acc;
   alignas(64) Acc acc[kBlock];
@@ -124,9 +133,11 @@ MOONCAKE_VECTORIZED void reduceTyped(std::byte* target, const std::byte* const* 
       for (size_t i = 0; i < length; ++i) acc[i] = combine<kKind>(acc[i], E::load(source[i]));
     }
     if constexpr (kKind == ReduceKind::kAvg) {
-      using Divisor = std::conditional_t<!std::is_integral_v<Acc>, Acc,
-                                         std::conditional_t<std::is_signed_v<Acc>, int64_t, uint64_t>>;
-      for (size_t i = 0; i < length; ++i) acc[i] = static_cast<Acc>(acc[i] / static_cast<Divisor>(sourceCount));
+      using Divisor =
+          std::conditional_t<!std::is_integral_v<Acc>, Acc,
+                             std::conditional_t<std::is_signed_v<Acc>, int64_t, uint64_t>>;
+      for (size_t i = 0; i < length; ++i)
+        acc[i] = static_cast<Acc>(acc[i] / static_cast<Divisor>(sourceCount));
     }
     T* out = reinterpret_cast<T*>(target) + start;
     for (size_t i = 0; i < length; ++i) E::store(acc[i], out[i]);
@@ -156,20 +167,34 @@ Reducer reducerOf(ReduceKind kind) {
 
 Reducer findReducer(Reduction reduction) {
   switch (reduction.dtype) {
-    case DType::kUInt8: return reducerOf<uint8_t>(reduction.kind);
-    case DType::kInt8: return reducerOf<int8_t>(reduction.kind);
-    case DType::kUInt16: return reducerOf<uint16_t>(reduction.kind);
-    case DType::kInt16: return reducerOf<int16_t>(reduction.kind);
-    case DType::kUInt32: return reducerOf<uint32_t>(reduction.kind);
-    case DType::kInt32: return reducerOf<int32_t>(reduction.kind);
-    case DType::kUInt64: return reducerOf<uint64_t>(reduction.kind);
-    case DType::kInt64: return reducerOf<int64_t>(reduction.kind);
-    case DType::kFloat16: return reducerOf<Float16>(reduction.kind);
-    case DType::kBFloat16: return reducerOf<BFloat16>(reduction.kind);
-    case DType::kFloat32: return reducerOf<float>(reduction.kind);
-    case DType::kFloat64: return reducerOf<double>(reduction.kind);
-    case DType::kBool: return reducerOf<Bool>(reduction.kind);
-    default: return nullptr;
+    case DType::kUInt8:
+      return reducerOf<uint8_t>(reduction.kind);
+    case DType::kInt8:
+      return reducerOf<int8_t>(reduction.kind);
+    case DType::kUInt16:
+      return reducerOf<uint16_t>(reduction.kind);
+    case DType::kInt16:
+      return reducerOf<int16_t>(reduction.kind);
+    case DType::kUInt32:
+      return reducerOf<uint32_t>(reduction.kind);
+    case DType::kInt32:
+      return reducerOf<int32_t>(reduction.kind);
+    case DType::kUInt64:
+      return reducerOf<uint64_t>(reduction.kind);
+    case DType::kInt64:
+      return reducerOf<int64_t>(reduction.kind);
+    case DType::kFloat16:
+      return reducerOf<Float16>(reduction.kind);
+    case DType::kBFloat16:
+      return reducerOf<BFloat16>(reduction.kind);
+    case DType::kFloat32:
+      return reducerOf<float>(reduction.kind);
+    case DType::kFloat64:
+      return reducerOf<double>(reduction.kind);
+    case DType::kBool:
+      return reducerOf<Bool>(reduction.kind);
+    default:
+      return nullptr;
   }
 }
 
@@ -177,12 +202,14 @@ Reducer findReducer(Reduction reduction) {
 
 Status checkReduction(Reduction reduction) {
   if (findReducer(reduction)) return {};
-  return Error{ErrorCode::kInvalidArgument, std::string("there is no ") + reduceName(reduction.kind) + " of " +
-                                                dtypeName(reduction.dtype) +
-                                                (isReducible(reduction.dtype) ? "" : " elements: they can be moved, not added")};
+  return Error{ErrorCode::kInvalidArgument,
+               std::string("there is no ") + reduceName(reduction.kind) + " of " +
+                   dtypeName(reduction.dtype) +
+                   (isReducible(reduction.dtype) ? "" : " elements: they can be moved, not added")};
 }
 
-void reduceSources(Reduction reduction, std::byte* target, std::span<const std::byte* const> sources, size_t count) {
+void reduceSources(Reduction reduction, std::byte* target,
+                   std::span<const std::byte* const> sources, size_t count) {
   findReducer(reduction)(target, sources.data(), sources.size(), count);
 }
 

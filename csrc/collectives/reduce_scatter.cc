@@ -1,5 +1,6 @@
-// Small (n*s fits a slot): one exchange of slots, every rank reduces its part of each. Large: every rank fetches
-// its part of the n-1 other inputs, (n-1)s bytes in and out of each rank, then all tell all that they have it.
+// Small (n*s fits a slot): one exchange of slots, every rank reduces its part of each. Large: every
+// rank fetches its part of the n-1 other inputs, (n-1)s bytes in and out of each rank, then all
+// tell all that they have it.
 #include <cstring>
 
 #include "collectives/collectives.h"
@@ -25,7 +26,8 @@ Status small(Operation& op, ConstSpan input, Span output, Reduction reduction) {
 
 Status large(Operation& op, ConstSpan input, Span output, Reduction reduction) {
   // Peers only read; the table knows addresses without const.
-  auto region = op.group().engine().regions().add(const_cast<std::byte*>(input.data()), input.size(), kRemoteRead);
+  auto region = op.group().engine().regions().add(const_cast<std::byte*>(input.data()),
+                                                  input.size(), kRemoteRead);
   if (!region.ok()) return op.fail(region.error());
   op.announceInput(region->remote());
   MOONCAKE_TRY(op.begin(0));
@@ -37,7 +39,8 @@ Status large(Operation& op, ConstSpan input, Span output, Reduction reduction) {
 
 }  // namespace
 
-Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction, Deadline deadline) {
+Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,
+                     Deadline deadline) {
   MOONCAKE_TRY(checkReduction(reduction));
   Operation op(group,
                {.verb = Verb::kReduceScatter,
@@ -46,7 +49,8 @@ Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduc
                 .count = output.size() / dtypeSize(reduction.dtype)},
                deadline);
   MOONCAKE_TRY(op.open());
-  return input.size() <= group.eagerBytes() ? small(op, input, output, reduction) : large(op, input, output, reduction);
+  return input.size() <= group.eagerBytes() ? small(op, input, output, reduction)
+                                            : large(op, input, output, reduction);
 }
 
 }  // namespace mooncake

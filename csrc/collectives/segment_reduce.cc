@@ -6,8 +6,8 @@
 namespace mooncake {
 namespace {
 
-// Chunks of all sources together fit half of a second-level cache of 1 MiB; a chunk is long enough that a system
-// call per source and chunk does not matter.
+// Chunks of all sources together fit half of a second-level cache of 1 MiB; a chunk is long enough
+// that a system call per source and chunk does not matter.
 constexpr size_t kCacheBudget = 512 << 10;
 constexpr size_t kLeastChunk = 16 << 10;
 constexpr size_t kMostChunk = 128 << 10;
@@ -19,19 +19,24 @@ size_t roundDown(size_t bytes) { return bytes & ~size_t(4095); }
 
 }  // namespace
 
-Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::byte> own, uint64_t offset,
-                     std::span<std::byte> target) {
+Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::byte> own,
+                     uint64_t offset, std::span<std::byte> target) {
   const int size = op.size(), rank = op.rank();
   const bool mapped = op.group().window().fullyMapped();
   const size_t chunk =
-      mapped ? std::clamp(roundDown(kCacheBudget / size_t(size)), kLeastChunk, kMostChunk) : kMessageChunk;
+      mapped ? std::clamp(roundDown(kCacheBudget / size_t(size)), kLeastChunk, kMostChunk)
+             : kMessageChunk;
   const size_t depth = mapped ? 1 : kMessageDepth;
   auto scratch = op.group().scratch(depth * size_t(size) * chunk);
   if (!scratch.ok()) return op.fail(scratch.error());
 
-  const auto place = [&](size_t index, int r) { return *scratch + ((index % depth) * size_t(size) + size_t(r)) * chunk; };
+  const auto place = [&](size_t index, int r) {
+    return *scratch + ((index % depth) * size_t(size) + size_t(r)) * chunk;
+  };
   const size_t chunks = (target.size() + chunk - 1) / chunk;
-  const auto lengthOf = [&](size_t index) { return std::min(chunk, target.size() - index * chunk); };
+  const auto lengthOf = [&](size_t index) {
+    return std::min(chunk, target.size() - index * chunk);
+  };
 
   std::deque<Fetches> underWay;
   size_t started = 0;
@@ -47,8 +52,10 @@ Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::by
     }
     MOONCAKE_TRY(underWay.front().await());
     underWay.pop_front();
-    for (int r = 0; r < size; ++r) sources[r] = r == rank ? own.data() + index * chunk : place(index, r);
-    reduceSources(reduction, target.data() + index * chunk, sources, lengthOf(index) / dtypeSize(reduction.dtype));
+    for (int r = 0; r < size; ++r)
+      sources[r] = r == rank ? own.data() + index * chunk : place(index, r);
+    reduceSources(reduction, target.data() + index * chunk, sources,
+                  lengthOf(index) / dtypeSize(reduction.dtype));
   }
   return {};
 }

@@ -17,15 +17,17 @@
 //          inbox slots      [rank][2]: where the ranks that do not map us put theirs
 //          mailboxes        [rank]: point-to-point messages from each rank (mailbox.h)
 //
-//   slot:  0  ready, done, result region | 64  begun, call, payload size, input region | 128  payload
+//   slot:  0  ready, done, result region | 64  begun, call, payload size, input region | 128
+//   payload
 //
-// `begun`, `ready` and `done` are stamps: number of the operation, and published or sealed. A slot is used again
-// two operations later, after everybody has published the operation in between, which proves that everybody has
-// ended this one (docs/membership.md).
+// `begun`, `ready` and `done` are stamps: number of the operation, and published or sealed. A slot
+// is used again two operations later, after everybody has published the operation in between, which
+// proves that everybody has ended this one (docs/membership.md).
 namespace mooncake {
 
 struct alignas(64) Slot {
-  // Large operations: this rank's share of the result can be fetched / this rank has all that it needs.
+  // Large operations: this rank's share of the result can be fetched / this rank has all that it
+  // needs.
   std::atomic<uint64_t> ready;
   std::atomic<uint64_t> done;
   RemoteRegion result;  // announced by `ready`
@@ -45,24 +47,35 @@ static_assert(offsetof(Slot, payload) == kSlotHeaderBytes);
 
 constexpr uint64_t kPublished = 1;
 constexpr uint64_t kSealedBy = 2;  // + rank of who sealed
-constexpr uint64_t makeStamp(uint64_t number, uint64_t kind) { return number << kStampKindBits | kind; }
-constexpr uint64_t stampKind(uint64_t stamp) { return stamp & ((uint64_t(1) << kStampKindBits) - 1); }
+constexpr uint64_t makeStamp(uint64_t number, uint64_t kind) {
+  return number << kStampKindBits | kind;
+}
+constexpr uint64_t stampKind(uint64_t stamp) {
+  return stamp & ((uint64_t(1) << kStampKindBits) - 1);
+}
 
 // Where things lie in a part. The same on every rank of a group.
 class PartLayout {
  public:
   PartLayout(int size, size_t eagerBytes, size_t mailboxBytes)
-      : size_(size), slotBytes_(roundUp(kSlotHeaderBytes + eagerBytes)), mailboxBytes_(roundUp(mailboxBytes)) {}
+      : size_(size),
+        slotBytes_(roundUp(kSlotHeaderBytes + eagerBytes)),
+        mailboxBytes_(roundUp(mailboxBytes)) {}
 
-  size_t bytes() const { return mailbox(size_) - Window::kUserOffset; }  // of the free use of a part
+  size_t bytes() const {
+    return mailbox(size_) - Window::kUserOffset;
+  }  // of the free use of a part
 
   size_t ended() const { return Window::kUserOffset; }
-  size_t ownSlot(uint64_t number) const { return 2 * Window::kUserOffset + (number & 1) * slotBytes_; }
+  size_t ownSlot(uint64_t number) const {
+    return 2 * Window::kUserOffset + (number & 1) * slotBytes_;
+  }
   size_t inboxSlot(int from, uint64_t number) const {
     return 2 * Window::kUserOffset + (2 + 2 * size_t(from) + (number & 1)) * slotBytes_;
   }
   size_t mailbox(int from) const {
-    return 2 * Window::kUserOffset + (2 + 2 * size_t(size_)) * slotBytes_ + size_t(from) * mailboxBytes_;
+    return 2 * Window::kUserOffset + (2 + 2 * size_t(size_)) * slotBytes_ +
+           size_t(from) * mailboxBytes_;
   }
 
  private:

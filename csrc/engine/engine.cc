@@ -1,8 +1,7 @@
 #include "engine/engine.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
+#include <sys/random.h>
 
 #include "base/log.h"
 #include "engine/route.h"
@@ -11,7 +10,8 @@
 namespace mooncake {
 namespace {
 
-// The transports to use, best first: all that are built in, or the ones that were asked for, in that order.
+// The transports to use, best first: all that are built in, or the ones that were asked for, in
+// that order.
 Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
   std::vector<const TransportEntry*> chosen;
   const auto& registry = transportRegistry();
@@ -20,12 +20,15 @@ Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
     return chosen;
   }
   for (const auto& name : env.transports) {
-    const auto found = std::find_if(registry.begin(), registry.end(),
-                                    [&](const TransportEntry& entry) { return name == entry.name; });
+    const auto found =
+        std::find_if(registry.begin(), registry.end(),
+                     [&](const TransportEntry& entry) { return name == entry.name; });
     if (found == registry.end()) {
       std::string known;
-      for (const auto& entry : registry) known += std::string(known.empty() ? "" : ", ") + entry.name;
-      return Error{ErrorCode::kUnsupported, "transport '" + name + "' was asked for, but this build has only: " + known};
+      for (const auto& entry : registry)
+        known += std::string(known.empty() ? "" : ", ") + entry.name;
+      return Error{ErrorCode::kUnsupported,
+                   "transport '" + name + "' was asked for, but this build has only: " + known};
     }
     chosen.push_back(&*found);
   }
@@ -36,7 +39,8 @@ Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
 
 Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   if (options.jobKey.empty()) {
-    return Error{ErrorCode::kInvalidArgument, "an engine needs the job's key: set MOONCAKE_JOB_KEY or hand one out"};
+    return Error{ErrorCode::kInvalidArgument,
+                 "an engine needs the job's key: set MOONCAKE_JOB_KEY or hand one out"};
   }
   auto crypto = Crypto::load();
   if (!crypto.ok()) return crypto.error();
@@ -52,7 +56,8 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   engine->arena_ = std::move(*arena);
   engine->loop_ = std::move(*loop);
   EngineId id;
-  if (::getrandom(id.data(), id.size(), 0) != ssize_t(id.size())) return systemError("getrandom", errno);
+  if (::getrandom(id.data(), id.size(), 0) != ssize_t(id.size()))
+    return systemError("getrandom", errno);
   Engine* self = engine.get();
   engine->context_.reset(new TransportContext{
       .id = id,
@@ -62,7 +67,10 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
       .regions = engine->regions_,
       .arena = *engine->arena_,
       .loop = *engine->loop_,
-      .onAccepted = [self](EngineId peer, std::shared_ptr<Channel> channel) { self->onAccepted(peer, std::move(channel)); },
+      .onAccepted =
+          [self](EngineId peer, std::shared_ptr<Channel> channel) {
+            self->onAccepted(peer, std::move(channel));
+          },
       .onEnded = [self](EngineId peer, const Status& how) { self->onEnded(peer, how); },
   });
 
@@ -70,14 +78,18 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
     auto transport = entry->create(*engine->context_);
     if (transport.ok()) {
       engine->transports_.push_back(std::move(*transport));
-    } else if (!engine->options_.env.transports.empty() || transport.error().code == ErrorCode::kInvalidArgument) {
+    } else if (!engine->options_.env.transports.empty() ||
+               transport.error().code == ErrorCode::kInvalidArgument) {
       // Asked for and missing, or set up wrongly, is an error, never a silent fallback.
-      return Error{transport.error().code, std::string("transport '") + entry->name + "': " + transport.error().message};
+      return Error{transport.error().code,
+                   std::string("transport '") + entry->name + "': " + transport.error().message};
     } else {
-      log(LogLevel::kInfo, engine->logName(), "transport ", entry->name, " is not used here: ", transport.error().message);
+      log(LogLevel::kInfo, engine->logName(), "transport ", entry->name,
+          " is not used here: ", transport.error().message);
     }
   }
-  if (engine->transports_.empty()) return Error{ErrorCode::kUnsupported, "no transport works on this machine"};
+  if (engine->transports_.empty())
+    return Error{ErrorCode::kUnsupported, "no transport works on this machine"};
   return engine;
 }
 
@@ -101,7 +113,8 @@ void Engine::leave() {
 
 Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_); }
 
-Result<std::shared_ptr<Peer>> Engine::call(const EngineId& id, const Bytes& endpoint, Deadline deadline) {
+Result<std::shared_ptr<Peer>> Engine::call(const EngineId& id, const Bytes& endpoint,
+                                           Deadline deadline) {
   auto channel = openRoute(transports_, id, endpoint, deadline);
   if (!channel.ok()) return channel.error();
   auto peer = std::make_shared<Peer>();
@@ -117,7 +130,8 @@ Result<std::shared_ptr<Peer>> Engine::call(const EngineId& id, const Bytes& endp
   return peer;
 }
 
-Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Bytes>& endpoints, Deadline deadline) {
+Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Bytes>& endpoints,
+                                                           Deadline deadline) {
   std::vector<std::shared_ptr<Peer>> peers(endpoints.size());
   std::vector<EngineId> ids(endpoints.size());
   for (size_t i = 0; i < endpoints.size(); ++i) {
@@ -139,7 +153,8 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     if (peers[i] || id() > ids[i]) continue;
     auto peer = call(ids[i], endpoints[i], deadline);
     if (!peer.ok()) {
-      return Error{peer.error().code, "cannot connect to rank " + std::to_string(i) + ": " + peer.error().message};
+      return Error{peer.error().code,
+                   "cannot connect to rank " + std::to_string(i) + ": " + peer.error().message};
     }
     peers[i] = *peer;
   }
@@ -149,9 +164,10 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     if (ids[i] == id() || peers[i]) continue;
     const auto there = [&] { return (peers[i] = known(ids[i])) != nullptr; };
     if (!arrived_.wait_until(lock, deadline.when(), there)) {
-      return Error{ErrorCode::kTimeout, "rank " + std::to_string(i) +
-                                            " published its address but did not connect in time: is it alive, and can "
-                                            "it reach this host?"};
+      return Error{ErrorCode::kTimeout,
+                   "rank " + std::to_string(i) +
+                       " published its address but did not connect in time: is it alive, and can "
+                       "it reach this host?"};
     }
   }
   return peers;
@@ -176,7 +192,8 @@ void Engine::onEnded(const EngineId& id, const Status& how) {
   if (found->second->ended) return;
   found->second->how = how;
   found->second->ended = true;
-  log(LogLevel::kInfo, logName(), "a peer's channel ended: ", how.ok() ? "goodbye" : how.error().message);
+  log(LogLevel::kInfo, logName(),
+      "a peer's channel ended: ", how.ok() ? "goodbye" : how.error().message);
   for (auto& [interrupt, bell] : watchers_) {
     interrupt->bump();
     bell->ring();

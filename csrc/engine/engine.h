@@ -48,10 +48,12 @@ class Engine {
 
   // What a peer needs to connect to this engine, over all of its transports.
   Bytes endpoint() const;
-  // Connects to all these endpoints; a peer that is already connected is returned as it is, our own endpoint
-  // gives null. Of each pair the engine with the smaller id calls and the other one is called. Blocks until all
-  // are there or the deadline has passed; the error names by its index who is missing, and why.
-  Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints, Deadline deadline);
+  // Connects to all these endpoints; a peer that is already connected is returned as it is, our own
+  // endpoint gives null. Of each pair the engine with the smaller id calls and the other one is
+  // called. Blocks until all are there or the deadline has passed; the error names by its index who
+  // is missing, and why.
+  Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
+                                                     Deadline deadline);
 
   // Says goodbye to all peers and closes the channels. What was put before still arrives.
   void leave();
@@ -73,7 +75,8 @@ class Engine {
   std::mutex mutex_;  // guards everything below down to watchers_
   std::condition_variable arrived_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
-  std::map<EngineId, Status> endedEarly_;  // channels that ended before call() had them in its hands
+  std::map<EngineId, Status>
+      endedEarly_;  // channels that ended before call() had them in its hands
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   std::unique_ptr<EventLoop> loop_;
   std::vector<std::unique_ptr<Transport>> transports_;

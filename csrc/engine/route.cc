@@ -19,7 +19,8 @@ EngineId readId(ByteReader& in) {
 
 }  // namespace
 
-Bytes encodeEndpoint(const EngineId& owner, const std::vector<std::unique_ptr<Transport>>& transports) {
+Bytes encodeEndpoint(const EngineId& owner,
+                     const std::vector<std::unique_ptr<Transport>>& transports) {
   ByteWriter out;
   out.putRaw(owner).put<uint8_t>(static_cast<uint8_t>(transports.size()));
   for (const auto& transport : transports) {
@@ -31,12 +32,14 @@ Bytes encodeEndpoint(const EngineId& owner, const std::vector<std::unique_ptr<Tr
 Result<EngineId> endpointOwner(ByteView endpoint) {
   ByteReader in(endpoint);
   const EngineId id = readId(in);
-  if (in.failed()) return Error{ErrorCode::kProtocol, "a peer published an endpoint that does not decode"};
+  if (in.failed())
+    return Error{ErrorCode::kProtocol, "a peer published an endpoint that does not decode"};
   return id;
 }
 
-Result<std::shared_ptr<Channel>> openRoute(const std::vector<std::unique_ptr<Transport>>& transports,
-                                           const EngineId& peer, ByteView endpoint, Deadline deadline) {
+Result<std::shared_ptr<Channel>> openRoute(
+    const std::vector<std::unique_ptr<Transport>>& transports, const EngineId& peer,
+    ByteView endpoint, Deadline deadline) {
   ByteReader in(endpoint);
   readId(in);
   std::vector<std::pair<std::string, ByteView>> offered(in.get<uint8_t>());
@@ -55,14 +58,16 @@ Result<std::shared_ptr<Channel>> openRoute(const std::vector<std::unique_ptr<Tra
       if (channel.ok()) return channel;
       last = channel.error();
       reasons += (reasons.empty() ? "" : "; ") + name + ": " + last.message;
-      // Only "this wire does not lead there" tries the next one: a refusal on the wire that does lead there
-      // must not turn into another wire.
+      // Only "this wire does not lead there" tries the next one: a refusal on the wire that does
+      // lead there must not turn into another wire.
       if (last.code != ErrorCode::kUnsupported) return last;
     }
   }
   if (reasons.empty()) {
-    for (const auto& transport : transports) reasons += std::string(reasons.empty() ? "" : ", ") + transport->name();
-    reasons = "no transport in common (here: " + reasons + "; check MOONCAKE_TRANSPORTS on both sides)";
+    for (const auto& transport : transports)
+      reasons += std::string(reasons.empty() ? "" : ", ") + transport->name();
+    reasons =
+        "no transport in common (here: " + reasons + "; check MOONCAKE_TRANSPORTS on both sides)";
   }
   return Error{last.code == ErrorCode::kUnsupported ? ErrorCode::kPeerLost : last.code, reasons};
 }

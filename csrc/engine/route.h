@@ -7,14 +7,17 @@
 
 namespace mooncake {
 
-// The only place that chooses a wire: the first of `transports` (best first) that leads to the peer.
-// `endpoint` is what Engine::endpoint() made there. kPeerLost with every wire's own reason when none does.
-Result<std::shared_ptr<Channel>> openRoute(const std::vector<std::unique_ptr<Transport>>& transports,
-                                           const EngineId& peer, ByteView endpoint, Deadline deadline);
+// The only place that chooses a wire: the first of `transports` (best first) that leads to the
+// peer. `endpoint` is what Engine::endpoint() made there. kPeerLost with every wire's own reason
+// when none does.
+Result<std::shared_ptr<Channel>> openRoute(
+    const std::vector<std::unique_ptr<Transport>>& transports, const EngineId& peer,
+    ByteView endpoint, Deadline deadline);
 
 // The engine's id at the start of an endpoint.
 Result<EngineId> endpointOwner(ByteView endpoint);
 
-Bytes encodeEndpoint(const EngineId& owner, const std::vector<std::unique_ptr<Transport>>& transports);
+Bytes encodeEndpoint(const EngineId& owner,
+                     const std::vector<std::unique_ptr<Transport>>& transports);
 
 }  // namespace mooncake

@@ -11,15 +11,16 @@
 
 namespace mooncake {
 
-// A stamp is a word that only grows: a number (upper 48 bits) and what happened to it (lower 16). For each
-// number it is written once, by whoever comes first: the owner publishes, or another rank seals.
+// A stamp is a word that only grows: a number (upper 48 bits) and what happened to it (lower 16).
+// For each number it is written once, by whoever comes first: the owner publishes, or another rank
+// seals.
 constexpr int kStampKindBits = 16;
 constexpr uint64_t stampNumber(uint64_t stamp) { return stamp >> kStampKindBits; }
 inline bool canStamp(const std::atomic<uint64_t>& word, uint64_t stamp) {
   return stampNumber(word.load(std::memory_order_acquire)) < stampNumber(stamp);
 }
-// One compare-and-set decides: true when this call wrote the word. Sequentially consistent, so a doorbell that
-// is rung afterwards is not missed (see Doorbell).
+// One compare-and-set decides: true when this call wrote the word. Sequentially consistent, so a
+// doorbell that is rung afterwards is not missed (see Doorbell).
 inline bool tryStamp(std::atomic<uint64_t>& word, uint64_t stamp) {
   uint64_t current = word.load(std::memory_order_relaxed);
   while (stampNumber(current) < stampNumber(stamp)) {
@@ -28,9 +29,10 @@ inline bool tryStamp(std::atomic<uint64_t>& word, uint64_t stamp) {
   return false;
 }
 
-// The stamp that announces a put. It is tried after the data has landed; where canStamp() is already false (the
-// word was sealed, or the put is late) neither data nor stamp is written. `offset` is relative to the region and
-// a multiple of 8. The doorbell at the start of the region is rung afterwards.
+// The stamp that announces a put. It is tried after the data has landed; where canStamp() is
+// already false (the word was sealed, or the put is late) neither data nor stamp is written.
+// `offset` is relative to the region and a multiple of 8. The doorbell at the start of the region
+// is rung afterwards.
 struct Signal {
   uint64_t offset = 0;
   uint64_t stamp = 0;
@@ -44,8 +46,9 @@ struct PutRequest {
   Signal signal;
 };
 
-// Counts gets that are under way; rings when the last one ended. Must outlive them (see Channel::cancelGets); the
-// bell must outlive the channel, because it may still be looked at when the last one has ended. get() begins it.
+// Counts gets that are under way; rings when the last one ended. Must outlive them (see
+// Channel::cancelGets); the bell must outlive the channel, because it may still be looked at when
+// the last one has ended. get() begins it.
 struct Completion {
   explicit Completion(Doorbell* bell) : bell(bell) {}
   std::atomic<uint32_t> pending{0};
@@ -64,8 +67,8 @@ struct Completion {
   bool finished() const { return pending.load(std::memory_order_acquire) == 0; }
 };
 
-// Bytes of a peer's registered memory into memory here. `target` and `completion` belong to the transfer
-// until completion->end() was called for it.
+// Bytes of a peer's registered memory into memory here. `target` and `completion` belong to the
+// transfer until completion->end() was called for it.
 struct GetRequest {
   RemoteRegion region;
   uint64_t offset = 0;

@@ -4,7 +4,8 @@
 
 namespace mooncake {
 
-// A part's description, wire form:  u64 address  u64 bytes  u64 key  u64 offset in the owner's arena
+// A part's description, wire form:  u64 address  u64 bytes  u64 key  u64 offset in the owner's
+// arena
 
 Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Engine> engine, size_t bytes) {
   auto block = engine->arena().allocate(kUserOffset + bytes);
@@ -22,10 +23,16 @@ Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Engine> engine, s
 
 Bytes Window::describe() const {
   const RemoteRegion remote = region_.remote();
-  return ByteWriter().put(remote.address).put(remote.bytes).put(remote.key).put(block_.offset()).take();
+  return ByteWriter()
+      .put(remote.address)
+      .put(remote.bytes)
+      .put(remote.key)
+      .put(block_.offset())
+      .take();
 }
 
-Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers, const std::vector<Bytes>& parts) {
+Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
+                      const std::vector<Bytes>& parts) {
   rank_ = rank;
   members_.resize(peers.size());
   for (size_t r = 0; r < peers.size(); ++r) {
@@ -39,7 +46,8 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers, const 
     if (member.part.bytes != block_.bytes()) {
       return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " made a window of " +
                                              std::to_string(member.part.bytes) + " bytes, rank " +
-                                             std::to_string(rank) + " one of " + std::to_string(block_.bytes()) +
+                                             std::to_string(rank) + " one of " +
+                                             std::to_string(block_.bytes()) +
                                              ": do all ranks have the same options and version?"};
     }
     member.peer = std::move(peers[r]);
@@ -47,7 +55,8 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers, const 
       member.mapped = block_.data();
     } else if (const auto arena = member.peer->channel->peerArena(); !arena.empty()) {
       if (offset > arena.size() || member.part.bytes > arena.size() - offset) {
-        return Error{ErrorCode::kProtocol, "rank " + std::to_string(r) + " described a window part outside its arena"};
+        return Error{ErrorCode::kProtocol,
+                     "rank " + std::to_string(r) + " described a window part outside its arena"};
       }
       member.mapped = arena.data() + offset;
     } else {
@@ -57,13 +66,15 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers, const 
   return {};
 }
 
-Status Window::put(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const {
+Status Window::put(int rank, uint64_t offset, std::span<const std::byte> data,
+                   Signal signal) const {
   const Member& member = members_[rank];
-  return member.peer->channel->put({.region = member.part, .offset = offset, .data = data, .signal = signal});
+  return member.peer->channel->put(
+      {.region = member.part, .offset = offset, .data = data, .signal = signal});
 }
 
-Status Window::get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
-                   Completion& completion) const {
+Status Window::get(int rank, const RemoteRegion& region, uint64_t offset,
+                   std::span<std::byte> target, Completion& completion) const {
   return members_[rank].peer->channel->get(
       {.region = region, .offset = offset, .target = target, .completion = &completion});
 }

@@ -12,9 +12,9 @@
 
 namespace mooncake {
 
-// Symmetric memory of a group: every rank owns a part of the same size that the others can put into. A part
-// starts with its owner's doorbell. Made in two steps, because the members exchange what describe() says
-// in between.
+// Symmetric memory of a group: every rank owns a part of the same size that the others can put
+// into. A part starts with its owner's doorbell. Made in two steps, because the members exchange
+// what describe() says in between.
 class Window {
  public:
   static constexpr size_t kUserOffset = sizeof(Doorbell);  // where the part's free use begins
@@ -24,7 +24,8 @@ class Window {
   // This rank's part, for the others' attach().
   Bytes describe() const;
   // peers[r] is null for this rank itself; parts[r] is what rank r described.
-  Status attach(int rank, std::vector<std::shared_ptr<Peer>> peers, const std::vector<Bytes>& parts);
+  Status attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
+                const std::vector<Bytes>& parts);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(members_.size()); }
@@ -38,7 +39,8 @@ class Window {
   // Every part is reached by load and store: what a member published outlives it.
   bool fullyMapped() const { return fullyMapped_; }
 
-  // Wakes the rank if it sleeps at its doorbell. Only where peerPtr() is set: a put rings by itself.
+  // Wakes the rank if it sleeps at its doorbell. Only where peerPtr() is set: a put rings by
+  // itself.
   void ring(int rank) const { reinterpret_cast<Doorbell*>(members_[rank].mapped)->ring(); }
   Status put(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
   Status get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,

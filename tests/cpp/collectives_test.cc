@@ -1,11 +1,11 @@
 // Every verb on every wire, with ranks as threads: what the sanitizers look at.
-#include <gtest/gtest.h>
+#include "collectives/collectives.h"
 
 #include <atomic>
 #include <cstring>
+#include <gtest/gtest.h>
 #include <random>
 
-#include "collectives/collectives.h"
 #include "collectives/point_to_point.h"
 #include "ranks_in_threads.h"
 
@@ -24,7 +24,10 @@ class CollectivesTest : public testing::TestWithParam<std::tuple<Wire, int>> {
  protected:
   Ranks ranks() const {
     const auto& [wire, size] = GetParam();
-    return {.size = size, .transports = wire.transports, .crossMemoryAttach = wire.crossMemoryAttach, .eagerBytes = kEager};
+    return {.size = size,
+            .transports = wire.transports,
+            .crossMemoryAttach = wire.crossMemoryAttach,
+            .eagerBytes = kEager};
   }
 };
 
@@ -36,7 +39,8 @@ std::span<std::byte> bytesOf(std::vector<T>& values) {
 // Whole numbers, so that every order of summation gives the same float.
 std::vector<float> inputOf(int rank, size_t count, int salt = 0) {
   std::vector<float> values(count);
-  for (size_t i = 0; i < count; ++i) values[i] = float((i * 7 + size_t(rank) * 13 + size_t(salt)) % 101);
+  for (size_t i = 0; i < count; ++i)
+    values[i] = float((i * 7 + size_t(rank) * 13 + size_t(salt)) % 101);
   return values;
 }
 
@@ -97,11 +101,14 @@ TEST_P(CollectivesTest, AllgatherAndReduceScatter) {
       auto input = inputOf(group.rank(), count);
       std::vector<float> gathered(count * size);
       std::vector<Span> parts;
-      for (size_t r = 0; r < size; ++r) parts.push_back(bytesOf(gathered).subspan(r * count * 4, count * 4));
+      for (size_t r = 0; r < size; ++r)
+        parts.push_back(bytesOf(gathered).subspan(r * count * 4, count * 4));
       expectOk(allgather(group, bytesOf(input), parts, DType::kFloat32, soon()));
       for (size_t r = 0; r < size; ++r) {
         const auto expected = inputOf(int(r), count);
-        EXPECT_TRUE(std::equal(expected.begin(), expected.end(), gathered.begin() + ptrdiff_t(r * count))) << count;
+        EXPECT_TRUE(
+            std::equal(expected.begin(), expected.end(), gathered.begin() + ptrdiff_t(r * count)))
+            << count;
       }
       auto all = inputOf(group.rank(), count * size);
       std::vector<float> mine(count), sum(count);
@@ -118,7 +125,9 @@ TEST_P(CollectivesTest, AllgatherAndReduceScatter) {
 // Lengths that differ from pair to pair, some zero, some ranks small and some large.
 TEST_P(CollectivesTest, AlltoallWithUnequalSplits) {
   runRanks(ranks(), [](Group& group) {
-    const auto length = [](int from, int to, int round) { return size_t((from * 5 + to * 3 + round) % 4) * (round % 2 ? 11 : 1500); };
+    const auto length = [](int from, int to, int round) {
+      return size_t((from * 5 + to * 3 + round) % 4) * (round % 2 ? 11 : 1500);
+    };
     for (int round = 0; round < 6; ++round) {
       std::vector<std::vector<float>> in, out;
       std::vector<ConstSpan> inputs;
@@ -154,10 +163,13 @@ TEST_P(CollectivesTest, DifferentCallsAreErrorsEverywhereAndTheGroupGoesOn) {
   if (ranks().size < 2) GTEST_SKIP() << "one rank always agrees with itself";
   runRanks(ranks(), [](Group& group) {
     auto data = inputOf(group.rank(), 10);
-    const Status status = group.rank() == 1 ? broadcast(group, bytesOf(data), DType::kFloat32, 0, soon())
-                                            : allreduce(group, bytesOf(data), kFloatSum, soon());
+    const Status status = group.rank() == 1
+                              ? broadcast(group, bytesOf(data), DType::kFloat32, 0, soon())
+                              : allreduce(group, bytesOf(data), kFloatSum, soon());
     ASSERT_EQ(status.code(), ErrorCode::kMismatch);
-    EXPECT_NE(status.error().message.find("rank 1 called broadcast(float32, 10 elements per rank, root 0)"), std::string::npos)
+    EXPECT_NE(status.error().message.find(
+                  "rank 1 called broadcast(float32, 10 elements per rank, root 0)"),
+              std::string::npos)
         << status.error().message;
     EXPECT_EQ(data, inputOf(group.rank(), 10));
     std::vector<float> ones(5000, 1);
@@ -170,7 +182,8 @@ TEST_P(CollectivesTest, MessagesInOrderOfTheirTags) {
   if (ranks().size < 2) GTEST_SKIP() << "needs a peer";
   runRanks(ranks(), [](Group& group) {
     PointToPoint messages(group);
-    const int to = (group.rank() + 1) % group.size(), from = (group.rank() + group.size() - 1) % group.size();
+    const int to = (group.rank() + 1) % group.size(),
+              from = (group.rank() + group.size() - 1) % group.size();
     const std::vector<size_t> counts = {0, 1, 2047, 2048, 2049, 50000, 3};
     std::vector<std::vector<float>> out, in;
     std::vector<std::shared_ptr<Message>> posted;
@@ -179,22 +192,28 @@ TEST_P(CollectivesTest, MessagesInOrderOfTheirTags) {
       out.push_back(inputOf(group.rank(), count, round));
       in.emplace_back(count);
     }
-    for (int round = 29; round >= 0; --round) posted.push_back(messages.receive(bytesOf(in[size_t(round)]), from, uint32_t(round), soon()));
-    for (int round = 0; round < 30; ++round) posted.push_back(messages.send(bytesOf(out[size_t(round)]), to, uint32_t(round), soon()));
+    for (int round = 29; round >= 0; --round)
+      posted.push_back(messages.receive(bytesOf(in[size_t(round)]), from, uint32_t(round), soon()));
+    for (int round = 0; round < 30; ++round)
+      posted.push_back(messages.send(bytesOf(out[size_t(round)]), to, uint32_t(round), soon()));
     for (auto& message : posted) {
       ASSERT_TRUE(messages.wait(*message, soon()));
       expectOk(message->status());
     }
-    for (int round = 0; round < 30; ++round) EXPECT_EQ(in[size_t(round)], inputOf(from, in[size_t(round)].size(), round)) << round;
+    for (int round = 0; round < 30; ++round)
+      EXPECT_EQ(in[size_t(round)], inputOf(from, in[size_t(round)].size(), round)) << round;
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Wires, CollectivesTest,
-    testing::Combine(testing::Values(Wire{"inproc", {"inproc"}}, Wire{"shm", {"shm"}}, Wire{"shm_without_cma", {"shm"}, false},
-                                     Wire{"tcp", {"tcp"}}),
+    testing::Combine(testing::Values(Wire{"inproc", {"inproc"}}, Wire{"shm", {"shm"}},
+                                     Wire{"shm_without_cma", {"shm"}, false}, Wire{"tcp", {"tcp"}}),
                      testing::Values(1, 2, 3, 5)),
-    [](const auto& info) { return std::string(std::get<0>(info.param).name) + "_" + std::to_string(std::get<1>(info.param)); });
+    [](const auto& info) {
+      return std::string(std::get<0>(info.param).name) + "_" +
+             std::to_string(std::get<1>(info.param));
+    });
 
 }  // namespace
 }  // namespace mooncake::test

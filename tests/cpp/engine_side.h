@@ -1,9 +1,8 @@
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <condition_variable>
+#include <gtest/gtest.h>
 #include <memory>
 #include <mutex>
 #include <string_view>
@@ -20,7 +19,8 @@ constexpr auto kPatience = std::chrono::seconds(20);
 
 // Tests wait for conditions and never for time.
 template <typename Condition>
-::testing::AssertionResult eventually(Condition&& condition, std::chrono::nanoseconds patience = kPatience) {
+::testing::AssertionResult eventually(Condition&& condition,
+                                      std::chrono::nanoseconds patience = kPatience) {
   const auto deadline = Deadline::after(patience);
   while (!condition()) {
     if (deadline.passed()) return ::testing::AssertionFailure() << "not in time";
@@ -48,7 +48,8 @@ inline constexpr uint64_t stampOf(uint64_t number) { return number << kStampKind
 // A window part as engines make it: in the arena, a doorbell in front, registered for both.
 class Part {
  public:
-  Part(Arena& arena, RegionTable& regions, size_t bytes, uint32_t rights = kRemoteRead | kRemoteWrite) {
+  Part(Arena& arena, RegionTable& regions, size_t bytes,
+       uint32_t rights = kRemoteRead | kRemoteWrite) {
     auto block = arena.allocate(bytes);
     EXPECT_TRUE(block.ok());
     block_ = std::move(*block);
@@ -60,7 +61,9 @@ class Part {
 
   RemoteRegion remote() const { return region_.remote(); }
   std::span<std::byte> bytes() const { return {block_.data(), bytes_}; }
-  std::span<std::byte> at(size_t offset, size_t length) const { return bytes().subspan(offset, length); }
+  std::span<std::byte> at(size_t offset, size_t length) const {
+    return bytes().subspan(offset, length);
+  }
   std::atomic<uint64_t>& word(size_t offset) const {
     return *reinterpret_cast<std::atomic<uint64_t>*>(block_.data() + offset);
   }

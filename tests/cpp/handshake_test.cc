@@ -1,10 +1,9 @@
 #include "engine/stream/handshake.h"
 
-#include <poll.h>
-#include <sys/socket.h>
-
 #include <future>
+#include <poll.h>
 #include <random>
+#include <sys/socket.h>
 
 #include "engine_side.h"
 
@@ -20,7 +19,8 @@ std::pair<Fd, Fd> socketPair() {
 Deadline soon() { return Deadline::after(kPatience); }
 
 // The passive side's result, once it is there.
-std::future<Result<Handshaken>> accept(Fd socket, const EngineSide& side, Deadline deadline = soon()) {
+std::future<Result<Handshaken>> accept(Fd socket, const EngineSide& side,
+                                       Deadline deadline = soon()) {
   auto promise = std::make_shared<std::promise<Result<Handshaken>>>();
   auto future = promise->get_future();
   handshakeAccept(std::move(socket), side.context(), deadline,
@@ -42,7 +42,8 @@ Bytes helloOf(const EngineSide& connector, const EngineId& peer) {
 Bytes readToEnd(int socket) {
   Bytes all;
   std::byte chunk[256];
-  for (ssize_t got; (got = ::recv(socket, chunk, sizeof(chunk), 0)) > 0;) all.insert(all.end(), chunk, chunk + got);
+  for (ssize_t got; (got = ::recv(socket, chunk, sizeof(chunk), 0)) > 0;)
+    all.insert(all.end(), chunk, chunk + got);
   return all;
 }
 
@@ -60,7 +61,8 @@ TEST(HandshakeTest, BothSidesLearnWhoTheOtherIs) {
   EXPECT_EQ(atB->lanes, 5);
   EXPECT_EQ(atB->attempt, 99u);
   EXPECT_EQ(::send(connected->socket.get(), "x", 1, 0), 1);
-  EXPECT_TRUE(readToEnd(atB->socket.get()) == bytesOf("x")) << "nothing of the handshake is left over";
+  EXPECT_TRUE(readToEnd(atB->socket.get()) == bytesOf("x"))
+      << "nothing of the handshake is left over";
 }
 
 TEST(HandshakeTest, WrongKeyIsRefusedByTheConnector) {
@@ -80,11 +82,13 @@ TEST(HandshakeTest, WrongProofIsRefusedByTheAcceptor) {
   const Bytes hello = helloOf(a, b.id());
   ASSERT_EQ(::send(one.get(), hello.data(), hello.size(), 0), ssize_t(hello.size()));
   std::byte challenge[72];
-  ASSERT_EQ(::recv(one.get(), challenge, sizeof(challenge), MSG_WAITALL), ssize_t(sizeof(challenge)));
+  ASSERT_EQ(::recv(one.get(), challenge, sizeof(challenge), MSG_WAITALL),
+            ssize_t(sizeof(challenge)));
   // The acceptor's own code sent back to it: what a reflecting attacker would do.
   ByteWriter proof;
   proof.putRaw(ByteView(hello).first(6)).put(uint16_t(3)).putRaw(ByteView(challenge).last(32));
-  ASSERT_EQ(::send(one.get(), proof.bytes().data(), proof.bytes().size(), 0), ssize_t(proof.bytes().size()));
+  ASSERT_EQ(::send(one.get(), proof.bytes().data(), proof.bytes().size(), 0),
+            ssize_t(proof.bytes().size()));
   const auto atB = accepted.get();
   ASSERT_FALSE(atB.ok());
   EXPECT_EQ(atB.error().code, ErrorCode::kRefused);

@@ -14,9 +14,9 @@ HostAddress address(const char* text) {
 }
 
 const std::vector<HostInterface> kHost = {
-    {"lo", address("127.0.0.1"), false},   {"lo", address("::1"), false},
+    {"lo", address("127.0.0.1"), false},       {"lo", address("::1"), false},
     {"docker0", address("172.17.0.1"), false}, {"eth1", address("192.168.5.1"), false},
-    {"eth0", address("fd00::5"), true},    {"eth0", address("10.0.0.5"), true},
+    {"eth0", address("fd00::5"), true},        {"eth0", address("10.0.0.5"), true},
 };
 
 std::string choose(const std::vector<HostInterface>& host, std::optional<std::string> wanted = {},
@@ -31,7 +31,8 @@ TEST(HostAddressTest, ReadsAndWrites) {
   EXPECT_TRUE(address("127.3.2.1").isLoopback());
   EXPECT_TRUE(address("::1").isLoopback());
   EXPECT_FALSE(address("::2").isLoopback());
-  for (const char* wrong : {"", "host", "10.0.0", "10.0.0.1:80", "fe80::1", "fe80::1%eth0", "fd00::1%eth0", "[]"}) {
+  for (const char* wrong :
+       {"", "host", "10.0.0", "10.0.0.1:80", "fe80::1", "fe80::1%eth0", "fd00::1%eth0", "[]"}) {
     const auto parsed = HostAddress::parse(wrong);
     ASSERT_FALSE(parsed.ok()) << wrong;
     EXPECT_EQ(parsed.error().code, ErrorCode::kInvalidArgument);
@@ -50,7 +51,8 @@ TEST(HostAddressTest, TheWantedOneMustBeOurs) {
 TEST(HostAddressTest, TheWayToTheRendezvousWins) {
   EXPECT_EQ(choose(kHost, {}, address("192.168.5.1")), "192.168.5.1");
   EXPECT_EQ(choose(kHost, {}, address("127.0.0.1")), "127.0.0.1") << "everybody is on this host";
-  EXPECT_EQ(choose(kHost, {}, address("8.8.8.8")), "10.0.0.5") << "not ours: as if there were no hint";
+  EXPECT_EQ(choose(kHost, {}, address("8.8.8.8")), "10.0.0.5")
+      << "not ours: as if there were no hint";
 }
 
 TEST(HostAddressTest, OtherwiseTheWayOut) {

@@ -1,9 +1,8 @@
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <condition_variable>
 #include <functional>
+#include <gtest/gtest.h>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -71,11 +70,14 @@ inline void runRanks(const Ranks& ranks, const std::function<void(Group&)>& body
   for (int rank = 0; rank < ranks.size; ++rank) {
     threads.emplace_back([&, rank] {
       const Deadline deadline = Deadline::after(ranks.init);
-      EngineOptions options{.env = envOf(ranks), .logName = "rank " + std::to_string(rank), .arenaBytes = size_t(1) << 30};
+      EngineOptions options{.env = envOf(ranks),
+                            .logName = "rank " + std::to_string(rank),
+                            .arenaBytes = size_t(1) << 30};
       options.jobKey = Bytes(32, std::byte{7});
       auto engine = Engine::create(std::move(options));
       ASSERT_TRUE(engine.ok()) << engine.error().message;
-      auto group = Group::create(*engine, store, {.name = "test", .rank = rank, .size = ranks.size}, deadline);
+      auto group = Group::create(*engine, store, {.name = "test", .rank = rank, .size = ranks.size},
+                                 deadline);
       ASSERT_TRUE(group.ok()) << group.error().message;
       body(**group);
       (*group)->leave(Deadline::after(std::chrono::seconds(30)));

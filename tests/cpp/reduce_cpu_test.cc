@@ -1,12 +1,11 @@
-#include <gtest/gtest.h>
+#include "collectives/reduce_cpu.h"
 
 #include <bit>
 #include <cmath>
+#include <gtest/gtest.h>
 #include <limits>
 #include <random>
 #include <vector>
-
-#include "collectives/reduce_cpu.h"
 
 namespace mooncake {
 namespace {
@@ -14,7 +13,8 @@ namespace {
 template <typename T>
 std::vector<T> reduce(DType dtype, ReduceKind kind, const std::vector<std::vector<T>>& sources) {
   std::vector<const std::byte*> raw;
-  for (const auto& source : sources) raw.push_back(reinterpret_cast<const std::byte*>(source.data()));
+  for (const auto& source : sources)
+    raw.push_back(reinterpret_cast<const std::byte*>(source.data()));
   std::vector<T> target(sources[0].size());
   reduceSources({dtype, kind}, reinterpret_cast<std::byte*>(target.data()), raw, target.size());
   return target;
@@ -24,7 +24,8 @@ TEST(ReduceCpuTest, IntegersOfEveryKind) {
   const std::vector<std::vector<int32_t>> sources = {{5, -7, 2}, {3, 3, -9}, {4, 1, 2}};
   EXPECT_EQ(reduce(DType::kInt32, ReduceKind::kSum, sources), (std::vector<int32_t>{12, -3, -5}));
   EXPECT_EQ(reduce(DType::kInt32, ReduceKind::kAvg, sources), (std::vector<int32_t>{4, -1, -1}));
-  EXPECT_EQ(reduce(DType::kInt32, ReduceKind::kProduct, sources), (std::vector<int32_t>{60, -21, -36}));
+  EXPECT_EQ(reduce(DType::kInt32, ReduceKind::kProduct, sources),
+            (std::vector<int32_t>{60, -21, -36}));
   EXPECT_EQ(reduce(DType::kInt32, ReduceKind::kMin, sources), (std::vector<int32_t>{3, -7, -9}));
   EXPECT_EQ(reduce(DType::kInt32, ReduceKind::kMax, sources), (std::vector<int32_t>{5, 3, 2}));
 }
@@ -48,11 +49,13 @@ TEST(ReduceCpuTest, NanWinsInMinAndMaxFromEitherSide) {
 TEST(ReduceCpuTest, BooleansAreLogic) {
   const std::vector<std::vector<uint8_t>> sources = {{1, 0, 1, 0}, {1, 0, 0, 1}};
   EXPECT_EQ(reduce(DType::kBool, ReduceKind::kSum, sources), (std::vector<uint8_t>{1, 0, 1, 1}));
-  EXPECT_EQ(reduce(DType::kBool, ReduceKind::kProduct, sources), (std::vector<uint8_t>{1, 0, 0, 0}));
+  EXPECT_EQ(reduce(DType::kBool, ReduceKind::kProduct, sources),
+            (std::vector<uint8_t>{1, 0, 0, 0}));
   EXPECT_FALSE(checkReduction({DType::kBool, ReduceKind::kAvg}).ok());
 }
 
-// Every half is exactly a float, so reducing one source must give it back, and the sum of two is rounded once.
+// Every half is exactly a float, so reducing one source must give it back, and the sum of two is
+// rounded once.
 TEST(ReduceCpuTest, HalvesSurviveTheRoundTrip) {
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
     std::vector<uint16_t> all(65536);
@@ -62,7 +65,9 @@ TEST(ReduceCpuTest, HalvesSurviveTheRoundTrip) {
     for (size_t i = 0; i < all.size(); ++i) {
       const bool isNan = (i & exponent) == exponent && (i & uint16_t(~exponent) & 0x7fff) != 0;
       if (isNan) {
-        EXPECT_TRUE((back[i] & exponent) == exponent && (back[i] & uint16_t(~exponent) & 0x7fff) != 0) << i;
+        EXPECT_TRUE((back[i] & exponent) == exponent &&
+                    (back[i] & uint16_t(~exponent) & 0x7fff) != 0)
+            << i;
       } else {
         EXPECT_EQ(back[i], i);
       }
@@ -74,7 +79,8 @@ TEST(ReduceCpuTest, HalvesSurviveTheRoundTrip) {
 TEST(ReduceCpuTest, HalfSumsAreRoundedToTheNearest) {
   const auto value = [](uint16_t half) {
     const int exponent = (half >> 10) & 31, mantissa = half & 1023;
-    const double magnitude = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+    const double magnitude =
+        exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
     return half & 0x8000 ? -magnitude : magnitude;
   };
   std::mt19937 random(1);
@@ -103,13 +109,16 @@ TEST(ReduceCpuTest, HalfSumsAreRoundedToTheNearest) {
 
 TEST(ReduceCpuTest, TheTargetMayBeASource) {
   std::vector<float> a(5000, 1), b(5000, 2);
-  const std::byte* sources[] = {reinterpret_cast<std::byte*>(a.data()), reinterpret_cast<std::byte*>(b.data())};
-  reduceSources({DType::kFloat32, ReduceKind::kSum}, reinterpret_cast<std::byte*>(b.data()), sources, b.size());
+  const std::byte* sources[] = {reinterpret_cast<std::byte*>(a.data()),
+                                reinterpret_cast<std::byte*>(b.data())};
+  reduceSources({DType::kFloat32, ReduceKind::kSum}, reinterpret_cast<std::byte*>(b.data()),
+                sources, b.size());
   EXPECT_EQ(b, std::vector<float>(5000, 3));
 }
 
 TEST(ReduceCpuTest, NoArithmeticForComplexAndFloat8) {
-  for (const DType dtype : {DType::kComplex64, DType::kComplex128, DType::kFloat8E4M3FN, DType::kFloat8E8M0FNU}) {
+  for (const DType dtype :
+       {DType::kComplex64, DType::kComplex128, DType::kFloat8E4M3FN, DType::kFloat8E8M0FNU}) {
     EXPECT_EQ(checkReduction({dtype, ReduceKind::kSum}).code(), ErrorCode::kInvalidArgument);
   }
 }

@@ -1,13 +1,11 @@
-#include "engine/stream/stream_connection.h"
-
 #include <linux/sockios.h>
+#include <random>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
-#include <random>
-
 #include "engine/stream/frame_receiver.h"
 #include "engine/stream/send_queue.h"
+#include "engine/stream/stream_connection.h"
 #include "engine_side.h"
 
 namespace mooncake::testing {
@@ -40,7 +38,8 @@ bool isReadEmpty(int socket) {
 }
 
 Bytes putFrame(const RemoteRegion& region, uint64_t offset, ByteView data, Signal signal) {
-  wire::Header header{.kind = wire::Kind::kPut, .key = region.key, .offset = offset, .length = data.size()};
+  wire::Header header{
+      .kind = wire::Kind::kPut, .key = region.key, .offset = offset, .length = data.size()};
   header.signalOffset = signal.offset;
   header.stamp = signal.stamp;
   ByteWriter frame;
@@ -68,7 +67,8 @@ class Ending {
   std::atomic<int> count_{0};
 };
 
-// A connection on side a; its peer is a second connection on b, or the test itself with a bare socket.
+// A connection on side a; its peer is a second connection on b, or the test itself with a bare
+// socket.
 class StreamTest : public ::testing::Test {
  protected:
   void connect(int bufferBytes = 0) {
@@ -123,7 +123,11 @@ TEST_F(StreamTest, PutsAndAnswersShareASmallSocket) {
   ASSERT_TRUE(toA->get({atA.remote(), 0, target, &completion}).ok());
   for (uint64_t number = 1; number <= 100; ++number) {
     const size_t at = kData + 2048 * number;
-    ASSERT_TRUE(toB->put({atB.remote(), at, pattern(2000, number), {kWord + 8 * (number % 8), stampOf(number)}}).ok());
+    ASSERT_TRUE(toB->put({atB.remote(),
+                          at,
+                          pattern(2000, number),
+                          {kWord + 8 * (number % 8), stampOf(number)}})
+                    .ok());
   }
   ASSERT_TRUE(eventually([&] { return atB.word(kWord + 8 * (100 % 8)).load() == stampOf(100); }));
   for (uint64_t number = 1; number <= 100; ++number) {
@@ -137,7 +141,8 @@ TEST_F(StreamTest, PutsAndAnswersShareASmallSocket) {
 TEST_F(StreamTest, SealedHalfWayTakesNoFurtherByte) {
   connectBare();
   auto part = a.part(1 << 16);
-  const Bytes frame = putFrame(part.remote(), kData, Bytes(20000, std::byte{7}), {kWord, stampOf(1)});
+  const Bytes frame =
+      putFrame(part.remote(), kData, Bytes(20000, std::byte{7}), {kWord, stampOf(1)});
   sendAll(bare.get(), ByteView(frame).first(10000));
   const size_t arrived = kData + 10000 - wire::kHeaderBytes;
   ASSERT_TRUE(eventually([&] { return isReadEmpty(bare.get()); }));
@@ -153,7 +158,8 @@ TEST_F(StreamTest, SealedHalfWayTakesNoFurtherByte) {
 TEST_F(StreamTest, RevokedHalfWayNeitherBlocksNorWrites) {
   connectBare();
   auto part = a.part(1 << 16), other = a.part(4096);
-  const Bytes frame = putFrame(part.remote(), kData, Bytes(20000, std::byte{7}), {kWord, stampOf(1)});
+  const Bytes frame =
+      putFrame(part.remote(), kData, Bytes(20000, std::byte{7}), {kWord, stampOf(1)});
   sendAll(bare.get(), ByteView(frame).first(10000));
   ASSERT_TRUE(eventually([&] { return isReadEmpty(bare.get()); }));
   part.revoke();  // returns although the peer has stopped in the middle of its put
@@ -168,10 +174,13 @@ TEST_F(StreamTest, RefusalsAreCountedAndNothingIsWritten) {
   connectBare();
   auto part = a.part(4096), readOnly = a.part(4096, kRemoteRead), live = a.part(4096);
   const Bytes data = pattern(5000, 1);
-  sendAll(bare.get(), putFrame(part.remote(), kData, data, {kWord, stampOf(1)}));                   // too long
-  sendAll(bare.get(), putFrame(part.remote(), kData, ByteView(data).first(8), {4096, stampOf(1)}));  // word outside
-  sendAll(bare.get(), putFrame(part.remote(), 0, ByteView(data).first(8), {kWord, stampOf(1)}));     // on the bell
-  sendAll(bare.get(), putFrame(readOnly.remote(), kData, ByteView(data).first(8), {kWord, stampOf(1)}));
+  sendAll(bare.get(), putFrame(part.remote(), kData, data, {kWord, stampOf(1)}));  // too long
+  sendAll(bare.get(), putFrame(part.remote(), kData, ByteView(data).first(8),
+                               {4096, stampOf(1)}));  // word outside
+  sendAll(bare.get(),
+          putFrame(part.remote(), 0, ByteView(data).first(8), {kWord, stampOf(1)}));  // on the bell
+  sendAll(bare.get(),
+          putFrame(readOnly.remote(), kData, ByteView(data).first(8), {kWord, stampOf(1)}));
   sendAll(bare.get(), putFrame(live.remote(), kData, ByteView(data).first(8), {kWord, stampOf(1)}));
   ASSERT_TRUE(eventually([&] { return live.word(kWord).load() == stampOf(1); }));
   EXPECT_TRUE(part.isZero(0, 4096));
@@ -184,18 +193,24 @@ TEST_F(StreamTest, BadRequestsAreTheCallersFault) {
   connect();
   auto part = b.part(4096);
   const Bytes data = pattern(8, 1);
-  EXPECT_EQ(toB->put({part.remote(), kData, data, {kWord + 4, stampOf(1)}}).code(), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(toB->put({part.remote(), kData, data, {0, stampOf(1)}}).code(), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(toB->put({part.remote(), kData, data, {kWord + 4, stampOf(1)}}).code(),
+            ErrorCode::kInvalidArgument);
+  EXPECT_EQ(toB->put({part.remote(), kData, data, {0, stampOf(1)}}).code(),
+            ErrorCode::kInvalidArgument);
   const Bytes huge(wire::kMaxPutBytes + 1);
-  EXPECT_EQ(toB->put({part.remote(), kData, huge, {kWord, stampOf(1)}}).code(), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(toB->put({part.remote(), kData, huge, {kWord, stampOf(1)}}).code(),
+            ErrorCode::kInvalidArgument);
 }
 
 TEST_F(StreamTest, UnaskedAnswersEndTheConnection) {
   for (const auto kind : {wire::Kind::kAnswer, wire::Kind::kPiece}) {
     Ending end;
     auto [one, other] = socketPair();
-    auto connection = StreamConnection::start(std::move(one), a.loop(), a.regions(), end.recorder());
-    sendAll(other.get(), wire::encode({.kind = kind, .request = 3, .length = kind == wire::Kind::kPiece ? 8u : 0u}));
+    auto connection =
+        StreamConnection::start(std::move(one), a.loop(), a.regions(), end.recorder());
+    sendAll(
+        other.get(),
+        wire::encode({.kind = kind, .request = 3, .length = kind == wire::Kind::kPiece ? 8u : 0u}));
     EXPECT_EQ(end.wait().code(), ErrorCode::kProtocol);
     connection->close();
   }
@@ -205,13 +220,15 @@ TEST_F(StreamTest, ShortAndLongAnswersEndTheConnection) {
   for (const uint64_t pieceBytes : {uint64_t(0), uint64_t(50), uint64_t(101)}) {
     Ending end;
     auto [one, other] = socketPair();
-    auto connection = StreamConnection::start(std::move(one), a.loop(), a.regions(), end.recorder());
+    auto connection =
+        StreamConnection::start(std::move(one), a.loop(), a.regions(), end.recorder());
     Bytes target(100);
     Completion completion(&bell);
     ASSERT_TRUE(connection->get({{}, 0, target, &completion}).ok());
     const uint64_t request = 0;  // the first of a connection
     if (pieceBytes > 0) {
-      sendAll(other.get(), wire::encode({.kind = wire::Kind::kPiece, .request = request, .length = pieceBytes}));
+      sendAll(other.get(),
+              wire::encode({.kind = wire::Kind::kPiece, .request = request, .length = pieceBytes}));
       sendAll(other.get(), Bytes(pieceBytes));
     }
     sendAll(other.get(), wire::encode({.kind = wire::Kind::kAnswer, .request = request}));
@@ -237,7 +254,8 @@ TEST_F(StreamTest, GetsBeyondTheTableAreRefusedHere) {
   connectBare();
   std::vector<std::byte> target(8);
   Completion completion(&bell);
-  for (uint64_t i = 0; i < wire::kMaxGets; ++i) ASSERT_TRUE(toB->get({{}, 0, target, &completion}).ok());
+  for (uint64_t i = 0; i < wire::kMaxGets; ++i)
+    ASSERT_TRUE(toB->get({{}, 0, target, &completion}).ok());
   EXPECT_EQ(toB->unansweredBytes(), 8 * wire::kMaxGets);
   EXPECT_EQ(toB->get({{}, 0, target, &completion}).code(), ErrorCode::kExhausted);
   toB->cancelGets(&completion);
@@ -250,7 +268,8 @@ TEST_F(StreamTest, APeerThatDoesNotReadCostsBoundedMemory) {
   auto part = b.part(4096);
   const Bytes data(wire::kMaxPutBytes);
   Status last;
-  for (int i = 0; i < 6 && last.ok(); ++i) last = toB->put({part.remote(), kData, data, {kWord, stampOf(1)}});
+  for (int i = 0; i < 6 && last.ok(); ++i)
+    last = toB->put({part.remote(), kData, data, {kWord, stampOf(1)}});
   EXPECT_EQ(last.code(), ErrorCode::kExhausted);
 }
 
@@ -275,7 +294,8 @@ TEST_F(StreamTest, GoodbyeIsNoDeath) {
 }
 
 TEST(WireTest, EveryFieldComesBack) {
-  const wire::Header put{.kind = wire::Kind::kPut, .key = 1, .offset = 2, .length = 3, .signalOffset = 64, .stamp = 5};
+  const wire::Header put{
+      .kind = wire::Kind::kPut, .key = 1, .offset = 2, .length = 3, .signalOffset = 64, .stamp = 5};
   const auto decoded = wire::decode(wire::encode(put));
   ASSERT_TRUE(decoded.ok());
   EXPECT_EQ(decoded->kind, wire::Kind::kPut);
@@ -284,20 +304,26 @@ TEST(WireTest, EveryFieldComesBack) {
   EXPECT_EQ(decoded->length, 3u);
   EXPECT_EQ(decoded->signalOffset, 64u);
   EXPECT_EQ(decoded->stamp, 5u);
-  const auto get = wire::decode(wire::encode(
-      {.kind = wire::Kind::kGet, .request = 1, .key = 2, .offset = 3, .length = uint64_t(5) << 32}));
+  const auto get = wire::decode(wire::encode({.kind = wire::Kind::kGet,
+                                              .request = 1,
+                                              .key = 2,
+                                              .offset = 3,
+                                              .length = uint64_t(5) << 32}));
   ASSERT_TRUE(get.ok());
   EXPECT_EQ(get->length, uint64_t(5) << 32) << "beyond 4 GiB";
 }
 
-// Random bytes, and good frames with a few bytes changed: what decodes encodes to the same bytes again.
+// Random bytes, and good frames with a few bytes changed: what decodes encodes to the same bytes
+// again.
 TEST(WireTest, GarbageDecodesToNothingOrToItself) {
   std::mt19937_64 random(20261121);
   size_t accepted = 0;
   for (int i = 0; i < 100000; ++i) {
-    wire::HeaderBytes bytes = wire::encode({.kind = static_cast<wire::Kind>(1 + random() % 5), .request = random()});
+    wire::HeaderBytes bytes =
+        wire::encode({.kind = static_cast<wire::Kind>(1 + random() % 5), .request = random()});
     const size_t changes = i % 2 ? bytes.size() : 1 + random() % 4;
-    for (size_t c = 0; c < changes; ++c) bytes[i % 2 ? c : random() % bytes.size()] = std::byte(random());
+    for (size_t c = 0; c < changes; ++c)
+      bytes[i % 2 ? c : random() % bytes.size()] = std::byte(random());
     const size_t length = i % 10 ? bytes.size() : random() % bytes.size();
     const auto header = wire::decode(ByteView(bytes).first(length));
     if (!header.ok()) continue;
@@ -308,30 +334,35 @@ TEST(WireTest, GarbageDecodesToNothingOrToItself) {
   EXPECT_LT(accepted, 50000u);
 }
 
-// Whole connections fed with broken frames and garbage, cut anywhere: memory keeps its bytes, and the receiver
-// says why it stopped.
+// Whole connections fed with broken frames and garbage, cut anywhere: memory keeps its bytes, and
+// the receiver says why it stopped.
 TEST(FrameReceiverTest, GarbageChangesNoState) {
   EngineSide side;
   auto part = side.part(4096);
   const Bytes before = pattern(4096, 1);
   std::copy(before.begin(), before.end(), part.bytes().begin());
-  part.word(kWord).store(~uint64_t(0));  // sealed for ever: even the frame that stays whole writes nothing
+  part.word(kWord).store(
+      ~uint64_t(0));  // sealed for ever: even the frame that stays whole writes nothing
   const Bytes sealed(part.bytes().begin(), part.bytes().end());
   std::mt19937_64 random(7);
   for (int stream = 0; stream < 2000; ++stream) {
     GetTable gets;
     FrameReceiver receiver(side.regions(), gets, [](const wire::Header&) { return true; });
     auto [ours, theirs] = socketPair();
-    Bytes bytes = putFrame(part.remote(), 1024 + random() % 2000, pattern(200, stream), {kWord, stampOf(1)});
-    if (random() % 2) bytes[random() % 16] = std::byte(random());  // mark, version, kind, status or request
+    Bytes bytes =
+        putFrame(part.remote(), 1024 + random() % 2000, pattern(200, stream), {kWord, stampOf(1)});
+    if (random() % 2)
+      bytes[random() % 16] = std::byte(random());  // mark, version, kind, status or request
     for (size_t extra = 0; extra < 500; ++extra) bytes.push_back(std::byte(random()));
     bytes.resize(1 + random() % bytes.size());
     sendAll(theirs.get(), bytes);
     theirs.reset();
     Result<FrameReceiver::Stop> stop = FrameReceiver::Stop::kDrained;
-    while (stop.ok() && *stop != FrameReceiver::Stop::kGoodbye) stop = receiver.receive(ours.get(), 64 + random() % 512);
+    while (stop.ok() && *stop != FrameReceiver::Stop::kGoodbye)
+      stop = receiver.receive(ours.get(), 64 + random() % 512);
     if (!stop.ok()) {
-      EXPECT_TRUE(stop.error().code == ErrorCode::kProtocol || stop.error().code == ErrorCode::kPeerLost);
+      EXPECT_TRUE(stop.error().code == ErrorCode::kProtocol ||
+                  stop.error().code == ErrorCode::kPeerLost);
     }
   }
   EXPECT_TRUE(part.holds(0, sealed));

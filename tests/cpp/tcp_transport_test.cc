@@ -7,7 +7,6 @@
 
 #include "engine/stream/handshake.h"
 #include "engine/transports/tcp/socket.h"
-
 #include "transport_suite.h"
 
 namespace mooncake::testing {
@@ -90,7 +89,8 @@ TEST_F(TcpTransportTest, LanesOfAnIncompleteChannelAreDropped) {
   listen(std::chrono::milliseconds(200));
   EngineSide other;
   const auto lane = [&](uint16_t number, uint64_t attempt) {
-    auto shaken = handshakeConnect(connectBare(), other.context(), side->id(), number, 3, soon(), attempt);
+    auto shaken =
+        handshakeConnect(connectBare(), other.context(), side->id(), number, 3, soon(), attempt);
     EXPECT_TRUE(shaken.ok());
     return std::move(shaken->socket);
   };

@@ -1,6 +1,6 @@
-// Who waits too long ends the operation for everybody; the group goes on where memory decides (docs/membership.md 4).
+// Who waits too long ends the operation for everybody; the group goes on where memory decides
+// (docs/membership.md 4).
 #include <gtest/gtest.h>
-
 #include <latch>
 
 #include "collectives/collectives.h"
@@ -13,7 +13,8 @@ constexpr Reduction kIntSum{DType::kInt32, ReduceKind::kSum};
 
 Status sumOnes(Group& group, size_t count, Deadline deadline, int* result = nullptr) {
   std::vector<int32_t> ones(count, 1);
-  const Status status = allreduce(group, std::as_writable_bytes(std::span(ones)), kIntSum, deadline);
+  const Status status =
+      allreduce(group, std::as_writable_bytes(std::span(ones)), kIntSum, deadline);
   if (result) *result = ones.back();
   return status;
 }
@@ -29,7 +30,8 @@ TEST(TimeoutTest, IsTheSameForTheLateRankAndTheGroupGoesOn) {
     if (group.rank() == 2) {
       gaveUp.wait();
     }
-    const Status late = sumOnes(group, 10, group.rank() == 2 ? soon() : Deadline::after(std::chrono::milliseconds(50)));
+    const Status late = sumOnes(
+        group, 10, group.rank() == 2 ? soon() : Deadline::after(std::chrono::milliseconds(50)));
     ASSERT_EQ(late.code(), ErrorCode::kTimeout);
     if (group.rank() != 2) gaveUp.count_down();
     EXPECT_NE(late.error().message.find("rank 2"), std::string::npos) << late.error().message;
@@ -71,10 +73,12 @@ TEST(TimeoutTest, ARankThatNeverComesIsNamedWhenTheGroupIsMade) {
   options.jobKey = Bytes(32, std::byte{7});
   auto engine = Engine::create(std::move(options));
   ASSERT_TRUE(engine.ok());
-  auto group = Group::create(*engine, store, {.name = "test", .rank = 0, .size = 3}, Deadline::after(std::chrono::milliseconds(50)));
+  auto group = Group::create(*engine, store, {.name = "test", .rank = 0, .size = 3},
+                             Deadline::after(std::chrono::milliseconds(50)));
   ASSERT_FALSE(group.ok());
   EXPECT_EQ(group.error().code, ErrorCode::kTimeout);
-  EXPECT_NE(group.error().message.find("rank(s) 1, 2 of 3"), std::string::npos) << group.error().message;
+  EXPECT_NE(group.error().message.find("rank(s) 1, 2 of 3"), std::string::npos)
+      << group.error().message;
 }
 
 }  // namespace

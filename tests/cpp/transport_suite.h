@@ -10,7 +10,8 @@
 //   };
 //   INSTANTIATE_TYPED_TEST_SUITE_P(Tcp, TransportSuite, Tcp);
 //
-// and adds the tests of what is special to it. Two engines, a and b, live in this process; a connects to b.
+// and adds the tests of what is special to it. Two engines, a and b, live in this process; a
+// connects to b.
 namespace mooncake::testing {
 
 template <typename Wire>
@@ -53,8 +54,8 @@ class TransportSuite : public ::testing::Test {
   static bool stamped(const Part& part, uint64_t stamp) {
     return part.word(kWord).load(std::memory_order_acquire) == stamp;
   }
-  // A put that must arrive. On wires that keep order it also shows that what was put before has been dealt with;
-  // on others a test that nothing was written can only fail to notice.
+  // A put that must arrive. On wires that keep order it also shows that what was put before has
+  // been dealt with; on others a test that nothing was written can only fail to notice.
   static void expectPutArrives(Channel& channel, Part& part, uint64_t number) {
     const Bytes data = pattern(100, number);
     ASSERT_TRUE(channel.put({part.remote(), kData, data, {kWord, stampOf(number)}}).ok());
@@ -62,7 +63,8 @@ class TransportSuite : public ::testing::Test {
     EXPECT_TRUE(part.holds(kData, data));
   }
 
-  Doorbell bell;  // outlives the channels: they may still look at it when a completion has just finished
+  Doorbell
+      bell;  // outlives the channels: they may still look at it when a completion has just finished
   End a, b;
   std::shared_ptr<Channel> toB, toA;
 };
@@ -81,9 +83,11 @@ TYPED_TEST_P(TransportSuite, PutOfAllSizes) {
   constexpr size_t kLargest = 8 << 20;
   auto part = this->b.part(kLargest + 4096);
   uint64_t number = 0;
-  for (size_t bytes : {size_t(0), size_t(1), size_t(7), size_t(4095), size_t(8192), size_t(100003), kLargest}) {
+  for (size_t bytes :
+       {size_t(0), size_t(1), size_t(7), size_t(4095), size_t(8192), size_t(100003), kLargest}) {
     const Bytes data = pattern(bytes, ++number);
-    ASSERT_TRUE(this->toB->put({part.remote(), this->kData, data, {this->kWord, stampOf(number)}}).ok());
+    ASSERT_TRUE(
+        this->toB->put({part.remote(), this->kData, data, {this->kWord, stampOf(number)}}).ok());
     ASSERT_TRUE(eventually([&] { return this->stamped(part, stampOf(number)); })) << bytes;
     EXPECT_TRUE(part.holds(this->kData, data)) << bytes;
   }
@@ -121,7 +125,8 @@ TYPED_TEST_P(TransportSuite, PutWakesASleeper) {
   Interrupt interrupt;
   WaitResult result{};
   std::thread sleeper([&] {
-    const Waiter waiter{part.bell(), interrupt, 0, this->soon(), SpinPolicy{.pauses = 0, .yields = 0}};
+    const Waiter waiter{part.bell(), interrupt, 0, this->soon(),
+                        SpinPolicy{.pauses = 0, .yields = 0}};
     result = waiter.until([&] { return this->stamped(part, stampOf(1)); });
   });
   EXPECT_TRUE(eventually([&] { return part.bell().sleepers.load() != 0; }));
@@ -166,8 +171,12 @@ TYPED_TEST_P(TransportSuite, PutsOfManyThreads) {
   for (size_t t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       for (size_t i = 0; i < kPuts; ++i) {
-        EXPECT_TRUE(this->toB->put({part.remote(), dataOf(t, i), pattern(kBytes, t * kPuts + i),
-                                    {wordOf(t, i), stampOf(1)}}).ok());
+        EXPECT_TRUE(this->toB
+                        ->put({part.remote(),
+                               dataOf(t, i),
+                               pattern(kBytes, t * kPuts + i),
+                               {wordOf(t, i), stampOf(1)}})
+                        .ok());
       }
     });
   }
@@ -205,7 +214,8 @@ TYPED_TEST_P(TransportSuite, ManyGetsBothWaysAtOnce) {
   Bytes fromA(kGets * kBytes), fromB(kGets * kBytes);
   Completion completion(&this->bell);
   for (size_t i = 0; i < kGets; ++i) {
-    const std::span<std::byte> intoB(fromA.data() + i * kBytes, kBytes), intoA(fromB.data() + i * kBytes, kBytes);
+    const std::span<std::byte> intoB(fromA.data() + i * kBytes, kBytes),
+        intoA(fromB.data() + i * kBytes, kBytes);
     ASSERT_TRUE(this->toB->get({atB.remote(), i * kBytes, intoA, &completion}).ok());
     ASSERT_TRUE(this->toA->get({atA.remote(), i * kBytes, intoB, &completion}).ok());
   }
@@ -238,7 +248,8 @@ TYPED_TEST_P(TransportSuite, GetOutsideFails) {
     const Status begun = this->toB->get({region, offset, target, &completion});
     const ErrorCode end = this->endOf(completion);
     EXPECT_TRUE(!begun.ok() || end != ErrorCode::kOk);
-    EXPECT_TRUE(std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{0}; }));
+    EXPECT_TRUE(
+        std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{0}; }));
   }
   this->expectPutArrives(*this->toB, live, 1);
 }
@@ -250,7 +261,10 @@ TYPED_TEST_P(TransportSuite, CancelEndsTheGetsOfOneCompletion) {
   Bytes target(kGets * kBytes), kept(kBytes);
   Completion cancelled(&this->bell), other(&this->bell);
   for (size_t i = 0; i < kGets; ++i) {
-    ASSERT_TRUE(this->toB->get({part.remote(), i * kBytes, {target.data() + i * kBytes, kBytes}, &cancelled}).ok());
+    ASSERT_TRUE(
+        this->toB
+            ->get({part.remote(), i * kBytes, {target.data() + i * kBytes, kBytes}, &cancelled})
+            .ok());
   }
   ASSERT_TRUE(this->toB->get({part.remote(), 0, kept, &other}).ok());
   this->toB->cancelGets(&cancelled);
@@ -258,7 +272,8 @@ TYPED_TEST_P(TransportSuite, CancelEndsTheGetsOfOneCompletion) {
   std::fill(target.begin(), target.end(), std::byte{1});
   EXPECT_EQ(this->endOf(other), ErrorCode::kOk);
   EXPECT_TRUE(std::all_of(kept.begin(), kept.end(), [](std::byte b) { return b == std::byte{7}; }));
-  EXPECT_TRUE(std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{1}; }));
+  EXPECT_TRUE(
+      std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{1}; }));
 }
 
 TYPED_TEST_P(TransportSuite, CloseEndsGetsAndSaysGoodbye) {
@@ -288,23 +303,27 @@ TYPED_TEST_P(TransportSuite, RegionsCanGoWhileTheyAreRead) {
   ASSERT_TRUE(this->toB->get({part.remote(), 0, target, &completion}).ok());
   part.revoke();
   if (this->endOf(completion) == ErrorCode::kOk) {
-    EXPECT_TRUE(std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{7}; }));
+    EXPECT_TRUE(
+        std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{7}; }));
   }
 }
 
 TYPED_TEST_P(TransportSuite, WrongKeyIsRefused) {
   typename TestFixture::End stranger("another key");
-  const auto in = this->b.transport->connect(stranger.id(), stranger.transport->endpoint(), this->soon());
+  const auto in =
+      this->b.transport->connect(stranger.id(), stranger.transport->endpoint(), this->soon());
   ASSERT_FALSE(in.ok());
   EXPECT_EQ(in.error().code, ErrorCode::kRefused) << in.error().message;
-  const auto out = stranger.transport->connect(this->b.id(), this->b.transport->endpoint(), this->soon());
+  const auto out =
+      stranger.transport->connect(this->b.id(), this->b.transport->endpoint(), this->soon());
   ASSERT_FALSE(out.ok());
   EXPECT_EQ(out.error().code, ErrorCode::kRefused) << out.error().message;
   EXPECT_EQ(this->b.acceptedCount(), 1u);
 }
 
 TYPED_TEST_P(TransportSuite, WrongEngineIsRefused) {
-  const auto result = this->a.transport->connect(this->a.id(), this->b.transport->endpoint(), this->soon());
+  const auto result =
+      this->a.transport->connect(this->a.id(), this->b.transport->endpoint(), this->soon());
   ASSERT_FALSE(result.ok());
   EXPECT_EQ(result.error().code, ErrorCode::kRefused) << result.error().message;
 }
@@ -312,7 +331,8 @@ TYPED_TEST_P(TransportSuite, WrongEngineIsRefused) {
 TYPED_TEST_P(TransportSuite, GarbageEndpointsAreErrors) {
   const Bytes good = this->b.transport->endpoint();
   for (size_t bytes = 0; bytes < good.size(); ++bytes) {
-    EXPECT_FALSE(this->a.transport->connect(this->b.id(), ByteView(good).first(bytes), this->soon()).ok());
+    EXPECT_FALSE(
+        this->a.transport->connect(this->b.id(), ByteView(good).first(bytes), this->soon()).ok());
   }
   EXPECT_FALSE(this->a.transport->connect(this->b.id(), pattern(1000, 1), this->soon()).ok());
 }
@@ -321,16 +341,18 @@ TYPED_TEST_P(TransportSuite, ShutdownClosesWhatWasAccepted) {
   this->b.transport->shutdown();
   const Status how = this->a.endOf(this->b.id());
   EXPECT_TRUE(how.ok()) << how.error().message;
-  EXPECT_FALSE(this->a.transport->connect(this->b.id(), this->b.transport->endpoint(), this->soon()).ok());
+  EXPECT_FALSE(
+      this->a.transport->connect(this->b.id(), this->b.transport->endpoint(), this->soon()).ok());
 }
 
-REGISTER_TYPED_TEST_SUITE_P(TransportSuite, PutsArriveBothWays, PutOfAllSizes, PutDataMayBeReusedAtOnce,
-                            PutToASealedWordWritesNothing, PutWakesASleeper,
-                            PutOutsideIsRefusedAndTheChannelLives, PutToARevokedRegionWritesNothing,
-                            PutsOfManyThreads, GetOfAllSizes, ManyGetsBothWaysAtOnce,
-                            PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails,
-                            CancelEndsTheGetsOfOneCompletion, CloseEndsGetsAndSaysGoodbye,
-                            RegionsCanGoWhileTheyAreRead, WrongKeyIsRefused, WrongEngineIsRefused,
-                            GarbageEndpointsAreErrors, ShutdownClosesWhatWasAccepted);
+REGISTER_TYPED_TEST_SUITE_P(TransportSuite, PutsArriveBothWays, PutOfAllSizes,
+                            PutDataMayBeReusedAtOnce, PutToASealedWordWritesNothing,
+                            PutWakesASleeper, PutOutsideIsRefusedAndTheChannelLives,
+                            PutToARevokedRegionWritesNothing, PutsOfManyThreads, GetOfAllSizes,
+                            ManyGetsBothWaysAtOnce, PutsGoThroughWhileGetsAreUnderWay,
+                            GetOutsideFails, CancelEndsTheGetsOfOneCompletion,
+                            CloseEndsGetsAndSaysGoodbye, RegionsCanGoWhileTheyAreRead,
+                            WrongKeyIsRefused, WrongEngineIsRefused, GarbageEndpointsAreErrors,
+                            ShutdownClosesWhatWasAccepted);
 
 }  // namespace mooncake::testing

@@ -9,14 +9,18 @@ namespace {
 
 constexpr size_t kJobKeyBytes = 32;
 
-std::string memberKey(const std::string& what, int rank) { return "mooncake/" + what + "/" + std::to_string(rank); }
+std::string memberKey(const std::string& what, int rank) {
+  return "mooncake/" + what + "/" + std::to_string(rank);
+}
 
-ByteView viewOf(const std::string& text) { return std::as_bytes(std::span(text.data(), text.size())); }
+ByteView viewOf(const std::string& text) {
+  return std::as_bytes(std::span(text.data(), text.size()));
+}
 
 }  // namespace
 
-Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int rank, int size, ByteView mine,
-                                    Deadline deadline) {
+Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int rank, int size,
+                                    ByteView mine, Deadline deadline) {
   MOONCAKE_TRY(store.set(memberKey(what, rank), mine));
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(memberKey(what, r));
@@ -28,14 +32,16 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
     const auto there = store.present(keys[r]);
     if (there.ok() && !*there) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
   }
-  return Error{ErrorCode::kTimeout, missing.empty()
-                                        ? values.error().message
-                                        : "rank(s) " + missing + " of " + std::to_string(size) +
-                                              " did not come to make the group in time (are they alive, and do they "
-                                              "make the same groups in the same order?)"};
+  return Error{ErrorCode::kTimeout,
+               missing.empty()
+                   ? values.error().message
+                   : "rank(s) " + missing + " of " + std::to_string(size) +
+                         " did not come to make the group in time (are they alive, and do they "
+                         "make the same groups in the same order?)"};
 }
 
-Result<Bytes> agreeOnJobKey(Store& store, const std::optional<std::string>& own, int rank, Deadline deadline) {
+Result<Bytes> agreeOnJobKey(Store& store, const std::optional<std::string>& own, int rank,
+                            Deadline deadline) {
   if (own) {
     const ByteView key = viewOf(*own);
     return Bytes(key.begin(), key.end());

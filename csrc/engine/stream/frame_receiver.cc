@@ -1,9 +1,8 @@
 #include "engine/stream/frame_receiver.h"
 
+#include <cerrno>
 #include <sys/socket.h>
 #include <sys/uio.h>
-
-#include <cerrno>
 
 #include "base/log.h"
 
@@ -33,8 +32,9 @@ Result<FrameReceiver::Stop> FrameReceiver::receive(int socket, size_t budget) {
   return Stop::kBudget;
 }
 
-// One system call: the payload's rest straight into its place, what follows into the buffer. The buffer holds
-// less than a header here, and nothing at all inside a payload: consumeBuffer() sees to that.
+// One system call: the payload's rest straight into its place, what follows into the buffer. The
+// buffer holds less than a header here, and nothing at all inside a payload: consumeBuffer() sees
+// to that.
 Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained) {
   Sink sink;
   if (inFrame_) sink = openSink(std::min<uint64_t>(left_, budget));
@@ -56,7 +56,8 @@ Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained)
     drained = true;
     return size_t(0);
   }
-  if (got == 0) return Error{ErrorCode::kPeerLost, "the peer closed the connection without a goodbye"};
+  if (got == 0)
+    return Error{ErrorCode::kPeerLost, "the peer closed the connection without a goodbye"};
 
   const size_t bytes = static_cast<size_t>(got);
   const size_t direct = std::min(bytes, sink.bytes);
@@ -65,7 +66,8 @@ Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained)
     if (frame_.kind == wire::Kind::kPiece) gets_.received(*gets_.find(frame_.request), direct);
   }
   end_ += bytes - direct;
-  // A call that did not fill its vectors emptied the socket; should more have come since, epoll tells.
+  // A call that did not fill its vectors emptied the socket; should more have come since, epoll
+  // tells.
   drained = bytes < sink.bytes + (buffers ? parts[count - 1].iov_len : 0);
   return bytes;
 }
@@ -150,7 +152,8 @@ Status FrameReceiver::endFrame() {
         refuse();
         return {};
       }
-      if (tryStamp(wordAt(use.data()), frame_.stamp)) reinterpret_cast<Doorbell*>(use.regionStart())->ring();
+      if (tryStamp(wordAt(use.data()), frame_.stamp))
+        reinterpret_cast<Doorbell*>(use.regionStart())->ring();
       return {};
     }
     case wire::Kind::kGet:
@@ -176,8 +179,9 @@ Status FrameReceiver::endFrame() {
 void FrameReceiver::refuse() {
   dropped_ = true;
   if (std::exchange(loggedRefusal_, true)) return;
-  log(LogLevel::kWarning, "stream", "a put outside of the registered regions was refused: key ", frame_.key, ", offset ",
-      frame_.offset, ", ", frame_.length, " bytes; further ones on this connection are only counted");
+  log(LogLevel::kWarning, "stream", "a put outside of the registered regions was refused: key ",
+      frame_.key, ", offset ", frame_.offset, ", ", frame_.length,
+      " bytes; further ones on this connection are only counted");
 }
 
 }  // namespace mooncake

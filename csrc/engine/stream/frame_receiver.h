@@ -12,8 +12,9 @@ namespace mooncake {
 // Takes one connection's bytes apart and puts them where they belong, straight from the socket. Not
 // thread-safe: the connection's receive lock guards it.
 //
-// A region is opened for each system call and not held in between, as in SendQueue. Memory that is revoked,
-// or a slot that is sealed, while a put arrives takes no further byte; the put's rest is read and dropped.
+// A region is opened for each system call and not held in between, as in SendQueue. Memory that is
+// revoked, or a slot that is sealed, while a put arrives takes no further byte; the put's rest is
+// read and dropped.
 class FrameReceiver {
  public:
   // What a GET is handed to; false: the peer asks for more than it may.
@@ -23,8 +24,8 @@ class FrameReceiver {
       : regions_(regions), gets_(gets), onGet_(std::move(onGet)) {}
 
   enum class Stop { kDrained, kBudget, kGoodbye };
-  // Reads until nothing is left, or about `budget` bytes. kPeerLost at the end of the stream, kProtocol for
-  // bytes that do not decode.
+  // Reads until nothing is left, or about `budget` bytes. kPeerLost at the end of the stream,
+  // kProtocol for bytes that do not decode.
   Result<Stop> receive(int socket, size_t budget);
 
  private:

@@ -10,16 +10,18 @@
 
 namespace mooncake {
 
-// The gets of one connection that wait for their answer. add() may run on any thread; the receiving side's
-// calls run under the connection's receive lock, so that a target that was cancelled is never written again.
+// The gets of one connection that wait for their answer. add() may run on any thread; the receiving
+// side's calls run under the connection's receive lock, so that a target that was cancelled is
+// never written again.
 class GetTable {
  public:
   struct Get {
     std::byte* target = nullptr;
     uint64_t bytes = 0;
     uint64_t received = 0;
-    Completion* completion = nullptr;  // null: cancelled, its answer is still to come and will be dropped
-    uint32_t generation = 0;           // tells a late answer to an earlier get of the same slot
+    Completion* completion =
+        nullptr;              // null: cancelled, its answer is still to come and will be dropped
+    uint32_t generation = 0;  // tells a late answer to an earlier get of the same slot
     bool used = false;
   };
 
@@ -30,7 +32,8 @@ class GetTable {
   Get* find(uint64_t request);
   void received(Get& get, uint64_t bytes);
   void finish(uint64_t request, ErrorCode code);
-  // Ends the gets that count at this completion; their slots stay taken until the answers have come.
+  // Ends the gets that count at this completion; their slots stay taken until the answers have
+  // come.
   void cancel(const Completion* completion, ErrorCode code);
   void cancelAll(ErrorCode code);
 

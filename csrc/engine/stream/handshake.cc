@@ -1,12 +1,11 @@
 #include "engine/stream/handshake.h"
 
+#include <cerrno>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
-
-#include <cerrno>
 
 // Wire form, version 1. Every message: magic u32, version u16, kind u16, then its body:
 //   HELLO 1      lane u16, lanes u16, attempt u64, connector id [16], acceptor id [16], nonce [32]
@@ -14,8 +13,8 @@
 //   PROOF 3      HMAC [32]
 //   WELCOME 4    nothing
 //   REFUSED 5    reason u16
-// The two HMACs differ in their first word, so neither can be answered with the other; both cover HELLO, so
-// neither lane nor engine can be swapped on the way.
+// The two HMACs differ in their first word, so neither can be answered with the other; both cover
+// HELLO, so neither lane nor engine can be swapped on the way.
 namespace mooncake {
 namespace {
 
@@ -36,11 +35,16 @@ struct Hello {
 
 size_t bodyBytes(Kind kind) {
   switch (kind) {
-    case Kind::kHello: return 2 + 2 + 8 + sizeof(EngineId) * 2 + sizeof(Nonce);
-    case Kind::kChallenge: return sizeof(Nonce) + sizeof(Mac);
-    case Kind::kProof: return sizeof(Mac);
-    case Kind::kWelcome: return 0;
-    case Kind::kRefused: return 2;
+    case Kind::kHello:
+      return 2 + 2 + 8 + sizeof(EngineId) * 2 + sizeof(Nonce);
+    case Kind::kChallenge:
+      return sizeof(Nonce) + sizeof(Mac);
+    case Kind::kProof:
+      return sizeof(Mac);
+    case Kind::kWelcome:
+      return 0;
+    case Kind::kRefused:
+      return 2;
   }
   return 0;
 }
@@ -53,7 +57,11 @@ ByteWriter begin(Kind kind) {
 
 Bytes encodeHello(const Hello& hello) {
   ByteWriter out = begin(Kind::kHello);
-  out.put(hello.lane).put(hello.lanes).put(hello.attempt).putRaw(hello.connector).putRaw(hello.acceptor);
+  out.put(hello.lane)
+      .put(hello.lanes)
+      .put(hello.attempt)
+      .putRaw(hello.connector)
+      .putRaw(hello.acceptor);
   out.putRaw(Crypto::randomNonce());
   return out.take();
 }
@@ -83,8 +91,8 @@ Result<Hello> decodeHello(ByteView message) {
   return hello;
 }
 
-// kProtocol for what is no message of ours; kRefused for another version: the first eight bytes mean the
-// same in all of them.
+// kProtocol for what is no message of ours; kRefused for another version: the first eight bytes
+// mean the same in all of them.
 Result<Kind> decodeHead(ByteView head) {
   ByteReader in(head);
   const auto magic = in.get<uint32_t>();
@@ -94,7 +102,8 @@ Result<Kind> decodeHead(ByteView head) {
   if (magic != kMagic) return Error{ErrorCode::kProtocol, "these are not the bytes of a handshake"};
   if (version != kVersion) {
     return Error{ErrorCode::kRefused, "the peer speaks version " + std::to_string(version) +
-                                              " of the handshake, we speak " + std::to_string(kVersion)};
+                                          " of the handshake, we speak " +
+                                          std::to_string(kVersion)};
   }
   if (kind < 1 || kind > 5) return Error{ErrorCode::kProtocol, "handshake: no such message"};
   return static_cast<Kind>(kind);
@@ -108,14 +117,19 @@ Mac macOf(const TransportContext& context, std::string_view role, ByteView hello
 
 Error refusal(Reason reason) {
   switch (reason) {
-    case Reason::kVersion: return {ErrorCode::kRefused, "the peer refused: it speaks another version"};
-    case Reason::kEngine: return {ErrorCode::kRefused, "the peer refused: it is another engine (restarted?)"};
-    case Reason::kKey: return {ErrorCode::kRefused, "the peer refused: it has another job key"};
+    case Reason::kVersion:
+      return {ErrorCode::kRefused, "the peer refused: it speaks another version"};
+    case Reason::kEngine:
+      return {ErrorCode::kRefused, "the peer refused: it is another engine (restarted?)"};
+    case Reason::kKey:
+      return {ErrorCode::kRefused, "the peer refused: it has another job key"};
   }
   return {ErrorCode::kRefused, "the peer refused for an unknown reason"};
 }
 
-void makeNonBlocking(int socket) { ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK); }
+void makeNonBlocking(int socket) {
+  ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK);
+}
 
 // Messages are tiny and the socket is fresh: either all of it fits or something is wrong.
 Status sendMessage(int socket, ByteView message) {
@@ -132,8 +146,10 @@ Result<bool> receiveMessage(int socket, Bytes& message, size_t wanted) {
     const ssize_t got = ::recv(socket, chunk.data(), room, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
-    if (got < 0) return Error{ErrorCode::kPeerLost, "handshake: " + systemError("recv", errno).message};
-    if (got == 0) return Error{ErrorCode::kPeerLost, "the peer closed the connection during the handshake"};
+    if (got < 0)
+      return Error{ErrorCode::kPeerLost, "handshake: " + systemError("recv", errno).message};
+    if (got == 0)
+      return Error{ErrorCode::kPeerLost, "the peer closed the connection during the handshake"};
     message.insert(message.end(), chunk.begin(), chunk.begin() + got);
   }
   return true;
@@ -146,7 +162,8 @@ Status receiveBlocking(int socket, Bytes& message, size_t wanted, Deadline deadl
     const auto complete = receiveMessage(socket, message, wanted);
     if (!complete.ok()) return complete.status();
     if (*complete) return {};
-    if (deadline.passed()) return {ErrorCode::kTimeout, "the peer did not answer the handshake in time"};
+    if (deadline.passed())
+      return {ErrorCode::kTimeout, "the peer did not answer the handshake in time"};
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
     pollfd waiting{socket, POLLIN, 0};
     ::poll(&waiting, 1, static_cast<int>(std::min<int64_t>(left, 1000)));
@@ -204,7 +221,8 @@ void Accept::begin(Deadline deadline) {
   };
   timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
   if (!timer_) return finishLater(systemError("timerfd_create", errno));
-  const auto left = std::max<std::chrono::nanoseconds>(deadline.left(), std::chrono::nanoseconds(1));
+  const auto left =
+      std::max<std::chrono::nanoseconds>(deadline.left(), std::chrono::nanoseconds(1));
   const auto seconds = std::chrono::floor<std::chrono::seconds>(left);
   itimerspec when{};
   when.it_value = {.tv_sec = seconds.count(), .tv_nsec = (left - seconds).count()};
@@ -228,7 +246,8 @@ void Accept::onReadable() {
     if (!*complete) return;
     if (wanted == kHeadBytes) {
       const auto kind = decodeHead(message_);
-      if (!kind.ok() && kind.error().code == ErrorCode::kRefused) return finish(refuse(Reason::kVersion));
+      if (!kind.ok() && kind.error().code == ErrorCode::kRefused)
+        return finish(refuse(Reason::kVersion));
       if (!kind.ok()) return finish(kind.status());
       if (*kind != due_) return finish({ErrorCode::kProtocol, "handshake: a message out of turn"});
       continue;
@@ -265,9 +284,12 @@ Status Accept::refuse(Reason reason) {
   refused.put(static_cast<uint16_t>(reason));
   (void)sendMessage(socket_.get(), refused.bytes());
   switch (reason) {
-    case Reason::kVersion: return {ErrorCode::kRefused, "refused a peer that speaks another version"};
-    case Reason::kEngine: return {ErrorCode::kRefused, "refused a peer that looks for another engine"};
-    case Reason::kKey: break;
+    case Reason::kVersion:
+      return {ErrorCode::kRefused, "refused a peer that speaks another version"};
+    case Reason::kEngine:
+      return {ErrorCode::kRefused, "refused a peer that looks for another engine"};
+    case Reason::kKey:
+      break;
   }
   return {ErrorCode::kRefused, "refused a peer that does not know the job's key"};
 }
@@ -287,8 +309,9 @@ void Accept::finish(Status status) {
 
 }  // namespace
 
-Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context, const EngineId& peer,
-                                    uint16_t lane, uint16_t lanes, Deadline deadline, uint64_t attempt) {
+Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context,
+                                    const EngineId& peer, uint16_t lane, uint16_t lanes,
+                                    Deadline deadline, uint64_t attempt) {
   makeNonBlocking(socket.get());
   const Bytes hello = encodeHello({lane, lanes, attempt, context.id, peer});
   MOONCAKE_TRY(sendMessage(socket.get(), hello));
@@ -297,7 +320,8 @@ Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context, 
   if (!challenge.ok()) return challenge.error();
   ByteReader in(ByteView(*challenge).subspan(kHeadBytes));
   const auto nonce = getArray<sizeof(Nonce)>(in);
-  // Before our own proof: whoever does not know the key gets nothing from us that the key went into.
+  // Before our own proof: whoever does not know the key gets nothing from us that the key went
+  // into.
   if (!Crypto::equal(macOf(context, "acceptor", hello, nonce), in.getRaw(sizeof(Mac)))) {
     return Error{ErrorCode::kRefused, "the peer does not know the job's key"};
   }

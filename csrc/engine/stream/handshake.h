@@ -6,7 +6,8 @@
 #include "base/event_loop.h"
 #include "engine/transports/transport.h"
 
-// Mutual challenge over any stream socket, the first bytes of every connection. Wire form in handshake.cc:
+// Mutual challenge over any stream socket, the first bytes of every connection. Wire form in
+// handshake.cc:
 //   connector -> acceptor  HELLO      lane, lanes, attempt, connector id, acceptor id, nonce
 //   acceptor -> connector  CHALLENGE  nonce, HMAC(key, "acceptor" | HELLO | nonce)
 //   connector -> acceptor  PROOF      HMAC(key, "connector" | HELLO | CHALLENGE)
@@ -17,20 +18,22 @@ namespace mooncake {
 constexpr uint16_t kMaxLanes = 64;
 
 struct Handshaken {
-  Fd socket;        // non-blocking, everything of the handshake read, nothing after it
+  Fd socket;  // non-blocking, everything of the handshake read, nothing after it
   EngineId peer;
-  uint16_t lane;    // which of `lanes` connections of one channel this is
+  uint16_t lane;  // which of `lanes` connections of one channel this is
   uint16_t lanes;
-  uint64_t attempt;  // the connector's random number for this channel: lanes of two attempts never mix
+  uint64_t
+      attempt;  // the connector's random number for this channel: lanes of two attempts never mix
 };
 
-// Active side, on the calling thread, bounded by the deadline. kRefused: wrong key, wrong engine, wrong version.
-Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context, const EngineId& peer,
-                                    uint16_t lane, uint16_t lanes, Deadline deadline,
-                                    uint64_t attempt = 0);
+// Active side, on the calling thread, bounded by the deadline. kRefused: wrong key, wrong engine,
+// wrong version.
+Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context,
+                                    const EngineId& peer, uint16_t lane, uint16_t lanes,
+                                    Deadline deadline, uint64_t attempt = 0);
 
-// Passive side, on the event loop: a peer that is slow or silent costs nobody anything and is dropped at the
-// deadline. `done` runs once on the loop's thread.
+// Passive side, on the event loop: a peer that is slow or silent costs nobody anything and is
+// dropped at the deadline. `done` runs once on the loop's thread.
 void handshakeAccept(Fd socket, const TransportContext& context, Deadline deadline,
                      std::function<void(Result<Handshaken>)> done);
 

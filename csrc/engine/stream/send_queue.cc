@@ -1,9 +1,8 @@
 #include "engine/stream/send_queue.h"
 
+#include <cerrno>
 #include <sys/socket.h>
 #include <sys/uio.h>
-
-#include <cerrno>
 
 namespace mooncake {
 namespace {
@@ -11,7 +10,9 @@ namespace {
 constexpr size_t kMaxGather = 16;
 constexpr std::array<std::byte, 4096> kZeros{};
 
-iovec vectorOf(const std::byte* data, size_t bytes) { return {const_cast<std::byte*>(data), bytes}; }
+iovec vectorOf(const std::byte* data, size_t bytes) {
+  return {const_cast<std::byte*>(data), bytes};
+}
 
 // Bytes written; 0 when the socket is full.
 Result<size_t> writeSome(int socket, iovec* parts, size_t count) {
@@ -97,17 +98,20 @@ Result<size_t> SendQueue::sendAnswers(int socket) {
   RegionTable::Use use;
   if (piece.left > 0 && !answer.refused) {
     use = regions_.open(answer.key, answer.offset + piece.position, piece.left, kRemoteRead);
-    if (!use) answer.refused = true;  // revoked half way: the piece is filled up, the status says the rest
+    if (!use)
+      answer.refused = true;  // revoked half way: the piece is filled up, the status says the rest
   }
   iovec parts[3];
   size_t count = 0;
   if (piece.headerSent < wire::kHeaderBytes) {
-    parts[count++] = vectorOf(piece.header.data() + piece.headerSent, wire::kHeaderBytes - piece.headerSent);
+    parts[count++] =
+        vectorOf(piece.header.data() + piece.headerSent, wire::kHeaderBytes - piece.headerSent);
   }
   const size_t payload = use ? piece.left : std::min<uint64_t>(piece.left, kZeros.size());
   if (payload > 0) parts[count++] = vectorOf(use ? use.data() : kZeros.data(), payload);
   const Piece end = endOf(answer);
-  const bool endsHere = !piece.last && payload == piece.left && (answer.begun == answer.length || answer.refused);
+  const bool endsHere =
+      !piece.last && payload == piece.left && (answer.begun == answer.length || answer.refused);
   if (endsHere) parts[count++] = vectorOf(end.header.data(), end.header.size());
 
   const auto written = writeSome(socket, parts, count);

@@ -8,25 +8,27 @@
 
 namespace mooncake {
 
-// What one connection has yet to send, in two classes: frames (puts, requests, goodbye) overtake answers that
-// have not begun their next piece. Not thread-safe: the connection's send lock guards it.
+// What one connection has yet to send, in two classes: frames (puts, requests, goodbye) overtake
+// answers that have not begun their next piece. Not thread-safe: the connection's send lock guards
+// it.
 //
-// Answers point into registered memory. The region is opened anew for each system call and not held in
-// between: a peer that does not read must not keep this rank from giving its memory back.
+// Answers point into registered memory. The region is opened anew for each system call and not held
+// in between: a peer that does not read must not keep this rank from giving its memory back.
 class SendQueue {
  public:
   static constexpr size_t kMaxQueuedBytes = size_t(256) << 20;
 
   explicit SendQueue(RegionTable& regions) : regions_(regions) {}
 
-  // Sends a frame now as far as the socket takes it; the rest is copied and waits. kExhausted, with nothing
-  // sent, when too much waits already; kPeerLost when the socket is broken.
+  // Sends a frame now as far as the socket takes it; the rest is copied and waits. kExhausted, with
+  // nothing sent, when too much waits already; kPeerLost when the socket is broken.
   Status send(int socket, const wire::Header& header, ByteView payload);
 
   // An answer to the peer's GET. False when it has more gets under way than the protocol allows.
   bool answer(const wire::Header& get);
 
-  // One system call's worth of what waits. Returns the bytes sent; 0: the socket is full or nothing waits.
+  // One system call's worth of what waits. Returns the bytes sent; 0: the socket is full or nothing
+  // waits.
   Result<size_t> sendSome(int socket);
   bool empty() const { return frames_.empty() && answers_.empty(); }
   // Whether the peer stands between two frames, so that a new one could begin.
@@ -43,7 +45,7 @@ class SendQueue {
     uint64_t key = 0;
     uint64_t offset = 0;  // in the region
     uint64_t length = 0;
-    uint64_t begun = 0;   // bytes in pieces that have been begun
+    uint64_t begun = 0;  // bytes in pieces that have been begun
     bool refused = false;
   };
   // The frame of the first answer that is under way.

@@ -13,10 +13,12 @@ namespace {
 // What one connection may do per event before the others on the loop have their turn.
 constexpr size_t kBytesPerEvent = size_t(1) << 20;
 
-// Locks, always taken in this order: receiveMutex_, sendMutex_, the GetTable's own. No callback runs under one.
+// Locks, always taken in this order: receiveMutex_, sendMutex_, the GetTable's own. No callback
+// runs under one.
 class Connection final : public StreamConnection {
  public:
-  Connection(Fd socket, EventLoop& loop, RegionTable& regions, std::function<void(const Status&)> onClosed)
+  Connection(Fd socket, EventLoop& loop, RegionTable& regions,
+             std::function<void(const Status&)> onClosed)
       : loop_(loop),
         socket_(std::move(socket)),
         queue_(regions),
@@ -65,16 +67,20 @@ void Connection::begin() {
     static_cast<Connection&>(*self).onEvents();
   });
   if (added.ok()) return;
-  loop_.post([self = shared_from_this(), cause = added] { static_cast<Connection&>(*self).endByItself(cause); });
+  loop_.post([self = shared_from_this(), cause = added] {
+    static_cast<Connection&>(*self).endByItself(cause);
+  });
 }
 
 Status Connection::put(const PutRequest& request) {
   if (request.data.size() > wire::kMaxPutBytes) {
-    return {ErrorCode::kInvalidArgument, "a put takes at most 64 MiB, not " + std::to_string(request.data.size())};
+    return {ErrorCode::kInvalidArgument,
+            "a put takes at most 64 MiB, not " + std::to_string(request.data.size())};
   }
   if (!wire::isSignalOffset(request.signal.offset)) {
-    return {ErrorCode::kInvalidArgument, "a signal's word is 8-aligned and behind the doorbell, not at " +
-                                             std::to_string(request.signal.offset)};
+    return {ErrorCode::kInvalidArgument,
+            "a signal's word is 8-aligned and behind the doorbell, not at " +
+                std::to_string(request.signal.offset)};
   }
   wire::Header header;
   header.kind = wire::Kind::kPut;
@@ -112,8 +118,8 @@ Status Connection::sendFrame(const wire::Header& header, ByteView payload) {
   return sent;
 }
 
-// Under sendMutex_. The socket is dead for sending, but a goodbye may still wait to be read: the loop finds
-// out what happened. shutdown() makes sure that it wakes up.
+// Under sendMutex_. The socket is dead for sending, but a goodbye may still wait to be read: the
+// loop finds out what happened. shutdown() makes sure that it wakes up.
 void Connection::sendFailed(const Error& error) {
   sendError_ = error;
   ended_ = error;
@@ -187,7 +193,8 @@ void Connection::close(const Error& why) {
     if (!ended_) {
       ended_ = why;
       const bool inPeace = why.code == ErrorCode::kAborted;
-      if (inPeace && queue_.betweenFrames()) (void)queue_.send(socket, wire::Header{.kind = wire::Kind::kGoodbye}, {});
+      if (inPeace && queue_.betweenFrames())
+        (void)queue_.send(socket, wire::Header{.kind = wire::Kind::kGoodbye}, {});
       queue_.clear();
       ::shutdown(socket, SHUT_WR);
     }
@@ -203,7 +210,8 @@ void Connection::close(const Error& why) {
 void Connection::endByItself(Status cause) {
   {
     std::lock_guard lock(sendMutex_);
-    if (!socket_ || closing_) return;  // close() was faster; the peer may only be answering our goodbye
+    if (!socket_ || closing_)
+      return;  // close() was faster; the peer may only be answering our goodbye
     if (sendError_ && cause.code() == ErrorCode::kPeerLost) cause = *sendError_;
     ended_ = cause.ok() ? Error{ErrorCode::kPeerLost, "the peer said goodbye"} : cause.error();
     queue_.clear();
@@ -220,9 +228,10 @@ void Connection::endByItself(Status cause) {
 
 }  // namespace
 
-std::shared_ptr<StreamConnection> StreamConnection::start(Fd socket, EventLoop& loop, RegionTable& regions,
-                                                          std::function<void(const Status&)> onClosed) {
-  auto connection = std::make_shared<Connection>(std::move(socket), loop, regions, std::move(onClosed));
+std::shared_ptr<StreamConnection> StreamConnection::start(
+    Fd socket, EventLoop& loop, RegionTable& regions, std::function<void(const Status&)> onClosed) {
+  auto connection =
+      std::make_shared<Connection>(std::move(socket), loop, regions, std::move(onClosed));
   connection->begin();
   return connection;
 }

@@ -8,8 +8,8 @@
 #include "base/bytes.h"
 #include "base/wait.h"
 
-// The frames of a stream connection, version 1. Every frame starts with 56 bytes, little-endian; fields that a
-// kind does not use are zero, and a decoder refuses anything else.
+// The frames of a stream connection, version 1. Every frame starts with 56 bytes, little-endian;
+// fields that a kind does not use are zero, and a decoder refuses anything else.
 //
 //    0      2         3      4        8         16    24       32       40              48
 //   +------+---------+------+--------+---------+-----+--------+--------+---------------+-------+
@@ -19,13 +19,15 @@
 //
 //   PUT      key, offset, length, signal offset, stamp; then `length` bytes for the region
 //   GET      request, key, offset, length
-//   PIECE    request, offset, length; then `length` bytes of the answer: `offset` counts from the start of the
+//   PIECE    request, offset, length; then `length` bytes of the answer: `offset` counts from the
+//   start of the
 //            get, pieces of one answer come in order
 //   ANSWER   request, status: ends the get. Ok only if all its bytes came before
 //   GOODBYE  nothing: the sender leaves in peace
 //
-// An answer is cut into pieces for two reasons: a put never waits behind more than one piece, and the status
-// comes after the bytes, so memory that is revoked half way gives an error and not wrong bytes.
+// An answer is cut into pieces for two reasons: a put never waits behind more than one piece, and
+// the status comes after the bytes, so memory that is revoked half way gives an error and not wrong
+// bytes.
 namespace mooncake::wire {
 
 inline constexpr uint16_t kMark = 0x4d4b;  // "KM" on the wire
@@ -57,22 +59,27 @@ inline HeaderBytes encode(const Header& header) {
     std::memcpy(out.data() + at, &value, sizeof(value));
     at += sizeof(value);
   };
-  put(kMark), put(kVersion), put(static_cast<uint8_t>(header.kind)), put(static_cast<uint32_t>(header.status));
+  put(kMark), put(kVersion), put(static_cast<uint8_t>(header.kind)),
+      put(static_cast<uint32_t>(header.status));
   put(header.request), put(header.key), put(header.offset), put(header.length);
   put(header.signalOffset), put(header.stamp);
   return out;
 }
 
 // A signal's word: aligned, and not inside the doorbell that a window part begins with.
-inline bool isSignalOffset(uint64_t offset) { return offset % 8 == 0 && offset >= sizeof(Doorbell); }
+inline bool isSignalOffset(uint64_t offset) {
+  return offset % 8 == 0 && offset >= sizeof(Doorbell);
+}
 
-// Whether the fields make sense for the kind. Says nothing about regions and rights: RegionTable does.
+// Whether the fields make sense for the kind. Says nothing about regions and rights: RegionTable
+// does.
 inline bool isWellFormed(const Header& h) {
   const bool noSignal = h.signalOffset == 0 && h.stamp == 0;
   const bool noStatus = h.status == AnswerStatus::kOk;
   switch (h.kind) {
     case Kind::kPut:
-      return noStatus && h.request == 0 && h.length <= kMaxPutBytes && isSignalOffset(h.signalOffset);
+      return noStatus && h.request == 0 && h.length <= kMaxPutBytes &&
+             isSignalOffset(h.signalOffset);
     case Kind::kGet:
       return noStatus && noSignal;
     case Kind::kPiece:

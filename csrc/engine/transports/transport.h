@@ -16,8 +16,8 @@
 #include "engine/memory/region_table.h"
 #include "engine/transfer.h"
 
-// The transport contract. A new wire is a new folder beside shm/, tcp/ and inproc/ that implements these two
-// classes, and one line in registry.cc.
+// The transport contract. A new wire is a new folder beside shm/, tcp/ and inproc/ that implements
+// these two classes, and one line in registry.cc.
 namespace mooncake {
 
 using EngineId = std::array<std::byte, 16>;  // random, names one engine for its whole life
@@ -28,18 +28,19 @@ class Channel {
   virtual ~Channel() = default;
 
   virtual const char* transportName() const = 0;
-  // The peer's arena where load and store reach it, else empty. Constant for the channel's life; stays mapped,
-  // with all that the peer wrote, also after the peer died and after close().
+  // The peer's arena where load and store reach it, else empty. Constant for the channel's life;
+  // stays mapped, with all that the peer wrote, also after the peer died and after close().
   virtual std::span<std::byte> peerArena() const = 0;
   // Makes data and signal appear in the peer's window part. There is no order between two puts.
   virtual Status put(const PutRequest& request) = 0;
-  // Fetches. The completion ends exactly once per get that returned ok, also when the channel breaks.
+  // Fetches. The completion ends exactly once per get that returned ok, also when the channel
+  // breaks.
   virtual Status get(const GetRequest& request) = 0;
-  // Ends the gets under way that count at this completion with kAborted (those that still are: one may end well
-  // at the same time) and returns when none of them touches its target any more.
+  // Ends the gets under way that count at this completion with kAborted (those that still are: one
+  // may end well at the same time) and returns when none of them touches its target any more.
   virtual void cancelGets(const Completion* completion) = 0;
-  // No transfer starts or goes on after this; gets under way end with kAborted. Idempotent. Says goodbye
-  // where the wire can, so that the peer does not take it for a death.
+  // No transfer starts or goes on after this; gets under way end with kAborted. Idempotent. Says
+  // goodbye where the wire can, so that the peer does not take it for a death.
   virtual void close() = 0;
 };
 
@@ -54,8 +55,8 @@ struct TransportContext {
   EventLoop& loop;
   // A peer connected to us and proved that it knows the key. On the loop's thread.
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
-  // The channel ended and not by our close(): ok when the peer said goodbye, else why it broke. At most once
-  // per channel, on the loop's thread.
+  // The channel ended and not by our close(): ok when the peer said goodbye, else why it broke. At
+  // most once per channel, on the loop's thread.
   std::function<void(EngineId peer, const Status& how)> onEnded;
 };
 
@@ -66,8 +67,9 @@ class Transport {
   virtual const char* name() const = 0;
   // What a peer needs to connect, opaque to everyone else.
   virtual Bytes endpoint() const = 0;
-  // Opens a channel to the engine `peer` that published `endpoint` for this transport. Blocks at most until
-  // the deadline. kUnsupported: this wire does not lead there (another host, say), try the next one.
+  // Opens a channel to the engine `peer` that published `endpoint` for this transport. Blocks at
+  // most until the deadline. kUnsupported: this wire does not lead there (another host, say), try
+  // the next one.
   virtual Result<std::shared_ptr<Channel>> connect(const EngineId& peer, ByteView endpoint,
                                                    Deadline deadline) = 0;
   // Stops listening and closes what it accepted.

@@ -1,17 +1,16 @@
 #include "engine/transports/tcp/host_address.h"
 
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
-#include <netdb.h>
-#include <sys/socket.h>
-
 #include <algorithm>
+#include <arpa/inet.h>
 #include <cerrno>
 #include <fstream>
+#include <ifaddrs.h>
 #include <memory>
+#include <net/if.h>
+#include <netdb.h>
 #include <set>
 #include <sstream>
+#include <sys/socket.h>
 
 #include "base/fd.h"
 
@@ -39,7 +38,8 @@ std::optional<HostAddress> fromSockaddr(const sockaddr* from) {
   return std::nullopt;
 }
 
-// Names of the interfaces that packets to unknown hosts leave by. Not there (no /proc): nobody has one.
+// Names of the interfaces that packets to unknown hosts leave by. Not there (no /proc): nobody has
+// one.
 std::set<std::string> interfacesWithDefaultRoute() {
   std::set<std::string> names;
   std::string line;
@@ -98,17 +98,22 @@ std::string HostAddress::text() const {
 
 Result<HostAddress> HostAddress::parse(std::string_view text) {
   std::string plain(text);
-  if (plain.size() > 2 && plain.front() == '[' && plain.back() == ']') plain = plain.substr(1, plain.size() - 2);
+  if (plain.size() > 2 && plain.front() == '[' && plain.back() == ']')
+    plain = plain.substr(1, plain.size() - 2);
   HostAddress address;
   if (::inet_pton(AF_INET, plain.c_str(), address.raw.data()) == 1) return address;
   address.isV6 = true;
   const bool isScoped = plain.find('%') != std::string::npos;
-  const bool parsed = ::inet_pton(AF_INET6, plain.substr(0, plain.find('%')).c_str(), address.raw.data()) == 1;
+  const bool parsed =
+      ::inet_pton(AF_INET6, plain.substr(0, plain.find('%')).c_str(), address.raw.data()) == 1;
   if (parsed && (isScoped || isLinkLocal(address))) {
-    return Error{ErrorCode::kInvalidArgument,
-                 "'" + plain + "' is a link-local address: it means nothing on another host, use a global one"};
+    return Error{
+        ErrorCode::kInvalidArgument,
+        "'" + plain +
+            "' is a link-local address: it means nothing on another host, use a global one"};
   }
-  if (!parsed) return Error{ErrorCode::kInvalidArgument, "'" + plain + "' is not an IPv4 or IPv6 address"};
+  if (!parsed)
+    return Error{ErrorCode::kInvalidArgument, "'" + plain + "' is not an IPv4 or IPv6 address"};
   return address;
 }
 
@@ -157,14 +162,17 @@ Result<HostAddress> chooseHostAddress(const std::vector<HostInterface>& interfac
   if (wanted) {
     const auto address = HostAddress::parse(*wanted);
     if (address.ok() && isOurs(*address)) return *address;
-    const std::string why = address.ok() ? "'" + *wanted + "' is not an address of this host" : address.error().message;
-    return Error{ErrorCode::kInvalidArgument, "MOONCAKE_HOST_IP: " + why + "; there are: " + choices(interfaces)};
+    const std::string why =
+        address.ok() ? "'" + *wanted + "' is not an address of this host" : address.error().message;
+    return Error{ErrorCode::kInvalidArgument,
+                 "MOONCAKE_HOST_IP: " + why + "; there are: " + choices(interfaces)};
   }
   if (towardsRendezvous && isOurs(*towardsRendezvous)) return *towardsRendezvous;
-  const auto best = std::min_element(interfaces.begin(), interfaces.end(), [](const auto& a, const auto& b) {
-    return rankOf(a) < rankOf(b);
-  });
-  if (best == interfaces.end()) return Error{ErrorCode::kUnsupported, "this host has no IP address, not even loopback"};
+  const auto best =
+      std::min_element(interfaces.begin(), interfaces.end(),
+                       [](const auto& a, const auto& b) { return rankOf(a) < rankOf(b); });
+  if (best == interfaces.end())
+    return Error{ErrorCode::kUnsupported, "this host has no IP address, not even loopback"};
   return best->address;
 }
 

@@ -1,14 +1,13 @@
 #include "engine/transports/tcp/socket.h"
 
+#include <algorithm>
 #include <arpa/inet.h>
+#include <cerrno>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
-
-#include <algorithm>
-#include <cerrno>
 
 namespace mooncake {
 namespace {
@@ -39,7 +38,8 @@ Sockaddr toSockaddr(const SocketAddress& from) {
 }
 
 Fd streamSocket(const HostAddress& host) {
-  return Fd(::socket(host.isV6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  return Fd(
+      ::socket(host.isV6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
 }
 
 void tune(int socket) {
@@ -65,7 +65,8 @@ Result<Listener> listenOn(const HostAddress& host) {
   if (::bind(listener.socket.get(), &address.generic, address.length) != 0) {
     return systemError("bind(" + host.text() + ")", errno);
   }
-  if (::listen(listener.socket.get(), SOMAXCONN) != 0) return systemError("listen(" + host.text() + ")", errno);
+  if (::listen(listener.socket.get(), SOMAXCONN) != 0)
+    return systemError("listen(" + host.text() + ")", errno);
   if (::getsockname(listener.socket.get(), &address.generic, &address.length) != 0) {
     return systemError("getsockname", errno);
   }
@@ -105,7 +106,8 @@ Result<Fd> connectTo(const SocketAddress& peer, Deadline deadline) {
     pollfd waiting{socket.get(), POLLOUT, 0};
     const int ready = ::poll(&waiting, 1, static_cast<int>(std::min<int64_t>(left, 1000)));
     if (ready > 0) break;
-    if (deadline.passed()) return Error{ErrorCode::kTimeout, "connect(" + peer.text() + "): no answer in time"};
+    if (deadline.passed())
+      return Error{ErrorCode::kTimeout, "connect(" + peer.text() + "): no answer in time"};
   }
   int failure = 0;
   socklen_t length = sizeof(failure);

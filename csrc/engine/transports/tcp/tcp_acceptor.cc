@@ -1,11 +1,10 @@
 #include "engine/transports/tcp/tcp_acceptor.h"
 
+#include <algorithm>
+#include <cerrno>
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
 
 #include "base/log.h"
 
@@ -17,11 +16,13 @@ TcpAcceptor::TcpAcceptor(const TransportContext& context, Fd listener)
       spare_(spareDescriptor()),
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {}
 
-Result<std::shared_ptr<TcpAcceptor>> TcpAcceptor::start(const TransportContext& context, Fd listener) {
+Result<std::shared_ptr<TcpAcceptor>> TcpAcceptor::start(const TransportContext& context,
+                                                        Fd listener) {
   std::shared_ptr<TcpAcceptor> acceptor(new TcpAcceptor(context, std::move(listener)));
   if (!acceptor->timer_) return systemError("timerfd_create", errno);
   TcpAcceptor* self = acceptor.get();  // stop() takes the handlers out before it goes
-  MOONCAKE_TRY(context.loop.add(self->timer_.get(), EPOLLIN, [self](uint32_t) { self->onTimer(); }));
+  MOONCAKE_TRY(
+      context.loop.add(self->timer_.get(), EPOLLIN, [self](uint32_t) { self->onTimer(); }));
   const Status listening =
       context.loop.add(self->listener_.get(), EPOLLIN, [self](uint32_t) { self->onConnection(); });
   if (!listening.ok()) {
@@ -86,7 +87,8 @@ void TcpAcceptor::onHandshake(Result<Handshaken> result) {
   if (!result.ok()) {
     // Strangers and scanners are no news; a peer of another job or another life of this one is.
     const bool isNews = result.error().code == ErrorCode::kRefused;
-    log(isNews ? LogLevel::kWarning : LogLevel::kInfo, "tcp", "a connection was dropped: ", result.error().message);
+    log(isNews ? LogLevel::kWarning : LogLevel::kInfo, "tcp",
+        "a connection was dropped: ", result.error().message);
     return;
   }
   if (lanes.empty()) return;

@@ -10,11 +10,13 @@
 
 namespace mooncake {
 
-// The passive side: takes connections, lets each prove itself, and brings the lanes of one channel together.
-// Everything that a stranger can make us hold is bounded in number and in time (env.failureTimeout).
+// The passive side: takes connections, lets each prove itself, and brings the lanes of one channel
+// together. Everything that a stranger can make us hold is bounded in number and in time
+// (env.failureTimeout).
 class TcpAcceptor : public std::enable_shared_from_this<TcpAcceptor> {
  public:
-  static constexpr size_t kMaxHandshakes = 256;  // at a time; further connections wait in the kernel's queue
+  static constexpr size_t kMaxHandshakes =
+      256;  // at a time; further connections wait in the kernel's queue
 
   static Result<std::shared_ptr<TcpAcceptor>> start(const TransportContext& context, Fd listener);
   // Stops listening, drops what is incomplete and closes the accepted channels.

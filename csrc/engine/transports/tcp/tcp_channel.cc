@@ -11,10 +11,11 @@ std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, c
   std::lock_guard lock(channel->mutex_);
   for (Fd& lane : lanes) {
     const std::weak_ptr<TcpChannel> weak = channel;
-    channel->lanes_.push_back(
-        StreamConnection::start(std::move(lane), context.loop, context.regions, [weak](const Status& how) {
-          if (const auto alive = weak.lock()) alive->laneEnded(how);
-        }));
+    channel->lanes_.push_back(StreamConnection::start(std::move(lane), context.loop,
+                                                      context.regions, [weak](const Status& how) {
+                                                        if (const auto alive = weak.lock())
+                                                          alive->laneEnded(how);
+                                                      }));
   }
   return channel;
 }
@@ -32,8 +33,9 @@ Status TcpChannel::get(const GetRequest& request) {
   const size_t step = (bytes / pieces + 4095) / 4096 * 4096;
   for (size_t i = 0, at = 0; at < bytes; ++i, at += step) {
     const size_t length = std::min(step, bytes - at);
-    const Status begun = lanes_[first + i]->get(
-        {request.region, request.offset + at, request.target.subspan(at, length), request.completion});
+    const Status begun =
+        lanes_[first + i]->get({request.region, request.offset + at,
+                                request.target.subspan(at, length), request.completion});
     if (begun.ok()) continue;
     if (i == 0) return begun;
     // Other pieces are under way, so the get has begun: it ends with an error.
@@ -56,7 +58,8 @@ void TcpChannel::close() {
   for (const auto& lane : lanes_) lane->close();
 }
 
-// On the loop's thread. The first lane that ends takes the others with it: half a channel is of no use.
+// On the loop's thread. The first lane that ends takes the others with it: half a channel is of no
+// use.
 void TcpChannel::laneEnded(const Status& how) {
   {
     std::lock_guard lock(mutex_);

@@ -7,9 +7,10 @@
 
 namespace mooncake {
 
-// Several connections to one peer, each with its own share of the network's bandwidth and of the kernel's
-// buffers. Lane 0 carries the puts and nothing large, so a signal never stands behind somebody's answer; the
-// other lanes carry gets, their requests and their answers. A single lane does both.
+// Several connections to one peer, each with its own share of the network's bandwidth and of the
+// kernel's buffers. Lane 0 carries the puts and nothing large, so a signal never stands behind
+// somebody's answer; the other lanes carry gets, their requests and their answers. A single lane
+// does both.
 class TcpChannel final : public Channel, public std::enable_shared_from_this<TcpChannel> {
  public:
   // A get of at least two such pieces is spread over the data lanes.
@@ -27,7 +28,8 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   void close() override;
 
  private:
-  TcpChannel(const TransportContext& context, const EngineId& peer) : context_(context), peer_(peer) {}
+  TcpChannel(const TransportContext& context, const EngineId& peer)
+      : context_(context), peer_(peer) {}
   size_t firstDataLane() const { return lanes_.size() > 1 ? 1 : 0; }
   void laneEnded(const Status& how);
 

@@ -36,7 +36,8 @@ Result<std::unique_ptr<Transport>> TcpTransport::create(const TransportContext& 
   const auto interfaces = listInterfaces();
   if (!interfaces.ok()) return interfaces.error();
   std::optional<HostAddress> towards;
-  if (!context.env.hostIp && !context.env.routeHint.empty()) towards = addressTowards(context.env.routeHint);
+  if (!context.env.hostIp && !context.env.routeHint.empty())
+    towards = addressTowards(context.env.routeHint);
   const auto host = chooseHostAddress(*interfaces, context.env.hostIp, towards);
   if (!host.ok()) return host.error();
   auto listener = listenOn(*host);
@@ -58,13 +59,15 @@ Result<std::shared_ptr<Channel>> TcpTransport::connect(const EngineId& peer, Byt
                                                        Deadline deadline) {
   const auto address = decodeEndpoint(endpoint);
   if (!address.ok()) return address.error();
-  const auto count = static_cast<uint16_t>(std::min<size_t>(1 + context_.env.tcpConnections, kMaxLanes));
+  const auto count =
+      static_cast<uint16_t>(std::min<size_t>(1 + context_.env.tcpConnections, kMaxLanes));
   const uint64_t attempt = randomAttempt();
   std::vector<Fd> lanes;
   for (uint16_t lane = 0; lane < count; ++lane) {
     auto socket = connectTo(*address, deadline);
     if (!socket.ok()) return socket.error();
-    auto shaken = handshakeConnect(std::move(*socket), context_, peer, lane, count, deadline, attempt);
+    auto shaken =
+        handshakeConnect(std::move(*socket), context_, peer, lane, count, deadline, attempt);
     if (!shaken.ok()) {
       return Error{shaken.error().code, address->text() + ": " + shaken.error().message};
     }
