@@ -12,6 +12,8 @@ namespace mooncake {
 struct Completions::State {
   std::mutex mutex;  // guards everything below
   std::condition_variable posted;
+  std::condition_variable idle;
+  bool running = false;
   std::vector<std::function<void()>> tasks;
   bool stopping = false;
   std::thread thread;  // started by the first task
@@ -45,18 +47,26 @@ void Completions::post(std::function<void()> task) {
   state_->posted.notify_one();
 }
 
+bool Completions::drain(Deadline deadline) {
+  std::unique_lock lock(state_->mutex);
+  return state_->idle.wait_until(lock, deadline.when(), [&] { return !state_->running && state_->tasks.empty(); });
+}
+
 void Completions::run(const std::shared_ptr<State>& state) {
   std::unique_lock lock(state->mutex);
   for (;;) {
     state->posted.wait(lock, [&] { return state->stopping || !state->tasks.empty(); });
     if (state->tasks.empty()) return;
     auto tasks = std::exchange(state->tasks, {});
+    state->running = true;
     lock.unlock();
     for (auto& task : tasks) {
       task();
       task = nullptr;
     }
     lock.lock();
+    state->running = false;
+    state->idle.notify_all();
   }
 }
 

@@ -4,6 +4,8 @@
 #include <memory>
 #include <thread>
 
+#include "base/deadline.h"
+
 namespace mooncake {
 
 // The thread that may wait for Python's lock: it marks futures, runs their callbacks and drops
@@ -14,6 +16,8 @@ class Completions {
   ~Completions();  // runs what was posted; may be one of its own tasks that drops it
 
   void post(std::function<void()> task);
+  // Until all that was posted has run, or the deadline has passed.
+  bool drain(Deadline deadline);
 
  private:
   struct State;

@@ -1,6 +1,7 @@
 #include "backend/message_driver.h"
 
 #include <algorithm>
+#include <utility>
 #include <pthread.h>
 
 namespace mooncake {
@@ -21,7 +22,8 @@ MessageDriver::MessageDriver(Group& group, std::shared_ptr<Completions> completi
 void MessageDriver::stop() {
   {
     std::lock_guard lock(mutex_);
-    stopping_ = true;
+    // The second time the group may be gone.
+    if (std::exchange(stopping_, true)) return;
     changed_.notify_all();
   }
   if (thread_.joinable()) thread_.join();

@@ -158,7 +158,10 @@ void MooncakeBackend::close() {
 
 void MooncakeBackend::leaveJob() {
   shutdown();
-  if (engine_) engine_->leave();
+  if (!engine_) return;
+  engine_->leave();
+  // A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
+  completions_->drain(Deadline::after(options_.env.failureTimeout));
 }
 
 void MooncakeBackend::abort() {

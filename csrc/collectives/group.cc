@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <sys/mman.h>
 
-#include "base/log.h"
 #include "collectives/mailbox.h"
 #include "engine/rendezvous/address_book.h"
 
@@ -81,8 +80,34 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
   return group;
 }
 
+// Peers may be later than we are: our memory goes when all that map it have left, too, or are gone. Whoever has left
+// reads nothing of ours any more, and we wrote to its part for the last time before we left.
 Group::~Group() {
-  if (window_) engine().unwatch(&interrupt_);
+  if (!window_) return;
+  engine().unwatch(&interrupt_);
+  const auto wordOf = [](std::byte* part, size_t offset) -> std::atomic<uint64_t>& {
+    return *reinterpret_cast<std::atomic<uint64_t>*>(part + offset);
+  };
+  struct Reader {
+    std::shared_ptr<Peer> peer;
+    size_t left;
+  };
+  std::vector<Reader> readers;
+  for (int r = 0; r < window_->size(); ++r) {
+    if (r == rank() || !window_->peerPtr(r)) continue;
+    wordOf(window_->peerPtr(r), layout_.left(rank())).store(1, std::memory_order_release);
+    readers.push_back({window_->peer(r), layout_.left(r)});
+  }
+  const auto allLeft = [readers, wordOf, part = window_->local()] {
+    return std::all_of(readers.begin(), readers.end(), [&](const Reader& reader) {
+      return reader.peer->ended || wordOf(part, reader.left).load(std::memory_order_acquire) != 0;
+    });
+  };
+  const std::shared_ptr<Engine> keep = window_->sharedEngine();
+  std::vector<RetiredMemory> memory;
+  memory.push_back({std::move(sharedBlock_), std::move(sharedRegion_)});
+  memory.push_back(window_->retire());
+  keep->retire(std::move(memory), allLeft);
 }
 
 std::string Group::nameRank(int rank) const {
@@ -126,13 +151,6 @@ void Group::leave(Deadline deadline) {
     while (!done() && !deadline.passed()) {
       Waiter slice = waiter(deadline.earlier(Deadline::after(kLook)));
       (void)slice.until(done);
-    }
-    if (!done()) {
-      log(LogLevel::kWarning, engine().logName(), "left group '", name(), "' while ", nameRank(r),
-          " was still in operation #", lastNumber);
-      sharedBlock_.abandon();
-      window_->abandon();
-      return;
     }
   }
 }

@@ -46,8 +46,8 @@ class Group {
   // Any thread: every wait of this group ends and every later operation is refused with this error.
   // The first call wins.
   void fail(Error why);
-  // Waits until every rank that reads our memory for the last operation has ended it, or is gone;
-  // if that takes too long, the memory stays for them. The group is not used afterwards.
+  // Waits until every rank that reads our memory for the last operation has ended it, or is gone, so that
+  // its engine may go, too. The group is not used afterwards.
   void leave(Deadline deadline);
   // What fail() said.
   Status usable() const;

@@ -238,15 +238,19 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
 }
 
 Status Operation::lost(int rank, const Status& how) {
-  Error error{ErrorCode::kPeerLost, title() + ": lost " + group_.nameRank(rank) + ": " +
-                                        (how.ok() ? "it left the job" : how.error().message)};
-  log(LogLevel::kError, group_.engine().logName(), error.message);
+  Error error{ErrorCode::kPeerLost,
+              title() + ": " +
+                  (how.ok() ? group_.nameRank(rank) + " left the job"
+                            : "lost " + group_.nameRank(rank) + ": " + how.error().message)};
+  // A goodbye is no accusation.
+  if (!how.ok()) log(LogLevel::kError, group_.engine().logName(), error.message);
   group_.fail(error);
   return error;
 }
 
 Status Operation::sealed(int rank, uint64_t stamp) {
   if (auto usable = group_.usable(); !usable.ok()) return usable;
+  if (const Status* how = group_.window().ended(rank)) return lost(rank, *how);
   // A rank that gave up did so because of a loss, as a rule: then everybody names the rank that was
   // lost.
   for (const bool saidGoodbye : {false, true}) {

@@ -83,6 +83,7 @@ bool PointToPoint::progress() {
 }
 
 bool PointToPoint::progressLocked() {
+  if (active_.empty()) return true;
   // What has arrived is taken in before anything is matched, and then messages are looked at in the
   // order of the calls: so an earlier receive takes the earlier message, and a send that cannot
   // move holds back the later ones to the same rank.

@@ -12,7 +12,8 @@
 //
 //   0      doorbell
 //   64     ended            number of the last operation that this rank has ended
-//   128    own slot 0       of operations with an even number; read by the ranks that map this part
+//   128    left             [rank]: the ranks that map this part and have left the group write 1
+//          own slot 0       of operations with an even number; read by the ranks that map this part
 //          own slot 1       of operations with an odd number
 //          inbox slots      [rank][2]: where the ranks that do not map us put theirs
 //          mailboxes        [rank]: point-to-point messages from each rank (mailbox.h)
@@ -67,18 +68,19 @@ class PartLayout {
   }  // of the free use of a part
 
   size_t ended() const { return Window::kUserOffset; }
+  size_t left(int rank) const { return 2 * Window::kUserOffset + size_t(rank) * sizeof(uint64_t); }
   size_t ownSlot(uint64_t number) const {
-    return 2 * Window::kUserOffset + (number & 1) * slotBytes_;
+    return slots() + (number & 1) * slotBytes_;
   }
   size_t inboxSlot(int from, uint64_t number) const {
-    return 2 * Window::kUserOffset + (2 + 2 * size_t(from) + (number & 1)) * slotBytes_;
+    return slots() + (2 + 2 * size_t(from) + (number & 1)) * slotBytes_;
   }
   size_t mailbox(int from) const {
-    return 2 * Window::kUserOffset + (2 + 2 * size_t(size_)) * slotBytes_ +
-           size_t(from) * mailboxBytes_;
+    return slots() + (2 + 2 * size_t(size_)) * slotBytes_ + size_t(from) * mailboxBytes_;
   }
 
  private:
+  size_t slots() const { return left(0) + roundUp(size_t(size_) * sizeof(uint64_t)); }
   static size_t roundUp(size_t bytes) { return (bytes + 63) & ~size_t(63); }
 
   int size_;

@@ -102,6 +102,12 @@ Engine::~Engine() {
   loop_.reset();
 }
 
+void Engine::retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree) {
+  std::lock_guard lock(retiredMutex_);
+  retired_.push_back({std::move(memory), std::move(isFree)});
+  std::erase_if(retired_, [](const Retired& retired) { return retired.isFree(); });
+}
+
 void Engine::leave() {
   std::map<EngineId, std::shared_ptr<Peer>> peers;
   {

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,12 @@ struct Peer {
   Status how;                        // ok: the peer said goodbye, else the evidence
 };
 
+// Memory that peers may still read after its owner is done with it.
+struct RetiredMemory {
+  ArenaBlock block;
+  MemoryRegion region;  // ends before the block
+};
+
 // One rank's door to the memory of other ranks. A process may hold many.
 class Engine {
  public:
@@ -54,6 +61,10 @@ class Engine {
   // is missing, and why.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
+
+  // Keeps the memory until nobody reads it any more, as `isFree` says, which may look into it; it is asked whenever
+  // more is retired.
+  void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree);
 
   // Says goodbye to all peers and closes the channels. What was put before still arrives.
   void leave();
@@ -80,6 +91,13 @@ class Engine {
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   std::unique_ptr<EventLoop> loop_;
   std::vector<std::unique_ptr<Transport>> transports_;
+
+  struct Retired {
+    std::vector<RetiredMemory> memory;
+    std::function<bool()> isFree;
+  };
+  std::mutex retiredMutex_;  // guards retired_
+  std::vector<Retired> retired_;
 };
 
 }  // namespace mooncake

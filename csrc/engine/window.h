@@ -31,6 +31,8 @@ class Window {
   int size() const { return static_cast<int>(members_.size()); }
   size_t bytes() const { return block_.bytes(); }
   Engine& engine() const { return *engine_; }
+  const std::shared_ptr<Engine>& sharedEngine() const { return engine_; }
+  const std::shared_ptr<Peer>& peer(int rank) const { return members_[rank].peer; }
 
   std::byte* local() const { return local_; }
   Doorbell& bell() const { return *reinterpret_cast<Doorbell*>(local_); }
@@ -48,8 +50,8 @@ class Window {
   // Every get that counts at this completion has ended when this returns.
   void cancelGets(const Completion& completion) const;
 
-  // Peers may still read our part: its pages outlive the window (see ArenaBlock::abandon).
-  void abandon() { block_.abandon(); }
+  // Takes our part's memory out of the window, for Engine::retire().
+  RetiredMemory retire() { return {std::move(block_), std::move(region_)}; }
 
   // Null while the rank's channel stands.
   const Status* ended(int rank) const;

@@ -27,9 +27,6 @@ class ArenaBlock {
   }  // from the start of the arena: the same in every mapping of it
   size_t bytes() const { return bytes_; }
   explicit operator bool() const { return arena_ != nullptr; }
-  // Somebody may still read these pages: they stay as they are until the arena goes, and are not
-  // handed out again.
-  void abandon() { arena_ = nullptr; }
 
  private:
   friend class Arena;

@@ -11,11 +11,12 @@ std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, c
   std::lock_guard lock(channel->mutex_);
   for (Fd& lane : lanes) {
     const std::weak_ptr<TcpChannel> weak = channel;
-    channel->lanes_.push_back(StreamConnection::start(std::move(lane), context.loop,
-                                                      context.regions, [weak](const Status& how) {
-                                                        if (const auto alive = weak.lock())
-                                                          alive->laneEnded(how);
-                                                      }));
+    const size_t index = channel->lanes_.size();
+    const auto ended = [weak, index](const Status& how) {
+      if (const auto alive = weak.lock()) alive->laneEnded(index, how);
+    };
+    channel->lanes_.push_back(
+        StreamConnection::start(std::move(lane), context.loop, context.regions, ended));
   }
   return channel;
 }
@@ -58,9 +59,10 @@ void TcpChannel::close() {
   for (const auto& lane : lanes_) lane->close();
 }
 
-// On the loop's thread. The first lane that ends takes the others with it: half a channel is of no
-// use.
-void TcpChannel::laneEnded(const Status& how) {
+// On the loop's thread. The first lane that breaks takes the others with it: half a channel is of no
+// use. A goodbye counts when it comes on the lane of the puts, behind the last of them.
+void TcpChannel::laneEnded(size_t lane, const Status& how) {
+  if (how.ok() && lane != kPutLane) return;
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(ended_, true)) return;

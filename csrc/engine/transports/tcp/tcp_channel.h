@@ -22,7 +22,7 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
 
   const char* transportName() const override { return "tcp"; }
   std::span<std::byte> peerArena() const override { return {}; }
-  Status put(const PutRequest& request) override { return lanes_.front()->put(request); }
+  Status put(const PutRequest& request) override { return lanes_[kPutLane]->put(request); }
   Status get(const GetRequest& request) override;
   void cancelGets(const Completion* completion) override;
   void close() override;
@@ -31,7 +31,8 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   TcpChannel(const TransportContext& context, const EngineId& peer)
       : context_(context), peer_(peer) {}
   size_t firstDataLane() const { return lanes_.size() > 1 ? 1 : 0; }
-  void laneEnded(const Status& how);
+  static constexpr size_t kPutLane = 0;
+  void laneEnded(size_t lane, const Status& how);
 
   const TransportContext& context_;
   const EngineId peer_;
