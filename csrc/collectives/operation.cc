@@ -205,24 +205,28 @@ Status Operation::awaitStamp(int rank, StampWord word) {
   }
 }
 
-// ok: wait on.
+// ok: wait on. A stamp is decided by one compare-and-set: either its owner has published after all, or nobody will
+// ever see it publish.
 Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
-  const Status* how = nullptr;
-  if (why == WaitResult::kInterrupted) {
-    waiter_.generation =
-        waiter_.interrupt.generation();  // before we look, so that the next change interrupts again
-    if (auto usable = group_.usable(); !usable.ok()) return usable;
-    how = group_.window().ended(rank);
-    if (!how) return {};
-  }
-  // One compare-and-set: either the rank has published after all, or nobody will ever see it
-  // publish.
   const uint64_t seal = makeStamp(number_, kSealedBy + this->rank());
-  if (!tryStamp(slots(rank)->*word, seal)) return {};
-  ringMapped();
-  signalUnmapped(rank, word, seal);
-
-  if (how) return lost(rank, *how);
+  const auto sealStampOf = [&](int owner) {
+    if (!tryStamp(slots(owner)->*word, seal)) return false;
+    ringMapped();
+    signalUnmapped(owner, word, seal);
+    return true;
+  };
+  if (why == WaitResult::kInterrupted) {
+    waiter_.generation = waiter_.interrupt.generation();  // before we look, so that the next change interrupts again
+    if (auto usable = group_.usable(); !usable.ok()) return usable;
+    // Any rank that is gone without this stamp ends the operation, not only the one that we wait for: that one may
+    // have found the loss before us and wait for nobody any more.
+    for (int r = 0; r < size(); ++r) {
+      const Status* how = group_.window().ended(r);
+      if (how && sealStampOf(r)) return lost(r, *how);
+    }
+    return {};
+  }
+  if (!sealStampOf(rank)) return {};
   std::vector<int> missing;
   for (int r = 0; r < size(); ++r) {
     const uint64_t seen = (slots(r)->*word).load(std::memory_order_acquire);
