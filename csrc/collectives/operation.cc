@@ -76,7 +76,10 @@ Status Operation::awaitStragglers() {
     if (!part || r == rank()) continue;
     const auto& endedWord =
         *reinterpret_cast<const std::atomic<uint64_t>*>(part + group_.layout().ended());
-    const auto left = [&] { return endedWord.load(std::memory_order_acquire) >= number_ - 2; };
+    // A rank that is gone reads no more.
+    const auto left = [&] {
+      return endedWord.load(std::memory_order_acquire) >= number_ - 2 || group_.window().ended(r);
+    };
     while (!left()) {
       Waiter slice = waiter_;
       slice.deadline = deadline_.earlier(Deadline::after(kStragglerLook));
@@ -84,7 +87,6 @@ Status Operation::awaitStragglers() {
       if (how == WaitResult::kInterrupted) {
         waiter_.generation = waiter_.interrupt.generation();
         if (auto usable = group_.usable(); !usable.ok()) return usable;
-        if (group_.window().ended(r)) break;  // it reads no more
       }
       if (how == WaitResult::kTimeout && deadline_.passed()) {
         return fail({ErrorCode::kTimeout, group_.nameRank(r) +
@@ -220,9 +222,8 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
     if (auto usable = group_.usable(); !usable.ok()) return usable;
     // Any rank that is gone without this stamp ends the operation, not only the one that we wait for: that one may
     // have found the loss before us and wait for nobody any more.
-    for (int r = 0; r < size(); ++r) {
-      const Status* how = group_.window().ended(r);
-      if (how && sealStampOf(r)) return lost(r, *how);
+    for (const int r : gone()) {
+      if (sealStampOf(r)) return lost(r, *group_.window().ended(r));
     }
     return {};
   }
@@ -241,6 +242,19 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
   return error;
 }
 
+// The ranks that have ended; first those without a goodbye, because the others may have left on their
+// account.
+std::vector<int> Operation::gone() const {
+  std::vector<int> ranks;
+  for (const bool saidGoodbye : {false, true}) {
+    for (int r = 0; r < size(); ++r) {
+      if (const Status* how = group_.window().ended(r); how && how->ok() == saidGoodbye)
+        ranks.push_back(r);
+    }
+  }
+  return ranks;
+}
+
 Status Operation::lost(int rank, const Status& how) {
   Error error{ErrorCode::kPeerLost,
               title() + ": " +
@@ -257,12 +271,8 @@ Status Operation::sealed(int rank, uint64_t stamp) {
   if (const Status* how = group_.window().ended(rank)) return lost(rank, *how);
   // A rank that gave up did so because of a loss, as a rule: then everybody names the rank that was
   // lost.
-  for (const bool saidGoodbye : {false, true}) {
-    for (int r = 0; r < size(); ++r) {
-      if (const Status* how = group_.window().ended(r); how && how->ok() == saidGoodbye)
-        return lost(r, *how);
-    }
-  }
+  if (const auto others = gone(); !others.empty())
+    return lost(others[0], *group_.window().ended(others[0]));
   const int by = static_cast<int>(stampKind(stamp) - kSealedBy);
   if (stampNumber(stamp) != number_ || by < 0 || by >= size()) {
     return fail({ErrorCode::kProtocol, group_.nameRank(rank) + " is at operation #" +

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <span>
+#include <vector>
 
 #include "base/result.h"
 #include "collectives/group.h"
@@ -69,6 +70,7 @@ class Operation {
   Status awaitStamp(int rank, StampWord word);
   Status giveUpOn(int rank, StampWord word, WaitResult why);
   Status sealed(int rank, uint64_t stamp);
+  std::vector<int> gone() const;
   Status lost(int rank, const Status& how);
   void signalUnmapped(int stampOwner, StampWord word, uint64_t stamp,
                       std::span<const std::byte> data = {});

@@ -123,11 +123,16 @@ Result<std::shared_ptr<Peer>> Engine::call(const EngineId& id, const Bytes& endp
                                            Deadline deadline) {
   auto channel = openRoute(transports_, id, endpoint, deadline);
   if (!channel.ok()) return channel.error();
+  log(LogLevel::kInfo, logName(), "connected over ", (*channel)->transportName());
+  std::lock_guard lock(mutex_);
+  return remember(id, std::move(*channel));
+}
+
+// Under the lock.
+std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Channel> channel) {
   auto peer = std::make_shared<Peer>();
   peer->id = id;
-  peer->channel = std::move(*channel);
-  log(LogLevel::kInfo, logName(), "connected over ", peer->channel->transportName());
-  std::lock_guard lock(mutex_);
+  peer->channel = std::move(channel);
   if (const auto early = endedEarly_.extract(id)) {
     peer->how = early.mapped();
     peer->ended = true;
@@ -145,9 +150,11 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     if (!id.ok()) return id.error();
     ids[i] = *id;
   }
+  // A peer may have connected and left again before we look: it counts as connected, and whoever
+  // uses it finds that it has ended. An engine's id is never used again, so nothing comes after.
   const auto known = [&](const EngineId& id) -> std::shared_ptr<Peer> {
     const auto found = peers_.find(id);
-    return found == peers_.end() || found->second->ended ? nullptr : found->second;
+    return found == peers_.end() ? nullptr : found->second;
   };
 
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -181,10 +188,7 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
 
 void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {
   std::lock_guard lock(mutex_);
-  auto peer = std::make_shared<Peer>();
-  peer->id = id;
-  peer->channel = std::move(channel);
-  peers_[id] = std::move(peer);
+  remember(id, std::move(channel));
   arrived_.notify_all();
 }
 

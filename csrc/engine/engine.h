@@ -55,8 +55,8 @@ class Engine {
 
   // What a peer needs to connect to this engine, over all of its transports.
   Bytes endpoint() const;
-  // Connects to all these endpoints; a peer that is already connected is returned as it is, our own
-  // endpoint gives null. Of each pair the engine with the smaller id calls and the other one is
+  // Connects to all these endpoints; a peer that is already connected is returned as it is, also one
+  // that has ended since, our own endpoint gives null. Of each pair the engine with the smaller id calls and the other one is
   // called. Blocks until all are there or the deadline has passed; the error names by its index who
   // is missing, and why.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
@@ -76,6 +76,7 @@ class Engine {
  private:
   Engine() = default;
   Result<std::shared_ptr<Peer>> call(const EngineId& id, const Bytes& endpoint, Deadline deadline);
+  std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel);
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
   void onEnded(const EngineId& id, const Status& how);
 
@@ -87,7 +88,7 @@ class Engine {
   std::condition_variable arrived_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
   std::map<EngineId, Status>
-      endedEarly_;  // channels that ended before call() had them in its hands
+      endedEarly_;  // channels that ended before remember() had them in its hands
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   std::unique_ptr<EventLoop> loop_;
   std::vector<std::unique_ptr<Transport>> transports_;

@@ -45,25 +45,37 @@ TEST(TimeoutTest, IsTheSameForTheLateRankAndTheGroupGoesOn) {
 }
 
 TEST(TimeoutTest, AbortEndsAWaitFromAnotherThread) {
+  std::latch ended(1);
   runRanks({.size = 2, .transports = {"shm"}}, [&](Group& group) {
-    if (group.rank() == 1) return;
+    if (group.rank() == 1) return ended.wait();
     std::thread aborter([&] { group.fail({ErrorCode::kAborted, "enough"}); });
     const Status status = sumOnes(group, 10, soon());
     aborter.join();
     EXPECT_EQ(status.code(), ErrorCode::kAborted);
     EXPECT_EQ(sumOnes(group, 10, soon()).code(), ErrorCode::kAborted);
+    ended.count_down();
   });
 }
 
 TEST(TimeoutTest, ARankThatLeftIsNamed) {
   for (const char* transport : {"shm", "tcp", "inproc"}) {
+    std::latch survivorsKnow(2);
     runRanks({.size = 3, .transports = {transport}}, [&](Group& group) {
       EXPECT_TRUE(sumOnes(group, 10, soon()).ok());
       if (group.rank() == 1) return;  // its engine says goodbye
       const Status status = sumOnes(group, 10, soon());
       EXPECT_NE(status.code(), ErrorCode::kOk);
       EXPECT_NE(status.error().message.find("rank 1"), std::string::npos) << status.error().message;
+      survivorsKnow.arrive_and_wait();  // a survivor that leaves is named, too
     });
+  }
+}
+
+TEST(TimeoutTest, ARankThatLeavesWhileOthersStillConnectIsNoHang) {
+  for (const char* transport : {"shm", "tcp", "inproc"}) {
+    for (int round = 0; round < 20; ++round) {
+      runRanks({.size = 3, .transports = {transport}}, [](Group&) {});
+    }
   }
 }
 
