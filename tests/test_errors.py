@@ -448,7 +448,6 @@ def check_death(errors, victim):
         assert re.search(rf"\brank {victim}\b", message), (rank, message)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("what", ["small", "large", "recv"])
 def test_killed_in_the_middle(layout, two_hosts, what, victim):
@@ -461,7 +460,6 @@ def test_killed_in_the_middle(layout, two_hosts, what, victim):
         check_death(crew.results(dead=[victim]), victim)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("what", ["small", "large", "recv"])
 def test_killed_while_others_wait_for_it(layout, two_hosts, what, victim):

@@ -37,6 +37,10 @@ size_t chooseEagerBytes(const Env& env, int size) {
 Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Store& store,
                                              GroupOptions options, Deadline deadline) {
   const int rank = options.rank, size = options.size;
+  if (size > kMaxRanks) {
+    return Error{ErrorCode::kUnsupported, "a group of " + std::to_string(size) +
+                                              " ranks; the most is " + std::to_string(kMaxRanks)};
+  }
   const size_t eagerBytes = chooseEagerBytes(engine->env(), size);
   const PartLayout layout(size, eagerBytes, kMailboxBytes);
   std::unique_ptr<Group> group(new Group(std::move(options), layout, eagerBytes));

@@ -12,6 +12,9 @@ namespace {
 // often.
 constexpr auto kStragglerLook = std::chrono::milliseconds(5);
 
+// How long the evidence of a death may come after its first effect.
+constexpr auto kEvidenceComes = std::chrono::seconds(1);
+
 std::string listRanks(const Group& group, const std::vector<int>& ranks) {
   std::string text;
   for (const int r : ranks) text += (text.empty() ? "" : ", ") + group.nameRank(r);
@@ -30,7 +33,8 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
       deadline_(deadline),
       waiter_(group.waiter(deadline)),
       number_(++group.lastNumber),
-      own_(slots(group.rank())) {
+      own_(slots(group.rank())),
+      sealKind_(kSealedBy + group.rank()) {
   // A peer may have ended before this operation began: the first wait that does not succeed at once
   // must look.
   waiter_.generation = 0;
@@ -40,7 +44,7 @@ Operation::~Operation() {
   // Without open() our stamps still belong to the operation before the last, which a late rank may
   // be reading.
   if (!committed_ && opened_) {
-    const uint64_t seal = makeStamp(number_, kSealedBy + rank());
+    const uint64_t seal = makeStamp(number_, sealKind_);
     for (const StampWord word : {&Slot::begun, &Slot::ready, &Slot::done}) {
       if (tryStamp(own_->*word, seal)) signalUnmapped(rank(), word, seal);
     }
@@ -210,8 +214,8 @@ Status Operation::awaitStamp(int rank, StampWord word) {
 // ok: wait on. A stamp is decided by one compare-and-set: either its owner has published after all, or nobody will
 // ever see it publish.
 Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
-  const uint64_t seal = makeStamp(number_, kSealedBy + this->rank());
-  const auto sealStampOf = [&](int owner) {
+  const auto sealStampOf = [&](int owner, uint64_t kind) {
+    const uint64_t seal = makeStamp(number_, kind);
     if (!tryStamp(slots(owner)->*word, seal)) return false;
     ringMapped();
     signalUnmapped(owner, word, seal);
@@ -223,11 +227,11 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
     // Any rank that is gone without this stamp ends the operation, not only the one that we wait for: that one may
     // have found the loss before us and wait for nobody any more.
     for (const int r : gone()) {
-      if (sealStampOf(r)) return lost(r, *group_.window().ended(r));
+      if (sealStampOf(r, kLostRank + r)) return lost(r, *group_.window().ended(r));
     }
     return {};
   }
-  if (!sealStampOf(rank)) return {};
+  if (!sealStampOf(rank, kSealedBy + this->rank())) return {};
   std::vector<int> missing;
   for (int r = 0; r < size(); ++r) {
     const uint64_t seen = (slots(r)->*word).load(std::memory_order_acquire);
@@ -256,6 +260,7 @@ std::vector<int> Operation::gone() const {
 }
 
 Status Operation::lost(int rank, const Status& how) {
+  sealKind_ = kLostRank + rank;  // so that the others name it, too
   Error error{ErrorCode::kPeerLost,
               title() + ": " +
                   (how.ok() ? group_.nameRank(rank) + " left the job"
@@ -268,6 +273,15 @@ Status Operation::lost(int rank, const Status& how) {
 
 Status Operation::sealed(int rank, uint64_t stamp) {
   if (auto usable = group_.usable(); !usable.ok()) return usable;
+  if (stampNumber(stamp) == number_ && stampKind(stamp) >= kLostRank) {
+    const int victim = static_cast<int>(stampKind(stamp) - kLostRank);
+    if (victim < size()) {
+      // Another rank may know before our own evidence has come.
+      const Status* how = group_.window().ended(victim);
+      const Status testimony = {ErrorCode::kPeerLost, "another rank found it gone"};
+      return lost(victim, how ? *how : testimony);
+    }
+  }
   if (const Status* how = group_.window().ended(rank)) return lost(rank, *how);
   // A rank that gave up did so because of a loss, as a rule: then everybody names the rank that was
   // lost.
@@ -360,16 +374,20 @@ Status Fetches::await() {
   }
   const ErrorCode code = completion_.error.load(std::memory_order_acquire);
   if (code == ErrorCode::kOk) return {};
-  std::string cause;
-  for (int r = 0; r < group.size(); ++r) {
-    if (const Status* ended = group.window().ended(r)) {
-      cause += ": lost " + group.nameRank(r) +
-               (ended->ok() ? ", which left the job" : ": " + ended->error().message);
+  if (code == ErrorCode::kPeerLost) {
+    // The kernel may refuse to read a dead process before its socket has told us who died, and of
+    // what: that comes at once.
+    Waiter evidence = waiter;
+    evidence.deadline = op_.deadline_.earlier(Deadline::after(kEvidenceComes));
+    std::vector<int> gone;
+    const auto known = [&] { return !(gone = op_.gone()).empty(); };
+    while (evidence.until(known) == WaitResult::kInterrupted) {
+      evidence.generation = evidence.interrupt.generation();
     }
+    if (!gone.empty()) return op_.lost(gone[0], *group.window().ended(gone[0]));
   }
-  Error error = op_.fail({ErrorCode::kPeerLost,
-                          std::string("fetching failed (") + errorCodeName(code) + ")" + cause})
-                    .error();
+  Error error =
+      op_.fail({code, std::string("fetching failed (") + errorCodeName(code) + ")"}).error();
   group.fail(error);
   return error;
 }

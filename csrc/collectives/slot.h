@@ -48,6 +48,9 @@ static_assert(offsetof(Slot, payload) == kSlotHeaderBytes);
 
 constexpr uint64_t kPublished = 1;
 constexpr uint64_t kSealedBy = 2;  // + rank of who sealed
+constexpr uint64_t kLostRank = uint64_t(1)
+                               << (kStampKindBits - 1);  // + rank whose loss is why it is sealed
+constexpr int kMaxRanks = kLostRank - kSealedBy;
 constexpr uint64_t makeStamp(uint64_t number, uint64_t kind) {
   return number << kStampKindBits | kind;
 }
