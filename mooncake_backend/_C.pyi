@@ -35,4 +35,5 @@ def create_backend(
     is shared. `global_ranks` is empty for the default group."""
 
 def build_info() -> dict[str, Any]:
-    """What was built ("version"), and for which torch ("torch")."""
+    """What was built ("version"), for which torch ("torch"), and with which wires ("transports",
+    names in the order in which they are tried)."""

@@ -5,6 +5,7 @@
 
 #include "backend/errors.h"
 #include "backend/mooncake_backend.h"
+#include "engine/transports/registry.h"
 
 namespace py = pybind11;
 using mooncake::BackendOptions;
@@ -66,6 +67,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::dict info;
     info["torch"] = MOONCAKE_TORCH_VERSION;
     info["version"] = MOONCAKE_VERSION;
+    std::vector<std::string> transports;
+    for (const auto& entry : mooncake::transportRegistry()) transports.emplace_back(entry.name);
+    info["transports"] = transports;
     return info;
   });
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),

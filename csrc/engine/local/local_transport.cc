@@ -1,41 +1,38 @@
 #include "engine/local/local_transport.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <chrono>
-#include <sys/epoll.h>
-#include <sys/socket.h>
 #include <unistd.h>
 #include <utility>
 
 #include "base/log.h"
 #include "engine/local/unix_socket.h"
+#include "engine/stream/handshake_listener.h"
 
 namespace mooncake {
 namespace {
 
 // Endpoint, wire form:  u32 process  string socket name (<= 64)
 constexpr size_t kMaxName = 64;
-// Whoever connects to us has this long for the handshake, and as long again for its offer.
-constexpr std::chrono::seconds kAcceptBudget{10};
 
 }  // namespace
 
 class LocalTransport::Core : public std::enable_shared_from_this<Core> {
  public:
-  Core(const TransportContext& context, std::unique_ptr<LocalWire> wire, Fd listener,
-       uint64_t mirror)
-      : context_(context),
-        wire_(std::move(wire)),
-        listener_(std::move(listener)),
-        mirror_(mirror) {}
+  Core(const TransportContext& context, std::unique_ptr<LocalWire> wire, uint64_t mirror)
+      : context_(context), wire_(std::move(wire)), mirror_(mirror) {}
 
   const LocalWire& wire() const { return *wire_; }
 
-  Status listen() {
-    return context_.loop.add(listener_.get(), EPOLLIN, [weak = weak_from_this()](uint32_t) {
-      if (const auto self = weak.lock()) self->acceptAll();
-    });
+  Status listen(Fd socket) {
+    auto listening = HandshakeListener::start(
+        context_, std::move(socket),
+        [self = this](int socket) { return self->wire_->leadsTo(peerProcess(socket)); },
+        [weak = weak_from_this()](Result<Handshaken> shaken) {
+          if (const auto self = weak.lock()) self->onHandshaken(std::move(shaken));
+        });
+    if (!listening.ok()) return listening.status();
+    listener_ = std::move(*listening);
+    return {};
   }
 
   Result<std::shared_ptr<Channel>> connect(const EngineId& peer, const std::string& socketName,
@@ -62,8 +59,7 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
       if (std::exchange(stopped_, true)) return;
       channels.swap(channels_);
     }
-    context_.loop.remove(listener_.get());
-    listener_.reset();
+    listener_->stop();
     for (const auto& weak : channels) {
       if (const auto channel = weak.lock()) channel->close();
     }
@@ -73,33 +69,13 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
  private:
   // ---- on the loop's thread
 
-  void acceptAll() {
-    for (;;) {
-      Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      if (!socket) {
-        if (errno == EINTR || errno == ECONNABORTED) continue;
-        if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-        // Out of descriptors or memory: the waiting connection would wake us again and again.
-        log(LogLevel::kError, wire_->name(), systemError("accept4", errno).message,
-            ": no more connections are accepted");
-        context_.loop.remove(listener_.get());
-        return;
-      }
-      const pid_t process = peerProcess(socket.get());
-      if (!wire_->leadsTo(process)) continue;
-      handshakeAccept(std::move(socket), context_, Deadline::after(kAcceptBudget),
-                      [weak = weak_from_this(), process](Result<Handshaken> shaken) {
-                        const auto self = weak.lock();
-                        if (self) self->onHandshaken(process, std::move(shaken));
-                      });
-    }
-  }
-
-  void onHandshaken(pid_t process, Result<Handshaken> shaken) {
+  void onHandshaken(Result<Handshaken> shaken) {
     if (!shaken.ok()) return refuse(shaken.error());
+    const pid_t process = peerProcess(shaken->socket.get());
     const Status sent = sendOffer(shaken->socket.get(), context_.arena, mirror_, wire_->greeting());
     if (!sent.ok()) return refuse(sent.error());
-    receiveOffer(std::move(shaken->socket), context_.loop, Deadline::after(kAcceptBudget),
+    receiveOffer(std::move(shaken->socket), context_.loop,
+                 Deadline::after(context_.env.failureTimeout),
                  [weak = weak_from_this(), process, peer = shaken->peer](Fd socket,
                                                                          Result<ArenaOffer> offer) {
                    const auto self = weak.lock();
@@ -140,7 +116,7 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
 
   const TransportContext& context_;
   const std::unique_ptr<LocalWire> wire_;
-  Fd listener_;
+  std::shared_ptr<HandshakeListener> listener_;
   const uint64_t mirror_;  // its offset in our arena
   std::mutex mutex_;       // guards stopped_ and channels_
   bool stopped_ = false;
@@ -155,8 +131,8 @@ Result<std::unique_ptr<Transport>> LocalTransport::create(const TransportContext
   if (!listener.ok()) return listener.error();
   const auto mirror = context.regions.mirrorIn(context.arena);
   if (!mirror.ok()) return mirror.error();
-  auto core = std::make_shared<Core>(context, std::move(wire), std::move(*listener), *mirror);
-  MOONCAKE_TRY(core->listen());
+  auto core = std::make_shared<Core>(context, std::move(wire), *mirror);
+  MOONCAKE_TRY(core->listen(std::move(*listener)));
   return std::unique_ptr<Transport>(new LocalTransport(std::move(socketName), std::move(core)));
 }
 

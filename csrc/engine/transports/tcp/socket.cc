@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <arpa/inet.h>
 #include <cerrno>
-#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -42,16 +41,16 @@ Fd streamSocket(const HostAddress& host) {
       ::socket(host.isV6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
 }
 
-void tune(int socket) {
-  const int on = 1;
-  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-}
-
 Error unreachable(const SocketAddress& peer, int errnoValue) {
   return {ErrorCode::kPeerLost, systemError("connect(" + peer.text() + ")", errnoValue).message};
 }
 
 }  // namespace
+
+void tune(int socket) {
+  const int on = 1;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
 
 std::string SocketAddress::text() const {
   const std::string shown = host.isV6 ? "[" + host.text() + "]" : host.text();
@@ -72,26 +71,6 @@ Result<Listener> listenOn(const HostAddress& host) {
   }
   listener.address.port = ntohs(host.isV6 ? address.v6.sin6_port : address.v4.sin_port);
   return listener;
-}
-
-Fd spareDescriptor() { return Fd(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
-
-Fd acceptFrom(int listener, Fd& spare) {
-  for (;;) {
-    Fd accepted(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (accepted) {
-      tune(accepted.get());
-      return accepted;
-    }
-    if (errno == EMFILE || errno == ENFILE) {
-      spare.reset();
-      Fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC)).reset();
-      spare = spareDescriptor();
-      return {};
-    }
-    // The other errors are those of a connection that died while it waited in line.
-    if (errno != EINTR && errno != ECONNABORTED) return {};
-  }
 }
 
 Result<Fd> connectTo(const SocketAddress& peer, Deadline deadline) {

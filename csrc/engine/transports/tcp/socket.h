@@ -22,14 +22,11 @@ struct Listener {
 // On this address only, at a port that the kernel picks.
 Result<Listener> listenOn(const HostAddress& host);
 
-// The next connection that waits, tuned like connectTo()'s; empty when none does. `spare` is a
-// descriptor that may be given up for a moment: when no other is left, the connection is taken and
-// dropped, because an unaccepted one would keep the event loop busy for ever.
-Fd acceptFrom(int listener, Fd& spare);
-Fd spareDescriptor();
+// Small frames are not held back (TCP_NODELAY); buffer sizes stay the kernel's, which tunes them by
+// itself.
+void tune(int socket);
 
-// Bounded by the deadline. kPeerLost names the address. The socket is non-blocking and does not
-// hold small frames back (TCP_NODELAY); buffer sizes stay the kernel's, which tunes them by itself.
+// Bounded by the deadline. kPeerLost names the address. The socket is non-blocking and tuned.
 Result<Fd> connectTo(const SocketAddress& peer, Deadline deadline);
 
 }  // namespace mooncake

@@ -10,25 +10,31 @@
 
 namespace mooncake {
 
-TcpAcceptor::TcpAcceptor(const TransportContext& context, Fd listener)
-    : context_(context),
-      listener_(std::move(listener)),
-      spare_(spareDescriptor()),
-      timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {}
+TcpAcceptor::TcpAcceptor(const TransportContext& context)
+    : context_(context), timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {}
 
 Result<std::shared_ptr<TcpAcceptor>> TcpAcceptor::start(const TransportContext& context,
                                                         Fd listener) {
-  std::shared_ptr<TcpAcceptor> acceptor(new TcpAcceptor(context, std::move(listener)));
+  std::shared_ptr<TcpAcceptor> acceptor(new TcpAcceptor(context));
   if (!acceptor->timer_) return systemError("timerfd_create", errno);
   TcpAcceptor* self = acceptor.get();  // stop() takes the handlers out before it goes
   MOONCAKE_TRY(
       context.loop.add(self->timer_.get(), EPOLLIN, [self](uint32_t) { self->onTimer(); }));
-  const Status listening =
-      context.loop.add(self->listener_.get(), EPOLLIN, [self](uint32_t) { self->onConnection(); });
+  const auto admit = [](int socket) {
+    tune(socket);
+    return true;
+  };
+  auto listening =
+      HandshakeListener::start(context, std::move(listener), admit,
+                               [weak = acceptor->weak_from_this()](Result<Handshaken> result) {
+                                 if (const auto self = weak.lock())
+                                   self->onHandshake(std::move(result));
+                               });
   if (!listening.ok()) {
     context.loop.remove(self->timer_.get());
     return listening.error();
   }
+  acceptor->listener_ = std::move(*listening);
   return acceptor;
 }
 
@@ -41,34 +47,10 @@ void TcpAcceptor::stop() {
     accepted.swap(accepted_);
   }
   // Both wait for their handler, which takes our lock.
-  context_.loop.remove(listener_.get());
+  listener_->stop();
   context_.loop.remove(timer_.get());
-  listener_.reset();
   for (const auto& weak : accepted) {
     if (const auto channel = weak.lock()) channel->close();
-  }
-}
-
-void TcpAcceptor::onConnection() {
-  for (;;) {
-    {
-      std::lock_guard lock(mutex_);
-      if (stopped_) return;
-      if (handshakes_ == kMaxHandshakes) {
-        (void)context_.loop.modify(listener_.get(), 0);
-        return;
-      }
-    }
-    Fd socket = acceptFrom(listener_.get(), spare_);
-    if (!socket) return;
-    {
-      std::lock_guard lock(mutex_);
-      ++handshakes_;
-    }
-    handshakeAccept(std::move(socket), context_, Deadline::after(context_.env.failureTimeout),
-                    [weak = weak_from_this()](Result<Handshaken> result) {
-                      if (const auto self = weak.lock()) self->onHandshake(std::move(result));
-                    });
   }
 }
 
@@ -78,7 +60,6 @@ void TcpAcceptor::onHandshake(Result<Handshaken> result) {
   {
     std::lock_guard lock(mutex_);
     if (stopped_) return;
-    if (handshakes_-- == kMaxHandshakes) (void)context_.loop.modify(listener_.get(), EPOLLIN);
     if (result.ok()) {
       peer = result->peer;
       lanes = collect(std::move(*result));

@@ -4,20 +4,16 @@
 #include <mutex>
 #include <vector>
 
-#include "engine/stream/handshake.h"
+#include "engine/stream/handshake_listener.h"
 #include "engine/transports/tcp/socket.h"
 #include "engine/transports/tcp/tcp_channel.h"
 
 namespace mooncake {
 
-// The passive side: takes connections, lets each prove itself, and brings the lanes of one channel
-// together. Everything that a stranger can make us hold is bounded in number and in time
-// (env.failureTimeout).
+// The passive side: brings the lanes of one channel together. What is incomplete goes after
+// env.failureTimeout.
 class TcpAcceptor : public std::enable_shared_from_this<TcpAcceptor> {
  public:
-  static constexpr size_t kMaxHandshakes =
-      256;  // at a time; further connections wait in the kernel's queue
-
   static Result<std::shared_ptr<TcpAcceptor>> start(const TransportContext& context, Fd listener);
   // Stops listening, drops what is incomplete and closes the accepted channels.
   void stop();
@@ -34,21 +30,18 @@ class TcpAcceptor : public std::enable_shared_from_this<TcpAcceptor> {
     Deadline deadline;
   };
 
-  TcpAcceptor(const TransportContext& context, Fd listener);
-  void onConnection();
+  explicit TcpAcceptor(const TransportContext& context);
   void onHandshake(Result<Handshaken> result);
   std::vector<Fd> collect(Handshaken lane);
   void onTimer();
   void armTimer();
 
   const TransportContext& context_;
-  Fd listener_;
-  Fd spare_;
+  std::shared_ptr<HandshakeListener> listener_;
   Fd timer_;  // when the first of incomplete_ is due
 
   std::mutex mutex_;  // guards what follows
   bool stopped_ = false;
-  size_t handshakes_ = 0;
   std::map<Key, Incomplete> incomplete_;
   std::vector<std::weak_ptr<TcpChannel>> accepted_;
 };

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "engine/stream/handshake.h"
+
+namespace mooncake {
+
+// The passive side of a stream transport: takes connections and lets each prove itself. Everything
+// that a stranger can make us hold is bounded in number and in time (env.failureTimeout).
+class HandshakeListener : public std::enable_shared_from_this<HandshakeListener> {
+ public:
+  // At a time; further connections wait in the kernel's queue.
+  static constexpr size_t kMaxHandshakes = 256;
+
+  // Asked before the handshake; false drops the connection. May set options of the socket.
+  using Admit = std::function<bool(int socket)>;
+  using Done = std::function<void(Result<Handshaken>)>;
+
+  // `listener` is non-blocking. Both callbacks run on the loop's thread, `done` also for a
+  // handshake that was under way when stop() ran.
+  static Result<std::shared_ptr<HandshakeListener>> start(const TransportContext& context,
+                                                          Fd listener, Admit admit, Done done);
+  // No connection is taken any more when this returns. Do not hold a lock that a callback takes.
+  void stop();
+
+ private:
+  HandshakeListener(const TransportContext& context, Fd listener, Admit admit, Done done);
+  void onConnection();
+  bool mayAccept();
+  Fd accept();
+  void onHandshake(Result<Handshaken> result);
+
+  const TransportContext& context_;
+  Fd listener_;
+  Fd spare_;
+  const Admit admit_;
+  const Done done_;
+  std::mutex mutex_;  // guards what follows
+  bool stopped_ = false;
+  size_t handshakes_ = 0;
+};
+
+}  // namespace mooncake
