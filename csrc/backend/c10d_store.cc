@@ -8,13 +8,17 @@
 namespace mooncake {
 namespace {
 
+// A store measures our timeout with its own clock, and may be done with it a little before us.
+constexpr auto kClocksDiffer = std::chrono::milliseconds(100);
+
 // A store speaks in exceptions of many kinds.
 template <typename Call>
 auto guarded(const char* what, Deadline deadline, Call&& call) -> decltype(call()) {
   try {
     return call();
   } catch (const std::exception& e) {
-    const ErrorCode code = deadline.passed() ? ErrorCode::kTimeout : ErrorCode::kSystem;
+    const bool isLate = deadline.left() < kClocksDiffer;
+    const ErrorCode code = isLate ? ErrorCode::kTimeout : ErrorCode::kSystem;
     std::string text = e.what();
     text = text.substr(0, text.find('\n'));  // without the stack
     return Error{code, std::string("the c10d store failed to ") + what + ": " + text};

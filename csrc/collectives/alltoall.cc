@@ -133,7 +133,7 @@ Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const
       std::memcpy(&region, slot.payload + at, sizeof(region));
       MOONCAKE_TRY(fetches.start(from, region, 0, outputs[from]));
     } else if (length) {
-      std::memcpy(outputs[from].data(), slot.payload + at, length);
+      if (length > 0) std::memcpy(outputs[from].data(), slot.payload + at, length);
     }
   }
   MOONCAKE_TRY(fetches.await());

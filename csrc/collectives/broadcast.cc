@@ -11,13 +11,13 @@ namespace {
 
 Status small(Operation& op, Span data, int root) {
   const bool isRoot = op.rank() == root;
-  if (isRoot) std::memcpy(op.payload(), data.data(), data.size());
+  if (isRoot && !data.empty()) std::memcpy(op.payload(), data.data(), data.size());
   MOONCAKE_TRY(op.begin(isRoot ? data.size() : 0));
   MOONCAKE_TRY(op.awaitAllBegun());
   if (!isRoot) {
     auto payload = op.payloadOf(root, data.size());
     if (!payload.ok()) return payload.error();
-    std::memcpy(data.data(), *payload, data.size());
+    if (!data.empty()) std::memcpy(data.data(), *payload, data.size());
   }
   return op.commit();
 }
