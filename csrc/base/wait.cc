@@ -61,6 +61,8 @@ SpinPolicy SpinPolicy::forRanksOnHost(int ranks) {
   return {.pauses = 0, .yields = 500};
 }
 
+SpinPolicy SpinPolicy::forMessages() { return {.pauses = 0, .yields = 20}; }
+
 uint32_t Waiter::announce() const {
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
   std::atomic_thread_fence(std::memory_order_seq_cst);

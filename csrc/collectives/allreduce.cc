@@ -6,12 +6,11 @@
 // the same cost).
 //   1. Rank r reduces segment r of everybody's input into memory that its peers can reach, and says
 //   `ready`.
-//   2. Everybody takes all segments. The input stays as it was until then: an operation that does
-//   not get there
-//      can be run again among the survivors.
-// 2s(n-1)/n bytes in and out of each rank. Where some part of the group is not mapped, segments
-// land beside the input first and are copied over it when all have them all; where all of it is
-// mapped, results outlive their ranks, so `ready` of all ranks is the commit.
+//   2. Everybody takes all segments. Until then the input can be put back: an operation that does
+//      not get there can be run again among the survivors.
+// 2s(n-1)/n bytes in and out of each rank. Where some part of the group is not mapped, the input is
+// copied aside before anything is written over it; where all of it is mapped, results outlive their
+// ranks, so `ready` of all ranks is the commit.
 #include <algorithm>
 #include <cstring>
 
@@ -50,46 +49,83 @@ Span segmentOf(int rank, int size, Span data) {
   return data.subspan(start, end - start);
 }
 
-Status takeSegments(Operation& op, Span target) {
+// Where the ranks' shares of the result lie in the regions that they announced with `ready`.
+enum class Shares { kAlone, kWithinTheData };
+
+Status takeSegments(Operation& op, Span data, Shares shares) {
   Fetches fetches(op);
   for (int step = 1; step < op.size(); ++step) {
     const int from = (op.rank() + step) % op.size();
-    MOONCAKE_TRY(fetches.start(from, op.slot(from).result, 0, segmentOf(from, op.size(), target)));
+    const Span segment = segmentOf(from, op.size(), data);
+    const size_t offset =
+        shares == Shares::kWithinTheData ? size_t(segment.data() - data.data()) : 0;
+    MOONCAKE_TRY(fetches.start(from, op.slot(from).result, offset, segment));
   }
   return fetches.await();
 }
 
-Status large(Operation& op, Span data, Reduction reduction, bool takesResult) {
+// The data as it was, put back unless the operation commits.
+class Undo {
+ public:
+  explicit Undo(Span data) : data_(data) {}
+  ~Undo() {
+    if (copy_) std::memcpy(data_.data(), copy_, data_.size());
+  }
+  Undo(const Undo&) = delete;
+  Undo& operator=(const Undo&) = delete;
+
+  Status take(Group& group) {
+    auto room = group.undo(data_.size());
+    if (!room.ok()) return room.error();
+    std::memcpy(*room, data_.data(), data_.size());
+    copy_ = *room;
+    return {};
+  }
+  void forget() { copy_ = nullptr; }
+
+ private:
+  const Span data_;
+  const std::byte* copy_ = nullptr;
+};
+
+Status large(Operation& op, Span data, Reduction reduction, int root) {
   Group& group = op.group();
+  const bool mapped = group.window().fullyMapped();
+  const bool takesResult = root < 0 || root == op.rank();
   auto region = group.engine().regions().add(data.data(), data.size(), kRemoteRead);
   if (!region.ok()) return op.fail(region.error());
   op.announceInput(region->remote());
   MOONCAKE_TRY(op.begin(0));
   MOONCAKE_TRY(op.awaitAllBegun());
 
+  // Over messages every rank waits in finish() until its share has been fetched: the share may lie
+  // in the data. In memory it must outlive the operation.
+  const Shares shares = !mapped && root < 0 ? Shares::kWithinTheData : Shares::kAlone;
   const Span mine = segmentOf(op.rank(), op.size(), data);
-  auto reduced = group.shared(std::max<size_t>(mine.size(), 1));
-  if (!reduced.ok()) return op.fail(reduced.error());
-  MOONCAKE_TRY(reduceSegment(op, reduction, mine, size_t(mine.data() - data.data()),
-                             {reduced->data, mine.size()}));
-  MOONCAKE_TRY(op.publishReady(reduced->region));
+  Span share = mine;
+  RemoteRegion result = region->remote();
+  if (shares == Shares::kAlone) {
+    auto block = group.shared(std::max<size_t>(mine.size(), 1));
+    if (!block.ok()) return op.fail(block.error());
+    share = {block->data, mine.size()};
+    result = block->region;
+  }
+  Undo undo(data);
+  MOONCAKE_TRY(
+      reduceSegment(op, reduction, mine, size_t(mine.data() - data.data()), share, [&]() -> Status {
+        // The copy costs nothing while the first fetches are on their way.
+        return takesResult && !mapped ? undo.take(group) : Status();
+      }));
+  MOONCAKE_TRY(op.publishReady(result));
   for (int r = 0; r < op.size(); ++r) MOONCAKE_TRY(op.awaitReady(r));
 
-  if (group.window().fullyMapped()) {
-    if (takesResult) {
-      MOONCAKE_TRY(takeSegments(op, data));
-      std::memcpy(mine.data(), reduced->data, mine.size());
-    }
-    return op.commit();
-  }
-  auto landing = group.landing(data.size());
-  if (!landing.ok()) return op.fail(landing.error());
-  if (takesResult) MOONCAKE_TRY(takeSegments(op, {*landing, data.size()}));
-  MOONCAKE_TRY(op.finish());
   if (takesResult) {
-    std::memcpy(*landing + (mine.data() - data.data()), reduced->data, mine.size());
-    std::memcpy(data.data(), *landing, data.size());
+    MOONCAKE_TRY(takeSegments(op, data, shares));
+    if (share.data() != mine.data()) std::memcpy(mine.data(), share.data(), mine.size());
   }
+  if (mapped) return op.commit();
+  MOONCAKE_TRY(op.finish());
+  undo.forget();
   return {};
 }
 
@@ -108,7 +144,7 @@ Status reduceTo(Group& group, Verb verb, Span data, Reduction reduction, int roo
                  deadline);
     MOONCAKE_TRY(op.open());
     MOONCAKE_TRY(piece.size() <= group.eagerBytes() ? small(op, piece, reduction, takesResult)
-                                                    : large(op, piece, reduction, takesResult));
+                                                    : large(op, piece, reduction, root));
     data = data.subspan(piece.size());
   } while (!data.empty());
   return {};

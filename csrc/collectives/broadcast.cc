@@ -31,11 +31,20 @@ Status large(Operation& op, Span data, int root) {
     region = std::move(*added);
     op.announceInput(region.remote());
   }
-  MOONCAKE_TRY(op.begin(0));
+  // Over messages the head travels with the announcement: the wire is busy while the receivers ask
+  // for the rest.
+  const bool mapped = op.group().window().fullyMapped();
+  const Span head = data.first(mapped ? 0 : op.group().eagerBytes());
+  if (isRoot && !mapped) std::memcpy(op.payload(), head.data(), head.size());
+  MOONCAKE_TRY(op.begin(isRoot ? head.size() : 0));
   MOONCAKE_TRY(op.awaitAllBegun());
   if (!isRoot) {
+    auto payload = op.payloadOf(root, head.size());
+    if (!payload.ok()) return payload.error();
     Fetches fetches(op);
-    MOONCAKE_TRY(fetches.start(root, op.slot(root).input, 0, data));
+    MOONCAKE_TRY(
+        fetches.start(root, op.slot(root).input, head.size(), data.subspan(head.size())));
+    if (!mapped) std::memcpy(head.data(), *payload, head.size());
     MOONCAKE_TRY(fetches.await());
   }
   return op.finish();
@@ -51,7 +60,9 @@ Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadli
                 .count = data.size() / dtypeSize(dtype)},
                deadline);
   MOONCAKE_TRY(op.open());
-  return data.size() <= group.eagerBytes() ? small(op, data, root) : large(op, data, root);
+  const size_t eager =
+      group.window().fullyMapped() ? group.eagerBytes() : group.slotBytes();
+  return data.size() <= eager ? small(op, data, root) : large(op, data, root);
 }
 
 }  // namespace mooncake

@@ -15,20 +15,21 @@ namespace {
 // The version covers all that ranks say to each other afterwards: slots, mailboxes and stamps too.
 constexpr uint32_t kMemberVersion = 1;
 
-// A slot holds 64 KiB, less in large groups so that the inboxes of a rank stay below 64 MiB of
-// address space. Below that size one exchange of slots beats a second round of signals even with
-// eight ranks on two cores.
+// Up to 64 KiB one exchange of slots beats a second round of signals even with eight ranks on two
+// cores. A slot holds four times that, for operations in which only one rank sends over messages;
+// less in large groups, so that the inboxes of a rank stay below 64 MiB of address space.
 constexpr size_t kEagerBytes = 64 << 10;
+constexpr size_t kSlotBytes = 256 << 10;
 constexpr size_t kInboxBudget = 64 << 20;
 constexpr size_t kLeastEagerBytes = 4 << 10;
 constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr size_t kTableBytesPerRank =
     64;  // alltoall's table of splits and regions must fit in any case
 
-size_t chooseEagerBytes(const Env& env, int size) {
+size_t chooseSlotBytes(const Env& env, int size) {
   const size_t wanted =
       env.eagerBytes ? env.eagerBytes
-                     : std::bit_floor(std::min(kInboxBudget / (2 * size_t(size)), kEagerBytes));
+                     : std::bit_floor(std::min(kInboxBudget / (2 * size_t(size)), kSlotBytes));
   return std::max(wanted, kLeastEagerBytes + kTableBytesPerRank * size_t(size));
 }
 
@@ -41,9 +42,11 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
     return Error{ErrorCode::kUnsupported, "a group of " + std::to_string(size) +
                                               " ranks; the most is " + std::to_string(kMaxRanks)};
   }
-  const size_t eagerBytes = chooseEagerBytes(engine->env(), size);
-  const PartLayout layout(size, eagerBytes, kMailboxBytes);
-  std::unique_ptr<Group> group(new Group(std::move(options), layout, eagerBytes));
+  const size_t slotBytes = chooseSlotBytes(engine->env(), size);
+  const size_t eagerBytes =
+      engine->env().eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
+  const PartLayout layout(size, slotBytes, kMailboxBytes);
+  std::unique_ptr<Group> group(new Group(std::move(options), layout, slotBytes, eagerBytes));
 
   auto window = Window::create(engine, layout.bytes());
   if (!window.ok()) return window.error();
@@ -79,7 +82,8 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
   int onHost = 0;
   for (int r = 0; r < size; ++r) onHost += group->window_->peerPtr(r) != nullptr;
   group->sources_.resize(size);
-  group->spin_ = SpinPolicy::forRanksOnHost(onHost);
+  group->spin_ = group->window_->fullyMapped() ? SpinPolicy::forRanksOnHost(onHost)
+                                               : SpinPolicy::forMessages();
   engine->watch(&group->interrupt_, &group->window_->bell());
   return group;
 }
@@ -174,7 +178,7 @@ Result<Group::Shared> Group::shared(size_t bytes) {
 }
 
 std::span<const std::byte*> Group::sources() { return sources_; }
-Result<std::byte*> Group::landing(size_t bytes) { return landing_.atLeast(bytes); }
+Result<std::byte*> Group::undo(size_t bytes) { return undo_.atLeast(bytes); }
 Result<std::byte*> Group::scratch(size_t bytes) { return scratch_.atLeast(bytes); }
 
 Result<std::byte*> Group::PrivateBlock::atLeast(size_t wanted) {

@@ -38,7 +38,8 @@ class Group {
   Engine& engine() const { return window_->engine(); }
   const Window& window() const { return *window_; }
   const PartLayout& layout() const { return layout_; }
-  size_t eagerBytes() const { return eagerBytes_; }  // what a slot's payload holds
+  size_t slotBytes() const { return slotBytes_; }    // what a slot's payload holds
+  size_t eagerBytes() const { return eagerBytes_; }  // what all ranks exchange in slots at most
   // "rank 3", and "rank 3 (global rank 7)" where they differ.
   std::string nameRank(int rank) const;
 
@@ -60,7 +61,7 @@ class Group {
     RemoteRegion region;
   };
   Result<Shared> shared(size_t bytes);       // peers can fetch from it
-  Result<std::byte*> landing(size_t bytes);  // where fetched data waits for the commit
+  Result<std::byte*> undo(size_t bytes);  // where an operation keeps data as it was
   Result<std::byte*> scratch(size_t bytes);  // small, stays in the cache
 
   std::span<const std::byte*> sources();  // one pointer per rank
@@ -70,8 +71,11 @@ class Group {
       true;  // the last operation saw everybody's slot, so its slot may be reused in two
 
  private:
-  Group(GroupOptions options, PartLayout layout, size_t eagerBytes)
-      : options_(std::move(options)), layout_(layout), eagerBytes_(eagerBytes) {}
+  Group(GroupOptions options, PartLayout layout, size_t slotBytes, size_t eagerBytes)
+      : options_(std::move(options)),
+        layout_(layout),
+        slotBytes_(slotBytes),
+        eagerBytes_(eagerBytes) {}
 
   // Grows by need, in powers of two.
   struct PrivateBlock {
@@ -82,6 +86,7 @@ class Group {
 
   GroupOptions options_;
   PartLayout layout_;
+  size_t slotBytes_;
   size_t eagerBytes_;
   std::unique_ptr<Window> window_;
   SpinPolicy spin_;
@@ -90,7 +95,7 @@ class Group {
   Status failure_;
   ArenaBlock sharedBlock_;
   MemoryRegion sharedRegion_;
-  PrivateBlock landing_;
+  PrivateBlock undo_;
   PrivateBlock scratch_;
   std::vector<const std::byte*> sources_;
 };

@@ -37,7 +37,7 @@ class Operation {
 
   // Waits until our slot may be written again. Everything below comes after it.
   Status open();
-  // Our slot's payload, to be filled before begin(); group().eagerBytes() long.
+  // Our slot's payload, to be filled before begin(); group().slotBytes() long.
   std::byte* payload() const { return own_->payload; }
   void announceInput(const RemoteRegion& region) { own_->input = region; }
   Status begin(size_t payloadBytes);

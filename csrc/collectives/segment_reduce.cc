@@ -20,7 +20,8 @@ size_t roundDown(size_t bytes) { return bytes & ~size_t(4095); }
 }  // namespace
 
 Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::byte> own,
-                     uint64_t offset, std::span<std::byte> target) {
+                     uint64_t offset, std::span<std::byte> target,
+                     const std::function<Status()>& whileFetching) {
   const int size = op.size(), rank = op.rank();
   const bool mapped = op.group().window().fullyMapped();
   const size_t chunk =
@@ -40,9 +41,8 @@ Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::by
 
   std::deque<Fetches> underWay;
   size_t started = 0;
-  const auto sources = op.group().sources();
-  for (size_t index = 0; index < chunks; ++index) {
-    for (; started < chunks && started < index + depth; ++started) {
+  const auto startUpTo = [&](size_t end) -> Status {
+    for (; started < std::min(end, chunks); ++started) {
       Fetches& fetches = underWay.emplace_back(op);
       for (int step = 1; step < size; ++step) {
         const int from = (rank + step) % size;
@@ -50,6 +50,13 @@ Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::by
                                    {place(started, from), lengthOf(started)}));
       }
     }
+    return {};
+  };
+  const auto sources = op.group().sources();
+  MOONCAKE_TRY(startUpTo(depth));
+  MOONCAKE_TRY(whileFetching());
+  for (size_t index = 0; index < chunks; ++index) {
+    MOONCAKE_TRY(startUpTo(index + depth));
     MOONCAKE_TRY(underWay.front().await());
     underWay.pop_front();
     for (int r = 0; r < size; ++r)

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <span>
 
 #include "base/result.h"
@@ -14,8 +15,10 @@ namespace mooncake {
 //   target[i] = op over r of input_r[offset + i]
 // `own` is our own input's segment (not fetched, may be the target). Works through the segment in
 // chunks that stay in the cache; on message transports the fetches of the next chunks are under way
-// meanwhile.
-Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::byte> own,
-                     uint64_t offset, std::span<std::byte> target);
+// meanwhile. `whileFetching` runs once, before anything is written to the target.
+Status reduceSegment(
+    Operation& op, Reduction reduction, std::span<const std::byte> own, uint64_t offset,
+    std::span<std::byte> target,
+    const std::function<Status()>& whileFetching = [] { return Status(); });
 
 }  // namespace mooncake

@@ -61,9 +61,9 @@ constexpr uint64_t stampKind(uint64_t stamp) {
 // Where things lie in a part. The same on every rank of a group.
 class PartLayout {
  public:
-  PartLayout(int size, size_t eagerBytes, size_t mailboxBytes)
+  PartLayout(int size, size_t payloadBytes, size_t mailboxBytes)
       : size_(size),
-        slotBytes_(roundUp(kSlotHeaderBytes + eagerBytes)),
+        slotBytes_(roundUp(kSlotHeaderBytes + payloadBytes)),
         mailboxBytes_(roundUp(mailboxBytes)) {}
 
   size_t bytes() const {
