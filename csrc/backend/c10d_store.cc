@@ -37,9 +37,13 @@ Status C10dStore::set(const std::string& key, ByteView value) {
 
 Result<std::vector<Bytes>> C10dStore::get(const std::vector<std::string>& keys, Deadline deadline) {
   return guarded("wait for a key", deadline, [&]() -> Result<std::vector<Bytes>> {
-    // Zero would mean "no timeout" to some stores.
+    // Reading waits, too, but as long as the store likes: what it does not know it is told by a
+    // round trip more.
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left());
-    store_->wait(keys, std::max(left, std::chrono::milliseconds(1)));
+    if (store_->getTimeout() > left + kClocksDiffer) {
+      // Zero would mean "no timeout" to some stores.
+      store_->wait(keys, std::max(left, std::chrono::milliseconds(1)));
+    }
     std::vector<std::vector<uint8_t>> values;
     if (store_->hasExtendedApi()) {
       values = store_->multiGet(keys);

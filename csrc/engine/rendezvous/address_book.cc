@@ -47,7 +47,12 @@ Result<Bytes> agreeOnJobKey(Store& store, const std::optional<std::string>& own,
     return Bytes(key.begin(), key.end());
   }
   const std::string name = "mooncake/job_key";
-  if (rank == 0) MOONCAKE_TRY(store.set(name, viewOf(Crypto::randomHex(kJobKeyBytes))));
+  if (rank == 0) {
+    const std::string made = Crypto::randomHex(kJobKeyBytes);
+    const ByteView key = viewOf(made);
+    MOONCAKE_TRY(store.set(name, key));
+    return Bytes(key.begin(), key.end());
+  }
   auto values = store.get({name}, deadline);
   if (!values.ok()) return values.error();
   return std::move(values->front());
