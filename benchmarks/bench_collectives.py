@@ -50,7 +50,11 @@ def rank_main(me: Rank) -> None:
     with lanes.open_lanes(me, spec["backends"] + extra) as ready:
         for size in spec["sizes"]:
             for op in spec["ops"]:
-                asked = [lane for lane in ready if "/" not in lane.name or [op, size] == spec["half_cell"]]
+                asked = [
+                    lane
+                    for lane in ready
+                    if "/" not in lane.name or [op, size] == spec["half_cell"]
+                ]
                 cell = lanes.Cell(me, asked, op, size, device)
                 cell.check()
                 cell.race(spec["rounds"], spec["turn_s"])
@@ -59,7 +63,15 @@ def rank_main(me: Rank) -> None:
                 for row in rows:
                     values = row.pop("rounds_us")
                     numbers_us = spread(values) if values else {}
-                    me.emit({"kind": "cell", "mode": spec["mode"], "ranks": me.size, **row, **numbers_us})
+                    me.emit(
+                        {
+                            "kind": "cell",
+                            "mode": spec["mode"],
+                            "ranks": me.size,
+                            **row,
+                            **numbers_us,
+                        }
+                    )
                     row.update(numbers_us)
                 shown = "  ".join(f"{row['backend']} {_cell_text(row)}" for row in rows)
                 me.say(f"{me.size} ranks  {op} {format_size(size)}  us: {shown}")
@@ -141,27 +153,66 @@ def plot(path: str | None, cells: Rows) -> None:
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in cells:
         if "p50_us" in row and "/" not in row["backend"]:
-            title = f"{row['op']}, {row['ranks']} ranks" + (", TCP only" if row["mode"] == "tcp" else "")
-            panels.setdefault(title, {}).setdefault(row["backend"], []).append((row["bytes"], row["p50_us"]))
+            title = f"{row['op']}, {row['ranks']} ranks" + (
+                ", TCP only" if row["mode"] == "tcp" else ""
+            )
+            panels.setdefault(title, {}).setdefault(row["backend"], []).append(
+                (row["bytes"], row["p50_us"])
+            )
     ops = len({row["op"] for row in cells})
-    ordered = {row_title: panels[row_title] for row_title in sorted(panels, key=lambda t: t.split(", ")[1:])}
-    plot_panels(path, ordered, ops, title="time per call, median over rounds", x="bytes per rank", y="microseconds")
+    ordered = {
+        row_title: panels[row_title]
+        for row_title in sorted(panels, key=lambda t: t.split(", ")[1:])
+    }
+    plot_panels(
+        path,
+        ordered,
+        ops,
+        title="time per call, median over rounds",
+        x="bytes per rank",
+        y="microseconds",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-b", "--begin", type=parse_size, default="1K", help="smallest size, e.g. 1K")
-    parser.add_argument("-e", "--end", type=parse_size, default="4M", help="largest size; above 4M is information only")
-    parser.add_argument("-f", "--factor", type=int, default=4, help="each size is this many times the one before")
-    parser.add_argument("--ops", type=names, default=operations.CORE, help=", ".join(operations.OPERATIONS))
-    parser.add_argument("--ranks", type=numbers, default=[2, 4], help="numbers of ranks, e.g. 2,4,8")
-    parser.add_argument("--backends", type=names, default=["mooncake-cpu", "gloo", "mpi"], help="fake is always added")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-b", "--begin", type=parse_size, default="1K", help="smallest size, e.g. 1K"
+    )
+    parser.add_argument(
+        "-e",
+        "--end",
+        type=parse_size,
+        default="4M",
+        help="largest size; above 4M is information only",
+    )
+    parser.add_argument(
+        "-f", "--factor", type=int, default=4, help="each size is this many times the one before"
+    )
+    parser.add_argument(
+        "--ops", type=names, default=operations.CORE, help=", ".join(operations.OPERATIONS)
+    )
+    parser.add_argument(
+        "--ranks", type=numbers, default=[2, 4], help="numbers of ranks, e.g. 2,4,8"
+    )
+    parser.add_argument(
+        "--backends",
+        type=names,
+        default=["mooncake-cpu", "gloo", "mpi"],
+        help="fake is always added",
+    )
     parser.add_argument("--modes", type=names, default=["auto"], help="auto, tcp")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each backend in each cell")
     parser.add_argument("--turn-ms", type=float, default=20, help="length of a turn")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ours", help="the backend the limits are about (default: the first mooncake one)")
-    parser.add_argument("--deadline", type=float, default=1800, help="seconds for one number of ranks")
+    parser.add_argument(
+        "--ours", help="the backend the limits are about (default: the first mooncake one)"
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=1800, help="seconds for one number of ranks"
+    )
     parser.add_argument("--json", help="write JSON lines here")
     parser.add_argument("--plot", help="write a PNG here")
     parser.add_argument("--gate", action="store_true", help="exit 1 if a limit is broken")

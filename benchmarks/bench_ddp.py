@@ -32,14 +32,19 @@ def rank_main(me: Rank) -> None:
 
     def build() -> torch.nn.Module:
         torch.manual_seed(0)
-        layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(me.spec["layers"])]
+        layers = [
+            torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+            for _ in range(me.spec["layers"])
+        ]
         return torch.nn.Sequential(*layers)
 
     dist.init_process_group("gloo", store=me.open_store(), rank=me.rank, world_size=me.size)
     models, optimizers, took_ms = {}, {}, {name: [] for name in me.spec["backends"]}
     for name in me.spec["backends"]:
         if not is_registered(name):
-            raise RuntimeError(f"torch.distributed does not know the backend {name!r}: is its package installed?")
+            raise RuntimeError(
+                f"torch.distributed does not know the backend {name!r}: is its package installed?"
+            )
         group = dist.new_group(list(range(me.size)), backend=name)
         models[name] = DistributedDataParallel(build(), process_group=group)
         optimizers[name] = torch.optim.SGD(models[name].parameters(), lr=0.01)
@@ -54,20 +59,37 @@ def rank_main(me: Rank) -> None:
         optimizers[name].step()
         return (time.perf_counter() - start) * 1e3
 
-    for number in range(me.spec["rounds"] + 2):  # DDP rebuilds its buckets in the first steps: those do not count
+    for number in range(
+        me.spec["rounds"] + 2
+    ):  # DDP rebuilds its buckets in the first steps: those do not count
         for name in me.spec["backends"][:: 1 if number % 2 else -1]:
             slowest_ms = max(me.meeting.exchange(step(name)))
             if number >= 2:
                 took_ms[name].append(slowest_ms)
-    parameters = {name: torch.cat([p.detach().flatten() for p in models[name].parameters()]) for name in models}
+    parameters = {
+        name: torch.cat([p.detach().flatten() for p in models[name].parameters()])
+        for name in models
+    }
     reference = next(iter(parameters.values()))
     for name, values in parameters.items():
         # Whole bytes of the parameters, folded into one number: equal only where the bits are.
         folded = int((values.view(torch.int32).long() * torch.arange(1, values.numel() + 1)).sum())
         same_bits = len(set(me.meeting.exchange(folded))) == 1
         close = all(me.meeting.exchange(torch.allclose(values, reference, rtol=1e-4, atol=1e-6)))
-        error = None if same_bits and close else "wrong result: the ranks' models differ" if close else "wrong result"
-        row = {"kind": "ddp", "ranks": me.size, "backend": name, "parameters": values.numel(), "error": error}
+        error = (
+            None
+            if same_bits and close
+            else "wrong result: the ranks' models differ"
+            if close
+            else "wrong result"
+        )
+        row = {
+            "kind": "ddp",
+            "ranks": me.size,
+            "backend": name,
+            "parameters": values.numel(),
+            "error": error,
+        }
         me.emit({**row, **spread(took_ms[name], unit="ms")})
     me.meeting.barrier()
     del models, optimizers
@@ -76,7 +98,9 @@ def rank_main(me: Rank) -> None:
 
 def run(backends: list[str], ranks: int, rounds: int, layers: int = 24) -> Rows:
     """Rows of kind 'ddp'. layers: 24 are 25 M parameters."""
-    return run_job("bench_ddp:rank_main", ranks, {"backends": backends, "rounds": rounds, "layers": layers})
+    return run_job(
+        "bench_ddp:rank_main", ranks, {"backends": backends, "rounds": rounds, "layers": layers}
+    )
 
 
 def judge(rows: Rows, ours: str | None) -> list[Finding]:
@@ -90,18 +114,25 @@ def judge(rows: Rows, ours: str | None) -> list[Finding]:
 def show(rows: Rows) -> None:
     """One line per backend."""
     fields = ("p50_ms", "min_ms", "mean_ms")
-    lines = [[row["backend"], *[short(row[field]) for field in fields], row["error"] or "ok"] for row in rows]
+    lines = [
+        [row["backend"], *[short(row[field]) for field in fields], row["error"] or "ok"]
+        for row in rows
+    ]
     title = f"DDP step, {rows[0]['ranks']} ranks, {rows[0]['parameters'] / 1e6:.1f} M parameters, ms, slowest rank"
     print_table(title, ["backend", "p50", "min", "mean", "models"], lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--backends", type=names, default=["mooncake-cpu", "gloo"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=24, help="24 are 25 M parameters")
-    parser.add_argument("--ours", help="the backend the limit is about (default: the first mooncake one)")
+    parser.add_argument(
+        "--ours", help="the backend the limit is about (default: the first mooncake one)"
+    )
     parser.add_argument("--json", help="write JSON lines here")
     parser.add_argument("--gate", action="store_true", help="exit 1 if the limit is broken")
     args = parser.parse_args(argv)
@@ -109,7 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     findings = judge(rows, args.ours or gates.find_ours(args.backends))
     show(rows)
     gates.show(findings, "summary")
-    write_json_lines(args.json, [machine_facts(), *rows, *[finding.as_row() for finding in findings]])
+    write_json_lines(
+        args.json, [machine_facts(), *rows, *[finding.as_row() for finding in findings]]
+    )
     return gates.exit_code(rows, findings, args.gate)
 
 

@@ -52,13 +52,21 @@ def rank_main(me: Rank) -> None:
             used, waited = _cpu_s() - before, time.monotonic() - start
             used_s = me.meeting.exchange(used)
             right = all(me.meeting.exchange(operations.is_right(op, buffers, 1)))
-            row = {"kind": "idle", "mode": me.spec["mode"], "ranks": me.size, "backend": name, "op": op}
+            row = {
+                "kind": "idle",
+                "mode": me.spec["mode"],
+                "ranks": me.size,
+                "backend": name,
+                "op": op,
+            }
             row |= {"waited_s": waited, "waiter_cpu_s": max(used_s[1:]), "sleeper_cpu_s": used_s[0]}
             me.emit({**row, "correct": right, "error": None if right else "wrong result"})
             me.say(f"{name} {op}: {used_s} s of CPU in {waited:.1f} s")
 
 
-def run(backends: list[str], ranks: int, seconds: float, ops: list[str], mode: str = "auto") -> Rows:
+def run(
+    backends: list[str], ranks: int, seconds: float, ops: list[str], mode: str = "auto"
+) -> Rows:
     """Rows of kind 'idle', CPU time in seconds."""
     rows = []
     for name in backends:
@@ -66,14 +74,21 @@ def run(backends: list[str], ranks: int, seconds: float, ops: list[str], mode: s
         tcp_only = mode == "tcp"
         deadline_s = 120 + seconds * len(ops)
         rows += run_job(
-            "bench_idle:rank_main", ranks, spec, mpi=name == "mpi", tcp_only=tcp_only, deadline_s=deadline_s
+            "bench_idle:rank_main",
+            ranks,
+            spec,
+            mpi=name == "mpi",
+            tcp_only=tcp_only,
+            deadline_s=deadline_s,
         )
     return rows
 
 
 def judge(rows: Rows, ours: str | None) -> list[Finding]:
     """CPU time of our waiting ranks against the limit."""
-    used = {f"{row['op']} {row['mode']}": row["waiter_cpu_s"] for row in rows if row["backend"] == ours}
+    used = {
+        f"{row['op']} {row['mode']}": row["waiter_cpu_s"] for row in rows if row["backend"] == ours
+    }
     return [gates.at_most("CPU seconds of a waiting rank", used, CPU_LIMIT_S)] if used else []
 
 
@@ -81,18 +96,27 @@ def show(rows: Rows) -> None:
     """One line per backend and operation."""
     headers = ["op", "mode", "backend", "waited s", "CPU s of waiter", "CPU s of sleeper"]
     fields = ("waited_s", "waiter_cpu_s", "sleeper_cpu_s")
-    lines = [[row["op"], row["mode"], row["backend"], *[short(row[field]) for field in fields]] for row in rows]
+    lines = [
+        [row["op"], row["mode"], row["backend"], *[short(row[field]) for field in fields]]
+        for row in rows
+    ]
     print_table("waiting for a sleeping peer", headers, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--ops", type=names, default=["all_reduce"], help=", ".join(operations.OPERATIONS))
+    parser.add_argument(
+        "--ops", type=names, default=["all_reduce"], help=", ".join(operations.OPERATIONS)
+    )
     parser.add_argument("--modes", type=names, default=["auto"], help="auto, tcp")
     parser.add_argument("--backends", type=names, default=["mooncake-cpu", "gloo", "mpi"])
-    parser.add_argument("--ours", help="the backend the limit is about (default: the first mooncake one)")
+    parser.add_argument(
+        "--ours", help="the backend the limit is about (default: the first mooncake one)"
+    )
     parser.add_argument("--json", help="write JSON lines here")
     parser.add_argument("--gate", action="store_true", help="exit 1 if the limit is broken")
     args = parser.parse_args(argv)
@@ -100,11 +124,17 @@ def main(argv: list[str] | None = None) -> int:
     if "mpi" in backends and mpi_missing():
         print(f"without MPI: {mpi_missing()}")
         backends = [name for name in backends if name != "mpi"]
-    rows = [row for mode in args.modes for row in run(backends, args.ranks, args.seconds, args.ops, mode)]
+    rows = [
+        row
+        for mode in args.modes
+        for row in run(backends, args.ranks, args.seconds, args.ops, mode)
+    ]
     findings = judge(rows, args.ours or gates.find_ours(backends))
     show(rows)
     gates.show(findings, "summary")
-    write_json_lines(args.json, [machine_facts(), *rows, *[finding.as_row() for finding in findings]])
+    write_json_lines(
+        args.json, [machine_facts(), *rows, *[finding.as_row() for finding in findings]]
+    )
     return gates.exit_code(rows, findings, args.gate)
 
 

@@ -35,7 +35,9 @@ def _init(me: Rank, backend: str, name: str, store: Any) -> None:
     import torch.distributed as dist
 
     if not is_registered(backend):
-        raise RuntimeError(f"torch.distributed does not know the backend {backend!r}: is its package installed?")
+        raise RuntimeError(
+            f"torch.distributed does not know the backend {backend!r}: is its package installed?"
+        )
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     store = dist.PrefixStore(name, store)
     dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.size, timeout=timeout)
@@ -58,7 +60,9 @@ def times_main(me: Rank) -> None:
         marks.append(time.perf_counter())
         me.meeting.barrier()
         group_start = time.perf_counter()
-        group = dist.new_group(list(range(me.size)), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        group = dist.new_group(
+            list(range(me.size)), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        )
         marks.append(time.perf_counter())
         dist.all_reduce(tensor, group=group)
         marks.append(time.perf_counter())
@@ -66,7 +70,12 @@ def times_main(me: Rank) -> None:
         destroy_start = time.perf_counter()
         dist.destroy_process_group()
         end = time.perf_counter()
-        spans = [marks[1] - marks[0], marks[2] - marks[0], marks[3] - group_start, marks[4] - group_start]
+        spans = [
+            marks[1] - marks[0],
+            marks[2] - marks[0],
+            marks[3] - group_start,
+            marks[4] - group_start,
+        ]
         return [span * 1e3 for span in [*spans, end - destroy_start]]
 
     for number in range(me.spec["rounds"] + 1):
@@ -74,7 +83,10 @@ def times_main(me: Rank) -> None:
         for backend in order:
             of_ranks = me.meeting.exchange(one_round(backend, number))
             took_ms[backend].append([max(step) for step in zip(*of_ranks)])
-        me.say(f"round {number}: " + "  ".join(f"{name} init {short(took_ms[name][-1][0])} ms" for name in order))
+        me.say(
+            f"round {number}: "
+            + "  ".join(f"{name} init {short(took_ms[name][-1][0])} ms" for name in order)
+        )
     for backend, rounds in took_ms.items():
         first, *rest = rounds  # the first loads libraries: told apart
         for index, step in enumerate(STEPS):
@@ -127,16 +139,22 @@ def run_times(backends: list[str], ranks: int, rounds: int) -> Rows:
     return run_job("bench_startup:times_main", ranks, {"backends": backends, "rounds": rounds})
 
 
-def run_memory(backends: list[str], ranks: int, groups: int, sizes: list[int], group_sizes: list[int]) -> Rows:
+def run_memory(
+    backends: list[str], ranks: int, groups: int, sizes: list[int], group_sizes: list[int]
+) -> Rows:
     """Rows of kind 'memory', one per backend. sizes: bytes per rank on one group; group_sizes: on each other group."""
     spec = {"groups": groups, "sizes": sizes, "group_sizes": group_sizes}
-    jobs = [run_job("bench_startup:memory_main", ranks, {**spec, "backend": name}) for name in backends]
+    jobs = [
+        run_job("bench_startup:memory_main", ranks, {**spec, "backend": name}) for name in backends
+    ]
     return [row for job in jobs for row in job]
 
 
 def judge(rows: Rows, ours: str | None) -> list[Finding]:
     """The issue's sentences about start and memory."""
-    times = {(row["backend"], row["step"]): row["p50_ms"] for row in rows if row["kind"] == "startup"}
+    times = {
+        (row["backend"], row["step"]): row["p50_ms"] for row in rows if row["kind"] == "startup"
+    }
     findings = []
     for step in STEPS[:4]:
         if (ours, step) in times and ("gloo", step) in times:
@@ -160,7 +178,11 @@ def show(rows: Rows) -> None:
     times = [row for row in rows if row["kind"] == "startup"]
     if times:
         lines = [
-            [row["step"], row["backend"], *[short(row[f"{what}_ms"]) for what in ("p50", "min", "mean", "first")]]
+            [
+                row["step"],
+                row["backend"],
+                *[short(row[f"{what}_ms"]) for what in ("p50", "min", "mean", "first")],
+            ]
             for row in sorted(times, key=lambda row: STEPS.index(row["step"]))
         ]
         title = f"{times[0]['ranks']} ranks, ms, slowest rank"
@@ -168,30 +190,58 @@ def show(rows: Rows) -> None:
     fields = ["resident_max_mib", "shared_1_group_total_mib", "shared_all_groups_total_mib"]
     memory = [row for row in rows if row["kind"] == "memory"]
     if memory:
-        title = f"memory, MiB: {memory[0]['ranks']} ranks; 'all groups' are 1 + {memory[0]['groups']}"
+        title = (
+            f"memory, MiB: {memory[0]['ranks']} ranks; 'all groups' are 1 + {memory[0]['groups']}"
+        )
         headers = ["backend", "resident per rank", "shared, 1 group", "shared, all groups"]
-        print_table(title, headers, [[row["backend"], *[short(row[field]) for field in fields]] for row in memory])
+        print_table(
+            title,
+            headers,
+            [[row["backend"], *[short(row[field]) for field in fields]] for row in memory],
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--backends", type=names, default=["mooncake-cpu", "gloo"])
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of init and new_group, after one cold round")
-    parser.add_argument("--groups", type=int, default=64, help="overlapping groups of all ranks; 0: only one group")
-    parser.add_argument("--sizes", type=names, default=names("1K,1M,4M,32M"), help="bytes per rank on the first group")
-    parser.add_argument("--group-sizes", type=names, default=names("1K,1M"), help="bytes per rank on every other group")
-    parser.add_argument("--ours", help="the backend the limits are about (default: the first mooncake one)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="rounds of init and new_group, after one cold round"
+    )
+    parser.add_argument(
+        "--groups", type=int, default=64, help="overlapping groups of all ranks; 0: only one group"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=names,
+        default=names("1K,1M,4M,32M"),
+        help="bytes per rank on the first group",
+    )
+    parser.add_argument(
+        "--group-sizes",
+        type=names,
+        default=names("1K,1M"),
+        help="bytes per rank on every other group",
+    )
+    parser.add_argument(
+        "--ours", help="the backend the limits are about (default: the first mooncake one)"
+    )
     parser.add_argument("--json", help="write JSON lines here")
     parser.add_argument("--gate", action="store_true", help="exit 1 if a limit is broken")
     args = parser.parse_args(argv)
-    sizes, group_sizes = [[parse_size(text) for text in group] for group in (args.sizes, args.group_sizes)]
+    sizes, group_sizes = [
+        [parse_size(text) for text in group] for group in (args.sizes, args.group_sizes)
+    ]
     rows = run_times(args.backends, args.ranks, args.rounds)
     rows += run_memory(args.backends, args.ranks, args.groups, sizes, group_sizes)
     findings = judge(rows, args.ours or gates.find_ours(args.backends))
     show(rows)
     gates.show(findings, "summary")
-    write_json_lines(args.json, [machine_facts(), *rows, *[finding.as_row() for finding in findings]])
+    write_json_lines(
+        args.json, [machine_facts(), *rows, *[finding.as_row() for finding in findings]]
+    )
     return gates.exit_code([], findings, args.gate)
 
 

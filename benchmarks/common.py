@@ -82,7 +82,12 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
         from rich.console import Console
         from rich.table import Table
 
-        width = sum(max(len(str(line[i])) for line in [headers, *rows]) + 3 for i in range(len(headers))) + 1
+        width = (
+            sum(
+                max(len(str(line[i])) for line in [headers, *rows]) + 3 for i in range(len(headers))
+            )
+            + 1
+        )
         table = Table(title=title, title_justify="left")
         for index, header in enumerate(headers):
             table.add_column(header, justify="left" if index == 0 else "right", no_wrap=True)
@@ -94,7 +99,11 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
     print(f"\n{title}")
     for line in [headers, ["-" * width for width in widths], *rows]:
         first, *rest = [str(cell) for cell in line]
-        print("  ".join([first.ljust(widths[0]), *[cell.rjust(w) for cell, w in zip(rest, widths[1:])]]))
+        print(
+            "  ".join(
+                [first.ljust(widths[0]), *[cell.rjust(w) for cell, w in zip(rest, widths[1:])]]
+            )
+        )
 
 
 def write_json_lines(path: str | None, rows: Iterable[dict[str, Any]]) -> None:
@@ -126,12 +135,16 @@ def plot_panels(path: str | None, panels: Panels, columns: int, **text: str) -> 
     colors = {name: f"C{index}" for index, name in enumerate(lines)}
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3.4 * columns, 2.9 * rows), squeeze=False, sharey="row")
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(3.4 * columns, 2.9 * rows), squeeze=False, sharey="row"
+    )
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, (title, panel) in zip(axes.flat, panels.items()):
         for name, points in panel.items():
-            axis.plot(*zip(*sorted(points)), marker="o", markersize=3, color=colors[name], label=name)
+            axis.plot(
+                *zip(*sorted(points)), marker="o", markersize=3, color=colors[name], label=name
+            )
         axis.set(title=title, xscale="log", yscale="log", xlabel=text.get("x"))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(round(x))))
         axis.set_xticks([x for x, _ in sorted(next(iter(panel.values())))][::2])
@@ -139,7 +152,10 @@ def plot_panels(path: str | None, panels: Panels, columns: int, **text: str) -> 
         axis.grid(alpha=0.3)
     for line in axes[:, 0]:
         line.set_ylabel(text.get("y"))
-    handles = [pyplot.Line2D([], [], color=colors[name], marker="o", markersize=3, label=name) for name in lines]
+    handles = [
+        pyplot.Line2D([], [], color=colors[name], marker="o", markersize=3, label=name)
+        for name in lines
+    ]
     figure.legend(handles=handles, loc="lower center", ncol=max(1, len(lines)))
     figure.suptitle(text.get("title"))
     figure.tight_layout(rect=(0, 0.25 / rows / 2.9, 1, 1))
@@ -159,7 +175,9 @@ class OthersWatch:
     def _read() -> tuple[float, float, float]:
         """Seconds of CPU: all there was, busy or stolen, ours (this process and its ended children)."""
         ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        usages = [
+            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        ]
         ours = sum(usage.ru_utime + usage.ru_stime for usage in usages)
         hertz = os.sysconf("SC_CLK_TCK")
         return sum(ticks) / hertz, (sum(ticks) - ticks[3] - ticks[4]) / hertz, ours
@@ -173,7 +191,11 @@ class OthersWatch:
         """Print the share, with a warning where it spoils the numbers; returns it."""
         share = self.share()
         spoiled = share > self.WORTH_A_WARNING
-        warning = ": NOT A QUIET MACHINE, do not trust ratios (spinning MPI suffers most)" if spoiled else ""
+        warning = (
+            ": NOT A QUIET MACHINE, do not trust ratios (spinning MPI suffers most)"
+            if spoiled
+            else ""
+        )
         print(f"other processes took {share:.0%} of the CPU during the run{warning}")
         return round(share, 4)
 
@@ -195,7 +217,9 @@ def machine_facts() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             facts[package] = None
     try:
-        shown = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20).stdout
+        shown = subprocess.run(
+            ["mpirun", "--version"], capture_output=True, text=True, timeout=20
+        ).stdout
         facts["mpirun"] = shown.splitlines()[0]
     except (OSError, subprocess.TimeoutExpired, IndexError):
         facts["mpirun"] = None

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # the scripts here import each other by plain names
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent)
+)  # the scripts here import each other by plain names
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gate", action="store_true", help="benchmarks: a broken limit of speed or memory fails")
+    parser.addoption(
+        "--gate", action="store_true", help="benchmarks: a broken limit of speed or memory fails"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -138,7 +138,11 @@ def _against_half(prefix: str, ours: str, ranks: int, gated: dict[str, CellRows]
     half = f"{ours}/{ranks // 2}"
     ratios = {key: cell.against(ours, half) for key, cell in gated.items() if half in cell.rows}
     limit = EIGHT_RANKS_LIMIT if ranks == 8 else None
-    return [at_most(f"{prefix}: ours / ours on {ranks // 2} of them", _only_measured(ratios), limit)] if ratios else []
+    return (
+        [at_most(f"{prefix}: ours / ours on {ranks // 2} of them", _only_measured(ratios), limit)]
+        if ratios
+        else []
+    )
 
 
 def _coalesced_ratio(ours: str, key: str, gated: dict[str, CellRows]) -> float | None:

@@ -20,7 +20,9 @@ from operations import Buffers, Call
 from ranks import COLLECTIVE_TIMEOUT_S, Rank, is_registered
 
 FLOOR = "fake"  # torch's own backend that moves nothing: what is left is torch's dispatch
-FLOOR_BYTES = 1 << 10  # fake all_gather copies its input; on more than this, the copy would count as dispatch
+FLOOR_BYTES = (
+    1 << 10
+)  # fake all_gather copies its input; on more than this, the copy would count as dispatch
 CHECKS_IN_A_ROW = 3  # calls without a barrier between them, so that a slot reused too early shows
 
 
@@ -31,7 +33,9 @@ class Lane:
     name: str
     ranks: int
     member: bool
-    bind: Callable[[str, Buffers], Call | None]  # the call for an operation, None where the lane has none
+    bind: Callable[
+        [str, Buffers], Call | None
+    ]  # the call for an operation, None where the lane has none
 
     @property
     def moves_data(self) -> bool:
@@ -44,7 +48,9 @@ def open_lanes(me: Rank, lane_names: list[str]):
     for name in lane_names:
         backend = name.split("/")[0]
         if backend != "mpi" and not is_registered(backend):
-            raise RuntimeError(f"torch.distributed does not know the backend {backend!r}: is its package installed?")
+            raise RuntimeError(
+                f"torch.distributed does not know the backend {backend!r}: is its package installed?"
+            )
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     store = dist.PrefixStore("world", me.open_store())
     dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size, timeout=timeout)
@@ -68,7 +74,9 @@ def _open(me: Rank, name: str, timeout: timedelta) -> Lane:
 
         return Lane(name, ranks, member, bind_mpi)
     group = dist.new_group(list(range(ranks)), backend=backend, timeout=timeout)
-    return Lane(name, ranks, member, lambda operation, b: operations.OPERATIONS[operation].torch(b, group))
+    return Lane(
+        name, ranks, member, lambda operation, b: operations.OPERATIONS[operation].torch(b, group)
+    )
 
 
 @dataclass
@@ -119,7 +127,11 @@ class Cell:
                 continue
             self.me.meeting.barrier()
             problem = self._check_here(entry) if entry.lane.member else None
-            problems = [f"rank {r}: {text}" for r, text in enumerate(self.me.meeting.exchange(problem)) if text]
+            problems = [
+                f"rank {r}: {text}"
+                for r, text in enumerate(self.me.meeting.exchange(problem))
+                if text
+            ]
             entry.error = problems[0] if problems else None
 
     def _check_here(self, entry: Entry) -> str | None:
@@ -128,9 +140,13 @@ class Cell:
                 operations.fill(self.operation, entry.buffers, salt)
                 entry.call()
                 self.settle()
-                if entry.lane.moves_data and not operations.is_right(self.operation, entry.buffers, salt):
+                if entry.lane.moves_data and not operations.is_right(
+                    self.operation, entry.buffers, salt
+                ):
                     return "wrong result"
-        except Exception as error:  # any failure of a backend is this cell's result, told in the table
+        except (
+            Exception
+        ) as error:  # any failure of a backend is this cell's result, told in the table
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None
 

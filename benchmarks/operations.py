@@ -118,7 +118,9 @@ def _ring(b: Buffers, group: Any) -> Call:
 
 def _gather_objects(b: Buffers, group: Any) -> Call:
     def call() -> None:
-        dist.all_gather_object(b.objects, {"rank": b.rank, "bytes": b.x.numpy().tobytes()}, group=group)
+        dist.all_gather_object(
+            b.objects, {"rank": b.rank, "bytes": b.x.numpy().tobytes()}, group=group
+        )
 
     return call
 
@@ -158,12 +160,16 @@ OPERATIONS: dict[str, Operation] = {
         output_items=lambda items, ranks: items,
         torch=lambda b, group: _call(dist.all_to_all_single, b.y, b.x, group=group),
         mpi=lambda b, comm, mpi: _call(comm.Alltoall, _floats(b.x, mpi), _floats(b.y, mpi)),
-        expected=lambda b, salt: torch.cat([_my_part(b, pattern(r, salt, b.x.numel())) for r in range(b.ranks)]),
+        expected=lambda b, salt: torch.cat(
+            [_my_part(b, pattern(r, salt, b.x.numel())) for r in range(b.ranks)]
+        ),
     ),
     "reduce_scatter": Operation(
         output_items=lambda items, ranks: items // ranks,
         torch=lambda b, group: _call(dist.reduce_scatter_tensor, b.y, b.x, group=group),
-        mpi=lambda b, comm, mpi: _call(comm.Reduce_scatter_block, _floats(b.x, mpi), _floats(b.y, mpi)),
+        mpi=lambda b, comm, mpi: _call(
+            comm.Reduce_scatter_block, _floats(b.x, mpi), _floats(b.y, mpi)
+        ),
         expected=lambda b, salt: _my_part(b, _sum(b, salt)),
     ),
     "all_gather_list": Operation(
@@ -177,7 +183,9 @@ OPERATIONS: dict[str, Operation] = {
         torch=_gather_objects,
         mpi=None,
         expected=_all,
-        result=lambda b: torch.cat([torch.frombuffer(bytearray(o["bytes"]), dtype=torch.float) for o in b.objects]),
+        result=lambda b: torch.cat(
+            [torch.frombuffer(bytearray(o["bytes"]), dtype=torch.float) for o in b.objects]
+        ),
     ),
     "ring": Operation(
         output_items=lambda items, ranks: items,
@@ -186,11 +194,17 @@ OPERATIONS: dict[str, Operation] = {
         expected=lambda b, salt: pattern((b.rank - 1) % b.ranks, salt, b.x.numel()),
     ),
     "all_reduce_8_calls": Operation(
-        output_items=lambda items, ranks: 0, torch=_each_part, mpi=None, expected=_sum, result=lambda b: b.x
+        output_items=lambda items, ranks: 0,
+        torch=_each_part,
+        mpi=None,
+        expected=_sum,
+        result=lambda b: b.x,
     ),
     "all_reduce_coalesced": Operation(
         output_items=lambda items, ranks: 0,
-        torch=lambda b, group: _call(dist.all_reduce_coalesced, list(b.x.chunk(PARTS)), group=group),
+        torch=lambda b, group: _call(
+            dist.all_reduce_coalesced, list(b.x.chunk(PARTS)), group=group
+        ),
         mpi=None,
         expected=_sum,
         result=lambda b: b.x,

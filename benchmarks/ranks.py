@@ -70,7 +70,9 @@ class Meeting:
                     break
                 except (FileNotFoundError, ConnectionRefusedError):
                     if time.monotonic() > give_up:
-                        raise TimeoutError(f"rank 0 did not open {path} within {timeout_s} s") from None
+                        raise TimeoutError(
+                            f"rank 0 did not open {path} within {timeout_s} s"
+                        ) from None
                     time.sleep(0.01)
             self._send(hub, rank)
             self._peers = [hub]
@@ -148,7 +150,9 @@ class Rank:
         if self.rank == 0:
             store = dist.TCPStore("127.0.0.1", 0, self.size, True, timeout, wait_for_workers=False)
         port = self.meeting.exchange(store.port if store else None)[0]
-        return store or dist.TCPStore("127.0.0.1", port, self.size, False, timeout, wait_for_workers=False)
+        return store or dist.TCPStore(
+            "127.0.0.1", port, self.size, False, timeout, wait_for_workers=False
+        )
 
 
 def mpi_missing() -> str | None:
@@ -178,9 +182,26 @@ def mpirun_command(ranks: int, tcp_only: bool) -> list[str]:
     command = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
-    command += ["--mca", "mpi_yield_when_idle", str(int(ranks > cores)), "--mca", "btl_base_warn_component_unused", "0"]
+    command += [
+        "--mca",
+        "mpi_yield_when_idle",
+        str(int(ranks > cores)),
+        "--mca",
+        "btl_base_warn_component_unused",
+        "0",
+    ]
     if tcp_only:
-        command += ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo"]
+        command += [
+            "--mca",
+            "pml",
+            "ob1",
+            "--mca",
+            "btl",
+            "self,tcp",
+            "--mca",
+            "btl_tcp_if_include",
+            "lo",
+        ]
     return command
 
 
@@ -212,7 +233,9 @@ def run_job(
         children: list[subprocess.Popen] = []
         try:
             for command, child_env in starts:
-                children.append(subprocess.Popen(command, env=child_env, preexec_fn=_die_with_parent))
+                children.append(
+                    subprocess.Popen(command, env=child_env, preexec_fn=_die_with_parent)
+                )
             _wait(children, time.monotonic() + deadline_s, deadline_s, folder)
         finally:
             _end(children)
@@ -229,7 +252,9 @@ def run_main(main: Callable[[], int]) -> int:
         return 1
 
 
-def _wait(children: list[subprocess.Popen], deadline: float, deadline_s: float, folder: str) -> None:
+def _wait(
+    children: list[subprocess.Popen], deadline: float, deadline_s: float, folder: str
+) -> None:
     while any(child.poll() is None for child in children):
         if time.monotonic() > deadline:
             raise JobError(f"the job did not end within {deadline_s} s")
@@ -240,7 +265,11 @@ def _wait(children: list[subprocess.Popen], deadline: float, deadline_s: float, 
     if failed:
         time.sleep(0.3)  # let the first failing rank finish writing
         errors = sorted(Path(folder).glob("error-*.txt"), key=lambda path: path.stat().st_mtime)
-        raise JobError(errors[0].read_text() if errors else f"a rank ended with status {failed[0]} and said nothing")
+        raise JobError(
+            errors[0].read_text()
+            if errors
+            else f"a rank ended with status {failed[0]} and said nothing"
+        )
 
 
 def _end(children: list[subprocess.Popen]) -> None:
@@ -270,7 +299,9 @@ def work(folder: str) -> None:
         if job["mpi"]:
             import mpi4py
 
-            mpi4py.rc.thread_level = "funneled"  # one thread calls MPI: no locks inside, its fastest form
+            mpi4py.rc.thread_level = (
+                "funneled"  # one thread calls MPI: no locks inside, its fastest form
+            )
             from mpi4py import MPI as mpi
         meeting = Meeting(rank, job["ranks"], str(Path(folder, "meeting")))
         me = Rank(rank, job["ranks"], job["spec"], meeting, mpi, Path(folder, "rows.jsonl"))

@@ -12,7 +12,15 @@ from memory import shared_memory
 
 
 def cell(backend, us, ranks=2, mode="auto", op="all_reduce", size=1024, error=None):
-    row = {"kind": "cell", "mode": mode, "ranks": ranks, "op": op, "bytes": size, "backend": backend, "error": error}
+    row = {
+        "kind": "cell",
+        "mode": mode,
+        "ranks": ranks,
+        "op": op,
+        "bytes": size,
+        "backend": backend,
+        "error": error,
+    }
     return row if us is None else {**row, "p50_us": us}
 
 
@@ -21,7 +29,12 @@ def findings(cells):
 
 
 def test_sizes_read_back():
-    assert [parse_size(text) for text in ("512", "1K", "4m", "2GiB")] == [512, 1024, 4 << 20, 2 << 30]
+    assert [parse_size(text) for text in ("512", "1K", "4m", "2GiB")] == [
+        512,
+        1024,
+        4 << 20,
+        2 << 30,
+    ]
     assert [format_size(size) for size in (512, 1024, 1536, 4 << 20)] == ["512", "1K", "1536", "4M"]
     assert size_steps(1 << 10, 4 << 20, 4) == [1 << k for k in range(10, 23, 2)]
     with pytest.raises(ValueError, match="not a size"):
@@ -40,25 +53,41 @@ def test_ours_is_held_against_mpi_plus_the_floor():
 
 
 def test_one_slow_cell_breaks_its_limit_but_not_the_mean():
-    fast = [cell("mooncake-cpu", 1, size=1024), cell("mpi", 1, size=1024), cell("fake", 1, size=1024)]
-    slow = [cell("mooncake-cpu", 5, size=4096), cell("mpi", 1, size=4096), cell("fake", 1, size=4096)]
+    fast = [
+        cell("mooncake-cpu", 1, size=1024),
+        cell("mpi", 1, size=1024),
+        cell("fake", 1, size=1024),
+    ]
+    slow = [
+        cell("mooncake-cpu", 5, size=4096),
+        cell("mpi", 1, size=4096),
+        cell("fake", 1, size=4096),
+    ]
     found = findings(fast + slow)
-    assert found["2 ranks: geometric mean, ours / (mpi + floor)"].value == pytest.approx(geomean([0.5, 2.5]))
+    assert found["2 ranks: geometric mean, ours / (mpi + floor)"].value == pytest.approx(
+        geomean([0.5, 2.5])
+    )
     worst = found["2 ranks: worst cell, ours / (mpi + floor)"]
     assert (worst.ok, worst.detail) == (False, "all_reduce 4K; 1 of 2 above")
     assert found["2 ranks: worst cell, ours / gloo"].ok is None  # Gloo was not measured
 
 
 def test_large_sizes_and_eight_ranks_against_mpi_are_information():
-    assert findings([cell("mooncake-cpu", 99, size=64 << 20), cell("gloo", 1, size=64 << 20)]) == findings(
-        [cell("mooncake-cpu", 1, size=64 << 20), cell("gloo", 1, size=64 << 20)]
+    assert findings(
+        [cell("mooncake-cpu", 99, size=64 << 20), cell("gloo", 1, size=64 << 20)]
+    ) == findings([cell("mooncake-cpu", 1, size=64 << 20), cell("gloo", 1, size=64 << 20)])
+    found = findings(
+        [cell(name, us, ranks=8) for name, us in (("mooncake-cpu", 99), ("mpi", 1), ("fake", 1))]
     )
-    found = findings([cell(name, us, ranks=8) for name, us in (("mooncake-cpu", 99), ("mpi", 1), ("fake", 1))])
     assert {finding.ok for finding in found.values()} == {None}
 
 
 def test_eight_ranks_against_four_of_them():
-    rows = [cell("mooncake-cpu", 31, ranks=8), cell("mooncake-cpu/4", 10, ranks=8), cell("gloo", 900, ranks=8)]
+    rows = [
+        cell("mooncake-cpu", 31, ranks=8),
+        cell("mooncake-cpu/4", 10, ranks=8),
+        cell("gloo", 900, ranks=8),
+    ]
     assert findings(rows)["8 ranks: ours / ours on 4 of them"].ok is False
     rows[0]["p50_us"] = 30
     assert findings(rows)["8 ranks: ours / ours on 4 of them"].ok is True
@@ -90,6 +119,9 @@ def test_shared_memory_counts_a_page_once_and_unmapped_pages_too():
             assert shared_memory([pid])["mapped"] - before["mapped"] == 1 << 20
         os.pwrite(pages, b"x" * (1 << 20), 32 << 20)
         after = shared_memory([pid])
-        assert (after["mapped"], after["allocated"] - before["allocated"]) == (before["mapped"], 2 << 20)
+        assert (after["mapped"], after["allocated"] - before["allocated"]) == (
+            before["mapped"],
+            2 << 20,
+        )
     finally:
         os.close(pages)

@@ -47,18 +47,30 @@ def need(ours: str | None) -> str:
 
 def hold(findings: list[Finding], gate: bool) -> None:
     """Fail on broken limits where they count."""
-    broken = [f"{f.name} = {f.value:.3g}, limit {f.limit} ({f.detail})" for f in findings if f.ok is False]
+    broken = [
+        f"{f.name} = {f.value:.3g}, limit {f.limit} ({f.detail})" for f in findings if f.ok is False
+    ]
     assert not (gate and broken), "\n".join(broken)
 
 
 def collectives(backends: list[str], ranks: int, out, gate: bool, **how) -> None:
     ours = gates.find_ours(backends)
-    settings = {"sizes": SIZES, "ops": operations.CORE, "rounds": 5, "turn_s": 0.01, "deadline_s": 400}
+    settings = {
+        "sizes": SIZES,
+        "ops": operations.CORE,
+        "rounds": 5,
+        "turn_s": 0.01,
+        "deadline_s": 400,
+    }
     cells = bench_collectives.run(backends, ranks, ours=ours, **{**settings, **how})
     findings = gates.judge(cells, ours)
     out(bench_collectives.show, cells, ours)
     out(gates.show, findings)
-    wrong = [f"{row['op']} {row['bytes']} {row['backend']}: {row['error']}" for row in cells if row["error"]]
+    wrong = [
+        f"{row['op']} {row['bytes']} {row['backend']}: {row['error']}"
+        for row in cells
+        if row["error"]
+    ]
     assert cells and not wrong, "\n".join(wrong)
     hold(findings, gate)
 
@@ -96,7 +108,9 @@ def test_init_and_new_group(ours, out, gate):
 
 
 def test_memory_of_64_groups(ours, out, gate):
-    rows = bench_startup.run_memory([need(ours)], 8, 64, [1 << 10, 4 << 20, 32 << 20], [1 << 10, 1 << 20])
+    rows = bench_startup.run_memory(
+        [need(ours)], 8, 64, [1 << 10, 4 << 20, 32 << 20], [1 << 10, 1 << 20]
+    )
     rows += bench_startup.run_memory(["gloo"], 8, 0, [1 << 10, 4 << 20, 32 << 20], [])
     findings = bench_startup.judge(rows, ours)
     out(bench_startup.show, rows)
@@ -132,9 +146,20 @@ def test_cuda_collectives_beside_nccl(ours, out):
         pytest.skip("this torch was built without NCCL")
     if not is_registered("mooncake"):
         pytest.skip("mooncake is not installed")
-    how = {"sizes": SIZES, "ops": operations.CORE, "rounds": 5, "turn_s": 0.01, "device": "cuda", "ours": "mooncake"}
+    how = {
+        "sizes": SIZES,
+        "ops": operations.CORE,
+        "rounds": 5,
+        "turn_s": 0.01,
+        "device": "cuda",
+        "ours": "mooncake",
+    }
     cells = bench_collectives.run(["mooncake", "nccl"], 2, **how)
-    refused = [row for row in cells if row["backend"] == "mooncake" and row["error"] and "wrong" not in row["error"]]
+    refused = [
+        row
+        for row in cells
+        if row["backend"] == "mooncake" and row["error"] and "wrong" not in row["error"]
+    ]
     if len(refused) == len(SIZES) * len(operations.CORE):
         pytest.skip(f"mooncake takes no CUDA tensors yet: {refused[0]['error']}")
     out(bench_collectives.show, cells, "mooncake")

@@ -49,7 +49,8 @@ void Completions::post(std::function<void()> task) {
 
 bool Completions::drain(Deadline deadline) {
   std::unique_lock lock(state_->mutex);
-  return state_->idle.wait_until(lock, deadline.when(), [&] { return !state_->running && state_->tasks.empty(); });
+  return state_->idle.wait_until(lock, deadline.when(),
+                                 [&] { return !state_->running && state_->tasks.empty(); });
 }
 
 void Completions::run(const std::shared_ptr<State>& state) {

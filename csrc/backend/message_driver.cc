@@ -1,8 +1,8 @@
 #include "backend/message_driver.h"
 
 #include <algorithm>
-#include <utility>
 #include <pthread.h>
+#include <utility>
 
 namespace mooncake {
 namespace {

@@ -42,8 +42,7 @@ Status large(Operation& op, Span data, int root) {
     auto payload = op.payloadOf(root, head.size());
     if (!payload.ok()) return payload.error();
     Fetches fetches(op);
-    MOONCAKE_TRY(
-        fetches.start(root, op.slot(root).input, head.size(), data.subspan(head.size())));
+    MOONCAKE_TRY(fetches.start(root, op.slot(root).input, head.size(), data.subspan(head.size())));
     if (!mapped) std::memcpy(head.data(), *payload, head.size());
     MOONCAKE_TRY(fetches.await());
   }
@@ -60,8 +59,7 @@ Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadli
                 .count = data.size() / dtypeSize(dtype)},
                deadline);
   MOONCAKE_TRY(op.open());
-  const size_t eager =
-      group.window().fullyMapped() ? group.eagerBytes() : group.slotBytes();
+  const size_t eager = group.window().fullyMapped() ? group.eagerBytes() : group.slotBytes();
   return data.size() <= eager ? small(op, data, root) : large(op, data, root);
 }
 

@@ -43,8 +43,7 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
                                               " ranks; the most is " + std::to_string(kMaxRanks)};
   }
   const size_t slotBytes = chooseSlotBytes(engine->env(), size);
-  const size_t eagerBytes =
-      engine->env().eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
+  const size_t eagerBytes = engine->env().eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
   const PartLayout layout(size, slotBytes, kMailboxBytes);
   std::unique_ptr<Group> group(new Group(std::move(options), layout, slotBytes, eagerBytes));
 
@@ -88,8 +87,9 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
   return group;
 }
 
-// Peers may be later than we are: our memory goes when all that map it have left, too, or are gone. Whoever has left
-// reads nothing of ours any more, and we wrote to its part for the last time before we left.
+// Peers may be later than we are: our memory goes when all that map it have left, too, or are gone.
+// Whoever has left reads nothing of ours any more, and we wrote to its part for the last time
+// before we left.
 Group::~Group() {
   if (!window_) return;
   engine().unwatch(&interrupt_);

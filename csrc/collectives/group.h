@@ -47,8 +47,8 @@ class Group {
   // Any thread: every wait of this group ends and every later operation is refused with this error.
   // The first call wins.
   void fail(Error why);
-  // Waits until every rank that reads our memory for the last operation has ended it, or is gone, so that
-  // its engine may go, too. The group is not used afterwards.
+  // Waits until every rank that reads our memory for the last operation has ended it, or is gone,
+  // so that its engine may go, too. The group is not used afterwards.
   void leave(Deadline deadline);
   // What fail() said.
   Status usable() const;
@@ -61,7 +61,7 @@ class Group {
     RemoteRegion region;
   };
   Result<Shared> shared(size_t bytes);       // peers can fetch from it
-  Result<std::byte*> undo(size_t bytes);  // where an operation keeps data as it was
+  Result<std::byte*> undo(size_t bytes);     // where an operation keeps data as it was
   Result<std::byte*> scratch(size_t bytes);  // small, stays in the cache
 
   std::span<const std::byte*> sources();  // one pointer per rank

@@ -211,8 +211,8 @@ Status Operation::awaitStamp(int rank, StampWord word) {
   }
 }
 
-// ok: wait on. A stamp is decided by one compare-and-set: either its owner has published after all, or nobody will
-// ever see it publish.
+// ok: wait on. A stamp is decided by one compare-and-set: either its owner has published after all,
+// or nobody will ever see it publish.
 Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
   const auto sealStampOf = [&](int owner, uint64_t kind) {
     const uint64_t seal = makeStamp(number_, kind);
@@ -222,10 +222,11 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
     return true;
   };
   if (why == WaitResult::kInterrupted) {
-    waiter_.generation = waiter_.interrupt.generation();  // before we look, so that the next change interrupts again
+    waiter_.generation =
+        waiter_.interrupt.generation();  // before we look, so that the next change interrupts again
     if (auto usable = group_.usable(); !usable.ok()) return usable;
-    // Any rank that is gone without this stamp ends the operation, not only the one that we wait for: that one may
-    // have found the loss before us and wait for nobody any more.
+    // Any rank that is gone without this stamp ends the operation, not only the one that we wait
+    // for: that one may have found the loss before us and wait for nobody any more.
     for (const int r : gone()) {
       if (sealStampOf(r, kLostRank + r)) return lost(r, *group_.window().ended(r));
     }
@@ -246,8 +247,8 @@ Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
   return error;
 }
 
-// The ranks that have ended; first those without a goodbye, because the others may have left on their
-// account.
+// The ranks that have ended; first those without a goodbye, because the others may have left on
+// their account.
 std::vector<int> Operation::gone() const {
   std::vector<int> ranks;
   for (const bool saidGoodbye : {false, true}) {

@@ -83,7 +83,7 @@ class Operation {
   Waiter waiter_;
   uint64_t number_;
   Slot* own_;
-  uint64_t sealKind_;   // what our stamps say when we end early: because of us, or of a loss
+  uint64_t sealKind_;  // what our stamps say when we end early: because of us, or of a loss
   int begunSeen_ = 0;  // ranks below this have begun and agree with our call
   bool opened_ = false;
   bool committed_ = false;

@@ -72,9 +72,7 @@ class PartLayout {
 
   size_t ended() const { return Window::kUserOffset; }
   size_t left(int rank) const { return 2 * Window::kUserOffset + size_t(rank) * sizeof(uint64_t); }
-  size_t ownSlot(uint64_t number) const {
-    return slots() + (number & 1) * slotBytes_;
-  }
+  size_t ownSlot(uint64_t number) const { return slots() + (number & 1) * slotBytes_; }
   size_t inboxSlot(int from, uint64_t number) const {
     return slots() + (2 + 2 * size_t(from) + (number & 1)) * slotBytes_;
   }

@@ -157,7 +157,10 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     return found == peers_.end() ? nullptr : found->second;
   };
 
-  for (size_t i = 0; i < ids.size(); ++i) {
+  // Everybody begins with the next one after itself, so that not all call the same one at once.
+  const size_t self = size_t(std::find(ids.begin(), ids.end(), id()) - ids.begin());
+  for (size_t step = 1; step <= ids.size(); ++step) {
+    const size_t i = (self + step) % ids.size();
     if (ids[i] == id()) continue;
     {
       std::lock_guard lock(mutex_);

@@ -55,15 +55,15 @@ class Engine {
 
   // What a peer needs to connect to this engine, over all of its transports.
   Bytes endpoint() const;
-  // Connects to all these endpoints; a peer that is already connected is returned as it is, also one
-  // that has ended since, our own endpoint gives null. Of each pair the engine with the smaller id calls and the other one is
-  // called. Blocks until all are there or the deadline has passed; the error names by its index who
-  // is missing, and why.
+  // Connects to all these endpoints; a peer that is already connected is returned as it is, also
+  // one that has ended since, our own endpoint gives null. Of each pair the engine with the smaller
+  // id calls and the other one is called. Blocks until all are there or the deadline has passed;
+  // the error names by its index who is missing, and why.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
 
-  // Keeps the memory until nobody reads it any more, as `isFree` says, which may look into it; it is asked whenever
-  // more is retired.
+  // Keeps the memory until nobody reads it any more, as `isFree` says, which may look into it; it
+  // is asked whenever more is retired.
   void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree);
 
   // Says goodbye to all peers and closes the channels. What was put before still arrives.

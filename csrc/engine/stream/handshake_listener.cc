@@ -28,8 +28,8 @@ Result<std::shared_ptr<HandshakeListener>> HandshakeListener::start(const Transp
   std::shared_ptr<HandshakeListener> started(
       new HandshakeListener(context, std::move(listener), std::move(admit), std::move(done)));
   HandshakeListener* self = started.get();  // stop() takes the handler out before it goes
-  MOONCAKE_TRY(context.loop.add(self->listener_.get(), EPOLLIN,
-                                [self](uint32_t) { self->onConnection(); }));
+  MOONCAKE_TRY(
+      context.loop.add(self->listener_.get(), EPOLLIN, [self](uint32_t) { self->onConnection(); }));
   return started;
 }
 

@@ -59,8 +59,8 @@ void TcpChannel::close() {
   for (const auto& lane : lanes_) lane->close();
 }
 
-// On the loop's thread. The first lane that breaks takes the others with it: half a channel is of no
-// use. A goodbye counts when it comes on the lane of the puts, behind the last of them.
+// On the loop's thread. The first lane that breaks takes the others with it: half a channel is of
+// no use. A goodbye counts when it comes on the lane of the puts, behind the last of them.
 void TcpChannel::laneEnded(size_t lane, const Status& how) {
   if (how.ok() && lane != kPutLane) return;
   {
