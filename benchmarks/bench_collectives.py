@@ -1,10 +1,12 @@
 """Collectives side by side, in the style of nccl-tests.
 
-    python benchmarks/bench_collectives.py -b 1K -e 4M -f 4 --ranks 2,4 --backends mooncake-cpu,gloo,mpi \\
+    python benchmarks/bench_collectives.py -b 1K -e 4M -f 4 --ranks 2,4 \\
+        --backends mooncake-cpu,gloo,mpi \\
         --json out.json --plot out.png
 
-All backends live in the same processes and take turns in every cell (see lanes.py), so the noise of the machine hits
-them alike. What ``size`` means for each operation stands in operations.py; docs/benchmarks.md has the method.
+All backends live in the same processes and take turns in every cell (see lanes.py), so the noise of
+the machine hits them alike. What ``size`` means for each operation stands in operations.py;
+docs/benchmarks.md has the method.
 """
 
 from __future__ import annotations
@@ -93,8 +95,9 @@ def run(
 ) -> Rows:
     """Measure all cells for one number of ranks; rows of kind 'cell'.
 
-    mode: 'auto', or 'tcp' (our transports: tcp only; OpenMPI's: self,tcp). With 8 ranks or more, the first all_reduce
-    cell of ours also runs on a group of the first half of the ranks, for the ratio of 8 ranks to 4.
+    mode: 'auto', or 'tcp' (our transports: tcp only; OpenMPI's: self,tcp). With 8 ranks or more,
+    the first all_reduce cell of ours also runs on a group of the first half of the ranks, for the
+    ratio of 8 ranks to 4.
     """
     with_floor = backends + [lanes.FLOOR] * (lanes.FLOOR not in backends)
     half_cell = ["all_reduce", sizes[0]]
@@ -128,7 +131,8 @@ def _cell_text(row: dict[str, Any]) -> str:
 
 
 def show(cells: Rows, ours: str | None) -> None:
-    """One table per mode and number of ranks, then what failed, then the summary against the limits."""
+    """One table per mode and number of ranks, then what failed, then the summary against the
+    limits."""
     for (mode, ranks), group in gates.by_job(cells).items():
         backends = list(dict.fromkeys(row["backend"] for row in group if "/" not in row["backend"]))
         headers = ["op", "size", *[f"{name} us" for name in backends]]

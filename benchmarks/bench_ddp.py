@@ -2,8 +2,9 @@
 
     python benchmarks/bench_ddp.py --ranks 4 --backends mooncake-cpu,gloo --json out.json
 
-Each backend trains its own copy of one model (25 M float32 parameters: 100 MB of gradients per step) on the same data.
-The models must agree in the end, over ranks exactly and over backends up to rounding.
+Each backend trains its own copy of one model (25 M float32 parameters: 100 MB of gradients per
+step) on the same data. The models must agree in the end, over ranks exactly and over backends up to
+rounding.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def rank_main(me: Rank) -> None:
         }
         me.emit({**row, **spread(took_ms[name], unit="ms")})
     me.meeting.barrier()
-    del models, optimizers
+    models.clear()
+    optimizers.clear()
     dist.destroy_process_group()
 
 
@@ -118,7 +120,8 @@ def show(rows: Rows) -> None:
         [row["backend"], *[short(row[field]) for field in fields], row["error"] or "ok"]
         for row in rows
     ]
-    title = f"DDP step, {rows[0]['ranks']} ranks, {rows[0]['parameters'] / 1e6:.1f} M parameters, ms, slowest rank"
+    millions = rows[0]["parameters"] / 1e6
+    title = f"DDP step, {rows[0]['ranks']} ranks, {millions:.1f} M parameters, ms, slowest rank"
     print_table(title, ["backend", "p50", "min", "mean", "models"], lines)
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/bench_idle.py --seconds 10 --backends mooncake-cpu,gloo,mpi --json out.json
 
-Rank 0 sleeps, the others are already inside the operation; then rank 0 comes and the result is checked. Each backend
-runs in a job of its own, so that only its own threads count (all threads of the process are counted).
+Rank 0 sleeps, the others are already inside the operation; then rank 0 comes and the result is
+checked. Each backend runs in a job of its own, so that only its own threads count (all threads of
+the process are counted).
 """
 
 from __future__ import annotations

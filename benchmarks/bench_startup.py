@@ -1,9 +1,12 @@
-"""What groups cost: time of init and new_group beside Gloo's, shared memory of many groups, resident memory per rank.
+"""What groups cost: time of init and new_group beside Gloo's, shared memory of many groups,
+resident memory per rank.
 
-    python benchmarks/bench_startup.py --ranks 8 --backends mooncake-cpu,gloo --groups 64 --json out.json
+    python benchmarks/bench_startup.py --ranks 8 --backends mooncake-cpu,gloo --groups 64 \\
+        --json out.json
 
-init and new_group are interleaved in the same processes: every round, every backend once. A first all_reduce is timed
-too, for backends that connect late. Memory is measured in a job of its own for each backend.
+init and new_group are interleaved in the same processes: every round, every backend once. A first
+all_reduce is timed too, for backends that connect late. Memory is measured in a job of its own for
+each backend.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def _init(me: Rank, backend: str, name: str, store: Any) -> None:
 
 
 def times_main(me: Rank) -> None:
-    """Rounds of init, first all_reduce, new_group, first all_reduce, destroy; one row per backend and step."""
+    """Rounds of init, first all_reduce, new_group, first all_reduce, destroy; one row per backend
+    and step."""
     import torch
     import torch.distributed as dist
 
@@ -82,7 +86,7 @@ def times_main(me: Rank) -> None:
         order = me.spec["backends"] if number % 2 == 0 else me.spec["backends"][::-1]
         for backend in order:
             of_ranks = me.meeting.exchange(one_round(backend, number))
-            took_ms[backend].append([max(step) for step in zip(*of_ranks)])
+            took_ms[backend].append([max(step) for step in zip(*of_ranks, strict=True)])
         me.say(
             f"round {number}: "
             + "  ".join(f"{name} init {short(took_ms[name][-1][0])} ms" for name in order)
@@ -96,7 +100,8 @@ def times_main(me: Rank) -> None:
 
 
 def _use(me: Rank, group: Any, sizes: list[int]) -> None:
-    """Every core operation at every size, once, checked. Above 8 MiB only those in place, for their undo copies."""
+    """Every core operation at every size, once, checked. Above 8 MiB only those in place, for their
+    undo copies."""
     for size in sizes:
         for op in operations.CORE if size <= 8 * MIB else ["all_reduce", "broadcast"]:
             buffers = operations.allocate(op, size, me.rank, me.size)
@@ -107,7 +112,8 @@ def _use(me: Rank, group: Any, sizes: list[int]) -> None:
 
 
 def memory_main(me: Rank) -> None:
-    """Resident memory after all operations on one group, then shared memory of many groups that all were used."""
+    """Resident memory after all operations on one group, then shared memory of many groups that all
+    were used."""
     import torch.distributed as dist
 
     spec, store = me.spec, me.open_store()
@@ -142,7 +148,8 @@ def run_times(backends: list[str], ranks: int, rounds: int) -> Rows:
 def run_memory(
     backends: list[str], ranks: int, groups: int, sizes: list[int], group_sizes: list[int]
 ) -> Rows:
-    """Rows of kind 'memory', one per backend. sizes: bytes per rank on one group; group_sizes: on each other group."""
+    """Rows of kind 'memory', one per backend. sizes: bytes per rank on one group; group_sizes: on
+    each other group."""
     spec = {"groups": groups, "sizes": sizes, "group_sizes": group_sizes}
     jobs = [
         run_job("bench_startup:memory_main", ranks, {**spec, "backend": name}) for name in backends

@@ -1,4 +1,5 @@
-"""What the benchmark scripts share: sizes, statistics, tables, JSON lines, plots, facts about the machine."""
+"""What the benchmark scripts share: sizes, statistics, tables, JSON lines, plots, facts about the
+machine."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def short(value: float | None) -> str:
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table for people: rich where it is installed, plain columns otherwise. Numbers to the right."""
+    """A table for people: rich where it is installed, plain columns otherwise. Numbers to the
+    right."""
     if util.find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
@@ -101,7 +103,10 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
         first, *rest = [str(cell) for cell in line]
         print(
             "  ".join(
-                [first.ljust(widths[0]), *[cell.rjust(w) for cell, w in zip(rest, widths[1:])]]
+                [
+                    first.ljust(widths[0]),
+                    *[cell.rjust(w) for cell, w in zip(rest, widths[1:], strict=True)],
+                ]
             )
         )
 
@@ -116,7 +121,8 @@ Panels = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 def plot_panels(path: str | None, panels: Panels, columns: int, **text: str) -> None:
-    """Log-log lines to a PNG: panels[panel title][line name] = [(x, y), ...]. Says so if matplotlib is missing.
+    """Log-log lines to a PNG: panels[panel title][line name] = [(x, y), ...]. Says so if matplotlib
+    is missing.
 
     text: title, x, y.
     """
@@ -140,10 +146,14 @@ def plot_panels(path: str | None, panels: Panels, columns: int, **text: str) -> 
     )
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    for axis, (title, panel) in zip(axes.flat, panels.items()):
+    for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
         for name, points in panel.items():
             axis.plot(
-                *zip(*sorted(points)), marker="o", markersize=3, color=colors[name], label=name
+                *zip(*sorted(points), strict=True),
+                marker="o",
+                markersize=3,
+                color=colors[name],
+                label=name,
             )
         axis.set(title=title, xscale="log", yscale="log", xlabel=text.get("x"))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(round(x))))
@@ -164,7 +174,8 @@ def plot_panels(path: str | None, panels: Panels, columns: int, **text: str) -> 
 
 
 class OthersWatch:
-    """How much CPU everything else on the machine took while we measured: other work slows who spins most of all."""
+    """How much CPU everything else on the machine took while we measured: other work slows who
+    spins most of all."""
 
     WORTH_A_WARNING = 0.05  # of all cores
 
@@ -173,7 +184,8 @@ class OthersWatch:
 
     @staticmethod
     def _read() -> tuple[float, float, float]:
-        """Seconds of CPU: all there was, busy or stolen, ours (this process and its ended children)."""
+        """Seconds of CPU: all there was, busy or stolen, ours (this process and its ended
+        children)."""
         ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
         usages = [
             resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -183,8 +195,9 @@ class OthersWatch:
         return sum(ticks) / hertz, (sum(ticks) - ticks[3] - ticks[4]) / hertz, ours
 
     def share(self) -> float:
-        """Share of all CPU time since the start that others took, 0 to 1. Call it when all children have ended."""
-        total, busy, ours = [now - then for now, then in zip(self._read(), self.start)]
+        """Share of all CPU time since the start that others took, 0 to 1. Call it when all children
+        have ended."""
+        total, busy, ours = [now - then for now, then in zip(self._read(), self.start, strict=True)]
         return max(0.0, busy - ours) / max(total, 1e-9)
 
     def tell(self) -> float:

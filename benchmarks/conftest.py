@@ -1,4 +1,5 @@
-"""pytest options of the benchmarks: ``pytest benchmarks -m perf`` prints and checks results, ``--gate`` also ratios."""
+"""pytest options of the benchmarks: ``pytest benchmarks -m perf`` prints and checks results,
+``--gate`` also ratios."""
 
 from __future__ import annotations
 

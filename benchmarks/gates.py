@@ -1,6 +1,7 @@
 """The limits of speed, and what a run says about them. Pure: rows in, findings out.
 
-The floor of a cell is torch's dispatch: the fake backend's row of the same cell (lanes.py says how it is measured).
+The floor of a cell is torch's dispatch: the fake backend's row of the same cell (lanes.py says how
+it is measured).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class CellRows:
 
 @dataclass
 class Finding:
-    """One sentence of the issue, measured. ok is None where there is no limit, or nothing was measured."""
+    """One sentence of the issue, measured. ok is None where there is no limit, or nothing was
+    measured."""
 
     name: str
     value: float | None
@@ -160,7 +162,8 @@ def show(findings: list[Finding], title: str = "summary (ratios of medians)") ->
 
 
 def exit_code(cells: Rows, findings: list[Finding], gate: bool) -> int:
-    """1 for a wrong result, always; with gate also for a broken limit, or when no limit could be judged at all."""
+    """1 for a wrong result, always; with gate also for a broken limit, or when no limit could be
+    judged at all."""
     if any(row["error"] for row in cells):
         return 1
     judged = [finding.ok for finding in findings if finding.ok is not None]

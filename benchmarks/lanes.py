@@ -1,7 +1,9 @@
-"""A lane is one backend in the race: the group (or communicator) that carries the calls of its ranks.
+"""A lane is one backend in the race: the group (or communicator) that carries the calls of its
+ranks.
 
-All lanes live in the same processes, so they share tensors, CPU caches and the noise of the machine. A lane's name is a
-backend's name, or ``mpi``, with ``/K`` behind it for a group of the first K ranks only.
+All lanes live in the same processes, so they share tensors, CPU caches and the noise of the
+machine. A lane's name is a backend's name, or ``mpi``, with ``/K`` behind it for a group of the
+first K ranks only.
 """
 
 from __future__ import annotations
@@ -44,12 +46,14 @@ class Lane:
 
 @contextlib.contextmanager
 def open_lanes(me: Rank, lane_names: list[str]):
-    """Make the world and every lane's group; take all of it down at the end. Gloo only coordinates new_group."""
+    """Make the world and every lane's group; take all of it down at the end. Gloo only coordinates
+    new_group."""
     for name in lane_names:
         backend = name.split("/")[0]
         if backend != "mpi" and not is_registered(backend):
             raise RuntimeError(
-                f"torch.distributed does not know the backend {backend!r}: is its package installed?"
+                f"torch.distributed does not know the backend {backend!r}: "
+                "is its package installed?"
             )
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     store = dist.PrefixStore("world", me.open_store())
@@ -94,8 +98,8 @@ class Entry:
 class Cell:
     """One operation at one size: all lanes take turns on the same tensors.
 
-    A turn is: barrier (Meeting, no spinning), a few calls that are not timed, then ``calls`` calls timed as one block.
-    Nobody else runs in a lane's turn: the other libraries' threads sleep.
+    A turn is: barrier (Meeting, no spinning), a few calls that are not timed, then ``calls`` calls
+    timed as one block. Nobody else runs in a lane's turn: the other libraries' threads sleep.
     """
 
     def __init__(self, me: Rank, lanes: list[Lane], operation: str, size: int, device: str = "cpu"):
@@ -121,7 +125,8 @@ class Cell:
         return all(self.me.meeting.exchange(entry.call is not None or not entry.lane.member))
 
     def check(self) -> None:
-        """Compare the results of every lane with the plain model. A lane that fails anywhere leaves the cell."""
+        """Compare the results of every lane with the plain model. A lane that fails anywhere leaves
+        the cell."""
         for entry in self.entries:
             if entry.error:
                 continue
@@ -153,8 +158,9 @@ class Cell:
     def race(self, rounds: int, turn_s: float, warm_up: int = 4, most_calls: int = 5000) -> None:
         """Calibrate the number of calls per turn, then let the lanes take turns for some rounds.
 
-        turn_s: how long one turn should last, in seconds; a call slower than half of it is still made twice.
-        Each round starts with another lane and every second one goes backwards: no lane always follows the same one.
+        turn_s: how long one turn should last, in seconds; a call slower than half of it is still
+        made twice. Each round starts with another lane and every second one goes backwards: no lane
+        always follows the same one.
         """
         live = [entry for entry in self.entries if not entry.error]
         for entry in live:
@@ -189,14 +195,17 @@ class Cell:
     def results(self) -> list[dict[str, Any]]:
         """One row per lane, the same on all ranks.
 
-        A round counts as its slowest rank: an operation ends when all have it. In the floor's rounds no rank waits for
-        another and the slowest would only tell who got the CPU last, so there the mean over the ranks counts.
+        A round counts as its slowest rank: an operation ends when all have it. In the floor's
+        rounds no rank waits for another and the slowest would only tell who got the CPU last, so
+        there the mean over the ranks counts.
         """
         rows = []
         for entry in self.entries:
             of_ranks = self.me.meeting.exchange(entry.turns_us)
             of_round = max if entry.lane.moves_data else statistics.fmean
-            rounds_us = [of_round(turn) for turn in zip(*of_ranks)] if entry.turns_us else []
+            rounds_us = (
+                [of_round(turn) for turn in zip(*of_ranks, strict=True)] if entry.turns_us else []
+            )
             rows.append(
                 {
                     "backend": entry.lane.name,

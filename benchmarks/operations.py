@@ -10,8 +10,8 @@
     reduce_scatter      size              size/ranks                  (reduce_scatter_tensor)
     all_gather_list     size              a list of ranks tensors of size (all_gather)
     all_gather_object   a dict with size bytes inside                 (torch only)
-    ring                size to the next  size from the previous      (batch_isend_irecv, torch only)
-    all_reduce_8_calls  8 tensors of size/8, one call each            (torch only)
+    ring                size to the next  size from the previous      (batch_isend_irecv, torch
+    only) all_reduce_8_calls  8 tensors of size/8, one call each            (torch only)
     all_reduce_coalesced the same 8 tensors in one call               (torch only)
 """
 
@@ -42,7 +42,8 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Operation:
-    """How to call an operation and what it must give. torch and mpi return a function without arguments."""
+    """How to call an operation and what it must give. torch and mpi return a function without
+    arguments."""
 
     output_items: Callable[[int, int], int]  # (items of the input, ranks) -> items of the output
     torch: Callable[[Buffers, Any], Call]
@@ -52,12 +53,14 @@ class Operation:
 
 
 def pattern(rank: int, salt: int, items: int) -> torch.Tensor:
-    """Small whole numbers that differ by rank, call and place: their sums are exact in float32 in any order."""
+    """Small whole numbers that differ by rank, call and place: their sums are exact in float32 in
+    any order."""
     return ((torch.arange(items) + 7 * rank + 13 * salt) % 31 - 15).float()
 
 
 def allocate(name: str, size: int, rank: int, ranks: int, device: str = "cpu") -> Buffers:
-    """Buffers of zeros for one cell. size: bytes; rounded up to whole elements for every rank (and part)."""
+    """Buffers of zeros for one cell. size: bytes; rounded up to whole elements for every rank (and
+    part)."""
     step = ranks * PARTS if name in ("all_reduce_8_calls", "all_reduce_coalesced") else ranks
     items = -(-max(1, size // ITEM_BYTES) // step) * step
     outputs = OPERATIONS[name].output_items(items, ranks)

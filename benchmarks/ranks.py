@@ -1,9 +1,10 @@
 """Real processes for benchmarks: start N ranks, let them meet, end them all.
 
-A job is N copies of this file, started by mpirun (then MPI works inside the ranks) or by us. Every rank calls one
-function of a benchmark script, named ``module:function``, with a ``Rank``. Rows that rank 0 emits come back to the
-caller of ``run_job``. Every wait here has a deadline, and no process outlives its job: children are ended by their
-process id, and the kernel ends a rank whose parent is gone.
+A job is N copies of this file, started by mpirun (then MPI works inside the ranks) or by us. Every
+rank calls one function of a benchmark script, named ``module:function``, with a ``Rank``. Rows that
+rank 0 emits come back to the caller of ``run_job``. Every wait here has a deadline, and no process
+outlives its job: children are ended by their process id, and the kernel ends a rank whose parent is
+gone.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ PR_SET_PDEATHSIG = 1
 
 
 class JobError(RuntimeError):
-    """A rank failed, or the job passed its deadline. The text is the first failing rank's traceback."""
+    """A rank failed, or the job passed its deadline. The text is the first failing rank's
+    traceback."""
 
 
 class Meeting:
-    """All ranks wait for each other without spinning, over unix sockets: rank 0 hears all, then answers all.
+    """All ranks wait for each other without spinning, over unix sockets: rank 0 hears all, then
+    answers all.
 
     It belongs to none of the measured libraries, so each of them pays the same between two turns.
     """
@@ -165,7 +168,8 @@ def mpi_missing() -> str | None:
 
 
 def is_registered(backend: str) -> bool:
-    """Whether torch.distributed knows this backend; gives the package one chance to register itself."""
+    """Whether torch.distributed knows this backend; gives the package one chance to register
+    itself."""
     import torch.distributed as dist
 
     if backend == "fake":
@@ -177,7 +181,8 @@ def is_registered(backend: str) -> bool:
 
 
 def mpirun_command(ranks: int, tcp_only: bool) -> list[str]:
-    """mpirun as a user would start it on one host. More ranks than cores yield the CPU, OpenMPI's own rule."""
+    """mpirun as a user would start it on one host. More ranks than cores yield the CPU, OpenMPI's
+    own rule."""
     cores = len(os.sched_getaffinity(0))
     command = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
@@ -215,7 +220,8 @@ def run_job(
     env: dict[str, str] | None = None,
     deadline_s: float = 600.0,
 ) -> list[dict[str, Any]]:
-    """Run ``module:function`` on all ranks and return the rows that rank 0 emitted. Raises JobError."""
+    """Run ``module:function`` on all ranks and return the rows that rank 0 emitted. Raises
+    JobError."""
     with tempfile.TemporaryDirectory(prefix="mcbench-") as folder:
         Path(folder, "job.json").write_text(
             json.dumps({"function": function, "ranks": ranks, "mpi": mpi, "spec": spec})
@@ -244,7 +250,8 @@ def run_job(
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Exit status of a script: a failed job prints the failing rank's words, not this process's traceback."""
+    """Exit status of a script: a failed job prints the failing rank's words, not this process's
+    traceback."""
     try:
         return main()
     except JobError as error:
@@ -273,7 +280,8 @@ def _wait(
 
 
 def _end(children: list[subprocess.Popen]) -> None:
-    """Ask, wait, then insist: only processes that this job started, by id. mpirun ends its own ranks."""
+    """Ask, wait, then insist: only processes that this job started, by id. mpirun ends its own
+    ranks."""
     for child in children:
         if child.poll() is None:
             child.terminate()
@@ -299,10 +307,11 @@ def work(folder: str) -> None:
         if job["mpi"]:
             import mpi4py
 
-            mpi4py.rc.thread_level = (
-                "funneled"  # one thread calls MPI: no locks inside, its fastest form
-            )
-            from mpi4py import MPI as mpi
+            # One thread calls MPI: no locks inside, its fastest form.
+            mpi4py.rc.thread_level = "funneled"
+            from mpi4py import MPI
+
+            mpi = MPI
         meeting = Meeting(rank, job["ranks"], str(Path(folder, "meeting")))
         me = Rank(rank, job["ranks"], job["spec"], meeting, mpi, Path(folder, "rows.jsonl"))
         module, name = job["function"].split(":")

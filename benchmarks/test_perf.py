@@ -1,6 +1,8 @@
-"""A small version of every benchmark: prints its table and asserts correct results; with --gate, the limits too.
+"""A small version of every benchmark: prints its table and asserts correct results; with --gate,
+the limits too.
 
-Where our backend is not installed, the comparison runs with the others alone, so that the runner itself stays tested.
+Where our backend is not installed, the comparison runs with the others alone, so that the runner
+itself stays tested.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def collectives(backends: list[str], ranks: int, out, gate: bool, **how) -> None
         for row in cells
         if row["error"]
     ]
-    assert cells and not wrong, "\n".join(wrong)
+    assert cells, "nothing was measured"
+    assert not wrong, "\n".join(wrong)
     hold(findings, gate)
 
 
