@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <dlfcn.h>
 #include <link.h>
+#include <mutex>
 #include <sys/random.h>
 #include <vector>
 
@@ -63,6 +64,10 @@ const unsigned char* raw(ByteView bytes) {
 }  // namespace
 
 Result<std::shared_ptr<const Crypto>> Crypto::load() {
+  static std::mutex mutex;
+  static std::shared_ptr<const Crypto> loaded;  // once there, it stays
+  std::lock_guard lock(mutex);
+  if (loaded) return loaded;
   std::string tried;
   for (const std::string& path : candidates()) {
     // Never closed: OpenSSL registers exit handlers.
@@ -81,7 +86,8 @@ Result<std::shared_ptr<const Crypto>> Crypto::load() {
     }
     std::shared_ptr<Crypto> crypto(new Crypto);
     crypto->functions_ = std::move(functions);
-    return std::shared_ptr<const Crypto>(std::move(crypto));
+    loaded = std::move(crypto);
+    return loaded;
   }
   return {ErrorCode::kUnsupported,
           "no usable libcrypto (install OpenSSL: package libssl3 on Debian and Ubuntu, "

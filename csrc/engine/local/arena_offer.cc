@@ -67,6 +67,11 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
       : socket_(std::move(socket)), loop_(loop), done_(std::move(done)) {}
 
   Status start(Deadline deadline) {
+    // As a rule it came together with the end of the handshake.
+    if (const auto whole = reader_.advance(socket_.get()); !whole.ok() || *whole) {
+      done_(std::move(socket_), whole.ok() ? reader_.take() : Result<ArenaOffer>(whole.error()));
+      return {};
+    }
     timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
     if (!timer_) return systemError("timerfd_create", errno);
     const auto left = std::max<int64_t>(deadline.left().count(), 1);  // 0 would disarm it

@@ -33,8 +33,8 @@ Status sendOffer(int socket, const Arena& arena, uint64_t mirror, const Greeting
 // On the calling thread. Reads not one byte more than the offer.
 Result<ArenaOffer> receiveOffer(int socket, Deadline deadline);
 
-// On the event loop: a peer that is slow or silent is dropped at the deadline. `done` runs once on
-// the loop's thread and gets the socket back.
+// For the loop's thread: a peer that is slow or silent is dropped at the deadline. `done` runs once
+// on it, at once if the offer is there, and gets the socket back.
 using OfferHandler = std::function<void(Fd socket, Result<ArenaOffer> offer)>;
 void receiveOffer(Fd socket, EventLoop& loop, Deadline deadline, OfferHandler done);
 

@@ -44,9 +44,10 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
       return Error{ErrorCode::kUnsupported,
                    std::string(wire_->name()) + " does not lead to another process"};
     }
-    auto shaken = handshakeConnect(std::move(*socket), context_, peer, 0, 1, deadline);
+    auto shaken = handshakeConnect(
+        std::move(*socket), context_, peer, 0, 1, deadline, 0,
+        [&](int behind) { return sendOffer(behind, context_.arena, mirror_, wire_->greeting()); });
     if (!shaken.ok()) return shaken.error();
-    MOONCAKE_TRY(sendOffer(shaken->socket.get(), context_.arena, mirror_, wire_->greeting()));
     auto offer = receiveOffer(shaken->socket.get(), deadline);
     if (!offer.ok()) return offer.error();
     return open(std::move(shaken->socket), process, peer, std::move(*offer));

@@ -54,8 +54,12 @@ Result<Bytes> agreeOnJobKey(Store& store, const std::optional<std::string>& own,
     return Bytes(key.begin(), key.end());
   }
   auto values = store.get({name}, deadline);
-  if (!values.ok()) return values.error();
-  return std::move(values->front());
+  if (values.ok()) return std::move(values->front());
+  if (values.error().code != ErrorCode::kTimeout) return values.error();
+  return Error{
+      ErrorCode::kTimeout,
+      "rank 0, which hands out the job's key, did not come to make the group in time (is it "
+      "alive?)"};
 }
 
 }  // namespace mooncake

@@ -311,7 +311,8 @@ void Accept::finish(Status status) {
 
 Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context,
                                     const EngineId& peer, uint16_t lane, uint16_t lanes,
-                                    Deadline deadline, uint64_t attempt) {
+                                    Deadline deadline, uint64_t attempt,
+                                    const std::function<Status(int socket)>& behindProof) {
   makeNonBlocking(socket.get());
   const Bytes hello = encodeHello({lane, lanes, attempt, context.id, peer});
   MOONCAKE_TRY(sendMessage(socket.get(), hello));
@@ -328,9 +329,12 @@ Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context,
   ByteWriter proof = begin(Kind::kProof);
   proof.putRaw(macOf(context, "connector", hello, *challenge));
   MOONCAKE_TRY(sendMessage(socket.get(), proof.bytes()));
+  // Should the peer refuse us now, its answer says more than a failure here.
+  const Status more = behindProof ? behindProof(socket.get()) : Status();
 
   const auto welcome = receiveKind(socket.get(), Kind::kWelcome, deadline);
   if (!welcome.ok()) return welcome.error();
+  if (!more.ok()) return more.error();
   return Handshaken{std::move(socket), peer, lane, lanes, attempt};
 }
 

@@ -12,7 +12,7 @@
 //   acceptor -> connector  CHALLENGE  nonce, HMAC(key, "acceptor" | HELLO | nonce)
 //   connector -> acceptor  PROOF      HMAC(key, "connector" | HELLO | CHALLENGE)
 //   acceptor -> connector  WELCOME, or at any time REFUSED with a reason
-// The connector sends nothing more before WELCOME, so neither side ever reads past the handshake.
+// Neither side ever reads past the handshake, so what follows may be sent right behind PROOF.
 namespace mooncake {
 
 constexpr uint16_t kMaxLanes = 64;
@@ -27,10 +27,11 @@ struct Handshaken {
 };
 
 // Active side, on the calling thread, bounded by the deadline. kRefused: wrong key, wrong engine,
-// wrong version.
+// wrong version. `behindProof` may send more as soon as the peer has proved itself.
 Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context,
                                     const EngineId& peer, uint16_t lane, uint16_t lanes,
-                                    Deadline deadline, uint64_t attempt = 0);
+                                    Deadline deadline, uint64_t attempt = 0,
+                                    const std::function<Status(int socket)>& behindProof = {});
 
 // Passive side, on the event loop: a peer that is slow or silent costs nobody anything and is
 // dropped at the deadline. `done` runs once on the loop's thread.
