@@ -88,6 +88,10 @@ bool PointToPoint::progressLocked() {
   // order of the calls: so an earlier receive takes the earlier message, and a send that cannot
   // move holds back the later ones to the same rank.
   for (const auto& message : active_) {
+    // Who is gone is asked before the look at what it left: its last signals come before its end,
+    // so a message that does not move in this round and whose peer had ended before will never.
+    if (message->peer_ != kAnySource)
+      pairs_[message->peer_].ended = group_.window().ended(message->peer_);
     if (message->isSend_ || message->fetch_) continue;
     for (int from = message->firstSource(); from <= message->lastSource(group_.size()); ++from)
       pairs_[from].wanted = true;
@@ -276,7 +280,7 @@ void PointToPoint::endLate(Message& message) {
     return;
   }
   if (message.peer_ != kAnySource) {
-    if (const Status* ended = group_.window().ended(message.peer_)) {
+    if (const Status* ended = pairs_[message.peer_].ended) {
       if (message.fetch_) group_.window().cancelGets(*message.fetch_);
       end(message,
           Error{ErrorCode::kPeerLost,
