@@ -1,6 +1,9 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <poll.h>
 #include <sys/random.h>
 
 #include "base/log.h"
@@ -119,15 +122,6 @@ void Engine::leave() {
 
 Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_); }
 
-Result<std::shared_ptr<Peer>> Engine::call(const EngineId& id, const Bytes& endpoint,
-                                           Deadline deadline) {
-  auto channel = openRoute(transports_, id, endpoint, deadline);
-  if (!channel.ok()) return channel.error();
-  log(LogLevel::kInfo, logName(), "connected over ", (*channel)->transportName());
-  std::lock_guard lock(mutex_);
-  return remember(id, std::move(*channel));
-}
-
 // Under the lock.
 std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Channel> channel) {
   auto peer = std::make_shared<Peer>();
@@ -141,43 +135,27 @@ std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Chann
   return peer;
 }
 
+// A peer may have connected and left again before we look: it counts as connected, and whoever uses
+// it finds that it has ended. An engine's id is never used again, so nothing comes after.
+std::shared_ptr<Peer> Engine::known(const EngineId& id) const {
+  const auto found = peers_.find(id);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
 Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Bytes>& endpoints,
                                                            Deadline deadline) {
-  std::vector<std::shared_ptr<Peer>> peers(endpoints.size());
   std::vector<EngineId> ids(endpoints.size());
   for (size_t i = 0; i < endpoints.size(); ++i) {
     auto id = endpointOwner(endpoints[i]);
     if (!id.ok()) return id.error();
     ids[i] = *id;
   }
-  // A peer may have connected and left again before we look: it counts as connected, and whoever
-  // uses it finds that it has ended. An engine's id is never used again, so nothing comes after.
-  const auto known = [&](const EngineId& id) -> std::shared_ptr<Peer> {
-    const auto found = peers_.find(id);
-    return found == peers_.end() ? nullptr : found->second;
-  };
+  MOONCAKE_TRY(callAll(ids, endpoints, deadline));
 
-  // Everybody begins with the next one after itself, so that not all call the same one at once.
-  const size_t self = size_t(std::find(ids.begin(), ids.end(), id()) - ids.begin());
-  for (size_t step = 1; step <= ids.size(); ++step) {
-    const size_t i = (self + step) % ids.size();
-    if (ids[i] == id()) continue;
-    {
-      std::lock_guard lock(mutex_);
-      peers[i] = known(ids[i]);
-    }
-    if (peers[i] || id() > ids[i]) continue;
-    auto peer = call(ids[i], endpoints[i], deadline);
-    if (!peer.ok()) {
-      return Error{peer.error().code,
-                   "cannot connect to rank " + std::to_string(i) + ": " + peer.error().message};
-    }
-    peers[i] = *peer;
-  }
-
+  std::vector<std::shared_ptr<Peer>> peers(endpoints.size());
   std::unique_lock lock(mutex_);
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] == id() || peers[i]) continue;
+    if (ids[i] == id()) continue;
     const auto there = [&] { return (peers[i] = known(ids[i])) != nullptr; };
     if (!arrived_.wait_until(lock, deadline.when(), there)) {
       return Error{ErrorCode::kTimeout,
@@ -187,6 +165,61 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     }
   }
   return peers;
+}
+
+// All calls that are ours to make, many at a time: the peers answer side by side, and whoever
+// answers is served at once, so no two engines can wait for each other's turn.
+Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
+                       Deadline deadline) {
+  struct Call {
+    size_t index;
+    std::unique_ptr<Connecting> connecting;
+  };
+  constexpr size_t kMaxCalls = 64;  // of descriptors, and of what a peer must hold for us
+  std::vector<size_t> due;
+  // Everybody begins with the next one after itself, so that not all call the same one at once.
+  const size_t self = size_t(std::find(ids.begin(), ids.end(), id()) - ids.begin());
+  for (size_t step = ids.size(); step >= 1; --step) {
+    const size_t i = (self + step) % ids.size();
+    std::lock_guard lock(mutex_);
+    if (id() < ids[i] && !known(ids[i])) due.push_back(i);
+  }
+
+  std::vector<Call> calls;
+  std::vector<pollfd> sockets;
+  const auto failed = [](size_t index, const Error& why) {
+    return Status(why.code, "cannot connect to rank " + std::to_string(index) + ": " + why.message);
+  };
+  while (!due.empty() || !calls.empty()) {
+    while (!due.empty() && calls.size() < kMaxCalls) {
+      const size_t i = due.back();
+      auto connecting = openRoute(transports_, ids[i], endpoints[i], deadline);
+      if (!connecting.ok()) return failed(i, connecting.error());
+      calls.push_back({i, std::move(*connecting)});
+      due.pop_back();
+    }
+    sockets.clear();
+    for (auto call = calls.begin(); call != calls.end();) {
+      auto channel = call->connecting->advance();
+      if (!channel.ok()) return failed(call->index, channel.error());
+      if (!*channel) {
+        call->connecting->addSockets(sockets);
+        ++call;
+        continue;
+      }
+      log(LogLevel::kInfo, logName(), "connected to rank ", call->index, " over ",
+          (*channel)->transportName());
+      std::lock_guard lock(mutex_);
+      remember(ids[call->index], std::move(*channel));
+      call = calls.erase(call);
+    }
+    if (calls.empty() || (!due.empty() && calls.size() < kMaxCalls)) continue;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
+    if (::poll(sockets.data(), sockets.size(), int(std::min<int64_t>(left, 1000))) < 0 &&
+        errno != EINTR)
+      return systemError("poll", errno);
+  }
+  return {};
 }
 
 void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {

@@ -75,7 +75,9 @@ class Engine {
 
  private:
   Engine() = default;
-  Result<std::shared_ptr<Peer>> call(const EngineId& id, const Bytes& endpoint, Deadline deadline);
+  std::shared_ptr<Peer> known(const EngineId& id) const;
+  Status callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
+                 Deadline deadline);
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel);
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
   void onEnded(const EngineId& id, const Status& how);

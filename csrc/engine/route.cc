@@ -17,6 +17,51 @@ EngineId readId(ByteReader& in) {
   return id;
 }
 
+struct Wire {
+  Transport* transport;
+  Bytes endpoint;  // the peer's for this transport
+};
+
+// Tries one wire after the other.
+class RouteSearch final : public Connecting {
+ public:
+  RouteSearch(std::vector<Wire> wires, const EngineId& peer, Deadline deadline)
+      : wires_(std::move(wires)), peer_(peer), deadline_(deadline) {}
+
+  Result<std::shared_ptr<Channel>> advance() override {
+    for (; next_ < wires_.size(); ++next_) {
+      auto channel = advanceOn(wires_[next_]);
+      if (channel.ok()) return channel;
+      call_.reset();
+      // Only "this wire does not lead there" tries the next one: a refusal on the wire that does
+      // lead there must not turn into another wire.
+      if (channel.error().code != ErrorCode::kUnsupported) return channel;
+      reasons_ += (reasons_.empty() ? "" : "; ") + std::string(wires_[next_].transport->name()) +
+                  ": " + channel.error().message;
+    }
+    return Error{ErrorCode::kPeerLost, reasons_};
+  }
+
+  void addSockets(std::vector<pollfd>& sockets) const override { call_->addSockets(sockets); }
+
+ private:
+  Result<std::shared_ptr<Channel>> advanceOn(const Wire& wire) {
+    if (!call_) {
+      auto call = wire.transport->connect(peer_, wire.endpoint, deadline_);
+      if (!call.ok()) return call.error();
+      call_ = std::move(*call);
+    }
+    return call_->advance();
+  }
+
+  const std::vector<Wire> wires_;
+  const EngineId peer_;
+  const Deadline deadline_;
+  size_t next_ = 0;
+  std::unique_ptr<Connecting> call_;  // over wires_[next_]
+  std::string reasons_;               // why those before it do not lead there
+};
+
 }  // namespace
 
 Bytes encodeEndpoint(const EngineId& owner,
@@ -37,7 +82,7 @@ Result<EngineId> endpointOwner(ByteView endpoint) {
   return id;
 }
 
-Result<std::shared_ptr<Channel>> openRoute(
+Result<std::unique_ptr<Connecting>> openRoute(
     const std::vector<std::unique_ptr<Transport>>& transports, const EngineId& peer,
     ByteView endpoint, Deadline deadline) {
   ByteReader in(endpoint);
@@ -49,27 +94,20 @@ Result<std::shared_ptr<Channel>> openRoute(
   }
   MOONCAKE_TRY(in.finish("endpoint"));
 
-  Error last{ErrorCode::kPeerLost, "no transport in common"};
-  std::string reasons;
+  std::vector<Wire> wires;
+  std::string here;
   for (const auto& transport : transports) {
+    here += std::string(here.empty() ? "" : ", ") + transport->name();
     for (const auto& [name, bytes] : offered) {
-      if (name != transport->name()) continue;
-      auto channel = transport->connect(peer, bytes, deadline);
-      if (channel.ok()) return channel;
-      last = channel.error();
-      reasons += (reasons.empty() ? "" : "; ") + name + ": " + last.message;
-      // Only "this wire does not lead there" tries the next one: a refusal on the wire that does
-      // lead there must not turn into another wire.
-      if (last.code != ErrorCode::kUnsupported) return last;
+      if (name == transport->name())
+        wires.push_back({transport.get(), Bytes(bytes.begin(), bytes.end())});
     }
   }
-  if (reasons.empty()) {
-    for (const auto& transport : transports)
-      reasons += std::string(reasons.empty() ? "" : ", ") + transport->name();
-    reasons =
-        "no transport in common (here: " + reasons + "; check MOONCAKE_TRANSPORTS on both sides)";
+  if (wires.empty()) {
+    return Error{ErrorCode::kPeerLost, "no transport in common (here: " + here +
+                                           "; check MOONCAKE_TRANSPORTS on both sides)"};
   }
-  return Error{last.code == ErrorCode::kUnsupported ? ErrorCode::kPeerLost : last.code, reasons};
+  return std::unique_ptr<Connecting>(new RouteSearch(std::move(wires), peer, deadline));
 }
 
 }  // namespace mooncake

@@ -9,8 +9,8 @@ namespace mooncake {
 
 // The only place that chooses a wire: the first of `transports` (best first) that leads to the
 // peer. `endpoint` is what Engine::endpoint() made there. kPeerLost with every wire's own reason
-// when none does.
-Result<std::shared_ptr<Channel>> openRoute(
+// when none does. Goes before the transports do.
+Result<std::unique_ptr<Connecting>> openRoute(
     const std::vector<std::unique_ptr<Transport>>& transports, const EngineId& peer,
     ByteView endpoint, Deadline deadline);
 

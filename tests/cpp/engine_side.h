@@ -5,12 +5,14 @@
 #include <gtest/gtest.h>
 #include <memory>
 #include <mutex>
+#include <poll.h>
 #include <string_view>
 #include <thread>
 #include <vector>
 
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
+#include "engine/stream/handshake.h"
 #include "engine/transports/transport.h"
 
 namespace mooncake::testing {
@@ -44,6 +46,32 @@ inline Bytes pattern(size_t bytes, uint64_t seed) {
 }
 
 inline constexpr uint64_t stampOf(uint64_t number) { return number << kStampKindBits | 1; }
+
+// What somebody does who connects to one peer and has nothing else to do.
+inline Result<std::shared_ptr<Channel>> connectNow(Transport& transport, const EngineId& peer,
+                                                   ByteView endpoint, Deadline deadline) {
+  auto connecting = transport.connect(peer, endpoint, deadline);
+  if (!connecting.ok()) return connecting.error();
+  for (std::vector<pollfd> sockets;; sockets.clear()) {
+    auto channel = (*connecting)->advance();
+    if (!channel.ok() || *channel) return channel;
+    (*connecting)->addSockets(sockets);
+    EXPECT_FALSE(sockets.empty()) << "nothing to wait for";
+    ::poll(sockets.data(), sockets.size(), 10);
+  }
+}
+
+inline Result<Handshaken> handshakeNow(Fd socket, const TransportContext& context,
+                                       HandshakeConnector::Options options) {
+  HandshakeConnector connector(std::move(socket), context, std::move(options));
+  for (;;) {
+    const auto done = connector.advance();
+    if (!done.ok()) return done.error();
+    if (*done) return connector.take();
+    pollfd readable{.fd = connector.socket(), .events = POLLIN, .revents = 0};
+    ::poll(&readable, 1, 10);
+  }
+}
 
 // A window part as engines make it: in the arena, a doorbell in front, registered for both.
 class Part {

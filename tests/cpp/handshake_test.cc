@@ -18,6 +18,10 @@ std::pair<Fd, Fd> socketPair() {
 
 Deadline soon() { return Deadline::after(kPatience); }
 
+HandshakeConnector::Options to(const EngineId& peer, Deadline deadline) {
+  return {.peer = peer, .deadline = deadline, .behindProof = {}};
+}
+
 // The passive side's result, once it is there.
 std::future<Result<Handshaken>> accept(Fd socket, const EngineSide& side,
                                        Deadline deadline = soon()) {
@@ -32,7 +36,7 @@ std::future<Result<Handshaken>> accept(Fd socket, const EngineSide& side,
 Bytes helloOf(const EngineSide& connector, const EngineId& peer) {
   auto [ours, theirs] = socketPair();
   ::shutdown(theirs.get(), SHUT_WR);
-  EXPECT_FALSE(handshakeConnect(std::move(ours), connector.context(), peer, 0, 1, soon()).ok());
+  EXPECT_FALSE(handshakeNow(std::move(ours), connector.context(), to(peer, soon())).ok());
   Bytes hello(1000);
   hello.resize(static_cast<size_t>(::recv(theirs.get(), hello.data(), hello.size(), 0)));
   return hello;
@@ -51,7 +55,13 @@ TEST(HandshakeTest, BothSidesLearnWhoTheOtherIs) {
   EngineSide a, b;
   auto [one, other] = socketPair();
   auto accepted = accept(std::move(other), b);
-  auto connected = handshakeConnect(std::move(one), a.context(), b.id(), 2, 5, soon(), 99);
+  auto connected = handshakeNow(std::move(one), a.context(),
+                                {.peer = b.id(),
+                                 .lane = 2,
+                                 .lanes = 5,
+                                 .attempt = 99,
+                                 .deadline = soon(),
+                                 .behindProof = {}});
   ASSERT_TRUE(connected.ok()) << connected.error().message;
   const auto atB = accepted.get();
   ASSERT_TRUE(atB.ok()) << atB.error().message;
@@ -69,7 +79,7 @@ TEST(HandshakeTest, WrongKeyIsRefusedByTheConnector) {
   EngineSide a("one key"), b("another key");
   auto [one, other] = socketPair();
   auto accepted = accept(std::move(other), b);
-  const auto connected = handshakeConnect(std::move(one), a.context(), b.id(), 0, 1, soon());
+  const auto connected = handshakeNow(std::move(one), a.context(), to(b.id(), soon()));
   ASSERT_FALSE(connected.ok());
   EXPECT_EQ(connected.error().code, ErrorCode::kRefused);
   EXPECT_FALSE(accepted.get().ok());
@@ -99,7 +109,7 @@ TEST(HandshakeTest, WrongEngineIsRefused) {
   EngineSide a, b, c;
   auto [one, other] = socketPair();
   auto accepted = accept(std::move(other), b);
-  const auto connected = handshakeConnect(std::move(one), a.context(), c.id(), 0, 1, soon());
+  const auto connected = handshakeNow(std::move(one), a.context(), to(c.id(), soon()));
   ASSERT_FALSE(connected.ok());
   EXPECT_EQ(connected.error().code, ErrorCode::kRefused);
   EXPECT_EQ(accepted.get().error().code, ErrorCode::kRefused);
@@ -128,8 +138,8 @@ TEST(HandshakeTest, ASilentConnectorIsDroppedAtTheDeadline) {
 TEST(HandshakeTest, ASilentAcceptorCostsTheConnectorItsDeadline) {
   EngineSide a, b;
   auto [one, other] = socketPair();
-  const auto connected = handshakeConnect(std::move(one), a.context(), b.id(), 0, 1,
-                                          Deadline::after(std::chrono::milliseconds(50)));
+  const auto connected = handshakeNow(std::move(one), a.context(),
+                                      to(b.id(), Deadline::after(std::chrono::milliseconds(50))));
   ASSERT_FALSE(connected.ok());
   EXPECT_EQ(connected.error().code, ErrorCode::kTimeout);
 }
@@ -151,7 +161,7 @@ TEST(HandshakeTest, OneByteAtATime) {
     }
   });
   {
-    const auto connected = handshakeConnect(std::move(one), a.context(), b.id(), 0, 1, soon());
+    const auto connected = handshakeNow(std::move(one), a.context(), to(b.id(), soon()));
     EXPECT_TRUE(connected.ok());
     EXPECT_TRUE(accepted.get().ok());
   }

@@ -29,7 +29,7 @@ struct InprocSide : EngineSide {
 
 std::shared_ptr<Channel> connectOrDie(InprocSide& from, InprocSide& to) {
   auto channel =
-      from.transport->connect(to.id(), to.transport->endpoint(), Deadline::after(kPatience));
+      connectNow(*from.transport, to.id(), to.transport->endpoint(), Deadline::after(kPatience));
   EXPECT_TRUE(channel.ok());
   return *channel;
 }
@@ -84,7 +84,7 @@ TEST(Inproc, DoesNotLeadToAnotherProcess) {
   InprocSide a, b;
   Bytes endpoint = b.transport->endpoint();
   endpoint[0] ^= std::byte(1);  // the process
-  const auto result = a.transport->connect(b.id(), endpoint, Deadline::after(kPatience));
+  const auto result = connectNow(*a.transport, b.id(), endpoint, Deadline::after(kPatience));
   ASSERT_FALSE(result.ok());
   EXPECT_EQ(result.error().code, ErrorCode::kUnsupported);
 }

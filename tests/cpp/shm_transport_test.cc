@@ -143,7 +143,7 @@ class ShmProcessTest : public ::testing::Test {
     side_ = std::make_unique<ShmSide>(crossMemoryAttach);
     peer_ = decode(child_.receive());
     auto connected =
-        side_->transport->connect(peer_.id, peer_.endpoint, Deadline::after(kPatience));
+        connectNow(*side_->transport, peer_.id, peer_.endpoint, Deadline::after(kPatience));
     ASSERT_TRUE(connected.ok()) << connected.error().message;
     channel_ = std::move(*connected);
   }
@@ -270,7 +270,7 @@ TEST_F(ShmProcessTest, LeavesNothingBehind) {
   child_.kill();
   EXPECT_EQ(side_->endOf(peer_.id).code(), ErrorCode::kPeerLost);
   const auto again =
-      side_->transport->connect(peer_.id, peer_.endpoint, Deadline::after(kPatience));
+      connectNow(*side_->transport, peer_.id, peer_.endpoint, Deadline::after(kPatience));
   ASSERT_FALSE(again.ok());
   EXPECT_EQ(again.error().code, ErrorCode::kUnsupported) << "its socket is gone";
   EXPECT_TRUE(files().empty());
@@ -292,7 +292,7 @@ TEST_F(ShmProcessTest, DoesNotLeadToAnotherNetworkNamespace) {
   auto elsewhere = std::async(std::launch::async, [&]() -> ErrorCode {
     if (::unshare(CLONE_NEWNET) != 0) return ErrorCode::kOk;  // of this thread only
     const auto result =
-        side.transport->connect(peer_.id, peer_.endpoint, Deadline::after(kPatience));
+        connectNow(*side.transport, peer_.id, peer_.endpoint, Deadline::after(kPatience));
     return result.ok() ? ErrorCode::kInvalidArgument : result.error().code;
   });
   const ErrorCode code = elsewhere.get();
@@ -304,7 +304,8 @@ TEST_F(ShmProcessTest, DoesNotLeadToAnotherNetworkNamespace) {
 TEST(Shm, RefusesUserMemoryThatWasRevoked) {
   for (const bool crossMemoryAttach : {true, false}) {
     ShmSide a(crossMemoryAttach), b;
-    auto toB = a.transport->connect(b.id(), b.transport->endpoint(), Deadline::after(kPatience));
+    auto toB =
+        connectNow(*a.transport, b.id(), b.transport->endpoint(), Deadline::after(kPatience));
     ASSERT_TRUE(toB.ok());
     Bytes memory = pattern(10000, 1), target(10000);
     Doorbell bell;

@@ -58,8 +58,12 @@ class TcpTransportTest : public ::testing::Test {
     transport = std::move(*created);
   }
   Fd connectBare() {
-    auto socket = connectTo(addressOf(*transport), soon());
+    auto socket = beginConnect(addressOf(*transport));
     EXPECT_TRUE(socket.ok());
+    EXPECT_TRUE(eventually([&] {
+      const auto connected = isConnected(socket->get(), addressOf(*transport));
+      return connected.ok() && *connected;
+    }));
     return std::move(*socket);
   }
   // The other side has hung up, orderly or not.
@@ -89,8 +93,13 @@ TEST_F(TcpTransportTest, LanesOfAnIncompleteChannelAreDropped) {
   listen(std::chrono::milliseconds(200));
   EngineSide other;
   const auto lane = [&](uint16_t number, uint64_t attempt) {
-    auto shaken =
-        handshakeConnect(connectBare(), other.context(), side->id(), number, 3, soon(), attempt);
+    auto shaken = handshakeNow(connectBare(), other.context(),
+                               {.peer = side->id(),
+                                .lane = number,
+                                .lanes = 3,
+                                .attempt = attempt,
+                                .deadline = soon(),
+                                .behindProof = {}});
     EXPECT_TRUE(shaken.ok());
     return std::move(shaken->socket);
   };
@@ -110,7 +119,7 @@ TEST_F(TcpTransportTest, MoreConnectorsThanHandshakesAtATime) {
   EngineSide other("the job's key", Tcp::env());
   auto theirs = Tcp::create(other.context());
   ASSERT_TRUE(theirs.ok());
-  auto channel = (*theirs)->connect(side->id(), transport->endpoint(), soon());
+  auto channel = connectNow(**theirs, side->id(), transport->endpoint(), soon());
   ASSERT_TRUE(channel.ok()) << channel.error().message;
   EXPECT_NE(side->acceptedFrom(other.id()), nullptr);
   (*channel)->close();
@@ -124,7 +133,7 @@ TEST_F(TcpTransportTest, NobodyThereIsALostPeer) {
   EngineSide other("the job's key", Tcp::env());
   auto theirs = Tcp::create(other.context());
   ASSERT_TRUE(theirs.ok());
-  const auto result = (*theirs)->connect(side->id(), endpoint, soon());
+  const auto result = connectNow(**theirs, side->id(), endpoint, soon());
   ASSERT_FALSE(result.ok());
   EXPECT_EQ(result.error().code, ErrorCode::kPeerLost);
   EXPECT_NE(result.error().message.find(address), std::string::npos) << result.error().message;
@@ -161,7 +170,7 @@ TEST(TcpKillTest, AKilledPeerEndsTheChannelAndItsGets) {
   EngineSide side("the job's key", Tcp::env());
   auto transport = Tcp::create(side.context());
   ASSERT_TRUE(transport.ok());
-  auto channel = (*transport)->connect(peer, endpoint, soon());
+  auto channel = connectNow(**transport, peer, endpoint, soon());
   ASSERT_TRUE(channel.ok()) << channel.error().message;
   Completion completion(&bell);
   ASSERT_TRUE((*channel)->get({region, 0, target, &completion}).ok());

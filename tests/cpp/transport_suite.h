@@ -35,7 +35,7 @@ class TransportSuite : public ::testing::Test {
   static auto soon() { return Deadline::after(kPatience); }
 
   void SetUp() override {
-    auto connected = a.transport->connect(b.id(), b.transport->endpoint(), soon());
+    auto connected = connectNow(*a.transport, b.id(), b.transport->endpoint(), soon());
     ASSERT_TRUE(connected.ok()) << connected.error().message;
     toB = std::move(*connected);
     toA = b.acceptedFrom(a.id());
@@ -311,11 +311,11 @@ TYPED_TEST_P(TransportSuite, RegionsCanGoWhileTheyAreRead) {
 TYPED_TEST_P(TransportSuite, WrongKeyIsRefused) {
   typename TestFixture::End stranger("another key");
   const auto in =
-      this->b.transport->connect(stranger.id(), stranger.transport->endpoint(), this->soon());
+      connectNow(*this->b.transport, stranger.id(), stranger.transport->endpoint(), this->soon());
   ASSERT_FALSE(in.ok());
   EXPECT_EQ(in.error().code, ErrorCode::kRefused) << in.error().message;
   const auto out =
-      stranger.transport->connect(this->b.id(), this->b.transport->endpoint(), this->soon());
+      connectNow(*stranger.transport, this->b.id(), this->b.transport->endpoint(), this->soon());
   ASSERT_FALSE(out.ok());
   EXPECT_EQ(out.error().code, ErrorCode::kRefused) << out.error().message;
   EXPECT_EQ(this->b.acceptedCount(), 1u);
@@ -323,7 +323,7 @@ TYPED_TEST_P(TransportSuite, WrongKeyIsRefused) {
 
 TYPED_TEST_P(TransportSuite, WrongEngineIsRefused) {
   const auto result =
-      this->a.transport->connect(this->a.id(), this->b.transport->endpoint(), this->soon());
+      connectNow(*this->a.transport, this->a.id(), this->b.transport->endpoint(), this->soon());
   ASSERT_FALSE(result.ok());
   EXPECT_EQ(result.error().code, ErrorCode::kRefused) << result.error().message;
 }
@@ -332,9 +332,10 @@ TYPED_TEST_P(TransportSuite, GarbageEndpointsAreErrors) {
   const Bytes good = this->b.transport->endpoint();
   for (size_t bytes = 0; bytes < good.size(); ++bytes) {
     EXPECT_FALSE(
-        this->a.transport->connect(this->b.id(), ByteView(good).first(bytes), this->soon()).ok());
+        connectNow(*this->a.transport, this->b.id(), ByteView(good).first(bytes), this->soon())
+            .ok());
   }
-  EXPECT_FALSE(this->a.transport->connect(this->b.id(), pattern(1000, 1), this->soon()).ok());
+  EXPECT_FALSE(connectNow(*this->a.transport, this->b.id(), pattern(1000, 1), this->soon()).ok());
 }
 
 TYPED_TEST_P(TransportSuite, ShutdownClosesWhatWasAccepted) {
@@ -342,7 +343,8 @@ TYPED_TEST_P(TransportSuite, ShutdownClosesWhatWasAccepted) {
   const Status how = this->a.endOf(this->b.id());
   EXPECT_TRUE(how.ok()) << how.error().message;
   EXPECT_FALSE(
-      this->a.transport->connect(this->b.id(), this->b.transport->endpoint(), this->soon()).ok());
+      connectNow(*this->a.transport, this->b.id(), this->b.transport->endpoint(), this->soon())
+          .ok());
 }
 
 REGISTER_TYPED_TEST_SUITE_P(TransportSuite, PutsArriveBothWays, PutOfAllSizes,

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <memory>
-#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
 #include <utility>
@@ -20,45 +18,6 @@ namespace {
 constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
 constexpr uint32_t kVersion = 1;
 constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + sizeof(Greeting);
-
-// Puts an offer together, in however many pieces it comes.
-class OfferReader {
- public:
-  // True when the offer is whole, false when more has to come.
-  Result<bool> advance(int socket) {
-    while (message_.size() < kOfferBytes) {
-      const auto got = receiveWithFd(socket, kOfferBytes - message_.size(), message_, memfd_);
-      if (!got.ok()) return got.error();
-      if (*got == 0) return false;
-    }
-    return true;
-  }
-
-  Result<ArenaOffer> take() {
-    ByteReader in(message_);
-    const auto mark = in.get<uint32_t>();
-    const auto version = in.get<uint32_t>();
-    ArenaOffer offer;
-    offer.address = in.get<uint64_t>();
-    offer.bytes = in.get<uint64_t>();
-    offer.mirror = in.get<uint64_t>();
-    const auto greeting = in.getRaw(sizeof(Greeting));
-    MOONCAKE_TRY(in.finish("arena offer"));
-    std::copy(greeting.begin(), greeting.end(), offer.greeting.begin());
-    offer.memfd = std::move(memfd_);
-    if (mark != kMark || version != kVersion || !offer.memfd ||
-        offer.address + offer.bytes < offer.address || offer.mirror % alignof(RegionMirror) != 0 ||
-        offer.bytes < sizeof(RegionMirror) || offer.mirror > offer.bytes - sizeof(RegionMirror)) {
-      return Error{ErrorCode::kProtocol,
-                   "a peer's arena offer does not decode: do all ranks run the same version?"};
-    }
-    return offer;
-  }
-
- private:
-  Bytes message_;
-  Fd memfd_;
-};
 
 // Waits on the loop for the offer or the deadline. Kept alive by the loop's handlers.
 class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
@@ -128,22 +87,34 @@ Status sendOffer(int socket, const Arena& arena, uint64_t mirror, const Greeting
   return sendWithFd(socket, message, arena.fd());
 }
 
-Result<ArenaOffer> receiveOffer(int socket, Deadline deadline) {
-  OfferReader reader;
-  for (;;) {
-    const auto whole = reader.advance(socket);
-    if (!whole.ok()) return whole.error();
-    if (*whole) return reader.take();
-    if (deadline.passed()) {
-      return Error{ErrorCode::kTimeout, "the peer did not offer its arena in time"};
-    }
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
-    pollfd readable{.fd = socket, .events = POLLIN, .revents = 0};
-    if (::poll(&readable, 1, static_cast<int>(std::min<int64_t>(left, 60'000))) < 0 &&
-        errno != EINTR) {
-      return systemError("poll", errno);
-    }
+Result<bool> OfferReader::advance(int socket) {
+  while (message_.size() < kOfferBytes) {
+    const auto got = receiveWithFd(socket, kOfferBytes - message_.size(), message_, memfd_);
+    if (!got.ok()) return got.error();
+    if (*got == 0) return false;
   }
+  return true;
+}
+
+Result<ArenaOffer> OfferReader::take() {
+  ByteReader in(message_);
+  const auto mark = in.get<uint32_t>();
+  const auto version = in.get<uint32_t>();
+  ArenaOffer offer;
+  offer.address = in.get<uint64_t>();
+  offer.bytes = in.get<uint64_t>();
+  offer.mirror = in.get<uint64_t>();
+  const auto greeting = in.getRaw(sizeof(Greeting));
+  MOONCAKE_TRY(in.finish("arena offer"));
+  std::copy(greeting.begin(), greeting.end(), offer.greeting.begin());
+  offer.memfd = std::move(memfd_);
+  if (mark != kMark || version != kVersion || !offer.memfd ||
+      offer.address + offer.bytes < offer.address || offer.mirror % alignof(RegionMirror) != 0 ||
+      offer.bytes < sizeof(RegionMirror) || offer.mirror > offer.bytes - sizeof(RegionMirror)) {
+    return Error{ErrorCode::kProtocol,
+                 "a peer's arena offer does not decode: do all ranks run the same version?"};
+  }
+  return offer;
 }
 
 void receiveOffer(Fd socket, EventLoop& loop, Deadline deadline, OfferHandler done) {

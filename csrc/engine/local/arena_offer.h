@@ -30,8 +30,17 @@ struct ArenaOffer {
 
 Status sendOffer(int socket, const Arena& arena, uint64_t mirror, const Greeting& greeting);
 
-// On the calling thread. Reads not one byte more than the offer.
-Result<ArenaOffer> receiveOffer(int socket, Deadline deadline);
+// Puts an offer together, in however many pieces it comes; reads not one byte more.
+class OfferReader {
+ public:
+  // Takes what is there. True: take() the offer.
+  Result<bool> advance(int socket);
+  Result<ArenaOffer> take();
+
+ private:
+  Bytes message_;
+  Fd memfd_;
+};
 
 // For the loop's thread: a peer that is slow or silent is dropped at the deadline. `done` runs once
 // on it, at once if the offer is there, and gets the socket back.

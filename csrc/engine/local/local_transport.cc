@@ -1,6 +1,8 @@
 #include "engine/local/local_transport.h"
 
 #include <algorithm>
+#include <optional>
+#include <poll.h>
 #include <unistd.h>
 #include <utility>
 
@@ -35,22 +37,25 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
     return {};
   }
 
-  Result<std::shared_ptr<Channel>> connect(const EngineId& peer, const std::string& socketName,
-                                           Deadline deadline) {
-    auto socket = connectAbstract(socketName, deadline);
-    if (!socket.ok()) return socket.error();
-    const pid_t process = peerProcess(socket->get());
-    if (!wire_->leadsTo(process)) {
-      return Error{ErrorCode::kUnsupported,
-                   std::string(wire_->name()) + " does not lead to another process"};
-    }
-    auto shaken = handshakeConnect(
-        std::move(*socket), context_, peer, 0, 1, deadline, 0,
-        [&](int behind) { return sendOffer(behind, context_.arena, mirror_, wire_->greeting()); });
-    if (!shaken.ok()) return shaken.error();
-    auto offer = receiveOffer(shaken->socket.get(), deadline);
-    if (!offer.ok()) return offer.error();
-    return open(std::move(shaken->socket), process, peer, std::move(*offer));
+  Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, const std::string& socketName,
+                                              Deadline deadline);
+
+  Result<std::shared_ptr<Channel>> open(Fd socket, pid_t process, const EngineId& peer,
+                                        ArenaOffer offer) {
+    auto arena = ArenaMapping::map(std::move(offer.memfd), offer.bytes);
+    if (!arena.ok()) return arena.error();
+    auto reader = wire_->reader(process, offer.greeting, **arena);
+    std::lock_guard lock(mutex_);
+    if (stopped_) return Error{ErrorCode::kAborted, "the transport is shut down"};
+    std::shared_ptr<Channel> channel = LocalChannel::start(wire_->name(),
+                                                           {.arena = std::move(*arena),
+                                                            .address = offer.address,
+                                                            .mirror = offer.mirror,
+                                                            .reader = std::move(reader)},
+                                                           std::move(socket), peer, context_);
+    std::erase_if(channels_, [](const auto& weak) { return weak.expired(); });
+    channels_.push_back(channel);
+    return channel;
   }
 
   void shutdown() {
@@ -95,26 +100,6 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
     log(LogLevel::kWarning, wire_->name(), "a connection to us failed: ", why.message);
   }
 
-  // ---- any thread
-
-  Result<std::shared_ptr<Channel>> open(Fd socket, pid_t process, const EngineId& peer,
-                                        ArenaOffer offer) {
-    auto arena = ArenaMapping::map(std::move(offer.memfd), offer.bytes);
-    if (!arena.ok()) return arena.error();
-    auto reader = wire_->reader(process, offer.greeting, **arena);
-    std::lock_guard lock(mutex_);
-    if (stopped_) return Error{ErrorCode::kAborted, "the transport is shut down"};
-    std::shared_ptr<Channel> channel = LocalChannel::start(wire_->name(),
-                                                           {.arena = std::move(*arena),
-                                                            .address = offer.address,
-                                                            .mirror = offer.mirror,
-                                                            .reader = std::move(reader)},
-                                                           std::move(socket), peer, context_);
-    std::erase_if(channels_, [](const auto& weak) { return weak.expired(); });
-    channels_.push_back(channel);
-    return channel;
-  }
-
   const TransportContext& context_;
   const std::unique_ptr<LocalWire> wire_;
   std::shared_ptr<HandshakeListener> listener_;
@@ -123,6 +108,66 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   bool stopped_ = false;
   std::vector<std::weak_ptr<Channel>> channels_;
 };
+
+// The active side: handshake, our offer right behind the proof, their offer behind the welcome.
+class LocalTransport::Call final : public Connecting {
+ public:
+  Call(std::shared_ptr<Core> core, pid_t process, Deadline deadline, HandshakeConnector handshake)
+      : core_(std::move(core)),
+        process_(process),
+        deadline_(deadline),
+        handshake_(std::move(handshake)) {}
+
+  Result<std::shared_ptr<Channel>> advance() override {
+    if (!shaken_) {
+      const auto done = handshake_.advance();
+      if (!done.ok()) return done.error();
+      if (!*done) return std::shared_ptr<Channel>();
+      shaken_ = handshake_.take();
+    }
+    const auto whole = offer_.advance(shaken_->socket.get());
+    if (!whole.ok()) return whole.error();
+    if (!*whole) {
+      if (!deadline_.passed()) return std::shared_ptr<Channel>();
+      return Error{ErrorCode::kTimeout, "the peer did not offer its arena in time"};
+    }
+    auto offer = offer_.take();
+    if (!offer.ok()) return offer.error();
+    return core_->open(std::move(shaken_->socket), process_, shaken_->peer, std::move(*offer));
+  }
+
+  void addSockets(std::vector<pollfd>& sockets) const override {
+    const int socket = shaken_ ? shaken_->socket.get() : handshake_.socket();
+    sockets.push_back({.fd = socket, .events = POLLIN, .revents = 0});
+  }
+
+ private:
+  const std::shared_ptr<Core> core_;
+  const pid_t process_;
+  const Deadline deadline_;
+  HandshakeConnector handshake_;
+  std::optional<Handshaken> shaken_;
+  OfferReader offer_;
+};
+
+Result<std::unique_ptr<Connecting>> LocalTransport::Core::connect(const EngineId& peer,
+                                                                  const std::string& socketName,
+                                                                  Deadline deadline) {
+  auto socket = connectAbstract(socketName, deadline);
+  if (!socket.ok()) return socket.error();
+  const pid_t process = peerProcess(socket->get());
+  if (!wire_->leadsTo(process)) {
+    return Error{ErrorCode::kUnsupported,
+                 std::string(wire_->name()) + " does not lead to another process"};
+  }
+  const auto ourOffer = [this](int behind) {
+    return sendOffer(behind, context_.arena, mirror_, wire_->greeting());
+  };
+  return std::unique_ptr<Connecting>(
+      new Call(shared_from_this(), process, deadline,
+               HandshakeConnector(std::move(*socket), context_,
+                                  {.peer = peer, .deadline = deadline, .behindProof = ourOffer})));
+}
 
 Result<std::unique_ptr<Transport>> LocalTransport::create(const TransportContext& context,
                                                           std::unique_ptr<LocalWire> wire) {
@@ -145,8 +190,8 @@ Bytes LocalTransport::endpoint() const {
   return ByteWriter().put(static_cast<uint32_t>(::getpid())).putString(socketName_).take();
 }
 
-Result<std::shared_ptr<Channel>> LocalTransport::connect(const EngineId& peer, ByteView endpoint,
-                                                         Deadline deadline) {
+Result<std::unique_ptr<Connecting>> LocalTransport::connect(const EngineId& peer, ByteView endpoint,
+                                                            Deadline deadline) {
   ByteReader in(endpoint);
   const auto process = in.get<uint32_t>();
   const std::string socketName = in.getString(kMaxName);

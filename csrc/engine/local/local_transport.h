@@ -41,12 +41,13 @@ class LocalTransport final : public Transport {
 
   const char* name() const override;
   Bytes endpoint() const override;
-  Result<std::shared_ptr<Channel>> connect(const EngineId& peer, ByteView endpoint,
-                                           Deadline deadline) override;
+  Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
+                                              Deadline deadline) override;
   void shutdown() override;
 
  private:
   class Core;
+  class Call;
 
   LocalTransport(std::string socketName, std::shared_ptr<Core> core)
       : socketName_(std::move(socketName)), core_(std::move(core)) {}

@@ -139,7 +139,7 @@ Status sendMessage(int socket, ByteView message) {
 }
 
 // Appends what is there, up to `wanted` bytes in all. False: not yet complete.
-Result<bool> receiveMessage(int socket, Bytes& message, size_t wanted) {
+Result<bool> receive(int socket, Bytes& message, size_t wanted) {
   while (message.size() < wanted) {
     std::array<std::byte, 256> chunk;
     const size_t room = std::min(chunk.size(), wanted - message.size());
@@ -155,35 +155,16 @@ Result<bool> receiveMessage(int socket, Bytes& message, size_t wanted) {
   return true;
 }
 
-// ---- connector ----
-
-Status receiveBlocking(int socket, Bytes& message, size_t wanted, Deadline deadline) {
-  for (;;) {
-    const auto complete = receiveMessage(socket, message, wanted);
-    if (!complete.ok()) return complete.status();
-    if (*complete) return {};
-    if (deadline.passed())
-      return {ErrorCode::kTimeout, "the peer did not answer the handshake in time"};
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
-    pollfd waiting{socket, POLLIN, 0};
-    ::poll(&waiting, 1, static_cast<int>(std::min<int64_t>(left, 1000)));
-  }
-}
-
-// The next message if it is of the kind that is due; the peer's refusal becomes an error.
-Result<Bytes> receiveKind(int socket, Kind due, Deadline deadline) {
-  Bytes message;
-  MOONCAKE_TRY(receiveBlocking(socket, message, kHeadBytes, deadline));
-  const auto kind = decodeHead(message);
+// Takes what is there of one message, and not one byte of the next. False: not yet complete.
+Result<bool> receiveMessage(int socket, Bytes& message) {
+  const auto head = receive(socket, message, kHeadBytes);
+  if (!head.ok() || !*head) return head;
+  const auto kind = decodeHead(ByteView(message).first(kHeadBytes));
   if (!kind.ok()) return kind.error();
-  MOONCAKE_TRY(receiveBlocking(socket, message, kHeadBytes + bodyBytes(*kind), deadline));
-  if (*kind == Kind::kRefused) {
-    ByteReader in(ByteView(message).subspan(kHeadBytes));
-    return refusal(static_cast<Reason>(in.get<uint16_t>()));
-  }
-  if (*kind != due) return Error{ErrorCode::kProtocol, "handshake: a message out of turn"};
-  return message;
+  return receive(socket, message, kHeadBytes + bodyBytes(*kind));
 }
+
+Kind kindOf(ByteView message) { return *decodeHead(message.first(kHeadBytes)); }
 
 // ---- acceptor ----
 
@@ -239,19 +220,13 @@ void Accept::begin(Deadline deadline) {
 
 void Accept::onReadable() {
   for (;;) {
-    size_t wanted = kHeadBytes;
-    if (message_.size() >= kHeadBytes) wanted += bodyBytes(due_);
-    const auto complete = receiveMessage(socket_.get(), message_, wanted);
+    const auto complete = receiveMessage(socket_.get(), message_);
+    if (!complete.ok() && complete.error().code == ErrorCode::kRefused)
+      return finish(refuse(Reason::kVersion));
     if (!complete.ok()) return finish(complete.status());
     if (!*complete) return;
-    if (wanted == kHeadBytes) {
-      const auto kind = decodeHead(message_);
-      if (!kind.ok() && kind.error().code == ErrorCode::kRefused)
-        return finish(refuse(Reason::kVersion));
-      if (!kind.ok()) return finish(kind.status());
-      if (*kind != due_) return finish({ErrorCode::kProtocol, "handshake: a message out of turn"});
-      continue;
-    }
+    if (kindOf(message_) != due_)
+      return finish({ErrorCode::kProtocol, "handshake: a message out of turn"});
     const bool last = due_ == Kind::kProof;
     Status taken = last ? takeProof() : takeHello();
     if (!taken.ok() || last) return finish(std::move(taken));
@@ -309,33 +284,60 @@ void Accept::finish(Status status) {
 
 }  // namespace
 
-Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context,
-                                    const EngineId& peer, uint16_t lane, uint16_t lanes,
-                                    Deadline deadline, uint64_t attempt,
-                                    const std::function<Status(int socket)>& behindProof) {
-  makeNonBlocking(socket.get());
-  const Bytes hello = encodeHello({lane, lanes, attempt, context.id, peer});
-  MOONCAKE_TRY(sendMessage(socket.get(), hello));
+HandshakeConnector::HandshakeConnector(Fd socket, const TransportContext& context, Options options)
+    : socket_(std::move(socket)), context_(context), options_(std::move(options)) {}
 
-  const auto challenge = receiveKind(socket.get(), Kind::kChallenge, deadline);
-  if (!challenge.ok()) return challenge.error();
-  ByteReader in(ByteView(*challenge).subspan(kHeadBytes));
+Result<bool> HandshakeConnector::advance() {
+  if (hello_.empty()) {
+    makeNonBlocking(socket_.get());
+    hello_ =
+        encodeHello({options_.lane, options_.lanes, options_.attempt, context_.id, options_.peer});
+    MOONCAKE_TRY(sendMessage(socket_.get(), hello_));
+  }
+  for (;;) {
+    const auto complete = receiveMessage(socket_.get(), message_);
+    if (!complete.ok()) return complete.error();
+    if (!*complete) {
+      if (!options_.deadline.passed()) return false;
+      return Error{ErrorCode::kTimeout, "the peer did not answer the handshake in time"};
+    }
+    const bool last = proved_;
+    MOONCAKE_TRY(answer());
+    if (last) return true;
+    message_.clear();
+  }
+}
+
+// A whole message has come.
+Status HandshakeConnector::answer() {
+  const Kind kind = kindOf(message_);
+  if (kind == Kind::kRefused) {
+    ByteReader in(ByteView(message_).subspan(kHeadBytes));
+    return refusal(static_cast<Reason>(in.get<uint16_t>()));
+  }
+  if (kind != (proved_ ? Kind::kWelcome : Kind::kChallenge))
+    return {ErrorCode::kProtocol, "handshake: a message out of turn"};
+  return proved_ ? behindProof_ : takeChallenge();
+}
+
+Status HandshakeConnector::takeChallenge() {
+  ByteReader in(ByteView(message_).subspan(kHeadBytes));
   const auto nonce = getArray<sizeof(Nonce)>(in);
   // Before our own proof: whoever does not know the key gets nothing from us that the key went
   // into.
-  if (!Crypto::equal(macOf(context, "acceptor", hello, nonce), in.getRaw(sizeof(Mac)))) {
-    return Error{ErrorCode::kRefused, "the peer does not know the job's key"};
-  }
+  if (!Crypto::equal(macOf(context_, "acceptor", hello_, nonce), in.getRaw(sizeof(Mac))))
+    return {ErrorCode::kRefused, "the peer does not know the job's key"};
   ByteWriter proof = begin(Kind::kProof);
-  proof.putRaw(macOf(context, "connector", hello, *challenge));
-  MOONCAKE_TRY(sendMessage(socket.get(), proof.bytes()));
-  // Should the peer refuse us now, its answer says more than a failure here.
-  const Status more = behindProof ? behindProof(socket.get()) : Status();
+  proof.putRaw(macOf(context_, "connector", hello_, message_));
+  MOONCAKE_TRY(sendMessage(socket_.get(), proof.bytes()));
+  proved_ = true;
+  // Should the peer refuse us now, its answer says more than a failure here: that waits for it.
+  if (options_.behindProof) behindProof_ = options_.behindProof(socket_.get());
+  return {};
+}
 
-  const auto welcome = receiveKind(socket.get(), Kind::kWelcome, deadline);
-  if (!welcome.ok()) return welcome.error();
-  if (!more.ok()) return more.error();
-  return Handshaken{std::move(socket), peer, lane, lanes, attempt};
+Handshaken HandshakeConnector::take() {
+  return {std::move(socket_), options_.peer, options_.lane, options_.lanes, options_.attempt};
 }
 
 void handshakeAccept(Fd socket, const TransportContext& context, Deadline deadline,

@@ -3,7 +3,9 @@
 #include <functional>
 #include <memory>
 
+#include "base/deadline.h"
 #include "base/event_loop.h"
+#include "base/fd.h"
 #include "engine/transports/transport.h"
 
 // Mutual challenge over any stream socket, the first bytes of every connection. Wire form in
@@ -26,12 +28,39 @@ struct Handshaken {
       attempt;  // the connector's random number for this channel: lanes of two attempts never mix
 };
 
-// Active side, on the calling thread, bounded by the deadline. kRefused: wrong key, wrong engine,
-// wrong version. `behindProof` may send more as soon as the peer has proved itself.
-Result<Handshaken> handshakeConnect(Fd socket, const TransportContext& context,
-                                    const EngineId& peer, uint16_t lane, uint16_t lanes,
-                                    Deadline deadline, uint64_t attempt = 0,
-                                    const std::function<Status(int socket)>& behindProof = {});
+// Active side, on a thread of the caller, over a connected socket.
+class HandshakeConnector {
+ public:
+  struct Options {
+    EngineId peer;
+    uint16_t lane = 0;
+    uint16_t lanes = 1;
+    uint64_t attempt = 0;
+    Deadline deadline;
+    // May send more as soon as the peer has proved itself.
+    std::function<Status(int socket)> behindProof;
+  };
+
+  HandshakeConnector(Fd socket, const TransportContext& context, Options options);
+
+  // Answers what has come, never waits. True: take() it. Errors are final; kRefused: wrong key,
+  // wrong engine, wrong version; kTimeout: the deadline has passed.
+  Result<bool> advance();
+  int socket() const { return socket_.get(); }
+  Handshaken take();
+
+ private:
+  Status answer();
+  Status takeChallenge();
+
+  Fd socket_;
+  const TransportContext& context_;
+  const Options options_;
+  Bytes hello_;    // empty before it is sent
+  Bytes message_;  // being received
+  Status behindProof_;
+  bool proved_ = false;
+};
 
 // Passive side, on the event loop: a peer that is slow or silent costs nobody anything and is
 // dropped at the deadline. `done` runs once on the loop's thread.

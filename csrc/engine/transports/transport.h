@@ -3,8 +3,10 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <poll.h>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/crypto.h"
@@ -17,7 +19,7 @@
 #include "engine/transfer.h"
 
 // The transport contract. A new wire is a new folder beside shm/, tcp/ and inproc/ that implements
-// these two classes, and one line in registry.cc.
+// these three classes, and one line in registry.cc.
 namespace mooncake {
 
 using EngineId = std::array<std::byte, 16>;  // random, names one engine for its whole life
@@ -44,6 +46,20 @@ class Channel {
   virtual void close() = 0;
 };
 
+// A channel on its way. Belongs to one thread, which may have many under way: what takes the time
+// are the answers of the peers, and those come side by side.
+class Connecting {
+ public:
+  virtual ~Connecting() = default;
+
+  // Goes as far as it can without waiting for the peer. The channel once it stands, null before
+  // that. Errors are final; kUnsupported: this wire does not lead there, try the next one;
+  // kTimeout: the deadline has passed.
+  virtual Result<std::shared_ptr<Channel>> advance() = 0;
+  // Adds the sockets that it waits for, after advance() gave null.
+  virtual void addSockets(std::vector<pollfd>& sockets) const = 0;
+};
+
 // What a transport may use of the engine that owns it. Outlives the transport.
 struct TransportContext {
   EngineId id;
@@ -67,11 +83,10 @@ class Transport {
   virtual const char* name() const = 0;
   // What a peer needs to connect, opaque to everyone else.
   virtual Bytes endpoint() const = 0;
-  // Opens a channel to the engine `peer` that published `endpoint` for this transport. Blocks at
-  // most until the deadline. kUnsupported: this wire does not lead there (another host, say), try
-  // the next one.
-  virtual Result<std::shared_ptr<Channel>> connect(const EngineId& peer, ByteView endpoint,
-                                                   Deadline deadline) = 0;
+  // Begins a channel to the engine `peer` that published `endpoint` for this transport; goes before
+  // the transport does. kUnsupported: this wire does not lead there (another host, say).
+  virtual Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
+                                                      Deadline deadline) = 0;
   // Stops listening and closes what it accepted.
   virtual void shutdown() = 0;
 };

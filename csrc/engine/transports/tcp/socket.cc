@@ -73,26 +73,25 @@ Result<Listener> listenOn(const HostAddress& host) {
   return listener;
 }
 
-Result<Fd> connectTo(const SocketAddress& peer, Deadline deadline) {
+Result<Fd> beginConnect(const SocketAddress& peer) {
   Fd socket = streamSocket(peer.host);
   if (!socket) return systemError("socket", errno);
   tune(socket.get());
   const Sockaddr address = toSockaddr(peer);
-  if (::connect(socket.get(), &address.generic, address.length) == 0) return socket;
-  if (errno != EINPROGRESS && errno != EINTR) return unreachable(peer, errno);
-  for (;;) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
-    pollfd waiting{socket.get(), POLLOUT, 0};
-    const int ready = ::poll(&waiting, 1, static_cast<int>(std::min<int64_t>(left, 1000)));
-    if (ready > 0) break;
-    if (deadline.passed())
-      return Error{ErrorCode::kTimeout, "connect(" + peer.text() + "): no answer in time"};
-  }
+  if (::connect(socket.get(), &address.generic, address.length) != 0 && errno != EINPROGRESS &&
+      errno != EINTR)
+    return unreachable(peer, errno);
+  return socket;
+}
+
+Result<bool> isConnected(int socket, const SocketAddress& peer) {
+  pollfd writable{.fd = socket, .events = POLLOUT, .revents = 0};
+  if (::poll(&writable, 1, 0) <= 0) return false;
   int failure = 0;
   socklen_t length = sizeof(failure);
-  ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &failure, &length);
+  ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &failure, &length);
   if (failure != 0) return unreachable(peer, failure);
-  return socket;
+  return true;
 }
 
 }  // namespace mooncake

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <string>
 
-#include "base/deadline.h"
 #include "base/fd.h"
+#include "base/result.h"
 #include "engine/transports/tcp/host_address.h"
 
 namespace mooncake {
@@ -26,7 +26,9 @@ Result<Listener> listenOn(const HostAddress& host);
 // itself.
 void tune(int socket);
 
-// Bounded by the deadline. kPeerLost names the address. The socket is non-blocking and tuned.
-Result<Fd> connectTo(const SocketAddress& peer, Deadline deadline);
+// Both name the address when it cannot be reached (kPeerLost). The socket is non-blocking and
+// tuned; it is connected once isConnected() says so, and shows that to poll() as POLLOUT.
+Result<Fd> beginConnect(const SocketAddress& peer);
+Result<bool> isConnected(int socket, const SocketAddress& peer);
 
 }  // namespace mooncake

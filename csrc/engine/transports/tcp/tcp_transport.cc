@@ -1,6 +1,7 @@
 #include "engine/transports/tcp/tcp_transport.h"
 
 #include <algorithm>
+#include <poll.h>
 
 #include "engine/stream/handshake.h"
 #include "engine/transports/tcp/tcp_acceptor.h"
@@ -30,6 +31,81 @@ uint64_t randomAttempt() {
   return ByteReader(nonce).get<uint64_t>();
 }
 
+// The active side: all lanes at once.
+class Call final : public Connecting {
+ public:
+  Call(const TransportContext& context, const EngineId& peer, const SocketAddress& address,
+       Deadline deadline)
+      : context_(context), peer_(peer), address_(address), deadline_(deadline) {}
+
+  Status begin(uint16_t lanes) {
+    for (uint16_t lane = 0; lane < lanes; ++lane) {
+      auto socket = beginConnect(address_);
+      if (!socket.ok()) return socket.error();
+      lanes_.push_back({HandshakeConnector(std::move(*socket), context_,
+                                           {.peer = peer_,
+                                            .lane = lane,
+                                            .lanes = lanes,
+                                            .attempt = attempt_,
+                                            .deadline = deadline_,
+                                            .behindProof = {}})});
+    }
+    return {};
+  }
+
+  Result<std::shared_ptr<Channel>> advance() override {
+    bool all = true;
+    for (Lane& lane : lanes_) {
+      MOONCAKE_TRY(advance(lane));
+      all = all && lane.state == State::kShaken;
+    }
+    if (!all) return std::shared_ptr<Channel>();
+    std::vector<Fd> sockets;
+    for (Lane& lane : lanes_) sockets.push_back(lane.handshake.take().socket);
+    return std::shared_ptr<Channel>(TcpChannel::start(context_, peer_, std::move(sockets)));
+  }
+
+  void addSockets(std::vector<pollfd>& sockets) const override {
+    for (const Lane& lane : lanes_) {
+      if (lane.state == State::kShaken) continue;
+      const short events = lane.state == State::kConnecting ? POLLOUT : POLLIN;
+      sockets.push_back({.fd = lane.handshake.socket(), .events = events, .revents = 0});
+    }
+  }
+
+ private:
+  enum class State { kConnecting, kShaking, kShaken };
+  struct Lane {
+    HandshakeConnector handshake;
+    State state = State::kConnecting;
+  };
+
+  Status advance(Lane& lane) {
+    if (lane.state == State::kConnecting) {
+      const auto connected = isConnected(lane.handshake.socket(), address_);
+      if (!connected.ok()) return connected.status();
+      if (!*connected) {
+        if (!deadline_.passed()) return {};
+        return {ErrorCode::kTimeout, "connect(" + address_.text() + "): no answer in time"};
+      }
+      lane.state = State::kShaking;
+    }
+    if (lane.state == State::kShaking) {
+      const auto done = lane.handshake.advance();
+      if (!done.ok()) return {done.error().code, address_.text() + ": " + done.error().message};
+      if (*done) lane.state = State::kShaken;
+    }
+    return {};
+  }
+
+  const TransportContext& context_;
+  const EngineId peer_;
+  const SocketAddress address_;
+  const Deadline deadline_;
+  const uint64_t attempt_ = randomAttempt();
+  std::vector<Lane> lanes_;
+};
+
 }  // namespace
 
 Result<std::unique_ptr<Transport>> TcpTransport::create(const TransportContext& context) {
@@ -55,25 +131,15 @@ Bytes TcpTransport::endpoint() const {
   return out.take();
 }
 
-Result<std::shared_ptr<Channel>> TcpTransport::connect(const EngineId& peer, ByteView endpoint,
-                                                       Deadline deadline) {
+Result<std::unique_ptr<Connecting>> TcpTransport::connect(const EngineId& peer, ByteView endpoint,
+                                                          Deadline deadline) {
   const auto address = decodeEndpoint(endpoint);
   if (!address.ok()) return address.error();
   const auto count =
       static_cast<uint16_t>(std::min<size_t>(1 + context_.env.tcpConnections, kMaxLanes));
-  const uint64_t attempt = randomAttempt();
-  std::vector<Fd> lanes;
-  for (uint16_t lane = 0; lane < count; ++lane) {
-    auto socket = connectTo(*address, deadline);
-    if (!socket.ok()) return socket.error();
-    auto shaken =
-        handshakeConnect(std::move(*socket), context_, peer, lane, count, deadline, attempt);
-    if (!shaken.ok()) {
-      return Error{shaken.error().code, address->text() + ": " + shaken.error().message};
-    }
-    lanes.push_back(std::move(shaken->socket));
-  }
-  return std::shared_ptr<Channel>(TcpChannel::start(context_, peer, std::move(lanes)));
+  auto call = std::make_unique<Call>(context_, peer, *address, deadline);
+  MOONCAKE_TRY(call->begin(count));
+  return std::unique_ptr<Connecting>(std::move(call));
 }
 
 void TcpTransport::shutdown() {

@@ -16,8 +16,8 @@ class TcpTransport final : public Transport {
 
   const char* name() const override { return "tcp"; }
   Bytes endpoint() const override;
-  Result<std::shared_ptr<Channel>> connect(const EngineId& peer, ByteView endpoint,
-                                           Deadline deadline) override;
+  Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
+                                              Deadline deadline) override;
   void shutdown() override;
 
  private:
