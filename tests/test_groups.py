@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -123,6 +124,21 @@ def reinit_on_rank(me):
     assert not {name for name in threads if name.startswith("mooncake")}, threads
 
 
+def reinit_at_one_address_on_rank(me, port):
+    """Nobody may find rank 0's old store where the new one is about to be."""
+    for turn in range(10):
+        dist.init_process_group(
+            "mooncake",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=me.rank,
+            world_size=me.size,
+            timeout=timedelta(seconds=30),
+        )
+        use(None, turn)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def leaks_on_rank(me):
     """Groups that come and go leave no descriptor and no mapping behind."""
 
@@ -225,6 +241,12 @@ def test_messages_stay_in_their_group(crew):
 
 def test_destroy_and_init_again(layout, two_hosts):
     harness.run_ranks(3, reinit_on_rank, backend=None, **layout_options(layout, 3, two_hosts))
+
+
+def test_destroy_and_init_again_at_the_same_address():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    harness.run_ranks(4, reinit_at_one_address_on_rank, port, backend=None)
 
 
 def test_nothing_is_left_in_the_process(layout, two_hosts):

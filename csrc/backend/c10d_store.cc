@@ -1,6 +1,12 @@
 #include "backend/c10d_store.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -23,6 +29,30 @@ auto guarded(const char* what, Deadline deadline, Call&& call) -> decltype(call(
     text = text.substr(0, text.find('\n'));  // without the stack
     return Error{code, std::string("the c10d store failed to ") + what + ": " + text};
   }
+}
+
+// Null when it is none. Lives as long as `store`.
+const c10d::TCPStore* tcpStoreBehind(c10::intrusive_ptr<c10d::Store> store) {
+  while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(store.get()))
+    store = prefix->getUnderlyingStore();
+  return dynamic_cast<const c10d::TCPStore*>(store.get());
+}
+
+// This process's TCP connections that lead to the port, to be polled for the other side's end.
+std::vector<pollfd> socketsToPort(uint16_t port) {
+  std::vector<pollfd> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    const int fd = std::atoi(entry.path().filename().c_str());
+    sockaddr_storage peer{};
+    socklen_t length = sizeof(peer);
+    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0) continue;
+    in_port_t there = 0;
+    if (peer.ss_family == AF_INET) there = reinterpret_cast<sockaddr_in&>(peer).sin_port;
+    if (peer.ss_family == AF_INET6) there = reinterpret_cast<sockaddr_in6&>(peer).sin6_port;
+    if (ntohs(there) == port) found.push_back({.fd = fd, .events = POLLRDHUP, .revents = 0});
+  }
+  return found;
 }
 
 }  // namespace
@@ -65,11 +95,20 @@ Result<bool> C10dStore::present(const std::string& key) {
 }
 
 std::string rendezvousHost(const c10::intrusive_ptr<c10d::Store>& store) {
-  c10::intrusive_ptr<c10d::Store> inner = store;
-  while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(inner.get()))
-    inner = prefix->getUnderlyingStore();
-  const auto* tcp = dynamic_cast<c10d::TCPStore*>(inner.get());
+  const auto* tcp = tcpStoreBehind(store);
   return tcp ? tcp->getHost() : std::string();
+}
+
+void awaitServersEnd(const c10::intrusive_ptr<c10d::Store>& store, Deadline deadline) {
+  const auto* tcp = tcpStoreBehind(store);
+  if (!tcp) return;
+  auto sockets = socketsToPort(tcp->getPort());
+  while (!sockets.empty() && !deadline.passed()) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
+    if (::poll(sockets.data(), sockets.size(), static_cast<int>(left)) < 0 && errno != EINTR)
+      return;
+    std::erase_if(sockets, [](const pollfd& socket) { return socket.revents != 0; });
+  }
 }
 
 }  // namespace mooncake

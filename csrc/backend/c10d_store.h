@@ -23,4 +23,8 @@ class C10dStore : public Store {
 // address of ours that leads there is the one that peers can reach. Empty otherwise.
 std::string rendezvousHost(const c10::intrusive_ptr<c10d::Store>& store);
 
+// Returns when the TCPStore's server has hung up on this process, at once for other stores, and at
+// the deadline. Asks the kernel: the store itself would only tell in an exception and a log line.
+void awaitServersEnd(const c10::intrusive_ptr<c10d::Store>& store, Deadline deadline);
+
 }  // namespace mooncake

@@ -11,6 +11,10 @@
 namespace mooncake {
 namespace {
 
+// Rank 0 may live on, and its store, too: they are not waited for longer than this.
+constexpr auto kRankZeroEnds = std::chrono::milliseconds(200);
+constexpr auto kStoreEnds = std::chrono::milliseconds(50);
+
 [[noreturn]] void refuse(const std::string& message) {
   throwError({ErrorCode::kInvalidArgument, message});
 }
@@ -116,7 +120,9 @@ void give(const Status& status, const std::vector<Flat>& flats) {
 
 MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  BackendOptions options, const MooncakeBackend* world)
-    : Backend(rank, size), options_(std::move(options)) {
+    : Backend(rank, size),
+      options_(std::move(options)),
+      rankZeroStore_(world || rank == 0 ? nullptr : store) {
   C10dStore shared(store);
   const Deadline init = deadline(c10d::kUnsetTimeout);
   if (world) {
@@ -140,15 +146,32 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
 MooncakeBackend::~MooncakeBackend() { close(); }
 
 void MooncakeBackend::shutdown() {
-  if (!group_) return;
+  if (leaveGroup() && rankZeroStore_) outlastRankZero();
+}
+
+// False: there was nothing to leave any more.
+bool MooncakeBackend::leaveGroup() {
+  if (!group_) return false;
   const Deadline budget = Deadline::after(options_.env.failureTimeout);
-  if (group_->usable().ok() && queue_->drain(budget)) group_->leave(budget);
+  const bool usable = group_->usable().ok();
+  if (usable && queue_->drain(budget)) group_->leave(budget);
   group_->fail({ErrorCode::kAborted, "the process group was destroyed"});
   messages_->stop();
+  return usable;
+}
+
+// As a rule rank 0 holds the server of the store. Until it has let go of it, our next
+// init_process_group() at the same address would find the old one.
+void MooncakeBackend::outlastRankZero() {
+  Waiter waiter = group_->waiter(Deadline::after(kRankZeroEnds));
+  const auto isGone = [&] { return group_->window().ended(0) != nullptr; };
+  while (waiter.until(isGone) == WaitResult::kInterrupted)
+    waiter.generation = waiter.interrupt.generation();
+  if (isGone()) awaitServersEnd(rankZeroStore_, Deadline::after(kStoreEnds));
 }
 
 void MooncakeBackend::close() {
-  shutdown();
+  leaveGroup();
   queue_.reset();  // what it still holds ends at once, the group has failed
   messages_.reset();
   group_.reset();
@@ -157,7 +180,7 @@ void MooncakeBackend::close() {
 }
 
 void MooncakeBackend::leaveJob() {
-  shutdown();
+  leaveGroup();
   if (!engine_) return;
   engine_->leave();
   // A thread that asks for Python's lock while Python ends is ended by it, and the process with it.

@@ -43,7 +43,8 @@ class MooncakeBackend : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   // Leaves in good order: waits until what was called has ended, here and where others need our
-  // memory for it, at most for the failure timeout; says goodbye. Every later call is refused.
+  // memory for it, at most for the failure timeout. Every later call is refused. In the default
+  // group the others let rank 0 go first.
   void shutdown() override;
   // shutdown(), and everything is given back: threads are joined, the engine goes with its last
   // group. Waits for the completion thread, which may wait for Python's lock: do not hold that
@@ -82,11 +83,14 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, bool async, Run&& run);
   WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
+  bool leaveGroup();
+  void outlastRankZero();
   int root(int64_t root, int64_t rootTensor) const;
   Deadline deadline(std::chrono::milliseconds timeout) const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
   BackendOptions options_;
+  const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what outlastRankZero() waits for
   uint64_t sequence_ = 0;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Completions> completions_;
