@@ -52,6 +52,18 @@ class Torch:
         )
         return found.group(1) if found else "1"
 
+    @property
+    def pybind11_definitions(self) -> list[str]:
+        """The pybind11 of torch 2.8 knows torch's classes only in code with its own tag, which
+        would say with which compiler ours is built. The tag of a newer one is the same for all."""
+        library = (self.lib_dir / "libtorch_python.so").read_bytes()
+        tag = re.search(rb"__pybind11_internals_v\d+(_[a-z]+)(_[a-z]+)(_cxxabi\d+)__", library)
+        if tag is None:
+            return []
+        names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
+        parts = [part.decode() for part in tag.groups()]
+        return [f'PYBIND11_{name}="{part}"' for name, part in zip(names, parts, strict=True)]
+
 
 def find_torch() -> Torch | None:
     spec = importlib.util.find_spec("torch")

@@ -13,6 +13,9 @@ class MooncakeBackend(Backend):
     def active_ranks(self) -> torch.Tensor:
         """options["active_ranks"] as given to create_backend: the same tensor."""
 
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """What ProcessGroup.set_timeout() does, which torch 2.8 does not have."""
+
     def leave_job(self) -> None:
         """The process ends: waits, within the failure timeout, until what was called has ended, and
         says goodbye to the peers of all groups that share this one's engine."""

@@ -339,6 +339,16 @@ def raised(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[str,
     raise AssertionError("nothing was raised")
 
 
+def set_timeout(seconds: float) -> None:
+    """Of the default group."""
+    timeout = timedelta(seconds=seconds)
+    world = dist.group.WORLD
+    if hasattr(world, "set_timeout"):
+        world.set_timeout(timeout)
+    else:  # torch 2.8
+        world._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
 def server_children() -> list[int]:
     """Processes that were forked and are not gone."""
     pid = forkserver._forkserver._forkserver_pid

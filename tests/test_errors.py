@@ -253,13 +253,9 @@ def test_own_mistakes_are_refused_at_once(layout, crews):
 # ---- timeouts
 
 
-def set_timeout(seconds):
-    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
-
-
 def absent_on_rank(me, verb, count, asynchronous, goes_on):
     """The last rank calls only when all others have their error."""
-    set_timeout(SHORT)
+    harness.set_timeout(SHORT)
     late = me.size - 1
     if me.rank == late:
         me.board.wait_all("timed-out", range(late))
@@ -273,7 +269,7 @@ def absent_on_rank(me, verb, count, asynchronous, goes_on):
     error = raised(work.wait if asynchronous else call)
     assert (tensor == me.rank).all()
     me.board.set(f"timed-out-{me.rank}")
-    set_timeout(harness.DEADLINE)
+    harness.set_timeout(harness.DEADLINE)
     if goes_on:
         for i in range(3):
             oracle.exercise("all_reduce", count=[10, LARGE, 10][i], seed=i)
@@ -299,7 +295,7 @@ def test_absent_rank_is_named_on_all(layout, two_hosts, verb, count, asynchronou
 
 
 def stopped_on_rank(me):
-    set_timeout(SHORT)
+    harness.set_timeout(SHORT)
     tensor = torch.ones(LARGE)
     if me.rank == 1:
         me.board.set("stop-me")
@@ -308,7 +304,7 @@ def stopped_on_rank(me):
         me.board.wait("stopped")
     error = raised(dist.all_reduce, tensor)
     me.board.set(f"error-{me.rank}")
-    set_timeout(harness.DEADLINE)
+    harness.set_timeout(harness.DEADLINE)
     oracle.exercise("all_reduce", count=10)
     return error
 

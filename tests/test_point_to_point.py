@@ -252,7 +252,7 @@ def timeouts_on_rank(me, name):
 
 
 def never_sent_on_rank(me):
-    dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    harness.set_timeout(1)
     if me.rank == 0:
         kind, text = raised(dist.recv, torch.zeros(4), 1, tag=11)
         assert kind == "DistBackendError"
@@ -260,7 +260,7 @@ def never_sent_on_rank(me):
         assert "11" in text
         me.board.set("gave up")
     me.board.wait("gave up")
-    dist.group.WORLD.set_timeout(timedelta(seconds=harness.DEADLINE))
+    harness.set_timeout(harness.DEADLINE)
     sizes_on_rank(me)  # the group goes on
 
 

@@ -39,7 +39,8 @@ class MooncakeBackend : public c10d::Backend {
   ~MooncakeBackend() override;
 
   const std::string getBackendName() const override { return options_.name; }
-  void setTimeout(std::chrono::milliseconds timeout) override { options_.timeout = timeout; }
+  // Without `override`: c10d::Backend has it since torch 2.9 only.
+  void setTimeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   // Leaves in good order: waits until what was called has ended, here and where others need our

@@ -78,6 +78,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<PythonBackend, c10::intrusive_ptr<PythonBackend>, c10d::Backend>(m, "MooncakeBackend")
       .def_property_readonly("active_ranks", &PythonBackend::activeRanks)
+      // Newer torch has it for every backend; 2.8 for none but its own.
+      .def("_set_default_timeout", &PythonBackend::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
       .def("leave_job", &PythonBackend::leaveJob, py::call_guard<py::gil_scoped_release>())
       .def("transport_to", &PythonBackend::transportTo, py::arg("rank"));
 }

@@ -118,6 +118,10 @@ Status large(Operation& op, Span data, Reduction reduction, int root) {
       }));
   MOONCAKE_TRY(op.publishReady(result));
   for (int r = 0; r < op.size(); ++r) MOONCAKE_TRY(op.awaitReady(r));
+  // Everybody is through with the inputs, and ours is about to be written over: from here on nobody
+  // may read it. (ThreadSanitizer, too, learns here that they have read it: it cannot follow
+  // stamps, which peers in this process reach under another address.)
+  if (shares == Shares::kAlone) *region = MemoryRegion();
 
   if (takesResult) {
     MOONCAKE_TRY(takeSegments(op, data, shares));

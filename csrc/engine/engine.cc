@@ -100,7 +100,12 @@ Engine::~Engine() {
   // Channels say goodbye first; then nothing of a transport runs any more; then the loop ends.
   leave();
   for (auto& transport : transports_) transport->shutdown();
-  peers_.clear();
+  {
+    // A channel that was accepted a moment ago may still be on its way to onAccepted().
+    std::map<EngineId, std::shared_ptr<Peer>> peers;  // end without the lock, which onEnded() takes
+    std::lock_guard lock(mutex_);
+    peers.swap(peers_);
+  }
   transports_.clear();
   loop_.reset();
 }

@@ -114,6 +114,9 @@ TEST_F(CrossMemoryTest, SeesThatTheProcessIsGone) {
 // Marked slow: 3 GiB go through the kernel (the source costs one page, the target as well: see
 // below).
 TEST_F(CrossMemoryTest, SlowReadsMoreThanOneCallMoves) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "ThreadSanitizer takes 16 GiB to follow these bytes";
+#endif
   constexpr size_t kBytes = (size_t(3) << 30) + 5;
   // Reads of untouched private memory give the zero page, so the source needs no memory; the target
   // is the same 2 MiB of a memfd mapped over and over.

@@ -1,3 +1,5 @@
+#include <future>
+#include <latch>
 #include <linux/sockios.h>
 #include <random>
 #include <sys/ioctl.h>
@@ -291,6 +293,24 @@ TEST_F(StreamTest, GoodbyeIsNoDeath) {
   toB->close();
   EXPECT_TRUE(endOfB.wait().ok());
   EXPECT_EQ(endOfA.count(), 0);
+}
+
+// Whoever closes may destroy what onClosed uses.
+TEST_F(StreamTest, CloseWaitsForTheEndThatIsBeingReported) {
+  auto [one, other] = socketPair();
+  std::latch isMade(1), began(1), mayEnd(1);
+  toB = StreamConnection::start(std::move(one), a.loop(), a.regions(), [&](const Status&) {
+    isMade.wait();
+    toB->close();  // must not wait for itself
+    began.count_down();
+    mayEnd.wait();
+  });
+  isMade.count_down();
+  other.reset();
+  began.wait();
+  auto closing = std::async(std::launch::async, [&] { toB->close(); });
+  EXPECT_EQ(closing.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  mayEnd.count_down();
 }
 
 TEST(WireTest, EveryFieldComesBack) {

@@ -1,5 +1,6 @@
 #include "engine/stream/stream_connection.h"
 
+#include <condition_variable>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -41,17 +42,22 @@ class Connection final : public StreamConnection {
   void sendFailed(const Error& error);
   Status sendFrame(const wire::Header& header, ByteView payload);
   void endByItself(Status cause);
+  void finish();
   void fence(ErrorCode forGets);
 
   EventLoop& loop_;
 
-  std::mutex sendMutex_;  // guards socket_ (writing, closing) down to closing_
+  std::mutex sendMutex_;  // guards socket_ (writing, closing) down to isOver_
   Fd socket_;
   SendQueue queue_;
   bool watchesForRoom_ = false;
   std::optional<Error> sendError_;  // the first; the loop reports it when it has read what is left
   std::optional<Error> ended_;      // why nothing can be sent any more
-  bool closing_ = false;
+  // Only who comes first takes the socket out of the loop and closes it: for anybody else its
+  // number may already be another connection's.
+  bool ending_ = false;
+  bool isOver_ = false;  // that is done, onClosed included
+  std::condition_variable over_;
 
   GetTable gets_;
 
@@ -185,45 +191,49 @@ void Connection::fence(ErrorCode forGets) {
 }
 
 void Connection::close(const Error& why) {
-  int socket;
   {
-    std::lock_guard lock(sendMutex_);
-    socket = socket_.get();
-    closing_ = true;
+    std::unique_lock lock(sendMutex_);
+    if (std::exchange(ending_, true)) {
+      // The loop may be gone when it is over. Until then its thread must not wait: either onClosed
+      // called us, or another close() waits for that thread.
+      if (!isOver_ && !loop_.onLoopThread()) over_.wait(lock, [&] { return isOver_; });
+      return;
+    }
     if (!ended_) {
       ended_ = why;
       const bool inPeace = why.code == ErrorCode::kAborted;
       if (inPeace && queue_.betweenFrames())
-        (void)queue_.send(socket, wire::Header{.kind = wire::Kind::kGoodbye}, {});
+        (void)queue_.send(socket_.get(), wire::Header{.kind = wire::Kind::kGoodbye}, {});
       queue_.clear();
-      ::shutdown(socket, SHUT_WR);
+      ::shutdown(socket_.get(), SHUT_WR);
     }
   }
-  if (socket < 0) return;
-  loop_.remove(socket);  // waits for the handler, which takes our locks
+  loop_.remove(socket_.get());  // waits for the handler, which takes our locks
   fence(why.code);
-  std::lock_guard lock(sendMutex_);
-  socket_.reset();
+  finish();
 }
 
 // On the loop's thread, without locks.
 void Connection::endByItself(Status cause) {
   {
     std::lock_guard lock(sendMutex_);
-    if (!socket_ || closing_)
-      return;  // close() was faster; the peer may only be answering our goodbye
+    // close() was faster; the peer may only be answering our goodbye
+    if (std::exchange(ending_, true)) return;
     if (sendError_ && cause.code() == ErrorCode::kPeerLost) cause = *sendError_;
     ended_ = cause.ok() ? Error{ErrorCode::kPeerLost, "the peer said goodbye"} : cause.error();
     queue_.clear();
   }
   loop_.remove(socket_.get());
   fence(ErrorCode::kPeerLost);
-  {
-    std::lock_guard lock(sendMutex_);
-    socket_.reset();
-  }
-  const auto onClosed = std::exchange(onClosed_, nullptr);
-  if (onClosed) onClosed(cause);
+  if (onClosed_) onClosed_(cause);
+  finish();
+}
+
+void Connection::finish() {
+  std::lock_guard lock(sendMutex_);
+  socket_.reset();
+  isOver_ = true;
+  over_.notify_all();
 }
 
 }  // namespace

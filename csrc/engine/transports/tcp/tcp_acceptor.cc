@@ -56,13 +56,19 @@ void TcpAcceptor::stop() {
 
 void TcpAcceptor::onHandshake(Result<Handshaken> result) {
   EngineId peer{};
-  std::vector<Fd> lanes;
+  std::shared_ptr<TcpChannel> channel;
   {
     std::lock_guard lock(mutex_);
     if (stopped_) return;
     if (result.ok()) {
       peer = result->peer;
-      lanes = collect(std::move(*result));
+      std::vector<Fd> lanes = collect(std::move(*result));
+      if (!lanes.empty()) {
+        // Under the same lock: stop() closes every channel that is started.
+        channel = TcpChannel::start(context_, peer, std::move(lanes));
+        std::erase_if(accepted_, [](const auto& weak) { return weak.expired(); });
+        accepted_.push_back(channel);
+      }
     }
   }
   if (!result.ok()) {
@@ -70,16 +76,8 @@ void TcpAcceptor::onHandshake(Result<Handshaken> result) {
     const bool isNews = result.error().code == ErrorCode::kRefused;
     log(isNews ? LogLevel::kWarning : LogLevel::kInfo, "tcp",
         "a connection was dropped: ", result.error().message);
-    return;
   }
-  if (lanes.empty()) return;
-  auto channel = TcpChannel::start(context_, peer, std::move(lanes));
-  {
-    std::lock_guard lock(mutex_);
-    std::erase_if(accepted_, [](const auto& weak) { return weak.expired(); });
-    accepted_.push_back(channel);
-  }
-  context_.onAccepted(peer, std::move(channel));
+  if (channel) context_.onAccepted(peer, std::move(channel));
 }
 
 // All lanes of the channel once this was the last that was missing, else none. Under the lock.
