@@ -181,6 +181,8 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
     std::unique_ptr<Connecting> connecting;
   };
   constexpr size_t kMaxCalls = 64;  // of descriptors, and of what a peer must hold for us
+  // Peers answer on their loops' threads: whoever waits here for its turn waits for no other rank.
+  std::lock_guard calling(callMutex_);
   std::vector<size_t> due;
   // Everybody begins with the next one after itself, so that not all call the same one at once.
   const size_t self = size_t(std::find(ids.begin(), ids.end(), id()) - ids.begin());

@@ -86,7 +86,8 @@ class Engine {
   std::unique_ptr<Arena> arena_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
-  std::mutex mutex_;  // guards everything below down to watchers_
+  std::mutex callMutex_;  // one callAll() at a time: nobody is called twice
+  std::mutex mutex_;      // guards everything below down to watchers_
   std::condition_variable arrived_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
   std::map<EngineId, Status>

@@ -205,6 +205,41 @@ TEST_P(CollectivesTest, MessagesInOrderOfTheirTags) {
   });
 }
 
+// Threads of a rank make groups of the same ranks at once: they share one channel to each.
+TEST_P(CollectivesTest, GroupsMadeAtOnceShareTheEngines) {
+  constexpr int kGroups = 4;
+  const Ranks options = ranks();
+  MemoryStore stores[kGroups];
+  std::vector<std::shared_ptr<Engine>> engines;
+  for (int rank = 0; rank < options.size; ++rank) {
+    EngineOptions made{.env = envOf(options), .logName = "rank " + std::to_string(rank)};
+    made.arenaBytes = size_t(1) << 30;
+    made.jobKey = Bytes(32, std::byte{7});
+    auto engine = Engine::create(std::move(made));
+    ASSERT_TRUE(engine.ok()) << engine.error().message;
+    engines.push_back(std::move(*engine));
+  }
+  std::vector<std::shared_ptr<Peer>> peers[kGroups];  // as rank 0 sees them
+  std::vector<std::thread> threads;
+  for (int g = 0; g < kGroups; ++g) {
+    for (int rank = 0; rank < options.size; ++rank) {
+      threads.emplace_back([&, g, rank] {
+        auto group = Group::create(engines[size_t(rank)], stores[g],
+                                   {.name = "test", .rank = rank, .size = options.size}, soon());
+        ASSERT_TRUE(group.ok()) << group.error().message;
+        for (int r = 1; rank == 0 && r < options.size; ++r)
+          peers[g].push_back((*group)->window().peer(r));
+        auto data = inputOf(rank, 1000);
+        expectOk(broadcast(**group, bytesOf(data), DType::kFloat32, 0, soon()));
+        EXPECT_EQ(data, inputOf(0, 1000));
+        (*group)->leave(soon());
+      });
+    }
+  }
+  for (auto& thread : threads) thread.join();
+  for (int g = 1; g < kGroups; ++g) EXPECT_EQ(peers[g], peers[0]);
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Wires, CollectivesTest,
     testing::Combine(testing::Values(Wire{"inproc", {"inproc"}}, Wire{"shm", {"shm"}},
