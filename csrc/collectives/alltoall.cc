@@ -3,10 +3,10 @@
 // (n-1)s bytes in and out of each rank, one copy where the memory can be read. Ranks may differ in
 // which of the two they send.
 //
-// Payload:  sum sent, sum received | sends[n], receives[n] in bytes | the data, or regions[n] when
-// input.bytes > 0 The sums are hashes over (from, to, bytes): over all ranks they are equal exactly
-// when all splits fit pair by pair, so that every rank learns of a misfit anywhere at the cost of
-// two numbers.
+// Payload:  sum sent, sum received | sends[n], receives[n] in bytes | for every other rank in order
+// the data, or one region each when input.bytes > 0. The sums are hashes over (from, to, bytes):
+// over all ranks they are equal exactly when all splits fit pair by pair, so that every rank learns
+// of a misfit anywhere at the cost of two numbers.
 #include <cstring>
 #include <vector>
 
@@ -87,15 +87,23 @@ Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const
 
   std::vector<MemoryRegion> regions;
   std::byte* cursor = op.payload() + splits.bytes();
-  if (splits.bytes() + total <= group.eagerBytes()) {
+  // Fetching waits once more, for all to have fetched: where that costs switches between ranks, a
+  // copy through the slot is cheaper as long as it fits.
+  const bool isSmall = group.isCrowded()
+                           ? splits.bytes() + total - inputs[rank].size() <= group.slotBytes()
+                           : splits.bytes() + total <= group.eagerBytes();
+  if (isSmall) {
     op.announceInput({});
-    for (const ConstSpan& input : inputs) {
-      if (!input.empty()) std::memcpy(cursor, input.data(), input.size());
-      cursor += input.size();
+    for (int r = 0; r < size; ++r) {
+      if (r == rank || inputs[r].empty()) continue;
+      std::memcpy(cursor, inputs[r].data(), inputs[r].size());
+      cursor += inputs[r].size();
     }
   } else {
     op.announceInput({.bytes = total});
-    for (const ConstSpan& input : inputs) {
+    for (int r = 0; r < size; ++r) {
+      if (r == rank) continue;
+      const ConstSpan input = inputs[r];
       // Peers only read; the table knows addresses without const.
       auto region = group.engine().regions().add(const_cast<std::byte*>(input.data()), input.size(),
                                                  kRemoteRead);
@@ -123,8 +131,10 @@ Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const
       continue;
     }
     size_t at = splits.bytes();
-    for (int to = 0; to < rank; ++to)
+    for (int to = 0; to < rank; ++to) {
+      if (to == from) continue;
       at += isLarge ? sizeof(RemoteRegion) : splits.sends(slot.payload, to);
+    }
     const size_t length = isLarge ? sizeof(RemoteRegion) : outputs[from].size();
     if (at > slot.payloadBytes || length > slot.payloadBytes - at)
       return op.payloadOf(from, at + length).status();
@@ -133,7 +143,7 @@ Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const
       std::memcpy(&region, slot.payload + at, sizeof(region));
       MOONCAKE_TRY(fetches.start(from, region, 0, outputs[from]));
     } else if (length) {
-      if (length > 0) std::memcpy(outputs[from].data(), slot.payload + at, length);
+      std::memcpy(outputs[from].data(), slot.payload + at, length);
     }
   }
   MOONCAKE_TRY(fetches.await());

@@ -83,6 +83,7 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
   group->sources_.resize(size);
   group->spin_ = group->window_->fullyMapped() ? SpinPolicy::forRanksOnHost(onHost)
                                                : SpinPolicy::forMessages();
+  group->isCrowded_ = group->window_->fullyMapped() && group->spin_.pauses == 0;
   engine->watch(&group->interrupt_, &group->window_->bell());
   return group;
 }

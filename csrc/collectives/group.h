@@ -38,6 +38,8 @@ class Group {
   Engine& engine() const { return window_->engine(); }
   const Window& window() const { return *window_; }
   const PartLayout& layout() const { return layout_; }
+  // All ranks are mapped here and are more than the cores: whoever waits gives its core away.
+  bool isCrowded() const { return isCrowded_; }
   size_t slotBytes() const { return slotBytes_; }    // what a slot's payload holds
   size_t eagerBytes() const { return eagerBytes_; }  // what all ranks exchange in slots at most
   // "rank 3", and "rank 3 (global rank 7)" where they differ.
@@ -90,6 +92,7 @@ class Group {
   size_t eagerBytes_;
   std::unique_ptr<Window> window_;
   SpinPolicy spin_;
+  bool isCrowded_ = false;
   Interrupt interrupt_;
   mutable std::mutex failureMutex_;
   Status failure_;
