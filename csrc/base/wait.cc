@@ -2,9 +2,11 @@
 
 #include <climits>
 #include <linux/futex.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#include <utility>
 
 #ifdef __SANITIZE_THREAD__
 // ThreadSanitizer does not follow fences. The one below publishes no data, so it misses nothing.
@@ -62,6 +64,14 @@ SpinPolicy SpinPolicy::forRanksOnHost(int ranks) {
 }
 
 SpinPolicy SpinPolicy::forMessages() { return {.pauses = 0, .yields = 20}; }
+
+bool Waiter::isAlone() {
+  thread_local long lastSwitches = -1;
+  rusage usage{};
+  ::getrusage(RUSAGE_THREAD, &usage);
+  const long switches = usage.ru_nvcsw + usage.ru_nivcsw;
+  return std::exchange(lastSwitches, switches) == switches;
+}
 
 uint32_t Waiter::announce() const {
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);

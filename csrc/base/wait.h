@@ -74,6 +74,7 @@ struct Waiter {
     for (uint32_t look = 0; look < spin.yields && !interrupted() && !deadline.passed(); ++look) {
       if (ready()) return WaitResult::kReady;
       yield();
+      if (look % kYieldsPerCensus == kYieldsPerCensus - 1 && isAlone()) break;
     }
     for (;;) {
       const uint32_t seen = announce();
@@ -96,7 +97,12 @@ struct Waiter {
     asm volatile("isb" ::: "memory");  // "yield" is a no-op on most Arm cores
 #endif
   }
+  static constexpr uint32_t kYieldsPerCensus = 16;
   static void yield() { ::sched_yield(); }
+  // Giving way is for nobody: no other thread has run on this core since we last asked. While we
+  // keep it busy the kernel believes the ranks well spread, and leaves those that we wait for
+  // crowded on another core; a core that sleeps now and then gets one of them.
+  static bool isAlone();
   bool interrupted() const { return interrupt.generation() != generation; }
 
   // The way to sleep, in wait.cc: whoever gets here pays for a system call anyway.
