@@ -94,14 +94,27 @@ def _interpreters() -> list[str]:
         found.append(str(Path(active) / "bin/python"))
     pid = os.getppid()
     for _ in range(4):
+        process = Path(f"/proc/{pid}")
         try:
-            program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            program = _program(process)
+            pid = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, ValueError, IndexError):
             break
-        if Path(program).name.startswith("python"):
-            found.append(shutil.which(program) or program)
+        if program and Path(program).name.startswith("python"):
+            found.append(program)
     return list(dict.fromkeys(found))
+
+
+def _program(process: Path) -> str | None:
+    """By the name that it was called by: `exe` names what a virtual environment's link leads to.
+    Searched in the PATH that it was started with: in ours, `build` has put its environment first.
+    """
+    name = os.fsdecode((process / "cmdline").read_bytes()).split("\0")[0]
+    if "/" in name:
+        return str((process / "cwd").readlink() / name)
+    variables = os.fsdecode((process / "environ").read_bytes()).split("\0")
+    paths = [value for key, _, value in (v.partition("=") for v in variables) if key == "PATH"]
+    return shutil.which(name, path=paths[0]) if paths else None
 
 
 def _ask_for_torch(interpreter: str) -> Path | None:

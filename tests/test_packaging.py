@@ -471,7 +471,12 @@ class TestInstall:
 
     def test_wheel_by_build(self, python, clone):
         self.pip(python, "build", "pyproject_hooks", "packaging")
-        subprocess.run([python, "-m", "build"], cwd=clone, check=True, timeout=900)
+        # Called by its bare name, not activated: only the caller's PATH tells whose torch counts.
+        environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
+        environment.pop("VIRTUAL_ENV", None)
+        subprocess.run(
+            ["python", "-m", "build"], cwd=clone, env=environment, check=True, timeout=900
+        )
         (wheel,) = (clone / "dist").glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
