@@ -472,7 +472,8 @@ class TestInstall:
     def test_wheel_by_build(self, python, clone):
         self.pip(python, "build", "pyproject_hooks", "packaging")
         # Called by its bare name, not activated: only the caller's PATH tells whose torch counts.
-        environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
+        environment = dict(os.environ)
+        environment["PATH"] = os.pathsep.join([str(python.parent), environment["PATH"]])
         environment.pop("VIRTUAL_ENV", None)
         subprocess.run(
             ["python", "-m", "build"], cwd=clone, env=environment, check=True, timeout=900
