@@ -353,7 +353,7 @@ Status Fetches::start(int rank, const RemoteRegion& region, uint64_t offset,
                          " bytes, " + std::to_string(offset + target.size()) + " are due"});
   }
   auto started = group.window().get(rank, region, offset, target, completion_);
-  return started.ok() ? Status() : op_.fail(started.error());
+  return started.ok() ? Status() : broken(started.error());
 }
 
 Status Fetches::await() {
@@ -375,10 +375,15 @@ Status Fetches::await() {
   }
   const ErrorCode code = completion_.error.load(std::memory_order_acquire);
   if (code == ErrorCode::kOk) return {};
-  if (code == ErrorCode::kPeerLost) {
+  return broken({code, std::string("fetching failed (") + errorCodeName(code) + ")"});
+}
+
+Status Fetches::broken(Error why) {
+  Group& group = op_.group();
+  if (why.code == ErrorCode::kPeerLost) {
     // The kernel may refuse to read a dead process before its socket has told us who died, and of
     // what: that comes at once.
-    Waiter evidence = waiter;
+    Waiter evidence = op_.waiter_;
     evidence.deadline = op_.deadline_.earlier(Deadline::after(kEvidenceComes));
     std::vector<int> gone;
     const auto known = [&] { return !(gone = op_.gone()).empty(); };
@@ -387,8 +392,7 @@ Status Fetches::await() {
     }
     if (!gone.empty()) return op_.lost(gone[0], *group.window().ended(gone[0]));
   }
-  Error error =
-      op_.fail({code, std::string("fetching failed (") + errorCodeName(code) + ")"}).error();
+  const Error error = op_.fail(std::move(why)).error();
   group.fail(error);
   return error;
 }

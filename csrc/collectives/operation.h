@@ -103,6 +103,9 @@ class Fetches {
   Status await();
 
  private:
+  // A fetch could not begin or end: the group is over here. Names who is gone, where that is why.
+  Status broken(Error why);
+
   Operation& op_;
   Completion completion_;
 };
