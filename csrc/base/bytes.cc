@@ -1,12 +1,38 @@
 #include "base/bytes.h"
 
+#include <algorithm>
 #include <bit>
 #include <limits>
 #include <stdexcept>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace mooncake {
 
 static_assert(std::endian::native == std::endian::little, "wire formats are written in host order");
+
+void copyPastCache(std::byte* to, ByteView from) {
+#ifdef __SSE2__
+  constexpr size_t kLine = 64;
+  const size_t untilLine = std::min(-reinterpret_cast<uintptr_t>(to) % kLine, from.size());
+  if (untilLine > 0) std::memcpy(to, from.data(), untilLine);
+  to += untilLine;
+  from = from.subspan(untilLine);
+  for (; from.size() >= kLine; to += kLine, from = from.subspan(kLine)) {
+    const auto* source = reinterpret_cast<const __m128i*>(from.data());
+    auto* target = reinterpret_cast<__m128i*>(to);
+    const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+    const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+    _mm_stream_si128(target, a);
+    _mm_stream_si128(target + 1, b);
+    _mm_stream_si128(target + 2, c);
+    _mm_stream_si128(target + 3, d);
+  }
+  _mm_sfence();  // such stores are not ordered: whoever is told of the copy must also see it
+#endif
+  if (!from.empty()) std::memcpy(to, from.data(), from.size());
+}
 
 ByteWriter& ByteWriter::putBytes(ByteView bytes) {
   // No reader would accept it, and a cut length would make the rest of the message lie.

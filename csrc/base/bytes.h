@@ -17,6 +17,10 @@ namespace mooncake {
 using Bytes = std::vector<std::byte>;
 using ByteView = std::span<const std::byte>;
 
+// For large copies that nobody reads soon: past the cache where the processor can do that, so that
+// what is needed next stays in it. `to` must not overlap `from`.
+void copyPastCache(std::byte* to, ByteView from);
+
 // Writes little-endian integers and length-prefixed strings. All targets of this project are
 // little-endian; bytes.cc refuses to compile elsewhere.
 class ByteWriter {

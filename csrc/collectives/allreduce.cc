@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/operation.h"
 #include "collectives/segment_reduce.h"
@@ -77,7 +78,7 @@ class Undo {
   Status take(Group& group) {
     auto room = group.undo(data_.size());
     if (!room.ok()) return room.error();
-    std::memcpy(*room, data_.data(), data_.size());
+    copyPastCache(*room, data_);
     copy_ = *room;
     return {};
   }

@@ -116,5 +116,23 @@ TEST(Bytes, FuzzedReader) {
   }
 }
 
+TEST(CopyPastCache, CopiesEveryByteAndNoMoreAtAnyAlignment) {
+  Bytes source(4 * 64), target(source.size());
+  for (size_t i = 0; i < source.size(); ++i) source[i] = std::byte(i + 1);
+  for (size_t from = 0; from < 17; ++from) {
+    for (size_t to = 0; to < 65; ++to) {
+      for (const size_t length : {0, 1, 63, 64, 65, 127, 128, 150}) {
+        std::fill(target.begin(), target.end(), std::byte(0));
+        copyPastCache(target.data() + to, {source.data() + from, length});
+        for (size_t i = 0; i < target.size(); ++i) {
+          const bool copied = i >= to && i < to + length;
+          ASSERT_EQ(target[i], copied ? source[from + i - to] : std::byte(0))
+              << "from " << from << " to " << to << " length " << length << " at " << i;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace mooncake

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <arpa/inet.h>
 #include <cerrno>
+#include <cstring>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -50,6 +51,20 @@ Error unreachable(const SocketAddress& peer, int errnoValue) {
 void tune(int socket) {
   const int on = 1;
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+void keepLocalQueueShort(int socket) {
+  Sockaddr here{}, there{};
+  here.length = there.length = sizeof(here.v6);
+  if (::getsockname(socket, &here.generic, &here.length) != 0) return;
+  if (::getpeername(socket, &there.generic, &there.length) != 0) return;
+  const bool sameHost =
+      here.generic.sa_family == AF_INET6
+          ? std::memcmp(&here.v6.sin6_addr, &there.v6.sin6_addr, sizeof(in6_addr)) == 0
+          : here.v4.sin_addr.s_addr == there.v4.sin_addr.s_addr;
+  if (!sameHost) return;
+  const int bytes = 256 << 10;
+  ::setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
 }
 
 std::string SocketAddress::text() const {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "engine/transports/tcp/socket.h"
+
 namespace mooncake {
 
 std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, const EngineId& peer,
@@ -15,6 +17,7 @@ std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, c
     const auto ended = [weak, index](const Status& how) {
       if (const auto alive = weak.lock()) alive->laneEnded(index, how);
     };
+    keepLocalQueueShort(lane.get());
     channel->lanes_.push_back(
         StreamConnection::start(std::move(lane), context.loop, context.regions, ended));
   }
