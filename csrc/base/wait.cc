@@ -63,7 +63,7 @@ SpinPolicy SpinPolicy::forRanksOnHost(int ranks) {
   return {.pauses = 0, .yields = 500};
 }
 
-SpinPolicy SpinPolicy::forMessages() { return {.pauses = 0, .yields = 20}; }
+SpinPolicy SpinPolicy::forMessages() { return {.pauses = 0, .yields = 0}; }
 
 bool Waiter::isAlone() {
   thread_local long lastSwitches = -1;

@@ -50,7 +50,8 @@ struct SpinPolicy {
   uint32_t pauses = 2000;  // looks with a pause instruction in between (about 40 ns each)
   uint32_t yields = 0;     // looks with a sched_yield in between
   static SpinPolicy forRanksOnHost(int ranks);
-  // What comes over sockets is brought by a thread of our own, which must get the core.
+  // What comes over sockets is brought by a thread of our own, which must get the core: sleep at
+  // once.
   static SpinPolicy forMessages();
 };
 
