@@ -20,6 +20,10 @@ class MooncakeBackend(Backend):
         """The process ends: waits, within the failure timeout, until what was called has ended, and
         says goodbye to the peers of all groups that share this one's engine."""
 
+    def evidence(self) -> list[tuple[int, str, str, float]]:
+        """(rank, kind, detail, seconds on CLOCK_MONOTONIC) of each rank that is known to be gone,
+        in rank order. See mooncake_backend.Evidence."""
+
     def transport_to(self, rank: int) -> str:
         """The wire to a rank of the group: "shm", "tcp", "inproc" or "self"."""
 

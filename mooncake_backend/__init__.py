@@ -13,8 +13,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DistributionConflictError": "distribution",
+    "Evidence": "membership",
     "MooncakeBackendOptions": "options",
     "get_active_ranks": "membership",
+    "get_evidence": "membership",
     "register": "registration",
     "set_device_filter": "options",
     "set_host_ip": "options",
@@ -22,9 +24,11 @@ _HOMES = {
 
 __all__ = [
     "DistributionConflictError",
+    "Evidence",
     "MooncakeBackendOptions",
     "__version__",
     "get_active_ranks",
+    "get_evidence",
     "register",
     "register_at_import",
     "set_device_filter",

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 
@@ -12,12 +13,14 @@ from mooncake_backend.group import backend_of
 from mooncake_backend.options import MooncakeBackendOptions, set_device_filter, set_host_ip
 
 __all__ = [
+    "Evidence",
     "MooncakeBackendOptions",
     "activate_ranks",
     "deactivate_ranks",
     "extend_group_size_to",
     "get_active_ranks",
     "get_current_epoch",
+    "get_evidence",
     "get_failed_ranks_hint",
     "get_local_success",
     "get_num_synced_ranks",
@@ -38,6 +41,28 @@ __all__ = [
 def get_active_ranks(group: Any) -> torch.Tensor:
     """The group's own int32 tensor (the caller's, if one was given in the options): 1 = active."""
     return backend_of(group).active_ranks
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What this rank saw of the end of another one. An observation, not yet membership.
+
+    rank: in the group that was asked
+    kind: "goodbye", it left in peace; "exited", certain: its kernel says that the process has
+    ended or cannot go on; "unreachable": the connection broke, the process may live
+    detail: how that is known, in one line
+    monotonic: when, in seconds as time.monotonic() counts them
+    """
+
+    rank: int
+    kind: Literal["goodbye", "exited", "unreachable"]
+    detail: str
+    monotonic: float
+
+
+def get_evidence(group: Any) -> list[Evidence]:
+    """Of the ranks of the group that this rank knows to be gone, in rank order."""
+    return [Evidence(*cast("Any", seen)) for seen in backend_of(group).evidence()]
 
 
 def get_preferred_hca(group: Any, location: str) -> str:

@@ -11,7 +11,7 @@ if [ "${1-}" = --sanitize ]; then
   shift 2
 fi
 
-tests/setup_env.sh libgtest-dev
+tests/setup_env.sh libgtest-dev iproute2
 export PATH="$PWD/.venv/bin:$PATH"
 jobs=$(nproc)
 

@@ -111,6 +111,12 @@ std::vector<Span> spansOf(const std::vector<Flat>& flats) {
   return spans;
 }
 
+// Its destructor never runs.
+template <typename T>
+void leak(T& owner) {
+  new T(std::move(owner));
+}
+
 void give(const Status& status, const std::vector<Flat>& flats) {
   if (!status.ok()) return;
   for (const Flat& flat : flats) flat.give();
@@ -145,13 +151,23 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
 
 MooncakeBackend::~MooncakeBackend() { close(); }
 
+void MooncakeBackend::refuseInForkedChild() const {
+  if (forkGeneration_ == forkGeneration()) return;
+  throwError({ErrorCode::kAborted, "group '" + options_.groupName +
+                                       "' belongs to the process that this one was forked "
+                                       "from (rank " +
+                                       std::to_string(rank_) +
+                                       "), and works there only. Make a group here, "
+                                       "or do without one"});
+}
+
 void MooncakeBackend::shutdown() {
   if (leaveGroup() && rankZeroStore_) outlastRankZero();
 }
 
 // False: there was nothing to leave any more.
 bool MooncakeBackend::leaveGroup() {
-  if (!group_) return false;
+  if (!group_ || forkGeneration_ != forkGeneration()) return false;
   const Deadline budget = Deadline::after(options_.env.failureTimeout);
   const bool usable = group_->usable().ok();
   if (usable && queue_->drain(budget)) group_->leave(budget);
@@ -171,6 +187,14 @@ void MooncakeBackend::outlastRankZero() {
 }
 
 void MooncakeBackend::close() {
+  if (forkGeneration_ != forkGeneration()) {
+    leak(queue_);
+    leak(messages_);
+    leak(group_);
+    leak(completions_);
+    leak(engine_);
+    return;
+  }
   leaveGroup();
   queue_.reset();  // what it still holds ends at once, the group has failed
   messages_.reset();
@@ -181,15 +205,24 @@ void MooncakeBackend::close() {
 
 void MooncakeBackend::leaveJob() {
   leaveGroup();
-  if (!engine_) return;
+  if (!engine_ || forkGeneration_ != forkGeneration()) return;
   engine_->leave();
   // A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
   completions_->drain(Deadline::after(options_.env.failureTimeout));
 }
 
 void MooncakeBackend::abort() {
+  refuseInForkedChild();
   group_->fail({ErrorCode::kAborted, "the process group was aborted"});
   messages_->messages().abort({ErrorCode::kAborted, "the process group was aborted"});
+}
+
+std::vector<std::pair<int, Evidence>> MooncakeBackend::evidence() const {
+  std::vector<std::pair<int, Evidence>> all;
+  for (int r = 0; group_ && r < size_; ++r) {
+    if (const Evidence* seen = group_->window().ended(r)) all.emplace_back(r, *seen);
+  }
+  return all;
 }
 
 std::string MooncakeBackend::transportTo(int rank) const {
@@ -227,6 +260,7 @@ const at::Tensor& MooncakeBackend::only(const std::vector<at::Tensor>& tensors,
 template <typename Run>
 MooncakeBackend::WorkPtr MooncakeBackend::submit(c10d::OpType type, std::vector<at::Tensor> outputs,
                                                  bool async, Run&& run) {
+  refuseInForkedChild();
   auto work = c10::make_intrusive<CollectiveWork>(rank_, type, ++sequence_, queue_.get(),
                                                   std::move(outputs));
   queue_->submit(work, async, std::forward<Run>(run));
@@ -397,6 +431,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::barrier(const c10d::BarrierOptions& op
 
 MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors,
                                                int peer, int tag) {
+  refuseInForkedChild();
   const bool isSend = type == c10d::OpType::SEND;
   const char* name = isSend ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, name);

@@ -12,6 +12,7 @@
 #include "backend/completions.h"
 #include "backend/message_driver.h"
 #include "base/env.h"
+#include "base/fork.h"
 #include "collectives/collectives.h"
 #include "collectives/group.h"
 #include "engine/engine.h"
@@ -49,7 +50,8 @@ class MooncakeBackend : public c10d::Backend {
   void shutdown() override;
   // shutdown(), and everything is given back: threads are joined, the engine goes with its last
   // group. Waits for the completion thread, which may wait for Python's lock: do not hold that
-  // lock. Nothing may be called afterwards.
+  // lock. Nothing may be called afterwards. In a forked child all of it is left as it is: the
+  // threads that it waits for are the parent's.
   void close();
   // The process ends: says goodbye to the peers of all groups that share the engine.
   void leaveJob();
@@ -76,6 +78,8 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
   at::Tensor activeRanks() const { return options_.activeRanks; }
+  // Of the ranks of which we have seen the end, in rank order.
+  std::vector<std::pair<int, Evidence>> evidence() const;
   // "shm", "tcp", ...: the wire to a rank.
   std::string transportTo(int rank) const;
 
@@ -86,11 +90,13 @@ class MooncakeBackend : public c10d::Backend {
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
   bool leaveGroup();
   void outlastRankZero();
+  void refuseInForkedChild() const;
   int root(int64_t root, int64_t rootTensor) const;
   Deadline deadline(std::chrono::milliseconds timeout) const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
   BackendOptions options_;
+  const uint32_t forkGeneration_ = forkGeneration();
   const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what outlastRankZero() waits for
   uint64_t sequence_ = 0;
   std::shared_ptr<Engine> engine_;

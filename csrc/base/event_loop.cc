@@ -3,11 +3,12 @@
 #include <array>
 #include <cerrno>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <system_error>
 #include <unistd.h>
+
+#include "base/signals.h"
 
 namespace mooncake {
 namespace {
@@ -20,23 +21,6 @@ epoll_event eventFor(int fd, uint32_t token, uint32_t events) {
   event.data.u64 = uint64_t(token) << 32 | static_cast<uint32_t>(fd);
   return event;
 }
-
-// A new thread inherits the mask of its maker. Signals that a thread brings on itself stay open, so
-// that the application's crash handler still gets to report them.
-class BlockedSignals {
- public:
-  BlockedSignals() {
-    sigset_t blocked;
-    ::sigfillset(&blocked);
-    for (const int own : {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP})
-      ::sigdelset(&blocked, own);
-    ::pthread_sigmask(SIG_SETMASK, &blocked, &before_);
-  }
-  ~BlockedSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
 
 }  // namespace
 

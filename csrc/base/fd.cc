@@ -2,13 +2,23 @@
 
 #include <unistd.h>
 
+#include "base/fork.h"
+
 namespace mooncake {
 
-void Fd::reset(int fd) {
+void Fd::own(int fd) {
+  fd_ = fd;
+  forkGeneration_ = forkGeneration();
+  if (fd_ >= 0) closeOnFork(fd_);
+}
+
+void Fd::reset() {
+  const int fd = std::exchange(fd_, -1);
+  if (fd < 0 || forkGeneration_ != forkGeneration()) return;
+  keepOnFork(fd);  // first: the number may be somebody else's as soon as it is closed
   // Linux frees the descriptor even when close() says EINTR: a second close could hit another
   // thread's file.
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = fd;
+  ::close(fd);
 }
 
 }  // namespace mooncake

@@ -1,28 +1,39 @@
 #pragma once
 
+#include <cstdint>
 #include <utility>
 
 namespace mooncake {
 
-// Owns a file descriptor.
+// Owns a file descriptor. Forked children do not get it (base/fork.h), and what is left of this
+// object in one closes nothing there.
 class Fd {
  public:
   Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.release()) {}
+  explicit Fd(int fd) { own(fd); }
+  Fd(Fd&& other) noexcept { take(other); }
   Fd& operator=(Fd&& other) noexcept {
-    if (this != &other) reset(other.release());
+    if (this != &other) {
+      reset();
+      take(other);
+    }
     return *this;
   }
   ~Fd() { reset(); }
 
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  int release() { return std::exchange(fd_, -1); }
-  void reset(int fd = -1);
+  void reset();
 
  private:
+  void own(int fd);
+  void take(Fd& other) {
+    fd_ = std::exchange(other.fd_, -1);
+    forkGeneration_ = other.forkGeneration_;
+  }
+
   int fd_ = -1;
+  uint32_t forkGeneration_ = 0;  // in which it was made
 };
 
 }  // namespace mooncake

@@ -57,6 +57,17 @@ c10::intrusive_ptr<PythonBackend> createBackend(
                                             world ? world->get() : nullptr);
 }
 
+// (rank, kind, detail, seconds on CLOCK_MONOTONIC)
+std::vector<std::tuple<int, std::string, std::string, double>> evidenceOf(
+    const PythonBackend& backend) {
+  std::vector<std::tuple<int, std::string, std::string, double>> all;
+  for (const auto& [rank, seen] : backend.evidence()) {
+    const std::chrono::duration<double> when = seen.when.time_since_epoch();
+    all.emplace_back(rank, mooncake::evidenceKindName(seen.kind), seen.detail, when.count());
+  }
+  return all;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -82,5 +93,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("_set_default_timeout", &PythonBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def("leave_job", &PythonBackend::leaveJob, py::call_guard<py::gil_scoped_release>())
+      .def("evidence", &evidenceOf)
       .def("transport_to", &PythonBackend::transportTo, py::arg("rank"));
 }

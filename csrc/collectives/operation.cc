@@ -253,21 +253,20 @@ std::vector<int> Operation::gone() const {
   std::vector<int> ranks;
   for (const bool saidGoodbye : {false, true}) {
     for (int r = 0; r < size(); ++r) {
-      if (const Status* how = group_.window().ended(r); how && how->ok() == saidGoodbye)
+      if (const Evidence* seen = group_.window().ended(r); seen && seen->isGoodbye() == saidGoodbye)
         ranks.push_back(r);
     }
   }
   return ranks;
 }
 
-Status Operation::lost(int rank, const Status& how) {
+Status Operation::lost(int rank, const Evidence& evidence) {
   sealKind_ = kLostRank + rank;  // so that the others name it, too
-  Error error{ErrorCode::kPeerLost,
-              title() + ": " +
-                  (how.ok() ? group_.nameRank(rank) + " left the job"
-                            : "lost " + group_.nameRank(rank) + ": " + how.error().message)};
-  // A goodbye is no accusation.
-  if (!how.ok()) log(LogLevel::kError, group_.engine().logName(), error.message);
+  Error error{
+      ErrorCode::kPeerLost,
+      title() + ": " +
+          (evidence.isGoodbye() ? group_.nameRank(rank) + " left the job"
+                                : "lost " + group_.nameRank(rank) + ": " + evidence.detail)};
   group_.fail(error);
   return error;
 }
@@ -278,12 +277,13 @@ Status Operation::sealed(int rank, uint64_t stamp) {
     const int victim = static_cast<int>(stampKind(stamp) - kLostRank);
     if (victim < size()) {
       // Another rank may know before our own evidence has come.
-      const Status* how = group_.window().ended(victim);
-      const Status testimony = {ErrorCode::kPeerLost, "another rank found it gone"};
-      return lost(victim, how ? *how : testimony);
+      const Evidence* seen = group_.window().ended(victim);
+      const Evidence testimony{.kind = Evidence::Kind::kExited,
+                               .detail = "another rank found it gone"};
+      return lost(victim, seen ? *seen : testimony);
     }
   }
-  if (const Status* how = group_.window().ended(rank)) return lost(rank, *how);
+  if (const Evidence* seen = group_.window().ended(rank)) return lost(rank, *seen);
   // A rank that gave up did so because of a loss, as a rule: then everybody names the rank that was
   // lost.
   if (const auto others = gone(); !others.empty())

@@ -71,7 +71,7 @@ class Operation {
   Status giveUpOn(int rank, StampWord word, WaitResult why);
   Status sealed(int rank, uint64_t stamp);
   std::vector<int> gone() const;
-  Status lost(int rank, const Status& how);
+  Status lost(int rank, const Evidence& evidence);
   void signalUnmapped(int stampOwner, StampWord word, uint64_t stamp,
                       std::span<const std::byte> data = {});
   void ringMapped();

@@ -280,12 +280,12 @@ void PointToPoint::endLate(Message& message) {
     return;
   }
   if (message.peer_ != kAnySource) {
-    if (const Status* ended = pairs_[message.peer_].ended) {
+    if (const Evidence* ended = pairs_[message.peer_].ended) {
       if (message.fetch_) group_.window().cancelGets(*message.fetch_);
       end(message,
           Error{ErrorCode::kPeerLost,
                 title + ": " +
-                    (ended->ok() ? "it left the job" : "lost it: " + ended->error().message)});
+                    (ended->isGoodbye() ? "it left the job" : "lost it: " + ended->detail)});
       return;
     }
   }

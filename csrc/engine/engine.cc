@@ -62,6 +62,11 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   if (::getrandom(id.data(), id.size(), 0) != ssize_t(id.size()))
     return systemError("getrandom", errno);
   Engine* self = engine.get();
+  auto liveness = Liveness::start(
+      *engine->arena_,
+      [self](const EngineId& peer, const std::string& how) { self->onExited(peer, how); });
+  if (!liveness.ok()) return liveness.error();
+  engine->liveness_ = std::move(*liveness);
   engine->context_.reset(new TransportContext{
       .id = id,
       .env = engine->options_.env,
@@ -69,12 +74,13 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
       .crypto = *crypto,
       .regions = engine->regions_,
       .arena = *engine->arena_,
+      .life = engine->liveness_->wordOffset(),
       .loop = *engine->loop_,
       .onAccepted =
           [self](EngineId peer, std::shared_ptr<Channel> channel) {
             self->onAccepted(peer, std::move(channel));
           },
-      .onEnded = [self](EngineId peer, const Status& how) { self->onEnded(peer, how); },
+      .onEnded = [self](EngineId peer, const Evidence& evidence) { self->onEnded(peer, evidence); },
   });
 
   for (const TransportEntry* entry : *chosen) {
@@ -99,6 +105,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 Engine::~Engine() {
   // Channels say goodbye first; then nothing of a transport runs any more; then the loop ends.
   leave();
+  liveness_.reset();
   for (auto& transport : transports_) transport->shutdown();
   {
     // A channel that was accepted a moment ago may still be on its way to onAccepted().
@@ -122,6 +129,8 @@ void Engine::leave() {
     std::lock_guard lock(mutex_);
     peers = peers_;
   }
+  // First: whoever reads our goodbye must not have taken our end for a death before.
+  liveness_->leave();
   for (auto& [id, peer] : peers) peer->channel->close();
 }
 
@@ -133,8 +142,10 @@ std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Chann
   peer->id = id;
   peer->channel = std::move(channel);
   if (const auto early = endedEarly_.extract(id)) {
-    peer->how = early.mapped();
+    peer->evidence = early.mapped();
     peer->ended = true;
+  } else {
+    liveness_->watch(id, peer->channel);
   }
   peers_[id] = peer;
   return peer;
@@ -162,12 +173,14 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
   for (size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] == id()) continue;
     const auto there = [&] { return (peers[i] = known(ids[i])) != nullptr; };
+    const std::string name = "rank " + std::to_string(i);
     if (!arrived_.wait_until(lock, deadline.when(), there)) {
       return Error{ErrorCode::kTimeout,
-                   "rank " + std::to_string(i) +
+                   name +
                        " published its address but did not connect in time: is it alive, and can "
                        "it reach this host?"};
     }
+    if (peers[i]->name.empty()) peers[i]->name = name;
   }
   return peers;
 }
@@ -235,18 +248,37 @@ void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {
   arrived_.notify_all();
 }
 
-void Engine::onEnded(const EngineId& id, const Status& how) {
+// The socket's end comes when the kernel has cleared away all memory of the process; the mark on
+// its life word comes before that. On the loop's thread like every other end, so that ends are
+// reported one after the other.
+void Engine::onExited(const EngineId& id, const std::string& how) {
+  loop_->post([this, id, evidence = Evidence{Evidence::Kind::kExited, how}] {
+    std::shared_ptr<Channel> channel;
+    {
+      std::lock_guard lock(mutex_);
+      if (const auto peer = known(id); peer && !peer->ended) channel = peer->channel;
+    }
+    if (!channel) return;
+    channel->peerExited({ErrorCode::kPeerLost, evidence.detail});
+    onEnded(id, evidence);
+  });
+}
+
+void Engine::onEnded(const EngineId& id, const Evidence& evidence) {
+  liveness_->unwatch(id);
   std::lock_guard lock(mutex_);
   const auto found = peers_.find(id);
   if (found == peers_.end()) {
-    endedEarly_[id] = how;
+    endedEarly_[id] = evidence;
     return;
   }
   if (found->second->ended) return;
-  found->second->how = how;
+  found->second->evidence = evidence;
   found->second->ended = true;
-  log(LogLevel::kInfo, logName(),
-      "a peer's channel ended: ", how.ok() ? "goodbye" : how.error().message);
+  const std::string& name = found->second->name;
+  // A goodbye is no accusation.
+  log(evidence.isGoodbye() ? LogLevel::kInfo : LogLevel::kWarning, logName(),
+      name.empty() ? "a peer" : name, " is gone: ", evidence.detail);
   for (auto& [interrupt, bell] : watchers_) {
     interrupt->bump();
     bell->ring();

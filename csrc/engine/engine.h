@@ -14,6 +14,8 @@
 #include "base/event_loop.h"
 #include "base/result.h"
 #include "base/wait.h"
+#include "engine/evidence.h"
+#include "engine/liveness.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
 #include "engine/transports/transport.h"
@@ -30,9 +32,10 @@ struct EngineOptions {
 // Another engine, as this one sees it.
 struct Peer {
   EngineId id;
+  std::string name;                  // for the log, once connect() has told it: "rank 3"
   std::shared_ptr<Channel> channel;  // the route to it
-  std::atomic<bool> ended{false};    // the channel is gone; `how` was written before
-  Status how;                        // ok: the peer said goodbye, else the evidence
+  std::atomic<bool> ended{false};    // the peer is gone; the evidence was written before
+  Evidence evidence;
 };
 
 // Memory that peers may still read after its owner is done with it.
@@ -58,7 +61,8 @@ class Engine {
   // Connects to all these endpoints; a peer that is already connected is returned as it is, also
   // one that has ended since, our own endpoint gives null. Of each pair the engine with the smaller
   // id calls and the other one is called. Blocks until all are there or the deadline has passed;
-  // the error names by its index who is missing, and why.
+  // the error names by its index who is missing, and why. The index is also the name of a peer that
+  // has none yet.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
 
@@ -80,7 +84,8 @@ class Engine {
                  Deadline deadline);
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel);
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
-  void onEnded(const EngineId& id, const Status& how);
+  void onEnded(const EngineId& id, const Evidence& evidence);
+  void onExited(const EngineId& id, const std::string& how);
 
   EngineOptions options_;
   std::unique_ptr<Arena> arena_;
@@ -90,10 +95,11 @@ class Engine {
   std::mutex mutex_;      // guards everything below down to watchers_
   std::condition_variable arrived_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
-  std::map<EngineId, Status>
-      endedEarly_;  // channels that ended before remember() had them in its hands
+  // Of peers that ended before remember() had their channels in its hands.
+  std::map<EngineId, Evidence> endedEarly_;
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   std::unique_ptr<EventLoop> loop_;
+  std::unique_ptr<Liveness> liveness_;
   std::vector<std::unique_ptr<Transport>> transports_;
 
   struct Retired {

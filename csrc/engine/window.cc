@@ -85,9 +85,9 @@ void Window::cancelGets(const Completion& completion) const {
   }
 }
 
-const Status* Window::ended(int rank) const {
+const Evidence* Window::ended(int rank) const {
   const auto& peer = members_[rank].peer;
-  return peer && peer->ended.load(std::memory_order_acquire) ? &peer->how : nullptr;
+  return peer && peer->ended.load(std::memory_order_acquire) ? &peer->evidence : nullptr;
 }
 
 const char* Window::transportName(int rank) const {

@@ -54,7 +54,7 @@ class Window {
   RetiredMemory retire() { return {std::move(block_), std::move(region_)}; }
 
   // Null while the rank's channel stands.
-  const Status* ended(int rank) const;
+  const Evidence* ended(int rank) const;
   const char* transportName(int rank) const;
 
  private:

@@ -120,6 +120,10 @@ class EngineSide {
     auto crypto = Crypto::load();
     EXPECT_TRUE(arena.ok() && loop.ok() && crypto.ok());
     arena_ = std::move(*arena);
+    auto life = arena_->allocate(sizeof(LifeWord));
+    EXPECT_TRUE(life.ok());
+    life_ = std::move(*life);
+    new (life_.data()) LifeWord;  // that nobody holds
     loop_ = std::move(*loop);
     const Nonce random = Crypto::randomNonce();
     EngineId id;
@@ -131,6 +135,7 @@ class EngineSide {
         .crypto = *crypto,
         .regions = regions_,
         .arena = *arena_,
+        .life = life_.offset(),
         .loop = *loop_,
         .onAccepted =
             [this](EngineId peer, std::shared_ptr<Channel> channel) {
@@ -139,9 +144,9 @@ class EngineSide {
               changed_.notify_all();
             },
         .onEnded =
-            [this](EngineId peer, const Status& how) {
+            [this](EngineId peer, const Evidence& evidence) {
               std::lock_guard lock(mutex_);
-              ended_.emplace_back(peer, how);
+              ended_.emplace_back(peer, evidence);
               changed_.notify_all();
             },
     });
@@ -174,14 +179,14 @@ class EngineSide {
     std::lock_guard lock(mutex_);
     return accepted_.size();
   }
-  // How the peer's channel ended; kTimeout if it did not in time.
+  // How the peer's channel ended: ok when it said goodbye; kTimeout if it did not end in time.
   Status endOf(const EngineId& peer) {
     std::unique_lock lock(mutex_);
     Status how(ErrorCode::kTimeout, "the channel did not end");
     changed_.wait_for(lock, kPatience, [&] {
-      for (auto& [from, status] : ended_) {
+      for (auto& [from, evidence] : ended_) {
         if (from == peer) {
-          how = status;
+          how = evidence.isGoodbye() ? Status() : Status(ErrorCode::kPeerLost, evidence.detail);
           return true;
         }
       }
@@ -198,8 +203,9 @@ class EngineSide {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::pair<EngineId, std::shared_ptr<Channel>>> accepted_;
-  std::vector<std::pair<EngineId, Status>> ended_;
+  std::vector<std::pair<EngineId, Evidence>> ended_;
   std::unique_ptr<Arena> arena_;
+  ArenaBlock life_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
   std::unique_ptr<EventLoop> loop_;  // the first to go: its handlers use all of the above

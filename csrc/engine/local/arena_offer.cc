@@ -7,17 +7,24 @@
 #include <sys/timerfd.h>
 #include <utility>
 
+#include "engine/local/life_word.h"
 #include "engine/local/unix_socket.h"
 #include "engine/memory/region_table.h"
 
 namespace mooncake {
 namespace {
 
-// Wire form, always 80 bytes, the descriptor on the first:
-//   u32 mark  u32 version  u64 arena address  u64 arena bytes  u64 mirror's offset  u8 greeting[48]
+// Wire form, always 88 bytes, the descriptor on the first:
+//   u32 mark  u32 version  u64 arena address  u64 arena bytes  u64 mirror's offset
+//   u64 life word's offset  u8 greeting[48]
 constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
-constexpr uint32_t kVersion = 1;
-constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + sizeof(Greeting);
+constexpr uint32_t kVersion = 2;
+constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + sizeof(Greeting);
+
+template <typename T>
+bool liesIn(uint64_t arenaBytes, uint64_t offset) {
+  return offset % alignof(T) == 0 && arenaBytes >= sizeof(T) && offset <= arenaBytes - sizeof(T);
+}
 
 // Waits on the loop for the offer or the deadline. Kept alive by the loop's handlers.
 class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
@@ -75,13 +82,15 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
 
 }  // namespace
 
-Status sendOffer(int socket, const Arena& arena, uint64_t mirror, const Greeting& greeting) {
+Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life,
+                 const Greeting& greeting) {
   const Bytes message = ByteWriter()
                             .put(kMark)
                             .put(kVersion)
                             .put(static_cast<uint64_t>(reinterpret_cast<uintptr_t>(arena.base())))
                             .put(static_cast<uint64_t>(arena.capacity()))
                             .put(mirror)
+                            .put(life)
                             .putRaw(greeting)
                             .take();
   return sendWithFd(socket, message, arena.fd());
@@ -104,13 +113,15 @@ Result<ArenaOffer> OfferReader::take() {
   offer.address = in.get<uint64_t>();
   offer.bytes = in.get<uint64_t>();
   offer.mirror = in.get<uint64_t>();
+  offer.life = in.get<uint64_t>();
   const auto greeting = in.getRaw(sizeof(Greeting));
   MOONCAKE_TRY(in.finish("arena offer"));
   std::copy(greeting.begin(), greeting.end(), offer.greeting.begin());
   offer.memfd = std::move(memfd_);
   if (mark != kMark || version != kVersion || !offer.memfd ||
-      offer.address + offer.bytes < offer.address || offer.mirror % alignof(RegionMirror) != 0 ||
-      offer.bytes < sizeof(RegionMirror) || offer.mirror > offer.bytes - sizeof(RegionMirror)) {
+      offer.address + offer.bytes < offer.address ||
+      !liesIn<RegionMirror>(offer.bytes, offer.mirror) ||
+      !liesIn<LifeWord>(offer.bytes, offer.life)) {
     return Error{ErrorCode::kProtocol,
                  "a peer's arena offer does not decode: do all ranks run the same version?"};
   }

@@ -25,10 +25,12 @@ struct ArenaOffer {
       0;  // of the arena in its owner's process: RemoteRegion speaks in such addresses
   uint64_t bytes = 0;
   uint64_t mirror = 0;  // where in the arena the RegionMirror lies
+  uint64_t life = 0;    // and the LifeWord
   Greeting greeting{};
 };
 
-Status sendOffer(int socket, const Arena& arena, uint64_t mirror, const Greeting& greeting);
+Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life,
+                 const Greeting& greeting);
 
 // Puts an offer together, in however many pieces it comes; reads not one byte more.
 class OfferReader {

@@ -29,8 +29,7 @@ std::shared_ptr<LocalChannel> LocalChannel::start(const char* transportName, Map
                               [weak = channel->weak_from_this(), id, &context](const Status& how) {
                                 const auto self = weak.lock();
                                 if (!self || self->closing_.load(std::memory_order_relaxed)) return;
-                                self->onEnded(how);
-                                context.onEnded(id, how);
+                                context.onEnded(id, self->onEnded(how));
                               });
   return channel;
 }
@@ -43,7 +42,7 @@ LocalChannel::~LocalChannel() { close(); }
 Status LocalChannel::put(const PutRequest& request) {
   const Gate::Pass pass(puts_);
   if (!pass) return {ErrorCode::kAborted, "the channel is closed"};
-  if (ended_.load(std::memory_order_acquire)) return endedError();
+  if (ended_.load(std::memory_order_acquire)) return why_;
   const Signal& signal = request.signal;
   const uint64_t bytes = request.region.bytes;
   if (signal.offset % sizeof(uint64_t) != 0 || signal.offset < sizeof(Doorbell)) {
@@ -116,13 +115,35 @@ void LocalChannel::close() {
   stream_->close();
 }
 
-void LocalChannel::onEnded(const Status& how) {
-  how_ = how;
-  ended_.store(true, std::memory_order_release);
+Evidence LocalChannel::onEnded(const Status& how) {
+  Evidence evidence;
+  if (how.ok()) {
+    evidence = {Evidence::Kind::kGoodbye, "the peer said goodbye"};
+  } else {
+    // The kernel marks the word before it closes the sockets: as long as it is held, it was
+    // something else that closed this one.
+    const bool exited = LifeWord::isDeath(peerLife().word->holder.load(std::memory_order_acquire));
+    evidence = {exited ? Evidence::Kind::kExited : Evidence::Kind::kUnreachable,
+                how.error().message};
+  }
+  if (!ended_.load(std::memory_order_relaxed)) {
+    why_ = {ErrorCode::kPeerLost, evidence.detail};
+    ended_.store(true, std::memory_order_release);
+  }
+  return evidence;
 }
 
-Status LocalChannel::endedError() const {
-  return {ErrorCode::kPeerLost, how_.ok() ? "the peer said goodbye" : how_.error().message};
+PeerLife LocalChannel::peerLife() const {
+  const auto* word = reinterpret_cast<const LifeWord*>(peer_.arena->base() + peer_.life);
+  return {word, peer_.process};
+}
+
+void LocalChannel::peerExited(const Error& why) {
+  if (!ended_.load(std::memory_order_relaxed)) {
+    why_ = why;
+    ended_.store(true, std::memory_order_release);
+  }
+  stream_->close(why);
 }
 
 const RegionMirror& LocalChannel::mirror() const {

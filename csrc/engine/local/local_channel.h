@@ -25,6 +25,8 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
     std::unique_ptr<ArenaMapping> arena;
     uint64_t address = 0;                  // of the arena in the peer's process
     uint64_t mirror = 0;                   // offset of its RegionMirror
+    uint64_t life = 0;                     // offset of its LifeWord
+    pid_t process = 0;                     // 0: not visible from our pid namespace
     std::unique_ptr<DirectReader> reader;  // null: there is no such way to this peer
   };
 
@@ -37,14 +39,15 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   std::span<std::byte> peerArena() const override {
     return {peer_.arena->base(), peer_.arena->capacity()};
   }
+  PeerLife peerLife() const override;
+  void peerExited(const Error& why) override;
   Status put(const PutRequest& request) override;
   Status get(const GetRequest& request) override;
   void cancelGets(const Completion* completion) override;
   void close() override;
 
  private:
-  void onEnded(const Status& how);
-  Status endedError() const;
+  Evidence onEnded(const Status& how);
   const RegionMirror& mirror() const;
   std::byte* mapped(const RemoteRegion& region) const;
   ErrorCode readHere(const GetRequest& request, const DirectGets::Running& running);
@@ -56,7 +59,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   DirectGets gets_;
   std::atomic<bool> closing_{false};
   std::atomic<bool> ended_{false};
-  Status how_;  // written before ended_
+  Error why_;  // written before ended_
 };
 
 }  // namespace mooncake

@@ -51,6 +51,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
                                                            {.arena = std::move(*arena),
                                                             .address = offer.address,
                                                             .mirror = offer.mirror,
+                                                            .life = offer.life,
+                                                            .process = process,
                                                             .reader = std::move(reader)},
                                                            std::move(socket), peer, context_);
     std::erase_if(channels_, [](const auto& weak) { return weak.expired(); });
@@ -78,7 +80,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   void onHandshaken(Result<Handshaken> shaken) {
     if (!shaken.ok()) return refuse(shaken.error());
     const pid_t process = peerProcess(shaken->socket.get());
-    const Status sent = sendOffer(shaken->socket.get(), context_.arena, mirror_, wire_->greeting());
+    const Status sent =
+        sendOffer(shaken->socket.get(), context_.arena, mirror_, context_.life, wire_->greeting());
     if (!sent.ok()) return refuse(sent.error());
     receiveOffer(std::move(shaken->socket), context_.loop,
                  Deadline::after(context_.env.failureTimeout),
@@ -161,7 +164,7 @@ Result<std::unique_ptr<Connecting>> LocalTransport::Core::connect(const EngineId
                  std::string(wire_->name()) + " does not lead to another process"};
   }
   const auto ourOffer = [this](int behind) {
-    return sendOffer(behind, context_.arena, mirror_, wire_->greeting());
+    return sendOffer(behind, context_.arena, mirror_, context_.life, wire_->greeting());
   };
   return std::unique_ptr<Connecting>(
       new Call(shared_from_this(), process, deadline,

@@ -129,7 +129,7 @@ Result<size_t> receiveWithFd(int socket, size_t atMost, Bytes& message, Fd& fd) 
       attached && attached->cmsg_level == SOL_SOCKET && attached->cmsg_type == SCM_RIGHTS) {
     int received;
     std::memcpy(&received, CMSG_DATA(attached), sizeof(int));
-    fd.reset(received);
+    fd = Fd(received);
   }
   if (got == 0) return Error{ErrorCode::kPeerLost, "the peer closed the connection"};
   return static_cast<size_t>(got);

@@ -14,6 +14,8 @@
 #include "base/env.h"
 #include "base/event_loop.h"
 #include "base/result.h"
+#include "engine/evidence.h"
+#include "engine/local/life_word.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
 #include "engine/transfer.h"
@@ -33,6 +35,11 @@ class Channel {
   // The peer's arena where load and store reach it, else empty. Constant for the channel's life;
   // stays mapped, with all that the peer wrote, also after the peer died and after close().
   virtual std::span<std::byte> peerArena() const = 0;
+  // The peer's life word where that is mapped. As long as peerArena().
+  virtual PeerLife peerLife() const { return {}; }
+  // The peer's process has ended, its connection may not have: gets under way end with this error,
+  // and nothing is asked of the peer any more.
+  virtual void peerExited(const Error&) {}
   // Makes data and signal appear in the peer's window part. There is no order between two puts.
   virtual Status put(const PutRequest& request) = 0;
   // Fetches. The completion ends exactly once per get that returned ok, also when the channel
@@ -68,12 +75,12 @@ struct TransportContext {
   std::shared_ptr<const Crypto> crypto;
   RegionTable& regions;
   Arena& arena;
+  uint64_t life;  // offset of the engine's LifeWord in its arena
   EventLoop& loop;
   // A peer connected to us and proved that it knows the key. On the loop's thread.
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
-  // The channel ended and not by our close(): ok when the peer said goodbye, else why it broke. At
-  // most once per channel, on the loop's thread.
-  std::function<void(EngineId peer, const Status& how)> onEnded;
+  // The channel ended and not by our close(). At most once per channel, on the loop's thread.
+  std::function<void(EngineId peer, const Evidence& evidence)> onEnded;
 };
 
 class Transport {

@@ -72,7 +72,8 @@ void TcpChannel::laneEnded(size_t lane, const Status& how) {
   }
   const Error why = how.ok() ? Error{ErrorCode::kPeerLost, "the peer said goodbye"} : how.error();
   for (const auto& lane : lanes_) lane->close(why);
-  context_.onEnded(peer_, how);
+  context_.onEnded(
+      peer_, {how.ok() ? Evidence::Kind::kGoodbye : Evidence::Kind::kUnreachable, why.message});
 }
 
 }  // namespace mooncake

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <csignal>
+#include <pthread.h>
+
+namespace mooncake {
+
+// A new thread inherits the mask of its maker: those that are started while this stands never run a
+// signal handler of the application. Signals that a thread brings on itself stay open, so that the
+// application's crash handler still gets to report them.
+class BlockedSignals {
+ public:
+  BlockedSignals() {
+    sigset_t blocked;
+    ::sigfillset(&blocked);
+    for (const int own : {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP})
+      ::sigdelset(&blocked, own);
+    ::pthread_sigmask(SIG_SETMASK, &blocked, &before_);
+  }
+  ~BlockedSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  BlockedSignals(const BlockedSignals&) = delete;
+  BlockedSignals& operator=(const BlockedSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,218 @@
+#include "engine/liveness.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <climits>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <new>
+#include <pthread.h>
+#include <string_view>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#include <utility>
+
+#include "base/fd.h"
+#include "base/signals.h"
+
+namespace mooncake {
+namespace {
+
+constexpr auto kBeat = std::chrono::milliseconds(5);
+// A peer that has not beaten for so long gets a look into /proc: while a process writes its core
+// dump, its threads stand still and its futexes are not marked yet, and that may take minutes.
+constexpr auto kLookAfter = 2 * kBeat;
+constexpr auto kMostPatience = std::chrono::milliseconds(640);
+
+// futex_waitv(2) is younger (Linux 5.16) than the headers that we must build with.
+constexpr long kFutexWaitv = 449;
+constexpr uint32_t kFutex32 = 2;
+constexpr size_t kMostWaits = 128;
+
+void wakeAll(const std::atomic<uint32_t>& word) {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// What /proc says of a process that stands still; empty: nothing that would mean its end.
+std::string fateOf(pid_t process) {
+  const Fd file(::open(("/proc/" + std::to_string(process) + "/status").c_str(),
+                       O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (!file) return {};
+  std::array<char, 4096> buffer;
+  const ssize_t got = ::read(file.get(), buffer.data(), buffer.size());
+  if (got <= 0) return {};
+  const std::string_view status(buffer.data(), size_t(got));
+  if (status.find("CoreDumping:\t1") != std::string_view::npos)
+    return "process " + std::to_string(process) + " crashed and is writing its core dump";
+  return {};
+}
+
+// The kernel walks this list when the thread ends. The word may lie anywhere.
+class RobustList {
+ public:
+  explicit RobustList(const std::atomic<uint32_t>& word) {
+    head_.list.next = &entry_;
+    entry_.next = &head_.list;
+    head_.futex_offset = reinterpret_cast<intptr_t>(&word) - reinterpret_cast<intptr_t>(&entry_);
+    head_.list_op_pending = nullptr;
+    ::syscall(SYS_set_robust_list, &head_, sizeof(head_));
+  }
+  ~RobustList() {
+    head_.list.next = &head_.list;  // before this memory is somebody else's
+    ::syscall(SYS_set_robust_list, nullptr, sizeof(head_));
+  }
+  RobustList(const RobustList&) = delete;
+  RobustList& operator=(const RobustList&) = delete;
+
+ private:
+  robust_list_head head_{};
+  robust_list entry_{};
+};
+
+}  // namespace
+
+// struct futex_waitv
+struct Liveness::FutexWait {
+  uint64_t value;
+  uint64_t address;
+  uint32_t flags;
+  uint32_t reserved;
+};
+
+namespace {
+
+Liveness::FutexWait waitOn(const std::atomic<uint32_t>& word, uint32_t value) {
+  return {value, reinterpret_cast<uintptr_t>(&word), kFutex32, 0};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Liveness>> Liveness::start(Arena& arena, OnExited onExited) {
+  auto block = arena.allocate(sizeof(LifeWord));
+  if (!block.ok()) return block.error();
+  std::unique_ptr<Liveness> liveness(new Liveness(std::move(*block), std::move(onExited)));
+  {
+    const BlockedSignals blocked;
+    liveness->thread_ = std::thread([self = liveness.get()] { self->run(); });
+  }
+  ::pthread_setname_np(liveness->thread_.native_handle(), "mooncake-live");
+  // Nobody may learn of the word before it is held.
+  liveness->held_.get_future().wait();
+  return liveness;
+}
+
+Liveness::Liveness(ArenaBlock block, OnExited onExited)
+    : block_(std::move(block)), onExited_(std::move(onExited)) {
+  new (block_.data()) LifeWord;
+}
+
+Liveness::~Liveness() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake();
+  thread_.join();
+}
+
+void Liveness::leave() { own().holder.store(LifeWord::kGone, std::memory_order_release); }
+
+void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& channel) {
+  const PeerLife life = channel->peerLife();
+  if (!life.word) return;
+  {
+    std::lock_guard lock(mutex_);
+    watched_[peer] = {.channel = channel,
+                      .life = life,
+                      .beats = life.word->beats.load(std::memory_order_relaxed),
+                      .nextLook = Clock::now() + kLookAfter,
+                      .patience = kLookAfter};
+  }
+  wake();
+}
+
+void Liveness::unwatch(const EngineId& peer) {
+  std::shared_ptr<Channel> last;  // goes without the lock
+  std::lock_guard lock(mutex_);
+  if (auto found = watched_.extract(peer)) last = std::move(found.mapped().channel);
+}
+
+void Liveness::wake() {
+  wakes_.fetch_add(1, std::memory_order_release);
+  wakeAll(wakes_);
+}
+
+void Liveness::run() {
+  const RobustList held(own().holder);
+  // FUTEX_WAITERS from the first: the kernel wakes somebody only if it is set.
+  own().holder.store(uint32_t(::syscall(SYS_gettid)) | FUTEX_WAITERS, std::memory_order_release);
+  held_.set_value();
+  std::vector<FutexWait> waits;
+  std::vector<Exited> exited;
+  for (;;) {
+    own().beats.fetch_add(1, std::memory_order_relaxed);
+    waits.assign(1, waitOn(wakes_, wakes_.load(std::memory_order_acquire)));
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_) break;
+      look(waits, exited);
+    }
+    for (const Exited& one : exited) onExited_(one.peer, one.evidence);
+    if (exited.empty()) sleep(waits);
+    exited.clear();
+  }
+  leave();
+}
+
+// Under the lock.
+void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) {
+  const auto now = Clock::now();
+  for (auto next = watched_.begin(); next != watched_.end();) {
+    const auto watched = next++;
+    const std::atomic<uint32_t>& word = watched->second.life.word->holder;
+    const uint32_t holder = word.load(std::memory_order_acquire);
+    std::string evidence = LifeWord::isDeath(holder)
+                               ? "its process has exited: the kernel marked its robust futex"
+                               : standsStill(watched->second, now);
+    if (evidence.empty()) {
+      if (waits.size() < kMostWaits) waits.push_back(waitOn(word, holder));
+      continue;
+    }
+    // The kernel woke one of those who wait, and that one may be dying, too.
+    wakeAll(word);
+    exited.push_back({watched->first, std::move(evidence), std::move(watched->second.channel)});
+    watched_.erase(watched);
+  }
+}
+
+// Evidence that a peer that does not beat has come to its end; empty as a rule.
+std::string Liveness::standsStill(Watched& watched, Clock::time_point now) {
+  const uint32_t beats = watched.life.word->beats.load(std::memory_order_relaxed);
+  if (std::exchange(watched.beats, beats) != beats) {
+    watched.patience = kLookAfter;
+  } else if (now >= watched.nextLook && watched.life.process != 0) {
+    // On a busy machine everybody beats late: look less and less often.
+    watched.patience = std::min(2 * watched.patience, kMostPatience);
+    if (std::string fate = fateOf(watched.life.process); !fate.empty()) return fate;
+  } else {
+    return {};
+  }
+  watched.nextLook = now + watched.patience;
+  return {};
+}
+
+void Liveness::sleep(std::vector<FutexWait>& waits) {
+  const auto until = (Clock::now() + kBeat).time_since_epoch();
+  const auto seconds = std::chrono::floor<std::chrono::seconds>(until);
+  const timespec when{.tv_sec = seconds.count(),
+                      .tv_nsec = std::chrono::nanoseconds(until - seconds).count()};
+  if (::syscall(kFutexWaitv, waits.data(), waits.size(), 0, &when, CLOCK_MONOTONIC) >= 0) return;
+  if (errno != ENOSYS) return;
+  // An older kernel: deaths are found at the next beat.
+  ::syscall(SYS_futex, waits[0].address, FUTEX_WAIT_BITSET, uint32_t(waits[0].value), &when,
+            nullptr, FUTEX_BITSET_MATCH_ANY);
+}
+
+}  // namespace mooncake
