@@ -11,14 +11,14 @@
 #include <thread>
 #include <vector>
 
-#include "engine/local/life_word.h"
+#include "engine/life_word.h"
 #include "engine/memory/arena.h"
 #include "engine/transports/transport.h"
 
 namespace mooncake {
 
 // A thread that does two things and nothing that could hold it up: it keeps this engine's life word
-// (engine/local/life_word.h), and it watches those of the peers on the host.
+// (engine/life_word.h), and it watches those of the peers on the host.
 class Liveness {
  public:
   // `onExited` runs on the thread, once per peer, without a lock: the kernel says that its process

@@ -7,7 +7,7 @@
 #include <sys/timerfd.h>
 #include <utility>
 
-#include "engine/local/life_word.h"
+#include "engine/life_word.h"
 #include "engine/local/unix_socket.h"
 #include "engine/memory/region_table.h"
 

@@ -15,7 +15,7 @@
 #include "base/event_loop.h"
 #include "base/result.h"
 #include "engine/evidence.h"
-#include "engine/local/life_word.h"
+#include "engine/life_word.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
 #include "engine/transfer.h"
