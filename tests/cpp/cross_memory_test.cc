@@ -92,14 +92,14 @@ TEST_F(CrossMemoryTest, RefusesAProcessThatIsNotThePeer) {
 TEST_F(CrossMemoryTest, SeesThatTheProcessIsGone) {
   int ends[2];
   ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
-  const Fd reading(ends[0]);
-  Fd writing(ends[1]);
   const pid_t child = ::fork();
   if (child == 0) {
     char nothing;
     ::close(ends[1]);
     ::_exit(static_cast<int>(::read(ends[0], &nothing, 1)));  // until the parent lets go
   }
+  const Fd reading(ends[0]);  // not before: forked children do not keep what an Fd owns
+  Fd writing(ends[1]);
   auto opened =
       CrossMemory::open(child, proofOf(nonce_));  // a fork has the nonce at the same place
   ASSERT_TRUE(opened.ok()) << opened.error().message;
