@@ -69,6 +69,13 @@ class Ending {
   std::atomic<int> count_{0};
 };
 
+// What the loop has read from a socket by now, it has also dealt with when this returns.
+void awaitHandlers(EventLoop& loop) {
+  std::promise<void> done;
+  loop.post([&] { done.set_value(); });
+  done.get_future().wait();
+}
+
 // A connection on side a; its peer is a second connection on b, or the test itself with a bare
 // socket.
 class StreamTest : public ::testing::Test {
@@ -148,6 +155,7 @@ TEST_F(StreamTest, SealedHalfWayTakesNoFurtherByte) {
   sendAll(bare.get(), ByteView(frame).first(10000));
   const size_t arrived = kData + 10000 - wire::kHeaderBytes;
   ASSERT_TRUE(eventually([&] { return isReadEmpty(bare.get()); }));
+  awaitHandlers(a.loop());
   part.word(kWord).store(stampOf(1) + 1);
   sendAll(bare.get(), ByteView(frame).subspan(10000));
   sendAll(bare.get(), putFrame(part.remote(), 1 << 15, bytesOf("next"), {kWord + 8, stampOf(1)}));
