@@ -1,5 +1,6 @@
 #include "base/event_loop.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <pthread.h>
@@ -105,6 +106,53 @@ void EventLoop::post(Task task) {
   if (isFirst) wake();
 }
 
+EventLoop::TimerId EventLoop::runAt(Deadline when, Task task) {
+  bool isFirst;
+  TimerId timer;
+  {
+    std::lock_guard lock(mutex_);
+    timer = ++lastTimer_;
+    const auto added = timers_.emplace(std::pair(when.when(), timer), std::move(task)).first;
+    isFirst = added == timers_.begin();
+  }
+  if (isFirst && !onLoopThread()) wake();  // it may be asleep until a later one
+  return timer;
+}
+
+void EventLoop::cancel(TimerId timer) {
+  Task task;  // destroyed after the lock is free: it may own anything
+  std::lock_guard lock(mutex_);
+  const auto found = std::find_if(timers_.begin(), timers_.end(),
+                                  [&](const auto& entry) { return entry.first.second == timer; });
+  if (found == timers_.end()) return;
+  task = std::move(found->second);
+  timers_.erase(found);
+}
+
+// As epoll_wait takes it; -1: there is none.
+int EventLoop::millisecondsToFirstTimer() {
+  std::lock_guard lock(mutex_);
+  if (timers_.empty()) return -1;
+  const auto left = timers_.begin()->first.first - Clock::now();
+  constexpr std::chrono::milliseconds kMost = std::chrono::hours(1);
+  return int(std::clamp(std::chrono::ceil<std::chrono::milliseconds>(left),
+                        std::chrono::milliseconds(0), kMost)
+                 .count());
+}
+
+void EventLoop::runTimers() {
+  const auto now = Clock::now();
+  for (;;) {
+    Task task;
+    {
+      std::lock_guard lock(mutex_);
+      if (timers_.empty() || timers_.begin()->first.first > now) return;
+      task = std::move(timers_.extract(timers_.begin()).mapped());
+    }
+    task();
+  }
+}
+
 bool EventLoop::onLoopThread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
 void EventLoop::wake() {
@@ -117,7 +165,8 @@ void EventLoop::run() {
   std::array<epoll_event, 64> events;
   std::vector<Task> scratch;
   for (;;) {
-    const int count = ::epoll_wait(epoll_.get(), events.data(), events.size(), -1);
+    const int count =
+        ::epoll_wait(epoll_.get(), events.data(), events.size(), millisecondsToFirstTimer());
     bool woken = false;
     for (int i = 0; i < count; ++i) {  // count is -1 for EINTR: a debugger or SIGCONT
       const auto token = static_cast<uint32_t>(events[i].data.u64 >> 32);
@@ -127,6 +176,7 @@ void EventLoop::run() {
         dispatch(static_cast<int>(events[i].data.u64 & 0xffffffff), token, events[i].events);
       }
     }
+    runTimers();
     if (!woken) continue;
     // First silence the wake-up, then look for its cause: a post in between wakes us once more.
     uint64_t wakes;

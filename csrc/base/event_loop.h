@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -10,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/fd.h"
 #include "base/result.h"
 
@@ -38,6 +40,12 @@ class EventLoop {
   void remove(int fd);
   // Runs the task on the loop's thread as soon as it is free, in the order of posting.
   void post(Task task);
+  // Runs the task on the loop's thread when the deadline has passed, to the millisecond. Any
+  // thread.
+  using TimerId = uint64_t;
+  TimerId runAt(Deadline when, Task task);
+  // On the loop's thread: the task does not run any more, if it has not.
+  void cancel(TimerId timer);
   bool onLoopThread() const;
 
  private:
@@ -52,6 +60,8 @@ class EventLoop {
   void run();
   void dispatch(int fd, uint32_t token, uint32_t events);
   void runTasks(std::vector<Task>& scratch);
+  int millisecondsToFirstTimer();
+  void runTimers();
   void wake();
 
   Fd epoll_;
@@ -61,6 +71,8 @@ class EventLoop {
   std::condition_variable handlerDone_;  // running_ has changed
   std::unordered_map<int, Registration> handlers_;
   std::vector<Task> tasks_;
+  std::map<std::pair<Clock::time_point, TimerId>, Task> timers_;
+  TimerId lastTimer_ = 0;
   uint32_t lastToken_ = 0;
   uint32_t running_ = 0;  // token of the handler that runs now, else 0
   bool stopping_ = false;

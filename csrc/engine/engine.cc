@@ -13,6 +13,10 @@
 namespace mooncake {
 namespace {
 
+// From the making of a group to the start of the liveness thread; a death before that shows as the
+// end of a socket.
+constexpr auto kStarting = std::chrono::milliseconds(20);
+
 // The transports to use, best first: all that are built in, or the ones that were asked for, in
 // that order.
 Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
@@ -62,7 +66,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   if (::getrandom(id.data(), id.size(), 0) != ssize_t(id.size()))
     return systemError("getrandom", errno);
   Engine* self = engine.get();
-  auto liveness = Liveness::start(
+  auto liveness = Liveness::create(
       *engine->arena_,
       [self](const EngineId& peer, const std::string& how) { self->onExited(peer, how); });
   if (!liveness.ok()) return liveness.error();
@@ -182,6 +186,10 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     }
     if (peers[i]->name.empty()) peers[i]->name = name;
   }
+  // Later: a thread more is not what the start of a job waits for.
+  loop_->runAt(Deadline::after(kStarting), [weak = std::weak_ptr(liveness_)] {
+    if (const auto liveness = weak.lock()) liveness->begin();
+  });
   return peers;
 }
 

@@ -13,9 +13,8 @@ namespace mooncake {
 // closes its sockets: 0.3 ms after a SIGKILL at any size, where the end of the socket took 46 ms
 // with 3 GiB. No forked child can hold it, none inherits it.
 struct alignas(64) LifeWord {
-  std::atomic<uint32_t> holder{
-      0};                          // the thread's id; kGone when it ended in peace, or not yet here
-  std::atomic<uint32_t> beats{0};  // grows while the process runs, also when its callers do not
+  std::atomic<uint32_t> holder{0};  // the thread's id; kGone: not there yet, or left in peace
+  std::atomic<uint32_t> beats{0};   // grows while the process runs, also when its callers do not
 
   static constexpr uint32_t kGone = 0;
   static bool isDeath(uint32_t holder) { return (holder & FUTEX_OWNER_DIED) != 0; }

@@ -89,18 +89,10 @@ Liveness::FutexWait waitOn(const std::atomic<uint32_t>& word, uint32_t value) {
 
 }  // namespace
 
-Result<std::unique_ptr<Liveness>> Liveness::start(Arena& arena, OnExited onExited) {
+Result<std::unique_ptr<Liveness>> Liveness::create(Arena& arena, OnExited onExited) {
   auto block = arena.allocate(sizeof(LifeWord));
   if (!block.ok()) return block.error();
-  std::unique_ptr<Liveness> liveness(new Liveness(std::move(*block), std::move(onExited)));
-  {
-    const BlockedSignals blocked;
-    liveness->thread_ = std::thread([self = liveness.get()] { self->run(); });
-  }
-  ::pthread_setname_np(liveness->thread_.native_handle(), "mooncake-live");
-  // Nobody may learn of the word before it is held.
-  liveness->held_.get_future().wait();
-  return liveness;
+  return std::unique_ptr<Liveness>(new Liveness(std::move(*block), std::move(onExited)));
 }
 
 Liveness::Liveness(ArenaBlock block, OnExited onExited)
@@ -113,24 +105,34 @@ Liveness::~Liveness() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  wake();
-  thread_.join();
+  wakes_.fetch_add(1, std::memory_order_release);
+  wakeAll(wakes_);
+  if (thread_.joinable()) thread_.join();
 }
 
-void Liveness::leave() { own().holder.store(LifeWord::kGone, std::memory_order_release); }
+void Liveness::begin() {
+  std::lock_guard lock(mutex_);
+  if (thread_.joinable() || stopping_ || left_) return;
+  const BlockedSignals blocked;
+  thread_ = std::thread([this] { run(); });
+  ::pthread_setname_np(thread_.native_handle(), "mooncake-live");
+}
+
+void Liveness::leave() {
+  left_.store(true);
+  own().holder.store(LifeWord::kGone);
+}
 
 void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& channel) {
   const PeerLife life = channel->peerLife();
   if (!life.word) return;
-  {
-    std::lock_guard lock(mutex_);
-    watched_[peer] = {.channel = channel,
-                      .life = life,
-                      .beats = life.word->beats.load(std::memory_order_relaxed),
-                      .nextLook = Clock::now() + kLookAfter,
-                      .patience = kLookAfter};
-  }
-  wake();
+  // The thread sees it at its next beat: no need to wake it for each peer of a new group.
+  std::lock_guard lock(mutex_);
+  watched_[peer] = {.channel = channel,
+                    .life = life,
+                    .beats = life.word->beats.load(std::memory_order_relaxed),
+                    .nextLook = Clock::now() + kLookAfter,
+                    .patience = kLookAfter};
 }
 
 void Liveness::unwatch(const EngineId& peer) {
@@ -139,16 +141,11 @@ void Liveness::unwatch(const EngineId& peer) {
   if (auto found = watched_.extract(peer)) last = std::move(found.mapped().channel);
 }
 
-void Liveness::wake() {
-  wakes_.fetch_add(1, std::memory_order_release);
-  wakeAll(wakes_);
-}
-
 void Liveness::run() {
   const RobustList held(own().holder);
   // FUTEX_WAITERS from the first: the kernel wakes somebody only if it is set.
-  own().holder.store(uint32_t(::syscall(SYS_gettid)) | FUTEX_WAITERS, std::memory_order_release);
-  held_.set_value();
+  own().holder.store(uint32_t(::syscall(SYS_gettid)) | FUTEX_WAITERS);
+  if (left_.load()) leave();  // the other way round than leave() does it: one sees the other
   std::vector<FutexWait> waits;
   std::vector<Exited> exited;
   for (;;) {

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
-#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -25,10 +24,12 @@ class Liveness {
   // has ended, or is ending, and in which way we know.
   using OnExited = std::function<void(const EngineId& peer, const std::string& evidence)>;
   struct FutexWait;
-  static Result<std::unique_ptr<Liveness>> start(Arena& arena, OnExited onExited);
+  static Result<std::unique_ptr<Liveness>> create(Arena& arena, OnExited onExited);
   // In peace: the word is given back, no peer takes that for a death.
   ~Liveness();
 
+  // Starts the thread, unless it runs. Until then nobody's death is seen here, nor ours there.
+  void begin();
   uint64_t wordOffset() const { return block_.offset(); }
   // From now on the end of our process is no news to anybody: it has said goodbye.
   void leave();
@@ -54,7 +55,6 @@ class Liveness {
 
   Liveness(ArenaBlock block, OnExited onExited);
   LifeWord& own() const { return *reinterpret_cast<LifeWord*>(block_.data()); }
-  void wake();
   void run();
   void look(std::vector<FutexWait>& waits, std::vector<Exited>& exited);
   static std::string standsStill(Watched& watched, Clock::time_point now);
@@ -62,11 +62,11 @@ class Liveness {
 
   const ArenaBlock block_;  // holds the own word
   const OnExited onExited_;
-  std::mutex mutex_;  // guards watched_ and stopping_
+  std::mutex mutex_;  // guards watched_, stopping_ and the start of thread_
   std::map<EngineId, Watched> watched_;
   bool stopping_ = false;
+  std::atomic<bool> left_{false};
   std::atomic<uint32_t> wakes_{0};
-  std::promise<void> held_;  // the own word is
   std::thread thread_;
 };
 

@@ -122,6 +122,28 @@ TEST(EventLoop, EveryTaskOfManyThreadsRuns) {
   EXPECT_EQ(ran, 20000);
 }
 
+TEST(EventLoop, TimersRunInTheirOrderUnlessCancelled) {
+  auto loop = std::move(*EventLoop::start("timers"));
+  std::vector<int> ran;  // by the loop's thread only, until it is over
+  std::promise<void> last;
+  const auto now = Clock::now();
+  const auto at = [&](int ms) { return Deadline::at(now + std::chrono::milliseconds(ms)); };
+  loop->runAt(at(40), [&] { last.set_value(); });
+  loop->runAt(at(20), [&] { ran.push_back(20); });
+  loop->runAt(at(10), [&] {
+    ran.push_back(10);
+    const auto cancelled = loop->runAt(at(30), [&] { ran.push_back(30); });
+    loop->runAt(at(0), [&] { ran.push_back(0); });
+    loop->cancel(cancelled);
+    loop->cancel(cancelled);
+  });
+  loop->runAt(at(3600 * 1000), [&] { ran.push_back(-1); });
+  last.get_future().wait();
+  EXPECT_GE(Clock::now() - now, std::chrono::milliseconds(40));
+  loop.reset();
+  EXPECT_EQ(ran, (std::vector<int>{10, 0, 20}));
+}
+
 TEST(EventLoop, RemoveWaitsForTheRunningHandler) {
   const auto loop = makeLoop();
   const Fd event = makeEvent(1);

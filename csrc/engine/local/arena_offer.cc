@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <memory>
 #include <sys/epoll.h>
-#include <sys/timerfd.h>
 #include <utility>
 
 #include "engine/life_word.h"
@@ -38,19 +37,11 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
       done_(std::move(socket_), whole.ok() ? reader_.take() : Result<ArenaOffer>(whole.error()));
       return {};
     }
-    timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
-    if (!timer_) return systemError("timerfd_create", errno);
-    const auto left = std::max<int64_t>(deadline.left().count(), 1);  // 0 would disarm it
-    const itimerspec when{.it_interval = {},
-                          .it_value = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000}};
-    if (::timerfd_settime(timer_.get(), 0, &when, nullptr) != 0) {
-      return systemError("timerfd_settime", errno);
-    }
     const auto self = shared_from_this();
-    MOONCAKE_TRY(loop_.add(timer_.get(), EPOLLIN, [self](uint32_t) { self->onDeadline(); }));
+    timer_ = loop_.runAt(deadline, [self] { self->onDeadline(); });
     const Status added =
         loop_.add(socket_.get(), EPOLLIN, [self](uint32_t) { self->onReadable(); });
-    if (!added.ok()) loop_.remove(timer_.get());
+    if (!added.ok()) loop_.cancel(timer_);
     return added;
   }
 
@@ -69,12 +60,12 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
     // Removing the handlers may drop the last references to this object.
     const auto self = shared_from_this();
     loop_.remove(socket_.get());
-    loop_.remove(timer_.get());
+    loop_.cancel(timer_);
     done_(std::move(socket_), std::move(offer));
   }
 
   Fd socket_;
-  Fd timer_;
+  EventLoop::TimerId timer_ = 0;
   EventLoop& loop_;
   OfferReader reader_;
   OfferHandler done_;

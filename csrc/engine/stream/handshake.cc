@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/timerfd.h>
 
 // Wire form, version 1. Every message: magic u32, version u16, kind u16, then its body:
 //   HELLO 1      lane u16, lanes u16, attempt u64, connector id [16], acceptor id [16], nonce [32]
@@ -185,7 +184,7 @@ class Accept : public std::enable_shared_from_this<Accept> {
   void finish(Status status);
 
   Fd socket_;
-  Fd timer_;
+  EventLoop::TimerId timer_ = 0;
   const TransportContext& context_;  // outlives the loop's handlers, which keep this object
   Done done_;
   Kind due_ = Kind::kHello;
@@ -197,25 +196,13 @@ class Accept : public std::enable_shared_from_this<Accept> {
 
 void Accept::begin(Deadline deadline) {
   makeNonBlocking(socket_.get());
-  const auto finishLater = [this](Status status) {
-    context_.loop.post([self = shared_from_this(), status] { self->finish(status); });
-  };
-  timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
-  if (!timer_) return finishLater(systemError("timerfd_create", errno));
-  const auto left =
-      std::max<std::chrono::nanoseconds>(deadline.left(), std::chrono::nanoseconds(1));
-  const auto seconds = std::chrono::floor<std::chrono::seconds>(left);
-  itimerspec when{};
-  when.it_value = {.tv_sec = seconds.count(), .tv_nsec = (left - seconds).count()};
-  ::timerfd_settime(timer_.get(), 0, &when, nullptr);
-  Status added = context_.loop.add(timer_.get(), EPOLLIN, [self = shared_from_this()](uint32_t) {
+  timer_ = context_.loop.runAt(deadline, [self = shared_from_this()] {
     self->finish({ErrorCode::kTimeout, "the peer did not finish the handshake in time"});
   });
-  if (added.ok()) {
-    added = context_.loop.add(socket_.get(), EPOLLIN,
-                              [self = shared_from_this()](uint32_t) { self->onReadable(); });
-  }
-  if (!added.ok()) finishLater(added);
+  const Status added = context_.loop.add(
+      socket_.get(), EPOLLIN, [self = shared_from_this()](uint32_t) { self->onReadable(); });
+  if (added.ok()) return;
+  context_.loop.post([self = shared_from_this(), added] { self->finish(added); });
 }
 
 void Accept::onReadable() {
@@ -274,7 +261,7 @@ void Accept::finish(Status status) {
   const auto self = shared_from_this();  // the handlers, which go now, kept us alive
   const Done done = std::exchange(done_, nullptr);
   context_.loop.remove(socket_.get());
-  if (timer_) context_.loop.remove(timer_.get());
+  context_.loop.cancel(timer_);
   if (!status.ok()) {
     socket_.reset();
     return done(status.error());
