@@ -109,7 +109,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 Engine::~Engine() {
   // Channels say goodbye first; then nothing of a transport runs any more; then the loop ends.
   leave();
-  liveness_.reset();
+  if (liveness_) liveness_->stop();
   for (auto& transport : transports_) transport->shutdown();
   {
     // A channel that was accepted a moment ago may still be on its way to onAccepted().
@@ -134,7 +134,7 @@ void Engine::leave() {
     peers = peers_;
   }
   // First: whoever reads our goodbye must not have taken our end for a death before.
-  liveness_->leave();
+  if (liveness_) liveness_->leave();
   for (auto& [id, peer] : peers) peer->channel->close();
 }
 
@@ -187,9 +187,7 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     if (peers[i]->name.empty()) peers[i]->name = name;
   }
   // Later: a thread more is not what the start of a job waits for.
-  loop_->runAt(Deadline::after(kStarting), [weak = std::weak_ptr(liveness_)] {
-    if (const auto liveness = weak.lock()) liveness->begin();
-  });
+  loop_->runAt(Deadline::after(kStarting), [this] { liveness_->begin(); });
   return peers;
 }
 

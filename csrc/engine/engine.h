@@ -99,7 +99,7 @@ class Engine {
   std::map<EngineId, Evidence> endedEarly_;
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   std::unique_ptr<EventLoop> loop_;
-  std::shared_ptr<Liveness> liveness_;
+  std::unique_ptr<Liveness> liveness_;  // the loop uses it until the loop ends
   std::vector<std::unique_ptr<Transport>> transports_;
 
   struct Retired {

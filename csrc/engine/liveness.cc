@@ -100,10 +100,14 @@ Liveness::Liveness(ArenaBlock block, OnExited onExited)
   new (block_.data()) LifeWord;
 }
 
-Liveness::~Liveness() {
+Liveness::~Liveness() { stop(); }
+
+void Liveness::stop() {
+  std::map<EngineId, Watched> watched;  // its channels go without the lock
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
+    watched.swap(watched_);
   }
   wakes_.fetch_add(1, std::memory_order_release);
   wakeAll(wakes_);
@@ -128,6 +132,7 @@ void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& chann
   if (!life.word) return;
   // The thread sees it at its next beat: no need to wake it for each peer of a new group.
   std::lock_guard lock(mutex_);
+  if (stopping_) return;
   watched_[peer] = {.channel = channel,
                     .life = life,
                     .beats = life.word->beats.load(std::memory_order_relaxed),

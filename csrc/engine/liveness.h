@@ -30,6 +30,8 @@ class Liveness {
 
   // Starts the thread, unless it runs. Until then nobody's death is seen here, nor ours there.
   void begin();
+  // Joins it and lets go of all channels. Nothing is reported or watched afterwards.
+  void stop();
   uint64_t wordOffset() const { return block_.offset(); }
   // From now on the end of our process is no news to anybody: it has said goodbye.
   void leave();
