@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <future>
 #include <poll.h>
 #include <sys/random.h>
 
@@ -16,6 +17,9 @@ namespace {
 // From the making of a group to the start of the liveness thread; a death before that shows as the
 // end of a socket.
 constexpr auto kStarting = std::chrono::milliseconds(20);
+
+constexpr size_t kMostEarlyMessages = 1024;  // of 64 KiB at most, so 64 MiB
+constexpr size_t kMostOutboxBytes = size_t(16) << 20;
 
 // The transports to use, best first: all that are built in, or the ones that were asked for, in
 // that order.
@@ -84,6 +88,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
           [self](EngineId peer, std::shared_ptr<Channel> channel) {
             self->onAccepted(peer, std::move(channel));
           },
+      .onMessage = [self](EngineId peer, ByteView message) { self->onMessage(peer, message); },
       .onEnded = [self](EngineId peer, const Evidence& evidence) { self->onEnded(peer, evidence); },
   });
 
@@ -107,6 +112,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 }
 
 Engine::~Engine() {
+  receiveMessages(nullptr);  // whoever set a handler may be gone
   // Channels say goodbye first; then nothing of a transport runs any more; then the loop ends.
   leave();
   if (liveness_) liveness_->stop();
@@ -135,6 +141,7 @@ void Engine::leave() {
   }
   // First: whoever reads our goodbye must not have taken our end for a death before.
   if (liveness_) liveness_->leave();
+  sendOutbox();  // the goodbye comes after it
   for (auto& [id, peer] : peers) peer->channel->close();
 }
 
@@ -288,6 +295,82 @@ void Engine::onEnded(const EngineId& id, const Evidence& evidence) {
   for (auto& [interrupt, bell] : watchers_) {
     interrupt->bump();
     bell->ring();
+  }
+}
+
+// On the loop's thread, like everything that touches the handler and the early messages.
+void Engine::onMessage(const EngineId& from, ByteView message) {
+  if (onMessage_) return onMessage_(from, message);
+  // A peer may be ahead of us. Whoever says something important says it again.
+  if (keepsEarly_ && earlyMessages_.size() < kMostEarlyMessages)
+    earlyMessages_.emplace_back(from, Bytes(message.begin(), message.end()));
+}
+
+void Engine::receiveMessages(OnMessage onMessage) {
+  auto exchange = [this, onMessage = std::move(onMessage)]() mutable {
+    onMessage_ = std::move(onMessage);
+    keepsEarly_ = false;
+    const auto early = std::exchange(earlyMessages_, {});
+    if (!onMessage_) return;
+    for (const auto& [from, message] : early) onMessage_(from, message);
+  };
+  // Not at once: the handler that is to go may be the one that called us.
+  if (loop_->onLoopThread()) return loop_->post(std::move(exchange));
+  const auto done = std::make_shared<std::promise<void>>();
+  loop_->post([done, exchange = std::move(exchange)]() mutable {
+    exchange();
+    done->set_value();
+  });
+  done->get_future().wait();
+}
+
+Status Engine::send(const EngineId& to, ByteView message) {
+  std::shared_ptr<Peer> peer;
+  {
+    std::lock_guard lock(mutex_);
+    peer = known(to);
+  }
+  if (!peer) return {ErrorCode::kInvalidArgument, "a message for an engine that is no peer"};
+  return send(peer, message);
+}
+
+Status Engine::send(const std::shared_ptr<Peer>& peer, ByteView message) {
+  if (message.empty() || message.size() > Channel::kMaxMessageBytes) {
+    return {ErrorCode::kInvalidArgument,
+            "a message has 1 byte to 64 KiB, not " + std::to_string(message.size())};
+  }
+  if (peer->ended) return {ErrorCode::kPeerLost, peer->evidence.detail};
+  bool isFirst;
+  {
+    std::lock_guard lock(outboxMutex_);
+    if (outboxBytes_ + message.size() > kMostOutboxBytes)
+      return {ErrorCode::kExhausted, "16 MiB of messages wait for the thread that sends them"};
+    isFirst = outbox_.empty();
+    outbox_.emplace_back(peer, Bytes(message.begin(), message.end()));
+    outboxBytes_ += message.size();
+  }
+  // Not from this thread: a channel's lock is held while a transfer is copied to its socket.
+  if (loop_->onLoopThread()) {
+    sendOutbox();
+  } else if (isFirst) {
+    loop_->post([this] { sendOutbox(); });
+  }
+  return {};
+}
+
+void Engine::sendOutbox() {
+  std::lock_guard sending(sendingMutex_);
+  std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> due;
+  {
+    std::lock_guard lock(outboxMutex_);
+    due.swap(outbox_);
+    outboxBytes_ = 0;
+  }
+  for (const auto& [peer, message] : due) {
+    const Status sent = peer->channel->send(message);
+    // A channel's end is reported as such.
+    if (sent.code() == ErrorCode::kExhausted)
+      log(LogLevel::kWarning, logName(), "a message is lost: ", sent.error().message);
   }
 }
 

@@ -70,6 +70,22 @@ class Engine {
   // is asked whenever more is retired.
   void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree);
 
+  // Where messages go, on the loop's thread, without a lock; those that came before the first call
+  // are handed over (the first 1024). Null: nobody receives any more, what comes is dropped. The
+  // handler that was there before does not run any more when this returns, except on the loop's
+  // thread: there it stays until the loop's next round. So hold no lock that it takes; and it must
+  // not own the engine.
+  using OnMessage = std::function<void(const EngineId& from, ByteView message)>;
+  void receiveMessages(OnMessage onMessage);
+
+  // A message of 1 byte to 64 KiB. Any thread; waits for no system call, so also those that must
+  // not be held up. To one peer messages arrive in the order of the calls. They are lost with the
+  // channel, also what its socket has not taken yet when we leave(), and when the channel does not
+  // take them (256 MiB wait). An error says that nothing was sent: kPeerLost, or kExhausted while
+  // the loop is far behind.
+  Status send(const EngineId& to, ByteView message);
+  Status send(const std::shared_ptr<Peer>& peer, ByteView message);
+
   // Says goodbye to all peers and closes the channels. What was put before still arrives.
   void leave();
 
@@ -84,6 +100,8 @@ class Engine {
                  Deadline deadline);
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel);
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
+  void onMessage(const EngineId& from, ByteView message);
+  void sendOutbox();
   void onEnded(const EngineId& id, const Evidence& evidence);
   void onExited(const EngineId& id, const std::string& how);
 
@@ -98,6 +116,17 @@ class Engine {
   // Of peers that ended before remember() had their channels in its hands.
   std::map<EngineId, Evidence> endedEarly_;
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
+
+  // Of the loop's thread alone.
+  OnMessage onMessage_;
+  bool keepsEarly_ = true;  // nobody has asked for messages yet
+  std::vector<std::pair<EngineId, Bytes>> earlyMessages_;
+
+  std::mutex sendingMutex_;  // one sendOutbox() at a time, or messages would overtake each other
+  std::mutex outboxMutex_;   // guards outbox_ and outboxBytes_; taken after sendingMutex_
+  std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> outbox_;
+  size_t outboxBytes_ = 0;
+
   std::unique_ptr<EventLoop> loop_;
   std::unique_ptr<Liveness> liveness_;  // the loop uses it until the loop ends
   std::vector<std::unique_ptr<Transport>> transports_;

@@ -143,6 +143,12 @@ class EngineSide {
               accepted_.emplace_back(peer, std::move(channel));
               changed_.notify_all();
             },
+        .onMessage =
+            [this](EngineId peer, ByteView message) {
+              std::lock_guard lock(mutex_);
+              messages_.emplace_back(peer, Bytes(message.begin(), message.end()));
+              changed_.notify_all();
+            },
         .onEnded =
             [this](EngineId peer, const Evidence& evidence) {
               std::lock_guard lock(mutex_);
@@ -194,6 +200,19 @@ class EngineSide {
     });
     return how;
   }
+  // The first `count` messages of this peer; fewer when they did not come in time.
+  std::vector<Bytes> messagesFrom(const EngineId& peer, size_t count) {
+    std::unique_lock lock(mutex_);
+    std::vector<Bytes> found;
+    changed_.wait_for(lock, kPatience, [&] {
+      found.clear();
+      for (auto& [from, message] : messages_) {
+        if (from == peer && found.size() < count) found.push_back(message);
+      }
+      return found.size() == count;
+    });
+    return found;
+  }
   size_t endedCount() {
     std::lock_guard lock(mutex_);
     return ended_.size();
@@ -204,6 +223,7 @@ class EngineSide {
   std::condition_variable changed_;
   std::vector<std::pair<EngineId, std::shared_ptr<Channel>>> accepted_;
   std::vector<std::pair<EngineId, Evidence>> ended_;
+  std::vector<std::pair<EngineId, Bytes>> messages_;
   std::unique_ptr<Arena> arena_;
   ArenaBlock life_;
   RegionTable regions_;

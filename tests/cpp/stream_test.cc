@@ -52,11 +52,13 @@ Bytes putFrame(const RemoteRegion& region, uint64_t offset, ByteView data, Signa
 // How a connection ended, once.
 class Ending {
  public:
-  std::function<void(const Status&)> recorder() {
-    return [this](const Status& how) {
-      how_ = how;
-      count_.fetch_add(1);
-    };
+  StreamConnection::Events recorder() {
+    return {.onMessage = [](ByteView) { ADD_FAILURE() << "nobody sent a message"; },
+            .onClosed =
+                [this](const Status& how) {
+                  how_ = how;
+                  count_.fetch_add(1);
+                }};
   }
   Status wait() {
     EXPECT_TRUE(eventually([&] { return count_.load() > 0; }));
@@ -307,12 +309,14 @@ TEST_F(StreamTest, GoodbyeIsNoDeath) {
 TEST_F(StreamTest, CloseWaitsForTheEndThatIsBeingReported) {
   auto [one, other] = socketPair();
   std::latch isMade(1), began(1), mayEnd(1);
-  toB = StreamConnection::start(std::move(one), a.loop(), a.regions(), [&](const Status&) {
+  const auto closed = [&](const Status&) {
     isMade.wait();
     toB->close();  // must not wait for itself
     began.count_down();
     mayEnd.wait();
-  });
+  };
+  toB = StreamConnection::start(std::move(one), a.loop(), a.regions(),
+                                {.onMessage = {}, .onClosed = closed});
   isMade.count_down();
   other.reset();
   began.wait();

@@ -189,6 +189,46 @@ TYPED_TEST_P(TransportSuite, PutsOfManyThreads) {
   }
 }
 
+TYPED_TEST_P(TransportSuite, MessagesArriveInOrderAmongPutsAndGets) {
+  constexpr size_t kMessages = 200, kMost = 64 << 10;
+  auto part = this->b.part(1 << 20);
+  Completion completion(&this->bell);
+  Bytes target(1 << 20);
+  for (size_t i = 0; i < kMessages; ++i) {
+    ASSERT_TRUE(this->toB->send(pattern(i % 10 == 9 ? kMost : i + 1, i)).ok());
+    ASSERT_TRUE(this->toA->send(pattern(1, i)).ok());
+    ASSERT_TRUE(this->toB->put({part.remote(), 128, pattern(5000, i), {64, stampOf(i + 1)}}).ok());
+    if (i % 20 == 0) {
+      ASSERT_TRUE(this->toB->get({part.remote(), 0, target, &completion}).ok());
+    }
+  }
+  const auto atB = this->b.messagesFrom(this->a.id(), kMessages);
+  const auto atA = this->a.messagesFrom(this->b.id(), kMessages);
+  ASSERT_EQ(atB.size(), kMessages);
+  ASSERT_EQ(atA.size(), kMessages);
+  for (size_t i = 0; i < kMessages; ++i) {
+    EXPECT_EQ(atB[i], pattern(i % 10 == 9 ? kMost : i + 1, i));
+    EXPECT_EQ(atA[i], pattern(1, i));
+  }
+  EXPECT_EQ(this->endOf(completion), ErrorCode::kOk);
+}
+
+TYPED_TEST_P(TransportSuite, MessagesHaveASize) {
+  EXPECT_EQ(this->toB->send({}).code(), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(this->toB->send(Bytes((64 << 10) + 1)).code(), ErrorCode::kInvalidArgument);
+  ASSERT_TRUE(this->toB->send(Bytes(1)).ok());
+  EXPECT_EQ(this->b.messagesFrom(this->a.id(), 1).size(), 1u);
+}
+
+// What a peer sent before it left still counts.
+TYPED_TEST_P(TransportSuite, MessagesComeBeforeTheGoodbye) {
+  ASSERT_TRUE(this->toB->send(pattern(1000, 1)).ok());
+  this->toB->close();
+  EXPECT_TRUE(this->b.endOf(this->a.id()).ok());
+  EXPECT_EQ(this->b.messagesFrom(this->a.id(), 1), std::vector<Bytes>{pattern(1000, 1)});
+  EXPECT_FALSE(this->toB->send(Bytes(1)).ok());
+}
+
 TYPED_TEST_P(TransportSuite, GetOfAllSizes) {
   constexpr size_t kBytes = 20 << 20;
   auto part = this->b.part(kBytes, kRemoteRead);
@@ -350,11 +390,12 @@ TYPED_TEST_P(TransportSuite, ShutdownClosesWhatWasAccepted) {
 REGISTER_TYPED_TEST_SUITE_P(TransportSuite, PutsArriveBothWays, PutOfAllSizes,
                             PutDataMayBeReusedAtOnce, PutToASealedWordWritesNothing,
                             PutWakesASleeper, PutOutsideIsRefusedAndTheChannelLives,
-                            PutToARevokedRegionWritesNothing, PutsOfManyThreads, GetOfAllSizes,
-                            ManyGetsBothWaysAtOnce, PutsGoThroughWhileGetsAreUnderWay,
-                            GetOutsideFails, CancelEndsTheGetsOfOneCompletion,
-                            CloseEndsGetsAndSaysGoodbye, RegionsCanGoWhileTheyAreRead,
-                            WrongKeyIsRefused, WrongEngineIsRefused, GarbageEndpointsAreErrors,
-                            ShutdownClosesWhatWasAccepted);
+                            PutToARevokedRegionWritesNothing, PutsOfManyThreads,
+                            MessagesArriveInOrderAmongPutsAndGets, MessagesHaveASize,
+                            MessagesComeBeforeTheGoodbye, GetOfAllSizes, ManyGetsBothWaysAtOnce,
+                            PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails,
+                            CancelEndsTheGetsOfOneCompletion, CloseEndsGetsAndSaysGoodbye,
+                            RegionsCanGoWhileTheyAreRead, WrongKeyIsRefused, WrongEngineIsRefused,
+                            GarbageEndpointsAreErrors, ShutdownClosesWhatWasAccepted);
 
 }  // namespace mooncake::testing

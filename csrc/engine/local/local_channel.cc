@@ -24,13 +24,15 @@ std::shared_ptr<LocalChannel> LocalChannel::start(const char* transportName, Map
   auto channel = std::make_shared<LocalChannel>(transportName, std::move(peer));
   // The stream must not keep its owner alive. It may end before the next line has run. While we are
   // closing, the peer's answer to our goodbye is no news.
-  channel->stream_ =
-      StreamConnection::start(std::move(socket), context.loop, context.regions,
-                              [weak = channel->weak_from_this(), id, &context](const Status& how) {
-                                const auto self = weak.lock();
-                                if (!self || self->closing_.load(std::memory_order_relaxed)) return;
-                                context.onEnded(id, self->onEnded(how));
-                              });
+  channel->stream_ = StreamConnection::start(
+      std::move(socket), context.loop, context.regions,
+      {.onMessage = [id, &context](ByteView message) { context.onMessage(id, message); },
+       .onClosed =
+           [weak = channel->weak_from_this(), id, &context](const Status& how) {
+             const auto self = weak.lock();
+             if (!self || self->closing_.load(std::memory_order_relaxed)) return;
+             context.onEnded(id, self->onEnded(how));
+           }});
   return channel;
 }
 
@@ -102,6 +104,8 @@ ErrorCode LocalChannel::readHere(const GetRequest& request, const DirectGets::Ru
   }
   return allowed() ? ErrorCode::kOk : ErrorCode::kRefused;
 }
+
+Status LocalChannel::send(ByteView message) { return stream_->send(message); }
 
 void LocalChannel::cancelGets(const Completion* completion) {
   gets_.cancel(completion);

@@ -43,6 +43,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   void peerExited(const Error& why) override;
   Status put(const PutRequest& request) override;
   Status get(const GetRequest& request) override;
+  Status send(ByteView message) override;
   void cancelGets(const Completion* completion) override;
   void close() override;
 

@@ -103,8 +103,9 @@ Status FrameReceiver::beginFrame() {
   frame_ = *header;
   inFrame_ = true;
   dropped_ = false;
-  const bool hasPayload = frame_.kind == wire::Kind::kPut || frame_.kind == wire::Kind::kPiece;
+  const bool hasPayload = frame_.kind != wire::Kind::kGet && frame_.kind != wire::Kind::kAnswer;
   left_ = hasPayload ? frame_.length : 0;
+  if (frame_.kind == wire::Kind::kMessage) arriving_.resize(frame_.length);
   if (frame_.kind == wire::Kind::kPiece) {
     const GetTable::Get* get = gets_.find(frame_.request);
     if (!get) return protocolError("an answer came that nobody asked for");
@@ -121,6 +122,9 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
     const GetTable::Get* get = gets_.find(frame_.request);
     if (!get->completion) return {};  // cancelled
     return {get->target + get->received, room, {}};
+  }
+  if (frame_.kind == wire::Kind::kMessage) {
+    return {arriving_.data() + (frame_.length - left_), room, {}};
   }
   const RegionTable::Use signal = regions_.open(frame_.key, frame_.signalOffset, 8, kRemoteWrite);
   if (!signal || !isAligned(signal.data())) {
@@ -169,6 +173,9 @@ Status FrameReceiver::endFrame() {
       gets_.finish(frame_.request, ok ? ErrorCode::kOk : ErrorCode::kRefused);
       return {};
     }
+    case wire::Kind::kMessage:
+      messages_.push_back(std::exchange(arriving_, {}));
+      return {};
     case wire::Kind::kGoodbye:
       goodbye_ = true;
       return {};

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "engine/memory/region_table.h"
 #include "engine/stream/get_table.h"
@@ -24,6 +25,8 @@ class FrameReceiver {
       : regions_(regions), gets_(gets), onGet_(std::move(onGet)) {}
 
   enum class Stop { kDrained, kBudget, kGoodbye };
+  // The messages that have arrived since the last call.
+  std::vector<Bytes> takeMessages() { return std::exchange(messages_, {}); }
   // Reads until nothing is left, or about `budget` bytes. kPeerLost at the end of the stream,
   // kProtocol for bytes that do not decode.
   Result<Stop> receive(int socket, size_t budget);
@@ -57,6 +60,8 @@ class FrameReceiver {
   bool inFrame_ = false;
   uint64_t left_ = 0;     // bytes of the frame's payload
   bool dropped_ = false;  // the frame's payload has nowhere to go (any more)
+  Bytes arriving_;        // the message whose frame this is
+  std::vector<Bytes> messages_;
   bool goodbye_ = false;
   bool loggedRefusal_ = false;
 };

@@ -18,18 +18,18 @@ constexpr size_t kBytesPerEvent = size_t(1) << 20;
 // runs under one.
 class Connection final : public StreamConnection {
  public:
-  Connection(Fd socket, EventLoop& loop, RegionTable& regions,
-             std::function<void(const Status&)> onClosed)
+  Connection(Fd socket, EventLoop& loop, RegionTable& regions, Events events)
       : loop_(loop),
         socket_(std::move(socket)),
         queue_(regions),
         receiver_(regions, gets_, [this](const wire::Header& get) { return enqueueAnswer(get); }),
-        onClosed_(std::move(onClosed)) {}
+        events_(std::move(events)) {}
   ~Connection() override { gets_.cancelAll(ErrorCode::kAborted); }
 
   void begin();
   Status put(const PutRequest& request) override;
   Status get(const GetRequest& request) override;
+  Status send(ByteView message) override;
   void cancelGets(const Completion* completion) override;
   void close(const Error& why) override;
   size_t unansweredBytes() const override { return gets_.unansweredBytes(); }
@@ -64,7 +64,7 @@ class Connection final : public StreamConnection {
   std::mutex receiveMutex_;  // guards receiver_ and stopped_, and keeps targets from being written
   FrameReceiver receiver_;
   bool stopped_ = false;
-  std::function<void(const Status&)> onClosed_;  // on the loop's thread
+  const Events events_;
 };
 
 void Connection::begin() {
@@ -115,6 +115,16 @@ Status Connection::get(const GetRequest& request) {
   return {};
 }
 
+Status Connection::send(ByteView message) {
+  static_assert(wire::kMaxMessageBytes == Channel::kMaxMessageBytes);
+  if (message.empty() || message.size() > wire::kMaxMessageBytes) {
+    return {ErrorCode::kInvalidArgument,
+            "a message has 1 byte to 64 KiB, not " + std::to_string(message.size())};
+  }
+  std::lock_guard lock(sendMutex_);
+  return sendFrame({.kind = wire::Kind::kMessage, .length = message.size()}, message);
+}
+
 // Under sendMutex_.
 Status Connection::sendFrame(const wire::Header& header, ByteView payload) {
   if (ended_) return *ended_;
@@ -147,6 +157,7 @@ bool Connection::enqueueAnswer(const wire::Header& get) {
 void Connection::onEvents() {
   // Reading comes first whatever the event: what the peer sent before it died still counts.
   std::optional<Status> end;
+  std::vector<Bytes> messages;
   {
     std::lock_guard lock(receiveMutex_);
     if (stopped_) return;
@@ -156,7 +167,9 @@ void Connection::onEvents() {
     } else if (*stop == FrameReceiver::Stop::kGoodbye) {
       end = Status();
     }
+    messages = receiver_.takeMessages();
   }
+  for (const Bytes& message : messages) events_.onMessage(message);
   if (end) return endByItself(*std::move(end));
   sendWaiting();
 }
@@ -225,7 +238,7 @@ void Connection::endByItself(Status cause) {
   }
   loop_.remove(socket_.get());
   fence(ErrorCode::kPeerLost);
-  if (onClosed_) onClosed_(cause);
+  if (events_.onClosed) events_.onClosed(cause);
   finish();
 }
 
@@ -238,10 +251,10 @@ void Connection::finish() {
 
 }  // namespace
 
-std::shared_ptr<StreamConnection> StreamConnection::start(
-    Fd socket, EventLoop& loop, RegionTable& regions, std::function<void(const Status&)> onClosed) {
+std::shared_ptr<StreamConnection> StreamConnection::start(Fd socket, EventLoop& loop,
+                                                          RegionTable& regions, Events events) {
   auto connection =
-      std::make_shared<Connection>(std::move(socket), loop, regions, std::move(onClosed));
+      std::make_shared<Connection>(std::move(socket), loop, regions, std::move(events));
   connection->begin();
   return connection;
 }

@@ -19,14 +19,19 @@ namespace mooncake {
 // waits for onClosed when that runs at the time: do not hold a lock that onClosed takes.
 class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
  public:
-  // `onClosed` runs once on the loop's thread when the connection ended by itself: ok after the
-  // peer's goodbye, else the cause. It does not run after close().
+  struct Events {
+    std::function<void(ByteView message)> onMessage;
+    std::function<void(const Status& how)> onClosed;
+  };
+  // On the loop's thread, both without a lock. `onClosed` runs when the connection ended by itself:
+  // ok after the peer's goodbye, else the cause. It does not run after close().
   static std::shared_ptr<StreamConnection> start(Fd socket, EventLoop& loop, RegionTable& regions,
-                                                 std::function<void(const Status&)> onClosed);
+                                                 Events events);
   virtual ~StreamConnection() = default;
 
   virtual Status put(const PutRequest& request) = 0;
   virtual Status get(const GetRequest& request) = 0;
+  virtual Status send(ByteView message) = 0;
   virtual void cancelGets(const Completion* completion) = 0;
   // No transfer starts or goes on: gets under way end with `why`, and what is asked later gets it
   // as its error. When this returns, the peer writes nothing here any more.

@@ -23,6 +23,7 @@
 //   start of the
 //            get, pieces of one answer come in order
 //   ANSWER   request, status: ends the get. Ok only if all its bytes came before
+//   MESSAGE  length; then `length` bytes for whoever runs the engine over there
 //   GOODBYE  nothing: the sender leaves in peace
 //
 // An answer is cut into pieces for two reasons: a put never waits behind more than one piece, and
@@ -35,9 +36,10 @@ inline constexpr uint8_t kVersion = 1;
 inline constexpr size_t kHeaderBytes = 56;
 inline constexpr uint64_t kMaxPutBytes = uint64_t(64) << 20;
 inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
+inline constexpr uint64_t kMaxMessageBytes = uint64_t(64) << 10;
 inline constexpr uint64_t kMaxGets = 1024;  // that one side may have under way on one connection
 
-enum class Kind : uint8_t { kPut = 1, kGet, kPiece, kAnswer, kGoodbye };
+enum class Kind : uint8_t { kPut = 1, kGet, kPiece, kAnswer, kGoodbye, kMessage };
 enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1 };
 
 struct Header {
@@ -87,6 +89,9 @@ inline bool isWellFormed(const Header& h) {
     case Kind::kAnswer:
       return noSignal && h.key == 0 && h.offset == 0 && h.length == 0 &&
              (h.status == AnswerStatus::kOk || h.status == AnswerStatus::kRefused);
+    case Kind::kMessage:
+      return noStatus && noSignal && h.request == 0 && h.key == 0 && h.offset == 0 &&
+             h.length > 0 && h.length <= kMaxMessageBytes;
     case Kind::kGoodbye:
       return noStatus && noSignal && h.request == 0 && h.key == 0 && h.offset == 0 && h.length == 0;
   }

@@ -45,6 +45,11 @@ class Channel {
   // Fetches. The completion ends exactly once per get that returned ok, also when the channel
   // breaks.
   virtual Status get(const GetRequest& request) = 0;
+  // A message for the peer's onMessage. Those of one channel arrive in the order of the calls. Lost
+  // only with the channel: the last ones of a peer that died may be, whatever it had been told.
+  // kExhausted when too much waits already for a peer that does not read.
+  static constexpr size_t kMaxMessageBytes = size_t(64) << 10;  // and 1 at least
+  virtual Status send(ByteView message) = 0;
   // Ends the gets under way that count at this completion with kAborted (those that still are: one
   // may end well at the same time) and returns when none of them touches its target any more.
   virtual void cancelGets(const Completion* completion) = 0;
@@ -79,6 +84,8 @@ struct TransportContext {
   EventLoop& loop;
   // A peer connected to us and proved that it knows the key. On the loop's thread.
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
+  // A peer called send(). On the loop's thread; the bytes are gone when it returns.
+  std::function<void(EngineId peer, ByteView message)> onMessage;
   // The channel ended and not by our close(). At most once per channel, on the loop's thread.
   std::function<void(EngineId peer, const Evidence& evidence)> onEnded;
 };

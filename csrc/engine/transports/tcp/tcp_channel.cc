@@ -18,8 +18,10 @@ std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, c
       if (const auto alive = weak.lock()) alive->laneEnded(index, how);
     };
     keepLocalQueueShort(lane.get());
-    channel->lanes_.push_back(
-        StreamConnection::start(std::move(lane), context.loop, context.regions, ended));
+    channel->lanes_.push_back(StreamConnection::start(
+        std::move(lane), context.loop, context.regions,
+        {.onMessage = [peer, &context](ByteView message) { context.onMessage(peer, message); },
+         .onClosed = ended}));
   }
   return channel;
 }

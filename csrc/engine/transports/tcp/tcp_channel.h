@@ -24,6 +24,7 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   std::span<std::byte> peerArena() const override { return {}; }
   Status put(const PutRequest& request) override { return lanes_[kPutLane]->put(request); }
   Status get(const GetRequest& request) override;
+  Status send(ByteView message) override { return lanes_[kPutLane]->send(message); }
   void cancelGets(const Completion* completion) override;
   void close() override;
 
