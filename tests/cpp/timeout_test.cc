@@ -1,5 +1,5 @@
 // Who waits too long ends the operation for everybody; the group goes on where memory decides
-// (docs/membership.md 4).
+// (docs/architecture.md, "When a rank dies, today").
 #include <gtest/gtest.h>
 #include <latch>
 

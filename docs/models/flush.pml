@@ -1,0 +1,649 @@
+/* The flush of a group: a few ranks, a few operations, crashes, timeouts, aborts, re-made connections, a leaver.
+ *
+ * docs/membership.md says in words what is modelled here; docs/models/run.sh verifies every variant and every mutant. One
+ * proctype is one rank: its caller and its agent. A step writes one word that others read. It reads more
+ * than one only where they cannot go back: reports (fixed per tag), `ended`, payloads at the last moment of their use.
+ * The name at the end of a step, in brackets, is its name in the code.
+ *
+ *   -DN=4        ranks (else 3)                         -DMSG      message storage (else: memory that survives its owner)
+ *   -DNOPS=2     operations 0..NOPS-1, then all leave   -DK0 K1 K2 their kinds: SM small, BC small rooted (root 0),
+ *                                                                  RD large in place, GA large out of place
+ *   -DC=2        crashes, any rank, any step            -DTB=1     triggers: timeouts, and with -DAB aborts, -DRE redos
+ *   -DL2=1       the last rank leaves before op. 1      -DBIG      above undo_bytes: never redone
+ *   -DRAISE      mode raise                             -DEV=1     evictions of ranks that live and do not know it yet
+ *   -DM_...      one rule broken: must give a counterexample
+ *
+ * The view layer is given (view.pml) and perfect here: `chain` is what it committed, a growing sequence of removed sets. Each
+ * rank hears of it at its own time, and may skip any of it.
+ */
+
+#define SM 0
+#define RD 1
+#define GA 2
+#define BC 3
+#ifndef N
+#define N 3
+#endif
+#ifndef NOPS
+#define NOPS 2
+#endif
+#ifndef K0
+#define K0 SM
+#endif
+#ifndef K1
+#define K1 SM
+#endif
+#ifndef K2
+#define K2 SM
+#endif
+#ifndef C
+#define C 2
+#endif
+#ifndef TB
+#define TB 0
+#endif
+#ifndef L2
+#define L2 NOPS
+#endif
+#ifndef EV
+#define EV 0
+#endif
+#ifdef M_DEPTH1
+#define DEPTH 1
+#else
+#define DEPTH 2
+#endif
+#ifdef RAISE
+#define MAXK (NOPS + C + EV + 1)
+#else
+#define MAXK (NOPS + 1)
+#endif
+
+#define KIND(k) ((k) == 0 -> K0 : ((k) == 1 -> K1 : K2))
+#define LARGE(k) (KIND(k) == RD || KIND(k) == GA)
+#define BIT(r) (1 << (r))
+#define HAS(m, r) (((m) >> (r)) & 1)
+#define ALL (BIT(N) - 1)
+#define COUNT(m) (HAS(m, 0) + HAS(m, 1) + HAS(m, 2) + HAS(m, 3))
+#define R1 ((me + 1) % N)
+#define R2 ((me + 2) % N)
+#define R3 ((me + 3) % N)
+
+/* A tag is (epoch, round). The epoch of a group is the number of its members that are out. A stamp is (operation, tag) and
+ * written by its owner only. 0 is "never written". */
+#if L2 < NOPS || EV > 0
+#define ROUNDS (TB + 2)
+#else
+#define ROUNDS (TB + 1)
+#endif
+#define EPOCHS (C + EV + 1)
+#define TAGS (EPOCHS * ROUNDS)
+#define EPOCH(t) ((t) / ROUNDS)
+#define MK(k, t) ((k) * TAGS + (t) + 1)
+#define OPN(v) ((v) == 0 -> 0 : ((v) - 1) / TAGS)
+#define BEG 0
+#define RDY 1
+#define DON 2
+#define ST(w, r, k) st[((w) * N + (r)) * DEPTH + (k) % DEPTH]
+#ifdef M_NOTAG
+#define PUBLISHED(w, r) (ST(w, r, k) != 0 && OPN(ST(w, r, k)) == k)
+#else
+#define PUBLISHED(w, r) (ST(w, r, k) == MK(k, at))
+#endif
+
+/* Verdicts: contributors (or whose abort) in the low bits. */
+#define V_OK 16
+#define V_TO 32
+#define V_LOST 48   /* PeerLost, inputs intact */
+#define V_SPOILT 64 /* PeerLost, inputs not intact */
+#define V_ABORT 80
+#define IS_OK(v) ((v) / 16 == 1)
+#define NO 0
+#define TIMEOUT 1
+#define ABORT 2
+#define LEAVING 3
+
+/* A report: fixed once sent. */
+#define REP(t, r) rep[(t) * N + (r)]
+#define VALID(x) ((x) & 1)
+#define R_ENDED(x) (((x) >> 1) & 7)
+#define R_REASON(x) (((x) >> 4) & 3)
+#define R_SPOILT(x) (((x) >> 6) & 1)
+#define R_OLD(x) (((x) >> 7) & 1) /* has not decided anything in the tag's epoch yet */
+
+byte st[3 * N * DEPTH];   /* the stamps */
+byte pay[N * DEPTH];      /* whose operation lies in the slot, + 1: written before the stamp */
+byte inp[N];              /* user input is intact for operation inp - 1 */
+byte seg[N];              /* reduced segment: stamp of the attempt; 0 = garbage */
+byte segc[N];             /* ... made from these contributors */
+byte rd[N];               /* word: has ended all below this, and reads nothing of them any more */
+byte tag[N];              /* the highest tag that this rank has frozen for; others hear of it at any time later */
+byte rep[TAGS * N];       /* reports */
+byte res[N * MAXK];       /* verdicts: sent along with reports; ghost otherwise */
+byte chain[EPOCHS];       /* committed views: removed sets, by epoch */
+byte top;                 /* the last of them */
+byte dead, left;          /* masks: the truth; ranks learn it when they take a step that looks */
+byte tb = TB, cb = C;     /* triggers and crashes still to happen */
+#if EV > 0
+byte ev = EV;             /* evictions still to happen */
+byte ended[N];            /* ghost: has ended all below this */
+byte lim[N] = 255;        /* ghost: the survivors have decided that the first operation without this rank is lim - 1 */
+#endif
+
+#define P_ENTER 0
+#define P_BEG 1
+#define P_GET 2
+#define P_RDY 3
+#define P_RES 4
+#define P_DON 5
+#define P_COPY 6
+#define P_PARK 7
+#define P_LEAVE 8
+#define P_END 9
+#define BUSY (ph >= P_BEG && ph <= P_DON)
+
+hidden byte x, y, z, v, w;
+
+#define EVICTED(r) HAS(chain[top], r)
+#define UNTOLD(r) (HAS(left, r) && (r) == N - 1 && k >= L2) /* of operations that it never called nobody was told */
+#define BINDS(r) (!HAS(dead, r) && !EVICTED(r))
+
+/* k has ended on me with verdict V; whoever else is alive and ended k must say the same. Who left binds, the dead do not. */
+inline finish(V) {
+  x = 0;
+  do
+  :: x < N ->
+     if
+     :: x != me && BINDS(x) && BINDS(me) && !UNTOLD(x) && res[x * MAXK + k] != 0 -> assert(res[x * MAXK + k] == (V))
+     :: else
+     fi;
+     x++
+  :: else -> break
+  od;
+  res[me * MAXK + k] = (V);
+  inp[me] = 0; con = 0; seen = 0; got = 0; bad = 0; rz = NO; sp = 0; had = 0;
+  k++;
+#if EV > 0
+  ended[me] = k; assert(k <= lim[me] || (k == lim[me] + 1 && !IS_OK(V)))
+#endif
+}
+
+/* Ended and read: `busy` is cleared. */
+inline clear_busy() { con = 0; rd[me] = k; ph = P_ENTER }
+
+inline assert_nobody_committed() { /* (d) */
+  x = 0;
+  do
+  :: x < N -> assert(x == me || !BINDS(x) || !BINDS(me) || !IS_OK(res[x * MAXK + k])); x++
+  :: else -> break
+  od
+}
+
+inline check_payloads(who, q) { /* (c): the last moment at which I read them */
+  x = 0;
+  do
+  :: x < N -> if :: HAS(who, x) && !EVICTED(me) -> assert(pay[x * DEPTH + (q) % DEPTH] == (q) + 1) :: else fi; x++
+  :: else -> break
+  od
+}
+
+inline check_segments(who, q) {
+  x = 0;
+  do
+  :: x < N -> if :: HAS(who, x) && !EVICTED(me) -> assert(seg[x] == MK(q, at) && segc[x] == (who)) :: else fi; x++
+  :: else -> break
+  od
+}
+
+inline publish(word, nextph) {
+  assert(OPN(ST(word, me, k)) <= k && MK(k, at) > ST(word, me, k)); /* a stamp only grows */
+  ST(word, me, k) = MK(k, at); seen = BIT(me); ph = nextph
+}
+
+/* T is higher than anything that I have frozen for. */
+inline freeze(T) {
+  assert((T) < TAGS);
+  tag[me] = (T); fz = 1; rpd = 0; ade = 0; out = 0; nm = 0;
+  z = 255; x = 0; /* reports that nobody living will read are forgotten (smaller states, nothing else) */
+  do
+  :: x < N -> if :: !HAS(dead, x) && !HAS(left, x) && tag[x] < z -> z = tag[x] :: else fi; x++
+  :: else -> break
+  od;
+  x = 0;
+  do
+  :: x < z * N -> rep[x] = 0; x++
+  :: else -> break
+  od;
+  skip
+}
+
+inline park() {
+  if
+  :: BUSY ->
+#ifdef M_ROLLEARLY
+     had = 0;
+#else
+     had = (ph == P_DON);
+#endif
+     con = 0; seen = 0; got = 0; bad = 0; ph = P_PARK
+  :: else
+  fi
+}
+
+inline roll_back() { /* inputs as they were: kept aside where they were written over (messages) */
+#ifndef MSG
+  assert(inp[me] == k + 1);
+#endif
+  assert_nobody_committed(); assert(!sp);
+#ifdef MSG
+  seg[me] = 0; /* it lay in the user's buffer */
+#endif
+  had = 0; ph = P_ENTER
+}
+
+inline act() { fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0 }
+
+#ifdef M_BEGINFROZEN
+#define MAY_BEGIN true
+#else
+#define MAY_BEGIN (!fz)
+#endif
+
+/* A goodbye carries the view under which it was said: to whom that excludes it says something else. */
+#ifdef M_BLINDGOODBYE
+#define LEFT(r) HAS(left, r)
+#else
+#define LEFT(r) (HAS(left, r) && !HAS(chain[EPOCH(tag[r])], me))
+#endif
+
+/* My slot of k is free: r has ended k - 2 and has read what it needed of it. A dead rank reads nothing. */
+#ifdef M_NOWAIT
+#define FREE(r) true
+#else
+#define FREE(r) (k < 2 || HAS(dead, r) || !HAS(mem, r) || LEFT(r) || rd[r] >= k - 1)
+#endif
+#if N == 4
+#define EVERY(P) (P(R1) && P(R2) && P(R3))
+#else
+#define EVERY(P) (P(R1) && P(R2))
+#endif
+
+#ifdef M_HEADERS /* a rooted operation that waits for the root only */
+#define NEED (KIND(k) == BC -> (mem & (BIT(0) | BIT(me))) : mem)
+#else
+#define NEED mem
+#endif
+#ifdef M_MAJORITY /* ok without one of the others */
+#define BEG_FULL ((NEED & ~seen & ALL) == 0 || seen == 3 || seen == 5 || seen == 6)
+#else
+#define BEG_FULL ((NEED & ~seen & ALL) == 0)
+#endif
+#ifdef MSG
+#define BY_DONE(q) LARGE(q) /* the vector that commits is `done` */
+#else
+#define BY_DONE(q) (KIND(q) == GA)
+#endif
+
+proctype Rank(byte me) {
+  byte ph, k, at;      /* phase; operation; tag of the attempt */
+  byte mem = ALL;      /* members of the attempt */
+  byte con, seen, got; /* contributors; stamps seen; inputs or results fetched */
+  bool bad, had, sp;   /* ghost: fetched garbage; parked with all results (done published); input may be overwritten */
+  byte rz;             /* reason that my next report gives */
+  bool fz, rpd;        /* frozen for tag[me]; and parked, reported */
+  byte ade, out, nm;   /* decided: E + 1, how E ends (0: again), members from E on */
+  byte lde;            /* epoch of the last decision that I acted on */
+  byte lat = (me == N - 1 -> L2 : NOPS);
+
+  do
+  :: ph == P_END -> break
+  :: d_step { cb > 0 && ph != P_END -> /* crash: at any step; what it knew is gone. What it sent may arrive */
+       cb--; dead = dead | BIT(me); ph = P_END;
+       k = 0; at = 0; mem = 0; con = 0; seen = 0; got = 0; bad = 0; had = 0; sp = 0; rz = 0; fz = 0; rpd = 0; ade = 0; out = 0;
+       nm = 0; lde = 0; lat = 0; inp[me] = 0; rd[me] = 0
+     }
+
+  /* ======== the caller: the hot path ======== */
+
+  /* begin k: `busy` unless frozen; slot free; write it; stamp                                       [begin] */
+  :: d_step { ph == P_ENTER && k < lat && MAY_BEGIN && EVERY(FREE) ->
+       pay[me * DEPTH + k % DEPTH] = k + 1; inp[me] = k + 1;
+       publish(BEG, P_BEG); con = 0 }
+
+#define SEE(word, phase, need, r) \
+  :: d_step { ph == phase && HAS(need, r) && !HAS(seen, r) && PUBLISHED(word, r) -> seen = seen | BIT(r) }
+
+  /* begun of the others                                                                              [see-begun] */
+#define BEGUN(r) SEE(BEG, P_BEG, mem, r) \
+  :: d_step { ph == P_BEG && !HAS(seen, r) && HAS(NEED, r) && OPN(ST(BEG, r, k)) > k -> assert(false) }
+  BEGUN(R1)
+  BEGUN(R2)
+#if N == 4
+  BEGUN(R3)
+#endif
+  :: d_step { ph == P_BEG && BEG_FULL && !LARGE(k) -> /*                             [commit-small] */
+       y = mem;
+#ifdef M_MAJORITY
+       y = seen;
+#endif
+       if
+       :: KIND(k) == BC && !HAS(y, 0) -> finish(V_LOST); clear_busy()
+       :: else -> finish(V_OK | y); con = y; ph = P_COPY
+       fi }
+  :: d_step { ph == P_BEG && BEG_FULL && LARGE(k) -> /*                                              [all-begun] */
+       con = mem; got = BIT(me); seen = 0; bad = 0; ph = P_GET;
+#ifdef BIG
+       sp = 1
+#endif
+     }
+
+  /* large: fetch everyone's input (my segment of it; out of place: all of it)                        [fetch] */
+#ifdef M_NOREVOKE
+#define READABLE(intact) true
+#else /* who acts on a view has first taken its memory away from those who are not in it: their gets are refused */
+#define READABLE(intact) (!EVICTED(me) || (intact))
+#endif
+#define GET(r) \
+  :: d_step { ph == P_GET && HAS(con, r) && !HAS(got, r) && !HAS(dead, r) && READABLE(inp[r] == k + 1) -> \
+       got = got | BIT(r); if :: inp[r] != k + 1 -> bad = 1 :: else fi }
+  GET(R1)
+  GET(R2)
+#if N == 4
+  GET(R3)
+#endif
+  :: d_step { ph == P_GET && got == con -> /*                                                    [publish-ready] */
+       got = 0;
+       if
+       :: KIND(k) == RD ->
+          seg[me] = (bad -> 0 : MK(k, at)); segc[me] = con; bad = 0;
+#ifdef M_INPUT /* the reduced segment goes straight into the user's buffer */
+          inp[me] = 0;
+#endif
+          publish(RDY, P_RDY)
+       :: else -> publish(DON, P_DON)
+       fi }
+
+  /* ready of the others: in shared memory this is what commits a large reduction                     [see-ready] */
+#define READY(r) SEE(RDY, P_RDY, con, r)
+  READY(R1)
+  READY(R2)
+#if N == 4
+  READY(R3)
+#endif
+#ifdef MSG
+  :: d_step { ph == P_RDY && seen == con -> /* results land in the user's buffer, the input is kept aside [all-ready] */
+       seen = 0; got = BIT(me); if :: seg[me] == 0 -> bad = 1 :: else fi; inp[me] = 0; ph = P_RES }
+#define RESULT(r) \
+  :: d_step { ph == P_RES && HAS(con, r) && !HAS(got, r) && !HAS(dead, r) && READABLE(seg[r] == MK(k, at) && segc[r] == con) -> \
+       got = got | BIT(r); if :: seg[r] != MK(k, at) || segc[r] != con -> bad = 1 :: else fi }
+  RESULT(R1)
+  RESULT(R2)
+#if N == 4
+  RESULT(R3)
+#endif
+  :: d_step { ph == P_RES && got == con -> got = 0; publish(DON, P_DON) } /*                     [publish-done] */
+#else
+  :: d_step { ph == P_RDY && seen == con -> /*                                     [commit-large] */
+       y = con; finish(V_OK | y); con = y; ph = P_COPY }
+#endif
+
+  /* done: everyone has everything                                                                    [see-done] */
+#define DONE(r) SEE(DON, P_DON, con, r)
+  DONE(R1)
+  DONE(R2)
+#if N == 4
+  DONE(R3)
+#endif
+#ifdef M_NODONE /* ends when it has everything itself */
+  :: d_step { ph == P_DON -> assert(!bad); y = con; finish(V_OK | y); clear_busy() }
+#endif
+  :: d_step { ph == P_DON && seen == con -> /*                                       [commit-done] */
+       assert(!bad); y = con; finish(V_OK | y); clear_busy() }
+
+  /* committed: copy out, then `busy` is cleared                                                      [copy-out] */
+  :: d_step { ph == P_COPY ->
+       if :: KIND(k - 1) == RD -> check_segments(con, k - 1) :: else -> check_payloads(con, k - 1) fi;
+       clear_busy() }
+
+  /* ======== leaving: when everyone has ended my last operation ======== */
+  :: d_step { ph == P_ENTER && k >= lat && !fz -> ph = P_LEAVE } /*                                      [leave] */
+#ifdef M_LEAVE_EARLY
+#define LET_GO(r) true
+#else
+#define LET_GO(r) (HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat)
+#endif
+  :: d_step { ph == P_LEAVE && !fz && EVERY(LET_GO) -> left = left | BIT(me); ph = P_END } /*             [gone] */
+#define MISSING(r) \
+  :: d_step { !fz && ph == P_BEG && HAS(mem, r) && !HAS(seen, r) && LEFT(r) -> freeze(tag[me] + 1) } /* [miss-leaver] */
+  MISSING(R1)
+  MISSING(R2)
+#if N == 4
+  MISSING(R3)
+#endif
+
+  /* ======== what starts a flush, or joins one ======== */
+
+  /* my deadline, an abort of mine, a re-made connection: only of an operation that I have begun    [start-round] */
+#ifdef M_REASONANY
+#define MAY_TRIGGER (me == 0 && (BUSY || (ph == P_ENTER && k < lat)))
+#else
+#define MAY_TRIGGER BUSY
+#endif
+#ifdef M_LOCALTO
+  :: d_step { !fz && BUSY && tb > 0 -> tb--; finish(V_TO); clear_busy() }
+#endif
+  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = TIMEOUT; freeze(tag[me] + 1) }
+  :: d_step { fz && !rpd && BUSY && rz == NO && tb > 0 -> tb--; rz = TIMEOUT }
+#ifdef AB
+  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = ABORT; freeze(tag[me] + 1) }
+#endif
+#ifdef RE
+  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; freeze(tag[me] + 1) }
+#endif
+  /* a view without some members was committed: I am the first to know, or others were                [new-view] */
+#define REMOVE(S, n) top = top + (n); chain[top] = (S); freeze(top * ROUNDS)
+#define OUT(r) \
+  :: d_step { ph != P_END && !EVICTED(me) && HAS(dead, r) && !HAS(chain[top], r) -> y = chain[top] | BIT(r); REMOVE(y, 1) }
+  OUT(R1)
+  OUT(R2)
+#if N == 4
+  OUT(R3)
+#endif
+  :: d_step { ph != P_END && !EVICTED(me) && COUNT(dead & ~chain[top]) > 1 -> y = chain[top] | dead; z = COUNT(dead & ~chain[top]); REMOVE(y, z) }
+#if EV > 0 /* the others go on without a rank that lives. It may go on in its old view until it hears of it      [evicted] */
+#define EVICT(r) \
+  :: d_step { ph != P_END && !EVICTED(me) && ev > 0 && BINDS(r) && !HAS(left, r) -> ev--; y = chain[top] | BIT(r); REMOVE(y, 1) }
+  EVICT(R1)
+  EVICT(R2)
+#if N == 4
+  EVICT(R3)
+#endif
+  :: d_step { ph != P_END && EVICTED(me) -> dead = dead | BIT(me); inp[me] = 0; ade = 0; ph = P_END } /* regions revoked, EvictedError */
+#endif
+#define HEAR(e) :: d_step { ph != P_END && e <= top && EPOCH(tag[me]) < e && chain[e] != 0 && !HAS(chain[e], me) -> freeze(e * ROUNDS) }
+#if EPOCHS > 1
+  HEAR(1)
+#endif
+#if EPOCHS > 2
+  HEAR(2)
+#endif
+#if EPOCHS > 3
+  HEAR(3)
+#endif
+  /* somebody, dead by now or not, has frozen for a higher tag                                            [join] */
+#ifdef M_NOJOIN /* only the view starts a flush here */
+#define JOIN(r)
+#else
+#define JOIN(r) :: d_step { ph != P_END && tag[r] > tag[me] && !HAS(chain[EPOCH(tag[r])], me) -> freeze(tag[r]) }
+#endif
+  JOIN(R1)
+  JOIN(R2)
+#if N == 4
+  JOIN(R3)
+#endif
+
+  /* ======== the flush ======== */
+
+  /* parked: the caller has cancelled its gets and touches nothing of the group; only then I report.
+   * Results that it has said to have (`done`) stay until the decision.                            [park], [report] */
+#ifdef M_REPORTFIRST
+  :: d_step { fz && !rpd && ph != P_END -> rd[me] = k;
+#else
+  :: d_step { fz && !rpd && ph != P_END && ph != P_COPY -> park();
+#endif
+       REP(tag[me], me) = 1 | (k << 1) | ((ph == P_LEAVE -> LEAVING : rz) << 4) | (sp << 6) | ((lde < EPOCH(tag[me])) << 7);
+       rpd = 1 }
+#if defined(M_REPORTFIRST) || defined(M_BEGINFROZEN)
+  :: d_step { fz && rpd && BUSY -> park() }
+#endif
+
+#ifdef M_LATEREASON /* a report is changed after it was sent */
+  :: d_step { fz && rpd && ade == 0 && ph == P_PARK && rz == NO && tb > 0 -> tb--; rz = TIMEOUT; REP(tag[me], me) = REP(tag[me], me) | (TIMEOUT << 4) }
+#endif
+
+  /* every member's report with my tag is there; who has left has a standing one: "not in"               [decide] */
+#ifdef M_ALONE /* decides without the others' reports */
+#define REPORTED(r) true
+#elif defined(M_ANYTAG) /* takes the last report, whatever tag it has */
+#define REPORTED(r) (HAS(OUTSIDE, r) || LEFT(r) || tag[r] != 0)
+#elif defined(M_TOEARLY) /* acts on the first timeout that it sees */
+#define REPORTED(r) (HAS(OUTSIDE, r) || LEFT(r) || VALID(REP(tag[me], r)) || rz == TIMEOUT)
+#else
+#define REPORTED(r) (HAS(OUTSIDE, r) || LEFT(r) || VALID(REP(tag[me], r)))
+#endif
+#define OUTSIDE chain[EPOCH(tag[me])]
+#ifdef M_ANYTAG
+#define REP_OF(r) (VALID(REP(tag[me], r)) || tag[r] == 0 -> REP(tag[me], r) : REP(tag[r], r))
+#else
+#define REP_OF(r) REP(tag[me], r)
+#endif
+  :: d_step { ph != P_END && fz && rpd && ade == 0 && !BUSY && ph != P_COPY && EVERY(REPORTED) ->
+       y = k; nm = 0; x = 0;
+       do
+       :: x < N ->
+          if
+          :: !HAS(OUTSIDE, x) && VALID(REP_OF(x)) ->
+#ifndef M_NOADOPT
+             if :: R_ENDED(REP_OF(x)) > y -> y = R_ENDED(REP_OF(x)) :: else fi;
+#endif
+             if :: R_REASON(REP_OF(x)) != LEAVING -> nm = nm | BIT(x) :: else fi
+          :: else
+          fi;
+          x++
+       :: else -> break
+       od;
+#ifdef M_OWNVIEW /* goes on with those of whom it knows no death */
+       nm = nm & ~dead;
+#endif
+#if EV > 0 /* who is out, and lives: below E the same verdicts; maybe E; of E + 1 at most an error; nothing above */
+       x = 0;
+       do
+       :: x < N ->
+          if
+          :: HAS(OUTSIDE, x) && !HAS(dead, x) && !EVICTED(me) ->
+             if :: y + 1 < lim[x] -> lim[x] = y + 1 :: else fi;
+             assert(ended[x] <= lim[x] || (ended[x] == lim[x] + 1 && !IS_OK(res[x * MAXK + lim[x]]))); z = 0;
+             do
+             :: z < k && z + 1 < lim[x] -> assert(res[x * MAXK + z] == 0 || res[x * MAXK + z] == res[me * MAXK + z]); z++
+             :: else -> break
+             od
+          :: else
+          fi;
+          x++
+       :: else -> break
+       od;
+#endif
+       ade = y + 1; out = 0; x = N;
+       do
+       :: x > 0 -> x--;
+          v = REP_OF(x);
+          if
+          :: !HAS(OUTSIDE, x) && VALID(v) && R_ENDED(v) == y ->
+             if
+#ifdef M_OWNREASON
+             :: x == me && R_REASON(v) == TIMEOUT -> out = V_TO
+#else
+             :: R_REASON(v) == TIMEOUT -> out = V_TO
+#endif
+             :: R_REASON(v) == ABORT && out != V_TO -> out = V_ABORT | x
+#ifdef M_SPOILT /* each decides by its own input */
+             :: R_REASON(v) == NO && x == me && R_SPOILT(v) && out == 0 -> out = V_SPOILT
+#else
+             :: R_REASON(v) == NO && R_SPOILT(v) && out == 0 -> out = V_SPOILT
+#endif
+             :: else
+             fi
+          :: else
+          fi
+       :: else -> break
+       od;
+#ifdef RAISE /* a flush that took members out ends E with PeerLost: nobody who is at E has acted on this epoch yet */
+       x = 0; z = 0; w = 0;
+       do
+       :: x < N ->
+          v = REP_OF(x);
+          if
+          :: !HAS(OUTSIDE, x) && VALID(v) && R_ENDED(v) == y -> z = z | R_OLD(v); w = w | R_SPOILT(v)
+          :: else
+          fi;
+          x++
+       :: else -> break
+       od;
+#ifdef M_OWNEPOCH
+       z = (lde < EPOCH(tag[me]));
+#endif
+       if
+       :: z != 0 -> out = (w != 0 -> V_SPOILT : V_LOST)
+       :: else
+       fi;
+#else
+       assert(y <= k + 2); /* two verdicts in a report are enough */
+#endif
+       if :: ph == P_LEAVE -> act() :: else fi }
+
+  /* ended elsewhere, not here: the same verdict. The holder h keeps what I lack until I say that I have ended it [adopt] */
+#define ADOPT(h) \
+  :: d_step { ade != 0 && k < ade - 1 && !HAS(OUTSIDE, h) && VALID(REP_OF(h)) && R_ENDED(REP_OF(h)) > k && res[h * MAXK + k] != 0 && CAN_SUPPLY(h) -> \
+       v = res[h * MAXK + k]; \
+       if \
+       :: IS_OK(v) -> \
+          assert(ph == P_PARK && k == rd[me]); \
+          if \
+          :: BY_DONE(k) -> assert(had) /* I have everything myself */ \
+          :: !BY_DONE(k) && LARGE(k) -> check_segments(v & 15, k) \
+          :: else -> check_payloads(v & 15, k) \
+          fi \
+       :: else \
+       fi; \
+       y = v; finish(y); clear_busy() }
+#ifdef MSG
+#define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h)))
+#else
+#define CAN_SUPPLY(h) true
+#endif
+  ADOPT(R1)
+  ADOPT(R2)
+#if N == 4
+  ADOPT(R3)
+#endif
+  /* E itself: ends on all with the same error, also on who has not called it; or starts again with this tag   [act] */
+  :: d_step { ade != 0 && k == ade - 1 ->
+       if
+       :: out != 0 -> w = out; finish(w); clear_busy()
+       :: out == 0 && ph == P_PARK -> roll_back()
+       :: else
+       fi;
+       act() }
+  od
+}
+
+/* From some moment on nobody crashes any more: what is blocked then is a deadlock. */
+init {
+  atomic {
+    run Rank(0); run Rank(1); run Rank(2);
+#if N == 4
+    run Rank(3);
+#endif
+  };
+  cb = 0
+}
