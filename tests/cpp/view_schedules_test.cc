@@ -1,0 +1,208 @@
+#include <cstdlib>
+#include <functional>
+#include <gtest/gtest.h>
+#include <string>
+
+#include "view_sim.h"
+
+// Random schedules. MOONCAKE_TEST_SCHEDULES: how many (100000 take half a minute, do that after a
+// change; 1 is printed step by step); MOONCAKE_TEST_SEED: of the first one.
+namespace mooncake {
+namespace {
+
+using Time = ViewSim::Time;
+
+uint64_t numberIn(const char* text, uint64_t otherwise) {
+  return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+// From 2 to 64, 8 on average.
+int drawSize(std::mt19937_64& random) {
+  std::geometric_distribution<int> more(1.0 / 7);
+  return 2 + std::min(more(random), 62);
+}
+
+constexpr Time kFaults{3'000'000};  // the time in which things go wrong
+
+struct Schedule {
+  ViewSim& sim;
+
+  int someRank() const { return sim.below(sim.size()); }
+  Time sometime() const { return sim.between(Time(0), kFaults); }
+  // Often close to each other, or to when it is noticed: that is where it gets interesting.
+  Time aboutThen(Time then) const {
+    switch (sim.below(4)) {
+      case 0:
+        return sometime();
+      case 1:
+        return then + ViewSim::kFailureTimeout + sim.between(Time(0), Time(50'000));
+      default:
+        return then + sim.between(Time(0), Time(5000));
+    }
+  }
+  RankSet someHosts() const {
+    RankSet side;
+    bool in = false;
+    for (int r = 0; r < sim.size(); ++r) {
+      if (r == 0 || !sim.sameHost(r, r - 1)) in = sim.chance(0.5);
+      if (in) side.add(r);
+    }
+    return side;
+  }
+  void expectRunning(const RankSet& expected) const {
+    EXPECT_EQ(ViewSim::text(sim.running()), ViewSim::text(expected));
+  }
+};
+
+// Exits and goodbyes only: nobody needs a quorum.
+void exitsOnly(const Schedule& s) {
+  s.sim.launcherTestifies = true;
+  RankSet rest = RankSet::firstRanks(s.sim.size());
+  const Time then = s.sometime();
+  for (int i = s.sim.below(s.sim.size()); i > 0; --i) {
+    const int rank = s.someRank();
+    rest -= RankSet{rank};
+    if (s.sim.chance(0.2)) {
+      s.sim.leaveAt(s.aboutThen(then), rank);
+    } else {
+      s.sim.killAt(s.aboutThen(then), rank, s.sim.chance(0.5) ? s.sim.below(s.sim.size()) : 0);
+    }
+  }
+  s.sim.run();
+  // Who was to die while it sends may have had nothing to send.
+  EXPECT_TRUE(rest.isSubsetOf(s.sim.running()));
+}
+
+// A partition that stays: the side with the quorum goes on, whole, and the other side knows.
+void partition(const Schedule& s) {
+  const RankSet all = RankSet::firstRanks(s.sim.size()), side = s.someHosts();
+  s.sim.partitionAt(s.sometime(), side);
+  s.sim.run();
+  const int twice = 2 * side.count() - s.sim.size();
+  const bool sideGoesOn = twice > 0 || (twice == 0 && side.contains(0));
+  s.expectRunning(sideGoesOn ? side : all - side);
+}
+
+// One link breaks, in one direction or both: it costs one rank.
+void brokenLink(const Schedule& s) {
+  const int a = s.someRank(), b = s.someRank();
+  const Time then = s.sometime();
+  s.sim.cutAt(then, a, b);
+  if (s.sim.chance(0.5)) s.sim.cutAt(then, b, a);
+  s.sim.run();
+  EXPECT_EQ(s.sim.running().count(), s.sim.size() - (s.sim.sameHost(a, b) ? 0 : 1));
+}
+
+// A stopped rank that comes back finds itself evicted, unless it is needed for the quorum.
+void stoppedRank(const Schedule& s) {
+  const int rank = s.someRank();
+  const Time then = s.sometime();
+  const Time pause = s.sim.between(Time(0), Time(1'800'000));
+  s.sim.stopAt(then, rank, then + pause);
+  s.sim.run();
+  if (pause < ViewSim::kFailureTimeout) {
+    s.expectRunning(RankSet::firstRanks(s.sim.size()));
+  } else if (pause > ViewSim::kFailureTimeout + Time(200'000) && (s.sim.size() > 2 || rank == 1)) {
+    s.expectRunning(RankSet::firstRanks(s.sim.size()) - RankSet{rank});
+    EXPECT_TRUE(s.sim.evicted(rank));
+  }
+}
+
+// A rank that hears nobody, though all hear it, costs only itself: nobody believes who accuses
+// everybody. (With others on its host it hears these, and they believe it.)
+void deafRank(const Schedule& s) {
+  const int rank = s.someRank();
+  const Time then = s.sometime();
+  for (int r = 0; r < s.sim.size(); ++r) s.sim.cutAt(then, r, rank);
+  s.sim.run();
+  if (s.sim.size() > 2 && !s.sim.sameHost(0, 1))
+    s.expectRunning(RankSet::firstRanks(s.sim.size()) - RankSet{rank});
+}
+
+void everything(const Schedule& s) {
+  ViewSim& sim = s.sim;
+  sim.launcherTestifies = sim.chance(0.3);
+  const Time then = s.sometime();
+  for (int i = 1 + sim.below(std::min(8, sim.size() + 1)); i > 0; --i) {
+    const Time when = s.aboutThen(then);
+    const int rank = s.someRank();
+    const Time until = sim.chance(0.5) ? s.aboutThen(then) : when + s.sometime();
+    switch (sim.below(10)) {
+      case 0:
+      case 1:
+        sim.killAt(when, rank);
+        break;
+      case 2:
+        sim.killAt(when, rank, 1 + sim.below(sim.size()));
+        break;
+      case 3:
+        sim.leaveAt(when, rank);
+        break;
+      case 4:
+      case 5: {
+        const RankSet side = s.someHosts();
+        sim.partitionAt(when, side);
+        if (sim.chance(0.5)) sim.partitionAt(until, side, false);
+        break;
+      }
+      case 6: {
+        const int other = s.someRank();
+        sim.cutAt(when, rank, other);
+        if (sim.chance(0.5)) sim.cutAt(until, rank, other, false);
+        break;
+      }
+      case 7:
+        sim.stopAt(when, rank, until);
+        break;
+      default:
+        sim.suspectAt(when, rank, s.someRank());
+        if (sim.chance(0.3)) sim.suspectAt(when, s.someRank(), rank);
+    }
+  }
+  sim.run();
+}
+
+struct Kind {
+  const char* name;
+  void (*play)(const Schedule&);
+  bool networkIsGood;  // what comes of it can be foretold only then
+};
+constexpr Kind kKinds[] = {
+    {"exits only", exitsOnly, false},  {"partition", partition, true},
+    {"broken link", brokenLink, true}, {"stopped rank", stoppedRank, true},
+    {"deaf rank", deafRank, true},     {"everything", everything, false},
+};
+
+void playSchedule(uint64_t seed, bool traces) {
+  std::mt19937_64 random(seed);
+  const int size = drawSize(random);
+  const int perHost = 1 + static_cast<int>(random() % std::min(size, 8));
+  const size_t draw = random() % 16;
+  const Kind& kind = kKinds[std::min(draw, std::size(kKinds) - 1)];
+  ViewSim::Network network;
+  if (!kind.networkIsGood) {
+    if (random() % 2 == 0) network.loss = static_cast<double>(random() % 4) / 10;
+    if (random() % 2 == 0) network.duplication = 0.1;
+    if (random() % 2 == 0) network.maxDelay = Time(15'000);
+    if (random() % 4 == 0) network.slowDelay = Time(400'000);
+    network.garbles = random() % 4 == 0;
+    if (random() % 4 == 0) network.gathers = Time(500);
+  }
+  ViewSim sim(size, perHost, network, random());
+  sim.traces = traces;
+  SCOPED_TRACE(
+      std::string(kind.name) + ", " + std::to_string(size) + " ranks, " + std::to_string(perHost) +
+      " per host; again: MOONCAKE_TEST_SCHEDULES=1 MOONCAKE_TEST_SEED=" + std::to_string(seed));
+  kind.play(Schedule{sim});
+  if (sim.failures().empty()) sim.expectAgreement();
+  for (const std::string& failure : sim.failures()) ADD_FAILURE() << failure;
+}
+
+TEST(ViewSchedules, KeepTheInvariants) {
+  const uint64_t seed = numberIn(std::getenv("MOONCAKE_TEST_SEED"), 1);
+  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_SCHEDULES"), 5000);
+  for (uint64_t i = 0; i < count && !HasFailure(); ++i) playSchedule(seed + i, count == 1);
+}
+
+}  // namespace
+}  // namespace mooncake
