@@ -28,6 +28,10 @@ const char* errorCodeName(ErrorCode code) {
       return "system error";
     case ErrorCode::kProtocol:
       return "protocol error";
+    case ErrorCode::kEvicted:
+      return "evicted";
+    case ErrorCode::kMinority:
+      return "minority";
   }
   return "unknown error";  // a number that came off a wire
 }

@@ -21,6 +21,8 @@ enum class ErrorCode {
   kExhausted,        // out of memory, descriptors, slots
   kSystem,           // a system call failed
   kProtocol,         // a peer sent bytes that do not decode
+  kEvicted,          // the others go on without this rank, for good
+  kMinority,         // too few are left on this side of a partition to go on
 };
 
 const char* errorCodeName(ErrorCode code);

@@ -18,7 +18,6 @@ namespace {
 // end of a socket.
 constexpr auto kStarting = std::chrono::milliseconds(20);
 
-constexpr size_t kMostEarlyMessages = 1024;  // of 64 KiB at most, so 64 MiB
 constexpr size_t kMostOutboxBytes = size_t(16) << 20;
 
 // The transports to use, best first: all that are built in, or the ones that were asked for, in
@@ -66,13 +65,23 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   engine->options_ = std::move(options);
   engine->arena_ = std::move(*arena);
   engine->loop_ = std::move(*loop);
+  engine->doors_ = std::make_unique<Doors>(*engine->loop_);
   EngineId id;
   if (::getrandom(id.data(), id.size(), 0) != ssize_t(id.size()))
     return systemError("getrandom", errno);
   Engine* self = engine.get();
   auto liveness = Liveness::create(
-      *engine->arena_,
-      [self](const EngineId& peer, const std::string& how) { self->onExited(peer, how); });
+      *engine->arena_, {.failureTimeout = engine->options_.env.failureTimeout,
+                        .onExited = [self](const EngineId& peer,
+                                           const std::string& how) { self->onExited(peer, how); },
+                        .onSilent =
+                            [self](std::vector<Liveness::Silent> silent) {
+                              // What has come meanwhile is read first: our own loop may be what is
+                              // slow.
+                              self->loop_->post([self, silent = std::move(silent)] {
+                                self->loop_->post([self, silent] { self->onSilent(silent); });
+                              });
+                            }});
   if (!liveness.ok()) return liveness.error();
   engine->liveness_ = std::move(*liveness);
   engine->context_.reset(new TransportContext{
@@ -88,8 +97,16 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
           [self](EngineId peer, std::shared_ptr<Channel> channel) {
             self->onAccepted(peer, std::move(channel));
           },
-      .onMessage = [self](EngineId peer, ByteView message) { self->onMessage(peer, message); },
-      .onEnded = [self](EngineId peer, const Evidence& evidence) { self->onEnded(peer, evidence); },
+      .onMessage = [self](EngineId peer,
+                          ByteView message) { self->doors_->deliver(peer, message); },
+      .onEnded =
+          [self](EngineId peer, const Evidence& evidence) {
+            if (evidence.kind == Evidence::Kind::kUnreachable) {
+              self->onBroken(peer, evidence);
+            } else {
+              self->onEnded(peer, evidence);
+            }
+          },
   });
 
   for (const TransportEntry* entry : *chosen) {
@@ -112,7 +129,9 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 }
 
 Engine::~Engine() {
-  receiveMessages(nullptr);  // whoever set a handler may be gone
+  // Whoever listened may be gone.
+  if (doors_) doors_->closeAll();
+  if (loop_) observe(nullptr);
   // Channels say goodbye first; then nothing of a transport runs any more; then the loop ends.
   leave();
   if (liveness_) liveness_->stop();
@@ -135,12 +154,19 @@ void Engine::retire(std::vector<RetiredMemory> memory, std::function<bool()> isF
 
 void Engine::leave() {
   std::map<EngineId, std::shared_ptr<Peer>> peers;
+  uint64_t publishedFor;
+  Bytes published;
   {
     std::lock_guard lock(mutex_);
     peers = peers_;
+    publishedFor = publishedFor_;
+    published = published_;
   }
   // First: whoever reads our goodbye must not have taken our end for a death before.
   if (liveness_) liveness_->leave();
+  if (publishedFor != 0) {
+    for (auto& [id, peer] : peers) (void)send(*peer, publishedFor, published);
+  }
   sendOutbox();  // the goodbye comes after it
   for (auto& [id, peer] : peers) peer->channel->close();
 }
@@ -176,6 +202,8 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     auto id = endpointOwner(endpoints[i]);
     if (!id.ok()) return id.error();
     ids[i] = *id;
+    std::lock_guard lock(mutex_);
+    endpoints_[*id] = endpoints[i];
   }
   MOONCAKE_TRY(callAll(ids, endpoints, deadline));
 
@@ -266,56 +294,50 @@ void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {
 // reported one after the other.
 void Engine::onExited(const EngineId& id, const std::string& how) {
   loop_->post([this, id, evidence = Evidence{Evidence::Kind::kExited, how}] {
-    std::shared_ptr<Channel> channel;
+    std::shared_ptr<Peer> peer;
     {
       std::lock_guard lock(mutex_);
-      if (const auto peer = known(id); peer && !peer->ended) channel = peer->channel;
+      peer = known(id);
     }
-    if (!channel) return;
-    channel->peerExited({ErrorCode::kPeerLost, evidence.detail});
+    if (!peer) return;
+    // A suspicion has become certain.
+    if (peer->ended) return tell({id}, evidence);
+    peer->channel->peerExited({ErrorCode::kPeerLost, evidence.detail});
     onEnded(id, evidence);
   });
 }
 
-void Engine::onEnded(const EngineId& id, const Evidence& evidence) {
-  liveness_->unwatch(id);
-  std::lock_guard lock(mutex_);
-  const auto found = peers_.find(id);
-  if (found == peers_.end()) {
-    endedEarly_[id] = evidence;
-    return;
+// On the loop's thread.
+void Engine::onSilent(const std::vector<Liveness::Silent>& silent) {
+  std::vector<EngineId> peers;
+  for (const auto& [peer, channel, sign] : silent) {
+    if (Liveness::signOf(*channel) == sign) peers.push_back(peer);
   }
-  if (found->second->ended) return;
-  found->second->evidence = evidence;
-  found->second->ended = true;
-  const std::string& name = found->second->name;
-  // A goodbye is no accusation.
-  log(evidence.isGoodbye() ? LogLevel::kInfo : LogLevel::kWarning, logName(),
-      name.empty() ? "a peer" : name, " is gone: ", evidence.detail);
-  for (auto& [interrupt, bell] : watchers_) {
-    interrupt->bump();
-    bell->ring();
-  }
+  if (peers.empty()) return;
+  tell(peers,
+       {Evidence::Kind::kSilent, "nothing was heard of it for " +
+                                     std::to_string(options_.env.failureTimeout.count()) + " ms"});
 }
 
-// On the loop's thread, like everything that touches the handler and the early messages.
-void Engine::onMessage(const EngineId& from, ByteView message) {
-  if (onMessage_) return onMessage_(from, message);
-  // A peer may be ahead of us. Whoever says something important says it again.
-  if (keepsEarly_ && earlyMessages_.size() < kMostEarlyMessages)
-    earlyMessages_.emplace_back(from, Bytes(message.begin(), message.end()));
+// On the loop's thread.
+void Engine::tell(const std::vector<EngineId>& peers, const Evidence& evidence) {
+  if (observer_) observer_(peers, evidence);
 }
 
-void Engine::receiveMessages(OnMessage onMessage) {
-  auto exchange = [this, onMessage = std::move(onMessage)]() mutable {
-    onMessage_ = std::move(onMessage);
-    keepsEarly_ = false;
-    const auto early = std::exchange(earlyMessages_, {});
-    if (!onMessage_) return;
-    for (const auto& [from, message] : early) onMessage_(from, message);
+void Engine::observe(OnEvidence observer) {
+  auto exchange = [this, observer = std::move(observer)]() mutable {
+    observer_ = std::move(observer);
+    if (!observer_) return;
+    std::vector<std::shared_ptr<Peer>> ended;
+    {
+      std::lock_guard lock(mutex_);
+      for (const auto& [id, peer] : peers_) {
+        if (peer->ended) ended.push_back(peer);
+      }
+    }
+    for (const auto& peer : ended) observer_({peer->id}, peer->evidence);
   };
-  // Not at once: the handler that is to go may be the one that called us.
-  if (loop_->onLoopThread()) return loop_->post(std::move(exchange));
+  if (loop_->onLoopThread()) return exchange();
   const auto done = std::make_shared<std::promise<void>>();
   loop_->post([done, exchange = std::move(exchange)]() mutable {
     exchange();
@@ -324,29 +346,112 @@ void Engine::receiveMessages(OnMessage onMessage) {
   done->get_future().wait();
 }
 
-Status Engine::send(const EngineId& to, ByteView message) {
+Status Engine::publish(uint64_t door, ByteView message) {
+  if (message.empty() || message.size() > Board::kMostBytes) {
+    return {ErrorCode::kInvalidArgument, "on a board there is room for " +
+                                             std::to_string(Board::kMostBytes) + " bytes, not " +
+                                             std::to_string(message.size())};
+  }
+  liveness_->board().write(message);
+  std::lock_guard lock(mutex_);
+  publishedFor_ = door;
+  published_.assign(message.begin(), message.end());
+  return {};
+}
+
+std::optional<Bytes> Peer::lastWords() const {
+  const PeerLife life = channel->peerLife();
+  if (!life.word) return std::nullopt;
+  return life.word->board.read();
+}
+
+// On the loop's thread. A connection that ends without a goodbye says little of the process at its
+// other end; whether somebody still listens there says more.
+void Engine::onBroken(const EngineId& id, const Evidence& evidence) {
+  Transport* transport = nullptr;
+  Bytes endpoint;
+  {
+    std::lock_guard lock(mutex_);
+    const auto peer = known(id);
+    const auto listens = endpoints_.find(id);
+    if (peer && listens != endpoints_.end()) {
+      const std::string name = peer->channel->transportName();
+      for (const auto& one : transports_) {
+        if (one->name() == name) transport = one.get();
+      }
+      endpoint = endpointFor(name, listens->second);
+    }
+  }
+  if (!transport || endpoint.empty()) return onEnded(id, evidence);
+  const auto deadline = Deadline::after(options_.env.failureTimeout);
+  transport->probe(endpoint, deadline, [this, id, evidence](Transport::Listener answer) {
+    switch (answer) {
+      case Transport::Listener::kRefuses:
+        return onEnded(id, {Evidence::Kind::kRefused,
+                            evidence.detail + ", and nobody listens there any more"});
+      case Transport::Listener::kNoAnswer:
+        return onEnded(id, {Evidence::Kind::kSilent,
+                            evidence.detail + ", and it could not be reached again for " +
+                                std::to_string(options_.env.failureTimeout.count()) + " ms"});
+      // The place to connect anew, once a peer's channel can be replaced under those who use it.
+      case Transport::Listener::kAnswers:
+        return onEnded(id, {Evidence::Kind::kUnreachable,
+                            evidence.detail + ", though something still listens there"});
+      case Transport::Listener::kUnknown:
+        return onEnded(id, evidence);
+    }
+  });
+}
+
+// On the loop's thread.
+void Engine::onEnded(const EngineId& id, const Evidence& evidence) {
+  // A process that only lost its connection can still be seen to exit.
+  if (evidence.kind != Evidence::Kind::kUnreachable) liveness_->unwatch(id);
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = peers_.find(id);
+    if (found == peers_.end()) {
+      endedEarly_[id] = evidence;
+      return;
+    }
+    if (found->second->ended) return;
+    found->second->evidence = evidence;
+    found->second->ended = true;
+    const std::string& name = found->second->name;
+    // A goodbye is no accusation. Who observes says what follows, and from what.
+    log(evidence.isGoodbye() || observer_ ? LogLevel::kInfo : LogLevel::kWarning, logName(),
+        name.empty() ? "a peer" : name, " is gone: ", evidence.detail);
+    for (auto& [interrupt, bell] : watchers_) {
+      interrupt->bump();
+      bell->ring();
+    }
+  }
+  tell({id}, evidence);
+}
+
+Status Engine::send(const EngineId& to, uint64_t door, ByteView message) {
   std::shared_ptr<Peer> peer;
   {
     std::lock_guard lock(mutex_);
     peer = known(to);
   }
   if (!peer) return {ErrorCode::kInvalidArgument, "a message for an engine that is no peer"};
-  return send(peer, message);
+  return send(*peer, door, message);
 }
 
-Status Engine::send(const std::shared_ptr<Peer>& peer, ByteView message) {
-  if (message.empty() || message.size() > Channel::kMaxMessageBytes) {
-    return {ErrorCode::kInvalidArgument,
-            "a message has 1 byte to 64 KiB, not " + std::to_string(message.size())};
+Status Engine::send(Peer& peer, uint64_t door, ByteView message) {
+  if (message.empty() || message.size() > Doors::kMostBytes) {
+    return {ErrorCode::kInvalidArgument, "a message has 1 to " + std::to_string(Doors::kMostBytes) +
+                                             " bytes, not " + std::to_string(message.size())};
   }
-  if (peer->ended) return {ErrorCode::kPeerLost, peer->evidence.detail};
+  if (peer.ended) return {ErrorCode::kPeerLost, peer.evidence.detail};
   bool isFirst;
   {
     std::lock_guard lock(outboxMutex_);
     if (outboxBytes_ + message.size() > kMostOutboxBytes)
       return {ErrorCode::kExhausted, "16 MiB of messages wait for the thread that sends them"};
     isFirst = outbox_.empty();
-    outbox_.emplace_back(peer, Bytes(message.begin(), message.end()));
+    outbox_.emplace_back(peer.shared_from_this(), Doors::encode(door, message));
     outboxBytes_ += message.size();
   }
   // Not from this thread: a channel's lock is held while a transfer is copied to its socket.

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "base/event_loop.h"
 #include "base/result.h"
 #include "base/wait.h"
+#include "engine/doors.h"
 #include "engine/evidence.h"
 #include "engine/liveness.h"
 #include "engine/memory/arena.h"
@@ -30,12 +32,16 @@ struct EngineOptions {
 };
 
 // Another engine, as this one sees it.
-struct Peer {
+struct Peer : std::enable_shared_from_this<Peer> {
   EngineId id;
   std::string name;                  // for the log, once connect() has told it: "rank 3"
   std::shared_ptr<Channel> channel;  // the route to it
   std::atomic<bool> ended{false};    // the peer is gone; the evidence was written before
   Evidence evidence;
+
+  // What it had published when it ended; empty: nothing. Not for the living. Null: nobody here can
+  // know.
+  std::optional<Bytes> lastWords() const;
 };
 
 // Memory that peers may still read after its owner is done with it.
@@ -55,6 +61,7 @@ class Engine {
   const std::string& logName() const { return options_.logName; }
   Arena& arena() { return *arena_; }
   RegionTable& regions() { return regions_; }
+  EventLoop& loop() { return *loop_; }
 
   // What a peer needs to connect to this engine, over all of its transports.
   Bytes endpoint() const;
@@ -70,21 +77,32 @@ class Engine {
   // is asked whenever more is retired.
   void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree);
 
-  // Where messages go, on the loop's thread, without a lock; those that came before the first call
-  // are handed over (the first 1024). Null: nobody receives any more, what comes is dropped. The
-  // handler that was there before does not run any more when this returns, except on the loop's
-  // thread: there it stays until the loop's next round. So hold no lock that it takes; and it must
-  // not own the engine.
-  using OnMessage = std::function<void(const EngineId& from, ByteView message)>;
-  void receiveMessages(OnMessage onMessage);
+  // Messages between those who run the engines of a job; each names a door, see engine/doors.h. The
+  // handler runs on the loop's thread, without a lock, and must not own the engine.
+  using OnMessage = Doors::OnMessage;
+  void openDoor(uint64_t door, OnMessage handler) { doors_->open(door, std::move(handler)); }
+  void closeDoor(uint64_t door) { doors_->close(door); }
 
-  // A message of 1 byte to 64 KiB. Any thread; waits for no system call, so also those that must
+  // 1 byte to Doors::kMostBytes. Any thread; waits for no system call, so also those that must
   // not be held up. To one peer messages arrive in the order of the calls. They are lost with the
   // channel, also what its socket has not taken yet when we leave(), and when the channel does not
   // take them (256 MiB wait). An error says that nothing was sent: kPeerLost, or kExhausted while
   // the loop is far behind.
-  Status send(const EngineId& to, ByteView message);
-  Status send(const std::shared_ptr<Peer>& peer, ByteView message);
+  Status send(Peer& peer, uint64_t door, ByteView message);
+  Status send(const EngineId& to, uint64_t door, ByteView message);
+
+  // Whoever draws conclusions from what is seen of the peers: their ends, and what may be one. On
+  // the loop's thread, without a lock; all that one look found silent come together. Ends that were
+  // seen before are told at once. Null: nobody; the one before is not called any more when this
+  // returns. It must not own the engine.
+  using OnEvidence =
+      std::function<void(const std::vector<EngineId>& peers, const Evidence& evidence)>;
+  void observe(OnEvidence observer);
+
+  // What the peers shall know of us when we have ended: those on the host find it on our board
+  // (Peer::lastWords) however we end, and leave() sends it to the others, to that door, before the
+  // goodbye. One thread at a time.
+  Status publish(uint64_t door, ByteView message);
 
   // Says goodbye to all peers and closes the channels. What was put before still arrives.
   void leave();
@@ -100,33 +118,37 @@ class Engine {
                  Deadline deadline);
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel);
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
-  void onMessage(const EngineId& from, ByteView message);
   void sendOutbox();
   void onEnded(const EngineId& id, const Evidence& evidence);
   void onExited(const EngineId& id, const std::string& how);
+  void onSilent(const std::vector<Liveness::Silent>& silent);
+  void onBroken(const EngineId& id, const Evidence& evidence);
+  void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
 
   EngineOptions options_;
   std::unique_ptr<Arena> arena_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
   std::mutex callMutex_;  // one callAll() at a time: nobody is called twice
-  std::mutex mutex_;      // guards everything below down to watchers_
+  std::mutex mutex_;      // guards everything below down to published_
   std::condition_variable arrived_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
   // Of peers that ended before remember() had their channels in its hands.
   std::map<EngineId, Evidence> endedEarly_;
+  // Of all that connect() was asked for: where a peer listens.
+  std::map<EngineId, Bytes> endpoints_;
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
+  uint64_t publishedFor_ = 0;  // the door; 0: nothing is published
+  Bytes published_;
 
-  // Of the loop's thread alone.
-  OnMessage onMessage_;
-  bool keepsEarly_ = true;  // nobody has asked for messages yet
-  std::vector<std::pair<EngineId, Bytes>> earlyMessages_;
+  OnEvidence observer_;  // of the loop's thread alone
 
   std::mutex sendingMutex_;  // one sendOutbox() at a time, or messages would overtake each other
   std::mutex outboxMutex_;   // guards outbox_ and outboxBytes_; taken after sendingMutex_
   std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> outbox_;
   size_t outboxBytes_ = 0;
 
+  std::unique_ptr<Doors> doors_;  // the loop uses it until the loop ends
   std::unique_ptr<EventLoop> loop_;
   std::unique_ptr<Liveness> liveness_;  // the loop uses it until the loop ends
   std::vector<std::unique_ptr<Transport>> transports_;

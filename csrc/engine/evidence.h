@@ -5,13 +5,15 @@
 
 namespace mooncake {
 
-// What this rank saw of the end of a peer. An observation, never membership by itself: what follows
-// from it is for those to say who know the group (docs/membership.md).
+// What this rank saw of a peer's end, or of what may be its end. An observation, never membership
+// by itself: what follows from it is for those to say who know the group (docs/membership.md).
 struct Evidence {
   enum class Kind {
     kGoodbye,      // it left in peace; accuses nobody
     kExited,       // certain: its own kernel says that the process has ended, or cannot go on
     kUnreachable,  // the connection broke; the process may live
+    kRefused,      // the connection broke, and where it listened nobody does any more
+    kSilent,       // nothing was heard of it for the failure timeout; it may only be slow
   };
   Kind kind = Kind::kUnreachable;
   std::string detail;  // one line for the log
@@ -28,6 +30,10 @@ inline const char* evidenceKindName(Evidence::Kind kind) {
       return "exited";
     case Evidence::Kind::kUnreachable:
       return "unreachable";
+    case Evidence::Kind::kRefused:
+      return "refused";
+    case Evidence::Kind::kSilent:
+      return "silent";
   }
   return "?";
 }

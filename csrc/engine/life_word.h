@@ -5,6 +5,8 @@
 #include <linux/futex.h>
 #include <sys/types.h>
 
+#include "engine/board.h"
+
 namespace mooncake {
 
 // Lies in an engine's arena and shows the processes that map it whether the engine's own lives. Its
@@ -15,6 +17,7 @@ namespace mooncake {
 struct alignas(64) LifeWord {
   std::atomic<uint32_t> holder{0};  // the thread's id; kGone: not there yet, or left in peace
   std::atomic<uint32_t> beats{0};   // grows while the process runs, also when its callers do not
+  Board board;                      // its last words
 
   static constexpr uint32_t kGone = 0;
   static bool isDeath(uint32_t holder) { return (holder & FUTEX_OWNER_DIED) != 0; }

@@ -25,6 +25,21 @@ constexpr auto kBeat = std::chrono::milliseconds(5);
 // dump, its threads stand still and its futexes are not marked yet, and that may take minutes.
 constexpr auto kLookAfter = 2 * kBeat;
 constexpr auto kMostPatience = std::chrono::milliseconds(640);
+// What one look can add to a peer's silence.
+constexpr auto kMostPassed = 4 * kBeat;
+// Peers on other hosts are sent something so often, unless other things are sent anyway. A tenth of
+// the failure timeout, less often where there are many, so that beats stay cheap.
+constexpr auto kLeastInterval = 4 * kBeat;
+constexpr auto kMostInterval = std::chrono::milliseconds(1000);
+constexpr auto kIntervalPerPeer = std::chrono::milliseconds(10);
+
+std::chrono::milliseconds beatInterval(std::chrono::milliseconds failureTimeout, size_t peers) {
+  const auto wanted =
+      std::clamp(std::max<std::chrono::milliseconds>(failureTimeout / 10, peers * kIntervalPerPeer),
+                 std::chrono::milliseconds(kLeastInterval), kMostInterval);
+  return std::clamp(wanted, std::chrono::milliseconds(kBeat),
+                    std::max<std::chrono::milliseconds>(failureTimeout / 4, kBeat));
+}
 
 // futex_waitv(2) is younger (Linux 5.16) than the headers that we must build with.
 constexpr long kFutexWaitv = 449;
@@ -89,14 +104,14 @@ Liveness::FutexWait waitOn(const std::atomic<uint32_t>& word, uint32_t value) {
 
 }  // namespace
 
-Result<std::unique_ptr<Liveness>> Liveness::create(Arena& arena, OnExited onExited) {
+Result<std::unique_ptr<Liveness>> Liveness::create(Arena& arena, Options options) {
   auto block = arena.allocate(sizeof(LifeWord));
   if (!block.ok()) return block.error();
-  return std::unique_ptr<Liveness>(new Liveness(std::move(*block), std::move(onExited)));
+  return std::unique_ptr<Liveness>(new Liveness(std::move(*block), std::move(options)));
 }
 
-Liveness::Liveness(ArenaBlock block, OnExited onExited)
-    : block_(std::move(block)), onExited_(std::move(onExited)) {
+Liveness::Liveness(ArenaBlock block, Options options)
+    : block_(std::move(block)), options_(std::move(options)) {
   new (block_.data()) LifeWord;
 }
 
@@ -127,15 +142,21 @@ void Liveness::leave() {
   own().holder.store(LifeWord::kGone);
 }
 
+uint64_t Liveness::signOf(const Channel& channel) {
+  const PeerLife life = channel.peerLife();
+  return life.word ? life.word->beats.load(std::memory_order_relaxed) : channel.lifeSigns();
+}
+
 void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& channel) {
   const PeerLife life = channel->peerLife();
-  if (!life.word) return;
   // The thread sees it at its next beat: no need to wake it for each peer of a new group.
   std::lock_guard lock(mutex_);
   if (stopping_) return;
+  const bool isNew = watched_.find(peer) == watched_.end();
+  if (isNew && !life.word) ++remotes_;
   watched_[peer] = {.channel = channel,
                     .life = life,
-                    .beats = life.word->beats.load(std::memory_order_relaxed),
+                    .sign = signOf(*channel),
                     .nextLook = Clock::now() + kLookAfter,
                     .patience = kLookAfter};
 }
@@ -143,7 +164,10 @@ void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& chann
 void Liveness::unwatch(const EngineId& peer) {
   std::shared_ptr<Channel> last;  // goes without the lock
   std::lock_guard lock(mutex_);
-  if (auto found = watched_.extract(peer)) last = std::move(found.mapped().channel);
+  auto found = watched_.extract(peer);
+  if (!found) return;
+  if (!found.mapped().life.word) --remotes_;
+  last = std::move(found.mapped().channel);
 }
 
 void Liveness::run() {
@@ -153,6 +177,8 @@ void Liveness::run() {
   if (left_.load()) leave();  // the other way round than leave() does it: one sees the other
   std::vector<FutexWait> waits;
   std::vector<Exited> exited;
+  std::vector<Silent> silent;
+  lastLook_ = nextBeat_ = Clock::now();
   for (;;) {
     own().beats.fetch_add(1, std::memory_order_relaxed);
     waits.assign(1, waitOn(wakes_, wakes_.load(std::memory_order_acquire)));
@@ -160,9 +186,12 @@ void Liveness::run() {
       std::lock_guard lock(mutex_);
       if (stopping_) break;
       look(waits, exited);
+      silent = takeSilent();
     }
-    for (const Exited& one : exited) onExited_(one.peer, one.evidence);
-    if (exited.empty()) sleep(waits);
+    for (const Exited& one : exited) options_.onExited(one.peer, one.evidence);
+    const bool isNews = !exited.empty() || !silent.empty();
+    if (!silent.empty()) options_.onSilent(std::exchange(silent, {}));
+    if (!isNews) sleep(waits);
     exited.clear();
   }
   leave();
@@ -171,13 +200,19 @@ void Liveness::run() {
 // Under the lock.
 void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) {
   const auto now = Clock::now();
+  const auto passed = std::min<std::chrono::nanoseconds>(now - lastLook_, kMostPassed);
+  lastLook_ = now;
+  beat(now);
   for (auto next = watched_.begin(); next != watched_.end();) {
     const auto watched = next++;
+    const bool lives = listen(watched->second, passed);
+    if (!watched->second.life.word) continue;
     const std::atomic<uint32_t>& word = watched->second.life.word->holder;
     const uint32_t holder = word.load(std::memory_order_acquire);
     std::string evidence = LifeWord::isDeath(holder)
                                ? "its process has exited: the kernel marked its robust futex"
-                               : standsStill(watched->second, now);
+                           : lives ? ""
+                                   : lookUp(watched->second, now);
     if (evidence.empty()) {
       if (waits.size() < kMostWaits) waits.push_back(waitOn(word, holder));
       continue;
@@ -189,20 +224,57 @@ void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) 
   }
 }
 
-// Evidence that a peer that does not beat has come to its end; empty as a rule.
-std::string Liveness::standsStill(Watched& watched, Clock::time_point now) {
-  const uint32_t beats = watched.life.word->beats.load(std::memory_order_relaxed);
-  if (std::exchange(watched.beats, beats) != beats) {
+// Whether there was a new sign of life.
+bool Liveness::listen(Watched& watched, std::chrono::nanoseconds passed) {
+  const uint64_t sign = signOf(*watched.channel);
+  const bool lives = std::exchange(watched.sign, sign) != sign;
+  if (lives) {
+    watched.silence = {};
     watched.patience = kLookAfter;
-  } else if (now >= watched.nextLook && watched.life.process != 0) {
-    // On a busy machine everybody beats late: look less and less often.
-    watched.patience = std::min(2 * watched.patience, kMostPatience);
-    if (std::string fate = fateOf(watched.life.process); !fate.empty()) return fate;
-  } else {
-    return {};
+    watched.nextLook = Clock::now() + kLookAfter;
+  } else if (sign != 0) {
+    watched.silence += passed;
   }
+  return lives;
+}
+
+// Evidence that a peer that does not beat has come to its end; empty as a rule.
+std::string Liveness::lookUp(Watched& watched, Clock::time_point now) {
+  if (now < watched.nextLook || watched.life.process == 0) return {};
+  // On a busy machine everybody beats late: look less and less often.
+  watched.patience = std::min(2 * watched.patience, kMostPatience);
   watched.nextLook = now + watched.patience;
-  return {};
+  return fateOf(watched.life.process);
+}
+
+// Under the lock. All together, so who is nearly there is waited for: a rank that has gone deaf
+// must be seen to accuse everybody at once.
+std::vector<Liveness::Silent> Liveness::takeSilent() {
+  const auto most = options_.failureTimeout;
+  const auto margin = 2 * (remotes_ > 0 ? beatInterval(most, remotes_) : kBeat);
+  std::chrono::nanoseconds longest{0};
+  bool waits = false;
+  for (const auto& [peer, watched] : watched_) {
+    longest = std::max(longest, watched.silence);
+    waits = waits || (watched.silence < most && watched.silence >= most - margin);
+  }
+  if (longest < most || (waits && longest < most + margin)) return {};
+  std::vector<Silent> silent;
+  for (auto& [peer, watched] : watched_) {
+    if (watched.silence < most) continue;
+    watched.silence = {};
+    silent.push_back({peer, watched.channel, watched.sign});
+  }
+  return silent;
+}
+
+// Under the lock.
+void Liveness::beat(Clock::time_point now) {
+  if (remotes_ == 0 || now < nextBeat_) return;
+  nextBeat_ = now + beatInterval(options_.failureTimeout, remotes_);
+  for (const auto& [peer, watched] : watched_) {
+    if (!watched.life.word) watched.channel->beat();
+  }
 }
 
 void Liveness::sleep(std::vector<FutexWait>& waits) {

@@ -16,15 +16,32 @@
 
 namespace mooncake {
 
-// A thread that does two things and nothing that could hold it up: it keeps this engine's life word
-// (engine/life_word.h), and it watches those of the peers on the host.
+// A thread that does three things and nothing that could hold it up: it keeps this engine's life
+// word (engine/life_word.h), it shows the peers on other hosts that we live, and it watches all of
+// them: life words, beats, what comes over connections.
+//
+// Silence is counted in looks: one adds what passed since the last, but a few beats at most. So
+// time in which we did not run ourselves (stopped, starved, suspended) accuses nobody.
 class Liveness {
  public:
-  // `onExited` runs on the thread, once per peer, without a lock: the kernel says that its process
-  // has ended, or is ending, and in which way we know.
-  using OnExited = std::function<void(const EngineId& peer, const std::string& evidence)>;
+  // A peer that has shown no sign of life for the failure timeout.
+  struct Silent {
+    EngineId peer;
+    std::shared_ptr<Channel> channel;
+    uint64_t sign;  // signOf() all this time
+  };
+  struct Options {
+    std::chrono::milliseconds failureTimeout;
+    // Both run on the thread, without a lock. Once per peer: the kernel says that its process has
+    // ended, or is ending, and in which way we know.
+    std::function<void(const EngineId& peer, const std::string& evidence)> onExited;
+    // All that are silent, together; and again after each further failure timeout.
+    std::function<void(std::vector<Silent>)> onSilent;
+  };
   struct FutexWait;
-  static Result<std::unique_ptr<Liveness>> create(Arena& arena, OnExited onExited);
+  static Result<std::unique_ptr<Liveness>> create(Arena& arena, Options options);
+  // Changes whenever the peer shows that it lives.
+  static uint64_t signOf(const Channel& channel);
   // In peace: the word is given back, no peer takes that for a death.
   ~Liveness();
 
@@ -33,10 +50,12 @@ class Liveness {
   // Joins it and lets go of all channels. Nothing is reported or watched afterwards.
   void stop();
   uint64_t wordOffset() const { return block_.offset(); }
+  // Ours, for the peers on the host to read when we have ended.
+  Board& board() { return own().board; }
   // From now on the end of our process is no news to anybody: it has said goodbye.
   void leave();
 
-  // The channel holds the mapping in which the peer's word lies. Nothing to watch is fine.
+  // The channel holds the mapping in which the peer's word lies.
   void watch(const EngineId& peer, const std::shared_ptr<Channel>& channel);
   void unwatch(const EngineId& peer);
 
@@ -45,8 +64,10 @@ class Liveness {
   struct Watched {
     std::shared_ptr<Channel> channel;
     PeerLife life;
-    uint32_t beats = 0;
-    Clock::time_point nextLook;          // into /proc, if it does not beat until then
+    uint64_t sign = 0;
+    // Counts from the first sign on: until then it may still be waiting for others to connect.
+    std::chrono::nanoseconds silence{0};
+    Clock::time_point nextLook;          // into /proc, if it shows no sign until then
     std::chrono::milliseconds patience;  // between two such looks; grows
   };
   struct Exited {
@@ -55,21 +76,29 @@ class Liveness {
     std::shared_ptr<Channel> last;  // goes without the lock
   };
 
-  Liveness(ArenaBlock block, OnExited onExited);
+  Liveness(ArenaBlock block, Options options);
   LifeWord& own() const { return *reinterpret_cast<LifeWord*>(block_.data()); }
   void run();
   void look(std::vector<FutexWait>& waits, std::vector<Exited>& exited);
-  static std::string standsStill(Watched& watched, Clock::time_point now);
+  static bool listen(Watched& watched, std::chrono::nanoseconds passed);
+  static std::string lookUp(Watched& watched, Clock::time_point now);
+  std::vector<Silent> takeSilent();
+  void beat(Clock::time_point now);
   static void sleep(std::vector<FutexWait>& waits);
 
   const ArenaBlock block_;  // holds the own word
-  const OnExited onExited_;
+  const Options options_;
   std::mutex mutex_;  // guards watched_, stopping_ and the start of thread_
   std::map<EngineId, Watched> watched_;
+  size_t remotes_ = 0;  // of them: those whose life words are not mapped
   bool stopping_ = false;
   std::atomic<bool> left_{false};
   std::atomic<uint32_t> wakes_{0};
   std::thread thread_;
+
+  // Of the thread alone.
+  Clock::time_point lastLook_;
+  Clock::time_point nextBeat_;
 };
 
 }  // namespace mooncake

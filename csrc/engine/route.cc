@@ -82,6 +82,18 @@ Result<EngineId> endpointOwner(ByteView endpoint) {
   return id;
 }
 
+Bytes endpointFor(const std::string& transport, ByteView endpoint) {
+  ByteReader in(endpoint);
+  readId(in);
+  Bytes found;
+  for (int left = in.get<uint8_t>(); left > 0 && !in.failed(); --left) {
+    const std::string name = in.getString(kMaxName);
+    const ByteView bytes = in.getBytes(kMaxEndpoint);
+    if (name == transport) found.assign(bytes.begin(), bytes.end());
+  }
+  return found;
+}
+
 Result<std::unique_ptr<Connecting>> openRoute(
     const std::vector<std::unique_ptr<Transport>>& transports, const EngineId& peer,
     ByteView endpoint, Deadline deadline) {

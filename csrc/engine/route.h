@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "engine/transports/transport.h"
@@ -16,6 +17,9 @@ Result<std::unique_ptr<Connecting>> openRoute(
 
 // The engine's id at the start of an endpoint.
 Result<EngineId> endpointOwner(ByteView endpoint);
+
+// The part of it that is meant for this transport; empty: there is none.
+Bytes endpointFor(const std::string& transport, ByteView endpoint);
 
 Bytes encodeEndpoint(const EngineId& owner,
                      const std::vector<std::unique_ptr<Transport>>& transports);

@@ -27,7 +27,7 @@ class ArenaOfferTest : public ::testing::Test {
   }
   // The bytes of a good offer, without its descriptor.
   Bytes offerBytes() {
-    EXPECT_TRUE(sendOffer(far_.get(), *arena_, kMirror, kLife, greeting_).ok());
+    EXPECT_TRUE(sendOffer(far_.get(), *arena_, kMirror, kLife, kFence, greeting_).ok());
     Bytes bytes;
     Fd fd;
     EXPECT_TRUE(receiveWithFd(near_.get(), 1000, bytes, fd).ok());
@@ -45,14 +45,14 @@ class ArenaOfferTest : public ::testing::Test {
     return offer.ok() ? ErrorCode::kOk : offer.error().code;
   }
 
-  static constexpr uint64_t kMirror = 8192, kLife = 4096;
+  static constexpr uint64_t kMirror = 8192, kLife = 4096, kFence = 12;
   Fd near_, far_;
   std::unique_ptr<Arena> arena_;
   Greeting greeting_{};
 };
 
 TEST_F(ArenaOfferTest, Arrives) {
-  ASSERT_TRUE(sendOffer(far_.get(), *arena_, kMirror, kLife, greeting_).ok());
+  ASSERT_TRUE(sendOffer(far_.get(), *arena_, kMirror, kLife, kFence, greeting_).ok());
   ASSERT_EQ(::write(far_.get(), "next", 4), 4);
   auto offer = receiveNow();
   ASSERT_TRUE(offer.ok()) << offer.error().message;
@@ -60,6 +60,7 @@ TEST_F(ArenaOfferTest, Arrives) {
   EXPECT_EQ(offer->bytes, arena_->capacity());
   EXPECT_EQ(offer->mirror, kMirror);
   EXPECT_EQ(offer->life, kLife);
+  EXPECT_EQ(offer->fence, kFence);
   EXPECT_EQ(offer->greeting, greeting_);
   EXPECT_TRUE(ArenaMapping::map(std::move(offer->memfd), offer->bytes).ok());
   char next[8];
@@ -94,9 +95,9 @@ TEST_F(ArenaOfferTest, RefusesWhatDoesNotDecode) {
   const Bytes good = offerBytes();
   ASSERT_EQ(::write(far_.get(), good.data(), good.size()), static_cast<ssize_t>(good.size()));
   EXPECT_EQ(receivedCode(), ErrorCode::kProtocol) << "without a descriptor";
-  // Mark, version, a mirror and a life word that are not aligned or lie outside, an arena that
-  // wraps around.
-  for (const size_t at : {0, 4, 24, 30, 32, 38, 15}) {
+  // Mark, version, a mirror, a life and a fence word that are not aligned or lie outside, an arena
+  // that wraps around.
+  for (const size_t at : {0, 4, 24, 30, 32, 38, 40, 46, 15}) {
     Bytes bad = good;
     bad[at] ^= std::byte(0xff);
     if (at == 15) bad[23] ^= std::byte(0xff);

@@ -11,6 +11,8 @@ namespace {
 using std::chrono_literals::operator""ms;
 using std::chrono_literals::operator""s;
 
+constexpr uint64_t kDoor = 7;
+
 Bytes bytesOf(size_t n) { return Bytes(8, std::byte(n)); }
 
 // Two engines of one process that know each other.
@@ -49,50 +51,73 @@ class EngineMessages : public ::testing::TestWithParam<const char*> {
 
 TEST_P(EngineMessages, EarlyOnesComeFirstAndAllInOrder) {
   constexpr size_t kCount = 200;
-  for (size_t i = 0; i < kCount / 2; ++i) ASSERT_TRUE(a().send(toB_, bytesOf(i)).ok());
+  for (size_t i = 0; i < kCount / 2; ++i) ASSERT_TRUE(a().send(*toB_, kDoor, bytesOf(i)).ok());
   std::this_thread::sleep_for(20ms);  // most are there before anybody asks for them
   std::atomic<size_t> received{0}, wrong{0};
-  b().receiveMessages([&](const EngineId& from, ByteView message) {
+  b().openDoor(kDoor, [&](const EngineId& from, ByteView message) {
     wrong += from != a().id() || Bytes(message.begin(), message.end()) != bytesOf(received);
     ++received;
   });
-  for (size_t i = kCount / 2; i < kCount; ++i) ASSERT_TRUE(a().send(b().id(), bytesOf(i)).ok());
+  for (size_t i = kCount / 2; i < kCount; ++i)
+    ASSERT_TRUE(a().send(b().id(), kDoor, bytesOf(i)).ok());
   EXPECT_TRUE(eventually([&] { return received == kCount; })) << received;
   EXPECT_EQ(wrong, 0u);
-  b().receiveMessages(nullptr);
+  b().closeDoor(kDoor);
 }
 
 TEST_P(EngineMessages, EarlyOnesAreBounded) {
-  for (size_t i = 0; i < 1500; ++i) ASSERT_TRUE(a().send(toB_, bytesOf(i)).ok());
-  ASSERT_TRUE(a().send(toB_, bytesOf(255)).ok());
+  for (size_t i = 0; i < 1500; ++i) ASSERT_TRUE(a().send(*toB_, kDoor, bytesOf(i)).ok());
+  ASSERT_TRUE(a().send(*toB_, kDoor, bytesOf(255)).ok());
   std::this_thread::sleep_for(200ms);  // what still waits to be sent goes with the channel
   a().leave();
   EXPECT_TRUE(eventually([&] { return toA_->ended.load(); }));
-  size_t received = 0;
-  b().receiveMessages([&](const EngineId&, ByteView) { ++received; });
+  std::atomic<size_t> received{0};
+  b().openDoor(kDoor, [&](const EngineId&, ByteView) { ++received; });
+  EXPECT_TRUE(eventually([&] { return received > 0; }));
   EXPECT_LE(received, 1024u);
-  EXPECT_GT(received, 0u);
-  b().receiveMessages(nullptr);
+  b().closeDoor(kDoor);
+}
+
+TEST_P(EngineMessages, TheNewestOfTheEarlyOnesAreKept) {
+  constexpr size_t kCount = Doors::kMostEarly + 500;
+  std::atomic<size_t> others{0};
+  b().openDoor(kDoor + 1, [&](const EngineId&, ByteView) { ++others; });
+  for (size_t i = 0; i < kCount; ++i)
+    ASSERT_TRUE(a().send(*toB_, kDoor, ByteWriter().put(uint64_t(i)).take()).ok());
+  ASSERT_TRUE(a().send(*toB_, kDoor + 1, bytesOf(1)).ok());
+  ASSERT_TRUE(eventually([&] { return others == 1; })) << "no door is in another's way";
+  std::vector<uint64_t> received;
+  std::atomic<bool> last{false};
+  b().openDoor(kDoor, [&](const EngineId&, ByteView message) {
+    ByteReader in(message);
+    received.push_back(in.get<uint64_t>());
+    last = received.back() == kCount - 1;
+  });
+  EXPECT_TRUE(eventually([&] { return last.load(); }));
+  b().closeDoor(kDoor);
+  b().closeDoor(kDoor + 1);
+  ASSERT_EQ(received.size(), Doors::kMostEarly);
+  EXPECT_EQ(received.front(), kCount - Doors::kMostEarly);
 }
 
 TEST_P(EngineMessages, AHandlerMaySendAndMayStopItself) {
   std::atomic<int> atA{0}, atB{0};
-  a().receiveMessages([&](const EngineId& from, ByteView message) {
+  a().openDoor(kDoor, [&](const EngineId& from, ByteView message) {
     if (++atA < 50) {
-      EXPECT_TRUE(a().send(from, message).ok());
+      EXPECT_TRUE(a().send(from, kDoor, message).ok());
     } else {
-      a().receiveMessages(nullptr);
+      a().closeDoor(kDoor);
     }
   });
-  b().receiveMessages([&](const EngineId& from, ByteView message) {
+  b().openDoor(kDoor, [&](const EngineId& from, ByteView message) {
     ++atB;
-    EXPECT_TRUE(b().send(from, message).ok());
+    EXPECT_TRUE(b().send(from, kDoor, message).ok());
   });
-  ASSERT_TRUE(a().send(toB_, bytesOf(1)).ok());
+  ASSERT_TRUE(a().send(*toB_, kDoor, bytesOf(1)).ok());
   EXPECT_TRUE(eventually([&] { return atA == 50; }));
-  ASSERT_TRUE(b().send(toA_, bytesOf(1)).ok());  // dropped
-  b().receiveMessages(nullptr);
-  a().receiveMessages(nullptr);
+  ASSERT_TRUE(b().send(*toA_, kDoor, bytesOf(1)).ok());  // dropped
+  b().closeDoor(kDoor);
+  a().closeDoor(kDoor);
   EXPECT_EQ(atA, 50);
 }
 
@@ -101,20 +126,20 @@ TEST_P(EngineMessages, NothingIsHandledAfterTheHandlerIsTakenAway) {
   std::thread sender([&] {
     while (!ends) {
       // kExhausted while the loop is behind
-      (void)a().send(toB_, Bytes(1000));
+      (void)a().send(*toB_, kDoor, Bytes(1000));
       std::this_thread::yield();
     }
   });
   for (int i = 0; i < 50; ++i) {
     auto state = std::make_unique<std::atomic<int>>(0);
-    b().receiveMessages([counted = state.get()](const EngineId&, ByteView) { ++*counted; });
+    b().openDoor(kDoor, [counted = state.get()](const EngineId&, ByteView) { ++*counted; });
     if (i % 2 == 0) std::this_thread::sleep_for(1ms);
-    b().receiveMessages(nullptr);
+    b().closeDoor(kDoor);
     state.reset();  // ASAN sees who comes later
   }
   // And an engine that goes takes its handler along, whoever still sends.
   auto last = std::make_unique<std::atomic<int>>(0);
-  b().receiveMessages([counted = last.get()](const EngineId&, ByteView) { ++*counted; });
+  b().openDoor(kDoor, [counted = last.get()](const EngineId&, ByteView) { ++*counted; });
   engines_[1].reset();
   last.reset();
   ends = true;
@@ -125,7 +150,7 @@ TEST_P(EngineMessages, ThoseOfManyThreadsArriveEachInItsOrder) {
   constexpr size_t kThreads = 4, kEach = 500;
   std::atomic<size_t> received{0}, wrong{0};
   size_t next[kThreads] = {};
-  b().receiveMessages([&](const EngineId&, ByteView message) {
+  b().openDoor(kDoor, [&](const EngineId&, ByteView message) {
     const auto* words = reinterpret_cast<const std::byte*>(message.data());
     const size_t thread = size_t(words[0]), number = size_t(words[1]) << 8 | size_t(words[2]);
     wrong += thread >= kThreads || next[thread]++ != number;
@@ -136,34 +161,37 @@ TEST_P(EngineMessages, ThoseOfManyThreadsArriveEachInItsOrder) {
     threads.emplace_back([&, t] {
       for (size_t i = 0; i < kEach; ++i) {
         EXPECT_TRUE(
-            a().send(toB_, Bytes{std::byte(t), std::byte(i >> 8), std::byte(i & 255)}).ok());
+            a().send(*toB_, kDoor, Bytes{std::byte(t), std::byte(i >> 8), std::byte(i & 255)})
+                .ok());
       }
     });
   }
   for (auto& thread : threads) thread.join();
   EXPECT_TRUE(eventually([&] { return received == kThreads * kEach; })) << received;
   EXPECT_EQ(wrong, 0u);
-  b().receiveMessages(nullptr);
+  b().closeDoor(kDoor);
 }
 
 TEST_P(EngineMessages, WhatWasSentComesBeforeTheGoodbye) {
   std::atomic<int> received{0};
-  b().receiveMessages([&](const EngineId&, ByteView) {
+  b().openDoor(kDoor, [&](const EngineId&, ByteView) {
     EXPECT_FALSE(toA_->ended);
     ++received;
   });
-  for (int i = 0; i < 100; ++i) ASSERT_TRUE(a().send(toB_, bytesOf(i)).ok());
+  for (int i = 0; i < 100; ++i) ASSERT_TRUE(a().send(*toB_, kDoor, bytesOf(i)).ok());
   a().leave();
   EXPECT_TRUE(eventually([&] { return toA_->ended.load(); }));
   EXPECT_EQ(received, 100);
-  EXPECT_EQ(b().send(toA_, bytesOf(1)).code(), ErrorCode::kPeerLost);
-  b().receiveMessages(nullptr);
+  EXPECT_EQ(b().send(*toA_, kDoor, bytesOf(1)).code(), ErrorCode::kPeerLost);
+  b().closeDoor(kDoor);
 }
 
 TEST_P(EngineMessages, WhatCannotBeSentIsRefused) {
-  EXPECT_EQ(a().send(toB_, {}).code(), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(a().send(toB_, Bytes((64 << 10) + 1)).code(), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(a().send(a().id(), bytesOf(1)).code(), ErrorCode::kInvalidArgument) << "ourselves";
+  EXPECT_EQ(a().send(*toB_, kDoor, {}).code(), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(a().send(*toB_, kDoor, Bytes(Doors::kMostBytes + 1)).code(),
+            ErrorCode::kInvalidArgument);
+  EXPECT_EQ(a().send(a().id(), kDoor, bytesOf(1)).code(), ErrorCode::kInvalidArgument)
+      << "ourselves";
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, EngineMessages, ::testing::Values("inproc", "shm", "tcp"),

@@ -13,12 +13,12 @@
 namespace mooncake {
 namespace {
 
-// Wire form, always 88 bytes, the descriptor on the first:
+// Wire form, always 96 bytes, the descriptor on the first:
 //   u32 mark  u32 version  u64 arena address  u64 arena bytes  u64 mirror's offset
-//   u64 life word's offset  u8 greeting[48]
+//   u64 life word's offset  u64 fence word's offset  u8 greeting[48]
 constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
-constexpr uint32_t kVersion = 2;
-constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + sizeof(Greeting);
+constexpr uint32_t kVersion = 3;
+constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + 8 + sizeof(Greeting);
 
 template <typename T>
 bool liesIn(uint64_t arenaBytes, uint64_t offset) {
@@ -73,7 +73,7 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
 
 }  // namespace
 
-Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life,
+Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life, uint64_t fence,
                  const Greeting& greeting) {
   const Bytes message = ByteWriter()
                             .put(kMark)
@@ -82,6 +82,7 @@ Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life,
                             .put(static_cast<uint64_t>(arena.capacity()))
                             .put(mirror)
                             .put(life)
+                            .put(fence)
                             .putRaw(greeting)
                             .take();
   return sendWithFd(socket, message, arena.fd());
@@ -105,6 +106,7 @@ Result<ArenaOffer> OfferReader::take() {
   offer.bytes = in.get<uint64_t>();
   offer.mirror = in.get<uint64_t>();
   offer.life = in.get<uint64_t>();
+  offer.fence = in.get<uint64_t>();
   const auto greeting = in.getRaw(sizeof(Greeting));
   MOONCAKE_TRY(in.finish("arena offer"));
   std::copy(greeting.begin(), greeting.end(), offer.greeting.begin());
@@ -112,7 +114,8 @@ Result<ArenaOffer> OfferReader::take() {
   if (mark != kMark || version != kVersion || !offer.memfd ||
       offer.address + offer.bytes < offer.address ||
       !liesIn<RegionMirror>(offer.bytes, offer.mirror) ||
-      !liesIn<LifeWord>(offer.bytes, offer.life)) {
+      !liesIn<LifeWord>(offer.bytes, offer.life) ||
+      !liesIn<std::atomic<uint32_t>>(offer.bytes, offer.fence)) {
     return Error{ErrorCode::kProtocol,
                  "a peer's arena offer does not decode: do all ranks run the same version?"};
   }

@@ -26,10 +26,11 @@ struct ArenaOffer {
   uint64_t bytes = 0;
   uint64_t mirror = 0;  // where in the arena the RegionMirror lies
   uint64_t life = 0;    // and the LifeWord
+  uint64_t fence = 0;   // and the word (FenceWords) of the peer that this goes to
   Greeting greeting{};
 };
 
-Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life,
+Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life, uint64_t fence,
                  const Greeting& greeting);
 
 // Puts an offer together, in however many pieces it comes; reads not one byte more.

@@ -53,7 +53,7 @@ Status LocalChannel::put(const PutRequest& request) {
                 std::to_string(signal.offset)};
   }
   std::byte* region = mapped(request.region);
-  if (!region || !mirror().allows(request.region.key, kRemoteWrite) ||
+  if (!region || permission(request.region.key, kRemoteWrite) == ErrorCode::kRefused ||
       request.region.address % alignof(Doorbell) != 0 ||
       !isInside(signal.offset, sizeof(uint64_t), bytes) ||
       !isInside(request.offset, request.data.size(), bytes) ||
@@ -62,9 +62,15 @@ Status LocalChannel::put(const PutRequest& request) {
   }
   auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(region + signal.offset);
   if (!canStamp(word, signal.stamp)) return {};  // sealed, or late
+  const auto isShutOut = [&] {
+    return permission(request.region.key, kRemoteWrite) == ErrorCode::kAborted;
+  };
+  const Error shutOut{ErrorCode::kAborted, "the peer goes on without us"};
+  if (isShutOut()) return shutOut;
   if (!request.data.empty()) {
     std::memcpy(region + request.offset, request.data.data(), request.data.size());
   }
+  if (isShutOut()) return shutOut;
   if (tryStamp(word, signal.stamp)) reinterpret_cast<Doorbell*>(region)->ring();
   return {};
 }
@@ -87,8 +93,8 @@ Status LocalChannel::get(const GetRequest& request) {
 ErrorCode LocalChannel::readHere(const GetRequest& request, const DirectGets::Running& running) {
   const std::byte* region = mapped(request.region);
   if (!region && !peer_.reader) return ErrorCode::kUnsupported;
-  const auto allowed = [&] { return mirror().allows(request.region.key, kRemoteRead); };
-  if (!allowed()) return ErrorCode::kRefused;
+  const auto allowed = [&] { return permission(request.region.key, kRemoteRead); };
+  if (const auto code = allowed(); code != ErrorCode::kOk) return code;
   for (size_t done = 0; done < request.target.size();) {
     if (running.cancelled()) return ErrorCode::kAborted;
     const auto piece =
@@ -102,7 +108,7 @@ ErrorCode LocalChannel::readHere(const GetRequest& request, const DirectGets::Ru
     }
     done += piece.size();
   }
-  return allowed() ? ErrorCode::kOk : ErrorCode::kRefused;
+  return allowed();
 }
 
 Status LocalChannel::send(ByteView message) { return stream_->send(message); }
@@ -110,6 +116,11 @@ Status LocalChannel::send(ByteView message) { return stream_->send(message); }
 void LocalChannel::cancelGets(const Completion* completion) {
   gets_.cancel(completion);
   stream_->cancelGets(completion);
+}
+
+void LocalChannel::fence() {
+  peer_.ours->close();
+  stream_->fence();
 }
 
 void LocalChannel::close() {
@@ -126,8 +137,12 @@ Evidence LocalChannel::onEnded(const Status& how) {
   } else {
     // The kernel marks the word before it closes the sockets: as long as it is held, it was
     // something else that closed this one.
-    const bool exited = LifeWord::isDeath(peerLife().word->holder.load(std::memory_order_acquire));
-    evidence = {exited ? Evidence::Kind::kExited : Evidence::Kind::kUnreachable,
+    const LifeWord& life = *peerLife().word;
+    const uint32_t holder = life.holder.load(std::memory_order_acquire);
+    const bool left = holder == LifeWord::kGone && life.beats.load(std::memory_order_relaxed) != 0;
+    evidence = {LifeWord::isDeath(holder) ? Evidence::Kind::kExited
+                : left                    ? Evidence::Kind::kGoodbye
+                                          : Evidence::Kind::kUnreachable,
                 how.error().message};
   }
   if (!ended_.load(std::memory_order_relaxed)) {
@@ -150,8 +165,13 @@ void LocalChannel::peerExited(const Error& why) {
   stream_->close(why);
 }
 
-const RegionMirror& LocalChannel::mirror() const {
-  return *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
+// kAborted: the peer has shut us out; kRefused: that region is not there for this.
+ErrorCode LocalChannel::permission(uint64_t key, uint32_t right) const {
+  const std::byte* arena = peer_.arena->base();
+  const auto& fence = *reinterpret_cast<const std::atomic<uint32_t>*>(arena + peer_.fence);
+  if (fence.load(std::memory_order_seq_cst) != 0) return ErrorCode::kAborted;
+  const auto& mirror = *reinterpret_cast<const RegionMirror*>(arena + peer_.mirror);
+  return mirror.allows(key, right) ? ErrorCode::kOk : ErrorCode::kRefused;
 }
 
 // Where the region begins in the mapping; null when it does not lie in the arena.

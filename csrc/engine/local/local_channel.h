@@ -5,6 +5,7 @@
 
 #include "engine/local/direct_gets.h"
 #include "engine/local/direct_reader.h"
+#include "engine/local/fence_words.h"
 #include "engine/memory/gate.h"
 #include "engine/stream/stream_connection.h"
 #include "engine/transports/transport.h"
@@ -16,18 +17,20 @@ namespace mooncake {
 // goodbye and brings the evidence of a death. The mapping outlives the peer: what it published
 // stays readable until the channel is destroyed.
 //
-// Law 5: the peer's mirror in its arena is asked here before its memory is touched, and after a
-// read once more. A put that meets a region at the moment of its end may still write: it ends
-// inside the arena at worst.
+// Law 5: the peer's mirror and fence in its arena are asked here before its memory is touched, and
+// after a read once more. A put that meets a region at the moment of its end may still write: it
+// ends inside the arena at worst.
 class LocalChannel final : public Channel, public std::enable_shared_from_this<LocalChannel> {
  public:
   struct Mapped {
     std::unique_ptr<ArenaMapping> arena;
-    uint64_t address = 0;                  // of the arena in the peer's process
-    uint64_t mirror = 0;                   // offset of its RegionMirror
-    uint64_t life = 0;                     // offset of its LifeWord
-    pid_t process = 0;                     // 0: not visible from our pid namespace
-    std::unique_ptr<DirectReader> reader;  // null: there is no such way to this peer
+    uint64_t address = 0;                    // of the arena in the peer's process
+    uint64_t mirror = 0;                     // offset of its RegionMirror
+    uint64_t life = 0;                       // offset of its LifeWord
+    uint64_t fence = 0;                      // offset of our word among its FenceWords
+    std::shared_ptr<FenceWords::Word> ours;  // the peer's word among ours
+    pid_t process = 0;                       // 0: not visible from our pid namespace
+    std::unique_ptr<DirectReader> reader;    // null: there is no such way to this peer
   };
 
   static std::shared_ptr<LocalChannel> start(const char* transportName, Mapped peer, Fd socket,
@@ -45,11 +48,12 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   Status get(const GetRequest& request) override;
   Status send(ByteView message) override;
   void cancelGets(const Completion* completion) override;
+  void fence() override;
   void close() override;
 
  private:
   Evidence onEnded(const Status& how);
-  const RegionMirror& mirror() const;
+  ErrorCode permission(uint64_t key, uint32_t right) const;
   std::byte* mapped(const RemoteRegion& region) const;
   ErrorCode readHere(const GetRequest& request, const DirectGets::Running& running);
 

@@ -20,8 +20,9 @@ constexpr size_t kMaxName = 64;
 
 class LocalTransport::Core : public std::enable_shared_from_this<Core> {
  public:
-  Core(const TransportContext& context, std::unique_ptr<LocalWire> wire, uint64_t mirror)
-      : context_(context), wire_(std::move(wire)), mirror_(mirror) {}
+  Core(const TransportContext& context, std::unique_ptr<LocalWire> wire, uint64_t mirror,
+       std::shared_ptr<FenceWords> fences)
+      : context_(context), wire_(std::move(wire)), mirror_(mirror), fences_(std::move(fences)) {}
 
   const LocalWire& wire() const { return *wire_; }
 
@@ -41,7 +42,7 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
                                               Deadline deadline);
 
   Result<std::shared_ptr<Channel>> open(Fd socket, pid_t process, const EngineId& peer,
-                                        ArenaOffer offer) {
+                                        ArenaOffer offer, std::shared_ptr<FenceWords::Word> fence) {
     auto arena = ArenaMapping::map(std::move(offer.memfd), offer.bytes);
     if (!arena.ok()) return arena.error();
     auto reader = wire_->reader(process, offer.greeting, **arena);
@@ -52,6 +53,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
                                                             .address = offer.address,
                                                             .mirror = offer.mirror,
                                                             .life = offer.life,
+                                                            .fence = offer.fence,
+                                                            .ours = std::move(fence),
                                                             .process = process,
                                                             .reader = std::move(reader)},
                                                            std::move(socket), peer, context_);
@@ -80,21 +83,25 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   void onHandshaken(Result<Handshaken> shaken) {
     if (!shaken.ok()) return refuse(shaken.error());
     const pid_t process = peerProcess(shaken->socket.get());
-    const Status sent =
-        sendOffer(shaken->socket.get(), context_.arena, mirror_, context_.life, wire_->greeting());
+    auto fence = fences_->take();
+    if (!fence.ok()) return refuse(fence.error());
+    const Status sent = sendOffer(shaken->socket.get(), context_.arena, mirror_, context_.life,
+                                  (*fence)->offset(), wire_->greeting());
     if (!sent.ok()) return refuse(sent.error());
     receiveOffer(std::move(shaken->socket), context_.loop,
                  Deadline::after(context_.env.failureTimeout),
-                 [weak = weak_from_this(), process, peer = shaken->peer](Fd socket,
-                                                                         Result<ArenaOffer> offer) {
+                 [weak = weak_from_this(), process, peer = shaken->peer, fence = *fence](
+                     Fd socket, Result<ArenaOffer> offer) {
                    const auto self = weak.lock();
-                   if (self) self->onOffer(process, peer, std::move(socket), std::move(offer));
+                   if (self)
+                     self->onOffer(process, peer, fence, std::move(socket), std::move(offer));
                  });
   }
 
-  void onOffer(pid_t process, const EngineId& peer, Fd socket, Result<ArenaOffer> offer) {
+  void onOffer(pid_t process, const EngineId& peer, std::shared_ptr<FenceWords::Word> fence,
+               Fd socket, Result<ArenaOffer> offer) {
     if (!offer.ok()) return refuse(offer.error());
-    auto channel = open(std::move(socket), process, peer, std::move(*offer));
+    auto channel = open(std::move(socket), process, peer, std::move(*offer), std::move(fence));
     if (!channel.ok()) return refuse(channel.error());
     context_.onAccepted(peer, std::move(*channel));
   }
@@ -107,7 +114,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   const std::unique_ptr<LocalWire> wire_;
   std::shared_ptr<HandshakeListener> listener_;
   const uint64_t mirror_;  // its offset in our arena
-  std::mutex mutex_;       // guards stopped_ and channels_
+  const std::shared_ptr<FenceWords> fences_;
+  std::mutex mutex_;  // guards stopped_ and channels_
   bool stopped_ = false;
   std::vector<std::weak_ptr<Channel>> channels_;
 };
@@ -115,9 +123,11 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
 // The active side: handshake, our offer right behind the proof, their offer behind the welcome.
 class LocalTransport::Call final : public Connecting {
  public:
-  Call(std::shared_ptr<Core> core, pid_t process, Deadline deadline, HandshakeConnector handshake)
+  Call(std::shared_ptr<Core> core, pid_t process, std::shared_ptr<FenceWords::Word> fence,
+       Deadline deadline, HandshakeConnector handshake)
       : core_(std::move(core)),
         process_(process),
+        fence_(std::move(fence)),
         deadline_(deadline),
         handshake_(std::move(handshake)) {}
 
@@ -136,7 +146,8 @@ class LocalTransport::Call final : public Connecting {
     }
     auto offer = offer_.take();
     if (!offer.ok()) return offer.error();
-    return core_->open(std::move(shaken_->socket), process_, shaken_->peer, std::move(*offer));
+    return core_->open(std::move(shaken_->socket), process_, shaken_->peer, std::move(*offer),
+                       fence_);
   }
 
   void addSockets(std::vector<pollfd>& sockets) const override {
@@ -147,6 +158,7 @@ class LocalTransport::Call final : public Connecting {
  private:
   const std::shared_ptr<Core> core_;
   const pid_t process_;
+  const std::shared_ptr<FenceWords::Word> fence_;
   const Deadline deadline_;
   HandshakeConnector handshake_;
   std::optional<Handshaken> shaken_;
@@ -163,11 +175,13 @@ Result<std::unique_ptr<Connecting>> LocalTransport::Core::connect(const EngineId
     return Error{ErrorCode::kUnsupported,
                  std::string(wire_->name()) + " does not lead to another process"};
   }
-  const auto ourOffer = [this](int behind) {
-    return sendOffer(behind, context_.arena, mirror_, context_.life, wire_->greeting());
+  const auto fence = fences_->take();
+  if (!fence.ok()) return fence.error();
+  const auto ourOffer = [this, place = (*fence)->offset()](int behind) {
+    return sendOffer(behind, context_.arena, mirror_, context_.life, place, wire_->greeting());
   };
   return std::unique_ptr<Connecting>(
-      new Call(shared_from_this(), process, deadline,
+      new Call(shared_from_this(), process, *fence, deadline,
                HandshakeConnector(std::move(*socket), context_,
                                   {.peer = peer, .deadline = deadline, .behindProof = ourOffer})));
 }
@@ -180,7 +194,9 @@ Result<std::unique_ptr<Transport>> LocalTransport::create(const TransportContext
   if (!listener.ok()) return listener.error();
   const auto mirror = context.regions.mirrorIn(context.arena);
   if (!mirror.ok()) return mirror.error();
-  auto core = std::make_shared<Core>(context, std::move(wire), *mirror);
+  auto fences = FenceWords::create(context.arena);
+  if (!fences.ok()) return fences.error();
+  auto core = std::make_shared<Core>(context, std::move(wire), *mirror, std::move(*fences));
   MOONCAKE_TRY(core->listen(std::move(*listener)));
   return std::unique_ptr<Transport>(new LocalTransport(std::move(socketName), std::move(core)));
 }

@@ -60,6 +60,7 @@ Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained)
     return Error{ErrorCode::kPeerLost, "the peer closed the connection without a goodbye"};
 
   const size_t bytes = static_cast<size_t>(got);
+  received_.fetch_add(bytes, std::memory_order_relaxed);
   const size_t direct = std::min(bytes, sink.bytes);
   if (direct > 0) {
     left_ -= direct;
@@ -102,7 +103,7 @@ Status FrameReceiver::beginFrame() {
   begin_ += wire::kHeaderBytes;
   frame_ = *header;
   inFrame_ = true;
-  dropped_ = false;
+  dropped_ = refusesPuts_ && frame_.kind == wire::Kind::kPut;
   const bool hasPayload = frame_.kind != wire::Kind::kGet && frame_.kind != wire::Kind::kAnswer;
   left_ = hasPayload ? frame_.length : 0;
   if (frame_.kind == wire::Kind::kMessage) arriving_.resize(frame_.length);
@@ -170,7 +171,10 @@ Status FrameReceiver::endFrame() {
       if (!get) return protocolError("an answer came that nobody asked for");
       const bool ok = frame_.status == wire::AnswerStatus::kOk;
       if (ok && get->received != get->bytes) return protocolError("an answer ended too early");
-      gets_.finish(frame_.request, ok ? ErrorCode::kOk : ErrorCode::kRefused);
+      const bool aborted = frame_.status == wire::AnswerStatus::kAborted;
+      gets_.finish(frame_.request, ok        ? ErrorCode::kOk
+                                   : aborted ? ErrorCode::kAborted
+                                             : ErrorCode::kRefused);
       return {};
     }
     case wire::Kind::kMessage:
@@ -178,6 +182,8 @@ Status FrameReceiver::endFrame() {
       return {};
     case wire::Kind::kGoodbye:
       goodbye_ = true;
+      return {};
+    case wire::Kind::kBeat:
       return {};
   }
   return {};

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <vector>
 
@@ -27,6 +28,13 @@ class FrameReceiver {
   enum class Stop { kDrained, kBudget, kGoodbye };
   // The messages that have arrived since the last call.
   std::vector<Bytes> takeMessages() { return std::exchange(messages_, {}); }
+  // No put is written any more, not even the rest of one that has begun.
+  void refusePuts() {
+    refusesPuts_ = true;
+    if (inFrame_ && frame_.kind == wire::Kind::kPut) dropped_ = true;
+  }
+  // Of everything that ever came. Any thread.
+  uint64_t receivedBytes() const { return received_.load(std::memory_order_relaxed); }
   // Reads until nothing is left, or about `budget` bytes. kPeerLost at the end of the stream,
   // kProtocol for bytes that do not decode.
   Result<Stop> receive(int socket, size_t budget);
@@ -62,6 +70,8 @@ class FrameReceiver {
   bool dropped_ = false;  // the frame's payload has nowhere to go (any more)
   Bytes arriving_;        // the message whose frame this is
   std::vector<Bytes> messages_;
+  bool refusesPuts_ = false;
+  std::atomic<uint64_t> received_{0};
   bool goodbye_ = false;
   bool loggedRefusal_ = false;
 };

@@ -58,9 +58,19 @@ Status SendQueue::send(int socket, const wire::Header& header, ByteView payload)
 
 bool SendQueue::answer(const wire::Header& get) {
   if (answers_.size() == wire::kMaxGets) return false;
-  const bool refused = !regions_.open(get.key, get.offset, get.length, kRemoteRead);
-  answers_.push({get.request, get.key, get.offset, get.length, 0, refused});
+  auto status = wire::AnswerStatus::kOk;
+  if (abortsAnswers_) {
+    status = wire::AnswerStatus::kAborted;
+  } else if (!regions_.open(get.key, get.offset, get.length, kRemoteRead)) {
+    status = wire::AnswerStatus::kRefused;
+  }
+  answers_.push({get.request, get.key, get.offset, get.length, 0, status});
   return true;
+}
+
+void SendQueue::abortAnswers() {
+  abortsAnswers_ = true;
+  for (size_t i = 0; i < answers_.size(); ++i) answers_[i].status = wire::AnswerStatus::kAborted;
 }
 
 Result<size_t> SendQueue::sendSome(int socket) {
@@ -96,10 +106,10 @@ Result<size_t> SendQueue::sendAnswers(int socket) {
   Piece& piece = *piece_;
 
   RegionTable::Use use;
-  if (piece.left > 0 && !answer.refused) {
+  if (piece.left > 0 && answer.status == wire::AnswerStatus::kOk) {
     use = regions_.open(answer.key, answer.offset + piece.position, piece.left, kRemoteRead);
-    if (!use)
-      answer.refused = true;  // revoked half way: the piece is filled up, the status says the rest
+    // Revoked half way: the piece is filled up, the status says the rest.
+    if (!use) answer.status = wire::AnswerStatus::kRefused;
   }
   iovec parts[3];
   size_t count = 0;
@@ -110,8 +120,8 @@ Result<size_t> SendQueue::sendAnswers(int socket) {
   const size_t payload = use ? piece.left : std::min<uint64_t>(piece.left, kZeros.size());
   if (payload > 0) parts[count++] = vectorOf(use ? use.data() : kZeros.data(), payload);
   const Piece end = endOf(answer);
-  const bool endsHere =
-      !piece.last && payload == piece.left && (answer.begun == answer.length || answer.refused);
+  const bool endsHere = !piece.last && payload == piece.left &&
+                        (answer.begun == answer.length || answer.status != wire::AnswerStatus::kOk);
   if (endsHere) parts[count++] = vectorOf(end.header.data(), end.header.size());
 
   const auto written = writeSome(socket, parts, count);
@@ -139,7 +149,7 @@ Result<size_t> SendQueue::sendAnswers(int socket) {
 }
 
 void SendQueue::beginPiece(Answer& answer) {
-  if (answer.refused || answer.begun == answer.length) {
+  if (answer.status != wire::AnswerStatus::kOk || answer.begun == answer.length) {
     piece_ = endOf(answer);
     return;
   }
@@ -156,7 +166,7 @@ SendQueue::Piece SendQueue::endOf(const Answer& answer) const {
   wire::Header header;
   header.kind = wire::Kind::kAnswer;
   header.request = answer.request;
-  header.status = answer.refused ? wire::AnswerStatus::kRefused : wire::AnswerStatus::kOk;
+  header.status = answer.status;
   return Piece{wire::encode(header), 0, 0, 0, true};
 }
 

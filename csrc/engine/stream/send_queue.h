@@ -26,6 +26,8 @@ class SendQueue {
 
   // An answer to the peer's GET. False when it has more gets under way than the protocol allows.
   bool answer(const wire::Header& get);
+  // All answers from now on, also those under way, end with kAborted and touch no memory.
+  void abortAnswers();
 
   // One system call's worth of what waits. Returns the bytes sent; 0: the socket is full or nothing
   // waits.
@@ -45,8 +47,8 @@ class SendQueue {
     uint64_t key = 0;
     uint64_t offset = 0;  // in the region
     uint64_t length = 0;
-    uint64_t begun = 0;  // bytes in pieces that have been begun
-    bool refused = false;
+    uint64_t begun = 0;                                   // bytes in pieces that have been begun
+    wire::AnswerStatus status = wire::AnswerStatus::kOk;  // else its pieces are filled up
   };
   // The frame of the first answer that is under way.
   struct Piece {
@@ -67,6 +69,7 @@ class SendQueue {
   size_t frameBytes_ = 0;  // that wait in frames_
   Ring<Answer> answers_;
   std::optional<Piece> piece_;
+  bool abortsAnswers_ = false;
 };
 
 }  // namespace mooncake

@@ -32,6 +32,9 @@ class Connection final : public StreamConnection {
   Status send(ByteView message) override;
   void cancelGets(const Completion* completion) override;
   void close(const Error& why) override;
+  void fence() override;
+  uint64_t lifeSigns() const override { return receiver_.receivedBytes(); }
+  void beat() override;
   size_t unansweredBytes() const override { return gets_.unansweredBytes(); }
 
  private:
@@ -43,7 +46,7 @@ class Connection final : public StreamConnection {
   Status sendFrame(const wire::Header& header, ByteView payload);
   void endByItself(Status cause);
   void finish();
-  void fence(ErrorCode forGets);
+  void stopReceiving(ErrorCode forGets);
 
   EventLoop& loop_;
 
@@ -53,6 +56,8 @@ class Connection final : public StreamConnection {
   bool watchesForRoom_ = false;
   std::optional<Error> sendError_;  // the first; the loop reports it when it has read what is left
   std::optional<Error> ended_;      // why nothing can be sent any more
+  bool fenced_ = false;
+  bool hasSent_ = false;  // since the last beat()
   // Only who comes first takes the socket out of the loop and closes it: for anybody else its
   // number may already be another connection's.
   bool ending_ = false;
@@ -102,6 +107,7 @@ Status Connection::put(const PutRequest& request) {
 Status Connection::get(const GetRequest& request) {
   std::lock_guard lock(sendMutex_);
   if (ended_) return *ended_;
+  if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
   const auto number = gets_.add(request);
   if (!number.ok()) return number.error();
   wire::Header header;
@@ -128,6 +134,7 @@ Status Connection::send(ByteView message) {
 // Under sendMutex_.
 Status Connection::sendFrame(const wire::Header& header, ByteView payload) {
   if (ended_) return *ended_;
+  hasSent_ = true;
   const Status sent = queue_.send(socket_.get(), header, payload);
   if (sent.code() == ErrorCode::kPeerLost) sendFailed(sent.error());
   if (!queue_.empty()) watchForRoom();
@@ -185,6 +192,7 @@ void Connection::sendWaiting() {
     const auto some = queue_.sendSome(socket_.get());
     if (!some.ok()) return sendFailed(some.error());
     if (*some == 0) return watchForRoom();
+    hasSent_ = true;
     sent += *some;
   }
   std::lock_guard lock(sendMutex_);
@@ -196,8 +204,27 @@ void Connection::cancelGets(const Completion* completion) {
   gets_.cancel(completion, ErrorCode::kAborted);
 }
 
+void Connection::fence() {
+  {
+    std::lock_guard lock(sendMutex_);  // first: no get begins any more that nobody would cancel
+    if (std::exchange(fenced_, true)) return;
+    queue_.abortAnswers();
+  }
+  std::lock_guard lock(receiveMutex_);
+  receiver_.refusePuts();
+  gets_.cancelAll(ErrorCode::kAborted);
+}
+
+// Whoever holds the lock is sending.
+void Connection::beat() {
+  const std::unique_lock lock(sendMutex_, std::try_to_lock);
+  if (!lock || ended_) return;
+  if (!hasSent_ && queue_.empty()) (void)sendFrame({.kind = wire::Kind::kBeat}, {});
+  hasSent_ = false;
+}
+
 // When this returns, no byte from the peer is written anywhere any more.
-void Connection::fence(ErrorCode forGets) {
+void Connection::stopReceiving(ErrorCode forGets) {
   std::lock_guard lock(receiveMutex_);
   stopped_ = true;
   gets_.cancelAll(forGets);
@@ -222,7 +249,7 @@ void Connection::close(const Error& why) {
     }
   }
   loop_.remove(socket_.get());  // waits for the handler, which takes our locks
-  fence(why.code);
+  stopReceiving(why.code);
   finish();
 }
 
@@ -237,7 +264,7 @@ void Connection::endByItself(Status cause) {
     queue_.clear();
   }
   loop_.remove(socket_.get());
-  fence(ErrorCode::kPeerLost);
+  stopReceiving(ErrorCode::kPeerLost);
   if (events_.onClosed) events_.onClosed(cause);
   finish();
 }

@@ -36,6 +36,10 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
   // No transfer starts or goes on: gets under way end with `why`, and what is asked later gets it
   // as its error. When this returns, the peer writes nothing here any more.
   virtual void close(const Error& why) = 0;
+  // See Channel.
+  virtual void fence() = 0;
+  virtual uint64_t lifeSigns() const = 0;
+  virtual void beat() = 0;
   // In peace: says goodbye, unless a frame is only half sent.
   void close() { close(Error{ErrorCode::kAborted, "the connection was closed"}); }
   virtual size_t unansweredBytes()

@@ -25,6 +25,7 @@
 //   ANSWER   request, status: ends the get. Ok only if all its bytes came before
 //   MESSAGE  length; then `length` bytes for whoever runs the engine over there
 //   GOODBYE  nothing: the sender leaves in peace
+//   BEAT     nothing: the sender lives
 //
 // An answer is cut into pieces for two reasons: a put never waits behind more than one piece, and
 // the status comes after the bytes, so memory that is revoked half way gives an error and not wrong
@@ -39,8 +40,8 @@ inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
 inline constexpr uint64_t kMaxMessageBytes = uint64_t(64) << 10;
 inline constexpr uint64_t kMaxGets = 1024;  // that one side may have under way on one connection
 
-enum class Kind : uint8_t { kPut = 1, kGet, kPiece, kAnswer, kGoodbye, kMessage };
-enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1 };
+enum class Kind : uint8_t { kPut = 1, kGet, kPiece, kAnswer, kGoodbye, kMessage, kBeat };
+enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1, kAborted = 2 };
 
 struct Header {
   Kind kind = Kind::kGoodbye;
@@ -88,11 +89,13 @@ inline bool isWellFormed(const Header& h) {
       return noStatus && noSignal && h.key == 0 && h.length > 0 && h.length <= kMaxPieceBytes;
     case Kind::kAnswer:
       return noSignal && h.key == 0 && h.offset == 0 && h.length == 0 &&
-             (h.status == AnswerStatus::kOk || h.status == AnswerStatus::kRefused);
+             (h.status == AnswerStatus::kOk || h.status == AnswerStatus::kRefused ||
+              h.status == AnswerStatus::kAborted);
     case Kind::kMessage:
       return noStatus && noSignal && h.request == 0 && h.key == 0 && h.offset == 0 &&
              h.length > 0 && h.length <= kMaxMessageBytes;
     case Kind::kGoodbye:
+    case Kind::kBeat:
       return noStatus && noSignal && h.request == 0 && h.key == 0 && h.offset == 0 && h.length == 0;
   }
   return false;

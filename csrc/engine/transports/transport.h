@@ -37,6 +37,11 @@ class Channel {
   virtual std::span<std::byte> peerArena() const = 0;
   // The peer's life word where that is mapped. As long as peerArena().
   virtual PeerLife peerLife() const { return {}; }
+  // Grows with whatever comes from the peer. Where the life word
+  // is mapped that tells more, and neither is used.
+  virtual uint64_t lifeSigns() const { return 0; }
+  // Shows the peer that we live, unless something else has since the last call. Waits for no lock.
+  virtual void beat() {}
   // The peer's process has ended, its connection may not have: gets under way end with this error,
   // and nothing is asked of the peer any more.
   virtual void peerExited(const Error&) {}
@@ -53,6 +58,12 @@ class Channel {
   // Ends the gets under way that count at this completion with kAborted (those that still are: one
   // may end well at the same time) and returns when none of them touches its target any more.
   virtual void cancelGets(const Completion* completion) = 0;
+  // The peer is out, and may not know it. From the return of this on no put of it lands here, not
+  // even the rest of one that has begun, and none of its gets is served: it is told kAborted. Our
+  // own gets over a socket end so, too; what is mapped here stays readable. Messages still pass
+  // both ways. Does not wait for the peer: where it stores into memory that it maps, one store that
+  // it was in the middle of may still come, so that memory must not be used again.
+  virtual void fence() = 0;
   // No transfer starts or goes on after this; gets under way end with kAborted. Idempotent. Says
   // goodbye where the wire can, so that the peer does not take it for a death.
   virtual void close() = 0;
@@ -101,6 +112,12 @@ class Transport {
   // the transport does. kUnsupported: this wire does not lead there (another host, say).
   virtual Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
                                                       Deadline deadline) = 0;
+  // Whether somebody listens where this endpoint was published. On the loop's thread; `done` runs
+  // there once, by the deadline, and not after shutdown(). kUnknown: this wire cannot tell.
+  enum class Listener { kAnswers, kRefuses, kNoAnswer, kUnknown };
+  virtual void probe(ByteView, Deadline, std::function<void(Listener)> done) {
+    done(Listener::kUnknown);
+  }
   // Stops listening and closes what it accepted.
   virtual void shutdown() = 0;
 };

@@ -88,24 +88,45 @@ Result<Listener> listenOn(const HostAddress& host) {
   return listener;
 }
 
-Result<Fd> beginConnect(const SocketAddress& peer) {
-  Fd socket = streamSocket(peer.host);
-  if (!socket) return systemError("socket", errno);
-  tune(socket.get());
-  const Sockaddr address = toSockaddr(peer);
-  if (::connect(socket.get(), &address.generic, address.length) != 0 && errno != EINPROGRESS &&
-      errno != EINTR)
-    return unreachable(peer, errno);
-  return socket;
-}
+namespace {
 
-Result<bool> isConnected(int socket, const SocketAddress& peer) {
+std::optional<int> outcomeOf(int socket) {
   pollfd writable{.fd = socket, .events = POLLOUT, .revents = 0};
-  if (::poll(&writable, 1, 0) <= 0) return false;
+  if (::poll(&writable, 1, 0) <= 0) return std::nullopt;
   int failure = 0;
   socklen_t length = sizeof(failure);
   ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &failure, &length);
-  if (failure != 0) return unreachable(peer, failure);
+  return failure;
+}
+
+}  // namespace
+
+ConnectAttempt attemptConnect(const SocketAddress& peer) {
+  ConnectAttempt attempt{streamSocket(peer.host)};
+  if (!attempt.socket) return {{}, errno};
+  tune(attempt.socket.get());
+  const Sockaddr address = toSockaddr(peer);
+  if (::connect(attempt.socket.get(), &address.generic, address.length) != 0 &&
+      errno != EINPROGRESS && errno != EINTR)
+    attempt.failure = errno;
+  return attempt;
+}
+
+std::optional<int> outcomeOf(const ConnectAttempt& attempt) {
+  return attempt.failure != 0 ? attempt.failure : outcomeOf(attempt.socket.get());
+}
+
+Result<Fd> beginConnect(const SocketAddress& peer) {
+  ConnectAttempt attempt = attemptConnect(peer);
+  if (!attempt.socket) return systemError("socket", attempt.failure);
+  if (attempt.failure != 0) return unreachable(peer, attempt.failure);
+  return std::move(attempt.socket);
+}
+
+Result<bool> isConnected(int socket, const SocketAddress& peer) {
+  const auto outcome = outcomeOf(socket);
+  if (!outcome) return false;
+  if (*outcome != 0) return unreachable(peer, *outcome);
   return true;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "base/fd.h"
@@ -34,5 +35,13 @@ void keepLocalQueueShort(int socket);
 // tuned; it is connected once isConnected() says so, and shows that to poll() as POLLOUT.
 Result<Fd> beginConnect(const SocketAddress& peer);
 Result<bool> isConnected(int socket, const SocketAddress& peer);
+
+// The same without words: `failure` is errno, 0 as long as none is known. Nothing: not decided yet.
+struct ConnectAttempt {
+  Fd socket;
+  int failure = 0;
+};
+ConnectAttempt attemptConnect(const SocketAddress& peer);
+std::optional<int> outcomeOf(const ConnectAttempt& attempt);
 
 }  // namespace mooncake

@@ -56,6 +56,16 @@ void TcpChannel::cancelGets(const Completion* completion) {
   for (const auto& lane : lanes_) lane->cancelGets(completion);
 }
 
+uint64_t TcpChannel::lifeSigns() const {
+  uint64_t sum = 0;
+  for (const auto& lane : lanes_) sum += lane->lifeSigns();
+  return sum;
+}
+
+void TcpChannel::fence() {
+  for (const auto& lane : lanes_) lane->fence();
+}
+
 void TcpChannel::close() {
   {
     std::lock_guard lock(mutex_);

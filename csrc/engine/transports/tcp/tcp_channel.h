@@ -26,6 +26,9 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   Status get(const GetRequest& request) override;
   Status send(ByteView message) override { return lanes_[kPutLane]->send(message); }
   void cancelGets(const Completion* completion) override;
+  uint64_t lifeSigns() const override;
+  void beat() override { lanes_[kPutLane]->beat(); }
+  void fence() override;
   void close() override;
 
  private:

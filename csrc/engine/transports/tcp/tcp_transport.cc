@@ -1,7 +1,11 @@
 #include "engine/transports/tcp/tcp_transport.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <mutex>
 #include <poll.h>
+#include <sys/epoll.h>
+#include <vector>
 
 #include "engine/stream/handshake.h"
 #include "engine/transports/tcp/tcp_acceptor.h"
@@ -142,7 +146,83 @@ Result<std::unique_ptr<Connecting>> TcpTransport::connect(const EngineId& peer, 
   return std::unique_ptr<Connecting>(std::move(call));
 }
 
+// The probes under way.
+class TcpTransport::Probes : public std::enable_shared_from_this<Probes> {
+ public:
+  explicit Probes(EventLoop& loop) : loop_(loop) {}
+
+  // On the loop's thread.
+  void begin(const SocketAddress& address, Deadline deadline, std::function<void(Listener)> done) {
+    const auto probe = std::make_shared<Probe>();
+    probe->attempt = attemptConnect(address);
+    probe->done = std::move(done);
+    {
+      std::lock_guard lock(mutex_);
+      if (isShutDown_) return;
+      probes_.push_back(probe);
+    }
+    const auto self = shared_from_this();
+    if (probe->attempt.failure == ECONNREFUSED) return end(probe, Listener::kRefuses);
+    probe->timer = loop_.runAt(deadline, [self, probe] { self->end(probe, Listener::kNoAnswer); });
+    if (probe->attempt.failure == 0) {
+      (void)loop_.add(probe->attempt.socket.get(), EPOLLOUT,
+                      [self, probe](uint32_t) { self->onOutcome(probe); });
+    }
+  }
+
+  void shutdown() {
+    std::vector<std::shared_ptr<Probe>> probes;
+    {
+      std::lock_guard lock(mutex_);
+      isShutDown_ = true;
+      probes.swap(probes_);
+    }
+    // Their timers find that they have ended.
+    for (const auto& probe : probes) loop_.remove(probe->attempt.socket.get());
+  }
+
+ private:
+  struct Probe {
+    ConnectAttempt attempt;
+    std::function<void(Listener)> done;
+    EventLoop::TimerId timer = 0;
+  };
+
+  void onOutcome(const std::shared_ptr<Probe>& probe) {
+    const auto outcome = outcomeOf(probe->attempt);
+    if (!outcome) return;
+    if (*outcome == 0) return end(probe, Listener::kAnswers);
+    if (*outcome == ECONNREFUSED) return end(probe, Listener::kRefuses);
+    // No way there now, which says nothing of the process. The deadline does.
+    loop_.remove(probe->attempt.socket.get());
+  }
+  void end(const std::shared_ptr<Probe>& probe, Listener answer) {
+    {
+      std::lock_guard lock(mutex_);
+      if (isShutDown_ || std::erase(probes_, probe) == 0) return;
+    }
+    loop_.remove(probe->attempt.socket.get());
+    loop_.cancel(probe->timer);
+    probe->done(answer);
+  }
+
+  EventLoop& loop_;
+  std::mutex mutex_;  // guards the two below
+  bool isShutDown_ = false;
+  std::vector<std::shared_ptr<Probe>> probes_;
+};
+
+TcpTransport::TcpTransport(const TransportContext& context, const SocketAddress& address)
+    : context_(context), address_(address), probes_(std::make_shared<Probes>(context.loop)) {}
+
+void TcpTransport::probe(ByteView endpoint, Deadline deadline, std::function<void(Listener)> done) {
+  const auto address = decodeEndpoint(endpoint);
+  if (!address.ok()) return done(Listener::kUnknown);
+  probes_->begin(*address, deadline, std::move(done));
+}
+
 void TcpTransport::shutdown() {
+  probes_->shutdown();
   if (acceptor_) acceptor_->stop();
 }
 

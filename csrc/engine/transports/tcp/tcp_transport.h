@@ -1,5 +1,7 @@
 #pragma once
 
+#include <memory>
+
 #include "engine/transports/tcp/socket.h"
 #include "engine/transports/transport.h"
 
@@ -18,15 +20,17 @@ class TcpTransport final : public Transport {
   Bytes endpoint() const override;
   Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
                                               Deadline deadline) override;
+  void probe(ByteView endpoint, Deadline deadline, std::function<void(Listener)> done) override;
   void shutdown() override;
 
  private:
-  TcpTransport(const TransportContext& context, const SocketAddress& address)
-      : context_(context), address_(address) {}
+  class Probes;
+  TcpTransport(const TransportContext& context, const SocketAddress& address);
 
   const TransportContext& context_;
   const SocketAddress address_;
   std::shared_ptr<TcpAcceptor> acceptor_;
+  std::shared_ptr<Probes> probes_;  // also of the loop's timers
 };
 
 }  // namespace mooncake

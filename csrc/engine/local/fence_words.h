@@ -1,0 +1,52 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/memory/arena.h"
+
+namespace mooncake {
+
+// In our arena, one word for each peer that maps it: 0 as long as the peer may touch our memory. A
+// peer looks at its word before it does, as it does with RegionMirror.
+class FenceWords : public std::enable_shared_from_this<FenceWords> {
+ public:
+  static constexpr size_t kMost = 4096;
+  static Result<std::shared_ptr<FenceWords>> create(Arena& arena);
+
+  // May outlive the arena, and then does nothing.
+  class Word {
+   public:
+    Word(std::weak_ptr<FenceWords> all, uint32_t index, uint64_t offset)
+        : all_(std::move(all)), index_(index), offset_(offset) {}
+    Word(const Word&) = delete;
+    Word& operator=(const Word&) = delete;
+    // One that was closed is never used again: its peer may still look at it.
+    ~Word();
+    uint64_t offset() const { return offset_; }  // in the arena
+    void close();
+
+   private:
+    const std::weak_ptr<FenceWords> all_;
+    const uint32_t index_;
+    const uint64_t offset_;
+  };
+  // kExhausted when all are in use.
+  Result<std::shared_ptr<Word>> take();
+
+ private:
+  explicit FenceWords(ArenaBlock block) : block_(std::move(block)) {}
+  std::atomic<uint32_t>& at(uint32_t index) const {
+    return reinterpret_cast<std::atomic<uint32_t>*>(block_.data())[index];
+  }
+
+  const ArenaBlock block_;
+  std::mutex mutex_;  // guards all below
+  uint32_t used_ = 0;
+  std::vector<uint32_t> free_;
+};
+
+}  // namespace mooncake
