@@ -20,7 +20,7 @@ FOLDERS = (".ci", "benchmarks", "csrc", "docs", "ep", "kernels", "mooncake_backe
 ROOMS: dict[str, set[str]] = {
     "base": set(),
     "engine": {"base"},
-    "membership": {"base"},
+    "membership": {"base", "engine"},
     "collectives": {"base", "engine", "membership"},
     "ep": {"base", "engine", "membership"},
     "backend": {"base", "engine", "membership", "collectives"},

@@ -1,0 +1,356 @@
+#include "membership/membership.h"
+
+#include <algorithm>
+#include <array>
+#include <ctime>
+#include <future>
+#include <utility>
+
+#include "base/log.h"
+
+namespace mooncake {
+namespace {
+
+using std::chrono::milliseconds;
+
+// An accusation is held back for longer than two detectors differ and a report takes.
+ViewAgreement::Timing timingFor(milliseconds failureTimeout) {
+  return {.grace = std::clamp(failureTimeout / 60, milliseconds(20), milliseconds(50)),
+          .resend = std::clamp(failureTimeout / 10, milliseconds(50), milliseconds(500))};
+}
+
+const char* nameOf(Cause cause) {
+  switch (cause) {
+    case Cause::kExited:
+      return "exited";
+    case Cause::kLeft:
+      return "left";
+    case Cause::kSilent:
+      return "silent";
+    case Cause::kRefused:
+      return "cannot be reached";
+    case Cause::kExcludes:
+      return "goes on without its accuser";
+  }
+  return "?";
+}
+
+// "rank 3", "ranks 0, 2, 4-9".
+std::string listOf(const RankSet& ranks) {
+  std::string text = ranks.count() == 1 ? "rank " : "ranks ";
+  bool isFirst = true;
+  for (int first = 0; first < ranks.end(); ++first) {
+    if (!ranks.contains(first)) continue;
+    int last = first;
+    while (ranks.contains(last + 1)) ++last;
+    if (last < first + 2) last = first;
+    text += (isFirst ? "" : ", ") + std::to_string(first);
+    if (last != first) text += "-" + std::to_string(last);
+    isFirst = false;
+    first = last;
+  }
+  return text;
+}
+
+std::string nowInWords() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text.data();
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Membership>> Membership::start(std::shared_ptr<Engine> engine,
+                                                      Options options) {
+  const auto size = static_cast<int>(options.peers.size());
+  if (size > RankSet::kLimit) {
+    return Error{ErrorCode::kUnsupported, "a job has " + std::to_string(RankSet::kLimit) +
+                                              " ranks at most, not " + std::to_string(size)};
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    if ((options.peers[size_t(rank)] == nullptr) != (rank == options.rank)) {
+      return Error{ErrorCode::kInvalidArgument,
+                   "of all ranks of the job just ours has no peer: not so rank " +
+                       std::to_string(rank) + " of " + std::to_string(size)};
+    }
+  }
+  std::shared_ptr<Membership> membership(new Membership(std::move(engine), std::move(options)));
+  Membership* self = membership.get();  // the destructor takes the handlers away
+  self->engine_->openDoor(kMembershipDoor, [self](const EngineId& from, ByteView message) {
+    self->onMessage(from, message);
+  });
+  self->engine_->observe([self](const std::vector<EngineId>& peers, const Evidence& evidence) {
+    self->onEvidence(peers, evidence);
+  });
+  return membership;
+}
+
+Membership::Membership(std::shared_ptr<Engine> engine, Options options)
+    : engine_(std::move(engine)),
+      options_(std::move(options)),
+      agreement_(options_.rank, {1, RankSet::firstRanks(size())},
+                 timingFor(options_.failureTimeout)),
+      view_(agreement_.view()) {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (const auto& there = peer(rank)) ranks_[there->id] = rank;
+  }
+}
+
+Membership::~Membership() {
+  engine_->closeDoor(kMembershipDoor);
+  engine_->observe(nullptr);
+  runOnLoop([this] {
+    isStopped_ = true;
+    engine_->loop().cancel(timer_);
+  });
+  runOnLoop([] {});  // behind what was posted before
+}
+
+// Returns when the task has run.
+void Membership::runOnLoop(std::function<void()> task) {
+  const auto done = std::make_shared<std::promise<void>>();
+  engine_->loop().post([task = std::move(task), done] {
+    task();
+    done->set_value();
+  });
+  done->get_future().wait();
+}
+
+void Membership::subscribe(Listener* listener) {
+  engine_->loop().post([this, listener] {
+    listeners_.push_back(listener);
+    if (agreement_.view().epoch > 1) listener->onView(agreement_.view());
+    if (const Status now = standing(); !now.ok()) listener->onOver(now.error());
+  });
+}
+
+void Membership::unsubscribe(Listener* listener) {
+  runOnLoop([this, listener] { std::erase(listeners_, listener); });
+}
+
+View Membership::view() const {
+  std::lock_guard lock(mutex_);
+  return view_;
+}
+
+Status Membership::standing() const {
+  std::lock_guard lock(mutex_);
+  return standing_;
+}
+
+std::vector<Membership::Seen> Membership::seen() const {
+  std::lock_guard lock(mutex_);
+  std::vector<Seen> all;
+  for (const auto& [rank, one] : seen_) all.push_back(one);
+  return all;
+}
+
+std::vector<Accusation> Membership::accusations() const {
+  std::lock_guard lock(mutex_);
+  std::vector<Accusation> all;
+  for (const auto& [rank, one] : seen_) {
+    if (one.accusation.cause != Cause::kLeft) all.push_back(one.accusation);
+  }
+  return all;
+}
+
+// ---- on the loop's thread
+
+void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence) {
+  RankSet ranks;
+  for (const EngineId& id : peers) {
+    if (const auto found = ranks_.find(id); found != ranks_.end()) ranks.add(found->second);
+  }
+  ranks.forEach([&](int rank) { details_[rank] = evidence.detail; });
+  const auto now = Clock::now();
+  switch (evidence.kind) {
+    case Evidence::Kind::kExited:
+      return ranks.forEach([&](int rank) { onExited(rank); });
+    case Evidence::Kind::kGoodbye:
+      return ranks.forEach([&](int rank) { onLeft(rank); });
+    case Evidence::Kind::kSilent:
+      return act(agreement_.suspected(ranks, Cause::kSilent, now));
+    case Evidence::Kind::kRefused:
+    case Evidence::Kind::kUnreachable:
+      return act(agreement_.suspected(ranks, Cause::kRefused, now));
+  }
+}
+
+// The kernel has ended it before, so what stands on its board is the last.
+void Membership::onExited(int rank) {
+  const auto last = readLastWords(rank) ? ViewAgreement::LastReport::kReceived
+                                        : ViewAgreement::LastReport::kUnknown;
+  act(agreement_.exited({rank}, last, Clock::now()));
+}
+
+// Its last report came before the goodbye; on our host its board says the same.
+void Membership::onLeft(int rank) {
+  (void)readLastWords(rank);
+  act(agreement_.left(rank, Clock::now()));
+}
+
+bool Membership::readLastWords(int rank) {
+  const auto words = peer(rank)->lastWords();
+  if (!words) return false;
+  if (words->empty()) return true;  // it never had anything to say
+  const auto report = decodeViewReport(*words, size());
+  if (!report.ok() || report->from != rank) return false;
+  act(agreement_.received(*report, Clock::now()));
+  return true;
+}
+
+void Membership::onMessage(const EngineId& from, ByteView message) {
+  const auto sender = ranks_.find(from);
+  if (sender == ranks_.end()) return;
+  const auto report = decodeViewReport(message, size());
+  if (!report.ok() || report->from != sender->second) {
+    log(LogLevel::kWarning, engine_->logName(), "a report of rank ", sender->second,
+        " is dropped: ", report.ok() ? "it speaks for another rank" : report.error().message);
+    return;
+  }
+  act(agreement_.received(*report, Clock::now()));
+}
+
+void Membership::act(const ViewActions& actions) {
+  publish();  // before anybody acts on it
+  for (const Accusation& accusation : actions.accused) note(accusation);
+  if (actions.commit) commit(*actions.commit);
+  if (actions.evicted) end(evictedBy(*actions.evicted));
+  if (actions.minority) end(inMinority());
+  sendTo_ |= actions.sendTo;
+  // Together with all that this round of the loop brings.
+  if (!sendTo_.empty() && !isSending_ && !isStopped_) {
+    isSending_ = true;
+    engine_->loop().post([this] { sendReports(); });
+  }
+  armTimer();
+}
+
+void Membership::publish() {
+  const ViewReport& report = agreement_.report();
+  if (report.out().empty()) return;
+  Bytes bytes = encodeViewReport(report);
+  if (bytes == published_) return;
+  const Status written = engine_->publish(kMembershipDoor, bytes);
+  if (!written.ok())
+    log(LogLevel::kError, engine_->logName(), "no last words: ", written.error().message);
+  published_ = std::move(bytes);
+}
+
+void Membership::sendReports() {
+  isSending_ = false;
+  const RankSet to = std::exchange(sendTo_, {});
+  if (published_.empty()) return;
+  to.forEach([&](int rank) {
+    if (rank == options_.rank) return;
+    const Status sent = engine_->send(*peer(rank), kMembershipDoor, published_);
+    // Said again later if it matters; an end is reported as such.
+    if (sent.code() == ErrorCode::kExhausted)
+      log(LogLevel::kWarning, engine_->logName(), "a report is late: ", sent.error().message);
+  });
+}
+
+void Membership::note(const Accusation& accusation) {
+  Seen seen{accusation, {}, std::chrono::system_clock::now()};
+  if (const auto ours = details_.find(accusation.rank);
+      ours != details_.end() && accusation.by == options_.rank)
+    seen.detail = ours->second;
+  const bool isGoodbye = accusation.cause == Cause::kLeft;
+  if (!isGoodbye) {
+    log(LogLevel::kWarning, engine_->logName(), "rank ", accusation.rank, " is accused by rank ",
+        accusation.by, ": ", nameOf(accusation.cause), seen.detail.empty() ? "" : ": ",
+        seen.detail);
+  }
+  std::lock_guard lock(mutex_);
+  seen_[accusation.rank] = std::move(seen);
+}
+
+// "rank 1 (exited), rank 3 (silent)".
+std::string Membership::describe(const RankSet& ranks) const {
+  std::string text;
+  const std::vector<Accusation>& causes = agreement_.report().accusations;
+  ranks.forEach([&](int rank) {
+    const auto why = std::find_if(causes.begin(), causes.end(),
+                                  [&](const Accusation& one) { return one.rank == rank; });
+    text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank);
+    if (why != causes.end()) text += std::string(" (") + nameOf(why->cause) + ")";
+  });
+  return text;
+}
+
+void Membership::commit(const View& view) {
+  RankSet out;
+  bool accused = false;
+  {
+    std::lock_guard lock(mutex_);
+    out = view_.active - view.active;
+    view_ = view;
+    out.forEach([&](int rank) {
+      const auto found = seen_.find(rank);
+      accused = accused || found == seen_.end() || found->second.accusation.cause != Cause::kLeft;
+    });
+  }
+  out.forEach([&](int rank) { peer(rank)->channel->fence(); });
+  log(accused ? LogLevel::kWarning : LogLevel::kInfo, engine_->logName(), "epoch ", view.epoch,
+      ": ", listOf(view.active), view.active.count() == 1 ? " goes" : " go", " on without ",
+      describe(out));
+  for (Listener* listener : listeners_) listener->onView(view);
+}
+
+Error Membership::evictedBy(const ViewActions::Eviction& eviction) const {
+  const auto& [rank, cause, by] = eviction.why;
+  return {ErrorCode::kEvicted,
+          "invalid state: this rank is not active: the job goes on without rank " +
+              std::to_string(rank) + " in epoch " + std::to_string(eviction.epoch) + ", as rank " +
+              std::to_string(eviction.toldBy) + " said and we learned at " + nowInWords() +
+              "; rank " + std::to_string(by) + " accused it: " + nameOf(cause)};
+}
+
+Error Membership::inMinority() const {
+  RankSet lost;
+  std::string why;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [rank, one] : seen_) {
+      if (!view_.active.contains(rank)) continue;
+      lost.add(rank);
+      why += (why.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (" +
+             nameOf(one.accusation.cause) + ")";
+    }
+  }
+  return {ErrorCode::kMinority, "too few ranks are left on this side to go on: of " +
+                                    listOf(agreement_.view().active) + " of epoch " +
+                                    std::to_string(agreement_.view().epoch) + " we have lost " +
+                                    why + ", which may go on without us; since " + nowInWords()};
+}
+
+void Membership::end(const Error& why) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!standing_.ok()) return;
+    standing_ = why;
+  }
+  log(LogLevel::kError, engine_->logName(), why.message);
+  for (Listener* listener : listeners_) listener->onOver(why);
+  // So that nobody waits for us. Not from here: a channel may be what called us.
+  engine_->loop().post([this] {
+    if (!isStopped_) engine_->leave();
+  });
+}
+
+void Membership::armTimer() {
+  const auto next = isStopped_ ? std::nullopt : agreement_.nextTick();
+  if (next == timerAt_) return;
+  engine_->loop().cancel(timer_);
+  timerAt_ = next;
+  if (!next) return;
+  timer_ = engine_->loop().runAt(Deadline::at(*next), [this] {
+    timerAt_.reset();
+    act(agreement_.tick(Clock::now()));
+  });
+}
+
+}  // namespace mooncake

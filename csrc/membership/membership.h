@@ -1,0 +1,111 @@
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+#include "engine/engine.h"
+#include "membership/view_agreement.h"
+
+namespace mooncake {
+
+// The door (engine/doors.h) through which reports go.
+inline constexpr uint64_t kMembershipDoor = 1;
+
+// The driver of ViewAgreement: what this engine sees of its peers goes in, what comes out is sent,
+// logged and told to those who listen. One per engine, shared by all groups of the job.
+class Membership {
+ public:
+  struct Options {
+    int rank = 0;                              // ours, in the job
+    std::vector<std::shared_ptr<Peer>> peers;  // of every rank of the job; null: this one
+    std::chrono::milliseconds failureTimeout{3000};
+  };
+
+  // A group. Called on the engine's loop thread, one call at a time; must not block.
+  class Listener {
+   public:
+    virtual ~Listener() = default;
+    // A later view was committed. Before this call nothing that an excluded rank sends or fetches
+    // has any effect here any more (Channel::fence).
+    virtual void onView(const View& view) = 0;
+    // This rank is out, for good (kEvicted), or on the smaller side of a partition (kMinority).
+    // Afterwards the driver says goodbye for this engine: its channels close.
+    virtual void onOver(const Error& why) = 0;
+  };
+
+  // Neither this nor the destructor on the loop's thread: they wait for it.
+  static Result<std::shared_ptr<Membership>> start(std::shared_ptr<Engine> engine, Options options);
+  ~Membership();
+
+  int rank() const { return options_.rank; }
+  int size() const { return static_cast<int>(options_.peers.size()); }
+  Engine& engine() const { return *engine_; }
+  // By rank of the job; null for this one.
+  const std::shared_ptr<Peer>& peer(int rank) const { return options_.peers[size_t(rank)]; }
+
+  // If anything has happened before, it is told at once (on the loop's thread).
+  void subscribe(Listener* listener);
+  // The listener is not called any more when this returns. Not on the loop's thread.
+  void unsubscribe(Listener* listener);
+
+  View view() const;        // any thread
+  Status standing() const;  // ok, or the error of onOver()
+
+  // Of all that are out, as far as this rank knows: how, by whom, and what was seen if it was us.
+  struct Seen {
+    Accusation accusation;
+    std::string detail;
+    std::chrono::system_clock::time_point when;  // that this rank learned it
+  };
+  std::vector<Seen> seen() const;
+  // Of these the accusations: a goodbye is none.
+  std::vector<Accusation> accusations() const;
+
+ private:
+  Membership(std::shared_ptr<Engine> engine, Options options);
+
+  // ---- all on the loop's thread
+  void onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence);
+  void onExited(int rank);
+  void onLeft(int rank);
+  bool readLastWords(int rank);
+  void onMessage(const EngineId& from, ByteView message);
+  void act(const ViewActions& actions);
+  void publish();
+  void note(const Accusation& accusation);
+  void commit(const View& view);
+  void end(const Error& why);
+  Error evictedBy(const ViewActions::Eviction& eviction) const;
+  Error inMinority() const;
+  void sendReports();
+  void armTimer();
+  std::string describe(const RankSet& ranks) const;
+  void runOnLoop(std::function<void()> task);
+
+  const std::shared_ptr<Engine> engine_;
+  const Options options_;
+  std::map<EngineId, int> ranks_;
+
+  // Of the loop's thread.
+  ViewAgreement agreement_;
+  std::vector<Listener*> listeners_;
+  std::map<int, std::string> details_;  // what we saw ourselves, by rank
+  Bytes published_;
+  RankSet sendTo_;  // the report is due
+  bool isSending_ = false;
+  bool isStopped_ = false;
+  EventLoop::TimerId timer_ = 0;
+  std::optional<Clock::time_point> timerAt_;
+
+  mutable std::mutex mutex_;  // guards all below
+  View view_;
+  Status standing_;
+  std::map<int, Seen> seen_;
+};
+
+}  // namespace mooncake

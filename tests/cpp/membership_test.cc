@@ -1,0 +1,433 @@
+// Real engines in processes of their own, which are killed, stopped and told to leave.
+#include "membership/membership.h"
+
+#include <csignal>
+#include <gtest/gtest.h>
+#include <memory>
+
+#include "child_process.h"
+#include "engine_side.h"
+
+namespace mooncake::testing {
+namespace {
+
+enum class Order : uint8_t { kConnect = 1, kTell, kLeave };
+
+// What a rank says of itself.
+struct State {
+  uint64_t epoch = 0;
+  std::vector<int> active;
+  std::vector<int> ofListener;  // in the last view that was told
+  uint32_t told = 0;            // views
+  ErrorCode standing = ErrorCode::kOk;
+  ErrorCode over = ErrorCode::kOk;  // as the listener was told
+  std::string why;
+  std::vector<Accusation> accusations;
+
+  // The cause of the accusation of this rank; nothing: it is not accused.
+  std::optional<Cause> causeOf(int rank) const {
+    for (const Accusation& one : accusations) {
+      if (one.rank == rank) return one.cause;
+    }
+    return std::nullopt;
+  }
+};
+
+void putRanks(ByteWriter& out, const RankSet& ranks) { ranks.write(out); }
+std::vector<int> getRanks(ByteReader& in) {
+  std::vector<int> ranks;
+  RankSet::read(in).forEach([&](int rank) { ranks.push_back(rank); });
+  return ranks;
+}
+
+struct Recorder final : Membership::Listener {
+  void onView(const View& view) override {
+    std::lock_guard lock(mutex);
+    last = view;
+    ++told;
+  }
+  void onOver(const Error& why) override {
+    std::lock_guard lock(mutex);
+    over = why.code;
+  }
+  std::mutex mutex;
+  View last;
+  uint32_t told = 0;
+  ErrorCode over = ErrorCode::kOk;
+};
+
+TEST(MembershipChild, DISABLED_Rank) {
+  if (!ChildProcess::isChild()) GTEST_SKIP() << "runs in children of other tests";
+  auto env = Env::read();
+  ASSERT_TRUE(env.ok());
+  if (!env->hostIp) env->hostIp = "127.0.0.1";
+  const auto failureTimeout = env->failureTimeout;
+  EngineOptions options{.env = *env, .logName = "rank ?", .arenaBytes = size_t(1) << 30};
+  options.jobKey = Bytes(32, std::byte{7});
+  auto engine = Engine::create(std::move(options));
+  ASSERT_TRUE(engine.ok()) << engine.error().message;
+  sendMessage(ChildProcess::kToParent, (*engine)->endpoint());
+
+  Recorder recorder;
+  std::shared_ptr<Membership> membership;
+  for (;;) {
+    const Bytes message = receiveMessage(ChildProcess::kFromParent);
+    if (message.empty()) break;
+    ByteReader in(message);
+    ByteWriter out;
+    switch (static_cast<Order>(in.get<uint8_t>())) {
+      case Order::kConnect: {
+        const int rank = in.get<uint16_t>();
+        std::vector<Bytes> endpoints(in.get<uint16_t>());
+        for (Bytes& endpoint : endpoints) {
+          const auto bytes = in.getBytes(4096);
+          endpoint.assign(bytes.begin(), bytes.end());
+        }
+        auto peers = (*engine)->connect(endpoints, Deadline::after(kPatience));
+        ASSERT_TRUE(peers.ok()) << peers.error().message;
+        auto started = Membership::start(
+            *engine, {.rank = rank, .peers = *peers, .failureTimeout = failureTimeout});
+        ASSERT_TRUE(started.ok()) << started.error().message;
+        membership = *started;
+        membership->subscribe(&recorder);
+        // Who has shown no sign of life yet may still be connecting to others, and is not watched.
+        for (const auto& peer : *peers) {
+          if (!peer) continue;
+          ASSERT_TRUE(eventually([&] { return Liveness::signOf(*peer->channel) != 0; }));
+        }
+        break;
+      }
+      case Order::kTell: {
+        const View view = membership->view();
+        const Status standing = membership->standing();
+        out.put(view.epoch);
+        putRanks(out, view.active);
+        {
+          std::lock_guard lock(recorder.mutex);
+          putRanks(out, recorder.last.active);
+          out.put(recorder.told);
+          out.put(static_cast<uint32_t>(recorder.over));
+        }
+        out.put(static_cast<uint32_t>(standing.code()));
+        out.putString(standing.ok() ? "" : standing.error().message);
+        const auto accusations = membership->accusations();
+        out.put(static_cast<uint32_t>(accusations.size()));
+        for (const auto& [accused, cause, by] : accusations) {
+          out.put(static_cast<uint16_t>(accused)).put(static_cast<uint8_t>(cause));
+          out.put(static_cast<uint16_t>(by));
+        }
+        break;
+      }
+      case Order::kLeave:
+        (*engine)->leave();
+        break;
+    }
+    sendMessage(ChildProcess::kToParent, out.put(uint8_t(0)).take());
+  }
+  if (membership) membership->unsubscribe(&recorder);
+}
+
+class Job {
+ public:
+  Job(int ranks, const std::string& transports, int failureTimeoutMs) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      children_.push_back(std::make_unique<ChildProcess>(
+          "MembershipChild.DISABLED_Rank",
+          std::map<std::string, std::string>{
+              {"MOONCAKE_TRANSPORTS", transports},
+              {"MOONCAKE_LOG_LEVEL", "error"},
+              {"MOONCAKE_FAILURE_TIMEOUT_MS", std::to_string(failureTimeoutMs)}}));
+    }
+    std::vector<Bytes> endpoints;
+    for (auto& child : children_) endpoints.push_back(child->receive());
+    for (int rank = 0; rank < ranks; ++rank) {
+      ByteWriter order;
+      order.put(static_cast<uint8_t>(Order::kConnect)).put(static_cast<uint16_t>(rank));
+      order.put(static_cast<uint16_t>(ranks));
+      for (const Bytes& endpoint : endpoints) order.putBytes(endpoint);
+      child(rank).send(order.take());
+    }
+    for (auto& child : children_) EXPECT_FALSE(child->receive().empty());
+  }
+  ~Job() {
+    for (auto& child : children_) {
+      if (child->pid() > 0) ::kill(child->pid(), SIGCONT);
+    }
+  }
+
+  void signal(int rank, int number) { ::kill(child(rank).pid(), number); }
+  void kill(int rank) { child(rank).kill(); }
+  void leave(int rank) { (void)ask(rank, Order::kLeave); }
+  State tell(int rank) {
+    const Bytes message = ask(rank, Order::kTell);
+    ByteReader in(message);
+    State state;
+    state.epoch = in.get<uint64_t>();
+    state.active = getRanks(in);
+    state.ofListener = getRanks(in);
+    state.told = in.get<uint32_t>();
+    state.over = static_cast<ErrorCode>(in.get<uint32_t>());
+    state.standing = static_cast<ErrorCode>(in.get<uint32_t>());
+    state.why = in.getString(4096);
+    for (auto left = in.get<uint32_t>(); left > 0 && !in.failed(); --left) {
+      Accusation one;
+      one.rank = in.get<uint16_t>();
+      one.cause = static_cast<Cause>(in.get<uint8_t>());
+      one.by = in.get<uint16_t>();
+      state.accusations.push_back(one);
+    }
+    in.get<uint8_t>();
+    EXPECT_TRUE(in.finish("state").ok());
+    return state;
+  }
+
+  // Until all of these are in just this view; checks that nobody else is accused, and for what.
+  void expectView(const std::vector<int>& survivors, uint64_t epoch,
+                  const std::map<int, Cause>& accused) {
+    for (const int rank : survivors) {
+      State state;
+      ASSERT_TRUE(eventually([&] {
+        state = tell(rank);
+        return state.epoch == epoch && state.active == survivors &&
+               (epoch == 1 || state.ofListener == survivors);
+      })) << "rank "
+          << rank << " is in epoch " << state.epoch << " with " << state.active.size();
+      EXPECT_EQ(state.standing, ErrorCode::kOk) << state.why;
+      EXPECT_LE(state.told, epoch - 1);
+      std::map<int, Cause> causes;
+      for (const auto& [who, cause, by] : state.accusations) causes[who] = cause;
+      EXPECT_EQ(causes, accused) << "as rank " << rank << " sees it";
+    }
+  }
+
+ private:
+  ChildProcess& child(int rank) { return *children_[size_t(rank)]; }
+  Bytes ask(int rank, Order order) {
+    child(rank).send(ByteWriter().put(static_cast<uint8_t>(order)).take());
+    return child(rank).receive();
+  }
+
+  std::vector<std::unique_ptr<ChildProcess>> children_;
+};
+
+constexpr int kLong = 60000, kShort = 200;  // failure timeouts, ms
+
+TEST(MembershipTest, SurvivorsOfAKillGoOnInOneView) {
+  Job job(3, "shm", kLong);
+  job.kill(1);
+  job.expectView({0, 2}, 2, {{1, Cause::kExited}});
+}
+
+TEST(MembershipTest, TwoAreKilledAtOnce) {
+  Job job(4, "shm", kLong);
+  job.signal(0, SIGKILL);
+  job.signal(2, SIGKILL);
+  job.expectView({1, 3}, 3, {{0, Cause::kExited}, {2, Cause::kExited}});
+}
+
+TEST(MembershipTest, OneAfterTheOtherUntilOneIsLeft) {
+  Job job(4, "shm", kLong);
+  job.kill(3);
+  job.expectView({0, 1, 2}, 2, {{3, Cause::kExited}});
+  job.kill(0);
+  job.expectView({1, 2}, 3, {{0, Cause::kExited}, {3, Cause::kExited}});
+  job.kill(2);
+  job.expectView({1}, 4, {{0, Cause::kExited}, {2, Cause::kExited}, {3, Cause::kExited}});
+}
+
+// The last to live has seen all of them exit and read their boards: no quorum is needed.
+TEST(MembershipTest, TheHighestOfManyGoesOnAlone) {
+  Job job(4, "shm", kLong);
+  for (const int rank : {0, 1, 2}) job.signal(rank, SIGKILL);
+  job.expectView({3}, 4, {{0, Cause::kExited}, {1, Cause::kExited}, {2, Cause::kExited}});
+}
+
+TEST(MembershipTest, AGoodbyeAccusesNobody) {
+  Job job(3, "shm", kLong);
+  job.leave(2);
+  job.expectView({0, 1}, 2, {});
+  job.leave(0);
+  job.expectView({1}, 3, {});
+}
+
+void expectEvicted(Job& job, int rank) {
+  State state;
+  ASSERT_TRUE(eventually([&] {
+    state = job.tell(rank);
+    return state.over != ErrorCode::kOk;
+  }));
+  EXPECT_EQ(state.over, ErrorCode::kEvicted);
+  EXPECT_EQ(state.standing, ErrorCode::kEvicted);
+  for (const char* part : {"invalid state", "rank is not active", "epoch 2", "silent"})
+    EXPECT_NE(state.why.find(part), std::string::npos) << state.why;
+}
+
+class MembershipWires : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(MembershipWires, AStoppedRankIsSilentAndLearnsThatItIsOut) {
+  Job job(3, GetParam(), kShort);
+  job.signal(1, SIGSTOP);
+  job.expectView({0, 2}, 2, {{1, Cause::kSilent}});
+  job.signal(1, SIGCONT);
+  expectEvicted(job, 1);
+  job.expectView({0, 2}, 2, {{1, Cause::kSilent}});
+}
+
+// Time in which the detectors themselves did not run does not count.
+TEST_P(MembershipWires, AllStoppedTogetherAccuseNobody) {
+  Job job(3, GetParam(), kShort);
+  for (int i = 0; i < 2; ++i) {
+    for (const int rank : {0, 1, 2}) job.signal(rank, SIGSTOP);
+    std::this_thread::sleep_for(std::chrono::milliseconds(4 * kShort));
+    for (const int rank : {2, 0, 1}) job.signal(rank, SIGCONT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2 * kShort));
+  }
+  job.expectView({0, 1, 2}, 1, {});
+}
+
+// The pauses are far shorter than the failure timeout.
+TEST_P(MembershipWires, WhoIsHeardAgainInTimeCostsNothing) {
+  Job job(2, GetParam(), 2000);
+  for (int i = 0; i < 5; ++i) {
+    job.signal(1, SIGSTOP);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    job.signal(1, SIGCONT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  }
+  job.expectView({0, 1}, 1, {});
+}
+
+TEST_P(MembershipWires, OfTwoTheLowerGoesOn) {
+  Job job(2, GetParam(), kShort);
+  job.signal(1, SIGSTOP);
+  job.expectView({0}, 2, {{1, Cause::kSilent}});
+  job.signal(1, SIGCONT);
+  expectEvicted(job, 1);
+}
+
+TEST_P(MembershipWires, OfTwoTheHigherIsInTheMinority) {
+  Job job(2, GetParam(), kShort);
+  job.signal(0, SIGSTOP);
+  State state;
+  ASSERT_TRUE(eventually([&] {
+    state = job.tell(1);
+    return state.over != ErrorCode::kOk;
+  }));
+  EXPECT_EQ(state.over, ErrorCode::kMinority);
+  EXPECT_EQ(state.standing, ErrorCode::kMinority) << state.why;
+  EXPECT_EQ(state.epoch, 1u) << "no view is committed there";
+  EXPECT_NE(state.why.find("rank 0 (silent)"), std::string::npos) << state.why;
+  job.signal(0, SIGCONT);
+  job.expectView({0}, 2, {});  // rank 1 has said goodbye
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, MembershipWires, ::testing::Values("shm", "tcp"),
+                         [](const auto& wire) { return std::string(wire.param); });
+
+// Between hosts: nobody there can testify, so it is a suspicion, but there is nothing to wait for.
+TEST(MembershipTest, OverTcpAKilledRankRefuses) {
+  Job job(3, "tcp", kLong);
+  job.kill(1);
+  job.expectView({0, 2}, 2, {{1, Cause::kRefused}});
+}
+
+TEST(MembershipTest, OverTcpTheHigherOfTwoMayNotGoOnAlone) {
+  Job job(2, "tcp", kLong);
+  job.kill(0);
+  State state;
+  ASSERT_TRUE(eventually([&] {
+    state = job.tell(1);
+    return state.standing != ErrorCode::kOk;
+  }));
+  EXPECT_EQ(state.standing, ErrorCode::kMinority) << state.why;
+}
+
+TEST(MembershipTest, AGoodbyeOverTcpAccusesNobody) {
+  Job job(3, "tcp", kLong);
+  job.leave(0);
+  job.expectView({1, 2}, 2, {});
+}
+
+// One process, so that sanitizers see both sides.
+class MembershipInOneProcess : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    std::vector<Bytes> endpoints;
+    for (int rank = 0; rank < 3; ++rank) {
+      EngineOptions options{.logName = "rank " + std::to_string(rank),
+                            .arenaBytes = size_t(1) << 30};
+      options.env.transports = {GetParam()};
+      options.env.hostIp = "127.0.0.1";
+      options.jobKey = Bytes(32, std::byte{7});
+      auto made = Engine::create(std::move(options));
+      ASSERT_TRUE(made.ok()) << made.error().message;
+      engines.push_back(*made);
+      endpoints.push_back((*made)->endpoint());
+    }
+    members.resize(3);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 3; ++rank) {
+      threads.emplace_back([&, rank] {
+        auto peers = engines[rank]->connect(endpoints, Deadline::after(kPatience));
+        ASSERT_TRUE(peers.ok()) << peers.error().message;
+        auto member = Membership::start(engines[rank], {.rank = rank, .peers = *peers});
+        ASSERT_TRUE(member.ok());
+        members[rank] = *member;
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+
+  std::vector<std::shared_ptr<Engine>> engines;
+  std::vector<std::shared_ptr<Membership>> members;
+};
+
+TEST_P(MembershipInOneProcess, GoesWhileItIsTold) {
+  std::vector<Recorder> recorders(3);
+  for (int rank = 0; rank < 3; ++rank) members[rank]->subscribe(&recorders[rank]);
+  engines[2]->leave();
+  members[1]->unsubscribe(&recorders[1]);
+  members[1].reset();
+  EXPECT_TRUE(eventually([&] {
+    std::lock_guard lock(recorders[0].mutex);
+    return recorders[0].told == 0 || recorders[0].last.epoch == 2;
+  }));
+  members[0].reset();
+  members[2].reset();
+}
+
+TEST_P(MembershipInOneProcess, WhoSubscribesLateIsToldWhatHappened) {
+  engines[0]->leave();
+  for (const int rank : {1, 2})
+    ASSERT_TRUE(eventually([&] { return members[rank]->view().epoch == 2; }));
+  Recorder recorder;
+  members[1]->subscribe(&recorder);
+  EXPECT_TRUE(eventually([&] {
+    std::lock_guard lock(recorder.mutex);
+    return recorder.told == 1 && recorder.last == members[2]->view();
+  }));
+  members[1]->unsubscribe(&recorder);
+  EXPECT_TRUE(members[1]->accusations().empty());
+  ASSERT_EQ(members[1]->seen().size(), 1u);
+  EXPECT_EQ(members[1]->seen()[0].accusation.cause, Cause::kLeft);
+}
+
+TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
+  ViewReport report{
+      .from = 1, .gone = {2}, .settled = {2}, .accusations = {{2, Cause::kExited, 1}}};
+  const Bytes forged = encodeViewReport(report);
+  ASSERT_TRUE(engines[0]->send(*members[0]->peer(2), kMembershipDoor, forged).ok());
+  ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipDoor, forged).ok());
+  ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipDoor, Bytes(100)).ok());
+  // What comes behind them has been dealt with when the view is there.
+  engines[0]->leave();
+  for (const int rank : {1, 2})
+    ASSERT_TRUE(eventually([&] { return members[rank]->view().epoch == 2; }));
+  for (const int rank : {1, 2}) EXPECT_EQ(members[rank]->view().active, (RankSet{1, 2}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, MembershipInOneProcess, ::testing::Values("inproc", "shm", "tcp"),
+                         [](const auto& wire) { return std::string(wire.param); });
+
+}  // namespace
+}  // namespace mooncake::testing
