@@ -25,6 +25,8 @@ constexpr auto kBeat = std::chrono::milliseconds(5);
 // dump, its threads stand still and its futexes are not marked yet, and that may take minutes.
 constexpr auto kLookAfter = 2 * kBeat;
 constexpr auto kMostPatience = std::chrono::milliseconds(640);
+// A machine that is only busy may keep a rank from its core for as long.
+constexpr auto kLeastSilence = std::chrono::milliseconds(200);
 // What one look can add to a peer's silence.
 constexpr auto kMostPassed = 4 * kBeat;
 // Peers on other hosts are sent something so often, unless other things are sent anyway. A tenth of
@@ -112,6 +114,8 @@ Result<std::unique_ptr<Liveness>> Liveness::create(Arena& arena, Options options
 
 Liveness::Liveness(ArenaBlock block, Options options)
     : block_(std::move(block)), options_(std::move(options)) {
+  options_.failureTimeout =
+      std::max<std::chrono::milliseconds>(options_.failureTimeout, kLeastSilence);
   new (block_.data()) LifeWord;
 }
 

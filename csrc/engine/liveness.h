@@ -31,7 +31,7 @@ class Liveness {
     uint64_t sign;  // signOf() all this time
   };
   struct Options {
-    std::chrono::milliseconds failureTimeout;
+    std::chrono::milliseconds failureTimeout;  // 200 ms at least are taken
     // Both run on the thread, without a lock. Once per peer: the kernel says that its process has
     // ended, or is ending, and in which way we know.
     std::function<void(const EngineId& peer, const std::string& evidence)> onExited;
@@ -87,8 +87,8 @@ class Liveness {
   static void sleep(std::vector<FutexWait>& waits);
 
   const ArenaBlock block_;  // holds the own word
-  const Options options_;
-  std::mutex mutex_;  // guards watched_, stopping_ and the start of thread_
+  Options options_;         // constant from the start of the thread on
+  std::mutex mutex_;        // guards watched_, stopping_ and the start of thread_
   std::map<EngineId, Watched> watched_;
   size_t remotes_ = 0;  // of them: those whose life words are not mapped
   bool stopping_ = false;

@@ -1,6 +1,7 @@
 // Real engines in processes of their own, which are killed, stopped and told to leave.
 #include "membership/membership.h"
 
+#include <array>
 #include <csignal>
 #include <gtest/gtest.h>
 #include <memory>
@@ -23,14 +24,7 @@ struct State {
   ErrorCode over = ErrorCode::kOk;  // as the listener was told
   std::string why;
   std::vector<Accusation> accusations;
-
-  // The cause of the accusation of this rank; nothing: it is not accused.
-  std::optional<Cause> causeOf(int rank) const {
-    for (const Accusation& one : accusations) {
-      if (one.rank == rank) return one.cause;
-    }
-    return std::nullopt;
-  }
+  bool fenced = false;
 };
 
 void putRanks(ByteWriter& out, const RankSet& ranks) { ranks.write(out); }
@@ -43,6 +37,9 @@ std::vector<int> getRanks(ByteReader& in) {
 struct Recorder final : Membership::Listener {
   void onView(const View& view) override {
     std::lock_guard lock(mutex);
+    for (int rank = 0; membership && rank < membership->size(); ++rank) {
+      if (!view.active.contains(rank)) fenced = fenced && isFenced(*membership->peer(rank));
+    }
     last = view;
     ++told;
   }
@@ -50,6 +47,18 @@ struct Recorder final : Membership::Listener {
     std::lock_guard lock(mutex);
     over = why.code;
   }
+  // Over a socket nothing is asked of a peer any more that is shut out.
+  bool isFenced(Peer& peer) {
+    if (!peer.channel->peerArena().empty()) return true;
+    const Status got = peer.channel->get({{0, 1, 1}, 0, target, &completion});
+    return got.code() == ErrorCode::kAborted || got.code() == ErrorCode::kPeerLost;
+  }
+
+  Membership* membership = nullptr;  // whose views these are, where fences are of interest
+  std::array<std::byte, 1> target;
+  Doorbell bell;
+  Completion completion{&bell};
+  bool fenced = true;  // everybody who was out, whenever a view was told
   std::mutex mutex;
   View last;
   uint32_t told = 0;
@@ -89,6 +98,7 @@ TEST(MembershipChild, DISABLED_Rank) {
             *engine, {.rank = rank, .peers = *peers, .failureTimeout = failureTimeout});
         ASSERT_TRUE(started.ok()) << started.error().message;
         membership = *started;
+        recorder.membership = membership.get();
         membership->subscribe(&recorder);
         // Who has shown no sign of life yet may still be connecting to others, and is not watched.
         for (const auto& peer : *peers) {
@@ -107,6 +117,7 @@ TEST(MembershipChild, DISABLED_Rank) {
           putRanks(out, recorder.last.active);
           out.put(recorder.told);
           out.put(static_cast<uint32_t>(recorder.over));
+          out.put(recorder.fenced);
         }
         out.put(static_cast<uint32_t>(standing.code()));
         out.putString(standing.ok() ? "" : standing.error().message);
@@ -167,6 +178,7 @@ class Job {
     state.ofListener = getRanks(in);
     state.told = in.get<uint32_t>();
     state.over = static_cast<ErrorCode>(in.get<uint32_t>());
+    state.fenced = in.get<bool>();
     state.standing = static_cast<ErrorCode>(in.get<uint32_t>());
     state.why = in.getString(4096);
     for (auto left = in.get<uint32_t>(); left > 0 && !in.failed(); --left) {
@@ -194,6 +206,7 @@ class Job {
           << rank << " is in epoch " << state.epoch << " with " << state.active.size();
       EXPECT_EQ(state.standing, ErrorCode::kOk) << state.why;
       EXPECT_LE(state.told, epoch - 1);
+      EXPECT_TRUE(state.fenced);
       std::map<int, Cause> causes;
       for (const auto& [who, cause, by] : state.accusations) causes[who] = cause;
       EXPECT_EQ(causes, accused) << "as rank " << rank << " sees it";
@@ -240,6 +253,17 @@ TEST(MembershipTest, TheHighestOfManyGoesOnAlone) {
   Job job(4, "shm", kLong);
   for (const int rank : {0, 1, 2}) job.signal(rank, SIGKILL);
   job.expectView({3}, 4, {{0, Cause::kExited}, {1, Cause::kExited}, {2, Cause::kExited}});
+}
+
+// Of rank 1 the last word was read: it has helped nobody to go on without rank 0, so that it is no
+// longer counted, and rank 0 is the lower half of what is left.
+TEST(MembershipTest, WhoseLastWordWasReadIsNotCounted) {
+  Job job(4, "shm", 500);
+  job.kill(3);
+  job.expectView({0, 1, 2}, 2, {{3, Cause::kExited}});
+  job.signal(2, SIGSTOP);
+  job.signal(1, SIGKILL);
+  job.expectView({0}, 4, {{1, Cause::kExited}, {2, Cause::kSilent}, {3, Cause::kExited}});
 }
 
 TEST(MembershipTest, AGoodbyeAccusesNobody) {

@@ -387,6 +387,68 @@ TYPED_TEST_P(TransportSuite, ShutdownClosesWhatWasAccepted) {
           .ok());
 }
 
+TYPED_TEST_P(TransportSuite, AFencedPeerChangesNothingAndFetchesNothing) {
+  auto atA = this->a.part(1 << 16), atB = this->b.part(1 << 16);
+  this->expectPutArrives(*this->toB, atB, 1);
+  this->expectPutArrives(*this->toA, atA, 1);
+  this->toA->fence();
+  this->toA->fence();
+
+  // Refused at once where memory is shared, dropped over there where it is not.
+  (void)this->toB->put({atB.remote(), this->kData, pattern(100, 2), {this->kWord, stampOf(2)}});
+  (void)this->toB->put({atB.remote(), this->kData, {}, {this->kWord, stampOf(3)}});
+  Bytes user(10000), target(10000);
+  auto region = this->b.regions().add(user.data(), user.size(), kRemoteRead);
+  ASSERT_TRUE(region.ok());
+  for (const RemoteRegion& remote : {atB.remote(), region->remote()}) {
+    Completion completion(&this->bell);
+    ASSERT_TRUE(this->toB->get({remote, 0, target, &completion}).ok());
+    EXPECT_EQ(this->endOf(completion), ErrorCode::kAborted);
+  }
+  // It can still be told, and answer; what it put before has been dealt with then.
+  ASSERT_TRUE(this->toB->send(pattern(10, 1)).ok());
+  EXPECT_EQ(this->b.messagesFrom(this->a.id(), 1), std::vector<Bytes>{pattern(10, 1)});
+  ASSERT_TRUE(this->toA->send(pattern(10, 2)).ok());
+  EXPECT_EQ(this->a.messagesFrom(this->b.id(), 1), std::vector<Bytes>{pattern(10, 2)});
+  EXPECT_TRUE(this->stamped(atB, stampOf(1)));
+  EXPECT_TRUE(atB.holds(this->kData, pattern(100, 1)));
+
+  // What it left in memory that is mapped here can be read.
+  if (!this->toA->peerArena().empty()) {
+    Completion completion(&this->bell);
+    ASSERT_TRUE(
+        this->toA->get({atA.remote(), this->kData, std::span(target).first(100), &completion})
+            .ok());
+    EXPECT_EQ(this->endOf(completion), ErrorCode::kOk);
+    EXPECT_TRUE(atA.holds(this->kData, ByteView(target).first(100)));
+  }
+  EXPECT_EQ(this->a.endedCount() + this->b.endedCount(), 0u) << "the connection stays";
+}
+
+// What is under way when the fence goes down stops where it is.
+TYPED_TEST_P(TransportSuite, FencingStopsWhatIsUnderWay) {
+  if (!this->toA->peerArena().empty())
+    GTEST_SKIP() << "the peer stores by itself: a store that it is in the middle of may still come";
+  constexpr size_t kBytes = 48 << 20;
+  auto atB = this->b.part(kBytes + 4096);
+  Bytes data = pattern(kBytes, 1), target(kBytes), user(kBytes);
+  auto region = this->b.regions().add(user.data(), user.size(), kRemoteRead);
+  ASSERT_TRUE(region.ok());
+  Completion completion(&this->bell);
+  ASSERT_TRUE(this->toB->get({region->remote(), 0, target, &completion}).ok());
+  ASSERT_TRUE(this->toB->put({atB.remote(), this->kData, data, {this->kWord, stampOf(1)}}).ok());
+  ASSERT_TRUE(eventually([&] { return this->toA->lifeSigns() > (1 << 20); }));
+  this->toA->fence();
+  const uint64_t stamp = atB.word(this->kWord).load();
+  const Bytes seen(atB.bytes().begin(), atB.bytes().end());
+  ASSERT_TRUE(this->toB->send(pattern(10, 1)).ok());
+  EXPECT_EQ(this->b.messagesFrom(this->a.id(), 1).size(), 1u);
+  EXPECT_EQ(atB.word(this->kWord).load(), stamp);
+  EXPECT_TRUE(atB.holds(0, seen));
+  const ErrorCode end = this->endOf(completion);
+  EXPECT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kAborted) << errorCodeName(end);
+}
+
 REGISTER_TYPED_TEST_SUITE_P(TransportSuite, PutsArriveBothWays, PutOfAllSizes,
                             PutDataMayBeReusedAtOnce, PutToASealedWordWritesNothing,
                             PutWakesASleeper, PutOutsideIsRefusedAndTheChannelLives,
@@ -396,6 +458,7 @@ REGISTER_TYPED_TEST_SUITE_P(TransportSuite, PutsArriveBothWays, PutOfAllSizes,
                             PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails,
                             CancelEndsTheGetsOfOneCompletion, CloseEndsGetsAndSaysGoodbye,
                             RegionsCanGoWhileTheyAreRead, WrongKeyIsRefused, WrongEngineIsRefused,
-                            GarbageEndpointsAreErrors, ShutdownClosesWhatWasAccepted);
+                            GarbageEndpointsAreErrors, ShutdownClosesWhatWasAccepted,
+                            AFencedPeerChangesNothingAndFetchesNothing, FencingStopsWhatIsUnderWay);
 
 }  // namespace mooncake::testing
