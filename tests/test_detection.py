@@ -78,7 +78,7 @@ def test_every_survivor_knows_who_died(transports, how):
             crew.board.set("over")
         for rank in (0, 2):
             seen, others, died = found[rank]
-            assert seen.kind == ("exited" if transports == "shm" else "unreachable"), seen
+            assert seen.kind == ("exited" if transports == "shm" else "refused"), seen
             assert seen.rank == VICTIM
             assert seen.detail
             assert died < seen.monotonic < time.monotonic()
