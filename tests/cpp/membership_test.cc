@@ -167,6 +167,13 @@ class Job {
   }
 
   void signal(int rank, int number) { ::kill(child(rank).pid(), number); }
+  // Returns when it stands still.
+  void stop(int rank) {
+    signal(rank, SIGSTOP);
+    int status = 0;
+    EXPECT_EQ(::waitpid(child(rank).pid(), &status, WUNTRACED), child(rank).pid());
+    EXPECT_TRUE(WIFSTOPPED(status));
+  }
   void kill(int rank) { child(rank).kill(); }
   void leave(int rank) { (void)ask(rank, Order::kLeave); }
   State tell(int rank) {
@@ -261,7 +268,7 @@ TEST(MembershipTest, WhoseLastWordWasReadIsNotCounted) {
   Job job(4, "shm", 500);
   job.kill(3);
   job.expectView({0, 1, 2}, 2, {{3, Cause::kExited}});
-  job.signal(2, SIGSTOP);
+  job.stop(2);
   job.signal(1, SIGKILL);
   job.expectView({0}, 4, {{1, Cause::kExited}, {2, Cause::kSilent}, {3, Cause::kExited}});
 }
@@ -290,7 +297,7 @@ class MembershipWires : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(MembershipWires, AStoppedRankIsSilentAndLearnsThatItIsOut) {
   Job job(3, GetParam(), kShort);
-  job.signal(1, SIGSTOP);
+  job.stop(1);
   job.expectView({0, 2}, 2, {{1, Cause::kSilent}});
   job.signal(1, SIGCONT);
   expectEvicted(job, 1);
@@ -301,7 +308,7 @@ TEST_P(MembershipWires, AStoppedRankIsSilentAndLearnsThatItIsOut) {
 TEST_P(MembershipWires, AllStoppedTogetherAccuseNobody) {
   Job job(3, GetParam(), kShort);
   for (int i = 0; i < 2; ++i) {
-    for (const int rank : {0, 1, 2}) job.signal(rank, SIGSTOP);
+    for (const int rank : {0, 1, 2}) job.stop(rank);
     std::this_thread::sleep_for(std::chrono::milliseconds(4 * kShort));
     for (const int rank : {2, 0, 1}) job.signal(rank, SIGCONT);
     std::this_thread::sleep_for(std::chrono::milliseconds(2 * kShort));
@@ -313,7 +320,7 @@ TEST_P(MembershipWires, AllStoppedTogetherAccuseNobody) {
 TEST_P(MembershipWires, WhoIsHeardAgainInTimeCostsNothing) {
   Job job(2, GetParam(), 2000);
   for (int i = 0; i < 5; ++i) {
-    job.signal(1, SIGSTOP);
+    job.stop(1);
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     job.signal(1, SIGCONT);
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -323,7 +330,7 @@ TEST_P(MembershipWires, WhoIsHeardAgainInTimeCostsNothing) {
 
 TEST_P(MembershipWires, OfTwoTheLowerGoesOn) {
   Job job(2, GetParam(), kShort);
-  job.signal(1, SIGSTOP);
+  job.stop(1);
   job.expectView({0}, 2, {{1, Cause::kSilent}});
   job.signal(1, SIGCONT);
   expectEvicted(job, 1);
@@ -331,7 +338,7 @@ TEST_P(MembershipWires, OfTwoTheLowerGoesOn) {
 
 TEST_P(MembershipWires, OfTwoTheHigherIsInTheMinority) {
   Job job(2, GetParam(), kShort);
-  job.signal(0, SIGSTOP);
+  job.stop(0);
   State state;
   ASSERT_TRUE(eventually([&] {
     state = job.tell(1);
@@ -447,7 +454,10 @@ TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
   engines[0]->leave();
   for (const int rank : {1, 2})
     ASSERT_TRUE(eventually([&] { return members[rank]->view().epoch == 2; }));
-  for (const int rank : {1, 2}) EXPECT_EQ(members[rank]->view().active, (RankSet{1, 2}));
+  for (const int rank : {1, 2}) {
+    EXPECT_EQ(members[rank]->view().active, (RankSet{1, 2}));
+    EXPECT_TRUE(members[rank]->standing().ok());
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, MembershipInOneProcess, ::testing::Values("inproc", "shm", "tcp"),
