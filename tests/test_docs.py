@@ -66,6 +66,9 @@ def wrong_includes(path: str, text: str) -> Iterator[str]:
             yield f"{there}: torch belongs to backend and bindings"
         if PYTHON.match(included) and room != "bindings":
             yield f"{there}: Python belongs to bindings"
+        drives = Path(path).stem == "membership"
+        if room == "membership" and other == "engine" and not drives:
+            yield f"{there}: what decides is pure, only membership.* drives an engine"
         wire = ONE_WIRE.match(included)
         home = wire and path.startswith(wire.group())
         if wire and not home and path != "engine/transports/registry.cc":
