@@ -1,0 +1,58 @@
+#include "base/failpoint.h"
+
+#include <chrono>
+#include <csignal>
+#include <list>
+#include <string>
+#include <thread>
+
+namespace mooncake {
+namespace {
+
+struct Armed {
+  std::string name;
+  std::atomic<uint32_t> left;
+  FailpointAction action;
+  std::chrono::milliseconds delay;
+};
+
+// The process's, as its end is. Not changed any more once threads come by.
+std::list<Armed> armed;
+void (*observer)(const char*) = nullptr;
+
+void act(const Armed& point) {
+  switch (point.action) {
+    case FailpointAction::kKill:
+      // To this thread: it does not come back from the call.
+      std::raise(SIGKILL);
+      return;
+    case FailpointAction::kStop:
+      std::raise(SIGSTOP);
+      return;
+    case FailpointAction::kDelay:
+      std::this_thread::sleep_for(point.delay);
+      return;
+  }
+}
+
+}  // namespace
+
+void hitFailpoint(const char* name) {
+  if (observer) observer(name);
+  for (Armed& point : armed) {
+    if (point.name == name && point.left.fetch_sub(1, std::memory_order_relaxed) == 1) act(point);
+  }
+}
+
+void armFailpoint(std::string_view name, uint32_t nth, FailpointAction action,
+                  uint32_t delayMilliseconds) {
+  armed.emplace_back(std::string(name), nth, action, std::chrono::milliseconds(delayMilliseconds));
+  areFailpointsOn = true;
+}
+
+void observeFailpoints(void (*toCall)(const char* name)) {
+  observer = toCall;
+  areFailpointsOn = true;
+}
+
+}  // namespace mooncake
