@@ -28,6 +28,10 @@ const char* errorCodeName(ErrorCode code) {
       return "system error";
     case ErrorCode::kProtocol:
       return "protocol error";
+    case ErrorCode::kInterrupted:
+      return "interrupted";
+    case ErrorCode::kInputsLost:
+      return "inputs lost";
     case ErrorCode::kEvicted:
       return "evicted";
     case ErrorCode::kMinority:

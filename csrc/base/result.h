@@ -21,9 +21,12 @@ enum class ErrorCode {
   kExhausted,        // out of memory, descriptors, slots
   kSystem,           // a system call failed
   kProtocol,         // a peer sent bytes that do not decode
+  kInterrupted,      // this attempt is over; the flush says how the operation goes on
+  kInputsLost,       // like kPeerLost, and data that was given is overwritten
   kEvicted,          // the others go on without this rank, for good
   kMinority,         // too few are left on this side of a partition to go on
 };
+constexpr ErrorCode kLastErrorCode = ErrorCode::kMinority;
 
 const char* errorCodeName(ErrorCode code);
 

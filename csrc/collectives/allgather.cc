@@ -14,36 +14,62 @@ void copyOwn(ConstSpan input, Span output) {
     std::memmove(output.data(), input.data(), input.size());
 }
 
-Status small(Operation& op, ConstSpan input, std::span<const Span> outputs) {
-  if (!input.empty()) std::memcpy(op.payload(), input.data(), input.size());
-  MOONCAKE_TRY(op.begin(input.size()));
-  MOONCAKE_TRY(op.awaitAllBegun());
-  for (int r = 0; r < op.size(); ++r) {
-    auto payload = op.payloadOf(r, input.size());
-    if (!payload.ok()) return payload.error();
-    if (!input.empty()) std::memcpy(outputs[r].data(), *payload, input.size());
-  }
-  return op.commit();
-}
+class Small final : public Algorithm {
+ public:
+  Small(ConstSpan input, std::span<const Span> outputs) : input_(input), outputs_(outputs) {}
 
-Status large(Operation& op, ConstSpan input, std::span<const Span> outputs) {
-  // Peers only read; the table knows addresses without const.
-  auto region = op.group().engine().regions().add(const_cast<std::byte*>(input.data()),
-                                                  input.size(), kRemoteRead);
-  if (!region.ok()) return op.fail(region.error());
-  op.announceInput(region->remote());
-  MOONCAKE_TRY(op.begin(0));
-  // Nothing is written to the outputs before all calls are known to agree.
-  MOONCAKE_TRY(op.awaitAllBegun());
-  copyOwn(input, outputs[op.rank()]);
-  Fetches fetches(op);
-  for (int step = 1; step < op.size(); ++step) {
-    const int from = (op.rank() + step) % op.size();
-    MOONCAKE_TRY(fetches.start(from, op.slot(from).input, 0, outputs[from]));
+  Status contribute(Operation& op) override {
+    if (!input_.empty()) std::memcpy(op.payload(), input_.data(), input_.size());
+    return op.begin(input_.size());
   }
-  MOONCAKE_TRY(fetches.await());
-  return op.finish();
-}
+  Status conclude(Operation& op) override {
+    MOONCAKE_TRY(op.awaitAllBegun());
+    for (const int r : op.ranks()) {
+      auto payload = op.payloadOf(r, input_.size());
+      if (!payload.ok()) return payload.error();
+      if (!input_.empty()) std::memcpy(outputs_[r].data(), *payload, input_.size());
+    }
+    zeroMissing(op, outputs_);
+    return op.commit(Operation::When::kAllBegan);
+  }
+
+ private:
+  const ConstSpan input_;
+  const std::span<const Span> outputs_;
+};
+
+class Large final : public Algorithm {
+ public:
+  Large(ConstSpan input, std::span<const Span> outputs) : input_(input), outputs_(outputs) {}
+
+  Status contribute(Operation& op) override {
+    // Peers only read; the table knows addresses without const.
+    auto region = op.group().engine().regions().add(const_cast<std::byte*>(input_.data()),
+                                                    input_.size(), kRemoteRead);
+    if (!region.ok()) return region.error();
+    region_ = std::move(*region);
+    op.announceInput(region_.remote());
+    MOONCAKE_TRY(op.begin(0));
+    // Nothing is written to the outputs before all calls are known to agree.
+    MOONCAKE_TRY(op.awaitAllBegun());
+    copyOwn(input_, outputs_[op.rank()]);
+    Fetches fetches(op);
+    for (const int from : op.others()) {
+      MOONCAKE_TRY(fetches.start(from, op.slot(from).input, 0, outputs_[from]));
+    }
+    return fetches.await();
+  }
+  Status conclude(Operation& op) override {
+    zeroMissing(op, outputs_);
+    return op.commitDone();
+  }
+  void rollBack(Operation&, Then) override { region_ = MemoryRegion(); }
+
+ private:
+  const ConstSpan input_;
+  const std::span<const Span> outputs_;
+  MemoryRegion region_;
+};
 
 }  // namespace
 
@@ -52,8 +78,12 @@ Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, D
   Operation op(group,
                {.verb = Verb::kAllgather, .dtype = dtype, .count = input.size() / dtypeSize(dtype)},
                deadline);
-  MOONCAKE_TRY(op.open());
-  return input.size() <= group.eagerBytes() ? small(op, input, outputs) : large(op, input, outputs);
+  if (input.size() <= group.eagerBytes()) {
+    Small small(input, outputs);
+    return op.run(small);
+  }
+  Large large(input, outputs);
+  return op.run(large);
 }
 
 }  // namespace mooncake

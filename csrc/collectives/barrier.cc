@@ -5,13 +5,21 @@
 #include "collectives/operation.h"
 
 namespace mooncake {
+namespace {
+
+class Barrier final : public Algorithm {
+  Status contribute(Operation& op) override { return op.begin(0); }
+  Status conclude(Operation& op) override {
+    MOONCAKE_TRY(op.awaitAllBegun());
+    return op.commit(Operation::When::kAllBegan);
+  }
+};
+
+}  // namespace
 
 Status barrier(Group& group, Deadline deadline) {
-  Operation op(group, {.verb = Verb::kBarrier}, deadline);
-  MOONCAKE_TRY(op.open());
-  MOONCAKE_TRY(op.begin(0));
-  MOONCAKE_TRY(op.awaitAllBegun());
-  return op.commit();
+  Barrier barrier;
+  return Operation(group, {.verb = Verb::kBarrier}, deadline).run(barrier);
 }
 
 }  // namespace mooncake

@@ -1,6 +1,10 @@
 // Small: the data stands in the root's slot. One exchange, s bytes out of the root per rank that
 // does not map it. Large: every rank fetches s bytes from the root's memory, then all tell all that
 // they have them.
+//
+// A root that dies in between is replaced: every rank says in the header of the next attempt
+// whether it holds the data, and the lowest one that does becomes the source.
+#include <algorithm>
 #include <cstring>
 
 #include "collectives/collectives.h"
@@ -9,45 +13,95 @@
 namespace mooncake {
 namespace {
 
-Status small(Operation& op, Span data, int root) {
-  const bool isRoot = op.rank() == root;
-  if (isRoot && !data.empty()) std::memcpy(op.payload(), data.data(), data.size());
-  MOONCAKE_TRY(op.begin(isRoot ? data.size() : 0));
-  MOONCAKE_TRY(op.awaitAllBegun());
-  if (!isRoot) {
-    auto payload = op.payloadOf(root, data.size());
-    if (!payload.ok()) return payload.error();
-    if (!data.empty()) std::memcpy(data.data(), *payload, data.size());
-  }
-  return op.commit();
-}
+class Broadcast : public Algorithm {
+ public:
+  Broadcast(Group& group, Span data, int root)
+      : data_(data), root_(root), hasData_(group.rank() == root || data.empty()) {}
 
-Status large(Operation& op, Span data, int root) {
-  const bool isRoot = op.rank() == root;
-  MemoryRegion region;
-  if (isRoot) {
-    auto added = op.group().engine().regions().add(data.data(), data.size(), kRemoteRead);
-    if (!added.ok()) return op.fail(added.error());
-    region = std::move(*added);
-    op.announceInput(region.remote());
+ protected:
+  // Whose data it is this time; -1: nobody's. Once all have begun.
+  int source(Operation& op) const {
+    if (op.takesPart(root_)) return root_;
+    const auto holds = [&](int r) {
+      return op.slot(r).payloadBytes > 0 || op.slot(r).input.bytes > 0;
+    };
+    const auto first = std::ranges::find_if(op.ranks(), holds);
+    return first == op.ranks().end() ? (data_.empty() ? op.rank() : -1) : *first;
   }
-  // Over messages the head travels with the announcement: the wire is busy while the receivers ask
-  // for the rest.
-  const bool mapped = op.group().window().fullyMapped();
-  const Span head = data.first(mapped ? 0 : op.group().eagerBytes());
-  if (isRoot && !mapped) std::memcpy(op.payload(), head.data(), head.size());
-  MOONCAKE_TRY(op.begin(isRoot ? head.size() : 0));
-  MOONCAKE_TRY(op.awaitAllBegun());
-  if (!isRoot) {
-    auto payload = op.payloadOf(root, head.size());
+
+  const Span data_;
+  const int root_;
+  bool hasData_;
+};
+
+class Small final : public Broadcast {
+ public:
+  using Broadcast::Broadcast;
+
+  Status contribute(Operation& op) override {
+    if (hasData_ && !data_.empty()) std::memcpy(op.payload(), data_.data(), data_.size());
+    op.announceInput({});
+    return op.begin(hasData_ ? data_.size() : 0);
+  }
+  Status conclude(Operation& op) override {
+    MOONCAKE_TRY(op.awaitAllBegun());
+    const int from = source(op);
+    if (from < 0) return op.agreeRootLost(root_);
+    if (from != op.rank()) MOONCAKE_TRY(take(op, from));
+    return op.commit(Operation::When::kAllBegan);
+  }
+  void rollBack(Operation& op, Then then) override {
+    if (then == Then::kAgain && !hasData_ && op.takesPart(root_) && op.hasBegun(root_))
+      hasData_ = take(op, root_).ok();
+  }
+
+ private:
+  Status take(Operation& op, int from) const {
+    auto payload = op.payloadOf(from, data_.size());
+    if (!payload.ok()) return payload.error();
+    if (!data_.empty()) std::memcpy(data_.data(), *payload, data_.size());
+    return {};
+  }
+};
+
+class Large final : public Broadcast {
+ public:
+  using Broadcast::Broadcast;
+
+  Status contribute(Operation& op) override {
+    op.announceInput({});
+    if (hasData_) {
+      auto added = op.group().engine().regions().add(data_.data(), data_.size(), kRemoteRead);
+      if (!added.ok()) return added.error();
+      region_ = std::move(*added);
+      op.announceInput(region_.remote());
+    }
+    // Over messages the head travels with the announcement: the wire is busy while the receivers
+    // ask for the rest.
+    const bool mapped = op.group().window().fullyMapped();
+    const Span head = data_.first(mapped ? 0 : op.group().eagerBytes());
+    if (hasData_ && !mapped) std::memcpy(op.payload(), head.data(), head.size());
+    MOONCAKE_TRY(op.begin(hasData_ ? head.size() : 0));
+    MOONCAKE_TRY(op.awaitAllBegun());
+    const int from = source(op);
+    if (from < 0) return op.agreeRootLost(root_);
+    if (hasData_) return {};
+
+    auto payload = op.payloadOf(from, head.size());
     if (!payload.ok()) return payload.error();
     Fetches fetches(op);
-    MOONCAKE_TRY(fetches.start(root, op.slot(root).input, head.size(), data.subspan(head.size())));
+    MOONCAKE_TRY(fetches.start(from, op.slot(from).input, head.size(), data_.subspan(head.size())));
     if (!mapped) std::memcpy(head.data(), *payload, head.size());
     MOONCAKE_TRY(fetches.await());
+    hasData_ = true;
+    return {};
   }
-  return op.finish();
-}
+  Status conclude(Operation& op) override { return op.commitDone(); }
+  void rollBack(Operation&, Then) override { region_ = MemoryRegion(); }
+
+ private:
+  MemoryRegion region_;
+};
 
 }  // namespace
 
@@ -58,9 +112,13 @@ Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadli
                 .root = root,
                 .count = data.size() / dtypeSize(dtype)},
                deadline);
-  MOONCAKE_TRY(op.open());
   const size_t eager = group.window().fullyMapped() ? group.eagerBytes() : group.slotBytes();
-  return data.size() <= eager ? small(op, data, root) : large(op, data, root);
+  if (data.size() <= eager) {
+    Small small(group, data, root);
+    return op.run(small);
+  }
+  Large large(group, data, root);
+  return op.run(large);
 }
 
 }  // namespace mooncake

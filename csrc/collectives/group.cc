@@ -3,17 +3,21 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <random>
 #include <sys/mman.h>
 
+#include "collectives/collectives.h"
 #include "collectives/mailbox.h"
 #include "engine/rendezvous/address_book.h"
 
 namespace mooncake {
 namespace {
 
-// What a member publishes:  u32 version  bytes endpoint (route.cc)  bytes window part (window.cc)
-// The version covers all that ranks say to each other afterwards: slots, mailboxes and stamps too.
-constexpr uint32_t kMemberVersion = 1;
+// What a member publishes:
+//   u32 version  bytes endpoint (route.cc)  bytes window part (window.cc)  u64 door  bool raises
+// The version covers all that ranks say to each other afterwards: slots, mailboxes, stamps and
+// messages too. The door of rank 0's is the one that the group uses.
+constexpr uint32_t kMemberVersion = 2;
 
 // Up to 64 KiB one exchange of slots beats a second round of signals even with eight ranks on two
 // cores. A slot holds four times that, for operations in which only one rank sends over messages;
@@ -22,9 +26,13 @@ constexpr size_t kEagerBytes = 64 << 10;
 constexpr size_t kSlotBytes = 256 << 10;
 constexpr size_t kInboxBudget = 64 << 20;
 constexpr size_t kLeastEagerBytes = 4 << 10;
-constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr size_t kTableBytesPerRank =
     64;  // alltoall's table of splits and regions must fit in any case
+
+uint64_t randomNumber() {
+  std::random_device source;
+  return uint64_t(source()) << 32 | source();
+}
 
 size_t chooseSlotBytes(const Env& env, int size) {
   const size_t wanted =
@@ -37,6 +45,14 @@ size_t chooseSlotBytes(const Env& env, int size) {
 
 Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Store& store,
                                              GroupOptions options, Deadline deadline) {
+  const int rank = options.rank;
+  auto group = make(std::move(engine), store, std::move(options), deadline);
+  if (!group.ok()) return tellFailure(store, rank, group.error());
+  return group;
+}
+
+Result<std::unique_ptr<Group>> Group::make(std::shared_ptr<Engine> engine, Store& store,
+                                           GroupOptions options, Deadline deadline) {
   const int rank = options.rank, size = options.size;
   if (size > kMaxRanks) {
     return Error{ErrorCode::kUnsupported, "a group of " + std::to_string(size) +
@@ -55,10 +71,13 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
                          .put(kMemberVersion)
                          .putBytes(engine->endpoint())
                          .putBytes(group->window_->describe())
+                         .put(randomNumber())
+                         .put(group->options_.raises)
                          .take();
   auto all = exchange(store, "members", rank, size, mine, deadline);
   if (!all.ok()) return all.error();
   std::vector<Bytes> endpoints, parts;
+  uint64_t door = 0;
   for (int r = 0; r < size; ++r) {
     ByteReader in((*all)[r]);
     if (const auto version = in.get<uint32_t>(); version != kMemberVersion) {
@@ -70,12 +89,29 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
     }
     const auto endpoint = in.getBytes(64 << 10);
     const auto part = in.getBytes(1 << 10);
+    const auto theirDoor = in.get<uint64_t>();
+    const bool raises = in.get<bool>();
     MOONCAKE_TRY(in.finish("address of rank " + std::to_string(r)));
+    if (raises != group->options_.raises) {
+      return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " chose on_failure='" +
+                                             (raises ? "raise" : "continue") + "', rank " +
+                                             std::to_string(rank) +
+                                             " the other one: choose the same on all ranks"};
+    }
+    if (r == 0) door = theirDoor;
     endpoints.emplace_back(endpoint.begin(), endpoint.end());
     parts.emplace_back(part.begin(), part.end());
   }
   auto peers = engine->connect(endpoints, deadline);
   if (!peers.ok()) return peers.error();
+  group->membership_ = std::move(group->options_.membership);
+  const bool isWholeJob = !group->membership_;
+  if (isWholeJob) {
+    auto membership = Membership::start(
+        engine, {.rank = rank, .peers = *peers, .failureTimeout = engine->env().failureTimeout});
+    if (!membership.ok()) return membership.error();
+    group->membership_ = std::move(*membership);
+  }
   MOONCAKE_TRY(group->window_->attach(rank, std::move(*peers), parts));
 
   int onHost = 0;
@@ -84,7 +120,18 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
   group->spin_ = group->window_->fullyMapped() ? SpinPolicy::forRanksOnHost(onHost)
                                                : SpinPolicy::forMessages();
   group->isCrowded_ = group->window_->fullyMapped() && group->spin_.pauses == 0;
+  group->isOut_ = std::make_unique<std::atomic<bool>[]>(size_t(size));
+  // A group that is a job by itself has the job's ranks, whatever its members are called elsewhere.
+  std::vector<int> jobRanks;
+  if (!isWholeJob) jobRanks = group->options_.globalRanks;
+  for (int r = static_cast<int>(jobRanks.size()); r < size; ++r) jobRanks.push_back(r);
+  group->agent_ = std::make_shared<FlushAgent>(
+      *group, *group->membership_, door, std::move(jobRanks), group->options_.raises, isWholeJob);
+  group->onView(*group->agent_->view());
   engine->watch(&group->interrupt_, &group->window_->bell());
+  group->agent_->start();
+  // The job has begun on all of its ranks, or on none: who dies before is missed by all.
+  if (isWholeJob) MOONCAKE_TRY(barrier(*group, deadline));
   return group;
 }
 
@@ -93,6 +140,7 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
 // before we left.
 Group::~Group() {
   if (!window_) return;
+  if (agent_) agent_->stop();
   engine().unwatch(&interrupt_);
   const auto wordOf = [](std::byte* part, size_t offset) -> std::atomic<uint64_t>& {
     return *reinterpret_cast<std::atomic<uint64_t>*>(part + offset);
@@ -137,32 +185,56 @@ void Group::fail(Error why) {
     if (!failure_.ok()) return;
     failure_ = std::move(why);
   }
+  failed_.store(true, std::memory_order_release);
+  interruptAll();
+}
+
+void Group::interruptAll() {
   interrupt_.bump();
   window_->bell().ring();
 }
 
 Status Group::usable() const {
-  // Nobody has ever failed: the generation says so without a lock.
-  if (interrupt_.generation() == 0) return {};
+  if (!failed_.load(std::memory_order_acquire)) return {};
   std::lock_guard lock(failureMutex_);
   return failure_;
 }
 
-void Group::leave(Deadline deadline) {
-  for (int r = 0; r < size(); ++r) {
-    const std::byte* part = window_->peerPtr(r);
-    if (!part || r == rank()) continue;
-    const auto& ended = *reinterpret_cast<const std::atomic<uint64_t>*>(part + layout_.ended());
-    const auto done = [&] {
-      return ended.load(std::memory_order_acquire) >= lastNumber || window_->ended(r);
-    };
-    // Nobody rings for this: look again now and then.
-    while (!done() && !deadline.passed()) {
-      Waiter slice = waiter(deadline.earlier(Deadline::after(kLook)));
-      (void)slice.until(done);
-    }
-  }
+void Group::onView(const GroupView& view) {
+  for (int r = 0; r < size(); ++r) isOut_[r].store(!view.contains(r), std::memory_order_release);
+  if (options_.onView) options_.onView(view);
 }
+
+bool Group::isGone(int rank) const {
+  return window_->ended(rank) || isOut_[rank].load(std::memory_order_acquire);
+}
+
+std::string Group::whyGone(int rank) const {
+  if (const Evidence* seen = window_->ended(rank))
+    return seen->isGoodbye() ? "it left the job" : "lost it: " + seen->detail;
+  return "the others go on without it";
+}
+
+std::atomic<uint64_t>& Group::endedWord(int rank) const {
+  return *reinterpret_cast<std::atomic<uint64_t>*>(window_->peerPtr(rank) + layout_.ended());
+}
+
+void Group::passOn(uint64_t number, int of, int to) const {
+  const std::byte* part = window_->peerPtr(of);
+  const auto& slot = *reinterpret_cast<const Slot*>(
+      part ? part + layout_.ownSlot(number) : window_->local() + layout_.inboxSlot(of, number));
+  const uint64_t stamp = slot.begun.load(std::memory_order_acquire);
+  if (stampNumber(stamp) != number || slot.payloadBytes > slotBytes_) return;
+  constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
+  const size_t there = layout_.inboxSlot(of, number);
+  const std::span<const std::byte> data(reinterpret_cast<const std::byte*>(&slot) + kStampEnd,
+                                        kSlotHeaderBytes - kStampEnd + slot.payloadBytes);
+  // Who cannot be reached asks again in the next flush, or is out.
+  (void)window_->place(to, there + kStampEnd, data,
+                       {.offset = there + offsetof(Slot, begun), .stamp = stamp});
+}
+
+void Group::leave(Deadline deadline) { agent_->leave(lastNumber, deadline); }
 
 Result<Group::Shared> Group::shared(size_t bytes) {
   if (sharedBlock_.bytes() < bytes) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -8,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "base/wait.h"
+#include "collectives/flush_agent.h"
 #include "collectives/slot.h"
 #include "engine/engine.h"
 #include "engine/rendezvous/store.h"
@@ -20,6 +23,11 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
+  // The job that the members belong to, when the group is not itself the whole job.
+  std::shared_ptr<Membership> membership;
+  bool raises = false;  // mode `raise`: the loss of a member ends one operation on all survivors
+  // Who is in: called once when the group is made and whenever a member is lost, on any thread.
+  std::function<void(const GroupView&)> onView;
 };
 
 // The ranks that call operations together, and what they share for it: a window and a count of
@@ -49,11 +57,24 @@ class Group {
   // Any thread: every wait of this group ends and every later operation is refused with this error.
   // The first call wins.
   void fail(Error why);
-  // Waits until every rank that reads our memory for the last operation has ended it, or is gone,
-  // so that its engine may go, too. The group is not used afterwards.
+  // Every wait looks up.
+  void interruptAll();
+  // Waits until every rank that may need us for the last operation has ended it, or is gone, so
+  // that our engine may go, too. The group is not used afterwards.
   void leave(Deadline deadline);
   // What fail() said.
   Status usable() const;
+
+  const std::shared_ptr<Membership>& membership() const { return membership_; }
+  FlushAgent& agent() const { return *agent_; }
+  void onView(const GroupView& view);
+  // The rank has ended, or the job goes on without it: nothing comes from it any more.
+  bool isGone(int rank) const;
+  std::string whyGone(int rank) const;
+  // The number of the last operation that the rank has ended: of a rank that we map.
+  std::atomic<uint64_t>& endedWord(int rank) const;
+  // Gives a rank that is behind what we have of another one's part in this operation.
+  void passOn(uint64_t number, int of, int to) const;
 
   // Memory that lasts from one operation to the next; contents are not kept. The shared block's
   // results are read by peers until they have begun the next operation, so it is taken after
@@ -68,11 +89,12 @@ class Group {
 
   std::span<const std::byte*> sources();  // one pointer per rank
 
-  uint64_t lastNumber = 0;  // of the operations of this group
-  bool everybodyBegan =
-      true;  // the last operation saw everybody's slot, so its slot may be reused in two
+  uint64_t lastNumber = 0;                    // of the operations of this group
+  std::shared_ptr<const GroupView> lastView;  // who contributed to the last one
 
  private:
+  static Result<std::unique_ptr<Group>> make(std::shared_ptr<Engine> engine, Store& store,
+                                             GroupOptions options, Deadline deadline);
   Group(GroupOptions options, PartLayout layout, size_t slotBytes, size_t eagerBytes)
       : options_(std::move(options)),
         layout_(layout),
@@ -94,8 +116,12 @@ class Group {
   SpinPolicy spin_;
   bool isCrowded_ = false;
   Interrupt interrupt_;
+  std::atomic<bool> failed_{false};
   mutable std::mutex failureMutex_;
   Status failure_;
+  std::shared_ptr<Membership> membership_;
+  std::shared_ptr<FlushAgent> agent_;
+  std::unique_ptr<std::atomic<bool>[]> isOut_;  // by rank: of the job's view
   ArenaBlock sharedBlock_;
   MemoryRegion sharedRegion_;
   PrivateBlock undo_;

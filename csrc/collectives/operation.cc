@@ -3,17 +3,13 @@
 #include <algorithm>
 #include <map>
 
-#include "base/log.h"
+#include "base/failpoint.h"
 
 namespace mooncake {
 namespace {
 
-// While we wait for a straggler that has to leave our old slot, nobody rings: look again this
-// often.
-constexpr auto kStragglerLook = std::chrono::milliseconds(5);
-
-// How long the evidence of a death may come after its first effect.
-constexpr auto kEvidenceComes = std::chrono::seconds(1);
+// A fetch that failed although its owner lives: whatever ended it is known by then.
+constexpr auto kReasonComes = std::chrono::seconds(1);
 
 std::string listRanks(const Group& group, const std::vector<int>& ranks) {
   std::string text;
@@ -21,10 +17,16 @@ std::string listRanks(const Group& group, const std::vector<int>& ranks) {
   return text;
 }
 
+Deadline later(Deadline deadline, Clock::duration by) {
+  const auto room = Clock::time_point::max() - deadline.when();
+  return Deadline::at(deadline.when() + std::min<Clock::duration>(by, room));
+}
+
 }  // namespace
 
 Operation::Operation(Group& group, const Call& call, Deadline deadline)
     : group_(group),
+      agent_(group.agent()),
       call_([&] {
         Call ours = call;
         ours.fullyMapped = group.window().fullyMapped();
@@ -33,27 +35,7 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
       deadline_(deadline),
       waiter_(group.waiter(deadline)),
       number_(++group.lastNumber),
-      own_(slots(group.rank())),
-      sealKind_(kSealedBy + group.rank()) {
-  // A peer may have ended before this operation began: the first wait that does not succeed at once
-  // must look.
-  waiter_.generation = 0;
-}
-
-Operation::~Operation() {
-  // Without open() our stamps still belong to the operation before the last, which a late rank may
-  // be reading.
-  if (!committed_ && opened_) {
-    const uint64_t seal = makeStamp(number_, sealKind_);
-    for (const StampWord word : {&Slot::begun, &Slot::ready, &Slot::done}) {
-      if (tryStamp(own_->*word, seal)) signalUnmapped(rank(), word, seal);
-    }
-    ringMapped();
-  }
-  auto* endedWord =
-      reinterpret_cast<std::atomic<uint64_t>*>(group_.window().local() + group_.layout().ended());
-  endedWord->store(number_, std::memory_order_release);
-}
+      own_(slots(group.rank())) {}
 
 Slot* Operation::slots(int rank) const {
   const Window& window = group_.window();
@@ -62,52 +44,75 @@ Slot* Operation::slots(int rank) const {
                                       : window.local() + group_.layout().inboxSlot(rank, number_));
 }
 
-Status Operation::open() {
+Status Operation::run(Algorithm& algorithm) {
   if (auto usable = group_.usable(); !usable.ok()) return usable;
-  if (!group_.everybodyBegan) MOONCAKE_TRY(awaitStragglers());
-  group_.everybodyBegan = false;
-  opened_ = true;
-  return {};
-}
-
-Status Operation::awaitStragglers() {
-  // The operation before this one ended early here, so it does not prove that everybody has ended
-  // the one before it, whose slot we are about to write. A rank that is late may still read it:
-  // wait until it says that it has ended.
-  if (number_ <= 2) return {};
-  for (int r = 0; r < size(); ++r) {
-    const std::byte* part = group_.window().peerPtr(r);
-    if (!part || r == rank()) continue;
-    const auto& endedWord =
-        *reinterpret_cast<const std::atomic<uint64_t>*>(part + group_.layout().ended());
-    // A rank that is gone reads no more.
-    const auto left = [&] {
-      return endedWord.load(std::memory_order_acquire) >= number_ - 2 || group_.window().ended(r);
-    };
-    while (!left()) {
-      Waiter slice = waiter_;
-      slice.deadline = deadline_.earlier(Deadline::after(kStragglerLook));
-      const auto how = slice.until(left);
-      if (how == WaitResult::kInterrupted) {
-        waiter_.generation = waiter_.interrupt.generation();
-        if (auto usable = group_.usable(); !usable.ok()) return usable;
-      }
-      if (how == WaitResult::kTimeout && deadline_.passed()) {
-        return fail({ErrorCode::kTimeout, group_.nameRank(r) +
-                                              " has not come back from operation #" +
-                                              std::to_string(number_ - 2) + ", which timed out"});
-      }
+  if (auto begun = agent_.begin(number_); !begun.ok()) {
+    group_.lastView = agent_.viewWhenIdle();
+    return named(begun.error());
+  }
+  Status status = attempt(algorithm);
+  while (!status.ok() && !isAgreed_) {
+    auto settled = settle(std::move(status));
+    if (settled.kind == FlushAgent::Settled::Kind::kEnded) {
+      algorithm.rollBack(*this, Algorithm::Then::kError);
+      if (settled.view) group_.lastView = std::move(settled.view);
+      return named(settled.status.error());
+    }
+    if (settled.kind == FlushAgent::Settled::Kind::kTake) {
+      failpoint("adopt");
+      isTaking_ = true;
+      status = algorithm.conclude(*this);
+    } else {
+      failpoint("roll-back");
+      algorithm.rollBack(*this, Algorithm::Then::kAgain);
+      status = attempt(algorithm);
     }
   }
-  return {};
+  if (!status.ok()) algorithm.rollBack(*this, Algorithm::Then::kError);
+  if (group_.lastView.get() != view_) group_.lastView = kept_ ? kept_ : agent_.view();
+  agent_.end(number_, status);
+  return status.ok() ? Status() : Status(named(status.error()));
+}
+
+Status Operation::attempt(Algorithm& algorithm) {
+  kept_ = nullptr;
+  view_ = agent_.view().get();
+  stamp_ = makeStamp(number_, agent_.attempt());
+  begunSeen_ = 0;
+  isTaking_ = false;
+  MOONCAKE_TRY(agent_.awaitSlot(number_));
+  MOONCAKE_TRY(algorithm.contribute(*this));
+  return algorithm.conclude(*this);
+}
+
+FlushAgent::Settled Operation::settle(Status why) {
+  using Wish = FlushReport::Wish;
+  failpoint("park");
+  if (!kept_) kept_ = agent_.view();
+  const auto start = Clock::now();
+  Error error = why.error();
+  Wish wish = Wish::kAbort;
+  if (error.code == ErrorCode::kInterrupted) {
+    wish = Wish::kNone;
+    error = {};
+  } else if (error.code == ErrorCode::kTimeout) {
+    wish = Wish::kTimeout;
+  } else {
+    error.message = group_.nameRank(rank()) + " could not go on: " + error.message;
+  }
+  waiter_.generation = waiter_.interrupt.generation();
+  auto settled = agent_.settle(number_, wish, std::move(error));
+  // The time that this took was not given to the operation.
+  deadline_ = later(deadline_, Clock::now() - start);
+  waiter_.deadline = deadline_;
+  return settled;
 }
 
 Status Operation::begin(size_t payloadBytes) {
+  failpoint("begin");
   own_->call = call_;
   own_->payloadBytes = payloadBytes;
-  const uint64_t stamp = makeStamp(number_, kPublished);
-  if (!tryStamp(own_->begun, stamp))
-    return sealed(rank(), own_->begun.load(std::memory_order_acquire));
+  own_->begun.exchange(stamp_, std::memory_order_seq_cst);
 
   const Window& window = group_.window();
   ringMapped();
@@ -116,227 +121,216 @@ Status Operation::begin(size_t payloadBytes) {
   const size_t there = group_.layout().inboxSlot(rank(), number_);
   const std::span<const std::byte> data(reinterpret_cast<const std::byte*>(own_) + kStampEnd,
                                         kSlotHeaderBytes - kStampEnd + payloadBytes);
-  for (int step = 1; step < size(); ++step) {
-    const int r = (rank() + step) % size();
+  for (const int r : others()) {
     if (window.peerPtr(r)) continue;
-    // A channel that broke is found by whoever waits for the rank.
+    failpoint("put-begun");
     auto sent = window.put(r, there + kStampEnd, data,
-                           {.offset = there + offsetof(Slot, begun), .stamp = stamp});
-    if (!sent.ok() && !window.ended(r) && sent.code() != ErrorCode::kPeerLost)
-      return fail(sent.error());
+                           {.offset = there + offsetof(Slot, begun), .stamp = stamp_});
+    // A channel that broke is the membership's business.
+    if (!sent.ok() && sent.code() != ErrorCode::kPeerLost) return sent.error();
   }
   return {};
 }
 
 Status Operation::awaitBegun(int rank) {
   MOONCAKE_TRY(awaitStamp(rank, &Slot::begun));
+  failpoint("see-begun");
   if (slot(rank).call == call_) return {};
 
   // Not what we called. Everybody learns of it, because everybody compares; say who called what.
   std::map<std::string, std::vector<int>> callers;
-  for (int r = 0; r < size(); ++r) {
-    if (awaitStamp(r, &Slot::begun).ok()) {
-      Call theirs = slot(r).call;
-      std::string text = describeCall(theirs);
-      if (theirs.fullyMapped != call_.fullyMapped)
-        text += theirs.fullyMapped ? " over shared memory" : " over messages";
-      callers[text].push_back(r);
-    }
+  for (const int r : ranks()) {
+    MOONCAKE_TRY(awaitStamp(r, &Slot::begun));
+    Call theirs = slot(r).call;
+    std::string text = describeCall(theirs);
+    if (theirs.fullyMapped != call_.fullyMapped)
+      text += theirs.fullyMapped ? " over shared memory" : " over messages";
+    callers[text].push_back(r);
   }
   std::string who;
-  for (const auto& [text, ranks] : callers)
-    who += (who.empty() ? "" : "; ") + listRanks(group_, ranks) + " called " + text;
-  group_.everybodyBegan = true;
-  return fail(
+  for (const auto& [text, called] : callers)
+    who += (who.empty() ? "" : "; ") + listRanks(group_, called) + " called " + text;
+  agent_.allBegan(number_);
+  return agree(
       {ErrorCode::kMismatch, "the ranks called different operations: " + who +
                                  ". Nothing was changed; make all ranks call the same operation"});
 }
 
 Status Operation::awaitAllBegun() {
-  for (; begunSeen_ < size(); ++begunSeen_) MOONCAKE_TRY(awaitBegun(begunSeen_));
-  group_.everybodyBegan = true;
+  for (; begunSeen_ < ranks().size(); ++begunSeen_) MOONCAKE_TRY(awaitBegun(ranks()[begunSeen_]));
+  agent_.allBegan(number_);
+  failpoint("all-begun");
   return {};
+}
+
+bool Operation::hasBegun(int rank) const {
+  return hasStamp(rank, &Slot::begun) && slot(rank).call == call_;
 }
 
 Result<const std::byte*> Operation::payloadOf(int rank, size_t bytes) const {
   const Slot& theirs = slot(rank);
   if (theirs.payloadBytes == bytes) return theirs.payload;
-  return Error{ErrorCode::kProtocol, title() + ": " + group_.nameRank(rank) + " sent " +
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (!hasStamp(rank, &Slot::begun)) return Error{ErrorCode::kInterrupted, ""};
+  return Error{ErrorCode::kProtocol, group_.nameRank(rank) + " sent " +
                                          std::to_string(theirs.payloadBytes) + " bytes where " +
                                          std::to_string(bytes) +
                                          " were due: do all ranks run the same version?"};
 }
 
 Status Operation::publishReady(const RemoteRegion& result) {
+  failpoint("publish-ready");
   own_->result = result;
-  return publish(&Slot::ready, std::as_bytes(std::span(&own_->result, 1)));
-}
-
-Status Operation::awaitReady(int rank) { return awaitStamp(rank, &Slot::ready); }
-
-Status Operation::commit() {
-  committed_ = true;
+  publish(&Slot::ready, std::as_bytes(std::span(&own_->result, 1)));
   return {};
 }
 
-Status Operation::finish() {
-  MOONCAKE_TRY(publish(&Slot::done));
-  for (int r = 0; r < size(); ++r) MOONCAKE_TRY(awaitStamp(r, &Slot::done));
-  return commit();
+Status Operation::awaitAllReady() {
+  for (const int r : ranks()) {
+    MOONCAKE_TRY(awaitStamp(r, &Slot::ready));
+    failpoint("see-ready");
+  }
+  failpoint("all-ready");
+  return {};
+}
+
+// A rank that the others went on without while it was stopped reads slots that are written again:
+// nothing changes in them as long as we are a member. So what was read is good if the stamps still
+// stand.
+Status Operation::commit(When when) const {
+  failpoint("commit");
+  const StampWord word = when == When::kAllBegan ? &Slot::begun : &Slot::ready;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (const int r : ranks()) {
+    if (!hasStamp(r, word)) return {ErrorCode::kInterrupted, ""};
+  }
+  return {};
+}
+
+Status Operation::commitDone() {
+  // Who has ended it saw our `done`, too, and that of a rank that is out may never come to us.
+  if (isTaking_) return {};
+  failpoint("publish-done");
+  publish(&Slot::done);
+  for (const int r : ranks()) {
+    MOONCAKE_TRY(awaitStamp(r, &Slot::done));
+    failpoint("see-done");
+  }
+  return {};
+}
+
+Status Operation::agree(Error error) {
+  failpoint("agree");
+  // As in commit(): what it follows from may be of a later operation already.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (const int r : ranks()) {
+    if (!hasStamp(r, &Slot::begun)) return {ErrorCode::kInterrupted, ""};
+  }
+  isAgreed_ = true;
+  return error;
+}
+
+Status Operation::agreeRootLost(int root) {
+  return agree({ErrorCode::kPeerLost, "the root, " + group_.nameRank(root) +
+                                          ", is lost: " + group_.whyGone(root) +
+                                          ". Call it again with a root that is active"});
+}
+
+std::vector<int> Operation::others() const {
+  std::vector<int> others = ranks();
+  const auto self = std::ranges::lower_bound(others, rank());
+  std::ranges::rotate(others, self);
+  others.erase(others.begin());
+  return others;
+}
+
+Status Operation::goOn() const {
+  if (agent_.isFrozen()) return {ErrorCode::kInterrupted, ""};
+  return group_.usable();
 }
 
 // `data` lies in our slot and goes with the stamp to the ranks that do not map it.
-Status Operation::publish(StampWord word, std::span<const std::byte> data) {
-  const uint64_t stamp = makeStamp(number_, kPublished);
-  if (!tryStamp(own_->*word, stamp))
-    return sealed(rank(), (own_->*word).load(std::memory_order_acquire));
+void Operation::publish(StampWord word, std::span<const std::byte> data) {
+  (own_->*word).exchange(stamp_, std::memory_order_seq_cst);
   ringMapped();
-  signalUnmapped(rank(), word, stamp, data);
-  return {};
-}
-
-Status Operation::awaitStamp(int rank, StampWord word) {
-  const auto& stamp = slots(rank)->*word;
-  for (;;) {
-    uint64_t seen = 0;
-    const auto how = waiter_.until([&] {
-      seen = stamp.load(std::memory_order_acquire);
-      return stampNumber(seen) >= number_;
-    });
-    if (how == WaitResult::kReady) {
-      if (seen == makeStamp(number_, kPublished)) return {};
-      return sealed(rank, seen);
-    }
-    MOONCAKE_TRY(giveUpOn(rank, word, how));
-  }
-}
-
-// ok: wait on. A stamp is decided by one compare-and-set: either its owner has published after all,
-// or nobody will ever see it publish.
-Status Operation::giveUpOn(int rank, StampWord word, WaitResult why) {
-  const auto sealStampOf = [&](int owner, uint64_t kind) {
-    const uint64_t seal = makeStamp(number_, kind);
-    if (!tryStamp(slots(owner)->*word, seal)) return false;
-    ringMapped();
-    signalUnmapped(owner, word, seal);
-    return true;
-  };
-  if (why == WaitResult::kInterrupted) {
-    waiter_.generation =
-        waiter_.interrupt.generation();  // before we look, so that the next change interrupts again
-    if (auto usable = group_.usable(); !usable.ok()) return usable;
-    // Any rank that is gone without this stamp ends the operation, not only the one that we wait
-    // for: that one may have found the loss before us and wait for nobody any more.
-    for (const int r : gone()) {
-      if (sealStampOf(r, kLostRank + r)) return lost(r, *group_.window().ended(r));
-    }
-    return {};
-  }
-  if (!sealStampOf(rank, kSealedBy + this->rank())) return {};
-  std::vector<int> missing;
-  for (int r = 0; r < size(); ++r) {
-    const uint64_t seen = (slots(r)->*word).load(std::memory_order_acquire);
-    if (seen != makeStamp(number_, kPublished)) missing.push_back(r);
-  }
-  Error error{ErrorCode::kTimeout,
-              title() + " timed out: waited for " + listRanks(group_, missing) +
-                  (word == &Slot::begun ? ", which did not call it in time"
-                                        : ", which began it but did not end it in time")};
-  // Seals in memory are the same for everybody; those in messages may be too late for some rank.
-  if (!group_.window().fullyMapped()) group_.fail(error);
-  return error;
-}
-
-// The ranks that have ended; first those without a goodbye, because the others may have left on
-// their account.
-std::vector<int> Operation::gone() const {
-  std::vector<int> ranks;
-  for (const bool saidGoodbye : {false, true}) {
-    for (int r = 0; r < size(); ++r) {
-      if (const Evidence* seen = group_.window().ended(r); seen && seen->isGoodbye() == saidGoodbye)
-        ranks.push_back(r);
-    }
-  }
-  return ranks;
-}
-
-Status Operation::lost(int rank, const Evidence& evidence) {
-  sealKind_ = kLostRank + rank;  // so that the others name it, too
-  Error error{
-      ErrorCode::kPeerLost,
-      title() + ": " +
-          (evidence.isGoodbye() ? group_.nameRank(rank) + " left the job"
-                                : "lost " + group_.nameRank(rank) + ": " + evidence.detail)};
-  group_.fail(error);
-  return error;
-}
-
-Status Operation::sealed(int rank, uint64_t stamp) {
-  if (auto usable = group_.usable(); !usable.ok()) return usable;
-  if (stampNumber(stamp) == number_ && stampKind(stamp) >= kLostRank) {
-    const int victim = static_cast<int>(stampKind(stamp) - kLostRank);
-    if (victim < size()) {
-      // Another rank may know before our own evidence has come.
-      const Evidence* seen = group_.window().ended(victim);
-      const Evidence testimony{.kind = Evidence::Kind::kExited,
-                               .detail = "another rank found it gone"};
-      return lost(victim, seen ? *seen : testimony);
-    }
-  }
-  if (const Evidence* seen = group_.window().ended(rank)) return lost(rank, *seen);
-  // A rank that gave up did so because of a loss, as a rule: then everybody names the rank that was
-  // lost.
-  if (const auto others = gone(); !others.empty())
-    return lost(others[0], *group_.window().ended(others[0]));
-  const int by = static_cast<int>(stampKind(stamp) - kSealedBy);
-  if (stampNumber(stamp) != number_ || by < 0 || by >= size()) {
-    return fail({ErrorCode::kProtocol, group_.nameRank(rank) + " is at operation #" +
-                                           std::to_string(stampNumber(stamp))});
-  }
-  Error error{ErrorCode::kTimeout,
-              title() + " was ended by " + group_.nameRank(by) +
-                  (by == rank ? ", which could not end it (see its own error)"
-                              : ", which waited too long for " + group_.nameRank(rank))};
-  if (!group_.window().fullyMapped()) group_.fail(error);
-  return error;
-}
-
-// What cannot be read from our memory goes as a signal: the stamp of `stampOwner`, into the inbox
-// that each unmapped rank keeps for it (its own slot, for the owner itself).
-void Operation::signalUnmapped(int stampOwner, StampWord word, uint64_t stamp,
-                               std::span<const std::byte> data) {
   const Window& window = group_.window();
   if (window.fullyMapped()) return;
   const auto inSlot = [base = reinterpret_cast<const std::byte*>(own_)](const void* at) {
     return static_cast<size_t>(static_cast<const std::byte*>(at) - base);
   };
-  for (int r = 0; r < size(); ++r) {
+  const size_t there = group_.layout().inboxSlot(rank(), number_);
+  const size_t wordThere = there + inSlot(&(own_->*word));
+  for (const int r : ranks()) {
     if (window.peerPtr(r)) continue;
-    const PartLayout& layout = group_.layout();
-    const size_t there =
-        r == stampOwner ? layout.ownSlot(number_) : layout.inboxSlot(stampOwner, number_);
-    const size_t wordThere = there + inSlot(&(own_->*word));
-    // A channel that broke is found by whoever waits for the rank.
+    failpoint("put-stamp");
+    // A channel that broke is the membership's business.
     (void)window.put(r, data.empty() ? wordThere : there + inSlot(data.data()), data,
-                     {.offset = wordThere, .stamp = stamp});
+                     {.offset = wordThere, .stamp = stamp_});
+  }
+}
+
+bool Operation::hasStamp(int rank, StampWord word) const {
+  return (slots(rank)->*word).load(std::memory_order_acquire) == stamp_;
+}
+
+Status Operation::awaitStamp(int rank, StampWord word) {
+  const auto& stamp = slots(rank)->*word;
+  for (;;) {
+    const auto how = waiter_.until([&] { return stamp.load(std::memory_order_acquire) == stamp_; });
+    if (how == WaitResult::kReady) return {};
+    if (how == WaitResult::kTimeout) return timedOut(word);
+    MOONCAKE_TRY(lookUp());
+  }
+}
+
+// After an interrupt: does it concern us?
+Status Operation::lookUp() {
+  // Before the look, so that the next one interrupts again.
+  waiter_.generation = waiter_.interrupt.generation();
+  return goOn();
+}
+
+Status Operation::timedOut(StampWord word) const {
+  std::vector<int> missing;
+  for (const int r : ranks()) {
+    if (!hasStamp(r, word)) missing.push_back(r);
+  }
+  return {ErrorCode::kTimeout,
+          "timed out: " + group_.nameRank(rank()) + " waited for " + listRanks(group_, missing) +
+              (word == &Slot::begun ? ", which did not call it in time"
+                                    : ", which began it but did not end it in time")};
+}
+
+// A fetch failed. What its owner has to say comes by other ways: that is waited for first.
+Status Operation::explain(Error why) {
+  Waiter waiter = waiter_;
+  if (why.code != ErrorCode::kPeerLost)
+    waiter.deadline = deadline_.earlier(Deadline::after(kReasonComes));
+  for (;;) {
+    MOONCAKE_TRY(lookUp());
+    waiter.generation = waiter_.generation;
+    if (waiter.until([] { return false; }) == WaitResult::kTimeout) return why;
   }
 }
 
 void Operation::ringMapped() {
   const Window& window = group_.window();
-  for (int r = 0; r < size(); ++r) {
+  for (const int r : ranks()) {
     if (r != rank() && window.peerPtr(r)) window.ring(r);
   }
 }
 
-Status Operation::fail(Error error) const {
-  error.message = title() + ": " + error.message;
+Error Operation::named(Error error) const {
+  error.message = describeCall(call_) + " #" + std::to_string(number_) + " of group '" +
+                  group_.name() + "' on " + group_.nameRank(rank()) + ": " + error.message;
   return error;
 }
 
-std::string Operation::title() const {
-  return describeCall(call_) + " #" + std::to_string(number_) + " of group '" + group_.name() +
-         "' on " + group_.nameRank(rank());
+void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs) {
+  if (op.ranks().size() == outputs.size()) return;
+  for (int r = 0; r < op.size(); ++r) {
+    if (!op.takesPart(r)) std::ranges::fill(outputs[r], std::byte{});
+  }
 }
 
 Fetches::~Fetches() {
@@ -346,55 +340,30 @@ Fetches::~Fetches() {
 Status Fetches::start(int rank, const RemoteRegion& region, uint64_t offset,
                       std::span<std::byte> target) {
   if (target.empty()) return {};
+  failpoint("fetch");
   const Group& group = op_.group();
   if (offset > region.bytes || target.size() > region.bytes - offset) {
-    return op_.fail({ErrorCode::kProtocol,
-                     group.nameRank(rank) + " announced " + std::to_string(region.bytes) +
-                         " bytes, " + std::to_string(offset + target.size()) + " are due"});
+    return {ErrorCode::kProtocol, group.nameRank(rank) + " announced " +
+                                      std::to_string(region.bytes) + " bytes, " +
+                                      std::to_string(offset + target.size()) + " are due"};
   }
   auto started = group.window().get(rank, region, offset, target, completion_);
-  return started.ok() ? Status() : broken(started.error());
+  return started.ok() ? Status() : op_.explain(started.error());
 }
 
 Status Fetches::await() {
-  Group& group = op_.group();
   Waiter& waiter = op_.waiter_;
   for (;;) {
     const auto how = waiter.until([&] { return completion_.finished(); });
     if (how == WaitResult::kReady) break;
-    if (how == WaitResult::kInterrupted) {
-      // A channel that broke has ended its fetches with an error; somebody else's end is not our
-      // concern here.
-      waiter.generation = waiter.interrupt.generation();
-      if (auto usable = group.usable(); !usable.ok()) return usable;
-      continue;
-    }
-    Error error = op_.fail({ErrorCode::kTimeout, "timed out while fetching"}).error();
-    if (!group.window().fullyMapped()) group.fail(error);
-    return error;
+    if (how == WaitResult::kTimeout)
+      return {ErrorCode::kTimeout,
+              "timed out: " + op_.group().nameRank(op_.rank()) + " waited for the data of others"};
+    MOONCAKE_TRY(op_.lookUp());
   }
   const ErrorCode code = completion_.error.load(std::memory_order_acquire);
   if (code == ErrorCode::kOk) return {};
-  return broken({code, std::string("fetching failed (") + errorCodeName(code) + ")"});
-}
-
-Status Fetches::broken(Error why) {
-  Group& group = op_.group();
-  if (why.code == ErrorCode::kPeerLost) {
-    // The kernel may refuse to read a dead process before its socket has told us who died, and of
-    // what: that comes at once.
-    Waiter evidence = op_.waiter_;
-    evidence.deadline = op_.deadline_.earlier(Deadline::after(kEvidenceComes));
-    std::vector<int> gone;
-    const auto known = [&] { return !(gone = op_.gone()).empty(); };
-    while (evidence.until(known) == WaitResult::kInterrupted) {
-      evidence.generation = evidence.interrupt.generation();
-    }
-    if (!gone.empty()) return op_.lost(gone[0], *group.window().ended(gone[0]));
-  }
-  const Error error = op_.fail(std::move(why)).error();
-  group.fail(error);
-  return error;
+  return op_.explain({code, std::string("fetching failed (") + errorCodeName(code) + ")"});
 }
 
 }  // namespace mooncake

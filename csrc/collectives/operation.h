@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -9,85 +10,119 @@
 
 namespace mooncake {
 
-// One operation of a group, seen from one rank: the stages that every algorithm is made of, so that
-// the rule when a rank may return ok stands in one place (docs/membership.md).
+class Operation;
+
+// What a verb does for an operation. The operation runs it, several times where a rank dies: the
+// rule when a rank may return ok stands in one place (docs/membership.md).
+class Algorithm {
+ public:
+  virtual ~Algorithm() = default;
+  // Publishes what we give and goes as far as it can be undone. Every member in op.ranks() calls
+  // op.begin() once.
+  virtual Status contribute(Operation& op) = 0;
+  // From there to the result; the last thing it does is one of the two commits. Also called when
+  // another rank has come to the end of this attempt and we have not: all that it needs is there
+  // then, or on its way.
+  virtual Status conclude(Operation& op) = 0;
+  // The attempt is over without a result. Puts back what was overwritten of the inputs, takes back
+  // what was announced.
+  enum class Then { kAgain, kError };
+  virtual void rollBack(Operation&, Then) {}
+};
+
+// One operation of a group, seen from one rank: the stages that every algorithm is made of.
 //
 //   begin         publish our call with the payload (small) or where it can be fetched (large)
 //   awaitBegun    the same of another rank, checked against our own call
 //   publishReady  our share of the result can be fetched          } large
 //   awaitReady    the same of another rank                        } reductions only
-//   finish        everybody has what it needs: only where some part of the group is not mapped by
-//   load and store,
-//                 or where peers still fetch from our user's memory
+//   commit        everything that anybody needs for this operation is in memory that outlives us
+//   commitDone    every rank has what it needs
 //
-// Every stamp of a stage is published by its owner or sealed, never both: whoever waits too long
-// seals the stamp that it waits for, a rank that ends early seals its own, and then nobody can end
-// this operation with ok.
+// Every wait ends with kInterrupted when the group is to settle what happened: the algorithm
+// returns at once, and is called again with what was decided.
 class Operation {
  public:
   Operation(Group& group, const Call& call, Deadline deadline);
-  // An operation that ends early seals its own stamps, so that nobody waits for them.
-  ~Operation();
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
+  // To the end, whatever happens. The error has the operation's name in front.
+  Status run(Algorithm& algorithm);
+
   Group& group() const { return group_; }
   int rank() const { return group_.rank(); }
-  int size() const { return group_.size(); }
+  int size() const { return group_.size(); }  // of the group
+  // Who takes part in this attempt, ascending; these contribute, and nobody else.
+  const std::vector<int>& ranks() const { return view_->active; }
+  bool takesPart(int rank) const { return view_->contains(rank); }
+  // The others of them, the next one after us first: so not all ask the same one at once.
+  std::vector<int> others() const;
 
-  // Waits until our slot may be written again. Everything below comes after it.
-  Status open();
   // Our slot's payload, to be filled before begin(); group().slotBytes() long.
   std::byte* payload() const { return own_->payload; }
   void announceInput(const RemoteRegion& region) { own_->input = region; }
   Status begin(size_t payloadBytes);
 
-  Status awaitBegun(int rank);
   Status awaitAllBegun();
-  // What the rank published; only after awaitBegun(rank).
+  // What the rank published; only once it has begun.
   const Slot& slot(int rank) const { return *slots(rank); }
+  // It has begun this attempt, with our call. Does not wait.
+  bool hasBegun(int rank) const;
   // The payload when it has exactly this length, else an error that names the rank.
   Result<const std::byte*> payloadOf(int rank, size_t bytes) const;
 
   Status publishReady(const RemoteRegion& result);
-  Status awaitReady(int rank);
+  Status awaitAllReady();
 
-  // The last step of an operation. commit(): all that anybody needs is in slots and regions that
-  // outlive us. finish(): tells everybody that we have all that we need, waits until everybody says
-  // so, then commits.
-  Status commit();
-  Status finish();
+  // The last step. commit(): of what all have begun, or of what all are ready with.
+  // commitDone(): says that we have what we need, and waits until all say so.
+  enum class When { kAllBegan, kAllReady };
+  Status commit(When when) const;
+  Status commitDone();
 
-  Status fail(Error error) const;  // passes the error on, with the operation's name in front
+  // An error that every rank comes to by itself, because it follows from what all have published:
+  // this is how the operation ends. The group goes on.
+  Status agree(Error error);
+  Status agreeRootLost(int root);
+
+  // Long work without a wait in it asks now and then.
+  Status goOn() const;
 
  private:
   friend class Fetches;
   using StampWord = std::atomic<uint64_t> Slot::*;
 
   Slot* slots(int rank) const;
-  Status awaitStragglers();
-  Status publish(StampWord word, std::span<const std::byte> data = {});
+  Status attempt(Algorithm& algorithm);
+  FlushAgent::Settled settle(Status why);
+  Status awaitBegun(int rank);
+  void publish(StampWord word, std::span<const std::byte> data = {});
   Status awaitStamp(int rank, StampWord word);
-  Status giveUpOn(int rank, StampWord word, WaitResult why);
-  Status sealed(int rank, uint64_t stamp);
-  std::vector<int> gone() const;
-  Status lost(int rank, const Evidence& evidence);
-  void signalUnmapped(int stampOwner, StampWord word, uint64_t stamp,
-                      std::span<const std::byte> data = {});
+  bool hasStamp(int rank, StampWord word) const;
+  Status lookUp();
+  Status timedOut(StampWord word) const;
+  Status explain(Error why);
   void ringMapped();
-  std::string title() const;
+  Error named(Error error) const;
 
   Group& group_;
+  FlushAgent& agent_;
   const Call call_;
-  const Deadline deadline_;
+  Deadline deadline_;
   Waiter waiter_;
-  uint64_t number_;
-  Slot* own_;
-  uint64_t sealKind_;  // what our stamps say when we end early: because of us, or of a loss
-  int begunSeen_ = 0;  // ranks below this have begun and agree with our call
-  bool opened_ = false;
-  bool committed_ = false;
+  const uint64_t number_;
+  Slot* const own_;
+  const GroupView* view_;
+  std::shared_ptr<const GroupView> kept_;  // the view, once there may be a later one
+  uint64_t stamp_;
+  size_t begunSeen_ = 0;   // of ranks(): these have begun and agree with our call
+  bool isTaking_ = false;  // another rank has ended this attempt well
+  bool isAgreed_ = false;
 };
+
+// Of who does not take part there is nothing: zeros, never what was there before.
+void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs);
 
 // Fetches of one operation that are waited for together. None of them touches its target any more
 // when this object is gone.
@@ -103,9 +138,6 @@ class Fetches {
   Status await();
 
  private:
-  // A fetch could not begin or end: the group is over here. Names who is gone, where that is why.
-  Status broken(Error why);
-
   Operation& op_;
   Completion completion_;
 };

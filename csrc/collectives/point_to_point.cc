@@ -10,8 +10,6 @@ namespace {
 // they stay in the mailbox and the sender waits.
 constexpr size_t kEarlyBudget = 64 << 20;
 
-uint64_t stampOf(uint64_t number) { return makeStamp(number, kPublished); }
-
 }  // namespace
 
 PointToPoint::PointToPoint(Group& group)
@@ -33,6 +31,8 @@ std::shared_ptr<Message> PointToPoint::post(std::shared_ptr<Message> message) {
   std::lock_guard lock(mutex_);
   if (!aborted_.ok()) {
     end(*message, aborted_);
+  } else if (auto usable = group_.usable(); !usable.ok()) {
+    end(*message, std::move(usable));  // before anything is sent
   } else {
     active_.push_back(message);
     progressLocked();
@@ -90,8 +90,7 @@ bool PointToPoint::progressLocked() {
   for (const auto& message : active_) {
     // Who is gone is asked before the look at what it left: its last signals come before its end,
     // so a message that does not move in this round and whose peer had ended before will never.
-    if (message->peer_ != kAnySource)
-      pairs_[message->peer_].ended = group_.window().ended(message->peer_);
+    if (message->peer_ != kAnySource) pairs_[message->peer_].isGone = group_.isGone(message->peer_);
     if (message->isSend_ || message->fetch_) continue;
     for (int from = message->firstSource(); from <= message->lastSource(group_.size()); ++from)
       pairs_[from].wanted = true;
@@ -122,16 +121,16 @@ bool PointToPoint::advanceSend(Message& message) {
   const Mailbox& answers = mailboxOf(message.peer_);
   if (message.number_ != 0) {
     if (message.ack_ == kNoAck ||
-        stampNumber(answers.acks[message.ack_].load(std::memory_order_acquire)) < message.number_)
+        answers.acks[message.ack_].load(std::memory_order_acquire) < message.number_)
       return false;
     pair.ackBusy[message.ack_] = false;
     end(message, {});
     return true;
   }
-  if (pair.sendsHeld) return false;
+  // The memory of who is gone may be there still, with free cells in it.
+  if (pair.sendsHeld || pair.isGone) return false;
   pair.sendsHeld = true;  // until it has a cell
-  if (pair.sent - stampNumber(answers.taken.load(std::memory_order_acquire)) >= kMailboxCells)
-    return false;
+  if (pair.sent - answers.taken.load(std::memory_order_acquire) >= kMailboxCells) return false;
   const bool isLarge = message.data_.size() > kCellPayload;
   if (isLarge) {
     uint32_t ack = 0;
@@ -162,12 +161,14 @@ bool PointToPoint::advanceSend(Message& message) {
   auto placed = place(message.peer_, there + kStampEnd,
                       {reinterpret_cast<const std::byte*>(outgoing_.get()) + kStampEnd,
                        kCellHeaderBytes - kStampEnd + payload},
-                      there + offsetof(MailboxCell, arrived), stampOf(message.number_));
-  if (!placed.ok() || !isLarge) {
-    end(message, std::move(placed));
+                      there + offsetof(MailboxCell, arrived), message.number_);
+  if (!placed.ok()) {
+    end(message, Error{placed.code(), "send to " + group_.nameRank(message.peer_) + ": " +
+                                          placed.error().message});
     return true;
   }
-  return false;
+  if (!isLarge) end(message, {});
+  return !isLarge;
 }
 
 // True when the message is finished.
@@ -221,7 +222,8 @@ bool PointToPoint::fetchInto(Message& message, int from, const Early& early) {
   message.fetch_ = std::make_unique<Completion>(&group_.window().bell());
   auto started = group_.window().get(from, early.region, 0, message.data_, *message.fetch_);
   if (!started.ok()) {
-    end(message, std::move(started));
+    end(message, Error{started.code(),
+                       "receive from " + group_.nameRank(from) + ": " + started.error().message});
     return true;
   }
   return advanceReceive(message);  // where memory can be read the data is there already
@@ -234,7 +236,7 @@ void PointToPoint::takeIn(int from) {
   while (pair.earlyBytes <= kEarlyBudget) {
     const uint64_t number = pair.taken + 1;
     const MailboxCell& cell = mailbox.cells[number % kMailboxCells];
-    if (stampNumber(cell.arrived.load(std::memory_order_acquire)) < number) return;
+    if (cell.arrived.load(std::memory_order_acquire) < number) return;
     Early early{number, cell.tag, cell.ack, cell.bytes, cell.region, {}};
     const bool isLarge = early.bytes > kCellPayload;
     // What the cell says must be possible before anything is done with it.
@@ -259,14 +261,14 @@ void PointToPoint::giveBackCells(int from) {
   pair.credited = pair.taken;
   const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, taken);
   (void)place(from, word, {}, word,
-              stampOf(pair.taken));  // a broken channel ends the messages that need it
+              pair.taken);  // a broken channel ends the messages that need it
 }
 
 void PointToPoint::acknowledge(int to, uint32_t ack, uint64_t number) {
   const size_t word =
       group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) + ack * sizeof(uint64_t);
   (void)place(to, word, {}, word,
-              stampOf(number));  // a broken channel ends the messages that need it
+              number);  // a broken channel ends the messages that need it
 }
 
 // A message that did not move: has it any chance left?
@@ -280,12 +282,9 @@ void PointToPoint::endLate(Message& message) {
     return;
   }
   if (message.peer_ != kAnySource) {
-    if (const Evidence* ended = pairs_[message.peer_].ended) {
+    if (pairs_[message.peer_].isGone) {
       if (message.fetch_) group_.window().cancelGets(*message.fetch_);
-      end(message,
-          Error{ErrorCode::kPeerLost,
-                title + ": " +
-                    (ended->isGoodbye() ? "it left the job" : "lost it: " + ended->detail)});
+      end(message, Error{ErrorCode::kPeerLost, title + ": " + group_.whyGone(message.peer_)});
       return;
     }
   }
@@ -299,6 +298,8 @@ void PointToPoint::endLate(Message& message) {
 }
 
 void PointToPoint::end(Message& message, Status status) {
+  // Connections end with the group, and a fetch may be the first to find that.
+  if (const Status usable = group_.usable(); !usable.ok() && !status.ok()) status = usable;
   message.region_ = MemoryRegion();
   message.status_ = std::move(status);
   message.finished_.store(true, std::memory_order_release);
@@ -309,16 +310,9 @@ const Mailbox& PointToPoint::mailboxOf(int from) const {
   return *reinterpret_cast<const Mailbox*>(group_.window().local() + group_.layout().mailbox(from));
 }
 
-// Into the rank's part: by store where it is mapped, else as a put.
 Status PointToPoint::place(int to, size_t offset, std::span<const std::byte> data,
                            size_t stampOffset, uint64_t stamp) {
-  const Window& window = group_.window();
-  std::byte* part = window.peerPtr(to);
-  if (!part) return window.put(to, offset, data, {.offset = stampOffset, .stamp = stamp});
-  if (!data.empty()) std::memcpy(part + offset, data.data(), data.size());
-  tryStamp(*reinterpret_cast<std::atomic<uint64_t>*>(part + stampOffset), stamp);
-  window.ring(to);
-  return {};
+  return group_.window().place(to, offset, data, {.offset = stampOffset, .stamp = stamp});
 }
 
 }  // namespace mooncake

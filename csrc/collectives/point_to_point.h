@@ -78,11 +78,11 @@ class PointToPoint {
     std::vector<std::byte> payload;
   };
   struct Pair {
-    uint64_t sent = 0;                // messages put into the peer's mailbox
-    uint64_t taken = 0;               // messages taken out of ours
-    uint64_t credited = 0;            // of `taken`, told to the peer
-    const Evidence* ended = nullptr;  // of the peer's end, when it was there as this round began
-    bool wanted = false;              // a receive waits for a message of this rank
+    uint64_t sent = 0;       // messages put into the peer's mailbox
+    uint64_t taken = 0;      // messages taken out of ours
+    uint64_t credited = 0;   // of `taken`, told to the peer
+    bool isGone = false;     // the peer, as this round began
+    bool wanted = false;     // a receive waits for a message of this rank
     bool sendsHeld = false;  // a send to this rank waits for a free cell, so do the later ones
     size_t earlyBytes = 0;
     std::list<Early> early;

@@ -10,32 +10,60 @@
 namespace mooncake {
 namespace {
 
-Status small(Operation& op, ConstSpan input, Span output, Reduction reduction) {
-  if (!input.empty()) std::memcpy(op.payload(), input.data(), input.size());
-  MOONCAKE_TRY(op.begin(input.size()));
-  MOONCAKE_TRY(op.awaitAllBegun());
-  const auto sources = op.group().sources();
-  for (int r = 0; r < op.size(); ++r) {
-    auto payload = op.payloadOf(r, input.size());
-    if (!payload.ok()) return payload.error();
-    sources[r] = *payload + size_t(op.rank()) * output.size();
-  }
-  reduceSources(reduction, output.data(), sources, output.size() / dtypeSize(reduction.dtype));
-  return op.commit();
-}
+class Small final : public Algorithm {
+ public:
+  Small(ConstSpan input, Span output, Reduction reduction)
+      : input_(input), output_(output), reduction_(reduction) {}
 
-Status large(Operation& op, ConstSpan input, Span output, Reduction reduction) {
-  // Peers only read; the table knows addresses without const.
-  auto region = op.group().engine().regions().add(const_cast<std::byte*>(input.data()),
-                                                  input.size(), kRemoteRead);
-  if (!region.ok()) return op.fail(region.error());
-  op.announceInput(region->remote());
-  MOONCAKE_TRY(op.begin(0));
-  MOONCAKE_TRY(op.awaitAllBegun());
-  const size_t offset = size_t(op.rank()) * output.size();
-  MOONCAKE_TRY(reduceSegment(op, reduction, input.subspan(offset, output.size()), offset, output));
-  return op.finish();
-}
+  Status contribute(Operation& op) override {
+    if (!input_.empty()) std::memcpy(op.payload(), input_.data(), input_.size());
+    return op.begin(input_.size());
+  }
+  Status conclude(Operation& op) override {
+    MOONCAKE_TRY(op.awaitAllBegun());
+    const auto sources = op.group().sources().first(op.ranks().size());
+    for (size_t i = 0; i < sources.size(); ++i) {
+      auto payload = op.payloadOf(op.ranks()[i], input_.size());
+      if (!payload.ok()) return payload.error();
+      sources[i] = *payload + size_t(op.rank()) * output_.size();
+    }
+    reduceSources(reduction_, output_.data(), sources,
+                  output_.size() / dtypeSize(reduction_.dtype));
+    return op.commit(Operation::When::kAllBegan);
+  }
+
+ private:
+  const ConstSpan input_;
+  const Span output_;
+  const Reduction reduction_;
+};
+
+class Large final : public Algorithm {
+ public:
+  Large(ConstSpan input, Span output, Reduction reduction)
+      : input_(input), output_(output), reduction_(reduction) {}
+
+  Status contribute(Operation& op) override {
+    // Peers only read; the table knows addresses without const.
+    auto region = op.group().engine().regions().add(const_cast<std::byte*>(input_.data()),
+                                                    input_.size(), kRemoteRead);
+    if (!region.ok()) return region.error();
+    region_ = std::move(*region);
+    op.announceInput(region_.remote());
+    MOONCAKE_TRY(op.begin(0));
+    MOONCAKE_TRY(op.awaitAllBegun());
+    const size_t offset = size_t(op.rank()) * output_.size();
+    return reduceSegment(op, reduction_, input_.subspan(offset, output_.size()), offset, output_);
+  }
+  Status conclude(Operation& op) override { return op.commitDone(); }
+  void rollBack(Operation&, Then) override { region_ = MemoryRegion(); }
+
+ private:
+  const ConstSpan input_;
+  const Span output_;
+  const Reduction reduction_;
+  MemoryRegion region_;
+};
 
 }  // namespace
 
@@ -48,9 +76,12 @@ Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduc
                 .reduce = reduction.kind,
                 .count = output.size() / dtypeSize(reduction.dtype)},
                deadline);
-  MOONCAKE_TRY(op.open());
-  return input.size() <= group.eagerBytes() ? small(op, input, output, reduction)
-                                            : large(op, input, output, reduction);
+  if (input.size() <= group.eagerBytes()) {
+    Small small(input, output, reduction);
+    return op.run(small);
+  }
+  Large large(input, output, reduction);
+  return op.run(large);
 }
 
 }  // namespace mooncake

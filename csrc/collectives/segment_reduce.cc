@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <deque>
 
+#include "base/failpoint.h"
+
 namespace mooncake {
 namespace {
 
@@ -22,17 +24,18 @@ size_t roundDown(size_t bytes) { return bytes & ~size_t(4095); }
 Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::byte> own,
                      uint64_t offset, std::span<std::byte> target,
                      const std::function<Status()>& whileFetching) {
-  const int size = op.size(), rank = op.rank();
+  const auto& ranks = op.ranks();
+  const size_t size = ranks.size();
+  const size_t self = size_t(std::ranges::lower_bound(ranks, op.rank()) - ranks.begin());
   const bool mapped = op.group().window().fullyMapped();
   const size_t chunk =
-      mapped ? std::clamp(roundDown(kCacheBudget / size_t(size)), kLeastChunk, kMostChunk)
-             : kMessageChunk;
+      mapped ? std::clamp(roundDown(kCacheBudget / size), kLeastChunk, kMostChunk) : kMessageChunk;
   const size_t depth = mapped ? 1 : kMessageDepth;
-  auto scratch = op.group().scratch(depth * size_t(size) * chunk);
-  if (!scratch.ok()) return op.fail(scratch.error());
+  auto scratch = op.group().scratch(depth * size * chunk);
+  if (!scratch.ok()) return scratch.error();
 
-  const auto place = [&](size_t index, int r) {
-    return *scratch + ((index % depth) * size_t(size) + size_t(r)) * chunk;
+  const auto place = [&](size_t index, size_t part) {
+    return *scratch + ((index % depth) * size + part) * chunk;
   };
   const size_t chunks = (target.size() + chunk - 1) / chunk;
   const auto lengthOf = [&](size_t index) {
@@ -44,23 +47,26 @@ Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::by
   const auto startUpTo = [&](size_t end) -> Status {
     for (; started < std::min(end, chunks); ++started) {
       Fetches& fetches = underWay.emplace_back(op);
-      for (int step = 1; step < size; ++step) {
-        const int from = (rank + step) % size;
-        MOONCAKE_TRY(fetches.start(from, op.slot(from).input, offset + started * chunk,
+      for (size_t step = 1; step < size; ++step) {
+        const size_t from = (self + step) % size;
+        MOONCAKE_TRY(fetches.start(ranks[from], op.slot(ranks[from]).input,
+                                   offset + started * chunk,
                                    {place(started, from), lengthOf(started)}));
       }
     }
     return {};
   };
-  const auto sources = op.group().sources();
+  const auto sources = op.group().sources().first(size);
   MOONCAKE_TRY(startUpTo(depth));
   MOONCAKE_TRY(whileFetching());
   for (size_t index = 0; index < chunks; ++index) {
+    failpoint("reduce-chunk");
+    MOONCAKE_TRY(op.goOn());
     MOONCAKE_TRY(startUpTo(index + depth));
     MOONCAKE_TRY(underWay.front().await());
     underWay.pop_front();
-    for (int r = 0; r < size; ++r)
-      sources[r] = r == rank ? own.data() + index * chunk : place(index, r);
+    for (size_t part = 0; part < size; ++part)
+      sources[part] = part == self ? own.data() + index * chunk : place(index, part);
     reduceSources(reduction, target.data() + index * chunk, sources,
                   lengthOf(index) / dtypeSize(reduction.dtype));
   }

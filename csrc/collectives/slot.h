@@ -7,6 +7,8 @@
 #include "collectives/call.h"
 #include "engine/transfer.h"
 #include "engine/window.h"
+#include "membership/flush.h"
+#include "membership/rank_set.h"
 
 // A rank's part of a group's window. Every offset of it is in this file.
 //
@@ -21,9 +23,10 @@
 //   slot:  0  ready, done, result region | 64  begun, call, payload size, input region | 128
 //   payload
 //
-// `begun`, `ready` and `done` are stamps: number of the operation, and published or sealed. A slot
-// is used again two operations later, after everybody has published the operation in between, which
-// proves that everybody has ended this one (docs/membership.md).
+// `begun`, `ready` and `done` are stamps, written by the slot's owner only: which attempt at which
+// operation has come so far. Data is written only while its stamp is lower. A slot is used again
+// two operations later, after everybody has begun the operation in between, which proves that
+// everybody has ended this one (docs/membership.md).
 namespace mooncake {
 
 struct alignas(64) Slot {
@@ -46,17 +49,18 @@ constexpr size_t kSlotHeaderBytes = 128;
 static_assert(offsetof(Slot, result) == 16 && offsetof(Slot, begun) == 64);
 static_assert(offsetof(Slot, payload) == kSlotHeaderBytes);
 
-constexpr uint64_t kPublished = 1;
-constexpr uint64_t kSealedBy = 2;  // + rank of who sealed
-constexpr uint64_t kLostRank = uint64_t(1)
-                               << (kStampKindBits - 1);  // + rank whose loss is why it is sealed
-constexpr int kMaxRanks = kLostRank - kSealedBy;
-constexpr uint64_t makeStamp(uint64_t number, uint64_t kind) {
-  return number << kStampKindBits | kind;
+// A stamp, from the highest bit: epoch 12, number 38, round 14. So it grows with every attempt, and
+// what an earlier one left behind never overtakes.
+constexpr int kStampRoundBits = 14;
+constexpr int kStampNumberBits = 38;
+constexpr uint64_t makeStamp(uint64_t number, Attempt attempt) {
+  return uint64_t(attempt.epoch) << (kStampNumberBits + kStampRoundBits) |
+         number << kStampRoundBits | attempt.round;
 }
-constexpr uint64_t stampKind(uint64_t stamp) {
-  return stamp & ((uint64_t(1) << kStampKindBits) - 1);
+constexpr uint64_t stampNumber(uint64_t stamp) {
+  return stamp >> kStampRoundBits & ((uint64_t(1) << kStampNumberBits) - 1);
 }
+constexpr int kMaxRanks = RankSet::kLimit;
 
 // Where things lie in a part. The same on every rank of a group.
 class PartLayout {

@@ -18,6 +18,10 @@ namespace {
 // end of a socket.
 constexpr auto kStarting = std::chrono::milliseconds(20);
 
+// While connections are made: how long nobody may come of those that have published their address.
+constexpr auto kLeastPatience = std::chrono::seconds(1);
+constexpr auto kPatiencePerRank = std::chrono::milliseconds(10);
+
 constexpr size_t kMostOutboxBytes = size_t(16) << 20;
 
 // The transports to use, best first: all that are built in, or the ones that were asked for, in
@@ -144,6 +148,13 @@ Engine::~Engine() {
   }
   transports_.clear();
   loop_.reset();
+  // Whoever may still read what we gave has it mapped, and has it still when we are gone: as after
+  // a death.
+  std::erase_if(retired_, [](const Retired& retired) { return retired.isFree(); });
+  arena_->keepContents();
+  for (Retired& retired : retired_) {
+    for (RetiredMemory& memory : retired.memory) memory.region.abandon();
+  }
 }
 
 void Engine::retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree) {
@@ -205,15 +216,27 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     std::lock_guard lock(mutex_);
     endpoints_[*id] = endpoints[i];
   }
-  MOONCAKE_TRY(callAll(ids, endpoints, deadline));
+  // The ranks of a large job learn the addresses one after the other.
+  const auto patience = std::max<Clock::duration>(options_.env.failureTimeout, kLeastPatience) +
+                        kPatiencePerRank * int64_t(endpoints.size());
+  MOONCAKE_TRY(callAll(ids, endpoints, deadline, patience));
 
+  const auto began = Clock::now();
   std::vector<std::shared_ptr<Peer>> peers(endpoints.size());
   std::unique_lock lock(mutex_);
   for (size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] == id()) continue;
     const auto there = [&] { return (peers[i] = known(ids[i])) != nullptr; };
     const std::string name = "rank " + std::to_string(i);
-    if (!arrived_.wait_until(lock, deadline.when(), there)) {
+    // Somebody who has published its address calls at once. As long as others still do, all is
+    // well.
+    Clock::time_point giveUp;
+    do {
+      const auto quiet = std::max(lastArrival_, began) + patience;
+      giveUp = std::min(deadline.when(), quiet);
+    } while (!arrived_.wait_until(lock, giveUp, there) && Clock::now() < deadline.when() &&
+             std::max(lastArrival_, began) + patience > giveUp);
+    if (!peers[i]) {
       return Error{ErrorCode::kTimeout,
                    name +
                        " published its address but did not connect in time: is it alive, and can "
@@ -229,7 +252,7 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
 // All calls that are ours to make, many at a time: the peers answer side by side, and whoever
 // answers is served at once, so no two engines can wait for each other's turn.
 Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
-                       Deadline deadline) {
+                       Deadline deadline, Clock::duration patience) {
   struct Call {
     size_t index;
     std::unique_ptr<Connecting> connecting;
@@ -254,7 +277,8 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
   while (!due.empty() || !calls.empty()) {
     while (!due.empty() && calls.size() < kMaxCalls) {
       const size_t i = due.back();
-      auto connecting = openRoute(transports_, ids[i], endpoints[i], deadline);
+      auto connecting =
+          openRoute(transports_, ids[i], endpoints[i], deadline.earlier(Deadline::after(patience)));
       if (!connecting.ok()) return failed(i, connecting.error());
       calls.push_back({i, std::move(*connecting)});
       due.pop_back();
@@ -286,6 +310,7 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
 void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {
   std::lock_guard lock(mutex_);
   remember(id, std::move(channel));
+  lastArrival_ = Clock::now();
   arrived_.notify_all();
 }
 

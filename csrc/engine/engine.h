@@ -67,9 +67,9 @@ class Engine {
   Bytes endpoint() const;
   // Connects to all these endpoints; a peer that is already connected is returned as it is, also
   // one that has ended since, our own endpoint gives null. Of each pair the engine with the smaller
-  // id calls and the other one is called. Blocks until all are there or the deadline has passed;
-  // the error names by its index who is missing, and why. The index is also the name of a peer that
-  // has none yet.
+  // id calls and the other one is called. Blocks until all are there, the deadline has passed, or
+  // nobody has come for the failure timeout; the error names by its index who is missing, and why.
+  // The index is also the name of a peer that has none yet.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
 
@@ -115,7 +115,7 @@ class Engine {
   Engine() = default;
   std::shared_ptr<Peer> known(const EngineId& id) const;
   Status callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
-                 Deadline deadline);
+                 Deadline deadline, Clock::duration patience);
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel);
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
   void sendOutbox();
@@ -132,6 +132,7 @@ class Engine {
   std::mutex callMutex_;  // one callAll() at a time: nobody is called twice
   std::mutex mutex_;      // guards everything below down to published_
   std::condition_variable arrived_;
+  Clock::time_point lastArrival_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
   // Of peers that ended before remember() had their channels in its hands.
   std::map<EngineId, Evidence> endedEarly_;

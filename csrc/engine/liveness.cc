@@ -254,6 +254,7 @@ std::string Liveness::lookUp(Watched& watched, Clock::time_point now) {
 // Under the lock. All together, so who is nearly there is waited for: a rank that has gone deaf
 // must be seen to accuse everybody at once.
 std::vector<Liveness::Silent> Liveness::takeSilent() {
+  if (left_.load()) return {};  // nobody speaks to us any more
   const auto most = options_.failureTimeout;
   const auto margin = 2 * (remotes_ > 0 ? beatInterval(most, remotes_) : kBeat);
   std::chrono::nanoseconds longest{0};

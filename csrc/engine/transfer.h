@@ -11,26 +11,22 @@
 
 namespace mooncake {
 
-// A stamp is a word that only grows: a number (upper 48 bits) and what happened to it (lower 16).
-// For each number it is written once, by whoever comes first: the owner publishes, or another rank
-// seals.
-constexpr int kStampKindBits = 16;
-constexpr uint64_t stampNumber(uint64_t stamp) { return stamp >> kStampKindBits; }
+// A stamp is a word that only grows: what it says is for those to know who write it.
 inline bool canStamp(const std::atomic<uint64_t>& word, uint64_t stamp) {
-  return stampNumber(word.load(std::memory_order_acquire)) < stampNumber(stamp);
+  return word.load(std::memory_order_acquire) < stamp;
 }
-// One compare-and-set decides: true when this call wrote the word. Sequentially consistent, so a
-// doorbell that is rung afterwards is not missed (see Doorbell).
+// True when this call wrote the word. Sequentially consistent, so a doorbell that is rung
+// afterwards is not missed (see Doorbell).
 inline bool tryStamp(std::atomic<uint64_t>& word, uint64_t stamp) {
   uint64_t current = word.load(std::memory_order_relaxed);
-  while (stampNumber(current) < stampNumber(stamp)) {
+  while (current < stamp) {
     if (word.compare_exchange_weak(current, stamp, std::memory_order_seq_cst)) return true;
   }
   return false;
 }
 
 // The stamp that announces a put. It is tried after the data has landed; where canStamp() is
-// already false (the word was sealed, or the put is late) neither data nor stamp is written.
+// already false (the put is late) neither data nor stamp is written.
 // `offset` is relative to the region and a multiple of 8. The doorbell at the start of the region
 // is rung afterwards.
 struct Signal {

@@ -1,5 +1,7 @@
 #include "engine/window.h"
 
+#include <atomic>
+#include <cstring>
 #include <new>
 
 namespace mooncake {
@@ -71,6 +73,17 @@ Status Window::put(int rank, uint64_t offset, std::span<const std::byte> data,
   const Member& member = members_[rank];
   return member.peer->channel->put(
       {.region = member.part, .offset = offset, .data = data, .signal = signal});
+}
+
+Status Window::place(int rank, uint64_t offset, std::span<const std::byte> data,
+                     Signal signal) const {
+  std::byte* part = members_[rank].mapped;
+  if (!part) return put(rank, offset, data, signal);
+  auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(part + signal.offset);
+  if (!canStamp(word, signal.stamp)) return {};
+  if (!data.empty()) std::memcpy(part + offset, data.data(), data.size());
+  if (tryStamp(word, signal.stamp)) ring(rank);
+  return {};
 }
 
 Status Window::get(int rank, const RemoteRegion& region, uint64_t offset,

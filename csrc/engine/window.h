@@ -45,6 +45,8 @@ class Window {
   // itself.
   void ring(int rank) const { reinterpret_cast<Doorbell*>(members_[rank].mapped)->ring(); }
   Status put(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
+  // The same into any part: by store where it is reached by load and store, else as a put.
+  Status place(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
   Status get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
              Completion& completion) const;
   // Every get that counts at this completion has ended when this returns.

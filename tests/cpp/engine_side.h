@@ -45,7 +45,7 @@ inline Bytes pattern(size_t bytes, uint64_t seed) {
   return out;
 }
 
-inline constexpr uint64_t stampOf(uint64_t number) { return number << kStampKindBits | 1; }
+inline constexpr uint64_t stampOf(uint64_t number) { return number << 16 | 1; }
 
 // What somebody does who connects to one peer and has nothing else to do.
 inline Result<std::shared_ptr<Channel>> connectNow(Transport& transport, const EngineId& peer,

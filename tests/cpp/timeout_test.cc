@@ -44,6 +44,23 @@ TEST(TimeoutTest, IsTheSameForTheLateRankAndTheGroupGoesOn) {
   });
 }
 
+// More than is remembered of how they ended.
+TEST(TimeoutTest, WhoIsAwayForManyOperationsFindsThemEnded) {
+  constexpr int kMissed = int(kRemembered) + 8;
+  std::latch gaveUp(1);
+  runRanks({.size = 2, .transports = {"shm"}}, [&](Group& group) {
+    EXPECT_TRUE(sumOnes(group, 10, soon()).ok());
+    if (group.rank() == 1) gaveUp.wait();
+    for (int i = 0; i < kMissed; ++i) {
+      const auto patience =
+          group.rank() == 1 ? soon() : Deadline::after(std::chrono::milliseconds(5));
+      EXPECT_FALSE(sumOnes(group, 10, patience).ok());
+    }
+    if (group.rank() == 0) gaveUp.count_down();
+    EXPECT_TRUE(sumOnes(group, 10, soon()).ok());
+  });
+}
+
 TEST(TimeoutTest, AbortEndsAWaitFromAnotherThread) {
   std::latch ended(1);
   runRanks({.size = 2, .transports = {"shm"}}, [&](Group& group) {
@@ -57,18 +74,41 @@ TEST(TimeoutTest, AbortEndsAWaitFromAnotherThread) {
   });
 }
 
-TEST(TimeoutTest, ARankThatLeftIsNamed) {
+TEST(TimeoutTest, TheOthersGoOnWithoutARankThatLeft) {
   for (const char* transport : {"shm", "tcp", "inproc"}) {
-    std::latch survivorsKnow(2);
-    runRanks({.size = 3, .transports = {transport}}, [&](Group& group) {
-      EXPECT_TRUE(sumOnes(group, 10, soon()).ok());
-      if (group.rank() == 1) return;  // its engine says goodbye
-      const Status status = sumOnes(group, 10, soon());
-      EXPECT_NE(status.code(), ErrorCode::kOk);
-      EXPECT_NE(status.error().message.find("rank 1"), std::string::npos) << status.error().message;
-      survivorsKnow.arrive_and_wait();  // a survivor that leaves is named, too
-    });
+    for (const size_t count : {size_t(10), size_t(100000)}) {
+      runRanks({.size = 3, .transports = {transport}}, [&](Group& group) {
+        int sum = 0;
+        EXPECT_TRUE(sumOnes(group, count, soon(), &sum).ok());
+        EXPECT_EQ(sum, 3);
+        if (group.rank() == 1) return;  // its engine says goodbye
+        for (int round = 0; round < 3; ++round) {
+          const Status status = sumOnes(group, count, soon(), &sum);
+          EXPECT_TRUE(status.ok()) << status.error().message;
+          EXPECT_EQ(sum, 2);
+          EXPECT_EQ(group.lastView->active, (std::vector{0, 2}));
+        }
+      });
+    }
   }
+}
+
+TEST(TimeoutTest, OverMessagesTooTheLateRankIsToldAndTheGroupGoesOn) {
+  std::latch gaveUp(2);
+  runRanks({.size = 3, .transports = {"tcp"}}, [&](Group& group) {
+    if (group.rank() == 2) gaveUp.wait();
+    const Status late = sumOnes(
+        group, 10, group.rank() == 2 ? soon() : Deadline::after(std::chrono::milliseconds(50)));
+    ASSERT_EQ(late.code(), ErrorCode::kTimeout);
+    if (group.rank() != 2) gaveUp.count_down();
+    EXPECT_NE(late.error().message.find("rank 2"), std::string::npos) << late.error().message;
+    for (const size_t count : {size_t(10), size_t(100000)}) {
+      int sum = 0;
+      const Status after = sumOnes(group, count, soon(), &sum);
+      EXPECT_TRUE(after.ok()) << after.error().message;
+      EXPECT_EQ(sum, 3);
+    }
+  });
 }
 
 TEST(TimeoutTest, ARankThatLeavesWhileOthersStillConnectIsNoHang) {

@@ -61,7 +61,7 @@ Status LocalChannel::put(const PutRequest& request) {
     return {ErrorCode::kRefused, "a put outside of the peer's window part"};
   }
   auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(region + signal.offset);
-  if (!canStamp(word, signal.stamp)) return {};  // sealed, or late
+  if (!canStamp(word, signal.stamp)) return {};  // late
   const auto isShutOut = [&] {
     return permission(request.region.key, kRemoteWrite) == ErrorCode::kAborted;
   };

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -47,6 +48,9 @@ class Arena {
   // Page-aligned, zeroed. kExhausted names the capacity and the amount in use.
   Result<ArenaBlock> allocate(size_t bytes);
 
+  // From here on what is let go of stays as it is for those who map it, and goes with the last.
+  void keepContents() { keepsContents_ = true; }
+
   int fd() const { return fd_.get(); }
   size_t capacity() const { return capacity_; }
   std::byte* base() const { return base_; }
@@ -59,6 +63,7 @@ class Arena {
   Fd fd_;
   std::byte* base_ = nullptr;
   size_t capacity_ = 0;
+  std::atomic<bool> keepsContents_{false};
   std::mutex mutex_;                   // guards free_
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes, neighbours merged
 };

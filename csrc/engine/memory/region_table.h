@@ -40,6 +40,9 @@ class MemoryRegion {
 
   RemoteRegion remote() const { return remote_; }
   explicit operator bool() const { return table_ != nullptr; }
+  // Peers that need no help of ours to reach it may do so for ever. Only when nothing else of the
+  // table is used any more.
+  void abandon() { table_ = nullptr; }
 
  private:
   friend class RegionTable;

@@ -8,6 +8,8 @@ namespace mooncake {
 namespace {
 
 constexpr size_t kJobKeyBytes = 32;
+// With what it has.
+constexpr auto kStoreAnswers = std::chrono::seconds(5);
 
 std::string memberKey(const std::string& what, int rank) {
   return "mooncake/" + what + "/" + std::to_string(rank);
@@ -60,6 +62,22 @@ Result<Bytes> agreeOnJobKey(Store& store, const std::optional<std::string>& own,
       ErrorCode::kTimeout,
       "rank 0, which hands out the job's key, did not come to make the group in time (is it "
       "alive?)"};
+}
+
+Error tellFailure(Store& store, int rank, Error own) {
+  const std::string name = "mooncake/failed";
+  const auto told = store.present(name);
+  if (!told.ok()) return own;  // the store may be what is gone
+  if (!*told) {
+    (void)store.set(name, viewOf("rank " + std::to_string(rank) + ": " + own.message));
+    return own;
+  }
+  if (own.code == ErrorCode::kInvalidArgument || own.code == ErrorCode::kMismatch) return own;
+  if (const auto first = store.get({name}, Deadline::after(kStoreAnswers)); first.ok()) {
+    own.message += "; the first to fail was ";
+    for (const std::byte character : first->front()) own.message += char(character);
+  }
+  return own;
 }
 
 }  // namespace mooncake

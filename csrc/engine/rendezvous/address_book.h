@@ -18,4 +18,8 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
 Result<Bytes> agreeOnJobKey(Store& store, const std::optional<std::string>& own, int rank,
                             Deadline deadline);
 
+// Of a member that could not make its group: tells all others, who see only that it has gone, and
+// says what the first one told where `own` may be no more than what followed from that.
+Error tellFailure(Store& store, int rank, Error own);
+
 }  // namespace mooncake

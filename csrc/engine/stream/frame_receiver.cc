@@ -133,7 +133,7 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
     return {};
   }
   if (!canStamp(wordAt(signal.data()), frame_.stamp)) {
-    dropped_ = true;  // sealed, or we are late
+    dropped_ = true;  // we are late
     return {};
   }
   const uint64_t position = frame_.length - left_;

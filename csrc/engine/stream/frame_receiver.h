@@ -15,8 +15,7 @@ namespace mooncake {
 // thread-safe: the connection's receive lock guards it.
 //
 // A region is opened for each system call and not held in between, as in SendQueue. Memory that is
-// revoked, or a slot that is sealed, while a put arrives takes no further byte; the put's rest is
-// read and dropped.
+// revoked while a put arrives takes no further byte; the put's rest is read and dropped.
 class FrameReceiver {
  public:
   // What a GET is handed to; false: the peer asks for more than it may.

@@ -1,0 +1,146 @@
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/wait.h"
+#include "membership/flush.h"
+#include "membership/membership.h"
+
+namespace mooncake {
+
+class Group;
+
+// Who takes part in an operation: the members of the group that are in the job's view.
+struct GroupView {
+  uint64_t epoch = 1;       // of the job's view
+  std::vector<int> active;  // ranks of the group, ascending
+
+  bool contains(int rank) const;
+};
+
+// A rank's half of the flush of one group (membership/flush.h): stops the caller, reports, decides,
+// and has the caller go on. Whoever brings the last thing that is missing drives it: the engine's
+// thread with a report, or the caller when it stops. So it needs no thread, and goes on while the
+// caller is away.
+class FlushAgent final : public Membership::Listener,
+                         public std::enable_shared_from_this<FlushAgent> {
+ public:
+  // `jobRanks`: of the members, by their rank in the group. `door` is the same on all members and
+  // no other group's. Begins with start(), ends with stop().
+  FlushAgent(Group& group, Membership& membership, uint64_t door, std::vector<int> jobRanks,
+             bool raises, bool founds);
+  void start();
+  void stop();
+
+  // For the one thread that runs the group's operations. Between begin() and end() it is busy:
+  // this rank reports nothing. Errors of begin(): how the operation was ended without us.
+  Status begin(uint64_t number) {
+    busy_.store(true, std::memory_order_relaxed);
+    // Either we see `frozen`, or join() sees that we are busy.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!frozen_.load(std::memory_order_acquire) && ended() < number) return {};
+    return beginSlowly(number);
+  }
+  // What the operation runs as. Constant while busy.
+  Attempt attempt() const { return attempt_; }
+  const std::shared_ptr<const GroupView>& view() const { return view_; }
+  // The same for a caller that is not busy.
+  std::shared_ptr<const GroupView> viewWhenIdle() const;
+  bool isFrozen() const { return frozen_.load(std::memory_order_acquire); }
+
+  // Waits until everybody has left the slot that the operation is to use. ok too when frozen.
+  Status awaitSlot(uint64_t number);
+  // The caller has seen that all members have begun this operation, hence ended the one before.
+  void allBegan(uint64_t number) { allBegan_ = number; }
+
+  struct Settled {
+    enum class Kind {
+      kAgain,  // starts again, as attempt()
+      kTake,   // another rank has ended it well, as the attempt that it was: so can we
+      kEnded,  // with this error, on all
+    };
+    Kind kind = Kind::kAgain;
+    Status status;
+    std::shared_ptr<const GroupView> view;  // kEnded: who goes on; null: this group does not
+  };
+  // The caller has stopped and touches nothing of the group any more: reports, with what it wishes
+  // for, and waits for the decision. Busy again afterwards.
+  Settled settle(uint64_t number, FlushReport::Wish wish, Error why);
+  // The operation has ended here. Nothing of the group is touched any more.
+  void end(uint64_t number, const Status& status);
+
+  uint64_t ended() const { return endedWord_->load(std::memory_order_relaxed); }
+
+  // Still in the last view and has not left the group.
+  bool isActive(int rank) const;
+  // Until every other member has ended this operation, or is gone, or the deadline has passed; then
+  // tells them that we need not be asked any more.
+  void leave(uint64_t number, Deadline deadline);
+
+  void onView(const View& view) override;
+  void onOver(const Error& why) override;
+
+ private:
+  enum class MessageKind : uint8_t { kReport = 1, kEnded, kLeft, kAsk };
+
+  Status beginSlowly(uint64_t number);
+  Status awaitDecision();
+  bool isSlotFree(uint64_t number) const;
+  Attempt newest() const { return frozen_ ? target_ : attempt_; }
+  uint32_t jobEpoch() const;
+  bool isMissing(int rank) const;
+  void join(Attempt attempt);
+  void lookAgain();
+  void report();
+  void conclude();
+  void act(const FlushDecision& decision, const std::vector<const FlushReport*>& reports);
+  void supply(const FlushDecision& decision, const std::vector<const FlushReport*>& reports);
+  void remember(uint64_t number, Error error);
+  const Error* errorOf(uint64_t number) const;
+  Error howEnded(uint64_t number) const;
+  uint64_t endedOf(int rank) const;
+  Error lostError() const;
+  void tell(int rank, MessageKind kind, ByteView body);
+  void tellAll(MessageKind kind, ByteView body);
+  void onMessage(const EngineId& from, ByteView message);
+
+  Group& group_;
+  Membership& membership_;
+  const uint64_t door_;
+  const std::vector<int> jobRanks_;
+  const bool raises_;
+  const bool founds_;  // operation 1 is the beginning of the job: with all members or not at all
+  std::map<EngineId, int> ranksById_;
+  std::atomic<uint64_t>* const endedWord_;  // in our part of the window: peers may look
+
+  std::atomic<bool> busy_{false};    // written by the caller, or under the mutex while it waits
+  std::atomic<bool> frozen_{false};  // written under the mutex
+  // The caller's own.
+  uint64_t allBegan_ = 0;
+  bool isTaking_ = false;
+
+  mutable std::mutex mutex_;  // guards all below; attempt_ and view_ only change while frozen
+  Attempt attempt_;           // of the last decision
+  std::shared_ptr<const GroupView> view_;
+  uint64_t jobEpoch_ = 1;
+  std::vector<int> active_;  // ranks of the group in the job's last view, ascending
+  Attempt target_;           // of the flush under way, when frozen
+  bool reported_ = false;    // for it
+  std::map<int, FlushReport> reports_;
+  std::map<int, uint64_t> left_;        // of who has left the group: the last that it ended
+  std::vector<uint64_t> knownEnded_;    // by rank, at least
+  std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
+  uint64_t toTake_ = 0;                 // the operation in which our caller is behind
+  FlushReport::Wish wish_ = FlushReport::Wish::kNone;
+  uint64_t wishNumber_ = 0;
+  Error why_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,128 @@
+#include "membership/flush.h"
+
+#include <algorithm>
+#include <string_view>
+
+namespace mooncake {
+namespace {
+
+// Report, wire form, little-endian:
+//   u16 from  u32 epoch  u32 round  u64 ended  bool old  u8 wish  error why
+//   u8 count, then for each failed operation, ascending:  u64 number  error
+// An error:  u8 code  string message
+constexpr size_t kMostText = 1024;
+
+void writeError(ByteWriter& out, const Error& error) {
+  out.put(static_cast<uint8_t>(error.code));
+  out.putString(std::string_view(error.message).substr(0, kMostText));
+}
+
+Error readError(ByteReader& in) {
+  const auto code = in.get<uint8_t>();
+  std::string message = in.getString(kMostText);
+  const bool isKnown = code <= static_cast<uint8_t>(kLastErrorCode);
+  return {isKnown ? static_cast<ErrorCode>(code) : ErrorCode::kProtocol, std::move(message)};
+}
+
+}  // namespace
+
+uint64_t FlushDecision::endedBy(const FlushReport& report) const {
+  uint64_t ended = report.ended;
+  while (ended < next && errorOf(ended + 1)) ++ended;
+  return ended;
+}
+
+const Error* FlushDecision::errorOf(uint64_t number) const {
+  if (number == next) return error.code == ErrorCode::kOk ? nullptr : &error;
+  const auto found = std::find_if(failed.begin(), failed.end(),
+                                  [&](const auto& one) { return one.number == number; });
+  return found == failed.end() ? nullptr : &found->error;
+}
+
+FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Error* lost) {
+  FlushDecision decision;
+  uint64_t lowest = ~uint64_t(0);
+  for (const FlushReport* report : reports) {
+    decision.next = std::max(decision.next, report->ended + 1);
+    lowest = std::min(lowest, report->ended);
+  }
+  // A survivor has ended those below, so they are decided.
+  for (const FlushReport* report : reports) {
+    for (const FailedOperation& one : report->failed) {
+      if (one.number > lowest && !decision.errorOf(one.number)) decision.failed.push_back(one);
+    }
+  }
+  std::ranges::sort(decision.failed, {}, &FailedOperation::number);
+
+  // A wish about an operation that another rank has ended is void.
+  const auto firstOf = [&](auto&& which) {
+    const FlushReport* first = nullptr;
+    for (const FlushReport* report : reports) {
+      const bool fits = report->ended + 1 == decision.next && which(*report);
+      if (fits && (!first || report->from < first->from)) first = report;
+    }
+    return first;
+  };
+  if (lost && firstOf([](const FlushReport& report) { return report.isOld; })) {
+    decision.error = *lost;
+    return decision;
+  }
+  for (const auto wish : {FlushReport::Wish::kTimeout, FlushReport::Wish::kAbort}) {
+    if (const auto* from = firstOf([&](const auto& report) { return report.wish == wish; })) {
+      decision.error = from->why;
+      return decision;
+    }
+  }
+  return decision;
+}
+
+Bytes encodeFlushReport(const FlushReport& report) {
+  ByteWriter out;
+  out.put(static_cast<uint16_t>(report.from))
+      .put(report.attempt.epoch)
+      .put(report.attempt.round)
+      .put(report.ended)
+      .put(report.isOld)
+      .put(static_cast<uint8_t>(report.wish));
+  writeError(out, report.why);
+  out.put(static_cast<uint8_t>(report.failed.size()));
+  for (const auto& [number, error] : report.failed) {
+    out.put(number);
+    writeError(out, error);
+  }
+  return out.take();
+}
+
+Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
+  FlushReport report;
+  report.from = in.get<uint16_t>();
+  report.attempt.epoch = in.get<uint32_t>();
+  report.attempt.round = in.get<uint32_t>();
+  report.ended = in.get<uint64_t>();
+  report.isOld = in.get<bool>();
+  const auto wish = in.get<uint8_t>();
+  report.wish = static_cast<FlushReport::Wish>(wish);
+  report.why = readError(in);
+  const auto count = in.get<uint8_t>();
+  for (int i = 0; i < count && !in.failed(); ++i) {
+    const auto number = in.get<uint64_t>();
+    report.failed.push_back({number, readError(in)});
+  }
+  MOONCAKE_TRY(in.finish("flush report"));
+  const bool ascending =
+      std::ranges::is_sorted(report.failed, std::ranges::less_equal(), &FailedOperation::number);
+  const bool areEnded = report.failed.empty() || report.failed.back().number <= report.ended;
+  const bool areErrors = std::ranges::none_of(
+      report.failed, [](const auto& one) { return one.error.code == ErrorCode::kOk; });
+  const bool wishes = report.wish != FlushReport::Wish::kNone;
+  if (report.from >= size || wish > static_cast<uint8_t>(FlushReport::Wish::kAbort) ||
+      wishes != (report.why.code != ErrorCode::kOk) || count > kRemembered || !ascending ||
+      !areEnded || !areErrors || report.ended == ~uint64_t(0)) {
+    return Error{ErrorCode::kProtocol,
+                 "a flush report does not make sense: do all ranks run the "
+                 "same version?"};
+  }
+  return report;
+}
+
+}  // namespace mooncake

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/result.h"
+
+// How the operation under way ends when something exceptional happens: a member is out, a deadline
+// passed, a rank cannot do its part. Every member stops where it is, reports how far it came, and
+// draws the same conclusion from the same reports. Pure; the rules and their proof are section 3 of
+// docs/membership.md.
+namespace mooncake {
+
+// Which flush of a group an attempt at an operation follows. Only grows.
+struct Attempt {
+  uint32_t epoch = 0;  // how many of the group's own members are out
+  uint32_t round = 0;  // flushes within this epoch
+
+  auto operator<=>(const Attempt&) const = default;
+};
+
+// How an operation ended that did not end well. What ended well needs no words.
+struct FailedOperation {
+  uint64_t number = 0;
+  Error error;
+};
+
+// What a rank says once it has stopped. Operations have numbers from 1 on.
+struct FlushReport {
+  enum class Wish : uint8_t { kNone, kTimeout, kAbort };  // about operation ended + 1
+
+  int from = 0;  // rank in the group
+  Attempt attempt;
+  uint64_t ended = 0;  // the last operation that it has ended
+  bool isOld = false;  // it has not acted on any decision of this epoch
+  Wish wish = Wish::kNone;
+  Error why;                            // of the wish
+  std::vector<FailedOperation> failed;  // of the last kRemembered operations that it has ended
+};
+
+// How many operations a rank may be asked about: behind by two at most, and by one more for every
+// epoch in a row that mode `raise` ends one with.
+constexpr uint64_t kRemembered = 32;
+
+struct FlushDecision {
+  uint64_t next = 1;                    // the operation that is decided here
+  Error error;                          // kOk: it starts again as the attempt of this flush
+  std::vector<FailedOperation> failed;  // those below it that ended with an error, by number
+
+  // The last operation that a rank has ended when it has done what is decided for it without
+  // needing anything: the next one, up to `next`, has to be taken over, or starts again.
+  uint64_t endedBy(const FlushReport& report) const;
+  const Error* errorOf(uint64_t number) const;  // null: ended well, or starts again
+};
+
+// Of the reports of all members with one attempt. `lost` is the error that mode `raise` ends one
+// operation per epoch with; null in mode `continue`.
+FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Error* lost);
+
+Bytes encodeFlushReport(const FlushReport& report);
+Result<FlushReport> decodeFlushReport(ByteReader& in, int size);
+
+}  // namespace mooncake

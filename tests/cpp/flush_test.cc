@@ -1,0 +1,347 @@
+// What all members conclude from their reports: docs/membership.md, section 3.
+#include "membership/flush.h"
+
+#include <algorithm>
+#include <gtest/gtest.h>
+#include <random>
+
+namespace mooncake {
+namespace {
+
+using Wish = FlushReport::Wish;
+
+const Error kLost{ErrorCode::kPeerLost, "lost rank 3"};
+
+struct Reporter {
+  uint64_t ended;
+  bool isOld = false;
+  Wish wish = Wish::kNone;
+  std::vector<FailedOperation> failed = {};
+};
+
+Error whyOf(Wish wish, int rank) {
+  const std::string text = "of rank " + std::to_string(rank);
+  if (wish == Wish::kTimeout) return {ErrorCode::kTimeout, text};
+  if (wish == Wish::kAbort) return {ErrorCode::kAborted, text};
+  return {};
+}
+
+std::vector<FlushReport> reportsOf(const std::vector<Reporter>& reporters) {
+  std::vector<FlushReport> reports;
+  for (const auto& [ended, isOld, wish, failed] : reporters) {
+    const int rank = static_cast<int>(reports.size());
+    reports.push_back({.from = rank,
+                       .attempt = {1, 0},
+                       .ended = ended,
+                       .isOld = isOld,
+                       .wish = wish,
+                       .why = whyOf(wish, rank),
+                       .failed = failed});
+  }
+  return reports;
+}
+
+FlushDecision decide(const std::vector<FlushReport>& reports, const Error* lost = nullptr) {
+  std::vector<const FlushReport*> pointers;
+  for (const FlushReport& report : reports) pointers.push_back(&report);
+  return decideFlush(pointers, lost);
+}
+
+struct Row {
+  const char* what;
+  std::vector<Reporter> reporters;
+  bool raises;
+  uint64_t next;
+  ErrorCode code;
+  std::string message;
+};
+
+TEST(Flush, EndsTheOperationAsTheTableSays) {
+  constexpr auto kTimeout = Wish::kTimeout, kAbort = Wish::kAbort;
+  const Row rows[] = {
+      {"nothing was wished for", {{4}, {4}, {4}}, false, 5, ErrorCode::kOk, ""},
+      {"before the first operation", {{0}, {0}}, false, 1, ErrorCode::kOk, ""},
+      {"alone", {{7}}, false, 8, ErrorCode::kOk, ""},
+      {"a timeout", {{4}, {4, false, kTimeout}}, false, 5, ErrorCode::kTimeout, "of rank 1"},
+      {"the lowest of two timeouts",
+       {{4}, {4, false, kTimeout}, {4, false, kTimeout}},
+       false,
+       5,
+       ErrorCode::kTimeout,
+       "of rank 1"},
+      {"an abort", {{4}, {4}, {4, false, kAbort}}, false, 5, ErrorCode::kAborted, "of rank 2"},
+      {"the lowest of two aborts",
+       {{4}, {4, false, kAbort}, {4, false, kAbort}},
+       false,
+       5,
+       ErrorCode::kAborted,
+       "of rank 1"},
+      {"a timeout before an abort",
+       {{4, false, kAbort}, {4, false, kTimeout}},
+       false,
+       5,
+       ErrorCode::kTimeout,
+       "of rank 1"},
+      {"a wish of one behind is void", {{5}, {4, false, kTimeout}}, false, 6, ErrorCode::kOk, ""},
+      {"a wish of one behind by two is void",
+       {{6, false, Wish::kNone, {{6, kLost}}}, {4, false, kAbort}},
+       false,
+       7,
+       ErrorCode::kOk,
+       ""},
+      {"of two wishes the one that is not void",
+       {{4, false, kTimeout}, {5, false, kAbort}},
+       false,
+       6,
+       ErrorCode::kAborted,
+       "of rank 1"},
+      {"old, but nobody raises", {{4, true}, {4, true}}, false, 5, ErrorCode::kOk, ""},
+      {"all old", {{4, true}, {4, true}}, true, 5, ErrorCode::kPeerLost, kLost.message},
+      {"one old", {{4, false}, {4, true}}, true, 5, ErrorCode::kPeerLost, kLost.message},
+      {"none old any more", {{4}, {4}}, true, 5, ErrorCode::kOk, ""},
+      {"only one behind is old", {{5, false}, {4, true}}, true, 6, ErrorCode::kOk, ""},
+      {"one that is ahead is old",
+       {{5, true}, {4, true}},
+       true,
+       6,
+       ErrorCode::kPeerLost,
+       kLost.message},
+      {"a timeout does not swallow the loss",
+       {{4, true}, {4, true, kTimeout}},
+       true,
+       5,
+       ErrorCode::kPeerLost,
+       kLost.message},
+      {"the loss was told, the timeout counts",
+       {{4, false, kTimeout}, {4}},
+       true,
+       5,
+       ErrorCode::kTimeout,
+       "of rank 0"},
+  };
+  for (const Row& row : rows) {
+    SCOPED_TRACE(row.what);
+    const auto decision = decide(reportsOf(row.reporters), row.raises ? &kLost : nullptr);
+    EXPECT_EQ(decision.next, row.next);
+    EXPECT_EQ(decision.error.code, row.code);
+    EXPECT_EQ(decision.error.message, row.message);
+    const Error* outcome = decision.errorOf(row.next);
+    EXPECT_EQ(outcome != nullptr, row.code != ErrorCode::kOk);
+    EXPECT_EQ(decision.errorOf(row.next + 1), nullptr);
+  }
+}
+
+TEST(Flush, WhoIsBehindTakesOverWhatEndedWell) {
+  const auto reports = reportsOf({{5}, {4}, {5}});
+  const auto decision = decide(reports);
+  EXPECT_EQ(decision.endedBy(reports[0]), 5);
+  EXPECT_EQ(decision.endedBy(reports[1]), 4);  // so 5, below next, is to be taken over
+  EXPECT_EQ(decision.errorOf(5), nullptr);
+}
+
+TEST(Flush, WhoIsBehindLearnsOfAnErrorAndNeedsNothing) {
+  const Error error{ErrorCode::kMismatch, "different calls"};
+  const auto reports = reportsOf({{5, false, Wish::kNone, {{5, error}}}, {4}});
+  const auto decision = decide(reports);
+  EXPECT_EQ(decision.next, 6);
+  ASSERT_NE(decision.errorOf(5), nullptr);
+  EXPECT_EQ(decision.errorOf(5)->message, error.message);
+  EXPECT_EQ(decision.endedBy(reports[1]), 5);
+}
+
+TEST(Flush, WhoIsBehindByTwoTakesTheFirstAndLearnsOfTheSecond) {
+  const auto reports = reportsOf({{6, false, Wish::kNone, {{6, kLost}}}, {4}, {5}});
+  const auto decision = decide(reports);
+  EXPECT_EQ(decision.next, 7);
+  EXPECT_EQ(decision.endedBy(reports[1]), 4);  // 5 ended well
+  EXPECT_EQ(decision.endedBy(reports[2]), 6);
+  EXPECT_NE(decision.errorOf(6), nullptr);
+}
+
+// It ends together with those that it is behind in.
+TEST(Flush, AnErrorOfTheOperationItselfEndsItForThoseBehindToo) {
+  const Error error{ErrorCode::kMismatch, "different calls"};
+  const auto reports = reportsOf({{5, true, Wish::kNone, {{5, error}}}, {4, true}});
+  const auto decision = decide(reports, &kLost);
+  EXPECT_EQ(decision.next, 6);
+  EXPECT_EQ(decision.error.code, ErrorCode::kPeerLost);
+  EXPECT_EQ(decision.endedBy(reports[0]), 6);
+  EXPECT_EQ(decision.endedBy(reports[1]), 6);
+}
+
+TEST(Flush, ErrorsThatAllHaveEndedAreNotToldAgain) {
+  const Reporter both{5, false, Wish::kNone, {{3, kLost}, {5, kLost}}};
+  EXPECT_TRUE(decide(reportsOf({both, both})).failed.empty());
+  const auto decision = decide(reportsOf({both, {4, false, Wish::kNone, {{3, kLost}}}}));
+  ASSERT_EQ(decision.failed.size(), 1u);
+  EXPECT_EQ(decision.failed.front().number, 5u);
+}
+
+// Every rank has its own order in which they come, and its own losses behind it.
+TEST(Flush, TheOrderOfReportsDoesNotMatter) {
+  std::mt19937_64 random(1);
+  const auto below = [&](uint64_t end) { return random() % end; };
+  for (int round = 0; round < 20'000; ++round) {
+    const uint64_t lowest = below(3) * 10;
+    std::vector<FailedOperation> failures;  // how operations ended, for all that ended them
+    for (uint64_t number = lowest + 1; number <= lowest + 3; ++number) {
+      if (below(2)) failures.push_back({number, {ErrorCode::kMismatch, std::to_string(number)}});
+    }
+    std::vector<Reporter> reporters(1 + below(5));
+    for (Reporter& one : reporters) {
+      one = {
+          .ended = lowest + below(4), .isOld = below(2) == 0, .wish = static_cast<Wish>(below(3))};
+      for (const auto& failure : failures) {
+        if (failure.number <= one.ended) one.failed.push_back(failure);
+      }
+    }
+    auto reports = reportsOf(reporters);
+    const Error* lost = below(2) ? &kLost : nullptr;
+    const FlushDecision first = decide(reports, lost);
+    std::shuffle(reports.begin(), reports.end(), random);
+    const FlushDecision second = decide(reports, lost);
+    ASSERT_EQ(first.next, second.next);
+    ASSERT_EQ(first.error.code, second.error.code);
+    ASSERT_EQ(first.error.message, second.error.message);
+    ASSERT_EQ(first.failed.size(), second.failed.size());
+    for (size_t i = 0; i < first.failed.size(); ++i) {
+      ASSERT_EQ(first.failed[i].number, second.failed[i].number);
+      ASSERT_EQ(first.failed[i].error.message, second.failed[i].error.message);
+    }
+    for (const FlushReport& report : reports) {
+      ASSERT_EQ(first.endedBy(report), second.endedBy(report));
+      ASSERT_GE(first.endedBy(report), report.ended);
+      ASSERT_LE(first.endedBy(report), first.next);
+    }
+  }
+}
+
+// -- the wire form --
+
+FlushReport someReport() {
+  return {.from = 2,
+          .attempt = {3, 7},
+          .ended = 41,
+          .isOld = true,
+          .wish = Wish::kAbort,
+          .why = {ErrorCode::kExhausted, "no memory"},
+          .failed = {{38, {ErrorCode::kTimeout, "late"}}, {41, kLost}}};
+}
+
+Result<FlushReport> decode(const Bytes& bytes, int size = 4) {
+  ByteReader in(bytes);
+  return decodeFlushReport(in, size);
+}
+
+void expectRefused(const FlushReport& report, int size = 4) {
+  const auto decoded = decode(encodeFlushReport(report), size);
+  ASSERT_FALSE(decoded.ok());
+  EXPECT_EQ(decoded.error().code, ErrorCode::kProtocol);
+}
+
+TEST(FlushReport, ComesBackAsItWas) {
+  for (const bool isPlain : {false, true}) {
+    const FlushReport sent = isPlain ? FlushReport{.from = 0, .attempt = {}} : someReport();
+    const auto decoded = decode(encodeFlushReport(sent));
+    ASSERT_TRUE(decoded.ok()) << decoded.error().message;
+    EXPECT_EQ(decoded->from, sent.from);
+    EXPECT_EQ(decoded->attempt, sent.attempt);
+    EXPECT_EQ(decoded->ended, sent.ended);
+    EXPECT_EQ(decoded->isOld, sent.isOld);
+    EXPECT_EQ(decoded->wish, sent.wish);
+    EXPECT_EQ(decoded->why.code, sent.why.code);
+    EXPECT_EQ(decoded->why.message, sent.why.message);
+    ASSERT_EQ(decoded->failed.size(), sent.failed.size());
+    for (size_t i = 0; i < sent.failed.size(); ++i) {
+      EXPECT_EQ(decoded->failed[i].number, sent.failed[i].number);
+      EXPECT_EQ(decoded->failed[i].error.code, sent.failed[i].error.code);
+      EXPECT_EQ(decoded->failed[i].error.message, sent.failed[i].error.message);
+    }
+  }
+}
+
+TEST(FlushReport, FitsAMessageAtItsLargest) {
+  FlushReport report = someReport();
+  report.why.message.assign(10'000, 'x');
+  report.failed.clear();
+  for (uint64_t number = 1; number <= kRemembered; ++number)
+    report.failed.push_back({number, {ErrorCode::kTimeout, std::string(10'000, 'y')}});
+  const Bytes bytes = encodeFlushReport(report);
+  EXPECT_LT(bytes.size(), size_t(60) << 10);
+  const auto decoded = decode(bytes);
+  ASSERT_TRUE(decoded.ok()) << decoded.error().message;
+  EXPECT_EQ(decoded->failed.size(), kRemembered);
+}
+
+TEST(FlushReport, IsRefusedWhenAFieldMakesNoSense) {
+  FlushReport report = someReport();
+  expectRefused(report, 2);  // no such rank
+
+  report = someReport();
+  report.ended = 40;  // and yet 41 failed
+  expectRefused(report);
+  report.ended = ~uint64_t(0);
+  expectRefused(report);
+
+  report = someReport();
+  report.wish = static_cast<Wish>(3);
+  expectRefused(report);
+  report.wish = Wish::kNone;  // but there is a reason
+  expectRefused(report);
+  report = someReport();
+  report.why = {};  // none for the wish
+  expectRefused(report);
+
+  report = someReport();
+  std::swap(report.failed[0], report.failed[1]);
+  expectRefused(report);
+  report.failed[0].number = report.failed[1].number;
+  expectRefused(report);
+  report = someReport();
+  report.failed[0].error = {};  // ended well
+  expectRefused(report);
+  report = someReport();
+  report.ended = 100;
+  report.failed.clear();
+  for (uint64_t number = 1; number <= kRemembered + 1; ++number)
+    report.failed.push_back({number, kLost});
+  expectRefused(report);
+}
+
+TEST(FlushReport, IsRefusedWhenCutOrLonger) {
+  const Bytes whole = encodeFlushReport(someReport());
+  for (size_t length = 0; length < whole.size(); ++length)
+    EXPECT_FALSE(decode(Bytes(whole.begin(), whole.begin() + ptrdiff_t(length))).ok()) << length;
+  Bytes longer = whole;
+  longer.push_back(std::byte{0});
+  EXPECT_FALSE(decode(longer).ok());
+}
+
+TEST(FlushReport, AnyBytesAreReadWithoutHarm) {
+  const Bytes whole = encodeFlushReport(someReport());
+  std::mt19937_64 random(2);
+  for (int round = 0; round < 50'000; ++round) {
+    Bytes bytes = whole;
+    for (uint64_t i = 1 + random() % 4; i > 0; --i)
+      bytes[random() % bytes.size()] = static_cast<std::byte>(random());
+    const auto decoded = decode(bytes);
+    if (!decoded.ok()) continue;
+    const FlushReport& report = *decoded;
+    EXPECT_LT(report.from, 4);
+    EXPECT_LE(report.failed.size(), kRemembered);
+    for (const auto& one : report.failed) EXPECT_LE(one.number, report.ended);
+    (void)decide({report});
+  }
+}
+
+// A newer version's code is an error all the same.
+TEST(FlushReport, AnUnknownErrorStaysAnError) {
+  FlushReport report = someReport();
+  report.why.code = static_cast<ErrorCode>(200);
+  const auto decoded = decode(encodeFlushReport(report));
+  ASSERT_TRUE(decoded.ok());
+  EXPECT_EQ(decoded->why.code, ErrorCode::kProtocol);
+}
+
+}  // namespace
+}  // namespace mooncake
