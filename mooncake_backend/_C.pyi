@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import Backend, Store, Work
 
 class MooncakeBackend(Backend):
     """A group's backend, as torch.distributed sees it."""
@@ -16,16 +16,70 @@ class MooncakeBackend(Backend):
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """What ProcessGroup.set_timeout() does, which torch 2.8 does not have."""
 
+    def leave_group(self) -> bool:
+        """The process ends: waits, within the failure timeout, until what was called has
+        ended, here and on those that need us for it. Every later call is refused. False: had left
+        before."""
+
     def leave_job(self) -> None:
-        """The process ends: waits, within the failure timeout, until what was called has ended, and
-        says goodbye to the peers of all groups that share this one's engine."""
+        """Then: says goodbye to the peers of all groups that share this one's engine. Leave all of
+        these groups first."""
 
     def evidence(self) -> list[tuple[int, str, str, float]]:
-        """(rank, kind, detail, seconds on CLOCK_MONOTONIC) of each rank that is known to be gone,
-        in rank order. See mooncake_backend.Evidence."""
+        """(rank, kind, detail, seconds on CLOCK_MONOTONIC) of each rank that is known to be gone or
+        accused of it, in rank order. See mooncake_backend.Evidence."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the job's view, from 1 on."""
+
+    @property
+    def on_failure(self) -> str:
+        """The mode: "continue" or "raise"."""
 
     def transport_to(self, rank: int) -> str:
         """The wire to a rank of the group: "shm", "tcp", "inproc" or "self"."""
+
+class CollectiveWork(Work):
+    """What a collective returns. Ranks are ranks of the group, in ascending order; until the
+    operation has ended all lists are empty, and the epoch is 0."""
+
+    @property
+    def contributors(self) -> list[int]:
+        """Those whose data is in the result."""
+
+    @property
+    def failed_ranks(self) -> list[int]:
+        """All others."""
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """Of the others, those that contributed to the operation before this one."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the job's view in which the operation ended."""
+
+    @property
+    def sequence_number(self) -> int:
+        """From 0 on; in mode "raise" it starts again with the first operation after a loss."""
+
+    @property
+    def max_group_size(self) -> int: ...
+
+class MessageWork(Work):
+    """What a send or a receive returns."""
+
+    @property
+    def failed_ranks(self) -> list[int]:
+        """The other side, if the message ended because that is lost."""
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """The same."""
+
+    @property
+    def max_group_size(self) -> int: ...
 
 def create_backend(
     store: Store,

@@ -13,10 +13,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DistributionConflictError": "distribution",
+    "EvictedError": "errors",
     "Evidence": "membership",
+    "MinorityError": "errors",
     "MooncakeBackendOptions": "options",
+    "PeerLostError": "errors",
     "get_active_ranks": "membership",
+    "get_current_epoch": "membership",
     "get_evidence": "membership",
+    "get_failed_ranks_hint": "membership",
+    "get_local_success": "membership",
     "register": "registration",
     "set_device_filter": "options",
     "set_host_ip": "options",
@@ -24,11 +30,17 @@ _HOMES = {
 
 __all__ = [
     "DistributionConflictError",
+    "EvictedError",
     "Evidence",
+    "MinorityError",
     "MooncakeBackendOptions",
+    "PeerLostError",
     "__version__",
     "get_active_ranks",
+    "get_current_epoch",
     "get_evidence",
+    "get_failed_ranks_hint",
+    "get_local_success",
     "register",
     "register_at_import",
     "set_device_filter",
@@ -47,4 +59,6 @@ def register_at_import() -> None:
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found

@@ -43,9 +43,12 @@ def _leave_at_exit() -> None:
 
 
 def _leave() -> None:
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if (backend := _find(group)) is not None:
-            backend.leave_job()
+    groups = list(dist.distributed_c10d._world.pg_map)
+    backends = [backend for group in groups if (backend := _find(group)) is not None]
+    for backend in backends:
+        backend.leave_group()
+    for backend in backends:
+        backend.leave_job()
 
 
 def backend_of(group_or_backend: Any) -> MooncakeBackend:

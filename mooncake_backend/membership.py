@@ -39,23 +39,51 @@ __all__ = [
 
 
 def get_active_ranks(group: Any) -> torch.Tensor:
-    """The group's own int32 tensor (the caller's, if one was given in the options): 1 = active."""
+    """The group's own int32 tensor (the caller's, if one was given in the options): 1 = active. It
+    is always up to date: written when a rank is lost, before the operation that went on without
+    that rank has ended. Elements beyond the group's size are not touched."""
     return backend_of(group).active_ranks
+
+
+def get_current_epoch(group: Any) -> int:
+    """Counts the changes of who is in the job, from 1 on; the same number means the same ranks."""
+    return backend_of(group).epoch
+
+
+def get_failed_ranks_hint(work: Any) -> torch.Tensor:
+    """int32, as many elements as the group may have ranks: 1 for those that this operation lost,
+    which took part in the one before it. Empty for a work of another backend; zeros until it has
+    ended."""
+    lost = getattr(work, "lost_ranks", None)
+    if lost is None:
+        return torch.empty(0, dtype=torch.int32)
+    hint = torch.zeros(work.max_group_size, dtype=torch.int32)
+    hint[lost] = 1
+    return hint
+
+
+def get_local_success(work: Any) -> bool:
+    """Whether the work has lost no rank and not ended with an error; False for a work of another
+    backend."""
+    lost = getattr(work, "lost_ranks", None)
+    return lost == [] and (work.is_success() or not work.is_completed())
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What this rank saw of the end of another one. An observation, not yet membership.
+    """How the end of a rank is known here. An observation, not yet membership.
 
     rank: in the group that was asked
-    kind: "goodbye", it left in peace; "exited", certain: its kernel says that the process has
-    ended or cannot go on; "unreachable": the connection broke, the process may live
+    kind: "goodbye", it left in peace; "exited", certain: the kernel of its host says that the
+    process has ended or cannot go on. The others are suspicions: "unreachable": the connection
+    broke; "refused": and nobody listens there any more; "silent": nothing was heard of it for the
+    failure timeout; "excludes": it goes on without ranks that are in
     detail: how that is known, in one line
     monotonic: when, in seconds as time.monotonic() counts them
     """
 
     rank: int
-    kind: Literal["goodbye", "exited", "unreachable"]
+    kind: Literal["goodbye", "exited", "unreachable", "refused", "silent", "excludes"]
     detail: str
     monotonic: float
 
@@ -91,9 +119,6 @@ get_num_synced_ranks = not_yet("get_num_synced_ranks", _CHANGE)
 get_peer_state = not_yet("get_peer_state", _CHANGE)
 join_group = not_yet("join_group", _CHANGE)
 recover_ranks = not_yet("recover_ranks", _CHANGE)
-get_current_epoch = not_yet("get_current_epoch", _VERDICT)
-get_failed_ranks_hint = not_yet("get_failed_ranks_hint", _VERDICT)
-get_local_success = not_yet("get_local_success", _VERDICT)
 set_collective_timeout_us = not_yet("set_collective_timeout_us", _VERDICT)
 set_fault_reconciliation_window_us = not_yet("set_fault_reconciliation_window_us", _VERDICT)
 set_p2p_timeout_us = not_yet("set_p2p_timeout_us", _VERDICT)

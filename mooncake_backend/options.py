@@ -9,9 +9,11 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
+
+ON_FAILURE = ("continue", "raise")
 
 _settings: dict[str, Any] = {"host_ip": None, "device_filter": []}
 
@@ -41,6 +43,8 @@ class MooncakeBackendOptions:
     auto_deactivate_on_failure, auto_sync_on_failure: whether a failure changes the view by itself
     transports: names in order of preference; None allows all
     failure_timeout: seconds after which a silent rank counts as lost; None is the default
+    on_failure: "continue": operations complete over the survivors; "raise": the one that a loss
+    interrupts raises PeerLostError on all of them. The same on all ranks; None is the default
     """
 
     active_ranks: torch.Tensor | None = None
@@ -50,6 +54,7 @@ class MooncakeBackendOptions:
     auto_sync_on_failure: bool = True
     transports: tuple[str, ...] | None = None
     failure_timeout: float | None = None
+    on_failure: Literal["continue", "raise"] | None = None
 
     @overload
     def __init__(
@@ -63,6 +68,7 @@ class MooncakeBackendOptions:
         auto_sync_on_failure: bool = True,
         transports: Sequence[str] | None = None,
         failure_timeout: float | timedelta | None = None,
+        on_failure: Literal["continue", "raise"] | None = None,
     ) -> None: ...
 
     @overload
@@ -75,6 +81,7 @@ class MooncakeBackendOptions:
         *,
         transports: Sequence[str] | None = None,
         failure_timeout: float | timedelta | None = None,
+        on_failure: Literal["continue", "raise"] | None = None,
     ) -> None: ...
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -139,6 +146,8 @@ class MooncakeBackendOptions:
             self.failure_timeout = self.failure_timeout.total_seconds()
         if self.failure_timeout is not None and not self.failure_timeout > 0:
             raise ValueError(f"failure_timeout must be positive, not {self.failure_timeout}")
+        if self.on_failure not in (None, *ON_FAILURE):
+            raise ValueError(f"on_failure must be one of {ON_FAILURE}, not {self.on_failure!r}")
 
     @classmethod
     def from_environment(cls) -> MooncakeBackendOptions:
@@ -168,6 +177,7 @@ class MooncakeBackendOptions:
             "auto_sync_on_failure": self.auto_sync_on_failure,
             "transports": None if self.transports is None else list(self.transports),
             "failure_timeout": self.failure_timeout,
+            "on_failure": self.on_failure or _on_failure(),
             "host_ip": _settings["host_ip"],
             "device_filter": list(_settings["device_filter"]),
         }
@@ -175,6 +185,13 @@ class MooncakeBackendOptions:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _on_failure() -> str:
+    value = os.environ.get("MOONCAKE_ON_FAILURE") or ON_FAILURE[0]
+    if value not in ON_FAILURE:
+        raise ValueError(f"MOONCAKE_ON_FAILURE is {value!r}; it must be one of {ON_FAILURE}")
+    return value
 
 
 def _flag(name: str) -> bool:

@@ -78,14 +78,17 @@ def test_every_survivor_knows_who_died(transports, how):
             crew.board.set("over")
         for rank in (0, 2):
             seen, others, died = found[rank]
-            assert seen.kind == ("exited" if transports == "shm" else "refused"), seen
+            # A core dump may take longer than the failure timeout.
+            suspicions = ["refused", "unreachable", "silent"]
+            assert seen.kind in (["exited"] if transports == "shm" else suspicions)
             assert seen.rank == VICTIM
             assert seen.detail
             assert died < seen.monotonic < time.monotonic()
             assert others == []
-            accusations = re.findall(r".*is gone.*", crew.log(rank))
+            accusations = re.findall(r".*is accused.*", crew.log(rank))
             assert len(accusations) == 1, accusations
-            assert f"rank {VICTIM} is gone: {seen.detail}" in accusations[0]
+            assert f"rank {VICTIM} is accused by rank" in accusations[0]
+            assert len(re.findall(r"go on without", crew.log(rank))) == 1
 
 
 def leaving_on_rank(me):
@@ -101,7 +104,7 @@ def test_a_rank_that_leaves_is_not_accused(transports):
     chosen = {"env": {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": "127.0.0.1"}}
     with harness.starting(3, leaving_on_rank, **chosen) as crew:
         assert crew.results() == ["goodbye", None, "goodbye"]
-        assert "is gone" not in crew.log(0) + crew.log(2)
+        assert "accused" not in crew.log(0) + crew.log(2)
 
 
 def forking_on_rank(me):

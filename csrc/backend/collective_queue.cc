@@ -1,8 +1,26 @@
 #include "backend/collective_queue.h"
 
+#include <numeric>
 #include <pthread.h>
+#include <utility>
 
 namespace mooncake {
+namespace {
+
+bool isLoss(ErrorCode code) {
+  return code == ErrorCode::kPeerLost || code == ErrorCode::kInputsLost;
+}
+
+}  // namespace
+
+CollectiveQueue::CollectiveQueue(Group& group, bool raises,
+                                 std::shared_ptr<Completions> completions)
+    : group_(group), raises_(raises), completions_(std::move(completions)) {
+  auto everybody = std::make_shared<GroupView>();
+  everybody->active.resize(size_t(group.size()));
+  std::iota(everybody->active.begin(), everybody->active.end(), 0);
+  lastView_ = std::move(everybody);
+}
 
 CollectiveQueue::~CollectiveQueue() {
   {
@@ -13,10 +31,20 @@ CollectiveQueue::~CollectiveQueue() {
   if (thread_.joinable()) thread_.join();
 }
 
-bool CollectiveQueue::tryBegin() {
+// With the lock. What is issued now ends with the loss that is not seen yet.
+bool CollectiveQueue::isHeld() {
+  if (!held_) return false;
+  if (!held_->loss->seen) return true;
+  held_.reset();
+  called_ = 0;
+  return false;
+}
+
+bool CollectiveQueue::tryBegin(CollectiveWork& work) {
   std::lock_guard lock(mutex_);
-  if (running_ || !items_.empty()) return false;
+  if (running_ || !items_.empty() || isHeld()) return false;
   running_ = true;
+  work.number_ = called_++;
   return true;
 }
 
@@ -26,8 +54,47 @@ void CollectiveQueue::finishedOne() {
   changed_.notify_all();
 }
 
+// Without the lock, of the operation that has just run.
+void CollectiveQueue::end(const c10::intrusive_ptr<CollectiveWork>& work, Status status) {
+  Ending ending{.status = std::move(status)};
+  if (group_.lastView && lastView_ != group_.lastView)
+    ending.before = std::exchange(lastView_, group_.lastView);
+  ending.view = lastView_;
+  if (ending.status.ok() || !raises_ || !isLoss(ending.status.code())) {
+    work->finish(std::move(ending), *completions_);
+    return;
+  }
+  // Taken out before anybody can see the exception: what is issued afterwards is to run.
+  ending.loss = std::make_shared<Loss>(ending.status.error());
+  std::deque<Item> discarded;
+  {
+    std::lock_guard lock(mutex_);
+    held_ = ending;
+    discarded.swap(items_);
+  }
+  work->finish(ending, *completions_);
+  for (Item& item : discarded) {
+    item.work->finish(ending, *completions_);
+    letGo(std::move(item));
+  }
+}
+
+// The last references to tensors may die with the item, and their Python halves need Python's
+// lock.
+void CollectiveQueue::letGo(Item item) {
+  completions_->post([item = std::make_shared<Item>(std::move(item))] {});
+}
+
 void CollectiveQueue::enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  const bool held = isHeld();
+  work->number_ = called_++;
+  if (held) {
+    Ending ending = *held_;
+    lock.unlock();
+    work->finish(std::move(ending), *completions_);
+    return;
+  }
   items_.push_back({std::move(work), std::move(run)});
   if (!thread_.joinable()) {
     thread_ = std::thread([this] { runThread(); });
@@ -41,10 +108,8 @@ void CollectiveQueue::runFront(std::unique_lock<std::mutex>& lock) {
   items_.pop_front();
   running_ = true;
   lock.unlock();
-  item.work->finish(item.run(), *completions_);
-  // The last references to tensors may die with the item, and their Python halves need Python's
-  // lock.
-  completions_->post([item = std::make_shared<Item>(std::move(item))] {});
+  end(item.work, item.run());
+  letGo(std::move(item));
   lock.lock();
   running_ = false;
   changed_.notify_all();
@@ -78,6 +143,12 @@ bool CollectiveQueue::await(const CollectiveWork& work, Deadline deadline) {
 bool CollectiveQueue::drain(Deadline deadline) {
   std::unique_lock lock(mutex_);
   return changed_.wait_until(lock, deadline.when(), [&] { return !running_ && items_.empty(); });
+}
+
+uint64_t CollectiveQueue::called() {
+  std::lock_guard lock(mutex_);
+  (void)isHeld();
+  return called_;
 }
 
 }  // namespace mooncake

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include <c10/util/intrusive_ptr.h>
@@ -12,24 +13,30 @@
 #include "backend/collective_work.h"
 #include "backend/completions.h"
 #include "base/deadline.h"
+#include "collectives/group.h"
 
 namespace mooncake {
 
 // Runs the collectives of one group one after the other, in the order of the calls: on the caller's
 // thread when it is going to wait anyway, else on a thread of the group (started by its first
 // asynchronous call), or on the thread of somebody who waits.
+//
+// Mode `raise`: a loss ends one operation of the group, on every rank that has lived on. How far a
+// caller had gone on issuing others differs from rank to rank: these end here with the same error
+// and take no number of the group's, until the caller has seen it. So all ranks go on with the
+// first operation that is issued afterwards.
 class CollectiveQueue {
  public:
   using Run = std::function<Status()>;
 
-  explicit CollectiveQueue(std::shared_ptr<Completions> completions)
-      : completions_(std::move(completions)) {}
+  // The group outlives it. `raises`: mode `raise`.
+  CollectiveQueue(Group& group, bool raises, std::shared_ptr<Completions> completions);
   ~CollectiveQueue();  // runs what is left: abort the group first to make that quick
 
   template <typename R>
   void submit(const c10::intrusive_ptr<CollectiveWork>& work, bool async, R&& run) {
-    if (!async && tryBegin()) {
-      work->finish(run(), *completions_);
+    if (!async && tryBegin(*work)) {
+      end(work, run());
       finishedOne();
     } else {
       enqueue(work, Run(std::forward<R>(run)));
@@ -42,6 +49,8 @@ class CollectiveQueue {
   bool await(const CollectiveWork& work, Deadline deadline);
   // Until everything that was called has ended or the deadline has passed.
   bool drain(Deadline deadline);
+  // How many operations were called since the last loss that the caller has seen.
+  uint64_t called();
 
  private:
   struct Item {
@@ -49,17 +58,25 @@ class CollectiveQueue {
     Run run;
   };
 
-  bool tryBegin();  // true: nothing runs and nothing waits, the caller runs
+  bool tryBegin(CollectiveWork& work);  // true: nothing runs and nothing waits, the caller runs
+  void end(const c10::intrusive_ptr<CollectiveWork>& work, Status status);
   void finishedOne();
   void enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run);
   void runFront(std::unique_lock<std::mutex>& lock);
   void runThread();
+  bool isHeld();
+  void letGo(Item item);
 
+  Group& group_;
+  const bool raises_;
   const std::shared_ptr<Completions> completions_;
-  std::mutex mutex_;  // guards everything below
+  std::shared_ptr<const GroupView> lastView_;  // of whoever runs an operation
+  std::mutex mutex_;                           // guards everything below
   std::condition_variable changed_;
   std::deque<Item> items_;
-  bool running_ = false;  // somebody runs an operation
+  uint64_t called_ = 0;
+  std::optional<Ending> held_;  // what issued work ends with until the caller has seen its loss
+  bool running_ = false;        // somebody runs an operation
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -4,12 +4,20 @@
 
 #include "backend/collective_queue.h"
 #include "backend/completions.h"
-#include "backend/errors.h"
 
 namespace mooncake {
+namespace {
+
+std::exception_ptr exceptionOf(const Ending& ending) {
+  return ending.loss ? toException(ending.loss) : toException(ending.status.error());
+}
+
+}  // namespace
 
 std::exception_ptr CollectiveWork::exception() const {
-  return finished() && !status_.ok() ? toException(status_.error()) : nullptr;
+  if (!finished() || ending_.status.ok()) return nullptr;
+  if (ending_.loss) ending_.loss->seen = true;
+  return exceptionOf(ending_);
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
@@ -23,12 +31,35 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
                       std::to_string(timeout.count()) + " ms that wait() was given; it goes on"});
     }
   }
-  throwIfError(status_);
-  return true;
+  if (ending_.status.ok()) return true;
+  std::rethrow_exception(exception());
 }
 
-void CollectiveWork::finish(Status status, Completions& completions) {
-  status_ = std::move(status);
+std::vector<int> CollectiveWork::contributors() const {
+  return finished() && ending_.view ? ending_.view->active : std::vector<int>();
+}
+
+std::vector<int> CollectiveWork::failedRanks() const {
+  std::vector<int> ranks;
+  for (int r = 0; finished() && ending_.view && r < size_; ++r) {
+    if (!ending_.view->contains(r)) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+std::vector<int> CollectiveWork::lostRanks() const {
+  std::vector<int> ranks = failedRanks();
+  if (!finished() || ending_.view == nullptr || ending_.before == nullptr) return {};
+  std::erase_if(ranks, [&](int r) { return !ending_.before->contains(r); });
+  return ranks;
+}
+
+uint64_t CollectiveWork::epoch() const {
+  return finished() && ending_.view ? ending_.view->epoch : 0;
+}
+
+void CollectiveWork::finish(Ending ending, Completions& completions) {
+  ending_ = std::move(ending);
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     // Either getFuture() sees that we have finished, or we see its future.
@@ -38,7 +69,7 @@ void CollectiveWork::finish(Status status, Completions& completions) {
   }
   if (future)
     completions.post(
-        [future, outputs = outputs_, status = status_] { mark(*future, outputs, status); });
+        [future, outputs = outputs_, ending = ending_] { mark(*future, outputs, ending); });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
@@ -46,17 +77,17 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   if (!future_) {
     future_ =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (finished()) mark(*future_, outputs_, status_);
+    if (finished()) mark(*future_, outputs_, ending_);
   }
   return future_;
 }
 
 void CollectiveWork::mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
-                          const Status& status) {
-  if (status.ok()) {
+                          const Ending& ending) {
+  if (ending.status.ok()) {
     future.markCompleted(c10::IValue(outputs));
   } else {
-    future.setError(toException(status.error()));
+    future.setError(exceptionOf(ending));
   }
 }
 

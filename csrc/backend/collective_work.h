@@ -2,28 +2,45 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backend/errors.h"
 #include "base/result.h"
+#include "collectives/flush_agent.h"
 
 namespace mooncake {
 
 class CollectiveQueue;
 class Completions;
 
+// How a collective ended.
+struct Ending {
+  Status status;
+  std::shared_ptr<Loss> loss;             // `status` is its error
+  std::shared_ptr<const GroupView> view;  // who contributed; null: it never came to that
+  // The view of the operation before it, where it was another one.
+  std::shared_ptr<const GroupView> before;
+};
+
 // A collective that was called: done or not, and how it ended.
 class CollectiveWork : public c10d::Work {
  public:
-  CollectiveWork(int rank, c10d::OpType type, uint64_t number, CollectiveQueue* queue,
+  // `size`: of the group, which may grow to `capacity`.
+  CollectiveWork(int rank, int size, int capacity, c10d::OpType type, CollectiveQueue* queue,
                  std::vector<at::Tensor> outputs)
-      : Work(rank, type), number_(number), queue_(queue), outputs_(std::move(outputs)) {}
+      : Work(rank, type),
+        size_(size),
+        capacity_(capacity),
+        queue_(queue),
+        outputs_(std::move(outputs)) {}
 
   bool isCompleted() override { return finished(); }
-  bool isSuccess() const override { return finished() && status_.ok(); }
+  bool isSuccess() const override { return finished() && ending_.status.ok(); }
   std::exception_ptr exception() const override;
   // Ends when the operation has; helps it along when nobody does. With a timeout of its own it only
   // waits, and raises when the operation takes longer, which goes on.
@@ -34,16 +51,27 @@ class CollectiveWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return number_; }
 
   bool finished() const { return finished_.load(std::memory_order_acquire); }
-  void finish(Status status, Completions& completions);
+
+  // Ranks of the group, ascending; nobody, and epoch 0, until it is finished.
+  std::vector<int> contributors() const;
+  std::vector<int> failedRanks() const;  // all others
+  std::vector<int> lostRanks() const;    // of those: contributed to the operation before
+  uint64_t epoch() const;                // of the job's view
+  int capacity() const { return capacity_; }
 
  private:
-  static void mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
-                   const Status& status);
+  friend class CollectiveQueue;
 
-  const uint64_t number_;
+  void finish(Ending ending, Completions& completions);
+  static void mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
+                   const Ending& ending);
+
+  const int size_;
+  const int capacity_;
+  uint64_t number_ = 0;           // set when it is submitted
   CollectiveQueue* const queue_;  // null: was already finished when it was made
   const std::vector<at::Tensor> outputs_;
-  Status status_;
+  Ending ending_;
   std::atomic<bool> finished_{false};
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;

@@ -1,8 +1,25 @@
 #include "backend/errors.h"
 
-#include <c10/util/Exception.h>
+#include <utility>
 
 namespace mooncake {
+namespace {
+
+[[noreturn]] void throwFailure(const Error& error, std::shared_ptr<Loss> loss) {
+  throw FailureError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error, std::move(loss));
+}
+
+template <typename Throw>
+std::exception_ptr caught(Throw&& thrower) {
+  try {
+    thrower();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+}  // namespace
 
 void throwError(const Error& error) {
   switch (error.code) {
@@ -10,6 +27,11 @@ void throwError(const Error& error) {
       C10_THROW_ERROR(ValueError, error.message);
     case ErrorCode::kUnsupported:
       C10_THROW_ERROR(NotImplementedError, error.message);
+    case ErrorCode::kPeerLost:
+    case ErrorCode::kInputsLost:
+    case ErrorCode::kEvicted:
+    case ErrorCode::kMinority:
+      throwFailure(error, nullptr);
     default:
       C10_THROW_ERROR(DistBackendError, error.message);
   }
@@ -20,11 +42,11 @@ void throwIfError(const Status& status) {
 }
 
 std::exception_ptr toException(const Error& error) {
-  try {
-    throwError(error);
-  } catch (...) {
-    return std::current_exception();
-  }
+  return caught([&] { throwError(error); });
+}
+
+std::exception_ptr toException(const std::shared_ptr<Loss>& loss) {
+  return caught([&] { throwFailure(loss->error, loss); });
 }
 
 }  // namespace mooncake

@@ -8,9 +8,11 @@
 
 namespace mooncake {
 
-MessageWork::MessageWork(int rank, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
-                         std::shared_ptr<Message> message, at::Tensor tensor, Flat flat)
+MessageWork::MessageWork(int rank, int capacity, c10d::OpType type,
+                         std::shared_ptr<MessageDriver> driver, std::shared_ptr<Message> message,
+                         at::Tensor tensor, Flat flat)
     : Work(rank, type),
+      capacity_(capacity),
       driver_(std::move(driver)),
       message_(std::move(message)),
       tensor_(std::move(tensor)),
@@ -45,6 +47,11 @@ int MessageWork::sourceRank() const {
   TORCH_CHECK(opType_ == c10d::OpType::RECVANYSOURCE || opType_ == c10d::OpType::RECV,
               "only a receive has a source");
   return message_->peer();
+}
+
+std::vector<int> MessageWork::failedRanks() const {
+  if (!message_->finished() || message_->status().code() != ErrorCode::kPeerLost) return {};
+  return {message_->peer()};
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {

@@ -16,8 +16,8 @@ class MessageDriver;
 // A send or a receive that was called.
 class MessageWork : public c10d::Work {
  public:
-  // `flat` holds the message's bytes.
-  MessageWork(int rank, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
+  // `flat` holds the message's bytes. `capacity`: ranks that the group may grow to.
+  MessageWork(int rank, int capacity, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
               std::shared_ptr<Message> message, at::Tensor tensor, Flat flat);
 
   bool isCompleted() override;
@@ -27,11 +27,15 @@ class MessageWork : public c10d::Work {
   void synchronize() override {}
   std::vector<at::Tensor> result() override { return {tensor_}; }
   int sourceRank() const override;
+  // The other side, once it is finished because that is lost.
+  std::vector<int> failedRanks() const;
+  int capacity() const { return capacity_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
   void takeOver();  // a receive into a tensor that is not contiguous: once, when it is finished
 
+  const int capacity_;
   const std::shared_ptr<MessageDriver> driver_;
   const std::shared_ptr<Message> message_;
   const at::Tensor tensor_;

@@ -1,11 +1,13 @@
 #include "backend/mooncake_backend.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "backend/c10d_store.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
 #include "backend/tensors.h"
+#include "base/log.h"
 #include "engine/rendezvous/address_book.h"
 
 namespace mooncake {
@@ -117,6 +119,47 @@ void leak(T& owner) {
   new T(std::move(owner));
 }
 
+// Writes 1 and 0 for the ranks of the group into the tensor, whose first elements they are. On any
+// thread, without Python's lock; whoever reads the tensor's memory meanwhile sees each element
+// before or after.
+void show(const GroupView& view, int size, const at::Tensor& mirror) {
+  if (mirror.is_cpu()) {
+    int32_t* elements = mirror.mutable_data_ptr<int32_t>();
+    for (int r = 0; r < size; ++r) {
+      std::atomic_ref<int32_t>(elements[r]).store(view.contains(r), std::memory_order_release);
+    }
+    return;
+  }
+  // Must neither wait for the device nor throw.
+  try {
+    at::Tensor staged = at::empty({size}, at::TensorOptions(at::kInt).pinned_memory(true));
+    show(view, size, staged);
+    mirror.narrow(0, 0, size).copy_(staged, /*non_blocking=*/true);
+  } catch (const std::exception& error) {
+    log(LogLevel::kError, "active_ranks", "cannot be shown on the device: ", error.what());
+  }
+}
+
+// Of the evidence and what the job's membership says of a rank: what is certain, else what the view
+// is about.
+const char* kindOf(const Evidence* seen, const Membership::Seen* accused) {
+  const bool isCertain = seen && (seen->isGoodbye() || seen->kind == Evidence::Kind::kExited);
+  if (isCertain || !accused) return evidenceKindName(seen->kind);
+  switch (accused->accusation.cause) {
+    case Cause::kExited:
+      return "exited";
+    case Cause::kLeft:
+      return "goodbye";
+    case Cause::kSilent:
+      return "silent";
+    case Cause::kRefused:
+      return seen ? evidenceKindName(seen->kind) : "refused";
+    case Cause::kExcludes:
+      return "excludes";
+  }
+  return "unreachable";
+}
+
 void give(const Status& status, const std::vector<Flat>& flats) {
   if (!status.ok()) return;
   for (const Flat& flat : flats) flat.give();
@@ -128,10 +171,15 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
                                  BackendOptions options, const MooncakeBackend* world)
     : Backend(rank, size),
       options_(std::move(options)),
-      rankZeroStore_(world || rank == 0 ? nullptr : store) {
+      rankZeroStore_(world || rank == 0 ? nullptr : store),
+      inOurWorld_(world != nullptr) {
   C10dStore shared(store);
   const Deadline init = deadline(c10d::kUnsetTimeout);
+  if (options_.capacity == 0) options_.capacity = size;
+  if (!options_.activeRanks.defined()) options_.activeRanks = at::ones({size}, at::kInt);
   if (world) {
+    // Who is out makes no groups either.
+    throwIfError(world->membership_->standing());
     engine_ = world->engine_;
     completions_ = world->completions_;
   } else {
@@ -141,12 +189,23 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     engine_ = orThrow(Engine::create(std::move(engineOptions)));
     completions_ = std::make_shared<Completions>();
   }
-  GroupOptions groupOptions{
-      .name = options_.groupName, .rank = rank, .size = size, .globalRanks = options_.globalRanks};
-  group_ = orThrow(Group::create(engine_, shared, std::move(groupOptions), init));
+  GroupOptions groupOptions{.name = options_.groupName,
+                            .rank = rank,
+                            .size = size,
+                            .globalRanks = options_.globalRanks,
+                            .membership = world ? world->membership_ : nullptr,
+                            .raises = options_.raises,
+                            .onView = [mirror = options_.activeRanks, size](const GroupView& view) {
+                              show(view, size, mirror);
+                            }};
+  auto group = Group::create(engine_, shared, std::move(groupOptions), init);
+  // Nobody is lost who has not been in the group.
+  if (!group.ok() && group.error().code == ErrorCode::kPeerLost)
+    throwError({ErrorCode::kRefused, group.error().message});
+  group_ = orThrow(std::move(group));
+  membership_ = group_->membership();
   messages_ = std::make_shared<MessageDriver>(*group_, completions_);
-  queue_ = std::make_unique<CollectiveQueue>(completions_);
-  if (!options_.activeRanks.defined()) options_.activeRanks = at::ones({size}, at::kInt);
+  queue_ = std::make_unique<CollectiveQueue>(*group_, options_.raises, completions_);
 }
 
 MooncakeBackend::~MooncakeBackend() { close(); }
@@ -165,7 +224,6 @@ void MooncakeBackend::shutdown() {
   if (leaveGroup() && rankZeroStore_) outlastRankZero();
 }
 
-// False: there was nothing to leave any more.
 bool MooncakeBackend::leaveGroup() {
   if (!group_ || forkGeneration_ != forkGeneration()) return false;
   const Deadline budget = Deadline::after(options_.env.failureTimeout);
@@ -191,6 +249,7 @@ void MooncakeBackend::close() {
     leak(queue_);
     leak(messages_);
     leak(group_);
+    leak(membership_);
     leak(completions_);
     leak(engine_);
     return;
@@ -199,6 +258,7 @@ void MooncakeBackend::close() {
   queue_.reset();  // what it still holds ends at once, the group has failed
   messages_.reset();
   group_.reset();
+  membership_.reset();
   completions_.reset();
   engine_.reset();
 }
@@ -217,10 +277,38 @@ void MooncakeBackend::abort() {
   messages_->messages().abort({ErrorCode::kAborted, "the process group was aborted"});
 }
 
-std::vector<std::pair<int, Evidence>> MooncakeBackend::evidence() const {
-  std::vector<std::pair<int, Evidence>> all;
-  for (int r = 0; group_ && r < size_; ++r) {
-    if (const Evidence* seen = group_->window().ended(r)) all.emplace_back(r, *seen);
+uint64_t MooncakeBackend::getSequenceNumberForGroup() { return queue_ ? queue_->called() : 0; }
+
+int MooncakeBackend::jobRank(int rank) const {
+  const bool isOfAJob = inOurWorld_ && !options_.globalRanks.empty();
+  return isOfAJob ? options_.globalRanks[rank] : rank;
+}
+
+uint64_t MooncakeBackend::epoch() const { return membership_ ? membership_->view().epoch : 0; }
+
+std::vector<RankEvidence> MooncakeBackend::evidence() const {
+  std::vector<RankEvidence> all;
+  if (!group_) return all;
+  const auto accused = membership_->seen();
+  const auto systemNow = std::chrono::system_clock::now();
+  const auto steadyNow = Clock::now();
+  for (int r = 0; r < size_; ++r) {
+    const Evidence* seen = group_->window().ended(r);
+    const auto found = std::ranges::find(
+        accused, jobRank(r), [](const Membership::Seen& one) { return one.accusation.rank; });
+    const Membership::Seen* known = found == accused.end() ? nullptr : &*found;
+    if (!seen && !known) continue;
+    RankEvidence one{.rank = r, .kind = kindOf(seen, known)};
+    if (seen) {
+      one.detail = seen->detail;
+      one.when = seen->when;
+    } else {
+      one.detail = known->detail.empty()
+                       ? "rank " + std::to_string(known->accusation.by) + " says so"
+                       : known->detail;
+      one.when = steadyNow - std::chrono::duration_cast<Clock::duration>(systemNow - known->when);
+    }
+    all.push_back(std::move(one));
   }
   return all;
 }
@@ -261,8 +349,8 @@ template <typename Run>
 MooncakeBackend::WorkPtr MooncakeBackend::submit(c10d::OpType type, std::vector<at::Tensor> outputs,
                                                  bool async, Run&& run) {
   refuseInForkedChild();
-  auto work = c10::make_intrusive<CollectiveWork>(rank_, type, ++sequence_, queue_.get(),
-                                                  std::move(outputs));
+  auto work = c10::make_intrusive<CollectiveWork>(rank_, size_, options_.capacity, type,
+                                                  queue_.get(), std::move(outputs));
   queue_->submit(work, async, std::forward<Run>(run));
   return work;
 }
@@ -449,8 +537,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
   auto message = isSend ? messages.send(flat.bytes(), peer, uint32_t(tag), until)
                         : messages.receive(flat.bytes(), peer, uint32_t(tag), until);
   if (!message->finished()) messages_->watch();
-  return c10::make_intrusive<MessageWork>(rank_, type, messages_, std::move(message), tensor,
-                                          std::move(flat));
+  return c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_,
+                                          std::move(message), tensor, std::move(flat));
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {

@@ -26,6 +26,16 @@ struct BackendOptions {
   std::chrono::milliseconds timeout;
   Env env;
   at::Tensor activeRanks;  // int32, mirrors who is active; the caller's own when one was given
+  int capacity = 0;        // ranks that the group may grow to; 0: its size
+  bool raises = false;     // the loss of a member ends one operation on all, as PeerLostError
+};
+
+// What is known of the end of a rank.
+struct RankEvidence {
+  int rank = 0;  // of the group
+  std::string kind;
+  std::string detail;
+  std::chrono::steady_clock::time_point when;
 };
 
 // A c10d backend over one Group. Checks arguments, hands them to the collectives, and nothing else.
@@ -43,7 +53,7 @@ class MooncakeBackend : public c10d::Backend {
   // Without `override`: c10d::Backend has it since torch 2.9 only.
   void setTimeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  uint64_t getSequenceNumberForGroup() override;
   // Leaves in good order: waits until what was called has ended, here and where others need our
   // memory for it, at most for the failure timeout. Every later call is refused. In the default
   // group the others let rank 0 go first.
@@ -53,7 +63,10 @@ class MooncakeBackend : public c10d::Backend {
   // lock. Nothing may be called afterwards. In a forked child all of it is left as it is: the
   // threads that it waits for are the parent's.
   void close();
-  // The process ends: says goodbye to the peers of all groups that share the engine.
+  // The first half of shutdown(). False: there was nothing to leave any more.
+  bool leaveGroup();
+  // The process ends: says goodbye to the peers of all groups that share the engine, which must
+  // have been left before: nothing is heard of anybody afterwards.
   void leaveJob();
   // Ends everything that is under way with an error.
   void abort() override;
@@ -78,8 +91,10 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
   at::Tensor activeRanks() const { return options_.activeRanks; }
-  // Of the ranks of which we have seen the end, in rank order.
-  std::vector<std::pair<int, Evidence>> evidence() const;
+  const char* onFailure() const { return options_.raises ? "raise" : "continue"; }
+  uint64_t epoch() const;  // of the job's view
+  // Of the ranks of which we have seen the end or know who has, in rank order.
+  std::vector<RankEvidence> evidence() const;
   // "shm", "tcp", ...: the wire to a rank.
   std::string transportTo(int rank) const;
 
@@ -88,9 +103,9 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, bool async, Run&& run);
   WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
-  bool leaveGroup();
   void outlastRankZero();
   void refuseInForkedChild() const;
+  int jobRank(int rank) const;
   int root(int64_t root, int64_t rootTensor) const;
   Deadline deadline(std::chrono::milliseconds timeout) const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
@@ -98,9 +113,10 @@ class MooncakeBackend : public c10d::Backend {
   BackendOptions options_;
   const uint32_t forkGeneration_ = forkGeneration();
   const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what outlastRankZero() waits for
-  uint64_t sequence_ = 0;
+  const bool inOurWorld_;  // a group of a job that the default group of ours is
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Completions> completions_;
+  std::shared_ptr<Membership> membership_;  // of the job; all its groups share it
   std::unique_ptr<Group> group_;
   std::shared_ptr<MessageDriver> messages_;
   std::unique_ptr<CollectiveQueue> queue_;

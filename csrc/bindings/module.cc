@@ -3,12 +3,18 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "backend/collective_work.h"
 #include "backend/errors.h"
+#include "backend/message_work.h"
 #include "backend/mooncake_backend.h"
 #include "engine/transports/registry.h"
 
 namespace py = pybind11;
 using mooncake::BackendOptions;
+using mooncake::CollectiveWork;
+using mooncake::ErrorCode;
+using mooncake::FailureError;
+using mooncake::MessageWork;
 using mooncake::MooncakeBackend;
 
 namespace {
@@ -34,6 +40,8 @@ void apply(const py::dict& options, BackendOptions& out) {
   if (given("transports"))
     out.env.transports = options["transports"].cast<std::vector<std::string>>();
   if (given("host_ip")) out.env.hostIp = options["host_ip"].cast<std::string>();
+  if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
+  if (given("on_failure")) out.raises = options["on_failure"].cast<std::string>() == "raise";
   if (given("failure_timeout")) {
     out.env.failureTimeout = std::chrono::duration_cast<std::chrono::milliseconds>(
         options["failure_timeout"].cast<std::chrono::duration<double>>());
@@ -61,11 +69,46 @@ c10::intrusive_ptr<PythonBackend> createBackend(
 std::vector<std::tuple<int, std::string, std::string, double>> evidenceOf(
     const PythonBackend& backend) {
   std::vector<std::tuple<int, std::string, std::string, double>> all;
-  for (const auto& [rank, seen] : backend.evidence()) {
+  for (auto& seen : backend.evidence()) {
     const std::chrono::duration<double> when = seen.when.time_since_epoch();
-    all.emplace_back(rank, mooncake::evidenceKindName(seen.kind), seen.detail, when.count());
+    all.emplace_back(seen.rank, std::move(seen.kind), std::move(seen.detail), when.count());
   }
   return all;
+}
+
+py::object pythonErrorOf(const FailureError& failure) {
+  const char* name = "PeerLostError";
+  if (failure.code() == ErrorCode::kEvicted) name = "EvictedError";
+  if (failure.code() == ErrorCode::kMinority) name = "MinorityError";
+  py::object error =
+      py::module_::import("mooncake_backend.errors").attr(name)(failure.what_without_backtrace());
+  if (failure.code() == ErrorCode::kInputsLost) error.attr("inputs_intact") = false;
+  return error;
+}
+
+// In front of what torch does with a DistBackendError that leaves any function of pybind11's, its
+// own ones too.
+void raiseFailure(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const FailureError& failure) {
+    const py::object error = pythonErrorOf(failure);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  }
+}
+
+// torch's own cannot hand it to Python.
+py::object exceptionOf(c10d::Work& work) {
+  const std::exception_ptr thrown = work.exception();
+  if (!thrown) return py::none();
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const FailureError& failure) {
+    return pythonErrorOf(failure);
+  } catch (const c10::Error& error) {
+    return py::module_::import("torch.distributed")
+        .attr("DistBackendError")(error.what_without_backtrace());
+  }
 }
 
 }  // namespace
@@ -73,6 +116,8 @@ std::vector<std::tuple<int, std::string, std::string, double>> evidenceOf(
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // torch's classes must be known before one of ours names them as its base.
   py::module_::import("torch.distributed");
+
+  py::register_exception_translator(&raiseFailure);
 
   m.def("build_info", [] {
     py::dict info;
@@ -92,7 +137,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       // Newer torch has it for every backend; 2.8 for none but its own.
       .def("_set_default_timeout", &PythonBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
+      .def("leave_group", &PythonBackend::leaveGroup, py::call_guard<py::gil_scoped_release>())
       .def("leave_job", &PythonBackend::leaveJob, py::call_guard<py::gil_scoped_release>())
       .def("evidence", &evidenceOf)
+      .def_property_readonly("epoch", &PythonBackend::epoch)
+      .def_property_readonly("on_failure", &PythonBackend::onFailure)
       .def("transport_to", &PythonBackend::transportTo, py::arg("rank"));
+
+  py::class_<CollectiveWork, c10::intrusive_ptr<CollectiveWork>, c10d::Work>(m, "CollectiveWork")
+      .def("exception", &exceptionOf)
+      .def("is_success", &CollectiveWork::isSuccess)  // torch's own warns
+      .def_property_readonly("contributors", &CollectiveWork::contributors)
+      .def_property_readonly("failed_ranks", &CollectiveWork::failedRanks)
+      .def_property_readonly("lost_ranks", &CollectiveWork::lostRanks)
+      .def_property_readonly("epoch", &CollectiveWork::epoch)
+      .def_property_readonly("sequence_number", &CollectiveWork::getSequencenumber)
+      .def_property_readonly("max_group_size", &CollectiveWork::capacity);
+  py::class_<MessageWork, c10::intrusive_ptr<MessageWork>, c10d::Work>(m, "MessageWork")
+      .def("exception", &exceptionOf)
+      .def("is_success", &MessageWork::isSuccess)
+      .def_property_readonly("failed_ranks", &MessageWork::failedRanks)
+      .def_property_readonly("lost_ranks", &MessageWork::failedRanks)
+      .def_property_readonly("max_group_size", &MessageWork::capacity);
 }

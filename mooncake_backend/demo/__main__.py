@@ -1,4 +1,5 @@
-"""python -m mooncake_backend.demo: train on each backend in turn, then compare."""
+"""python -m mooncake_backend.demo: train on each backend in turn, and on ours once more with a rank
+that is killed; then compare."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ try:
 except ImportError:
     sys.exit("the demo needs its extra packages: pip install 'mooncake-backend[demo]'")
 
-from mooncake_backend.demo.launch import Run, RunError, launch
+from mooncake_backend.demo.launch import Kill, Run, RunError, launch
 from mooncake_backend.demo.model import documents
 from mooncake_backend.demo.report import show
 
@@ -22,6 +23,9 @@ def main() -> int:
     parser.add_argument("--backends", default="mooncake,gloo", help="comma-separated, run in turn")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--victim", type=int, default=2, help="the rank to kill at half time; -1 for none"
+    )
     parser.add_argument("--deadline", type=float, default=240, help="seconds that one run may take")
     parser.add_argument("--picture", type=Path, default=Path("build/demo.png"))
     parser.add_argument("--text", type=Path, nargs="+", help="files instead of the documents here")
@@ -32,11 +36,21 @@ def main() -> int:
     if size < 2000:
         parser.error("no text to learn from: start this in a clone, or give --text FILE")
 
+    # Rank 0 reports, so it is not the one to kill here; it could be.
+    if given.victim == 0 or given.victim >= given.ranks:
+        parser.error(f"--victim must be between 1 and {given.ranks - 1}, or -1")
+    backends = given.backends.split(",")
+    plan: list[tuple[str, Kill | None]] = [(backend, None) for backend in backends]
+    # Other backends do not go on.
+    survives = [backend for backend in backends if backend.startswith("mooncake")]
+    if survives and given.victim > 0:
+        plan.append((survives[0], Kill(given.victim, given.steps // 2)))
+
     console = Console()
     console.print(f"learning {size} characters from {len(files)} documents")
     runs: list[Run] = []
     columns = (
-        TextColumn("{task.description:>12}"),
+        TextColumn("{task.description:>23}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),
@@ -44,14 +58,17 @@ def main() -> int:
     )
     try:
         with Progress(*columns, console=console) as progress:
-            for backend in given.backends.split(","):
-                task = progress.add_task(backend, total=given.steps, loss="-")
+            for backend, victim in plan:
+                name = Run(backend, victim).name
+                task = progress.add_task(name, total=given.steps, loss="-")
 
                 def on_step(loss: float, task=task) -> None:  # type: ignore[no-untyped-def]
                     progress.update(task, advance=1, loss=f"{loss:.3f}")
 
                 runs.append(
-                    launch(backend, given.ranks, given.steps, files, given.deadline, on_step)
+                    launch(
+                        backend, given.ranks, given.steps, files, given.deadline, on_step, victim
+                    )
                 )
     except RunError as error:
         console.print(str(error), style="red", markup=False)

@@ -15,13 +15,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
+@dataclass(frozen=True)
+class Kill:
+    """A rank that gets SIGKILL when step `step` is done."""
+
+    rank: int
+    step: int
+
+
 @dataclass
 class Run:
     """What one backend did."""
 
     backend: str
+    kill: Kill | None = None
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)  # that took part, per step
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}, rank {self.kill.rank} killed" if self.kill else self.backend
 
 
 class RunError(RuntimeError):
@@ -35,9 +49,10 @@ def launch(
     files: list[Path],
     deadline: float,
     on_step: Callable[[float], None],
+    kill: Kill | None = None,
 ) -> Run:
     """Trains with `ranks` processes within `deadline` seconds; leaves no process behind."""
-    run = Run(backend)
+    run = Run(backend, kill)
     with tempfile.TemporaryDirectory(prefix="mooncake-demo-") as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
         processes: list[subprocess.Popen[bytes]] = []
@@ -84,7 +99,7 @@ def _follow(
         if time.monotonic() > end:
             raise RunError(f"{run.backend}: not done in time\n{_last_words(logs)}")
         for rank, process in enumerate(processes):
-            if process.poll():
+            if process.poll() and not _was_killed(run, rank, process):
                 ended = f"rank {rank} ended with {process.returncode}"
                 raise RunError(f"{run.backend}: {ended}\n{_last_words(logs)}")
         if not selector.get_map():
@@ -98,10 +113,23 @@ def _follow(
                 report = json.loads(line)
                 run.losses.append(report["loss"])
                 run.seconds.append(report["seconds"])
+                run.ranks.append(report["ranks"])
+                if run.kill and report["step"] == run.kill.step:
+                    processes[run.kill.rank].send_signal(signal.SIGKILL)
                 on_step(report["loss"])
-    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    failed = [
+        rank
+        for rank, process in enumerate(processes)
+        if process.returncode and not _was_killed(run, rank, process)
+    ]
     if failed:
         raise RunError(f"{run.backend}: ranks {failed} failed\n{_last_words(logs)}")
+
+
+def _was_killed(run: Run, rank: int, process: subprocess.Popen[bytes]) -> bool:
+    """By us: the victim of this run."""
+    is_victim = run.kill is not None and run.kill.rank == rank
+    return is_victim and process.returncode == -signal.SIGKILL
 
 
 def _last_words(logs: list[Path]) -> str:

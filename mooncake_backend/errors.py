@@ -1,0 +1,26 @@
+"""What the native part raises when ranks are lost (csrc/bindings/module.cc)."""
+
+from __future__ import annotations
+
+from torch.distributed import DistBackendError
+
+__all__ = ["EvictedError", "MinorityError", "PeerLostError"]
+
+
+class PeerLostError(DistBackendError):
+    """A rank that the call needs is lost. The group goes on among the others: call again.
+
+    inputs_intact: the tensors that were given are as they were before the call; False: what they
+    hold is undefined
+    """
+
+    inputs_intact: bool = True
+
+
+class EvictedError(DistBackendError):
+    """The job goes on without this rank, for good: every later call in any group raises it."""
+
+
+class MinorityError(DistBackendError):
+    """Too few ranks are left on this side of a partition to go on, and the others may go on without
+    them, for good: every later call in any group raises it."""
