@@ -240,7 +240,7 @@ def run_job(
         try:
             for command, child_env in starts:
                 children.append(
-                    subprocess.Popen(command, env=child_env, preexec_fn=_die_with_parent)
+                    subprocess.Popen(command, env=child_env, preexec_fn=die_with_parent)
                 )
             _wait(children, time.monotonic() + deadline_s, deadline_s, folder)
         finally:
@@ -293,13 +293,13 @@ def _end(children: list[subprocess.Popen]) -> None:
             child.wait()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def work(folder: str) -> None:
     """Body of a rank process."""
-    _die_with_parent()
+    die_with_parent()
     job = json.loads(Path(folder, "job.json").read_text())
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["BENCH_RANK"])
     try:

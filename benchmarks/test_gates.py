@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 
+import bench_failure
 import pytest
 from common import format_size, geomean, parse_size, short, size_steps
 from gates import exit_code, judge
@@ -125,3 +126,43 @@ def test_shared_memory_counts_a_page_once_and_unmapped_pages_too():
         )
     finally:
         os.close(pages)
+
+
+def lost(resumed_ms, mode="shm", action="kill", evidence="exited", outcome="resumed", error=None):
+    row = {"kind": "failure_kill", "mode": mode, "ranks": 2, "bytes": 1024, "action": action}
+    row |= {"backend": "mooncake-cpu", "victim": 0, "beyond_ms": 0.0, "evidence": evidence}
+    row |= {"known_first_ms": 1.0, "known_ms": 1.0, "view_ms": 2.0, "resumed_ms": resumed_ms}
+    return {**row, "outcome": outcome, "error": error}
+
+
+def failure_findings(kills):
+    found = bench_failure.judge([bench_failure.summarize(kills)], "mooncake-cpu")
+    return {finding.name: (finding.value, finding.ok) for finding in found}
+
+
+def test_percentiles_are_values_that_were_measured():
+    found = bench_failure.percentiles("x", [float(value) for value in range(200, 0, -1)])
+    assert found == {"x_p50_ms": 100.5, "x_p90_ms": 180, "x_p99_ms": 198, "x_max_ms": 200}
+    assert set(bench_failure.percentiles("x", []).values()) == {None}
+
+
+def test_a_slow_loss_breaks_the_limit_that_it_reaches():
+    fast, slow = [lost(9.0)] * 98, [lost(101.0)] * 2
+    assert failure_findings(fast + slow) == {
+        "kill: resumed, p50, ms": (9.0, True),
+        "kill: resumed, p99, ms": (101.0, False),
+        "kill: known to all (shm), p99, ms": (1.0, True),
+    }
+
+
+def test_over_tcp_a_large_process_is_information_and_a_minority_is_not_timed():
+    assert {ok for _, ok in failure_findings([lost(999.0, "tcp", "big")]).values()} == {None}
+    minority = lost(999.0, "tcp", evidence="refused", outcome="minority")
+    found = failure_findings([minority, lost(9.0, "tcp", evidence="refused")])
+    assert found["kill: resumed, p99, ms"] == (9.0, True)
+
+
+def test_a_survivor_that_hangs_is_an_error_of_its_cell():
+    row = bench_failure.summarize([lost(9.0), lost(None, error="nothing after the kill")])
+    assert row["error"] == "1 of 2 kills: nothing after the kill"
+    assert exit_code([row], [], gate=False) == 1

@@ -7,8 +7,17 @@ itself stays tested.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import bench_collectives
 import bench_ddp
+import bench_failure
 import bench_idle
 import bench_startup
 import gates
@@ -137,6 +146,58 @@ def test_ddp_step(ours, out, gate):
     out(gates.show, findings)
     assert not [row for row in rows if row["error"]]
     hold(findings, gate)
+
+
+def test_time_of_a_loss(ours, out, gate):
+    backends, kills = [need(ours), "gloo"], 20 if gate else 2
+    how = {"sizes": [1 << 10], "modes": ["shm", "tcp"], "kills": kills}
+    rows = bench_failure.run(backends, [2, 4], actions=["kill"], **how)
+    light = bench_failure.How(failure_timeout_s=0.5, memory=64 << 20)
+    rows += bench_failure.run(backends, [3], actions=["stop", "big", "segv"], how=light, **how)
+    findings = bench_failure.judge(rows, ours)
+    out(bench_failure.show, rows)
+    out(gates.show, findings)
+    assert not [row["error"] for row in rows if row["error"]]
+    mine = [row for row in rows if row["kind"] == "failure_kill" and row["backend"] == ours]
+    assert len(mine) == (4 + 6) * kills
+    for row in mine:
+        if row["outcome"] == "resumed":
+            assert row["known_first_ms"] <= row["known_ms"]
+            assert row["view_ms"] <= row["resumed_ms"]
+    assert {row["evidence"] for row in mine if row["action"] == "stop"} == {"silent"}
+    hold(findings, gate)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_an_interrupted_run(ours, tmp_path, number):
+    script = str(Path(bench_failure.__file__))
+    command = [sys.executable, script, "--ranks", "3", "--kills", "1000", "--actions", "stop"]
+    command += ["--backends", need(ours)]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+    def ranks() -> list[Path]:
+        """Ranks work in their job's folder."""
+        found = []
+        for cwd in Path("/proc").glob("[0-9]*/cwd"):
+            with contextlib.suppress(OSError):  # not ours, or over
+                found += [cwd] * cwd.resolve(strict=True).is_relative_to(tmp_path)
+        return found
+
+    try:
+        end = time.monotonic() + 60
+        while len(ranks()) < 3 and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert (process.returncode, b"stopped" in said) == (130, True), said.decode()
+    assert (ranks(), list(tmp_path.iterdir())) == ([], [])
 
 
 def test_cuda_collectives_beside_nccl(ours, out):

@@ -1,0 +1,620 @@
+"""How long a loss takes: from the kill of a random rank, at a random moment of a loop of
+all_reduce, until the last survivor knows of it and until it has a result again.
+
+    python benchmarks/bench_failure.py --ranks 2,4,8 --sizes 1K,4M --modes shm,tcp --kills 200 \\
+        --backends mooncake-cpu,gloo --json out.json --plot out.png --gate
+
+Every kill has a job of its own, of ranks forked from a server (crews.py); no rank holds the server
+of the store, so any of them may die. Backends and modes take turns kill by kill, so the noise of
+the machine hits them alike. Gloo cannot go on: its time is that until every survivor has raised.
+docs/benchmarks.md has the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import gates
+from common import (
+    OthersWatch,
+    format_size,
+    machine_facts,
+    names,
+    numbers,
+    parse_size,
+    print_table,
+    short,
+    write_json_lines,
+)
+from crews import Crew, Job, Member
+from gates import Finding
+from ranks import is_registered, run_main
+
+WARM_UP = 3  # operations of every rank before the kill
+SETTLE_S = 0.05  # then this long, and up to MOMENT_S more; the watching threads begin after 20 ms
+MOMENT_S = 0.1
+EVIDENCE_WAIT_S = 5.0  # for a survivor's own evidence, once it has gone on
+DEFAULT_TIMEOUT_S = 3.0  # failure_timeout where the action is not stop
+
+RESUMED_P50_MS, RESUMED_P99_MS = 30.0, 100.0  # from the kill to the last survivor's result
+KNOWN_P99_MS = 20.0  # from the kill to the last survivor's evidence, over shared memory
+SILENT_P99_MS = 100.0  # the last survivor's result, beyond failure_timeout
+
+MODES = {"shm": {}, "tcp": {"MOONCAKE_TRANSPORTS": "tcp", "MOONCAKE_HOST_IP": "127.0.0.1"}}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "big": signal.SIGKILL,
+    "segv": signal.SIGSEGV,
+}
+TIMES = ("known_first", "known", "view", "resumed")  # fields with _ms behind them
+VIEW_LINE = re.compile(r"^(\S+)Z mooncake \w rank \d+: epoch \d+: .* go(?:es)? on without", re.M)
+
+Rows = list[dict[str, Any]]
+
+
+# ---- in the ranks
+
+
+def rank_main(me: Member) -> None:
+    """Calls all_reduce until somebody is missing in the result, then tells when and why."""
+    import torch
+    import torch.distributed as dist
+
+    spec, doomed = me.spec, me.rank == me.spec["victim"]
+    torch.set_num_threads(1)
+    ours = spec["backend"].startswith("mooncake")
+    if not is_registered(spec["backend"]):
+        raise RuntimeError(f"torch.distributed does not know the backend {spec['backend']!r}")
+    options = None
+    if ours:
+        from mooncake_backend import MooncakeBackendOptions
+
+        options = MooncakeBackendOptions(failure_timeout=spec["failure_timeout_s"])
+    ballast = torch.ones(spec["memory"], dtype=torch.uint8) if doomed else None
+    if doomed and spec["action"] == "segv":
+        _allow_core_dumps()
+    dist.init_process_group(
+        spec["backend"],
+        store=me.open_store(spec["deadline_s"]),
+        rank=me.rank,
+        world_size=me.size,
+        timeout=timedelta(seconds=spec["deadline_s"]),
+        pg_options=options,
+    )
+    tensor = torch.empty(max(1, spec["bytes"] // 4))
+    done, error, value = 0, None, float(me.size)
+    while value == me.size:
+        tensor.fill_(1.0)
+        began = time.monotonic()
+        try:
+            dist.all_reduce(tensor)
+        except Exception as caught:  # for a backend that cannot go on, this is the measurement
+            error = caught
+            break
+        now = time.monotonic()
+        value = tensor[0].item()
+        done += 1
+        if done == WARM_UP:
+            me.link.send("ready")
+    now = time.monotonic() if error else now
+    told = {"began": began, "ended": now, "value": value, "uniform": bool((tensor == value).all())}
+    told |= {"raised": error and type(error).__name__, "text": str(error or ""), "seen": []}
+    if ours:
+        told["seen"] = _evidence(spec["victim"])
+        if not error:
+            dist.all_reduce(tensor.fill_(1.0))
+            told["again"] = tensor[0].item()
+    me.link.send(told)
+    if ours:
+        me.link.poll(None)  # stay: a rank that leaves is news to those who are not that far yet
+    del ballast  # gloo leaves: its survivors learn it from each other's broken connections
+
+
+def _evidence(victim: int) -> list[tuple[int, str, float]]:
+    """(rank, kind, when) of all that this rank knows to be gone, the victim surely among them."""
+    import torch.distributed as dist
+
+    import mooncake_backend
+
+    end = time.monotonic() + EVIDENCE_WAIT_S
+    while True:
+        seen = mooncake_backend.get_evidence(dist.group.WORLD)
+        if any(one.rank == victim for one in seen) or time.monotonic() > end:
+            return [(one.rank, one.kind, one.monotonic) for one in seen]
+        time.sleep(0.001)
+
+
+def _allow_core_dumps() -> None:
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+# ---- one kill
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A backend in one mode."""
+
+    backend: str
+    mode: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend} {self.mode}" if self.ours else self.backend
+
+    @property
+    def ours(self) -> bool:
+        return self.backend.startswith("mooncake")
+
+    def runs(self, action: str) -> bool:
+        """A silent rank is nothing to Gloo but the timeout of its operations."""
+        return self.ours or action != "stop"
+
+
+@dataclass(frozen=True)
+class How:
+    """What all kills of a run have in common."""
+
+    failure_timeout_s: float = 1.0  # of the action stop
+    memory: int = 4 << 30  # of the action big
+    deadline_s: float = 60.0  # from a kill to the last survivor
+
+
+def one_kill(
+    crew: Crew, lane: Lane, ranks: int, size: int, action: str, how: How, rng: random.Random
+) -> dict[str, Any]:
+    """A row of kind 'failure_kill': milliseconds since the kill (action stop: since failure_timeout
+    was over then)."""
+    victim, moment_s = rng.randrange(ranks), SETTLE_S + rng.uniform(0, MOMENT_S)
+    timeout_s = how.failure_timeout_s if action == "stop" else DEFAULT_TIMEOUT_S
+    spec = {
+        "backend": lane.backend,
+        "bytes": size,
+        "action": action,
+        "victim": victim,
+        "memory": how.memory if action == "big" else 0,
+        "failure_timeout_s": timeout_s,
+        "deadline_s": how.deadline_s,
+    }
+    row = {
+        "kind": "failure_kill",
+        "mode": lane.mode,
+        "ranks": ranks,
+        "bytes": size,
+        "backend": lane.backend,
+        "action": action,
+        "victim": victim,
+        "beyond_ms": timeout_s * 1e3 if action == "stop" else 0.0,
+        "outcome": None,
+        "evidence": None,
+        "error": None,
+        "began_ms": None,
+        **{f"{name}_ms": None for name in TIMES},
+    }
+    with crew.job("bench_failure:rank_main", ranks, spec, MODES.get(lane.mode, {})) as job:
+        everybody = list(range(ranks))
+        ready = job.hear(everybody, how.deadline_s)
+        if [ready.get(rank) for rank in everybody] != ["ready"] * ranks:
+            return {**row, "error": _words(job, everybody, ready, "not ready")}
+        time.sleep(moment_s)
+        to_wall = time.time() - time.monotonic()
+        killed = time.monotonic()
+        os.kill(job.pids[victim], SIGNALS[action])
+        survivors = [rank for rank in everybody if rank != victim]
+        told = job.hear(survivors, how.deadline_s)
+        if any("ended" not in told.get(rank, {}) for rank in survivors):
+            return {**row, "error": _words(job, survivors, told, "nothing after the kill")}
+        start = killed + row["beyond_ms"] / 1e3
+
+        def since(moments: list[float], which: Any = max) -> float | None:
+            return round((which(moments) - start) * 1e3, 3) if moments else None
+
+        row["resumed_ms"] = since([told[rank]["ended"] for rank in survivors])
+        row["began_ms"] = since([told[rank]["began"] for rank in survivors])
+        row["outcome"], row["error"] = _outcome(lane, action, ranks, victim, told)
+        if lane.ours:
+            seen = [s for rank in survivors for s in told[rank]["seen"] if s[0] == victim]
+            row["evidence"] = "+".join(sorted({kind for _, kind, _ in seen}))
+            row["known_ms"] = since([when for _, _, when in seen])
+            row["known_first_ms"] = since([when for _, _, when in seen], min)
+            views = [_view_time(job.log(rank)) for rank in survivors]
+            if None not in views and row["outcome"] == "resumed":
+                row["view_ms"] = since([view - to_wall for view in views])
+        if action == "segv":
+            row["core_mib"] = _core_mib(job)
+        return row
+
+
+def _outcome(
+    lane: Lane, action: str, ranks: int, victim: int, told: dict[int, Any]
+) -> tuple[str | None, str | None]:
+    """'resumed', 'raised' or 'minority', and what is wrong with it."""
+    for rank, said in told.items():
+        if any(accused != victim for accused, _, _ in said["seen"]):
+            return None, f"rank {rank} accuses others than {victim}: {said['seen']}"
+        if lane.ours and not any(accused == victim for accused, _, _ in said["seen"]):
+            return None, f"rank {rank} has no evidence about rank {victim}"
+    raised = {said["raised"] for said in told.values()}
+    if not lane.ours:
+        return ("raised", None) if None not in raised else (None, "went on without a rank")
+    # Of two ranks, the second may not go on upon a mere suspicion of the first.
+    suspicion = lane.mode == "tcp" or action == "stop"
+    if ranks == 2 and victim == 0 and suspicion and raised == {"MinorityError"}:
+        return "minority", None
+    for rank, said in told.items():
+        if said["raised"]:
+            return None, f"rank {rank}: {said['raised']}: {said['text'].splitlines()[0]}"
+        if (said["value"], said["again"], said["uniform"]) != (ranks - 1, ranks - 1, True):
+            return None, f"wrong result on rank {rank}: {said['value']}, {said['again']}"
+    return "resumed", None
+
+
+def _words(job: Job, ranks: list[int], heard: dict[int, Any], what: str) -> str:
+    """Of the first rank with which something is wrong."""
+    for rank in ranks:
+        said = heard.get(rank)
+        if isinstance(said, dict) and "error" in said:
+            return f"rank {rank}: {said['error'].strip().splitlines()[-1]}"
+    silent = [rank for rank in ranks if rank not in heard]
+    last = job.log(silent[0]).strip().splitlines()[-1:] if silent else []
+    return f"{what}: ranks {silent} {' '.join(last)}".strip()
+
+
+def _view_time(log: str) -> float | None:
+    """When the rank took a new view, in seconds since 1970: its log says so."""
+    found = VIEW_LINE.search(log)
+    if not found:
+        return None
+    return datetime.fromisoformat(found[1]).replace(tzinfo=timezone.utc).timestamp()
+
+
+def _core_mib(job: Job) -> float:
+    return sum(path.stat().st_blocks * 512 for path in job.folder.glob("*core*")) / (1 << 20)
+
+
+# ---- cells
+
+
+class Progress:
+    """How far the run is, for people: a bar on a terminal, a line per cell elsewhere."""
+
+    WIDTH = 30
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.start = total, 0, time.monotonic()
+        self.live = sys.stderr.isatty()
+
+    def step(self, what: str) -> None:
+        self.done += 1
+        if self.live:
+            bar = "#" * (self.WIDTH * self.done // self.total)
+            left_s = (time.monotonic() - self.start) / self.done * (self.total - self.done)
+            text = f"[{bar:<{self.WIDTH}}] {self.done}/{self.total} {what}, {left_s:.0f} s left"
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        print("\r\x1b[K" * self.live + text, file=sys.stderr, flush=True)
+
+
+def run(
+    backends: list[str],
+    ranks: list[int],
+    *,
+    sizes: list[int],
+    modes: list[str],
+    actions: list[str],
+    kills: int,
+    how: How | None = None,
+    seed: int = 1,
+) -> Rows:
+    """Rows of kind 'failure' (one per cell and lane), then of kind 'failure_kill'."""
+    how, rng = how or How(), random.Random(seed)
+    ours = [Lane(name, mode) for name in backends if name.startswith("mooncake") for mode in modes]
+    lanes = ours + [Lane(name, "tcp") for name in backends if not name.startswith("mooncake")]
+    cells = [(action, size, n) for action in actions for n in ranks for size in sizes]
+    total = kills * sum(lane.runs(action) for action, _, _ in cells for lane in lanes)
+    progress, rows, every = Progress(total), [], []
+    with Crew(["bench_failure"]) as crew:
+        for action, size, count in cells:
+            live = [lane for lane in lanes if lane.runs(action)]
+            of_lane: dict[Lane, Rows] = {lane: [] for lane in live}
+            what = f"{action}, {count} ranks, {format_size(size)}"
+            for number in range(kills):
+                shift = number % max(1, len(live))
+                order = live[shift:] + live[:shift]
+                for lane in reversed(order) if number % 2 else order:
+                    row = one_kill(crew, lane, count, size, action, how, rng)
+                    of_lane[lane].append(row)
+                    if row["error"]:
+                        progress.say(f"FAILED {what}, {lane.name}: {row['error']}")
+                    progress.step(what)
+            found = [summarize(one) for one in of_lane.values() if one]
+            shown = "  ".join(f"{_name(row)} {short(row['resumed_p50_ms'])}" for row in found)
+            progress.say(f"{what}  resumed p50 ms: {shown}")
+            rows += found
+            every += [row for one in of_lane.values() for row in one]
+    return rows + every
+
+
+def percentiles(name: str, values: list[float]) -> dict[str, float | None]:
+    """p50, p90, p99 (the smallest value that so many do not exceed) and max."""
+    ordered = sorted(values)
+    facts: dict[str, float | None] = {"p50": statistics.median(ordered) if ordered else None}
+    for percent in (90, 99):
+        index = math.ceil(len(ordered) * percent / 100) - 1
+        facts[f"p{percent}"] = ordered[index] if ordered else None
+    facts["max"] = ordered[-1] if ordered else None
+    return {f"{name}_{key}_ms": value for key, value in facts.items()}
+
+
+def summarize(kills: Rows) -> dict[str, Any]:
+    """A cell of one lane, from its kills. Those that ended in a minority are counted, not timed."""
+    first = kills[0]
+    good = [row for row in kills if not row["error"]]
+    timed = [row for row in good if row["outcome"] != "minority"]
+    wrong = [row["error"] for row in kills if row["error"]]
+    fields = ("mode", "ranks", "bytes", "backend", "action", "beyond_ms")
+    row = {"kind": "failure", **{field: first[field] for field in fields}, "kills": len(kills)}
+    row["outcomes"] = dict(Counter(one["outcome"] for one in good))
+    row["evidence"] = dict(Counter(one["evidence"] for one in good if one["evidence"]))
+    for name in TIMES:
+        values = [one[f"{name}_ms"] for one in timed if one[f"{name}_ms"] is not None]
+        row |= percentiles(name, values)
+    if "core_mib" in first:
+        row["core_mib"] = round(statistics.fmean(one.get("core_mib", 0) for one in good or kills))
+    row["error"] = f"{len(wrong)} of {len(kills)} kills: {wrong[0]}" if wrong else None
+    return row
+
+
+def _name(row: dict[str, Any]) -> str:
+    return Lane(row["backend"], row["mode"]).name
+
+
+def _cells(rows: Rows) -> Rows:
+    return [row for row in rows if row["kind"] == "failure"]
+
+
+# ---- limits, tables, plots
+
+
+def judge(rows: Rows, ours: str | None) -> list[Finding]:
+    """The limits of a loss. Over TCP alone nobody can tell of a process that still gives back its
+    memory or writes its core dump: there big and segv are information."""
+    cells = [row for row in _cells(rows) if row["backend"] == ours]
+    findings = []
+    for action in dict.fromkeys(row["action"] for row in cells):
+        chosen = [row for row in cells if row["action"] == action]
+        if action in ("big", "segv"):
+            chosen = [row for row in chosen if row["mode"] == "shm"]
+        if action == "stop":
+            name = "stop: resumed, p99, ms beyond failure_timeout"
+            findings.append(gates.at_most(name, _of_cells(chosen, "resumed_p99_ms"), SILENT_P99_MS))
+            continue
+        p50, p99 = _of_cells(chosen, "resumed_p50_ms"), _of_cells(chosen, "resumed_p99_ms")
+        findings.append(gates.at_most(f"{action}: resumed, p50, ms", p50, RESUMED_P50_MS))
+        findings.append(gates.at_most(f"{action}: resumed, p99, ms", p99, RESUMED_P99_MS))
+        if shared := [row for row in chosen if row["mode"] == "shm"]:
+            name = f"{action}: known to all (shm), p99, ms"
+            findings.append(gates.at_most(name, _of_cells(shared, "known_p99_ms"), KNOWN_P99_MS))
+    return findings
+
+
+def _of_cells(cells: Rows, field: str) -> dict[str, float]:
+    return {
+        f"{row['ranks']} ranks {format_size(row['bytes'])} {row['mode']}": row[field]
+        for row in cells
+        if row[field] is not None
+    }
+
+
+def show(rows: Rows) -> None:
+    """One table per action, and one of the parts."""
+    cells = _cells(rows)
+    for action in dict.fromkeys(row["action"] for row in cells):
+        chosen = [row for row in cells if row["action"] == action]
+        since = "failure_timeout" if action == "stop" else "the kill"
+        lines = [
+            [
+                f"{row['ranks']} ranks {format_size(row['bytes'])}",
+                _name(row),
+                _counts(row["evidence"]),
+                _four(row, "known"),
+                _four(row, "resumed"),
+                _counts(row["outcomes"]),
+            ]
+            for row in chosen
+        ]
+        title = f"{action}: p50/p90/p99/max, ms since {since}, last survivor"
+        headers = ["cell", "backend", "evidence", "known", "resumed (gloo: raised)", "kills"]
+        print_table(title, headers, lines)
+        parts = [
+            [f"{row['ranks']} ranks {format_size(row['bytes'])}", _name(row)]
+            + [short(row[f"{name}_p50_ms"]) for name in TIMES]
+            for row in chosen
+            if row["known_p50_ms"] is not None
+        ]
+        headers = ["cell", "backend", "first knows", "all know", "view on all", "result on all"]
+        if parts:
+            print_table(f"{action}: the parts, p50, ms since {since}", headers, parts)
+    for row in cells:
+        if row["error"]:
+            where = f"{row['action']} {row['ranks']} ranks {format_size(row['bytes'])}"
+            print(f"FAILED {where} {_name(row)}: {row['error']}")
+        if row.get("core_mib") == 0:
+            print(f"no core dumps at {row['ranks']} ranks {_name(row)}: not allowed here, or piped")
+
+
+def _four(row: dict[str, Any], name: str) -> str:
+    values = [row[f"{name}_{key}_ms"] for key in ("p50", "p90", "p99", "max")]
+    return "/".join(short(value) for value in values) if values[0] is not None else "-"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.items()) or "-"
+
+
+def plot(path: str | None, rows: Rows) -> None:
+    """Distributions: one panel per action, number of ranks and size."""
+    kills = [row for row in rows if row["kind"] == "failure_kill" and not row["error"]]
+    if not path or not kills:
+        return
+    if not util.find_spec("matplotlib"):
+        print("no plot: matplotlib is not installed")
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
+
+    panels: dict[
+        tuple[str, int, int], Rows
+    ] = {}  # actions and sizes below, ranks beside each other
+    for row in kills:
+        panels.setdefault((row["action"], row["bytes"], row["ranks"]), []).append(row)
+    order = list(SIGNALS)
+    panels = {key: panels[key] for key in sorted(panels, key=lambda k: (order.index(k[0]), *k[1:]))}
+    lanes = list(dict.fromkeys(_name(row) for row in kills))
+    columns = len({ranks for _, _, ranks in panels})
+    lines = math.ceil(len(panels) / columns)
+    figure, axes = pyplot.subplots(
+        lines,
+        columns,
+        figsize=(3.4 * columns, 2.9 * lines),
+        squeeze=False,
+        sharex="row",
+        sharey=True,
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, ((action, size, ranks), panel) in zip(axes.flat, panels.items(), strict=False):
+        for index, lane in enumerate(lanes):
+            chosen = [row for row in panel if _name(row) == lane and row["outcome"] != "minority"]
+            for name, style in (("resumed", "-"), ("known", ":")):
+                values = sorted(
+                    row[f"{name}_ms"] for row in chosen if row[f"{name}_ms"] is not None
+                )
+                if not values:
+                    continue
+                shares = [number / len(values) * 100 for number in range(len(values) + 1)]
+                axis.step([values[0], *values], shares, style, where="post", color=f"C{index}")
+        title = f"{action}, {ranks} ranks, {format_size(size)}"
+        silent = action == "stop"
+        axis.set(title=title, xlabel="ms beyond failure_timeout" if silent else "ms since the kill")
+        if not silent:
+            axis.set_xscale("log")
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axis.grid(alpha=0.3)
+    for line in axes[:, 0]:
+        line.set_ylabel("% of the kills")
+    handles = [pyplot.Line2D([], [], color=f"C{i}", label=lane) for i, lane in enumerate(lanes)]
+    handles.append(pyplot.Line2D([], [], color="gray", label="resumed (gloo: raised)"))
+    handles.append(pyplot.Line2D([], [], color="gray", linestyle=":", label="known"))
+    figure.legend(handles=handles, loc="lower center", ncol=min(len(handles), 2 * columns))
+    figure.suptitle("from the kill of a rank to the last survivor")
+    figure.tight_layout(rect=(0, 0.45 / lines / 2.9, 1, 1))
+    figure.savefig(path, dpi=110)
+    print(f"plot: {path}")
+
+
+def _one_of(known: Any) -> Any:
+    def parse(text: str) -> list[str]:
+        chosen = names(text)
+        if unknown := [name for name in chosen if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown} not in {', '.join(known)}")
+        return chosen
+
+    return parse
+
+
+def _fitting(actions: list[str], memory: int) -> list[str]:
+    """Without those that this machine has not the memory for."""
+    free = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    if "big" not in actions or not free or int(free[1]) * 1024 > memory * 1.25:
+        return actions
+    print(f"without big: less than {format_size(memory)} and a quarter of memory is available")
+    return [action for action in actions if action != "big"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=numbers, default=[2, 4, 8])
+    parser.add_argument("--sizes", type=names, default=["1K", "4M"], help="of the all_reduce")
+    parser.add_argument("--modes", type=_one_of(MODES), default=list(MODES), help="shm, tcp")
+    parser.add_argument(
+        "--actions",
+        type=_one_of(SIGNALS),
+        default=["kill"],
+        help="kill; stop: silent, times count from failure_timeout on; "
+        "big: kill with --memory resident; segv: with a core dump",
+    )
+    parser.add_argument("--kills", type=int, default=50, help="of each backend in each cell")
+    parser.add_argument("--backends", type=names, default=["mooncake-cpu", "gloo"])
+    parser.add_argument(
+        "--failure-timeout", type=float, default=1.0, help="seconds, of the action stop"
+    )
+    parser.add_argument("--memory", type=parse_size, default="4G", help="of the action big")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds, of every kill")
+    parser.add_argument("--seed", type=int, default=1, help="of victims and moments")
+    parser.add_argument(
+        "--ours", help="the backend the limits are about (default: the first mooncake one)"
+    )
+    parser.add_argument("--json", help="write JSON lines here")
+    parser.add_argument("--plot", help="write a PNG here")
+    parser.add_argument("--gate", action="store_true", help="exit 1 if a limit is broken")
+    args = parser.parse_args(argv)
+    if min(args.ranks, default=0) < 2 or args.kills < 1:
+        parser.error("a loss needs 2 ranks or more, and at least one kill")
+    start, watch, facts = time.monotonic(), OthersWatch(), machine_facts()
+    rows = run(
+        args.backends,
+        args.ranks,
+        sizes=[parse_size(text) for text in args.sizes],
+        modes=args.modes,
+        actions=_fitting(args.actions, args.memory),
+        kills=args.kills,
+        how=How(args.failure_timeout, args.memory, args.deadline),
+        seed=args.seed,
+    )
+    findings = judge(rows, args.ours or gates.find_ours(args.backends))
+    show(rows)
+    gates.show(findings, "summary")
+    facts["cpu_share_of_others"] = watch.tell()
+    write_json_lines(args.json, [facts, *rows, *[finding.as_row() for finding in findings]])
+    plot(args.plot, rows)
+    kills = len(rows) - len(_cells(rows))
+    print(f"{kills} kills in {time.monotonic() - start:.0f} s")
+    return gates.exit_code(_cells(rows), findings, args.gate)
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt  # clean up as after control-C
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        sys.exit(run_main(main))
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
