@@ -28,7 +28,7 @@ from typing import Any
 
 from ranks import HERE, JobError, die_with_parent
 
-START_TIMEOUT_S = 120.0  # the server's import of torch, and a job's ranks until they have connected
+START_TIMEOUT_S = 300.0  # the server's import of torch, and a job's ranks until they have connected
 
 
 @dataclass
