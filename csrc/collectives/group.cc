@@ -131,7 +131,10 @@ Result<std::unique_ptr<Group>> Group::make(std::shared_ptr<Engine> engine, Store
   engine->watch(&group->interrupt_, &group->window_->bell());
   group->agent_->start();
   // The job has begun on all of its ranks, or on none: who dies before is missed by all.
-  if (isWholeJob) MOONCAKE_TRY(barrier(*group, deadline));
+  if (isWholeJob) {
+    MOONCAKE_TRY(barrier(*group, deadline));
+    group->engine().expectSigns();
+  }
   return group;
 }
 

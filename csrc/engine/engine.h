@@ -104,6 +104,9 @@ class Engine {
   // goodbye. One thread at a time.
   Status publish(uint64_t door, ByteView message);
 
+  // All peers have connected to all: who gives no sign of life from here on is silent.
+  void expectSigns() { liveness_->expectSigns(); }
+
   // Says goodbye to all peers and closes the channels. What was put before still arrives.
   void leave();
 

@@ -229,14 +229,14 @@ void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) 
 }
 
 // Whether there was a new sign of life.
-bool Liveness::listen(Watched& watched, std::chrono::nanoseconds passed) {
+bool Liveness::listen(Watched& watched, std::chrono::nanoseconds passed) const {
   const uint64_t sign = signOf(*watched.channel);
   const bool lives = std::exchange(watched.sign, sign) != sign;
   if (lives) {
     watched.silence = {};
     watched.patience = kLookAfter;
     watched.nextLook = Clock::now() + kLookAfter;
-  } else if (sign != 0) {
+  } else if (sign != 0 || expectsSigns_.load(std::memory_order_relaxed)) {
     watched.silence += passed;
   }
   return lives;

@@ -47,6 +47,9 @@ class Liveness {
 
   // Starts the thread, unless it runs. Until then nobody's death is seen here, nor ours there.
   void begin();
+  // From now on a peer that has never shown a sign of life is silent, too: before, it may still be
+  // connecting to others, and begins when it is through.
+  void expectSigns() { expectsSigns_.store(true, std::memory_order_relaxed); }
   // Joins it and lets go of all channels. Nothing is reported or watched afterwards.
   void stop();
   uint64_t wordOffset() const { return block_.offset(); }
@@ -80,7 +83,7 @@ class Liveness {
   LifeWord& own() const { return *reinterpret_cast<LifeWord*>(block_.data()); }
   void run();
   void look(std::vector<FutexWait>& waits, std::vector<Exited>& exited);
-  static bool listen(Watched& watched, std::chrono::nanoseconds passed);
+  bool listen(Watched& watched, std::chrono::nanoseconds passed) const;
   static std::string lookUp(Watched& watched, Clock::time_point now);
   std::vector<Silent> takeSilent();
   void beat(Clock::time_point now);
@@ -93,6 +96,7 @@ class Liveness {
   size_t remotes_ = 0;  // of them: those whose life words are not mapped
   bool stopping_ = false;
   std::atomic<bool> left_{false};
+  std::atomic<bool> expectsSigns_{false};
   std::atomic<uint32_t> wakes_{0};
   std::thread thread_;
 
