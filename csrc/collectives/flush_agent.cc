@@ -101,6 +101,17 @@ Status FlushAgent::awaitDecision() {
 }
 
 FlushAgent::Settled FlushAgent::settle(uint64_t number, FlushReport::Wish wish, Error why) {
+  {
+    std::lock_guard lock(mutex_);
+    isSettling_ = true;
+  }
+  const Settled settled = awaitSettled(number, wish, std::move(why));
+  std::lock_guard lock(mutex_);
+  isSettling_ = false;
+  return settled;
+}
+
+FlushAgent::Settled FlushAgent::awaitSettled(uint64_t number, FlushReport::Wish wish, Error why) {
   for (;;) {
     {
       std::lock_guard lock(mutex_);
@@ -205,6 +216,7 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
   }
   failpoint("leave");
   std::lock_guard lock(mutex_);
+  leftAfter_ = number;
   tellAll(MessageKind::kLeft, bodyOf(number));
 }
 
@@ -248,6 +260,7 @@ void FlushAgent::join(Attempt attempt) {
   failpoint("join");
   target_ = attempt;
   reported_ = false;
+  lastReport_.clear();
   reports_.clear();
   toTake_ = 0;  // what was decided and not done yet is decided again
   frozen_.store(true, std::memory_order_seq_cst);
@@ -284,9 +297,9 @@ void FlushAgent::report() {
   mine.failed.assign(failed_.begin(), failed_.end());
   reported_ = true;
   failpoint("report");
-  const Bytes body = encodeFlushReport(mine);
+  lastReport_ = encodeFlushReport(mine);
   reports_[group_.rank()] = std::move(mine);
-  tellAll(MessageKind::kReport, body);
+  tellAll(MessageKind::kReport, lastReport_);
   conclude();
 }
 
@@ -338,13 +351,16 @@ void FlushAgent::act(const FlushDecision& decision,
   group_.window().bell().ring();
 }
 
-// Who is behind and cannot reach the slot of a rank that is out gets it from the lowest rank that
-// has it for sure: from us?
+// Who is behind may lack what another one put: before it died, or before a connection broke. Who
+// lives puts its own again. The slot of a rank that is out comes from the lowest rank that has it
+// for sure: from us?
 void FlushAgent::supply(const FlushDecision& decision,
                         const std::vector<const FlushReport*>& reports) {
   for (const FlushReport* behind : reports) {
     const uint64_t number = decision.endedBy(*behind) + 1;
     if (number >= decision.next || left_.contains(behind->from)) continue;
+    if (behind->from == group_.rank()) continue;
+    if (!group_.window().peerPtr(behind->from)) group_.passOn(number, group_.rank(), behind->from);
     const auto supplier = std::ranges::find_if(reports, [&](const FlushReport* report) {
       return report->ended >= number && !left_.contains(report->from);
     });
@@ -458,5 +474,28 @@ void FlushAgent::onView(const View& view) {
 }
 
 void FlushAgent::onOver(const Error& why) { group_.fail(why); }
+
+// Frozen as well: what was put on account of the last decision, or of this one by who has come to
+// it sooner, may be lost. Who is in no operation lacks nothing; what others lack of it they get in
+// the flush that they start, for they are in one.
+void FlushAgent::onRenewed(int jobRank) {
+  const auto found = std::ranges::find(jobRanks_, jobRank);
+  if (found == jobRanks_.end()) return;
+  const auto rank = static_cast<int>(found - jobRanks_.begin());
+  {
+    std::lock_guard lock(mutex_);
+    if (!std::ranges::binary_search(active_, rank)) return;
+    if (leftAfter_) tell(rank, MessageKind::kLeft, bodyOf(*leftAfter_));
+    if (!left_.contains(rank)) {
+      tell(rank, MessageKind::kEnded, bodyOf(ended()));
+      if (frozen_ || isSettling_ || busy_.load(std::memory_order_acquire)) {
+        join({newest().epoch, newest().round + 1});
+      } else if (!lastReport_.empty()) {
+        tell(rank, MessageKind::kReport, lastReport_);
+      }
+    }
+  }
+  group_.onRenewed(rank);
+}
 
 }  // namespace mooncake

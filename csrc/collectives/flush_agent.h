@@ -86,12 +86,16 @@ class FlushAgent final : public Membership::Listener,
 
   void onView(const View& view) override;
   void onOver(const Error& why) override;
+  // Of what was put or reported to the rank, any part may be lost. If an operation is under way
+  // here, a flush without a wish makes good for it, whoever of the two lacks something.
+  void onRenewed(int jobRank) override;
 
  private:
   enum class MessageKind : uint8_t { kReport = 1, kEnded, kLeft, kAsk };
 
   Status beginSlowly(uint64_t number);
   Status awaitDecision();
+  Settled awaitSettled(uint64_t number, FlushReport::Wish wish, Error why);
   bool isSlotFree(uint64_t number) const;
   Attempt newest() const { return frozen_ ? target_ : attempt_; }
   uint32_t jobEpoch() const;
@@ -130,9 +134,12 @@ class FlushAgent final : public Membership::Listener,
   Attempt attempt_;           // of the last decision
   std::shared_ptr<const GroupView> view_;
   uint64_t jobEpoch_ = 1;
-  std::vector<int> active_;  // ranks of the group in the job's last view, ascending
-  Attempt target_;           // of the flush under way, when frozen
-  bool reported_ = false;    // for it
+  std::vector<int> active_;            // ranks of the group in the job's last view, ascending
+  Attempt target_;                     // of the flush under way, when frozen
+  bool reported_ = false;              // for it
+  bool isSettling_ = false;            // the caller is in an operation, though it may not be busy
+  Bytes lastReport_;                   // for target_ or, when not frozen, attempt_
+  std::optional<uint64_t> leftAfter_;  // the operation after which we said that we leave
   std::map<int, FlushReport> reports_;
   std::map<int, uint64_t> left_;        // of who has left the group: the last that it ended
   std::vector<uint64_t> knownEnded_;    // by rank, at least

@@ -208,6 +208,16 @@ void Group::onView(const GroupView& view) {
   if (options_.onView) options_.onView(view);
 }
 
+void Group::watchRenewals(std::function<void(int)> watcher) {
+  std::lock_guard lock(renewalMutex_);
+  onRenewal_ = std::move(watcher);
+}
+
+void Group::onRenewed(int rank) {
+  std::lock_guard lock(renewalMutex_);
+  if (onRenewal_) onRenewal_(rank);
+}
+
 bool Group::isGone(int rank) const {
   return window_->ended(rank) || isOut_[rank].load(std::memory_order_acquire);
 }

@@ -68,12 +68,16 @@ class Group {
   const std::shared_ptr<Membership>& membership() const { return membership_; }
   FlushAgent& agent() const { return *agent_; }
   void onView(const GroupView& view);
+  // Whoever else puts into the parts of others is told when what it put may be lost. On the loop's
+  // thread, under a lock that this call takes: after it nobody is told the old way any more.
+  void watchRenewals(std::function<void(int rank)> watcher);
+  void onRenewed(int rank);
   // The rank has ended, or the job goes on without it: nothing comes from it any more.
   bool isGone(int rank) const;
   std::string whyGone(int rank) const;
   // The number of the last operation that the rank has ended: of a rank that we map.
   std::atomic<uint64_t>& endedWord(int rank) const;
-  // Gives a rank that is behind what we have of another one's part in this operation.
+  // Gives a rank that is behind what we have of a rank's part in this operation.
   void passOn(uint64_t number, int of, int to) const;
 
   // Memory that lasts from one operation to the next; contents are not kept. The shared block's
@@ -121,6 +125,8 @@ class Group {
   Status failure_;
   std::shared_ptr<Membership> membership_;
   std::shared_ptr<FlushAgent> agent_;
+  std::mutex renewalMutex_;  // guards onRenewal_
+  std::function<void(int)> onRenewal_;
   std::unique_ptr<std::atomic<bool>[]> isOut_;  // by rank: of the job's view
   ArenaBlock sharedBlock_;
   MemoryRegion sharedRegion_;

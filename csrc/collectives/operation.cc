@@ -58,9 +58,9 @@ Status Operation::run(Algorithm& algorithm) {
       if (settled.view) group_.lastView = std::move(settled.view);
       return named(settled.status.error());
     }
-    if (settled.kind == FlushAgent::Settled::Kind::kTake) {
+    isTaking_ = settled.kind == FlushAgent::Settled::Kind::kTake;
+    if (isTaking_) {
       failpoint("adopt");
-      isTaking_ = true;
       status = algorithm.conclude(*this);
     } else {
       failpoint("roll-back");

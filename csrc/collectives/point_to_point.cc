@@ -13,7 +13,14 @@ constexpr size_t kEarlyBudget = 64 << 20;
 }  // namespace
 
 PointToPoint::PointToPoint(Group& group)
-    : group_(group), pairs_(group.size()), outgoing_(new MailboxCell) {}
+    : group_(group), pairs_(group.size()), outgoing_(new MailboxCell) {
+  group_.watchRenewals([this](int rank) { onRenewed(rank); });
+}
+
+// After abort() the group may be gone.
+PointToPoint::~PointToPoint() {
+  if (aborted_.ok()) group_.watchRenewals(nullptr);
+}
 
 std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
                                             Deadline deadline) {
@@ -41,6 +48,7 @@ std::shared_ptr<Message> PointToPoint::post(std::shared_ptr<Message> message) {
 }
 
 void PointToPoint::abort(Error why) {
+  group_.watchRenewals(nullptr);  // before the lock, which a watcher takes
   std::lock_guard lock(mutex_);
   aborted_ = std::move(why);
   for (auto& message : active_) {
@@ -150,18 +158,15 @@ bool PointToPoint::advanceSend(Message& message) {
   pair.sendsHeld = false;
   message.number_ = ++pair.sent;
   const size_t payload = isLarge ? 0 : message.data_.size();
-  outgoing_->tag = message.tag_;
-  outgoing_->ack = message.ack_;
-  outgoing_->bytes = message.data_.size();
-  outgoing_->region = message.region_.remote();
-  if (payload) std::memcpy(outgoing_->payload, message.data_.data(), payload);
-  constexpr size_t kStampEnd = offsetof(MailboxCell, arrived) + sizeof(MailboxCell::arrived);
-  const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, cells) +
-                       (message.number_ % kMailboxCells) * sizeof(MailboxCell);
-  auto placed = place(message.peer_, there + kStampEnd,
-                      {reinterpret_cast<const std::byte*>(outgoing_.get()) + kStampEnd,
-                       kCellHeaderBytes - kStampEnd + payload},
-                      there + offsetof(MailboxCell, arrived), message.number_);
+  MailboxCell& cell = outgoing(message.peer_, message.number_);
+  cell.tag = message.tag_;
+  cell.ack = message.ack_;
+  cell.bytes = message.data_.size();
+  cell.region = message.region_.remote();
+  if (payload) std::memcpy(cell.payload, message.data_.data(), payload);
+  auto placed = placeCell(message.peer_, message.number_, cell);
+  // It goes again when the connection is made again.
+  if (placed.code() == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) placed = {};
   if (!placed.ok()) {
     end(message, Error{placed.code(), "send to " + group_.nameRank(message.peer_) + ": " +
                                           placed.error().message});
@@ -169,6 +174,44 @@ bool PointToPoint::advanceSend(Message& message) {
   }
   if (!isLarge) end(message, {});
   return !isLarge;
+}
+
+// Where a message is made. What is sent over a connection is kept there: its cell is used again
+// when the peer has taken it.
+MailboxCell& PointToPoint::outgoing(int to, uint64_t number) {
+  if (group_.window().peerPtr(to)) return *outgoing_;
+  auto& kept = pairs_[to].kept;
+  if (!kept) kept.reset(new MailboxCell[kMailboxCells]);
+  return kept[number % kMailboxCells];
+}
+
+Status PointToPoint::placeCell(int to, uint64_t number, const MailboxCell& cell) {
+  constexpr size_t kStampEnd = offsetof(MailboxCell, arrived) + sizeof(MailboxCell::arrived);
+  const size_t payload = cell.ack == kNoAck ? cell.bytes : 0;
+  const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, cells) +
+                       (number % kMailboxCells) * sizeof(MailboxCell);
+  return place(to, there + kStampEnd,
+               {reinterpret_cast<const std::byte*>(&cell) + kStampEnd,
+                kCellHeaderBytes - kStampEnd + payload},
+               there + offsetof(MailboxCell, arrived), number);
+}
+
+// Whatever we have said to the rank that it may not have heard is said again. Should the connection
+// break meanwhile, this is called again.
+void PointToPoint::onRenewed(int rank) {
+  std::lock_guard lock(mutex_);
+  if (!aborted_.ok() || group_.window().peerPtr(rank)) return;
+  Pair& pair = pairs_[rank];
+  ++pair.renewals;
+  const uint64_t taken = mailboxOf(rank).taken.load(std::memory_order_acquire);
+  for (uint64_t number = taken + 1; number <= pair.sent; ++number)
+    (void)placeCell(rank, number, pair.kept[number % kMailboxCells]);
+  if (pair.taken > 0) giveBackCells(rank, 0);
+  for (uint32_t ack = 0; ack < kMailboxAcks; ++ack) {
+    if (pair.acked[ack] > 0) acknowledge(rank, ack, pair.acked[ack]);
+  }
+  progressLocked();
+  group_.window().bell().ring();
 }
 
 // True when the message is finished.
@@ -179,6 +222,9 @@ bool PointToPoint::advanceReceive(Message& message) {
     if (code == ErrorCode::kOk) {
       acknowledge(message.peer_, message.ack_, message.number_);
       end(message, {});
+    } else if (code == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) {
+      // Its connection broke, and may be made again; it may have been since we began.
+      return pairs_[message.peer_].renewals != message.renewals_ && fetch(message);
     } else {
       end(message,
           Error{ErrorCode::kPeerLost, "fetching a message of " + group_.nameRank(message.peer_) +
@@ -201,7 +247,7 @@ bool PointToPoint::advanceReceive(Message& message) {
         return true;
       }
       message.peer_ = from;
-      const bool finished = fetchInto(message, from, *early);
+      const bool finished = takeEarly(message, *early);
       pair.earlyBytes -= early->payload.size();
       pair.early.erase(early);
       giveBackCells(from);
@@ -211,7 +257,7 @@ bool PointToPoint::advanceReceive(Message& message) {
   return false;
 }
 
-bool PointToPoint::fetchInto(Message& message, int from, const Early& early) {
+bool PointToPoint::takeEarly(Message& message, const Early& early) {
   if (early.ack == kNoAck) {
     if (early.bytes) std::memcpy(message.data_.data(), early.payload.data(), early.bytes);
     end(message, {});
@@ -219,11 +265,20 @@ bool PointToPoint::fetchInto(Message& message, int from, const Early& early) {
   }
   message.number_ = early.number;
   message.ack_ = early.ack;
+  message.source_ = early.region;
+  return fetch(message);
+}
+
+bool PointToPoint::fetch(Message& message) {
+  message.renewals_ = pairs_[message.peer_].renewals;
   message.fetch_ = std::make_unique<Completion>(&group_.window().bell());
-  auto started = group_.window().get(from, early.region, 0, message.data_, *message.fetch_);
-  if (!started.ok()) {
-    end(message, Error{started.code(),
-                       "receive from " + group_.nameRank(from) + ": " + started.error().message});
+  auto started =
+      group_.window().get(message.peer_, message.source_, 0, message.data_, *message.fetch_);
+  if (started.code() == ErrorCode::kPeerLost) {
+    message.fetch_->error.store(ErrorCode::kPeerLost);
+  } else if (!started.ok()) {
+    end(message, Error{started.code(), "receive from " + group_.nameRank(message.peer_) + ": " +
+                                           started.error().message});
     return true;
   }
   return advanceReceive(message);  // where memory can be read the data is there already
@@ -255,20 +310,21 @@ void PointToPoint::takeIn(int from) {
 }
 
 // Tells the sender how many cells are free again, half a mailbox at a time.
-void PointToPoint::giveBackCells(int from) {
+void PointToPoint::giveBackCells(int from, uint64_t atLeast) {
   Pair& pair = pairs_[from];
-  if (pair.taken - pair.credited < kMailboxCells / 2) return;
+  if (pair.taken - pair.credited < atLeast) return;
   pair.credited = pair.taken;
   const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, taken);
   (void)place(from, word, {}, word,
-              pair.taken);  // a broken channel ends the messages that need it
+              pair.taken);  // over a broken connection: again when it is made again
 }
 
 void PointToPoint::acknowledge(int to, uint32_t ack, uint64_t number) {
+  pairs_[to].acked[ack] = number;
   const size_t word =
       group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) + ack * sizeof(uint64_t);
   (void)place(to, word, {}, word,
-              number);  // a broken channel ends the messages that need it
+              number);  // over a broken connection: again when it is made again
 }
 
 // A message that did not move: has it any chance left?

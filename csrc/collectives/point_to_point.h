@@ -39,18 +39,25 @@ class Message {
   MemoryRegion region_;    // large send: what the receiver fetches
   uint64_t number_ = 0;    // send: 0 while it waits for a free cell
   uint32_t ack_ = kNoAck;  // send: the word that the receiver stamps; receive: where to stamp
+  RemoteRegion source_;    // large receive: where the message lies
   std::unique_ptr<Completion> fetch_;  // large receive, under way
+  uint64_t renewals_ = 0;              // of the connection, when the fetch began
   Status status_;
   std::atomic<bool> finished_{false};
 };
 
 // Sends and receives of a group: matched by source and tag, in order between a pair of ranks and a
 // tag, beside the collectives. Any thread may call; whoever waits drives the progress of all.
+//
+// A connection that is made again loses nothing: what has been put into a mailbox over it is kept
+// until the peer has taken it, and put again; stamps only grow, so nothing is received twice. A
+// fetch that broke is begun again.
 class PointToPoint {
  public:
   static constexpr int kAnySource = -1;
 
   explicit PointToPoint(Group& group);
+  ~PointToPoint();
 
   // Neither waits. The data belongs to the message until it is finished.
   std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag,
@@ -87,6 +94,11 @@ class PointToPoint {
     size_t earlyBytes = 0;
     std::list<Early> early;
     bool ackBusy[kMailboxAcks] = {};
+    // Of a peer that is reached by messages: its last cells, as we put them, by number % kCells;
+    // the last number that we have acknowledged with each word; how often it was connected anew.
+    std::unique_ptr<MailboxCell[]> kept;
+    uint64_t acked[kMailboxAcks] = {};
+    uint64_t renewals = 0;
   };
 
   std::shared_ptr<Message> post(std::shared_ptr<Message> message);
@@ -94,10 +106,14 @@ class PointToPoint {
   bool progressLocked();
   bool advanceSend(Message& message);
   bool advanceReceive(Message& message);
-  bool fetchInto(Message& message, int from, const Early& early);
+  bool takeEarly(Message& message, const Early& early);
+  bool fetch(Message& message);
+  void onRenewed(int rank);
+  MailboxCell& outgoing(int to, uint64_t number);
+  Status placeCell(int to, uint64_t number, const MailboxCell& cell);
   void takeIn(int from);
   void acknowledge(int to, uint32_t ack, uint64_t number);
-  void giveBackCells(int from);
+  void giveBackCells(int from, uint64_t atLeast = kMailboxCells / 2);
   void endLate(Message& message);
   void end(Message& message, Status status);
   const Mailbox& mailboxOf(int from) const;
@@ -110,7 +126,7 @@ class PointToPoint {
   std::vector<Pair> pairs_;
   std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
   Status aborted_;
-  std::unique_ptr<MailboxCell> outgoing_;  // a cell being filled
+  std::unique_ptr<MailboxCell> outgoing_;  // being filled, for a peer that is reached by memory
 };
 
 }  // namespace mooncake

@@ -85,9 +85,9 @@ class Engine {
 
   // 1 byte to Doors::kMostBytes. Any thread; waits for no system call, so also those that must
   // not be held up. To one peer messages arrive in the order of the calls. They are lost with the
-  // channel, also what its socket has not taken yet when we leave(), and when the channel does not
-  // take them (256 MiB wait). An error says that nothing was sent: kPeerLost, or kExhausted while
-  // the loop is far behind.
+  // connection (see observe()), also what its socket has not taken yet when we leave(), and when
+  // the channel does not take them (256 MiB wait). An error says that nothing was sent: kPeerLost,
+  // or kExhausted while the loop is far behind.
   Status send(Peer& peer, uint64_t door, ByteView message);
   Status send(const EngineId& to, uint64_t door, ByteView message);
 
@@ -95,9 +95,15 @@ class Engine {
   // the loop's thread, without a lock; all that one look found silent come together. Ends that were
   // seen before are told at once. Null: nobody; the one before is not called any more when this
   // returns. It must not own the engine.
+  //
+  // A connection that breaks while something listens at its other end is made again, for as long as
+  // the failure timeout: that is no evidence. Puts and messages that had not arrived are lost then,
+  // and gets under way have ended with kPeerLost, as does what is asked meanwhile. `renewed` comes
+  // at both ends, after the last loss: it is the place to put and send again what matters.
   using OnEvidence =
       std::function<void(const std::vector<EngineId>& peers, const Evidence& evidence)>;
-  void observe(OnEvidence observer);
+  using OnRenewed = std::function<void(const EngineId& peer)>;
+  void observe(OnEvidence observer, OnRenewed renewed = nullptr);
 
   // What the peers shall know of us when we have ended: those on the host find it on our board
   // (Peer::lastWords) however we end, and leave() sends it to the others, to that door, before the
@@ -107,7 +113,8 @@ class Engine {
   // All peers have connected to all: who gives no sign of life from here on is silent.
   void expectSigns() { liveness_->expectSigns(); }
 
-  // Says goodbye to all peers and closes the channels. What was put before still arrives.
+  // Says goodbye to all peers and closes the channels. What was put before still arrives. A
+  // connection that is just being made again is waited for, not so on the loop's thread.
   void leave();
 
   // The end of a peer bumps the interrupt and rings the bell.
@@ -126,6 +133,16 @@ class Engine {
   void onExited(const EngineId& id, const std::string& how);
   void onSilent(const std::vector<Liveness::Silent>& silent);
   void onBroken(const EngineId& id, const Evidence& evidence);
+  struct Broken;
+  Broken* broken(const EngineId& id, uint64_t number);
+  void connectAgain(const EngineId& id, uint64_t number);
+  void askAfter(const EngineId& id, uint64_t number);
+  void connectLater(const EngineId& id, uint64_t number);
+  void giveUpOn(const EngineId& id, uint64_t number, Evidence::Kind kind, const std::string& why);
+  std::optional<Broken> forgetBroken(const EngineId& id);
+  void onRenewed(const EngineId& id);
+  std::string inTime() const;
+  void runOnLoop(std::function<void()> task);
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
 
   EngineOptions options_;
@@ -133,7 +150,7 @@ class Engine {
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
   std::mutex callMutex_;  // one callAll() at a time: nobody is called twice
-  std::mutex mutex_;      // guards everything below down to published_
+  std::mutex mutex_;      // guards everything below down to isLeaving_
   std::condition_variable arrived_;
   Clock::time_point lastArrival_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
@@ -144,8 +161,28 @@ class Engine {
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   uint64_t publishedFor_ = 0;  // the door; 0: nothing is published
   Bytes published_;
+  size_t brokenCount_ = 0;  // of broken_; arrived_ tells when it falls
+  bool isLeaving_ = false;
 
-  OnEvidence observer_;  // of the loop's thread alone
+  // Of the loop's thread alone.
+  OnEvidence observer_;
+  OnRenewed renewed_;
+  // A connection that is to be made again.
+  struct Broken {
+    uint64_t number = 0;  // tells it from an earlier one of the same peer
+    std::shared_ptr<Peer> peer;
+    Evidence how;
+    Transport* transport = nullptr;
+    Bytes endpoint;  // empty: we do not know it, the peer calls
+    Deadline deadline = Deadline::after({});
+    std::chrono::milliseconds pause{1};  // until the next attempt
+    uint64_t heard = 0;                  // of the peer, when it broke
+    bool answered = false;               // something listens there
+    EventLoop::TimerId timer = 0;        // behind the deadline
+  };
+  std::map<EngineId, Broken> broken_;
+  std::map<EngineId, Broken> lastBroken_;  // renewed, but nothing may have come since
+  uint64_t lastBreak_ = 0;
 
   std::mutex sendingMutex_;  // one sendOutbox() at a time, or messages would overtake each other
   std::mutex outboxMutex_;   // guards outbox_ and outboxBytes_; taken after sendingMutex_

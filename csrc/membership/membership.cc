@@ -82,9 +82,9 @@ Result<std::shared_ptr<Membership>> Membership::start(std::shared_ptr<Engine> en
   self->engine_->openDoor(kMembershipDoor, [self](const EngineId& from, ByteView message) {
     self->onMessage(from, message);
   });
-  self->engine_->observe([self](const std::vector<EngineId>& peers, const Evidence& evidence) {
-    self->onEvidence(peers, evidence);
-  });
+  self->engine_->observe([self](const std::vector<EngineId>& peers,
+                                const Evidence& evidence) { self->onEvidence(peers, evidence); },
+                         [self](const EngineId& peer) { self->onRenewed(peer); });
   return membership;
 }
 
@@ -177,6 +177,17 @@ void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& 
     case Evidence::Kind::kUnreachable:
       return act(agreement_.suspected(ranks, Cause::kRefused, now));
   }
+}
+
+// The agreement says again what is undecided, in its own time; this is sooner, and also what is
+// decided: only the other end could know that it got that.
+void Membership::onRenewed(const EngineId& id) {
+  const auto found = ranks_.find(id);
+  if (found == ranks_.end()) return;
+  ViewActions again;
+  again.sendTo.add(found->second);
+  act(again);
+  for (Listener* listener : listeners_) listener->onRenewed(found->second);
 }
 
 // The kernel has ended it before, so what stands on its board is the last.

@@ -36,6 +36,9 @@ class Membership {
     // This rank is out, for good (kEvicted), or on the smaller side of a partition (kMinority).
     // Afterwards the driver says goodbye for this engine: its channels close.
     virtual void onOver(const Error& why) = 0;
+    // The connection to this rank broke and was made again: what we had put or sent there may be
+    // lost, and what it had sent here.
+    virtual void onRenewed(int) {}
   };
 
   // Neither this nor the destructor on the loop's thread: they wait for it.
@@ -71,6 +74,7 @@ class Membership {
 
   // ---- all on the loop's thread
   void onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence);
+  void onRenewed(const EngineId& id);
   void onExited(int rank);
   void onLeft(int rank);
   bool readLastWords(int rank);

@@ -155,6 +155,12 @@ class EngineSide {
               ended_.emplace_back(peer, evidence);
               changed_.notify_all();
             },
+        .onRenewed =
+            [this](EngineId) {
+              std::lock_guard lock(mutex_);
+              ++renewed_;
+              changed_.notify_all();
+            },
     });
   }
   ~EngineSide() {
@@ -213,6 +219,10 @@ class EngineSide {
     });
     return found;
   }
+  size_t renewedCount() {
+    std::lock_guard lock(mutex_);
+    return renewed_;
+  }
   size_t endedCount() {
     std::lock_guard lock(mutex_);
     return ended_.size();
@@ -224,6 +234,7 @@ class EngineSide {
   std::vector<std::pair<EngineId, std::shared_ptr<Channel>>> accepted_;
   std::vector<std::pair<EngineId, Evidence>> ended_;
   std::vector<std::pair<EngineId, Bytes>> messages_;
+  size_t renewed_ = 0;
   std::unique_ptr<Arena> arena_;
   ArenaBlock life_;
   RegionTable regions_;

@@ -53,6 +53,7 @@ struct Ranks {
   bool crossMemoryAttach = true;
   size_t eagerBytes = 0;
   std::chrono::seconds init{60};
+  std::chrono::milliseconds failureTimeout{3000};
 };
 
 inline Env envOf(const Ranks& ranks) {
@@ -60,6 +61,7 @@ inline Env envOf(const Ranks& ranks) {
   env.transports = ranks.transports;
   env.crossMemoryAttach = ranks.crossMemoryAttach;
   env.eagerBytes = ranks.eagerBytes;
+  env.failureTimeout = ranks.failureTimeout;
   return env;
 }
 

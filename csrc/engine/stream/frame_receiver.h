@@ -32,6 +32,14 @@ class FrameReceiver {
     refusesPuts_ = true;
     if (inFrame_ && frame_.kind == wire::Kind::kPut) dropped_ = true;
   }
+  // The connection is another one: what has come of a frame goes, what is refused stays refused.
+  void restart() {
+    begin_ = end_ = 0;
+    inFrame_ = dropped_ = goodbye_ = false;
+    left_ = 0;
+    arriving_.clear();
+    messages_.clear();
+  }
   // Of everything that ever came. Any thread.
   uint64_t receivedBytes() const { return received_.load(std::memory_order_relaxed); }
   // Reads until nothing is left, or about `budget` bytes. kPeerLost at the end of the stream,

@@ -67,6 +67,19 @@ void GetTable::cancelAll(ErrorCode code) {
   for (Get& get : gets_) endOne(get, code);
 }
 
+void GetTable::forget() {
+  std::lock_guard lock(mutex_);
+  free_.clear();
+  for (uint32_t slot = 0; slot < gets_.size(); ++slot) {
+    Get& get = gets_[slot];
+    endOne(get, ErrorCode::kPeerLost);
+    if (get.used) ++get.generation;
+    get.used = false;
+    free_.push_back(slot);
+  }
+  unanswered_.store(0, std::memory_order_relaxed);
+}
+
 void GetTable::endOne(Get& get, ErrorCode code) {
   if (Completion* completion = std::exchange(get.completion, nullptr)) completion->end(code);
 }

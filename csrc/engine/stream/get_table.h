@@ -36,6 +36,8 @@ class GetTable {
   // come.
   void cancel(const Completion* completion, ErrorCode code);
   void cancelAll(ErrorCode code);
+  // The connection is another one: no answer to an earlier request comes any more.
+  void forget();
 
   uint64_t unansweredBytes() const { return unanswered_.load(std::memory_order_relaxed); }
 

@@ -24,8 +24,7 @@ struct Handshaken {
   EngineId peer;
   uint16_t lane;  // which of `lanes` connections of one channel this is
   uint16_t lanes;
-  uint64_t
-      attempt;  // the connector's random number for this channel: lanes of two attempts never mix
+  uint64_t attempt;  // the connector's number for this call, which grows: lanes of two never mix
 };
 
 // Active side, on a thread of the caller, over a connected socket.

@@ -32,12 +32,14 @@ class Connection final : public StreamConnection {
   Status send(ByteView message) override;
   void cancelGets(const Completion* completion) override;
   void close(const Error& why) override;
+  void renew(Fd socket) override;
   void fence() override;
   uint64_t lifeSigns() const override { return receiver_.receivedBytes(); }
   void beat() override;
   size_t unansweredBytes() const override { return gets_.unansweredBytes(); }
 
  private:
+  void listen();
   void onEvents();
   bool enqueueAnswer(const wire::Header& get);
   void sendWaiting();
@@ -62,6 +64,7 @@ class Connection final : public StreamConnection {
   // number may already be another connection's.
   bool ending_ = false;
   bool isOver_ = false;  // that is done, onClosed included
+  uint64_t life_ = 1;    // which socket it is
   std::condition_variable over_;
 
   GetTable gets_;
@@ -73,13 +76,40 @@ class Connection final : public StreamConnection {
 };
 
 void Connection::begin() {
+  std::lock_guard lock(sendMutex_);
+  listen();
+}
+
+void Connection::renew(Fd socket) {
+  std::lock_guard receiving(receiveMutex_);
+  std::lock_guard sending(sendMutex_);
+  socket_ = std::move(socket);
+  queue_.clear();
+  watchesForRoom_ = false;
+  sendError_.reset();
+  ended_.reset();
+  ending_ = isOver_ = false;
+  ++life_;
+  gets_.forget();
+  receiver_.restart();
+  stopped_ = false;
+  listen();  // before anybody else can put
+}
+
+// Under sendMutex_.
+void Connection::listen() {
   // The handler keeps the connection alive until it is removed.
   const Status added = loop_.add(socket_.get(), EPOLLIN, [self = shared_from_this()](uint32_t) {
     static_cast<Connection&>(*self).onEvents();
   });
   if (added.ok()) return;
-  loop_.post([self = shared_from_this(), cause = added] {
-    static_cast<Connection&>(*self).endByItself(cause);
+  loop_.post([self = shared_from_this(), cause = added, life = life_] {
+    auto& connection = static_cast<Connection&>(*self);
+    {
+      std::lock_guard lock(connection.sendMutex_);
+      if (connection.life_ != life) return;
+    }
+    connection.endByItself(cause);
   });
 }
 

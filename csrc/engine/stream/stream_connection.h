@@ -42,6 +42,10 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
   virtual void beat() = 0;
   // In peace: says goodbye, unless a frame is only half sent.
   void close() { close(Error{ErrorCode::kAborted, "the connection was closed"}); }
+  // Goes on over another socket to the same peer, once it has ended or was closed. What had not
+  // arrived is lost, what is fenced stays fenced. On the loop's thread, and not while another
+  // thread closes it.
+  virtual void renew(Fd socket) = 0;
   virtual size_t unansweredBytes()
       const = 0;  // of gets under way: the least loaded lane takes the next one
 };

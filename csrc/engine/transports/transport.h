@@ -27,6 +27,10 @@ namespace mooncake {
 using EngineId = std::array<std::byte, 16>;  // random, names one engine for its whole life
 
 // One wire to one peer. All calls from any thread. No call waits for the peer.
+//
+// A connection that breaks may be made again behind the channel, which then loses what had not
+// arrived. Both ends are told afterwards (Engine::observe), and whoever put or sent something that
+// matters does it once more: stamps only grow, so what has arrived twice did so once.
 class Channel {
  public:
   virtual ~Channel() = default;
@@ -51,7 +55,7 @@ class Channel {
   // breaks.
   virtual Status get(const GetRequest& request) = 0;
   // A message for the peer's onMessage. Those of one channel arrive in the order of the calls. Lost
-  // only with the channel: the last ones of a peer that died may be, whatever it had been told.
+  // only with the connection: the last ones of a peer that died may be, whatever it had been told.
   // kExhausted when too much waits already for a peer that does not read.
   static constexpr size_t kMaxMessageBytes = size_t(64) << 10;  // and 1 at least
   virtual Status send(ByteView message) = 0;
@@ -97,8 +101,12 @@ struct TransportContext {
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
   // A peer called send(). On the loop's thread; the bytes are gone when it returns.
   std::function<void(EngineId peer, ByteView message)> onMessage;
-  // The channel ended and not by our close(). At most once per channel, on the loop's thread.
+  // The channel ended and not by our close(). Once per channel, and again when it has been renewed.
+  // On the loop's thread.
   std::function<void(EngineId peer, const Evidence& evidence)> onEnded;
+  // A peer has connected again: the channel that we had is renewed, whether or not we had seen its
+  // end. On the loop's thread.
+  std::function<void(EngineId peer)> onRenewed;
 };
 
 class Transport {
@@ -117,6 +125,16 @@ class Transport {
   enum class Listener { kAnswers, kRefuses, kNoAnswer, kUnknown };
   virtual void probe(ByteView, Deadline, std::function<void(Listener)> done) {
     done(Listener::kUnknown);
+  }
+  // Connects again, once, on behalf of a channel that connect() made and whose connection broke
+  // (Evidence::kUnreachable). The channel stays the same: it goes on where it is put into next,
+  // fenced as it was. What was under way when it broke is lost, and what is asked of it until then
+  // is refused (kPeerLost): neither is kept here. On the loop's thread; `done` runs there once, by
+  // the deadline, and not after shutdown(). kUnsupported: this wire cannot do that; kAborted: the
+  // channel is closed.
+  virtual void renew(const EngineId&, const std::shared_ptr<Channel>&, ByteView, Deadline,
+                     std::function<void(Status)> done) {
+    done({ErrorCode::kUnsupported, "this wire does not connect again"});
   }
   // Stops listening and closes what it accepted.
   virtual void shutdown() = 0;

@@ -39,7 +39,7 @@ Result<std::shared_ptr<TcpAcceptor>> TcpAcceptor::start(const TransportContext& 
 }
 
 void TcpAcceptor::stop() {
-  std::vector<std::weak_ptr<TcpChannel>> accepted;
+  std::map<EngineId, std::weak_ptr<TcpChannel>> accepted;
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(stopped_, true)) return;
@@ -49,35 +49,47 @@ void TcpAcceptor::stop() {
   // Both wait for their handler, which takes our lock.
   listener_->stop();
   context_.loop.remove(timer_.get());
-  for (const auto& weak : accepted) {
+  for (const auto& [peer, weak] : accepted) {
     if (const auto channel = weak.lock()) channel->close();
   }
 }
 
 void TcpAcceptor::onHandshake(Result<Handshaken> result) {
   EngineId peer{};
-  std::shared_ptr<TcpChannel> channel;
+  uint64_t attempt = 0;
+  std::vector<Fd> lanes;
+  std::shared_ptr<TcpChannel> channel, standing;
   {
     std::lock_guard lock(mutex_);
     if (stopped_) return;
     if (result.ok()) {
       peer = result->peer;
-      std::vector<Fd> lanes = collect(std::move(*result));
-      if (!lanes.empty()) {
+      attempt = result->attempt;
+      lanes = collect(std::move(*result));
+      if (const auto found = accepted_.find(peer); found != accepted_.end())
+        standing = found->second.lock();
+      if (!lanes.empty() && !standing) {
         // Under the same lock: stop() closes every channel that is started.
-        channel = TcpChannel::start(context_, peer, std::move(lanes));
-        std::erase_if(accepted_, [](const auto& weak) { return weak.expired(); });
-        accepted_.push_back(channel);
+        channel = TcpChannel::start(context_, peer, std::move(lanes), attempt);
+        std::erase_if(accepted_, [](const auto& entry) { return entry.second.expired(); });
+        accepted_[peer] = channel;
       }
     }
   }
   if (!result.ok()) {
     // Strangers and scanners are no news; a peer of another job or another life of this one is.
-    const bool isNews = result.error().code == ErrorCode::kRefused;
-    log(isNews ? LogLevel::kWarning : LogLevel::kInfo, "tcp",
-        "a connection was dropped: ", result.error().message);
+    // Nor is who only asks whether we are there.
+    const ErrorCode code = result.error().code;
+    log(code == ErrorCode::kRefused    ? LogLevel::kWarning
+        : code == ErrorCode::kPeerLost ? LogLevel::kDebug
+                                       : LogLevel::kInfo,
+        "tcp", "a connection was dropped: ", result.error().message);
   }
-  if (channel) context_.onAccepted(peer, std::move(channel));
+  if (channel) {
+    context_.onAccepted(peer, std::move(channel));
+  } else if (!lanes.empty() && standing->renew(std::move(lanes), attempt)) {
+    context_.onRenewed(peer);
+  }
 }
 
 // All lanes of the channel once this was the last that was missing, else none. Under the lock.

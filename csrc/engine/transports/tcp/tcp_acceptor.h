@@ -11,7 +11,7 @@
 namespace mooncake {
 
 // The passive side: brings the lanes of one channel together. What is incomplete goes after
-// env.failureTimeout.
+// env.failureTimeout. A peer that connects again gets its channel renewed.
 class TcpAcceptor : public std::enable_shared_from_this<TcpAcceptor> {
  public:
   static Result<std::shared_ptr<TcpAcceptor>> start(const TransportContext& context, Fd listener);
@@ -43,7 +43,7 @@ class TcpAcceptor : public std::enable_shared_from_this<TcpAcceptor> {
   std::mutex mutex_;  // guards what follows
   bool stopped_ = false;
   std::map<Key, Incomplete> incomplete_;
-  std::vector<std::weak_ptr<TcpChannel>> accepted_;
+  std::map<EngineId, std::weak_ptr<TcpChannel>> accepted_;
 };
 
 }  // namespace mooncake

@@ -2,15 +2,17 @@
 
 #include <algorithm>
 
+#include "base/log.h"
 #include "engine/transports/tcp/socket.h"
 
 namespace mooncake {
 
 std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, const EngineId& peer,
-                                              std::vector<Fd> lanes) {
+                                              std::vector<Fd> lanes, uint64_t attempt) {
   std::shared_ptr<TcpChannel> channel(new TcpChannel(context, peer));
   // A lane may end before the last one has started: laneEnded() waits for the lock.
   std::lock_guard lock(channel->mutex_);
+  channel->attempt_ = attempt;
   for (Fd& lane : lanes) {
     const std::weak_ptr<TcpChannel> weak = channel;
     const size_t index = channel->lanes_.size();
@@ -69,9 +71,28 @@ void TcpChannel::fence() {
 void TcpChannel::close() {
   {
     std::lock_guard lock(mutex_);
-    ended_ = true;
+    ended_ = closed_ = true;
   }
   for (const auto& lane : lanes_) lane->close();
+}
+
+bool TcpChannel::isClosed() const {
+  std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+// A close() on another thread comes before or after all of this.
+bool TcpChannel::renew(std::vector<Fd> lanes, uint64_t attempt) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || attempt <= attempt_ || lanes.size() != lanes_.size()) return false;
+  attempt_ = attempt;
+  for (const auto& lane : lanes_) lane->close({ErrorCode::kPeerLost, "the peer connected anew"});
+  ended_ = false;
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    keepLocalQueueShort(lanes[i].get());
+    lanes_[i]->renew(std::move(lanes[i]));
+  }
+  return true;
 }
 
 // On the loop's thread. The first lane that breaks takes the others with it: half a channel is of
@@ -81,8 +102,11 @@ void TcpChannel::laneEnded(size_t lane, const Status& how) {
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(ended_, true)) return;
+    // Neither who has left nor who does not speak our language is connected to again.
+    closed_ = how.ok() || how.code() == ErrorCode::kProtocol;
   }
   const Error why = how.ok() ? Error{ErrorCode::kPeerLost, "the peer said goodbye"} : how.error();
+  log(LogLevel::kDebug, "tcp", "lane ", lane, " of attempt ", attempt_, " ended: ", why.message);
   for (const auto& lane : lanes_) lane->close(why);
   context_.onEnded(
       peer_, {how.ok() ? Evidence::Kind::kGoodbye : Evidence::Kind::kUnreachable, why.message});

@@ -16,8 +16,9 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   // A get of at least two such pieces is spread over the data lanes.
   static constexpr size_t kSplitBytes = size_t(1) << 20;
 
+  // `attempt`: which of the connector's attempts the lanes come from. They grow.
   static std::shared_ptr<TcpChannel> start(const TransportContext& context, const EngineId& peer,
-                                           std::vector<Fd> lanes);
+                                           std::vector<Fd> lanes, uint64_t attempt);
   ~TcpChannel() override { close(); }
 
   const char* transportName() const override { return "tcp"; }
@@ -31,6 +32,12 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   void fence() override;
   void close() override;
 
+  // Goes on over these connections, of a later attempt, whether or not we have seen the end of the
+  // ones before. Nothing that came over those is dealt with any more. False: it is closed for good,
+  // or they do not fit. On the loop's thread.
+  bool renew(std::vector<Fd> lanes, uint64_t attempt);
+  bool isClosed() const;
+
  private:
   TcpChannel(const TransportContext& context, const EngineId& peer)
       : context_(context), peer_(peer) {}
@@ -40,8 +47,11 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
 
   const TransportContext& context_;
   const EngineId peer_;
-  std::mutex mutex_;  // guards ended_, and lanes_ until start() is through
-  bool ended_ = false;
+  // Guards what follows, but lanes_ only until start() is through.
+  mutable std::mutex mutex_;
+  bool ended_ = false;   // until renew()
+  bool closed_ = false;  // for good
+  uint64_t attempt_ = 0;
   std::vector<std::shared_ptr<StreamConnection>> lanes_;
 };
 

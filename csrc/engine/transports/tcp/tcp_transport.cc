@@ -7,8 +7,9 @@
 #include <sys/epoll.h>
 #include <vector>
 
-#include "engine/stream/handshake.h"
 #include "engine/transports/tcp/tcp_acceptor.h"
+#include "engine/transports/tcp/tcp_call.h"
+#include "engine/transports/tcp/tcp_redial.h"
 
 namespace mooncake {
 namespace {
@@ -29,86 +30,6 @@ Result<SocketAddress> decodeEndpoint(ByteView endpoint) {
   std::copy(raw.begin(), raw.end(), address.host.raw.begin());
   return address;
 }
-
-uint64_t randomAttempt() {
-  const Nonce nonce = Crypto::randomNonce();
-  return ByteReader(nonce).get<uint64_t>();
-}
-
-// The active side: all lanes at once.
-class Call final : public Connecting {
- public:
-  Call(const TransportContext& context, const EngineId& peer, const SocketAddress& address,
-       Deadline deadline)
-      : context_(context), peer_(peer), address_(address), deadline_(deadline) {}
-
-  Status begin(uint16_t lanes) {
-    for (uint16_t lane = 0; lane < lanes; ++lane) {
-      auto socket = beginConnect(address_);
-      if (!socket.ok()) return socket.error();
-      lanes_.push_back({HandshakeConnector(std::move(*socket), context_,
-                                           {.peer = peer_,
-                                            .lane = lane,
-                                            .lanes = lanes,
-                                            .attempt = attempt_,
-                                            .deadline = deadline_,
-                                            .behindProof = {}})});
-    }
-    return {};
-  }
-
-  Result<std::shared_ptr<Channel>> advance() override {
-    bool all = true;
-    for (Lane& lane : lanes_) {
-      MOONCAKE_TRY(advance(lane));
-      all = all && lane.state == State::kShaken;
-    }
-    if (!all) return std::shared_ptr<Channel>();
-    std::vector<Fd> sockets;
-    for (Lane& lane : lanes_) sockets.push_back(lane.handshake.take().socket);
-    return std::shared_ptr<Channel>(TcpChannel::start(context_, peer_, std::move(sockets)));
-  }
-
-  void addSockets(std::vector<pollfd>& sockets) const override {
-    for (const Lane& lane : lanes_) {
-      if (lane.state == State::kShaken) continue;
-      const short events = lane.state == State::kConnecting ? POLLOUT : POLLIN;
-      sockets.push_back({.fd = lane.handshake.socket(), .events = events, .revents = 0});
-    }
-  }
-
- private:
-  enum class State { kConnecting, kShaking, kShaken };
-  struct Lane {
-    HandshakeConnector handshake;
-    State state = State::kConnecting;
-  };
-
-  Status advance(Lane& lane) {
-    if (lane.state == State::kConnecting) {
-      const auto connected = isConnected(lane.handshake.socket(), address_);
-      if (!connected.ok()) return connected.status();
-      if (!*connected) {
-        if (!deadline_.passed()) return {};
-        return {ErrorCode::kTimeout, "connect(" + address_.text() + "): no answer in time"};
-      }
-      lane.state = State::kShaking;
-    }
-    if (lane.state == State::kShaking) {
-      const auto done = lane.handshake.advance();
-      if (!done.ok()) return {done.error().code, address_.text() + ": " + done.error().message};
-      if (*done) lane.state = State::kShaken;
-    }
-    return {};
-  }
-
-  const TransportContext& context_;
-  const EngineId peer_;
-  const SocketAddress address_;
-  const Deadline deadline_;
-  const uint64_t attempt_ = randomAttempt();
-  std::vector<Lane> lanes_;
-};
 
 }  // namespace
 
@@ -139,11 +60,19 @@ Result<std::unique_ptr<Connecting>> TcpTransport::connect(const EngineId& peer, 
                                                           Deadline deadline) {
   const auto address = decodeEndpoint(endpoint);
   if (!address.ok()) return address.error();
-  const auto count =
-      static_cast<uint16_t>(std::min<size_t>(1 + context_.env.tcpConnections, kMaxLanes));
-  auto call = std::make_unique<Call>(context_, peer, *address, deadline);
-  MOONCAKE_TRY(call->begin(count));
-  return std::unique_ptr<Connecting>(std::move(call));
+  auto call = TcpCall::begin(context_, peer, *address, ++attempts_, deadline);
+  if (!call.ok()) return call.error();
+  return std::unique_ptr<Connecting>(std::move(*call));
+}
+
+void TcpTransport::renew(const EngineId& peer, const std::shared_ptr<Channel>& channel,
+                         ByteView endpoint, Deadline deadline, std::function<void(Status)> done) {
+  const auto address = decodeEndpoint(endpoint);
+  if (!address.ok()) return done(address.status());
+  auto call = TcpCall::begin(context_, peer, *address, ++attempts_, deadline);
+  if (!call.ok()) return done(call.status());
+  redial_->begin(std::move(*call), std::static_pointer_cast<TcpChannel>(channel), deadline,
+                 std::move(done));
 }
 
 // The probes under way.
@@ -213,7 +142,10 @@ class TcpTransport::Probes : public std::enable_shared_from_this<Probes> {
 };
 
 TcpTransport::TcpTransport(const TransportContext& context, const SocketAddress& address)
-    : context_(context), address_(address), probes_(std::make_shared<Probes>(context.loop)) {}
+    : context_(context),
+      address_(address),
+      probes_(std::make_shared<Probes>(context.loop)),
+      redial_(std::make_shared<TcpRedial>(context.loop)) {}
 
 void TcpTransport::probe(ByteView endpoint, Deadline deadline, std::function<void(Listener)> done) {
   const auto address = decodeEndpoint(endpoint);
@@ -223,6 +155,7 @@ void TcpTransport::probe(ByteView endpoint, Deadline deadline, std::function<voi
 
 void TcpTransport::shutdown() {
   probes_->shutdown();
+  redial_->shutdown();
   if (acceptor_) acceptor_->stop();
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 #include "engine/transports/tcp/socket.h"
@@ -8,6 +9,7 @@
 namespace mooncake {
 
 class TcpAcceptor;
+class TcpRedial;
 
 // Channels over TCP. Endpoint: version u16, port u16, address (u32 length, then 4 or 16 bytes).
 class TcpTransport final : public Transport {
@@ -21,6 +23,8 @@ class TcpTransport final : public Transport {
   Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
                                               Deadline deadline) override;
   void probe(ByteView endpoint, Deadline deadline, std::function<void(Listener)> done) override;
+  void renew(const EngineId& peer, const std::shared_ptr<Channel>& channel, ByteView endpoint,
+             Deadline deadline, std::function<void(Status)> done) override;
   void shutdown() override;
 
  private:
@@ -30,7 +34,9 @@ class TcpTransport final : public Transport {
   const TransportContext& context_;
   const SocketAddress address_;
   std::shared_ptr<TcpAcceptor> acceptor_;
-  std::shared_ptr<Probes> probes_;  // also of the loop's timers
+  std::atomic<uint64_t> attempts_{0};  // the last number of a call
+  std::shared_ptr<Probes> probes_;     // also of the loop's timers
+  std::shared_ptr<TcpRedial> redial_;
 };
 
 }  // namespace mooncake

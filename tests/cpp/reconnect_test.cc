@@ -1,0 +1,467 @@
+// Connections that break under a job that is well: they are made again, nothing is lost, nobody is
+// accused (docs/architecture.md, "When a connection breaks").
+#include <atomic>
+#include <future>
+#include <gtest/gtest.h>
+#include <latch>
+#include <random>
+
+#include "collectives/collectives.h"
+#include "collectives/point_to_point.h"
+#include "engine/engine.h"
+#include "engine/transports/tcp/tcp_transport.h"
+#include "engine_side.h"
+#include "ranks_in_threads.h"
+#include "socket_breaker.h"
+
+namespace mooncake::test {
+namespace {
+
+using namespace std::chrono_literals;
+using mooncake::testing::EngineSide;
+using mooncake::testing::eventually;
+using mooncake::testing::Part;
+using mooncake::testing::pattern;
+using mooncake::testing::stampOf;
+using How = SocketBreaker::How;
+
+// ---- one channel, renewed by hand
+
+class TcpRenewal : public ::testing::Test {
+ protected:
+  struct End : EngineSide {
+    End() : EngineSide("the job's key", env()) {
+      auto created = TcpTransport::create(context());
+      EXPECT_TRUE(created.ok());
+      transport = std::move(*created);
+    }
+    ~End() { transport->shutdown(); }
+    static Env env() {
+      Env env;
+      env.hostIp = "127.0.0.1";
+      return env;
+    }
+    std::unique_ptr<Transport> transport;
+  };
+
+  void SetUp() override {
+    auto connected = mooncake::testing::connectNow(*a.transport, b.id(), b.transport->endpoint(),
+                                                   Deadline::after(20s));
+    ASSERT_TRUE(connected.ok()) << connected.error().message;
+    toB = *connected;
+    toA = b.acceptedFrom(a.id());
+    ASSERT_NE(toA, nullptr);
+  }
+  void TearDown() override {
+    toB->close();
+    toA->close();
+  }
+  Status renew() {
+    std::promise<Status> done;
+    a.loop().post([&] {
+      a.transport->renew(b.id(), toB, b.transport->endpoint(), Deadline::after(20s),
+                         [&](Status how) { done.set_value(std::move(how)); });
+    });
+    return done.get_future().get();
+  }
+  void expectPut(Channel& channel, Part& part, uint64_t number) {
+    const Bytes data = pattern(5000, number);
+    ASSERT_TRUE(channel.put({part.remote(), 128, data, {64, stampOf(number)}}).ok());
+    ASSERT_TRUE(eventually([&] { return part.word(64).load() == stampOf(number); }));
+    EXPECT_TRUE(part.holds(128, data));
+  }
+  static ErrorCode endOf(const Completion& completion) {
+    EXPECT_TRUE(eventually([&] { return completion.finished(); }));
+    return completion.error.load();
+  }
+
+  Doorbell bell;
+  End a, b;
+  std::shared_ptr<Channel> toB, toA;
+};
+
+TEST_F(TcpRenewal, TheSameChannelGoesOn) {
+  auto atA = a.part(1 << 22), atB = b.part(1 << 22);
+  const Bytes data = pattern(1 << 22, 1);
+  std::copy(data.begin() + (1 << 20), data.end(), atB.bytes().begin() + (1 << 20));
+  for (uint64_t round = 1; round <= 20; ++round) {
+    const auto how = round % 2 ? How::kReset : How::kHangUp;
+    ASSERT_GT(SocketBreaker::breakAll(how), 0u);
+    ASSERT_TRUE(eventually([&] { return a.endedCount() == round; }));
+    Bytes target(100);
+    Completion refused(&bell);
+    const PutRequest put{atB.remote(), 128, {}, {64, stampOf(1000)}};
+    EXPECT_EQ(toB->put(put).code(), ErrorCode::kPeerLost);
+    EXPECT_EQ(toB->get({atB.remote(), 0, target, &refused}).code(), ErrorCode::kPeerLost);
+    ASSERT_TRUE(renew().ok());
+    ASSERT_TRUE(eventually([&] { return b.renewedCount() == round; }));
+    expectPut(*toB, atB, round);
+    expectPut(*toA, atA, round);
+    Completion completion(&bell);
+    Bytes large(3 << 20);
+    ASSERT_TRUE(toB->get({atB.remote(), 1 << 20, large, &completion}).ok());
+    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+    EXPECT_TRUE(std::equal(large.begin(), large.end(), data.begin() + (1 << 20)));
+    const Bytes message = pattern(200, round);
+    ASSERT_TRUE(toA->send(message).ok());
+    EXPECT_EQ(a.messagesFrom(b.id(), round).back(), message);
+  }
+  EXPECT_EQ(b.acceptedCount(), 1u);
+}
+
+TEST_F(TcpRenewal, OneBrokenLaneIsEnough) {
+  auto atB = b.part(1 << 16);
+  uint64_t round = 0;
+  for (size_t lane = 0; lane < SocketBreaker::connections().size(); ++lane) {
+    const auto all = SocketBreaker::connections();
+    SocketBreaker::breakOne(all[lane], How::kReset);
+    ++round;
+    ASSERT_TRUE(eventually([&] { return a.endedCount() == round; }));
+    ASSERT_TRUE(renew().ok());
+    expectPut(*toB, atB, round);
+  }
+  EXPECT_GE(round, 4u);
+}
+
+// What breaks at one end only is news to the other when it is called again.
+TEST_F(TcpRenewal, OverAConnectionThatStillStands) {
+  auto atA = a.part(1 << 16), atB = b.part(1 << 16);
+  for (uint64_t round = 1; round <= 10; ++round) {
+    ASSERT_TRUE(renew().ok());
+    ASSERT_TRUE(eventually([&] { return b.renewedCount() == round; }));
+    expectPut(*toB, atB, round);
+    expectPut(*toA, atA, round);
+  }
+  EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
+}
+
+TEST_F(TcpRenewal, AFenceStays) {
+  auto atB = b.part(1 << 16), atA = a.part(1 << 16);
+  toA->fence();
+  SocketBreaker::breakAll(How::kReset);
+  ASSERT_TRUE(eventually([&] { return a.endedCount() == 1; }));
+  ASSERT_TRUE(renew().ok());
+  ASSERT_TRUE(toB->put({atB.remote(), 128, pattern(100, 1), {64, stampOf(1)}}).ok());
+  ASSERT_TRUE(toB->send(pattern(10, 1)).ok());
+  EXPECT_EQ(b.messagesFrom(a.id(), 1).size(), 1u);
+  EXPECT_EQ(atB.word(64).load(), 0u);
+  Bytes target(100);
+  Completion completion(&bell), ours(&bell);
+  ASSERT_TRUE(toB->get({atB.remote(), 0, target, &completion}).ok());
+  EXPECT_EQ(endOf(completion), ErrorCode::kAborted);
+  EXPECT_EQ(toA->get({atA.remote(), 0, target, &ours}).code(), ErrorCode::kAborted);
+}
+
+TEST_F(TcpRenewal, NotOfAClosedChannel) {
+  auto atB = b.part(1 << 16);
+  toB->close();
+  EXPECT_EQ(renew().code(), ErrorCode::kAborted);
+  EXPECT_EQ(toB->put({atB.remote(), 128, {}, {64, stampOf(1)}}).code(), ErrorCode::kAborted);
+  EXPECT_EQ(b.renewedCount(), 0u);
+}
+
+TEST_F(TcpRenewal, UnderPutsAndGetsOfManyThreads) {
+  constexpr size_t kBytes = 3 << 20;
+  auto atB = b.part(kBytes + 4096), atA = a.part(kBytes + 4096);
+  const Bytes data = pattern(kBytes, 5);
+  std::copy(data.begin(), data.end(), atB.bytes().begin() + 4096);
+  std::atomic<bool> stops{false};
+  std::atomic<size_t> fetched{0};
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] {
+    for (uint64_t n = 1; !stops; ++n) {
+      const Bytes piece = pattern(100000, n);
+      (void)toB->put({atB.remote(), 128, {}, {64, stampOf(n)}});
+      (void)toA->put({atA.remote(), 4096, piece, {64, stampOf(n)}});
+      (void)toA->send(pattern(100, n));
+    }
+  });
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&] {
+      Bytes target(kBytes);
+      while (!stops) {
+        Completion completion(&bell);
+        std::fill(target.begin(), target.end(), std::byte{});
+        if (toB->get({atB.remote(), 4096, target, &completion}).ok() &&
+            endOf(completion) == ErrorCode::kOk) {
+          EXPECT_EQ(target, data);
+          ++fetched;
+        }
+        toB->cancelGets(&completion);
+      }
+    });
+  }
+  for (uint64_t round = 1; round <= 50; ++round) {
+    std::this_thread::sleep_for(2ms);
+    const size_t ended = a.endedCount();
+    SocketBreaker::breakAll(round % 2 ? How::kReset : How::kHangUp);
+    ASSERT_TRUE(eventually([&] { return a.endedCount() > ended; }));
+    ASSERT_TRUE(renew().ok());
+  }
+  const size_t before = fetched;
+  EXPECT_TRUE(eventually([&] { return fetched > before + 1; }));
+  stops = true;
+  for (auto& thread : threads) thread.join();
+}
+
+// ---- engines do it by themselves
+
+struct Pair {
+  Pair() {
+    std::vector<Bytes> endpoints;
+    for (auto& engine : engines) {
+      EngineOptions options{.logName = "engine", .arenaBytes = size_t(1) << 30};
+      options.env.transports = {"tcp"};
+      options.env.hostIp = "127.0.0.1";
+      options.env.failureTimeout = 20s;
+      options.jobKey = Bytes(32, std::byte{7});
+      auto made = Engine::create(std::move(options));
+      EXPECT_TRUE(made.ok());
+      engine = *made;
+      endpoints.push_back(engine->endpoint());
+    }
+    auto other = std::async(std::launch::async,
+                            [&] { return engines[1]->connect(endpoints, Deadline::after(30s)); });
+    auto mine = engines[0]->connect(endpoints, Deadline::after(30s));
+    auto theirs = other.get();
+    EXPECT_TRUE(mine.ok() && theirs.ok());
+    peers[0] = (*mine)[1];
+    peers[1] = (*theirs)[0];
+    for (int i = 0; i < 2; ++i) {
+      engines[i]->observe([this](const auto&, const Evidence&) { ++evidence; },
+                          [this, i](const EngineId&) { ++renewed[i]; });
+    }
+  }
+  ~Pair() {
+    for (auto& engine : engines) engine->observe(nullptr);
+  }
+  std::shared_ptr<Engine> engines[2];
+  std::shared_ptr<Peer> peers[2];
+  std::atomic<int> evidence{0};
+  std::atomic<uint64_t> renewed[2] = {0, 0};
+};
+
+TEST(EngineReconnects, BothEndsAreToldAndNobodyIsAccused) {
+  Pair pair;
+  constexpr uint64_t kDoor = 7;
+  std::atomic<uint64_t> last[2] = {0, 0};
+  for (int i = 0; i < 2; ++i) {
+    pair.engines[i]->openDoor(kDoor, [&last, i](const EngineId&, ByteView message) {
+      const uint64_t number = ByteReader(message).get<uint64_t>();
+      EXPECT_GT(number, last[i]);
+      last[i] = number;
+    });
+  }
+  for (uint64_t round = 1; round <= 30; ++round) {
+    const uint64_t before[2] = {pair.renewed[0], pair.renewed[1]};
+    const auto all = SocketBreaker::connections();
+    SocketBreaker::breakOne(all[round % all.size()], round % 3 ? How::kReset : How::kHangUp);
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_TRUE(eventually([&] { return pair.renewed[i] > before[i]; })) << round;
+    }
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_TRUE(
+          pair.engines[i]->send(*pair.peers[i], kDoor, ByteWriter().put(round).take()).ok());
+      ASSERT_TRUE(eventually([&] { return last[1 - i] == round; })) << round;
+    }
+  }
+  EXPECT_EQ(pair.evidence, 0);
+  EXPECT_FALSE(pair.peers[0]->ended || pair.peers[1]->ended);
+}
+
+// The goodbye takes the new connection: who leaves is not taken for dead.
+TEST(EngineReconnects, BeforeItLeaves) {
+  for (int round = 0; round < 10; ++round) {
+    Pair pair;
+    const int who = round % 2;
+    SocketBreaker::breakAll(How::kReset);
+    ASSERT_TRUE(eventually([&] { return pair.renewed[0] > 0 && pair.renewed[1] > 0; }));
+    const uint64_t before = pair.renewed[who];
+    SocketBreaker::breakAll(How::kReset);
+    ASSERT_TRUE(eventually([&] {  // it has noticed
+      const auto seen = pair.peers[who]->channel->put({{0, 64, 1}, 0, {}, {64, 1}}).code();
+      return seen == ErrorCode::kPeerLost || pair.renewed[who] > before;
+    }));
+    pair.engines[who]->leave();
+    ASSERT_TRUE(eventually([&] { return pair.peers[1 - who]->ended.load(); }));
+    EXPECT_TRUE(pair.peers[1 - who]->evidence.isGoodbye()) << pair.peers[1 - who]->evidence.detail;
+  }
+}
+
+// ---- groups
+
+Ranks overTcp(int size) {
+  return {.size = size, .transports = {"tcp"}, .eagerBytes = 8 << 10, .failureTimeout = 20s};
+}
+
+template <typename T>
+std::span<std::byte> bytesOf(std::vector<T>& values) {
+  return std::as_writable_bytes(std::span(values));
+}
+
+void expectPeace(const Group& group) {
+  EXPECT_EQ(group.membership()->view().epoch, 1u);
+  EXPECT_TRUE(group.membership()->accusations().empty());
+  EXPECT_TRUE(group.usable().ok());
+}
+
+// Everybody does the same operations; each knows what every result must be.
+void operate(Group& group, uint64_t seed, int count) {
+  constexpr Reduction kSum{DType::kFloat32, ReduceKind::kSum};
+  const auto size = size_t(group.size());
+  const auto inputOf = [&](int rank, size_t n, int op) {
+    std::vector<float> values(n);
+    for (size_t i = 0; i < n; ++i)
+      values[i] = float((i * 7 + size_t(rank) * 13 + size_t(op)) % 101);
+    return values;
+  };
+  const auto sumOf = [&](size_t n, int op) {
+    std::vector<float> sum(n);
+    for (int r = 0; r < group.size(); ++r) {
+      const auto input = inputOf(r, n, op);
+      for (size_t i = 0; i < n; ++i) sum[i] += input[i];
+    }
+    return sum;
+  };
+  std::mt19937_64 random(seed);
+  for (int op = 0; op < count; ++op) {
+    const size_t n = random() % 3 == 0 ? 20000 + random() % 100000 : 1 + random() % 2000;
+    const uint64_t verb = random() % 6;
+    const int root = int(random() % size);
+    Status status;
+    bool isRight = true;
+    std::vector<float> data = inputOf(group.rank(), n, op);
+    if (verb == 0) {
+      status = barrier(group, soon());
+    } else if (verb == 1) {
+      status = broadcast(group, bytesOf(data), DType::kFloat32, root, soon());
+      isRight = data == inputOf(root, n, op);
+    } else if (verb == 2) {
+      std::vector<std::vector<float>> parts(size, std::vector<float>(n));
+      std::vector<std::span<std::byte>> outputs;
+      for (auto& part : parts) outputs.push_back(bytesOf(part));
+      status = allgather(group, bytesOf(data), outputs, DType::kFloat32, soon());
+      for (size_t r = 0; r < size; ++r) isRight = isRight && parts[r] == inputOf(int(r), n, op);
+    } else if (verb == 3) {
+      const size_t share = (n + size - 1) / size;
+      data = inputOf(group.rank(), share * size, op);
+      std::vector<float> mine(share);
+      status = reduceScatter(group, bytesOf(data), bytesOf(mine), kSum, soon());
+      const auto sum = sumOf(share * size, op);
+      isRight = std::equal(mine.begin(), mine.end(), sum.begin() + ptrdiff_t(group.rank() * share));
+    } else {
+      status = allreduce(group, bytesOf(data), kSum, soon());
+      isRight = data == sumOf(n, op);
+    }
+    ASSERT_TRUE(status.ok()) << op << " " << verb << ": " << status.error().message;
+    ASSERT_TRUE(isRight) << "operation " << op << ", verb " << verb << ", " << n << " values";
+  }
+}
+
+class GroupReconnects : public ::testing::TestWithParam<uint64_t> {};
+
+TEST_P(GroupReconnects, EveryResultIsExact) {
+  std::latch ready(3), done(3);
+  std::unique_ptr<Troublemaker> trouble;
+  runRanks(overTcp(3), [&](Group& group) {
+    ready.arrive_and_wait();
+    if (group.rank() == 0) trouble = std::make_unique<Troublemaker>(GetParam(), 1ms, 8ms);
+    operate(group, GetParam(), 200);
+    done.arrive_and_wait();
+    if (group.rank() == 0) {
+      trouble->stop();
+      RecordProperty("broken", int(trouble->broken()));
+      EXPECT_GT(trouble->broken(), 0u);
+    }
+    expectPeace(group);
+    operate(group, GetParam() + 1, 5);
+  });
+}
+
+// Large and small, both ways between all, each in the order of the sends.
+TEST_P(GroupReconnects, EveryMessageComesOnce) {
+  constexpr int kMessages = 400;
+  std::latch ready(3), done(3);
+  std::unique_ptr<Troublemaker> trouble;
+  runRanks(overTcp(3), [&](Group& group) {
+    PointToPoint messages(group);
+    ready.arrive_and_wait();
+    if (group.rank() == 0) trouble = std::make_unique<Troublemaker>(GetParam(), 1ms, 8ms);
+    const auto contentOf = [](int from, int to, int number) {
+      const size_t bytes = number % 5 == 0 ? 9000 + size_t(number) * 50 : 8 + size_t(number) % 800;
+      return pattern(bytes, uint64_t(from * 7 + to) * 1000 + uint64_t(number));
+    };
+    std::vector<std::thread> threads;
+    for (int peer = 0; peer < group.size(); ++peer) {
+      if (peer == group.rank()) continue;
+      threads.emplace_back([&, peer] {
+        for (int n = 0; n < kMessages; ++n) {
+          const Bytes data = contentOf(group.rank(), peer, n);
+          const auto message = messages.send(data, peer, 1, soon());
+          ASSERT_TRUE(messages.wait(*message, soon()));
+          ASSERT_TRUE(message->status().ok()) << message->status().error().message;
+        }
+      });
+      threads.emplace_back([&, peer] {
+        for (int n = 0; n < kMessages; ++n) {
+          const Bytes expected = contentOf(peer, group.rank(), n);
+          Bytes data(expected.size());
+          const auto message = messages.receive(data, peer, 1, soon());
+          ASSERT_TRUE(messages.wait(*message, soon()));
+          ASSERT_TRUE(message->status().ok()) << n << ": " << message->status().error().message;
+          ASSERT_EQ(data, expected) << n;
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    done.arrive_and_wait();
+    if (group.rank() == 0) {
+      trouble->stop();
+      EXPECT_GT(trouble->broken(), 0u);
+    }
+    expectPeace(group);
+    // Nothing is left over, and nothing came twice.
+    Bytes one(1);
+    const int next = (group.rank() + 1) % 3, before = (group.rank() + 2) % 3;
+    const auto sent = messages.send(one, next, 1, soon());
+    const auto received = messages.receive(one, before, 1, soon());
+    EXPECT_TRUE(messages.wait(*received, soon()) && received->status().ok());
+    EXPECT_TRUE(messages.wait(*sent, soon()));
+    ASSERT_TRUE(barrier(group, soon()).ok());
+    messages.abort({ErrorCode::kAborted, "the end"});
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, GroupReconnects, ::testing::Values(1, 2, 3));
+
+// Who is in no operation, and asks for nothing, is connected again as well.
+TEST(IdleGroup, ReconnectsAsWell) {
+  std::latch ready(2), broken(2), sent(2);
+  runRanks(overTcp(2), [&](Group& group) {
+    PointToPoint messages(group);
+    ready.arrive_and_wait();
+    Bytes data = pattern(500, 1);
+    if (group.rank() == 0) {
+      // Nobody drives the sender's messages any more when its connection breaks.
+      SocketBreaker::breakAll(How::kReset);
+      const auto message = messages.send(data, 1, 1, soon());
+      EXPECT_TRUE(messages.wait(*message, soon()));
+      EXPECT_TRUE(message->status().ok());
+    }
+    broken.arrive_and_wait();
+    if (group.rank() == 1) {
+      Bytes received(500);
+      const auto message = messages.receive(received, 0, 1, soon());
+      EXPECT_TRUE(messages.wait(*message, soon()));
+      EXPECT_TRUE(message->status().ok());
+      EXPECT_EQ(received, data);
+    }
+    sent.arrive_and_wait();
+    expectPeace(group);
+    ASSERT_TRUE(barrier(group, soon()).ok());
+    messages.abort({ErrorCode::kAborted, "the end"});
+  });
+}
+
+}  // namespace
+}  // namespace mooncake::test

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <random>
+#include <string>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+namespace mooncake::test {
+
+// Breaks TCP connections of this process under those who use them, as `ss -K` and a firewall that
+// has forgotten them do.
+class SocketBreaker {
+ public:
+  enum class How { kReset, kHangUp };
+
+  // A socket of somebody else's, held so that its number cannot become another file's. Behind the
+  // back of ThreadSanitizer, which takes each number for one thing.
+  class Held {
+   public:
+    explicit Held(int number) : fd_(static_cast<int>(::syscall(SYS_dup, number))) {}
+    Held(Held&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    Held& operator=(Held&& other) noexcept {
+      std::swap(fd_, other.fd_);
+      return *this;
+    }
+    ~Held() {
+      if (fd_ >= 0) ::syscall(SYS_close, fd_);
+    }
+    int get() const { return fd_; }
+
+   private:
+    int fd_;
+  };
+
+  // All that are connected; connections within this process count twice.
+  static std::vector<Held> connections() {
+    std::vector<Held> found;
+    std::vector<int> numbers;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+      numbers.push_back(std::atoi(entry.path().filename().c_str()));
+    for (const int number : numbers) {
+      Held held(number);
+      if (held.get() < 0) continue;
+      int listens = 1;
+      socklen_t length = sizeof(listens);
+      if (::syscall(SYS_getsockopt, held.get(), SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) !=
+              0 ||
+          listens)
+        continue;
+      sockaddr_storage peer{};
+      length = sizeof(peer);
+      if (::syscall(SYS_getpeername, held.get(), &peer, &length) != 0) continue;
+      if (peer.ss_family == AF_INET || peer.ss_family == AF_INET6) found.push_back(std::move(held));
+    }
+    return found;
+  }
+
+  static void breakOne(const Held& connection, How how) {
+    if (how == How::kHangUp) {
+      ::syscall(SYS_shutdown, connection.get(), SHUT_RDWR);
+      return;
+    }
+    // Sends a reset, and whoever uses the socket gets ECONNRESET.
+    sockaddr nobody{};
+    nobody.sa_family = AF_UNSPEC;
+    ::syscall(SYS_connect, connection.get(), &nobody, sizeof(nobody));
+  }
+
+  static size_t breakAll(How how) {
+    const auto all = connections();
+    for (const Held& one : all) breakOne(one, how);
+    return all.size();
+  }
+};
+
+// Breaks one connection after the other, chosen by the seed, until it is destroyed. As a rule it
+// lets those that it broke be made again first: a machine that is slow enough would never come to
+// the end of that.
+class Troublemaker {
+ public:
+  Troublemaker(uint64_t seed, std::chrono::microseconds least, std::chrono::microseconds most)
+      : thread_([this, seed, least, most] {
+          std::mt19937_64 random(seed);
+          std::uniform_int_distribution<int64_t> pause(least.count(), most.count());
+          const size_t standing = connections();
+          while (!stops_) {
+            if (random() % 4 != 0) awaitAll(standing);
+            std::this_thread::sleep_for(std::chrono::microseconds(pause(random)));
+            const auto all = SocketBreaker::connections();
+            if (all.empty()) continue;
+            SocketBreaker::breakOne(all[random() % all.size()], random() % 4 == 0
+                                                                    ? SocketBreaker::How::kHangUp
+                                                                    : SocketBreaker::How::kReset);
+            ++broken_;
+          }
+        }) {}
+  ~Troublemaker() { stop(); }
+  void stop() {
+    stops_ = true;
+    if (thread_.joinable()) thread_.join();
+  }
+  size_t broken() const { return broken_; }
+
+ private:
+  static size_t connections() { return SocketBreaker::connections().size(); }
+  void awaitAll(size_t standing) {
+    for (int i = 0; i < 2000 && !stops_ && connections() < standing; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  std::atomic<bool> stops_{false};
+  std::atomic<size_t> broken_{0};
+  std::thread thread_;
+};
+
+}  // namespace mooncake::test
