@@ -57,6 +57,10 @@ def watching_on_rank(me, how):
     me.board.set(f"watching-{me.rank}")
     seen = harness.until(lambda: evidence_of(VICTIM), "evidence")
     others = [r for r in range(me.size) if r != VICTIM and evidence_of(r)]
+    # Who accuses is not alone with it: the view follows.
+    harness.until(
+        lambda: mooncake_backend.get_current_epoch(dist.group.WORLD) == 2, "the view without it"
+    )
     me.board.set(f"seen-{me.rank}")
     me.board.wait_all("seen", [0, 2])
     return seen, others, me.board.wait("died")

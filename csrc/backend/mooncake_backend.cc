@@ -153,11 +153,13 @@ const char* kindOf(const Evidence* seen, const Membership::Seen* accused) {
     case Cause::kSilent:
       return "silent";
     case Cause::kRefused:
-      return seen ? evidenceKindName(seen->kind) : "refused";
+      return "refused";
+    case Cause::kUnreachable:
+      return "unreachable";
     case Cause::kExcludes:
       return "excludes";
   }
-  return "unreachable";
+  return "?";
 }
 
 void give(const Status& status, const std::vector<Flat>& flats) {

@@ -28,6 +28,8 @@ const char* nameOf(Cause cause) {
     case Cause::kSilent:
       return "silent";
     case Cause::kRefused:
+      return "refuses connections";
+    case Cause::kUnreachable:
       return "cannot be reached";
     case Cause::kExcludes:
       return "goes on without its accuser";
@@ -174,8 +176,9 @@ void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& 
     case Evidence::Kind::kSilent:
       return act(agreement_.suspected(ranks, Cause::kSilent, now));
     case Evidence::Kind::kRefused:
-    case Evidence::Kind::kUnreachable:
       return act(agreement_.suspected(ranks, Cause::kRefused, now));
+    case Evidence::Kind::kUnreachable:
+      return act(agreement_.suspected(ranks, Cause::kUnreachable, now));
   }
 }
 

@@ -15,7 +15,7 @@ constexpr uint8_t kVersion = 1;
 
 bool isCertain(Cause cause) { return cause == Cause::kExited || cause == Cause::kLeft; }
 
-bool isKnown(Cause cause) { return cause >= Cause::kExited && cause <= Cause::kExcludes; }
+bool isKnown(Cause cause) { return cause >= Cause::kExited && cause <= Cause::kUnreachable; }
 
 bool isConsistent(const ViewReport& report, int ranks) {
   const RankSet out = report.out();
@@ -105,7 +105,8 @@ ViewActions ViewAgreement::suspected(const RankSet& ranks, Cause cause, Clock::t
   if (members.empty()) return {};
   // All or none, also of those that are found one after the other: the higher ones alone would be
   // believed by the lower ones.
-  if (members.lowest() < self_ || !heldBack_.empty()) {
+  const bool mayAccuseUs = cause != Cause::kRefused;
+  if (mayAccuseUs && (members.lowest() < self_ || !heldBack_.empty())) {
     holdBack(members, cause, now);
   } else {
     accuse(members, cause, actions);

@@ -27,11 +27,12 @@ namespace mooncake {
 
 // How a rank is known to be out. The first two are certain, the others are suspicion.
 enum class Cause : uint8_t {
-  kExited = 1,    // the kernel of its host said so
-  kLeft = 2,      // it said goodbye; never an accusation
-  kSilent = 3,    // nothing was heard for failure_timeout
-  kRefused = 4,   // it refused to be connected to, and nobody on its host could testify
-  kExcludes = 5,  // its own report takes the accuser out
+  kExited = 1,       // the kernel of its host said so
+  kLeft = 2,         // it said goodbye; never an accusation
+  kSilent = 3,       // nothing was heard for failure_timeout
+  kRefused = 4,      // it refused to be connected to, and nobody on its host could testify
+  kExcludes = 5,     // its own report takes the accuser out
+  kUnreachable = 6,  // its connection broke and could not be made again, nobody knows why
 };
 
 struct Accusation {

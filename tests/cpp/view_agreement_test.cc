@@ -102,7 +102,7 @@ TEST(ViewReport, NonsenseIsRefused) {
   EXPECT_TRUE(refused([](auto& r) { r.committed.add(2); })) << "out of the view, but why?";
   EXPECT_TRUE(refused([](auto& r) { r.suspected.add(1); })) << "certain and not";
   EXPECT_TRUE(refused([](auto& r) { r.accusations[0].cause = Cause::kExited; }));
-  EXPECT_TRUE(refused([](auto& r) { r.accusations[0].cause = Cause(6); }));
+  EXPECT_TRUE(refused([](auto& r) { r.accusations[0].cause = Cause(7); }));
   EXPECT_TRUE(refused([](auto& r) { r.accusations[0].by = 100; }));
   EXPECT_TRUE(refused([](auto& r) { r.accusations.pop_back(); })) << "cut short";
 
@@ -217,6 +217,13 @@ TEST(ViewAgreement, AccusingALowerRankWaitsForAGrace) {
             (std::vector<Accusation>{{1, Cause::kSilent, 2}, {4, Cause::kSilent, 2}}));
   EXPECT_EQ(actions.sendTo, (RankSet{0, 1, 3, 4})) << "the accused learn of it";
   EXPECT_EQ(machine(2, 5).suspected({4}, Cause::kRefused, kStart).sendTo, (RankSet{0, 1, 3, 4}));
+}
+
+TEST(ViewAgreement, WhoRefusesIsAccusedAtOnce) {
+  auto rank = machine(2, 5);
+  EXPECT_EQ(rank.suspected({1}, Cause::kRefused, kStart).accused,
+            (std::vector<Accusation>{{1, Cause::kRefused, 2}}));
+  EXPECT_TRUE(machine(2, 5).suspected({1}, Cause::kUnreachable, kStart).accused.empty());
 }
 
 // Heartbeats come at different times, so a deaf rank finds the others silent one after the other.
