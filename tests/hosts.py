@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 PREFIX = "mctest"
+RESET = ("ss", "--kill", "--tcp", "--no-header", "state", "established")
 _serial = itertools.count()
 
 
@@ -75,6 +77,23 @@ class Hosts:
         each = -(-size // len(self.hosts))
         return [self.hosts[rank // each].namespace for rank in range(size)]
 
+    def link(self, index: int, up: bool, *, network: int = 0) -> None:
+        """Plugs the host's link into the network's switch, or out of it. Nobody is told: addresses
+        and routes stay."""
+        _batch(self.switch, [f"link set p{index}n{network} {'up' if up else 'down'}"])
+
+    def deafen(self, deaf: int, to: int, yes: bool = True, *, network: int = 0) -> None:
+        """What `to` sends to `deaf` over IPv4 is lost on its way, not what comes back; or is so no
+        longer."""
+        address = self.hosts[deaf].v4[network]
+        _batch(
+            self.hosts[to].namespace, [f"route {'add' if yes else 'del'} blackhole {address}/32"]
+        )
+
+    def reset(self, index: int) -> None:
+        """Ends every TCP connection of the host with a reset to both sides; all processes live."""
+        self.hosts[index].run(*RESET)
+
     def close(self) -> None:
         while self.namespaces:
             _ip("netns", "del", self.namespaces.pop())
@@ -118,6 +137,28 @@ def why_not() -> str | None:
             return None
     except (OSError, subprocess.CalledProcessError) as error:
         return f"no network namespaces here: {getattr(error, 'stderr', None) or error}"
+
+
+@cache
+def why_no_resets() -> str | None:
+    """Why connections of a host cannot be reset from outside, or None."""
+    if why_not():
+        return why_not()
+    if shutil.which("ss") is None:
+        return "`ss` is missing (package iproute2)"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            command = [*RESET, "sport", "=", str(client.getsockname()[1])]
+            subprocess.run(command, check=False, capture_output=True, timeout=60)
+            client.settimeout(0)
+            try:
+                client.recv(1)
+            except BlockingIOError:
+                return "this kernel cannot end connections for `ss --kill` (INET_DIAG_DESTROY)"
+            except ConnectionError:
+                pass
+    return None
 
 
 def existing() -> list[str]:

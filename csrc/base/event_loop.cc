@@ -45,7 +45,9 @@ Result<std::unique_ptr<EventLoop>> EventLoop::start(const std::string& threadNam
   return loop;
 }
 
-EventLoop::~EventLoop() {
+EventLoop::~EventLoop() { stop(); }
+
+void EventLoop::stop() {
   if (!thread_.joinable()) return;
   {
     std::lock_guard lock(mutex_);

@@ -28,8 +28,9 @@ class EventLoop {
 
   static Result<std::unique_ptr<EventLoop>> start(
       const std::string& threadName);  // 15 characters are kept
-  // Runs what was posted, then joins. Must not be called from the loop's thread.
   ~EventLoop();
+  // Runs what was posted, and what that posts, then joins. Not on the loop's thread.
+  void stop();
 
   // Any thread. The descriptor stays the caller's, who removes it before closing it.
   Status add(int fd, uint32_t events, Handler handler);

@@ -157,6 +157,7 @@ Engine::~Engine() {
     peers.swap(peers_);
   }
   transports_.clear();
+  if (loop_) loop_->stop();  // what runs there still uses loop_
   loop_.reset();
   // Whoever may still read what we gave has it mapped, and has it still when we are gone: as after
   // a death.
