@@ -20,10 +20,12 @@
 namespace mooncake {
 namespace {
 
-constexpr auto kBeat = std::chrono::milliseconds(5);
+// Each wakes a thread, which costs up to 30 us in a virtual machine.
+constexpr auto kBeat = std::chrono::milliseconds(6);
 // A peer that has not beaten for so long gets a look into /proc: while a process writes its core
-// dump, its threads stand still and its futexes are not marked yet, and that may take minutes.
-constexpr auto kLookAfter = 2 * kBeat;
+// dump, its threads stand still and its futexes are not marked yet, and that may take minutes. We
+// see its last beat up to a beat late, and look at the next one after this: within 20 ms.
+constexpr auto kLookAfter = std::chrono::milliseconds(8);
 constexpr auto kMostPatience = std::chrono::milliseconds(640);
 // A machine that is only busy may keep a rank from its core for as long.
 constexpr auto kLeastSilence = std::chrono::milliseconds(200);
