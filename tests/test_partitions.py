@@ -346,26 +346,34 @@ def test_who_is_stopped_for_less_costs_only_time(transports, count):
         end_of_loop(crew)
 
 
+# seconds: of the failure timeout; of what must not look like one
+AT_ONCE = [
+    pytest.param(SHORT, 2 * SHORT, id="short"),
+    pytest.param(3.0, 10.0, id="default", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("timeout", "stopped"), AT_ONCE)
 @pytest.mark.parametrize("transports", TRANSPORTS)
-def test_all_stopped_at_once_accuse_nobody(transports):
-    with harness.starting(3, loop_together_on_rank, SMALL, **over(transports, SHORT)) as crew:
+def test_all_stopped_at_once_accuse_nobody(transports, timeout, stopped):
+    with harness.starting(3, loop_together_on_rank, SMALL, **over(transports, timeout)) as crew:
         turns = Turns(crew.board, range(3))
         turns.go_on()
         for _ in range(2):
             for rank in range(3):
                 crew.stop(rank)
-            hold(2 * SHORT)
+            hold(stopped)
             for rank in range(3):
                 crew.cont(rank)
             turns.go_on()
         end_of_loop(crew)
 
 
-def locked_on_rank(me, victim):
+def locked_on_rank(me, victim, seconds):
     """The victim is in C code and does not let Python's other threads run."""
     for turn in range(3):
         if me.rank == victim:
-            ctypes.PyDLL(None).usleep(int(3 * SHORT * 1e6))
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         tensor = torch.full((SMALL,), float(2**me.rank))
         dist.all_reduce(tensor)
         assert (tensor == total(range(me.size))).all(), turn
@@ -373,10 +381,46 @@ def locked_on_rank(me, victim):
     return active()
 
 
+LOCKED = [
+    pytest.param(SHORT, 3 * SHORT, id="short"),
+    pytest.param(3.0, 40.0, id="default", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("timeout", "locked"), LOCKED)
 @pytest.mark.parametrize("transports", TRANSPORTS)
-def test_who_holds_pythons_lock_is_not_silent(transports):
-    with harness.starting(3, locked_on_rank, 1, **over(transports, SHORT)) as crew:
-        assert crew.results() == [[1, 1, 1]] * 3
+def test_who_holds_pythons_lock_is_not_silent(transports, timeout, locked):
+    options = over(transports, timeout)
+    with harness.starting(3, locked_on_rank, 1, locked, **options) as crew:
+        assert crew.results(deadline=60 + 4 * locked) == [[1, 1, 1]] * 3
+        nobody_is_accused(crew)
+
+
+@contextlib.contextmanager
+def busy_machine(loops_per_core):
+    """Other processes that take what they can get, until the end."""
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    cores = os.sched_getaffinity(0)
+    loops = [subprocess.Popen(command) for _ in range(loops_per_core * len(cores))]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_busy_machine_accuses_nobody(transports):
+    """For longer than the failure timeout, the default one."""
+    with harness.starting(16, loop_together_on_rank, SMALL, **over(transports, 3.0)) as crew:
+        turns = Turns(crew.board, range(16))
+        turns.go_on()
+        with busy_machine(loops_per_core=4):
+            hold(5)
+            turns.go_on()
+            crew.board.set("over")
+            assert crew.results(deadline=120) == [members(16, range(16))] * 16
         nobody_is_accused(crew)
 
 
