@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import DistBackendError
 
-__all__ = ["EvictedError", "MinorityError", "PeerLostError"]
+__all__ = ["EvictedError", "InputsLostError", "MinorityError", "PeerLostError"]
 
 
 class PeerLostError(DistBackendError):
@@ -15,6 +15,12 @@ class PeerLostError(DistBackendError):
     """
 
     inputs_intact: bool = True
+
+
+class InputsLostError(PeerLostError):
+    """A reduction in place of more than 32 MiB had begun to overwrite its input."""
+
+    inputs_intact = False
 
 
 class EvictedError(DistBackendError):

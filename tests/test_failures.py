@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness import raised, until
 
 import mooncake_backend
-from mooncake_backend import MooncakeBackendOptions
+from mooncake_backend import MooncakeBackendOptions, PeerLostError
 
 TRANSPORTS = ["shm", "tcp"]
 SMALL, LARGE = 256, 1 << 20  # float32 elements: 1 KiB and 4 MiB
@@ -270,7 +270,7 @@ def training_on_rank(me):
                 die()
         try:
             model(torch.ones(2, 64)).sum().backward()
-        except dist.DistBackendError as error:
+        except PeerLostError as error:
             errors.append((step, "rank 2" in str(error)))
     return errors, reduce_all(me)
 

@@ -5,9 +5,7 @@
 namespace mooncake {
 namespace {
 
-[[noreturn]] void throwFailure(const Error& error, std::shared_ptr<Loss> loss) {
-  throw FailureError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error, std::move(loss));
-}
+PythonClasses pythonClasses = nullptr;
 
 template <typename Throw>
 std::exception_ptr caught(Throw&& thrower) {
@@ -21,6 +19,10 @@ std::exception_ptr caught(Throw&& thrower) {
 
 }  // namespace
 
+void setPythonClasses(PythonClasses classes) { pythonClasses = classes; }
+
+PyObject* FailureError::python_type() { return pythonClasses(code_); }
+
 void throwError(const Error& error) {
   switch (error.code) {
     case ErrorCode::kInvalidArgument:
@@ -31,7 +33,7 @@ void throwError(const Error& error) {
     case ErrorCode::kInputsLost:
     case ErrorCode::kEvicted:
     case ErrorCode::kMinority:
-      throwFailure(error, nullptr);
+      throw FailureError(error, nullptr);
     default:
       C10_THROW_ERROR(DistBackendError, error.message);
   }
@@ -46,7 +48,7 @@ std::exception_ptr toException(const Error& error) {
 }
 
 std::exception_ptr toException(const std::shared_ptr<Loss>& loss) {
-  return caught([&] { throwFailure(loss->error, loss); });
+  return caught([&] { throw FailureError(loss->error, loss); });
 }
 
 }  // namespace mooncake

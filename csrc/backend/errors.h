@@ -4,7 +4,7 @@
 #include <exception>
 #include <memory>
 
-#include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
 
 #include "base/result.h"
 
@@ -12,7 +12,7 @@ namespace mooncake {
 
 // The border: what torch and Python see of an error of the core. kInvalidArgument becomes
 // ValueError, kUnsupported NotImplementedError, everything else torch.distributed.DistBackendError
-// (a RuntimeError): as it is, or as a FailureError.
+// (a RuntimeError) or, as a FailureError, a class derived from that.
 [[noreturn]] void throwError(const Error& error);
 void throwIfError(const Status& status);
 std::exception_ptr toException(const Error& error);
@@ -27,29 +27,27 @@ struct Loss {
 };
 std::exception_ptr toException(const std::shared_ptr<Loss>& loss);
 
-// kPeerLost, kInputsLost, kEvicted and kMinority: a DistBackendError for torch; the bindings make
-// mooncake_backend.PeerLostError, EvictedError or MinorityError of it. Out of a future it goes ways
-// that we do not see, through autograd say: who reads its text hands it to the caller.
-class FailureError : public c10::DistBackendError {
- public:
-  FailureError(c10::SourceLocation where, const mooncake::Error& error, std::shared_ptr<Loss> loss)
-      : DistBackendError(where, error.message), code_(error.code), loss_(std::move(loss)) {}
+// The class of each code of a FailureError, borrowed. Set once, before the first group is made.
+using PythonClasses = PyObject* (*)(ErrorCode);
+void setPythonClasses(PythonClasses classes);
 
-  ErrorCode code() const { return code_; }
+// kPeerLost, kInputsLost, kEvicted and kMinority: one of the classes in mooncake_backend/errors.py,
+// wherever it leaves torch's code for Python: PyTorchError is what torch translates into a class
+// that the thrower names. Out of a future it goes ways that we do not see, through autograd say:
+// who reads its text hands it to the caller.
+class FailureError : public torch::PyTorchError {
+ public:
+  FailureError(const mooncake::Error& error, std::shared_ptr<Loss> loss)
+      : PyTorchError(error.message), code_(error.code), loss_(std::move(loss)) {}
+
+  // Borrowed, and lasts. Who is about to raise it holds the interpreter's lock.
+  PyObject* python_type() override;
   const char* what() const noexcept override {
-    markSeen();
-    return DistBackendError::what();
-  }
-  const char* what_without_backtrace() const noexcept override {
-    markSeen();
-    return DistBackendError::what_without_backtrace();
+    if (loss_) loss_->seen = true;
+    return PyTorchError::what();
   }
 
  private:
-  void markSeen() const noexcept {
-    if (loss_) loss_->seen = true;
-  }
-
   ErrorCode code_;
   std::shared_ptr<Loss> loss_;
 };

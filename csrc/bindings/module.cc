@@ -76,24 +76,20 @@ std::vector<std::tuple<int, std::string, std::string, double>> evidenceOf(
   return all;
 }
 
-py::object pythonErrorOf(const FailureError& failure) {
+PyObject* pythonClassOf(ErrorCode code) {
   const char* name = "PeerLostError";
-  if (failure.code() == ErrorCode::kEvicted) name = "EvictedError";
-  if (failure.code() == ErrorCode::kMinority) name = "MinorityError";
-  py::object error =
-      py::module_::import("mooncake_backend.errors").attr(name)(failure.what_without_backtrace());
-  if (failure.code() == ErrorCode::kInputsLost) error.attr("inputs_intact") = false;
-  return error;
+  if (code == ErrorCode::kInputsLost) name = "InputsLostError";
+  if (code == ErrorCode::kEvicted) name = "EvictedError";
+  if (code == ErrorCode::kMinority) name = "MinorityError";
+  return py::module_::import("mooncake_backend.errors").attr(name).ptr();
 }
 
-// In front of what torch does with a DistBackendError that leaves any function of pybind11's, its
-// own ones too.
+// What leaves functions that torch binds without its own handling of errors.
 void raiseFailure(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);
-  } catch (const FailureError& failure) {
-    const py::object error = pythonErrorOf(failure);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  } catch (FailureError& failure) {
+    PyErr_SetString(failure.python_type(), failure.what());
   }
 }
 
@@ -103,8 +99,8 @@ py::object exceptionOf(c10d::Work& work) {
   if (!thrown) return py::none();
   try {
     std::rethrow_exception(thrown);
-  } catch (const FailureError& failure) {
-    return pythonErrorOf(failure);
+  } catch (FailureError& failure) {
+    return py::reinterpret_borrow<py::object>(failure.python_type())(failure.what());
   } catch (const c10::Error& error) {
     return py::module_::import("torch.distributed")
         .attr("DistBackendError")(error.what_without_backtrace());
@@ -117,6 +113,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // torch's classes must be known before one of ours names them as its base.
   py::module_::import("torch.distributed");
 
+  mooncake::setPythonClasses(&pythonClassOf);
   py::register_exception_translator(&raiseFailure);
 
   m.def("build_info", [] {
