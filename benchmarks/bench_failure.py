@@ -213,7 +213,7 @@ def one_kill(
         everybody = list(range(ranks))
         ready = job.hear(everybody, how.deadline_s)
         if [ready.get(rank) for rank in everybody] != ["ready"] * ranks:
-            return {**row, "error": _words(job, everybody, ready, "not ready")}
+            return {**row, "error": words(job, everybody, ready, "not ready")}
         time.sleep(moment_s)
         to_wall = time.time() - time.monotonic()
         killed = time.monotonic()
@@ -221,7 +221,7 @@ def one_kill(
         survivors = [rank for rank in everybody if rank != victim]
         told = job.hear(survivors, how.deadline_s)
         if any("ended" not in told.get(rank, {}) for rank in survivors):
-            return {**row, "error": _words(job, survivors, told, "nothing after the kill")}
+            return {**row, "error": words(job, survivors, told, "nothing after the kill")}
         start = killed + row["beyond_ms"] / 1e3
 
         def since(moments: list[float], which: Any = max) -> float | None:
@@ -267,7 +267,7 @@ def _outcome(
     return "resumed", None
 
 
-def _words(job: Job, ranks: list[int], heard: dict[int, Any], what: str) -> str:
+def words(job: Job, ranks: list[int], heard: dict[int, Any], what: str) -> str:
     """Of the first rank with which something is wrong."""
     for rank in ranks:
         said = heard.get(rank)
