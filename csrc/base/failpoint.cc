@@ -16,7 +16,7 @@ struct Armed {
   std::chrono::milliseconds delay;
 };
 
-// The process's, as its end is. Not changed any more once threads come by.
+// The process's, as its end is. Not changed any more once failpoints are on and threads come by.
 std::list<Armed> armed;
 void (*observer)(const char*) = nullptr;
 
@@ -38,6 +38,8 @@ void act(const Armed& point) {
 }  // namespace
 
 void hitFailpoint(const char* name) {
+  // What was armed before the word was set is seen.
+  if (!areFailpointsOn.load(std::memory_order_acquire)) return;
   if (observer) observer(name);
   for (Armed& point : armed) {
     if (point.name == name && point.left.fetch_sub(1, std::memory_order_relaxed) == 1) act(point);
@@ -47,12 +49,12 @@ void hitFailpoint(const char* name) {
 void armFailpoint(std::string_view name, uint32_t nth, FailpointAction action,
                   uint32_t delayMilliseconds) {
   armed.emplace_back(std::string(name), nth, action, std::chrono::milliseconds(delayMilliseconds));
-  areFailpointsOn = true;
+  areFailpointsOn.store(true, std::memory_order_release);
 }
 
 void observeFailpoints(void (*toCall)(const char* name)) {
   observer = toCall;
-  areFailpointsOn = true;
+  areFailpointsOn.store(true, std::memory_order_release);
 }
 
 }  // namespace mooncake

@@ -23,7 +23,8 @@ inline void failpoint(const char* name) {
     hitFailpoint(name);
 }
 
-// At the nth time, from 1 on, that any thread comes by. Before the threads that may come by start.
+// At the nth time, from 1 on, that any thread comes by. Further ones: before the threads that may
+// come by start.
 void armFailpoint(std::string_view name, uint32_t nth, FailpointAction action,
                   uint32_t delayMilliseconds = 0);
 // Called at every failpoint while they are on, by the thread that comes by. Like armFailpoint().
