@@ -180,15 +180,19 @@ Case drawCase(uint64_t seed) {
   const Verb verb = draw.oneOf(kVerbs);
   const size_t count = drawCount(draw);
   const bool isMixture = draw.chance(40);
+  // Only a root that stays can be far ahead of the others.
+  const int root = draw.chance(50) ? draw.below(c.size) : -1;
   for (int i = 6 + draw.below(4); i > 0; --i) {
     Step step{.verb = isMixture ? draw.oneOf(kVerbs) : verb,
               .root = -1,
               .count = isMixture ? drawCount(draw) : count};
-    if (step.verb == Verb::kBroadcast || step.verb == Verb::kReduce) step.root = draw.below(c.size);
+    if (step.verb == Verb::kBroadcast || step.verb == Verb::kReduce)
+      step.root = root < 0 ? draw.below(c.size) : root;
     c.steps.push_back(step);
   }
-  const bool isLate = draw.chance(12);  // timeouts in place of deaths, mostly
-  c.timeout = isLate ? milliseconds(60 + draw.below(60)) : milliseconds(20'000);
+  const bool isLate = draw.chance(16);  // timeouts in place of deaths, mostly
+  const bool isTimedOut = isLate && draw.chance(70);
+  c.timeout = isTimedOut ? milliseconds(60 + draw.below(60)) : milliseconds(20'000);
   // Who has shown no sign of life yet is not missed.
   const bool isStop = !isLate && !c.isEarly && draw.chance(12);
   const int victims = draw.chance(50) ? 1 : 1 + draw.below(c.size - 1);
