@@ -110,6 +110,7 @@ FlushAgent::Settled Operation::settle(Status why) {
 
 Status Operation::begin(size_t payloadBytes) {
   failpoint("begin");
+  group_.engine().stir();
   own_->call = call_;
   own_->payloadBytes = payloadBytes;
   own_->begun.exchange(stamp_, std::memory_order_seq_cst);

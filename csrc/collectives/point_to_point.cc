@@ -41,6 +41,7 @@ std::shared_ptr<Message> PointToPoint::post(std::shared_ptr<Message> message) {
   } else if (auto usable = group_.usable(); !usable.ok()) {
     end(*message, std::move(usable));  // before anything is sent
   } else {
+    group_.engine().stir();
     active_.push_back(message);
     progressLocked();
   }

@@ -112,6 +112,8 @@ class Engine {
 
   // All peers have connected to all: who gives no sign of life from here on is silent.
   void expectSigns() { liveness_->expectSigns(); }
+  // Something has begun that the death of a peer would hold up. Any thread; costs a load.
+  void stir() { liveness_->stir(); }
 
   // Says goodbye to all peers and closes the channels. What was put before still arrives. A
   // connection that is just being made again is waited for, not so on the loop's thread.

@@ -17,6 +17,7 @@ namespace mooncake {
 struct alignas(64) LifeWord {
   std::atomic<uint32_t> holder{0};  // the thread's id; kGone: not there yet, or left in peace
   std::atomic<uint32_t> beats{0};   // grows while the process runs, also when its callers do not
+  std::atomic<uint32_t> period{0};  // ms to the next beat, when the last one came
   Board board;                      // its last words
 
   static constexpr uint32_t kGone = 0;

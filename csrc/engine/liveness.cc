@@ -20,17 +20,15 @@
 namespace mooncake {
 namespace {
 
-// Each wakes a thread, which costs up to 30 us in a virtual machine.
-constexpr auto kBeat = std::chrono::milliseconds(6);
-// A peer that has not beaten for so long gets a look into /proc: while a process writes its core
-// dump, its threads stand still and its futexes are not marked yet, and that may take minutes. We
-// see its last beat up to a beat late, and look at the next one after this: within 20 ms.
-constexpr auto kLookAfter = std::chrono::milliseconds(8);
+// Each wakes a thread, which costs 30 us and more in a virtual machine.
+constexpr auto kBeat = std::chrono::milliseconds(5);
+constexpr auto kCalmBeat = std::chrono::milliseconds(20);
+constexpr auto kCalmAfter = std::chrono::seconds(1);
 constexpr auto kMostPatience = std::chrono::milliseconds(640);
 // A machine that is only busy may keep a rank from its core for as long.
 constexpr auto kLeastSilence = std::chrono::milliseconds(200);
-// What one look can add to a peer's silence.
-constexpr auto kMostPassed = 4 * kBeat;
+// What a look that comes late can add to a peer's silence.
+constexpr auto kMostLate = 3 * kBeat;
 // Peers on other hosts are sent something so often, unless other things are sent anyway. A tenth of
 // the failure timeout, less often where there are many, so that beats stay cheap.
 constexpr auto kLeastInterval = 4 * kBeat;
@@ -52,6 +50,14 @@ constexpr size_t kMostWaits = 128;
 
 void wakeAll(const std::atomic<uint32_t>& word) {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// A peer whose beat is overdue gets a look into /proc: while a process writes its core dump, its
+// threads stand still and its futexes are not marked yet, and that may take minutes. We see its
+// last beat up to a beat late and look at the next one: within two.
+std::chrono::milliseconds lookAfter(const PeerLife& life) {
+  const uint32_t period = life.word ? life.word->period.load(std::memory_order_relaxed) : 0;
+  return std::clamp<std::chrono::milliseconds>(std::chrono::milliseconds(period), kBeat, kCalmBeat);
 }
 
 // What /proc says of a process that stands still; empty: nothing that would mean its end.
@@ -150,7 +156,7 @@ void Liveness::leave() {
 
 uint64_t Liveness::signOf(const Channel& channel) {
   const PeerLife life = channel.peerLife();
-  return life.word ? life.word->beats.load(std::memory_order_relaxed) : channel.lifeSigns();
+  return life.word ? life.word->beats.load(std::memory_order_acquire) : channel.lifeSigns();
 }
 
 void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& channel) {
@@ -163,8 +169,8 @@ void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& chann
   watched_[peer] = {.channel = channel,
                     .life = life,
                     .sign = signOf(*channel),
-                    .nextLook = Clock::now() + kLookAfter,
-                    .patience = kLookAfter};
+                    .nextLook = Clock::now() + kCalmBeat,
+                    .patience = kCalmBeat};
 }
 
 void Liveness::unwatch(const EngineId& peer) {
@@ -186,7 +192,8 @@ void Liveness::run() {
   std::vector<Silent> silent;
   lastLook_ = nextBeat_ = Clock::now();
   for (;;) {
-    own().beats.fetch_add(1, std::memory_order_relaxed);
+    setPace();
+    own().beats.fetch_add(1, std::memory_order_release);
     waits.assign(1, waitOn(wakes_, wakes_.load(std::memory_order_acquire)));
     {
       std::lock_guard lock(mutex_);
@@ -203,10 +210,17 @@ void Liveness::run() {
   leave();
 }
 
+void Liveness::setPace() {
+  const auto now = Clock::now();
+  if (stirred_.exchange(false, std::memory_order_relaxed)) calmAt_ = now + kCalmAfter;
+  period_ = now < calmAt_ ? kBeat : kCalmBeat;
+  own().period.store(static_cast<uint32_t>(period_.count()), std::memory_order_relaxed);
+}
+
 // Under the lock.
 void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) {
   const auto now = Clock::now();
-  const auto passed = std::min<std::chrono::nanoseconds>(now - lastLook_, kMostPassed);
+  const auto passed = std::min<std::chrono::nanoseconds>(now - lastLook_, period_ + kMostLate);
   lastLook_ = now;
   beat(now);
   for (auto next = watched_.begin(); next != watched_.end();) {
@@ -236,8 +250,8 @@ bool Liveness::listen(Watched& watched, std::chrono::nanoseconds passed) const {
   const bool lives = std::exchange(watched.sign, sign) != sign;
   if (lives) {
     watched.silence = {};
-    watched.patience = kLookAfter;
-    watched.nextLook = Clock::now() + kLookAfter;
+    watched.patience = lookAfter(watched.life);
+    watched.nextLook = Clock::now() + watched.patience;
   } else if (sign != 0 || expectsSigns_.load(std::memory_order_relaxed)) {
     watched.silence += passed;
   }
@@ -258,7 +272,7 @@ std::string Liveness::lookUp(Watched& watched, Clock::time_point now) {
 std::vector<Liveness::Silent> Liveness::takeSilent() {
   if (left_.load()) return {};  // nobody speaks to us any more
   const auto most = options_.failureTimeout;
-  const auto margin = 2 * (remotes_ > 0 ? beatInterval(most, remotes_) : kBeat);
+  const auto margin = 2 * (remotes_ > 0 ? beatInterval(most, remotes_) : period_);
   std::chrono::nanoseconds longest{0};
   bool waits = false;
   for (const auto& [peer, watched] : watched_) {
@@ -284,8 +298,8 @@ void Liveness::beat(Clock::time_point now) {
   }
 }
 
-void Liveness::sleep(std::vector<FutexWait>& waits) {
-  const auto until = (Clock::now() + kBeat).time_since_epoch();
+void Liveness::sleep(std::vector<FutexWait>& waits) const {
+  const auto until = (Clock::now() + period_).time_since_epoch();
   const auto seconds = std::chrono::floor<std::chrono::seconds>(until);
   const timespec when{.tv_sec = seconds.count(),
                       .tv_nsec = std::chrono::nanoseconds(until - seconds).count()};

@@ -50,6 +50,11 @@ class Liveness {
   // From now on a peer that has never shown a sign of life is silent, too: before, it may still be
   // connecting to others, and begins when it is through.
   void expectSigns() { expectsSigns_.store(true, std::memory_order_relaxed); }
+  // Something was begun that a death would hold up. Until a second after the last such call beats
+  // and looks come quickly, afterwards at leisure: they cost even a rank that does nothing.
+  void stir() {
+    if (!stirred_.load(std::memory_order_relaxed)) stirred_.store(true, std::memory_order_relaxed);
+  }
   // Joins it and lets go of all channels. Nothing is reported or watched afterwards.
   void stop();
   uint64_t wordOffset() const { return block_.offset(); }
@@ -82,12 +87,13 @@ class Liveness {
   Liveness(ArenaBlock block, Options options);
   LifeWord& own() const { return *reinterpret_cast<LifeWord*>(block_.data()); }
   void run();
+  void setPace();
   void look(std::vector<FutexWait>& waits, std::vector<Exited>& exited);
   bool listen(Watched& watched, std::chrono::nanoseconds passed) const;
   static std::string lookUp(Watched& watched, Clock::time_point now);
   std::vector<Silent> takeSilent();
   void beat(Clock::time_point now);
-  static void sleep(std::vector<FutexWait>& waits);
+  void sleep(std::vector<FutexWait>& waits) const;
 
   const ArenaBlock block_;  // holds the own word
   Options options_;         // constant from the start of the thread on
@@ -97,10 +103,13 @@ class Liveness {
   bool stopping_ = false;
   std::atomic<bool> left_{false};
   std::atomic<bool> expectsSigns_{false};
+  std::atomic<bool> stirred_{true};
   std::atomic<uint32_t> wakes_{0};
   std::thread thread_;
 
   // Of the thread alone.
+  std::chrono::milliseconds period_{0};  // from one look, and beat, to the next
+  Clock::time_point calmAt_;
   Clock::time_point lastLook_;
   Clock::time_point nextBeat_;
 };
