@@ -13,7 +13,7 @@ import hosts
 import pytest
 from hypothesis import HealthCheck, settings
 
-LAYOUTS = ["shm", "shm-no-cma", "tcp", "mixed"]
+LAYOUTS = ["shm", "shm-no-cma", "tcp", "mixed", "sim"]
 SMALL_EAGER = 4096  # the least that a slot holds, so that both sides of the switch are cheap
 
 settings.register_profile(
@@ -30,8 +30,8 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
     if layout == "shm-no-cma":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_CMA": "0"}}
-    if layout == "tcp":
-        return {"env": {**env, "MOONCAKE_TRANSPORTS": "tcp", "MOONCAKE_HOST_IP": "127.0.0.1"}}
+    if layout in ("tcp", "sim"):
+        return {"env": {**env, "MOONCAKE_TRANSPORTS": layout, "MOONCAKE_HOST_IP": "127.0.0.1"}}
     if hosts.why_not() is None:
         return {"env": env, "namespaces": two_hosts().spread(size)}
     # The first two ranks have shared memory between them, all others only TCP.

@@ -15,7 +15,7 @@ from harness import raised, until
 import mooncake_backend
 from mooncake_backend import MooncakeBackendOptions, PeerLostError
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "sim"]
 SMALL, LARGE = 256, 1 << 20  # float32 elements: 1 KiB and 4 MiB
 FEW = 20_000  # elements beyond what travels in a slot, but quick
 SHORT = 0.5  # a failure_timeout that has to pass in the test

@@ -91,6 +91,10 @@ bool parseCrossMemoryAttach(std::string_view value, Env& env, std::string& allow
   return value == "0" || value == "1";
 }
 
+bool parseSimSeed(std::string_view value, Env& env, std::string& allowed) {
+  return parseNumber(value, 0, UINT64_MAX, env.simSeed, allowed);
+}
+
 bool parseLogLevel(std::string_view value, Env& env, std::string& allowed) {
   allowed = "error, warning, info or debug";
   env.logLevel = value;
@@ -116,6 +120,8 @@ constexpr Entry kEntries[] = {
      parseEagerBytes},
     {{"MOONCAKE_CMA", "1", "0 turns reading a peer's memory with process_vm_readv off"},
      parseCrossMemoryAttach},
+    {{"MOONCAKE_SIM_SEED", "1", "Decides what transport sim does to what it carries"},
+     parseSimSeed},
     {{"MOONCAKE_LOG_LEVEL", "warning", "What is logged to stderr: error, warning, info or debug"},
      parseLogLevel},
 };

@@ -33,7 +33,9 @@ Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
   std::vector<const TransportEntry*> chosen;
   const auto& registry = transportRegistry();
   if (env.transports.empty()) {
-    for (const auto& entry : registry) chosen.push_back(&entry);
+    for (const auto& entry : registry) {
+      if (!entry.isForTests) chosen.push_back(&entry);
+    }
     return chosen;
   }
   for (const auto& name : env.transports) {

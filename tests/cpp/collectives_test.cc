@@ -243,7 +243,8 @@ TEST_P(CollectivesTest, GroupsMadeAtOnceShareTheEngines) {
 INSTANTIATE_TEST_SUITE_P(
     Wires, CollectivesTest,
     testing::Combine(testing::Values(Wire{"inproc", {"inproc"}}, Wire{"shm", {"shm"}},
-                                     Wire{"shm_without_cma", {"shm"}, false}, Wire{"tcp", {"tcp"}}),
+                                     Wire{"shm_without_cma", {"shm"}, false}, Wire{"tcp", {"tcp"}},
+                                     Wire{"sim", {"sim"}}),
                      testing::Values(1, 2, 3, 5)),
     [](const auto& info) {
       return std::string(std::get<0>(info.param).name) + "_" +

@@ -36,8 +36,8 @@ uint64_t numberIn(const char* text, uint64_t otherwise) {
 
 // ---- a case
 
-enum class Layout { kShm, kTcp, kMixed };
-constexpr const char* kLayouts[] = {"shm", "tcp", "mixed"};
+enum class Layout { kShm, kTcp, kMixed, kSim };
+constexpr const char* kLayouts[] = {"shm", "tcp", "mixed", "sim"};
 
 struct Victim {
   int rank;
@@ -172,7 +172,7 @@ const Point& drawPoint(Draw& draw, const Case& c, bool isFirst) {
 Case drawCase(uint64_t seed) {
   Draw draw(seed * 0x9e3779b97f4a7c15 + 1);
   Case c{.seed = seed, .size = 2 + draw.below(kMostSize - 1)};
-  c.layout = static_cast<Layout>(draw.below(3));
+  c.layout = static_cast<Layout>(draw.below(std::size(kLayouts)));
   for (int r = 0; r < c.size; ++r) c.hosts.push_back(draw.below(2));
   c.hosts.back() = 1 - c.hosts.front();
   c.raises = draw.chance(35);
@@ -458,6 +458,7 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
                         .arenaBytes = size_t(1) << 30};
   options.env.failureTimeout = kFailureTimeout;
   options.env.eagerBytes = kEager;
+  options.env.simSeed = c.seed;
   options.env.transports = {"shm", "tcp"};
   if (c.layout != Layout::kMixed) options.env.transports = {kLayouts[int(c.layout)]};
   auto engine = Engine::create(std::move(options));

@@ -2,6 +2,7 @@
 
 #include "engine/transports/inproc/inproc_transport.h"
 #include "engine/transports/shm/shm_transport.h"
+#include "engine/transports/sim/sim_transport.h"
 #include "engine/transports/tcp/tcp_transport.h"
 
 namespace mooncake {
@@ -11,6 +12,11 @@ const std::vector<TransportEntry>& transportRegistry() {
       {"inproc", InprocTransport::create},
       {"shm", ShmTransport::create},
       {"tcp", TcpTransport::create},
+      {"sim",
+       [](const TransportContext& context) {
+         return SimTransport::create(context, TcpTransport::create);
+       },
+       true},
   };
   return registry;
 }

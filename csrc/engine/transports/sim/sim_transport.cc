@@ -1,0 +1,134 @@
+#include "engine/transports/sim/sim_transport.h"
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "base/log.h"
+#include "engine/transports/sim/sim_channel.h"
+
+namespace mooncake {
+
+// Whose packets are whose. Outlives the transport with what the wire below calls.
+class SimTransport::Channels {
+ public:
+  Channels(const TransportContext& context, uint32_t breakOdds)
+      : context_(context), breakOdds_(breakOdds) {}
+
+  // The n-th channel that was called, or accepted, has the same dice in every run.
+  std::shared_ptr<SimChannel> make(const EngineId& peer,
+                                   std::shared_ptr<const TransportContext> below, bool isOurs) {
+    std::lock_guard lock(mutex_);
+    const uint64_t number = isOurs ? 2 * called_++ : 2 * accepted_++ + 1;
+    const auto channel = std::make_shared<SimChannel>(
+        context_, std::move(below), peer,
+        SimChannel::Options{.seed = context_.env.simSeed * 0x9e3779b97f4a7c15 + number,
+                            .breakOdds = isOurs ? breakOdds_ : 0});
+    std::erase_if(channels_, [](const auto& entry) { return entry.second.channel.expired(); });
+    channels_[peer] = {channel, isOurs};
+    return channel;
+  }
+  std::shared_ptr<SimChannel> find(const EngineId& peer) const {
+    std::lock_guard lock(mutex_);
+    const auto found = channels_.find(peer);
+    return found == channels_.end() ? nullptr : found->second.channel.lock();
+  }
+  std::vector<std::shared_ptr<SimChannel>> accepted() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<SimChannel>> found;
+    for (const auto& [peer, one] : channels_) {
+      if (auto channel = one.channel.lock(); channel && !one.isOurs)
+        found.push_back(std::move(channel));
+    }
+    return found;
+  }
+
+ private:
+  struct One {
+    std::weak_ptr<SimChannel> channel;
+    bool isOurs = false;
+  };
+  const TransportContext& context_;
+  const uint32_t breakOdds_;
+  mutable std::mutex mutex_;  // guards what follows
+  uint64_t called_ = 0, accepted_ = 0;
+  std::map<EngineId, One> channels_;
+};
+
+namespace {
+
+class SimConnecting final : public Connecting {
+ public:
+  SimConnecting(std::unique_ptr<Connecting> below, std::shared_ptr<SimChannel> channel)
+      : below_(std::move(below)), channel_(std::move(channel)) {}
+
+  Result<std::shared_ptr<Channel>> advance() override {
+    auto below = below_->advance();
+    if (!below.ok() || !*below) return below;
+    channel_->attach(std::move(*below));
+    return std::shared_ptr<Channel>(channel_);
+  }
+  void addSockets(std::vector<pollfd>& sockets) const override { below_->addSockets(sockets); }
+
+ private:
+  const std::unique_ptr<Connecting> below_;
+  const std::shared_ptr<SimChannel> channel_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Transport>> SimTransport::create(const TransportContext& context,
+                                                        Create below, uint32_t breakOdds) {
+  const auto channels = std::make_shared<Channels>(context, breakOdds);
+  const auto inner = std::make_shared<TransportContext>(context);
+  const std::weak_ptr<const TransportContext> weak = inner;  // it owns what follows
+  inner->onAccepted = [channels, weak, &context](EngineId peer, std::shared_ptr<Channel> channel) {
+    const auto accepted = channels->make(peer, weak.lock(), false);
+    accepted->attach(std::move(channel));
+    context.onAccepted(peer, accepted);
+  };
+  inner->onMessage = [channels](EngineId peer, ByteView packet) {
+    if (const auto channel = channels->find(peer)) channel->onPacket(packet);
+  };
+  inner->onEnded = [channels](EngineId peer, const Evidence& evidence) {
+    if (const auto channel = channels->find(peer)) channel->onEnded(evidence);
+  };
+  inner->onRenewed = [channels, &context](EngineId peer) {
+    if (const auto channel = channels->find(peer)) channel->restart();
+    context.onRenewed(peer);
+  };
+  auto made = below(*inner);
+  if (!made.ok()) return made.error();
+  log(LogLevel::kInfo, "sim", "everything is late and out of order, by seed ", context.env.simSeed);
+  std::unique_ptr<SimTransport> transport(new SimTransport);
+  transport->channels_ = channels;
+  transport->context_ = inner;
+  transport->below_ = std::move(*made);
+  return std::unique_ptr<Transport>(std::move(transport));
+}
+
+Result<std::unique_ptr<Connecting>> SimTransport::connect(const EngineId& peer, ByteView endpoint,
+                                                          Deadline deadline) {
+  auto below = below_->connect(peer, endpoint, deadline);
+  if (!below.ok()) return below.error();
+  // Before the connection stands: packets may come over it before we look.
+  return std::unique_ptr<Connecting>(
+      new SimConnecting(std::move(*below), channels_->make(peer, context_, true)));
+}
+
+void SimTransport::renew(const EngineId& peer, const std::shared_ptr<Channel>& channel,
+                         ByteView endpoint, Deadline deadline, std::function<void(Status)> done) {
+  const auto sim = std::static_pointer_cast<SimChannel>(channel);
+  if (sim->isOver()) return done({ErrorCode::kAborted, "the channel is closed"});
+  below_->renew(peer, sim->below(), endpoint, deadline, [sim, done](Status how) {
+    if (how.ok()) sim->restart();
+    done(std::move(how));
+  });
+}
+
+void SimTransport::shutdown() {
+  for (const auto& channel : channels_->accepted()) channel->close();
+  if (below_) below_->shutdown();
+}
+
+}  // namespace mooncake

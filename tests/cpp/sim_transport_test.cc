@@ -1,0 +1,340 @@
+// The simulated wire keeps the contract of all wires, and is as bad as it says.
+#include "engine/transports/sim/sim_transport.h"
+
+#include <atomic>
+#include <future>
+#include <set>
+
+#include "engine/engine.h"
+#include "engine/transports/sim/sim_channel.h"
+#include "engine/transports/tcp/tcp_transport.h"
+#include "transport_suite.h"
+
+namespace mooncake::testing {
+namespace {
+
+using namespace std::chrono_literals;
+
+struct Sim {
+  // Nobody connects again there.
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return SimTransport::create(context, TcpTransport::create, 0);
+  }
+  static Env env() {
+    Env env;
+    env.hostIp = "127.0.0.1";
+    return env;
+  }
+};
+INSTANTIATE_TYPED_TEST_SUITE_P(Sim, TransportSuite, Sim);
+
+struct SimOtherSeed : Sim {
+  static Env env() {
+    Env env = Sim::env();
+    env.simSeed = 20261121;
+    return env;
+  }
+};
+INSTANTIATE_TYPED_TEST_SUITE_P(SimOtherSeed, TransportSuite, SimOtherSeed);
+
+// ---- the dice
+
+TEST(SimDiceTest, TheSameSeedDecidesTheSame) {
+  SimDice one(7), same(7), other(8);
+  bool differs = false;
+  for (uint64_t i = 0; i < 1000; ++i) {
+    const auto pieces = one.cut(i * 50);
+    EXPECT_EQ(pieces, same.cut(i * 50));
+    differs = differs || pieces != other.cut(i * 50);
+    const auto delay = one.delay();
+    EXPECT_EQ(delay, same.delay());
+    differs = differs || delay != other.delay();
+    const bool breaks = one.breaks(3);
+    EXPECT_EQ(breaks, same.breaks(3));
+    differs = differs || breaks != other.breaks(3);
+  }
+  EXPECT_TRUE(differs);
+}
+
+TEST(SimDiceTest, PiecesAreAllThereIsAndInDisorder) {
+  SimDice dice(1);
+  int whole = 0, shuffled = 0, held = 0;
+  for (const uint64_t bytes : {0, 1, 2, 100, 5000, 1 << 20}) {
+    for (int i = 0; i < 50; ++i) {
+      auto pieces = dice.cut(bytes);
+      whole += pieces.size() == 1;
+      const auto leave = [](const auto& a, const auto& b) { return a.position < b.position; };
+      shuffled += !std::is_sorted(pieces.begin(), pieces.end(), leave);
+      std::sort(pieces.begin(), pieces.end(), leave);
+      uint64_t position = 0;
+      for (const auto& piece : pieces) {
+        EXPECT_EQ(piece.position, position);
+        EXPECT_TRUE(piece.bytes > 0 || bytes == 0);
+        EXPECT_LE(piece.bytes, SimDice::kMostPiece);
+        EXPECT_LE(piece.delay, SimDice::kMostDelay);
+        held += piece.delay.count() > 0;
+        position += piece.bytes;
+      }
+      EXPECT_EQ(position, bytes);
+    }
+  }
+  EXPECT_GT(whole, 100);
+  EXPECT_GT(shuffled, 50);
+  EXPECT_GT(held, 50);
+}
+
+TEST(SimPacketTest, WhatItDoesNotWriteIsRefused) {
+  const Bytes data = pattern(10, 1);
+  const SimPacket put{.kind = SimPacket::Kind::kPut,
+                      .number = 1,
+                      .key = 2,
+                      .offset = 128,
+                      .length = 30,
+                      .position = 20,
+                      .signal = {64, 5}};
+  const Bytes good = put.encode(data);
+  ByteReader in(good);
+  const auto read = SimPacket::decode(in);
+  ASSERT_TRUE(read.ok());
+  EXPECT_EQ(read->signal.stamp, 5u);
+  EXPECT_EQ(read->position, 20u);
+  EXPECT_EQ(in.left(), data.size());
+  const auto refused = [&](SimPacket packet, ByteView behind) {
+    const Bytes bytes = packet.encode(behind);
+    ByteReader reader(bytes);
+    return SimPacket::decode(reader).error().code == ErrorCode::kProtocol;
+  };
+  SimPacket bad = put;
+  bad.position = 21;
+  EXPECT_TRUE(refused(bad, data)) << "data behind the end";
+  bad = put;
+  bad.position = ~uint64_t(0);
+  EXPECT_TRUE(refused(bad, data));
+  bad = put;
+  bad.signal.offset = 65;
+  EXPECT_TRUE(refused(bad, data));
+  bad = put;
+  bad.kind = SimPacket::Kind(9);
+  EXPECT_TRUE(refused(bad, data));
+  for (size_t bytes = 0; bytes < SimPacket::kBytes; ++bytes) {
+    ByteReader half(ByteView(good).first(bytes));
+    EXPECT_FALSE(SimPacket::decode(half).ok());
+  }
+}
+
+// ---- the wire
+
+// Two engines' worth, connected; `breakOdds` at the end of a.
+class SimWire : public ::testing::Test {
+ protected:
+  struct End : EngineSide {
+    explicit End(uint32_t breakOdds) : EngineSide("the job's key", Sim::env()) {
+      auto created = SimTransport::create(context(), TcpTransport::create, breakOdds);
+      EXPECT_TRUE(created.ok());
+      transport = std::move(*created);
+    }
+    ~End() { transport->shutdown(); }
+    std::unique_ptr<Transport> transport;
+  };
+  void connect(uint32_t breakOdds) {
+    a = std::make_unique<End>(breakOdds);
+    b = std::make_unique<End>(breakOdds);
+    auto connected =
+        connectNow(*a->transport, b->id(), b->transport->endpoint(), Deadline::after(kPatience));
+    ASSERT_TRUE(connected.ok()) << connected.error().message;
+    toB = *connected;
+    toA = b->acceptedFrom(a->id());
+    ASSERT_NE(toA, nullptr);
+  }
+  void TearDown() override {
+    toB->close();
+    toA->close();
+  }
+  Status renew() {
+    std::promise<Status> done;
+    a->loop().post([&] {
+      a->transport->renew(b->id(), toB, b->transport->endpoint(), Deadline::after(kPatience),
+                          [&](Status how) { done.set_value(std::move(how)); });
+    });
+    return done.get_future().get();
+  }
+  static ErrorCode endOf(const Completion& completion) {
+    EXPECT_TRUE(eventually([&] { return completion.finished(); }));
+    return completion.error.load();
+  }
+
+  Doorbell bell;
+  std::unique_ptr<End> a, b;
+  std::shared_ptr<Channel> toB, toA;
+};
+
+TEST_F(SimWire, PutsOvertakeEachOther) {
+  connect(0);
+  constexpr size_t kPuts = 200;
+  auto part = b->part(4096 + kPuts * 8);
+  std::set<size_t> overtaken;
+  std::atomic<bool> stops{false};
+  std::thread watcher([&] {
+    while (!stops) {
+      size_t there = kPuts;
+      for (size_t i = kPuts; i-- > 0;) {
+        const bool isThere = part.word(64 + 8 * i).load() != 0;
+        if (isThere && there == kPuts) there = i;
+        if (!isThere && there != kPuts) overtaken.insert(i);
+      }
+    }
+  });
+  for (size_t i = 0; i < kPuts; ++i)
+    ASSERT_TRUE(toB->put({part.remote(), 4096, {}, {64 + 8 * i, stampOf(1)}}).ok());
+  for (size_t i = 0; i < kPuts; ++i)
+    ASSERT_TRUE(eventually([&] { return part.word(64 + 8 * i).load() == stampOf(1); }));
+  stops = true;
+  watcher.join();
+  EXPECT_FALSE(overtaken.empty());
+}
+
+// Data that is there before its stamp, with holes in it, and never the other way round.
+TEST_F(SimWire, PiecesOfAPutComeInAnyOrderAndTheStampLast) {
+  connect(0);
+  constexpr size_t kBytes = 300'000;
+  auto part = b->part(kBytes + 4096);
+  const Bytes data(kBytes, std::byte{1});
+  bool hasSeenHole = false;
+  for (uint64_t round = 1; round <= 100 && !hasSeenHole; ++round) {
+    std::fill(part.bytes().begin() + 4096, part.bytes().end(), std::byte{});
+    ASSERT_TRUE(toB->put({part.remote(), 4096, data, {64, stampOf(round)}}).ok());
+    const auto at = [&](size_t offset) {
+      return std::atomic_ref(part.bytes()[4096 + offset]).load() != std::byte{};
+    };
+    while (part.word(64).load() != stampOf(round)) {
+      bool isMissing = false;
+      for (size_t i = 0; i < kBytes; i += 1000) {
+        hasSeenHole = hasSeenHole || (isMissing && at(i));
+        isMissing = isMissing || !at(i);
+      }
+    }
+    EXPECT_TRUE(part.holds(4096, data));
+  }
+  EXPECT_TRUE(hasSeenHole);
+}
+
+TEST_F(SimWire, CompletionsComeAfterTheData) {
+  connect(0);
+  auto part = b->part(4096);
+  part.bytes()[100] = std::byte{9};
+  int late = 0;
+  for (int i = 0; i < 200; ++i) {
+    Bytes target(1);
+    Completion completion(&bell);
+    ASSERT_TRUE(toB->get({part.remote(), 100, target, &completion}).ok());
+    while (std::atomic_ref(target[0]).load() == std::byte{}) std::this_thread::yield();
+    std::this_thread::sleep_for(50us);
+    late += !completion.finished();
+    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+  }
+  EXPECT_GT(late, 5);
+}
+
+TEST_F(SimWire, WhatWasPutBeforeCloseArrives) {
+  for (uint64_t round = 1; round <= 20; ++round) {
+    connect(0);
+    auto part = b->part(1 << 16);
+    for (uint64_t i = 0; i < 20; ++i) {
+      ASSERT_TRUE(
+          toB->put({part.remote(), 4096 + i * 2000, pattern(2000, i), {64 + 8 * i, 1}}).ok());
+    }
+    toB->close();
+    EXPECT_TRUE(b->endOf(a->id()).ok());
+    for (uint64_t i = 0; i < 20; ++i) {
+      EXPECT_EQ(part.word(64 + 8 * i).load(), 1u);
+      EXPECT_TRUE(part.holds(4096 + i * 2000, pattern(2000, i)));
+    }
+    toA->close();
+  }
+}
+
+// What is lost is lost at one end of a connection whose other end knows nothing of it.
+TEST_F(SimWire, BreaksAndIsMadeAgain) {
+  connect(20);
+  constexpr size_t kBytes = 100'000;
+  auto part = b->part(kBytes + 4096);
+  const Bytes data = pattern(kBytes, 1);
+  std::copy(data.begin(), data.end(), part.bytes().begin() + 4096);
+  uint64_t stamp = 0;
+  size_t halfPuts = 0, lostGets = 0, lostCompletions = 0;
+  for (size_t round = 1; round <= 20; ++round) {
+    uint64_t before = stamp;
+    Bytes target(kBytes);
+    while (
+        toB->put({part.remote(), 128, pattern(1000, stamp + 1), {64, stampOf(stamp + 1)}}).ok()) {
+      ++stamp;
+      std::fill(target.begin(), target.end(), std::byte{});
+      Completion completion(&bell);
+      if (!toB->get({part.remote(), 4096, target, &completion}).ok()) break;
+      const ErrorCode end = endOf(completion);
+      if (end == ErrorCode::kOk) {
+        EXPECT_EQ(target, data);
+      } else {
+        EXPECT_EQ(end, ErrorCode::kPeerLost);
+        ++lostGets;
+        lostCompletions += target == data;
+      }
+    }
+    EXPECT_GT(stamp, before);
+    // Refused until it is made again.
+    Completion refused(&bell);
+    EXPECT_EQ(toB->put({part.remote(), 128, {}, {64, stampOf(stamp + 1)}}).code(),
+              ErrorCode::kPeerLost);
+    EXPECT_EQ(toB->get({part.remote(), 4096, target, &refused}).code(), ErrorCode::kPeerLost);
+    EXPECT_EQ(toB->send(Bytes(1)).code(), ErrorCode::kPeerLost);
+    EXPECT_TRUE(refused.finished());
+    ASSERT_TRUE(eventually([&] { return a->endedCount() == round; }));
+    // The peer can still speak.
+    ASSERT_TRUE(toA->send(pattern(10, round)).ok());
+    ASSERT_EQ(a->messagesFrom(b->id(), round).size(), round);
+    EXPECT_FALSE(a->endOf(b->id()).ok()) << "no goodbye";
+    ASSERT_TRUE(renew().ok());
+    ASSERT_TRUE(eventually([&] { return b->renewedCount() == round; }));
+    halfPuts += part.word(64).load() != stampOf(stamp);
+    stamp += 1;
+    const Bytes again = pattern(3000, stamp);
+    ASSERT_TRUE(toB->put({part.remote(), 128, again, {64, stampOf(stamp)}}).ok());
+    ASSERT_TRUE(eventually([&] { return part.word(64).load() == stampOf(stamp); }));
+    EXPECT_TRUE(part.holds(128, again));
+  }
+  EXPECT_GT(halfPuts, 0u);
+  EXPECT_GT(lostGets, 0u);
+  EXPECT_GT(lostCompletions, 0u);
+  EXPECT_EQ(b->acceptedCount(), 1u);
+}
+
+TEST_F(SimWire, AGoodbyeIsHeardAcrossABreak) {
+  connect(1);
+  auto part = b->part(4096);
+  ASSERT_TRUE(toA->send(Bytes(1)).ok());
+  ASSERT_EQ(a->messagesFrom(b->id(), 1).size(), 1u);
+  ASSERT_TRUE(toB->put({part.remote(), 128, {}, {64, 1}}).ok());
+  ASSERT_TRUE(eventually([&] { return a->endedCount() == 1; }));
+  toA->close();
+  ASSERT_TRUE(eventually([&] { return a->endedCount() == 2; }));
+  EXPECT_EQ(renew().code(), ErrorCode::kAborted);
+}
+
+TEST(SimRegistry, OnlyWhenAskedFor) {
+  EngineOptions options{.logName = "engine", .arenaBytes = size_t(1) << 30};
+  options.env.hostIp = "127.0.0.1";
+  options.jobKey = Bytes(32, std::byte{7});
+  const auto offers = [](const EngineOptions& options) {
+    const auto engine = Engine::create(options);
+    EXPECT_TRUE(engine.ok());
+    const Bytes endpoint = (*engine)->endpoint(), name = bytesOf("sim");
+    return std::search(endpoint.begin(), endpoint.end(), name.begin(), name.end()) !=
+           endpoint.end();
+  };
+  EXPECT_FALSE(offers(options));
+  options.env.transports = {"sim"};
+  EXPECT_TRUE(offers(options));
+}
+
+}  // namespace
+}  // namespace mooncake::testing
