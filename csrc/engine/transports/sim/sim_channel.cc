@@ -45,8 +45,8 @@ bool SimChannel::isOver() const {
 }
 
 Status SimChannel::usable() const {
-  if (closed_) return {ErrorCode::kAborted, "the channel is closed"};
-  return lost_ ? Status(*lost_) : Status();
+  if (lost_) return *lost_;  // also when it is closed since
+  return closed_ ? Status(ErrorCode::kAborted, "the channel is closed") : Status();
 }
 
 // ---- what leaves
