@@ -54,6 +54,7 @@ struct Ranks {
   size_t eagerBytes = 0;
   std::chrono::seconds init{60};
   std::chrono::milliseconds failureTimeout{3000};
+  uint64_t simSeed = 1;
 };
 
 inline Env envOf(const Ranks& ranks) {
@@ -62,6 +63,7 @@ inline Env envOf(const Ranks& ranks) {
   env.crossMemoryAttach = ranks.crossMemoryAttach;
   env.eagerBytes = ranks.eagerBytes;
   env.failureTimeout = ranks.failureTimeout;
+  env.simSeed = ranks.simSeed;
   return env;
 }
 

@@ -379,60 +379,104 @@ TEST_P(GroupReconnects, EveryResultIsExact) {
 }
 
 // Large and small, both ways between all, each in the order of the sends.
+void exchange(Group& group, PointToPoint& messages, int count) {
+  const auto contentOf = [](int from, int to, int number) {
+    const size_t bytes = number % 5 == 0 ? 9000 + size_t(number) * 50 : 8 + size_t(number) % 800;
+    return pattern(bytes, uint64_t(from * 7 + to) * 1000 + uint64_t(number));
+  };
+  std::vector<std::thread> threads;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer == group.rank()) continue;
+    threads.emplace_back([&, peer] {
+      for (int n = 0; n < count; ++n) {
+        const Bytes data = contentOf(group.rank(), peer, n);
+        const auto message = messages.send(data, peer, 1, soon());
+        ASSERT_TRUE(messages.wait(*message, soon()));
+        ASSERT_TRUE(message->status().ok()) << message->status().error().message;
+      }
+    });
+    threads.emplace_back([&, peer] {
+      for (int n = 0; n < count; ++n) {
+        const Bytes expected = contentOf(peer, group.rank(), n);
+        Bytes data(expected.size());
+        const auto message = messages.receive(data, peer, 1, soon());
+        ASSERT_TRUE(messages.wait(*message, soon()));
+        ASSERT_TRUE(message->status().ok()) << n << ": " << message->status().error().message;
+        ASSERT_EQ(data, expected) << n;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// Of three ranks that have exchanged messages.
+void expectNoneLeft(Group& group, PointToPoint& messages) {
+  Bytes one(1);
+  const int next = (group.rank() + 1) % 3, before = (group.rank() + 2) % 3;
+  const auto sent = messages.send(one, next, 1, soon());
+  const auto received = messages.receive(one, before, 1, soon());
+  EXPECT_TRUE(messages.wait(*received, soon()) && received->status().ok());
+  EXPECT_TRUE(messages.wait(*sent, soon()));
+}
+
 TEST_P(GroupReconnects, EveryMessageComesOnce) {
-  constexpr int kMessages = 400;
   std::latch ready(3), done(3);
   std::unique_ptr<Troublemaker> trouble;
   runRanks(overTcp(3), [&](Group& group) {
     PointToPoint messages(group);
     ready.arrive_and_wait();
     if (group.rank() == 0) trouble = std::make_unique<Troublemaker>(GetParam(), 1ms, 8ms);
-    const auto contentOf = [](int from, int to, int number) {
-      const size_t bytes = number % 5 == 0 ? 9000 + size_t(number) * 50 : 8 + size_t(number) % 800;
-      return pattern(bytes, uint64_t(from * 7 + to) * 1000 + uint64_t(number));
-    };
-    std::vector<std::thread> threads;
-    for (int peer = 0; peer < group.size(); ++peer) {
-      if (peer == group.rank()) continue;
-      threads.emplace_back([&, peer] {
-        for (int n = 0; n < kMessages; ++n) {
-          const Bytes data = contentOf(group.rank(), peer, n);
-          const auto message = messages.send(data, peer, 1, soon());
-          ASSERT_TRUE(messages.wait(*message, soon()));
-          ASSERT_TRUE(message->status().ok()) << message->status().error().message;
-        }
-      });
-      threads.emplace_back([&, peer] {
-        for (int n = 0; n < kMessages; ++n) {
-          const Bytes expected = contentOf(peer, group.rank(), n);
-          Bytes data(expected.size());
-          const auto message = messages.receive(data, peer, 1, soon());
-          ASSERT_TRUE(messages.wait(*message, soon()));
-          ASSERT_TRUE(message->status().ok()) << n << ": " << message->status().error().message;
-          ASSERT_EQ(data, expected) << n;
-        }
-      });
-    }
-    for (auto& thread : threads) thread.join();
+    exchange(group, messages, 400);
     done.arrive_and_wait();
     if (group.rank() == 0) {
       trouble->stop();
       EXPECT_GT(trouble->broken(), 0u);
     }
     expectPeace(group);
-    // Nothing is left over, and nothing came twice.
-    Bytes one(1);
-    const int next = (group.rank() + 1) % 3, before = (group.rank() + 2) % 3;
-    const auto sent = messages.send(one, next, 1, soon());
-    const auto received = messages.receive(one, before, 1, soon());
-    EXPECT_TRUE(messages.wait(*received, soon()) && received->status().ok());
-    EXPECT_TRUE(messages.wait(*sent, soon()));
+    expectNoneLeft(group, messages);
     ASSERT_TRUE(barrier(group, soon()).ok());
     messages.abort({ErrorCode::kAborted, "the end"});
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, GroupReconnects, ::testing::Values(1, 2, 3));
+
+// The same over a wire that breaks by itself, at one end only, and keeps no order.
+class SimGroup : public ::testing::TestWithParam<uint64_t> {
+ protected:
+  Ranks ranks() const {
+    return {.size = 3,
+            .transports = {"sim"},
+            .eagerBytes = 8 << 10,
+            .failureTimeout = 20s,
+            .simSeed = GetParam()};
+  }
+};
+
+TEST_P(SimGroup, EveryResultIsExact) {
+  std::atomic<uint32_t> flushes{0};
+  runRanks(ranks(), [&](Group& group) {
+    operate(group, GetParam(), 200);
+    expectPeace(group);
+    flushes += group.agent().attempt().round;
+  });
+  EXPECT_GT(flushes, 0u) << "nothing broke";
+}
+
+TEST_P(SimGroup, EveryMessageComesOnce) {
+  std::latch done(3);
+  runRanks(ranks(), [&](Group& group) {
+    PointToPoint messages(group);
+    exchange(group, messages, 300);
+    done.arrive_and_wait();
+    expectPeace(group);
+    expectNoneLeft(group, messages);
+    ASSERT_TRUE(barrier(group, soon()).ok());
+    messages.abort({ErrorCode::kAborted, "the end"});
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, SimGroup, ::testing::Values(1, 2, 3, 4));
 
 // Who is in no operation, and asks for nothing, is connected again as well.
 TEST(IdleGroup, ReconnectsAsWell) {
