@@ -310,8 +310,15 @@ Status Operation::explain(Error why) {
   for (;;) {
     MOONCAKE_TRY(lookUp());
     waiter.generation = waiter_.generation;
-    if (waiter.until([] { return false; }) == WaitResult::kTimeout) return why;
+    if (waiter.until([] { return false; }) != WaitResult::kTimeout) continue;
+    // As long as nobody says that the owner is lost, a connection may be on its way.
+    return why.code == ErrorCode::kPeerLost ? dataTimedOut() : Status(why);
   }
+}
+
+Status Operation::dataTimedOut() const {
+  return {ErrorCode::kTimeout,
+          "timed out: " + group_.nameRank(rank()) + " waited for the data of others"};
 }
 
 void Operation::ringMapped() {
@@ -357,9 +364,7 @@ Status Fetches::await() {
   for (;;) {
     const auto how = waiter.until([&] { return completion_.finished(); });
     if (how == WaitResult::kReady) break;
-    if (how == WaitResult::kTimeout)
-      return {ErrorCode::kTimeout,
-              "timed out: " + op_.group().nameRank(op_.rank()) + " waited for the data of others"};
+    if (how == WaitResult::kTimeout) return op_.dataTimedOut();
     MOONCAKE_TRY(op_.lookUp());
   }
   const ErrorCode code = completion_.error.load(std::memory_order_acquire);

@@ -103,6 +103,7 @@ class Operation {
   Status lookUp();
   Status timedOut(StampWord word) const;
   Status explain(Error why);
+  Status dataTimedOut() const;
   void ringMapped();
   Error named(Error error) const;
 
