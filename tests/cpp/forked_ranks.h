@@ -142,7 +142,9 @@ class ForkedChild {
   bool hasEnded() const { return pid_ <= 0; }
   pid_t pid() const { return pid_; }
   int status() const { return status_; }  // once it has ended
-  void resume() const { ::kill(pid_, SIGCONT); }
+  void resume() const {
+    if (pid_ > 0) ::kill(pid_, SIGCONT);
+  }
 
  private:
   pid_t pid_;
