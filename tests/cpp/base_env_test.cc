@@ -32,7 +32,7 @@ bool same(const Env& a, const Env& b) {
   return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
          a.eagerBytes == b.eagerBytes && a.crossMemoryAttach == b.crossMemoryAttach &&
-         a.logLevel == b.logLevel;
+         a.logLevel == b.logLevel && a.simSeed == b.simSeed;
 }
 
 const std::map<std::string, std::string> kGood = {
@@ -44,6 +44,7 @@ const std::map<std::string, std::string> kGood = {
     {"MOONCAKE_EAGER_BYTES", "4096"},
     {"MOONCAKE_CMA", "0"},
     {"MOONCAKE_LOG_LEVEL", "debug"},
+    {"MOONCAKE_SIM_SEED", "7"},
 };
 
 TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {

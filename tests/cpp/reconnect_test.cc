@@ -455,10 +455,13 @@ class SimGroup : public ::testing::TestWithParam<uint64_t> {
 
 TEST_P(SimGroup, EveryResultIsExact) {
   std::atomic<uint32_t> flushes{0};
+  std::latch done(3), seen(3);  // nobody leaves before all have looked
   runRanks(ranks(), [&](Group& group) {
-    operate(group, GetParam(), 200);
+    operate(group, GetParam(), 600);
+    done.arrive_and_wait();
     expectPeace(group);
     flushes += group.agent().attempt().round;
+    seen.arrive_and_wait();
   });
   EXPECT_GT(flushes, 0u) << "nothing broke";
 }
