@@ -170,6 +170,70 @@ def test_only_env_cc_reads_the_environment_of_the_core():
             assert "getenv" not in path.read_text(encoding="utf-8"), name(path)
 
 
+# ---- steps of the models
+
+MODELS = sorted((ROOT / "docs/models").glob("*.pml"))
+MEMBERSHIP = ROOT / "docs/membership.md"
+NOWHERE = ("the world", "nowhere: see below")
+
+
+def steps_of(model: str) -> set[str]:
+    """Those it says when it is simulated, and those that its comments name at the end of a step."""
+    said = re.findall(r"\bSAY(?:MORE)?\(([a-z][\w-]*),", model)
+    said += re.findall(r"\bSEE\(([a-z][\w-]*), [A-Z]", model)
+    comments = re.findall(r"/\*.*?\*/", model, re.DOTALL)
+    named = re.findall(r"(?<= )\[([a-z][a-z-]+)\]", "\n".join(comments))
+    return {step for step in (*said, *named) if step != "step"}
+
+
+def step_table() -> list[tuple[list[str], str]]:
+    """The rows of section 8: steps, where the code takes them."""
+    section = MEMBERSHIP.read_text(encoding="utf-8").split("## 8. Steps")[1]
+    rows = re.findall(r"^\| (`[a-z][^|]*) \| ([^|]*) \|", section, re.MULTILINE)
+    return [(re.findall(r"`([\w-]+)`", steps), where) for steps, where in rows]
+
+
+def body_of(function: str) -> str:
+    found = []
+    for path in files(".cc"):
+        text = path.read_text(encoding="utf-8")
+        for line in re.finditer(rf"^\S.*\b{re.escape(function)}\(.*$", text, re.MULTILINE):
+            end = line.end() if "}" in line.group() else text.index("\n}\n", line.end())
+            found.append(text[line.start() : end])
+    assert len(found) == 1, f"{len(found)} definitions of {function}"
+    return found[0]
+
+
+def marks(code: str) -> set[str]:
+    """Of lines that end with a comment in brackets: // [park]"""
+    lines = re.findall(r"//((?: \[[a-z][a-z-]+\])+)$", code, re.MULTILINE)
+    return set(re.findall(r"[a-z][a-z-]+", " ".join(lines)))
+
+
+def test_every_step_of_the_models_is_in_the_table():
+    steps = {step for model in MODELS for step in steps_of(model.read_text(encoding="utf-8"))}
+    assert len(MODELS) >= 3
+    assert len(steps) > 30
+    assert steps == {step for names, _ in step_table() for step in names}
+
+
+@pytest.mark.parametrize(("steps", "where"), step_table(), ids=lambda value: str(value)[:40])
+def test_the_code_names_the_step_where_it_takes_it(steps, where):
+    functions = re.findall(r"`(\w+::\w+)`", where)
+    assert bool(functions) != (where.strip() in NOWHERE), where
+    for function in functions:
+        body = body_of(function)
+        failpoints = set(re.findall(r'failpoint\("([\w-]+)"\)', body))
+        assert set(steps) <= marks(body) | failpoints, function
+
+
+def test_what_the_code_calls_a_step_is_one():
+    steps = {step for names, _ in step_table() for step in names}
+    for path in files(".cc", ".h"):
+        if path.is_relative_to(CSRC):
+            assert marks(path.read_text(encoding="utf-8")) <= steps, name(path)
+
+
 # ---- what documents point at
 
 

@@ -119,14 +119,14 @@ FlushAgent::Settled FlushAgent::awaitSettled(uint64_t number, FlushReport::Wish 
       if (auto usable = group_.usable(); !usable.ok())
         return {Settled::Kind::kEnded, usable, nullptr};
       if (wish != FlushReport::Wish::kNone && !(frozen_ && reported_)) {
-        wish_ = wish;
+        wish_ = wish;  // [wish]
         wishNumber_ = number;
         why_ = std::move(why);
       }
       if (frozen_) {
         report();
       } else {
-        join({attempt_.epoch, attempt_.round + 1});
+        join({attempt_.epoch, attempt_.round + 1});  // [start-round]
       }
     }
     for (;;) {
@@ -216,7 +216,7 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
   }
   failpoint("leave");
   std::lock_guard lock(mutex_);
-  leftAfter_ = number;
+  leftAfter_ = number;  // [gone]
   tellAll(MessageKind::kLeft, bodyOf(number));
 }
 
@@ -466,14 +466,14 @@ void FlushAgent::onView(const View& view) {
   group_.onView({.epoch = view.epoch, .active = active_});
   group_.interruptAll();
   if (jobEpoch() > newest().epoch) {
-    join({jobEpoch(), 0});
+    join({jobEpoch(), 0});  // [new-view]
   } else {
     report();
     conclude();
   }
 }
 
-void FlushAgent::onOver(const Error& why) { group_.fail(why); }
+void FlushAgent::onOver(const Error& why) { group_.fail(why); }  // [evicted]
 
 // Frozen as well: what was put on account of the last decision, or of this one by who has come to
 // it sooner, may be lost. Who is in no operation lacks nothing; what others lack of it they get in

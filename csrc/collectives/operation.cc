@@ -199,7 +199,7 @@ Status Operation::awaitAllReady() {
 // nothing changes in them as long as we are a member. So what was read is good if the stamps still
 // stand.
 Status Operation::commit(When when) const {
-  failpoint("commit");
+  failpoint("commit");  // [commit-small] [commit-large]
   const StampWord word = when == When::kAllBegan ? &Slot::begun : &Slot::ready;
   std::atomic_thread_fence(std::memory_order_acquire);
   for (const int r : ranks()) {
@@ -217,7 +217,7 @@ Status Operation::commitDone() {
     MOONCAKE_TRY(awaitStamp(r, &Slot::done));
     failpoint("see-done");
   }
-  return {};
+  return {};  // [commit-done]
 }
 
 Status Operation::agree(Error error) {

@@ -260,7 +260,7 @@ void Membership::sendReports() {
   if (published_.empty()) return;
   to.forEach([&](int rank) {
     if (rank == options_.rank) return;
-    const Status sent = engine_->send(*peer(rank), kMembershipDoor, published_);
+    const Status sent = engine_->send(*peer(rank), kMembershipDoor, published_);  // [send]
     // Said again later if it matters; an end is reported as such.
     if (sent.code() == ErrorCode::kExhausted)
       log(LogLevel::kWarning, engine_->logName(), "a report is late: ", sent.error().message);

@@ -73,14 +73,14 @@ ViewAgreement::ViewAgreement(int self, View first, Timing timing)
 }
 
 ViewActions ViewAgreement::exited(const RankSet& ranks, LastReport last, Clock::time_point now) {
-  return testify(ranks, Cause::kExited, last, now);
+  return testify(ranks, Cause::kExited, last, now);  // [exited] [certain]
 }
 
 ViewActions ViewAgreement::left(int rank, Clock::time_point now) {
   // What it returned to its caller counts, unlike what a dead rank did: if it has gone on without
   // us it stays suspected (received() saw to that), and we need a quorum to go on without it.
   if (over_ || !first_.active.contains(rank) || !reported_[rank].isSubsetOf(out_)) return {};
-  return testify({rank}, Cause::kLeft, LastReport::kReceived, now);
+  return testify({rank}, Cause::kLeft, LastReport::kReceived, now);  // [left] [certain]
 }
 
 ViewActions ViewAgreement::testify(const RankSet& ranks, Cause cause, LastReport last,
@@ -107,9 +107,9 @@ ViewActions ViewAgreement::suspected(const RankSet& ranks, Cause cause, Clock::t
   // believed by the lower ones.
   const bool mayAccuseUs = cause != Cause::kRefused;
   if (mayAccuseUs && (members.lowest() < self_ || !heldBack_.empty())) {
-    holdBack(members, cause, now);
+    holdBack(members, cause, now);  // [suspected] [suspect]
   } else {
-    accuse(members, cause, actions);
+    accuse(members, cause, actions);  // [suspected] [suspect] [refused]
   }
   return conclude(std::move(actions), now);
 }
@@ -120,13 +120,13 @@ ViewActions ViewAgreement::received(const ViewReport& report, Clock::time_point 
   if (over_ || from == self_ || !first_.active.contains(from)) return {};
   if (!theirOut.isSubsetOf(first_.active)) return {};
   ViewActions actions;
-  reported_[from] |= theirOut;
+  reported_[from] |= theirOut;  // [received] [receive]
   if (gone_.contains(from)) return {};
   if (!view_.active.contains(from)) {
     actions.sendTo.add(from);
     return actions;
   }
-  if (report.committed.contains(self_)) {
+  if (report.committed.contains(self_)) {  // [evicted]
     over_ = true;
     const auto why = std::find_if(report.accusations.begin(), report.accusations.end(),
                                   [&](const Accusation& theirs) { return theirs.rank == self_; });
@@ -154,9 +154,9 @@ ViewActions ViewAgreement::tick(Clock::time_point now) {
   ViewActions actions;
   if (!heldBack_.empty() && now >= heldUntil_) {
     // All together, for the reason given in suspected().
-    for (const auto& [rank, cause] : heldBack_) accuse({rank}, cause, actions);
+    for (const auto& [rank, cause] : heldBack_) accuse({rank}, cause, actions);  // [give-up-on]
   }
-  return conclude(std::move(actions), now);
+  return conclude(std::move(actions), now);  // [tick]
 }
 
 std::optional<Clock::time_point> ViewAgreement::nextTick() const {
@@ -193,13 +193,13 @@ void ViewAgreement::merge(const ViewReport& report, ViewActions& actions) {
   }
   gone_ |= report.gone;
   settled_ |= report.settled;
-  suspected_ |= report.suspected;
+  suspected_ |= report.suspected;  // [share]
   suspected_ -= gone_;
   out_ |= gone_;
   out_ |= suspected_;
   // We are in that view, so we have reported what it took: it is committed, whoever saw it first.
   if (committed_.isSubsetOf(report.committed) && committed_ != report.committed) {
-    commit(report.committed, actions);
+    commit(report.committed, actions);  // [heed]
   }
 }
 
@@ -247,10 +247,10 @@ ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) 
   if (isUndecided() && !mayGoOn()) {
     // Not told to anybody: what leaves us without a quorum need not cost others theirs.
     over_ = true;
-    actions.minority = true;
+    actions.minority = true;  // [minority]
     return actions;
   }
-  if (isUndecided() && allReported()) commit(out_, actions);
+  if (isUndecided() && allReported()) commit(out_, actions);  // [commit]
   std::erase_if(heldBack_, [&](const auto& held) { return out_.contains(held.first); });
 
   const bool isNews =

@@ -12,6 +12,7 @@
  *   -DL2=1       the last rank leaves before op. 1      -DBIG      above undo_bytes: never redone
  *   -DRAISE      mode raise                             -DEV=1     evictions of ranks that live and do not know it yet
  *   -DM_...      one rule broken: must give a counterexample
+ *   -DTRACE=1    for simulation, 10: so often all over again. Says each step, its rank, k, and what counts of it (tests/cpp/replay_test.cc reads it)
  *
  * The view layer is given (view.pml) and perfect here: `chain` is what it committed, a growing sequence of removed sets. Each
  * rank hears of it at its own time, and may skip any of it.
@@ -123,9 +124,14 @@ byte res[N * MAXK];       /* verdicts: sent along with reports; ghost otherwise 
 byte chain[EPOCHS];       /* committed views: removed sets, by epoch */
 byte top;                 /* the last of them */
 byte dead, left;          /* masks: the truth; ranks learn it when they take a step that looks */
-byte tb = TB, cb = C;     /* triggers and crashes still to happen */
+#ifdef TRACE
+#define AT_ONCE(budget) 0 /* given out little by little, or random steps would begin with all that goes wrong */
+#else
+#define AT_ONCE(budget) budget
+#endif
+byte tb = AT_ONCE(TB), cb = AT_ONCE(C); /* triggers and crashes still to happen */
 #if EV > 0
-byte ev = EV;             /* evictions still to happen */
+byte ev = AT_ONCE(EV);    /* evictions still to happen */
 byte ended[N];            /* ghost: has ended all below this */
 byte lim[N] = 255;        /* ghost: the survivors have decided that the first operation without this rank is lim - 1 */
 #endif
@@ -143,6 +149,18 @@ byte lim[N] = 255;        /* ghost: the survivors have decided that the first op
 #define BUSY (ph >= P_BEG && ph <= P_DON)
 
 hidden byte x, y, z, v, w;
+
+#ifdef TRACE
+#define TEXT(words) #words
+#define SAY(...) SAY2(__VA_ARGS__) /* so that TAG is two of them */
+#define SAY2(step, a1, a2) printf(TEXT(step %d %d %d %d\n), me, k, a1, a2)
+#define SAYMORE(...) SAY4(__VA_ARGS__)
+#define SAY4(step, a1, a2, a3, a4) printf(TEXT(step %d %d %d %d %d %d\n), me, k, a1, a2, a3, a4)
+#else
+#define SAY(...) skip
+#define SAYMORE(...) skip
+#endif
+#define TAG(t) EPOCH(t), (t) % ROUNDS
 
 #define EVICTED(r) HAS(chain[top], r)
 #define UNTOLD(r) (HAS(left, r) && (r) == N - 1 && k >= L2) /* of operations that it never called nobody was told */
@@ -298,7 +316,7 @@ proctype Rank(byte me) {
   do
   :: ph == P_END -> break
   :: d_step { cb > 0 && ph != P_END -> /* crash: at any step; what it knew is gone. What it sent may arrive */
-       cb--; dead = dead | BIT(me); ph = P_END;
+       SAY(crash, 0, 0); cb--; dead = dead | BIT(me); ph = P_END;
        k = 0; at = 0; mem = 0; con = 0; seen = 0; got = 0; bad = 0; had = 0; sp = 0; rz = 0; fz = 0; rpd = 0; ade = 0; out = 0;
        nm = 0; lde = 0; lat = 0; inp[me] = 0; rd[me] = 0
      }
@@ -307,14 +325,14 @@ proctype Rank(byte me) {
 
   /* begin k: `busy` unless frozen; slot free; write it; stamp                                       [begin] */
   :: d_step { ph == P_ENTER && k < lat && MAY_BEGIN && EVERY(FREE) ->
-       pay[me * DEPTH + k % DEPTH] = k + 1; inp[me] = k + 1;
+       SAY(begin, 0, 0); pay[me * DEPTH + k % DEPTH] = k + 1; inp[me] = k + 1;
        publish(BEG, P_BEG); con = 0 }
 
-#define SEE(word, phase, need, r) \
-  :: d_step { ph == phase && HAS(need, r) && !HAS(seen, r) && PUBLISHED(word, r) -> seen = seen | BIT(r) }
+#define SEE(step, word, phase, need, r) \
+  :: d_step { ph == phase && HAS(need, r) && !HAS(seen, r) && PUBLISHED(word, r) -> SAY(step, r, 0); seen = seen | BIT(r) }
 
   /* begun of the others                                                                              [see-begun] */
-#define BEGUN(r) SEE(BEG, P_BEG, mem, r) \
+#define BEGUN(r) SEE(see-begun, BEG, P_BEG, mem, r) \
   :: d_step { ph == P_BEG && !HAS(seen, r) && HAS(NEED, r) && OPN(ST(BEG, r, k)) > k -> assert(false) }
   BEGUN(R1)
   BEGUN(R2)
@@ -327,11 +345,11 @@ proctype Rank(byte me) {
        y = seen;
 #endif
        if
-       :: KIND(k) == BC && !HAS(y, 0) -> finish(V_LOST); clear_busy()
-       :: else -> finish(V_OK | y); con = y; ph = P_COPY
+       :: KIND(k) == BC && !HAS(y, 0) -> SAY(commit-small, V_LOST, 0); finish(V_LOST); clear_busy()
+       :: else -> SAY(commit-small, V_OK, y); finish(V_OK | y); con = y; ph = P_COPY
        fi }
   :: d_step { ph == P_BEG && BEG_FULL && LARGE(k) -> /*                                              [all-begun] */
-       con = mem; got = BIT(me); seen = 0; bad = 0; ph = P_GET;
+       SAY(all-begun, 0, 0); con = mem; got = BIT(me); seen = 0; bad = 0; ph = P_GET;
 #ifdef BIG
        sp = 1
 #endif
@@ -345,7 +363,7 @@ proctype Rank(byte me) {
 #endif
 #define GET(r) \
   :: d_step { ph == P_GET && HAS(con, r) && !HAS(got, r) && !HAS(dead, r) && READABLE(inp[r] == k + 1) -> \
-       got = got | BIT(r); if :: inp[r] != k + 1 -> bad = 1 :: else fi }
+       SAY(fetch, r, 0); got = got | BIT(r); if :: inp[r] != k + 1 -> bad = 1 :: else fi }
   GET(R1)
   GET(R2)
 #if N == 4
@@ -355,16 +373,16 @@ proctype Rank(byte me) {
        got = 0;
        if
        :: KIND(k) == RD ->
-          seg[me] = (bad -> 0 : MK(k, at)); segc[me] = con; bad = 0;
+          SAY(publish-ready, 0, 0); seg[me] = (bad -> 0 : MK(k, at)); segc[me] = con; bad = 0;
 #ifdef M_INPUT /* the reduced segment goes straight into the user's buffer */
           inp[me] = 0;
 #endif
           publish(RDY, P_RDY)
-       :: else -> publish(DON, P_DON)
+       :: else -> SAY(publish-done, 0, 0); publish(DON, P_DON)
        fi }
 
   /* ready of the others: in shared memory this is what commits a large reduction                     [see-ready] */
-#define READY(r) SEE(RDY, P_RDY, con, r)
+#define READY(r) SEE(see-ready, RDY, P_RDY, con, r)
   READY(R1)
   READY(R2)
 #if N == 4
@@ -372,23 +390,23 @@ proctype Rank(byte me) {
 #endif
 #ifdef MSG
   :: d_step { ph == P_RDY && seen == con -> /* results land in the user's buffer, the input is kept aside [all-ready] */
-       seen = 0; got = BIT(me); if :: seg[me] == 0 -> bad = 1 :: else fi; inp[me] = 0; ph = P_RES }
+       SAY(all-ready, 0, 0); seen = 0; got = BIT(me); if :: seg[me] == 0 -> bad = 1 :: else fi; inp[me] = 0; ph = P_RES }
 #define RESULT(r) \
   :: d_step { ph == P_RES && HAS(con, r) && !HAS(got, r) && !HAS(dead, r) && READABLE(seg[r] == MK(k, at) && segc[r] == con) -> \
-       got = got | BIT(r); if :: seg[r] != MK(k, at) || segc[r] != con -> bad = 1 :: else fi }
+       SAY(fetch, r, 0); got = got | BIT(r); if :: seg[r] != MK(k, at) || segc[r] != con -> bad = 1 :: else fi }
   RESULT(R1)
   RESULT(R2)
 #if N == 4
   RESULT(R3)
 #endif
-  :: d_step { ph == P_RES && got == con -> got = 0; publish(DON, P_DON) } /*                     [publish-done] */
+  :: d_step { ph == P_RES && got == con -> SAY(publish-done, 0, 0); got = 0; publish(DON, P_DON) } /*                     [publish-done] */
 #else
   :: d_step { ph == P_RDY && seen == con -> /*                                     [commit-large] */
-       y = con; finish(V_OK | y); con = y; ph = P_COPY }
+       SAY(commit-large, V_OK, con); y = con; finish(V_OK | y); con = y; ph = P_COPY }
 #endif
 
   /* done: everyone has everything                                                                    [see-done] */
-#define DONE(r) SEE(DON, P_DON, con, r)
+#define DONE(r) SEE(see-done, DON, P_DON, con, r)
   DONE(R1)
   DONE(R2)
 #if N == 4
@@ -398,23 +416,24 @@ proctype Rank(byte me) {
   :: d_step { ph == P_DON -> assert(!bad); y = con; finish(V_OK | y); clear_busy() }
 #endif
   :: d_step { ph == P_DON && seen == con -> /*                                       [commit-done] */
-       assert(!bad); y = con; finish(V_OK | y); clear_busy() }
+       SAY(commit-done, V_OK, con); assert(!bad); y = con; finish(V_OK | y); clear_busy() }
 
   /* committed: copy out, then `busy` is cleared                                                      [copy-out] */
   :: d_step { ph == P_COPY ->
+       SAY(copy-out, 0, 0);
        if :: KIND(k - 1) == RD -> check_segments(con, k - 1) :: else -> check_payloads(con, k - 1) fi;
        clear_busy() }
 
   /* ======== leaving: when everyone has ended my last operation ======== */
-  :: d_step { ph == P_ENTER && k >= lat && !fz -> ph = P_LEAVE } /*                                      [leave] */
+  :: d_step { ph == P_ENTER && k >= lat && !fz -> SAY(leave, 0, 0); ph = P_LEAVE } /*                                      [leave] */
 #ifdef M_LEAVE_EARLY
 #define LET_GO(r) true
 #else
 #define LET_GO(r) (HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat)
 #endif
-  :: d_step { ph == P_LEAVE && !fz && EVERY(LET_GO) -> left = left | BIT(me); ph = P_END } /*             [gone] */
+  :: d_step { ph == P_LEAVE && !fz && EVERY(LET_GO) -> SAY(gone, lat, 0); left = left | BIT(me); ph = P_END } /*             [gone] */
 #define MISSING(r) \
-  :: d_step { !fz && ph == P_BEG && HAS(mem, r) && !HAS(seen, r) && LEFT(r) -> freeze(tag[me] + 1) } /* [miss-leaver] */
+  :: d_step { !fz && ph == P_BEG && HAS(mem, r) && !HAS(seen, r) && LEFT(r) -> freeze(tag[me] + 1); SAY(miss-leaver, TAG(tag[me])) } /* [miss-leaver] */
   MISSING(R1)
   MISSING(R2)
 #if N == 4
@@ -432,16 +451,16 @@ proctype Rank(byte me) {
 #ifdef M_LOCALTO
   :: d_step { !fz && BUSY && tb > 0 -> tb--; finish(V_TO); clear_busy() }
 #endif
-  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = TIMEOUT; freeze(tag[me] + 1) }
-  :: d_step { fz && !rpd && BUSY && rz == NO && tb > 0 -> tb--; rz = TIMEOUT }
+  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = TIMEOUT; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])); SAY(wish, rz, 0) }
+  :: d_step { fz && !rpd && BUSY && rz == NO && tb > 0 -> tb--; rz = TIMEOUT; SAY(wish, rz, 0) }
 #ifdef AB
-  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = ABORT; freeze(tag[me] + 1) }
+  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = ABORT; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])); SAY(wish, rz, 0) }
 #endif
 #ifdef RE
-  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; freeze(tag[me] + 1) }
+  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])) }
 #endif
   /* a view without some members was committed: I am the first to know, or others were                [new-view] */
-#define REMOVE(S, n) top = top + (n); chain[top] = (S); freeze(top * ROUNDS)
+#define REMOVE(S, n) top = top + (n); chain[top] = (S); freeze(top * ROUNDS); SAY(new-view, TAG(tag[me]))
 #define OUT(r) \
   :: d_step { ph != P_END && !EVICTED(me) && HAS(dead, r) && !HAS(chain[top], r) -> y = chain[top] | BIT(r); REMOVE(y, 1) }
   OUT(R1)
@@ -458,9 +477,9 @@ proctype Rank(byte me) {
 #if N == 4
   EVICT(R3)
 #endif
-  :: d_step { ph != P_END && EVICTED(me) -> dead = dead | BIT(me); inp[me] = 0; ade = 0; ph = P_END } /* regions revoked, EvictedError */
+  :: d_step { ph != P_END && EVICTED(me) -> SAY(evicted, 0, 0); dead = dead | BIT(me); inp[me] = 0; ade = 0; ph = P_END } /* regions revoked, EvictedError */
 #endif
-#define HEAR(e) :: d_step { ph != P_END && e <= top && EPOCH(tag[me]) < e && chain[e] != 0 && !HAS(chain[e], me) -> freeze(e * ROUNDS) }
+#define HEAR(e) :: d_step { ph != P_END && e <= top && EPOCH(tag[me]) < e && chain[e] != 0 && !HAS(chain[e], me) -> freeze(e * ROUNDS); SAY(new-view, TAG(tag[me])) }
 #if EPOCHS > 1
   HEAR(1)
 #endif
@@ -474,7 +493,7 @@ proctype Rank(byte me) {
 #ifdef M_NOJOIN /* only the view starts a flush here */
 #define JOIN(r)
 #else
-#define JOIN(r) :: d_step { ph != P_END && tag[r] > tag[me] && !HAS(chain[EPOCH(tag[r])], me) -> freeze(tag[r]) }
+#define JOIN(r) :: d_step { ph != P_END && tag[r] > tag[me] && !HAS(chain[EPOCH(tag[r])], me) -> freeze(tag[r]); SAY(join, TAG(tag[me])) }
 #endif
   JOIN(R1)
   JOIN(R2)
@@ -492,6 +511,7 @@ proctype Rank(byte me) {
   :: d_step { fz && !rpd && ph != P_END && ph != P_COPY -> park();
 #endif
        REP(tag[me], me) = 1 | (k << 1) | ((ph == P_LEAVE -> LEAVING : rz) << 4) | (sp << 6) | ((lde < EPOCH(tag[me])) << 7);
+       SAYMORE(report, TAG(tag[me]), R_REASON(REP(tag[me], me)), R_OLD(REP(tag[me], me)));
        rpd = 1 }
 #if defined(M_REPORTFIRST) || defined(M_BEGINFROZEN)
   :: d_step { fz && rpd && BUSY -> park() }
@@ -510,6 +530,12 @@ proctype Rank(byte me) {
 #define REPORTED(r) (HAS(OUTSIDE, r) || LEFT(r) || VALID(REP(tag[me], r)) || rz == TIMEOUT)
 #else
 #define REPORTED(r) (HAS(OUTSIDE, r) || LEFT(r) || VALID(REP(tag[me], r)))
+#endif
+#define REPORTER(r) (!HAS(OUTSIDE, r) && VALID(REP(tag[me], r)) -> BIT(r) : 0)
+#if N == 4
+#define REPORTERS (BIT(me) | REPORTER(R1) | REPORTER(R2) | REPORTER(R3))
+#else
+#define REPORTERS (BIT(me) | REPORTER(R1) | REPORTER(R2))
 #endif
 #define OUTSIDE chain[EPOCH(tag[me])]
 #ifdef M_ANYTAG
@@ -599,7 +625,8 @@ proctype Rank(byte me) {
 #else
        assert(y <= k + 2); /* two verdicts in a report are enough */
 #endif
-       if :: ph == P_LEAVE -> act() :: else fi }
+       SAYMORE(decide, y, out, REPORTERS, nm);
+       if :: ph == P_LEAVE -> SAY(act, -1, 0); act() :: else fi }
 
   /* ended elsewhere, not here: the same verdict. The holder h keeps what I lack until I say that I have ended it [adopt] */
 #define ADOPT(h) \
@@ -615,7 +642,7 @@ proctype Rank(byte me) {
           fi \
        :: else \
        fi; \
-       y = v; finish(y); clear_busy() }
+       SAY(adopt, v & ~15, v & 15); y = v; finish(y); clear_busy() }
 #ifdef MSG
 #define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h)))
 #else
@@ -629,9 +656,9 @@ proctype Rank(byte me) {
   /* E itself: ends on all with the same error, also on who has not called it; or starts again with this tag   [act] */
   :: d_step { ade != 0 && k == ade - 1 ->
        if
-       :: out != 0 -> w = out; finish(w); clear_busy()
-       :: out == 0 && ph == P_PARK -> roll_back()
-       :: else
+       :: out != 0 -> SAY(act, out & ~15, out & 15); w = out; finish(w); clear_busy()
+       :: out == 0 && ph == P_PARK -> SAY(act, 0, 0); roll_back()
+       :: else -> SAY(act, 0, 0)
        fi;
        act() }
   od
@@ -639,11 +666,80 @@ proctype Rank(byte me) {
 
 /* From some moment on nobody crashes any more: what is blocked then is a deadlock. */
 init {
+#ifdef TRACE
+  byte steps, given, times = TRACE;
+anew:
+  steps = 200; given = 0;
+#endif
   atomic {
     run Rank(0); run Rank(1); run Rank(2);
 #if N == 4
     run Rank(3);
 #endif
   };
+#ifdef TRACE
+  do
+#define WAIT :: steps > 0 -> steps--
+  WAIT WAIT
+  :: steps > 0 && given < C + TB + EV ->
+     if
+     :: given < C -> cb++
+     :: given >= C && given < C + TB -> tb++
+#if EV > 0
+     :: given >= C + TB -> ev++
+#endif
+     fi;
+     given++
+  :: steps == 0 -> break
+  od;
+#endif
   cb = 0
+#ifdef TRACE /* all over again */
+  if
+  :: times > 1 -> times--; (_nr_pr == 1);
+     d_step {
+       x = 0;
+       do
+       :: x < 3 * N * DEPTH -> st[x] = 0; x++
+       :: else -> break
+       od;
+       x = 0;
+       do
+       :: x < TAGS * N -> rep[x] = 0; x++
+       :: else -> break
+       od;
+       x = 0;
+       do
+       :: x < N * MAXK -> res[x] = 0; x++
+       :: else -> break
+       od;
+       x = 0;
+       do
+       :: x < N * DEPTH -> pay[x] = 0; x++
+       :: else -> break
+       od;
+       x = 0;
+       do
+       :: x < N ->
+          inp[x] = 0; seg[x] = 0; segc[x] = 0; rd[x] = 0; tag[x] = 0;
+#if EV > 0
+          ended[x] = 0; lim[x] = 255;
+#endif
+          x++
+       :: else -> break
+       od;
+       x = 0;
+       do
+       :: x < EPOCHS -> chain[x] = 0; x++
+       :: else -> break
+       od;
+       top = 0; dead = 0; left = 0; tb = 0; printf("# again\n")
+     }
+#if EV > 0
+     ev = 0;
+#endif
+     goto anew
+  :: else
+  fi
+#endif
 }

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Verifies the models beside it (flush.pml, view.pml): every variant must pass, every mutant must give a counterexample.
+# Verifies the models beside it (flush.pml, view.pml, agreement.pml): every variant must pass, every mutant must give a counterexample.
 #
 #   docs/models/run.sh            everything (about 8 minutes on one core that others use too, 1.5 GB)
 #   docs/models/run.sh --quick    a slice: what takes a second, a mutant of each kind (well under a minute)
 #   docs/models/run.sh mut        only the lines whose name contains "mut"
 #   docs/models/run.sh -t NAME    the counterexample of one mutant, step by step
+#   docs/models/run.sh --replay 10000 [TESTS]   so many random traces of the models, replayed against the code by the C++ tests,
+#                                 TESTS or those that tests/run.sh built (3 minutes)
+#   docs/models/run.sh --slice    writes the traces that every run of the C++ tests replays
 #
 # Needs spin and a C compiler; installs nothing. Exit status 0: all as expected.
 set -u
@@ -12,7 +15,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 for tool in spin gcc; do
   command -v "$tool" >/dev/null || { echo "run.sh: $tool is missing (Debian, Ubuntu: apt-get install $tool)" >&2; exit 2; }
 done
-quick=' flush-small flush-inplace flush-outofplace msg-small msg-inplace view-crashes view-grace-crashes
+quick=' flush-small flush-inplace flush-outofplace msg-small msg-inplace view-crashes view-grace-crashes calls-crashes mut-calls-noall
   mut-depth1 mut-input mut-nodone mut-beginfrozen mut-reportfirst mut-anytag mut-noquorum mut-noword mut-notall '
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
@@ -77,6 +80,23 @@ view-grace-crashes    | ok      | view  | -DGRACE -DCR=2 -DLOST=2
 view-grace-link       | ok      | view  | -DGRACE -DHOSTS=2 -DCUT=1 -DONELINK -DLOST=1
 view-grace-split      | ok      | view  | -DGRACE -DHOSTS=1 -DCUT=1 -DSPLITS -DEAGER -DLOST=1
 view-acyclic          | acyclic | view  | -DWS=1 -DCR=1
+calls-crashes         | ok      | agreement | -DCR=2 -DLATE
+calls-loss            | ok      | agreement | -DCR=2 -DLS=1
+calls-wrong           | ok      | agreement | -DWS=2 -DCR=1
+calls-leave           | ok      | agreement | -DLV=1 -DCR=1
+calls-hosts           | ok      | agreement | -DHOSTS=1 -DCUT=1 -DCR=1
+calls-links           | ok      | agreement | -DHOSTS=2 -DCUT=2 -DCR=1
+calls-links-loss      | ok      | agreement | -DHOSTS=2 -DCUT=1 -DCR=1 -DLS=1
+calls-launcher        | ok      | agreement | -DHOSTS=2 -DCR=2 -DLAUNCHER
+calls-grace-crashes   | ok      | agreement | -DGRACE -DCR=2 -DLOST=2
+calls-grace-link      | ok      | agreement | -DGRACE -DHOSTS=2 -DCUT=1 -DONELINK -DLOST=1
+mut-calls-noall       | mutant  | agreement | -DM_NOALL -DWS=1 -DCR=1
+mut-calls-noquorum    | mutant  | agreement | -DM_NOQUORUM -DWS=2
+mut-calls-half        | mutant  | agreement | -DM_HALFQUORUM -DN=4 -DHOSTS=1 -DCUT=1
+mut-calls-settled     | mutant  | agreement | -DM_SETTLED -DHOSTS=2 -DCUT=2 -DCR=1 -DLAUNCHER
+mut-calls-lastheard   | mutant  | agreement | -DM_LASTHEARD -DWS=1 -DCR=1
+mut-calls-believed    | mutant  | agreement | -DM_SHAREBLIND -DWS=3
+mut-calls-noretaliate | mutant  | agreement | -DM_NORETALIATE -DWS=3
 mut-noquorum          | mutant  | view  | -DM_NOQUORUM -DWS=2
 mut-half              | mutant  | view  | -DM_HALF -DN=4 -DHOSTS=1 -DCUT=1 -DEAGER
 mut-noword            | mutant  | view  | -DM_NOWORD -DWS=1 -DCR=1
@@ -102,6 +122,63 @@ if [ "${1:-}" = -t ]; then
   build $name $want $model $flags && cd "$work/$2" && ./pan -n -m1000000 >/dev/null
   spin $flags -k ./*.trail -p "$here/${model// /}.pml" | grep -vE 'break|goto'; exit
 fi
+
+# What is replayed against the code: the variants in turn, each time with another seed. Spin goes on at random until nothing
+# is left to do. The line before ten traces says how to make them again: spin -T -B -DTRACE=10, the flags, the model.
+traces='
+agreement | -DCR=1 -DLS=2
+agreement | -DN=4 -DCR=2 -DWS=1 -DHOSTS=1
+agreement | -DN=4 -DCR=1 -DWS=2 -DHOSTS=2 -DLS=2 -DLATE
+agreement | -DN=4 -DCR=1 -DCUT=1 -DHOSTS=2 -DLV=1 -DONELINK
+agreement | -DN=4 -DCR=1 -DCUT=1 -DHOSTS=1 -DGRACE -DLS=1 -DLATE
+agreement | -DN=4 -DCR=3 -DHOSTS=2 -DLAUNCHER -DLATE
+agreement | -DN=4 -DCR=2 -DHOSTS=2 -DLAUNCHER -DCUT=2
+agreement | -DN=4 -DWS=1 -DLV=1 -DCR=1 -DLATE
+agreement | -DN=4 -DCUT=1 -DONELINK -DHOSTS=2 -DLS=2 -DGRACE
+flush     | -DNOPS=3 -DC=1 -DTB=1
+flush     | -DNOPS=1 -DC=0 -DTB=3 -DAB -DK0=RD
+flush     | -DNOPS=3 -DC=1 -DTB=2 -DAB -DRE
+flush     | -DNOPS=2 -DC=1 -DTB=1 -DK0=RD -DK1=GA
+flush     | -DMSG -DNOPS=3 -DC=1 -DTB=1 -DK0=RD -DK1=GA
+flush     | -DMSG -DNOPS=2 -DC=0 -DTB=2 -DAB -DRE -DK0=RD -DK1=GA
+flush     | -DNOPS=3 -DC=1 -DTB=1 -DL2=1 -DK1=BC
+flush     | -DRAISE -DNOPS=3 -DC=1 -DTB=2 -DAB
+flush     | -DRAISE -DNOPS=1 -DC=1 -DTB=2 -DAB -DK0=RD
+flush     | -DRAISE -DMSG -DNOPS=2 -DC=1 -DEV=1 -DTB=1 -DK1=BC
+flush     | -DNOPS=3 -DC=1 -DEV=1 -DTB=1
+flush     | -DNOPS=2 -DC=0 -DEV=1 -DK0=RD
+flush     | -DN=4 -DNOPS=2 -DC=2 -DTB=2 -DAB -DK0=RD
+flush     | -DN=4 -DRAISE -DMSG -DNOPS=3 -DC=2 -DTB=1 -DK1=GA
+'
+make_traces() { # how many; ten at a time, for spin takes longer to read the model than to go through it
+  local variants i seed model flags
+  mapfile -t variants < <(grep . <<<"$traces")
+  cd "$work" || exit 2
+  for ((i = 1; 10 * i <= $1; i++)); do
+    IFS='|' read -r model flags <<<"${variants[i % ${#variants[@]}]}"
+    seed=$((i * 48271 % 2147483647)) # from neighbours spin draws much the same
+    model=${model// /} flags=${flags# }
+    echo "# $model $flags -n$seed"
+    nice spin -T -B -DTRACE=10 $flags -n$seed "$here/$model.pml" >spin.out 2>&1
+    # A rule of the model that does not hold, or no model at all: that is no trace.
+    if grep -qE '[Ee]rror|assert' spin.out; then cat spin.out >&2; return 1; fi
+    grep -vE '^ *timeout|^$' spin.out
+    [ $((i % 50)) -ne 0 ] || echo "$((10 * i)) traces" >&2
+  done
+}
+
+case ${1:-} in
+  --slice)
+    make_traces $((10 * $(grep -c . <<<"$traces"))) >"$work/traces" && cp "$work/traces" "$here/../../tests/cpp/model_traces.txt"
+    exit ;;
+  --replay)
+    tests=${3:-$here/../../build/cpp-none/mooncake_tests}
+    [ -x "$tests" ] || { echo "run.sh: no $tests: run tests/run.sh first, or name another" >&2; exit 2; }
+    tests=$(realpath "$tests")
+    make_traces "${2:?how many traces?}" >"$work/traces" &&
+      MOONCAKE_TEST_TRACES=$work/traces nice "$tests" --gtest_filter='Replay.*'
+    exit ;;
+esac
 
 if [ "${1:-}" = --quick ]; then
   for name in $quick; do wanted+=$(grep -E "^$name " <<<"$cases")$'\n' || { echo "run.sh: no case $name" >&2; exit 2; }; done
