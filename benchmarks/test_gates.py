@@ -136,7 +136,7 @@ def lost(resumed_ms, mode="shm", action="kill", evidence="exited", outcome="resu
 
 
 def failure_findings(kills):
-    found = bench_failure.judge([bench_failure.summarize(kills)], "mooncake-cpu")
+    found = bench_failure.judge([bench_failure.summarize(kills), *kills], "mooncake-cpu")
     return {finding.name: (finding.value, finding.ok) for finding in found}
 
 
