@@ -349,6 +349,8 @@ def test_half_precision_is_rounded_once(layout, crews, dtype, count):
 @pytest.mark.parametrize("verb", oracle.VERBS)
 def test_beyond_32_mib(layout, crews, verb):
     """Reductions are cut into pieces there. The last piece is odd."""
+    if layout == "sim" and verb not in oracle.REDUCING:
+        pytest.skip("takes seconds, and nothing is cut")
     count = (33 << 20) // 4 + 11
     if verb == "reduce_scatter_tensor":
         count //= 2

@@ -68,8 +68,9 @@ class Channel {
   // both ways. Does not wait for the peer: where it stores into memory that it maps, one store that
   // it was in the middle of may still come, so that memory must not be used again.
   virtual void fence() = 0;
-  // No transfer starts or goes on after this; gets under way end with kAborted. Idempotent. Says
-  // goodbye where the wire can, so that the peer does not take it for a death.
+  // No transfer starts or goes on after this; gets under way end with kAborted, and what is asked
+  // later gets that or, where the channel had ended before, why. Idempotent. Says goodbye where the
+  // wire can, so that the peer does not take it for a death.
   virtual void close() = 0;
 };
 
@@ -101,8 +102,8 @@ struct TransportContext {
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
   // A peer called send(). On the loop's thread; the bytes are gone when it returns.
   std::function<void(EngineId peer, ByteView message)> onMessage;
-  // The channel ended and not by our close(). Once per channel, and again when it has been renewed.
-  // On the loop's thread.
+  // The channel ended and not by our close(). Once per channel, and again when it has been renewed;
+  // a goodbye may follow a break. On the loop's thread.
   std::function<void(EngineId peer, const Evidence& evidence)> onEnded;
   // A peer has connected again: the channel that we had is renewed, whether or not we had seen its
   // end. On the loop's thread.
