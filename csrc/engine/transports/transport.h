@@ -49,7 +49,9 @@ class Channel {
   // The peer's process has ended, its connection may not have: gets under way end with this error,
   // and nothing is asked of the peer any more.
   virtual void peerExited(const Error&) {}
-  // Makes data and signal appear in the peer's window part. There is no order between two puts.
+  // Makes data and signal appear in the peer's window part. There is no order between two puts, but
+  // those that have one word to signal land one after the other: a slot may be put again while its
+  // last put is under way.
   virtual Status put(const PutRequest& request) = 0;
   // Fetches. The completion ends exactly once per get that returned ok, also when the channel
   // breaks.

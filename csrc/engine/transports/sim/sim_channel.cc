@@ -24,15 +24,6 @@ std::atomic<uint64_t>& wordAt(const RegionTable::Use& use) {
 
 }  // namespace
 
-SimChannel::SimChannel(const TransportContext& context,
-                       std::shared_ptr<const TransportContext> below, const EngineId& peer,
-                       const Options& options)
-    : context_(context),
-      belowContext_(std::move(below)),
-      peer_(peer),
-      options_(options),
-      dice_(options.seed) {}
-
 void SimChannel::attach(std::shared_ptr<Channel> below) {
   std::lock_guard lock(mutex_);
   below_ = std::move(below);
@@ -64,10 +55,16 @@ Status SimChannel::put(const PutRequest& request) {
                    .offset = request.offset,
                    .length = request.data.size(),
                    .signal = request.signal};
+  const auto now = Clock::now();
+  std::erase_if(lastPuts_, [&](const auto& entry) { return entry.second <= now; });
+  auto& last = lastPuts_[{request.region.key, request.signal.offset}];
+  const auto earliest = last;
   for (const auto& piece : dice_.cut(request.data.size())) {
     packet.position = piece.position;
     const auto data = request.data.subspan(piece.position, piece.bytes);
-    hold({.packet = packet, .data = Bytes(data.begin(), data.end())}, piece.delay);
+    const auto when = std::max(now + piece.delay, earliest);
+    last = std::max(last, when);
+    hold({.packet = packet, .data = Bytes(data.begin(), data.end())}, when);
   }
   release();
   perhapsBreak();  // half of it may have left
@@ -86,7 +83,7 @@ Status SimChannel::get(const GetRequest& request) {
                          .key = request.region.key,
                          .offset = request.offset,
                          .length = request.target.size()};
-  hold({.packet = packet}, dice_.delay());
+  hold({.packet = packet}, Clock::now() + dice_.delay());
   release();
   perhapsBreak();
   return {};
@@ -97,19 +94,18 @@ Status SimChannel::send(ByteView message) {
     return {ErrorCode::kInvalidArgument, "a message has 1 byte to 64 KiB"};
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(usable());
-  auto delay = dice_.delay();
+  const auto due = Clock::now() + dice_.delay();
   for (size_t at = 0; at < message.size(); at += kMostData) {
     const ByteView data = message.subspan(at, std::min(kMostData, message.size() - at));
     const SimPacket packet{
         .kind = Kind::kMessage, .first = at == 0, .last = at + data.size() == message.size()};
-    hold({.packet = packet, .data = Bytes(data.begin(), data.end())}, delay);
+    hold({.packet = packet, .data = Bytes(data.begin(), data.end())}, due);
   }
   release();
   return {};
 }
 
-void SimChannel::hold(Held held, std::chrono::microseconds delay) {
-  auto when = Clock::now() + delay;
+void SimChannel::hold(Held held, Clock::time_point when) {
   if (held.packet && held.packet->kind == Kind::kMessage)
     lastMessage_ = when = std::max(when, lastMessage_);
   held_.emplace(when, std::move(held));  // behind all that are due then
@@ -235,11 +231,11 @@ void SimChannel::answer(const SimPacket& get) {
   packet.kind = Kind::kAnswer;
   if (!context_.regions.open(get.key, get.offset, get.length, kRemoteRead)) {
     packet.status = SimPacket::Status::kRefused;
-    return hold({.packet = packet}, dice_.delay());
+    return hold({.packet = packet}, Clock::now() + dice_.delay());
   }
   for (const auto& piece : dice_.cut(get.length)) {
     packet.position = piece.position;
-    hold({.packet = packet, .bytes = piece.bytes}, piece.delay);
+    hold({.packet = packet, .bytes = piece.bytes}, Clock::now() + piece.delay);
   }
 }
 
@@ -255,7 +251,8 @@ void SimChannel::take(const SimPacket& answer, ByteView data) {
   if (answer.length != get.target.size()) return finish(answer.number, ErrorCode::kProtocol);
   if (!data.empty()) std::memcpy(get.target.data() + answer.position, data.data(), data.size());
   get.arrived += data.size();
-  if (get.arrived == get.target.size()) hold({.finished = answer.number}, dice_.delay());
+  if (get.arrived == get.target.size())
+    hold({.finished = answer.number}, Clock::now() + dice_.delay());
 }
 
 // The message once it is whole.

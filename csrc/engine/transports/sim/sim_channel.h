@@ -23,9 +23,8 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
     uint64_t seed = 0;
     uint32_t breakOdds = 0;  // it breaks once in so many transfers, at this end; 0: never
   };
-  // `below`: what the channel underneath uses of us; kept for as long as that lives.
-  SimChannel(const TransportContext& context, std::shared_ptr<const TransportContext> below,
-             const EngineId& peer, const Options& options);
+  SimChannel(const TransportContext& context, const EngineId& peer, const Options& options)
+      : context_(context), peer_(peer), options_(options), dice_(options.seed) {}
   ~SimChannel() override { close(); }
 
   const char* transportName() const override { return "sim"; }
@@ -72,7 +71,7 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
 
   // All under the lock.
   Status usable() const;
-  void hold(Held held, std::chrono::microseconds delay);
+  void hold(Held held, Clock::time_point when);
   void release();
   Status let(Held& held);
   void wakeAt(Clock::time_point when);
@@ -90,7 +89,6 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
   void tellOfBreak();
 
   const TransportContext& context_;
-  const std::shared_ptr<const TransportContext> belowContext_;
   const EngineId peer_;
   const Options options_;
 
@@ -106,6 +104,8 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
 
   std::multimap<Clock::time_point, Held> held_;  // by when it is due
   Clock::time_point lastMessage_;                // due not before
+  std::map<std::pair<uint64_t, uint64_t>, Clock::time_point>
+      lastPuts_;  // likewise, by key and word
   Clock::time_point wakesAt_ = Clock::time_point::max();
   uint64_t lastNumber_ = 0;
   std::map<uint64_t, Put> puts_;  // of the peer

@@ -16,12 +16,11 @@ class SimTransport::Channels {
       : context_(context), breakOdds_(breakOdds) {}
 
   // The n-th channel that was called, or accepted, has the same dice in every run.
-  std::shared_ptr<SimChannel> make(const EngineId& peer,
-                                   std::shared_ptr<const TransportContext> below, bool isOurs) {
+  std::shared_ptr<SimChannel> make(const EngineId& peer, bool isOurs) {
     std::lock_guard lock(mutex_);
     const uint64_t number = isOurs ? 2 * called_++ : 2 * accepted_++ + 1;
     const auto channel = std::make_shared<SimChannel>(
-        context_, std::move(below), peer,
+        context_, peer,
         SimChannel::Options{.seed = context_.env.simSeed * 0x9e3779b97f4a7c15 + number,
                             .breakOdds = isOurs ? breakOdds_ : 0});
     std::erase_if(channels_, [](const auto& entry) { return entry.second.channel.expired(); });
@@ -81,9 +80,8 @@ Result<std::unique_ptr<Transport>> SimTransport::create(const TransportContext& 
                                                         Create below, uint32_t breakOdds) {
   const auto channels = std::make_shared<Channels>(context, breakOdds);
   const auto inner = std::make_shared<TransportContext>(context);
-  const std::weak_ptr<const TransportContext> weak = inner;  // it owns what follows
-  inner->onAccepted = [channels, weak, &context](EngineId peer, std::shared_ptr<Channel> channel) {
-    const auto accepted = channels->make(peer, weak.lock(), false);
+  inner->onAccepted = [channels, &context](EngineId peer, std::shared_ptr<Channel> channel) {
+    const auto accepted = channels->make(peer, false);
     accepted->attach(std::move(channel));
     context.onAccepted(peer, accepted);
   };
@@ -97,12 +95,14 @@ Result<std::unique_ptr<Transport>> SimTransport::create(const TransportContext& 
     if (const auto channel = channels->find(peer)) channel->restart();
     context.onRenewed(peer);
   };
+  // Handshakes that the wire below has under way end after it: what they use stays as long as the
+  // loop does.
+  context.loop.runAt(Deadline::at(Clock::time_point::max()), [inner] {});
   auto made = below(*inner);
   if (!made.ok()) return made.error();
   log(LogLevel::kInfo, "sim", "everything is late and out of order, by seed ", context.env.simSeed);
   std::unique_ptr<SimTransport> transport(new SimTransport);
   transport->channels_ = channels;
-  transport->context_ = inner;
   transport->below_ = std::move(*made);
   return std::unique_ptr<Transport>(std::move(transport));
 }
@@ -113,7 +113,7 @@ Result<std::unique_ptr<Connecting>> SimTransport::connect(const EngineId& peer, 
   if (!below.ok()) return below.error();
   // Before the connection stands: packets may come over it before we look.
   return std::unique_ptr<Connecting>(
-      new SimConnecting(std::move(*below), channels_->make(peer, context_, true)));
+      new SimConnecting(std::move(*below), channels_->make(peer, true)));
 }
 
 void SimTransport::renew(const EngineId& peer, const std::shared_ptr<Channel>& channel,

@@ -34,7 +34,6 @@ class SimTransport final : public Transport {
   SimTransport() = default;
 
   std::shared_ptr<Channels> channels_;
-  std::shared_ptr<const TransportContext> context_;  // of the wire below, which goes first
   std::unique_ptr<Transport> below_;
 };
 
