@@ -120,7 +120,10 @@ ViewActions ViewAgreement::received(const ViewReport& report, Clock::time_point 
   if (over_ || from == self_ || !first_.active.contains(from)) return {};
   if (!theirOut.isSubsetOf(first_.active)) return {};
   ViewActions actions;
-  reported_[from] |= theirOut;  // [received] [receive]
+  if (!theirOut.isSubsetOf(reported_[from])) {  // [received] [receive]
+    reported_[from] |= theirOut;
+    firstMissing_ = std::min(firstMissing_, from);  // what was counted of it was less
+  }
   if (gone_.contains(from)) return {};
   if (!view_.active.contains(from)) {
     actions.sendTo.add(from);

@@ -197,6 +197,19 @@ TEST(ViewAgreement, AnOldReportDoesNotTakeBackANewerOne) {
   EXPECT_TRUE(rank.received(reportOf(1, {.gone = {3}, .settled = {3}}), kStart).commit);
 }
 
+// Whichever of the others it is: who was counted once may have reported more since.
+TEST(ViewAgreement, WhoHasReportedMoreSinceDoesNotCount) {
+  for (const int turncoat : {1, 2}) {
+    auto rank = machine(0, 4);
+    const int other = 3 - turncoat;
+    rank.exited({3}, LastReport::kReceived, kStart);
+    rank.received(reportOf(turncoat, {.gone = {3}, .settled = {3}}), kStart);
+    rank.received(reportOf(turncoat, {.gone = {3}, .settled = {3}, .suspected = {0}}), kStart);
+    EXPECT_FALSE(rank.received(reportOf(other, {.gone = {3}, .settled = {3}}), kStart).commit);
+    EXPECT_TRUE(rank.nextTick());
+  }
+}
+
 TEST(ViewAgreement, SendsAgainWhileUndecided) {
   auto rank = machine(0, 3);
   rank.exited({2}, LastReport::kReceived, kStart);
