@@ -90,6 +90,8 @@ calls-links-loss      | ok      | agreement | -DHOSTS=2 -DCUT=1 -DCR=1 -DLS=1
 calls-launcher        | ok      | agreement | -DHOSTS=2 -DCR=2 -DLAUNCHER
 calls-grace-crashes   | ok      | agreement | -DGRACE -DCR=2 -DLOST=2
 calls-grace-link      | ok      | agreement | -DGRACE -DHOSTS=2 -DCUT=1 -DONELINK -DLOST=1
+calls-four-crashes    | ok      | agreement | -DN=4 -DGRACE -DCR=3 -DLOST=3
+calls-four-link       | ok      | agreement | -DN=4 -DGRACE -DHOSTS=2 -DCUT=1 -DONELINK -DLOST=1
 mut-calls-noall       | mutant  | agreement | -DM_NOALL -DWS=1 -DCR=1
 mut-calls-noquorum    | mutant  | agreement | -DM_NOQUORUM -DWS=2
 mut-calls-half        | mutant  | agreement | -DM_HALFQUORUM -DN=4 -DHOSTS=1 -DCUT=1
