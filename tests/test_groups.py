@@ -182,6 +182,25 @@ def pending_at_destroy_on_rank(me, name):
     use(None)
 
 
+def left_by_one_on_rank(me):
+    """Rank 1 destroys a group and stays in the job: the rest use it on, at once."""
+    group = dist.new_group()
+    use(group)
+    if me.rank == 1:
+        dist.destroy_process_group(group)
+    else:
+        for count in (5, 20_000):
+            tensor = torch.full((count,), float(me.rank))
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            work.wait()
+            assert (tensor == sum(r for r in range(me.size) if r != 1)).all()
+            assert work.contributors == [r for r in range(me.size) if r != 1]
+        kind, text = raised(dist.broadcast, tensor, 1, group=group)
+        assert (kind, "it has left the group" in text) == ("PeerLostError", True), text
+        dist.destroy_process_group(group)
+    use(None)
+
+
 def other_backends_on_rank(me, world):
     assert dist.get_backend() == world
     ours, theirs = dist.new_group(backend="mooncake"), dist.new_group(backend="gloo")
@@ -255,6 +274,10 @@ def test_nothing_is_left_in_the_process(layout, two_hosts):
 
 def test_a_destroyed_group_is_refused(crew):
     crew.call(used_after_destroy_on_rank)
+
+
+def test_who_leaves_a_group_is_not_waited_for(crew):
+    crew.call(left_by_one_on_rank)
 
 
 def test_destroy_ends_what_is_pending(layout, two_hosts):

@@ -170,6 +170,12 @@ bool FlushAgent::isSlotFree(uint64_t number) const {
   });
 }
 
+bool FlushAgent::missesLeaverSlowly(uint64_t number) const {
+  std::lock_guard lock(mutex_);
+  return std::ranges::any_of(
+      left_, [&](const auto& one) { return one.second < number && view_->contains(one.first); });
+}
+
 void FlushAgent::end(uint64_t number, const Status& status) {
   if (!status.ok()) {
     std::lock_guard lock(mutex_);
@@ -344,6 +350,7 @@ void FlushAgent::act(const FlushDecision& decision,
   std::ranges::copy_if(active_, std::back_inserter(view->active),
                        [&](int r) { return !left_.contains(r); });
   view_ = std::move(view);
+  hasLeaver_.store(false, std::memory_order_release);
   attempt_ = target_;
   wish_ = FlushReport::Wish::kNone;
   wishNumber_ = 0;
@@ -448,8 +455,13 @@ void FlushAgent::onMessage(const EngineId& from, ByteView message) {
       const auto ended = in.get<uint64_t>();
       if (!in.finish("").ok()) return;
       knownEnded_[rank] = std::max(knownEnded_[rank], ended);
-      if (kind == MessageKind::kLeft) left_[rank] = ended;
-      group_.window().bell().ring();
+      if (kind == MessageKind::kLeft) {
+        left_[rank] = ended;
+        hasLeaver_.store(true, std::memory_order_release);
+        group_.interruptAll();
+      } else {
+        group_.window().bell().ring();
+      }
       conclude();
       return;
     }

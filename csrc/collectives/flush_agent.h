@@ -54,6 +54,11 @@ class FlushAgent final : public Membership::Listener,
   // The same for a caller that is not busy.
   std::shared_ptr<const GroupView> viewWhenIdle() const;
   bool isFrozen() const { return frozen_.load(std::memory_order_acquire); }
+  // A member that the view counts in has left the group before this operation: its part will never
+  // come. Who settles() then goes on without it.
+  bool missesLeaver(uint64_t number) const {
+    return hasLeaver_.load(std::memory_order_acquire) && missesLeaverSlowly(number);
+  }
 
   // Waits until everybody has left the slot that the operation is to use. ok too when frozen.
   Status awaitSlot(uint64_t number);
@@ -97,6 +102,7 @@ class FlushAgent final : public Membership::Listener,
   Status awaitDecision();
   Settled awaitSettled(uint64_t number, FlushReport::Wish wish, Error why);
   bool isSlotFree(uint64_t number) const;
+  bool missesLeaverSlowly(uint64_t number) const;
   Attempt newest() const { return frozen_ ? target_ : attempt_; }
   uint32_t jobEpoch() const;
   bool isMissing(int rank) const;
@@ -124,8 +130,9 @@ class FlushAgent final : public Membership::Listener,
   std::map<EngineId, int> ranksById_;
   std::atomic<uint64_t>* const endedWord_;  // in our part of the window: peers may look
 
-  std::atomic<bool> busy_{false};    // written by the caller, or under the mutex while it waits
-  std::atomic<bool> frozen_{false};  // written under the mutex
+  std::atomic<bool> busy_{false};       // written by the caller, or under the mutex while it waits
+  std::atomic<bool> frozen_{false};     // written under the mutex
+  std::atomic<bool> hasLeaver_{false};  // " : one of view_ has left
   // The caller's own.
   uint64_t allBegan_ = 0;
   bool isTaking_ = false;

@@ -225,7 +225,8 @@ bool Group::isGone(int rank) const {
 std::string Group::whyGone(int rank) const {
   if (const Evidence* seen = window_->ended(rank))
     return seen->isGoodbye() ? "it left the job" : "lost it: " + seen->detail;
-  return "the others go on without it";
+  return isOut_[rank].load(std::memory_order_acquire) ? "the others go on without it"
+                                                      : "it has left the group";
 }
 
 std::atomic<uint64_t>& Group::endedWord(int rank) const {

@@ -81,6 +81,7 @@ Status Operation::attempt(Algorithm& algorithm) {
   begunSeen_ = 0;
   isTaking_ = false;
   MOONCAKE_TRY(agent_.awaitSlot(number_));
+  MOONCAKE_TRY(goOn());
   MOONCAKE_TRY(algorithm.contribute(*this));
   return algorithm.conclude(*this);
 }
@@ -246,7 +247,8 @@ std::vector<int> Operation::others() const {
 }
 
 Status Operation::goOn() const {
-  if (agent_.isFrozen()) return {ErrorCode::kInterrupted, ""};
+  if (agent_.isFrozen() || agent_.missesLeaver(number_))  // [miss-leaver]
+    return {ErrorCode::kInterrupted, ""};
   return group_.usable();
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <gtest/gtest.h>
+#include <latch>
 #include <random>
 
 #include "collectives/point_to_point.h"
@@ -202,6 +203,37 @@ TEST_P(CollectivesTest, MessagesInOrderOfTheirTags) {
     }
     for (int round = 0; round < 30; ++round)
       EXPECT_EQ(in[size_t(round)], inputOf(from, in[size_t(round)].size(), round)) << round;
+  });
+}
+
+// One after the other leaves the group and keeps its engine: the rest go on among themselves, at
+// once.
+TEST_P(CollectivesTest, GoesOnWithoutWhoHasLeft) {
+  std::latch allLeft(ranks().size);  // who leaves the group stays in the job
+  runRanks(ranks(), [&](Group& group) {
+    for (int left = group.size(); left > group.rank(); --left) {
+      for (const size_t count : {5, 5000}) {
+        auto data = inputOf(group.rank(), count);
+        std::vector<float> expected(count);
+        for (int r = 0; r < left; ++r) {
+          const auto input = inputOf(r, count);
+          for (size_t i = 0; i < count; ++i) expected[i] += input[i];
+        }
+        expectOk(allreduce(group, bytesOf(data), kFloatSum, soon()));
+        EXPECT_EQ(data, expected) << left;
+        EXPECT_EQ(int(group.lastView->active.size()), left);
+        EXPECT_EQ(group.lastView->epoch, 1u);  // nobody is lost
+      }
+      if (left == group.size()) continue;
+      auto data = inputOf(group.rank(), 5);
+      const Status status =
+          broadcast(group, bytesOf(data), DType::kFloat32, group.size() - 1, soon());
+      EXPECT_EQ(status.code(), ErrorCode::kPeerLost);
+      EXPECT_NE(status.error().message.find("it has left the group"), std::string::npos)
+          << status.error().message;
+    }
+    group.leave(soon());
+    allLeft.arrive_and_wait();
   });
 }
 
