@@ -588,7 +588,8 @@ class Checker {
     }
   }
 
-  // Its last verdict binds nobody if the rank is dead or out (docs/membership.md, section 5).
+  // If the rank is dead or out, what it alone has decided last binds nobody: how one operation
+  // ended, and an error of the one after (docs/membership.md, section 5).
   void checkAgainst(int r, int model, bool isBinding) {
     int ended = log(r).ended;
     if (ended && isOut(log(r).verdicts[ended - 1].code)) --ended;
@@ -599,9 +600,10 @@ class Checker {
                           (a.code != ErrorCode::kOk || a.checksum == b.checksum);
       if (isSame) continue;
       const bool isMore = (a.contributors & b.contributors) == b.contributors;
-      if (!isBinding && i == ended - 1 && a.code == ErrorCode::kOk &&
-          (b.code == ErrorCode::kOk ? isMore : true))
-        continue;
+      const bool isLast =
+          i == ended - 1 || (i == ended - 2 && log(r).verdicts[ended - 1].code != ErrorCode::kOk);
+      const bool areBothOk = a.code == ErrorCode::kOk && b.code == ErrorCode::kOk;
+      if (!isBinding && isLast && (isMore || !areBothOk)) break;
       // Nobody survived: each may be the one ahead.
       if (survivors_.empty() && i >= std::min<int>(ended, log(model).ended) - 1) continue;
       problem(nameOf(r) + " and " + nameOf(model) + " ended operation " + std::to_string(i) +
