@@ -14,8 +14,8 @@
 namespace mooncake {
 namespace {
 
-// From the making of a group to the start of the liveness thread; a death before that shows as the
-// end of a socket.
+// From the first connections to the start of the liveness thread, unless all have connected sooner
+// (expectSigns()); a death before that shows as the end of a socket.
 constexpr auto kStarting = std::chrono::milliseconds(20);
 
 // While connections are made: how long nobody may come of those that have published their address.

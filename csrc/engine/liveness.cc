@@ -146,7 +146,6 @@ void Liveness::begin() {
   if (thread_.joinable() || stopping_ || left_) return;
   const BlockedSignals blocked;
   thread_ = std::thread([this] { run(); });
-  ::pthread_setname_np(thread_.native_handle(), "mooncake-live");
 }
 
 void Liveness::leave() {
@@ -187,6 +186,7 @@ void Liveness::run() {
   // FUTEX_WAITERS from the first: the kernel wakes somebody only if it is set.
   own().holder.store(uint32_t(::syscall(SYS_gettid)) | FUTEX_WAITERS);
   if (left_.load()) leave();  // the other way round than leave() does it: one sees the other
+  ::pthread_setname_np(::pthread_self(), "mooncake-live");  // says that the word is held
   std::vector<FutexWait> waits;
   std::vector<Exited> exited;
   std::vector<Silent> silent;
