@@ -14,9 +14,10 @@
 namespace mooncake {
 namespace {
 
-// From the first connections to the start of the liveness thread, unless all have connected sooner
-// (expectSigns()); a death before that shows as the end of a socket.
+// To the start of the liveness thread, from the first connections and, if that is sooner, from when
+// all have connected to all; a death before that shows as the end of a socket.
 constexpr auto kStarting = std::chrono::milliseconds(20);
+constexpr auto kStarted = std::chrono::milliseconds(2);
 
 // While connections are made: how long nobody may come of those that have published their address.
 constexpr auto kLeastPatience = std::chrono::seconds(1);
@@ -268,7 +269,7 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     }
     if (peers[i]->name.empty()) peers[i]->name = name;
   }
-  // Later: a thread more is not what the start of a job waits for.
+  // Later, for the same reason as in expectSigns().
   loop_->runAt(Deadline::after(kStarting), [this] { liveness_->begin(); });
   return peers;
 }
@@ -398,6 +399,13 @@ void Engine::runOnLoop(std::function<void()> task) {
     done->set_value();
   });
   done->get_future().wait();
+}
+
+// A moment later: the others are just coming out of the barrier, and a thread more is not what they
+// wait for.
+void Engine::expectSigns() {
+  liveness_->expectSigns();
+  loop_->runAt(Deadline::after(kStarted), [this] { liveness_->begin(); });
 }
 
 Status Engine::publish(uint64_t door, ByteView message) {

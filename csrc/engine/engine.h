@@ -111,10 +111,7 @@ class Engine {
   Status publish(uint64_t door, ByteView message);
 
   // All peers have connected to all: who gives no sign of life from here on is silent.
-  void expectSigns() {
-    liveness_->begin();  // from here on the kernel tells our end
-    liveness_->expectSigns();
-  }
+  void expectSigns();
   // Something has begun that the death of a peer would hold up. Any thread; costs a load.
   void stir() { liveness_->stir(); }
 
