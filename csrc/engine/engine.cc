@@ -23,9 +23,6 @@ constexpr auto kStarted = std::chrono::milliseconds(2);
 constexpr auto kLeastPatience = std::chrono::seconds(1);
 constexpr auto kPatiencePerRank = std::chrono::milliseconds(10);
 
-// Between two attempts at a connection that broke; doubles from 1 ms on.
-constexpr auto kMostPause = std::chrono::milliseconds(100);
-
 constexpr size_t kMostOutboxBytes = size_t(16) << 20;
 
 // The transports to use, best first: all that are built in, or the ones that were asked for, in
@@ -76,10 +73,17 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   engine->arena_ = std::move(*arena);
   engine->loop_ = std::move(*loop);
   engine->doors_ = std::make_unique<Doors>(*engine->loop_);
+  Engine* self = engine.get();
+  engine->reconnector_.reset(new Reconnector(
+      *engine->loop_,
+      {.failureTimeout = engine->options_.env.failureTimeout,
+       .onLost = [self](const EngineId& peer,
+                        const Evidence& evidence) { self->onEnded(peer, evidence); },
+       .onRenewed = [self](const EngineId& peer,
+                           const std::optional<Evidence>& how) { self->onRenewed(peer, how); }}));
   EngineId id;
   if (::getrandom(id.data(), id.size(), 0) != ssize_t(id.size()))
     return systemError("getrandom", errno);
-  Engine* self = engine.get();
   auto liveness = Liveness::create(
       *engine->arena_, {.failureTimeout = engine->options_.env.failureTimeout,
                         .onExited = [self](const EngineId& peer,
@@ -117,7 +121,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
               self->onEnded(peer, evidence);
             }
           },
-      .onRenewed = [self](EngineId peer) { self->onRenewed(peer); },
+      .onRenewed = [self](EngineId peer) { self->reconnector_->renewed(peer); },
   });
 
   for (const TransportEntry* entry : *chosen) {
@@ -141,16 +145,11 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 
 Engine::~Engine() {
   // Whoever listened may be gone.
-  if (doors_) doors_->closeAll();
-  if (loop_) observe(nullptr);
+  doors_->closeAll();
+  observe(nullptr);
   // Channels say goodbye first; then nothing of a transport runs any more; then the loop ends.
   leave();
-  if (loop_) {
-    runOnLoop([this] {  // and whoever was connecting again has seen that we leave
-      broken_.clear();
-      lastBroken_.clear();
-    });
-  }
+  runOnLoop([this] { reconnector_->forgetAll(); });
   if (liveness_) liveness_->stop();
   for (auto& transport : transports_) transport->shutdown();
   {
@@ -160,7 +159,7 @@ Engine::~Engine() {
     peers.swap(peers_);
   }
   transports_.clear();
-  if (loop_) loop_->stop();  // what runs there still uses loop_
+  loop_->stop();  // what runs there still uses loop_
   loop_.reset();
   // Whoever may still read what we gave has it mapped, and has it still when we are gone: as after
   // a death.
@@ -181,16 +180,14 @@ void Engine::leave() {
   std::map<EngineId, std::shared_ptr<Peer>> peers;
   uint64_t publishedFor;
   Bytes published;
-  const bool waits = loop_ && !loop_->onLoopThread();
+  const bool waits = !loop_->onLoopThread();
   if (waits) {  // until it has seen what has broken by now
     runOnLoop([] {});
     runOnLoop([] {});
   }
+  reconnector_->stop(waits ? env().failureTimeout : Clock::duration::zero());
   {
-    std::unique_lock lock(mutex_);
-    if (waits && !isLeaving_)
-      arrived_.wait_for(lock, env().failureTimeout, [&] { return brokenCount_ == 0; });
-    isLeaving_ = true;
+    std::lock_guard lock(mutex_);
     peers = peers_;
     publishedFor = publishedFor_;
     published = published_;
@@ -427,148 +424,48 @@ std::optional<Bytes> Peer::lastWords() const {
   return life.word->board.read();
 }
 
-// ---- connections that break, all on the loop's thread
-
-// A connection that ends without a goodbye says little of the process at its other end; whether
-// somebody still listens there says more. If so, it is made again, by the one who had called; the
-// other one waits for that. Meanwhile the peer is watched like any other.
+// On the loop's thread.
 void Engine::onBroken(const EngineId& id, const Evidence& evidence) {
-  Broken now{.number = ++lastBreak_,
-             .how = evidence,
-             .deadline = Deadline::after(options_.env.failureTimeout)};
+  std::shared_ptr<Peer> peer;
+  Transport* transport = nullptr;
+  Bytes endpoint;
   {
     std::lock_guard lock(mutex_);
-    if (isLeaving_) return;
-    now.peer = known(id);
-    if (now.peer) {
-      const std::string name = now.peer->channel->transportName();
+    peer = known(id);
+    if (peer) {
+      const std::string name = peer->channel->transportName();
       for (const auto& one : transports_) {
-        if (one->name() == name) now.transport = one.get();
+        if (one->name() == name) transport = one.get();
       }
       if (const auto listens = endpoints_.find(id); listens != endpoints_.end())
-        now.endpoint = endpointFor(name, listens->second);
+        endpoint = endpointFor(name, listens->second);
     }
-    if (now.transport && !now.peer->ended) ++brokenCount_;
   }
-  if (!now.transport) return onEnded(id, evidence);
-  if (now.peer->ended) return;
-  now.heard = now.peer->channel->lifeSigns();
-  // One that leads nowhere does not become a new one by being made again and again.
-  if (const auto last = lastBroken_.extract(id); last && last.mapped().heard == now.heard) {
-    now.how = last.mapped().how;
-    now.deadline = last.mapped().deadline;
-    now.pause = std::min<std::chrono::milliseconds>(2 * last.mapped().pause, kMostPause);
-  }
-  const uint64_t number = now.number;
-  now.timer = loop_->runAt(Deadline::at(now.deadline.when() + kMostPause), [this, id, number] {
-    giveUpOn(id, number, Evidence::Kind::kUnreachable, "and it was not made again" + inTime());
-  });
-  const bool isFirst = now.pause == std::chrono::milliseconds(1);
-  broken_.insert_or_assign(id, std::move(now));
-  isFirst ? connectAgain(id, number) : connectLater(id, number);
+  if (!transport) return onEnded(id, evidence);
+  if (peer->ended) return;
+  reconnector_->renew(id,
+                      {.channel = peer->channel,
+                       .transport = transport,
+                       .endpoint = std::move(endpoint),
+                       .isOurs = this->id() < id},
+                      evidence);
 }
 
-std::string Engine::inTime() const {
-  return " for " + std::to_string(options_.env.failureTimeout.count()) + " ms";
-}
-
-// Null: that is over.
-Engine::Broken* Engine::broken(const EngineId& id, uint64_t number) {
-  const auto found = broken_.find(id);
-  if (found == broken_.end() || found->second.number != number) return nullptr;
-  {
-    std::lock_guard lock(mutex_);
-    if (!isLeaving_) return &found->second;
-  }
-  forgetBroken(id);
-  return nullptr;
-}
-
-void Engine::connectAgain(const EngineId& id, uint64_t number) {
-  Broken* const one = broken(id, number);
-  if (!one) return;
-  if (id < this->id()) return askAfter(id, number);
-  one->transport->renew(
-      id, one->peer->channel, one->endpoint, one->deadline, [this, id, number](const Status& how) {
-        if (!broken(id, number)) return;
-        if (how.ok()) return onRenewed(id);
-        const bool isFinal =
-            how.code() == ErrorCode::kUnsupported || how.code() == ErrorCode::kAborted;
-        if (!isFinal) return askAfter(id, number);
-        giveUpOn(id, number, Evidence::Kind::kUnreachable, "");
-      });
-}
-
-void Engine::askAfter(const EngineId& id, uint64_t number) {
-  Broken* const one = broken(id, number);
-  if (!one || one->endpoint.empty()) return;
-  one->transport->probe(
-      one->endpoint, one->deadline, [this, id, number](Transport::Listener answer) {
-        switch (answer) {
-          case Transport::Listener::kRefuses:
-            return giveUpOn(id, number, Evidence::Kind::kRefused,
-                            "and nobody listens there any more");
-          case Transport::Listener::kNoAnswer:
-            if (const Broken* one = broken(id, number); one && one->answered) {
-              return giveUpOn(
-                  id, number, Evidence::Kind::kUnreachable,
-                  "and though something still listens there, it could not be made again" +
-                      inTime());
-            }
-            return giveUpOn(id, number, Evidence::Kind::kSilent,
-                            "and it could not be reached again" + inTime());
-          case Transport::Listener::kAnswers:
-            if (Broken* const one = broken(id, number)) one->answered = true;
-            return connectLater(id, number);
-          case Transport::Listener::kUnknown:
-            return giveUpOn(id, number, Evidence::Kind::kUnreachable, "");
-        }
-      });
-}
-
-void Engine::connectLater(const EngineId& id, uint64_t number) {
-  Broken* const one = broken(id, number);
-  if (!one) return;
-  loop_->runAt(Deadline::after(one->pause), [this, id, number] { connectAgain(id, number); });
-  one->pause = std::min<std::chrono::milliseconds>(2 * one->pause, kMostPause);
-}
-
-void Engine::giveUpOn(const EngineId& id, uint64_t number, Evidence::Kind kind,
-                      const std::string& why) {
-  if (!broken(id, number)) return;
-  const auto last = forgetBroken(id);
-  const std::string detail = last->how.detail + (why.empty() ? "" : ", ") + why;
-  // Whoever connects to us later comes too late.
-  if (kind != Evidence::Kind::kUnreachable || !why.empty()) last->peer->channel->close();
-  onEnded(id, {kind, detail});
-}
-
-std::optional<Engine::Broken> Engine::forgetBroken(const EngineId& id) {
-  auto found = broken_.extract(id);
-  if (!found) return std::nullopt;
-  loop_->cancel(found.mapped().timer);
-  std::lock_guard lock(mutex_);
-  --brokenCount_;
-  arrived_.notify_all();
-  return std::move(found.mapped());
-}
-
-void Engine::onRenewed(const EngineId& id) {
+// On the loop's thread.
+void Engine::onRenewed(const EngineId& id, const std::optional<Evidence>& how) {
   std::shared_ptr<Peer> peer;
   std::string name;
   {
     std::lock_guard lock(mutex_);
     peer = known(id);
-    if (isLeaving_ || !peer || peer->ended) return;
+    if (!peer || peer->ended) return;
     name = peer->name.empty() ? "a peer" : peer->name;
   }
-  auto last = forgetBroken(id);
-  const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(
-      Clock::now() - (last ? last->how.when : Clock::now()));
+  const auto now = Clock::now();
+  const auto took =
+      std::chrono::duration_cast<std::chrono::milliseconds>(now - (how ? how->when : now));
   log(LogLevel::kInfo, logName(), "connection to ", name, " broke (",
-      last ? last->how.detail : "at its other end", ") and was made again after ", took.count(),
-      " ms");
-  if (last) lastBroken_.insert_or_assign(id, std::move(*last));
+      how ? how->detail : "at its other end", ") and was made again after ", took.count(), " ms");
   peer->channel->beat();  // so that the other end has heard of us
   if (renewed_) renewed_(id);
 }

@@ -20,6 +20,7 @@
 #include "engine/liveness.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
+#include "engine/reconnector.h"
 #include "engine/transports/transport.h"
 
 namespace mooncake {
@@ -135,15 +136,7 @@ class Engine {
   void onExited(const EngineId& id, const std::string& how);
   void onSilent(const std::vector<Liveness::Silent>& silent);
   void onBroken(const EngineId& id, const Evidence& evidence);
-  struct Broken;
-  Broken* broken(const EngineId& id, uint64_t number);
-  void connectAgain(const EngineId& id, uint64_t number);
-  void askAfter(const EngineId& id, uint64_t number);
-  void connectLater(const EngineId& id, uint64_t number);
-  void giveUpOn(const EngineId& id, uint64_t number, Evidence::Kind kind, const std::string& why);
-  std::optional<Broken> forgetBroken(const EngineId& id);
-  void onRenewed(const EngineId& id);
-  std::string inTime() const;
+  void onRenewed(const EngineId& id, const std::optional<Evidence>& how);
   void runOnLoop(std::function<void()> task);
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
 
@@ -152,7 +145,7 @@ class Engine {
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
   std::mutex callMutex_;  // one callAll() at a time: nobody is called twice
-  std::mutex mutex_;      // guards everything below down to isLeaving_
+  std::mutex mutex_;      // guards everything below down to published_
   std::condition_variable arrived_;
   Clock::time_point lastArrival_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
@@ -163,35 +156,18 @@ class Engine {
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   uint64_t publishedFor_ = 0;  // the door; 0: nothing is published
   Bytes published_;
-  size_t brokenCount_ = 0;  // of broken_; arrived_ tells when it falls
-  bool isLeaving_ = false;
 
   // Of the loop's thread alone.
   OnEvidence observer_;
   OnRenewed renewed_;
-  // A connection that is to be made again.
-  struct Broken {
-    uint64_t number = 0;  // tells it from an earlier one of the same peer
-    std::shared_ptr<Peer> peer;
-    Evidence how;
-    Transport* transport = nullptr;
-    Bytes endpoint;  // empty: we do not know it, the peer calls
-    Deadline deadline = Deadline::after({});
-    std::chrono::milliseconds pause{1};  // until the next attempt
-    uint64_t heard = 0;                  // of the peer, when it broke
-    bool answered = false;               // something listens there
-    EventLoop::TimerId timer = 0;        // behind the deadline
-  };
-  std::map<EngineId, Broken> broken_;
-  std::map<EngineId, Broken> lastBroken_;  // renewed, but nothing may have come since
-  uint64_t lastBreak_ = 0;
 
   std::mutex sendingMutex_;  // one sendOutbox() at a time, or messages would overtake each other
   std::mutex outboxMutex_;   // guards outbox_ and outboxBytes_; taken after sendingMutex_
   std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> outbox_;
   size_t outboxBytes_ = 0;
 
-  std::unique_ptr<Doors> doors_;  // the loop uses it until the loop ends
+  std::unique_ptr<Doors> doors_;              // the loop uses it until the loop ends
+  std::unique_ptr<Reconnector> reconnector_;  // the loop uses it until the loop ends
   std::unique_ptr<EventLoop> loop_;
   std::unique_ptr<Liveness> liveness_;  // the loop uses it until the loop ends
   std::vector<std::unique_ptr<Transport>> transports_;
