@@ -13,46 +13,36 @@ docs/benchmarks.md has the method.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import re
 import signal
-import statistics
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import gates
+import losses
 from common import (
     OthersWatch,
+    Progress,
     format_size,
     machine_facts,
     names,
     numbers,
     parse_size,
-    print_table,
     short,
     write_json_lines,
 )
-from crews import Crew, Job, Member
-from gates import Finding
+from crews import WARM_UP, Crew, Job, Member, random_moment_s
+from losses import TIMES, Lane
 from ranks import is_registered, run_main
 
-WARM_UP = 3  # operations of every rank before the kill
-SETTLE_S = 0.05  # then this long, and up to MOMENT_S more; the watching threads begin after 20 ms
-MOMENT_S = 0.1
 EVIDENCE_WAIT_S = 5.0  # for a survivor's own evidence, once it has gone on
 DEFAULT_TIMEOUT_S = 3.0  # failure_timeout where the action is not stop
-
-RESUMED_P50_MS, RESUMED_P99_MS = 30.0, 100.0  # from the kill to the last survivor's result
-KNOWN_P99_MS = 20.0  # from the kill to the last survivor's evidence, over shared memory
-SILENT_P99_MS = 100.0  # the last survivor's result, beyond failure_timeout
 
 MODES = {"shm": {}, "tcp": {"MOONCAKE_TRANSPORTS": "tcp", "MOONCAKE_HOST_IP": "127.0.0.1"}}
 SIGNALS = {
@@ -61,7 +51,6 @@ SIGNALS = {
     "big": signal.SIGKILL,
     "segv": signal.SIGSEGV,
 }
-TIMES = ("known_first", "known", "view", "resumed")  # fields with _ms behind them
 VIEW_LINE = re.compile(r"^(\S+)Z mooncake \w rank \d+: epoch \d+: .* go(?:es)? on without", re.M)
 
 Rows = list[dict[str, Any]]
@@ -150,26 +139,6 @@ def _allow_core_dumps() -> None:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A backend in one mode."""
-
-    backend: str
-    mode: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.backend} {self.mode}" if self.ours else self.backend
-
-    @property
-    def ours(self) -> bool:
-        return self.backend.startswith("mooncake")
-
-    def runs(self, action: str) -> bool:
-        """A silent rank is nothing to Gloo but the timeout of its operations."""
-        return self.ours or action != "stop"
-
-
-@dataclass(frozen=True)
 class How:
     """What all kills of a run have in common."""
 
@@ -183,7 +152,7 @@ def one_kill(
 ) -> dict[str, Any]:
     """A row of kind 'failure_kill': milliseconds since the kill (action stop: since failure_timeout
     was over then)."""
-    victim, moment_s = rng.randrange(ranks), SETTLE_S + rng.uniform(0, MOMENT_S)
+    victim, moment_s = rng.randrange(ranks), random_moment_s(rng)
     timeout_s = how.failure_timeout_s if action == "stop" else DEFAULT_TIMEOUT_S
     spec = {
         "backend": lane.backend,
@@ -211,9 +180,8 @@ def one_kill(
     }
     with crew.job("bench_failure:rank_main", ranks, spec, MODES.get(lane.mode, {})) as job:
         everybody = list(range(ranks))
-        ready = job.hear(everybody, how.deadline_s)
-        if [ready.get(rank) for rank in everybody] != ["ready"] * ranks:
-            return {**row, "error": words(job, everybody, ready, "not ready")}
+        if wrong := job.await_ready(how.deadline_s):
+            return {**row, "error": wrong}
         time.sleep(moment_s)
         to_wall = time.time() - time.monotonic()
         killed = time.monotonic()
@@ -221,7 +189,7 @@ def one_kill(
         survivors = [rank for rank in everybody if rank != victim]
         told = job.hear(survivors, how.deadline_s)
         if any("ended" not in told.get(rank, {}) for rank in survivors):
-            return {**row, "error": words(job, survivors, told, "nothing after the kill")}
+            return {**row, "error": job.words(survivors, told, "nothing after the kill")}
         start = killed + row["beyond_ms"] / 1e3
 
         def since(moments: list[float], which: Any = max) -> float | None:
@@ -267,17 +235,6 @@ def _outcome(
     return "resumed", None
 
 
-def words(job: Job, ranks: list[int], heard: dict[int, Any], what: str) -> str:
-    """Of the first rank with which something is wrong."""
-    for rank in ranks:
-        said = heard.get(rank)
-        if isinstance(said, dict) and "error" in said:
-            return f"rank {rank}: {said['error'].strip().splitlines()[-1]}"
-    silent = [rank for rank in ranks if rank not in heard]
-    last = job.log(silent[0]).strip().splitlines()[-1:] if silent else []
-    return f"{what}: ranks {silent} {' '.join(last)}".strip()
-
-
 def _view_time(log: str) -> float | None:
     """When the rank took a new view, in seconds since 1970: its log says so."""
     found = VIEW_LINE.search(log)
@@ -291,27 +248,6 @@ def _core_mib(job: Job) -> float:
 
 
 # ---- cells
-
-
-class Progress:
-    """How far the run is, for people: a bar on a terminal, a line per cell elsewhere."""
-
-    WIDTH = 30
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.start = total, 0, time.monotonic()
-        self.live = sys.stderr.isatty()
-
-    def step(self, what: str) -> None:
-        self.done += 1
-        if self.live:
-            bar = "#" * (self.WIDTH * self.done // self.total)
-            left_s = (time.monotonic() - self.start) / self.done * (self.total - self.done)
-            text = f"[{bar:<{self.WIDTH}}] {self.done}/{self.total} {what}, {left_s:.0f} s left"
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def say(self, text: str) -> None:
-        print("\r\x1b[K" * self.live + text, file=sys.stderr, flush=True)
 
 
 def run(
@@ -346,211 +282,14 @@ def run(
                     if row["error"]:
                         progress.say(f"FAILED {what}, {lane.name}: {row['error']}")
                     progress.step(what)
-            found = [summarize(one) for one in of_lane.values() if one]
-            shown = "  ".join(f"{_name(row)} {short(row['resumed_p50_ms'])}" for row in found)
+            found = [losses.summarize(one) for one in of_lane.values() if one]
+            shown = "  ".join(
+                f"{losses.name_of(row)} {short(row['resumed_p50_ms'])}" for row in found
+            )
             progress.say(f"{what}  resumed p50 ms: {shown}")
             rows += found
             every += [row for one in of_lane.values() for row in one]
     return rows + every
-
-
-def percentiles(name: str, values: list[float]) -> dict[str, float | None]:
-    """p50, p90, p99 (the smallest value that so many do not exceed) and max."""
-    ordered = sorted(values)
-    facts: dict[str, float | None] = {"p50": statistics.median(ordered) if ordered else None}
-    for percent in (90, 99):
-        index = math.ceil(len(ordered) * percent / 100) - 1
-        facts[f"p{percent}"] = ordered[index] if ordered else None
-    facts["max"] = ordered[-1] if ordered else None
-    return {f"{name}_{key}_ms": value for key, value in facts.items()}
-
-
-def summarize(kills: Rows) -> dict[str, Any]:
-    """A cell of one lane, from its kills. Those that ended in a minority are counted, not timed."""
-    first = kills[0]
-    good = [row for row in kills if not row["error"]]
-    timed = [row for row in good if row["outcome"] != "minority"]
-    wrong = [row["error"] for row in kills if row["error"]]
-    fields = ("mode", "ranks", "bytes", "backend", "action", "beyond_ms")
-    row = {"kind": "failure", **{field: first[field] for field in fields}, "kills": len(kills)}
-    row["outcomes"] = dict(Counter(one["outcome"] for one in good))
-    row["evidence"] = dict(Counter(one["evidence"] for one in good if one["evidence"]))
-    for name in TIMES:
-        values = [one[f"{name}_ms"] for one in timed if one[f"{name}_ms"] is not None]
-        row |= percentiles(name, values)
-    if "core_mib" in first:
-        row["core_mib"] = round(statistics.fmean(one.get("core_mib", 0) for one in good or kills))
-    row["error"] = f"{len(wrong)} of {len(kills)} kills: {wrong[0]}" if wrong else None
-    return row
-
-
-def _name(row: dict[str, Any]) -> str:
-    return Lane(row["backend"], row["mode"]).name
-
-
-def _cells(rows: Rows) -> Rows:
-    return [row for row in rows if row["kind"] == "failure"]
-
-
-# ---- limits, tables, plots
-
-
-def judge(rows: Rows, ours: str | None) -> list[Finding]:
-    """The limits of a loss: the median over all kills, the others in each cell.
-
-    Over TCP alone nobody can tell of a process that still gives back its memory or writes its core
-    dump: there big and segv are information.
-    """
-    cells = [row for row in _cells(rows) if row["backend"] == ours]
-    findings = []
-    for action in dict.fromkeys(row["action"] for row in cells):
-        chosen = [row for row in cells if row["action"] == action]
-        if action in ("big", "segv"):
-            chosen = [row for row in chosen if row["mode"] == "shm"]
-        if action == "stop":
-            name = "stop: resumed, p99, ms beyond failure_timeout"
-            findings.append(gates.at_most(name, _of_cells(chosen, "resumed_p99_ms"), SILENT_P99_MS))
-            continue
-        p50, p99 = _median_of_all(rows, chosen), _of_cells(chosen, "resumed_p99_ms")
-        findings.append(gates.at_most(f"{action}: resumed, p50, ms", p50, RESUMED_P50_MS))
-        findings.append(gates.at_most(f"{action}: resumed, p99, ms", p99, RESUMED_P99_MS))
-        if shared := [row for row in chosen if row["mode"] == "shm"]:
-            name = f"{action}: known to all (shm), p99, ms"
-            findings.append(gates.at_most(name, _of_cells(shared, "known_p99_ms"), KNOWN_P99_MS))
-    return findings
-
-
-def _median_of_all(rows: Rows, cells: Rows) -> dict[str, float]:
-    """Of all kills of these cells together: how much there is to do differs too much among them."""
-    fields = ("mode", "ranks", "bytes", "backend", "action")
-    known = {tuple(row[field] for field in fields) for row in cells}
-    values = [
-        row["resumed_ms"]
-        for row in rows
-        if row["kind"] == "failure_kill"
-        and tuple(row[field] for field in fields) in known
-        and not row["error"]
-        and row["outcome"] != "minority"
-    ]
-    return {f"all {len(values)} kills": statistics.median(values)} if values else {}
-
-
-def _of_cells(cells: Rows, field: str) -> dict[str, float]:
-    return {
-        f"{row['ranks']} ranks {format_size(row['bytes'])} {row['mode']}": row[field]
-        for row in cells
-        if row[field] is not None
-    }
-
-
-def show(rows: Rows) -> None:
-    """One table per action, and one of the parts."""
-    cells = _cells(rows)
-    for action in dict.fromkeys(row["action"] for row in cells):
-        chosen = [row for row in cells if row["action"] == action]
-        since = "failure_timeout" if action == "stop" else "the kill"
-        lines = [
-            [
-                f"{row['ranks']} ranks {format_size(row['bytes'])}",
-                _name(row),
-                _counts(row["evidence"]),
-                _four(row, "known"),
-                _four(row, "resumed"),
-                _counts(row["outcomes"]),
-            ]
-            for row in chosen
-        ]
-        title = f"{action}: p50/p90/p99/max, ms since {since}, last survivor"
-        headers = ["cell", "backend", "evidence", "known", "resumed (gloo: raised)", "kills"]
-        print_table(title, headers, lines)
-        parts = [
-            [f"{row['ranks']} ranks {format_size(row['bytes'])}", _name(row)]
-            + [short(row[f"{name}_p50_ms"]) for name in TIMES]
-            for row in chosen
-            if row["known_p50_ms"] is not None
-        ]
-        headers = ["cell", "backend", "first knows", "all know", "view on all", "result on all"]
-        if parts:
-            print_table(f"{action}: the parts, p50, ms since {since}", headers, parts)
-    for row in cells:
-        if row["error"]:
-            where = f"{row['action']} {row['ranks']} ranks {format_size(row['bytes'])}"
-            print(f"FAILED {where} {_name(row)}: {row['error']}")
-        if row.get("core_mib") == 0:
-            print(f"no core dumps at {row['ranks']} ranks {_name(row)}: not allowed here, or piped")
-
-
-def _four(row: dict[str, Any], name: str) -> str:
-    values = [row[f"{name}_{key}_ms"] for key in ("p50", "p90", "p99", "max")]
-    return "/".join(short(value) for value in values) if values[0] is not None else "-"
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in counts.items()) or "-"
-
-
-def plot(path: str | None, rows: Rows) -> None:
-    """Distributions: one panel per action, number of ranks and size."""
-    kills = [row for row in rows if row["kind"] == "failure_kill" and not row["error"]]
-    if not path or not kills:
-        return
-    if not util.find_spec("matplotlib"):
-        print("no plot: matplotlib is not installed")
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter
-
-    panels: dict[
-        tuple[str, int, int], Rows
-    ] = {}  # actions and sizes below, ranks beside each other
-    for row in kills:
-        panels.setdefault((row["action"], row["bytes"], row["ranks"]), []).append(row)
-    order = list(SIGNALS)
-    panels = {key: panels[key] for key in sorted(panels, key=lambda k: (order.index(k[0]), *k[1:]))}
-    lanes = list(dict.fromkeys(_name(row) for row in kills))
-    columns = len({ranks for _, _, ranks in panels})
-    lines = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(
-        lines,
-        columns,
-        figsize=(3.4 * columns, 2.9 * lines),
-        squeeze=False,
-        sharex="row",
-        sharey=True,
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, ((action, size, ranks), panel) in zip(axes.flat, panels.items(), strict=False):
-        for index, lane in enumerate(lanes):
-            chosen = [row for row in panel if _name(row) == lane and row["outcome"] != "minority"]
-            for name, style in (("resumed", "-"), ("known", ":")):
-                values = sorted(
-                    row[f"{name}_ms"] for row in chosen if row[f"{name}_ms"] is not None
-                )
-                if not values:
-                    continue
-                shares = [number / len(values) * 100 for number in range(len(values) + 1)]
-                axis.step([values[0], *values], shares, style, where="post", color=f"C{index}")
-        title = f"{action}, {ranks} ranks, {format_size(size)}"
-        silent = action == "stop"
-        axis.set(title=title, xlabel="ms beyond failure_timeout" if silent else "ms since the kill")
-        if not silent:
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axis.grid(alpha=0.3)
-    for line in axes[:, 0]:
-        line.set_ylabel("% of the kills")
-    handles = [pyplot.Line2D([], [], color=f"C{i}", label=lane) for i, lane in enumerate(lanes)]
-    handles.append(pyplot.Line2D([], [], color="gray", label="resumed (gloo: raised)"))
-    handles.append(pyplot.Line2D([], [], color="gray", linestyle=":", label="known"))
-    figure.legend(handles=handles, loc="lower center", ncol=min(len(handles), 2 * columns))
-    figure.suptitle("from the kill of a rank to the last survivor")
-    figure.tight_layout(rect=(0, 0.45 / lines / 2.9, 1, 1))
-    figure.savefig(path, dpi=110)
-    print(f"plot: {path}")
 
 
 def _one_of(known: Any) -> Any:
@@ -614,25 +353,17 @@ def main(argv: list[str] | None = None) -> int:
         how=How(args.failure_timeout, args.memory, args.deadline),
         seed=args.seed,
     )
-    findings = judge(rows, args.ours or gates.find_ours(args.backends))
-    show(rows)
+    findings = losses.judge(rows, args.ours or gates.find_ours(args.backends))
+    losses.show(rows)
     gates.show(findings, "summary")
     facts["cpu_share_of_others"] = watch.tell()
     write_json_lines(args.json, [facts, *rows, *[finding.as_row() for finding in findings]])
-    plot(args.plot, rows)
-    kills = len(rows) - len(_cells(rows))
+    losses.plot(args.plot, rows)
+    cells = losses.cells_of(rows)
+    kills = len(rows) - len(cells)
     print(f"{kills} kills in {time.monotonic() - start:.0f} s")
-    return gates.exit_code(_cells(rows), findings, args.gate)
-
-
-def _stop(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt  # clean up as after control-C
+    return gates.exit_code(cells, findings, args.gate)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stop)
-    try:
-        sys.exit(run_main(main))
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(run_main(main))

@@ -14,7 +14,6 @@ import argparse
 import ctypes
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -22,25 +21,24 @@ from datetime import timedelta
 from typing import Any
 
 import gates
-from bench_failure import Progress, percentiles, words
 from common import (
     OthersWatch,
+    Progress,
     format_size,
     machine_facts,
     names,
     parse_size,
+    percentile_text,
+    percentiles,
     print_table,
-    short,
     write_json_lines,
 )
-from crews import Crew, Member
+from crews import WARM_UP, Crew, Member, random_moment_s
 from ranks import HERE, run_main
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 import hosts
 
-WARM_UP = 3  # operations of every rank before the cut
-SETTLE_S, MOMENT_S = 0.05, 0.1
 LIMIT_MS = 100.0  # beyond failure_timeout, p99
 SIDES = ("minority", "resumed")
 CLONE_NEWNET = 0x40000000
@@ -125,10 +123,9 @@ def one_cut(
     }
     everybody = list(range(ranks))
     with crew.job("bench_partition:rank_main", ranks, spec, {}) as job:
-        ready = job.hear(everybody, spec["deadline_s"])
-        if [ready.get(rank) for rank in everybody] != ["ready"] * ranks:
-            return {**row, "error": words(job, everybody, ready, "not ready")}
-        time.sleep(SETTLE_S + rng.uniform(0, MOMENT_S))
+        if wrong := job.await_ready(spec["deadline_s"]):
+            return {**row, "error": wrong}
+        time.sleep(random_moment_s(rng))
         before = time.monotonic()
         net.link(cut, up=False)
         try:
@@ -194,11 +191,8 @@ def show(rows: Rows) -> None:
     for row in rows:
         if row["kind"] != "partition":
             continue
-        cell = [row["layout"], format_size(row["bytes"])]
-        for side in SIDES:
-            values = [row[f"{side}_{key}_ms"] for key in ("p50", "p90", "p99", "max")]
-            cell.append("/".join(short(value) for value in values))
-        lines.append([*cell, str(row["cuts"])])
+        times = [percentile_text(row, side) for side in SIDES]
+        lines.append([row["layout"], format_size(row["bytes"]), *times, str(row["cuts"])])
         if row["error"]:
             print(f"FAILED {row['layout']}: {row['error']}")
     title = "a host is cut off: p50/p90/p99/max, ms beyond failure_timeout, last rank"
@@ -231,14 +225,5 @@ def main(argv: list[str] | None = None) -> int:
     return gates.exit_code(cells, findings, args.gate)
 
 
-def _stop(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt  # clean up as after control-C
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stop)
-    try:
-        sys.exit(run_main(main))
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(run_main(main))

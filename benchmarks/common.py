@@ -1,5 +1,5 @@
-"""What the benchmark scripts share: sizes, statistics, tables, JSON lines, plots, facts about the
-machine."""
+"""What the benchmark scripts share: sizes, statistics, tables, progress, JSON lines, plots, facts
+about the machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import re
 import resource
 import statistics
 import subprocess
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -67,6 +69,23 @@ def spread(values: Sequence[float], prefix: str = "", unit: str = "us") -> dict[
     return {f"{prefix}{name}_{unit}": round(value, 4) for name, value in facts.items()}
 
 
+def percentiles(name: str, values: list[float]) -> dict[str, float | None]:
+    """p50, p90, p99 (the smallest value that so many do not exceed) and max."""
+    ordered = sorted(values)
+    facts: dict[str, float | None] = {"p50": statistics.median(ordered) if ordered else None}
+    for percent in (90, 99):
+        index = math.ceil(len(ordered) * percent / 100) - 1
+        facts[f"p{percent}"] = ordered[index] if ordered else None
+    facts["max"] = ordered[-1] if ordered else None
+    return {f"{name}_{key}_ms": value for key, value in facts.items()}
+
+
+def percentile_text(row: dict[str, Any], name: str) -> str:
+    """p50/p90/p99/max of a row, as percentiles() put them there."""
+    values = [row[f"{name}_{key}_ms"] for key in ("p50", "p90", "p99", "max")]
+    return "/".join(short(value) for value in values) if values[0] is not None else "-"
+
+
 def short(value: float | None) -> str:
     """Three significant digits, never an exponent: 0.0123, 1.23, 12.3, 123, 12345."""
     if value is None:
@@ -109,6 +128,27 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
                 ]
             )
         )
+
+
+class Progress:
+    """How far the run is, for people: a bar on a terminal, a line per cell elsewhere."""
+
+    WIDTH = 30
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.start = total, 0, time.monotonic()
+        self.live = sys.stderr.isatty()
+
+    def step(self, what: str) -> None:
+        self.done += 1
+        if self.live:
+            bar = "#" * (self.WIDTH * self.done // self.total)
+            left_s = (time.monotonic() - self.start) / self.done * (self.total - self.done)
+            text = f"[{bar:<{self.WIDTH}}] {self.done}/{self.total} {what}, {left_s:.0f} s left"
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        print("\r\x1b[K" * self.live + text, file=sys.stderr, flush=True)
 
 
 def write_json_lines(path: str | None, rows: Iterable[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,6 +29,9 @@ from typing import Any
 
 from ranks import HERE, JobError, die_with_parent
 
+WARM_UP = 3  # operations of every rank before it says that it is ready
+SETTLE_S = 0.05  # from then on to the loss, and up to MOMENT_S more; threads that watch begin late
+MOMENT_S = 0.1
 START_TIMEOUT_S = 300.0  # the server's import of torch, and a job's ranks until they have connected
 
 
@@ -79,10 +83,32 @@ class Job:
                     heard[rank] = link.recv()
         return heard
 
+    def await_ready(self, deadline_s: float) -> str | None:
+        """Until every rank has said "ready"; else what is wrong."""
+        everybody = list(range(len(self.pids)))
+        heard = self.hear(everybody, deadline_s)
+        ready = [heard.get(rank) for rank in everybody] == ["ready"] * len(everybody)
+        return None if ready else self.words(everybody, heard, "not ready")
+
+    def words(self, ranks: list[int], heard: dict[int, Any], what: str) -> str:
+        """Of the first rank with which something is wrong."""
+        for rank in ranks:
+            said = heard.get(rank)
+            if isinstance(said, dict) and "error" in said:
+                return f"rank {rank}: {said['error'].strip().splitlines()[-1]}"
+        silent = [rank for rank in ranks if rank not in heard]
+        last = self.log(silent[0]).strip().splitlines()[-1:] if silent else []
+        return f"{what}: ranks {silent} {' '.join(last)}".strip()
+
     def log(self, rank: int) -> str:
         """What the rank wrote to stdout and stderr."""
         path = self.folder / f"log-{rank}"
         return path.read_text(errors="replace") if path.exists() else ""
+
+
+def random_moment_s(rng: random.Random) -> float:
+    """From the moment at which all ranks are ready to a random one of their loops."""
+    return SETTLE_S + rng.uniform(0, MOMENT_S)
 
 
 class Crew:

@@ -250,13 +250,17 @@ def run_job(
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Exit status of a script: a failed job prints the failing rank's words, not this process's
-    traceback."""
+    """Exit status of a script. A failed job prints the failing rank's words, not this process's
+    traceback; SIGTERM cleans up as control-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return main()
     except JobError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
 
 
 def _wait(

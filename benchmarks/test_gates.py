@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 
-import bench_failure
+import losses
 import pytest
-from common import format_size, geomean, parse_size, short, size_steps
+from common import format_size, geomean, parse_size, percentiles, short, size_steps
 from gates import exit_code, judge
 from memory import shared_memory
 
@@ -136,14 +136,14 @@ def lost(resumed_ms, mode="shm", action="kill", evidence="exited", outcome="resu
 
 
 def failure_findings(kills):
-    found = bench_failure.judge([bench_failure.summarize(kills), *kills], "mooncake-cpu")
+    found = losses.judge([losses.summarize(kills), *kills], "mooncake-cpu")
     return {finding.name: (finding.value, finding.ok) for finding in found}
 
 
 def test_percentiles_are_values_that_were_measured():
-    found = bench_failure.percentiles("x", [float(value) for value in range(200, 0, -1)])
+    found = percentiles("x", [float(value) for value in range(200, 0, -1)])
     assert found == {"x_p50_ms": 100.5, "x_p90_ms": 180, "x_p99_ms": 198, "x_max_ms": 200}
-    assert set(bench_failure.percentiles("x", []).values()) == {None}
+    assert set(percentiles("x", []).values()) == {None}
 
 
 def test_a_slow_loss_breaks_the_limit_that_it_reaches():
@@ -163,6 +163,6 @@ def test_over_tcp_a_large_process_is_information_and_a_minority_is_not_timed():
 
 
 def test_a_survivor_that_hangs_is_an_error_of_its_cell():
-    row = bench_failure.summarize([lost(9.0), lost(None, error="nothing after the kill")])
+    row = losses.summarize([lost(9.0), lost(None, error="nothing after the kill")])
     assert row["error"] == "1 of 2 kills: nothing after the kill"
     assert exit_code([row], [], gate=False) == 1

@@ -21,6 +21,7 @@ import bench_failure
 import bench_idle
 import bench_startup
 import gates
+import losses
 import operations
 import pytest
 from common import print_table
@@ -154,8 +155,8 @@ def test_time_of_a_loss(ours, out, gate):
     rows = bench_failure.run(backends, [2, 4], actions=["kill"], **how)
     light = bench_failure.How(failure_timeout_s=0.5, memory=64 << 20)
     rows += bench_failure.run(backends, [3], actions=["stop", "big", "segv"], how=light, **how)
-    findings = bench_failure.judge(rows, ours)
-    out(bench_failure.show, rows)
+    findings = losses.judge(rows, ours)
+    out(losses.show, rows)
     out(gates.show, findings)
     assert not [row["error"] for row in rows if row["error"]]
     mine = [row for row in rows if row["kind"] == "failure_kill" and row["backend"] == ours]
