@@ -254,15 +254,14 @@ class FlushReplay {
   void report(const Line& line, int me) {
     const Rank& rank = ranks_[me];
     EXPECT_EQ(rank.target, attemptIn(line));
-    FlushReport mine{.from = me,
-                     .attempt = rank.target,
-                     .ended = rank.ended,
-                     .isOld = rank.attempt.epoch < rank.target.epoch,
-                     .failed = rank.failed};
-    if (rank.wishNumber == rank.ended + 1) {
-      mine.wish = rank.wish;
-      mine.why = rank.why;
-    }
+    const bool wishes = rank.wishNumber == rank.ended + 1;
+    const FlushReport mine{.from = me,
+                           .attempt = rank.target,
+                           .ended = rank.ended,
+                           .isOld = rank.attempt.epoch < rank.target.epoch,
+                           .wish = wishes ? rank.wish : Wish::kNone,
+                           .why = wishes ? rank.why : Error(),
+                           .failed = rank.failed};
     const int reason = line.decimal(4);
     const bool isLeaving = reason == 3;  // takes part like others here
     EXPECT_EQ(static_cast<int>(mine.wish), isLeaving ? 0 : reason);
