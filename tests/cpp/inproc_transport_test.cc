@@ -17,19 +17,12 @@ struct Inproc {
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(Inproc, TransportSuite, Inproc);
 
-struct InprocSide : EngineSide {
-  InprocSide() {
-    auto created = InprocTransport::create(context());
-    EXPECT_TRUE(created.ok());
-    transport = std::move(*created);
-  }
-  ~InprocSide() { transport->shutdown(); }
-  std::unique_ptr<Transport> transport;
+struct InprocEnd : WireEnd {
+  InprocEnd() : WireEnd({}, InprocTransport::create) {}
 };
 
-std::shared_ptr<Channel> connectOrDie(InprocSide& from, InprocSide& to) {
-  auto channel =
-      connectNow(*from.transport, to.id(), to.transport->endpoint(), Deadline::after(kPatience));
+std::shared_ptr<Channel> connectOrDie(const InprocEnd& from, const InprocEnd& to) {
+  auto channel = connectNow(from, to);
   EXPECT_TRUE(channel.ok());
   return *channel;
 }
@@ -39,12 +32,11 @@ ErrorCode get(Channel& channel, const RemoteRegion& region, std::span<std::byte>
   Completion completion(&bell);
   const Status begun = channel.get({region, 0, target, &completion});
   if (!begun.ok()) return begun.code();
-  EXPECT_TRUE(eventually([&] { return completion.finished(); }));
-  return completion.error.load();
+  return endOf(completion);
 }
 
 TEST(Inproc, ReadsUserMemoryWhileItIsRegistered) {
-  InprocSide a, b;
+  InprocEnd a, b;
   const auto toB = connectOrDie(a, b);
   Bytes memory = pattern(100000, 1), target(100000);
   auto region = b.regions().add(memory.data(), memory.size(), kRemoteRead);
@@ -59,9 +51,9 @@ TEST(Inproc, ReadsUserMemoryWhileItIsRegistered) {
 // The reader follows pointers into the other engine: under the sanitizers this shows that it never
 // does so late.
 TEST(Inproc, AnEngineMayEndWhileItIsRead) {
-  InprocSide a;
+  InprocEnd a;
   for (int round = 0; round < 20; ++round) {
-    auto b = std::make_unique<InprocSide>();
+    auto b = std::make_unique<InprocEnd>();
     const auto toB = connectOrDie(a, *b);
     auto memory = std::make_unique<Bytes>(pattern(1 << 16, 2));
     auto region = b->regions().add(memory->data(), memory->size(), kRemoteRead);
@@ -81,7 +73,7 @@ TEST(Inproc, AnEngineMayEndWhileItIsRead) {
 }
 
 TEST(Inproc, DoesNotLeadToAnotherProcess) {
-  InprocSide a, b;
+  InprocEnd a, b;
   Bytes endpoint = b.transport->endpoint();
   endpoint[0] ^= std::byte(1);  // the process
   const auto result = connectNow(*a.transport, b.id(), endpoint, Deadline::after(kPatience));

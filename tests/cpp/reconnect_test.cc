@@ -10,74 +10,34 @@
 #include "collectives/point_to_point.h"
 #include "engine/engine.h"
 #include "engine/transports/tcp/tcp_transport.h"
-#include "engine_side.h"
 #include "ranks_in_threads.h"
 #include "socket_breaker.h"
+#include "wire_end.h"
 
 namespace mooncake::test {
 namespace {
 
 using namespace std::chrono_literals;
-using mooncake::testing::EngineSide;
+using mooncake::testing::endOf;
 using mooncake::testing::eventually;
+using mooncake::testing::onLoopback;
 using mooncake::testing::Part;
 using mooncake::testing::pattern;
 using mooncake::testing::stampOf;
+using mooncake::testing::WireEnd;
 using How = SocketBreaker::How;
 
 // ---- one channel, renewed by hand
 
-class TcpRenewal : public ::testing::Test {
+class TcpRenewal : public mooncake::testing::ConnectedTest {
  protected:
-  struct End : EngineSide {
-    End() : EngineSide("the job's key", env()) {
-      auto created = TcpTransport::create(context());
-      EXPECT_TRUE(created.ok());
-      transport = std::move(*created);
-    }
-    ~End() { transport->shutdown(); }
-    static Env env() {
-      Env env;
-      env.hostIp = "127.0.0.1";
-      return env;
-    }
-    std::unique_ptr<Transport> transport;
-  };
-
-  void SetUp() override {
-    auto connected = mooncake::testing::connectNow(*a.transport, b.id(), b.transport->endpoint(),
-                                                   Deadline::after(20s));
-    ASSERT_TRUE(connected.ok()) << connected.error().message;
-    toB = *connected;
-    toA = b.acceptedFrom(a.id());
-    ASSERT_NE(toA, nullptr);
-  }
-  void TearDown() override {
-    toB->close();
-    toA->close();
-  }
-  Status renew() {
-    std::promise<Status> done;
-    a.loop().post([&] {
-      a.transport->renew(b.id(), toB, b.transport->endpoint(), Deadline::after(20s),
-                         [&](Status how) { done.set_value(std::move(how)); });
-    });
-    return done.get_future().get();
-  }
-  void expectPut(Channel& channel, Part& part, uint64_t number) {
-    const Bytes data = pattern(5000, number);
-    ASSERT_TRUE(channel.put({part.remote(), 128, data, {64, stampOf(number)}}).ok());
-    ASSERT_TRUE(eventually([&] { return part.word(64).load() == stampOf(number); }));
-    EXPECT_TRUE(part.holds(128, data));
-  }
-  static ErrorCode endOf(const Completion& completion) {
-    EXPECT_TRUE(eventually([&] { return completion.finished(); }));
-    return completion.error.load();
+  void SetUp() override { connect(a, b); }
+  Status renew() { return ConnectedTest::renew(a, b); }
+  static void expectPut(Channel& channel, const Part& part, uint64_t number) {
+    expectPutArrives(channel, part, number, 5000);
   }
 
-  Doorbell bell;
-  End a, b;
-  std::shared_ptr<Channel> toB, toA;
+  WireEnd a{onLoopback(), TcpTransport::create}, b{onLoopback(), TcpTransport::create};
 };
 
 TEST_F(TcpRenewal, TheSameChannelGoesOn) {

@@ -24,21 +24,15 @@ struct Shm {
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(Shm, TransportSuite, Shm);
 
-struct ShmSide : EngineSide {
-  explicit ShmSide(bool crossMemoryAttach = true)
-      : EngineSide("the job's key", envWith(crossMemoryAttach)) {
-    auto created = ShmTransport::create(context());
-    EXPECT_TRUE(created.ok());
-    transport = std::move(*created);
-  }
-  ~ShmSide() { transport->shutdown(); }
+struct ShmEnd : WireEnd {
+  explicit ShmEnd(bool crossMemoryAttach = true)
+      : WireEnd(envWith(crossMemoryAttach), ShmTransport::create) {}
 
   static Env envWith(bool crossMemoryAttach) {
     Env env;
     env.crossMemoryAttach = crossMemoryAttach;
     return env;
   }
-  std::unique_ptr<Transport> transport;
 };
 
 // Memory that costs nothing however large: reading it gives the kernel's page of zeros.
@@ -117,7 +111,7 @@ Introduction decode(ByteView message) {
 
 TEST(ShmChild, DISABLED_Owner) {
   if (!ChildProcess::isChild()) GTEST_SKIP() << "runs in a child of other tests";
-  ShmSide side;
+  ShmEnd side;
   Part part = side.part(kPartBytes);
   const Bytes content = pattern(kPartBytes / 2, 5);
   std::copy(content.begin(), content.end(), part.at(kPartBytes / 2, content.size()).begin());
@@ -140,16 +134,12 @@ TEST(ShmChild, DISABLED_Owner) {
 class ShmProcessTest : public ::testing::Test {
  protected:
   void connect(bool crossMemoryAttach) {
-    side_ = std::make_unique<ShmSide>(crossMemoryAttach);
+    side_ = std::make_unique<ShmEnd>(crossMemoryAttach);
     peer_ = decode(child_.receive());
     auto connected =
         connectNow(*side_->transport, peer_.id, peer_.endpoint, Deadline::after(kPatience));
     ASSERT_TRUE(connected.ok()) << connected.error().message;
     channel_ = std::move(*connected);
-  }
-  ErrorCode endOf(const Completion& completion) {
-    EXPECT_TRUE(eventually([&] { return completion.finished(); }, std::chrono::minutes(1)));
-    return completion.error.load();
   }
   ErrorCode get(const RemoteRegion& region, uint64_t offset, std::span<std::byte> target) {
     Completion completion(&bell_);
@@ -178,7 +168,7 @@ class ShmProcessTest : public ::testing::Test {
   }
 
   ChildProcess child_{"ShmChild.DISABLED_Owner"};
-  std::unique_ptr<ShmSide> side_;
+  std::unique_ptr<ShmEnd> side_;
   Introduction peer_;
   std::shared_ptr<Channel> channel_;
   Doorbell bell_;
@@ -290,7 +280,7 @@ TEST_F(ShmProcessTest, SlowGetsMoreThanTwoGiBWithoutCrossMemoryAttach) {
 }
 
 TEST_F(ShmProcessTest, DoesNotLeadToAnotherNetworkNamespace) {
-  ShmSide side;
+  ShmEnd side;
   peer_ = decode(child_.receive());
   auto elsewhere = std::async(std::launch::async, [&]() -> ErrorCode {
     if (::unshare(CLONE_NEWNET) != 0) return ErrorCode::kOk;  // of this thread only
@@ -306,9 +296,8 @@ TEST_F(ShmProcessTest, DoesNotLeadToAnotherNetworkNamespace) {
 // Memory outside of the arena, whose owner takes it back.
 TEST(Shm, RefusesUserMemoryThatWasRevoked) {
   for (const bool crossMemoryAttach : {true, false}) {
-    ShmSide a(crossMemoryAttach), b;
-    auto toB =
-        connectNow(*a.transport, b.id(), b.transport->endpoint(), Deadline::after(kPatience));
+    ShmEnd a(crossMemoryAttach), b;
+    auto toB = connectNow(a, b);
     ASSERT_TRUE(toB.ok());
     Bytes memory = pattern(10000, 1), target(10000);
     Doorbell bell;
@@ -319,14 +308,12 @@ TEST(Shm, RefusesUserMemoryThatWasRevoked) {
       remote = region->remote();
       Completion completion(&bell);
       ASSERT_TRUE((*toB)->get({remote, 0, target, &completion}).ok());
-      ASSERT_TRUE(eventually([&] { return completion.finished(); }));
-      EXPECT_EQ(completion.error.load(), ErrorCode::kOk);
+      EXPECT_EQ(endOf(completion), ErrorCode::kOk);
       EXPECT_EQ(memory, target);
     }
     Completion completion(&bell);
     ASSERT_TRUE((*toB)->get({remote, 0, target, &completion}).ok());
-    ASSERT_TRUE(eventually([&] { return completion.finished(); }));
-    EXPECT_EQ(completion.error.load(), ErrorCode::kRefused);
+    EXPECT_EQ(endOf(completion), ErrorCode::kRefused);
   }
 }
 

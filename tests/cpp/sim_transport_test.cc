@@ -2,7 +2,6 @@
 #include "engine/transports/sim/sim_transport.h"
 
 #include <atomic>
-#include <future>
 #include <set>
 
 #include "engine/engine.h"
@@ -20,11 +19,7 @@ struct Sim {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return SimTransport::create(context, TcpTransport::create, 0);
   }
-  static Env env() {
-    Env env;
-    env.hostIp = "127.0.0.1";
-    return env;
-  }
+  static Env env() { return onLoopback(); }
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(Sim, TransportSuite, Sim);
 
@@ -130,47 +125,19 @@ __attribute__((no_sanitize("thread"))) std::byte peekAt(const std::byte& byte) {
 }
 
 // Two engines' worth, connected; `breakOdds` at the end of a.
-class SimWire : public ::testing::Test {
+class SimWire : public ConnectedTest {
  protected:
-  struct End : EngineSide {
-    explicit End(uint32_t breakOdds) : EngineSide("the job's key", Sim::env()) {
-      auto created = SimTransport::create(context(), TcpTransport::create, breakOdds);
-      EXPECT_TRUE(created.ok());
-      transport = std::move(*created);
-    }
-    ~End() { transport->shutdown(); }
-    std::unique_ptr<Transport> transport;
-  };
   void connect(uint32_t breakOdds) {
-    a = std::make_unique<End>(breakOdds);
-    b = std::make_unique<End>(breakOdds);
-    auto connected =
-        connectNow(*a->transport, b->id(), b->transport->endpoint(), Deadline::after(kPatience));
-    ASSERT_TRUE(connected.ok()) << connected.error().message;
-    toB = *connected;
-    toA = b->acceptedFrom(a->id());
-    ASSERT_NE(toA, nullptr);
+    const auto create = [&](const TransportContext& context) {
+      return SimTransport::create(context, TcpTransport::create, breakOdds);
+    };
+    a = std::make_unique<WireEnd>(Sim::env(), create);
+    b = std::make_unique<WireEnd>(Sim::env(), create);
+    ConnectedTest::connect(*a, *b);
   }
-  void TearDown() override {
-    toB->close();
-    toA->close();
-  }
-  Status renew() {
-    std::promise<Status> done;
-    a->loop().post([&] {
-      a->transport->renew(b->id(), toB, b->transport->endpoint(), Deadline::after(kPatience),
-                          [&](Status how) { done.set_value(std::move(how)); });
-    });
-    return done.get_future().get();
-  }
-  static ErrorCode endOf(const Completion& completion) {
-    EXPECT_TRUE(eventually([&] { return completion.finished(); }));
-    return completion.error.load();
-  }
+  Status renew() { return ConnectedTest::renew(*a, *b); }
 
-  Doorbell bell;
-  std::unique_ptr<End> a, b;
-  std::shared_ptr<Channel> toB, toA;
+  std::unique_ptr<WireEnd> a, b;
 };
 
 TEST_F(SimWire, PutsOvertakeEachOther) {

@@ -16,11 +16,7 @@ struct Tcp {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return TcpTransport::create(context);
   }
-  static Env env() {
-    Env env;
-    env.hostIp = "127.0.0.1";
-    return env;
-  }
+  static Env env() { return onLoopback(); }
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(Tcp, TransportSuite, Tcp);
 
@@ -52,16 +48,13 @@ class TcpTransportTest : public ::testing::Test {
   void listen(std::chrono::milliseconds failureTimeout) {
     Env env = Tcp::env();
     env.failureTimeout = failureTimeout;
-    side = std::make_unique<EngineSide>("the job's key", env);
-    auto created = Tcp::create(side->context());
-    ASSERT_TRUE(created.ok());
-    transport = std::move(*created);
+    side = std::make_unique<WireEnd>(env, Tcp::create);
   }
   Fd connectBare() {
-    auto socket = beginConnect(addressOf(*transport));
+    auto socket = beginConnect(addressOf(*side->transport));
     EXPECT_TRUE(socket.ok());
     EXPECT_TRUE(eventually([&] {
-      const auto connected = isConnected(socket->get(), addressOf(*transport));
+      const auto connected = isConnected(socket->get(), addressOf(*side->transport));
       return connected.ok() && *connected;
     }));
     return std::move(*socket);
@@ -73,8 +66,7 @@ class TcpTransportTest : public ::testing::Test {
     return got == 0 || (got < 0 && errno != EAGAIN);
   }
 
-  std::unique_ptr<EngineSide> side;
-  std::unique_ptr<Transport> transport;
+  std::unique_ptr<WireEnd> side;
 };
 
 TEST_F(TcpTransportTest, SilentAndBabblingConnectorsAreDropped) {
@@ -116,10 +108,8 @@ TEST_F(TcpTransportTest, MoreConnectorsThanHandshakesAtATime) {
   std::vector<Fd> silent;
   for (int i = 0; i < 300; ++i) silent.push_back(connectBare());
   for (Fd& one : silent) one.reset();
-  EngineSide other("the job's key", Tcp::env());
-  auto theirs = Tcp::create(other.context());
-  ASSERT_TRUE(theirs.ok());
-  auto channel = connectNow(**theirs, side->id(), transport->endpoint(), soon());
+  WireEnd other(Tcp::env(), Tcp::create);
+  auto channel = connectNow(other, *side);
   ASSERT_TRUE(channel.ok()) << channel.error().message;
   EXPECT_NE(side->acceptedFrom(other.id()), nullptr);
   (*channel)->close();
@@ -127,13 +117,11 @@ TEST_F(TcpTransportTest, MoreConnectorsThanHandshakesAtATime) {
 
 TEST_F(TcpTransportTest, NobodyThereIsALostPeer) {
   listen(std::chrono::seconds(3));
-  const Bytes endpoint = transport->endpoint();
-  const std::string address = addressOf(*transport).text();
-  transport->shutdown();
-  EngineSide other("the job's key", Tcp::env());
-  auto theirs = Tcp::create(other.context());
-  ASSERT_TRUE(theirs.ok());
-  const auto result = connectNow(**theirs, side->id(), endpoint, soon());
+  const Bytes endpoint = side->transport->endpoint();
+  const std::string address = addressOf(*side->transport).text();
+  side->transport->shutdown();
+  WireEnd other(Tcp::env(), Tcp::create);
+  const auto result = connectNow(*other.transport, side->id(), endpoint, soon());
   ASSERT_FALSE(result.ok());
   EXPECT_EQ(result.error().code, ErrorCode::kPeerLost);
   EXPECT_NE(result.error().message.find(address), std::string::npos) << result.error().message;
@@ -146,11 +134,10 @@ TEST(TcpKillTest, AKilledPeerEndsTheChannelAndItsGets) {
   ASSERT_EQ(::pipe(toParent), 0);
   const pid_t child = ::fork();
   if (child == 0) {
-    EngineSide side("the job's key", Tcp::env());
-    auto transport = Tcp::create(side.context());
+    WireEnd side(Tcp::env(), Tcp::create);
     auto part = side.part(kBytes);
     ByteWriter out;
-    const Bytes endpoint = (*transport)->endpoint();
+    const Bytes endpoint = side.transport->endpoint();
     out.putRaw(side.id()).put(part.remote().key).putBytes(endpoint);
     if (::write(toParent[1], out.bytes().data(), out.bytes().size()) < 0) ::_exit(1);
     for (;;) ::pause();
@@ -167,17 +154,14 @@ TEST(TcpKillTest, AKilledPeerEndsTheChannelAndItsGets) {
 
   Doorbell bell;
   Bytes target(kBytes);
-  EngineSide side("the job's key", Tcp::env());
-  auto transport = Tcp::create(side.context());
-  ASSERT_TRUE(transport.ok());
-  auto channel = connectNow(**transport, peer, endpoint, soon());
+  WireEnd side(Tcp::env(), Tcp::create);
+  auto channel = connectNow(*side.transport, peer, endpoint, soon());
   ASSERT_TRUE(channel.ok()) << channel.error().message;
   Completion completion(&bell);
   ASSERT_TRUE((*channel)->get({region, 0, target, &completion}).ok());
   ::kill(child, SIGKILL);
   EXPECT_EQ(side.endOf(peer).code(), ErrorCode::kPeerLost);
-  EXPECT_TRUE(eventually([&] { return completion.finished(); }));
-  EXPECT_EQ(completion.error.load(), ErrorCode::kPeerLost);
+  EXPECT_EQ(endOf(completion), ErrorCode::kPeerLost);
   EXPECT_FALSE((*channel)->put({region, 128, {}, {64, stampOf(1)}}).ok());
   EXPECT_EQ(side.endedCount(), 1u);
   (*channel)->close();

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "engine_side.h"
+#include "wire_end.h"
 
 // What every transport must do, written once. A transport's test file says
 //
@@ -15,58 +15,20 @@
 namespace mooncake::testing {
 
 template <typename Wire>
-class TransportSuite : public ::testing::Test {
+class TransportSuite : public ConnectedTest {
  protected:
-  struct End : EngineSide {
-    explicit End(std::string_view key = "the job's key") : EngineSide(key, Wire::env()) {
-      auto created = Wire::create(context());
-      if (!created.ok()) ADD_FAILURE() << created.error().message;
-      transport = std::move(*created);
-    }
-    ~End() {
-      if (transport) transport->shutdown();
-    }
-    std::unique_ptr<Transport> transport;
+  struct End : WireEnd {
+    explicit End(std::string_view key = "the job's key")
+        : WireEnd(Wire::env(), Wire::create, key) {}
   };
 
-  static constexpr size_t kWord = 64;   // where the tests' stamps lie
-  static constexpr size_t kData = 128;  // where their data begins
-
   static auto soon() { return Deadline::after(kPatience); }
-
-  void SetUp() override {
-    auto connected = connectNow(*a.transport, b.id(), b.transport->endpoint(), soon());
-    ASSERT_TRUE(connected.ok()) << connected.error().message;
-    toB = std::move(*connected);
-    toA = b.acceptedFrom(a.id());
-    ASSERT_NE(toA, nullptr);
-  }
-  void TearDown() override {
-    if (toB) toB->close();
-    if (toA) toA->close();
-  }
-
-  // Waits for the gets that count here and returns how they ended.
-  static ErrorCode endOf(const Completion& completion) {
-    EXPECT_TRUE(eventually([&] { return completion.finished(); }));
-    return completion.error.load();
-  }
+  void SetUp() override { connect(a, b); }
   static bool stamped(const Part& part, uint64_t stamp) {
     return part.word(kWord).load(std::memory_order_acquire) == stamp;
   }
-  // A put that must arrive. On wires that keep order it also shows that what was put before has
-  // been dealt with; on others a test that nothing was written can only fail to notice.
-  static void expectPutArrives(Channel& channel, Part& part, uint64_t number) {
-    const Bytes data = pattern(100, number);
-    ASSERT_TRUE(channel.put({part.remote(), kData, data, {kWord, stampOf(number)}}).ok());
-    ASSERT_TRUE(eventually([&] { return stamped(part, stampOf(number)); }));
-    EXPECT_TRUE(part.holds(kData, data));
-  }
 
-  Doorbell
-      bell;  // outlives the channels: they may still look at it when a completion has just finished
   End a, b;
-  std::shared_ptr<Channel> toB, toA;
 };
 
 TYPED_TEST_SUITE_P(TransportSuite);
@@ -74,8 +36,8 @@ TYPED_TEST_SUITE_P(TransportSuite);
 TYPED_TEST_P(TransportSuite, PutsArriveBothWays) {
   auto atA = this->a.part(1 << 16), atB = this->b.part(1 << 16);
   for (uint64_t number = 1; number <= 20; ++number) {
-    this->expectPutArrives(*this->toB, atB, number);
-    this->expectPutArrives(*this->toA, atA, number);
+    expectPutArrives(*this->toB, atB, number);
+    expectPutArrives(*this->toA, atA, number);
   }
 }
 
@@ -86,10 +48,9 @@ TYPED_TEST_P(TransportSuite, PutOfAllSizes) {
   for (size_t bytes :
        {size_t(0), size_t(1), size_t(7), size_t(4095), size_t(8192), size_t(100003), kLargest}) {
     const Bytes data = pattern(bytes, ++number);
-    ASSERT_TRUE(
-        this->toB->put({part.remote(), this->kData, data, {this->kWord, stampOf(number)}}).ok());
+    ASSERT_TRUE(this->toB->put({part.remote(), kData, data, {kWord, stampOf(number)}}).ok());
     ASSERT_TRUE(eventually([&] { return this->stamped(part, stampOf(number)); })) << bytes;
-    EXPECT_TRUE(part.holds(this->kData, data)) << bytes;
+    EXPECT_TRUE(part.holds(kData, data)) << bytes;
   }
 }
 
@@ -99,12 +60,12 @@ TYPED_TEST_P(TransportSuite, PutDataMayBeReusedAtOnce) {
   Bytes data;
   for (uint64_t i = 0; i < 16; ++i) {
     data = pattern(kBytes, i);
-    const Signal signal{this->kWord + 8 * i, stampOf(1)};
+    const Signal signal{kWord + 8 * i, stampOf(1)};
     ASSERT_TRUE(this->toB->put({part.remote(), 4096 + i * kBytes, data, signal}).ok());
     std::fill(data.begin(), data.end(), std::byte{0xee});
   }
   for (uint64_t i = 0; i < 16; ++i) {
-    ASSERT_TRUE(eventually([&] { return part.word(this->kWord + 8 * i).load() == stampOf(1); }));
+    ASSERT_TRUE(eventually([&] { return part.word(kWord + 8 * i).load() == stampOf(1); }));
     EXPECT_TRUE(part.holds(4096 + i * kBytes, pattern(kBytes, i)));
   }
 }
@@ -115,7 +76,7 @@ TYPED_TEST_P(TransportSuite, PutToASealedWordWritesNothing) {
   const Bytes data = pattern(500, 1);
   (void)this->toB->put({part.remote(), 1024, data, {72, stampOf(5)}});
   (void)this->toB->put({part.remote(), 1024, data, {72, stampOf(4)}});
-  this->expectPutArrives(*this->toB, part, 1);
+  expectPutArrives(*this->toB, part, 1);
   EXPECT_EQ(part.word(72).load(), stampOf(5) + 1);
   EXPECT_TRUE(part.isZero(1024, 500));
 }
@@ -130,7 +91,7 @@ TYPED_TEST_P(TransportSuite, PutWakesASleeper) {
     result = waiter.until([&] { return this->stamped(part, stampOf(1)); });
   });
   EXPECT_TRUE(eventually([&] { return part.bell().sleepers.load() != 0; }));
-  EXPECT_TRUE(this->toB->put({part.remote(), this->kData, {}, {this->kWord, stampOf(1)}}).ok());
+  EXPECT_TRUE(this->toB->put({part.remote(), kData, {}, {kWord, stampOf(1)}}).ok());
   sleeper.join();
   EXPECT_EQ(result, WaitResult::kReady);
 }
@@ -141,12 +102,12 @@ TYPED_TEST_P(TransportSuite, PutOutsideIsRefusedAndTheChannelLives) {
   const Bytes data = pattern(100, 1);
   RemoteRegion unknown = part.remote();
   unknown.key += 0x100000;
-  (void)this->toB->put({part.remote(), 4096 - 99, data, {this->kWord, stampOf(1)}});
-  (void)this->toB->put({part.remote(), ~uint64_t(0) - 10, data, {this->kWord, stampOf(1)}});
+  (void)this->toB->put({part.remote(), 4096 - 99, data, {kWord, stampOf(1)}});
+  (void)this->toB->put({part.remote(), ~uint64_t(0) - 10, data, {kWord, stampOf(1)}});
   (void)this->toB->put({part.remote(), 1024, data, {4096, stampOf(1)}});
-  (void)this->toB->put({unknown, 1024, data, {this->kWord, stampOf(1)}});
-  this->expectPutArrives(*this->toB, part, 1);
-  EXPECT_TRUE(part.isZero(this->kData + 100, 4096 - this->kData - 100));
+  (void)this->toB->put({unknown, 1024, data, {kWord, stampOf(1)}});
+  expectPutArrives(*this->toB, part, 1);
+  EXPECT_TRUE(part.isZero(kData + 100, 4096 - kData - 100));
   EXPECT_TRUE(guard.isZero(0, 4096));
 }
 
@@ -155,8 +116,8 @@ TYPED_TEST_P(TransportSuite, PutToARevokedRegionWritesNothing) {
   auto revoked = this->b.part(4096);
   const RemoteRegion remote = revoked.remote();
   revoked.revoke();
-  (void)this->toB->put({remote, this->kData, pattern(100, 1), {this->kWord, stampOf(1)}});
-  this->expectPutArrives(*this->toB, part, 1);
+  (void)this->toB->put({remote, kData, pattern(100, 1), {kWord, stampOf(1)}});
+  expectPutArrives(*this->toB, part, 1);
   EXPECT_TRUE(revoked.isZero(0, 4096));
 }
 
@@ -210,7 +171,7 @@ TYPED_TEST_P(TransportSuite, MessagesArriveInOrderAmongPutsAndGets) {
     EXPECT_EQ(atB[i], pattern(i % 10 == 9 ? kMost : i + 1, i));
     EXPECT_EQ(atA[i], pattern(1, i));
   }
-  EXPECT_EQ(this->endOf(completion), ErrorCode::kOk);
+  EXPECT_EQ(endOf(completion), ErrorCode::kOk);
 }
 
 TYPED_TEST_P(TransportSuite, MessagesHaveASize) {
@@ -239,7 +200,7 @@ TYPED_TEST_P(TransportSuite, GetOfAllSizes) {
     Completion completion(&this->bell);
     const std::span<std::byte> into(target.data(), bytes);
     ASSERT_TRUE(this->toB->get({part.remote(), 77, into, &completion}).ok());
-    EXPECT_EQ(this->endOf(completion), ErrorCode::kOk) << bytes;
+    EXPECT_EQ(endOf(completion), ErrorCode::kOk) << bytes;
     EXPECT_TRUE(std::equal(into.begin(), into.end(), data.begin() + 77)) << bytes;
     EXPECT_EQ(target.back(), std::byte{0});
   }
@@ -259,7 +220,7 @@ TYPED_TEST_P(TransportSuite, ManyGetsBothWaysAtOnce) {
     ASSERT_TRUE(this->toB->get({atB.remote(), i * kBytes, intoA, &completion}).ok());
     ASSERT_TRUE(this->toA->get({atA.remote(), i * kBytes, intoB, &completion}).ok());
   }
-  EXPECT_EQ(this->endOf(completion), ErrorCode::kOk);
+  EXPECT_EQ(endOf(completion), ErrorCode::kOk);
   EXPECT_TRUE(fromA == ofA);
   EXPECT_TRUE(fromB == ofB);
 }
@@ -270,8 +231,8 @@ TYPED_TEST_P(TransportSuite, PutsGoThroughWhileGetsAreUnderWay) {
   Bytes target(kBytes);
   Completion completion(&this->bell);
   ASSERT_TRUE(this->toA->get({atA.remote(), 0, target, &completion}).ok());
-  for (uint64_t number = 1; number <= 50; ++number) this->expectPutArrives(*this->toB, atB, number);
-  EXPECT_EQ(this->endOf(completion), ErrorCode::kOk);
+  for (uint64_t number = 1; number <= 50; ++number) expectPutArrives(*this->toB, atB, number);
+  EXPECT_EQ(endOf(completion), ErrorCode::kOk);
 }
 
 TYPED_TEST_P(TransportSuite, GetOutsideFails) {
@@ -286,12 +247,12 @@ TYPED_TEST_P(TransportSuite, GetOutsideFails) {
   for (const auto& [region, offset] : wrong) {
     Completion completion(&this->bell);
     const Status begun = this->toB->get({region, offset, target, &completion});
-    const ErrorCode end = this->endOf(completion);
+    const ErrorCode end = endOf(completion);
     EXPECT_TRUE(!begun.ok() || end != ErrorCode::kOk);
     EXPECT_TRUE(
         std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{0}; }));
   }
-  this->expectPutArrives(*this->toB, live, 1);
+  expectPutArrives(*this->toB, live, 1);
 }
 
 TYPED_TEST_P(TransportSuite, CancelEndsTheGetsOfOneCompletion) {
@@ -310,7 +271,7 @@ TYPED_TEST_P(TransportSuite, CancelEndsTheGetsOfOneCompletion) {
   this->toB->cancelGets(&cancelled);
   ASSERT_TRUE(cancelled.finished());
   std::fill(target.begin(), target.end(), std::byte{1});
-  EXPECT_EQ(this->endOf(other), ErrorCode::kOk);
+  EXPECT_EQ(endOf(other), ErrorCode::kOk);
   EXPECT_TRUE(std::all_of(kept.begin(), kept.end(), [](std::byte b) { return b == std::byte{7}; }));
   EXPECT_TRUE(
       std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{1}; }));
@@ -342,7 +303,7 @@ TYPED_TEST_P(TransportSuite, RegionsCanGoWhileTheyAreRead) {
   Completion completion(&this->bell);
   ASSERT_TRUE(this->toB->get({part.remote(), 0, target, &completion}).ok());
   part.revoke();
-  if (this->endOf(completion) == ErrorCode::kOk) {
+  if (endOf(completion) == ErrorCode::kOk) {
     EXPECT_TRUE(
         std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{7}; }));
   }
@@ -350,12 +311,10 @@ TYPED_TEST_P(TransportSuite, RegionsCanGoWhileTheyAreRead) {
 
 TYPED_TEST_P(TransportSuite, WrongKeyIsRefused) {
   typename TestFixture::End stranger("another key");
-  const auto in =
-      connectNow(*this->b.transport, stranger.id(), stranger.transport->endpoint(), this->soon());
+  const auto in = connectNow(this->b, stranger);
   ASSERT_FALSE(in.ok());
   EXPECT_EQ(in.error().code, ErrorCode::kRefused) << in.error().message;
-  const auto out =
-      connectNow(*stranger.transport, this->b.id(), this->b.transport->endpoint(), this->soon());
+  const auto out = connectNow(stranger, this->b);
   ASSERT_FALSE(out.ok());
   EXPECT_EQ(out.error().code, ErrorCode::kRefused) << out.error().message;
   EXPECT_EQ(this->b.acceptedCount(), 1u);
@@ -382,28 +341,26 @@ TYPED_TEST_P(TransportSuite, ShutdownClosesWhatWasAccepted) {
   this->b.transport->shutdown();
   const Status how = this->a.endOf(this->b.id());
   EXPECT_TRUE(how.ok()) << how.error().message;
-  EXPECT_FALSE(
-      connectNow(*this->a.transport, this->b.id(), this->b.transport->endpoint(), this->soon())
-          .ok());
+  EXPECT_FALSE(connectNow(this->a, this->b).ok());
 }
 
 TYPED_TEST_P(TransportSuite, AFencedPeerChangesNothingAndFetchesNothing) {
   auto atA = this->a.part(1 << 16), atB = this->b.part(1 << 16);
-  this->expectPutArrives(*this->toB, atB, 1);
-  this->expectPutArrives(*this->toA, atA, 1);
+  expectPutArrives(*this->toB, atB, 1);
+  expectPutArrives(*this->toA, atA, 1);
   this->toA->fence();
   this->toA->fence();
 
   // Refused at once where memory is shared, dropped over there where it is not.
-  (void)this->toB->put({atB.remote(), this->kData, pattern(100, 2), {this->kWord, stampOf(2)}});
-  (void)this->toB->put({atB.remote(), this->kData, {}, {this->kWord, stampOf(3)}});
+  (void)this->toB->put({atB.remote(), kData, pattern(100, 2), {kWord, stampOf(2)}});
+  (void)this->toB->put({atB.remote(), kData, {}, {kWord, stampOf(3)}});
   Bytes user(10000), target(10000);
   auto region = this->b.regions().add(user.data(), user.size(), kRemoteRead);
   ASSERT_TRUE(region.ok());
   for (const RemoteRegion& remote : {atB.remote(), region->remote()}) {
     Completion completion(&this->bell);
     ASSERT_TRUE(this->toB->get({remote, 0, target, &completion}).ok());
-    EXPECT_EQ(this->endOf(completion), ErrorCode::kAborted);
+    EXPECT_EQ(endOf(completion), ErrorCode::kAborted);
   }
   // It can still be told, and answer; what it put before has been dealt with then.
   ASSERT_TRUE(this->toB->send(pattern(10, 1)).ok());
@@ -411,16 +368,15 @@ TYPED_TEST_P(TransportSuite, AFencedPeerChangesNothingAndFetchesNothing) {
   ASSERT_TRUE(this->toA->send(pattern(10, 2)).ok());
   EXPECT_EQ(this->a.messagesFrom(this->b.id(), 1), std::vector<Bytes>{pattern(10, 2)});
   EXPECT_TRUE(this->stamped(atB, stampOf(1)));
-  EXPECT_TRUE(atB.holds(this->kData, pattern(100, 1)));
+  EXPECT_TRUE(atB.holds(kData, pattern(100, 1)));
 
   // What it left in memory that is mapped here can be read.
   if (!this->toA->peerArena().empty()) {
     Completion completion(&this->bell);
     ASSERT_TRUE(
-        this->toA->get({atA.remote(), this->kData, std::span(target).first(100), &completion})
-            .ok());
-    EXPECT_EQ(this->endOf(completion), ErrorCode::kOk);
-    EXPECT_TRUE(atA.holds(this->kData, ByteView(target).first(100)));
+        this->toA->get({atA.remote(), kData, std::span(target).first(100), &completion}).ok());
+    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+    EXPECT_TRUE(atA.holds(kData, ByteView(target).first(100)));
   }
   EXPECT_EQ(this->a.endedCount() + this->b.endedCount(), 0u) << "the connection stays";
 }
@@ -436,16 +392,16 @@ TYPED_TEST_P(TransportSuite, FencingStopsWhatIsUnderWay) {
   ASSERT_TRUE(region.ok());
   Completion completion(&this->bell);
   ASSERT_TRUE(this->toB->get({region->remote(), 0, target, &completion}).ok());
-  ASSERT_TRUE(this->toB->put({atB.remote(), this->kData, data, {this->kWord, stampOf(1)}}).ok());
+  ASSERT_TRUE(this->toB->put({atB.remote(), kData, data, {kWord, stampOf(1)}}).ok());
   ASSERT_TRUE(eventually([&] { return this->toA->lifeSigns() > (1 << 20); }));
   this->toA->fence();
-  const uint64_t stamp = atB.word(this->kWord).load();
+  const uint64_t stamp = atB.word(kWord).load();
   const Bytes seen(atB.bytes().begin(), atB.bytes().end());
   ASSERT_TRUE(this->toB->send(pattern(10, 1)).ok());
   EXPECT_EQ(this->b.messagesFrom(this->a.id(), 1).size(), 1u);
-  EXPECT_EQ(atB.word(this->kWord).load(), stamp);
+  EXPECT_EQ(atB.word(kWord).load(), stamp);
   EXPECT_TRUE(atB.holds(0, seen));
-  const ErrorCode end = this->endOf(completion);
+  const ErrorCode end = endOf(completion);
   EXPECT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kAborted) << errorCodeName(end);
 }
 

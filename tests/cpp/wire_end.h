@@ -1,0 +1,85 @@
+#pragma once
+
+#include <future>
+
+#include "engine_side.h"
+
+// What tests of one wire share: engines with nothing but that, and channels between two of them.
+namespace mooncake::testing {
+
+constexpr size_t kWord = 64;   // where the tests' stamps lie
+constexpr size_t kData = 128;  // where their data begins
+
+inline Env onLoopback() {
+  Env env;
+  env.hostIp = "127.0.0.1";
+  return env;
+}
+
+struct WireEnd : EngineSide {
+  template <typename Create>
+  WireEnd(Env env, Create create, std::string_view key = "the job's key")
+      : EngineSide(key, std::move(env)) {
+    auto created = create(context());
+    if (!created.ok()) ADD_FAILURE() << created.error().message;
+    transport = std::move(*created);
+  }
+  ~WireEnd() {
+    transport->shutdown();
+    loop().stop();
+  }
+  std::unique_ptr<Transport> transport;
+};
+
+inline Result<std::shared_ptr<Channel>> connectNow(const WireEnd& from, const WireEnd& to) {
+  return connectNow(*from.transport, to.id(), to.transport->endpoint(), Deadline::after(kPatience));
+}
+
+// Waits for the gets that count here and returns how they ended.
+inline ErrorCode endOf(const Completion& completion) {
+  EXPECT_TRUE(eventually([&] { return completion.finished(); }));
+  return completion.error.load();
+}
+
+// A put that must arrive. On wires that keep order it also shows that what was put before has been
+// dealt with; on others a test that nothing was written can only fail to notice.
+inline void expectPutArrives(Channel& channel, const Part& part, uint64_t number,
+                             size_t bytes = 100) {
+  const Bytes data = pattern(bytes, number);
+  ASSERT_TRUE(channel.put({part.remote(), kData, data, {kWord, stampOf(number)}}).ok());
+  ASSERT_TRUE(eventually([&] { return part.word(kWord).load() == stampOf(number); }));
+  EXPECT_TRUE(part.holds(kData, data));
+}
+
+// a has connected to b.
+class ConnectedTest : public ::testing::Test {
+ protected:
+  void connect(const WireEnd& a, WireEnd& b) {
+    auto connected = connectNow(a, b);
+    ASSERT_TRUE(connected.ok()) << connected.error().message;
+    toB = std::move(*connected);
+    toA = b.acceptedFrom(a.id());
+    ASSERT_NE(toA, nullptr);
+  }
+  // Once more, on behalf of toB.
+  Status renew(WireEnd& a, const WireEnd& b) {
+    std::promise<Status> done;
+    a.loop().post([&] {
+      a.transport->renew(b.id(), toB, b.transport->endpoint(), Deadline::after(kPatience),
+                         [&](Status how) { done.set_value(std::move(how)); });
+    });
+    return done.get_future().get();
+  }
+  void TearDown() override {
+    for (auto* channel : {&toB, &toA}) {
+      if (*channel) (*channel)->close();
+      channel->reset();  // before the ends
+    }
+  }
+
+  // Outlives the channels: they may still look at it when a completion has just finished.
+  Doorbell bell;
+  std::shared_ptr<Channel> toB, toA;
+};
+
+}  // namespace mooncake::testing
