@@ -147,7 +147,7 @@ Engine::~Engine() {
   // Whoever listened may be gone.
   doors_->closeAll();
   observe(nullptr);
-  // Channels say goodbye first; then nothing of a transport runs any more; then the loop ends.
+  // Channels say goodbye first; then nothing of a transport begins any more; then the loop ends.
   leave();
   runOnLoop([this] { reconnector_->forgetAll(); });
   if (liveness_) liveness_->stop();
@@ -158,8 +158,8 @@ Engine::~Engine() {
     std::lock_guard lock(mutex_);
     peers.swap(peers_);
   }
+  loop_->stop();  // what runs there still uses loop_ and the transports
   transports_.clear();
-  loop_->stop();  // what runs there still uses loop_
   loop_.reset();
   // Whoever may still read what we gave has it mapped, and has it still when we are gone: as after
   // a death.

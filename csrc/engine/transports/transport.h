@@ -139,7 +139,8 @@ class Transport {
                      std::function<void(Status)> done) {
     done({ErrorCode::kUnsupported, "this wire does not connect again"});
   }
-  // Stops listening and closes what it accepted.
+  // Stops listening and closes what it accepted. Handshakes that are under way there may still end
+  // on the loop: that stops before the transport goes.
   virtual void shutdown() = 0;
 };
 

@@ -9,7 +9,7 @@
 
 namespace mooncake {
 
-// Whose packets are whose. Outlives the transport with what the wire below calls.
+// Whose packets are whose.
 class SimTransport::Channels {
  public:
   Channels(const TransportContext& context, uint32_t breakOdds)
@@ -76,34 +76,34 @@ class SimConnecting final : public Connecting {
 
 }  // namespace
 
-Result<std::unique_ptr<Transport>> SimTransport::create(const TransportContext& context,
-                                                        Create below, uint32_t breakOdds) {
-  const auto channels = std::make_shared<Channels>(context, breakOdds);
-  const auto inner = std::make_shared<TransportContext>(context);
-  inner->onAccepted = [channels, &context](EngineId peer, std::shared_ptr<Channel> channel) {
-    const auto accepted = channels->make(peer, false);
-    accepted->attach(std::move(channel));
-    context.onAccepted(peer, accepted);
+SimTransport::SimTransport(const TransportContext& context, uint32_t breakOdds)
+    : channels_(std::make_unique<Channels>(context, breakOdds)), inner_(context) {
+  inner_.onAccepted = [this, &context](EngineId peer, std::shared_ptr<Channel> below) {
+    const auto channel = channels_->make(peer, false);
+    channel->attach(std::move(below));
+    context.onAccepted(peer, channel);
   };
-  inner->onMessage = [channels](EngineId peer, ByteView packet) {
-    if (const auto channel = channels->find(peer)) channel->onPacket(packet);
+  inner_.onMessage = [this](EngineId peer, ByteView packet) {
+    if (const auto channel = channels_->find(peer)) channel->onPacket(packet);
   };
-  inner->onEnded = [channels](EngineId peer, const Evidence& evidence) {
-    if (const auto channel = channels->find(peer)) channel->onEnded(evidence);
+  inner_.onEnded = [this](EngineId peer, const Evidence& evidence) {
+    if (const auto channel = channels_->find(peer)) channel->onEnded(evidence);
   };
-  inner->onRenewed = [channels, &context](EngineId peer) {
-    if (const auto channel = channels->find(peer)) channel->restart();
+  inner_.onRenewed = [this, &context](EngineId peer) {
+    if (const auto channel = channels_->find(peer)) channel->restart();
     context.onRenewed(peer);
   };
-  // Handshakes that the wire below has under way end after it: what they use stays as long as the
-  // loop does.
-  context.loop.runAt(Deadline::at(Clock::time_point::max()), [inner] {});
-  auto made = below(*inner);
+}
+
+SimTransport::~SimTransport() { shutdown(); }
+
+Result<std::unique_ptr<Transport>> SimTransport::create(const TransportContext& context,
+                                                        Create below, uint32_t breakOdds) {
+  std::unique_ptr<SimTransport> transport(new SimTransport(context, breakOdds));
+  auto made = below(transport->inner_);
   if (!made.ok()) return made.error();
-  log(LogLevel::kInfo, "sim", "everything is late and out of order, by seed ", context.env.simSeed);
-  std::unique_ptr<SimTransport> transport(new SimTransport);
-  transport->channels_ = channels;
   transport->below_ = std::move(*made);
+  log(LogLevel::kInfo, "sim", "everything is late and out of order, by seed ", context.env.simSeed);
   return std::unique_ptr<Transport>(std::move(transport));
 }
 

@@ -16,7 +16,7 @@ class SimTransport final : public Transport {
   static constexpr uint32_t kBreakOdds = 500;
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context, Create below,
                                                    uint32_t breakOdds = kBreakOdds);
-  ~SimTransport() override { shutdown(); }
+  ~SimTransport() override;
 
   const char* name() const override { return "sim"; }
   Bytes endpoint() const override { return below_->endpoint(); }
@@ -31,9 +31,10 @@ class SimTransport final : public Transport {
 
  private:
   class Channels;
-  SimTransport() = default;
+  SimTransport(const TransportContext& context, uint32_t breakOdds);
 
-  std::shared_ptr<Channels> channels_;
+  const std::unique_ptr<Channels> channels_;
+  TransportContext inner_;  // of the wire below
   std::unique_ptr<Transport> below_;
 };
 
