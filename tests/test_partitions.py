@@ -346,14 +346,15 @@ def test_who_is_stopped_for_less_costs_only_time(transports, count):
         end_of_loop(crew)
 
 
-# seconds: of the failure timeout; of what must not look like one
-AT_ONCE = [
-    pytest.param(SHORT, 2 * SHORT, id="short"),
-    pytest.param(3.0, 10.0, id="default", marks=pytest.mark.slow),
-]
+def longer_than_timeouts(short, default):
+    """Failure timeouts, and how long something lasts under each that must not look like a loss."""
+    return [
+        pytest.param(SHORT, short, id="short"),
+        pytest.param(3.0, default, id="default", marks=pytest.mark.slow),
+    ]
 
 
-@pytest.mark.parametrize(("timeout", "stopped"), AT_ONCE)
+@pytest.mark.parametrize(("timeout", "stopped"), longer_than_timeouts(2 * SHORT, 10.0))
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_all_stopped_at_once_accuse_nobody(transports, timeout, stopped):
     with harness.starting(3, loop_together_on_rank, SMALL, **over(transports, timeout)) as crew:
@@ -381,13 +382,7 @@ def locked_on_rank(me, victim, seconds):
     return active()
 
 
-LOCKED = [
-    pytest.param(SHORT, 3 * SHORT, id="short"),
-    pytest.param(3.0, 40.0, id="default", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("timeout", "locked"), LOCKED)
+@pytest.mark.parametrize(("timeout", "locked"), longer_than_timeouts(3 * SHORT, 40.0))
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_who_holds_pythons_lock_is_not_silent(transports, timeout, locked):
     options = over(transports, timeout)

@@ -5,10 +5,12 @@
 #include <gtest/gtest.h>
 #include <thread>
 
+#include "engine_side.h"
+
 namespace mooncake {
 namespace {
 
-using std::chrono_literals::operator""ms;
+using mooncake::testing::eventually;
 using std::chrono_literals::operator""s;
 
 constexpr uint64_t kDoor = 7;
@@ -40,9 +42,14 @@ class EngineMessages : public ::testing::TestWithParam<const char*> {
 
   Engine& a() { return *engines_[0]; }
   Engine& b() { return *engines_[1]; }
-  static bool eventually(const std::function<bool()>& condition) {
-    for (int i = 0; i < 10000 && !condition(); ++i) std::this_thread::sleep_for(1ms);
-    return condition();
+  // Until all that a has sent to b is there, for whichever door.
+  void awaitSent() {
+    constexpr uint64_t kBehind = kDoor + 1;
+    std::atomic<bool> isThere{false};
+    b().openDoor(kBehind, [&](const EngineId&, ByteView) { isThere = true; });
+    ASSERT_TRUE(a().send(*toB_, kBehind, bytesOf(1)).ok());
+    EXPECT_TRUE(eventually([&] { return isThere.load(); })) << "no door is in another's way";
+    b().closeDoor(kBehind);
   }
 
   std::shared_ptr<Engine> engines_[2];
@@ -52,7 +59,7 @@ class EngineMessages : public ::testing::TestWithParam<const char*> {
 TEST_P(EngineMessages, EarlyOnesComeFirstAndAllInOrder) {
   constexpr size_t kCount = 200;
   for (size_t i = 0; i < kCount / 2; ++i) ASSERT_TRUE(a().send(*toB_, kDoor, bytesOf(i)).ok());
-  std::this_thread::sleep_for(20ms);  // most are there before anybody asks for them
+  awaitSent();
   std::atomic<size_t> received{0}, wrong{0};
   b().openDoor(kDoor, [&](const EngineId& from, ByteView message) {
     wrong += from != a().id() || Bytes(message.begin(), message.end()) != bytesOf(received);
@@ -67,8 +74,7 @@ TEST_P(EngineMessages, EarlyOnesComeFirstAndAllInOrder) {
 
 TEST_P(EngineMessages, EarlyOnesAreBounded) {
   for (size_t i = 0; i < 1500; ++i) ASSERT_TRUE(a().send(*toB_, kDoor, bytesOf(i)).ok());
-  ASSERT_TRUE(a().send(*toB_, kDoor, bytesOf(255)).ok());
-  std::this_thread::sleep_for(200ms);  // what still waits to be sent goes with the channel
+  awaitSent();
   a().leave();
   EXPECT_TRUE(eventually([&] { return toA_->ended.load(); }));
   std::atomic<size_t> received{0};
@@ -80,12 +86,9 @@ TEST_P(EngineMessages, EarlyOnesAreBounded) {
 
 TEST_P(EngineMessages, TheNewestOfTheEarlyOnesAreKept) {
   constexpr size_t kCount = Doors::kMostEarly + 500;
-  std::atomic<size_t> others{0};
-  b().openDoor(kDoor + 1, [&](const EngineId&, ByteView) { ++others; });
   for (size_t i = 0; i < kCount; ++i)
     ASSERT_TRUE(a().send(*toB_, kDoor, ByteWriter().put(uint64_t(i)).take()).ok());
-  ASSERT_TRUE(a().send(*toB_, kDoor + 1, bytesOf(1)).ok());
-  ASSERT_TRUE(eventually([&] { return others == 1; })) << "no door is in another's way";
+  awaitSent();
   std::vector<uint64_t> received;
   std::atomic<bool> last{false};
   b().openDoor(kDoor, [&](const EngineId&, ByteView message) {
@@ -95,7 +98,6 @@ TEST_P(EngineMessages, TheNewestOfTheEarlyOnesAreKept) {
   });
   EXPECT_TRUE(eventually([&] { return last.load(); }));
   b().closeDoor(kDoor);
-  b().closeDoor(kDoor + 1);
   ASSERT_EQ(received.size(), Doors::kMostEarly);
   EXPECT_EQ(received.front(), kCount - Doors::kMostEarly);
 }
@@ -133,7 +135,9 @@ TEST_P(EngineMessages, NothingIsHandledAfterTheHandlerIsTakenAway) {
   for (int i = 0; i < 50; ++i) {
     auto state = std::make_unique<std::atomic<int>>(0);
     b().openDoor(kDoor, [counted = state.get()](const EngineId&, ByteView) { ++*counted; });
-    if (i % 2 == 0) std::this_thread::sleep_for(1ms);
+    if (i % 2 == 0) {
+      EXPECT_TRUE(eventually([&] { return *state > 0; }));
+    }
     b().closeDoor(kDoor);
     state.reset();  // ASAN sees who comes later
   }

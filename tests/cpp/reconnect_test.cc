@@ -152,7 +152,8 @@ TEST_F(TcpRenewal, UnderPutsAndGetsOfManyThreads) {
     });
   }
   for (uint64_t round = 1; round <= 50; ++round) {
-    std::this_thread::sleep_for(2ms);
+    const size_t before = fetched;  // and by now another one is under way
+    ASSERT_TRUE(eventually([&] { return fetched > before; }));
     const size_t ended = a.endedCount();
     SocketBreaker::breakAll(round % 2 ? How::kReset : How::kHangUp);
     ASSERT_TRUE(eventually([&] { return a.endedCount() > ended; }));
