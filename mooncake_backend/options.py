@@ -1,6 +1,8 @@
-"""What a group can be told: MooncakeBackendOptions, process-wide settings, environment variables.
+"""What a group can be told: MooncakeBackendOptions and process-wide settings.
 
-The native part reads its own variables in csrc/base/env; no other file reads the environment.
+The environment is read by one table, csrc/base/env.cc, when a group is made. Only the two variables
+that programs written for another backend set are read here: they are checked and change nothing, so
+the native part does not know them.
 """
 
 from __future__ import annotations
@@ -177,7 +179,7 @@ class MooncakeBackendOptions:
             "auto_sync_on_failure": self.auto_sync_on_failure,
             "transports": None if self.transports is None else list(self.transports),
             "failure_timeout": self.failure_timeout,
-            "on_failure": self.on_failure or _on_failure(),
+            "on_failure": self.on_failure,
             "host_ip": _settings["host_ip"],
             "device_filter": list(_settings["device_filter"]),
         }
@@ -185,13 +187,6 @@ class MooncakeBackendOptions:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _on_failure() -> str:
-    value = os.environ.get("MOONCAKE_ON_FAILURE") or ON_FAILURE[0]
-    if value not in ON_FAILURE:
-        raise ValueError(f"MOONCAKE_ON_FAILURE is {value!r}; it must be one of {ON_FAILURE}")
-    return value
 
 
 def _flag(name: str) -> bool:

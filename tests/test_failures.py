@@ -344,19 +344,46 @@ def test_raise_ends_one_call_on_all(transports, verbs, count):
         assert found[1] == found[2]
 
 
-def disagreeing_on_rank(me):
-    mode = ["continue", "raise"][me.rank]
-    options = MooncakeBackendOptions(on_failure=mode)
-    return raised(
-        dist.init_process_group, "mooncake", store=me.store(), rank=me.rank, world_size=me.size,
-        pg_options=options,
+def make_group(me, mode):
+    dist.init_process_group(
+        "mooncake", store=me.store(), rank=me.rank, world_size=me.size,
+        pg_options=MooncakeBackendOptions(on_failure=mode),
     )  # fmt: skip
+
+
+def disagreeing_on_rank(me):
+    return raised(make_group, me, ["continue", "raise"][me.rank])
 
 
 def test_modes_must_agree():
     for kind, message in harness.run_ranks(2, disagreeing_on_rank, backend=None):
         assert kind == "DistBackendError"
         assert "on_failure" in message
+
+
+def mode_on_rank(me, option):
+    make_group(me, option)
+    return dist.group.WORLD._get_backend(torch.device("cpu")).on_failure
+
+
+MODES = [("", None, "continue"), ("raise", None, "raise"), ("raise", "continue", "continue")]
+
+
+@pytest.mark.parametrize(("variable", "option", "mode"), MODES)
+def test_the_option_wins_over_the_variable(variable, option, mode):
+    env = {"MOONCAKE_ON_FAILURE": variable}
+    assert harness.run_ranks(1, mode_on_rank, option, backend=None, env=env) == [mode]
+
+
+def misled_on_rank(me):
+    return raised(make_group, me, None)
+
+
+def test_a_variable_that_means_nothing_is_refused():
+    env = {"MOONCAKE_ON_FAILURE": "perhaps"}
+    [(kind, message)] = harness.run_ranks(1, misled_on_rank, backend=None, env=env)
+    assert kind == "ValueError"
+    assert "MOONCAKE_ON_FAILURE" in message
 
 
 # ---- roots, messages, groups
@@ -599,16 +626,9 @@ def test_errors_are_exceptions_like_others():
     assert pickle.loads(pickle.dumps(lost)).inputs_intact is False
 
 
-def test_on_failure_is_checked(monkeypatch):
+def test_on_failure_is_checked():
     with pytest.raises(ValueError, match="stop"):
         MooncakeBackendOptions(on_failure="stop")
-    assert MooncakeBackendOptions().for_group(2)["on_failure"] == "continue"
-    monkeypatch.setenv("MOONCAKE_ON_FAILURE", "raise")
-    assert MooncakeBackendOptions().for_group(2)["on_failure"] == "raise"
-    assert MooncakeBackendOptions(on_failure="continue").for_group(2)["on_failure"] == "continue"
-    monkeypatch.setenv("MOONCAKE_ON_FAILURE", "perhaps")
-    with pytest.raises(ValueError, match="MOONCAKE_ON_FAILURE"):
-        MooncakeBackendOptions().for_group(2)
 
 
 def test_works_of_others():

@@ -196,7 +196,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
                             .size = size,
                             .globalRanks = options_.globalRanks,
                             .membership = world ? world->membership_ : nullptr,
-                            .raises = options_.raises,
+                            .raises = options_.env.raises,
                             .onView = [mirror = options_.activeRanks, size](const GroupView& view) {
                               show(view, size, mirror);
                             }};
@@ -207,7 +207,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   group_ = orThrow(std::move(group));
   membership_ = group_->membership();
   messages_ = std::make_shared<MessageDriver>(*group_, completions_);
-  queue_ = std::make_unique<CollectiveQueue>(*group_, options_.raises, completions_);
+  queue_ = std::make_unique<CollectiveQueue>(*group_, options_.env.raises, completions_);
 }
 
 MooncakeBackend::~MooncakeBackend() { close(); }

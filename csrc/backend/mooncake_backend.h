@@ -27,7 +27,6 @@ struct BackendOptions {
   Env env;
   at::Tensor activeRanks;  // int32, mirrors who is active; the caller's own when one was given
   int capacity = 0;        // ranks that the group may grow to; 0: its size
-  bool raises = false;     // the loss of a member ends one operation on all, as PeerLostError
 };
 
 // What is known of the end of a rank.
@@ -91,7 +90,7 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
   at::Tensor activeRanks() const { return options_.activeRanks; }
-  const char* onFailure() const { return options_.raises ? "raise" : "continue"; }
+  const char* onFailure() const { return options_.env.raises ? "raise" : "continue"; }
   uint64_t epoch() const;  // of the job's view
   // Of the ranks of which we have seen the end or know who has, in rank order.
   std::vector<RankEvidence> evidence() const;

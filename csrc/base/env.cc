@@ -91,6 +91,12 @@ bool parseCrossMemoryAttach(std::string_view value, Env& env, std::string& allow
   return value == "0" || value == "1";
 }
 
+bool parseOnFailure(std::string_view value, Env& env, std::string& allowed) {
+  allowed = "continue or raise";
+  env.raises = value == "raise";
+  return value == "continue" || value == "raise";
+}
+
 bool parseSimSeed(std::string_view value, Env& env, std::string& allowed) {
   return parseNumber(value, 0, UINT64_MAX, env.simSeed, allowed);
 }
@@ -113,6 +119,9 @@ constexpr Entry kEntries[] = {
     {{"MOONCAKE_FAILURE_TIMEOUT_MS", "3000",
       "Silence after which a rank is given up, from 10 ms to a day"},
      parseFailureTimeout},
+    {{"MOONCAKE_ON_FAILURE", "continue",
+      "What a loss does to the operation that it interrupts: continue or raise"},
+     parseOnFailure},
     {{"MOONCAKE_TCP_CONNECTIONS", "2", "TCP data connections per peer, 1 to 64"},
      parseTcpConnections},
     {{"MOONCAKE_EAGER_BYTES", "0",

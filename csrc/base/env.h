@@ -30,6 +30,7 @@ struct Env {
   size_t tcpConnections = 2;         // MOONCAKE_TCP_CONNECTIONS: data connections per peer
   size_t eagerBytes = 0;             // MOONCAKE_EAGER_BYTES: 0 = chosen by the code
   bool crossMemoryAttach = true;     // MOONCAKE_CMA=0 turns process_vm_readv off
+  bool raises = false;               // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
   uint64_t simSeed = 1;              // MOONCAKE_SIM_SEED: of transport sim
   std::string logLevel = "warning";  // MOONCAKE_LOG_LEVEL: error, warning, info, debug
 

@@ -41,7 +41,7 @@ void apply(const py::dict& options, BackendOptions& out) {
     out.env.transports = options["transports"].cast<std::vector<std::string>>();
   if (given("host_ip")) out.env.hostIp = options["host_ip"].cast<std::string>();
   if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
-  if (given("on_failure")) out.raises = options["on_failure"].cast<std::string>() == "raise";
+  if (given("on_failure")) out.env.raises = options["on_failure"].cast<std::string>() == "raise";
   if (given("failure_timeout")) {
     out.env.failureTimeout = std::chrono::duration_cast<std::chrono::milliseconds>(
         options["failure_timeout"].cast<std::chrono::duration<double>>());

@@ -32,19 +32,15 @@ bool same(const Env& a, const Env& b) {
   return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
          a.eagerBytes == b.eagerBytes && a.crossMemoryAttach == b.crossMemoryAttach &&
-         a.logLevel == b.logLevel && a.simSeed == b.simSeed;
+         a.raises == b.raises && a.logLevel == b.logLevel && a.simSeed == b.simSeed;
 }
 
 const std::map<std::string, std::string> kGood = {
-    {"MOONCAKE_TRANSPORTS", "tcp,cuda_ipc"},
-    {"MOONCAKE_HOST_IP", "10.1.2.3"},
-    {"MOONCAKE_JOB_KEY", "secret"},
-    {"MOONCAKE_FAILURE_TIMEOUT_MS", "250"},
-    {"MOONCAKE_TCP_CONNECTIONS", "8"},
-    {"MOONCAKE_EAGER_BYTES", "4096"},
-    {"MOONCAKE_CMA", "0"},
-    {"MOONCAKE_LOG_LEVEL", "debug"},
-    {"MOONCAKE_SIM_SEED", "7"},
+    {"MOONCAKE_TRANSPORTS", "tcp,cuda_ipc"}, {"MOONCAKE_HOST_IP", "10.1.2.3"},
+    {"MOONCAKE_JOB_KEY", "secret"},          {"MOONCAKE_FAILURE_TIMEOUT_MS", "250"},
+    {"MOONCAKE_ON_FAILURE", "raise"},        {"MOONCAKE_TCP_CONNECTIONS", "8"},
+    {"MOONCAKE_EAGER_BYTES", "4096"},        {"MOONCAKE_CMA", "0"},
+    {"MOONCAKE_LOG_LEVEL", "debug"},         {"MOONCAKE_SIM_SEED", "7"},
 };
 
 TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
@@ -68,6 +64,7 @@ TEST_F(EnvTest, ReadsTheValues) {
   EXPECT_EQ(env->hostIp, "10.1.2.3");
   EXPECT_EQ(env->jobKey, "secret");
   EXPECT_EQ(env->failureTimeout, std::chrono::milliseconds(250));
+  EXPECT_TRUE(env->raises);
   EXPECT_EQ(env->tcpConnections, 8u);
   EXPECT_EQ(env->eagerBytes, 4096u);
   EXPECT_FALSE(env->crossMemoryAttach);
@@ -91,6 +88,7 @@ TEST_F(EnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
       {"MOONCAKE_FAILURE_TIMEOUT_MS", "3s"},
       {"MOONCAKE_FAILURE_TIMEOUT_MS", "-1"},
       {"MOONCAKE_FAILURE_TIMEOUT_MS", "9"},
+      {"MOONCAKE_ON_FAILURE", "perhaps"},
       {"MOONCAKE_TCP_CONNECTIONS", "0"},
       {"MOONCAKE_TCP_CONNECTIONS", "65"},
       {"MOONCAKE_EAGER_BYTES", "99999999999999999999999"},
