@@ -1,6 +1,5 @@
 #include "backend/mooncake_backend.h"
 
-#include <algorithm>
 #include <atomic>
 
 #include "backend/c10d_store.h"
@@ -93,26 +92,6 @@ std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector
   return elements;
 }
 
-// Cuts a run of bytes into consecutive pieces.
-std::vector<Span> cut(Span bytes, const std::vector<int64_t>& elements, size_t elementSize) {
-  std::vector<Span> pieces;
-  for (const int64_t count : elements) {
-    pieces.push_back(bytes.first(size_t(count) * elementSize));
-    bytes = bytes.subspan(pieces.back().size());
-  }
-  return pieces;
-}
-
-std::vector<Flat> flatten(const std::vector<at::Tensor>& tensors) {
-  return std::vector<Flat>(tensors.begin(), tensors.end());
-}
-
-std::vector<Span> spansOf(const std::vector<Flat>& flats) {
-  std::vector<Span> spans;
-  for (const Flat& flat : flats) spans.push_back(flat.bytes());
-  return spans;
-}
-
 // Its destructor never runs.
 template <typename T>
 void leak(T& owner) {
@@ -138,33 +117,6 @@ void show(const GroupView& view, int size, const at::Tensor& mirror) {
   } catch (const std::exception& error) {
     log(LogLevel::kError, "active_ranks", "cannot be shown on the device: ", error.what());
   }
-}
-
-// Of the evidence and what the job's membership says of a rank: what is certain, else what the view
-// is about.
-const char* kindOf(const Evidence* seen, const Membership::Seen* accused) {
-  const bool isCertain = seen && (seen->isGoodbye() || seen->kind == Evidence::Kind::kExited);
-  if (isCertain || !accused) return evidenceKindName(seen->kind);
-  switch (accused->accusation.cause) {
-    case Cause::kExited:
-      return "exited";
-    case Cause::kLeft:
-      return "goodbye";
-    case Cause::kSilent:
-      return "silent";
-    case Cause::kRefused:
-      return "refused";
-    case Cause::kUnreachable:
-      return "unreachable";
-    case Cause::kExcludes:
-      return "excludes";
-  }
-  return "?";
-}
-
-void give(const Status& status, const std::vector<Flat>& flats) {
-  if (!status.ok()) return;
-  for (const Flat& flat : flats) flat.give();
 }
 
 }  // namespace
@@ -289,30 +241,8 @@ int MooncakeBackend::jobRank(int rank) const {
 uint64_t MooncakeBackend::epoch() const { return membership_ ? membership_->view().epoch : 0; }
 
 std::vector<RankEvidence> MooncakeBackend::evidence() const {
-  std::vector<RankEvidence> all;
-  if (!group_) return all;
-  const auto accused = membership_->seen();
-  const auto systemNow = std::chrono::system_clock::now();
-  const auto steadyNow = Clock::now();
-  for (int r = 0; r < size_; ++r) {
-    const Evidence* seen = group_->window().ended(r);
-    const auto found = std::ranges::find(
-        accused, jobRank(r), [](const Membership::Seen& one) { return one.accusation.rank; });
-    const Membership::Seen* known = found == accused.end() ? nullptr : &*found;
-    if (!seen && !known) continue;
-    RankEvidence one{.rank = r, .kind = kindOf(seen, known)};
-    if (seen) {
-      one.detail = seen->detail;
-      one.when = seen->when;
-    } else {
-      one.detail = known->detail.empty()
-                       ? "rank " + std::to_string(known->accusation.by) + " says so"
-                       : known->detail;
-      one.when = steadyNow - std::chrono::duration_cast<Clock::duration>(systemNow - known->when);
-    }
-    all.push_back(std::move(one));
-  }
-  return all;
+  if (!group_) return {};
+  return evidenceIn(*group_, [this](int rank) { return jobRank(rank); });
 }
 
 std::string MooncakeBackend::transportTo(int rank) const {

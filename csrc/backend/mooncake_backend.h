@@ -11,6 +11,7 @@
 #include "backend/collective_queue.h"
 #include "backend/completions.h"
 #include "backend/message_driver.h"
+#include "backend/rank_evidence.h"
 #include "base/env.h"
 #include "base/fork.h"
 #include "collectives/collectives.h"
@@ -27,14 +28,6 @@ struct BackendOptions {
   Env env;
   at::Tensor activeRanks;  // int32, mirrors who is active; the caller's own when one was given
   int capacity = 0;        // ranks that the group may grow to; 0: its size
-};
-
-// What is known of the end of a rank.
-struct RankEvidence {
-  int rank = 0;  // of the group
-  std::string kind;
-  std::string detail;
-  std::chrono::steady_clock::time_point when;
 };
 
 // A c10d backend over one Group. Checks arguments, hands them to the collectives, and nothing else.
@@ -92,7 +85,6 @@ class MooncakeBackend : public c10d::Backend {
   at::Tensor activeRanks() const { return options_.activeRanks; }
   const char* onFailure() const { return options_.env.raises ? "raise" : "continue"; }
   uint64_t epoch() const;  // of the job's view
-  // Of the ranks of which we have seen the end or know who has, in rank order.
   std::vector<RankEvidence> evidence() const;
   // "shm", "tcp", ...: the wire to a rank.
   std::string transportTo(int rank) const;

@@ -75,4 +75,29 @@ std::span<std::byte> bytesOf(const at::Tensor& contiguous) {
   return {static_cast<std::byte*>(contiguous.data_ptr()), contiguous.nbytes()};
 }
 
+std::vector<std::span<std::byte>> cut(std::span<std::byte> bytes,
+                                      const std::vector<int64_t>& elements, size_t elementSize) {
+  std::vector<std::span<std::byte>> pieces;
+  for (const int64_t count : elements) {
+    pieces.push_back(bytes.first(size_t(count) * elementSize));
+    bytes = bytes.subspan(pieces.back().size());
+  }
+  return pieces;
+}
+
+std::vector<Flat> flatten(const std::vector<at::Tensor>& tensors) {
+  return std::vector<Flat>(tensors.begin(), tensors.end());
+}
+
+std::vector<std::span<std::byte>> spansOf(const std::vector<Flat>& flats) {
+  std::vector<std::span<std::byte>> spans;
+  for (const Flat& flat : flats) spans.push_back(flat.bytes());
+  return spans;
+}
+
+void give(const Status& status, const std::vector<Flat>& flats) {
+  if (!status.ok()) return;
+  for (const Flat& flat : flats) flat.give();
+}
+
 }  // namespace mooncake

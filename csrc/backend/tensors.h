@@ -34,5 +34,13 @@ class Flat {
   at::Tensor tensor_;
   at::Tensor flat_;
 };
+std::vector<Flat> flatten(const std::vector<at::Tensor>& tensors);
+std::vector<std::span<std::byte>> spansOf(const std::vector<Flat>& flats);
+// Of all, where it is ok.
+void give(const Status& status, const std::vector<Flat>& flats);
+
+// Cuts a run of bytes into consecutive pieces.
+std::vector<std::span<std::byte>> cut(std::span<std::byte> bytes,
+                                      const std::vector<int64_t>& elements, size_t elementSize);
 
 }  // namespace mooncake

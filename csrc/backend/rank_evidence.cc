@@ -1,0 +1,58 @@
+#include "backend/rank_evidence.h"
+
+#include <algorithm>
+
+namespace mooncake {
+namespace {
+
+// Of the evidence and what the job's membership says of a rank: what is certain, else what the view
+// is about.
+const char* kindOf(const Evidence* seen, const Membership::Seen* accused) {
+  const bool isCertain = seen && (seen->isGoodbye() || seen->kind == Evidence::Kind::kExited);
+  if (isCertain || !accused) return evidenceKindName(seen->kind);
+  switch (accused->accusation.cause) {
+    case Cause::kExited:
+      return "exited";
+    case Cause::kLeft:
+      return "goodbye";
+    case Cause::kSilent:
+      return "silent";
+    case Cause::kRefused:
+      return "refused";
+    case Cause::kUnreachable:
+      return "unreachable";
+    case Cause::kExcludes:
+      return "excludes";
+  }
+  return "?";
+}
+
+}  // namespace
+
+std::vector<RankEvidence> evidenceIn(const Group& group, const std::function<int(int)>& jobRank) {
+  std::vector<RankEvidence> all;
+  const auto accused = group.membership()->seen();
+  const auto systemNow = std::chrono::system_clock::now();
+  const auto steadyNow = Clock::now();
+  for (int r = 0; r < group.size(); ++r) {
+    const Evidence* seen = group.window().ended(r);
+    const auto found = std::ranges::find(
+        accused, jobRank(r), [](const Membership::Seen& one) { return one.accusation.rank; });
+    const Membership::Seen* known = found == accused.end() ? nullptr : &*found;
+    if (!seen && !known) continue;
+    RankEvidence one{.rank = r, .kind = kindOf(seen, known)};
+    if (seen) {
+      one.detail = seen->detail;
+      one.when = seen->when;
+    } else {
+      one.detail = known->detail.empty()
+                       ? "rank " + std::to_string(known->accusation.by) + " says so"
+                       : known->detail;
+      one.when = steadyNow - std::chrono::duration_cast<Clock::duration>(systemNow - known->when);
+    }
+    all.push_back(std::move(one));
+  }
+  return all;
+}
+
+}  // namespace mooncake
