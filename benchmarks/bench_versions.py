@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gate", action="store_true", help="exit 1 if a limit is broken")
     args = parser.parse_args(argv)
     # Or torch loads the one that is installed, by itself.
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     start, watch, facts = time.monotonic(), OthersWatch(), machine_facts()
     rounds = list(measure(args))
     cells = cells_of(rounds)

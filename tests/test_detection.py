@@ -50,8 +50,8 @@ def die(me, how):
 
 
 def is_watched():
-    """Whether the kernel would tell the others of our end: the thread that holds the word for it has
-    taken its name."""
+    """Whether the kernel would tell the others of our end: the thread that holds the word for it
+    has taken its name."""
     names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
     return "mooncake-live" in names
 
