@@ -114,6 +114,20 @@ def futures_on_rank(me, count):
     oracle.exercise("all_reduce", count=count)
 
 
+def nested_on_rank(me, depth):
+    """A callback waits for an operation that it starts itself, as PowerSGD's gradient hook does."""
+
+    def add(level):
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        if level == depth:
+            return work.get_future()
+        return work.get_future().then(lambda f: f.value() + list(add(level + 1).wait()))
+
+    sums = add(1).wait()
+    assert len(sums) == depth
+    assert all((t == me.size).all() for t in sums)
+
+
 def many_on_rank(me, name):
     """A queue of operations, started while nobody else is there, keeps its order."""
     if me.rank == 0:
@@ -259,6 +273,11 @@ def test_polling(crew, count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_futures(crew, count):
     crew.call(futures_on_rank, count)
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_callbacks_that_wait_for_operations(crew, depth):
+    crew.call(nested_on_rank, depth)
 
 
 def test_a_queue_of_operations(crew):

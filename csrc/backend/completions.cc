@@ -1,73 +1,99 @@
 #include "backend/completions.h"
 
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <pthread.h>
 #include <utility>
 #include <vector>
 
 namespace mooncake {
+namespace {
 
-// Shared with the thread, which outlives its Completions when its own last task drops that.
+// A task that has waited for so long goes to another thread: what runs may be a callback that waits
+// for this very task, as in fut.then(lambda f: dist.all_reduce(...,
+// async_op=True).get_future().wait()). Sooner would only take tasks out of their order.
+constexpr auto kStalled = std::chrono::milliseconds(2);
+// So deep may such callbacks be nested. All of them may also be waiting for Python's lock.
+constexpr size_t kMostThreads = 4;
+
+}  // namespace
+
+// Shared with the threads: one outlives its Completions when its own last task drops that.
 struct Completions::State {
+  struct Task {
+    std::function<void()> run;
+    Clock::time_point posted;
+  };
   std::mutex mutex;  // guards everything below
-  std::condition_variable posted;
+  std::condition_variable changed;
   std::condition_variable idle;
-  bool running = false;
-  std::vector<std::function<void()>> tasks;
+  size_t busy = 0;  // threads that are in a task
+  std::deque<Task> tasks;
   bool stopping = false;
-  std::thread thread;  // started by the first task
+  std::vector<std::thread> threads;  // each is started by a task that finds all others busy
 };
 
 Completions::Completions() : state_(std::make_shared<State>()) {}
 
 Completions::~Completions() {
+  std::vector<std::thread> threads;
   {
     std::lock_guard lock(state_->mutex);
     state_->stopping = true;
+    threads.swap(state_->threads);
   }
-  state_->posted.notify_one();
-  if (!state_->thread.joinable()) return;
-  if (state_->thread.get_id() == std::this_thread::get_id()) {
-    state_->thread.detach();
-  } else {
-    state_->thread.join();
+  state_->changed.notify_all();
+  for (auto& thread : threads) {
+    if (thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();
+    } else {
+      thread.join();
+    }
   }
 }
 
 void Completions::post(std::function<void()> task) {
   {
     std::lock_guard lock(state_->mutex);
-    state_->tasks.push_back(std::move(task));
-    if (!state_->thread.joinable()) {
-      state_->thread = std::thread([state = state_] { run(state); });
-      pthread_setname_np(state_->thread.native_handle(), "mooncake-done");
+    state_->tasks.push_back({std::move(task), Clock::now()});
+    auto& threads = state_->threads;
+    if (state_->busy == threads.size() && threads.size() < kMostThreads && !state_->stopping) {
+      threads.emplace_back([state = state_] { run(state); });
+      pthread_setname_np(threads.back().native_handle(), "mooncake-done");
     }
   }
-  state_->posted.notify_one();
+  state_->changed.notify_one();
 }
 
 bool Completions::drain(Deadline deadline) {
   std::unique_lock lock(state_->mutex);
   return state_->idle.wait_until(lock, deadline.when(),
-                                 [&] { return !state_->running && state_->tasks.empty(); });
+                                 [&] { return state_->busy == 0 && state_->tasks.empty(); });
 }
 
 void Completions::run(const std::shared_ptr<State>& state) {
   std::unique_lock lock(state->mutex);
   for (;;) {
-    state->posted.wait(lock, [&] { return state->stopping || !state->tasks.empty(); });
-    if (state->tasks.empty()) return;
-    auto tasks = std::exchange(state->tasks, {});
-    state->running = true;
-    lock.unlock();
-    for (auto& task : tasks) {
-      task();
-      task = nullptr;
+    if (state->tasks.empty()) {
+      if (state->stopping) return;
+      state->changed.wait(lock);
+      continue;
     }
+    const auto due = state->tasks.front().posted + kStalled;
+    if (state->busy != 0 && Clock::now() < due) {
+      state->changed.wait_until(lock, due);
+      continue;
+    }
+    auto task = std::move(state->tasks.front().run);
+    state->tasks.pop_front();
+    ++state->busy;
+    lock.unlock();
+    task();
+    task = nullptr;
     lock.lock();
-    state->running = false;
-    state->idle.notify_all();
+    --state->busy;
+    if (state->busy == 0) state->idle.notify_all();
   }
 }
 
