@@ -299,7 +299,8 @@ Status Operation::timedOut(StampWord word) const {
     if (!hasStamp(r, word)) missing.push_back(r);
   }
   return {ErrorCode::kTimeout,
-          "timed out: " + group_.nameRank(rank()) + " waited for " + listRanks(group_, missing) +
+          "timed out: " + group_.nameRank(rank()) + " waited until the timeout for " +
+              listRanks(group_, missing) +
               (word == &Slot::begun ? ", which did not call it in time"
                                     : ", which began it but did not end it in time")};
 }
@@ -319,8 +320,8 @@ Status Operation::explain(Error why) {
 }
 
 Status Operation::dataTimedOut() const {
-  return {ErrorCode::kTimeout,
-          "timed out: " + group_.nameRank(rank()) + " waited for the data of others"};
+  return {ErrorCode::kTimeout, "timed out: " + group_.nameRank(rank()) +
+                                   " waited until the timeout for the data of others"};
 }
 
 void Operation::ringMapped() {
