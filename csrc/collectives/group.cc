@@ -198,7 +198,8 @@ void Group::interruptAll() {
 }
 
 Status Group::usable() const {
-  if (!failed_.load(std::memory_order_acquire)) return {};
+  const bool hasFailed = failed_.load(std::memory_order_acquire);
+  if (!hasFailed) return membership_->isOver() ? membership_->standing() : Status();
   std::lock_guard lock(failureMutex_);
   return failure_;
 }

@@ -347,6 +347,7 @@ void Membership::end(const Error& why) {
     if (!standing_.ok()) return;
     standing_ = why;
   }
+  isOver_.store(true, std::memory_order_release);
   log(LogLevel::kError, engine_->logName(), why.message);
   for (Listener* listener : listeners_) listener->onOver(why);
   // So that nobody waits for us. Not from here: a channel may be what called us.

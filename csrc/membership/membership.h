@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -58,6 +59,9 @@ class Membership {
 
   View view() const;        // any thread
   Status standing() const;  // ok, or the error of onOver()
+  // Whether standing() is an error. From before any group is told, so that who has heard it from
+  // one group is not served by another any more. Any thread; costs a load.
+  bool isOver() const { return isOver_.load(std::memory_order_acquire); }
 
   // Of all that are out, as far as this rank knows: how, by whom, and what was seen if it was us.
   struct Seen {
@@ -106,7 +110,8 @@ class Membership {
   EventLoop::TimerId timer_ = 0;
   std::optional<Clock::time_point> timerAt_;
 
-  mutable std::mutex mutex_;  // guards all below
+  std::atomic<bool> isOver_{false};  // set behind standing_
+  mutable std::mutex mutex_;         // guards all below
   View view_;
   Status standing_;
   std::map<int, Seen> seen_;
