@@ -220,7 +220,7 @@ def own_mistakes():
         "negative split": (lambda: single(ones(n), ones(n), [1] * n, [-1, *[1] * (n - 1)]), "neg"),
         "root": (lambda: dist.broadcast(ones(1), n), ""),
         "root below": (lambda: dist.reduce(ones(1), -1), ""),
-        "sum of complex": (lambda: backend.allreduce([ones(3, dtype=torch.complex64)]), "complex"),
+        "complex": (lambda: backend.allreduce([ones(3).cfloat()], dist.ReduceOp.MAX), "complex"),
         "sum of fp8": (lambda: dist.all_reduce(ones(3).to(torch.float8_e5m2)), "float8_e5m2"),
         "avg of bool": (lambda: dist.all_reduce(ones(3).bool(), op=dist.ReduceOp.AVG), "bool"),
         "bitwise and": (lambda: dist.all_reduce(ones(3).int(), op=dist.ReduceOp.BAND), "SUM"),

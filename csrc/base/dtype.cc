@@ -38,9 +38,9 @@ Traits traitsOf(DType dtype) {
     case DType::kBool:
       return {"bool", 1, true};
     case DType::kComplex64:
-      return {"complex64", 8, false};
+      return {"complex64", 8, true};
     case DType::kComplex128:
-      return {"complex128", 16, false};
+      return {"complex128", 16, true};
     case DType::kFloat8E4M3FN:
       return {"float8_e4m3fn", 1, false};
     case DType::kFloat8E5M2:
@@ -75,6 +75,14 @@ const char* reduceName(ReduceKind kind) {
       return "MIN";
     case ReduceKind::kMax:
       return "MAX";
+    case ReduceKind::kBitAnd:
+      return "BAND";
+    case ReduceKind::kBitOr:
+      return "BOR";
+    case ReduceKind::kBitXor:
+      return "BXOR";
+    case ReduceKind::kPremulSum:
+      return "PREMUL_SUM";
   }
   return "unknown";
 }

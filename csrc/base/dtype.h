@@ -29,11 +29,21 @@ enum class DType : uint8_t {
   kFloat8E8M0FNU,
 };
 
-enum class ReduceKind : uint8_t { kSum = 0, kAvg, kProduct, kMin, kMax };
+enum class ReduceKind : uint8_t {
+  kSum = 0,
+  kAvg,
+  kProduct,
+  kMin,
+  kMax,
+  kBitAnd,
+  kBitOr,
+  kBitXor,
+  kPremulSum,
+};
 
 size_t dtypeSize(DType dtype);            // 0 for a number that is no DType
 const char* dtypeName(DType dtype);       // torch's spelling without "torch.": "float32"
 const char* reduceName(ReduceKind kind);  // c10d's spelling: "SUM"
-bool isReducible(DType dtype);            // all but complex and fp8
+bool isReducible(DType dtype);            // all but fp8
 
 }  // namespace mooncake

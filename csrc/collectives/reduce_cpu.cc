@@ -30,6 +30,15 @@ struct Float16 {
 struct Bool {
   uint8_t bits;
 };
+// std::complex multiplies by a function call per element.
+template <typename T>
+struct Complex {
+  T real, imag;
+  friend Complex operator+(Complex a, Complex b) { return {a.real + b.real, a.imag + b.imag}; }
+  friend Complex operator*(Complex a, Complex b) {
+    return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
+  }
+};
 
 inline float toFloat(BFloat16 value) { return std::bit_cast<float>(uint32_t(value.bits) << 16); }
 
@@ -110,9 +119,26 @@ inline Acc combine(Acc a, Acc b) {
     return a * b;
   } else if constexpr (kKind == ReduceKind::kMin) {
     return b < a || b != b ? b : a;
-  } else {
+  } else if constexpr (kKind == ReduceKind::kMax) {
     return b > a || b != b ? b : a;
+  } else if constexpr (kKind == ReduceKind::kBitAnd) {
+    return static_cast<Acc>(a & b);
+  } else if constexpr (kKind == ReduceKind::kBitOr) {
+    return static_cast<Acc>(a | b);
+  } else {
+    return static_cast<Acc>(a ^ b);
   }
+}
+
+template <typename Acc>
+inline Acc divide(Acc sum, size_t by) {
+  using Divisor = std::conditional_t<!std::is_integral_v<Acc>, Acc,
+                                     std::conditional_t<std::is_signed_v<Acc>, int64_t, uint64_t>>;
+  return static_cast<Acc>(sum / static_cast<Divisor>(by));
+}
+template <typename T>
+inline Complex<T> divide(Complex<T> sum, size_t by) {
+  return {divide(sum.real, by), divide(sum.imag, by)};
 }
 
 // A block of accumulators stays in the first-level cache while the sources stream by.
@@ -133,11 +159,7 @@ MOONCAKE_VECTORIZED void reduceTyped(std::byte* target, const std::byte* const* 
       for (size_t i = 0; i < length; ++i) acc[i] = combine<kKind>(acc[i], E::load(source[i]));
     }
     if constexpr (kKind == ReduceKind::kAvg) {
-      using Divisor =
-          std::conditional_t<!std::is_integral_v<Acc>, Acc,
-                             std::conditional_t<std::is_signed_v<Acc>, int64_t, uint64_t>>;
-      for (size_t i = 0; i < length; ++i)
-        acc[i] = static_cast<Acc>(acc[i] / static_cast<Divisor>(sourceCount));
+      for (size_t i = 0; i < length; ++i) acc[i] = divide(acc[i], sourceCount);
     }
     T* out = reinterpret_cast<T*>(target) + start;
     for (size_t i = 0; i < length; ++i) E::store(acc[i], out[i]);
@@ -147,20 +169,41 @@ MOONCAKE_VECTORIZED void reduceTyped(std::byte* target, const std::byte* const* 
 using Reducer = void (*)(std::byte*, const std::byte* const*, size_t, size_t);
 
 template <typename T>
+constexpr bool kIsComplex = std::is_same_v<T, Complex<float>> || std::is_same_v<T, Complex<double>>;
+template <typename T>
+constexpr bool kIsFloat = std::is_floating_point_v<typename Element<T>::Acc>;
+
+// Null: there is no such arithmetic.
+template <typename T>
 Reducer reducerOf(ReduceKind kind) {
+  constexpr bool kIsBool = std::is_same_v<T, Bool>;
   switch (kind) {
+    case ReduceKind::kPremulSum:
+      if constexpr (!kIsFloat<T> && !kIsComplex<T>) return nullptr;
+      [[fallthrough]];
     case ReduceKind::kSum:
-      if constexpr (std::is_same_v<T, Bool>) return reduceTyped<T, ReduceKind::kMax>;
+      if constexpr (kIsBool) return reduceTyped<T, ReduceKind::kMax>;
       return reduceTyped<T, ReduceKind::kSum>;
     case ReduceKind::kAvg:
-      if constexpr (std::is_same_v<T, Bool>) return nullptr;
-      return reduceTyped<T, ReduceKind::kAvg>;
+      if constexpr (!kIsBool) return reduceTyped<T, ReduceKind::kAvg>;
+      return nullptr;
     case ReduceKind::kProduct:
       return reduceTyped<T, ReduceKind::kProduct>;
     case ReduceKind::kMin:
-      return reduceTyped<T, ReduceKind::kMin>;
+      if constexpr (!kIsComplex<T>) return reduceTyped<T, ReduceKind::kMin>;
+      return nullptr;
     case ReduceKind::kMax:
-      return reduceTyped<T, ReduceKind::kMax>;
+      if constexpr (!kIsComplex<T>) return reduceTyped<T, ReduceKind::kMax>;
+      return nullptr;
+    case ReduceKind::kBitAnd:
+      if constexpr (!kIsFloat<T> && !kIsComplex<T>) return reduceTyped<T, ReduceKind::kBitAnd>;
+      return nullptr;
+    case ReduceKind::kBitOr:
+      if constexpr (!kIsFloat<T> && !kIsComplex<T>) return reduceTyped<T, ReduceKind::kBitOr>;
+      return nullptr;
+    case ReduceKind::kBitXor:
+      if constexpr (!kIsFloat<T> && !kIsComplex<T>) return reduceTyped<T, ReduceKind::kBitXor>;
+      return nullptr;
   }
   return nullptr;
 }
@@ -193,6 +236,10 @@ Reducer findReducer(Reduction reduction) {
       return reducerOf<double>(reduction.kind);
     case DType::kBool:
       return reducerOf<Bool>(reduction.kind);
+    case DType::kComplex64:
+      return reducerOf<Complex<float>>(reduction.kind);
+    case DType::kComplex128:
+      return reducerOf<Complex<double>>(reduction.kind);
     default:
       return nullptr;
   }

@@ -20,6 +20,16 @@ std::vector<T> reduce(DType dtype, ReduceKind kind, const std::vector<std::vecto
   return target;
 }
 
+std::vector<float> reduceComplex(ReduceKind kind, const std::vector<std::vector<float>>& sources) {
+  std::vector<const std::byte*> raw;
+  for (const auto& source : sources)
+    raw.push_back(reinterpret_cast<const std::byte*>(source.data()));
+  std::vector<float> target(sources[0].size());
+  reduceSources({DType::kComplex64, kind}, reinterpret_cast<std::byte*>(target.data()), raw,
+                target.size() / 2);
+  return target;
+}
+
 TEST(ReduceCpuTest, IntegersOfEveryKind) {
   const std::vector<std::vector<int32_t>> sources = {{5, -7, 2}, {3, 3, -9}, {4, 1, 2}};
   EXPECT_EQ(reduce(DType::kInt32, ReduceKind::kSum, sources), (std::vector<int32_t>{12, -3, -5}));
@@ -52,6 +62,27 @@ TEST(ReduceCpuTest, BooleansAreLogic) {
   EXPECT_EQ(reduce(DType::kBool, ReduceKind::kProduct, sources),
             (std::vector<uint8_t>{1, 0, 0, 0}));
   EXPECT_FALSE(checkReduction({DType::kBool, ReduceKind::kAvg}).ok());
+}
+
+TEST(ReduceCpuTest, Bits) {
+  const std::vector<std::vector<int16_t>> sources = {{0b1100, -1, 0}, {0b1010, 5, -7}};
+  EXPECT_EQ(reduce(DType::kInt16, ReduceKind::kBitAnd, sources), (std::vector<int16_t>{8, 5, 0}));
+  EXPECT_EQ(reduce(DType::kInt16, ReduceKind::kBitOr, sources), (std::vector<int16_t>{14, -1, -7}));
+  EXPECT_EQ(reduce(DType::kInt16, ReduceKind::kBitXor, sources), (std::vector<int16_t>{6, -6, -7}));
+  const std::vector<std::vector<uint8_t>> flags = {{1, 0, 1, 0}, {1, 0, 0, 1}, {1, 1, 0, 1}};
+  EXPECT_EQ(reduce(DType::kBool, ReduceKind::kBitXor, flags), (std::vector<uint8_t>{1, 1, 1, 0}));
+  EXPECT_FALSE(checkReduction({DType::kFloat32, ReduceKind::kBitOr}).ok());
+}
+
+// Real and imaginary parts in turns.
+TEST(ReduceCpuTest, ComplexNumbers) {
+  const std::vector<std::vector<float>> sources = {{1, 2, 0, 1}, {3, -4, 0, 1}};
+  EXPECT_EQ(reduceComplex(ReduceKind::kSum, sources), (std::vector<float>{4, -2, 0, 2}));
+  EXPECT_EQ(reduceComplex(ReduceKind::kAvg, sources), (std::vector<float>{2, -1, 0, 1}));
+  EXPECT_EQ(reduceComplex(ReduceKind::kPremulSum, sources), (std::vector<float>{4, -2, 0, 2}));
+  EXPECT_EQ(reduceComplex(ReduceKind::kProduct, sources), (std::vector<float>{11, 2, -1, 0}));
+  for (const auto kind : {ReduceKind::kMin, ReduceKind::kMax, ReduceKind::kBitAnd})
+    EXPECT_EQ(checkReduction({DType::kComplex128, kind}).code(), ErrorCode::kInvalidArgument);
 }
 
 // Every half is exactly a float, so reducing one source must give it back, and the sum of two is
@@ -116,11 +147,15 @@ TEST(ReduceCpuTest, TheTargetMayBeASource) {
   EXPECT_EQ(b, std::vector<float>(5000, 3));
 }
 
-TEST(ReduceCpuTest, NoArithmeticForComplexAndFloat8) {
-  for (const DType dtype :
-       {DType::kComplex64, DType::kComplex128, DType::kFloat8E4M3FN, DType::kFloat8E8M0FNU}) {
+TEST(ReduceCpuTest, NoArithmeticForFloat8) {
+  for (const DType dtype : {DType::kFloat8E4M3FN, DType::kFloat8E5M2, DType::kFloat8E8M0FNU}) {
     EXPECT_EQ(checkReduction({dtype, ReduceKind::kSum}).code(), ErrorCode::kInvalidArgument);
   }
+}
+
+TEST(ReduceCpuTest, FactorsAreForFloats) {
+  EXPECT_TRUE(checkReduction({DType::kBFloat16, ReduceKind::kPremulSum}).ok());
+  EXPECT_FALSE(checkReduction({DType::kInt32, ReduceKind::kPremulSum}).ok());
 }
 
 }  // namespace
