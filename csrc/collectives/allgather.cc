@@ -2,60 +2,68 @@
 // starting with its right neighbour so that no rank is asked by all at once; (n-1)s bytes in and
 // out of each rank, one copy where the memory can be read.
 #include <cstring>
+#include <vector>
 
+#include "collectives/buffers.h"
 #include "collectives/collectives.h"
 #include "collectives/operation.h"
 
 namespace mooncake {
 namespace {
 
-void copyOwn(ConstSpan input, Span output) {
-  if (output.data() != input.data() && !input.empty())
-    std::memmove(output.data(), input.data(), input.size());
-}
-
 class Small final : public Algorithm {
  public:
-  Small(ConstSpan input, std::span<const Span> outputs) : input_(input), outputs_(outputs) {}
+  Small(Buffers inputs, std::span<const Span> outputs) : inputs_(inputs), outputs_(outputs) {}
 
   Status contribute(Operation& op) override {
-    if (!input_.empty()) std::memcpy(op.payload(), input_.data(), input_.size());
-    return op.begin(input_.size());
+    pack(inputs_, op.payload());
+    return op.begin(packedBytes(inputs_));
   }
   Status conclude(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
+    const size_t bytes = packedBytes(inputs_);
     for (const int r : op.ranks()) {
-      auto payload = op.payloadOf(r, input_.size());
+      auto payload = op.payloadOf(r, bytes);
       if (!payload.ok()) return payload.error();
-      if (!input_.empty()) std::memcpy(outputs_[r].data(), *payload, input_.size());
+      const std::byte* given = *payload;
+      for (size_t i = 0; i < inputs_.size(); ++i) {
+        const Span output = outputs_[size_t(r) * inputs_.size() + i];
+        if (!output.empty()) std::memcpy(output.data(), given, output.size());
+        given += aligned(output.size());
+      }
     }
     zeroMissing(op, outputs_);
     return op.commit(Operation::When::kAllBegan);
   }
 
  private:
-  const ConstSpan input_;
+  const Buffers inputs_;
   const std::span<const Span> outputs_;
 };
 
 class Large final : public Algorithm {
  public:
-  Large(ConstSpan input, std::span<const Span> outputs) : input_(input), outputs_(outputs) {}
+  Large(Buffers inputs, std::span<const Span> outputs) : inputs_(inputs), outputs_(outputs) {}
 
   Status contribute(Operation& op) override {
-    // Peers only read; the table knows addresses without const.
-    auto region = op.group().engine().regions().add(const_cast<std::byte*>(input_.data()),
-                                                    input_.size(), kRemoteRead);
-    if (!region.ok()) return region.error();
-    region_ = std::move(*region);
-    op.announceInput(region_.remote());
-    MOONCAKE_TRY(op.begin(0));
+    auto table = announceBuffers(op, inputs_, regions_);
+    if (!table.ok()) return table.error();
+    MOONCAKE_TRY(op.begin(*table));
     // Nothing is written to the outputs before all calls are known to agree.
     MOONCAKE_TRY(op.awaitAllBegun());
-    copyOwn(input_, outputs_[op.rank()]);
+    const size_t count = inputs_.size();
+    for (size_t i = 0; i < count; ++i) {
+      const Span input = inputs_[i].data, output = outputs_[size_t(op.rank()) * count + i];
+      if (output.data() != input.data() && !input.empty())
+        std::memmove(output.data(), input.data(), input.size());
+    }
     Fetches fetches(op);
     for (const int from : op.others()) {
-      MOONCAKE_TRY(fetches.start(from, op.slot(from).input, 0, outputs_[from]));
+      for (size_t i = 0; i < count; ++i) {
+        auto buffer = announcedBuffer(op, from, i, count);
+        if (!buffer.ok()) return buffer.error();
+        MOONCAKE_TRY(fetches.start(from, *buffer, 0, outputs_[size_t(from) * count + i]));
+      }
     }
     return fetches.await();
   }
@@ -63,27 +71,32 @@ class Large final : public Algorithm {
     zeroMissing(op, outputs_);
     return op.commitDone();
   }
-  void rollBack(Operation&, Then) override { region_ = MemoryRegion(); }
+  void rollBack(Operation&, Then) override { regions_.clear(); }
 
  private:
-  const ConstSpan input_;
+  const Buffers inputs_;
   const std::span<const Span> outputs_;
-  MemoryRegion region_;
+  std::vector<MemoryRegion> regions_;
 };
 
 }  // namespace
 
-Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype,
-                 Deadline deadline) {
-  Operation op(group,
-               {.verb = Verb::kAllgather, .dtype = dtype, .count = input.size() / dtypeSize(dtype)},
-               deadline);
-  if (input.size() <= group.eagerBytes()) {
-    Small small(input, outputs);
+Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline) {
+  const bool isSmall = packedBytes(inputs) <= group.eagerBytes();
+  if (!isSmall) MOONCAKE_TRY(checkTableOf(group, inputs.size()));
+  Operation op(group, callOf({.verb = Verb::kAllgather}, inputs), deadline);
+  if (isSmall) {
+    Small small(inputs, outputs);
     return op.run(small);
   }
-  Large large(input, outputs);
+  Large large(inputs, outputs);
   return op.run(large);
+}
+
+Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype,
+                 Deadline deadline) {
+  const Buffer buffer = readOnly(input, dtype);
+  return allgather(group, Buffers(&buffer, 1), outputs, deadline);
 }
 
 }  // namespace mooncake

@@ -11,12 +11,18 @@
 // 2s(n-1)/n bytes in and out of each rank. Where some part of the group is not mapped, the input is
 // copied aside before anything is written over it; where all of it is mapped, results outlive their
 // ranks, so `ready` of all ranks is the commit.
+//
+// Several buffers (all_reduce coalesced) take the same steps as one: every rank has a segment of
+// each.
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <memory>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/failpoint.h"
+#include "collectives/buffers.h"
 #include "collectives/collectives.h"
 #include "collectives/operation.h"
 #include "collectives/segment_reduce.h"
@@ -30,37 +36,49 @@ constexpr size_t kUndoBytes = 32 << 20;
 
 class Small final : public Algorithm {
  public:
-  Small(Span data, Reduction reduction, int root)
-      : data_(data), reduction_(reduction), root_(root) {}
+  Small(Buffers buffers, ReduceKind kind, int root) : buffers_(buffers), kind_(kind), root_(root) {}
 
   Status contribute(Operation& op) override {
-    if (!data_.empty()) std::memcpy(op.payload(), data_.data(), data_.size());
-    return op.begin(data_.size());
+    pack(buffers_, op.payload());
+    return op.begin(packedBytes(buffers_));
   }
   Status conclude(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     if (root_ >= 0 && !op.takesPart(root_)) return op.agreeRootLost(root_);
-    if (root_ < 0 || root_ == op.rank()) {
-      const auto sources = op.group().sources().first(op.ranks().size());
-      for (size_t i = 0; i < sources.size(); ++i) {
-        auto payload = op.payloadOf(op.ranks()[i], data_.size());
-        if (!payload.ok()) return payload.error();
-        sources[i] = *payload;
-      }
-      isOverwritten_ = true;
-      reduceSources(reduction_, data_.data(), sources, data_.size() / dtypeSize(reduction_.dtype));
-    }
+    if (root_ < 0 || root_ == op.rank()) MOONCAKE_TRY(reduceBuffers(op));
     return op.commit(Operation::When::kAllBegan);
   }
   // Stamps that go while we reduce refuse the commit. What we gave still stands in our slot.
   void rollBack(Operation& op, Then) override {
-    if (isOverwritten_) std::memcpy(data_.data(), op.payload(), data_.size());
+    const std::byte* given = op.payload();
+    for (const Buffer& buffer : buffers_) {
+      if (isOverwritten_) std::memcpy(buffer.data.data(), given, buffer.data.size());
+      given += aligned(buffer.data.size());
+    }
     isOverwritten_ = false;
   }
 
  private:
-  const Span data_;
-  const Reduction reduction_;
+  Status reduceBuffers(Operation& op) {
+    const auto sources = op.group().sources().first(op.ranks().size());
+    const size_t bytes = packedBytes(buffers_);
+    size_t offset = 0;
+    for (const Buffer& buffer : buffers_) {
+      for (size_t i = 0; i < sources.size(); ++i) {
+        auto payload = op.payloadOf(op.ranks()[i], bytes);
+        if (!payload.ok()) return payload.error();
+        sources[i] = *payload + offset;
+      }
+      isOverwritten_ = true;
+      reduceSources({buffer.dtype, kind_}, buffer.data.data(), sources,
+                    buffer.data.size() / dtypeSize(buffer.dtype));
+      offset += aligned(buffer.data.size());
+    }
+    return {};
+  }
+
+  const Buffers buffers_;
+  const ReduceKind kind_;
   const int root_;  // -1: all take the result
   bool isOverwritten_ = false;
 };
@@ -78,41 +96,45 @@ Span segmentOf(size_t part, size_t parts, Span data) {
 // The data as it was.
 class Undo {
  public:
-  explicit Undo(Span data) : data_(data) {}
+  explicit Undo(Buffers buffers) : buffers_(buffers) {}
 
   Status take(Group& group) {
-    auto room = group.undo(data_.size());
+    auto room = group.undo(packedBytes(buffers_));
     if (!room.ok()) return room.error();
-    copyPastCache(*room, data_);
     copy_ = *room;
+    for (std::byte* at = *room; const Buffer& buffer : buffers_) {
+      copyPastCache(at, buffer.data);
+      at += aligned(buffer.data.size());
+    }
     return {};
   }
   // False: there is no copy.
   bool putBack() {
     if (!copy_) return false;
-    std::memcpy(data_.data(), copy_, data_.size());
+    for (const std::byte* at = copy_; const Buffer& buffer : buffers_) {
+      std::memcpy(buffer.data.data(), at, buffer.data.size());
+      at += aligned(buffer.data.size());
+    }
     copy_ = nullptr;
     return true;
   }
 
  private:
-  const Span data_;
+  const Buffers buffers_;
   const std::byte* copy_ = nullptr;
 };
 
 class Large final : public Algorithm {
  public:
-  Large(Span data, Reduction reduction, int root)
-      : data_(data), reduction_(reduction), root_(root), undo_(data) {}
+  Large(Buffers buffers, ReduceKind kind, int root)
+      : buffers_(buffers), kind_(kind), root_(root), undo_(buffers) {}
 
   Status contribute(Operation& op) override {
     if (isSpoilt_) return spoilt();
     Group& group = op.group();
-    auto region = group.engine().regions().add(data_.data(), data_.size(), kRemoteRead);
-    if (!region.ok()) return region.error();
-    input_ = std::move(*region);
-    op.announceInput(input_.remote());
-    MOONCAKE_TRY(op.begin(0));
+    auto table = announceBuffers(op, buffers_, inputs_);
+    if (!table.ok()) return table.error();
+    MOONCAKE_TRY(op.begin(*table));
     MOONCAKE_TRY(op.awaitAllBegun());
     if (root_ >= 0 && !op.takesPart(root_)) return op.agreeRootLost(root_);
 
@@ -120,20 +142,28 @@ class Large final : public Algorithm {
     // may lie in the data. In memory it must outlive the operation.
     const bool mapped = group.window().fullyMapped();
     isWithinTheData_ = !mapped && root_ < 0;
-    const Span mine = segment(op, op.rank());
-    share_ = mine;
-    RemoteRegion result = input_.remote();
+    RemoteRegion result = inputs_.front().remote();
+    std::byte* share = nullptr;
     if (!isWithinTheData_) {
-      auto block = group.shared(std::max<size_t>(mine.size(), 1));
+      auto block = group.shared(std::max<size_t>(shareBytes(op, op.rank()), 1));
       if (!block.ok()) return block.error();
-      share_ = {block->data, mine.size()};
+      share = block->data;
       result = block->region;
     }
-    MOONCAKE_TRY(reduceSegment(op, reduction_, mine, size_t(mine.data() - data_.data()), share_,
-                               [&]() -> Status {
-                                 // The copy costs nothing while the first fetches are on their way.
-                                 return takesResult(op) && !mapped ? undo_.take(group) : Status();
-                               }));
+    segments_.clear();
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      const Span mine = segment(op, op.rank(), i);
+      segments_.push_back({.reduction = {buffers_[i].dtype, kind_},
+                           .own = mine.data(),
+                           .buffer = i,
+                           .offset = size_t(mine.data() - buffers_[i].data.data()),
+                           .target = share ? Span(share, mine.size()) : mine});
+      if (share) share += aligned(mine.size());
+    }
+    MOONCAKE_TRY(reduceSegments(op, segments_, buffers_.size(), [&]() -> Status {
+      // The copy costs nothing while the first fetches are on their way.
+      return takesResult(op) && !mapped ? undo_.take(group) : Status();
+    }));
     return op.publishReady(result);
   }
 
@@ -142,7 +172,7 @@ class Large final : public Algorithm {
     // Everybody is through with the inputs, and ours is about to be written over: from here on
     // nobody may read it. (ThreadSanitizer, too, learns here that they have read it: it cannot
     // follow stamps, which peers in this process reach under another address.)
-    if (!isWithinTheData_) input_ = MemoryRegion();
+    if (!isWithinTheData_) inputs_.clear();
     if (takesResult(op) && !hasResult_) MOONCAKE_TRY(takeResult(op));
     return op.group().window().fullyMapped() ? op.commit(Operation::When::kAllReady)
                                              : op.commitDone();
@@ -151,7 +181,7 @@ class Large final : public Algorithm {
   void rollBack(Operation&, Then) override {
     isSpoilt_ = (!undo_.putBack() && isOverwritten_) || isSpoilt_;
     isOverwritten_ = false;
-    input_ = MemoryRegion();
+    inputs_.clear();
     hasResult_ = false;
   }
 
@@ -168,34 +198,54 @@ class Large final : public Algorithm {
  private:
   bool takesResult(Operation& op) const { return root_ < 0 || root_ == op.rank(); }
 
-  Span segment(Operation& op, int rank) const {
+  Span segment(Operation& op, int rank, size_t buffer) const {
     const auto& ranks = op.ranks();
     const auto part = std::ranges::lower_bound(ranks, rank) - ranks.begin();
-    return segmentOf(size_t(part), ranks.size(), data_);
+    return segmentOf(size_t(part), ranks.size(), buffers_[buffer].data);
+  }
+
+  // What the rank's segments take one behind the other.
+  size_t shareBytes(Operation& op, int rank) const {
+    size_t bytes = 0;
+    for (size_t i = 0; i < buffers_.size(); ++i) bytes += aligned(segment(op, rank, i).size());
+    return bytes;
   }
 
   Status takeResult(Operation& op) {
     isOverwritten_ = true;
     Fetches fetches(op);
     for (const int from : op.others()) {
-      const Span part = segment(op, from);
-      const size_t offset = isWithinTheData_ ? size_t(part.data() - data_.data()) : 0;
-      MOONCAKE_TRY(fetches.start(from, op.slot(from).result, offset, part));
+      size_t offset = 0;  // in its share
+      for (size_t i = 0; i < buffers_.size(); ++i) {
+        const Span part = segment(op, from, i);
+        RemoteRegion result = op.slot(from).result;
+        if (isWithinTheData_) {
+          auto buffer = announcedBuffer(op, from, i, buffers_.size());
+          if (!buffer.ok()) return buffer.error();
+          result = *buffer;
+        }
+        MOONCAKE_TRY(fetches.start(
+            from, result, isWithinTheData_ ? size_t(part.data() - buffers_[i].data.data()) : offset,
+            part));
+        offset += aligned(part.size());
+      }
     }
     MOONCAKE_TRY(fetches.await());
     failpoint("fetched");
-    const Span mine = segment(op, op.rank());
-    if (share_.data() != mine.data()) std::memcpy(mine.data(), share_.data(), mine.size());
+    for (size_t i = 0; i < buffers_.size() && !isWithinTheData_; ++i) {
+      const Span mine = segment(op, op.rank(), i);
+      std::memcpy(mine.data(), segments_[i].target.data(), mine.size());
+    }
     hasResult_ = true;
     return {};
   }
 
-  const Span data_;
-  const Reduction reduction_;
+  const Buffers buffers_;
+  const ReduceKind kind_;
   const int root_;  // -1: all take the result
-  MemoryRegion input_;
+  std::vector<MemoryRegion> inputs_;
   Undo undo_;
-  Span share_;  // where our segment is reduced
+  std::vector<Segment> segments_;  // that we reduce
   bool isWithinTheData_ = false;
   bool hasResult_ = false;
   bool isOverwritten_ = false;
@@ -216,44 +266,65 @@ Status checkPieces(Group& group, std::shared_ptr<const GroupView>& contributors,
               ". Part of the data is reduced already: restore it before you call again"};
 }
 
-Status reduceTo(Group& group, Verb verb, Span data, Reduction reduction, int root,
+// Takes up to `most` buffers of together up to kUndoBytes off their front.
+std::vector<Buffer> takePiece(std::deque<Buffer>& buffers, size_t most) {
+  std::vector<Buffer> piece;
+  size_t room = kUndoBytes;
+  while (!buffers.empty() && piece.size() < most) {
+    Buffer& buffer = buffers.front();
+    const size_t bytes =
+        std::min(buffer.data.size(), room & ~size_t(63));  // never within an element
+    piece.push_back({buffer.data.first(bytes), buffer.dtype});
+    room -= bytes;
+    buffer.data = buffer.data.subspan(bytes);
+    if (!buffer.data.empty()) break;
+    buffers.pop_front();
+  }
+  return piece;
+}
+
+Status reducePiece(Group& group, const Call& call, Buffers buffers, Deadline deadline) {
+  Operation op(group, call, deadline);
+  if (packedBytes(buffers) <= group.eagerBytes()) {
+    Small small(buffers, call.reduce, call.root);
+    return op.run(small);
+  }
+  Large large(buffers, call.reduce, call.root);
+  Status status = op.run(large);
+  if (large.isSpoilt() && status.code() == ErrorCode::kPeerLost) status = Large::spoilt();
+  return status;
+}
+
+Status reduceTo(Group& group, Verb verb, Buffers buffers, ReduceKind kind, int root,
                 Deadline deadline) {
-  MOONCAKE_TRY(checkReduction(reduction));
+  for (const Buffer& buffer : buffers) MOONCAKE_TRY(checkReduction({buffer.dtype, kind}));
+  const Call call = callOf({.verb = verb, .reduce = kind, .root = root}, buffers);
+  const size_t bytes = packedBytes(buffers), most = mostBuffers(group);
+  if (bytes <= group.eagerBytes() || (bytes <= kUndoBytes && buffers.size() <= most))
+    return reducePiece(group, call, buffers, deadline);
   std::shared_ptr<const GroupView> contributors;
-  const bool isCut = data.size() > kUndoBytes;
-  do {
-    const Span piece = data.first(std::min(data.size(), kUndoBytes));
-    Operation op(group,
-                 {.verb = verb,
-                  .dtype = reduction.dtype,
-                  .reduce = reduction.kind,
-                  .root = root,
-                  .count = data.size() / dtypeSize(reduction.dtype)},
-                 deadline);
-    Status status;
-    if (piece.size() <= group.eagerBytes()) {
-      Small small(piece, reduction, root);
-      status = op.run(small);
-    } else {
-      Large large(piece, reduction, root);
-      status = op.run(large);
-      if (large.isSpoilt() && status.code() == ErrorCode::kPeerLost) status = Large::spoilt();
-    }
-    if (isCut) MOONCAKE_TRY(checkPieces(group, contributors, std::move(status)));
-    if (!isCut) MOONCAKE_TRY(std::move(status));
-    data = data.subspan(piece.size());
-  } while (!data.empty());
+  std::deque<Buffer> rest(buffers.begin(), buffers.end());
+  while (!rest.empty()) {
+    const std::vector<Buffer> piece = takePiece(rest, most);
+    MOONCAKE_TRY(checkPieces(group, contributors, reducePiece(group, call, piece, deadline)));
+  }
   return {};
 }
 
 }  // namespace
 
+Status allreduce(Group& group, Buffers buffers, ReduceKind kind, Deadline deadline) {
+  return reduceTo(group, Verb::kAllreduce, buffers, kind, -1, deadline);
+}
+
 Status allreduce(Group& group, Span data, Reduction reduction, Deadline deadline) {
-  return reduceTo(group, Verb::kAllreduce, data, reduction, -1, deadline);
+  const Buffer buffer{data, reduction.dtype};
+  return allreduce(group, Buffers(&buffer, 1), reduction.kind, deadline);
 }
 
 Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline deadline) {
-  return reduceTo(group, Verb::kReduce, data, reduction, root, deadline);
+  const Buffer buffer{data, reduction.dtype};
+  return reduceTo(group, Verb::kReduce, Buffers(&buffer, 1), reduction.kind, root, deadline);
 }
 
 }  // namespace mooncake

@@ -7,7 +7,7 @@
 namespace mooncake {
 namespace {
 
-class Barrier final : public Algorithm {
+class Barrier : public Algorithm {
   Status contribute(Operation& op) override { return op.begin(0); }
   Status conclude(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
@@ -15,11 +15,46 @@ class Barrier final : public Algorithm {
   }
 };
 
+class MonitoredBarrier final : public Barrier {
+ public:
+  MonitoredBarrier(bool namesAll, std::chrono::milliseconds timeout)
+      : namesAll_(namesAll), timeout_(timeout) {}
+
+  Status conclude(Operation& op) override {
+    Status all = op.awaitAllBegun();
+    if (all.code() == ErrorCode::kTimeout) return failed(op);
+    MOONCAKE_TRY(std::move(all));
+    return op.commit(Operation::When::kAllBegan);
+  }
+
+ private:
+  // The words that callers of Gloo's look for.
+  Status failed(Operation& op) const {
+    const std::vector<int> missing = op.missing();
+    std::string who;
+    for (const int r : missing) {
+      who += (who.empty() ? "" : ", ") + std::to_string(r);
+      if (!namesAll_) break;
+    }
+    return {ErrorCode::kTimeout, (namesAll_ && missing.size() > 1 ? "Ranks " : "Rank ") + who +
+                                     " failed to pass monitoredBarrier in " +
+                                     std::to_string(timeout_.count()) + " ms"};
+  }
+
+  const bool namesAll_;
+  const std::chrono::milliseconds timeout_;
+};
+
 }  // namespace
 
 Status barrier(Group& group, Deadline deadline) {
   Barrier barrier;
   return Operation(group, {.verb = Verb::kBarrier}, deadline).run(barrier);
+}
+
+Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds timeout) {
+  MonitoredBarrier barrier(namesAll, timeout);
+  return Operation(group, {.verb = Verb::kBarrier}, Deadline::after(timeout)).run(barrier);
 }
 
 }  // namespace mooncake

@@ -1,5 +1,7 @@
 #include "collectives/call.h"
 
+#include <cstdio>
+
 namespace mooncake {
 
 const char* verbName(Verb verb) {
@@ -32,6 +34,12 @@ std::string describeCall(const Call& call) {
   text += std::string("(") + dtypeName(call.dtype);
   if (call.verb != Verb::kAlltoall)
     text += ", " + std::to_string(call.count) + " elements per rank";
+  if (call.tensors > 0) {
+    char which[16];
+    std::snprintf(which, sizeof(which), "%08x", call.lengths);
+    text +=
+        std::string(" in ") + std::to_string(call.tensors) + " tensors of the lengths #" + which;
+  }
   const bool reduces = call.verb == Verb::kAllreduce || call.verb == Verb::kReduce ||
                        call.verb == Verb::kReduceScatter;
   if (reduces) text += std::string(", ") + reduceName(call.reduce);

@@ -29,7 +29,10 @@ struct Call {
   uint8_t fullyMapped = 0;  // which protocol the caller will follow, see operation.h
   int32_t root = -1;        // -1: the verb has none
   uint64_t count = 0;  // elements per rank; 0 for alltoall, whose splits are checked pair by pair
-  uint64_t reserved = 0;
+  // Of a call with several tensors, 0 of one with a single one: how many, and a hash of their types
+  // and lengths.
+  uint32_t tensors = 0;
+  uint32_t lengths = 0;
 
   bool operator==(const Call&) const = default;
 };

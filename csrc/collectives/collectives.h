@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <span>
 
@@ -17,13 +18,26 @@ namespace mooncake {
 using ConstSpan = std::span<const std::byte>;
 using Span = std::span<std::byte>;
 
+// One of the tensors of a call that takes several: they go as one operation.
+struct Buffer {
+  Span data;
+  DType dtype = DType::kFloat32;
+  // Not one tensor but several, put together by the caller: a hash of their lengths, which must be
+  // the same on all ranks.
+  uint32_t lengths = 0;
+};
+using Buffers = std::span<const Buffer>;
+
 Status barrier(Group& group, Deadline deadline);
+// The same; who did not come in time is named, the first one or all of them.
+Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds timeout);
 
 // Every rank's data becomes the root's.
 Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline);
 
 // Every rank's data becomes the reduction over all ranks, in rank order: the same bits everywhere.
 Status allreduce(Group& group, Span data, Reduction reduction, Deadline deadline);
+Status allreduce(Group& group, Buffers buffers, ReduceKind kind, Deadline deadline);
 // The same, but only the root's data changes.
 Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline deadline);
 
@@ -31,10 +45,23 @@ Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline d
 // itself.
 Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype,
                  Deadline deadline);
+// outputs[r * inputs.size() + i] becomes rank r's inputs[i].
+Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline);
+
+// The root's outputs[r] becomes rank r's input; the other ranks have no outputs.
+Status gather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype, int root,
+              Deadline deadline);
+
+// Output becomes the root's inputs[rank]; the other ranks have no inputs. All have the same length.
+Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DType dtype, int root,
+               Deadline deadline);
 
 // Input: n parts of the output's length, one for each rank. Output: the reduction of everybody's
 // part for us.
 Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,
+                     Deadline deadline);
+// Inputs: one such for each output, or n for each: the parts one by one.
+Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind kind,
                      Deadline deadline);
 
 // inputs[r] goes to rank r, outputs[r] comes from it; any lengths that fit pair by pair, also zero.

@@ -293,11 +293,16 @@ Status Operation::lookUp() {
   return goOn();
 }
 
+std::vector<int> Operation::missing() const { return without(&Slot::begun); }
+
+std::vector<int> Operation::without(StampWord word) const {
+  std::vector<int> ranks = this->ranks();
+  std::erase_if(ranks, [&](int r) { return hasStamp(r, word); });
+  return ranks;
+}
+
 Status Operation::timedOut(StampWord word) const {
-  std::vector<int> missing;
-  for (const int r : ranks()) {
-    if (!hasStamp(r, word)) missing.push_back(r);
-  }
+  const std::vector<int> missing = without(word);
   return {ErrorCode::kTimeout,
           "timed out: " + group_.nameRank(rank()) + " waited until the timeout for " +
               listRanks(group_, missing) +
@@ -338,9 +343,12 @@ Error Operation::named(Error error) const {
 }
 
 void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs) {
-  if (op.ranks().size() == outputs.size()) return;
+  if (op.ranks().size() == size_t(op.size())) return;
+  const size_t each = outputs.size() / size_t(op.size());
   for (int r = 0; r < op.size(); ++r) {
-    if (!op.takesPart(r)) std::ranges::fill(outputs[r], std::byte{});
+    if (op.takesPart(r)) continue;
+    for (const auto output : outputs.subspan(size_t(r) * each, each))
+      std::ranges::fill(output, std::byte{});
   }
 }
 

@@ -69,6 +69,7 @@ class Operation {
   const Slot& slot(int rank) const { return *slots(rank); }
   // It has begun this attempt, with our call. Does not wait.
   bool hasBegun(int rank) const;
+  std::vector<int> missing() const;  // have not begun this attempt
   // The payload when it has exactly this length, else an error that names the rank.
   Result<const std::byte*> payloadOf(int rank, size_t bytes) const;
 
@@ -101,6 +102,7 @@ class Operation {
   Status awaitStamp(int rank, StampWord word);
   bool hasStamp(int rank, StampWord word) const;
   Status lookUp();
+  std::vector<int> without(StampWord word) const;
   Status timedOut(StampWord word) const;
   Status explain(Error why);
   Status dataTimedOut() const;
@@ -122,7 +124,8 @@ class Operation {
   bool isAgreed_ = false;
 };
 
-// Of who does not take part there is nothing: zeros, never what was there before.
+// Of who does not take part there is nothing: zeros, never what was there before. The outputs of a
+// rank lie side by side.
 void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs);
 
 // Fetches of one operation that are waited for together. None of them touches its target any more

@@ -1,8 +1,9 @@
 // Small (n*s fits a slot): one exchange of slots, every rank reduces its part of each. Large: every
 // rank fetches its part of the n-1 other inputs, (n-1)s bytes in and out of each rank, then all
 // tell all that they have it.
-#include <cstring>
+#include <vector>
 
+#include "collectives/buffers.h"
 #include "collectives/collectives.h"
 #include "collectives/operation.h"
 #include "collectives/segment_reduce.h"
@@ -10,78 +11,106 @@
 namespace mooncake {
 namespace {
 
-class Small final : public Algorithm {
+class ReduceScatter : public Algorithm {
  public:
-  Small(ConstSpan input, Span output, Reduction reduction)
-      : input_(input), output_(output), reduction_(reduction) {}
+  ReduceScatter(Buffers inputs, Buffers outputs, ReduceKind kind)
+      : inputs_(inputs), outputs_(outputs), kind_(kind) {}
+
+ protected:
+  // Where the part for us of the output-th input stands: in which buffer, and where in it.
+  struct Place {
+    size_t buffer;
+    size_t offset;
+  };
+  Place placeOf(const Operation& op, size_t output) const {
+    if (inputs_.size() == outputs_.size())
+      return {output, size_t(op.rank()) * outputs_[output].data.size()};
+    return {output * size_t(op.size()) + size_t(op.rank()), 0};
+  }
+
+  const Buffers inputs_;
+  const Buffers outputs_;
+  const ReduceKind kind_;
+};
+
+class Small final : public ReduceScatter {
+ public:
+  using ReduceScatter::ReduceScatter;
 
   Status contribute(Operation& op) override {
-    if (!input_.empty()) std::memcpy(op.payload(), input_.data(), input_.size());
-    return op.begin(input_.size());
+    pack(inputs_, op.payload());
+    return op.begin(packedBytes(inputs_));
   }
   Status conclude(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     const auto sources = op.group().sources().first(op.ranks().size());
-    for (size_t i = 0; i < sources.size(); ++i) {
-      auto payload = op.payloadOf(op.ranks()[i], input_.size());
-      if (!payload.ok()) return payload.error();
-      sources[i] = *payload + size_t(op.rank()) * output_.size();
+    const size_t bytes = packedBytes(inputs_);
+    size_t buffer = 0, start = 0;  // of the buffer in the payload
+    for (size_t i = 0; i < outputs_.size(); ++i) {
+      const Place place = placeOf(op, i);
+      for (; buffer < place.buffer; ++buffer) start += aligned(inputs_[buffer].data.size());
+      for (size_t source = 0; source < sources.size(); ++source) {
+        auto payload = op.payloadOf(op.ranks()[source], bytes);
+        if (!payload.ok()) return payload.error();
+        sources[source] = *payload + start + place.offset;
+      }
+      const Buffer& output = outputs_[i];
+      reduceSources({output.dtype, kind_}, output.data.data(), sources,
+                    output.data.size() / dtypeSize(output.dtype));
     }
-    reduceSources(reduction_, output_.data(), sources,
-                  output_.size() / dtypeSize(reduction_.dtype));
     return op.commit(Operation::When::kAllBegan);
   }
-
- private:
-  const ConstSpan input_;
-  const Span output_;
-  const Reduction reduction_;
 };
 
-class Large final : public Algorithm {
+class Large final : public ReduceScatter {
  public:
-  Large(ConstSpan input, Span output, Reduction reduction)
-      : input_(input), output_(output), reduction_(reduction) {}
+  using ReduceScatter::ReduceScatter;
 
   Status contribute(Operation& op) override {
-    // Peers only read; the table knows addresses without const.
-    auto region = op.group().engine().regions().add(const_cast<std::byte*>(input_.data()),
-                                                    input_.size(), kRemoteRead);
-    if (!region.ok()) return region.error();
-    region_ = std::move(*region);
-    op.announceInput(region_.remote());
-    MOONCAKE_TRY(op.begin(0));
+    auto table = announceBuffers(op, inputs_, regions_);
+    if (!table.ok()) return table.error();
+    MOONCAKE_TRY(op.begin(*table));
     MOONCAKE_TRY(op.awaitAllBegun());
-    const size_t offset = size_t(op.rank()) * output_.size();
-    return reduceSegment(op, reduction_, input_.subspan(offset, output_.size()), offset, output_);
+    std::vector<Segment> segments;
+    for (size_t i = 0; i < outputs_.size(); ++i) {
+      const Place place = placeOf(op, i);
+      segments.push_back({.reduction = {outputs_[i].dtype, kind_},
+                          .own = inputs_[place.buffer].data.data() + place.offset,
+                          .buffer = place.buffer,
+                          .offset = place.offset,
+                          .target = outputs_[i].data});
+    }
+    return reduceSegments(op, segments, inputs_.size());
   }
   Status conclude(Operation& op) override { return op.commitDone(); }
-  void rollBack(Operation&, Then) override { region_ = MemoryRegion(); }
+  void rollBack(Operation&, Then) override { regions_.clear(); }
 
  private:
-  const ConstSpan input_;
-  const Span output_;
-  const Reduction reduction_;
-  MemoryRegion region_;
+  std::vector<MemoryRegion> regions_;
 };
 
 }  // namespace
 
-Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,
+Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind kind,
                      Deadline deadline) {
-  MOONCAKE_TRY(checkReduction(reduction));
-  Operation op(group,
-               {.verb = Verb::kReduceScatter,
-                .dtype = reduction.dtype,
-                .reduce = reduction.kind,
-                .count = output.size() / dtypeSize(reduction.dtype)},
-               deadline);
-  if (input.size() <= group.eagerBytes()) {
-    Small small(input, output, reduction);
+  for (const Buffer& output : outputs) MOONCAKE_TRY(checkReduction({output.dtype, kind}));
+  const bool isSmall = packedBytes(inputs) <= group.eagerBytes();
+  if (!isSmall) MOONCAKE_TRY(checkTableOf(group, inputs.size()));
+  Call call = callOf({.verb = Verb::kReduceScatter, .reduce = kind}, outputs);
+  if (inputs.size() > 1) call.tensors = uint32_t(inputs.size());
+  Operation op(group, call, deadline);
+  if (isSmall) {
+    Small small(inputs, outputs, kind);
     return op.run(small);
   }
-  Large large(input, output, reduction);
+  Large large(inputs, outputs, kind);
   return op.run(large);
+}
+
+Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,
+                     Deadline deadline) {
+  const Buffer from = readOnly(input, reduction.dtype), to{output, reduction.dtype};
+  return reduceScatter(group, Buffers(&from, 1), Buffers(&to, 1), reduction.kind, deadline);
 }
 
 }  // namespace mooncake

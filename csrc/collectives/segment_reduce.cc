@@ -4,6 +4,7 @@
 #include <deque>
 
 #include "base/failpoint.h"
+#include "collectives/buffers.h"
 
 namespace mooncake {
 namespace {
@@ -19,11 +20,37 @@ constexpr int kMessageDepth = 4;
 
 size_t roundDown(size_t bytes) { return bytes & ~size_t(4095); }
 
+// What is fetched and reduced at once: of one segment; several short ones share a chunk.
+struct Piece {
+  const Segment* segment;
+  size_t start;  // in the segment
+  size_t bytes;
+  size_t place;  // in the scratch memory of the chunk
+};
+using Chunk = std::vector<Piece>;
+
+std::vector<Chunk> chunksOf(std::span<const Segment> segments, size_t most) {
+  std::vector<Chunk> chunks;
+  size_t used = most;
+  for (const Segment& segment : segments) {
+    for (size_t start = 0; start < segment.target.size();) {
+      if (used == most) {
+        chunks.emplace_back();
+        used = 0;
+      }
+      const size_t bytes = std::min(most - used, segment.target.size() - start);
+      chunks.back().push_back({&segment, start, bytes, used});
+      start += bytes;
+      used = std::min(most, aligned(used + bytes));
+    }
+  }
+  return chunks;
+}
+
 }  // namespace
 
-Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::byte> own,
-                     uint64_t offset, std::span<std::byte> target,
-                     const std::function<Status()>& whileFetching) {
+Status reduceSegments(Operation& op, std::span<const Segment> segments, size_t buffers,
+                      const std::function<Status()>& whileFetching) {
   const auto& ranks = op.ranks();
   const size_t size = ranks.size();
   const size_t self = size_t(std::ranges::lower_bound(ranks, op.rank()) - ranks.begin());
@@ -34,24 +61,23 @@ Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::by
   auto scratch = op.group().scratch(depth * size * chunk);
   if (!scratch.ok()) return scratch.error();
 
-  const auto place = [&](size_t index, size_t part) {
-    return *scratch + ((index % depth) * size + part) * chunk;
+  const auto place = [&](size_t index, size_t part, const Piece& piece) {
+    return *scratch + ((index % depth) * size + part) * chunk + piece.place;
   };
-  const size_t chunks = (target.size() + chunk - 1) / chunk;
-  const auto lengthOf = [&](size_t index) {
-    return std::min(chunk, target.size() - index * chunk);
-  };
-
+  const std::vector<Chunk> chunks = chunksOf(segments, chunk);
   std::deque<Fetches> underWay;
   size_t started = 0;
   const auto startUpTo = [&](size_t end) -> Status {
-    for (; started < std::min(end, chunks); ++started) {
+    for (; started < std::min(end, chunks.size()); ++started) {
       Fetches& fetches = underWay.emplace_back(op);
       for (size_t step = 1; step < size; ++step) {
         const size_t from = (self + step) % size;
-        MOONCAKE_TRY(fetches.start(ranks[from], op.slot(ranks[from]).input,
-                                   offset + started * chunk,
-                                   {place(started, from), lengthOf(started)}));
+        for (const Piece& piece : chunks[started]) {
+          auto buffer = announcedBuffer(op, ranks[from], piece.segment->buffer, buffers);
+          if (!buffer.ok()) return buffer.error();
+          MOONCAKE_TRY(fetches.start(ranks[from], *buffer, piece.segment->offset + piece.start,
+                                     {place(started, from, piece), piece.bytes}));
+        }
       }
     }
     return {};
@@ -59,16 +85,19 @@ Status reduceSegment(Operation& op, Reduction reduction, std::span<const std::by
   const auto sources = op.group().sources().first(size);
   MOONCAKE_TRY(startUpTo(depth));
   MOONCAKE_TRY(whileFetching());
-  for (size_t index = 0; index < chunks; ++index) {
+  for (size_t index = 0; index < chunks.size(); ++index) {
     failpoint("reduce-chunk");
     MOONCAKE_TRY(op.goOn());
     MOONCAKE_TRY(startUpTo(index + depth));
     MOONCAKE_TRY(underWay.front().await());
     underWay.pop_front();
-    for (size_t part = 0; part < size; ++part)
-      sources[part] = part == self ? own.data() + index * chunk : place(index, part);
-    reduceSources(reduction, target.data() + index * chunk, sources,
-                  lengthOf(index) / dtypeSize(reduction.dtype));
+    for (const Piece& piece : chunks[index]) {
+      const Segment& segment = *piece.segment;
+      for (size_t part = 0; part < size; ++part)
+        sources[part] = part == self ? segment.own + piece.start : place(index, part, piece);
+      reduceSources(segment.reduction, segment.target.data() + piece.start, sources,
+                    piece.bytes / dtypeSize(segment.reduction.dtype));
+    }
   }
   return {};
 }

@@ -10,15 +10,22 @@
 
 namespace mooncake {
 
-// The common half of large reductions: reduces one segment of everybody's announced input, in rank
-// order.
-//   target[i] = op over r of input_r[offset + i]
-// `own` is our own input's segment (not fetched, may be the target). Works through the segment in
-// chunks that stay in the cache; on message transports the fetches of the next chunks are under way
-// meanwhile. `whileFetching` runs once, before anything is written to the target.
-Status reduceSegment(
-    Operation& op, Reduction reduction, std::span<const std::byte> own, uint64_t offset,
-    std::span<std::byte> target,
+// One of the segments that a rank reduces, in rank order, of the buffer-th that everybody
+// announced:
+//   target[i] = op over r of buffer_r[offset + i]
+struct Segment {
+  Reduction reduction;
+  const std::byte* own = nullptr;  // our own buffer's segment (not fetched, may be the target)
+  size_t buffer = 0;
+  uint64_t offset = 0;
+  std::span<std::byte> target;
+};
+
+// The common half of large reductions. `buffers`: how many each rank announced. Works through the
+// segments in chunks that stay in the cache; on message transports the fetches of the next chunks
+// are under way meanwhile. `whileFetching` runs once, before anything is written to a target.
+Status reduceSegments(
+    Operation& op, std::span<const Segment> segments, size_t buffers,
     const std::function<Status()>& whileFetching = [] { return Status(); });
 
 }  // namespace mooncake

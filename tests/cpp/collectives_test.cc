@@ -123,6 +123,126 @@ TEST_P(CollectivesTest, AllgatherAndReduceScatter) {
   });
 }
 
+TEST_P(CollectivesTest, GatherAndScatterWithEveryRoot) {
+  runRanks(ranks(), [](Group& group) {
+    const size_t size = size_t(group.size());
+    for (const size_t count : kCounts) {
+      for (int root = 0; root < group.size(); ++root) {
+        const bool isRoot = group.rank() == root;
+        auto input = inputOf(group.rank(), count);
+        std::vector<std::vector<float>> out(isRoot ? size : 0, std::vector<float>(count));
+        std::vector<Span> outputs;
+        for (auto& output : out) outputs.push_back(bytesOf(output));
+        expectOk(gather(group, bytesOf(input), outputs, DType::kFloat32, root, soon()));
+        EXPECT_EQ(input, inputOf(group.rank(), count));
+        for (size_t r = 0; r < out.size(); ++r) EXPECT_EQ(out[r], inputOf(int(r), count)) << count;
+
+        std::vector<std::vector<float>> in;
+        for (size_t r = 0; isRoot && r < size; ++r) in.push_back(inputOf(root, count, int(r)));
+        std::vector<ConstSpan> inputs;
+        for (auto& part : in) inputs.push_back(bytesOf(part));
+        std::vector<float> part(count);
+        expectOk(scatter(group, inputs, bytesOf(part), DType::kFloat32, root, soon()));
+        EXPECT_EQ(part, inputOf(root, count, group.rank())) << count;
+      }
+    }
+  });
+}
+
+// Tensors of any lengths and two types in one operation, on both sides of what a slot holds.
+TEST_P(CollectivesTest, SeveralTensorsInOneOperation) {
+  runRanks(ranks(), [](Group& group) {
+    const size_t size = size_t(group.size());
+    const auto wideOf = [](int rank, size_t count) {
+      std::vector<double> values;
+      for (const float value : inputOf(rank, count)) values.push_back(value);
+      return values;
+    };
+    for (const std::vector<size_t>& counts : std::vector<std::vector<size_t>>{
+             {1, 3, 0, 20}, {3000, 1, 9001}, std::vector<size_t>(40, 333)}) {
+      const uint64_t before = group.lastNumber;
+      std::vector<std::vector<float>> data;
+      std::vector<Buffer> buffers;
+      for (const size_t count : counts) data.push_back(inputOf(group.rank(), count));
+      for (auto& one : data) buffers.push_back({bytesOf(one), DType::kFloat32});
+      auto wide = wideOf(group.rank(), 9);
+      buffers.push_back({std::as_writable_bytes(std::span(wide)), DType::kFloat64});
+      expectOk(allreduce(group, buffers, ReduceKind::kSum, soon()));
+      for (size_t i = 0; i < counts.size(); ++i) {
+        std::vector<float> expected(counts[i]);
+        for (int r = 0; r < group.size(); ++r) {
+          const auto theirs = inputOf(r, counts[i]);
+          for (size_t at = 0; at < counts[i]; ++at) expected[at] += theirs[at];
+        }
+        EXPECT_EQ(data[i], expected) << counts[i];
+      }
+      for (size_t at = 0; at < wide.size(); ++at) {
+        double expected = 0;
+        for (int r = 0; r < group.size(); ++r) expected += wideOf(r, 9)[at];
+        EXPECT_EQ(wide[at], expected);
+      }
+
+      std::vector<std::vector<float>> inputs, gathered;
+      std::vector<Buffer> given;
+      std::vector<Span> taken;
+      for (const size_t count : counts) inputs.push_back(inputOf(group.rank(), count));
+      for (auto& input : inputs) given.push_back({bytesOf(input), DType::kFloat32});
+      for (size_t r = 0; r < size; ++r)
+        for (const size_t count : counts) gathered.emplace_back(count);
+      for (auto& one : gathered) taken.push_back(bytesOf(one));
+      expectOk(allgather(group, given, taken, soon()));
+      for (size_t r = 0; r < size; ++r) {
+        for (size_t i = 0; i < counts.size(); ++i)
+          EXPECT_EQ(gathered[r * counts.size() + i], inputOf(int(r), counts[i])) << counts[i];
+      }
+
+      for (const bool inParts : {false, true}) {
+        std::vector<std::vector<float>> whole, sums;
+        std::vector<Buffer> from, to;
+        for (const size_t count : counts) {
+          whole.push_back(inputOf(group.rank(), count * size));
+          sums.emplace_back(count);
+        }
+        for (size_t i = 0; i < counts.size(); ++i) {
+          const Span all = bytesOf(whole[i]);
+          const size_t each = counts[i] * sizeof(float);
+          for (size_t r = 0; inParts && r < size; ++r)
+            from.push_back({all.subspan(r * each, each), DType::kFloat32});
+          if (!inParts) from.push_back({all, DType::kFloat32});
+          to.push_back({bytesOf(sums[i]), DType::kFloat32});
+        }
+        expectOk(reduceScatter(group, from, to, ReduceKind::kSum, soon()));
+        for (size_t i = 0; i < counts.size(); ++i) {
+          std::vector<float> expected(counts[i]);
+          for (int r = 0; r < group.size(); ++r) {
+            const auto theirs = inputOf(r, counts[i] * size);
+            for (size_t at = 0; at < counts[i]; ++at)
+              expected[at] += theirs[size_t(group.rank()) * counts[i] + at];
+          }
+          EXPECT_EQ(sums[i], expected) << counts[i];
+        }
+      }
+      EXPECT_EQ(group.lastNumber, before + 4);
+    }
+  });
+}
+
+TEST_P(CollectivesTest, TensorsOfOtherLengthsAreAnotherCall) {
+  if (ranks().size < 2) GTEST_SKIP() << "one rank always agrees with itself";
+  runRanks(ranks(), [](Group& group) {
+    // The same number of elements in all.
+    auto first = inputOf(group.rank(), group.rank() == 1 ? 30 : 10),
+         second = inputOf(0, 40 - first.size());
+    const Buffer buffers[] = {{bytesOf(first), DType::kFloat32},
+                              {bytesOf(second), DType::kFloat32}};
+    const Status status = allreduce(group, buffers, ReduceKind::kSum, soon());
+    ASSERT_EQ(status.code(), ErrorCode::kMismatch);
+    EXPECT_NE(status.error().message.find("40 elements per rank in 2 tensors"), std::string::npos)
+        << status.error().message;
+    EXPECT_EQ(first, inputOf(group.rank(), first.size()));
+  });
+}
+
 // Lengths that differ from pair to pair, some zero, some ranks small and some large.
 TEST_P(CollectivesTest, AlltoallWithUnequalSplits) {
   runRanks(ranks(), [](Group& group) {

@@ -52,6 +52,7 @@ struct Step {
   Verb verb;
   int root;  // -1: none
   size_t count;
+  bool isCut;  // several tensors in one call
 };
 
 struct Case {
@@ -66,8 +67,9 @@ struct Case {
   std::vector<Victim> victims;
 };
 
-constexpr Verb kVerbs[] = {Verb::kAllreduce,     Verb::kBroadcast, Verb::kReduce, Verb::kAllgather,
-                           Verb::kReduceScatter, Verb::kAlltoall,  Verb::kBarrier};
+constexpr Verb kVerbs[] = {Verb::kAllreduce, Verb::kBroadcast,     Verb::kReduce,
+                           Verb::kAllgather, Verb::kReduceScatter, Verb::kAlltoall,
+                           Verb::kBarrier,   Verb::kGather,        Verb::kScatter};
 
 // Where a rank comes by only in some cases, and how often about.
 enum class Needs { kNothing, kLarge, kLargeReduction, kMessages, kRoot };
@@ -185,8 +187,10 @@ Case drawCase(uint64_t seed) {
   for (int i = 6 + draw.below(4); i > 0; --i) {
     Step step{.verb = isMixture ? draw.oneOf(kVerbs) : verb,
               .root = -1,
-              .count = isMixture ? drawCount(draw) : count};
-    if (step.verb == Verb::kBroadcast || step.verb == Verb::kReduce)
+              .count = isMixture ? drawCount(draw) : count,
+              .isCut = draw.chance(30)};
+    if (step.verb == Verb::kBroadcast || step.verb == Verb::kReduce || step.verb == Verb::kGather ||
+        step.verb == Verb::kScatter)
       step.root = root < 0 ? draw.below(c.size) : root;
     c.steps.push_back(step);
   }
@@ -248,7 +252,7 @@ std::string describe(const Case& c) {
   for (const Step& step : c.steps) {
     text << ' ' << verbName(step.verb);
     if (step.root >= 0) text << '@' << step.root;
-    text << 'x' << step.count;
+    text << 'x' << step.count << (step.isCut ? "/" : "");
   }
   return text.str();
 }
@@ -311,14 +315,17 @@ class Caller {
   void call(Verdict& verdict) {
     const auto start = Clock::now();
     const size_t size = size_t(group_.size()), count = step_.count;
-    const bool isForAll = step_.verb == Verb::kReduceScatter || step_.verb == Verb::kAlltoall;
-    input_ = step_.verb == Verb::kBarrier
+    const bool isForAll = step_.verb == Verb::kReduceScatter || step_.verb == Verb::kAlltoall ||
+                          step_.verb == Verb::kScatter;
+    const bool isRoot = group_.rank() == step_.root;
+    input_ = step_.verb == Verb::kBarrier || (step_.verb == Verb::kScatter && !isRoot)
                  ? std::vector<float>()
                  : inputOf(group_.rank(), index_, count * (isForAll ? size : 1));
     switch (step_.verb) {
       case Verb::kAllreduce:
         data_ = input_;
-        status_ = allreduce(group_, bytesOf(data_), kSum, deadline_);
+        status_ = step_.isCut ? allreduce(group_, cut(bytesOf(data_)), kSum.kind, deadline_)
+                              : allreduce(group_, bytesOf(data_), kSum, deadline_);
         break;
       case Verb::kReduce:
         data_ = input_;
@@ -330,14 +337,36 @@ class Caller {
         break;
       case Verb::kAllgather: {
         data_.assign(count * size, kStale);
-        status_ =
-            allgather(group_, bytesOf(input_), partsOf(data_, count), DType::kFloat32, deadline_);
+        std::vector<Span> outputs;
+        for (const Span part : partsOf(data_, count)) {
+          for (const Buffer& buffer : cut(part)) outputs.push_back(buffer.data);
+        }
+        status_ = allgather(group_, cut(bytesOf(input_)), outputs, deadline_);
         break;
       }
-      case Verb::kReduceScatter:
+      case Verb::kReduceScatter: {
         data_.assign(count, kStale);
-        status_ = reduceScatter(group_, bytesOf(input_), bytesOf(data_), kSum, deadline_);
+        std::vector<Buffer> inputs, outputs = cut(bytesOf(data_));
+        for (size_t i = 0; i < outputs.size(); ++i) {
+          for (const Span part : partsOf(input_, count)) inputs.push_back(cut(part)[i]);
+        }
+        status_ = step_.isCut
+                      ? reduceScatter(group_, inputs, outputs, kSum.kind, deadline_)
+                      : reduceScatter(group_, bytesOf(input_), bytesOf(data_), kSum, deadline_);
         break;
+      }
+      case Verb::kGather:
+        data_.assign(isRoot ? count * size : 0, kStale);
+        status_ = gather(group_, bytesOf(input_), partsOf(data_, count), DType::kFloat32,
+                         step_.root, deadline_);
+        break;
+      case Verb::kScatter: {
+        data_.assign(count, kStale);
+        const auto parts = partsOf(input_, count);
+        const std::vector<ConstSpan> inputs(parts.begin(), parts.end());
+        status_ = scatter(group_, inputs, bytesOf(data_), DType::kFloat32, step_.root, deadline_);
+        break;
+      }
       case Verb::kAlltoall: {
         data_.assign(count * size, kStale);
         const auto parts = partsOf(input_, count);
@@ -372,6 +401,14 @@ class Caller {
       parts.push_back(bytesOf(values).subspan(at * sizeof(float), count * sizeof(float)));
     return parts;
   }
+  // As one tensor, or as several of different lengths.
+  std::vector<Buffer> cut(Span bytes) const {
+    if (!step_.isCut) return {{bytes, DType::kFloat32}};
+    const size_t third = bytes.size() / 12 * 4;
+    return {{bytes.first(4), DType::kFloat32},
+            {bytes.subspan(4, third), DType::kFloat32},
+            {bytes.subspan(4 + third), DType::kFloat32}};
+  }
   bool contributes(int rank) const { return contributors_ >> rank & 1; }
 
   std::vector<float> sumFrom(size_t offset) const {
@@ -394,6 +431,14 @@ class Caller {
         return data_ == inputOf(step_.root, index_, step_.count);
       case Verb::kReduceScatter:
         return data_ == sumFrom(size_t(rank) * step_.count);
+      case Verb::kScatter:
+        for (size_t i = 0; i < step_.count; ++i) {
+          if (data_[i] != valueOf(step_.root, index_, size_t(rank) * step_.count + i)) return false;
+        }
+        return true;
+      case Verb::kGather:
+        if (rank != step_.root) return true;
+        [[fallthrough]];
       case Verb::kAllgather:
       case Verb::kAlltoall:
         for (int r = 0; r < group_.size(); ++r) {

@@ -1,0 +1,80 @@
+#include "collectives/buffers.h"
+
+#include <cstring>
+
+namespace mooncake {
+
+uint32_t hashOn(uint32_t hash, uint64_t value) {
+  for (int shift = 0; shift < 64; shift += 8)
+    hash = (hash ^ uint32_t(value >> shift & 0xff)) * 16777619u;
+  return hash;
+}
+
+Call callOf(Call call, Buffers buffers) {
+  call.count = 0;
+  call.dtype = buffers.front().dtype;
+  for (const Buffer& buffer : buffers) call.count += buffer.data.size() / dtypeSize(buffer.dtype);
+  if (buffers.size() == 1 && buffers.front().lengths == 0) return call;
+  call.tensors = uint32_t(buffers.size());
+  for (const Buffer& buffer : buffers) {
+    for (const uint64_t value :
+         {uint64_t(buffer.data.size()), uint64_t(buffer.dtype), uint64_t(buffer.lengths)})
+      call.lengths = hashOn(call.lengths, value);
+  }
+  return call;
+}
+
+size_t packedBytes(Buffers buffers) {
+  size_t bytes = 0;
+  for (const Buffer& buffer : buffers) bytes = aligned(bytes) + buffer.data.size();
+  return bytes;
+}
+
+void pack(Buffers buffers, std::byte* payload) {
+  for (const Buffer& buffer : buffers) {
+    if (!buffer.data.empty()) std::memcpy(payload, buffer.data.data(), buffer.data.size());
+    payload += aligned(buffer.data.size());
+  }
+}
+
+Result<size_t> announceBuffers(Operation& op, Buffers buffers, std::vector<MemoryRegion>& regions) {
+  regions.clear();
+  op.announceInput({});
+  for (const Buffer& buffer : buffers) {
+    auto region =
+        op.group().engine().regions().add(buffer.data.data(), buffer.data.size(), kRemoteRead);
+    if (!region.ok()) return region.error();
+    regions.push_back(std::move(*region));
+  }
+  if (regions.size() == 1) {
+    op.announceInput(regions.front().remote());
+    return size_t(0);
+  }
+  std::byte* cursor = op.payload();
+  for (const MemoryRegion& region : regions) {
+    const RemoteRegion remote = region.remote();
+    std::memcpy(cursor, &remote, sizeof(remote));
+    cursor += sizeof(remote);
+  }
+  return size_t(cursor - op.payload());
+}
+
+Result<RemoteRegion> announcedBuffer(const Operation& op, int rank, size_t index, size_t count) {
+  if (count == 1) return op.slot(rank).input;
+  auto table = op.payloadOf(rank, count * sizeof(RemoteRegion));
+  if (!table.ok()) return table.error();
+  RemoteRegion region;
+  std::memcpy(&region, *table + index * sizeof(region), sizeof(region));
+  return region;
+}
+
+size_t mostBuffers(const Group& group) { return group.slotBytes() / sizeof(RemoteRegion); }
+
+Status checkTableOf(const Group& group, size_t count) {
+  if (count <= mostBuffers(group)) return {};
+  return {ErrorCode::kUnsupported, std::to_string(count) +
+                                       " large tensors in one call; the most is " +
+                                       std::to_string(mostBuffers(group))};
+}
+
+}  // namespace mooncake

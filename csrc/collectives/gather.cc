@@ -1,0 +1,96 @@
+// Small: one exchange of slots; s bytes go to every rank, so that each can pass on what the root
+// lacks of a rank that dies. Large: the root fetches s bytes from each of the n-1 others, starting
+// with its right neighbour, then all tell all that it is over.
+#include <cstring>
+#include <vector>
+
+#include "collectives/buffers.h"
+#include "collectives/collectives.h"
+#include "collectives/operation.h"
+
+namespace mooncake {
+namespace {
+
+class Gather : public Algorithm {
+ public:
+  Gather(ConstSpan input, std::span<const Span> outputs, DType dtype, int root)
+      : input_(readOnly(input, dtype)), outputs_(outputs), root_(root) {}
+
+ protected:
+  const Buffer input_;
+  const std::span<const Span> outputs_;
+  const int root_;
+};
+
+class Small final : public Gather {
+ public:
+  using Gather::Gather;
+
+  Status contribute(Operation& op) override {
+    pack(Buffers(&input_, 1), op.payload());
+    return op.begin(input_.data.size());
+  }
+  Status conclude(Operation& op) override {
+    MOONCAKE_TRY(op.awaitAllBegun());
+    if (!op.takesPart(root_)) return op.agreeRootLost(root_);
+    if (op.rank() == root_) {
+      for (const int r : op.ranks()) {
+        auto payload = op.payloadOf(r, input_.data.size());
+        if (!payload.ok()) return payload.error();
+        if (!input_.data.empty())
+          std::memcpy(outputs_[size_t(r)].data(), *payload, input_.data.size());
+      }
+      zeroMissing(op, outputs_);
+    }
+    return op.commit(Operation::When::kAllBegan);
+  }
+};
+
+class Large final : public Gather {
+ public:
+  using Gather::Gather;
+
+  Status contribute(Operation& op) override {
+    auto table = announceBuffers(op, Buffers(&input_, 1), regions_);
+    if (!table.ok()) return table.error();
+    MOONCAKE_TRY(op.begin(*table));
+    MOONCAKE_TRY(op.awaitAllBegun());
+    if (!op.takesPart(root_)) return op.agreeRootLost(root_);
+    if (op.rank() != root_) return {};
+    const Span own = outputs_[size_t(root_)];
+    if (own.data() != input_.data.data())
+      std::memmove(own.data(), input_.data.data(), input_.data.size());
+    Fetches fetches(op);
+    for (const int from : op.others())
+      MOONCAKE_TRY(fetches.start(from, op.slot(from).input, 0, outputs_[size_t(from)]));
+    return fetches.await();
+  }
+  Status conclude(Operation& op) override {
+    if (op.rank() == root_) zeroMissing(op, outputs_);
+    return op.commitDone();
+  }
+  void rollBack(Operation&, Then) override { regions_.clear(); }
+
+ private:
+  std::vector<MemoryRegion> regions_;
+};
+
+}  // namespace
+
+Status gather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype, int root,
+              Deadline deadline) {
+  Operation op(group,
+               {.verb = Verb::kGather,
+                .dtype = dtype,
+                .root = root,
+                .count = input.size() / dtypeSize(dtype)},
+               deadline);
+  if (input.size() <= group.eagerBytes()) {
+    Small small(input, outputs, dtype, root);
+    return op.run(small);
+  }
+  Large large(input, outputs, dtype, root);
+  return op.run(large);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,96 @@
+// Small (n*s fits a slot): all parts stand in the root's slot. One exchange, n*s bytes out of the
+// root per rank that does not map it. Large: the root's slot announces one region per rank, every
+// rank fetches the s bytes of its own, then all tell all that they have them.
+#include <cstring>
+#include <vector>
+
+#include "collectives/buffers.h"
+#include "collectives/collectives.h"
+#include "collectives/operation.h"
+
+namespace mooncake {
+namespace {
+
+class Scatter : public Algorithm {
+ public:
+  Scatter(Buffers inputs, Span output, int root) : inputs_(inputs), output_(output), root_(root) {}
+
+ protected:
+  const Buffers inputs_;  // nothing but on the root
+  const Span output_;
+  const int root_;
+};
+
+class Small final : public Scatter {
+ public:
+  using Scatter::Scatter;
+
+  Status contribute(Operation& op) override {
+    pack(inputs_, op.payload());
+    return op.begin(packedBytes(inputs_));
+  }
+  Status conclude(Operation& op) override {
+    MOONCAKE_TRY(op.awaitAllBegun());
+    if (!op.takesPart(root_)) return op.agreeRootLost(root_);
+    const size_t stride = aligned(output_.size());
+    auto payload = op.payloadOf(root_, stride * size_t(op.size() - 1) + output_.size());
+    if (!payload.ok()) return payload.error();
+    if (!output_.empty())
+      std::memcpy(output_.data(), *payload + stride * size_t(op.rank()), output_.size());
+    return op.commit(Operation::When::kAllBegan);
+  }
+};
+
+class Large final : public Scatter {
+ public:
+  using Scatter::Scatter;
+
+  Status contribute(Operation& op) override {
+    size_t table = 0;
+    if (op.rank() == root_) {
+      auto announced = announceBuffers(op, inputs_, regions_);
+      if (!announced.ok()) return announced.error();
+      table = *announced;
+    }
+    MOONCAKE_TRY(op.begin(table));
+    MOONCAKE_TRY(op.awaitAllBegun());
+    if (!op.takesPart(root_)) return op.agreeRootLost(root_);
+    if (op.rank() == root_) {
+      const Span own = inputs_[size_t(root_)].data;
+      if (own.data() != output_.data()) std::memmove(output_.data(), own.data(), own.size());
+      return {};
+    }
+    auto part = announcedBuffer(op, root_, size_t(op.rank()), size_t(op.size()));
+    if (!part.ok()) return part.error();
+    Fetches fetches(op);
+    MOONCAKE_TRY(fetches.start(root_, *part, 0, output_));
+    return fetches.await();
+  }
+  Status conclude(Operation& op) override { return op.commitDone(); }
+  void rollBack(Operation&, Then) override { regions_.clear(); }
+
+ private:
+  std::vector<MemoryRegion> regions_;
+};
+
+}  // namespace
+
+Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DType dtype, int root,
+               Deadline deadline) {
+  std::vector<Buffer> buffers;
+  for (const ConstSpan input : inputs) buffers.push_back(readOnly(input, dtype));
+  Operation op(group,
+               {.verb = Verb::kScatter,
+                .dtype = dtype,
+                .root = root,
+                .count = output.size() / dtypeSize(dtype)},
+               deadline);
+  if (size_t(group.size()) * aligned(output.size()) <= group.eagerBytes()) {
+    Small small(buffers, output, root);
+    return op.run(small);
+  }
+  Large large(buffers, output, root);
+  return op.run(large);
+}
+
+}  // namespace mooncake
