@@ -1,0 +1,164 @@
+"""Runs torch's own suite of torch.distributed on a backend, beside Gloo.
+
+    python tests/conformance                   whatever passes on Gloo must pass on mooncake-cpu
+    python tests/conformance NAME ...          some of its tests
+    python tests/conformance --every 8         each eighth: a smoke test of another torch
+    python tests/conformance --backend fake    any other backend; fake is torch's that moves nothing
+
+What passes is not run on Gloo: only the others can be wrong. All that a failed test has to say is
+in build/conformance/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+
+import suite
+import torch
+
+LOGS = Path(__file__).resolve().parents[2] / "build/conformance"
+RANK_RAISED = f"exited with error code {suite.Suite.TEST_ERROR_EXIT_CODE}"
+# dist.monitored_barrier() refuses every backend that is not called gloo, before it asks it.
+OUT_OF_REACH = {
+    "test_monitored_barrier_failure_order",
+    "test_monitored_barrier_gloo",
+    "test_monitored_barrier_gloo_subgroup",
+    "test_monitored_barrier_wait_all_ranks",
+}
+_fork = multiprocessing.get_context("fork")
+
+
+@dataclass
+class Outcome:
+    name: str
+    status: str  # "passed", "skipped", "failed"
+    text: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.status:8}{self.seconds:6.1f} s  {self.name}  {self.reason}".rstrip()
+
+    @property
+    def reason(self) -> str:
+        """The last error of the first rank that failed, or why the test was skipped."""
+        of_first = re.split(r"^Process \d+ exited", self.text, flags=re.MULTILINE)[:2][-1]
+        lines = of_first.strip().splitlines()
+        errors = [line for line in lines if re.match(r"[\w.]+: ", line)]
+        return (errors or lines or [""])[-1]
+
+
+def run_one(name: str, log: Path) -> Outcome:
+    os.truncate(log, 0)
+    result = unittest.TestResult()
+    begin = time.monotonic()
+    suite.Suite(name).run(result)
+    seconds = time.monotonic() - begin
+    if bad := result.errors + result.failures:
+        text = bad[0][1]
+        if RANK_RAISED not in text:
+            text += log.read_text(errors="replace")
+        return Outcome(name, "failed", text, seconds)
+    if result.skipped:
+        return Outcome(name, "skipped", result.skipped[0][1], seconds)
+    return Outcome(name, "passed", "", seconds)
+
+
+def work(link: connection.Connection, backend: str) -> None:
+    """A process that runs the tests whose names it is sent, one after the other."""
+    suite.end_with_parent()
+    suite.use(backend)
+    with tempfile.NamedTemporaryFile(prefix="mooncake-conformance-") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        while (name := link.recv()) is not None:
+            link.send(run_one(name, Path(log.name)))
+
+
+def run(names: Sequence[str], backend: str, jobs: int) -> Iterator[Outcome]:
+    """The outcomes, as they come."""
+    waiting = list(reversed(names))
+    links: list[connection.Connection] = []
+    for _ in range(min(jobs, len(names))):
+        here, there = _fork.Pipe()
+        _fork.Process(target=work, args=(there, backend)).start()
+        there.close()
+        here.send(waiting.pop())
+        links.append(here)
+    while links:
+        for link in connection.wait(links):
+            outcome = link.recv()
+            if waiting:
+                link.send(waiting.pop())
+            else:
+                link.send(None)
+                links.remove(link)
+            yield outcome
+
+
+def run_and_show(names: Sequence[str], backend: str, jobs: int) -> dict[str, Outcome]:
+    LOGS.mkdir(parents=True, exist_ok=True)
+    outcomes = {}
+    with open(LOGS / f"{backend}.log", "w", encoding="utf-8") as log:
+        for outcome in run(names, backend, jobs):
+            outcomes[outcome.name] = outcome
+            print(f"{backend}: {outcome}", flush=True)
+            print(f"==== {outcome}\n{outcome.text}", file=log, flush=True)
+    return outcomes
+
+
+def verdict(
+    outcomes: dict[str, Outcome], on_gloo: Callable[[list[str]], dict[str, Outcome]]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """The names by what became of them, and those that pass on Gloo only."""
+    kinds = collections.defaultdict(list)
+    missed = []
+    for name, outcome in sorted(outcomes.items()):
+        if outcome.status == "passed":
+            kinds["passed"].append(name)
+        elif name in OUT_OF_REACH:
+            kinds["want the name gloo"].append(name)
+        else:
+            missed.append(name)
+    wrong = []
+    for name, outcome in sorted(on_gloo(missed).items()):
+        kind = "passed on Gloo only" if outcome.status == "passed" else "not on Gloo either"
+        kinds[kind].append(name)
+        if outcome.status == "passed":
+            wrong.append(name)
+    return kinds, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--backend", default="mooncake-cpu")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)) + 1)
+    options = parser.parse_args()
+    names = options.names or suite.names()[:: options.every]
+
+    outcomes = run_and_show(names, options.backend, options.jobs)
+    kinds, wrong = verdict(outcomes, lambda some: run_and_show(some, "gloo", options.jobs))
+    counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items())
+    print(f"{options.backend}, torch {torch.__version__}: {counts}, of {len(names)} tests of torch")
+    for name in wrong:
+        print(f"passed on Gloo only: {outcomes[name]}")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
