@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -76,27 +74,39 @@ class _Work:
         return getattr(self._work, name)
 
 
-@contextlib.contextmanager
-def checked(rank: int, folder: str) -> Iterator[None]:
-    """Every dist.all_reduce of this rank. `folder` is the same on all ranks, and of one test."""
-    real = dist.all_reduce
-    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+class _Rank:
+    """Whose calls are compared; nobody's before begin()."""
 
-    @functools.wraps(real)
-    def all_reduce(
-        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        of = group or dist.group.WORLD
-        if of == dist.GroupMember.NON_GROUP_MEMBER or of in _world.pg_coalesce_state:
-            return real(tensor, op, group, async_op)
-        ranks = dist.get_process_group_ranks(of)
-        name = f"{of.group_name}-{next(numbers[of.group_name])}"
-        call = _Call(Path(folder) / "all_reduce" / name, ranks, rank, tensor, op)
-        work = real(tensor, op, group, async_op)
-        if work is not None:
-            return _Work(work, call)
-        call.check()
-        return None
+    rank = -1
+    folder = Path()
+    numbers: ClassVar[dict[str, Iterator[int]]] = defaultdict(itertools.count)
 
-    with mock.patch.object(dist, "all_reduce", all_reduce):
-        yield
+
+def begin(rank: int, folder: str) -> None:
+    """In the process of a rank. `folder` is the same on all ranks, and of one test."""
+    _Rank.rank, _Rank.folder = rank, Path(folder) / "all_reduce"
+
+
+_real = dist.all_reduce
+
+
+@functools.wraps(_real)
+def all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    of = group or dist.group.WORLD
+    # In a coalescing manager nothing is done yet when the call returns.
+    if of == dist.GroupMember.NON_GROUP_MEMBER or of in _world.pg_coalesce_state:
+        return _real(tensor, op, group, async_op)
+    name = f"{of.group_name}-{next(_Rank.numbers[of.group_name])}"
+    ranks = dist.get_process_group_ranks(of)
+    call = _Call(_Rank.folder / name, ranks, _Rank.rank, tensor, op)
+    work = _real(tensor, op, group, async_op)
+    if work is not None:
+        return _Work(work, call)
+    call.check()
+    return None
+
+
+# Before the suite is imported, which keeps the function in default arguments.
+dist.all_reduce = all_reduce

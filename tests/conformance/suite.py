@@ -19,10 +19,10 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
+import all_reduce_check
 import on_cpu
 import torch
 import torch.distributed as dist
-from all_reduce_check import checked
 
 WORLD_SIZE = 4
 # Longer than torch's, for a machine that does other things, too. Seconds.
@@ -115,7 +115,8 @@ class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._
     def _run(cls, rank: int, *args: Any, **named: Any) -> None:
         end_with_parent()
         torch.set_num_threads(1)
-        with on_cpu.everything(), checked(rank, os.environ["TEMP_DIR"]):
+        all_reduce_check.begin(rank, os.environ["TEMP_DIR"])
+        with on_cpu.everything():
             super()._run(rank, *args, **named)
 
 
