@@ -221,9 +221,12 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
     waiter.until(allDone);
   }
   failpoint("leave");
+  // Who is out of the job does not leave in peace: it is for the view to say so. And what an abort
+  // ended here alone has not ended.
+  if (membership_.isOver()) return;
   std::lock_guard lock(mutex_);
-  leftAfter_ = number;  // [gone]
-  tellAll(MessageKind::kLeft, bodyOf(number));
+  leftAfter_ = std::min(number, ended());  // [gone]
+  tellAll(MessageKind::kLeft, bodyOf(*leftAfter_));
 }
 
 std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
