@@ -1,8 +1,13 @@
 #include "engine/transports/tcp/tcp_transport.h"
 
+#include <net/if.h>
+#include <netinet/in.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 
 #include "engine/stream/handshake.h"
@@ -125,6 +130,44 @@ TEST_F(TcpTransportTest, NobodyThereIsALostPeer) {
   ASSERT_FALSE(result.ok());
   EXPECT_EQ(result.error().code, ErrorCode::kPeerLost);
   EXPECT_NE(result.error().message.find(address), std::string::npos) << result.error().message;
+}
+
+// Without an address of its own there is no way to it, and connect() says so at once.
+void setLoopback(bool hasAddress) {
+  const Fd socket{::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0)};
+  ifreq request{};
+  std::strcpy(request.ifr_name, "lo");
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(hasAddress ? INADDR_LOOPBACK : INADDR_ANY);
+  std::memcpy(&request.ifr_addr, &address, sizeof(address));
+  ASSERT_EQ(::ioctl(socket.get(), SIOCSIFADDR, &request), 0) << std::strerror(errno);
+  request.ifr_flags = IFF_UP;
+  ASSERT_EQ(::ioctl(socket.get(), SIOCSIFFLAGS, &request), 0) << std::strerror(errno);
+}
+
+// A thread has a network of its own here, and so have the threads that it starts.
+TEST(TcpProbe, IsMadeAgainWhenThereIsNoWay) {
+  bool mayUnshare = true;
+  std::thread([&] {
+    mayUnshare = ::unshare(CLONE_NEWNET) == 0;
+    if (!mayUnshare) return;
+    ASSERT_NO_FATAL_FAILURE(setLoopback(true));
+    WireEnd listener(Tcp::env(), Tcp::create);
+    WireEnd asks(Tcp::env(), Tcp::create);
+    ASSERT_NO_FATAL_FAILURE(setLoopback(false));
+    std::promise<void> hasAsked;
+    std::promise<Transport::Listener> answer;
+    asks.loop().post([&] {
+      asks.transport->probe(listener.transport->endpoint(), soon(),
+                            [&](Transport::Listener how) { answer.set_value(how); });
+      hasAsked.set_value();
+    });
+    hasAsked.get_future().wait();  // in vain
+    ASSERT_NO_FATAL_FAILURE(setLoopback(true));
+    EXPECT_EQ(answer.get_future().get(), Transport::Listener::kAnswers);
+  }).join();
+  if (!mayUnshare) GTEST_SKIP() << "needs a network namespace";
 }
 
 // The peer is a process of its own that is killed while a get is under way.

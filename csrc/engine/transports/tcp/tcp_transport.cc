@@ -83,20 +83,16 @@ class TcpTransport::Probes : public std::enable_shared_from_this<Probes> {
   // On the loop's thread.
   void begin(const SocketAddress& address, Deadline deadline, std::function<void(Listener)> done) {
     const auto probe = std::make_shared<Probe>();
-    probe->attempt = attemptConnect(address);
+    probe->address = address;
     probe->done = std::move(done);
     {
       std::lock_guard lock(mutex_);
       if (isShutDown_) return;
       probes_.push_back(probe);
     }
-    const auto self = shared_from_this();
-    if (probe->attempt.failure == ECONNREFUSED) return end(probe, Listener::kRefuses);
-    probe->timer = loop_.runAt(deadline, [self, probe] { self->end(probe, Listener::kNoAnswer); });
-    if (probe->attempt.failure == 0) {
-      (void)loop_.add(probe->attempt.socket.get(), EPOLLOUT,
-                      [self, probe](uint32_t) { self->onOutcome(probe); });
-    }
+    probe->timer = loop_.runAt(
+        deadline, [self = shared_from_this(), probe] { self->end(probe, Listener::kNoAnswer); });
+    ask(probe);
   }
 
   void shutdown() {
@@ -111,20 +107,41 @@ class TcpTransport::Probes : public std::enable_shared_from_this<Probes> {
   }
 
  private:
+  static constexpr auto kPause = std::chrono::milliseconds(20);
+
   struct Probe {
+    SocketAddress address;
     ConnectAttempt attempt;
     std::function<void(Listener)> done;
     EventLoop::TimerId timer = 0;
   };
+
+  void ask(const std::shared_ptr<Probe>& probe) {
+    {
+      std::lock_guard lock(mutex_);
+      if (std::ranges::find(probes_, probe) == probes_.end()) return;
+      probe->attempt = attemptConnect(probe->address);
+      // With the lock: what is added after shutdown() would never be removed.
+      if (probe->attempt.failure == 0) {
+        (void)loop_.add(probe->attempt.socket.get(), EPOLLOUT,
+                        [self = shared_from_this(), probe](uint32_t) { self->onOutcome(probe); });
+        return;
+      }
+    }
+    onOutcome(probe);
+  }
 
   void onOutcome(const std::shared_ptr<Probe>& probe) {
     const auto outcome = outcomeOf(probe->attempt);
     if (!outcome) return;
     if (*outcome == 0) return end(probe, Listener::kAnswers);
     if (*outcome == ECONNREFUSED) return end(probe, Listener::kRefuses);
-    // No way there now, which says nothing of the process. The deadline does.
+    // No way there now, or this attempt was broken too, which says nothing of the process: the
+    // next one may.
     loop_.remove(probe->attempt.socket.get());
+    loop_.runAt(Deadline::after(kPause), [self = shared_from_this(), probe] { self->ask(probe); });
   }
+
   void end(const std::shared_ptr<Probe>& probe, Listener answer) {
     {
       std::lock_guard lock(mutex_);
