@@ -6,8 +6,15 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Backend, Store, Work
 
+class SplitOptions(Backend.Options):
+    """A group's options as torch knows them: what split_group() starts from. A copy, which can be
+    copied deeply."""
+
 class MooncakeBackend(Backend):
     """A group's backend, as torch.distributed sees it."""
+
+    @property
+    def options(self) -> SplitOptions: ...
 
     @property
     def active_ranks(self) -> torch.Tensor:

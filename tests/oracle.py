@@ -14,26 +14,40 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX"]
+OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 INTEGERS = [
     torch.uint8, torch.int8, torch.uint16, torch.int16,
     torch.uint32, torch.int32, torch.uint64, torch.int64,
 ]  # fmt: skip
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 REAL = [*INTEGERS, *FLOATS, torch.bool]
+COMPLEX = [torch.complex64, torch.complex128]
 MOVED_ONLY = [
-    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 ]  # fmt: skip
 LAYOUTS = ["plain", "sliced", "strided", "transposed", "column"]
 VERBS = [
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
-    "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter",
+    "reduce_scatter", "all_reduce_coalesced", "all_gather_coalesced",
+    "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
 ]  # fmt: skip
-REDUCING = ["all_reduce", "reduce", "reduce_scatter_tensor"]
+REDUCING = [
+    "all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter", "all_reduce_coalesced",
+    "reduce_scatter_tensor_coalesced",
+]  # fmt: skip
+SAME_ON_ALL = [
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather",
+    "all_reduce_coalesced", "all_gather_coalesced", "all_gather_into_tensor_coalesced",
+]  # fmt: skip
 
 
 def reducible(dtype: torch.dtype, op: str) -> bool:
+    if op in ("BAND", "BOR", "BXOR"):
+        return dtype in INTEGERS or dtype == torch.bool
+    if dtype in COMPLEX:  # torch itself refuses PRODUCT in all_reduce
+        return op in ("SUM", "AVG")
     return dtype in REAL and not (dtype == torch.bool and op == "AVG")
 
 
@@ -44,6 +58,9 @@ def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tens
         return torch.from_numpy(random.integers(0, 2, count).astype(bool))
     if dtype in FLOATS:
         return torch.from_numpy(random.standard_normal(count)).to(dtype)
+    if dtype in COMPLEX:
+        parts = torch.from_numpy(random.standard_normal((count, 2)))
+        return torch.view_as_complex(parts).to(dtype)
     if count == 0:  # cannot be viewed as another type
         return torch.empty(0, dtype=dtype)
     raw = random.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
@@ -55,7 +72,9 @@ def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = parts[0].dtype
     if dtype == torch.bool:
         stacked = torch.stack(list(parts))
-        return stacked.any(0) if op in ("SUM", "MAX") else stacked.all(0)
+        if op == "BXOR":
+            return stacked.sum(0) % 2 == 1
+        return stacked.any(0) if op in ("SUM", "MAX", "BOR") else stacked.all(0)
     wide = dtype.is_floating_point and dtype.itemsize == 2
     arrays = [(part.float() if wide else part).numpy() for part in parts]
     result = arrays[0].copy()
@@ -64,7 +83,9 @@ def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
             result = _COMBINE[op](result, array)
         if op == "AVG":
             divisor = result.dtype.type(len(parts))
-            if dtype.is_floating_point:
+            if dtype.is_complex:  # numpy multiplies with the reciprocal of a complex number
+                result = (result.view(result.real.dtype) / len(parts)).view(result.dtype)
+            elif dtype.is_floating_point:
                 result = result / divisor
             else:  # towards zero
                 result = (result - np.fmod(result, divisor)) // divisor
@@ -77,6 +98,9 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "PRODUCT": np.multiply,
     "MIN": np.minimum,  # NaN wins
     "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
 }
 
 
@@ -145,6 +169,11 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bits(tensor).numpy()).hexdigest()[:16]
 
 
+def lengths_of(count: int) -> list[int]:
+    """What `count` elements are cut into for a coalesced call."""
+    return [count // 7, 0, count // 2, count - count // 7 - count // 2]
+
+
 def splits_of(seed: int, size: int, count: int) -> list[list[int]]:
     """[from][to], each between 0 and 2 * count, every third one 0."""
     random = np.random.default_rng([seed, 77])
@@ -167,8 +196,8 @@ def exercise(
     asynchronous: bool = False,
 ) -> str:
     """Calls the verb with `count` elements per rank on every rank of the group, checks the
-    result and that
-    nothing else has changed. Returns a digest of the result, of the root's for reduce."""
+    result and that nothing else has changed. Returns a digest of the result, of the root's for
+    reduce and gather."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     what = f"{verb}({dtype}, {op}, {count} elements, {layout}) on rank {rank} of {size}"
     reduce_op = getattr(dist.ReduceOp, op)
@@ -252,4 +281,98 @@ def exercise(
             output.check(torch.cat(received), what)
             mine.check(given(rank, totals[rank]), f"the input of {what}")
         return digest(torch.cat(received))
+    if verb == "gather":
+        mine = placed(given(rank, count))
+        outputs = [empty(count) for _ in range(size if rank == root else 0)]
+        run(dist.gather, mine.view, [o.view for o in outputs] or None, root_name)
+        for r, output in enumerate(outputs):
+            output.check(given(r, count), f"output {r} of {what}")
+        mine.check(given(rank, count), f"the input of {what}")
+        return digest(torch.cat([given(r, count) for r in range(size)]))
+    if verb == "scatter":
+        pieces = given(root, size * count).split(count) if count else [given(root, 0)] * size
+        inputs = [placed(piece) for piece in pieces] if rank == root else []
+        output = empty(count)
+        run(dist.scatter, output.view, [i.view for i in inputs] or None, root_name)
+        output.check(pieces[rank], what)
+        for piece, one in zip(pieces, inputs, strict=False):
+            one.check(piece, f"an input of {what}")
+        return digest(pieces[rank])
+    if verb == "reduce_scatter":
+        pieces = [given(r, size * count).view(size, count) for r in range(size)]
+        inputs = [placed(pieces[rank][r]) for r in range(size)]
+        output = empty(count)
+        run(dist.reduce_scatter, output.view, [i.view for i in inputs], op=reduce_op)
+        result = reduced(op, [pieces[r][rank] for r in range(size)])
+        output.check(result, what)
+        for r, one in enumerate(inputs):
+            one.check(pieces[rank][r], f"input {r} of {what}")
+        return digest(result)
+    if verb.endswith("_coalesced"):
+        return _coalesced(verb, group or dist.group.WORLD, dtype, op, count, seed, layout, what)
     raise ValueError(verb)
+
+
+def _coalesced(
+    verb: str,
+    group: Any,
+    dtype: torch.dtype,
+    op: str,
+    count: int,
+    seed: int,
+    layout: str,
+    what: str,
+) -> str:
+    """Several tensors of different lengths, and one of another type."""
+    rank, size = group.rank(), group.size()
+    lengths = [(length, dtype) for length in lengths_of(count)]
+    if reducible(torch.int32, op):
+        lengths.append((5, torch.int32))
+
+    def given(i: int, r: int, times: int = 1) -> torch.Tensor:
+        return contents(seed + i, r, lengths[i][0] * times, lengths[i][1])
+
+    def empty(i: int, times: int = 1) -> Placed:
+        return Placed(given(i, size + 1, times), layout)
+
+    def views(placed: list[Placed]) -> list[torch.Tensor]:
+        return [one.view for one in placed]
+
+    every = range(len(lengths))
+    ranks = range(size)
+    reduce_op = getattr(dist.ReduceOp, op)
+    if verb == "all_reduce_coalesced":
+        tensors = [Placed(given(i, rank), layout) for i in every]
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = reduce_op
+        group.allreduce_coalesced(views(tensors), options).wait()
+        results = [reduced(op, [given(i, r) for r in ranks]) for i in every]
+        for i, tensor in enumerate(tensors):
+            tensor.check(results[i], f"tensor {i} of {what}")
+        return digest(torch.cat([bits(result) for result in results]))
+    times = size if verb == "reduce_scatter_tensor_coalesced" else 1
+    inputs = [Placed(given(i, rank, times), layout) for i in every]
+    if verb == "reduce_scatter_tensor_coalesced":
+        outputs = [empty(i) for i in every]
+        scatter_options = dist.ReduceScatterOptions()
+        scatter_options.reduceOp = reduce_op
+        group.reduce_scatter_tensor_coalesced(views(outputs), views(inputs), scatter_options).wait()
+        results = []
+        for i in every:
+            parts = [given(i, r, size).view(size, -1) if lengths[i][0] else None for r in ranks]
+            mine = [given(i, r) if part is None else part[rank] for r, part in enumerate(parts)]
+            results.append(reduced(op, mine))
+    elif verb == "all_gather_into_tensor_coalesced":
+        outputs = [empty(i, size) for i in every]
+        group.allgather_into_tensor_coalesced(views(outputs), views(inputs)).wait()
+        results = [torch.cat([given(i, r) for r in ranks]) for i in every]
+    else:
+        outputs = [empty(i) for _ in ranks for i in every]
+        lists = [views(outputs[r * len(lengths) :][: len(lengths)]) for r in ranks]
+        group.allgather_coalesced(lists, views(inputs)).wait()
+        results = [given(i, r) for r in ranks for i in every]
+    for i, output in enumerate(outputs):
+        output.check(results[i], f"output {i} of {what}")
+    for i, one in enumerate(inputs):
+        one.check(given(i, rank, times), f"input {i} of {what}")
+    return digest(torch.cat([bits(result) for result in results]))

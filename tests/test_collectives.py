@@ -267,7 +267,7 @@ def test_sizes(crew, verb):
     first = crew.call(sizes_on_rank, verb, counts)
     again = crew.call(sizes_on_rank, verb, counts, True)
     assert first == again, "two runs gave different bits"
-    if verb not in ("reduce_scatter_tensor", "all_to_all", "all_to_all_single"):
+    if verb in oracle.SAME_ON_ALL:
         assert all(digests == first[0] for digests in first), "ranks hold different bits"
 
 
@@ -306,13 +306,13 @@ def test_sums_in_rank_order(crew, count):
 def test_types_and_operations(layout, size, crews, verb):
     cases = [
         (dtype, op, count)
-        for dtype in oracle.REAL
+        for dtype in (*oracle.REAL, *oracle.COMPLEX)
         for op in oracle.OPS
         for count in (37, 9_001)
         if oracle.reducible(dtype, op)
     ]
     digests = crews.get(layout, size).call(types_on_rank, verb, cases)
-    if verb != "reduce_scatter_tensor":
+    if verb in oracle.SAME_ON_ALL:
         assert all(one == digests[0] for one in digests)
 
 
@@ -320,7 +320,7 @@ def test_types_and_operations(layout, size, crews, verb):
 def test_types_that_are_moved(layout, crews, verb):
     cases = [
         (dtype, "SUM", count)
-        for dtype in (*oracle.REAL, *oracle.MOVED_ONLY)
+        for dtype in (*oracle.REAL, *oracle.COMPLEX, *oracle.MOVED_ONLY)
         for count in (37, 9_001)
     ]
     crews.get(layout, 3).call(types_on_rank, verb, cases)
@@ -352,7 +352,7 @@ def test_beyond_32_mib(layout, crews, verb):
     if layout == "sim" and verb not in oracle.REDUCING:
         pytest.skip("takes seconds, and nothing is cut")
     count = (33 << 20) // 4 + 11
-    if verb == "reduce_scatter_tensor":
+    if verb.startswith(("reduce_scatter", "scatter")):
         count //= 2
     digests = crews.get(layout, 2).call(sizes_on_rank, verb, [count])
     assert len(digests) == 2

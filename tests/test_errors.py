@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import LAYOUTS, layout_options
 from harness import raised
+from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 SHORT = 3.0  # a group timeout that has to pass in the test
 
@@ -200,9 +201,25 @@ def own_mistakes():
     ones = torch.ones
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     single, quantize = dist.all_to_all_single, torch.quantize_per_tensor
+    world, premul = dist.group.WORLD, _make_nccl_premul_sum
+    into, scatters = world.allgather_into_tensor_coalesced, world.reduce_scatter_tensor_coalesced
+    greatest = dist.ReduceOp.MAX
+
+    def gather_to(root, outputs):
+        options = dist.GatherOptions()
+        options.rootRank = root
+        return world.gather([outputs], [ones(3)], options)
+
+    def scatter_from(root, inputs):
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        return world.scatter([ones(3)], [inputs], options)
+
+    shared, fp8 = ones(3), ones(3).to(torch.float8_e5m2)
     return {
         "meta": (lambda: backend.allreduce([ones(3, device="meta")]), "meta"),
-        "sparse": (lambda: backend.allreduce([torch.eye(3).to_sparse()]), "sparse"),
+        "sparse": (lambda: backend.broadcast([torch.eye(3).to_sparse()]), "sparse"),
+        "greatest sparse": (lambda: backend.allreduce([torch.eye(3).to_sparse()], greatest), "SUM"),
         "two tensors": (lambda: backend.allreduce([ones(3), ones(3)]), "one tensor"),
         "short list": (lambda: dist.all_gather([ones(3)] * (n - 1), ones(3)), "rank"),
         "long list": (lambda: dist.all_gather([ones(3)] * (n + 1), ones(3)), "rank"),
@@ -220,10 +237,31 @@ def own_mistakes():
         "negative split": (lambda: single(ones(n), ones(n), [1] * n, [-1, *[1] * (n - 1)]), "neg"),
         "root": (lambda: dist.broadcast(ones(1), n), ""),
         "root below": (lambda: dist.reduce(ones(1), -1), ""),
-        "complex": (lambda: backend.allreduce([ones(3).cfloat()], dist.ReduceOp.MAX), "complex"),
+        "max of complex": (lambda: backend.allreduce([ones(3).cfloat()], greatest), "complex"),
         "sum of fp8": (lambda: dist.all_reduce(ones(3).to(torch.float8_e5m2)), "float8_e5m2"),
         "avg of bool": (lambda: dist.all_reduce(ones(3).bool(), op=dist.ReduceOp.AVG), "bool"),
-        "bitwise and": (lambda: dist.all_reduce(ones(3).int(), op=dist.ReduceOp.BAND), "SUM"),
+        "bits of floats": (lambda: dist.all_reduce(ones(3), op=dist.ReduceOp.BAND), "BAND"),
+        "factor of ints": (lambda: dist.all_reduce(ones(3).int(), op=premul(2.0)), "PREMUL_SUM"),
+        "complex factor": (lambda: dist.all_reduce(ones(3), op=premul(ones(1) * 1j)), "complex"),
+        "gathered list": (lambda: gather_to(1, [ones(3)] * (n - 1)), "rank"),
+        "gathered shape": (lambda: gather_to(1, [ones(4)] * n), "shape"),
+        "gathered by others": (lambda: gather_to(0, [ones(3)] * n), "root"),
+        "gathering root": (lambda: gather_to(n, [ones(3)] * n), "root"),
+        "scattered list": (lambda: scatter_from(1, [ones(3)] * (n + 1)), "rank"),
+        "scattered type": (lambda: scatter_from(1, [ones(3).int()] * n), "type"),
+        "scattered by others": (lambda: scatter_from(0, [ones(3)] * n), "root"),
+        "short reduction": (lambda: dist.reduce_scatter(ones(3), [ones(3)] * (n - 1)), "rank"),
+        "reduced shape": (lambda: dist.reduce_scatter(ones(3), [ones(2)] * n), "shape"),
+        "no tensors": (lambda: world.allreduce_coalesced([]), ""),
+        "twice": (lambda: world.allreduce_coalesced([shared, shared]), "share memory"),
+        "one fp8": (lambda: world.allreduce_coalesced([ones(3), fp8]), "float8_e5m2"),
+        "lists of gathers": (lambda: world.allgather_coalesced([[ones(3)]], [ones(3)]), "rank"),
+        "outputs of gathers": (lambda: into([ones(n)], [ones(1), ones(1)]), "outputs"),
+        "size of gathers": (lambda: into([ones(n), ones(n + 1)], [ones(1), ones(1)]), "times"),
+        "size of scatters": (lambda: scatters([ones(2)], [ones(n)]), "times"),
+        "outputs in one place": (lambda: dist.all_gather([shared] * n, ones(3)), "share memory"),
+        "expanded": (lambda: dist.all_reduce(ones(1).expand(3)), "clone"),
+        "negative tag": (lambda: backend.send([ones(3)], 0, -1), "tag"),
         "quantized": (lambda: backend.allreduce([quantize(ones(3), 1, 0, torch.qint8)]), ""),
     }  # fmt: skip
 

@@ -80,10 +80,14 @@ class Verb:
             return oracle.reduced(op, [given[r] for r in who]) if me == self.root else given[me]
         if self.name == "broadcast":
             return given[self.root]
+        if self.name == "gather" and me != self.root:
+            return torch.empty(0)
         if self.name == "barrier":
             return torch.empty(0)
         mine = slice(me * self.each, (me + 1) * self.each)
-        if self.name == "reduce_scatter_tensor":
+        if self.name == "scatter":
+            return given[self.root][mine]
+        if self.name.startswith("reduce_scatter"):
             return oracle.reduced(op, [given[r][mine] for r in who])
         part = slice(None) if "gather" in self.name else mine
         return torch.cat([given[r][part] if r in who else zeros for r in range(size)])
@@ -110,7 +114,25 @@ class Verb:
             return dist.all_gather_into_tensor(stale, own, **named), stale
         if self.name == "all_to_all_single":
             return dist.all_to_all_single(stale, own, **named), stale
+        if self.name == "reduce_scatter":
+            output = stale[: self.each]
+            return dist.reduce_scatter(output, list(own.split(self.each)), **named), output
         outputs = list(stale.split(self.each))
+        if self.name == "gather":
+            is_root = self.me.rank == self.root
+            work = dist.gather(own, outputs if is_root else None, self.root, **named)
+            return work, stale if is_root else torch.empty(0)
+        if self.name == "scatter":
+            inputs = list(own.split(self.each)) if self.me.rank == self.root else None
+            output = stale[: self.each]
+            return dist.scatter(output, inputs, self.root, **named), output
+        if self.name == "all_gather_coalesced":
+            half = self.each // 2
+            options = dist.AllgatherOptions()
+            options.asyncOp = asynchronous
+            lists = [[output[:half], output[half:]] for output in outputs]
+            work = dist.group.WORLD.allgather_coalesced(lists, [own[:half], own[half:]], options)
+            return (work if asynchronous else work.wait()), stale
         if self.name == "all_gather":
             return dist.all_gather(outputs, own, **named), stale
         return dist.all_to_all(outputs, list(own.split(self.each)), **named), stale
@@ -120,6 +142,7 @@ WHOLE = ("all_reduce", "all_reduce_avg", "reduce", "broadcast", "barrier")
 VERBS = [
     "all_reduce", "all_reduce_avg", "reduce", "broadcast", "barrier", "all_gather",
     "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+    "gather", "scatter", "reduce_scatter", "all_gather_coalesced",
 ]  # fmt: skip
 VICTIMS = (3, 0)  # of four
 SURVIVOR = 1

@@ -39,7 +39,8 @@ counts = st.one_of(
 def steps(draw, size):
     verb = draw(st.sampled_from(oracle.VERBS))
     reducing = verb in oracle.REDUCING
-    dtype = draw(st.sampled_from(oracle.REAL if reducing else [*oracle.REAL, *oracle.MOVED_ONLY]))
+    numbers = [*oracle.REAL, *oracle.COMPLEX]
+    dtype = draw(st.sampled_from(numbers if reducing else [*numbers, *oracle.MOVED_ONLY]))
     ops = [op for op in oracle.OPS if oracle.reducible(dtype, op)]
     count = draw(counts)
     step = {
@@ -71,13 +72,7 @@ def test_programs(layout, crews, program):
     crew = crews.get(layout, SIZE)
     digests = crew.call(run_on_rank, size, steps)[:size]
     for i, step in enumerate(steps):
-        if step["verb"] in (
-            "all_reduce",
-            "reduce",
-            "broadcast",
-            "all_gather",
-            "all_gather_into_tensor",
-        ):
+        if step["verb"] in oracle.SAME_ON_ALL:
             assert len({found[i] for found in digests}) == 1, step
 
 

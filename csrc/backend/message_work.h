@@ -20,6 +20,7 @@ class MessageWork : public c10d::Work {
   MessageWork(int rank, int capacity, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
               std::shared_ptr<Message> message, at::Tensor tensor, Flat flat);
 
+  bool finished() const { return message_->finished(); }
   bool isCompleted() override;
   bool isSuccess() const override { return message_->finished() && message_->status().ok(); }
   std::exception_ptr exception() const override;

@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "backend/arguments.h"
 #include "backend/c10d_store.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
@@ -15,49 +16,6 @@ namespace {
 // Rank 0 may live on, and its store, too: they are not waited for longer than this.
 constexpr auto kRankZeroEnds = std::chrono::milliseconds(200);
 constexpr auto kStoreEnds = std::chrono::milliseconds(50);
-
-[[noreturn]] void refuse(const std::string& message) {
-  throwError({ErrorCode::kInvalidArgument, message});
-}
-
-template <typename T>
-T orThrow(Result<T> result) {
-  if (!result.ok()) throwError(result.error());
-  return std::move(*result);
-}
-
-ReduceKind kindOf(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return ReduceKind::kSum;
-    case c10d::ReduceOp::AVG:
-      return ReduceKind::kAvg;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceKind::kProduct;
-    case c10d::ReduceOp::MIN:
-      return ReduceKind::kMin;
-    case c10d::ReduceOp::MAX:
-      return ReduceKind::kMax;
-    default:
-      throwError({ErrorCode::kUnsupported,
-                  "the mooncake backend reduces with SUM, AVG, PRODUCT, MIN and MAX only"});
-  }
-}
-
-Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op) {
-  const Reduction reduction{orThrow(dtypeOf(tensor)), kindOf(op)};
-  throwIfError(checkReduction(reduction));
-  return reduction;
-}
-
-void checkSameType(const at::Tensor& a, const at::Tensor& b) {
-  if (a.scalar_type() != b.scalar_type()) {
-    refuse(std::string("input and output differ in type: ") + at::toString(b.scalar_type()) +
-           " and " + at::toString(a.scalar_type()));
-  }
-}
-
-std::string sizesOf(const at::Tensor& tensor) { return c10::str(tensor.sizes()); }
 
 // The elements that go to or come from each rank, by the splits of the first dimension (equal ones
 // when none given).
@@ -227,6 +185,7 @@ void MooncakeBackend::leaveJob() {
 
 void MooncakeBackend::abort() {
   refuseInForkedChild();
+  runAbortHooks();
   group_->fail({ErrorCode::kAborted, "the process group was aborted"});
   messages_->messages().abort({ErrorCode::kAborted, "the process group was aborted"});
 }
@@ -277,22 +236,15 @@ const at::Tensor& MooncakeBackend::only(const std::vector<at::Tensor>& tensors,
   return tensors[0];
 }
 
-template <typename Run>
-MooncakeBackend::WorkPtr MooncakeBackend::submit(c10d::OpType type, std::vector<at::Tensor> outputs,
-                                                 bool async, Run&& run) {
-  refuseInForkedChild();
-  auto work = c10::make_intrusive<CollectiveWork>(rank_, size_, options_.capacity, type,
-                                                  queue_.get(), std::move(outputs));
-  queue_->submit(work, async, std::forward<Run>(run));
-  return work;
-}
-
 MooncakeBackend::WorkPtr MooncakeBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                     const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == at::kSparse)
+    return allreduceSparse(tensors[0], opts);
   const at::Tensor& tensor = only(tensors, "all_reduce");
+  checkOutput(tensor, "the tensor of all_reduce");
   return submit(c10d::OpType::ALLREDUCE, tensors, opts.asyncOp,
-                [this, flat = Flat(tensor), reduction = reductionOf(tensor, opts.reduceOp),
-                 timeout = effective(opts.timeout)] {
+                [this, reduction = reductionOf(tensor, opts.reduceOp),
+                 flat = given(tensor, opts.reduceOp), timeout = effective(opts.timeout)] {
                   Status status = mooncake::allreduce(*group_, flat.bytes(), reduction,
                                                       Deadline::after(timeout));
                   if (status.ok()) flat.give();
@@ -303,6 +255,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce(std::vector<at::Tensor>& ten
 MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& tensors,
                                                     const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = only(tensors, "broadcast");
+  if (opts.rootRank != rank_) checkOutput(tensor, "the tensor of broadcast");
   return submit(c10d::OpType::BROADCAST, tensors, opts.asyncOp,
                 [this, flat = Flat(tensor), dtype = orThrow(dtypeOf(tensor)),
                  from = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
@@ -316,14 +269,16 @@ MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& ten
 MooncakeBackend::WorkPtr MooncakeBackend::reduce(std::vector<at::Tensor>& tensors,
                                                  const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "reduce");
-  return submit(c10d::OpType::REDUCE, tensors, opts.asyncOp,
-                [this, flat = Flat(tensor), reduction = reductionOf(tensor, opts.reduceOp),
-                 to = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::reduce(*group_, flat.bytes(), reduction, to,
-                                                   Deadline::after(timeout));
-                  if (status.ok() && to == rank_) flat.give();
-                  return status;
-                });
+  if (opts.rootRank == rank_) checkOutput(tensor, "the tensor of reduce");
+  return submit(
+      c10d::OpType::REDUCE, tensors, opts.asyncOp,
+      [this, reduction = reductionOf(tensor, opts.reduceOp), flat = given(tensor, opts.reduceOp),
+       to = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
+        Status status =
+            mooncake::reduce(*group_, flat.bytes(), reduction, to, Deadline::after(timeout));
+        if (status.ok() && to == rank_) flat.give();
+        return status;
+      });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
@@ -334,16 +289,12 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
     refuse("all_gather needs one output tensor for each of the " + std::to_string(size_) +
            " ranks, not " + std::to_string(outputs.empty() ? 0 : outputs[0].size()));
   }
-  for (const at::Tensor& output : outputs[0]) {
-    throwIfError(checkTensor(output, "an output of all_gather"));
-    checkSameType(output, input);
-    if (output.numel() != input.numel()) {
-      refuse("all_gather: an output has the shape " + sizesOf(output) + ", the input " +
-             sizesOf(input));
-    }
-  }
+  checkOnePerRank(outputs[0], input, size_, "all_gather", "output");
+  checkApart(outputs[0], "an output of all_gather");
+  std::vector<Flat> out = flatten(outputs[0]);
+  Flat in = inputsBeside(inputs, spansOf(out), rank_)[0];
   return submit(c10d::OpType::ALLGATHER, outputs[0], opts.asyncOp,
-                [this, in = Flat(input), out = flatten(outputs[0]), dtype = orThrow(dtypeOf(input)),
+                [this, in = std::move(in), out = std::move(out), dtype = orThrow(dtypeOf(input)),
                  timeout = effective(opts.timeout)] {
                   Status status = mooncake::allgather(*group_, in.bytes(), spansOf(out), dtype,
                                                       Deadline::after(timeout));
@@ -354,20 +305,19 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
 
 MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                           const c10d::AllgatherOptions& opts) {
-  throwIfError(checkTensor(output, "the output of all_gather_into_tensor"));
+  checkOutput(output, "the output of all_gather_into_tensor");
   throwIfError(checkTensor(input, "the input of all_gather_into_tensor"));
   checkSameType(output, input);
   if (output.numel() != input.numel() * size_) {
     refuse("all_gather_into_tensor: the output " + sizesOf(output) + " must hold " +
            std::to_string(size_) + " times the input " + sizesOf(input));
   }
+  const Flat out(output);
+  std::vector<Span> parts = partsOf(out, size_);
+  Flat in = inputsBeside({input}, parts, rank_)[0];
   return submit(c10d::OpType::_ALLGATHER_BASE, {output}, opts.asyncOp,
-                [this, in = Flat(input), out = Flat(output), dtype = orThrow(dtypeOf(input)),
-                 timeout = effective(opts.timeout)] {
-                  const size_t each = in.bytes().size();
-                  std::vector<Span> parts;
-                  for (int r = 0; r < size_; ++r)
-                    parts.push_back(out.bytes().subspan(size_t(r) * each, each));
+                [this, in = std::move(in), out, parts = std::move(parts),
+                 dtype = orThrow(dtypeOf(input)), timeout = effective(opts.timeout)] {
                   Status status = mooncake::allgather(*group_, in.bytes(), parts, dtype,
                                                       Deadline::after(timeout));
                   if (status.ok()) out.give();
@@ -377,21 +327,23 @@ MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at
 
 MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
-  throwIfError(checkTensor(output, "the output of reduce_scatter_tensor"));
+  checkOutput(output, "the output of reduce_scatter_tensor");
   throwIfError(checkTensor(input, "the input of reduce_scatter_tensor"));
   checkSameType(output, input);
   if (input.numel() != output.numel() * size_) {
     refuse("reduce_scatter_tensor: the input " + sizesOf(input) + " must hold " +
            std::to_string(size_) + " times the output " + sizesOf(output));
   }
-  return submit(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, opts.asyncOp,
-                [this, in = Flat(input), out = Flat(output),
-                 reduction = reductionOf(input, opts.reduceOp), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(),
-                                                          reduction, Deadline::after(timeout));
-                  if (status.ok()) out.give();
-                  return status;
-                });
+  const Reduction reduction = reductionOf(input, opts.reduceOp);
+  const Flat in = given(input, opts.reduceOp);
+  return submit(
+      c10d::OpType::_REDUCE_SCATTER_BASE, {output}, opts.asyncOp,
+      [this, reduction, in, out = outputBeside(output, {in}), timeout = effective(opts.timeout)] {
+        Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(), reduction,
+                                                Deadline::after(timeout));
+        if (status.ok()) out.give();
+        return status;
+      });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outputs,
@@ -408,8 +360,11 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outp
     checkSameType(inputs[r], inputs[0]);
     checkSameType(outputs[r], inputs[0]);
   }
+  checkApart(outputs, "an output of all_to_all");
+  std::vector<Flat> in = flatten(inputs), out;
+  for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
   return submit(c10d::OpType::ALLTOALL, outputs, opts.asyncOp,
-                [this, in = flatten(inputs), out = flatten(outputs),
+                [this, in = std::move(in), out = std::move(out),
                  dtype = orThrow(dtypeOf(inputs[0])), timeout = effective(opts.timeout)] {
                   const std::vector<Span> from = spansOf(in);
                   Status status =
@@ -424,13 +379,14 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::
                                                         std::vector<int64_t>& outputSplits,
                                                         std::vector<int64_t>& inputSplits,
                                                         const c10d::AllToAllOptions& opts) {
-  throwIfError(checkTensor(output, "the output of all_to_all_single"));
+  checkOutput(output, "the output of all_to_all_single");
   throwIfError(checkTensor(input, "the input of all_to_all_single"));
   checkSameType(output, input);
   auto sends = elementsPerRank(input, inputSplits, size_, "input");
   auto receives = elementsPerRank(output, outputSplits, size_, "output");
+  const Flat in(input);
   return submit(c10d::OpType::ALLTOALL_BASE, {output}, opts.asyncOp,
-                [this, in = Flat(input), out = Flat(output), sends = std::move(sends),
+                [this, in, out = outputBeside(output, {in}), sends = std::move(sends),
                  receives = std::move(receives), dtype = orThrow(dtypeOf(input)),
                  timeout = effective(opts.timeout)] {
                   const std::vector<Span> from = cut(in.bytes(), sends, dtypeSize(dtype));
@@ -449,12 +405,12 @@ MooncakeBackend::WorkPtr MooncakeBackend::barrier(const c10d::BarrierOptions& op
   });
 }
 
-MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors,
-                                               int peer, int tag) {
-  refuseInForkedChild();
+void MooncakeBackend::checkMessage(c10d::OpType type, const std::vector<at::Tensor>& tensors,
+                                   int peer, int tag) const {
   const bool isSend = type == c10d::OpType::SEND;
   const char* name = isSend ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, name);
+  if (!isSend) checkOutput(tensor, "the tensor of recv");
   if (peer != PointToPoint::kAnySource) {
     if (peer < 0 || peer >= size_)
       refuse(std::string(name) + ": rank " + std::to_string(peer) + " is not in a group of " +
@@ -463,14 +419,33 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
       refuse(std::string(name) + ": rank " + std::to_string(peer) + " is this rank itself");
   }
   if (tag < 0) refuse(std::string(name) + ": the tag " + std::to_string(tag) + " is negative");
+}
+
+c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type, const at::Tensor& tensor,
+                                                       int peer, int tag) {
   Flat flat(tensor);
   const Deadline until = deadline(c10d::kUnsetTimeout);
   PointToPoint& messages = messages_->messages();
-  auto message = isSend ? messages.send(flat.bytes(), peer, uint32_t(tag), until)
-                        : messages.receive(flat.bytes(), peer, uint32_t(tag), until);
-  if (!message->finished()) messages_->watch();
+  auto message = type == c10d::OpType::SEND
+                     ? messages.send(flat.bytes(), peer, uint32_t(tag), until)
+                     : messages.receive(flat.bytes(), peer, uint32_t(tag), until);
   return c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_,
                                           std::move(message), tensor, std::move(flat));
+}
+
+MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors,
+                                               int peer, int tag) {
+  refuseInForkedChild();
+  return withinBatch([&]() -> WorkPtr {
+    checkMessage(type, tensors, peer, tag);
+    if (batch_) {
+      batch_->messages.push_back({type, tensors[0], peer, tag});
+      return nullptr;
+    }
+    auto work = start(type, tensors[0], peer, tag);
+    if (!work->finished()) messages_->watch();
+    return work;
+  });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {

@@ -1,7 +1,12 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
+#include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,7 +16,9 @@
 #include "backend/collective_queue.h"
 #include "backend/completions.h"
 #include "backend/message_driver.h"
+#include "backend/message_work.h"
 #include "backend/rank_evidence.h"
+#include "backend/tensors.h"
 #include "base/env.h"
 #include "base/fork.h"
 #include "collectives/collectives.h"
@@ -42,6 +49,10 @@ class MooncakeBackend : public c10d::Backend {
   ~MooncakeBackend() override;
 
   const std::string getBackendName() const override { return options_.name; }
+  // What a group that is split off starts with; the caller's own copy.
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  // Whether later calls can succeed, and why not.
+  c10d::ErrorType getError() override;
   // Without `override`: c10d::Backend has it since torch 2.9 only.
   void setTimeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
   void setSequenceNumberForGroup() override {}
@@ -62,6 +73,12 @@ class MooncakeBackend : public c10d::Backend {
   void leaveJob();
   // Ends everything that is under way with an error.
   void abort() override;
+#ifdef C10D_BACKEND_HAS_HOOKS
+  // Called at the beginning of abort(), on its thread.
+  bool supportsAbortHooks() const override { return true; }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
+#endif
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override;
@@ -78,11 +95,40 @@ class MooncakeBackend : public c10d::Backend {
                         std::vector<int64_t>& inputSplits,
                         const c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  // Raises and names who did not come in time, on every rank; the first one only, or all of them.
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                 const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                  const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs,
+                         std::vector<std::vector<at::Tensor>>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  // Several tensors in one operation. They may differ in type.
+  WorkPtr allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                              std::vector<at::Tensor>& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  bool supportsCoalescing() const override { return true; }
+  // Between the two, messages are kept, and then posted at once if all of them are right; whatever
+  // else is called begins as always. One work for all of it. One thread of the caller's.
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
   WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override;
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
   at::Tensor activeRanks() const { return options_.activeRanks; }
+  // Of a group of these ranks of ours, which the new one's rank order follows.
+  BackendOptions optionsOfSplit(const std::vector<int>& ranks, const Options& opts) const;
+  const BackendOptions& options() const { return options_; }
   const char* onFailure() const { return options_.env.raises ? "raise" : "continue"; }
   uint64_t epoch() const;  // of the job's view
   std::vector<RankEvidence> evidence() const;
@@ -91,8 +137,33 @@ class MooncakeBackend : public c10d::Backend {
 
  private:
   template <typename Run>
-  WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, bool async, Run&& run);
+  WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, bool async, Run&& run) {
+    refuseInForkedChild();
+    auto work = c10::make_intrusive<CollectiveWork>(rank_, size_, options_.capacity, type,
+                                                    queue_.get(), std::move(outputs));
+    queue_->submit(work, async, std::forward<Run>(run));
+    if (batch_) batch_->works.push_back(work);
+    return work;
+  }
+  void runAbortHooks();
+  WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
+  bool fitsSlot(const std::vector<Flat>& given) const;
   WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
+  void checkMessage(c10d::OpType type, const std::vector<at::Tensor>& tensors, int peer,
+                    int tag) const;
+  c10::intrusive_ptr<MessageWork> start(c10d::OpType type, const at::Tensor& tensor, int peer,
+                                        int tag);
+  // What torch itself calls before endCoalescing(): that one raises, and so ends the batch.
+  template <typename Call>
+  WorkPtr withinBatch(Call&& call) {
+    if (!batch_) return call();
+    try {
+      return call();
+    } catch (...) {
+      if (!batch_->error) batch_->error = std::current_exception();
+      return nullptr;
+    }
+  }
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
   void outlastRankZero();
   void refuseInForkedChild() const;
@@ -101,7 +172,23 @@ class MooncakeBackend : public c10d::Backend {
   Deadline deadline(std::chrono::milliseconds timeout) const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
+  // What was called since startCoalescing().
+  struct Batch {
+    struct KeptMessage {
+      c10d::OpType type;
+      at::Tensor tensor;
+      int peer;
+      int tag;
+    };
+    std::vector<KeptMessage> messages;
+    std::vector<WorkPtr> works;
+    std::exception_ptr error;  // the first
+  };
+
   BackendOptions options_;
+  std::optional<Batch> batch_;
+  std::mutex abortHooksMutex_;  // guards abortHooks_; hooks run without it
+  std::map<int64_t, std::function<void()>> abortHooks_;
   const uint32_t forkGeneration_ = forkGeneration();
   const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what outlastRankZero() waits for
   const bool inOurWorld_;  // a group of a job that the default group of ours is

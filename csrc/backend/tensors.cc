@@ -1,5 +1,13 @@
 #include "backend/tensors.h"
 
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include "collectives/buffers.h"
+
 namespace mooncake {
 
 Result<DType> dtypeOf(const at::Tensor& tensor) {
@@ -71,13 +79,75 @@ Status checkTensor(const at::Tensor& tensor, const char* what) {
   return {};
 }
 
+void Flat::give() const {
+  if (flat_.is_same(tensor_)) return;
+  const at::NoGradGuard plain;
+  tensor_.copy_(flat_.view_as(tensor_));
+}
+
+std::vector<Flat> flatten(const std::vector<at::Tensor>& tensors) {
+  return std::vector<Flat>(tensors.begin(), tensors.end());
+}
+
+std::vector<Span> spansOf(const std::vector<Flat>& flats) {
+  std::vector<Span> spans;
+  for (const Flat& flat : flats) spans.push_back(flat.bytes());
+  return spans;
+}
+
+std::vector<Span> partsOf(const Flat& flat, int size) {
+  const size_t each = flat.bytes().size() / size_t(size);
+  std::vector<Span> parts;
+  for (size_t r = 0; r < size_t(size); ++r) parts.push_back(flat.bytes().subspan(r * each, each));
+  return parts;
+}
+
+void give(const Status& status, const std::vector<Flat>& flats) {
+  if (!status.ok()) return;
+  for (const Flat& flat : flats) flat.give();
+}
+
+namespace {
+
+bool overlap(ConstSpan a, ConstSpan b) {
+  return a.data() < b.data() + b.size() && b.data() < a.data() + a.size();
+}
+
+}  // namespace
+
+std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
+                               const std::vector<Span>& outputs, int rank) {
+  std::vector<Flat> flats = flatten(inputs);
+  if (outputs.empty()) return flats;
+  std::vector<Span> places = outputs;
+  std::erase_if(places, [](Span place) { return place.empty(); });
+  std::ranges::sort(places, {}, [](Span place) { return place.data(); });
+  for (size_t i = 0; i < flats.size(); ++i) {
+    const Span bytes = flats[i].bytes(), own = outputs[size_t(rank) * flats.size() + i];
+    if (bytes.empty() || bytes.data() == own.data()) continue;  // as long as it, so no other's
+    const auto behind = std::ranges::lower_bound(places, bytes.data() + bytes.size(), {},
+                                                 [](Span place) { return place.data(); });
+    if (behind != places.begin() && overlap(*std::prev(behind), bytes)) flats[i].standApart();
+  }
+  return flats;
+}
+
+Flat outputBeside(const at::Tensor& output, const std::vector<Flat>& inputs) {
+  Flat flat(output);
+  for (const Flat& input : inputs) {
+    if (!overlap(input.bytes(), flat.bytes())) continue;
+    flat.standApart();
+    break;
+  }
+  return flat;
+}
+
 std::span<std::byte> bytesOf(const at::Tensor& contiguous) {
   return {static_cast<std::byte*>(contiguous.data_ptr()), contiguous.nbytes()};
 }
 
-std::vector<std::span<std::byte>> cut(std::span<std::byte> bytes,
-                                      const std::vector<int64_t>& elements, size_t elementSize) {
-  std::vector<std::span<std::byte>> pieces;
+std::vector<Span> cut(Span bytes, const std::vector<int64_t>& elements, size_t elementSize) {
+  std::vector<Span> pieces;
   for (const int64_t count : elements) {
     pieces.push_back(bytes.first(size_t(count) * elementSize));
     bytes = bytes.subspan(pieces.back().size());
@@ -85,19 +155,80 @@ std::vector<std::span<std::byte>> cut(std::span<std::byte> bytes,
   return pieces;
 }
 
-std::vector<Flat> flatten(const std::vector<at::Tensor>& tensors) {
-  return std::vector<Flat>(tensors.begin(), tensors.end());
+namespace {
+
+// A longer row is fetched by itself: a system call costs less than to copy it twice.
+constexpr size_t kShortRow = 64 << 10;
+
+}  // namespace
+
+FlatList::FlatList(std::vector<Flat> flats, int rows, bool isShort)
+    : flats_(std::move(flats)), rows_(rows) {
+  struct OneType {
+    DType dtype;
+    std::vector<size_t> members;
+  };
+  std::vector<OneType> shortOnes;  // in the order of the list
+  for (size_t i = 0; i < flats_.size(); ++i) {
+    const Buffer buffer{flats_[i].bytes(), *dtypeOf(flats_[i].tensor())};
+    if (isShort || buffer.data.size() / size_t(rows) >= kShortRow) {
+      buffers_.push_back(buffer);
+      continue;
+    }
+    auto of = std::ranges::find(shortOnes, buffer.dtype, &OneType::dtype);
+    if (of == shortOnes.end()) of = shortOnes.insert(of, {buffer.dtype, {}});
+    of->members.push_back(i);
+  }
+  for (auto& [dtype, members] : shortOnes) {
+    if (members.size() == 1) {
+      buffers_.push_back({flats_[members[0]].bytes(), dtype});
+      continue;
+    }
+    int64_t bytes = 0;
+    for (const size_t member : members) bytes += int64_t(flats_[member].bytes().size());
+    bundles_.push_back({at::empty({bytes}, at::kByte), std::move(members)});
+    uint32_t lengths = 1;
+    for (const size_t member : bundles_.back().members)
+      lengths = hashOn(lengths, flats_[member].bytes().size());
+    buffers_.push_back({bytesOf(bundles_.back().bytes), dtype, lengths});
+    forEachPiece(bundles_.back(), [](std::byte* together, Span piece) {
+      std::memcpy(together, piece.data(), piece.size());
+    });
+  }
 }
 
-std::vector<std::span<std::byte>> spansOf(const std::vector<Flat>& flats) {
-  std::vector<std::span<std::byte>> spans;
-  for (const Flat& flat : flats) spans.push_back(flat.bytes());
-  return spans;
+template <typename Copy>
+void FlatList::forEachPiece(const Bundle& bundle, Copy&& copy) const {
+  std::byte* together = bytesOf(bundle.bytes).data();
+  for (int row = 0; row < rows_; ++row) {
+    for (const size_t member : bundle.members) {
+      const Span all = flats_[member].bytes();
+      const Span piece =
+          all.subspan(all.size() / size_t(rows_) * size_t(row), all.size() / size_t(rows_));
+      if (!piece.empty()) copy(together, piece);
+      together += piece.size();
+    }
+  }
 }
 
-void give(const Status& status, const std::vector<Flat>& flats) {
-  if (!status.ok()) return;
-  for (const Flat& flat : flats) flat.give();
+std::vector<Span> FlatList::rows() const {
+  std::vector<Span> rows;
+  for (size_t row = 0; row < size_t(rows_); ++row) {
+    for (const Buffer& buffer : buffers_) {
+      const size_t bytes = buffer.data.size() / size_t(rows_);
+      rows.push_back(buffer.data.subspan(row * bytes, bytes));
+    }
+  }
+  return rows;
+}
+
+void FlatList::give() const {
+  for (const Bundle& bundle : bundles_) {
+    forEachPiece(bundle, [](std::byte* together, Span piece) {
+      std::memcpy(piece.data(), together, piece.size());
+    });
+  }
+  for (const Flat& flat : flats_) flat.give();
 }
 
 }  // namespace mooncake

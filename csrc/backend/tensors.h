@@ -7,6 +7,7 @@
 
 #include "base/dtype.h"
 #include "base/result.h"
+#include "collectives/collectives.h"
 
 namespace mooncake {
 
@@ -25,22 +26,63 @@ std::span<std::byte> bytesOf(const at::Tensor& contiguous);
 class Flat {
  public:
   explicit Flat(at::Tensor tensor) : tensor_(std::move(tensor)), flat_(tensor_.contiguous()) {}
+  // `flat`: of the same type and as many elements, contiguous.
+  Flat(at::Tensor tensor, at::Tensor flat) : tensor_(std::move(tensor)), flat_(std::move(flat)) {}
   std::span<std::byte> bytes() const { return bytesOf(flat_); }
-  void give() const {
-    if (!flat_.is_same(tensor_)) tensor_.copy_(flat_);
-  }
+  const at::Tensor& tensor() const { return tensor_; }
+  // From here on a copy, so that nothing else that overlaps it matters.
+  void standApart() { flat_ = flat_.clone(); }
+  void give() const;
 
  private:
   at::Tensor tensor_;
   at::Tensor flat_;
 };
+
 std::vector<Flat> flatten(const std::vector<at::Tensor>& tensors);
-std::vector<std::span<std::byte>> spansOf(const std::vector<Flat>& flats);
+std::vector<Span> spansOf(const std::vector<Flat>& flats);
+// Its parts for or from each rank, of the same length.
+std::vector<Span> partsOf(const Flat& flat, int size);
+// Cuts a run of bytes into consecutive pieces.
+std::vector<Span> cut(Span bytes, const std::vector<int64_t>& elements, size_t elementSize);
 // Of all, where it is ok.
 void give(const Status& status, const std::vector<Flat>& flats);
 
-// Cuts a run of bytes into consecutive pieces.
-std::vector<std::span<std::byte>> cut(std::span<std::byte> bytes,
-                                      const std::vector<int64_t>& elements, size_t elementSize);
+// A gathering rank's inputs; outputs[r * inputs.size() + i] is for rank r's i-th one, and none
+// overlaps another. Copies where other data is written over them: each may lie where its own goes.
+std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
+                               const std::vector<Span>& outputs, int rank);
+// An output that shares memory with inputs is written when the operation is over: a rank that is
+// lost may make it run again, and others may read the inputs until then.
+Flat outputBeside(const at::Tensor& output, const std::vector<Flat>& inputs);
+
+// Several of them in one operation, as few buffers: what is too short to be fetched by itself
+// travels together with others of its type, in a copy.
+class FlatList {
+ public:
+  // Each tensor is `rows` rows of the same length. What is short is told by its rows: lists whose
+  // tensors have rows of the same lengths are put together alike. `isShort`: all of it fits a slot,
+  // where nothing is fetched.
+  FlatList(std::vector<Flat> flats, int rows, bool isShort);
+
+  Buffers buffers() const { return buffers_; }
+  // Of all buffers, row by row: outputs of all_gather.
+  std::vector<Span> rows() const;
+  void give() const;
+
+ private:
+  // Buffers that are copies: of these tensors, row by row.
+  struct Bundle {
+    at::Tensor bytes;
+    std::vector<size_t> members;
+  };
+  template <typename Copy>
+  void forEachPiece(const Bundle& bundle, Copy&& copy) const;
+
+  std::vector<Flat> flats_;
+  int rows_;
+  std::vector<Buffer> buffers_;
+  std::vector<Bundle> bundles_;
+};
 
 }  // namespace mooncake

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -29,7 +31,56 @@ class PythonBackend final : public MooncakeBackend {
       close();
     }
   }
+
+  bool supportsSplitting() const override { return true; }
+  // Both without `override`: c10d::Backend has them like this since torch 2.9 only. split() is
+  // called on every rank of this group; the new one shares its engine and its job.
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) {
+    const auto place = std::find(ranks.begin(), ranks.end(), getRank());
+    if (place == ranks.end()) return nullptr;
+    return child(store, *opts, [&] {
+      return c10::make_intrusive<PythonBackend>(
+          store, int(place - ranks.begin()), int(ranks.size()), optionsOfSplit(ranks, *opts), this);
+    });
+  }
+  // A group of processes that may know nothing of each other yet: a job of its own.
+  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                    const int& size) {
+    return child(store, *opts, [&] {
+      return c10::make_intrusive<PythonBackend>(store, rank, size, optionsOfSplit({}, *opts),
+                                                nullptr);
+    });
+  }
+
+ private:
+  // torch asks once per type of device, of a backend that has several: one group is for all.
+  template <typename Make>
+  c10::intrusive_ptr<Backend> child(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const Options& opts, Make&& make) {
+    auto known = lastChild_.lock();
+    if (known && lastStore_ == store && known->options().groupName == opts.group_name) return known;
+    c10::intrusive_ptr<MooncakeBackend> made = make();
+    lastStore_ = store;
+    lastChild_ = c10::weak_intrusive_ptr<MooncakeBackend>(made);
+    return made;
+  }
+
+  c10::intrusive_ptr<c10d::Store> lastStore_;
+  c10::weak_intrusive_ptr<MooncakeBackend> lastChild_{c10::intrusive_ptr<MooncakeBackend>()};
 };
+
+// torch's split_group() copies them deeply, which its own class cannot be.
+class SplitOptions final : public c10d::Backend::Options {
+ public:
+  explicit SplitOptions(const c10d::Backend::Options& options) : Options(options) {}
+};
+
+c10::intrusive_ptr<SplitOptions> splitOptionsOf(PythonBackend& backend) {
+  return c10::make_intrusive<SplitOptions>(*backend.getBackendOptions());
+}
 
 // What MooncakeBackendOptions.for_group() hands over, on top of the environment.
 void apply(const py::dict& options, BackendOptions& out) {
@@ -129,8 +180,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("global_ranks"), py::arg("group_id"), py::arg("timeout"), py::arg("backend_name"),
         py::arg("options"), py::arg("world"));
 
+  const auto copied = [](const SplitOptions& options, const py::object&) {
+    return c10::make_intrusive<SplitOptions>(options);
+  };
+  py::class_<SplitOptions, c10::intrusive_ptr<SplitOptions>, c10d::Backend::Options>(m,
+                                                                                     "SplitOptions")
+      .def("__deepcopy__", copied);
+
   py::class_<PythonBackend, c10::intrusive_ptr<PythonBackend>, c10d::Backend>(m, "MooncakeBackend")
       .def_property_readonly("active_ranks", &PythonBackend::activeRanks)
+      .def_property_readonly("options", &splitOptionsOf)
       // Newer torch has it for every backend; 2.8 for none but its own.
       .def("_set_default_timeout", &PythonBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())

@@ -1,0 +1,108 @@
+#include "backend/arguments.h"
+
+#include <algorithm>
+
+#include <ATen/MemoryOverlap.h>
+
+namespace mooncake {
+
+void refuse(const std::string& message) { throwError({ErrorCode::kInvalidArgument, message}); }
+
+ReduceKind kindOf(const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return ReduceKind::kSum;
+    case c10d::ReduceOp::AVG:
+      return ReduceKind::kAvg;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceKind::kProduct;
+    case c10d::ReduceOp::MIN:
+      return ReduceKind::kMin;
+    case c10d::ReduceOp::MAX:
+      return ReduceKind::kMax;
+    case c10d::ReduceOp::BAND:
+      return ReduceKind::kBitAnd;
+    case c10d::ReduceOp::BOR:
+      return ReduceKind::kBitOr;
+    case c10d::ReduceOp::BXOR:
+      return ReduceKind::kBitXor;
+    case c10d::ReduceOp::PREMUL_SUM:
+      return ReduceKind::kPremulSum;
+    default:
+      refuse("there is no reduction with the number " + std::to_string(int(op.op_)));
+  }
+}
+
+Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  const Reduction reduction{orThrow(dtypeOf(tensor)), kindOf(op)};
+  throwIfError(checkReduction(reduction));
+  return reduction;
+}
+
+namespace {
+
+at::Scalar factorOf(const c10d::ReduceOp& op) {
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (!supplement) refuse("PREMUL_SUM has no factor: make it with _make_nccl_premul_sum");
+  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item()
+                                             : at::Scalar(supplement->double_factor);
+}
+
+}  // namespace
+
+Flat given(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return Flat(tensor);
+  const at::Scalar factor = factorOf(op);
+  if (factor.isComplex() && !tensor.is_complex())
+    refuse("PREMUL_SUM of " + std::string(at::toString(tensor.scalar_type())) +
+           " with a complex factor");
+  const at::NoGradGuard plain;
+  return Flat(tensor, tensor.contiguous().mul(factor));
+}
+
+std::string sizesOf(const at::Tensor& tensor) { return c10::str(tensor.sizes()); }
+
+void checkSameType(const at::Tensor& output, const at::Tensor& input) {
+  if (output.scalar_type() != input.scalar_type()) {
+    refuse(std::string("input and output differ in type: ") + at::toString(input.scalar_type()) +
+           " and " + at::toString(output.scalar_type()));
+  }
+}
+
+void checkOutput(const at::Tensor& tensor, const char* what) {
+  throwIfError(checkTensor(tensor, what));
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
+    refuse(std::string(what) + " has several elements in one place: use clone()");
+}
+
+void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
+                     const char* operation, const char* role) {
+  if (tensors.size() != size_t(size)) {
+    refuse(std::string(operation) + " needs one " + role + " tensor for each of the " +
+           std::to_string(size) + " ranks, not " + std::to_string(tensors.size()));
+  }
+  const std::string what = std::string("an ") + role + " of " + operation;
+  for (const at::Tensor& tensor : tensors) {
+    throwIfError(checkTensor(tensor, what.c_str()));
+    checkSameType(tensor, like);
+    if (tensor.numel() != like.numel()) {
+      refuse(what + " has the shape " + sizesOf(tensor) + ", the other side's tensor " +
+             sizesOf(like));
+    }
+  }
+}
+
+void checkApart(const std::vector<at::Tensor>& outputs, const char* operation) {
+  std::vector<std::span<std::byte>> places;
+  for (const at::Tensor& output : outputs) {
+    checkOutput(output, operation);
+    if (output.numel() > 0 && output.is_contiguous()) places.push_back(bytesOf(output));
+  }
+  std::ranges::sort(places, {}, [](std::span<std::byte> place) { return place.data(); });
+  for (size_t i = 1; i < places.size(); ++i) {
+    if (places[i - 1].data() + places[i - 1].size() > places[i].data())
+      refuse(std::string(operation) + ": two of the outputs share memory");
+  }
+}
+
+}  // namespace mooncake

@@ -1,0 +1,163 @@
+// The calls of c10d that are about the group as such, or put several calls together.
+#include <algorithm>
+
+#include "backend/arguments.h"
+#include "backend/mooncake_backend.h"
+
+namespace mooncake {
+namespace {
+
+// Several works as one: ended when all have, with the first error of them.
+class BatchWork : public c10d::Work {
+ public:
+  using WorkPtr = MooncakeBackend::WorkPtr;
+
+  BatchWork(int rank, std::vector<WorkPtr> works)
+      : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::ranges::all_of(works_, [](const WorkPtr& work) { return work->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::ranges::all_of(works_, [](const WorkPtr& work) { return work->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const WorkPtr& work : works_) {
+      if (auto error = work->exception()) return error;
+    }
+    return nullptr;
+  }
+  // For all of them, whatever becomes of one: their memory is the caller's again.
+  bool wait(std::chrono::milliseconds timeout) override {
+    const Deadline deadline = Deadline::after(timeout);
+    std::exception_ptr first;
+    for (const WorkPtr& work : works_) {
+      // 0 is no timeout.
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left());
+      try {
+        work->wait(timeout <= kNoTimeout ? kNoTimeout : std::max(left, kLeastTimeout));
+      } catch (...) {
+        if (!first) first = std::current_exception();
+      }
+    }
+    if (first) std::rethrow_exception(first);
+    return true;
+  }
+  void synchronize() override {}
+  std::vector<at::Tensor> result() override {
+    std::vector<at::Tensor> all;
+    for (const WorkPtr& work : works_) {
+      for (at::Tensor& tensor : work->result()) all.push_back(std::move(tensor));
+    }
+    return all;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const auto type = c10::ListType::create(c10::TensorType::get());
+    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
+    for (const WorkPtr& work : works_) futures.push_back(work->getFuture());
+    return c10::collectAll(futures)->then(
+        [futures, results = result()](c10::ivalue::Future&) {
+          for (const c10::intrusive_ptr<c10::ivalue::Future>& future : futures)
+            (void)future->value();
+          return c10::IValue(results);
+        },
+        type);
+  }
+
+ private:
+  static constexpr std::chrono::milliseconds kLeastTimeout{1};
+
+  const std::vector<WorkPtr> works_;
+};
+
+}  // namespace
+
+void MooncakeBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
+  const auto run = [this, waitAllRanks, timeout = effective(opts.timeout)] {
+    return mooncake::monitoredBarrier(*group_, waitAllRanks, timeout);
+  };
+  submit(c10d::OpType::BARRIER, {}, /*async=*/false, run)->wait(kNoTimeout);
+}
+
+void MooncakeBackend::startCoalescing() {
+  refuseInForkedChild();
+  batch_.emplace();
+}
+
+MooncakeBackend::WorkPtr MooncakeBackend::endCoalescing() {
+  refuseInForkedChild();
+  if (!batch_) refuse("endCoalescing() without startCoalescing()");
+  Batch batch = std::move(*batch_);
+  batch_.reset();
+  if (batch.error) std::rethrow_exception(batch.error);
+  bool isUnderWay = false;
+  // Receives first: what comes meanwhile goes where it belongs at once.
+  for (const bool isSend : {false, true}) {
+    for (const Batch::KeptMessage& kept : batch.messages) {
+      if ((kept.type == c10d::OpType::SEND) != isSend) continue;
+      auto work = start(kept.type, kept.tensor, kept.peer, kept.tag);
+      isUnderWay = isUnderWay || !work->finished();
+      batch.works.push_back(std::move(work));
+    }
+  }
+  if (isUnderWay) messages_->watch();
+  return c10::make_intrusive<BatchWork>(rank_, std::move(batch.works));
+}
+
+void MooncakeBackend::runAbortHooks() {
+  std::map<int64_t, std::function<void()>> hooks;
+  {
+    std::lock_guard lock(abortHooksMutex_);
+    hooks = abortHooks_;
+  }
+  for (const auto& [id, hook] : hooks) hook();
+}
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+void MooncakeBackend::registerAbortHook(int64_t id, c10d::AbortHook hook) {
+  std::lock_guard lock(abortHooksMutex_);
+  abortHooks_[id] = std::move(hook);
+}
+
+void MooncakeBackend::unregisterAbortHook(int64_t id) {
+  std::lock_guard lock(abortHooksMutex_);
+  abortHooks_.erase(id);
+}
+#endif
+
+c10d::ErrorType MooncakeBackend::getError() {
+  const Status status = group_ ? group_->usable() : Status(ErrorCode::kAborted, "");
+  switch (status.code()) {
+    case ErrorCode::kOk:
+      return c10d::ErrorType::SUCCESS;
+    case ErrorCode::kTimeout:
+      return c10d::ErrorType::TIMEOUT;
+    case ErrorCode::kEvicted:
+    case ErrorCode::kMinority:
+      return c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> MooncakeBackend::getBackendOptions() {
+  auto options = c10::make_intrusive<Options>(options_.name, options_.timeout);
+  options->group_name = options_.groupName;
+  options->global_ranks_in_group.assign(options_.globalRanks.begin(), options_.globalRanks.end());
+  return options;
+}
+
+BackendOptions MooncakeBackend::optionsOfSplit(const std::vector<int>& ranks,
+                                               const Options& opts) const {
+  refuseInForkedChild();
+  BackendOptions split = options_;
+  split.groupName = opts.group_name;
+  split.timeout = opts.timeout;
+  split.activeRanks = at::Tensor();
+  split.capacity = 0;
+  split.globalRanks.clear();
+  for (const int rank : ranks) split.globalRanks.push_back(jobRank(rank));
+  return split;
+}
+
+}  // namespace mooncake
