@@ -15,7 +15,6 @@ class MooncakeBackend(Backend):
 
     @property
     def options(self) -> SplitOptions: ...
-
     @property
     def active_ranks(self) -> torch.Tensor:
         """options["active_ranks"] as given to create_backend: the same tensor."""
@@ -101,6 +100,11 @@ def create_backend(
 ) -> MooncakeBackend:
     """`world` is the default group's backend if that is ours and this is another group: its engine
     is shared. `global_ranks` is empty for the default group."""
+
+def group_of(
+    store: Store, backend: MooncakeBackend, devices: list[str]
+) -> torch.distributed.ProcessGroup:
+    """A group of this backend alone, with its name."""
 
 def build_info() -> dict[str, Any]:
     """What was built ("version"), for which torch ("torch"), and with which wires ("transports",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, DebugLevel, get_debug_level
 
 from mooncake_backend import distribution, extension
 from mooncake_backend.options import MooncakeBackendOptions
@@ -16,8 +19,37 @@ if TYPE_CHECKING:
     from mooncake_backend._C import MooncakeBackend
 
 
+def create_group(
+    backend_name: str, dist_opts: Any, options: Any = None
+) -> MooncakeBackend | dist.ProcessGroup:
+    """What torch.distributed calls for each group of ours that this rank is in. A group that has
+    no other backend is named after ours; c10d would call it "custom"."""
+    backend = create_backend(backend_name, dist_opts, options)
+    devices, bound_device = _asked_for()
+    # Another one is torch's own group, so that it adds the other backends, or wraps this one.
+    if not devices or get_debug_level() == DebugLevel.DETAIL:
+        return backend
+    group: dist.ProcessGroup = extension.load().group_of(dist_opts.store, backend, devices)
+    if bound_device is not None:
+        group.bound_device_id = bound_device
+    return group
+
+
+def _asked_for() -> tuple[list[str], torch.device | None]:
+    """The devices of the group that torch is making, where one backend is for all of them, and the
+    device that it is bound to. torch takes a group from the maker of a backend, but does not tell
+    it whether there are other backends: only its own function knows that."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    if frame is None or (config := frame.f_locals.get("backend_config")) is None:
+        return [], None
+    backends = config.get_device_backend_map()
+    is_only = len(set(backends.values())) == 1
+    return list(backends) if is_only else [], frame.f_locals.get("device_id")
+
+
 def create_backend(backend_name: str, dist_opts: Any, options: Any = None) -> MooncakeBackend:
-    """What torch.distributed calls for each group of ours that this rank is in."""
     distribution.check()
     native = extension.load()
     backend: MooncakeBackend = native.create_backend(

@@ -24,7 +24,9 @@ def register() -> None:
             )
 
 
-def _create(backend_name: str, dist_opts: Any, options: Any = None) -> MooncakeBackend:
-    from mooncake_backend.group import create_backend
+def _create(
+    backend_name: str, dist_opts: Any, options: Any = None
+) -> MooncakeBackend | dist.ProcessGroup:
+    from mooncake_backend.group import create_group
 
-    return create_backend(backend_name, dist_opts, options)
+    return create_group(backend_name, dist_opts, options)

@@ -59,8 +59,8 @@ def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tens
     if dtype in FLOATS:
         return torch.from_numpy(random.standard_normal(count)).to(dtype)
     if dtype in COMPLEX:
-        parts = torch.from_numpy(random.standard_normal((count, 2)))
-        return torch.view_as_complex(parts).to(dtype)
+        real, imaginary = torch.from_numpy(random.standard_normal((2, count)))
+        return torch.complex(real, imaginary).to(dtype)
     if count == 0:  # cannot be viewed as another type
         return torch.empty(0, dtype=dtype)
     raw = random.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)

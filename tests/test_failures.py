@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import raised, until
+from torch._C._distributed_c10d import AllgatherOptions
 
 import mooncake_backend
 from mooncake_backend import MooncakeBackendOptions, PeerLostError
@@ -128,7 +129,7 @@ class Verb:
             return dist.scatter(output, inputs, self.root, **named), output
         if self.name == "all_gather_coalesced":
             half = self.each // 2
-            options = dist.AllgatherOptions()
+            options = AllgatherOptions()
             options.asyncOp = asynchronous
             lists = [[output[:half], output[half:]] for output in outputs]
             work = dist.group.WORLD.allgather_coalesced(lists, [own[:half], own[half:]], options)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import LAYOUTS
-from harness import raised
+from harness import raised, until
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -449,6 +449,88 @@ def about_on_rank(me):
 
 def test_options_and_numbers(crew):
     crew.call(about_on_rank)
+
+
+def name_on_rank(me):
+    import torch.testing._internal.distributed.fake_pg  # registers the backend fake
+
+    world = dist.group.WORLD
+    own = dist.new_group([0, me.size - 1])
+    beside = dist.new_group(backend="cpu:mooncake-cpu,meta:fake")
+    if own is not dist.GroupMember.NON_GROUP_MEMBER:
+        assert (own.name(), dist.get_backend(own)) == ("mooncake", "mooncake")
+    assert (world.name(), dist.get_backend(world)) == ("mooncake", "mooncake")
+    # Of two backends: torch's own group, for the devices of both.
+    assert backend_of(beside).name() == "mooncake-cpu"
+    assert {device.type for device in beside._device_types} == {"cpu", "meta"}
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=beside)
+    assert (tensor == me.size).all()
+    dist.destroy_process_group(beside)
+
+
+def test_the_name_of_a_group(crew):
+    crew.call(name_on_rank)
+
+
+def profiled_on_rank(me):
+    n, next_one, last = me.size, (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    four, four_of_each = torch.ones(4), torch.ones(4 * n)
+    lists = [torch.ones(4) for _ in range(n)]
+
+    def exchange():
+        receiving = dist.irecv(torch.ones(4), last)
+        dist.isend(four, next_one).wait()
+        receiving.wait()
+
+    def receive_from_any():
+        if me.rank == 0:
+            for _ in range(n - 1):
+                dist.recv(torch.ones(4))
+        else:
+            dist.send(four, 0)
+
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(four),
+        "broadcast": lambda: dist.broadcast(four, 1),
+        "reduce": lambda: dist.reduce(four, 1),
+        "all_gather": lambda: dist.all_gather(lists, four),
+        "_all_gather_base": lambda: dist.all_gather_into_tensor(four_of_each, four),
+        "gather": lambda: dist.gather(four, lists if me.rank == 1 else None, 1),
+        "scatter": lambda: dist.scatter(four, lists if me.rank == 1 else None, 1),
+        "reduce_scatter": lambda: dist.reduce_scatter(four, lists),
+        "_reduce_scatter_base": lambda: dist.reduce_scatter_tensor(four, four_of_each),
+        "all_to_all": lambda: dist.all_to_all_single(four_of_each, four_of_each),
+        "barrier": dist.barrier,
+        "sparse_all_reduce": lambda: dist.all_reduce(torch.eye(3).to_sparse()),
+        "send": exchange,
+        "recvAnySource": receive_from_any,
+    }
+    shapes = {
+        "_reduce_scatter_base": [[4 * n]], "all_to_all": [[4 * n]], "barrier": [],
+        "scatter": [[4]] * n if me.rank == 1 else [], "reduce_scatter": [[4]] * n,
+        "sparse_all_reduce": [[3, 3]],
+    }  # fmt: skip
+    for name, call in calls.items():
+        with torch.autograd.profiler.profile(record_shapes=True) as profile:
+            call()
+        events = {e.name: e for e in profile.function_events if e.name.startswith("mooncake:")}
+        if name == "send":
+            assert set(events) == {"mooncake:send", "mooncake:recv"}
+        if name == "recvAnySource" and me.rank != 0:
+            name = "send"
+        event = events[f"mooncake:{name}"]
+        assert event.is_async
+        assert event.input_shapes == shapes.get(name, [[4]]), name
+    # An event that began ends, though nobody waits for its work.
+    with torch.autograd.profiler.profile() as profile:
+        work = dist.all_reduce(four, async_op=True)
+        until(work.is_completed, "the end of all_reduce")
+    assert any(e.name == "mooncake:all_reduce" for e in profile.function_events)
+
+
+def test_the_profiler_sees_what_is_called(crew):
+    crew.call(profiled_on_rank)
 
 
 def objects_on_rank(me):

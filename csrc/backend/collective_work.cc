@@ -60,6 +60,7 @@ uint64_t CollectiveWork::epoch() const {
 
 void CollectiveWork::finish(Ending ending, Completions& completions) {
   ending_ = std::move(ending);
+  if (recordFunctionEndCallback_) recordFunctionEndCallback_();
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     // Either getFuture() sees that we have finished, or we see its future.

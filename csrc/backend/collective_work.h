@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "backend/errors.h"
+#include "backend/profile.h"
 #include "base/result.h"
 #include "collectives/flush_agent.h"
 
@@ -32,8 +33,8 @@ class CollectiveWork : public c10d::Work {
  public:
   // `size`: of the group, which may grow to `capacity`.
   CollectiveWork(int rank, int size, int capacity, c10d::OpType type, CollectiveQueue* queue,
-                 std::vector<at::Tensor> outputs)
-      : Work(rank, type),
+                 std::vector<at::Tensor> outputs, const Profile& profile)
+      : Work(rank, type, profile.title(), profile.inputs),
         size_(size),
         capacity_(capacity),
         queue_(queue),

@@ -76,7 +76,7 @@ void MooncakeBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wa
   const auto run = [this, waitAllRanks, timeout = effective(opts.timeout)] {
     return mooncake::monitoredBarrier(*group_, waitAllRanks, timeout);
   };
-  submit(c10d::OpType::BARRIER, {}, /*async=*/false, run)->wait(kNoTimeout);
+  submit(c10d::OpType::BARRIER, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
 }
 
 void MooncakeBackend::startCoalescing() {

@@ -77,7 +77,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::gather(std::vector<std::vector<at::Ten
   }
   std::vector<Flat> out = flatten(results);
   Flat in = inputsBeside(inputs, spansOf(out), rank_)[0];
-  return submit(c10d::OpType::GATHER, std::move(results), opts.asyncOp,
+  return submit(c10d::OpType::GATHER, inputs, std::move(results), opts.asyncOp,
                 [this, to, in = std::move(in), out = std::move(out),
                  dtype = orThrow(dtypeOf(input)), timeout = effective(opts.timeout)] {
                   Status status = mooncake::gather(*group_, in.bytes(), spansOf(out), dtype, to,
@@ -100,7 +100,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::scatter(std::vector<at::Tensor>& outpu
   } else {
     checkNone(inputs, "scatter");
   }
-  return submit(c10d::OpType::SCATTER, outputs, opts.asyncOp,
+  return submit(c10d::OpType::SCATTER, from == rank_ ? at::TensorList(inputs[0]) : at::TensorList(),
+                outputs, opts.asyncOp,
                 [this, from, out = outputBeside(output, in), in = std::move(in),
                  dtype = orThrow(dtypeOf(output)), timeout = effective(opts.timeout)] {
                   const std::vector<Span> parts = spansOf(in);
@@ -121,7 +122,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter(
   const Reduction reduction = reductionOf(output, opts.reduceOp);
   std::vector<Flat> in = givenAll(inputs[0], opts.reduceOp);
   Flat out = outputBeside(output, in);
-  return submit(c10d::OpType::REDUCE_SCATTER, outputs, opts.asyncOp,
+  return submit(c10d::OpType::REDUCE_SCATTER, inputs[0], outputs, opts.asyncOp,
                 [this, reduction, in = std::move(in), out = std::move(out),
                  timeout = effective(opts.timeout)] {
                   std::vector<Buffer> parts;
@@ -142,7 +143,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce_coalesced(
     for (const at::Tensor& tensor : tensors) reductionOf(tensor, opts.reduceOp);
     std::vector<Flat> flats = givenAll(tensors, opts.reduceOp);
     const bool isShort = fitsSlot(flats);
-    return submit(c10d::OpType::ALLREDUCE_COALESCED, tensors, opts.asyncOp,
+    return submit(c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, opts.asyncOp,
                   [this, list = FlatList(std::move(flats), 1, isShort),
                    kind = kindOf(opts.reduceOp), timeout = effective(opts.timeout)] {
                     Status status = mooncake::allreduce(*group_, list.buffers(), kind,
@@ -184,7 +185,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather_coalesced(
   const bool isShort = fitsSlot(in);
   std::vector<FlatList> lists;
   for (auto& flats : out) lists.emplace_back(std::move(flats), 1, isShort);
-  return submit(c10d::OpType::ALLGATHER_COALESCED, std::move(results), opts.asyncOp,
+  return submit(c10d::OpType::ALLGATHER_COALESCED, inputs, std::move(results), opts.asyncOp,
                 [this, in = FlatList(std::move(in), 1, isShort), lists = std::move(lists),
                  timeout = effective(opts.timeout)] {
                   std::vector<Span> parts;
@@ -222,7 +223,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather_into_tensor_coalesced(
     std::vector<Flat> in = inputsBeside(inputs, places, rank_);
     const bool isShort = fitsSlot(in);
     return submit(
-        c10d::OpType::ALLGATHER_COALESCED, outputs, opts.asyncOp,
+        c10d::OpType::ALLGATHER_COALESCED, inputs, outputs, opts.asyncOp,
         [this, in = FlatList(std::move(in), 1, isShort),
          out = FlatList(std::move(out), size_, isShort), timeout = effective(opts.timeout)] {
           Status status =
@@ -248,7 +249,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter_tensor_coalesced(
     std::vector<Flat> in = givenAll(inputs, opts.reduceOp), out;
     for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
     const bool isShort = fitsSlot(in);
-    return submit(c10d::OpType::COALESCED, outputs, opts.asyncOp,
+    return submit(c10d::OpType::COALESCED, inputs, outputs, opts.asyncOp,
                   [this, in = FlatList(std::move(in), size_, isShort),
                    out = FlatList(std::move(out), 1, isShort), kind = kindOf(opts.reduceOp),
                    timeout = effective(opts.timeout)] {

@@ -10,8 +10,8 @@ namespace mooncake {
 
 MessageWork::MessageWork(int rank, int capacity, c10d::OpType type,
                          std::shared_ptr<MessageDriver> driver, std::shared_ptr<Message> message,
-                         at::Tensor tensor, Flat flat)
-    : Work(rank, type),
+                         at::Tensor tensor, Flat flat, const Profile& profile)
+    : Work(rank, type, profile.title(), profile.inputs),
       capacity_(capacity),
       driver_(std::move(driver)),
       message_(std::move(message)),
@@ -38,8 +38,8 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
                                          std::to_string(timeout.count()) +
                                          " ms that wait() was given; it goes on"});
   }
-  throwIfError(message_->status());
   takeOver();
+  throwIfError(message_->status());
   return true;
 }
 
@@ -71,8 +71,10 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
 }
 
 void MessageWork::takeOver() {
-  if (opType_ == c10d::OpType::SEND || !message_->status().ok()) return;
-  std::call_once(taken_, [&] { flat_.give(); });
+  std::call_once(taken_, [&] {
+    if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+    if (opType_ != c10d::OpType::SEND && message_->status().ok()) flat_.give();
+  });
 }
 
 }  // namespace mooncake

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backend/profile.h"
 #include "backend/tensors.h"
 #include "collectives/point_to_point.h"
 
@@ -18,7 +19,8 @@ class MessageWork : public c10d::Work {
  public:
   // `flat` holds the message's bytes. `capacity`: ranks that the group may grow to.
   MessageWork(int rank, int capacity, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
-              std::shared_ptr<Message> message, at::Tensor tensor, Flat flat);
+              std::shared_ptr<Message> message, at::Tensor tensor, Flat flat,
+              const Profile& profile);
 
   bool finished() const { return message_->finished(); }
   bool isCompleted() override;
@@ -34,7 +36,9 @@ class MessageWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  void takeOver();  // a receive into a tensor that is not contiguous: once, when it is finished
+  // Once, when it is finished: gives a receive to a tensor that is not contiguous, and the profiler
+  // its end.
+  void takeOver();
 
   const int capacity_;
   const std::shared_ptr<MessageDriver> driver_;

@@ -242,7 +242,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce(std::vector<at::Tensor>& ten
     return allreduceSparse(tensors[0], opts);
   const at::Tensor& tensor = only(tensors, "all_reduce");
   checkOutput(tensor, "the tensor of all_reduce");
-  return submit(c10d::OpType::ALLREDUCE, tensors, opts.asyncOp,
+  return submit(c10d::OpType::ALLREDUCE, tensors, tensors, opts.asyncOp,
                 [this, reduction = reductionOf(tensor, opts.reduceOp),
                  flat = given(tensor, opts.reduceOp), timeout = effective(opts.timeout)] {
                   Status status = mooncake::allreduce(*group_, flat.bytes(), reduction,
@@ -256,7 +256,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& ten
                                                     const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = only(tensors, "broadcast");
   if (opts.rootRank != rank_) checkOutput(tensor, "the tensor of broadcast");
-  return submit(c10d::OpType::BROADCAST, tensors, opts.asyncOp,
+  return submit(c10d::OpType::BROADCAST, tensors, tensors, opts.asyncOp,
                 [this, flat = Flat(tensor), dtype = orThrow(dtypeOf(tensor)),
                  from = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
                   Status status = mooncake::broadcast(*group_, flat.bytes(), dtype, from,
@@ -271,7 +271,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce(std::vector<at::Tensor>& tensor
   const at::Tensor& tensor = only(tensors, "reduce");
   if (opts.rootRank == rank_) checkOutput(tensor, "the tensor of reduce");
   return submit(
-      c10d::OpType::REDUCE, tensors, opts.asyncOp,
+      c10d::OpType::REDUCE, tensors, tensors, opts.asyncOp,
       [this, reduction = reductionOf(tensor, opts.reduceOp), flat = given(tensor, opts.reduceOp),
        to = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
         Status status =
@@ -293,7 +293,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
   checkApart(outputs[0], "an output of all_gather");
   std::vector<Flat> out = flatten(outputs[0]);
   Flat in = inputsBeside(inputs, spansOf(out), rank_)[0];
-  return submit(c10d::OpType::ALLGATHER, outputs[0], opts.asyncOp,
+  return submit(c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
                 [this, in = std::move(in), out = std::move(out), dtype = orThrow(dtypeOf(input)),
                  timeout = effective(opts.timeout)] {
                   Status status = mooncake::allgather(*group_, in.bytes(), spansOf(out), dtype,
@@ -315,7 +315,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at
   const Flat out(output);
   std::vector<Span> parts = partsOf(out, size_);
   Flat in = inputsBeside({input}, parts, rank_)[0];
-  return submit(c10d::OpType::_ALLGATHER_BASE, {output}, opts.asyncOp,
+  return submit(c10d::OpType::_ALLGATHER_BASE, input, {output}, opts.asyncOp,
                 [this, in = std::move(in), out, parts = std::move(parts),
                  dtype = orThrow(dtypeOf(input)), timeout = effective(opts.timeout)] {
                   Status status = mooncake::allgather(*group_, in.bytes(), parts, dtype,
@@ -337,7 +337,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(
   const Reduction reduction = reductionOf(input, opts.reduceOp);
   const Flat in = given(input, opts.reduceOp);
   return submit(
-      c10d::OpType::_REDUCE_SCATTER_BASE, {output}, opts.asyncOp,
+      c10d::OpType::_REDUCE_SCATTER_BASE, input, {output}, opts.asyncOp,
       [this, reduction, in, out = outputBeside(output, {in}), timeout = effective(opts.timeout)] {
         Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(), reduction,
                                                 Deadline::after(timeout));
@@ -363,7 +363,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outp
   checkApart(outputs, "an output of all_to_all");
   std::vector<Flat> in = flatten(inputs), out;
   for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
-  return submit(c10d::OpType::ALLTOALL, outputs, opts.asyncOp,
+  return submit(c10d::OpType::ALLTOALL, inputs, outputs, opts.asyncOp,
                 [this, in = std::move(in), out = std::move(out),
                  dtype = orThrow(dtypeOf(inputs[0])), timeout = effective(opts.timeout)] {
                   const std::vector<Span> from = spansOf(in);
@@ -385,7 +385,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::
   auto sends = elementsPerRank(input, inputSplits, size_, "input");
   auto receives = elementsPerRank(output, outputSplits, size_, "output");
   const Flat in(input);
-  return submit(c10d::OpType::ALLTOALL_BASE, {output}, opts.asyncOp,
+  return submit(c10d::OpType::ALLTOALL_BASE, input, {output}, opts.asyncOp,
                 [this, in, out = outputBeside(output, {in}), sends = std::move(sends),
                  receives = std::move(receives), dtype = orThrow(dtypeOf(input)),
                  timeout = effective(opts.timeout)] {
@@ -400,9 +400,10 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::barrier(const c10d::BarrierOptions& opts) {
-  return submit(c10d::OpType::BARRIER, {}, opts.asyncOp, [this, timeout = effective(opts.timeout)] {
-    return mooncake::barrier(*group_, Deadline::after(timeout));
-  });
+  return submit(c10d::OpType::BARRIER, {}, {}, opts.asyncOp,
+                [this, timeout = effective(opts.timeout)] {
+                  return mooncake::barrier(*group_, Deadline::after(timeout));
+                });
 }
 
 void MooncakeBackend::checkMessage(c10d::OpType type, const std::vector<at::Tensor>& tensors,
@@ -430,7 +431,8 @@ c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type, const 
                      ? messages.send(flat.bytes(), peer, uint32_t(tag), until)
                      : messages.receive(flat.bytes(), peer, uint32_t(tag), until);
   return c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_,
-                                          std::move(message), tensor, std::move(flat));
+                                          std::move(message), tensor, std::move(flat),
+                                          profileOf(options_.name, type, tensor));
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors,

@@ -137,10 +137,12 @@ class MooncakeBackend : public c10d::Backend {
 
  private:
   template <typename Run>
-  WorkPtr submit(c10d::OpType type, std::vector<at::Tensor> outputs, bool async, Run&& run) {
+  WorkPtr submit(c10d::OpType type, at::TensorList inputs, std::vector<at::Tensor> outputs,
+                 bool async, Run&& run) {
     refuseInForkedChild();
     auto work = c10::make_intrusive<CollectiveWork>(rank_, size_, options_.capacity, type,
-                                                    queue_.get(), std::move(outputs));
+                                                    queue_.get(), std::move(outputs),
+                                                    profileOf(options_.name, type, inputs));
     queue_->submit(work, async, std::forward<Run>(run));
     if (batch_) batch_->works.push_back(work);
     return work;

@@ -39,12 +39,15 @@ class SparseSum {
   Status run() {
     MOONCAKE_TRY(exchangeExtents());
     MOONCAKE_TRY(exchangeData());
+    // As sums of dense tensors: half precision is rounded once, at the end.
+    const at::ScalarType type = own_.scalar_type();
+    const at::ScalarType wide = at::isReducedFloatingType(type) ? at::kFloat : type;
     at::Tensor sum;
     for (const int r : group_.lastView->active) {
-      const at::Tensor theirs = tensorOf(r);
+      const at::Tensor theirs = tensorOf(r).to(wide);
       sum = sum.defined() ? sum + theirs : theirs;
     }
-    tensor_.copy_(sum.coalesce());
+    tensor_.copy_(sum.coalesce().to(type));
     return {};
   }
 
@@ -128,7 +131,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduceSparse(const at::Tensor& tens
     refuse("all_reduce of a sparse tensor of " + std::to_string(tensor.dim()) +
            " dimensions; the most is " + std::to_string(kMostDims));
   (void)reductionOf(tensor, opts.reduceOp);
-  return submit(c10d::OpType::_ALLREDUCE_SPARSE, {tensor}, opts.asyncOp,
+  return submit(c10d::OpType::_ALLREDUCE_SPARSE, tensor, {tensor}, opts.asyncOp,
                 [this, tensor, timeout = effective(opts.timeout)]() -> Status {
                   const at::AutoDispatchBelowAutograd plain;
                   try {

@@ -3,6 +3,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend/collective_work.h"
@@ -71,6 +72,31 @@ class PythonBackend final : public MooncakeBackend {
   c10::intrusive_ptr<c10d::Store> lastStore_;
   c10::weak_intrusive_ptr<MooncakeBackend> lastChild_{c10::intrusive_ptr<MooncakeBackend>()};
 };
+
+// A group of nothing but one backend of ours. c10d calls groups of all backends that it does not
+// know itself "custom".
+class NamedGroup final : public c10d::ProcessGroup {
+ public:
+  NamedGroup(c10::intrusive_ptr<c10d::Store> store,
+             const c10::intrusive_ptr<PythonBackend>& backend,
+             const std::vector<std::string>& devices)
+      : ProcessGroup(std::move(store), backend->getRank(), backend->getSize()),
+        name_(backend->getBackendName()) {
+    setDefaultBackend(BackendType::CUSTOM);
+    for (const std::string& device : devices)
+      setBackend(c10::Device(device).type(), BackendType::CUSTOM, backend);
+  }
+  const std::string getBackendName() const override { return name_; }
+
+ private:
+  const std::string name_;
+};
+
+c10::intrusive_ptr<c10d::ProcessGroup> groupOf(const c10::intrusive_ptr<c10d::Store>& store,
+                                               const c10::intrusive_ptr<PythonBackend>& backend,
+                                               const std::vector<std::string>& devices) {
+  return c10::make_intrusive<NamedGroup>(store, backend, devices);
+}
 
 // torch's split_group() copies them deeply, which its own class cannot be.
 class SplitOptions final : public c10d::Backend::Options {
@@ -179,6 +205,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("global_ranks"), py::arg("group_id"), py::arg("timeout"), py::arg("backend_name"),
         py::arg("options"), py::arg("world"));
+
+  m.def("group_of", &groupOf, py::arg("store"), py::arg("backend"), py::arg("devices"));
 
   const auto copied = [](const SplitOptions& options, const py::object&) {
     return c10::make_intrusive<SplitOptions>(options);
