@@ -25,6 +25,7 @@ struct State {
   std::string why;
   std::vector<Accusation> accusations;
   bool fenced = false;
+  bool allKnow = false;
   uint64_t signs = 0;  // of life, of all peers together
 };
 
@@ -47,6 +48,7 @@ struct Recorder final : Membership::Listener {
   void onOver(const Error& why) override {
     std::lock_guard lock(mutex);
     over = why.code;
+    allKnow = membership->isOver();
   }
   // Over a socket nothing is asked of a peer any more that is shut out.
   bool isFenced(Peer& peer) {
@@ -64,6 +66,7 @@ struct Recorder final : Membership::Listener {
   View last;
   uint32_t told = 0;
   ErrorCode over = ErrorCode::kOk;
+  bool allKnow = false;  // when we were told that it is over, nobody was served any more
 };
 
 TEST(MembershipChild, DISABLED_Rank) {
@@ -118,7 +121,7 @@ TEST(MembershipChild, DISABLED_Rank) {
           putRanks(out, recorder.last.active);
           out.put(recorder.told);
           out.put(static_cast<uint32_t>(recorder.over));
-          out.put(recorder.fenced);
+          out.put(recorder.fenced).put(recorder.allKnow);
         }
         uint64_t signs = 0;
         for (int peer = 0; peer < membership->size(); ++peer) {
@@ -192,6 +195,7 @@ class Job {
     state.told = in.get<uint32_t>();
     state.over = static_cast<ErrorCode>(in.get<uint32_t>());
     state.fenced = in.get<bool>();
+    state.allKnow = in.get<bool>();
     state.signs = in.get<uint64_t>();
     state.standing = static_cast<ErrorCode>(in.get<uint32_t>());
     state.why = in.getString(4096);
@@ -296,6 +300,7 @@ void expectEvicted(Job& job, int rank) {
   }));
   EXPECT_EQ(state.over, ErrorCode::kEvicted);
   EXPECT_EQ(state.standing, ErrorCode::kEvicted);
+  EXPECT_TRUE(state.allKnow);
   for (const char* part : {"invalid state", "rank is not active", "epoch 2", "silent"})
     EXPECT_NE(state.why.find(part), std::string::npos) << state.why;
 }
