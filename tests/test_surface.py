@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 from datetime import timedelta
 
@@ -229,6 +230,7 @@ def test_monitored_barrier_names_who_did_not_come(transports):
         assert all(kind == "DistBackendError" for kind, _ in errors), (rank, errors)
         assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in errors[0][1]
         assert "Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms" in errors[1][1]
+        assert re.search("Rank [02] timed out in monitoredBarrier", errors[0][1]), errors
 
 
 # ---- sparse tensors

@@ -36,9 +36,10 @@ class MonitoredBarrier final : public Barrier {
       who += (who.empty() ? "" : ", ") + std::to_string(r);
       if (!namesAll_) break;
     }
-    return {ErrorCode::kTimeout, (namesAll_ && missing.size() > 1 ? "Ranks " : "Rank ") + who +
-                                     " failed to pass monitoredBarrier in " +
-                                     std::to_string(timeout_.count()) + " ms"};
+    return {ErrorCode::kTimeout,
+            "Rank " + std::to_string(op.group().rank()) + " timed out in monitoredBarrier: " +
+                (namesAll_ && missing.size() > 1 ? "Ranks " : "Rank ") + who +
+                " failed to pass monitoredBarrier in " + std::to_string(timeout_.count()) + " ms"};
   }
 
   const bool namesAll_;
