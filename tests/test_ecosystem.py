@@ -4,7 +4,11 @@ process that has all of the data."""
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -113,6 +117,94 @@ def test_ddp_joins_ranks_that_run_out_of_inputs():
     on_ranks(ddp_join)
 
 
+# ---- FSDP2, DTensor, functional collectives
+
+
+def fsdp(me: harness.Rank) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    one = model()
+    sharded = copy.deepcopy(one)
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    data = batches(5)
+    got = [shard.full_tensor() for shard in train(sharded, mine(me.rank), data)]
+    assert_same(got, train(one, slice(None), data))
+
+
+def test_fsdp_learns_what_one_process_does():
+    on_ranks(fsdp)
+
+
+def dtensor(me: harness.Rank) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    torch.manual_seed(3)
+    a, b = torch.randn(8, 12), torch.randn(12, 6)
+    left = distribute_tensor(a, mesh, [Shard(0), Shard(1)])
+    right = distribute_tensor(b, mesh, [Replicate(), Shard(0)])
+    product = left @ right
+    assert product.placements == (Shard(0), Partial())
+    for placements in ([Shard(1), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(1)]):
+        assert_same(product.redistribute(mesh, placements).full_tensor(), a @ b)
+    assert_same(product.sum().full_tensor(), (a @ b).sum(), 1e-4)
+
+
+def test_dtensor_multiplies_and_redistributes():
+    on_ranks(dtensor)
+
+
+def functional(me: harness.Rank) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.group.WORLD
+    everyone = [torch.arange(8.0) + 10 * rank for rank in range(SIZE)]
+    own = everyone[me.rank]
+    assert_same(funcol.all_reduce(own, "avg", group), sum(everyone) / SIZE)
+    assert_same(funcol.all_gather_tensor(own, 0, group), torch.cat(everyone))
+    assert_same(
+        funcol.reduce_scatter_tensor(own, "sum", 0, group), sum(everyone).chunk(SIZE)[me.rank]
+    )
+    assert_same(
+        funcol.all_to_all_single(own, None, None, group),
+        torch.cat([other.chunk(SIZE)[me.rank] for other in everyone]),
+    )
+    assert_same(funcol.broadcast(own, 2, group), everyone[2])
+    assert_same(own, torch.arange(8.0) + 10 * me.rank)
+
+    leaf = own.clone().requires_grad_()
+    funcol.all_gather_tensor_autograd(leaf, 0, group).square().sum().backward()
+    assert_same(leaf.grad, 2 * SIZE * own)
+
+
+def test_functional_collectives():
+    on_ranks(functional)
+
+
+def compiled(me: harness.Rank) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        partial = funcol.all_reduce(x @ weight, "sum", dist.group.WORLD)
+        dist.all_reduce(partial, op=dist.ReduceOp.MAX)
+        return funcol.all_gather_tensor(partial.relu(), 0, dist.group.WORLD)
+
+    torch.manual_seed(4 + me.rank)
+    x, weight = torch.randn(4, 8), torch.randn(8, 4)
+    expected = step(x, weight)
+    assert_same(torch.compile(step, fullgraph=True)(x, weight), expected)
+
+
+def test_a_compiled_function_with_collectives():
+    on_ranks(compiled)
+
+
 # ---- pipelines
 
 
@@ -142,3 +234,68 @@ def pipeline(me: harness.Rank, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 def test_a_pipeline_computes_what_one_process_does(schedule):
     on_ranks(pipeline, schedule)
+
+
+# ---- checkpoints
+
+
+def checkpoint(me: harness.Rank) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (SIZE,))
+    whole = torch.arange(48.0).reshape(8, 6)
+    folder = me.folder / "checkpoint"
+    saved = {"weight": distribute_tensor(whole, mesh, [Shard(0)]), "step": 7}
+    dcp.save(saved, checkpoint_id=folder)
+    for placement in (Shard(1), Replicate()):
+        loaded = {"weight": distribute_tensor(torch.zeros(8, 6), mesh, [placement]), "step": 0}
+        dcp.load(loaded, checkpoint_id=folder)
+        assert_same(loaded["weight"].full_tensor(), whole)
+        assert loaded["step"] == 7
+
+
+def test_a_checkpoint_is_read_with_other_shards():
+    on_ranks(checkpoint)
+
+
+# ---- TorchElastic
+
+WORKER = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mooncake-cpu")
+rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+if restarts == 0 and rank == 1:
+    sys.exit(3)
+dist.all_reduce(total)
+dist.destroy_process_group()
+open(os.path.join(sys.argv[1], f"{restarts}-{rank}"), "w").write(str(total.item()))
+"""
+
+
+def test_torchrun_starts_all_again_after_one_failed(tmp_path: Path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    results = tmp_path / "results"
+    results.mkdir()
+    run = subprocess.run(
+        [
+            sys.executable,
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--max-restarts", "1", "--monitor-interval", "0.1", worker, results),
+        ],
+        # Else the second attempt finds what the first one has left in the store, on any backend.
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=harness.DEADLINE,
+    )
+    assert run.returncode == 0, run.stderr
+    # Rank 0 may have gone on alone before it was ended, as the backend lets it.
+    assert [(results / f"1-{rank}").read_text() for rank in range(2)] == ["6.0", "6.0"]
