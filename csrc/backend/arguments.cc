@@ -75,21 +75,50 @@ void checkOutput(const at::Tensor& tensor, const char* what) {
     refuse(std::string(what) + " has several elements in one place: use clone()");
 }
 
-void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
-                     const char* operation, const char* role) {
+namespace {
+
+std::string roleIn(const char* operation, const char* role) {
+  return std::string("an ") + role + " of " + operation;
+}
+
+void checkList(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
+               const char* operation, const char* role) {
   if (tensors.size() != size_t(size)) {
     refuse(std::string(operation) + " needs one " + role + " tensor for each of the " +
            std::to_string(size) + " ranks, not " + std::to_string(tensors.size()));
   }
-  const std::string what = std::string("an ") + role + " of " + operation;
   for (const at::Tensor& tensor : tensors) {
-    throwIfError(checkTensor(tensor, what.c_str()));
+    throwIfError(checkTensor(tensor, roleIn(operation, role).c_str()));
     checkSameType(tensor, like);
+  }
+}
+
+}  // namespace
+
+void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
+                     const char* operation, const char* role) {
+  checkList(tensors, like, size, operation, role);
+  for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() != like.numel()) {
-      refuse(what + " has the shape " + sizesOf(tensor) + ", the other side's tensor " +
-             sizesOf(like));
+      refuse(roleIn(operation, role) + " has the shape " + sizesOf(tensor) +
+             ", the other side's tensor " + sizesOf(like));
     }
   }
+}
+
+void checkEachRank(const std::vector<at::Tensor>& tensors, const at::Tensor& own, int rank,
+                   int size, const char* operation, const char* role) {
+  checkList(tensors, own, size, operation, role);
+  const at::Tensor& ours = tensors[size_t(rank)];
+  if (ours.numel() != own.numel()) {
+    refuse(roleIn(operation, role) + ", the one of this rank " + std::to_string(rank) +
+           ", has the shape " + sizesOf(ours) + ", the other side's tensor " + sizesOf(own));
+  }
+}
+
+bool areAlike(const std::vector<at::Tensor>& tensors) {
+  return std::ranges::all_of(
+      tensors, [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
 }
 
 void checkApart(const std::vector<at::Tensor>& outputs, const char* operation) {

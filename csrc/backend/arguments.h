@@ -34,6 +34,10 @@ void checkOutput(const at::Tensor& tensor, const char* what);
 // As many tensors as ranks, each checked, of the input's type and size.
 void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
                      const char* operation, const char* role);
+// The same where ranks may have more or less than others: ours is of the size of `own`.
+void checkEachRank(const std::vector<at::Tensor>& tensors, const at::Tensor& own, int rank,
+                   int size, const char* operation, const char* role);
+bool areAlike(const std::vector<at::Tensor>& tensors);  // in size
 // Two of them would write into the same memory.
 void checkApart(const std::vector<at::Tensor>& outputs, const char* operation);
 

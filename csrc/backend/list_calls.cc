@@ -1,6 +1,7 @@
 // The calls of c10d that take lists of tensors: one for each rank, or several that go as one
 // operation (coalesced).
 #include <algorithm>
+#include <cstring>
 
 #include "backend/arguments.h"
 #include "backend/mooncake_backend.h"
@@ -51,6 +52,28 @@ std::vector<Flat> givenAll(const std::vector<at::Tensor>& tensors, const c10d::R
   std::vector<Flat> flats;
   for (const at::Tensor& tensor : tensors) flats.push_back(given(tensor, op));
   return flats;
+}
+
+// One part for each rank, of different lengths, as rows that are as long as the longest.
+struct Rows {
+  at::Tensor data;
+  uint32_t lengths = 1;  // other parts are another call
+};
+
+Rows rowsOf(const std::vector<Flat>& parts) {
+  int64_t longest = 0;
+  Rows rows;
+  for (const Flat& part : parts) {
+    longest = std::max(longest, part.tensor().numel());
+    rows.lengths = hashOn(rows.lengths, part.bytes().size());
+  }
+  const at::NoGradGuard plain;
+  rows.data = at::zeros({int64_t(parts.size()), longest}, parts[0].tensor().scalar_type());
+  for (size_t r = 0; r < parts.size(); ++r) {
+    if (parts[r].bytes().empty()) continue;
+    std::memcpy(rows.data[int64_t(r)].data_ptr(), parts[r].bytes().data(), parts[r].bytes().size());
+  }
+  return rows;
 }
 
 }  // namespace
@@ -118,9 +141,23 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter(
     const c10d::ReduceScatterOptions& opts) {
   const at::Tensor& output = only(outputs, "reduce_scatter");
   checkOutput(output, "the output of reduce_scatter");
-  checkOnePerRank(onlyList(inputs, "reduce_scatter"), output, size_, "reduce_scatter", "input");
+  checkEachRank(onlyList(inputs, "reduce_scatter"), output, rank_, size_, "reduce_scatter",
+                "input");
   const Reduction reduction = reductionOf(output, opts.reduceOp);
   std::vector<Flat> in = givenAll(inputs[0], opts.reduceOp);
+  if (!areAlike(inputs[0])) {
+    return submit(c10d::OpType::REDUCE_SCATTER, inputs[0], outputs, opts.asyncOp,
+                  [this, reduction, output, rows = rowsOf(in), timeout = effective(opts.timeout)] {
+                    const at::Tensor longest = at::empty_like(rows.data[0]);
+                    const Buffer from{bytesOf(rows.data), reduction.dtype, rows.lengths};
+                    const Buffer to{bytesOf(longest), reduction.dtype, rows.lengths};
+                    Status status =
+                        mooncake::reduceScatter(*group_, Buffers(&from, 1), Buffers(&to, 1),
+                                                reduction.kind, Deadline::after(timeout));
+                    if (status.ok()) Flat(output, longest.narrow(0, 0, output.numel())).give();
+                    return status;
+                  });
+  }
   Flat out = outputBeside(output, in);
   return submit(c10d::OpType::REDUCE_SCATTER, inputs[0], outputs, opts.asyncOp,
                 [this, reduction, in = std::move(in), out = std::move(out),

@@ -289,9 +289,22 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
     refuse("all_gather needs one output tensor for each of the " + std::to_string(size_) +
            " ranks, not " + std::to_string(outputs.empty() ? 0 : outputs[0].size()));
   }
-  checkOnePerRank(outputs[0], input, size_, "all_gather", "output");
+  checkEachRank(outputs[0], input, rank_, size_, "all_gather", "output");
   checkApart(outputs[0], "an output of all_gather");
   std::vector<Flat> out = flatten(outputs[0]);
+  if (!areAlike(outputs[0])) {
+    Flat in(input);
+    in.standApart();  // outputs of other sizes may lie anywhere in it
+    return submit(c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
+                  [this, in = std::move(in), out = std::move(out), dtype = orThrow(dtypeOf(input)),
+                   timeout = effective(opts.timeout)] {
+                    const std::vector<ConstSpan> toEach(size_t(size_), in.bytes());
+                    Status status = mooncake::alltoall(*group_, toEach, spansOf(out), dtype,
+                                                       Deadline::after(timeout));
+                    give(status, out);
+                    return status;
+                  });
+  }
   Flat in = inputsBeside(inputs, spansOf(out), rank_)[0];
   return submit(c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
                 [this, in = std::move(in), out = std::move(out), dtype = orThrow(dtypeOf(input)),
