@@ -207,6 +207,47 @@ def test_the_future_of_a_batch(crew):
     crew.call(batch_future_on_rank)
 
 
+# ---- parts of different sizes
+
+
+def uneven_on_rank(me, dtype, sizes):
+    n = me.size
+    for asynchronous in (False, True):
+        given = [oracle.contents(5, r, size, dtype) for r, size in enumerate(sizes)]
+        outputs = [torch.ones(size).to(dtype) for size in sizes]
+        work = dist.all_gather(outputs, given[me.rank].clone(), async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        for output, expected in zip(outputs, given, strict=True):
+            oracle.same(output, expected, f"all_gather of {sizes}")
+        for op in ("SUM", "MAX"):
+            parts = [oracle.contents(6, r, sum(sizes), dtype).split(sizes) for r in range(n)]
+            output = torch.ones(sizes[me.rank]).to(dtype)
+            inputs = [part.clone() for part in parts[me.rank]]
+            reduce_op = getattr(dist.ReduceOp, op)
+            work = dist.reduce_scatter(output, inputs, reduce_op, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            expected = oracle.reduced(op, [part[me.rank] for part in parts])
+            oracle.same(output, expected, f"reduce_scatter of {sizes}, {op}")
+    # Others have other parts in mind.
+    swapped = [4, 3, *[2] * (n - 2)] if me.rank == 0 else [3, 4, *[2] * (n - 2)]
+    lists = [torch.ones(size) for size in swapped]
+    for call in (
+        lambda: dist.all_gather(lists, torch.ones(swapped[me.rank])),
+        lambda: dist.reduce_scatter(torch.ones(swapped[me.rank]), lists),
+    ):
+        kind, message = raised(call)
+        assert kind == "DistBackendError", message
+    oracle.exercise("all_reduce", count=10)
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 7], [LARGE, 3, LARGE // 2]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16], ids=str)
+def test_parts_of_different_sizes(crew, dtype, sizes):
+    crew.call(uneven_on_rank, dtype, sizes)
+
+
 # ---- monitored barrier
 
 
