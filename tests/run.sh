@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the tests: C++, then Python. Arguments go to pytest.
+# Sets everything up and runs the tests: C++, Python, then torch's own. Arguments go to pytest, and torch's are left out.
 # Usage: tests/run.sh [pytest arguments]
 #        tests/run.sh --sanitize address|undefined|thread|address,undefined   only the C++ tests, under a sanitizer
 set -euo pipefail
@@ -27,4 +27,7 @@ if [ "$sanitize" = thread ] && setarch -R true 2>/dev/null; then runner=(setarch
 "${runner[@]}" ctest --test-dir "$build" --output-on-failure -j "$jobs"
 [ "$sanitize" = none ] || exit 0
 
-exec python -m pytest tests "$@"
+python -m pytest tests "$@"
+[ $# = 0 ] || exit 0 # somebody asked for some of the tests
+python tests/conformance
+exec tests/conformance/run.sh 2.15.0 --every 8

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv in the clone with torch, the tools and this project (editable), or brings it up to date.
+# MOONCAKE_VENV names another folder for it, below build/: this project is then copied into it, as a clone holds one _C.
 # Usage: tests/setup_env.sh [apt package ...]   the packages are needed beyond a compiler and Python's headers
 # Exit 2: something is missing that this script may not install; it says what.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 torch_version=${MOONCAKE_TORCH_VERSION:-2.11.0}
+venv=${MOONCAKE_VENV:-.venv}
 say() { printf '\033[1m[setup]\033[0m %s\n' "$*" >&2; }
 
 find_python() {
@@ -57,9 +59,18 @@ install_system_packages() {
 }
 
 # What the extension and the installed packages are made from.
-sources() { find csrc setup.py pyproject.toml -type f ! -path '*/__pycache__/*' -printf '%p %s %T@\n' | sort; }
+made_from=(csrc setup.py pyproject.toml)
+[ "$venv" = .venv ] || made_from+=(mooncake_backend)
+sources() { find "${made_from[@]}" -type f ! -path '*/__pycache__/*' ! -name '_C.*' -printf '%p %s %T@\n' | sort; }
 checksum() { sha256sum | cut -d' ' -f1; }
-is_current() { [ -e ".venv/$1" ] && [ "$(cat ".venv/$1")" = "$2" ]; }
+is_current() { [ -e "$venv/$1" ] && [ "$(cat "$venv/$1")" = "$2" ]; }
+copy_of_clone() {
+  rm -rf "$venv/source"
+  mkdir "$venv/source"
+  tar --exclude=./build --exclude=./.venv --exclude=./.git --exclude='_C.*.so' --exclude=_C.json -cf - . |
+    tar -xf - -C "$venv/source"
+  echo "$venv/source"
+}
 
 python=$(find_python)
 if [ -z "$python" ]; then
@@ -73,19 +84,20 @@ install_system_packages "$@"
 
 torch=$(echo "$torch_version $python" | checksum)
 if ! is_current torch.stamp "$torch"; then
-  say "making .venv with $("$python" --version) and torch $torch_version (minutes, the first time)"
-  "$python" -m venv --clear .venv
+  say "making $venv with $("$python" --version) and torch $torch_version (minutes, the first time)"
+  "$python" -m venv --clear "$venv"
   # Not the newest setuptools: torch 2.11 asks for an older one.
-  .venv/bin/pip install "torch==$torch_version" 'setuptools>=64,<82' wheel cmake ninja
-  echo "$torch" >.venv/torch.stamp
+  "$venv/bin/pip" install "torch==$torch_version" 'setuptools>=64,<82' wheel cmake ninja
+  echo "$torch" >"$venv/torch.stamp"
 fi
 
 built=$({ echo "$torch"; sources; } | checksum)
 if ! is_current build.stamp "$built"; then
   say "building the extension"
-  log=.venv/build.log
-  .venv/bin/pip install -v --no-build-isolation -e '.[test,demo]' 2>&1 |
+  log=$venv/build.log
+  if [ "$venv" = .venv ]; then what=(-e '.[test,demo]'); else what=("$(copy_of_clone)[test]"); fi
+  "$venv/bin/pip" install -v --no-build-isolation "${what[@]}" 2>&1 |
     tee "$log" | grep --line-buffered -E '\[[0-9]+/[0-9]+\]|^Successfully' >&2 ||
     { tail -n 100 "$log" >&2; say "the build failed; all of its output is in $log"; exit 1; }
-  echo "$built" >.venv/build.stamp
+  echo "$built" >"$venv/build.stamp"
 fi

@@ -82,7 +82,10 @@ common_distributed.skip_if_lt_x_gpu = _never_skip
 common_distributed.nccl_skip_if_lt_x_gpu = _never_skip
 common_distributed.require_n_gpus_for_nccl_backend = _never_skip
 common_distributed.TIMEOUT_DEFAULT = DEADLINE
-common_distributed.TIMEOUT_OVERRIDE = {"test_ddp_uneven_inputs": 3 * DEADLINE}
+common_distributed.TIMEOUT_OVERRIDE = {
+    "test_ddp_uneven_inputs": 3 * DEADLINE,
+    "test_ddp_compile_static_graph": 3 * DEADLINE,  # compiles C++
+}
 
 import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend fake
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
