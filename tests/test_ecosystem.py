@@ -65,8 +65,8 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def on_ranks(function: Callable[..., None], *args: Any) -> None:
-    harness.run_ranks(SIZE, function, *args, backend="mooncake-cpu")
+def on_ranks(function: Callable[..., None], *args: Any, **crew: Any) -> None:
+    harness.run_ranks(SIZE, function, *args, backend="mooncake-cpu", **crew)
 
 
 # ---- DDP
@@ -201,8 +201,10 @@ def compiled(me: harness.Rank) -> None:
     assert_same(torch.compile(step, fullgraph=True)(x, weight), expected)
 
 
-def test_a_compiled_function_with_collectives():
-    on_ranks(compiled)
+def test_a_compiled_function_with_collectives(tmp_path: Path):
+    # Without vectors, for which the compiler would be tried out for most of a minute.
+    env = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    on_ranks(compiled, env=env)
 
 
 # ---- pipelines

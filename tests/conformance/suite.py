@@ -17,6 +17,7 @@ import sys
 import types
 import unittest
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import all_reduce_check
@@ -36,6 +37,8 @@ os.environ.update(
     CUDA_VISIBLE_DEVICES="",
     INIT_METHOD="file://",
     PYTORCH_PRINT_REPRO_ON_FAILURE="0",
+    TORCHINDUCTOR_CACHE_DIR=str(Path(__file__).resolve().parents[2] / "build/conformance/compiled"),
+    TORCHINDUCTOR_VEC_ISA_OK="0",  # else it tries vectors out with the compiler, most of a minute
     WORLD_SIZE=str(WORLD_SIZE),
 )
 # torch's TestCase derives from this package's, and no test of the suite uses what it adds.
@@ -82,10 +85,7 @@ common_distributed.skip_if_lt_x_gpu = _never_skip
 common_distributed.nccl_skip_if_lt_x_gpu = _never_skip
 common_distributed.require_n_gpus_for_nccl_backend = _never_skip
 common_distributed.TIMEOUT_DEFAULT = DEADLINE
-common_distributed.TIMEOUT_OVERRIDE = {
-    "test_ddp_uneven_inputs": 3 * DEADLINE,
-    "test_ddp_compile_static_graph": 3 * DEADLINE,  # compiles C++
-}
+common_distributed.TIMEOUT_OVERRIDE = {}
 
 import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend fake
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
