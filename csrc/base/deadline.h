@@ -10,11 +10,16 @@ using Clock = std::chrono::steady_clock;
 // The point in time at which a wait gives up. Every wait has one.
 class Deadline {
  public:
-  static Deadline after(std::chrono::nanoseconds budget) {
+  // Of any unit: compared in its own, since what is for ever in milliseconds overflows as
+  // nanoseconds.
+  template <typename Rep, typename Period>
+  static Deadline after(std::chrono::duration<Rep, Period> budget) {
+    using Budget = std::chrono::duration<Rep, Period>;
     const auto now = Clock::now();
-    const auto room = Clock::time_point::max() - now;
-    return Deadline(now +
-                    std::min<Clock::duration>(std::max(budget, std::chrono::nanoseconds(0)), room));
+    if (budget <= Budget::zero()) return Deadline(now);
+    if (budget >= std::chrono::duration_cast<Budget>(Clock::time_point::max() - now))
+      return Deadline(Clock::time_point::max());
+    return Deadline(now + std::chrono::duration_cast<Clock::duration>(budget));
   }
   static Deadline at(Clock::time_point when) { return Deadline(when); }
 

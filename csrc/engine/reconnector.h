@@ -56,7 +56,7 @@ class Reconnector {
     uint64_t number = 0;  // tells it from an earlier one of the same peer
     Connection connection;
     Evidence how;
-    Deadline deadline = Deadline::after({});
+    Deadline deadline = Deadline::after(std::chrono::nanoseconds(0));
     std::chrono::milliseconds pause{1};  // until the next attempt
     uint64_t heard = 0;                  // of the peer, when it broke
     bool answered = false;               // something listens there
