@@ -4,6 +4,8 @@
 #include <pthread.h>
 #include <utility>
 
+#include <c10/util/Exception.h>
+
 namespace mooncake {
 namespace {
 
@@ -52,6 +54,12 @@ void CollectiveQueue::finishedOne() {
   std::lock_guard lock(mutex_);
   running_ = false;
   changed_.notify_all();
+}
+
+Status CollectiveQueue::failureOf(const CollectiveWork& work, const std::exception& error) {
+  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+  return {ErrorCode::kSystem, work.describe() + " failed in torch, on this rank: " +
+                                  (torchs ? torchs->what_without_backtrace() : error.what())};
 }
 
 // Without the lock, of the operation that has just run.
@@ -108,7 +116,7 @@ void CollectiveQueue::runFront(std::unique_lock<std::mutex>& lock) {
   items_.pop_front();
   running_ = true;
   lock.unlock();
-  end(item.work, item.run());
+  end(item.work, outcomeOf(*item.work, item.run));
   letGo(std::move(item));
   lock.lock();
   running_ = false;

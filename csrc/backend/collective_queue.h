@@ -36,7 +36,7 @@ class CollectiveQueue {
   template <typename R>
   void submit(const c10::intrusive_ptr<CollectiveWork>& work, bool async, R&& run) {
     if (!async && tryBegin(*work)) {
-      end(work, run());
+      end(work, outcomeOf(*work, run));
       finishedOne();
     } else {
       enqueue(work, Run(std::forward<R>(run)));
@@ -58,6 +58,17 @@ class CollectiveQueue {
     Run run;
   };
 
+  // Runs it. What torch throws while it takes over results is the operation's own error: it must
+  // neither end a thread nor leave the queue running for ever.
+  template <typename R>
+  static Status outcomeOf(const CollectiveWork& work, R& run) {
+    try {
+      return run();
+    } catch (const std::exception& error) {
+      return failureOf(work, error);
+    }
+  }
+  static Status failureOf(const CollectiveWork& work, const std::exception& error);
   bool tryBegin(CollectiveWork& work);  // true: nothing runs and nothing waits, the caller runs
   void end(const c10::intrusive_ptr<CollectiveWork>& work, Status status);
   void finishedOne();

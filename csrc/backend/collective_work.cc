@@ -25,14 +25,18 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     if (timeout <= kNoTimeout) {
       queue_->help(*this);
     } else if (!queue_->await(*this, Deadline::after(timeout))) {
-      throwError({ErrorCode::kTimeout,
-                  c10d::opTypeToString(opType_) + " #" + std::to_string(number_) + " on rank " +
-                      std::to_string(rank_) + " is not done after the " +
-                      std::to_string(timeout.count()) + " ms that wait() was given; it goes on"});
+      throwError({ErrorCode::kTimeout, describe() + " is not done after the " +
+                                           std::to_string(timeout.count()) +
+                                           " ms that wait() was given; it goes on"});
     }
   }
   if (ending_.status.ok()) return true;
   std::rethrow_exception(exception());
+}
+
+std::string CollectiveWork::describe() const {
+  return c10d::opTypeToString(opType_) + " #" + std::to_string(number_) + " on rank " +
+         std::to_string(rank_);
 }
 
 std::vector<int> CollectiveWork::contributors() const {

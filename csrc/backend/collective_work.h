@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -52,6 +53,7 @@ class CollectiveWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return number_; }
 
   bool finished() const { return finished_.load(std::memory_order_acquire); }
+  std::string describe() const;  // "ALLREDUCE #7 on rank 0"
 
   // Ranks of the group, ascending; nobody, and epoch 0, until it is finished.
   std::vector<int> contributors() const;

@@ -60,10 +60,15 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   // The driver keeps this work until its message is finished.
   auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
   driver_->whenFinished(message_, [future, self] {
-    if (auto error = self->exception()) {
+    auto error = self->exception();
+    try {
+      if (!error) self->takeOver();
+    } catch (...) {  // torch's: what leaves a thread ends the process
+      error = std::current_exception();
+    }
+    if (error) {
       future->setError(error);
     } else {
-      self->takeOver();
       future->markCompleted(c10::IValue(self->result()));
     }
   });

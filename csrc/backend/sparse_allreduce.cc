@@ -132,13 +132,9 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduceSparse(const at::Tensor& tens
            " dimensions; the most is " + std::to_string(kMostDims));
   (void)reductionOf(tensor, opts.reduceOp);
   return submit(c10d::OpType::_ALLREDUCE_SPARSE, tensor, {tensor}, opts.asyncOp,
-                [this, tensor, timeout = effective(opts.timeout)]() -> Status {
-                  const at::AutoDispatchBelowAutograd plain;
-                  try {
-                    return SparseSum(*group_, tensor, Deadline::after(timeout)).run();
-                  } catch (const c10::Error& error) {
-                    return {ErrorCode::kInvalidArgument, error.what_without_backtrace()};
-                  }
+                [this, tensor, timeout = effective(opts.timeout)] {
+                  const PlainWrites plain(tensor);
+                  return SparseSum(*group_, tensor, Deadline::after(timeout)).run();
                 });
 }
 

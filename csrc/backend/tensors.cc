@@ -4,8 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
-
 #include "collectives/buffers.h"
 
 namespace mooncake {
@@ -73,15 +71,33 @@ Status checkTensor(const at::Tensor& tensor, const char* what) {
     return Error{ErrorCode::kInvalidArgument,
                  std::string(what) + " is on " + tensor.device().str() + ", must be a CPU tensor"};
   }
-  if (tensor.layout() != at::kStrided) {
-    return Error{ErrorCode::kInvalidArgument, std::string(what) + " is sparse, must be dense"};
+  if (tensor.is_nested() || tensor.layout() != at::kStrided) {
+    return Error{ErrorCode::kInvalidArgument,
+                 c10::str(what, tensor.is_nested() ? " is nested, of layout " : " has the layout ",
+                          tensor.layout(), ", must be dense (Strided)")};
+  }
+  if (tensor.is_quantized()) {
+    return Error{ErrorCode::kInvalidArgument,
+                 std::string(what) +
+                     " is quantized: its scale would be lost; send int_repr(), and "
+                     "the scale by itself"};
+  }
+  if (tensor.numel() > 0 && !tensor.storage().data()) {
+    return Error{ErrorCode::kInvalidArgument,
+                 std::string(what) +
+                     " has no memory: it is a fake tensor, one that wraps others, "
+                     "or its storage was freed"};
   }
   return {};
 }
 
+PlainWrites::PlainWrites(const at::Tensor& tensor) {
+  if (tensor.is_inference()) inference_.emplace();
+}
+
 void Flat::give() const {
   if (flat_.is_same(tensor_)) return;
-  const at::NoGradGuard plain;
+  const PlainWrites plain(tensor_);
   tensor_.copy_(flat_.view_as(tensor_));
 }
 

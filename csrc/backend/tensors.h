@@ -1,9 +1,12 @@
 #pragma once
 
+#include <optional>
 #include <span>
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include "base/dtype.h"
 #include "base/result.h"
@@ -14,18 +17,32 @@ namespace mooncake {
 // kInvalidArgument for a type that the wire does not know.
 Result<DType> dtypeOf(const at::Tensor& tensor);
 
-// Refuses what no operation can take: not on the CPU, not strided (sparse), not defined. `what`
-// names the argument.
+// Refuses what no operation can take: not on the CPU, not strided (sparse, nested), quantized,
+// without memory, not defined. `what` names the argument.
 Status checkTensor(const at::Tensor& tensor, const char* what);
 
 // The bytes of a contiguous tensor.
 std::span<std::byte> bytesOf(const at::Tensor& contiguous);
 
-// A tensor that an operation works on as one run of bytes: the tensor itself when it is contiguous,
-// else a copy, which give() writes back.
+// While it lives, results are written to the tensor as data, on whatever thread: nothing is
+// recorded for gradients, and an inference tensor may be written, which is an error outside of that
+// mode.
+class PlainWrites {
+ public:
+  explicit PlainWrites(const at::Tensor& tensor);
+
+ private:
+  const at::NoGradGuard noGrad_;
+  std::optional<c10::InferenceMode> inference_;
+};
+
+// A tensor that an operation works on as one run of bytes: the tensor itself when it is contiguous
+// and holds its elements as they are (no view that conjugates or negates when it is read), else a
+// copy, which give() writes back.
 class Flat {
  public:
-  explicit Flat(at::Tensor tensor) : tensor_(std::move(tensor)), flat_(tensor_.contiguous()) {}
+  explicit Flat(at::Tensor tensor)
+      : tensor_(std::move(tensor)), flat_(tensor_.resolve_conj().resolve_neg().contiguous()) {}
   // `flat`: of the same type and as many elements, contiguous.
   Flat(at::Tensor tensor, at::Tensor flat) : tensor_(std::move(tensor)), flat_(std::move(flat)) {}
   std::span<std::byte> bytes() const { return bytesOf(flat_); }
