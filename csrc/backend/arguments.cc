@@ -125,7 +125,11 @@ void checkApart(const std::vector<at::Tensor>& outputs, const char* operation) {
   std::vector<std::span<std::byte>> places;
   for (const at::Tensor& output : outputs) {
     checkOutput(output, operation);
-    if (output.numel() > 0 && output.is_contiguous()) places.push_back(bytesOf(output));
+    if (output.numel() == 0) continue;
+    const std::span<std::byte> bytes = bytesOf(output);
+    // Columns of a matrix lie between each other and share nothing: the first element stands for
+    // such a tensor.
+    places.push_back(output.is_contiguous() ? bytes : bytes.first(output.itemsize()));
   }
   std::ranges::sort(places, {}, [](std::span<std::byte> place) { return place.data(); });
   for (size_t i = 1; i < places.size(); ++i) {

@@ -150,6 +150,12 @@ c10::intrusive_ptr<c10d::Backend::Options> MooncakeBackend::getBackendOptions() 
 BackendOptions MooncakeBackend::optionsOfSplit(const std::vector<int>& ranks,
                                                const Options& opts) const {
   refuseInForkedChild();
+  throwIfError(group_->usable());
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= size_)
+      refuse("split: rank " + std::to_string(rank) + " is not in a group of " +
+             std::to_string(size_));
+  }
   BackendOptions split = options_;
   split.groupName = opts.group_name;
   split.timeout = opts.timeout;

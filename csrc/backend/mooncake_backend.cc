@@ -1,5 +1,6 @@
 #include "backend/mooncake_backend.h"
 
+#include <algorithm>
 #include <atomic>
 
 #include "backend/arguments.h"
@@ -38,7 +39,8 @@ std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector
     if (split < 0)
       refuse(std::string("all_to_all_single: a negative ") + what +
              " split: " + std::to_string(split));
-    sum += split;
+    if (__builtin_add_overflow(sum, split, &sum))
+      refuse(std::string("all_to_all_single: the ") + what + " splits add up to more than 2**63");
   }
   if (sum != rows) {
     refuse(std::string("all_to_all_single: the ") + what + " splits add up to " +
@@ -48,6 +50,14 @@ std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector
   std::vector<int64_t> elements;
   for (const int64_t split : splits) elements.push_back(split * row);
   return elements;
+}
+
+// torch's new_group([0, 0]) would wait for a rank that nobody is.
+void checkRanks(std::vector<int> ranks) {
+  std::ranges::sort(ranks);
+  const auto twice = std::ranges::adjacent_find(ranks);
+  if (twice != ranks.end())
+    refuse("rank " + std::to_string(*twice) + " stands twice in the list of the group's ranks");
 }
 
 // Its destructor never runs.
@@ -85,6 +95,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
       options_(std::move(options)),
       rankZeroStore_(world || rank == 0 ? nullptr : store),
       inOurWorld_(world != nullptr) {
+  checkRanks(options_.globalRanks);
   C10dStore shared(store);
   const Deadline init = deadline(c10d::kUnsetTimeout);
   if (options_.capacity == 0) options_.capacity = size;

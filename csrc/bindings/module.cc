@@ -39,11 +39,12 @@ class PythonBackend final : public MooncakeBackend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) {
+    BackendOptions options = optionsOfSplit(ranks, *opts);  // raises on all, members or not
     const auto place = std::find(ranks.begin(), ranks.end(), getRank());
     if (place == ranks.end()) return nullptr;
     return child(store, *opts, [&] {
-      return c10::make_intrusive<PythonBackend>(
-          store, int(place - ranks.begin()), int(ranks.size()), optionsOfSplit(ranks, *opts), this);
+      return c10::make_intrusive<PythonBackend>(store, int(place - ranks.begin()),
+                                                int(ranks.size()), std::move(options), this);
     });
   }
   // A group of processes that may know nothing of each other yet: a job of its own.
