@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,9 @@ MOVED_ONLY = [
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 ]  # fmt: skip
-LAYOUTS = ["plain", "sliced", "strided", "transposed", "column"]
+LAYOUTS = ["plain", "sliced", "strided", "transposed", "column", "permuted"]
+SURROUNDED = ["sliced", "strided", "column"]  # other elements lie in between or around
+INPUT_LAYOUTS = [*LAYOUTS, "expanded"]  # one element in many places cannot be written
 VERBS = [
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter",
@@ -109,13 +111,16 @@ class Placed:
 
     def __init__(self, values: torch.Tensor, layout: str = "plain") -> None:
         count, dtype = values.numel(), values.dtype
-        rows = next(d for d in range(math.isqrt(max(count, 1)), 0, -1) if count % d == 0)
+        rows = _divisor(count)
+        deep = _divisor(rows)
         shape = {
             "plain": (count,),
             "sliced": (count + 13,),
             "strided": (2 * count + 3,),
             "transposed": (count // rows, rows),
             "column": (count, 3),
+            "permuted": (count // rows, deep, rows // deep),
+            "expanded": (min(count, 1),),
         }[layout]
         filler = 1 if dtype == torch.bool else 0x5A
         if math.prod(shape) == 0:
@@ -129,18 +134,30 @@ class Placed:
             "strided": lambda b: b[1 : 1 + 2 * count : 2],
             "transposed": lambda b: b.t(),
             "column": lambda b: b[:, 1],
+            "permuted": lambda b: b.permute(2, 0, 1),
+            "expanded": lambda b: b.expand(count),
         }[layout](self.base)
-        self.view.copy_(values.view(self.view.shape))
+        if layout == "expanded":
+            self.base.copy_(values[:1])
+        else:
+            self.view.copy_(values.view(self.view.shape))
         self._before = self.base.clone()
 
     def check(self, expected: torch.Tensor, what: str) -> None:
         """The tensor holds exactly these bits, and nothing around it has changed."""
         same(self.view.reshape(-1), expected.reshape(-1), what)
+        if self.base.numel() < self.view.numel():  # expanded
+            return
         self.view.zero_()
         offset, strides = self.view.storage_offset(), self.view.stride()
         before = self._before.as_strided(self.view.shape, strides, offset)
         before.zero_()
         same(self.base.reshape(-1), self._before.reshape(-1), f"what lies around {what}")
+
+
+def _divisor(count: int) -> int:
+    """The largest one that is not above the root."""
+    return next(d for d in range(math.isqrt(max(count, 1)), 0, -1) if count % d == 0)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +199,29 @@ def splits_of(seed: int, size: int, count: int) -> list[list[int]]:
     return table.tolist()
 
 
-def exercise(
+def exercise(verb: str, **named: Any) -> str:
+    """Calls the verb on every rank of the group, checks the result and that nothing else has
+    changed: see start()."""
+    return start(verb, **named)()
+
+
+def start(verb: str, **named: Any) -> Callable[[], str]:
+    """Calls the verb as _steps() says. What it returns waits for the result, checks it and returns
+    its digest."""
+    steps = _steps(verb, **named)
+    next(steps)
+
+    def finish() -> str:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast("str", end.value)
+        raise AssertionError(f"{verb} has more than two steps")
+
+    return finish
+
+
+def _steps(
     verb: str,
     *,
     group: dist.ProcessGroup | None = None,
@@ -194,42 +233,58 @@ def exercise(
     splits: list[list[int]] | None = None,
     layout: str = "plain",
     asynchronous: bool = False,
-) -> str:
-    """Calls the verb with `count` elements per rank on every rank of the group, checks the
-    result and that nothing else has changed. Returns a digest of the result, of the root's for
-    reduce and gather."""
+) -> Generator[None, None, str]:
+    """Calls the verb with `count` elements per rank, yields once, waits if it is asynchronous, and
+    checks the result and that nothing else has changed. Returns a digest of the result, of the
+    root's for reduce and gather."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     what = f"{verb}({dtype}, {op}, {count} elements, {layout}) on rank {rank} of {size}"
     reduce_op = getattr(dist.ReduceOp, op)
     root_name = dist.get_global_rank(group, root) if group is not None else root
 
     def given(r: int, elements: int) -> torch.Tensor:
+        if layout == "expanded":
+            return contents(seed, r, min(elements, 1), dtype).expand(elements)
         return contents(seed, r, elements, dtype)
 
-    def placed(values: torch.Tensor) -> Placed:
-        return Placed(values, layout)
+    # What is written to cannot be expanded.
+    written = "plain" if layout == "expanded" else layout
+
+    def placed(values: torch.Tensor, is_output: bool = False) -> Placed:
+        return Placed(values, written if is_output else layout)
 
     def empty(elements: int) -> Placed:
-        return placed(contents(seed, size + 1, elements, dtype))
+        return placed(contents(seed, size + 1, elements, dtype), is_output=True)
+
+    works = []
 
     def run(function: Callable[..., Any], *args: Any, **named: Any) -> None:
-        work = function(*args, **named, group=group, async_op=asynchronous)
+        works.append(function(*args, **named, group=group, async_op=asynchronous))
+
+    def wait() -> None:
         if asynchronous:
-            work.wait()
+            for work in works:
+                work.wait()
 
     if verb in ("all_reduce", "reduce"):
-        mine = placed(given(rank, count))
+        mine = placed(given(rank, count), is_output=verb == "all_reduce" or rank == root)
         result = reduced(op, [given(r, count) for r in range(size)])
         if verb == "all_reduce":
             run(dist.all_reduce, mine.view, op=reduce_op)
+            yield
+            wait()
             mine.check(result, what)
         else:
             run(dist.reduce, mine.view, root_name, op=reduce_op)
+            yield
+            wait()
             mine.check(result if rank == root else given(rank, count), what)
         return digest(result)
     if verb == "broadcast":
-        mine = placed(given(rank, count))
+        mine = placed(given(rank, count), is_output=rank != root)
         run(dist.broadcast, mine.view, root_name)
+        yield
+        wait()
         mine.check(given(root, count), what)
         return digest(given(root, count))
     if verb in ("all_gather", "all_gather_into_tensor"):
@@ -238,11 +293,15 @@ def exercise(
         if verb == "all_gather":
             outputs = [empty(count) for _ in range(size)]
             run(dist.all_gather, [output.view for output in outputs], mine.view)
+            yield
+            wait()
             for r, output in enumerate(outputs):
                 output.check(everybody[r], f"output {r} of {what}")
         else:
             output = empty(size * count)
             run(dist.all_gather_into_tensor, output.view, mine.view)
+            yield
+            wait()
             output.check(torch.cat(everybody), what)
         mine.check(given(rank, count), f"the input of {what}")
         return digest(torch.cat(everybody))
@@ -250,6 +309,8 @@ def exercise(
         mine = placed(given(rank, size * count))
         output = empty(count)
         run(dist.reduce_scatter_tensor, output.view, mine.view, op=reduce_op)
+        yield
+        wait()
         parts = [given(r, size * count)[rank * count : (rank + 1) * count] for r in range(size)]
         output.check(reduced(op, parts), what)
         mine.check(given(rank, size * count), f"the input of {what}")
@@ -263,14 +324,19 @@ def exercise(
             inputs = [placed(piece) for piece in pieces[rank]]
             outputs = [empty(piece.numel()) for piece in received]
             run(dist.all_to_all, [o.view for o in outputs], [i.view for i in inputs])
+            yield
+            wait()
             for r in range(size):
                 outputs[r].check(received[r], f"output {r} of {what}")
                 inputs[r].check(pieces[rank][r], f"input {r} of {what}")
         else:
             # Splits count rows: no layout with two dimensions here.
-            flat = layout if layout in ("plain", "sliced", "strided", "column") else "plain"
+            flat = "plain" if layout in ("transposed", "permuted") else layout
             mine = Placed(given(rank, totals[rank]), flat)
-            output = Placed(contents(seed, size + 1, sum(row[rank] for row in table), dtype), flat)
+            output = Placed(
+                contents(seed, size + 1, sum(row[rank] for row in table), dtype),
+                "plain" if flat == "expanded" else flat,
+            )
             named = {}
             if splits is not None:
                 named = {
@@ -278,6 +344,8 @@ def exercise(
                     "input_split_sizes": table[rank],
                 }
             run(dist.all_to_all_single, output.view, mine.view, **named)
+            yield
+            wait()
             output.check(torch.cat(received), what)
             mine.check(given(rank, totals[rank]), f"the input of {what}")
         return digest(torch.cat(received))
@@ -285,6 +353,8 @@ def exercise(
         mine = placed(given(rank, count))
         outputs = [empty(count) for _ in range(size if rank == root else 0)]
         run(dist.gather, mine.view, [o.view for o in outputs] or None, root_name)
+        yield
+        wait()
         for r, output in enumerate(outputs):
             output.check(given(r, count), f"output {r} of {what}")
         mine.check(given(rank, count), f"the input of {what}")
@@ -294,22 +364,29 @@ def exercise(
         inputs = [placed(piece) for piece in pieces] if rank == root else []
         output = empty(count)
         run(dist.scatter, output.view, [i.view for i in inputs] or None, root_name)
+        yield
+        wait()
         output.check(pieces[rank], what)
         for piece, one in zip(pieces, inputs, strict=False):
             one.check(piece, f"an input of {what}")
         return digest(pieces[rank])
     if verb == "reduce_scatter":
-        pieces = [given(r, size * count).view(size, count) for r in range(size)]
+        pieces = [given(r, size * count).reshape(size, count) for r in range(size)]
         inputs = [placed(pieces[rank][r]) for r in range(size)]
         output = empty(count)
         run(dist.reduce_scatter, output.view, [i.view for i in inputs], op=reduce_op)
+        yield
+        wait()
         result = reduced(op, [pieces[r][rank] for r in range(size)])
         output.check(result, what)
         for r, one in enumerate(inputs):
             one.check(pieces[rank][r], f"input {r} of {what}")
         return digest(result)
     if verb.endswith("_coalesced"):
-        return _coalesced(verb, group or dist.group.WORLD, dtype, op, count, seed, layout, what)
+        world = group or dist.group.WORLD
+        return (
+            yield from _coalesced(verb, world, dtype, op, count, seed, written, what, asynchronous)
+        )
     raise ValueError(verb)
 
 
@@ -322,7 +399,8 @@ def _coalesced(
     seed: int,
     layout: str,
     what: str,
-) -> str:
+    asynchronous: bool,
+) -> Generator[None, None, str]:
     """Several tensors of different lengths, and one of another type."""
     rank, size = group.rank(), group.size()
     lengths = [(length, dtype) for length in lengths_of(count)]
@@ -345,7 +423,10 @@ def _coalesced(
         tensors = [Placed(given(i, rank), layout) for i in every]
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = reduce_op
-        group.allreduce_coalesced(views(tensors), options).wait()
+        options.asyncOp = asynchronous
+        work = group.allreduce_coalesced(views(tensors), options)
+        yield
+        work.wait()
         results = [reduced(op, [given(i, r) for r in ranks]) for i in every]
         for i, tensor in enumerate(tensors):
             tensor.check(results[i], f"tensor {i} of {what}")
@@ -356,7 +437,8 @@ def _coalesced(
         outputs = [empty(i) for i in every]
         scatter_options = dist.ReduceScatterOptions()
         scatter_options.reduceOp = reduce_op
-        group.reduce_scatter_tensor_coalesced(views(outputs), views(inputs), scatter_options).wait()
+        scatter_options.asyncOp = asynchronous
+        work = group.reduce_scatter_tensor_coalesced(views(outputs), views(inputs), scatter_options)
         results = []
         for i in every:
             parts = [given(i, r, size).view(size, -1) if lengths[i][0] else None for r in ranks]
@@ -364,13 +446,15 @@ def _coalesced(
             results.append(reduced(op, mine))
     elif verb == "all_gather_into_tensor_coalesced":
         outputs = [empty(i, size) for i in every]
-        group.allgather_into_tensor_coalesced(views(outputs), views(inputs)).wait()
+        work = group.allgather_into_tensor_coalesced(views(outputs), views(inputs))
         results = [torch.cat([given(i, r) for r in ranks]) for i in every]
     else:
         outputs = [empty(i) for _ in ranks for i in every]
         lists = [views(outputs[r * len(lengths) :][: len(lengths)]) for r in ranks]
-        group.allgather_coalesced(lists, views(inputs)).wait()
+        work = group.allgather_coalesced(lists, views(inputs))
         results = [given(i, r) for r in ranks for i in every]
+    yield
+    work.wait()
     for i, output in enumerate(outputs):
         output.check(results[i], f"output {i} of {what}")
     for i, one in enumerate(inputs):

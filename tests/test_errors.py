@@ -7,13 +7,14 @@ import re
 from datetime import timedelta
 
 import harness
+import mistakes
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from conftest import LAYOUTS, layout_options
 from harness import raised
-from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 SHORT = 3.0  # a group timeout that has to pass in the test
 
@@ -67,6 +68,56 @@ def exchange(count=8, dtype=torch.float32):
     )
 
 
+def gather_list(count=8, root=0):
+    def call():
+        outputs = [torch.ones(count) for _ in range(dist.get_world_size())]
+        dist.gather(torch.ones(count), outputs if dist.get_rank() == root else None, root)
+
+    return call
+
+
+def scatter_list(count=8, root=0, dtype=torch.float32):
+    def call():
+        inputs = [torch.ones(count, dtype=dtype) for _ in range(dist.get_world_size())]
+        output = torch.ones(count, dtype=dtype)
+        dist.scatter(output, inputs if dist.get_rank() == root else None, root)
+
+    return call
+
+
+def reduce_list(count=8):
+    n = dist.get_world_size
+    return lambda: dist.reduce_scatter(torch.ones(count), [torch.ones(count) for _ in range(n())])
+
+
+def coalesced(*lengths):
+    def call():
+        tensors = [torch.ones(length) for length in lengths]
+        dist.group.WORLD.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()
+
+    return call
+
+
+def sparse(length=8):
+    return lambda: dist.all_reduce(torch.ones(length).to_sparse())
+
+
+def monitored():
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=harness.DEADLINE), True)
+
+
+def everybodys_object():
+    dist.all_gather_object([None] * dist.get_world_size(), "mine")
+
+
+def one_object():
+    dist.broadcast_object_list(["mine"], 0)
+
+
+def functional_sum():
+    return functional.wait_tensor(functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD))
+
+
 LARGE = 20_000
 F = "float32"
 # name: what most ranks call, what one calls, and how the message must show the two.
@@ -94,6 +145,20 @@ DISAGREEMENTS = {
     "root": (broadcast(root=0), broadcast(root=1), "root 0", "root 1"),
     "root-large": (broadcast(LARGE, 2), broadcast(LARGE, 0), "root 2", "root 0"),
     "root-reduce": (reduce(root=0), reduce(LARGE, root=1), "root 0", "root 1"),
+    "gather": (gather_list(), scatter_list(), "gather(", "scatter("),
+    "gather-large": (gather_list(LARGE), reduce_list(LARGE), "gather(", "reduce_scatter("),
+    "root-gather": (gather_list(root=0), gather_list(root=1), "root 0", "root 1"),
+    "root-scatter": (scatter_list(LARGE, 2), scatter_list(LARGE, 0), "root 2", "root 0"),
+    "size-gather-list": (gather_list(8), gather_list(LARGE), "8 elements", "20000 elements"),
+    "size-scatter-list": (scatter_list(LARGE), scatter_list(9), "20000 elements", "9 elements"),
+    "size-reduce-list": (reduce_list(8), reduce_list(9), "8 elements", "9 elements"),
+    "dtype-scatter-list": (scatter_list(), scatter_list(dtype=torch.int32), F, "int32"),
+    "coalesced": (coalesced(8), coalesced(8, 8), "8 elements", "16 elements"),
+    "coalesced-large": (coalesced(8, LARGE), coalesced(LARGE, 8), "of the lengths", "lengths"),
+    "sparse": (sparse(), reduce_all(), "all_gather(int64", "all_reduce("),
+    "monitored": (monitored, reduce_all(), "barrier()", "all_reduce("),
+    "objects": (everybodys_object, one_object, "all_gather(", "broadcast("),
+    "functional": (functional_sum, gather(), "all_reduce(", "all_gather("),
 }  # fmt: skip
 
 
@@ -195,87 +260,9 @@ def test_splits_that_do_not_fit(layout, crews, count):
 # ---- one rank's own mistakes
 
 
-def own_mistakes():
-    """name: (call, what its error says). Each is refused without a word to the other ranks."""
-    n = dist.get_world_size()
-    ones = torch.ones
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    single, quantize = dist.all_to_all_single, torch.quantize_per_tensor
-    world, premul = dist.group.WORLD, _make_nccl_premul_sum
-    into, scatters = world.allgather_into_tensor_coalesced, world.reduce_scatter_tensor_coalesced
-    greatest = dist.ReduceOp.MAX
-
-    def gather_to(root, outputs):
-        options = dist.GatherOptions()
-        options.rootRank = root
-        return world.gather([outputs], [ones(3)], options)
-
-    def scatter_from(root, inputs):
-        options = dist.ScatterOptions()
-        options.rootRank = root
-        return world.scatter([ones(3)], [inputs], options)
-
-    shared, fp8 = ones(3), ones(3).to(torch.float8_e5m2)
-    return {
-        "meta": (lambda: backend.allreduce([ones(3, device="meta")]), "meta"),
-        "sparse": (lambda: backend.broadcast([torch.eye(3).to_sparse()]), "sparse"),
-        "greatest sparse": (lambda: backend.allreduce([torch.eye(3).to_sparse()], greatest), "SUM"),
-        "two tensors": (lambda: backend.allreduce([ones(3), ones(3)]), "one tensor"),
-        "short list": (lambda: dist.all_gather([ones(3)] * (n - 1), ones(3)), "rank"),
-        "long list": (lambda: dist.all_gather([ones(3)] * (n + 1), ones(3)), "rank"),
-        "output shape": (lambda: dist.all_gather([ones(4)] * n, ones(3)), "shape"),
-        "output type": (lambda: dist.all_gather([ones(3).int()] * n, ones(3)), "type"),
-        "output size": (lambda: dist.all_gather_into_tensor(ones(5 * n + 1), ones(5)), "output"),
-        "base type": (lambda: dist.all_gather_into_tensor(ones(n).int(), ones(1)), "type"),
-        "input size": (lambda: dist.reduce_scatter_tensor(ones(5), ones(5 * n - 1)), "input"),
-        "lists": (lambda: dist.all_to_all([ones(1)] * n, [ones(1)] * (n - 1)), "rank"),
-        "list types": (lambda: dist.all_to_all([ones(1).int()] * n, [ones(1)] * n), "type"),
-        "not divisible": (lambda: single(ones(n + 1), ones(n + 1)), "divi"),
-        "0-dim splits": (lambda: single(torch.tensor(1.0), torch.tensor(1.0)), "divi"),
-        "few splits": (lambda: single(ones(n), ones(n), [n], [1] * n), "split"),
-        "wrong sum": (lambda: single(ones(n), ones(n), [1] * n, [2] * n), "add up"),
-        "negative split": (lambda: single(ones(n), ones(n), [1] * n, [-1, *[1] * (n - 1)]), "neg"),
-        "root": (lambda: dist.broadcast(ones(1), n), ""),
-        "root below": (lambda: dist.reduce(ones(1), -1), ""),
-        "max of complex": (lambda: backend.allreduce([ones(3).cfloat()], greatest), "complex"),
-        "sum of fp8": (lambda: dist.all_reduce(ones(3).to(torch.float8_e5m2)), "float8_e5m2"),
-        "avg of bool": (lambda: dist.all_reduce(ones(3).bool(), op=dist.ReduceOp.AVG), "bool"),
-        "bits of floats": (lambda: dist.all_reduce(ones(3), op=dist.ReduceOp.BAND), "BAND"),
-        "factor of ints": (lambda: dist.all_reduce(ones(3).int(), op=premul(2.0)), "PREMUL_SUM"),
-        "complex factor": (lambda: dist.all_reduce(ones(3), op=premul(ones(1) * 1j)), "complex"),
-        "gathered list": (lambda: gather_to(1, [ones(3)] * (n - 1)), "rank"),
-        "gathered shape": (lambda: gather_to(1, [ones(4)] * n), "shape"),
-        "gathered by others": (lambda: gather_to(0, [ones(3)] * n), "root"),
-        "gathering root": (lambda: gather_to(n, [ones(3)] * n), "root"),
-        "scattered list": (lambda: scatter_from(1, [ones(3)] * (n + 1)), "rank"),
-        "scattered type": (lambda: scatter_from(1, [ones(3).int()] * n), "type"),
-        "scattered by others": (lambda: scatter_from(0, [ones(3)] * n), "root"),
-        "short reduction": (lambda: dist.reduce_scatter(ones(3), [ones(3)] * (n - 1)), "rank"),
-        "reduced shape": (lambda: dist.reduce_scatter(ones(3), [ones(2)] * n), "shape"),
-        "no tensors": (lambda: world.allreduce_coalesced([]), ""),
-        "twice": (lambda: world.allreduce_coalesced([shared, shared]), "share memory"),
-        "one fp8": (lambda: world.allreduce_coalesced([ones(3), fp8]), "float8_e5m2"),
-        "lists of gathers": (lambda: world.allgather_coalesced([[ones(3)]], [ones(3)]), "rank"),
-        "outputs of gathers": (lambda: into([ones(n)], [ones(1), ones(1)]), "outputs"),
-        "size of gathers": (lambda: into([ones(n), ones(n + 1)], [ones(1), ones(1)]), "times"),
-        "size of scatters": (lambda: scatters([ones(2)], [ones(n)]), "times"),
-        "outputs in one place": (lambda: dist.all_gather([shared] * n, ones(3)), "share memory"),
-        "expanded": (lambda: dist.all_reduce(ones(1).expand(3)), "clone"),
-        "negative tag": (lambda: backend.send([ones(3)], 0, -1), "tag"),
-        "quantized": (lambda: backend.allreduce([quantize(ones(3), 1, 0, torch.qint8)]), ""),
-    }  # fmt: skip
-
-
 def own_mistakes_on_rank(me, turn):
     if me.rank == 1:
-        for name, (call, text) in own_mistakes().items():
-            try:
-                kind, message = raised(call)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
-            good = ("ValueError", "RuntimeError", "NotImplementedError", "TypeError")
-            assert kind in good, f"{name}: {kind}: {message}"
-            assert text in message, f"{name}: {message}"
+        mistakes.check(dist.group.WORLD)
         me.board.set(turn)
     me.board.wait(turn)
     oracle.exercise("all_reduce", count=5)
@@ -286,6 +273,76 @@ def test_own_mistakes_are_refused_at_once(layout, crews):
     """While the other ranks call nothing at all."""
     crew = crews.get(layout, 3)
     crew.call(own_mistakes_on_rank, "own-mistakes")
+
+
+# ---- groups that are no more, or never were
+
+
+def destroyed_on_rank(me):
+    """Whatever is called of a destroyed group is refused at once, on every rank."""
+    group = dist.new_group()
+    oracle.exercise("all_reduce", group=group)
+    backend = group._get_backend(torch.device("cpu"))
+    dist.destroy_process_group(group)
+    n, t, g, late = me.size, torch.ones(3), {"group": group}, timedelta(seconds=harness.DEADLINE)
+    to, lists = (me.rank + 1) % n, [[torch.ones(3) for _ in range(n)]]
+    options = dist.AllreduceCoalescedOptions()
+    unknown, over = "(not initialized|not registered|resolve|Invalid)", "was destroyed"
+    for name, (call, text) in {
+        "all_reduce": (lambda: dist.all_reduce(t, **g), unknown),
+        "gather": (lambda: dist.gather(t, None, to, **g), unknown),
+        "send": (lambda: dist.send(t, to, **g), unknown),
+        "batch": (lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, to, group)]), unknown),
+        "object": (lambda: dist.all_gather_object([None] * n, 1, **g), unknown),
+        "functional": (lambda: functional.all_reduce(t, "sum", group) + 1, unknown),
+        "destroy": (lambda: dist.destroy_process_group(group), unknown),
+        "the group's": (lambda: group.allreduce([t]).wait(), over),
+        "the backend's": (lambda: backend.allreduce([t]).wait(), over),
+        "its gather": (lambda: backend.allgather(lists, [t]).wait(), over),
+        "its list": (lambda: backend.allreduce_coalesced([t], options).wait(), over),
+        "its send": (lambda: backend.send([t], to, 0).wait(), over),
+        "its recv": (lambda: backend.recv([t], to, 0).wait(), over),
+        "its barrier": (lambda: backend.barrier().wait(), over),
+        "its monitored barrier": (lambda: group.monitored_barrier(late, True), over),
+        "its split": (lambda: group.split_group([0, 1], group_name="never"), over),
+    }.items():
+        _, message = raised(call)
+        assert re.search(text, message), f"{name}: {message}"
+    oracle.exercise("all_reduce", count=LARGE)
+
+
+def test_a_destroyed_group_refuses_everything(layout, crews):
+    crews.get(layout, 3).call(destroyed_on_rank)
+
+
+def strangers_on_rank(me):
+    """A rank that is not in a group gets nothing done in it, and keeps nobody waiting."""
+    group = dist.new_group([0, 1])
+    if me.rank == 2:
+        assert group is dist.GroupMember.NON_GROUP_MEMBER
+        tensor = torch.full((3,), 5.0)
+        assert dist.all_reduce(tensor, group=group, async_op=True) is None  # torch warns
+        assert tensor.tolist() == [5.0] * 3
+    else:
+        for call in (
+            lambda: dist.broadcast(torch.ones(3), 2, group=group),
+            lambda: dist.send(torch.ones(3), 2, group=group),
+            lambda: dist.gather(torch.ones(3), None, 2, group=group),
+        ):
+            kind, message = raised(call)
+            assert (kind, "rank 2 is not part of group" in message) == ("ValueError", True), message
+        oracle.exercise("all_reduce", group=group)
+    if me.rank == 0:  # whoever is in it is told; for torch the others are not members
+        kind, message = raised(dist.new_group, [0, 0])
+        assert (kind, "rank 0 stands twice" in message) == ("ValueError", True), message
+    else:
+        assert dist.new_group([0, 0]) is dist.GroupMember.NON_GROUP_MEMBER
+    oracle.exercise("all_reduce", group=dist.new_group())
+    oracle.exercise("all_reduce")
+
+
+def test_strangers_of_a_group(layout, crews):
+    crews.get(layout, 3).call(strangers_on_rank)
 
 
 # ---- timeouts
@@ -328,6 +385,71 @@ def test_absent_rank_is_named_on_all(layout, two_hosts, verb, count, asynchronou
         assert verb in message
         assert re.search(r"\brank 2\b", message), (rank, message)
     assert any("timed out" in message for _, message in errors)
+
+
+def absent_from_others_on_rank(me):
+    """The same for what torch puts on top, one call after the other."""
+    harness.set_timeout(1)
+    late, errors = me.size - 1, {}
+    for name, call in {
+        "gather": gather_list(),
+        "scatter": scatter_list(LARGE),
+        "reduce_scatter": reduce_list(),
+        "coalesced": coalesced(8, LARGE),
+        "sparse": sparse(),
+        "objects": everybodys_object,
+        "functional": functional_sum,
+        "all_to_all": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
+    }.items():
+        if me.rank == late:
+            me.board.wait_all(name, range(late))
+        errors[name] = raised(call)
+        me.board.set(f"{name}-{me.rank}")
+        me.board.wait_all(name, range(me.size))
+    harness.set_timeout(harness.DEADLINE)
+    for verb in oracle.VERBS:
+        oracle.exercise(verb, count=10)
+    return errors
+
+
+@pytest.mark.parametrize("layout", ["shm", "tcp"])
+def test_absent_rank_is_named_by_every_call(layout, two_hosts):
+    found = harness.run_ranks(3, absent_from_others_on_rank, **options(layout, 3, two_hosts))
+    for rank, errors in enumerate(found):
+        for name, (kind, message) in errors.items():
+            assert kind == "DistBackendError", (rank, name, message)
+            assert re.search(r"\brank 2\b", message), (rank, name, message)
+    for name in found[0]:
+        assert any("timed out" in errors[name][1] for errors in found), name
+
+
+def nobody_receives_on_rank(me):
+    """A message that nobody takes is an error of its sender's, and the next one arrives."""
+    harness.set_timeout(1)
+    if me.rank == 0:
+        for call in (
+            lambda: dist.send(torch.ones(LARGE), 1, tag=4),
+            lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(3), 1, tag=6)])[
+                0
+            ].wait(),
+        ):
+            kind, message = raised(call)
+            assert kind == "DistBackendError"
+            assert re.search(r"rank 1 timed out", message), message
+        me.board.set("gave-up")
+    me.board.wait("gave-up")
+    harness.set_timeout(harness.DEADLINE)
+    if me.rank == 0:
+        dist.send(torch.full((LARGE,), 5.0), 1, tag=5)
+    else:
+        got = torch.zeros(LARGE)
+        dist.recv(got, 0, tag=5)
+        assert (got == 5).all()
+    oracle.exercise("all_reduce")
+
+
+def test_a_message_that_nobody_takes(layout, two_hosts):
+    harness.run_ranks(2, nobody_receives_on_rank, **options(layout, 2, two_hosts))
 
 
 def stopped_on_rank(me):

@@ -396,7 +396,8 @@ def test_aliases(crew, count):
 
 
 def gradients_on_rank(me):
-    """Tensors that require a gradient are data like others, strided ones too."""
+    """Tensors that require a gradient are data like others, strided ones too; a loss that is
+    reduced: test_odd_tensors."""
     for make in (lambda: torch.ones(6), lambda: torch.ones(12)[::2]):
         leaf = make().requires_grad_()
         with torch.no_grad():
