@@ -55,6 +55,8 @@ def reducible(dtype: torch.dtype, op: str) -> bool:
 
 def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Integers of the whole range, so that sums wrap; floats of many sizes and both signs."""
+    if count == 0:  # cannot be viewed as another type
+        return torch.empty(0, dtype=dtype)
     random = np.random.default_rng([seed, rank])
     if dtype == torch.bool:
         return torch.from_numpy(random.integers(0, 2, count).astype(bool))
@@ -63,8 +65,6 @@ def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tens
     if dtype in COMPLEX:
         real, imaginary = torch.from_numpy(random.standard_normal((2, count)))
         return torch.complex(real, imaginary).to(dtype)
-    if count == 0:  # cannot be viewed as another type
-        return torch.empty(0, dtype=dtype)
     raw = random.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype)
 

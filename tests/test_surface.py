@@ -611,6 +611,7 @@ def forked_on_rank(me):
         "monitored": lambda: world.monitored_barrier(timedelta(seconds=1), True),
         "sparse": lambda: dist.all_reduce(tensor.to_sparse()),
         "split": lambda: world.split_group([0, 1], group_name="child"),
+        "new group": dist.new_group,
     }
     child = os.fork()
     if child == 0:

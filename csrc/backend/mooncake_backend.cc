@@ -101,7 +101,9 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   if (options_.capacity == 0) options_.capacity = size;
   if (!options_.activeRanks.defined()) options_.activeRanks = at::ones({size}, at::kInt);
   if (world) {
-    // Who is out makes no groups either.
+    // Who is out makes no groups either, nor who is a forked child: the engine's threads are not
+    // here.
+    world->refuseInForkedChild();
     throwIfError(world->membership_->standing());
     engine_ = world->engine_;
     completions_ = world->completions_;

@@ -196,14 +196,19 @@ FlatList::FlatList(std::vector<Flat> flats, int rows, bool isShort)
     of->members.push_back(i);
   }
   for (auto& [dtype, members] : shortOnes) {
+    // Where they stood in the list: as buffers they are behind all that is long, and a list in
+    // another order is another call.
+    uint32_t places = 1;
+    for (const size_t member : members) places = hashOn(places, member);
     if (members.size() == 1) {
-      buffers_.push_back({flats_[members[0]].bytes(), dtype});
+      const bool isAlone = flats_.size() == 1;  // as a tensor that is no list
+      buffers_.push_back({flats_[members[0]].bytes(), dtype, isAlone ? 0 : places});
       continue;
     }
     int64_t bytes = 0;
     for (const size_t member : members) bytes += int64_t(flats_[member].bytes().size());
     bundles_.push_back({at::empty({bytes}, at::kByte), std::move(members)});
-    uint32_t lengths = 1;
+    uint32_t lengths = places;
     for (const size_t member : bundles_.back().members)
       lengths = hashOn(lengths, flats_[member].bytes().size());
     buffers_.push_back({bytesOf(bundles_.back().bytes), dtype, lengths});

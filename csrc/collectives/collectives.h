@@ -22,8 +22,8 @@ using Span = std::span<std::byte>;
 struct Buffer {
   Span data;
   DType dtype = DType::kFloat32;
-  // Not one tensor but several, put together by the caller: a hash of their lengths, which must be
-  // the same on all ranks.
+  // Not one tensor but several, put together by the caller, or one of a list in another order: a
+  // hash of their lengths and places, which must be the same on all ranks.
   uint32_t lengths = 0;
 };
 using Buffers = std::span<const Buffer>;
