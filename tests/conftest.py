@@ -17,7 +17,7 @@ LAYOUTS = ["shm", "shm-no-cma", "tcp", "mixed", "sim"]
 SMALL_EAGER = 4096  # the least that a slot holds, so that both sides of the switch are cheap
 
 settings.register_profile(
-    "ci", max_examples=200, deadline=None, suppress_health_check=list(HealthCheck)
+    "ci", max_examples=100, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.register_profile("long", parent=settings.get_profile("ci"), max_examples=10_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
