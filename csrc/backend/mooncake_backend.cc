@@ -362,14 +362,14 @@ MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(
   }
   const Reduction reduction = reductionOf(input, opts.reduceOp);
   const Flat in = given(input, opts.reduceOp);
-  return submit(
-      c10d::OpType::_REDUCE_SCATTER_BASE, input, {output}, opts.asyncOp,
-      [this, reduction, in, out = outputBeside(output, {in}), timeout = effective(opts.timeout)] {
-        Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(), reduction,
-                                                Deadline::after(timeout));
-        if (status.ok()) out.give();
-        return status;
-      });
+  return submit(c10d::OpType::_REDUCE_SCATTER_BASE, input, {output}, opts.asyncOp,
+                [this, reduction, in, out = outputBeside(output, std::span(&in, 1)),
+                 timeout = effective(opts.timeout)] {
+                  Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(),
+                                                          reduction, Deadline::after(timeout));
+                  if (status.ok()) out.give();
+                  return status;
+                });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outputs,
@@ -412,7 +412,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::
   auto receives = elementsPerRank(output, outputSplits, size_, "output");
   const Flat in(input);
   return submit(c10d::OpType::ALLTOALL_BASE, input, {output}, opts.asyncOp,
-                [this, in, out = outputBeside(output, {in}), sends = std::move(sends),
+                [this, in, out = outputBeside(output, std::span(&in, 1)), sends = std::move(sends),
                  receives = std::move(receives), dtype = orThrow(dtypeOf(input)),
                  timeout = effective(opts.timeout)] {
                   const std::vector<Span> from = cut(in.bytes(), sends, dtypeSize(dtype));

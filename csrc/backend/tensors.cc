@@ -129,12 +129,25 @@ bool overlap(ConstSpan a, ConstSpan b) {
   return a.data() < b.data() + b.size() && b.data() < a.data() + a.size();
 }
 
+// As a rule: all of the ones lie before or behind all of the others.
+bool areApart(const std::vector<Span>& ones, const std::vector<Span>& others) {
+  const auto hull = [](const std::vector<Span>& spans) {
+    const std::byte *begin = spans[0].data(), *end = begin;
+    for (const Span span : spans) {
+      begin = std::min<const std::byte*>(begin, span.data());
+      end = std::max<const std::byte*>(end, span.data() + span.size());
+    }
+    return ConstSpan(begin, end);
+  };
+  return !overlap(hull(ones), hull(others));
+}
+
 }  // namespace
 
 std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
                                const std::vector<Span>& outputs, int rank) {
   std::vector<Flat> flats = flatten(inputs);
-  if (outputs.empty()) return flats;
+  if (outputs.empty() || areApart(spansOf(flats), outputs)) return flats;
   std::vector<Span> places = outputs;
   std::erase_if(places, [](Span place) { return place.empty(); });
   std::ranges::sort(places, {}, [](Span place) { return place.data(); });
@@ -148,7 +161,7 @@ std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
   return flats;
 }
 
-Flat outputBeside(const at::Tensor& output, const std::vector<Flat>& inputs) {
+Flat outputBeside(const at::Tensor& output, std::span<const Flat> inputs) {
   Flat flat(output);
   for (const Flat& input : inputs) {
     if (!overlap(input.bytes(), flat.bytes())) continue;

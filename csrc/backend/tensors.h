@@ -42,7 +42,10 @@ class PlainWrites {
 class Flat {
  public:
   explicit Flat(at::Tensor tensor)
-      : tensor_(std::move(tensor)), flat_(tensor_.resolve_conj().resolve_neg().contiguous()) {}
+      : tensor_(std::move(tensor)),
+        flat_(tensor_.is_conj() || tensor_.is_neg()  // to resolve what is not costs a tenth of a us
+                  ? tensor_.resolve_conj().resolve_neg().contiguous()
+                  : tensor_.contiguous()) {}
   // `flat`: of the same type and as many elements, contiguous.
   Flat(at::Tensor tensor, at::Tensor flat) : tensor_(std::move(tensor)), flat_(std::move(flat)) {}
   std::span<std::byte> bytes() const { return bytesOf(flat_); }
@@ -71,7 +74,7 @@ std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
                                const std::vector<Span>& outputs, int rank);
 // An output that shares memory with inputs is written when the operation is over: a rank that is
 // lost may make it run again, and others may read the inputs until then.
-Flat outputBeside(const at::Tensor& output, const std::vector<Flat>& inputs);
+Flat outputBeside(const at::Tensor& output, std::span<const Flat> inputs);
 
 // Several of them in one operation, as few buffers: what is too short to be fetched by itself
 // travels together with others of its type, in a copy.
