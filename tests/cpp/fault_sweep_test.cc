@@ -516,6 +516,7 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
                              Deadline::after(kToMeet));
   if (!group.ok()) {
     std::snprintf(log.broken, sizeof(log.broken), "%s", group.error().message.c_str());
+    log.standing = group.error().code;
     return;
   }
   engine->reset();
@@ -571,10 +572,20 @@ class Checker {
   void problem(const std::string& text) { problems_.push_back(text); }
   static std::string nameOf(int rank) { return "rank " + std::to_string(rank); }
 
+  // The victim had its group, died in its first operation, and this rank had not yet: it is alone,
+  // and may not know for certain that it is.
+  bool wasLeftInInit(int r) const {
+    return case_.isEarly && log(r).broken[0] && log(r).standing == ErrorCode::kMinority;
+  }
+
   void sortIn(int r) {
     const int status = statuses_[size_t(r)];
     if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && victim(r, FailpointAction::kKill))
       return;
+    if (wasLeftInInit(r)) {
+      out_.emplace_back(r, log(r).standing);
+      return;
+    }
     if (log(r).broken[0]) {
       // No group: on a busy machine a handshake can take longer than the failure timeout.
       isDisturbed_ = true;
