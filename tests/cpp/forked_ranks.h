@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -82,8 +83,10 @@ class ForkedStore final : public Store {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
       found.emplace_back(entry->value, entry->value + entry->bytes);
-      const size_t rank = std::stoul(key.substr(key.rfind('/') + 1));
-      if (isRemote_[rank]) hideSharedMemory(found.back());
+      // Of a rank, or of the job: who was the first to fail.
+      const std::string last = key.substr(key.rfind('/') + 1);
+      if (std::isdigit(static_cast<unsigned char>(last[0])) && isRemote_[std::stoul(last)])
+        hideSharedMemory(found.back());
     }
     return found;
   }
