@@ -172,8 +172,9 @@ bool FlushAgent::isSlotFree(uint64_t number) const {
 
 bool FlushAgent::missesLeaverSlowly(uint64_t number) const {
   std::lock_guard lock(mutex_);
-  return std::ranges::any_of(
-      left_, [&](const auto& one) { return one.second < number && view_->contains(one.first); });
+  return std::ranges::any_of(left_, [&](const auto& one) {
+    return one.second.ended < number && view_->contains(one.first);
+  });
 }
 
 void FlushAgent::end(uint64_t number, const Status& status) {
@@ -225,8 +226,14 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
   // ended here alone has not ended.
   if (membership_.isOver()) return;
   std::lock_guard lock(mutex_);
-  leftAfter_ = std::min(number, ended());  // [gone]
-  tellAll(MessageKind::kLeft, bodyOf(*leftAfter_));
+  // With how they ended: on a wire that keeps no order, or was made again, it may come before the
+  // report that an error followed from, and who has it alone would take that operation for done.
+  FlushReport last{
+      .from = group_.rank(), .attempt = attempt_, .ended = std::min(number, ended())};  // [gone]
+  std::ranges::copy_if(failed_, std::back_inserter(last.failed),
+                       [&](const FailedOperation& one) { return one.number <= last.ended; });
+  farewell_ = encodeFlushReport(last);
+  tellAll(MessageKind::kLeft, farewell_);
 }
 
 std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
@@ -319,7 +326,10 @@ void FlushAgent::conclude() {
   std::vector<const FlushReport*> reports;
   for (const int r : active_) {
     const auto [report, isNew] = reports_.try_emplace(r);
-    if (isNew) report->second = {.from = r, .attempt = target_, .ended = left_[r]};
+    if (isNew) {
+      report->second = left_[r];
+      report->second.attempt = target_;
+    }
     reports.push_back(&report->second);
   }
   const bool isFounding = founds_ && std::ranges::all_of(reports, [](const auto* report) {
@@ -453,18 +463,21 @@ void FlushAgent::onMessage(const EngineId& from, ByteView message) {
       conclude();
       return;
     }
-    case MessageKind::kEnded:
-    case MessageKind::kLeft: {
+    case MessageKind::kEnded: {
       const auto ended = in.get<uint64_t>();
       if (!in.finish("").ok()) return;
       knownEnded_[rank] = std::max(knownEnded_[rank], ended);
-      if (kind == MessageKind::kLeft) {
-        left_[rank] = ended;
-        hasLeaver_.store(true, std::memory_order_release);
-        group_.interruptAll();
-      } else {
-        group_.window().bell().ring();
-      }
+      group_.window().bell().ring();
+      conclude();
+      return;
+    }
+    case MessageKind::kLeft: {
+      auto last = decodeFlushReport(in, group_.size());
+      if (!last.ok() || last->from != rank) return;
+      knownEnded_[rank] = std::max(knownEnded_[rank], last->ended);
+      left_[rank] = std::move(*last);
+      hasLeaver_.store(true, std::memory_order_release);
+      group_.interruptAll();
       conclude();
       return;
     }
@@ -500,7 +513,7 @@ void FlushAgent::onRenewed(int jobRank) {
   {
     std::lock_guard lock(mutex_);
     if (!std::ranges::binary_search(active_, rank)) return;
-    if (leftAfter_) tell(rank, MessageKind::kLeft, bodyOf(*leftAfter_));
+    if (!farewell_.empty()) tell(rank, MessageKind::kLeft, farewell_);
     if (!left_.contains(rank)) {
       tell(rank, MessageKind::kEnded, bodyOf(ended()));
       if (frozen_ || isSettling_ || busy_.load(std::memory_order_acquire)) {

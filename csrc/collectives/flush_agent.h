@@ -141,14 +141,14 @@ class FlushAgent final : public Membership::Listener,
   Attempt attempt_;           // of the last decision
   std::shared_ptr<const GroupView> view_;
   uint64_t jobEpoch_ = 1;
-  std::vector<int> active_;            // ranks of the group in the job's last view, ascending
-  Attempt target_;                     // of the flush under way, when frozen
-  bool reported_ = false;              // for it
-  bool isSettling_ = false;            // the caller is in an operation, though it may not be busy
-  Bytes lastReport_;                   // for target_ or, when not frozen, attempt_
-  std::optional<uint64_t> leftAfter_;  // the operation after which we said that we leave
+  std::vector<int> active_;  // ranks of the group in the job's last view, ascending
+  Attempt target_;           // of the flush under way, when frozen
+  bool reported_ = false;    // for it
+  bool isSettling_ = false;  // the caller is in an operation, though it may not be busy
+  Bytes lastReport_;         // for target_ or, when not frozen, attempt_
+  Bytes farewell_;           // what we said when we left, if we have
   std::map<int, FlushReport> reports_;
-  std::map<int, uint64_t> left_;        // of who has left the group: the last that it ended
+  std::map<int, FlushReport> left_;     // of who has left the group: what it ended, and how
   std::vector<uint64_t> knownEnded_;    // by rank, at least
   std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
   uint64_t toTake_ = 0;                 // the operation in which our caller is behind
