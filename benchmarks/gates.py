@@ -116,7 +116,7 @@ def judge(cells: Rows, ours: str | None) -> list[Finding]:
         findings.append(at_most(name, mpi, MPI_CELL_LIMIT if strict else None))
         findings.append(at_most(f"{prefix}: worst cell, ours / gloo", gloo, GLOO_CELL_LIMIT))
         findings += _against_half(prefix, ours, ranks, gated)
-        coalesced = [key for key in gated if key.startswith("all_reduce_coalesced")]
+        coalesced = [key for key in gated if "_coalesced" in key]
         one_by_one = {key: _coalesced_ratio(ours, key, gated) for key in coalesced}
         if any(one_by_one.values()):
             name = f"{prefix}: 8 tensors coalesced / one by one"
@@ -148,7 +148,7 @@ def _against_half(prefix: str, ours: str, ranks: int, gated: dict[str, CellRows]
 
 
 def _coalesced_ratio(ours: str, key: str, gated: dict[str, CellRows]) -> float | None:
-    each = gated.get(key.replace("all_reduce_coalesced", "all_reduce_8_calls"))
+    each = gated.get(key.replace("_coalesced", "_8_calls"))
     mine, one_by_one = gated[key].us(ours), each.us(ours) if each else None
     return mine / one_by_one if mine and one_by_one else None
 

@@ -13,6 +13,8 @@
     ring                size to the next  size from the previous      (batch_isend_irecv, torch
     only) all_reduce_8_calls  8 tensors of size/8, one call each            (torch only)
     all_reduce_coalesced the same 8 tensors in one call               (torch only)
+    all_gather_8_calls, all_gather_coalesced, reduce_scatter_8_calls, reduce_scatter_coalesced
+                        likewise                                      (torch only)
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def pattern(rank: int, salt: int, items: int) -> torch.Tensor:
 def allocate(name: str, size: int, rank: int, ranks: int, device: str = "cpu") -> Buffers:
     """Buffers of zeros for one cell. size: bytes; rounded up to whole elements for every rank (and
     part)."""
-    step = ranks * PARTS if name in ("all_reduce_8_calls", "all_reduce_coalesced") else ranks
+    step = ranks * PARTS if name.endswith(("_8_calls", "_coalesced")) else ranks
     items = -(-max(1, size // ITEM_BYTES) // step) * step
     outputs = OPERATIONS[name].output_items(items, ranks)
     x, y = torch.zeros(items, device=device), torch.zeros(outputs, device=device)
@@ -138,6 +140,31 @@ def _each_part(b: Buffers, group: Any) -> Call:
     return call
 
 
+def _each_pair(function: Callable, b: Buffers, group: Any) -> Call:
+    pairs = list(zip(b.y.chunk(PARTS), b.x.chunk(PARTS), strict=True))
+
+    def call() -> None:
+        for output, given in pairs:
+            function(output, given, group=group)
+
+    return call
+
+
+def _all_pairs(name: str, b: Buffers, group: Any) -> Call:
+    coalesced = getattr(group, name)
+    outputs, given = list(b.y.chunk(PARTS)), list(b.x.chunk(PARTS))
+    return lambda: coalesced(outputs, given).wait()
+
+
+def _all_by_part(b: Buffers, salt: int) -> torch.Tensor:
+    parts = [pattern(r, salt, b.x.numel()).chunk(PARTS) for r in range(b.ranks)]
+    return torch.cat([part for of_all in zip(*parts, strict=True) for part in of_all])
+
+
+def _mine_by_part(b: Buffers, salt: int) -> torch.Tensor:
+    return torch.cat([_my_part(b, part) for part in _sum(b, salt).chunk(PARTS)])
+
+
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": Operation(
         output_items=lambda items, ranks: 0,
@@ -211,6 +238,30 @@ OPERATIONS: dict[str, Operation] = {
         mpi=None,
         expected=_sum,
         result=lambda b: b.x,
+    ),
+    "all_gather_8_calls": Operation(
+        output_items=lambda items, ranks: items * ranks,
+        torch=lambda b, group: _each_pair(dist.all_gather_into_tensor, b, group),
+        mpi=None,
+        expected=_all_by_part,
+    ),
+    "all_gather_coalesced": Operation(
+        output_items=lambda items, ranks: items * ranks,
+        torch=lambda b, group: _all_pairs("allgather_into_tensor_coalesced", b, group),
+        mpi=None,
+        expected=_all_by_part,
+    ),
+    "reduce_scatter_8_calls": Operation(
+        output_items=lambda items, ranks: items // ranks,
+        torch=lambda b, group: _each_pair(dist.reduce_scatter_tensor, b, group),
+        mpi=None,
+        expected=_mine_by_part,
+    ),
+    "reduce_scatter_coalesced": Operation(
+        output_items=lambda items, ranks: items // ranks,
+        torch=lambda b, group: _all_pairs("reduce_scatter_tensor_coalesced", b, group),
+        mpi=None,
+        expected=_mine_by_part,
     ),
 }
 CORE = ["all_reduce", "all_gather", "broadcast", "all_to_all", "reduce_scatter"]

@@ -107,7 +107,9 @@ def test_collectives_over_tcp_only(ranks, ours, out, gate):
 
 
 def test_ring_objects_and_coalesced_calls(ours, out, gate):
-    ops = ["ring", "all_gather_object", "all_reduce_8_calls", "all_reduce_coalesced"]
+    coalesced = ["all_reduce", "all_gather", "reduce_scatter"]
+    ops = ["ring", "all_gather_object"]
+    ops += [f"{op}_{how}" for op in coalesced for how in ("8_calls", "coalesced")]
     backends = [ours or "gloo"] + ["gloo"] * bool(ours)
     collectives(backends, 8, out, gate, ops=ops, sizes=[1 << 10, 64 << 10])
 
