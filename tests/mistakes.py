@@ -61,6 +61,7 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
     scatters = group.reduce_scatter_tensor_coalesced
     shared, fp8, column = ones(3), ones(3).to(torch.float8_e5m2), ones(3, 2)[:, 0]
     whole, wrapper = ones(n * 3 + 3), WrapperTensor(ones(3))
+    halves = ones(3).to(torch.complex32)
     late = timedelta(seconds=1)
 
     def single(output: Any, given: Any, *splits: list[int]) -> Any:
@@ -111,7 +112,13 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         "freed": (lambda: dist.all_reduce(freed(3), **g), "no memory"),
         "freed message": (lambda: dist.isend(freed(3), other, **g), ""),
         "no tensor": (lambda: dist.all_reduce(None, **g), "tensor"),
-        "complex halves": (lambda: backend.broadcast([ones(3).to(torch.complex32)]), "ComplexHalf"),
+        "complex halves": (lambda: backend.broadcast([halves]), "broadcast: tensors of"),
+        "complex halves in lists": (
+            lambda: backend.allgather_coalesced([[halves]] * n, [halves]), "coalesced: tensors",
+        ),
+        "complex halves in tensors": (
+            lambda: into([torch.cat([halves] * n)], [halves]), "coalesced: tensors",
+        ),
         # Lists.
         "two tensors": (lambda: backend.allreduce([ones(3), ones(3)]), "one tensor"),
         "short list": (lambda: dist.all_gather([ones(3)] * (n - 1), ones(3), **g), ""),
@@ -145,10 +152,20 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         "size of scatters": (lambda: scatters([ones(2)], [ones(n)]), "times"),
         # Types.
         "output type": (lambda: dist.all_gather([ones(3).int()] * n, ones(3), **g), "type"),
-        "base type": (lambda: dist.all_gather_into_tensor(ones(n).int(), ones(1), **g), "type"),
-        "list types": (lambda: dist.all_to_all([ones(1).int()] * n, [ones(1)] * n, **g), "type"),
-        "scattered type": (lambda: scatter_from(rank, [ones(3).int()] * n), "type"),
-        "type of scatters": (lambda: scatters([ones(1).int()], [ones(n)]), "type"),
+        "gathered type": (
+            lambda: backend.allgather([[ones(3).int()] * n], [ones(3)]), "all_gather: input",
+        ),
+        "base type": (
+            lambda: dist.all_gather_into_tensor(ones(n).int(), ones(1), **g),
+            "all_gather_into_tensor: input and output differ in type",
+        ),
+        "list types": (
+            lambda: backend.alltoall([ones(1).int()] * n, [ones(1)] * n), "all_to_all: input",
+        ),
+        "scattered type": (lambda: scatter_from(rank, [ones(3).int()] * n), "scatter: input"),
+        "type of scatters": (
+            lambda: scatters([ones(1).int()], [ones(n)]), "reduce_scatter_tensor_coalesced: input",
+        ),
         # Splits.
         "not divisible": (lambda: single(ones(n + 1), ones(n + 1)), "divi"),
         "0-dim splits": (lambda: single(torch.tensor(1.0), torch.tensor(1.0)), "divi"),
@@ -167,12 +184,12 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         # Roots, ranks, tags.
         "root": (lambda: dist.broadcast(ones(1), stranger, **g), ""),
         "root below": (lambda: dist.reduce(ones(1), -1, **g), ""),
-        "root tensor": (root_tensor, "root tensor 1"),
-        "gathering root": (lambda: gather_to(n, [ones(3)] * n), "root"),
-        "scattering root": (lambda: scatter_from(-1, [ones(3)] * n), "root"),
+        "root tensor": (root_tensor, "broadcast: root tensor 1"),
+        "gathering root": (lambda: gather_to(n, [ones(3)] * n), "gather: root"),
+        "scattering root": (lambda: scatter_from(-1, [ones(3)] * n), "scatter: root -1"),
         "gathered by others": (lambda: gather_to((rank + 1) % n, [ones(3)] * n), "root"),
         "scattered by others": (lambda: scatter_from((rank + 1) % n, [ones(3)] * n), "root"),
-        "functional root": (lambda: functional.broadcast(ones(1), n, group) + 1, "root"),
+        "functional root": (lambda: functional.broadcast(ones(1), n, group) + 1, "broadcast: root"),
         "to nobody": (lambda: backend.send([ones(1)], n, 0), "group"),
         "from nobody": (lambda: backend.recv([ones(1)], -2, 0), "group"),
         "to a stranger": (lambda: dist.send(ones(1), stranger, **g), ""),
@@ -190,9 +207,11 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         "split below": (lambda: split([0, -1]), "not in a group"),
         "split of nobody": (lambda: split([]), "empty"),
         # Reductions that there are not.
-        "max of complex": (lambda: backend.allreduce([ones(3).cfloat()], greatest), "complex"),
-        "sum of fp8": (lambda: dist.all_reduce(fp8, **g), "float8_e5m2"),
-        "one fp8": (lambda: coalesced([ones(3), fp8]), "float8_e5m2"),
+        "max of complex": (
+            lambda: backend.allreduce([ones(3).cfloat()], greatest), "all_reduce: there is no MAX",
+        ),
+        "sum of fp8": (lambda: dist.all_reduce(fp8, **g), "all_reduce: there is no SUM"),
+        "one fp8": (lambda: coalesced([ones(3), fp8]), "all_reduce_coalesced: there is no SUM"),
         "fp8 in a list": (lambda: dist.reduce_scatter(fp8.clone(), [fp8] * n, **g), "float8_e5m2"),
         "avg of bool": (lambda: dist.all_reduce(ones(3).bool(), dist.ReduceOp.AVG, **g), "bool"),
         "bits of floats": (lambda: dist.all_reduce(ones(3), dist.ReduceOp.BAND, **g), "BAND"),

@@ -95,8 +95,8 @@ def mixed_manager_on_rank(me):
     root, tensors = torch.full((LARGE,), float(me.rank)), [torch.ones(4), torch.ones(5)]
     with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as together:
         dist.broadcast(root, 1)
-        assert dist.irecv(got, source) is None
-        assert dist.isend(mine, to) is None
+        assert not dist.irecv(got, source).is_completed()
+        assert not dist.isend(mine, to).is_completed()
         for tensor in tensors:
             dist.all_reduce(tensor)
     together.wait()
@@ -107,6 +107,42 @@ def mixed_manager_on_rank(me):
 
 def test_a_batch_of_everything(crew):
     crew.call(mixed_manager_on_rank)
+
+
+def interrupted_batch_on_rank(me):
+    """torch does not end a batch whose block raises. The first message afterwards says so."""
+    to, source = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    got, mine = torch.zeros(3), torch.full((3,), float(me.rank))
+
+    def block():
+        with _coalescing_manager(device=torch.device("cpu")):
+            dist.isend(torch.ones(5), to)
+            raise KeyError("the caller's own")
+
+    assert raised(block)[0] == "KeyError"
+    kind, message = raised(lambda: dist.recv(got, source))
+    assert kind == "ValueError"
+    assert f"RECV on rank {me.rank} was not posted" in message
+    assert "call again" in message
+    sent = dist.isend(mine, to)
+    dist.recv(got, source)
+    sent.wait()
+    assert (got == source).all()
+
+    torch.distributed.distributed_c10d._world.pg_coalesce_state.clear()  # torch's own half
+
+    def waits_within():
+        with _coalescing_manager(device=torch.device("cpu")):
+            kept = dist.irecv(got, source)
+            assert "was not posted" in raised(kept.wait)[1]
+
+    assert "endCoalescing() without startCoalescing()" in raised(waits_within)[1]
+    dist.all_reduce(mine)
+    assert (mine == sum(range(me.size))).all()
+
+
+def test_a_batch_that_was_left_by_an_exception(crew):
+    crew.call(interrupted_batch_on_rank)
 
 
 def many_on_rank(me, count, length):

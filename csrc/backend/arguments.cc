@@ -8,7 +8,21 @@ namespace mooncake {
 
 void refuse(const std::string& message) { throwError({ErrorCode::kInvalidArgument, message}); }
 
-ReduceKind kindOf(const c10d::ReduceOp& op) {
+namespace {
+
+[[noreturn]] void refuseIn(const char* operation, const std::string& message) {
+  refuse(std::string(operation) + ": " + message);
+}
+
+}  // namespace
+
+DType typeOf(const at::Tensor& tensor, const char* operation) {
+  const Result<DType> dtype = dtypeOf(tensor);
+  if (!dtype.ok()) refuseIn(operation, dtype.error().message);
+  return *dtype;
+}
+
+ReduceKind kindOf(const c10d::ReduceOp& op, const char* operation) {
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
       return ReduceKind::kSum;
@@ -29,43 +43,46 @@ ReduceKind kindOf(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::PREMUL_SUM:
       return ReduceKind::kPremulSum;
     default:
-      refuse("there is no reduction with the number " + std::to_string(int(op.op_)));
+      refuseIn(operation, "there is no reduction with the number " + std::to_string(int(op.op_)));
   }
 }
 
-Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op) {
-  const Reduction reduction{orThrow(dtypeOf(tensor)), kindOf(op)};
-  throwIfError(checkReduction(reduction));
+Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation) {
+  const Reduction reduction{typeOf(tensor, operation), kindOf(op, operation)};
+  const Status possible = checkReduction(reduction);
+  if (!possible.ok()) refuseIn(operation, possible.error().message);
   return reduction;
 }
 
 namespace {
 
-at::Scalar factorOf(const c10d::ReduceOp& op) {
+at::Scalar factorOf(const c10d::ReduceOp& op, const char* operation) {
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (!supplement) refuse("PREMUL_SUM has no factor: make it with _make_nccl_premul_sum");
+  if (!supplement)
+    refuseIn(operation, "PREMUL_SUM has no factor: make it with _make_nccl_premul_sum");
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item()
                                              : at::Scalar(supplement->double_factor);
 }
 
 }  // namespace
 
-Flat given(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+Flat given(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return Flat(tensor);
-  const at::Scalar factor = factorOf(op);
+  const at::Scalar factor = factorOf(op, operation);
   if (factor.isComplex() && !tensor.is_complex())
-    refuse("PREMUL_SUM of " + std::string(at::toString(tensor.scalar_type())) +
-           " with a complex factor");
+    refuseIn(operation, "PREMUL_SUM of " + std::string(at::toString(tensor.scalar_type())) +
+                            " with a complex factor");
   const at::NoGradGuard plain;
   return Flat(tensor, tensor.contiguous().mul(factor));
 }
 
 std::string sizesOf(const at::Tensor& tensor) { return c10::str(tensor.sizes()); }
 
-void checkSameType(const at::Tensor& output, const at::Tensor& input) {
+void checkSameType(const at::Tensor& output, const at::Tensor& input, const char* operation) {
   if (output.scalar_type() != input.scalar_type()) {
-    refuse(std::string("input and output differ in type: ") + at::toString(input.scalar_type()) +
-           " and " + at::toString(output.scalar_type()));
+    refuseIn(operation, std::string("input and output differ in type: ") +
+                            at::toString(input.scalar_type()) + " and " +
+                            at::toString(output.scalar_type()));
   }
 }
 
@@ -73,6 +90,10 @@ void checkOutput(const at::Tensor& tensor, const char* what) {
   throwIfError(checkTensor(tensor, what));
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
     refuse(std::string(what) + " has several elements in one place: use clone()");
+}
+
+void checkUsed(const at::Tensor& tensor, bool isWritten, const char* what) {
+  isWritten ? checkOutput(tensor, what) : throwIfError(checkTensor(tensor, what));
 }
 
 namespace {
@@ -89,7 +110,7 @@ void checkList(const std::vector<at::Tensor>& tensors, const at::Tensor& like, i
   }
   for (const at::Tensor& tensor : tensors) {
     throwIfError(checkTensor(tensor, roleIn(operation, role).c_str()));
-    checkSameType(tensor, like);
+    checkSameType(tensor, like, operation);
   }
 }
 

@@ -11,7 +11,7 @@
 #include "collectives/reduce_cpu.h"
 
 // What all calls of c10d ask of their arguments. Everything here throws what Python is to see,
-// before anything is sent.
+// before anything is sent. `operation`: the call, as Python knows it.
 namespace mooncake {
 
 [[noreturn]] void refuse(const std::string& message);  // ValueError
@@ -22,15 +22,18 @@ T orThrow(Result<T> result) {
   return std::move(*result);
 }
 
-ReduceKind kindOf(const c10d::ReduceOp& op);
-Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op);
+DType typeOf(const at::Tensor& tensor, const char* operation);
+ReduceKind kindOf(const c10d::ReduceOp& op, const char* operation);
+Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
 // What the tensor gives to a reduction: itself, or with PREMUL_SUM its product with the factor.
-Flat given(const at::Tensor& tensor, const c10d::ReduceOp& op);
+Flat given(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
 
 std::string sizesOf(const at::Tensor& tensor);
-void checkSameType(const at::Tensor& output, const at::Tensor& input);
+void checkSameType(const at::Tensor& output, const at::Tensor& input, const char* operation);
 // Of a tensor that is written to: its elements are in places of their own.
 void checkOutput(const at::Tensor& tensor, const char* what);
+// Of one that is written to on some ranks.
+void checkUsed(const at::Tensor& tensor, bool isWritten, const char* what);
 // As many tensors as ranks, each checked, of the input's type and size.
 void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
                      const char* operation, const char* role);

@@ -79,14 +79,46 @@ void MooncakeBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wa
   submit(c10d::OpType::BARRIER, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
 }
 
+// A message of a batch that is not posted yet. torch waits for the batch's work and never for this
+// one, unless the block that began the batch ended by an exception: nobody ends the batch then.
+class MooncakeBackend::KeptWork final : public c10d::Work {
+ public:
+  KeptWork(int rank, c10d::OpType type, std::weak_ptr<Batch> batch)
+      : Work(rank, type), batch_(std::move(batch)) {}
+
+  bool isCompleted() override { return false; }
+  bool isSuccess() const override { return false; }
+  bool wait(std::chrono::milliseconds) override {
+    if (const auto batch = batch_.lock()) batch->isAbandoned = true;
+    refuse(c10d::opTypeToString(opType_) + " on rank " + std::to_string(rank_) +
+           " was not posted: it belongs to a batch of messages, which are posted together when the "
+           "batch ends. That batch is dropped now. If its block ended by an exception, call again; "
+           "else wait for the batch, after its block");
+  }
+
+ private:
+  const std::weak_ptr<Batch> batch_;
+};
+
+bool MooncakeBackend::isInBatch() {
+  if (batch_ && batch_->isAbandoned) batch_.reset();
+  return batch_ != nullptr;
+}
+
+MooncakeBackend::WorkPtr MooncakeBackend::keep(c10d::OpType type, const at::Tensor& tensor,
+                                               int peer, int tag) {
+  batch_->messages.push_back({type, tensor, peer, tag});
+  return c10::make_intrusive<KeptWork>(rank_, type, batch_);
+}
+
 void MooncakeBackend::startCoalescing() {
   refuseInForkedChild();
-  batch_.emplace();
+  batch_ = std::make_shared<Batch>();
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::endCoalescing() {
   refuseInForkedChild();
-  if (!batch_) refuse("endCoalescing() without startCoalescing()");
+  if (!isInBatch()) refuse("endCoalescing() without startCoalescing()");
   Batch batch = std::move(*batch_);
   batch_.reset();
   if (batch.error) std::rethrow_exception(batch.error);

@@ -41,16 +41,18 @@ void checkSameNumber(const std::vector<at::Tensor>& outputs, const std::vector<a
 
 // `large` has the elements of `small` once per rank.
 void checkTimes(const at::Tensor& large, const at::Tensor& small, int size, const char* operation) {
-  checkSameType(large, small);
+  checkSameType(large, small, operation);
+  (void)typeOf(small, operation);  // some types cannot be sent
   if (large.numel() != small.numel() * size) {
     refuse(std::string(operation) + ": " + sizesOf(large) + " must hold " + std::to_string(size) +
            " times " + sizesOf(small));
   }
 }
 
-std::vector<Flat> givenAll(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op) {
+std::vector<Flat> givenAll(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op,
+                           const char* operation) {
   std::vector<Flat> flats;
-  for (const at::Tensor& tensor : tensors) flats.push_back(given(tensor, op));
+  for (const at::Tensor& tensor : tensors) flats.push_back(given(tensor, op, operation));
   return flats;
 }
 
@@ -89,7 +91,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::gather(std::vector<std::vector<at::Ten
                                                  std::vector<at::Tensor>& inputs,
                                                  const c10d::GatherOptions& opts) {
   const at::Tensor& input = only(inputs, "gather");
-  const int to = root(opts.rootRank, 0);
+  throwIfError(checkTensor(input, "the input of gather"));
+  const int to = root(opts.rootRank, 0, "gather");
   std::vector<at::Tensor> results;
   if (to == rank_) {
     results = onlyList(outputs, "gather");
@@ -102,7 +105,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::gather(std::vector<std::vector<at::Ten
   Flat in = inputsBeside(inputs, spansOf(out), rank_)[0];
   return submit(c10d::OpType::GATHER, inputs, std::move(results), opts.asyncOp,
                 [this, to, in = std::move(in), out = std::move(out),
-                 dtype = orThrow(dtypeOf(input)), timeout = effective(opts.timeout)] {
+                 dtype = typeOf(input, "gather"), timeout = effective(opts.timeout)] {
                   Status status = mooncake::gather(*group_, in.bytes(), spansOf(out), dtype, to,
                                                    Deadline::after(timeout));
                   give(status, out);
@@ -115,7 +118,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::scatter(std::vector<at::Tensor>& outpu
                                                   const c10d::ScatterOptions& opts) {
   const at::Tensor& output = only(outputs, "scatter");
   checkOutput(output, "the output of scatter");
-  const int from = root(opts.rootRank, 0);
+  const int from = root(opts.rootRank, 0, "scatter");
   std::vector<Flat> in;
   if (from == rank_) {
     checkOnePerRank(onlyList(inputs, "scatter"), output, size_, "scatter", "input");
@@ -126,7 +129,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::scatter(std::vector<at::Tensor>& outpu
   return submit(c10d::OpType::SCATTER, from == rank_ ? at::TensorList(inputs[0]) : at::TensorList(),
                 outputs, opts.asyncOp,
                 [this, from, out = outputBeside(output, in), in = std::move(in),
-                 dtype = orThrow(dtypeOf(output)), timeout = effective(opts.timeout)] {
+                 dtype = typeOf(output, "scatter"), timeout = effective(opts.timeout)] {
                   const std::vector<Span> parts = spansOf(in);
                   Status status =
                       mooncake::scatter(*group_, std::vector<ConstSpan>(parts.begin(), parts.end()),
@@ -143,8 +146,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter(
   checkOutput(output, "the output of reduce_scatter");
   checkEachRank(onlyList(inputs, "reduce_scatter"), output, rank_, size_, "reduce_scatter",
                 "input");
-  const Reduction reduction = reductionOf(output, opts.reduceOp);
-  std::vector<Flat> in = givenAll(inputs[0], opts.reduceOp);
+  const Reduction reduction = reductionOf(output, opts.reduceOp, "reduce_scatter");
+  std::vector<Flat> in = givenAll(inputs[0], opts.reduceOp, "reduce_scatter");
   if (!areAlike(inputs[0])) {
     return submit(c10d::OpType::REDUCE_SCATTER, inputs[0], outputs, opts.asyncOp,
                   [this, reduction, output, rows = rowsOf(in), timeout = effective(opts.timeout)] {
@@ -177,17 +180,19 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce_coalesced(
   return withinBatch([&]() -> WorkPtr {
     checkAny(tensors, "all_reduce_coalesced");
     checkApart(tensors, "a tensor of all_reduce_coalesced");
-    for (const at::Tensor& tensor : tensors) reductionOf(tensor, opts.reduceOp);
-    std::vector<Flat> flats = givenAll(tensors, opts.reduceOp);
+    for (const at::Tensor& tensor : tensors)
+      reductionOf(tensor, opts.reduceOp, "all_reduce_coalesced");
+    std::vector<Flat> flats = givenAll(tensors, opts.reduceOp, "all_reduce_coalesced");
     const bool isShort = fitsSlot(flats);
-    return submit(c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, opts.asyncOp,
-                  [this, list = FlatList(std::move(flats), 1, isShort),
-                   kind = kindOf(opts.reduceOp), timeout = effective(opts.timeout)] {
-                    Status status = mooncake::allreduce(*group_, list.buffers(), kind,
-                                                        Deadline::after(timeout));
-                    if (status.ok()) list.give();
-                    return status;
-                  });
+    return submit(
+        c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, opts.asyncOp,
+        [this, list = FlatList(std::move(flats), 1, isShort),
+         kind = kindOf(opts.reduceOp, "all_reduce_coalesced"), timeout = effective(opts.timeout)] {
+          Status status =
+              mooncake::allreduce(*group_, list.buffers(), kind, Deadline::after(timeout));
+          if (status.ok()) list.give();
+          return status;
+        });
   });
 }
 
@@ -281,14 +286,14 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter_tensor_coalesced(
     for (size_t i = 0; i < inputs.size(); ++i) {
       throwIfError(checkTensor(inputs[i], "an input of reduce_scatter_tensor_coalesced"));
       checkTimes(inputs[i], outputs[i], size_, kName);
-      reductionOf(outputs[i], opts.reduceOp);
+      reductionOf(outputs[i], opts.reduceOp, kName);
     }
-    std::vector<Flat> in = givenAll(inputs, opts.reduceOp), out;
+    std::vector<Flat> in = givenAll(inputs, opts.reduceOp, kName), out;
     for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
     const bool isShort = fitsSlot(in);
     return submit(c10d::OpType::COALESCED, inputs, outputs, opts.asyncOp,
                   [this, in = FlatList(std::move(in), size_, isShort),
-                   out = FlatList(std::move(out), 1, isShort), kind = kindOf(opts.reduceOp),
+                   out = FlatList(std::move(out), 1, isShort), kind = kindOf(opts.reduceOp, kName),
                    timeout = effective(opts.timeout)] {
                     Status status = mooncake::reduceScatter(*group_, in.buffers(), out.buffers(),
                                                             kind, Deadline::after(timeout));

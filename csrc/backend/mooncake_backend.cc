@@ -231,11 +231,13 @@ Deadline MooncakeBackend::deadline(std::chrono::milliseconds timeout) const {
   return Deadline::after(effective(timeout));
 }
 
-int MooncakeBackend::root(int64_t root, int64_t rootTensor) const {
+int MooncakeBackend::root(int64_t root, int64_t rootTensor, const char* operation) const {
   if (root < 0 || root >= size_)
-    refuse("root " + std::to_string(root) + " is not in a group of " + std::to_string(size_));
+    refuse(std::string(operation) + ": root " + std::to_string(root) + " is not in a group of " +
+           std::to_string(size_));
   if (rootTensor != 0)
-    refuse("root tensor " + std::to_string(rootTensor) + ": each rank has one tensor, number 0");
+    refuse(std::string(operation) + ": root tensor " + std::to_string(rootTensor) +
+           ": each rank has one tensor, number 0");
   return static_cast<int>(root);
 }
 
@@ -245,7 +247,6 @@ const at::Tensor& MooncakeBackend::only(const std::vector<at::Tensor>& tensors,
     refuse(std::string(operation) + " takes one tensor per rank, not " +
            std::to_string(tensors.size()));
   }
-  throwIfError(checkTensor(tensors[0], operation));
   return tensors[0];
 }
 
@@ -255,23 +256,25 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce(std::vector<at::Tensor>& ten
     return allreduceSparse(tensors[0], opts);
   const at::Tensor& tensor = only(tensors, "all_reduce");
   checkOutput(tensor, "the tensor of all_reduce");
-  return submit(c10d::OpType::ALLREDUCE, tensors, tensors, opts.asyncOp,
-                [this, reduction = reductionOf(tensor, opts.reduceOp),
-                 flat = given(tensor, opts.reduceOp), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::allreduce(*group_, flat.bytes(), reduction,
-                                                      Deadline::after(timeout));
-                  if (status.ok()) flat.give();
-                  return status;
-                });
+  return submit(
+      c10d::OpType::ALLREDUCE, tensors, tensors, opts.asyncOp,
+      [this, reduction = reductionOf(tensor, opts.reduceOp, "all_reduce"),
+       flat = given(tensor, opts.reduceOp, "all_reduce"), timeout = effective(opts.timeout)] {
+        Status status =
+            mooncake::allreduce(*group_, flat.bytes(), reduction, Deadline::after(timeout));
+        if (status.ok()) flat.give();
+        return status;
+      });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& tensors,
                                                     const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = only(tensors, "broadcast");
-  if (opts.rootRank != rank_) checkOutput(tensor, "the tensor of broadcast");
+  checkUsed(tensor, opts.rootRank != rank_, "the tensor of broadcast");
   return submit(c10d::OpType::BROADCAST, tensors, tensors, opts.asyncOp,
-                [this, flat = Flat(tensor), dtype = orThrow(dtypeOf(tensor)),
-                 from = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
+                [this, flat = Flat(tensor), dtype = typeOf(tensor, "broadcast"),
+                 from = root(opts.rootRank, opts.rootTensor, "broadcast"),
+                 timeout = effective(opts.timeout)] {
                   Status status = mooncake::broadcast(*group_, flat.bytes(), dtype, from,
                                                       Deadline::after(timeout));
                   if (status.ok() && from != rank_) flat.give();
@@ -282,11 +285,12 @@ MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& ten
 MooncakeBackend::WorkPtr MooncakeBackend::reduce(std::vector<at::Tensor>& tensors,
                                                  const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "reduce");
-  if (opts.rootRank == rank_) checkOutput(tensor, "the tensor of reduce");
+  checkUsed(tensor, opts.rootRank == rank_, "the tensor of reduce");
   return submit(
       c10d::OpType::REDUCE, tensors, tensors, opts.asyncOp,
-      [this, reduction = reductionOf(tensor, opts.reduceOp), flat = given(tensor, opts.reduceOp),
-       to = root(opts.rootRank, opts.rootTensor), timeout = effective(opts.timeout)] {
+      [this, reduction = reductionOf(tensor, opts.reduceOp, "reduce"),
+       flat = given(tensor, opts.reduceOp, "reduce"),
+       to = root(opts.rootRank, opts.rootTensor, "reduce"), timeout = effective(opts.timeout)] {
         Status status =
             mooncake::reduce(*group_, flat.bytes(), reduction, to, Deadline::after(timeout));
         if (status.ok() && to == rank_) flat.give();
@@ -298,6 +302,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
                                                     std::vector<at::Tensor>& inputs,
                                                     const c10d::AllgatherOptions& opts) {
   const at::Tensor& input = only(inputs, "all_gather");
+  throwIfError(checkTensor(input, "the input of all_gather"));
   if (outputs.size() != 1 || outputs[0].size() != size_t(size_)) {
     refuse("all_gather needs one output tensor for each of the " + std::to_string(size_) +
            " ranks, not " + std::to_string(outputs.empty() ? 0 : outputs[0].size()));
@@ -309,8 +314,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
     Flat in(input);
     in.standApart();  // outputs of other sizes may lie anywhere in it
     return submit(c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
-                  [this, in = std::move(in), out = std::move(out), dtype = orThrow(dtypeOf(input)),
-                   timeout = effective(opts.timeout)] {
+                  [this, in = std::move(in), out = std::move(out),
+                   dtype = typeOf(input, "all_gather"), timeout = effective(opts.timeout)] {
                     const std::vector<ConstSpan> toEach(size_t(size_), in.bytes());
                     Status status = mooncake::alltoall(*group_, toEach, spansOf(out), dtype,
                                                        Deadline::after(timeout));
@@ -320,8 +325,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
   }
   Flat in = inputsBeside(inputs, spansOf(out), rank_)[0];
   return submit(c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
-                [this, in = std::move(in), out = std::move(out), dtype = orThrow(dtypeOf(input)),
-                 timeout = effective(opts.timeout)] {
+                [this, in = std::move(in), out = std::move(out),
+                 dtype = typeOf(input, "all_gather"), timeout = effective(opts.timeout)] {
                   Status status = mooncake::allgather(*group_, in.bytes(), spansOf(out), dtype,
                                                       Deadline::after(timeout));
                   give(status, out);
@@ -333,7 +338,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at
                                                           const c10d::AllgatherOptions& opts) {
   checkOutput(output, "the output of all_gather_into_tensor");
   throwIfError(checkTensor(input, "the input of all_gather_into_tensor"));
-  checkSameType(output, input);
+  checkSameType(output, input, "all_gather_into_tensor");
   if (output.numel() != input.numel() * size_) {
     refuse("all_gather_into_tensor: the output " + sizesOf(output) + " must hold " +
            std::to_string(size_) + " times the input " + sizesOf(input));
@@ -341,27 +346,28 @@ MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at
   const Flat out(output);
   std::vector<Span> parts = partsOf(out, size_);
   Flat in = inputsBeside({input}, parts, rank_)[0];
-  return submit(c10d::OpType::_ALLGATHER_BASE, input, {output}, opts.asyncOp,
-                [this, in = std::move(in), out, parts = std::move(parts),
-                 dtype = orThrow(dtypeOf(input)), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::allgather(*group_, in.bytes(), parts, dtype,
-                                                      Deadline::after(timeout));
-                  if (status.ok()) out.give();
-                  return status;
-                });
+  return submit(
+      c10d::OpType::_ALLGATHER_BASE, input, {output}, opts.asyncOp,
+      [this, in = std::move(in), out, parts = std::move(parts),
+       dtype = typeOf(input, "all_gather_into_tensor"), timeout = effective(opts.timeout)] {
+        Status status =
+            mooncake::allgather(*group_, in.bytes(), parts, dtype, Deadline::after(timeout));
+        if (status.ok()) out.give();
+        return status;
+      });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
   checkOutput(output, "the output of reduce_scatter_tensor");
   throwIfError(checkTensor(input, "the input of reduce_scatter_tensor"));
-  checkSameType(output, input);
+  checkSameType(output, input, "reduce_scatter_tensor");
   if (input.numel() != output.numel() * size_) {
     refuse("reduce_scatter_tensor: the input " + sizesOf(input) + " must hold " +
            std::to_string(size_) + " times the output " + sizesOf(output));
   }
-  const Reduction reduction = reductionOf(input, opts.reduceOp);
-  const Flat in = given(input, opts.reduceOp);
+  const Reduction reduction = reductionOf(input, opts.reduceOp, "reduce_scatter_tensor");
+  const Flat in = given(input, opts.reduceOp, "reduce_scatter_tensor");
   return submit(c10d::OpType::_REDUCE_SCATTER_BASE, input, {output}, opts.asyncOp,
                 [this, reduction, in, out = outputBeside(output, std::span(&in, 1)),
                  timeout = effective(opts.timeout)] {
@@ -383,15 +389,15 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outp
   for (int r = 0; r < size_; ++r) {
     throwIfError(checkTensor(inputs[r], "an input of all_to_all"));
     throwIfError(checkTensor(outputs[r], "an output of all_to_all"));
-    checkSameType(inputs[r], inputs[0]);
-    checkSameType(outputs[r], inputs[0]);
+    checkSameType(inputs[r], inputs[0], "all_to_all");
+    checkSameType(outputs[r], inputs[0], "all_to_all");
   }
   checkApart(outputs, "an output of all_to_all");
   std::vector<Flat> in = flatten(inputs), out;
   for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
   return submit(c10d::OpType::ALLTOALL, inputs, outputs, opts.asyncOp,
                 [this, in = std::move(in), out = std::move(out),
-                 dtype = orThrow(dtypeOf(inputs[0])), timeout = effective(opts.timeout)] {
+                 dtype = typeOf(inputs[0], "all_to_all"), timeout = effective(opts.timeout)] {
                   const std::vector<Span> from = spansOf(in);
                   Status status =
                       mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
@@ -407,13 +413,13 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::
                                                         const c10d::AllToAllOptions& opts) {
   checkOutput(output, "the output of all_to_all_single");
   throwIfError(checkTensor(input, "the input of all_to_all_single"));
-  checkSameType(output, input);
+  checkSameType(output, input, "all_to_all_single");
   auto sends = elementsPerRank(input, inputSplits, size_, "input");
   auto receives = elementsPerRank(output, outputSplits, size_, "output");
   const Flat in(input);
   return submit(c10d::OpType::ALLTOALL_BASE, input, {output}, opts.asyncOp,
                 [this, in, out = outputBeside(output, std::span(&in, 1)), sends = std::move(sends),
-                 receives = std::move(receives), dtype = orThrow(dtypeOf(input)),
+                 receives = std::move(receives), dtype = typeOf(input, "all_to_all_single"),
                  timeout = effective(opts.timeout)] {
                   const std::vector<Span> from = cut(in.bytes(), sends, dtypeSize(dtype));
                   Status status =
@@ -437,7 +443,7 @@ void MooncakeBackend::checkMessage(c10d::OpType type, const std::vector<at::Tens
   const bool isSend = type == c10d::OpType::SEND;
   const char* name = isSend ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, name);
-  if (!isSend) checkOutput(tensor, "the tensor of recv");
+  checkUsed(tensor, !isSend, isSend ? "the tensor of send" : "the tensor of recv");
   if (peer != PointToPoint::kAnySource) {
     if (peer < 0 || peer >= size_)
       refuse(std::string(name) + ": rank " + std::to_string(peer) + " is not in a group of " +
@@ -466,10 +472,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
   refuseInForkedChild();
   return withinBatch([&]() -> WorkPtr {
     checkMessage(type, tensors, peer, tag);
-    if (batch_) {
-      batch_->messages.push_back({type, tensors[0], peer, tag});
-      return nullptr;
-    }
+    if (isInBatch()) return keep(type, tensors[0], peer, tag);
     auto work = start(type, tensors[0], peer, tag);
     if (!work->finished()) messages_->watch();
     return work;

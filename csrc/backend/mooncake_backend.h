@@ -144,7 +144,7 @@ class MooncakeBackend : public c10d::Backend {
                                                     queue_.get(), std::move(outputs),
                                                     profileOf(options_.name, type, inputs));
     queue_->submit(work, async, std::forward<Run>(run));
-    if (batch_) batch_->works.push_back(work);
+    if (isInBatch()) batch_->works.push_back(work);
     return work;
   }
   void runAbortHooks();
@@ -158,7 +158,7 @@ class MooncakeBackend : public c10d::Backend {
   // What torch itself calls before endCoalescing(): that one raises, and so ends the batch.
   template <typename Call>
   WorkPtr withinBatch(Call&& call) {
-    if (!batch_) return call();
+    if (!isInBatch()) return call();
     try {
       return call();
     } catch (...) {
@@ -166,11 +166,13 @@ class MooncakeBackend : public c10d::Backend {
       return nullptr;
     }
   }
+  bool isInBatch();
+  WorkPtr keep(c10d::OpType type, const at::Tensor& tensor, int peer, int tag);
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
   void outlastRankZero();
   void refuseInForkedChild() const;
   int jobRank(int rank) const;
-  int root(int64_t root, int64_t rootTensor) const;
+  int root(int64_t root, int64_t rootTensor, const char* operation) const;
   Deadline deadline(std::chrono::milliseconds timeout) const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
@@ -185,11 +187,13 @@ class MooncakeBackend : public c10d::Backend {
     std::vector<KeptMessage> messages;
     std::vector<WorkPtr> works;
     std::exception_ptr error;  // the first
+    bool isAbandoned = false;  // somebody waited for one of its messages
   };
+  class KeptWork;
 
   BackendOptions options_;
-  std::optional<Batch> batch_;
-  std::mutex abortHooksMutex_;  // guards abortHooks_; hooks run without it
+  std::shared_ptr<Batch> batch_;  // null: between batches
+  std::mutex abortHooksMutex_;    // guards abortHooks_; hooks run without it
   std::map<int64_t, std::function<void()>> abortHooks_;
   const uint32_t forkGeneration_ = forkGeneration();
   const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what outlastRankZero() waits for

@@ -126,11 +126,11 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduceSparse(const at::Tensor& tens
   if (!tensor.is_cpu()) throwIfError(checkTensor(tensor, "the sparse tensor of all_reduce"));
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
     refuse("all_reduce of a sparse tensor: there is SUM, not " +
-           std::string(reduceName(kindOf(opts.reduceOp))));
+           std::string(reduceName(kindOf(opts.reduceOp, "all_reduce"))));
   if (tensor.dim() > kMostDims)
     refuse("all_reduce of a sparse tensor of " + std::to_string(tensor.dim()) +
            " dimensions; the most is " + std::to_string(kMostDims));
-  (void)reductionOf(tensor, opts.reduceOp);
+  (void)reductionOf(tensor, opts.reduceOp, "all_reduce");
   return submit(c10d::OpType::_ALLREDUCE_SPARSE, tensor, {tensor}, opts.asyncOp,
                 [this, tensor, timeout = effective(opts.timeout)] {
                   const PlainWrites plain(tensor);
