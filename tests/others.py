@@ -194,8 +194,8 @@ def _mixed_manager(call: Call) -> Steps:
         call.group, device=torch.device("cpu"), async_ops=call.asynchronous
     ) as together:
         dist.broadcast(shared, call.name(call.root), group=call.group, async_op=True)
-        assert dist.irecv(got.view, call.name(source), **named) is None
-        assert dist.isend(mine.view, call.name(to), **named) is None
+        assert not dist.irecv(got.view, call.name(source), **named).is_completed()
+        assert not dist.isend(mine.view, call.name(to), **named).is_completed()
     yield
     if call.asynchronous:
         together.wait()

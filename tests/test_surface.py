@@ -465,6 +465,7 @@ def split_on_rank(me, name):
     )
     assert (group.rank(), group.size()) == (mine.index(me.rank), len(mine))
     assert group.group_name == name
+    assert group.name() == world.name() == backend_of().name()
     ours = backend_of(group)
     assert ours.options._timeout == timedelta(seconds=33)
     assert ours.on_failure == backend_of().on_failure
@@ -476,6 +477,7 @@ def split_on_rank(me, name):
         one = group.split_group([1], group_name=name + "[1]", opts=ours.options)
         assert (one is None) == (me.rank == 0)
         if one is not None:
+            assert one.name() == world.name()
             tensor = torch.ones(3)
             one.allreduce([tensor]).wait()
             assert (tensor == 1).all()
@@ -495,7 +497,7 @@ def merge_on_rank(me):
     """A job of its own, over any store; torch numbers the ranks as they come."""
     world = dist.group.WORLD
     group = world.merge_remote_group(me.store("merged"), me.size, group_name="merged")
-    assert group.size() == me.size
+    assert (group.size(), group.name()) == (me.size, world.name())
     tensor = torch.full((LARGE,), 2.0 ** group.rank())
     group.allreduce([tensor]).wait()
     assert (tensor == 2**me.size - 1).all()

@@ -10,6 +10,7 @@
 #include "backend/errors.h"
 #include "backend/message_work.h"
 #include "backend/mooncake_backend.h"
+#include "backend/named_group.h"
 #include "engine/transports/registry.h"
 
 namespace py = pybind11;
@@ -74,29 +75,11 @@ class PythonBackend final : public MooncakeBackend {
   c10::weak_intrusive_ptr<MooncakeBackend> lastChild_{c10::intrusive_ptr<MooncakeBackend>()};
 };
 
-// A group of nothing but one backend of ours. c10d calls groups of all backends that it does not
-// know itself "custom".
-class NamedGroup final : public c10d::ProcessGroup {
- public:
-  NamedGroup(c10::intrusive_ptr<c10d::Store> store,
-             const c10::intrusive_ptr<PythonBackend>& backend,
-             const std::vector<std::string>& devices)
-      : ProcessGroup(std::move(store), backend->getRank(), backend->getSize()),
-        name_(backend->getBackendName()) {
-    setDefaultBackend(BackendType::CUSTOM);
-    for (const std::string& device : devices)
-      setBackend(c10::Device(device).type(), BackendType::CUSTOM, backend);
-  }
-  const std::string getBackendName() const override { return name_; }
-
- private:
-  const std::string name_;
-};
-
 c10::intrusive_ptr<c10d::ProcessGroup> groupOf(const c10::intrusive_ptr<c10d::Store>& store,
                                                const c10::intrusive_ptr<PythonBackend>& backend,
-                                               const std::vector<std::string>& devices) {
-  return c10::make_intrusive<NamedGroup>(store, backend, devices);
+                                               const std::vector<std::string>& names) {
+  const std::vector<c10::Device> devices(names.begin(), names.end());
+  return c10::make_intrusive<mooncake::NamedGroup>(store, backend, devices);
 }
 
 // torch's split_group() copies them deeply, which its own class cannot be.

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "backend/mooncake_backend.h"
+
+namespace mooncake {
+
+// c10d's MergeOptions, where the torch has them.
+template <typename Group>
+struct MergeOptionsIn {
+  struct Type {};
+};
+template <typename Group>
+requires requires { typename Group::MergeOptions; }
+struct MergeOptionsIn<Group> {
+  using Type = typename Group::MergeOptions;
+};
+template <typename Group>
+using MergeOptionsOf = typename MergeOptionsIn<Group>::Type;
+
+// A group of nothing but one backend of ours, and the groups made of it. c10d calls groups of all
+// backends that it does not know itself "custom".
+class NamedGroup final : public c10d::ProcessGroup {
+ public:
+  NamedGroup(c10::intrusive_ptr<c10d::Store> store,
+             const c10::intrusive_ptr<c10d::Backend>& backend,
+             const std::vector<c10::Device>& devices);
+  const std::string getBackendName() const override { return name_; }
+
+  // c10d has these two since torch 2.9, and splitGroup() with a sixth argument since some later
+  // one: what is there is overridden, so nothing here says `override`.
+  using Duration = std::optional<std::chrono::milliseconds>;
+  using SplitOptions = std::optional<c10::intrusive_ptr<c10d::Backend::Options>>;
+  using Name = std::optional<std::string>;
+  using Devices = std::optional<std::vector<c10::Device>>;
+  virtual c10::intrusive_ptr<ProcessGroup> splitGroup(const std::vector<int>& ranks,
+                                                      const Duration& timeout,
+                                                      const SplitOptions& options, const Name& name,
+                                                      const Name& description) {
+    return split<ProcessGroup>(ranks, timeout, options, name, description);
+  }
+  virtual c10::intrusive_ptr<ProcessGroup> splitGroup(const std::vector<int>& ranks,
+                                                      const Duration& timeout,
+                                                      const SplitOptions& options, const Name& name,
+                                                      const Name& description,
+                                                      const Devices& devices) {
+    return split<ProcessGroup>(ranks, timeout, options, name, description, devices);
+  }
+  virtual c10::intrusive_ptr<ProcessGroup> mergeRemoteGroup(
+      const c10::intrusive_ptr<c10d::Store>& store, const MergeOptionsOf<ProcessGroup>& options,
+      const int& size) {
+    return merge<ProcessGroup>(store, options, size);
+  }
+
+ private:
+  template <typename Base, typename... Arguments>
+  c10::intrusive_ptr<ProcessGroup> split(const Arguments&... arguments) {
+    if constexpr (requires(Base & base) { base.splitGroup(arguments...); })
+      return named(this->Base::splitGroup(arguments...));
+    return nullptr;  // not of this torch: nobody calls it
+  }
+  template <typename Base, typename... Arguments>
+  c10::intrusive_ptr<ProcessGroup> merge(const Arguments&... arguments) {
+    if constexpr (requires(Base & base) { base.mergeRemoteGroup(arguments...); })
+      return named(this->Base::mergeRemoteGroup(arguments...));
+    return nullptr;
+  }
+  // The same group, of this class. Null stays null: not of the group.
+  static c10::intrusive_ptr<ProcessGroup> named(const c10::intrusive_ptr<ProcessGroup>& plain);
+
+  const std::string name_;
+};
+
+}  // namespace mooncake
