@@ -7,6 +7,14 @@
 namespace mooncake {
 namespace {
 
+template <typename Options>
+void nameGroup(Options& options, const BackendOptions& group) {
+  if constexpr (requires { options.group_name; }) {
+    options.group_name = group.groupName;
+    options.global_ranks_in_group.assign(group.globalRanks.begin(), group.globalRanks.end());
+  }
+}
+
 // Several works as one: ended when all have, with the first error of them.
 class BatchWork : public c10d::Work {
  public:
@@ -174,8 +182,7 @@ c10d::ErrorType MooncakeBackend::getError() {
 
 c10::intrusive_ptr<c10d::Backend::Options> MooncakeBackend::getBackendOptions() {
   auto options = c10::make_intrusive<Options>(options_.name, options_.timeout);
-  options->group_name = options_.groupName;
-  options->global_ranks_in_group.assign(options_.globalRanks.begin(), options_.globalRanks.end());
+  nameGroup(*options, options_);
   return options;
 }
 
@@ -189,7 +196,7 @@ BackendOptions MooncakeBackend::optionsOfSplit(const std::vector<int>& ranks,
              std::to_string(size_));
   }
   BackendOptions split = options_;
-  split.groupName = opts.group_name;
+  split.groupName = groupNameIn(opts);
   split.timeout = opts.timeout;
   split.activeRanks = at::Tensor();
   split.capacity = 0;

@@ -49,11 +49,11 @@ class MooncakeBackend : public c10d::Backend {
   ~MooncakeBackend() override;
 
   const std::string getBackendName() const override { return options_.name; }
-  // What a group that is split off starts with; the caller's own copy.
-  c10::intrusive_ptr<Options> getBackendOptions() override;
+  // What a group that is split off starts with; the caller's own copy. Without `override`, as
+  // setTimeout(): c10d::Backend has both since torch 2.9 only.
+  c10::intrusive_ptr<Options> getBackendOptions();
   // Whether later calls can succeed, and why not.
   c10d::ErrorType getError() override;
-  // Without `override`: c10d::Backend has it since torch 2.9 only.
   void setTimeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
@@ -128,6 +128,12 @@ class MooncakeBackend : public c10d::Backend {
   at::Tensor activeRanks() const { return options_.activeRanks; }
   // Of a group of these ranks of ours, which the new one's rank order follows.
   BackendOptions optionsOfSplit(const std::vector<int>& ranks, const Options& opts) const;
+  // Options have it since torch 2.9: nobody splits groups before.
+  template <typename GivenOptions>
+  static std::string groupNameIn(const GivenOptions& opts) {
+    if constexpr (requires { opts.group_name; }) return opts.group_name;
+    return {};
+  }
   const BackendOptions& options() const { return options_; }
   const char* onFailure() const { return options_.env.raises ? "raise" : "continue"; }
   uint64_t epoch() const;  // of the job's view

@@ -73,7 +73,16 @@ class NamedGroup final : public c10d::ProcessGroup {
     return nullptr;
   }
   // The same group, of this class. Null stays null: not of the group.
-  static c10::intrusive_ptr<ProcessGroup> named(const c10::intrusive_ptr<ProcessGroup>& plain);
+  template <typename Base>
+  static c10::intrusive_ptr<ProcessGroup> named(const c10::intrusive_ptr<Base>& plain) {
+    if (!plain) return nullptr;
+    auto group = c10::make_intrusive<NamedGroup>(plain->getStore(), plain->getDefaultBackend(),
+                                                 plain->getDeviceTypes());
+    group->setBoundDeviceId(plain->getBoundDeviceId());
+    group->setGroupName(plain->getGroupName());
+    group->setGroupDesc(plain->getGroupDesc());
+    return group;
+  }
 
   const std::string name_;
 };

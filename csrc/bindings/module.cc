@@ -64,7 +64,8 @@ class PythonBackend final : public MooncakeBackend {
   c10::intrusive_ptr<Backend> child(const c10::intrusive_ptr<c10d::Store>& store,
                                     const Options& opts, Make&& make) {
     auto known = lastChild_.lock();
-    if (known && lastStore_ == store && known->options().groupName == opts.group_name) return known;
+    if (known && lastStore_ == store && known->options().groupName == groupNameIn(opts))
+      return known;
     c10::intrusive_ptr<MooncakeBackend> made = make();
     lastStore_ = store;
     lastChild_ = c10::weak_intrusive_ptr<MooncakeBackend>(made);
