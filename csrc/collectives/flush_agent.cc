@@ -44,10 +44,12 @@ FlushAgent::FlushAgent(Group& group, Membership& membership, uint64_t door,
   view_ = std::move(view);
 }
 
+// In this order: what is answered to a message may be lost with its connection, and then we must be
+// told of that.
 void FlushAgent::start() {
+  membership_.subscribe(this);
   group_.engine().openDoor(
       door_, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
-  membership_.subscribe(this);
 }
 
 void FlushAgent::stop() {

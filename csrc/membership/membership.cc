@@ -81,12 +81,13 @@ Result<std::shared_ptr<Membership>> Membership::start(std::shared_ptr<Engine> en
   }
   std::shared_ptr<Membership> membership(new Membership(std::move(engine), std::move(options)));
   Membership* self = membership.get();  // the destructor takes the handlers away
-  self->engine_->openDoor(kMembershipDoor, [self](const EngineId& from, ByteView message) {
-    self->onMessage(from, message);
-  });
+  // Before the door: what is answered to a message may be lost with its connection.
   self->engine_->observe([self](const std::vector<EngineId>& peers,
                                 const Evidence& evidence) { self->onEvidence(peers, evidence); },
                          [self](const EngineId& peer) { self->onRenewed(peer); });
+  self->engine_->openDoor(kMembershipDoor, [self](const EngineId& from, ByteView message) {
+    self->onMessage(from, message);
+  });
   return membership;
 }
 
@@ -122,7 +123,7 @@ void Membership::runOnLoop(std::function<void()> task) {
 }
 
 void Membership::subscribe(Listener* listener) {
-  engine_->loop().post([this, listener] {
+  runOnLoop([this, listener] {
     listeners_.push_back(listener);
     if (agreement_.view().epoch > 1) listener->onView(agreement_.view());
     if (const Status now = standing(); !now.ok()) listener->onOver(now.error());

@@ -52,7 +52,9 @@ class Membership {
   // By rank of the job; null for this one.
   const std::shared_ptr<Peer>& peer(int rank) const { return options_.peers[size_t(rank)]; }
 
-  // If anything has happened before, it is told at once (on the loop's thread).
+  // If anything has happened before, it is told at once (on the loop's thread). Returns when
+  // nothing is missed any more: what is sent after it, and lost with a connection, is made good
+  // for. Not on the loop's thread.
   void subscribe(Listener* listener);
   // The listener is not called any more when this returns. Not on the loop's thread.
   void unsubscribe(Listener* listener);

@@ -339,6 +339,33 @@ TEST_P(GroupReconnects, EveryResultIsExact) {
   });
 }
 
+// From before the first rank connects. Connections are broken at times of nobody's choosing, so the
+// number of jobs is what finds the moments that matter.
+TEST_P(GroupReconnects, ItsStartAsWell) {
+  for (int job = 0; job < 10; ++job) {
+    SCOPED_TRACE(job);
+    std::atomic<bool> stops{false};
+    std::thread trouble([&, random = std::mt19937_64(GetParam() * 100 + uint64_t(job))]() mutable {
+      for (int broken = 0; broken < 6 && !stops;) {
+        const auto all = SocketBreaker::connections();
+        if (all.empty()) continue;
+        SocketBreaker::breakOne(all[random() % all.size()], How::kReset);
+        ++broken;
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+      }
+    });
+    std::latch operated(3), looked(3);
+    runRanks(overTcp(3), [&](Group& group) {
+      operate(group, GetParam(), 3);
+      operated.arrive_and_wait();
+      expectPeace(group);
+      looked.arrive_and_wait();  // nobody leaves before
+    });
+    stops = true;
+    trouble.join();
+  }
+}
+
 // Large and small, both ways between all, each in the order of the sends.
 void exchange(Group& group, PointToPoint& messages, int count) {
   const auto contentOf = [](int from, int to, int number) {

@@ -12,6 +12,7 @@
 
 #include "engine/stream/handshake.h"
 #include "engine/transports/tcp/socket.h"
+#include "socket_breaker.h"
 #include "transport_suite.h"
 
 namespace mooncake::testing {
@@ -58,10 +59,7 @@ class TcpTransportTest : public ::testing::Test {
   Fd connectBare() {
     auto socket = beginConnect(addressOf(*side->transport));
     EXPECT_TRUE(socket.ok());
-    EXPECT_TRUE(eventually([&] {
-      const auto connected = isConnected(socket->get(), addressOf(*side->transport));
-      return connected.ok() && *connected;
-    }));
+    EXPECT_TRUE(eventually([&] { return outcomeOf(socket->get()) == 0; }));
     return std::move(*socket);
   }
   // The other side has hung up, orderly or not.
@@ -118,6 +116,61 @@ TEST_F(TcpTransportTest, MoreConnectorsThanHandshakesAtATime) {
   ASSERT_TRUE(channel.ok()) << channel.error().message;
   EXPECT_NE(side->acceptedFrom(other.id()), nullptr);
   (*channel)->close();
+}
+
+// All of the connection's ends within this process are broken when the connector has looked so many
+// times, whatever the acceptor has done by then.
+TEST_F(TcpTransportTest, AHandshakeThatBreaksIsMadeAgain) {
+  for (int looks = 0; looks <= 8; ++looks) {
+    SCOPED_TRACE(looks);
+    listen(std::chrono::seconds(20));
+    WireEnd other(Tcp::env(), Tcp::create);
+    auto connecting = other.transport->connect(side->id(), side->transport->endpoint(), soon());
+    ASSERT_TRUE(connecting.ok());
+    Result<std::shared_ptr<Channel>> channel = std::shared_ptr<Channel>();
+    for (int look = 0; channel.ok() && !*channel; ++look) {
+      if (look == looks) test::SocketBreaker::breakAll(test::SocketBreaker::How::kReset);
+      std::vector<pollfd> sockets;
+      (*connecting)->addSockets(sockets);
+      ::poll(sockets.data(), sockets.size(), 10);
+      channel = (*connecting)->advance();
+    }
+    ASSERT_TRUE(channel.ok()) << channel.error().message;
+    const auto accepted = side->acceptedFrom(other.id());
+    ASSERT_NE(accepted, nullptr);
+    // Both ends have the same connections: of the call that came through.
+    ASSERT_TRUE((*channel)->send(bytesOf("there")).ok());
+    EXPECT_EQ(side->messagesFrom(other.id(), 1), std::vector<Bytes>(1, bytesOf("there")));
+    ASSERT_TRUE(accepted->send(bytesOf("and back")).ok());
+    EXPECT_EQ(other.messagesFrom(side->id(), 1), std::vector<Bytes>(1, bytesOf("and back")));
+    (*channel)->close();
+  }
+}
+
+TEST_F(TcpTransportTest, AnAcceptorThatAlwaysHangsUpIsALostPeer) {
+  EngineSide nobody;
+  auto listener = listenOn(*HostAddress::parse("127.0.0.1"));
+  ASSERT_TRUE(listener.ok());
+  std::atomic<bool> stops{false};
+  std::atomic<int> calls{0};
+  std::thread acceptor([&] {
+    for (pollfd ready{.fd = listener->socket.get(), .events = POLLIN, .revents = 0}; !stops;) {
+      if (::poll(&ready, 1, 10) <= 0) continue;
+      if (Fd(::accept(listener->socket.get(), nullptr, nullptr))) ++calls;
+    }
+  });
+  WireEnd other(Tcp::env(), Tcp::create);
+  const Bytes endpoint = ByteWriter()
+                             .put(uint16_t(1))
+                             .put(listener->address.port)
+                             .putBytes(listener->address.host.bytes())
+                             .take();
+  const auto result = connectNow(*other.transport, nobody.id(), endpoint, soon());
+  stops = true;
+  acceptor.join();
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.error().code, ErrorCode::kPeerLost);
+  EXPECT_GE(calls, 8);
 }
 
 TEST_F(TcpTransportTest, NobodyThereIsALostPeer) {

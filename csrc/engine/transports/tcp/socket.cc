@@ -42,10 +42,6 @@ Fd streamSocket(const HostAddress& host) {
       ::socket(host.isV6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
 }
 
-Error unreachable(const SocketAddress& peer, int errnoValue) {
-  return {ErrorCode::kPeerLost, systemError("connect(" + peer.text() + ")", errnoValue).message};
-}
-
 }  // namespace
 
 void tune(int socket) {
@@ -88,8 +84,6 @@ Result<Listener> listenOn(const HostAddress& host) {
   return listener;
 }
 
-namespace {
-
 std::optional<int> outcomeOf(int socket) {
   pollfd writable{.fd = socket, .events = POLLOUT, .revents = 0};
   if (::poll(&writable, 1, 0) <= 0) return std::nullopt;
@@ -98,8 +92,6 @@ std::optional<int> outcomeOf(int socket) {
   ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &failure, &length);
   return failure;
 }
-
-}  // namespace
 
 ConnectAttempt attemptConnect(const SocketAddress& peer) {
   ConnectAttempt attempt{streamSocket(peer.host)};
@@ -116,18 +108,15 @@ std::optional<int> outcomeOf(const ConnectAttempt& attempt) {
   return attempt.failure != 0 ? attempt.failure : outcomeOf(attempt.socket.get());
 }
 
+Error unreachable(const SocketAddress& peer, int failure) {
+  return {ErrorCode::kPeerLost, systemError("connect(" + peer.text() + ")", failure).message};
+}
+
 Result<Fd> beginConnect(const SocketAddress& peer) {
   ConnectAttempt attempt = attemptConnect(peer);
   if (!attempt.socket) return systemError("socket", attempt.failure);
   if (attempt.failure != 0) return unreachable(peer, attempt.failure);
   return std::move(attempt.socket);
-}
-
-Result<bool> isConnected(int socket, const SocketAddress& peer) {
-  const auto outcome = outcomeOf(socket);
-  if (!outcome) return false;
-  if (*outcome != 0) return unreachable(peer, *outcome);
-  return true;
 }
 
 }  // namespace mooncake

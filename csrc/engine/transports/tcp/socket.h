@@ -31,17 +31,19 @@ void tune(int socket);
 // processor's cache when they are read (8 % of a broadcast of 4 MiB to three ranks).
 void keepLocalQueueShort(int socket);
 
-// Both name the address when it cannot be reached (kPeerLost). The socket is non-blocking and
-// tuned; it is connected once isConnected() says so, and shows that to poll() as POLLOUT.
-Result<Fd> beginConnect(const SocketAddress& peer);
-Result<bool> isConnected(int socket, const SocketAddress& peer);
-
-// The same without words: `failure` is errno, 0 as long as none is known. Nothing: not decided yet.
+// The socket is non-blocking and tuned; once it is known whether it is connected, it shows that to
+// poll() as POLLOUT. `failure` is errno, 0 as long as none is known.
 struct ConnectAttempt {
   Fd socket;
   int failure = 0;
 };
 ConnectAttempt attemptConnect(const SocketAddress& peer);
+// Nothing: not decided yet; 0: connected; else errno.
 std::optional<int> outcomeOf(const ConnectAttempt& attempt);
+std::optional<int> outcomeOf(int socket);
+Error unreachable(const SocketAddress& peer, int failure);  // kPeerLost, in words
+
+// The same where a failure at once is the end of it.
+Result<Fd> beginConnect(const SocketAddress& peer);
 
 }  // namespace mooncake

@@ -1,6 +1,7 @@
 #include "engine/transports/tcp/tcp_call.h"
 
 #include <algorithm>
+#include <cerrno>
 
 #include "engine/transports/tcp/tcp_channel.h"
 
@@ -58,17 +59,23 @@ void TcpCall::addSockets(std::vector<pollfd>& sockets) const {
 
 Status TcpCall::shake(Lane& lane) {
   if (lane.state == State::kConnecting) {
-    const auto connected = isConnected(lane.handshake.socket(), address_);
-    if (!connected.ok()) return connected.status();
-    if (!*connected) {
+    const auto failure = outcomeOf(lane.handshake.socket());
+    if (!failure) {
       if (!deadline_.passed()) return {};
       return {ErrorCode::kTimeout, "connect(" + address_.text() + "): no answer in time"};
+    }
+    if (*failure != 0) {
+      broke_ = *failure == ECONNRESET;
+      return unreachable(address_, *failure);
     }
     lane.state = State::kShaking;
   }
   if (lane.state == State::kShaking) {
     const auto done = lane.handshake.advance();
-    if (!done.ok()) return {done.error().code, address_.text() + ": " + done.error().message};
+    if (!done.ok()) {
+      broke_ = done.error().code == ErrorCode::kPeerLost;
+      return {done.error().code, address_.text() + ": " + done.error().message};
+    }
     if (*done) lane.state = State::kShaken;
   }
   return {};

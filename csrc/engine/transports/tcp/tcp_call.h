@@ -21,6 +21,9 @@ class TcpCall final : public Connecting {
   Result<bool> shake();
   std::vector<Fd> take();
   uint64_t attempt() const { return attempt_; }
+  // It failed because a connection was reset, or hung up before its handshake was over, and not
+  // because nobody listens. That says nothing of the peer: another call may come through.
+  bool broke() const { return broke_; }
 
   Result<std::shared_ptr<Channel>> advance() override;
   void addSockets(std::vector<pollfd>& sockets) const override;
@@ -43,6 +46,7 @@ class TcpCall final : public Connecting {
   const uint64_t attempt_;
   const Deadline deadline_;
   std::vector<Lane> lanes_;
+  bool broke_ = false;
 };
 
 }  // namespace mooncake

@@ -15,6 +15,8 @@ namespace mooncake {
 namespace {
 
 constexpr uint16_t kEndpointVersion = 1;
+// Of the calls for one channel. Whatever breaks each one of them is no accident.
+constexpr int kMostCalls = 8;
 
 Result<SocketAddress> decodeEndpoint(ByteView endpoint) {
   ByteReader in(endpoint);
@@ -30,6 +32,38 @@ Result<SocketAddress> decodeEndpoint(ByteView endpoint) {
   std::copy(raw.begin(), raw.end(), address.host.raw.begin());
   return address;
 }
+
+// Calls again when a call breaks.
+class Dialing final : public Connecting {
+ public:
+  using Call = Result<std::unique_ptr<TcpCall>>;
+
+  static Result<std::unique_ptr<Connecting>> start(std::function<Call()> begin) {
+    Call first = begin();
+    if (!first.ok()) return first.error();
+    return std::unique_ptr<Connecting>(new Dialing(std::move(begin), std::move(*first)));
+  }
+
+  Result<std::shared_ptr<Channel>> advance() override {
+    for (;;) {
+      auto channel = call_->advance();
+      if (channel.ok() || !call_->broke() || calls_ == kMostCalls) return channel;
+      Call next = begin_();
+      if (!next.ok()) return next.error();
+      call_ = std::move(*next);
+      ++calls_;
+    }
+  }
+  void addSockets(std::vector<pollfd>& sockets) const override { call_->addSockets(sockets); }
+
+ private:
+  Dialing(std::function<Call()> begin, std::unique_ptr<TcpCall> first)
+      : begin_(std::move(begin)), call_(std::move(first)) {}
+
+  const std::function<Call()> begin_;
+  std::unique_ptr<TcpCall> call_;
+  int calls_ = 1;
+};
 
 }  // namespace
 
@@ -60,9 +94,9 @@ Result<std::unique_ptr<Connecting>> TcpTransport::connect(const EngineId& peer, 
                                                           Deadline deadline) {
   const auto address = decodeEndpoint(endpoint);
   if (!address.ok()) return address.error();
-  auto call = TcpCall::begin(context_, peer, *address, ++attempts_, deadline);
-  if (!call.ok()) return call.error();
-  return std::unique_ptr<Connecting>(std::move(*call));
+  return Dialing::start([this, peer, address = *address, deadline] {
+    return TcpCall::begin(context_, peer, address, ++attempts_, deadline);
+  });
 }
 
 void TcpTransport::renew(const EngineId& peer, const std::shared_ptr<Channel>& channel,
