@@ -228,14 +228,13 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
   // ended here alone has not ended.
   if (membership_.isOver()) return;
   std::lock_guard lock(mutex_);
-  // With how they ended: on a wire that keeps no order, or was made again, it may come before the
-  // report that an error followed from, and who has it alone would take that operation for done.
-  FlushReport last{
-      .from = group_.rank(), .attempt = attempt_, .ended = std::min(number, ended())};  // [gone]
-  std::ranges::copy_if(failed_, std::back_inserter(last.failed),
-                       [&](const FailedOperation& one) { return one.number <= last.ended; });
-  farewell_ = encodeFlushReport(last);
+  // On a wire that keeps no order, or was made again, it may come before our last report, or in its
+  // place. So it says what that says: how operations ended, or who has it alone would take one that
+  // failed for done; and what we reported for, which is what we are in.
+  farewell_ = encodeFlushReport(soFar(reportedFor_));  // [gone]
   tellAll(MessageKind::kLeft, farewell_);
+  // From here on we take part in no flush: a report would say that we are in.
+  frozen_ = false;
 }
 
 std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
@@ -275,6 +274,7 @@ void FlushAgent::join(Attempt attempt) {
                                             " times without losing a member: make it again"});
     return;
   }
+  if (!farewell_.empty()) return;
   failpoint("join");
   target_ = attempt;
   reported_ = false;
@@ -302,23 +302,30 @@ void FlushAgent::lookAgain() {
 void FlushAgent::report() {
   if (!frozen_ || reported_ || busy_.load(std::memory_order_acquire)) return;
   if (jobEpoch() < target_.epoch) return;  // the view of this flush has not come yet
-  FlushReport mine{.from = group_.rank(),
-                   .attempt = target_,
-                   .ended = ended(),
-                   .isOld = attempt_.epoch < target_.epoch};
+  FlushReport mine = soFar(target_);
   if (wishNumber_ == mine.ended + 1) {
     mine.wish = wish_;
     mine.why = why_;
   }
-  // Decided, but behind an operation that we have not taken over yet: it is decided again.
-  while (!failed_.empty() && failed_.back().number > mine.ended) failed_.pop_back();
-  mine.failed.assign(failed_.begin(), failed_.end());
   reported_ = true;
+  reportedFor_ = target_;
   failpoint("report");
   lastReport_ = encodeFlushReport(mine);
   reports_[group_.rank()] = std::move(mine);
   tellAll(MessageKind::kReport, lastReport_);
   conclude();
+}
+
+// What we say of ourselves, without a wish.
+FlushReport FlushAgent::soFar(Attempt attempt) {
+  FlushReport mine{.from = group_.rank(),
+                   .attempt = attempt,
+                   .ended = ended(),
+                   .isOld = attempt_.epoch < attempt.epoch};
+  // Decided, but behind an operation that we have not taken over yet: it is decided again.
+  while (!failed_.empty() && failed_.back().number > mine.ended) failed_.pop_back();
+  mine.failed.assign(failed_.begin(), failed_.end());
+  return mine;
 }
 
 void FlushAgent::conclude() {
@@ -362,10 +369,16 @@ void FlushAgent::act(const FlushDecision& decision,
 
   auto view = std::make_shared<GroupView>();
   view->epoch = jobEpoch_;
-  std::ranges::copy_if(active_, std::back_inserter(view->active),
-                       [&](int r) { return !left_.contains(r); });
+  // Who has left is in if it reported for this: others may have decided before they heard that it
+  // left. All go on with the same members, and the next operation misses it, on all.
+  std::ranges::copy_if(active_, std::back_inserter(view->active), [&](int r) {
+    const auto gone = left_.find(r);
+    return gone == left_.end() || gone->second.attempt >= target_;
+  });
+  hasLeaver_.store(
+      std::ranges::any_of(left_, [&](const auto& one) { return view->contains(one.first); }),
+      std::memory_order_release);
   view_ = std::move(view);
-  hasLeaver_.store(false, std::memory_order_release);
   attempt_ = target_;
   wish_ = FlushReport::Wish::kNone;
   wishNumber_ = 0;

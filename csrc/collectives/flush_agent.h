@@ -109,6 +109,7 @@ class FlushAgent final : public Membership::Listener,
   void join(Attempt attempt);
   void lookAgain();
   void report();
+  FlushReport soFar(Attempt attempt);
   void conclude();
   void act(const FlushDecision& decision, const std::vector<const FlushReport*>& reports);
   void supply(const FlushDecision& decision, const std::vector<const FlushReport*>& reports);
@@ -144,11 +145,12 @@ class FlushAgent final : public Membership::Listener,
   std::vector<int> active_;  // ranks of the group in the job's last view, ascending
   Attempt target_;           // of the flush under way, when frozen
   bool reported_ = false;    // for it
+  Attempt reportedFor_;      // the last
   bool isSettling_ = false;  // the caller is in an operation, though it may not be busy
   Bytes lastReport_;         // for target_ or, when not frozen, attempt_
   Bytes farewell_;           // what we said when we left, if we have
   std::map<int, FlushReport> reports_;
-  std::map<int, FlushReport> left_;     // of who has left the group: what it ended, and how
+  std::map<int, FlushReport> left_;     // of who has left the group: stands for its next report
   std::vector<uint64_t> knownEnded_;    // by rank, at least
   std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
   uint64_t toTake_ = 0;                 // the operation in which our caller is behind

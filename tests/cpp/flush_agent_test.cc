@@ -149,5 +149,70 @@ TEST_F(FlushAgentTest, AFarewellBeforeTheReportSaysHowTheOperationEnded) {
   EXPECT_EQ(agent(0).ended(), kFirst);
 }
 
+// It says what its report says, also of an operation that it has never called.
+TEST_F(FlushAgentTest, AFarewellTellsOfOperationsThatItsRankDidNotCall) {
+  makeAgents(3);
+  ASSERT_TRUE(agent(0).begin(kFirst).ok());
+  ASSERT_TRUE(agent(1).begin(kFirst).ok());
+  auto gaveUp = settle(0, kFirst, Wish::kTimeout, {ErrorCode::kTimeout, "too late"});
+  auto waits = settle(1, kFirst, Wish::kNone);
+  deliver(take(0, 2, kReport));
+  deliver(take(1, 2, kReport));
+  EXPECT_EQ(agent(2).ended(), kFirst);
+
+  // Rank 0 dies: what it wished for is known to rank 2 alone.
+  take(2, 1, kReport);
+  const View without0{2, RankSet::firstRanks(3) - RankSet{0}};
+  agent(1).onView(without0);
+  agent(2).onView(without0);
+  deliver(take(1, 2, kReport));
+  agent(2).leave(kFirst - 1, soon());
+  group(0).fail({ErrorCode::kAborted, "dead"});
+  gaveUp.get();
+  deliver(take(2, 1, kLeft));
+  const auto settled = waits.get();
+  ASSERT_EQ(settled.kind, Kind::kEnded);
+  EXPECT_EQ(settled.status.code(), ErrorCode::kTimeout);
+}
+
+// Who goes on differently from one decision may end the next operation with other contributors.
+TEST_F(FlushAgentTest, WhoIsInDoesNotDependOnWhatCameFirst) {
+  makeAgents(3);
+  for (int r = 0; r < 3; ++r) ASSERT_TRUE(agent(r).begin(kFirst).ok());
+  auto first = settle(0, kFirst, Wish::kNone);
+  auto second = settle(1, kFirst, Wish::kNone);
+  auto leaver = settle(2, kFirst, Wish::kTimeout, {ErrorCode::kTimeout, "too late"});
+  deliver(take(0, 2, kReport));
+  deliver(take(1, 2, kReport));
+  EXPECT_EQ(leaver.get().status.code(), ErrorCode::kTimeout);
+  agent(2).leave(kFirst, soon());
+
+  deliver(take(1, 0, kReport));
+  deliver(take(2, 0, kReport));
+  EXPECT_EQ(first.get().status.code(), ErrorCode::kTimeout);
+  deliver(take(2, 1, kLeft));
+  deliver(take(0, 1, kReport));
+  EXPECT_EQ(second.get().status.code(), ErrorCode::kTimeout);
+  EXPECT_EQ(agent(0).attempt(), agent(1).attempt());
+  EXPECT_EQ(agent(0).view()->active, agent(1).view()->active);
+
+  deliver(take(2, 0, kLeft));
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_FALSE(agent(r).missesLeaver(kFirst));
+    EXPECT_TRUE(agent(r).missesLeaver(kFirst + 1));
+    ASSERT_TRUE(agent(r).begin(kFirst + 1).ok());
+  }
+  first = settle(0, kFirst + 1, Wish::kNone);
+  second = settle(1, kFirst + 1, Wish::kNone);
+  deliver(take(0, 1, kReport));
+  deliver(take(1, 0, kReport));
+  EXPECT_EQ(first.get().kind, Kind::kAgain);
+  EXPECT_EQ(second.get().kind, Kind::kAgain);
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_EQ(agent(r).view()->active, (std::vector{0, 1}));
+    EXPECT_FALSE(agent(r).missesLeaver(kFirst + 1));
+  }
+}
+
 }  // namespace
 }  // namespace mooncake::test
