@@ -102,7 +102,6 @@
 #define NO 0
 #define TIMEOUT 1
 #define ABORT 2
-#define LEAVING 3
 
 /* A report: fixed once sent. */
 #define REP(t, r) rep[(t) * N + (r)]
@@ -124,6 +123,7 @@ byte res[N * MAXK];       /* verdicts: sent along with reports; ghost otherwise 
 byte chain[EPOCHS];       /* committed views: removed sets, by epoch */
 byte top;                 /* the last of them */
 byte dead, left;          /* masks: the truth; ranks learn it when they take a step that looks */
+byte leftold;             /* who left and had not decided anything in the epoch of its last report */
 #ifdef TRACE
 #define AT_ONCE(budget) 0 /* given out little by little, or random steps would begin with all that goes wrong */
 #else
@@ -163,7 +163,6 @@ hidden byte x, y, z, v, w;
 #define TAG(t) EPOCH(t), (t) % ROUNDS
 
 #define EVICTED(r) HAS(chain[top], r)
-#define UNTOLD(r) (HAS(left, r) && (r) == N - 1 && k >= L2) /* of operations that it never called nobody was told */
 #define BINDS(r) (!HAS(dead, r) && !EVICTED(r))
 
 /* k has ended on me with verdict V; whoever else is alive and ended k must say the same. Who left binds, the dead do not. */
@@ -172,7 +171,7 @@ inline finish(V) {
   do
   :: x < N ->
      if
-     :: x != me && BINDS(x) && BINDS(me) && !UNTOLD(x) && res[x * MAXK + k] != 0 -> assert(res[x * MAXK + k] == (V))
+     :: x != me && BINDS(x) && BINDS(me) && res[x * MAXK + k] != 0 -> assert(res[x * MAXK + k] == (V))
      :: else
      fi;
      x++
@@ -259,7 +258,28 @@ inline roll_back() { /* inputs as they were: kept aside where they were written 
   had = 0; ph = P_ENTER
 }
 
-inline act() { fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0 }
+#ifdef MSG /* what another has ended is heard from itself, or follows from its report and the decision */
+#define KNOW(who) kn = who
+inline know() {
+  x = 0;
+  do
+  :: x < N ->
+     v = R_ENDED(REP(tag[me], x));
+     do
+     :: v < k && res[me * MAXK + v] != 0 && !IS_OK(res[me * MAXK + v]) -> v++
+     :: else -> break
+     od;
+     if :: VALID(REP(tag[me], x)) && v >= lat -> kn = kn | BIT(x) :: else fi;
+     x++
+  :: else -> break
+  od
+}
+#else
+#define KNOW(who) skip
+inline know() { skip }
+#endif
+
+inline act() { know(); fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0 }
 
 #ifdef M_BEGINFROZEN
 #define MAY_BEGIN true
@@ -312,13 +332,16 @@ proctype Rank(byte me) {
   byte ade, out, nm;   /* decided: E + 1, how E ends (0: again), members from E on */
   byte lde;            /* epoch of the last decision that I acted on */
   byte lat = (me == N - 1 -> L2 : NOPS);
+#ifdef MSG
+  byte kn;             /* who ends my last operation with an error, by a decision that I acted on */
+#endif
 
   do
   :: ph == P_END -> break
   :: d_step { cb > 0 && ph != P_END -> /* crash: at any step; what it knew is gone. What it sent may arrive */
        SAY(crash, 0, 0); cb--; dead = dead | BIT(me); ph = P_END;
        k = 0; at = 0; mem = 0; con = 0; seen = 0; got = 0; bad = 0; had = 0; sp = 0; rz = 0; fz = 0; rpd = 0; ade = 0; out = 0;
-       nm = 0; lde = 0; lat = 0; inp[me] = 0; rd[me] = 0
+       nm = 0; lde = 0; lat = 0; KNOW(0); inp[me] = 0; rd[me] = 0
      }
 
   /* ======== the caller: the hot path ======== */
@@ -428,12 +451,19 @@ proctype Rank(byte me) {
   :: d_step { ph == P_ENTER && k >= lat && !fz -> SAY(leave, 0, 0); ph = P_LEAVE } /*                                      [leave] */
 #ifdef M_LEAVE_EARLY
 #define LET_GO(r) true
+#elif defined(MSG)
+#define LET_GO(r) (HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat || HAS(kn, r))
 #else
 #define LET_GO(r) (HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat)
 #endif
-  :: d_step { ph == P_LEAVE && !fz && EVERY(LET_GO) -> SAY(gone, lat, 0); left = left | BIT(me); ph = P_END } /*             [gone] */
+#define MAY_GO (ph == P_LEAVE && (!fz || rpd) && EVERY(LET_GO))
+#define GO SAY(gone, 0, 0); left = left | BIT(me); if :: lde < EPOCH(tag[me]) -> leftold = leftold | BIT(me) :: else fi; \
+       KNOW(0); fz = 0; rpd = 0; ade = 0; out = 0; nm = 0; ph = P_END
+  :: d_step { MAY_GO -> GO } /*                                                                                              [gone] */
+  /* ... and the farewell overtakes the report: who has not decided with that has the farewell alone (who has it sooner: decided then) */
+  :: d_step { MAY_GO && VALID(REP(tag[me], me)) -> REP(tag[me], me) = 0; GO }
 #define MISSING(r) \
-  :: d_step { !fz && ph == P_BEG && HAS(mem, r) && !HAS(seen, r) && LEFT(r) -> freeze(tag[me] + 1); SAY(miss-leaver, TAG(tag[me])) } /* [miss-leaver] */
+  :: d_step { !fz && ph == P_BEG && HAS(mem, r) && rd[r] <= k && LEFT(r) -> freeze(tag[me] + 1); SAY(miss-leaver, TAG(tag[me])) } /* [miss-leaver] */
   MISSING(R1)
   MISSING(R2)
 #if N == 4
@@ -510,7 +540,7 @@ proctype Rank(byte me) {
 #else
   :: d_step { fz && !rpd && ph != P_END && ph != P_COPY -> park();
 #endif
-       REP(tag[me], me) = 1 | (k << 1) | ((ph == P_LEAVE -> LEAVING : rz) << 4) | (sp << 6) | ((lde < EPOCH(tag[me])) << 7);
+       REP(tag[me], me) = 1 | (k << 1) | (rz << 4) | (sp << 6) | ((lde < EPOCH(tag[me])) << 7);
        SAYMORE(report, TAG(tag[me]), R_REASON(REP(tag[me], me)), R_OLD(REP(tag[me], me)));
        rpd = 1 }
 #if defined(M_REPORTFIRST) || defined(M_BEGINFROZEN)
@@ -521,7 +551,16 @@ proctype Rank(byte me) {
   :: d_step { fz && rpd && ade == 0 && ph == P_PARK && rz == NO && tb > 0 -> tb--; rz = TIMEOUT; REP(tag[me], me) = REP(tag[me], me) | (TIMEOUT << 4) }
 #endif
 
-  /* every member's report with my tag is there; who has left has a standing one: "not in"               [decide] */
+  /* Every member's report with my tag is there, or its farewell: a report for every tag that says how far it came, how that
+   * ended, and the last tag that it reported for. Whether it is in follows from that tag, as it does from the report: not from
+   * which of the two was here first.                                                                    [decide] */
+#define STANDS(r) ((r) != me && LEFT(r) && !VALID(REP(tag[me], r)))
+#define FAREWELL(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7))
+#ifdef M_LEFTISOUT /* who is known to have left is not in */
+#define IS_IN(r) (VALID(REP_OF(r)) && ((r) == me || !LEFT(r)))
+#else
+#define IS_IN(r) (VALID(REP_OF(r)) && (!STANDS(r) || tag[r] >= tag[me]))
+#endif
 #ifdef M_ALONE /* decides without the others' reports */
 #define REPORTED(r) true
 #elif defined(M_ANYTAG) /* takes the last report, whatever tag it has */
@@ -541,7 +580,7 @@ proctype Rank(byte me) {
 #ifdef M_ANYTAG
 #define REP_OF(r) (VALID(REP(tag[me], r)) || tag[r] == 0 -> REP(tag[me], r) : REP(tag[r], r))
 #else
-#define REP_OF(r) REP(tag[me], r)
+#define REP_OF(r) (STANDS(r) -> FAREWELL(r) : REP(tag[me], r))
 #endif
   :: d_step { ph != P_END && fz && rpd && ade == 0 && !BUSY && ph != P_COPY && EVERY(REPORTED) ->
        y = k; nm = 0; x = 0;
@@ -552,7 +591,7 @@ proctype Rank(byte me) {
 #ifndef M_NOADOPT
              if :: R_ENDED(REP_OF(x)) > y -> y = R_ENDED(REP_OF(x)) :: else fi;
 #endif
-             if :: R_REASON(REP_OF(x)) != LEAVING -> nm = nm | BIT(x) :: else fi
+             if :: IS_IN(x) -> nm = nm | BIT(x) :: else fi
           :: else
           fi;
           x++
@@ -625,16 +664,21 @@ proctype Rank(byte me) {
 #else
        assert(y <= k + 2); /* two verdicts in a report are enough */
 #endif
-       SAYMORE(decide, y, out, REPORTERS, nm);
-       if :: ph == P_LEAVE -> SAY(act, -1, 0); act() :: else fi }
+       SAYMORE(decide, y, out, REPORTERS, nm) }
 
   /* ended elsewhere, not here: the same verdict. The holder h keeps what I lack until I say that I have ended it [adopt] */
+#ifdef M_NUMBERONLY /* a farewell does not say how it ended: as nobody says that it failed, it is taken for done */
+#define UNSAID(r) (!VALID(REP(tag[me], r)) || R_ENDED(REP(tag[me], r)) <= k)
+#define VERDICT(h) (EVERY(UNSAID) -> V_OK | mem : res[h * MAXK + k])
+#else
+#define VERDICT(h) res[h * MAXK + k]
+#endif
 #define ADOPT(h) \
   :: d_step { ade != 0 && k < ade - 1 && !HAS(OUTSIDE, h) && VALID(REP_OF(h)) && R_ENDED(REP_OF(h)) > k && res[h * MAXK + k] != 0 && CAN_SUPPLY(h) -> \
-       v = res[h * MAXK + k]; \
+       v = VERDICT(h); \
        if \
        :: IS_OK(v) -> \
-          assert(ph == P_PARK && k == rd[me]); \
+          assert(ph == P_PARK && k == rd[me] && (EVICTED(me) || (v & 15) == mem)); /* of the attempt that I was in */ \
           if \
           :: BY_DONE(k) -> assert(had) /* I have everything myself */ \
           :: !BY_DONE(k) && LARGE(k) -> check_segments(v & 15, k) \
@@ -733,7 +777,7 @@ anew:
        :: x < EPOCHS -> chain[x] = 0; x++
        :: else -> break
        od;
-       top = 0; dead = 0; left = 0; tb = 0; printf("# again\n")
+       top = 0; dead = 0; left = 0; leftold = 0; tb = 0; printf("# again\n")
      }
 #if EV > 0
      ev = 0;

@@ -30,6 +30,7 @@ flush-inplace-timeout | ok      | flush | -DNOPS=2 -DC=2 -DTB=1 -DK0=RD -DK1=SM
 flush-big-timeout     | ok      | flush | -DNOPS=1 -DC=2 -DTB=1 -DK0=RD -DBIG
 flush-outofplace      | ok      | flush | -DNOPS=2 -DC=2 -DK0=GA -DK1=GA
 flush-leaver          | ok      | flush | -DNOPS=3 -DC=1 -DTB=1 -DL2=1 -DK1=BC
+flush-raise-leaver    | ok      | flush | -DNOPS=2 -DC=1 -DTB=1 -DL2=1 -DRAISE
 flush-raise           | ok      | flush | -DNOPS=2 -DC=2 -DTB=1 -DRAISE
 flush-evict           | ok      | flush | -DNOPS=2 -DC=1 -DEV=1
 flush-evict-timeout   | ok      | flush | -DNOPS=1 -DC=0 -DEV=1 -DTB=1 -DK0=RD
@@ -70,6 +71,8 @@ mut-spoilt            | mutant  | flush | -DM_SPOILT -DNOPS=1 -DC=1 -DK0=RD -DBI
 mut-reasonany         | mutant  | flush | -DM_REASONANY -DNOPS=3 -DC=1 -DTB=2
 mut-ownepoch          | mutant  | flush | -DM_OWNEPOCH -DRAISE -DNOPS=2 -DC=1 -DTB=1
 mut-leaveearly        | mutant  | flush | -DM_LEAVE_EARLY -DMSG -DNOPS=2 -DC=1 -DL2=1
+mut-numberonly        | mutant  | flush | -DM_NUMBERONLY -DMSG -DNOPS=1 -DC=0 -DTB=1
+mut-leftisout         | mutant  | flush | -DM_LEFTISOUT -DNOPS=2 -DC=0 -DTB=1 -DL2=1
 mut-blindgoodbye      | mutant  | flush | -DM_BLINDGOODBYE -DNOPS=2 -DC=0 -DEV=1
 mut-norevoke          | mutant  | flush | -DM_NOREVOKE -DMSG -DNOPS=1 -DC=1 -DEV=1 -DK0=RD
 view-crashes          | ok      | view  | -DCR=2

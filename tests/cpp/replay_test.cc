@@ -236,8 +236,18 @@ class FlushReplay {
     const auto verdict = static_cast<Verdict>(line.decimal(2));
     end(ranks_[me], verdict == kOk ? Error() : errorOf(verdict, 0));
   }
-  // As Group::leave: what was ended for it behind the last operation that it called does not count.
-  void gone(const Line& line, int me) { left_[me] = line.decimal(2); }
+  void gone(const Line&, int me) {
+    const Rank& rank = ranks_[me];
+    const Attempt reportedFor = std::max(rank.target, rank.attempt);
+    const FlushReport last{.from = me,
+                           .attempt = reportedFor,
+                           .ended = rank.ended,
+                           .isOld = rank.attempt.epoch < reportedFor.epoch,
+                           .wish = Wish::kNone,
+                           .why = Error(),
+                           .failed = rank.failed};
+    left_[me] = carried(last);
+  }
   void freeze(const Line& line, int me) {
     Rank& rank = ranks_[me];
     const Attempt target = attemptIn(line);
@@ -262,21 +272,13 @@ class FlushReplay {
                            .wish = wishes ? rank.wish : Wish::kNone,
                            .why = wishes ? rank.why : Error(),
                            .failed = rank.failed};
-    const int reason = line.decimal(4);
-    const bool isLeaving = reason == 3;  // takes part like others here
-    EXPECT_EQ(static_cast<int>(mine.wish), isLeaving ? 0 : reason);
+    EXPECT_EQ(static_cast<int>(mine.wish), line.decimal(4));
     EXPECT_EQ(mine.isOld, line.decimal(5) != 0);
-    const Bytes sent = encodeFlushReport(mine);
-    ByteReader in(sent);
-    auto arrived = decodeFlushReport(in, static_cast<int>(ranks_.size()));
-    ASSERT_TRUE(arrived.ok()) << arrived.error().message;
-    reports_[{rank.target, me}] = std::move(*arrived);
+    reports_[{rank.target, me}] = carried(mine);
   }
   void decide(const Line& line, int me) {
     Rank& rank = ranks_[me];
-    std::vector<FlushReport> ofThoseGone;
     std::vector<const FlushReport*> reports;
-    ofThoseGone.reserve(ranks_.size());
     for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) {
       const bool reported = (line.decimal(4) >> r & 1) != 0;
       if (reported) {
@@ -284,8 +286,7 @@ class FlushReplay {
         ASSERT_NE(found, reports_.end());
         reports.push_back(&found->second);
       } else if (left_.contains(r)) {
-        ofThoseGone.push_back({.from = r, .attempt = rank.target, .ended = left_[r]});
-        reports.push_back(&ofThoseGone.back());
+        reports.push_back(&left_[r]);
       }
     }
     const Error lost = errorOf(kLost, 0);
@@ -309,20 +310,24 @@ class FlushReplay {
   void act(const Line& line, int me) {
     Rank& rank = ranks_[me];
     ASSERT_TRUE(rank.decision);
-    const bool isLeaving = line.decimal(2) < 0;  // it has ended its last one, whatever comes
-    if (!isLeaving) {
-      EXPECT_EQ(rank.ended + 1, rank.decision->next);
-      const Error* error = rank.decision->errorOf(rank.ended + 1);
-      expectSame(error, line.decimal(2), line.decimal(3));
-      EXPECT_EQ(rank.decision->endedBy({.ended = rank.ended}), rank.ended + (error ? 1 : 0));
-      if (error) end(rank, *error);
-    }
+    EXPECT_EQ(rank.ended + 1, rank.decision->next);
+    const Error* error = rank.decision->errorOf(rank.ended + 1);
+    expectSame(error, line.decimal(2), line.decimal(3));
+    EXPECT_EQ(rank.decision->endedBy({.ended = rank.ended}), rank.ended + (error ? 1 : 0));
+    if (error) end(rank, *error);
     rank.attempt = rank.target;
     rank.wish = Wish::kNone;
     rank.wishNumber = 0;
     rank.decision.reset();
   }
 
+  FlushReport carried(const FlushReport& report) const {
+    const Bytes sent = encodeFlushReport(report);
+    ByteReader in(sent);
+    auto arrived = decodeFlushReport(in, static_cast<int>(ranks_.size()));
+    EXPECT_TRUE(arrived.ok()) << arrived.error().message;
+    return arrived.ok() ? std::move(*arrived) : FlushReport();
+  }
   static Attempt attemptIn(const Line& line) {
     return {static_cast<uint32_t>(line.decimal(2)), static_cast<uint32_t>(line.decimal(3))};
   }
@@ -345,7 +350,7 @@ class FlushReplay {
 
   std::vector<Rank> ranks_;
   const bool raises_;
-  std::map<int, uint64_t> left_;
+  std::map<int, FlushReport> left_;
   std::map<std::pair<Attempt, int>, FlushReport> reports_;
 };
 
