@@ -16,7 +16,7 @@ for tool in spin gcc; do
   command -v "$tool" >/dev/null || { echo "run.sh: $tool is missing (Debian, Ubuntu: apt-get install $tool)" >&2; exit 2; }
 done
 quick=' flush-small flush-inplace flush-outofplace msg-small msg-inplace view-crashes view-grace-crashes calls-crashes mut-calls-noall
-  mut-depth1 mut-input mut-nodone mut-beginfrozen mut-reportfirst mut-anytag mut-noquorum mut-noword mut-notall '
+  mut-depth1 mut-input mut-nodone mut-numberonly mut-leftisout mut-beginfrozen mut-reportfirst mut-anytag mut-noquorum mut-noword mut-notall '
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 
@@ -73,7 +73,7 @@ mut-ownepoch          | mutant  | flush | -DM_OWNEPOCH -DRAISE -DNOPS=2 -DC=1 -D
 mut-leaveearly        | mutant  | flush | -DM_LEAVE_EARLY -DMSG -DNOPS=2 -DC=1 -DL2=1
 mut-numberonly        | mutant  | flush | -DM_NUMBERONLY -DMSG -DNOPS=1 -DC=0 -DTB=1
 mut-leftisout         | mutant  | flush | -DM_LEFTISOUT -DNOPS=2 -DC=0 -DTB=1 -DL2=1
-mut-blindgoodbye      | mutant  | flush | -DM_BLINDGOODBYE -DNOPS=2 -DC=0 -DEV=1
+mut-blindgoodbye      | mutant  | flush | -DM_BLINDGOODBYE -DNOPS=2 -DC=0 -DEV=1 -DL2=1
 mut-norevoke          | mutant  | flush | -DM_NOREVOKE -DMSG -DNOPS=1 -DC=1 -DEV=1 -DK0=RD
 view-crashes          | ok      | view  | -DCR=2
 view-wrong            | ok      | view  | -DWS=2 -DCR=1
