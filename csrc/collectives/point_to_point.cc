@@ -13,7 +13,10 @@ constexpr size_t kEarlyBudget = 64 << 20;
 }  // namespace
 
 PointToPoint::PointToPoint(Group& group)
-    : group_(group), pairs_(group.size()), outgoing_(new MailboxCell) {
+    : group_(group),
+      turn_(group.window().bell()),
+      pairs_(group.size()),
+      outgoing_(new MailboxCell) {
   group_.watchRenewals([this](int rank) { onRenewed(rank); });
 }
 
@@ -35,7 +38,7 @@ std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int fr
 }
 
 std::shared_ptr<Message> PointToPoint::post(std::shared_ptr<Message> message) {
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(turn_);
   if (!aborted_.ok()) {
     end(*message, aborted_);
   } else if (auto usable = group_.usable(); !usable.ok()) {
@@ -50,7 +53,7 @@ std::shared_ptr<Message> PointToPoint::post(std::shared_ptr<Message> message) {
 
 void PointToPoint::abort(Error why) {
   group_.watchRenewals(nullptr);  // before the lock, which a watcher takes
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(turn_);
   aborted_ = std::move(why);
   for (auto& message : active_) {
     if (message->fetch_) group_.window().cancelGets(*message->fetch_);
@@ -72,8 +75,8 @@ bool PointToPoint::drive(const Message& message, Deadline deadline) {
   Waiter waiter = group_.waiter(deadline.earlier(message.deadline()));
   const auto look = [&] {
     if (message.finished()) return true;
-    // Somebody else is at it: it rings when our message moved.
-    if (std::unique_lock lock(mutex_, std::try_to_lock); lock) progressLocked();
+    // Somebody else is at it: it rings when our message moved, and when it lets go.
+    if (std::unique_lock lock(turn_, std::try_to_lock); lock) progressLocked();
     return message.finished();
   };
   for (;;) {
@@ -87,7 +90,7 @@ bool PointToPoint::drive(const Message& message, Deadline deadline) {
 }
 
 bool PointToPoint::progress() {
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(turn_);
   return progressLocked();
 }
 
@@ -200,7 +203,7 @@ Status PointToPoint::placeCell(int to, uint64_t number, const MailboxCell& cell)
 // Whatever we have said to the rank that it may not have heard is said again. Should the connection
 // break meanwhile, this is called again.
 void PointToPoint::onRenewed(int rank) {
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(turn_);
   if (!aborted_.ok() || group_.window().peerPtr(rank)) return;
   Pair& pair = pairs_[rank];
   ++pair.renewals;

@@ -4,7 +4,6 @@
 #include <deque>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 
@@ -12,6 +11,7 @@
 #include "base/result.h"
 #include "collectives/group.h"
 #include "collectives/mailbox.h"
+#include "collectives/turn.h"
 
 namespace mooncake {
 
@@ -122,7 +122,7 @@ class PointToPoint {
 
   Group& group_;
   std::atomic<int> drivers_{0};
-  std::mutex mutex_;  // guards everything below
+  Turn turn_;  // guards everything below
   std::vector<Pair> pairs_;
   std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
   Status aborted_;

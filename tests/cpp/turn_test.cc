@@ -1,0 +1,58 @@
+// Who waits for a message while another thread is at the messages.
+#include "collectives/turn.h"
+
+#include <atomic>
+#include <gtest/gtest.h>
+#include <thread>
+#include <vector>
+
+#include "collectives/point_to_point.h"
+#include "ranks_in_threads.h"
+
+namespace mooncake::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+// So many receives are looked at in one turn that a message comes meanwhile.
+constexpr uint32_t kOthers = 2000;
+
+// A thread that only posts has the turn, and is past the receive that another one waits for, when
+// its message comes: the one that waits is told when the turn ends.
+TEST(Turns, WhoWaitsIsToldWhenWhoPostsIsDone) {
+  std::atomic<int> posting{0}, received{0};
+  runRanks({.size = 2, .transports = {"tcp"}}, [&](Group& group) {
+    PointToPoint messages(group);
+    Bytes one(1);
+    constexpr int kRounds = 20;
+    if (group.rank() == 1) {
+      for (int round = 1; round <= kRounds; ++round) {
+        while (posting.load() < round) std::this_thread::yield();
+        const auto sent = messages.send(one, 0, 0, soon());
+        EXPECT_TRUE(messages.wait(*sent, soon()));
+        while (received.load() < round) std::this_thread::sleep_for(100us);
+      }
+    } else {
+      std::vector<std::shared_ptr<Message>> others;
+      for (uint32_t tag = 1; tag <= kOthers; ++tag)
+        others.push_back(messages.receive({}, 1, tag, soon()));
+      for (int round = 1; round <= kRounds; ++round) {
+        std::thread waiter([&] {
+          const auto awaited = messages.receive(one, 1, 0, soon());
+          const auto begun = Clock::now();
+          EXPECT_TRUE(messages.wait(*awaited, Deadline::after(3s)));
+          EXPECT_LT(Clock::now() - begun, 2s) << "nobody told it";
+          received = round;
+        });
+        std::this_thread::sleep_for(10ms);
+        posting = round;
+        others.push_back(messages.receive({}, 1, kOthers + uint32_t(round), soon()));
+        waiter.join();
+      }
+    }
+    messages.abort({ErrorCode::kAborted, "the end"});
+  });
+}
+
+}  // namespace
+}  // namespace mooncake::test
