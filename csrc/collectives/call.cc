@@ -24,15 +24,19 @@ const char* verbName(Verb verb) {
       return "gather";
     case Verb::kScatter:
       return "scatter";
+    case Verb::kRegisterWindow:
+      return "window.tensor_register";
+    case Verb::kDeregisterWindow:
+      return "window.tensor_deregister";
   }
   return "unknown operation";
 }
 
 std::string describeCall(const Call& call) {
   std::string text = verbName(call.verb);
-  if (call.verb == Verb::kBarrier) return text + "()";
+  if (call.verb == Verb::kBarrier || call.verb == Verb::kDeregisterWindow) return text + "()";
   text += std::string("(") + dtypeName(call.dtype);
-  if (call.verb != Verb::kAlltoall)
+  if (call.verb != Verb::kAlltoall && call.verb != Verb::kRegisterWindow)
     text += ", " + std::to_string(call.count) + " elements per rank";
   if (call.tensors > 0) {
     char which[16];

@@ -18,6 +18,8 @@ enum class Verb : uint8_t {
   kAlltoall,
   kGather,
   kScatter,
+  kRegisterWindow,
+  kDeregisterWindow,
 };
 
 // What a rank called. Travels in the header of every operation, so that ranks that called different

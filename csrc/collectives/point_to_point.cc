@@ -6,16 +6,37 @@
 namespace mooncake {
 namespace {
 
-// What may pile up here, per sender, of messages whose receive has not been called yet. Beyond it
-// they stay in the mailbox and the sender waits.
-constexpr size_t kEarlyBudget = 64 << 20;
+// Whoever fetches what is sent reads through this span, nobody writes.
+std::span<std::byte> readOnly(std::span<const std::byte> data) {
+  return {const_cast<std::byte*>(data.data()), data.size()};
+}
 
 }  // namespace
+
+const char* Message::operation() const {
+  switch (kind_) {
+    case Kind::kSend:
+      return "send";
+    case Kind::kReceive:
+      return "receive";
+    case Kind::kPut:
+      return "put";
+    case Kind::kSignal:
+      return "signal";
+    case Kind::kAwaitSignal:
+      return "wait_signal";
+    case Kind::kAwaitApplied:
+      return "wait for the puts";
+  }
+  return "unknown operation";
+}
 
 PointToPoint::PointToPoint(Group& group)
     : group_(group),
       turn_(group.window().bell()),
       pairs_(group.size()),
+      oneSided_(group,
+                [this](int to, uint32_t ack, uint64_t number) { acknowledge(to, ack, number); }),
       outgoing_(new MailboxCell) {
   group_.watchRenewals([this](int rank) { onRenewed(rank); });
 }
@@ -27,17 +48,49 @@ PointToPoint::~PointToPoint() {
 
 std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
                                             Deadline deadline) {
-  // The receiver of a large message reads through this span, nobody writes.
-  const std::span<std::byte> bytes(const_cast<std::byte*>(data.data()), data.size());
-  return post(std::shared_ptr<Message>(new Message(true, to, tag, bytes, deadline)));
+  return post(Kind::kSend, to, tag, readOnly(data), deadline);
 }
 
 std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int from, uint32_t tag,
                                                Deadline deadline) {
-  return post(std::shared_ptr<Message>(new Message(false, from, tag, data, deadline)));
+  return post(Kind::kReceive, from, tag, data, deadline);
 }
 
-std::shared_ptr<Message> PointToPoint::post(std::shared_ptr<Message> message) {
+std::shared_ptr<Message> PointToPoint::put(std::span<const std::byte> data, int to, uint32_t window,
+                                           uint64_t offset, Deadline deadline) {
+  return post(Kind::kPut, to, window, readOnly(data), deadline, offset);
+}
+
+std::shared_ptr<Message> PointToPoint::signal(int to, uint32_t window, Deadline deadline) {
+  return post(Kind::kSignal, to, window, {}, deadline);
+}
+
+std::shared_ptr<Message> PointToPoint::awaitSignal(int from, uint32_t window, Deadline deadline) {
+  return post(Kind::kAwaitSignal, from, window, {}, deadline);
+}
+
+std::shared_ptr<Message> PointToPoint::awaitApplied(int from, uint32_t window, uint64_t count,
+                                                    Deadline deadline) {
+  return post(Kind::kAwaitApplied, from, window, {}, deadline, count);
+}
+
+Result<uint32_t> PointToPoint::openWindow(std::span<std::byte> memory) {
+  std::lock_guard lock(turn_);
+  if (!aborted_.ok()) return aborted_.error();
+  return oneSided_.open(memory);
+}
+
+void PointToPoint::closeWindow(uint32_t window) {
+  std::lock_guard lock(turn_);
+  if (!aborted_.ok()) return;  // it is closed
+  oneSided_.close(window);
+  progressLocked();  // ends who waits for it
+}
+
+std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32_t tag,
+                                            std::span<std::byte> data, Deadline deadline,
+                                            uint64_t offset) {
+  std::shared_ptr<Message> message(new Message(kind, peer, tag, data, deadline, offset));
   std::lock_guard lock(turn_);
   if (!aborted_.ok()) {
     end(*message, aborted_);
@@ -60,6 +113,7 @@ void PointToPoint::abort(Error why) {
     end(*message, aborted_);
   }
   active_.clear();
+  oneSided_.closeAll();
   group_.window().bell().ring();
 }
 
@@ -95,7 +149,7 @@ bool PointToPoint::progress() {
 }
 
 bool PointToPoint::progressLocked() {
-  if (active_.empty()) return true;
+  if (active_.empty() && !oneSided_.any()) return true;
   // What has arrived is taken in before anything is matched, and then messages are looked at in the
   // order of the calls: so an earlier receive takes the earlier message, and a send that cannot
   // move holds back the later ones to the same rank.
@@ -103,19 +157,22 @@ bool PointToPoint::progressLocked() {
     // Who is gone is asked before the look at what it left: its last signals come before its end,
     // so a message that does not move in this round and whose peer had ended before will never.
     if (message->peer_ != kAnySource) pairs_[message->peer_].isGone = group_.isGone(message->peer_);
-    if (message->isSend_ || message->fetch_) continue;
+    if (message->kind_ != Kind::kReceive || message->fetch_) continue;
     for (int from = message->firstSource(); from <= message->lastSource(group_.size()); ++from)
       pairs_[from].wanted = true;
   }
+  const bool fromAll = oneSided_.any();
   for (int from = 0; from < group_.size(); ++from) {
     pairs_[from].sendsHeld = false;
-    if (std::exchange(pairs_[from].wanted, false) && from != group_.rank()) takeIn(from);
+    const bool wanted = std::exchange(pairs_[from].wanted, false) || fromAll;
+    if (wanted && from != group_.rank()) takeIn(from);
   }
+  oneSided_.progress();
 
   bool moved = false;
   for (auto it = active_.begin(); it != active_.end();) {
     Message& message = **it;
-    if (!(message.isSend_ ? advanceSend(message) : advanceReceive(message))) endLate(message);
+    if (!advance(message)) endLate(message);
     if (message.finished()) {
       it = active_.erase(it);
       moved = true;
@@ -124,98 +181,48 @@ bool PointToPoint::progressLocked() {
     }
   }
   if (moved) group_.window().bell().ring();
-  return active_.empty();
+  return active_.empty() && !oneSided_.any();
 }
 
 // True when the message is finished.
-bool PointToPoint::advanceSend(Message& message) {
-  Pair& pair = pairs_[message.peer_];
-  const Mailbox& answers = mailboxOf(message.peer_);
-  if (message.number_ != 0) {
-    if (message.ack_ == kNoAck ||
-        answers.acks[message.ack_].load(std::memory_order_acquire) < message.number_)
-      return false;
-    pair.ackBusy[message.ack_] = false;
-    end(message, {});
-    return true;
+bool PointToPoint::advance(Message& message) {
+  switch (message.kind_) {
+    case Kind::kReceive:
+      return advanceReceive(message);
+    case Kind::kAwaitSignal:
+    case Kind::kAwaitApplied:
+      return advanceAwait(message);
+    default:
+      return message.peer_ == group_.rank() ? applyHere(message) : advanceSend(message);
   }
-  // The memory of who is gone may be there still, with free cells in it.
-  if (pair.sendsHeld || pair.isGone) return false;
-  pair.sendsHeld = true;  // until it has a cell
-  if (pair.sent - answers.taken.load(std::memory_order_acquire) >= kMailboxCells) return false;
-  const bool isLarge = message.data_.size() > kCellPayload;
-  if (isLarge) {
-    uint32_t ack = 0;
-    while (ack < kMailboxAcks && pair.ackBusy[ack]) ++ack;
-    if (ack == kMailboxAcks) return false;
-    auto region =
-        group_.engine().regions().add(message.data_.data(), message.data_.size(), kRemoteRead);
-    if (!region.ok()) {
-      end(message, region.error());
-      return true;
-    }
-    message.region_ = std::move(*region);
-    message.ack_ = ack;
-    pair.ackBusy[ack] = true;
-  }
-
-  pair.sendsHeld = false;
-  message.number_ = ++pair.sent;
-  const size_t payload = isLarge ? 0 : message.data_.size();
-  MailboxCell& cell = outgoing(message.peer_, message.number_);
-  cell.tag = message.tag_;
-  cell.ack = message.ack_;
-  cell.bytes = message.data_.size();
-  cell.region = message.region_.remote();
-  if (payload) std::memcpy(cell.payload, message.data_.data(), payload);
-  auto placed = placeCell(message.peer_, message.number_, cell);
-  // It goes again when the connection is made again.
-  if (placed.code() == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) placed = {};
-  if (!placed.ok()) {
-    end(message, Error{placed.code(), "send to " + group_.nameRank(message.peer_) + ": " +
-                                          placed.error().message});
-    return true;
-  }
-  if (!isLarge) end(message, {});
-  return !isLarge;
 }
 
-// Where a message is made. What is sent over a connection is kept there: its cell is used again
-// when the peer has taken it.
-MailboxCell& PointToPoint::outgoing(int to, uint64_t number) {
-  if (group_.window().peerPtr(to)) return *outgoing_;
-  auto& kept = pairs_[to].kept;
-  if (!kept) kept.reset(new MailboxCell[kMailboxCells]);
-  return kept[number % kMailboxCells];
-}
-
-Status PointToPoint::placeCell(int to, uint64_t number, const MailboxCell& cell) {
-  constexpr size_t kStampEnd = offsetof(MailboxCell, arrived) + sizeof(MailboxCell::arrived);
-  const size_t payload = cell.ack == kNoAck ? cell.bytes : 0;
-  const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, cells) +
-                       (number % kMailboxCells) * sizeof(MailboxCell);
-  return place(to, there + kStampEnd,
-               {reinterpret_cast<const std::byte*>(&cell) + kStampEnd,
-                kCellHeaderBytes - kStampEnd + payload},
-               there + offsetof(MailboxCell, arrived), number);
-}
-
-// Whatever we have said to the rank that it may not have heard is said again. Should the connection
-// break meanwhile, this is called again.
-void PointToPoint::onRenewed(int rank) {
-  std::lock_guard lock(turn_);
-  if (!aborted_.ok() || group_.window().peerPtr(rank)) return;
-  Pair& pair = pairs_[rank];
-  ++pair.renewals;
-  const uint64_t taken = mailboxOf(rank).taken.load(std::memory_order_acquire);
-  for (uint64_t number = taken + 1; number <= pair.sent; ++number)
-    (void)placeCell(rank, number, pair.kept[number % kMailboxCells]);
-  if (pair.taken > 0) giveBackCells(rank, 0);
-  for (uint32_t ack = 0; ack < kMailboxAcks; ++ack) {
-    if (pair.acked[ack] > 0) acknowledge(rank, ack, pair.acked[ack]);
+// A put or a signal to ourselves.
+bool PointToPoint::applyHere(Message& message) {
+  if (!isOpen(message)) return true;
+  if (message.kind_ == Kind::kPut) {
+    oneSided_.putHere(message.tag_, message.offset_, message.data_);
+  } else {
+    oneSided_.signalHere(message.tag_);
   }
-  progressLocked();
-  group_.window().bell().ring();
+  end(message, {});
+  return true;
+}
+
+bool PointToPoint::advanceAwait(Message& message) {
+  if (!isOpen(message)) return true;
+  const bool isThere = message.kind_ == Kind::kAwaitSignal
+                           ? oneSided_.takeSignal(message.tag_, message.peer_)
+                           : oneSided_.applied(message.tag_, message.peer_) >= message.offset_;
+  if (isThere) end(message, {});
+  return isThere;
+}
+
+// Of a message for a window of ours; ends it when that is closed.
+bool PointToPoint::isOpen(Message& message) {
+  if (oneSided_.isOpen(message.tag_)) return true;
+  end(message, Error{ErrorCode::kAborted, titleOf(message) + ": the window was closed meanwhile"});
+  return false;
 }
 
 // True when the message is finished.
@@ -288,73 +295,44 @@ bool PointToPoint::fetch(Message& message) {
   return advanceReceive(message);  // where memory can be read the data is there already
 }
 
-// Takes what has arrived from a rank out of its mailbox.
-void PointToPoint::takeIn(int from) {
-  Pair& pair = pairs_[from];
-  const Mailbox& mailbox = mailboxOf(from);
-  while (pair.earlyBytes <= kEarlyBudget) {
-    const uint64_t number = pair.taken + 1;
-    const MailboxCell& cell = mailbox.cells[number % kMailboxCells];
-    if (cell.arrived.load(std::memory_order_acquire) < number) return;
-    Early early{number, cell.tag, cell.ack, cell.bytes, cell.region, {}};
-    const bool isLarge = early.bytes > kCellPayload;
-    // What the cell says must be possible before anything is done with it.
-    if (isLarge ? early.ack >= kMailboxAcks || early.region.bytes < early.bytes
-                : early.ack != kNoAck) {
-      group_.fail(
-          {ErrorCode::kProtocol, group_.nameRank(from) + " sent a message that does not decode"});
-      return;
-    }
-    if (!isLarge) early.payload.assign(cell.payload, cell.payload + early.bytes);
-    pair.taken = number;
-    pair.earlyBytes += early.payload.size();
-    pair.early.push_back(std::move(early));
-    giveBackCells(from);
-  }
-}
-
-// Tells the sender how many cells are free again, half a mailbox at a time.
-void PointToPoint::giveBackCells(int from, uint64_t atLeast) {
-  Pair& pair = pairs_[from];
-  if (pair.taken - pair.credited < atLeast) return;
-  pair.credited = pair.taken;
-  const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, taken);
-  (void)place(from, word, {}, word,
-              pair.taken);  // over a broken connection: again when it is made again
-}
-
-void PointToPoint::acknowledge(int to, uint32_t ack, uint64_t number) {
-  pairs_[to].acked[ack] = number;
-  const size_t word =
-      group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) + ack * sizeof(uint64_t);
-  (void)place(to, word, {}, word,
-              number);  // over a broken connection: again when it is made again
+// "put to rank 3 (global rank 7)"
+std::string PointToPoint::titleOf(const Message& message) const {
+  return std::string(message.operation()) + (message.isSent() ? " to " : " from ") +
+         (message.peer_ == kAnySource ? std::string("any rank") : group_.nameRank(message.peer_));
 }
 
 // A message that did not move: has it any chance left?
 void PointToPoint::endLate(Message& message) {
-  const char* what = message.isSend_ ? "send to " : "receive from ";
-  const std::string title = what + (message.peer_ == kAnySource ? std::string("any rank")
-                                                                : group_.nameRank(message.peer_));
+  Status status;
   if (auto usable = group_.usable(); !usable.ok()) {
-    if (message.fetch_) group_.window().cancelGets(*message.fetch_);
-    end(message, usable);
+    status = std::move(usable);
+  } else if (message.peer_ != kAnySource && pairs_[message.peer_].isGone) {
+    status = {ErrorCode::kPeerLost, titleOf(message) + ": " + group_.whyGone(message.peer_)};
+  } else if (message.deadline_.passed()) {
+    status = {ErrorCode::kTimeout, titleOf(message) + " timed out: " + whatIsMissing(message)};
+  } else {
     return;
   }
-  if (message.peer_ != kAnySource) {
-    if (pairs_[message.peer_].isGone) {
-      if (message.fetch_) group_.window().cancelGets(*message.fetch_);
-      end(message, Error{ErrorCode::kPeerLost, title + ": " + group_.whyGone(message.peer_)});
-      return;
-    }
+  if (message.fetch_) group_.window().cancelGets(*message.fetch_);
+  end(message, std::move(status));
+}
+
+std::string PointToPoint::whatIsMissing(const Message& message) {
+  const std::string tag = " a message with tag " + std::to_string(message.tag_);
+  switch (message.kind_) {
+    case Kind::kSend:
+      return "the other side did not receive" + tag;
+    case Kind::kReceive:
+      return "the other side did not send" + tag;
+    case Kind::kPut:
+    case Kind::kSignal:
+      return "the other side did not take it; is its process stopped, or its window gone?";
+    case Kind::kAwaitSignal:
+      return "the other side did not signal";
+    case Kind::kAwaitApplied:
+      return "they have not all come";
   }
-  if (message.deadline_.passed()) {
-    if (message.fetch_) group_.window().cancelGets(*message.fetch_);
-    end(message,
-        Error{ErrorCode::kTimeout, title + " timed out: the other side did not " +
-                                       (message.isSend_ ? "receive" : "send") +
-                                       " a message with tag " + std::to_string(message.tag_)});
-  }
+  return {};
 }
 
 void PointToPoint::end(Message& message, Status status) {
@@ -363,16 +341,6 @@ void PointToPoint::end(Message& message, Status status) {
   message.region_ = MemoryRegion();
   message.status_ = std::move(status);
   message.finished_.store(true, std::memory_order_release);
-}
-
-// Messages from the rank, and what it says about ours to it: both lie in our part.
-const Mailbox& PointToPoint::mailboxOf(int from) const {
-  return *reinterpret_cast<const Mailbox*>(group_.window().local() + group_.layout().mailbox(from));
-}
-
-Status PointToPoint::place(int to, size_t offset, std::span<const std::byte> data,
-                           size_t stampOffset, uint64_t stamp) {
-  return group_.window().place(to, offset, data, {.offset = stampOffset, .stamp = stamp});
 }
 
 }  // namespace mooncake

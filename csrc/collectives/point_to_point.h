@@ -11,32 +11,48 @@
 #include "base/result.h"
 #include "collectives/group.h"
 #include "collectives/mailbox.h"
+#include "collectives/one_sided.h"
 #include "collectives/turn.h"
 
 namespace mooncake {
 
-// One send or receive. Made by PointToPoint; finished() once it has ended, then `status` says how.
+// One send or receive, put, signal or wait for a signal. Made by PointToPoint; finished() once it
+// has ended, then `status` says how.
 class Message {
  public:
+  // What PointToPoint is asked for. kAwaitApplied: until so many puts and signals of a rank have
+  // been applied.
+  enum class Kind { kSend, kReceive, kPut, kSignal, kAwaitSignal, kAwaitApplied };
+
+  Kind kind() const { return kind_; }
+  const char* operation() const;  // "send", "put", ...
   bool finished() const { return finished_.load(std::memory_order_acquire); }
   const Status& status() const { return status_; }  // once finished
   int peer() const { return peer_; }  // of a receive from any source: who sent, once finished
   Deadline deadline() const { return deadline_; }
+  // Of what is sent, once finished: the other side has it, or can fetch it.
+  bool wasSent() const { return number_ != 0; }
 
  private:
   friend class PointToPoint;
-  Message(bool isSend, int peer, uint32_t tag, std::span<std::byte> data, Deadline deadline)
-      : isSend_(isSend), peer_(peer), tag_(tag), data_(data), deadline_(deadline) {}
+  Message(Kind kind, int peer, uint32_t tag, std::span<std::byte> data, Deadline deadline,
+          uint64_t offset = 0)
+      : kind_(kind), peer_(peer), tag_(tag), offset_(offset), data_(data), deadline_(deadline) {}
+
+  bool isSent() const {
+    return kind_ == Kind::kSend || kind_ == Kind::kPut || kind_ == Kind::kSignal;
+  }
 
   int firstSource() const { return peer_ < 0 ? 0 : peer_; }
   int lastSource(int size) const { return peer_ < 0 ? size - 1 : peer_; }
 
-  const bool isSend_;
-  int peer_;  // -1: any source
-  const uint32_t tag_;
+  const Kind kind_;
+  int peer_;               // -1: any source
+  const uint32_t tag_;     // one-sided: the window, as whoever has it numbers it
+  const uint64_t offset_;  // put: in the window; kAwaitApplied: how many
   const std::span<std::byte> data_;
   const Deadline deadline_;
-  MemoryRegion region_;    // large send: what the receiver fetches
+  MemoryRegion region_;    // large send or put: what the receiver fetches
   uint64_t number_ = 0;    // send: 0 while it waits for a free cell
   uint32_t ack_ = kNoAck;  // send: the word that the receiver stamps; receive: where to stamp
   RemoteRegion source_;    // large receive: where the message lies
@@ -47,7 +63,8 @@ class Message {
 };
 
 // Sends and receives of a group: matched by source and tag, in order between a pair of ranks and a
-// tag, beside the collectives. Any thread may call; whoever waits drives the progress of all.
+// tag, beside the collectives. Any thread may call; whoever waits drives the progress of all. Puts
+// and signals are messages that no receive waits for: see OneSided.
 //
 // A connection that is made again loses nothing: what has been put into a mailbox over it is kept
 // until the peer has taken it, and put again; stamps only grow, so nothing is received twice. A
@@ -65,9 +82,23 @@ class PointToPoint {
   std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag,
                                    Deadline deadline);
 
+  // Opens a window of this rank: memory that the others put into, until it is closed. Somebody has
+  // to drive the progress meanwhile. Whom we tell the number may use it at once.
+  Result<uint32_t> openWindow(std::span<std::byte> memory);
+  void closeWindow(uint32_t window);
+  // Into the window of a rank, which has this number there; also our own. The range lies within it.
+  // Finished when the data may be changed: it is applied before any later signal of ours.
+  std::shared_ptr<Message> put(std::span<const std::byte> data, int to, uint32_t window,
+                               uint64_t offset, Deadline deadline);
+  std::shared_ptr<Message> signal(int to, uint32_t window, Deadline deadline);
+  // Of our own window. Each signal ends one wait.
+  std::shared_ptr<Message> awaitSignal(int from, uint32_t window, Deadline deadline);
+  std::shared_ptr<Message> awaitApplied(int from, uint32_t window, uint64_t count,
+                                        Deadline deadline);
+
   // Until the message is finished or the deadline has passed; false: it is not finished.
   bool wait(const Message& message, Deadline deadline);
-  // Moves on whatever can move. True when nothing is under way any more.
+  // Moves on whatever can move. True when nothing is under way any more, and no window is open.
   bool progress();
   // How many threads are in wait().
   int drivers() const { return drivers_.load(std::memory_order_relaxed); }
@@ -93,7 +124,9 @@ class PointToPoint {
     bool sendsHeld = false;  // a send to this rank waits for a free cell, so do the later ones
     size_t earlyBytes = 0;
     std::list<Early> early;
-    bool ackBusy[kMailboxAcks] = {};
+    // By ack word: the last message that waits for it. The word is free when it is acknowledged,
+    // also of a message that has timed out meanwhile.
+    uint64_t awaited[kMailboxAcks] = {};
     // Of a peer that is reached by messages: its last cells, as we put them, by number % kCells;
     // the last number that we have acknowledged with each word; how often it was connected anew.
     std::unique_ptr<MailboxCell[]> kept;
@@ -101,10 +134,18 @@ class PointToPoint {
     uint64_t renewals = 0;
   };
 
-  std::shared_ptr<Message> post(std::shared_ptr<Message> message);
+  using Kind = Message::Kind;
+
+  std::shared_ptr<Message> post(Kind kind, int peer, uint32_t tag, std::span<std::byte> data,
+                                Deadline deadline, uint64_t offset = 0);
   bool drive(const Message& message, Deadline deadline);
   bool progressLocked();
+  bool advance(Message& message);
   bool advanceSend(Message& message);
+  bool announce(Message& message);
+  bool applyHere(Message& message);
+  bool advanceAwait(Message& message);
+  bool isOpen(Message& message);
   bool advanceReceive(Message& message);
   bool takeEarly(Message& message, const Early& early);
   bool fetch(Message& message);
@@ -112,9 +153,12 @@ class PointToPoint {
   MailboxCell& outgoing(int to, uint64_t number);
   Status placeCell(int to, uint64_t number, const MailboxCell& cell);
   void takeIn(int from);
+  bool takeOne(int from, uint64_t number, const MailboxCell& cell);
   void acknowledge(int to, uint32_t ack, uint64_t number);
   void giveBackCells(int from, uint64_t atLeast = kMailboxCells / 2);
   void endLate(Message& message);
+  std::string titleOf(const Message& message) const;
+  static std::string whatIsMissing(const Message& message);
   void end(Message& message, Status status);
   const Mailbox& mailboxOf(int from) const;
   Status place(int to, size_t offset, std::span<const std::byte> data, size_t stampOffset,
@@ -124,6 +168,7 @@ class PointToPoint {
   std::atomic<int> drivers_{0};
   Turn turn_;  // guards everything below
   std::vector<Pair> pairs_;
+  OneSided oneSided_;
   std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
   Status aborted_;
   std::unique_ptr<MailboxCell> outgoing_;  // being filled, for a peer that is reached by memory

@@ -15,7 +15,7 @@ namespace {
 using namespace std::chrono_literals;
 
 // So many receives are looked at in one turn that a message comes meanwhile.
-constexpr uint32_t kOthers = 2000;
+constexpr uint32_t kOthers = 4000;
 
 // A thread that only posts has the turn, and is past the receive that another one waits for, when
 // its message comes: the one that waits is told when the turn ends.

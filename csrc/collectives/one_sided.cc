@@ -1,0 +1,158 @@
+#include "collectives/one_sided.h"
+
+#include <cstring>
+#include <limits>
+#include <utility>
+
+namespace mooncake {
+
+Result<uint32_t> OneSided::open(std::span<std::byte> memory) {
+  if (last_ == std::numeric_limits<uint32_t>::max())
+    return Error{ErrorCode::kExhausted, "2^32 windows were opened in this group: make another one"};
+  Exposed& window = windows_[++last_];
+  window.memory = memory;
+  window.sources.resize(size_t(group_.size()));
+  return last_;
+}
+
+void OneSided::close(uint32_t window) {
+  const auto found = windows_.find(window);
+  if (found == windows_.end()) return;
+  for (int from = 0; from < group_.size(); ++from) {
+    Source& source = found->second.sources[from];
+    const std::deque<Arrival> waiting = std::move(source.waiting);
+    forget(source);
+    for (const Arrival& arrival : waiting) release(from, arrival);
+  }
+  windows_.erase(found);
+}
+
+void OneSided::closeAll() {
+  while (any()) close(windows_.begin()->first);
+}
+
+bool OneSided::take(int from, Arrival arrival) {
+  const auto found = windows_.find(arrival.window);
+  // Closed here without the others, as a group's windows are that go with their Python objects. Its
+  // source learns nothing of that, but gets its memory back.
+  if (found == windows_.end()) {
+    release(from, arrival);
+    return true;
+  }
+  Exposed& window = found->second;
+  const size_t size = window.memory.size();
+  if (arrival.offset > size || arrival.bytes > size - arrival.offset) return false;
+  Source& source = window.sources[from];
+  source.heldBytes += arrival.payload.size();
+  source.waiting.push_back(std::move(arrival));
+  if (source.waiting.size() == 1) advance(window, from);  // else the first one is under way
+  return true;
+}
+
+void OneSided::putHere(uint32_t window, uint64_t offset, std::span<const std::byte> data) {
+  // The source may be a part of the window.
+  if (!data.empty())
+    std::memmove(windows_.at(window).memory.data() + offset, data.data(), data.size());
+}
+
+void OneSided::signalHere(uint32_t window) { ++windows_.at(window).sources[group_.rank()].signals; }
+
+void OneSided::progress() {
+  for (auto& [id, window] : windows_) {
+    for (int from = 0; from < group_.size(); ++from) advance(window, from);
+  }
+}
+
+void OneSided::advance(Exposed& window, int from) {
+  Source& source = window.sources[from];
+  while (!source.waiting.empty()) {
+    if (source.waiting.front().ack != kNoAck) {
+      const Fetched fetched = fetch(window, from);
+      if (fetched == Fetched::kNotYet) return;
+      if (fetched == Fetched::kNever) return forget(source);
+    }
+    apply(window, from, source.waiting.front());
+    source.heldBytes -= source.waiting.front().payload.size();
+    source.waiting.pop_front();
+  }
+}
+
+// Of the source's first arrival. kNever: nothing comes from this rank any more.
+OneSided::Fetched OneSided::fetch(Exposed& window, int from) {
+  Source& source = window.sources[from];
+  if (!source.fetch) start(window, from);
+  if (!source.fetch->finished()) return group_.isGone(from) ? Fetched::kNever : Fetched::kNotYet;
+  switch (const ErrorCode code = source.fetch->error.load(std::memory_order_acquire)) {
+    case ErrorCode::kOk:
+    case ErrorCode::kRefused:  // the source gave it up: its put has raised, and what was there of
+                               // the target is undefined
+      source.fetch.reset();
+      return Fetched::kDone;
+    case ErrorCode::kPeerLost:
+      if (group_.isGone(from)) return Fetched::kNever;
+      // The connection broke, and may be made again; it may have been since we began.
+      if (renewals_[from] != source.renewals) start(window, from);
+      return Fetched::kNotYet;
+    case ErrorCode::kAborted:  // it goes on without us: we shall hear of that
+      return Fetched::kNever;
+    default:
+      // To go on without the data would break what a signal promises.
+      if (!group_.isGone(from))
+        group_.fail({code, "fetching what " + group_.nameRank(from) + " put failed (" +
+                               errorCodeName(code) + ")"});
+      return Fetched::kNever;
+  }
+}
+
+void OneSided::start(Exposed& window, int from) {
+  Source& source = window.sources[from];
+  const Arrival& put = source.waiting.front();
+  source.renewals = renewals_[from];
+  source.fetch = std::make_unique<Completion>(&group_.window().bell());
+  const Status started = group_.window().get(
+      from, put.region, 0, window.memory.subspan(put.offset, put.bytes), *source.fetch);
+  if (!started.ok()) source.fetch->error.store(started.code());
+}
+
+void OneSided::apply(Exposed& window, int from, const Arrival& arrival) {
+  Source& source = window.sources[from];
+  ++source.applied;
+  if (arrival.kind == CellKind::kSignal) {
+    ++source.signals;
+  } else if (arrival.ack != kNoAck) {
+    acknowledge_(from, arrival.ack, arrival.number);
+  } else if (arrival.bytes) {
+    std::memcpy(window.memory.data() + arrival.offset, arrival.payload.data(), arrival.bytes);
+  }
+}
+
+// Of what is not applied.
+void OneSided::release(int from, const Arrival& arrival) {
+  if (arrival.ack != kNoAck) acknowledge_(from, arrival.ack, arrival.number);
+}
+
+void OneSided::forget(Source& source) {
+  if (source.fetch) group_.window().cancelGets(*source.fetch);
+  source.fetch.reset();
+  source.waiting.clear();
+  source.heldBytes = 0;
+}
+
+bool OneSided::takeSignal(uint32_t window, int from) {
+  uint64_t& signals = windows_.at(window).sources[from].signals;
+  if (signals == 0) return false;
+  --signals;
+  return true;
+}
+
+uint64_t OneSided::applied(uint32_t window, int from) const {
+  return windows_.at(window).sources[from].applied;
+}
+
+size_t OneSided::heldBytes(int from) const {
+  size_t bytes = 0;
+  for (const auto& [id, window] : windows_) bytes += window.sources[from].heldBytes;
+  return bytes;
+}
+
+}  // namespace mooncake
