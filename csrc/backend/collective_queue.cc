@@ -16,8 +16,12 @@ bool isLoss(ErrorCode code) {
 }  // namespace
 
 CollectiveQueue::CollectiveQueue(Group& group, bool raises,
-                                 std::shared_ptr<Completions> completions)
-    : group_(group), raises_(raises), completions_(std::move(completions)) {
+                                 std::shared_ptr<Completions> completions,
+                                 std::shared_ptr<CompletionHooks> hooks)
+    : group_(group),
+      raises_(raises),
+      completions_(std::move(completions)),
+      hooks_(std::move(hooks)) {
   auto everybody = std::make_shared<GroupView>();
   everybody->active.resize(size_t(group.size()));
   std::iota(everybody->active.begin(), everybody->active.end(), 0);
@@ -69,7 +73,9 @@ void CollectiveQueue::end(const c10::intrusive_ptr<CollectiveWork>& work, Status
     ending.before = std::exchange(lastView_, group_.lastView);
   ending.view = lastView_;
   if (ending.status.ok() || !raises_ || !isLoss(ending.status.code())) {
+    const bool isDone = ending.status.ok();
     work->finish(std::move(ending), *completions_);
+    if (isDone) hooks_->tell(work->getCompletionKey());
     return;
   }
   // Taken out before anybody can see the exception: what is issued afterwards is to run.

@@ -11,6 +11,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include "backend/collective_work.h"
+#include "backend/completion_hooks.h"
 #include "backend/completions.h"
 #include "base/deadline.h"
 #include "collectives/group.h"
@@ -30,7 +31,8 @@ class CollectiveQueue {
   using Run = std::function<Status()>;
 
   // The group outlives it. `raises`: mode `raise`.
-  CollectiveQueue(Group& group, bool raises, std::shared_ptr<Completions> completions);
+  CollectiveQueue(Group& group, bool raises, std::shared_ptr<Completions> completions,
+                  std::shared_ptr<CompletionHooks> hooks);
   ~CollectiveQueue();  // runs what is left: abort the group first to make that quick
 
   template <typename R>
@@ -81,6 +83,7 @@ class CollectiveQueue {
   Group& group_;
   const bool raises_;
   const std::shared_ptr<Completions> completions_;
+  const std::shared_ptr<CompletionHooks> hooks_;
   std::shared_ptr<const GroupView> lastView_;  // of whoever runs an operation
   std::mutex mutex_;                           // guards everything below
   std::condition_variable changed_;

@@ -32,12 +32,13 @@ struct Ending {
 // A collective that was called: done or not, and how it ended.
 class CollectiveWork : public c10d::Work {
  public:
-  // `size`: of the group, which may grow to `capacity`.
+  // `size`: of the group, which may grow to `capacity`. `key`: see CompletionHooks.
   CollectiveWork(int rank, int size, int capacity, c10d::OpType type, CollectiveQueue* queue,
-                 std::vector<at::Tensor> outputs, const Profile& profile)
+                 std::vector<at::Tensor> outputs, const Profile& profile, uint64_t key)
       : Work(rank, type, profile.title(), profile.inputs),
         size_(size),
         capacity_(capacity),
+        key_(key),
         queue_(queue),
         outputs_(std::move(outputs)) {}
 
@@ -61,6 +62,8 @@ class CollectiveWork : public c10d::Work {
   std::vector<int> lostRanks() const;    // of those: contributed to the operation before
   uint64_t epoch() const;                // of the job's view
   int capacity() const { return capacity_; }
+  // Without `override`: c10d::Work has it since torch 2.15 only.
+  uint64_t getCompletionKey() const { return key_; }
 
  private:
   friend class CollectiveQueue;
@@ -71,6 +74,7 @@ class CollectiveWork : public c10d::Work {
 
   const int size_;
   const int capacity_;
+  const uint64_t key_;
   uint64_t number_ = 0;           // set when it is submitted
   CollectiveQueue* const queue_;  // null: was already finished when it was made
   const std::vector<at::Tensor> outputs_;

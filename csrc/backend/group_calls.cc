@@ -1,6 +1,7 @@
 // The calls of c10d that are about the group as such, or put several calls together.
 #include <algorithm>
 
+#include "backend/arena_tensors.h"
 #include "backend/arguments.h"
 #include "backend/mooncake_backend.h"
 
@@ -164,6 +165,26 @@ void MooncakeBackend::unregisterAbortHook(int64_t id) {
   abortHooks_.erase(id);
 }
 #endif
+
+#ifdef MOONCAKE_HAS_COMPLETION_HOOKS
+void MooncakeBackend::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
+  hooks_->add(id, [hook = std::move(hook)](uint64_t key) { hook({.completionKey = key}); });
+}
+
+void MooncakeBackend::unregisterCompletionHook(int64_t id) { hooks_->remove(id); }
+#endif
+
+// What tells them of a message's end. A message of which nobody is to be told costs nothing.
+PointToPoint::OnDone MooncakeBackend::tellingOf(uint64_t key) const {
+  if (!hooks_->any()) return nullptr;
+  return [hooks = hooks_, key] { hooks->tell(key); };
+}
+
+at::Tensor MooncakeBackend::allocateTensor(long size, at::TensorOptions options) {
+  refuseInForkedChild();
+  throwIfError(group_->usable());
+  return tensorInArena(*engine_, size, options);
+}
 
 c10d::ErrorType MooncakeBackend::getError() {
   const Status status = group_ ? group_->usable() : Status(ErrorCode::kAborted, "");

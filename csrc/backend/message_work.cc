@@ -10,9 +10,10 @@ namespace mooncake {
 
 MessageWork::MessageWork(int rank, int capacity, c10d::OpType type,
                          std::shared_ptr<MessageDriver> driver, std::shared_ptr<Message> message,
-                         at::Tensor tensor, Flat flat, const Profile& profile)
+                         at::Tensor tensor, Flat flat, const Profile& profile, uint64_t key)
     : Work(rank, type, profile.title(), profile.inputs),
       capacity_(capacity),
+      key_(key),
       driver_(std::move(driver)),
       message_(std::move(message)),
       tensor_(std::move(tensor)),
@@ -33,10 +34,11 @@ std::exception_ptr MessageWork::exception() const {
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout <= kNoTimeout ? message_->deadline() : Deadline::after(timeout);
   if (!driver_->messages().wait(*message_, deadline)) {
-    throwError({ErrorCode::kTimeout, c10d::opTypeToString(opType_) + " on rank " +
-                                         std::to_string(rank_) + " is not done after the " +
-                                         std::to_string(timeout.count()) +
-                                         " ms that wait() was given; it goes on"});
+    const std::string name =
+        opType_ == c10d::OpType::UNKNOWN ? message_->operation() : c10d::opTypeToString(opType_);
+    throwError({ErrorCode::kTimeout,
+                name + " on rank " + std::to_string(rank_) + " is not done after the " +
+                    std::to_string(timeout.count()) + " ms that wait() was given; it goes on"});
   }
   takeOver();
   throwIfError(message_->status());
@@ -78,7 +80,7 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
 void MessageWork::takeOver() {
   std::call_once(taken_, [&] {
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
-    if (opType_ != c10d::OpType::SEND && message_->status().ok()) flat_.give();
+    if (message_->kind() == Message::Kind::kReceive && message_->status().ok()) flat_.give();
   });
 }
 

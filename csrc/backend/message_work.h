@@ -17,10 +17,11 @@ class MessageDriver;
 // A send or a receive that was called.
 class MessageWork : public c10d::Work {
  public:
-  // `flat` holds the message's bytes. `capacity`: ranks that the group may grow to.
+  // `flat` holds the message's bytes; `tensor` is the result, undefined where there is none.
+  // `capacity`: ranks that the group may grow to. `key`: see CompletionHooks.
   MessageWork(int rank, int capacity, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
               std::shared_ptr<Message> message, at::Tensor tensor, Flat flat,
-              const Profile& profile);
+              const Profile& profile, uint64_t key);
 
   bool finished() const { return message_->finished(); }
   bool isCompleted() override;
@@ -28,11 +29,15 @@ class MessageWork : public c10d::Work {
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
-  std::vector<at::Tensor> result() override { return {tensor_}; }
+  std::vector<at::Tensor> result() override {
+    return tensor_.defined() ? std::vector{tensor_} : std::vector<at::Tensor>();
+  }
   int sourceRank() const override;
   // The other side, once it is finished because that is lost.
   std::vector<int> failedRanks() const;
   int capacity() const { return capacity_; }
+  // Without `override`: c10d::Work has it since torch 2.15 only.
+  uint64_t getCompletionKey() const { return key_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
@@ -41,6 +46,7 @@ class MessageWork : public c10d::Work {
   void takeOver();
 
   const int capacity_;
+  const uint64_t key_;
   const std::shared_ptr<MessageDriver> driver_;
   const std::shared_ptr<Message> message_;
   const at::Tensor tensor_;

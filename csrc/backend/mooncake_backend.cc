@@ -130,7 +130,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   group_ = orThrow(std::move(group));
   membership_ = group_->membership();
   messages_ = std::make_shared<MessageDriver>(*group_, completions_);
-  queue_ = std::make_unique<CollectiveQueue>(*group_, options_.env.raises, completions_);
+  queue_ = std::make_unique<CollectiveQueue>(*group_, options_.env.raises, completions_, hooks_);
 }
 
 MooncakeBackend::~MooncakeBackend() { close(); }
@@ -458,13 +458,14 @@ c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type, const 
                                                        int peer, int tag) {
   Flat flat(tensor);
   const Deadline until = deadline(c10d::kUnsetTimeout);
+  const uint64_t key = hooks_->newKey();
   PointToPoint& messages = messages_->messages();
   auto message = type == c10d::OpType::SEND
-                     ? messages.send(flat.bytes(), peer, uint32_t(tag), until)
-                     : messages.receive(flat.bytes(), peer, uint32_t(tag), until);
+                     ? messages.send(flat.bytes(), peer, uint32_t(tag), until, tellingOf(key))
+                     : messages.receive(flat.bytes(), peer, uint32_t(tag), until, tellingOf(key));
   return c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_,
                                           std::move(message), tensor, std::move(flat),
-                                          profileOf(options_.name, type, tensor));
+                                          profileOf(options_.name, type, tensor), key);
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors,

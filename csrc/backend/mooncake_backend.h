@@ -12,8 +12,10 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/version.h>
 
 #include "backend/collective_queue.h"
+#include "backend/completion_hooks.h"
 #include "backend/completions.h"
 #include "backend/message_driver.h"
 #include "backend/message_work.h"
@@ -24,6 +26,11 @@
 #include "collectives/collectives.h"
 #include "collectives/group.h"
 #include "engine/engine.h"
+
+// No macro of torch's tells hooks that come at the end of an operation from those that do not.
+#if defined(C10D_BACKEND_HAS_HOOKS) && (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15)
+#define MOONCAKE_HAS_COMPLETION_HOOKS
+#endif
 
 namespace mooncake {
 
@@ -79,6 +86,21 @@ class MooncakeBackend : public c10d::Backend {
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
   void unregisterAbortHook(int64_t id) override;
 #endif
+#ifdef MOONCAKE_HAS_COMPLETION_HOOKS
+  // Of collectives, messages, and what windows do: see CompletionHooks.
+  bool supportsCompletionHooks() const override { return true; }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override;
+#endif
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override { return true; }
+  // Collective with a tensor, which is registered at once.
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
+  // Of memory that the ranks of a host can map. Both without `override`: torch has them like this
+  // since 2.9, or somewhat before. An index is asked for, which a CPU has not.
+  at::Tensor allocateTensor(long size, at::TensorOptions options);
+  bool supportsTensorAlloc(c10::DeviceIndex index) { return index < 0; }
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override;
@@ -146,14 +168,16 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr submit(c10d::OpType type, at::TensorList inputs, std::vector<at::Tensor> outputs,
                  bool async, Run&& run) {
     refuseInForkedChild();
-    auto work = c10::make_intrusive<CollectiveWork>(rank_, size_, options_.capacity, type,
-                                                    queue_.get(), std::move(outputs),
-                                                    profileOf(options_.name, type, inputs));
+    auto work = c10::make_intrusive<CollectiveWork>(
+        rank_, size_, options_.capacity, type, queue_.get(), std::move(outputs),
+        profileOf(options_.name, type, inputs), hooks_->newKey());
     queue_->submit(work, async, std::forward<Run>(run));
     if (isInBatch()) batch_->works.push_back(work);
     return work;
   }
+  friend class TorchWindow;
   void runAbortHooks();
+  PointToPoint::OnDone tellingOf(uint64_t key) const;
   WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   bool fitsSlot(const std::vector<Flat>& given) const;
   WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
@@ -206,6 +230,7 @@ class MooncakeBackend : public c10d::Backend {
   const bool inOurWorld_;  // a group of a job that the default group of ours is
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Completions> completions_;
+  const std::shared_ptr<CompletionHooks> hooks_ = std::make_shared<CompletionHooks>();
   std::shared_ptr<Membership> membership_;  // of the job; all its groups share it
   std::unique_ptr<Group> group_;
   std::shared_ptr<MessageDriver> messages_;

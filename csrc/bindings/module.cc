@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -32,6 +33,13 @@ class PythonBackend final : public MooncakeBackend {
       py::gil_scoped_release unlocked;
       close();
     }
+  }
+
+  // Hooks run in it, and wait for threads that need Python's lock to write down what was called.
+  void abort() override {
+    std::optional<py::gil_scoped_release> unlocked;
+    if (PyGILState_Check()) unlocked.emplace();
+    MooncakeBackend::abort();
   }
 
   bool supportsSplitting() const override { return true; }

@@ -47,31 +47,33 @@ PointToPoint::~PointToPoint() {
 }
 
 std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
-                                            Deadline deadline) {
-  return post(Kind::kSend, to, tag, readOnly(data), deadline);
+                                            Deadline deadline, OnDone onDone) {
+  return post(Kind::kSend, to, tag, readOnly(data), deadline, std::move(onDone));
 }
 
 std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int from, uint32_t tag,
-                                               Deadline deadline) {
-  return post(Kind::kReceive, from, tag, data, deadline);
+                                               Deadline deadline, OnDone onDone) {
+  return post(Kind::kReceive, from, tag, data, deadline, std::move(onDone));
 }
 
 std::shared_ptr<Message> PointToPoint::put(std::span<const std::byte> data, int to, uint32_t window,
-                                           uint64_t offset, Deadline deadline) {
-  return post(Kind::kPut, to, window, readOnly(data), deadline, offset);
+                                           uint64_t offset, Deadline deadline, OnDone onDone) {
+  return post(Kind::kPut, to, window, readOnly(data), deadline, std::move(onDone), offset);
 }
 
-std::shared_ptr<Message> PointToPoint::signal(int to, uint32_t window, Deadline deadline) {
-  return post(Kind::kSignal, to, window, {}, deadline);
+std::shared_ptr<Message> PointToPoint::signal(int to, uint32_t window, Deadline deadline,
+                                              OnDone onDone) {
+  return post(Kind::kSignal, to, window, {}, deadline, std::move(onDone));
 }
 
-std::shared_ptr<Message> PointToPoint::awaitSignal(int from, uint32_t window, Deadline deadline) {
-  return post(Kind::kAwaitSignal, from, window, {}, deadline);
+std::shared_ptr<Message> PointToPoint::awaitSignal(int from, uint32_t window, Deadline deadline,
+                                                   OnDone onDone) {
+  return post(Kind::kAwaitSignal, from, window, {}, deadline, std::move(onDone));
 }
 
 std::shared_ptr<Message> PointToPoint::awaitApplied(int from, uint32_t window, uint64_t count,
                                                     Deadline deadline) {
-  return post(Kind::kAwaitApplied, from, window, {}, deadline, count);
+  return post(Kind::kAwaitApplied, from, window, {}, deadline, nullptr, count);
 }
 
 Result<uint32_t> PointToPoint::openWindow(std::span<std::byte> memory) {
@@ -89,8 +91,9 @@ void PointToPoint::closeWindow(uint32_t window) {
 
 std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32_t tag,
                                             std::span<std::byte> data, Deadline deadline,
-                                            uint64_t offset) {
+                                            OnDone onDone, uint64_t offset) {
   std::shared_ptr<Message> message(new Message(kind, peer, tag, data, deadline, offset));
+  message->onDone_ = std::move(onDone);
   std::lock_guard lock(turn_);
   if (!aborted_.ok()) {
     end(*message, aborted_);
@@ -341,6 +344,7 @@ void PointToPoint::end(Message& message, Status status) {
   message.region_ = MemoryRegion();
   message.status_ = std::move(status);
   message.finished_.store(true, std::memory_order_release);
+  if (message.onDone_ && message.status_.ok()) message.onDone_();
 }
 
 }  // namespace mooncake

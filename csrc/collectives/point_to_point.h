@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <list>
 #include <memory>
 #include <span>
@@ -36,7 +37,7 @@ class Message {
  private:
   friend class PointToPoint;
   Message(Kind kind, int peer, uint32_t tag, std::span<std::byte> data, Deadline deadline,
-          uint64_t offset = 0)
+          uint64_t offset)
       : kind_(kind), peer_(peer), tag_(tag), offset_(offset), data_(data), deadline_(deadline) {}
 
   bool isSent() const {
@@ -58,6 +59,7 @@ class Message {
   RemoteRegion source_;    // large receive: where the message lies
   std::unique_ptr<Completion> fetch_;  // large receive, under way
   uint64_t renewals_ = 0;              // of the connection, when the fetch began
+  std::function<void()> onDone_;
   Status status_;
   std::atomic<bool> finished_{false};
 };
@@ -76,11 +78,15 @@ class PointToPoint {
   explicit PointToPoint(Group& group);
   ~PointToPoint();
 
+  // What is called when a message has ended well, by the thread that found it, in its turn: it must
+  // not call us. None: nothing.
+  using OnDone = std::function<void()>;
+
   // Neither waits. The data belongs to the message until it is finished.
   std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag,
-                                Deadline deadline);
+                                Deadline deadline, OnDone onDone = nullptr);
   std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag,
-                                   Deadline deadline);
+                                   Deadline deadline, OnDone onDone = nullptr);
 
   // Opens a window of this rank: memory that the others put into, until it is closed. Somebody has
   // to drive the progress meanwhile. Whom we tell the number may use it at once.
@@ -89,10 +95,12 @@ class PointToPoint {
   // Into the window of a rank, which has this number there; also our own. The range lies within it.
   // Finished when the data may be changed: it is applied before any later signal of ours.
   std::shared_ptr<Message> put(std::span<const std::byte> data, int to, uint32_t window,
-                               uint64_t offset, Deadline deadline);
-  std::shared_ptr<Message> signal(int to, uint32_t window, Deadline deadline);
+                               uint64_t offset, Deadline deadline, OnDone onDone = nullptr);
+  std::shared_ptr<Message> signal(int to, uint32_t window, Deadline deadline,
+                                  OnDone onDone = nullptr);
   // Of our own window. Each signal ends one wait.
-  std::shared_ptr<Message> awaitSignal(int from, uint32_t window, Deadline deadline);
+  std::shared_ptr<Message> awaitSignal(int from, uint32_t window, Deadline deadline,
+                                       OnDone onDone = nullptr);
   std::shared_ptr<Message> awaitApplied(int from, uint32_t window, uint64_t count,
                                         Deadline deadline);
 
@@ -137,7 +145,7 @@ class PointToPoint {
   using Kind = Message::Kind;
 
   std::shared_ptr<Message> post(Kind kind, int peer, uint32_t tag, std::span<std::byte> data,
-                                Deadline deadline, uint64_t offset = 0);
+                                Deadline deadline, OnDone onDone, uint64_t offset = 0);
   bool drive(const Message& message, Deadline deadline);
   bool progressLocked();
   bool advance(Message& message);

@@ -121,11 +121,12 @@ Status RmaWindow::take(Group& group, int rank, ByteView record) {
   if (offset > arena.size() || part.bytes > arena.size() - offset)
     return {ErrorCode::kProtocol, group.nameRank(rank) + " described a window outside its arena"};
   part.mapped = arena.subspan(offset, part.bytes);
+  part.mapping = peer->channel->sharedPeerArena();
   return {};
 }
 
 Result<std::shared_ptr<Message>> RmaWindow::put(std::span<const std::byte> data, int to,
-                                                uint64_t offset, Deadline deadline) {
+                                                uint64_t offset, Deadline deadline, OnDone onDone) {
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(usable());
   const Part& part = parts_[size_t(to)];
@@ -135,17 +136,17 @@ Result<std::shared_ptr<Message>> RmaWindow::put(std::span<const std::byte> data,
                                                   ": rank " + std::to_string(to) + " registered " +
                                                   std::to_string(part.bytes) + " bytes"};
   }
-  return track(to, messages_.put(data, to, part.number, offset, deadline));
+  return track(to, messages_.put(data, to, part.number, offset, deadline, std::move(onDone)));
 }
 
-Result<std::shared_ptr<Message>> RmaWindow::signal(int to, Deadline deadline) {
+Result<std::shared_ptr<Message>> RmaWindow::signal(int to, Deadline deadline, OnDone onDone) {
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(usable());
-  return track(to, messages_.signal(to, parts_[size_t(to)].number, deadline));
+  return track(to, messages_.signal(to, parts_[size_t(to)].number, deadline, std::move(onDone)));
 }
 
-std::shared_ptr<Message> RmaWindow::awaitSignal(int from, Deadline deadline) {
-  return messages_.awaitSignal(from, number_, deadline);
+std::shared_ptr<Message> RmaWindow::awaitSignal(int from, Deadline deadline, OnDone onDone) {
+  return messages_.awaitSignal(from, number_, deadline, std::move(onDone));
 }
 
 // With the lock.

@@ -17,6 +17,7 @@ namespace mooncake {
 class RmaWindow {
  public:
   static constexpr size_t kMostDims = 16;
+  using OnDone = PointToPoint::OnDone;
 
   // What a rank gives. `shape`: how its elements lie, for whoever maps it; at most kMostDims.
   struct Given {
@@ -39,13 +40,15 @@ class RmaWindow {
   // Where load and store reach what another rank gave: it lies in that one's arena, which is mapped
   // here. Else empty. As long as the peer's channel.
   std::span<std::byte> mapped(int rank) const { return parts_[rank].mapped; }
+  // What keeps that mapped for whoever uses it longer.
+  const std::shared_ptr<const void>& mapping(int rank) const { return parts_[rank].mapping; }
 
   // Neither waits; the data belongs to the message until it is finished. The range must lie within
   // what the rank gave (kInvalidArgument).
   Result<std::shared_ptr<Message>> put(std::span<const std::byte> data, int to, uint64_t offset,
-                                       Deadline deadline);
-  Result<std::shared_ptr<Message>> signal(int to, Deadline deadline);
-  std::shared_ptr<Message> awaitSignal(int from, Deadline deadline);
+                                       Deadline deadline, OnDone onDone = nullptr);
+  Result<std::shared_ptr<Message>> signal(int to, Deadline deadline, OnDone onDone = nullptr);
+  std::shared_ptr<Message> awaitSignal(int from, Deadline deadline, OnDone onDone = nullptr);
 
   // Collective, as two operations of the group's. When it returns ok, everything that anybody has
   // put is in its place, and the memory is the caller's again. With an error the window stays open.
@@ -58,6 +61,7 @@ class RmaWindow {
     uint64_t bytes = 0;
     std::vector<int64_t> shape;
     std::span<std::byte> mapped;
+    std::shared_ptr<const void> mapping;
     uint64_t sent = 0;                               // puts and signals that it has, or will fetch
     std::vector<std::shared_ptr<Message>> underWay;  // puts and signals to it
   };

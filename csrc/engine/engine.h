@@ -61,6 +61,8 @@ class Engine {
   const Env& env() const { return options_.env; }
   const std::string& logName() const { return options_.logName; }
   Arena& arena() { return *arena_; }
+  // For whoever keeps memory of it longer than the engine.
+  const std::shared_ptr<Arena>& sharedArena() const { return arena_; }
   RegionTable& regions() { return regions_; }
   EventLoop& loop() { return *loop_; }
 
@@ -141,7 +143,7 @@ class Engine {
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
 
   EngineOptions options_;
-  std::unique_ptr<Arena> arena_;
+  std::shared_ptr<Arena> arena_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
   std::mutex callMutex_;  // one callAll() at a time: nobody is called twice

@@ -23,7 +23,7 @@ namespace mooncake {
 class LocalChannel final : public Channel, public std::enable_shared_from_this<LocalChannel> {
  public:
   struct Mapped {
-    std::unique_ptr<ArenaMapping> arena;
+    std::shared_ptr<ArenaMapping> arena;
     uint64_t address = 0;                    // of the arena in the peer's process
     uint64_t mirror = 0;                     // offset of its RegionMirror
     uint64_t life = 0;                       // offset of its LifeWord
@@ -42,6 +42,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   std::span<std::byte> peerArena() const override {
     return {peer_.arena->base(), peer_.arena->capacity()};
   }
+  std::shared_ptr<const void> sharedPeerArena() const override { return peer_.arena; }
   PeerLife peerLife() const override;
   void peerExited(const Error& why) override;
   Status put(const PutRequest& request) override;

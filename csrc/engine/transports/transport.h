@@ -39,6 +39,8 @@ class Channel {
   // The peer's arena where load and store reach it, else empty. Constant for the channel's life;
   // stays mapped, with all that the peer wrote, also after the peer died and after close().
   virtual std::span<std::byte> peerArena() const = 0;
+  // What keeps that mapped for whoever uses it longer than the channel.
+  virtual std::shared_ptr<const void> sharedPeerArena() const { return nullptr; }
   // The peer's life word where that is mapped. As long as peerArena().
   virtual PeerLife peerLife() const { return {}; }
   // Grows with whatever comes from the peer. Where the life word

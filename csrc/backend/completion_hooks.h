@@ -1,0 +1,41 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+
+namespace mooncake {
+
+// Who is told of every operation of a group that has ended well, by the key that its Work has. On
+// whatever thread found it, with locks of ours held: they do not call us, nor wait for Python's
+// lock. Nobody is told under the lock that guards who is told: they may hold locks of their own
+// while they sign off.
+class CompletionHooks {
+ public:
+  using Hook = std::function<void(uint64_t key)>;
+
+  CompletionHooks();
+  void add(int64_t id, Hook hook);
+  void remove(int64_t id);
+
+  uint64_t newKey() { return nextKey_.fetch_add(1, std::memory_order_relaxed); }
+  bool any() const { return any_.load(std::memory_order_acquire); }
+  void tell(uint64_t key) const {
+    if (any()) tellAll(key);
+  }
+
+ private:
+  using Hooks = std::map<int64_t, Hook>;
+  void change(const std::function<void(Hooks&)>& how);
+  void tellAll(uint64_t key) const;
+
+  std::atomic<uint64_t> nextKey_;
+  std::atomic<bool> any_{false};
+  mutable std::mutex mutex_;            // guards hooks_
+  std::shared_ptr<const Hooks> hooks_;  // replaced as a whole
+};
+
+}  // namespace mooncake

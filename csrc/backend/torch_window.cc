@@ -1,0 +1,195 @@
+#include "backend/torch_window.h"
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+
+#include <utility>
+
+#include "backend/arena_tensors.h"
+#include "backend/arguments.h"
+
+namespace mooncake {
+namespace {
+
+RmaWindow::Given givenOf(const at::Tensor& tensor) {
+  throwIfError(checkTensor(tensor, "the tensor of a window"));
+  if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg())
+    refuse(
+        "the tensor of a window must be contiguous: others put into its memory as it lies there");
+  RmaWindow::Given given{.memory = bytesOf(tensor), .shape = tensor.sizes().vec()};
+  if (given.shape.size() > RmaWindow::kMostDims) given.shape = {tensor.numel()};
+  return given;
+}
+
+// Signals move no data.
+Flat nothing() { return {at::Tensor(), at::Tensor()}; }
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Window> MooncakeBackend::new_window(
+    const std::optional<at::Tensor>& tensor) {
+  refuseInForkedChild();
+  throwIfError(group_->usable());
+  auto window = c10::make_intrusive<TorchWindow>(*this);
+  if (tensor) window->tensor_register(*tensor, true);
+  return window;
+}
+
+TorchWindow::TorchWindow(MooncakeBackend& backend)
+    : backend_(c10::intrusive_ptr<MooncakeBackend>::reclaim_copy(&backend)),
+      messages_(backend.messages_),
+      size_(backend.getSize()) {}
+
+// Not in a forked child, where a thread of the parent's may hold the locks for ever.
+TorchWindow::~TorchWindow() {
+  if (forkGeneration_ != forkGeneration()) {
+    new Registered(std::move(registered_));
+    new std::shared_ptr<MessageDriver>(messages_);
+  }
+}
+
+void TorchWindow::tensor_register(const at::Tensor& tensor, bool) {
+  const auto group = backend("tensor_register");
+  RmaWindow::Given given = givenOf(tensor);
+  const DType dtype = orThrow(dtypeOf(tensor));
+  {
+    std::lock_guard lock(mutex_);
+    if (registered_.window)
+      refuse(
+          "tensor_register: this window has a tensor; tensor_deregister() it, or make another "
+          "window");
+  }
+  Registered made{nullptr, tensor};
+  const auto run = [&made, given = std::move(given), dtype, group = group.get(),
+                    timeout = group->effective(c10d::kUnsetTimeout)]() -> Status {
+    auto window = RmaWindow::open(*group->group_, group->messages_->messages(), given, dtype,
+                                  Deadline::after(timeout));
+    if (!window.ok()) return window.error();
+    made.window = std::move(*window);
+    return {};
+  };
+  group->submit(c10d::OpType::UNKNOWN, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
+  messages_->watch();
+  std::lock_guard lock(mutex_);
+  registered_ = std::move(made);
+}
+
+void TorchWindow::tensor_deregister() {
+  const auto group = backend("tensor_deregister");
+  const auto window = registered("tensor_deregister").window;
+  const auto run = [group = group.get(), window, timeout = group->effective(c10d::kUnsetTimeout)] {
+    return window->close(*group->group_, Deadline::after(timeout));
+  };
+  group->submit(c10d::OpType::UNKNOWN, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
+  std::lock_guard lock(mutex_);
+  registered_ = {};
+}
+
+// `post` is handed whom to tell when it is done.
+template <typename Post>
+TorchWindow::WorkPtr TorchWindow::start(MooncakeBackend& group, bool async, const Flat& source,
+                                        Post&& post) {
+  const uint64_t key = group.hooks_->newKey();
+  const std::shared_ptr<Message> message = post(group.tellingOf(key));
+  auto work = c10::make_intrusive<MessageWork>(group.getRank(), group.options_.capacity,
+                                               c10d::OpType::UNKNOWN, messages_, message,
+                                               at::Tensor(), source, Profile(), key);
+  if (!async) {
+    work->wait(kNoTimeout);
+  } else if (!work->finished()) {
+    // What is put is kept until it has been fetched, also when nobody keeps the work.
+    messages_->whenFinished(message, [work] {});
+  }
+  return work;
+}
+
+TorchWindow::WorkPtr TorchWindow::put(const at::Tensor& tensor, int64_t dstRank,
+                                      int64_t targetOffsetNelems, bool asyncOp,
+                                      const c10d::PutOptions& opts) {
+  const auto group = backend("put");
+  const int to = checkedRank("put", dstRank);
+  const Registered there = registered("put");
+  throwIfError(checkTensor(tensor, "the tensor of put"));
+  if (tensor.scalar_type() != there.tensor.scalar_type()) {
+    refuse(c10::str("put: the tensor is of type ", tensor.scalar_type(), ", the window's is ",
+                    there.tensor.scalar_type()));
+  }
+  uint64_t offset = 0;
+  if (targetOffsetNelems < 0 || __builtin_mul_overflow(uint64_t(targetOffsetNelems),
+                                                       uint64_t(tensor.element_size()), &offset))
+    refuse("put: an offset of " + std::to_string(targetOffsetNelems) + " elements");
+  const Flat source(tensor);
+  return start(*group, asyncOp, source, [&](PointToPoint::OnDone onDone) {
+    return orThrow(there.window->put(source.bytes(), to, offset, group->deadline(opts.timeout),
+                                     std::move(onDone)));
+  });
+}
+
+TorchWindow::WorkPtr TorchWindow::signal(int64_t peerRank, bool asyncOp,
+                                         const c10d::SignalOptions& opts) {
+  const auto group = backend("signal");
+  const int to = checkedRank("signal", peerRank);
+  const auto window = registered("signal").window;
+  return start(*group, asyncOp, nothing(), [&](PointToPoint::OnDone onDone) {
+    return orThrow(window->signal(to, group->deadline(opts.timeout), std::move(onDone)));
+  });
+}
+
+TorchWindow::WorkPtr TorchWindow::wait_signal(int64_t peerRank, bool asyncOp,
+                                              const c10d::WaitSignalOptions& opts) {
+  const auto group = backend("wait_signal");
+  const int from = checkedRank("wait_signal", peerRank);
+  const auto window = registered("wait_signal").window;
+  return start(*group, asyncOp, nothing(), [&](PointToPoint::OnDone onDone) {
+    return window->awaitSignal(from, group->deadline(opts.timeout), std::move(onDone));
+  });
+}
+
+at::Tensor TorchWindow::map_remote_tensor(int64_t rank) {
+  const auto group = backend("map_remote_tensor");
+  const int of = checkedRank("map_remote_tensor", rank);
+  const auto [window, tensor] = registered("map_remote_tensor");
+  if (of == group->getRank()) return tensor;
+  if (window->mapped(of).data() == nullptr) {
+    throwError({ErrorCode::kUnsupported,
+                "map_remote_tensor: what rank " + std::to_string(of) +
+                    " registered is not mapped here (transport " + group->transportTo(of) +
+                    "). Ranks of one host can map tensors that the backend's allocate_tensor() "
+                    "made: register such a one there. Else use put()"});
+  }
+  return tensorOver(window->mapped(of), window->shape(of), tensor.scalar_type(),
+                    window->mapping(of));
+}
+
+c10d::WindowAttr TorchWindow::get_attr(int64_t peerRank) {
+  (void)checkedRank("get_attr", peerRank);
+  return {.access_type = c10d::WindowAccessType::UNIFIED};
+}
+
+// Refuses what must not, or cannot, do anything any more.
+c10::intrusive_ptr<MooncakeBackend> TorchWindow::backend(const char* call) const {
+  auto backend = backend_.lock();
+  if (!backend)
+    throwError({ErrorCode::kAborted, std::string(call) + ": the window's group was destroyed"});
+  backend->refuseInForkedChild();
+  throwIfError(backend->group_->usable());
+  return backend;
+}
+
+TorchWindow::Registered TorchWindow::registered(const char* call) const {
+  std::lock_guard lock(mutex_);
+  if (!registered_.window)
+    refuse(std::string(call) +
+           ": this window has no tensor; tensor_register() one, on all ranks of the group");
+  return registered_;
+}
+
+int TorchWindow::checkedRank(const char* call, int64_t rank) const {
+  if (rank < 0 || rank >= size_)
+    refuse(std::string(call) + ": rank " + std::to_string(rank) + " is not in a group of " +
+           std::to_string(size_));
+  return int(rank);
+}
+
+}  // namespace mooncake
+
+#endif

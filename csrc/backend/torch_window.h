@@ -1,0 +1,59 @@
+#pragma once
+
+#include "backend/mooncake_backend.h"
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+
+#include <memory>
+#include <mutex>
+
+#include <torch/csrc/distributed/c10d/Window.hpp>
+
+#include "collectives/rma_window.h"
+
+namespace mooncake {
+
+// torch's window over an RmaWindow: checks arguments and hands over. Without a tensor it is nothing
+// but the object. May outlive its group, which then refuses. A tensor that is registered is kept,
+// whatever `owning` says, until it is deregistered or the window goes: what the others put after
+// its end would land in memory that serves something else.
+class TorchWindow final : public c10d::Window {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  explicit TorchWindow(MooncakeBackend& backend);
+  ~TorchWindow() override;
+
+  void tensor_register(const at::Tensor& tensor, bool owning) override;
+  void tensor_deregister() override;
+  WorkPtr put(const at::Tensor& tensor, int64_t dstRank, int64_t targetOffsetNelems, bool asyncOp,
+              const c10d::PutOptions& opts) override;
+  at::Tensor map_remote_tensor(int64_t rank) override;
+  WorkPtr signal(int64_t peerRank, bool asyncOp, const c10d::SignalOptions& opts) override;
+  WorkPtr wait_signal(int64_t peerRank, bool asyncOp, const c10d::WaitSignalOptions& opts) override;
+  c10d::WindowAttr get_attr(int64_t peerRank) override;
+
+ private:
+  // What is registered: together, so that a call uses what it has looked at.
+  struct Registered {
+    std::shared_ptr<RmaWindow> window;
+    at::Tensor tensor;
+  };
+
+  c10::intrusive_ptr<MooncakeBackend> backend(const char* call) const;
+  Registered registered(const char* call) const;
+  int checkedRank(const char* call, int64_t rank) const;
+  template <typename Post>
+  WorkPtr start(MooncakeBackend& backend, bool async, const Flat& source, Post&& post);
+
+  const c10::weak_intrusive_ptr<MooncakeBackend> backend_;
+  const std::shared_ptr<MessageDriver> messages_;  // the registered window uses it
+  const int size_;
+  const uint32_t forkGeneration_ = forkGeneration();
+  mutable std::mutex mutex_;  // guards registered_
+  Registered registered_;
+};
+
+}  // namespace mooncake
+
+#endif
