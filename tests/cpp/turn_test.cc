@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <gtest/gtest.h>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -15,7 +16,29 @@ namespace {
 using namespace std::chrono_literals;
 
 // So many receives are looked at in one turn that a message comes meanwhile.
-constexpr uint32_t kOthers = 4000;
+constexpr uint32_t kOthers = 8000;
+
+TEST(Turns, WhoIsTurnedAwayIsRungForWhenTheTurnEnds) {
+  Doorbell bell;
+  Interrupt interrupt;
+  Turn turn(bell);
+  turn.lock();
+  std::atomic<int> looks{0};
+  std::thread waiter([&] {
+    const Waiter waits{bell, interrupt, interrupt.generation(), Deadline::after(5s), {.pauses = 0}};
+    const auto begun = Clock::now();
+    (void)waits.until([&] {
+      const std::unique_lock lock(turn, std::try_to_lock);
+      ++looks;
+      return lock.owns_lock();
+    });
+    EXPECT_LT(Clock::now() - begun, 3s) << "nobody rang";
+  });
+  while (looks == 0 || bell.sleepers == 0) std::this_thread::yield();
+  std::this_thread::sleep_for(20ms);  // asleep
+  turn.unlock();
+  waiter.join();
+}
 
 // A thread that only posts has the turn, and is past the receive that another one waits for, when
 // its message comes: the one that waits is told when the turn ends.
@@ -24,7 +47,7 @@ TEST(Turns, WhoWaitsIsToldWhenWhoPostsIsDone) {
   runRanks({.size = 2, .transports = {"tcp"}}, [&](Group& group) {
     PointToPoint messages(group);
     Bytes one(1);
-    constexpr int kRounds = 20;
+    constexpr int kRounds = 40;
     if (group.rank() == 1) {
       for (int round = 1; round <= kRounds; ++round) {
         while (posting.load() < round) std::this_thread::yield();
@@ -46,6 +69,9 @@ TEST(Turns, WhoWaitsIsToldWhenWhoPostsIsDone) {
         });
         std::this_thread::sleep_for(10ms);
         posting = round;
+        // The message is under way for some time, too: some turns begin at the right moment.
+        const auto begin = Clock::now() + (round % 10) * 40us;
+        while (Clock::now() < begin) continue;
         others.push_back(messages.receive({}, 1, kOthers + uint32_t(round), soon()));
         waiter.join();
       }
