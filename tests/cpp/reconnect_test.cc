@@ -8,6 +8,7 @@
 
 #include "collectives/collectives.h"
 #include "collectives/point_to_point.h"
+#include "collectives/rma_window.h"
 #include "engine/engine.h"
 #include "engine/transports/tcp/tcp_transport.h"
 #include "ranks_in_threads.h"
@@ -423,6 +424,62 @@ TEST_P(GroupReconnects, EveryMessageComesOnce) {
     expectPeace(group);
     expectNoneLeft(group, messages);
     ASSERT_TRUE(barrier(group, soon()).ok());
+    messages.abort({ErrorCode::kAborted, "the end"});
+  });
+}
+
+// Puts of all sizes and signals between all: who has a signal has what was put before it.
+TEST_P(GroupReconnects, EveryPutIsThereWithItsSignal) {
+  std::latch ready(3), done(3);
+  std::unique_ptr<Troublemaker> trouble;
+  runRanks(overTcp(3), [&](Group& group) {
+    PointToPoint messages(group);
+    constexpr size_t kRoom = 60000;
+    Bytes memory(3 * kRoom);
+    auto window = RmaWindow::open(group, messages, {memory, {3 * kRoom}}, DType::kUInt8, soon());
+    ASSERT_TRUE(window.ok());
+    const int next = (group.rank() + 1) % 3, before = (group.rank() + 2) % 3;
+    const auto expectDone = [&](const std::shared_ptr<Message>& message) {
+      ASSERT_TRUE(messages.wait(*message, soon()));
+      ASSERT_TRUE(message->status().ok()) << message->status().error().message;
+    };
+    ready.arrive_and_wait();
+    if (group.rank() == 0) trouble = std::make_unique<Troublemaker>(GetParam(), 1ms, 8ms);
+    for (int n = 0; n < 300; ++n) {
+      const size_t bytes = n % 3 ? 9000 + size_t(n) * 150 : 16 + size_t(n) % 800;
+      const Bytes large = pattern(bytes, uint64_t(group.rank() * 1000 + n)),
+                  small(large.end() - 8, large.end());
+      const auto one = (*window)->put(large, next, kRoom, soon());
+      const auto two = (*window)->put(small, next, kRoom + 3, soon());
+      const auto signal = (*window)->signal(next, soon());
+      ASSERT_TRUE(one.ok() && two.ok() && signal.ok());
+      expectDone((*window)->awaitSignal(before, soon()));
+      Bytes expected = pattern(bytes, uint64_t(before * 1000 + n));
+      std::copy(expected.end() - 8, expected.end(), expected.begin() + 3);
+      ASSERT_TRUE(std::equal(expected.begin(), expected.end(), memory.begin() + kRoom)) << n;
+      for (const auto& message : {*one, *two, *signal}) expectDone(message);
+      // They may put again.
+      const auto seen = (*window)->signal(before, soon());
+      ASSERT_TRUE(seen.ok());
+      expectDone((*window)->awaitSignal(next, soon()));
+      expectDone(*seen);
+    }
+    std::atomic<bool> isOver{false};
+    std::thread driver([&] {
+      while (!isOver) {
+        messages.progress();
+        std::this_thread::sleep_for(1ms);
+      }
+    });
+    done.arrive_and_wait();
+    if (group.rank() == 0) {
+      trouble->stop();
+      EXPECT_GT(trouble->broken(), 0u);
+    }
+    expectPeace(group);
+    EXPECT_TRUE((*window)->close(group, soon()).ok());
+    isOver = true;
+    driver.join();
     messages.abort({ErrorCode::kAborted, "the end"});
   });
 }
