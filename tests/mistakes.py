@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 import mooncake_backend
 
+SPLITS = hasattr(dist.ProcessGroup, "split_group")  # since torch 2.9
 KINDS = ("ValueError", "RuntimeError", "NotImplementedError", "TypeError")
 # What is no mistake where nobody else is.
 OF_SEVERAL = [
@@ -203,9 +204,11 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         "unknown group": (lambda: dist.all_reduce(shared, group="nobody's"), "nobody's"),
         "second init": (lambda: dist.init_process_group("mooncake", rank=0, world_size=1), "twice"),
         "rank outside": (lambda: dist.new_group([stranger]), "world"),
-        "split outside": (lambda: split([0, n]), "not in a group"),
-        "split below": (lambda: split([0, -1]), "not in a group"),
-        "split of nobody": (lambda: split([]), "empty"),
+        **({
+            "split outside": (lambda: split([0, n]), "not in a group"),
+            "split below": (lambda: split([0, -1]), "not in a group"),
+            "split of nobody": (lambda: split([]), "empty"),
+        } if SPLITS else {}),
         # Reductions that there are not.
         "max of complex": (
             lambda: backend.allreduce([ones(3).cfloat()], greatest), "all_reduce: there is no MAX",

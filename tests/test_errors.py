@@ -304,7 +304,11 @@ def destroyed_on_rank(me):
         "its recv": (lambda: backend.recv([t], to, 0).wait(), over),
         "its barrier": (lambda: backend.barrier().wait(), over),
         "its monitored barrier": (lambda: group.monitored_barrier(late, True), over),
-        "its split": (lambda: group.split_group([0, 1], group_name="never"), over),
+        **(
+            {"its split": (lambda: group.split_group([0, 1], group_name="never"), over)}
+            if mistakes.SPLITS
+            else {}
+        ),
     }.items():
         _, message = raised(call)
         assert re.search(text, message), f"{name}: {message}"
