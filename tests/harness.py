@@ -129,6 +129,17 @@ class RanksFailedError(AssertionError):
         super().__init__("\n" + "\n".join(parts))
 
 
+def stop_process(pid: int) -> None:
+    """Until the last of its threads has stopped: they go on for a moment after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _thread_states(pid) == {"T"}, f"process {pid} to stop")
+
+
+def _thread_states(pid: int) -> set[str]:
+    stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
+
+
 class Crew:
     """Ranks that run what call() is given, until close().
 
@@ -268,9 +279,7 @@ class Crew:
         assert not self.processes[rank].is_alive()
 
     def stop(self, rank: int) -> None:
-        self.signal(rank, signal.SIGSTOP)
-        state = Path(f"/proc/{self.pid(rank)}/stat")
-        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "the rank to stop")
+        stop_process(self.pid(rank))
 
     def cont(self, rank: int) -> None:
         self.signal(rank, signal.SIGCONT)

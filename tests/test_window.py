@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -361,9 +362,10 @@ def survivor_on_rank(me, victim, large, mode):
     if me.rank == victim:
         window.put(torch.ones(5), to, 0, False)
         window.signal(to, False)
-        me.board.set("ready")
-        while True:
+        for count in itertools.count():
             window.put(torch.ones(100_000 if large else 10), to, 0, True)
+            if count == 100:
+                me.board.set("ready")
             time.sleep(0.0001)
     if me.rank == to:
         window.wait_signal(victim, False)
@@ -372,7 +374,7 @@ def survivor_on_rank(me, victim, large, mode):
         lambda: window.wait_signal(victim, False),
         lambda: window.put(torch.ones(100_000 if large else 10), victim, 0, False),
         lambda: window.signal(victim, False),
-        window.put(torch.ones(10), victim, 0, True).wait,
+        lambda: window.put(torch.ones(10), victim, 0, True).wait(),
     ):
         kind, text = raised(call)
         assert kind == "PeerLostError", (kind, text)
@@ -394,7 +396,6 @@ def test_a_rank_is_killed(layout, large, mode, two_hosts):
     options["env"] = {**options["env"], "MOONCAKE_ON_FAILURE": mode}
     with harness.starting(3, survivor_on_rank, 1, large, mode, **options) as crew:
         crew.board.wait("ready")
-        time.sleep(0.05)
         crew.kill(1)
         crew.board.set("killed")
         crew.results(dead=[1])
@@ -407,7 +408,7 @@ def stopped_on_rank(me):
         me.board.set("pid", os.getpid())
         me.board.wait("over")
     else:
-        os.kill(me.board.wait("pid"), signal.SIGSTOP)
+        harness.stop_process(me.board.wait("pid"))
         options = with_timeout(PutOptions(), 0.5)
         kind, text = raised(window.put, torch.ones(100_000), 1, 0, False, options)
         assert kind == "DistBackendError", text
