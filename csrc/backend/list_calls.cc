@@ -56,6 +56,13 @@ std::vector<Flat> givenAll(const std::vector<at::Tensor>& tensors, const c10d::R
   return flats;
 }
 
+// Then what every rank gives is exchanged in slots, which cost the same for any number of tensors.
+bool fit(const std::vector<Flat>& given, size_t most) {
+  size_t bytes = 0;
+  for (const Flat& flat : given) bytes += aligned(flat.bytes().size());
+  return bytes <= most;
+}
+
 // One part for each rank, of different lengths, as rows that are as long as the longest.
 struct Rows {
   at::Tensor data;
@@ -79,13 +86,6 @@ Rows rowsOf(const std::vector<Flat>& parts) {
 }
 
 }  // namespace
-
-// What every rank gives is exchanged in slots, which cost the same for any number of tensors.
-bool MooncakeBackend::fitsSlot(const std::vector<Flat>& given) const {
-  size_t bytes = 0;
-  for (const Flat& flat : given) bytes += aligned(flat.bytes().size());
-  return bytes <= group_->eagerBytes();
-}
 
 MooncakeBackend::WorkPtr MooncakeBackend::gather(std::vector<std::vector<at::Tensor>>& outputs,
                                                  std::vector<at::Tensor>& inputs,
@@ -183,7 +183,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce_coalesced(
     for (const at::Tensor& tensor : tensors)
       reductionOf(tensor, opts.reduceOp, "all_reduce_coalesced");
     std::vector<Flat> flats = givenAll(tensors, opts.reduceOp, "all_reduce_coalesced");
-    const bool isShort = fitsSlot(flats);
+    const bool isShort = fit(flats, group_->eagerBytes());
     return submit(
         c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, opts.asyncOp,
         [this, list = FlatList(std::move(flats), 1, isShort),
@@ -224,7 +224,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather_coalesced(
     for (const Flat& flat : out.back()) places.push_back(flat.bytes());
   }
   std::vector<Flat> in = inputsBeside(inputs, places, rank_);
-  const bool isShort = fitsSlot(in);
+  const bool isShort = fit(in, mostGatheredInSlots(*group_, in.size()));
   std::vector<FlatList> lists;
   for (auto& flats : out) lists.emplace_back(std::move(flats), 1, isShort);
   return submit(c10d::OpType::ALLGATHER_COALESCED, inputs, std::move(results), opts.asyncOp,
@@ -263,7 +263,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather_into_tensor_coalesced(
       }
     }
     std::vector<Flat> in = inputsBeside(inputs, places, rank_);
-    const bool isShort = fitsSlot(in);
+    const bool isShort = fit(in, mostGatheredInSlots(*group_, in.size()));
     return submit(
         c10d::OpType::ALLGATHER_COALESCED, inputs, outputs, opts.asyncOp,
         [this, in = FlatList(std::move(in), 1, isShort),
@@ -290,7 +290,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter_tensor_coalesced(
     }
     std::vector<Flat> in = givenAll(inputs, opts.reduceOp, kName), out;
     for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
-    const bool isShort = fitsSlot(in);
+    const bool isShort = fit(in, group_->eagerBytes());
     return submit(c10d::OpType::COALESCED, inputs, outputs, opts.asyncOp,
                   [this, in = FlatList(std::move(in), size_, isShort),
                    out = FlatList(std::move(out), 1, isShort), kind = kindOf(opts.reduceOp, kName),

@@ -179,7 +179,6 @@ class MooncakeBackend : public c10d::Backend {
   void runAbortHooks();
   PointToPoint::OnDone tellingOf(uint64_t key) const;
   WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
-  bool fitsSlot(const std::vector<Flat>& given) const;
   WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
   void checkMessage(c10d::OpType type, const std::vector<at::Tensor>& tensors, int peer,
                     int tag) const;

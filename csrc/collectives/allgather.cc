@@ -81,8 +81,12 @@ class Large final : public Algorithm {
 
 }  // namespace
 
+size_t mostGatheredInSlots(const Group& group, size_t inputs) {
+  return inputs > 1 ? group.slotBytes() : group.eagerBytes();
+}
+
 Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline) {
-  const bool isSmall = packedBytes(inputs) <= group.eagerBytes();
+  const bool isSmall = packedBytes(inputs) <= mostGatheredInSlots(group, inputs.size());
   if (!isSmall) MOONCAKE_TRY(checkTableOf(group, inputs.size()));
   Operation op(group, callOf({.verb = Verb::kAllgather}, inputs), deadline);
   if (isSmall) {
