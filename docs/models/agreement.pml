@@ -8,7 +8,7 @@
  *   -DLV=1     goodbyes              -DLS=1   reports that are lost             -DLATE   a new report may overtake an old one
  *   -DCUT=1    cuts, for ever, of a link between two hosts, both ways or one way, or (not -DONELINK) of all
  *   -DHOSTS=1  hosts {0, 1} and {2, 3}; 2: each rank on its own; else all on one. On one host no link is cut, and the
- *              board of a dead rank can be read
+ *              crash report of a dead rank can be read
  *   -DLAUNCHER somebody without an ear for reports tells other hosts of an exit
  *   -DGRACE    the graces are long enough, and a look finds all silent ranks at once; -DLOST=1: then so many are lost at most
  *   -DTRACE=1  for simulation: says each call, and what came of it; 10: so often all over again
@@ -55,7 +55,7 @@
 /* Named as in the code. */
 byte committed[N], gone[N], settled[N], suspected[N], lastKnown[N], heldBack[N];
 byte reported[N * N]; /* whom the second has ever reported to the first to be out */
-int told[N];          /* a rank's report, which is its board, too: WORD */
+int told[N];          /* a rank's report, which is its crash report, too: WORD */
 byte due[N];          /* whom the driver has still to send it */
 int net[N * N];       /* under way from the first to the second: WORD, and SENT */
 short byes;           /* goodbyes under way: bits from * N + to */
@@ -223,7 +223,7 @@ inline concludes(resend) {
   if :: !HAS(over, me) -> THEN(0); answer() :: else fi
 }
 
-/* Its end was seen: by who could read its board, or only the end.                                           [exited] */
+/* Its end was seen: by who could read its crash report, or only the end.                                           [exited] */
 inline exited(r, last) {
   SAY(exited, r, last);
   gone[me] = gone[me] | BIT(r); suspected[me] = suspected[me] & ~BIT(r);

@@ -460,7 +460,7 @@ proctype Rank(byte me) {
 #define GO SAY(gone, 0, 0); left = left | BIT(me); if :: lde < EPOCH(tag[me]) -> leftold = leftold | BIT(me) :: else fi; \
        KNOW(0); fz = 0; rpd = 0; ade = 0; out = 0; nm = 0; ph = P_END
   :: d_step { MAY_GO -> GO } /*                                                                                              [gone] */
-  /* ... and the farewell overtakes the report: who has not decided with that has the farewell alone (who has it sooner: decided then) */
+  /* ... and the leave report overtakes the report: who has not decided with that has the leave report alone (who has it sooner: decided then) */
   :: d_step { MAY_GO && VALID(REP(tag[me], me)) -> REP(tag[me], me) = 0; GO }
 #define MISSING(r) \
   :: d_step { !fz && ph == P_BEG && HAS(mem, r) && rd[r] <= k && LEFT(r) -> freeze(tag[me] + 1); SAY(miss-leaver, TAG(tag[me])) } /* [miss-leaver] */
@@ -481,10 +481,10 @@ proctype Rank(byte me) {
 #ifdef M_LOCALTO
   :: d_step { !fz && BUSY && tb > 0 -> tb--; finish(V_TO); clear_busy() }
 #endif
-  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = TIMEOUT; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])); SAY(wish, rz, 0) }
-  :: d_step { fz && !rpd && BUSY && rz == NO && tb > 0 -> tb--; rz = TIMEOUT; SAY(wish, rz, 0) }
+  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = TIMEOUT; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])); SAY(abort, rz, 0) }
+  :: d_step { fz && !rpd && BUSY && rz == NO && tb > 0 -> tb--; rz = TIMEOUT; SAY(abort, rz, 0) }
 #ifdef AB
-  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = ABORT; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])); SAY(wish, rz, 0) }
+  :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; rz = ABORT; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])); SAY(abort, rz, 0) }
 #endif
 #ifdef RE
   :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])) }
@@ -551,11 +551,11 @@ proctype Rank(byte me) {
   :: d_step { fz && rpd && ade == 0 && ph == P_PARK && rz == NO && tb > 0 -> tb--; rz = TIMEOUT; REP(tag[me], me) = REP(tag[me], me) | (TIMEOUT << 4) }
 #endif
 
-  /* Every member's report with my tag is there, or its farewell: a report for every tag that says how far it came, how that
+  /* Every member's report with my tag is there, or its leave report: a report for every tag that says how far it came, how that
    * ended, and the last tag that it reported for. Whether it is in follows from that tag, as it does from the report: not from
    * which of the two was here first.                                                                    [decide] */
 #define STANDS(r) ((r) != me && LEFT(r) && !VALID(REP(tag[me], r)))
-#define FAREWELL(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7))
+#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7))
 #ifdef M_LEFTISOUT /* who is known to have left is not in */
 #define IS_IN(r) (VALID(REP_OF(r)) && ((r) == me || !LEFT(r)))
 #else
@@ -580,7 +580,7 @@ proctype Rank(byte me) {
 #ifdef M_ANYTAG
 #define REP_OF(r) (VALID(REP(tag[me], r)) || tag[r] == 0 -> REP(tag[me], r) : REP(tag[r], r))
 #else
-#define REP_OF(r) (STANDS(r) -> FAREWELL(r) : REP(tag[me], r))
+#define REP_OF(r) (STANDS(r) -> LEAVEREP(r) : REP(tag[me], r))
 #endif
   :: d_step { ph != P_END && fz && rpd && ade == 0 && !BUSY && ph != P_COPY && EVERY(REPORTED) ->
        y = k; nm = 0; x = 0;
@@ -667,7 +667,7 @@ proctype Rank(byte me) {
        SAYMORE(decide, y, out, REPORTERS, nm) }
 
   /* ended elsewhere, not here: the same verdict. The holder h keeps what I lack until I say that I have ended it [adopt] */
-#ifdef M_NUMBERONLY /* a farewell does not say how it ended: as nobody says that it failed, it is taken for done */
+#ifdef M_NUMBERONLY /* a leave report does not say how it ended: as nobody says that it failed, it is taken for done */
 #define UNSAID(r) (!VALID(REP(tag[me], r)) || R_ENDED(REP(tag[me], r)) <= k)
 #define VERDICT(h) (EVERY(UNSAID) -> V_OK | mem : res[h * MAXK + k])
 #else

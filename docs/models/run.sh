@@ -172,9 +172,30 @@ make_traces() { # how many; ten at a time, for spin takes longer to read the mod
   done
 }
 
+# Of ten traces of a variant the first two, and those with a step that none before has: a step is known by its model and name.
+pick_traces() {
+  awk '
+    function flush_trace(  keep, key) {
+      if (!lines) return
+      keep = kept[header] < 2
+      for (key in steps) if (!(key in seen)) keep = 1
+      if (keep) {
+        if (header != printed) print header; else print "# again"
+        printed = header; kept[header]++
+        for (key in steps) seen[key] = 1
+        printf "%s", text
+      }
+      lines = 0; text = ""; delete steps
+    }
+    /^# / { flush_trace(); if ($0 != "# again") { header = $0; model = $2 } next }
+    { lines++; text = text $0 "\n"; steps[model " " $1] = 1 }
+    END { flush_trace() }' "$@"
+}
+
 case ${1:-} in
   --slice)
-    make_traces $((10 * $(grep -c . <<<"$traces"))) >"$work/traces" && cp "$work/traces" "$here/../../tests/cpp/model_traces.txt"
+    make_traces $((10 * $(grep -c . <<<"$traces"))) >"$work/traces" &&
+      pick_traces "$work/traces" >"$here/../../tests/cpp/model_traces.txt"
     exit ;;
   --replay)
     tests=${3:-$here/../../build/cpp-none/mooncake_tests}

@@ -6,7 +6,7 @@
  *   -DN=4      ranks (else 3)        -DCR=1   crashes, any rank, any time       -DWS=1   wrong suspicions, anybody of anybody
  *   -DCUT=1    cuts, for ever, of all links between two hosts or of one link, both ways or one way
  *   -DHOSTS=1  hosts {0, 1} and {2, 3}; 2: each rank on its own; else all on one. On one host no link is cut, and the
- *              board of a dead rank can be read
+ *              crash report of a dead rank can be read
  *              (-DONELINK, -DSPLITS: only of the one or the other kind)
  *   -DLOST=1   at the end: so many are lost at most
  *   -DEAGER    a report is taken in as it arrives (else: stored first, acted on later)
@@ -48,7 +48,7 @@
 #define EVERY(P) (P(R1) && P(R2))
 #endif
 
-byte B[N], C[N], A[N];  /* a rank's state: its report, and its board, which outlives it on its host */
+byte B[N], C[N], A[N];  /* a rank's state: its report, and its crash report, which outlives it on its host */
 short rec[N * N];       /* last report that the first has of the second: WORD */
 byte dead, over;        /* masks: exited; alive and stopped for good (Minority or Evicted) */
 short cut;              /* mask of links: from * N + to */
@@ -96,7 +96,7 @@ inline heed(V) {
   fi
 }
 
-/* The last word of a rank that certainly exited: what its board says now. Passed on with the exit in every report. */
+/* The last word of a rank that certainly exited: what its crash report says now. Passed on with the exit in every report. */
 inline certain(c) {
 #if !defined(M_BLINDWORD) && !defined(NOBOARD)
   heed(B[c]);
