@@ -58,6 +58,9 @@ class CMakeBuild(build_ext):
             "MOONCAKE_PYTHON_INCLUDE_DIR": sysconfig.get_path("include"),
             "MOONCAKE_EXTENSION_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
         }
+        # Transport sim is for tests: in an editable install, or where it is asked for.
+        with_sim = self.editable_mode or os.environ.get("MOONCAKE_BUILD_SIM") == "1"
+        definitions["MOONCAKE_WITH_SIM"] = "ON" if with_sim else "OFF"
         command = [cmake, "-S", ROOT / "csrc", "-B", build_dir]
         ninja = tool("ninja")
         if ninja:
@@ -96,7 +99,13 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     install_requires=[f"torch=={TORCH.minor}.*" if TORCH else OLDEST_TORCH],
-    packages=["mooncake_backend", "mooncake_backend.demo", "mooncake", "mooncake.ep"],
+    packages=[
+        "mooncake_backend",
+        "mooncake_backend.demo",
+        "mooncake_backend.launcher",
+        "mooncake",
+        "mooncake.ep",
+    ],
     package_dir={"mooncake": "mooncake_backend/compat", "mooncake.ep": "ep"},
     package_data={"mooncake_backend": ["py.typed", "_C.pyi"]},
     ext_modules=[Extension("mooncake_backend._C", sources=SOURCES)],

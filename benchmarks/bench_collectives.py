@@ -34,7 +34,7 @@ from common import (
     spread,
     write_json_lines,
 )
-from ranks import Rank, mpi_missing, run_job, run_main
+from ranks import Rank, mpi_missing, run_job, run_jobs_in_turns, run_main
 
 Rows = list[dict[str, Any]]
 
@@ -49,7 +49,8 @@ def rank_main(me: Rank) -> None:
 
         torch.cuda.set_device(me.rank % torch.cuda.device_count())
     extra = [spec["half"]] if spec["half"] else []
-    with lanes.open_lanes(me, spec["backends"] + extra) as ready:
+    alone = "turns" in spec
+    with lanes.open_lanes(me, spec["backends"] + extra, alone) as ready:
         for size in spec["sizes"]:
             for op in spec["ops"]:
                 asked = [
@@ -57,11 +58,13 @@ def rank_main(me: Rank) -> None:
                     for lane in ready
                     if "/" not in lane.name or [op, size] == spec["half_cell"]
                 ]
-                cell = lanes.Cell(me, asked, op, size, device)
-                cell.check()
+                with me.turn():
+                    cell = lanes.Cell(me, asked, op, size, device)
+                    cell.check()
                 cell.race(spec["rounds"], spec["turn_s"])
-                cell.check()  # once more: after thousands of calls every lane must still be right
-                rows = cell.results()
+                with me.turn():
+                    cell.check()  # once more: after thousands of calls all must still be right
+                    rows = cell.results()
                 for row in rows:
                     values = row.pop("rounds_us")
                     numbers_us = spread(values) if values else {}
@@ -91,6 +94,7 @@ def run(
     turn_s: float = 0.02,
     device: str = "cpu",
     ours: str | None = None,
+    independent: bool = False,
     deadline_s: float = 1800.0,
 ) -> Rows:
     """Measure all cells for one number of ranks; rows of kind 'cell'.
@@ -98,6 +102,8 @@ def run(
     mode: 'auto', or 'tcp' (our transports: tcp only; OpenMPI's: self,tcp). With 8 ranks or more,
     the first all_reduce cell of ours also runs on a group of the first half of the ranks, for the
     ratio of 8 ranks to 4.
+    independent: every backend has a job of its own, with processes and tensors of its own; the jobs
+    take turns. No ratio of 8 ranks to 4 then.
     """
     with_floor = backends + [lanes.FLOOR] * (lanes.FLOOR not in backends)
     half_cell = ["all_reduce", sizes[0]]
@@ -113,6 +119,16 @@ def run(
         "turn_s": turn_s,
         "device": device,
     }
+    if independent:
+        specs = [{**spec, "backends": [name], "half": None} for name in with_floor]
+        return run_jobs_in_turns(
+            "bench_collectives:rank_main",
+            ranks,
+            specs,
+            mpi=[name == "mpi" for name in with_floor],
+            tcp_only=mode == "tcp",
+            deadline_s=deadline_s,
+        )
     return run_job(
         "bench_collectives:rank_main",
         ranks,
@@ -210,6 +226,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--modes", type=names, default=["auto"], help="auto, tcp")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each backend in each cell")
     parser.add_argument("--turn-ms", type=float, default=20, help="length of a turn")
+    parser.add_argument(
+        "--independent", action="store_true", help="a job of its own for every backend"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--ours", help="the backend the limits are about (default: the first mooncake one)"
@@ -244,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
                 turn_s=args.turn_ms / 1e3,
                 device=args.device,
                 ours=ours,
+                independent=args.independent,
                 deadline_s=args.deadline,
             )
     findings = gates.judge(cells, ours)

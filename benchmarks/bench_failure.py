@@ -4,9 +4,10 @@ all_reduce, until the last survivor knows of it and until it has a result again.
     python benchmarks/bench_failure.py --ranks 2,4,8 --sizes 1K,4M --modes shm,tcp --kills 200 \\
         --backends mooncake-cpu,gloo --json out.json --plot out.png --gate
 
-Every kill has a job of its own, of ranks forked from a server (crews.py); no rank holds the server
-of the store, so any of them may die. Backends and modes take turns kill by kill, so the noise of
-the machine hits them alike. Gloo cannot go on: its time is that until every survivor has raised.
+Every kill has a job of its own, of ranks forked from a server (fork_server.py); no rank holds the
+server of the store, so any of them may die. Backends and modes take turns kill by kill, so the
+noise of the machine hits them alike. Gloo cannot go on: its time is that until every survivor has
+raised.
 docs/benchmarks.md has the method.
 """
 
@@ -37,7 +38,7 @@ from common import (
     short,
     write_json_lines,
 )
-from crews import WARM_UP, Crew, Job, Member, random_moment_s
+from fork_server import WARM_UP, Crew, Job, Member, random_moment_s
 from losses import TIMES, Lane
 from ranks import is_registered, run_main
 

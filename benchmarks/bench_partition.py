@@ -33,7 +33,7 @@ from common import (
     print_table,
     write_json_lines,
 )
-from crews import WARM_UP, Crew, Member, random_moment_s
+from fork_server import WARM_UP, Crew, Member, random_moment_s
 from ranks import HERE, run_main
 
 sys.path.insert(0, str(HERE.parent / "tests"))

@@ -37,7 +37,7 @@ from common import (
     size_steps,
     write_json_lines,
 )
-from crews import Crew, Job, Member
+from fork_server import Crew, Job, Member
 from gates import Finding
 from gates import show as show_findings
 from ranks import COLLECTIVE_TIMEOUT_S, JobError, run_main

@@ -45,9 +45,9 @@ class Lane:
 
 
 @contextlib.contextmanager
-def open_lanes(me: Rank, lane_names: list[str]):
+def open_lanes(me: Rank, lane_names: list[str], alone: bool = False):
     """Make the world and every lane's group; take all of it down at the end. Gloo only coordinates
-    new_group."""
+    new_group. alone: there is one lane, and its group is the world."""
     for name in lane_names:
         backend = name.split("/")[0]
         if backend != "mpi" and not is_registered(backend):
@@ -56,16 +56,20 @@ def open_lanes(me: Rank, lane_names: list[str]):
                 "is its package installed?"
             )
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if alone and lane_names == ["mpi"]:
+        yield [_open(me, "mpi", timeout)]
+        return
     store = dist.PrefixStore("world", me.open_store())
-    dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size, timeout=timeout)
+    world = lane_names[0] if alone else "gloo"
+    dist.init_process_group(world, store=store, rank=me.rank, world_size=me.size, timeout=timeout)
     try:
-        yield [_open(me, name, timeout) for name in lane_names]
+        yield [_open(me, name, timeout, alone) for name in lane_names]
         me.meeting.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _open(me: Rank, name: str, timeout: timedelta) -> Lane:
+def _open(me: Rank, name: str, timeout: timedelta, alone: bool = False) -> Lane:
     backend, _, part = name.partition("/")
     ranks = int(part or me.size)
     member = me.rank < ranks
@@ -77,7 +81,10 @@ def _open(me: Rank, name: str, timeout: timedelta) -> Lane:
             return make(buffers, comm, me.mpi) if make else None
 
         return Lane(name, ranks, member, bind_mpi)
-    group = dist.new_group(list(range(ranks)), backend=backend, timeout=timeout)
+    if alone:
+        group = dist.group.WORLD
+    else:
+        group = dist.new_group(list(range(ranks)), backend=backend, timeout=timeout)
     return Lane(
         name, ranks, member, lambda operation, b: operations.OPERATIONS[operation].torch(b, group)
     )
@@ -163,19 +170,21 @@ class Cell:
         always follows the same one.
         """
         live = [entry for entry in self.entries if not entry.error]
-        for entry in live:
-            if entry.buffers:
-                operations.reset(entry.buffers)
-        for entry in live:
-            per_call_us = self._turn(entry, warm_up // 2, warm_up)
-            slowest_us = max(self.me.meeting.exchange(per_call_us))
-            entry.calls = round(min(max(turn_s * 1e6 / max(slowest_us, 0.1), 2), most_calls))
-            entry.turns_us = []
+        with self.me.turn():
+            for entry in live:
+                if entry.buffers:
+                    operations.reset(entry.buffers)
+            for entry in live:
+                per_call_us = self._turn(entry, warm_up // 2, warm_up)
+                slowest_us = max(self.me.meeting.exchange(per_call_us))
+                entry.calls = round(min(max(turn_s * 1e6 / max(slowest_us, 0.1), 2), most_calls))
+                entry.turns_us = []
         for number in range(rounds):
             shift = number % max(1, len(live))
             order = live[shift:] + live[:shift]
-            for entry in reversed(order) if number % 2 else order:
-                entry.turns_us.append(self._turn(entry, max(1, entry.calls // 8), entry.calls))
+            with self.me.turn():
+                for entry in reversed(order) if number % 2 else order:
+                    entry.turns_us.append(self._turn(entry, max(1, entry.calls // 8), entry.calls))
 
     def _turn(self, entry: Entry, warm_up: int, calls: int) -> float:
         """One lane's turn; microseconds per call on this rank (0 for ranks outside the lane)."""

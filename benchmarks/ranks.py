@@ -132,6 +132,21 @@ class Rank:
     meeting: Meeting
     mpi: Any  # the mpi4py.MPI module, or None
     rows_path: Path
+    host: socket.socket | None = None  # of rank 0 in a job among others: says when to go on
+
+    @contextlib.contextmanager
+    def turn(self):
+        """The other jobs of run_jobs_in_turns sleep meanwhile. Nothing, in a job by itself."""
+        if not self.spec.get("turns"):
+            yield
+            return
+        if self.host:
+            Meeting._read(self.host, 1)
+        self.meeting.barrier()
+        yield
+        self.meeting.barrier()
+        if self.host:
+            self.host.sendall(b"d")
 
     def emit(self, row: dict[str, Any]) -> None:
         """Hand one result to the caller of run_job. Only rank 0 writes."""
@@ -210,7 +225,8 @@ def mpirun_command(ranks: int, tcp_only: bool) -> list[str]:
     return command
 
 
-def run_job(
+@contextlib.contextmanager
+def _started(
     function: str,
     ranks: int,
     spec: dict[str, Any],
@@ -218,10 +234,8 @@ def run_job(
     mpi: bool = False,
     tcp_only: bool = False,
     env: dict[str, str] | None = None,
-    deadline_s: float = 600.0,
-) -> list[dict[str, Any]]:
-    """Run ``module:function`` on all ranks and return the rows that rank 0 emitted. Raises
-    JobError."""
+):
+    """The folder and the processes of a job that runs; they are ended with the context."""
     with tempfile.TemporaryDirectory(prefix="mcbench-") as folder:
         Path(folder, "job.json").write_text(
             json.dumps({"function": function, "ranks": ranks, "mpi": mpi, "spec": spec})
@@ -242,11 +256,96 @@ def run_job(
                 children.append(
                     subprocess.Popen(command, env=child_env, preexec_fn=die_with_parent)
                 )
-            _wait(children, time.monotonic() + deadline_s, deadline_s, folder)
+            yield folder, children
         finally:
             _end(children)
-        rows = Path(folder, "rows.jsonl")
-        return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+
+
+def _rows(folder: str) -> list[dict[str, Any]]:
+    rows = Path(folder, "rows.jsonl")
+    return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+
+
+def run_job(
+    function: str,
+    ranks: int,
+    spec: dict[str, Any],
+    *,
+    mpi: bool = False,
+    tcp_only: bool = False,
+    env: dict[str, str] | None = None,
+    deadline_s: float = 600.0,
+) -> list[dict[str, Any]]:
+    """Run ``module:function`` on all ranks and return the rows that rank 0 emitted. Raises
+    JobError."""
+    how = {"mpi": mpi, "tcp_only": tcp_only, "env": env}
+    with _started(function, ranks, spec, **how) as (folder, children):
+        _wait(children, time.monotonic() + deadline_s, deadline_s, folder)
+        return _rows(folder)
+
+
+def run_jobs_in_turns(
+    function: str,
+    ranks: int,
+    specs: list[dict[str, Any]],
+    *,
+    mpi: list[bool],
+    tcp_only: bool = False,
+    deadline_s: float = 600.0,
+) -> list[dict[str, Any]]:
+    """Several jobs that each have their own processes, and of which one runs at a time: each enters
+    ``Rank.turn`` as often as the others. The first one of a round is another one each time, and
+    every second round goes backwards. The rows of all jobs."""
+    deadline = time.monotonic() + deadline_s
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mcbench-"))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(folder + "/turns")
+        listener.listen(len(specs))
+        jobs = [
+            stack.enter_context(
+                _started(
+                    function,
+                    ranks,
+                    {**spec, "turns": folder + "/turns", "job": index},
+                    mpi=with_mpi,
+                    tcp_only=tcp_only,
+                )
+            )
+            for index, (spec, with_mpi) in enumerate(zip(specs, mpi, strict=True))
+        ]
+
+        def patiently(call: Callable[[], Any]) -> Any:
+            """call() has a short timeout: in between, look whether all jobs still run. Nothing
+            where the other end is gone."""
+            while True:
+                try:
+                    return call()
+                except (BrokenPipeError, ConnectionResetError):
+                    return None
+                except TimeoutError:
+                    for job_folder, children in jobs:
+                        _check(children, deadline, deadline_s, job_folder)
+
+        listener.settimeout(0.2)
+        hosts: dict[int, socket.socket] = {}
+        for _ in jobs:
+            host = stack.enter_context(patiently(listener.accept)[0])
+            host.settimeout(0.2)
+            hosts[patiently(lambda host=host: host.recv(1))[0]] = host
+        live = [hosts[index] for index in range(len(jobs))]
+        number = 0
+        while live:
+            shift = number % len(live)
+            order = live[shift:] + live[:shift]
+            for host in reversed(order) if number % 2 else order:
+                patiently(lambda host=host: host.sendall(b"g"))
+                if not patiently(lambda host=host: host.recv(1)):
+                    live.remove(host)  # this job is done, or failed: _wait says which
+            number += 1
+        for job_folder, children in jobs:
+            _wait(children, deadline, deadline_s, job_folder)
+        return [row for job_folder, _ in jobs for row in _rows(job_folder)]
 
 
 def run_main(main: Callable[[], int]) -> int:
@@ -267,11 +366,14 @@ def _wait(
     children: list[subprocess.Popen], deadline: float, deadline_s: float, folder: str
 ) -> None:
     while any(child.poll() is None for child in children):
-        if time.monotonic() > deadline:
-            raise JobError(f"the job did not end within {deadline_s} s")
-        if any(child.poll() for child in children):
-            break
+        _check(children, deadline, deadline_s, folder)
         time.sleep(0.02)
+    _check(children, deadline, deadline_s, folder)
+
+
+def _check(
+    children: list[subprocess.Popen], deadline: float, deadline_s: float, folder: str
+) -> None:
     failed = [child.returncode for child in children if child.poll()]
     if failed:
         time.sleep(0.3)  # let the first failing rank finish writing
@@ -281,6 +383,8 @@ def _wait(
             if errors
             else f"a rank ended with status {failed[0]} and said nothing"
         )
+    if time.monotonic() > deadline and any(child.poll() is None for child in children):
+        raise JobError(f"the job did not end within {deadline_s} s")
 
 
 def _end(children: list[subprocess.Popen]) -> None:
@@ -318,6 +422,10 @@ def work(folder: str) -> None:
             mpi = MPI
         meeting = Meeting(rank, job["ranks"], str(Path(folder, "meeting")))
         me = Rank(rank, job["ranks"], job["spec"], meeting, mpi, Path(folder, "rows.jsonl"))
+        if "turns" in me.spec and rank == 0:
+            me.host = socket.socket(socket.AF_UNIX)
+            me.host.connect(me.spec["turns"])
+            me.host.sendall(bytes([me.spec["job"]]))
         module, name = job["function"].split(":")
         getattr(importlib.import_module(module), name)(me)
         meeting.barrier()

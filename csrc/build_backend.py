@@ -3,6 +3,9 @@
 The extension fits one torch minor, so the torch that counts is the one it will be imported with.
 An isolated build does not see that torch on its path; `find_torch` asks the interpreters that
 started the build. Only when none of them has one does the isolated environment get its own.
+
+scikit-build-core would run CMake for us, but what a build requires is a fixed list there: every
+isolated build would fetch a torch of its own, and fit that one instead of the target's.
 """
 
 from __future__ import annotations

@@ -22,22 +22,42 @@ class MooncakeBackend(Backend):
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """What ProcessGroup.set_timeout() does, which torch 2.8 does not have."""
 
-    def leave_group(self) -> bool:
+    def leave_group(self, failure: str | None) -> None:
         """The process ends: waits, within the failure timeout, until what was called has
-        ended, here and on those that need us for it. Every later call is refused. False: had left
-        before."""
+        ended, here and on those that need us for it. Every later call is refused. `failure`: the
+        program ends by this error, and waits for nobody."""
 
-    def leave_job(self) -> None:
-        """Then: says goodbye to the peers of all groups that share this one's engine. Leave all of
-        these groups first."""
+    def leave_job(self, failure: str | None) -> None:
+        """Then: leaves all groups that share this one's engine, and says goodbye to the peers, and
+        whether the program ends by an error."""
 
     def evidence(self) -> list[tuple[int, str, str, float]]:
         """(rank, kind, detail, seconds on CLOCK_MONOTONIC) of each rank that is known to be gone or
         accused of it, in rank order. See mooncake_backend.Evidence."""
 
+    def state(self) -> str:
+        """See mooncake_backend.dump_state()."""
+
     @property
     def epoch(self) -> int:
         """Of the job's view, from 1 on."""
+
+    @property
+    def survivors(self) -> list[int]:
+        """Ranks of the group that are in the job's view, in ascending order."""
+
+    def note_losses(self, ranks: list[int]) -> bool:
+        """Whether one of them was in no earlier call."""
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """See mooncake_backend.batches.are_one_work()."""
+
+    def check_standing(self) -> None:
+        """Raises what every call raises once this rank is out of the job."""
+
+    def check_message(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Raises what a send or a receive with these arguments raises."""
 
     @property
     def on_failure(self) -> str:
@@ -87,6 +107,20 @@ class MessageWork(Work):
     @property
     def max_group_size(self) -> int: ...
 
+class BatchWork(Work):
+    """What a block of _coalescing_manager() with a device ends with: one work for all its calls."""
+
+    @property
+    def works(self) -> list[Work]:
+        """One for each call, in their order."""
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """Of any of them."""
+
+    @property
+    def max_group_size(self) -> int: ...
+
 def create_backend(
     store: Store,
     rank: int,
@@ -105,6 +139,9 @@ def group_of(
     store: Store, backend: MooncakeBackend, devices: list[str]
 ) -> torch.distributed.ProcessGroup:
     """A group of this backend alone, with its name."""
+
+def dump_state_on_signal(signal: int) -> None:
+    """See mooncake_backend.dump_state_on_signal()."""
 
 def build_info() -> dict[str, Any]:
     """What was built ("version"), for which torch ("torch"), and with which wires ("transports",

@@ -1,13 +1,35 @@
 """A fault-tolerant PyTorch c10d backend: `torch.distributed.init_process_group("mooncake")`.
 
 `import torch` imports this file through the `torch.backends` entry point, so it stays light:
-everything else is imported when it is asked for.
+everything else is imported when it is asked for. With TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does
+not import it, and whoever does registers the backends.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
+    from mooncake_backend.distribution import DistributionConflictError
+    from mooncake_backend.errors import (
+        EvictedError,
+        InputsLostError,
+        MinorityError,
+        PeerLostError,
+    )
+    from mooncake_backend.membership import (
+        Evidence,
+        get_active_ranks,
+        get_current_epoch,
+        get_evidence,
+        get_failed_ranks_hint,
+        get_local_success,
+    )
+    from mooncake_backend.options import MooncakeBackendOptions, set_device_filter, set_host_ip
+    from mooncake_backend.registration import register
 
 __version__ = "0.1.0"
 
@@ -19,6 +41,8 @@ _HOMES = {
     "MinorityError": "errors",
     "MooncakeBackendOptions": "options",
     "PeerLostError": "errors",
+    "dump_state": "state",
+    "dump_state_on_signal": "state",
     "get_active_ranks": "membership",
     "get_current_epoch": "membership",
     "get_evidence": "membership",
@@ -38,6 +62,8 @@ __all__ = [
     "MooncakeBackendOptions",
     "PeerLostError",
     "__version__",
+    "dump_state",
+    "dump_state_on_signal",
     "get_active_ranks",
     "get_current_epoch",
     "get_evidence",
@@ -58,9 +84,17 @@ def register_at_import() -> None:
         logging.getLogger(__name__).warning("the mooncake backends are not registered: %r", error)
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
+
+
+# Where torch loads no backends by itself, this import is what asks for ours. By now all is defined
+# here: importing torch may come back to this file.
+if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+    register_at_import()

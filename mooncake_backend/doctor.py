@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import platform
+import resource
 import socket
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -17,6 +18,9 @@ from mooncake_backend import __version__, distribution, extension
 
 OK, NOTE, BROKEN = "ok", "note", "BROKEN"
 TRIAL_SECONDS = 60
+SPARE_DESCRIPTORS = 32  # as in csrc/base/descriptors.cc
+LANES = 2  # MOONCAKE_TCP_CONNECTIONS
+MANY_RANKS = 1024
 
 
 class Finding(NamedTuple):
@@ -69,7 +73,7 @@ def _torch_and_extension() -> Generator[Finding, None, bool]:
 
     missing = [name for name in BACKENDS if name.upper() not in torch.distributed.Backend._plugins]
     if missing:
-        hint = "is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set? mooncake_backend.register() does it by hand"
+        hint = "mooncake_backend.register() says why"
         yield Finding(NOTE, "registration", f"{', '.join(missing)} not registered: {hint}")
     else:
         yield Finding(OK, "registration", ", ".join(BACKENDS))
@@ -91,6 +95,7 @@ def _names() -> Finding:
 def _machine() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0))
     yield Finding(OK, "CPUs", f"{usable} of {os.cpu_count()}")
+    yield _descriptors()
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     free = f"{shm.f_bavail * shm.f_frsize >> 20} MiB free" if shm else "absent"
     yield Finding(OK if shm else NOTE, "/dev/shm", free)
@@ -105,6 +110,20 @@ def _machine() -> Iterator[Finding]:
             yield Finding(OK, name, "works")
         except (OSError, AttributeError) as error:
             yield Finding(NOTE, name, f"{error}: {otherwise}")
+
+
+def _descriptors() -> Finding:
+    """Making a group raises the soft limit to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return Finding(OK, "open files", "as many as there are ranks: there is no hard limit")
+    ranks = max(0, hard - len(os.listdir("/proc/self/fd")) - SPARE_DESCRIPTORS)
+    limit = f"{soft}, raised to {hard}" if soft < hard else str(hard)
+    text = f"{limit}: enough for {ranks} other ranks, "
+    text += f"{ranks // (1 + LANES)} if much is fetched from each of them over TCP"
+    if ranks >= MANY_RANKS:
+        return Finding(OK, "open files", text)
+    return Finding(NOTE, "open files", f"{text}; ulimit -n, LimitNOFILE= or --ulimit raises it")
 
 
 def _memfd() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import multiprocessing.util
 import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +26,8 @@ def create_group(
     """What torch.distributed calls for each group of ours that this rank is in. A group that has
     no other backend is named after ours; c10d would call it "custom"."""
     backend = create_backend(backend_name, dist_opts, options)
+    if dist.distributed_c10d._is_barrier_after_init() and (world := _world()) is not None:
+        _stand_in_for_the_lost(world, dist_opts)
     devices, bound_device = _asked_for()
     # Another one is torch's own group, so that it adds the other backends, or wraps this one.
     if not devices or get_debug_level() == DebugLevel.DETAIL:
@@ -39,14 +42,39 @@ def _asked_for() -> tuple[list[str], torch.device | None]:
     """The devices of the group that torch is making, where one backend is for all of them, and the
     device that it is bound to. torch takes a group from the maker of a backend, but does not tell
     it whether there are other backends: only its own function knows that."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        frame = frame.f_back
-    if frame is None or (config := frame.f_locals.get("backend_config")) is None:
+    local = _locals_of("_new_process_group_helper")
+    if (config := local.get("backend_config")) is None:
         return [], None
     backends = config.get_device_backend_map()
     is_only = len(set(backends.values())) == 1
-    return list(backends) if is_only else [], frame.f_locals.get("device_id")
+    return list(backends) if is_only else [], local.get("device_id")
+
+
+def _locals_of(caller: str) -> dict[str, Any]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != caller:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
+def _stand_in_for_the_lost(world: MooncakeBackend, dist_opts: Any) -> None:
+    """With TORCH_DIST_INIT_BARRIER=1, new_group() ends in a barrier of torch's own, which counts
+    all ranks in the store: those that are lost, too. The members count for them before they come
+    to it themselves, one member for each."""
+    is_local = _locals_of("_new_group_with_tag").get("use_local_synchronization")
+    if is_local is None:  # not by new_group(): there is no barrier
+        return
+    store = dist_opts.store.underlying_store  # without the device
+    ranks = dist_opts.global_ranks_in_group
+    if not is_local:
+        store, ranks = store.underlying_store, range(world.size())
+    key = f"{dist.distributed_c10d.STORE_BASED_BARRIER_PREFIX}:{dist_opts.group_id}"
+    active, me = world.active_ranks.tolist(), f"rank {world.rank()}"
+    for rank in ranks:
+        if not active[rank]:
+            first = store.compare_set(f"{key}:instead_of:{rank}", "", me)
+            if first.decode() == me:
+                store.add(key, 1)
 
 
 def create_backend(backend_name: str, dist_opts: Any, options: Any = None) -> MooncakeBackend:
@@ -72,15 +100,33 @@ def _leave_at_exit() -> None:
     """A process that ends without destroy_process_group() ends what it called and says goodbye,
     while Python still runs; its peers would take it for dead otherwise."""
     atexit.register(_leave)
+    # Children of multiprocessing end without atexit.
+    multiprocessing.util.Finalize(None, _leave, exitpriority=0)
 
 
 def _leave() -> None:
     groups = list(dist.distributed_c10d._world.pg_map)
     backends = [backend for group in groups if (backend := _find(group)) is not None]
+    failure = _failure()
     for backend in backends:
-        backend.leave_group()
+        backend.leave_group(failure)
     for backend in backends:
-        backend.leave_job()
+        backend.leave_job(failure)
+
+
+def _failure() -> str | None:
+    """What ends this program, if it is an error that nobody caught."""
+    # In a child of multiprocessing, it is on its way out.
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return None if error.code in (None, 0) else f"it ended by {error!r}"
+    # Where somebody types, the last error did not end anything.
+    if error is None and not hasattr(sys, "ps1") and not sys.flags.interactive:
+        error = getattr(sys, "last_value", None)
+    if error is None:
+        return None
+    text = next(iter(str(error).splitlines()), "")[:200]
+    return f"it ended by an uncaught {type(error).__name__}" + (f": {text}" if text else "")
 
 
 def backend_of(group_or_backend: Any) -> MooncakeBackend:

@@ -1,13 +1,14 @@
 """What a group can be told: MooncakeBackendOptions and process-wide settings.
 
 The environment is read by one table, csrc/base/env.cc, when a group is made. Only the two variables
-that programs written for another backend set are read here: they are checked and change nothing, so
-the native part does not know them.
+that programs written for another backend set are read here: they can ask for what this version has
+not, and then making a group says so.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +17,32 @@ from typing import Any, Literal, overload
 import torch
 
 ON_FAILURE = ("continue", "raise")
+# As many ranks as the tests have in one group (tests/cpp/large_group_test.cc).
+TESTED_RANKS = 64
 
-_settings: dict[str, Any] = {"host_ip": None, "device_filter": []}
+# What the set_ functions have set: of groups made from then on that do not say it themselves.
+_settings: dict[str, Any] = {"host_ip": None, "failure_timeout": None, "message_timeout": None}
+# Upstream's default was a tenth of that once, and callers set it. A healthy rank may well be silent
+# for so short a time.
+_LEAST_TIMEOUT = 1.0
+_told: set[str] = set()
+
+# What is no setting here, and why. Silence would let a caller rely on it.
+_MISSING = {
+    "is_extension": "is_extension=True is not available in this version: joining a group that runs "
+    "(replacing and adding ranks) is missing. Start the job again with all its ranks",
+    "auto_deactivate_on_failure": "auto_deactivate_on_failure=False is not available in this "
+    "version: keeping a lost rank in the group until deactivate_ranks() is missing. A lost rank is "
+    'always taken out; on_failure="raise" makes each loss an error that the caller sees',
+    "auto_sync_on_failure": "auto_sync_on_failure=False is not available in this version: putting "
+    "off the survivors' agreement until sync_after_failure() is missing. They always agree before "
+    'an operation returns; on_failure="raise" makes each loss an error that the caller sees',
+}
+_DEFAULTS = {
+    "is_extension": False,
+    "auto_deactivate_on_failure": True,
+    "auto_sync_on_failure": True,
+}
 
 
 def set_host_ip(host: str) -> None:
@@ -28,11 +53,42 @@ def set_host_ip(host: str) -> None:
 
 
 def set_device_filter(filters: Iterable[str]) -> None:
-    """NICs that groups made from now on may use; names that do not exist here are ignored."""
+    """NICs that may be used. Nothing reads it yet: no transport here uses a NIC by its name. Warns
+    once of that."""
     names = [filters] if isinstance(filters, str) else list(filters)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"set_device_filter takes device names, not {names!r}")
-    _settings["device_filter"] = names
+    if names and "device_filter" not in _told:
+        _told.add("device_filter")
+        warnings.warn(
+            f"set_device_filter({names!r}) has no effect in this version: nothing reads it yet. "
+            "Bytes move through shared memory and over TCP; MOONCAKE_HOST_IP chooses the interface",
+            stacklevel=2,
+        )
+
+
+def set_collective_timeout_us(us: int) -> None:
+    """Microseconds after which a rank that others wait for, and that gives no sign of life, counts
+    as lost: the failure timeout of later groups whose options do not have one, at least a second.
+    A rank that lives is waited for until the group's timeout."""
+    _settings["failure_timeout"] = max(
+        microseconds("set_collective_timeout_us", us), _LEAST_TIMEOUT
+    )
+
+
+def set_p2p_timeout_us(us: int) -> None:
+    """Microseconds after which a send or a receive of later groups that has not ended raises.
+    Without it, or with 0, that is the group's timeout."""
+    _settings["message_timeout"] = microseconds("set_p2p_timeout_us", us) or None
+
+
+def microseconds(function: str, us: int) -> float:
+    """In seconds, checked, for a function of this name."""
+    if not _is_int(us):
+        raise TypeError(f"{function} takes microseconds as an int, not {us!r}")
+    if us < 0:
+        raise ValueError(f"{function} takes microseconds, not the negative number {us}")
+    return us / 1e6
 
 
 @dataclass(init=False)
@@ -40,9 +96,10 @@ class MooncakeBackendOptions:
     """`pg_options` of init_process_group and new_group.
 
     active_ranks: int32 tensor in which the group shows who is alive, 1 or 0 per rank
-    is_extension: this rank joins an existing group
-    max_group_size: how many ranks the group may grow to; None is its first size
-    auto_deactivate_on_failure, auto_sync_on_failure: whether a failure changes the view by itself
+    max_group_size: how many ranks the group may grow to; None is its first size. Groups cannot grow
+    yet, so what it promises ends where the tests do: at 64 ranks
+    is_extension, auto_deactivate_on_failure, auto_sync_on_failure: only the defaults; another value
+    raises NotImplementedError, which says what is missing
     transports: names in order of preference; None allows all
     failure_timeout: seconds after which a silent rank counts as lost; None is the default
     on_failure: "continue": operations complete over the survivors; "raise": the one that a loss
@@ -126,7 +183,7 @@ class MooncakeBackendOptions:
                 raise ValueError(f"active_ranks must be an int32 tensor, not {ranks.dtype}")
             if ranks.dim() != 1 or not ranks.is_contiguous():
                 raise ValueError("active_ranks must be contiguous and have one dimension")
-        for name in ("is_extension", "auto_deactivate_on_failure", "auto_sync_on_failure"):
+        for name in _DEFAULTS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.max_group_size == -1:
@@ -136,8 +193,9 @@ class MooncakeBackendOptions:
                 raise TypeError(f"max_group_size must be an int, not {self.max_group_size!r}")
             if self.max_group_size < 1:
                 raise ValueError(f"max_group_size must be positive, not {self.max_group_size}")
-        if self.auto_sync_on_failure and not self.auto_deactivate_on_failure:
-            raise ValueError("auto_sync_on_failure needs auto_deactivate_on_failure")
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) != default:
+                raise NotImplementedError(_MISSING[name])
         if self.transports is not None:
             if isinstance(self.transports, str):
                 raise TypeError(f"transports must be a tuple of names: ({self.transports!r},)")
@@ -154,16 +212,30 @@ class MooncakeBackendOptions:
     @classmethod
     def from_environment(cls) -> MooncakeBackendOptions:
         """The options of a group that was given none."""
-        return cls(
-            auto_deactivate_on_failure=_flag("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE"),
-            auto_sync_on_failure=_flag("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE"),
-        )
+        if not _flag("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE"):
+            raise NotImplementedError(
+                "MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE is off and asks for "
+                + _MISSING["auto_deactivate_on_failure"]
+            )
+        if not _flag("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE"):
+            raise NotImplementedError(
+                "MOONCAKE_PG_AUTO_SYNC_ON_FAILURE is off and asks for "
+                + _MISSING["auto_sync_on_failure"]
+            )
+        return cls()
 
     def for_group(self, size: int) -> dict[str, Any]:
-        """What the extension gets for a group of `size` ranks; checks what depends on the size."""
+        """What the extension gets for a group of `size` ranks; checks what depends on the size, and
+        what was changed since the options were made."""
+        self._validate()
         capacity = self.max_group_size or size
         if capacity < size:
             raise ValueError(f"max_group_size is {capacity}, but the group has {size} ranks")
+        if capacity > max(size, TESTED_RANKS):
+            raise ValueError(
+                f"max_group_size is {capacity}, but no group that may grow was tested beyond "
+                f"{TESTED_RANKS} ranks: give at most {TESTED_RANKS}, or leave it out"
+            )
         ranks = self.active_ranks
         if ranks is None:
             ranks = torch.ones(capacity, dtype=torch.int32)
@@ -173,15 +245,12 @@ class MooncakeBackendOptions:
             )
         return {
             "active_ranks": ranks,
-            "is_extension": self.is_extension,
             "max_group_size": capacity,
-            "auto_deactivate_on_failure": self.auto_deactivate_on_failure,
-            "auto_sync_on_failure": self.auto_sync_on_failure,
             "transports": None if self.transports is None else list(self.transports),
-            "failure_timeout": self.failure_timeout,
+            "failure_timeout": self.failure_timeout or _settings["failure_timeout"],
+            "message_timeout": _settings["message_timeout"],
             "on_failure": self.on_failure,
             "host_ip": _settings["host_ip"],
-            "device_filter": list(_settings["device_filter"]),
         }
 
 

@@ -224,7 +224,6 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         # Results in one place.
         "expanded": (lambda: dist.all_reduce(ones(1).expand(3), **g), "clone"),
         "expanded message": (lambda: dist.recv(ones(1).expand(3), other, **g), ""),
-        "twice": (lambda: coalesced([shared, shared]), "share memory"),
         "outputs in one place": (lambda: dist.all_gather([shared] * n, ones(3), **g), "share"),
         "outputs in one column": (lambda: dist.all_gather([column] * n, ones(3), **g), "share"),
         "outputs that overlap": (

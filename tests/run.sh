@@ -1,35 +1,84 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the tests: C++, Python, then torch's own. Arguments go to pytest, and torch's are left out.
+# Sets everything up and runs the tests: format, lint and types; C++, and a slice of it under the thread sanitizer;
+# Python; torch's own suite. On two cores this takes half an hour. Arguments go to pytest, and then only Python's run.
 # Usage: tests/run.sh [pytest arguments]
-#        tests/run.sh --sanitize address|undefined|thread|address,undefined   only the C++ tests, under a sanitizer
+#        tests/run.sh --all   everything: the slow tests, each sanitizer, torch's suite on three torches (hours)
+#        tests/run.sh --sanitize address|undefined|thread|address,undefined [ctest arguments]   only the C++ tests
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-sanitize=none
-if [ "${1-}" = --sanitize ]; then
-  sanitize=${2:?"which sanitizer? address, undefined, thread or address,undefined"}
-  shift 2
-fi
+mode=slices sanitizer=
+case ${1-} in
+  --all) mode=all; shift ;;
+  --sanitize)
+    mode=sanitize sanitizer=${2:?"which sanitizer? address, undefined, thread or address,undefined"}
+    shift 2 ;;
+  ?*) mode=python ;;
+esac
 
-tests/setup_env.sh libgtest-dev iproute2
+# The core is compiled for the C++ tests and for each torch: the compiler does it once.
+export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_DIR=${CCACHE_DIR:-$PWD/build/ccache} CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+export CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+packages=(ccache libgtest-dev iproute2)
+[ "$mode" != all ] || packages+=(spin gcc)
+tests/setup_env.sh "${packages[@]}"
 export PATH="$PWD/.venv/bin:$PATH"
 jobs=$(nproc)
 
-build=build/cpp-$sanitize
-mkdir -p build
-cmake -S csrc -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DMOONCAKE_BUILD_TESTS=ON \
-  -DMOONCAKE_BUILD_EXTENSION=OFF -DMOONCAKE_SANITIZE="$sanitize" >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
-cmake --build "$build" -j "$jobs"
+step() { printf '\n\033[1m[tests] %s\033[0m (%d s)\n' "$*" "$SECONDS"; }
 
-runner=()
-# The thread sanitizer cannot place its shadow memory under the address randomization of newer kernels.
-if [ "$sanitize" = thread ] && setarch -R true 2>/dev/null; then runner=(setarch -R); fi
-"${runner[@]}" ctest --test-dir "$build" --output-on-failure -j "$jobs"
-[ "$sanitize" = none ] || exit 0
+cpp() { # sanitizer or none, then arguments of ctest
+  local build=build/cpp-$1 sanitizer=$1 runner=()
+  shift
+  step "C++, sanitizer: $sanitizer"
+  mkdir -p build
+  cmake -S csrc -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DMOONCAKE_BUILD_TESTS=ON \
+    -DMOONCAKE_BUILD_EXTENSION=OFF -DMOONCAKE_SANITIZE="$sanitizer" >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
+  cmake --build "$build" -j "$jobs" >"$build.log" 2>&1 || { tail -n 100 "$build.log"; exit 1; }
+  # The thread sanitizer cannot place its shadow memory under the address randomization of newer kernels.
+  if [ "$sanitizer" = thread ] && setarch -R true 2>/dev/null; then runner=(setarch -R); fi
+  "${runner[@]}" ctest --test-dir "$build" --output-on-failure -j "$jobs" "$@" | grep -vE '^ *([0-9]+/[0-9]+ .* Passed|Start)'
+}
 
-python -m pytest tests "$@"
-[ $# = 0 ] || exit 0 # somebody asked for some of the tests
-python tests/conformance
-tests/conformance/run.sh 2.15.0 --every 8
-# What torch has since then only; the environment is there now.
-exec build/torch-2.15.0/bin/python -m pytest tests/test_window.py
+# Where threads of several rooms meet, as far as it takes seconds; everything is in --all.
+thread_slice=(-R 'FlushAgent|MessageClose|EngineMessages|ProgressLock|LeaseTable|EventLoop')
+
+python_tests() {
+  step "Python"
+  # Ranks wait for each other more than they compute: two tests at a time.
+  python -m pytest tests -n "$jobs" --dist worksteal -q "$@"
+}
+
+torchs_suite() { # version, then arguments of tests/conformance
+  step "torch's own suite, torch $1"
+  tests/conformance/run.sh "$@"
+}
+
+case $mode in
+  python) exec python -m pytest tests "$@" ;;
+  sanitize) cpp "$sanitizer" "$@" ;;
+  slices)
+    step "format, lint, types"
+    tests/lint.sh
+    cpp none
+    cpp thread "${thread_slice[@]}"
+    python_tests
+    step "torch's own suite, torch $(python -c 'import torch; print(torch.__version__)')"
+    python tests/conformance
+    torchs_suite 2.15.0 --every 8
+    # What torch has since then only; the environment is there now.
+    step "windows, torch 2.15.0"
+    build/torch-2.15.0/bin/python -m pytest -q tests/test_window.py
+    ;;
+  all)
+    tests/lint.sh
+    cpp none
+    for sanitizer in thread address,undefined; do cpp "$sanitizer"; done
+    python_tests -m 'not perf'
+    python tests/conformance
+    for version in 2.8.0 2.15.0; do torchs_suite "$version"; done
+    build/torch-2.15.0/bin/python -m pytest -q tests/test_window.py
+    docs/models/run.sh --replay 10000
+    ;;
+esac
+step "done"

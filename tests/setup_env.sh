@@ -13,8 +13,11 @@ say() { printf '\033[1m[setup]\033[0m %s\n' "$*" >&2; }
 find_python() {
   local candidate
   for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
-      command -v "$candidate"
+    # The interpreter itself: one that is called through an environment, maybe through ours, is no other one.
+    if "$candidate" -c '
+import os, sys
+if not (3, 10) <= sys.version_info[:2] <= (3, 13): sys.exit(1)
+print(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))' 2>/dev/null; then
       return
     fi
   done
@@ -96,7 +99,7 @@ if ! is_current build.stamp "$built"; then
   say "building the extension"
   log=$venv/build.log
   if [ "$venv" = .venv ]; then what=(-e '.[test,demo]'); else what=("$(copy_of_clone)[test]"); fi
-  "$venv/bin/pip" install -v --no-build-isolation "${what[@]}" 2>&1 |
+  MOONCAKE_BUILD_SIM=1 "$venv/bin/pip" install -v --no-build-isolation "${what[@]}" 2>&1 |
     tee "$log" | grep --line-buffered -E '\[[0-9]+/[0-9]+\]|^Successfully' >&2 ||
     { tail -n 100 "$log" >&2; say "the build failed; all of its output is in $log"; exit 1; }
   echo "$built" >"$venv/build.stamp"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,6 +279,63 @@ def test_named_functions_exist(document):
     for named in re.findall(r"`(\w+(?:::\w+)+)(?:\(\))?`", document.read_text(encoding="utf-8")):
         unknown = set(named.split("::")) - words
         assert not unknown, f"{name(document)} names {named}"
+
+
+# What is not ours: other programs and their options, the kernel's and torch's names, placeholders.
+_ELSEWHERE = """
+    CMakeLists PID SYS_PTRACE TrainingArguments VERB ZeroRedundancyOptimizer accelerate cap cpython
+    dmesg efa gdb gnu lots membarrier PET_ON_DEATH ptrace_scope rand spy srun use_cpu x86_64
+    --cap-add --kill --log-dir --max-restarts --no-kill --pid --redirects
+"""
+_OF_SLURM_AND_KUBERNETES = """
+    KillOnBadExit OnFailure TORCHELASTIC_ WaitTime backoffLimitPerIndex failurePolicy maxRestarts
+    replicatedJobs restartPolicy singleProcessOOMKill successPolicy terminationGracePeriodSeconds
+    --kill-on-bad-exit --oom-kill-step --signal --signals-to-handle --wait
+"""
+ELSEWHERE = {*_ELSEWHERE.split(), *_OF_SLURM_AND_KUBERNETES.split()}
+WORD = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]+|[A-Za-z_]\w{2,})")
+
+
+@functools.cache
+def words_of_the_code() -> set[str]:
+    """Those of all that is no document, and the names of its files."""
+    found = set()
+    for path in files(".h", ".cc", ".cu", ".py", ".pyi", ".sh", ".pml", ".toml", ".txt", ""):
+        found |= {path.name, path.stem}
+        if path != Path(__file__).resolve() and path.name != "LICENSE":
+            found |= set(WORD.findall(path.read_text(encoding="utf-8")))
+    return found
+
+
+def unknown_words(text: str) -> set[str]:
+    """Of what stands in backticks outside of blocks."""
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    words = {word for span in spans for word in WORD.findall(span)}
+    return words - words_of_the_code() - ELSEWHERE
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_what_stands_in_backticks_exists(document):
+    unknown = unknown_words(document.read_text(encoding="utf-8"))
+    if document.name == "conformance.md":  # names torch's tests
+        unknown = {word for word in unknown if not re.match("test_|_gloo|_wait_all_ranks", word)}
+    assert not unknown, "nothing is called so any more; if it is not ours, it goes into ELSEWHERE"
+
+
+def test_a_wrong_word_in_backticks_is_found():
+    assert unknown_words("calls `Operation::noSuchStage`, `run.sh --no-such-flag`") == {
+        "noSuchStage",
+        "--no-such-flag",
+    }
+
+
+def test_the_example_of_a_collective_is_compiled():
+    section = (ROOT / "docs/architecture.md").read_text("utf-8").split("## Add a collective")[1]
+    (example,) = re.findall(r"```cpp\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    compiled = (ROOT / "tests/cpp/add_collective_test.cc").read_text(encoding="utf-8")
+    between = re.search(r"// ---- in docs/architecture.md\n(.*?)// ---- end\n", compiled, re.DOTALL)
+    assert between
+    assert example == between.group(1)
 
 
 if __name__ == "__main__":

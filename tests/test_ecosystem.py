@@ -4,7 +4,6 @@ process that has all of the data."""
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -292,8 +291,6 @@ def test_torchrun_starts_all_again_after_one_failed(tmp_path: Path):
             *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *("--max-restarts", "1", "--monitor-interval", "0.1", worker, results),
         ],
-        # Else the second attempt finds what the first one has left in the store, on any backend.
-        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
         timeout=harness.DEADLINE,

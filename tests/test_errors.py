@@ -492,7 +492,7 @@ def init_on_rank(me, timeout, absent=None):
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("key", [None, "a secret of the job"])
 def test_rank_that_never_comes_is_named(absent, key):
     """Rank 0 hands out the job's key; with a key of their own the ranks do not even need it for
     that."""
@@ -507,7 +507,10 @@ def test_rank_that_never_comes_is_named(absent, key):
 @pytest.mark.parametrize("layout", ["shm", "tcp"])
 def test_wrong_job_key_is_refused(layout, two_hosts):
     chosen = options(layout, 2, two_hosts)
-    chosen["rank_env"] = {0: {"MOONCAKE_JOB_KEY": "right"}, 1: {"MOONCAKE_JOB_KEY": "wrong"}}
+    chosen["rank_env"] = {
+        0: {"MOONCAKE_JOB_KEY": "the right key of the job"},
+        1: {"MOONCAKE_JOB_KEY": "a wrong key of the job"},
+    }
     errors = harness.run_ranks(2, init_on_rank, SHORT, backend=None, **chosen)
     assert [kind for kind, _ in errors] == ["DistBackendError"] * 2, errors
     assert any("key" in message.lower() for _, message in errors), errors
@@ -516,8 +519,21 @@ def test_wrong_job_key_is_refused(layout, two_hosts):
 @pytest.mark.parametrize("layout", ["shm", "tcp"])
 def test_same_job_key_is_accepted(layout, two_hosts):
     chosen = options(layout, 2, two_hosts)
-    chosen["env"]["MOONCAKE_JOB_KEY"] = "right"
+    chosen["env"]["MOONCAKE_JOB_KEY"] = "the right key of the job"
     assert harness.run_ranks(2, init_on_rank_works, backend=None, **chosen) == [None, None]
+
+
+def short_key_on_rank(me):
+    return raised(me.init)
+
+
+def test_short_job_key_is_refused():
+    env = {"MOONCAKE_JOB_KEY": "fifteen letters"}
+    [(kind, message)] = harness.run_ranks(1, short_key_on_rank, backend=None, env=env)
+    assert kind == "ValueError"
+    assert "MOONCAKE_JOB_KEY has 15 bytes" in message
+    assert "16 bytes or more" in message
+    assert "fifteen" not in message
 
 
 def init_on_rank_works(me):
@@ -705,4 +721,4 @@ def test_a_rank_that_left_is_named(layout, two_hosts):
         for kind, message in crew.results()[:2]:
             assert kind == "PeerLostError"
             assert re.search(r"rank 2\b.*left", message), message
-        assert "accused" not in crew.log(0) + crew.log(1)
+        assert "continue, epoch" not in crew.log(0) + crew.log(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import signal
 
@@ -14,7 +15,7 @@ from harness import raised, until
 from torch._C._distributed_c10d import AllgatherOptions
 
 import mooncake_backend
-from mooncake_backend import MooncakeBackendOptions, PeerLostError
+from mooncake_backend import MooncakeBackendOptions, PeerLostError, membership
 
 TRANSPORTS = ["shm", "tcp", "sim"]
 SMALL, LARGE = 256, 1 << 20  # float32 elements: 1 KiB and 4 MiB
@@ -584,6 +585,9 @@ def stopped_on_rank(me, victim):
         messages.append(message)
         kind, message = raised(dist.new_group, [0, 1, 2])
         assert kind == "EvictedError"
+        answer = membership.sync_after_failure(dist.group.WORLD)
+        assert answer.status == membership.SyncAfterFailureStatus.Rejected
+        messages.append(answer.reject_reason)
         for text in messages:
             assert "invalid state" in text
             assert "rank is not active" in text
@@ -610,6 +614,56 @@ def test_a_stopped_rank_is_evicted(transports):
         crew.cont(victim)
         crew.board.set("resumed")
         assert crew.results() == [[(victim, "silent")], [(victim, "silent")], None]
+
+
+def reused_on_rank(me, victim):
+    """The victim is out, destroys a group late, and touches nothing of what the memory of that
+    group serves at rank 0 by now."""
+    shared, later = dist.new_group(), dist.new_group([0, 1])
+    for group in (shared, None):
+        dist.all_reduce(torch.ones(SMALL), group=group)
+    me.board.set(f"looping-{me.rank}")
+    everyone = total(range(me.size))
+    if me.rank == victim:
+        me.board.wait("resumed")
+        assert raised(lambda: [reduce_all(me) for _ in range(1_000_000)])[0] == "EvictedError"
+        me.board.set("evicted")
+        me.board.wait("filled")
+        dist.destroy_process_group(shared)
+        del shared
+        gc.collect()
+        me.board.set("destroyed")
+        return None
+    until(lambda: reduce_all(me) != everyone, "the victim to be out")
+    me.board.set(f"went-on-{me.rank}")
+    me.board.wait("evicted")
+    dist.destroy_process_group(shared)
+    me.board.set(f"gave-back-{me.rank}")
+    me.board.wait_all("gave-back", [0, 1])
+    dist.destroy_process_group(later)  # and with it what was waiting to be given back
+    del shared, later
+    gc.collect()
+    if me.rank == 0:
+        cpu = torch.device("cpu")
+        backend = dist.group.WORLD._get_backend(cpu)
+        filled = backend.allocate_tensor(4 << 20, dtype=torch.int64, device=cpu)
+        filled.fill_(-7)
+        me.board.set("filled")
+        me.board.wait("destroyed")
+        return int((filled != -7).sum())
+    return None
+
+
+def test_an_evicted_rank_writes_to_no_memory_that_is_used_again():
+    victim = 2
+    chosen = over("shm", MOONCAKE_FAILURE_TIMEOUT_MS=str(int(SHORT * 1000)))
+    with harness.starting(3, reused_on_rank, victim, **chosen) as crew:
+        crew.board.wait_all("looping", range(3))
+        crew.stop(victim)
+        crew.board.wait_all("went-on", [0, 1])
+        crew.cont(victim)
+        crew.board.set("resumed")
+        assert crew.results() == [0, None, None]
 
 
 def alone_on_rank(me):

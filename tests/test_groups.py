@@ -182,6 +182,38 @@ def pending_at_destroy_on_rank(me, name):
     use(None)
 
 
+def waited_for_at_destroy_on_rank(me, turns):
+    """Threads are in wait() while the group goes, and with it the engine and what it had mapped.
+    They have nothing of it but their works."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    ends = []
+    for turn in range(turns):
+        me.init(name=f"waited-for-{turn}")
+        dist.all_reduce(torch.ones(3))
+        works = [dist.irecv(torch.ones(3), 1 - me.rank, tag=tag) for tag in range(3)]
+        if me.rank == 0:
+            works += [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+        threads = [threading.Thread(target=lambda w=w: ends.append(how(w.wait))) for w in works]
+        works.clear()
+        for thread in threads:
+            thread.start()
+        dist.destroy_process_group()
+        for thread in threads:
+            thread.join(harness.DEADLINE)
+            assert not thread.is_alive()
+    assert len(ends) == turns * (5 if me.rank == 0 else 3)
+    assert set(ends) <= {"", "DistBackendError", "PeerLostError"}, ends
+
+
+def how(call):
+    """The type of what it raises; nothing: none."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
 def left_by_one_on_rank(me):
     """Rank 1 destroys a group and stays in the job: the rest use it on, at once."""
     group = dist.new_group()
@@ -285,6 +317,11 @@ def test_destroy_ends_what_is_pending(layout, two_hosts):
     chosen = layout_options(layout, 2, two_hosts)
     chosen["env"]["MOONCAKE_FAILURE_TIMEOUT_MS"] = "500"
     harness.run_ranks(2, pending_at_destroy_on_rank, "destroyed", **chosen)
+
+
+def test_destroy_while_threads_wait():
+    env = {"MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_FAILURE_TIMEOUT_MS": "500"}
+    harness.run_ranks(2, waited_for_at_destroy_on_rank, 8, backend=None, env=env)
 
 
 @pytest.mark.parametrize("world", ["gloo", "mooncake"])

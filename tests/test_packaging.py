@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import mooncake_backend
 from mooncake_backend import MooncakeBackendOptions, doctor, extension, group, membership
+from mooncake_backend.options import TESTED_RANKS
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORIES = ("mooncake_backend", "ep", "tests", "benchmarks", "csrc")
@@ -261,15 +262,15 @@ class TestOptions:
     def test_every_form_that_callers_use(self):
         ranks = torch.zeros(4, dtype=torch.int32)
         for options in (
-            MooncakeBackendOptions(ranks, True, 8),
-            MooncakeBackendOptions(ranks, is_extension=True, max_world_size=8),
-            MooncakeBackendOptions(active_ranks=ranks, is_extension=True, max_group_size=8),
+            MooncakeBackendOptions(ranks, False, 8),
+            MooncakeBackendOptions(ranks, is_extension=False, max_world_size=8),
+            MooncakeBackendOptions(active_ranks=ranks, is_extension=False, max_group_size=8),
         ):
             assert options.active_ranks is ranks
-            assert options.is_extension
+            assert not options.is_extension
             assert options.max_group_size == 8
-        by_size = MooncakeBackendOptions(8, False, True, False)
-        assert (by_size.max_group_size, by_size.auto_sync_on_failure) == (8, False)
+        by_size = MooncakeBackendOptions(8, False, True, True)
+        assert (by_size.max_group_size, by_size.auto_sync_on_failure) == (8, True)
         assert MooncakeBackendOptions(max_group_size=-1).max_group_size is None
         assert MooncakeBackendOptions(failure_timeout=timedelta(seconds=2)).failure_timeout == 2
         assert MooncakeBackendOptions(transports=["tcp"]).transports == ("tcp",)
@@ -283,7 +284,6 @@ class TestOptions:
             ({"is_extension": 1}, "True or False"),
             ({"max_group_size": 0}, "positive"),
             ({"max_group_size": 4, "max_world_size": 4}, "same thing"),
-            ({"auto_deactivate_on_failure": False}, "auto_sync_on_failure needs"),
             ({"transports": "tcp"}, "tuple"),
             ({"failure_timeout": 0}, "positive"),
             ({"time_out": 3}, "has no 'time_out'"),
@@ -300,9 +300,21 @@ class TestOptions:
         with pytest.raises(ValueError, match="max_group_size is 2"):
             MooncakeBackendOptions(2).for_group(4)
 
+    def test_a_size_beyond_what_was_tested_is_refused(self):
+        assert MooncakeBackendOptions(TESTED_RANKS).for_group(4)["max_group_size"] == TESTED_RANKS
+        with pytest.raises(ValueError, match=f"max_group_size is 1024, .* {TESTED_RANKS} ranks"):
+            MooncakeBackendOptions(1024).for_group(4)
+        # A group that is so large does not grow.
+        assert MooncakeBackendOptions(1024).for_group(1024)["max_group_size"] == 1024
+        tested = Path(__file__).parent / "cpp/large_group_test.cc"
+        assert f"constexpr int kRanks = {TESTED_RANKS};" in tested.read_text(encoding="utf-8")
+
     def test_environment_is_read_when_no_options_are_given(self, monkeypatch):
         monkeypatch.setenv("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE", "0")
-        assert not MooncakeBackendOptions.from_environment().auto_sync_on_failure
+        with pytest.raises(NotImplementedError, match="MOONCAKE_PG_AUTO_SYNC_ON_FAILURE is off"):
+            MooncakeBackendOptions.from_environment()
+        monkeypatch.setenv("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE", "yes")
+        assert MooncakeBackendOptions.from_environment() == MooncakeBackendOptions()
         monkeypatch.setenv("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE", "maybe")
         with pytest.raises(ValueError, match="MOONCAKE_PG_AUTO_SYNC_ON_FAILURE"):
             MooncakeBackendOptions.from_environment()
@@ -334,13 +346,12 @@ class TestGroup:
 
     def test_the_extension_gets_everything(self, native):
         mooncake_backend.set_host_ip("127.0.0.2")
-        mooncake_backend.set_device_filter(["mlx5_1"])
         try:
             *given, options, world = self.create(MooncakeBackendOptions(8)).arguments
         finally:
-            mooncake_backend.options._settings.update(host_ip=None, device_filter=[])
+            mooncake_backend.options._settings.update(host_ip=None)
         assert given == ["store", 1, 4, [3, 5, 7, 9], "g", timedelta(seconds=9), "mooncake"]
-        assert (options["host_ip"], options["device_filter"]) == ("127.0.0.2", ["mlx5_1"])
+        assert options["host_ip"] == "127.0.0.2"
         assert options["active_ranks"].tolist() == [1] * 8
         assert world is None
 
@@ -362,7 +373,7 @@ class TestGroup:
 
 
 class TestLater:
-    @pytest.mark.parametrize("name", ["recover_ranks", "join_group", "get_peer_state"])
+    @pytest.mark.parametrize("name", ["recover_ranks", "join_group", "activate_ranks"])
     def test_what_is_missing_says_so_when_called(self, name):
         with pytest.raises(NotImplementedError, match=rf"{name} is not available.*is missing"):
             getattr(membership, name)(None, [1])
@@ -399,6 +410,22 @@ class TestDoctor:
         assert doctor.examine(trial=False, show=lines.append) == 1
         assert [line for line in lines if "BROKEN" in line and "not built" in line]
         assert [line for line in lines if "process_vm_readv" in line]
+
+    @pytest.mark.parametrize(
+        ("limits", "found"),
+        [
+            ((300, 300), r"note  open files +300: enough for (\d+) other ranks, (\d+) if"),
+            ((300, 5000), r"  ok  open files +300, raised to 5000: .* (\d+) other ranks, (\d+)"),
+        ],
+    )  # fmt: skip
+    def test_for_how_many_ranks_the_descriptors_suffice(self, monkeypatch, limits, found):
+        monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: limits)
+        lines = []
+        doctor.examine(trial=False, show=lines.append)
+        (said,) = [match for line in lines if (match := re.search(found, line))]
+        ranks, much = map(int, said.groups())
+        assert limits[1] - 200 < ranks < limits[1]
+        assert much == ranks // 3
 
 
 @pytest.mark.slow
@@ -483,6 +510,7 @@ class TestInstall:
             names = archive.namelist()
             library = f"mooncake_backend/{LIBRARY}"
             assert str(clone).encode() not in archive.read(library)
+            assert b"SimTransport" not in archive.read(library), "sim is for tests only"
         for name in (
             library,
             "mooncake_backend/_C.json",

@@ -69,9 +69,9 @@ def total(ranks):
 
 def views_in_log(crew, rank):
     """Every view that the rank ever committed: epoch and who goes on."""
-    found = re.findall(r"epoch (\d+): ranks? ([\d, -]+) goe?s? on without", crew.log(rank))
+    found = re.findall(r"; ranks? ([\d, -]+) continues?, epoch (\d+)", crew.log(rank))
     views = set()
-    for epoch, names in found:
+    for names, epoch in found:
         ranks = []
         for part in names.split(", "):
             first, _, last = part.partition("-")
@@ -89,8 +89,8 @@ def one_view_per_epoch(views):
 
 def nobody_is_accused(crew):
     for rank in range(crew.size):
-        assert "accused" not in crew.log(rank), crew.log(rank)
-        assert "go on without" not in crew.log(rank), crew.log(rank)
+        assert "continue, epoch" not in crew.log(rank), crew.log(rank)
+        assert "continues, epoch" not in crew.log(rank), crew.log(rank)
 
 
 class Turns:
@@ -749,16 +749,12 @@ def later_groups_on_rank(me, victim):
         signal.raise_signal(signal.SIGKILL)
     until(lambda: active() == members(me.size, survivors), "the view")
     for turn in range(2):
-        # With somebody who is dead there is no new group today: it is missed until the timeout.
-        kind, text = raised(dist.new_group, everyone, timeout=timedelta(seconds=2))
-        assert kind == "DistBackendError"
-        assert f"rank(s) {victim} of {me.size} did not come" in text
-        # Among the living all is as ever.
-        later = dist.new_group(survivors)
-        tensor = torch.full((SMALL,), float(2**me.rank))
-        dist.all_reduce(tensor, group=later)
-        assert (tensor == total(survivors)).all(), turn
-        assert active(later) == [1] * len(survivors)
+        for asked in (everyone, survivors):
+            later = dist.new_group(asked)
+            tensor = torch.full((SMALL,), float(2**me.rank))
+            dist.all_reduce(tensor, group=later)
+            assert (tensor == total(survivors)).all(), turn
+            assert active(later) == [int(r in survivors) for r in asked]
     dist.destroy_process_group()
 
 
@@ -798,13 +794,11 @@ def without_store_on_rank(me, victim):
             until(lambda left=left: active() == members(keeper, left), "the view")
         else:
             assert work.contributors == left
-    kind, text = raised(dist.new_group, left, timeout=timedelta(seconds=5))
-    assert kind in ("DistBackendError", "DistNetworkError", "DistStoreError"), (kind, text)
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    assert tensor.item() == len(left)
+    for group in (None, dist.new_group(left)):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == len(left)
     dist.destroy_process_group()
-    return kind
 
 
 @pytest.mark.parametrize("victim", [0, 2])

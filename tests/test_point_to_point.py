@@ -297,6 +297,28 @@ def test_who_comes_first(crew, size, receive_first):
     crew.call(posted_on_rank, f"first-{size}-{receive_first}", size, receive_first)
 
 
+def receive_from_leavers_on_rank(me):
+    """Ranks 1 and 2 destroy a group and stay in the job. What 1 sent before still arrives."""
+    group = dist.new_group()
+    got = torch.zeros(8)
+    if me.rank == 1:
+        dist.send(torch.full((8,), 5.0), 0, group=group)
+    if me.rank > 0:
+        dist.destroy_process_group(group)
+    else:
+        assert dist.recv(got, 1, group=group) == 1
+        assert got.tolist() == [5.0] * 8
+        kind, text = raised(dist.recv, got, 1, group=group)
+        assert (kind, "receive from rank 1: it has left the group" in text) == (
+            "PeerLostError",
+            True,
+        )
+        kind, text = raised(dist.recv, got, None, group=group)
+        assert "receive from any rank: nobody is left: rank 1: it has left the group" in text, text
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
 @pytest.mark.parametrize("size", [8, 100_000])
 def test_any_source(crew, size):
     crew.call(any_source_on_rank, size)
@@ -305,6 +327,10 @@ def test_any_source(crew, size):
 @pytest.mark.parametrize(("sent", "expected"), [(8, 12), (12, 8), (0, 4), (4, 0), (200, 100_000)])
 def test_a_wrong_size_keeps_the_message(crew, sent, expected):
     crew.call(mismatch_on_rank, sent, expected)
+
+
+def test_receives_from_who_has_left_the_group_end(crew):
+    crew.call(receive_from_leavers_on_rank)
 
 
 def test_refused(crew):

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import random
 
+import composite_calls
 import mistakes
 import oracle
-import others
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def start(me, number, step):
     if kind == "verb":
         return oracle.start(**{**step["call"], "group": group})
     if kind == "other":
-        return others.start(**{**step["call"], "group": group, "tag": number})
+        return composite_calls.start(**{**step["call"], "group": group, "tag": number})
     if kind == "mistake":
         if step["by"] in (None, group.rank()):
             mistakes.check(group, step["number"])
@@ -113,8 +113,8 @@ NUMBERS = [*oracle.REAL, *oracle.COMPLEX]
 
 @st.composite
 def calls(draw, size):
-    verb = draw(st.sampled_from([*oracle.VERBS, *others.VERBS]))
-    reducing = verb in (*oracle.REDUCING, *others.REDUCING)
+    verb = draw(st.sampled_from([*oracle.VERBS, *composite_calls.VERBS]))
+    reducing = verb in (*oracle.REDUCING, *composite_calls.REDUCING)
     dtype = draw(st.sampled_from(NUMBERS if reducing else [*NUMBERS, *oracle.MOVED_ONLY]))
     ops = [op for op in oracle.OPS if oracle.reducible(dtype, op)]
     count = draw(counts)
@@ -126,7 +126,7 @@ def calls(draw, size):
         "root": draw(st.integers(0, size - 1)),
         "seed": draw(st.integers(0, 2**16)),
         "layout": draw(st.sampled_from(oracle.INPUT_LAYOUTS)),
-        "asynchronous": verb not in others.BLOCKING and draw(st.booleans()),
+        "asynchronous": verb not in composite_calls.BLOCKING and draw(st.booleans()),
     }
     if verb.startswith("all_to_all") and draw(st.booleans()):
         row = st.lists(st.integers(0, max(count, 1)), min_size=size, max_size=size)

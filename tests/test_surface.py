@@ -44,6 +44,49 @@ def called():
     return backend_of()._get_sequence_number_for_group()
 
 
+# ---- sequence numbers
+
+
+def numbered_on_rank(me):
+    """They count the collectives that were called, of each group by itself, and are Gloo's."""
+    groups = {
+        "world": dist.group.WORLD,
+        "new": dist.new_group(),
+        "mooncake-cpu": dist.new_group(backend="mooncake-cpu"),
+    }
+    gloo = dist.new_group(backend="gloo")
+    if SPLITS:
+        groups["split"] = dist.group.WORLD.split_group(
+            list(range(me.size)), group_name="numbered", opts=backend_of().options
+        )
+    tensor = torch.ones(4)
+    for name, group in groups.items():
+        group._set_sequence_number_for_group()  # nothing to agree on: all begin at 0
+        first = group._get_sequence_number_for_group()
+        assert first == 0 or name == "world"
+        theirs = gloo._get_sequence_number_for_group()
+        for one in (group, gloo):
+            for _ in range(3):
+                one.allreduce([tensor]).wait()
+            one.barrier().wait()
+        now = group._get_sequence_number_for_group()
+        assert now - first == gloo._get_sequence_number_for_group() - theirs == 4
+        if me.rank == 1:  # a rank that has called more is ahead
+            late = group.allreduce([tensor])
+        else:
+            assert group._get_sequence_number_for_group() == now
+            late = group.allreduce([tensor])
+        assert group._get_sequence_number_for_group() == now + 1
+        late.wait()
+    numbers = [None] * me.size
+    dist.all_gather_object(numbers, dist.group.WORLD._get_sequence_number_for_group())
+    assert len(set(numbers)) == 1
+
+
+def test_sequence_numbers():
+    harness.run_ranks(3, numbered_on_rank, env={"MOONCAKE_TRANSPORTS": "shm"})
+
+
 # ---- coalescing
 
 
@@ -199,6 +242,66 @@ def test_other_lengths_are_another_call(crew, scale):
         assert "tensors of the lengths" in message
 
 
+def coalesced_sum(group, op, memory, tensors):
+    """The memory after all_reduce_coalesced of tensors that lie in it."""
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = op
+    group.allreduce_coalesced(tensors, options).wait()
+    return memory
+
+
+def one_after_the_other(op, memory, tensors, others):
+    """What Gloo does: the inputs are copied, reduced, and copied back in the order of the list."""
+    reduce = torch.add if op == dist.ReduceOp.SUM else torch.maximum
+    results = [tensor.clone() for tensor in tensors]
+    for _, theirs in others:
+        results = [reduce(one, other) for one, other in zip(results, theirs, strict=True)]
+    for tensor, result in zip(tensors, results, strict=True):
+        tensor.copy_(result)
+    return memory
+
+
+def overlapping_on_rank(me, count, has_gloo):
+    """Each tensor is reduced as it was before the call; where two overlap, the later of the list
+    stays. Ranks may overlap in other ways."""
+
+    def memory(rank, elements, dtype=torch.float32):
+        return (torch.arange(elements) % 97 + 5 * rank).to(dtype)
+
+    def same(rank):
+        whole = memory(rank, count)
+        return whole, [whole, whole]
+
+    def slices(rank):
+        whole = memory(rank, 2 * count)
+        return whole, [whole[: count + 3], whole[count - 3 :], whole[5 : count + 5]]
+
+    def columns(rank):
+        whole = memory(rank, 4 * count, torch.int64).view(count, 4)
+        return whole, [whole[:, :3], whole[:, 1:], whole.t()[2]]
+
+    def elsewhere(rank):
+        whole, begin = memory(rank, 2 * count), rank * 2
+        return whole, [whole[begin : begin + count], whole[3 : 3 + count], torch.ones(4)]
+
+    gloo = dist.new_group(backend="gloo") if has_gloo else None
+    for make in (same, slices, columns, elsewhere):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            others = [make(r) for r in range(me.size) if r != me.rank]
+            expected = one_after_the_other(op, *make(me.rank), others)
+            ours = coalesced_sum(dist.group.WORLD, op, *make(me.rank))
+            assert torch.equal(ours, expected), make.__name__
+            if gloo is not None:
+                assert torch.equal(coalesced_sum(gloo, op, *make(me.rank)), expected)
+    if gloo is not None:
+        dist.destroy_process_group(gloo)
+
+
+@pytest.mark.parametrize("count", [10, LARGE])
+def test_tensors_of_one_call_may_overlap(crew, layout, count):
+    crew.call(overlapping_on_rank, count, layout == "shm")
+
+
 # ---- batches of messages
 
 
@@ -226,11 +329,13 @@ def test_a_wrong_message_in_a_batch(crew):
 
 
 def batch_future_on_rank(me):
+    """In a block with a device there is one work for all messages."""
     to, source = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     got = torch.zeros(LARGE)
-    (work,) = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, torch.ones(LARGE), to), dist.P2POp(dist.irecv, got, source)]
-    )
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as together:
+        dist.isend(torch.ones(LARGE), to)
+        dist.irecv(got, source)
+    (work,) = together.works
     done = threading.Event()
     work.get_future().add_done_callback(lambda _: done.set())
     assert done.wait(harness.DEADLINE)

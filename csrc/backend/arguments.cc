@@ -66,7 +66,7 @@ at::Scalar factorOf(const c10d::ReduceOp& op, const char* operation) {
 
 }  // namespace
 
-Flat given(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation) {
+Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return Flat(tensor);
   const at::Scalar factor = factorOf(op, operation);
   if (factor.isComplex() && !tensor.is_complex())

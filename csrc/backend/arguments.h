@@ -26,7 +26,7 @@ DType typeOf(const at::Tensor& tensor, const char* operation);
 ReduceKind kindOf(const c10d::ReduceOp& op, const char* operation);
 Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
 // What the tensor gives to a reduction: itself, or with PREMUL_SUM its product with the factor.
-Flat given(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
+Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
 
 std::string sizesOf(const at::Tensor& tensor);
 void checkSameType(const at::Tensor& output, const at::Tensor& input, const char* operation);

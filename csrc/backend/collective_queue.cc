@@ -1,6 +1,5 @@
 #include "backend/collective_queue.h"
 
-#include <numeric>
 #include <pthread.h>
 #include <utility>
 
@@ -22,19 +21,28 @@ CollectiveQueue::CollectiveQueue(Group& group, bool raises,
       raises_(raises),
       completions_(std::move(completions)),
       hooks_(std::move(hooks)) {
-  auto everybody = std::make_shared<GroupView>();
-  everybody->active.resize(size_t(group.size()));
-  std::iota(everybody->active.begin(), everybody->active.end(), 0);
-  lastView_ = std::move(everybody);
+  // Who is out from the beginning is lost to no operation of this group.
+  auto members = std::make_shared<GroupView>();
+  for (int r = 0; r < group.size(); ++r) {
+    if (group.agent().isActive(r)) members->active.push_back(r);
+  }
+  lastView_ = std::move(members);
 }
 
 CollectiveQueue::~CollectiveQueue() {
+  if (thread_.joinable()) thread_.join();
+}
+
+bool CollectiveQueue::stop(Deadline deadline) {
   {
     std::unique_lock lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
+    const auto isIdle = [&] { return !running_ && items_.empty(); };
+    if (!changed_.wait_until(lock, deadline.when(), isIdle)) return false;
   }
   if (thread_.joinable()) thread_.join();
+  return true;
 }
 
 // With the lock. What is issued now ends with the loss that is not seen yet.
@@ -48,7 +56,7 @@ bool CollectiveQueue::isHeld() {
 
 bool CollectiveQueue::tryBegin(CollectiveWork& work) {
   std::lock_guard lock(mutex_);
-  if (running_ || !items_.empty() || isHeld()) return false;
+  if (running_ || stopping_ || !items_.empty() || isHeld()) return false;
   running_ = true;
   work.number_ = called_++;
   return true;
@@ -71,6 +79,7 @@ void CollectiveQueue::end(const c10::intrusive_ptr<CollectiveWork>& work, Status
   Ending ending{.status = std::move(status)};
   if (group_.lastView && lastView_ != group_.lastView)
     ending.before = std::exchange(lastView_, group_.lastView);
+  if (ending.before) group_.agent().noteMissed(*ending.before, *lastView_);
   ending.view = lastView_;
   if (ending.status.ok() || !raises_ || !isLoss(ending.status.code())) {
     const bool isDone = ending.status.ok();
@@ -109,6 +118,12 @@ void CollectiveQueue::enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) 
     work->finish(std::move(ending), *completions_);
     return;
   }
+  if (stopping_) {
+    lock.unlock();
+    work->finish({.status = {ErrorCode::kAborted, "the process group was destroyed"}},
+                 *completions_);
+    return;
+  }
   items_.push_back({std::move(work), std::move(run)});
   if (!thread_.joinable()) {
     thread_ = std::thread([this] { runThread(); });
@@ -138,20 +153,45 @@ void CollectiveQueue::runThread() {
   }
 }
 
+void CollectiveQueue::OperationInterrupt::giveUp(const std::string& why) {
+  group_.fail({ErrorCode::kAborted, "group '" + group_.name() + "' is over on " +
+                                        group_.nameRank(group_.rank()) + ": " + why +
+                                        ", in an operation. Destroy it and make it again"});
+}
+
+void CollectiveQueue::sleep(std::unique_lock<std::mutex>& lock, OperationInterrupt& interrupt,
+                            Deadline deadline) {
+  if (!interrupt.isActive() || interrupt.wasInterrupted()) {
+    changed_.wait_until(lock, deadline.when());
+    return;
+  }
+  const Deadline slice = Deadline::after(OperationInterrupt::kInterval);
+  if (changed_.wait_until(lock, slice.earlier(deadline).when()) == std::cv_status::no_timeout)
+    return;
+  lock.unlock();
+  interrupt.onSleep();
+  lock.lock();
+}
+
 void CollectiveQueue::help(const CollectiveWork& work) {
+  OperationInterrupt interrupt(group_);
   std::unique_lock lock(mutex_);
   while (!work.finished()) {
     if (!running_ && !items_.empty()) {
       runFront(lock);
     } else {
-      changed_.wait(lock);
+      sleep(lock, interrupt, Deadline::at(Clock::time_point::max()));
     }
   }
+  interrupt.rethrow();
 }
 
 bool CollectiveQueue::await(const CollectiveWork& work, Deadline deadline) {
+  OperationInterrupt interrupt(group_);
   std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, deadline.when(), [&] { return work.finished(); });
+  while (!work.finished() && !deadline.passed()) sleep(lock, interrupt, deadline);
+  interrupt.rethrow();
+  return work.finished();
 }
 
 bool CollectiveQueue::drain(Deadline deadline) {

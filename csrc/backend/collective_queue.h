@@ -13,6 +13,7 @@
 #include "backend/collective_work.h"
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
+#include "backend/signals.h"
 #include "base/deadline.h"
 #include "collectives/group.h"
 
@@ -30,21 +31,30 @@ class CollectiveQueue {
  public:
   using Run = std::function<Status()>;
 
-  // The group outlives it. `raises`: mode `raise`.
+  // The group outlives stop(). `raises`: mode `raise`.
   CollectiveQueue(Group& group, bool raises, std::shared_ptr<Completions> completions,
                   std::shared_ptr<CompletionHooks> hooks);
-  ~CollectiveQueue();  // runs what is left: abort the group first to make that quick
+  ~CollectiveQueue();
+  // Runs what is left (fail the group first to make that quick) and refuses whatever comes later.
+  // The group may go then; not if false: an operation runs still. Those in help() and await() have
+  // nothing left to wait for, and use nothing but this object, which their Work keeps.
+  bool stop(Deadline deadline);
 
   template <typename R>
   void submit(const c10::intrusive_ptr<CollectiveWork>& work, bool async, R&& run) {
     if (!async && tryBegin(*work)) {
+      const OperationInterrupt interrupt(group_);
       end(work, outcomeOf(*work, run));
       finishedOne();
+      interrupt.rethrow();
     } else {
       enqueue(work, Run(std::forward<R>(run)));
     }
   }
 
+  // All that wait here run signal handlers meanwhile, and rethrow what these raise. Nobody can say
+  // then how the operation would have ended, here and on the others: the group is over.
+  //
   // Until the work is finished: helps, without a deadline of its own (the operation has one).
   void help(const CollectiveWork& work);
   // Until the work is finished or the deadline has passed, as the result says. Does not help.
@@ -59,6 +69,16 @@ class CollectiveQueue {
     c10::intrusive_ptr<CollectiveWork> work;
     Run run;
   };
+
+  class OperationInterrupt final : public Interruptible {
+   public:
+    explicit OperationInterrupt(Group& group) : group_(group) {}
+
+   private:
+    void giveUp(const std::string& why) override;
+    Group& group_;
+  };
+  void sleep(std::unique_lock<std::mutex>& lock, OperationInterrupt& interrupt, Deadline deadline);
 
   // Runs it. What torch throws while it takes over results is the operation's own error: it must
   // neither end a thread nor leave the queue running for ever.

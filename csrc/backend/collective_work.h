@@ -33,13 +33,14 @@ struct Ending {
 class CollectiveWork : public c10d::Work {
  public:
   // `size`: of the group, which may grow to `capacity`. `key`: see CompletionHooks.
-  CollectiveWork(int rank, int size, int capacity, c10d::OpType type, CollectiveQueue* queue,
-                 std::vector<at::Tensor> outputs, const Profile& profile, uint64_t key)
+  CollectiveWork(int rank, int size, int capacity, c10d::OpType type,
+                 std::shared_ptr<CollectiveQueue> queue, std::vector<at::Tensor> outputs,
+                 const Profile& profile, uint64_t key)
       : Work(rank, type, profile.title(), profile.inputs),
         size_(size),
         capacity_(capacity),
         key_(key),
-        queue_(queue),
+        queue_(std::move(queue)),
         outputs_(std::move(outputs)) {}
 
   bool isCompleted() override { return finished(); }
@@ -75,8 +76,9 @@ class CollectiveWork : public c10d::Work {
   const int size_;
   const int capacity_;
   const uint64_t key_;
-  uint64_t number_ = 0;           // set when it is submitted
-  CollectiveQueue* const queue_;  // null: was already finished when it was made
+  uint64_t number_ = 0;  // set when it is submitted
+  // Whoever waits may be the last to use it. Null: was already finished when it was made.
+  const std::shared_ptr<CollectiveQueue> queue_;
   const std::vector<at::Tensor> outputs_;
   Ending ending_;
   std::atomic<bool> finished_{false};

@@ -3,6 +3,7 @@
 
 #include "backend/arena_tensors.h"
 #include "backend/arguments.h"
+#include "backend/batch_work.h"
 #include "backend/mooncake_backend.h"
 
 namespace mooncake {
@@ -15,69 +16,6 @@ void nameGroup(Options& options, const BackendOptions& group) {
     options.global_ranks_in_group.assign(group.globalRanks.begin(), group.globalRanks.end());
   }
 }
-
-// Several works as one: ended when all have, with the first error of them.
-class BatchWork : public c10d::Work {
- public:
-  using WorkPtr = MooncakeBackend::WorkPtr;
-
-  BatchWork(int rank, std::vector<WorkPtr> works)
-      : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
-
-  bool isCompleted() override {
-    return std::ranges::all_of(works_, [](const WorkPtr& work) { return work->isCompleted(); });
-  }
-  bool isSuccess() const override {
-    return std::ranges::all_of(works_, [](const WorkPtr& work) { return work->isSuccess(); });
-  }
-  std::exception_ptr exception() const override {
-    for (const WorkPtr& work : works_) {
-      if (auto error = work->exception()) return error;
-    }
-    return nullptr;
-  }
-  // For all of them, whatever becomes of one: their memory is the caller's again.
-  bool wait(std::chrono::milliseconds timeout) override {
-    const Deadline deadline = Deadline::after(timeout);
-    std::exception_ptr first;
-    for (const WorkPtr& work : works_) {
-      // 0 is no timeout.
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left());
-      try {
-        work->wait(timeout <= kNoTimeout ? kNoTimeout : std::max(left, kLeastTimeout));
-      } catch (...) {
-        if (!first) first = std::current_exception();
-      }
-    }
-    if (first) std::rethrow_exception(first);
-    return true;
-  }
-  void synchronize() override {}
-  std::vector<at::Tensor> result() override {
-    std::vector<at::Tensor> all;
-    for (const WorkPtr& work : works_) {
-      for (at::Tensor& tensor : work->result()) all.push_back(std::move(tensor));
-    }
-    return all;
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    const auto type = c10::ListType::create(c10::TensorType::get());
-    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
-    for (const WorkPtr& work : works_) futures.push_back(work->getFuture());
-    return c10::collectAll(futures)->then(
-        [futures, results = result()](c10::ivalue::Future&) {
-          for (const c10::intrusive_ptr<c10::ivalue::Future>& future : futures)
-            (void)future->value();
-          return c10::IValue(results);
-        },
-        type);
-  }
-
- private:
-  static constexpr std::chrono::milliseconds kLeastTimeout{1};
-
-  const std::vector<WorkPtr> works_;
-};
 
 }  // namespace
 
@@ -116,7 +54,8 @@ bool MooncakeBackend::isInBatch() {
 
 MooncakeBackend::WorkPtr MooncakeBackend::keep(c10d::OpType type, const at::Tensor& tensor,
                                                int peer, int tag) {
-  batch_->messages.push_back({type, tensor, peer, tag});
+  batch_->messages.push_back({type, tensor, peer, tag, batch_->works.size()});
+  batch_->works.emplace_back();
   return c10::make_intrusive<KeptWork>(rank_, type, batch_);
 }
 
@@ -138,11 +77,23 @@ MooncakeBackend::WorkPtr MooncakeBackend::endCoalescing() {
       if ((kept.type == c10d::OpType::SEND) != isSend) continue;
       auto work = start(kept.type, kept.tensor, kept.peer, kept.tag);
       isUnderWay = isUnderWay || !work->finished();
-      batch.works.push_back(std::move(work));
+      batch.works[kept.place] = std::move(work);
     }
   }
   if (isUnderWay) messages_->watch();
-  return c10::make_intrusive<BatchWork>(rank_, std::move(batch.works));
+  return c10::make_intrusive<BatchWork>(rank_, options_.capacity, std::move(batch.works));
+}
+
+std::vector<int> MooncakeBackend::survivors() const {
+  std::vector<int> ranks;
+  for (int r = 0; group_ && r < size_; ++r) {
+    if (group_->agent().isActive(r)) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+void MooncakeBackend::checkStanding() const {
+  if (membership_) throwIfError(membership_->standing());
 }
 
 void MooncakeBackend::runAbortHooks() {

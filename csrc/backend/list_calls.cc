@@ -52,7 +52,7 @@ void checkTimes(const at::Tensor& large, const at::Tensor& small, int size, cons
 std::vector<Flat> givenAll(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op,
                            const char* operation) {
   std::vector<Flat> flats;
-  for (const at::Tensor& tensor : tensors) flats.push_back(given(tensor, op, operation));
+  for (const at::Tensor& tensor : tensors) flats.push_back(premultiplied(tensor, op, operation));
   return flats;
 }
 
@@ -108,7 +108,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::gather(std::vector<std::vector<at::Ten
                  dtype = typeOf(input, "gather"), timeout = effective(opts.timeout)] {
                   Status status = mooncake::gather(*group_, in.bytes(), spansOf(out), dtype, to,
                                                    Deadline::after(timeout));
-                  give(status, out);
+                  copyBack(status, out);
                   return status;
                 });
 }
@@ -134,7 +134,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::scatter(std::vector<at::Tensor>& outpu
                   Status status =
                       mooncake::scatter(*group_, std::vector<ConstSpan>(parts.begin(), parts.end()),
                                         out.bytes(), dtype, from, Deadline::after(timeout));
-                  if (status.ok()) out.give();
+                  if (status.ok()) out.copyBack();
                   return status;
                 });
 }
@@ -157,7 +157,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter(
                     Status status =
                         mooncake::reduceScatter(*group_, Buffers(&from, 1), Buffers(&to, 1),
                                                 reduction.kind, Deadline::after(timeout));
-                    if (status.ok()) Flat(output, longest.narrow(0, 0, output.numel())).give();
+                    if (status.ok()) Flat(output, longest.narrow(0, 0, output.numel())).copyBack();
                     return status;
                   });
   }
@@ -170,7 +170,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter(
                   const Buffer result{out.bytes(), reduction.dtype};
                   Status status = mooncake::reduceScatter(*group_, parts, Buffers(&result, 1),
                                                           reduction.kind, Deadline::after(timeout));
-                  if (status.ok()) out.give();
+                  if (status.ok()) out.copyBack();
                   return status;
                 });
 }
@@ -179,10 +179,12 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   return withinBatch([&]() -> WorkPtr {
     checkAny(tensors, "all_reduce_coalesced");
-    checkApart(tensors, "a tensor of all_reduce_coalesced");
-    for (const at::Tensor& tensor : tensors)
+    for (const at::Tensor& tensor : tensors) {
+      checkOutput(tensor, "a tensor of all_reduce_coalesced");
       reductionOf(tensor, opts.reduceOp, "all_reduce_coalesced");
+    }
     std::vector<Flat> flats = givenAll(tensors, opts.reduceOp, "all_reduce_coalesced");
+    keepApart(flats);
     const bool isShort = fit(flats, group_->eagerBytes());
     return submit(
         c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, opts.asyncOp,
@@ -190,7 +192,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce_coalesced(
          kind = kindOf(opts.reduceOp, "all_reduce_coalesced"), timeout = effective(opts.timeout)] {
           Status status =
               mooncake::allreduce(*group_, list.buffers(), kind, Deadline::after(timeout));
-          if (status.ok()) list.give();
+          if (status.ok()) list.copyBack();
           return status;
         });
   });
@@ -237,7 +239,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather_coalesced(
                   Status status =
                       mooncake::allgather(*group_, in.buffers(), parts, Deadline::after(timeout));
                   for (const FlatList& list : lists) {
-                    if (status.ok()) list.give();
+                    if (status.ok()) list.copyBack();
                   }
                   return status;
                 });
@@ -270,7 +272,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather_into_tensor_coalesced(
          out = FlatList(std::move(out), size_, isShort), timeout = effective(opts.timeout)] {
           Status status =
               mooncake::allgather(*group_, in.buffers(), out.rows(), Deadline::after(timeout));
-          if (status.ok()) out.give();
+          if (status.ok()) out.copyBack();
           return status;
         });
   });
@@ -297,7 +299,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter_tensor_coalesced(
                    timeout = effective(opts.timeout)] {
                     Status status = mooncake::reduceScatter(*group_, in.buffers(), out.buffers(),
                                                             kind, Deadline::after(timeout));
-                    if (status.ok()) out.give();
+                    if (status.ok()) out.copyBack();
                     return status;
                   });
   });

@@ -13,23 +13,28 @@ constexpr auto kLookBesideWaiter = std::chrono::milliseconds(10);
 constexpr auto kLookAlone = std::chrono::milliseconds(50);
 // A blocking receive is over before this; only what lasts longer is worth a thread.
 constexpr auto kGrace = std::chrono::milliseconds(1);
+// Whoever waits for a message that was just ended needs a turn on a core, and maybe a copy.
+constexpr auto kToGetOut = std::chrono::seconds(10);
 
 }  // namespace
 
 MessageDriver::MessageDriver(Group& group, std::shared_ptr<Completions> completions)
     : group_(group), completions_(std::move(completions)), messages_(group) {}
 
-void MessageDriver::stop() {
+bool MessageDriver::stop() {
+  bool isFirst;
   {
     std::lock_guard lock(mutex_);
-    // The second time the group may be gone.
-    if (std::exchange(stopping_, true)) return;
+    isFirst = !std::exchange(stopping_, true);
     changed_.notify_all();
   }
-  if (thread_.joinable()) thread_.join();
-  messages_.abort({ErrorCode::kAborted, "the group was destroyed"});
-  std::lock_guard lock(mutex_);
-  notifyFinished();
+  if (isFirst) {  // the second time the group may be gone
+    if (thread_.joinable()) thread_.join();
+    messages_.abort({ErrorCode::kAborted, "the group was destroyed"});
+    std::lock_guard lock(mutex_);
+    notifyFinished();
+  }
+  return messages_.close(Deadline::after(kToGetOut));
 }
 
 void MessageDriver::watch() {

@@ -26,8 +26,9 @@ class MessageDriver {
   void watch();
   // Runs the task on the completion thread once the message is finished.
   void whenFinished(std::shared_ptr<Message> message, std::function<void()> task);
-  // Ends every message that is under way; no thread runs afterwards. The group may go then.
-  void stop();
+  // Ends every message that is under way; no thread of ours runs afterwards, and no other one is in
+  // messages(). The group may go then; not if false: somebody is in there still.
+  bool stop();
 
  private:
   void run();

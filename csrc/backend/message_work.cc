@@ -5,8 +5,22 @@
 
 #include "backend/errors.h"
 #include "backend/message_driver.h"
+#include "backend/signals.h"
 
 namespace mooncake {
+namespace {
+
+// Ends the one message: the group goes on.
+class MessageInterrupt final : public Interruptible {
+ public:
+  explicit MessageInterrupt(MessageWork& work) : work_(work) {}
+
+ private:
+  void giveUp(const std::string& why) override { work_.cancel({ErrorCode::kAborted, why}); }
+  MessageWork& work_;
+};
+
+}  // namespace
 
 MessageWork::MessageWork(int rank, int capacity, c10d::OpType type,
                          std::shared_ptr<MessageDriver> driver, std::shared_ptr<Message> message,
@@ -33,7 +47,10 @@ std::exception_ptr MessageWork::exception() const {
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout <= kNoTimeout ? message_->deadline() : Deadline::after(timeout);
-  if (!driver_->messages().wait(*message_, deadline)) {
+  MessageInterrupt interrupt(*this);
+  const bool isFinished = driver_->messages().wait(*message_, deadline);
+  interrupt.rethrow();
+  if (!isFinished) {
     const std::string name =
         opType_ == c10d::OpType::UNKNOWN ? message_->operation() : c10d::opTypeToString(opType_);
     throwError({ErrorCode::kTimeout,
@@ -44,6 +61,8 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
   throwIfError(message_->status());
   return true;
 }
+
+void MessageWork::cancel(const Error& why) { driver_->messages().cancel(*message_, why); }
 
 int MessageWork::sourceRank() const {
   TORCH_CHECK(opType_ == c10d::OpType::RECVANYSOURCE || opType_ == c10d::OpType::RECV,
@@ -80,7 +99,7 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
 void MessageWork::takeOver() {
   std::call_once(taken_, [&] {
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
-    if (message_->kind() == Message::Kind::kReceive && message_->status().ok()) flat_.give();
+    if (message_->kind() == Message::Kind::kReceive && message_->status().ok()) flat_.copyBack();
   });
 }
 

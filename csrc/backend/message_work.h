@@ -33,6 +33,8 @@ class MessageWork : public c10d::Work {
     return tensor_.defined() ? std::vector{tensor_} : std::vector<at::Tensor>();
   }
   int sourceRank() const override;
+  // Ends it with this error, unless it is finished.
+  void cancel(const Error& why);
   // The other side, once it is finished because that is lost.
   std::vector<int> failedRanks() const;
   int capacity() const { return capacity_; }

@@ -9,7 +9,8 @@
 #include "backend/message_work.h"
 #include "backend/tensors.h"
 #include "base/log.h"
-#include "engine/rendezvous/address_book.h"
+#include "collectives/group_state.h"
+#include "engine/rendezvous/generation.h"
 
 namespace mooncake {
 namespace {
@@ -17,6 +18,10 @@ namespace {
 // Rank 0 may live on, and its store, too: they are not waited for longer than this.
 constexpr auto kRankZeroEnds = std::chrono::milliseconds(200);
 constexpr auto kStoreEnds = std::chrono::milliseconds(50);
+// Whoever runs an operation of a group that has failed ends it at its next look, or copy.
+constexpr auto kToGetOut = std::chrono::seconds(10);
+
+constexpr const char* kDestroyed = "the process group was destroyed";
 
 // The elements that go to or come from each rank, by the splits of the first dimension (equal ones
 // when none given).
@@ -94,9 +99,9 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     : Backend(rank, size),
       options_(std::move(options)),
       rankZeroStore_(world || rank == 0 ? nullptr : store),
-      inOurWorld_(world != nullptr) {
+      inOurWorld_(world != nullptr),
+      job_(world ? world->job_ : std::make_shared<Job>()) {
   checkRanks(options_.globalRanks);
-  C10dStore shared(store);
   const Deadline init = deadline(c10d::kUnsetTimeout);
   if (options_.capacity == 0) options_.capacity = size;
   if (!options_.activeRanks.defined()) options_.activeRanks = at::ones({size}, at::kInt);
@@ -104,33 +109,57 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     // Who is out makes no groups either, nor who is a forked child: the engine's threads are not
     // here.
     world->refuseInForkedChild();
+    if (job_->hasLeft) throwError({ErrorCode::kAborted, kDestroyed});
     throwIfError(world->membership_->standing());
     engine_ = world->engine_;
     completions_ = world->completions_;
+    group_ = orThrow(Group::createWithin(world->membership_, groupOptions(), init));
   } else {
-    EngineOptions engineOptions{.env = options_.env, .logName = "rank " + std::to_string(rank)};
-    engineOptions.env.routeHint = rendezvousHost(store);
-    engineOptions.jobKey = orThrow(agreeOnJobKey(shared, options_.env.jobKey, rank, init));
-    engine_ = orThrow(Engine::create(std::move(engineOptions)));
     completions_ = std::make_shared<Completions>();
+    beginJob(store, init);
   }
-  GroupOptions groupOptions{.name = options_.groupName,
-                            .rank = rank,
-                            .size = size,
-                            .globalRanks = options_.globalRanks,
-                            .membership = world ? world->membership_ : nullptr,
-                            .raises = options_.env.raises,
-                            .onView = [mirror = options_.activeRanks, size](const GroupView& view) {
-                              show(view, size, mirror);
-                            }};
-  auto group = Group::create(engine_, shared, std::move(groupOptions), init);
-  // Nobody is lost who has not been in the group.
-  if (!group.ok() && group.error().code == ErrorCode::kPeerLost)
-    throwError({ErrorCode::kRefused, group.error().message});
-  group_ = orThrow(std::move(group));
   membership_ = group_->membership();
   messages_ = std::make_shared<MessageDriver>(*group_, completions_);
-  queue_ = std::make_unique<CollectiveQueue>(*group_, options_.env.raises, completions_, hooks_);
+  queue_ = std::make_shared<CollectiveQueue>(*group_, options_.env.raises, completions_, hooks_);
+  std::lock_guard lock(job_->mutex);
+  job_->groups.insert(this);
+}
+
+GroupOptions MooncakeBackend::groupOptions() const {
+  return {.name = options_.groupName,
+          .rank = rank_,
+          .size = size_,
+          .globalRanks = options_.globalRanks,
+          .raises = options_.env.raises,
+          .onView = [mirror = options_.activeRanks, size = size_](const GroupView& view) {
+            show(view, size, mirror);
+          }};
+}
+
+void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init) {
+  C10dStore shared(store);
+  for (;;) {
+    const auto generation = orThrow(Generation::join(shared, rank_, options_.env.jobKey, init));
+    EngineOptions engineOptions{.env = options_.env, .logName = "rank " + std::to_string(rank_)};
+    engineOptions.env.routeHint = rendezvousHost(store);
+    engineOptions.jobKey = generation->jobKey();
+    engine_ = orThrow(Engine::create(std::move(engineOptions)));
+    auto group = Group::create(engine_, *generation, groupOptions(), init);
+    if (group.ok()) {
+      group_ = std::move(*group);
+      return;
+    }
+    // Either nobody is in this generation any more, and another one comes; or that has come and is
+    // the reason: then whatever went wrong in the old one does not matter.
+    if (group.error().code == ErrorCode::kInterrupted) {
+      throwIfError(generation->awaitSuccessor(init));
+    } else if (!generation->hasSuccessor()) {
+      // Nobody is lost who has not been in the group.
+      if (group.error().code == ErrorCode::kPeerLost)
+        throwError({ErrorCode::kRefused, group.error().message});
+      throwError(group.error());
+    }
+  }
 }
 
 MooncakeBackend::~MooncakeBackend() { close(); }
@@ -146,41 +175,66 @@ void MooncakeBackend::refuseInForkedChild() const {
 }
 
 void MooncakeBackend::shutdown() {
-  if (leaveGroup() && rankZeroStore_) outlastRankZero();
+  if (forkGeneration_ != forkGeneration()) return;
+  if (!inOurWorld_) leaveOthersOfJob(Farewell::How::kDestroyed);
+  if (leaveGroup() && rankZeroStore_) waitForRankZerosExit();
+  if (!inOurWorld_) sayGoodbye({});
 }
 
-bool MooncakeBackend::leaveGroup() {
+bool MooncakeBackend::leaveGroup(Farewell::How how) {
   if (!group_ || forkGeneration_ != forkGeneration()) return false;
+  std::lock_guard lock(leaveMutex_);
   const Deadline budget = Deadline::after(options_.env.failureTimeout);
   const bool usable = group_->usable().ok();
-  if (usable && queue_->drain(budget)) group_->leave(budget);
-  group_->fail({ErrorCode::kAborted, "the process group was destroyed"});
+  if (usable && how != Farewell::How::kFailed && queue_->drain(budget)) {
+    if (how == Farewell::How::kDestroyed) {
+      group_->leave(budget);
+    } else {
+      group_->awaitEnded(budget);
+    }
+  }
+  group_->fail({ErrorCode::kAborted, kDestroyed});
   messages_->stop();
   return usable;
 }
 
+void MooncakeBackend::leaveOthersOfJob(Farewell::How how) {
+  std::lock_guard lock(job_->mutex);
+  for (MooncakeBackend* group : job_->groups) {
+    if (group != this) group->leaveGroup(how);
+  }
+}
+
+void MooncakeBackend::sayGoodbye(const Farewell& farewell) {
+  job_->hasLeft = true;
+  engine_->leave(farewell);
+}
+
 // As a rule rank 0 holds the server of the store. Until it has let go of it, our next
 // init_process_group() at the same address would find the old one.
-void MooncakeBackend::outlastRankZero() {
+void MooncakeBackend::waitForRankZerosExit() {
   Waiter waiter = group_->waiter(Deadline::after(kRankZeroEnds));
-  const auto isGone = [&] { return group_->window().ended(0) != nullptr; };
+  const auto isGone = [&] { return group_->window().disconnection(0) != nullptr; };
   while (waiter.until(isGone) == WaitResult::kInterrupted)
     waiter.generation = waiter.interrupt.generation();
   if (isGone()) awaitServersEnd(rankZeroStore_, Deadline::after(kStoreEnds));
 }
 
 void MooncakeBackend::close() {
-  if (forkGeneration_ != forkGeneration()) {
-    leak(queue_);
-    leak(messages_);
-    leak(group_);
-    leak(membership_);
-    leak(completions_);
-    leak(engine_);
-    return;
+  if (forkGeneration_ != forkGeneration()) return leakAll();
+  {
+    std::lock_guard lock(job_->mutex);
+    job_->groups.erase(this);
   }
   leaveGroup();
-  queue_.reset();  // what it still holds ends at once, the group has failed
+  // Threads may still be in calls on works of ours. The group has failed: they leave at once.
+  if (group_ && !(queue_->stop(Deadline::after(kToGetOut)) && messages_->stop())) {
+    log(LogLevel::kError, engine_->logName(), "group '", options_.groupName,
+        "' was destroyed while a thread is in an operation of it, which it does not leave: the "
+        "group's memory and threads are kept until the process ends");
+    return leakAll();
+  }
+  queue_.reset();
   messages_.reset();
   group_.reset();
   membership_.reset();
@@ -188,10 +242,20 @@ void MooncakeBackend::close() {
   engine_.reset();
 }
 
-void MooncakeBackend::leaveJob() {
-  leaveGroup();
+void MooncakeBackend::leakAll() {
+  leak(queue_);
+  leak(messages_);
+  leak(group_);
+  leak(membership_);
+  leak(completions_);
+  leak(engine_);
+}
+
+void MooncakeBackend::leaveJob(const Farewell& farewell) {
   if (!engine_ || forkGeneration_ != forkGeneration()) return;
-  engine_->leave();
+  leaveOthersOfJob(farewell.how);
+  leaveGroup(farewell.how);
+  sayGoodbye(farewell);
   // A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
   completions_->drain(Deadline::after(options_.env.failureTimeout));
 }
@@ -215,6 +279,11 @@ uint64_t MooncakeBackend::epoch() const { return membership_ ? membership_->view
 std::vector<RankEvidence> MooncakeBackend::evidence() const {
   if (!group_) return {};
   return evidenceIn(*group_, [this](int rank) { return jobRank(rank); });
+}
+
+std::string MooncakeBackend::state() const {
+  refuseInForkedChild();
+  return describeState(*group_);
 }
 
 std::string MooncakeBackend::transportTo(int rank) const {
@@ -256,15 +325,15 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce(std::vector<at::Tensor>& ten
     return allreduceSparse(tensors[0], opts);
   const at::Tensor& tensor = only(tensors, "all_reduce");
   checkOutput(tensor, "the tensor of all_reduce");
-  return submit(
-      c10d::OpType::ALLREDUCE, tensors, tensors, opts.asyncOp,
-      [this, reduction = reductionOf(tensor, opts.reduceOp, "all_reduce"),
-       flat = given(tensor, opts.reduceOp, "all_reduce"), timeout = effective(opts.timeout)] {
-        Status status =
-            mooncake::allreduce(*group_, flat.bytes(), reduction, Deadline::after(timeout));
-        if (status.ok()) flat.give();
-        return status;
-      });
+  return submit(c10d::OpType::ALLREDUCE, tensors, tensors, opts.asyncOp,
+                [this, reduction = reductionOf(tensor, opts.reduceOp, "all_reduce"),
+                 flat = premultiplied(tensor, opts.reduceOp, "all_reduce"),
+                 timeout = effective(opts.timeout)] {
+                  Status status = mooncake::allreduce(*group_, flat.bytes(), reduction,
+                                                      Deadline::after(timeout));
+                  if (status.ok()) flat.copyBack();
+                  return status;
+                });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& tensors,
@@ -277,7 +346,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& ten
                  timeout = effective(opts.timeout)] {
                   Status status = mooncake::broadcast(*group_, flat.bytes(), dtype, from,
                                                       Deadline::after(timeout));
-                  if (status.ok() && from != rank_) flat.give();
+                  if (status.ok() && from != rank_) flat.copyBack();
                   return status;
                 });
 }
@@ -289,11 +358,11 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce(std::vector<at::Tensor>& tensor
   return submit(
       c10d::OpType::REDUCE, tensors, tensors, opts.asyncOp,
       [this, reduction = reductionOf(tensor, opts.reduceOp, "reduce"),
-       flat = given(tensor, opts.reduceOp, "reduce"),
+       flat = premultiplied(tensor, opts.reduceOp, "reduce"),
        to = root(opts.rootRank, opts.rootTensor, "reduce"), timeout = effective(opts.timeout)] {
         Status status =
             mooncake::reduce(*group_, flat.bytes(), reduction, to, Deadline::after(timeout));
-        if (status.ok() && to == rank_) flat.give();
+        if (status.ok() && to == rank_) flat.copyBack();
         return status;
       });
 }
@@ -319,7 +388,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
                     const std::vector<ConstSpan> toEach(size_t(size_), in.bytes());
                     Status status = mooncake::alltoall(*group_, toEach, spansOf(out), dtype,
                                                        Deadline::after(timeout));
-                    give(status, out);
+                    copyBack(status, out);
                     return status;
                   });
   }
@@ -329,7 +398,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
                  dtype = typeOf(input, "all_gather"), timeout = effective(opts.timeout)] {
                   Status status = mooncake::allgather(*group_, in.bytes(), spansOf(out), dtype,
                                                       Deadline::after(timeout));
-                  give(status, out);
+                  copyBack(status, out);
                   return status;
                 });
 }
@@ -352,7 +421,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at
        dtype = typeOf(input, "all_gather_into_tensor"), timeout = effective(opts.timeout)] {
         Status status =
             mooncake::allgather(*group_, in.bytes(), parts, dtype, Deadline::after(timeout));
-        if (status.ok()) out.give();
+        if (status.ok()) out.copyBack();
         return status;
       });
 }
@@ -367,13 +436,13 @@ MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(
            std::to_string(size_) + " times the output " + sizesOf(output));
   }
   const Reduction reduction = reductionOf(input, opts.reduceOp, "reduce_scatter_tensor");
-  const Flat in = given(input, opts.reduceOp, "reduce_scatter_tensor");
+  const Flat in = premultiplied(input, opts.reduceOp, "reduce_scatter_tensor");
   return submit(c10d::OpType::_REDUCE_SCATTER_BASE, input, {output}, opts.asyncOp,
                 [this, reduction, in, out = outputBeside(output, std::span(&in, 1)),
                  timeout = effective(opts.timeout)] {
                   Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(),
                                                           reduction, Deadline::after(timeout));
-                  if (status.ok()) out.give();
+                  if (status.ok()) out.copyBack();
                   return status;
                 });
 }
@@ -402,7 +471,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outp
                   Status status =
                       mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
                                          spansOf(out), dtype, Deadline::after(timeout));
-                  give(status, out);
+                  copyBack(status, out);
                   return status;
                 });
 }
@@ -426,7 +495,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::
                       mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
                                          cut(out.bytes(), receives, dtypeSize(dtype)), dtype,
                                          Deadline::after(timeout));
-                  if (status.ok()) out.give();
+                  if (status.ok()) out.copyBack();
                   return status;
                 });
 }
@@ -457,7 +526,7 @@ void MooncakeBackend::checkMessage(c10d::OpType type, const std::vector<at::Tens
 c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type, const at::Tensor& tensor,
                                                        int peer, int tag) {
   Flat flat(tensor);
-  const Deadline until = deadline(c10d::kUnsetTimeout);
+  const Deadline until = deadline(options_.messageTimeout.value_or(options_.timeout));
   const uint64_t key = hooks_->newKey();
   PointToPoint& messages = messages_->messages();
   auto message = type == c10d::OpType::SEND

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -39,6 +41,7 @@ struct BackendOptions {
   std::string groupName;
   std::vector<int> globalRanks;
   std::chrono::milliseconds timeout;
+  std::optional<std::chrono::milliseconds> messageTimeout;  // none: the same
   Env env;
   at::Tensor activeRanks;  // int32, mirrors who is active; the caller's own when one was given
   int capacity = 0;        // ranks that the group may grow to; 0: its size
@@ -65,19 +68,21 @@ class MooncakeBackend : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   // Leaves in good order: waits until what was called has ended, here and where others need our
-  // memory for it, at most for the failure timeout. Every later call is refused. In the default
-  // group the others let rank 0 go first.
+  // memory for it, at most for the failure timeout. Every later call is refused. The group that the
+  // job began with takes all other groups of the job with it and says goodbye to the peers, whoever
+  // still holds an object of them; the others let rank 0 go first.
   void shutdown() override;
   // shutdown(), and everything is given back: threads are joined, the engine goes with its last
   // group. Waits for the completion thread, which may wait for Python's lock: do not hold that
   // lock. Nothing may be called afterwards. In a forked child all of it is left as it is: the
   // threads that it waits for are the parent's.
   void close();
-  // The first half of shutdown(). False: there was nothing to leave any more.
-  bool leaveGroup();
-  // The process ends: says goodbye to the peers of all groups that share the engine, which must
-  // have been left before: nothing is heard of anybody afterwards.
-  void leaveJob();
+  // The first half of shutdown(), or the process ends. False: there was nothing to leave any more.
+  // Who has failed waits for nobody.
+  bool leaveGroup(Farewell::How how = Farewell::How::kDestroyed);
+  // Leaves all groups that share the engine, and says goodbye to the peers: nothing is heard of
+  // anybody afterwards. The process ends: waits for the completion thread.
+  void leaveJob(const Farewell& farewell);
   // Ends everything that is under way with an error.
   void abort() override;
 #ifdef C10D_BACKEND_HAS_HOOKS
@@ -98,7 +103,7 @@ class MooncakeBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
   // Of memory that the ranks of a host can map. Both without `override`: torch has them like this
-  // since 2.9, or somewhat before. An index is asked for, which a CPU has not.
+  // since 2.9, or somewhat before. torch passes a device index; for the CPU it is -1.
   at::Tensor allocateTensor(long size, at::TensorOptions options);
   bool supportsTensorAlloc(c10::DeviceIndex index) { return index < 0; }
 
@@ -160,16 +165,29 @@ class MooncakeBackend : public c10d::Backend {
   const char* onFailure() const { return options_.env.raises ? "raise" : "continue"; }
   uint64_t epoch() const;  // of the job's view
   std::vector<RankEvidence> evidence() const;
+  // Ranks of the group that the last view counts in, as activeRanks() shows them, and that have not
+  // left it.
+  std::vector<int> survivors() const;
+  // Throws what every call does once this rank is out of the job.
+  void checkStanding() const;
+  // Throws what send() and recv() do for such arguments.
+  void checkMessage(c10d::OpType type, const std::vector<at::Tensor>& tensors, int peer,
+                    int tag) const;
+  // What the group is doing, in words: see describeState().
+  std::string state() const;
   // "shm", "tcp", ...: the wire to a rank.
   std::string transportTo(int rank) const;
 
  private:
+  GroupOptions groupOptions() const;
+  // Makes engine_ and group_.
+  void beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init);
   template <typename Run>
   WorkPtr submit(c10d::OpType type, at::TensorList inputs, std::vector<at::Tensor> outputs,
                  bool async, Run&& run) {
     refuseInForkedChild();
     auto work = c10::make_intrusive<CollectiveWork>(
-        rank_, size_, options_.capacity, type, queue_.get(), std::move(outputs),
+        rank_, size_, options_.capacity, type, queue_, std::move(outputs),
         profileOf(options_.name, type, inputs), hooks_->newKey());
     queue_->submit(work, async, std::forward<Run>(run));
     if (isInBatch()) batch_->works.push_back(work);
@@ -180,8 +198,6 @@ class MooncakeBackend : public c10d::Backend {
   PointToPoint::OnDone tellingOf(uint64_t key) const;
   WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
-  void checkMessage(c10d::OpType type, const std::vector<at::Tensor>& tensors, int peer,
-                    int tag) const;
   c10::intrusive_ptr<MessageWork> start(c10d::OpType type, const at::Tensor& tensor, int peer,
                                         int tag);
   // What torch itself calls before endCoalescing(): that one raises, and so ends the batch.
@@ -198,7 +214,8 @@ class MooncakeBackend : public c10d::Backend {
   bool isInBatch();
   WorkPtr keep(c10d::OpType type, const at::Tensor& tensor, int peer, int tag);
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
-  void outlastRankZero();
+  void waitForRankZerosExit();
+  void leakAll();
   void refuseInForkedChild() const;
   int jobRank(int rank) const;
   int root(int64_t root, int64_t rootTensor, const char* operation) const;
@@ -212,28 +229,40 @@ class MooncakeBackend : public c10d::Backend {
       at::Tensor tensor;
       int peer;
       int tag;
+      size_t place;  // of its work
     };
     std::vector<KeptMessage> messages;
-    std::vector<WorkPtr> works;
-    std::exception_ptr error;  // the first
-    bool isAbandoned = false;  // somebody waited for one of its messages
+    std::vector<WorkPtr> works;  // in the order of the calls; null: of a message that is kept
+    std::exception_ptr error;    // the first
+    bool isAbandoned = false;    // somebody waited for one of its messages
   };
   class KeptWork;
+
+  // The groups of this process that share an engine, and so one goodbye.
+  struct Job {
+    std::mutex mutex;  // guards groups, while they leave, too
+    std::set<MooncakeBackend*> groups;
+    std::atomic<bool> hasLeft{false};
+  };
+  void leaveOthersOfJob(Farewell::How how);
+  void sayGoodbye(const Farewell& farewell);
 
   BackendOptions options_;
   std::shared_ptr<Batch> batch_;  // null: between batches
   std::mutex abortHooksMutex_;    // guards abortHooks_; hooks run without it
   std::map<int64_t, std::function<void()>> abortHooks_;
   const uint32_t forkGeneration_ = forkGeneration();
-  const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what outlastRankZero() waits for
+  const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what waitForRankZerosExit() waits for
   const bool inOurWorld_;  // a group of a job that the default group of ours is
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Completions> completions_;
   const std::shared_ptr<CompletionHooks> hooks_ = std::make_shared<CompletionHooks>();
   std::shared_ptr<Membership> membership_;  // of the job; all its groups share it
+  const std::shared_ptr<Job> job_;
+  std::mutex leaveMutex_;  // leaveGroup()
   std::unique_ptr<Group> group_;
   std::shared_ptr<MessageDriver> messages_;
-  std::unique_ptr<CollectiveQueue> queue_;
+  std::shared_ptr<CollectiveQueue> queue_;
 };
 
 }  // namespace mooncake

@@ -33,6 +33,12 @@ class NamedGroup final : public c10d::ProcessGroup {
              const c10::intrusive_ptr<c10d::Backend>& backend,
              const std::vector<c10::Device>& devices);
   const std::string getBackendName() const override { return name_; }
+  // c10d has them for the backends that it knows, and newer torch not the first. The backend counts
+  // from the beginning: there is nothing to set.
+  virtual void setSequenceNumberForGroup() {}
+  uint64_t getSequenceNumberForGroup() override {
+    return getDefaultBackend()->getSequenceNumberForGroup();
+  }
 
   // c10d has these two since torch 2.9, and splitGroup() with a sixth argument since some later
   // one: what is there is overridden, so nothing here says `override`.

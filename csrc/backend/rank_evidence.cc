@@ -8,13 +8,17 @@ namespace {
 // Of the evidence and what the job's membership says of a rank: what is certain, else what the view
 // is about.
 const char* kindOf(const Evidence* seen, const Membership::Seen* accused) {
-  const bool isCertain = seen && (seen->isGoodbye() || seen->kind == Evidence::Kind::kExited);
+  const auto kind = seen ? seen->kind : Evidence::Kind::kUnreachable;
+  const bool isCertain = kind == Evidence::Kind::kGoodbye || kind == Evidence::Kind::kEnded ||
+                         kind == Evidence::Kind::kFailed || kind == Evidence::Kind::kExited;
   if (isCertain || !accused) return evidenceKindName(seen->kind);
   switch (accused->accusation.cause) {
     case Cause::kExited:
       return "exited";
     case Cause::kLeft:
       return "goodbye";
+    case Cause::kEnded:
+      return "ended";
     case Cause::kSilent:
       return "silent";
     case Cause::kRefused:
@@ -35,7 +39,7 @@ std::vector<RankEvidence> evidenceIn(const Group& group, const std::function<int
   const auto systemNow = std::chrono::system_clock::now();
   const auto steadyNow = Clock::now();
   for (int r = 0; r < group.size(); ++r) {
-    const Evidence* seen = group.window().ended(r);
+    const Evidence* seen = group.window().disconnection(r);
     const auto found = std::ranges::find(
         accused, jobRank(r), [](const Membership::Seen& one) { return one.accusation.rank; });
     const Membership::Seen* known = found == accused.end() ? nullptr : &*found;

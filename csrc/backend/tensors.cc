@@ -95,7 +95,7 @@ PlainWrites::PlainWrites(const at::Tensor& tensor) {
   if (tensor.is_inference()) inference_.emplace();
 }
 
-void Flat::give() const {
+void Flat::copyBack() const {
   if (flat_.is_same(tensor_)) return;
   const PlainWrites plain(tensor_);
   tensor_.copy_(flat_.view_as(tensor_));
@@ -118,9 +118,9 @@ std::vector<Span> partsOf(const Flat& flat, int size) {
   return parts;
 }
 
-void give(const Status& status, const std::vector<Flat>& flats) {
+void copyBack(const Status& status, const std::vector<Flat>& flats) {
   if (!status.ok()) return;
-  for (const Flat& flat : flats) flat.give();
+  for (const Flat& flat : flats) flat.copyBack();
 }
 
 namespace {
@@ -169,6 +169,43 @@ Flat outputBeside(const at::Tensor& output, std::span<const Flat> inputs) {
     break;
   }
   return flat;
+}
+
+namespace {
+
+// From the first to the last element; strides are never negative.
+ConstSpan extentOf(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto* begin = static_cast<const std::byte*>(tensor.const_data_ptr());
+  return {begin, size_t(last + 1) * tensor.itemsize()};
+}
+
+}  // namespace
+
+void keepApart(std::vector<Flat>& flats) {
+  struct Extent {
+    ConstSpan bytes;
+    size_t flat;
+  };
+  std::vector<Extent> extents;
+  for (size_t i = 0; i < flats.size(); ++i) {
+    if (flats[i].tensor().numel() > 0) extents.push_back({extentOf(flats[i].tensor()), i});
+  }
+  std::ranges::sort(extents, {}, [](const Extent& one) { return one.bytes.data(); });
+  // A row of extents, each of which begins before those ahead of it have ended.
+  size_t first = 0;
+  const std::byte* end = nullptr;
+  for (size_t i = 0; i < extents.size(); ++i) {
+    const ConstSpan bytes = extents[i].bytes;
+    if (i > 0 && bytes.data() < end) {
+      flats[extents[first].flat].standApart();
+      flats[extents[i].flat].standApart();
+    } else {
+      first = i;
+    }
+    end = std::max(end, bytes.data() + bytes.size());
+  }
 }
 
 std::span<std::byte> bytesOf(const at::Tensor& contiguous) {
@@ -256,13 +293,13 @@ std::vector<Span> FlatList::rows() const {
   return rows;
 }
 
-void FlatList::give() const {
+void FlatList::copyBack() const {
   for (const Bundle& bundle : bundles_) {
     forEachPiece(bundle, [](std::byte* together, Span piece) {
       std::memcpy(piece.data(), together, piece.size());
     });
   }
-  for (const Flat& flat : flats_) flat.give();
+  for (const Flat& flat : flats_) flat.copyBack();
 }
 
 }  // namespace mooncake

@@ -38,7 +38,7 @@ class PlainWrites {
 
 // A tensor that an operation works on as one run of bytes: the tensor itself when it is contiguous
 // and holds its elements as they are (no view that conjugates or negates when it is read), else a
-// copy, which give() writes back.
+// copy, which copyBack() writes back.
 class Flat {
  public:
   explicit Flat(at::Tensor tensor)
@@ -51,8 +51,10 @@ class Flat {
   std::span<std::byte> bytes() const { return bytesOf(flat_); }
   const at::Tensor& tensor() const { return tensor_; }
   // From here on a copy, so that nothing else that overlaps it matters.
-  void standApart() { flat_ = flat_.clone(); }
-  void give() const;
+  void standApart() {
+    if (flat_.is_same(tensor_)) flat_ = flat_.clone();
+  }
+  void copyBack() const;
 
  private:
   at::Tensor tensor_;
@@ -66,7 +68,7 @@ std::vector<Span> partsOf(const Flat& flat, int size);
 // Cuts a run of bytes into consecutive pieces.
 std::vector<Span> cut(Span bytes, const std::vector<int64_t>& elements, size_t elementSize);
 // Of all, where it is ok.
-void give(const Status& status, const std::vector<Flat>& flats);
+void copyBack(const Status& status, const std::vector<Flat>& flats);
 
 // A gathering rank's inputs; outputs[r * inputs.size() + i] is for rank r's i-th one, and none
 // overlaps another. Copies where other data is written over them: each may lie where its own goes.
@@ -75,6 +77,10 @@ std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
 // An output that shares memory with inputs is written when the operation is over: a rank that is
 // lost may make it run again, and others may read the inputs until then.
 Flat outputBeside(const at::Tensor& output, std::span<const Flat> inputs);
+
+// Those whose tensors may share memory become copies: each is read as it was, and where they do
+// share it the last that is given back stays.
+void keepApart(std::vector<Flat>& flats);
 
 // Several of them in one operation, as few buffers: what is too short to be fetched by itself
 // travels together with others of its type, in a copy.
@@ -88,7 +94,7 @@ class FlatList {
   Buffers buffers() const { return buffers_; }
   // Of all buffers, row by row: outputs of all_gather.
   std::vector<Span> rows() const;
-  void give() const;
+  void copyBack() const;
 
  private:
   // Buffers that are copies: of these tensors, row by row.

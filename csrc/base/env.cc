@@ -19,6 +19,7 @@ using Parser = bool (*)(std::string_view value, Env& env, std::string& allowed);
 struct Entry {
   EnvVariable variable;
   Parser parse;
+  bool isSecret = false;  // its value stands in no message
 };
 
 bool parseNumber(std::string_view value, uint64_t least, uint64_t most, uint64_t& number,
@@ -59,9 +60,10 @@ bool parseHostIp(std::string_view value, Env& env, std::string& allowed) {
          ::inet_pton(AF_INET6, env.hostIp->c_str(), parsed.data()) == 1;
 }
 
-bool parseJobKey(std::string_view value, Env& env, std::string&) {
+bool parseJobKey(std::string_view value, Env& env, std::string& allowed) {
+  allowed = std::to_string(kLeastJobKeyBytes) + " bytes or more, better 32 random ones";
   env.jobKey = value;
-  return true;
+  return value.size() >= kLeastJobKeyBytes;
 }
 
 bool parseFailureTimeout(std::string_view value, Env& env, std::string& allowed) {
@@ -114,8 +116,10 @@ constexpr Entry kEntries[] = {
     {{"MOONCAKE_HOST_IP", "",
       "Address to listen on and to publish to peers; empty means the code chooses"},
      parseHostIp},
-    {{"MOONCAKE_JOB_KEY", "", "Shared secret of the job; whoever does not know it cannot connect"},
-     parseJobKey},
+    {{"MOONCAKE_JOB_KEY", "",
+      "Shared secret of the job, 16 bytes or more; whoever does not know it cannot connect"},
+     parseJobKey,
+     /*isSecret=*/true},
     {{"MOONCAKE_FAILURE_TIMEOUT_MS", "3000",
       "Silence after which a rank is given up, from 10 ms to a day"},
      parseFailureTimeout},
@@ -124,9 +128,7 @@ constexpr Entry kEntries[] = {
      parseOnFailure},
     {{"MOONCAKE_TCP_CONNECTIONS", "2", "TCP data connections per peer, 1 to 64"},
      parseTcpConnections},
-    {{"MOONCAKE_EAGER_BYTES", "0",
-      "Largest message that is sent without asking first; 0 means the code chooses"},
-     parseEagerBytes},
+    {{"MOONCAKE_EAGER_BYTES", "0", "Eager limit in bytes; 0 = automatic"}, parseEagerBytes},
     {{"MOONCAKE_CMA", "1", "0 turns reading a peer's memory with process_vm_readv off"},
      parseCrossMemoryAttach},
     {{"MOONCAKE_SIM_SEED", "1", "Decides what transport sim does to what it carries"},
@@ -148,14 +150,18 @@ const std::vector<EnvVariable>& envTable() {
 
 Result<Env> Env::read() {
   Env env;
-  for (const auto& [variable, parse] : kEntries) {
+  for (const auto& [variable, parse, isSecret] : kEntries) {
     const char* value = std::getenv(variable.name);
     if (value == nullptr || *value == '\0')
       continue;  // launchers often pass on what they do not have as ""
     std::string allowed;
     if (!parse(value, env, allowed)) {
       return {ErrorCode::kInvalidArgument,
-              std::string(variable.name) + "=\"" + value + "\" is not valid; allowed: " + allowed};
+              std::string(variable.name) +
+                  (isSecret
+                       ? " has " + std::to_string(std::string_view(value).size()) + " bytes, which "
+                       : "=\"" + std::string(value) + "\" ") +
+                  "is not valid; allowed: " + allowed};
     }
   }
   return env;

@@ -21,6 +21,9 @@ struct EnvVariable {
 };
 const std::vector<EnvVariable>& envTable();
 
+// Of a job's key: whoever can guess it can write to our memory.
+inline constexpr size_t kLeastJobKeyBytes = 16;
+
 struct Env {
   std::vector<std::string> transports;  // MOONCAKE_TRANSPORTS: by preference, empty = all
   std::optional<std::string> hostIp;    // MOONCAKE_HOST_IP: address to listen on and to publish

@@ -1,6 +1,9 @@
 #include "base/result.h"
 
+#include <cerrno>
 #include <system_error>
+
+#include "base/descriptors.h"
 
 namespace mooncake {
 
@@ -41,7 +44,9 @@ const char* errorCodeName(ErrorCode code) {
 }
 
 Error systemError(const std::string& call, int errnoValue) {
-  return Error{ErrorCode::kSystem, call + ": " + std::generic_category().message(errnoValue)};
+  std::string text = call + ": " + std::generic_category().message(errnoValue);
+  if (errnoValue == EMFILE) text += ": " + describeDescriptorLimit();
+  return Error{ErrorCode::kSystem, std::move(text)};
 }
 
 }  // namespace mooncake

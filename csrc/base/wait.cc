@@ -1,5 +1,6 @@
 #include "base/wait.h"
 
+#include <algorithm>
 #include <climits>
 #include <linux/futex.h>
 #include <sys/resource.h>
@@ -45,6 +46,9 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
                    FUTEX_BITSET_MATCH_ANY);
 }
 
+thread_local SleepObserver* observer = nullptr;
+thread_local Clock::time_point nextTold;  // of the observer, from its first sleep on
+
 int coresOfThisProcess() {
   cpu_set_t cores;
   if (::sched_getaffinity(0, sizeof(cores), &cores) == 0) return CPU_COUNT(&cores);
@@ -52,6 +56,11 @@ int coresOfThisProcess() {
 }
 
 }  // namespace
+
+SleepObserver* SleepObserver::exchange(SleepObserver* next) {
+  nextTold = {};
+  return std::exchange(observer, next);
+}
 
 void Doorbell::ringSleepers() {
   rings.fetch_add(1, std::memory_order_release);
@@ -81,10 +90,19 @@ uint32_t Waiter::announce() const {
 
 void Waiter::sleep(uint32_t seenRings) const {
   // The bitset form takes the deadline itself, on CLOCK_MONOTONIC: the clock of steady_clock.
-  const auto when = deadline.when().time_since_epoch();
+  if (observer && nextTold == Clock::time_point())
+    nextTold = Clock::now() + SleepObserver::kInterval;
+  const auto end = observer ? std::min(deadline.when(), nextTold) : deadline.when();
+  const auto when = end.time_since_epoch();
   const auto seconds = std::chrono::floor<std::chrono::seconds>(when);
   const timespec until{.tv_sec = seconds.count(), .tv_nsec = (when - seconds).count()};
   futex(&bell.rings, FUTEX_WAIT_BITSET, seenRings, &until);
+}
+
+void Waiter::tellObserver() {
+  if (!observer || Clock::now() < nextTold) return;
+  nextTold = Clock::now() + SleepObserver::kInterval;
+  observer->onSleep();
 }
 
 void Waiter::retract() const { bell.sleepers.fetch_sub(1, std::memory_order_release); }

@@ -42,6 +42,20 @@ class Interrupt {
   std::atomic<uint32_t> generation_{0};
 };
 
+// Is told about ten times a second while its thread sleeps in a wait. To end that wait, it bumps
+// the interrupt or makes the condition true. Only the thread itself sets its observer.
+class SleepObserver {
+ public:
+  virtual void onSleep() = 0;
+
+  static constexpr Clock::duration kInterval = std::chrono::milliseconds(100);
+  // Of this thread from now on; null: none. Returns the one before.
+  static SleepObserver* exchange(SleepObserver* observer);
+
+ protected:
+  ~SleepObserver() = default;
+};
+
 enum class WaitResult { kReady, kTimeout, kInterrupted };
 
 // How long to look before sleeping. With more ranks on the host than cores, looking steals the core
@@ -87,6 +101,7 @@ struct Waiter {
       if (isReady) return WaitResult::kReady;
       if (isInterrupted) return WaitResult::kInterrupted;
       if (isLate) return WaitResult::kTimeout;
+      tellObserver();
     }
   }
 
@@ -111,6 +126,7 @@ struct Waiter {
   void sleep(
       uint32_t seenRings) const;  // until rung, at most until the deadline; may wake for nothing
   void retract() const;
+  static void tellObserver();
 };
 
 }  // namespace mooncake

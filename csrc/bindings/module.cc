@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <optional>
+#include <set>
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -7,20 +8,26 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "backend/batch_work.h"
 #include "backend/collective_work.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
 #include "backend/mooncake_backend.h"
 #include "backend/named_group.h"
+#include "backend/signals.h"
+#include "collectives/group_state.h"
 #include "engine/transports/registry.h"
 
 namespace py = pybind11;
 using mooncake::BackendOptions;
+using mooncake::BatchWork;
 using mooncake::CollectiveWork;
 using mooncake::ErrorCode;
 using mooncake::FailureError;
+using mooncake::Farewell;
 using mooncake::MessageWork;
 using mooncake::MooncakeBackend;
+using mooncake::RaisedBySignal;
 
 namespace {
 
@@ -40,6 +47,13 @@ class PythonBackend final : public MooncakeBackend {
     std::optional<py::gil_scoped_release> unlocked;
     if (PyGILState_Check()) unlocked.emplace();
     MooncakeBackend::abort();
+  }
+
+  // Whether one of them was in no earlier call. With Python's lock.
+  bool noteLosses(const std::vector<int>& ranks) {
+    const size_t before = noted_.size();
+    noted_.insert(ranks.begin(), ranks.end());
+    return noted_.size() > before;
   }
 
   bool supportsSplitting() const override { return true; }
@@ -80,6 +94,7 @@ class PythonBackend final : public MooncakeBackend {
     return made;
   }
 
+  std::set<int> noted_;
   c10::intrusive_ptr<c10d::Store> lastStore_;
   c10::weak_intrusive_ptr<MooncakeBackend> lastChild_{c10::intrusive_ptr<MooncakeBackend>()};
 };
@@ -115,6 +130,10 @@ void apply(const py::dict& options, BackendOptions& out) {
   if (given("failure_timeout")) {
     out.env.failureTimeout = std::chrono::duration_cast<std::chrono::milliseconds>(
         options["failure_timeout"].cast<std::chrono::duration<double>>());
+  }
+  if (given("message_timeout")) {
+    out.messageTimeout = std::chrono::duration_cast<std::chrono::milliseconds>(
+        options["message_timeout"].cast<std::chrono::duration<double>>());
   }
 }
 
@@ -160,7 +179,45 @@ void raiseFailure(std::exception_ptr thrown) {
     if (thrown) std::rethrow_exception(thrown);
   } catch (FailureError& failure) {
     PyErr_SetString(failure.python_type(), failure.what());
+  } catch (python_error& raised) {
+    raised.restore();
   }
+}
+
+void checkMessage(const PythonBackend& backend, bool isSend, const at::Tensor& tensor, int peer,
+                  int tag) {
+  backend.checkMessage(isSend ? c10d::OpType::SEND : c10d::OpType::RECV, {tensor}, peer, tag);
+}
+
+// batch_isend_irecv asks first of all whether to put its messages into one work.
+py::object supportsCoalescing(const py::object& backend) {
+  return py::module_::import("mooncake_backend.batches").attr("are_one_work")(backend);
+}
+
+// On Python's main thread, which may have given away the lock.
+RaisedBySignal runSignalHandlers() {
+#if PY_VERSION_HEX >= 0x030D0000
+  const bool isOver = Py_IsFinalizing();
+#else
+  const bool isOver = _Py_IsFinalizing();
+#endif
+  if (isOver || !Py_IsInitialized()) return {};
+  const PyGILState_STATE state = PyGILState_Ensure();
+  RaisedBySignal result;
+  if (PyErr_CheckSignals() != 0) {
+    python_error raised;
+    raised.persist();
+    result.name = py::handle(raised.type).attr("__name__").cast<std::string>();
+    result.exception = std::make_exception_ptr(std::move(raised));
+  }
+  PyGILState_Release(state);
+  return result;
+}
+
+// How the process ends: by an error, or not.
+Farewell farewellOf(const std::optional<std::string>& failure) {
+  if (failure) return {Farewell::How::kFailed, *failure};
+  return {Farewell::How::kEnded, ""};
 }
 
 // torch's own cannot hand it to Python.
@@ -185,6 +242,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   mooncake::setPythonClasses(&pythonClassOf);
   py::register_exception_translator(&raiseFailure);
+  const py::object mainThread = py::module_::import("threading").attr("main_thread")();
+  mooncake::setRunSignalHandlers(&runSignalHandlers,
+                                 pthread_t(mainThread.attr("ident").cast<unsigned long>()));
 
   m.def("build_info", [] {
     py::dict info;
@@ -198,6 +258,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("global_ranks"), py::arg("group_id"), py::arg("timeout"), py::arg("backend_name"),
         py::arg("options"), py::arg("world"));
+
+  m.def(
+      "dump_state_on_signal",
+      [](int signal) { mooncake::throwIfError(mooncake::describeStatesOnSignal(signal)); },
+      py::arg("signal"));
 
   m.def("group_of", &groupOf, py::arg("store"), py::arg("backend"), py::arg("devices"));
 
@@ -214,10 +279,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       // Newer torch has it for every backend; 2.8 for none but its own.
       .def("_set_default_timeout", &PythonBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
-      .def("leave_group", &PythonBackend::leaveGroup, py::call_guard<py::gil_scoped_release>())
-      .def("leave_job", &PythonBackend::leaveJob, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "leave_group",
+          [](PythonBackend& backend, const std::optional<std::string>& failure) {
+            backend.leaveGroup(farewellOf(failure).how);
+          },
+          py::arg("failure"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "leave_job",
+          [](PythonBackend& backend, const std::optional<std::string>& failure) {
+            backend.leaveJob(farewellOf(failure));
+          },
+          py::arg("failure"), py::call_guard<py::gil_scoped_release>())
       .def("evidence", &evidenceOf)
+      .def("state", &PythonBackend::state, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("epoch", &PythonBackend::epoch)
+      .def_property_readonly("survivors", &PythonBackend::survivors)
+      .def_property_readonly("supports_coalescing", &supportsCoalescing)
+      .def("note_losses", &PythonBackend::noteLosses, py::arg("ranks"))
+      .def("check_standing", &PythonBackend::checkStanding)
+      .def("check_message", &checkMessage, py::arg("is_send"), py::arg("tensor"), py::arg("peer"),
+           py::arg("tag"))
       .def_property_readonly("on_failure", &PythonBackend::onFailure)
       .def("transport_to", &PythonBackend::transportTo, py::arg("rank"));
 
@@ -236,4 +318,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("failed_ranks", &MessageWork::failedRanks)
       .def_property_readonly("lost_ranks", &MessageWork::failedRanks)
       .def_property_readonly("max_group_size", &MessageWork::capacity);
+  py::class_<BatchWork, c10::intrusive_ptr<BatchWork>, c10d::Work>(m, "BatchWork")
+      .def("exception", &exceptionOf)
+      .def("is_success", &BatchWork::isSuccess)
+      .def_property_readonly("works", &BatchWork::works)
+      .def_property_readonly("lost_ranks", &BatchWork::lostRanks)
+      .def_property_readonly("max_group_size", &BatchWork::capacity);
 }

@@ -11,15 +11,16 @@
 namespace mooncake {
 namespace {
 
-class Small final : public Algorithm {
+class AllgatherEager final : public Algorithm {
  public:
-  Small(Buffers inputs, std::span<const Span> outputs) : inputs_(inputs), outputs_(outputs) {}
+  AllgatherEager(Buffers inputs, std::span<const Span> outputs)
+      : inputs_(inputs), outputs_(outputs) {}
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     pack(inputs_, op.payload());
     return op.begin(packedBytes(inputs_));
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     const size_t bytes = packedBytes(inputs_);
     for (const int r : op.ranks()) {
@@ -33,7 +34,7 @@ class Small final : public Algorithm {
       }
     }
     zeroMissing(op, outputs_);
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
 
  private:
@@ -41,11 +42,12 @@ class Small final : public Algorithm {
   const std::span<const Span> outputs_;
 };
 
-class Large final : public Algorithm {
+class AllgatherRendezvous final : public Algorithm {
  public:
-  Large(Buffers inputs, std::span<const Span> outputs) : inputs_(inputs), outputs_(outputs) {}
+  AllgatherRendezvous(Buffers inputs, std::span<const Span> outputs)
+      : inputs_(inputs), outputs_(outputs) {}
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     auto table = announceBuffers(op, inputs_, regions_);
     if (!table.ok()) return table.error();
     MOONCAKE_TRY(op.begin(*table));
@@ -67,11 +69,11 @@ class Large final : public Algorithm {
     }
     return fetches.await();
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     zeroMissing(op, outputs_);
     return op.commitDone();
   }
-  void rollBack(Operation&, Then) override { regions_.clear(); }
+  void rollBack(Operation&, Rollback) override { regions_.clear(); }
 
  private:
   const Buffers inputs_;
@@ -90,11 +92,11 @@ Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, De
   if (!isSmall) MOONCAKE_TRY(checkTableOf(group, inputs.size()));
   Operation op(group, callOf({.verb = Verb::kAllgather}, inputs), deadline);
   if (isSmall) {
-    Small small(inputs, outputs);
-    return op.run(small);
+    AllgatherEager eager(inputs, outputs);
+    return op.run(eager);
   }
-  Large large(inputs, outputs);
-  return op.run(large);
+  AllgatherRendezvous rendezvous(inputs, outputs);
+  return op.run(rendezvous);
 }
 
 Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype,

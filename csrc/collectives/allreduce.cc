@@ -34,22 +34,23 @@ namespace {
 // reduced. 32 MiB covers DDP's buckets of 25 MiB.
 constexpr size_t kUndoBytes = 32 << 20;
 
-class Small final : public Algorithm {
+class AllreduceEager final : public Algorithm {
  public:
-  Small(Buffers buffers, ReduceKind kind, int root) : buffers_(buffers), kind_(kind), root_(root) {}
+  AllreduceEager(Buffers buffers, ReduceKind kind, int root)
+      : buffers_(buffers), kind_(kind), root_(root) {}
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     pack(buffers_, op.payload());
     return op.begin(packedBytes(buffers_));
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     if (root_ >= 0 && !op.takesPart(root_)) return op.agreeRootLost(root_);
     if (root_ < 0 || root_ == op.rank()) MOONCAKE_TRY(reduceBuffers(op));
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
-  // Stamps that go while we reduce refuse the commit. What we gave still stands in our slot.
-  void rollBack(Operation& op, Then) override {
+  // A fence that falls while we reduce refuses the commit. What we gave still stands in our slot.
+  void rollBack(Operation& op, Rollback) override {
     const std::byte* given = op.payload();
     for (const Buffer& buffer : buffers_) {
       if (isOverwritten_) std::memcpy(buffer.data.data(), given, buffer.data.size());
@@ -124,12 +125,12 @@ class Undo {
   const std::byte* copy_ = nullptr;
 };
 
-class Large final : public Algorithm {
+class AllreduceRendezvous final : public Algorithm {
  public:
-  Large(Buffers buffers, ReduceKind kind, int root)
+  AllreduceRendezvous(Buffers buffers, ReduceKind kind, int root)
       : buffers_(buffers), kind_(kind), root_(root), undo_(buffers) {}
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     if (isSpoilt_) return spoilt();
     Group& group = op.group();
     auto table = announceBuffers(op, buffers_, inputs_);
@@ -167,21 +168,20 @@ class Large final : public Algorithm {
     return op.publishReady(result);
   }
 
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllReady());
     // Everybody is through with the inputs, and ours is about to be written over: from here on
     // nobody may read it. (ThreadSanitizer, too, learns here that they have read it: it cannot
     // follow stamps, which peers in this process reach under another address.)
     if (!isWithinTheData_) inputs_.clear();
     if (takesResult(op) && !hasResult_) MOONCAKE_TRY(takeResult(op));
-    return op.group().window().fullyMapped() ? op.commit(Operation::When::kAllReady)
-                                             : op.commitDone();
+    return op.group().window().fullyMapped() ? op.commit() : op.commitDone();
   }
 
-  void rollBack(Operation&, Then) override {
+  void rollBack(Operation&, Rollback) override {
+    inputs_.clear();  // first: what is put back may be on its way to a peer
     isSpoilt_ = (!undo_.putBack() && isOverwritten_) || isSpoilt_;
     isOverwritten_ = false;
-    inputs_.clear();
     hasResult_ = false;
   }
 
@@ -286,12 +286,13 @@ std::vector<Buffer> takePiece(std::deque<Buffer>& buffers, size_t most) {
 Status reducePiece(Group& group, const Call& call, Buffers buffers, Deadline deadline) {
   Operation op(group, call, deadline);
   if (packedBytes(buffers) <= group.eagerBytes()) {
-    Small small(buffers, call.reduce, call.root);
-    return op.run(small);
+    AllreduceEager eager(buffers, call.reduce, call.root);
+    return op.run(eager);
   }
-  Large large(buffers, call.reduce, call.root);
-  Status status = op.run(large);
-  if (large.isSpoilt() && status.code() == ErrorCode::kPeerLost) status = Large::spoilt();
+  AllreduceRendezvous rendezvous(buffers, call.reduce, call.root);
+  Status status = op.run(rendezvous);
+  if (rendezvous.isSpoilt() && status.code() == ErrorCode::kPeerLost)
+    status = AllreduceRendezvous::spoilt();
   return status;
 }
 

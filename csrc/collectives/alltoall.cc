@@ -1,14 +1,25 @@
-// Small (all that a rank sends fits its slot): one exchange of slots. Large: the slot announces one
-// region per receiver and every rank fetches its part from each, starting with its right neighbour;
-// (n-1)s bytes in and out of each rank, one copy where the memory can be read. Ranks may differ in
-// which of the two they send.
+// Eager (all that a rank sends fits its slot): one exchange of slots. Rendezvous: the slot
+// announces one region per receiver and every rank fetches its part from each, starting with its
+// right neighbour; (n-1)s bytes in and out of each rank, one copy where the memory can be read.
+// Ranks may differ in which of the two they send.
 //
 // Payload:  sum sent, sum received | sends[n], receives[n] in bytes | for every other rank in order
 // the data, or one region each when input.bytes > 0. The sums are hashes over (from, to, bytes):
 // over all ranks they are equal exactly when all splits fit pair by pair, so that every rank learns
 // of a misfit anywhere at the cost of two numbers.
+//
+// That is read where it is. Over messages it would go to everybody, n times what is of use there:
+// with 1024 ranks 42 MB from each. So a rank whose messages would be long puts to each of the
+// others its own part only:
+//
+//           sum sent, sum received | sends[to], receives[to] | the data for it, or the region
+//
+// Nobody but `to` has that, so nobody could give it to `to` when the sender dies half way: such an
+// operation ends when all have what they need (Operation::commitDone), as with regions. Short
+// messages go whole, for that costs no second round.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "collectives/collectives.h"
@@ -25,113 +36,161 @@ uint64_t mix(uint64_t from, uint64_t to, uint64_t bytes) {
   return x ^ (x >> 31);
 }
 
-// The payload's fixed part.
-struct Splits {
-  explicit Splits(int size) : size(size) {}
-  size_t bytes() const { return 8 * (2 + 2 * size_t(size)); }
-  static uint64_t& word(std::byte* payload, size_t index) {
-    return reinterpret_cast<uint64_t*>(payload)[index];
+uint64_t wordAt(const std::byte* payload, size_t index) {
+  uint64_t word;
+  std::memcpy(&word, payload + 8 * index, sizeof(word));
+  return word;
+}
+void setWord(std::byte* payload, size_t index, uint64_t word) {
+  std::memcpy(payload + 8 * index, &word, sizeof(word));
+}
+
+constexpr size_t kSums = 2;                     // words
+constexpr size_t kPartBytes = 8 * (kSums + 2);  // of a payload for one rank, before the data
+size_t tableBytes(int size) { return 8 * (kSums + 2 * size_t(size)); }
+
+// What a rank says to us, in either form.
+class Published {
+ public:
+  Published(const Operation& op, int from)
+      : op_(op), from_(from), slot_(op.slot(from)), isOurs_(op.isPayloadOurs(from)) {}
+
+  bool isComplete() const { return slot_.payloadBytes >= headBytes(); }
+  size_t headBytes() const { return isOurs_ ? kPartBytes : tableBytes(op_.size()); }
+  uint64_t sumSent() const { return wordAt(slot_.payload, 0); }
+  uint64_t sumReceived() const { return wordAt(slot_.payload, 1); }
+  // Nothing: it did not say so to us.
+  std::optional<uint64_t> sends(int to) const { return about(to, 0); }
+  std::optional<uint64_t> receives(int from) const { return about(from, 1); }
+  bool isRendezvous() const { return slot_.input.bytes > 0; }
+  // Where the data for us, or its region, begins.
+  size_t begin() const {
+    size_t at = headBytes();
+    if (isOurs_) return at;
+    for (int to = 0; to < op_.rank(); ++to) {
+      if (to != from_) at += isRendezvous() ? sizeof(RemoteRegion) : *sends(to);
+    }
+    return at;
   }
-  static uint64_t word(const std::byte* payload, size_t index) {
-    return reinterpret_cast<const uint64_t*>(payload)[index];
+
+ private:
+  std::optional<uint64_t> about(int rank, size_t which) const {
+    if (!isOurs_) return wordAt(slot_.payload, kSums + which * size_t(op_.size()) + size_t(rank));
+    if (rank != op_.rank()) return std::nullopt;
+    return wordAt(slot_.payload, kSums + which);
   }
-  uint64_t sends(const std::byte* payload, int to) const { return word(payload, 2 + size_t(to)); }
-  uint64_t receives(const std::byte* payload, int from) const {
-    return word(payload, 2 + size_t(size + from));
-  }
-  int size;
+
+  const Operation& op_;
+  const int from_;
+  const Slot& slot_;
+  const bool isOurs_;
 };
 
 class Alltoall final : public Algorithm {
  public:
   Alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs)
-      : inputs_(inputs), outputs_(outputs), splits_(group.size()) {
+      : inputs_(inputs), outputs_(outputs) {
     for (int r = 0; r < group.size(); ++r) total_ += inputs_[r].size();
-    const size_t own = inputs_[group.rank()].size();
+    const size_t own = inputs_[group.rank()].size(), table = tableBytes(group.size());
     // Fetching waits once more, for all to have fetched: where that costs switches between ranks, a
     // copy through the slot is cheaper as long as it fits.
-    isSmall_ = group.isCrowded() ? splits_.bytes() + total_ - own <= group.slotBytes()
-                                 : splits_.bytes() + total_ <= group.eagerBytes();
+    isEager_ = group.isCrowded() ? table + total_ - own <= group.slotBytes()
+                                 : table + total_ <= group.eagerBytes();
   }
 
-  Status contribute(Operation& op) override {
-    writeSplits(op);
-    std::byte* cursor = op.payload() + splits_.bytes();
-    op.announceInput({.bytes = isSmall_ ? 0 : total_});
+  Status publish(Operation& op) override {
+    writeTable(op);
+    std::byte* cursor = op.payload() + tableBytes(op.size());
+    op.announceInput({.bytes = isEager_ ? 0 : total_});
     for (int r = 0; r < op.size(); ++r) {
       if (r == op.rank()) continue;
-      const ConstSpan input = inputs_[r];
-      if (isSmall_) {
-        if (!input.empty()) std::memcpy(cursor, input.data(), input.size());
-        cursor += input.size();
-        continue;
+      if (!isEager_) {
+        // Peers only read; the table knows addresses without const.
+        auto region = op.group().engine().regions().add(const_cast<std::byte*>(inputs_[r].data()),
+                                                        inputs_[r].size(), kRemoteRead);
+        if (!region.ok()) return region.error();
+        regions_.push_back(std::move(*region));
       }
-      // Peers only read; the table knows addresses without const.
-      auto region = op.group().engine().regions().add(const_cast<std::byte*>(input.data()),
-                                                      input.size(), kRemoteRead);
-      if (!region.ok()) return region.error();
-      const RemoteRegion remote = region->remote();
-      std::memcpy(cursor, &remote, sizeof(remote));
-      cursor += sizeof(remote);
-      regions_.push_back(std::move(*region));
+      cursor += writeData(op, r, cursor);
     }
-    MOONCAKE_TRY(op.begin(size_t(cursor - op.payload())));
+    const auto bytes = size_t(cursor - op.payload());
+    if (bytes * op.unmapped() > op.group().eagerBytes()) {
+      MOONCAKE_TRY(op.beginSplit(bytes, [&](int to, std::byte* payload) {
+        std::memcpy(payload, op.payload(), 8 * kSums);
+        setWord(payload, kSums, inputs_[to].size());
+        setWord(payload, kSums + 1, outputs_[to].size());
+        return kPartBytes + writeData(op, to, payload + kPartBytes);
+      }));
+    } else {
+      MOONCAKE_TRY(op.begin(bytes));
+    }
     MOONCAKE_TRY(op.awaitAllBegun());
-    isAnyLarge_ = std::ranges::any_of(op.ranks(), [&](int r) { return isLarge(op, r); });
-    if (!isAnyLarge_) return {};
+    endsTogether_ = std::ranges::any_of(
+        op.ranks(), [&](int r) { return Published(op, r).isRendezvous() || op.isSplit(r); });
+    if (!endsTogether_) return {};
     MOONCAKE_TRY(checkSplits(op));
     return take(op);
   }
 
-  Status conclude(Operation& op) override {
-    if (isAnyLarge_) return op.commitDone();
+  Status complete(Operation& op) override {
+    if (endsTogether_) return op.commitDone();
     MOONCAKE_TRY(op.awaitAllBegun());
     MOONCAKE_TRY(checkSplits(op));
     MOONCAKE_TRY(take(op));
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
 
-  void rollBack(Operation&, Then) override {
+  void rollBack(Operation&, Rollback) override {
     regions_.clear();
-    isAnyLarge_ = false;
+    endsTogether_ = false;
   }
 
  private:
-  static bool isLarge(Operation& op, int rank) { return op.slot(rank).input.bytes > 0; }
-
-  void writeSplits(Operation& op) const {
+  void writeTable(Operation& op) const {
     uint64_t sent = 0, received = 0;
     for (int r = 0; r < op.size(); ++r) {
-      Splits::word(op.payload(), 2 + size_t(r)) = inputs_[r].size();
-      Splits::word(op.payload(), 2 + size_t(op.size() + r)) = outputs_[r].size();
+      setWord(op.payload(), kSums + size_t(r), inputs_[r].size());
+      setWord(op.payload(), kSums + size_t(op.size() + r), outputs_[r].size());
       if (!op.takesPart(r)) continue;
       sent += mix(op.rank(), r, inputs_[r].size());
       received += mix(r, op.rank(), outputs_[r].size());
     }
-    Splits::word(op.payload(), 0) = sent;
-    Splits::word(op.payload(), 1) = received;
+    setWord(op.payload(), 0, sent);
+    setWord(op.payload(), 1, received);
+  }
+
+  // What goes to another rank, or where it fetches that. Returns the length.
+  size_t writeData(const Operation& op, int to, std::byte* payload) const {
+    if (!isEager_) {
+      const RemoteRegion remote = regions_[size_t(to < op.rank() ? to : to - 1)].remote();
+      std::memcpy(payload, &remote, sizeof(remote));
+      return sizeof(remote);
+    }
+    const ConstSpan input = inputs_[to];
+    if (!input.empty()) std::memcpy(payload, input.data(), input.size());
+    return input.size();
   }
 
   Status checkSplits(Operation& op) const {
     uint64_t sent = 0, received = 0;
     for (const int r : op.ranks()) {
-      if (op.slot(r).payloadBytes < splits_.bytes())
-        return op.payloadOf(r, splits_.bytes()).status();
-      sent += splits_.word(op.slot(r).payload, 0);
-      received += splits_.word(op.slot(r).payload, 1);
+      const Published theirs(op, r);
+      if (!theirs.isComplete()) return op.payloadOf(r, theirs.headBytes()).status();
+      sent += theirs.sumSent();
+      received += theirs.sumReceived();
     }
     if (sent == received) return {};
     std::string misfits;
     for (const int from : op.ranks()) {
       for (const int to : op.ranks()) {
-        const uint64_t out = splits_.sends(op.slot(from).payload, to),
-                       in = splits_.receives(op.slot(to).payload, from);
-        if (out == in || misfits.size() > 500) continue;
+        const auto out = Published(op, from).sends(to), in = Published(op, to).receives(from);
+        if (!out || !in || *out == *in || misfits.size() > 500) continue;
         misfits += (misfits.empty() ? "" : "; ") + op.group().nameRank(from) + " sends " +
-                   std::to_string(out) + " bytes to " + op.group().nameRank(to) +
-                   ", which expects " + std::to_string(in);
+                   std::to_string(*out) + " bytes to " + op.group().nameRank(to) +
+                   ", which expects " + std::to_string(*in);
       }
     }
+    if (misfits.empty()) misfits = "between other ranks, which say how much";
     return op.agree(
         {ErrorCode::kMismatch, "the splits do not fit: " + misfits + ". Nothing was changed"});
   }
@@ -142,16 +201,13 @@ class Alltoall final : public Algorithm {
       std::memmove(outputs_[rank].data(), inputs_[rank].data(), inputs_[rank].size());
     Fetches fetches(op);
     for (const int from : op.others()) {
+      const Published theirs(op, from);
       const Slot& slot = op.slot(from);
-      size_t at = splits_.bytes();
-      for (int to = 0; to < rank; ++to) {
-        if (to == from) continue;
-        at += isLarge(op, from) ? sizeof(RemoteRegion) : splits_.sends(slot.payload, to);
-      }
-      const size_t length = isLarge(op, from) ? sizeof(RemoteRegion) : outputs_[from].size();
+      const size_t at = theirs.begin();
+      const size_t length = theirs.isRendezvous() ? sizeof(RemoteRegion) : outputs_[from].size();
       if (at > slot.payloadBytes || length > slot.payloadBytes - at)
         return op.payloadOf(from, at + length).status();
-      if (isLarge(op, from)) {
+      if (theirs.isRendezvous()) {
         RemoteRegion region;
         std::memcpy(&region, slot.payload + at, sizeof(region));
         MOONCAKE_TRY(fetches.start(from, region, 0, outputs_[from]));
@@ -166,10 +222,9 @@ class Alltoall final : public Algorithm {
 
   const std::span<const ConstSpan> inputs_;
   const std::span<const Span> outputs_;
-  const Splits splits_;
   size_t total_ = 0;
-  bool isSmall_ = false;
-  bool isAnyLarge_ = false;  // somebody's data is fetched
+  bool isEager_ = false;
+  bool endsTogether_ = false;  // somebody's data is fetched, or was not put to all
   std::vector<MemoryRegion> regions_;
 };
 

@@ -8,10 +8,10 @@ namespace mooncake {
 namespace {
 
 class Barrier : public Algorithm {
-  Status contribute(Operation& op) override { return op.begin(0); }
-  Status conclude(Operation& op) override {
+  Status publish(Operation& op) override { return op.begin(0); }
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
 };
 
@@ -20,11 +20,11 @@ class MonitoredBarrier final : public Barrier {
   MonitoredBarrier(bool namesAll, std::chrono::milliseconds timeout)
       : namesAll_(namesAll), timeout_(timeout) {}
 
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     Status all = op.awaitAllBegun();
     if (all.code() == ErrorCode::kTimeout) return failed(op);
     MOONCAKE_TRY(std::move(all));
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
 
  private:

@@ -34,24 +34,24 @@ class Broadcast : public Algorithm {
   bool hasData_;
 };
 
-class Small final : public Broadcast {
+class BroadcastEager final : public Broadcast {
  public:
   using Broadcast::Broadcast;
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     if (hasData_ && !data_.empty()) std::memcpy(op.payload(), data_.data(), data_.size());
     op.announceInput({});
     return op.begin(hasData_ ? data_.size() : 0);
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     const int from = source(op);
     if (from < 0) return op.agreeRootLost(root_);
     if (from != op.rank()) MOONCAKE_TRY(take(op, from));
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
-  void rollBack(Operation& op, Then then) override {
-    if (then == Then::kAgain && !hasData_ && op.takesPart(root_) && op.hasBegun(root_))
+  void rollBack(Operation& op, Rollback rollback) override {
+    if (rollback == Rollback::kAgain && !hasData_ && op.takesPart(root_) && op.hasBegun(root_))
       hasData_ = take(op, root_).ok();
   }
 
@@ -64,11 +64,11 @@ class Small final : public Broadcast {
   }
 };
 
-class Large final : public Broadcast {
+class BroadcastRendezvous final : public Broadcast {
  public:
   using Broadcast::Broadcast;
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     op.announceInput({});
     if (hasData_) {
       auto added = op.group().engine().regions().add(data_.data(), data_.size(), kRemoteRead);
@@ -96,8 +96,8 @@ class Large final : public Broadcast {
     hasData_ = true;
     return {};
   }
-  Status conclude(Operation& op) override { return op.commitDone(); }
-  void rollBack(Operation&, Then) override { region_ = MemoryRegion(); }
+  Status complete(Operation& op) override { return op.commitDone(); }
+  void rollBack(Operation&, Rollback) override { region_ = MemoryRegion(); }
 
  private:
   MemoryRegion region_;
@@ -114,11 +114,11 @@ Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadli
                deadline);
   const size_t eager = group.window().fullyMapped() ? group.eagerBytes() : group.slotBytes();
   if (data.size() <= eager) {
-    Small small(group, data, root);
-    return op.run(small);
+    BroadcastEager eager(group, data, root);
+    return op.run(eager);
   }
-  Large large(group, data, root);
-  return op.run(large);
+  BroadcastRendezvous rendezvous(group, data, root);
+  return op.run(rendezvous);
 }
 
 }  // namespace mooncake

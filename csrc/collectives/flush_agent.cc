@@ -1,17 +1,15 @@
 #include "collectives/flush_agent.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/failpoint.h"
+#include "base/log.h"
 #include "collectives/group.h"
 
 namespace mooncake {
 namespace {
 
-// Message, wire form:  u8 kind | report (membership/flush.cc), or u64 ended; nothing for kAsk
-constexpr uint64_t kMostRounds = (1 << kStampRoundBits) - 1;
-// A caller that is computing looks up now and then, and one that has just ended does not say so.
-constexpr auto kLookAgain = std::chrono::milliseconds(1);
 // While we leave: nobody rings when it ends an operation.
 constexpr auto kLookAtWords = std::chrono::milliseconds(1);
 constexpr auto kAskAgain = std::chrono::milliseconds(20);
@@ -19,28 +17,28 @@ constexpr auto kAskAgain = std::chrono::milliseconds(20);
 // is for the case that neither holds.
 constexpr int kBudgets = 10;  // of failure_timeout
 
-Bytes bodyOf(uint64_t ended) { return ByteWriter().put(ended).take(); }
-
 }  // namespace
 
 bool GroupView::contains(int rank) const { return std::ranges::binary_search(active, rank); }
 
-FlushAgent::FlushAgent(Group& group, Membership& membership, uint64_t door,
+FlushAgent::FlushAgent(Group& group, Membership& membership, uint64_t topic,
                        std::vector<int> jobRanks, bool raises, bool founds)
     : group_(group),
       membership_(membership),
-      door_(door),
+      topic_(topic),
       jobRanks_(std::move(jobRanks)),
       raises_(raises),
       founds_(founds),
       endedWord_(&group.endedWord(group.rank())),
       knownEnded_(group.size()) {
   auto view = std::make_shared<GroupView>();
+  const View job = membership_.view();
   for (int r = 0; r < group.size(); ++r) {
     view->active.push_back(r);
+    if (!job.active.contains(jobRanks_[r])) ++lostBefore_;
     if (const auto& peer = membership_.peer(jobRanks_[r])) ranksById_[peer->id] = r;
   }
-  active_ = view->active;
+  active_ = decided_ = view->active;
   view_ = std::move(view);
 }
 
@@ -48,16 +46,60 @@ FlushAgent::FlushAgent(Group& group, Membership& membership, uint64_t door,
 // told of that.
 void FlushAgent::start() {
   membership_.subscribe(this);
-  group_.engine().openDoor(
-      door_, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
+  group_.engine().openTopic(
+      topic_, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
 }
 
+// The loop's tasks have ended when this returns, and later ones do nothing: a timer may still hold
+// us for a moment, and nothing that we refer to.
 void FlushAgent::stop() {
-  membership_.unsubscribe(this);
-  group_.engine().closeDoor(door_);
-  // A timer may still hold us for a moment, and nothing that we refer to.
-  std::lock_guard lock(mutex_);
-  frozen_ = false;
+  {
+    std::lock_guard lock(mutex_);
+    isStopped_ = true;
+    frozen_ = false;
+  }
+  membership_.unsubscribe(this);  // behind the loop's tasks
+  group_.engine().closeTopic(topic_);
+}
+
+FlushAgent::Step::~Step() { agent_.carryOut(lock_); }
+
+// In the order in which it was asked for: while one thread is at it, the others leave theirs to it.
+// So a caller never waits for the loop's system calls.
+void FlushAgent::carryOut(std::unique_lock<std::mutex>& lock) {
+  if (isActing_) return;
+  isActing_ = true;
+  while (!due_.empty()) {
+    const auto due = std::exchange(due_, {});
+    lock.unlock();
+    std::vector<int> unsent;
+    for (const Action& action : due) {
+      if (!perform(action)) unsent.push_back(std::get<Message>(action).to);
+    }
+    lock.lock();
+    leaveUnsent_.insert(leaveUnsent_.end(), unsent.begin(), unsent.end());
+  }
+  isActing_ = false;
+}
+
+// False: a leave report that has to be sent again. Whatever else is not sent is asked for again.
+bool FlushAgent::perform(const Action& action) {
+  if (const auto* message = std::get_if<Message>(&action)) {
+    failpoint("tell");
+    const Bytes bytes =
+        ByteWriter().put(static_cast<uint8_t>(message->kind)).putRaw(message->body).take();
+    // Who cannot be reached is out soon, or connected anew.
+    const auto& peer = membership_.peer(jobRanks_[message->to]);
+    const Status sent = group_.engine().send(*peer, topic_, bytes);
+    return message->kind != MessageKind::kLeft || sent.code() != ErrorCode::kExhausted;
+  }
+  if (const auto* part = std::get_if<Part>(&action)) {
+    failpoint("supply");
+    group_.putPart(part->copy, part->to);
+  } else {
+    logLine(LogLevel::kDebug, group_.engine().logName(), std::get<std::string>(action));
+  }
+  return true;
 }
 
 // -- what the caller does --
@@ -65,7 +107,7 @@ void FlushAgent::stop() {
 Status FlushAgent::beginSlowly(uint64_t number) {
   for (;;) {
     {
-      std::lock_guard lock(mutex_);
+      const Step step(*this);
       busy_ = false;
       if (auto usable = group_.usable(); !usable.ok()) return usable;
       if (ended() >= number) return howEnded(number);
@@ -102,47 +144,49 @@ Status FlushAgent::awaitDecision() {
   }
 }
 
-FlushAgent::Settled FlushAgent::settle(uint64_t number, FlushReport::Wish wish, Error why) {
+FlushAgent::Resolution FlushAgent::resolve(uint64_t number, FlushReport::AbortReason abort,
+                                           Error why) {
   {
     std::lock_guard lock(mutex_);
-    isSettling_ = true;
+    isResolving_ = true;
   }
-  const Settled settled = awaitSettled(number, wish, std::move(why));
+  const Resolution resolution = awaitResolved(number, abort, std::move(why));
   std::lock_guard lock(mutex_);
-  isSettling_ = false;
-  return settled;
+  isResolving_ = false;
+  return resolution;
 }
 
-FlushAgent::Settled FlushAgent::awaitSettled(uint64_t number, FlushReport::Wish wish, Error why) {
+FlushAgent::Resolution FlushAgent::awaitResolved(uint64_t number, FlushReport::AbortReason abort,
+                                                 Error why) {
   for (;;) {
     {
-      std::lock_guard lock(mutex_);
+      const Step step(*this);
       busy_ = false;
       if (auto usable = group_.usable(); !usable.ok())
-        return {Settled::Kind::kEnded, usable, nullptr};
-      if (wish != FlushReport::Wish::kNone && !(frozen_ && reported_)) {
-        wish_ = wish;  // [wish]
-        wishNumber_ = number;
+        return {Resolution::Kind::kEnded, usable, nullptr};
+      if (abort != FlushReport::AbortReason::kNone && !(frozen_ && reported_)) {
+        abortReason_ = abort;  // [abort]
+        abortNumber_ = number;
         why_ = std::move(why);
       }
       if (frozen_) {
         report();
       } else {
-        join({attempt_.epoch, attempt_.round + 1});  // [start-round]
+        join({attempt_.losses, attempt_.round + 1}, "our operation cannot go on");  // [start-round]
       }
     }
     for (;;) {
       if (auto decided = awaitDecision(); !decided.ok())
-        return {Settled::Kind::kEnded, decided, nullptr};
-      std::lock_guard lock(mutex_);
-      if (ended() >= number) return {Settled::Kind::kEnded, howEnded(number), view_};
+        return {Resolution::Kind::kEnded, decided, nullptr};
+      const Step step(*this);
+      if (ended() >= number) return {Resolution::Kind::kEnded, howEnded(number), view_};
       if (frozen_) {  // again, in the meantime
         report();
         continue;
       }
       busy_ = true;
       isTaking_ = toTake_ == number;
-      return {isTaking_ ? Settled::Kind::kTake : Settled::Kind::kAgain, {}, nullptr};
+      return {isTaking_ ? Resolution::Kind::kTake : Resolution::Kind::kAgain, {}, nullptr};
     }
   }
 }
@@ -150,26 +194,35 @@ FlushAgent::Settled FlushAgent::awaitSettled(uint64_t number, FlushReport::Wish 
 Status FlushAgent::awaitSlot(uint64_t number) {
   if (number <= 2 || allBegan_ + 1 >= number) return {};
   // Without a deadline of the operation: who is waited for is copying, or is out soon.
-  const auto budget = kBudgets * group_.engine().env().failureTimeout;
-  Waiter waiter = group_.waiter(Deadline::after(budget));
+  const auto budget = Deadline::after(kBudgets * group_.engine().env().failureTimeout);
   for (;;) {
+    const Waiter waiter = group_.waiter(budget.earlier(Deadline::after(resendAfter())));
     const auto how = waiter.until([&] { return isFrozen() || isSlotFree(number); });
     if (auto usable = group_.usable(); !usable.ok()) return usable;
     if (isFrozen()) return {ErrorCode::kInterrupted, ""};
     if (how == WaitResult::kReady) return {};
-    waiter.generation = waiter.interrupt.generation();
     if (how == WaitResult::kInterrupted) continue;
-    group_.fail({ErrorCode::kTimeout, "group '" + group_.name() +
-                                          "': a member has not come back from operation #" +
-                                          std::to_string(number - 2)});
+    if (budget.passed()) {
+      group_.fail({ErrorCode::kTimeout, "group '" + group_.name() +
+                                            "': a member has not come back from operation #" +
+                                            std::to_string(number - 2)});
+    }
+    // What it said when it came back may be lost.
+    const Step step(*this);
+    for (const int r : active_) {
+      if (holdsSlot(r, number)) tell(r, MessageKind::kAsk, {});
+    }
   }
 }
 
 bool FlushAgent::isSlotFree(uint64_t number) const {
   std::lock_guard lock(mutex_);
-  return std::ranges::all_of(active_, [&](int r) {
-    return r == group_.rank() || left_.contains(r) || knownEnded_[r] + 2 >= number;
-  });
+  return std::ranges::none_of(active_, [&](int r) { return holdsSlot(r, number); });
+}
+
+// With the lock: it may still read the slot that this operation is to use.
+bool FlushAgent::holdsSlot(int rank, uint64_t number) const {
+  return rank != group_.rank() && !left_.contains(rank) && knownEnded_[rank] + 2 < number;
 }
 
 bool FlushAgent::missesLeaverSlowly(uint64_t number) const {
@@ -190,16 +243,16 @@ void FlushAgent::end(uint64_t number, const Status& status) {
   busy_.store(false, std::memory_order_release);
   if (!isTaking_ && !isFrozen()) return;
 
-  std::lock_guard lock(mutex_);
+  const Step step(*this);
   if (std::exchange(isTaking_, false)) {
     // What came after it ended with an error that we know already.
     while (errorOf(ended() + 1)) endedWord_->store(ended() + 1, std::memory_order_release);
-    tellAll(MessageKind::kEnded, bodyOf(ended()));
+    tellAll(MessageKind::kEnded, endedNow());
   }
   report();
 }
 
-void FlushAgent::leave(uint64_t number, Deadline deadline) {
+void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
   const auto isDone = [&](int r) {
     return r == group_.rank() || !isActive(r) || endedOf(r) >= number;
   };
@@ -216,6 +269,7 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
       if (group_.window().peerPtr(r)) {
         look = kLookAtWords;
       } else if (Clock::now() >= ask) {
+        const Step step(*this);
         tell(r, MessageKind::kAsk, {});
       }
     }
@@ -223,23 +277,61 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
     Waiter waiter = group_.waiter(deadline.earlier(Deadline::after(look)));
     waiter.until(allDone);
   }
+}
+
+void FlushAgent::leave(uint64_t number, Deadline deadline) {
+  awaitEnded(number, deadline);
   failpoint("leave");
   // Who is out of the job does not leave in peace: it is for the view to say so. And what an abort
   // ended here alone has not ended.
   if (membership_.isOver()) return;
-  std::lock_guard lock(mutex_);
-  // On a wire that keeps no order, or was made again, it may come before our last report, or in its
-  // place. So it says what that says: how operations ended, or who has it alone would take one that
-  // failed for done; and what we reported for, which is what we are in.
-  farewell_ = encodeFlushReport(soFar(reportedFor_));  // [gone]
-  tellAll(MessageKind::kLeft, farewell_);
-  // From here on we take part in no flush: a report would say that we are in.
-  frozen_ = false;
+  {
+    const Step step(*this);
+    // On a wire that keeps no order, or was made again, it may come before our last report, or in
+    // its place. So it says what that says: how operations ended, or who has it alone would take
+    // one that failed for done; and what we reported for, which is what we are in.
+    leaveReport_ = encodeFlushReport(soFar(reportedFor_));  // [gone]
+    tellAll(MessageKind::kLeft, leaveReport_);
+    // From here on we take part in no flush: a report would say that we are in.
+    frozen_ = false;
+  }
+  awaitLeaveSent(deadline);
+}
+
+// While we are here we can still be asked what a rank lacks, but nobody waits for that.
+void FlushAgent::awaitLeaveSent(Deadline deadline) {
+  for (;;) {
+    {
+      const Step step(*this);
+      if (leaveUnsent_.empty() && due_.empty() && !isActing_) return;
+      for (const int r : std::exchange(leaveUnsent_, {})) tell(r, MessageKind::kLeft, leaveReport_);
+    }
+    if (deadline.passed() || !group_.usable().ok()) return;
+    group_.waiter(deadline.earlier(Deadline::after(kLookAtWords))).until([] { return false; });
+  }
 }
 
 std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
   std::lock_guard lock(mutex_);
   return view_;
+}
+
+FlushState FlushAgent::state() const {
+  std::lock_guard lock(mutex_);
+  FlushState state{.attempt = attempt_,
+                   .isFrozen = frozen_,
+                   .target = target_,
+                   .hasReported = reported_,
+                   .isBusy = busy_,
+                   .viewEpoch = viewEpoch_,
+                   .active = active_,
+                   .ended = knownEnded_};
+  if (state.isFrozen) {
+    std::ranges::copy_if(active_, std::back_inserter(state.missing),
+                         [&](int r) { return isMissing(r); });
+  }
+  for (const auto& [rank, report] : left_) state.left.push_back(rank);
+  return state;
 }
 
 bool FlushAgent::isActive(int rank) const {
@@ -254,291 +346,6 @@ uint64_t FlushAgent::endedOf(int rank) const {
   }
   std::lock_guard lock(mutex_);
   return knownEnded_[rank];
-}
-
-// -- the flush, under the lock --
-
-bool FlushAgent::isMissing(int rank) const {
-  return !reports_.contains(rank) && !left_.contains(rank);
-}
-
-// How many of our members are out of the job.
-uint32_t FlushAgent::jobEpoch() const {
-  return static_cast<uint32_t>(group_.size() - static_cast<int>(active_.size()));
-}
-
-void FlushAgent::join(Attempt attempt) {
-  if (attempt.round > kMostRounds) {
-    group_.fail({ErrorCode::kExhausted, "group '" + group_.name() + "' was interrupted " +
-                                            std::to_string(attempt.round) +
-                                            " times without losing a member: make it again"});
-    return;
-  }
-  if (!farewell_.empty()) return;
-  failpoint("join");
-  target_ = attempt;
-  reported_ = false;
-  lastReport_.clear();
-  reports_.clear();
-  toTake_ = 0;  // what was decided and not done yet is decided again
-  frozen_.store(true, std::memory_order_seq_cst);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // see begin()
-  group_.interruptAll();
-  report();
-  if (!reported_) lookAgain();
-}
-
-void FlushAgent::lookAgain() {
-  group_.engine().loop().runAt(Deadline::after(kLookAgain), [weak = weak_from_this()] {
-    const auto self = weak.lock();
-    if (!self) return;
-    std::lock_guard lock(self->mutex_);
-    if (!self->frozen_ || self->reported_) return;
-    self->report();
-    if (!self->reported_) self->lookAgain();
-  });
-}
-
-void FlushAgent::report() {
-  if (!frozen_ || reported_ || busy_.load(std::memory_order_acquire)) return;
-  if (jobEpoch() < target_.epoch) return;  // the view of this flush has not come yet
-  FlushReport mine = soFar(target_);
-  if (wishNumber_ == mine.ended + 1) {
-    mine.wish = wish_;
-    mine.why = why_;
-  }
-  reported_ = true;
-  reportedFor_ = target_;
-  failpoint("report");
-  lastReport_ = encodeFlushReport(mine);
-  reports_[group_.rank()] = std::move(mine);
-  tellAll(MessageKind::kReport, lastReport_);
-  conclude();
-}
-
-// What we say of ourselves, without a wish.
-FlushReport FlushAgent::soFar(Attempt attempt) {
-  FlushReport mine{.from = group_.rank(),
-                   .attempt = attempt,
-                   .ended = ended(),
-                   .isOld = attempt_.epoch < attempt.epoch};
-  // Decided, but behind an operation that we have not taken over yet: it is decided again.
-  while (!failed_.empty() && failed_.back().number > mine.ended) failed_.pop_back();
-  mine.failed.assign(failed_.begin(), failed_.end());
-  return mine;
-}
-
-void FlushAgent::conclude() {
-  if (!frozen_ || !reported_ || std::ranges::any_of(active_, [&](int r) { return isMissing(r); }))
-    return;
-  failpoint("decide");
-  std::vector<const FlushReport*> reports;
-  for (const int r : active_) {
-    const auto [report, isNew] = reports_.try_emplace(r);
-    if (isNew) {
-      report->second = left_[r];
-      report->second.attempt = target_;
-    }
-    reports.push_back(&report->second);
-  }
-  const bool isFounding = founds_ && std::ranges::all_of(reports, [](const auto* report) {
-                            return report->ended == 0;
-                          });
-  const bool raises = raises_ || isFounding;
-  Error lost = raises ? lostError() : Error();
-  if (isFounding) lost.message += " before the job had begun";
-  act(decideFlush(reports, raises ? &lost : nullptr), reports);
-}
-
-void FlushAgent::act(const FlushDecision& decision,
-                     const std::vector<const FlushReport*>& reports) {
-  const FlushReport& mine = reports_[group_.rank()];
-  for (const FailedOperation& one : decision.failed) {
-    if (one.number > mine.ended) remember(one.number, one.error);
-  }
-  if (const Error* error = decision.errorOf(decision.next)) remember(decision.next, *error);
-  // Also for a caller that is away: it is told when it calls.
-  const uint64_t ended = decision.endedBy(mine);
-  endedWord_->store(ended, std::memory_order_release);
-  failpoint("act");
-  toTake_ = ended + 1 < decision.next ? ended + 1 : 0;
-  for (const FlushReport* report : reports)
-    knownEnded_[report->from] = std::max(knownEnded_[report->from], decision.endedBy(*report));
-  supply(decision, reports);
-  failpoint("acted");
-
-  auto view = std::make_shared<GroupView>();
-  view->epoch = jobEpoch_;
-  // Who has left is in if it reported for this: others may have decided before they heard that it
-  // left. All go on with the same members, and the next operation misses it, on all.
-  std::ranges::copy_if(active_, std::back_inserter(view->active), [&](int r) {
-    const auto gone = left_.find(r);
-    return gone == left_.end() || gone->second.attempt >= target_;
-  });
-  hasLeaver_.store(
-      std::ranges::any_of(left_, [&](const auto& one) { return view->contains(one.first); }),
-      std::memory_order_release);
-  view_ = std::move(view);
-  attempt_ = target_;
-  wish_ = FlushReport::Wish::kNone;
-  wishNumber_ = 0;
-  frozen_.store(false, std::memory_order_seq_cst);
-  group_.window().bell().ring();
-}
-
-// Who is behind may lack what another one put: before it died, or before a connection broke. Who
-// lives puts its own again. The slot of a rank that is out comes from the lowest rank that has it
-// for sure: from us?
-void FlushAgent::supply(const FlushDecision& decision,
-                        const std::vector<const FlushReport*>& reports) {
-  for (const FlushReport* behind : reports) {
-    const uint64_t number = decision.endedBy(*behind) + 1;
-    if (number >= decision.next || left_.contains(behind->from)) continue;
-    if (behind->from == group_.rank()) continue;
-    if (!group_.window().peerPtr(behind->from)) group_.passOn(number, group_.rank(), behind->from);
-    const auto supplier = std::ranges::find_if(reports, [&](const FlushReport* report) {
-      return report->ended >= number && !left_.contains(report->from);
-    });
-    if (supplier == reports.end() || (*supplier)->from != group_.rank()) continue;
-    failpoint("supply");
-    for (int r = 0; r < group_.size(); ++r) {
-      if (!std::ranges::binary_search(active_, r)) group_.passOn(number, r, behind->from);
-    }
-  }
-}
-
-void FlushAgent::remember(uint64_t number, Error error) {
-  if (errorOf(number)) return;
-  const auto place = std::ranges::upper_bound(failed_, number, {}, &FailedOperation::number);
-  failed_.insert(place, {number, std::move(error)});
-  while (failed_.size() > kRemembered) failed_.pop_front();
-}
-
-const Error* FlushAgent::errorOf(uint64_t number) const {
-  const auto found = std::ranges::find(failed_, number, &FailedOperation::number);
-  return found == failed_.end() ? nullptr : &found->error;
-}
-
-// Of an operation that did not end here by itself.
-Error FlushAgent::howEnded(uint64_t number) const {
-  if (const Error* error = errorOf(number)) return *error;
-  return {ErrorCode::kAborted,
-          "it ended with an error on all ranks, so many operations ago that nobody knows how"};
-}
-
-Error FlushAgent::lostError() const {
-  std::string who;
-  const auto seen = membership_.seen();
-  for (const int r : view_->active) {
-    if (std::ranges::binary_search(active_, r)) continue;
-    who += (who.empty() ? "" : ", ") + group_.nameRank(r);
-    const auto why =
-        std::ranges::find(seen, jobRanks_[r], [](const auto& one) { return one.accusation.rank; });
-    if (why != seen.end() && !why->detail.empty()) who += " (" + why->detail + ")";
-  }
-  return {ErrorCode::kPeerLost, "lost " + who};
-}
-
-// -- messages --
-
-void FlushAgent::tell(int rank, MessageKind kind, ByteView body) {
-  failpoint("tell");
-  const auto& peer = membership_.peer(jobRanks_[rank]);
-  const Bytes message = ByteWriter().put(static_cast<uint8_t>(kind)).putRaw(body).take();
-  // Who cannot be reached is out soon, or connected anew.
-  (void)group_.engine().send(*peer, door_, message);
-}
-
-void FlushAgent::tellAll(MessageKind kind, ByteView body) {
-  for (const int r : active_) {
-    if (r != group_.rank() && !left_.contains(r)) tell(r, kind, body);
-  }
-}
-
-void FlushAgent::onMessage(const EngineId& from, ByteView message) {
-  const auto sender = ranksById_.find(from);
-  if (sender == ranksById_.end()) return;
-  const int rank = sender->second;
-  ByteReader in(message);
-  const auto kind = static_cast<MessageKind>(in.get<uint8_t>());
-  std::lock_guard lock(mutex_);
-  switch (kind) {
-    case MessageKind::kReport: {
-      auto report = decodeFlushReport(in, group_.size());
-      if (!report.ok() || report->from != rank) {
-        group_.fail({ErrorCode::kProtocol, group_.nameRank(rank) + " sent a report that does not "
-                                                                   "decode: do all ranks run the "
-                                                                   "same version?"});
-        return;
-      }
-      if (!std::ranges::binary_search(active_, rank) || report->attempt < newest()) return;
-      if (report->attempt > newest()) join(report->attempt);
-      if (!frozen_) return;
-      reports_[rank] = std::move(*report);
-      conclude();
-      return;
-    }
-    case MessageKind::kEnded: {
-      const auto ended = in.get<uint64_t>();
-      if (!in.finish("").ok()) return;
-      knownEnded_[rank] = std::max(knownEnded_[rank], ended);
-      group_.window().bell().ring();
-      conclude();
-      return;
-    }
-    case MessageKind::kLeft: {
-      auto last = decodeFlushReport(in, group_.size());
-      if (!last.ok() || last->from != rank) return;
-      knownEnded_[rank] = std::max(knownEnded_[rank], last->ended);
-      left_[rank] = std::move(*last);
-      hasLeaver_.store(true, std::memory_order_release);
-      group_.interruptAll();
-      conclude();
-      return;
-    }
-    case MessageKind::kAsk:
-      tell(rank, MessageKind::kEnded, bodyOf(endedWord_->load(std::memory_order_acquire)));
-      return;
-  }
-}
-
-void FlushAgent::onView(const View& view) {
-  std::lock_guard lock(mutex_);
-  jobEpoch_ = view.epoch;
-  std::erase_if(active_, [&](int r) { return !view.active.contains(jobRanks_[r]); });
-  group_.onView({.epoch = view.epoch, .active = active_});
-  group_.interruptAll();
-  if (jobEpoch() > newest().epoch) {
-    join({jobEpoch(), 0});  // [new-view]
-  } else {
-    report();
-    conclude();
-  }
-}
-
-void FlushAgent::onOver(const Error& why) { group_.fail(why); }  // [evicted]
-
-// Frozen as well: what was put on account of the last decision, or of this one by who has come to
-// it sooner, may be lost. Who is in no operation lacks nothing; what others lack of it they get in
-// the flush that they start, for they are in one.
-void FlushAgent::onRenewed(int jobRank) {
-  const auto found = std::ranges::find(jobRanks_, jobRank);
-  if (found == jobRanks_.end()) return;
-  const auto rank = static_cast<int>(found - jobRanks_.begin());
-  {
-    std::lock_guard lock(mutex_);
-    if (!std::ranges::binary_search(active_, rank)) return;
-    if (!farewell_.empty()) tell(rank, MessageKind::kLeft, farewell_);
-    if (!left_.contains(rank)) {
-      tell(rank, MessageKind::kEnded, bodyOf(ended()));
-      if (frozen_ || isSettling_ || busy_.load(std::memory_order_acquire)) {
-        join({newest().epoch, newest().round + 1});
-      } else if (!lastReport_.empty()) {
-        tell(rank, MessageKind::kReport, lastReport_);
-      }
-    }
-  }
-  group_.onRenewed(rank);
 }
 
 }  // namespace mooncake

@@ -6,10 +6,14 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/wait.h"
+#include "collectives/slot.h"
 #include "membership/flush.h"
 #include "membership/membership.h"
 
@@ -25,6 +29,21 @@ struct GroupView {
   bool contains(int rank) const;
 };
 
+// What an agent knows, for whoever debugs a hang (group_state.h).
+struct FlushState {
+  Attempt attempt;  // of the last decision
+  bool isFrozen = false;
+  Attempt target;            // of the flush under way, when frozen
+  bool hasReported = false;  // for it
+  bool isBusy = false;       // the caller is in an operation
+  std::vector<int> missing;  // whose reports have not come, when frozen
+  uint64_t viewEpoch = 1;
+  std::vector<int> active;  // members of the job's view
+  std::vector<int> left;    // have left the group
+  std::vector<uint64_t>
+      ended;  // by rank: its last ended operation, as far as it was said; at least
+};
+
 // A rank's half of the flush of one group (membership/flush.h): stops the caller, reports, decides,
 // and has the caller go on. Whoever brings the last thing that is missing drives it: the engine's
 // thread with a report, or the caller when it stops. So it needs no thread, and goes on while the
@@ -32,9 +51,9 @@ struct GroupView {
 class FlushAgent final : public Membership::Listener,
                          public std::enable_shared_from_this<FlushAgent> {
  public:
-  // `jobRanks`: of the members, by their rank in the group. `door` is the same on all members and
+  // `jobRanks`: of the members, by their rank in the group. `topic` is the same on all members and
   // no other group's. Begins with start(), ends with stop().
-  FlushAgent(Group& group, Membership& membership, uint64_t door, std::vector<int> jobRanks,
+  FlushAgent(Group& group, Membership& membership, uint64_t topic, std::vector<int> jobRanks,
              bool raises, bool founds);
   void start();
   void stop();
@@ -53,9 +72,11 @@ class FlushAgent final : public Membership::Listener,
   const std::shared_ptr<const GroupView>& view() const { return view_; }
   // The same for a caller that is not busy.
   std::shared_ptr<const GroupView> viewWhenIdle() const;
+  // Any thread, any time.
+  FlushState state() const;
   bool isFrozen() const { return frozen_.load(std::memory_order_acquire); }
   // A member that the view counts in has left the group before this operation: its part will never
-  // come. Who settles() then goes on without it.
+  // come. resolve() then continues without that rank.
   bool missesLeaver(uint64_t number) const {
     return hasLeaver_.load(std::memory_order_acquire) && missesLeaverSlowly(number);
   }
@@ -65,7 +86,7 @@ class FlushAgent final : public Membership::Listener,
   // The caller has seen that all members have begun this operation, hence ended the one before.
   void allBegan(uint64_t number) { allBegan_ = number; }
 
-  struct Settled {
+  struct Resolution {
     enum class Kind {
       kAgain,  // starts again, as attempt()
       kTake,   // another rank has ended it well, as the attempt that it was: so can we
@@ -75,9 +96,9 @@ class FlushAgent final : public Membership::Listener,
     Status status;
     std::shared_ptr<const GroupView> view;  // kEnded: who goes on; null: this group does not
   };
-  // The caller has stopped and touches nothing of the group any more: reports, with what it wishes
-  // for, and waits for the decision. Busy again afterwards.
-  Settled settle(uint64_t number, FlushReport::Wish wish, Error why);
+  // The caller has stopped and touches nothing of the group any more: reports, with the reason if
+  // it wants the operation to end, and waits for the decision. Busy again afterwards.
+  Resolution resolve(uint64_t number, FlushReport::AbortReason abort, Error why);
   // The operation has ended here. Nothing of the group is touched any more.
   void end(uint64_t number, const Status& status);
 
@@ -88,31 +109,74 @@ class FlushAgent final : public Membership::Listener,
   // Until every other member has ended this operation, or is gone, or the deadline has passed; then
   // tells them that we need not be asked any more.
   void leave(uint64_t number, Deadline deadline);
+  // The first half of it.
+  void awaitEnded(uint64_t number, Deadline deadline);
+  // Of the members that were in and are not any more, those that the job has lost are missed here.
+  void noteMissed(const GroupView& before, const GroupView& now);
 
   void onView(const View& view) override;
   void onOver(const Error& why) override;
   // Of what was put or reported to the rank, any part may be lost. If an operation is under way
-  // here, a flush without a wish makes good for it, whoever of the two lacks something.
-  void onRenewed(int jobRank) override;
+  // here, a flush without an abort reason makes good for it, whoever of the two lacks something.
+  void onReconnected(int jobRank) override;
 
  private:
-  enum class MessageKind : uint8_t { kReport = 1, kEnded, kLeft, kAsk };
+  // kAsk is answered by kEnded. kRepeat is a report that was sent before and asks for the
+  // receiver's, which has come to nobody here.
+  enum class MessageKind : uint8_t { kReport = 1, kEnded, kLeft, kAsk, kRepeat };
 
+  // What takes longer than an assignment. Done in this order, without the lock.
+  struct Message {
+    int to;
+    MessageKind kind;
+    Bytes body;
+  };
+  struct Part {
+    int to;
+    SlotCopy copy;
+  };
+  using Action = std::variant<Message, Part, std::string>;  // a string: for the log
+
+  // Holds the lock; what the flush wants done is done when this goes.
+  class Step {
+   public:
+    explicit Step(FlushAgent& agent) : agent_(agent), lock_(agent.mutex_) {}
+    ~Step();
+    Step(const Step&) = delete;
+    Step& operator=(const Step&) = delete;
+
+   private:
+    FlushAgent& agent_;
+    std::unique_lock<std::mutex> lock_;
+  };
+
+  void carryOut(std::unique_lock<std::mutex>& lock);
+  bool perform(const Action& action);
   Status beginSlowly(uint64_t number);
   Status awaitDecision();
-  Settled awaitSettled(uint64_t number, FlushReport::Wish wish, Error why);
+  Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why);
+  void awaitLeaveSent(Deadline deadline);
   bool isSlotFree(uint64_t number) const;
+  bool holdsSlot(int rank, uint64_t number) const;
   bool missesLeaverSlowly(uint64_t number) const;
   Attempt newest() const { return frozen_ ? target_ : attempt_; }
-  uint32_t jobEpoch() const;
+  uint32_t losses() const;
   bool isMissing(int rank) const;
-  void join(Attempt attempt);
+  std::vector<int> lostRanks() const;
+  void join(Attempt attempt, std::string_view why);
+  void failForRounds(Attempt attempt);
+  void onTimer(Clock::duration after, void (FlushAgent::*step)());
   void lookAgain();
+  void reportIfIdle();
+  void repeatLater();
+  void repeat();
+  std::chrono::milliseconds resendAfter() const;
   void report();
   FlushReport soFar(Attempt attempt);
-  void conclude();
+  void decide();
   void act(const FlushDecision& decision, const std::vector<const FlushReport*>& reports);
   void supply(const FlushDecision& decision, const std::vector<const FlushReport*>& reports);
+  void passOn(uint64_t number, int of, int to);
   void remember(uint64_t number, Error error);
   const Error* errorOf(uint64_t number) const;
   Error howEnded(uint64_t number) const;
@@ -120,14 +184,20 @@ class FlushAgent final : public Membership::Listener,
   Error lostError() const;
   void tell(int rank, MessageKind kind, ByteView body);
   void tellAll(MessageKind kind, ByteView body);
+  template <typename... Words>
+  void note(const Attempt& attempt, const Words&... words);
+  Bytes endedNow() const;
   void onMessage(const EngineId& from, ByteView message);
+  void received(FlushReport report);
+  void answer(int rank, Attempt attempt);
 
   Group& group_;
   Membership& membership_;
-  const uint64_t door_;
+  const uint64_t topic_;
   const std::vector<int> jobRanks_;
   const bool raises_;
   const bool founds_;  // operation 1 is the beginning of the job: with all members or not at all
+  uint32_t lostBefore_ = 0;  // members that were out of the job before the group was made
   std::map<EngineId, int> ranksById_;
   std::atomic<uint64_t>* const endedWord_;  // in our part of the window: peers may look
 
@@ -141,22 +211,28 @@ class FlushAgent final : public Membership::Listener,
   mutable std::mutex mutex_;  // guards all below; attempt_ and view_ only change while frozen
   Attempt attempt_;           // of the last decision
   std::shared_ptr<const GroupView> view_;
-  uint64_t jobEpoch_ = 1;
-  std::vector<int> active_;  // ranks of the group in the job's last view, ascending
-  Attempt target_;           // of the flush under way, when frozen
-  bool reported_ = false;    // for it
-  Attempt reportedFor_;      // the last
-  bool isSettling_ = false;  // the caller is in an operation, though it may not be busy
-  Bytes lastReport_;         // for target_ or, when not frozen, attempt_
-  Bytes farewell_;           // what we said when we left, if we have
+  uint64_t viewEpoch_ = 1;
+  std::vector<int> active_;   // ranks of the group in the job's last view, ascending
+  std::vector<int> decided_;  // the same when the last flush was decided
+  Attempt target_;            // of the flush under way, when frozen
+  bool reported_ = false;     // for it
+  Attempt reportedFor_;       // the last
+  bool isResolving_ = false;  // the caller is in an operation, though it may not be busy
+  Bytes lastReport_;          // for target_ or, when not frozen, attempt_
+  Bytes leaveReport_;         // what we said when we left, if we have
   std::map<int, FlushReport> reports_;
   std::map<int, FlushReport> left_;     // of who has left the group: stands for its next report
   std::vector<uint64_t> knownEnded_;    // by rank, at least
   std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
   uint64_t toTake_ = 0;                 // the operation in which our caller is behind
-  FlushReport::Wish wish_ = FlushReport::Wish::kNone;
-  uint64_t wishNumber_ = 0;
+  FlushReport::AbortReason abortReason_ = FlushReport::AbortReason::kNone;
+  uint64_t abortNumber_ = 0;
   Error why_;
+  bool isStopped_ = false;
+  bool isRepeating_ = false;  // a timer is set
+  std::vector<Action> due_;
+  bool isActing_ = false;         // a thread does what was due
+  std::vector<int> leaveUnsent_;  // to whom the engine did not take our leave report
 };
 
 }  // namespace mooncake

@@ -22,15 +22,15 @@ class Gather : public Algorithm {
   const int root_;
 };
 
-class Small final : public Gather {
+class GatherEager final : public Gather {
  public:
   using Gather::Gather;
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     pack(Buffers(&input_, 1), op.payload());
     return op.begin(input_.data.size());
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     if (!op.takesPart(root_)) return op.agreeRootLost(root_);
     if (op.rank() == root_) {
@@ -42,15 +42,15 @@ class Small final : public Gather {
       }
       zeroMissing(op, outputs_);
     }
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
 };
 
-class Large final : public Gather {
+class GatherRendezvous final : public Gather {
  public:
   using Gather::Gather;
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     auto table = announceBuffers(op, Buffers(&input_, 1), regions_);
     if (!table.ok()) return table.error();
     MOONCAKE_TRY(op.begin(*table));
@@ -65,11 +65,11 @@ class Large final : public Gather {
       MOONCAKE_TRY(fetches.start(from, op.slot(from).input, 0, outputs_[size_t(from)]));
     return fetches.await();
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     if (op.rank() == root_) zeroMissing(op, outputs_);
     return op.commitDone();
   }
-  void rollBack(Operation&, Then) override { regions_.clear(); }
+  void rollBack(Operation&, Rollback) override { regions_.clear(); }
 
  private:
   std::vector<MemoryRegion> regions_;
@@ -86,11 +86,11 @@ Status gather(Group& group, ConstSpan input, std::span<const Span> outputs, DTyp
                 .count = input.size() / dtypeSize(dtype)},
                deadline);
   if (input.size() <= group.eagerBytes()) {
-    Small small(input, outputs, dtype, root);
-    return op.run(small);
+    GatherEager eager(input, outputs, dtype, root);
+    return op.run(eager);
   }
-  Large large(input, outputs, dtype, root);
-  return op.run(large);
+  GatherRendezvous rendezvous(input, outputs, dtype, root);
+  return op.run(rendezvous);
 }
 
 }  // namespace mooncake

@@ -13,15 +13,17 @@
 namespace mooncake {
 namespace {
 
-// What a member publishes:
-//   u32 version  bytes endpoint (route.cc)  bytes window part (window.cc)  u64 door  bool raises
+// What the ranks of a job publish:  u32 version  bytes endpoint (route.cc)  u64 topic  part
+// What members of a group tell:     part
+// A part:                           bytes window part (window.cc)  bool raises
 // The version covers all that ranks say to each other afterwards: slots, mailboxes, stamps and
-// messages too. The door of rank 0's is the one that the group uses.
-constexpr uint32_t kMemberVersion = 3;
+// messages too. The topic of rank 0's is the one that the group uses.
+constexpr uint32_t kMemberVersion = 5;
 
 // Up to 64 KiB one exchange of slots beats a second round of signals even with eight ranks on two
 // cores. A slot holds four times that, for operations in which only one rank sends over messages;
-// less in large groups, so that the inboxes of a rank stay below 64 MiB of address space.
+// less from 256 ranks on, so that the inboxes of a rank stay below 64 MiB of address space up to
+// 512 ranks. Beyond, alltoall's table is what they are made for: with 1024 ranks they have 136 MiB.
 constexpr size_t kEagerBytes = 64 << 10;
 constexpr size_t kSlotBytes = 256 << 10;
 constexpr size_t kInboxBudget = 64 << 20;
@@ -43,17 +45,51 @@ size_t chooseSlotBytes(const Env& env, int size) {
 
 }  // namespace
 
+// What is known of the members once they have met.
+struct Group::Meeting {
+  std::vector<std::shared_ptr<Peer>> peers;  // null: this rank
+  std::vector<Bytes> parts;                  // of the window; empty: out of the job
+  std::vector<int> jobRanks;
+  uint64_t topic = 0;
+  bool isWholeJob = false;
+};
+
 Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Store& store,
                                              GroupOptions options, Deadline deadline) {
   const int rank = options.rank;
-  auto group = make(std::move(engine), store, std::move(options), deadline);
-  if (!group.ok()) return tellFailure(store, rank, group.error());
+  const auto make = [&]() -> Result<std::unique_ptr<Group>> {
+    auto group = prepare(std::move(engine), std::move(options));
+    if (!group.ok()) return group;
+    auto meeting = (*group)->meetInStore(store, deadline);
+    if (!meeting.ok()) return meeting.error();
+    MOONCAKE_TRY((*group)->start(std::move(*meeting)));
+    // The job has begun on all of its ranks, or on none: who dies before is missed by all.
+    MOONCAKE_TRY(barrier(**group, deadline));
+    (*group)->engine().startSilenceDetection();
+    return group;
+  };
+  auto group = make();
+  // Of an earlier attempt nobody waits.
+  if (!group.ok() && group.error().code != ErrorCode::kInterrupted)
+    return tellFailure(store, rank, group.error());
   return group;
 }
 
-Result<std::unique_ptr<Group>> Group::make(std::shared_ptr<Engine> engine, Store& store,
-                                           GroupOptions options, Deadline deadline) {
-  const int rank = options.rank, size = options.size;
+Result<std::unique_ptr<Group>> Group::createWithin(std::shared_ptr<Membership> job,
+                                                   GroupOptions options, Deadline deadline) {
+  auto group = prepare(job->sharedEngine(), std::move(options));
+  if (!group.ok()) return group;
+  (*group)->membership_ = std::move(job);
+  auto meeting = (*group)->meetInJob(deadline);
+  const Status made = meeting.ok() ? (*group)->start(std::move(*meeting)) : meeting.status();
+  if (made.ok()) return group;
+  if (auto& exchange = (*group)->exchange_) exchange->giveUp(made.error());
+  return made.error();
+}
+
+Result<std::unique_ptr<Group>> Group::prepare(std::shared_ptr<Engine> engine,
+                                              GroupOptions options) {
+  const int size = options.size;
   if (size > kMaxRanks) {
     return Error{ErrorCode::kUnsupported, "a group of " + std::to_string(size) +
                                               " ranks; the most is " + std::to_string(kMaxRanks)};
@@ -62,112 +98,123 @@ Result<std::unique_ptr<Group>> Group::make(std::shared_ptr<Engine> engine, Store
   const size_t eagerBytes = engine->env().eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
   const PartLayout layout(size, slotBytes, kMailboxBytes);
   std::unique_ptr<Group> group(new Group(std::move(options), layout, slotBytes, eagerBytes));
-
-  auto window = Window::create(engine, layout.bytes());
+  auto window = Window::create(std::move(engine), layout.bytes());
   if (!window.ok()) return window.error();
   group->window_ = std::move(*window);
+  return group;
+}
 
+Bytes Group::describePart() const {
+  return ByteWriter().putBytes(window_->describe()).put(options_.raises).take();
+}
+
+Result<Bytes> Group::takePart(ByteReader& in, int rank) const {
+  const auto part = in.getBytes(1 << 10);
+  const bool raises = in.get<bool>();
+  MOONCAKE_TRY(in.finish("address of rank " + std::to_string(rank)));
+  if (raises != options_.raises) {
+    return Error{ErrorCode::kMismatch, "rank " + std::to_string(rank) + " chose on_failure='" +
+                                           (raises ? "raise" : "continue") + "', rank " +
+                                           std::to_string(this->rank()) +
+                                           " the other one: choose the same on all ranks"};
+  }
+  return Bytes(part.begin(), part.end());
+}
+
+Result<Group::Meeting> Group::meetInStore(Store& store, Deadline deadline) {
   const Bytes mine = ByteWriter()
                          .put(kMemberVersion)
-                         .putBytes(engine->endpoint())
-                         .putBytes(group->window_->describe())
+                         .putBytes(engine().endpoint())
                          .put(randomNumber())
-                         .put(group->options_.raises)
+                         .putRaw(describePart())
                          .take();
-  auto all = exchange(store, "members", rank, size, mine, deadline);
+  auto all = exchange(store, "members", rank(), size(), mine, deadline);
   if (!all.ok()) return all.error();
-  std::vector<Bytes> endpoints, parts;
-  uint64_t door = 0;
-  for (int r = 0; r < size; ++r) {
-    ByteReader in((*all)[r]);
+  Meeting meeting{.isWholeJob = true};
+  std::vector<Bytes> endpoints;
+  for (int r = 0; r < size(); ++r) {
+    ByteReader in((*all)[size_t(r)]);
     if (const auto version = in.get<uint32_t>(); version != kMemberVersion) {
       return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " speaks version " +
                                              std::to_string(version) + " of the protocol, rank " +
-                                             std::to_string(rank) + " version " +
+                                             std::to_string(rank()) + " version " +
                                              std::to_string(kMemberVersion) +
                                              ": install the same mooncake-backend everywhere"};
     }
     const auto endpoint = in.getBytes(64 << 10);
-    const auto part = in.getBytes(1 << 10);
-    const auto theirDoor = in.get<uint64_t>();
-    const bool raises = in.get<bool>();
-    MOONCAKE_TRY(in.finish("address of rank " + std::to_string(r)));
-    if (raises != group->options_.raises) {
-      return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " chose on_failure='" +
-                                             (raises ? "raise" : "continue") + "', rank " +
-                                             std::to_string(rank) +
-                                             " the other one: choose the same on all ranks"};
-    }
-    if (r == 0) door = theirDoor;
+    const auto topic = in.get<uint64_t>();
+    auto part = takePart(in, r);
+    if (!part.ok()) return part.error();
+    if (r == 0) meeting.topic = topic;
     endpoints.emplace_back(endpoint.begin(), endpoint.end());
-    parts.emplace_back(part.begin(), part.end());
+    meeting.parts.push_back(std::move(*part));
+    meeting.jobRanks.push_back(r);
   }
-  auto peers = engine->connect(endpoints, deadline);
+  auto peers = engine().connect(endpoints, deadline);
   if (!peers.ok()) return peers.error();
-  group->membership_ = std::move(group->options_.membership);
-  const bool isWholeJob = !group->membership_;
-  if (isWholeJob) {
-    auto membership = Membership::start(
-        engine, {.rank = rank, .peers = *peers, .failureTimeout = engine->env().failureTimeout});
-    if (!membership.ok()) return membership.error();
-    group->membership_ = std::move(*membership);
-  }
-  MOONCAKE_TRY(group->window_->attach(rank, std::move(*peers), parts));
-
-  int onHost = 0;
-  for (int r = 0; r < size; ++r) onHost += group->window_->peerPtr(r) != nullptr;
-  group->sources_.resize(size);
-  group->spin_ = group->window_->fullyMapped() ? SpinPolicy::forRanksOnHost(onHost)
-                                               : SpinPolicy::forMessages();
-  group->isCrowded_ = group->window_->fullyMapped() && group->spin_.pauses == 0;
-  group->isOut_ = std::make_unique<std::atomic<bool>[]>(size_t(size));
-  // A group that is a job by itself has the job's ranks, whatever its members are called elsewhere.
-  std::vector<int> jobRanks;
-  if (!isWholeJob) jobRanks = group->options_.globalRanks;
-  for (int r = static_cast<int>(jobRanks.size()); r < size; ++r) jobRanks.push_back(r);
-  group->agent_ = std::make_shared<FlushAgent>(
-      *group, *group->membership_, door, std::move(jobRanks), group->options_.raises, isWholeJob);
-  group->onView(*group->agent_->view());
-  engine->watch(&group->interrupt_, &group->window_->bell());
-  group->agent_->start();
-  // The job has begun on all of its ranks, or on none: who dies before is missed by all.
-  if (isWholeJob) {
-    MOONCAKE_TRY(barrier(*group, deadline));
-    group->engine().expectSigns();
-  }
-  return group;
+  auto membership = Membership::start(
+      window_->sharedEngine(),
+      {.rank = rank(), .peers = *peers, .failureTimeout = engine().env().failureTimeout});
+  if (!membership.ok()) return membership.error();
+  membership_ = std::move(*membership);
+  meeting.peers = std::move(*peers);
+  return meeting;
 }
 
-// Peers may be later than we are: our memory goes when all that map it have left, too, or are gone.
-// Whoever has left reads nothing of ours any more, and we wrote to its part for the last time
-// before we left.
+Result<Group::Meeting> Group::meetInJob(Deadline deadline) {
+  Meeting meeting{.jobRanks = options_.globalRanks};
+  for (int r = static_cast<int>(meeting.jobRanks.size()); r < size(); ++r)
+    meeting.jobRanks.push_back(r);
+  const auto topics = membership_->newTopics(options_.name, meeting.jobRanks);
+  if (!topics.ok()) return topics.error();
+  meeting.topic = topics->second;
+  exchange_ = std::make_unique<MemberExchange>(membership_,
+                                               MemberExchange::Options{.group = options_.name,
+                                                                       .topic = topics->first,
+                                                                       .jobRanks = meeting.jobRanks,
+                                                                       .rank = rank()},
+                                               describePart());
+  auto all = exchange_->collect(deadline);
+  if (!all.ok()) return all.error();
+  for (int r = 0; r < size(); ++r) {
+    meeting.peers.push_back(membership_->peer(meeting.jobRanks[size_t(r)]));
+    meeting.parts.emplace_back();
+    if (!(*all)[size_t(r)]) continue;
+    ByteReader in(*(*all)[size_t(r)]);
+    auto part = takePart(in, r);
+    if (!part.ok()) return part.error();
+    meeting.parts.back() = std::move(*part);
+  }
+  return meeting;
+}
+
+Status Group::start(Meeting meeting) {
+  MOONCAKE_TRY(window_->attach(rank(), std::move(meeting.peers), meeting.parts));
+  int onHost = 0;
+  for (int r = 0; r < size(); ++r) onHost += window_->peerPtr(r) != nullptr;
+  sources_.resize(size_t(size()));
+  spin_ = window_->fullyMapped() ? SpinPolicy::forRanksOnHost(onHost) : SpinPolicy::forMessages();
+  isCrowded_ = window_->fullyMapped() && spin_.pauses == 0;
+  isOut_ = std::make_unique<std::atomic<bool>[]>(size_t(size()));
+  topic_ = meeting.topic;
+  agent_ =
+      std::make_shared<FlushAgent>(*this, *membership_, meeting.topic, std::move(meeting.jobRanks),
+                                   options_.raises, meeting.isWholeJob);
+  onView(*agent_->view());
+  engine().watch(&interrupt_, &window_->bell());
+  agent_->start();
+  listed_ = std::make_unique<ListedGroup>(*this);
+  return {};
+}
+
 Group::~Group() {
+  listed_.reset();  // nobody looks any more
   if (!window_) return;
   if (agent_) agent_->stop();
   engine().unwatch(&interrupt_);
-  const auto wordOf = [](std::byte* part, size_t offset) -> std::atomic<uint64_t>& {
-    return *reinterpret_cast<std::atomic<uint64_t>*>(part + offset);
-  };
-  struct Reader {
-    std::shared_ptr<Peer> peer;
-    size_t left;
-  };
-  std::vector<Reader> readers;
-  for (int r = 0; r < window_->size(); ++r) {
-    if (r == rank() || !window_->peerPtr(r)) continue;
-    wordOf(window_->peerPtr(r), layout_.left(rank())).store(1, std::memory_order_release);
-    readers.push_back({window_->peer(r), layout_.left(r)});
-  }
-  const auto allLeft = [readers, wordOf, part = window_->local()] {
-    return std::all_of(readers.begin(), readers.end(), [&](const Reader& reader) {
-      return reader.peer->ended || wordOf(part, reader.left).load(std::memory_order_acquire) != 0;
-    });
-  };
-  const std::shared_ptr<Engine> keep = window_->sharedEngine();
-  std::vector<RetiredMemory> memory;
-  memory.push_back({std::move(sharedBlock_), std::move(sharedRegion_)});
-  memory.push_back(window_->retire());
-  keep->retire(std::move(memory), allLeft);
+  std::vector<RetiredMemory> staging;
+  staging.push_back({std::move(sharedBlock_), std::move(sharedRegion_)});
+  window_->retire(std::move(staging));
 }
 
 std::string Group::nameRank(int rank) const {
@@ -209,22 +256,22 @@ void Group::onView(const GroupView& view) {
   if (options_.onView) options_.onView(view);
 }
 
-void Group::watchRenewals(std::function<void(int)> watcher) {
-  std::lock_guard lock(renewalMutex_);
-  onRenewal_ = std::move(watcher);
+void Group::watchReconnects(std::function<void(int)> watcher) {
+  std::lock_guard lock(reconnectMutex_);
+  onReconnected_ = std::move(watcher);
 }
 
-void Group::onRenewed(int rank) {
-  std::lock_guard lock(renewalMutex_);
-  if (onRenewal_) onRenewal_(rank);
+void Group::onReconnected(int rank) {
+  std::lock_guard lock(reconnectMutex_);
+  if (onReconnected_) onReconnected_(rank);
 }
 
 bool Group::isGone(int rank) const {
-  return window_->ended(rank) || isOut_[rank].load(std::memory_order_acquire);
+  return window_->disconnection(rank) || isOut_[rank].load(std::memory_order_acquire);
 }
 
 std::string Group::whyGone(int rank) const {
-  if (const Evidence* seen = window_->ended(rank))
+  if (const Evidence* seen = window_->disconnection(rank))
     return seen->isGoodbye() ? "it left the job" : "lost it: " + seen->detail;
   return isOut_[rank].load(std::memory_order_acquire) ? "the others go on without it"
                                                       : "it has left the group";
@@ -234,22 +281,33 @@ std::atomic<uint64_t>& Group::endedWord(int rank) const {
   return *reinterpret_cast<std::atomic<uint64_t>*>(window_->peerPtr(rank) + layout_.ended());
 }
 
-void Group::passOn(uint64_t number, int of, int to) const {
+std::optional<SlotCopy> Group::copyPart(uint64_t number, int of) const {
   const std::byte* part = window_->peerPtr(of);
   const auto& slot = *reinterpret_cast<const Slot*>(
       part ? part + layout_.ownSlot(number) : window_->local() + layout_.inboxSlot(of, number));
   const uint64_t stamp = slot.begun.load(std::memory_order_acquire);
-  if (stampNumber(stamp) != number || slot.payloadBytes > slotBytes_) return;
+  const uint64_t payloadBytes = slot.payloadBytes;
+  if (stampNumber(stamp) != number || payloadBytes > slotBytes_) return std::nullopt;
+  // Whoever is behind in such an operation has said `done`, or nobody could have ended it: it has
+  // all that was for it. What was for us is nothing to it.
+  if (slot.isSplit) return std::nullopt;
   constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
-  const size_t there = layout_.inboxSlot(of, number);
-  const std::span<const std::byte> data(reinterpret_cast<const std::byte*>(&slot) + kStampEnd,
-                                        kSlotHeaderBytes - kStampEnd + slot.payloadBytes);
+  const auto* data = reinterpret_cast<const std::byte*>(&slot) + kStampEnd;
+  return SlotCopy{.stamp = stamp,
+                  .offset = layout_.inboxSlot(of, number),
+                  .data = Bytes(data, data + kSlotHeaderBytes - kStampEnd + payloadBytes)};
+}
+
+void Group::putPart(const SlotCopy& copy, int to) const {
+  constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
   // Who cannot be reached asks again in the next flush, or is out.
-  (void)window_->place(to, there + kStampEnd, data,
-                       {.offset = there + offsetof(Slot, begun), .stamp = stamp});
+  (void)window_->place(to, copy.offset + kStampEnd, copy.data,
+                       {.offset = copy.offset + offsetof(Slot, begun), .stamp = copy.stamp});
 }
 
 void Group::leave(Deadline deadline) { agent_->leave(lastNumber, deadline); }
+
+void Group::awaitEnded(Deadline deadline) { agent_->awaitEnded(lastNumber, deadline); }
 
 Result<Group::Shared> Group::shared(size_t bytes) {
   if (sharedBlock_.bytes() < bytes) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,10 +12,12 @@
 #include "base/deadline.h"
 #include "base/wait.h"
 #include "collectives/flush_agent.h"
+#include "collectives/group_state.h"
 #include "collectives/slot.h"
 #include "engine/engine.h"
 #include "engine/rendezvous/store.h"
 #include "engine/window.h"
+#include "membership/member_exchange.h"
 
 namespace mooncake {
 
@@ -23,8 +26,6 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
-  // The job that the members belong to, when the group is not itself the whole job.
-  std::shared_ptr<Membership> membership;
   bool raises = false;  // mode `raise`: the loss of a member ends one operation on all survivors
   // Who is in: called once when the group is made and whenever a member is lost, on any thread.
   std::function<void(const GroupView&)> onView;
@@ -35,9 +36,14 @@ struct GroupOptions {
 // point-to-point beside them.
 class Group {
  public:
-  // Collective over the group: every member calls it. The store may be gone afterwards.
+  // Both collective over the group: every member calls it. The first begins a job, with all of its
+  // ranks, which meet in the store; it may be gone afterwards.
   static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine, Store& store,
                                                GroupOptions options, Deadline deadline);
+  // A group of ranks of a job. Those that are out of it are in the group's numbering only, also
+  // when they go meanwhile.
+  static Result<std::unique_ptr<Group>> createWithin(std::shared_ptr<Membership> job,
+                                                     GroupOptions options, Deadline deadline);
   ~Group();
 
   int rank() const { return options_.rank; }
@@ -53,6 +59,9 @@ class Group {
   // "rank 3", and "rank 3 (global rank 7)" where they differ.
   std::string nameRank(int rank) const;
 
+  // Of messages of the flush; the one behind it is of point-to-point. The same on all ranks.
+  uint64_t topic() const { return topic_; }
+
   Waiter waiter(Deadline deadline) const;
   // Any thread: every wait of this group ends and every later operation is refused with this error.
   // The first call wins.
@@ -62,6 +71,8 @@ class Group {
   // Waits until every rank that may need us for the last operation has ended it, or is gone, so
   // that our engine may go, too. The group is not used afterwards.
   void leave(Deadline deadline);
+  // Only waits: the end of the program is told to the whole job (Engine::leave).
+  void awaitEnded(Deadline deadline);
   // What fail() said.
   Status usable() const;
 
@@ -70,15 +81,17 @@ class Group {
   void onView(const GroupView& view);
   // Whoever else puts into the parts of others is told when what it put may be lost. On the loop's
   // thread, under a lock that this call takes: after it nobody is told the old way any more.
-  void watchRenewals(std::function<void(int rank)> watcher);
-  void onRenewed(int rank);
-  // The rank has ended, or the job goes on without it: nothing comes from it any more.
+  void watchReconnects(std::function<void(int rank)> watcher);
+  void onReconnected(int rank);
+  // The rank is disconnected, or the job goes on without it: nothing comes from it any more.
   bool isGone(int rank) const;
   std::string whyGone(int rank) const;
   // The number of the last operation that the rank has ended: of a rank that we map.
   std::atomic<uint64_t>& endedWord(int rank) const;
-  // Gives a rank that is behind what we have of a rank's part in this operation.
-  void passOn(uint64_t number, int of, int to) const;
+  // What we have of a rank's part in this operation; nothing if that has not come, or is
+  // overwritten. Given to a rank that is behind.
+  std::optional<SlotCopy> copyPart(uint64_t number, int of) const;
+  void putPart(const SlotCopy& copy, int to) const;
 
   // Memory that lasts from one operation to the next; contents are not kept. The shared block's
   // results are read by peers until they have begun the next operation, so it is taken after
@@ -97,8 +110,15 @@ class Group {
   std::shared_ptr<const GroupView> lastView;  // who contributed to the last one
 
  private:
-  static Result<std::unique_ptr<Group>> make(std::shared_ptr<Engine> engine, Store& store,
-                                             GroupOptions options, Deadline deadline);
+  // What each rank publishes for the others: of this version of the protocol.
+  struct Meeting;
+  static Result<std::unique_ptr<Group>> prepare(std::shared_ptr<Engine> engine,
+                                                GroupOptions options);
+  Result<Meeting> meetInStore(Store& store, Deadline deadline);
+  Result<Meeting> meetInJob(Deadline deadline);
+  Bytes describePart() const;
+  Result<Bytes> takePart(ByteReader& in, int rank) const;
+  Status start(Meeting meeting);
   Group(GroupOptions options, PartLayout layout, size_t slotBytes, size_t eagerBytes)
       : options_(std::move(options)),
         layout_(layout),
@@ -119,20 +139,23 @@ class Group {
   std::unique_ptr<Window> window_;
   SpinPolicy spin_;
   bool isCrowded_ = false;
+  uint64_t topic_ = 0;
   Interrupt interrupt_;
   std::atomic<bool> failed_{false};
   mutable std::mutex failureMutex_;
   Status failure_;
   std::shared_ptr<Membership> membership_;
+  std::unique_ptr<MemberExchange> exchange_;  // null: of a whole job
   std::shared_ptr<FlushAgent> agent_;
-  std::mutex renewalMutex_;  // guards onRenewal_
-  std::function<void(int)> onRenewal_;
+  std::mutex reconnectMutex_;  // guards onReconnected_
+  std::function<void(int)> onReconnected_;
   std::unique_ptr<std::atomic<bool>[]> isOut_;  // by rank: of the job's view
   ArenaBlock sharedBlock_;
   MemoryRegion sharedRegion_;
   PrivateBlock undo_;
   PrivateBlock scratch_;
   std::vector<const std::byte*> sources_;
+  std::unique_ptr<ListedGroup> listed_;
 };
 
 }  // namespace mooncake

@@ -1,5 +1,6 @@
 #include "collectives/one_sided.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -91,7 +92,7 @@ OneSided::Fetched OneSided::fetch(Exposed& window, int from) {
     case ErrorCode::kPeerLost:
       if (group_.isGone(from)) return Fetched::kNever;
       // The connection broke, and may be made again; it may have been since we began.
-      if (renewals_[from] != source.renewals) start(window, from);
+      if (reconnections_[from] != source.reconnections) start(window, from);
       return Fetched::kNotYet;
     case ErrorCode::kAborted:  // it goes on without us: we shall hear of that
       return Fetched::kNever;
@@ -107,7 +108,7 @@ OneSided::Fetched OneSided::fetch(Exposed& window, int from) {
 void OneSided::start(Exposed& window, int from) {
   Source& source = window.sources[from];
   const Arrival& put = source.waiting.front();
-  source.renewals = renewals_[from];
+  source.reconnections = reconnections_[from];
   source.fetch = std::make_unique<Completion>(&group_.window().bell());
   const Status started = group_.window().get(
       from, put.region, 0, window.memory.subspan(put.offset, put.bytes), *source.fetch);
@@ -153,6 +154,11 @@ size_t OneSided::heldBytes(int from) const {
   size_t bytes = 0;
   for (const auto& [id, window] : windows_) bytes += window.sources[from].heldBytes;
   return bytes;
+}
+
+bool OneSided::holdsBack(int from) const {
+  return std::ranges::any_of(
+      windows_, [&](const auto& one) { return !one.second.sources[from].waiting.empty(); });
 }
 
 }  // namespace mooncake

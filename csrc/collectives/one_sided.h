@@ -62,7 +62,7 @@ class OneSided {
   // Applies what has been fetched.
   void progress();
   // A fetch that broke with the connection is begun again.
-  void onRenewed(int rank) { ++renewals_[rank]; }
+  void onReconnected(int rank) { ++reconnections_[rank]; }
 
   // Takes one signal of the rank, if one is there.
   bool takeSignal(uint32_t window, int from);
@@ -70,13 +70,14 @@ class OneSided {
   uint64_t applied(uint32_t window, int from) const;
   // What waits here for fetches of the rank's earlier puts.
   size_t heldBytes(int from) const;
+  bool holdsBack(int from) const;
 
  private:
   struct Source {
     std::deque<Arrival> waiting;  // in order; the first one is being fetched
     size_t heldBytes = 0;         // payloads of `waiting`
     std::unique_ptr<Completion> fetch;
-    uint64_t renewals = 0;  // of the connection, when the fetch began
+    uint64_t reconnections = 0;  // of the connection, when the fetch began
     uint64_t applied = 0;
     uint64_t signals = 0;  // of `applied`, that nobody has taken yet
   };
@@ -96,7 +97,7 @@ class OneSided {
   Group& group_;
   const Acknowledge acknowledge_;
   std::map<uint32_t, Exposed> windows_;
-  std::map<int, uint64_t> renewals_;
+  std::map<int, uint64_t> reconnections_;
   uint32_t last_ = 0;  // number of a window
 };
 

@@ -1,6 +1,7 @@
 #include "collectives/operation.h"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 
 #include "base/failpoint.h"
@@ -46,32 +47,42 @@ Slot* Operation::slots(int rank) const {
 
 Status Operation::run(Algorithm& algorithm) {
   if (auto usable = group_.usable(); !usable.ok()) return usable;
+  if (number_ > kMostOperations) [[unlikely]]
+    return endForNumber();
   if (auto begun = agent_.begin(number_); !begun.ok()) {
     group_.lastView = agent_.viewWhenIdle();
     return named(begun.error());
   }
   Status status = attempt(algorithm);
   while (!status.ok() && !isAgreed_) {
-    auto settled = settle(std::move(status));
-    if (settled.kind == FlushAgent::Settled::Kind::kEnded) {
-      algorithm.rollBack(*this, Algorithm::Then::kError);
-      if (settled.view) group_.lastView = std::move(settled.view);
-      return named(settled.status.error());
+    auto resolution = resolve(std::move(status));
+    if (resolution.kind == FlushAgent::Resolution::Kind::kEnded) {
+      algorithm.rollBack(*this, Algorithm::Rollback::kError);
+      if (resolution.view) group_.lastView = std::move(resolution.view);
+      return named(resolution.status.error());
     }
-    isTaking_ = settled.kind == FlushAgent::Settled::Kind::kTake;
+    isTaking_ = resolution.kind == FlushAgent::Resolution::Kind::kTake;
     if (isTaking_) {
       failpoint("adopt");
-      status = algorithm.conclude(*this);
+      status = algorithm.complete(*this);
     } else {
       failpoint("roll-back");
-      algorithm.rollBack(*this, Algorithm::Then::kAgain);
+      algorithm.rollBack(*this, Algorithm::Rollback::kAgain);
       status = attempt(algorithm);
     }
   }
-  if (!status.ok()) algorithm.rollBack(*this, Algorithm::Then::kError);
+  if (!status.ok()) algorithm.rollBack(*this, Algorithm::Rollback::kError);
   if (group_.lastView.get() != view_) group_.lastView = kept_ ? kept_ : agent_.view();
   agent_.end(number_, status);
   return status.ok() ? Status() : Status(named(status.error()));
+}
+
+// A stamp has no room for the number. All ranks come to it at the same operation.
+Status Operation::endForNumber() {
+  group_.fail({ErrorCode::kExhausted,
+               "group '" + group_.name() + "' has run " + std::to_string(kMostOperations) +
+                   " operations and cannot count further. Destroy the group and make it again"});
+  return named(group_.usable().error());
 }
 
 Status Operation::attempt(Algorithm& algorithm) {
@@ -82,49 +93,69 @@ Status Operation::attempt(Algorithm& algorithm) {
   isTaking_ = false;
   MOONCAKE_TRY(agent_.awaitSlot(number_));
   MOONCAKE_TRY(goOn());
-  MOONCAKE_TRY(algorithm.contribute(*this));
-  return algorithm.conclude(*this);
+  MOONCAKE_TRY(algorithm.publish(*this));
+  return algorithm.complete(*this);
 }
 
-FlushAgent::Settled Operation::settle(Status why) {
-  using Wish = FlushReport::Wish;
+FlushAgent::Resolution Operation::resolve(Status why) {
+  using AbortReason = FlushReport::AbortReason;
   failpoint("park");
   if (!kept_) kept_ = agent_.view();
   const auto start = Clock::now();
   Error error = why.error();
-  Wish wish = Wish::kAbort;
+  AbortReason abort = AbortReason::kAbort;
   if (error.code == ErrorCode::kInterrupted) {
-    wish = Wish::kNone;
+    abort = AbortReason::kNone;
     error = {};
   } else if (error.code == ErrorCode::kTimeout) {
-    wish = Wish::kTimeout;
+    abort = AbortReason::kTimeout;
   } else {
     error.message = group_.nameRank(rank()) + " could not go on: " + error.message;
   }
   waiter_.generation = waiter_.interrupt.generation();
-  auto settled = agent_.settle(number_, wish, std::move(error));
+  auto resolution = agent_.resolve(number_, abort, std::move(error));
   // The time that this took was not given to the operation.
   deadline_ = later(deadline_, Clock::now() - start);
   waiter_.deadline = deadline_;
-  return settled;
+  return resolution;
 }
 
-Status Operation::begin(size_t payloadBytes) {
+Status Operation::begin(size_t payloadBytes) { return publishBegun(payloadBytes, nullptr); }
+
+Status Operation::beginSplit(size_t payloadBytes, const PayloadFor& write) {
+  return publishBegun(payloadBytes, &write);
+}
+
+Status Operation::publishBegun(size_t payloadBytes, const PayloadFor* write) {
+  constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
+  constexpr size_t kHeader = kSlotHeaderBytes - kStampEnd;
   failpoint("begin");
-  group_.engine().stir();
+  group_.engine().markActive();
   own_->call = call_;
-  own_->payloadBytes = payloadBytes;
+  own_->payloadBytes = static_cast<uint32_t>(payloadBytes);
+  own_->isSplit = write != nullptr;
+  const std::byte* const header = reinterpret_cast<const std::byte*>(own_) + kStampEnd;
+  std::byte* split = nullptr;
+  if (write) {
+    auto scratch = group_.scratch(kHeader + payloadBytes);
+    if (!scratch.ok()) return scratch.error();
+    split = *scratch;
+    std::memcpy(split, header, kHeader);
+  }
   own_->begun.exchange(stamp_, std::memory_order_seq_cst);
 
   const Window& window = group_.window();
   ringMapped();
   if (window.fullyMapped()) return {};
-  constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
   const size_t there = group_.layout().inboxSlot(rank(), number_);
-  const std::span<const std::byte> data(reinterpret_cast<const std::byte*>(own_) + kStampEnd,
-                                        kSlotHeaderBytes - kStampEnd + payloadBytes);
+  std::span<const std::byte> data(header, kHeader + payloadBytes);
   for (const int r : others()) {
-    if (window.peerPtr(r)) continue;
+    if (isMapped(r)) continue;
+    if (write) {
+      const auto bytes = static_cast<uint32_t>((*write)(r, split + kHeader));
+      std::memcpy(split + offsetof(Slot, payloadBytes) - kStampEnd, &bytes, sizeof(bytes));
+      data = {split, kHeader + bytes};
+    }
     failpoint("put-begun");
     auto sent = window.put(r, there + kStampEnd, data,
                            {.offset = there + offsetof(Slot, begun), .stamp = stamp_});
@@ -132,6 +163,11 @@ Status Operation::begin(size_t payloadBytes) {
     if (!sent.ok() && sent.code() != ErrorCode::kPeerLost) return sent.error();
   }
   return {};
+}
+
+size_t Operation::unmapped() const {
+  if (group_.window().fullyMapped()) return 0;
+  return size_t(std::ranges::count_if(ranks(), [&](int r) { return !isMapped(r); }));
 }
 
 Status Operation::awaitBegun(int rank) {
@@ -172,8 +208,7 @@ bool Operation::hasBegun(int rank) const {
 Result<const std::byte*> Operation::payloadOf(int rank, size_t bytes) const {
   const Slot& theirs = slot(rank);
   if (theirs.payloadBytes == bytes) return theirs.payload;
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (!hasStamp(rank, &Slot::begun)) return Error{ErrorCode::kInterrupted, ""};
+  MOONCAKE_TRY(unlessFenced());
   return Error{ErrorCode::kProtocol, group_.nameRank(rank) + " sent " +
                                          std::to_string(theirs.payloadBytes) + " bytes where " +
                                          std::to_string(bytes) +
@@ -183,7 +218,7 @@ Result<const std::byte*> Operation::payloadOf(int rank, size_t bytes) const {
 Status Operation::publishReady(const RemoteRegion& result) {
   failpoint("publish-ready");
   own_->result = result;
-  publish(&Slot::ready, std::as_bytes(std::span(&own_->result, 1)));
+  putStamp(&Slot::ready, std::as_bytes(std::span(&own_->result, 1)));
   return {};
 }
 
@@ -196,38 +231,38 @@ Status Operation::awaitAllReady() {
   return {};
 }
 
-// A rank that the others went on without while it was stopped reads slots that are written again:
-// nothing changes in them as long as we are a member. So what was read is good if the stamps still
-// stand.
-Status Operation::commit(When when) const {
+Status Operation::commit() const {
   failpoint("commit");  // [commit-small] [commit-large]
-  const StampWord word = when == When::kAllBegan ? &Slot::begun : &Slot::ready;
+  return unlessFenced();
+}
+
+// A rank that the others went on without while it was stopped may have read what they wrote since.
+// As long as a rank counts us in, it changes nothing of its slots that we read, and it fences us
+// before it goes on. So what was read is good if nobody has fenced us yet. Stamps do not say that:
+// a payload is packed before its stamp moves.
+Status Operation::unlessFenced() const {
   std::atomic_thread_fence(std::memory_order_acquire);
   for (const int r : ranks()) {
-    if (!hasStamp(r, word)) return {ErrorCode::kInterrupted, ""};
+    if (group_.window().isFencedBy(r)) return {ErrorCode::kInterrupted, ""};
   }
   return {};
 }
 
 Status Operation::commitDone() {
   // Who has ended it saw our `done`, too, and that of a rank that is out may never come to us.
-  if (isTaking_) return {};
+  if (isTaking_) return unlessFenced();
   failpoint("publish-done");
-  publish(&Slot::done);
+  putStamp(&Slot::done);
   for (const int r : ranks()) {
     MOONCAKE_TRY(awaitStamp(r, &Slot::done));
     failpoint("see-done");
   }
-  return {};  // [commit-done]
+  return unlessFenced();  // [commit-done]
 }
 
 Status Operation::agree(Error error) {
   failpoint("agree");
-  // As in commit(): what it follows from may be of a later operation already.
-  std::atomic_thread_fence(std::memory_order_acquire);
-  for (const int r : ranks()) {
-    if (!hasStamp(r, &Slot::begun)) return {ErrorCode::kInterrupted, ""};
-  }
+  MOONCAKE_TRY(unlessFenced());
   isAgreed_ = true;
   return error;
 }
@@ -253,7 +288,7 @@ Status Operation::goOn() const {
 }
 
 // `data` lies in our slot and goes with the stamp to the ranks that do not map it.
-void Operation::publish(StampWord word, std::span<const std::byte> data) {
+void Operation::putStamp(StampWord word, std::span<const std::byte> data) {
   (own_->*word).exchange(stamp_, std::memory_order_seq_cst);
   ringMapped();
   const Window& window = group_.window();

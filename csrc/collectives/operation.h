@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -19,15 +20,15 @@ class Algorithm {
   virtual ~Algorithm() = default;
   // Publishes what we give and goes as far as it can be undone. Every member in op.ranks() calls
   // op.begin() once.
-  virtual Status contribute(Operation& op) = 0;
+  virtual Status publish(Operation& op) = 0;
   // From there to the result; the last thing it does is one of the two commits. Also called when
   // another rank has come to the end of this attempt and we have not: all that it needs is there
   // then, or on its way.
-  virtual Status conclude(Operation& op) = 0;
+  virtual Status complete(Operation& op) = 0;
   // The attempt is over without a result. Puts back what was overwritten of the inputs, takes back
   // what was announced.
-  enum class Then { kAgain, kError };
-  virtual void rollBack(Operation&, Then) {}
+  enum class Rollback { kAgain, kError };
+  virtual void rollBack(Operation&, Rollback) {}
 };
 
 // One operation of a group, seen from one rank: the stages that every algorithm is made of.
@@ -39,7 +40,7 @@ class Algorithm {
 //   commit        everything that anybody needs for this operation is in memory that outlives us
 //   commitDone    every rank has what it needs
 //
-// Every wait ends with kInterrupted when the group is to settle what happened: the algorithm
+// Every wait ends with kInterrupted when the group is to resolve what happened: the algorithm
 // returns at once, and is called again with what was decided.
 class Operation {
  public:
@@ -63,10 +64,20 @@ class Operation {
   std::byte* payload() const { return own_->payload; }
   void announceInput(const RemoteRegion& region) { own_->input = region; }
   Status begin(size_t payloadBytes);
+  // The same, but a rank that does not map us is put what `write` writes for it instead: at most as
+  // much; the length is returned. The operation must end with commitDone() on all ranks, and
+  // isSplit() tells them.
+  using PayloadFor = std::function<size_t(int rank, std::byte* payload)>;
+  Status beginSplit(size_t payloadBytes, const PayloadFor& write);
+  // How many take part that do not map us: so many puts each stage costs.
+  size_t unmapped() const;
 
   Status awaitAllBegun();
   // What the rank published; only once it has begun.
   const Slot& slot(int rank) const { return *slots(rank); }
+  // It was put to us alone, once the rank has begun: see beginSplit().
+  bool isPayloadOurs(int rank) const { return slot(rank).isSplit != 0 && !isMapped(rank); }
+  bool isSplit(int rank) const { return slot(rank).isSplit != 0; }
   // It has begun this attempt, with our call. Does not wait.
   bool hasBegun(int rank) const;
   std::vector<int> missing() const;  // have not begun this attempt
@@ -78,8 +89,7 @@ class Operation {
 
   // The last step. commit(): of what all have begun, or of what all are ready with.
   // commitDone(): says that we have what we need, and waits until all say so.
-  enum class When { kAllBegan, kAllReady };
-  Status commit(When when) const;
+  Status commit() const;
   Status commitDone();
 
   // An error that every rank comes to by itself, because it follows from what all have published:
@@ -95,13 +105,17 @@ class Operation {
   using StampWord = std::atomic<uint64_t> Slot::*;
 
   Slot* slots(int rank) const;
+  bool isMapped(int rank) const { return group_.window().peerPtr(rank) != nullptr; }
+  Status publishBegun(size_t payloadBytes, const PayloadFor* write);
+  Status endForNumber();
   Status attempt(Algorithm& algorithm);
-  FlushAgent::Settled settle(Status why);
+  FlushAgent::Resolution resolve(Status why);
   Status awaitBegun(int rank);
-  void publish(StampWord word, std::span<const std::byte> data = {});
+  void putStamp(StampWord word, std::span<const std::byte> data = {});
   Status awaitStamp(int rank, StampWord word);
   bool hasStamp(int rank, StampWord word) const;
   Status lookUp();
+  Status unlessFenced() const;
   std::vector<int> without(StampWord word) const;
   Status timedOut(StampWord word) const;
   Status explain(Error why);

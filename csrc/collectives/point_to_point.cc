@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/failpoint.h"
+
 namespace mooncake {
 namespace {
 
@@ -33,17 +35,20 @@ const char* Message::operation() const {
 
 PointToPoint::PointToPoint(Group& group)
     : group_(group),
-      turn_(group.window().bell()),
+      progressLock_(group.window().bell()),
       pairs_(group.size()),
       oneSided_(group,
                 [this](int to, uint32_t ack, uint64_t number) { acknowledge(to, ack, number); }),
       outgoing_(new MailboxCell) {
-  group_.watchRenewals([this](int rank) { onRenewed(rank); });
+  group_.watchReconnects([this](int rank) { onReconnected(rank); });
+  group_.engine().openTopic(group_.topic() + 1, [this](const EngineId& from, ByteView message) {
+    onLeft(from, message);
+  });
 }
 
-// After abort() the group may be gone.
+// After abort() and close() the group may be gone.
 PointToPoint::~PointToPoint() {
-  if (aborted_.ok()) group_.watchRenewals(nullptr);
+  if (aborted_.ok()) stopListening();
 }
 
 std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
@@ -77,13 +82,15 @@ std::shared_ptr<Message> PointToPoint::awaitApplied(int from, uint32_t window, u
 }
 
 Result<uint32_t> PointToPoint::openWindow(std::span<std::byte> memory) {
-  std::lock_guard lock(turn_);
+  std::lock_guard lock(progressLock_);
   if (!aborted_.ok()) return aborted_.error();
   return oneSided_.open(memory);
 }
 
 void PointToPoint::closeWindow(uint32_t window) {
-  std::lock_guard lock(turn_);
+  const Gate::Pass inside(drivers_);
+  if (!inside) return;
+  std::lock_guard lock(progressLock_);
   if (!aborted_.ok()) return;  // it is closed
   oneSided_.close(window);
   progressLocked();  // ends who waits for it
@@ -94,38 +101,55 @@ std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32
                                             OnDone onDone, uint64_t offset) {
   std::shared_ptr<Message> message(new Message(kind, peer, tag, data, deadline, offset));
   message->onDone_ = std::move(onDone);
-  std::lock_guard lock(turn_);
+  std::lock_guard lock(progressLock_);
   if (!aborted_.ok()) {
     end(*message, aborted_);
   } else if (auto usable = group_.usable(); !usable.ok()) {
     end(*message, std::move(usable));  // before anything is sent
   } else {
-    group_.engine().stir();
+    group_.engine().markActive();
     active_.push_back(message);
     progressLocked();
   }
   return message;
 }
 
+// Without the lock, which handlers take.
+void PointToPoint::stopListening() {
+  group_.watchReconnects(nullptr);
+  group_.engine().closeTopic(group_.topic() + 1);
+}
+
 void PointToPoint::abort(Error why) {
-  group_.watchRenewals(nullptr);  // before the lock, which a watcher takes
-  std::lock_guard lock(turn_);
+  stopListening();
+  std::lock_guard lock(progressLock_);
   aborted_ = std::move(why);
   for (auto& message : active_) {
     if (message->fetch_) group_.window().cancelGets(*message->fetch_);
     end(*message, aborted_);
   }
   active_.clear();
+  if (!group_.membership()->isOver()) sayThatWeLeft();
   oneSided_.closeAll();
+  group_.window().bell().ring();
+}
+
+void PointToPoint::cancel(const Message& message, Error why) {
+  std::lock_guard lock(progressLock_);
+  const auto found = std::ranges::find(active_, &message, &std::shared_ptr<Message>::get);
+  if (found == active_.end()) return;
+  Message& ours = **found;
+  if (ours.fetch_) group_.window().cancelGets(*ours.fetch_);
+  why.message = titleOf(ours) + ": " + why.message;
+  end(ours, std::move(why));
+  active_.erase(found);
   group_.window().bell().ring();
 }
 
 bool PointToPoint::wait(const Message& message, Deadline deadline) {
   if (message.finished()) return true;
-  drivers_.fetch_add(1, std::memory_order_relaxed);
-  const bool finished = drive(message, deadline);
-  drivers_.fetch_sub(1, std::memory_order_relaxed);
-  return finished;
+  const Gate::Pass inside(drivers_);
+  return inside ? drive(message, deadline) : message.finished();  // by abort()
 }
 
 bool PointToPoint::drive(const Message& message, Deadline deadline) {
@@ -133,21 +157,27 @@ bool PointToPoint::drive(const Message& message, Deadline deadline) {
   const auto look = [&] {
     if (message.finished()) return true;
     // Somebody else is at it: it rings when our message moved, and when it lets go.
-    if (std::unique_lock lock(turn_, std::try_to_lock); lock) progressLocked();
+    if (std::unique_lock lock(progressLock_, std::try_to_lock); lock) progressLocked();
     return message.finished();
   };
   for (;;) {
     const auto how = waiter.until(look);
+    failpoint("message-looked");
     if (how == WaitResult::kReady) return true;
     if (how == WaitResult::kInterrupted) waiter.generation = waiter.interrupt.generation();
-    progress();  // ends what cannot end well any more
+    {
+      std::lock_guard lock(progressLock_);
+      progressLocked();  // ends what cannot end well any more
+    }
     if (message.finished()) return true;
     if (how == WaitResult::kTimeout && deadline.passed()) return false;
   }
 }
 
 bool PointToPoint::progress() {
-  std::lock_guard lock(turn_);
+  const Gate::Pass inside(drivers_);
+  if (!inside) return true;
+  std::lock_guard lock(progressLock_);
   return progressLocked();
 }
 
@@ -159,10 +189,11 @@ bool PointToPoint::progressLocked() {
   for (const auto& message : active_) {
     // Who is gone is asked before the look at what it left: its last signals come before its end,
     // so a message that does not move in this round and whose peer had ended before will never.
-    if (message->peer_ != kAnySource) pairs_[message->peer_].isGone = group_.isGone(message->peer_);
-    if (message->kind_ != Kind::kReceive || message->fetch_) continue;
-    for (int from = message->firstSource(); from <= message->lastSource(group_.size()); ++from)
-      pairs_[from].wanted = true;
+    const bool isMatched = message->kind_ != Kind::kReceive || message->fetch_;
+    for (int r = message->firstSource(); r <= message->lastSource(group_.size()); ++r) {
+      pairs_[r].isGone = group_.isGone(r);
+      if (!isMatched) pairs_[r].wanted = true;
+    }
   }
   const bool fromAll = oneSided_.any();
   for (int from = 0; from < group_.size(); ++from) {
@@ -238,7 +269,7 @@ bool PointToPoint::advanceReceive(Message& message) {
       end(message, {});
     } else if (code == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) {
       // Its connection broke, and may be made again; it may have been since we began.
-      return pairs_[message.peer_].renewals != message.renewals_ && fetch(message);
+      return pairs_[message.peer_].reconnections != message.reconnections_ && fetch(message);
     } else {
       end(message,
           Error{ErrorCode::kPeerLost, "fetching a message of " + group_.nameRank(message.peer_) +
@@ -284,7 +315,7 @@ bool PointToPoint::takeEarly(Message& message, const Early& early) {
 }
 
 bool PointToPoint::fetch(Message& message) {
-  message.renewals_ = pairs_[message.peer_].renewals;
+  message.reconnections_ = pairs_[message.peer_].reconnections;
   message.fetch_ = std::make_unique<Completion>(&group_.window().bell());
   auto started =
       group_.window().get(message.peer_, message.source_, 0, message.data_, *message.fetch_);
@@ -309,8 +340,8 @@ void PointToPoint::endLate(Message& message) {
   Status status;
   if (auto usable = group_.usable(); !usable.ok()) {
     status = std::move(usable);
-  } else if (message.peer_ != kAnySource && pairs_[message.peer_].isGone) {
-    status = {ErrorCode::kPeerLost, titleOf(message) + ": " + group_.whyGone(message.peer_)};
+  } else if (Status none = lost(message); !none.ok()) {
+    status = std::move(none);
   } else if (message.deadline_.passed()) {
     status = {ErrorCode::kTimeout, titleOf(message) + " timed out: " + whatIsMissing(message)};
   } else {
@@ -318,6 +349,25 @@ void PointToPoint::endLate(Message& message) {
   }
   if (message.fetch_) group_.window().cancelGets(*message.fetch_);
   end(message, std::move(status));
+}
+
+// The error of a message that can move no more because its other side is gone, or has left the
+// group: all that it sent has been looked at in this round. ok: there is somebody.
+Status PointToPoint::lost(const Message& message) const {
+  const auto isGone = [&](int r) {
+    return pairs_[r].isGone || (message.isSent() ? pairs_[r].left.has_value() : hasSentAll(r));
+  };
+  if (message.peer_ != kAnySource) {
+    if (message.peer_ == group_.rank() || !isGone(message.peer_)) return {};
+    return {ErrorCode::kPeerLost, titleOf(message) + ": " + group_.whyGone(message.peer_)};
+  }
+  std::string who;
+  for (int r = 0; r < group_.size(); ++r) {
+    if (r == group_.rank()) continue;
+    if (!isGone(r)) return {};
+    who += (who.empty() ? ": " : "; ") + group_.nameRank(r) + ": " + group_.whyGone(r);
+  }
+  return {ErrorCode::kPeerLost, titleOf(message) + ": nobody is left" + who};
 }
 
 std::string PointToPoint::whatIsMissing(const Message& message) {
@@ -333,7 +383,7 @@ std::string PointToPoint::whatIsMissing(const Message& message) {
     case Kind::kAwaitSignal:
       return "the other side did not signal";
     case Kind::kAwaitApplied:
-      return "they have not all come";
+      return "not all of its puts and signals arrived";
   }
   return {};
 }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -13,7 +14,8 @@
 #include "collectives/group.h"
 #include "collectives/mailbox.h"
 #include "collectives/one_sided.h"
-#include "collectives/turn.h"
+#include "collectives/progress_lock.h"
+#include "engine/memory/gate.h"
 
 namespace mooncake {
 
@@ -58,7 +60,7 @@ class Message {
   uint32_t ack_ = kNoAck;  // send: the word that the receiver stamps; receive: where to stamp
   RemoteRegion source_;    // large receive: where the message lies
   std::unique_ptr<Completion> fetch_;  // large receive, under way
-  uint64_t renewals_ = 0;              // of the connection, when the fetch began
+  uint64_t reconnections_ = 0;         // of the connection, when the fetch began
   std::function<void()> onDone_;
   Status status_;
   std::atomic<bool> finished_{false};
@@ -106,12 +108,19 @@ class PointToPoint {
 
   // Until the message is finished or the deadline has passed; false: it is not finished.
   bool wait(const Message& message, Deadline deadline);
+  // Ends the message with this error, unless it is finished.
+  void cancel(const Message& message, Error why);
   // Moves on whatever can move. True when nothing is under way any more, and no window is open.
   bool progress();
-  // How many threads are in wait().
-  int drivers() const { return drivers_.load(std::memory_order_relaxed); }
-  // Ends everything that is under way, and whatever is posted later, with this error.
+  // How many threads are in wait() or progress().
+  uint32_t drivers() const { return drivers_.inside(); }
+  // Ends everything that is under way, and whatever is posted later, with this error. The others
+  // learn that nothing comes from us any more.
   void abort(Error why);
+  // After abort(), when nobody posts any more: waits for those who are in wait() or progress(),
+  // which they leave at their next look, and lets nobody in afterwards. The group may go then; not
+  // if false: somebody is late.
+  bool close(Deadline deadline) { return drivers_.close(deadline); }
 
  private:
   // A message that came before its receive.
@@ -123,13 +132,19 @@ class PointToPoint {
     RemoteRegion region;
     std::vector<std::byte> payload;
   };
+  // What a rank says when it leaves the group. Wire form: u64 sent, u64 acked[kMailboxAcks].
+  struct Left {
+    uint64_t sent = 0;  // messages, into our mailbox
+    uint64_t acked[kMailboxAcks] = {};
+  };
   struct Pair {
-    uint64_t sent = 0;       // messages put into the peer's mailbox
-    uint64_t taken = 0;      // messages taken out of ours
-    uint64_t credited = 0;   // of `taken`, told to the peer
-    bool isGone = false;     // the peer, as this round began
-    bool wanted = false;     // a receive waits for a message of this rank
-    bool sendsHeld = false;  // a send to this rank waits for a free cell, so do the later ones
+    uint64_t sent = 0;         // messages put into the peer's mailbox
+    uint64_t taken = 0;        // messages taken out of ours
+    uint64_t credited = 0;     // of `taken`, told to the peer
+    bool isGone = false;       // the peer, as this round began
+    std::optional<Left> left;  // the peer has left the group
+    bool wanted = false;       // a receive waits for a message of this rank
+    bool sendsHeld = false;    // a send to this rank waits for a free cell, so do the later ones
     size_t earlyBytes = 0;
     std::list<Early> early;
     // By ack word: the last message that waits for it. The word is free when it is acknowledged,
@@ -139,7 +154,7 @@ class PointToPoint {
     // the last number that we have acknowledged with each word; how often it was connected anew.
     std::unique_ptr<MailboxCell[]> kept;
     uint64_t acked[kMailboxAcks] = {};
-    uint64_t renewals = 0;
+    uint64_t reconnections = 0;
   };
 
   using Kind = Message::Kind;
@@ -157,14 +172,20 @@ class PointToPoint {
   bool advanceReceive(Message& message);
   bool takeEarly(Message& message, const Early& early);
   bool fetch(Message& message);
-  void onRenewed(int rank);
+  void onReconnected(int rank);
   MailboxCell& outgoing(int to, uint64_t number);
   Status placeCell(int to, uint64_t number, const MailboxCell& cell);
   void takeIn(int from);
   bool takeOne(int from, uint64_t number, const MailboxCell& cell);
   void acknowledge(int to, uint32_t ack, uint64_t number);
   void giveBackCells(int from, uint64_t atLeast = kMailboxCells / 2);
+  void stopListening();
+  void sayThatWeLeft();
+  void onLeft(const EngineId& from, ByteView message);
+  bool hasSentAll(int rank) const;
+  bool isAcknowledged(const Message& message) const;
   void endLate(Message& message);
+  Status lost(const Message& message) const;
   std::string titleOf(const Message& message) const;
   static std::string whatIsMissing(const Message& message);
   void end(Message& message, Status status);
@@ -173,8 +194,8 @@ class PointToPoint {
                uint64_t stamp);
 
   Group& group_;
-  std::atomic<int> drivers_{0};
-  Turn turn_;  // guards everything below
+  Gate drivers_;
+  ProgressLock progressLock_;  // guards everything below
   std::vector<Pair> pairs_;
   OneSided oneSided_;
   std::list<std::shared_ptr<Message>> active_;  // in the order of the calls

@@ -23,14 +23,12 @@ bool PointToPoint::advanceSend(Message& message) {
   Pair& pair = pairs_[message.peer_];
   const Mailbox& answers = mailboxOf(message.peer_);
   if (message.number_ != 0) {
-    if (message.ack_ == kNoAck ||
-        answers.acks[message.ack_].load(std::memory_order_acquire) < message.number_)
-      return false;
+    if (!isAcknowledged(message)) return false;
     end(message, {});
     return true;
   }
   // The memory of who is gone may be there still, with free cells in it.
-  if (pair.sendsHeld || pair.isGone) return false;
+  if (pair.sendsHeld || pair.isGone || pair.left) return false;
   pair.sendsHeld = true;  // until it has a cell
   if (pair.sent - answers.taken.load(std::memory_order_acquire) >= kMailboxCells) return false;
   const bool isLarge = message.data_.size() > kCellPayload;
@@ -102,12 +100,12 @@ Status PointToPoint::placeCell(int to, uint64_t number, const MailboxCell& cell)
 
 // Whatever we have said to the rank that it may not have heard is said again. Should the connection
 // break meanwhile, this is called again.
-void PointToPoint::onRenewed(int rank) {
-  std::lock_guard lock(turn_);
+void PointToPoint::onReconnected(int rank) {
+  std::lock_guard lock(progressLock_);
   if (!aborted_.ok() || group_.window().peerPtr(rank)) return;
   Pair& pair = pairs_[rank];
-  ++pair.renewals;
-  oneSided_.onRenewed(rank);
+  ++pair.reconnections;
+  oneSided_.onReconnected(rank);
   const uint64_t taken = mailboxOf(rank).taken.load(std::memory_order_acquire);
   for (uint64_t number = taken + 1; number <= pair.sent; ++number)
     (void)placeCell(rank, number, pair.kept[number % kMailboxCells]);
@@ -163,7 +161,7 @@ bool PointToPoint::takeOne(int from, uint64_t number, const MailboxCell& cell) {
 // Tells the sender how many cells are free again, half a mailbox at a time.
 void PointToPoint::giveBackCells(int from, uint64_t atLeast) {
   Pair& pair = pairs_[from];
-  if (pair.taken - pair.credited < atLeast) return;
+  if (pair.left || pair.taken - pair.credited < atLeast) return;
   pair.credited = pair.taken;
   const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, taken);
   (void)place(from, word, {}, word,
@@ -171,11 +169,55 @@ void PointToPoint::giveBackCells(int from, uint64_t atLeast) {
 }
 
 void PointToPoint::acknowledge(int to, uint32_t ack, uint64_t number) {
+  if (pairs_[to].left) return;  // its memory may be gone
   pairs_[to].acked[ack] = number;
   const size_t word =
       group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) + ack * sizeof(uint64_t);
   (void)place(to, word, {}, word,
               number);  // over a broken connection: again when it is made again
+}
+
+// Our last word in this group, by a message: the memory of others may be gone when we leave. Should
+// it be lost with its connection, they wait for the timeouts of their messages.
+void PointToPoint::sayThatWeLeft() {
+  for (int r = 0; r < group_.size(); ++r) {
+    const auto& peer = group_.window().peer(r);
+    if (!peer || group_.isGone(r)) continue;
+    ByteWriter last;
+    last.put(pairs_[r].sent);
+    for (const uint64_t acked : pairs_[r].acked) last.put(acked);
+    (void)group_.engine().send(*peer, group_.topic() + 1, last.take());
+  }
+}
+
+// On the loop's thread.
+void PointToPoint::onLeft(const EngineId& from, ByteView message) {
+  ByteReader in(message);
+  Left last;
+  last.sent = in.get<uint64_t>();
+  for (uint64_t& acked : last.acked) acked = in.get<uint64_t>();
+  if (!in.finish("").ok()) return;
+  std::lock_guard lock(progressLock_);
+  for (int r = 0; r < group_.size(); ++r) {
+    if (const auto& peer = group_.window().peer(r); peer && peer->id == from) pairs_[r].left = last;
+  }
+  progressLocked();
+  group_.window().bell().ring();
+}
+
+// The rank has left the group, and all that it sent has been taken in here: puts may come later
+// than a message.
+bool PointToPoint::hasSentAll(int rank) const {
+  const Pair& pair = pairs_[rank];
+  return pair.left && pair.taken >= pair.left->sent && !oneSided_.holdsBack(rank);
+}
+
+bool PointToPoint::isAcknowledged(const Message& message) const {
+  if (message.ack_ == kNoAck) return false;
+  const auto& left = pairs_[message.peer_].left;
+  const auto& word = mailboxOf(message.peer_).acks[message.ack_];
+  return word.load(std::memory_order_acquire) >= message.number_ ||
+         (left && left->acked[message.ack_] >= message.number_);
 }
 
 // Messages from the rank, and what it says about ours to it: both lie in our part.

@@ -33,15 +33,15 @@ class ReduceScatter : public Algorithm {
   const ReduceKind kind_;
 };
 
-class Small final : public ReduceScatter {
+class ReduceScatterEager final : public ReduceScatter {
  public:
   using ReduceScatter::ReduceScatter;
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     pack(inputs_, op.payload());
     return op.begin(packedBytes(inputs_));
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     const auto sources = op.group().sources().first(op.ranks().size());
     const size_t bytes = packedBytes(inputs_);
@@ -58,15 +58,15 @@ class Small final : public ReduceScatter {
       reduceSources({output.dtype, kind_}, output.data.data(), sources,
                     output.data.size() / dtypeSize(output.dtype));
     }
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
 };
 
-class Large final : public ReduceScatter {
+class ReduceScatterRendezvous final : public ReduceScatter {
  public:
   using ReduceScatter::ReduceScatter;
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     auto table = announceBuffers(op, inputs_, regions_);
     if (!table.ok()) return table.error();
     MOONCAKE_TRY(op.begin(*table));
@@ -82,8 +82,8 @@ class Large final : public ReduceScatter {
     }
     return reduceSegments(op, segments, inputs_.size());
   }
-  Status conclude(Operation& op) override { return op.commitDone(); }
-  void rollBack(Operation&, Then) override { regions_.clear(); }
+  Status complete(Operation& op) override { return op.commitDone(); }
+  void rollBack(Operation&, Rollback) override { regions_.clear(); }
 
  private:
   std::vector<MemoryRegion> regions_;
@@ -100,11 +100,11 @@ Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind k
   if (inputs.size() > 1) call.tensors = uint32_t(inputs.size());
   Operation op(group, call, deadline);
   if (isSmall) {
-    Small small(inputs, outputs, kind);
-    return op.run(small);
+    ReduceScatterEager eager(inputs, outputs, kind);
+    return op.run(eager);
   }
-  Large large(inputs, outputs, kind);
-  return op.run(large);
+  ReduceScatterRendezvous rendezvous(inputs, outputs, kind);
+  return op.run(rendezvous);
 }
 
 Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,

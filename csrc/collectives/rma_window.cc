@@ -23,11 +23,11 @@ class Records final : public Algorithm {
  public:
   Records(const Bytes& mine, std::vector<Bytes>& all) : mine_(mine), all_(all) {}
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     std::memcpy(op.payload(), mine_.data(), mine_.size());
     return op.begin(mine_.size());
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     all_.assign(size_t(op.size()), {});
     for (const int r : op.ranks()) {
@@ -35,7 +35,7 @@ class Records final : public Algorithm {
       if (!payload.ok()) return payload.error();
       all_[size_t(r)].assign(*payload, *payload + mine_.size());
     }
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
 
  private:
@@ -177,7 +177,7 @@ Status RmaWindow::close(Group& group, Deadline deadline) {
     std::lock_guard lock(mutex_);
     isClosing_ = true;
   }
-  const Status status = settle(group, deadline);
+  const Status status = awaitAllPuts(group, deadline);
   if (status.ok()) {
     messages_.closeWindow(number_);
   } else {
@@ -187,8 +187,8 @@ Status RmaWindow::close(Group& group, Deadline deadline) {
   return status;
 }
 
-Status RmaWindow::settle(Group& group, Deadline deadline) {
-  MOONCAKE_TRY(settleOwn(group, deadline));
+Status RmaWindow::awaitAllPuts(Group& group, Deadline deadline) {
+  MOONCAKE_TRY(awaitOwnPuts(group, deadline));
   ByteWriter mine;
   for (const Part& part : parts_) mine.put(part.sent);
   std::vector<Bytes> counts;
@@ -200,7 +200,7 @@ Status RmaWindow::settle(Group& group, Deadline deadline) {
 }
 
 // Until all that we put and signalled has ended, well or not: then it is known what the others get.
-Status RmaWindow::settleOwn(Group& group, Deadline deadline) {
+Status RmaWindow::awaitOwnPuts(Group& group, Deadline deadline) {
   for (int r = 0; r < group.size(); ++r) {
     std::vector<std::shared_ptr<Message>> underWay;
     {

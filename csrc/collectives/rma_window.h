@@ -72,8 +72,8 @@ class RmaWindow {
   Result<std::shared_ptr<Message>> track(int to, std::shared_ptr<Message> message);
   static void count(Part& part);
   Status usable() const;
-  Status settle(Group& group, Deadline deadline);
-  Status settleOwn(Group& group, Deadline deadline);
+  Status awaitAllPuts(Group& group, Deadline deadline);
+  Status awaitOwnPuts(Group& group, Deadline deadline);
   Status awaitOthers(Group& group, const std::vector<Bytes>& counts, Deadline deadline);
 
   PointToPoint& messages_;

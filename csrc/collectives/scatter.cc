@@ -21,15 +21,15 @@ class Scatter : public Algorithm {
   const int root_;
 };
 
-class Small final : public Scatter {
+class ScatterEager final : public Scatter {
  public:
   using Scatter::Scatter;
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     pack(inputs_, op.payload());
     return op.begin(packedBytes(inputs_));
   }
-  Status conclude(Operation& op) override {
+  Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
     if (!op.takesPart(root_)) return op.agreeRootLost(root_);
     const size_t stride = aligned(output_.size());
@@ -37,15 +37,15 @@ class Small final : public Scatter {
     if (!payload.ok()) return payload.error();
     if (!output_.empty())
       std::memcpy(output_.data(), *payload + stride * size_t(op.rank()), output_.size());
-    return op.commit(Operation::When::kAllBegan);
+    return op.commit();
   }
 };
 
-class Large final : public Scatter {
+class ScatterRendezvous final : public Scatter {
  public:
   using Scatter::Scatter;
 
-  Status contribute(Operation& op) override {
+  Status publish(Operation& op) override {
     size_t table = 0;
     if (op.rank() == root_) {
       auto announced = announceBuffers(op, inputs_, regions_);
@@ -66,8 +66,8 @@ class Large final : public Scatter {
     MOONCAKE_TRY(fetches.start(root_, *part, 0, output_));
     return fetches.await();
   }
-  Status conclude(Operation& op) override { return op.commitDone(); }
-  void rollBack(Operation&, Then) override { regions_.clear(); }
+  Status complete(Operation& op) override { return op.commitDone(); }
+  void rollBack(Operation&, Rollback) override { regions_.clear(); }
 
  private:
   std::vector<MemoryRegion> regions_;
@@ -86,11 +86,11 @@ Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DTy
                 .count = output.size() / dtypeSize(dtype)},
                deadline);
   if (size_t(group.size()) * aligned(output.size()) <= group.eagerBytes()) {
-    Small small(buffers, output, root);
-    return op.run(small);
+    ScatterEager eager(buffers, output, root);
+    return op.run(eager);
   }
-  Large large(buffers, output, root);
-  return op.run(large);
+  ScatterRendezvous rendezvous(buffers, output, root);
+  return op.run(rendezvous);
 }
 
 }  // namespace mooncake

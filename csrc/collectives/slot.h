@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/bytes.h"
 #include "collectives/call.h"
 #include "engine/transfer.h"
 #include "engine/window.h"
@@ -14,8 +15,7 @@
 //
 //   0      doorbell
 //   64     ended            number of the last operation that this rank has ended
-//   128    left             [rank]: the ranks that map this part and have left the group write 1
-//          own slot 0       of operations with an even number; read by the ranks that map this part
+//   128    own slot 0       of operations with an even number; read by the ranks that map this part
 //          own slot 1       of operations with an odd number
 //          inbox slots      [rank][2]: where the ranks that do not map us put theirs
 //          mailboxes        [rank]: point-to-point messages from each rank (mailbox.h)
@@ -39,7 +39,10 @@ struct alignas(64) Slot {
   // From here to the end of the payload is one put, announced by `begun`.
   alignas(64) std::atomic<uint64_t> begun;
   Call call;
-  uint64_t payloadBytes;
+  uint32_t payloadBytes;
+  // The ranks that do not map this slot were put a payload of their own each. Nobody could pass
+  // such a one on, so the operation ends with `done` of all, whatever its size.
+  uint32_t isSplit;
   RemoteRegion input;
 
   alignas(64) std::byte payload[];
@@ -54,13 +57,25 @@ static_assert(offsetof(Slot, payload) == kSlotHeaderBytes);
 constexpr int kStampRoundBits = 14;
 constexpr int kStampNumberBits = 38;
 constexpr uint64_t makeStamp(uint64_t number, Attempt attempt) {
-  return uint64_t(attempt.epoch) << (kStampNumberBits + kStampRoundBits) |
+  return uint64_t(attempt.losses) << (kStampNumberBits + kStampRoundBits) |
          number << kStampRoundBits | attempt.round;
 }
 constexpr uint64_t stampNumber(uint64_t stamp) {
   return stamp >> kStampRoundBits & ((uint64_t(1) << kStampNumberBits) - 1);
 }
-constexpr int kMaxRanks = RankSet::kLimit;
+// What the fields of a stamp hold. Beyond it a group ends with an error.
+constexpr uint64_t kMostOperations = (uint64_t(1) << kStampNumberBits) - 1;
+constexpr uint32_t kMostRounds = (uint32_t(1) << kStampRoundBits) - 1;
+constexpr int kMaxRanks = 1024;
+static_assert(kMaxRanks <= RankSet::kLimit);
+static_assert(kMaxRanks <= 1 << (64 - kStampNumberBits - kStampRoundBits), "losses fit a stamp");
+
+// What a rank put into its slot at the beginning of an operation, to be put again for it.
+struct SlotCopy {
+  uint64_t stamp = 0;
+  size_t offset = 0;  // of the slot in the receiver's part
+  Bytes data;         // from behind the stamp on
+};
 
 // Where things lie in a part. The same on every rank of a group.
 class PartLayout {
@@ -75,7 +90,6 @@ class PartLayout {
   }  // of the free use of a part
 
   size_t ended() const { return Window::kUserOffset; }
-  size_t left(int rank) const { return 2 * Window::kUserOffset + size_t(rank) * sizeof(uint64_t); }
   size_t ownSlot(uint64_t number) const { return slots() + (number & 1) * slotBytes_; }
   size_t inboxSlot(int from, uint64_t number) const {
     return slots() + (2 + 2 * size_t(from) + (number & 1)) * slotBytes_;
@@ -85,7 +99,7 @@ class PartLayout {
   }
 
  private:
-  size_t slots() const { return left(0) + roundUp(size_t(size_) * sizeof(uint64_t)); }
+  static constexpr size_t slots() { return 2 * Window::kUserOffset; }
   static size_t roundUp(size_t bytes) { return (bytes + 63) & ~size_t(63); }
 
   int size_;

@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sys/random.h>
 
+#include "base/descriptors.h"
 #include "base/log.h"
 #include "engine/route.h"
 #include "engine/transports/registry.h"
@@ -22,6 +23,12 @@ constexpr auto kStarted = std::chrono::milliseconds(2);
 // While connections are made: how long nobody may come of those that have published their address.
 constexpr auto kLeastPatience = std::chrono::seconds(1);
 constexpr auto kPatiencePerRank = std::chrono::milliseconds(10);
+
+// What an engine says of how it leaves, right before its goodbye.
+// Wire form:  u8 version  u8 how  string why
+constexpr uint64_t kFarewellTopic = 2;
+constexpr uint8_t kFarewellVersion = 1;
+constexpr size_t kMostFarewellText = 512;
 
 constexpr size_t kMostOutboxBytes = size_t(16) << 20;
 
@@ -55,10 +62,13 @@ Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
 }  // namespace
 
 Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
-  if (options.jobKey.empty()) {
+  if (options.jobKey.size() < kLeastJobKeyBytes) {
     return Error{ErrorCode::kInvalidArgument,
-                 "an engine needs the job's key: set MOONCAKE_JOB_KEY or hand one out"};
+                 "an engine needs the job's key, " + std::to_string(kLeastJobKeyBytes) +
+                     " bytes or more, not " + std::to_string(options.jobKey.size()) +
+                     ": set MOONCAKE_JOB_KEY or hand one out"};
   }
+  raiseDescriptorLimit();
   auto crypto = Crypto::load();
   if (!crypto.ok()) return crypto.error();
   auto chosen = chooseTransports(options.env);
@@ -71,16 +81,21 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   std::shared_ptr<Engine> engine(new Engine);
   engine->options_ = std::move(options);
   engine->arena_ = std::move(*arena);
+  auto leases = LeaseTable::create(*engine->arena_);
+  if (!leases.ok()) return leases.error();
+  engine->leases_ = std::move(*leases);
   engine->loop_ = std::move(*loop);
-  engine->doors_ = std::make_unique<Doors>(*engine->loop_);
+  engine->topics_ = std::make_unique<MessageRouter>(*engine->loop_);
   Engine* self = engine.get();
   engine->reconnector_.reset(new Reconnector(
       *engine->loop_,
       {.failureTimeout = engine->options_.env.failureTimeout,
        .onLost = [self](const EngineId& peer,
                         const Evidence& evidence) { self->onEnded(peer, evidence); },
-       .onRenewed = [self](const EngineId& peer,
-                           const std::optional<Evidence>& how) { self->onRenewed(peer, how); }}));
+       .onReconnected =
+           [self](const EngineId& peer, const std::optional<Evidence>& how) {
+             self->onReconnected(peer, how);
+           }}));
   EngineId id;
   if (::getrandom(id.data(), id.size(), 0) != ssize_t(id.size()))
     return systemError("getrandom", errno);
@@ -112,7 +127,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
             self->onAccepted(peer, std::move(channel));
           },
       .onMessage = [self](EngineId peer,
-                          ByteView message) { self->doors_->deliver(peer, message); },
+                          ByteView message) { self->topics_->deliver(peer, message); },
       .onEnded =
           [self](EngineId peer, const Evidence& evidence) {
             if (evidence.kind == Evidence::Kind::kUnreachable) {
@@ -121,7 +136,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
               self->onEnded(peer, evidence);
             }
           },
-      .onRenewed = [self](EngineId peer) { self->reconnector_->renewed(peer); },
+      .onReconnected = [self](EngineId peer) { self->reconnector_->reconnected(peer); },
   });
 
   for (const TransportEntry* entry : *chosen) {
@@ -140,12 +155,15 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   }
   if (engine->transports_.empty())
     return Error{ErrorCode::kUnsupported, "no transport works on this machine"};
+  engine->openTopic(kFarewellTopic, [self](const EngineId& from, ByteView message) {
+    self->onFarewell(from, message);
+  });
   return engine;
 }
 
 Engine::~Engine() {
   // Whoever listened may be gone.
-  doors_->closeAll();
+  topics_->closeAll();
   observe(nullptr);
   // Channels say goodbye first; then nothing of a transport begins any more; then the loop ends.
   leave();
@@ -159,12 +177,13 @@ Engine::~Engine() {
     peers.swap(peers_);
   }
   loop_->stop();  // what runs there still uses loop_ and the transports
-  transports_.clear();
-  loop_.reset();
   // Whoever may still read what we gave has it mapped, and has it still when we are gone: as after
-  // a death.
+  // a death. So have the fence words, which end with the transports: a rank that was shut out and
+  // looks at its word later must not find that it was let in again.
   std::erase_if(retired_, [](const Retired& retired) { return retired.isFree(); });
   arena_->keepContents();
+  transports_.clear();
+  loop_.reset();
   for (Retired& retired : retired_) {
     for (RetiredMemory& memory : retired.memory) memory.region.abandon();
   }
@@ -176,7 +195,7 @@ void Engine::retire(std::vector<RetiredMemory> memory, std::function<bool()> isF
   std::erase_if(retired_, [](const Retired& retired) { return retired.isFree(); });
 }
 
-void Engine::leave() {
+void Engine::leave(const Farewell& farewell) {
   std::map<EngineId, std::shared_ptr<Peer>> peers;
   uint64_t publishedFor;
   Bytes published;
@@ -186,6 +205,7 @@ void Engine::leave() {
     runOnLoop([] {});
   }
   reconnector_->stop(waits ? env().failureTimeout : Clock::duration::zero());
+  const bool isFirst = !hasLeft_.exchange(true);
   {
     std::lock_guard lock(mutex_);
     peers = peers_;
@@ -197,8 +217,41 @@ void Engine::leave() {
   if (publishedFor != 0) {
     for (auto& [id, peer] : peers) (void)send(*peer, publishedFor, published);
   }
+  if (isFirst && farewell.how != Farewell::How::kDestroyed) {
+    const Bytes said = ByteWriter()
+                           .put(kFarewellVersion)
+                           .put(static_cast<uint8_t>(farewell.how))
+                           .putString(std::string_view(farewell.why).substr(0, kMostFarewellText))
+                           .take();
+    for (auto& [id, peer] : peers) (void)send(*peer, kFarewellTopic, said);
+  }
   sendOutbox();  // the goodbye comes after it
   for (auto& [id, peer] : peers) peer->channel->close();
+}
+
+// On the loop's thread.
+void Engine::onFarewell(const EngineId& from, ByteView message) {
+  ByteReader in(message);
+  const auto version = in.get<uint8_t>();
+  const auto how = in.get<uint8_t>();
+  std::string why = in.getString(kMostFarewellText);
+  const bool isKnown = how == static_cast<uint8_t>(Farewell::How::kEnded) ||
+                       how == static_cast<uint8_t>(Farewell::How::kFailed);
+  if (!in.finish("farewell").ok() || version != kFarewellVersion || !isKnown) {
+    log(LogLevel::kWarning, logName(), "a farewell that does not decode is dropped");
+    return;
+  }
+  farewells_[from] = {static_cast<Farewell::How>(how), std::move(why)};
+}
+
+// A goodbye means what its sender said of it.
+Evidence Engine::withFarewell(const EngineId& id, const Evidence& evidence) const {
+  const auto said = farewells_.find(id);
+  if (!evidence.isGoodbye() || said == farewells_.end()) return evidence;
+  if (said->second.how == Farewell::How::kFailed)
+    return {Evidence::Kind::kFailed, said->second.why, evidence.when};
+  return {Evidence::Kind::kEnded, "its program ended without destroy_process_group()",
+          evidence.when};
 }
 
 Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_); }
@@ -208,11 +261,12 @@ std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Chann
   auto peer = std::make_shared<Peer>();
   peer->id = id;
   peer->channel = std::move(channel);
+  peer->process = PeerProcess(peer->channel->peerLife().process);
   const auto early = endedEarly_.extract(id);
   const bool isBroken = early && early.mapped().kind == Evidence::Kind::kUnreachable;
   if (early && !isBroken) {
     peer->evidence = early.mapped();
-    peer->ended = true;
+    peer->disconnected = true;
   } else {
     liveness_->watch(id, peer->channel);
   }
@@ -222,7 +276,7 @@ std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Chann
 }
 
 // A peer may have connected and left again before we look: it counts as connected, and whoever uses
-// it finds that it has ended. An engine's id is never used again, so nothing comes after.
+// it finds that it is disconnected. An engine's id is never used again, so nothing comes after.
 std::shared_ptr<Peer> Engine::known(const EngineId& id) const {
   const auto found = peers_.find(id);
   return found == peers_.end() ? nullptr : found->second;
@@ -238,6 +292,13 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     std::lock_guard lock(mutex_);
     endpoints_[*id] = endpoints[i];
   }
+  size_t strangers = 0;
+  {
+    std::lock_guard lock(mutex_);
+    for (const EngineId& one : ids) strangers += one != id() && !known(one);
+  }
+  MOONCAKE_TRY(
+      checkDescriptors(strangers, "connecting to " + std::to_string(strangers) + " more ranks"));
   // The ranks of a large job learn the addresses one after the other.
   const auto patience = std::max<Clock::duration>(options_.env.failureTimeout, kLeastPatience) +
                         kPatiencePerRank * int64_t(endpoints.size());
@@ -266,7 +327,7 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     }
     if (peers[i]->name.empty()) peers[i]->name = name;
   }
-  // Later, for the same reason as in expectSigns().
+  // Later, for the same reason as in startSilenceDetection().
   loop_->runAt(Deadline::after(kStarting), [this] { liveness_->begin(); });
   return peers;
 }
@@ -348,7 +409,7 @@ void Engine::onExited(const EngineId& id, const std::string& how) {
     }
     if (!peer) return;
     // A suspicion has become certain.
-    if (peer->ended) return tell({id}, evidence);
+    if (peer->disconnected) return tell({id}, evidence);
     peer->channel->peerExited({ErrorCode::kPeerLost, evidence.detail});
     onEnded(id, evidence);
   });
@@ -368,22 +429,22 @@ void Engine::onSilent(const std::vector<Liveness::Silent>& silent) {
 
 // On the loop's thread.
 void Engine::tell(const std::vector<EngineId>& peers, const Evidence& evidence) {
-  if (observer_) observer_(peers, evidence);
+  if (observer_ && !hasLeft_) observer_(peers, evidence);
 }
 
-void Engine::observe(OnEvidence observer, OnRenewed renewed) {
-  runOnLoop([this, observer = std::move(observer), renewed = std::move(renewed)]() mutable {
+void Engine::observe(OnEvidence observer, OnReconnected reconnected) {
+  runOnLoop([this, observer = std::move(observer), reconnected = std::move(reconnected)]() mutable {
     observer_ = std::move(observer);
-    renewed_ = std::move(renewed);
+    reconnected_ = std::move(reconnected);
     if (!observer_) return;
-    std::vector<std::shared_ptr<Peer>> ended;
+    std::vector<std::shared_ptr<Peer>> disconnected;
     {
       std::lock_guard lock(mutex_);
       for (const auto& [id, peer] : peers_) {
-        if (peer->ended) ended.push_back(peer);
+        if (peer->disconnected) disconnected.push_back(peer);
       }
     }
-    for (const auto& peer : ended) observer_({peer->id}, peer->evidence);
+    for (const auto& peer : disconnected) observer_({peer->id}, peer->evidence);
   });
 }
 
@@ -400,28 +461,35 @@ void Engine::runOnLoop(std::function<void()> task) {
 
 // A moment later: the others are just coming out of the barrier, and a thread more is not what they
 // wait for.
-void Engine::expectSigns() {
-  liveness_->expectSigns();
+void Engine::startSilenceDetection() {
+  liveness_->startSilenceDetection();
   loop_->runAt(Deadline::after(kStarted), [this] { liveness_->begin(); });
 }
 
-Status Engine::publish(uint64_t door, ByteView message) {
-  if (message.empty() || message.size() > Board::kMostBytes) {
-    return {ErrorCode::kInvalidArgument, "on a board there is room for " +
-                                             std::to_string(Board::kMostBytes) + " bytes, not " +
-                                             std::to_string(message.size())};
+Status Engine::publish(uint64_t topic, ByteView message) {
+  if (message.empty() || message.size() > CrashReport::kMostBytes) {
+    return {ErrorCode::kInvalidArgument, "a crash report holds " +
+                                             std::to_string(CrashReport::kMostBytes) +
+                                             " bytes, not " + std::to_string(message.size())};
   }
-  liveness_->board().write(message);
+  liveness_->crashReport().write(message);
   std::lock_guard lock(mutex_);
-  publishedFor_ = door;
+  publishedFor_ = topic;
   published_.assign(message.begin(), message.end());
   return {};
 }
 
-std::optional<Bytes> Peer::lastWords() const {
+bool Peer::hasExited() const {
+  if (disconnected.load(std::memory_order_acquire) && evidence.kind == Evidence::Kind::kExited)
+    return true;
+  // After a goodbye nobody watches its life word any more.
+  return process.isEnding();
+}
+
+std::optional<Bytes> Peer::lastReport() const {
   const PeerLife life = channel->peerLife();
   if (!life.word) return std::nullopt;
-  return life.word->board.read();
+  return life.word->crashReport.read();
 }
 
 // On the loop's thread.
@@ -442,23 +510,23 @@ void Engine::onBroken(const EngineId& id, const Evidence& evidence) {
     }
   }
   if (!transport) return onEnded(id, evidence);
-  if (peer->ended) return;
-  reconnector_->renew(id,
-                      {.channel = peer->channel,
-                       .transport = transport,
-                       .endpoint = std::move(endpoint),
-                       .isOurs = this->id() < id},
-                      evidence);
+  if (peer->disconnected) return;
+  reconnector_->reconnect(id,
+                          {.channel = peer->channel,
+                           .transport = transport,
+                           .endpoint = std::move(endpoint),
+                           .isOurs = this->id() < id},
+                          evidence);
 }
 
 // On the loop's thread.
-void Engine::onRenewed(const EngineId& id, const std::optional<Evidence>& how) {
+void Engine::onReconnected(const EngineId& id, const std::optional<Evidence>& how) {
   std::shared_ptr<Peer> peer;
   std::string name;
   {
     std::lock_guard lock(mutex_);
     peer = known(id);
-    if (!peer || peer->ended) return;
+    if (!peer || peer->disconnected) return;
     name = peer->name.empty() ? "a peer" : peer->name;
   }
   const auto now = Clock::now();
@@ -467,11 +535,12 @@ void Engine::onRenewed(const EngineId& id, const std::optional<Evidence>& how) {
   log(LogLevel::kInfo, logName(), "connection to ", name, " broke (",
       how ? how->detail : "at its other end", ") and was made again after ", took.count(), " ms");
   peer->channel->beat();  // so that the other end has heard of us
-  if (renewed_) renewed_(id);
+  if (reconnected_) reconnected_(id);
 }
 
 // On the loop's thread.
-void Engine::onEnded(const EngineId& id, const Evidence& evidence) {
+void Engine::onEnded(const EngineId& id, const Evidence& seen) {
+  const Evidence evidence = withFarewell(id, seen);
   // A process that only lost its connection can still be seen to exit.
   if (evidence.kind != Evidence::Kind::kUnreachable) liveness_->unwatch(id);
   {
@@ -481,9 +550,9 @@ void Engine::onEnded(const EngineId& id, const Evidence& evidence) {
       endedEarly_[id] = evidence;
       return;
     }
-    if (found->second->ended) return;
+    if (found->second->disconnected) return;
     found->second->evidence = evidence;
-    found->second->ended = true;
+    found->second->disconnected = true;
     const std::string& name = found->second->name;
     // A goodbye is no accusation. Who observes says what follows, and from what.
     log(evidence.isGoodbye() || observer_ ? LogLevel::kInfo : LogLevel::kWarning, logName(),
@@ -496,29 +565,30 @@ void Engine::onEnded(const EngineId& id, const Evidence& evidence) {
   tell({id}, evidence);
 }
 
-Status Engine::send(const EngineId& to, uint64_t door, ByteView message) {
+Status Engine::send(const EngineId& to, uint64_t topic, ByteView message) {
   std::shared_ptr<Peer> peer;
   {
     std::lock_guard lock(mutex_);
     peer = known(to);
   }
-  if (!peer) return {ErrorCode::kInvalidArgument, "a message for an engine that is no peer"};
-  return send(*peer, door, message);
+  if (!peer) return {ErrorCode::kInvalidArgument, "cannot send: that engine is not connected"};
+  return send(*peer, topic, message);
 }
 
-Status Engine::send(Peer& peer, uint64_t door, ByteView message) {
-  if (message.empty() || message.size() > Doors::kMostBytes) {
-    return {ErrorCode::kInvalidArgument, "a message has 1 to " + std::to_string(Doors::kMostBytes) +
+Status Engine::send(Peer& peer, uint64_t topic, ByteView message) {
+  if (message.empty() || message.size() > MessageRouter::kMostBytes) {
+    return {ErrorCode::kInvalidArgument, "a message has 1 to " +
+                                             std::to_string(MessageRouter::kMostBytes) +
                                              " bytes, not " + std::to_string(message.size())};
   }
-  if (peer.ended) return {ErrorCode::kPeerLost, peer.evidence.detail};
+  if (peer.disconnected) return {ErrorCode::kPeerLost, peer.evidence.detail};
   bool isFirst;
   {
     std::lock_guard lock(outboxMutex_);
     if (outboxBytes_ + message.size() > kMostOutboxBytes)
       return {ErrorCode::kExhausted, "16 MiB of messages wait for the thread that sends them"};
     isFirst = outbox_.empty();
-    outbox_.emplace_back(peer.shared_from_this(), Doors::encode(door, message));
+    outbox_.emplace_back(peer.shared_from_this(), MessageRouter::encode(topic, message));
     outboxBytes_ += message.size();
   }
   // Not from this thread: a channel's lock is held while a transfer is copied to its socket.

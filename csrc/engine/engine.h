@@ -15,11 +15,13 @@
 #include "base/event_loop.h"
 #include "base/result.h"
 #include "base/wait.h"
-#include "engine/doors.h"
 #include "engine/evidence.h"
 #include "engine/liveness.h"
 #include "engine/memory/arena.h"
+#include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
+#include "engine/message_router.h"
+#include "engine/peer_process.h"
 #include "engine/reconnector.h"
 #include "engine/transports/transport.h"
 
@@ -37,15 +39,22 @@ struct Peer : std::enable_shared_from_this<Peer> {
   EngineId id;
   std::string name;                  // for the log, once connect() has told it: "rank 3"
   std::shared_ptr<Channel> channel;  // the route to it
-  std::atomic<bool> ended{false};    // the peer is gone; the evidence was written before
+  // Nothing comes from it any more, and nothing reaches it: it said goodbye, its process ended, or
+  // the connection is lost. `evidence` says which, and was written before. The process may live on,
+  // and touch what it maps: see hasExited() and LeaseTable.
+  std::atomic<bool> disconnected{false};
   Evidence evidence;
+  PeerProcess process;
 
-  // What it had published when it ended; empty: nothing. Not for the living. Null: nobody here can
-  // know.
-  std::optional<Bytes> lastWords() const;
+  // Its process has certainly ended, so nothing of it touches memory any more. Only on our host,
+  // else false. False, too, for one that said goodbye and that our pid namespace does not show.
+  bool hasExited() const;
+  // What it had published when it exited or said goodbye; empty: nothing. Not for the living. Null:
+  // nobody here can know.
+  std::optional<Bytes> lastReport() const;
 };
 
-// Memory that peers may still read after its owner is done with it.
+// Memory that peers may still touch after its owner is done with it.
 struct RetiredMemory {
   ArenaBlock block;
   MemoryRegion region;  // ends before the block
@@ -63,36 +72,38 @@ class Engine {
   Arena& arena() { return *arena_; }
   // For whoever keeps memory of it longer than the engine.
   const std::shared_ptr<Arena>& sharedArena() const { return arena_; }
+  LeaseTable& leases() { return *leases_; }
   RegionTable& regions() { return regions_; }
   EventLoop& loop() { return *loop_; }
 
   // What a peer needs to connect to this engine, over all of its transports.
   Bytes endpoint() const;
   // Connects to all these endpoints; a peer that is already connected is returned as it is, also
-  // one that has ended since, our own endpoint gives null. Of each pair the engine with the smaller
-  // id calls and the other one is called. Blocks until all are there, the deadline has passed, or
-  // nobody has come for the failure timeout; the error names by its index who is missing, and why.
-  // The index is also the name of a peer that has none yet.
+  // one that is disconnected since, our own endpoint gives null. Of each pair the engine with the
+  // smaller id calls and the other one is called. Blocks until all are there, the deadline has
+  // passed, or nobody has come for the failure timeout; the error names by its index who is
+  // missing, and why. The index is also the name of a peer that has none yet.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
 
-  // Keeps the memory until nobody reads it any more, as `isFree` says, which may look into it; it
-  // is asked whenever more is retired.
+  // Keeps the memory until nobody touches it any more, as `isFree` says; that is asked whenever
+  // more is retired.
   void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree);
 
-  // Messages between those who run the engines of a job; each names a door, see engine/doors.h. The
-  // handler runs on the loop's thread, without a lock, and must not own the engine.
-  using OnMessage = Doors::OnMessage;
-  void openDoor(uint64_t door, OnMessage handler) { doors_->open(door, std::move(handler)); }
-  void closeDoor(uint64_t door) { doors_->close(door); }
+  // Messages between those who run the engines of a job; each names a topic
+  // (engine/message_router.h). The handler runs on the loop's thread, without a lock, and must not
+  // own the engine.
+  using OnMessage = MessageRouter::OnMessage;
+  void openTopic(uint64_t topic, OnMessage handler) { topics_->open(topic, std::move(handler)); }
+  void closeTopic(uint64_t topic) { topics_->close(topic); }
 
-  // 1 byte to Doors::kMostBytes. Any thread; waits for no system call, so also those that must
-  // not be held up. To one peer messages arrive in the order of the calls. They are lost with the
-  // connection (see observe()), also what its socket has not taken yet when we leave(), and when
-  // the channel does not take them (256 MiB wait). An error says that nothing was sent: kPeerLost,
-  // or kExhausted while the loop is far behind.
-  Status send(Peer& peer, uint64_t door, ByteView message);
-  Status send(const EngineId& to, uint64_t door, ByteView message);
+  // 1 byte to MessageRouter::kMostBytes. Any thread; waits for no system call, so also those that
+  // must not be held up. To one peer messages arrive in the order of the calls. They are lost with
+  // the connection (see observe()), also what its socket has not taken yet when we leave(), and
+  // when the channel does not take them (256 MiB wait). An error says that nothing was sent:
+  // kPeerLost, or kExhausted while the loop is far behind.
+  Status send(Peer& peer, uint64_t topic, ByteView message);
+  Status send(const EngineId& to, uint64_t topic, ByteView message);
 
   // Whoever draws conclusions from what is seen of the peers: their ends, and what may be one. On
   // the loop's thread, without a lock; all that one look found silent come together. Ends that were
@@ -101,26 +112,27 @@ class Engine {
   //
   // A connection that breaks while something listens at its other end is made again, for as long as
   // the failure timeout: that is no evidence. Puts and messages that had not arrived are lost then,
-  // and gets under way have ended with kPeerLost, as does what is asked meanwhile. `renewed` comes
-  // at both ends, after the last loss: it is the place to put and send again what matters.
+  // and gets under way have ended with kPeerLost, as does what is asked meanwhile. `reconnected`
+  // comes at both ends, after the last loss: it is the place to put and send again what matters.
   using OnEvidence =
       std::function<void(const std::vector<EngineId>& peers, const Evidence& evidence)>;
-  using OnRenewed = std::function<void(const EngineId& peer)>;
-  void observe(OnEvidence observer, OnRenewed renewed = nullptr);
+  using OnReconnected = std::function<void(const EngineId& peer)>;
+  void observe(OnEvidence observer, OnReconnected reconnected = nullptr);
 
-  // What the peers shall know of us when we have ended: those on the host find it on our board
-  // (Peer::lastWords) however we end, and leave() sends it to the others, to that door, before the
-  // goodbye. One thread at a time.
-  Status publish(uint64_t door, ByteView message);
+  // What the peers shall know of us when we have ended: those on the host find it in our crash
+  // report (Peer::lastReport) however we end, and leave() sends it to the others, to that topic,
+  // before the goodbye. One thread at a time.
+  Status publish(uint64_t topic, ByteView message);
 
-  // All peers have connected to all: who gives no sign of life from here on is silent.
-  void expectSigns();
+  // All peers have connected to all. From now on, peers without heartbeats count as silent.
+  void startSilenceDetection();
   // Something has begun that the death of a peer would hold up. Any thread; costs a load.
-  void stir() { liveness_->stir(); }
+  void markActive() { liveness_->markActive(); }
 
-  // Says goodbye to all peers and closes the channels. What was put before still arrives. A
-  // connection that is just being made again is waited for, not so on the loop's thread.
-  void leave();
+  // Says goodbye to all peers, and how we leave, and closes the channels. What was put before still
+  // arrives; the observer is told nothing more. A connection that is just being made again is
+  // waited for, not so on the loop's thread. The first call counts.
+  void leave(const Farewell& farewell = {});
 
   // The end of a peer bumps the interrupt and rings the bell.
   void watch(Interrupt* interrupt, Doorbell* bell);
@@ -134,16 +146,19 @@ class Engine {
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel);
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
   void sendOutbox();
-  void onEnded(const EngineId& id, const Evidence& evidence);
+  void onEnded(const EngineId& id, const Evidence& seen);
   void onExited(const EngineId& id, const std::string& how);
   void onSilent(const std::vector<Liveness::Silent>& silent);
   void onBroken(const EngineId& id, const Evidence& evidence);
-  void onRenewed(const EngineId& id, const std::optional<Evidence>& how);
+  void onReconnected(const EngineId& id, const std::optional<Evidence>& how);
   void runOnLoop(std::function<void()> task);
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
+  void onFarewell(const EngineId& from, ByteView message);
+  Evidence withFarewell(const EngineId& id, const Evidence& evidence) const;
 
   EngineOptions options_;
   std::shared_ptr<Arena> arena_;
+  std::unique_ptr<LeaseTable> leases_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
   std::mutex callMutex_;  // one callAll() at a time: nobody is called twice
@@ -156,19 +171,22 @@ class Engine {
   // Of all that connect() was asked for: where a peer listens.
   std::map<EngineId, Bytes> endpoints_;
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
-  uint64_t publishedFor_ = 0;  // the door; 0: nothing is published
+  uint64_t publishedFor_ = 0;  // the topic; 0: nothing is published
   Bytes published_;
 
   // Of the loop's thread alone.
   OnEvidence observer_;
-  OnRenewed renewed_;
+  OnReconnected reconnected_;
+  std::map<EngineId, Farewell> farewells_;  // of those whose goodbye may come now
+
+  std::atomic<bool> hasLeft_{false};
 
   std::mutex sendingMutex_;  // one sendOutbox() at a time, or messages would overtake each other
   std::mutex outboxMutex_;   // guards outbox_ and outboxBytes_; taken after sendingMutex_
   std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> outbox_;
   size_t outboxBytes_ = 0;
 
-  std::unique_ptr<Doors> doors_;              // the loop uses it until the loop ends
+  std::unique_ptr<MessageRouter> topics_;     // the loop uses it until the loop ends
   std::unique_ptr<Reconnector> reconnector_;  // the loop uses it until the loop ends
   std::unique_ptr<EventLoop> loop_;
   std::unique_ptr<Liveness> liveness_;  // the loop uses it until the loop ends

@@ -1,20 +1,17 @@
 #include "engine/liveness.h"
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <climits>
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <new>
 #include <pthread.h>
-#include <string_view>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 #include <utility>
 
-#include "base/fd.h"
+#include "base/log.h"
 #include "base/signals.h"
 
 namespace mooncake {
@@ -25,6 +22,8 @@ constexpr auto kBeat = std::chrono::milliseconds(5);
 constexpr auto kCalmBeat = std::chrono::milliseconds(20);
 constexpr auto kCalmAfter = std::chrono::seconds(1);
 constexpr auto kMostPatience = std::chrono::milliseconds(640);
+// The threads of a process do not begin to exit in the same moment.
+constexpr auto kFirstConfirm = std::chrono::microseconds(100);
 // A machine that is only busy may keep a rank from its core for as long.
 constexpr auto kLeastSilence = std::chrono::milliseconds(200);
 // What a look that comes late can add to a peer's silence.
@@ -58,20 +57,6 @@ void wakeAll(const std::atomic<uint32_t>& word) {
 std::chrono::milliseconds lookAfter(const PeerLife& life) {
   const uint32_t period = life.word ? life.word->period.load(std::memory_order_relaxed) : 0;
   return std::clamp<std::chrono::milliseconds>(std::chrono::milliseconds(period), kBeat, kCalmBeat);
-}
-
-// What /proc says of a process that stands still; empty: nothing that would mean its end.
-std::string fateOf(pid_t process) {
-  const Fd file(::open(("/proc/" + std::to_string(process) + "/status").c_str(),
-                       O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (!file) return {};
-  std::array<char, 4096> buffer;
-  const ssize_t got = ::read(file.get(), buffer.data(), buffer.size());
-  if (got <= 0) return {};
-  const std::string_view status(buffer.data(), size_t(got));
-  if (status.find("CoreDumping:\t1") != std::string_view::npos)
-    return "process " + std::to_string(process) + " crashed and is writing its core dump";
-  return {};
 }
 
 // The kernel walks this list when the thread ends. The word may lie anywhere.
@@ -110,6 +95,26 @@ namespace {
 
 Liveness::FutexWait waitOn(const std::atomic<uint32_t>& word, uint32_t value) {
   return {value, reinterpret_cast<uintptr_t>(&word), kFutex32, 0};
+}
+
+// How a wait may end where it is allowed at all.
+bool isEndOfWait(int error) { return error == EAGAIN || error == ETIMEDOUT || error == EINTR; }
+
+// Whether futex_waitv(2) works here. An older kernel does not know it and a sandbox may refuse it,
+// or kill the thread that calls it: so that is a thread of its own.
+bool canWaitOnMany() {
+  bool works = false;
+  const auto call = [](void* answer) -> void* {
+    const std::atomic<uint32_t> word{1};
+    const Liveness::FutexWait differs = waitOn(word, 0);
+    const long how = ::syscall(kFutexWaitv, &differs, 1, 0, nullptr, CLOCK_MONOTONIC);
+    *static_cast<bool*>(answer) = how >= 0 || isEndOfWait(errno);
+    return nullptr;
+  };
+  pthread_t thread;
+  if (::pthread_create(&thread, nullptr, call, &works) != 0) return false;
+  ::pthread_join(thread, nullptr);
+  return works;
 }
 
 }  // namespace
@@ -160,6 +165,7 @@ uint64_t Liveness::signOf(const Channel& channel) {
 
 void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& channel) {
   const PeerLife life = channel->peerLife();
+  const PeerProcess process(life.process);
   // The thread sees it at its next beat: no need to wake it for each peer of a new group.
   std::lock_guard lock(mutex_);
   if (stopping_) return;
@@ -167,6 +173,7 @@ void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& chann
   if (isNew && !life.word) ++remotes_;
   watched_[peer] = {.channel = channel,
                     .life = life,
+                    .process = process,
                     .sign = signOf(*channel),
                     .nextLook = Clock::now() + kCalmBeat,
                     .patience = kCalmBeat};
@@ -182,6 +189,7 @@ void Liveness::unwatch(const EngineId& peer) {
 }
 
 void Liveness::run() {
+  waitsOnMany_ = canWaitOnMany();
   const RobustList held(own().holder);
   // FUTEX_WAITERS from the first: the kernel wakes somebody only if it is set.
   own().holder.store(uint32_t(::syscall(SYS_gettid)) | FUTEX_WAITERS);
@@ -223,22 +231,25 @@ void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) 
   const auto passed = std::min<std::chrono::nanoseconds>(now - lastLook_, period_ + kMostLate);
   lastLook_ = now;
   beat(now);
+  nextConfirm_ = Clock::time_point::max();
   for (auto next = watched_.begin(); next != watched_.end();) {
     const auto watched = next++;
     const bool lives = listen(watched->second, passed);
     if (!watched->second.life.word) continue;
     const std::atomic<uint32_t>& word = watched->second.life.word->holder;
     const uint32_t holder = word.load(std::memory_order_acquire);
-    std::string evidence = LifeWord::isDeath(holder)
-                               ? "its process has exited: the kernel marked its robust futex"
-                           : lives ? ""
-                                   : lookUp(watched->second, now);
+    std::string evidence;
+    if (LifeWord::isMarked(holder)) {
+      // The kernel woke one of those who wait, and that one may be dying, too.
+      if (!watched->second.isMarked) wakeAll(word);
+      evidence = confirmEnd(watched->second, now);
+    } else if (!lives) {
+      evidence = lookUp(watched->second, now);
+    }
     if (evidence.empty()) {
       if (waits.size() < kMostWaits) waits.push_back(waitOn(word, holder));
       continue;
     }
-    // The kernel woke one of those who wait, and that one may be dying, too.
-    wakeAll(word);
     exited.push_back({watched->first, std::move(evidence), std::move(watched->second.channel)});
     watched_.erase(watched);
   }
@@ -258,13 +269,39 @@ bool Liveness::listen(Watched& watched, std::chrono::nanoseconds passed) const {
   return lives;
 }
 
+// The kernel marks the word when the thread that holds it ends. When that is because its process
+// ends, all other threads are on their way, too.
+std::string Liveness::confirmEnd(Watched& watched, Clock::time_point now) {
+  if (!std::exchange(watched.isMarked, true)) {
+    watched.nextLook = now;
+    watched.patience = kFirstConfirm;
+  }
+  const auto before = watched.patience;
+  if (isLookDue(watched, now)) {
+    if (watched.process.isEnding())
+      return "its process has exited: the kernel marked its robust futex";
+    if (before < kMostPatience && watched.patience == kMostPatience)
+      log(LogLevel::kWarning, "liveness", "the liveness thread of process ",
+          watched.process.number(),
+          " has ended, but the process has not: does a sandbox kill its threads?");
+  }
+  nextConfirm_ = std::min(nextConfirm_, watched.nextLook);
+  return {};
+}
+
 // Evidence that a peer that does not beat has come to its end; empty as a rule.
 std::string Liveness::lookUp(Watched& watched, Clock::time_point now) {
-  if (now < watched.nextLook || watched.life.process == 0) return {};
-  // On a busy machine everybody beats late: look less and less often.
-  watched.patience = std::min(2 * watched.patience, kMostPatience);
+  if (!isLookDue(watched, now) || !watched.process.isDumpingCore()) return {};
+  return "process " + std::to_string(watched.process.number()) +
+         " crashed and is writing its core dump";
+}
+
+// On a busy machine everybody beats late: look less and less often.
+bool Liveness::isLookDue(Watched& watched, Clock::time_point now) {
+  if (now < watched.nextLook) return false;
+  watched.patience = std::min<std::chrono::nanoseconds>(2 * watched.patience, kMostPatience);
   watched.nextLook = now + watched.patience;
-  return fateOf(watched.life.process);
+  return true;
 }
 
 // Under the lock. All together, so who is nearly there is waited for: a rank that has gone deaf
@@ -298,16 +335,21 @@ void Liveness::beat(Clock::time_point now) {
   }
 }
 
-void Liveness::sleep(std::vector<FutexWait>& waits) const {
-  const auto until = (Clock::now() + period_).time_since_epoch();
+void Liveness::sleep(std::vector<FutexWait>& waits) {
+  const auto until = std::min(Clock::now() + period_, nextConfirm_).time_since_epoch();
   const auto seconds = std::chrono::floor<std::chrono::seconds>(until);
   const timespec when{.tv_sec = seconds.count(),
                       .tv_nsec = std::chrono::nanoseconds(until - seconds).count()};
-  if (::syscall(kFutexWaitv, waits.data(), waits.size(), 0, &when, CLOCK_MONOTONIC) >= 0) return;
-  if (errno != ENOSYS) return;
-  // An older kernel: deaths are found at the next beat.
-  ::syscall(SYS_futex, waits[0].address, FUTEX_WAIT_BITSET, uint32_t(waits[0].value), &when,
-            nullptr, FUTEX_BITSET_MATCH_ANY);
+  if (waitsOnMany_) {
+    const long how = ::syscall(kFutexWaitv, waits.data(), waits.size(), 0, &when, CLOCK_MONOTONIC);
+    if (how >= 0 || isEndOfWait(errno)) return;
+    waitsOnMany_ = false;  // a sandbox that was closed later
+  }
+  // Deaths are found at the next beat.
+  const long how = ::syscall(SYS_futex, waits[0].address, FUTEX_WAIT_BITSET,
+                             uint32_t(waits[0].value), &when, nullptr, FUTEX_BITSET_MATCH_ANY);
+  if (how < 0 && !isEndOfWait(errno))
+    ::clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &when, nullptr);
 }
 
 }  // namespace mooncake

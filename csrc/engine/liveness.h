@@ -12,6 +12,7 @@
 
 #include "engine/life_word.h"
 #include "engine/memory/arena.h"
+#include "engine/peer_process.h"
 #include "engine/transports/transport.h"
 
 namespace mooncake {
@@ -33,7 +34,8 @@ class Liveness {
   struct Options {
     std::chrono::milliseconds failureTimeout;  // 200 ms at least are taken
     // Both run on the thread, without a lock. Once per peer: the kernel says that its process has
-    // ended, or is ending, and in which way we know.
+    // ended, or is ending, and in which way we know. Never for a process of which only the thread
+    // that holds the word has ended: a sandbox may kill that one alone.
     std::function<void(const EngineId& peer, const std::string& evidence)> onExited;
     // All that are silent, together; and again after each further failure timeout.
     std::function<void(std::vector<Silent>)> onSilent;
@@ -49,17 +51,17 @@ class Liveness {
   void begin();
   // From now on a peer that has never shown a sign of life is silent, too: before, it may still be
   // connecting to others, and begins when it is through.
-  void expectSigns() { expectsSigns_.store(true, std::memory_order_relaxed); }
+  void startSilenceDetection() { expectsSigns_.store(true, std::memory_order_relaxed); }
   // Something was begun that a death would hold up. Until a second after the last such call beats
   // and looks come quickly, afterwards at leisure: they cost even a rank that does nothing.
-  void stir() {
+  void markActive() {
     if (!stirred_.load(std::memory_order_relaxed)) stirred_.store(true, std::memory_order_relaxed);
   }
   // Joins it and lets go of all channels. Nothing is reported or watched afterwards.
   void stop();
   uint64_t wordOffset() const { return block_.offset(); }
   // Ours, for the peers on the host to read when we have ended.
-  Board& board() { return own().board; }
+  CrashReport& crashReport() { return own().crashReport; }
   // From now on the end of our process is no news to anybody: it has said goodbye.
   void leave();
 
@@ -72,11 +74,13 @@ class Liveness {
   struct Watched {
     std::shared_ptr<Channel> channel;
     PeerLife life;
+    PeerProcess process;
     uint64_t sign = 0;
     // Counts from the first sign on: until then it may still be waiting for others to connect.
     std::chrono::nanoseconds silence{0};
-    Clock::time_point nextLook;          // into /proc, if it shows no sign until then
-    std::chrono::milliseconds patience;  // between two such looks; grows
+    bool isMarked = false;              // its word is: what came of the process?
+    Clock::time_point nextLook;         // into /proc, if it shows no sign until then
+    std::chrono::nanoseconds patience;  // between two such looks; grows
   };
   struct Exited {
     EngineId peer;
@@ -90,10 +94,12 @@ class Liveness {
   void setPace();
   void look(std::vector<FutexWait>& waits, std::vector<Exited>& exited);
   bool listen(Watched& watched, std::chrono::nanoseconds passed) const;
+  std::string confirmEnd(Watched& watched, Clock::time_point now);
   static std::string lookUp(Watched& watched, Clock::time_point now);
+  static bool isLookDue(Watched& watched, Clock::time_point now);
   std::vector<Silent> takeSilent();
   void beat(Clock::time_point now);
-  void sleep(std::vector<FutexWait>& waits) const;
+  void sleep(std::vector<FutexWait>& waits);
 
   const ArenaBlock block_;  // holds the own word
   Options options_;         // constant from the start of the thread on
@@ -112,6 +118,8 @@ class Liveness {
   Clock::time_point calmAt_;
   Clock::time_point lastLook_;
   Clock::time_point nextBeat_;
+  Clock::time_point nextConfirm_;  // the next look at a process whose word is marked
+  bool waitsOnMany_ = false;       // this kernel lets us wait for many words at a time
 };
 
 }  // namespace mooncake

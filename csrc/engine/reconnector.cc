@@ -11,7 +11,7 @@ constexpr auto kMostPause = std::chrono::milliseconds(100);
 
 }  // namespace
 
-void Reconnector::renew(const EngineId& peer, Connection connection, const Evidence& how) {
+void Reconnector::reconnect(const EngineId& peer, Connection connection, const Evidence& how) {
   {
     std::lock_guard lock(mutex_);
     if (stopped_) return;
@@ -58,13 +58,15 @@ void Reconnector::connect(const EngineId& peer, uint64_t number) {
   if (!one) return;
   const auto& [channel, transport, endpoint, isOurs] = one->connection;
   if (!isOurs) return askAfter(peer, number);
-  transport->renew(peer, channel, endpoint, one->deadline, [this, peer, number](const Status& how) {
-    if (!find(peer, number)) return;
-    if (how.ok()) return renewed(peer);
-    const bool isFinal = how.code() == ErrorCode::kUnsupported || how.code() == ErrorCode::kAborted;
-    if (!isFinal) return askAfter(peer, number);
-    giveUp(peer, number, Evidence::Kind::kUnreachable, "");
-  });
+  transport->reconnect(
+      peer, channel, endpoint, one->deadline, [this, peer, number](const Status& how) {
+        if (!find(peer, number)) return;
+        if (how.ok()) return reconnected(peer);
+        const bool isFinal =
+            how.code() == ErrorCode::kUnsupported || how.code() == ErrorCode::kAborted;
+        if (!isFinal) return askAfter(peer, number);
+        giveUp(peer, number, Evidence::Kind::kUnreachable, "");
+      });
 }
 
 void Reconnector::askAfter(const EngineId& peer, uint64_t number) {
@@ -120,7 +122,7 @@ std::optional<Reconnector::Broken> Reconnector::forget(const EngineId& peer) {
   return std::move(found.mapped());
 }
 
-void Reconnector::renewed(const EngineId& peer) {
+void Reconnector::reconnected(const EngineId& peer) {
   {
     std::lock_guard lock(mutex_);
     if (stopped_) return;
@@ -130,7 +132,7 @@ void Reconnector::renewed(const EngineId& peer) {
     how = last->how;
     lastBroken_.insert_or_assign(peer, std::move(*last));
   }
-  options_.onRenewed(peer, how);
+  options_.onReconnected(peer, how);
 }
 
 void Reconnector::stop(Clock::duration patience) {

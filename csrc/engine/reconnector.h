@@ -36,14 +36,14 @@ class Reconnector {
     // It is given up: what that says of the peer.
     std::function<void(const EngineId& peer, const Evidence& evidence)> onLost;
     // It stands again. How it had broken; nothing: at its other end only.
-    std::function<void(const EngineId& peer, const std::optional<Evidence>& how)> onRenewed;
+    std::function<void(const EngineId& peer, const std::optional<Evidence>& how)> onReconnected;
   };
 
   Reconnector(EventLoop& loop, Options options) : loop_(loop), options_(std::move(options)) {}
 
-  void renew(const EngineId& peer, Connection connection, const Evidence& how);
+  void reconnect(const EngineId& peer, Connection connection, const Evidence& how);
   // Either end has made it again.
-  void renewed(const EngineId& peer);
+  void reconnected(const EngineId& peer);
 
   // Waits so long for those that are just being made again; afterwards none is, and nothing is
   // told. Any thread, on the loop's without patience.
@@ -73,7 +73,7 @@ class Reconnector {
   EventLoop& loop_;
   const Options options_;
   std::map<EngineId, Broken> broken_;
-  std::map<EngineId, Broken> lastBroken_;  // renewed, but nothing may have come since
+  std::map<EngineId, Broken> lastBroken_;  // reconnected, but nothing may have come since
   uint64_t lastNumber_ = 0;
 
   std::mutex mutex_;  // guards count_ and stopped_

@@ -1,35 +1,72 @@
 #include "engine/window.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <new>
+#include <optional>
 
 namespace mooncake {
 
 // A part's description, wire form:  u64 address  u64 bytes  u64 key  u64 offset in the owner's
-// arena
+// arena  u64 lease's offset there  u64 lease's turn
 
 Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Engine> engine, size_t bytes) {
   auto block = engine->arena().allocate(kUserOffset + bytes);
   if (!block.ok()) return block.error();
   auto region = engine->regions().add(block->data(), block->bytes(), kRemoteRead | kRemoteWrite);
   if (!region.ok()) return region.error();
+  auto lease = engine->leases().take();
+  if (!lease.ok()) return lease.error();
   std::unique_ptr<Window> window(new Window);
   window->engine_ = std::move(engine);
   window->block_ = std::move(*block);
   window->region_ = std::move(*region);
+  window->lease_ = std::move(*lease);
   window->local_ = window->block_.data();
   new (window->local_) Doorbell;
   return window;
 }
 
+Window::~Window() {
+  if (block_) retire();
+}
+
+// Before attach() has ended well we do not know who has our description, and by it our part: it
+// stays until the engine ends.
+void Window::retire(std::vector<RetiredMemory> more) {
+  struct Mapper {
+    std::shared_ptr<Peer> peer;
+    std::optional<LeaseTable::Remote>
+        lease;  // none: of whom we have no part, though it may have ours
+  };
+  std::vector<Mapper> mappers;
+  for (const Member& member : members_) {
+    if (!member.peer || member.peer->channel->peerArena().empty()) continue;
+    mappers.push_back({member.peer, std::nullopt});
+    if (member.mapped) mappers.back().lease = member.lease;
+  }
+  more.push_back({std::move(block_), std::move(region_)});
+  lease_.end();
+  engine_->retire(std::move(more), [isAttached = isAttached_, mappers = std::move(mappers)] {
+    return isAttached && std::ranges::all_of(mappers, [](const Mapper& mapper) {
+             const std::byte* arena = mapper.peer->channel->peerArena().data();
+             return mapper.peer->hasExited() ||
+                    (mapper.lease && LeaseTable::hasEnded(*mapper.lease, arena));
+           });
+  });
+}
+
 Bytes Window::describe() const {
   const RemoteRegion remote = region_.remote();
+  const LeaseTable::Remote lease = lease_.describe();
   return ByteWriter()
       .put(remote.address)
       .put(remote.bytes)
       .put(remote.key)
       .put(block_.offset())
+      .put(lease.offset)
+      .put(lease.turn)
       .take();
 }
 
@@ -39,11 +76,19 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
   members_.resize(peers.size());
   for (size_t r = 0; r < peers.size(); ++r) {
     Member& member = members_[r];
+    const bool isOurs = peers[r] == nullptr;
+    const auto arena = isOurs ? std::span<std::byte>() : peers[r]->channel->peerArena();
+    // Whether or not it told us of its part: all ranks have to say the same.
+    if (!isOurs && arena.empty()) fullyMapped_ = false;
+    member.peer = std::move(peers[r]);
+    if (parts[r].empty()) continue;
     ByteReader in(parts[r]);
     member.part.address = in.get<uint64_t>();
     member.part.bytes = in.get<uint64_t>();
     member.part.key = in.get<uint64_t>();
     const uint64_t offset = in.get<uint64_t>();
+    member.lease.offset = in.get<uint64_t>();
+    member.lease.turn = in.get<uint64_t>();
     MOONCAKE_TRY(in.finish("window part of rank " + std::to_string(r)));
     if (member.part.bytes != block_.bytes()) {
       return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " made a window of " +
@@ -52,19 +97,19 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
                                              std::to_string(block_.bytes()) +
                                              ": do all ranks have the same options and version?"};
     }
-    member.peer = std::move(peers[r]);
-    if (!member.peer) {
+    if (isOurs) {
       member.mapped = block_.data();
-    } else if (const auto arena = member.peer->channel->peerArena(); !arena.empty()) {
-      if (offset > arena.size() || member.part.bytes > arena.size() - offset) {
+    } else if (!arena.empty()) {
+      if (offset > arena.size() || member.part.bytes > arena.size() - offset ||
+          !LeaseTable::liesIn(member.lease, arena.size())) {
         return Error{ErrorCode::kProtocol,
                      "rank " + std::to_string(r) + " described a window part outside its arena"};
       }
       member.mapped = arena.data() + offset;
-    } else {
-      fullyMapped_ = false;
+      member.fence = member.peer->channel->fenceWord();
     }
   }
+  isAttached_ = true;
   return {};
 }
 
@@ -98,9 +143,9 @@ void Window::cancelGets(const Completion& completion) const {
   }
 }
 
-const Evidence* Window::ended(int rank) const {
+const Evidence* Window::disconnection(int rank) const {
   const auto& peer = members_[rank].peer;
-  return peer && peer->ended.load(std::memory_order_acquire) ? &peer->evidence : nullptr;
+  return peer && peer->disconnected.load(std::memory_order_acquire) ? &peer->evidence : nullptr;
 }
 
 const char* Window::transportName(int rank) const {

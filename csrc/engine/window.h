@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -7,6 +8,7 @@
 #include "base/wait.h"
 #include "engine/engine.h"
 #include "engine/memory/arena.h"
+#include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
 #include "engine/transfer.h"
 
@@ -14,16 +16,20 @@ namespace mooncake {
 
 // Symmetric memory of a group: every rank owns a part of the same size that the others can put
 // into. A part starts with its owner's doorbell. Made in two steps, because the members exchange
-// what describe() says in between.
+// what describe() says in between. Ends with retire(), at the latest in its destructor.
 class Window {
  public:
   static constexpr size_t kUserOffset = sizeof(Doorbell);  // where the part's free use begins
 
   static Result<std::unique_ptr<Window>> create(std::shared_ptr<Engine> engine, size_t bytes);
+  ~Window();
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
 
   // This rank's part, for the others' attach().
   Bytes describe() const;
-  // peers[r] is null for this rank itself; parts[r] is what rank r described.
+  // peers[r] is null for this rank itself; parts[r] is what rank r described, empty when it was
+  // lost before it could: nothing of such a rank is ever written or read.
   Status attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
                 const std::vector<Bytes>& parts);
 
@@ -52,11 +58,19 @@ class Window {
   // Every get that counts at this completion has ended when this returns.
   void cancelGets(const Completion& completion) const;
 
-  // Takes our part's memory out of the window, for Engine::retire().
-  RetiredMemory retire() { return {std::move(block_), std::move(region_)}; }
+  // We touch nothing of this window any more: our lease ends. Our part, and what else the others
+  // may touch, is used again when each of them has ended its own lease, or its process has ended;
+  // until then it stays as it is. A goodbye is not enough, nor is a view without the rank. Once.
+  void retire(std::vector<RetiredMemory> more = {});
 
-  // Null while the rank's channel stands.
-  const Evidence* ended(int rank) const;
+  // The rank goes on without us: what we have read of its part may be of a later operation. Only
+  // where it is mapped, else false.
+  bool isFencedBy(int rank) const {
+    const auto* word = members_[rank].fence;
+    return word && word->load(std::memory_order_acquire) != 0;
+  }
+  // Null as long as something may come from the rank.
+  const Evidence* disconnection(int rank) const;
   const char* transportName(int rank) const;
 
  private:
@@ -64,6 +78,8 @@ class Window {
     std::shared_ptr<Peer> peer;  // null: this rank
     RemoteRegion part;
     std::byte* mapped = nullptr;
+    const std::atomic<uint32_t>* fence = nullptr;  // where it is mapped: Channel::fenceWord()
+    LeaseTable::Remote lease;                      // of the rank on this window, where it is mapped
   };
 
   Window() = default;
@@ -72,7 +88,9 @@ class Window {
   ArenaBlock block_;
   std::byte* local_ = nullptr;
   MemoryRegion region_;
+  LeaseTable::Lease lease_;
   std::vector<Member> members_;
+  bool isAttached_ = false;
   int rank_ = 0;
   bool fullyMapped_ = true;
 };

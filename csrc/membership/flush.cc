@@ -7,7 +7,7 @@ namespace mooncake {
 namespace {
 
 // Report, wire form, little-endian:
-//   u16 from  u32 epoch  u32 round  u64 ended  bool old  u8 wish  error why
+//   u16 from  u32 losses  u32 round  u64 ended  bool old  u8 abort  error why
 //   u8 count, then for each failed operation, ascending:  u64 number  error
 // An error:  u8 code  string message
 constexpr size_t kMostText = 1024;
@@ -54,7 +54,7 @@ FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Err
   }
   std::ranges::sort(decision.failed, {}, &FailedOperation::number);
 
-  // A wish about an operation that another rank has ended is void.
+  // An abort about an operation that another rank has ended is void.
   const auto firstOf = [&](auto&& which) {
     const FlushReport* first = nullptr;
     for (const FlushReport* report : reports) {
@@ -67,8 +67,8 @@ FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Err
     decision.error = *lost;
     return decision;
   }
-  for (const auto wish : {FlushReport::Wish::kTimeout, FlushReport::Wish::kAbort}) {
-    if (const auto* from = firstOf([&](const auto& report) { return report.wish == wish; })) {
+  for (const auto abort : {FlushReport::AbortReason::kTimeout, FlushReport::AbortReason::kAbort}) {
+    if (const auto* from = firstOf([&](const auto& report) { return report.abort == abort; })) {
       decision.error = from->why;
       return decision;
     }
@@ -79,11 +79,11 @@ FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Err
 Bytes encodeFlushReport(const FlushReport& report) {
   ByteWriter out;
   out.put(static_cast<uint16_t>(report.from))
-      .put(report.attempt.epoch)
+      .put(report.attempt.losses)
       .put(report.attempt.round)
       .put(report.ended)
       .put(report.isOld)
-      .put(static_cast<uint8_t>(report.wish));
+      .put(static_cast<uint8_t>(report.abort));
   writeError(out, report.why);
   out.put(static_cast<uint8_t>(report.failed.size()));
   for (const auto& [number, error] : report.failed) {
@@ -96,12 +96,12 @@ Bytes encodeFlushReport(const FlushReport& report) {
 Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
   FlushReport report;
   report.from = in.get<uint16_t>();
-  report.attempt.epoch = in.get<uint32_t>();
+  report.attempt.losses = in.get<uint32_t>();
   report.attempt.round = in.get<uint32_t>();
   report.ended = in.get<uint64_t>();
   report.isOld = in.get<bool>();
-  const auto wish = in.get<uint8_t>();
-  report.wish = static_cast<FlushReport::Wish>(wish);
+  const auto abort = in.get<uint8_t>();
+  report.abort = static_cast<FlushReport::AbortReason>(abort);
   report.why = readError(in);
   const auto count = in.get<uint8_t>();
   for (int i = 0; i < count && !in.failed(); ++i) {
@@ -114,9 +114,10 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
   const bool areEnded = report.failed.empty() || report.failed.back().number <= report.ended;
   const bool areErrors = std::ranges::none_of(
       report.failed, [](const auto& one) { return one.error.code == ErrorCode::kOk; });
-  const bool wishes = report.wish != FlushReport::Wish::kNone;
-  if (report.from >= size || wish > static_cast<uint8_t>(FlushReport::Wish::kAbort) ||
-      wishes != (report.why.code != ErrorCode::kOk) || count > kRemembered || !ascending ||
+  const bool aborts = report.abort != FlushReport::AbortReason::kNone;
+  if (report.from >= size || report.attempt.losses >= static_cast<uint32_t>(size) ||
+      abort > static_cast<uint8_t>(FlushReport::AbortReason::kAbort) ||
+      aborts != (report.why.code != ErrorCode::kOk) || count > kRemembered || !ascending ||
       !areEnded || !areErrors || report.ended == ~uint64_t(0)) {
     return Error{ErrorCode::kProtocol,
                  "a flush report does not make sense: do all ranks run the "

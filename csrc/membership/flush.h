@@ -17,8 +17,8 @@ namespace mooncake {
 
 // Which flush of a group an attempt at an operation follows. Only grows.
 struct Attempt {
-  uint32_t epoch = 0;  // how many of the group's own members are out
-  uint32_t round = 0;  // flushes within this epoch
+  uint32_t losses = 0;  // how many of the group's own members are out
+  uint32_t round = 0;   // flushes within this epoch
 
   auto operator<=>(const Attempt&) const = default;
 };
@@ -31,14 +31,14 @@ struct FailedOperation {
 
 // What a rank says once it has stopped. Operations have numbers from 1 on.
 struct FlushReport {
-  enum class Wish : uint8_t { kNone, kTimeout, kAbort };  // about operation ended + 1
+  enum class AbortReason : uint8_t { kNone, kTimeout, kAbort };  // about operation ended + 1
 
   int from = 0;  // rank in the group
   Attempt attempt;
   uint64_t ended = 0;  // the last operation that it has ended
   bool isOld = false;  // it has not acted on any decision of this epoch
-  Wish wish = Wish::kNone;
-  Error why;                            // of the wish
+  AbortReason abort = AbortReason::kNone;
+  Error why;                            // of the abort
   std::vector<FailedOperation> failed;  // of the last kRemembered operations that it has ended
 };
 

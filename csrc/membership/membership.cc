@@ -6,6 +6,7 @@
 #include <future>
 #include <utility>
 
+#include "base/crypto.h"
 #include "base/log.h"
 
 namespace mooncake {
@@ -33,6 +34,8 @@ const char* nameOf(Cause cause) {
       return "cannot be reached";
     case Cause::kExcludes:
       return "goes on without its accuser";
+    case Cause::kEnded:
+      return "ended";
   }
   return "?";
 }
@@ -53,6 +56,13 @@ std::string listOf(const RankSet& ranks) {
   }
   return text;
 }
+
+std::string whoContinues(const View& view) {
+  return "; " + listOf(view.active) + (view.active.count() == 1 ? " continues" : " continue") +
+         ", epoch " + std::to_string(view.epoch);
+}
+
+bool isGoodbye(Cause cause) { return cause == Cause::kLeft || cause == Cause::kEnded; }
 
 std::string nowInWords() {
   const std::time_t now = std::time(nullptr);
@@ -81,11 +91,11 @@ Result<std::shared_ptr<Membership>> Membership::start(std::shared_ptr<Engine> en
   }
   std::shared_ptr<Membership> membership(new Membership(std::move(engine), std::move(options)));
   Membership* self = membership.get();  // the destructor takes the handlers away
-  // Before the door: what is answered to a message may be lost with its connection.
+  // Before the topic: what is answered to a message may be lost with its connection.
   self->engine_->observe([self](const std::vector<EngineId>& peers,
                                 const Evidence& evidence) { self->onEvidence(peers, evidence); },
-                         [self](const EngineId& peer) { self->onRenewed(peer); });
-  self->engine_->openDoor(kMembershipDoor, [self](const EngineId& from, ByteView message) {
+                         [self](const EngineId& peer) { self->onReconnected(peer); });
+  self->engine_->openTopic(kMembershipTopic, [self](const EngineId& from, ByteView message) {
     self->onMessage(from, message);
   });
   return membership;
@@ -103,7 +113,7 @@ Membership::Membership(std::shared_ptr<Engine> engine, Options options)
 }
 
 Membership::~Membership() {
-  engine_->closeDoor(kMembershipDoor);
+  engine_->closeTopic(kMembershipTopic);
   engine_->observe(nullptr);
   runOnLoop([this] {
     isStopped_ = true;
@@ -134,6 +144,25 @@ void Membership::unsubscribe(Listener* listener) {
   runOnLoop([this, listener] { std::erase(listeners_, listener); });
 }
 
+Result<std::pair<uint64_t, uint64_t>> Membership::newTopics(const std::string& group,
+                                                            const std::vector<int>& ranks) {
+  const auto crypto = Crypto::load();
+  if (!crypto.ok()) return crypto.error();
+  std::string identity = group;
+  for (const int rank : ranks) identity += "/" + std::to_string(rank);
+  uint64_t count;
+  {
+    std::lock_guard lock(mutex_);
+    count = ++groupsMade_[identity];
+  }
+  identity += "#" + std::to_string(count);
+  const Mac digest = (*crypto)->hmac(std::as_bytes(std::span(std::string_view("topics"))),
+                                     std::as_bytes(std::span(identity)));
+  ByteReader in(digest);
+  const auto first = in.get<uint64_t>();
+  return std::pair(first, in.get<uint64_t>());
+}
+
 View Membership::view() const {
   std::lock_guard lock(mutex_);
   return view_;
@@ -155,9 +184,34 @@ std::vector<Accusation> Membership::accusations() const {
   std::lock_guard lock(mutex_);
   std::vector<Accusation> all;
   for (const auto& [rank, one] : seen_) {
-    if (one.accusation.cause != Cause::kLeft) all.push_back(one.accusation);
+    if (!isGoodbye(one.accusation.cause)) all.push_back(one.accusation);
   }
   return all;
+}
+
+bool Membership::isLost(int rank) const {
+  std::lock_guard lock(mutex_);
+  const auto found = seen_.find(rank);
+  return found == seen_.end() || found->second.accusation.cause != Cause::kLeft;
+}
+
+void Membership::missed(const RankSet& ranks) {
+  RankSet news;
+  View view;
+  {
+    std::lock_guard lock(mutex_);
+    ranks.forEach([&](int rank) {
+      const auto found = seen_.find(rank);
+      if (found != seen_.end() && found->second.accusation.cause == Cause::kEnded) news.add(rank);
+    });
+    news -= missed_;
+    missed_ |= news;
+    view = view_;
+  }
+  if (news.empty()) return;
+  log(LogLevel::kWarning, engine_->logName(), listOf(news),
+      " ended without destroy_process_group() while ", news.count() == 1 ? "its" : "their",
+      " job still runs operations", whoContinues(view));
 }
 
 // ---- on the loop's thread
@@ -167,13 +221,17 @@ void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& 
   for (const EngineId& id : peers) {
     if (const auto found = ranks_.find(id); found != ranks_.end()) ranks.add(found->second);
   }
-  ranks.forEach([&](int rank) { details_[rank] = evidence.detail; });
+  ranks.forEach([&](int rank) { evidence_[rank] = evidence; });
   const auto now = Clock::now();
   switch (evidence.kind) {
     case Evidence::Kind::kExited:
       return ranks.forEach([&](int rank) { onExited(rank); });
     case Evidence::Kind::kGoodbye:
-      return ranks.forEach([&](int rank) { onLeft(rank); });
+      return ranks.forEach([&](int rank) { onLeft(rank, Cause::kLeft); });
+    case Evidence::Kind::kEnded:
+      return ranks.forEach([&](int rank) { onLeft(rank, Cause::kEnded); });
+    case Evidence::Kind::kFailed:
+      return ranks.forEach([&](int rank) { onFailed(rank); });
     case Evidence::Kind::kSilent:
       return act(agreement_.suspected(ranks, Cause::kSilent, now));
     case Evidence::Kind::kRefused:
@@ -185,30 +243,36 @@ void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& 
 
 // The agreement says again what is undecided, in its own time; this is sooner, and also what is
 // decided: only the other end could know that it got that.
-void Membership::onRenewed(const EngineId& id) {
+void Membership::onReconnected(const EngineId& id) {
   const auto found = ranks_.find(id);
   if (found == ranks_.end()) return;
   ViewActions again;
   again.sendTo.add(found->second);
   act(again);
-  for (Listener* listener : listeners_) listener->onRenewed(found->second);
+  for (Listener* listener : listeners_) listener->onReconnected(found->second);
 }
 
-// The kernel has ended it before, so what stands on its board is the last.
+// The kernel has ended it before, so what its crash report says is the last.
 void Membership::onExited(int rank) {
-  const auto last = readLastWords(rank) ? ViewAgreement::LastReport::kReceived
-                                        : ViewAgreement::LastReport::kUnknown;
+  const auto last = readLastReport(rank) ? ViewAgreement::LastReport::kReceived
+                                         : ViewAgreement::LastReport::kUnknown;
   act(agreement_.exited({rank}, last, Clock::now()));
 }
 
-// Its last report came before the goodbye; on our host its board says the same.
-void Membership::onLeft(int rank) {
-  (void)readLastWords(rank);
-  act(agreement_.left(rank, Clock::now()));
+// Its last report came before the goodbye; on our host its crash report says the same.
+void Membership::onLeft(int rank, Cause cause) {
+  (void)readLastReport(rank);
+  act(agreement_.left(rank, Clock::now(), cause));
 }
 
-bool Membership::readLastWords(int rank) {
-  const auto words = peer(rank)->lastWords();
+// As certain as an exit, and its last report is known as after a goodbye.
+void Membership::onFailed(int rank) {
+  (void)readLastReport(rank);
+  act(agreement_.exited({rank}, ViewAgreement::LastReport::kReceived, Clock::now()));
+}
+
+bool Membership::readLastReport(int rank) {
+  const auto words = peer(rank)->lastReport();
   if (!words) return false;
   if (words->empty()) return true;  // it never had anything to say
   const auto report = decodeViewReport(*words, size());
@@ -249,9 +313,9 @@ void Membership::publish() {
   if (report.out().empty()) return;
   Bytes bytes = encodeViewReport(report);
   if (bytes == published_) return;
-  const Status written = engine_->publish(kMembershipDoor, bytes);
+  const Status written = engine_->publish(kMembershipTopic, bytes);
   if (!written.ok())
-    log(LogLevel::kError, engine_->logName(), "no last words: ", written.error().message);
+    log(LogLevel::kError, engine_->logName(), "no last report: ", written.error().message);
   published_ = std::move(bytes);
 }
 
@@ -261,7 +325,7 @@ void Membership::sendReports() {
   if (published_.empty()) return;
   to.forEach([&](int rank) {
     if (rank == options_.rank) return;
-    const Status sent = engine_->send(*peer(rank), kMembershipDoor, published_);  // [send]
+    const Status sent = engine_->send(*peer(rank), kMembershipTopic, published_);  // [send]
     // Said again later if it matters; an end is reported as such.
     if (sent.code() == ErrorCode::kExhausted)
       log(LogLevel::kWarning, engine_->logName(), "a report is late: ", sent.error().message);
@@ -269,49 +333,76 @@ void Membership::sendReports() {
 }
 
 void Membership::note(const Accusation& accusation) {
+  const auto [rank, cause, by] = accusation;
   Seen seen{accusation, {}, std::chrono::system_clock::now()};
-  if (const auto ours = details_.find(accusation.rank);
-      ours != details_.end() && accusation.by == options_.rank)
-    seen.detail = ours->second;
-  const bool isGoodbye = accusation.cause == Cause::kLeft;
-  if (!isGoodbye) {
-    log(LogLevel::kWarning, engine_->logName(), "rank ", accusation.rank, " is accused by rank ",
-        accusation.by, ": ", nameOf(accusation.cause), seen.detail.empty() ? "" : ": ",
-        seen.detail);
+  if (const auto ours = evidence_.find(rank); ours != evidence_.end() && by == options_.rank)
+    seen.detail = ours->second.detail;
+  if (!isGoodbye(cause)) {
+    log(LogLevel::kInfo, engine_->logName(), "rank ", rank, " is accused by rank ", by, ": ",
+        nameOf(cause), seen.detail.empty() ? "" : ": ", seen.detail);
   }
   std::lock_guard lock(mutex_);
-  seen_[accusation.rank] = std::move(seen);
+  seen_[rank] = std::move(seen);
 }
 
-// "rank 1 (exited), rank 3 (silent)".
-std::string Membership::describe(const RankSet& ranks) const {
-  std::string text;
+// What a human wants to know of it: "died (process exited)".
+std::string Membership::reasonOf(int rank) const {
   const std::vector<Accusation>& causes = agreement_.report().accusations;
+  const auto why = std::find_if(causes.begin(), causes.end(),
+                                [&](const Accusation& one) { return one.rank == rank; });
+  if (why == causes.end()) return "lost";
+  const auto ours = evidence_.find(rank);
+  switch (why->cause) {
+    case Cause::kExited:
+      if (ours != evidence_.end() && ours->second.kind == Evidence::Kind::kFailed)
+        return "died (" + ours->second.detail + ")";
+      return "died (process exited)";
+    case Cause::kLeft:
+      return "left";
+    case Cause::kEnded:
+      return "ended";
+    case Cause::kSilent:
+      return "lost (silent for " + std::to_string(options_.failureTimeout.count()) + " ms)";
+    case Cause::kRefused:
+      return "lost (connection broken, nobody listens there any more)";
+    case Cause::kUnreachable:
+      return "lost (connection broken)";
+    case Cause::kExcludes:
+      return "lost (goes on without rank " + std::to_string(why->by) + ")";
+  }
+  return "lost";
+}
+
+// "ranks 1, 2 died (process exited), rank 3 left".
+std::string Membership::describe(const RankSet& ranks) const {
+  std::vector<std::pair<std::string, RankSet>> reasons;
   ranks.forEach([&](int rank) {
-    const auto why = std::find_if(causes.begin(), causes.end(),
-                                  [&](const Accusation& one) { return one.rank == rank; });
-    text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank);
-    if (why != causes.end()) text += std::string(" (") + nameOf(why->cause) + ")";
+    const std::string reason = reasonOf(rank);
+    auto same = std::ranges::find(reasons, reason, &std::pair<std::string, RankSet>::first);
+    if (same == reasons.end()) same = reasons.insert(same, {reason, {}});
+    same->second.add(rank);
   });
+  std::string text;
+  for (const auto& [reason, who] : reasons)
+    text += (text.empty() ? "" : ", ") + listOf(who) + " " + reason;
   return text;
 }
 
 void Membership::commit(const View& view) {
   RankSet out;
-  bool accused = false;
+  bool isLoss = false;
   {
     std::lock_guard lock(mutex_);
     out = view_.active - view.active;
     view_ = view;
     out.forEach([&](int rank) {
       const auto found = seen_.find(rank);
-      accused = accused || found == seen_.end() || found->second.accusation.cause != Cause::kLeft;
+      isLoss = isLoss || found == seen_.end() || !isGoodbye(found->second.accusation.cause);
     });
   }
   out.forEach([&](int rank) { peer(rank)->channel->fence(); });
-  log(accused ? LogLevel::kWarning : LogLevel::kInfo, engine_->logName(), "epoch ", view.epoch,
-      ": ", listOf(view.active), view.active.count() == 1 ? " goes" : " go", " on without ",
-      describe(out));
+  log(isLoss ? LogLevel::kWarning : LogLevel::kInfo, engine_->logName(), describe(out),
+      whoContinues(view));
   for (Listener* listener : listeners_) listener->onView(view);
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/result.h"
@@ -14,8 +15,8 @@
 
 namespace mooncake {
 
-// The door (engine/doors.h) through which reports go.
-inline constexpr uint64_t kMembershipDoor = 1;
+// The topic (engine/message_router.h) through which reports go.
+inline constexpr uint64_t kMembershipTopic = 1;
 
 // The driver of ViewAgreement: what this engine sees of its peers goes in, what comes out is sent,
 // logged and told to those who listen. One per engine, shared by all groups of the job.
@@ -39,7 +40,7 @@ class Membership {
     virtual void onOver(const Error& why) = 0;
     // The connection to this rank broke and was made again: what we had put or sent there may be
     // lost, and what it had sent here.
-    virtual void onRenewed(int) {}
+    virtual void onReconnected(int) {}
   };
 
   // Neither this nor the destructor on the loop's thread: they wait for it.
@@ -49,6 +50,12 @@ class Membership {
   int rank() const { return options_.rank; }
   int size() const { return static_cast<int>(options_.peers.size()); }
   Engine& engine() const { return *engine_; }
+  const std::shared_ptr<Engine>& sharedEngine() const { return engine_; }
+  // Two topics of messages for a group of these ranks: the same on all of its members, and no other
+  // group's. Names and ranks may come again, so they are counted: members make the same groups in
+  // the same order. Any thread.
+  Result<std::pair<uint64_t, uint64_t>> newTopics(const std::string& group,
+                                                  const std::vector<int>& ranks);
   // By rank of the job; null for this one.
   const std::shared_ptr<Peer>& peer(int rank) const { return options_.peers[size_t(rank)]; }
 
@@ -74,16 +81,22 @@ class Membership {
   std::vector<Seen> seen() const;
   // Of these the accusations: a goodbye is none.
   std::vector<Accusation> accusations() const;
+  // The rank is out, and destroyed nothing before: an operation that misses it has lost it.
+  bool isLost(int rank) const;
+  // An operation has gone on without these. Of who came to the end of its program that is the first
+  // sign of a loss.
+  void missed(const RankSet& ranks);
 
  private:
   Membership(std::shared_ptr<Engine> engine, Options options);
 
   // ---- all on the loop's thread
   void onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence);
-  void onRenewed(const EngineId& id);
+  void onReconnected(const EngineId& id);
   void onExited(int rank);
-  void onLeft(int rank);
-  bool readLastWords(int rank);
+  void onLeft(int rank, Cause cause);
+  void onFailed(int rank);
+  bool readLastReport(int rank);
   void onMessage(const EngineId& from, ByteView message);
   void act(const ViewActions& actions);
   void publish();
@@ -95,6 +108,7 @@ class Membership {
   void sendReports();
   void armTimer();
   std::string describe(const RankSet& ranks) const;
+  std::string reasonOf(int rank) const;
   void runOnLoop(std::function<void()> task);
 
   const std::shared_ptr<Engine> engine_;
@@ -104,7 +118,7 @@ class Membership {
   // Of the loop's thread.
   ViewAgreement agreement_;
   std::vector<Listener*> listeners_;
-  std::map<int, std::string> details_;  // what we saw ourselves, by rank
+  std::map<int, Evidence> evidence_;  // what we saw ourselves, by rank
   Bytes published_;
   RankSet sendTo_;  // the report is due
   bool isSending_ = false;
@@ -114,9 +128,11 @@ class Membership {
 
   std::atomic<bool> isOver_{false};  // set behind standing_
   mutable std::mutex mutex_;         // guards all below
+  std::map<std::string, uint64_t> groupsMade_;
   View view_;
   Status standing_;
   std::map<int, Seen> seen_;
+  RankSet missed_;
 };
 
 }  // namespace mooncake

@@ -8,19 +8,21 @@ namespace mooncake {
 // Report, wire form, little-endian:
 //   u8 version  u16 from  set committed  set gone  set unsettled  set suspected
 //   for each rank that is gone or suspected, ascending: u8 cause  u16 by
-// Gone ranks are settled as a rule, so the exceptions are sent. A set: rank_set.h.
+// Gone ranks are resolution as a rule, so the exceptions are sent. A set: rank_set.h.
 namespace {
 
 constexpr uint8_t kVersion = 1;
 
-bool isCertain(Cause cause) { return cause == Cause::kExited || cause == Cause::kLeft; }
+bool isCertain(Cause cause) {
+  return cause == Cause::kExited || cause == Cause::kLeft || cause == Cause::kEnded;
+}
 
-bool isKnown(Cause cause) { return cause >= Cause::kExited && cause <= Cause::kUnreachable; }
+bool isKnown(Cause cause) { return cause >= Cause::kExited && cause <= Cause::kEnded; }
 
 bool isConsistent(const ViewReport& report, int ranks) {
   const RankSet out = report.out();
   if (report.from >= ranks || out.end() > ranks || out.contains(report.from)) return false;
-  if (!report.committed.isSubsetOf(out) || !report.settled.isSubsetOf(report.gone)) return false;
+  if (!report.committed.isSubsetOf(out) || !report.resolution.isSubsetOf(report.gone)) return false;
   for (const auto& [rank, cause, by] : report.accusations) {
     if (!isKnown(cause) || by >= ranks) return false;
     if (isCertain(cause) != report.gone.contains(rank)) return false;
@@ -35,7 +37,7 @@ Bytes encodeViewReport(const ViewReport& report) {
   out.put(kVersion).put(static_cast<uint16_t>(report.from));
   report.committed.write(out);
   report.gone.write(out);
-  (report.gone - report.settled).write(out);
+  (report.gone - report.resolution).write(out);
   report.suspected.write(out);
   for (const auto& [rank, cause, by] : report.accusations) {
     out.put(static_cast<uint8_t>(cause)).put(static_cast<uint16_t>(by));
@@ -51,7 +53,7 @@ Result<ViewReport> decodeViewReport(ByteView bytes, int ranks) {
   report.committed = RankSet::read(in);
   report.gone = RankSet::read(in);
   const RankSet unsettled = RankSet::read(in);
-  report.settled = report.gone - unsettled;
+  report.resolution = report.gone - unsettled;
   report.suspected = RankSet::read(in);
   report.out().forEach([&](int rank) {
     const auto cause = static_cast<Cause>(in.get<uint8_t>());
@@ -76,11 +78,11 @@ ViewActions ViewAgreement::exited(const RankSet& ranks, LastReport last, Clock::
   return testify(ranks, Cause::kExited, last, now);  // [exited] [certain]
 }
 
-ViewActions ViewAgreement::left(int rank, Clock::time_point now) {
+ViewActions ViewAgreement::left(int rank, Clock::time_point now, Cause cause) {
   // What it returned to its caller counts, unlike what a dead rank did: if it has gone on without
   // us it stays suspected (received() saw to that), and we need a quorum to go on without it.
   if (over_ || !first_.active.contains(rank) || !reported_[rank].isSubsetOf(out_)) return {};
-  return testify({rank}, Cause::kLeft, LastReport::kReceived, now);  // [left] [certain]
+  return testify({rank}, cause, LastReport::kReceived, now);  // [left] [certain]
 }
 
 ViewActions ViewAgreement::testify(const RankSet& ranks, Cause cause, LastReport last,
@@ -186,8 +188,8 @@ void ViewAgreement::accuse(const RankSet& ranks, Cause cause, ViewActions& actio
   out_ |= ranks;
 }
 
-// Of a rank that we go on with and that goes on with us. All or nothing: the proof that a settled
-// rank may be forgotten rests on taking over its witness's suspicions with its death.
+// Of a rank that we go on with and that goes on with us. All or nothing: the proof that a
+// resolution rank may be forgotten rests on taking over its witness's suspicions with its death.
 void ViewAgreement::merge(const ViewReport& report, ViewActions& actions) {
   for (const Accusation& theirs : report.accusations) {
     if (!out_.contains(theirs.rank) || (isCertain(theirs.cause) && !gone_.contains(theirs.rank))) {
@@ -195,7 +197,7 @@ void ViewAgreement::merge(const ViewReport& report, ViewActions& actions) {
     }
   }
   gone_ |= report.gone;
-  settled_ |= report.settled;
+  settled_ |= report.resolution;
   suspected_ |= report.suspected;  // [share]
   suspected_ -= gone_;
   out_ |= gone_;
@@ -206,17 +208,17 @@ void ViewAgreement::merge(const ViewReport& report, ViewActions& actions) {
   }
 }
 
-// Who is not settled still counts where a quorum is needed: it may have helped another side to take
-// us out before it ended. What it reported last may become part of what we report later than its
-// end.
-void ViewAgreement::settle() {
+// Who is not resolution still counts where a quorum is needed: it may have helped another side to
+// take us out before it ended. What it reported last may become part of what we report later than
+// its end.
+void ViewAgreement::resolve() {
   (lastKnown_ - settled_).forEach([&](int rank) {
     if (reported_[rank].isSubsetOf(out_)) settled_.add(rank);
   });
 }
 
 // Certain deaths need nobody's consent. With a suspicion among them, of the last view without the
-// settled ranks a strict majority goes on, or half with the lowest.
+// resolution ranks a strict majority goes on, or half with the lowest.
 bool ViewAgreement::mayGoOn() const {
   if ((out_ - committed_).isSubsetOf(gone_)) return true;
   const RankSet live = view_.active - settled_;
@@ -246,7 +248,7 @@ void ViewAgreement::commit(const RankSet& out, ViewActions& actions) {
 }
 
 ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) {
-  settle();
+  resolve();
   if (isUndecided() && !mayGoOn()) {
     // Not told to anybody: what leaves us without a quorum need not cost others theirs.
     over_ = true;
@@ -257,7 +259,7 @@ ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) 
   std::erase_if(heldBack_, [&](const auto& held) { return out_.contains(held.first); });
 
   const bool isNews =
-      gone_ != told_.gone || settled_ != told_.settled || suspected_ != told_.suspected;
+      gone_ != told_.gone || settled_ != told_.resolution || suspected_ != told_.suspected;
   if (isNews || (isUndecided() && now >= toldAt_ + timing_.resend)) {
     // Also to whom this commit evicts, so that they know.
     actions.sendTo = first_.active - told_.committed - gone_ - RankSet{self_};

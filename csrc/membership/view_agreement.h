@@ -19,13 +19,13 @@
 //
 // Why two views that living ranks committed are never side by side: what a rank reports only grows,
 // so two views that have one rank in common are one inside the other. Two that have none need two
-// quorums of the same last view. Both leave out ranks that are gone - but only settled ones: all
+// quorums of the same last view. Both leave out ranks that are gone - but only resolution ones: all
 // that these ever reported is part of what the counting rank reports, so they cannot have helped
 // a view that it does not know of. Without a suspicion no quorum is needed: then all ranks of the
 // other view are dead, and what they returned binds nobody.
 namespace mooncake {
 
-// How a rank is known to be out. The first two are certain, the others are suspicion.
+// How a rank is known to be out. Three are certain, the others are suspicion.
 enum class Cause : uint8_t {
   kExited = 1,       // the kernel of its host said so
   kLeft = 2,         // it said goodbye; never an accusation
@@ -33,6 +33,7 @@ enum class Cause : uint8_t {
   kRefused = 4,      // it refused to be connected to, and nobody on its host could testify
   kExcludes = 5,     // its own report takes the accuser out
   kUnreachable = 6,  // its connection broke and could not be made again, nobody knows why
+  kEnded = 7,        // certain: as kLeft, but its program ended and destroyed nothing
 };
 
 struct Accusation {
@@ -47,10 +48,10 @@ struct Accusation {
 // earlier ones said: losing, repeating and reordering them does no harm.
 struct ViewReport {
   int from = 0;
-  RankSet committed;  // who is out of the sender's last view
-  RankSet gone;       // certain
-  RankSet settled;    // those of the gone that took out nobody but who is out here, too
-  RankSet suspected;  // and not certain
+  RankSet committed;   // who is out of the sender's last view
+  RankSet gone;        // certain
+  RankSet resolution;  // those of the gone that took out nobody but who is out here, too
+  RankSet suspected;   // and not certain
   std::vector<Accusation> accusations;  // of all that are out, by rank
 
   RankSet out() const { return gone | suspected; }
@@ -103,7 +104,7 @@ class ViewAgreement {
   ViewActions exited(const RankSet& ranks, LastReport last, Clock::time_point now);
   // After received() was given the report that came with the goodbye. Who has said goodbye is never
   // exited, even if its end is all that was seen.
-  ViewActions left(int rank, Clock::time_point now);
+  ViewActions left(int rank, Clock::time_point now, Cause cause = Cause::kLeft);
   // Held back for a grace where the ranks are not all higher than ours, or others are held back:
   // when one link breaks, only one of its ends accuses, and it costs one rank instead of two.
   ViewActions suspected(const RankSet& ranks, Cause cause, Clock::time_point now);
@@ -123,7 +124,7 @@ class ViewAgreement {
   void accuse(const RankSet& ranks, Cause cause, ViewActions& actions);
   ViewActions testify(const RankSet& ranks, Cause cause, LastReport last, Clock::time_point now);
   void merge(const ViewReport& report, ViewActions& actions);
-  void settle();
+  void resolve();
   bool mayGoOn() const;
   bool allReported();
   void commit(const RankSet& out, ViewActions& actions);

@@ -1,11 +1,10 @@
-"""Starts the ranks of one run as processes and reads what rank 0 reports."""
+"""Starts the ranks of one run by mooncake-run and reads what rank 0 reports."""
 
 from __future__ import annotations
 
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank that gets SIGKILL when step `step` is done."""
+    """A rank that sends itself SIGKILL after step `step`."""
 
     rank: int
     step: int
@@ -32,6 +31,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)  # that took part, per step
+    endings: str = ""  # the launcher's table
 
     @property
     def name(self) -> str:
@@ -54,88 +54,83 @@ def launch(
     """Trains with `ranks` processes within `deadline` seconds; leaves no process behind."""
     run = Run(backend, kill)
     with tempfile.TemporaryDirectory(prefix="mooncake-demo-") as folder:
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
-        processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "mooncake_backend.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), "--log-dir", folder]
+        # stdout is rank 0's; what all ranks write to stderr is kept for the last words.
+        command += ["--local-ranks-filter", "0", "--redirects", "2"]
+        command += ["-m", "mooncake_backend.demo.train", "--backend", backend]
+        command += ["--steps", str(steps)]
+        if kill:
+            command += ["--victim", str(kill.rank), "--kill-at", str(kill.step)]
+        log = Path(folder, "launcher.log")
+        with log.open("wb") as launcher_log:
+            launcher = subprocess.Popen(
+                [*command, *map(str, files)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=launcher_log,
+                # Ctrl-C reaches this process only, which then ends the launcher and so its ranks.
+                start_new_session=True,
+            )
         try:
-            for rank in range(ranks):
-                command = [sys.executable, "-m", "mooncake_backend.demo.train"]
-                command += ["--backend", backend, "--store", str(Path(folder, "store"))]
-                command += ["--rank", str(rank), "--ranks", str(ranks), "--steps", str(steps)]
-                with logs[rank].open("wb") as log:
-                    processes.append(
-                        subprocess.Popen(
-                            command + [str(file) for file in files],
-                            stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE if rank == 0 else log,
-                            stderr=log,
-                            # Ctrl-C reaches this process only, which then stops the ranks.
-                            start_new_session=True,
-                        )
-                    )
-            _follow(run, processes, logs, time.monotonic() + deadline, on_step)
+            _follow(run, launcher, time.monotonic() + deadline, on_step)
+        except RunError as error:
+            raise RunError(f"{error}\n{_last_words(Path(folder))}") from None
         finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)
-                process.wait()
-                if process.stdout:
-                    process.stdout.close()
+            _end(launcher)
+            if launcher.stdout:
+                launcher.stdout.close()
+        _, _, table = log.read_text(encoding="utf-8", errors="replace").rpartition("mooncake-run: ")
+        run.endings = f"mooncake-run: {table}".rstrip()
     return run
 
 
 def _follow(
-    run: Run,
-    processes: list[subprocess.Popen[bytes]],
-    logs: list[Path],
-    end: float,
-    on_step: Callable[[float], None],
+    run: Run, launcher: subprocess.Popen[bytes], end: float, on_step: Callable[[float], None]
 ) -> None:
-    output = processes[0].stdout
+    output = launcher.stdout
     assert output is not None
     selector = selectors.DefaultSelector()
     selector.register(output, selectors.EVENT_READ)
     pending = b""
-    while selector.get_map() or any(process.poll() is None for process in processes):
+    while True:
         if time.monotonic() > end:
-            raise RunError(f"{run.backend}: not done in time\n{_last_words(logs)}")
-        for rank, process in enumerate(processes):
-            if process.poll() and not _was_killed(run, rank, process):
-                ended = f"rank {rank} ended with {process.returncode}"
-                raise RunError(f"{run.backend}: {ended}\n{_last_words(logs)}")
-        if not selector.get_map():
-            time.sleep(0.05)
-        elif selector.select(timeout=0.2):
-            data = os.read(output.fileno(), 1 << 16)
-            if not data:
-                selector.unregister(output)
-            *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                report = json.loads(line)
-                run.losses.append(report["loss"])
-                run.seconds.append(report["seconds"])
-                run.ranks.append(report["ranks"])
-                if run.kill and report["step"] == run.kill.step:
-                    processes[run.kill.rank].send_signal(signal.SIGKILL)
-                on_step(report["loss"])
-    failed = [
-        rank
-        for rank, process in enumerate(processes)
-        if process.returncode and not _was_killed(run, rank, process)
-    ]
-    if failed:
-        raise RunError(f"{run.backend}: ranks {failed} failed\n{_last_words(logs)}")
+            raise RunError(f"{run.backend}: not done in time")
+        if not selector.select(timeout=0.2):
+            continue
+        data = os.read(output.fileno(), 1 << 16)
+        if not data:
+            break
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            report = json.loads(line)
+            run.losses.append(report["loss"])
+            run.seconds.append(report["seconds"])
+            run.ranks.append(report["ranks"])
+            on_step(report["loss"])
+    try:
+        code = launcher.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{run.backend}: not done in time") from None
+    if code != 0:
+        raise RunError(f"{run.backend}: mooncake-run ended with {code}")
 
 
-def _was_killed(run: Run, rank: int, process: subprocess.Popen[bytes]) -> bool:
-    """By us: the victim of this run."""
-    is_victim = run.kill is not None and run.kill.rank == rank
-    return is_victim and process.returncode == -signal.SIGKILL
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """Its ranks first: it ends them when it is asked to end, and waits for them up to 30 s."""
+    launcher.terminate()
+    try:
+        launcher.wait(40)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
 
 
-def _last_words(logs: list[Path]) -> str:
+def _last_words(folder: Path) -> str:
     said = []
-    for rank, log in enumerate(logs):
+    for log in sorted(folder.rglob("*.log")):
         text = log.read_text(encoding="utf-8", errors="replace").strip()
         if text:
-            said.append(f"--- rank {rank}\n" + "\n".join(text.splitlines()[-20:]))
+            said.append(f"--- {log.relative_to(folder)}\n" + "\n".join(text.splitlines()[-20:]))
     return "\n".join(said)

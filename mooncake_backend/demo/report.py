@@ -76,5 +76,6 @@ def show(runs: list[Run], ranks: int, path: Path, console: Console) -> None:
     for run in runs:
         if run.kill:
             console.print(aftermath(run))
+            console.print(run.endings, markup=False, highlight=False, soft_wrap=True)
     picture(runs, path)
     console.print(f"picture: {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import signal
 import time
 from datetime import timedelta
@@ -21,7 +22,8 @@ BATCH = 8
 PR_SET_PDEATHSIG = 1
 
 
-def train(text: Text, steps: int) -> None:
+def train(text: Text, steps: int, kill_at: int | None) -> None:
+    """kill_at: the step after which this rank dies."""
     rank = dist.get_rank()
     torch.manual_seed(0)  # the same model for every rank and backend
     model = DistributedDataParallel(CharModel(text.symbols, CONTEXT))
@@ -43,30 +45,26 @@ def train(text: Text, steps: int) -> None:
         if rank == 0:
             line = {"step": step, "loss": mean.item() / ranks, "seconds": seconds, "ranks": ranks}
             print(json.dumps(line), flush=True)
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", required=True)
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--victim", type=int)
+    parser.add_argument("--kill-at", type=int)
     parser.add_argument("files", type=Path, nargs="+")
     given = parser.parse_args()
 
-    # A parent that was killed cannot stop us.
+    # A launcher that was killed cannot stop us.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        given.backend,
-        init_method=f"file://{given.store}",
-        rank=given.rank,
-        world_size=given.ranks,
-        timeout=timedelta(seconds=60),
-    )
+    dist.init_process_group(given.backend, timeout=timedelta(seconds=60))
     try:
-        train(Text(given.files), given.steps)
+        kill_at = given.kill_at if dist.get_rank() == given.victim else None
+        train(Text(given.files), given.steps, kill_at)
     finally:
         dist.destroy_process_group()
 

@@ -36,11 +36,16 @@ bool same(const Env& a, const Env& b) {
 }
 
 const std::map<std::string, std::string> kGood = {
-    {"MOONCAKE_TRANSPORTS", "tcp,cuda_ipc"}, {"MOONCAKE_HOST_IP", "10.1.2.3"},
-    {"MOONCAKE_JOB_KEY", "secret"},          {"MOONCAKE_FAILURE_TIMEOUT_MS", "250"},
-    {"MOONCAKE_ON_FAILURE", "raise"},        {"MOONCAKE_TCP_CONNECTIONS", "8"},
-    {"MOONCAKE_EAGER_BYTES", "4096"},        {"MOONCAKE_CMA", "0"},
-    {"MOONCAKE_LOG_LEVEL", "debug"},         {"MOONCAKE_SIM_SEED", "7"},
+    {"MOONCAKE_TRANSPORTS", "tcp,cuda_ipc"},
+    {"MOONCAKE_HOST_IP", "10.1.2.3"},
+    {"MOONCAKE_JOB_KEY", "a secret of the job"},
+    {"MOONCAKE_FAILURE_TIMEOUT_MS", "250"},
+    {"MOONCAKE_ON_FAILURE", "raise"},
+    {"MOONCAKE_TCP_CONNECTIONS", "8"},
+    {"MOONCAKE_EAGER_BYTES", "4096"},
+    {"MOONCAKE_CMA", "0"},
+    {"MOONCAKE_LOG_LEVEL", "debug"},
+    {"MOONCAKE_SIM_SEED", "7"},
 };
 
 TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
@@ -62,7 +67,7 @@ TEST_F(EnvTest, ReadsTheValues) {
   ASSERT_TRUE(env.ok()) << env.error().message;
   EXPECT_EQ(env->transports, (std::vector<std::string>{"tcp", "cuda_ipc"}));
   EXPECT_EQ(env->hostIp, "10.1.2.3");
-  EXPECT_EQ(env->jobKey, "secret");
+  EXPECT_EQ(env->jobKey, "a secret of the job");
   EXPECT_EQ(env->failureTimeout, std::chrono::milliseconds(250));
   EXPECT_TRUE(env->raises);
   EXPECT_EQ(env->tcpConnections, 8u);
@@ -105,6 +110,16 @@ TEST_F(EnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
     }
     ::unsetenv(name.c_str());
   }
+}
+
+TEST_F(EnvTest, AShortKeyIsRefusedAndStandsInNoMessage) {
+  set("MOONCAKE_JOB_KEY", "fifteen letters");
+  const auto env = Env::read();
+  ASSERT_FALSE(env.ok());
+  EXPECT_EQ(env.error().code, ErrorCode::kInvalidArgument);
+  for (const char* part : {"MOONCAKE_JOB_KEY", "has 15 bytes", "16 bytes or more"})
+    EXPECT_NE(env.error().message.find(part), std::string::npos) << env.error().message;
+  EXPECT_EQ(env.error().message.find("fifteen"), std::string::npos) << env.error().message;
 }
 
 }  // namespace

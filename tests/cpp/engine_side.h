@@ -155,10 +155,10 @@ class EngineSide {
               ended_.emplace_back(peer, evidence);
               changed_.notify_all();
             },
-        .onRenewed =
+        .onReconnected =
             [this](EngineId) {
               std::lock_guard lock(mutex_);
-              ++renewed_;
+              ++reconnected_;
               changed_.notify_all();
             },
     });
@@ -221,7 +221,7 @@ class EngineSide {
   }
   size_t renewedCount() {
     std::lock_guard lock(mutex_);
-    return renewed_;
+    return reconnected_;
   }
   size_t endedCount() {
     std::lock_guard lock(mutex_);
@@ -234,7 +234,7 @@ class EngineSide {
   std::vector<std::pair<EngineId, std::shared_ptr<Channel>>> accepted_;
   std::vector<std::pair<EngineId, Evidence>> ended_;
   std::vector<std::pair<EngineId, Bytes>> messages_;
-  size_t renewed_ = 0;
+  size_t reconnected_ = 0;
   std::unique_ptr<Arena> arena_;
   ArenaBlock life_;
   RegionTable regions_;

@@ -2,27 +2,32 @@
 // sent: the test carries them.
 #include "collectives/flush_agent.h"
 
+#include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <future>
 #include <gtest/gtest.h>
 #include <list>
 #include <mutex>
 
+#include "base/failpoint.h"
+#include "engine_side.h"
 #include "ranks_in_threads.h"
 
 namespace mooncake::test {
 namespace {
 
-using Wish = FlushReport::Wish;
-using Kind = FlushAgent::Settled::Kind;
+using mooncake::testing::eventually;
+using AbortReason = FlushReport::AbortReason;
+using Kind = FlushAgent::Resolution::Kind;
 
 // The first byte of a message.
-constexpr uint8_t kReport = 1, kEnded = 2, kLeft = 3, kAsk = 4;
+constexpr uint8_t kReport = 1, kEnded = 2, kLeft = 3, kAsk = 4, kRepeat = 5;
 
 // Groups ended their first operation when they were made.
 constexpr uint64_t kFirst = 2;
 
-// Each agent has a door of its own, so what it says goes to a door that the test holds open. Over
+// Each agent has a topic of its own, so what it says goes to a topic that the test holds open. Over
 // messages: nobody sees the words of another.
 class FlushAgentTest : public ::testing::Test {
  protected:
@@ -31,9 +36,7 @@ class FlushAgentTest : public ::testing::Test {
     Bytes message;
   };
 
-  void makeAgents(int size) {
-    std::vector<int> everybody;
-    for (int r = 0; r < size; ++r) everybody.push_back(r);
+  void makeGroups(int size) {
     groups_.resize(size);
     std::vector<std::thread> threads;
     for (int r = 0; r < size; ++r) {
@@ -52,25 +55,36 @@ class FlushAgentTest : public ::testing::Test {
     }
     for (auto& thread : threads) thread.join();
     ASSERT_FALSE(HasFailure());
+  }
+
+  void startAgent(int rank, uint64_t topic) {
+    std::vector<int> everybody;
+    for (int r = 0; r < group(rank).size(); ++r) everybody.push_back(r);
+    agents_.push_back(std::make_shared<FlushAgent>(group(rank), *group(rank).membership(), topic,
+                                                   everybody, false, false));
+    agents_.back()->start();
+  }
+
+  void makeAgents(int size) {
+    makeGroups(size);
     for (int r = 0; r < size; ++r) {
       for (int from = 0; from < size; ++from) {
         if (from == r) continue;
-        groups_[r]->engine().openDoor(doorOf(from), [this, from, r](const EngineId&, ByteView all) {
-          std::lock_guard lock(mutex_);
-          letters_.push_back({from, r, Bytes(all.begin(), all.end())});
-          arrived_.notify_all();
-        });
+        groups_[r]->engine().openTopic(
+            doorOf(from), [this, from, r](const EngineId&, ByteView all) {
+              std::lock_guard lock(mutex_);
+              letters_.push_back({from, r, Bytes(all.begin(), all.end())});
+              arrived_.notify_all();
+            });
       }
-      agents_.push_back(std::make_shared<FlushAgent>(*groups_[r], *groups_[r]->membership(),
-                                                     doorOf(r), everybody, false, false));
-      agents_[r]->start();
+      startAgent(r, doorOf(r));
     }
   }
 
   void TearDown() override {
     for (size_t r = 0; r < agents_.size(); ++r) {
       for (size_t from = 0; from < agents_.size(); ++from)
-        groups_[r]->engine().closeDoor(doorOf(static_cast<int>(from)));
+        groups_[r]->engine().closeTopic(doorOf(static_cast<int>(from)));
       agents_[r]->stop();
     }
   }
@@ -78,9 +92,10 @@ class FlushAgentTest : public ::testing::Test {
   FlushAgent& agent(int rank) { return *agents_[rank]; }
   Group& group(int rank) { return *groups_[rank]; }
 
-  std::future<FlushAgent::Settled> settle(int rank, uint64_t number, Wish wish, Error why = {}) {
+  std::future<FlushAgent::Resolution> resolve(int rank, uint64_t number, AbortReason abort,
+                                              Error why = {}) {
     return std::async(std::launch::async,
-                      [=, this] { return agent(rank).settle(number, wish, why); });
+                      [=, this] { return agent(rank).resolve(number, abort, why); });
   }
 
   // The oldest of this kind that nobody took yet. Whoever has it may keep it.
@@ -100,6 +115,17 @@ class FlushAgentTest : public ::testing::Test {
     Letter letter = std::move(*found);
     letters_.erase(found);
     return letter;
+  }
+
+  // Until the engine takes no message any more, for it has too many that wait. The loop's thread
+  // stands still meanwhile.
+  void fillOutbox(int from, int to) {
+    Status sent;
+    for (size_t bytes = MessageRouter::kMostBytes; bytes > 0; bytes /= 2) {
+      do sent = group(from).engine().send(group(to).engine().id(), 7, Bytes(bytes));
+      while (sent.ok());
+    }
+    EXPECT_EQ(sent.code(), ErrorCode::kExhausted);
   }
 
   // Returns when the agent has made of it what it makes of it.
@@ -131,18 +157,18 @@ TEST_F(FlushAgentTest, AFarewellBeforeTheReportSaysHowTheOperationEnded) {
   makeAgents(2);
   ASSERT_TRUE(agent(0).begin(kFirst).ok());
   ASSERT_TRUE(agent(1).begin(kFirst).ok());
-  auto waits = settle(0, kFirst, Wish::kNone);
-  auto gaveUp = settle(1, kFirst, Wish::kTimeout, {ErrorCode::kTimeout, "too late"});
+  auto waits = resolve(0, kFirst, AbortReason::kNone);
+  auto gaveUp = resolve(1, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
   deliver(take(0, 1, kReport));
   EXPECT_EQ(gaveUp.get().status.code(), ErrorCode::kTimeout);
   agent(1).leave(kFirst, soon());
 
   const Letter report = take(1, 0, kReport);
   deliver(take(1, 0, kLeft));
-  const auto settled = waits.get();
-  ASSERT_EQ(settled.kind, Kind::kEnded) << "taken for done";
-  EXPECT_EQ(settled.status.code(), ErrorCode::kTimeout);
-  EXPECT_EQ(settled.status.error().message, "too late");
+  const auto resolution = waits.get();
+  ASSERT_EQ(resolution.kind, Kind::kEnded) << "taken for done";
+  EXPECT_EQ(resolution.status.code(), ErrorCode::kTimeout);
+  EXPECT_EQ(resolution.status.error().message, "too late");
 
   deliver(report);  // of a flush that is over
   EXPECT_FALSE(agent(0).isFrozen());
@@ -154,8 +180,8 @@ TEST_F(FlushAgentTest, AFarewellTellsOfOperationsThatItsRankDidNotCall) {
   makeAgents(3);
   ASSERT_TRUE(agent(0).begin(kFirst).ok());
   ASSERT_TRUE(agent(1).begin(kFirst).ok());
-  auto gaveUp = settle(0, kFirst, Wish::kTimeout, {ErrorCode::kTimeout, "too late"});
-  auto waits = settle(1, kFirst, Wish::kNone);
+  auto gaveUp = resolve(0, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
+  auto waits = resolve(1, kFirst, AbortReason::kNone);
   deliver(take(0, 2, kReport));
   deliver(take(1, 2, kReport));
   EXPECT_EQ(agent(2).ended(), kFirst);
@@ -170,18 +196,18 @@ TEST_F(FlushAgentTest, AFarewellTellsOfOperationsThatItsRankDidNotCall) {
   group(0).fail({ErrorCode::kAborted, "dead"});
   gaveUp.get();
   deliver(take(2, 1, kLeft));
-  const auto settled = waits.get();
-  ASSERT_EQ(settled.kind, Kind::kEnded);
-  EXPECT_EQ(settled.status.code(), ErrorCode::kTimeout);
+  const auto resolution = waits.get();
+  ASSERT_EQ(resolution.kind, Kind::kEnded);
+  EXPECT_EQ(resolution.status.code(), ErrorCode::kTimeout);
 }
 
 // Who goes on differently from one decision may end the next operation with other contributors.
 TEST_F(FlushAgentTest, WhoIsInDoesNotDependOnWhatCameFirst) {
   makeAgents(3);
   for (int r = 0; r < 3; ++r) ASSERT_TRUE(agent(r).begin(kFirst).ok());
-  auto first = settle(0, kFirst, Wish::kNone);
-  auto second = settle(1, kFirst, Wish::kNone);
-  auto leaver = settle(2, kFirst, Wish::kTimeout, {ErrorCode::kTimeout, "too late"});
+  auto first = resolve(0, kFirst, AbortReason::kNone);
+  auto second = resolve(1, kFirst, AbortReason::kNone);
+  auto leaver = resolve(2, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
   deliver(take(0, 2, kReport));
   deliver(take(1, 2, kReport));
   EXPECT_EQ(leaver.get().status.code(), ErrorCode::kTimeout);
@@ -202,8 +228,8 @@ TEST_F(FlushAgentTest, WhoIsInDoesNotDependOnWhatCameFirst) {
     EXPECT_TRUE(agent(r).missesLeaver(kFirst + 1));
     ASSERT_TRUE(agent(r).begin(kFirst + 1).ok());
   }
-  first = settle(0, kFirst + 1, Wish::kNone);
-  second = settle(1, kFirst + 1, Wish::kNone);
+  first = resolve(0, kFirst + 1, AbortReason::kNone);
+  second = resolve(1, kFirst + 1, AbortReason::kNone);
   deliver(take(0, 1, kReport));
   deliver(take(1, 0, kReport));
   EXPECT_EQ(first.get().kind, Kind::kAgain);
@@ -212,6 +238,128 @@ TEST_F(FlushAgentTest, WhoIsInDoesNotDependOnWhatCameFirst) {
     EXPECT_EQ(agent(r).view()->active, (std::vector{0, 1}));
     EXPECT_FALSE(agent(r).missesLeaver(kFirst + 1));
   }
+}
+
+// Nobody but its rank has the report, and who has it decides without waiting for those who have
+// not.
+TEST_F(FlushAgentTest, AReportThatIsLostComesAgain) {
+  makeAgents(2);
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(agent(r).begin(kFirst).ok());
+  auto gaveUp = resolve(0, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
+  take(0, 1, kReport);  // which is lost
+  deliver(take(0, 1, kRepeat));
+  auto waits = resolve(1, kFirst, AbortReason::kNone);
+  EXPECT_EQ(waits.get().status.error().message, "too late");
+  take(1, 0, kReport);  // which is lost, and its rank has no reason to repeat it
+  EXPECT_TRUE(agent(0).isFrozen());
+  deliver(take(0, 1, kRepeat));
+  deliver(take(1, 0, kReport));
+  EXPECT_EQ(gaveUp.get().status.error().message, "too late");
+}
+
+TEST_F(FlushAgentTest, WhoLacksALeaversReportIsToldThatItLeft) {
+  makeAgents(2);
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(agent(r).begin(kFirst).ok());
+  auto waits = resolve(0, kFirst, AbortReason::kNone);
+  auto gaveUp = resolve(1, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
+  deliver(take(0, 1, kReport));
+  EXPECT_EQ(gaveUp.get().status.code(), ErrorCode::kTimeout);
+  agent(1).leave(kFirst, soon());
+  take(1, 0, kReport);
+  take(1, 0, kLeft);  // both are lost
+  deliver(take(0, 1, kRepeat));
+  deliver(take(1, 0, kLeft));
+  EXPECT_EQ(waits.get().status.error().message, "too late");
+}
+
+// A topic that is not open yet keeps what comes for it, but not for ever.
+TEST_F(FlushAgentTest, AFloodOfEarlyMessagesCostsNoFlushItsEnd) {
+  constexpr uint64_t kTopic = 1000, kBehind = 999;
+  makeGroups(2);
+  startAgent(0, kTopic);
+  ASSERT_TRUE(agent(0).begin(kFirst).ok());
+  auto gaveUp = resolve(0, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
+  ASSERT_TRUE(eventually([&] { return agent(0).isFrozen(); }));
+  const Bytes large(MessageRouter::kMostBytes);
+  for (uint64_t bytes = 0, topic = 2000; bytes <= MessageRouter::kMostEarlyBytes; ++topic) {
+    const Status sent = group(0).engine().send(group(1).engine().id(), topic, large);
+    if (sent.ok()) bytes += large.size();
+  }
+  std::promise<void> arrived;
+  group(1).engine().openTopic(kBehind, [&](const EngineId&, ByteView) { arrived.set_value(); });
+  ASSERT_TRUE(
+      group(0).engine().send(group(1).engine().id(), kBehind, ByteWriter().put(kAsk).take()).ok());
+  ASSERT_EQ(arrived.get_future().wait_until(soon().when()), std::future_status::ready);
+  group(1).engine().closeTopic(kBehind);
+  startAgent(1, kTopic);
+  EXPECT_EQ(gaveUp.get().status.error().message, "too late");
+  EXPECT_EQ(agent(1).ended(), kFirst);
+}
+
+TEST_F(FlushAgentTest, AReportThatTheEngineDoesNotTakeIsSentLater) {
+  constexpr uint64_t kTopic = 1000;
+  makeGroups(2);
+  for (int r = 0; r < 2; ++r) startAgent(r, kTopic);
+  ASSERT_TRUE(agent(0).begin(kFirst).ok());
+  std::promise<void> goOn;
+  group(0).engine().loop().post([&] { goOn.get_future().wait(); });
+  fillOutbox(0, 1);
+  auto gaveUp = resolve(0, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
+  ASSERT_TRUE(eventually([&] { return agent(0).isFrozen(); }));
+  goOn.set_value();
+  EXPECT_EQ(gaveUp.get().status.error().message, "too late");
+  EXPECT_EQ(agent(1).ended(), kFirst);
+}
+
+// A stamp has no room for another round: all ranks are told, not only who wanted one.
+TEST_F(FlushAgentTest, TheLastRoundEndsTheGroupOnAllRanks) {
+  makeAgents(2);
+  const FlushReport last{.from = 1, .attempt = {0, kMostRounds}, .ended = kFirst - 1};
+  deliver({1, 0, ByteWriter().put(kReport).putRaw(encodeFlushReport(last)).take()});
+  deliver(take(0, 1, kReport));
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_EQ(agent(r).attempt(), last.attempt);
+    ASSERT_TRUE(agent(r).begin(kFirst).ok());
+  }
+  auto gaveUp = resolve(0, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
+  const Status status = gaveUp.get().status;
+  EXPECT_EQ(status.code(), ErrorCode::kExhausted);
+  EXPECT_NE(status.error().message.find("make it again"), std::string::npos);
+  deliver(take(0, 1, kReport));
+  EXPECT_EQ(group(1).usable().code(), ErrorCode::kExhausted);
+}
+
+FlushAgent* watched = nullptr;
+std::atomic<int> sentMessages{0}, sentUnderTheLock{0};
+
+// On a thread of its own, for nobody may take a lock twice.
+void takeTheLockBeside(const char* name) {
+  if (!watched || std::strcmp(name, "tell") != 0) return;
+  ++sentMessages;
+  const auto taken = std::make_shared<std::promise<void>>();
+  std::thread([taken] {
+    (void)watched->viewWhenIdle();
+    taken->set_value();
+  }).detach();
+  const auto how = taken->get_future().wait_for(std::chrono::seconds(10));
+  if (how != std::future_status::ready) ++sentUnderTheLock;
+}
+
+TEST_F(FlushAgentTest, NothingIsSentUnderTheLock) {
+  observeFailpoints(takeTheLockBeside);
+  makeAgents(2);
+  watched = &agent(0);
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(agent(r).begin(kFirst).ok());
+  auto gaveUp = resolve(0, kFirst, AbortReason::kTimeout, {ErrorCode::kTimeout, "too late"});
+  deliver(take(0, 1, kReport));
+  auto waits = resolve(1, kFirst, AbortReason::kNone);
+  deliver(take(1, 0, kReport));
+  gaveUp.get();
+  waits.get();
+  watched = nullptr;
+  areFailpointsOn = false;
+  EXPECT_GT(sentMessages, 0);
+  EXPECT_EQ(sentUnderTheLock, 0);
 }
 
 }  // namespace

@@ -8,34 +8,34 @@
 namespace mooncake {
 namespace {
 
-using Wish = FlushReport::Wish;
+using AbortReason = FlushReport::AbortReason;
 
 const Error kLost{ErrorCode::kPeerLost, "lost rank 3"};
 
 struct Reporter {
   uint64_t ended;
   bool isOld = false;
-  Wish wish = Wish::kNone;
+  AbortReason abort = AbortReason::kNone;
   std::vector<FailedOperation> failed = {};
 };
 
-Error whyOf(Wish wish, int rank) {
+Error whyOf(AbortReason abort, int rank) {
   const std::string text = "of rank " + std::to_string(rank);
-  if (wish == Wish::kTimeout) return {ErrorCode::kTimeout, text};
-  if (wish == Wish::kAbort) return {ErrorCode::kAborted, text};
+  if (abort == AbortReason::kTimeout) return {ErrorCode::kTimeout, text};
+  if (abort == AbortReason::kAbort) return {ErrorCode::kAborted, text};
   return {};
 }
 
 std::vector<FlushReport> reportsOf(const std::vector<Reporter>& reporters) {
   std::vector<FlushReport> reports;
-  for (const auto& [ended, isOld, wish, failed] : reporters) {
+  for (const auto& [ended, isOld, abort, failed] : reporters) {
     const int rank = static_cast<int>(reports.size());
     reports.push_back({.from = rank,
                        .attempt = {1, 0},
                        .ended = ended,
                        .isOld = isOld,
-                       .wish = wish,
-                       .why = whyOf(wish, rank),
+                       .abort = abort,
+                       .why = whyOf(abort, rank),
                        .failed = failed});
   }
   return reports;
@@ -57,7 +57,7 @@ struct Row {
 };
 
 TEST(Flush, EndsTheOperationAsTheTableSays) {
-  constexpr auto kTimeout = Wish::kTimeout, kAbort = Wish::kAbort;
+  constexpr auto kTimeout = AbortReason::kTimeout, kAbort = AbortReason::kAbort;
   const Row rows[] = {
       {"nothing was wished for", {{4}, {4}, {4}}, false, 5, ErrorCode::kOk, ""},
       {"before the first operation", {{0}, {0}}, false, 1, ErrorCode::kOk, ""},
@@ -82,14 +82,14 @@ TEST(Flush, EndsTheOperationAsTheTableSays) {
        5,
        ErrorCode::kTimeout,
        "of rank 1"},
-      {"a wish of one behind is void", {{5}, {4, false, kTimeout}}, false, 6, ErrorCode::kOk, ""},
-      {"a wish of one behind by two is void",
-       {{6, false, Wish::kNone, {{6, kLost}}}, {4, false, kAbort}},
+      {"an abort of one behind is void", {{5}, {4, false, kTimeout}}, false, 6, ErrorCode::kOk, ""},
+      {"an abort of one behind by two is void",
+       {{6, false, AbortReason::kNone, {{6, kLost}}}, {4, false, kAbort}},
        false,
        7,
        ErrorCode::kOk,
        ""},
-      {"of two wishes the one that is not void",
+      {"of two aborts the one that is not void",
        {{4, false, kTimeout}, {5, false, kAbort}},
        false,
        6,
@@ -141,7 +141,7 @@ TEST(Flush, WhoIsBehindTakesOverWhatEndedWell) {
 
 TEST(Flush, WhoIsBehindLearnsOfAnErrorAndNeedsNothing) {
   const Error error{ErrorCode::kMismatch, "different calls"};
-  const auto reports = reportsOf({{5, false, Wish::kNone, {{5, error}}}, {4}});
+  const auto reports = reportsOf({{5, false, AbortReason::kNone, {{5, error}}}, {4}});
   const auto decision = decide(reports);
   EXPECT_EQ(decision.next, 6);
   ASSERT_NE(decision.errorOf(5), nullptr);
@@ -150,7 +150,7 @@ TEST(Flush, WhoIsBehindLearnsOfAnErrorAndNeedsNothing) {
 }
 
 TEST(Flush, WhoIsBehindByTwoTakesTheFirstAndLearnsOfTheSecond) {
-  const auto reports = reportsOf({{6, false, Wish::kNone, {{6, kLost}}}, {4}, {5}});
+  const auto reports = reportsOf({{6, false, AbortReason::kNone, {{6, kLost}}}, {4}, {5}});
   const auto decision = decide(reports);
   EXPECT_EQ(decision.next, 7);
   EXPECT_EQ(decision.endedBy(reports[1]), 4);  // 5 ended well
@@ -161,7 +161,7 @@ TEST(Flush, WhoIsBehindByTwoTakesTheFirstAndLearnsOfTheSecond) {
 // It ends together with those that it is behind in.
 TEST(Flush, AnErrorOfTheOperationItselfEndsItForThoseBehindToo) {
   const Error error{ErrorCode::kMismatch, "different calls"};
-  const auto reports = reportsOf({{5, true, Wish::kNone, {{5, error}}}, {4, true}});
+  const auto reports = reportsOf({{5, true, AbortReason::kNone, {{5, error}}}, {4, true}});
   const auto decision = decide(reports, &kLost);
   EXPECT_EQ(decision.next, 6);
   EXPECT_EQ(decision.error.code, ErrorCode::kPeerLost);
@@ -170,9 +170,9 @@ TEST(Flush, AnErrorOfTheOperationItselfEndsItForThoseBehindToo) {
 }
 
 TEST(Flush, ErrorsThatAllHaveEndedAreNotToldAgain) {
-  const Reporter both{5, false, Wish::kNone, {{3, kLost}, {5, kLost}}};
+  const Reporter both{5, false, AbortReason::kNone, {{3, kLost}, {5, kLost}}};
   EXPECT_TRUE(decide(reportsOf({both, both})).failed.empty());
-  const auto decision = decide(reportsOf({both, {4, false, Wish::kNone, {{3, kLost}}}}));
+  const auto decision = decide(reportsOf({both, {4, false, AbortReason::kNone, {{3, kLost}}}}));
   ASSERT_EQ(decision.failed.size(), 1u);
   EXPECT_EQ(decision.failed.front().number, 5u);
 }
@@ -189,8 +189,9 @@ TEST(Flush, TheOrderOfReportsDoesNotMatter) {
     }
     std::vector<Reporter> reporters(1 + below(5));
     for (Reporter& one : reporters) {
-      one = {
-          .ended = lowest + below(4), .isOld = below(2) == 0, .wish = static_cast<Wish>(below(3))};
+      one = {.ended = lowest + below(4),
+             .isOld = below(2) == 0,
+             .abort = static_cast<AbortReason>(below(3))};
       for (const auto& failure : failures) {
         if (failure.number <= one.ended) one.failed.push_back(failure);
       }
@@ -223,7 +224,7 @@ FlushReport someReport() {
           .attempt = {3, 7},
           .ended = 41,
           .isOld = true,
-          .wish = Wish::kAbort,
+          .abort = AbortReason::kAbort,
           .why = {ErrorCode::kExhausted, "no memory"},
           .failed = {{38, {ErrorCode::kTimeout, "late"}}, {41, kLost}}};
 }
@@ -248,7 +249,7 @@ TEST(FlushReport, ComesBackAsItWas) {
     EXPECT_EQ(decoded->attempt, sent.attempt);
     EXPECT_EQ(decoded->ended, sent.ended);
     EXPECT_EQ(decoded->isOld, sent.isOld);
-    EXPECT_EQ(decoded->wish, sent.wish);
+    EXPECT_EQ(decoded->abort, sent.abort);
     EXPECT_EQ(decoded->why.code, sent.why.code);
     EXPECT_EQ(decoded->why.message, sent.why.message);
     ASSERT_EQ(decoded->failed.size(), sent.failed.size());
@@ -275,7 +276,9 @@ TEST(FlushReport, FitsAMessageAtItsLargest) {
 
 TEST(FlushReport, IsRefusedWhenAFieldMakesNoSense) {
   FlushReport report = someReport();
-  expectRefused(report, 2);  // no such rank
+  expectRefused(report, 2);   // no such rank
+  report.attempt.losses = 5;  // of as many ranks
+  expectRefused(report, 5);
 
   report = someReport();
   report.ended = 40;  // and yet 41 failed
@@ -284,12 +287,12 @@ TEST(FlushReport, IsRefusedWhenAFieldMakesNoSense) {
   expectRefused(report);
 
   report = someReport();
-  report.wish = static_cast<Wish>(3);
+  report.abort = static_cast<AbortReason>(3);
   expectRefused(report);
-  report.wish = Wish::kNone;  // but there is a reason
+  report.abort = AbortReason::kNone;  // but there is a reason
   expectRefused(report);
   report = someReport();
-  report.why = {};  // none for the wish
+  report.why = {};  // none for the abort
   expectRefused(report);
 
   report = someReport();

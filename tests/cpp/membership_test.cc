@@ -463,11 +463,11 @@ TEST_P(MembershipInOneProcess, WhoSubscribesLateIsToldWhatHappened) {
 
 TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
   ViewReport report{
-      .from = 1, .gone = {2}, .settled = {2}, .accusations = {{2, Cause::kExited, 1}}};
+      .from = 1, .gone = {2}, .resolution = {2}, .accusations = {{2, Cause::kExited, 1}}};
   const Bytes forged = encodeViewReport(report);
-  ASSERT_TRUE(engines[0]->send(*members[0]->peer(2), kMembershipDoor, forged).ok());
-  ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipDoor, forged).ok());
-  ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipDoor, Bytes(100)).ok());
+  ASSERT_TRUE(engines[0]->send(*members[0]->peer(2), kMembershipTopic, forged).ok());
+  ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipTopic, forged).ok());
+  ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipTopic, Bytes(100)).ok());
   // What comes behind them has been dealt with when the view is there.
   engines[0]->leave();
   for (const int rank : {1, 2})

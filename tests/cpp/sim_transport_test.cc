@@ -133,7 +133,7 @@ class SimWire : public ConnectedTest {
     b = std::make_unique<WireEnd>(Sim::env(), create);
     ConnectedTest::connect(*a, *b);
   }
-  Status renew() { return ConnectedTest::renew(*a, *b); }
+  Status reconnect() { return ConnectedTest::reconnect(*a, *b); }
 
   std::unique_ptr<WireEnd> a, b;
 };
@@ -271,7 +271,7 @@ TEST_F(SimWire, BreaksAndIsMadeAgain) {
     ASSERT_TRUE(toA->send(pattern(10, round)).ok());
     ASSERT_EQ(a->messagesFrom(b->id(), round).size(), round);
     EXPECT_FALSE(a->endOf(b->id()).ok()) << "no goodbye";
-    ASSERT_TRUE(renew().ok());
+    ASSERT_TRUE(reconnect().ok());
     ASSERT_TRUE(eventually([&] { return b->renewedCount() == round; }));
     halfPuts += part.word(64).load() != stampOf(stamp);
     stamp += 1;
@@ -294,7 +294,7 @@ TEST_F(SimWire, AGoodbyeIsHeardAcrossABreak) {
   ASSERT_TRUE(eventually([&] { return a->endedCount() == 1; }));
   toA->close();
   ASSERT_TRUE(eventually([&] { return a->endedCount() == 2; }));
-  EXPECT_EQ(renew().code(), ErrorCode::kAborted);
+  EXPECT_EQ(reconnect().code(), ErrorCode::kAborted);
 }
 
 TEST(SimRegistry, OnlyWhenAskedFor) {

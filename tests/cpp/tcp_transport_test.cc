@@ -10,6 +10,7 @@
 #include <thread>
 #include <unistd.h>
 
+#include "descriptor_limit.h"
 #include "engine/stream/handshake.h"
 #include "engine/transports/tcp/socket.h"
 #include "socket_breaker.h"
@@ -84,8 +85,8 @@ TEST_F(TcpTransportTest, SilentAndBabblingConnectorsAreDropped) {
   EXPECT_EQ(side->acceptedCount(), 0u);
 }
 
-TEST_F(TcpTransportTest, LanesOfAnIncompleteChannelAreDropped) {
-  listen(std::chrono::milliseconds(200));
+TEST_F(TcpTransportTest, ADataLaneNeedsTheChannelOfItsAttempt) {
+  listen(std::chrono::seconds(20));
   EngineSide other;
   const auto lane = [&](uint16_t number, uint64_t attempt) {
     auto shaken = handshakeNow(connectBare(), other.context(),
@@ -98,12 +99,106 @@ TEST_F(TcpTransportTest, LanesOfAnIncompleteChannelAreDropped) {
     EXPECT_TRUE(shaken.ok());
     return std::move(shaken->socket);
   };
-  const Fd first = lane(0, 1), second = lane(1, 1);
-  const Fd ofAnotherAttempt = lane(2, 2);
-  for (const Fd* socket : {&first, &second, &ofAnotherAttempt}) {
-    EXPECT_TRUE(eventually([&] { return hungUp(*socket); }));
-  }
+  const Fd tooEarly = lane(1, 1);
+  EXPECT_TRUE(eventually([&] { return hungUp(tooEarly); }));
   EXPECT_EQ(side->acceptedCount(), 0u);
+  const Fd first = lane(0, 2);
+  ASSERT_NE(side->acceptedFrom(other.id()), nullptr);
+  const Fd second = lane(1, 2), ofAnEarlierAttempt = lane(2, 1), twice = lane(1, 2);
+  EXPECT_TRUE(eventually([&] { return hungUp(ofAnEarlierAttempt) && hungUp(twice); }));
+  EXPECT_FALSE(hungUp(first) || hungUp(second));
+  EXPECT_EQ(side->endedCount(), 0u);
+}
+
+// Both ends of the connections are in this process.
+size_t connections() { return test::SocketBreaker::connections().size() / 2; }
+
+class TcpLanes : public ConnectedTest {
+ protected:
+  void SetUp() override { connect(a, b); }
+  // From the memory of the channel's peer.
+  void fetch(Channel& channel, const Part& part, size_t bytes) {
+    Bytes target(bytes);
+    Completion completion(&bell);
+    ASSERT_TRUE(channel.get({part.remote(), 0, target, &completion}).ok());
+    ASSERT_EQ(endOf(completion), ErrorCode::kOk);
+    ASSERT_TRUE(part.holds(0, target));
+  }
+  static constexpr size_t kAll = 3;
+  WireEnd a{onLoopback(), TcpTransport::create}, b{onLoopback(), TcpTransport::create};
+};
+
+TEST_F(TcpLanes, AreMadeAtTheFirstLargeGet) {
+  const auto atB = b.part(1 << 20);
+  expectPutArrives(*toB, atB, 1, 500000);
+  for (int i = 0; i < 10; ++i) fetch(*toB, atB, 8000);
+  EXPECT_EQ(connections(), 1u);
+  fetch(*toB, atB, 100000);
+  ASSERT_TRUE(eventually([&] { return connections() == kAll; }));
+  fetch(*toB, atB, 1 << 20);
+  EXPECT_EQ(connections(), kAll);
+  EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
+}
+
+TEST_F(TcpLanes, AreAskedForByWhoWasCalled) {
+  const auto atA = a.part(1 << 20);
+  fetch(*toA, atA, 100000);
+  ASSERT_TRUE(eventually([&] { return connections() == kAll; }));
+  fetch(*toA, atA, 1 << 20);
+  EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
+}
+
+TEST_F(TcpLanes, BeginFenced) {
+  const auto atA = a.part(1 << 20), atB = b.part(1 << 20);
+  toA->fence();
+  Bytes target(1 << 20);
+  Completion refused(&bell), theirs(&bell);
+  ASSERT_TRUE(toB->get({atB.remote(), 0, target, &refused}).ok());
+  EXPECT_EQ(endOf(refused), ErrorCode::kAborted);
+  ASSERT_TRUE(eventually([&] { return connections() == kAll; }));
+  // Over a data lane, on which nobody was there to be fenced.
+  ASSERT_TRUE(eventually([&] {
+    Completion completion(&bell);
+    EXPECT_TRUE(toB->get({atB.remote(), 0, target, &completion}).ok());
+    return endOf(completion) == ErrorCode::kAborted;
+  }));
+  EXPECT_EQ(toA->get({atA.remote(), 0, target, &theirs}).code(), ErrorCode::kAborted);
+}
+
+TEST_F(TcpLanes, AreMissedByNobodyWhereThereAreNoDescriptors) {
+  const auto atA = a.part(3 << 20), atB = b.part(3 << 20);
+  {
+    const test::DescriptorLimit limit(0);
+    for (int i = 0; i < 20; ++i) {
+      fetch(*toB, atB, 3 << 20);
+      fetch(*toA, atA, 3 << 20);
+    }
+  }
+  EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
+  ASSERT_TRUE(eventually([&] {
+    fetch(*toB, atB, 1 << 20);
+    return connections() == kAll;
+  }));
+  EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
+}
+
+TEST_F(TcpTransportTest, AnAcceptorWithoutDescriptorsGoesOnLater) {
+  listen(std::chrono::seconds(20));
+  {
+    const test::DescriptorLimit limit(1);
+    const Fd last = connectBare();
+    ASSERT_TRUE(eventually([&] { return hungUp(last); }));
+    const auto refused = beginConnect(addressOf(*side->transport));
+    ASSERT_FALSE(refused.ok());
+    EXPECT_NE(refused.error().message.find("this process may have "), std::string::npos)
+        << refused.error().message;
+    EXPECT_NE(refused.error().message.find("ulimit -n"), std::string::npos);
+  }
+  WireEnd other(Tcp::env(), Tcp::create);
+  auto channel = connectNow(other, *side);
+  ASSERT_TRUE(channel.ok()) << channel.error().message;
+  EXPECT_NE(side->acceptedFrom(other.id()), nullptr);
+  (*channel)->close();
 }
 
 TEST_F(TcpTransportTest, MoreConnectorsThanHandshakesAtATime) {

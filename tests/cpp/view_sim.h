@@ -290,7 +290,8 @@ class ViewSim {
                                      ? reports_[ranks_[event.from].published]
                                      : reports_[event.number];
       std::cerr << ": committed " << text(report.committed) << " gone " << text(report.gone)
-                << " settled " << text(report.settled) << " suspected " << text(report.suspected);
+                << " resolution " << text(report.resolution) << " suspected "
+                << text(report.suspected);
     }
     std::cerr << "\n";
   }

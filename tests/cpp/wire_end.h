@@ -62,11 +62,11 @@ class ConnectedTest : public ::testing::Test {
     ASSERT_NE(toA, nullptr);
   }
   // Once more, on behalf of toB.
-  Status renew(WireEnd& a, const WireEnd& b) {
+  Status reconnect(WireEnd& a, const WireEnd& b) {
     std::promise<Status> done;
     a.loop().post([&] {
-      a.transport->renew(b.id(), toB, b.transport->endpoint(), Deadline::after(kPatience),
-                         [&](Status how) { done.set_value(std::move(how)); });
+      a.transport->reconnect(b.id(), toB, b.transport->endpoint(), Deadline::after(kPatience),
+                             [&](Status how) { done.set_value(std::move(how)); });
     });
     return done.get_future().get();
   }

@@ -108,6 +108,7 @@ ErrorCode LocalChannel::readHere(const GetRequest& request, const DirectGets::Ru
     }
     done += piece.size();
   }
+  std::atomic_thread_fence(std::memory_order_acquire);  // first what was read, then if it counts
   return allowed();
 }
 
@@ -136,13 +137,14 @@ Evidence LocalChannel::onEnded(const Status& how) {
     evidence = {Evidence::Kind::kGoodbye, "the peer said goodbye"};
   } else {
     // The kernel marks the word before it closes the sockets: as long as it is held, it was
-    // something else that closed this one.
+    // something else that closed this one. Marked and closed it is the process's end: a thread that
+    // was killed alone takes no socket with it.
     const LifeWord& life = *peerLife().word;
     const uint32_t holder = life.holder.load(std::memory_order_acquire);
     const bool left = holder == LifeWord::kGone && life.beats.load(std::memory_order_relaxed) != 0;
-    evidence = {LifeWord::isDeath(holder) ? Evidence::Kind::kExited
-                : left                    ? Evidence::Kind::kGoodbye
-                                          : Evidence::Kind::kUnreachable,
+    evidence = {LifeWord::isMarked(holder) ? Evidence::Kind::kExited
+                : left                     ? Evidence::Kind::kGoodbye
+                                           : Evidence::Kind::kUnreachable,
                 how.error().message};
   }
   if (!ended_.load(std::memory_order_relaxed)) {
@@ -157,6 +159,10 @@ PeerLife LocalChannel::peerLife() const {
   return {word, peer_.process};
 }
 
+const std::atomic<uint32_t>* LocalChannel::fenceWord() const {
+  return reinterpret_cast<const std::atomic<uint32_t>*>(peer_.arena->base() + peer_.fence);
+}
+
 void LocalChannel::peerExited(const Error& why) {
   if (!ended_.load(std::memory_order_relaxed)) {
     why_ = why;
@@ -167,10 +173,8 @@ void LocalChannel::peerExited(const Error& why) {
 
 // kAborted: the peer has shut us out; kRefused: that region is not there for this.
 ErrorCode LocalChannel::permission(uint64_t key, uint32_t right) const {
-  const std::byte* arena = peer_.arena->base();
-  const auto& fence = *reinterpret_cast<const std::atomic<uint32_t>*>(arena + peer_.fence);
-  if (fence.load(std::memory_order_seq_cst) != 0) return ErrorCode::kAborted;
-  const auto& mirror = *reinterpret_cast<const RegionMirror*>(arena + peer_.mirror);
+  if (fenceWord()->load(std::memory_order_seq_cst) != 0) return ErrorCode::kAborted;
+  const auto& mirror = *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
   return mirror.allows(key, right) ? ErrorCode::kOk : ErrorCode::kRefused;
 }
 

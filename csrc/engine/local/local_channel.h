@@ -44,6 +44,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   }
   std::shared_ptr<const void> sharedPeerArena() const override { return peer_.arena; }
   PeerLife peerLife() const override;
+  const std::atomic<uint32_t>* fenceWord() const override;
   void peerExited(const Error& why) override;
   Status put(const PutRequest& request) override;
   Status get(const GetRequest& request) override;

@@ -5,16 +5,15 @@
 namespace mooncake {
 
 void Gate::close() {
+  while (!close(Deadline::after(std::chrono::seconds(10)))) {
+  }
+}
+
+bool Gate::close(Deadline deadline) {
   word_.fetch_and(~kOpen, std::memory_order_seq_cst);
   const Interrupt never;
   const auto empty = [&] { return (word_.load(std::memory_order_acquire) & ~kOpen) == 0; };
-  const auto wait = [&] {
-    return Waiter{left_, never, 0, Deadline::after(std::chrono::seconds(10)), SpinPolicy{}}.until(
-        empty);
-  };
-  // Whoever is inside copies memory and nothing else: it leaves by itself.
-  while (wait() != WaitResult::kReady) {
-  }
+  return Waiter{left_, never, 0, deadline, SpinPolicy{}}.until(empty) == WaitResult::kReady;
 }
 
 }  // namespace mooncake

@@ -22,7 +22,13 @@ class Gate {
     // Sequentially consistent: pairs with the doorbell's order.
     if (!(word_.fetch_sub(1, std::memory_order_seq_cst) & kOpen)) left_.ring();
   }
+  // Waits for those inside, who copy memory and nothing else: they leave by themselves.
   void close();
+  // Where they may be at something longer. False: somebody is inside still, and nobody enters.
+  bool close(Deadline deadline);
+
+  // How many are inside, or are just being turned away.
+  uint32_t inside() const { return word_.load(std::memory_order_relaxed) & ~kOpen; }
 
   // Inside for as long as this lives, if it was let in.
   class Pass {

@@ -1,71 +1,79 @@
 #include "engine/rendezvous/address_book.h"
 
-#include <optional>
-
 #include "base/crypto.h"
 
 namespace mooncake {
 namespace {
 
-constexpr size_t kJobKeyBytes = 32;
+// A member publishes:  nonce [32]  bytes value
+// Rank 0 confirms:     the nonces of all, in rank order
+constexpr size_t kMostValue = 1 << 20;
 // With what it has.
 constexpr auto kStoreAnswers = std::chrono::seconds(5);
 
 std::string memberKey(const std::string& what, int rank) {
-  return "mooncake/" + what + "/" + std::to_string(rank);
+  return what + "/" + std::to_string(rank);
 }
 
 ByteView viewOf(const std::string& text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
 
+// Who has not come, or the store's own words.
+Error whoIsMissing(Store& store, const std::string& what, int rank, int size, const Error& why) {
+  std::string missing;
+  for (int r = 0; r < size; ++r) {
+    const auto there = store.present(memberKey(what, r));
+    if (there.ok() && !*there) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+  }
+  const std::string stale =
+      rank == 0 ? "" : ". What the store holds may come from an earlier attempt";
+  if (missing.empty()) {
+    if (rank == 0) return why;
+    return {ErrorCode::kTimeout,
+            "rank 0 did not confirm in time that all ranks are there (is it alive?)" + stale};
+  }
+  return {ErrorCode::kTimeout, "rank(s) " + missing + " of " + std::to_string(size) +
+                                   " did not come to make the group in time (are they alive, and "
+                                   "do they make the same groups in the same order?)" +
+                                   stale};
+}
+
 }  // namespace
 
 Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int rank, int size,
                                     ByteView mine, Deadline deadline) {
-  MOONCAKE_TRY(store.set(memberKey(what, rank), mine));
+  const Nonce nonce = Crypto::randomNonce();
+  MOONCAKE_TRY(store.set(memberKey(what, rank), ByteWriter().putRaw(nonce).putBytes(mine).bytes()));
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(memberKey(what, r));
-  auto values = store.get(keys, deadline);
-  if (values.ok() || values.error().code != ErrorCode::kTimeout) return values;
-
-  std::string missing;
+  const std::string confirmation = what + "/confirmed";
+  if (rank != 0) keys.push_back(confirmation);
+  auto found = store.get(keys, deadline);
+  if (!found.ok()) {
+    if (found.error().code != ErrorCode::kTimeout) return found.error();
+    return whoIsMissing(store, what, rank, size, found.error());
+  }
+  std::vector<Bytes> values;
+  Bytes nonces;
   for (int r = 0; r < size; ++r) {
-    const auto there = store.present(keys[r]);
-    if (there.ok() && !*there) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+    ByteReader in((*found)[size_t(r)]);
+    const ByteView theirs = in.getRaw(sizeof(Nonce));
+    nonces.insert(nonces.end(), theirs.begin(), theirs.end());
+    const ByteView value = in.getBytes(kMostValue);
+    MOONCAKE_TRY(in.finish("what rank " + std::to_string(r) + " published"));
+    values.emplace_back(value.begin(), value.end());
   }
-  return Error{ErrorCode::kTimeout,
-               missing.empty()
-                   ? values.error().message
-                   : "rank(s) " + missing + " of " + std::to_string(size) +
-                         " did not come to make the group in time (are they alive, and do they "
-                         "make the same groups in the same order?)"};
-}
-
-Result<Bytes> agreeOnJobKey(Store& store, const std::optional<std::string>& own, int rank,
-                            Deadline deadline) {
-  if (own) {
-    const ByteView key = viewOf(*own);
-    return Bytes(key.begin(), key.end());
+  if (rank == 0 && size > 1) MOONCAKE_TRY(store.set(confirmation, nonces));
+  if (rank != 0 && found->back() != nonces) {
+    return Error{ErrorCode::kInterrupted,
+                 "what the store holds under this name comes from an earlier attempt"};
   }
-  const std::string name = "mooncake/job_key";
-  if (rank == 0) {
-    const std::string made = Crypto::randomHex(kJobKeyBytes);
-    const ByteView key = viewOf(made);
-    MOONCAKE_TRY(store.set(name, key));
-    return Bytes(key.begin(), key.end());
-  }
-  auto values = store.get({name}, deadline);
-  if (values.ok()) return std::move(values->front());
-  if (values.error().code != ErrorCode::kTimeout) return values.error();
-  return Error{
-      ErrorCode::kTimeout,
-      "rank 0, which hands out the job's key, did not come to make the group in time (is it "
-      "alive?)"};
+  return values;
 }
 
 Error tellFailure(Store& store, int rank, Error own) {
-  const std::string name = "mooncake/failed";
+  const std::string name = "failed";
   const auto told = store.present(name);
   if (!told.ok()) return own;  // the store may be what is gone
   if (!*told) {

@@ -185,6 +185,9 @@ Status FrameReceiver::endFrame() {
       return {};
     case wire::Kind::kBeat:
       return {};
+    case wire::Kind::kLanes:
+      lanesWanted_ = true;
+      return {};
   }
   return {};
 }

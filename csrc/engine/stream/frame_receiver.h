@@ -27,6 +27,8 @@ class FrameReceiver {
   enum class Stop { kDrained, kBudget, kGoodbye };
   // The messages that have arrived since the last call.
   std::vector<Bytes> takeMessages() { return std::exchange(messages_, {}); }
+  // Whether the peer has asked for more connections since the last call.
+  bool takeLanesWanted() { return std::exchange(lanesWanted_, false); }
   // No put is written any more, not even the rest of one that has begun.
   void refusePuts() {
     refusesPuts_ = true;
@@ -35,7 +37,7 @@ class FrameReceiver {
   // The connection is another one: what has come of a frame goes, what is refused stays refused.
   void restart() {
     begin_ = end_ = 0;
-    inFrame_ = dropped_ = goodbye_ = false;
+    inFrame_ = dropped_ = goodbye_ = lanesWanted_ = false;
     left_ = 0;
     arriving_.clear();
     messages_.clear();
@@ -80,6 +82,7 @@ class FrameReceiver {
   bool refusesPuts_ = false;
   std::atomic<uint64_t> received_{0};
   bool goodbye_ = false;
+  bool lanesWanted_ = false;
   bool loggedRefusal_ = false;
 };
 

@@ -119,7 +119,9 @@ Error refusal(Reason reason) {
     case Reason::kVersion:
       return {ErrorCode::kRefused, "the peer refused: it speaks another version"};
     case Reason::kEngine:
-      return {ErrorCode::kRefused, "the peer refused: it is another engine (restarted?)"};
+      return {ErrorCode::kRefused,
+              "the peer refused: it is another engine. Its address may come from an earlier "
+              "attempt"};
     case Reason::kKey:
       return {ErrorCode::kRefused, "the peer refused: it has another job key"};
   }
@@ -313,7 +315,9 @@ Status HandshakeConnector::takeChallenge() {
   // Before our own proof: whoever does not know the key gets nothing from us that the key went
   // into.
   if (!Crypto::equal(macOf(context_, "acceptor", hello_, nonce), in.getRaw(sizeof(Mac))))
-    return {ErrorCode::kRefused, "the peer does not know the job's key"};
+    return {ErrorCode::kRefused,
+            "the peer does not know the job's key: is MOONCAKE_JOB_KEY the same on all ranks? The "
+            "peer's address may also come from an earlier attempt"};
   ByteWriter proof = begin(Kind::kProof);
   proof.putRaw(macOf(context_, "connector", hello_, message_));
   MOONCAKE_TRY(sendMessage(socket_.get(), proof.bytes()));

@@ -5,11 +5,16 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include "base/descriptors.h"
+#include "base/log.h"
+
 namespace mooncake {
 namespace {
 
+// With no descriptor left. A connection that waits would keep the event loop busy otherwise.
+constexpr auto kPause = std::chrono::milliseconds(200);
 // A descriptor that may be given up for a moment: when no other is left, a connection is taken and
-// dropped, because an unaccepted one would keep the event loop busy for ever.
+// dropped, so that its other end does not wait for us in vain.
 Fd spareDescriptor() { return Fd(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
 
 }  // namespace
@@ -72,9 +77,7 @@ Fd HandshakeListener::accept() {
     Fd accepted(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (accepted) return accepted;
     if (errno == EMFILE || errno == ENFILE) {
-      spare_.reset();
-      Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC)).reset();
-      spare_ = spareDescriptor();
+      pause(errno);
       return {};
     }
     // The other errors are those of a connection that died while it waited in line.
@@ -82,12 +85,46 @@ Fd HandshakeListener::accept() {
   }
 }
 
+// accept(2) says so before it looks whether anybody waits at all.
+void HandshakeListener::pause(int failure) {
+  if (spare_) {
+    spare_.reset();
+    Fd dropped(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const bool isNobodyThere = !dropped && (errno == EAGAIN || errno == EWOULDBLOCK);
+    dropped.reset();
+    spare_ = spareDescriptor();
+    if (isNobodyThere && spare_) return;
+  }
+  if (!std::exchange(hasWarned_, true))
+    log(LogLevel::kWarning, "listener",
+        "a connection was dropped: ", systemError("accept", failure).message,
+        "; further ones are not logged");
+  setListening(false);
+  context_.loop.runAt(Deadline::after(kPause), [weak = weak_from_this()] {
+    const auto self = weak.lock();
+    if (!self) return;
+    if (!self->spare_) self->spare_ = spareDescriptor();
+    self->isPaused_ = false;
+    self->setListening(true);
+  });
+  isPaused_ = true;
+}
+
+// Takes no connection while it pauses, or has its fill of handshakes.
+void HandshakeListener::setListening(bool listens) {
+  std::lock_guard lock(mutex_);
+  if (stopped_) return;
+  const bool mayListen = !isPaused_ && handshakes_ < kMaxHandshakes;
+  (void)context_.loop.modify(listener_.get(), listens && mayListen ? EPOLLIN : 0u);
+}
+
 void HandshakeListener::onHandshake(Result<Handshaken> result) {
+  bool wasFull;
   {
     std::lock_guard lock(mutex_);
-    const bool wasFull = handshakes_-- == kMaxHandshakes;
-    if (wasFull && !stopped_) (void)context_.loop.modify(listener_.get(), EPOLLIN);
+    wasFull = handshakes_-- == kMaxHandshakes;
   }
+  if (wasFull) setListening(true);
   done_(std::move(result));
 }
 

@@ -31,11 +31,16 @@ class HandshakeListener : public std::enable_shared_from_this<HandshakeListener>
   void onConnection();
   bool mayAccept();
   Fd accept();
+  void pause(int failure);
+  void setListening(bool listens);
   void onHandshake(Result<Handshaken> result);
 
   const TransportContext& context_;
   Fd listener_;
+  // Of the loop's thread.
   Fd spare_;
+  bool isPaused_ = false;
+  bool hasWarned_ = false;
   const Admit admit_;
   const Done done_;
   std::mutex mutex_;  // guards what follows

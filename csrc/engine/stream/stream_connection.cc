@@ -32,10 +32,11 @@ class Connection final : public StreamConnection {
   Status send(ByteView message) override;
   void cancelGets(const Completion* completion) override;
   void close(const Error& why) override;
-  void renew(Fd socket) override;
+  void reconnect(Fd socket) override;
   void fence() override;
   uint64_t lifeSigns() const override { return receiver_.receivedBytes(); }
   void beat() override;
+  void askForLanes() override;
   size_t unansweredBytes() const override { return gets_.unansweredBytes(); }
 
  private:
@@ -80,7 +81,7 @@ void Connection::begin() {
   listen();
 }
 
-void Connection::renew(Fd socket) {
+void Connection::reconnect(Fd socket) {
   std::lock_guard receiving(receiveMutex_);
   std::lock_guard sending(sendMutex_);
   socket_ = std::move(socket);
@@ -195,6 +196,7 @@ void Connection::onEvents() {
   // Reading comes first whatever the event: what the peer sent before it died still counts.
   std::optional<Status> end;
   std::vector<Bytes> messages;
+  bool lanesWanted = false;
   {
     std::lock_guard lock(receiveMutex_);
     if (stopped_) return;
@@ -205,8 +207,10 @@ void Connection::onEvents() {
       end = Status();
     }
     messages = receiver_.takeMessages();
+    lanesWanted = receiver_.takeLanesWanted();
   }
   for (const Bytes& message : messages) events_.onMessage(message);
+  if (lanesWanted && events_.onLanesWanted) events_.onLanesWanted();
   if (end) return endByItself(*std::move(end));
   sendWaiting();
 }
@@ -251,6 +255,11 @@ void Connection::beat() {
   if (!lock || ended_) return;
   if (!hasSent_ && queue_.empty()) (void)sendFrame({.kind = wire::Kind::kBeat}, {});
   hasSent_ = false;
+}
+
+void Connection::askForLanes() {
+  std::lock_guard lock(sendMutex_);
+  (void)sendFrame({.kind = wire::Kind::kLanes}, {});
 }
 
 // When this returns, no byte from the peer is written anywhere any more.

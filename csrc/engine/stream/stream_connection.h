@@ -22,8 +22,9 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
   struct Events {
     std::function<void(ByteView message)> onMessage;
     std::function<void(const Status& how)> onClosed;
+    std::function<void()> onLanesWanted;  // by the peer; may be none
   };
-  // On the loop's thread, both without a lock. `onClosed` runs when the connection ended by itself:
+  // On the loop's thread, all without a lock. `onClosed` runs when the connection ended by itself:
   // ok after the peer's goodbye, else the cause. It does not run after close().
   static std::shared_ptr<StreamConnection> start(Fd socket, EventLoop& loop, RegionTable& regions,
                                                  Events events);
@@ -40,12 +41,14 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
   virtual void fence() = 0;
   virtual uint64_t lifeSigns() const = 0;
   virtual void beat() = 0;
+  // Of the peer, if it made this one: more connections.
+  virtual void askForLanes() = 0;
   // In peace: says goodbye, unless a frame is only half sent.
   void close() { close(Error{ErrorCode::kAborted, "the connection was closed"}); }
   // Goes on over another socket to the same peer, once it has ended or was closed. What had not
   // arrived is lost, what is fenced stays fenced. On the loop's thread, and not while another
   // thread closes it.
-  virtual void renew(Fd socket) = 0;
+  virtual void reconnect(Fd socket) = 0;
   virtual size_t unansweredBytes()
       const = 0;  // of gets under way: the least loaded lane takes the next one
 };

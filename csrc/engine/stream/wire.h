@@ -26,6 +26,7 @@
 //   MESSAGE  length; then `length` bytes for whoever runs the engine over there
 //   GOODBYE  nothing: the sender leaves in peace
 //   BEAT     nothing: the sender lives
+//   LANES    nothing: the sender would have more connections, which the receiver makes
 //
 // An answer is cut into pieces for two reasons: a put never waits behind more than one piece, and
 // the status comes after the bytes, so memory that is revoked half way gives an error and not wrong
@@ -40,7 +41,7 @@ inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
 inline constexpr uint64_t kMaxMessageBytes = uint64_t(64) << 10;
 inline constexpr uint64_t kMaxGets = 1024;  // that one side may have under way on one connection
 
-enum class Kind : uint8_t { kPut = 1, kGet, kPiece, kAnswer, kGoodbye, kMessage, kBeat };
+enum class Kind : uint8_t { kPut = 1, kGet, kPiece, kAnswer, kGoodbye, kMessage, kBeat, kLanes };
 enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1, kAborted = 2 };
 
 struct Header {
@@ -96,6 +97,7 @@ inline bool isWellFormed(const Header& h) {
              h.length > 0 && h.length <= kMaxMessageBytes;
     case Kind::kGoodbye:
     case Kind::kBeat:
+    case Kind::kLanes:
       return noStatus && noSignal && h.request == 0 && h.key == 0 && h.offset == 0 && h.length == 0;
   }
   return false;

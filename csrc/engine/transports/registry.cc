@@ -2,8 +2,10 @@
 
 #include "engine/transports/inproc/inproc_transport.h"
 #include "engine/transports/shm/shm_transport.h"
-#include "engine/transports/sim/sim_transport.h"
 #include "engine/transports/tcp/tcp_transport.h"
+#ifdef MOONCAKE_WITH_SIM
+#include "engine/transports/sim/sim_transport.h"
+#endif
 
 namespace mooncake {
 
@@ -12,11 +14,13 @@ const std::vector<TransportEntry>& transportRegistry() {
       {"inproc", InprocTransport::create},
       {"shm", ShmTransport::create},
       {"tcp", TcpTransport::create},
+#ifdef MOONCAKE_WITH_SIM
       {"sim",
        [](const TransportContext& context) {
          return SimTransport::create(context, TcpTransport::create);
        },
        true},
+#endif
   };
   return registry;
 }

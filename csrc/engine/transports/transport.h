@@ -1,6 +1,8 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <poll.h>
@@ -43,8 +45,10 @@ class Channel {
   virtual std::shared_ptr<const void> sharedPeerArena() const { return nullptr; }
   // The peer's life word where that is mapped. As long as peerArena().
   virtual PeerLife peerLife() const { return {}; }
-  // Grows with whatever comes from the peer. Where the life word
-  // is mapped that tells more, and neither is used.
+  // Where the peer's arena is mapped: not 0 from when the peer has fenced us, hence from before it
+  // goes on without us. As long as peerArena().
+  virtual const std::atomic<uint32_t>* fenceWord() const { return nullptr; }
+  // Bytes received. Unused, like beat(), where a life word is mapped: that tells more.
   virtual uint64_t lifeSigns() const { return 0; }
   // Shows the peer that we live, unless something else has since the last call. Waits for no lock.
   virtual void beat() {}
@@ -106,12 +110,12 @@ struct TransportContext {
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
   // A peer called send(). On the loop's thread; the bytes are gone when it returns.
   std::function<void(EngineId peer, ByteView message)> onMessage;
-  // The channel ended and not by our close(). Once per channel, and again when it has been renewed;
-  // a goodbye may follow a break. On the loop's thread.
+  // The channel ended and not by our close(). Once per channel, and again when it has been
+  // reconnected; a goodbye may follow a break. On the loop's thread.
   std::function<void(EngineId peer, const Evidence& evidence)> onEnded;
-  // A peer has connected again: the channel that we had is renewed, whether or not we had seen its
-  // end. On the loop's thread.
-  std::function<void(EngineId peer)> onRenewed;
+  // A peer has connected again: the channel that we had is reconnected, whether or not we had seen
+  // its end. On the loop's thread.
+  std::function<void(EngineId peer)> onReconnected;
 };
 
 class Transport {
@@ -137,8 +141,8 @@ class Transport {
   // is refused (kPeerLost): neither is kept here. On the loop's thread; `done` runs there once, by
   // the deadline, and not after shutdown(). kUnsupported: this wire cannot do that; kAborted: the
   // channel is closed.
-  virtual void renew(const EngineId&, const std::shared_ptr<Channel>&, ByteView, Deadline,
-                     std::function<void(Status)> done) {
+  virtual void reconnect(const EngineId&, const std::shared_ptr<Channel>&, ByteView, Deadline,
+                         std::function<void(Status)> done) {
     done({ErrorCode::kUnsupported, "this wire does not connect again"});
   }
   // Stops listening and closes what it accepted. Handshakes that are under way there may still end

@@ -47,7 +47,7 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
   // On the loop's thread.
   void onPacket(ByteView bytes);
   void onEnded(const Evidence& evidence);
-  // The channel underneath was renewed.
+  // The channel underneath was reconnected.
   void restart();
 
  private:

@@ -89,9 +89,9 @@ SimTransport::SimTransport(const TransportContext& context, uint32_t breakOdds)
   inner_.onEnded = [this](EngineId peer, const Evidence& evidence) {
     if (const auto channel = channels_->find(peer)) channel->onEnded(evidence);
   };
-  inner_.onRenewed = [this, &context](EngineId peer) {
+  inner_.onReconnected = [this, &context](EngineId peer) {
     if (const auto channel = channels_->find(peer)) channel->restart();
-    context.onRenewed(peer);
+    context.onReconnected(peer);
   };
 }
 
@@ -116,11 +116,12 @@ Result<std::unique_ptr<Connecting>> SimTransport::connect(const EngineId& peer, 
       new SimConnecting(std::move(*below), channels_->make(peer, true)));
 }
 
-void SimTransport::renew(const EngineId& peer, const std::shared_ptr<Channel>& channel,
-                         ByteView endpoint, Deadline deadline, std::function<void(Status)> done) {
+void SimTransport::reconnect(const EngineId& peer, const std::shared_ptr<Channel>& channel,
+                             ByteView endpoint, Deadline deadline,
+                             std::function<void(Status)> done) {
   const auto sim = std::static_pointer_cast<SimChannel>(channel);
   if (sim->isOver()) return done({ErrorCode::kAborted, "the channel is closed"});
-  below_->renew(peer, sim->below(), endpoint, deadline, [sim, done](Status how) {
+  below_->reconnect(peer, sim->below(), endpoint, deadline, [sim, done](Status how) {
     if (how.ok()) sim->restart();
     done(std::move(how));
   });

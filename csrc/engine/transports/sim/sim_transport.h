@@ -25,8 +25,8 @@ class SimTransport final : public Transport {
   void probe(ByteView endpoint, Deadline deadline, std::function<void(Listener)> done) override {
     below_->probe(endpoint, deadline, std::move(done));
   }
-  void renew(const EngineId& peer, const std::shared_ptr<Channel>& channel, ByteView endpoint,
-             Deadline deadline, std::function<void(Status)> done) override;
+  void reconnect(const EngineId& peer, const std::shared_ptr<Channel>& channel, ByteView endpoint,
+                 Deadline deadline, std::function<void(Status)> done) override;
   void shutdown() override;
 
  private:

@@ -9,43 +9,38 @@
 
 namespace mooncake {
 
-// The active side: all lanes of a channel at once. Belongs to one thread.
-class TcpCall final : public Connecting {
+// The active side of one lane. Belongs to one thread.
+class TcpCall {
  public:
-  // `attempt` grows with every call of this engine: the peer takes no earlier one after it.
+  // The handshake's options name the peer, the lane and the attempt. Attempts grow with every call
+  // of this engine for a lane 0: the peer takes no earlier one after it.
   static Result<std::unique_ptr<TcpCall>> begin(const TransportContext& context,
-                                                const EngineId& peer, const SocketAddress& address,
-                                                uint64_t attempt, Deadline deadline);
+                                                const SocketAddress& address,
+                                                HandshakeConnector::Options options);
 
-  // advance() in two parts: true once all lanes are shaken, then take them.
+  // Goes as far as it can without waiting for the peer. True: take() it.
   Result<bool> shake();
-  std::vector<Fd> take();
+  Fd take() { return handshake_.take().socket; }
+  // What it waits for, after shake() gave false.
+  pollfd awaited() const;
   uint64_t attempt() const { return attempt_; }
-  // It failed because a connection was reset, or hung up before its handshake was over, and not
+  // It failed because the connection was reset, or hung up before its handshake was over, and not
   // because nobody listens. That says nothing of the peer: another call may come through.
   bool broke() const { return broke_; }
 
-  Result<std::shared_ptr<Channel>> advance() override;
-  void addSockets(std::vector<pollfd>& sockets) const override;
-
  private:
-  enum class State { kConnecting, kShaking, kShaken };
-  struct Lane {
-    HandshakeConnector handshake;
-    State state = State::kConnecting;
-  };
+  TcpCall(const SocketAddress& address, HandshakeConnector handshake, uint64_t attempt,
+          Deadline deadline)
+      : address_(address),
+        handshake_(std::move(handshake)),
+        attempt_(attempt),
+        deadline_(deadline) {}
 
-  TcpCall(const TransportContext& context, const EngineId& peer, const SocketAddress& address,
-          uint64_t attempt, Deadline deadline)
-      : context_(context), peer_(peer), address_(address), attempt_(attempt), deadline_(deadline) {}
-  Status shake(Lane& lane);
-
-  const TransportContext& context_;
-  const EngineId peer_;
   const SocketAddress address_;
+  HandshakeConnector handshake_;
   const uint64_t attempt_;
   const Deadline deadline_;
-  std::vector<Lane> lanes_;
+  bool isConnected_ = false;
   bool broke_ = false;
 };
 

@@ -1,49 +1,84 @@
 #include "engine/transports/tcp/tcp_channel.h"
 
 #include <algorithm>
+#include <array>
 
+#include "base/failpoint.h"
 #include "base/log.h"
+#include "engine/stream/handshake.h"
 #include "engine/transports/tcp/socket.h"
 
 namespace mooncake {
+namespace {
 
-std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, const EngineId& peer,
-                                              std::vector<Fd> lanes, uint64_t attempt) {
-  std::shared_ptr<TcpChannel> channel(new TcpChannel(context, peer));
-  // A lane may end before the last one has started: laneEnded() waits for the lock.
+// Between two wishes for data lanes; doubles when one cannot be made, or breaks soon.
+constexpr Clock::duration kLeastPause = std::chrono::milliseconds(10);
+constexpr Clock::duration kMostPause = std::chrono::seconds(30);
+constexpr Clock::duration kLongLife = std::chrono::seconds(10);
+
+}  // namespace
+
+std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, Fd firstLane,
+                                              Options options) {
+  std::shared_ptr<TcpChannel> channel(new TcpChannel(context, std::move(options)));
+  // The lane may end before it is in its place: laneEnded() waits for the lock.
   std::lock_guard lock(channel->mutex_);
-  channel->attempt_ = attempt;
-  for (Fd& lane : lanes) {
-    const std::weak_ptr<TcpChannel> weak = channel;
-    const size_t index = channel->lanes_.size();
-    const auto ended = [weak, index](const Status& how) {
-      if (const auto alive = weak.lock()) alive->laneEnded(index, how);
-    };
-    keepLocalQueueShort(lane.get());
-    channel->lanes_.push_back(StreamConnection::start(
-        std::move(lane), context.loop, context.regions,
-        {.onMessage = [peer, &context](ByteView message) { context.onMessage(peer, message); },
-         .onClosed = ended}));
-  }
+  channel->attempt_ = channel->options_.attempt;
+  channel->pause_ = kLeastPause.count();
+  channel->startLane(kPutLane, std::move(firstLane));
   return channel;
 }
 
+// Under the lock.
+void TcpChannel::startLane(size_t index, Fd socket) {
+  Lane& lane = lanes_[index];
+  keepLocalQueueShort(socket.get());
+  if (lane.connection) {
+    lane.connection->reconnect(std::move(socket));
+  } else {
+    const std::weak_ptr<TcpChannel> weak = weak_from_this();
+    lane.connection = StreamConnection::start(
+        std::move(socket), context_.loop, context_.regions,
+        {.onMessage = [peer = options_.peer,
+                       &context = context_](ByteView message) { context.onMessage(peer, message); },
+         .onClosed =
+             [weak, index](const Status& how) {
+               if (const auto alive = weak.lock()) alive->laneEnded(index, how);
+             },
+         .onLanesWanted =
+             [weak] {
+               const auto alive = weak.lock();
+               if (alive && alive->options_.makeLanes) alive->wantLanes();
+             }});
+    if (fenced_) lane.connection->fence();
+    lane.made.store(lane.connection.get(), std::memory_order_release);
+  }
+  lane.stands.store(true, std::memory_order_release);
+}
+
 Status TcpChannel::get(const GetRequest& request) {
-  const size_t first = firstDataLane();
+  std::array<StreamConnection*, kMaxLanes> data;
+  size_t count = 0;
+  for (size_t i = kPutLane + 1; i < lanes_.size(); ++i) {
+    if (lanes_[i].stands.load(std::memory_order_acquire))
+      data[count++] = lanes_[i].made.load(std::memory_order_relaxed);
+  }
   const size_t bytes = request.target.size();
-  const size_t pieces = std::clamp<size_t>(bytes / kSplitBytes, 1, lanes_.size() - first);
+  if (count + 1 < lanes_.size() && first().unansweredBytes() + bytes >= kLargeBytes) wantLanes();
+  if (count == 0) return first().get(request);
+
+  const size_t pieces = std::clamp<size_t>(bytes / kSplitBytes, 1, count);
   if (pieces == 1) {
     const auto lane = std::min_element(
-        lanes_.begin() + first, lanes_.end(),
-        [](const auto& a, const auto& b) { return a->unansweredBytes() < b->unansweredBytes(); });
+        data.begin(), data.begin() + count,
+        [](const auto* a, const auto* b) { return a->unansweredBytes() < b->unansweredBytes(); });
     return (*lane)->get(request);
   }
   const size_t step = (bytes / pieces + 4095) / 4096 * 4096;
   for (size_t i = 0, at = 0; at < bytes; ++i, at += step) {
     const size_t length = std::min(step, bytes - at);
-    const Status begun =
-        lanes_[first + i]->get({request.region, request.offset + at,
-                                request.target.subspan(at, length), request.completion});
+    const Status begun = data[i]->get({request.region, request.offset + at,
+                                       request.target.subspan(at, length), request.completion});
     if (begun.ok()) continue;
     if (i == 0) return begun;
     // Other pieces are under way, so the get has begun: it ends with an error.
@@ -54,18 +89,45 @@ Status TcpChannel::get(const GetRequest& request) {
   return {};
 }
 
+void TcpChannel::wantLanes() {
+  const auto now = Clock::now().time_since_epoch().count();
+  auto due = nextWish_.load(std::memory_order_relaxed);
+  const auto pause = pause_.load(std::memory_order_relaxed);
+  if (now < due || !nextWish_.compare_exchange_strong(due, now + pause)) return;
+  if (options_.makeLanes) {
+    options_.makeLanes(shared_from_this());
+  } else {
+    first().askForLanes();
+  }
+}
+
+void TcpChannel::waitLonger() {
+  pause_ = std::min(2 * pause_.load(std::memory_order_relaxed), kMostPause.count());
+}
+
 void TcpChannel::cancelGets(const Completion* completion) {
-  for (const auto& lane : lanes_) lane->cancelGets(completion);
+  for (const Lane& lane : lanes_) {
+    if (auto* made = lane.made.load(std::memory_order_acquire)) made->cancelGets(completion);
+  }
 }
 
 uint64_t TcpChannel::lifeSigns() const {
   uint64_t sum = 0;
-  for (const auto& lane : lanes_) sum += lane->lifeSigns();
+  for (const Lane& lane : lanes_) {
+    if (auto* made = lane.made.load(std::memory_order_acquire)) sum += made->lifeSigns();
+  }
   return sum;
 }
 
+// Lanes that are made from here on begin with it.
 void TcpChannel::fence() {
-  for (const auto& lane : lanes_) lane->fence();
+  {
+    std::lock_guard lock(mutex_);
+    fenced_ = true;
+  }
+  for (const Lane& lane : lanes_) {
+    if (auto* made = lane.made.load(std::memory_order_acquire)) made->fence();
+  }
 }
 
 void TcpChannel::close() {
@@ -73,7 +135,9 @@ void TcpChannel::close() {
     std::lock_guard lock(mutex_);
     ended_ = closed_ = true;
   }
-  for (const auto& lane : lanes_) lane->close();
+  for (const Lane& lane : lanes_) {
+    if (auto* made = lane.made.load(std::memory_order_acquire)) made->close();
+  }
 }
 
 bool TcpChannel::isClosed() const {
@@ -81,35 +145,69 @@ bool TcpChannel::isClosed() const {
   return closed_;
 }
 
-// A close() on another thread comes before or after all of this.
-bool TcpChannel::renew(std::vector<Fd> lanes, uint64_t attempt) {
+uint64_t TcpChannel::attempt() const {
   std::lock_guard lock(mutex_);
-  if (closed_ || attempt <= attempt_ || lanes.size() != lanes_.size()) return false;
+  return attempt_;
+}
+
+// A close() on another thread comes before or after all of this.
+bool TcpChannel::reconnect(Fd firstLane, uint64_t attempt) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || attempt <= attempt_) return false;
   attempt_ = attempt;
-  for (const auto& lane : lanes_) lane->close({ErrorCode::kPeerLost, "the peer connected anew"});
-  ended_ = false;
-  for (size_t i = 0; i < lanes.size(); ++i) {
-    keepLocalQueueShort(lanes[i].get());
-    lanes_[i]->renew(std::move(lanes[i]));
+  for (Lane& lane : lanes_) {
+    lane.stands.store(false, std::memory_order_release);
+    if (lane.connection) lane.connection->close({ErrorCode::kPeerLost, "the peer connected anew"});
   }
+  ended_ = false;
+  startLane(kPutLane, std::move(firstLane));
   return true;
 }
 
-// On the loop's thread. The first lane that breaks takes the others with it: half a channel is of
-// no use. A goodbye counts when it comes on the lane of the puts, behind the last of them.
-void TcpChannel::laneEnded(size_t lane, const Status& how) {
-  if (how.ok() && lane != kPutLane) return;
+bool TcpChannel::beginLane(uint16_t lane) {
+  return !lanes_[lane].stands.load(std::memory_order_acquire) &&
+         !std::exchange(lanes_[lane].isBeingMade, true);
+}
+
+void TcpChannel::endLane(uint16_t lane, bool isMade) {
+  lanes_[lane].isBeingMade = false;
+  if (!isMade) waitLonger();
+}
+
+bool TcpChannel::addLane(uint16_t lane, Fd socket, uint64_t attempt) {
+  std::lock_guard lock(mutex_);
+  if (ended_ || attempt != attempt_ || lane == kPutLane || lane >= lanes_.size()) return false;
+  if (lanes_[lane].stands.load(std::memory_order_relaxed)) return false;
+  startLane(lane, std::move(socket));
+  stoodAt_ = Clock::now();
+  failpoint("lane-stands");
+  return true;
+}
+
+// On the loop's thread. A goodbye counts when it comes on the lane of the puts, behind the last of
+// them.
+void TcpChannel::laneEnded(size_t index, const Status& how) {
+  if (how.ok() && index != kPutLane) return;
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(ended_, true)) return;
     // Neither who has left nor who does not speak our language is connected to again.
     closed_ = how.ok() || how.code() == ErrorCode::kProtocol;
+    for (Lane& lane : lanes_) lane.stands.store(false, std::memory_order_release);
+    if (Clock::now() - stoodAt_ < kLongLife) {
+      waitLonger();
+    } else {
+      pause_ = kLeastPause.count();
+    }
   }
   const Error why = how.ok() ? Error{ErrorCode::kPeerLost, "the peer said goodbye"} : how.error();
-  log(LogLevel::kDebug, "tcp", "lane ", lane, " of attempt ", attempt_, " ended: ", why.message);
-  for (const auto& lane : lanes_) lane->close(why);
+  log(LogLevel::kDebug, "tcp", "lane ", index, " of attempt ", attempt(), " ended: ", why.message);
+  for (const Lane& lane : lanes_) {
+    if (lane.connection) lane.connection->close(why);
+  }
   context_.onEnded(
-      peer_, {how.ok() ? Evidence::Kind::kGoodbye : Evidence::Kind::kUnreachable, why.message});
+      options_.peer,
+      {how.ok() ? Evidence::Kind::kGoodbye : Evidence::Kind::kUnreachable, why.message});
 }
 
 }  // namespace mooncake

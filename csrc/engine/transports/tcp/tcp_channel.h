@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <functional>
 #include <mutex>
 #include <vector>
 
@@ -7,52 +9,91 @@
 
 namespace mooncake {
 
-// Several connections to one peer, each with its own share of the network's bandwidth and of the
-// kernel's buffers. Lane 0 carries the puts and nothing large, so a signal never stands behind
-// somebody's answer; the other lanes carry gets, their requests and their answers. A single lane
-// does both.
+// One to several connections to one peer, called lanes, each with its own share of the network's
+// bandwidth and of the kernel's buffers. Lane 0 is there from the first on and is all that a
+// channel needs: it carries puts and messages. The data lanes are made when something large is
+// fetched for the first time, so that peers that exchange little cost one descriptor each. As soon
+// as they stand they carry the gets, their requests and their answers, and no signal stands behind
+// somebody's answer any more. Nothing waits for them, and one that cannot be made costs nothing but
+// speed.
+//
+// A lane that stood and breaks takes the others with it: whatever broke it, half a channel is of no
+// use, and the other end may not have noticed. The channel goes on with a new lane 0.
 class TcpChannel final : public Channel, public std::enable_shared_from_this<TcpChannel> {
  public:
   // A get of at least two such pieces is spread over the data lanes.
   static constexpr size_t kSplitBytes = size_t(1) << 20;
+  // So much that has yet to come makes data lanes worth it.
+  static constexpr size_t kLargeBytes = size_t(64) << 10;
 
-  // `attempt`: which of the connector's attempts the lanes come from. They grow.
-  static std::shared_ptr<TcpChannel> start(const TransportContext& context, const EngineId& peer,
-                                           std::vector<Fd> lanes, uint64_t attempt);
+  // Calls the peer for the data lanes that are missing. Any thread; does not wait.
+  using MakeLanes = std::function<void(const std::shared_ptr<TcpChannel>&)>;
+  struct Options {
+    EngineId peer;
+    uint16_t lanes = 1;    // at most
+    uint64_t attempt = 0;  // which of the connector's attempts lane 0 comes from; they grow
+    MakeLanes makeLanes;   // none: the peer called, and is asked for them
+  };
+  static std::shared_ptr<TcpChannel> start(const TransportContext& context, Fd firstLane,
+                                           Options options);
   ~TcpChannel() override { close(); }
 
   const char* transportName() const override { return "tcp"; }
   std::span<std::byte> peerArena() const override { return {}; }
-  Status put(const PutRequest& request) override { return lanes_[kPutLane]->put(request); }
+  Status put(const PutRequest& request) override { return first().put(request); }
   Status get(const GetRequest& request) override;
-  Status send(ByteView message) override { return lanes_[kPutLane]->send(message); }
+  Status send(ByteView message) override { return first().send(message); }
   void cancelGets(const Completion* completion) override;
   uint64_t lifeSigns() const override;
-  void beat() override { lanes_[kPutLane]->beat(); }
+  void beat() override { first().beat(); }
   void fence() override;
   void close() override;
 
-  // Goes on over these connections, of a later attempt, whether or not we have seen the end of the
+  // All on the loop's thread.
+  //
+  // Goes on over this connection, of a later attempt, whether or not we have seen the end of the
   // ones before. Nothing that came over those is dealt with any more. False: it is closed for good,
-  // or they do not fit. On the loop's thread.
-  bool renew(std::vector<Fd> lanes, uint64_t attempt);
+  // or there was a later one.
+  bool reconnect(Fd firstLane, uint64_t attempt);
+  // A data lane, made for the attempt that lane 0 comes from. False: it is not wanted any more.
+  bool addLane(uint16_t lane, Fd socket, uint64_t attempt);
+  // The connector makes each at most once at a time, or the two ends could keep different ones.
+  bool beginLane(uint16_t lane);
+  void endLane(uint16_t lane, bool isMade);
+
   bool isClosed() const;
+  uint64_t attempt() const;
+  uint16_t lanes() const { return static_cast<uint16_t>(lanes_.size()); }
 
  private:
-  TcpChannel(const TransportContext& context, const EngineId& peer)
-      : context_(context), peer_(peer) {}
-  size_t firstDataLane() const { return lanes_.size() > 1 ? 1 : 0; }
   static constexpr size_t kPutLane = 0;
+  struct Lane {
+    std::shared_ptr<StreamConnection> connection;  // made once, under the lock
+    std::atomic<StreamConnection*> made{nullptr};  // the same for those who do not hold it
+    std::atomic<bool> stands{false};
+    bool isBeingMade = false;  // of the loop's thread
+  };
+
+  TcpChannel(const TransportContext& context, Options options)
+      : context_(context), options_(std::move(options)), lanes_(options_.lanes) {}
+  StreamConnection& first() const { return *lanes_[kPutLane].connection; }
+  void startLane(size_t lane, Fd socket);
+  void wantLanes();
+  void waitLonger();
   void laneEnded(size_t lane, const Status& how);
 
   const TransportContext& context_;
-  const EngineId peer_;
-  // Guards what follows, but lanes_ only until start() is through.
-  mutable std::mutex mutex_;
-  bool ended_ = false;   // until renew()
-  bool closed_ = false;  // for good
+  const Options options_;
+  mutable std::mutex mutex_;  // guards what follows, and who makes connections
+  bool ended_ = false;        // until reconnect()
+  bool closed_ = false;       // for good
+  bool fenced_ = false;
   uint64_t attempt_ = 0;
-  std::vector<std::shared_ptr<StreamConnection>> lanes_;
+  Clock::time_point stoodAt_;  // the last data lane that was made
+
+  std::atomic<Clock::rep> nextWish_{0};  // for data lanes
+  std::atomic<Clock::rep> pause_;        // until the one after that; grows with every failure
+  std::vector<Lane> lanes_;
 };
 
 }  // namespace mooncake

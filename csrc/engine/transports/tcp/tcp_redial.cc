@@ -2,14 +2,14 @@
 
 #include <algorithm>
 #include <sys/epoll.h>
+#include <utility>
 
 namespace mooncake {
 
-void TcpRedial::begin(std::unique_ptr<TcpCall> call, std::shared_ptr<TcpChannel> channel,
-                      Deadline deadline, Done done) {
+void TcpRedial::begin(std::unique_ptr<TcpCall> call, Deadline deadline, Use use, Done done) {
   const auto one = std::make_shared<One>();
   one->call = std::move(call);
-  one->channel = std::move(channel);
+  one->use = std::move(use);
   one->done = std::move(done);
   {
     std::lock_guard lock(mutex_);
@@ -29,8 +29,7 @@ void TcpRedial::shutdown() {
     std::lock_guard lock(mutex_);
     isShutDown_ = true;
     calls.swap(calls_);
-    for (const auto& one : calls)
-      sockets.insert(sockets.end(), one->sockets.begin(), one->sockets.end());
+    for (const auto& one : calls) sockets.push_back(one->socket);
   }
   // Their timers find that they have ended. Waits for the handlers, which take the lock.
   for (const int socket : sockets) loop_.remove(socket);
@@ -42,34 +41,28 @@ void TcpRedial::goOn(const std::shared_ptr<One>& one) {
     if (isShutDown_ || std::find(calls_.begin(), calls_.end(), one) == calls_.end()) return;
     unlisten(*one);
   }
-  const auto all = one->call->shake();
-  if (!all.ok()) return end(one, all.status());
-  if (!*all) return listen(one);
-  const bool taken = one->channel->renew(one->call->take(), one->call->attempt());
-  end(one, taken ? Status() : Status(ErrorCode::kAborted, "the channel is closed"));
+  const auto shaken = one->call->shake();
+  if (!shaken.ok()) return end(one, shaken.status());
+  if (!*shaken) return listen(one);
+  end(one, one->use(*one->call));
 }
 
 void TcpRedial::listen(const std::shared_ptr<One>& one) {
-  std::vector<pollfd> sockets;
-  one->call->addSockets(sockets);
+  const pollfd awaited = one->call->awaited();
   Status added;
   {
     std::lock_guard lock(mutex_);
     if (isShutDown_) return;
-    for (const pollfd& socket : sockets) {
-      if (!added.ok()) break;
-      added = loop_.add(socket.fd, socket.events == POLLOUT ? EPOLLOUT : EPOLLIN,
-                        [self = shared_from_this(), one](uint32_t) { self->goOn(one); });
-      if (added.ok()) one->sockets.push_back(socket.fd);
-    }
+    added = loop_.add(awaited.fd, awaited.events == POLLOUT ? EPOLLOUT : EPOLLIN,
+                      [self = shared_from_this(), one](uint32_t) { self->goOn(one); });
+    if (added.ok()) one->socket = awaited.fd;
   }
   if (!added.ok()) end(one, added);
 }
 
 // Under the lock, on the loop's thread.
 void TcpRedial::unlisten(One& one) {
-  for (const int socket : one.sockets) loop_.remove(socket);
-  one.sockets.clear();
+  if (one.socket >= 0) loop_.remove(std::exchange(one.socket, -1));
 }
 
 void TcpRedial::end(const std::shared_ptr<One>& one, Status how) {

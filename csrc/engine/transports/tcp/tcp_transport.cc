@@ -7,8 +7,10 @@
 #include <sys/epoll.h>
 #include <vector>
 
+#include "base/log.h"
 #include "engine/transports/tcp/tcp_acceptor.h"
 #include "engine/transports/tcp/tcp_call.h"
+#include "engine/transports/tcp/tcp_channel.h"
 #include "engine/transports/tcp/tcp_redial.h"
 
 namespace mooncake {
@@ -33,34 +35,82 @@ Result<SocketAddress> decodeEndpoint(ByteView endpoint) {
   return address;
 }
 
+uint16_t lanesOf(const TransportContext& context) {
+  return static_cast<uint16_t>(std::min<size_t>(1 + context.env.tcpConnections, kMaxLanes));
+}
+
+Result<std::unique_ptr<TcpCall>> callLane(const TransportContext& context, const EngineId& peer,
+                                          const SocketAddress& address, uint16_t lane,
+                                          uint64_t attempt, Deadline deadline) {
+  return TcpCall::begin(context, address,
+                        {.peer = peer,
+                         .lane = lane,
+                         .lanes = lanesOf(context),
+                         .attempt = attempt,
+                         .deadline = deadline,
+                         .behindProof = {}});
+}
+
+// On the loop's thread.
+void callDataLanes(const TransportContext& context, TcpRedial& redial, const EngineId& peer,
+                   const SocketAddress& address, const std::shared_ptr<TcpChannel>& channel) {
+  const uint64_t attempt = channel->attempt();
+  const Deadline deadline = Deadline::after(context.env.failureTimeout);
+  for (uint16_t lane = 1; lane < channel->lanes(); ++lane) {
+    if (!channel->beginLane(lane)) continue;
+    const auto done = [channel, lane](const Status& how) {
+      channel->endLane(lane, how.ok());
+      if (!how.ok())
+        log(LogLevel::kInfo, "tcp", "data lane ", lane, " could not be made: ", how.error().message,
+            "; gets go over the lanes that stand");
+    };
+    auto call = callLane(context, peer, address, lane, attempt, deadline);
+    if (!call.ok()) {
+      done(call.status());
+      continue;
+    }
+    const auto add = [channel, lane](TcpCall& call) {
+      channel->addLane(lane, call.take(), call.attempt());
+      return Status();
+    };
+    redial.begin(std::move(*call), deadline, add, done);
+  }
+}
+
 // Calls again when a call breaks.
 class Dialing final : public Connecting {
  public:
-  using Call = Result<std::unique_ptr<TcpCall>>;
+  using Call = std::function<Result<std::unique_ptr<TcpCall>>()>;
+  using Finish = std::function<std::shared_ptr<Channel>(TcpCall& call)>;
 
-  static Result<std::unique_ptr<Connecting>> start(std::function<Call()> begin) {
-    Call first = begin();
+  static Result<std::unique_ptr<Connecting>> start(Call call, Finish finish) {
+    auto first = call();
     if (!first.ok()) return first.error();
-    return std::unique_ptr<Connecting>(new Dialing(std::move(begin), std::move(*first)));
+    return std::unique_ptr<Connecting>(
+        new Dialing(std::move(call), std::move(finish), std::move(*first)));
   }
 
   Result<std::shared_ptr<Channel>> advance() override {
     for (;;) {
-      auto channel = call_->advance();
-      if (channel.ok() || !call_->broke() || calls_ == kMostCalls) return channel;
-      Call next = begin_();
+      const auto shaken = call_->shake();
+      if (shaken.ok()) return *shaken ? finish_(*call_) : nullptr;
+      if (!call_->broke() || calls_ == kMostCalls) return shaken.error();
+      auto next = begin_();
       if (!next.ok()) return next.error();
       call_ = std::move(*next);
       ++calls_;
     }
   }
-  void addSockets(std::vector<pollfd>& sockets) const override { call_->addSockets(sockets); }
+  void addSockets(std::vector<pollfd>& sockets) const override {
+    sockets.push_back(call_->awaited());
+  }
 
  private:
-  Dialing(std::function<Call()> begin, std::unique_ptr<TcpCall> first)
-      : begin_(std::move(begin)), call_(std::move(first)) {}
+  Dialing(Call begin, Finish finish, std::unique_ptr<TcpCall> first)
+      : begin_(std::move(begin)), finish_(std::move(finish)), call_(std::move(first)) {}
 
-  const std::function<Call()> begin_;
+  const Call begin_;
+  const Finish finish_;
   std::unique_ptr<TcpCall> call_;
   int calls_ = 1;
 };
@@ -94,19 +144,45 @@ Result<std::unique_ptr<Connecting>> TcpTransport::connect(const EngineId& peer, 
                                                           Deadline deadline) {
   const auto address = decodeEndpoint(endpoint);
   if (!address.ok()) return address.error();
-  return Dialing::start([this, peer, address = *address, deadline] {
-    return TcpCall::begin(context_, peer, address, ++attempts_, deadline);
-  });
+  return Dialing::start(
+      [this, peer, address = *address, deadline] {
+        return callLane(context_, peer, address, 0, ++attempts_, deadline);
+      },
+      [this, peer, address = *address](TcpCall& call) {
+        return TcpChannel::start(context_, call.take(),
+                                 {.peer = peer,
+                                  .lanes = lanesOf(context_),
+                                  .attempt = call.attempt(),
+                                  .makeLanes = laneMaker(peer, address)});
+      });
 }
 
-void TcpTransport::renew(const EngineId& peer, const std::shared_ptr<Channel>& channel,
-                         ByteView endpoint, Deadline deadline, std::function<void(Status)> done) {
+// The channel may outlive us, and its gets ask for lanes on any thread.
+std::function<void(const std::shared_ptr<TcpChannel>&)> TcpTransport::laneMaker(
+    const EngineId& peer, const SocketAddress& address) const {
+  return [&context = context_, weak = std::weak_ptr(redial_), peer,
+          address](const std::shared_ptr<TcpChannel>& channel) {
+    context.loop.post([&context, weak, peer, address, channel] {
+      if (const auto redial = weak.lock()) callDataLanes(context, *redial, peer, address, channel);
+    });
+  };
+}
+
+void TcpTransport::reconnect(const EngineId& peer, const std::shared_ptr<Channel>& channel,
+                             ByteView endpoint, Deadline deadline,
+                             std::function<void(Status)> done) {
   const auto address = decodeEndpoint(endpoint);
   if (!address.ok()) return done(address.status());
-  auto call = TcpCall::begin(context_, peer, *address, ++attempts_, deadline);
+  auto call = callLane(context_, peer, *address, 0, ++attempts_, deadline);
   if (!call.ok()) return done(call.status());
-  redial_->begin(std::move(*call), std::static_pointer_cast<TcpChannel>(channel), deadline,
-                 std::move(done));
+  redial_->begin(
+      std::move(*call), deadline,
+      [tcp = std::static_pointer_cast<TcpChannel>(channel)](TcpCall& call) {
+        return tcp->reconnect(call.take(), call.attempt())
+                   ? Status()
+                   : Status(ErrorCode::kAborted, "the channel is closed");
+      },
+      std::move(done));
 }
 
 // The probes under way.

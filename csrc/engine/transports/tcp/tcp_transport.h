@@ -9,6 +9,7 @@
 namespace mooncake {
 
 class TcpAcceptor;
+class TcpChannel;
 class TcpRedial;
 
 // Channels over TCP. Endpoint: version u16, port u16, address (u32 length, then 4 or 16 bytes).
@@ -23,13 +24,15 @@ class TcpTransport final : public Transport {
   Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
                                               Deadline deadline) override;
   void probe(ByteView endpoint, Deadline deadline, std::function<void(Listener)> done) override;
-  void renew(const EngineId& peer, const std::shared_ptr<Channel>& channel, ByteView endpoint,
-             Deadline deadline, std::function<void(Status)> done) override;
+  void reconnect(const EngineId& peer, const std::shared_ptr<Channel>& channel, ByteView endpoint,
+                 Deadline deadline, std::function<void(Status)> done) override;
   void shutdown() override;
 
  private:
   class Probes;
   TcpTransport(const TransportContext& context, const SocketAddress& address);
+  std::function<void(const std::shared_ptr<TcpChannel>&)> laneMaker(
+      const EngineId& peer, const SocketAddress& address) const;
 
   const TransportContext& context_;
   const SocketAddress address_;

@@ -125,7 +125,7 @@ class Crew:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        command = [sys.executable, str(HERE / "crews.py"), str(there.fileno()), *preload]
+        command = [sys.executable, str(HERE / "fork_server.py"), str(there.fileno()), *preload]
         with there:
             self.server = subprocess.Popen(
                 command, env=environment, pass_fds=[there.fileno()], preexec_fn=die_with_parent

@@ -7,15 +7,15 @@
 
 namespace mooncake {
 
-// Whose turn it is to move things on, where everybody who waits moves the things of all. Who waits
-// tries for the turn and does not wait for it: it spins, or is about to sleep at the bell. Who has
-// the turn may be past what the other waits for, and may be somebody who never looks again: so
-// whoever was turned away is rung for when the turn ends, and looks by itself.
+// Progress lock: any waiter drives everyone's messages. A waiter tries for the lock and does not
+// wait for it: it spins, or is about to sleep at the bell. The holder may be past what another
+// waiter needs, and may never look again: unlock() therefore rings for everyone who was turned
+// away.
 //
 // Why nobody is forgotten. turnedAway_ is written by exchanges only, so all of them stand in one
 // order, and each sees what happened before the one that it reads from:
 //
-//   turned away                                who has the turn
+//   turned away                                the holder
 //     1  announced at the bell, then: try        1  unlock
 //     2  turnedAway_ <- true                     2  turnedAway_ <- false; if it was true:
 //     3  try again                               3  ring
@@ -25,9 +25,9 @@ namespace mooncake {
 // it reads what the other wrote after its unlock, so that our 3 does not fail for that one; if it
 // fails for somebody who came later, then that one's own 2 is still to come, and the same holds for
 // it.
-class Turn {
+class ProgressLock {
  public:
-  explicit Turn(Doorbell& bell) : bell_(bell) {}
+  explicit ProgressLock(Doorbell& bell) : bell_(bell) {}
 
   void lock() { mutex_.lock(); }
   bool try_lock() {

@@ -12,7 +12,7 @@ namespace mooncake {
 // What an engine wants its host to be able to read when it has ended. Lies in shared memory, of
 // zeros at first, and outlives its process. Who dies while it writes leaves what stood there
 // before.
-class Board {
+class CrashReport {
  public:
   static constexpr size_t kMostBytes = 16376;
 

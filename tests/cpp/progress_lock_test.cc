@@ -1,5 +1,5 @@
 // Who waits for a message while another thread is at the messages.
-#include "collectives/turn.h"
+#include "collectives/progress_lock.h"
 
 #include <atomic>
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ constexpr uint32_t kOthers = 8000;
 TEST(Turns, WhoIsTurnedAwayIsRungForWhenTheTurnEnds) {
   Doorbell bell;
   Interrupt interrupt;
-  Turn turn(bell);
+  ProgressLock turn(bell);
   turn.lock();
   std::atomic<int> looks{0};
   std::thread waiter([&] {

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace mooncake {
+
+// Several works as one: ended when all have, with the first error of them.
+class BatchWork : public c10d::Work {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // `capacity`: ranks that the group may grow to.
+  BatchWork(int rank, int capacity, std::vector<WorkPtr> works)
+      : Work(rank, c10d::OpType::COALESCED), capacity_(capacity), works_(std::move(works)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  // For all of them, whatever becomes of one: their memory is the caller's again.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override {}
+  std::vector<at::Tensor> result() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+  // In the order of the calls.
+  const std::vector<WorkPtr>& works() const { return works_; }
+  // All that one of them has lost, ascending.
+  std::vector<int> lostRanks() const;
+  int capacity() const { return capacity_; }
+
+ private:
+  const int capacity_;
+  const std::vector<WorkPtr> works_;
+};
+
+}  // namespace mooncake

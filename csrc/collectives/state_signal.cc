@@ -1,0 +1,119 @@
+// The states of all groups, when a signal asks for them.
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <mutex>
+#include <pthread.h>
+#include <sstream>
+#include <sys/eventfd.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include "base/fork.h"
+#include "base/log.h"
+#include "base/signals.h"
+#include "collectives/group.h"
+#include "collectives/group_state.h"
+
+namespace mooncake {
+namespace {
+
+struct Listed {
+  std::mutex mutex;  // guards the list, and keeps its groups from going while they are described
+  std::vector<const Group*> groups;
+};
+
+// Never destroyed: the thread may outlast static objects.
+Listed& listed() {
+  static Listed& all = *new Listed;
+  return all;
+}
+
+// All that the handler needs: it may call next to nothing.
+std::atomic<int> wakeUp{-1};
+std::atomic<uint32_t> madeIn{0};
+
+void onSignal(int) {
+  const int before = errno;
+  const int fd = wakeUp.load(std::memory_order_acquire);
+  // A forked child has no thread that would answer, and the descriptor's number may mean another.
+  if (fd >= 0 && forkGeneration() == madeIn.load(std::memory_order_relaxed)) {
+    const uint64_t once = 1;
+    [[maybe_unused]] const auto written = ::write(fd, &once, sizeof(once));
+  }
+  errno = before;
+}
+
+void describeAll() {
+  Listed& all = listed();
+  std::lock_guard lock(all.mutex);
+  for (const Group* group : all.groups) {
+    std::istringstream lines(describeState(*group));
+    // Whoever asked wants to see it, whatever the level is.
+    for (std::string line; std::getline(lines, line);)
+      logLine(LogLevel::kInfo, group->engine().logName(), line);
+  }
+  if (all.groups.empty()) logLine(LogLevel::kInfo, "state", "this process has no group");
+}
+
+void answerSignals(int fd) {
+  for (;;) {
+    uint64_t times = 0;
+    if (::read(fd, &times, sizeof(times)) == sizeof(times)) describeAll();
+  }
+}
+
+// Once per process. Detached: it ends with it.
+Status startAnswering() {
+  if (wakeUp.load() >= 0 && madeIn.load() == forkGeneration()) return {};
+  const int fd = ::eventfd(0, EFD_CLOEXEC);
+  if (fd < 0) return systemError("eventfd", errno);
+  closeOnFork(fd);
+  madeIn.store(forkGeneration());
+  wakeUp.store(fd, std::memory_order_release);
+  const BlockedSignals blocked;
+  std::thread thread(answerSignals, fd);
+  pthread_setname_np(thread.native_handle(), "mooncake-state");
+  thread.detach();
+  return {};
+}
+
+}  // namespace
+
+ListedGroup::ListedGroup(const Group& group) : group_(group) {
+  std::lock_guard lock(listed().mutex);
+  listed().groups.push_back(&group);
+}
+
+ListedGroup::~ListedGroup() {
+  std::lock_guard lock(listed().mutex);
+  std::erase(listed().groups, &group_);
+}
+
+Status describeStatesOnSignal(int signal) {
+  static std::mutex& one = *new std::mutex;
+  std::lock_guard lock(one);
+  const std::string name = "signal " + std::to_string(signal);
+  struct sigaction before {};
+  if (::sigaction(signal, nullptr, &before) != 0)
+    return {ErrorCode::kInvalidArgument, name + " is not a signal that can be handled"};
+  const bool isOurs = !(before.sa_flags & SA_SIGINFO) && before.sa_handler == onSignal;
+  if (!isOurs && ((before.sa_flags & SA_SIGINFO) || before.sa_handler != SIG_DFL)) {
+    return {ErrorCode::kInvalidArgument,
+            name +
+                " has a handler already, or is ignored, and stays as it is: choose another "
+                "signal"};
+  }
+  MOONCAKE_TRY(startAnswering());
+  struct sigaction ours {};
+  ours.sa_handler = onSignal;
+  ours.sa_flags = SA_RESTART;
+  if (::sigaction(signal, &ours, nullptr) != 0)
+    return {ErrorCode::kInvalidArgument, name + " is not a signal that can be handled"};
+  return {};
+}
+
+}  // namespace mooncake

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/memory/arena.h"
+
+namespace mooncake {
+
+// Says to those who map our arena which windows this engine still uses: one word for each, in the
+// arena. As long as a lease stands we read and write the other ranks' parts of that window. We end
+// it behind our last access, and only then do their owners use that memory again. The word is ours,
+// so a rank that the others went on without ends its leases without a store into their memory.
+class LeaseTable {
+ public:
+  static constexpr uint32_t kMost = 4096;  // windows at a time
+
+  // A peer's, as it described it.
+  struct Remote {
+    uint64_t offset = 0;  // of the word, in the peer's arena
+    uint64_t turn = 0;    // what stands there until the lease has ended
+  };
+
+  // Ends at the latest with this object. Must not outlive the table.
+  class Lease {
+   public:
+    Lease() = default;
+    Lease(Lease&& other) noexcept;
+    Lease& operator=(Lease&& other) noexcept;
+    ~Lease() { end(); }
+    Remote describe() const;
+    void end();
+
+   private:
+    friend class LeaseTable;
+    Lease(LeaseTable& table, uint32_t index) : table_(&table), index_(index) {}
+    LeaseTable* table_ = nullptr;
+    uint32_t index_ = 0;
+  };
+
+  static Result<std::unique_ptr<LeaseTable>> create(Arena& arena);
+
+  // kExhausted when kMost are held.
+  Result<Lease> take();
+
+  // In a mapped arena: everything that the peer did under the lease has happened before.
+  static bool hasEnded(const Remote& lease, const std::byte* arena) {
+    const auto& word = *reinterpret_cast<const std::atomic<uint64_t>*>(arena + lease.offset);
+    return word.load(std::memory_order_acquire) != lease.turn;
+  }
+  static bool liesIn(const Remote& lease, uint64_t arenaBytes) {
+    return lease.offset % alignof(std::atomic<uint64_t>) == 0 && arenaBytes >= sizeof(uint64_t) &&
+           lease.offset <= arenaBytes - sizeof(uint64_t);
+  }
+
+ private:
+  explicit LeaseTable(ArenaBlock block) : block_(std::move(block)) {}
+  std::atomic<uint64_t>& at(uint32_t index) const {
+    return reinterpret_cast<std::atomic<uint64_t>*>(block_.data())[index];
+  }
+
+  // Words of zeros, and never given back before the engine ends: each counts the leases that have
+  // ended there.
+  const ArenaBlock block_;
+  std::mutex mutex_;  // guards all below
+  uint32_t used_ = 0;
+  std::vector<uint32_t> free_;
+};
+
+}  // namespace mooncake

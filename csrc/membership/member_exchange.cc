@@ -1,0 +1,124 @@
+#include "membership/member_exchange.h"
+
+#include <algorithm>
+
+namespace mooncake {
+namespace {
+
+// Message, wire form:  u8 kind | what a member tells, nothing for kAsk, a text (<= 1024) for
+// kGaveUp
+constexpr size_t kMostText = 1024;
+// Between two looks at the job's view.
+constexpr auto kLook = std::chrono::milliseconds(10);
+// A member that has not come yet has no answer; one whose word was lost has. Grows.
+constexpr auto kFirstAsk = std::chrono::milliseconds(50);
+constexpr auto kLastAsk = std::chrono::seconds(1);
+
+ByteView viewOf(const std::string& text) {
+  return std::as_bytes(std::span(text.data(), std::min(text.size(), kMostText)));
+}
+
+}  // namespace
+
+// The topic first: what is answered to a word of ours must find us.
+MemberExchange::MemberExchange(std::shared_ptr<Membership> membership, Options options, Bytes mine)
+    : membership_(std::move(membership)),
+      options_(std::move(options)),
+      mine_(std::move(mine)),
+      parts_(options_.jobRanks.size()) {
+  const auto size = static_cast<int>(options_.jobRanks.size());
+  for (int r = 0; r < size; ++r) {
+    if (const auto& peer = membership_->peer(options_.jobRanks[size_t(r)]))
+      ranksById_[peer->id] = r;
+  }
+  parts_[size_t(options_.rank)] = mine_;
+  membership_->engine().openTopic(
+      options_.topic, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
+  // All of them, also who has told us already: we may be done, and gone, before it asks.
+  const View view = membership_->view();
+  for (int r = 0; r < size; ++r) {
+    if (r != options_.rank && view.active.contains(options_.jobRanks[size_t(r)]))
+      tell(r, Kind::kPart, mine_);
+  }
+}
+
+MemberExchange::~MemberExchange() { membership_->engine().closeTopic(options_.topic); }
+
+Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadline) {
+  auto pause = std::chrono::duration_cast<Clock::duration>(kFirstAsk);
+  auto ask = Clock::now() + pause;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    MOONCAKE_TRY(membership_->standing());
+    if (gaveUp_) return *gaveUp_;
+    const std::vector<int> absent = missing(membership_->view());
+    if (absent.empty()) return parts_;
+    if (deadline.passed()) return timedOut(absent);
+    if (Clock::now() >= ask) {
+      for (const int r : absent) tell(r, Kind::kAsk, {});
+      pause = std::min<Clock::duration>(2 * pause, kLastAsk);
+      ask = Clock::now() + pause;
+    }
+    changed_.wait_until(lock, deadline.earlier(Deadline::after(kLook)).when());
+  }
+}
+
+void MemberExchange::giveUp(const Error& why) {
+  const View view = membership_->view();
+  for (const auto& [id, rank] : ranksById_) {
+    if (view.active.contains(options_.jobRanks[size_t(rank)]))
+      tell(rank, Kind::kGaveUp, viewOf(why.message));
+  }
+}
+
+// Of the members that are in the job.
+std::vector<int> MemberExchange::missing(const View& view) const {
+  std::vector<int> ranks;
+  for (size_t r = 0; r < parts_.size(); ++r) {
+    if (!parts_[r] && view.active.contains(options_.jobRanks[r])) ranks.push_back(int(r));
+  }
+  return ranks;
+}
+
+Error MemberExchange::timedOut(const std::vector<int>& missing) const {
+  std::string who;
+  for (const int r : missing) {
+    who += (who.empty() ? "" : ", ") + std::to_string(r);
+    if (const int global = options_.jobRanks[size_t(r)]; global != r)
+      who += " (global rank " + std::to_string(global) + ")";
+  }
+  return {ErrorCode::kTimeout, "group '" + options_.group + "': rank(s) " + who + " of " +
+                                   std::to_string(parts_.size()) +
+                                   " did not come to make it in time, though the job has them "
+                                   "(do they make the same groups in the same order?)"};
+}
+
+// Who cannot be reached is out soon, or connected anew, and asks.
+void MemberExchange::tell(int rank, Kind kind, ByteView body) {
+  const Bytes message = ByteWriter().put(static_cast<uint8_t>(kind)).putRaw(body).take();
+  const auto& peer = membership_->peer(options_.jobRanks[size_t(rank)]);
+  (void)membership_->engine().send(*peer, options_.topic, message);
+}
+
+void MemberExchange::onMessage(const EngineId& from, ByteView message) {
+  const auto sender = ranksById_.find(from);
+  if (sender == ranksById_.end()) return;
+  const int rank = sender->second;
+  ByteReader in(message);
+  const auto kind = static_cast<Kind>(in.get<uint8_t>());
+  if (kind == Kind::kAsk) return tell(rank, Kind::kPart, mine_);
+  const ByteView body = in.getRaw(in.left());
+  std::lock_guard lock(mutex_);
+  if (kind == Kind::kPart && !parts_[size_t(rank)]) {
+    parts_[size_t(rank)].emplace(body.begin(), body.end());
+  } else if (kind == Kind::kGaveUp && !gaveUp_ && body.size() <= kMostText) {
+    std::string text;
+    for (const std::byte character : body) text += char(character);
+    gaveUp_ =
+        Error{ErrorCode::kAborted, "rank " + std::to_string(rank) + " could not make group '" +
+                                       options_.group + "': " + text};
+  }
+  changed_.notify_all();
+}
+
+}  // namespace mooncake

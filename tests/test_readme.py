@@ -1,0 +1,45 @@
+"""The program that the README begins with does what the README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+def block(language, behind="<!-- survive.py"):
+    text = README.read_text(encoding="utf-8").split(behind)[1]
+    found = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+def test_the_first_program_survives_a_kill(tmp_path):
+    (tmp_path / "survive.py").write_text(block("python"))
+    (command,) = block("bash").splitlines()
+    name, *arguments = shlex.split(command)
+    assert name == "mooncake-run"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MOONCAKE_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mooncake_backend.run", *arguments],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=harness.DEADLINE,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = block("text").splitlines()
+    lines = [line for line in shown if line.startswith("rank ")]
+    # Ranks print at once: the end of a line may stand behind the next line.
+    assert sorted(re.findall(r"rank \d.*? sum", done.stdout)) == sorted(lines)
+    headline = next(line for line in shown if line.startswith("mooncake-run: "))
+    assert headline in done.stderr
+    assert re.search(r"^  2 .* killed by SIGKILL  went on", done.stderr, re.MULTILINE)
