@@ -1,0 +1,165 @@
+"""The agents: torchrun's own, which watches and restarts, and one under which survivors live."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+from mooncake_backend.launcher import torch_parts
+from mooncake_backend.launcher.endings import Ending, Journal, failures
+from mooncake_backend.launcher.nodes import Nodes
+from mooncake_backend.launcher.rendezvous import FixedRendezvous
+
+log = logging.getLogger(__name__)
+
+MESSAGE = 100  # characters of it in the table
+
+
+class RestartingAgent(LocalElasticAgent):
+    """torchrun's agent. Writes down how each process ended."""
+
+    def __init__(self, journal: Journal, spec: WorkerSpec, *positional: Any, **named: Any) -> None:
+        super().__init__(spec, *positional, **named)
+        self.journal = journal
+        self.host = socket.gethostname()
+        self.attempt = -1
+        self.started = 0.0
+        self.failed: dict[int, ProcessFailure] = {}  # of this attempt, by rank
+        self.running: dict[int, int] = {}  # of this attempt, rank by local rank
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.running = {}
+        self.failed = {}
+        self.attempt += 1
+        self.started = time.time()
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self.running = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.look()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            # All others are stopped by now. One that failed between the two looks comes first.
+            first = next(iter(result.failures.values()))
+            self.look(stopped=True, except_for=None if self.failed else first.local_rank)
+        return result
+
+    def _shutdown(self, *positional: Any, **named: Any) -> None:
+        self.look()
+        super()._shutdown(*positional, **named)
+        self.look(stopped=True)
+
+    def look(self, stopped: bool = False, except_for: int | None = None) -> list[Ending]:
+        """Writes down which processes have ended since the last look. `stopped`: the launcher ended
+        them, except for this local rank."""
+        moment = time.time()
+        found = []
+        for local_rank, process in torch_parts.processes(self).items():
+            code = process.poll()
+            if code is None or local_rank not in self.running:
+                continue
+            rank = self.running.pop(local_rank)
+            message = ""
+            if code != 0:
+                self.failed[rank] = self._failure(local_rank, process.pid, code)
+                message = first_line(self.failed[rank])
+            by_us = stopped and local_rank != except_for and code != 0
+            ending = Ending(
+                rank, self.host, self.attempt, code, self.started, moment, message, by_us
+            )
+            self.journal.endings.append(ending)
+            found.append(ending)
+        return found
+
+    def _failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
+        path = str(torch_parts.error_files(self).get(local_rank, ""))
+        try:
+            return ProcessFailure(local_rank, pid, code, path)
+        except Exception as error:  # it died while it wrote the file
+            log.warning("mooncake-run: the error file %s cannot be read: %r", path, error)
+            return ProcessFailure(local_rank, pid, code, "")
+
+
+class ContinuingAgent(RestartingAgent):
+    """Under which a dead rank ends nobody: not on its node, and not on the others."""
+
+    def __init__(self, journal: Journal, spec: WorkerSpec, *positional: Any, **named: Any) -> None:
+        self.rendezvous = FixedRendezvous(spec.rdzv_handler)
+        spec.rdzv_handler = self.rendezvous
+        super().__init__(journal, spec, *positional, **named)
+        self.nodes: Nodes | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        assert worker_group.store is not None
+        self.nodes = Nodes(
+            worker_group.store,
+            worker_group.group_rank,
+            worker_group.group_world_size,
+            self.host,
+            ranks,
+            *self.rendezvous.keep_alive(),
+            self.rendezvous.cut_off,
+        )
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self.nodes is not None
+        for ending in self.look():
+            if not ending.finished:
+                alive = f"{len(self.running)} ranks of this host go on"
+                log.warning("mooncake-run: rank %d: %s; %s", ending.rank, ending.how(), alive)
+        if self.running:
+            return RunResult(state=WorkerState.HEALTHY)
+        # The others may need our store, and need our ranks to be known.
+        if not self.nodes.meet(self.journal.endings):
+            return RunResult(state=WorkerState.HEALTHY)
+        self.journal.others = self.nodes.endings()
+        self.journal.unknown = self.nodes.unknown()
+        self.journal.is_spokesman = self.nodes.is_first()
+        self.rendezvous.is_cut_off |= self.nodes.is_cut_off
+        return self._result()
+
+    def _result(self) -> RunResult:
+        """Of this node's ranks; what counts as a failure is decided for the job."""
+        everybody = [*self.journal.endings, *self.journal.others]
+        ours = {ending.rank for ending in self.journal.endings}
+        failed = {ending.rank for ending in failures(everybody)} & ours
+        if failed:
+            return RunResult(
+                state=WorkerState.FAILED, failures={rank: self.failed[rank] for rank in failed}
+            )
+        return RunResult(
+            state=WorkerState.SUCCEEDED,
+            return_values=dict.fromkeys(ours - self.failed.keys()),
+            failures=self.failed,
+        )
+
+    def _exit_barrier(self) -> None:
+        """The nodes have met already."""
+
+    def _shutdown(self, *positional: Any, **named: Any) -> None:
+        super()._shutdown(*positional, **named)
+        if self.nodes is not None:
+            self.nodes.close()
+
+
+def first_line(failure: ProcessFailure) -> str:
+    """Of what the process itself said; ProcessFailure makes something up for those that did not."""
+    said: Any = failure.error_file_data.get("message", "")
+    if isinstance(said, dict):
+        said = said.get("message", "")
+    lines = str(said).strip().splitlines()
+    return "" if not lines or failure.error_file == "<N/A>" else lines[0][:MESSAGE]

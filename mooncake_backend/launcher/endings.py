@@ -1,0 +1,163 @@
+"""How the ranks of a job ended: what is known of each, what it means for the job, and the table."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+TITLE = "mooncake-run"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Of one process.
+
+    attempt: which start of the job it belonged to, from 0 on
+    code: its exit code; minus the number of the signal that ended it
+    started, ended: seconds since the epoch, on the clock of its host
+    message: the first line of its error file
+    stopped: the launcher ended it
+    """
+
+    rank: int
+    host: str
+    attempt: int
+    code: int
+    started: float
+    ended: float
+    message: str = ""
+    stopped: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.code == 0
+
+    def how(self) -> str:
+        if self.finished:
+            return "finished"
+        text = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
+        if self.stopped:
+            return f"stopped by the launcher ({text})"
+        if self.code < 0:
+            text = f"killed by {text}"
+        return f"{text}: {self.message}" if self.message else text
+
+
+def failures(endings: Iterable[Ending]) -> list[Ending]:
+    """Those that make the job fail. A rank that died and that others outlived is a loss, which the
+    job was started to survive. A rank that fails when others have finished is not: nobody does its
+    work any more."""
+    endings = list(endings)
+    finished = [ending.ended for ending in endings if ending.finished]
+    died = [ending for ending in endings if not ending.finished]
+    return [ending for ending in died if not finished or ending.ended > min(finished)]
+
+
+def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
+    """Who died when and how, how long the others were there after it, who finished. `unknown`:
+    what there is to say of ranks whose end nobody saw."""
+    last = max((ending.attempt for ending in endings), default=0)
+    headline = _headline([ending for ending in endings if ending.attempt == last])
+    if last:
+        headline += f", attempt {last + 1}"
+    rows: list[tuple[str, ...]] = [("rank", "host", "ended", "ran for", "how", "the others")]
+    died = [ending for ending in endings if not ending.finished and not ending.stopped]
+    for ending in sorted(died, key=lambda ending: (ending.attempt, ending.ended)):
+        rows.append(_row(ending, endings, last))
+    rows += _groups([ending for ending in endings if ending not in died], last)
+    lines = [f"{TITLE}: {headline}"]
+    if len(rows) > 1:
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("  " + "  ".join(cells).rstrip())
+    lines += [f"  {text}" for text in unknown]
+    return "\n".join(lines)
+
+
+def _headline(endings: Sequence[Ending]) -> str:
+    finished = sum(ending.finished for ending in endings)
+    text = f"{finished} of {len(endings)} ranks finished"
+    failed = failures(endings)
+    lost = len(endings) - finished - len(failed)
+    if lost:
+        text += f", {lost} died and the others went on"
+    if failed and finished:
+        text += f", {len(failed)} failed after others had finished"
+    return text
+
+
+def _row(ending: Ending, endings: Sequence[Ending], last: int) -> tuple[str, ...]:
+    outlived = [
+        other.ended - ending.ended
+        for other in endings
+        if other.attempt == ending.attempt and other.finished and other.ended >= ending.ended
+    ]
+    stopped = any(other.stopped and other.attempt == ending.attempt for other in endings)
+    if outlived:
+        others = f"went on, the last finished {max(outlived):.1f} s later"
+    else:
+        others = "were stopped" if stopped else ""
+    return (
+        name_ranks([ending.rank]) + _attempt(ending, last),
+        *_when(ending),
+        ending.how(),
+        others,
+    )
+
+
+def _groups(endings: Sequence[Ending], last: int) -> list[tuple[str, ...]]:
+    """Rows of ranks that ended alike on one host."""
+    alike: dict[tuple[int, bool, str, str], list[Ending]] = {}
+    for ending in sorted(endings, key=lambda ending: ending.rank):
+        key = (ending.attempt, ending.finished, ending.host, ending.how())
+        alike.setdefault(key, []).append(ending)
+    rows: list[tuple[str, ...]] = []
+    for key in sorted(alike, key=lambda key: (key[0], key[1], alike[key][0].rank)):
+        members = alike[key]
+        longest = max(members, key=lambda ending: ending.ended - ending.started)
+        name = name_ranks([ending.rank for ending in members]) + _attempt(longest, last)
+        rows.append((name, *_when(longest), longest.how(), ""))
+    return rows
+
+
+def _when(ending: Ending) -> tuple[str, str, str]:
+    moment = datetime.fromtimestamp(ending.ended, timezone.utc)
+    return ending.host, f"{moment:%H:%M:%S}Z", f"{ending.ended - ending.started:.1f} s"
+
+
+def _attempt(ending: Ending, last: int) -> str:
+    return f" (attempt {ending.attempt + 1})" if last else ""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """0, 1, 2, 5 is "0-2, 5"."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in parts)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Journal:
+    """What a launcher has seen of its ranks."""
+
+    def __init__(self) -> None:
+        self.endings: list[Ending] = []
+        self.others: list[Ending] = []  # on the hosts of other launchers
+        self.unknown: list[str] = []
+        self.is_spokesman = True  # this launcher prints the table
+
+    def text(self) -> str:
+        return table([*self.endings, *self.others], self.unknown)

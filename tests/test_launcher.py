@@ -1,0 +1,464 @@
+"""mooncake-run: what becomes of a job whose ranks, hosts and launchers die."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import harness
+import hosts
+import pytest
+
+from mooncake_backend import run
+from mooncake_backend.launcher.endings import Ending, failures, table
+
+needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
+
+# Every rank says who it is, then does what the test has written.
+RANK = """
+import json, os, signal, sys, time
+
+FOLDER, RANK = sys.argv[1], int(os.environ["RANK"])
+ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def say(name, value):
+    with open(f"{FOLDER}/.{name}-{RANK}", "w") as file:
+        json.dump(value, file)
+    os.rename(f"{FOLDER}/.{name}-{RANK}", f"{FOLDER}/{name}-{RANK}")
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+def heard(name, rank):
+    path = f"{FOLDER}/{name}-{rank}"
+    until(lambda: os.path.exists(path))
+    with open(path) as file:
+        return json.load(file)
+
+def until_seen_dead(rank):
+    # Its launcher has asked for its exit code, and so knows of its end.
+    pid = heard("pid", rank)
+    until(lambda: not os.path.exists(f"/proc/{pid}"))
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+say("pid", os.getpid())
+"""
+
+
+@dataclass
+class Launcher:
+    """mooncake-run as a process, forked from one that has imported torch."""
+
+    folder: Path
+    process: Any
+    log: Path = field(init=False)
+
+    def wait(self) -> tuple[int, str]:
+        """Its exit code and all that it and its ranks wrote."""
+        self.process.join(harness.DEADLINE)
+        assert self.process.exitcode is not None, self.output()
+        return self.process.exitcode, self.output()
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+@dataclass
+class Site:
+    """Where a test starts launchers. Nothing of what it started outlives it."""
+
+    folder: Path
+    launchers: list[Launcher] = field(default_factory=list)
+
+    def start(
+        self,
+        script: str,
+        *flags: str,
+        ranks: int = 2,
+        env: dict[str, str] | None = None,
+        namespace: str | None = None,
+        main: Callable[[Sequence[str]], int] = run.main,
+    ) -> Launcher:
+        path = self.folder / "rank.py"
+        path.write_text(RANK + script)
+        # On one host with a port that the kernel chooses; other jobs run here, too.
+        where = [] if "--nnodes" in flags else ["--standalone"]
+        arguments = [*where, "--nproc-per-node", str(ranks), *flags, str(path), str(self.folder)]
+        launcher = Launcher(self.folder, None)
+        launcher.log = self.folder / f"launcher-{len(self.launchers)}.log"
+        harness._start_server()
+        launcher.process = harness._processes.Process(
+            target=_launch,
+            args=(main, arguments, dict(env or {}), namespace, launcher.log),
+        )
+        launcher.process.start()
+        self.launchers.append(launcher)
+        return launcher
+
+    def run(self, script: str, *flags: str, **named: Any) -> tuple[int, str]:
+        return self.start(script, *flags, **named).wait()
+
+    def heard(self, name: str, rank: int) -> Any:
+        path = self.folder / f"{name}-{rank}"
+        harness.until(path.exists, f"{path}")
+        return json.loads(path.read_text())
+
+    def pids(self) -> list[int]:
+        return [json.loads(path.read_text()) for path in self.folder.glob("pid-*")]
+
+    def close(self) -> list[int]:
+        """Ends what is left; returns the ranks' processes among that."""
+        for launcher in self.launchers:
+            launcher.process.kill()
+            launcher.process.join(harness.DEADLINE)
+        left = [pid for pid in self.pids() if Path(f"/proc/{pid}").exists()]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            harness.until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of {pid}")
+        return left
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    assert not site.close(), "ranks were left"
+
+
+def _launch(
+    main: Callable[[Sequence[str]], Any],
+    arguments: Sequence[str],
+    env: dict[str, str],
+    namespace: str | None,
+    log: Path,
+) -> None:
+    harness._libc.prctl(harness._PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if namespace is not None:
+        harness.enter_namespace(namespace)
+    for name in [name for name in os.environ if name.startswith(("MOONCAKE_", "PET_", "TORCH"))]:
+        del os.environ[name]
+    os.environ.update({"OMP_NUM_THREADS": "1", **env})
+    sys.exit(main(list(arguments)))
+
+
+# ---- survivors
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mooncake")
+sums = []
+for step, victim in enumerate([None, 2, None, 0, None]):
+    if RANK == victim:
+        die()
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    sums.append(tensor[0].item())
+# The store is there, though rank 0 is not.
+store = dist.distributed_c10d._get_default_store()
+store.set(f"survivor-{RANK}", "")
+store.wait(["survivor-1", "survivor-3"])
+dist.destroy_process_group()
+say("sums", sums)
+"""
+
+
+def test_the_others_finish_when_ranks_die(site: Site):
+    code, output = site.run(TRAIN, ranks=4)
+    assert code == 0, output
+    for rank in (1, 3):
+        assert site.heard("sums", rank) == [4, 3, 3, 2, 2]
+    lines = output[output.index("mooncake-run: 2 of 4 ranks finished") :].splitlines()
+    assert lines[0].endswith("2 died and the others went on")
+    words = [line.split() for line in lines[2:]]
+    assert sorted(line[0] for line in words[:2] if "SIGKILL" in line) == ["0", "2"]
+    assert words[2][:2] == ["1,", "3"]
+    assert words[2][-1] == "finished"
+
+
+def test_the_store_is_never_in_a_rank(site: Site):
+    script = """
+import socket
+if RANK == 0:
+    die()
+until_seen_dead(0)
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 10).close()
+"""
+    # Under torchrun, the variable leaves the store to rank 0.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    code, output = site.run(script, env=env)
+    assert code == 0, output
+
+
+# ---- exit codes
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "says"),
+    [
+        ("sys.exit(0)", 0, "2 of 2 ranks finished\n"),
+        ("sys.exit(RANK + 3)", 1, "0 of 2 ranks finished\n"),
+        (
+            "die() if RANK else until_seen_dead(1)",
+            0,
+            "1 of 2 ranks finished, 1 died and the others went on\n",
+        ),
+        (
+            "until_seen_dead(0) or sys.exit(7) if RANK else None",
+            1,
+            "1 of 2 ranks finished, 1 failed after others had finished\n",
+        ),
+    ],
+    ids=["all finish", "nobody finishes", "one is outlived", "one fails last"],
+)
+def test_the_exit_code_tells_how_the_survivors_ended(site: Site, script, code, says):
+    ended, output = site.run(script)
+    assert ended == code, output
+    assert f"mooncake-run: {says}" in output
+    # torchrun's own report of those that count.
+    assert ("Root Cause" in output) == (code == 1)
+
+
+def test_what_counts_is_who_came_first_on_any_host():
+    def ending(rank: int, code: int, ended: float) -> Ending:
+        return Ending(rank, f"host{rank % 2}", 0, code, 0.0, ended)
+
+    lost, late = ending(1, -9, 5.0), ending(2, 1, 8.0)
+    endings = [ending(0, 0, 7.0), lost, late, ending(3, 0, 9.0)]
+    assert failures(endings) == [late]
+    assert failures([lost, late]) == [lost, late]
+    text = table(endings, ["ranks 4-7 on host2: not known"])
+    assert "1 died and the others went on, 1 failed after others had finished" in text
+    assert "killed by SIGKILL  went on, the last finished 4.0 s later" in text
+    assert text.endswith("ranks 4-7 on host2: not known")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--on-death", "replace"], "it comes with rejoining"),
+        (["--on-death", "resurrect"], "must be continue or restart, not 'resurrect'"),
+        (["--max-restarts", "2"], "--max-restarts is for --on-death restart"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(flags, says, capsys):
+    with pytest.raises(SystemExit) as refused:
+        run.main([*flags, "script.py"])
+    assert refused.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_it_is_installed_as_a_command():
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="mooncake-run")
+    assert command.load() is run.main
+
+
+# ---- what torchrun does, and so does this
+
+SHOW = """
+say("environment", dict(os.environ))
+say("arguments", sys.argv[1:])
+"""
+# Of one job, and chosen anew for each.
+OF_THE_JOB = {"TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+
+
+def _torchrun(arguments: Sequence[str]) -> int:
+    from torch.distributed.run import main
+
+    main(arguments)
+    return 0
+
+
+def test_ranks_get_the_environment_that_torchrun_gives(tmp_path: Path):
+    seen = []
+    for name, main in (("ours", run.main), ("torchrun", _torchrun)):
+        folder = tmp_path / name
+        folder.mkdir()
+        site = Site(folder)
+        try:
+            code, output = site.run(SHOW, "--role", "trainer", main=main)
+            assert code == 0, output
+            seen.append([site.heard("environment", rank) for rank in range(2)])
+        finally:
+            assert not site.close()
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours.keys() == theirs.keys()
+        different = {name for name in ours if ours[name] != theirs[name]}
+        assert different <= OF_THE_JOB
+        assert ours["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+def test_a_dead_ranks_exception_is_in_its_error_file_and_in_the_table(site: Site):
+    logs = site.folder / "logs"
+    own = site.folder / "own.json"
+    code, output = site.run(
+        """
+print("hello from", RANK)
+if RANK == 1:
+    raise ValueError("bad batch\\nand more")
+until_seen_dead(1)
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    file.write('{"mess')
+os._exit(5)  # while it writes
+""",
+        *("--run-path", "--log-dir", str(logs), "--tee", "3"),
+        env={"TORCHELASTIC_ERROR_FILE": str(own)},
+    )
+    assert code == 1, output
+    assert "exit code 1: ValueError: bad batch\n" in output
+    assert "exit code 5\n" in output
+    (attempt,) = logs.glob("*/attempt_0")
+    assert (attempt / "1" / "stdout.log").read_text() == "hello from 1\n"
+    assert "[default1]:hello from 1\n" in output
+    written = json.loads((attempt / "1" / "error.json").read_text())
+    assert written["message"]["message"].startswith("ValueError: bad batch")
+    # Nobody finished, so the first failure is the job's.
+    assert "bad batch" in own.read_text()
+
+
+FAIL_ONCE = """
+if ATTEMPT == 0:
+    heard("pid", 0), heard("pid", 1)
+    die() if RANK == 1 else time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "code", "says"),
+    [("1", 0, "2 of 2 ranks finished, attempt 2\n"), ("0", 1, "0 of 2 ranks finished\n")],
+)
+def test_restart_ends_all_and_starts_them_again(site: Site, restarts, code, says):
+    flags = ["--on-death", "restart", "--max-restarts", restarts]
+    ended, output = site.run(FAIL_ONCE, *flags)
+    assert ended == code, output
+    assert f"mooncake-run: {says}" in output
+    assert "killed by SIGKILL" in output
+    assert "were stopped" in output
+    assert "stopped by the launcher (SIGTERM)" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_and_the_table_is_printed(site: Site, number: signal.Signals):
+    launcher = site.start("time.sleep(60)")
+    for rank in range(2):
+        site.heard("pid", rank)
+    os.kill(launcher.process.pid, number)
+    code, output = launcher.wait()
+    assert code == 1, output  # as torchrun's
+    assert "0 of 2 ranks finished" in output
+    assert f"stopped by the launcher ({number.name})" in output
+    assert not [pid for pid in site.pids() if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow  # torch gives them 30 s
+def test_ranks_that_ignore_the_signal_are_killed(site: Site):
+    script = 'signal.signal(signal.SIGTERM, signal.SIG_IGN); say("deaf", 1); time.sleep(90)'
+    launcher = site.start(script)
+    for rank in range(2):
+        site.heard("deaf", rank)
+    os.kill(launcher.process.pid, signal.SIGTERM)
+    code, output = launcher.wait()
+    assert code == 1, output
+    assert "stopped by the launcher (SIGKILL)" in output
+
+
+# ---- several hosts
+
+
+def start_on(site: Site, two: hosts.Hosts, node: int, script: str, ranks: int, how: str = "c10d"):
+    first = two[0].v4[0]
+    flags = ["--nnodes", "2", "--local-addr", two[node].v4[0]]
+    if how == "c10d":
+        flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29400"]
+        flags += [
+            "--rdzv-conf",
+            f"is_host={1 - node},keep_alive_interval=1,keep_alive_max_attempt=5",
+        ]
+    else:
+        flags += ["--node-rank", str(node), "--master-addr", first, "--master-port", "29400"]
+    return site.start(script, *flags, ranks=ranks, namespace=two[node].namespace)
+
+
+@needs_hosts
+@pytest.mark.netns
+@pytest.mark.parametrize("how", ["c10d", "static"])
+def test_a_host_whose_ranks_are_all_dead_waits_for_the_others(site: Site, two_hosts, how):
+    """Its launcher holds their store."""
+    script = """
+if RANK < 2:
+    die()
+until_seen_dead(0)
+until_seen_dead(1)
+"""
+    launchers = [start_on(site, two_hosts(), node, script, 2, how) for node in range(2)]
+    ended = [launcher.wait() for launcher in launchers]
+    assert [code for code, _ in ended] == [0, 0], ended
+    tables = [output.partition("mooncake-run: 2 of 4 ranks finished")[2] for _, output in ended]
+    assert tables[0].count("killed by SIGKILL") == 2
+    assert not tables[1], "one table is enough"
+
+
+CUT_OFF = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mooncake")
+dist.barrier()
+say("ready", 1)
+tensor = torch.zeros(1)
+while tensor[0] != 2:
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+say("alone", 1)
+"""
+
+
+@needs_hosts
+@pytest.mark.netns
+def test_the_others_finish_when_the_host_with_the_store_dies(site: Site, two_hosts):
+    launchers = [start_on(site, two_hosts(), node, CUT_OFF, 1 + node) for node in range(2)]
+    for rank in range(3):
+        site.heard("ready", rank)
+    launchers[0].process.kill()
+    os.kill(site.heard("pid", 0), signal.SIGKILL)
+    code, output = launchers[1].wait()
+    assert code == 0, output
+    for rank in (1, 2):
+        site.heard("alone", rank)
+    assert "mooncake-run: 2 of 2 ranks finished" in output
+    assert "ranks 0 on " in output
+
+
+@needs_hosts
+@pytest.mark.netns
+def test_a_launcher_that_was_killed_is_not_waited_for(site: Site, two_hosts):
+    script = "heard('go', 'all')"
+    launchers = [start_on(site, two_hosts(), node, script, 2) for node in range(2)]
+    for rank in range(4):
+        site.heard("pid", rank)
+    launchers[1].process.kill()
+    (site.folder / "go-all").write_text("1")
+    code, output = launchers[0].wait()
+    assert code == 0, output
+    assert "ranks 2-3 on " in output
+    assert "not known, their launcher is gone" in output
