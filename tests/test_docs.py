@@ -22,10 +22,11 @@ ROOMS: dict[str, set[str]] = {
     "base": set(),
     "engine": {"base"},
     "membership": {"base", "engine"},
-    "collectives": {"base", "engine", "membership"},
-    "ep": {"base", "engine", "membership"},
-    "backend": {"base", "engine", "membership", "collectives"},
-    "bindings": {"base", "engine", "membership", "collectives", "ep", "backend"},
+    "group": {"base", "engine", "membership"},
+    "collectives": {"base", "engine", "membership", "group"},
+    "ep": {"base", "engine", "membership", "group", "kernels"},
+    "backend": {"base", "engine", "membership", "group", "collectives"},
+    "bindings": {"base", "engine", "membership", "group", "collectives", "ep", "backend"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH = re.compile(r"(torch|ATen|c10|caffe2)/")
@@ -91,13 +92,13 @@ def test_includes_follow_the_arrows():
     ("path", "line"),
     [
         ("base/log.cc", '#include "engine/engine.h"'),
-        ("engine/engine.cc", '#include "collectives/group.h"'),
+        ("engine/engine.cc", '#include "group/group.h"'),
         ("engine/engine.cc", '#include "engine/transports/tcp/socket.h"'),
         ("engine/transports/shm/shm_transport.cc", '#include "engine/transports/tcp/socket.h"'),
         ("engine/local/local_channel.cc", '#include "engine/transports/shm/cross_memory.h"'),
         ("membership/view.h", '#include "engine/evidence.h"'),
-        ("collectives/group.cc", "#include <ATen/ATen.h>"),
-        ("collectives/group.cc", '#include "engine/transports/tcp/socket.h"'),
+        ("group/group.cc", "#include <ATen/ATen.h>"),
+        ("group/group.cc", '#include "engine/transports/tcp/socket.h"'),
         ("backend/tensors.cc", "#include <pybind11/stl.h>"),
         ("base/log.cc", '#include "log.h"'),
         ("utilities/log.cc", '#include "base/log.h"'),

@@ -15,7 +15,7 @@
 #include "backend/completions.h"
 #include "backend/signals.h"
 #include "base/deadline.h"
-#include "collectives/group.h"
+#include "group/group.h"
 
 namespace mooncake {
 

@@ -13,7 +13,7 @@
 #include "backend/errors.h"
 #include "backend/profile.h"
 #include "base/result.h"
-#include "collectives/flush_agent.h"
+#include "group/flush_agent.h"
 
 namespace mooncake {
 

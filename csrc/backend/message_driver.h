@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "backend/completions.h"
-#include "collectives/group.h"
 #include "collectives/point_to_point.h"
+#include "group/group.h"
 
 namespace mooncake {
 

@@ -9,8 +9,9 @@
 #include "backend/message_work.h"
 #include "backend/tensors.h"
 #include "base/log.h"
-#include "collectives/group_state.h"
+#include "collectives/mailbox.h"
 #include "engine/rendezvous/generation.h"
+#include "group/group_state.h"
 
 namespace mooncake {
 namespace {
@@ -130,6 +131,7 @@ GroupOptions MooncakeBackend::groupOptions() const {
           .rank = rank_,
           .size = size_,
           .globalRanks = options_.globalRanks,
+          .mailboxBytes = kMailboxBytes,
           .raises = options_.env.raises,
           .onView = [mirror = options_.activeRanks, size = size_](const GroupView& view) {
             show(view, size, mirror);

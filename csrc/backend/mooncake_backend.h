@@ -26,8 +26,8 @@
 #include "base/env.h"
 #include "base/fork.h"
 #include "collectives/collectives.h"
-#include "collectives/group.h"
 #include "engine/engine.h"
+#include "group/group.h"
 
 // No macro of torch's tells hooks that come at the end of an operation from those that do not.
 #if defined(C10D_BACKEND_HAS_HOOKS) && (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15)

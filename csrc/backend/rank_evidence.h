@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/group.h"
+#include "group/group.h"
 
 namespace mooncake {
 

@@ -15,8 +15,8 @@
 #include "backend/mooncake_backend.h"
 #include "backend/named_group.h"
 #include "backend/signals.h"
-#include "collectives/group_state.h"
 #include "engine/transports/registry.h"
+#include "group/group_state.h"
 
 namespace py = pybind11;
 using mooncake::BackendOptions;

@@ -24,8 +24,8 @@
 #include "base/failpoint.h"
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
-#include "collectives/operation.h"
 #include "collectives/segment_reduce.h"
+#include "group/operation.h"
 
 namespace mooncake {
 namespace {

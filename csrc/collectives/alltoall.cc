@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "collectives/collectives.h"
-#include "collectives/operation.h"
+#include "group/operation.h"
 
 namespace mooncake {
 namespace {

@@ -1,19 +1,9 @@
-// Cost: one exchange of slots, n-1 signals per rank. (The dissemination barrier of Hensgen, Finkel
-// and Manber needs log2(n) rounds of one signal; we exchange all slots anyway, so that every rank
-// learns who called what.)
+#include "group/barrier.h"
+
 #include "collectives/collectives.h"
-#include "collectives/operation.h"
 
 namespace mooncake {
 namespace {
-
-class Barrier : public Algorithm {
-  Status publish(Operation& op) override { return op.begin(0); }
-  Status complete(Operation& op) override {
-    MOONCAKE_TRY(op.awaitAllBegun());
-    return op.commit();
-  }
-};
 
 class MonitoredBarrier final : public Barrier {
  public:
@@ -47,11 +37,6 @@ class MonitoredBarrier final : public Barrier {
 };
 
 }  // namespace
-
-Status barrier(Group& group, Deadline deadline) {
-  Barrier barrier;
-  return Operation(group, {.verb = Verb::kBarrier}, deadline).run(barrier);
-}
 
 Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds timeout) {
   MonitoredBarrier barrier(namesAll, timeout);

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "collectives/collectives.h"
-#include "collectives/operation.h"
+#include "group/operation.h"
 
 namespace mooncake {
 namespace {

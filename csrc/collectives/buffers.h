@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "collectives/collectives.h"
-#include "collectives/operation.h"
+#include "group/operation.h"
 
 // Several buffers in one operation: torch's coalesced calls, and lists of one tensor per
 // rank. Small, they stand in the slot's payload one behind the other. Large, they are registered

@@ -7,8 +7,9 @@
 #include "base/deadline.h"
 #include "base/dtype.h"
 #include "base/result.h"
-#include "collectives/group.h"
 #include "collectives/reduce_cpu.h"
+#include "group/barrier.h"
+#include "group/group.h"
 
 // The verbs. Every member of the group calls the same verb with the same arguments, in the same
 // order; what each costs and which paper it follows stands on top of its file. n is the number of
@@ -28,8 +29,8 @@ struct Buffer {
 };
 using Buffers = std::span<const Buffer>;
 
-Status barrier(Group& group, Deadline deadline);
-// The same; who did not come in time is named, the first one or all of them.
+// A barrier (group/barrier.h) whose laggards are named. Who did not come in time is named, the
+// first one or all of them.
 Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds timeout);
 
 // Every rank's data becomes the root's.

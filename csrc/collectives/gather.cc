@@ -6,7 +6,7 @@
 
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
-#include "collectives/operation.h"
+#include "group/operation.h"
 
 namespace mooncake {
 namespace {

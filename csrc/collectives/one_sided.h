@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "collectives/group.h"
 #include "collectives/mailbox.h"
+#include "group/group.h"
 
 namespace mooncake {
 

@@ -11,11 +11,11 @@
 
 #include "base/deadline.h"
 #include "base/result.h"
-#include "collectives/group.h"
 #include "collectives/mailbox.h"
 #include "collectives/one_sided.h"
 #include "collectives/progress_lock.h"
 #include "engine/memory/gate.h"
+#include "group/group.h"
 
 namespace mooncake {
 

@@ -5,8 +5,8 @@
 
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
-#include "collectives/operation.h"
 #include "collectives/segment_reduce.h"
+#include "group/operation.h"
 
 namespace mooncake {
 namespace {

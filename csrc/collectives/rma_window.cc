@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "collectives/collectives.h"
-#include "collectives/operation.h"
+#include "group/operation.h"
 
 namespace mooncake {
 namespace {

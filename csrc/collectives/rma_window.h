@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "collectives/group.h"
 #include "collectives/point_to_point.h"
+#include "group/group.h"
 
 namespace mooncake {
 

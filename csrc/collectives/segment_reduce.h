@@ -5,8 +5,8 @@
 #include <span>
 
 #include "base/result.h"
-#include "collectives/operation.h"
 #include "collectives/reduce_cpu.h"
+#include "group/operation.h"
 
 namespace mooncake {
 

@@ -113,6 +113,17 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
   return {};
 }
 
+const std::byte* Window::peerArena(int rank, uint64_t offset, size_t bytes) const {
+  const Member& member = members_[rank];
+  if (!member.mapped) return nullptr;
+  const Arena& ours = engine_->arena();
+  const std::span<const std::byte> arena =
+      member.peer ? member.peer->channel->peerArena()
+                  : std::span<const std::byte>(ours.base(), ours.capacity());
+  if (offset > arena.size() || bytes > arena.size() - offset) return nullptr;
+  return arena.data() + offset;
+}
+
 Status Window::put(int rank, uint64_t offset, std::span<const std::byte> data,
                    Signal signal) const {
   const Member& member = members_[rank];

@@ -44,6 +44,9 @@ class Window {
   Doorbell& bell() const { return *reinterpret_cast<Doorbell*>(local_); }
   // Where load and store reach the rank's part (our own always), else null.
   std::byte* peerPtr(int rank) const { return members_[rank].mapped; }
+  // Memory of the rank's arena, by its offset there, where load and store reach it; null where they
+  // do not, or where it is not within the arena.
+  const std::byte* peerArena(int rank, uint64_t offset, size_t bytes) const;
   // Every part is reached by load and store: what a member published outlives it.
   bool fullyMapped() const { return fullyMapped_; }
 

@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
-#include "collectives/group.h"
-#include "collectives/operation.h"
+#include "group/group.h"
+#include "group/operation.h"
 #include "ranks_in_threads.h"
 
 namespace mooncake::test {

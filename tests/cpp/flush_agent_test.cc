@@ -1,6 +1,6 @@
 // What an agent makes of the messages of others when they come in another order than they were
 // sent: the test carries them.
-#include "collectives/flush_agent.h"
+#include "group/flush_agent.h"
 
 #include <atomic>
 #include <condition_variable>

@@ -1,5 +1,5 @@
 // What a group says of itself, and what it does when it can count no further; ranks as threads.
-#include "collectives/group_state.h"
+#include "group/group_state.h"
 
 #include <barrier>
 #include <csignal>

@@ -54,8 +54,9 @@ TEST(MessageClose, WaitsForThoseWhoWait) {
       options.jobKey = Bytes(32, std::byte{7});
       auto engine = Engine::create(std::move(options));
       ASSERT_TRUE(engine.ok()) << engine.error().message;
-      auto group = Group::create(std::move(*engine), store,
-                                 {.name = "test", .rank = rank, .size = 2}, soon());
+      auto group = Group::create(
+          std::move(*engine), store,
+          {.name = "test", .rank = rank, .size = 2, .mailboxBytes = kMailboxBytes}, soon());
       ASSERT_TRUE(group.ok()) << group.error().message;
       destroyUnderWaiters(std::move(*group), allWait);
     });

@@ -10,9 +10,10 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/group.h"
+#include "collectives/mailbox.h"
 #include "engine/engine.h"
 #include "engine/rendezvous/store.h"
+#include "group/group.h"
 
 namespace mooncake::test {
 
@@ -80,8 +81,10 @@ inline void runRanks(const Ranks& ranks, const std::function<void(Group&)>& body
       options.jobKey = Bytes(32, std::byte{7});
       auto engine = Engine::create(std::move(options));
       ASSERT_TRUE(engine.ok()) << engine.error().message;
-      auto group = Group::create(*engine, store, {.name = "test", .rank = rank, .size = ranks.size},
-                                 deadline);
+      auto group = Group::create(
+          *engine, store,
+          {.name = "test", .rank = rank, .size = ranks.size, .mailboxBytes = kMailboxBytes},
+          deadline);
       ASSERT_TRUE(group.ok()) << group.error().message;
       body(**group);
       (*group)->leave(Deadline::after(std::chrono::seconds(30)));

@@ -1,11 +1,11 @@
-#include "collectives/flush_agent.h"
+#include "group/flush_agent.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "base/failpoint.h"
 #include "base/log.h"
-#include "collectives/group.h"
+#include "group/group.h"
 
 namespace mooncake {
 namespace {

@@ -4,8 +4,8 @@
 
 #include "base/failpoint.h"
 #include "base/log.h"
-#include "collectives/flush_agent.h"
-#include "collectives/group.h"
+#include "group/flush_agent.h"
+#include "group/group.h"
 
 namespace mooncake {
 namespace {

@@ -1,4 +1,4 @@
-#include "collectives/operation.h"
+#include "group/operation.h"
 
 #include <algorithm>
 #include <cstring>

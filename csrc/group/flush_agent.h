@@ -13,7 +13,7 @@
 
 #include "base/deadline.h"
 #include "base/wait.h"
-#include "collectives/slot.h"
+#include "group/slot.h"
 #include "membership/flush.h"
 #include "membership/membership.h"
 

@@ -1,10 +1,10 @@
-#include "collectives/group_state.h"
+#include "group/group_state.h"
 
 #include <algorithm>
 #include <sstream>
 #include <vector>
 
-#include "collectives/group.h"
+#include "group/group.h"
 
 namespace mooncake {
 namespace {

@@ -1,4 +1,4 @@
-#include "collectives/group.h"
+#include "group/group.h"
 
 #include <algorithm>
 #include <bit>
@@ -6,9 +6,8 @@
 #include <random>
 #include <sys/mman.h>
 
-#include "collectives/collectives.h"
-#include "collectives/mailbox.h"
 #include "engine/rendezvous/address_book.h"
+#include "group/barrier.h"
 
 namespace mooncake {
 namespace {
@@ -56,22 +55,28 @@ struct Group::Meeting {
 
 Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Store& store,
                                              GroupOptions options, Deadline deadline) {
-  const int rank = options.rank;
-  const auto make = [&]() -> Result<std::unique_ptr<Group>> {
-    auto group = prepare(std::move(engine), std::move(options));
-    if (!group.ok()) return group;
-    auto meeting = (*group)->meetInStore(store, deadline);
-    if (!meeting.ok()) return meeting.error();
-    MOONCAKE_TRY((*group)->start(std::move(*meeting)));
-    // The job has begun on all of its ranks, or on none: who dies before is missed by all.
-    MOONCAKE_TRY(barrier(**group, deadline));
-    (*group)->engine().startSilenceDetection();
-    return group;
+  const int rank = options.rank, size = options.size;
+  const auto inStore = [&](const Bytes& mine) {
+    return exchange(store, "members", rank, size, mine, deadline);
   };
-  auto group = make();
+  auto group = create(std::move(engine), inStore, std::move(options), deadline);
   // Of an earlier attempt nobody waits.
   if (!group.ok() && group.error().code != ErrorCode::kInterrupted)
     return tellFailure(store, rank, group.error());
+  return group;
+}
+
+Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine,
+                                             const Exchange& exchange, GroupOptions options,
+                                             Deadline deadline) {
+  auto group = prepare(std::move(engine), std::move(options));
+  if (!group.ok()) return group;
+  auto meeting = (*group)->meet(exchange, deadline);
+  if (!meeting.ok()) return meeting.error();
+  MOONCAKE_TRY((*group)->start(std::move(*meeting)));
+  // The job has begun on all of its ranks, or on none: who dies before is missed by all.
+  MOONCAKE_TRY(barrier(**group, deadline));
+  (*group)->engine().startSilenceDetection();
   return group;
 }
 
@@ -94,9 +99,9 @@ Result<std::unique_ptr<Group>> Group::prepare(std::shared_ptr<Engine> engine,
     return Error{ErrorCode::kUnsupported, "a group of " + std::to_string(size) +
                                               " ranks; the most is " + std::to_string(kMaxRanks)};
   }
-  const size_t slotBytes = chooseSlotBytes(engine->env(), size);
+  const size_t slotBytes = std::max(chooseSlotBytes(engine->env(), size), options.slotBytes);
   const size_t eagerBytes = engine->env().eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
-  const PartLayout layout(size, slotBytes, kMailboxBytes);
+  const PartLayout layout(size, slotBytes, options.mailboxBytes);
   std::unique_ptr<Group> group(new Group(std::move(options), layout, slotBytes, eagerBytes));
   auto window = Window::create(std::move(engine), layout.bytes());
   if (!window.ok()) return window.error();
@@ -121,15 +126,20 @@ Result<Bytes> Group::takePart(ByteReader& in, int rank) const {
   return Bytes(part.begin(), part.end());
 }
 
-Result<Group::Meeting> Group::meetInStore(Store& store, Deadline deadline) {
+Result<Group::Meeting> Group::meet(const Exchange& exchange, Deadline deadline) {
   const Bytes mine = ByteWriter()
                          .put(kMemberVersion)
                          .putBytes(engine().endpoint())
                          .put(randomNumber())
                          .putRaw(describePart())
                          .take();
-  auto all = exchange(store, "members", rank(), size(), mine, deadline);
+  auto all = exchange(mine);
   if (!all.ok()) return all.error();
+  if (all->size() != size_t(size())) {
+    return Error{ErrorCode::kProtocol, "the exchange of addresses returned " +
+                                           std::to_string(all->size()) + " entries for " +
+                                           std::to_string(size()) + " ranks"};
+  }
   Meeting meeting{.isWholeJob = true};
   std::vector<Bytes> endpoints;
   for (int r = 0; r < size(); ++r) {
@@ -212,9 +222,8 @@ Group::~Group() {
   if (!window_) return;
   if (agent_) agent_->stop();
   engine().unwatch(&interrupt_);
-  std::vector<RetiredMemory> staging;
-  staging.push_back({std::move(sharedBlock_), std::move(sharedRegion_)});
-  window_->retire(std::move(staging));
+  reserved_.push_back(std::move(shared_));
+  window_->retire(std::move(reserved_));
 }
 
 std::string Group::nameRank(int rank) const {
@@ -309,18 +318,29 @@ void Group::leave(Deadline deadline) { agent_->leave(lastNumber, deadline); }
 
 void Group::awaitEnded(Deadline deadline) { agent_->awaitEnded(lastNumber, deadline); }
 
+Result<RetiredMemory> Group::allocate(size_t bytes) const {
+  auto block = engine().arena().allocate(bytes);
+  if (!block.ok()) return block.error();
+  auto region = engine().regions().add(block->data(), block->bytes(), kRemoteRead);
+  if (!region.ok()) return region.error();
+  return RetiredMemory{std::move(*block), std::move(*region)};
+}
+
+Result<Group::Shared> Group::reserve(size_t bytes) {
+  auto memory = allocate(bytes);
+  if (!memory.ok()) return memory.error();
+  const auto& [block, region] = reserved_.emplace_back(std::move(*memory));
+  return Shared{block.data(), region.remote(), block.offset()};
+}
+
 Result<Group::Shared> Group::shared(size_t bytes) {
-  if (sharedBlock_.bytes() < bytes) {
-    sharedRegion_ = MemoryRegion();
-    sharedBlock_ = ArenaBlock();
-    auto block = engine().arena().allocate(std::bit_ceil(bytes));
-    if (!block.ok()) return block.error();
-    auto region = engine().regions().add(block->data(), block->bytes(), kRemoteRead);
-    if (!region.ok()) return region.error();
-    sharedBlock_ = std::move(*block);
-    sharedRegion_ = std::move(*region);
+  if (shared_.block.bytes() < bytes) {
+    shared_ = {};
+    auto memory = allocate(std::bit_ceil(bytes));
+    if (!memory.ok()) return memory.error();
+    shared_ = std::move(*memory);
   }
-  return Shared{sharedBlock_.data(), sharedRegion_.remote()};
+  return Shared{shared_.block.data(), shared_.region.remote(), shared_.block.offset()};
 }
 
 std::span<const std::byte*> Group::sources() { return sources_; }

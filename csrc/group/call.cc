@@ -1,4 +1,4 @@
-#include "collectives/call.h"
+#include "group/call.h"
 
 #include <cstdio>
 

@@ -11,12 +11,12 @@
 
 #include "base/deadline.h"
 #include "base/wait.h"
-#include "collectives/flush_agent.h"
-#include "collectives/group_state.h"
-#include "collectives/slot.h"
 #include "engine/engine.h"
 #include "engine/rendezvous/store.h"
 #include "engine/window.h"
+#include "group/flush_agent.h"
+#include "group/group_state.h"
+#include "group/slot.h"
 #include "membership/member_exchange.h"
 
 namespace mooncake {
@@ -26,6 +26,8 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
+  size_t slotBytes = 0;          // what a slot's payload holds at least; 0: as the environment says
+  size_t mailboxBytes = 0;  // of a part, for each rank: what runs beside operations lays it out
   bool raises = false;  // mode `raise`: the loss of a member ends one operation on all survivors
   // Who is in: called once when the group is made and whenever a member is lost, on any thread.
   std::function<void(const GroupView&)> onView;
@@ -36,10 +38,16 @@ struct GroupOptions {
 // point-to-point beside them.
 class Group {
  public:
-  // Both collective over the group: every member calls it. The first begins a job, with all of its
+  // All collective over the group: every member calls it. These begin a job, with all of its
   // ranks, which meet in the store; it may be gone afterwards.
   static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine, Store& store,
                                                GroupOptions options, Deadline deadline);
+  // The same without a store: `exchange` gives what this rank says to all, and returns what all
+  // say, by rank. It is called once.
+  using Exchange = std::function<Result<std::vector<Bytes>>(const Bytes& mine)>;
+  static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine,
+                                               const Exchange& exchange, GroupOptions options,
+                                               Deadline deadline);
   // A group of ranks of a job. Those that are out of it are in the group's numbering only, also
   // when they go meanwhile.
   static Result<std::unique_ptr<Group>> createWithin(std::shared_ptr<Membership> job,
@@ -99,7 +107,10 @@ class Group {
   struct Shared {
     std::byte* data = nullptr;
     RemoteRegion region;
+    uint64_t offset = 0;  // in the arena: Window::peerArena()
   };
+  // For as long as the group lives. Peers read it as long as they may need it.
+  Result<Shared> reserve(size_t bytes);
   Result<Shared> shared(size_t bytes);       // peers can fetch from it
   Result<std::byte*> undo(size_t bytes);     // where an operation keeps data as it was
   Result<std::byte*> scratch(size_t bytes);  // small, stays in the cache
@@ -114,7 +125,7 @@ class Group {
   struct Meeting;
   static Result<std::unique_ptr<Group>> prepare(std::shared_ptr<Engine> engine,
                                                 GroupOptions options);
-  Result<Meeting> meetInStore(Store& store, Deadline deadline);
+  Result<Meeting> meet(const Exchange& exchange, Deadline deadline);
   Result<Meeting> meetInJob(Deadline deadline);
   Bytes describePart() const;
   Result<Bytes> takePart(ByteReader& in, int rank) const;
@@ -124,6 +135,8 @@ class Group {
         layout_(layout),
         slotBytes_(slotBytes),
         eagerBytes_(eagerBytes) {}
+
+  Result<RetiredMemory> allocate(size_t bytes) const;
 
   // Grows by need, in powers of two.
   struct PrivateBlock {
@@ -150,8 +163,8 @@ class Group {
   std::mutex reconnectMutex_;  // guards onReconnected_
   std::function<void(int)> onReconnected_;
   std::unique_ptr<std::atomic<bool>[]> isOut_;  // by rank: of the job's view
-  ArenaBlock sharedBlock_;
-  MemoryRegion sharedRegion_;
+  std::vector<RetiredMemory> reserved_;
+  RetiredMemory shared_;
   PrivateBlock undo_;
   PrivateBlock scratch_;
   std::vector<const std::byte*> sources_;

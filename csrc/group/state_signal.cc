@@ -15,8 +15,8 @@
 #include "base/fork.h"
 #include "base/log.h"
 #include "base/signals.h"
-#include "collectives/group.h"
-#include "collectives/group_state.h"
+#include "group/group.h"
+#include "group/group_state.h"
 
 namespace mooncake {
 namespace {

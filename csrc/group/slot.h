@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "base/bytes.h"
-#include "collectives/call.h"
 #include "engine/transfer.h"
 #include "engine/window.h"
+#include "group/call.h"
 #include "membership/flush.h"
 #include "membership/rank_set.h"
 
@@ -18,7 +18,7 @@
 //   128    own slot 0       of operations with an even number; read by the ranks that map this part
 //          own slot 1       of operations with an odd number
 //          inbox slots      [rank][2]: where the ranks that do not map us put theirs
-//          mailboxes        [rank]: point-to-point messages from each rank (mailbox.h)
+//          mailboxes        [rank]: for what runs beside operations: point-to-point messages
 //
 //   slot:  0  ready, done, result region | 64  begun, call, payload size, input region | 128
 //   payload

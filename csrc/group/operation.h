@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/result.h"
-#include "collectives/group.h"
+#include "group/group.h"
 
 namespace mooncake {
 
