@@ -91,7 +91,8 @@ class CMakeBuild(build_ext):
 # No MANIFEST.in: what is named as a source here is what a source distribution carries.
 SOURCES = sorted(
     str(path.relative_to(ROOT))
-    for path in (ROOT / "csrc").rglob("*")
+    for room in ("csrc", "kernels")
+    for path in (ROOT / room).rglob("*")
     if path.is_file() and "__pycache__" not in path.parts
 )
 

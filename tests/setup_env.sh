@@ -62,7 +62,7 @@ install_system_packages() {
 }
 
 # What the extension and the installed packages are made from.
-made_from=(csrc setup.py pyproject.toml)
+made_from=(csrc kernels setup.py pyproject.toml)
 [ "$venv" = .venv ] || made_from+=(mooncake_backend)
 sources() { find "${made_from[@]}" -type f ! -path '*/__pycache__/*' ! -name '_C.*' -printf '%p %s %T@\n' | sort; }
 checksum() { sha256sum | cut -d' ' -f1; }

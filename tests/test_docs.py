@@ -27,7 +27,9 @@ ROOMS: dict[str, set[str]] = {
     "ep": {"base", "engine", "membership", "group", "kernels"},
     "backend": {"base", "engine", "membership", "group", "collectives"},
     "bindings": {"base", "engine", "membership", "group", "collectives", "ep", "backend"},
+    "kernels": set(),  # beside csrc
 }
+KERNELS_KNOW = {"cmath", "cstdint", "cstring"}  # nvcc compiles kernels/common for both sides
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH = re.compile(r"(torch|ATen|c10|caffe2)/")
 PYTHON = re.compile(r"pybind11/|Python\.h|torch/csrc/utils/pybind\.h|torch/extension\.h")
@@ -52,16 +54,18 @@ DOCUMENTS = files(".md")
 
 
 def wrong_includes(path: str, text: str) -> Iterator[str]:
-    """`path` is relative to csrc."""
+    """`path` is relative to csrc, or starts with kernels/."""
     room = path.split("/")[0]
     if room not in ROOMS:
         yield f"{path}: {room} is no room; if it is one, it needs a line in ROOMS"
         return
     for bracket, included in INCLUDE.findall(text):
         there = f"{path} includes {included}"
-        if bracket == '"' and not (CSRC / included).exists():
-            yield f"{there}: own headers are named from csrc/, others in <>"
         other = included.split("/")[0]
+        if bracket == '"' and not ((ROOT if other == "kernels" else CSRC) / included).exists():
+            yield f"{there}: own headers are named from csrc/ or as kernels/, others in <>"
+        if path.startswith("kernels/common/") and bracket == "<" and included not in KERNELS_KNOW:
+            yield f"{there}: not known to every compiler for GPUs"
         if bracket == '"' and other != room and other not in ROOMS[room]:
             yield f"{there}: {room} must not know {other}"
         if TORCH.match(included) and room not in ("backend", "bindings"):
@@ -78,12 +82,15 @@ def wrong_includes(path: str, text: str) -> Iterator[str]:
 
 
 def test_includes_follow_the_arrows():
-    sources = [path for path in files(".h", ".cc") if path.is_relative_to(CSRC)]
+    sources = [(path, CSRC) for path in files(".h", ".cc") if path.is_relative_to(CSRC)]
     assert len(sources) > 50
+    sources += [
+        (path, ROOT) for path in files(".h", ".cu", ".cuh") if path.is_relative_to(ROOT / "kernels")
+    ]
     wrong = [
         line
-        for path in sources
-        for line in wrong_includes(str(path.relative_to(CSRC)), path.read_text(encoding="utf-8"))
+        for path, start in sources
+        for line in wrong_includes(str(path.relative_to(start)), path.read_text(encoding="utf-8"))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -102,6 +109,9 @@ def test_includes_follow_the_arrows():
         ("backend/tensors.cc", "#include <pybind11/stl.h>"),
         ("base/log.cc", '#include "log.h"'),
         ("utilities/log.cc", '#include "base/log.h"'),
+        ("collectives/group.cc", '#include "kernels/common/bf16.h"'),
+        ("kernels/common/bf16.h", '#include "base/bytes.h"'),
+        ("kernels/common/bf16.h", "#include <vector>"),
     ],
 )
 def test_a_wrong_include_is_found(path, line):

@@ -1,0 +1,75 @@
+#include "ep/rows.h"
+
+#include <cstring>
+#include <vector>
+
+#include "ep/row_blocks.h"
+
+namespace mooncake::ep {
+namespace {
+
+std::vector<Isa> findIsas() {
+  std::vector<Isa> isas = {Isa::kPortable};
+  return isas;
+}
+
+const RowFunctions& best() {
+  static const RowFunctions& functions = rowsOf(availableIsas().back());
+  return functions;
+}
+
+}  // namespace
+
+std::span<const Isa> availableIsas() {
+  static const std::vector<Isa> isas = findIsas();
+  return isas;
+}
+
+const char* isaName(Isa isa) {
+  switch (isa) {
+    case Isa::kPortable:
+      return "portable";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+  }
+  return "?";
+}
+
+const RowFunctions& rowsOf(Isa /*isa*/) { return kPortableRows; }
+
+void castRowToFp8(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out,
+                  float* scales) {
+  best().castRowToFp8(row, hidden, roundScale, out, scales);
+}
+
+void packUe8m0(const float* scales, size_t count, int32_t* packed) {
+  for (size_t i = 0; i < count; i += 4) {
+    uint32_t word = 0;
+    for (size_t j = i; j < count && j < i + 4; ++j)
+      word |= uint32_t(ue8m0Of(scales[j])) << (8 * (j - i));
+    packed[i / 4] = int32_t(word);
+  }
+}
+
+void copyRow(void* to, const void* from, size_t bytes, CopyHint hint) {
+  if (hint == CopyHint::kStreamed)
+    best().streamRow(to, from, bytes);
+  else
+    std::memcpy(to, from, bytes);
+}
+
+void combineRows(std::span<const WeightedRow> rows, size_t hidden, uint16_t* out) {
+  best().combineRows(rows, hidden, out);
+}
+
+size_t encodeLogfmtRow(const uint16_t* row, size_t hidden, std::byte* out) {
+  return best().encodeLogfmtRow(row, hidden, out);
+}
+
+void combineLogfmtRows(std::span<const WeightedRow> rows, size_t hidden, uint16_t* out) {
+  best().combineLogfmtRows(rows, hidden, out);
+}
+
+}  // namespace mooncake::ep

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+// What happens to a token's row of bf16 channels on its way to the experts and back. The arithmetic
+// is defined in kernels/common; every processor gives the same bits.
+namespace mooncake::ep {
+
+constexpr size_t kBlock = 128;  // channels that share a scale; the last block may be short
+
+constexpr size_t scalesOf(size_t hidden) { return (hidden + kBlock - 1) / kBlock; }
+
+// FP8 (e4m3fn) and one scale for each block. `roundScale`: powers of two.
+void castRowToFp8(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out, float* scales);
+
+// The exponents of rounded scales, four in a word, the first one lowest; what is left over is 0.
+void packUe8m0(const float* scales, size_t count, int32_t* packed);
+
+// Which way a copy takes. All are finished when copyRow() returns: what is stored afterwards is
+// seen after the row.
+enum class CopyHint {
+  kChoose,    // by size
+  kCached,    // the target is read soon, from a cache that we share with its reader
+  kStreamed,  // past the cache
+};
+
+void copyRow(void* to, const void* from, size_t bytes, CopyHint hint = CopyHint::kChoose);
+
+struct WeightedRow {
+  const void* data = nullptr;
+  float weight = 0;
+};
+
+// out = the sum of the rows times their weights: each product is added in float32 without being
+// rounded, in the order of the rows, starting from zero; the sum is rounded to bf16 (NaN: 0x7fc0).
+// No rows: zeros.
+void combineRows(std::span<const WeightedRow> rows, size_t hidden, uint16_t* out);
+
+// LogFMT-10 (kernels/common/logfmt.h). Memory for one row; how much of it is used depends on the
+// row: encodeLogfmtRow() returns it, and logfmtEncodedBytes() reads it from the first
+// logfmtPrefixBytes().
+size_t logfmtRowBytes(size_t hidden);
+size_t logfmtPrefixBytes(size_t hidden);
+size_t logfmtEncodedBytes(const std::byte* row, size_t hidden);
+size_t encodeLogfmtRow(const uint16_t* row, size_t hidden, std::byte* out);
+
+// combineRows() of rows that encodeLogfmtRow() made.
+void combineLogfmtRows(std::span<const WeightedRow> rows, size_t hidden, uint16_t* out);
+
+// The functions above in the versions that this processor can run; the best one is chosen once.
+enum class Isa { kPortable, kAvx2, kAvx512 };
+
+struct RowFunctions {
+  decltype(&ep::castRowToFp8) castRowToFp8;
+  void (*streamRow)(void* to, const void* from, size_t bytes);
+  decltype(&ep::combineRows) combineRows;
+  decltype(&ep::encodeLogfmtRow) encodeLogfmtRow;
+  decltype(&ep::combineLogfmtRows) combineLogfmtRows;
+};
+
+std::span<const Isa> availableIsas();  // the best one last
+const char* isaName(Isa isa);
+const RowFunctions& rowsOf(Isa isa);  // one of availableIsas()
+
+}  // namespace mooncake::ep
