@@ -138,6 +138,19 @@ GroupOptions MooncakeBackend::groupOptions() const {
           }};
 }
 
+std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, size_t slotBytes,
+                                                  bool raises, Deadline deadline) const {
+  refuseInForkedChild();
+  if (job_->hasLeft) throwError({ErrorCode::kAborted, kDestroyed});
+  GroupOptions options{.name = options_.groupName + "/" + purpose,
+                       .rank = rank_,
+                       .size = size_,
+                       .globalRanks = options_.globalRanks,
+                       .slotBytes = slotBytes,
+                       .raises = raises};
+  return orThrow(Group::createWithin(membership_, std::move(options), deadline));
+}
+
 void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init) {
   C10dStore shared(store);
   for (;;) {

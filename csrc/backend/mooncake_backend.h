@@ -102,6 +102,10 @@ class MooncakeBackend : public c10d::Backend {
   // Collective with a tensor, which is registered at once.
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
+  // A group of the same ranks for operations of somebody else's, in the same job. Collective over
+  // the group. Throws.
+  std::unique_ptr<Group> makeGroup(const std::string& purpose, size_t slotBytes, bool raises,
+                                   Deadline deadline) const;
   // Of memory that the ranks of a host can map. Both without `override`: torch has them like this
   // since 2.9, or somewhat before. torch passes a device index; for the CPU it is -1.
   at::Tensor allocateTensor(long size, at::TensorOptions options);

@@ -15,6 +15,7 @@
 #include "backend/mooncake_backend.h"
 #include "backend/named_group.h"
 #include "backend/signals.h"
+#include "bindings/ep.h"
 #include "engine/transports/registry.h"
 #include "group/group_state.h"
 
@@ -302,6 +303,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("tag"))
       .def_property_readonly("on_failure", &PythonBackend::onFailure)
       .def("transport_to", &PythonBackend::transportTo, py::arg("rank"));
+
+  mooncake::bindEp(m);
 
   py::class_<CollectiveWork, c10::intrusive_ptr<CollectiveWork>, c10d::Work>(m, "CollectiveWork")
       .def("exception", &exceptionOf)

@@ -28,6 +28,10 @@ const char* verbName(Verb verb) {
       return "window.tensor_register";
     case Verb::kDeregisterWindow:
       return "window.tensor_deregister";
+    case Verb::kDispatch:
+      return "dispatch";
+    case Verb::kCombine:
+      return "combine";
   }
   return "unknown operation";
 }
@@ -36,6 +40,13 @@ std::string describeCall(const Call& call) {
   std::string text = verbName(call.verb);
   if (call.verb == Verb::kBarrier || call.verb == Verb::kDeregisterWindow) return text + "()";
   text += std::string("(") + dtypeName(call.dtype);
+  if (call.verb == Verb::kDispatch || call.verb == Verb::kCombine) {
+    char which[16];
+    std::snprintf(which, sizeof(which), "%08x", call.lengths);
+    return text + ", hidden " + std::to_string(call.count) + ", " + std::to_string(call.root) +
+           " experts, at most " + std::to_string(call.tensors) + " tokens per rank, options #" +
+           which + ")";
+  }
   if (call.verb != Verb::kAlltoall && call.verb != Verb::kRegisterWindow)
     text += ", " + std::to_string(call.count) + " elements per rank";
   if (call.tensors > 0) {

@@ -20,6 +20,8 @@ enum class Verb : uint8_t {
   kScatter,
   kRegisterWindow,
   kDeregisterWindow,
+  kDispatch,
+  kCombine,
 };
 
 // What a rank called. Travels in the header of every operation, so that ranks that called different
@@ -30,9 +32,12 @@ struct Call {
   ReduceKind reduce = ReduceKind::kSum;
   uint8_t fullyMapped = 0;  // which protocol the caller will follow, see operation.h
   int32_t root = -1;        // -1: the verb has none
-  uint64_t count = 0;  // elements per rank; 0 for alltoall, whose splits are checked pair by pair
+  // Elements per rank; 0 for alltoall, whose splits are checked pair by pair. Of dispatch and
+  // combine the channels of a token.
+  uint64_t count = 0;
   // Of a call with several tensors, 0 of one with a single one: how many, and a hash of their types
-  // and lengths.
+  // and lengths. Of dispatch and combine the most tokens of a rank, and a hash of what else must be
+  // the same; `root` is the number of experts.
   uint32_t tensors = 0;
   uint32_t lengths = 0;
 

@@ -53,7 +53,8 @@ class Operation {
 
   Group& group() const { return group_; }
   int rank() const { return group_.rank(); }
-  int size() const { return group_.size(); }  // of the group
+  int size() const { return group_.size(); }   // of the group
+  uint64_t number() const { return number_; }  // from 1 on
   // Who takes part in this attempt, ascending; these contribute, and nobody else.
   const std::vector<int>& ranks() const { return view_->active; }
   bool takesPart(int rank) const { return view_->contains(rank); }
@@ -73,6 +74,8 @@ class Operation {
   size_t unmapped() const;
 
   Status awaitAllBegun();
+  // Tells of each when it has been seen, in the order of ranks().
+  Status awaitAllBegun(const std::function<void(int rank)>& onBegun);
   // What the rank published; only once it has begun.
   const Slot& slot(int rank) const { return *slots(rank); }
   // It was put to us alone, once the rank has begun: see beginSplit().
@@ -99,6 +102,9 @@ class Operation {
 
   // Long work without a wait in it asks now and then.
   Status goOn() const;
+  // kInterrupted: somebody goes on without us. Whoever finds nonsense in what it reads of others
+  // asks before it complains.
+  Status unlessFenced() const;
 
  private:
   friend class Fetches;
@@ -115,7 +121,6 @@ class Operation {
   Status awaitStamp(int rank, StampWord word);
   bool hasStamp(int rank, StampWord word) const;
   Status lookUp();
-  Status unlessFenced() const;
   std::vector<int> without(StampWord word) const;
   Status timedOut(StampWord word) const;
   Status explain(Error why);

@@ -1,0 +1,478 @@
+#include "bindings/ep.h"
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <random>
+
+#include <ATen/ATen.h>
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "backend/errors.h"
+#include "backend/mooncake_backend.h"
+#include "backend/signals.h"
+#include "bindings/ep_tensors.h"
+#include "ep/buffer.h"
+
+namespace py = pybind11;
+
+namespace mooncake {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+// A routing table of 4096 tokens with top-32, and what else stands in a slot.
+constexpr size_t kSlotBytes = size_t(1) << 20;
+constexpr int kMostRanksWithSuchSlots = 64;
+constexpr size_t kArenaBytes = size_t(4) << 30;
+
+size_t slotBytesFor(int size) { return size <= kMostRanksWithSuchSlots ? kSlotBytes : 0; }
+
+Deadline deadlineIn(Seconds timeout) {
+  return Deadline::after(std::chrono::duration_cast<Clock::duration>(timeout));
+}
+
+class Work {
+ public:
+  Work(std::shared_ptr<ep::Buffer> buffer, std::shared_ptr<ep::Task> task)
+      : buffer_(std::move(buffer)), task_(std::move(task)) {}
+
+  bool isCompleted() const { return task_->isDone(); }
+  void wait() {
+    {
+      py::gil_scoped_release unlocked;
+      Interrupt interrupt(buffer_->group());
+      buffer_->await(*task_, [&] { interrupt.onSleep(); });
+      interrupt.rethrow();
+    }
+    throwIfError(task_->status());
+  }
+
+  // Whoever interrupts a call cannot say how it would have ended: the buffer is over.
+  class Interrupt final : public Interruptible {
+   public:
+    explicit Interrupt(Group& group) : group_(group) {}
+
+   private:
+    void giveUp(const std::string& why) override {
+      group_.fail(
+          {ErrorCode::kAborted, "a call was interrupted by " + why + ": make the buffer again"});
+    }
+    Group& group_;
+  };
+
+ private:
+  const std::shared_ptr<ep::Buffer> buffer_;
+  const std::shared_ptr<ep::Task> task_;
+};
+
+struct Handle {
+  std::shared_ptr<ep::Buffer> buffer;
+  std::shared_ptr<ep::Handle> of;
+};
+
+struct Dispatched {
+  at::Tensor rows;
+  std::optional<at::Tensor> scales;
+  at::Tensor counts, sources, ranges;
+  Handle handle;
+  std::shared_ptr<Work> work;
+};
+
+struct Combined {
+  at::Tensor x, missing;
+  std::shared_ptr<Work> work;
+};
+
+Bytes toBytes(const py::bytes& bytes) {
+  const std::string text = bytes;
+  const auto view = std::as_bytes(std::span(text));
+  return {view.begin(), view.end()};
+}
+
+py::bytes toPython(ByteView bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+Bytes randomKey() {
+  std::random_device source;
+  Bytes key(32);
+  for (std::byte& byte : key) byte = std::byte(source());
+  return key;
+}
+
+class EpBuffer {
+ public:
+  using PythonExchange = std::function<std::vector<py::bytes>(py::bytes)>;
+
+  EpBuffer(int rank, int size, size_t bytes, Seconds timeout,
+           const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend,
+           const std::optional<PythonExchange>& exchange, const std::string& routeHint,
+           bool renormalizes, bool raises)
+      : size_(size), timeout_(timeout), renormalizes_(renormalizes) {
+    const Deadline deadline = deadlineIn(timeout);
+    std::unique_ptr<Group> group;
+    if (backend) {
+      const auto* ours = dynamic_cast<const MooncakeBackend*>(backend->get());
+      if (!ours) throw py::type_error("backend: not one of mooncake's");
+      py::gil_scoped_release unlocked;
+      group = ours->makeGroup("ep", slotBytesFor(size), raises, deadline);
+    } else if (exchange) {
+      group = found(rank, size, bytes, deadline, *exchange, routeHint, raises);
+    } else {
+      throw py::value_error("either a backend or an exchange is needed");
+    }
+    py::gil_scoped_release unlocked;
+    auto made = ep::Buffer::create(std::move(group), bytes);
+    throwIfError(made.status());
+    buffer_ = std::move(*made);
+  }
+
+  ~EpBuffer() {
+    py::gil_scoped_release unlocked;
+    buffer_.reset();
+  }
+  EpBuffer(const EpBuffer&) = delete;
+  EpBuffer& operator=(const EpBuffer&) = delete;
+
+  Dispatched dispatch(const at::Tensor& x, const at::Tensor& topk, int64_t maxTokens,
+                      int numExperts, bool usesFp8, bool roundsScale, bool packsScales,
+                      const std::optional<at::Tensor>& activeRanks, int64_t timeoutMicros,
+                      bool inBackground, const std::optional<at::Tensor>& addedCounts,
+                      const std::optional<at::Tensor>& waits) {
+    TORCH_CHECK_VALUE(x.dim() == 2, "x is of ", x.dim(), " dimensions, due are two");
+    requireTensor(x, "x", at::kBFloat16, {-1, -1});
+    TORCH_CHECK_VALUE(maxTokens > 0, "num_max_dispatch_tokens_per_rank is ", maxTokens);
+    TORCH_CHECK_VALUE(numExperts > 0, "num_experts is ", numExperts);
+    TORCH_CHECK_VALUE(x.size(0) <= maxTokens, "rank ", rank(), " gives ", x.size(0),
+                      " tokens, num_max_dispatch_tokens_per_rank is ", maxTokens);
+    TORCH_CHECK_VALUE(x.size(1) > 0, "x has no channels");
+    TORCH_CHECK_VALUE(
+        !packsScales || (usesFp8 && roundsScale),
+        "use_ue8m0 needs use_fp8 and round_scale: an exponent is all of a scale then");
+    auto experts = buffer().experts(numExperts);
+    throwIfError(experts.status());
+    const auto local = int64_t((*experts)->numLocal(rank()));
+
+    const auto handle = std::make_shared<ep::Handle>();
+    handle->shape = {size_, numExperts, size_t(maxTokens), size_t(x.size(1))};
+    handle->experts = *experts;
+    handle->tokens = size_t(x.size(0));
+    handle->chosen = chosenExperts(topk, x.size(0), numExperts);
+    handle->topk = size_t(topk.size(1));
+    throwIfError(buffer().checkRoom(handle->shape, **experts));
+    throwIfError(buffer().checkTable(handle->tokens, handle->topk, numExperts));
+    ep::DispatchCall call;
+    call.mask = mask(activeRanks);
+    if (addedCounts) requireTensor(*addedCounts, "cumulative stats", at::kInt, {local});
+    if (waits) requireTensor(*waits, "wait stats", at::kLong, {size_});
+
+    const int64_t rows = size_ * maxTokens, hidden = x.size(1);
+    Dispatched result{.handle = {buffer_, handle}};
+    call.format = !usesFp8      ? ep::RowFormat::kBf16
+                  : roundsScale ? ep::RowFormat::kFp8Rounded
+                                : ep::RowFormat::kFp8;
+    call.packsScales = packsScales;
+    call.handle = handle;
+    call.deadline = deadlineOf(timeoutMicros);
+    call.x = reinterpret_cast<const uint16_t*>(x.const_data_ptr());
+    call.rows = buffer().nextRecv();
+    const auto dtype = usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16;
+    result.rows = inMemory(call.rows, {local, rows, hidden}, {rows * hidden, hidden, 1}, dtype);
+    if (usesFp8) {
+      const int64_t scales = int64_t(ep::scalesOf(size_t(hidden)));
+      const int64_t words = packsScales ? (scales + 3) / 4 : scales;
+      call.scales = call.rows + ep::roundUp(size_t(local * rows * hidden), 64);
+      result.scales = inMemory(call.scales, {local, rows, words}, {words * rows, 1, rows},
+                               packsScales ? at::kInt : at::kFloat);
+    }
+    result.counts = at::empty({local}, at::kInt);
+    result.sources = at::empty({local, rows}, at::kInt);
+    result.ranges = at::empty({local, size_}, at::kLong);
+    call.counts = result.counts.mutable_data_ptr<int32_t>();
+    call.sources = result.sources.mutable_data_ptr<int32_t>();
+    call.ranges = result.ranges.mutable_data_ptr<int64_t>();
+    if (addedCounts) call.addedCounts = addedCounts->mutable_data_ptr<int32_t>();
+    if (waits) call.waits = waits->mutable_data_ptr<int64_t>();
+    result.work = submit(
+        [call = std::move(call), activeRanks, size = size_,
+         kept = std::vector<at::Tensor>{x, result.counts, result.sources, result.ranges,
+                                        addedCounts.value_or(at::Tensor()),
+                                        waits.value_or(at::Tensor())}](
+            const ep::Memory& memory) mutable -> Status {
+          ep::Ending ending;
+          MOONCAKE_TRY(ep::dispatch(memory, call, ending));
+          if (activeRanks) clearOthers(*activeRanks, size, ending.participants);
+          return Status();
+        },
+        inBackground);
+    return result;
+  }
+
+  Combined combine(const at::Tensor& x, const at::Tensor& topk, const at::Tensor& weights,
+                   const Handle& handle, bool usesLogfmt, bool zeroCopy,
+                   const std::optional<at::Tensor>& out,
+                   const std::optional<at::Tensor>& activeRanks, int64_t timeoutMicros,
+                   bool inBackground, const std::optional<at::Tensor>& waits) {
+    ep::Handle& of = *handle.of;
+    TORCH_CHECK_VALUE(handle.buffer == buffer_, "the handle is of a dispatch of another buffer");
+    TORCH_CHECK_VALUE(!of.isUsed, "the handle was used: a dispatch is combined once");
+    TORCH_CHECK_VALUE(!(usesLogfmt && zeroCopy),
+                      "use_logfmt and zero_copy: rows that stand in the "
+                      "buffer already are sent as they are");
+    const ep::Shape& shape = of.shape;
+    const auto local = int64_t(of.experts->numLocal(rank()));
+    const int64_t rows = size_ * int64_t(shape.maxTokens), hidden = int64_t(shape.hidden);
+    const auto tokens = int64_t(of.tokens), topks = int64_t(of.topk);
+    requireTensor(weights, "topk_weights", at::kFloat, {tokens, topks});
+    ep::CombineCall call;
+    call.chosen = chosenExperts(topk, tokens, shape.numExperts);
+    TORCH_CHECK_VALUE(topk.size(1) == topks, "topk_idx has ", topk.size(1),
+                      " experts per token, the dispatch had ", topks);
+    for (size_t i = 0; i < call.chosen.size(); ++i) {
+      TORCH_CHECK_VALUE(call.chosen[i] == of.chosen[i] || call.chosen[i] == ep::kNoExpert,
+                        "topk_idx: token ", i / of.topk, " chooses expert ", call.chosen[i],
+                        ", at its dispatch it chose ", of.chosen[i]);
+    }
+    call.mask = mask(activeRanks);
+    if (waits) requireTensor(*waits, "wait stats", at::kLong, {size_});
+    if (out) requireTensor(*out, "out", at::kBFloat16, {tokens, hidden});
+    if (zeroCopy) {
+      TORCH_CHECK_VALUE(inPlace_ && x.const_data_ptr() == inPlace_->data,
+                        "zero_copy: x is not the tensor that the last get_next_combine_buffer() "
+                        "gave");
+      call.isInPlace = true;
+      call.expectedNumber = inPlace_->number;
+      call.rowStride = ep::combineRowBytes(shape.hidden);
+    } else {
+      requireTensor(x, "x", at::kBFloat16, {local, rows, hidden});
+      call.rowStride = ep::bf16Bytes(shape.hidden);
+    }
+    call.x = static_cast<const std::byte*>(x.const_data_ptr());
+    call.usesLogfmt = usesLogfmt;
+    call.renormalizes = renormalizes_;
+    call.weights = weights.const_data_ptr<float>();
+    call.deadline = deadlineOf(timeoutMicros);
+    call.handle = handle.of;
+    Combined result{.x = out ? *out : at::empty({tokens, hidden}, at::kBFloat16),
+                    .missing = at::empty({tokens}, at::kBool)};
+    call.combined = reinterpret_cast<uint16_t*>(result.x.mutable_data_ptr());
+    call.missing = result.missing.mutable_data_ptr<bool>();
+    if (waits) call.waits = waits->mutable_data_ptr<int64_t>();
+    inPlace_.reset();
+    of.isUsed = true;
+    result.work = submit(
+        [call = std::move(call), activeRanks, size = size_,
+         kept = std::vector<at::Tensor>{x, weights, result.x, result.missing,
+                                        waits.value_or(at::Tensor())}](
+            const ep::Memory& memory) mutable -> Status {
+          ep::Ending ending;
+          MOONCAKE_TRY(ep::combine(memory, call, ending));
+          if (activeRanks) clearOthers(*activeRanks, size, ending.participants);
+          return Status();
+        },
+        inBackground);
+    return result;
+  }
+
+  at::Tensor nextCombineBuffer(const Handle& handle) {
+    TORCH_CHECK_VALUE(handle.buffer == buffer_, "the handle is of a dispatch of another buffer");
+    {
+      py::gil_scoped_release unlocked;
+      auto next = buffer().nextSend(deadlineIn(timeout_));
+      throwIfError(next.status());
+      inPlace_ = *next;
+    }
+    const ep::Shape& shape = handle.of->shape;
+    const auto local = int64_t(handle.of->experts->numLocal(rank()));
+    const int64_t rows = size_ * int64_t(shape.maxTokens);
+    const auto stride = int64_t(ep::combineRowBytes(shape.hidden) / sizeof(uint16_t));
+    return inMemory(inPlace_->data, {local, rows, int64_t(shape.hidden)},
+                    {rows * stride, stride, 1}, at::kBFloat16);
+  }
+
+  void setExpertOwners(std::vector<int> owners) {
+    for (size_t e = 0; e < owners.size(); ++e) {
+      TORCH_CHECK_VALUE(owners[e] >= 0 && owners[e] < size_, "expert ", e, ": rank ", owners[e],
+                        " is none of ", size_);
+    }
+    TORCH_CHECK_VALUE(!owners.empty(), "owners of no experts");
+    buffer().setExperts(std::make_shared<const ep::ExpertMap>(std::move(owners), size_));
+  }
+
+  void maskRank(int rank, bool isMasked) {
+    TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "rank ", rank, " is none of ", size_);
+    buffer().mask(rank, isMasked);
+  }
+  std::vector<bool> maskedRanks() {
+    const RankSet active = buffer().callerMask() & buffer().view();
+    std::vector<bool> masked;
+    for (int r = 0; r < size_; ++r) masked.push_back(!active.contains(r));
+    return masked;
+  }
+  void unmaskAll() { buffer().unmaskAll(); }
+  std::vector<bool> activeRanks() {
+    const RankSet view = buffer().view();
+    std::vector<bool> active;
+    for (int r = 0; r < size_; ++r) active.push_back(view.contains(r));
+    return active;
+  }
+
+  at::Tensor localBuffer() {
+    return inMemory(buffer().data(), {int64_t(buffer().bytes())}, {1}, at::kByte);
+  }
+  size_t numBytes() { return buffer().bytes(); }
+  void updateMembers() { throwIfError(buffer().group().usable()); }
+  void close(Seconds timeout) {
+    py::gil_scoped_release unlocked;
+    buffer_->close(deadlineIn(timeout));
+  }
+
+ private:
+  ep::Buffer& buffer() { return *buffer_; }
+  int rank() { return buffer_->group().rank(); }
+
+  // A job of its own, whose ranks meet by what Python exchanges.
+  std::unique_ptr<Group> found(int rank, int size, size_t bytes, Deadline deadline,
+                               const PythonExchange& exchange, const std::string& routeHint,
+                               bool raises) const {
+    auto env = Env::read();
+    throwIfError(env.status());
+    env->routeHint = routeHint;
+    env->raises = raises;
+    const Bytes ours = env->jobKey ? Bytes() : randomKey();
+    const auto keys = exchange(toPython(ours));
+    Bytes key = keys.empty() ? Bytes() : toBytes(keys.front());
+    if (env->jobKey) {
+      const auto given = std::as_bytes(std::span(*env->jobKey));
+      key.assign(given.begin(), given.end());
+    }
+    EngineOptions options{.env = std::move(*env),
+                          .logName = "ep rank " + std::to_string(rank),
+                          .arenaBytes = std::max(kArenaBytes, 2 * bytes)};
+    options.jobKey = std::move(key);
+    auto engine = Engine::create(std::move(options));
+    throwIfError(engine.status());
+    const auto meet = [&](const Bytes& mine) -> Result<std::vector<Bytes>> {
+      py::gil_scoped_acquire locked;
+      try {
+        std::vector<Bytes> all;
+        for (const py::bytes& one : exchange(toPython(mine))) all.push_back(toBytes(one));
+        return all;
+      } catch (const std::exception& error) {
+        return Error{ErrorCode::kSystem,
+                     std::string("the exchange of addresses failed: ") + error.what()};
+      }
+    };
+    py::gil_scoped_release unlocked;
+    auto group = Group::create(std::move(*engine), Group::Exchange(meet),
+                               {.name = "ep",
+                                .rank = rank,
+                                .size = size,
+                                .slotBytes = slotBytesFor(size),
+                                .raises = raises},
+                               deadline);
+    throwIfError(group.status());
+    return std::move(*group);
+  }
+
+  RankSet mask(const std::optional<at::Tensor>& activeRanks) {
+    RankSet mask = buffer().callerMask();
+    if (activeRanks) mask &= maskOf(*activeRanks, size_);
+    return mask;
+  }
+
+  Deadline deadlineOf(int64_t) const { return deadlineIn(timeout_); }
+
+  // A tensor of the buffer's memory, which stays as long as the tensor.
+  at::Tensor inMemory(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides,
+                      at::ScalarType dtype) const {
+    return at::from_blob(
+        data, sizes, strides, [keeps = buffer_](void*) {}, at::TensorOptions(dtype));
+  }
+
+  std::shared_ptr<Work> submit(std::function<Status(const ep::Memory&)> run, bool inBackground) {
+    std::shared_ptr<ep::Task> task;
+    {
+      py::gil_scoped_release unlocked;
+      Work::Interrupt interrupt(buffer().group());
+      task = buffer().submit(std::move(run), inBackground);
+      interrupt.rethrow();
+    }
+    if (!inBackground) throwIfError(task->status());
+    return std::make_shared<Work>(buffer_, std::move(task));
+  }
+
+  const int size_;
+  const Seconds timeout_;
+  const bool renormalizes_;
+  std::shared_ptr<ep::Buffer> buffer_;
+  std::optional<ep::Buffer::NextSend> inPlace_;
+};
+
+}  // namespace
+
+void bindEp(py::module_& m) {
+  py::class_<Work, std::shared_ptr<Work>>(m, "EpWork")
+      .def("wait", &Work::wait)
+      .def("is_completed", &Work::isCompleted);
+  py::class_<Handle>(m, "EpHandle")
+      .def_property_readonly("num_experts", [](const Handle& h) { return h.of->shape.numExperts; })
+      .def_property_readonly("num_max_tokens",
+                             [](const Handle& h) { return h.of->shape.maxTokens; })
+      .def_property_readonly("hidden", [](const Handle& h) { return h.of->shape.hidden; })
+      .def_property_readonly("is_used", [](const Handle& h) { return h.of->isUsed.load(); });
+  py::class_<Dispatched>(m, "EpDispatch")
+      .def_readonly("recv_x", &Dispatched::rows)
+      .def_readonly("scales", &Dispatched::scales)
+      .def_readonly("recv_count", &Dispatched::counts)
+      .def_readonly("src_info", &Dispatched::sources)
+      .def_readonly("layout_range", &Dispatched::ranges)
+      .def_readonly("handle", &Dispatched::handle)
+      .def_readonly("work", &Dispatched::work);
+  py::class_<Combined>(m, "EpCombine")
+      .def_readonly("combined_x", &Combined::x)
+      .def_readonly("missing_contributions", &Combined::missing)
+      .def_readonly("work", &Combined::work);
+  const auto none = py::none();
+  py::class_<EpBuffer>(m, "EpBuffer")
+      .def(py::init<
+               int, int, size_t, Seconds, const std::optional<c10::intrusive_ptr<c10d::Backend>>&,
+               const std::optional<EpBuffer::PythonExchange>&, const std::string&, bool, bool>(),
+           py::arg("rank"), py::arg("size"), py::arg("num_bytes"), py::arg("timeout"),
+           py::kw_only(), py::arg("backend") = none, py::arg("exchange") = none,
+           py::arg("route_hint") = "", py::arg("renormalize") = false, py::arg("raises") = false)
+      .def_static(
+          "size_hint",
+          [](size_t maxTokens, size_t hidden, int ranks, int experts) {
+            TORCH_CHECK_VALUE(ranks > 0 && experts > 0, "at least one rank and one expert");
+            return ep::sizeHint({ranks, experts, maxTokens, hidden});
+          },
+          py::arg("num_max_tokens"), py::arg("hidden"), py::arg("num_ranks"),
+          py::arg("num_experts"))
+      .def("dispatch", &EpBuffer::dispatch, py::arg("x"), py::arg("topk_idx"),
+           py::arg("num_max_tokens"), py::arg("num_experts"), py::kw_only(), py::arg("use_fp8"),
+           py::arg("round_scale") = false, py::arg("use_ue8m0") = false,
+           py::arg("active_ranks") = none, py::arg("timeout_us") = -1,
+           py::arg("background") = false, py::arg("cumulative_recv_stats") = none,
+           py::arg("wait_stats") = none)
+      .def("combine", &EpBuffer::combine, py::arg("x"), py::arg("topk_idx"),
+           py::arg("topk_weights"), py::arg("handle"), py::kw_only(), py::arg("use_logfmt") = false,
+           py::arg("zero_copy") = false, py::arg("out") = none, py::arg("active_ranks") = none,
+           py::arg("timeout_us") = -1, py::arg("background") = false, py::arg("wait_stats") = none)
+      .def("next_combine_buffer", &EpBuffer::nextCombineBuffer, py::arg("handle"))
+      .def("set_expert_owners", &EpBuffer::setExpertOwners, py::arg("owners"))
+      .def("mask_rank", &EpBuffer::maskRank, py::arg("rank"), py::arg("is_masked"))
+      .def("masked_ranks", &EpBuffer::maskedRanks)
+      .def("unmask_all", &EpBuffer::unmaskAll)
+      .def("local_buffer", &EpBuffer::localBuffer)
+      .def_property_readonly("num_bytes", &EpBuffer::numBytes)
+      .def_property_readonly("active_ranks", &EpBuffer::activeRanks)
+      .def("update_members", &EpBuffer::updateMembers)
+      .def("close", &EpBuffer::close, py::arg("timeout"));
+}
+
+}  // namespace mooncake

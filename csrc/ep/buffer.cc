@@ -1,0 +1,166 @@
+#include "ep/buffer.h"
+
+#include <pthread.h>
+
+#include "base/signals.h"
+#include "base/wait.h"
+
+namespace mooncake::ep {
+
+Result<std::shared_ptr<Buffer>> Buffer::create(std::unique_ptr<Group> group, size_t bytes) {
+  std::shared_ptr<Buffer> buffer(new Buffer(std::move(group), bytes));
+  auto block = buffer->group_->reserve(std::max<size_t>(bytes, 1));
+  if (!block.ok()) return block.error();
+  buffer->memory_.reset(new Memory{*buffer->group_, *block, BufferLayout(bytes)});
+  buffer->unmaskAll();
+  return buffer;
+}
+
+Buffer::~Buffer() { close(Deadline::after(group_->engine().env().failureTimeout)); }
+
+Result<std::shared_ptr<const ExpertMap>> Buffer::experts(int count) {
+  if (isSet_ && experts_->numExperts() != count) {
+    return Error{ErrorCode::kInvalidArgument,
+                 "num_experts is " + std::to_string(count) + ", but the owners of " +
+                     std::to_string(experts_->numExperts()) + " experts were set"};
+  }
+  if (!experts_ || experts_->numExperts() != count)
+    experts_ = std::make_shared<const ExpertMap>(count, group_->size());
+  return experts_;
+}
+
+void Buffer::setExperts(std::shared_ptr<const ExpertMap> experts) {
+  isSet_ = experts != nullptr;
+  experts_ = std::move(experts);
+}
+
+Status Buffer::checkRoom(const Shape& shape, const ExpertMap& experts) const {
+  const size_t local = experts.numLocal(group_->rank());
+  const bool fits = BufferLayout::sendNeed(shape, local) <= memory_->layout.sendBytes() &&
+                    BufferLayout::recvNeed(shape, local) <= memory_->layout.recvBytes();
+  if (fits) return {};
+  return {ErrorCode::kInvalidArgument,
+          group_->nameRank(group_->rank()) + ": " + std::to_string(shape.maxTokens) +
+              " tokens per rank, hidden " + std::to_string(shape.hidden) + " and " +
+              std::to_string(local) + " experts on this rank of " + std::to_string(shape.numRanks) +
+              " need a buffer of " + std::to_string(BufferLayout::bytesFor(shape, local)) +
+              " bytes, this one has " + std::to_string(bytes_) +
+              ": make it as large as the size hint says"};
+}
+
+std::byte* Buffer::nextRecv() { return memory_->recv(dispatches_++); }
+
+Result<Buffer::NextSend> Buffer::nextSend(Deadline deadline) {
+  {
+    std::unique_lock lock(mutex_);
+    const auto isIdle = [&] { return !isRunning_ && tasks_.empty(); };
+    if (!changed_.wait_until(lock, deadline.when(), isIdle))
+      return Error{ErrorCode::kTimeout, "the calls before have not ended in time"};
+  }
+  const uint64_t number = group_->lastNumber + 1;
+  MOONCAKE_TRY(group_->agent().awaitSlot(number));
+  return NextSend{memory_->send(number), number};
+}
+
+void Buffer::mask(int rank, bool isMasked) {
+  if (isMasked) {
+    mask_ -= RankSet{rank};
+  } else {
+    mask_.add(rank);
+  }
+}
+
+void Buffer::unmaskAll() { mask_ = RankSet::firstRanks(group_->size()); }
+
+RankSet Buffer::view() const {
+  RankSet active;
+  for (const int r : group_->agent().viewWhenIdle()->active) active.add(r);
+  return active;
+}
+
+std::shared_ptr<Task> Buffer::submit(std::function<Status(const Memory&)> run, bool inBackground) {
+  auto task = std::make_shared<Task>([this, run = std::move(run)] { return run(*memory_); });
+  std::unique_lock lock(mutex_);
+  if (isClosed_) {
+    task->status_ = {ErrorCode::kAborted, "the buffer was destroyed"};
+    task->isDone_.store(true, std::memory_order_release);
+    return task;
+  }
+  if (!inBackground && !isRunning_ && tasks_.empty()) {
+    isRunning_ = true;
+    lock.unlock();
+    finish(*task, task->run_());
+    return task;
+  }
+  tasks_.push_back(task);
+  if (!thread_.joinable()) {
+    const BlockedSignals blocked;
+    thread_ = std::thread([this] { runThread(); });
+    pthread_setname_np(thread_.native_handle(), "mooncake-ep");
+  }
+  changed_.notify_all();
+  lock.unlock();
+  if (!inBackground) await(*task, nullptr);
+  return task;
+}
+
+void Buffer::finish(Task& task, Status status) {
+  task.status_ = std::move(status);
+  std::lock_guard lock(mutex_);
+  task.isDone_.store(true, std::memory_order_release);
+  isRunning_ = false;
+  changed_.notify_all();
+}
+
+void Buffer::runThread() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return !isRunning_ && (isClosed_ || !tasks_.empty()); });
+    if (tasks_.empty()) return;
+    const auto task = std::move(tasks_.front());
+    tasks_.pop_front();
+    isRunning_ = true;
+    lock.unlock();
+    finish(*task, task->run_());
+    lock.lock();
+  }
+}
+
+void Buffer::await(const Task& task, const std::function<void()>& nowAndThen) {
+  std::unique_lock lock(mutex_);
+  while (!changed_.wait_for(lock, SleepObserver::kInterval, [&] { return task.isDone(); })) {
+    if (!nowAndThen) continue;
+    lock.unlock();
+    nowAndThen();
+    lock.lock();
+  }
+}
+
+Status Buffer::checkTable(size_t tokens, size_t topk, int numExperts) const {
+  const size_t bytes = DispatchTable::bytesFor(tokens, topk, numExperts, group_->size());
+  if (bytes + kMostInlineBytes <= group_->slotBytes()) return {};
+  return {ErrorCode::kInvalidArgument, group_->nameRank(group_->rank()) + ": a routing table of " +
+                                           std::to_string(tokens) + " tokens with top-" +
+                                           std::to_string(topk) + " has " + std::to_string(bytes) +
+                                           " bytes, there is room for " +
+                                           std::to_string(group_->slotBytes() - kMostInlineBytes) +
+                                           ": dispatch fewer tokens at a time"};
+}
+
+void Buffer::close(Deadline deadline) {
+  {
+    std::unique_lock lock(mutex_);
+    if (std::exchange(isClosed_, true)) return;
+    changed_.notify_all();
+    const auto isIdle = [&] { return !isRunning_ && tasks_.empty(); };
+    // What still runs is in an operation with the others.
+    if (!changed_.wait_until(lock, deadline.when(), isIdle)) {
+      lock.unlock();
+      group_->fail({ErrorCode::kAborted, "the buffer was destroyed"});
+    }
+  }
+  if (thread_.joinable()) thread_.join();
+  group_->leave(deadline);
+}
+
+}  // namespace mooncake::ep

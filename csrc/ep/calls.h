@@ -1,0 +1,91 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/deadline.h"
+#include "ep/layout.h"
+#include "ep/routing.h"
+#include "group/group.h"
+
+// What a dispatch and a combine are given and what they write. The caller keeps all memory until
+// the call has ended.
+namespace mooncake::ep {
+
+// Memory that all calls of a buffer use.
+struct Memory {
+  Group& group;
+  Group::Shared block;  // the buffer's memory, in the arena
+  BufferLayout layout;
+
+  std::byte* send(uint64_t number) const { return block.data + layout.send(number); }
+  std::byte* recv(uint64_t dispatch) const { return block.data + layout.recv(dispatch); }
+};
+
+// What a combine has to know of its dispatch. Written by the dispatch, read by one combine.
+struct Handle {
+  Shape shape;
+  std::shared_ptr<const ExpertMap> experts;
+  std::atomic<bool> isUsed{false};  // by a combine that was called
+  std::atomic<bool> isDone{false};  // by the dispatch
+
+  size_t tokens = 0;  // of this rank
+  size_t topk = 0;
+  std::vector<int32_t> chosen;  // [token][top-k], kNoExpert or below the number of experts
+
+  // Of the dispatch, once it has ended well.
+  uint64_t number = 0;
+  RankSet participants;                     // whose rows went anywhere
+  std::vector<CombineTable::Range> ranges;  // [local expert][rank]: which rows came from it
+};
+
+struct DispatchCall {
+  RowFormat format = RowFormat::kBf16;
+  bool packsScales = false;     // UE8M0
+  const uint16_t* x = nullptr;  // [tokens][hidden]
+  RankSet mask;                 // whom the caller takes for active
+  Deadline deadline = Deadline::at(Clock::time_point::max());
+  std::shared_ptr<Handle> handle;
+
+  // Results; rows are [local expert][rank * T + place].
+  std::byte* rows = nullptr;       // hidden channels each
+  std::byte* scales = nullptr;     // [local expert][scale or word of four][row]
+  int32_t* counts = nullptr;       // [local expert]
+  int32_t* sources = nullptr;      // [local expert][row]: which token of its rank
+  int64_t* ranges = nullptr;       // [local expert][rank]: begin << 32 | count
+  int32_t* addedCounts = nullptr;  // [local expert], added to; may be null
+  int64_t* waits = nullptr;        // [rank], added to, in nanoseconds; may be null
+};
+
+struct CombineCall {
+  const std::byte* x = nullptr;  // [local expert][rank * T + place] rows of bf16
+  size_t rowStride = 0;          // bytes
+  bool isInPlace = false;        // x is the send memory of this operation
+  uint64_t expectedNumber = 0;   // of the operation, where it is
+  bool usesLogfmt = false;
+  bool renormalizes = false;
+  std::vector<int32_t> chosen;  // [tokens][topk]
+  const float* weights = nullptr;
+  RankSet mask;
+  Deadline deadline = Deadline::at(Clock::time_point::max());
+  std::shared_ptr<Handle> handle;
+
+  uint16_t* combined = nullptr;  // [tokens][hidden]
+  bool* missing = nullptr;       // [tokens]
+  int64_t* waits = nullptr;
+};
+
+// Who took part: in the agreed view, and active for all callers.
+struct Ending {
+  RankSet participants;
+};
+
+// Operations of the group, one after the other.
+Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending);
+Status combine(const Memory& memory, CombineCall& call, Ending& ending);
+
+}  // namespace mooncake::ep

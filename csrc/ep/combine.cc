@@ -1,0 +1,288 @@
+// The ranks give the rows that their experts made, in memory that the ranks of their host map, and
+// publish which rows are whose. Then each rank adds up the rows of its tokens, in top-k order, so
+// that the sum has the same bits whatever came first. Cost: the rows copied once where they do not
+// stand there already, k rows read for each token, one exchange of slots; over messages each row
+// crosses once, and a second exchange says that all have what they need.
+#include <algorithm>
+#include <cstring>
+
+#include "base/failpoint.h"
+#include "ep/calls.h"
+#include "ep/participants.h"
+#include "group/operation.h"
+
+namespace mooncake::ep {
+namespace {
+
+class Combine final : public Algorithm {
+ public:
+  Combine(const Memory& memory, CombineCall& call, Ending& ending)
+      : memory_(memory),
+        call_(call),
+        ending_(ending),
+        handle_(*call.handle),
+        shape_(handle_.shape),
+        experts_(*handle_.experts),
+        rowBytes_(combineRowBytes(shape_.hidden)),
+        perExpert_(size_t(shape_.numRanks) * shape_.maxTokens) {}
+
+  Status publish(Operation& op) override {
+    stage(op);
+    CombineTable table{.dispatch = handle_.number,
+                       .arenaOffset = memory_.block.offset + memory_.layout.send(op.number()),
+                       .regionOffset = memory_.layout.send(op.number()),
+                       .localExperts = uint32_t(experts_.numLocal(op.rank())),
+                       .mask = call_.mask,
+                       .ranges = handle_.ranges};
+    op.announceInput(memory_.block.region);
+    const Bytes bytes = table.encode();
+    std::ranges::copy(bytes, op.payload());
+    if (op.unmapped() == 0) {
+      MOONCAKE_TRY(op.begin(bytes.size()));
+    } else {
+      MOONCAKE_TRY(op.beginSplit(bytes.size() + mostPutBytes(op), [&](int to, std::byte* payload) {
+        return putFor(op, to, table, payload);
+      }));
+    }
+    if (op.group().window().fullyMapped()) return {};
+    return take(op);
+  }
+
+  Status complete(Operation& op) override {
+    if (!op.group().window().fullyMapped()) return op.commitDone();
+    MOONCAKE_TRY(take(op));
+    return op.commit();
+  }
+
+ private:
+  // ---- giving
+
+  // Calls visit(row) for each row that came from the rank, in the order in which they are packed.
+  template <typename Visit>
+  void forRowsOf(int rank, Visit visit) const {
+    for (size_t e = 0; e < experts_.numLocal(memory_.group.rank()); ++e) {
+      const auto& range = handle_.ranges[e * size_t(shape_.numRanks) + size_t(rank)];
+      for (size_t i = 0; i < range.count; ++i) visit(e * perExpert_ + range.begin + i);
+    }
+  }
+
+  void stage(const Operation& op) const {
+    if (call_.isInPlace) return;
+    std::byte* const staging = memory_.send(op.number());
+    for (const int r : op.ranks()) {
+      if (r == op.rank() && !call_.usesLogfmt) continue;  // read where they stand
+      forRowsOf(r, [&](size_t row) {
+        const std::byte* from = call_.x + row * call_.rowStride;
+        std::byte* to = staging + row * rowBytes_;
+        if (call_.usesLogfmt) {
+          encodeLogfmtRow(reinterpret_cast<const uint16_t*>(from), shape_.hidden, to);
+        } else {
+          copyRow(to, from, bf16Bytes(shape_.hidden));
+        }
+      });
+    }
+  }
+
+  size_t bytesFor(int rank) const {
+    size_t rows = 0;
+    for (size_t e = 0; e < experts_.numLocal(memory_.group.rank()); ++e)
+      rows += handle_.ranges[e * size_t(shape_.numRanks) + size_t(rank)].count;
+    return rows * rowBytes_;
+  }
+  size_t mostPutBytes(const Operation& op) const {
+    size_t most = 0;
+    for (const int r : op.others()) {
+      const size_t bytes = bytesFor(r);
+      if (!op.group().window().peerPtr(r) && bytes <= kMostInlineBytes)
+        most = std::max(most, bytes);
+    }
+    return most;
+  }
+  size_t putFor(const Operation& op, int to, CombineTable table, std::byte* payload) const {
+    const size_t bytes = bytesFor(to);
+    table.rowsAt = bytes <= kMostInlineBytes ? RowsAt::kPayload : RowsAt::kStaging;
+    const Bytes encoded = table.encode();
+    std::byte* at = std::ranges::copy(encoded, payload).out;
+    if (table.rowsAt == RowsAt::kStaging) return encoded.size();
+    const std::byte* staging = memory_.send(op.number());
+    forRowsOf(to, [&](size_t row) {
+      std::memcpy(at, staging + row * rowBytes_, rowBytes_);
+      at += rowBytes_;
+    });
+    return encoded.size() + bytes;
+  }
+
+  // ---- taking
+
+  // Where the rows of an expert for this rank begin; null: its owner takes no part.
+  struct Rows {
+    const std::byte* begin = nullptr;
+    size_t stride = 0;
+    uint32_t count = 0;
+    uint32_t used = 0;
+  };
+
+  Status take(Operation& op) {
+    failpoint("ep-take");
+    MOONCAKE_TRY(awaitBegun(op, call_.waits));
+    std::vector<std::pair<int, CombineTable>> tables;
+    RankSet participants;
+    for (const int r : op.ranks()) {
+      auto table = CombineTable::of(op, r, shape_, experts_.numLocal(r), rowBytes_);
+      if (!table.ok()) return table.error();
+      if (table->dispatch != handle_.number) {
+        return op.agree({ErrorCode::kMismatch,
+                         op.group().nameRank(r) + " combines the rows of dispatch #" +
+                             std::to_string(table->dispatch) + ", this rank those of #" +
+                             std::to_string(handle_.number) +
+                             ": all ranks must combine with the handles of the same dispatch"});
+      }
+      participants.add(r);
+      tables.emplace_back(r, std::move(*table));
+    }
+    for (const auto& [r, table] : tables) participants &= table.mask;
+    participants &= handle_.participants;
+    MOONCAKE_TRY(findRows(op, tables, participants));
+    MOONCAKE_TRY(addUp(op, participants.contains(op.rank())));
+    ending_.participants = std::move(participants);
+    return {};
+  }
+
+  Status findRows(Operation& op, const std::vector<std::pair<int, CombineTable>>& tables,
+                  const RankSet& participants) {
+    rows_.assign(size_t(shape_.numExperts), {});
+    if (!participants.contains(op.rank())) return {};
+    size_t landingBytes = 0;
+    const auto isFetched = [&](int r, const CombineTable& table) {
+      return op.isPayloadOurs(r) && table.rowsAt == RowsAt::kStaging;
+    };
+    for (const auto& [r, table] : tables) {
+      if (participants.contains(r) && isFetched(r, table))
+        landingBytes += rowsIn(table, op.rank()) * rowBytes_;
+    }
+    auto landing = op.group().scratch(landingBytes);
+    if (!landing.ok()) return landing.error();
+    std::byte* at = *landing;
+    Fetches fetches(op);
+    for (const auto& [r, table] : tables) {
+      if (!participants.contains(r)) continue;
+      const std::byte* packed = table.payloadRows;
+      for (int e = 0; e < shape_.numExperts; ++e) {
+        if (experts_.owner(e) != r) continue;
+        const size_t local = size_t(experts_.local(e));
+        const auto& range = table.ranges[local * size_t(shape_.numRanks) + size_t(op.rank())];
+        const size_t offset = (local * perExpert_ + range.begin) * rowBytes_;
+        const size_t bytes = range.count * rowBytes_;
+        Rows& rows = rows_[size_t(e)];
+        rows.count = range.count;
+        rows.stride = rowBytes_;
+        if (r == op.rank() && !call_.usesLogfmt) {
+          rows.stride = call_.rowStride;
+          rows.begin = call_.x + (local * perExpert_ + range.begin) * rows.stride;
+        } else if (isFetched(r, table)) {
+          MOONCAKE_TRY(
+              fetches.start(r, op.slot(r).input, table.regionOffset + offset, {at, bytes}));
+          rows.begin = at;
+          at += bytes;
+        } else if (op.isPayloadOurs(r)) {
+          rows.begin = packed;
+          packed += bytes;
+        } else {
+          rows.begin = op.group().window().peerArena(r, table.arenaOffset + offset, bytes);
+          if (!rows.begin) return nonsense(op, r, "announced rows outside of its memory");
+        }
+      }
+    }
+    return fetches.await();
+  }
+
+  static size_t rowsIn(const CombineTable& table, int rank) {
+    const size_t ranks = table.localExperts ? table.ranges.size() / table.localExperts : 0;
+    size_t rows = 0;
+    for (size_t e = 0; e < table.localExperts; ++e)
+      rows += table.ranges[e * ranks + size_t(rank)].count;
+    return rows;
+  }
+
+  Status nonsense(const Operation& op, int rank, const std::string& why) const {
+    MOONCAKE_TRY(op.unlessFenced());
+    return {ErrorCode::kProtocol,
+            op.group().nameRank(rank) + " " + why + ": do all ranks run the same version?"};
+  }
+
+  // The rows of an expert are those of our tokens that chose it, in their order.
+  Status addUp(const Operation& op, bool takesPart) {
+    const size_t topk = handle_.topk;
+    std::vector<WeightedRow> parts;
+    for (size_t t = 0; topk && t < handle_.chosen.size() / topk; ++t) {
+      parts.clear();
+      bool isMissing = false;
+      float wanted = 0, arrived = 0;
+      for (size_t j = 0; j < topk; ++j) {
+        const size_t place = t * topk + j;
+        const int32_t sent = handle_.chosen[place];
+        if (sent == kNoExpert) continue;
+        const bool isWanted = call_.chosen[place] != kNoExpert;
+        if (isWanted) wanted += call_.weights[place];
+        Rows& rows = rows_[size_t(sent)];
+        if (!takesPart || !rows.begin) {
+          isMissing |= isWanted;
+          continue;
+        }
+        if (rows.used == rows.count)
+          return nonsense(op, experts_.owner(sent), "gives fewer rows than it was sent");
+        const std::byte* row = rows.begin + rows.used++ * rows.stride;
+        if (!isWanted) continue;
+        arrived += call_.weights[place];
+        parts.push_back({row, call_.weights[place]});
+      }
+      if (isMissing && call_.renormalizes && arrived != 0) {
+        for (WeightedRow& part : parts) part.weight *= wanted / arrived;
+      }
+      uint16_t* const out = call_.combined + t * shape_.hidden;
+      if (call_.usesLogfmt) {
+        combineLogfmtRows(parts, shape_.hidden, out);
+      } else {
+        combineRows(parts, shape_.hidden, out);
+      }
+      call_.missing[t] = isMissing;
+    }
+    return {};
+  }
+
+  const Memory& memory_;
+  CombineCall& call_;
+  Ending& ending_;
+  const Handle& handle_;
+  const Shape& shape_;
+  const ExpertMap& experts_;
+  const size_t rowBytes_;
+  const size_t perExpert_;
+  std::vector<Rows> rows_;  // by expert
+};
+
+}  // namespace
+
+Status combine(const Memory& memory, CombineCall& call, Ending& ending) {
+  const Handle& handle = *call.handle;
+  if (!handle.isDone.load(std::memory_order_acquire)) {
+    return {
+        ErrorCode::kInvalidArgument,
+        "combine: the dispatch of this handle did not end well, so there is nothing to combine"};
+  }
+  if (call.isInPlace && memory.group.lastNumber + 1 != call.expectedNumber) {
+    return {ErrorCode::kInvalidArgument,
+            "combine: the buffer that the rows were written to belongs to another operation: call "
+            "combine before anything else is called on this buffer"};
+  }
+  const Call what{.verb = Verb::kCombine,
+                  .dtype = DType::kBFloat16,
+                  .root = handle.shape.numExperts,
+                  .count = handle.shape.hidden,
+                  .tensors = uint32_t(handle.shape.maxTokens),
+                  .lengths = handle.experts->hash() + (call.usesLogfmt ? 1 : 0)};
+  Combine combine(memory, call, ending);
+  return Operation(memory.group, what, call.deadline).run(combine);
+}
+
+}  // namespace mooncake::ep

@@ -1,0 +1,192 @@
+#include "ep/routing.h"
+
+#include <cstring>
+#include <string>
+
+namespace mooncake::ep {
+namespace {
+
+constexpr int kNarrowExperts = 0xffff;  // as many fit 16 bits, beside the mark for none
+
+Error misfit(const Operation& op, int rank, const std::string& why) {
+  return {ErrorCode::kProtocol, op.group().nameRank(rank) +
+                                    " published a table that does not fit: " + why +
+                                    ". Do all ranks run the same version?"};
+}
+
+// The table and what stands behind it in the payload. A copy: the memory may change under us.
+struct Published {
+  Bytes table;
+  const std::byte* behind = nullptr;
+  size_t behindBytes = 0;
+};
+
+Result<Published> publishedBy(const Operation& op, int rank) {
+  const Slot& slot = op.slot(rank);
+  const size_t bytes = std::min<size_t>(slot.payloadBytes, op.group().slotBytes());
+  uint32_t length = 0;
+  if (bytes >= sizeof(length)) std::memcpy(&length, slot.payload, sizeof(length));
+  if (length < sizeof(length) || length > bytes) {
+    MOONCAKE_TRY(op.unlessFenced());
+    return misfit(op, rank, "a length of " + std::to_string(length) + " bytes");
+  }
+  Published published;
+  published.table.assign(slot.payload + sizeof(length), slot.payload + length);
+  published.behind = slot.payload + length;
+  published.behindBytes = bytes - length;
+  return published;
+}
+
+Bytes withLength(ByteWriter& body) {
+  const Bytes table = body.take();
+  const auto length = static_cast<uint32_t>(table.size() + sizeof(uint32_t));
+  return ByteWriter().put(length).putRaw(table).take();
+}
+
+RowsAt rowsAtOf(uint8_t number) {
+  return number == static_cast<uint8_t>(RowsAt::kPayload) ? RowsAt::kPayload : RowsAt::kStaging;
+}
+
+template <typename Word>
+void putExperts(ByteWriter& out, std::span<const int32_t> experts) {
+  std::vector<Word> words(experts.begin(), experts.end());  // none is -1, all bits
+  out.putRaw(std::as_bytes(std::span(words)));
+}
+
+// False: a number that is no expert's.
+template <typename Word>
+bool takeExperts(ByteView raw, int numExperts, std::vector<int32_t>& experts) {
+  experts.resize(raw.size() / sizeof(Word));
+  bool areKnown = true;
+  for (size_t i = 0; i < experts.size(); ++i) {
+    Word word;
+    std::memcpy(&word, raw.data() + i * sizeof(Word), sizeof(Word));
+    const bool isNone = word == static_cast<Word>(~Word(0));
+    areKnown &= isNone || word < static_cast<Word>(numExperts);
+    experts[i] = isNone ? kNoExpert : static_cast<int32_t>(word);
+  }
+  return areKnown;
+}
+
+}  // namespace
+
+ExpertMap::ExpertMap(int numExperts, int numRanks)
+    : ExpertMap(
+          [&] {
+            std::vector<int> owners;
+            const int each = numExperts / numRanks, more = numExperts % numRanks;
+            for (int rank = 0; rank < numRanks; ++rank)
+              owners.insert(owners.end(), size_t(each + (rank < more)), rank);
+            return owners;
+          }(),
+          numRanks) {}
+
+ExpertMap::ExpertMap(std::vector<int> owners, int numRanks)
+    : owners_(std::move(owners)), local_(owners_.size()), counts_(size_t(numRanks)) {
+  for (size_t e = 0; e < owners_.size(); ++e)
+    local_[e] = static_cast<int>(counts_[size_t(owners_[e])]++);
+}
+
+size_t ExpertMap::mostLocal() const { return *std::ranges::max_element(counts_); }
+
+// FNV-1a
+uint32_t ExpertMap::hash() const {
+  uint32_t hash = 2166136261u;
+  for (const int owner : owners_) hash = (hash ^ uint32_t(owner)) * 16777619u;
+  return hash;
+}
+
+Bytes DispatchTable::encode(int numExperts) const {
+  ByteWriter out;
+  out.put(tokens).put(topk).put(arenaOffset).put(static_cast<uint8_t>(rowsAt));
+  out.put(packedRows).put(packedOffset);
+  mask.write(out);
+  if (numExperts < kNarrowExperts) {
+    putExperts<uint16_t>(out, experts);
+  } else {
+    putExperts<uint32_t>(out, experts);
+  }
+  return withLength(out);
+}
+
+size_t DispatchTable::bytesFor(size_t tokens, size_t topk, int numExperts, int numRanks) {
+  constexpr size_t kFixed = 64;
+  const size_t width = numExperts < kNarrowExperts ? sizeof(uint16_t) : sizeof(uint32_t);
+  return kFixed + size_t(numRanks + 63) / 64 * 8 + tokens * topk * width;
+}
+
+Result<DispatchTable> DispatchTable::of(const Operation& op, int rank, const Shape& shape,
+                                        size_t rowBytes) {
+  auto published = publishedBy(op, rank);
+  if (!published.ok()) return published.error();
+  ByteReader in(published->table);
+  DispatchTable table;
+  table.tokens = in.get<uint32_t>();
+  table.topk = in.get<uint32_t>();
+  table.arenaOffset = in.get<uint64_t>();
+  table.rowsAt = rowsAtOf(in.get<uint8_t>());
+  table.packedRows = in.get<uint32_t>();
+  table.packedOffset = in.get<uint64_t>();
+  table.mask = RankSet::read(in);
+  const bool isNarrow = shape.numExperts < kNarrowExperts;
+  const size_t width = isNarrow ? sizeof(uint16_t) : sizeof(uint32_t);
+  const uint64_t count = uint64_t(table.tokens) * table.topk;
+  const bool fits = table.tokens <= shape.maxTokens && count <= op.group().slotBytes() / width;
+  const ByteView experts = in.getRaw(fits ? count * width : 0);
+  const Status whole = in.finish("table");
+  const bool areKnown = isNarrow ? takeExperts<uint16_t>(experts, shape.numExperts, table.experts)
+                                 : takeExperts<uint32_t>(experts, shape.numExperts, table.experts);
+  const bool areRowsThere =
+      table.rowsAt == RowsAt::kStaging || table.packedRows <= published->behindBytes / rowBytes;
+  if (!whole.ok() || !fits || !areKnown || !areRowsThere) {
+    MOONCAKE_TRY(op.unlessFenced());
+    return misfit(op, rank, whole.ok() ? "its numbers are out of bounds" : whole.error().message);
+  }
+  table.payloadRows = published->behind;
+  return table;
+}
+
+Bytes CombineTable::encode() const {
+  ByteWriter out;
+  out.put(dispatch).put(arenaOffset).put(regionOffset);
+  out.put(static_cast<uint8_t>(rowsAt)).put(localExperts);
+  mask.write(out);
+  out.putRaw(std::as_bytes(std::span(ranges)));
+  return withLength(out);
+}
+
+Result<CombineTable> CombineTable::of(const Operation& op, int rank, const Shape& shape,
+                                      size_t localExperts, size_t rowBytes) {
+  auto published = publishedBy(op, rank);
+  if (!published.ok()) return published.error();
+  ByteReader in(published->table);
+  CombineTable table;
+  table.dispatch = in.get<uint64_t>();
+  table.arenaOffset = in.get<uint64_t>();
+  table.regionOffset = in.get<uint64_t>();
+  table.rowsAt = rowsAtOf(in.get<uint8_t>());
+  table.localExperts = in.get<uint32_t>();
+  table.mask = RankSet::read(in);
+  table.ranges.resize(localExperts * size_t(shape.numRanks));
+  const ByteView raw = in.getRaw(table.ranges.size() * sizeof(Range));
+  const Status whole = in.finish("table");
+  bool fits = whole.ok() && table.localExperts == localExperts;
+  size_t rowsForUs = 0;
+  if (fits) {
+    std::ranges::copy(raw, std::as_writable_bytes(std::span(table.ranges)).begin());
+    const size_t perExpert = size_t(shape.numRanks) * shape.maxTokens;
+    for (const Range& range : table.ranges)
+      fits &= range.begin <= perExpert && range.count <= perExpert - range.begin;
+    for (size_t e = 0; e < localExperts; ++e)
+      rowsForUs += table.ranges[e * size_t(shape.numRanks) + size_t(op.rank())].count;
+    fits &= table.rowsAt == RowsAt::kStaging || rowsForUs <= published->behindBytes / rowBytes;
+  }
+  if (!fits) {
+    MOONCAKE_TRY(op.unlessFenced());
+    return misfit(op, rank, whole.ok() ? "its numbers are out of bounds" : whole.error().message);
+  }
+  table.payloadRows = published->behind;
+  return table;
+}
+
+}  // namespace mooncake::ep

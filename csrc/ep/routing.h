@@ -1,0 +1,103 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/result.h"
+#include "ep/layout.h"
+#include "group/operation.h"
+#include "membership/rank_set.h"
+
+// What the ranks tell each other in the slots of a dispatch and of a combine. All of it is decoded
+// here, from a copy: a rank that the others went on without may read it while it changes.
+namespace mooncake::ep {
+
+constexpr int32_t kNoExpert = -1;
+// Rows for one rank of another host go with the table up to this: fetching them would cost a round
+// trip.
+constexpr size_t kMostInlineBytes = 64 << 10;
+
+// Which rank runs which expert. The same on all ranks.
+class ExpertMap {
+ public:
+  // Consecutive ones, as many on each rank; where they do not divide, the first ranks have one
+  // more.
+  ExpertMap(int numExperts, int numRanks);
+  // owners[e]: the rank of expert e.
+  ExpertMap(std::vector<int> owners, int numRanks);
+
+  int numExperts() const { return static_cast<int>(owners_.size()); }
+  int owner(int expert) const { return owners_[size_t(expert)]; }
+  // Which of its owner's experts it is, from 0 on, in the order of their numbers.
+  int local(int expert) const { return local_[size_t(expert)]; }
+  size_t numLocal(int rank) const { return counts_[size_t(rank)]; }
+  size_t mostLocal() const;
+  uint32_t hash() const;
+
+ private:
+  std::vector<int> owners_;
+  std::vector<int> local_;
+  std::vector<size_t> counts_;  // by rank
+};
+
+// Where the rows for the reader stand.
+enum class RowsAt : uint8_t {
+  kStaging,  // reached by load and store, or fetched from there
+  kPayload,  // behind the table, for the one rank that this payload was put to
+};
+
+// Payload of a dispatch, wire form:
+//   u32 bytes of the table, these included
+//   u32 tokens  u32 top-k  u64 offset of the staging in the sender's arena
+//   u8 rows at  u32 number of rows for the reader alone  u64 their offset in the sender's region
+//   RankSet mask: whom the caller takes for active
+//   experts[tokens][top-k]: u16 each, or u32 from 65535 experts on; all bits set: none
+// then those rows, where they are in the payload.
+struct DispatchTable {
+  uint32_t tokens = 0;
+  uint32_t topk = 0;
+  uint64_t arenaOffset = 0;
+  RowsAt rowsAt = RowsAt::kStaging;
+  uint32_t packedRows = 0;
+  uint64_t packedOffset = 0;
+  RankSet mask;
+  std::vector<int32_t> experts;  // [tokens][topk], kNoExpert or below numExperts
+  const std::byte* payloadRows = nullptr;
+
+  Bytes encode(int numExperts) const;
+  // At most; of the table alone.
+  static size_t bytesFor(size_t tokens, size_t topk, int numExperts, int numRanks);
+  // What the rank has published, once it has begun.
+  static Result<DispatchTable> of(const Operation& op, int rank, const Shape& shape,
+                                  size_t rowBytes);
+};
+
+// Payload of a combine, wire form:
+//   u32 bytes of the table, these included
+//   u64 number of the dispatch  u64 offset of the staging in the sender's arena, and in its region
+//   u8 rows at  u32 local experts  RankSet mask
+//   u32 begin, u32 count for [local expert][rank]: which rows are for that rank
+// then those for the reader in that order, where they are in the payload.
+struct CombineTable {
+  struct Range {
+    uint32_t begin = 0;
+    uint32_t count = 0;
+  };
+  uint64_t dispatch = 0;
+  uint64_t arenaOffset = 0;
+  uint64_t regionOffset = 0;
+  RowsAt rowsAt = RowsAt::kStaging;
+  uint32_t localExperts = 0;
+  RankSet mask;
+  std::vector<Range> ranges;  // [local expert][rank], within the rows of an expert
+  const std::byte* payloadRows = nullptr;
+
+  Bytes encode() const;
+  static Result<CombineTable> of(const Operation& op, int rank, const Shape& shape,
+                                 size_t localExperts, size_t rowBytes);
+};
+
+}  // namespace mooncake::ep
