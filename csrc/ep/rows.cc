@@ -10,6 +10,13 @@ namespace {
 
 std::vector<Isa> findIsas() {
   std::vector<Isa> isas = {Isa::kPortable};
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2) isas.push_back(Isa::kAvx2);
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    isas.push_back(Isa::kAvx512);
+#endif
   return isas;
 }
 
@@ -37,7 +44,13 @@ const char* isaName(Isa isa) {
   return "?";
 }
 
-const RowFunctions& rowsOf(Isa /*isa*/) { return kPortableRows; }
+const RowFunctions& rowsOf(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx2) return kAvx2Rows;
+  if (isa == Isa::kAvx512) return kAvx512Rows;
+#endif
+  return kPortableRows;
+}
 
 void castRowToFp8(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out,
                   float* scales) {
