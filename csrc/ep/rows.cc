@@ -1,6 +1,7 @@
 #include "ep/rows.h"
 
 #include <cstring>
+#include <unistd.h>
 #include <vector>
 
 #include "ep/row_blocks.h"
@@ -64,6 +65,15 @@ void packUe8m0(const float* scales, size_t count, int32_t* packed) {
       word |= uint32_t(ue8m0Of(scales[j])) << (8 * (j - i));
     packed[i / 4] = int32_t(word);
   }
+}
+
+CopyHint copyHint(size_t bytes) {
+  constexpr size_t kUsualCache = 32 << 20;
+  static const size_t cache = [] {
+    const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);  // 0 where it is not known
+    return bytes > 0 ? size_t(bytes) : kUsualCache;
+  }();
+  return 2 * bytes < cache ? CopyHint::kCached : CopyHint::kStreamed;
 }
 
 void copyRow(void* to, const void* from, size_t bytes, CopyHint hint) {

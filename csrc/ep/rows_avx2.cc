@@ -27,9 +27,11 @@ AVX2_INLINE __m256 evenFloats(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
 }
 
-AVX2_INLINE __m256 oddFloats(__m256i pairs) {
-  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000))));
+AVX2_INLINE __m256i upperHalves(__m256i pairs) {
+  return _mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000)));
 }
+
+AVX2_INLINE __m256 oddFloats(__m256i pairs) { return _mm256_castsi256_ps(upperHalves(pairs)); }
 
 AVX2_INLINE __m256i magnitudes(__m256i values) {
   return _mm256_and_si256(values, _mm256_set1_epi16(0x7fff));
@@ -45,50 +47,66 @@ AVX2_INLINE uint16_t greatestOf(__m256i values) {
   return uint16_t(~leastOf(_mm256_xor_si256(values, _mm256_set1_epi32(-1))));
 }
 
-// floatToE4m3() of finite floats that do not round to more than 448, each in a word of its own.
-AVX2_INLINE __m256i e4m3Of(__m256 values) {
-  const __m256i bits = _mm256_castps_si256(values);
-  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 20), _mm256_set1_epi32(1));
-  constexpr int kRebiased = 0x7ffff - ((127 - 7) << 23);
-  __m256i code = _mm256_add_epi32(magnitude, _mm256_set1_epi32(kRebiased));
-  code = _mm256_srli_epi32(_mm256_add_epi32(code, odd), 20);
-  const __m256 rounder = _mm256_set1_ps(16384.0f);
-  const __m256i ofSubnormal =
-      _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(magnitude), rounder)),
-                       _mm256_castps_si256(rounder));
-  const __m256i normal = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x3c7fffff));
-  code = _mm256_blendv_epi8(ofSubnormal, code, normal);
-  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
+// floatToE4m3() of 16 finite floats that do not round to more than 448, each code in half a word.
+// Each is added to a float so large that its last place counts the steps of FP8 around the value:
+// what the sum has in its last places is the value in such steps, rounded.
+AVX2_INLINE __m256i e4m3Of(__m256 even, __m256 odd) {
+  constexpr int kLeastExponent = 0x3c80;  // 2^-6, as bf16: below it, steps get no smaller
+  constexpr int kCounter = (kLeastExponent << 16) + (20 << 23) + 0x400000;
+  const __m256i halves = _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(even), 16),
+                                            _mm256_castps_si256(odd), 0xaa);
+  const __m256i exponents = _mm256_subs_epu16(_mm256_and_si256(halves, _mm256_set1_epi16(0x7f80)),
+                                              _mm256_set1_epi16(kLeastExponent));
+  const __m256i counter = _mm256_set1_epi32(kCounter);
+  const __m256 evenSum = _mm256_add_ps(
+      even, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(exponents, 16), counter)));
+  const __m256 oddSum =
+      _mm256_add_ps(odd, _mm256_castsi256_ps(_mm256_add_epi32(upperHalves(exponents), counter)));
+  const __m256i steps = _mm256_blend_epi16(
+      _mm256_castps_si256(evenSum), _mm256_slli_epi32(_mm256_castps_si256(oddSum), 16), 0xaa);
+  const __m256i code = _mm256_add_epi16(_mm256_abs_epi16(steps), _mm256_srli_epi16(exponents, 4));
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(halves, 8), _mm256_set1_epi16(0x80));
   return _mm256_or_si256(code, sign);
+}
+
+AVX2_INLINE __m256i e4m3At(const uint16_t* values, __m256 factor) {
+  const __m256i pairs = load(values);
+  return e4m3Of(_mm256_mul_ps(evenFloats(pairs), factor), _mm256_mul_ps(oddFloats(pairs), factor));
 }
 
 AVX2 void castRow(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out,
                   float* scales) {
-  for (; hidden >= kBlock; hidden -= kBlock, row += kBlock, out += kBlock, ++scales) {
-    __m256i largest = _mm256_setzero_si256();
-    for (size_t i = 0; i < kBlock; i += 16)
-      largest = _mm256_max_epu16(largest, magnitudes(load(row + i)));
-    const uint16_t amax = greatestOf(largest);
-    if (amax >= kBf16Infinity) {
-      castBlockToFp8(row, kBlock, roundScale, out, scales);
-      continue;
+  // Scales first, for some blocks at once: they are a long way from a block's first channel.
+  constexpr size_t kBlocks = 8;
+  while (hidden >= kBlock) {
+    const size_t blocks = std::min(hidden / kBlock, kBlocks);
+    uint16_t amax[kBlocks];
+    float inverse[kBlocks];
+    for (size_t b = 0; b < blocks; ++b) {
+      __m256i largest = _mm256_setzero_si256();
+      for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += 16)
+        largest = _mm256_max_epu16(largest, magnitudes(load(row + i)));
+      amax[b] = greatestOf(largest);
+      const Fp8Scale scale = fp8Scale(bf16ToFloat(amax[b]), roundScale);
+      scales[b] = scale.scale;
+      inverse[b] = scale.inverse;
     }
-    const Fp8Scale scale = fp8Scale(bf16ToFloat(amax), roundScale);
-    const __m256 inverse = _mm256_set1_ps(scale.inverse);
-    for (size_t i = 0; i < kBlock; i += 32) {
-      __m256i both[2];
-      for (size_t j = 0; j < 2; ++j) {
-        const __m256i values = load(row + i + 16 * j);
-        const __m256i even = e4m3Of(_mm256_mul_ps(evenFloats(values), inverse));
-        const __m256i odd = e4m3Of(_mm256_mul_ps(oddFloats(values), inverse));
-        both[j] = _mm256_or_si256(even, _mm256_slli_epi32(odd, 8));
+    for (size_t b = 0; b < blocks; ++b) {
+      const __m256 factor = _mm256_set1_ps(inverse[b]);
+      for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += 32) {
+        // Packing goes by halves of the vectors: the quarters come as 0 2 1 3.
+        const __m256i packed =
+            _mm256_packus_epi16(e4m3At(row + i, factor), e4m3At(row + i + 16, factor));
+        store(out + i, _mm256_permute4x64_epi64(packed, 0xd8));
       }
-      // Packing goes by halves of the vectors: their quarters come as 0 2 1 3.
-      const __m256i packed = _mm256_packus_epi32(both[0], both[1]);
-      store(out + i, _mm256_permute4x64_epi64(packed, 0xd8));
     }
-    *scales = scale.scale;
+    for (size_t b = 0; b < blocks; ++b)
+      if (amax[b] >= kBf16Infinity)
+        castBlockToFp8(row + b * kBlock, kBlock, roundScale, out + b * kBlock, scales + b);
+    hidden -= blocks * kBlock;
+    row += blocks * kBlock;
+    out += blocks * kBlock;
+    scales += blocks;
   }
   if (hidden > 0) castBlockToFp8(row, hidden, roundScale, out, scales);
 }

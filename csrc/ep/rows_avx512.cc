@@ -19,18 +19,19 @@ AVX512_INLINE __m512 evenFloats(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
 }
 
-AVX512_INLINE __m512 oddFloats(__m512i pairs) {
-  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
+AVX512_INLINE __m512i upperHalves(__m512i pairs) {
+  return _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)));
 }
+
+AVX512_INLINE __m512 oddFloats(__m512i pairs) { return _mm512_castsi512_ps(upperHalves(pairs)); }
 
 AVX512_INLINE __m512i magnitudes(__m512i values) {
   return _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
 }
 
-// Halved with a mask: without one g++ 12 warns of its own header (GCC bug 105593).
 AVX512_INLINE uint16_t leastOf(__m512i values) {
-  const __m256i half = _mm256_min_epu16(_mm512_maskz_extracti64x4_epi64(0xf, values, 0),
-                                        _mm512_maskz_extracti64x4_epi64(0xf, values, 1));
+  const __m256i half =
+      _mm256_min_epu16(_mm512_castsi512_si256(values), _mm512_extracti64x4_epi64(values, 1));
   const __m128i quarter =
       _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
   return uint16_t(_mm_cvtsi128_si32(_mm_minpos_epu16(quarter)));
@@ -40,47 +41,63 @@ AVX512_INLINE uint16_t greatestOf(__m512i values) {
   return uint16_t(~leastOf(_mm512_xor_si512(values, _mm512_set1_epi32(-1))));
 }
 
-// floatToE4m3() of finite floats that do not round to more than 448, each in a word of its own.
-AVX512_INLINE __m512i e4m3Of(__m512 values) {
-  const __m512i bits = _mm512_castps_si512(values);
-  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
-  constexpr int kRebiased = 0x7ffff - ((127 - 7) << 23);
-  __m512i code = _mm512_add_epi32(magnitude, _mm512_set1_epi32(kRebiased));
-  code = _mm512_srli_epi32(_mm512_add_epi32(code, odd), 20);
-  const __mmask16 subnormal = _mm512_cmplt_epu32_mask(magnitude, _mm512_set1_epi32(0x3c800000));
-  const __m512 rounder = _mm512_set1_ps(16384.0f);
-  code = _mm512_mask_sub_epi32(
-      code, subnormal, _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(magnitude), rounder)),
-      _mm512_castps_si512(rounder));
+// floatToE4m3() of 32 finite floats that do not round to more than 448. Each is added to a float so
+// large that its last place counts the steps of FP8 around the value: what the sum has in its last
+// places is the value in such steps, rounded.
+AVX512_INLINE __m256i e4m3Of(__m512 even, __m512 odd) {
+  constexpr int kLeastExponent = 0x3c80;  // 2^-6, as bf16: below it, steps get no smaller
+  constexpr int kCounter = (kLeastExponent << 16) + (20 << 23) + 0x400000;
+  constexpr uint32_t kOdd = 0xaaaaaaaa;
+  const __m512i halves = _mm512_mask_mov_epi16(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
+                                               kOdd, _mm512_castps_si512(odd));
+  const __m512i exponents = _mm512_subs_epu16(_mm512_and_si512(halves, _mm512_set1_epi16(0x7f80)),
+                                              _mm512_set1_epi16(kLeastExponent));
+  const __m512i counter = _mm512_set1_epi32(kCounter);
+  const __m512 evenSum = _mm512_add_ps(
+      even, _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(exponents, 16), counter)));
+  const __m512 oddSum =
+      _mm512_add_ps(odd, _mm512_castsi512_ps(_mm512_add_epi32(upperHalves(exponents), counter)));
+  const __m512i steps = _mm512_mask_mov_epi16(_mm512_castps_si512(evenSum), kOdd,
+                                              _mm512_slli_epi32(_mm512_castps_si512(oddSum), 16));
+  const __m512i code = _mm512_add_epi16(_mm512_abs_epi16(steps), _mm512_srli_epi16(exponents, 4));
   // code | (sign & 0x80)
-  return _mm512_ternarylogic_epi32(code, _mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80),
-                                   0xf8);
+  return _mm512_cvtepi16_epi8(
+      _mm512_ternarylogic_epi32(code, _mm512_srli_epi16(halves, 8), _mm512_set1_epi16(0x80), 0xf8));
 }
 
 AVX512 void castRow(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out,
                     float* scales) {
-  for (; hidden >= kBlock; hidden -= kBlock, row += kBlock, out += kBlock, ++scales) {
-    __m512i values[4];
-    __m512i largest = _mm512_setzero_si512();
-    for (int i = 0; i < 4; ++i) {
-      values[i] = _mm512_loadu_si512(row + 32 * i);
-      largest = _mm512_max_epu16(largest, magnitudes(values[i]));
+  // Scales first, for some blocks at once: they are a long way from a block's first channel.
+  constexpr size_t kBlocks = 8;
+  while (hidden >= kBlock) {
+    const size_t blocks = std::min(hidden / kBlock, kBlocks);
+    uint16_t amax[kBlocks];
+    float inverse[kBlocks];
+    for (size_t b = 0; b < blocks; ++b) {
+      __m512i largest = _mm512_setzero_si512();
+      for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += 32)
+        largest = _mm512_max_epu16(largest, magnitudes(_mm512_loadu_si512(row + i)));
+      amax[b] = greatestOf(largest);
+      const Fp8Scale scale = fp8Scale(bf16ToFloat(amax[b]), roundScale);
+      scales[b] = scale.scale;
+      inverse[b] = scale.inverse;
     }
-    const uint16_t amax = greatestOf(largest);
-    if (amax >= kBf16Infinity) {
-      castBlockToFp8(row, kBlock, roundScale, out, scales);
-      continue;
+    for (size_t b = 0; b < blocks; ++b) {
+      const __m512 factor = _mm512_set1_ps(inverse[b]);
+      for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += 32) {
+        const __m512i pairs = _mm512_loadu_si512(row + i);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
+                            e4m3Of(_mm512_mul_ps(evenFloats(pairs), factor),
+                                   _mm512_mul_ps(oddFloats(pairs), factor)));
+      }
     }
-    const Fp8Scale scale = fp8Scale(bf16ToFloat(amax), roundScale);
-    const __m512 inverse = _mm512_set1_ps(scale.inverse);
-    for (int i = 0; i < 4; ++i) {
-      const __m512i even = e4m3Of(_mm512_mul_ps(evenFloats(values[i]), inverse));
-      const __m512i odd = e4m3Of(_mm512_mul_ps(oddFloats(values[i]), inverse));
-      const __m512i both = _mm512_or_si512(even, _mm512_slli_epi32(odd, 8));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32 * i), _mm512_cvtepi32_epi16(both));
-    }
-    *scales = scale.scale;
+    for (size_t b = 0; b < blocks; ++b)
+      if (amax[b] >= kBf16Infinity)
+        castBlockToFp8(row + b * kBlock, kBlock, roundScale, out + b * kBlock, scales + b);
+    hidden -= blocks * kBlock;
+    row += blocks * kBlock;
+    out += blocks * kBlock;
+    scales += blocks;
   }
   if (hidden > 0) castBlockToFp8(row, hidden, roundScale, out, scales);
 }

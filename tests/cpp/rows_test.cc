@@ -318,7 +318,9 @@ TEST_P(RowsTest, StreamsAnyBytesToAnyPlace) {
 
 TEST(Rows, EveryHintCopies) {
   const Row row = rowOf(Kind::kAnyBits, 100'000, 1);
-  for (const CopyHint hint : {CopyHint::kChoose, CopyHint::kCached, CopyHint::kStreamed}) {
+  EXPECT_EQ(copyHint(1), CopyHint::kCached);
+  EXPECT_EQ(copyHint(size_t(1) << 40), CopyHint::kStreamed);
+  for (const CopyHint hint : {CopyHint::kCached, CopyHint::kStreamed}) {
     for (const size_t bytes : {size_t(0), size_t(1), size_t(14336), row.size() * 2}) {
       Guarded to(bytes);
       copyRow(to.as<void>(), row.data(), bytes, hint);
