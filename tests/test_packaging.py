@@ -518,6 +518,8 @@ class TestInstall:
             "mooncake/pg.py",
         ):
             assert name in names
-        assert not [name for name in names if name.startswith(("ep/", "tests/", "csrc/", "kernels/"))]
+        assert not [
+            name for name in names if name.startswith(("ep/", "tests/", "csrc/", "kernels/"))
+        ]
         self.pip(python, wheel)
         self.output(python, self.LOADED)

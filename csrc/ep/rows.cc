@@ -1,6 +1,7 @@
 #include "ep/rows.h"
 
 #include <cstring>
+#include <unistd.h>
 #include <vector>
 
 #include "ep/row_blocks.h"
@@ -10,6 +11,13 @@ namespace {
 
 std::vector<Isa> findIsas() {
   std::vector<Isa> isas = {Isa::kPortable};
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2) isas.push_back(Isa::kAvx2);
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    isas.push_back(Isa::kAvx512);
+#endif
   return isas;
 }
 
@@ -37,7 +45,13 @@ const char* isaName(Isa isa) {
   return "?";
 }
 
-const RowFunctions& rowsOf(Isa /*isa*/) { return kPortableRows; }
+const RowFunctions& rowsOf(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx2) return kAvx2Rows;
+  if (isa == Isa::kAvx512) return kAvx512Rows;
+#endif
+  return kPortableRows;
+}
 
 void castRowToFp8(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out,
                   float* scales) {
@@ -51,6 +65,15 @@ void packUe8m0(const float* scales, size_t count, int32_t* packed) {
       word |= uint32_t(ue8m0Of(scales[j])) << (8 * (j - i));
     packed[i / 4] = int32_t(word);
   }
+}
+
+CopyHint copyHint(size_t bytes) {
+  constexpr size_t kUsualCache = 32 << 20;
+  static const size_t cache = [] {
+    const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);  // 0 where it is not known
+    return bytes > 0 ? size_t(bytes) : kUsualCache;
+  }();
+  return 2 * bytes < cache ? CopyHint::kCached : CopyHint::kStreamed;
 }
 
 void copyRow(void* to, const void* from, size_t bytes, CopyHint hint) {

@@ -18,15 +18,19 @@ void castRowToFp8(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* 
 // The exponents of rounded scales, four in a word, the first one lowest; what is left over is 0.
 void packUe8m0(const float* scales, size_t count, int32_t* packed);
 
-// Which way a copy takes. All are finished when copyRow() returns: what is stored afterwards is
-// seen after the row.
-enum class CopyHint {
-  kChoose,    // by size
-  kCached,    // the target is read soon, from a cache that we share with its reader
-  kStreamed,  // past the cache
-};
+// Which way a copy takes: through the caches, from where its target is soon read, or past them,
+// which spares reading the target first.
+enum class CopyHint { kCached, kStreamed };
 
-void copyRow(void* to, const void* from, size_t bytes, CopyHint hint = CopyHint::kChoose);
+// The faster way for rows that are `bytes` together, however they are divided: past the caches once
+// source and target exceed the last one. Below, streams take up to twice as long.
+CopyHint copyHint(size_t bytes);
+
+// What is stored after the return is seen after the row, whichever way it went.
+void copyRow(void* to, const void* from, size_t bytes, CopyHint hint);
+inline void copyRow(void* to, const void* from, size_t bytes) {
+  copyRow(to, from, bytes, copyHint(bytes));
+}
 
 struct WeightedRow {
   const void* data = nullptr;
