@@ -41,7 +41,7 @@ def cast_to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
         scales = _round_up_to_power_of_two(scales)
         factors = 1.0 / scales
     cast = (blocks * factors).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return cast.view(len(x), -1)[:, : x.size(1)].contiguous(), scales.squeeze(2)
+    return cast.flatten(1)[:, : x.size(1)].contiguous(), scales.squeeze(2)
 
 
 def cast_back(cast: Tensor, scales: Tensor) -> Tensor:
@@ -49,19 +49,25 @@ def cast_back(cast: Tensor, scales: Tensor) -> Tensor:
     if scales.dtype == torch.int32:
         scales = unpack_ue8m0(scales, -(-cast.size(1) // BLOCK))
     rows = _in_blocks(cast.float()) * scales.unsqueeze(2)
-    return rows.view(len(cast), -1)[:, : cast.size(1)].bfloat16()
+    return rows.flatten(1)[:, : cast.size(1)].bfloat16()
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:
     """Exponents of powers of two, four in an int32, the first in the lowest byte."""
     exponents = scales.view(torch.int32) >> _EXPONENT_AT
     padded = torch.nn.functional.pad(exponents, (0, -exponents.size(1) % 4))
-    return padded.to(torch.uint8).contiguous().view(torch.int32)
+    return _in_order(padded.to(torch.uint8)).view(torch.int32)
 
 
 def unpack_ue8m0(packed: Tensor, count: int) -> Tensor:
-    exponents = packed.contiguous().view(torch.uint8).to(torch.int32)[:, :count]
+    exponents = _in_order(packed).view(torch.uint8).to(torch.int32)[:, :count]
     return (exponents << _EXPONENT_AT).view(torch.float32)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """contiguous() keeps the strides of dimensions without or with one element, and view() refuses
+    them."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _in_blocks(x: Tensor) -> Tensor:

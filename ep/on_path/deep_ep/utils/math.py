@@ -18,14 +18,16 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """float8_e4m3fn [n, h], float32 scales [n, ceil(h / 128)]"""
-    return reference.cast_to_fp8(x)
+    values, scales = reference.cast_to_fp8(x)
+    return values, scales
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
     """bfloat16; of scales, or of four exponents in each int32."""
     if x_fp8.numel() == 0:
         return x_fp8.bfloat16()
-    return reference.cast_back(x_fp8, x_scales.reshape(len(x_fp8), -1))
+    rows: Tensor = reference.cast_back(x_fp8, x_scales.reshape(len(x_fp8), -1))
+    return rows
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
@@ -49,5 +51,5 @@ def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) ->
 
 def hash_tensor(t: Tensor) -> int:
     """Of its bytes: the sum of 8 at a time."""
-    some = t.contiguous().view(torch.uint8).flatten()
+    some = t.flatten().view(torch.uint8)
     return int(torch.nn.functional.pad(some, (0, -len(some) % 8)).view(torch.int64).sum())
