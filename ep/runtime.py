@@ -15,7 +15,7 @@ from mooncake_backend.group import find_backend
 from mooncake_backend.options import ON_FAILURE
 
 from .events import EventOverlap, Operation, profiled
-from .staging import Staging, refuse_gpu
+from .staging import Staging, is_elsewhere, refuse_elsewhere
 
 if TYPE_CHECKING:
     from mooncake_backend._C import EpBuffer, EpHandle, MooncakeBackend
@@ -80,17 +80,17 @@ class Handle(tuple[Tensor, Tensor, int, int, int]):
     needs beyond that."""
 
     native: EpHandle
-    device: torch.device
+    staging: Staging
     # The tensor that next_combine_buffer() gave in the place of memory that a GPU cannot write.
-    staged: Tensor | None
+    staged_rows: Tensor | None
 
     def __new__(
-        cls, parts: tuple[Tensor, Tensor, int, int, int], native: EpHandle, device: torch.device
+        cls, parts: tuple[Tensor, Tensor, int, int, int], native: EpHandle, staging: Staging
     ) -> Handle:
         handle = super().__new__(cls, parts)
         handle.native = native
-        handle.device = device
-        handle.staged = None
+        handle.staging = staging
+        handle.staged_rows = None
         return handle
 
 
@@ -187,7 +187,7 @@ class Runtime:
             x.size(1),
             num_experts,
         )
-        handle = Handle(parts, done.handle, x.device)
+        handle = Handle(parts, done.handle, staging)
         recv_count = staging.result(done.recv_count)
         operation = Operation("dispatch", done.work, staging.last_steps)
         return recv_x, recv_count, handle, *_waits(operation, async_finish, return_recv_hook)
@@ -219,9 +219,9 @@ class Runtime:
             active_ranks=active_ranks,
             wait_stats=wait_stats,
         )
-        if zero_copy and x.is_cuda:
+        if zero_copy and staging.is_needed:
             rows = self.native.next_combine_buffer(handle.native)
-            rows.copy_(x if handle.staged is None else handle.staged)
+            rows.copy_(x if handle.staged_rows is None else handle.staged_rows)
             x = rows
         with profiled("combine"):
             done = self.native.combine(
@@ -231,7 +231,7 @@ class Runtime:
                 handle.native,
                 use_logfmt=use_logfmt,
                 zero_copy=zero_copy,
-                out=None if out is not None and out.is_cuda else out,
+                out=None if is_elsewhere(out) else out,
                 active_ranks=staging.updated(active_ranks, self.size),
                 timeout_us=timeout_us,
                 background=async_finish or return_recv_hook,
@@ -246,10 +246,10 @@ class Runtime:
     def next_combine_buffer(self, handle: Handle) -> Tensor:
         self._check_handle("get_next_combine_buffer", handle)
         rows = self.native.next_combine_buffer(handle.native)
-        if handle.device.type == "cpu":
-            return rows
-        handle.staged = torch.empty_like(rows, device=handle.device)
-        return handle.staged
+        if handle.staging.is_needed:
+            handle.staged_rows = torch.empty_like(rows, device=handle.staging.device)
+            return handle.staged_rows
+        return rows
 
     def missing_contributions(self) -> Tensor:
         if self._last_combine is None:
@@ -262,10 +262,10 @@ class Runtime:
             if name in tensors and not isinstance(tensors[name], Tensor):
                 raise TypeError(f"{where}: {name} must be a tensor, not {type(tensors[name])}")
         if not self.staged:
-            refuse_gpu(where, **tensors)
+            refuse_elsewhere(where, **tensors)
         x = tensors["x"]
         assert x is not None
-        return Staging(x.device if self.staged else torch.device("cpu"))
+        return Staging(x)
 
     def _check_handle(self, operation: str, handle: Any) -> None:
         if not isinstance(handle, Handle):
