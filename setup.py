@@ -106,6 +106,8 @@ setup(
         "mooncake_backend.launcher",
         "mooncake",
         "mooncake.ep",
+        "mooncake.ep.on_path.deep_ep",
+        "mooncake.ep.on_path.deep_ep.utils",
     ],
     package_dir={"mooncake": "mooncake_backend/compat", "mooncake.ep": "ep"},
     package_data={"mooncake_backend": ["py.typed", "_C.pyi"]},

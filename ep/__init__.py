@@ -1,11 +1,26 @@
-"""Expert parallelism, installed as `mooncake.ep`. Has the names of `mooncake.pg` too."""
+"""Expert parallelism, installed as `mooncake.ep`. Has the names of `mooncake.pg` too.
+
+Buffer has DeepEP's signatures; that of Mooncake is mooncake.mooncake_ep_buffer.Buffer.
+"""
 
 from mooncake_backend import distribution
 
 distribution.check()
 
 from mooncake.pg import *  # noqa: E402, F403
+from mooncake.pg import __all__ as _pg_names  # noqa: E402
 
-from .buffer import Buffer  # noqa: E402
+from .buffer import Buffer, ElasticBuffer  # noqa: E402
+from .config import Config  # noqa: E402
+from .events import EventHandle, EventOverlap  # noqa: E402
+from .mooncake_buffer import get_ep_buffer_size_hint  # noqa: E402
 
-__all__ = ["Buffer"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "get_ep_buffer_size_hint",
+]
+__all__ += _pg_names

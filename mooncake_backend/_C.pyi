@@ -1,5 +1,6 @@
 """The compiled part. Everything that the Python files use of it is declared here."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -146,3 +147,150 @@ def dump_state_on_signal(signal: int) -> None:
 def build_info() -> dict[str, Any]:
     """What was built ("version"), for which torch ("torch"), and with which wires ("transports",
     names in the order in which they are tried)."""
+
+class EpWork:
+    """One dispatch or combine. wait() may be called by any thread, and more than once."""
+
+    def wait(self) -> None:
+        """Until it has ended; raises its error. The results are valid from then on."""
+
+    def is_completed(self) -> bool: ...
+
+class EpHandle:
+    """What a combine has to know of its dispatch."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_max_tokens(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def is_used(self) -> bool:
+        """Whether a combine had it."""
+
+class EpDispatch:
+    """R ranks, L experts of this rank, T tokens at most from each rank, h channels."""
+
+    @property
+    def recv_x(self) -> torch.Tensor:
+        """[L, R * T, h], bfloat16 or float8_e4m3fn."""
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """Of FP8: float32 [L, R * T, ceil(h / 128)], or int32 with four exponents in each,
+        [L, R * T, ceil(h / 512)]; the stride along tokens is 1."""
+
+    @property
+    def recv_count(self) -> torch.Tensor:
+        """int32 [L]"""
+
+    @property
+    def src_info(self) -> torch.Tensor:
+        """int32 [L, R * T]: the token's number on its rank."""
+
+    @property
+    def layout_range(self) -> torch.Tensor:
+        """int64 [L, R]: how many rows are of that rank in the low 32 bits, where they begin in the
+        high ones."""
+
+    @property
+    def handle(self) -> EpHandle: ...
+    @property
+    def work(self) -> EpWork: ...
+
+class EpCombine:
+    @property
+    def combined_x(self) -> torch.Tensor:
+        """bfloat16 [n, h]; `out`, if that was given."""
+
+    @property
+    def missing_contributions(self) -> torch.Tensor:
+        """bool [n]: whether a rank that owns one of the token's experts took no part."""
+
+    @property
+    def work(self) -> EpWork: ...
+
+class EpBuffer:
+    """Dispatch and combine. Making one is collective over the group.
+
+    backend: of a group of ours, whose engine is shared; or exchange: called with bytes, returns
+    those of all ranks in rank order
+    raises: a loss is an error of the operation that sees it; otherwise that goes on without
+    renormalize: weights of a token that misses contributions are scaled to their whole sum
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        num_bytes: int,
+        timeout: timedelta,
+        *,
+        backend: MooncakeBackend | None = None,
+        exchange: Callable[[bytes], list[bytes]] | None = None,
+        renormalize: bool = False,
+        raises: bool = False,
+    ) -> None: ...
+    @staticmethod
+    def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+        """Bytes of a buffer that suffices, a multiple of 128."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def active_ranks(self) -> list[bool]:
+        """Who is in the agreed view."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_tokens: int,
+        num_experts: int,
+        *,
+        use_fp8: bool,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+        background: bool = False,
+        cumulative_recv_stats: torch.Tensor | None = None,
+        wait_stats: torch.Tensor | None = None,
+    ) -> EpDispatch:
+        """active_ranks: read as a mask, written when the operation has ended
+        background: returns at once; the results are valid after work.wait()"""
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: EpHandle,
+        *,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        out: torch.Tensor | None = None,
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+        background: bool = False,
+        wait_stats: torch.Tensor | None = None,
+    ) -> EpCombine: ...
+    def next_combine_buffer(self, handle: EpHandle) -> torch.Tensor:
+        """bfloat16 [L, R * T, h], for zero_copy of the next combine."""
+
+    def set_expert_owners(self, owners: list[int]) -> None:
+        """The rank of each expert; the same on all ranks. Counts from the next dispatch on."""
+
+    def mask_rank(self, rank: int, is_masked: bool) -> None: ...
+    def masked_ranks(self) -> list[bool]:
+        """Of each rank whether it is masked or lost."""
+
+    def unmask_all(self) -> None:
+        """The lost stay lost."""
+
+    def local_buffer(self) -> torch.Tensor:
+        """uint8 [num_bytes], the memory itself."""
+
+    def update_members(self) -> None: ...
+    def close(self, timeout: timedelta) -> None: ...

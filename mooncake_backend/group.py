@@ -106,7 +106,7 @@ def _leave_at_exit() -> None:
 
 def _leave() -> None:
     groups = list(dist.distributed_c10d._world.pg_map)
-    backends = [backend for group in groups if (backend := _find(group)) is not None]
+    backends = [backend for group in groups if (backend := find_backend(group)) is not None]
     failure = _failure()
     for backend in backends:
         backend.leave_group(failure)
@@ -131,7 +131,7 @@ def _failure() -> str | None:
 
 def backend_of(group_or_backend: Any) -> MooncakeBackend:
     """The backend of a process group, or the given backend itself; both are passed by callers."""
-    found = _find(group_or_backend)
+    found = find_backend(group_or_backend)
     if found is None:
         raise ValueError(f"{group_or_backend!r} is neither a mooncake group nor its backend")
     return found
@@ -150,10 +150,11 @@ def _options(options: Any) -> MooncakeBackendOptions:
 
 def _world() -> MooncakeBackend | None:
     """The default group's backend, whose engine the groups made after it share."""
-    return _find(dist.group.WORLD) if dist.is_initialized() else None
+    return find_backend(dist.group.WORLD) if dist.is_initialized() else None
 
 
-def _find(group_or_backend: Any) -> MooncakeBackend | None:
+def find_backend(group_or_backend: Any) -> MooncakeBackend | None:
+    """The same; None for a group of another backend."""
     candidates = [group_or_backend]
     if isinstance(group_or_backend, dist.ProcessGroup):
         candidates = [

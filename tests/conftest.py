@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ep_crew
 import harness
 import hosts
 import pytest
@@ -87,6 +88,12 @@ def crews(two_hosts: Callable[[], hosts.Hosts]) -> Iterator[Crews]:
     crews = Crews(two_hosts)
     yield crews
     crews.close()
+
+
+@pytest.fixture(params=ep_crew.KINDS)
+def ep(request: pytest.FixtureRequest, crews: Crews) -> ep_crew.EpCrew:
+    """Four ranks, with the native buffer of expert parallelism or its double."""
+    return ep_crew.EpCrew(request.param, lambda: crews.get("shm", ep_crew.SIZE))
 
 
 @pytest.fixture(autouse=True)

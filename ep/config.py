@@ -1,0 +1,98 @@
+"""DeepEP's Config: how the normal mode would be set. Only its sizes can be asked for here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ALIGNMENT = 128
+_RANKS_PER_HOST = 8
+# Beside a row: top-k indices (int64) and weights (float32) of up to this many experts, and scales.
+_MAX_TOPK = 128
+_MAX_SCALES = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.num_sms < 0:
+            raise ValueError(f"num_sms is {self.num_sms}")
+        for path in ("nvl", "rdma"):
+            for way in ("send", "recv"):
+                name = f"num_max_{path}_chunked_{way}_tokens"
+                if getattr(self, name) <= 0:
+                    raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.num_max_nvl_chunked_send_tokens >= self.num_max_nvl_chunked_recv_tokens:
+            raise ValueError(
+                f"{self}: what is sent over NVLink must be less than what may be received"
+            )
+        if 2 * self.num_max_rdma_chunked_send_tokens > self.num_max_rdma_chunked_recv_tokens:
+            raise ValueError(
+                f"{self}: what is sent over RDMA must be at most half of what may be received"
+            )
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for queues between the ranks of a host."""
+        peers = min(num_ranks, _RANKS_PER_HOST)
+        return self._queues(peers, self.num_max_nvl_chunked_recv_tokens, hidden_bytes)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for queues between hosts, in both directions; none for one host."""
+        if num_ranks <= _RANKS_PER_HOST:
+            return 0
+        hosts = -(-num_ranks // _RANKS_PER_HOST)
+        return 2 * self._queues(hosts, self.num_max_rdma_chunked_recv_tokens, hidden_bytes)
+
+    def _queues(self, peers: int, tokens: int, hidden_bytes: int) -> int:
+        row = hidden_bytes + _MAX_TOPK * (8 + 4) + _MAX_SCALES * 4
+        channels = max(1, self.num_sms // 2)
+        return _aligned(channels * peers * tokens * row)
+
+
+# Ranks: what may be sent and received over NVLink, and over RDMA, in a dispatch and in a combine.
+_DISPATCH = {
+    2: (24, 256, 6, 128),
+    8: (6, 256, 6, 128),
+    16: (36, 288, 20, 128),
+    64: (32, 288, 8, 128),
+    96: (20, 480, 12, 128),
+    128: (20, 560, 12, 128),
+    144: (32, 720, 12, 128),
+    160: (28, 720, 12, 128),
+}
+_COMBINE = {
+    2: (10, 256, 6, 128),
+    4: (9, 256, 6, 128),
+    8: (4, 256, 6, 128),
+    16: (4, 288, 12, 128),
+    64: (1, 288, 8, 128),
+    96: (1, 480, 8, 128),
+    128: (1, 560, 8, 128),
+    144: (2, 720, 8, 128),
+    160: (2, 720, 8, 128),
+}
+
+
+def dispatch_config(num_sms: int, num_ranks: int) -> Config:
+    return _config(_DISPATCH, num_sms, num_ranks)
+
+
+def combine_config(num_sms: int, num_ranks: int) -> Config:
+    return _config(_COMBINE, num_sms, num_ranks)
+
+
+def _config(table: dict[int, tuple[int, int, int, int]], num_sms: int, num_ranks: int) -> Config:
+    """That of the next size in the table: a group that lost a rank has one too."""
+    sizes = [size for size in table if size >= num_ranks]
+    if num_ranks < 1 or not sizes:
+        raise ValueError(f"there are configurations for 1 to {max(table)} ranks, not {num_ranks}")
+    return Config(num_sms, *table[min(sizes)])
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,149 @@
+"""What dispatch and combine return to wait for: an operation, in DeepEP's two classes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from mooncake_backend._C import EpWork
+
+
+class Operation:
+    """One dispatch or combine.
+
+    last_steps: what is left to do with the results once they are there
+    missing: of a combine, see Buffer.missing_contributions
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: EpWork,
+        last_steps: list[Callable[[], None]],
+        missing: torch.Tensor | None = None,
+    ) -> None:
+        self._name = name
+        self._work = work
+        self._last_steps = last_steps
+        self._missing = missing
+        self._turn = threading.Lock()
+
+    def finish(self) -> None:
+        """Waits; raises the operation's error, each time it is called."""
+        with profiled(self._name):
+            self.conclude()
+
+    def conclude(self) -> None:
+        """The same, not seen by the profiler: nothing is left to wait for."""
+        with self._turn:
+            try:
+                self._work.wait()
+            finally:
+                # Also after an error: the masks tell who was lost.
+                while self._last_steps:
+                    self._last_steps.pop(0)()
+
+    def missing_contributions(self) -> torch.Tensor:
+        """Waits."""
+        if self._missing is None:
+            raise AttributeError("a dispatch has no missing_contributions; a combine has")
+        self.finish()
+        return self._missing
+
+
+class EventHandle:
+    """Waits for an operation. Without one, as Buffer.capture() makes it, there is nothing to wait
+    for: what a CPU thread has called is done."""
+
+    def __init__(self, operation: Operation | None = None) -> None:
+        self._operation = operation
+
+    def current_stream_wait(self) -> None:
+        """The calling thread waits: CPU tensors have no stream."""
+        if self._operation is not None:
+            self._operation.finish()
+
+    synchronize = current_stream_wait
+
+
+class EventOverlap:
+    """The end of an operation that was called with async_finish=True. `event` is None for all
+    others: they have ended, or a hook waits for them, and waiting here does nothing.
+
+        with event:
+            work_beside_it()
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._hooks: list[Callable[[], Any]] = []
+        self._operation: Operation | None = None
+
+    @classmethod
+    def of(cls, operation: Operation, asynchronous: bool) -> EventOverlap:
+        overlap = cls(EventHandle(operation) if asynchronous else None)
+        overlap._operation = operation
+        return overlap
+
+    @property
+    def missing_contributions(self) -> torch.Tensor:
+        """Of a combine: bool [n], see Buffer.missing_contributions; waits for the combine to
+        end."""
+        if self._operation is None:
+            raise AttributeError("this event is of no combine")
+        return self._operation.missing_contributions()
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
+        """Called once, at the end of the next wait."""
+        self._hooks.append(hook)
+
+    def __call__(self, release_handle: bool = False) -> None:
+        self.current_stream_wait(release_handle)
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.current_stream_wait()
+
+
+def profiled(name: str) -> torch.profiler.record_function | _Unprofiled:
+    """A range of torch's profiler, where one runs."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(f"mooncake_ep::{name}")
+    return _UNPROFILED
+
+
+class _Unprofiled:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_UNPROFILED = _Unprofiled()

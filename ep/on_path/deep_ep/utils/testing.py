@@ -1,0 +1,73 @@
+"""Times, in seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PREFIX = "mooncake_ep::"
+
+
+def bench(
+    fn: Callable[[], Any],
+    num_warmups: int = 50,
+    num_tests: int = 50,
+    post_fn: Callable[[], Any] | None = None,
+) -> tuple[float, float, float]:
+    """Mean, least and most of the calls after the first ones."""
+    times = []
+    for number in range(num_warmups + num_tests):
+        begin = time.perf_counter()
+        fn()
+        if number >= num_warmups:
+            times.append(time.perf_counter() - begin)
+        if post_fn is not None:
+            post_fn()
+    return sum(times) / len(times), min(times), max(times)
+
+
+def bench_kineto(
+    fn: Callable[[], Any],
+    kernel_names: str | tuple[str, ...],
+    num_tests: int = 30,
+    suppress_kineto_output: bool = False,
+    trace_path: str | None = None,
+    barrier_comm_profiling: bool = False,
+    num_kernels_per_period: int = 1,
+) -> Any:
+    """Mean of what torch's profiler measured: of each name a number, or with several launches a
+    period a list. Kernels are the calls of Buffer, and the waits of its hooks."""
+    fn()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(num_tests):
+            if barrier_comm_profiling:
+                dist.barrier()
+            fn()
+    if trace_path is not None:
+        profiler.export_chrome_trace(trace_path)
+    if not suppress_kineto_output:
+        print(profiler.key_averages().table(max_name_column_width=100))
+    several = isinstance(kernel_names, tuple)
+    means = []
+    for name in kernel_names if isinstance(kernel_names, tuple) else (kernel_names,):
+        launches = sorted(
+            (event.time_range.start, event.time_range.elapsed_us() / 1e6)
+            for event in profiler.events() or []
+            if event.name.startswith(_PREFIX) and name in event.name
+        )
+        if len(launches) != num_tests * num_kernels_per_period:
+            raise ValueError(
+                f"{len(launches)} launches of {name!r} in {num_tests} calls, not "
+                f"{num_kernels_per_period} in each"
+            )
+        times = [seconds for _, seconds in launches]
+        phases = [
+            sum(times[phase::num_kernels_per_period]) / num_tests
+            for phase in range(num_kernels_per_period)
+        ]
+        means.append(phases if num_kernels_per_period > 1 else phases[0])
+    return tuple(means) if several else means[0]

@@ -1,0 +1,182 @@
+"""What dispatch and combine compute, in plain torch: for readers, and for tests to compare with.
+
+Every function knows the inputs of all ranks, as lists in rank order, and answers for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # channels that share a scale
+FP8_MAX = 448.0
+_SMALLEST_AMAX = 1e-4
+_EXPONENT_AT = 23  # bits of float32 below the exponent
+
+
+def default_owners(num_experts: int, num_ranks: int) -> list[int]:
+    """The rank of each expert: consecutive, the first E % R ranks have one more."""
+    share, rest = divmod(num_experts, num_ranks)
+    return [rank for rank in range(num_ranks) for _ in range(share + (rank < rest))]
+
+
+def local_experts(owners: Sequence[int], rank: int) -> list[int]:
+    """In the order in which the rank has them."""
+    return [expert for expert, owner in enumerate(owners) if owner == rank]
+
+
+# ---- FP8
+
+
+def cast_to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
+    """bfloat16 [n, h] -> float8_e4m3fn [n, h] and float32 scales [n, ceil(h / 128)]. The last block
+    may be short."""
+    blocks = _in_blocks(x.float())
+    amax = blocks.abs().amax(dim=2, keepdim=True).clamp(min=_SMALLEST_AMAX)
+    scales, factors = amax / FP8_MAX, FP8_MAX / amax
+    if round_scale:
+        scales = _round_up_to_power_of_two(scales)
+        factors = 1.0 / scales
+    cast = (blocks * factors).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return cast.flatten(1)[:, : x.size(1)].contiguous(), scales.squeeze(2)
+
+
+def cast_back(cast: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16, from FP8 and float32 or packed scales."""
+    if scales.dtype == torch.int32:
+        scales = unpack_ue8m0(scales, -(-cast.size(1) // BLOCK))
+    rows = _in_blocks(cast.float()) * scales.unsqueeze(2)
+    return rows.flatten(1)[:, : cast.size(1)].bfloat16()
+
+
+def pack_ue8m0(scales: Tensor) -> Tensor:
+    """Exponents of powers of two, four in an int32, the first in the lowest byte."""
+    exponents = scales.view(torch.int32) >> _EXPONENT_AT
+    padded = torch.nn.functional.pad(exponents, (0, -exponents.size(1) % 4))
+    return _in_order(padded.to(torch.uint8)).view(torch.int32)
+
+
+def unpack_ue8m0(packed: Tensor, count: int) -> Tensor:
+    exponents = _in_order(packed).view(torch.uint8).to(torch.int32)[:, :count]
+    return (exponents << _EXPONENT_AT).view(torch.float32)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """contiguous() keeps the strides of dimensions without or with one element, and view() refuses
+    them."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(x, (0, -x.size(1) % BLOCK))
+    return padded.view(len(x), padded.size(1) // BLOCK, BLOCK)
+
+
+def _round_up_to_power_of_two(values: Tensor) -> Tensor:
+    bits = values.view(torch.int32)
+    has_fraction = (bits & ((1 << _EXPONENT_AT) - 1)) != 0
+    return (((bits >> _EXPONENT_AT) + has_fraction) << _EXPONENT_AT).view(torch.float32)
+
+
+# ---- dispatch and combine
+
+
+class Route(NamedTuple):
+    """A token's way to one of its experts, and the row there."""
+
+    expert: int
+    row: int
+    source: int
+    token: int
+    place: int  # in top-k
+
+
+def routes(
+    topk_idx: Sequence[Tensor], owners: Sequence[int], active: Collection[int]
+) -> Iterator[Route]:
+    """The rows of an expert are in the order of (source, token, place)."""
+    for expert, owner in enumerate(owners):
+        sources = [rank for rank in range(len(topk_idx)) if {rank, owner} <= set(active)]
+        rows = [
+            (source, token, place)
+            for source in sources
+            for token, place in (topk_idx[source] == expert).nonzero().tolist()
+        ]
+        yield from (Route(expert, row, *found) for row, found in enumerate(rows))
+
+
+class Received(NamedTuple):
+    """What one expert receives. Only the rows that are there: the real thing has R * T."""
+
+    rows: Tensor  # [count, h]
+    scales: Tensor  # of FP8; without columns otherwise
+    src_info: list[int]
+    counts: list[int]  # of each source
+
+
+def dispatch(
+    rank: int,
+    x: Sequence[Tensor],
+    topk_idx: Sequence[Tensor],
+    owners: Sequence[int],
+    *,
+    use_fp8: bool = False,
+    round_scale: bool = False,
+    use_ue8m0: bool = False,
+    active: Collection[int] | None = None,
+) -> list[Received]:
+    """For each expert of the rank. active: who takes part, all if None."""
+    cast = [cast_to_fp8(rows, round_scale) if use_fp8 else (rows, rows[:, :0]) for rows in x]
+    ways = list(routes(topk_idx, owners, range(len(x)) if active is None else active))
+    received = []
+    for expert in local_experts(owners, rank):
+        tokens = [
+            [way.token for way in ways if (way.expert, way.source) == (expert, source)]
+            for source in range(len(x))
+        ]
+        rows = torch.cat([cast[source][0][sent] for source, sent in enumerate(tokens)])
+        scales = torch.cat([cast[source][1][sent] for source, sent in enumerate(tokens)])
+        scales = pack_ue8m0(scales) if use_ue8m0 else scales
+        src_info = [token for sent in tokens for token in sent]
+        received.append(Received(rows, scales, src_info, [len(sent) for sent in tokens]))
+    return received
+
+
+def combine(
+    rank: int,
+    x: Sequence[Tensor],
+    topk_idx: Sequence[Tensor],
+    topk_weights: Tensor,
+    owners: Sequence[int],
+    *,
+    active: Collection[int] | None = None,
+    still_active: Collection[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x: of each rank what its experts answer, [L, R * T, h]; topk_weights: of this rank; active,
+    still_active: who took part in the dispatch, and in the combine, all if None
+
+    Returns bfloat16 [n, h] and the missing contributions, bool [n].
+    """
+    everybody = range(len(x))
+    first = set(everybody if active is None else active)
+    both = first & set(everybody if still_active is None else still_active)
+    mine = {(way.token, way.place): way for way in routes(topk_idx, owners, first)
+            if way.source == rank and {rank, owners[way.expert]} <= both}  # fmt: skip
+    combined = torch.zeros(len(topk_weights), x[rank].size(2), dtype=torch.bfloat16)
+    missing = torch.zeros(len(topk_weights), dtype=torch.bool)
+    for token, experts in enumerate(topk_idx[rank].tolist()):
+        total = torch.zeros(combined.size(1), dtype=torch.float32)
+        for place, expert in enumerate(experts):
+            way = mine.get((token, place))
+            if way is not None:
+                answers = x[owners[expert]][local_experts(owners, owners[expert]).index(expert)]
+                # A fused multiply-add: the product is exact in float64.
+                product = answers[way.row].double() * topk_weights[token, place].double()
+                total = (product + total.double()).float()
+            elif expert >= 0:
+                missing[token] = True
+        combined[token] = total.bfloat16()
+    return combined, missing

@@ -1,0 +1,289 @@
+"""What stands behind both Buffers: a native buffer, and the group that it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from mooncake_backend import extension
+from mooncake_backend.group import find_backend
+from mooncake_backend.options import ON_FAILURE
+
+from .events import EventOverlap, Operation, profiled
+from .staging import Staging, is_elsewhere, refuse_elsewhere
+
+if TYPE_CHECKING:
+    from mooncake_backend._C import EpBuffer, EpHandle, MooncakeBackend
+
+Tensor = torch.Tensor
+Received = Tensor | tuple[Tensor, Tensor]
+Hook = Callable[[], None]
+OnFailure = Literal["continue", "raise"]
+
+
+def native() -> type[EpBuffer]:
+    found: type[EpBuffer] = extension.load().EpBuffer
+    return found
+
+
+def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    return native().size_hint(num_max_tokens, hidden, num_ranks, num_experts)
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a buffer. A group of ours shares its engine with the buffer; any other only
+    tells the ranks once where the others are."""
+
+    rank: int
+    size: int
+    timeout: timedelta
+    backend: MooncakeBackend | None = None
+    exchange: Callable[[bytes], list[bytes]] | None = None
+
+
+def members_of(group: Any, comm: Any = None) -> Members:
+    """group: a process group, or the backend of one of ours; comm: an mpi4py-like communicator,
+    where there is no group."""
+    if group is None and comm is None:
+        raise ValueError(
+            "Buffer needs a group or a comm. dist.group.WORLD is None before init_process_group()"
+        )
+    if group is None:
+        timeout = dist.distributed_c10d.default_pg_timeout
+        return Members(comm.Get_rank(), comm.Get_size(), timeout, exchange=comm.allgather)
+    backend = find_backend(group)
+    if backend is not None:
+        return Members(backend.rank(), backend.size(), backend.options._timeout, backend)
+
+    def exchange(mine: bytes) -> list[bytes]:
+        of_all: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_all, mine, group=group)
+        return of_all
+
+    return Members(group.rank(), group.size(), _timeout_of(group), exchange=exchange)
+
+
+def _timeout_of(group: Any) -> timedelta:
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return timeout
+
+
+class Handle(tuple[Tensor, Tensor, int, int, int]):
+    """What DeepEP's handle is, (src_info, layout_range, T, hidden, num_experts), and what a combine
+    needs beyond that."""
+
+    native: EpHandle
+    staging: Staging
+    # The tensor that next_combine_buffer() gave in the place of memory that a GPU cannot write.
+    staged_rows: Tensor | None
+
+    def __new__(
+        cls, parts: tuple[Tensor, Tensor, int, int, int], native: EpHandle, staging: Staging
+    ) -> Handle:
+        handle = super().__new__(cls, parts)
+        handle.native = native
+        handle.staging = staging
+        handle.staged_rows = None
+        return handle
+
+
+class Runtime:
+    """One native buffer."""
+
+    def __init__(
+        self,
+        members: Members,
+        num_bytes: int,
+        *,
+        staged: bool,
+        timeout: timedelta | None,
+        renormalize: bool,
+        on_failure: OnFailure | None,
+    ) -> None:
+        if on_failure not in (None, *ON_FAILURE):
+            raise ValueError(f"on_failure is {on_failure!r}, not one of {ON_FAILURE}")
+        mode = on_failure or (members.backend.on_failure if members.backend else "continue")
+        self.rank, self.size = members.rank, members.size
+        self.staged = staged
+        self._timeout = timeout or members.timeout
+        self._last_combine: Operation | None = None
+        self._native: EpBuffer | None = native()(
+            members.rank,
+            members.size,
+            num_bytes,
+            self._timeout,
+            backend=members.backend,
+            exchange=members.exchange,
+            renormalize=renormalize,
+            raises=mode == "raise",
+        )
+
+    @property
+    def native(self) -> EpBuffer:
+        if self._native is None:
+            raise RuntimeError(f"rank {self.rank}: this Buffer was destroyed: make a new one")
+        return self._native
+
+    def close(self) -> None:
+        """Waits for what was called in the background; every later call raises."""
+        buffer, self._native = self._native, None
+        if buffer is not None:
+            buffer.close(self._timeout)
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_tokens: int,
+        num_experts: int,
+        *,
+        use_fp8: bool,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        active_ranks: Tensor | None = None,
+        timeout_us: int = -1,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        cumulative_recv_stats: Tensor | None = None,
+        wait_stats: Tensor | None = None,
+    ) -> tuple[Received, Tensor, Handle, EventOverlap, Hook | None]:
+        _check_one_way_to_wait(async_finish, return_recv_hook)
+        staging = self._staging(
+            "dispatch",
+            x=x,
+            topk_idx=topk_idx,
+            active_ranks=active_ranks,
+            cumulative_recv_stats=cumulative_recv_stats,
+            wait_stats=wait_stats,
+        )
+        with profiled("dispatch"):
+            done = self.native.dispatch(
+                staging.read(x),
+                staging.read(topk_idx),
+                num_max_tokens,
+                num_experts,
+                use_fp8=use_fp8,
+                round_scale=round_scale,
+                use_ue8m0=use_ue8m0,
+                active_ranks=staging.updated(active_ranks, self.size),
+                timeout_us=timeout_us,
+                background=async_finish or return_recv_hook,
+                cumulative_recv_stats=staging.updated(cumulative_recv_stats),
+                wait_stats=staging.updated(wait_stats),
+            )
+        rows, scales = staging.result(done.recv_x), done.scales
+        recv_x: Received = rows if scales is None else (rows, staging.result(scales))
+        parts = (
+            staging.result(done.src_info),
+            staging.result(done.layout_range),
+            num_max_tokens,
+            x.size(1),
+            num_experts,
+        )
+        handle = Handle(parts, done.handle, staging)
+        recv_count = staging.result(done.recv_count)
+        operation = Operation("dispatch", done.work, staging.last_steps)
+        return recv_x, recv_count, handle, *_waits(operation, async_finish, return_recv_hook)
+
+    def combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Handle,
+        *,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        out: Tensor | None = None,
+        active_ranks: Tensor | None = None,
+        timeout_us: int = -1,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        wait_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        _check_one_way_to_wait(async_finish, return_recv_hook)
+        self._check_handle("combine", handle)
+        staging = self._staging(
+            "combine",
+            x=x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            out=out,
+            active_ranks=active_ranks,
+            wait_stats=wait_stats,
+        )
+        if zero_copy and staging.is_needed:
+            rows = self.native.next_combine_buffer(handle.native)
+            rows.copy_(x if handle.staged_rows is None else handle.staged_rows)
+            x = rows
+        with profiled("combine"):
+            done = self.native.combine(
+                staging.read(x),
+                staging.read(topk_idx),
+                staging.read(topk_weights),
+                handle.native,
+                use_logfmt=use_logfmt,
+                zero_copy=zero_copy,
+                out=None if is_elsewhere(out) else out,
+                active_ranks=staging.updated(active_ranks, self.size),
+                timeout_us=timeout_us,
+                background=async_finish or return_recv_hook,
+                wait_stats=staging.updated(wait_stats),
+            )
+        combined_x = staging.written(done.combined_x, out)
+        missing = staging.result(done.missing_contributions)
+        operation = Operation("combine", done.work, staging.last_steps, missing)
+        self._last_combine = operation
+        return combined_x, *_waits(operation, async_finish, return_recv_hook)
+
+    def next_combine_buffer(self, handle: Handle) -> Tensor:
+        self._check_handle("get_next_combine_buffer", handle)
+        rows = self.native.next_combine_buffer(handle.native)
+        if handle.staging.is_needed:
+            handle.staged_rows = torch.empty_like(rows, device=handle.staging.device)
+            return handle.staged_rows
+        return rows
+
+    def missing_contributions(self) -> Tensor:
+        if self._last_combine is None:
+            raise RuntimeError(f"rank {self.rank}: this Buffer has combined nothing yet")
+        return self._last_combine.missing_contributions()
+
+    def _staging(self, operation: str, **tensors: Tensor | None) -> Staging:
+        where = f"rank {self.rank}, {operation}"
+        for name in ("x", "topk_idx", "topk_weights"):
+            if name in tensors and not isinstance(tensors[name], Tensor):
+                raise TypeError(f"{where}: {name} must be a tensor, not {type(tensors[name])}")
+        if not self.staged:
+            refuse_elsewhere(where, **tensors)
+        x = tensors["x"]
+        assert x is not None
+        return Staging(x)
+
+    def _check_handle(self, operation: str, handle: Any) -> None:
+        if not isinstance(handle, Handle):
+            raise TypeError(
+                f"rank {self.rank}, {operation}: handle must be what dispatch returned, not "
+                f"{type(handle).__name__}; a copy of its parts does not suffice"
+            )
+
+
+def _check_one_way_to_wait(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise ValueError("async_finish and return_recv_hook are two ways to wait: choose one")
+
+
+def _waits(
+    operation: Operation, async_finish: bool, return_recv_hook: bool
+) -> tuple[EventOverlap, Hook | None]:
+    if not async_finish and not return_recv_hook:
+        operation.conclude()
+    event = EventOverlap.of(operation, asynchronous=async_finish)
+    return event, operation.finish if return_recv_hook else None

@@ -1,0 +1,66 @@
+"""Tensors of a GPU on their way through the CPU and back, for Buffer(staged=True)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeGuard, TypeVar
+
+import torch
+
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, "torch.Tensor | None")
+
+
+def is_elsewhere(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu"
+
+
+def refuse_elsewhere(where: str, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if is_elsewhere(tensor):
+            raise ValueError(
+                f"{where}: {name} is on {tensor.device}, and expert parallelism runs on the CPU in "
+                "this version. Make the Buffer with staged=True to have GPU tensors copied through "
+                "the CPU, or give CPU tensors"
+            )
+
+
+class Staging:
+    """The tensors of one call, whose results go where `x` is.
+
+    last_steps: copy what the call wrote, once it has ended
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.is_needed = is_elsewhere(x)
+        self.device = x.device
+        self.last_steps: list[Callable[[], None]] = []
+
+    def read(self, tensor: MaybeTensor) -> MaybeTensor:
+        return tensor.cpu() if is_elsewhere(tensor) else tensor
+
+    def updated(self, tensor: torch.Tensor | None, count: int | None = None) -> torch.Tensor | None:
+        """One that the call reads and writes; only the first `count` elements."""
+        if not is_elsewhere(tensor):
+            return tensor
+        here, there = tensor.cpu(), tensor
+        self.last_steps.append(lambda: _copy(there[:count], here[:count]))
+        return here
+
+    def written(self, result: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        """A result that goes into a tensor of the caller's."""
+        if given is None:
+            return self.result(result)
+        if is_elsewhere(given):
+            self.last_steps.append(lambda: _copy(given, result))
+        return given
+
+    def result(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.is_needed:
+            return tensor
+        there = torch.empty_like(tensor, device=self.device)
+        self.last_steps.append(lambda: _copy(there, tensor))
+        return there
+
+
+def _copy(to: torch.Tensor, tensor: torch.Tensor) -> None:
+    to.copy_(tensor)

@@ -1,0 +1,224 @@
+"""Ranks that dispatch and combine, with the native buffer or its double (ep_double.py), and what
+they need to compare with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import ep_double
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+
+from mooncake.ep import Buffer, reference, runtime
+from mooncake.mooncake_ep_buffer import Buffer as MooncakeBuffer
+from mooncake_backend import extension
+
+KINDS = ["native", "double"]
+SIZE = 4
+
+
+class EpCrew:
+    """A crew whose ranks have that kind of buffer."""
+
+    def __init__(self, kind: str, crew: Callable[[], harness.Crew]) -> None:
+        if kind == "native" and not hasattr(extension.load(), "EpBuffer"):
+            pytest.skip("the extension has no EpBuffer")
+        self.kind, self.crew = kind, crew
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.crew().call(with_kind, self.kind, function, *args)
+
+
+def with_kind(me: harness.Rank, kind: str, function: Callable[..., Any], *args: Any) -> Any:
+    if kind == "native":
+        return function(me, *args)
+    remove = ep_double.install(runtime)
+    try:
+        return function(me, *args)
+    finally:
+        remove()
+
+
+def deepep_buffer(tokens: int, hidden: int, experts: int, group: Any = None, **more: Any) -> Buffer:
+    group = group or dist.group.WORLD
+    size = Buffer.get_low_latency_rdma_size_hint(tokens, hidden, group.size(), experts)
+    return Buffer(group, num_rdma_bytes=size, low_latency_mode=True, **more)
+
+
+def mooncake_buffer(tokens: int, hidden: int, experts: int, **more: Any) -> MooncakeBuffer:
+    size = MooncakeBuffer.get_ep_buffer_size_hint(tokens, hidden, SIZE, experts)
+    return MooncakeBuffer(dist.group.WORLD, size, **more)
+
+
+def inputs(
+    seed: int, counts: Sequence[int], hidden: int, topk: int, experts: int, duplicates: bool = False
+) -> list[SimpleNamespace]:
+    """Of every rank: x, topk_idx, weights; the same wherever it is called. A tenth of the choices
+    are -1."""
+    drawn = torch.Generator().manual_seed(seed)
+    of_all = []
+    for count in counts:
+        x = torch.randn(count, hidden, generator=drawn).bfloat16()
+        if duplicates or topk > experts:
+            idx = torch.randint(0, experts, (count, topk), generator=drawn)
+        else:
+            idx = torch.rand(count, experts, generator=drawn).topk(topk, dim=1).indices
+        idx[torch.rand(count, topk, generator=drawn) < 0.1] = -1
+        weights = torch.rand(count, topk, generator=drawn) + 0.1
+        of_all.append(SimpleNamespace(x=x, topk_idx=idx, weights=weights))
+    return of_all
+
+
+def check_dispatch(
+    me: harness.Rank,
+    found: tuple[Any, ...],
+    given: Sequence[SimpleNamespace],
+    tokens: int,
+    experts: int,
+    *,
+    active: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
+    **cast: bool,
+) -> torch.Tensor:
+    """Bit by bit against the reference. Returns recv_x as bfloat16 rows, zeros where none is."""
+    received, recv_count, handle, _, _ = found
+    size, hidden = len(given), given[0].x.size(1)
+    owners = owners or reference.default_owners(experts, size)
+    expected = reference.dispatch(
+        me.rank, [one.x for one in given], [one.topk_idx for one in given], owners,
+        active=active, **cast,
+    )  # fmt: skip
+    recv_x, scales = received if isinstance(received, tuple) else (received, None)
+    assert (scales is not None) == cast.get("use_fp8", False)
+    shape = (len(expected), size * tokens, hidden)
+    assert tuple(recv_x.shape) == shape
+    assert recv_x.is_contiguous()
+    assert recv_x.dtype == (torch.bfloat16 if scales is None else torch.float8_e4m3fn)
+    if scales is not None:
+        packed = cast.get("use_ue8m0", False)
+        assert scales.dtype == (torch.int32 if packed else torch.float32)
+        assert tuple(scales.shape) == (*shape[:2], -(-hidden // (512 if packed else 128)))
+        assert scales.stride(1) == 1 or scales.numel() == 0
+    src_info, layout_range, *numbers = handle
+    assert numbers == [tokens, hidden, experts]
+    assert (src_info.dtype, tuple(src_info.shape)) == (torch.int32, shape[:2])
+    assert (layout_range.dtype, tuple(layout_range.shape)) == (torch.int64, (shape[0], size))
+    assert (recv_count.dtype, recv_count.shape) == (torch.int32, shape[:1])
+
+    rows = torch.zeros(shape, dtype=torch.bfloat16)
+    for local, one in enumerate(expected):
+        count = int(recv_count[local])
+        assert count == len(one.rows)
+        assert src_info[local, :count].tolist() == one.src_info
+        counts = [int(entry) & 0xFFFFFFFF for entry in layout_range[local]]
+        begins = [int(entry) >> 32 for entry in layout_range[local]]
+        assert counts == one.counts
+        for source, begin in enumerate(begins):
+            assert counts[source] == 0 or begin == sum(counts[:source])
+        same_bits(recv_x[local, :count], one.rows)
+        if scales is not None:
+            same_bits(scales[local, :count], one.scales)
+            rows[local, :count] = reference.cast_back(one.rows, one.scales)
+        else:
+            rows[local, :count] = one.rows
+    return rows
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    a, b = (
+        one.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        for one in (found, expected)
+    )
+    assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} bytes differ"
+
+
+def answers(rows: torch.Tensor, expert: int) -> torch.Tensor:
+    """What an expert makes of its rows: each another thing."""
+    return (rows.float() * (1 + expert / 8) + expert / 4).bfloat16()
+
+
+def all_answers(
+    given: Sequence[SimpleNamespace],
+    tokens: int,
+    experts: int,
+    *,
+    active: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
+    **cast: bool,
+) -> list[torch.Tensor]:
+    """Of every rank's experts, [L, R * T, h] in rank order, by the reference alone."""
+    size, hidden = len(given), given[0].x.size(1)
+    owners = owners or reference.default_owners(experts, size)
+    of_all = []
+    for rank in range(size):
+        mine = reference.local_experts(owners, rank)
+        rows = torch.zeros(len(mine), size * tokens, hidden, dtype=torch.bfloat16)
+        for local, one in enumerate(
+            reference.dispatch(
+                rank, [one.x for one in given], [one.topk_idx for one in given], owners,
+                active=active, **cast,
+            )
+        ):  # fmt: skip
+            back = reference.cast_back(one.rows, one.scales) if one.scales.size(1) else one.rows
+            rows[local, : len(back)] = answers(back, mine[local])
+        of_all.append(rows)
+    return of_all
+
+
+def my_answers(me: harness.Rank, rows: torch.Tensor, owners: Sequence[int]) -> torch.Tensor:
+    mine = reference.local_experts(owners, me.rank)
+    parts = [answers(rows[local], expert) for local, expert in enumerate(mine)]
+    return torch.stack(parts) if parts else rows
+
+
+def check_combine(
+    me: harness.Rank,
+    combined: torch.Tensor,
+    missing: torch.Tensor,
+    given: Sequence[SimpleNamespace],
+    tokens: int,
+    experts: int,
+    *,
+    active: Sequence[int] | None = None,
+    still_active: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
+    **cast: bool,
+) -> None:
+    owners = owners or reference.default_owners(experts, len(given))
+    expected, lacks = reference.combine(
+        me.rank,
+        all_answers(given, tokens, experts, active=active, owners=owners, **cast),
+        [one.topk_idx for one in given],
+        given[me.rank].weights,
+        owners,
+        active=active,
+        still_active=still_active,
+    )
+    assert missing.dtype == torch.bool
+    assert missing.tolist() == lacks.tolist()
+    same_bits(combined, expected)
+
+
+def round_trip(
+    me: harness.Rank, buffer: Buffer, given: Sequence[SimpleNamespace], tokens: int, experts: int,
+    **cast: bool,
+) -> torch.Tensor:  # fmt: skip
+    """One dispatch and one combine, all compared: the buffer is in order."""
+    mine = given[me.rank]
+    cast = {"use_fp8": False, **cast}
+    found = buffer.low_latency_dispatch(mine.x, mine.topk_idx, tokens, experts, **cast)
+    rows = check_dispatch(me, found, given, tokens, experts, **cast)
+    owners = reference.default_owners(experts, len(given))
+    combined, event, hook = buffer.low_latency_combine(
+        my_answers(me, rows, owners), mine.topk_idx, mine.weights, found[2]
+    )
+    assert hook is None
+    assert event.event is None
+    check_combine(me, combined, buffer.missing_contributions, given, tokens, experts, **cast)
+    return combined

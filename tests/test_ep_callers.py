@@ -1,0 +1,286 @@
+"""SGLang's and vLLM's calls of both Buffers, argument by argument as they make them."""
+
+from __future__ import annotations
+
+import ep_crew
+import pytest
+import torch
+import torch.distributed as dist
+from ep_crew import SIZE, check_combine, check_dispatch, my_answers
+
+from mooncake.ep import reference
+
+TOKENS, HIDDEN, TOPK, EXPERTS = 16, 2048, 8, 32
+OWNERS = reference.default_owners(EXPERTS, SIZE)
+FIRST, LATER = -1, 10_000_000  # SGLang's timeouts, in microseconds
+
+
+def batch(me, seed):
+    inputs = ep_crew.inputs(seed, [16, 3, 0, 7], HIDDEN, TOPK, EXPERTS)
+    return inputs, inputs[me.rank]
+
+
+# ---- SGLang
+
+
+def sglang_mooncake_on_rank(me, async_finish):
+    from mooncake.mooncake_ep_buffer import Buffer
+
+    group = dist.group.WORLD
+    num_bytes = Buffer.get_ep_buffer_size_hint(TOKENS, HIDDEN, group.size(), EXPERTS)
+    buffer = Buffer(group, num_bytes)
+    assert buffer.group_size == SIZE
+    return_recv_hook = not async_finish
+    active_ranks = torch.ones(8, dtype=torch.int32)  # max_ep_size
+    for number, timeout_us in enumerate((FIRST, LATER, LATER)):
+        inputs, mine = batch(me, number)
+        hidden, recv_count, handle, event, hook = buffer.dispatch(
+            mine.x,
+            mine.topk_idx,
+            active_ranks,
+            TOKENS,
+            EXPERTS,
+            timeout_us,
+            use_fp8=True,
+            async_finish=async_finish,
+            return_recv_hook=return_recv_hook,
+        )
+        hook() if return_recv_hook else event.current_stream_wait()
+        found = (hidden, recv_count, handle, event, hook)
+        rows = check_dispatch(me, found, inputs, TOKENS, EXPERTS, use_fp8=True)
+        combined, event, hook = buffer.combine(
+            my_answers(me, rows, OWNERS),
+            mine.topk_idx,
+            mine.weights,
+            active_ranks,
+            timeout_us,
+            handle,
+            async_finish=async_finish,
+            return_recv_hook=return_recv_hook,
+        )
+        hook() if return_recv_hook else event.current_stream_wait()
+        missing = buffer.missing_contributions
+        check_combine(me, combined, missing, inputs, TOKENS, EXPERTS, use_fp8=True)
+        assert active_ranks.tolist() == [1] * 8
+    buffer.update_ep_member()
+
+
+@pytest.mark.parametrize("async_finish", [False, True])
+def test_sglang_with_mooncake(ep, async_finish):
+    ep.call(sglang_mooncake_on_rank, async_finish)
+
+
+def sglang_deepep_on_rank(me, low_latency_only):
+    from mooncake.ep.on_path.deep_ep import Buffer, Config
+
+    group, hidden_bytes = dist.group.WORLD, HIDDEN * 2
+    num_nvl_bytes = num_rdma_bytes = 0
+    if not low_latency_only:
+        for config in (
+            Config(num_sms=24, num_max_nvl_chunked_send_tokens=8),
+            Buffer.get_dispatch_config(group.size()),
+            Buffer.get_combine_config(group.size()),
+        ):
+            num_nvl_bytes = max(
+                config.get_nvl_buffer_size_hint(hidden_bytes, group.size()), num_nvl_bytes
+            )
+            num_rdma_bytes = max(
+                config.get_rdma_buffer_size_hint(hidden_bytes, group.size()), num_rdma_bytes
+            )
+        assert num_nvl_bytes > 0
+        assert num_rdma_bytes == 0
+    num_rdma_bytes = max(
+        Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, group.size(), EXPERTS),
+        num_rdma_bytes,
+    )
+    buffer = Buffer(
+        group,
+        num_nvl_bytes,
+        num_rdma_bytes,
+        low_latency_mode=True,
+        num_qps_per_rank=max(EXPERTS // group.size(), Buffer.num_sms // 2),
+        allow_mnnvl=True,
+    )
+    assert buffer.low_latency_mode
+    if not low_latency_only:
+        buffer.clean_low_latency_buffer(TOKENS, HIDDEN, EXPERTS)
+    for number, return_recv_hook in enumerate((False, True, True)):
+        inputs, mine = batch(me, number)
+        rounded = bool(number)
+        packed_recv_hidden, recv_count, handle, event, hook = buffer.low_latency_dispatch(
+            mine.x,
+            mine.topk_idx,
+            TOKENS,
+            EXPERTS,
+            use_fp8=True,
+            async_finish=not return_recv_hook,
+            return_recv_hook=return_recv_hook,
+            round_scale=rounded,
+            use_ue8m0=rounded,
+        )
+        hook() if return_recv_hook else event.current_stream_wait()
+        cast = {"use_fp8": True, "round_scale": rounded, "use_ue8m0": rounded}
+        found = (packed_recv_hidden, recv_count, handle, event, hook)
+        rows = check_dispatch(me, found, inputs, TOKENS, EXPERTS, **cast)
+        combined, event, hook = buffer.low_latency_combine(
+            x=my_answers(me, rows, OWNERS),
+            topk_idx=mine.topk_idx,
+            topk_weights=mine.weights,
+            handle=handle,
+            async_finish=not return_recv_hook,
+            return_recv_hook=return_recv_hook,
+        )
+        hook() if return_recv_hook else event.current_stream_wait()
+        missing = event.missing_contributions
+        check_combine(me, combined, missing, inputs, TOKENS, EXPERTS, **cast)
+    assert Buffer.capture().event is not None
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("low_latency_only", [True, False])
+def test_sglang_with_deepep(ep, low_latency_only):
+    ep.call(sglang_deepep_on_rank, low_latency_only)
+
+
+# ---- vLLM
+
+
+def vllm_mooncake_on_rank(me, use_fp8):
+    from mooncake.mooncake_ep_buffer import Buffer
+
+    num_bytes = Buffer.get_ep_buffer_size_hint(TOKENS, HIDDEN, SIZE, EXPERTS)
+    buffer = Buffer(dist.group.WORLD, num_bytes)
+    for number, do_recv_hook in enumerate((True, False)):
+        inputs, mine = batch(me, number)
+        expert_x, recv_count, handle, _, hook = buffer.dispatch(
+            mine.x,
+            mine.topk_idx,
+            torch.ones(SIZE, dtype=torch.int32),
+            TOKENS,
+            EXPERTS,
+            timeout_us=-1,
+            use_fp8=use_fp8,
+            async_finish=False,
+            return_recv_hook=True,
+        )
+        hook()
+        found = (expert_x, recv_count, handle, _, hook)
+        rows = check_dispatch(me, found, inputs, TOKENS, EXPERTS, use_fp8=use_fp8)
+        output = torch.full_like(mine.x, float("nan"))
+        _, _, recv_hook = buffer.combine(
+            my_answers(me, rows, OWNERS),
+            mine.topk_idx,
+            mine.weights,
+            torch.ones(SIZE, dtype=torch.int32),
+            timeout_us=-1,
+            handle=handle,
+            zero_copy=False,
+            async_finish=False,
+            return_recv_hook=do_recv_hook,
+            out=output,
+        )
+        if recv_hook is not None:
+            recv_hook()
+        missing = buffer.missing_contributions
+        check_combine(me, output, missing, inputs, TOKENS, EXPERTS, use_fp8=use_fp8)
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_vllm_with_mooncake(ep, use_fp8):
+    ep.call(vllm_mooncake_on_rank, use_fp8)
+
+
+def vllm_deepep_on_rank(me):
+    from mooncake.ep.on_path import deep_ep
+
+    cpu_group = dist.new_group(backend="gloo")
+    num_rdma_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank=TOKENS, hidden=HIDDEN, num_ranks=SIZE, num_experts=EXPERTS
+    )
+    handle_of_manager = deep_ep.Buffer(
+        group=cpu_group,
+        num_nvl_bytes=1024 * 1024 * 1024,
+        num_rdma_bytes=num_rdma_bytes,
+        low_latency_mode=True,
+        num_qps_per_rank=EXPERTS // SIZE,
+        explicitly_destroy=True,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False,
+        enable_shrink=True,
+    )
+    buffer, last_mask = handle_of_manager, torch.zeros(SIZE, dtype=torch.int32)
+    micro_batches = [batch(me, number) for number in (1, 2)]
+    dispatched = []
+    for _, mine in micro_batches:
+        dispatched.append(
+            buffer.low_latency_dispatch(
+                mine.x,
+                mine.topk_idx,
+                TOKENS,
+                EXPERTS,
+                use_fp8=True,
+                round_scale=True,
+                use_ue8m0=True,
+                async_finish=False,
+                return_recv_hook=True,
+            )
+        )
+        dispatched[-1][4]()
+    cast = {"use_fp8": True, "round_scale": True, "use_ue8m0": True}
+    for (inputs, mine), found in zip(micro_batches, dispatched, strict=True):
+        rows = check_dispatch(me, found, inputs, TOKENS, EXPERTS, **cast)
+        output = torch.full_like(mine.x, float("nan"))
+        _, _, recv_hook = buffer.low_latency_combine(
+            my_answers(me, rows, OWNERS),
+            mine.topk_idx,
+            mine.weights,
+            found[2],
+            async_finish=False,
+            zero_copy=False,
+            return_recv_hook=True,
+            out=output,
+        )
+        recv_hook()
+        missing = buffer.missing_contributions
+        check_combine(me, output, missing, inputs, TOKENS, EXPERTS, **cast)
+    mask = torch.zeros(SIZE, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(mask)
+    assert torch.equal(mask, last_mask)
+    # After a fault.
+    dist.barrier(cpu_group)
+    buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+    dist.barrier(cpu_group)
+    buffer.low_latency_clean_mask_buffer()
+    ep_crew.round_trip(me, buffer, micro_batches[0][0], TOKENS, EXPERTS)
+    buffer.destroy()
+    dist.destroy_process_group(cpu_group)
+
+
+def test_vllm_with_deepep(ep):
+    ep.call(vllm_deepep_on_rank)
+
+
+def vllm_high_throughput_on_rank(me):
+    """Of the normal mode everything up to the first call works; that says what is missing."""
+    from mooncake.ep.on_path import deep_ep
+
+    buffer = deep_ep.Buffer(
+        group=dist.group.WORLD, num_nvl_bytes=2**30, num_rdma_bytes=0, low_latency_mode=False,
+        num_qps_per_rank=1, explicitly_destroy=True,
+    )  # fmt: skip
+    before = deep_ep.Buffer.num_sms
+    deep_ep.Buffer.set_num_sms(before)
+    assert buffer.capture().event is not None
+    topk_idx = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match=r"Buffer.get_dispatch_layout .* normal mode"):
+        buffer.get_dispatch_layout(
+            topk_idx=topk_idx, num_experts=4, previous_event=None, async_finish=False,
+            allocate_on_comm_stream=False,
+        )  # fmt: skip
+    with pytest.raises(RuntimeError, match="low_latency_mode=True"):
+        buffer.low_latency_dispatch(torch.zeros(3, 8, dtype=torch.bfloat16), topk_idx, 3, 4)
+    buffer.destroy()
+
+
+def test_vllm_in_normal_mode(ep):
+    ep.call(vllm_high_throughput_on_rank)

@@ -1,0 +1,296 @@
+"""Wrong arguments: an error before anything is sent, and the buffer goes on."""
+
+from __future__ import annotations
+
+import re
+
+import ep_crew
+import pytest
+import torch
+import torch.distributed as dist
+from ep_crew import SIZE, round_trip
+from harness import raised
+
+from mooncake.ep import Buffer, ElasticBuffer, reference
+
+TOKENS, HIDDEN, TOPK, EXPERTS = 4, 256, 3, 8
+LOCAL = EXPERTS // SIZE
+ROWS = SIZE * TOKENS
+OWNERS = reference.default_owners(EXPERTS, SIZE)
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def routes(value, tokens=TOKENS):
+    return torch.full((tokens, TOPK), value)
+
+
+DISPATCH = {
+    "x is no tensor": ({"x": [[1.0]]}, "TypeError", r"\bx\b"),
+    "x is None": ({"x": None}, "TypeError", r"\bx\b"),
+    "x has one dimension": ({"x": empty(HIDDEN)}, "ValueError", r"\bx\b"),
+    "x is float32": ({"x": empty(TOKENS, HIDDEN, dtype=torch.float32)}, "ValueError", "float"),
+    "x is FP8": (
+        {"x": empty(TOKENS, HIDDEN).to(torch.float8_e4m3fn)}, "ValueError", "(?i)float8"
+    ),
+    "x is not contiguous": ({"x": empty(HIDDEN, TOKENS).t()}, "ValueError", "contiguous"),
+    "x is elsewhere": (
+        {"x": torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device="meta")}, "ValueError",
+        "meta",
+    ),
+    "more tokens than there may be": (
+        {"x": empty(TOKENS + 1, HIDDEN), "topk_idx": routes(0, TOKENS + 1)}, "ValueError",
+        f"{TOKENS + 1}.*{TOKENS}",
+    ),
+    "other tokens in topk_idx": ({"topk_idx": routes(0, TOKENS - 1)}, "ValueError", "topk_idx"),
+    "topk_idx is int32": ({"topk_idx": routes(0).int()}, "ValueError", "topk_idx"),
+    "topk_idx is float": ({"topk_idx": routes(0.5)}, "ValueError", "topk_idx"),
+    "topk_idx has one dimension": (
+        {"topk_idx": torch.zeros(TOKENS, dtype=torch.int64)}, "ValueError", "topk_idx"
+    ),
+    "topk_idx is not contiguous": (
+        {"topk_idx": torch.zeros(TOPK, TOKENS, dtype=torch.int64).t()}, "ValueError", "topk_idx"
+    ),
+    "an expert that is not there": ({"topk_idx": routes(EXPERTS)}, "ValueError", f"{EXPERTS}"),
+    "an expert below -1": ({"topk_idx": routes(-2)}, "ValueError", "-2"),
+    "no experts": ({"num_experts": 0}, "ValueError", "num_experts|experts"),
+    "more experts than there is room for": ({"num_experts": 1000}, "ValueError", "NEED"),
+    "more tokens than there is room for": (
+        {"num_max_dispatch_tokens_per_rank": 1000}, "ValueError", "NEED"
+    ),
+    "rows that are too long": ({"x": empty(TOKENS, 100 * HIDDEN)}, "ValueError", "NEED"),
+    "ue8m0 without round_scale": (
+        {"use_fp8": True, "use_ue8m0": True}, "ValueError", "round_scale"
+    ),
+    "two ways to wait": (
+        {"async_finish": True, "return_recv_hook": True}, "ValueError", "return_recv_hook"
+    ),
+    "statistics of other experts": (
+        {"cumulative_local_expert_recv_stats": empty(LOCAL + 1, dtype=torch.int32)}, "ValueError",
+        f"{LOCAL}",
+    ),
+    "statistics as int64": (
+        {"cumulative_local_expert_recv_stats": empty(LOCAL, dtype=torch.int64)}, "ValueError", ""
+    ),
+    "waits as int32": (
+        {"dispatch_wait_recv_cost_stats": empty(SIZE, dtype=torch.int32)}, "ValueError", ""
+    ),
+    "a short mask": ({"active_ranks": torch.ones(SIZE - 1).int()}, "ValueError", "active_ranks"),
+    "a float mask": ({"active_ranks": torch.ones(SIZE)}, "ValueError", "active_ranks"),
+    "a square mask": (
+        {"active_ranks": torch.ones(SIZE, SIZE).int()}, "ValueError", "active_ranks"
+    ),
+}  # fmt: skip
+
+COMBINE = {
+    "x of other experts": ({"x": empty(LOCAL + 1, ROWS, HIDDEN)}, "ValueError", r"\bx\b"),
+    "x of fewer rows": ({"x": empty(LOCAL, ROWS - 1, HIDDEN)}, "ValueError", r"\bx\b"),
+    "x of other length": ({"x": empty(LOCAL, ROWS, HIDDEN + 1)}, "ValueError", r"\bx\b"),
+    "x has two dimensions": ({"x": empty(ROWS, HIDDEN)}, "ValueError", r"\bx\b"),
+    "x is float32": ({"x": empty(LOCAL, ROWS, HIDDEN).float()}, "ValueError", "float"),
+    "x is not contiguous": (
+        {"x": empty(LOCAL, HIDDEN, ROWS).transpose(1, 2)}, "ValueError", "contiguous"
+    ),
+    "weights are bfloat16": ({"topk_weights": empty(TOKENS, TOPK)}, "ValueError", "topk_weights"),
+    "weights of other tokens": (
+        {"topk_weights": torch.zeros(TOKENS + 1, TOPK)}, "ValueError", "topk_weights"
+    ),
+    "fewer weights": (
+        {"topk_weights": torch.zeros(TOKENS, TOPK - 1)}, "ValueError", "topk_weights"
+    ),
+    "an expert that is not there": ({"topk_idx": routes(EXPERTS)}, "ValueError", f"{EXPERTS}"),
+    "out of other tokens": ({"out": empty(TOKENS + 1, HIDDEN)}, "ValueError", "out"),
+    "out is float32": ({"out": empty(TOKENS, HIDDEN).float()}, "ValueError", "out"),
+    "out is not contiguous": ({"out": empty(HIDDEN, TOKENS).t()}, "ValueError", "out"),
+    "a short mask": ({"active_ranks": torch.ones(SIZE - 1).int()}, "ValueError", "active_ranks"),
+    "logfmt and zero copy": (
+        {"use_logfmt": True, "zero_copy": True}, "ValueError", "logfmt.*zero_copy|zero_copy.*logfmt"
+    ),
+    "two ways to wait": (
+        {"async_finish": True, "return_recv_hook": True}, "ValueError", "return_recv_hook"
+    ),
+    "the handle's parts": ({"handle": "parts"}, "TypeError", "handle"),
+    "a handle of another buffer": ({"handle": "other"}, "ValueError", "handle"),
+}  # fmt: skip
+
+
+def wrong_dispatch_on_rank(me, by, mistake):
+    inputs = ep_crew.inputs(1, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS)
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    changes, kind, text = DISPATCH[mistake]
+    arguments = {
+        "x": inputs[me.rank].x,
+        "topk_idx": inputs[me.rank].topk_idx,
+        "num_max_dispatch_tokens_per_rank": TOKENS,
+        "num_experts": EXPERTS,
+        "use_fp8": False,
+    }
+    arguments.update(changes)
+    if me.rank in by:
+        check_refusal(me, buffer, buffer.low_latency_dispatch, arguments, kind, text)
+    round_trip(me, buffer, inputs, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+def check_refusal(me, buffer, function, arguments, kind, text):
+    found, message = raised(function, **arguments)
+    assert found == kind, message
+    if text == "NEED":  # both numbers are told
+        need = Buffer.get_low_latency_rdma_size_hint(
+            arguments["num_max_dispatch_tokens_per_rank"],
+            arguments["x"].size(1),
+            SIZE,
+            arguments["num_experts"],
+        )
+        text = rf"(?s)(?=.*\b{need}\b)(?=.*\b{buffer.num_rdma_bytes}\b)"
+    assert re.search(text, message), message
+
+
+@pytest.mark.parametrize("by", [[0], list(range(SIZE))], ids=["one", "all"])
+@pytest.mark.parametrize("mistake", DISPATCH)
+def test_a_wrong_dispatch(ep, mistake, by):
+    ep.call(wrong_dispatch_on_rank, by, mistake)
+
+
+def wrong_combine_on_rank(me, by, mistake):
+    inputs = ep_crew.inputs(1, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS)
+    mine = inputs[me.rank]
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    other = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    of_other = other.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS, use_fp8=False)
+    found = buffer.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS, use_fp8=False)
+    rows = ep_crew.check_dispatch(me, found, inputs, TOKENS, EXPERTS)
+    changes, kind, text = COMBINE[mistake]
+    arguments = {
+        "x": ep_crew.my_answers(me, rows, OWNERS),
+        "topk_idx": mine.topk_idx,
+        "topk_weights": mine.weights,
+        "handle": found[2],
+    }
+    right = dict(arguments)
+    arguments.update(changes)
+    if arguments["handle"] == "parts":
+        arguments["handle"] = tuple(found[2])
+    elif arguments["handle"] == "other":
+        arguments["handle"] = of_other[2]
+    if me.rank in by:
+        check_refusal(me, buffer, buffer.low_latency_combine, arguments, kind, text)
+    combined, event, _ = buffer.low_latency_combine(**right)
+    missing = event.missing_contributions
+    ep_crew.check_combine(me, combined, missing, inputs, TOKENS, EXPERTS)
+    round_trip(me, buffer, inputs, TOKENS, EXPERTS)
+    buffer.destroy()
+    other.destroy()
+
+
+@pytest.mark.parametrize("by", [[0], list(range(SIZE))], ids=["one", "all"])
+@pytest.mark.parametrize("mistake", COMBINE)
+def test_a_wrong_combine(ep, mistake, by):
+    ep.call(wrong_combine_on_rank, by, mistake)
+
+
+def other_wrongs_on_rank(me):
+    inputs = ep_crew.inputs(1, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS)
+    mine = inputs[me.rank]
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    assert raised(lambda: buffer.missing_contributions)[0] == "RuntimeError"
+    found = buffer.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS, use_fp8=False)
+    assert not hasattr(found[3], "missing_contributions")
+    for rank in (-1, SIZE):
+        kind, text = raised(buffer.low_latency_update_mask_buffer, rank, True)
+        assert kind == "ValueError"
+        assert str(rank) in text
+    for status in (torch.zeros(SIZE), torch.zeros(SIZE + 1, dtype=torch.int32)):
+        assert raised(buffer.low_latency_query_mask_buffer, status)[0] == "ValueError"
+    parts = tuple(found[2])
+    assert raised(buffer.get_next_low_latency_combine_buffer, parts)[0] == "TypeError"
+    kind, text = raised(buffer.clean_low_latency_buffer, 1000, HIDDEN, EXPERTS)
+    assert kind == "ValueError"
+    assert str(buffer.num_rdma_bytes) in text
+    round_trip(me, buffer, inputs, TOKENS, EXPERTS)
+    buffer.destroy()
+    buffer.destroy()
+    kind, text = raised(buffer.low_latency_query_mask_buffer, torch.zeros(SIZE).int())
+    assert kind == "RuntimeError"
+    assert "destroyed" in text
+
+
+def test_other_mistakes(ep):
+    ep.call(other_wrongs_on_rank)
+
+
+def too_many_on_rank(me):
+    """Every token names one expert twice, and that has room for each once: no rank can know before
+    it hears of the others."""
+    inputs = ep_crew.inputs(1, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS)
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    for how in ({}, {"async_finish": True}):
+        kind, text = raised(overflow, buffer, inputs[me.rank].x, **how)
+        assert kind in ("ValueError", "DistBackendError"), text
+        assert "expert 5" in text
+        assert "rank 2" in text
+        round_trip(me, buffer, inputs, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+def overflow(buffer, x, **how):
+    event = buffer.low_latency_dispatch(x, routes(5), TOKENS, EXPERTS, use_fp8=False, **how)[3]
+    event.current_stream_wait()
+
+
+def test_more_rows_than_an_expert_has_room_for(ep):
+    ep.call(too_many_on_rank)
+
+
+def mismatch_on_rank(me):
+    inputs = ep_crew.inputs(1, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS)
+    mine = inputs[me.rank]
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    tokens = TOKENS - 1 if me.rank == 1 else TOKENS
+    kind, text = raised(
+        buffer.low_latency_dispatch, mine.x[:tokens], mine.topk_idx[:tokens], tokens, EXPERTS
+    )
+    assert kind in ("DistBackendError", "RuntimeError"), text
+    assert "different" in text
+    round_trip(me, buffer, inputs, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+def test_ranks_that_call_different_things(ep):
+    ep.call(mismatch_on_rank)
+
+
+# ---- without ranks
+
+
+def test_what_a_buffer_cannot_be_made_of():
+    with pytest.raises(ValueError, match="group or a comm"):
+        Buffer(None)
+    group = single_group()
+    try:
+        for named in ({"num_rdma_bytes": 100}, {"num_nvl_bytes": -128}):
+            with pytest.raises(ValueError, match="multiple of 128"):
+                Buffer(group, **named)
+        with pytest.raises(ValueError, match="on_failure"):
+            Buffer(group, low_latency_mode=True, on_failure="rise")
+        normal = Buffer(group, num_nvl_bytes=1280)
+        assert normal.runtime is None
+        names = ("dispatch", "combine", "get_dispatch_layout", "internode_dispatch")
+        for name in (*names, "internode_combine"):
+            with pytest.raises(NotImplementedError, match=rf"Buffer\.{name} .*normal mode"):
+                getattr(normal, name)(torch.zeros(3))
+        normal.destroy()
+    finally:
+        dist.destroy_process_group()
+
+
+def single_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def test_elastic_buffer_says_that_it_is_missing():
+    with pytest.raises(NotImplementedError, match="ElasticBuffer"):
+        ElasticBuffer(group=None, num_max_tokens_per_rank=3)
