@@ -36,7 +36,7 @@ def cast_to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     may be short."""
     blocks = _in_blocks(x.float())
     amax = blocks.abs().amax(dim=2, keepdim=True).clamp(min=_SMALLEST_AMAX)
-    scales, factors = amax / FP8_MAX, FP8_MAX / amax
+    scales, factors = amax / FP8_MAX, torch.full_like(amax, FP8_MAX) / amax  # not by a reciprocal
     if round_scale:
         scales = _round_up_to_power_of_two(scales)
         factors = 1.0 / scales

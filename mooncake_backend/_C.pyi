@@ -165,9 +165,6 @@ class EpHandle:
     def num_max_tokens(self) -> int: ...
     @property
     def hidden(self) -> int: ...
-    @property
-    def is_used(self) -> bool:
-        """Whether a combine had it."""
 
 class EpDispatch:
     """R ranks, L experts of this rank, T tokens at most from each rank, h channels."""

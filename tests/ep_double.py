@@ -29,7 +29,7 @@ class EpWork:
 
 class EpHandle:
     def __init__(self, buffer, num_experts, num_max_tokens, hidden):
-        self.buffer, self.is_used = buffer, False
+        self.buffer = buffer
         self.num_experts, self.num_max_tokens, self.hidden = num_experts, num_max_tokens, hidden
         self.owners = self.tables = self.active = None  # when the dispatch has ended
 
@@ -280,7 +280,6 @@ class EpBuffer:
         if wait_stats is not None:
             self._check("wait stats", wait_stats, torch.int64, [self.size])
         mask = self._mask(active_ranks)
-        handle.is_used = True
         combined = torch.empty(tokens, hidden, dtype=torch.bfloat16) if out is None else out
         missing = torch.zeros(tokens, dtype=torch.bool)
         given = (self.zero_copy_rows if zero_copy else x).clone()

@@ -45,7 +45,6 @@ DISPATCH = {
         f"{TOKENS + 1}.*{TOKENS}",
     ),
     "other tokens in topk_idx": ({"topk_idx": routes(0, TOKENS - 1)}, "ValueError", "topk_idx"),
-    "topk_idx is int32": ({"topk_idx": routes(0).int()}, "ValueError", "topk_idx"),
     "topk_idx is float": ({"topk_idx": routes(0.5)}, "ValueError", "topk_idx"),
     "topk_idx has one dimension": (
         {"topk_idx": torch.zeros(TOKENS, dtype=torch.int64)}, "ValueError", "topk_idx"

@@ -163,6 +163,7 @@ class EpBuffer {
     handle->tokens = size_t(x.size(0));
     handle->chosen = chosenExperts(topk, x.size(0), numExperts);
     handle->topk = size_t(topk.size(1));
+    throwIfError(ep::checkRepeated(**experts, handle->chosen, size_t(maxTokens), rank()));
     throwIfError(buffer().checkRoom(handle->shape, **experts));
     throwIfError(buffer().checkTable(handle->tokens, handle->topk, numExperts));
     ep::DispatchCall call;
@@ -217,9 +218,8 @@ class EpBuffer {
                    const std::optional<at::Tensor>& out,
                    const std::optional<at::Tensor>& activeRanks, int64_t timeoutMicros,
                    bool inBackground, const std::optional<at::Tensor>& waits) {
-    ep::Handle& of = *handle.of;
+    const ep::Handle& of = *handle.of;
     TORCH_CHECK_VALUE(handle.buffer == buffer_, "the handle is of a dispatch of another buffer");
-    TORCH_CHECK_VALUE(!of.isUsed, "the handle was used: a dispatch is combined once");
     TORCH_CHECK_VALUE(!(usesLogfmt && zeroCopy),
                       "use_logfmt and zero_copy: rows that stand in the "
                       "buffer already are sent as they are");
@@ -241,9 +241,9 @@ class EpBuffer {
     if (waits) requireTensor(*waits, "wait stats", at::kLong, {size_});
     if (out) requireTensor(*out, "out", at::kBFloat16, {tokens, hidden});
     if (zeroCopy) {
-      TORCH_CHECK_VALUE(inPlace_ && x.const_data_ptr() == inPlace_->data,
-                        "zero_copy: x is not the tensor that the last get_next_combine_buffer() "
-                        "gave");
+      TORCH_CHECK_VALUE(inPlace_,
+                        "zero_copy: the rows have to be written to what "
+                        "get_next_combine_buffer() gives, since the last call");
       call.isInPlace = true;
       call.expectedNumber = inPlace_->number;
       call.rowStride = ep::combineRowBytes(shape.hidden);
@@ -251,7 +251,7 @@ class EpBuffer {
       requireTensor(x, "x", at::kBFloat16, {local, rows, hidden});
       call.rowStride = ep::bf16Bytes(shape.hidden);
     }
-    call.x = static_cast<const std::byte*>(x.const_data_ptr());
+    call.x = zeroCopy ? inPlace_->data : static_cast<const std::byte*>(x.const_data_ptr());
     call.usesLogfmt = usesLogfmt;
     call.renormalizes = renormalizes_;
     call.weights = weights.const_data_ptr<float>();
@@ -263,7 +263,6 @@ class EpBuffer {
     call.missing = result.missing.mutable_data_ptr<bool>();
     if (waits) call.waits = waits->mutable_data_ptr<int64_t>();
     inPlace_.reset();
-    of.isUsed = true;
     result.work = submit(
         [call = std::move(call), activeRanks, size = size_,
          kept = std::vector<at::Tensor>{x, weights, result.x, result.missing,
@@ -423,8 +422,7 @@ void bindEp(py::module_& m) {
       .def_property_readonly("num_experts", [](const Handle& h) { return h.of->shape.numExperts; })
       .def_property_readonly("num_max_tokens",
                              [](const Handle& h) { return h.of->shape.maxTokens; })
-      .def_property_readonly("hidden", [](const Handle& h) { return h.of->shape.hidden; })
-      .def_property_readonly("is_used", [](const Handle& h) { return h.of->isUsed.load(); });
+      .def_property_readonly("hidden", [](const Handle& h) { return h.of->shape.hidden; });
   py::class_<Dispatched>(m, "EpDispatch")
       .def_readonly("recv_x", &Dispatched::rows)
       .def_readonly("scales", &Dispatched::scales)

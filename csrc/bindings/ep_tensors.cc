@@ -1,5 +1,8 @@
 #include "bindings/ep_tensors.h"
 
+#include <algorithm>
+#include <cctype>
+
 #include <c10/util/Exception.h>
 
 namespace mooncake {
@@ -10,6 +13,27 @@ std::string sizesOf(const at::Tensor& tensor) {
   for (const int64_t size : tensor.sizes())
     text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + "]";
+}
+
+// As Python writes it.
+std::string nameOf(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kHalf:
+      return "float16";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    default:
+      break;
+  }
+  std::string name = at::toString(type);
+  std::ranges::transform(name, name.begin(), [](unsigned char c) { return std::tolower(c); });
+  return name;
 }
 
 template <typename Number>
@@ -31,8 +55,8 @@ void requireTensor(const at::Tensor& tensor, const char* what, at::ScalarType dt
                    std::vector<int64_t> sizes) {
   TORCH_CHECK_VALUE(tensor.is_cpu(), what, " is on ", tensor.device(),
                     ": this buffer takes CPU tensors (staged=True copies those of a device)");
-  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, what, " is of ", tensor.scalar_type(),
-                    ", due is ", dtype);
+  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, what, " is ", nameOf(tensor.scalar_type()),
+                    ", due is ", nameOf(dtype));
   bool fits = tensor.dim() == int64_t(sizes.size());
   std::string wanted = "[";
   for (size_t i = 0; i < sizes.size(); ++i) {

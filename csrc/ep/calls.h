@@ -26,12 +26,11 @@ struct Memory {
   std::byte* recv(uint64_t dispatch) const { return block.data + layout.recv(dispatch); }
 };
 
-// What a combine has to know of its dispatch. Written by the dispatch, read by one combine.
+// What a combine has to know of its dispatch. Written by the dispatch.
 struct Handle {
   Shape shape;
   std::shared_ptr<const ExpertMap> experts;
-  std::atomic<bool> isUsed{false};  // by a combine that was called
-  std::atomic<bool> isDone{false};  // by the dispatch
+  std::atomic<bool> isDone{false};  // its dispatch has ended well
 
   size_t tokens = 0;  // of this rank
   size_t topk = 0;

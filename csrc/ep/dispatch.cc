@@ -224,8 +224,8 @@ class Dispatch final : public Algorithm {
         if (expert == kNoExpert || experts_.owner(expert) != op.rank()) continue;
         isOurs = true;
         const auto e = uint32_t(experts_.local(expert));
-        if (next_[e] == perExpert) return tooMany(op, from, expert, perExpert);
-        if (landed && packed == table.packedRows) return nonsense(op, from);
+        if (next_[e] == perExpert || (landed && packed == table.packedRows))
+          return nonsense(op, from);
         call_.sources[e * perExpert + next_[e]] = int32_t(t);
         arrivals_.push_back(
             {landed ? landed + packed * rowBytes_ : staging + t * rowBytes_, e, next_[e]++});
@@ -241,16 +241,6 @@ class Dispatch final : public Algorithm {
             op.group().nameRank(from) +
                 " announced rows outside of its memory: do all ranks run the same version?"};
   }
-  // Only where a token names an expert more than once: each place is a row of its own.
-  Status tooMany(const Operation& op, int from, int expert, size_t most) const {
-    MOONCAKE_TRY(op.unlessFenced());
-    return {ErrorCode::kExhausted,
-            op.group().nameRank(op.rank()) + ": expert " + std::to_string(expert) +
-                " gets more than the " + std::to_string(most) +
-                " rows that it has room for; the one beyond comes from " +
-                op.group().nameRank(from) + ", whose tokens name it more than once"};
-  }
-
   void copyRows() {
     const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
     const bool isFp8 = call_.format != RowFormat::kBf16;

@@ -109,6 +109,19 @@ Bytes DispatchTable::encode(int numExperts) const {
   return withLength(out);
 }
 
+Status checkRepeated(const ExpertMap& map, std::span<const int32_t> chosen, size_t most, int rank) {
+  std::vector<uint32_t> rows(size_t(map.numExperts()));
+  for (const int32_t expert : chosen) rows[size_t(std::max(expert, 0))] += expert != kNoExpert;
+  const auto largest = std::ranges::max_element(rows);
+  if (*largest <= most) return {};
+  const auto expert = static_cast<int>(largest - rows.begin());
+  return {ErrorCode::kInvalidArgument,
+          "rank " + std::to_string(rank) + " sends " + std::to_string(*largest) +
+              " rows to expert " + std::to_string(expert) + " of rank " +
+              std::to_string(map.owner(expert)) + ", which has room for " + std::to_string(most) +
+              " from each rank: tokens name it more than once"};
+}
+
 size_t DispatchTable::bytesFor(size_t tokens, size_t topk, int numExperts, int numRanks) {
   constexpr size_t kFixed = 64;
   const size_t width = numExperts < kNarrowExperts ? sizeof(uint16_t) : sizeof(uint32_t);

@@ -43,6 +43,10 @@ class ExpertMap {
   std::vector<size_t> counts_;  // by rank
 };
 
+// kInvalidArgument: tokens that name an expert more than once send it more than `most` rows. Each
+// place in top-k is a row of its own.
+Status checkRepeated(const ExpertMap& map, std::span<const int32_t> chosen, size_t most, int rank);
+
 // Where the rows for the reader stand.
 enum class RowsAt : uint8_t {
   kStaging,  // reached by load and store, or fetched from there
