@@ -33,9 +33,10 @@ def local_experts(owners: Sequence[int], rank: int) -> list[int]:
 
 def cast_to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     """bfloat16 [n, h] -> float8_e4m3fn [n, h] and float32 scales [n, ceil(h / 128)]. The last block
-    may be short."""
+    may be short, and a NaN is left out where the largest channel is looked for."""
     blocks = _in_blocks(x.float())
-    amax = blocks.abs().amax(dim=2, keepdim=True).clamp(min=_SMALLEST_AMAX)
+    sizes = blocks.abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    amax = sizes.amax(dim=2, keepdim=True).clamp(min=_SMALLEST_AMAX)
     scales, factors = amax / FP8_MAX, torch.full_like(amax, FP8_MAX) / amax  # not by a reciprocal
     if round_scale:
         scales = _round_up_to_power_of_two(scales)

@@ -1,5 +1,5 @@
 """The native EpBuffer in plain torch, for tests of what stands on it: the same interface, by
-exchanging everything with everybody. Ranks do not die in it, and it is not fast."""
+exchanging everything with everybody. Ranks may die where the group is of ours; it is not fast."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
+
+from mooncake_backend import PeerLostError
 
 ALIGNMENT = 128
 
@@ -42,7 +44,7 @@ class EpBuffer:
         assert (backend is None) != (exchange is None)
         self.rank, self.size, self.num_bytes = rank, size, num_bytes
         self.backend, self.exchange = backend, exchange
-        self.renormalize = renormalize
+        self.renormalize, self.raises, self.lost = renormalize, raises, set()
         self.is_masked = [False] * size
         self.owners = None
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -55,12 +57,12 @@ class EpBuffer:
     # ---- between ranks
 
     def _gather(self, mine):
-        """Of all ranks what they give, in rank order."""
+        """Of all ranks what they give, in rank order; None of those that are lost."""
         stream = io.BytesIO()
         torch.save(mine, stream)
         blob = stream.getvalue()
         blobs = self.exchange(blob) if self.exchange else self._gather_by_backend(blob)
-        return [torch.load(io.BytesIO(blob), weights_only=False) for blob in blobs]
+        return [blob and torch.load(io.BytesIO(blob), weights_only=False) for blob in blobs]
 
     def _gather_by_backend(self, blob):
         length = torch.tensor([len(blob)])
@@ -69,8 +71,14 @@ class EpBuffer:
         most = int(max(lengths))
         mine = torch.frombuffer(bytearray(blob.ljust(most, b"\0")), dtype=torch.uint8)
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
-        self.backend.allgather([of_all], [mine]).wait()
-        return [bytes(b[: int(n)].numpy()) for b, n in zip(of_all, lengths, strict=True)]
+        work = self.backend.allgather([of_all], [mine])
+        work.wait()
+        lost = set(range(self.size)) - set(work.contributors)
+        news, self.lost = lost - self.lost, lost
+        if news and self.raises:
+            raise PeerLostError(f"rank {self.rank}: lost {news}")
+        blobs = [bytes(b[: int(n)].numpy()) for b, n in zip(of_all, lengths, strict=True)]
+        return [None if rank in lost else blob for rank, blob in enumerate(blobs)]
 
     def _run(self, operation, background):
         work = EpWork(self.queue.submit(operation))
@@ -89,10 +97,10 @@ class EpBuffer:
 
     @property
     def active_ranks(self):
-        return [True] * self.size
+        return [rank not in self.lost for rank in range(self.size)]
 
     def masked_ranks(self):
-        return list(self.is_masked)
+        return [masked or rank in self.lost for rank, masked in enumerate(self.is_masked)]
 
     def mask_rank(self, rank, is_masked):
         if not 0 <= rank < self.size:
@@ -149,7 +157,9 @@ class EpBuffer:
         return mask
 
     def _agree(self, masks, active_ranks):
-        active = [r for r in range(self.size) if all(mask[r] for mask in masks)]
+        active = [
+            r for r in range(self.size) if r not in self.lost and all(mask[r] for mask in masks)
+        ]
         if active_ranks is not None:
             for rank in range(self.size):
                 active_ranks[rank] = int(rank in active)
@@ -207,20 +217,23 @@ class EpBuffer:
 
         def operation():
             of_all = self._gather((given, table, mask, owners, num_max_tokens))
-            same = {(str(one[3]), one[4]) for one in of_all}
+            here = [one for one in of_all if one]
+            same = {(str(one[3]), one[4]) for one in here}
             if len(same) > 1:
                 raise RuntimeError(f"rank {self.rank}: the ranks called different things: {same}")
-            active = self._agree([one[2] for one in of_all], active_ranks)
-            tables = [one[1] for one in of_all]
+            active = self._agree([one[2] for one in here], active_ranks)
+            tables = [one and one[1] for one in of_all]
             for expert in range(num_experts):
                 count = sum(int((tables[r] == expert).sum()) for r in active)
                 text = f"expert {expert} of rank {owners[expert]} gets {count} rows, and there is room for {rows}"  # noqa: E501
                 self._require(count <= rows, text)
             for local, expert in enumerate(mine if self.rank in active else []):
                 at = 0
-                for source, ((values, of_values), table_of, *_) in enumerate(of_all):
+                for source, one in enumerate(of_all):
+                    nothing = (None, None), x[:0]
+                    (values, of_values), table_of = one[:2] if source in active else nothing
                     begin = at
-                    for token, chosen in enumerate(table_of.tolist() if source in active else []):
+                    for token, chosen in enumerate(table_of.tolist()):
                         for _ in range(chosen.count(expert)):
                             recv_x[local, at] = values[token]
                             if scales is not None:
@@ -288,7 +301,8 @@ class EpBuffer:
             self._require(torch.equal(handle.tables[self.rank], topk_idx),
                           "topk_idx is not that of the dispatch")  # fmt: skip
             of_all = self._gather((given, mask))
-            active = set(self._agree([m for _, m in of_all], active_ranks)) & set(handle.active)
+            masks = [one[1] for one in of_all if one]
+            active = set(self._agree(masks, active_ranks)) & set(handle.active)
             places = self._places(handle)
             total = torch.zeros(tokens, hidden)
             for token in range(tokens):
