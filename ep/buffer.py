@@ -30,7 +30,8 @@ class Buffer:
     survived, without enable_shrink too
 
     Beyond DeepEP's:
-    staged: GPU tensors are copied through the CPU; without it they are refused
+    staged: GPU tensors are copied through the CPU; without it they are refused. None: what
+        MOONCAKE_EP_STAGED says, 0 if that is not set
     timeout: of every operation, the group's own if not given
     renormalize: a token that misses contributions has its other weights scaled up to the same sum
     on_failure: "continue" without lost ranks, or "raise"; the group's own if not given
@@ -51,7 +52,7 @@ class Buffer:
         enable_shrink: bool = False,
         comm: Any = None,
         *,
-        staged: bool = False,
+        staged: bool | None = None,
         timeout: timedelta | None = None,
         renormalize: bool = False,
         on_failure: OnFailure | None = None,
@@ -102,7 +103,7 @@ class Buffer:
         x: bfloat16 [n, h], with n up to num_max_dispatch_tokens_per_rank (T)
         topk_idx: int64 [n, k]; -1 is no expert
         cumulative_local_expert_recv_stats: int32 [L]; the counts are added
-        dispatch_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in us
+        dispatch_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in ns
         use_fp8: rows as float8_e4m3fn, with a float32 scale for each 128 channels
         round_scale: scales are powers of two
         use_ue8m0: four of their exponents in an int32; needs round_scale
@@ -155,7 +156,7 @@ class Buffer:
         use_logfmt: 10 bits for each channel on the way
         zero_copy: x was written into get_next_low_latency_combine_buffer(handle)
         out: bfloat16 [n, h] for the result
-        combine_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in us
+        combine_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in ns
 
         Returns (combined_x, event, hook), combined_x is bfloat16 [n, h].
         """

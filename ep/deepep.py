@@ -1,36 +1,39 @@
 """python -m mooncake.ep.deepep PROGRAM ARGS: runs a Python program that imports deep_ep, with the
-Buffer of mooncake.ep. The program and the processes that it starts find `deep_ep` in a folder of
-this package, which stands on PYTHONPATH for them; nothing else does."""
+Buffer of mooncake.ep. With -m MODULE ARGS a module, as Python does.
+
+The program and the processes that it starts find `deep_ep` in a folder of this package, which
+stands on PYTHONPATH for them; nothing else does.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import runpy
 import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "on_path"
+USAGE = "usage: python -m mooncake.ep.deepep [-m] PROGRAM [ARGUMENT ...]"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mooncake.ep.deepep",
-        description="Runs a program that imports deep_ep, with the Buffer of mooncake.ep.",
-    )
-    parser.add_argument("program", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
-    given = parser.parse_args(arguments)
-    program = Path(given.program)
-    if not program.is_file():
-        parser.error(f"there is no file {program}")
+def main(arguments: list[str]) -> None:
+    is_module = arguments[:1] == ["-m"]
+    program, *given = arguments[is_module:] or ["-h"]
+    if program.startswith("-"):
+        sys.exit(f"{__doc__}\n{USAGE}")
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), inherited]))
-    # As `python PROGRAM` has it: the program's folder first, then PYTHONPATH.
-    sys.path[:] = [str(program.resolve().parent), str(FOLDER), *sys.path[1:]]
-    sys.argv = [given.program, *given.arguments]
-    runpy.run_path(given.program, run_name="__main__")
+    # As Python has it: the folder of the program, or where it was started, before PYTHONPATH.
+    first = sys.path[0] if is_module else str(Path(program).resolve().parent)
+    sys.path[:1] = [first, str(FOLDER)]
+    sys.argv = [program, *given]
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    elif Path(program).is_file():
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.exit(f"there is no file {program}\n{USAGE}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -26,7 +26,8 @@ class Buffer:
     disable_p2p: accepted, changes nothing
 
     Beyond Mooncake's:
-    staged: GPU tensors are copied through the CPU; without it they are refused
+    staged: GPU tensors are copied through the CPU; without it they are refused. None: what
+        MOONCAKE_EP_STAGED says, 0 if that is not set
     timeout: of every operation, the group's own if not given
     renormalize: a token that misses contributions has its other weights scaled up to the same sum
     on_failure: "continue" without lost ranks, or "raise"; the group's own if not given
@@ -38,7 +39,7 @@ class Buffer:
         num_ep_buffer_bytes: int = 0,
         disable_p2p: bool = False,
         *,
-        staged: bool = False,
+        staged: bool | None = None,
         timeout: timedelta | None = None,
         renormalize: bool = False,
         on_failure: OnFailure | None = None,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mooncake_backend import extension
 from mooncake_backend.group import find_backend
-from mooncake_backend.options import ON_FAILURE
+from mooncake_backend.options import ON_FAILURE, env_flag
 
 from .events import EventOverlap, Operation, profiled
 from .staging import Staging, is_elsewhere, refuse_elsewhere
@@ -45,6 +45,7 @@ class Members:
     timeout: timedelta
     backend: MooncakeBackend | None = None
     exchange: Callable[[bytes], list[bytes]] | None = None
+    route_hint: str = ""
 
 
 def members_of(group: Any, comm: Any = None) -> Members:
@@ -66,13 +67,28 @@ def members_of(group: Any, comm: Any = None) -> Members:
         dist.all_gather_object(of_all, mine, group=group)
         return of_all
 
-    return Members(group.rank(), group.size(), _timeout_of(group), exchange=exchange)
+    return Members(
+        group.rank(),
+        group.size(),
+        _timeout_of(group),
+        exchange=exchange,
+        route_hint=_rendezvous_host(),
+    )
 
 
 def _timeout_of(group: Any) -> timedelta:
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout
+
+
+def _rendezvous_host() -> str:
+    """Of the default group's store; "" where that is no host."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host: str = getattr(store, "host", "")
+    return host
 
 
 class Handle(tuple[Tensor, Tensor, int, int, int]):
@@ -102,7 +118,7 @@ class Runtime:
         members: Members,
         num_bytes: int,
         *,
-        staged: bool,
+        staged: bool | None,
         timeout: timedelta | None,
         renormalize: bool,
         on_failure: OnFailure | None,
@@ -111,7 +127,7 @@ class Runtime:
             raise ValueError(f"on_failure is {on_failure!r}, not one of {ON_FAILURE}")
         mode = on_failure or (members.backend.on_failure if members.backend else "continue")
         self.rank, self.size = members.rank, members.size
-        self.staged = staged
+        self.staged = env_flag("MOONCAKE_EP_STAGED", "0") if staged is None else staged
         self._timeout = timeout or members.timeout
         self._last_combine: Operation | None = None
         self._native: EpBuffer | None = native()(
@@ -121,6 +137,7 @@ class Runtime:
             self._timeout,
             backend=members.backend,
             exchange=members.exchange,
+            route_hint=members.route_hint,
             renormalize=renormalize,
             raises=mode == "raise",
         )

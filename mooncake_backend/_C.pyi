@@ -212,7 +212,8 @@ class EpBuffer:
     """Dispatch and combine. Making one is collective over the group.
 
     backend: of a group of ours, whose engine is shared; or exchange: called with bytes, returns
-    those of all ranks in rank order
+    those of all ranks in rank order; route_hint: the host whose direction tells which address of
+    this one the others reach, without MOONCAKE_HOST_IP
     raises: a loss is an error of the operation that sees it; otherwise that goes on without
     renormalize: weights of a token that misses contributions are scaled to their whole sum
     """
@@ -226,6 +227,7 @@ class EpBuffer:
         *,
         backend: MooncakeBackend | None = None,
         exchange: Callable[[bytes], list[bytes]] | None = None,
+        route_hint: str = "",
         renormalize: bool = False,
         raises: bool = False,
     ) -> None: ...

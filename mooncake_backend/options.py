@@ -212,12 +212,12 @@ class MooncakeBackendOptions:
     @classmethod
     def from_environment(cls) -> MooncakeBackendOptions:
         """The options of a group that was given none."""
-        if not _flag("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE"):
+        if not env_flag("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE"):
             raise NotImplementedError(
                 "MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE is off and asks for "
                 + _MISSING["auto_deactivate_on_failure"]
             )
-        if not _flag("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE"):
+        if not env_flag("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE"):
             raise NotImplementedError(
                 "MOONCAKE_PG_AUTO_SYNC_ON_FAILURE is off and asks for "
                 + _MISSING["auto_sync_on_failure"]
@@ -258,8 +258,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _flag(name: str) -> bool:
-    value = os.environ.get(name, "1").strip().lower()
+def env_flag(name: str, default: str = "1") -> bool:
+    value = os.environ.get(name, default).strip().lower()
     if value not in ("0", "1", "false", "true", "off", "on", "no", "yes"):
         raise ValueError(f"{name} is {value!r}; it must be 0 or 1")
     return value in ("1", "true", "on", "yes")

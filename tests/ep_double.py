@@ -38,7 +38,8 @@ class EpHandle:
 
 class EpBuffer:
     def __init__(
-        self, rank, size, num_bytes, timeout, *, backend=None, exchange=None, renormalize=False,
+        self, rank, size, num_bytes, timeout, *, backend=None, exchange=None, route_hint="",
+        renormalize=False,
         raises=False,
     ):  # fmt: skip
         assert (backend is None) != (exchange is None)

@@ -52,7 +52,7 @@ def install_ours(site: Path, torch_version: str = torch.__version__) -> None:
     skip = shutil.ignore_patterns("_C.*", "compat", "__pycache__")
     shutil.copytree(ROOT / "mooncake_backend", site / "mooncake_backend", ignore=skip)
     shutil.copytree(ROOT / "mooncake_backend/compat", site / "mooncake", dirs_exist_ok=True)
-    shutil.copytree(ROOT / "ep", site / "mooncake/ep", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "ep", site / "mooncake/ep", ignore=skip, dirs_exist_ok=True)
     (site / "mooncake_backend" / LIBRARY).write_bytes(b"not a library")
     record = {"version": mooncake_backend.__version__, "torch": torch_version}
     (site / "mooncake_backend/_C.json").write_text(json.dumps(record))
@@ -388,13 +388,17 @@ from mooncake.mooncake_ep_buffer import Buffer
 for name in ('MooncakeBackendOptions set_device_filter set_host_ip get_active_ranks get_peer_state'
              ' recover_ranks join_group get_num_synced_ranks extend_group_size_to').split():
     assert getattr(pg, name) is getattr(ep, name), name
-for call in (TransferEngine, Buffer, Buffer.get_ep_buffer_size_hint):
-    try:
-        call()
-    except NotImplementedError as error:
-        assert 'missing' in str(error)
-    else:
-        raise AssertionError(call)
+assert ep.get_ep_buffer_size_hint is Buffer.get_ep_buffer_size_hint
+for name in 'dispatch combine connect update_ep_member get_next_combine_buffer'.split():
+    assert callable(getattr(Buffer, name)), name
+for name in 'Buffer Config ElasticBuffer EventHandle EventOverlap'.split():
+    assert callable(getattr(ep, name)), name
+try:
+    TransferEngine()
+except NotImplementedError as error:
+    assert 'missing' in str(error)
+else:
+    raise AssertionError(TransferEngine)
 print('fine')
 """,
             tmp_path, cwd=tmp_path,
@@ -516,6 +520,8 @@ class TestInstall:
             "mooncake_backend/_C.json",
             "mooncake_backend/py.typed",
             "mooncake/pg.py",
+            "mooncake/ep/buffer.py",
+            "mooncake/ep/on_path/deep_ep/utils/math.py",
         ):
             assert name in names
         assert not [

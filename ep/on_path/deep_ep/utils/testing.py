@@ -42,7 +42,9 @@ def bench_kineto(
     """Mean of what torch's profiler measured: of each name a number, or with several launches a
     period a list. Kernels are the calls of Buffer, and the waits of its hooks."""
     fn()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profiler:
         for _ in range(num_tests):
             if barrier_comm_profiling:
                 dist.barrier()

@@ -1,0 +1,77 @@
+"""The programs and numbers of docs/expert-parallelism.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+import pytest
+
+from mooncake.ep import Buffer
+from mooncake_backend import extension
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/expert-parallelism.md"
+
+
+def block(language, behind):
+    text = PAGE.read_text(encoding="utf-8").split(behind)[1]
+    found = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+def run(folder, *arguments):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MOONCAKE_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mooncake_backend.run", *arguments],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=harness.DEADLINE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    if not hasattr(extension.load(), "EpBuffer"):
+        pytest.skip("the extension has no EpBuffer")
+
+
+def test_the_program_for_deepeps_users_survives_a_kill(tmp_path):
+    (tmp_path / "experts.py").write_text(block("python", "<!-- experts.py"))
+    (command,) = block("bash", "<!-- experts.py").splitlines()
+    name, *arguments = shlex.split(command)
+    assert name == "mooncake-run"
+    shown = block("text", "<!-- experts.py").splitlines()
+    # Ranks print at once: the end of a line may stand behind the next line.
+    lines = re.findall(r"rank \d, step .*? tokens miss an expert", run(tmp_path, *arguments))
+    assert sorted(lines) == sorted(shown)
+    assert len(shown) == 7
+
+
+def test_the_program_for_mooncakes_users(tmp_path):
+    (tmp_path / "routed.py").write_text(block("python", "<!-- routed.py"))
+    printed = run(tmp_path, "--standalone", "--nproc-per-node", "4", "routed.py")
+    found = re.findall(r"rank (\d): \[1, 1, 1, 1\], (\d+) rows received", printed)
+    assert sorted(rank for rank, _ in found) == ["0", "1", "2", "3"]
+    assert sum(int(rows) for _, rows in found) == 4 * 16 * 8
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8, 64])
+@pytest.mark.parametrize("experts", [8, 288])
+@pytest.mark.parametrize("hidden", [130, 7168])
+@pytest.mark.parametrize("tokens", [1, 128])
+def test_the_formula_of_the_size(tokens, hidden, experts, ranks):
+    """It stands in the page as text: written here again, so that both are changed together."""
+    assert "max(T * 2h,  L * R * T * (2h + 8 * ceil(h / 128)))" in PAGE.read_text("utf-8")
+    rows = -(-experts // ranks) * ranks * tokens
+    send = max(tokens * 2 * hidden, rows * (2 * hidden + 8 * -(-hidden // 128)))
+    need = 2 * (send + rows * 2 * hidden)
+    hint = Buffer.get_low_latency_rdma_size_hint(tokens, hidden, ranks, experts)
+    # Rows are aligned to 16 bytes, areas to 128.
+    assert need <= hint <= need + 2 * 2 * 16 * max(rows, tokens) + 4096
+    assert hint % 128 == 0
