@@ -109,7 +109,8 @@ class Buffer:
         use_ue8m0: four of their exponents in an int32; needs round_scale
         active_ranks: int32, at least as many elements as ranks: a mask of this call, 0 for ranks to
             which nothing is sent and from which nothing is taken; 0 afterwards for lost ones
-        timeout_us: microseconds after which the operation fails; -1: the Buffer's timeout
+        timeout_us: accepted. A rank that lives is waited for until the Buffer's timeout, one that
+            is lost only until the survivors know it
 
         Returns (recv_x, recv_count, handle, event, hook): the rows of each of this rank's L
         experts [L, R * T, h], with FP8 and their scales as a pair; how many they are, int32 [L];

@@ -100,7 +100,8 @@ class Buffer:
         active_ranks: int32, at least as many elements as ranks, of which the first ones count:
             where it is 0, nothing is sent to that rank nor taken from it; it is 0 afterwards for
             those that were lost. None: all ranks
-        timeout_us: microseconds after which the operation fails; -1: the Buffer's timeout
+        timeout_us: accepted. A rank that lives is waited for until the Buffer's timeout, one that
+            is lost only until the survivors know it
         use_fp8: True if None
 
         Returns (recv_x, recv_count, handle, event, hook): the rows of each of this rank's L

@@ -255,7 +255,11 @@ def stopped_on_rank(me, victim, where):
     if me.rank == victim:
         me.board.set("victim", os.getpid())
         me.board.wait("go on")
-        kind, text = raised(buffer.clean_low_latency_buffer, TOKENS, HIDDEN, EXPERTS)
+        if where == "combine":
+            given_back = (rows, mine.topk_idx, mine.weights, found[2])
+            kind, text = raised(buffer.low_latency_combine, *given_back)
+        else:
+            kind, text = raised(survive, me, buffer, given, [], {}, {"use_fp8": False})
         assert kind == "EvictedError", text
         return None
     me.board.wait("stopped")
