@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from mooncake_backend._C import EpWork
 
 
+_LAST_STEPS = threading.Lock()  # two threads may wait for one operation
+
+
 class Operation:
     """One dispatch or combine.
 
@@ -20,18 +23,23 @@ class Operation:
     missing: of a combine, see Buffer.missing_contributions
     """
 
+    __slots__ = ("_last_steps", "_missing", "_name", "_work")
+
     def __init__(
         self,
         name: str,
         work: EpWork,
-        last_steps: list[Callable[[], None]],
+        last_steps: tuple[Callable[[], None], ...],
         missing: torch.Tensor | None = None,
     ) -> None:
         self._name = name
         self._work = work
         self._last_steps = last_steps
         self._missing = missing
-        self._turn = threading.Lock()
+
+    @property
+    def has_last_steps(self) -> bool:
+        return bool(self._last_steps)
 
     def finish(self) -> None:
         """Waits; raises the operation's error, each time it is called."""
@@ -40,13 +48,18 @@ class Operation:
 
     def conclude(self) -> None:
         """The same, not seen by the profiler: nothing is left to wait for."""
-        with self._turn:
-            try:
-                self._work.wait()
-            finally:
-                # Also after an error: the masks tell who was lost.
-                while self._last_steps:
-                    self._last_steps.pop(0)()
+        try:
+            self._work.wait()
+        finally:
+            # Also after an error: the masks tell who was lost.
+            if self._last_steps:
+                self._take_last_steps()
+
+    def _take_last_steps(self) -> None:
+        with _LAST_STEPS:
+            steps, self._last_steps = self._last_steps, ()
+            for step in steps:
+                step()
 
     def missing_contributions(self) -> torch.Tensor:
         """Waits."""
@@ -86,7 +99,7 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hooks: list[Callable[[], Any]] = []
+        self._hooks: tuple[Callable[[], Any], ...] = ()
         self._operation: Operation | None = None
 
     @classmethod
@@ -106,7 +119,7 @@ class EventOverlap:
     def current_stream_wait(self, release_handle: bool = False) -> None:
         if self.event is not None:
             self.event.current_stream_wait()
-        hooks, self._hooks = self._hooks, []
+        hooks, self._hooks = self._hooks, ()
         for hook in hooks:
             hook()
         if release_handle:
@@ -114,7 +127,7 @@ class EventOverlap:
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
         """Called once, at the end of the next wait."""
-        self._hooks.append(hook)
+        self._hooks += (hook,)
 
     def __call__(self, release_handle: bool = False) -> None:
         self.current_stream_wait(release_handle)

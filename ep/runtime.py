@@ -15,7 +15,7 @@ from mooncake_backend.group import find_backend
 from mooncake_backend.options import ON_FAILURE, env_flag
 
 from .events import EventOverlap, Operation, profiled
-from .staging import Staging, is_elsewhere, refuse_elsewhere
+from .staging import NO_STAGING, NoStaging, Staging, is_elsewhere, refuse_elsewhere
 
 if TYPE_CHECKING:
     from mooncake_backend._C import EpBuffer, EpHandle, MooncakeBackend
@@ -96,12 +96,12 @@ class Handle(tuple[Tensor, Tensor, int, int, int]):
     needs beyond that."""
 
     native: EpHandle
-    staging: Staging
+    staging: NoStaging
     # The tensor that next_combine_buffer() gave in the place of memory that a GPU cannot write.
     staged_rows: Tensor | None
 
     def __new__(
-        cls, parts: tuple[Tensor, Tensor, int, int, int], native: EpHandle, staging: Staging
+        cls, parts: tuple[Tensor, Tensor, int, int, int], native: EpHandle, staging: NoStaging
     ) -> Handle:
         handle = super().__new__(cls, parts)
         handle.native = native
@@ -172,14 +172,17 @@ class Runtime:
         wait_stats: Tensor | None = None,
     ) -> tuple[Received, Tensor, Handle, EventOverlap, Hook | None]:
         _check_one_way_to_wait(async_finish, return_recv_hook)
-        staging = self._staging(
-            "dispatch",
-            x=x,
-            topk_idx=topk_idx,
-            active_ranks=active_ranks,
-            cumulative_recv_stats=cumulative_recv_stats,
-            wait_stats=wait_stats,
-        )
+        if self._is_plain(x, topk_idx, active_ranks, cumulative_recv_stats, wait_stats):
+            staging: NoStaging = NO_STAGING
+        else:
+            staging = self._staging(
+                "dispatch",
+                x=x,
+                topk_idx=topk_idx,
+                active_ranks=active_ranks,
+                cumulative_recv_stats=cumulative_recv_stats,
+                wait_stats=wait_stats,
+            )
         with profiled("dispatch"):
             done = self.native.dispatch(
                 staging.read(x),
@@ -227,15 +230,18 @@ class Runtime:
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         _check_one_way_to_wait(async_finish, return_recv_hook)
         self._check_handle("combine", handle)
-        staging = self._staging(
-            "combine",
-            x=x,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            out=out,
-            active_ranks=active_ranks,
-            wait_stats=wait_stats,
-        )
+        if self._is_plain(x, topk_idx, topk_weights, out, active_ranks, wait_stats):
+            staging: NoStaging = NO_STAGING
+        else:
+            staging = self._staging(
+                "combine",
+                x=x,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                out=out,
+                active_ranks=active_ranks,
+                wait_stats=wait_stats,
+            )
         if zero_copy and staging.is_needed:
             rows = self.native.next_combine_buffer(handle.native)
             rows.copy_(x if handle.staged_rows is None else handle.staged_rows)
@@ -284,6 +290,12 @@ class Runtime:
         assert x is not None
         return Staging(x)
 
+    def _is_plain(self, *tensors: Tensor | None) -> bool:
+        """What cannot be said of them here, the native buffer says."""
+        return not self.staged and all(
+            t is None or (isinstance(t, Tensor) and not is_elsewhere(t)) for t in tensors
+        )
+
     def _check_handle(self, operation: str, handle: Any) -> None:
         if not isinstance(handle, Handle):
             raise TypeError(
@@ -300,7 +312,7 @@ def _check_one_way_to_wait(async_finish: bool, return_recv_hook: bool) -> None:
 def _waits(
     operation: Operation, async_finish: bool, return_recv_hook: bool
 ) -> tuple[EventOverlap, Hook | None]:
-    if not async_finish and not return_recv_hook:
+    if not async_finish and not return_recv_hook and operation.has_last_steps:
         operation.conclude()
     event = EventOverlap.of(operation, asynchronous=async_finish)
     return event, operation.finish if return_recv_hook else None

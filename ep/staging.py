@@ -24,7 +24,31 @@ def refuse_elsewhere(where: str, **tensors: torch.Tensor | None) -> None:
             )
 
 
-class Staging:
+class NoStaging:
+    """CPU tensors are taken as they are. In its own class, so that a call of a few microseconds
+    pays nothing for what others need."""
+
+    is_needed = False
+    device = torch.device("cpu")
+    last_steps: tuple[Callable[[], None], ...] = ()
+
+    def read(self, tensor: MaybeTensor) -> MaybeTensor:
+        return tensor
+
+    def updated(self, tensor: torch.Tensor | None, count: int | None = None) -> torch.Tensor | None:
+        return tensor
+
+    def written(self, result: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        return result
+
+    def result(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+NO_STAGING = NoStaging()
+
+
+class Staging(NoStaging):
     """The tensors of one call, whose results go where `x` is.
 
     last_steps: copy what the call wrote, once it has ended
@@ -33,7 +57,11 @@ class Staging:
     def __init__(self, x: torch.Tensor) -> None:
         self.is_needed = is_elsewhere(x)
         self.device = x.device
-        self.last_steps: list[Callable[[], None]] = []
+        self._steps: list[Callable[[], None]] = []
+
+    @property
+    def last_steps(self) -> tuple[Callable[[], None], ...]:  # type: ignore[override]
+        return tuple(self._steps)
 
     def read(self, tensor: MaybeTensor) -> MaybeTensor:
         return tensor.cpu() if is_elsewhere(tensor) else tensor
@@ -43,7 +71,7 @@ class Staging:
         if not is_elsewhere(tensor):
             return tensor
         here, there = tensor.cpu(), tensor
-        self.last_steps.append(lambda: _copy(there[:count], here[:count]))
+        self._steps.append(lambda: _copy(there[:count], here[:count]))
         return here
 
     def written(self, result: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
@@ -51,14 +79,14 @@ class Staging:
         if given is None:
             return self.result(result)
         if is_elsewhere(given):
-            self.last_steps.append(lambda: _copy(given, result))
+            self._steps.append(lambda: _copy(given, result))
         return given
 
     def result(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.is_needed:
             return tensor
         there = torch.empty_like(tensor, device=self.device)
-        self.last_steps.append(lambda: _copy(there, tensor))
+        self._steps.append(lambda: _copy(there, tensor))
         return there
 
 

@@ -57,7 +57,7 @@ struct DispatchCall {
   int32_t* sources = nullptr;      // [local expert][row]: which token of its rank
   int64_t* ranges = nullptr;       // [local expert][rank]: begin << 32 | count
   int32_t* addedCounts = nullptr;  // [local expert], added to; may be null
-  int64_t* waits = nullptr;        // [rank], added to, in nanoseconds; may be null
+  int64_t* waits = nullptr;        // [rank], added to, in microseconds; may be null
 };
 
 struct CombineCall {
