@@ -138,12 +138,12 @@ void Buffer::await(const Task& task, const std::function<void()>& nowAndThen) {
 
 Status Buffer::checkTable(size_t tokens, size_t topk, int numExperts) const {
   const size_t bytes = DispatchTable::bytesFor(tokens, topk, numExperts, group_->size());
-  if (bytes + kMostInlineBytes <= group_->slotBytes()) return {};
+  const size_t room = group_->slotBytes() - mostInlineBytes(*group_);
+  if (bytes <= room) return {};
   return {ErrorCode::kInvalidArgument, group_->nameRank(group_->rank()) + ": a routing table of " +
                                            std::to_string(tokens) + " tokens with top-" +
                                            std::to_string(topk) + " has " + std::to_string(bytes) +
-                                           " bytes, there is room for " +
-                                           std::to_string(group_->slotBytes() - kMostInlineBytes) +
+                                           " bytes, there is room for " + std::to_string(room) +
                                            ": dispatch fewer tokens at a time"};
 }
 

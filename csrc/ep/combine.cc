@@ -93,14 +93,14 @@ class Combine final : public Algorithm {
     size_t most = 0;
     for (const int r : op.others()) {
       const size_t bytes = bytesFor(r);
-      if (!op.group().window().peerPtr(r) && bytes <= kMostInlineBytes)
+      if (!op.group().window().peerPtr(r) && bytes <= mostInlineBytes(memory_.group))
         most = std::max(most, bytes);
     }
     return most;
   }
   size_t putFor(const Operation& op, int to, CombineTable table, std::byte* payload) const {
     const size_t bytes = bytesFor(to);
-    table.rowsAt = bytes <= kMostInlineBytes ? RowsAt::kPayload : RowsAt::kStaging;
+    table.rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload : RowsAt::kStaging;
     const Bytes encoded = table.encode();
     std::byte* at = std::ranges::copy(encoded, payload).out;
     if (table.rowsAt == RowsAt::kStaging) return encoded.size();

@@ -83,7 +83,7 @@ class Dispatch final : public Algorithm {
       Packed& packed = packed_[size_t(r)];
       const size_t bytes = packed.tokens.size() * rowBytes_;
       if (op.group().window().peerPtr(r)) continue;
-      if (bytes <= kMostInlineBytes) {
+      if (bytes <= mostInlineBytes(memory_.group)) {
         mostPutBytes_ = std::max(mostPutBytes_, bytes);
         continue;
       }
@@ -98,7 +98,7 @@ class Dispatch final : public Algorithm {
   size_t putFor(const Operation& op, int to, DispatchTable table, std::byte* payload) const {
     const Packed& packed = packed_[size_t(to)];
     const size_t bytes = packed.tokens.size() * rowBytes_;
-    table.rowsAt = bytes <= kMostInlineBytes ? RowsAt::kPayload : RowsAt::kStaging;
+    table.rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload : RowsAt::kStaging;
     table.packedRows = uint32_t(packed.tokens.size());
     table.packedOffset = memory_.layout.send(op.number()) + packed.offset;
     const Bytes encoded = table.encode(shape_.numExperts);

@@ -17,8 +17,10 @@ namespace mooncake::ep {
 
 constexpr int32_t kNoExpert = -1;
 // Rows for one rank of another host go with the table up to this: fetching them would cost a round
-// trip.
-constexpr size_t kMostInlineBytes = 64 << 10;
+// trip. The other half of a slot is for the table.
+inline size_t mostInlineBytes(const Group& group) {
+  return std::min<size_t>(64 << 10, group.slotBytes() / 2);
+}
 
 // Which rank runs which expert. The same on all ranks.
 class ExpertMap {

@@ -16,6 +16,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "collectives/collectives.h"
+#include "ep/calls.h"
 #include "forked_ranks.h"
 
 namespace mooncake::test {
@@ -29,6 +30,8 @@ constexpr size_t kEager = 8 << 10;
 constexpr milliseconds kFailureTimeout{300};
 constexpr auto kHang = std::chrono::seconds(20);
 constexpr auto kToMeet = std::chrono::seconds(8);
+constexpr size_t kMostHidden = 30'000;  // a rank's tokens are fetched then, not put
+constexpr size_t kExpertBytes = 16 << 20;
 
 uint64_t numberIn(const char* text, uint64_t otherwise) {
   return text ? std::strtoull(text, nullptr, 10) : otherwise;
@@ -67,12 +70,12 @@ struct Case {
   std::vector<Victim> victims;
 };
 
-constexpr Verb kVerbs[] = {Verb::kAllreduce, Verb::kBroadcast,     Verb::kReduce,
-                           Verb::kAllgather, Verb::kReduceScatter, Verb::kAlltoall,
-                           Verb::kBarrier,   Verb::kGather,        Verb::kScatter};
+constexpr Verb kVerbs[] = {Verb::kAllreduce,     Verb::kBroadcast, Verb::kReduce,  Verb::kAllgather,
+                           Verb::kReduceScatter, Verb::kAlltoall,  Verb::kBarrier, Verb::kGather,
+                           Verb::kScatter,       Verb::kDispatch};  // and its combine
 
 // Where a rank comes by only in some cases, and how often about.
-enum class Needs { kNothing, kLarge, kLargeReduction, kMessages, kRoot };
+enum class Needs { kNothing, kLarge, kLargeReduction, kMessages, kRoot, kExperts };
 struct Point {
   const char* name;
   uint32_t most;
@@ -92,6 +95,7 @@ constexpr Point kPoints[] = {
     {"publish-done", 6, false, Needs::kLarge},
     {"put-stamp", 20, false, Needs::kMessages},
     {"see-done", 20, false, Needs::kLarge},
+    {"ep-take", 8, false, Needs::kExperts},
     {"reduce-chunk", 6, false, Needs::kLargeReduction},
     {"publish-ready", 6, false, Needs::kLargeReduction},
     {"see-ready", 20, false, Needs::kLargeReduction},
@@ -155,6 +159,8 @@ bool leadsTo(const Case& c, const Point& point) {
       return any([&](const Step& step) {
         return isLarge(step) && (step.verb == Verb::kAllreduce || step.verb == Verb::kReduce);
       });
+    case Needs::kExperts:
+      return any([](const Step& step) { return step.verb == Verb::kDispatch; });
     case Needs::kRoot:
       return any([](const Step& step) { return step.root >= 0; });
   }
@@ -309,8 +315,8 @@ constexpr float kStale = -7;
 // Calls one operation and says what came of it.
 class Caller {
  public:
-  Caller(Group& group, int index, const Step& step, Deadline deadline)
-      : group_(group), index_(index), step_(step), deadline_(deadline) {}
+  Caller(const ep::Memory& memory, int index, const Step& step, Deadline deadline)
+      : memory_(memory), group_(memory.group), index_(index), step_(step), deadline_(deadline) {}
 
   void call(Verdict& verdict) {
     const auto start = Clock::now();
@@ -374,6 +380,9 @@ class Caller {
         status_ = alltoall(group_, inputs, partsOf(data_, count), DType::kFloat32, deadline_);
         break;
       }
+      case Verb::kDispatch:
+        status_ = thereAndBack();
+        break;
       default:
         status_ = barrier(group_, deadline_);
     }
@@ -395,6 +404,68 @@ class Caller {
   }
 
  private:
+  // The experts give back what they get, so a token comes back once for each of its experts whose
+  // rank took part. Whole numbers up to 202: bf16 holds them.
+  Status thereAndBack() {
+    const auto handle = std::make_shared<ep::Handle>();
+    handle->shape = {group_.size(), 2 * group_.size(), kTokens, std::min(step_.count, kMostHidden)};
+    handle->experts =
+        std::make_shared<const ep::ExpertMap>(handle->shape.numExperts, group_.size());
+    handle->tokens = kTokens;
+    handle->topk = 2;
+    for (int t = 0; t < int(kTokens); ++t) {
+      for (const int j : {0, 1}) handle->chosen.push_back(expertOf(t, j));
+    }
+    const size_t hidden = handle->shape.hidden, ranks = size_t(group_.size());
+    const size_t local = handle->experts->numLocal(group_.rank());
+    std::vector<uint16_t> x, back(kTokens * hidden);
+    for (size_t i = 0; i < kTokens * hidden; ++i)
+      x.push_back(uint16_t(std::bit_cast<uint32_t>(valueOf(group_.rank(), index_, i)) >> 16));
+    std::vector<std::byte> rows(local * ranks * kTokens * hidden * 2);
+    std::vector<int32_t> counts(local), sources(local * ranks * kTokens);
+    std::vector<int64_t> ranges(local * ranks);
+    ep::DispatchCall there;
+    there.x = x.data();
+    there.mask = RankSet::firstRanks(group_.size());
+    there.deadline = deadline_;
+    there.handle = handle;
+    there.rows = rows.data();
+    there.counts = counts.data();
+    there.sources = sources.data();
+    there.ranges = ranges.data();
+    ep::Ending ending;
+    MOONCAKE_TRY(ep::dispatch(memory_, there, ending));
+    bool missing[kTokens];
+    const std::vector<float> weights(2 * kTokens, 1);
+    ep::CombineCall home;
+    home.x = rows.data();
+    home.rowStride = 2 * hidden;
+    home.chosen = handle->chosen;
+    home.weights = weights.data();
+    home.mask = there.mask;
+    home.deadline = deadline_;
+    home.handle = handle;
+    home.combined = back.data();
+    home.missing = missing;
+    MOONCAKE_TRY(ep::combine(memory_, home, ending));
+    for (size_t t = 0; t < kTokens; ++t) {
+      int times = 0;
+      for (const int j : {0, 1})
+        times += ending.participants.contains(handle->experts->owner(expertOf(int(t), j)));
+      areTokensRight_ = areTokensRight_ && missing[t] == (times < 2);
+      for (size_t i = t * hidden; i < (t + 1) * hidden; ++i) {
+        const float came = std::bit_cast<float>(uint32_t(back[i]) << 16);
+        areTokensRight_ =
+            areTokensRight_ && came == float(times) * valueOf(group_.rank(), index_, i);
+      }
+    }
+    return {};
+  }
+  static constexpr size_t kTokens = 3;
+  int expertOf(int token, int place) const {
+    return (group_.rank() + 3 * token + 2 * place) % (2 * group_.size());
+  }
+
   static std::vector<Span> partsOf(std::vector<float>& values, size_t count) {
     std::vector<Span> parts;
     for (size_t at = 0; at < values.size(); at += count)
@@ -450,6 +521,8 @@ class Caller {
           }
         }
         return true;
+      case Verb::kDispatch:
+        return areTokensRight_;
       default:
         return true;
     }
@@ -468,12 +541,14 @@ class Caller {
     }
   }
 
+  const ep::Memory& memory_;
   Group& group_;
   const int index_;
   const Step step_;
   const Deadline deadline_;
   std::vector<float> input_, data_;
   Status status_;
+  bool areTokensRight_ = true;
   uint32_t contributors_ = 0;
 };
 
@@ -520,13 +595,19 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
     return;
   }
   engine->reset();
+  auto block = (*group)->reserve(kExpertBytes);
+  if (!block.ok()) {
+    std::snprintf(log.broken, sizeof(log.broken), "%s", block.error().message.c_str());
+    return;
+  }
+  const ep::Memory expertMemory{**group, *block, ep::BufferLayout(kExpertBytes)};
   if (!c.isEarly) awaitSigns(**group, rank, memory.heard);
   for (const Victim& victim : c.victims) {
     if (victim.rank == rank) armFailpoint(victim.point, victim.nth, victim.action, victim.delay);
   }
   for (int i = 0; i < int(c.steps.size()); ++i) {
     log.began = i + 1;
-    Caller caller(**group, i, c.steps[size_t(i)], Deadline::after(c.timeout));
+    Caller caller(expertMemory, i, c.steps[size_t(i)], Deadline::after(c.timeout));
     caller.call(log.verdicts[i]);
     log.ended = i + 1;
     if (isOut(log.verdicts[i].code)) break;
