@@ -17,7 +17,7 @@ using namespace mooncake::ep;
 
 __global__ void everything(const uint16_t* in, float* floats, uint8_t* bytes, uint32_t* words) {
   const Fp8Scale scale = fp8Scale(bf16ToFloat(largerMagnitude(0, in[0])), in[1] != 0);
-  bytes[0] = floatToE4m3(product(bf16ToFloat(in[2]), scale.inverse));
+  bytes[0] = castToE4m3(in[2], scale);
   bytes[1] = ue8m0Of(scale.scale);
   floats[0] = e4m3ToFloat(bytes[2]);
   words[0] = floatToBf16(fusedSum(floats[1], floats[2], floats[3]));

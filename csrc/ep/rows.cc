@@ -45,7 +45,7 @@ const char* isaName(Isa isa) {
   return "?";
 }
 
-const RowFunctions& rowsOf(Isa isa) {
+const RowFunctions& rowsOf([[maybe_unused]] Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) return kAvx2Rows;
   if (isa == Isa::kAvx512) return kAvx512Rows;

@@ -9,9 +9,13 @@
 namespace mooncake::ep {
 namespace {
 
-LogfmtHeader headerAt(const void* row, size_t block) {
+// Of the block at `begin`. A row may be overwritten while it is read, by who goes on without us:
+// the result is thrown away then, but no header leads out of the logfmtRowBytes() of the row.
+LogfmtHeader headerAt(const void* row, size_t begin, size_t channels) {
   LogfmtHeader header;
-  std::memcpy(&header, static_cast<const std::byte*>(row) + block * sizeof(header), sizeof(header));
+  if (channels < kBlock) return {0, 0};
+  std::memcpy(&header, static_cast<const std::byte*>(row) + begin / kBlock * sizeof(header),
+              sizeof(header));
   return header;
 }
 
@@ -27,7 +31,7 @@ size_t logfmtEncodedBytes(const std::byte* row, size_t hidden) {
   size_t bytes = logfmtPrefixBytes(hidden);
   for (size_t begin = 0; begin < hidden; begin += kBlock) {
     const size_t channels = std::min(kBlock, hidden - begin);
-    bytes += logfmtBlockBytes(headerAt(row, begin / kBlock), uint32_t(channels));
+    bytes += logfmtBlockBytes(headerAt(row, begin, channels), uint32_t(channels));
   }
   return bytes;
 }
@@ -56,8 +60,7 @@ size_t encodeLogfmtRow(const LogfmtBlocks& blocks, const uint16_t* row, size_t h
 
 void combineLogfmtRows(const LogfmtBlocks& blocks, std::span<const WeightedRow> rows, size_t hidden,
                        uint16_t* out) {
-  // Where the next block of each row stands. Whatever a row holds, it never leaves the
-  // logfmtRowBytes() of that row.
+  // Where the next block of each row stands.
   std::array<const std::byte*, 16> few;
   std::vector<const std::byte*> many(rows.size() > few.size() ? rows.size() : 0);
   const std::span<const std::byte*> next(many.empty() ? few.data() : many.data(), rows.size());
@@ -68,8 +71,7 @@ void combineLogfmtRows(const LogfmtBlocks& blocks, std::span<const WeightedRow> 
     const size_t channels = std::min(kBlock, hidden - begin);
     std::array<float, kBlock> sums{};
     for (size_t r = 0; r < rows.size(); ++r) {
-      LogfmtHeader header = headerAt(rows[r].data, begin / kBlock);
-      if (channels < kBlock) header = {0, 0};
+      const LogfmtHeader header = headerAt(rows[r].data, begin, channels);
       if (header.step != 0) {
         blocks.addCoded(next[r], header, rows[r].weight, sums.data());
       } else {

@@ -69,8 +69,7 @@ void castBlockToFp8(const uint16_t* block, size_t channels, bool roundScale, uin
   uint16_t largest = 0;
   for (size_t i = 0; i < channels; ++i) largest = largerMagnitude(largest, block[i]);
   const Fp8Scale chosen = fp8Scale(bf16ToFloat(largest), roundScale);
-  for (size_t i = 0; i < channels; ++i)
-    out[i] = floatToE4m3(product(bf16ToFloat(block[i]), chosen.inverse));
+  for (size_t i = 0; i < channels; ++i) out[i] = castToE4m3(block[i], chosen);
   *scale = chosen.scale;
 }
 

@@ -58,6 +58,13 @@ MOONCAKE_HOST_DEVICE inline Fp8Scale fp8Scale(float amax, bool roundScale) {
   return {power, quotient(1.0f, power)};
 }
 
+// The code of a channel of that block. The sign is the channel's own: zero times infinity has one
+// on some processors and none on others.
+MOONCAKE_HOST_DEVICE inline uint8_t castToE4m3(uint16_t value, Fp8Scale scale) {
+  const uint8_t code = floatToE4m3(product(bf16ToFloat(value), scale.inverse));
+  return uint8_t((code & 0x7f) | ((value >> 8) & 0x80));
+}
+
 // The exponent of a rounded scale; 255 is NaN.
 MOONCAKE_HOST_DEVICE inline uint8_t ue8m0Of(float scale) { return uint8_t(bitsOf(scale) >> 23); }
 

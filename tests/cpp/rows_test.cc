@@ -105,8 +105,7 @@ Fp8Row definedFp8(const Row& row, bool roundScale) {
     uint16_t amax = 0;
     for (size_t i = begin; i < end; ++i) amax = largerMagnitude(amax, row[i]);
     const Fp8Scale scale = fp8Scale(bf16ToFloat(amax), roundScale);
-    for (size_t i = begin; i < end; ++i)
-      result.codes[i] = floatToE4m3(bf16ToFloat(row[i]) * scale.inverse);
+    for (size_t i = begin; i < end; ++i) result.codes[i] = castToE4m3(row[i], scale);
     result.scales.push_back(scale.scale);
   }
   return result;
@@ -138,6 +137,15 @@ TEST_P(RowsTest, CastsEveryValueAsDefined) {
         row.push_back(uint16_t(value | sign));
       }
     }
+    ASSERT_NO_FATAL_FAILURE(expectFp8AsDefined(rows, row));
+  }
+}
+
+TEST_P(RowsTest, CastsBlocksWithAnInfinityAsDefined) {
+  for (const size_t at : {0, 127, 130}) {
+    Row row = rowOf(Kind::kNormal, 3 * kBlock, 1);
+    row[at] = at % 2 ? 0xff80 : 0x7f80;
+    ASSERT_EQ(definedFp8(row, false).codes[at], at % 2 ? 0xff : 0x7f);
     ASSERT_NO_FATAL_FAILURE(expectFp8AsDefined(rows, row));
   }
 }
@@ -190,64 +198,95 @@ TEST_P(RowsTest, CombinesEveryKindOfRowAsDefined) {
 
 // ---- LogFMT
 
-TEST_P(RowsTest, EncodesEveryKindOfRowAsDefined) {
-  for (const size_t hidden : kHiddens) {
-    for (const Kind kind : kKinds) {
-      const Row row = rowOf(kind, hidden, unsigned(hidden));
-      Guarded coded(logfmtRowBytes(hidden), 0);
-      const size_t bytes = rows.encodeLogfmtRow(row.data(), hidden, coded.as<std::byte>());
-      ASSERT_EQ(bytes, logfmtEncodedBytes(coded.as<std::byte>(), hidden));
-      ASSERT_LE(bytes, logfmtRowBytes(hidden));
-      const auto* block = coded.as<std::byte>() + logfmtPrefixBytes(hidden);
-      for (size_t begin = 0; begin < hidden; begin += kBlock) {
-        const size_t channels = std::min(kBlock, hidden - begin);
-        uint16_t largest = 0, smallest = 0xffff;
-        for (size_t i = begin; i < begin + channels; ++i) {
-          largest = std::max(largest, bf16Magnitude(row[i]));
-          if (bf16Magnitude(row[i]) != 0) smallest = std::min(smallest, bf16Magnitude(row[i]));
-        }
-        const LogfmtHeader defined =
-            channels == kBlock ? logfmtHeader(largest, smallest) : LogfmtHeader{0, 0};
-        LogfmtHeader header;
-        std::memcpy(&header, coded.as<std::byte>() + begin / kBlock * 4, 4);
-        ASSERT_EQ(header.largest, defined.largest);
-        ASSERT_EQ(header.step, defined.step);
-        for (size_t i = 0; i < channels; ++i) {
-          const uint16_t value = row[begin + i];
-          if (header.step == 0) {
-            ASSERT_EQ(std::memcmp(block + 2 * i, &value, 2), 0);
-            continue;
-          }
-          const auto bit = [&](size_t plane) {
-            return (unsigned(block[plane + i / 8]) >> (i % 8)) & 1;
-          };
-          ASSERT_EQ(unsigned(block[i]) | bit(kLogfmtNinthBits) << 8,
-                    logfmtCode(bf16Magnitude(value), header));
-          ASSERT_EQ(bit(kLogfmtSigns), value >> 15);
-        }
-        block += logfmtBlockBytes(header, uint32_t(channels));
+LogfmtHeader definedHeader(const uint16_t* block, size_t channels) {
+  uint16_t largest = 0, smallest = 0xffff;
+  for (size_t i = 0; i < channels; ++i) {
+    const uint16_t magnitude = bf16Magnitude(block[i]);
+    largest = std::max(largest, magnitude);
+    if (magnitude != 0) smallest = std::min(smallest, magnitude);
+  }
+  return channels == kBlock ? logfmtHeader(largest, smallest) : LogfmtHeader{0, 0};
+}
+
+unsigned bitOf(const std::byte* plane, size_t i) { return (unsigned(plane[i / 8]) >> (i % 8)) & 1; }
+
+void expectLogfmtAsDefined(const RowFunctions& rows, const Row& row) {
+  Guarded coded(logfmtRowBytes(row.size()), 0);
+  const auto* start = coded.as<std::byte>();
+  const size_t bytes = rows.encodeLogfmtRow(row.data(), row.size(), coded.as<std::byte>());
+  ASSERT_EQ(bytes, logfmtEncodedBytes(start, row.size()));
+  const auto* block = start + logfmtPrefixBytes(row.size());
+  for (size_t begin = 0; begin < row.size(); begin += kBlock) {
+    const size_t channels = std::min(kBlock, row.size() - begin);
+    const LogfmtHeader defined = definedHeader(&row[begin], channels);
+    LogfmtHeader header;
+    std::memcpy(&header, start + begin / kBlock * 4, 4);
+    ASSERT_EQ(header.largest, defined.largest);
+    ASSERT_EQ(header.step, defined.step);
+    for (size_t i = 0; i < channels; ++i) {
+      const uint16_t value = row[begin + i];
+      if (header.step == 0) {
+        ASSERT_EQ(std::memcmp(block + 2 * i, &value, 2), 0);
+        continue;
       }
+      ASSERT_EQ(unsigned(block[i]) | bitOf(block + kLogfmtNinthBits, i) << 8,
+                logfmtCode(bf16Magnitude(value), header));
+      ASSERT_EQ(bitOf(block + kLogfmtSigns, i), value >> 15);
     }
+    block += logfmtBlockBytes(header, uint32_t(channels));
+  }
+  ASSERT_EQ(block, start + bytes);
+}
+
+TEST_P(RowsTest, EncodesEveryKindOfRowAsDefined) {
+  for (const size_t hidden : kHiddens)
+    for (const Kind kind : kKinds)
+      ASSERT_NO_FATAL_FAILURE(expectLogfmtAsDefined(rows, rowOf(kind, hidden, unsigned(hidden))));
+}
+
+TEST_P(RowsTest, EncodesEveryMagnitudeAsDefined) {
+  for (const uint16_t largest : {0x1f80, 0x3f80, 0x3fff, 0x4b11, 0x7f7f}) {
+    for (const int octaves : {0, 1, 2, 3, 8, 32}) {
+      const int smallest = largest - octaves * 128 - octaves % 3;
+      // Below 32 octaves everything goes to zero or to the first code.
+      Row row;
+      for (int value = largest; value >= std::max(1, smallest - octaves / 32 * 512); --value) {
+        if (row.size() % kBlock == 0) row.insert(row.end(), {largest, uint16_t(smallest)});
+        row.push_back(uint16_t(value | (value % 3 == 0 ? 0x8000 : 0)));
+      }
+      row.resize(scalesOf(row.size()) * kBlock, largest);
+      ASSERT_NO_FATAL_FAILURE(expectLogfmtAsDefined(rows, row));
+    }
+  }
+}
+
+// A magnitude in the middle between those of two codes is rare.
+TEST_P(RowsTest, TheLowerOfTwoCodesAsNearIsTaken) {
+  struct Tie {
+    uint16_t smallest, middle, lower;
+  };
+  for (const Tie tie : {Tie{0x3eeb, 0x3f20, 203}, Tie{0x3cfe, 0x3e8a, 318}, {0x2fb1, 0x3115, 45}}) {
+    Row row(kBlock, 0x3f80);
+    row[0] = tie.smallest;
+    row[1] = tie.middle;
+    Buffer coded(logfmtRowBytes(kBlock));
+    rows.encodeLogfmtRow(row.data(), kBlock, coded.data());
+    const std::byte* block = coded.data() + logfmtPrefixBytes(kBlock);
+    EXPECT_EQ(unsigned(block[1]) | bitOf(block + kLogfmtNinthBits, 1) << 8, tie.lower);
   }
 }
 
 // A row of LogFMT, as floats.
 std::vector<float> decoded(const Row& row) {
   std::vector<float> values;
-  for (size_t begin = 0; begin < row.size(); begin += kBlock) {
-    const size_t end = std::min(row.size(), begin + kBlock);
-    uint16_t largest = 0, smallest = 0xffff;
-    for (size_t i = begin; i < end; ++i) {
-      largest = std::max(largest, bf16Magnitude(row[i]));
-      if (bf16Magnitude(row[i]) != 0) smallest = std::min(smallest, bf16Magnitude(row[i]));
-    }
-    const LogfmtHeader header =
-        end - begin == kBlock ? logfmtHeader(largest, smallest) : LogfmtHeader{0, 0};
-    for (size_t i = begin; i < end; ++i) {
-      const float magnitude =
-          logfmtMagnitude(header.step == 0 ? 0 : logfmtCode(bf16Magnitude(row[i]), header), header);
-      values.push_back(header.step == 0 ? bf16ToFloat(row[i])
-                                        : (row[i] >> 15 ? -magnitude : magnitude));
+  for (size_t i = 0; i < row.size(); ++i) {
+    const size_t begin = i / kBlock * kBlock;
+    const LogfmtHeader header = definedHeader(&row[begin], std::min(kBlock, row.size() - begin));
+    if (header.step == 0) {
+      values.push_back(bf16ToFloat(row[i]));
+    } else {
+      const float magnitude = logfmtMagnitude(logfmtCode(bf16Magnitude(row[i]), header), header);
+      values.push_back(row[i] >> 15 ? -magnitude : magnitude);
     }
   }
   return values;
@@ -280,6 +319,17 @@ TEST_P(RowsTest, CombinesEncodedRowsAsDefined) {
       }
     }
   }
+}
+
+TEST_P(RowsTest, HeadersThatAreGarbageLeadNowhere) {
+  constexpr size_t kHidden = kBlock + 1;
+  Guarded garbage(logfmtRowBytes(kHidden), 0);
+  std::memset(garbage.as<void>(), 0x11, logfmtRowBytes(kHidden));
+  EXPECT_LE(logfmtEncodedBytes(garbage.as<std::byte>(), kHidden), logfmtRowBytes(kHidden));
+  Row out(kHidden);
+  const WeightedRow weighted{garbage.as<void>(), 1};
+  rows.combineLogfmtRows({&weighted, 1}, kHidden, out.data());
+  EXPECT_EQ(out[kBlock], 0x1111) << "a short block is raw, whatever its header says";
 }
 
 TEST_P(RowsTest, LogfmtLosesLittleAndSavesAThird) {
