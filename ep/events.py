@@ -56,10 +56,11 @@ class Operation:
                 self._take_last_steps()
 
     def _take_last_steps(self) -> None:
+        """Whoever comes second waits until they are done."""
         with _LAST_STEPS:
-            steps, self._last_steps = self._last_steps, ()
-            for step in steps:
+            for step in self._last_steps:
                 step()
+            self._last_steps = ()
 
     def missing_contributions(self) -> torch.Tensor:
         """Waits."""

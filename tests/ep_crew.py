@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mooncake.ep import Buffer, reference, runtime
+from mooncake.ep import Buffer, fp8, reference, runtime
 from mooncake.mooncake_ep_buffer import Buffer as MooncakeBuffer
 from mooncake_backend import extension
 
@@ -122,7 +122,7 @@ def check_dispatch(
         same_bits(recv_x[local, :count], one.rows)
         if scales is not None:
             same_bits(scales[local, :count], one.scales)
-            rows[local, :count] = reference.cast_back(one.rows, one.scales)
+            rows[local, :count] = fp8.cast_back(one.rows, one.scales)
         else:
             rows[local, :count] = one.rows
     return rows
@@ -165,7 +165,7 @@ def all_answers(
                 active=active, **cast,
             )
         ):  # fmt: skip
-            back = reference.cast_back(one.rows, one.scales) if one.scales.size(1) else one.rows
+            back = fp8.cast_back(one.rows, one.scales) if one.scales.size(1) else one.rows
             rows[local, : len(back)] = answers(back, mine[local])
         of_all.append(rows)
     return of_all

@@ -255,12 +255,12 @@ class EpBuffer:
 
     @staticmethod
     def _cast(x, use_fp8, round_scale, use_ue8m0):
-        from mooncake.ep import reference
+        from mooncake.ep import fp8
 
         if not use_fp8:
             return x.clone(), None
-        values, scales = reference.cast_to_fp8(x, round_scale)
-        return values, reference.pack_ue8m0(scales) if use_ue8m0 else scales
+        values, scales = fp8.cast_to_fp8(x, round_scale)
+        return values, fp8.pack_ue8m0(scales) if use_ue8m0 else scales
 
     # ---- combine
 

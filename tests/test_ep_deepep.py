@@ -11,7 +11,7 @@ import harness
 import pytest
 import torch
 
-from mooncake.ep import Buffer, Config, EventHandle, EventOverlap, reference
+from mooncake.ep import Buffer, Config, EventHandle, EventOverlap, fp8
 from mooncake.ep.on_path.deep_ep.utils import math, testing
 from mooncake_backend import extension
 
@@ -169,8 +169,8 @@ def test_casts(hidden):
     values, scales = math.per_token_cast_to_fp8(x)
     assert scales.shape == (5, -(-hidden // 128))
     torch.testing.assert_close(math.per_token_cast_back(values, scales), x, rtol=0.07, atol=0.02)
-    values, scales = reference.cast_to_fp8(x, round_scale=True)
-    packed = reference.pack_ue8m0(scales)
+    values, scales = fp8.cast_to_fp8(x, round_scale=True)
+    packed = fp8.pack_ue8m0(scales)
     assert packed.shape == (5, -(-hidden // 512))
     back = math.per_token_cast_back(values, packed)
     assert torch.equal(back, math.per_token_cast_back(values, scales))
@@ -180,9 +180,9 @@ def test_casts(hidden):
 
 def test_scales_are_the_least_powers_of_two_that_suffice():
     x = torch.tensor([[448.0, 449.0, 896.0, 1.0, 0.0]]).t().bfloat16()
-    _, scales = reference.cast_to_fp8(x, round_scale=True)
+    _, scales = fp8.cast_to_fp8(x, round_scale=True)
     assert scales.flatten().tolist() == [1.0, 1.0, 2.0, 2.0**-8, 2.0**-22]
-    _, scales = reference.cast_to_fp8(x)
+    _, scales = fp8.cast_to_fp8(x)
     expected = x.float().clamp(min=1e-4) / 448
     assert torch.equal(scales, expected)
 

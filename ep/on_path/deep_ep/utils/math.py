@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mooncake.ep import reference
+from mooncake.ep import fp8
 
 Tensor = torch.Tensor
 
@@ -18,7 +18,7 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """float8_e4m3fn [n, h], float32 scales [n, ceil(h / 128)]"""
-    values, scales = reference.cast_to_fp8(x)
+    values, scales = fp8.cast_to_fp8(x)
     return values, scales
 
 
@@ -26,7 +26,7 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
     """bfloat16; of scales, or of four exponents in each int32."""
     if x_fp8.numel() == 0:
         return x_fp8.bfloat16()
-    rows: Tensor = reference.cast_back(x_fp8, x_scales.reshape(len(x_fp8), -1))
+    rows: Tensor = fp8.cast_back(x_fp8, x_scales.reshape(len(x_fp8), -1))
     return rows
 
 
