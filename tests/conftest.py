@@ -90,10 +90,10 @@ def crews(two_hosts: Callable[[], hosts.Hosts]) -> Iterator[Crews]:
     crews.close()
 
 
-@pytest.fixture(params=ep_crew.KINDS)
-def ep(request: pytest.FixtureRequest, crews: Crews) -> ep_crew.EpCrew:
-    """Four ranks, with the native buffer of expert parallelism or its double."""
-    return ep_crew.EpCrew(request.param, lambda: crews.get("shm", ep_crew.SIZE))
+@pytest.fixture
+def ep(crews: Crews) -> ep_crew.EpCrew:
+    """Four ranks for expert parallelism."""
+    return ep_crew.EpCrew(lambda: crews.get("shm", ep_crew.SIZE))
 
 
 @pytest.fixture(autouse=True)

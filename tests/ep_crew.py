@@ -1,5 +1,4 @@
-"""Ranks that dispatch and combine, with the native buffer or its double (ep_double.py), and what
-they need to compare with the reference."""
+"""Ranks that dispatch and combine, and what they need to compare with the reference."""
 
 from __future__ import annotations
 
@@ -7,40 +6,24 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import ep_double
 import harness
-import pytest
 import torch
 import torch.distributed as dist
 
-from mooncake.ep import Buffer, fp8, reference, runtime
+from mooncake.ep import Buffer, fp8, reference
 from mooncake.mooncake_ep_buffer import Buffer as MooncakeBuffer
-from mooncake_backend import extension
 
-KINDS = ["native", "double"]
 SIZE = 4
 
 
 class EpCrew:
-    """A crew whose ranks have that kind of buffer."""
+    """A crew that is made when a test calls it first."""
 
-    def __init__(self, kind: str, crew: Callable[[], harness.Crew]) -> None:
-        if kind == "native" and not hasattr(extension.load(), "EpBuffer"):
-            pytest.skip("the extension has no EpBuffer")
-        self.kind, self.crew = kind, crew
+    def __init__(self, crew: Callable[[], harness.Crew]) -> None:
+        self.crew = crew
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.crew().call(with_kind, self.kind, function, *args)
-
-
-def with_kind(me: harness.Rank, kind: str, function: Callable[..., Any], *args: Any) -> Any:
-    if kind == "native":
-        return function(me, *args)
-    remove = ep_double.install(runtime)
-    try:
-        return function(me, *args)
-    finally:
-        remove()
+        return self.crew().call(function, *args)
 
 
 def deepep_buffer(tokens: int, hidden: int, experts: int, group: Any = None, **more: Any) -> Buffer:

@@ -12,7 +12,7 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from ep_crew import check_combine, check_dispatch, my_answers, same_bits, with_kind
+from ep_crew import check_combine, check_dispatch, my_answers, same_bits
 from harness import raised, until
 
 from mooncake.ep import reference
@@ -33,7 +33,7 @@ def over(transports, **more):
 @contextlib.contextmanager
 def crew(ep, function, *args, size=SIZE, **options):
     options = {**over("shm"), **options}
-    with harness.starting(size, with_kind, ep.kind, function, *args, **options) as ranks:
+    with harness.starting(size, function, *args, **options) as ranks:
         yield ranks
 
 
@@ -224,8 +224,6 @@ def anywhere_on_rank(me, victim, group_of):
 @pytest.mark.parametrize("group_of", [OURS, FOREIGN])
 @pytest.mark.parametrize("victim", [0, 3])
 def test_killed_anywhere(ep, victim, group_of, transports):
-    if (ep.kind, group_of) == ("double", FOREIGN):
-        pytest.skip("the double is lost where gloo is")
     arguments = (victim, group_of)
     with crew(ep, anywhere_on_rank, *arguments, **over(transports)) as ranks:
         for rank in range(SIZE):
@@ -283,8 +281,6 @@ def stopped_on_rank(me, victim, where):
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_stopped(ep, victim, where, transports):
-    if ep.kind == "double":
-        pytest.skip("a rank that comes back is the native buffer's")
     options = over(transports, MOONCAKE_FAILURE_TIMEOUT_MS=str(int(SHORT * 1000)))
     with crew(ep, stopped_on_rank, victim, where, **options) as ranks:
         ranks.board.wait("victim")

@@ -72,14 +72,14 @@ def cases(draw):
 @settings(max_examples=EXAMPLES)
 @given(case=cases())
 def test_shapes(ep, case):
-    ep.call(on_rank, ep.kind, case)
+    ep.call(on_rank, "shm", case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=EXAMPLES)
 @given(case=cases())
 def test_shapes_over_wires(layout, crews, case):
-    native = ep_crew.EpCrew("native", lambda: crews.get(layout, SIZE))
+    native = ep_crew.EpCrew(lambda: crews.get(layout, SIZE))
     native.call(on_rank, layout, case)
 
 

@@ -74,7 +74,7 @@ struct CombineCall {
   std::shared_ptr<Handle> handle;
 
   uint16_t* combined = nullptr;  // [tokens][hidden]
-  bool* missing = nullptr;       // [tokens]
+  bool* missing = nullptr;       // by token
   int64_t* waits = nullptr;
 };
 

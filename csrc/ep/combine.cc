@@ -69,6 +69,9 @@ class Combine final : public Algorithm {
   void stage(const Operation& op) const {
     if (call_.isInPlace) return;
     std::byte* const staging = memory_.send(op.number());
+    size_t rows = 0;
+    for (const auto& range : handle_.ranges) rows += range.count;
+    const CopyHint hint = copyHint(rows * bf16Bytes(shape_.hidden));
     for (const int r : op.ranks()) {
       if (r == op.rank() && !call_.usesLogfmt) continue;  // read where they stand
       forRowsOf(r, [&](size_t row) {
@@ -77,7 +80,7 @@ class Combine final : public Algorithm {
         if (call_.usesLogfmt) {
           encodeLogfmtRow(reinterpret_cast<const uint16_t*>(from), shape_.hidden, to);
         } else {
-          copyRow(to, from, bf16Bytes(shape_.hidden));
+          copyRow(to, from, bf16Bytes(shape_.hidden), hint);
         }
       });
     }

@@ -120,7 +120,7 @@ class Dispatch final : public Algorithm {
   void writeRow(size_t token, std::byte* to) const {
     const uint16_t* row = call_.x + token * shape_.hidden;
     if (call_.format == RowFormat::kBf16) {
-      copyRow(to, row, bf16Bytes(shape_.hidden));
+      copyRow(to, row, bf16Bytes(shape_.hidden), CopyHint::kCached);
     } else {
       castRowToFp8(row, shape_.hidden, call_.format == RowFormat::kFp8Rounded,
                    reinterpret_cast<uint8_t*>(to + scaleBytes(shape_.hidden)),
@@ -246,9 +246,10 @@ class Dispatch final : public Algorithm {
     const bool isFp8 = call_.format != RowFormat::kBf16;
     const size_t channels = isFp8 ? shape_.hidden : bf16Bytes(shape_.hidden);
     const size_t skip = isFp8 ? scaleBytes(shape_.hidden) : 0;
+    const CopyHint hint = copyHint(arrivals_.size() * channels);
     for (const Arrival& arrival : arrivals_) {
       const size_t row = arrival.expert * perExpert + arrival.place;
-      copyRow(call_.rows + row * channels, arrival.row + skip, channels);
+      copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint);
       if (isFp8) copyScales(arrival, perExpert);
     }
   }

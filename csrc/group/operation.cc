@@ -194,8 +194,6 @@ Status Operation::awaitBegun(int rank) {
                                  ". Nothing was changed; make all ranks call the same operation"});
 }
 
-Status Operation::awaitAllBegun() { return awaitAllBegun(nullptr); }
-
 Status Operation::awaitAllBegun(const std::function<void(int)>& onBegun) {
   for (; begunSeen_ < ranks().size(); ++begunSeen_) {
     MOONCAKE_TRY(awaitBegun(ranks()[begunSeen_]));

@@ -73,9 +73,8 @@ class Operation {
   // How many take part that do not map us: so many puts each stage costs.
   size_t unmapped() const;
 
-  Status awaitAllBegun();
-  // Tells of each when it has been seen, in the order of ranks().
-  Status awaitAllBegun(const std::function<void(int rank)>& onBegun);
+  // `onBegun` is told of each when it has been seen, in the order of ranks().
+  Status awaitAllBegun(const std::function<void(int rank)>& onBegun = {});
   // What the rank published; only once it has begun.
   const Slot& slot(int rank) const { return *slots(rank); }
   // It was put to us alone, once the rank has begun: see beginSplit().
