@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import ep_crew
 import pytest
 import torch
 import torch.distributed as dist
 from ep_crew import SIZE, check_combine, check_dispatch, my_answers, round_trip, same_bits
-from harness import raised
+from harness import raised, until
 
 from mooncake.ep import reference
 from mooncake.ep.on_path.deep_ep.utils import math as deep_ep_math
@@ -592,9 +595,19 @@ def dropped_on_rank(me, waits):
     mine = inputs[me.rank]
     for _ in range(20):
         drop(ep_crew.deepep_buffer(4, 256, EXPERTS), mine, waits)
+    until(lambda: "mooncake-ep" not in threads(), "the threads of the buffers to end")
     buffer = ep_crew.deepep_buffer(4, 256, EXPERTS)
     round_trip(me, buffer, inputs, 4, EXPERTS)
     buffer.destroy()
+
+
+def threads():
+    """Names of those that this process has."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            names.append((task / "comm").read_text().strip())
+    return names
 
 
 def drop(buffer, mine, waits):
