@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import ep_crew
 import pytest
 import torch
 import torch.distributed as dist
 from ep_crew import SIZE, check_combine, check_dispatch, my_answers, round_trip, same_bits
-from harness import raised
+from harness import raised, until
 
 from mooncake.ep import reference
 from mooncake.ep.on_path.deep_ep.utils import math as deep_ep_math
@@ -580,3 +583,47 @@ def test_tensors_elsewhere_go_through_the_cpu(ep):
 def test_same_bits_finds_a_wrong_bit():
     with pytest.raises(AssertionError, match="1 of 16 bytes differ"):
         same_bits(torch.zeros(4), torch.tensor([0, 0, -0.0, 0]))
+
+
+# ---- what is let go of
+
+
+def dropped_on_rank(me, waits):
+    """A Buffer and all that it returned are let go of while its thread still has the tensors of
+    the last call in its hands, or still runs it."""
+    inputs = ep_crew.inputs(10, [4, 2, 3, 4], 256, 3, EXPERTS)
+    mine = inputs[me.rank]
+    for _ in range(20):
+        drop(ep_crew.deepep_buffer(4, 256, EXPERTS), mine, waits)
+    until(lambda: "mooncake-ep" not in threads(), "the threads of the buffers to end")
+    buffer = ep_crew.deepep_buffer(4, 256, EXPERTS)
+    round_trip(me, buffer, inputs, 4, EXPERTS)
+    buffer.destroy()
+
+
+def threads():
+    """Names of those that this process has."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            names.append((task / "comm").read_text().strip())
+    return names
+
+
+def drop(buffer, mine, waits):
+    found = buffer.low_latency_dispatch(
+        mine.x.clone(), mine.topk_idx.clone(), 4, EXPERTS, use_fp8=False, async_finish=True
+    )
+    found[3].current_stream_wait()
+    event = buffer.low_latency_combine(
+        found[0], mine.topk_idx.clone(), mine.weights.clone(), found[2], async_finish=True
+    )[1]
+    if waits:
+        event.current_stream_wait()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_everything_is_let_go_of(ep, waits):
+    if ep.kind == "double" and not waits:
+        pytest.skip("the double's thread calls the group beside us")
+    ep.call(dropped_on_rank, waits)

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <optional>
 #include <random>
+#include <thread>
 
 #include <ATen/ATen.h>
 #include <pybind11/chrono.h>
@@ -104,6 +105,21 @@ Bytes randomKey() {
   return key;
 }
 
+// Ends where the last tensor of its memory is let go of: with Python's lock, which the buffer's
+// thread may be waiting for, or on that thread, which cannot wait for its own end.
+std::shared_ptr<ep::Buffer> withPython(std::shared_ptr<ep::Buffer> buffer) {
+  ep::Buffer* const raw = buffer.get();
+  return {raw, [buffer = std::move(buffer)](ep::Buffer*) mutable {
+            if (buffer->isOwnThread()) {
+              std::thread([ending = std::move(buffer)]() mutable { ending.reset(); }).detach();
+              return;
+            }
+            std::optional<py::gil_scoped_release> unlocked;
+            if (PyGILState_Check()) unlocked.emplace();
+            buffer.reset();
+          }};
+}
+
 class EpBuffer {
  public:
   using PythonExchange = std::function<std::vector<py::bytes>(py::bytes)>;
@@ -128,7 +144,7 @@ class EpBuffer {
     py::gil_scoped_release unlocked;
     auto made = ep::Buffer::create(std::move(group), bytes);
     throwIfError(made.status());
-    buffer_ = std::move(*made);
+    buffer_ = withPython(std::move(*made));
   }
 
   ~EpBuffer() {

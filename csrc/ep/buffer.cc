@@ -117,11 +117,12 @@ void Buffer::runThread() {
   for (;;) {
     changed_.wait(lock, [&] { return !isRunning_ && (isClosed_ || !tasks_.empty()); });
     if (tasks_.empty()) return;
-    const auto task = std::move(tasks_.front());
+    auto task = std::move(tasks_.front());
     tasks_.pop_front();
     isRunning_ = true;
     lock.unlock();
     finish(*task, task->run_());
+    task.reset();  // may give memory back, and wait for Python's lock to do so
     lock.lock();
   }
 }

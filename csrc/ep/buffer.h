@@ -68,8 +68,9 @@ class Buffer {
   // Until it is done: every call has a deadline of its own.
   void await(const Task& task, const std::function<void()>& nowAndThen);
 
-  // Nothing runs afterwards, and the group is left. Once.
+  // Nothing runs afterwards, and the group is left. Once, and not on the buffer's own thread.
   void close(Deadline deadline);
+  bool isOwnThread() const { return thread_.get_id() == std::this_thread::get_id(); }
 
  private:
   Buffer(std::unique_ptr<Group> group, size_t bytes) : group_(std::move(group)), bytes_(bytes) {}
