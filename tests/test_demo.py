@@ -38,8 +38,14 @@ def test_a_killed_rank_ends_its_own_sentences_only():
         assert len(one.characters) == mixture.LENGTH
         assert {len(characters) for characters in one.characters} == {len(one.prompts)}
         assert one.active == [[1] * RANKS] * kill_at + [lost] * (mixture.LENGTH - kill_at)
-        # Its experts are missing when it dies, and are not asked again.
-        assert [place for place, rows in enumerate(one.missing) if rows] in ([], [kill_at])
+        asking = [
+            [sentence for sentence, ranks in enumerate(asked) if VICTIM in ranks]
+            for asked in one.asked
+        ]
+        assert one.missing[:kill_at] == [[]] * kill_at
+        # Whoever asked it for the character at which it died, and nobody asks it again.
+        assert one.missing[kill_at:] == asking[kill_at:]
+        assert not any(asking[kill_at + 1 :])
         assert sorted(one.loss) == ["avoided", "missing", "whole"]
         assert one.loss["missing"] != one.loss["whole"]
         assert one.loss["avoided"] != one.loss["whole"]

@@ -47,7 +47,9 @@ class Shared:
 
     def __init__(self, buffer: Buffer, active: Tensor, experts: Experts) -> None:
         self.buffer, self.active, self.experts = buffer, active, experts
-        self.missing = torch.zeros(0, dtype=torch.bool)  # per row of the last combine
+        # Of the last call, per row: the ranks of the chosen experts; whether one did not answer.
+        self.asked = torch.empty(0)
+        self.missing = torch.empty(0)
         self.dies = False  # between dispatch and combine
 
     def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -65,6 +67,7 @@ class Shared:
         mixed, event, _ = self.buffer.low_latency_combine(
             answers, chosen, weights, handle, active_ranks=self.active
         )
+        self.asked = chosen // EXPERTS_OF_A_RANK
         self.missing = event.missing_contributions
         summed: Tensor = mixed.float()
         return summed
@@ -158,16 +161,21 @@ class Rank:
             # For the hash: the three before it; keys and values of all are in `past`.
             symbols = torch.cat([symbols[:, -LOOK_BACK:], drawn], 1)
             seconds = time.perf_counter() - started
-            # The first one read the whole prompt: of each sentence, the last row counts.
-            missing = torch.stack([one.missing.view(SENTENCES, -1)[:, -1] for one in self.shared])
+            missing = torch.cat([_last(one.missing) for one in self.shared], 1)
             self.write(
                 characters=self.text.words(drawn[:, 0]),
                 seconds=seconds,
-                missing=missing.any(0).nonzero()[:, 0].tolist(),
+                asked=torch.cat([_last(one.asked) for one in self.shared], 1).tolist(),
+                missing=missing.any(1).nonzero()[:, 0].tolist(),
                 active=self.active.tolist(),
             )
             self.avoid_the_lost()
             self.progress("generate")
+
+
+def _last(rows: Tensor) -> Tensor:
+    """[SENTENCES, x] of each sentence's last row: the first call had those of the prompts too."""
+    return rows.view(SENTENCES, len(rows) // SENTENCES, -1)[:, -1]
 
 
 def main() -> None:

@@ -115,13 +115,12 @@ def _draw_sentences(job: Mixture, axis: Any) -> None:
     title = "its sentences"
     if job.killed_at is not None:
         loss = job.survivors[0].loss
-        axis.plot(*zip(*hits, strict=True), "k.", label="an expert's answer is missing")
-        axis.legend(loc="lower left")
         title += f"; nats per character of other text: {loss['whole']:.2f},\n"
         title += f"without rank {job.victim}'s experts {loss['missing']:.2f}, "
         title += f"if routers avoid them {loss['avoided']:.2f}"
     axis.set_title(title, fontsize="medium")
-    axis.set_xlabel("character")
+    axis.plot([place for place, _ in hits], [line for _, line in hits], "k.")
+    axis.set_xlabel("character (dot: an expert's answer was missing)")
     axis.invert_yaxis()
 
 

@@ -26,6 +26,7 @@ class Author:
     prompts: list[str]
     characters: list[str]  # one of each sentence
     seconds: list[float]
+    asked: list[list[list[int]]]  # of each sentence, the ranks of the experts it was sent to
     missing: list[list[int]]  # the sentences whose experts did not all answer
     active: list[list[int]]  # the ranks that this one knew to be there
     loss: dict[str, float]  # per held-out character; a killed rank has none
