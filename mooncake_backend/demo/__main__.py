@@ -1,11 +1,12 @@
 """python -m mooncake_backend.demo: train on each backend in turn, and on ours once more with a rank
-that is killed; then compare."""
+that is killed; then generate text with a mixture of experts, and kill one of its ranks too."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 try:
     from rich.console import Console
@@ -14,17 +15,22 @@ except ImportError:
     sys.exit("the demo needs its extra packages: pip install 'mooncake-backend[demo]'")
 
 from mooncake_backend.demo.launch import Kill, Run, RunError, launch
+from mooncake_backend.demo.mixture import LENGTH
 from mooncake_backend.demo.model import documents
 from mooncake_backend.demo.report import show
+from mooncake_backend.demo.sentences import Mixture, generate
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mooncake_backend.demo", description=__doc__)
     parser.add_argument("--backends", default="mooncake,gloo", help="comma-separated, run in turn")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--victim", type=int, default=2, help="the rank to kill at half time; -1 for none"
+        "--expert-steps", type=int, default=120, help="of the mixture of experts; 0 leaves it out"
+    )
+    parser.add_argument(
+        "--victim", type=int, default=2, help="the rank to kill at half time; -1: none"
     )
     parser.add_argument("--deadline", type=float, default=240, help="seconds that one run may take")
     parser.add_argument("--picture", type=Path, default=Path("build/demo.png"))
@@ -33,8 +39,8 @@ def main() -> int:
 
     files = given.text or documents()
     size = sum(file.stat().st_size for file in files)
-    if size < 2000:
-        parser.error("no text to learn from: start this in a clone, or give --text FILE")
+    if size < 10_000:
+        parser.error(f"{size} characters are too few to learn from: give more files by --text")
 
     # Rank 0 reports, so it is not the one to kill here; it could be.
     if given.victim == 0 or given.victim >= given.ranks:
@@ -49,26 +55,43 @@ def main() -> int:
     console = Console()
     console.print(f"learning {size} characters from {len(files)} documents")
     runs: list[Run] = []
+    job: Mixture | None = None
+    victim = given.victim if given.victim > 0 else None
     columns = (
         TextColumn("{task.description:>23}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(),
     )
     try:
         with Progress(*columns, console=console) as progress:
-            for backend, victim in plan:
-                name = Run(backend, victim).name
-                task = progress.add_task(name, total=given.steps, loss="-")
+            for backend, kill in plan:
+                name = Run(backend, kill).name
+                task = progress.add_task(name, total=given.steps, loss="")
 
                 def on_step(loss: float, task=task) -> None:  # type: ignore[no-untyped-def]
-                    progress.update(task, advance=1, loss=f"{loss:.3f}")
+                    progress.update(task, advance=1, loss=f"loss {loss:.3f}")
 
                 runs.append(
-                    launch(
-                        backend, given.ranks, given.steps, files, given.deadline, on_step, victim
+                    launch(backend, given.ranks, given.steps, files, given.deadline, on_step, kill)
+                )
+            if survives and given.expert_steps > 0:
+                steps = {"learn": given.expert_steps, "generate": LENGTH}
+                tasks = {
+                    phase: progress.add_task(f"experts {phase}", total=total, loss="", start=False)
+                    for phase, total in steps.items()
+                }
+
+                def on_report(report: dict[str, Any]) -> None:
+                    task, loss = tasks[report["phase"]], report["loss"]
+                    progress.start_task(task)
+                    progress.update(
+                        task, advance=1, loss="" if loss is None else f"loss {loss:.3f}"
                     )
+
+                job = generate(
+                    given.ranks, given.expert_steps, files, given.deadline, victim, on_report
                 )
     except RunError as error:
         console.print(str(error), style="red", markup=False)
@@ -76,7 +99,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("stopped")
         return 130
-    show(runs, given.ranks, given.picture, console)
+    show(runs, job, given.ranks, given.picture, console)
     return 0
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,40 @@ def launch(
 ) -> Run:
     """Trains with `ranks` processes within `deadline` seconds; leaves no process behind."""
     run = Run(backend, kill)
+    arguments = ["--backend", backend, "--steps", str(steps)]
+    if kill:
+        arguments += ["--victim", str(kill.rank), "--kill-at", str(kill.step)]
+
+    def on_report(report: dict[str, Any]) -> None:
+        run.losses.append(report["loss"])
+        run.seconds.append(report["seconds"])
+        run.ranks.append(report["ranks"])
+        on_step(report["loss"])
+
+    arguments += map(str, files)
+    run.endings = start_ranks("train", arguments, ranks, deadline, run.name, on_report)
+    return run
+
+
+def start_ranks(
+    module: str,
+    arguments: list[str],
+    ranks: int,
+    deadline: float,
+    name: str,
+    on_report: Callable[[dict[str, Any]], None],
+) -> str:
+    """Runs a module of the demo: on_report gets each line of rank 0. Returns how all ended."""
     with tempfile.TemporaryDirectory(prefix="mooncake-demo-") as folder:
         command = [sys.executable, "-m", "mooncake_backend.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "--log-dir", folder]
         # stdout is rank 0's; what all ranks write to stderr is kept for the last words.
         command += ["--local-ranks-filter", "0", "--redirects", "2"]
-        command += ["-m", "mooncake_backend.demo.train", "--backend", backend]
-        command += ["--steps", str(steps)]
-        if kill:
-            command += ["--victim", str(kill.rank), "--kill-at", str(kill.step)]
+        command += ["-m", f"mooncake_backend.demo.{module}", *arguments]
         log = Path(folder, "launcher.log")
         with log.open("wb") as launcher_log:
             launcher = subprocess.Popen(
-                [*command, *map(str, files)],
+                command,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -74,7 +96,7 @@ def launch(
                 start_new_session=True,
             )
         try:
-            _follow(run, launcher, time.monotonic() + deadline, on_step)
+            _follow(launcher, time.monotonic() + deadline, name, on_report)
         except RunError as error:
             raise RunError(f"{error}\n{_last_words(Path(folder))}") from None
         finally:
@@ -82,12 +104,14 @@ def launch(
             if launcher.stdout:
                 launcher.stdout.close()
         _, _, table = log.read_text(encoding="utf-8", errors="replace").rpartition("mooncake-run: ")
-        run.endings = f"mooncake-run: {table}".rstrip()
-    return run
+        return f"mooncake-run: {table}".rstrip()
 
 
 def _follow(
-    run: Run, launcher: subprocess.Popen[bytes], end: float, on_step: Callable[[float], None]
+    launcher: subprocess.Popen[bytes],
+    end: float,
+    name: str,
+    on_report: Callable[[dict[str, Any]], None],
 ) -> None:
     output = launcher.stdout
     assert output is not None
@@ -96,7 +120,7 @@ def _follow(
     pending = b""
     while True:
         if time.monotonic() > end:
-            raise RunError(f"{run.backend}: not done in time")
+            raise RunError(f"{name}: not done in time")
         if not selector.select(timeout=0.2):
             continue
         data = os.read(output.fileno(), 1 << 16)
@@ -104,17 +128,13 @@ def _follow(
             break
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
-            report = json.loads(line)
-            run.losses.append(report["loss"])
-            run.seconds.append(report["seconds"])
-            run.ranks.append(report["ranks"])
-            on_step(report["loss"])
+            on_report(json.loads(line))
     try:
         code = launcher.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise RunError(f"{run.backend}: not done in time") from None
+        raise RunError(f"{name}: not done in time") from None
     if code != 0:
-        raise RunError(f"{run.backend}: mooncake-run ended with {code}")
+        raise RunError(f"{name}: mooncake-run ended with {code}")
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:

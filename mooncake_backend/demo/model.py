@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+import signal
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+PR_SET_PDEATHSIG = 1
 
 
 class CharModel(nn.Module):
@@ -44,19 +49,36 @@ class Text:
     """Every character of the documents, as a number."""
 
     def __init__(self, files: list[Path]) -> None:
-        content = "\n".join(file.read_text(encoding="utf-8") for file in files)
-        alphabet = sorted(set(content))
-        number = {character: index for index, character in enumerate(alphabet)}
-        self.symbols = len(alphabet)
-        self.data = torch.tensor([number[character] for character in content])
+        self.content = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        self.alphabet = sorted(set(self.content))
+        number = {character: index for index, character in enumerate(self.alphabet)}
+        self.symbols = len(self.alphabet)
+        self.data = torch.tensor([number[character] for character in self.content])
 
     def batch(self, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         starts = torch.randint(len(self.data) - context - 1, (size, 1), generator=generator)
         index = starts + torch.arange(context)
         return self.data[index], self.data[index + 1]
 
+    def words(self, symbols: Tensor) -> str:
+        return "".join(self.alphabet[symbol] for symbol in symbols.tolist())
+
+    def sentences(self, first: int, before: int, length: int) -> list[int]:
+        """Where sentences begin, from `first` on, that have so many characters before and after."""
+        begin, end = max(first, before), len(self.content) - length
+        found = [match.start() for match in re.finditer(r"(?<=\s)[A-Z][a-z]* [a-z]", self.content)]
+        return [place for place in found if begin <= place < end] or [begin]
+
 
 def documents() -> list[Path]:
-    """The project's own documents, where this file lies in a clone."""
-    root = Path(__file__).resolve().parents[2]
-    return sorted(root.glob("*.md")) + sorted(root.glob("docs/**/*.md"))
+    """The project's own documents in a clone; what is always there, our own sources, elsewhere."""
+    package = Path(__file__).resolve().parents[1]
+    root = package.parent
+    if (root / "docs" / "architecture.md").is_file():
+        return sorted(root.glob("*.md")) + sorted(root.glob("docs/**/*.md"))
+    return sorted(package.glob("**/*.py"))
+
+
+def die_with_launcher() -> None:
+    """A launcher that was killed cannot stop us."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from mooncake_backend.demo import sentences
 from mooncake_backend.demo.launch import Run
+from mooncake_backend.demo.sentences import Mixture
 
 WARM_UP = 10  # steps that also set up buckets, connections and caches
 
@@ -46,13 +49,25 @@ def aftermath(run: Run) -> str:
     )
 
 
-def picture(runs: list[Run], path: Path) -> None:
+def picture(runs: list[Run], job: Mixture | None, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, (loss, speed) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    rows = 1 if job is None else 2
+    figure, axes = pyplot.subplots(
+        rows, 2, figsize=(11, 4 * rows), layout="constrained", squeeze=False
+    )
+    _draw_training(runs, *axes[0])
+    if job is not None:
+        _draw_gap(job, axes[1][0])
+        _draw_sentences(job, axes[1][1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_training(runs: list[Run], loss: Any, speed: Any) -> None:
     for index, run in enumerate(runs):
         style = {"label": run.name, "color": f"C{index}", "linestyle": ("-", "--")[index % 2]}
         loss.plot(run.losses, **style)
@@ -67,15 +82,58 @@ def picture(runs: list[Run], path: Path) -> None:
     for axis in (loss, speed):
         axis.grid(alpha=0.3)
         axis.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
 
 
-def show(runs: list[Run], ranks: int, path: Path, console: Console) -> None:
+def _draw_gap(job: Mixture, axis: Any) -> None:
+    for one in job.authors:
+        # The first one reads the prompt too.
+        places = range(1, len(one.seconds))
+        label = f"rank {one.rank}" + ("" if one.finished else ", killed")
+        axis.plot(places, [1e3 * one.seconds[place] for place in places], label=label)
+    title = "mixture of experts: time per character"
+    if (at := job.killed_at) is not None:
+        gap = 1e3 * max(one.seconds[at] for one in job.survivors)
+        axis.axvline(at, color="C3", linestyle=":")
+        title += f", {gap:.1f} ms at the kill"
+    axis.set(title=title, xlabel="character", ylabel="ms")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def _draw_sentences(job: Mixture, axis: Any) -> None:
+    """A line for each sentence, from its first character to its last."""
+    line, ticks, hits = 0, {}, []
+    for one in job.authors:
+        first = line
+        for sentence in range(len(one.prompts)):
+            axis.barh(line, len(one.characters), height=0.7, color=f"C{one.rank}", alpha=0.5)
+            hits += [(place, line) for place, rows in enumerate(one.missing) if sentence in rows]
+            line += 1
+        ticks[(first + line - 1) / 2] = f"rank {one.rank}"
+    axis.set_yticks(list(ticks), list(ticks.values()))
+    title = "its sentences"
+    if job.killed_at is not None:
+        loss = job.survivors[0].loss
+        title += f"; nats per character of other text: {loss['whole']:.2f},\n"
+        title += f"without rank {job.victim}'s experts {loss['missing']:.2f}, "
+        title += f"if routers avoid them {loss['avoided']:.2f}"
+    axis.set_title(title, fontsize="medium")
+    axis.plot([place for place, _ in hits], [line for _, line in hits], "k.")
+    axis.set_xlabel("character (dot: an expert's answer was missing)")
+    axis.invert_yaxis()
+
+
+def show(runs: list[Run], job: Mixture | None, ranks: int, path: Path, console: Console) -> None:
     console.print(table(runs, ranks))
     for run in runs:
         if run.kill:
             console.print(aftermath(run))
             console.print(run.endings, markup=False, highlight=False, soft_wrap=True)
-    picture(runs, path)
+    if job is not None:
+        console.print(sentences.table(job))
+        for example in sentences.examples(job):
+            console.print(example)
+        console.print(sentences.aftermath(job))
+    picture(runs, job, path)
     console.print(f"picture: {path}")

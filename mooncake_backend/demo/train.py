@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import signal
@@ -15,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mooncake_backend.demo.model import CharModel, Text
+from mooncake_backend.demo.model import CharModel, Text, die_with_launcher
 
 CONTEXT = 64
 BATCH = 8
-PR_SET_PDEATHSIG = 1
 
 
 def train(text: Text, steps: int, kill_at: int | None) -> None:
@@ -58,8 +56,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     given = parser.parse_args()
 
-    # A launcher that was killed cannot stop us.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_launcher()
     torch.set_num_threads(1)
     dist.init_process_group(given.backend, timeout=timedelta(seconds=60))
     try:
