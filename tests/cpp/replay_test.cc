@@ -196,8 +196,8 @@ const ViewReplay::Step ViewReplay::kSteps[] = {
 
 // ---- flush.pml: decideFlush decides
 
-// A rank's report is made as FlushAgent::report makes it, what is decided is done as in
-// FlushAgent::act, only an operation at a time, as in the model.
+// A rank's report is made as FlushMachine::stopped makes it, what is decided is done as in
+// FlushMachine::act, only an operation at a time, as in the model.
 class FlushReplay {
  public:
   FlushReplay(int ranks, bool raises) : ranks_(ranks), raises_(raises) {}
