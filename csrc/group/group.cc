@@ -207,7 +207,7 @@ Status Group::start(Meeting meeting) {
   isCrowded_ = window_->fullyMapped() && spin_.pauses == 0;
   isOut_ = std::make_unique<std::atomic<bool>[]>(size_t(size()));
   topic_ = meeting.topic;
-  agent_ = std::make_shared<FlushAgent>(
+  agent_ = std::make_shared<FlushAgent>(  // [made]
       *this, *membership_,
       FlushAgent::Options{.group = name(),
                           .rank = rank(),

@@ -214,6 +214,7 @@ FlushActions FlushMachine::reconnected(int rank, bool isInOperation, Clock::time
 FlushActions FlushMachine::stopped() {
   FlushActions actions;
   if (!wantsReport()) return actions;
+  heedLeavers(actions);
   FlushReport mine = soFar(target_);
   if (abortNumber_ == mine.ended + 1) {
     mine.abort = abortReason_;
@@ -226,6 +227,19 @@ FlushActions FlushMachine::stopped() {
   tellAll({.kind = Kind::kReport, .report = std::move(mine)}, actions);
   decide(actions);
   return actions;
+}
+
+// How operations ended on who has left, they end here: it has acted on a decision of all. It may be
+// out of the view by now, and then no decision asks what it said.
+void FlushMachine::heedLeavers(FlushActions& actions) {
+  const uint64_t before = ended_;
+  for (const auto& [rank, last] : left_) {
+    for (const FailedOperation& one : last.failed) {
+      if (one.number > ended_) remember(one.number, one.error);
+    }
+  }
+  while (errorOf(ended_ + 1)) ++ended_;  // [heed-leaver]
+  if (ended_ != before) actions.emplace_back(FlushAction::End{ended_});
 }
 
 // What we say of ourselves, without an abort reason.

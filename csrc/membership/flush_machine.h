@@ -157,6 +157,7 @@ class FlushMachine {
   void remember(uint64_t number, Error error);
   std::vector<std::pair<int, std::string>> newLosses() const;
   Error lostError() const;
+  void heedLeavers(FlushActions& actions);
   FlushReport soFar(Attempt attempt);
 
   void join(Attempt attempt, std::string_view why, Clock::time_point now, FlushActions& actions);
