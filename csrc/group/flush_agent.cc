@@ -5,49 +5,61 @@
 
 #include "base/failpoint.h"
 #include "base/log.h"
-#include "group/group.h"
 
 namespace mooncake {
 namespace {
 
+using std::chrono::milliseconds;
+
 // While we leave: nobody rings when it ends an operation.
-constexpr auto kLookAtWords = std::chrono::milliseconds(1);
-constexpr auto kAskAgain = std::chrono::milliseconds(20);
+constexpr milliseconds kLookAtWords(1);
+constexpr milliseconds kAskAgain(20);
+// A caller that is computing looks up now and then, and one that has just ended does not say so.
+constexpr milliseconds kLookAgain(1);
 // A member that does not report is either alive, and then it does, or the job's view loses it. This
 // is for the case that neither holds.
 constexpr int kBudgets = 10;  // of failure_timeout
+
+milliseconds resendAfter(const Env& env) {
+  return std::clamp(env.failureTimeout / 10, milliseconds(50), milliseconds(500));
+}
 
 }  // namespace
 
 bool GroupView::contains(int rank) const { return std::ranges::binary_search(active, rank); }
 
-FlushAgent::FlushAgent(Group& group, Membership& membership, uint64_t topic,
-                       std::vector<int> jobRanks, bool raises, bool founds)
-    : group_(group),
+FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options options)
+    : owner_(owner),
       membership_(membership),
-      topic_(topic),
-      jobRanks_(std::move(jobRanks)),
-      raises_(raises),
-      founds_(founds),
-      endedWord_(&group.endedWord(group.rank())),
-      knownEnded_(group.size()) {
-  auto view = std::make_shared<GroupView>();
-  const View job = membership_.view();
-  for (int r = 0; r < group.size(); ++r) {
-    view->active.push_back(r);
-    if (!job.active.contains(jobRanks_[r])) ++lostBefore_;
-    if (const auto& peer = membership_.peer(jobRanks_[r])) ranksById_[peer->id] = r;
+      options_(std::move(options)),
+      endedWord_(owner.endedWordOf(options_.rank)),
+      machine_([&]() -> FlushMachine::Options {
+        const View job = membership_.view();
+        const auto isOut = [&](int jobRank) { return !job.active.contains(jobRank); };
+        return {
+            .group = options_.group,
+            .rank = options_.rank,
+            .size = static_cast<int>(options_.jobRanks.size()),
+            .raises = options_.raises,
+            .founds = options_.founds,
+            .lostBefore = static_cast<uint32_t>(std::ranges::count_if(options_.jobRanks, isOut)),
+            .mostRounds = kMostRounds,
+            .resend = resendAfter(membership_.engine().env()),
+            .nameRank = options_.nameRank};
+      }()) {
+  for (size_t r = 0; r < options_.jobRanks.size(); ++r) {
+    if (const auto& peer = membership_.peer(options_.jobRanks[r]))
+      ranksById_[peer->id] = static_cast<int>(r);
   }
-  active_ = decided_ = view->active;
-  view_ = std::move(view);
+  view_ = std::make_shared<GroupView>(GroupView{.active = machine_.active()});
 }
 
 // In this order: what is answered to a message may be lost with its connection, and then we must be
 // told of that.
 void FlushAgent::start() {
   membership_.subscribe(this);
-  group_.engine().openTopic(
-      topic_, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
+  membership_.engine().openTopic(
+      options_.topic, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
 }
 
 // The loop's tasks have ended when this returns, and later ones do nothing: a timer may still hold
@@ -59,10 +71,92 @@ void FlushAgent::stop() {
     frozen_ = false;
   }
   membership_.unsubscribe(this);  // behind the loop's tasks
-  group_.engine().closeTopic(topic_);
+  membership_.engine().closeTopic(options_.topic);
 }
 
-FlushAgent::Step::~Step() { agent_.carryOut(lock_); }
+// -- what the machine wants done
+
+FlushAgent::Step::Step(FlushAgent& agent) : agent_(agent), lock_(agent.mutex_) {
+  agent.machine_.hasEnded(agent.endedWord_->load(std::memory_order_acquire));
+}
+
+void FlushAgent::take(FlushActions actions) {
+  hasLeaver_.store(machine_.hasLeaver(), std::memory_order_release);
+  for (auto& action : actions) std::visit([this](auto& one) { take(one); }, action);
+  settle();
+}
+
+void FlushAgent::take(FlushAction::Freeze) {
+  failpoint("join");
+  frozen_.store(true, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // see begin()
+  owner_.interruptAll();
+}
+
+void FlushAgent::take(const FlushAction::End& end) {
+  failpoint("decide");
+  endedWord_->store(end.number, std::memory_order_release);
+  failpoint("act");
+}
+
+// Copied here: when the lock goes, the caller may use the slot again. Who maps our part reads our
+// slot where it is.
+void FlushAgent::take(const FlushAction::Supply& supply) {
+  if (supply.of == options_.rank && owner_.endedWordOf(supply.to)) return;
+  if (auto copy = owner_.copyPart(supply.number, supply.of))
+    due_.emplace_back(Part{supply.to, std::move(*copy)});
+}
+
+void FlushAgent::take(FlushAction::GoOn& goOn) {
+  failpoint("acted");
+  view_ = std::make_shared<GroupView>(
+      GroupView{.epoch = goOn.viewEpoch, .active = std::move(goOn.members)});
+  attempt_ = goOn.attempt;
+  frozen_.store(false, std::memory_order_seq_cst);
+  owner_.ring();
+}
+
+void FlushAgent::take(FlushAction::Tell& tell) {
+  due_.emplace_back(Letter{.to = std::move(tell.to),
+                           .message = encodeFlushMessage(tell.message),
+                           .isFarewell = tell.message.kind == FlushMessage::Kind::kLeft});
+}
+
+// With the lock: what the machine waits for that nobody brings.
+void FlushAgent::settle() {
+  if (machine_.wantsReport() && !busy_.load(std::memory_order_acquire)) {
+    failpoint("report");
+    return take(machine_.stopped());
+  }
+  if (isStopped_) return;
+  if (machine_.isFrozen() && !machine_.hasReported() && !isLooking_) {
+    isLooking_ = true;
+    runAt(Deadline::after(kLookAgain), &FlushAgent::lookAgain);
+  }
+  if (const auto tick = machine_.nextTick(); tick && !isTicking_) {
+    isTicking_ = true;
+    runAt(Deadline::at(*tick), &FlushAgent::awaitTick);
+  }
+}
+
+void FlushAgent::lookAgain() {
+  isLooking_ = false;
+  settle();
+}
+
+void FlushAgent::awaitTick() {
+  isTicking_ = false;
+  take(machine_.tick(Clock::now()));
+}
+
+void FlushAgent::runAt(Deadline when, void (FlushAgent::*step)()) {
+  membership_.engine().loop().runAt(when, [weak = weak_from_this(), step] {
+    const auto self = weak.lock();
+    if (!self) return;
+    const Step locked(*self);
+    if (!self->isStopped_) ((*self).*step)();
+  });
+}
 
 // In the order in which it was asked for: while one thread is at it, the others leave theirs to it.
 // So a caller never waits for the loop's system calls.
@@ -70,75 +164,76 @@ void FlushAgent::carryOut(std::unique_lock<std::mutex>& lock) {
   if (isActing_) return;
   isActing_ = true;
   while (!due_.empty()) {
-    const auto due = std::exchange(due_, {});
+    auto due = std::exchange(due_, {});
     lock.unlock();
-    std::vector<int> unsent;
-    for (const Action& action : due) {
-      if (!perform(action)) unsent.push_back(std::get<Message>(action).to);
+    std::vector<Letter> unsent;
+    for (Due& one : due) {
+      if (auto to = perform(one); !to.empty())
+        unsent.push_back({std::move(to), std::move(std::get<Letter>(one).message), true});
     }
     lock.lock();
-    leaveUnsent_.insert(leaveUnsent_.end(), unsent.begin(), unsent.end());
+    std::ranges::move(unsent, std::back_inserter(unsent_));
   }
   isActing_ = false;
 }
 
-// False: a leave report that has to be sent again. Whatever else is not sent is asked for again.
-bool FlushAgent::perform(const Action& action) {
-  if (const auto* message = std::get_if<Message>(&action)) {
-    failpoint("tell");
-    const Bytes bytes =
-        ByteWriter().put(static_cast<uint8_t>(message->kind)).putRaw(message->body).take();
-    // Who cannot be reached is out soon, or connected anew.
-    const auto& peer = membership_.peer(jobRanks_[message->to]);
-    const Status sent = group_.engine().send(*peer, topic_, bytes);
-    return message->kind != MessageKind::kLeft || sent.code() != ErrorCode::kExhausted;
-  }
-  if (const auto* part = std::get_if<Part>(&action)) {
+// Returns to whom a farewell has to be sent again. Whatever else is not sent is asked for again.
+std::vector<int> FlushAgent::perform(const Due& due) {
+  Engine& engine = membership_.engine();
+  std::vector<int> unsent;
+  if (const auto* letter = std::get_if<Letter>(&due)) {
+    for (const int r : letter->to) {
+      failpoint("tell");
+      // Who cannot be reached is out soon, or connected anew.
+      const auto& peer = membership_.peer(options_.jobRanks[size_t(r)]);
+      const Status sent = engine.send(*peer, options_.topic, letter->message);
+      if (letter->isFarewell && sent.code() == ErrorCode::kExhausted) unsent.push_back(r);
+    }
+  } else if (const auto* part = std::get_if<Part>(&due)) {
     failpoint("supply");
-    group_.putPart(part->copy, part->to);
+    owner_.putPart(part->copy, part->to);
   } else {
-    logLine(LogLevel::kDebug, group_.engine().logName(), std::get<std::string>(action));
+    logLine(LogLevel::kDebug, engine.logName(), std::get<std::string>(due));
   }
-  return true;
+  return unsent;
 }
 
-// -- what the caller does --
+// -- what the caller does
 
 Status FlushAgent::beginSlowly(uint64_t number) {
   for (;;) {
     {
       const Step step(*this);
       busy_ = false;
-      if (auto usable = group_.usable(); !usable.ok()) return usable;
-      if (ended() >= number) return howEnded(number);
+      if (auto usable = owner_.usable(); !usable.ok()) return usable;
+      if (ended() >= number) return machine_.howEnded(number);
       if (!frozen_) {
         busy_ = true;
         return {};
       }
-      report();
+      settle();
     }
     MOONCAKE_TRY(awaitDecision());
   }
 }
 
 Status FlushAgent::awaitDecision() {
-  const auto budget = kBudgets * group_.engine().env().failureTimeout;
-  Waiter waiter = group_.waiter(Deadline::after(budget));
+  const auto budget = kBudgets * membership_.engine().env().failureTimeout;
+  Waiter waiter = owner_.waiter(Deadline::after(budget));
   for (;;) {
     const auto how = waiter.until([&] { return !isFrozen(); });
-    if (auto usable = group_.usable(); !usable.ok()) return usable;
+    if (auto usable = owner_.usable(); !usable.ok()) return usable;
     if (how == WaitResult::kReady) return {};
     waiter.generation = waiter.interrupt.generation();
     if (how == WaitResult::kInterrupted) continue;
     std::string missing;
     {
       std::lock_guard lock(mutex_);
-      for (const int r : active_) {
-        if (isMissing(r)) missing += (missing.empty() ? "" : ", ") + group_.nameRank(r);
-      }
+      for (const int r : machine_.missing())
+        missing += (missing.empty() ? "" : ", ") + options_.nameRank(r);
     }
-    group_.fail({ErrorCode::kTimeout,
-                 "group '" + group_.name() + "' on " + group_.nameRank(group_.rank()) +
+    owner_.fail({ErrorCode::kTimeout,
+                 "group '" + options_.group + "' on " + options_.nameRank(options_.rank) +
                      " could not agree on how its operation ends: no report of " + missing +
                      ", which the job believes alive. Destroy the group and make it again"});
   }
@@ -158,84 +253,64 @@ FlushAgent::Resolution FlushAgent::resolve(uint64_t number, FlushReport::AbortRe
 
 FlushAgent::Resolution FlushAgent::awaitResolved(uint64_t number, FlushReport::AbortReason abort,
                                                  Error why) {
+  {
+    const Step step(*this);
+    busy_ = false;
+    if (auto usable = owner_.usable(); !usable.ok())
+      return {Resolution::Kind::kEnded, usable, nullptr};
+    take(machine_.parked(number, abort, std::move(why), Clock::now()));
+  }
   for (;;) {
-    {
-      const Step step(*this);
-      busy_ = false;
-      if (auto usable = group_.usable(); !usable.ok())
-        return {Resolution::Kind::kEnded, usable, nullptr};
-      if (abort != FlushReport::AbortReason::kNone && !(frozen_ && reported_)) {
-        abortReason_ = abort;  // [abort]
-        abortNumber_ = number;
-        why_ = std::move(why);
-      }
-      if (frozen_) {
-        report();
-      } else {
-        join({attempt_.losses, attempt_.round + 1}, "our operation cannot go on");  // [start-round]
-      }
+    if (auto decided = awaitDecision(); !decided.ok())
+      return {Resolution::Kind::kEnded, decided, nullptr};
+    const Step step(*this);
+    if (ended() >= number) return {Resolution::Kind::kEnded, machine_.howEnded(number), view_};
+    if (frozen_) {  // again, in the meantime
+      settle();
+      continue;
     }
-    for (;;) {
-      if (auto decided = awaitDecision(); !decided.ok())
-        return {Resolution::Kind::kEnded, decided, nullptr};
-      const Step step(*this);
-      if (ended() >= number) return {Resolution::Kind::kEnded, howEnded(number), view_};
-      if (frozen_) {  // again, in the meantime
-        report();
-        continue;
-      }
-      busy_ = true;
-      isTaking_ = toTake_ == number;
-      return {isTaking_ ? Resolution::Kind::kTake : Resolution::Kind::kAgain, {}, nullptr};
-    }
+    busy_ = true;
+    isTaking_ = machine_.toTake() == number;
+    return {isTaking_ ? Resolution::Kind::kTake : Resolution::Kind::kAgain, {}, nullptr};
   }
 }
 
 Status FlushAgent::awaitSlot(uint64_t number) {
   if (number <= 2 || allBegan_ + 1 >= number) return {};
+  const Env& env = membership_.engine().env();
   // Without a deadline of the operation: who is waited for is copying, or is out soon.
-  const auto budget = Deadline::after(kBudgets * group_.engine().env().failureTimeout);
+  const auto budget = Deadline::after(kBudgets * env.failureTimeout);
+  const auto isFree = [&] {
+    std::lock_guard lock(mutex_);
+    return machine_.isSlotFree(number);
+  };
   for (;;) {
-    const Waiter waiter = group_.waiter(budget.earlier(Deadline::after(resendAfter())));
-    const auto how = waiter.until([&] { return isFrozen() || isSlotFree(number); });
-    if (auto usable = group_.usable(); !usable.ok()) return usable;
+    const Waiter waiter = owner_.waiter(budget.earlier(Deadline::after(resendAfter(env))));
+    const auto how = waiter.until([&] { return isFrozen() || isFree(); });
+    if (auto usable = owner_.usable(); !usable.ok()) return usable;
     if (isFrozen()) return {ErrorCode::kInterrupted, ""};
     if (how == WaitResult::kReady) return {};
     if (how == WaitResult::kInterrupted) continue;
     if (budget.passed()) {
-      group_.fail({ErrorCode::kTimeout, "group '" + group_.name() +
+      owner_.fail({ErrorCode::kTimeout, "group '" + options_.group +
                                             "': a member has not come back from operation #" +
                                             std::to_string(number - 2)});
     }
     // What it said when it came back may be lost.
     const Step step(*this);
-    for (const int r : active_) {
-      if (holdsSlot(r, number)) tell(r, MessageKind::kAsk, {});
-    }
+    take(machine_.askForSlot(number));
   }
-}
-
-bool FlushAgent::isSlotFree(uint64_t number) const {
-  std::lock_guard lock(mutex_);
-  return std::ranges::none_of(active_, [&](int r) { return holdsSlot(r, number); });
-}
-
-// With the lock: it may still read the slot that this operation is to use.
-bool FlushAgent::holdsSlot(int rank, uint64_t number) const {
-  return rank != group_.rank() && !left_.contains(rank) && knownEnded_[rank] + 2 < number;
 }
 
 bool FlushAgent::missesLeaverSlowly(uint64_t number) const {
   std::lock_guard lock(mutex_);
-  return std::ranges::any_of(left_, [&](const auto& one) {
-    return one.second.ended < number && view_->contains(one.first);
-  });
+  return machine_.missesLeaver(number);
 }
 
 void FlushAgent::end(uint64_t number, const Status& status) {
   if (!status.ok()) {
     std::lock_guard lock(mutex_);
-    remember(number, status.error());
+    machine_.endsWith(number, status.error());
   }
   failpoint("ended");
   endedWord_->store(number, std::memory_order_release);
@@ -245,36 +320,37 @@ void FlushAgent::end(uint64_t number, const Status& status) {
 
   const Step step(*this);
   if (std::exchange(isTaking_, false)) {
-    // What came after it ended with an error that we know already.
-    while (errorOf(ended() + 1)) endedWord_->store(ended() + 1, std::memory_order_release);
-    tellAll(MessageKind::kEnded, endedNow());
+    take(machine_.caughtUp());
+  } else {
+    settle();
   }
-  report();
 }
 
 void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
+  const auto size = static_cast<int>(options_.jobRanks.size());
   const auto isDone = [&](int r) {
-    return r == group_.rank() || !isActive(r) || endedOf(r) >= number;
+    return r == options_.rank || !isActive(r) || endedOf(r) >= number;
   };
   const auto allDone = [&] {
-    for (int r = 0; r < group_.size(); ++r) {
+    for (int r = 0; r < size; ++r) {
       if (!isDone(r)) return false;
     }
     return true;
   };
-  for (auto ask = Clock::now(); !allDone() && group_.usable().ok() && !deadline.passed();) {
+  for (auto ask = Clock::now(); !allDone() && owner_.usable().ok() && !deadline.passed();) {
     auto look = kAskAgain;
-    for (int r = 0; r < group_.size(); ++r) {
+    for (int r = 0; r < size; ++r) {
       if (isDone(r)) continue;
-      if (group_.window().peerPtr(r)) {
+      if (owner_.endedWordOf(r)) {
         look = kLookAtWords;
       } else if (Clock::now() >= ask) {
         const Step step(*this);
-        tell(r, MessageKind::kAsk, {});
+        FlushAction::Tell question{{r}, {.kind = FlushMessage::Kind::kAsk}};
+        take(question);
       }
     }
     if (Clock::now() >= ask) ask = Clock::now() + kAskAgain;
-    Waiter waiter = group_.waiter(deadline.earlier(Deadline::after(look)));
+    Waiter waiter = owner_.waiter(deadline.earlier(Deadline::after(look)));
     waiter.until(allDone);
   }
 }
@@ -287,12 +363,7 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
   if (membership_.isOver()) return;
   {
     const Step step(*this);
-    // On a wire that keeps no order, or was made again, it may come before our last report, or in
-    // its place. So it says what that says: how operations ended, or who has it alone would take
-    // one that failed for done; and what we reported for, which is what we are in.
-    leaveReport_ = encodeFlushReport(soFar(reportedFor_));  // [gone]
-    tellAll(MessageKind::kLeft, leaveReport_);
-    // From here on we take part in no flush: a report would say that we are in.
+    take(machine_.leave());
     frozen_ = false;
   }
   awaitLeaveSent(deadline);
@@ -303,13 +374,15 @@ void FlushAgent::awaitLeaveSent(Deadline deadline) {
   for (;;) {
     {
       const Step step(*this);
-      if (leaveUnsent_.empty() && due_.empty() && !isActing_) return;
-      for (const int r : std::exchange(leaveUnsent_, {})) tell(r, MessageKind::kLeft, leaveReport_);
+      if (unsent_.empty() && due_.empty() && !isActing_) return;
+      for (Letter& letter : std::exchange(unsent_, {})) due_.emplace_back(std::move(letter));
     }
-    if (deadline.passed() || !group_.usable().ok()) return;
-    group_.waiter(deadline.earlier(Deadline::after(kLookAtWords))).until([] { return false; });
+    if (deadline.passed() || !owner_.usable().ok()) return;
+    owner_.waiter(deadline.earlier(Deadline::after(kLookAtWords))).until([] { return false; });
   }
 }
+
+// -- what it is asked
 
 std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
   std::lock_guard lock(mutex_);
@@ -318,34 +391,103 @@ std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
 
 FlushState FlushAgent::state() const {
   std::lock_guard lock(mutex_);
-  FlushState state{.attempt = attempt_,
-                   .isFrozen = frozen_,
-                   .target = target_,
-                   .hasReported = reported_,
-                   .isBusy = busy_,
-                   .viewEpoch = viewEpoch_,
-                   .active = active_,
-                   .ended = knownEnded_};
-  if (state.isFrozen) {
-    std::ranges::copy_if(active_, std::back_inserter(state.missing),
-                         [&](int r) { return isMissing(r); });
-  }
-  for (const auto& [rank, report] : left_) state.left.push_back(rank);
-  return state;
+  return {.attempt = machine_.attempt(),
+          .isFrozen = machine_.isFrozen(),
+          .target = machine_.target(),
+          .hasReported = machine_.hasReported(),
+          .isBusy = busy_,
+          .missing = machine_.missing(),
+          .viewEpoch = machine_.viewEpoch(),
+          .active = machine_.active(),
+          .left = machine_.left(),
+          .ended = machine_.knownEnded()};
 }
 
 bool FlushAgent::isActive(int rank) const {
   std::lock_guard lock(mutex_);
-  return std::ranges::binary_search(active_, rank) && !left_.contains(rank);
+  return machine_.isActive(rank);
 }
 
 // What is known of the last operation that the rank has ended.
 uint64_t FlushAgent::endedOf(int rank) const {
-  if (group_.window().peerPtr(rank)) {
-    return group_.endedWord(rank).load(std::memory_order_acquire);
-  }
+  if (const auto* word = owner_.endedWordOf(rank)) return word->load(std::memory_order_acquire);
   std::lock_guard lock(mutex_);
-  return knownEnded_[rank];
+  return machine_.knownEnded()[size_t(rank)];
+}
+
+void FlushAgent::noteMissed(const GroupView& before, const GroupView& now) {
+  RankSet missed;
+  for (const int r : before.active) {
+    if (!now.contains(r)) missed.add(options_.jobRanks[size_t(r)]);
+  }
+  if (!missed.empty()) membership_.missed(missed);
+}
+
+// -- what happens elsewhere
+
+void FlushAgent::onMessage(const EngineId& from, ByteView bytes) {
+  const auto sender = ranksById_.find(from);
+  if (sender == ranksById_.end()) return;
+  const int rank = sender->second;
+  const auto message = decodeFlushMessage(bytes, static_cast<int>(options_.jobRanks.size()));
+  using Kind = FlushMessage::Kind;
+  const bool isReport =
+      message.ok() && message->kind != Kind::kEnded && message->kind != Kind::kAsk;
+  if (!message.ok() || (isReport && message->report.from != rank)) {
+    owner_.fail({ErrorCode::kProtocol, options_.nameRank(rank) +
+                                           " sent a message of a flush that does not decode: do "
+                                           "all ranks run the same version?"});
+    return;
+  }
+  const Step step(*this);
+  take(machine_.received(rank, *message, Clock::now()));
+}
+
+FlushView FlushAgent::viewOf(const View& job) const {
+  FlushView view{.epoch = job.epoch};
+  const auto seen = membership_.seen();
+  for (int r = 0; r < static_cast<int>(options_.jobRanks.size()); ++r) {
+    const int jobRank = options_.jobRanks[size_t(r)];
+    if (job.active.contains(jobRank)) {
+      view.active.push_back(r);
+      continue;
+    }
+    if (!membership_.isLost(jobRank)) continue;
+    auto& [rank, detail] = view.losses.emplace_back(FlushView::Loss{r, ""});
+    const auto why =
+        std::ranges::find(seen, jobRank, [](const auto& one) { return one.accusation.rank; });
+    if (why == seen.end()) continue;
+    // Another rank may have told us before we saw it.
+    detail = !why->detail.empty() ? why->detail
+             : why->accusation.cause == Cause::kEnded
+                 ? "its program ended without "
+                   "destroy_process_group()"
+                 : "rank " + std::to_string(why->accusation.by) + " says so";
+  }
+  return view;
+}
+
+void FlushAgent::onView(const View& job) {
+  const FlushView view = viewOf(job);
+  const Step step(*this);
+  owner_.onView({.epoch = view.epoch, .active = view.active});
+  owner_.interruptAll();
+  take(machine_.viewed(view, Clock::now()));
+}
+
+void FlushAgent::onOver(const Error& why) { owner_.fail(why); }  // [evicted]
+
+void FlushAgent::onReconnected(int jobRank) {
+  const auto found = std::ranges::find(options_.jobRanks, jobRank);
+  if (found == options_.jobRanks.end()) return;
+  const auto rank = static_cast<int>(found - options_.jobRanks.begin());
+  {
+    const Step step(*this);
+    if (!std::ranges::binary_search(machine_.active(), rank)) return;
+    const bool isInOperation = isResolving_ || busy_.load(std::memory_order_acquire);
+    take(machine_.reconnected(rank, isInOperation, Clock::now()));
+  }
+  owner_.onReconnected(rank);
 }
 
 }  // namespace mooncake

@@ -1,25 +1,22 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <variant>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/wait.h"
 #include "group/slot.h"
-#include "membership/flush.h"
+#include "membership/flush_machine.h"
 #include "membership/membership.h"
 
 namespace mooncake {
-
-class Group;
 
 // Who takes part in an operation: the members of the group that are in the job's view.
 struct GroupView {
@@ -44,17 +41,43 @@ struct FlushState {
       ended;  // by rank: its last ended operation, as far as it was said; at least
 };
 
-// A rank's half of the flush of one group (membership/flush.h): stops the caller, reports, decides,
-// and has the caller go on. Whoever brings the last thing that is missing drives it: the engine's
-// thread with a report, or the caller when it stops. So it needs no thread, and goes on while the
-// caller is away.
+// What an agent needs of the group that it belongs to.
+class FlushOwner {
+ public:
+  virtual ~FlushOwner() = default;
+  virtual Status usable() const = 0;
+  // The group is over, with this error.
+  virtual void fail(Error why) = 0;
+  virtual Waiter waiter(Deadline deadline) const = 0;
+  virtual void ring() const = 0;    // the bell of that waiter
+  virtual void interruptAll() = 0;  // every wait looks up
+  // Of the last operation that the rank has ended; null: its memory is not mapped here.
+  virtual std::atomic<uint64_t>* endedWordOf(int rank) const = 0;
+  virtual std::optional<SlotCopy> copyPart(uint64_t number, int of) const = 0;
+  virtual void putPart(const SlotCopy& copy, int to) const = 0;
+  // On the loop's thread.
+  virtual void onView(const GroupView& view) = 0;
+  virtual void onReconnected(int rank) = 0;
+};
+
+// The driver of FlushMachine, which decides: stops the caller, carries what is told, and has the
+// caller go on. Whoever brings the last thing that is missing drives it: the engine's thread with a
+// report, or the caller when it stops. So it needs no thread, and goes on while the caller is away.
 class FlushAgent final : public Membership::Listener,
                          public std::enable_shared_from_this<FlushAgent> {
  public:
-  // `jobRanks`: of the members, by their rank in the group. `topic` is the same on all members and
-  // no other group's. Begins with start(), ends with stop().
-  FlushAgent(Group& group, Membership& membership, uint64_t topic, std::vector<int> jobRanks,
-             bool raises, bool founds);
+  struct Options {
+    std::string group;
+    int rank = 0;
+    std::vector<int> jobRanks;  // of the members, by their rank in the group
+    uint64_t topic = 0;         // the same on all members, and no other group's
+    bool raises = false;
+    bool founds = false;
+    std::function<std::string(int)> nameRank;
+  };
+
+  // Begins with start(), ends with stop().
+  FlushAgent(FlushOwner& owner, Membership& membership, Options options);
   void start();
   void stop();
 
@@ -62,7 +85,7 @@ class FlushAgent final : public Membership::Listener,
   // this rank reports nothing. Errors of begin(): how the operation was ended without us.
   Status begin(uint64_t number) {
     busy_.store(true, std::memory_order_relaxed);
-    // Either we see `frozen`, or join() sees that we are busy.
+    // Either we see `frozen`, or who freezes sees that we are busy.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!frozen_.load(std::memory_order_acquire) && ended() < number) return {};
     return beginSlowly(number);
@@ -116,32 +139,29 @@ class FlushAgent final : public Membership::Listener,
 
   void onView(const View& view) override;
   void onOver(const Error& why) override;
-  // Of what was put or reported to the rank, any part may be lost. If an operation is under way
-  // here, a flush without an abort reason makes good for it, whoever of the two lacks something.
+  // If an operation is under way here, a flush without an abort reason makes good for what was lost
+  // with the connection, whoever of the two lacks something.
   void onReconnected(int jobRank) override;
 
  private:
-  // kAsk is answered by kEnded. kRepeat is a report that was sent before and asks for the
-  // receiver's, which has come to nobody here.
-  enum class MessageKind : uint8_t { kReport = 1, kEnded, kLeft, kAsk, kRepeat };
-
   // What takes longer than an assignment. Done in this order, without the lock.
-  struct Message {
-    int to;
-    MessageKind kind;
-    Bytes body;
+  struct Letter {
+    std::vector<int> to;
+    Bytes message;
+    bool isFarewell = false;
   };
   struct Part {
     int to;
     SlotCopy copy;
   };
-  using Action = std::variant<Message, Part, std::string>;  // a string: for the log
+  using Due = std::variant<Letter, Part, std::string>;  // a string: for the log
 
-  // Holds the lock; what the flush wants done is done when this goes.
+  // Holds the lock, and the machine knows how far the caller is; what is due is done when this
+  // goes.
   class Step {
    public:
-    explicit Step(FlushAgent& agent) : agent_(agent), lock_(agent.mutex_) {}
-    ~Step();
+    explicit Step(FlushAgent& agent);
+    ~Step() { agent_.carryOut(lock_); }
     Step(const Step&) = delete;
     Step& operator=(const Step&) = delete;
 
@@ -150,54 +170,35 @@ class FlushAgent final : public Membership::Listener,
     std::unique_lock<std::mutex> lock_;
   };
 
+  void take(FlushActions actions);
+  void take(FlushAction::Freeze freeze);
+  void take(const FlushAction::End& end);
+  void take(const FlushAction::Supply& supply);
+  void take(FlushAction::GoOn& goOn);
+  void take(FlushAction::Tell& tell);
+  void take(FlushAction::LookUp) { owner_.ring(); }
+  void take(FlushAction::Interrupt) { owner_.interruptAll(); }
+  void take(FlushAction::Fail& failure) { owner_.fail(std::move(failure.why)); }
+  void take(FlushAction::Note& note) { due_.emplace_back(std::move(note.text)); }
+  void settle();
+  void lookAgain();
+  void awaitTick();
+  void runAt(Deadline when, void (FlushAgent::*step)());
   void carryOut(std::unique_lock<std::mutex>& lock);
-  bool perform(const Action& action);
+  std::vector<int> perform(const Due& due);
+
   Status beginSlowly(uint64_t number);
   Status awaitDecision();
   Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why);
   void awaitLeaveSent(Deadline deadline);
-  bool isSlotFree(uint64_t number) const;
-  bool holdsSlot(int rank, uint64_t number) const;
   bool missesLeaverSlowly(uint64_t number) const;
-  Attempt newest() const { return frozen_ ? target_ : attempt_; }
-  uint32_t losses() const;
-  bool isMissing(int rank) const;
-  std::vector<int> lostRanks() const;
-  void join(Attempt attempt, std::string_view why);
-  void failForRounds(Attempt attempt);
-  void onTimer(Clock::duration after, void (FlushAgent::*step)());
-  void lookAgain();
-  void reportIfIdle();
-  void repeatLater();
-  void repeat();
-  std::chrono::milliseconds resendAfter() const;
-  void report();
-  FlushReport soFar(Attempt attempt);
-  void decide();
-  void act(const FlushDecision& decision, const std::vector<const FlushReport*>& reports);
-  void supply(const FlushDecision& decision, const std::vector<const FlushReport*>& reports);
-  void passOn(uint64_t number, int of, int to);
-  void remember(uint64_t number, Error error);
-  const Error* errorOf(uint64_t number) const;
-  Error howEnded(uint64_t number) const;
   uint64_t endedOf(int rank) const;
-  Error lostError() const;
-  void tell(int rank, MessageKind kind, ByteView body);
-  void tellAll(MessageKind kind, ByteView body);
-  template <typename... Words>
-  void note(const Attempt& attempt, const Words&... words);
-  Bytes endedNow() const;
+  FlushView viewOf(const View& job) const;
   void onMessage(const EngineId& from, ByteView message);
-  void received(FlushReport report);
-  void answer(int rank, Attempt attempt);
 
-  Group& group_;
+  FlushOwner& owner_;
   Membership& membership_;
-  const uint64_t topic_;
-  const std::vector<int> jobRanks_;
-  const bool raises_;
-  const bool founds_;  // operation 1 is the beginning of the job: with all members or not at all
-  uint32_t lostBefore_ = 0;  // members that were out of the job before the group was made
+  const Options options_;
   std::map<EngineId, int> ranksById_;
   std::atomic<uint64_t>* const endedWord_;  // in our part of the window: peers may look
 
@@ -209,30 +210,16 @@ class FlushAgent final : public Membership::Listener,
   bool isTaking_ = false;
 
   mutable std::mutex mutex_;  // guards all below; attempt_ and view_ only change while frozen
-  Attempt attempt_;           // of the last decision
+  FlushMachine machine_;
+  Attempt attempt_;  // the machine's, for the caller
   std::shared_ptr<const GroupView> view_;
-  uint64_t viewEpoch_ = 1;
-  std::vector<int> active_;   // ranks of the group in the job's last view, ascending
-  std::vector<int> decided_;  // the same when the last flush was decided
-  Attempt target_;            // of the flush under way, when frozen
-  bool reported_ = false;     // for it
-  Attempt reportedFor_;       // the last
   bool isResolving_ = false;  // the caller is in an operation, though it may not be busy
-  Bytes lastReport_;          // for target_ or, when not frozen, attempt_
-  Bytes leaveReport_;         // what we said when we left, if we have
-  std::map<int, FlushReport> reports_;
-  std::map<int, FlushReport> left_;     // of who has left the group: stands for its next report
-  std::vector<uint64_t> knownEnded_;    // by rank, at least
-  std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
-  uint64_t toTake_ = 0;                 // the operation in which our caller is behind
-  FlushReport::AbortReason abortReason_ = FlushReport::AbortReason::kNone;
-  uint64_t abortNumber_ = 0;
-  Error why_;
   bool isStopped_ = false;
-  bool isRepeating_ = false;  // a timer is set
-  std::vector<Action> due_;
-  bool isActing_ = false;         // a thread does what was due
-  std::vector<int> leaveUnsent_;  // to whom the engine did not take our leave report
+  bool isLooking_ = false;  // a timer is set
+  bool isTicking_ = false;  // another one
+  std::vector<Due> due_;
+  bool isActing_ = false;       // a thread does what was due
+  std::vector<Letter> unsent_;  // farewells that the engine did not take
 };
 
 }  // namespace mooncake

@@ -207,9 +207,15 @@ Status Group::start(Meeting meeting) {
   isCrowded_ = window_->fullyMapped() && spin_.pauses == 0;
   isOut_ = std::make_unique<std::atomic<bool>[]>(size_t(size()));
   topic_ = meeting.topic;
-  agent_ =
-      std::make_shared<FlushAgent>(*this, *membership_, meeting.topic, std::move(meeting.jobRanks),
-                                   options_.raises, meeting.isWholeJob);
+  agent_ = std::make_shared<FlushAgent>(  // [made]
+      *this, *membership_,
+      FlushAgent::Options{.group = name(),
+                          .rank = rank(),
+                          .jobRanks = std::move(meeting.jobRanks),
+                          .topic = meeting.topic,
+                          .raises = options_.raises,
+                          .founds = meeting.isWholeJob,
+                          .nameRank = [this](int r) { return nameRank(r); }});
   onView(*agent_->view());
   engine().watch(&interrupt_, &window_->bell());
   agent_->start();
@@ -248,9 +254,11 @@ void Group::fail(Error why) {
   interruptAll();
 }
 
+void Group::ring() const { window_->bell().ring(); }
+
 void Group::interruptAll() {
   interrupt_.bump();
-  window_->bell().ring();
+  ring();
 }
 
 Status Group::usable() const {
@@ -288,6 +296,10 @@ std::string Group::whyGone(int rank) const {
 
 std::atomic<uint64_t>& Group::endedWord(int rank) const {
   return *reinterpret_cast<std::atomic<uint64_t>*>(window_->peerPtr(rank) + layout_.ended());
+}
+
+std::atomic<uint64_t>* Group::endedWordOf(int rank) const {
+  return window_->peerPtr(rank) ? &endedWord(rank) : nullptr;
 }
 
 std::optional<SlotCopy> Group::copyPart(uint64_t number, int of) const {

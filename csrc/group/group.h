@@ -36,7 +36,7 @@ struct GroupOptions {
 // The ranks that call operations together, and what they share for it: a window and a count of
 // operations. Operations of one group run one after the other (the caller sees to that),
 // point-to-point beside them.
-class Group {
+class Group final : public FlushOwner {
  public:
   // All collective over the group: every member calls it. These begin a job, with all of its
   // ranks, which meet in the store; it may be gone afterwards.
@@ -52,7 +52,7 @@ class Group {
   // when they go meanwhile.
   static Result<std::unique_ptr<Group>> createWithin(std::shared_ptr<Membership> job,
                                                      GroupOptions options, Deadline deadline);
-  ~Group();
+  ~Group() override;
 
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
@@ -70,36 +70,38 @@ class Group {
   // Of messages of the flush; the one behind it is of point-to-point. The same on all ranks.
   uint64_t topic() const { return topic_; }
 
-  Waiter waiter(Deadline deadline) const;
+  Waiter waiter(Deadline deadline) const override;
   // Any thread: every wait of this group ends and every later operation is refused with this error.
   // The first call wins.
-  void fail(Error why);
+  void fail(Error why) override;
+  void ring() const override;
   // Every wait looks up.
-  void interruptAll();
+  void interruptAll() override;
   // Waits until every rank that may need us for the last operation has ended it, or is gone, so
   // that our engine may go, too. The group is not used afterwards.
   void leave(Deadline deadline);
   // Only waits: the end of the program is told to the whole job (Engine::leave).
   void awaitEnded(Deadline deadline);
   // What fail() said.
-  Status usable() const;
+  Status usable() const override;
 
   const std::shared_ptr<Membership>& membership() const { return membership_; }
   FlushAgent& agent() const { return *agent_; }
-  void onView(const GroupView& view);
+  void onView(const GroupView& view) override;
   // Whoever else puts into the parts of others is told when what it put may be lost. On the loop's
   // thread, under a lock that this call takes: after it nobody is told the old way any more.
   void watchReconnects(std::function<void(int rank)> watcher);
-  void onReconnected(int rank);
+  void onReconnected(int rank) override;
   // The rank is disconnected, or the job goes on without it: nothing comes from it any more.
   bool isGone(int rank) const;
   std::string whyGone(int rank) const;
   // The number of the last operation that the rank has ended: of a rank that we map.
   std::atomic<uint64_t>& endedWord(int rank) const;
+  std::atomic<uint64_t>* endedWordOf(int rank) const override;
   // What we have of a rank's part in this operation; nothing if that has not come, or is
   // overwritten. Given to a rank that is behind.
-  std::optional<SlotCopy> copyPart(uint64_t number, int of) const;
-  void putPart(const SlotCopy& copy, int to) const;
+  std::optional<SlotCopy> copyPart(uint64_t number, int of) const override;
+  void putPart(const SlotCopy& copy, int to) const override;
 
   // Memory that lasts from one operation to the next; contents are not kept. The shared block's
   // results are read by peers until they have begun the next operation, so it is taken after

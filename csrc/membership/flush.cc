@@ -10,6 +10,7 @@ namespace {
 //   u16 from  u32 losses  u32 round  u64 ended  bool old  u8 abort  error why
 //   u8 count, then for each failed operation, ascending:  u64 number  error
 // An error:  u8 code  string message
+// Message:  u8 kind | report, or u64 ended; nothing for kAsk
 constexpr size_t kMostText = 1024;
 
 void writeError(ByteWriter& out, const Error& error) {
@@ -124,6 +125,43 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
                  "same version?"};
   }
   return report;
+}
+
+Bytes encodeFlushMessage(const FlushMessage& message) {
+  using Kind = FlushMessage::Kind;
+  ByteWriter out;
+  out.put(static_cast<uint8_t>(message.kind));
+  if (message.kind == Kind::kEnded) {
+    out.put(message.ended);
+  } else if (message.kind != Kind::kAsk) {
+    out.putRaw(encodeFlushReport(message.report));
+  }
+  return out.take();
+}
+
+Result<FlushMessage> decodeFlushMessage(ByteView bytes, int size) {
+  using Kind = FlushMessage::Kind;
+  ByteReader in(bytes);
+  FlushMessage message{.kind = static_cast<Kind>(in.get<uint8_t>())};
+  switch (message.kind) {
+    case Kind::kReport:
+    case Kind::kLeft:
+    case Kind::kRepeat: {
+      auto report = decodeFlushReport(in, size);
+      if (!report.ok()) return report.error();
+      message.report = std::move(*report);
+      return message;
+    }
+    case Kind::kEnded:
+      message.ended = in.get<uint64_t>();
+      [[fallthrough]];
+    case Kind::kAsk:
+      MOONCAKE_TRY(in.finish("flush message"));
+      return message;
+  }
+  return Error{ErrorCode::kProtocol,
+               "a flush message is of an unknown kind: do all ranks run the "
+               "same version?"};
 }
 
 }  // namespace mooncake

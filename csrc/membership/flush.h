@@ -64,4 +64,19 @@ FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Err
 Bytes encodeFlushReport(const FlushReport& report);
 Result<FlushReport> decodeFlushReport(ByteReader& in, int size);
 
+// What members of a group say to each other of its flushes.
+struct FlushMessage {
+  // kAsk is answered by kEnded. kRepeat is a report that was sent before and asks for the
+  // receiver's, which has come to nobody there.
+  enum class Kind : uint8_t { kReport = 1, kEnded, kLeft, kAsk, kRepeat };
+
+  Kind kind = Kind::kReport;
+  FlushReport report;  // of kReport, kLeft, kRepeat
+  uint64_t ended = 0;  // of kEnded: the last operation that the sender has ended
+};
+
+Bytes encodeFlushMessage(const FlushMessage& message);
+// In a group of `size` ranks. kProtocol: what came makes no sense.
+Result<FlushMessage> decodeFlushMessage(ByteView bytes, int size);
+
 }  // namespace mooncake

@@ -11,7 +11,10 @@
  *   -DC=2        crashes, any rank, any step            -DTB=1     triggers: timeouts, and with -DAB aborts, -DRE redos
  *   -DL2=1       the last rank leaves before op. 1      -DBIG      above undo_bytes: never redone
  *   -DRAISE      mode raise                             -DEV=1     evictions of ranks that live and do not know it yet
+ *   -DVL=1       views that take out who has left: nobody is lost with it
+ *   -DPRE=1      the last rank was out before the group was made; each of the others knew that then, or learns it later
  *   -DM_...      one rule broken: must give a counterexample
+ *   -DLATE       (traces) the leaver alone decides a timeout, until there is a view
  *   -DTRACE=1    for simulation, 10: so often all over again. Says each step, its rank, k, and what counts of it (tests/cpp/replay_test.cc reads it)
  *
  * The view layer is given (view.pml) and perfect here: `chain` is what it committed, a growing sequence of removed sets. Each
@@ -49,13 +52,19 @@
 #ifndef EV
 #define EV 0
 #endif
+#ifndef VL
+#define VL 0
+#endif
+#ifndef PRE
+#define PRE 0
+#endif
 #ifdef M_DEPTH1
 #define DEPTH 1
 #else
 #define DEPTH 2
 #endif
 #ifdef RAISE
-#define MAXK (NOPS + C + EV + 1)
+#define MAXK (NOPS + C + EV + PRE + 1)
 #else
 #define MAXK (NOPS + 1)
 #endif
@@ -77,7 +86,7 @@
 #else
 #define ROUNDS (TB + 1)
 #endif
-#define EPOCHS (C + EV + 1)
+#define EPOCHS (C + EV + VL + PRE + 1)
 #define TAGS (EPOCHS * ROUNDS)
 #define EPOCH(t) ((t) / ROUNDS)
 #define MK(k, t) ((k) * TAGS + (t) + 1)
@@ -109,7 +118,7 @@
 #define R_ENDED(x) (((x) >> 1) & 7)
 #define R_REASON(x) (((x) >> 4) & 3)
 #define R_SPOILT(x) (((x) >> 6) & 1)
-#define R_OLD(x) (((x) >> 7) & 1) /* has not decided anything in the tag's epoch yet */
+#define R_OLD(x) (((x) >> 7) & 1) /* has not acted on a decision of the tag's epoch yet, and that lost somebody: OLD */
 
 byte st[3 * N * DEPTH];   /* the stamps */
 byte pay[N * DEPTH];      /* whose operation lies in the slot, + 1: written before the stamp */
@@ -123,13 +132,27 @@ byte res[N * MAXK];       /* verdicts: sent along with reports; ghost otherwise 
 byte chain[EPOCHS];       /* committed views: removed sets, by epoch */
 byte top;                 /* the last of them */
 byte dead, left;          /* masks: the truth; ranks learn it when they take a step that looks */
-byte leftold;             /* who left and had not decided anything in the epoch of its last report */
-#ifdef TRACE
+byte leftold;             /* who left and was old in its last report */
+#define BUDGETS (C + TB + EV + VL)
+#if defined(TRACE) && !defined(LATE)
+#define GIVEN 0
 #define AT_ONCE(budget) 0 /* given out little by little, or random steps would begin with all that goes wrong */
 #else
+#define GIVEN BUDGETS
 #define AT_ONCE(budget) budget
 #endif
 byte tb = AT_ONCE(TB), cb = AT_ONCE(C); /* triggers and crashes still to happen */
+#if VL > 0
+byte vl = AT_ONCE(VL);    /* views without who has left still to be committed */
+#endif
+#ifdef TRACE
+#define JOINED_BY(r) by[me] = r + 1
+#else
+#define JOINED_BY(r) skip
+#endif
+#ifdef TRACE
+byte by[N];               /* whose report it was, + 1, by which a rank heard of the flush that it has frozen for */
+#endif
 #if EV > 0
 byte ev = AT_ONCE(EV);    /* evictions still to happen */
 byte ended[N];            /* ghost: has ended all below this */
@@ -163,7 +186,7 @@ hidden byte x, y, z, v, w;
 #define TAG(t) EPOCH(t), (t) % ROUNDS
 
 #define EVICTED(r) HAS(chain[top], r)
-#define BINDS(r) (!HAS(dead, r) && !EVICTED(r))
+#define BINDS(r) (!HAS(dead, r) && (!EVICTED(r) || HAS(left, r)))
 
 /* k has ended on me with verdict V; whoever else is alive and ended k must say the same. Who left binds, the dead do not. */
 inline finish(V) {
@@ -220,7 +243,7 @@ inline publish(word, nextph) {
 /* T is higher than anything that I have frozen for. */
 inline freeze(T) {
   assert((T) < TAGS);
-  tag[me] = (T); fz = 1; rpd = 0; ade = 0; out = 0; nm = 0;
+  tag[me] = (T); fz = 1; rpd = 0; ade = 0; out = 0; nm = 0; JOINED_BY(-1);
   z = 255; x = 0; /* reports that nobody living will read are forgotten (smaller states, nothing else) */
   do
   :: x < N -> if :: !HAS(dead, x) && !HAS(left, x) && tag[x] < z -> z = tag[x] :: else fi; x++
@@ -279,19 +302,55 @@ inline know() {
 inline know() { skip }
 #endif
 
-inline act() { know(); fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0 }
-
-#ifdef M_BEGINFROZEN
-#define MAY_BEGIN true
+/* The view of my tag is news to me, and has lost somebody: who destroyed the job on its side is not lost. */
+#if PRE > 0
+#define NEWS (EPOCH(tag[me]) > lde && EPOCH(tag[me]) > pre)
 #else
-#define MAY_BEGIN (!fz)
+#define NEWS (EPOCH(tag[me]) > lde)
 #endif
+#define OLD (NEWS && (chain[EPOCH(tag[me])] & ~chain[lde] & ~left) != 0)
+
+/* Random traces are for the code: there what is decided is done at once, and others hear of a flush by a report. So who has all
+ * that it needs to decide when it reports, has decided; and who has begun to do what was decided does all of it. */
+#ifdef TRACE
+#define HEARD(r) VALID(REP(tag[r], r))
+#define OTHERS COUNT(ALL & ~chain[EPOCH(tag[me])] & ~left & ~BIT(me))
+#define AT_IT (fz && rpd && (took || OTHERS == 0 || (by[me] != 0 && OTHERS == 1)))
+#define NOT_BY_ME(r) (tag[r] != tag[me] || by[r] != me + 1)
+#else
+#define HEARD(r) true
+#define AT_IT false
+#define NOT_BY_ME(r) true
+#endif
+
+inline act() { know(); fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0 }
 
 /* A goodbye carries the view under which it was said: to whom that excludes it says something else. */
 #ifdef M_BLINDGOODBYE
 #define LEFT(r) HAS(left, r)
 #else
 #define LEFT(r) (HAS(left, r) && !HAS(chain[EPOCH(tag[r])], me))
+#endif
+
+/* Who has left says how operations ended here, too. It may be out of the view by now, and then no decision hears it any more. */
+#if VL > 0 && !defined(M_UNHEEDED)
+inline heed_leavers() {
+  y = 0;
+  do
+  :: y < N && y != me && LEFT(y) && rd[y] > k && res[y * MAXK + k] != 0 && !IS_OK(res[y * MAXK + k]) ->
+     w = res[y * MAXK + k]; SAY(heed-leaver, w & ~15, w & 15); finish(w); clear_busy(); y = 0
+  :: y < N && !(y != me && LEFT(y) && rd[y] > k && res[y * MAXK + k] != 0 && !IS_OK(res[y * MAXK + k])) -> y++
+  :: y == N -> break
+  od
+}
+#else
+inline heed_leavers() { skip }
+#endif
+
+#ifdef M_BEGINFROZEN
+#define MAY_BEGIN true
+#else
+#define MAY_BEGIN (!fz)
 #endif
 
 /* My slot of k is free: r has ended k - 2 and has read what it needed of it. A dead rank reads nothing. */
@@ -331,17 +390,33 @@ proctype Rank(byte me) {
   bool fz, rpd;        /* frozen for tag[me]; and parked, reported */
   byte ade, out, nm;   /* decided: E + 1, how E ends (0: again), members from E on */
   byte lde;            /* epoch of the last decision that I acted on */
+#if PRE > 0
+  byte pre;            /* epoch in which the group was made, as far as I knew */
+#endif
+#ifdef TRACE
+  bool took;           /* have done some of what was decided */
+#endif
   byte lat = (me == N - 1 -> L2 : NOPS);
 #ifdef MSG
   byte kn;             /* who ends my last operation with an error, by a decision that I acted on */
 #endif
 
+#if PRE > 0
+  if
+  :: pre = 1
+  :: pre = 0
+  fi;
+  SAY(made, pre, 0); /*                                                                                                     [made] */
+#endif
   do
   :: ph == P_END -> break
   :: d_step { cb > 0 && ph != P_END -> /* crash: at any step; what it knew is gone. What it sent may arrive */
        SAY(crash, 0, 0); cb--; dead = dead | BIT(me); ph = P_END;
        k = 0; at = 0; mem = 0; con = 0; seen = 0; got = 0; bad = 0; had = 0; sp = 0; rz = 0; fz = 0; rpd = 0; ade = 0; out = 0;
-       nm = 0; lde = 0; lat = 0; KNOW(0); inp[me] = 0; rd[me] = 0
+       nm = 0; lde = 0; lat = 0; KNOW(0); inp[me] = 0; rd[me] = 0;
+#if PRE > 0
+       pre = 0
+#endif
      }
 
   /* ======== the caller: the hot path ======== */
@@ -456,14 +531,14 @@ proctype Rank(byte me) {
 #else
 #define LET_GO(r) (HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat)
 #endif
-#define MAY_GO (ph == P_LEAVE && (!fz || rpd) && EVERY(LET_GO))
-#define GO SAY(gone, 0, 0); left = left | BIT(me); if :: lde < EPOCH(tag[me]) -> leftold = leftold | BIT(me) :: else fi; \
+#define MAY_GO (ph == P_LEAVE && (!fz || rpd) && !AT_IT && EVERY(LET_GO))
+#define GO SAYMORE(gone, TAG(tag[me]), OLD, 0); left = left | BIT(me); if :: OLD -> leftold = leftold | BIT(me) :: else fi; \
        KNOW(0); fz = 0; rpd = 0; ade = 0; out = 0; nm = 0; ph = P_END
   :: d_step { MAY_GO -> GO } /*                                                                                              [gone] */
   /* ... and the leave report overtakes the report: who has not decided with that has the leave report alone (who has it sooner: decided then) */
-  :: d_step { MAY_GO && VALID(REP(tag[me], me)) -> REP(tag[me], me) = 0; GO }
+  :: d_step { MAY_GO && VALID(REP(tag[me], me)) && EVERY(NOT_BY_ME) -> REP(tag[me], me) = 0; GO }
 #define MISSING(r) \
-  :: d_step { !fz && ph == P_BEG && HAS(mem, r) && rd[r] <= k && LEFT(r) -> freeze(tag[me] + 1); SAY(miss-leaver, TAG(tag[me])) } /* [miss-leaver] */
+  :: d_step { !fz && ph == P_BEG && HAS(mem, r) && rd[r] <= k && LEFT(r) -> freeze(tag[me] + 1); SAYMORE(miss-leaver, TAG(tag[me]), r, 0) } /* [miss-leaver] */
   MISSING(R1)
   MISSING(R2)
 #if N == 4
@@ -490,18 +565,28 @@ proctype Rank(byte me) {
   :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])) }
 #endif
   /* a view without some members was committed: I am the first to know, or others were                [new-view] */
-#define REMOVE(S, n) top = top + (n); chain[top] = (S); freeze(top * ROUNDS); SAY(new-view, TAG(tag[me]))
+#define SEEN(r) r, chain[EPOCH(tag[me])] | left << 4
+#define REMOVE(S, n) top = top + (n); chain[top] = (S); freeze(top * ROUNDS); SAYMORE(new-view, TAG(tag[me]), SEEN(0))
 #define OUT(r) \
-  :: d_step { ph != P_END && !EVICTED(me) && HAS(dead, r) && !HAS(chain[top], r) -> y = chain[top] | BIT(r); REMOVE(y, 1) }
+  :: d_step { ph != P_END && !AT_IT && !EVICTED(me) && HAS(dead, r) && !HAS(chain[top], r) -> y = chain[top] | BIT(r); REMOVE(y, 1) }
   OUT(R1)
   OUT(R2)
 #if N == 4
   OUT(R3)
 #endif
-  :: d_step { ph != P_END && !EVICTED(me) && COUNT(dead & ~chain[top]) > 1 -> y = chain[top] | dead; z = COUNT(dead & ~chain[top]); REMOVE(y, z) }
+  :: d_step { ph != P_END && !AT_IT && !EVICTED(me) && COUNT(dead & ~chain[top]) > 1 -> y = chain[top] | dead; z = COUNT(dead & ~chain[top]); REMOVE(y, z) }
+#if VL > 0
+#define OUT_LEFT(r) \
+  :: d_step { ph != P_END && !AT_IT && !EVICTED(me) && vl > 0 && HAS(left, r) && !HAS(chain[top], r) -> vl--; y = chain[top] | BIT(r); REMOVE(y, 1) }
+  OUT_LEFT(R1)
+  OUT_LEFT(R2)
+#if N == 4
+  OUT_LEFT(R3)
+#endif
+#endif
 #if EV > 0 /* the others go on without a rank that lives. It may go on in its old view until it hears of it      [evicted] */
 #define EVICT(r) \
-  :: d_step { ph != P_END && !EVICTED(me) && ev > 0 && BINDS(r) && !HAS(left, r) -> ev--; y = chain[top] | BIT(r); REMOVE(y, 1) }
+  :: d_step { ph != P_END && !AT_IT && !EVICTED(me) && ev > 0 && BINDS(r) && !HAS(left, r) -> ev--; y = chain[top] | BIT(r); REMOVE(y, 1) }
   EVICT(R1)
   EVICT(R2)
 #if N == 4
@@ -509,7 +594,7 @@ proctype Rank(byte me) {
 #endif
   :: d_step { ph != P_END && EVICTED(me) -> SAY(evicted, 0, 0); dead = dead | BIT(me); inp[me] = 0; ade = 0; ph = P_END } /* regions revoked, EvictedError */
 #endif
-#define HEAR(e) :: d_step { ph != P_END && e <= top && EPOCH(tag[me]) < e && chain[e] != 0 && !HAS(chain[e], me) -> freeze(e * ROUNDS); SAY(new-view, TAG(tag[me])) }
+#define HEAR(e) :: d_step { ph != P_END && !AT_IT && e <= top && EPOCH(tag[me]) < e && chain[e] != 0 && !HAS(chain[e], me) -> freeze(e * ROUNDS); SAYMORE(new-view, TAG(tag[me]), SEEN(0)) }
 #if EPOCHS > 1
   HEAR(1)
 #endif
@@ -523,7 +608,7 @@ proctype Rank(byte me) {
 #ifdef M_NOJOIN /* only the view starts a flush here */
 #define JOIN(r)
 #else
-#define JOIN(r) :: d_step { ph != P_END && tag[r] > tag[me] && !HAS(chain[EPOCH(tag[r])], me) -> freeze(tag[r]); SAY(join, TAG(tag[me])) }
+#define JOIN(r) :: d_step { ph != P_END && !AT_IT && tag[r] > tag[me] && !HAS(chain[EPOCH(tag[r])], me) && HEARD(r) -> freeze(tag[r]); JOINED_BY(r); SAYMORE(join, TAG(tag[me]), SEEN(r)) }
 #endif
   JOIN(R1)
   JOIN(R2)
@@ -534,13 +619,13 @@ proctype Rank(byte me) {
   /* ======== the flush ======== */
 
   /* parked: the caller has cancelled its gets and touches nothing of the group; only then I report.
-   * Results that it has said to have (`done`) stay until the decision.                            [park], [report] */
+   * Results that it has said to have (`done`) stay until the decision.                            [park] [heed-leaver] [report] */
 #ifdef M_REPORTFIRST
   :: d_step { fz && !rpd && ph != P_END -> rd[me] = k;
 #else
-  :: d_step { fz && !rpd && ph != P_END && ph != P_COPY -> park();
+  :: d_step { fz && !rpd && ph != P_END && ph != P_COPY -> park(); heed_leavers();
 #endif
-       REP(tag[me], me) = 1 | (k << 1) | (rz << 4) | (sp << 6) | ((lde < EPOCH(tag[me])) << 7);
+       REP(tag[me], me) = 1 | (k << 1) | (rz << 4) | (sp << 6) | (OLD << 7);
        SAYMORE(report, TAG(tag[me]), R_REASON(REP(tag[me], me)), R_OLD(REP(tag[me], me)));
        rpd = 1 }
 #if defined(M_REPORTFIRST) || defined(M_BEGINFROZEN)
@@ -582,7 +667,13 @@ proctype Rank(byte me) {
 #else
 #define REP_OF(r) (STANDS(r) -> LEAVEREP(r) : REP(tag[me], r))
 #endif
-  :: d_step { ph != P_END && fz && rpd && ade == 0 && !BUSY && ph != P_COPY && EVERY(REPORTED) ->
+#ifdef LATE /* of a timeout the leaver alone has all reports, until there is a view */
+#define TIMES_OUT(r) (R_REASON(REP(tag[me], r)) == TIMEOUT)
+#define IS_LATE (me != N - 1 && !AT_IT && EPOCH(tag[me]) == 0 && k == 0 && (TIMES_OUT(me) || TIMES_OUT(R1) || TIMES_OUT(R2)) && R_ENDED(REP(tag[me], R1)) + R_ENDED(REP(tag[me], R2)) == 0)
+#else
+#define IS_LATE false
+#endif
+  :: d_step { ph != P_END && fz && rpd && ade == 0 && !BUSY && ph != P_COPY && EVERY(REPORTED) && !IS_LATE ->
        y = k; nm = 0; x = 0;
        do
        :: x < N ->
@@ -655,7 +746,7 @@ proctype Rank(byte me) {
        :: else -> break
        od;
 #ifdef M_OWNEPOCH
-       z = (lde < EPOCH(tag[me]));
+       z = OLD;
 #endif
        if
        :: z != 0 -> out = (w != 0 -> V_SPOILT : V_LOST)
@@ -673,6 +764,11 @@ proctype Rank(byte me) {
 #else
 #define VERDICT(h) res[h * MAXK + k]
 #endif
+#ifdef TRACE
+#define TOOK(is) took = is
+#else
+#define TOOK(is) skip
+#endif
 #define ADOPT(h) \
   :: d_step { ade != 0 && k < ade - 1 && !HAS(OUTSIDE, h) && VALID(REP_OF(h)) && R_ENDED(REP_OF(h)) > k && res[h * MAXK + k] != 0 && CAN_SUPPLY(h) -> \
        v = VERDICT(h); \
@@ -686,7 +782,7 @@ proctype Rank(byte me) {
           fi \
        :: else \
        fi; \
-       SAY(adopt, v & ~15, v & 15); y = v; finish(y); clear_busy() }
+       TOOK(1); SAY(adopt, v & ~15, v & 15); y = v; finish(y); clear_busy() }
 #ifdef MSG
 #define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h)))
 #else
@@ -704,7 +800,7 @@ proctype Rank(byte me) {
        :: out == 0 && ph == P_PARK -> SAY(act, 0, 0); roll_back()
        :: else -> SAY(act, 0, 0)
        fi;
-       act() }
+       TOOK(0); act() }
   od
 }
 
@@ -713,24 +809,33 @@ init {
 #ifdef TRACE
   byte steps, given, times = TRACE;
 anew:
-  steps = 200; given = 0;
+  steps = 200; given = GIVEN;
 #endif
   atomic {
-    run Rank(0); run Rank(1); run Rank(2);
+#if PRE > 0
+    top = 1; dead = BIT(N - 1); chain[1] = dead;
+#endif
+    run Rank(0); run Rank(1);
 #if N == 4
-    run Rank(3);
+    run Rank(2);
+#endif
+#if PRE == 0
+    run Rank(N - 1);
 #endif
   };
 #ifdef TRACE
   do
 #define WAIT :: steps > 0 -> steps--
   WAIT WAIT
-  :: steps > 0 && given < C + TB + EV ->
+  :: steps > 0 && given < BUDGETS ->
      if
      :: given < C -> cb++
      :: given >= C && given < C + TB -> tb++
 #if EV > 0
-     :: given >= C + TB -> ev++
+     :: given >= C + TB && given < C + TB + EV -> ev++
+#endif
+#if VL > 0
+     :: given >= C + TB + EV -> vl++
 #endif
      fi;
      given++
@@ -765,7 +870,7 @@ anew:
        x = 0;
        do
        :: x < N ->
-          inp[x] = 0; seg[x] = 0; segc[x] = 0; rd[x] = 0; tag[x] = 0;
+          inp[x] = 0; seg[x] = 0; segc[x] = 0; rd[x] = 0; tag[x] = 0; by[x] = 0;
 #if EV > 0
           ended[x] = 0; lim[x] = 255;
 #endif
@@ -777,10 +882,13 @@ anew:
        :: x < EPOCHS -> chain[x] = 0; x++
        :: else -> break
        od;
-       top = 0; dead = 0; left = 0; leftold = 0; tb = 0; printf("# again\n")
+       top = 0; dead = 0; left = 0; leftold = 0; tb = AT_ONCE(TB); printf("# again\n")
      }
 #if EV > 0
      ev = 0;
+#endif
+#if VL > 0
+     vl = AT_ONCE(VL);
 #endif
      goto anew
   :: else

@@ -32,6 +32,8 @@ flush-outofplace      | ok      | flush | -DNOPS=2 -DC=2 -DK0=GA -DK1=GA
 flush-leaver          | ok      | flush | -DNOPS=3 -DC=1 -DTB=1 -DL2=1 -DK1=BC
 flush-raise-leaver    | ok      | flush | -DNOPS=2 -DC=1 -DTB=1 -DL2=1 -DRAISE
 flush-raise           | ok      | flush | -DNOPS=2 -DC=2 -DTB=1 -DRAISE
+flush-raise-before    | ok      | flush | -DNOPS=2 -DC=1 -DTB=1 -DPRE=1 -DRAISE
+flush-raise-goodbye   | ok      | flush | -DNOPS=2 -DC=1 -DTB=1 -DL2=1 -DVL=1 -DRAISE
 flush-evict           | ok      | flush | -DNOPS=2 -DC=1 -DEV=1
 flush-evict-timeout   | ok      | flush | -DNOPS=1 -DC=0 -DEV=1 -DTB=1 -DK0=RD
 msg-small             | ok      | flush | -DMSG -DNOPS=3 -DC=2
@@ -41,6 +43,7 @@ msg-inplace-timeout   | ok      | flush | -DMSG -DNOPS=1 -DC=2 -DTB=1 -DK0=RD
 msg-big               | ok      | flush | -DMSG -DNOPS=2 -DC=2 -DK0=RD -DK1=SM -DBIG
 msg-outofplace        | ok      | flush | -DMSG -DNOPS=2 -DC=2 -DK0=GA -DK1=SM
 msg-leaver            | ok      | flush | -DMSG -DNOPS=3 -DC=1 -DTB=1 -DL2=1 -DK1=BC
+msg-goodbye           | ok      | flush | -DMSG -DNOPS=2 -DC=1 -DTB=1 -DL2=1 -DVL=1
 msg-raise-big         | ok      | flush | -DMSG -DRAISE -DBIG -DNOPS=1 -DC=1 -DTB=1 -DK0=RD
 msg-evict             | ok      | flush | -DMSG -DNOPS=1 -DC=1 -DEV=1 -DK0=RD
 flush-acyclic         | acyclic | flush | -DNOPS=2 -DC=1 -DTB=1
@@ -73,6 +76,7 @@ mut-ownepoch          | mutant  | flush | -DM_OWNEPOCH -DRAISE -DNOPS=2 -DC=1 -D
 mut-leaveearly        | mutant  | flush | -DM_LEAVE_EARLY -DMSG -DNOPS=2 -DC=1 -DL2=1
 mut-numberonly        | mutant  | flush | -DM_NUMBERONLY -DMSG -DNOPS=1 -DC=0 -DTB=1
 mut-leftisout         | mutant  | flush | -DM_LEFTISOUT -DNOPS=2 -DC=0 -DTB=1 -DL2=1
+mut-unheeded          | mutant  | flush | -DM_UNHEEDED -DMSG -DNOPS=1 -DC=1 -DTB=1 -DL2=1 -DVL=1
 mut-blindgoodbye      | mutant  | flush | -DM_BLINDGOODBYE -DNOPS=2 -DC=0 -DEV=1 -DL2=1
 mut-norevoke          | mutant  | flush | -DM_NOREVOKE -DMSG -DNOPS=1 -DC=1 -DEV=1 -DK0=RD
 view-crashes          | ok      | view  | -DCR=2
@@ -150,6 +154,10 @@ flush     | -DNOPS=3 -DC=1 -DTB=1 -DL2=1 -DK1=BC
 flush     | -DRAISE -DNOPS=3 -DC=1 -DTB=2 -DAB
 flush     | -DRAISE -DNOPS=1 -DC=1 -DTB=2 -DAB -DK0=RD
 flush     | -DRAISE -DMSG -DNOPS=2 -DC=1 -DEV=1 -DTB=1 -DK1=BC
+flush     | -DRAISE -DN=4 -DNOPS=2 -DPRE=1 -DC=1 -DTB=2 -DAB
+flush     | -DRAISE -DN=4 -DNOPS=3 -DL2=1 -DVL=1 -DC=1 -DTB=1
+flush     | -DMSG -DNOPS=2 -DL2=1 -DVL=1 -DC=1 -DTB=1 -DRE
+flush     | -DMSG -DNOPS=1 -DL2=1 -DVL=1 -DC=0 -DTB=1 -DLATE
 flush     | -DNOPS=3 -DC=1 -DEV=1 -DTB=1
 flush     | -DNOPS=2 -DC=0 -DEV=1 -DK0=RD
 flush     | -DN=4 -DNOPS=2 -DC=2 -DTB=2 -DAB -DK0=RD

@@ -60,8 +60,13 @@ class FlushAgentTest : public ::testing::Test {
   void startAgent(int rank, uint64_t topic) {
     std::vector<int> everybody;
     for (int r = 0; r < group(rank).size(); ++r) everybody.push_back(r);
-    agents_.push_back(std::make_shared<FlushAgent>(group(rank), *group(rank).membership(), topic,
-                                                   everybody, false, false));
+    agents_.push_back(std::make_shared<FlushAgent>(
+        group(rank), *group(rank).membership(),
+        FlushAgent::Options{.group = "test",
+                            .rank = rank,
+                            .jobRanks = everybody,
+                            .topic = topic,
+                            .nameRank = [](int r) { return "rank " + std::to_string(r); }}));
     agents_.back()->start();
   }
 

@@ -1,0 +1,442 @@
+#include "membership/flush_machine.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "base/log.h"
+
+namespace mooncake {
+namespace {
+
+using Kind = FlushMessage::Kind;
+
+// "1.2": the losses and the round.
+std::string nameOf(const Attempt& attempt) {
+  return std::to_string(attempt.losses) + "." + std::to_string(attempt.round);
+}
+
+std::string describe(const FlushReport& report) {
+  std::string text = "has ended #" + std::to_string(report.ended);
+  if (report.abort != FlushReport::AbortReason::kNone)
+    text += ", wants #" + std::to_string(report.ended + 1) + " to end: " + report.why.message;
+  return text;
+}
+
+}  // namespace
+
+FlushMachine::FlushMachine(Options options)
+    : options_(std::move(options)), knownEnded_(static_cast<size_t>(options_.size)) {
+  for (int r = 0; r < options_.size; ++r) active_.push_back(r);
+  members_ = decided_ = active_;
+}
+
+// -- what is known
+
+bool FlushMachine::isInView(int rank) const { return std::ranges::binary_search(active_, rank); }
+
+bool FlushMachine::isActive(int rank) const { return isInView(rank) && !left_.contains(rank); }
+
+bool FlushMachine::isMissing(int rank) const {
+  return !reports_.contains(rank) && !left_.contains(rank);
+}
+
+std::vector<int> FlushMachine::missing() const {
+  std::vector<int> missing;
+  if (!isFrozen_) return missing;
+  std::ranges::copy_if(active_, std::back_inserter(missing), [&](int r) { return isMissing(r); });
+  return missing;
+}
+
+std::vector<int> FlushMachine::left() const {
+  std::vector<int> ranks;
+  for (const auto& [rank, report] : left_) ranks.push_back(rank);
+  return ranks;
+}
+
+// How many of our members are out of the job.
+uint32_t FlushMachine::losses() const {
+  return static_cast<uint32_t>(options_.size - static_cast<int>(active_.size()));
+}
+
+// It may still read the slot that this operation is to use.
+bool FlushMachine::holdsSlot(int rank, uint64_t number) const {
+  return rank != options_.rank && !left_.contains(rank) && knownEnded_[rank] + 2 < number;
+}
+
+bool FlushMachine::isSlotFree(uint64_t number) const {
+  return std::ranges::none_of(active_, [&](int r) { return holdsSlot(r, number); });
+}
+
+bool FlushMachine::missesLeaver(uint64_t number) const {
+  return std::ranges::any_of(left_, [&](const auto& one) {
+    return one.second.ended < number && std::ranges::binary_search(members_, one.first);
+  });
+}
+
+void FlushMachine::remember(uint64_t number, Error error) {
+  if (errorOf(number)) return;
+  const auto place = std::ranges::upper_bound(failed_, number, {}, &FailedOperation::number);
+  failed_.insert(place, {number, std::move(error)});
+  while (failed_.size() > kRemembered) failed_.pop_front();
+}
+
+const Error* FlushMachine::errorOf(uint64_t number) const {
+  const auto found = std::ranges::find(failed_, number, &FailedOperation::number);
+  return found == failed_.end() ? nullptr : &found->error;
+}
+
+Error FlushMachine::howEnded(uint64_t number) const {
+  if (const Error* error = errorOf(number)) return *error;
+  return {ErrorCode::kAborted,
+          "it ended with an error on all ranks; the error is older than the 32 that are kept"};
+}
+
+// Since the last decision.
+std::vector<std::pair<int, std::string>> FlushMachine::newLosses() const {
+  std::vector<std::pair<int, std::string>> losses;
+  for (const auto& loss : lost_) {
+    if (std::ranges::binary_search(decided_, loss.first)) losses.push_back(loss);
+  }
+  return losses;
+}
+
+Error FlushMachine::lostError() const {
+  std::string who;
+  for (const auto& [rank, detail] : newLosses()) {
+    who += (who.empty() ? "" : ", ") + options_.nameRank(rank);
+    if (!detail.empty()) who += " (" + detail + ")";
+  }
+  return {ErrorCode::kPeerLost, "lost " + who};
+}
+
+// -- what is told
+
+FlushMessage FlushMachine::endedNow() const { return {.kind = Kind::kEnded, .ended = ended_}; }
+
+void FlushMachine::tellAll(FlushMessage message, FlushActions& actions) const {
+  std::vector<int> others;
+  for (const int r : active_) {
+    if (r != options_.rank && !left_.contains(r)) others.push_back(r);
+  }
+  if (!others.empty())
+    actions.emplace_back(FlushAction::Tell{std::move(others), std::move(message)});
+}
+
+template <typename... Words>
+void FlushMachine::note(FlushActions& actions, const Attempt& attempt,
+                        const Words&... words) const {
+  if (!logEnabled(LogLevel::kDebug)) return;
+  std::ostringstream text;
+  text << "group '" << options_.group << "', flush " << nameOf(attempt) << ": ";
+  (text << ... << words);
+  actions.emplace_back(FlushAction::Note{text.str()});
+}
+
+// -- how a flush begins
+
+FlushActions FlushMachine::parked(uint64_t number, AbortReason abort, Error why,
+                                  Clock::time_point now) {
+  FlushActions actions;
+  if (abort != AbortReason::kNone && !(isFrozen_ && hasReported_)) {
+    abortReason_ = abort;  // [abort]
+    abortNumber_ = number;
+    why_ = std::move(why);
+  }
+  if (!isFrozen_) {  // [start-round] [miss-leaver]
+    join({attempt_.losses, attempt_.round + 1}, "our operation cannot go on", now, actions);
+  }
+  return actions;
+}
+
+void FlushMachine::join(Attempt attempt, std::string_view why, Clock::time_point now,
+                        FlushActions& actions) {
+  if (attempt.round > options_.mostRounds) return failForRounds(attempt, actions);
+  if (leaveReport_) return;
+  note(actions, attempt, "started, for ", why);
+  target_ = attempt;
+  hasReported_ = false;
+  lastReport_.reset();
+  reports_.clear();
+  toTake_ = 0;  // what was decided and not done yet is decided again
+  if (!isFrozen_) repeatAt_ = now + options_.resend;
+  isFrozen_ = true;
+  actions.emplace_back(FlushAction::Freeze{});
+}
+
+// A stamp has no room for another round. The others learn it from a report of that round.
+void FlushMachine::failForRounds(Attempt attempt, FlushActions& actions) {
+  if (std::exchange(isOver_, true)) return;
+  actions.emplace_back(FlushAction::Fail{
+      {ErrorCode::kExhausted,
+       "group '" + options_.group + "' on " + options_.nameRank(options_.rank) +
+           " was interrupted " + std::to_string(attempt.round) +
+           " times without losing a member, by timeouts or connections that were made "
+           "again, and cannot count further. Destroy the group and make it again"}});
+  tellAll({.kind = Kind::kReport, .report = soFar(attempt)}, actions);
+}
+
+FlushActions FlushMachine::viewed(const FlushView& view, Clock::time_point now) {
+  FlushActions actions;
+  viewEpoch_ = view.epoch;
+  active_ = view.active;
+  for (const auto& [rank, detail] : view.losses) lost_.try_emplace(rank, detail);
+  if (losses() > newest().losses) {
+    join({losses(), 0}, "the view lost a member", now, actions);  // [new-view]
+  } else {
+    decide(actions);
+  }
+  return actions;
+}
+
+// Frozen as well: what was put on account of the last decision, or of this one by who has come to
+// it sooner, may be lost. Who is in no operation lacks nothing; what others lack of it they get in
+// the flush that they start, for they are in one.
+FlushActions FlushMachine::reconnected(int rank, bool isInOperation, Clock::time_point now) {
+  FlushActions actions;
+  if (!isInView(rank)) return actions;
+  const auto tell = [&](FlushMessage message) {
+    actions.emplace_back(FlushAction::Tell{{rank}, std::move(message)});
+  };
+  if (leaveReport_) tell({.kind = Kind::kLeft, .report = *leaveReport_});
+  if (left_.contains(rank)) return actions;
+  tell(endedNow());
+  if (isFrozen_ || isInOperation) {
+    join({newest().losses, newest().round + 1},
+         "the connection to " + options_.nameRank(rank) + " was made again", now, actions);
+  } else if (lastReport_) {
+    tell({.kind = Kind::kReport, .report = *lastReport_});
+  }
+  return actions;
+}
+
+// -- what this rank says
+
+FlushActions FlushMachine::stopped() {
+  FlushActions actions;
+  if (!wantsReport()) return actions;
+  heedLeavers(actions);
+  FlushReport mine = soFar(target_);
+  if (abortNumber_ == mine.ended + 1) {
+    mine.abort = abortReason_;
+    mine.why = why_;
+  }
+  hasReported_ = true;  // [report]
+  reportedFor_ = target_;
+  note(actions, target_, "report sent: ", options_.nameRank(mine.from), " ", describe(mine));
+  lastReport_ = reports_[options_.rank] = mine;
+  tellAll({.kind = Kind::kReport, .report = std::move(mine)}, actions);
+  decide(actions);
+  return actions;
+}
+
+// How operations ended on who has left, they end here: it has acted on a decision of all. It may be
+// out of the view by now, and then no decision asks what it said.
+void FlushMachine::heedLeavers(FlushActions& actions) {
+  const uint64_t before = ended_;
+  for (const auto& [rank, last] : left_) {
+    for (const FailedOperation& one : last.failed) {
+      if (one.number > ended_) remember(one.number, one.error);
+    }
+  }
+  while (errorOf(ended_ + 1)) ++ended_;  // [heed-leaver]
+  if (ended_ != before) actions.emplace_back(FlushAction::End{ended_});
+}
+
+// What we say of ourselves, without an abort reason.
+FlushReport FlushMachine::soFar(Attempt attempt) {
+  // Who has destroyed the job on its rank is not lost. The beginning misses everybody.
+  const bool isLoss = (options_.founds && ended_ == 0) || !newLosses().empty();
+  // That somebody was lost before the group was made is no news in it.
+  const bool isNews = std::max(attempt_.losses, options_.lostBefore) < attempt.losses;
+  FlushReport mine{
+      .from = options_.rank, .attempt = attempt, .ended = ended_, .isOld = isNews && isLoss};
+  // Decided, but behind an operation that we have not taken over yet: it is decided again.
+  while (!failed_.empty() && failed_.back().number > mine.ended) failed_.pop_back();
+  mine.failed.assign(failed_.begin(), failed_.end());
+  return mine;
+}
+
+FlushActions FlushMachine::caughtUp() {
+  FlushActions actions;
+  // What came after it ended with an error that we know already.
+  while (errorOf(ended_ + 1)) ++ended_;
+  toTake_ = 0;
+  actions.emplace_back(FlushAction::End{ended_});
+  tellAll(endedNow(), actions);
+  return actions;
+}
+
+// On a wire that keeps no order, or was made again, it may come before our last report, or in its
+// place. So it says what that says: how operations ended, or who has it alone would take one that
+// failed for done; and what we reported for, which is what we are in.
+FlushActions FlushMachine::leave() {
+  FlushActions actions;
+  leaveReport_ = soFar(reportedFor_);  // [gone]
+  tellAll({.kind = Kind::kLeft, .report = *leaveReport_}, actions);
+  // From here on we take part in no flush: a report would say that we are in.
+  isFrozen_ = false;
+  repeatAt_.reset();
+  return actions;
+}
+
+// A report is lost with its connection, where too many messages wait, and where a topic opens late.
+// Whoever has not ours cannot decide; whoever has decided is not frozen, and has no reason to say
+// anything again. So the one who lacks a report gives its own again and asks for it.
+FlushActions FlushMachine::tick(Clock::time_point now) {
+  FlushActions actions;
+  if (!repeatAt_ || now < *repeatAt_) return actions;
+  repeatAt_ = now + options_.resend;
+  if (!hasReported_) return actions;
+  std::vector<int> askFor = missing();
+  if (askFor.empty()) return actions;
+  for (const int r : askFor)
+    note(actions, target_, "no report of ", options_.nameRank(r), " yet: asks for it");
+  actions.emplace_back(
+      FlushAction::Tell{std::move(askFor), {.kind = Kind::kRepeat, .report = *lastReport_}});
+  return actions;
+}
+
+FlushActions FlushMachine::askForSlot(uint64_t number) const {
+  std::vector<int> holders;
+  std::ranges::copy_if(active_, std::back_inserter(holders),
+                       [&](int r) { return holdsSlot(r, number); });
+  FlushActions actions;
+  if (!holders.empty())
+    actions.emplace_back(FlushAction::Tell{std::move(holders), {.kind = Kind::kAsk}});
+  return actions;
+}
+
+// -- what the others say
+
+FlushActions FlushMachine::received(int from, const FlushMessage& message, Clock::time_point now) {
+  FlushActions actions;
+  switch (message.kind) {
+    case Kind::kRepeat:
+      answer(from, message.report.attempt, actions);
+      hear(message.report, now, actions);
+      break;
+    case Kind::kReport:
+      hear(message.report, now, actions);
+      break;
+    case Kind::kEnded:
+      knownEnded_[from] = std::max(knownEnded_[from], message.ended);
+      actions.emplace_back(FlushAction::LookUp{});
+      break;
+    case Kind::kLeft:
+      knownEnded_[from] = std::max(knownEnded_[from], message.report.ended);
+      note(actions, newest(), options_.nameRank(from), " has left, it ", describe(message.report));
+      left_[from] = message.report;
+      actions.emplace_back(FlushAction::Interrupt{});
+      decide(actions);
+      break;
+    case Kind::kAsk:
+      actions.emplace_back(FlushAction::Tell{{from}, endedNow()});
+      break;
+  }
+  return actions;
+}
+
+void FlushMachine::hear(const FlushReport& report, Clock::time_point now, FlushActions& actions) {
+  if (!isInView(report.from) || report.attempt < newest()) return;
+  if (report.attempt > newest()) {
+    join(report.attempt, "a report of " + options_.nameRank(report.from), now, actions);  // [join]
+  }
+  if (!isFrozen_ || report.attempt != target_) return;
+  note(actions, target_, "report received: ", options_.nameRank(report.from), " ",
+       describe(report));
+  reports_[report.from] = report;
+  decide(actions);
+}
+
+// A rank lacks what we have said for this attempt.
+void FlushMachine::answer(int rank, Attempt attempt, FlushActions& actions) const {
+  if (leaveReport_) {
+    actions.emplace_back(FlushAction::Tell{{rank}, {.kind = Kind::kLeft, .report = *leaveReport_}});
+  } else if (lastReport_ && lastReport_->attempt == attempt) {
+    actions.emplace_back(
+        FlushAction::Tell{{rank}, {.kind = Kind::kReport, .report = *lastReport_}});
+  }
+}
+
+// -- what all conclude
+
+void FlushMachine::decide(FlushActions& actions) {
+  if (!isFrozen_ || !hasReported_) return;
+  if (std::ranges::any_of(active_, [&](int r) { return isMissing(r); })) return;
+  Reports reports;
+  for (const int r : active_) {
+    const auto [report, isNew] = reports_.try_emplace(r);
+    if (isNew) {
+      report->second = left_[r];
+      report->second.attempt = target_;
+    }
+    reports.push_back(&report->second);
+  }
+  const bool isFounding = options_.founds && std::ranges::all_of(reports, [](const auto* report) {
+                            return report->ended == 0;
+                          });
+  const bool raises = options_.raises || isFounding;
+  Error lost = raises ? lostError() : Error();
+  if (isFounding) lost.message += " before the job had begun";
+  const FlushDecision decision = decideFlush(reports, raises ? &lost : nullptr);  // [decide]
+  note(actions, target_, "decided: #", decision.next,
+       decision.error.code == ErrorCode::kOk ? " starts again" : " ends with an error: ",
+       decision.error.message);
+  act(decision, reports, actions);
+}
+
+void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
+                       FlushActions& actions) {
+  const FlushReport& mine = reports_[options_.rank];
+  for (const FailedOperation& one : decision.failed) {
+    if (one.number > mine.ended) remember(one.number, one.error);
+  }
+  if (const Error* error = decision.errorOf(decision.next)) remember(decision.next, *error);
+  // Also for a caller that is away: it is told when it calls.
+  ended_ = decision.endedBy(mine);  // [act]
+  actions.emplace_back(FlushAction::End{ended_});
+  toTake_ = ended_ + 1 < decision.next ? ended_ + 1 : 0;
+  for (const FlushReport* report : reports)
+    knownEnded_[report->from] = std::max(knownEnded_[report->from], decision.endedBy(*report));
+  supply(decision, reports, actions);
+
+  // Who has left is in if it reported for this: others may have decided before they heard that it
+  // left. All go on with the same members, and the next operation misses it, on all.
+  members_.clear();
+  std::ranges::copy_if(active_, std::back_inserter(members_), [&](int r) {
+    const auto gone = left_.find(r);
+    return gone == left_.end() || gone->second.attempt >= target_;
+  });
+  note(actions, target_, "acted: #", ended_, " has ended here",
+       toTake_ ? ", the next is taken over" : "", "; ", members_.size(), " of ", options_.size,
+       " ranks go on");
+  decided_ = active_;
+  attempt_ = target_;
+  abortReason_ = AbortReason::kNone;
+  abortNumber_ = 0;
+  isFrozen_ = false;
+  repeatAt_.reset();
+  actions.emplace_back(FlushAction::GoOn{attempt_, viewEpoch_, members_});
+}
+
+// Who is behind may lack what another one put: before it died, or before a connection broke. Who
+// lives puts its own again. The lowest rank that surely holds the slot of a rank that is out sends
+// it again.
+void FlushMachine::supply(const FlushDecision& decision, const Reports& reports,
+                          FlushActions& actions) const {
+  for (const FlushReport* behind : reports) {
+    const uint64_t number = decision.endedBy(*behind) + 1;
+    if (number >= decision.next || left_.contains(behind->from)) continue;
+    if (behind->from == options_.rank) continue;
+    actions.emplace_back(FlushAction::Supply{number, options_.rank, behind->from});
+    const auto supplier = std::ranges::find_if(reports, [&](const FlushReport* report) {
+      return report->ended >= number && !left_.contains(report->from);
+    });
+    if (supplier == reports.end() || (*supplier)->from != options_.rank) continue;
+    for (int r = 0; r < options_.size; ++r) {
+      if (!isInView(r)) actions.emplace_back(FlushAction::Supply{number, r, behind->from});
+    }
+  }
+}
+
+}  // namespace mooncake

@@ -1,0 +1,143 @@
+// What a member does at the edges of a flush, without threads: the models' traces drive the same
+// machine (replay_test.cc), here is what they have no step for.
+#include "membership/flush_machine.h"
+
+#include <gtest/gtest.h>
+
+namespace mooncake {
+namespace {
+
+using AbortReason = FlushReport::AbortReason;
+using Kind = FlushMessage::Kind;
+
+constexpr Clock::time_point kNow{};
+constexpr auto kResend = std::chrono::milliseconds(50);
+
+FlushMachine machineOf(int rank, int size, bool raises = false) {
+  return FlushMachine({.group = "test",
+                       .rank = rank,
+                       .size = size,
+                       .raises = raises,
+                       .mostRounds = 3,
+                       .resend = kResend,
+                       .nameRank = [](int r) { return "rank " + std::to_string(r); }});
+}
+
+template <typename Action>
+std::vector<Action> all(const FlushActions& actions) {
+  std::vector<Action> found;
+  for (const auto& action : actions) {
+    if (const auto* one = std::get_if<Action>(&action)) found.push_back(*one);
+  }
+  return found;
+}
+
+FlushMessage reportOf(FlushReport report, Kind kind = Kind::kReport) {
+  return {.kind = kind, .report = std::move(report)};
+}
+
+const Error kTooLate{ErrorCode::kTimeout, "too late"};
+
+// It binds, but no decision asks for what it said: it is not in the view.
+TEST(FlushMachine, HowAnOperationEndedOnWhoHasLeftItEndsAlsoBehindAView) {
+  FlushMachine machine = machineOf(0, 3);
+  machine.parked(1, AbortReason::kNone, {}, kNow);
+  machine.stopped();
+  machine.received(
+      1,
+      reportOf({.from = 1, .attempt = {0, 1}, .ended = 1, .failed = {{1, kTooLate}}}, Kind::kLeft),
+      kNow);
+  EXPECT_TRUE(machine.isFrozen()) << "rank 2 has not reported";
+  machine.viewed({.epoch = 3, .active = {0}, .losses = {{2, "it died"}}}, kNow);
+  const auto actions = machine.stopped();
+  const auto goOn = all<FlushAction::GoOn>(actions);
+  ASSERT_EQ(goOn.size(), 1u);
+  EXPECT_EQ(goOn[0].members, std::vector{0});
+  EXPECT_EQ(machine.ended(), 1u) << "it ran again, without rank 1";
+  EXPECT_EQ(machine.howEnded(1).message, "too late");
+}
+
+TEST(FlushMachine, WhoDestroyedTheJobOnItsSideIsNoNews) {
+  for (const bool isLoss : {false, true}) {
+    FlushMachine machine = machineOf(0, 2, true);
+    FlushView view{.epoch = 2, .active = {0}};
+    if (isLoss) view.losses.push_back({1, "it died"});
+    machine.viewed(view, kNow);
+    EXPECT_EQ(all<FlushAction::GoOn>(machine.stopped()).size(), 1u);
+    EXPECT_EQ(machine.ended(), isLoss ? 1u : 0u);
+    if (isLoss) {
+      EXPECT_EQ(machine.howEnded(1).message, "lost rank 1 (it died)");
+    }
+  }
+}
+
+TEST(FlushMachine, AsksForAReportAsLongAsItLacksOne) {
+  FlushMachine machine = machineOf(0, 3);
+  EXPECT_FALSE(machine.nextTick());
+  machine.parked(1, AbortReason::kTimeout, kTooLate, kNow);
+  machine.stopped();
+  machine.received(2, reportOf({.from = 2, .attempt = {0, 1}}), kNow);
+  ASSERT_TRUE(machine.nextTick());
+  EXPECT_TRUE(machine.tick(*machine.nextTick() - Clock::duration(1)).empty());
+  for (int i = 1; i <= 2; ++i) {
+    EXPECT_EQ(*machine.nextTick(), kNow + i * kResend);
+    const auto asked = all<FlushAction::Tell>(machine.tick(*machine.nextTick()));
+    ASSERT_EQ(asked.size(), 1u);
+    EXPECT_EQ(asked[0].to, std::vector{1});
+    EXPECT_EQ(asked[0].message.kind, Kind::kRepeat);
+    EXPECT_EQ(asked[0].message.report.why.message, "too late");
+  }
+  machine.received(1, reportOf({.from = 1, .attempt = {0, 1}}), kNow);
+  EXPECT_FALSE(machine.isFrozen());
+  EXPECT_FALSE(machine.nextTick());
+}
+
+TEST(FlushMachine, WhoAsksIsAnsweredWithTheReportOrTheFarewell) {
+  FlushMachine machine = machineOf(0, 2);
+  const FlushReport theirs{.from = 1, .attempt = {0, 1}};
+  machine.received(1, reportOf(theirs), kNow);
+  machine.stopped();
+  EXPECT_FALSE(machine.isFrozen());
+  auto answers = all<FlushAction::Tell>(machine.received(1, reportOf(theirs, Kind::kRepeat), kNow));
+  ASSERT_EQ(answers.size(), 1u);
+  EXPECT_EQ(answers[0].message.kind, Kind::kReport);
+  EXPECT_EQ(answers[0].message.report.attempt, theirs.attempt);
+  machine.leave();
+  answers = all<FlushAction::Tell>(machine.received(1, reportOf(theirs, Kind::kRepeat), kNow));
+  ASSERT_EQ(answers.size(), 1u);
+  EXPECT_EQ(answers[0].message.kind, Kind::kLeft);
+}
+
+// What another one put or reported on account of the last decision may be lost.
+TEST(FlushMachine, AConnectionMadeAgainStartsARoundForWhoIsInAnOperation) {
+  FlushMachine machine = machineOf(0, 2);
+  auto actions = machine.reconnected(1, false, kNow);
+  EXPECT_FALSE(machine.isFrozen());
+  auto told = all<FlushAction::Tell>(actions);
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_EQ(told[0].message.kind, Kind::kEnded);
+  machine.reconnected(1, true, kNow);
+  EXPECT_EQ(machine.target(), (Attempt{0, 1}));
+  machine.stopped();
+  machine.reconnected(1, false, kNow);
+  EXPECT_EQ(machine.target(), (Attempt{0, 2})) << "the report may be lost with it";
+  EXPECT_FALSE(machine.hasReported());
+}
+
+TEST(FlushMachine, ARoundForWhichAStampHasNoRoomEndsTheGroupOnAllRanks) {
+  FlushMachine machine = machineOf(0, 2);
+  for (uint32_t round = 1; round <= 3; ++round) {
+    machine.received(1, reportOf({.from = 1, .attempt = {0, round}}), kNow);
+    machine.stopped();
+    ASSERT_EQ(machine.attempt(), (Attempt{0, round}));
+  }
+  const auto actions = machine.parked(1, AbortReason::kNone, {}, kNow);
+  ASSERT_EQ(all<FlushAction::Fail>(actions).size(), 1u);
+  const auto told = all<FlushAction::Tell>(actions);
+  ASSERT_EQ(told.size(), 1u);
+  FlushMachine other = machineOf(1, 2);
+  EXPECT_EQ(all<FlushAction::Fail>(other.received(0, told[0].message, kNow)).size(), 1u);
+}
+
+}  // namespace
+}  // namespace mooncake
