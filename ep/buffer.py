@@ -103,7 +103,7 @@ class Buffer:
         x: bfloat16 [n, h], with n up to num_max_dispatch_tokens_per_rank (T)
         topk_idx: int64 [n, k]; -1 is no expert
         cumulative_local_expert_recv_stats: int32 [L]; the counts are added
-        dispatch_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in ns
+        dispatch_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in us
         use_fp8: rows as float8_e4m3fn, with a float32 scale for each 128 channels
         round_scale: scales are powers of two
         use_ue8m0: four of their exponents in an int32; needs round_scale
@@ -157,7 +157,7 @@ class Buffer:
         use_logfmt: 10 bits for each channel on the way
         zero_copy: x was written into get_next_low_latency_combine_buffer(handle)
         out: bfloat16 [n, h] for the result
-        combine_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in ns
+        combine_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in us
 
         Returns (combined_x, event, hook), combined_x is bfloat16 [n, h].
         """
