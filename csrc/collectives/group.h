@@ -63,6 +63,8 @@ class Group {
   uint64_t topic() const { return topic_; }
 
   Waiter waiter(Deadline deadline) const;
+  // Null unless all ranks are mapped. For the thread that runs the operation.
+  RankCores* cores() { return window_->fullyMapped() ? &cores_ : nullptr; }
   // Any thread: every wait of this group ends and every later operation is refused with this error.
   // The first call wins.
   void fail(Error why);
@@ -138,6 +140,7 @@ class Group {
   size_t eagerBytes_;
   std::unique_ptr<Window> window_;
   SpinPolicy spin_;
+  RankCores cores_;
   bool isCrowded_ = false;
   uint64_t topic_ = 0;
   Interrupt interrupt_;

@@ -36,7 +36,9 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
       deadline_(deadline),
       waiter_(group.waiter(deadline)),
       number_(++group.lastNumber),
-      own_(slots(group.rank())) {}
+      own_(slots(group.rank())) {
+  waiter_.cores = group.cores();
+}
 
 Slot* Operation::slots(int rank) const {
   const Window& window = group_.window();
@@ -130,6 +132,7 @@ Status Operation::publishBegun(size_t payloadBytes, const PayloadFor* write) {
   constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
   constexpr size_t kHeader = kSlotHeaderBytes - kStampEnd;
   failpoint("begin");
+  if (waiter_.cores) waiter_.cores->note();
   group_.engine().markActive();
   own_->call = call_;
   own_->payloadBytes = static_cast<uint32_t>(payloadBytes);
@@ -197,6 +200,7 @@ Status Operation::awaitBegun(int rank) {
 Status Operation::awaitAllBegun() {
   for (; begunSeen_ < ranks().size(); ++begunSeen_) MOONCAKE_TRY(awaitBegun(ranks()[begunSeen_]));
   agent_.allBegan(number_);
+  waiter_.spin = waiter_.spin.patient();
   failpoint("all-begun");
   return {};
 }
