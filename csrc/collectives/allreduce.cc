@@ -40,7 +40,7 @@ class AllreduceEager final : public Algorithm {
       : buffers_(buffers), kind_(kind), root_(root) {}
 
   Status publish(Operation& op) override {
-    pack(buffers_, op.payload());
+    pack(op, buffers_);
     return op.begin(packedBytes(buffers_));
   }
   Status complete(Operation& op) override {
@@ -63,12 +63,16 @@ class AllreduceEager final : public Algorithm {
   Status reduceBuffers(Operation& op) {
     const auto sources = op.group().sources().first(op.ranks().size());
     const size_t bytes = packedBytes(buffers_);
+    // Our own is nearer where it came from, unless we have reduced into it before. Buffers of a
+    // list may overlap.
+    const bool isHere = buffers_.size() == 1 && !isOverwritten_;
     size_t offset = 0;
     for (const Buffer& buffer : buffers_) {
       for (size_t i = 0; i < sources.size(); ++i) {
         auto payload = op.payloadOf(op.ranks()[i], bytes);
         if (!payload.ok()) return payload.error();
-        sources[i] = *payload + offset;
+        const bool isOurs = op.ranks()[i] == op.rank();
+        sources[i] = isOurs && isHere ? buffer.data.data() : *payload + offset;
       }
       isOverwritten_ = true;
       reduceSources({buffer.dtype, kind_}, buffer.data.data(), sources,
@@ -158,7 +162,8 @@ class AllreduceRendezvous final : public Algorithm {
                            .own = mine.data(),
                            .buffer = i,
                            .offset = size_t(mine.data() - buffers_[i].data.data()),
-                           .target = share ? Span(share, mine.size()) : mine});
+                           .target = share ? Span(share, mine.size()) : mine,
+                           .isForPeers = share != nullptr});
       if (share) share += aligned(mine.size());
     }
     MOONCAKE_TRY(reduceSegments(op, segments_, buffers_.size(), [&]() -> Status {

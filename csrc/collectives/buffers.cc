@@ -30,9 +30,10 @@ size_t packedBytes(Buffers buffers) {
   return bytes;
 }
 
-void pack(Buffers buffers, std::byte* payload) {
+void pack(const Operation& op, Buffers buffers) {
+  std::byte* payload = op.payload();
   for (const Buffer& buffer : buffers) {
-    if (!buffer.data.empty()) std::memcpy(payload, buffer.data.data(), buffer.data.size());
+    op.write(payload, buffer.data);
     payload += aligned(buffer.data.size());
   }
 }

@@ -27,7 +27,7 @@ uint32_t hashOn(uint32_t hash, uint64_t value);  // FNV-1a
 // Where the buffer behind one of this length starts in a payload: aligned for every type.
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) & ~size_t(15); }
 size_t packedBytes(Buffers buffers);
-void pack(Buffers buffers, std::byte* payload);
+void pack(const Operation& op, Buffers buffers);  // into the payload
 
 // Registers the buffers for others to read, and announces them. What the payload then holds, in
 // bytes.

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 
+#include "base/bytes.h"
 #include "base/failpoint.h"
 
 namespace mooncake {
@@ -166,6 +167,11 @@ Status Operation::publishBegun(size_t payloadBytes, const PayloadFor* write) {
     if (!sent.ok() && sent.code() != ErrorCode::kPeerLost) return sent.error();
   }
   return {};
+}
+
+void Operation::write(std::byte* to, std::span<const std::byte> data) const {
+  if (group_.window().fullyMapped()) return copyForPeers(to, data);
+  if (!data.empty()) std::memcpy(to, data.data(), data.size());
 }
 
 size_t Operation::unmapped() const {
@@ -379,6 +385,12 @@ Error Operation::named(Error error) const {
   error.message = describeCall(call_) + " #" + std::to_string(number_) + " of group '" +
                   group_.name() + "' on " + group_.nameRank(rank()) + ": " + error.message;
   return error;
+}
+
+void copyForPeers(std::byte* to, std::span<const std::byte> from) {
+  constexpr size_t kFewLines = 1 << 10;  // these wait in the store buffer, and the caller goes on
+  if (from.size() > kFewLines) return copyPastCache(to, from);
+  if (!from.empty()) std::memcpy(to, from.data(), from.size());
 }
 
 void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs) {

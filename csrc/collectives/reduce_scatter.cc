@@ -38,7 +38,7 @@ class ReduceScatterEager final : public ReduceScatter {
   using ReduceScatter::ReduceScatter;
 
   Status publish(Operation& op) override {
-    pack(inputs_, op.payload());
+    pack(op, inputs_);
     return op.begin(packedBytes(inputs_));
   }
   Status complete(Operation& op) override {
