@@ -121,7 +121,7 @@ struct Waiter {
     asm volatile("isb" ::: "memory");  // "yield" is a no-op on most Arm cores
 #endif
   }
-  static constexpr uint32_t kPausesPerLookAround = 32;
+  static constexpr uint32_t kPausesPerLookAround = 256;  // about 10 us
   static constexpr uint32_t kYieldsPerCensus = 16;
   static void yield() { ::sched_yield(); }
   // Giving way is for nobody: no other thread has run on this core since we last asked. While we

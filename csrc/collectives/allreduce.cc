@@ -34,13 +34,17 @@ namespace {
 // reduced. 32 MiB covers DDP's buckets of 25 MiB.
 constexpr size_t kUndoBytes = 32 << 20;
 
+// A share of which the peers' second-level caches, of 1 MiB or more, still hold the most when it is
+// written again.
+constexpr size_t kCachedBytes = 512 << 10;
+
 class AllreduceEager final : public Algorithm {
  public:
   AllreduceEager(Buffers buffers, ReduceKind kind, int root)
       : buffers_(buffers), kind_(kind), root_(root) {}
 
   Status publish(Operation& op) override {
-    pack(op, buffers_);
+    packForPeers(op, buffers_);
     return op.begin(packedBytes(buffers_));
   }
   Status complete(Operation& op) override {
@@ -149,8 +153,11 @@ class AllreduceRendezvous final : public Algorithm {
     isWithinTheData_ = !mapped && root_ < 0;
     RemoteRegion result = inputs_.front().remote();
     std::byte* share = nullptr;
+    bool isInCaches = false;  // of peers, from the operation before
     if (!isWithinTheData_) {
-      auto block = group.shared(std::max<size_t>(shareBytes(op, op.rank()), 1));
+      const size_t bytes = shareBytes(op, op.rank());
+      isInCaches = mapped && bytes <= kCachedBytes;
+      auto block = group.shared(std::max<size_t>(bytes, 1));
       if (!block.ok()) return block.error();
       share = block->data;
       result = block->region;
@@ -163,7 +170,7 @@ class AllreduceRendezvous final : public Algorithm {
                            .buffer = i,
                            .offset = size_t(mine.data() - buffers_[i].data.data()),
                            .target = share ? Span(share, mine.size()) : mine,
-                           .isForPeers = share != nullptr});
+                           .isForPeers = isInCaches});
       if (share) share += aligned(mine.size());
     }
     MOONCAKE_TRY(reduceSegments(op, segments_, buffers_.size(), [&]() -> Status {

@@ -30,7 +30,14 @@ size_t packedBytes(Buffers buffers) {
   return bytes;
 }
 
-void pack(const Operation& op, Buffers buffers) {
+void pack(Buffers buffers, std::byte* payload) {
+  for (const Buffer& buffer : buffers) {
+    if (!buffer.data.empty()) std::memcpy(payload, buffer.data.data(), buffer.data.size());
+    payload += aligned(buffer.data.size());
+  }
+}
+
+void packForPeers(const Operation& op, Buffers buffers) {
   std::byte* payload = op.payload();
   for (const Buffer& buffer : buffers) {
     op.write(payload, buffer.data);

@@ -388,8 +388,8 @@ Error Operation::named(Error error) const {
 }
 
 void copyForPeers(std::byte* to, std::span<const std::byte> from) {
-  constexpr size_t kFewLines = 1 << 10;  // these wait in the store buffer, and the caller goes on
-  if (from.size() > kFewLines) return copyPastCache(to, from);
+  constexpr size_t kFew = 8 << 10;  // cost less than reading them from memory
+  if (from.size() > kFew) return copyPastCache(to, from);
   if (!from.empty()) std::memcpy(to, from.data(), from.size());
 }
 

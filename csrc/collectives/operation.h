@@ -140,9 +140,9 @@ class Operation {
   bool isAgreed_ = false;
 };
 
-// Into memory that other cores have read and read again. A plain store first takes each line from
-// their caches, one after the other: for 64 KiB that took 28 us where the copy past the cache took
-// 2, and they read it in 4 either way.
+// Into memory that other cores have just read, and read again. A plain store first takes each line
+// from their caches, one after the other: for 64 KiB that takes 7 to 28 us, by where the cores are;
+// the copy past the cache takes 2, and they read it in 4.
 void copyForPeers(std::byte* to, std::span<const std::byte> from);
 
 // Of who does not take part there is nothing: zeros, never what was there before. The outputs of a

@@ -38,7 +38,7 @@ class ReduceScatterEager final : public ReduceScatter {
   using ReduceScatter::ReduceScatter;
 
   Status publish(Operation& op) override {
-    pack(op, inputs_);
+    pack(inputs_, op.payload());
     return op.begin(packedBytes(inputs_));
   }
   Status complete(Operation& op) override {
