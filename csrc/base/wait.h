@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include "base/deadline.h"
+#include "base/rank_cores.h"
 
 namespace mooncake {
 
@@ -64,6 +65,8 @@ struct SpinPolicy {
   uint32_t pauses = 2000;  // looks with a pause instruction in between (about 40 ns each)
   uint32_t yields = 0;     // looks with a sched_yield in between
   static SpinPolicy forRanksOnHost(int ranks);
+  // For what is certainly on its way: to sleep and to be woken costs more than to look for 2 ms.
+  SpinPolicy patient() const { return {.pauses = pauses ? 50'000u : 0, .yields = yields}; }
   // What comes over sockets is brought by a thread of our own, which must get the core: sleep at
   // once.
   static SpinPolicy forMessages();
@@ -76,6 +79,7 @@ struct Waiter {
   uint32_t generation;  // of `interrupt`, when the operation began
   Deadline deadline;
   SpinPolicy spin;
+  RankCores* cores = nullptr;  // of the ranks that we wait for, if they are all on this host
 
   // Returns when ready() is true, the interrupt has been bumped or the deadline has passed; ready()
   // wins over the other two. ready() must be cheap, must not throw and may be called many times.
@@ -84,11 +88,15 @@ struct Waiter {
     for (uint32_t look = 0; look < spin.pauses; ++look) {
       if (ready()) return WaitResult::kReady;
       pause();
+      if (look % kPausesPerLookAround != kPausesPerLookAround - 1) continue;
+      if (interrupted()) break;
+      if (cores) cores->spread();
     }
     // On a crowded host one yield can take a whole time slice: here the deadline is looked at, too.
     for (uint32_t look = 0; look < spin.yields && !interrupted() && !deadline.passed(); ++look) {
       if (ready()) return WaitResult::kReady;
       yield();
+      if (cores) cores->spread();
       if (look % kYieldsPerCensus == kYieldsPerCensus - 1 && isAlone()) break;
     }
     for (;;) {
@@ -113,6 +121,7 @@ struct Waiter {
     asm volatile("isb" ::: "memory");  // "yield" is a no-op on most Arm cores
 #endif
   }
+  static constexpr uint32_t kPausesPerLookAround = 256;  // about 10 us
   static constexpr uint32_t kYieldsPerCensus = 16;
   static void yield() { ::sched_yield(); }
   // Giving way is for nobody: no other thread has run on this core since we last asked. While we

@@ -17,7 +17,7 @@ class AllgatherEager final : public Algorithm {
       : inputs_(inputs), outputs_(outputs) {}
 
   Status publish(Operation& op) override {
-    pack(inputs_, op.payload());
+    packForPeers(op, inputs_);
     return op.begin(packedBytes(inputs_));
   }
   Status complete(Operation& op) override {

@@ -34,13 +34,17 @@ namespace {
 // reduced. 32 MiB covers DDP's buckets of 25 MiB.
 constexpr size_t kUndoBytes = 32 << 20;
 
+// A share of which the peers' second-level caches, of 1 MiB or more, still hold the most when it is
+// written again.
+constexpr size_t kCachedBytes = 512 << 10;
+
 class AllreduceEager final : public Algorithm {
  public:
   AllreduceEager(Buffers buffers, ReduceKind kind, int root)
       : buffers_(buffers), kind_(kind), root_(root) {}
 
   Status publish(Operation& op) override {
-    pack(buffers_, op.payload());
+    packForPeers(op, buffers_);
     return op.begin(packedBytes(buffers_));
   }
   Status complete(Operation& op) override {
@@ -63,12 +67,16 @@ class AllreduceEager final : public Algorithm {
   Status reduceBuffers(Operation& op) {
     const auto sources = op.group().sources().first(op.ranks().size());
     const size_t bytes = packedBytes(buffers_);
+    // Our own is nearer where it came from, unless we have reduced into it before. Buffers of a
+    // list may overlap.
+    const bool isHere = buffers_.size() == 1 && !isOverwritten_;
     size_t offset = 0;
     for (const Buffer& buffer : buffers_) {
       for (size_t i = 0; i < sources.size(); ++i) {
         auto payload = op.payloadOf(op.ranks()[i], bytes);
         if (!payload.ok()) return payload.error();
-        sources[i] = *payload + offset;
+        const bool isOurs = op.ranks()[i] == op.rank();
+        sources[i] = isOurs && isHere ? buffer.data.data() : *payload + offset;
       }
       isOverwritten_ = true;
       reduceSources({buffer.dtype, kind_}, buffer.data.data(), sources,
@@ -145,8 +153,11 @@ class AllreduceRendezvous final : public Algorithm {
     isWithinTheData_ = !mapped && root_ < 0;
     RemoteRegion result = inputs_.front().remote();
     std::byte* share = nullptr;
+    bool isInCaches = false;  // of peers, from the operation before
     if (!isWithinTheData_) {
-      auto block = group.shared(std::max<size_t>(shareBytes(op, op.rank()), 1));
+      const size_t bytes = shareBytes(op, op.rank());
+      isInCaches = mapped && bytes <= kCachedBytes;
+      auto block = group.shared(std::max<size_t>(bytes, 1));
       if (!block.ok()) return block.error();
       share = block->data;
       result = block->region;
@@ -158,7 +169,8 @@ class AllreduceRendezvous final : public Algorithm {
                            .own = mine.data(),
                            .buffer = i,
                            .offset = size_t(mine.data() - buffers_[i].data.data()),
-                           .target = share ? Span(share, mine.size()) : mine});
+                           .target = share ? Span(share, mine.size()) : mine,
+                           .isForPeers = isInCaches});
       if (share) share += aligned(mine.size());
     }
     MOONCAKE_TRY(reduceSegments(op, segments_, buffers_.size(), [&]() -> Status {

@@ -167,7 +167,7 @@ class Alltoall final : public Algorithm {
       return sizeof(remote);
     }
     const ConstSpan input = inputs_[to];
-    if (!input.empty()) std::memcpy(payload, input.data(), input.size());
+    op.write(payload, input);
     return input.size();
   }
 

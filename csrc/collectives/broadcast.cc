@@ -39,7 +39,7 @@ class BroadcastEager final : public Broadcast {
   using Broadcast::Broadcast;
 
   Status publish(Operation& op) override {
-    if (hasData_ && !data_.empty()) std::memcpy(op.payload(), data_.data(), data_.size());
+    if (hasData_) op.write(op.payload(), data_);
     op.announceInput({});
     return op.begin(hasData_ ? data_.size() : 0);
   }

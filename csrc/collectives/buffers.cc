@@ -37,6 +37,14 @@ void pack(Buffers buffers, std::byte* payload) {
   }
 }
 
+void packForPeers(const Operation& op, Buffers buffers) {
+  std::byte* payload = op.payload();
+  for (const Buffer& buffer : buffers) {
+    op.write(payload, buffer.data);
+    payload += aligned(buffer.data.size());
+  }
+}
+
 Result<size_t> announceBuffers(Operation& op, Buffers buffers, std::vector<MemoryRegion>& regions) {
   regions.clear();
   op.announceInput({});

@@ -27,7 +27,9 @@ uint32_t hashOn(uint32_t hash, uint64_t value);  // FNV-1a
 // Where the buffer behind one of this length starts in a payload: aligned for every type.
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) & ~size_t(15); }
 size_t packedBytes(Buffers buffers);
+// Into the payload. packForPeers(): most of which peers read.
 void pack(Buffers buffers, std::byte* payload);
+void packForPeers(const Operation& op, Buffers buffers);
 
 // Registers the buffers for others to read, and announces them. What the payload then holds, in
 // bytes.

@@ -27,7 +27,7 @@ class GatherEager final : public Gather {
   using Gather::Gather;
 
   Status publish(Operation& op) override {
-    pack(Buffers(&input_, 1), op.payload());
+    packForPeers(op, Buffers(&input_, 1));
     return op.begin(input_.data.size());
   }
   Status complete(Operation& op) override {

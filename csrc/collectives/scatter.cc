@@ -26,7 +26,7 @@ class ScatterEager final : public Scatter {
   using Scatter::Scatter;
 
   Status publish(Operation& op) override {
-    pack(inputs_, op.payload());
+    packForPeers(op, inputs_);
     return op.begin(packedBytes(inputs_));
   }
   Status complete(Operation& op) override {

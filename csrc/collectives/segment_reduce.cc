@@ -95,8 +95,11 @@ Status reduceSegments(Operation& op, std::span<const Segment> segments, size_t b
       const Segment& segment = *piece.segment;
       for (size_t part = 0; part < size; ++part)
         sources[part] = part == self ? segment.own + piece.start : place(index, part, piece);
-      reduceSources(segment.reduction, segment.target.data() + piece.start, sources,
+      std::byte* const target = segment.target.data() + piece.start;
+      std::byte* const sum = segment.isForPeers ? place(index, self, piece) : target;
+      reduceSources(segment.reduction, sum, sources,
                     piece.bytes / dtypeSize(segment.reduction.dtype));
+      if (segment.isForPeers) copyForPeers(target, {sum, piece.bytes});
     }
   }
   return {};

@@ -19,6 +19,7 @@ struct Segment {
   size_t buffer = 0;
   uint64_t offset = 0;
   std::span<std::byte> target;
+  bool isForPeers = false;  // they have just read the target's memory, and will fetch this from it
 };
 
 // The common half of large reductions. `buffers`: how many each rank announced. Works through the

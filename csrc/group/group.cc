@@ -204,6 +204,17 @@ Status Group::start(Meeting meeting) {
   for (int r = 0; r < size(); ++r) onHost += window_->peerPtr(r) != nullptr;
   sources_.resize(size_t(size()));
   spin_ = window_->fullyMapped() ? SpinPolicy::forRanksOnHost(onHost) : SpinPolicy::forMessages();
+  if (window_->fullyMapped()) {
+    const auto core = [&](int r) {
+      return reinterpret_cast<RankCores::Word*>(window_->peerPtr(r) + layout_.core());
+    };
+    std::vector<const RankCores::Word*> others;
+    for (int r = 0; r < size(); ++r) {
+      // Of a rank that was lost before it told us of its part there is nothing.
+      if (r != rank() && window_->peerPtr(r)) others.push_back(core(r));
+    }
+    cores_ = RankCores(core(rank()), std::move(others));
+  }
   isCrowded_ = window_->fullyMapped() && spin_.pauses == 0;
   isOut_ = std::make_unique<std::atomic<bool>[]>(size_t(size()));
   topic_ = meeting.topic;

@@ -71,6 +71,8 @@ class Group final : public FlushOwner {
   uint64_t topic() const { return topic_; }
 
   Waiter waiter(Deadline deadline) const override;
+  // Null unless all ranks are mapped. For the thread that runs the operation.
+  RankCores* cores() { return window_->fullyMapped() ? &cores_ : nullptr; }
   // Any thread: every wait of this group ends and every later operation is refused with this error.
   // The first call wins.
   void fail(Error why) override;
@@ -153,6 +155,7 @@ class Group final : public FlushOwner {
   size_t eagerBytes_;
   std::unique_ptr<Window> window_;
   SpinPolicy spin_;
+  RankCores cores_;
   bool isCrowded_ = false;
   uint64_t topic_ = 0;
   Interrupt interrupt_;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 
+#include "base/bytes.h"
 #include "base/failpoint.h"
 
 namespace mooncake {
@@ -36,7 +37,9 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
       deadline_(deadline),
       waiter_(group.waiter(deadline)),
       number_(++group.lastNumber),
-      own_(slots(group.rank())) {}
+      own_(slots(group.rank())) {
+  waiter_.cores = group.cores();
+}
 
 Slot* Operation::slots(int rank) const {
   const Window& window = group_.window();
@@ -130,6 +133,7 @@ Status Operation::publishBegun(size_t payloadBytes, const PayloadFor* write) {
   constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
   constexpr size_t kHeader = kSlotHeaderBytes - kStampEnd;
   failpoint("begin");
+  if (waiter_.cores) waiter_.cores->note();
   group_.engine().markActive();
   own_->call = call_;
   own_->payloadBytes = static_cast<uint32_t>(payloadBytes);
@@ -163,6 +167,11 @@ Status Operation::publishBegun(size_t payloadBytes, const PayloadFor* write) {
     if (!sent.ok() && sent.code() != ErrorCode::kPeerLost) return sent.error();
   }
   return {};
+}
+
+void Operation::write(std::byte* to, std::span<const std::byte> data) const {
+  if (group_.window().fullyMapped()) return copyForPeers(to, data);
+  if (!data.empty()) std::memcpy(to, data.data(), data.size());
 }
 
 size_t Operation::unmapped() const {
@@ -200,6 +209,7 @@ Status Operation::awaitAllBegun(const std::function<void(int)>& onBegun) {
     if (onBegun) onBegun(ranks()[begunSeen_]);
   }
   agent_.allBegan(number_);
+  waiter_.spin = waiter_.spin.patient();
   failpoint("all-begun");
   return {};
 }
@@ -378,6 +388,12 @@ Error Operation::named(Error error) const {
   error.message = describeCall(call_) + " #" + std::to_string(number_) + " of group '" +
                   group_.name() + "' on " + group_.nameRank(rank()) + ": " + error.message;
   return error;
+}
+
+void copyForPeers(std::byte* to, std::span<const std::byte> from) {
+  constexpr size_t kFew = 8 << 10;  // cost less than reading them from memory
+  if (from.size() > kFew) return copyPastCache(to, from);
+  if (!from.empty()) std::memcpy(to, from.data(), from.size());
 }
 
 void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs) {

@@ -15,6 +15,7 @@
 //
 //   0      doorbell
 //   64     ended            number of the last operation that this rank has ended
+//   72     core             that this rank runs on (base/rank_cores.h)
 //   128    own slot 0       of operations with an even number; read by the ranks that map this part
 //          own slot 1       of operations with an odd number
 //          inbox slots      [rank][2]: where the ranks that do not map us put theirs
@@ -90,6 +91,7 @@ class PartLayout {
   }  // of the free use of a part
 
   size_t ended() const { return Window::kUserOffset; }
+  size_t core() const { return ended() + sizeof(uint64_t); }
   size_t ownSlot(uint64_t number) const { return slots() + (number & 1) * slotBytes_; }
   size_t inboxSlot(int from, uint64_t number) const {
     return slots() + (2 + 2 * size_t(from) + (number & 1)) * slotBytes_;

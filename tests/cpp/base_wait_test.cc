@@ -54,6 +54,26 @@ TEST(Wait, ReadyWinsOverInterruptAndDeadline) {
   EXPECT_EQ(bell.sleepers, 0u);
 }
 
+TEST(Wait, AnInterruptEndsALongLook) {
+  Doorbell bell;
+  Interrupt interrupt;
+  const Waiter waiter{bell, interrupt, interrupt.generation(), Deadline::after(60s),
+                      SpinPolicy{.pauses = UINT32_MAX, .yields = 0}};  // minutes
+  std::atomic<bool> looks{false};
+  std::thread interrupter([&] {
+    while (!looks.load()) std::this_thread::yield();
+    interrupt.bump();
+  });
+  const auto begin = Clock::now();
+  EXPECT_EQ(waiter.until([&] {
+    looks = true;
+    return false;
+  }),
+            WaitResult::kInterrupted);
+  EXPECT_LT(Clock::now() - begin, 30s);
+  interrupter.join();
+}
+
 TEST(Wait, EndsAtTheDeadline) {
   Doorbell bell;
   Interrupt interrupt;
@@ -196,6 +216,16 @@ TEST(SpinPolicy, GivesWayOnACrowdedHost) {
   EXPECT_EQ(alone.yields, 0u);
   EXPECT_GT(crowded.yields, 0u);
   EXPECT_LT(crowded.pauses, alone.pauses);
+}
+
+TEST(SpinPolicy, PatienceIsForThoseWhoMayLook) {
+  const SpinPolicy alone = SpinPolicy::forRanksOnHost(1);
+  const SpinPolicy crowded = SpinPolicy::forRanksOnHost(1'000'000);
+  EXPECT_GT(alone.patient().pauses, alone.pauses);
+  EXPECT_EQ(alone.patient().patient().pauses, alone.patient().pauses);
+  EXPECT_EQ(crowded.patient().pauses, 0u);
+  EXPECT_EQ(crowded.patient().yields, crowded.yields);
+  EXPECT_EQ(SpinPolicy::forMessages().patient().pauses, 0u);
 }
 
 }  // namespace
