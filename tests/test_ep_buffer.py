@@ -624,6 +624,4 @@ def drop(buffer, mine, waits):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_everything_is_let_go_of(ep, waits):
-    if ep.kind == "double" and not waits:
-        pytest.skip("the double's thread calls the group beside us")
     ep.call(dropped_on_rank, waits)

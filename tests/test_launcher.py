@@ -124,13 +124,22 @@ class Site:
         for launcher in self.launchers:
             launcher.process.kill()
             launcher.process.join(harness.DEADLINE)
-        left = [pid for pid in self.pids() if Path(f"/proc/{pid}").exists()]
+        left = [pid for pid in self.pids() if _runs(pid)]
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in left:
-            harness.until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of {pid}")
+            harness.until(lambda pid=pid: not _runs(pid), f"the end of {pid}")
         return left
+
+
+def _runs(pid: int) -> bool:
+    """Not one that has ended, whose parent died before it and which nobody has reaped yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <optional>
 #include <random>
 #include <thread>
@@ -128,7 +129,7 @@ class EpBuffer {
            const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend,
            const std::optional<PythonExchange>& exchange, const std::string& routeHint,
            bool renormalizes, bool raises)
-      : size_(size), timeout_(timeout), renormalizes_(renormalizes) {
+      : size_(size), timeout_(timeout), renormalizes_(renormalizes), raises_(raises) {
     const Deadline deadline = deadlineIn(timeout);
     std::unique_ptr<Group> group;
     if (backend) {
@@ -275,17 +276,20 @@ class EpBuffer {
     call.handle = handle.of;
     Combined result{.x = out ? *out : at::empty({tokens, hidden}, at::kBFloat16),
                     .missing = at::empty({tokens}, at::kBool)};
-    call.combined = reinterpret_cast<uint16_t*>(result.x.mutable_data_ptr());
+    // In mode `raise` a tensor of the caller's is as it was when the call ends with a loss.
+    const at::Tensor sum = out && raises_ ? at::empty_like(*out) : result.x;
+    call.combined = reinterpret_cast<uint16_t*>(sum.mutable_data_ptr());
     call.missing = result.missing.mutable_data_ptr<bool>();
     if (waits) call.waits = waits->mutable_data_ptr<int64_t>();
     inPlace_.reset();
     result.work = submit(
-        [call = std::move(call), activeRanks, size = size_,
-         kept = std::vector<at::Tensor>{x, weights, result.x, result.missing,
-                                        waits.value_or(at::Tensor())}](
+        [call = std::move(call), activeRanks, size = size_, sum, target = result.x,
+         kept = std::vector<at::Tensor>{x, weights, result.missing, waits.value_or(at::Tensor())}](
             const ep::Memory& memory) mutable -> Status {
           ep::Ending ending;
           MOONCAKE_TRY(ep::combine(memory, call, ending));
+          if (!sum.is_same(target))
+            std::memcpy(target.mutable_data_ptr(), sum.const_data_ptr(), sum.nbytes());
           if (activeRanks) clearOthers(*activeRanks, size, ending.participants);
           return Status();
         },
@@ -424,6 +428,7 @@ class EpBuffer {
   const int size_;
   const Seconds timeout_;
   const bool renormalizes_;
+  const bool raises_;
   std::shared_ptr<ep::Buffer> buffer_;
   std::optional<ep::Buffer::NextSend> inPlace_;
 };
