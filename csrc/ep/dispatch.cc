@@ -250,27 +250,43 @@ class Dispatch final : public Algorithm {
     for (const Arrival& arrival : arrivals_) {
       const size_t row = arrival.expert * perExpert + arrival.place;
       copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint);
-      if (isFp8) copyScales(arrival, perExpert);
+    }
+    if (isFp8) copyScales(perExpert);
+  }
+
+  // To where rows lie side by side, as matrix products want them: for a cache line's worth of rows
+  // at a time.
+  void copyScales(size_t perExpert) {
+    std::vector<std::vector<const std::byte*>> rows(next_.size());  // by expert and place
+    for (size_t e = 0; e < rows.size(); ++e) rows[e].reserve(next_[e]);
+    for (const Arrival& arrival : arrivals_) rows[arrival.expert].push_back(arrival.row);
+    const size_t scales = scalesOf(shape_.hidden);
+    const size_t words = call_.packsScales ? (scales + 3) / 4 : scales;
+    constexpr size_t kRows = 64 / sizeof(uint32_t);
+    for (size_t e = 0; e < rows.size(); ++e) {
+      for (size_t begin = 0; begin < rows[e].size(); begin += kRows) {
+        const size_t count = std::min(kRows, rows[e].size() - begin);
+        for (size_t word = 0; word < words; ++word) {
+          uint32_t line[kRows];
+          for (size_t i = 0; i < count; ++i) line[i] = scaleWord(rows[e][begin + i], word, scales);
+          const size_t at = (e * words + word) * perExpert + begin;
+          std::memcpy(call_.scales + at * sizeof(uint32_t), line, count * sizeof(uint32_t));
+        }
+      }
     }
   }
 
-  // To where rows lie side by side, as matrix products want them.
-  void copyScales(const Arrival& arrival, size_t perExpert) const {
-    const size_t scales = scalesOf(shape_.hidden);
-    const auto* from = reinterpret_cast<const float*>(arrival.row);
-    const size_t words = call_.packsScales ? (scales + 3) / 4 : scales;
-    std::byte* to =
-        call_.scales + (arrival.expert * words * perExpert + arrival.place) * sizeof(float);
-    if (!call_.packsScales) {
-      for (size_t i = 0; i < scales; ++i)
-        std::memcpy(to + i * perExpert * sizeof(float), from + i, sizeof(float));
-      return;
+  uint32_t scaleWord(const std::byte* row, size_t word, size_t scales) const {
+    uint32_t value;
+    if (call_.packsScales) {
+      int32_t packed;
+      packUe8m0(reinterpret_cast<const float*>(row) + 4 * word,
+                std::min<size_t>(4, scales - 4 * word), &packed);
+      value = static_cast<uint32_t>(packed);
+    } else {
+      std::memcpy(&value, row + word * sizeof(value), sizeof(value));
     }
-    for (size_t i = 0; i < words; ++i) {
-      int32_t word;
-      packUe8m0(from + 4 * i, std::min<size_t>(4, scales - 4 * i), &word);
-      std::memcpy(to + i * perExpert * sizeof(word), &word, sizeof(word));
-    }
+    return value;
   }
 
   void writeHandle(const Operation& op, RankSet participants) {
