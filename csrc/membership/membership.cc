@@ -442,10 +442,9 @@ void Membership::end(const Error& why) {
   isOver_.store(true, std::memory_order_release);
   log(LogLevel::kError, engine_->logName(), why.message);
   for (Listener* listener : listeners_) listener->onOver(why);
-  // So that nobody waits for us, nor takes us for one that destroyed its group: whoever goes on has
-  // lost us. Not from here: a channel may be what called us.
-  engine_->loop().post([this, farewell = Farewell{Farewell::How::kFailed, why.message}] {
-    if (!isStopped_) engine_->leave(farewell);
+  // So that nobody waits for us. Not from here: a channel may be what called us.
+  engine_->loop().post([this] {
+    if (!isStopped_) engine_->leave();
   });
 }
 
