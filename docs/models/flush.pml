@@ -916,7 +916,7 @@ proctype Rank(byte me) {
        fi; \
        TOOK(1); SAY(adopt, v & ~15, v & 15); y = v; finish(y); clear_busy() }
 #ifdef MSG
-#define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h)))
+#define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h) && HAS(res[h * MAXK + k], h))) /* not left out */
 #else
 #define CAN_SUPPLY(h) true
 #endif
