@@ -127,7 +127,8 @@
 #define R_BEGUN(x) (((x) >> 8) & 1) /* has begun the operation that it is at, as any attempt */
 #define R_WISH(x) (((x) >> 9) & 1)  /* and wishes to skip who has not */
 #define REPORTS short
-#define SAID_OF_SKIP | (bgn << 8) | (wi << 9)
+#define R_AT(x) (((x) >> 10) & 7)   /* which is that */
+#define SAID_OF_SKIP | (bgn << 8) | (wi << 9) | (k << 10)
 #else
 #define REPORTS byte
 #define SAID_OF_SKIP
@@ -156,6 +157,7 @@ byte leftold;             /* who left and was old in its last report */
 #endif
 byte tb = AT_ONCE(TB), cb = AT_ONCE(C); /* triggers and crashes still to happen */
 #if SK > 0
+byte lastsaid[N];         /* who left: what its last report said of skipping */
 byte sk = AT_ONCE(SK);    /* wishes still to come */
 #define MEM (mem & ~lo)   /* members of the attempt at k */
 #define UNSKIP lo = 0; wi = 0; bgn = 0
@@ -599,11 +601,16 @@ proctype Rank(byte me) {
 #define LET_GO(r) (HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat)
 #endif
 #define MAY_GO (ph == P_LEAVE && (!fz || rpd) && !AT_IT && EVERY(LET_GO))
+#if SK > 0
+#define SAY_AGAIN lastsaid[me] = REP(tag[me], me) >> 8
+#else
+#define SAY_AGAIN skip
+#endif
 #define GO SAYMORE(gone, TAG(tag[me]), OLD, 0); left = left | BIT(me); if :: OLD -> leftold = leftold | BIT(me) :: else fi; \
        KNOW(0); fz = 0; rpd = 0; ade = 0; out = 0; nm = 0; ph = P_END
-  :: d_step { MAY_GO -> GO } /*                                                                                              [gone] */
+  :: d_step { MAY_GO -> SAY_AGAIN; GO } /*                                                                                              [gone] */
   /* ... and the leave report overtakes the report: who has not decided with that has the leave report alone (who has it sooner: decided then) */
-  :: d_step { MAY_GO && VALID(REP(tag[me], me)) && EVERY(NOT_BY_ME) -> REP(tag[me], me) = 0; GO }
+  :: d_step { MAY_GO && VALID(REP(tag[me], me)) && EVERY(NOT_BY_ME) -> SAY_AGAIN; REP(tag[me], me) = 0; GO }
 #define MISSING(r) \
   :: d_step { !fz && ph == P_BEG && HAS(mem, r) && rd[r] <= k && LEFT(r) -> freeze(tag[me] + 1); SAYMORE(miss-leaver, TAG(tag[me]), r, 0) } /* [miss-leaver] */
   MISSING(R1)
@@ -698,7 +705,7 @@ proctype Rank(byte me) {
   :: d_step { fz && !rpd && ph != P_END && ph != P_COPY -> park(); heed_leavers();
 #endif
        REP(tag[me], me) = 1 | (k << 1) | (rz << 4) | (sp << 6) | (OLD << 7) SAID_OF_SKIP;
-       SAYMORE(report, TAG(tag[me]), R_REASON(REP(tag[me], me)), REP(tag[me], me) >> 7);
+       SAYMORE(report, TAG(tag[me]), R_REASON(REP(tag[me], me)), REP(tag[me], me) >> 7 & 7);
        rpd = 1 }
 #if defined(M_REPORTFIRST) || defined(M_BEGINFROZEN)
   :: d_step { fz && rpd && BUSY -> park() }
@@ -712,7 +719,13 @@ proctype Rank(byte me) {
    * ended, and the last tag that it reported for. Whether it is in follows from that tag, as it does from the report: not from
    * which of the two was here first.                                                                    [decide] */
 #define STANDS(r) ((r) != me && LEFT(r) && !VALID(REP(tag[me], r)))
+#if SK > 0 && !defined(M_SKIPLEFT) /* of skipping it says what the last report said: others may have that */
+#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7) | (tag[r] == tag[me] -> lastsaid[r] << 8 : rd[r] << 10))
+#elif SK > 0
+#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7) | (rd[r] << 10))
+#else
 #define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7))
+#endif
 #ifdef M_LEFTISOUT /* who is known to have left is not in */
 #define IS_IN(r) (VALID(REP_OF(r)) && ((r) == me || !LEFT(r)))
 #else
@@ -747,8 +760,6 @@ proctype Rank(byte me) {
 #endif
 #ifdef M_SKIPOWN /* each by what it saw itself */
 #define HAS_BEGUN(x, v) ((x) == me || PUBLISHED(BEG, x))
-#elif defined(M_SKIPLEFT) /* who has left is waited for until it is missed */
-#define HAS_BEGUN(x, v) (R_BEGUN(v) || STANDS(x))
 #elif SK > 0
 #define HAS_BEGUN(x, v) R_BEGUN(v)
 #endif
@@ -841,14 +852,14 @@ proctype Rank(byte me) {
        :: x < N ->
           v = REP_OF(x);
           if
-          :: !HAS(OUTSIDE, x) && VALID(v) && R_ENDED(v) == y && R_WISH(v) -> w = 1
-          :: !HAS(OUTSIDE, x) && VALID(v) && R_ENDED(v) < y && R_BEGUN(v) -> /* unless that ended with an error */
+          :: !HAS(OUTSIDE, x) && VALID(v) && R_AT(v) == y && R_WISH(v) -> w = 1
+          :: !HAS(OUTSIDE, x) && VALID(v) && R_AT(v) < y && R_BEGUN(v) -> /* unless that ended with an error */
              u = 0;
              do
-             :: u < N && (HAS(OUTSIDE, u) || !VALID(REP_OF(u)) || R_ENDED(REP_OF(u)) <= R_ENDED(v)) -> u++
-             :: u < N && !HAS(OUTSIDE, u) && VALID(REP_OF(u)) && R_ENDED(REP_OF(u)) > R_ENDED(v) -> break
+             :: u < N && (HAS(OUTSIDE, u) || !VALID(REP_OF(u)) || R_ENDED(REP_OF(u)) <= R_AT(v)) -> u++
+             :: u < N && !HAS(OUTSIDE, u) && VALID(REP_OF(u)) && R_ENDED(REP_OF(u)) > R_AT(v) -> break
              od;
-             if :: IS_OK(res[u * MAXK + R_ENDED(v)]) -> z = 1 :: else fi
+             if :: IS_OK(res[u * MAXK + R_AT(v)]) -> z = 1 :: else fi
           :: else
           fi;
           x++
@@ -861,7 +872,7 @@ proctype Rank(byte me) {
        do
        :: x < N && out == 0 && w == 1 && z == 0 ->
           v = REP_OF(x);
-          if :: HAS(nm, x) && !(R_ENDED(v) == y && HAS_BEGUN(x, v)) -> dlo = dlo | BIT(x) :: else fi;
+          if :: HAS(nm, x) && !(R_AT(v) == y && HAS_BEGUN(x, v)) -> dlo = dlo | BIT(x) :: else fi;
           x++
        :: else -> break
        od
@@ -916,7 +927,7 @@ proctype Rank(byte me) {
        fi; \
        TOOK(1); SAY(adopt, v & ~15, v & 15); y = v; finish(y); clear_busy() }
 #ifdef MSG
-#define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h) && HAS(res[h * MAXK + k], h))) /* not left out */
+#define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LEFT_OUT_OF(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h) && HAS(res[h * MAXK + k], h))) /* not left out */
 #else
 #define CAN_SUPPLY(h) true
 #endif
