@@ -978,7 +978,10 @@ anew:
      :: given >= C + TB && given < C + TB + EV -> ev++
 #endif
 #if VL > 0
-     :: given >= C + TB + EV -> vl++
+     :: given >= C + TB + EV && given < C + TB + EV + VL -> vl++
+#endif
+#if SK > 0
+     :: given >= C + TB + EV + VL -> sk++
 #endif
      fi;
      given++
@@ -1014,6 +1017,9 @@ anew:
        do
        :: x < N ->
           inp[x] = 0; seg[x] = 0; segc[x] = 0; rd[x] = 0; tag[x] = 0; by[x] = 0;
+#if SK > 0
+          lastsaid[x] = 0;
+#endif
 #if EV > 0
           ended[x] = 0; lim[x] = 255;
 #endif
@@ -1032,6 +1038,9 @@ anew:
 #endif
 #if VL > 0
      vl = AT_ONCE(VL);
+#endif
+#if SK > 0
+     sk = AT_ONCE(SK);
 #endif
      goto anew
   :: else
