@@ -195,7 +195,8 @@ class EpBuffer {
                                 : ep::RowFormat::kFp8;
     call.packsScales = packsScales;
     call.handle = handle;
-    call.deadline = deadlineOf(timeoutMicros);
+    call.deadline = deadlineIn(timeout_);
+    call.patience = patienceOf(timeoutMicros);
     call.x = reinterpret_cast<const uint16_t*>(x.const_data_ptr());
     call.rows = buffer().nextRecv();
     const auto dtype = usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16;
@@ -272,7 +273,8 @@ class EpBuffer {
     call.usesLogfmt = usesLogfmt;
     call.renormalizes = renormalizes_;
     call.weights = weights.const_data_ptr<float>();
-    call.deadline = deadlineOf(timeoutMicros);
+    call.deadline = deadlineIn(timeout_);
+    call.patience = patienceOf(timeoutMicros);
     call.handle = handle.of;
     Combined result{.x = out ? *out : at::empty({tokens, hidden}, at::kBFloat16),
                     .missing = at::empty({tokens}, at::kBool)};
@@ -404,7 +406,12 @@ class EpBuffer {
     return mask;
   }
 
-  Deadline deadlineOf(int64_t) const { return deadlineIn(timeout_); }
+  // None: whoever lives is waited for as long as the buffer's timeout is.
+  std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const {
+    const std::chrono::duration<double, std::micro> wanted(timeoutMicros);
+    if (timeoutMicros <= 0 || wanted >= timeout_) return std::nullopt;
+    return std::chrono::duration_cast<Clock::duration>(wanted);
+  }
 
   // A tensor of the buffer's memory, which stays as long as the tensor.
   at::Tensor inMemory(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides,

@@ -468,11 +468,10 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
     const auto gone = left_.find(r);
     return gone == left_.end() || gone->second.attempt >= target_;
   });
-  RankSet contributors;
-  for (const int r : members_) {
-    if (!decision.leftOut.contains(r)) contributors.add(r);
-  }
-  if (!isBehind && !decision.leftOut.empty()) first_ = {decision.next, std::move(contributors)};
+  RankSet members;
+  for (const int r : members_) members.add(r);
+  if (!isBehind && !(members & decision.leftOut).empty())
+    first_ = {decision.next, members - decision.leftOut};
   note(actions, target_, "acted: #", ended_, " has ended here",
        toTake_ ? ", the next is taken over" : "", "; ", members_.size(), " of ", options_.size,
        " ranks go on", first_.number ? ", the next runs without some of them" : "");
