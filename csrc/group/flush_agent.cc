@@ -123,13 +123,8 @@ void FlushAgent::take(FlushAction::GoOn& goOn) {
 
 std::shared_ptr<const GroupView> FlushAgent::viewOf(const SkippingOperation& operation) const {
   auto view = std::make_shared<GroupView>(GroupView{.epoch = allView_->epoch});
-  for (int r = 0; r < int(options_.jobRanks.size()); ++r) {
-    if (operation.contributors.contains(r)) {
-      view->active.push_back(r);
-    } else if (allView_->contains(r)) {
-      view->skipped.push_back(r);
-    }
-  }
+  operation.contributors.forEach([&](int r) { view->active.push_back(r); });
+  operation.skipped.forEach([&](int r) { view->skipped.push_back(r); });
   return view;
 }
 

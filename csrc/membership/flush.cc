@@ -10,7 +10,8 @@ namespace {
 //   u16 from  u32 losses  u32 round  u64 ended  bool old  u8 abort  error why
 //   u8 count, then for each failed operation, ascending:  u64 number  error
 //   u64 stopped at  bool has begun it  bool wants to skip
-//   u8 count, then for each operation that ended without some, ascending:  u64 number  contributors
+//   u8 count, then for each operation that ended without some, ascending:
+//     u64 number  contributors  skipped
 // An error:  u8 code  string message
 // Message:  u8 kind | report, or u64 ended; nothing for kAsk
 constexpr size_t kMostText = 1024;
@@ -139,9 +140,10 @@ Bytes encodeFlushReport(const FlushReport& report) {
       .put(report.hasBegun)
       .put(report.wantsToSkip)
       .put(static_cast<uint8_t>(report.skipping.size()));
-  for (const auto& [number, contributors] : report.skipping) {
+  for (const auto& [number, contributors, skipped] : report.skipping) {
     out.put(number);
     contributors.write(out);
+    skipped.write(out);
   }
   return out.take();
 }
@@ -167,7 +169,8 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
   const auto skips = in.get<uint8_t>();
   for (int i = 0; i < skips && !in.failed(); ++i) {
     const auto number = in.get<uint64_t>();
-    report.skipping.push_back({number, RankSet::read(in)});
+    RankSet contributors = RankSet::read(in);
+    report.skipping.push_back({number, std::move(contributors), RankSet::read(in)});
   }
   MOONCAKE_TRY(in.finish("flush report"));
   const bool ascending =
@@ -176,7 +179,8 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
   const bool areErrors = std::ranges::none_of(
       report.failed, [](const auto& one) { return one.error.code == ErrorCode::kOk; });
   const bool areSkipsEnded = std::ranges::all_of(report.skipping, [&](const auto& one) {
-    return one.number <= report.ended && one.contributors.end() <= size;
+    return one.number <= report.ended && one.contributors.end() <= size &&
+           one.skipped.end() <= size;
   });
   const bool isStoppedSomewhere = report.stoppedAt >= 1 && report.stoppedAt <= report.ended + 1 &&
                                   (report.hasBegun || !report.wantsToSkip);

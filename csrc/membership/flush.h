@@ -34,6 +34,7 @@ struct FailedOperation {
 struct SkippingOperation {
   uint64_t number = 0;
   RankSet contributors;
+  RankSet skipped;
 };
 
 // What a rank says once it has stopped. Operations have numbers from 1 on.

@@ -471,7 +471,7 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
   RankSet members;
   for (const int r : members_) members.add(r);
   if (!isBehind && !(members & decision.leftOut).empty())
-    first_ = {decision.next, members - decision.leftOut};
+    first_ = {decision.next, members - decision.leftOut, members & decision.leftOut};
   note(actions, target_, "acted: #", ended_, " has ended here",
        toTake_ ? ", the next is taken over" : "", "; ", members_.size(), " of ", options_.size,
        " ranks go on", first_.number ? ", the next runs without some of them" : "");

@@ -287,7 +287,7 @@ FlushReport someReport() {
           .abort = AbortReason::kAbort,
           .why = {ErrorCode::kExhausted, "no memory"},
           .failed = {{38, {ErrorCode::kTimeout, "late"}}, {41, kLost}},
-          .skipping = {{39, {0, 3}}, {40, {2}}},
+          .skipping = {{39, {0, 3}, {1}}, {40, {2}, {}}},
           .stoppedAt = 42,
           .hasBegun = true,
           .wantsToSkip = true};
@@ -329,6 +329,7 @@ TEST(FlushReport, ComesBackAsItWas) {
     for (size_t i = 0; i < sent.skipping.size(); ++i) {
       EXPECT_EQ(decoded->skipping[i].number, sent.skipping[i].number);
       EXPECT_EQ(decoded->skipping[i].contributors, sent.skipping[i].contributors);
+      EXPECT_EQ(decoded->skipping[i].skipped, sent.skipping[i].skipped);
     }
   }
 }
@@ -397,7 +398,10 @@ TEST(FlushReport, IsRefusedWhenAFieldMakesNoSense) {
   report.skipping.back().contributors = {4};  // no such rank
   expectRefused(report);
   report = someReport();
-  report.skipping.resize(kRememberedSkips + 1, {1, {0}});
+  report.skipping.back().skipped = {4};
+  expectRefused(report);
+  report = someReport();
+  report.skipping.resize(kRememberedSkips + 1, {1, {0}, {1}});
   expectRefused(report);
 }
 

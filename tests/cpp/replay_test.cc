@@ -386,8 +386,7 @@ class FlushReplay {
     Rank& rank = ranks_[size_t(me)];
     const bool isWished = !rest_.empty() && rest_[0].name == "abort" && rest_[0].decimal(0) == me;
     const int other = (me + 1) % size_;
-    const auto& active = rank.machine->active();
-    if (!isWished && std::ranges::binary_search(active, other) &&
+    if (!isWished && rank.machine->isActive(other) &&
         isTurn("a connection is made again", 2)) {
       take(me, machine(me).reconnected(other, true, rank.now));
     } else {
