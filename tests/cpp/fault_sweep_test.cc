@@ -730,8 +730,10 @@ class Checker {
                           std::any_of(case_.victims.begin(), case_.victims.end(), [](auto& one) {
                             return one.action == FailpointAction::kStop;
                           });
-    const bool canLackQuorum =
-        canDoubt && 2 * (case_.size - int(case_.victims.size())) <= case_.size;
+    const auto ends = std::count_if(case_.victims.begin(), case_.victims.end(), [](auto& one) {
+      return one.action != FailpointAction::kDelay;
+    });
+    const bool canLackQuorum = canDoubt && 2 * (case_.size - int(ends)) <= case_.size;
     for (const auto& [r, code] : out_) {
       if (victim(r, FailpointAction::kStop)) continue;
       if (code == ErrorCode::kMinority && canLackQuorum) continue;
