@@ -55,9 +55,7 @@ class Round:
     def timed(self, call, *arguments, **named):
         ranks = torch.ones(SIZE, dtype=torch.int32)
         begin = time.monotonic()
-        found = call(
-            *arguments, active_ranks=ranks, timeout_us=PATIENCE_US, **self.how, **named
-        )
+        found = call(*arguments, active_ranks=ranks, timeout_us=PATIENCE_US, **self.how, **named)
         wait(*found[-2:])
         self.slowest = max(self.slowest, time.monotonic() - begin)
         self.agreed.append(ranks.tolist())

@@ -499,7 +499,9 @@ void FlushAgent::noteMissed(const GroupView& before, const GroupView& now) {
     return ranks;
   };
   RankSet missed;
-  (ranksOf(before) - ranksOf(now)).forEach([&](int r) { missed.add(options_.jobRanks[size_t(r)]); });
+  (ranksOf(before) - ranksOf(now)).forEach([&](int r) {
+    missed.add(options_.jobRanks[size_t(r)]);
+  });
   if (!missed.empty()) membership_.missed(missed);
 }
 

@@ -121,9 +121,9 @@ class FlushAgent final : public Membership::Listener,
 
   struct Resolution {
     enum class Kind {
-      kAgain,  // starts again, as attempt()
-      kTake,   // another rank has ended it well, as the attempt that it was: so can we
-      kEnded,  // with this error, on all
+      kAgain,    // starts again, as attempt()
+      kTake,     // another rank has ended it well, as the attempt that it was: so can we
+      kEnded,    // with this error, on all
       kSkipped,  // well, on all, among those of `view`: we had not begun it
     };
     Kind kind = Kind::kAgain;
@@ -232,7 +232,7 @@ class FlushAgent final : public Membership::Listener,
 
   mutable std::mutex mutex_;  // guards all below; attempt_ and view_ only change while frozen
   FlushMachine machine_;
-  Attempt attempt_;  // the machine's, for the caller
+  Attempt attempt_;                           // the machine's, for the caller
   std::shared_ptr<const GroupView> view_;     // of the next operation, or of the one under way
   std::shared_ptr<const GroupView> allView_;  // of those behind it
   bool isResolving_ = false;  // the caller is in an operation, though it may not be busy

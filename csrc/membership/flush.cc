@@ -67,8 +67,7 @@ void leaveOut(std::span<const FlushReport* const> reports, FlushDecision& decisi
   };
   if (std::ranges::none_of(reports, wishes) || std::ranges::any_of(reports, takesOver)) return;
   for (const FlushReport* report : reports) {
-    if (!report->hasBegun || report->stoppedAt != decision.next)
-      decision.leftOut.add(report->from);
+    if (!report->hasBegun || report->stoppedAt != decision.next) decision.leftOut.add(report->from);
   }
 }
 

@@ -46,13 +46,13 @@ struct FlushReport {
   uint64_t ended = 0;  // the last operation that it has ended
   bool isOld = false;  // it has not acted on any decision of this epoch
   AbortReason abort = AbortReason::kNone;
-  Error why;                            // of the abort
-  std::vector<FailedOperation> failed;  // of the last kRemembered operations that it has ended
+  Error why;                                // of the abort
+  std::vector<FailedOperation> failed;      // of the last kRemembered operations that it has ended
   std::vector<SkippingOperation> skipping;  // of the last kRememberedSkips of these that it ended
 
   // The operation that it was stopped at: ended + 1, but of who has left what its last report said.
   uint64_t stoppedAt = 1;
-  bool hasBegun = false;    // that operation, as any attempt
+  bool hasBegun = false;     // that operation, as any attempt
   bool wantsToSkip = false;  // whoever has not begun it
 
   bool hasBegunNext() const { return hasBegun && stoppedAt == ended + 1; }
@@ -65,9 +65,9 @@ constexpr uint64_t kRemembered = 32;
 constexpr size_t kRememberedSkips = 4;
 
 struct FlushDecision {
-  uint64_t next = 1;                    // the operation that is decided here
-  Error error;                          // kOk: it starts again as the attempt of this flush
-  std::vector<FailedOperation> failed;  // those below it that ended with an error, by number
+  uint64_t next = 1;                        // the operation that is decided here
+  Error error;                              // kOk: it starts again as the attempt of this flush
+  std::vector<FailedOperation> failed;      // those below it that ended with an error, by number
   std::vector<SkippingOperation> skipping;  // those below it that ended well and without some
   std::vector<uint64_t> unfinished;  // those below it that somebody has begun and not ended yet
   RankSet leftOut;                   // of those who reported: who goes without the next one

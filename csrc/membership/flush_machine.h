@@ -208,16 +208,16 @@ class FlushMachine {
   struct {
     uint64_t stoppedAt = ~uint64_t(0);
     bool hasBegun = false, wantsToSkip = false;
-  } lastSaid_;  // in the last report
+  } lastSaid_;                              // in the last report
   std::optional<FlushReport> leaveReport_;  // what we said when we left, if we have
   std::map<int, FlushReport> reports_;      // for target_
   std::map<int, FlushReport> left_;         // of who has left the group: stands for its next report
   std::vector<uint64_t> knownEnded_;
   std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
   uint64_t toTake_ = 0;
-  uint64_t begun_ = 0;  // the last operation that the caller published to be in
-  uint64_t skips_ = 0;  // the one that it wishes to go on in without the others
-  SkippingOperation first_;  // the next one, if it runs without some
+  uint64_t begun_ = 0;                      // the last operation that the caller published to be in
+  uint64_t skips_ = 0;                      // the one that it wishes to go on in without the others
+  SkippingOperation first_;                 // the next one, if it runs without some
   std::deque<SkippingOperation> skipping_;  // that ended well and without some: the last ones...
   std::deque<SkippingOperation> untold_;    // ... and without us: those that the caller still calls
   AbortReason abortReason_ = AbortReason::kNone;

@@ -191,7 +191,7 @@ void drawSkips(Draw& draw, Case& c) {
     return;
   if (!draw.chance(60) && !areAll) return;
   c.patience = milliseconds(10 + draw.below(50));
-  constexpr const char* kLateAt[] = {"begin", "copy-out", "ended", "see-begun",
+  constexpr const char* kLateAt[] = {"begin", "copy-out", "ended",  "see-begun",
                                      "park",  "report",   "skipped"};
   for (int r = 0; r < c.size; ++r) {
     const auto isHers = [&](const Victim& victim) { return victim.rank == r; };
@@ -493,8 +493,8 @@ class Caller {
     for (size_t t = 0; t < kTokens; ++t) {
       int times = 0;
       for (const int j : {0, 1})
-        times += areWeIn &&
-                 ending.participants.contains(handle->experts->owner(expertOf(int(t), j)));
+        times +=
+            areWeIn && ending.participants.contains(handle->experts->owner(expertOf(int(t), j)));
       areTokensRight_ = areTokensRight_ && missing[t] == (times < 2);
       for (size_t i = t * hidden; i < (t + 1) * hidden; ++i) {
         const float came = std::bit_cast<float>(uint32_t(back[i]) << 16);
@@ -652,8 +652,7 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
   }
   for (int i = 0; i < int(c.steps.size()); ++i) {
     log.began = i + 1;
-    Caller caller(expertMemory, i, c.steps[size_t(i)], Deadline::after(c.timeout),
-                  c.patience);
+    Caller caller(expertMemory, i, c.steps[size_t(i)], Deadline::after(c.timeout), c.patience);
     caller.call(log.verdicts[i]);
     log.ended = i + 1;
     if (isOut(log.verdicts[i].code)) break;
@@ -929,9 +928,9 @@ class RunningCase {
         const Verdict& v = log.verdicts[i];
         text << "    " << i << ' ' << verbName(case_.steps[size_t(i)].verb) << ": "
              << errorCodeName(v.code) << ", epoch " << v.epoch << ", contributors " << std::hex
-             << v.contributors << ", skipped " << v.skipped << ", checksum " << v.checksum << std::dec << ", " << v.micros
-             << " us " << (v.isRight ? "" : "WRONG ") << (v.areInputsIntact ? "" : "CHANGED ")
-             << v.text << '\n';
+             << v.contributors << ", skipped " << v.skipped << ", checksum " << v.checksum
+             << std::dec << ", " << v.micros << " us " << (v.isRight ? "" : "WRONG ")
+             << (v.areInputsIntact ? "" : "CHANGED ") << v.text << '\n';
       }
     }
     return text.str();

@@ -99,7 +99,7 @@ class FlushAgentTest : public ::testing::Test {
 
   std::future<FlushAgent::Resolution> resolve(int rank, uint64_t number, AbortReason abort,
                                               Error why = {},
-                                            FlushAgent::Wish wish = FlushAgent::Wish::kNone) {
+                                              FlushAgent::Wish wish = FlushAgent::Wish::kNone) {
     return std::async(std::launch::async,
                       [=, this] { return agent(rank).resolve(number, abort, why, wish); });
   }
@@ -263,8 +263,8 @@ TEST_F(FlushAgentTest, AReportThatIsLostComesAgain) {
   EXPECT_EQ(gaveUp.get().status.error().message, "too late");
 }
 
-// Who is left out learns it when it calls, and returns when all others have ended the operation: not
-// when one of them has, which may die, and then it runs again.
+// Who is left out learns it when it calls, and returns when all others have ended the operation:
+// not when one of them has, which may die, and then it runs again.
 TEST_F(FlushAgentTest, WhoIsSkippedEndsWhenAllOthersHave) {
   makeAgents(3);
   for (int r = 0; r < 2; ++r) {

@@ -386,8 +386,7 @@ class FlushReplay {
     Rank& rank = ranks_[size_t(me)];
     const bool isWished = !rest_.empty() && rest_[0].name == "abort" && rest_[0].decimal(0) == me;
     const int other = (me + 1) % size_;
-    if (!isWished && rank.machine->isActive(other) &&
-        isTurn("a connection is made again", 2)) {
+    if (!isWished && rank.machine->isActive(other) && isTurn("a connection is made again", 2)) {
       take(me, machine(me).reconnected(other, true, rank.now));
     } else {
       take(me, machine(me).parked(rank.k + 1, AbortReason::kNone, {}, rank.now));
@@ -522,8 +521,7 @@ class FlushReplay {
         EXPECT_EQ(rank.goOn->first.number, line.decimal(2) + 1u);
         EXPECT_EQ(maskOf(rank.goOn->first.contributors), members & ~leftOut);
       } else {
-        EXPECT_LE(rank.goOn->first.number, uint64_t(line.decimal(2)))
-            << "nobody is left out of it";
+        EXPECT_LE(rank.goOn->first.number, uint64_t(line.decimal(2))) << "nobody is left out of it";
       }
       return;
     }
