@@ -784,7 +784,9 @@ class Checker {
                           a.skipped == b.skipped &&
                           (a.code != ErrorCode::kOk || a.checksum == b.checksum);
       if (isSame) continue;
-      const bool isMore = (a.contributors & b.contributors) == b.contributors;
+      // It may have ended it with the old ones, or without those of them that had not begun.
+      const uint32_t old = a.contributors | a.skipped;
+      const bool isMore = (old & b.contributors) == b.contributors;
       const bool isLast =
           i == ended - 1 || (i == ended - 2 && log(r).verdicts[ended - 1].code != ErrorCode::kOk);
       const bool areBothOk = a.code == ErrorCode::kOk && b.code == ErrorCode::kOk;
