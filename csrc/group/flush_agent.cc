@@ -236,10 +236,9 @@ Status FlushAgent::beginSlowly(uint64_t number) {
   }
 }
 
-bool FlushAgent::haveEnded(const SkippingOperation& operation) const {
+bool FlushAgent::haveEnded(const RankSet& ranks, uint64_t number) const {
   bool haveAll = true;
-  operation.contributors.forEach(
-      [&](int r) { haveAll = haveAll && endedOf(r) >= operation.number; });
+  ranks.forEach([&](int r) { haveAll = haveAll && endedOf(r) >= number; });
   return haveAll;
 }
 
@@ -249,13 +248,15 @@ Status FlushAgent::awaitSkipped() {
   for (auto ask = Clock::now(); isLeftOut_.load(std::memory_order_acquire);) {
     if (auto usable = owner_.usable(); !usable.ok()) return usable;
     SkippingOperation operation;
+    RankSet awaited;
     {
       std::lock_guard lock(mutex_);
       operation = machine_.leftOutOf();
+      awaited = machine_.awaitedIn(operation);
     }
     if (operation.number == 0) continue;  // frozen anew
     Waiter waiter = owner_.waiter(Deadline::after(kLookAtWords));
-    if (haveEnded(operation)) {
+    if (haveEnded(awaited, operation.number)) {
       failpoint("skipped");
       const Step step(*this);
       // Or a flush came between, and says how it ended.
@@ -269,7 +270,7 @@ Status FlushAgent::awaitSkipped() {
     if (Clock::now() >= ask) {
       ask = Clock::now() + kAskAgain;
       FlushAction::Tell question{{}, {.kind = FlushMessage::Kind::kAsk}};
-      operation.contributors.forEach([&](int r) {
+      awaited.forEach([&](int r) {
         if (!owner_.endedWordOf(r) && endedOf(r) < operation.number) question.to.push_back(r);
       });
       const Step step(*this);

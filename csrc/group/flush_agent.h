@@ -204,7 +204,7 @@ class FlushAgent final : public Membership::Listener,
   Status awaitSlot(uint64_t number, bool isBusy);
   Status awaitDecision();
   Status awaitSkipped();
-  bool haveEnded(const SkippingOperation& operation) const;
+  bool haveEnded(const RankSet& ranks, uint64_t number) const;
   std::shared_ptr<const GroupView> viewOf(const SkippingOperation& operation) const;
   Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why, Wish wish);
   void awaitLeaveSent(Deadline deadline);

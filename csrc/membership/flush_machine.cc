@@ -100,6 +100,14 @@ SkippingOperation FlushMachine::leftOutOf() const {
   return isOut && !isFrozen_ ? first_ : SkippingOperation();
 }
 
+RankSet FlushMachine::awaitedIn(const SkippingOperation& operation) const {
+  RankSet awaited;
+  for (const int r : decided_) {
+    if (operation.contributors.contains(r)) awaited.add(r);
+  }
+  return awaited;
+}
+
 std::optional<SkippingOperation> FlushMachine::takeSkipped(uint64_t number) {
   while (!untold_.empty() && untold_.front().number < number) untold_.pop_front();
   if (untold_.empty() || untold_.front().number != number) return std::nullopt;

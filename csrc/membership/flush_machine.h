@@ -145,6 +145,8 @@ class FlushMachine {
   uint64_t toTake() const { return toTake_; }
   // The operation that runs without us, and among whom. Number 0: none.
   SkippingOperation leftOutOf() const;
+  // Who has to have ended it: of its contributors, those whom the last decision has not lost.
+  RankSet awaitedIn(const SkippingOperation& operation) const;
   // Of an operation that did not end here by itself: null if it ended with howEnded(). What is
   // asked for once is forgotten, and what was before.
   std::optional<SkippingOperation> takeSkipped(uint64_t number);
