@@ -49,6 +49,8 @@ class Channel {
   // Where the peer's arena is mapped: not 0 from when the peer has fenced us, hence from before it
   // goes on without us. As long as peerArena().
   virtual const std::atomic<uint32_t>* fenceWord() const { return nullptr; }
+  // Whether its connection is made again when it breaks, so that the peer may call once more.
+  virtual bool isMadeAgain() const { return false; }
   // Bytes received. Unused, like beat(), where a life word is mapped: that tells more.
   virtual uint64_t lifeSigns() const { return 0; }
   // Shows the peer that we live, unless something else has since the last call. Waits for no lock.
@@ -138,6 +140,13 @@ struct TransportContext {
   Arena& arena;
   uint64_t life;  // offset of the engine's LifeWord in its arena
   EventLoop& loop;
+  // Of the connections that carry bulk data. None: they are the first loop's, too.
+  std::vector<EventLoop*> dataLoops = {};
+  // Whether a peer that has proved itself may begin a channel, or make ours again; asked on the
+  // loop's thread, right before it is welcomed. None: it may.
+  std::function<bool(const EngineId& peer)> admits = nullptr;
+  // One whose channel has ended for good may begin another.
+  bool peersReturn = false;
   // A peer connected to us and proved that it knows the key. On the loop's thread.
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
   // A peer called send(). On the loop's thread; the bytes are gone when it returns.

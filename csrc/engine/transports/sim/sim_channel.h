@@ -29,6 +29,7 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
 
   const char* transportName() const override { return "sim"; }
   std::span<std::byte> peerArena() const override { return {}; }
+  bool isMadeAgain() const override { return true; }
   uint64_t lifeSigns() const override { return below_->lifeSigns(); }
   void beat() override { below_->beat(); }
   Status put(const PutRequest& request) override;

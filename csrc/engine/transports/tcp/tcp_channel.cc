@@ -59,27 +59,55 @@ std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, F
 void TcpChannel::startLane(size_t index, Fd socket) {
   Lane& lane = lanes_[index];
   keepLocalQueueShort(socket.get());
+  lane.life.fetch_add(1, std::memory_order_relaxed);
   if (lane.connection) {
     lane.connection->reconnect(std::move(socket));
   } else {
-    const std::weak_ptr<TcpChannel> weak = weak_from_this();
-    lane.connection = StreamConnection::start(
-        std::move(socket), context_.loop, context_.regions,
-        {.onMessage = [peer = options_.peer,
-                       &context = context_](ByteView message) { context.onMessage(peer, message); },
-         .onClosed =
-             [weak, index](const Status& how) {
-               if (const auto alive = weak.lock()) alive->laneEnded(index, how);
-             },
-         .onLanesWanted =
-             [weak] {
-               const auto alive = weak.lock();
-               if (alive && alive->options_.makeLanes) alive->wantLanes();
-             }});
+    const auto& loops = context_.dataLoops;
+    // Peers begin at different loops.
+    const size_t first = static_cast<size_t>(options_.peer[0]);
+    EventLoop& loop =
+        index == kPutLane || loops.empty() ? context_.loop : *loops[(first + index) % loops.size()];
+    lane.connection =
+        StreamConnection::start(std::move(socket), loop, context_.regions, eventsOf(index));
     if (fenced_) lane.connection->fence();
     lane.made.store(lane.connection.get(), std::memory_order_release);
   }
   lane.stands.store(true, std::memory_order_release);
+}
+
+// What a data lane's own loop sees is told on the engine's.
+StreamConnection::Events TcpChannel::eventsOf(size_t index) {
+  const std::weak_ptr<TcpChannel> weak = weak_from_this();
+  if (index == kPutLane) {
+    return {.onMessage = [peer = options_.peer, &context = context_](
+                             ByteView message) { context.onMessage(peer, message); },
+            .onClosed =
+                [weak, index](const Status& how) {
+                  if (const auto alive = weak.lock())
+                    alive->laneEnded(index, alive->lanes_[index].life, how);
+                },
+            .onLanesWanted =
+                [weak] {
+                  const auto alive = weak.lock();
+                  if (alive && alive->options_.makeLanes) alive->wantLanes();
+                },
+            .onPull = nullptr};
+  }
+  return {.onMessage = [](ByteView) {},  // nobody sends one here
+          .onClosed =
+              [weak, index, &context = context_](const Status& how) {
+                const auto alive = weak.lock();
+                if (!alive) return;
+                // Nobody makes it again before this returns.
+                const uint64_t life = alive->lanes_[index].life;
+                if (context.loop.onLoopThread()) return alive->laneEnded(index, life, how);
+                context.loop.post([weak, index, life, how] {
+                  if (const auto alive = weak.lock()) alive->laneEnded(index, life, how);
+                });
+              },
+          .onLanesWanted = nullptr,
+          .onPull = nullptr};
 }
 
 // Those that stand. Whoever is about to move so many bytes may want more of them.
@@ -247,10 +275,11 @@ bool TcpChannel::addLane(uint16_t lane, Fd socket, uint64_t attempt) {
 
 // On the loop's thread. A goodbye counts when it comes on the lane of the puts, behind the last of
 // them.
-void TcpChannel::laneEnded(size_t index, const Status& how) {
+void TcpChannel::laneEnded(size_t index, uint64_t life, const Status& how) {
   if (how.ok() && index != kPutLane) return;
   {
     std::lock_guard lock(mutex_);
+    if (lanes_[index].life.load(std::memory_order_relaxed) != life) return;  // made again since
     if (std::exchange(ended_, true)) return;
     // Neither who has left nor who does not speak our language is connected to again.
     closed_ = how.ok() || how.code() == ErrorCode::kProtocol;

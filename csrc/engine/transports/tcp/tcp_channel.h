@@ -42,6 +42,7 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
 
   const char* transportName() const override { return "tcp"; }
   std::span<std::byte> peerArena() const override { return {}; }
+  bool isMadeAgain() const override { return true; }
   Status put(const PutRequest& request) override { return first().put(request); }
   Status get(const GetRequest& request) override { return transfer(request); }
   Status write(const WriteRequest& request) override { return transfer(request); }
@@ -76,7 +77,8 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
     std::shared_ptr<StreamConnection> connection;  // made once, under the lock
     std::atomic<StreamConnection*> made{nullptr};  // the same for those who do not hold it
     std::atomic<bool> stands{false};
-    bool isBeingMade = false;  // of the loop's thread
+    std::atomic<uint64_t> life{0};  // which of its connections it is
+    bool isBeingMade = false;       // of the loop's thread
   };
 
   TcpChannel(const TransportContext& context, Options options)
@@ -89,9 +91,10 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   template <typename Request>
   Status transferAll(std::span<const Request> requests);
   void startLane(size_t lane, Fd socket);
+  StreamConnection::Events eventsOf(size_t lane);
   void wantLanes();
   void waitLonger();
-  void laneEnded(size_t lane, const Status& how);
+  void laneEnded(size_t lane, uint64_t life, const Status& how);
 
   const TransportContext& context_;
   const Options options_;
