@@ -49,8 +49,9 @@ Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained)
   if (inFrame_) sink = openSink(std::min<uint64_t>(left_, budget));
   std::span<std::byte> buffer = threadsBuffer();
   std::memcpy(buffer.data(), start_.data(), kept_);  // nothing inside a payload
+  const bool isDropping = inFrame_ && left_ > 0 && !sink.data;
   const std::span<std::byte> room =
-      buffer.subspan(kept_, isBulk_ ? kBehindBulk : kBufferBytes - kept_);
+      buffer.subspan(kept_, isBulk_ && !isDropping ? kBehindBulk : kBufferBytes - kept_);
   iovec parts[2];
   size_t count = 0;
   if (sink.data) parts[count++] = {sink.data, sink.bytes};
