@@ -153,6 +153,7 @@ class Dispatch final : public Algorithm {
 
   // A row for one of our experts.
   struct Arrival {
+    enum Way : uint8_t { kMapped, kLanded } way;
     const std::byte* row;  // in sent form
     uint32_t expert;       // local
     uint32_t place;
@@ -171,9 +172,18 @@ class Dispatch final : public Algorithm {
     for (const auto& [r, table] : tables) participants.add(r);
     for (const auto& [r, table] : tables) participants &= table.mask;
 
-    MOONCAKE_TRY(fetchAll(op, tables, participants));
+    Fetches fetches(op);
+    const auto areAnyShared = startFetches(op, tables, participants, fetches);
+    if (!areAnyShared.ok()) return areAnyShared.error();
     MOONCAKE_TRY(plan(op, tables, participants));
-    copyRows();
+    copyRows(Arrival::kMapped);  // while the others come
+    MOONCAKE_TRY(fetches.await());
+    if (*areAnyShared) {
+      MOONCAKE_TRY(op.publishReady({}));
+      MOONCAKE_TRY(op.awaitAllReady());
+    }
+    copyRows(Arrival::kLanded);
+    if (call_.format != RowFormat::kBf16) copyScales();
     writeHandle(op, std::move(participants));
     return {};
   }
@@ -185,9 +195,11 @@ class Dispatch final : public Algorithm {
   };
   using Tables = std::vector<std::pair<int, DispatchTable>>;
 
-  Status fetchAll(Operation& op, const Tables& tables, const RankSet& participants) {
+  // Whether rows are shared on any host: then all say when they have what they fetch.
+  Result<bool> startFetches(Operation& op, const Tables& tables, const RankSet& participants,
+                            Fetches& fetches) {
     landed_.assign(size_t(op.size()), {});
-    if (!shared_) return {};
+    if (!shared_) return false;
     const auto& ourHost = shared_->hostOf(op.rank());
     const bool takesPart = participants.contains(op.rank());
     const auto isOurs = [&](const DispatchTable& table, int r) {
@@ -212,7 +224,6 @@ class Dispatch final : public Algorithm {
     auto memory = op.group().scratch(total);
     if (!memory.ok()) return memory.error();
     std::byte* at = *memory;
-    Fetches fetches(op);
     for (const auto& [r, table] : tables) {
       if (!participants.contains(r)) continue;
       const size_t bytes = table.packedRows * rowBytes_;
@@ -231,10 +242,7 @@ class Dispatch final : public Algorithm {
         landed_[size_t(r)] = {table.payloadRows, us_};
       }
     }
-    MOONCAKE_TRY(fetches.await());
-    if (!areAnyShared) return {};
-    MOONCAKE_TRY(op.publishReady({}));
-    return op.awaitAllReady();
+    return areAnyShared;
   }
 
   // In the send memory of a rank of our host; null: that is not where it says.
@@ -284,8 +292,9 @@ class Dispatch final : public Algorithm {
         if (next_[e] == perExpert || (landed && packed == table.packedRows))
           return nonsense(op, from);
         call_.sources[e * perExpert + next_[e]] = int32_t(t);
-        arrivals_.push_back(
-            {landed ? landed + packed * rowBytes_ : staging + t * rowBytes_, e, next_[e]++});
+        arrivals_.push_back({landed ? Arrival::kLanded : Arrival::kMapped,
+                             landed ? landed + packed * rowBytes_ : staging + t * rowBytes_, e,
+                             next_[e]++});
       }
       packed += isPacked;
     }
@@ -299,22 +308,23 @@ class Dispatch final : public Algorithm {
                 " announced rows outside of its memory: do all ranks run the same version?"};
   }
 
-  void copyRows() {
+  void copyRows(Arrival::Way way) const {
     const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
     const bool isFp8 = call_.format != RowFormat::kBf16;
     const size_t channels = isFp8 ? shape_.hidden : bf16Bytes(shape_.hidden);
     const size_t skip = isFp8 ? scaleBytes(shape_.hidden) : 0;
     const CopyHint hint = copyHint(arrivals_.size() * channels);
     for (const Arrival& arrival : arrivals_) {
+      if (arrival.way != way) continue;
       const size_t row = arrival.expert * perExpert + arrival.place;
       copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint);
     }
-    if (isFp8) copyScales(perExpert);
   }
 
   // To where rows lie side by side, as matrix products want them: for a cache line's worth of rows
   // at a time.
-  void copyScales(size_t perExpert) {
+  void copyScales() const {
+    const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
     std::vector<std::vector<const std::byte*>> rows(next_.size());  // by expert and place
     for (size_t e = 0; e < rows.size(); ++e) rows[e].reserve(next_[e]);
     for (const Arrival& arrival : arrivals_) rows[arrival.expert].push_back(arrival.row);
