@@ -8,15 +8,16 @@ each (token, expert), sorted by expert: counts first, then rows with uneven spli
 sends them back and adds them up by weight.
 
 With --hosts the ranks are spread over network namespaces that links of 1 Gbit/s join
-(tests/hosts.py; needs root), and the payload that must cross is held against what iperf3 gets there in the same run:
-of a dispatch, each token once for each other host that has an expert of it; of a combine, a row for
-each (token, expert).
+(tests/hosts.py; needs root), and the payload that must cross is held against what iperf3 gets there
+in the same run: of a dispatch, each token once for each other host that has an expert of it; of a
+combine, a row for each (token, expert).
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -156,14 +157,15 @@ def by_ep(
 
 def by_copies(x: Any, topk_idx: Any, weights: Any, fp8: bool, fused: ctypes.CDLL) -> Phases:
     """What each rank must move at least, without telling anybody: its share of the rows copied from
-    one place to another, and as many rows added up."""
+    one place to another, and as many rows added up. Results of two dispatches are alive, so every
+    second copy goes elsewhere."""
     import torch
 
     tokens, topk = topk_idx.shape
     hidden = x.shape[1]
     bytes_of_row = hidden + 4 * -(-hidden // 128) if fp8 else 2 * hidden
     given = torch.randint(0, 255, (tokens, bytes_of_row), dtype=torch.uint8)
-    taken = torch.empty(tokens * topk, bytes_of_row, dtype=torch.uint8)
+    taken = itertools.cycle(torch.empty(2, tokens * topk, bytes_of_row, dtype=torch.uint8))
     rows = torch.randn(tokens * topk, hidden).bfloat16()
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16)
     mixed = torch.randperm(tokens * topk).tolist()
@@ -173,7 +175,7 @@ def by_copies(x: Any, topk_idx: Any, weights: Any, fp8: bool, fused: ctypes.CDLL
     whole = given.repeat(topk, 1)
 
     def dispatch() -> None:
-        move(taken.data_ptr(), whole.data_ptr(), whole.numel())
+        move(next(taken).data_ptr(), whole.data_ptr(), whole.numel())
 
     def combine(_: Any, rows: Any = rows) -> Any:  # which `starts` points into
         fused.fused_sum(
