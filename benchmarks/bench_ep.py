@@ -415,13 +415,15 @@ def judge(rows: Rows) -> list[Finding]:
     if small and not any(row["kind"] == "link" for row in rows):
         us = {name: cell[EP, "both"] for name, cell in small.items()}
         found.append(gates.at_most("one token, 2 ranks: microseconds", us, MOST_SMALL_US))
-        signals = {
-            name: cell[EP, "both"] / cell[SIGNALS, "both"]
-            for name, cell in small.items()
-            if (SIGNALS, "both") in cell
-        }
-        if signals:
-            found.append(gates.at_most("one token: ours / signals", signals, MOST_OF_SIGNALS))
+        for what, limit in ((SIGNALS,), None), ((SIGNALS, COPY), MOST_OF_SIGNALS):
+            ratios = {
+                name: cell[EP, "both"] / sum(cell[lane, "both"] for lane in what)
+                for name, cell in small.items()
+                if all((lane, "both") in cell for lane in what)
+            }
+            if ratios:
+                name = f"one token: ours / ({' + '.join(what)})"
+                found.append(gates.at_most(name, ratios, limit))
     return found + judge_link(rows)
 
 
