@@ -277,10 +277,10 @@ void Engine::onFarewell(const EngineId& from, ByteView message) {
 Evidence Engine::withFarewell(const EngineId& id, const Evidence& evidence) const {
   const auto said = farewells_.find(id);
   if (!evidence.isGoodbye() || said == farewells_.end()) return evidence;
-  if (said->second.how == Farewell::How::kFailed)
-    return {Evidence::Kind::kFailed, said->second.why, evidence.when};
-  return {Evidence::Kind::kEnded, "its program ended without destroy_process_group()",
-          evidence.when};
+  const auto& [how, why] = said->second;
+  if (how == Farewell::How::kFailed) return {Evidence::Kind::kFailed, why, evidence.when};
+  return {Evidence::Kind::kEnded,
+          why.empty() ? "its program ended without destroy_process_group()" : why, evidence.when};
 }
 
 Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_); }
