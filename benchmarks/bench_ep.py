@@ -203,7 +203,7 @@ def rank_main(me: Rank) -> None:
     if "namespaces" in me.spec:
         enter_namespace(me.spec["namespaces"][me.rank])
         os.environ["MOONCAKE_HOST_IP"] = me.spec["addresses"][me.rank]
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        os.environ.update(GLOO_SOCKET_IFNAME="eth0")
     dist.init_process_group("mooncake-cpu", store=store, rank=me.rank, world_size=me.size)
     gloo = dist.new_group(backend="gloo") if "gloo" in me.spec["lanes"] else None
     fused = compiled_sum() if COPY in me.spec["lanes"] else None
