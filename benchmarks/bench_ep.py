@@ -1,16 +1,27 @@
 """Dispatch and combine, beside the same exchange by all_to_all_single, and beside plain copies.
 
     python benchmarks/bench_ep.py --ranks 2,4 --experts 32,256 --tokens 128,1 --json out.json
+    python benchmarks/bench_ep.py --hosts 2 --ranks 4 --experts 32 --tokens 128,1 --lanes gloo
 
 Interleaved in the same processes, slowest rank. The exchange by all_to_all_single sends a row for
 each (token, expert), sorted by expert: counts first, then rows with uneven splits; its combine
 sends them back and adds them up by weight.
+
+With --hosts the ranks are spread over network namespaces that links of 1 Gbit/s join
+(tests/hosts.py; needs root), and the payload that must cross is held against what iperf3 gets there
+in the same run: of a dispatch, each token once for each other host that has an expert of it; of a
+combine, a row for each (token, expert).
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
+import json
+import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,22 +37,34 @@ from common import (
     machine_facts,
     names,
     numbers,
+    plot_panels,
     print_table,
     short,
     spread,
     write_json_lines,
 )
 from gates import Finding
-from ranks import HERE, Rank, run_job, run_main
+from ranks import HERE, Rank, enter_namespace, run_job, run_main
+
+sys.path.insert(0, str(HERE.parent / "tests"))
+import hosts
 
 Rows = list[dict[str, Any]]
 Phases = tuple[Callable[[], Any], Callable[[Any], Any]]  # dispatch, and combine of what it gave
 
 EP = "mooncake.ep"
 IN_PLACE = "in place"  # the same, its experts write where the others read: zero_copy
+WATCHED = (
+    "all options"  # the same with all that a program can ask of it for losses: a mask, a limit
+)
 COPY = "memcpy"
+SIGNALS = "signals"  # two barriers
 LIMITS = {"gloo": 0.2, "mooncake-cpu": 1.0}  # dispatch and combine together, of the same by these
 LEAST_OF_COPY = 0.6
+MOST_OF_SIGNALS, MOST_SMALL_US = 1.5, 60.0  # one token, two ranks
+MOST_FOR_SAFETY = 1.02
+LEAST_OF_IPERF = 0.95
+LINK_BITS = 10**9
 
 
 def compiled_sum() -> ctypes.CDLL:
@@ -100,6 +123,7 @@ def by_ep(
     experts: int,
     fp8: bool,
     zero_copy: bool = False,
+    watched: bool = False,
 ) -> Phases:
     """The experts' rows come from memory of the caller's, or stand where the others read them: what
     experts do to write them there is no part of it."""
@@ -107,9 +131,13 @@ def by_ep(
 
     answers: list[Any] = []
     written: set[int] = set()
+    options: dict[str, Any] = {}
+    if watched:
+        active = torch.ones(buffer.group_size, dtype=torch.int32)
+        options = {"active_ranks": active, "timeout_us": 10_000_000}
 
     def dispatch() -> Any:
-        return buffer.low_latency_dispatch(x, topk_idx, most, experts, use_fp8=fp8)
+        return buffer.low_latency_dispatch(x, topk_idx, most, experts, use_fp8=fp8, **options)
 
     def combine(found: Any) -> Any:
         rows, _, handle = found[:3]
@@ -122,21 +150,22 @@ def by_ep(
         if not answers:
             answers.append(torch.empty(rows[0].shape if fp8 else rows.shape, dtype=torch.bfloat16))
             answers[0].copy_(rows[0] if fp8 else rows)
-        return buffer.low_latency_combine(answers[0], topk_idx, weights, handle)[0]
+        return buffer.low_latency_combine(answers[0], topk_idx, weights, handle, **options)[0]
 
     return dispatch, combine
 
 
 def by_copies(x: Any, topk_idx: Any, weights: Any, fp8: bool, fused: ctypes.CDLL) -> Phases:
     """What each rank must move at least, without telling anybody: its share of the rows copied from
-    one place to another, and as many rows added up."""
+    one place to another, and as many rows added up. Results of two dispatches are alive, so every
+    second copy goes elsewhere."""
     import torch
 
     tokens, topk = topk_idx.shape
     hidden = x.shape[1]
     bytes_of_row = hidden + 4 * -(-hidden // 128) if fp8 else 2 * hidden
     given = torch.randint(0, 255, (tokens, bytes_of_row), dtype=torch.uint8)
-    taken = torch.empty(tokens * topk, bytes_of_row, dtype=torch.uint8)
+    taken = itertools.cycle(torch.empty(2, tokens * topk, bytes_of_row, dtype=torch.uint8))
     rows = torch.randn(tokens * topk, hidden).bfloat16()
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16)
     mixed = torch.randperm(tokens * topk).tolist()
@@ -146,7 +175,7 @@ def by_copies(x: Any, topk_idx: Any, weights: Any, fp8: bool, fused: ctypes.CDLL
     whole = given.repeat(topk, 1)
 
     def dispatch() -> None:
-        move(taken.data_ptr(), whole.data_ptr(), whole.numel())
+        move(next(taken).data_ptr(), whole.data_ptr(), whole.numel())
 
     def combine(_: Any, rows: Any = rows) -> Any:  # which `starts` points into
         fused.fused_sum(
@@ -170,9 +199,14 @@ def rank_main(me: Rank) -> None:
     from mooncake.ep import Buffer
 
     torch.set_num_threads(1)
-    dist.init_process_group("mooncake-cpu", store=me.open_store(), rank=me.rank, world_size=me.size)
-    gloo = dist.new_group(backend="gloo")
-    fused = compiled_sum()
+    store = me.open_store()
+    if "namespaces" in me.spec:
+        enter_namespace(me.spec["namespaces"][me.rank])
+        os.environ["MOONCAKE_HOST_IP"] = me.spec["addresses"][me.rank]
+        os.environ.update(GLOO_SOCKET_IFNAME="eth0")
+    dist.init_process_group("mooncake-cpu", store=store, rank=me.rank, world_size=me.size)
+    gloo = dist.new_group(backend="gloo") if "gloo" in me.spec["lanes"] else None
+    fused = compiled_sum() if COPY in me.spec["lanes"] else None
     hidden, topk = me.spec["hidden"], me.spec["topk"]
     for cell in me.spec["cells"]:
         most, experts, fp8 = cell["tokens"], cell["experts"], cell["format"] == "fp8"
@@ -185,13 +219,19 @@ def rank_main(me: Rank) -> None:
             dist.group.WORLD, num_rdma_bytes=hint, low_latency_mode=True, explicitly_destroy=True
         )
         how = (buffer, x, topk_idx, weights, most, experts, fp8)
-        lanes: dict[str, Phases] = {EP: by_ep(*how), IN_PLACE: by_ep(*how, zero_copy=True)}
+        lanes: dict[str, Phases] = {
+            EP: by_ep(*how),
+            IN_PLACE: by_ep(*how, zero_copy=True),
+            WATCHED: by_ep(*how, watched=True),
+        }
         if "gloo" in me.spec["lanes"]:
             lanes["gloo"] = by_all_to_all(gloo, x, topk_idx, weights, experts)
         if "mooncake-cpu" in me.spec["lanes"]:
             lanes["mooncake-cpu"] = by_all_to_all(dist.group.WORLD, x, topk_idx, weights, experts)
-        if COPY in me.spec["lanes"]:
+        if fused is not None:
             lanes[COPY] = by_copies(x, topk_idx, weights, fp8, fused)
+        if SIGNALS in me.spec["lanes"]:
+            lanes[SIGNALS] = dist.barrier, lambda _: dist.barrier()
         check(me, lanes, fp8)
         took = {lane: {"dispatch": [], "combine": [], "both": []} for lane in lanes}
         calls = max(1, me.spec["calls"] // max(1, most // 16))
@@ -201,10 +241,11 @@ def rank_main(me: Rank) -> None:
                 if number:
                     for phase, us in times.items():
                         took[lane][phase].append(us)
+        crossing = most_crossing(me, topk_idx, experts, fp8)
         for lane, phases in took.items():
             for phase, times in phases.items():
                 row = {"kind": "ep", "ranks": me.size, "lane": lane, "phase": phase, "error": None}
-                me.emit({**row, **cell, **spread(times)})
+                me.emit({**row, **cell, "crossing_bytes": crossing.get(phase), **spread(times)})
         me.meeting.barrier()
         buffer.destroy()
         lanes.clear()
@@ -237,12 +278,27 @@ def measure(
     }
 
 
+def most_crossing(me: Rank, topk_idx: Any, experts: int, fp8: bool) -> dict[str, int]:
+    """Bytes of rows that a host must send to others, the most of any."""
+    homes = me.meeting.exchange(me.spec.get("namespaces", [""] * me.size)[me.rank])
+    hidden = me.spec["hidden"]
+    there, back = dict.fromkeys(homes, 0), dict.fromkeys(homes, 0)
+    row = hidden + 4 * -(-hidden // 128) if fp8 else 2 * hidden
+    for home, chosen in zip(homes, me.meeting.exchange(topk_idx.tolist()), strict=True):
+        for token in chosen:
+            away = [homes[expert * me.size // experts] for expert in token]
+            there[home] += row * len({host for host in away if host != home})
+            for host in away:
+                back[host] += 2 * hidden * (host != home)
+    return {"dispatch": max(there.values()), "combine": max(back.values())}
+
+
 def check(me: Rank, lanes: dict[str, Phases], fp8: bool) -> None:
     """The lanes that exchange anything agree up to rounding: experts give back what they got."""
     sums = {
         lane: combine(dispatch()).float()
         for lane, (dispatch, combine) in lanes.items()
-        if lane != COPY
+        if lane not in (COPY, SIGNALS)
     }
     for lane, found in sums.items():
         off = float((found - sums[EP]).abs().max())
@@ -250,25 +306,71 @@ def check(me: Rank, lanes: dict[str, Phases], fp8: bool) -> None:
             raise RuntimeError(f"{lane} and {EP} differ by {off} on rank {me.rank}")
 
 
-def run(args: argparse.Namespace) -> Rows:
+def iperf3_bits(net: hosts.Hosts) -> float:
+    """What it gets both ways at once, the slower way, in bit/s."""
+    server = subprocess.Popen(
+        [*f"ip netns exec {net[1].namespace} iperf3 -s -1 -B {net[1].v4[0]}".split()],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        client = f"iperf3 -c {net[1].v4[0]} -t 4 -O 1 --bidir -J --connect-timeout 5000"
+        for _ in range(50):
+            found = subprocess.run(
+                [*f"ip netns exec {net[0].namespace}".split(), *client.split()],
+                capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            ends = json.loads(found.stdout)["end"] if found.stdout else {}
+            ways = ("sum_received", "sum_received_bidir_reverse")
+            if all(way in ends for way in ways):
+                return min(ends[way]["bits_per_second"] for way in ways)
+            time.sleep(0.05)  # it does not listen yet
+        raise RuntimeError(f"iperf3: {found.stdout}{found.stderr}")
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def run_between_hosts(args: argparse.Namespace) -> Rows:
+    """Cells over a link, and iperf3 before and after them."""
+    rows = []
+    for ranks in args.ranks:
+        with hosts.Hosts(args.hosts, v6=False) as net:
+            net.limit(LINK_BITS)
+            namespaces = net.spread(ranks)
+            address = {host.namespace: host.v4[0] for host in net.hosts}
+            where = {"namespaces": namespaces, "addresses": [address[name] for name in namespaces]}
+            rates = [iperf3_bits(net)]
+            rows += run_job("bench_ep:rank_main", ranks, {**spec_of(args), **where})
+            rates.append(iperf3_bits(net))
+            link = {"kind": "link", "ranks": ranks, "error": None}
+            rows.append({**link, "iperf3_bits": statistics.mean(rates)})
+    return rows
+
+
+def spec_of(args: argparse.Namespace) -> dict[str, Any]:
     cells = [
         {"tokens": tokens, "experts": experts, "format": form}
         for tokens in args.tokens
         for experts in args.experts
         for form in args.formats
     ]
+    return {
+        "cells": cells,
+        "lanes": args.lanes,
+        "rounds": args.rounds,
+        "calls": args.calls,
+        "hidden": args.hidden,
+        "topk": args.topk,
+    }
+
+
+def run(args: argparse.Namespace) -> Rows:
+    if args.hosts:
+        return run_between_hosts(args)
     progress, rows = Progress(len(args.ranks)), []
     for ranks in args.ranks:
         progress.step(f"{ranks} ranks")
-        spec = {
-            "cells": cells,
-            "lanes": args.lanes,
-            "rounds": args.rounds,
-            "calls": args.calls,
-            "hidden": args.hidden,
-            "topk": args.topk,
-        }
-        rows += run_job("bench_ep:rank_main", ranks, spec)
+        rows += run_job("bench_ep:rank_main", ranks, spec_of(args))
     return rows
 
 
@@ -276,6 +378,8 @@ def cells_of(rows: Rows) -> dict[str, dict[tuple[str, str], float]]:
     """By cell: (lane, phase) -> the median in microseconds."""
     cells: dict[str, dict[tuple[str, str], float]] = {}
     for row in rows:
+        if row["kind"] != "ep":
+            continue
         what = (f"{row[field]} {field}" for field in ("ranks", "tokens", "experts"))
         name = ", ".join([*what, row["format"]])
         cells.setdefault(name, {})[row["lane"], row["phase"]] = row["p50_us"]
@@ -301,31 +405,76 @@ def judge(rows: Rows) -> list[Finding]:
         }
         if ratios:
             found.append(gates.at_most(f"{phase}: ours / copies", ratios, 1 / LEAST_OF_COPY))
+    safety = {
+        name: cell[WATCHED, "both"] / cell[EP, "both"]
+        for name, cell in cells.items()
+        if (WATCHED, "both") in cell
+    }
+    found.append(gates.at_most("with mask and limit / without", safety, MOST_FOR_SAFETY))
+    small = {n: c for n, c in cells.items() if n.startswith("2 ranks, 1 tokens")}
+    if small and not any(row["kind"] == "link" for row in rows):
+        us = {name: cell[EP, "both"] for name, cell in small.items()}
+        found.append(gates.at_most("one token, 2 ranks: microseconds", us, MOST_SMALL_US))
+        for what, limit in ((SIGNALS,), None), ((SIGNALS, COPY), MOST_OF_SIGNALS):
+            ratios = {
+                name: cell[EP, "both"] / sum(cell[lane, "both"] for lane in what)
+                for name, cell in small.items()
+                if all((lane, "both") in cell for lane in what)
+            }
+            if ratios:
+                name = f"one token: ours / ({' + '.join(what)})"
+                found.append(gates.at_most(name, ratios, limit))
+    return found + judge_link(rows)
+
+
+def judge_link(rows: Rows) -> list[Finding]:
+    found = []
+    for link in (row for row in rows if row["kind"] == "link"):
+        ratios = {}
+        for row in rows:
+            large = row["kind"] == "ep" and row["ranks"] == link["ranks"] and row["tokens"] >= 128
+            if large and row["lane"] == EP and row["crossing_bytes"]:
+                bits = row["crossing_bytes"] * 8 / (row["p50_us"] * 1e-6)
+                name = f"{row['phase']}, {row['experts']} experts, {row['format']}"
+                ratios[name] = link["iperf3_bits"] / bits
+        what = f"{link['ranks']} ranks: iperf3 ({link['iperf3_bits'] / 1e9:.3f} Gbit/s) / ours"
+        if ratios:
+            found.append(gates.at_most(what, ratios, 1 / LEAST_OF_IPERF))
     return found
 
 
 def show(rows: Rows) -> None:
     cells = cells_of(rows)
-    lanes = list(dict.fromkeys(row["lane"] for row in rows))
-    headers = [
-        "cell",
-        *[f"{lane} {phase}" for lane in lanes for phase in ("dispatch", "combine", "both")],
-    ]
+    lanes = list(dict.fromkeys(row["lane"] for row in rows if row["kind"] == "ep"))
+    headers = ["cell", "", "dispatch", "combine", "both"]
     lines = [
-        [
-            name,
-            *[
-                short(cell.get((lane, phase)))
-                for lane in lanes
-                for phase in ("dispatch", "combine", "both")
-            ],
-        ]
+        [name, lane, *[short(cell.get((lane, phase))) for phase in headers[2:]]]
         for name, cell in cells.items()
+        for lane in lanes
     ]
     print_table("dispatch and combine, us, medians, slowest rank", headers, lines)
     for lane in lanes[1:]:
         ratio = geomean(cell[EP, "both"] / cell[lane, "both"] for cell in cells.values())
         print(f"geometric mean of {EP} / {lane}: {ratio:.3f}")
+
+
+def plot(path: str | None, rows: Rows) -> None:
+    """A panel for each number of ranks and experts and each format; over tokens."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        if row["kind"] == "ep" and row["phase"] == "both" and row["lane"] not in (WATCHED, SIGNALS):
+            title = f"{row['ranks']} ranks, {row['experts']} experts, {row['format']}"
+            points = panels.setdefault(title, {}).setdefault(row["lane"], [])
+            points.append((row["tokens"], row["p50_us"]))
+    columns = len({(row["experts"], row["format"]) for row in rows if row["kind"] == "ep"})
+    plot_panels(
+        path,
+        panels,
+        columns,
+        title="dispatch and combine, median over rounds, slowest rank",
+        x="tokens per rank",
+        y="microseconds",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -336,17 +485,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=numbers, default=[128, 16, 1], help="of each rank")
     parser.add_argument("--experts", type=numbers, default=[32, 256])
     parser.add_argument("--formats", type=names, default=["bf16", "fp8"])
-    parser.add_argument("--lanes", type=names, default=["gloo", "mooncake-cpu", COPY])
+    parser.add_argument("--lanes", type=names, default=["gloo", "mooncake-cpu", COPY, SIGNALS])
+    parser.add_argument("--hosts", type=int, help="spread the ranks over so many, 1 Gbit/s each")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=64, help="a round, of 16 tokens or fewer")
     parser.add_argument("--json", help="write JSON lines here")
+    parser.add_argument("--plot", help="write a PNG here")
     parser.add_argument("--gate", action="store_true", help="exit 1 if a limit is broken")
     args = parser.parse_args(argv)
+    if args.hosts and (why := hosts.why_not() or (not shutil.which("iperf3") and "no iperf3")):
+        print(f"no hosts here: {why}")
+        return 1
     rows = run(args)
     findings = judge(rows)
     show(rows)
+    plot(args.plot, rows)
     gates.show(findings, "summary")
     write_json_lines(args.json, [machine_facts(), *rows, *[f.as_row() for f in findings]])
     return gates.exit_code(rows, findings, args.gate)

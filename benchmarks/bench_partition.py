@@ -11,7 +11,6 @@ raises on both sides, and MPI ends them. docs/benchmarks.md has the method.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import random
 import sys
@@ -34,14 +33,13 @@ from common import (
     write_json_lines,
 )
 from fork_server import WARM_UP, Crew, Member, random_moment_s
-from ranks import HERE, run_main
+from ranks import HERE, enter_namespace, run_main
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 import hosts
 
 LIMIT_MS = 100.0  # beyond failure_timeout, p99
 SIDES = ("minority", "resumed")
-CLONE_NEWNET = 0x40000000
 
 Rows = list[dict[str, Any]]
 
@@ -56,7 +54,7 @@ def rank_main(me: Member) -> None:
     spec = me.spec
     torch.set_num_threads(1)
     store = me.open_store(spec["deadline_s"])  # keeps its connection to the host of the crew
-    _enter(spec["namespaces"][me.rank])
+    enter_namespace(spec["namespaces"][me.rank])
     os.environ["MOONCAKE_HOST_IP"] = spec["addresses"][me.rank]  # not that of the way to the store
     dist.init_process_group(
         "mooncake-cpu",
@@ -83,12 +81,6 @@ def rank_main(me: Member) -> None:
     told["ended"] = time.monotonic()
     me.link.send(told)
     me.link.poll(None)
-
-
-def _enter(namespace: str) -> None:
-    with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns({namespace})")
 
 
 def winners_of(layout: list[int], cut: int) -> list[int]:

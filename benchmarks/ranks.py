@@ -34,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 MEETING_TIMEOUT_S = 120.0  # how long a rank waits for the others between two turns
 COLLECTIVE_TIMEOUT_S = 60.0  # timeout of every process group
 PR_SET_PDEATHSIG = 1
+CLONE_NEWNET = 0x40000000
 
 
 class JobError(RuntimeError):
@@ -399,6 +400,13 @@ def _end(children: list[subprocess.Popen]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def enter_namespace(namespace: str) -> None:
+    """This thread, and the threads that it starts; what it has connected before stays."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns({namespace})")
 
 
 def die_with_parent() -> None:

@@ -94,6 +94,14 @@ class Hosts:
         """Ends every TCP connection of the host with a reset to both sides; all processes live."""
         self.hosts[index].run(*RESET)
 
+    def limit(self, rate_bits: int, *, network: int = 0) -> None:
+        """What each host sends into the network goes no faster."""
+        for index in range(len(self.hosts)):
+            self.hosts[index].run(
+                *f"tc qdisc replace dev eth{network} root tbf".split(),
+                *("rate", f"{rate_bits}bit", "burst", "256kb", "latency", "20ms"),
+            )
+
     def close(self) -> None:
         while self.namespaces:
             _ip("netns", "del", self.namespaces.pop())

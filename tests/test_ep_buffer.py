@@ -625,3 +625,20 @@ def drop(buffer, mine, waits):
 @pytest.mark.parametrize("waits", [True, False])
 def test_everything_is_let_go_of(ep, waits):
     ep.call(dropped_on_rank, waits)
+
+
+def deepep_bytes(tokens, hidden, experts):
+    """What DeepEP needs for the same: two areas to send, to receive and to signal, where every
+    expert has a place for every token of a rank."""
+    row_there = 16 + max(2 * hidden, hidden + 4 * hidden // 128)
+    row_back = 2 * hidden + 4 * hidden // 128
+    send = max(tokens * row_there, experts * tokens * row_back)
+    receive = experts * tokens * max(row_there, row_back)
+    signals = -(-4 * experts // 128) * 128
+    return 2 * (send + receive + signals)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_needs_no_more_memory_than_deepep(ranks):
+    needed = ep_crew.Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 256)
+    assert needed <= deepep_bytes(128, 7168, 256)

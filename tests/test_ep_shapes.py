@@ -110,6 +110,30 @@ def chosen_on_rank(me, case, cast):
     buffer.destroy()
 
 
+LARGE = {"tokens": 24, "seed": 5}
+
+
+@pytest.mark.parametrize("cast", CASTS[:2], ids=lambda cast: "-".join(map(str, cast.values())))
+@pytest.mark.parametrize("counts", [[24, 24, 24, 24], [24, 0, 3, 17]], ids=lambda n: str(sum(n)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_does_not_go_with_a_table(layout, crews, counts, cast):
+    """Rows that are fetched, between hosts by one rank for all of its host."""
+    native = ep_crew.EpCrew(lambda: crews.get(layout, SIZE))
+    for experts, hidden in ((8, 7168), (3, 4096)):
+        case = {**LARGE, "experts": experts, "hidden": hidden, "counts": counts, "cast": cast}
+        native.call(large_on_rank, {**case, "topk": min(4, experts)})
+
+
+def large_on_rank(me, case):
+    inputs = ep_crew.inputs(
+        case["seed"], case["counts"], case["hidden"], case["topk"], case["experts"]
+    )
+    buffer = ep_crew.deepep_buffer(case["tokens"], case["hidden"], case["experts"])
+    for _ in range(3):
+        ep_crew.round_trip(me, buffer, inputs, case["tokens"], case["experts"], **case["cast"])
+    buffer.destroy()
+
+
 def special_on_rank(me, cast):
     """What is no usual number travels as it is, or as the cast has it."""
     hidden, experts = 384, SIZE

@@ -689,6 +689,33 @@ def test_a_minority_does_not_go_on():
         assert "too few ranks" in found[0]
 
 
+def of_two_on_rank(me):
+    def loop():
+        for turn in range(1_000_000):
+            if turn == 10:
+                me.board.set(f"looping-{me.rank}")
+            reduce_all(me)
+
+    kind, text = raised(loop)
+    me.board.set(f"over-{me.rank}")
+    me.board.wait_all("over", range(2))
+    return kind, text
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_of_two_the_lower_has_lost_who_gave_up(transports):
+    """Rank 1 may not go on without rank 0, which was only stopped: that is no clean leave."""
+    limits = {"MOONCAKE_FAILURE_TIMEOUT_MS": str(int(SHORT * 1000)), **RAISE}
+    with harness.starting(2, of_two_on_rank, **over(transports, **limits)) as crew:
+        crew.board.wait_all("looping", range(2))
+        crew.stop(0)
+        crew.board.wait("over-1")
+        crew.cont(0)
+        (kind, text), (of_one, _) = crew.results()
+        assert (kind, of_one) == ("PeerLostError", "MinorityError"), text
+        assert "smaller side and gave up" in text
+
+
 # ---- what needs no ranks
 
 

@@ -143,7 +143,7 @@ class EpBuffer {
       throw py::value_error("either a backend or an exchange is needed");
     }
     py::gil_scoped_release unlocked;
-    auto made = ep::Buffer::create(std::move(group), bytes);
+    auto made = ep::Buffer::create(std::move(group), bytes, deadline);
     throwIfError(made.status());
     buffer_ = withPython(std::move(*made));
   }

@@ -10,11 +10,11 @@ namespace mooncake {
 struct Farewell {
   enum class How : uint8_t {
     kDestroyed = 1,  // the job was destroyed on this rank: the others go on without it
-    kEnded,          // the program came to its end and destroyed nothing
+    kEnded,          // it destroyed nothing: its program came to its end, or as `why` says
     kFailed,         // the program ends by an error: nothing that it did may be counted on
   };
   How how = How::kDestroyed;
-  std::string why;  // one line; kFailed only
+  std::string why;  // one line; not for kDestroyed
 };
 
 // What this rank saw of a peer's end, or of what may be its end. An observation, never membership

@@ -7,11 +7,15 @@
 
 namespace mooncake::ep {
 
-Result<std::shared_ptr<Buffer>> Buffer::create(std::unique_ptr<Group> group, size_t bytes) {
+Result<std::shared_ptr<Buffer>> Buffer::create(std::unique_ptr<Group> group, size_t bytes,
+                                               Deadline deadline) {
   std::shared_ptr<Buffer> buffer(new Buffer(std::move(group), bytes));
   auto block = buffer->group_->reserve(std::max<size_t>(bytes, 1));
   if (!block.ok()) return block.error();
-  buffer->memory_.reset(new Memory{*buffer->group_, *block, BufferLayout(bytes)});
+  const BufferLayout layout(bytes);
+  auto hosts = Hosts::meet(*buffer->group_, layout.sendBytes(), deadline);
+  if (!hosts.ok()) return hosts.error();
+  buffer->memory_.reset(new Memory{*buffer->group_, *block, layout, std::move(*hosts)});
   buffer->unmaskAll();
   return buffer;
 }

@@ -32,7 +32,9 @@ class Task {
 // buffer, at once, so that whoever fetches the result late keeps nobody waiting. One thread calls.
 class Buffer {
  public:
-  static Result<std::shared_ptr<Buffer>> create(std::unique_ptr<Group> group, size_t bytes);
+  // Collective over the group.
+  static Result<std::shared_ptr<Buffer>> create(std::unique_ptr<Group> group, size_t bytes,
+                                                Deadline deadline);
   ~Buffer();
 
   Group& group() const { return *group_; }

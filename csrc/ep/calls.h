@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "ep/hosts.h"
 #include "ep/layout.h"
 #include "ep/routing.h"
 #include "group/group.h"
@@ -22,6 +23,7 @@ struct Memory {
   Group& group;
   Group::Shared block;  // the buffer's memory, in the arena
   BufferLayout layout;
+  Hosts hosts;
 
   std::byte* send(uint64_t number) const { return block.data + layout.send(number); }
   std::byte* recv(uint64_t dispatch) const { return block.data + layout.recv(dispatch); }

@@ -1,16 +1,23 @@
 // Every rank casts its rows once, into memory that the ranks of its host map, and publishes who
 // chose which expert. Then each takes the rows for its experts: from the mapping; from another host
 // out of the slot where they are few, else by one fetch. Cost: n rows written once, a row read for
-// each (token, expert), one exchange of slots; over messages a token goes once to each rank, and a
-// second exchange says that all have what they need.
+// each (token, expert), one exchange of slots; over messages a second exchange says that all have
+// what they need.
+//
+// What many rows of a rank are needed for by several ranks of another host crosses once: one of
+// them fetches them (csrc/ep/shared_rows.h), an exchange says that they are there, and its
+// neighbours read them in its memory. Few rows go to each rank by themselves, with the table.
 //
 // The order of the rows of an expert is (rank, token, place in top-k), whatever came first.
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <optional>
 
 #include "base/failpoint.h"
 #include "ep/calls.h"
 #include "ep/participants.h"
+#include "ep/shared_rows.h"
 #include "group/operation.h"
 
 namespace mooncake::ep {
@@ -25,7 +32,8 @@ class Dispatch final : public Algorithm {
         handle_(*call.handle),
         shape_(handle_.shape),
         experts_(*handle_.experts),
-        rowBytes_(dispatchRowBytes(shape_.hidden, call.format)) {}
+        rowBytes_(dispatchRowBytes(shape_.hidden, call.format)),
+        us_{memory.group.rank()} {}
 
   Status publish(Operation& op) override {
     stage(op);
@@ -66,7 +74,7 @@ class Dispatch final : public Algorithm {
  private:
   // ---- giving
 
-  // The rows for one rank that does not map us.
+  // The rows for one rank that does not map us, or for all of its host.
   struct Packed {
     std::vector<uint32_t> tokens;
     size_t offset = 0;  // in the send memory; only of those that do not go with the table
@@ -79,29 +87,42 @@ class Dispatch final : public Algorithm {
     }
     packed_.assign(size_t(op.size()), {});
     mostPutBytes_ = 0;
+    shared_.reset();
     if (op.unmapped() == 0) return;
-    for (size_t t = 0; t < handle_.tokens; ++t) {
-      for (const int32_t expert : chosenBy(t)) {
-        if (expert == kNoExpert) continue;
-        auto& tokens = packed_[size_t(experts_.owner(expert))].tokens;
-        if (tokens.empty() || tokens.back() != t) tokens.push_back(uint32_t(t));
-      }
-    }
+    shared_.emplace(memory_.hosts, op.ranks(), shape_.maxTokens * rowBytes_,
+                    mostInlineBytes(memory_.group) / rowBytes_);
     size_t offset = handle_.tokens * rowBytes_;
-    for (const int r : op.others()) {
-      Packed& packed = packed_[size_t(r)];
-      const size_t bytes = packed.tokens.size() * rowBytes_;
-      if (op.group().window().peerPtr(r)) continue;
-      if (bytes <= mostInlineBytes(memory_.group)) {
-        mostPutBytes_ = std::max(mostPutBytes_, bytes);
+    for (const auto& host : shared_->hosts()) {
+      if (std::ranges::binary_search(host, op.rank())) continue;
+      auto tokens = tokensFor(handle_.chosen, handle_.topk, experts_, host);
+      if (shared_->isShared(host, tokens.size())) {
+        const Packed packed{std::move(tokens), offset};
+        offset = pack(op, packed);
+        for (const int r : host) packed_[size_t(r)] = packed;
         continue;
       }
-      packed.offset = offset;
-      for (const uint32_t t : packed.tokens) {
-        std::memcpy(staging + offset, staging + t * rowBytes_, rowBytes_);
-        offset += rowBytes_;
+      for (const int r : host) {
+        Packed& packed = packed_[size_t(r)];
+        packed = {tokensFor(handle_.chosen, handle_.topk, experts_, {{r}}), offset};
+        const size_t bytes = packed.tokens.size() * rowBytes_;
+        if (bytes <= mostInlineBytes(memory_.group)) {
+          mostPutBytes_ = std::max(mostPutBytes_, bytes);
+        } else if (!op.group().window().peerPtr(r)) {
+          offset = pack(op, packed);
+        }
       }
     }
+  }
+
+  // Where the next ones go.
+  size_t pack(const Operation& op, const Packed& packed) const {
+    std::byte* const staging = memory_.send(op.number());
+    size_t offset = packed.offset;
+    for (const uint32_t t : packed.tokens) {
+      std::memcpy(staging + offset, staging + t * rowBytes_, rowBytes_);
+      offset += rowBytes_;
+    }
+    return offset;
   }
 
   size_t putFor(const Operation& op, int to, DispatchTable table, std::byte* payload) const {
@@ -141,6 +162,7 @@ class Dispatch final : public Algorithm {
 
   // A row for one of our experts.
   struct Arrival {
+    enum Way : uint8_t { kMapped, kLanded } way;
     const std::byte* row;  // in sent form
     uint32_t expert;       // local
     uint32_t place;
@@ -159,47 +181,88 @@ class Dispatch final : public Algorithm {
     for (const auto& [r, table] : tables) participants.add(r);
     for (const auto& [r, table] : tables) participants &= table.mask;
 
-    auto landing = fetchAll(op, tables, participants);
-    if (!landing.ok()) return landing.error();
-    MOONCAKE_TRY(plan(op, tables, participants, *landing));
-    copyRows();
+    Fetches fetches(op);
+    const auto areAnyShared = startFetches(op, tables, participants, fetches);
+    if (!areAnyShared.ok()) return areAnyShared.error();
+    MOONCAKE_TRY(plan(op, tables, participants));
+    copyRows(Arrival::kMapped);  // while the others come
+    MOONCAKE_TRY(fetches.await());
+    if (*areAnyShared) {
+      MOONCAKE_TRY(op.publishReady({}));
+      MOONCAKE_TRY(op.awaitAllReady());
+    }
+    copyRows(Arrival::kLanded);
+    if (call_.format != RowFormat::kBf16) copyScales();
     writeHandle(op, std::move(participants));
     return {};
   }
 
-  // Rows that are not reached here, by rank: null for those that are.
-  Result<std::vector<const std::byte*>> fetchAll(
-      Operation& op, const std::vector<std::pair<int, DispatchTable>>& tables,
-      const RankSet& participants) {
-    std::vector<const std::byte*> landed(size_t(op.size()), nullptr);
-    if (op.unmapped() == 0 || !participants.contains(op.rank())) return landed;
-    const auto isFetched = [&](int r, const DispatchTable& table) {
-      return participants.contains(r) && op.isPayloadOurs(r) && table.rowsAt == RowsAt::kStaging &&
-             table.packedRows > 0;
+  // The rows of a rank that does not map us: for us alone, or for our host.
+  struct Landed {
+    const std::byte* rows = nullptr;  // packed
+    std::span<const int> readers;
+  };
+  using Tables = std::vector<std::pair<int, DispatchTable>>;
+
+  // Whether rows are shared on any host: then all say when they have what they fetch.
+  Result<bool> startFetches(Operation& op, const Tables& tables, const RankSet& participants,
+                            Fetches& fetches) {
+    landed_.assign(size_t(op.size()), {});
+    if (!shared_) return false;
+    const auto& ourHost = shared_->hostOf(op.rank());
+    const bool takesPart = participants.contains(op.rank());
+    const auto isOurs = [&](const DispatchTable& table, int r) {
+      return takesPart && op.isPayloadOurs(r) && table.rowsAt == RowsAt::kStaging;
     };
+    bool areAnyShared = false;
     size_t total = 0;
+    std::vector<bool> isForHost(size_t(op.size()));
     for (const auto& [r, table] : tables) {
-      if (isFetched(r, table)) total += table.packedRows * rowBytes_;
+      if (!participants.contains(r)) continue;
+      for (const auto& host : shared_->hosts()) {
+        if (std::ranges::binary_search(host, r)) continue;
+        const size_t rows = tokensFor(table.experts, table.topk, experts_, host).size();
+        if (!shared_->isShared(host, rows)) continue;
+        areAnyShared = true;
+        if (&host != &ourHost) continue;
+        isForHost[size_t(r)] = true;
+        if (table.packedRows != rows) return nonsense(op, r);
+      }
+      if (!isForHost[size_t(r)] && isOurs(table, r)) total += table.packedRows * rowBytes_;
     }
     auto memory = op.group().scratch(total);
     if (!memory.ok()) return memory.error();
     std::byte* at = *memory;
-    Fetches fetches(op);
     for (const auto& [r, table] : tables) {
-      if (!participants.contains(r) || !op.isPayloadOurs(r)) continue;
-      landed[size_t(r)] = table.payloadRows;
-      if (!isFetched(r, table)) continue;
+      if (!participants.contains(r)) continue;
       const size_t bytes = table.packedRows * rowBytes_;
-      MOONCAKE_TRY(fetches.start(r, op.slot(r).input, table.packedOffset, {at, bytes}));
-      landed[size_t(r)] = at;
-      at += bytes;
+      if (isForHost[size_t(r)]) {
+        const auto [by, offset] = shared_->fetch(r, ourHost);
+        landed_[size_t(r)] = {fetchedRows(tables, op, by, offset, bytes), ourHost};
+        if (!landed_[size_t(r)].rows) return nonsense(op, by);
+        if (by != op.rank()) continue;
+        MOONCAKE_TRY(fetches.start(r, op.slot(r).input, table.packedOffset,
+                                   {memory_.send(op.number()) + offset, bytes}));
+      } else if (isOurs(table, r) && bytes > 0) {
+        MOONCAKE_TRY(fetches.start(r, op.slot(r).input, table.packedOffset, {at, bytes}));
+        landed_[size_t(r)] = {at, us_};
+        at += bytes;
+      } else if (op.isPayloadOurs(r)) {
+        landed_[size_t(r)] = {table.payloadRows, us_};
+      }
     }
-    MOONCAKE_TRY(fetches.await());
-    return landed;
+    return areAnyShared;
   }
 
-  Status plan(const Operation& op, const std::vector<std::pair<int, DispatchTable>>& tables,
-              const RankSet& participants, const std::vector<const std::byte*>& landed) {
+  // In the send memory of a rank of our host; null: that is not where it says.
+  const std::byte* fetchedRows(const Tables& tables, const Operation& op, int by, size_t offset,
+                               size_t bytes) const {
+    if (by == op.rank()) return memory_.send(op.number()) + offset;
+    const auto its = std::ranges::find(tables, by, [](const auto& one) { return one.first; });
+    return op.group().window().peerArena(by, its->second.arenaOffset + offset, bytes);
+  }
+
+  Status plan(const Operation& op, const Tables& tables, const RankSet& participants) {
     const size_t ours = experts_.numLocal(op.rank()), ranks = size_t(op.size());
     const size_t perExpert = ranks * shape_.maxTokens;
     arrivals_.clear();
@@ -209,7 +272,7 @@ class Dispatch final : public Algorithm {
     for (const auto& [r, table] : tables) {
       if (!takesPart || !participants.contains(r)) continue;
       for (size_t e = 0; e < ours; ++e) ranges_[e * ranks + size_t(r)].begin = next_[e];
-      MOONCAKE_TRY(planFrom(op, r, table, landed[size_t(r)], perExpert));
+      MOONCAKE_TRY(planFrom(op, r, table, perExpert));
       for (size_t e = 0; e < ours; ++e) {
         auto& range = ranges_[e * ranks + size_t(r)];
         range.count = next_[e] - range.begin;
@@ -218,8 +281,8 @@ class Dispatch final : public Algorithm {
     return {};
   }
 
-  Status planFrom(const Operation& op, int from, const DispatchTable& table,
-                  const std::byte* landed, size_t perExpert) {
+  Status planFrom(const Operation& op, int from, const DispatchTable& table, size_t perExpert) {
+    const auto& [landed, readers] = landed_[size_t(from)];
     const std::byte* staging = nullptr;
     if (!landed) {
       staging = op.group().window().peerArena(from, table.arenaOffset, table.tokens * rowBytes_);
@@ -227,19 +290,22 @@ class Dispatch final : public Algorithm {
     }
     size_t packed = 0;
     for (size_t t = 0; t < table.tokens; ++t) {
-      bool isOurs = false;
+      bool isPacked = false;
       for (size_t j = 0; j < table.topk; ++j) {
         const int32_t expert = table.experts[t * table.topk + j];
-        if (expert == kNoExpert || experts_.owner(expert) != op.rank()) continue;
-        isOurs = true;
+        if (expert == kNoExpert) continue;
+        const int owner = experts_.owner(expert);
+        isPacked |= std::ranges::find(readers, owner) != readers.end();
+        if (owner != op.rank()) continue;
         const auto e = uint32_t(experts_.local(expert));
         if (next_[e] == perExpert || (landed && packed == table.packedRows))
           return nonsense(op, from);
         call_.sources[e * perExpert + next_[e]] = int32_t(t);
-        arrivals_.push_back(
-            {landed ? landed + packed * rowBytes_ : staging + t * rowBytes_, e, next_[e]++});
+        arrivals_.push_back({landed ? Arrival::kLanded : Arrival::kMapped,
+                             landed ? landed + packed * rowBytes_ : staging + t * rowBytes_, e,
+                             next_[e]++});
       }
-      packed += isOurs;
+      packed += isPacked;
     }
     return {};
   }
@@ -250,22 +316,26 @@ class Dispatch final : public Algorithm {
             op.group().nameRank(from) +
                 " announced rows outside of its memory: do all ranks run the same version?"};
   }
-  void copyRows() {
+
+  void copyRows(Arrival::Way way) const {
     const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
     const bool isFp8 = call_.format != RowFormat::kBf16;
     const size_t channels = isFp8 ? shape_.hidden : bf16Bytes(shape_.hidden);
     const size_t skip = isFp8 ? scaleBytes(shape_.hidden) : 0;
     const CopyHint hint = copyHint(arrivals_.size() * channels);
     for (const Arrival& arrival : arrivals_) {
+      if (arrival.way != way) continue;
+      // Its scales stand in front, and are read last: by then from our cache.
+      for (size_t at = 0; at < skip; at += 64) __builtin_prefetch(arrival.row + at);
       const size_t row = arrival.expert * perExpert + arrival.place;
       copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint);
     }
-    if (isFp8) copyScales(perExpert);
   }
 
   // To where rows lie side by side, as matrix products want them: for a cache line's worth of rows
   // at a time.
-  void copyScales(size_t perExpert) {
+  void copyScales() const {
+    const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
     std::vector<std::vector<const std::byte*>> rows(next_.size());  // by expert and place
     for (size_t e = 0; e < rows.size(); ++e) rows[e].reserve(next_[e]);
     for (const Arrival& arrival : arrivals_) rows[arrival.expert].push_back(arrival.row);
@@ -320,8 +390,11 @@ class Dispatch final : public Algorithm {
   const Shape& shape_;
   const ExpertMap& experts_;
   const size_t rowBytes_;
-  std::vector<Packed> packed_;  // by rank
-  size_t mostPutBytes_ = 0;     // of rows that go with a table
+  const std::array<int, 1> us_;
+  std::optional<SharedRows> shared_;  // of the attempt, where not all map us
+  std::vector<Packed> packed_;        // by rank
+  size_t mostPutBytes_ = 0;           // of rows that go with a table
+  std::vector<Landed> landed_;        // by rank; nothing of those that map us
   std::vector<Arrival> arrivals_;
   std::vector<uint32_t> next_;               // by local expert
   std::vector<CombineTable::Range> ranges_;  // [local expert][rank]

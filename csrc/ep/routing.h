@@ -51,14 +51,15 @@ Status checkRepeated(const ExpertMap& map, std::span<const int32_t> chosen, size
 
 // Where the rows for the reader stand.
 enum class RowsAt : uint8_t {
-  kStaging,  // reached by load and store, or fetched from there
+  kStaging,  // reached by load and store, or fetched from there: see SharedRows
   kPayload,  // behind the table, for the one rank that this payload was put to
 };
 
 // Payload of a dispatch, wire form:
 //   u32 bytes of the table, these included
 //   u32 tokens  u32 top-k  u64 offset of the staging in the sender's arena
-//   u8 rows at  u32 number of rows for the reader alone  u64 their offset in the sender's region
+//   u8 rows at  u32 number of rows for the reader, or for its host  u64 their offset in the
+//   sender's region
 //   RankSet mask: whom the caller takes for active
 //   experts[tokens][top-k]: u16 each, or u32 from 65535 experts on; all bits set: none
 // then those rows, where they are in the payload.

@@ -32,13 +32,17 @@ const char* verbName(Verb verb) {
       return "dispatch";
     case Verb::kCombine:
       return "combine";
+    case Verb::kMeetHosts:
+      return "mooncake.ep.Buffer";
   }
   return "unknown operation";
 }
 
 std::string describeCall(const Call& call) {
   std::string text = verbName(call.verb);
-  if (call.verb == Verb::kBarrier || call.verb == Verb::kDeregisterWindow) return text + "()";
+  if (call.verb == Verb::kBarrier || call.verb == Verb::kDeregisterWindow ||
+      call.verb == Verb::kMeetHosts)
+    return text + "()";
   text += std::string("(") + dtypeName(call.dtype);
   if (call.verb == Verb::kDispatch || call.verb == Verb::kCombine) {
     char which[16];

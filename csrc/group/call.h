@@ -22,6 +22,7 @@ enum class Verb : uint8_t {
   kDeregisterWindow,
   kDispatch,
   kCombine,
+  kMeetHosts,
 };
 
 // What a rank called. Travels in the header of every operation, so that ranks that called different

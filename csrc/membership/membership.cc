@@ -20,6 +20,9 @@ ViewAgreement::Timing timingFor(milliseconds failureTimeout) {
           .resend = std::clamp(failureTimeout / 10, milliseconds(50), milliseconds(500))};
 }
 
+// What a rank that is out says in its goodbye, should somebody still take it for a member.
+constexpr const char* kGaveUp = "it took itself to be on the smaller side and gave up";
+
 const char* nameOf(Cause cause) {
   switch (cause) {
     case Cause::kExited:
@@ -196,22 +199,29 @@ bool Membership::isLost(int rank) const {
 }
 
 void Membership::missed(const RankSet& ranks) {
-  RankSet news;
+  RankSet ended;
+  RankSet gaveUp;
   View view;
   {
     std::lock_guard lock(mutex_);
-    ranks.forEach([&](int rank) {
+    (ranks - missed_).forEach([&](int rank) {
       const auto found = seen_.find(rank);
-      if (found != seen_.end() && found->second.accusation.cause == Cause::kEnded) news.add(rank);
+      if (found == seen_.end() || found->second.accusation.cause != Cause::kEnded) return;
+      (found->second.detail == kGaveUp ? gaveUp : ended).add(rank);
     });
-    news -= missed_;
-    missed_ |= news;
+    missed_ |= ended;
+    missed_ |= gaveUp;
     view = view_;
   }
-  if (news.empty()) return;
-  log(LogLevel::kWarning, engine_->logName(), listOf(news),
-      " ended without destroy_process_group() while ", news.count() == 1 ? "its" : "their",
-      " job still runs operations", whoContinues(view));
+  if (!ended.empty()) {
+    log(LogLevel::kWarning, engine_->logName(), listOf(ended),
+        " ended without destroy_process_group() while ", ended.count() == 1 ? "its" : "their",
+        " job still runs operations", whoContinues(view));
+  }
+  if (!gaveUp.empty()) {
+    log(LogLevel::kWarning, engine_->logName(), listOf(gaveUp), " lost (", kGaveUp, ")",
+        whoContinues(view));
+  }
 }
 
 // ---- on the loop's thread
@@ -442,9 +452,10 @@ void Membership::end(const Error& why) {
   isOver_.store(true, std::memory_order_release);
   log(LogLevel::kError, engine_->logName(), why.message);
   for (Listener* listener : listeners_) listener->onOver(why);
-  // So that nobody waits for us. Not from here: a channel may be what called us.
+  // So that nobody waits for us. We have destroyed nothing, so whoever goes on and needs us has
+  // lost us. Not from here: a channel may be what called us.
   engine_->loop().post([this] {
-    if (!isStopped_) engine_->leave();
+    if (!isStopped_) engine_->leave({Farewell::How::kEnded, kGaveUp});
   });
 }
 

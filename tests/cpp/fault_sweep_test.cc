@@ -611,6 +611,21 @@ void awaitSigns(const Group& group, int rank, std::atomic<int>& heard) {
   while (heard < group.size() && !deadline.passed()) std::this_thread::sleep_for(milliseconds(1));
 }
 
+// Which ranks map each other.
+ep::Hosts hostsOf(const Case& c, uint64_t sendBytes) {
+  std::vector<RankSet> mapped;
+  for (int r = 0; r < c.size; ++r) {
+    RankSet& ours = mapped.emplace_back();
+    for (int other = 0; other < c.size; ++other) {
+      const bool isNear =
+          c.layout == Layout::kShm ||
+          (c.layout == Layout::kMixed && c.hosts[size_t(r)] == c.hosts[size_t(other)]);
+      if (other == r || isNear) ours.add(other);
+    }
+  }
+  return {mapped, sendBytes};
+}
+
 // In the child.
 void runRank(const Case& c, int rank, CaseMemory& memory) {
   RankLog& log = memory.ranks[rank];
@@ -645,7 +660,8 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
     std::snprintf(log.broken, sizeof(log.broken), "%s", block.error().message.c_str());
     return;
   }
-  const ep::Memory expertMemory{**group, *block, ep::BufferLayout(kExpertBytes)};
+  const ep::BufferLayout layout(kExpertBytes);
+  const ep::Memory expertMemory{**group, *block, layout, hostsOf(c, layout.sendBytes())};
   if (!c.isEarly) awaitSigns(**group, rank, memory.heard);
   for (const Victim& victim : c.victims) {
     if (victim.rank == rank) armFailpoint(victim.point, victim.nth, victim.action, victim.delay);

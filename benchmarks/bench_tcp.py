@@ -1,0 +1,151 @@
+"""How fast the engine moves bytes, beside what the machine gives: bare blocking sockets over the
+same buffers (tcp_ceiling.c, best of 1, 2 and 4 streams), iperf3 where it is installed, and, on one
+host without a wire, a memcpy of the same size. All take turns in one run; the ratio is of medians.
+
+    python benchmarks/bench_tcp.py --build build/cpp-none --rounds 5            # loopback
+    python benchmarks/bench_tcp.py --build build/cpp-none --hosts               # needs root
+    python benchmarks/bench_tcp.py --build build/cpp-none --hosts --rate 1gbit --total 268435456
+    python benchmarks/bench_tcp.py --build build/cpp-none --wire shm --place arena
+
+`--build` is a build folder of csrc (its libmooncake_core.a is used). The two hosts are network
+namespaces (tests/hosts.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+PORT = "45671"
+
+
+def build(folder: Path, into: Path) -> tuple[str, str]:
+    ceiling, engine = into / "tcp_ceiling", into / "engine_bench"
+    subprocess.run(
+        ["cc", "-O2", "-pthread", str(HERE / "tcp_ceiling.c"), "-o", str(ceiling)], check=True
+    )
+    subprocess.run(
+        ["c++", "-std=c++20", "-O2", f"-I{HERE.parent / 'csrc'}", str(HERE / "engine_bench.cc"),
+         str(folder / "libmooncake_core.a"), "-ldl", "-pthread", "-o", str(engine)],
+        check=True,
+    )  # fmt: skip
+    return str(ceiling), str(engine)
+
+
+def output_of(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+
+
+@contextlib.contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe
+            pipe.close()
+
+
+def iperf(prefix: list[str], address: str, reads: bool, streams: int) -> float:
+    command = [*prefix, "iperf3", "-c", address, "-t", "3", "-J", "-P", str(streams)]
+    for _ in range(20):  # it may still be through with the last one
+        done = subprocess.run(
+            command + ["-R"] * reads, check=False, capture_output=True, text=True, timeout=60
+        )
+        if done.returncode == 0:
+            return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 8
+        time.sleep(0.2)
+    raise RuntimeError(done.stdout + done.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", type=Path, required=True)
+    parser.add_argument("--wire", default="tcp")
+    parser.add_argument("--place", default="user", choices=["user", "arena"])
+    parser.add_argument("--hosts", action="store_true", help="two hosts of the tests")
+    parser.add_argument("--rate", help="of the link between them, as tc writes it")
+    parser.add_argument("--blocks", default="1048576,65536")
+    parser.add_argument("--buffer", type=int, default=256 << 20)
+    parser.add_argument("--total", type=int, default=1 << 30)
+    parser.add_argument("--inflight", type=int, default=16 << 20, help="bytes under way")
+    parser.add_argument("--threads", type=int, default=2, help="of the engine, for data")
+    parser.add_argument("--streams", default="1,2,4", help="of the bare sockets")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ceiling, engine = build(options.build, folder)
+        here: list[str] = []
+        there: list[str] = []
+        address, own = "127.0.0.1", "127.0.0.1"
+        if options.hosts:
+            import hosts
+
+            both = stack.enter_context(hosts.Hosts(2, v6=False))
+            here, there = (["ip", "netns", "exec", host.namespace] for host in both.hosts)
+            own, address = both[0].v4[0], both[1].v4[0]
+            for prefix in [here, there] if options.rate else []:
+                shape = ["rate", options.rate, "burst", "256kb", "latency", "50ms"]
+                output_of([*prefix, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape])
+        stack.enter_context(running([*there, ceiling, "serve", address, PORT]))
+        has_iperf = options.wire == "tcp" and shutil.which("iperf3") is not None
+        if has_iperf:
+            stack.enter_context(running([*there, "iperf3", "-s", "-B", address]))
+        threads, buffer = str(options.threads), str(options.buffer)
+        serving = [engine, "serve", options.wire, address, threads, buffer, options.place]
+        server = stack.enter_context(running([*there, *serving]))
+        assert server.stdout
+        where = server.stdout.readline().split()
+        time.sleep(0.2)
+
+        for block in options.blocks.split(","):
+            for verb in ("READ", "WRITE"):
+                rows: dict[str, list[float]] = {"ceiling": [], "engine": [], "memcpy": []}
+                move = [verb, buffer, block, str(options.total)]
+                for _ in range(options.rounds):
+                    bare = [
+                        float(output_of([*here, ceiling, "run", address, PORT, streams, *move]))
+                        for streams in options.streams.split(",")
+                    ]
+                    rows["ceiling"].append(max(bare))
+                    depth = str(max(4, options.inflight // int(block)))
+                    run = [engine, "run", options.wire, own, threads, *move, depth, *where]
+                    rows["engine"].append(float(output_of([*here, *run])))
+                    copy = [engine, "memcpy", buffer, block, str(options.total)]
+                    rows["memcpy"].append(float(output_of(copy)))
+                    for streams in (1, 16) if has_iperf else ():
+                        rate = iperf(here, address, verb == "READ", streams)
+                        rows.setdefault(f"iperf3 -P {streams}", []).append(rate)
+                middle = {name: statistics.median(values) for name, values in rows.items()}
+                print(
+                    f"{options.wire} {verb} {block}:",
+                    *(f"{name} {value / 1e6:.1f} MB/s," for name, value in middle.items()),
+                    *(
+                        f"{middle['engine'] / value:.3f} x {name}"
+                        for name, value in middle.items()
+                        if name != "engine"
+                    ),
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
