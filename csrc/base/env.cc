@@ -103,6 +103,73 @@ bool parseSimSeed(std::string_view value, Env& env, std::string& allowed) {
   return parseNumber(value, 0, UINT64_MAX, env.simSeed, allowed);
 }
 
+bool parseFlag(std::string_view value, bool& flag, std::string& allowed) {
+  allowed = "0 or 1";
+  flag = value == "1";
+  return value == "0" || value == "1";
+}
+
+bool parsePort(std::string_view value, uint16_t& port, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 1, UINT16_MAX, number, allowed);
+  port = static_cast<uint16_t>(number);
+  return ok;
+}
+
+bool parseLeastRpcPort(std::string_view value, Env& env, std::string& allowed) {
+  return parsePort(value, env.leastRpcPort, allowed);
+}
+
+bool parseMostRpcPort(std::string_view value, Env& env, std::string& allowed) {
+  return parsePort(value, env.mostRpcPort, allowed);
+}
+
+bool parseTransferTimeout(std::string_view value, Env& env, std::string& allowed) {
+  constexpr uint64_t kLeast = 5;
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 0, 1'000'000, number, allowed);
+  env.transferTimeout = std::chrono::seconds(std::max(kLeast, number));
+  return ok;
+}
+
+bool parseSessionTimeout(std::string_view value, Env& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 1, 3600, number, allowed);
+  env.sessionTimeout = std::chrono::seconds(number);
+  return ok;
+}
+
+bool parseTcpBindAddress(std::string_view value, Env& env, std::string& allowed) {
+  allowed = "an address of this host, or a name of it";
+  env.tcpBindAddress = value;
+  return true;
+}
+
+bool parseGivenRpcPort(std::string_view value, Env& env, std::string& allowed) {
+  return parseFlag(value, env.usesGivenRpcPort, allowed);
+}
+
+bool parseMostTransfers(std::string_view value, Env& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 1, 4096, number, allowed);
+  env.mostTransfers = number;
+  return ok;
+}
+
+bool parseMetadataCluster(std::string_view value, Env& env, std::string& allowed) {
+  allowed = "up to 128 bytes";
+  env.metadataCluster = value;
+  return value.size() <= 128;
+}
+
+bool parseForceTcp(std::string_view value, Env& env, std::string& allowed) {
+  return parseFlag(value, env.forcesTcp, allowed);
+}
+
+bool parseAllowFallback(std::string_view value, Env& env, std::string& allowed) {
+  return parseFlag(value, env.allowsFallback, allowed);
+}
+
 bool parseLogLevel(std::string_view value, Env& env, std::string& allowed) {
   allowed = "error, warning, info or debug";
   env.logLevel = value;
@@ -133,6 +200,35 @@ constexpr Entry kEntries[] = {
      parseCrossMemoryAttach},
     {{"MOONCAKE_SIM_SEED", "1", "Decides what transport sim does to what it carries"},
      parseSimSeed},
+    {{"MC_TRANSFER_TIMEOUT", "30",
+      "Seconds that a transfer may take, 5 at least; a nanosecond for each byte is added"},
+     parseTransferTimeout},
+    {{"MC_HANDSHAKE_CONNECT_TIMEOUT", "5",
+      "Seconds within which a peer must answer who it is when a transfer engine asks"},
+     parseSessionTimeout},
+    {{"MC_MIN_RPC_PORT", "15000", "The least port of a transfer engine's session"},
+     parseLeastRpcPort},
+    {{"MC_MAX_RPC_PORT", "17000", "The largest port of a transfer engine's session"},
+     parseMostRpcPort},
+    {{"MC_MIN_PRC_PORT", "15000", "MC_MIN_RPC_PORT, as some callers spell it"}, parseLeastRpcPort},
+    {{"MC_MAX_PRC_PORT", "17000", "MC_MAX_RPC_PORT, as some callers spell it"}, parseMostRpcPort},
+    {{"MC_TCP_BIND_ADDRESS", "",
+      "Address that a transfer engine listens on; MOONCAKE_HOST_IP wins"},
+     parseTcpBindAddress},
+    {{"MC_LEGACY_RPC_PORT_BINDING", "0",
+      "1: a transfer engine with a metadata server listens at the port of its own name"},
+     parseGivenRpcPort},
+    {{"MC_TCP_MAX_CONNECTIONS", "64",
+      "Transfers that one engine has under way at a time, 1 to 4096; others wait"},
+     parseMostTransfers},
+    {{"MC_METADATA_CLUSTER_ID", "", "Stands in front of all keys in a metadata server"},
+     parseMetadataCluster},
+    {{"MC_FORCE_TCP", "0",
+      "1: transfer engines use tcp within a host and a process, too, and for any protocol"},
+     parseForceTcp},
+    {{"MOONCAKE_ALLOW_FALLBACK", "0",
+      "1: a transfer engine runs on tcp when the protocol that was asked for is not there"},
+     parseAllowFallback},
     {{"MOONCAKE_LOG_LEVEL", "warning", "What is logged to stderr: error, warning, info or debug"},
      parseLogLevel},
 };

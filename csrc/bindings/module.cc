@@ -16,6 +16,7 @@
 #include "backend/named_group.h"
 #include "backend/signals.h"
 #include "bindings/ep.h"
+#include "bindings/transfer.h"
 #include "engine/transports/registry.h"
 #include "group/group_state.h"
 
@@ -305,6 +306,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("transport_to", &PythonBackend::transportTo, py::arg("rank"));
 
   mooncake::bindEp(m);
+  mooncake::bindTransfer(m);
 
   py::class_<CollectiveWork, c10::intrusive_ptr<CollectiveWork>, c10d::Work>(m, "CollectiveWork")
       .def("exception", &exceptionOf)

@@ -1,0 +1,31 @@
+#include "transfer/metadata.h"
+
+#include "transfer/session_id.h"
+
+namespace mooncake::transfer {
+namespace {
+
+class PeerToPeer final : public Metadata {
+ public:
+  bool namesAreSessions() const override { return true; }
+  Result<std::string> sessionOf(const std::string& name, Deadline) const override {
+    const auto session = SessionId::parse(name);
+    if (!session.ok()) return session.error();
+    return session->text();
+  }
+  Status publish(const std::string&, const std::string&, Deadline) override { return {}; }
+  void retract(const std::string&, Deadline) override {}
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Metadata>> Metadata::open(const Env&, const std::string& server) {
+  if (server == "P2PHANDSHAKE") return std::unique_ptr<Metadata>(new PeerToPeer);
+  const size_t colon = server.find("://");
+  const std::string kind = colon == std::string::npos ? "etcd" : server.substr(0, colon);
+  return Error{ErrorCode::kUnsupported, "metadata of kind \"" + kind + "\" (\"" + server +
+                                            "\") is not available in this version; there is: "
+                                            "P2PHANDSHAKE, http://host:port/metadata"};
+}
+
+}  // namespace mooncake::transfer
