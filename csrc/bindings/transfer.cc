@@ -16,6 +16,12 @@ using transfer::TransferEngine;
 using Addresses = TransferCalls::Addresses;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
+// An old kind of enumeration: in Python it equals its number.
+enum PythonOpcode { kPythonRead = 0, kPythonWrite = 1 };
+Opcode opcodeOf(PythonOpcode opcode) {
+  return opcode == kPythonRead ? Opcode::kRead : Opcode::kWrite;
+}
+
 // What get_engine() returns, for those who hand an engine on.
 struct InnerEngine {
   std::shared_ptr<TransferEngine> engine;
@@ -61,8 +67,9 @@ void bindTransfers(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c)
   c.def(
       "transfer_sync",
       [](TransferCalls& calls, const std::string& to, uint64_t from, uint64_t there,
-         uint64_t bytes, Opcode op, const std::optional<Notification>& note, const std::string&) {
-        return calls.transfer(to, {from}, {there}, {bytes}, op, note);
+         uint64_t bytes, PythonOpcode op, const std::optional<Notification>& note,
+         const std::string&) {
+        return calls.transfer(to, {from}, {there}, {bytes}, opcodeOf(op), note);
       },
       target, buffer, remote, length, opcode, notify, hint, Unlocked());
   c.def("batch_transfer_sync_write", list(Opcode::kWrite), target, buffers, remotes, lengths, hint,
@@ -72,9 +79,9 @@ void bindTransfers(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c)
   c.def(
       "batch_transfer_sync",
       [](TransferCalls& calls, const std::string& to, const Addresses& from,
-         const Addresses& there, const Addresses& bytes, Opcode op,
+         const Addresses& there, const Addresses& bytes, PythonOpcode op,
          const std::optional<Notification>& note, const std::string&) {
-        return calls.transfer(to, from, there, bytes, op, note);
+        return calls.transfer(to, from, there, bytes, opcodeOf(op), note);
       },
       target, buffers, remotes, lengths, opcode, notify, hint, Unlocked());
   c.def("batch_transfer_async_write", submitList(Opcode::kWrite), target, buffers, remotes,
@@ -84,8 +91,8 @@ void bindTransfers(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c)
   c.def(
       "batch_transfer_async",
       [](TransferCalls& calls, const std::string& to, const Addresses& from,
-         const Addresses& there, const Addresses& bytes, Opcode op,
-         const std::string&) { return calls.submit(to, from, there, bytes, op); },
+         const Addresses& there, const Addresses& bytes, PythonOpcode op,
+         const std::string&) { return calls.submit(to, from, there, bytes, opcodeOf(op)); },
       target, buffers, remotes, lengths, opcode, hint, Unlocked());
   c.def(
       "transfer_submit_write",
@@ -141,8 +148,8 @@ void bindMissing(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c) {
 }  // namespace
 
 void bindTransfer(py::module_& m) {
-  auto opcode = py::enum_<Opcode>(m, "TransferOpcode", py::arithmetic());
-  opcode.value("Read", Opcode::kRead).value("Write", Opcode::kWrite);
+  auto opcode = py::enum_<PythonOpcode>(m, "TransferOpcode", py::arithmetic());
+  opcode.value("Read", kPythonRead).value("Write", kPythonWrite);
   opcode.attr("READ") = opcode.attr("Read");
   opcode.attr("WRITE") = opcode.attr("Write");
 
