@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -348,7 +349,8 @@ def notes(me):
     note.msg = "x" * 100_000
     write = TransferOpcode.Write
     assert side.engine.transfer_sync(target, side.address, there, 8, write, note) == -1
-    assert side.engine.transfer_sync(target, side.address, 1, 8, write, TransferNotify("a", "b")) < 0
+    note = TransferNotify("a", "b")
+    assert side.engine.transfer_sync(target, side.address, 1, 8, write, note) < 0
     assert side.engine.send_probe(target) == 0
     me.board.set("done")
     return None
@@ -370,7 +372,7 @@ def names(me):
     assert TransferOpcode.Write == TransferOpcode.WRITE == module.Write == module.WRITE == 1
     assert TransferEngine.TransferOpcode is TransferOpcode
     assert int(TransferOpcode.Write) | 2 == 3
-    for name in "EFA HIP MNNVL MUSA INTRA_NVLINK CUDA".split():
+    for name in ["EFA", "HIP", "MNNVL", "MUSA", "INTRA_NVLINK", "CUDA"]:
         assert getattr(module, f"SUPPORT_{name}") is False
     side = engines.make()
     engine, a = side.engine, side.address
@@ -580,9 +582,7 @@ def comes_back_later(me):
 def test_a_target_that_is_restarted_under_its_name(wire):
     port = str(free_ports(1))
     fixed = {"MC_MIN_RPC_PORT": port, "MC_MAX_RPC_PORT": port}
-    with harness.starting(
-        3, comes_back_later, rank_env={0: fixed, 2: fixed}, **over(wire)
-    ) as crew:
+    with harness.starting(3, comes_back_later, rank_env={0: fixed, 2: fixed}, **over(wire)) as crew:
         crew.board.wait("seen")
         crew.kill(0)
         crew.board.set("killed")
@@ -697,10 +697,8 @@ def meets_strangers(me, side, target, there):
     for turn in range(5):
         for text in STRANGERS.values():
             stranger = socket.create_connection((host, int(port)), timeout=10)
-            try:
+            with contextlib.suppress(OSError):  # dropped already
                 stranger.sendall(text[: len(text) // (1 + turn % 2)])
-            except OSError:
-                pass  # dropped already
             if turn % 2:
                 stranger.close()
             else:
@@ -710,10 +708,9 @@ def meets_strangers(me, side, target, there):
     for stranger in staying:
         stranger.settimeout(15)
         # Nobody is left hanging: what does not prove itself is dropped.
-        with pytest.raises((ConnectionResetError, EOFError)):
+        with contextlib.suppress(ConnectionResetError):
             while stranger.recv(4096):
                 pass
-            raise EOFError
         stranger.close()
 
 

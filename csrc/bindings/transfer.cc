@@ -34,8 +34,8 @@ InnerEngine innerOf(const TransferCalls& calls) {
 
 // One buffer is a list of one.
 auto single(Opcode opcode) {
-  return [opcode](TransferCalls& calls, const std::string& target, uint64_t buffer,
-                  uint64_t remote, uint64_t bytes, const std::string&) {
+  return [opcode](TransferCalls& calls, const std::string& target, uint64_t buffer, uint64_t remote,
+                  uint64_t bytes, const std::string&) {
     return calls.transfer(target, {buffer}, {remote}, {bytes}, opcode, std::nullopt);
   };
 }
@@ -66,9 +66,8 @@ void bindTransfers(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c)
         Unlocked());
   c.def(
       "transfer_sync",
-      [](TransferCalls& calls, const std::string& to, uint64_t from, uint64_t there,
-         uint64_t bytes, PythonOpcode op, const std::optional<Notification>& note,
-         const std::string&) {
+      [](TransferCalls& calls, const std::string& to, uint64_t from, uint64_t there, uint64_t bytes,
+         PythonOpcode op, const std::optional<Notification>& note, const std::string&) {
         return calls.transfer(to, {from}, {there}, {bytes}, opcodeOf(op), note);
       },
       target, buffer, remote, length, opcode, notify, hint, Unlocked());
@@ -78,28 +77,24 @@ void bindTransfers(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c)
         Unlocked());
   c.def(
       "batch_transfer_sync",
-      [](TransferCalls& calls, const std::string& to, const Addresses& from,
-         const Addresses& there, const Addresses& bytes, PythonOpcode op,
-         const std::optional<Notification>& note, const std::string&) {
-        return calls.transfer(to, from, there, bytes, opcodeOf(op), note);
-      },
+      [](TransferCalls& calls, const std::string& to, const Addresses& from, const Addresses& there,
+         const Addresses& bytes, PythonOpcode op, const std::optional<Notification>& note,
+         const std::string&) { return calls.transfer(to, from, there, bytes, opcodeOf(op), note); },
       target, buffers, remotes, lengths, opcode, notify, hint, Unlocked());
-  c.def("batch_transfer_async_write", submitList(Opcode::kWrite), target, buffers, remotes,
-        lengths, hint, Unlocked());
+  c.def("batch_transfer_async_write", submitList(Opcode::kWrite), target, buffers, remotes, lengths,
+        hint, Unlocked());
   c.def("batch_transfer_async_read", submitList(Opcode::kRead), target, buffers, remotes, lengths,
         hint, Unlocked());
   c.def(
       "batch_transfer_async",
-      [](TransferCalls& calls, const std::string& to, const Addresses& from,
-         const Addresses& there, const Addresses& bytes, PythonOpcode op,
+      [](TransferCalls& calls, const std::string& to, const Addresses& from, const Addresses& there,
+         const Addresses& bytes, PythonOpcode op,
          const std::string&) { return calls.submit(to, from, there, bytes, opcodeOf(op)); },
       target, buffers, remotes, lengths, opcode, hint, Unlocked());
   c.def(
       "transfer_submit_write",
-      [](TransferCalls& calls, const std::string& to, uint64_t from, uint64_t there,
-         uint64_t bytes, const std::string&) {
-        return calls.submit(to, {from}, {there}, {bytes}, Opcode::kWrite);
-      },
+      [](TransferCalls& calls, const std::string& to, uint64_t from, uint64_t there, uint64_t bytes,
+         const std::string&) { return calls.submit(to, {from}, {there}, {bytes}, Opcode::kWrite); },
       target, buffer, remote, length, hint, Unlocked());
   c.def("get_batch_transfer_status", &TransferCalls::awaitAll, py::arg("batch_ids"), Unlocked());
   c.def("transfer_check_status", &TransferCalls::check, py::arg("batch_id"), Unlocked());
@@ -180,8 +175,8 @@ void bindTransfer(py::module_& m) {
       [](TransferCalls& calls, const std::string& name, const std::string& server,
          const std::string& protocol, const std::optional<std::string>& devices,
          const std::string& kind) {
-        const bool isWhole = server == "P2PHANDSHAKE" || kind.empty() ||
-                             server.find("://") != std::string::npos;
+        const bool isWhole =
+            server == "P2PHANDSHAKE" || kind.empty() || server.find("://") != std::string::npos;
         return calls.initialize(name, isWhole ? server : kind + "://" + server, protocol, devices);
       },
       Unlocked());

@@ -97,9 +97,11 @@ int TransferCalls::unregisterAll(const Addresses& addresses) {
   return isReady() ? engine_->unregisterMemory(addresses) : transfer::kInvalid;
 }
 
-std::optional<std::vector<TransferRequest>> TransferCalls::requests(
-    const std::string& target, const Addresses& buffers, const Addresses& remote,
-    const Addresses& bytes, Opcode opcode) {
+std::optional<std::vector<TransferRequest>> TransferCalls::requests(const std::string& target,
+                                                                    const Addresses& buffers,
+                                                                    const Addresses& remote,
+                                                                    const Addresses& bytes,
+                                                                    Opcode opcode) {
   if (!isReady()) return std::nullopt;
   if (buffers.size() != remote.size() || buffers.size() != bytes.size()) {
     log(LogLevel::kWarning, kWho, buffers.size(), " buffers, ", remote.size(),

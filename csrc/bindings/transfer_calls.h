@@ -56,9 +56,11 @@ class TransferCalls {
 
  private:
   bool isReady() const;
-  std::optional<std::vector<transfer::TransferRequest>> requests(
-      const std::string& target, const Addresses& buffers, const Addresses& remote,
-      const Addresses& bytes, Opcode opcode);
+  std::optional<std::vector<transfer::TransferRequest>> requests(const std::string& target,
+                                                                 const Addresses& buffers,
+                                                                 const Addresses& remote,
+                                                                 const Addresses& bytes,
+                                                                 Opcode opcode);
 
   std::shared_ptr<transfer::TransferEngine> engine_;
 };

@@ -18,8 +18,8 @@ Result<std::shared_ptr<Segment>> Directory::open(const std::string& name, Deadli
   }
   if (!segment) {
     if (name.empty() || name.size() > kMostNameBytes)
-      return Error{ErrorCode::kInvalidArgument, "a segment's name has 1 to " +
-                                                    std::to_string(kMostNameBytes) + " bytes"};
+      return Error{ErrorCode::kInvalidArgument,
+                   "a segment's name has 1 to " + std::to_string(kMostNameBytes) + " bytes"};
     segment = std::make_shared<Segment>(context_, name, 0, /*isOurs=*/false);
     if (const auto peer = segment->peer(deadline); !peer.ok()) return peer.error();
     std::lock_guard lock(mutex_);

@@ -55,9 +55,8 @@ bool Driver::fill() {
     const auto free = std::find_if(flights_.begin(), flights_.end(), [](const auto& flight) {
       return flight->stage == Flight::Stage::kFree;
     });
-    Flight& flight = free != flights_.end()
-                         ? **free
-                         : *flights_.emplace_back(std::make_unique<Flight>(&bell_));
+    Flight& flight =
+        free != flights_.end() ? **free : *flights_.emplace_back(std::make_unique<Flight>(&bell_));
     flight.claim = *claim;
     flight.pause = kFirstPause;
     claim->task->state.store(TaskState::kPending, std::memory_order_relaxed);
@@ -80,9 +79,9 @@ void Driver::begin(Flight& flight) {
 Status Driver::start(Flight& flight) {
   const TransferRequest& request = flight.claim.task->request;
   const bool isRead = request.opcode == Opcode::kRead;
-  auto place = request.segment->locate(request.remote, request.bytes,
-                                       isRead ? kRemoteRead : kRemoteWrite,
-                                       flight.claim.batch->deadline());
+  auto place =
+      request.segment->locate(request.remote, request.bytes, isRead ? kRemoteRead : kRemoteWrite,
+                              flight.claim.batch->deadline());
   if (!place.ok()) {
     flight.place = {.generation = request.segment->generation()};
     return place.error();
@@ -180,8 +179,8 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
   Segment& segment = *task->request.segment;
   if (state != TaskState::kCompleted && batch->failed.fetch_add(1) == 0) {
     log(LogLevel::kWarning, context_.logName,
-        task->request.opcode == Opcode::kRead ? "a read from " : "a write to ", '"',
-        segment.name(), "\" (", task->request.bytes, " bytes) failed: ", why);
+        task->request.opcode == Opcode::kRead ? "a read from " : "a write to ", '"', segment.name(),
+        "\" (", task->request.bytes, " bytes) failed: ", why);
   }
   if (state == TaskState::kTimeout) batch->hasTimedOut = true;
   queue_.ended(&segment);

@@ -14,9 +14,8 @@ constexpr uint8_t kPull = 1, kPulled = 2;
 }  // namespace
 
 Link::Link(Engine& engine) : engine_(engine) {
-  engine_.openTopic(kPullTopic, [this](const EngineId& from, ByteView message) {
-    onMessage(from, message);
-  });
+  engine_.openTopic(kPullTopic,
+                    [this](const EngineId& from, ByteView message) { onMessage(from, message); });
 }
 
 Link::~Link() {
@@ -118,12 +117,13 @@ void Link::pull(const EngineId& from, uint64_t id, WriteRequest request) {
   Completion completion(&bell);
   ErrorCode code = ErrorCode::kRefused;
   std::shared_ptr<Peer> peer;
-  for (const auto patience = Deadline::after(std::chrono::seconds(2));
-       !peer && !patience.passed(); std::this_thread::yield()) {
+  for (const auto patience = Deadline::after(std::chrono::seconds(2)); !peer && !patience.passed();
+       std::this_thread::yield()) {
     std::lock_guard lock(mutex_);
     if (const auto found = peers_.find(from); found != peers_.end()) peer = found->second.lock();
   }
-  auto use = engine_.regions().open(request.region.key, request.offset, request.bytes, kRemoteWrite);
+  auto use =
+      engine_.regions().open(request.region.key, request.offset, request.bytes, kRemoteWrite);
   if (use && peer) {
     const Status begun = peer->channel->get({.region = request.source,
                                              .offset = request.sourceOffset,
@@ -139,9 +139,8 @@ void Link::pull(const EngineId& from, uint64_t id, WriteRequest request) {
       code = completion.error;
     }
   }
-  (void)engine_.send(
-      from, kPullTopic,
-      ByteWriter().put(kPulled).put(id).put(static_cast<uint8_t>(code)).take());
+  (void)engine_.send(from, kPullTopic,
+                     ByteWriter().put(kPulled).put(id).put(static_cast<uint8_t>(code)).take());
 }
 
 }  // namespace mooncake::transfer

@@ -36,10 +36,10 @@ class ManagedPool {
 
   RegisteredMemory& memory_;
   ArenaBlock block_;
-  std::mutex mutex_;                                 // guards all below
-  std::array<std::set<uint64_t>, kClasses> free_;    // offsets in the block, by class
-  std::map<uint64_t, size_t> used_;                  // offset -> class
-  std::map<uint64_t, uint64_t> large_;               // address -> bytes
+  std::mutex mutex_;                               // guards all below
+  std::array<std::set<uint64_t>, kClasses> free_;  // offsets in the block, by class
+  std::map<uint64_t, size_t> used_;                // offset -> class
+  std::map<uint64_t, uint64_t> large_;             // address -> bytes
 };
 
 }  // namespace mooncake::transfer

@@ -20,7 +20,8 @@ class Metadata {
   virtual bool namesAreSessions() const = 0;
   virtual Result<std::string> sessionOf(const std::string& name, Deadline deadline) const = 0;
   // What our own name leads to from now on.
-  virtual Status publish(const std::string& name, const std::string& session, Deadline deadline) = 0;
+  virtual Status publish(const std::string& name, const std::string& session,
+                         Deadline deadline) = 0;
   virtual void retract(const std::string& name, Deadline deadline) = 0;
 };
 

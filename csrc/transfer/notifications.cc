@@ -17,9 +17,8 @@ size_t bytesOf(const Notification& one) { return one.name.size() + one.message.s
 }  // namespace
 
 Notifications::Notifications(Engine& engine) : engine_(engine) {
-  engine_.openTopic(kNotificationTopic, [this](const EngineId& from, ByteView message) {
-    onMessage(from, message);
-  });
+  engine_.openTopic(kNotificationTopic,
+                    [this](const EngineId& from, ByteView message) { onMessage(from, message); });
 }
 
 Notifications::~Notifications() { engine_.closeTopic(kNotificationTopic); }

@@ -11,9 +11,9 @@ namespace mooncake::transfer {
 namespace {
 
 // Known names whose wires are not built.
-constexpr const char* kKnown[] = {"rdma", "efa",    "nvlink", "nvlink_intra", "hip",    "musa",
-                                  "maca", "barex",  "ascend", "cxl",          "cxi",    "ub",
-                                  "xgmi", "ubshmem", "sunrise_link",          "nccl",   "nvmeof"};
+constexpr const char* kKnown[] = {
+    "rdma", "efa", "nvlink", "nvlink_intra", "hip",     "musa",         "maca", "barex", "ascend",
+    "cxl",  "cxi", "ub",     "xgmi",         "ubshmem", "sunrise_link", "nccl", "nvmeof"};
 
 bool isAnyIn(const char* folder) {
   std::error_code error;
@@ -26,8 +26,7 @@ std::string whyNot(const std::string& protocol) {
     return "this machine has no RDMA device (/sys/class/infiniband is empty)";
   if (protocol == "efa" && !isAnyIn("/sys/class/infiniband"))
     return "this machine has no EFA device (/sys/class/infiniband is empty)";
-  if (protocol == "nvlink" || protocol == "nvlink_intra")
-    return "this build moves no GPU memory";
+  if (protocol == "nvlink" || protocol == "nvlink_intra") return "this build moves no GPU memory";
   const bool isKnown = std::any_of(std::begin(kKnown), std::end(kKnown),
                                    [&](const char* name) { return protocol == name; });
   return isKnown ? "this version has no wire for it" : "no protocol is called so";
@@ -52,8 +51,7 @@ Result<std::string> selectProtocol(Env& env, const std::string& protocol,
     const std::string why =
         "protocol \"" + protocol + "\" cannot be had: " + whyNot(protocol) + "; there is: tcp, shm";
     if (!env.allowsFallback && !env.forcesTcp) {
-      return Error{ErrorCode::kUnsupported,
-                   why + ". MOONCAKE_ALLOW_FALLBACK=1 takes tcp instead"};
+      return Error{ErrorCode::kUnsupported, why + ". MOONCAKE_ALLOW_FALLBACK=1 takes tcp instead"};
     }
     log(LogLevel::kWarning, logName, why, "; tcp is used instead, as asked for by ",
         env.forcesTcp ? "MC_FORCE_TCP" : "MOONCAKE_ALLOW_FALLBACK");

@@ -19,8 +19,8 @@ struct RegisteredBuffer {
   MemoryRegion region;
   uint32_t rights = 0;
   std::string location;
-  uint64_t order = 0;     // of registration
-  bool isOurs = false;    // given by the engine itself, not by its user
+  uint64_t order = 0;   // of registration
+  bool isOurs = false;  // given by the engine itself, not by its user
 };
 
 // Memory that the user has registered, by where it lies. Ranges do not overlap. Any thread.
@@ -47,7 +47,7 @@ class RegisteredMemory {
 
  private:
   RegionTable& regions_;
-  mutable std::shared_mutex mutex_;  // guards all below
+  mutable std::shared_mutex mutex_;                                // guards all below
   std::map<uint64_t, std::shared_ptr<RegisteredBuffer>> buffers_;  // by address
   uint64_t version_ = 0;
 };

@@ -20,12 +20,11 @@ Result<Segment::Place> Segment::locate(uint64_t address, uint64_t bytes, uint32_
         (buffer.rights & right) == right)
       return Place{all.peer, buffer.region, offset, all.generation};
   }
-  return Error{ErrorCode::kRefused, "the range is not in memory that \"" + name_ +
-                                        "\" has registered"};
+  return Error{ErrorCode::kRefused,
+               "the range is not in memory that \"" + name_ + "\" has registered"};
 }
 
-Result<Segment::Place> Segment::locateHere(uint64_t address, uint64_t bytes,
-                                           uint32_t right) const {
+Result<Segment::Place> Segment::locateHere(uint64_t address, uint64_t bytes, uint32_t right) const {
   const auto buffer = context_.memory.find(address, bytes);
   if (!buffer || (buffer->rights & right) != right)
     return Error{ErrorCode::kRefused, "the range is not in memory that is registered here"};
@@ -64,8 +63,8 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
   deadline = deadline.earlier(Deadline::after(context_.patience));
   const auto session = context_.metadata.sessionOf(name_, deadline);
   if (!session.ok()) return session.error();
-  auto description = askSession(context_.session, *session,
-                                {.endpoint = context_.engine.endpoint()}, deadline);
+  auto description =
+      askSession(context_.session, *session, {.endpoint = context_.engine.endpoint()}, deadline);
   if (!description.ok()) return description.error();
   const auto id = endpointOwner(description->endpoint);
   if (!id.ok()) return id.error();

@@ -68,7 +68,7 @@ class Segment {
   const std::string name_;
   int32_t id_;
   const bool isOurs_;
-  std::timed_mutex asking_;  // one ask() at a time
+  std::timed_mutex asking_;   // one ask() at a time
   mutable std::mutex mutex_;  // guards what follows
   KnownPtr known_;
 };

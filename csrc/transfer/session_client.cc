@@ -49,9 +49,9 @@ Result<Fd> shakeHands(Fd socket, const TransportContext& context, Deadline deadl
     auto done = handshake.advance();
     if (!done.ok()) {
       if (done.error().code != ErrorCode::kPeerLost) return done.error();
-      return Error{ErrorCode::kRefused,
-                   done.error().message + ": is it an engine of another make, whose wire is not "
-                                          "spoken here?"};
+      return Error{ErrorCode::kRefused, done.error().message +
+                                            ": is it an engine of another make, whose wire is not "
+                                            "spoken here?"};
     }
     if (*done) return handshake.take().socket;
     MOONCAKE_TRY(await(handshake.socket(), POLLIN, deadline));

@@ -80,7 +80,8 @@ class SessionServer::Conversation : public std::enable_shared_from_this<Conversa
       iovec parts[2];
       int count = 0;
       if (sent_ < kLengthBytes) parts[count++] = part(head.subspan(sent_));
-      parts[count++] = part(ByteView(*answer_).subspan(sent_ > kLengthBytes ? sent_ - kLengthBytes : 0));
+      parts[count++] =
+          part(ByteView(*answer_).subspan(sent_ > kLengthBytes ? sent_ - kLengthBytes : 0));
       msghdr message{};
       message.msg_iov = parts;
       message.msg_iovlen = size_t(count);
@@ -94,9 +95,7 @@ class SessionServer::Conversation : public std::enable_shared_from_this<Conversa
     return {ErrorCode::kAborted, "all is said"};
   }
 
-  static iovec part(ByteView bytes) {
-    return {const_cast<std::byte*>(bytes.data()), bytes.size()};
-  }
+  static iovec part(ByteView bytes) { return {const_cast<std::byte*>(bytes.data()), bytes.size()}; }
 
   SessionServer& server_;  // ends all conversations before it goes
   Fd socket_;

@@ -88,8 +88,9 @@ Result<Fd> tryListen(Address address, uint16_t port) {
   address.setPort(port);
   if (::bind(socket.get(), address.get(), address.bytes) != 0 ||
       ::listen(socket.get(), kBacklog) != 0) {
-    return Error{errno == EADDRNOTAVAIL ? ErrorCode::kInvalidArgument : ErrorCode::kExhausted,
-                 systemError("bind(" + SessionId{address.text(), port}.text() + ")", errno).message};
+    return Error{
+        errno == EADDRNOTAVAIL ? ErrorCode::kInvalidArgument : ErrorCode::kExhausted,
+        systemError("bind(" + SessionId{address.text(), port}.text() + ")", errno).message};
   }
   return socket;
 }
@@ -127,9 +128,8 @@ Result<Address> firstOfHost() {
                                                                           : sizeof(sockaddr_in6)));
   }
   ::freeifaddrs(all);
-  const auto best = std::min_element(found.begin(), found.end(), [](const auto& a, const auto& b) {
-    return a.first < b.first;
-  });
+  const auto best = std::min_element(
+      found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   if (best == found.end()) return Error{ErrorCode::kSystem, "this host has no address"};
   return best->second;
 }
@@ -193,8 +193,7 @@ Result<Fd> connectTo(const SessionId& where, Deadline deadline) {
       ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &failure, &bytes);
     }
     if (failure == 0) return socket;
-    last = {ErrorCode::kPeerLost,
-            systemError("connect(" + where.text() + ")", failure).message};
+    last = {ErrorCode::kPeerLost, systemError("connect(" + where.text() + ")", failure).message};
   }
   return last;
 }

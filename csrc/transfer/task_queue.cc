@@ -24,8 +24,8 @@ void TaskQueue::enqueue(Batch* batch) {
 
 std::optional<TaskQueue::Claim> TaskQueue::pop() {
   std::lock_guard lock(mutex_);
-  const auto line = std::find_if(lines_.begin(), lines_.end(),
-                                 [this](const Line& one) { return isReady(one); });
+  const auto line =
+      std::find_if(lines_.begin(), lines_.end(), [this](const Line& one) { return isReady(one); });
   if (line == lines_.end()) return std::nullopt;
   Batch* batch = line->batches.front();
   const Claim claim{batch, &batch->tasks[batch->next++]};

@@ -73,7 +73,8 @@ std::shared_ptr<Batch> TransferEngine::allocateBatch(size_t capacity) {
   if (!call) return nullptr;
   auto batch = batches_.add(capacity);
   if (!batch) {
-    (void)fail(kTooMany, "no batch of " + std::to_string(capacity) + " transfers: one engine holds " +
+    (void)fail(kTooMany, "no batch of " + std::to_string(capacity) +
+                             " transfers: one engine holds " +
                              std::to_string(BatchTable::kMostTasks) + " at a time");
   }
   return batch;
@@ -89,10 +90,10 @@ Code TransferEngine::submit(const std::shared_ptr<Batch>& batch,
   startWorkers();
   queue_.push(batch.get());
   if (notification) {
-    followUps_.post([this, batch, name = requests.front().segment->name(),
-                     what = std::move(*notification)] {
-      if (await(*batch) == kGood) (void)notify(name, what);
-    });
+    followUps_.post(
+        [this, batch, name = requests.front().segment->name(), what = std::move(*notification)] {
+          if (await(*batch) == kGood) (void)notify(name, what);
+        });
   }
   return kGood;
 }
@@ -123,8 +124,8 @@ Code TransferEngine::await(const Batch& batch) {
   const Call call(*this);
   if (!call) return kContext;
   const Interrupt never;
-  const Waiter waiter{ended_, never, 0,
-                      Deadline::at(batch.deadline().when() + kGrace), SpinPolicy::forMessages()};
+  const Waiter waiter{ended_, never, 0, Deadline::at(batch.deadline().when() + kGrace),
+                      SpinPolicy::forMessages()};
   if (waiter.until([&] { return batch.isOver(); }) != WaitResult::kReady)
     return fail(kBatchBusy, "a batch is not over after its deadline");
   return batch.failed == 0 ? kGood : kInvalid;

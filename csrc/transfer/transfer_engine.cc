@@ -50,7 +50,8 @@ Status TransferEngine::start(TransferEngineOptions options) {
   }
   uint16_t port = options.rpcPort;
   constexpr uint16_t kUsualPort = 12001;
-  if (env_.usesGivenRpcPort && !metadata_->namesAreSessions()) port = own.port ? own.port : kUsualPort;
+  if (env_.usesGivenRpcPort && !metadata_->namesAreSessions())
+    port = own.port ? own.port : kUsualPort;
   auto listener = listenForSessions(env_, own.host, port);
   if (!listener.ok()) return listener.status();
   rpcPort_ = listener->port;
@@ -67,8 +68,7 @@ Status TransferEngine::start(TransferEngineOptions options) {
     engineOptions.jobKey.assign(key.begin(), key.end());
   } else {
     engineOptions.jobKey = publicKey();
-    log(LogLevel::kInfo, logName_,
-        "runs without a key: whoever reaches ", session,
+    log(LogLevel::kInfo, logName_, "runs without a key: whoever reaches ", session,
         " may read and write registered memory. MOONCAKE_JOB_KEY keeps strangers out");
   }
   const Bytes key = engineOptions.jobKey;
@@ -101,14 +101,14 @@ Status TransferEngine::start(TransferEngineOptions options) {
                                            env_.sessionTimeout});
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
   limiter_ = std::make_unique<Limiter>(env_.mostTransfers);
-  driverContext_.reset(
-      new DriverContext{*engine_, *link_, *limiter_, stopping_, ended_, logName_});
-  auto server = SessionServer::start(
-      *answerContext_, std::move(listener->socket),
-      {.describe = [this] { return describe(); },
-       .onQuestion = [this](const Question& question) {
-         if (question.kind == Question::Kind::kDescribe) link_->answerCall(question.endpoint);
-       }});
+  driverContext_.reset(new DriverContext{*engine_, *link_, *limiter_, stopping_, ended_, logName_});
+  auto server = SessionServer::start(*answerContext_, std::move(listener->socket),
+                                     {.describe = [this] { return describe(); },
+                                      .onQuestion =
+                                          [this](const Question& question) {
+                                            if (question.kind == Question::Kind::kDescribe)
+                                              link_->answerCall(question.endpoint);
+                                          }});
   if (!server.ok()) return server.status();
   server_ = std::move(*server);
   MOONCAKE_TRY(metadata_->publish(name, session, Deadline::after(env_.sessionTimeout)));
@@ -275,8 +275,7 @@ Code TransferEngine::probe(const std::string& name) {
   if (!call) return kContext;
   const Deadline deadline = Deadline::after(env_.sessionTimeout);
   const auto session = metadata_->sessionOf(name, deadline);
-  if (!session.ok())
-    return fail(codeOf(session.error().code), "probe: " + session.error().message);
+  if (!session.ok()) return fail(codeOf(session.error().code), "probe: " + session.error().message);
   const auto answer =
       askSession(*askContext_, *session, {.kind = Question::Kind::kProbe}, deadline);
   if (answer.ok()) return kGood;
@@ -290,8 +289,7 @@ std::string TransferEngine::transportTo(const std::string& name) {
   auto peer = segment->peer(deadlineOf(0));
   if (peer.ok() && *peer && (*peer)->disconnected) {
     const Status asked = segment->refresh(segment->generation(), deadlineOf(0));
-    peer = asked.ok() ? segment->peer(deadlineOf(0))
-                      : Result<std::shared_ptr<Peer>>(asked.error());
+    peer = asked.ok() ? segment->peer(deadlineOf(0)) : Result<std::shared_ptr<Peer>>(asked.error());
   }
   if (!peer.ok()) {
     (void)fail(codeOf(peer.error().code), peer.error().message);

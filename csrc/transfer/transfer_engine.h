@@ -56,7 +56,7 @@ class TransferEngine {
   };
   Code registerMemory(std::span<const Range> ranges, const std::string& location);  // all or none
   Code unregisterMemory(std::span<const uint64_t> addresses);  // all that can be; the first error
-  uint64_t allocateManaged(uint64_t bytes);  // 0: there is none
+  uint64_t allocateManaged(uint64_t bytes);                    // 0: there is none
   Code freeManaged(uint64_t address, uint64_t bytes);
   bool holds(uint64_t address, uint64_t bytes) const { return bool(memory_->find(address, bytes)); }
   // Copies from or to registered memory of our own.
@@ -72,7 +72,8 @@ class TransferEngine {
   Code refreshSegments();
   uint64_t firstBuffer(const std::string& name);  // 0: it has none, or cannot be reached
   Code probe(const std::string& name);
-  // The live wire to it: "tcp", "shm", "inproc", "local" for ourselves; empty: it cannot be reached.
+  // The live wire to it: "tcp", "shm", "inproc", "local" for ourselves; empty: it cannot be
+  // reached.
   std::string transportTo(const std::string& name);
   Code notify(const std::string& name, const Notification& notification);
   std::vector<Notification> takeNotifications();
