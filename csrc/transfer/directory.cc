@@ -1,7 +1,5 @@
 #include "transfer/directory.h"
 
-#include <vector>
-
 namespace mooncake::transfer {
 
 Directory::Directory(const SegmentContext& context, std::string name)
@@ -49,14 +47,16 @@ Code Directory::close(int32_t id) {
   return kGood;
 }
 
-Status Directory::refresh(Deadline deadline) {
+std::vector<std::shared_ptr<Segment>> Directory::all() const {
+  std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<Segment>> all;
-  {
-    std::lock_guard lock(mutex_);
-    for (const auto& [id, segment] : byId_) all.push_back(segment);
-  }
+  for (const auto& [id, segment] : byId_) all.push_back(segment);
+  return all;
+}
+
+Status Directory::refresh(Deadline deadline) {
   Status first;
-  for (const auto& segment : all) {
+  for (const auto& segment : all()) {
     const Status asked = segment->refresh(segment->generation(), deadline);
     if (!asked.ok() && first.ok()) first = asked;
   }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "transfer/segment.h"
 
@@ -21,6 +22,7 @@ class Directory {
   // Whoever is not known yet is asked who it is. The error is why it cannot be reached.
   Result<std::shared_ptr<Segment>> open(const std::string& name, Deadline deadline);
   std::shared_ptr<Segment> find(int32_t id) const;  // null: there is none
+  std::vector<std::shared_ptr<Segment>> all() const;
   // What is known of it is asked for again when it is opened next.
   Code close(int32_t id);
   // Asks all of them again. The first error.

@@ -1,5 +1,6 @@
 #include "transfer/metadata.h"
 
+#include "transfer/http_metadata.h"
 #include "transfer/session_id.h"
 
 namespace mooncake::transfer {
@@ -19,8 +20,10 @@ class PeerToPeer final : public Metadata {
 
 }  // namespace
 
-Result<std::unique_ptr<Metadata>> Metadata::open(const Env&, const std::string& server) {
+Result<std::unique_ptr<Metadata>> Metadata::open(const Env& env, const std::string& server) {
   if (server == "P2PHANDSHAKE") return std::unique_ptr<Metadata>(new PeerToPeer);
+  if (server.starts_with("http://") || server.starts_with("https://"))
+    return HttpMetadata::open(env, server);
   const size_t colon = server.find("://");
   const std::string kind = colon == std::string::npos ? "etcd" : server.substr(0, colon);
   return Error{ErrorCode::kUnsupported, "metadata of kind \"" + kind + "\" (\"" + server +

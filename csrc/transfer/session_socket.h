@@ -18,9 +18,11 @@ struct SessionListener {
 };
 
 // On one address of this host: MOONCAKE_HOST_IP, MC_TCP_BIND_ADDRESS, what `host` stands for if
-// that is ours, or the first that leads off the host. At `port`, or at a random free one from
+// that is ours, or the first that leads off the host. With `isAddress`, digits that are not ours
+// are refused. At `port`, or at a random free one from
 // env.leastRpcPort to env.mostRpcPort where that is 0.
-Result<SessionListener> listenForSessions(const Env& env, const std::string& host, uint16_t port);
+Result<SessionListener> listenForSessions(const Env& env, const std::string& host, bool isAddress,
+                                          uint16_t port);
 
 // A connected socket. kSystem: the name does not resolve; kPeerLost: nobody is there; kTimeout.
 Result<Fd> connectTo(const SessionId& where, Deadline deadline);

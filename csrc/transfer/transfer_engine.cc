@@ -52,12 +52,19 @@ Status TransferEngine::start(TransferEngineOptions options) {
   constexpr uint16_t kUsualPort = 12001;
   if (env_.usesGivenRpcPort && !metadata_->namesAreSessions())
     port = own.port ? own.port : kUsualPort;
-  auto listener = listenForSessions(env_, own.host, port);
+  if (!options.host.empty()) {
+    const auto host = SessionId::parse(options.host);
+    if (!host.ok()) return host.status();
+    own.host = host->host;
+  }
+  // A name in a metadata server need not say where we are.
+  const bool isAddress = metadata_->namesAreSessions() || !options.host.empty();
+  auto listener = listenForSessions(env_, own.host, isAddress, port);
   if (!listener.ok()) return listener.status();
   rpcPort_ = listener->port;
-  if (own.host.empty()) own.host = listener->address;
-  const std::string session = SessionId{own.host, rpcPort_}.text();
-  const std::string name = metadata_->namesAreSessions() ? session : options.localName;
+  if (own.host.empty() || !isAddress) own.host = listener->address;
+  session_ = SessionId{own.host, rpcPort_}.text();
+  const std::string name = metadata_->namesAreSessions() ? session_ : options.localName;
   logName_ = "engine " + name;
 
   EngineOptions engineOptions{.env = env_, .logName = logName_};
@@ -68,7 +75,7 @@ Status TransferEngine::start(TransferEngineOptions options) {
     engineOptions.jobKey.assign(key.begin(), key.end());
   } else {
     engineOptions.jobKey = publicKey();
-    log(LogLevel::kInfo, logName_, "runs without a key: whoever reaches ", session,
+    log(LogLevel::kInfo, logName_, "runs without a key: whoever reaches ", session_,
         " may read and write registered memory. MOONCAKE_JOB_KEY keeps strangers out");
   }
   const Bytes key = engineOptions.jobKey;
@@ -111,9 +118,9 @@ Status TransferEngine::start(TransferEngineOptions options) {
                                           }});
   if (!server.ok()) return server.status();
   server_ = std::move(*server);
-  MOONCAKE_TRY(metadata_->publish(name, session, Deadline::after(env_.sessionTimeout)));
+  MOONCAKE_TRY(metadata_->publish(name, session_, Deadline::after(env_.sessionTimeout)));
   isPublished_ = true;
-  log(LogLevel::kInfo, logName_, "answers at ", session, ", protocol ", protocol_);
+  log(LogLevel::kInfo, logName_, "answers at ", session_, ", protocol ", protocol_);
   return {};
 }
 
@@ -251,6 +258,39 @@ std::shared_ptr<Segment> TransferEngine::openSegment(const std::string& name, Co
                         "segment \"" + name + "\" cannot be opened: " + segment.error().message);
   if (code) *code = why;
   return nullptr;
+}
+
+Code TransferEngine::refresh(Segment& segment) {
+  const Call call(*this);
+  if (!call) return kContext;
+  const Status asked = segment.refresh(segment.generation(), deadlineOf(0));
+  return asked.ok() ? kGood : fail(codeOf(asked.code()), asked.error().message);
+}
+
+Code TransferEngine::retract() {
+  const Call call(*this);
+  if (!call) return kContext;
+  metadata_->retract(name(), Deadline::after(env_.sessionTimeout));
+  return kGood;
+}
+
+std::string TransferEngine::describeLinks(bool asJson) {
+  const Call call(*this);
+  std::string text = asJson ? "{" : "";
+  if (call) {
+    for (const auto& segment : directory_->all()) {
+      const auto peer = segment->peer(deadlineOf(0));
+      const std::string wire = !peer.ok() || (*peer && (*peer)->disconnected) ? "none"
+                               : *peer ? (*peer)->channel->transportName()
+                                       : "local";
+      if (asJson) {
+        text += (text.size() > 1 ? ", \"" : "\"") + segment->name() + "\": \"" + wire + "\"";
+      } else {
+        text += segment->name() + " " + wire + "\n";
+      }
+    }
+  }
+  return asJson ? text + "}" : text;
 }
 
 Code TransferEngine::refreshSegments() {

@@ -23,6 +23,7 @@ namespace mooncake::transfer {
 struct TransferEngineOptions {
   Env env;
   std::string localName;       // host, or host:port; empty: the first address that leads off it
+  std::string host;            // where peers reach us; empty: the local name's
   std::string metadataServer;  // "P2PHANDSHAKE", "http://host:port/metadata"
   std::string protocol = "tcp";
   uint16_t rpcPort = 0;  // 0: a free one
@@ -39,6 +40,7 @@ class TransferEngine {
   void close();
 
   const std::string& name() const { return directory_->name(); }  // what peers open
+  const std::string& session() const { return session_; }         // host:port of ours
   uint16_t rpcPort() const { return rpcPort_; }
   const std::string& protocol() const { return protocol_; }
   Engine& engine() { return *engine_; }
@@ -69,7 +71,12 @@ class TransferEngine {
   std::shared_ptr<Segment> openSegment(const std::string& name, Code* code = nullptr);
   std::shared_ptr<Segment> segment(int32_t id) const { return directory_->find(id); }
   Code closeSegment(int32_t id) { return directory_->close(id); }
+  Code refresh(Segment& segment);
   Code refreshSegments();
+  // Nobody finds us by name any more.
+  Code retract();
+  // The live wire to each segment that is open.
+  std::string describeLinks(bool asJson);
   uint64_t firstBuffer(const std::string& name);  // 0: it has none, or cannot be reached
   Code probe(const std::string& name);
   // The live wire to it: "tcp", "shm", "inproc", "local" for ourselves; empty: it cannot be
@@ -108,6 +115,7 @@ class TransferEngine {
   Env env_;
   std::string protocol_;
   std::string logName_;
+  std::string session_;
   uint16_t rpcPort_ = 0;
   bool hasKey_ = false;
   uint32_t forkGeneration_ = 0;
