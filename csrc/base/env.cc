@@ -156,6 +156,13 @@ bool parseMostTransfers(std::string_view value, Env& env, std::string& allowed) 
   return ok;
 }
 
+bool parseTcpIoThreads(std::string_view value, Env& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 0, 64, number, allowed);
+  env.tcpIoThreads = number;
+  return ok;
+}
+
 bool parseMetadataCluster(std::string_view value, Env& env, std::string& allowed) {
   allowed = "up to 128 bytes";
   env.metadataCluster = value;
@@ -221,6 +228,11 @@ constexpr Entry kEntries[] = {
     {{"MC_TCP_MAX_CONNECTIONS", "64",
       "Transfers that one engine has under way at a time, 1 to 4096; others wait"},
      parseMostTransfers},
+    {{"MC_NUM_TCP_IO_THREADS", "0",
+      "Threads of a transfer engine that carry bulk data over TCP, up to 64; 0: as there are "
+      "cores, "
+      "8 at most"},
+     parseTcpIoThreads},
     {{"MC_METADATA_CLUSTER_ID", "", "Stands in front of all keys in a metadata server"},
      parseMetadataCluster},
     {{"MC_FORCE_TCP", "0",

@@ -46,7 +46,8 @@ const char* errorCodeName(ErrorCode code) {
 Error systemError(const std::string& call, int errnoValue) {
   std::string text = call + ": " + std::generic_category().message(errnoValue);
   if (errnoValue == EMFILE) text += ": " + describeDescriptorLimit();
-  return Error{ErrorCode::kSystem, std::move(text)};
+  const bool isExhausted = errnoValue == EMFILE || errnoValue == ENFILE;
+  return Error{isExhausted ? ErrorCode::kExhausted : ErrorCode::kSystem, std::move(text)};
 }
 
 }  // namespace mooncake

@@ -71,7 +71,8 @@ class [[nodiscard]] Result {
   std::variant<T, Error> value_;
 };
 
-// kSystem with the call's name and errno's text: "connect(10.0.0.1:4711): Connection refused".
+// kSystem with the call's name and errno's text: "connect(10.0.0.1:4711): Connection refused";
+// kExhausted when it is descriptors that are missing.
 Error systemError(const std::string& call, int errnoValue);
 
 }  // namespace mooncake

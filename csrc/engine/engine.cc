@@ -5,6 +5,7 @@
 #include <chrono>
 #include <future>
 #include <poll.h>
+#include <random>
 #include <sys/random.h>
 
 #include "base/descriptors.h"
@@ -29,6 +30,12 @@ constexpr auto kPatiencePerRank = std::chrono::milliseconds(10);
 constexpr uint64_t kFarewellTopic = 2;
 constexpr uint8_t kFarewellVersion = 1;
 constexpr size_t kMostFarewellText = 512;
+
+// Of a peer that has been let in: until its channel is there.
+constexpr auto kAdmitted = std::chrono::seconds(1);
+// Between two calls for a channel that crossed the peer's, or its end; doubles, and jitters.
+constexpr auto kLeastPause = std::chrono::microseconds(500);
+constexpr auto kMostPause = std::chrono::milliseconds(50);
 
 constexpr size_t kMostOutboxBytes = size_t(16) << 20;
 
@@ -61,12 +68,23 @@ Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
 
 }  // namespace
 
+Bytes publicKey() {
+  constexpr std::string_view kText = "mooncake: no key, open to whoever reaches it";
+  const auto bytes = std::as_bytes(std::span(kText));
+  return Bytes(bytes.begin(), bytes.end());
+}
+
 Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   if (options.jobKey.size() < kLeastJobKeyBytes) {
     return Error{ErrorCode::kInvalidArgument,
                  "an engine needs the job's key, " + std::to_string(kLeastJobKeyBytes) +
                      " bytes or more, not " + std::to_string(options.jobKey.size()) +
                      ": set MOONCAKE_JOB_KEY or hand one out"};
+  }
+  if (options.jobKey == publicKey()) {
+    log(LogLevel::kWarning, options.logName,
+        "this engine has no key: whoever reaches its port can read and write the memory that is "
+        "registered here");
   }
   raiseDescriptorLimit();
   auto crypto = Crypto::load();
@@ -85,6 +103,13 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   if (!leases.ok()) return leases.error();
   engine->leases_ = std::move(*leases);
   engine->loop_ = std::move(*loop);
+  std::vector<EventLoop*> dataLoops;
+  for (size_t i = 0; i < engine->options_.dataThreads; ++i) {
+    auto data = EventLoop::start("mooncake-data");
+    if (!data.ok()) return data.error();
+    dataLoops.push_back(data->get());
+    engine->dataLoops_.push_back(std::move(*data));
+  }
   engine->topics_ = std::make_unique<MessageRouter>(*engine->loop_);
   Engine* self = engine.get();
   engine->reconnector_.reset(new Reconnector(
@@ -122,6 +147,9 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
       .arena = *engine->arena_,
       .life = engine->liveness_->wordOffset(),
       .loop = *engine->loop_,
+      .dataLoops = dataLoops,
+      .admits = [self](const EngineId& peer) { return self->admits(peer); },
+      .peersReturn = engine->options_.peersReturn,
       .onAccepted =
           [self](EngineId peer, std::shared_ptr<Channel> channel) {
             self->onAccepted(peer, std::move(channel));
@@ -177,6 +205,7 @@ Engine::~Engine() {
     peers.swap(peers_);
   }
   loop_->stop();  // what runs there still uses loop_ and the transports
+  for (auto& data : dataLoops_) data->stop();
   // Whoever may still read what we gave has it mapped, and has it still when we are gone: as after
   // a death. So have the fence words, which end with the transports: a rank that was shut out and
   // looks at its word later must not find that it was let in again.
@@ -257,9 +286,12 @@ Evidence Engine::withFarewell(const EngineId& id, const Evidence& evidence) cons
 Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_); }
 
 // Under the lock.
-std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Channel> channel) {
+std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Channel> channel,
+                                       bool isOurs) {
   auto peer = std::make_shared<Peer>();
   peer->id = id;
+  peer->isOurs = isOurs;
+  ++counters_.opened;
   peer->channel = std::move(channel);
   peer->process = PeerProcess(peer->channel->peerLife().process);
   const auto early = endedEarly_.extract(id);
@@ -351,15 +383,30 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
     std::lock_guard lock(mutex_);
     if (id() < ids[i] && !known(ids[i])) due.push_back(i);
   }
+  const auto ends = [this](const EngineId& peer) {
+    std::lock_guard lock(mutex_);
+    calling_.erase(peer);
+    arrived_.notify_all();
+  };
 
   std::vector<Call> calls;
   std::vector<pollfd> sockets;
-  const auto failed = [](size_t index, const Error& why) {
+  const auto failed = [&](size_t index, const Error& why) {
+    for (const Call& call : calls) ends(ids[call.index]);
+    ends(ids[index]);
     return Status(why.code, "cannot connect to rank " + std::to_string(index) + ": " + why.message);
   };
   while (!due.empty() || !calls.empty()) {
     while (!due.empty() && calls.size() < kMaxCalls) {
       const size_t i = due.back();
+      {
+        std::lock_guard lock(mutex_);
+        // Somebody opens it, or it has opened us: it comes.
+        if (known(ids[i]) || isComing(ids[i]) || !calling_.insert(ids[i]).second) {
+          due.pop_back();
+          continue;
+        }
+      }
       auto connecting =
           openRoute(transports_, ids[i], endpoints[i], deadline.earlier(Deadline::after(patience)));
       if (!connecting.ok()) return failed(i, connecting.error());
@@ -369,6 +416,11 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
     sockets.clear();
     for (auto call = calls.begin(); call != calls.end();) {
       auto channel = call->connecting->advance();
+      if (!channel.ok() && channel.error().code == ErrorCode::kInterrupted) {
+        ends(ids[call->index]);  // it has opened us, and comes
+        call = calls.erase(call);
+        continue;
+      }
       if (!channel.ok()) return failed(call->index, channel.error());
       if (!*channel) {
         call->connecting->addSockets(sockets);
@@ -377,22 +429,151 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
       }
       log(LogLevel::kInfo, logName(), "connected to rank ", call->index, " over ",
           (*channel)->transportName());
-      std::lock_guard lock(mutex_);
-      remember(ids[call->index], std::move(*channel));
+      {
+        std::lock_guard lock(mutex_);
+        remember(ids[call->index], std::move(*channel), true);
+      }
+      ends(ids[call->index]);
       call = calls.erase(call);
     }
     if (calls.empty() || (!due.empty() && calls.size() < kMaxCalls)) continue;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
     if (::poll(sockets.data(), sockets.size(), int(std::min<int64_t>(left, 1000))) < 0 &&
         errno != EINTR)
-      return systemError("poll", errno);
+      return failed(calls.front().index, systemError("poll", errno));
   }
   return {};
 }
 
+// Under the lock.
+bool Engine::isComing(const EngineId& id) const {
+  const auto found = admitted_.find(id);
+  return found != admitted_.end() && Clock::now() < found->second;
+}
+
+// On the loop's thread. Of two calls that cross, the one of the smaller id counts, so the engine
+// with the smaller id does not let the other one in while it calls itself. Whoever has been let in
+// is waited for before it is called.
+bool Engine::admits(const EngineId& id) {
+  std::lock_guard lock(mutex_);
+  const auto peer = known(id);
+  // It makes its connection again, or its goodbye is still on its way.
+  if (peer && !peer->disconnected) return !peer->isOurs && peer->channel->isMadeAgain();
+  if (calling_.contains(id) && this->id() < id) return false;
+  const auto now = Clock::now();
+  std::erase_if(admitted_, [&](const auto& entry) { return entry.second <= now; });
+  admitted_[id] = now + kAdmitted;
+  return true;
+}
+
+Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, Deadline deadline) {
+  const auto owner = endpointOwner(endpoint);
+  if (!owner.ok()) return owner.error();
+  const EngineId id = *owner;
+  if (id == this->id()) return std::shared_ptr<Peer>();
+  std::minstd_rand random(std::random_device{}());
+  Clock::duration pause = kLeastPause;
+  for (bool isFirst = true;; isFirst = false) {
+    {
+      std::unique_lock lock(mutex_);
+      for (;;) {
+        const auto peer = known(id);
+        if (peer && !peer->disconnected) {
+          if (peer->name.empty()) peer->name = name;
+          counters_.reused += isFirst;
+          return peer;
+        }
+        // Another thread calls it, or it has called us.
+        if (!calling_.contains(id) && !isComing(id)) break;
+        const auto coming = admitted_.find(id);
+        const auto until =
+            coming == admitted_.end() ? deadline.when() : std::min(deadline.when(), coming->second);
+        arrived_.wait_until(lock, until);
+        if (deadline.passed())
+          return Error{ErrorCode::kTimeout, "cannot connect to " + name + ": it did not in time"};
+      }
+      calling_.insert(id);
+      endpoints_[id] = Bytes(endpoint.begin(), endpoint.end());
+      counters_.retries += !isFirst;
+    }
+    auto channel = call(id, endpoint, deadline);
+    std::unique_lock lock(mutex_);
+    calling_.erase(id);
+    arrived_.notify_all();
+    if (channel.ok()) {
+      const auto peer = remember(id, std::move(*channel), true);
+      peer->name = name;
+      return peer;
+    }
+    if (channel.error().code != ErrorCode::kInterrupted || deadline.passed()) {
+      return Error{channel.error().code,
+                   "cannot connect to " + name + ": " + channel.error().message};
+    }
+    // Its own call comes, or it is about to see that the last channel has ended.
+    const auto jitter = pause * int64_t(random() % 512) / 1024;
+    const auto there = [&] {
+      const auto peer = known(id);
+      return (peer && !peer->disconnected) || isComing(id);
+    };
+    arrived_.wait_until(lock, std::min(deadline.when(), Clock::now() + pause / 2 + jitter), there);
+    pause = std::min<Clock::duration>(2 * pause, kMostPause);
+  }
+}
+
+Result<std::shared_ptr<Channel>> Engine::call(const EngineId& id, ByteView endpoint,
+                                              Deadline deadline) {
+  auto connecting = openRoute(transports_, id, endpoint, deadline);
+  if (!connecting.ok()) return connecting.error();
+  for (std::vector<pollfd> sockets;; sockets.clear()) {
+    auto channel = (*connecting)->advance();
+    if (!channel.ok() || *channel) return channel;
+    (*connecting)->addSockets(sockets);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
+    if (::poll(sockets.data(), sockets.size(), int(std::clamp<int64_t>(left, 0, 1000))) < 0 &&
+        errno != EINTR)
+      return systemError("poll", errno);
+  }
+}
+
+void Engine::forget(const std::shared_ptr<Peer>& peer) {
+  const EngineId id = peer->id;
+  {
+    std::unique_lock lock(mutex_);
+    arrived_.wait(lock, [&] { return !calling_.contains(id); });
+    if (known(id) != peer) return;  // it has been forgotten, or called anew
+    calling_.insert(id);
+  }
+  peer->channel->close();
+  liveness_->unwatch(id);
+  // Behind all that was seen of it.
+  runOnLoop([this, id] {
+    reconnector_->drop(id);
+    farewells_.erase(id);
+  });
+  std::lock_guard lock(mutex_);
+  if (!peer->disconnected) {
+    peer->evidence = {Evidence::Kind::kGoodbye, "it was forgotten here"};
+    peer->disconnected = true;
+  }
+  peers_.erase(id);
+  endpoints_.erase(id);
+  endedEarly_.erase(id);
+  calling_.erase(id);
+  arrived_.notify_all();
+}
+
+EngineCounters Engine::counters() const {
+  std::lock_guard lock(mutex_);
+  EngineCounters now = counters_;
+  for (const auto& [id, peer] : peers_) now.active += !peer->disconnected;
+  now.pending = calling_.size();
+  return now;
+}
+
 void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {
   std::lock_guard lock(mutex_);
-  remember(id, std::move(channel));
+  remember(id, std::move(channel), false);
+  admitted_.erase(id);
   lastArrival_ = Clock::now();
   arrived_.notify_all();
 }
@@ -440,6 +621,7 @@ void Engine::observe(OnEvidence observer, OnReconnected reconnected) {
     std::vector<std::shared_ptr<Peer>> disconnected;
     {
       std::lock_guard lock(mutex_);
+      if (!peers_.empty()) loop_->runAt(Deadline::after(kStarting), [this] { liveness_->begin(); });
       for (const auto& [id, peer] : peers_) {
         if (peer->disconnected) disconnected.push_back(peer);
       }
@@ -515,7 +697,7 @@ void Engine::onBroken(const EngineId& id, const Evidence& evidence) {
                           {.channel = peer->channel,
                            .transport = transport,
                            .endpoint = std::move(endpoint),
-                           .isOurs = this->id() < id},
+                           .isOurs = peer->isOurs},
                           evidence);
 }
 
@@ -528,6 +710,7 @@ void Engine::onReconnected(const EngineId& id, const std::optional<Evidence>& ho
     peer = known(id);
     if (!peer || peer->disconnected) return;
     name = peer->name.empty() ? "a peer" : peer->name;
+    ++counters_.retries;
   }
   const auto now = Clock::now();
   const auto took =

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,23 @@ struct EngineOptions {
   Bytes jobKey;         // of the job; every connection starts with a mutual challenge under it
   std::string logName;  // "rank 3": how this engine calls itself in the log
   size_t arenaBytes = size_t(4) << 30;  // address space, not memory
+  // Threads for what carries bulk data over TCP; none: the engine's one thread does it all.
+  size_t dataThreads = 0;
+  // A peer whose channel has ended may begin another, by open(). Who draws conclusions from ends
+  // (a group's ranks) does not want that.
+  bool peersReturn = false;
+};
+
+// The key of engines that have none: known to everybody, so it keeps nobody out. Said in the log.
+Bytes publicKey();
+
+// What an engine has done, and what is there now.
+struct EngineCounters {
+  uint64_t opened = 0;   // channels that stood up, called or accepted
+  uint64_t reused = 0;   // answers of open() with a channel that stood already
+  uint64_t active = 0;   // peers that are connected
+  uint64_t pending = 0;  // calls under way
+  uint64_t retries = 0;  // calls after the first one for a channel, and channels made again
 };
 
 // Another engine, as this one sees it.
@@ -45,6 +63,7 @@ struct Peer : std::enable_shared_from_this<Peer> {
   std::atomic<bool> disconnected{false};
   Evidence evidence;
   PeerProcess process;
+  bool isOurs = false;  // to call, also when the connection broke; else it calls
 
   // Its process has certainly ended, so nothing of it touches memory any more. Only on our host,
   // else false. False, too, for one that said goodbye and that our pid namespace does not show.
@@ -85,6 +104,16 @@ class Engine {
   // missing, and why. The index is also the name of a peer that has none yet.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
+
+  // One peer, by this side alone: the other engine need not know of us. Any thread. Whoever is
+  // connected is returned as it is; two that open each other at once end up with one channel. A
+  // peer whose channel has ended is called anew, and is another object then. The name is for the
+  // log. Blocks until the channel stands; our own endpoint gives null.
+  Result<std::shared_ptr<Peer>> open(ByteView endpoint, std::string name, Deadline deadline);
+  // Says goodbye, closes the channel, and knows the peer no more. On any thread but those of a
+  // callback.
+  void forget(const std::shared_ptr<Peer>& peer);
+  EngineCounters counters() const;
 
   // Keeps the memory until nobody touches it any more, as `isFree` says; that is asked whenever
   // more is retired.
@@ -143,7 +172,10 @@ class Engine {
   std::shared_ptr<Peer> known(const EngineId& id) const;
   Status callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
                  Deadline deadline, Clock::duration patience);
-  std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel);
+  std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel, bool isOurs);
+  Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline);
+  bool admits(const EngineId& id);
+  bool isComing(const EngineId& id) const;
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
   void sendOutbox();
   void onEnded(const EngineId& id, const Evidence& seen);
@@ -161,11 +193,16 @@ class Engine {
   std::unique_ptr<LeaseTable> leases_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
-  std::mutex callMutex_;  // one callAll() at a time: nobody is called twice
-  std::mutex mutex_;      // guards everything below down to published_
+  std::mutex callMutex_;      // one callAll() at a time: nobody is called twice
+  mutable std::mutex mutex_;  // guards everything below down to published_
   std::condition_variable arrived_;
   Clock::time_point lastArrival_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
+  // Whom we are calling, or forgetting: one thread at a time.
+  std::set<EngineId> calling_;
+  // Who has been let in and is not there yet, and until when we wait for it.
+  std::map<EngineId, Clock::time_point> admitted_;
+  EngineCounters counters_;  // but for what is counted when asked
   // Of peers that ended before remember() had their channels in its hands.
   std::map<EngineId, Evidence> endedEarly_;
   // Of all that connect() was asked for: where a peer listens.
@@ -186,8 +223,9 @@ class Engine {
   std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> outbox_;
   size_t outboxBytes_ = 0;
 
-  std::unique_ptr<MessageRouter> topics_;     // the loop uses it until the loop ends
-  std::unique_ptr<Reconnector> reconnector_;  // the loop uses it until the loop ends
+  std::unique_ptr<MessageRouter> topics_;              // the loop uses it until the loop ends
+  std::unique_ptr<Reconnector> reconnector_;           // the loop uses it until the loop ends
+  std::vector<std::unique_ptr<EventLoop>> dataLoops_;  // go after the loop has stopped
   std::unique_ptr<EventLoop> loop_;
   std::unique_ptr<Liveness> liveness_;  // the loop uses it until the loop ends
   std::vector<std::unique_ptr<Transport>> transports_;

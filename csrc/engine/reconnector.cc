@@ -122,6 +122,11 @@ std::optional<Reconnector::Broken> Reconnector::forget(const EngineId& peer) {
   return std::move(found.mapped());
 }
 
+void Reconnector::drop(const EngineId& peer) {
+  forget(peer);
+  lastBroken_.erase(peer);
+}
+
 void Reconnector::reconnected(const EngineId& peer) {
   {
     std::lock_guard lock(mutex_);

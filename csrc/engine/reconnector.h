@@ -44,6 +44,8 @@ class Reconnector {
   void reconnect(const EngineId& peer, Connection connection, const Evidence& how);
   // Either end has made it again.
   void reconnected(const EngineId& peer);
+  // Nothing is made again, or told, of this peer's channel, which is closed.
+  void drop(const EngineId& peer);
 
   // Waits so long for those that are just being made again; afterwards none is, and nothing is
   // told. Any thread, on the loop's without patience.

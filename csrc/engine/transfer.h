@@ -42,9 +42,9 @@ struct PutRequest {
   Signal signal;
 };
 
-// Counts gets that are under way; rings when the last one ended. Must outlive them (see
-// Channel::cancelGets); the bell must outlive the channel, because it may still be looked at when
-// the last one has ended. get() begins it.
+// Counts gets and writes that are under way; rings when the last one ended. Must outlive them (see
+// Channel::cancel); the bell must outlive the channel, because it may still be looked at when the
+// last one has ended. get() and write() begin it.
 struct Completion {
   explicit Completion(Doorbell* bell) : bell(bell) {}
   std::atomic<uint32_t> pending{0};
@@ -69,6 +69,16 @@ struct GetRequest {
   RemoteRegion region;
   uint64_t offset = 0;
   std::span<std::byte> target;
+  Completion* completion = nullptr;
+};
+
+// Bytes from here into memory that the peer registered with kRemoteWrite. `source` and `completion`
+// belong to the transfer until completion->end() was called for it, and with kOk only when the
+// bytes are in the peer's memory. After any other end the range may hold some of them.
+struct WriteRequest {
+  RemoteRegion region;
+  uint64_t offset = 0;
+  std::span<const std::byte> source;
   Completion* completion = nullptr;
 };
 

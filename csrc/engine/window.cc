@@ -150,7 +150,7 @@ Status Window::get(int rank, const RemoteRegion& region, uint64_t offset,
 
 void Window::cancelGets(const Completion& completion) const {
   for (const Member& member : members_) {
-    if (member.peer) member.peer->channel->cancelGets(&completion);
+    if (member.peer) member.peer->channel->cancel(&completion);
   }
 }
 

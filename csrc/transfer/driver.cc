@@ -23,6 +23,7 @@ Driver::~Driver() = default;
 void Driver::run() {
   for (;;) {
     const bool mayBeginMore = fill();
+    flush();
     if (busy_ == 0) {
       if (!queue_.isReady()) return;
       if (!mayBeginMore)
@@ -39,6 +40,7 @@ void Driver::run() {
         });
       }
       expire();
+      flush();
     }
   }
 }
@@ -72,43 +74,71 @@ void Driver::begin(Flight& flight) {
   if (flight.claim.batch->deadline().passed())
     return end(flight, TaskState::kTimeout, "its deadline has passed before it could begin");
   if (flight.claim.task->request.bytes == 0) return end(flight, TaskState::kCompleted);
-  const Status started = start(flight);
-  if (!started.ok()) onError(flight, started.error());
+  const Status placed = place(flight);
+  if (!placed.ok()) return onError(flight, placed.error());
+  if (!flight.place.peer) return copyHere(flight);
+  flight.completion.error.store(ErrorCode::kOk, std::memory_order_relaxed);
+  flight.stage = Flight::Stage::kDue;
+  due_.push_back(&flight);
 }
 
-Status Driver::start(Flight& flight) {
+// Where the other end is.
+Status Driver::place(Flight& flight) {
   const TransferRequest& request = flight.claim.task->request;
-  const bool isRead = request.opcode == Opcode::kRead;
+  const uint32_t right = request.opcode == Opcode::kRead ? kRemoteRead : kRemoteWrite;
   auto place =
-      request.segment->locate(request.remote, request.bytes, isRead ? kRemoteRead : kRemoteWrite,
-                              flight.claim.batch->deadline());
+      request.segment->locate(request.remote, request.bytes, right, flight.claim.batch->deadline());
   if (!place.ok()) {
     flight.place = {.generation = request.segment->generation()};
     return place.error();
   }
   flight.place = std::move(*place);
-  if (!flight.place.peer) {
-    copyHere(flight);
-    return {};
+  const auto& peer = flight.place.peer;
+  if (peer && peer->disconnected) return {ErrorCode::kPeerLost, peer->evidence.detail};
+  return {};
+}
+
+// What is due, in lists of one channel and one direction: small ones become few system calls.
+void Driver::flush() {
+  std::vector<Flight*> due;
+  while (!due_.empty()) {  // what cannot begin may be due again
+    due.swap(due_);
+    const auto kindOf = [](const Flight* flight) {
+      return std::pair(flight->place.peer.get(), flight->claim.task->request.opcode);
+    };
+    for (size_t first = 0, next = 0; first < due.size(); first = next) {
+      while (next < due.size() && kindOf(due[next]) == kindOf(due[first])) ++next;
+      const std::span<Flight* const> alike(due.data() + first, next - first);
+      if (kindOf(due[first]).second == Opcode::kRead) {
+        hand(alike, gets_);
+      } else {
+        hand(alike, writes_);
+      }
+    }
+    due.clear();
   }
-  Peer& peer = *flight.place.peer;
-  if (peer.disconnected) return {ErrorCode::kPeerLost, peer.evidence.detail};
-  flight.completion.error.store(ErrorCode::kOk, std::memory_order_relaxed);
-  flight.stage = Flight::Stage::kUnderWay;
-  const auto local = reinterpret_cast<std::byte*>(request.local);
-  if (isRead) {
-    return context_.link.get(peer, {.region = flight.place.region,
-                                    .offset = flight.place.offset,
-                                    .target = {local, request.bytes},
-                                    .completion = &flight.completion});
+}
+
+template <typename Request>
+void Driver::hand(std::span<Flight* const> flights, std::vector<Request>& requests) {
+  requests.clear();
+  for (Flight* flight : flights) {
+    flight->stage = Flight::Stage::kUnderWay;
+    const TransferRequest& asked = flight->claim.task->request;
+    auto* local = reinterpret_cast<std::byte*>(asked.local);
+    requests.push_back(
+        {flight->place.region, flight->place.offset, {local, asked.bytes}, &flight->completion});
   }
-  const RemoteRegion source = flight.claim.task->memory->region.remote();
-  return context_.link.write(peer, {.region = flight.place.region,
-                                    .offset = flight.place.offset,
-                                    .source = source,
-                                    .sourceOffset = request.local - source.address,
-                                    .bytes = request.bytes,
-                                    .completion = &flight.completion});
+  const std::shared_ptr<Peer> peer = flights.front()->place.peer;
+  Channel& channel = *peer->channel;
+  Status begun;
+  if constexpr (std::is_same_v<Request, GetRequest>) {
+    begun = channel.get(std::span<const Request>(requests));
+  } else {
+    begun = channel.write(std::span<const Request>(requests));
+  }
+  if (begun.ok()) return;
+  for (Flight* flight : flights) onError(*flight, begun.error());
 }
 
 // Both ends are ours.
@@ -196,7 +226,7 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
 
 void Driver::stop(Flight& flight, TaskState state, const char* why) {
   if (flight.stage == Flight::Stage::kUnderWay) {
-    context_.link.cancel(*flight.place.peer, &flight.completion);
+    flight.place.peer->channel->cancel(&flight.completion);
     if (flight.completion.error == ErrorCode::kOk) return end(flight, TaskState::kCompleted);
   }
   end(flight, state, why);
@@ -206,7 +236,6 @@ void Driver::stop(Flight& flight, TaskState state, const char* why) {
 void Driver::expire() {
   const bool isStopping = context_.stopping.generation() != generation_;
   const auto now = Clock::now();
-  context_.link.endLost();
   for (const auto& flight : flights_) {
     if (flight->stage == Flight::Stage::kFree) continue;
     if (isStopping) {

@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
+#include "engine/engine.h"
 #include "transfer/limiter.h"
-#include "transfer/link.h"
 #include "transfer/task_queue.h"
 
 namespace mooncake::transfer {
@@ -13,7 +13,6 @@ namespace mooncake::transfer {
 // What all drivers of an engine share. Outlives them.
 struct DriverContext {
   Engine& engine;
-  Link& link;
   Limiter& limiter;
   Interrupt& stopping;  // bumped when the engine closes
   Doorbell& ended;      // rung when a batch is over
@@ -39,7 +38,7 @@ class Driver {
  private:
   struct Flight {
     explicit Flight(Doorbell* bell) : completion(bell) {}
-    enum class Stage { kFree, kUnderWay, kWaits };
+    enum class Stage { kFree, kDue, kUnderWay, kWaits };
     Stage stage = Stage::kFree;
     TaskQueue::Claim claim{};
     Segment::Place place;
@@ -51,7 +50,10 @@ class Driver {
 
   bool fill();
   void begin(Flight& flight);
-  Status start(Flight& flight);
+  Status place(Flight& flight);
+  void flush();
+  template <typename Request>
+  void hand(std::span<Flight* const> flights, std::vector<Request>& requests);
   void copyHere(Flight& flight);
   bool collect();
   void onError(Flight& flight, const Error& error);
@@ -65,6 +67,9 @@ class Driver {
   TaskQueue& queue_;
   Doorbell bell_;
   std::vector<std::unique_ptr<Flight>> flights_;
+  std::vector<Flight*> due_;  // have their place, and are handed to their channels together
+  std::vector<GetRequest> gets_;
+  std::vector<WriteRequest> writes_;
   size_t busy_ = 0;
   uint32_t generation_;  // of `stopping`
 };

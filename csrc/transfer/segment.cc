@@ -75,7 +75,7 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
     if (known_ && known_->peer && known_->peer->id == *id) known->peer = known_->peer;
   }
   if (!known->peer || known->peer->disconnected) {
-    auto peer = context_.link.open(description->endpoint, deadline);
+    auto peer = context_.engine.open(description->endpoint, name_, deadline);
     if (!peer.ok()) return peer.error();
     known->peer = std::move(*peer);
   }

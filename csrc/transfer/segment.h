@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -8,7 +9,6 @@
 #include <string>
 
 #include "engine/engine.h"
-#include "transfer/link.h"
 #include "transfer/metadata.h"
 #include "transfer/registered_memory.h"
 #include "transfer/segment_description.h"
@@ -19,7 +19,6 @@ namespace mooncake::transfer {
 struct SegmentContext {
   const TransportContext& session;  // for askSession()
   Engine& engine;
-  Link& link;
   RegisteredMemory& memory;
   const Metadata& metadata;
   std::chrono::milliseconds patience;  // with a peer that is asked who it is

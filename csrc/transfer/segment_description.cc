@@ -22,17 +22,16 @@ Bytes getOwned(ByteReader& in, size_t most) {
 }  // namespace
 
 Bytes Question::encode() const {
-  return ByteWriter().put(kVersion).put(static_cast<uint8_t>(kind)).putBytes(endpoint).take();
+  return ByteWriter().put(kVersion).put(static_cast<uint8_t>(kind)).take();
 }
 
 Result<Question> Question::decode(ByteView message) {
   ByteReader in(message);
   MOONCAKE_TRY(checkVersion(in.get<uint8_t>()));
   const auto kind = in.get<uint8_t>();
-  Question question{.kind = static_cast<Kind>(kind), .endpoint = getOwned(in, kMostEndpointBytes)};
   MOONCAKE_TRY(in.finish("question"));
   if (kind < 1 || kind > 2) return Error{ErrorCode::kProtocol, "question: no such kind"};
-  return question;
+  return Question{static_cast<Kind>(kind)};
 }
 
 Bytes SegmentDescription::encode() const {

@@ -9,12 +9,12 @@
 
 // What an engine says of itself at its session port, and the question. Wire form, all behind the
 // engine's handshake (engine/stream/handshake.h):
-//   question  u32 bytes of what follows, u8 version, u8 kind, bytes endpoint of who asks
+//   question  u32 bytes of what follows, u8 version, u8 kind
 //   answer    u32 bytes of what follows, u8 version, string name, string protocol, bytes endpoint,
 //             u32 count, count x { u64 address, u64 bytes, u64 key, u32 rights, string location }
 namespace mooncake::transfer {
 
-constexpr size_t kMostQuestionBytes = size_t(128) << 10;
+constexpr size_t kMostQuestionBytes = 64;
 constexpr size_t kMostAnswerBytes = size_t(64) << 20;
 constexpr size_t kMostNameBytes = 512;
 constexpr size_t kMostLocationBytes = 64;
@@ -22,7 +22,6 @@ constexpr size_t kMostLocationBytes = 64;
 struct Question {
   enum class Kind : uint8_t { kDescribe = 1, kProbe };
   Kind kind = Kind::kDescribe;
-  Bytes endpoint;
 
   Bytes encode() const;  // without the length
   static Result<Question> decode(ByteView message);

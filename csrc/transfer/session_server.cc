@@ -61,8 +61,7 @@ class SessionServer::Conversation : public std::enable_shared_from_this<Conversa
       if (question_.size() < wanted() || question_.size() == kLengthBytes) continue;
       const auto question = Question::decode(ByteView(question_).subspan(kLengthBytes));
       if (!question.ok()) return question.status();
-      if (server_.handlers_.onQuestion) server_.handlers_.onQuestion(*question);
-      answer_ = server_.handlers_.describe();
+      answer_ = server_.describe_();
       if (!answer_) return {ErrorCode::kAborted, "closing"};
       length_ = static_cast<uint32_t>(answer_->size());
     }
@@ -107,8 +106,8 @@ class SessionServer::Conversation : public std::enable_shared_from_this<Conversa
 };
 
 Result<std::shared_ptr<SessionServer>> SessionServer::start(const TransportContext& context,
-                                                            Fd listener, Handlers handlers) {
-  std::shared_ptr<SessionServer> server(new SessionServer(context, std::move(handlers)));
+                                                            Fd listener, Describe describe) {
+  std::shared_ptr<SessionServer> server(new SessionServer(context, std::move(describe)));
   auto listens = HandshakeListener::start(
       context, std::move(listener), [](int) { return true; },
       [weak = server->weak_from_this()](Result<Handshaken> result) {

@@ -22,27 +22,24 @@ class SessionServer : public std::enable_shared_from_this<SessionServer> {
  public:
   static constexpr size_t kMostConversations = 1024;
 
-  // Both on the loop's thread.
-  struct Handlers {
-    std::function<std::shared_ptr<const Bytes>()> describe;  // an encoded SegmentDescription
-    std::function<void(const Question&)> onQuestion;
-  };
+  // An encoded SegmentDescription; null: no answer. On the loop's thread.
+  using Describe = std::function<std::shared_ptr<const Bytes>()>;
 
   // The context's id is kSessionListener; it outlives the loop's handlers.
   static Result<std::shared_ptr<SessionServer>> start(const TransportContext& context, Fd listener,
-                                                      Handlers handlers);
+                                                      Describe describe);
   // Nobody is answered any more when this returns. Not on the loop's thread.
   void stop();
 
  private:
   class Conversation;
-  SessionServer(const TransportContext& context, Handlers handlers)
-      : context_(context), handlers_(std::move(handlers)) {}
+  SessionServer(const TransportContext& context, Describe describe)
+      : context_(context), describe_(std::move(describe)) {}
   void onHandshake(Result<Handshaken> result);
   void drop(Conversation* conversation);
 
   const TransportContext& context_;
-  const Handlers handlers_;
+  const Describe describe_;
   std::shared_ptr<HandshakeListener> listener_;
   // Of the loop's thread.
   bool isStopped_ = false;

@@ -1,5 +1,6 @@
 #include "transfer/transfer_engine.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -12,15 +13,9 @@
 namespace mooncake::transfer {
 namespace {
 
-// Of engines without a key: as many as there are can talk to each other.
-Bytes publicKey() {
-  constexpr std::string_view kText = "mooncake transfer engine without a key";
-  const auto bytes = std::as_bytes(std::span(kText));
-  return {bytes.begin(), bytes.end()};
-}
+constexpr size_t kMostIoThreads = 8;
 
 }  // namespace
-
 Result<std::shared_ptr<TransferEngine>> TransferEngine::open(TransferEngineOptions options) {
   std::shared_ptr<TransferEngine> engine(new TransferEngine, [](TransferEngine* ended) {
     if (ended->forkGeneration_ == forkGeneration()) delete ended;
@@ -64,10 +59,13 @@ Status TransferEngine::start(TransferEngineOptions options) {
   rpcPort_ = listener->port;
   if (own.host.empty() || !isAddress) own.host = listener->address;
   session_ = SessionId{own.host, rpcPort_}.text();
+  if (env_.tcpIoThreads == 0)
+    env_.tcpIoThreads = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostIoThreads);
   const std::string name = metadata_->namesAreSessions() ? session_ : options.localName;
   logName_ = "engine " + name;
 
-  EngineOptions engineOptions{.env = env_, .logName = logName_};
+  EngineOptions engineOptions{
+      .env = env_, .logName = logName_, .dataThreads = env_.tcpIoThreads, .peersReturn = true};
   engineOptions.env.hostIp = listener->address;
   hasKey_ = env_.jobKey.has_value();
   if (hasKey_) {
@@ -75,8 +73,6 @@ Status TransferEngine::start(TransferEngineOptions options) {
     engineOptions.jobKey.assign(key.begin(), key.end());
   } else {
     engineOptions.jobKey = publicKey();
-    log(LogLevel::kInfo, logName_, "runs without a key: whoever reaches ", session_,
-        " may read and write registered memory. MOONCAKE_JOB_KEY keeps strangers out");
   }
   const Bytes key = engineOptions.jobKey;
   auto engine = Engine::create(std::move(engineOptions));
@@ -102,20 +98,14 @@ Status TransferEngine::start(TransferEngineOptions options) {
   std::string why;
   if (pool_->open(engine_->arena(), why) != kGood)
     return {ErrorCode::kExhausted, "memory for managed buffers: " + why};
-  link_ = std::make_unique<Link>(*engine_);
   notifications_ = std::make_unique<Notifications>(*engine_);
-  segmentContext_.reset(new SegmentContext{*askContext_, *engine_, *link_, *memory_, *metadata_,
-                                           env_.sessionTimeout});
+  segmentContext_.reset(
+      new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, env_.sessionTimeout});
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
   limiter_ = std::make_unique<Limiter>(env_.mostTransfers);
-  driverContext_.reset(new DriverContext{*engine_, *link_, *limiter_, stopping_, ended_, logName_});
+  driverContext_.reset(new DriverContext{*engine_, *limiter_, stopping_, ended_, logName_});
   auto server = SessionServer::start(*answerContext_, std::move(listener->socket),
-                                     {.describe = [this] { return describe(); },
-                                      .onQuestion =
-                                          [this](const Question& question) {
-                                            if (question.kind == Question::Kind::kDescribe)
-                                              link_->answerCall(question.endpoint);
-                                          }});
+                                     [this] { return describe(); });
   if (!server.ok()) return server.status();
   server_ = std::move(*server);
   MOONCAKE_TRY(metadata_->publish(name, session_, Deadline::after(env_.sessionTimeout)));

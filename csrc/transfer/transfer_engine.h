@@ -13,6 +13,7 @@
 #include "transfer/batch.h"
 #include "transfer/directory.h"
 #include "transfer/driver.h"
+#include "transfer/errands.h"
 #include "transfer/managed_pool.h"
 #include "transfer/metadata.h"
 #include "transfer/notifications.h"
@@ -129,7 +130,6 @@ class TransferEngine {
   std::unique_ptr<RegisteredMemory> memory_;
   std::unique_ptr<ManagedPool> pool_;
   std::unique_ptr<Metadata> metadata_;
-  std::unique_ptr<Link> link_;
   std::unique_ptr<Notifications> notifications_;
   std::unique_ptr<SegmentContext> segmentContext_;
   std::unique_ptr<Directory> directory_;

@@ -32,7 +32,13 @@ bool same(const Env& a, const Env& b) {
   return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
          a.eagerBytes == b.eagerBytes && a.crossMemoryAttach == b.crossMemoryAttach &&
-         a.raises == b.raises && a.logLevel == b.logLevel && a.simSeed == b.simSeed;
+         a.raises == b.raises && a.logLevel == b.logLevel && a.simSeed == b.simSeed &&
+         a.transferTimeout == b.transferTimeout && a.sessionTimeout == b.sessionTimeout &&
+         a.leastRpcPort == b.leastRpcPort && a.mostRpcPort == b.mostRpcPort &&
+         a.tcpBindAddress == b.tcpBindAddress && a.usesGivenRpcPort == b.usesGivenRpcPort &&
+         a.mostTransfers == b.mostTransfers && a.tcpIoThreads == b.tcpIoThreads &&
+         a.metadataCluster == b.metadataCluster && a.forcesTcp == b.forcesTcp &&
+         a.allowsFallback == b.allowsFallback;
 }
 
 const std::map<std::string, std::string> kGood = {
@@ -46,6 +52,19 @@ const std::map<std::string, std::string> kGood = {
     {"MOONCAKE_CMA", "0"},
     {"MOONCAKE_LOG_LEVEL", "debug"},
     {"MOONCAKE_SIM_SEED", "7"},
+    {"MC_TRANSFER_TIMEOUT", "60"},
+    {"MC_HANDSHAKE_CONNECT_TIMEOUT", "2"},
+    {"MC_MIN_RPC_PORT", "20000"},
+    {"MC_MAX_RPC_PORT", "21000"},
+    {"MC_MIN_PRC_PORT", "20000"},
+    {"MC_MAX_PRC_PORT", "21000"},
+    {"MC_TCP_BIND_ADDRESS", "10.1.2.3"},
+    {"MC_LEGACY_RPC_PORT_BINDING", "1"},
+    {"MC_TCP_MAX_CONNECTIONS", "128"},
+    {"MC_NUM_TCP_IO_THREADS", "4"},
+    {"MC_METADATA_CLUSTER_ID", "prod"},
+    {"MC_FORCE_TCP", "1"},
+    {"MOONCAKE_ALLOW_FALLBACK", "1"},
 };
 
 TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
@@ -74,6 +93,14 @@ TEST_F(EnvTest, ReadsTheValues) {
   EXPECT_EQ(env->eagerBytes, 4096u);
   EXPECT_FALSE(env->crossMemoryAttach);
   EXPECT_EQ(env->logLevel, "debug");
+  EXPECT_EQ(env->transferTimeout, std::chrono::seconds(60));
+  EXPECT_EQ(env->leastRpcPort, 20000);
+  EXPECT_EQ(env->mostRpcPort, 21000);
+}
+
+TEST_F(EnvTest, ATransferHasFiveSecondsAtLeast) {
+  set("MC_TRANSFER_TIMEOUT", "1");
+  EXPECT_EQ(Env::read()->transferTimeout, std::chrono::seconds(5));
 }
 
 TEST_F(EnvTest, TheDefaultsOfTheTableAreThoseOfTheStruct) {
@@ -86,6 +113,9 @@ TEST_F(EnvTest, TheDefaultsOfTheTableAreThoseOfTheStruct) {
 
 TEST_F(EnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
   const std::multimap<std::string, std::string> bad = {
+      {"MC_MIN_RPC_PORT", "0"},
+      {"MC_MAX_RPC_PORT", "65536"},
+      {"MC_FORCE_TCP", "yes"},
       {"MOONCAKE_TRANSPORTS", "tcp,"},
       {"MOONCAKE_TRANSPORTS", "tcp,tcp"},
       {"MOONCAKE_TRANSPORTS", "TCP"},

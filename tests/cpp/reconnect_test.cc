@@ -167,7 +167,7 @@ TEST_F(TcpRenewal, UnderPutsAndGetsOfManyThreads) {
           EXPECT_EQ(target, data);
           ++fetched;
         }
-        toB->cancelGets(&completion);
+        toB->cancel(&completion);
       }
     });
   }

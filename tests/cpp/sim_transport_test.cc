@@ -207,7 +207,7 @@ TEST_F(SimWire, CompletionsComeAfterTheData) {
     ASSERT_TRUE(toB->get({part.remote(), 100, target, &completion}).ok());
     ASSERT_TRUE(eventually([&] { return peekAt(target[0]) != std::byte{}; }));
     // Takes the channel's lock: whatever happens together with the data has happened now.
-    toB->cancelGets(&nobodys);
+    toB->cancel(&nobodys);
     isLate = !completion.finished();
     EXPECT_EQ(endOf(completion), ErrorCode::kOk);
   }

@@ -254,7 +254,7 @@ TEST_F(StreamTest, TooManyGetsOfThePeerEndTheConnection) {
   connectBare();
   auto part = a.part(1 << 20);
   ByteWriter flood;
-  for (uint64_t i = 0; i < wire::kMaxGets + 64; ++i) {
+  for (uint64_t i = 0; i < wire::kMaxTransfers + 64; ++i) {
     flood.putRaw(wire::encode(
         {.kind = wire::Kind::kGet, .request = i, .key = part.remote().key, .length = 1 << 20}));
   }
@@ -266,11 +266,11 @@ TEST_F(StreamTest, GetsBeyondTheTableAreRefusedHere) {
   connectBare();
   std::vector<std::byte> target(8);
   Completion completion(&bell);
-  for (uint64_t i = 0; i < wire::kMaxGets; ++i)
+  for (uint64_t i = 0; i < wire::kMaxTransfers; ++i)
     ASSERT_TRUE(toB->get({{}, 0, target, &completion}).ok());
-  EXPECT_EQ(toB->unansweredBytes(), 8 * wire::kMaxGets);
+  EXPECT_EQ(toB->unansweredBytes(), 8 * wire::kMaxTransfers);
   EXPECT_EQ(toB->get({{}, 0, target, &completion}).code(), ErrorCode::kExhausted);
-  toB->cancelGets(&completion);
+  toB->cancel(&completion);
   EXPECT_TRUE(completion.finished());
   EXPECT_EQ(completion.error.load(), ErrorCode::kAborted);
 }
@@ -378,8 +378,13 @@ TEST(FrameReceiverTest, GarbageChangesNoState) {
   const Bytes sealed(part.bytes().begin(), part.bytes().end());
   std::mt19937_64 random(7);
   for (int stream = 0; stream < 2000; ++stream) {
-    GetTable gets;
-    FrameReceiver receiver(side.regions(), gets, [](const wire::Header&) { return true; });
+    TransferTable transfers;
+    FrameReceiver receiver(side.regions(), transfers,
+                           {.onGet = [](const wire::Header&) { return true; },
+                            .onWritten = [](uint64_t, wire::AnswerStatus) {},
+                            .onPull = nullptr,
+                            .onUnpullable = nullptr,
+                            .awaitSender = [] {}});
     auto [ours, theirs] = socketPair();
     Bytes bytes =
         putFrame(part.remote(), 1024 + random() % 2000, pattern(200, stream), {kWord, stampOf(1)});

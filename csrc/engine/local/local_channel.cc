@@ -5,12 +5,21 @@
 #include <string>
 #include <utility>
 
+#include "engine/stream/wire.h"
+
 namespace mooncake {
 namespace {
 
-// A get asks whether it was cancelled after so many bytes: cancelGets() waits a few milliseconds at
+// A get asks whether it was cancelled after so many bytes: cancel() waits a few milliseconds at
 // most.
 constexpr size_t kPieceBytes = size_t(16) << 20;
+// A write asks after so many bytes, also whether the peer has shut us out; a fence waits for one
+// such piece that we pull.
+constexpr size_t kWritePieceBytes = size_t(1) << 20;
+// Of one pull before others have their turn.
+constexpr size_t kPullBytes = size_t(16) << 20;
+// Below, sending costs less than being asked to pull.
+constexpr size_t kLeastPull = size_t(64) << 10;
 
 bool isInside(uint64_t offset, uint64_t bytes, uint64_t whole) {
   return offset <= whole && bytes <= whole - offset;
@@ -21,7 +30,7 @@ bool isInside(uint64_t offset, uint64_t bytes, uint64_t whole) {
 std::shared_ptr<LocalChannel> LocalChannel::start(const char* transportName, Mapped peer, Fd socket,
                                                   const EngineId& id,
                                                   const TransportContext& context) {
-  auto channel = std::make_shared<LocalChannel>(transportName, std::move(peer));
+  auto channel = std::make_shared<LocalChannel>(transportName, std::move(peer), context);
   // The stream must not keep its owner alive. It may end before the next line has run. While we are
   // closing, the peer's answer to our goodbye is no news.
   channel->stream_ = StreamConnection::start(
@@ -32,12 +41,16 @@ std::shared_ptr<LocalChannel> LocalChannel::start(const char* transportName, Map
              const auto self = weak.lock();
              if (!self || self->closing_.load(std::memory_order_relaxed)) return;
              context.onEnded(id, self->onEnded(how));
+           },
+       .onPull =
+           [weak = channel->weak_from_this()](const PullRequest& pull) {
+             if (const auto self = weak.lock()) self->onPull(pull);
            }});
   return channel;
 }
 
-LocalChannel::LocalChannel(const char* transportName, Mapped peer)
-    : transportName_(transportName), peer_(std::move(peer)) {}
+LocalChannel::LocalChannel(const char* transportName, Mapped peer, const TransportContext& context)
+    : transportName_(transportName), peer_(std::move(peer)), context_(context) {}
 
 LocalChannel::~LocalChannel() { close(); }
 
@@ -79,7 +92,7 @@ Status LocalChannel::get(const GetRequest& request) {
   if (!isInside(request.offset, request.target.size(), request.region.bytes)) {
     return {ErrorCode::kRefused, "a get outside of the peer's region"};
   }
-  const DirectGets::Running running(gets_, request.completion);
+  const DirectTransfers::Running running(transfers_, request.completion);
   if (!running) return {ErrorCode::kAborted, "the channel is closed"};
   const ErrorCode code = readHere(request, running);
   // Still counted as running: whoever cancels waits for that, and then finds the get in the stream.
@@ -90,44 +103,139 @@ Status LocalChannel::get(const GetRequest& request) {
 }
 
 // The whole get on this thread; kUnsupported when only the peer can answer it.
-ErrorCode LocalChannel::readHere(const GetRequest& request, const DirectGets::Running& running) {
-  const std::byte* region = mapped(request.region);
-  if (!region && !peer_.reader) return ErrorCode::kUnsupported;
+ErrorCode LocalChannel::readHere(const GetRequest& request,
+                                 const DirectTransfers::Running& running) {
+  if (!mapped(request.region) && !peer_.reader) return ErrorCode::kUnsupported;
   const auto allowed = [&] { return permission(request.region.key, kRemoteRead); };
   if (const auto code = allowed(); code != ErrorCode::kOk) return code;
   for (size_t done = 0; done < request.target.size();) {
     if (running.cancelled()) return ErrorCode::kAborted;
     const auto piece =
         request.target.subspan(done, std::min(kPieceBytes, request.target.size() - done));
-    const uint64_t offset = request.offset + done;
-    if (region) {
-      std::memcpy(piece.data(), region + offset, piece.size());
-    } else if (const auto code = peer_.reader->read(request.region, offset, piece);
-               code != ErrorCode::kOk) {
-      return code;
-    }
+    const ErrorCode code = readPiece(request.region, request.offset + done, piece);
+    if (code != ErrorCode::kOk) return code;
     done += piece.size();
   }
   std::atomic_thread_fence(std::memory_order_acquire);  // first what was read, then if it counts
   return allowed();
 }
 
+ErrorCode LocalChannel::readPiece(const RemoteRegion& region, uint64_t offset,
+                                  std::span<std::byte> target) {
+  const std::byte* place = mapped(region);
+  if (!place)
+    return peer_.reader ? peer_.reader->read(region, offset, target) : ErrorCode::kUnsupported;
+  std::memcpy(target.data(), place + offset, target.size());
+  return ErrorCode::kOk;
+}
+
+Status LocalChannel::write(const WriteRequest& request) {
+  if (!isInside(request.offset, request.source.size(), request.region.bytes)) {
+    return {ErrorCode::kRefused, "a write outside of the peer's region"};
+  }
+  const DirectTransfers::Running running(transfers_, request.completion);
+  if (!running) return {ErrorCode::kAborted, "the channel is closed"};
+  if (ended_.load(std::memory_order_acquire)) return why_;
+  if (std::byte* const region = mapped(request.region)) {
+    const ErrorCode code = writeHere(request, region, running);
+    request.completion->begin();
+    request.completion->end(code);
+    return {};
+  }
+  // Still counted as running: whoever cancels waits for that, and then finds it in the stream.
+  if (!peer_.reader || request.source.size() < kLeastPull) return stream_->write(request);
+  return stream_->askToPull(request);
+}
+
+// The whole write on this thread.
+ErrorCode LocalChannel::writeHere(const WriteRequest& request, std::byte* region,
+                                  const DirectTransfers::Running& running) {
+  const auto allowed = [&] { return permission(request.region.key, kRemoteWrite); };
+  for (size_t done = 0; done < request.source.size();) {
+    if (running.cancelled()) return ErrorCode::kAborted;
+    if (const auto code = allowed(); code != ErrorCode::kOk) return code;
+    const size_t bytes = std::min(kWritePieceBytes, request.source.size() - done);
+    std::memcpy(region + request.offset + done, request.source.data() + done, bytes);
+    done += bytes;
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // first what was written, then if it counts
+  return allowed();
+}
+
+// On the loop's thread.
+void LocalChannel::onPull(const PullRequest& request) {
+  ErrorCode code = ErrorCode::kExhausted;
+  {
+    std::lock_guard lock(pullMutex_);
+    if (pulls_ < wire::kMaxTransfers) {
+      ++pulls_;
+      code = ErrorCode::kOk;
+    }
+  }
+  if (code == ErrorCode::kOk) return pull(request, 0);
+  stream_->answerPull(request.number, code);
+}
+
+// All that is left of it, in turns with others.
+void LocalChannel::pull(const PullRequest& request, uint64_t done) {
+  const bool goesOn = peer_.copyLater([weak = weak_from_this(), request, done]() mutable {
+    const auto self = weak.lock();
+    if (!self) return;
+    auto code = ErrorCode::kOk;
+    for (const uint64_t turn = done + kPullBytes; code == ErrorCode::kOk && done < turn;) {
+      const size_t bytes = std::min<uint64_t>(kWritePieceBytes, request.length - done);
+      code = self->pullPiece(request, done, bytes);
+      done += bytes;
+      if (done == request.length) break;
+    }
+    if (code == ErrorCode::kOk && done < request.length) return self->pull(request, done);
+    {
+      std::lock_guard lock(self->pullMutex_);
+      --self->pulls_;
+    }
+    self->stream_->answerPull(request.number, code);
+  });
+  if (!goesOn) stream_->answerPull(request.number, ErrorCode::kAborted);
+}
+
+// The region is opened for each piece and not held in between, as for what comes over a socket.
+ErrorCode LocalChannel::pullPiece(const PullRequest& request, uint64_t done, size_t bytes) {
+  std::lock_guard lock(pullMutex_);
+  if (refusesPulls_) return ErrorCode::kAborted;
+  const auto use = context_.regions.open(request.key, request.offset, request.length, kRemoteWrite);
+  if (!use) return ErrorCode::kRefused;
+  const auto allowed = [&] { return permission(request.source.key, kRemoteRead); };
+  if (const auto code = allowed(); code != ErrorCode::kOk) return ErrorCode::kAborted;
+  const auto code = readPiece(request.source, done, {use.data() + done, bytes});
+  if (code != ErrorCode::kOk) return code == ErrorCode::kRefused ? ErrorCode::kAborted : code;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return allowed() == ErrorCode::kOk ? ErrorCode::kOk : ErrorCode::kAborted;
+}
+
 Status LocalChannel::send(ByteView message) { return stream_->send(message); }
 
-void LocalChannel::cancelGets(const Completion* completion) {
-  gets_.cancel(completion);
-  stream_->cancelGets(completion);
+void LocalChannel::cancel(const Completion* completion) {
+  transfers_.cancel(completion);
+  stream_->cancel(completion);
 }
 
 void LocalChannel::fence() {
   peer_.ours->close();
+  refusePulls();
   stream_->fence();
+}
+
+// When this returns, no byte is pulled any more.
+void LocalChannel::refusePulls() {
+  std::lock_guard lock(pullMutex_);
+  refusesPulls_ = true;
 }
 
 void LocalChannel::close() {
   closing_.store(true, std::memory_order_relaxed);
   puts_.close();
-  gets_.close();
+  transfers_.close();
+  refusePulls();
   stream_->close();
 }
 
@@ -168,6 +276,7 @@ void LocalChannel::peerExited(const Error& why) {
     why_ = why;
     ended_.store(true, std::memory_order_release);
   }
+  refusePulls();
   stream_->close(why);
 }
 

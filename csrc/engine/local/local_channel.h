@@ -1,10 +1,12 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <mutex>
 
-#include "engine/local/direct_gets.h"
 #include "engine/local/direct_reader.h"
+#include "engine/local/direct_transfers.h"
 #include "engine/local/fence_words.h"
 #include "engine/memory/gate.h"
 #include "engine/stream/stream_connection.h"
@@ -13,7 +15,9 @@
 namespace mooncake {
 
 // A channel to an engine whose arena is mapped here. Puts are a copy into the mapping; gets are a
-// copy out of it, a direct read, or frames over the socket, in this order. The socket also says
+// copy out of it, a direct read, or frames over the socket, in this order. Writes are a copy into
+// the mapping; what lies elsewhere the peer reads directly when it is asked to, on a thread of its
+// own for that, or it is sent: nobody else writes into a program's memory. The socket also says
 // goodbye and brings the evidence of a death. The mapping outlives the peer: what it published
 // stays readable until the channel is destroyed.
 //
@@ -31,11 +35,12 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
     std::shared_ptr<FenceWords::Word> ours;  // the peer's word among ours
     pid_t process = 0;                       // 0: not visible from our pid namespace
     std::unique_ptr<DirectReader> reader;    // null: there is no such way to this peer
+    std::function<bool(std::function<void()>)> copyLater;  // on another thread; false: no more
   };
 
   static std::shared_ptr<LocalChannel> start(const char* transportName, Mapped peer, Fd socket,
                                              const EngineId& id, const TransportContext& context);
-  LocalChannel(const char* transportName, Mapped peer);
+  LocalChannel(const char* transportName, Mapped peer, const TransportContext& context);
   ~LocalChannel() override;
 
   const char* transportName() const override { return transportName_; }
@@ -47,9 +52,12 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   const std::atomic<uint32_t>* fenceWord() const override;
   void peerExited(const Error& why) override;
   Status put(const PutRequest& request) override;
+  using Channel::get;
+  using Channel::write;
   Status get(const GetRequest& request) override;
+  Status write(const WriteRequest& request) override;
   Status send(ByteView message) override;
-  void cancelGets(const Completion* completion) override;
+  void cancel(const Completion* completion) override;
   void fence() override;
   void close() override;
 
@@ -57,13 +65,24 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   Evidence onEnded(const Status& how);
   ErrorCode permission(uint64_t key, uint32_t right) const;
   std::byte* mapped(const RemoteRegion& region) const;
-  ErrorCode readHere(const GetRequest& request, const DirectGets::Running& running);
+  ErrorCode readHere(const GetRequest& request, const DirectTransfers::Running& running);
+  ErrorCode writeHere(const WriteRequest& request, std::byte* region,
+                      const DirectTransfers::Running& running);
+  ErrorCode readPiece(const RemoteRegion& region, uint64_t offset, std::span<std::byte> target);
+  void refusePulls();
+  void onPull(const PullRequest& pull);
+  void pull(const PullRequest& pull, uint64_t done);
+  ErrorCode pullPiece(const PullRequest& pull, uint64_t done, size_t bytes);
 
   const char* transportName_;
   Mapped peer_;
   std::shared_ptr<StreamConnection> stream_;
   Gate puts_;
-  DirectGets gets_;
+  DirectTransfers transfers_;
+  const TransportContext& context_;
+  std::mutex pullMutex_;  // guards the two below; held while a piece is pulled
+  bool refusesPulls_ = false;
+  size_t pulls_ = 0;  // of the peer's, under way
   std::atomic<bool> closing_{false};
   std::atomic<bool> ended_{false};
   Error why_;  // written before ended_

@@ -56,7 +56,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
                                                             .fence = offer.fence,
                                                             .ours = std::move(fence),
                                                             .process = process,
-                                                            .reader = std::move(reader)},
+                                                            .reader = std::move(reader),
+                                                            .copyLater = copier()},
                                                            std::move(socket), peer, context_);
     std::erase_if(channels_, [](const auto& weak) { return weak.expired(); });
     channels_.push_back(channel);
@@ -74,10 +75,38 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
     for (const auto& weak : channels) {
       if (const auto channel = weak.lock()) channel->close();
     }
+    std::unique_ptr<EventLoop> copies;
+    {
+      std::lock_guard lock(mutex_);
+      copies = std::move(copies_);
+    }
+    if (copies) copies->stop();
     wire_->shutdown();
   }
 
  private:
+  // What channels have copied on a thread of its own, which begins with the first copy.
+  std::function<bool(std::function<void()>)> copier() {
+    return [weak = weak_from_this()](std::function<void()> copy) {
+      const auto self = weak.lock();
+      return self && self->copyLater(std::move(copy));
+    };
+  }
+  bool copyLater(std::function<void()> copy) {
+    std::lock_guard lock(mutex_);
+    if (stopped_) return false;
+    if (!copies_) {
+      auto started = EventLoop::start("mooncake-copy");
+      if (!started.ok()) {
+        log(LogLevel::kWarning, wire_->name(), started.error().message);
+        return false;
+      }
+      copies_ = std::move(*started);
+    }
+    copies_->post(std::move(copy));
+    return true;
+  }
+
   // ---- on the loop's thread
 
   void onHandshaken(Result<Handshaken> shaken) {
@@ -115,9 +144,10 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   std::shared_ptr<HandshakeListener> listener_;
   const uint64_t mirror_;  // its offset in our arena
   const std::shared_ptr<FenceWords> fences_;
-  std::mutex mutex_;  // guards stopped_ and channels_
+  std::mutex mutex_;  // guards what follows
   bool stopped_ = false;
   std::vector<std::weak_ptr<Channel>> channels_;
+  std::unique_ptr<EventLoop> copies_;
 };
 
 // The active side: handshake, our offer right behind the proof, their offer behind the welcome.

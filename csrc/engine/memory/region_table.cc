@@ -42,11 +42,8 @@ MemoryRegion::~MemoryRegion() {
   if (table_) table_->revoke(remote_.key);
 }
 
-RegionTable::RegionTable() {
-  for (Entry& entry : entries_) entry.word.store(kClosed, std::memory_order_relaxed);
-  // Taken from the end: low entries first.
-  for (size_t i = 0; i < kCapacity; ++i) freeEntries_[i] = static_cast<uint16_t>(kCapacity - 1 - i);
-  freeCount_ = kCapacity;
+RegionTable::~RegionTable() {
+  for (auto& block : blocks_) delete block.load(std::memory_order_relaxed);
 }
 
 Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t rights) {
@@ -56,12 +53,22 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
                  "memory to register must not be null and must not wrap around"};
   }
   std::lock_guard lock(mutex_);
-  if (freeCount_ == 0) {
-    return Error{ErrorCode::kExhausted, "all " + std::to_string(kCapacity) +
-                                            " regions of this engine are in use: let go of some"};
+  if (freeEntries_.empty()) {
+    const size_t made = made_.load(std::memory_order_relaxed);
+    if (made == kCapacity) {
+      return Error{ErrorCode::kExhausted, "all " + std::to_string(kCapacity) +
+                                              " regions of this engine are in use: let go of some"};
+    }
+    blocks_[made / kBlockEntries].store(new Block, std::memory_order_release);
+    made_.store(made + kBlockEntries, std::memory_order_release);
+    freeEntries_.reserve(made + kBlockEntries);
+    // Taken from the end: low entries first.
+    for (size_t i = kBlockEntries; i > 0; --i)
+      freeEntries_.push_back(static_cast<uint32_t>(made + i - 1));
   }
-  const size_t index = freeEntries_[--freeCount_];
-  Entry& entry = entries_[index];
+  const size_t index = freeEntries_.back();
+  freeEntries_.pop_back();
+  Entry& entry = this->entry(index);
   const uint64_t generation = generationOf(entry.word.load(std::memory_order_relaxed)) + 1;
   entry.address = static_cast<std::byte*>(address);
   entry.bytes = bytes;
@@ -79,8 +86,8 @@ RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes
     return Use();
   };
   const uint64_t index = indexOf(key);
-  if (index >= kCapacity) return refuse();
-  Entry& entry = entries_[index];
+  if (index >= made_.load(std::memory_order_acquire)) return refuse();
+  Entry& entry = this->entry(index);
   uint64_t word = entry.word.load(std::memory_order_relaxed);
   do {
     if (generationOf(word) != generationOf(key) || (word & kClosed) || (word & kUsers) == kUsers) {
@@ -102,7 +109,7 @@ RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes
 
 void RegionTable::revoke(uint64_t key) {
   const size_t index = indexOf(key);
-  Entry& entry = entries_[index];
+  Entry& entry = this->entry(index);
   {
     std::lock_guard lock(mutex_);
     entry.word.fetch_or(kClosed, std::memory_order_seq_cst);
@@ -121,12 +128,12 @@ void RegionTable::revoke(uint64_t key) {
   }
   if (generationOf(key) == kLastGeneration) return;
   std::lock_guard lock(mutex_);
-  freeEntries_[freeCount_++] = static_cast<uint16_t>(index);
+  freeEntries_.push_back(static_cast<uint32_t>(index));
 }
 
 void RegionTable::release(size_t entry) {
   // Sequentially consistent: pairs with the doorbell's order.
-  const uint64_t before = entries_[entry].word.fetch_sub(1, std::memory_order_seq_cst);
+  const uint64_t before = this->entry(entry).word.fetch_sub(1, std::memory_order_seq_cst);
   if (before & kClosed) unused_.ring();
 }
 
@@ -136,9 +143,9 @@ Result<uint64_t> RegionTable::mirrorIn(Arena& arena) {
   auto block = arena.allocate(sizeof(RegionMirror));  // zeros
   if (!block.ok()) return block.error();
   mirror_ = std::move(*block);
-  for (size_t i = 0; i < kCapacity; ++i) {
-    const uint64_t word = entries_[i].word.load(std::memory_order_relaxed);
-    if (!(word & kClosed)) mirror(i, generationOf(word) << 32 | entries_[i].rights);
+  for (size_t i = 0; i < made_.load(std::memory_order_relaxed); ++i) {
+    const uint64_t word = entry(i).word.load(std::memory_order_relaxed);
+    if (!(word & kClosed)) mirror(i, generationOf(word) << 32 | entry(i).rights);
   }
   return mirror_.offset();
 }

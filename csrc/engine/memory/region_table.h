@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <vector>
 
 #include "base/result.h"
 #include "base/wait.h"
@@ -21,7 +22,9 @@ struct RemoteRegion {
   uint64_t key = 0;  // names the registration; 0 = nothing registered
 };
 
-constexpr size_t kRegionCapacity = 4096;  // of one table
+// Of one table: 64 Ki for a program's own, and some for operations. What is not used costs nothing
+// but addresses.
+constexpr size_t kRegionCapacity = (size_t(64) + 4) << 10;
 
 enum RegionRights : uint32_t { kRemoteRead = 1, kRemoteWrite = 2 };
 
@@ -69,13 +72,15 @@ class RegionMirror {
 };
 
 // The owner's side of every remote access: a request names a key and a range; the table says
-// whether that range may be touched and keeps it alive while it is. A fixed number of entries, no
-// allocation, no lock: each entry is one word, generation << 32 | closed << 31 | users.
+// whether that range may be touched and keeps it alive while it is. Entries are made in blocks,
+// when they are needed first, and never go; open() allocates nothing and takes no lock: each entry
+// is one word, generation << 32 | closed << 31 | users.
 class RegionTable {
  public:
   static constexpr size_t kCapacity = kRegionCapacity;
 
-  RegionTable();
+  RegionTable() = default;
+  ~RegionTable();
 
   // kExhausted when every entry is taken.
   Result<MemoryRegion> add(void* address, size_t bytes, uint32_t rights);
@@ -110,22 +115,28 @@ class RegionTable {
 
  private:
   friend class MemoryRegion;
+  static constexpr uint64_t kUnused = uint64_t(1) << 31;  // closed, in no generation
   struct Entry {
-    std::atomic<uint64_t> word{0};
+    std::atomic<uint64_t> word{kUnused};
     std::byte* address = nullptr;
     uint64_t bytes = 0;
     uint32_t rights = 0;
   };
+  static constexpr size_t kBlockEntries = 1024;
+  using Block = std::array<Entry, kBlockEntries>;
+  Entry& entry(size_t index) const {
+    return (*blocks_[index / kBlockEntries].load(std::memory_order_acquire))[index % kBlockEntries];
+  }
   void revoke(uint64_t key);
   void release(size_t entry);
   void mirror(size_t entry, uint64_t word);
 
-  std::array<Entry, kCapacity> entries_;
+  std::array<std::atomic<Block*>, kCapacity / kBlockEntries> blocks_{};
+  std::atomic<size_t> made_{0};  // entries in blocks
   std::atomic<uint64_t> refusals_{0};
   Doorbell unused_;   // rung when the last user of a closed entry left
   std::mutex mutex_;  // guards what follows; adding and closing entries
-  std::array<uint16_t, kCapacity> freeEntries_;
-  size_t freeCount_ = 0;
+  std::vector<uint32_t> freeEntries_;
   ArenaBlock mirror_;
 };
 

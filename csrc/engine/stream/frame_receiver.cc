@@ -9,6 +9,18 @@
 namespace mooncake {
 namespace {
 
+// Small frames come through a buffer of the thread, many in one system call. Behind the rest of a
+// large one only its end and the next header are read along: the bytes behind those belong
+// elsewhere.
+constexpr size_t kBufferBytes = size_t(64) << 10;
+constexpr size_t kBulkBytes = size_t(16) << 10;
+constexpr size_t kBehindBulk = 2 * wire::kHeaderBytes;
+
+std::span<std::byte> threadsBuffer() {
+  thread_local std::vector<std::byte> buffer(kBufferBytes);
+  return buffer;
+}
+
 Error protocolError(const char* what) { return {ErrorCode::kProtocol, what}; }
 
 std::atomic<uint64_t>& wordAt(std::byte* address) {
@@ -25,24 +37,25 @@ Result<FrameReceiver::Stop> FrameReceiver::receive(int socket, size_t budget) {
     const auto got = readSome(socket, budget - taken, drained);
     if (!got.ok()) return got.error();
     taken += *got;
-    MOONCAKE_TRY(consumeBuffer());
     if (goodbye_) return Stop::kGoodbye;
     if (drained) return Stop::kDrained;
   }
   return Stop::kBudget;
 }
 
-// One system call: the payload's rest straight into its place, what follows into the buffer. The
-// buffer holds less than a header here, and nothing at all inside a payload: consumeBuffer() sees
-// to that.
+// One system call: the payload's rest straight into its place, what follows through the buffer.
 Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained) {
   Sink sink;
   if (inFrame_) sink = openSink(std::min<uint64_t>(left_, budget));
+  std::span<std::byte> buffer = threadsBuffer();
+  std::memcpy(buffer.data(), start_.data(), kept_);  // nothing inside a payload
+  const std::span<std::byte> room =
+      buffer.subspan(kept_, isBulk_ ? kBehindBulk : kBufferBytes - kept_);
   iovec parts[2];
   size_t count = 0;
   if (sink.data) parts[count++] = {sink.data, sink.bytes};
   const bool buffers = !sink.data || sink.bytes == left_;
-  if (buffers) parts[count++] = {buffer_.data() + end_, buffer_.size() - end_};
+  if (buffers) parts[count++] = {room.data(), room.size()};
 
   msghdr message{};
   message.msg_iov = parts;
@@ -61,58 +74,89 @@ Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained)
 
   const size_t bytes = static_cast<size_t>(got);
   received_.fetch_add(bytes, std::memory_order_relaxed);
-  const size_t direct = std::min(bytes, sink.bytes);
-  if (direct > 0) {
-    left_ -= direct;
-    if (frame_.kind == wire::Kind::kPiece) gets_.received(*gets_.find(frame_.request), direct);
-  }
-  end_ += bytes - direct;
   // A call that did not fill its vectors emptied the socket; should more have come since, epoll
   // tells.
-  drained = bytes < sink.bytes + (buffers ? parts[count - 1].iov_len : 0);
+  drained = bytes < sink.bytes + (buffers ? room.size() : 0);
+  const size_t direct = std::min(bytes, sink.bytes);
+  if (direct > 0) took(direct);
+  sink.use = {};
+  MOONCAKE_TRY(consume(buffer.first(kept_ + bytes - direct)));
   return bytes;
 }
 
-Status FrameReceiver::consumeBuffer() {
+// Of the frame's payload.
+void FrameReceiver::took(uint64_t bytes) {
+  left_ -= bytes;
+  if (frame_.kind == wire::Kind::kPiece)
+    transfers_.received(*transfers_.find(frame_.request), bytes);
+}
+
+// All of it but the beginning of a header.
+Status FrameReceiver::consume(ByteView bytes) {
+  kept_ = 0;
   for (;;) {
     if (!inFrame_) {
-      if (buffered() < wire::kHeaderBytes) break;
-      MOONCAKE_TRY(beginFrame());
+      if (bytes.size() < wire::kHeaderBytes) break;
+      MOONCAKE_TRY(beginFrame(bytes.first(wire::kHeaderBytes)));
+      bytes = bytes.subspan(wire::kHeaderBytes);
     }
-    while (left_ > 0 && buffered() > 0) {
-      const Sink sink = openSink(std::min<uint64_t>(left_, buffered()));
-      if (sink.data) std::memcpy(sink.data, buffer_.data() + begin_, sink.bytes);
-      const size_t taken = sink.data ? sink.bytes : std::min<uint64_t>(left_, buffered());
-      begin_ += taken;
-      left_ -= taken;
-      if (frame_.kind == wire::Kind::kPiece) gets_.received(*gets_.find(frame_.request), taken);
+    while (left_ > 0 && !bytes.empty()) {
+      const Sink sink = openSink(std::min<uint64_t>(left_, bytes.size()));
+      const size_t taken = sink.data ? sink.bytes : std::min<uint64_t>(left_, bytes.size());
+      if (sink.data) std::memcpy(sink.data, bytes.data(), taken);
+      bytes = bytes.subspan(taken);
+      took(taken);
     }
-    if (left_ > 0) break;
+    if (left_ > 0) return {};
     MOONCAKE_TRY(endFrame());
-    if (goodbye_) break;
+    if (goodbye_) return {};
   }
-  std::memmove(buffer_.data(), buffer_.data() + begin_, buffered());
-  end_ -= begin_;
-  begin_ = 0;
+  std::copy(bytes.begin(), bytes.end(), start_.begin());
+  kept_ = bytes.size();
   return {};
 }
 
-Status FrameReceiver::beginFrame() {
-  const auto header = wire::decode({buffer_.data() + begin_, wire::kHeaderBytes});
+Status FrameReceiver::beginFrame(ByteView bytes) {
+  const auto header = wire::decode(bytes);
   if (!header.ok()) return header.error();
-  begin_ += wire::kHeaderBytes;
   frame_ = *header;
   inFrame_ = true;
-  dropped_ = refusesPuts_ && frame_.kind == wire::Kind::kPut;
-  const bool hasPayload = frame_.kind != wire::Kind::kGet && frame_.kind != wire::Kind::kAnswer;
-  left_ = hasPayload ? frame_.length : 0;
+  dropped_ = refusesWrites_ && frame_.kind == wire::Kind::kPut;
+  left_ = wire::hasPayload(frame_.kind) ? frame_.length : 0;
+  if (left_ > 0) isBulk_ = left_ >= kBulkBytes;
   if (frame_.kind == wire::Kind::kMessage) arriving_.resize(frame_.length);
-  if (frame_.kind == wire::Kind::kPiece) {
-    const GetTable::Get* get = gets_.find(frame_.request);
-    if (!get) return protocolError("an answer came that nobody asked for");
-    if (frame_.offset != get->received || frame_.length > get->bytes - get->received) {
-      return protocolError("an answer's piece does not fit");
+  if (frame_.kind == wire::Kind::kPiece) return beginPiece();
+  if (frame_.kind == wire::Kind::kWrite) return beginWrite();
+  return {};
+}
+
+Status FrameReceiver::beginPiece() {
+  const TransferTable::Transfer* get = transfers_.find(frame_.request);
+  if (!get || get->isWrite) return protocolError("an answer came that nobody asked for");
+  if (frame_.offset != get->received || frame_.length > get->bytes - get->received) {
+    return protocolError("an answer's piece does not fit");
+  }
+  return {};
+}
+
+Status FrameReceiver::beginWrite() {
+  const uint64_t position = frame_.signalOffset, whole = frame_.stamp;
+  if (!isWriting_) {
+    if (position != 0) return protocolError("a write came without its beginning");
+    isWriting_ = true;
+    write_ = frame_;
+    written_ = 0;
+    writeStatus_ = refusesWrites_ ? wire::AnswerStatus::kAborted : wire::AnswerStatus::kOk;
+    // The whole range first: a write that leaves the region changes nothing, not even inside.
+    if (!refusesWrites_ && frame_.status == wire::AnswerStatus::kOk &&
+        !regions_.open(frame_.key, frame_.offset, whole, kRemoteWrite)) {
+      refuse("write");
     }
+    return {};
+  }
+  if (frame_.request != write_.request || frame_.key != write_.key ||
+      frame_.offset != write_.offset || whole != write_.stamp || position != written_) {
+    return protocolError("a write's piece does not fit");
   }
   return {};
 }
@@ -120,16 +164,26 @@ Status FrameReceiver::beginFrame() {
 FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
   if (dropped_ || left_ == 0) return {};
   if (frame_.kind == wire::Kind::kPiece) {
-    const GetTable::Get* get = gets_.find(frame_.request);
+    const TransferTable::Transfer* get = transfers_.find(frame_.request);
     if (!get->completion) return {};  // cancelled
     return {get->target + get->received, room, {}};
   }
   if (frame_.kind == wire::Kind::kMessage) {
     return {arriving_.data() + (frame_.length - left_), room, {}};
   }
+  if (frame_.kind == wire::Kind::kWrite) {
+    if (writeStatus_ != wire::AnswerStatus::kOk) return {};
+    RegionTable::Use use = regions_.open(write_.key, write_.offset, write_.stamp, kRemoteWrite);
+    if (!use) {
+      refuse("write");
+      return {};
+    }
+    std::byte* data = use.data() + written_ + (frame_.length - left_);
+    return {data, room, std::move(use)};
+  }
   const RegionTable::Use signal = regions_.open(frame_.key, frame_.signalOffset, 8, kRemoteWrite);
   if (!signal || !isAligned(signal.data())) {
-    refuse();
+    refuse("put");
     return {};
   }
   if (!canStamp(wordAt(signal.data()), frame_.stamp)) {
@@ -140,7 +194,7 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
   // The whole range first: a put that leaves the region writes nothing, not even the part inside.
   RegionTable::Use use = regions_.open(frame_.key, frame_.offset, frame_.length, kRemoteWrite);
   if (!use || frame_.offset < sizeof(Doorbell)) {
-    refuse();
+    refuse("put");
     return {};
   }
   std::byte* data = use.data() + position;
@@ -154,7 +208,7 @@ Status FrameReceiver::endFrame() {
       if (dropped_) return {};
       const RegionTable::Use use = regions_.open(frame_.key, frame_.signalOffset, 8, kRemoteWrite);
       if (!use || !isAligned(use.data())) {
-        refuse();
+        refuse("put");
         return {};
       }
       if (tryStamp(wordAt(use.data()), frame_.stamp))
@@ -162,21 +216,19 @@ Status FrameReceiver::endFrame() {
       return {};
     }
     case wire::Kind::kGet:
-      if (!onGet_(frame_)) return protocolError("the peer has too many gets under way");
+      if (!events_.onGet(frame_)) return protocolError("the peer has too many gets under way");
       return {};
     case wire::Kind::kPiece:
       return {};
-    case wire::Kind::kAnswer: {
-      const GetTable::Get* get = gets_.find(frame_.request);
-      if (!get) return protocolError("an answer came that nobody asked for");
-      const bool ok = frame_.status == wire::AnswerStatus::kOk;
-      if (ok && get->received != get->bytes) return protocolError("an answer ended too early");
-      const bool aborted = frame_.status == wire::AnswerStatus::kAborted;
-      gets_.finish(frame_.request, ok        ? ErrorCode::kOk
-                                   : aborted ? ErrorCode::kAborted
-                                             : ErrorCode::kRefused);
+    case wire::Kind::kAnswer:
+      return endAnswer();
+    case wire::Kind::kWrite:
+      endWrite();
       return {};
-    }
+    case wire::Kind::kPull:
+      if (!events_.onPull || !events_.onPull(frame_))
+        return protocolError("the peer asked for a pull over a wire that has none");
+      return {};
     case wire::Kind::kMessage:
       messages_.push_back(std::exchange(arriving_, {}));
       return {};
@@ -192,11 +244,49 @@ Status FrameReceiver::endFrame() {
   return {};
 }
 
-void FrameReceiver::refuse() {
+Status FrameReceiver::endAnswer() {
+  const TransferTable::Transfer* transfer = transfers_.find(frame_.request);
+  if (transfer && !transfers_.isAnswerable(*transfer)) events_.awaitSender();
+  if (!transfer || !transfers_.isAnswerable(*transfer))
+    return protocolError("an answer came that nobody asked for");
+  switch (frame_.status) {
+    case wire::AnswerStatus::kOk:
+      if (!transfer->isWrite && transfer->received != transfer->bytes)
+        return protocolError("an answer ended too early");
+      transfers_.finish(frame_.request, ErrorCode::kOk);
+      return {};
+    case wire::AnswerStatus::kRefused:
+      transfers_.finish(frame_.request, ErrorCode::kRefused);
+      return {};
+    case wire::AnswerStatus::kAborted:
+      transfers_.finish(frame_.request, ErrorCode::kAborted);
+      return {};
+    case wire::AnswerStatus::kUnsupported:
+      if (!transfer->isWrite || !events_.onUnpullable)
+        return protocolError("an answer came that nobody asked for");
+      events_.onUnpullable(frame_.request);
+      return {};
+  }
+  return {};
+}
+
+void FrameReceiver::endWrite() {
+  written_ += frame_.length;
+  const bool isGivenUp = frame_.status == wire::AnswerStatus::kAborted;
+  if (!isGivenUp && written_ < write_.stamp) return;
+  if (isGivenUp && writeStatus_ == wire::AnswerStatus::kOk)
+    writeStatus_ = wire::AnswerStatus::kAborted;
+  isWriting_ = false;
+  events_.onWritten(write_.request, writeStatus_);
+}
+
+void FrameReceiver::refuse(const char* what) {
   dropped_ = true;
+  if (frame_.kind == wire::Kind::kWrite) writeStatus_ = wire::AnswerStatus::kRefused;
   if (std::exchange(loggedRefusal_, true)) return;
-  log(LogLevel::kWarning, "stream", "a put outside of the registered regions was refused: key ",
-      frame_.key, ", offset ", frame_.offset, ", ", frame_.length,
+  log(LogLevel::kWarning, "stream", "a ", what,
+      " outside of the registered regions was refused: key ", frame_.key, ", offset ",
+      frame_.offset, ", ", frame_.kind == wire::Kind::kWrite ? frame_.stamp : frame_.length,
       " bytes; further ones on this connection are only counted");
 }
 

@@ -5,8 +5,7 @@
 #include <vector>
 
 #include "engine/memory/region_table.h"
-#include "engine/stream/get_table.h"
-#include "engine/stream/send_queue.h"
+#include "engine/stream/transfer_table.h"
 #include "engine/stream/wire.h"
 
 namespace mooncake {
@@ -18,26 +17,35 @@ namespace mooncake {
 // revoked while a put arrives takes no further byte; the put's rest is read and dropped.
 class FrameReceiver {
  public:
-  // What a GET is handed to; false: the peer asks for more than it may.
-  using OnGet = std::function<bool(const wire::Header&)>;
+  // Under the receive lock.
+  struct Events {
+    std::function<bool(const wire::Header& get)> onGet;  // false: the peer asks for too much
+    // A write of the peer's has come to its end.
+    std::function<void(uint64_t request, wire::AnswerStatus how)> onWritten;
+    std::function<bool(const wire::Header& pull)> onPull;  // false: not over this wire
+    std::function<void(uint64_t request)> onUnpullable;    // of ours: it must be sent
+    // Returns when whoever was sending has noted what has left: an answer may be faster.
+    std::function<void()> awaitSender;
+  };
 
-  FrameReceiver(RegionTable& regions, GetTable& gets, OnGet onGet)
-      : regions_(regions), gets_(gets), onGet_(std::move(onGet)) {}
+  FrameReceiver(RegionTable& regions, TransferTable& transfers, Events events)
+      : regions_(regions), transfers_(transfers), events_(std::move(events)) {}
 
   enum class Stop { kDrained, kBudget, kGoodbye };
   // The messages that have arrived since the last call.
   std::vector<Bytes> takeMessages() { return std::exchange(messages_, {}); }
   // Whether the peer has asked for more connections since the last call.
   bool takeLanesWanted() { return std::exchange(lanesWanted_, false); }
-  // No put is written any more, not even the rest of one that has begun.
-  void refusePuts() {
-    refusesPuts_ = true;
+  // No put and no write changes anything any more, not even the rest of one that has begun.
+  void refuseWrites() {
+    refusesWrites_ = true;
     if (inFrame_ && frame_.kind == wire::Kind::kPut) dropped_ = true;
+    if (isWriting_) writeStatus_ = wire::AnswerStatus::kAborted;
   }
   // The connection is another one: what has come of a frame goes, what is refused stays refused.
   void restart() {
-    begin_ = end_ = 0;
-    inFrame_ = dropped_ = goodbye_ = lanesWanted_ = false;
+    kept_ = 0;
+    inFrame_ = dropped_ = goodbye_ = lanesWanted_ = isWriting_ = false;
     left_ = 0;
     arriving_.clear();
     messages_.clear();
@@ -57,21 +65,25 @@ class FrameReceiver {
   };
   Sink openSink(size_t room);
 
-  size_t buffered() const { return end_ - begin_; }
-  Status consumeBuffer();
-  Status beginFrame();
+  Status consume(ByteView bytes);
+  Status beginFrame(ByteView header);
+  Status beginPiece();
+  Status beginWrite();
   Status endFrame();
-  void refuse();
+  Status endAnswer();
+  void endWrite();
+  void took(uint64_t bytes);
+  void refuse(const char* what);
   Result<size_t> readSome(int socket, size_t budget, bool& drained);
 
   RegionTable& regions_;
-  GetTable& gets_;
-  OnGet onGet_;
+  TransferTable& transfers_;
+  const Events events_;
 
-  // Headers and small payloads come through here, so a small frame costs one system call.
-  std::array<std::byte, 8192> buffer_;
-  size_t begin_ = 0;
-  size_t end_ = 0;
+  // The beginning of a header that has not come whole.
+  wire::HeaderBytes start_;
+  size_t kept_ = 0;
+  bool isBulk_ = false;  // what came last was large
 
   wire::Header frame_;
   bool inFrame_ = false;
@@ -79,7 +91,12 @@ class FrameReceiver {
   bool dropped_ = false;  // the frame's payload has nowhere to go (any more)
   Bytes arriving_;        // the message whose frame this is
   std::vector<Bytes> messages_;
-  bool refusesPuts_ = false;
+  bool refusesWrites_ = false;
+  // The peer's write that is under way: its first header, and what has come of it.
+  bool isWriting_ = false;
+  wire::Header write_;
+  uint64_t written_ = 0;
+  wire::AnswerStatus writeStatus_ = wire::AnswerStatus::kOk;
   std::atomic<uint64_t> received_{0};
   bool goodbye_ = false;
   bool lanesWanted_ = false;

@@ -22,7 +22,7 @@ constexpr uint16_t kVersion = 1;
 constexpr size_t kHeadBytes = 8;
 
 enum class Kind : uint16_t { kHello = 1, kChallenge, kProof, kWelcome, kRefused };
-enum class Reason : uint16_t { kVersion = 1, kEngine, kKey };
+enum class Reason : uint16_t { kVersion = 1, kEngine, kKey, kCrossed };
 
 struct Hello {
   uint16_t lane;
@@ -124,6 +124,8 @@ Error refusal(Reason reason) {
               "attempt"};
     case Reason::kKey:
       return {ErrorCode::kRefused, "the peer refused: it has another job key"};
+    case Reason::kCrossed:
+      return {ErrorCode::kInterrupted, "the peer has called us, or still sees its last channel"};
   }
   return {ErrorCode::kRefused, "the peer refused for an unknown reason"};
 }
@@ -240,6 +242,8 @@ Status Accept::takeHello() {
 Status Accept::takeProof() {
   const Mac expected = macOf(context_, "connector", helloBytes_, challenge_);
   if (!Crypto::equal(expected, ByteView(message_).subspan(kHeadBytes))) return refuse(Reason::kKey);
+  if (hello_.lane == 0 && context_.admits && !context_.admits(hello_.connector))
+    return refuse(Reason::kCrossed);
   return sendMessage(socket_.get(), mooncake::begin(Kind::kWelcome).take());
 }
 
@@ -252,6 +256,8 @@ Status Accept::refuse(Reason reason) {
       return {ErrorCode::kRefused, "refused a peer that speaks another version"};
     case Reason::kEngine:
       return {ErrorCode::kRefused, "refused a peer that looks for another engine"};
+    case Reason::kCrossed:
+      return {ErrorCode::kInterrupted, "a call crossed another one"};
     case Reason::kKey:
       break;
   }

@@ -43,7 +43,8 @@ class HandshakeConnector {
   HandshakeConnector(Fd socket, const TransportContext& context, Options options);
 
   // Answers what has come, never waits. True: take() it. Errors are final; kRefused: wrong key,
-  // wrong engine, wrong version; kTimeout: the deadline has passed.
+  // wrong engine, wrong version; kInterrupted: the peer is about to call us by itself, or does not
+  // know yet that the last channel has ended; kTimeout: the deadline has passed.
   Result<bool> advance();
   int socket() const { return socket_.get(); }
   Handshaken take();

@@ -8,6 +8,11 @@ namespace mooncake {
 namespace {
 
 constexpr size_t kMaxGather = 16;
+// Of transfers in one system call: so many pieces, and no further one behind so many bytes.
+constexpr size_t kMaxPieces = 64;
+constexpr size_t kMaxCallBytes = size_t(1) << 20;
+// Small frames that wait share memory up to so much.
+constexpr size_t kSharedFrameBytes = 4096;
 constexpr std::array<std::byte, 4096> kZeros{};
 
 iovec vectorOf(const std::byte* data, size_t bytes) {
@@ -56,27 +61,66 @@ Status SendQueue::send(int socket, const wire::Header& header, ByteView payload)
   return {};
 }
 
+void SendQueue::add(const wire::Header& header) {
+  const wire::HeaderBytes head = wire::encode(header);
+  frameBytes_ += head.size();
+  if (!frames_.empty()) {
+    Bytes& last = frames_[frames_.size() - 1].bytes;
+    if (last.size() + head.size() <= kSharedFrameBytes) {
+      last.insert(last.end(), head.begin(), head.end());
+      return;
+    }
+  }
+  frames_.push({.bytes = Bytes(head.begin(), head.end())});
+}
+
 bool SendQueue::answer(const wire::Header& get) {
-  if (answers_.size() == wire::kMaxGets) return false;
+  if (answers_ == wire::kMaxTransfers) return false;
   auto status = wire::AnswerStatus::kOk;
   if (abortsAnswers_) {
     status = wire::AnswerStatus::kAborted;
   } else if (!regions_.open(get.key, get.offset, get.length, kRemoteRead)) {
     status = wire::AnswerStatus::kRefused;
   }
-  answers_.push({get.request, get.key, get.offset, get.length, 0, status});
+  ++answers_;
+  jobs_.push({.request = get.request,
+              .key = get.key,
+              .offset = get.offset,
+              .length = get.length,
+              .status = status});
   return true;
+}
+
+void SendQueue::write(uint64_t number, const WriteRequest& request) {
+  jobs_.push({.isWrite = true,
+              .request = number,
+              .key = request.region.key,
+              .offset = request.offset,
+              .length = request.source.size(),
+              .source = request.source.data(),
+              .completion = request.completion});
 }
 
 void SendQueue::abortAnswers() {
   abortsAnswers_ = true;
-  for (size_t i = 0; i < answers_.size(); ++i) answers_[i].status = wire::AnswerStatus::kAborted;
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    if (!jobs_[i].isWrite) jobs_[i].status = wire::AnswerStatus::kAborted;
+  }
+}
+
+void SendQueue::cancelWrites(const Completion* completion) {
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    Job& job = jobs_[i];
+    if (!job.isWrite || (completion && job.completion != completion)) continue;
+    job.status = wire::AnswerStatus::kAborted;
+    job.source = nullptr;
+  }
 }
 
 Result<size_t> SendQueue::sendSome(int socket) {
   // A half-sent frame that waits in frames_ implies !piece_: both cannot be under way.
   if (!piece_ && !frames_.empty()) return sendFrames(socket);
-  if (!answers_.empty()) return sendAnswers(socket);
+  if (!jobs_.empty()) return sendJobs(socket);
   return size_t(0);
 }
 
@@ -100,80 +144,118 @@ Result<size_t> SendQueue::sendFrames(int socket) {
   return written;
 }
 
-Result<size_t> SendQueue::sendAnswers(int socket) {
-  Answer& answer = answers_.front();
-  if (!piece_) beginPiece(answer);
-  Piece& piece = *piece_;
-
-  RegionTable::Use use;
-  if (piece.left > 0 && answer.status == wire::AnswerStatus::kOk) {
-    use = regions_.open(answer.key, answer.offset + piece.position, piece.left, kRemoteRead);
-    // Revoked half way: the piece is filled up, the status says the rest.
-    if (!use) answer.status = wire::AnswerStatus::kRefused;
+Result<size_t> SendQueue::sendJobs(int socket) {
+  std::array<Planned, kMaxPieces> plan;
+  std::array<iovec, 2 * kMaxPieces> parts;
+  size_t pieces = 0, count = 0, bytes = 0;
+  uint64_t begun = jobs_.front().begun;
+  for (size_t j = 0; j < jobs_.size() && pieces < kMaxPieces && bytes < kMaxCallBytes;) {
+    Job& job = jobs_[j];
+    Planned& planned = plan[pieces];
+    const bool goesOn = pieces == 0 && piece_;
+    planned.piece = goesOn ? *piece_ : pieceOf(job, begun);
+    const std::byte* payload = payloadOf(job, planned);
+    if (!goesOn && job.status != wire::AnswerStatus::kOk) {  // since a moment ago, perhaps
+      planned.piece = pieceOf(job, begun);
+      planned.payload = 0;
+    }
+    const Piece& piece = planned.piece;
+    if (piece.headerSent < wire::kHeaderBytes) {
+      parts[count++] =
+          vectorOf(piece.header.data() + piece.headerSent, wire::kHeaderBytes - piece.headerSent);
+    }
+    if (planned.payload > 0) parts[count++] = vectorOf(payload, planned.payload);
+    bytes += wire::kHeaderBytes + planned.payload;
+    ++pieces;
+    if (planned.payload < piece.left) break;  // it is filled up, which takes its time
+    begun = piece.position + piece.left;
+    if (piece.last) {
+      ++j;
+      begun = 0;  // jobs behind the first one have not begun
+    }
   }
-  iovec parts[3];
-  size_t count = 0;
-  if (piece.headerSent < wire::kHeaderBytes) {
-    parts[count++] =
-        vectorOf(piece.header.data() + piece.headerSent, wire::kHeaderBytes - piece.headerSent);
-  }
-  const size_t payload = use ? piece.left : std::min<uint64_t>(piece.left, kZeros.size());
-  if (payload > 0) parts[count++] = vectorOf(use ? use.data() : kZeros.data(), payload);
-  const Piece end = endOf(answer);
-  const bool endsHere = !piece.last && payload == piece.left &&
-                        (answer.begun == answer.length || answer.status != wire::AnswerStatus::kOk);
-  if (endsHere) parts[count++] = vectorOf(end.header.data(), end.header.size());
-
-  const auto written = writeSome(socket, parts, count);
-  if (!written.ok()) return written;
-  const size_t left = *written;
-  const size_t ofHeader = std::min(left, wire::kHeaderBytes - piece.headerSent);
-  const size_t ofPayload = std::min(left - ofHeader, payload);
-  const size_t ofEnd = left - ofHeader - ofPayload;
-  piece.headerSent += ofHeader;
-  piece.position += ofPayload;
-  piece.left -= ofPayload;
-  if (ofEnd > 0) {
-    piece = end;
-    piece.headerSent = ofEnd;
-  }
-  if (piece.headerSent == 0) {  // nothing of it left: a put may still overtake
-    if (!piece.last) answer.begun = piece.position;
-    piece_.reset();
-  } else if (piece.headerSent == wire::kHeaderBytes && piece.left == 0) {
-    const bool done = piece.last;
-    piece_.reset();
-    if (done) answers_.pop();
-  }
+  const auto written = writeSome(socket, parts.data(), count);
+  if (written.ok()) commit({plan.data(), pieces}, *written);
   return written;
 }
 
-void SendQueue::beginPiece(Answer& answer) {
-  if (answer.status != wire::AnswerStatus::kOk || answer.begun == answer.length) {
-    piece_ = endOf(answer);
-    return;
+// Where the piece's bytes are, as long as the plan lives; sets how many.
+const std::byte* SendQueue::payloadOf(Job& job, Planned& planned) {
+  const Piece& piece = planned.piece;
+  planned.payload = piece.left;
+  if (piece.left == 0) return nullptr;
+  if (job.status == wire::AnswerStatus::kOk) {
+    if (job.isWrite) return job.source + piece.position;
+    planned.use = regions_.open(job.key, job.offset + piece.position, piece.left, kRemoteRead);
+    if (planned.use) return planned.use.data();
+    // Revoked half way: the piece is filled up, the status says the rest.
+    job.status = wire::AnswerStatus::kRefused;
   }
-  wire::Header header;
-  header.kind = wire::Kind::kPiece;
-  header.request = answer.request;
-  header.offset = answer.begun;
-  header.length = std::min(answer.length - answer.begun, wire::kMaxPieceBytes);
-  piece_ = Piece{wire::encode(header), 0, answer.begun, header.length, false};
-  answer.begun += header.length;
+  planned.payload = std::min<uint64_t>(piece.left, kZeros.size());
+  return kZeros.data();
 }
 
-SendQueue::Piece SendQueue::endOf(const Answer& answer) const {
+// What has been sent of the plan, whose pieces are those of the first jobs, one after the other.
+void SendQueue::commit(std::span<Planned> plan, size_t sent) {
+  piece_.reset();
+  for (Planned& planned : plan) {
+    Piece& piece = planned.piece;
+    const size_t ofHeader = std::min(sent, wire::kHeaderBytes - piece.headerSent);
+    const size_t ofPayload = std::min<uint64_t>(sent - ofHeader, planned.payload);
+    sent -= ofHeader + ofPayload;
+    piece.headerSent += ofHeader;
+    if (piece.headerSent == 0) return;  // nothing of it left: a put may still overtake
+    piece.position += ofPayload;
+    piece.left -= ofPayload;
+    jobs_.front().begun = piece.position + piece.left;
+    if (piece.headerSent < wire::kHeaderBytes || piece.left > 0) {
+      piece_ = piece;
+      return;
+    }
+    if (piece.last) endJob();
+  }
+}
+
+void SendQueue::endJob() {
+  const Job& job = jobs_.front();
+  if (job.isWrite) {
+    transfers_.hasLeft(job.request);
+  } else {
+    --answers_;
+  }
+  jobs_.pop();
+}
+
+SendQueue::Piece SendQueue::pieceOf(const Job& job, uint64_t begun) const {
+  const bool ok = job.status == wire::AnswerStatus::kOk;
+  const uint64_t bytes = ok ? std::min(job.length - begun, wire::kMaxPieceBytes) : 0;
   wire::Header header;
-  header.kind = wire::Kind::kAnswer;
-  header.request = answer.request;
-  header.status = answer.status;
-  return Piece{wire::encode(header), 0, 0, 0, true};
+  header.request = job.request;
+  if (job.isWrite) {
+    header.kind = wire::Kind::kWrite;
+    header.status = job.status;
+    header.key = job.key;
+    header.offset = job.offset;
+    header.length = bytes;
+    header.signalOffset = begun;
+    header.stamp = job.length;
+  } else if (bytes > 0) {
+    header.kind = wire::Kind::kPiece;
+    header.offset = begun;
+    header.length = bytes;
+  } else {
+    header.kind = wire::Kind::kAnswer;
+    header.status = job.status;
+  }
+  const bool last = job.isWrite ? !ok || begun + bytes == job.length : bytes == 0;
+  return {wire::encode(header), 0, begun, bytes, last};
 }
 
 void SendQueue::clear() {
   frames_.clear();
   frameBytes_ = 0;
-  answers_.clear();
+  jobs_.clear();
+  answers_ = 0;
   piece_.reset();
 }
 

@@ -1,38 +1,50 @@
 #pragma once
 
+#include <array>
 #include <optional>
+#include <span>
 
 #include "engine/memory/region_table.h"
 #include "engine/stream/ring.h"
+#include "engine/stream/transfer_table.h"
 #include "engine/stream/wire.h"
 
 namespace mooncake {
 
-// What one connection has yet to send, in two classes: frames (puts, requests, goodbye) overtake
-// answers that have not begun their next piece. Not thread-safe: the connection's send lock guards
-// it.
+// What one connection has yet to send, in two classes: frames (puts, requests, answers to writes,
+// goodbye) overtake transfers (answers to gets, and our writes) that have not begun their next
+// piece. What waits goes out many frames at a time. Not thread-safe: the connection's send lock
+// guards it.
 //
 // Answers point into registered memory. The region is opened anew for each system call and not held
-// in between: a peer that does not read must not keep this rank from giving its memory back.
+// in between: a peer that does not read must not keep this rank from giving its memory back. Writes
+// point into memory of the caller's, until they have left or were cancelled.
 class SendQueue {
  public:
   static constexpr size_t kMaxQueuedBytes = size_t(256) << 20;
 
-  explicit SendQueue(RegionTable& regions) : regions_(regions) {}
+  SendQueue(RegionTable& regions, TransferTable& transfers)
+      : regions_(regions), transfers_(transfers) {}
 
   // Sends a frame now as far as the socket takes it; the rest is copied and waits. kExhausted, with
   // nothing sent, when too much waits already; kPeerLost when the socket is broken.
   Status send(int socket, const wire::Header& header, ByteView payload);
+  // A frame without payload, to leave with the next sendSome().
+  void add(const wire::Header& header);
 
   // An answer to the peer's GET. False when it has more gets under way than the protocol allows.
   bool answer(const wire::Header& get);
+  // A write of ours, which is in the table under that number.
+  void write(uint64_t number, const WriteRequest& request);
   // All answers from now on, also those under way, end with kAborted and touch no memory.
   void abortAnswers();
+  // The sources of those writes are not read any more; null: of all. The peer is told.
+  void cancelWrites(const Completion* completion);
 
   // One system call's worth of what waits. Returns the bytes sent; 0: the socket is full or nothing
   // waits.
   Result<size_t> sendSome(int socket);
-  bool empty() const { return frames_.empty() && answers_.empty(); }
+  bool empty() const { return frames_.empty() && jobs_.empty(); }
   // Whether the peer stands between two frames, so that a new one could begin.
   bool betweenFrames() const { return frames_.empty() && !piece_; }
   void clear();
@@ -42,33 +54,46 @@ class SendQueue {
     Bytes bytes;
     size_t sent = 0;
   };
-  struct Answer {
+  // An answer or a write: all its pieces and what stands behind them.
+  struct Job {
+    bool isWrite = false;
     uint64_t request = 0;
     uint64_t key = 0;
     uint64_t offset = 0;  // in the region
     uint64_t length = 0;
     uint64_t begun = 0;                                   // bytes in pieces that have been begun
-    wire::AnswerStatus status = wire::AnswerStatus::kOk;  // else its pieces are filled up
+    wire::AnswerStatus status = wire::AnswerStatus::kOk;  // else its piece is filled up
+    const std::byte* source = nullptr;                    // of a write
+    const Completion* completion = nullptr;
   };
-  // The frame of the first answer that is under way.
   struct Piece {
     wire::HeaderBytes header;
     size_t headerSent = 0;
-    uint64_t position = 0;  // of the next byte, in the answer
+    uint64_t position = 0;  // of the next byte, in the job
     uint64_t left = 0;      // bytes of payload
-    bool last = false;      // the ANSWER frame
+    bool last = false;      // the job ends with it
+  };
+  // What one system call sends of a piece.
+  struct Planned {
+    Piece piece;
+    uint64_t payload = 0;
+    RegionTable::Use use;
   };
 
   Result<size_t> sendFrames(int socket);
-  Result<size_t> sendAnswers(int socket);
-  void beginPiece(Answer& answer);
-  Piece endOf(const Answer& answer) const;
+  Result<size_t> sendJobs(int socket);
+  const std::byte* payloadOf(Job& job, Planned& planned);
+  Piece pieceOf(const Job& job, uint64_t begun) const;
+  void commit(std::span<Planned> plan, size_t sent);
+  void endJob();
 
   RegionTable& regions_;
+  TransferTable& transfers_;
   Ring<Frame> frames_;
   size_t frameBytes_ = 0;  // that wait in frames_
-  Ring<Answer> answers_;
-  std::optional<Piece> piece_;
+  Ring<Job> jobs_;
+  size_t answers_ = 0;          // of them
+  std::optional<Piece> piece_;  // of the first job, when some of it has been sent
   bool abortsAnswers_ = false;
 };
 

@@ -5,56 +5,71 @@
 #include <sys/socket.h>
 
 #include "engine/stream/frame_receiver.h"
-#include "engine/stream/get_table.h"
 #include "engine/stream/send_queue.h"
+#include "engine/stream/transfer_table.h"
 
 namespace mooncake {
 namespace {
 
 // What one connection may do per event before the others on the loop have their turn.
 constexpr size_t kBytesPerEvent = size_t(1) << 20;
+// What a caller sends by itself before it leaves the rest to the loop: it may have other lanes to
+// fill.
+constexpr size_t kBytesPerCall = size_t(256) << 10;
 
-// Locks, always taken in this order: receiveMutex_, sendMutex_, the GetTable's own. No callback
-// runs under one.
+// Locks, always taken in this order: receiveMutex_, sendMutex_, the TransferTable's own. No
+// callback runs under one.
 class Connection final : public StreamConnection {
  public:
   Connection(Fd socket, EventLoop& loop, RegionTable& regions, Events events)
       : loop_(loop),
         socket_(std::move(socket)),
-        queue_(regions),
-        receiver_(regions, gets_, [this](const wire::Header& get) { return enqueueAnswer(get); }),
-        events_(std::move(events)) {}
-  ~Connection() override { gets_.cancelAll(ErrorCode::kAborted); }
+        regions_(regions),
+        queue_(regions, transfers_),
+        events_(std::move(events)),
+        receiver_(regions, transfers_, receiving()) {}
+  ~Connection() override { transfers_.cancelAll(ErrorCode::kAborted); }
 
   void begin();
   Status put(const PutRequest& request) override;
-  Status get(const GetRequest& request) override;
+  Status get(std::span<const GetRequest> requests) override;
+  Status write(std::span<const WriteRequest> requests) override;
+  Status askToPull(const WriteRequest& request) override;
+  void answerPull(uint64_t number, ErrorCode how) override;
   Status send(ByteView message) override;
-  void cancelGets(const Completion* completion) override;
+  void cancel(const Completion* completion) override;
   void close(const Error& why) override;
   void reconnect(Fd socket) override;
   void fence() override;
   uint64_t lifeSigns() const override { return receiver_.receivedBytes(); }
   void beat() override;
   void askForLanes() override;
-  size_t unansweredBytes() const override { return gets_.unansweredBytes(); }
+  size_t unansweredBytes() const override { return transfers_.unansweredBytes(); }
 
  private:
   void listen();
   void onEvents();
-  bool enqueueAnswer(const wire::Header& get);
+  FrameReceiver::Events receiving();
+  void answer(uint64_t request, wire::AnswerStatus how);
+  void sendPulled(uint64_t request);
+  Status usable() const;
+  template <typename Request, typename Begin>
+  Status beginAll(std::span<const Request> requests, Begin&& begin);
+  void flush();
   void sendWaiting();
   void watchForRoom();
   void sendFailed(const Error& error);
   Status sendFrame(const wire::Header& header, ByteView payload);
   void endByItself(Status cause);
   void finish();
-  void stopReceiving(ErrorCode forGets);
+  void stopReceiving(ErrorCode forTransfers);
 
   EventLoop& loop_;
 
   std::mutex sendMutex_;  // guards socket_ (writing, closing) down to isOver_
   Fd socket_;
+  RegionTable& regions_;
+  TransferTable transfers_;
   SendQueue queue_;
   bool watchesForRoom_ = false;
   std::optional<Error> sendError_;  // the first; the loop reports it when it has read what is left
@@ -68,12 +83,12 @@ class Connection final : public StreamConnection {
   uint64_t life_ = 1;    // which socket it is
   std::condition_variable over_;
 
-  GetTable gets_;
-
-  std::mutex receiveMutex_;  // guards receiver_ and stopped_, and keeps targets from being written
-  FrameReceiver receiver_;
-  bool stopped_ = false;
   const Events events_;
+
+  std::mutex receiveMutex_;  // guards what follows; keeps targets from being written
+  FrameReceiver receiver_;
+  std::vector<PullRequest> pulls_;  // that have just come
+  bool stopped_ = false;
 };
 
 void Connection::begin() {
@@ -91,7 +106,7 @@ void Connection::reconnect(Fd socket) {
   ended_.reset();
   ending_ = isOver_ = false;
   ++life_;
-  gets_.forget();
+  transfers_.forget();
   receiver_.restart();
   stopped_ = false;
   listen();  // before anybody else can put
@@ -135,21 +150,77 @@ Status Connection::put(const PutRequest& request) {
   return sendFrame(header, request.data);
 }
 
-Status Connection::get(const GetRequest& request) {
-  std::lock_guard lock(sendMutex_);
+// Under sendMutex_: whether a transfer of ours may begin.
+Status Connection::usable() const {
   if (ended_) return *ended_;
   if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
-  const auto number = gets_.add(request);
-  if (!number.ok()) return number.error();
-  wire::Header header;
-  header.kind = wire::Kind::kGet;
-  header.request = *number;
-  header.key = request.region.key;
-  header.offset = request.offset;
-  header.length = request.target.size();
-  // The get has begun: should the socket break now, the loop ends it like all the others.
-  (void)sendFrame(header, {});
   return {};
+}
+
+// Under sendMutex_. Those that have begun end with the socket, should it break, like all others.
+template <typename Request, typename Begin>
+Status Connection::beginAll(std::span<const Request> requests, Begin&& begin) {
+  MOONCAKE_TRY(usable());
+  for (const Request& request : requests) {
+    const auto number = transfers_.add(request);
+    if (number.ok()) {
+      begin(*number, request);
+      continue;
+    }
+    if (&request == &requests.front()) return number.status();
+    request.completion->begin();
+    request.completion->end(number.error().code);
+  }
+  flush();
+  return {};
+}
+
+Status Connection::get(std::span<const GetRequest> requests) {
+  std::lock_guard lock(sendMutex_);
+  return beginAll(requests, [this](uint64_t number, const GetRequest& request) {
+    queue_.add({.kind = wire::Kind::kGet,
+                .request = number,
+                .key = request.region.key,
+                .offset = request.offset,
+                .length = request.target.size()});
+  });
+}
+
+Status Connection::write(std::span<const WriteRequest> requests) {
+  std::lock_guard lock(sendMutex_);
+  return beginAll(requests, [this](uint64_t number, const WriteRequest& request) {
+    queue_.write(number, request);
+  });
+}
+
+Status Connection::askToPull(const WriteRequest& request) {
+  auto* const source = const_cast<std::byte*>(request.source.data());
+  auto region = regions_.add(source, request.source.size(), kRemoteRead);
+  if (!region.ok()) return region.status();
+  const RemoteRegion from = region->remote();
+  std::lock_guard lock(sendMutex_);
+  MOONCAKE_TRY(usable());
+  const auto number = transfers_.addPull(request, std::move(*region));
+  if (!number.ok()) return number.status();
+  queue_.add({.kind = wire::Kind::kPull,
+              .request = *number,
+              .key = request.region.key,
+              .offset = request.offset,
+              .length = from.bytes,
+              .signalOffset = from.address,
+              .stamp = from.key});
+  flush();
+  return {};
+}
+
+void Connection::answerPull(uint64_t number, ErrorCode how) {
+  std::lock_guard lock(sendMutex_);
+  if (ended_) return;
+  answer(number, how == ErrorCode::kOk            ? wire::AnswerStatus::kOk
+                 : how == ErrorCode::kRefused     ? wire::AnswerStatus::kRefused
+                 : how == ErrorCode::kUnsupported ? wire::AnswerStatus::kUnsupported
+                                                  : wire::AnswerStatus::kAborted);
+  flush();
 }
 
 Status Connection::send(ByteView message) {
@@ -186,16 +257,63 @@ void Connection::watchForRoom() {
   watchesForRoom_ = loop_.modify(socket_.get(), EPOLLIN | EPOLLOUT).ok();
 }
 
-// On the loop's thread, under receiveMutex_.
-bool Connection::enqueueAnswer(const wire::Header& get) {
-  std::lock_guard lock(sendMutex_);
-  return queue_.answer(get);
+// Under sendMutex_.
+void Connection::flush() {
+  for (size_t sent = 0; !queue_.empty() && sent < kBytesPerCall;) {
+    const auto some = queue_.sendSome(socket_.get());
+    if (!some.ok()) return sendFailed(some.error());
+    if (*some == 0) break;
+    hasSent_ = true;
+    sent += *some;
+  }
+  if (!queue_.empty()) watchForRoom();
+}
+
+// Under sendMutex_.
+void Connection::answer(uint64_t request, wire::AnswerStatus how) {
+  queue_.add({.kind = wire::Kind::kAnswer, .status = how, .request = request});
+}
+
+// What runs on the loop's thread, under receiveMutex_. What it queues leaves when all has been
+// read.
+FrameReceiver::Events Connection::receiving() {
+  FrameReceiver::Events events;
+  events.onGet = [this](const wire::Header& get) {
+    std::lock_guard lock(sendMutex_);
+    return queue_.answer(get);
+  };
+  events.onWritten = [this](uint64_t request, wire::AnswerStatus how) {
+    std::lock_guard lock(sendMutex_);
+    if (!ended_) answer(request, how);
+  };
+  events.awaitSender = [this] { std::lock_guard lock(sendMutex_); };
+  if (!events_.onPull) return events;
+  events.onPull = [this](const wire::Header& pull) {
+    pulls_.push_back({.number = pull.request,
+                      .key = pull.key,
+                      .offset = pull.offset,
+                      .length = pull.length,
+                      .source = {pull.signalOffset, pull.length, pull.stamp}});
+    return true;
+  };
+  events.onUnpullable = [this](uint64_t request) { sendPulled(request); };
+  return events;
+}
+
+void Connection::sendPulled(uint64_t request) {
+  {
+    std::lock_guard lock(sendMutex_);  // before cancel() could look for it in the queue
+    const WriteRequest write = transfers_.sendInstead(request);
+    if (write.completion && usable().ok()) return queue_.write(request, write);
+  }
+  transfers_.finish(request, ErrorCode::kAborted);
 }
 
 void Connection::onEvents() {
   // Reading comes first whatever the event: what the peer sent before it died still counts.
   std::optional<Status> end;
   std::vector<Bytes> messages;
+  std::vector<PullRequest> pulls;
   bool lanesWanted = false;
   {
     std::lock_guard lock(receiveMutex_);
@@ -207,9 +325,11 @@ void Connection::onEvents() {
       end = Status();
     }
     messages = receiver_.takeMessages();
+    pulls.swap(pulls_);
     lanesWanted = receiver_.takeLanesWanted();
   }
   for (const Bytes& message : messages) events_.onMessage(message);
+  for (const PullRequest& pull : pulls) events_.onPull(pull);
   if (lanesWanted && events_.onLanesWanted) events_.onLanesWanted();
   if (end) return endByItself(*std::move(end));
   sendWaiting();
@@ -233,20 +353,25 @@ void Connection::sendWaiting() {
   if (!ended_ && !queue_.empty()) watchForRoom();
 }
 
-void Connection::cancelGets(const Completion* completion) {
-  std::lock_guard lock(receiveMutex_);
-  gets_.cancel(completion, ErrorCode::kAborted);
+void Connection::cancel(const Completion* completion) {
+  std::lock_guard receiving(receiveMutex_);
+  {
+    std::lock_guard sending(sendMutex_);
+    queue_.cancelWrites(completion);
+  }
+  transfers_.cancel(completion, ErrorCode::kAborted);
 }
 
 void Connection::fence() {
   {
-    std::lock_guard lock(sendMutex_);  // first: no get begins any more that nobody would cancel
+    std::lock_guard lock(sendMutex_);  // first: nothing begins any more that nobody would cancel
     if (std::exchange(fenced_, true)) return;
     queue_.abortAnswers();
+    queue_.cancelWrites(nullptr);
   }
   std::lock_guard lock(receiveMutex_);
-  receiver_.refusePuts();
-  gets_.cancelAll(ErrorCode::kAborted);
+  receiver_.refuseWrites();
+  transfers_.cancelAll(ErrorCode::kAborted);
 }
 
 // Whoever holds the lock is sending.
@@ -263,10 +388,10 @@ void Connection::askForLanes() {
 }
 
 // When this returns, no byte from the peer is written anywhere any more.
-void Connection::stopReceiving(ErrorCode forGets) {
+void Connection::stopReceiving(ErrorCode forTransfers) {
   std::lock_guard lock(receiveMutex_);
   stopped_ = true;
-  gets_.cancelAll(forGets);
+  transfers_.cancelAll(forTransfers);
 }
 
 void Connection::close(const Error& why) {

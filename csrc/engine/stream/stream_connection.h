@@ -8,12 +8,21 @@
 
 namespace mooncake {
 
-// Puts and gets over one connected, authenticated stream socket (TCP or unix). Frames in wire.h.
+struct PullRequest {
+  uint64_t number = 0;
+  uint64_t key = 0;  // of the range here
+  uint64_t offset = 0;
+  uint64_t length = 0;
+  RemoteRegion source;  // all of it
+};
+
+// Puts, gets and writes over one connected, authenticated stream socket (TCP or unix). Frames in
+// wire.h.
 //
 // Sending: the calling thread writes straight to the socket (scatter-gather, no copy of ours) and
 // only what does not fit is queued for the loop: a put's rest is copied, a get's answer points into
-// the registered region, which is opened anew for each write. Receiving: on the loop's thread,
-// straight into the target.
+// the registered region, which is opened anew for each system call, a write into its source.
+// Receiving: on the loop's thread, straight into the target.
 //
 // The owner calls close() at the end; until then the event loop keeps the connection alive. close()
 // waits for onClosed when that runs at the time: do not hold a lock that onClosed takes.
@@ -23,6 +32,9 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
     std::function<void(ByteView message)> onMessage;
     std::function<void(const Status& how)> onClosed;
     std::function<void()> onLanesWanted;  // by the peer; may be none
+    // The peer would have us fill a range of ours from its memory; answerPull() tells it how that
+    // went. None: this wire has no pulls.
+    std::function<void(const PullRequest& request)> onPull;
   };
   // On the loop's thread, all without a lock. `onClosed` runs when the connection ended by itself:
   // ok after the peer's goodbye, else the cause. It does not run after close().
@@ -31,11 +43,18 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
   virtual ~StreamConnection() = default;
 
   virtual Status put(const PutRequest& request) = 0;
-  virtual Status get(const GetRequest& request) = 0;
+  virtual Status get(std::span<const GetRequest> requests) = 0;
+  virtual Status write(std::span<const WriteRequest> requests) = 0;
+  Status get(const GetRequest& request) { return get({&request, 1}); }
+  Status write(const WriteRequest& request) { return write({&request, 1}); }
+  // A write that the peer makes by itself; where it cannot, the bytes are sent. The source may be
+  // read as long as the write is under way.
+  virtual Status askToPull(const WriteRequest& request) = 0;
+  virtual void answerPull(uint64_t number, ErrorCode how) = 0;
   virtual Status send(ByteView message) = 0;
-  virtual void cancelGets(const Completion* completion) = 0;
-  // No transfer starts or goes on: gets under way end with `why`, and what is asked later gets it
-  // as its error. When this returns, the peer writes nothing here any more.
+  virtual void cancel(const Completion* completion) = 0;
+  // No transfer starts or goes on: transfers under way end with `why`, and what is asked later gets
+  // it as its error. When this returns, the peer writes nothing here any more.
   virtual void close(const Error& why) = 0;
   // See Channel.
   virtual void fence() = 0;
@@ -49,8 +68,8 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
   // arrived is lost, what is fenced stays fenced. On the loop's thread, and not while another
   // thread closes it.
   virtual void reconnect(Fd socket) = 0;
-  virtual size_t unansweredBytes()
-      const = 0;  // of gets under way: the least loaded lane takes the next one
+  // Of gets and writes under way: the least loaded lane takes the next one.
+  virtual size_t unansweredBytes() const = 0;
 };
 
 }  // namespace mooncake

@@ -8,7 +8,7 @@
 #include "base/bytes.h"
 #include "base/wait.h"
 
-// The frames of a stream connection, version 1. Every frame starts with 56 bytes, little-endian;
+// The frames of a stream connection, version 2. Every frame starts with 56 bytes, little-endian;
 // fields that a kind does not use are zero, and a decoder refuses anything else.
 //
 //    0      2         3      4        8         16    24       32       40              48
@@ -22,7 +22,14 @@
 //   PIECE    request, offset, length; then `length` bytes of the answer: `offset` counts from the
 //   start of the
 //            get, pieces of one answer come in order
-//   ANSWER   request, status: ends the get. Ok only if all its bytes came before
+//   ANSWER   request, status: ends a get, a write or a pull. Ok only if all its bytes came before
+//   WRITE    a piece of write `request`: key, offset and whole length (in `stamp`) of its range,
+//   the
+//            piece's position in it (in `signal offset`) and length; then `length` bytes. Pieces of
+//            one write come in order, and those of no other one between them. Behind the last one
+//            the receiver sends the ANSWER. With status aborted and no bytes: no more of it comes
+//   PULL     request, key, offset, length of a range that the receiver shall fill by itself from
+//            memory of the sender's: address (in `signal offset`) and key (in `stamp`)
 //   MESSAGE  length; then `length` bytes for whoever runs the engine over there
 //   GOODBYE  nothing: the sender leaves in peace
 //   BEAT     nothing: the sender lives
@@ -34,15 +41,28 @@
 namespace mooncake::wire {
 
 inline constexpr uint16_t kMark = 0x4d4b;  // "KM" on the wire
-inline constexpr uint8_t kVersion = 1;
+inline constexpr uint8_t kVersion = 2;
 inline constexpr size_t kHeaderBytes = 56;
 inline constexpr uint64_t kMaxPutBytes = uint64_t(64) << 20;
 inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
 inline constexpr uint64_t kMaxMessageBytes = uint64_t(64) << 10;
-inline constexpr uint64_t kMaxGets = 1024;  // that one side may have under way on one connection
+// That one side may have under way on one connection: gets, and of what it writes likewise.
+inline constexpr uint64_t kMaxTransfers = 8192;
 
-enum class Kind : uint8_t { kPut = 1, kGet, kPiece, kAnswer, kGoodbye, kMessage, kBeat, kLanes };
-enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1, kAborted = 2 };
+enum class Kind : uint8_t {
+  kPut = 1,
+  kGet,
+  kPiece,
+  kAnswer,
+  kGoodbye,
+  kMessage,
+  kBeat,
+  kLanes,
+  kWrite,
+  kPull,
+};
+// kUnsupported: the receiver of a PULL cannot reach that memory; the bytes must be sent.
+enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1, kAborted = 2, kUnsupported = 3 };
 
 struct Header {
   Kind kind = Kind::kGoodbye;
@@ -70,6 +90,12 @@ inline HeaderBytes encode(const Header& header) {
   return out;
 }
 
+// Whether `length` bytes follow the header.
+inline bool hasPayload(Kind kind) {
+  return kind == Kind::kPut || kind == Kind::kPiece || kind == Kind::kMessage ||
+         kind == Kind::kWrite;
+}
+
 // A signal's word: aligned, and not inside the doorbell that a window part begins with.
 inline bool isSignalOffset(uint64_t offset) {
   return offset % 8 == 0 && offset >= sizeof(Doorbell);
@@ -90,8 +116,16 @@ inline bool isWellFormed(const Header& h) {
       return noStatus && noSignal && h.key == 0 && h.length > 0 && h.length <= kMaxPieceBytes;
     case Kind::kAnswer:
       return noSignal && h.key == 0 && h.offset == 0 && h.length == 0 &&
-             (h.status == AnswerStatus::kOk || h.status == AnswerStatus::kRefused ||
-              h.status == AnswerStatus::kAborted);
+             h.status <= AnswerStatus::kUnsupported;
+    case Kind::kWrite: {
+      const uint64_t position = h.signalOffset, whole = h.stamp;
+      if (position > whole) return false;
+      if (h.status == AnswerStatus::kAborted) return h.length == 0;
+      return noStatus && h.length <= kMaxPieceBytes && h.length <= whole - position &&
+             (h.length > 0 || whole == 0);
+    }
+    case Kind::kPull:
+      return noStatus;
     case Kind::kMessage:
       return noStatus && noSignal && h.request == 0 && h.key == 0 && h.offset == 0 &&
              h.length > 0 && h.length <= kMaxMessageBytes;

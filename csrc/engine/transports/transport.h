@@ -8,6 +8,7 @@
 #include <poll.h>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "base/bytes.h"
@@ -48,11 +49,14 @@ class Channel {
   // Where the peer's arena is mapped: not 0 from when the peer has fenced us, hence from before it
   // goes on without us. As long as peerArena().
   virtual const std::atomic<uint32_t>* fenceWord() const { return nullptr; }
+  // Whether its connection is made again when it breaks, so that the peer may call once more.
+  virtual bool isMadeAgain() const { return false; }
   // Bytes received. Unused, like beat(), where a life word is mapped: that tells more.
   virtual uint64_t lifeSigns() const { return 0; }
   // Shows the peer that we live, unless something else has since the last call. Waits for no lock.
   virtual void beat() {}
-  // The peer's process has ended, its connection may not have: gets under way end with this error,
+  // The peer's process has ended, its connection may not have: transfers under way end with this
+  // error,
   // and nothing is asked of the peer any more.
   virtual void peerExited(const Error&) {}
   // Makes data and signal appear in the peer's window part. There is no order between two puts, but
@@ -62,25 +66,55 @@ class Channel {
   // Fetches. The completion ends exactly once per get that returned ok, also when the channel
   // breaks.
   virtual Status get(const GetRequest& request) = 0;
+  // Writes, likewise. No order between two of them, or to puts. What it does to a range that is not
+  // all inside the region: nothing.
+  virtual Status write(const WriteRequest& request) = 0;
+  // The same for many, which small ones make cheaper. Not ok: none of them has begun. A transfer
+  // that cannot begin when others have ends its completion with why.
+  virtual Status get(std::span<const GetRequest> requests) { return beginAll(requests); }
+  virtual Status write(std::span<const WriteRequest> requests) { return beginAll(requests); }
   // A message for the peer's onMessage. Those of one channel arrive in the order of the calls. Lost
   // only with the connection: the last ones of a peer that died may be, whatever it had been told.
   // kExhausted when too much waits already for a peer that does not read.
   static constexpr size_t kMaxMessageBytes = size_t(64) << 10;  // and 1 at least
   virtual Status send(ByteView message) = 0;
-  // Ends the gets under way that count at this completion with kAborted (those that still are: one
-  // may end well at the same time) and returns when none of them touches its target any more.
-  virtual void cancelGets(const Completion* completion) = 0;
-  // The peer is out, and may not know it. From the return of this on no put of it lands here, not
-  // even the rest of one that has begun, and none of its gets is served: it is told kAborted. Our
-  // own gets over a socket end so, too; what is mapped here stays readable. Messages still pass
-  // both ways. Does not wait for the peer: where it stores into memory that it maps, one store that
-  // it was in the middle of may still come, so that memory must not be used again.
+  // Ends the gets and writes under way that count at this completion with kAborted (those that
+  // still are: one may end well at the same time) and returns when none of them touches its target,
+  // or its source, any more. What of a write has left by then may still land.
+  virtual void cancel(const Completion* completion) = 0;
+  // The peer is out, and may not know it. From the return of this on no put or write of it lands
+  // here, not even the rest of one that has begun, and none of its gets is served: it is told
+  // kAborted. Our own gets and writes over a socket end so, too; what is mapped here stays
+  // readable. Messages still pass both ways. Does not wait for the peer: where it stores into
+  // memory that it maps, one store that it was in the middle of may still come, so that memory must
+  // not be used again.
   virtual void fence() = 0;
-  // No transfer starts or goes on after this; gets under way end with kAborted, and what is asked
+  // No transfer starts or goes on after this; those under way end with kAborted, and what is asked
   // later gets that or, where the channel had ended before, why. Idempotent. Says goodbye where the
   // wire can, so that the peer does not take it for a death.
   virtual void close() = 0;
+
+ protected:
+  template <typename Request>
+  Status beginAll(std::span<const Request> requests);
 };
+
+template <typename Request>
+Status Channel::beginAll(std::span<const Request> requests) {
+  for (size_t i = 0; i < requests.size(); ++i) {
+    Status begun;
+    if constexpr (std::is_same_v<Request, GetRequest>) {
+      begun = get(requests[i]);
+    } else {
+      begun = write(requests[i]);
+    }
+    if (begun.ok()) continue;
+    if (i == 0) return begun;
+    requests[i].completion->begin();
+    requests[i].completion->end(begun.code());
+  }
+  return {};
+}
 
 // A channel on its way. Belongs to one thread, which may have many under way: what takes the time
 // are the answers of the peers, and those come side by side.
@@ -106,6 +140,13 @@ struct TransportContext {
   Arena& arena;
   uint64_t life;  // offset of the engine's LifeWord in its arena
   EventLoop& loop;
+  // Of the connections that carry bulk data. None: they are the first loop's, too.
+  std::vector<EventLoop*> dataLoops = {};
+  // Whether a peer that has proved itself may begin a channel, or make ours again; asked on the
+  // loop's thread, right before it is welcomed. None: it may.
+  std::function<bool(const EngineId& peer)> admits = nullptr;
+  // One whose channel has ended for good may begin another.
+  bool peersReturn = false;
   // A peer connected to us and proved that it knows the key. On the loop's thread.
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
   // A peer called send(). On the loop's thread; the bytes are gone when it returns.

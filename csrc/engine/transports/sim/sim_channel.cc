@@ -77,13 +77,35 @@ Status SimChannel::get(const GetRequest& request) {
   if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
   request.completion->begin();
   const uint64_t number = ++lastNumber_;
-  gets_.emplace(number, Get{.target = request.target, .completion = request.completion});
+  transfers_.emplace(number, Transfer{.target = request.target, .completion = request.completion});
   const SimPacket packet{.kind = Kind::kGet,
                          .number = number,
                          .key = request.region.key,
                          .offset = request.offset,
                          .length = request.target.size()};
   hold({.packet = packet}, Clock::now() + dice_.delay());
+  release();
+  perhapsBreak();
+  return {};
+}
+
+Status SimChannel::write(const WriteRequest& request) {
+  std::lock_guard lock(mutex_);
+  MOONCAKE_TRY(usable());
+  if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
+  request.completion->begin();
+  SimPacket packet{.kind = Kind::kWrite,
+                   .number = ++lastNumber_,
+                   .key = request.region.key,
+                   .offset = request.offset,
+                   .length = request.source.size()};
+  transfers_.emplace(packet.number, Transfer{.completion = request.completion});
+  const auto now = Clock::now();
+  for (const auto& piece : dice_.cut(request.source.size())) {
+    packet.position = piece.position;
+    const auto data = request.source.subspan(piece.position, piece.bytes);
+    hold({.packet = packet, .data = Bytes(data.begin(), data.end())}, now + piece.delay);
+  }
   release();
   perhapsBreak();
   return {};
@@ -189,6 +211,18 @@ void SimChannel::onPacket(ByteView bytes) {
       case Kind::kMessage:
         message = gather(*packet, data);
         break;
+      case Kind::kWrite:
+        landWrite(*packet, data);
+        break;
+      case Kind::kWritten:
+        if (transfers_.contains(packet->number) && packet->status == SimPacket::Status::kOk) {
+          hold({.finished = packet->number}, Clock::now() + dice_.delay());
+        } else {
+          finish(packet->number, packet->status == SimPacket::Status::kAborted
+                                     ? ErrorCode::kAborted
+                                     : ErrorCode::kRefused);
+        }
+        break;
     }
     release();
   }
@@ -198,7 +232,7 @@ void SimChannel::onPacket(ByteView bytes) {
 void SimChannel::land(const SimPacket& piece, ByteView data) {
   if (fenced_) return;
   Put& put = puts_[piece.number];
-  put.isDropped = put.isDropped || !write(piece, data);
+  put.isDropped = put.isDropped || !place(piece, data);
   put.arrived += data.size();
   if (put.arrived < piece.length) return;
   const bool isWhole = !put.isDropped;
@@ -209,7 +243,7 @@ void SimChannel::land(const SimPacket& piece, ByteView data) {
     reinterpret_cast<Doorbell*>(use.regionStart())->ring();
 }
 
-bool SimChannel::write(const SimPacket& piece, ByteView data) {
+bool SimChannel::place(const SimPacket& piece, ByteView data) {
   const auto word = context_.regions.open(piece.key, piece.signal.offset, 8, kRemoteWrite);
   const bool isAligned = reinterpret_cast<uintptr_t>(word.data()) % 8 == 0;
   if (word && isAligned && !canStamp(wordAt(word), piece.signal.stamp)) return false;  // late
@@ -226,6 +260,24 @@ bool SimChannel::write(const SimPacket& piece, ByteView data) {
   return true;
 }
 
+void SimChannel::landWrite(const SimPacket& piece, ByteView data) {
+  Write& write = writes_[piece.number];
+  if (fenced_) {
+    write.status = SimPacket::Status::kAborted;
+  } else if (const auto use =
+                 context_.regions.open(piece.key, piece.offset, piece.length, kRemoteWrite);
+             !use) {
+    write.status = SimPacket::Status::kRefused;
+  } else if (write.status == SimPacket::Status::kOk && !data.empty()) {
+    std::memcpy(use.data() + piece.position, data.data(), data.size());
+  }
+  write.arrived += data.size();
+  if (write.arrived < piece.length) return;
+  const SimPacket packet{.kind = Kind::kWritten, .status = write.status, .number = piece.number};
+  writes_.erase(piece.number);
+  hold({.packet = packet}, Clock::now() + dice_.delay());
+}
+
 void SimChannel::answer(const SimPacket& get) {
   SimPacket packet = get;
   packet.kind = Kind::kAnswer;
@@ -240,14 +292,14 @@ void SimChannel::answer(const SimPacket& get) {
 }
 
 void SimChannel::take(const SimPacket& answer, ByteView data) {
-  const auto found = gets_.find(answer.number);
-  if (found == gets_.end()) return;  // it has ended
+  const auto found = transfers_.find(answer.number);
+  if (found == transfers_.end()) return;  // it has ended
   if (answer.status != SimPacket::Status::kOk) {
     return finish(answer.number, answer.status == SimPacket::Status::kAborted
                                      ? ErrorCode::kAborted
                                      : ErrorCode::kRefused);
   }
-  Get& get = found->second;
+  Transfer& get = found->second;
   if (answer.length != get.target.size()) return finish(answer.number, ErrorCode::kProtocol);
   if (!data.empty()) std::memcpy(get.target.data() + answer.position, data.data(), data.size());
   get.arrived += data.size();
@@ -266,18 +318,18 @@ std::optional<Bytes> SimChannel::gather(const SimPacket& piece, ByteView data) {
 
 // ---- how things end
 
-void SimChannel::finish(uint64_t get, ErrorCode code) {
-  if (const auto found = gets_.extract(get)) found.mapped().completion->end(code);
+void SimChannel::finish(uint64_t transfer, ErrorCode code) {
+  if (const auto found = transfers_.extract(transfer)) found.mapped().completion->end(code);
 }
 
 void SimChannel::finishAll(ErrorCode code) {
-  for (const auto& [number, get] : gets_) get.completion->end(code);
-  gets_.clear();
+  for (const auto& [number, transfer] : transfers_) transfer.completion->end(code);
+  transfers_.clear();
 }
 
-void SimChannel::cancelGets(const Completion* completion) {
+void SimChannel::cancel(const Completion* completion) {
   std::lock_guard lock(mutex_);
-  std::erase_if(gets_, [&](const auto& entry) {
+  std::erase_if(transfers_, [&](const auto& entry) {
     const bool counts = entry.second.completion == completion;
     if (counts) entry.second.completion->end(ErrorCode::kAborted);
     return counts;
@@ -348,6 +400,7 @@ void SimChannel::restart() {
   finishAll(ErrorCode::kPeerLost);
   held_.clear();
   puts_.clear();
+  writes_.clear();
   arriving_.clear();
   lost_.reset();
   standsUntil_ = Clock::now() + kLeastStanding;

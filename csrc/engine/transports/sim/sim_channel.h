@@ -13,7 +13,7 @@ namespace mooncake {
 
 // One end of a simulated wire. Puts, gets and messages leave as packets, which the dice hold up and
 // shuffle; only messages keep their order. What arrives is placed at once, piece by piece, and
-// counted: a put is stamped, a get has ended, when all of its bytes are there.
+// counted: a put is stamped, a get or a write has ended, when all of its bytes are there.
 //
 // A connection that breaks here stands underneath. What we had under way is lost, and nothing can
 // be asked any more, until the engine has connected again; what the peer sends still arrives.
@@ -29,12 +29,16 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
 
   const char* transportName() const override { return "sim"; }
   std::span<std::byte> peerArena() const override { return {}; }
+  bool isMadeAgain() const override { return true; }
   uint64_t lifeSigns() const override { return below_->lifeSigns(); }
   void beat() override { below_->beat(); }
   Status put(const PutRequest& request) override;
+  using Channel::get;
+  using Channel::write;
   Status get(const GetRequest& request) override;
+  Status write(const WriteRequest& request) override;
   Status send(ByteView message) override;
-  void cancelGets(const Completion* completion) override;
+  void cancel(const Completion* completion) override;
   void fence() override;
   void close() override;
 
@@ -52,10 +56,10 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
 
  private:
   using Kind = SimPacket::Kind;
-  // What has yet to happen. Without a packet: the end of get `finished`, whose data has come.
+  // What has yet to happen. Without a packet: the end of transfer `finished`, whose data has come.
   struct Held {
     std::optional<SimPacket> packet;
-    Bytes data;          // of puts and messages
+    Bytes data;          // of puts, writes and messages
     uint64_t bytes = 0;  // of an answer: read when it leaves
     uint64_t finished = 0;
   };
@@ -63,8 +67,12 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
     uint64_t arrived = 0;
     bool isDropped = false;  // late, or refused
   };
-  struct Get {
-    std::span<std::byte> target;
+  struct Write {
+    uint64_t arrived = 0;
+    SimPacket::Status status = SimPacket::Status::kOk;
+  };
+  struct Transfer {
+    std::span<std::byte> target;  // of a get
     Completion* completion = nullptr;
     uint64_t arrived = 0;
   };
@@ -76,11 +84,12 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
   Status let(Held& held);
   void wakeAt(Clock::time_point when);
   void land(const SimPacket& piece, ByteView data);
-  bool write(const SimPacket& piece, ByteView data);
+  bool place(const SimPacket& piece, ByteView data);
+  void landWrite(const SimPacket& piece, ByteView data);
   void answer(const SimPacket& get);
   void take(const SimPacket& answer, ByteView data);
   std::optional<Bytes> gather(const SimPacket& piece, ByteView data);
-  void finish(uint64_t get, ErrorCode code);
+  void finish(uint64_t transfer, ErrorCode code);
   void finishAll(ErrorCode code);
   void lose(const Error& why);
   void perhapsBreak();
@@ -108,9 +117,10 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
       lastPuts_;  // likewise, by key and word
   Clock::time_point wakesAt_ = Clock::time_point::max();
   uint64_t lastNumber_ = 0;
-  std::map<uint64_t, Put> puts_;  // of the peer
-  std::map<uint64_t, Get> gets_;  // ours
-  Bytes arriving_;                // of a message
+  std::map<uint64_t, Put> puts_;            // of the peer
+  std::map<uint64_t, Write> writes_;        // of the peer
+  std::map<uint64_t, Transfer> transfers_;  // ours
+  Bytes arriving_;                          // of a message
   bool loggedRefusal_ = false;
 };
 

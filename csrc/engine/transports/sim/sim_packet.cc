@@ -29,10 +29,12 @@ Result<SimPacket> SimPacket::decode(ByteReader& in) {
   const bool fits =
       packet.position <= packet.length && in.left() <= packet.length - packet.position;
   const bool isWellFormed =
-      packet.kind == Kind::kPut      ? fits && wire::isSignalOffset(packet.signal.offset)
-      : packet.kind == Kind::kGet    ? in.left() == 0
-      : packet.kind == Kind::kAnswer ? fits && packet.status <= Status::kAborted
-                                     : packet.kind == Kind::kMessage;
+      packet.kind == Kind::kPut       ? fits && wire::isSignalOffset(packet.signal.offset)
+      : packet.kind == Kind::kGet     ? in.left() == 0
+      : packet.kind == Kind::kAnswer  ? fits && packet.status <= Status::kAborted
+      : packet.kind == Kind::kWrite   ? fits
+      : packet.kind == Kind::kWritten ? in.left() == 0 && packet.status <= Status::kAborted
+                                      : packet.kind == Kind::kMessage;
   if (in.failed() || version != kVersion || !isWellFormed)
     return Error{ErrorCode::kProtocol, "a packet does not decode"};
   return packet;

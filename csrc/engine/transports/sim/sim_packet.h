@@ -22,17 +22,19 @@ namespace mooncake {
 //   GET      number, key, offset, length
 //   ANSWER   a piece of what get `number` asked for, as PUT; or why there is none
 //   MESSAGE  a piece of a message: they come in order
+//   WRITE    a piece of write `number`, as PUT, with no word
+//   WRITTEN  how write `number` has ended, when all of it has come
 struct SimPacket {
-  enum class Kind : uint8_t { kPut = 1, kGet, kAnswer, kMessage };
+  enum class Kind : uint8_t { kPut = 1, kGet, kAnswer, kMessage, kWrite, kWritten };
   enum class Status : uint32_t { kOk, kRefused, kAborted };
-  static constexpr uint8_t kVersion = 1;
+  static constexpr uint8_t kVersion = 2;
   static constexpr size_t kBytes = 64;
 
   Kind kind = Kind::kMessage;
   bool first = false;
   bool last = false;
   Status status = Status::kOk;
-  uint64_t number = 0;  // counted by who puts or gets, and never used again
+  uint64_t number = 0;  // counted by who puts, gets or writes, and never used again
   uint64_t key = 0;
   uint64_t offset = 0;
   uint64_t length = 0;

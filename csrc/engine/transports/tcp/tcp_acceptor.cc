@@ -42,9 +42,9 @@ void TcpAcceptor::onHandshake(Result<Handshaken> result) {
   // Strangers and scanners are no news; a peer of another job or another life of this one is.
   // Nor is who only asks whether we are there.
   const ErrorCode code = result.error().code;
-  log(code == ErrorCode::kRefused    ? LogLevel::kWarning
-      : code == ErrorCode::kPeerLost ? LogLevel::kDebug
-                                     : LogLevel::kInfo,
+  log(code == ErrorCode::kRefused                                       ? LogLevel::kWarning
+      : code == ErrorCode::kPeerLost || code == ErrorCode::kInterrupted ? LogLevel::kDebug
+                                                                        : LogLevel::kInfo,
       "tcp", "a connection was dropped: ", result.error().message);
 }
 
@@ -58,6 +58,8 @@ void TcpAcceptor::onLane(Handshaken lane) {
     if (stopped_) return;
     if (const auto found = accepted_.find(peer); found != accepted_.end())
       standing = found->second.lock();
+    if (lane.lane == 0 && standing && context_.peersReturn && standing->isClosed())
+      standing.reset();
     if (lane.lane == 0 && !standing) {
       // Under the same lock: stop() closes every channel that is started.
       channel = TcpChannel::start(

@@ -5,7 +5,6 @@
 
 #include "base/failpoint.h"
 #include "base/log.h"
-#include "engine/stream/handshake.h"
 #include "engine/transports/tcp/socket.h"
 
 namespace mooncake {
@@ -15,6 +14,33 @@ namespace {
 constexpr Clock::duration kLeastPause = std::chrono::milliseconds(10);
 constexpr Clock::duration kMostPause = std::chrono::seconds(30);
 constexpr Clock::duration kLongLife = std::chrono::seconds(10);
+// Of a list, what one lane gets at least; and what a transfer counts beside its bytes.
+constexpr size_t kLeastShare = size_t(64) << 10;
+constexpr size_t kLeastCost = 1024;
+
+std::span<std::byte> memoryOf(const GetRequest& request) { return request.target; }
+std::span<const std::byte> memoryOf(const WriteRequest& request) { return request.source; }
+
+Status begin(StreamConnection& lane, std::span<const GetRequest> some) { return lane.get(some); }
+Status begin(StreamConnection& lane, std::span<const WriteRequest> some) {
+  return lane.write(some);
+}
+template <typename Request>
+Status begin(StreamConnection& lane, const Request& request) {
+  return begin(lane, std::span<const Request>(&request, 1));
+}
+
+StreamConnection* leastLoaded(std::span<StreamConnection* const> lanes) {
+  return *std::min_element(lanes.begin(), lanes.end(), [](const auto* a, const auto* b) {
+    return a->unansweredBytes() < b->unansweredBytes();
+  });
+}
+
+template <typename Request>
+void endAtOnce(const Request& request, const Status& how) {
+  request.completion->begin();
+  request.completion->end(how.code());
+}
 
 }  // namespace
 
@@ -33,61 +59,124 @@ std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, F
 void TcpChannel::startLane(size_t index, Fd socket) {
   Lane& lane = lanes_[index];
   keepLocalQueueShort(socket.get());
+  lane.life.fetch_add(1, std::memory_order_relaxed);
   if (lane.connection) {
     lane.connection->reconnect(std::move(socket));
   } else {
-    const std::weak_ptr<TcpChannel> weak = weak_from_this();
-    lane.connection = StreamConnection::start(
-        std::move(socket), context_.loop, context_.regions,
-        {.onMessage = [peer = options_.peer,
-                       &context = context_](ByteView message) { context.onMessage(peer, message); },
-         .onClosed =
-             [weak, index](const Status& how) {
-               if (const auto alive = weak.lock()) alive->laneEnded(index, how);
-             },
-         .onLanesWanted =
-             [weak] {
-               const auto alive = weak.lock();
-               if (alive && alive->options_.makeLanes) alive->wantLanes();
-             }});
+    const auto& loops = context_.dataLoops;
+    // Peers begin at different loops.
+    const size_t first = static_cast<size_t>(options_.peer[0]);
+    EventLoop& loop =
+        index == kPutLane || loops.empty() ? context_.loop : *loops[(first + index) % loops.size()];
+    lane.connection =
+        StreamConnection::start(std::move(socket), loop, context_.regions, eventsOf(index));
     if (fenced_) lane.connection->fence();
     lane.made.store(lane.connection.get(), std::memory_order_release);
   }
   lane.stands.store(true, std::memory_order_release);
 }
 
-Status TcpChannel::get(const GetRequest& request) {
-  std::array<StreamConnection*, kMaxLanes> data;
+// What a data lane's own loop sees is told on the engine's.
+StreamConnection::Events TcpChannel::eventsOf(size_t index) {
+  const std::weak_ptr<TcpChannel> weak = weak_from_this();
+  if (index == kPutLane) {
+    return {.onMessage = [peer = options_.peer, &context = context_](
+                             ByteView message) { context.onMessage(peer, message); },
+            .onClosed =
+                [weak, index](const Status& how) {
+                  if (const auto alive = weak.lock())
+                    alive->laneEnded(index, alive->lanes_[index].life, how);
+                },
+            .onLanesWanted =
+                [weak] {
+                  const auto alive = weak.lock();
+                  if (alive && alive->options_.makeLanes) alive->wantLanes();
+                },
+            .onPull = nullptr};
+  }
+  return {.onMessage = [](ByteView) {},  // nobody sends one here
+          .onClosed =
+              [weak, index, &context = context_](const Status& how) {
+                const auto alive = weak.lock();
+                if (!alive) return;
+                // Nobody makes it again before this returns.
+                const uint64_t life = alive->lanes_[index].life;
+                if (context.loop.onLoopThread()) return alive->laneEnded(index, life, how);
+                context.loop.post([weak, index, life, how] {
+                  if (const auto alive = weak.lock()) alive->laneEnded(index, life, how);
+                });
+              },
+          .onLanesWanted = nullptr,
+          .onPull = nullptr};
+}
+
+// Those that stand. Whoever is about to move so many bytes may want more of them.
+size_t TcpChannel::dataLanes(DataLanes& lanes, size_t bytes) {
   size_t count = 0;
   for (size_t i = kPutLane + 1; i < lanes_.size(); ++i) {
     if (lanes_[i].stands.load(std::memory_order_acquire))
-      data[count++] = lanes_[i].made.load(std::memory_order_relaxed);
+      lanes[count++] = lanes_[i].made.load(std::memory_order_relaxed);
   }
-  const size_t bytes = request.target.size();
   if (count + 1 < lanes_.size() && first().unansweredBytes() + bytes >= kLargeBytes) wantLanes();
-  if (count == 0) return first().get(request);
+  return count;
+}
+
+template <typename Request>
+Status TcpChannel::transfer(const Request& request) {
+  DataLanes data;
+  const size_t bytes = memoryOf(request).size();
+  const size_t count = dataLanes(data, bytes);
+  if (count == 0) return begin(first(), request);
 
   const size_t pieces = std::clamp<size_t>(bytes / kSplitBytes, 1, count);
-  if (pieces == 1) {
-    const auto lane = std::min_element(
-        data.begin(), data.begin() + count,
-        [](const auto* a, const auto* b) { return a->unansweredBytes() < b->unansweredBytes(); });
-    return (*lane)->get(request);
-  }
+  if (pieces == 1) return begin(*leastLoaded({data.data(), count}), request);
   const size_t step = (bytes / pieces + 4095) / 4096 * 4096;
   for (size_t i = 0, at = 0; at < bytes; ++i, at += step) {
     const size_t length = std::min(step, bytes - at);
-    const Status begun = data[i]->get({request.region, request.offset + at,
-                                       request.target.subspan(at, length), request.completion});
+    const Status begun =
+        begin(*data[i], Request{request.region, request.offset + at,
+                                memoryOf(request).subspan(at, length), request.completion});
     if (begun.ok()) continue;
     if (i == 0) return begun;
-    // Other pieces are under way, so the get has begun: it ends with an error.
-    request.completion->begin();
-    request.completion->end(begun.code());
+    // Other pieces are under way, so the transfer has begun: it ends with an error.
+    endAtOnce(request, begun);
     return {};
   }
   return {};
 }
+
+// Shares of about the same number of bytes, one for each lane, in few system calls.
+template <typename Request>
+Status TcpChannel::transferAll(std::span<const Request> requests) {
+  size_t bytes = 0;
+  for (const Request& request : requests) bytes += memoryOf(request).size();
+  DataLanes data;
+  const size_t count = dataLanes(data, bytes);
+  if (count == 0) return begin(first(), requests);
+  const size_t share = std::max(bytes / count, kLeastShare);
+  for (size_t from = 0, to = 0; from < requests.size(); from = to) {
+    for (size_t sum = 0; to < requests.size() && sum < share; ++to)
+      sum += memoryOf(requests[to]).size() + kLeastCost;
+    if (to == from + 1 && memoryOf(requests[from]).size() >= 2 * kSplitBytes) {
+      const Status begun = transfer(requests[from]);
+      if (begun.ok()) continue;
+      if (from == 0) return begun;
+      endAtOnce(requests[from], begun);
+      continue;
+    }
+    const auto some = requests.subspan(from, to - from);
+    const Status begun = begin(*leastLoaded({data.data(), count}), some);
+    if (begun.ok()) continue;
+    if (from == 0) return begun;
+    for (const Request& request : some) endAtOnce(request, begun);
+  }
+  return {};
+}
+
+template Status TcpChannel::transfer(const GetRequest&);
+template Status TcpChannel::transfer(const WriteRequest&);
+template Status TcpChannel::transferAll(std::span<const GetRequest>);
+template Status TcpChannel::transferAll(std::span<const WriteRequest>);
 
 void TcpChannel::wantLanes() {
   const auto now = Clock::now().time_since_epoch().count();
@@ -105,9 +194,9 @@ void TcpChannel::waitLonger() {
   pause_ = std::min(2 * pause_.load(std::memory_order_relaxed), kMostPause.count());
 }
 
-void TcpChannel::cancelGets(const Completion* completion) {
+void TcpChannel::cancel(const Completion* completion) {
   for (const Lane& lane : lanes_) {
-    if (auto* made = lane.made.load(std::memory_order_acquire)) made->cancelGets(completion);
+    if (auto* made = lane.made.load(std::memory_order_acquire)) made->cancel(completion);
   }
 }
 
@@ -186,10 +275,11 @@ bool TcpChannel::addLane(uint16_t lane, Fd socket, uint64_t attempt) {
 
 // On the loop's thread. A goodbye counts when it comes on the lane of the puts, behind the last of
 // them.
-void TcpChannel::laneEnded(size_t index, const Status& how) {
+void TcpChannel::laneEnded(size_t index, uint64_t life, const Status& how) {
   if (how.ok() && index != kPutLane) return;
   {
     std::lock_guard lock(mutex_);
+    if (lanes_[index].life.load(std::memory_order_relaxed) != life) return;  // made again since
     if (std::exchange(ended_, true)) return;
     // Neither who has left nor who does not speak our language is connected to again.
     closed_ = how.ok() || how.code() == ErrorCode::kProtocol;

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <mutex>
 #include <vector>
 
+#include "engine/stream/handshake.h"
 #include "engine/stream/stream_connection.h"
 
 namespace mooncake {
@@ -12,16 +14,16 @@ namespace mooncake {
 // One to several connections to one peer, called lanes, each with its own share of the network's
 // bandwidth and of the kernel's buffers. Lane 0 is there from the first on and is all that a
 // channel needs: it carries puts and messages. The data lanes are made when something large is
-// fetched for the first time, so that peers that exchange little cost one descriptor each. As soon
-// as they stand they carry the gets, their requests and their answers, and no signal stands behind
-// somebody's answer any more. Nothing waits for them, and one that cannot be made costs nothing but
-// speed.
+// fetched or written for the first time, so that peers that exchange little cost one descriptor
+// each. As soon as they stand they carry the gets and writes, their requests and their answers, and
+// no signal stands behind somebody's answer any more. Nothing waits for them, and one that cannot
+// be made costs nothing but speed.
 //
 // A lane that stood and breaks takes the others with it: whatever broke it, half a channel is of no
 // use, and the other end may not have noticed. The channel goes on with a new lane 0.
 class TcpChannel final : public Channel, public std::enable_shared_from_this<TcpChannel> {
  public:
-  // A get of at least two such pieces is spread over the data lanes.
+  // A transfer of at least two such pieces is spread over the data lanes.
   static constexpr size_t kSplitBytes = size_t(1) << 20;
   // So much that has yet to come makes data lanes worth it.
   static constexpr size_t kLargeBytes = size_t(64) << 10;
@@ -40,10 +42,14 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
 
   const char* transportName() const override { return "tcp"; }
   std::span<std::byte> peerArena() const override { return {}; }
+  bool isMadeAgain() const override { return true; }
   Status put(const PutRequest& request) override { return first().put(request); }
-  Status get(const GetRequest& request) override;
+  Status get(const GetRequest& request) override { return transfer(request); }
+  Status write(const WriteRequest& request) override { return transfer(request); }
+  Status get(std::span<const GetRequest> requests) override { return transferAll(requests); }
+  Status write(std::span<const WriteRequest> requests) override { return transferAll(requests); }
   Status send(ByteView message) override { return first().send(message); }
-  void cancelGets(const Completion* completion) override;
+  void cancel(const Completion* completion) override;
   uint64_t lifeSigns() const override;
   void beat() override { first().beat(); }
   void fence() override;
@@ -71,16 +77,24 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
     std::shared_ptr<StreamConnection> connection;  // made once, under the lock
     std::atomic<StreamConnection*> made{nullptr};  // the same for those who do not hold it
     std::atomic<bool> stands{false};
-    bool isBeingMade = false;  // of the loop's thread
+    std::atomic<uint64_t> life{0};  // which of its connections it is
+    bool isBeingMade = false;       // of the loop's thread
   };
 
   TcpChannel(const TransportContext& context, Options options)
       : context_(context), options_(std::move(options)), lanes_(options_.lanes) {}
   StreamConnection& first() const { return *lanes_[kPutLane].connection; }
+  using DataLanes = std::array<StreamConnection*, kMaxLanes>;
+  size_t dataLanes(DataLanes& lanes, size_t bytes);
+  template <typename Request>
+  Status transfer(const Request& request);
+  template <typename Request>
+  Status transferAll(std::span<const Request> requests);
   void startLane(size_t lane, Fd socket);
+  StreamConnection::Events eventsOf(size_t lane);
   void wantLanes();
   void waitLonger();
-  void laneEnded(size_t lane, const Status& how);
+  void laneEnded(size_t lane, uint64_t life, const Status& how);
 
   const TransportContext& context_;
   const Options options_;

@@ -9,15 +9,16 @@
 
 namespace mooncake {
 
-// The gets of one channel that run on their callers' threads right now, so that other threads can
+// The gets and writes of one channel that run on their callers' threads right now, so that other
+// threads can
 // end them.
-class DirectGets {
+class DirectTransfers {
  public:
-  // One get, on its caller's stack. Whoever cancels it waits for its destructor, so the get ends
+  // One transfer, on its caller's stack. Whoever cancels it waits for its destructor, so it ends
   // its completion before that.
   class Running {
    public:
-    Running(DirectGets& gets, const Completion* completion);
+    Running(DirectTransfers& transfers, const Completion* completion);
     Running(const Running&) = delete;
     Running& operator=(const Running&) = delete;
     ~Running();
@@ -27,14 +28,14 @@ class DirectGets {
     bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
 
    private:
-    friend class DirectGets;
-    DirectGets& gets_;
+    friend class DirectTransfers;
+    DirectTransfers& transfers_;
     const Completion* completion_;
     std::atomic<bool> cancelled_{false};
     bool entered_ = false;
   };
 
-  // Both return when none of those gets runs any more.
+  // Both return when none of those runs any more.
   void cancel(const Completion* completion);
   void close();
 

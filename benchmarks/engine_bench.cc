@@ -1,0 +1,208 @@
+// How fast an engine moves bytes to and from another process, for comparison with tcp_ceiling.
+//
+//   engine_bench serve WIRE ADDRESS THREADS BUFFER PLACE    (until its input ends)
+//       prints one line: what `run` needs. PLACE: user, or arena, which peers on the host map
+//   engine_bench run WIRE ADDRESS THREADS READ|WRITE BUFFER BLOCK TOTAL DEPTH ENDPOINT ADDRESS KEY
+//       DEPTH blocks are under way at a time. Prints bytes per second
+//   engine_bench memcpy BUFFER BLOCK TOTAL
+//   engine_bench first WIRE ADDRESS ENDPOINT ADDRESS KEY    microseconds: open, and a first
+//   transfer
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <string>
+#include <sys/mman.h>
+
+#include "base/deadline.h"
+#include "engine/engine.h"
+
+namespace mooncake {
+namespace {
+
+template <typename T>
+T orDie(Result<T> result) {
+  if (result.ok()) return std::move(*result);
+  std::fprintf(stderr, "%s\n", result.error().message.c_str());
+  std::exit(1);
+}
+void orDie(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.error().message.c_str());
+  std::exit(1);
+}
+
+std::string hexOf(ByteView bytes) {
+  std::string text;
+  char digits[3];
+  for (const std::byte byte : bytes) {
+    std::snprintf(digits, sizeof(digits), "%02x", unsigned(byte));
+    text += digits;
+  }
+  return text;
+}
+
+Bytes fromHex(const std::string& text) {
+  Bytes bytes;
+  for (size_t i = 0; i + 1 < text.size(); i += 2)
+    bytes.push_back(std::byte(std::stoul(text.substr(i, 2), nullptr, 16)));
+  return bytes;
+}
+
+std::span<std::byte> memory(size_t bytes) {
+  void* at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) std::exit(1);
+  std::memset(at, 1, bytes);
+  return {static_cast<std::byte*>(at), bytes};
+}
+
+std::shared_ptr<Engine> engineOf(const std::string& wire, const std::string& host, size_t threads) {
+  EngineOptions options{.env = orDie(Env::read()),
+                        .jobKey = Bytes(32, std::byte{1}),
+                        .logName = "bench",
+                        .dataThreads = threads,
+                        .peersReturn = true};
+  options.env.transports = {wire};
+  options.env.hostIp = host;
+  return orDie(Engine::create(std::move(options)));
+}
+
+int serve(char** arguments) {
+  const auto engine = engineOf(arguments[0], arguments[1], std::stoul(arguments[2]));
+  const size_t bytes = std::stoull(arguments[3]);
+  ArenaBlock block;
+  std::span<std::byte> place;
+  if (std::string_view(arguments[4]) == "arena") {
+    block = orDie(engine->arena().allocate(bytes));
+    std::memset(block.data(), 1, bytes);
+    place = {block.data(), bytes};
+  } else {
+    place = memory(bytes);
+  }
+  const auto region = orDie(engine->regions().add(place.data(), bytes, kRemoteRead | kRemoteWrite));
+  std::cout << hexOf(engine->endpoint()) << ' ' << region.remote().address << ' '
+            << region.remote().key << std::endl;
+  std::string line;
+  while (std::getline(std::cin, line)) {
+  }
+  return 0;
+}
+
+struct Batch {
+  explicit Batch(Doorbell* bell) : completion(bell) {}
+  Completion completion;
+  std::vector<GetRequest> gets;
+  std::vector<WriteRequest> writes;
+};
+
+class Mover {
+ public:
+  Mover(Channel& channel, RemoteRegion region, std::span<std::byte> buffer, bool reads)
+      : channel_(channel), region_(region), buffer_(buffer), reads_(reads) {}
+
+  void move(size_t block, size_t total, size_t depth) {
+    constexpr size_t kBatches = 4;
+    const size_t each = std::max<size_t>(depth / kBatches, 1);
+    std::vector<std::unique_ptr<Batch>> batches;
+    for (size_t i = 0; i < std::min(kBatches, depth); ++i)
+      batches.push_back(std::make_unique<Batch>(&bell_));
+    size_t done = 0;
+    for (size_t turn = 0; done < total; ++turn) {
+      Batch& batch = *batches[turn % batches.size()];
+      await(batch);
+      batch.gets.clear();
+      batch.writes.clear();
+      for (size_t i = 0; i < each && done < total; ++i, done += block) {
+        const size_t at = done % buffer_.size();
+        const auto piece = buffer_.subspan(at, block);
+        if (reads_) {
+          batch.gets.push_back({region_, at, piece, &batch.completion});
+        } else {
+          batch.writes.push_back({region_, at, piece, &batch.completion});
+        }
+      }
+      orDie(reads_ ? channel_.get(std::span<const GetRequest>(batch.gets))
+                   : channel_.write(std::span<const WriteRequest>(batch.writes)));
+    }
+    for (auto& batch : batches) await(*batch);
+  }
+
+ private:
+  void await(const Batch& batch) {
+    const Waiter waiter{bell_, never_, 0, Deadline::after(std::chrono::seconds(60)),
+                        SpinPolicy{.pauses = 0, .yields = 0}};
+    (void)waiter.until([&] { return batch.completion.finished(); });
+    const ErrorCode code = batch.completion.error.load();
+    if (code != ErrorCode::kOk) orDie(Status(code, errorCodeName(code)));
+  }
+
+  Channel& channel_;
+  const RemoteRegion region_;
+  const std::span<std::byte> buffer_;
+  const bool reads_;
+  Doorbell bell_;
+  const Interrupt never_;
+};
+
+double secondsSince(Clock::time_point began) {
+  return std::chrono::duration<double>(Clock::now() - began).count();
+}
+
+int run(char** arguments) {
+  const auto engine = engineOf(arguments[0], arguments[1], std::stoul(arguments[2]));
+  const bool reads = std::string_view(arguments[3]) == "READ";
+  const size_t bytes = std::stoull(arguments[4]), block = std::stoull(arguments[5]);
+  const size_t total = std::stoull(arguments[6]), depth = std::stoull(arguments[7]);
+  const RemoteRegion region{std::stoull(arguments[9]), bytes, std::stoull(arguments[10])};
+  const auto buffer = memory(bytes);
+  const auto peer = orDie(
+      engine->open(fromHex(arguments[8]), "the server", Deadline::after(std::chrono::seconds(10))));
+  Mover mover(*peer->channel, region, buffer, reads);
+  // Until the data lanes stand, they are asked for again with each.
+  for (int i = 0; i < 4; ++i) mover.move(block, std::min(total, std::max(block, bytes / 8)), depth);
+  const auto began = Clock::now();
+  mover.move(block, total, depth);
+  std::printf("%.0f\n", double(total) / secondsSince(began));
+  return 0;
+}
+
+int copy(char** arguments) {
+  const size_t bytes = std::stoull(arguments[0]), block = std::stoull(arguments[1]);
+  const size_t total = std::stoull(arguments[2]);
+  const auto from = memory(bytes), to = memory(bytes);
+  const auto began = Clock::now();
+  for (size_t done = 0; done < total; done += block)
+    std::memcpy(to.data() + done % bytes, from.data() + done % bytes, block);
+  std::printf("%.0f\n", double(total) / secondsSince(began));
+  return 0;
+}
+
+int first(char** arguments) {
+  const auto engine = engineOf(arguments[0], arguments[1], 1);
+  const RemoteRegion region{std::stoull(arguments[3]), 4096, std::stoull(arguments[4])};
+  const auto buffer = memory(4096);
+  const Bytes endpoint = fromHex(arguments[2]);
+  for (int i = 0; i < 20; ++i) {
+    const auto began = Clock::now();
+    const auto peer =
+        orDie(engine->open(endpoint, "the server", Deadline::after(std::chrono::seconds(10))));
+    const double opened = secondsSince(began);
+    Mover(*peer->channel, region, buffer, false).move(4096, 4096, 1);
+    std::printf("%.0f %.0f\n", opened * 1e6, secondsSince(began) * 1e6);
+    engine->forget(peer);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace mooncake
+
+int main(int count, char** arguments) {
+  const std::string_view what = count > 1 ? arguments[1] : "";
+  if (what == "serve" && count == 7) return mooncake::serve(arguments + 2);
+  if (what == "run" && count == 13) return mooncake::run(arguments + 2);
+  if (what == "memcpy" && count == 5) return mooncake::copy(arguments + 2);
+  if (what == "first" && count == 7) return mooncake::first(arguments + 2);
+  std::fprintf(stderr, "see the top of engine_bench.cc\n");
+  return 2;
+}

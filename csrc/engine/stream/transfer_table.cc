@@ -1,0 +1,138 @@
+#include "engine/stream/transfer_table.h"
+
+#include <utility>
+
+namespace mooncake {
+
+// A request's number: generation << 32 | slot.
+//
+// A region that is let go of waits for whoever reads it, so that is done without the lock.
+
+Result<uint64_t> TransferTable::add(const GetRequest& request) {
+  return add(Transfer{.target = request.target.data(),
+                      .bytes = request.target.size(),
+                      .completion = request.completion});
+}
+
+Result<uint64_t> TransferTable::add(const WriteRequest& request) {
+  return add(
+      Transfer{.bytes = request.source.size(), .completion = request.completion, .isWrite = true});
+}
+
+Result<uint64_t> TransferTable::addPull(const WriteRequest& request, MemoryRegion source) {
+  return add(Transfer{.bytes = request.source.size(),
+                      .completion = request.completion,
+                      .isWrite = true,
+                      .hasLeft = true,
+                      .pulled = request,
+                      .source = std::move(source)});
+}
+
+Result<uint64_t> TransferTable::add(Transfer transfer) {
+  std::lock_guard lock(mutex_);
+  if (free_.empty()) {
+    if (transfers_.size() == wire::kMaxTransfers) {
+      return Error{ErrorCode::kExhausted, std::to_string(wire::kMaxTransfers) +
+                                              " transfers are under way on this connection"};
+    }
+    transfers_.emplace_back();
+    free_.push_back(static_cast<uint32_t>(transfers_.size() - 1));
+  }
+  const uint32_t slot = free_.back();
+  free_.pop_back();
+  transfer.generation = transfers_[slot].generation;
+  transfer.used = true;
+  unanswered_.fetch_add(transfer.bytes, std::memory_order_relaxed);
+  transfer.completion->begin();  // before the request leaves: its answer may be faster than we are
+  transfers_[slot] = std::move(transfer);
+  return uint64_t(transfers_[slot].generation) << 32 | slot;
+}
+
+TransferTable::Transfer* TransferTable::find(uint64_t request) {
+  std::lock_guard lock(mutex_);
+  const uint64_t slot = request & 0xffffffff;
+  if (slot >= transfers_.size()) return nullptr;
+  Transfer& transfer = transfers_[slot];
+  return transfer.used && transfer.generation == request >> 32 ? &transfer : nullptr;
+}
+
+void TransferTable::received(Transfer& get, uint64_t bytes) {
+  get.received += bytes;
+  unanswered_.fetch_sub(bytes, std::memory_order_relaxed);
+}
+
+void TransferTable::hasLeft(uint64_t write) {
+  std::lock_guard lock(mutex_);
+  transfers_[static_cast<uint32_t>(write)].hasLeft = true;
+}
+
+bool TransferTable::isAnswerable(const Transfer& transfer) {
+  std::lock_guard lock(mutex_);
+  return !transfer.isWrite || transfer.hasLeft;
+}
+
+WriteRequest TransferTable::sendInstead(uint64_t pull) {
+  MemoryRegion source;
+  std::lock_guard lock(mutex_);
+  Transfer& transfer = transfers_[static_cast<uint32_t>(pull)];
+  source = std::move(transfer.source);
+  if (!transfer.completion || !transfer.pulled.completion) return {};
+  transfer.hasLeft = false;
+  return std::exchange(transfer.pulled, {});
+}
+
+void TransferTable::finish(uint64_t request, ErrorCode code) {
+  const uint32_t slot = static_cast<uint32_t>(request);
+  Completion* completion;
+  {
+    MemoryRegion source;  // goes without the lock, and before the completion ends
+    std::lock_guard lock(mutex_);
+    Transfer& transfer = transfers_[slot];
+    unanswered_.fetch_sub(transfer.bytes - transfer.received, std::memory_order_relaxed);
+    completion = std::exchange(transfer.completion, nullptr);
+    source = std::move(transfer.source);
+    transfer.used = false;
+    ++transfer.generation;
+    free_.push_back(slot);
+  }
+  if (completion) completion->end(code);
+}
+
+void TransferTable::cancel(const Completion* completion, ErrorCode code) {
+  endThose([&](const Transfer& transfer) { return transfer.completion == completion; }, code);
+}
+
+void TransferTable::cancelAll(ErrorCode code) {
+  endThose([](const Transfer&) { return true; }, code);
+}
+
+void TransferTable::forget() {
+  cancelAll(ErrorCode::kPeerLost);
+  std::lock_guard lock(mutex_);
+  free_.clear();
+  for (uint32_t slot = 0; slot < transfers_.size(); ++slot) {
+    Transfer& transfer = transfers_[slot];
+    if (transfer.used) ++transfer.generation;
+    transfer.used = false;
+    free_.push_back(slot);
+  }
+  unanswered_.store(0, std::memory_order_relaxed);
+}
+
+template <typename Which>
+void TransferTable::endThose(Which&& which, ErrorCode code) {
+  std::vector<MemoryRegion> sources;
+  std::vector<Completion*> ended;
+  {
+    std::lock_guard lock(mutex_);
+    for (Transfer& transfer : transfers_) {
+      if (!transfer.completion || !which(transfer)) continue;
+      ended.push_back(std::exchange(transfer.completion, nullptr));
+      if (transfer.source) sources.push_back(std::move(transfer.source));
+    }
+  }
+  sources.clear();  // before the owners of that memory are told
+  for (Completion* completion : ended) completion->end(code);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,213 @@
+#include <atomic>
+#include <barrier>
+#include <filesystem>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <thread>
+
+#include "descriptor_limit.h"
+#include "engine/engine.h"
+#include "engine_side.h"
+
+// Peers that come and go, by one side alone.
+namespace mooncake {
+namespace {
+
+using mooncake::testing::eventually;
+using mooncake::testing::pattern;
+using std::chrono_literals::operator""s;
+using std::chrono_literals::operator""ms;
+
+std::shared_ptr<Engine> makeEngine(const std::string& wire, Bytes key = publicKey(),
+                                   size_t dataThreads = 0) {
+  EngineOptions options{.jobKey = std::move(key),
+                        .logName = "engine",
+                        .arenaBytes = size_t(1) << 30,
+                        .dataThreads = dataThreads,
+                        .peersReturn = true};
+  options.env.transports = {wire};
+  options.env.hostIp = "127.0.0.1";
+  auto made = Engine::create(std::move(options));
+  EXPECT_TRUE(made.ok()) << made.error().message;
+  return made.ok() ? *made : nullptr;
+}
+
+Deadline soon() { return Deadline::after(20s); }
+
+std::set<std::string> threadNames() {
+  std::set<std::string> names;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::ifstream(task.path() / "comm") >> name;
+    names.insert(name);
+  }
+  return names;
+}
+
+class EngineOpen : public ::testing::TestWithParam<const char*> {
+ protected:
+  std::shared_ptr<Engine> make(size_t dataThreads = 0) {
+    return makeEngine(GetParam(), publicKey(), dataThreads);
+  }
+  // Bytes go there and come back.
+  void expectWorks(const std::shared_ptr<Peer>& peer, Engine& owner, size_t bytes = 300000) {
+    Bytes there(bytes), back(bytes);
+    auto region = owner.regions().add(there.data(), there.size(), kRemoteRead | kRemoteWrite);
+    ASSERT_TRUE(region.ok());
+    const Bytes data = pattern(bytes, 1);
+    Completion completion(&bell_);
+    ASSERT_TRUE(peer->channel->write({region->remote(), 0, data, &completion}).ok());
+    ASSERT_TRUE(eventually([&] { return completion.finished(); }));
+    ASSERT_TRUE(peer->channel->get({region->remote(), 0, back, &completion}).ok());
+    ASSERT_TRUE(eventually([&] { return completion.finished(); }));
+    EXPECT_EQ(completion.error.load(), ErrorCode::kOk);
+    EXPECT_TRUE(back == data);
+  }
+
+  Doorbell bell_;
+};
+
+TEST_P(EngineOpen, OneSideIsEnough) {
+  const auto a = make(), b = make();
+  for (auto [from, to] : {std::pair(a, b), std::pair(b, a)}) {
+    auto peer = from->open(to->endpoint(), "a friend", soon());
+    ASSERT_TRUE(peer.ok()) << peer.error().message;
+    EXPECT_TRUE((*peer)->id == to->id());
+    expectWorks(*peer, *to);
+    const auto again = from->open(to->endpoint(), "a friend", soon());
+    ASSERT_TRUE(again.ok());
+    EXPECT_EQ(*again, *peer);
+  }
+  EXPECT_EQ(a->counters().opened, 1u) << "it was connected already when it opened the other one";
+  EXPECT_EQ(b->counters().opened, 1u);
+  EXPECT_EQ(a->counters().reused, 1u);
+  EXPECT_EQ(b->counters().reused, 2u);
+  const auto self = a->open(a->endpoint(), "myself", soon());
+  ASSERT_TRUE(self.ok());
+  EXPECT_EQ(*self, nullptr);
+}
+
+TEST_P(EngineOpen, TwoThatOpenEachOtherEndUpWithOneChannel) {
+  for (int round = 0; round < 30; ++round) {
+    const std::shared_ptr<Engine> engines[2] = {make(), make()};
+    constexpr size_t kThreads = 3;  // of each
+    std::barrier start(2 * kThreads);
+    std::shared_ptr<Peer> found[2 * kThreads];
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < 2 * kThreads; ++i) {
+      threads.emplace_back([&, i] {
+        start.arrive_and_wait();
+        auto peer = engines[i % 2]->open(engines[1 - i % 2]->endpoint(), "other", soon());
+        ASSERT_TRUE(peer.ok()) << peer.error().message;
+        found[i] = *peer;
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    for (size_t i = 0; i < 2 * kThreads; ++i) {
+      ASSERT_TRUE(found[i]);
+      EXPECT_EQ(found[i], found[i % 2]);
+      EXPECT_EQ(engines[i % 2]->counters().opened, 1u);
+    }
+    EXPECT_NE(found[0]->isOurs, found[1]->isOurs);
+    expectWorks(found[0], *engines[1], 1000);
+    expectWorks(found[1], *engines[0], 1000);
+  }
+}
+
+TEST_P(EngineOpen, WhoIsForgottenCanBeOpenedAnew) {
+  const auto a = make(), b = make();
+  std::shared_ptr<Peer> last;
+  for (int round = 0; round < 20; ++round) {
+    // By the same one at once, and now and then by the other one, when that has read the goodbye.
+    const auto& from = round % 3 == 2 ? b : a;
+    const auto& to = round % 3 == 2 ? a : b;
+    if (round % 3 != 1) {
+      ASSERT_TRUE(eventually([&] { return from->counters().active == 0; }));
+    }
+    auto peer = from->open(to->endpoint(), "other", soon());
+    ASSERT_TRUE(peer.ok()) << round << ": " << peer.error().message;
+    EXPECT_NE(*peer, last);
+    expectWorks(*peer, *to, 1000);
+    from->forget(*peer);
+    EXPECT_TRUE((*peer)->disconnected);
+    EXPECT_FALSE((*peer)->channel->send(Bytes(1)).ok());
+    from->forget(*peer);
+    last = *peer;
+  }
+}
+
+TEST_P(EngineOpen, WhoHasEndedIsNotFound) {
+  const auto a = make();
+  auto b = make();
+  const Bytes endpoint = b->endpoint();
+  const auto peer = a->open(endpoint, "the dead", soon());
+  ASSERT_TRUE(peer.ok());
+  b.reset();
+  EXPECT_TRUE(eventually([&] { return (*peer)->disconnected.load(); }));
+  const auto again = a->open(endpoint, "the dead", Deadline::after(5s));
+  ASSERT_FALSE(again.ok());
+  EXPECT_EQ(again.error().code, ErrorCode::kPeerLost) << again.error().message;
+  EXPECT_NE(again.error().message.find("the dead"), std::string::npos) << again.error().message;
+}
+
+TEST_P(EngineOpen, StrangersAreRefused) {
+  const auto open = make(), closed = makeEngine(GetParam(), Bytes(32, std::byte{7}));
+  for (auto [from, to] : {std::pair(open, closed), std::pair(closed, open)}) {
+    const auto peer = from->open(to->endpoint(), "a stranger", soon());
+    ASSERT_FALSE(peer.ok());
+    EXPECT_EQ(peer.error().code, ErrorCode::kRefused) << peer.error().message;
+    EXPECT_EQ(to->counters().opened, 0u);
+  }
+}
+
+// Nobody observes: nobody beats, and no thread watches.
+TEST_P(EngineOpen, IdlePeersCostNothing) {
+  const auto a = make();
+  std::vector<std::shared_ptr<Engine>> others;
+  for (int i = 0; i < 10; ++i) {
+    others.push_back(make());
+    ASSERT_TRUE(a->open(others.back()->endpoint(), "idle", soon()).ok());
+  }
+  std::atomic<bool> isLater{false};
+  a->loop().runAt(Deadline::after(60ms), [&] { isLater = true; });
+  EXPECT_TRUE(eventually([&] { return isLater.load(); }));
+  EXPECT_FALSE(threadNames().contains("mooncake-live"));
+  a->observe([](const auto&, const auto&) {});
+  EXPECT_TRUE(eventually([] { return threadNames().contains("mooncake-live"); }));
+  a->observe(nullptr);
+}
+
+TEST_P(EngineOpen, DataThreadsCarryWhatIsLarge) {
+  const auto a = make(3), b = make(2);
+  const auto peer = a->open(b->endpoint(), "other", soon());
+  ASSERT_TRUE(peer.ok());
+  for (int round = 0; round < 5; ++round) {
+    expectWorks(*peer, *b, 20 << 20);
+    const auto back = b->open(a->endpoint(), "other", soon());
+    ASSERT_TRUE(back.ok());
+    expectWorks(*back, *a, 20 << 20);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, EngineOpen, ::testing::Values("inproc", "shm", "tcp"),
+                         [](const auto& wire) { return std::string(wire.param); });
+
+TEST(EngineDescriptors, WhoHasNoneLeftSaysSoAndRecovers) {
+  const auto a = makeEngine("tcp"), b = makeEngine("tcp");
+  std::vector<int> taken;
+  {
+    const test::DescriptorLimit low(200);
+    for (int fd; (fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) >= 0;) taken.push_back(fd);
+    const auto peer = a->open(b->endpoint(), "other", Deadline::after(2s));
+    ASSERT_FALSE(peer.ok());
+    EXPECT_EQ(peer.error().code, ErrorCode::kExhausted) << peer.error().message;
+    EXPECT_NE(peer.error().message.find("ulimit -n"), std::string::npos) << peer.error().message;
+    for (const int fd : taken) ::close(fd);
+    const auto again = a->open(b->endpoint(), "other", soon());
+    EXPECT_TRUE(again.ok()) << again.error().message;
+  }
+}
+
+}  // namespace
+}  // namespace mooncake
