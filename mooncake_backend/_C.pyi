@@ -211,6 +211,7 @@ class EpCombine:
 class EpBuffer:
     """Dispatch and combine. Making one is collective over the group.
 
+    engine: to be used for an exchange, in place of one of its own
     backend: of a group of ours, whose engine is shared; or exchange: called with bytes, returns
     those of all ranks in rank order; route_hint: the host whose direction tells which address of
     this one the others reach, without MOONCAKE_HOST_IP
@@ -230,6 +231,7 @@ class EpBuffer:
         route_hint: str = "",
         renormalize: bool = False,
         raises: bool = False,
+        engine: InnerTransferEngine | None = None,
     ) -> None: ...
     @staticmethod
     def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
@@ -313,6 +315,9 @@ class TransferNotify:
 
 class InnerTransferEngine:
     """What get_engine() returns, for set_transfer_engine()."""
+
+    @property
+    def has_key(self) -> bool: ...
 
 class TransferEngine:
     """Reads and writes memory of other processes. 0 is good, what fails is negative, and the log

@@ -769,3 +769,29 @@ def leaves_at_the_end(me):
     target, there = me.board.wait("target")
     assert side.engine.transfer_sync_write(target, side.address, there, 8) == 0
     me.board.set("done")
+
+
+# ---- doctor
+
+
+def examined(me, side, target, there, peer):
+    from mooncake_backend import doctor
+
+    lines = []
+    code = doctor.examine(trial=False, show=lines.append, peer=peer or target)
+    return code, [line for line in lines if "peer " in line or "transfer engine" in line]
+
+
+def test_doctor_tells_the_wire_to_a_peer(wire):
+    code, (engine, peer) = harness.run_ranks(2, engines.serve, examined, None, **over(wire))[1]
+    assert code == 0
+    assert re.search(r"ok  transfer engine .*64 transfers under way", engine)
+    assert re.search(rf"ok  peer 127.0.0.1:\d+ +over {wire}; answered in", peer)
+
+
+def test_doctor_tells_that_a_peer_is_not_there():
+    code, (_, peer) = harness.run_ranks(
+        2, engines.serve, examined, "127.0.0.1:9", backend=None
+    )[1]  # fmt: skip
+    assert code == 1
+    assert re.search(r"BROKEN  peer 127.0.0.1:9 +cannot be reached \(-102\)", peer)

@@ -9,18 +9,21 @@
 #include <string_view>
 
 #include "base/log.h"
+#include "base/transfer_env.h"
 
 namespace mooncake {
 namespace {
 
-// A parser puts the value into Env and returns true, or says in `allowed` what it would have taken.
-using Parser = bool (*)(std::string_view value, Env& env, std::string& allowed);
-
-struct Entry {
+// `parse` puts the value into the struct and returns true, or says in `allowed` what it would have
+// taken.
+template <typename To>
+struct EntryOf {
   EnvVariable variable;
-  Parser parse;
+  bool (*parse)(std::string_view value, To& env, std::string& allowed);
   bool isSecret = false;  // its value stands in no message
 };
+using Entry = EntryOf<Env>;
+using TransferEntry = EntryOf<TransferEnv>;
 
 bool parseNumber(std::string_view value, uint64_t least, uint64_t most, uint64_t& number,
                  std::string& allowed) {
@@ -116,64 +119,64 @@ bool parsePort(std::string_view value, uint16_t& port, std::string& allowed) {
   return ok;
 }
 
-bool parseLeastRpcPort(std::string_view value, Env& env, std::string& allowed) {
+bool parseLeastRpcPort(std::string_view value, TransferEnv& env, std::string& allowed) {
   return parsePort(value, env.leastRpcPort, allowed);
 }
 
-bool parseMostRpcPort(std::string_view value, Env& env, std::string& allowed) {
+bool parseMostRpcPort(std::string_view value, TransferEnv& env, std::string& allowed) {
   return parsePort(value, env.mostRpcPort, allowed);
 }
 
-bool parseTransferTimeout(std::string_view value, Env& env, std::string& allowed) {
+bool parseTransferTimeout(std::string_view value, TransferEnv& env, std::string& allowed) {
   constexpr uint64_t kLeast = 5;
   uint64_t number = 0;
   const bool ok = parseNumber(value, 0, 1'000'000, number, allowed);
-  env.transferTimeout = std::chrono::seconds(std::max(kLeast, number));
+  env.timeout = std::chrono::seconds(std::max(kLeast, number));
   return ok;
 }
 
-bool parseSessionTimeout(std::string_view value, Env& env, std::string& allowed) {
+bool parseSessionTimeout(std::string_view value, TransferEnv& env, std::string& allowed) {
   uint64_t number = 0;
   const bool ok = parseNumber(value, 1, 3600, number, allowed);
   env.sessionTimeout = std::chrono::seconds(number);
   return ok;
 }
 
-bool parseTcpBindAddress(std::string_view value, Env& env, std::string& allowed) {
+bool parseTcpBindAddress(std::string_view value, TransferEnv& env, std::string& allowed) {
   allowed = "an address of this host, or a name of it";
   env.tcpBindAddress = value;
   return true;
 }
 
-bool parseGivenRpcPort(std::string_view value, Env& env, std::string& allowed) {
+bool parseGivenRpcPort(std::string_view value, TransferEnv& env, std::string& allowed) {
   return parseFlag(value, env.usesGivenRpcPort, allowed);
 }
 
-bool parseMostTransfers(std::string_view value, Env& env, std::string& allowed) {
+bool parseMostTransfers(std::string_view value, TransferEnv& env, std::string& allowed) {
   uint64_t number = 0;
   const bool ok = parseNumber(value, 1, 4096, number, allowed);
   env.mostTransfers = number;
   return ok;
 }
 
-bool parseTcpIoThreads(std::string_view value, Env& env, std::string& allowed) {
+bool parseTcpIoThreads(std::string_view value, TransferEnv& env, std::string& allowed) {
   uint64_t number = 0;
   const bool ok = parseNumber(value, 0, 64, number, allowed);
   env.tcpIoThreads = number;
   return ok;
 }
 
-bool parseMetadataCluster(std::string_view value, Env& env, std::string& allowed) {
+bool parseMetadataCluster(std::string_view value, TransferEnv& env, std::string& allowed) {
   allowed = "up to 128 bytes";
   env.metadataCluster = value;
   return value.size() <= 128;
 }
 
-bool parseForceTcp(std::string_view value, Env& env, std::string& allowed) {
+bool parseForceTcp(std::string_view value, TransferEnv& env, std::string& allowed) {
   return parseFlag(value, env.forcesTcp, allowed);
 }
 
-bool parseAllowFallback(std::string_view value, Env& env, std::string& allowed) {
+bool parseAllowFallback(std::string_view value, TransferEnv& env, std::string& allowed) {
   return parseFlag(value, env.allowsFallback, allowed);
 }
 
@@ -207,6 +210,11 @@ constexpr Entry kEntries[] = {
      parseCrossMemoryAttach},
     {{"MOONCAKE_SIM_SEED", "1", "Decides what transport sim does to what it carries"},
      parseSimSeed},
+    {{"MOONCAKE_LOG_LEVEL", "warning", "What is logged to stderr: error, warning, info or debug"},
+     parseLogLevel},
+};
+
+constexpr TransferEntry kTransferEntries[] = {
     {{"MC_TRANSFER_TIMEOUT", "30",
       "Seconds that a transfer may take, 5 at least; a nanosecond for each byte is added"},
      parseTransferTimeout},
@@ -241,9 +249,27 @@ constexpr Entry kEntries[] = {
     {{"MOONCAKE_ALLOW_FALLBACK", "0",
       "1: a transfer engine runs on tcp when the protocol that was asked for is not there"},
      parseAllowFallback},
-    {{"MOONCAKE_LOG_LEVEL", "warning", "What is logged to stderr: error, warning, info or debug"},
-     parseLogLevel},
 };
+
+template <typename To, size_t N>
+Result<To> readAll(const EntryOf<To> (&entries)[N]) {
+  To env;
+  for (const auto& [variable, parse, isSecret] : entries) {
+    const char* value = std::getenv(variable.name);
+    if (value == nullptr || *value == '\0')
+      continue;  // launchers often pass on what they do not have as ""
+    std::string allowed;
+    if (!parse(value, env, allowed)) {
+      return Error{ErrorCode::kInvalidArgument,
+                   std::string(variable.name) +
+                       (isSecret ? " has " + std::to_string(std::string_view(value).size()) +
+                                       " bytes, which "
+                                 : "=\"" + std::string(value) + "\" ") +
+                       "is not valid; allowed: " + allowed};
+    }
+  }
+  return env;
+}
 
 }  // namespace
 
@@ -251,28 +277,14 @@ const std::vector<EnvVariable>& envTable() {
   static const auto table = [] {
     std::vector<EnvVariable> variables;
     for (const Entry& entry : kEntries) variables.push_back(entry.variable);
+    for (const TransferEntry& entry : kTransferEntries) variables.push_back(entry.variable);
     return variables;
   }();
   return table;
 }
 
-Result<Env> Env::read() {
-  Env env;
-  for (const auto& [variable, parse, isSecret] : kEntries) {
-    const char* value = std::getenv(variable.name);
-    if (value == nullptr || *value == '\0')
-      continue;  // launchers often pass on what they do not have as ""
-    std::string allowed;
-    if (!parse(value, env, allowed)) {
-      return {ErrorCode::kInvalidArgument,
-              std::string(variable.name) +
-                  (isSecret
-                       ? " has " + std::to_string(std::string_view(value).size()) + " bytes, which "
-                       : "=\"" + std::string(value) + "\" ") +
-                  "is not valid; allowed: " + allowed};
-    }
-  }
-  return env;
-}
+Result<Env> Env::read() { return readAll(kEntries); }
+
+Result<TransferEnv> TransferEnv::read() { return readAll(kTransferEntries); }
 
 }  // namespace mooncake

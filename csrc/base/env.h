@@ -30,23 +30,11 @@ struct Env {
   std::string routeHint;              // no variable: host of the rendezvous, from whoever knows it
   std::optional<std::string> jobKey;  // MOONCAKE_JOB_KEY: shared secret of the job
   std::chrono::milliseconds failureTimeout{3000};  // MOONCAKE_FAILURE_TIMEOUT_MS
-  size_t tcpConnections = 2;      // MOONCAKE_TCP_CONNECTIONS: data connections per peer
-  size_t eagerBytes = 0;          // MOONCAKE_EAGER_BYTES: 0 = chosen by the code
-  bool crossMemoryAttach = true;  // MOONCAKE_CMA=0 turns process_vm_readv off
-  bool raises = false;            // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
-  uint64_t simSeed = 1;           // MOONCAKE_SIM_SEED: of transport sim
-  // Of the transfer engine.
-  std::chrono::seconds transferTimeout{30};   // MC_TRANSFER_TIMEOUT: and 1 ns for each byte
-  std::chrono::seconds sessionTimeout{5};     // MC_HANDSHAKE_CONNECT_TIMEOUT
-  uint16_t leastRpcPort = 15000;              // MC_MIN_RPC_PORT
-  uint16_t mostRpcPort = 17000;               // MC_MAX_RPC_PORT
-  std::optional<std::string> tcpBindAddress;  // MC_TCP_BIND_ADDRESS
-  bool usesGivenRpcPort = false;  // MC_LEGACY_RPC_PORT_BINDING: the port of the local name
-  size_t mostTransfers = 64;      // MC_TCP_MAX_CONNECTIONS: under way at a time
-  size_t tcpIoThreads = 0;        // MC_NUM_TCP_IO_THREADS: 0: min(8, cores)
-  std::string metadataCluster;    // MC_METADATA_CLUSTER_ID: in front of keys in a metadata server
-  bool forcesTcp = false;         // MC_FORCE_TCP: no short way within a host
-  bool allowsFallback = false;    // MOONCAKE_ALLOW_FALLBACK: tcp for a protocol that is not there
+  size_t tcpConnections = 2;         // MOONCAKE_TCP_CONNECTIONS: data connections per peer
+  size_t eagerBytes = 0;             // MOONCAKE_EAGER_BYTES: 0 = chosen by the code
+  bool crossMemoryAttach = true;     // MOONCAKE_CMA=0 turns process_vm_readv off
+  bool raises = false;               // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
+  uint64_t simSeed = 1;              // MOONCAKE_SIM_SEED: of transport sim
   std::string logLevel = "warning";  // MOONCAKE_LOG_LEVEL: error, warning, info, debug
 
   // kInvalidArgument names the variable, its value and what is allowed.

@@ -22,12 +22,7 @@ Opcode opcodeOf(PythonOpcode opcode) {
   return opcode == kPythonRead ? Opcode::kRead : Opcode::kWrite;
 }
 
-// What get_engine() returns, for those who hand an engine on.
-struct InnerEngine {
-  std::shared_ptr<TransferEngine> engine;
-};
-
-InnerEngine innerOf(const TransferCalls& calls) {
+InnerTransferEngine innerOf(const TransferCalls& calls) {
   if (!calls.engine()) throw py::value_error("the engine is not initialized");
   return {calls.engine()};
 }
@@ -142,6 +137,20 @@ void bindMissing(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c) {
 
 }  // namespace
 
+std::shared_ptr<Engine> lendForJob(const InnerTransferEngine& inner, std::string& jobKey) {
+  TransferEngine& engine = *inner.engine;
+  if (!engine.hasKey())
+    throw py::value_error("a transfer engine without a key (MOONCAKE_JOB_KEY) runs no job");
+  auto lent = engine.lend(inner.engine);
+  if (!lent) {
+    throw py::value_error(
+        "the transfer engine that set_transfer_engine() was given is closed, or another group of "
+        "processes runs on it: destroy that one first");
+  }
+  jobKey = *engine.env().jobKey;
+  return lent;
+}
+
 void bindTransfer(py::module_& m) {
   auto opcode = py::enum_<PythonOpcode>(m, "TransferOpcode", py::arithmetic());
   opcode.value("Read", kPythonRead).value("Write", kPythonWrite);
@@ -157,7 +166,9 @@ void bindTransfer(py::module_& m) {
       .def_readwrite("name", &Notification::name)
       .def_readwrite("msg", &Notification::message);
 
-  py::class_<InnerEngine>(m, "InnerTransferEngine");
+  py::class_<InnerTransferEngine>(m, "InnerTransferEngine")
+      .def_property_readonly(
+          "has_key", [](const InnerTransferEngine& inner) { return inner.engine->hasKey(); });
 
   auto engine = py::class_<TransferCalls, std::shared_ptr<TransferCalls>>(m, "TransferEngine");
   engine.def(py::init([] {

@@ -93,7 +93,8 @@ Result<std::string> fieldOf(const std::string& json, const std::string& name) {
   return found->second;
 }
 
-Result<std::unique_ptr<Metadata>> HttpMetadata::open(const Env& env, const std::string& url) {
+Result<std::unique_ptr<Metadata>> HttpMetadata::open(const TransferEnv& env,
+                                                     const std::string& url) {
   auto client = HttpClient::load();
   if (!client.ok()) return client.error();
   const std::string cluster = env.metadataCluster;

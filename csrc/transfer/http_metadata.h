@@ -11,7 +11,7 @@ namespace mooncake::transfer {
 // What is registered is not there: whoever wants to know asks the engine itself.
 class HttpMetadata final : public Metadata {
  public:
-  static Result<std::unique_ptr<Metadata>> open(const Env& env, const std::string& url);
+  static Result<std::unique_ptr<Metadata>> open(const TransferEnv& env, const std::string& url);
 
   bool namesAreSessions() const override { return false; }
   Result<std::string> sessionOf(const std::string& name, Deadline deadline) const override;

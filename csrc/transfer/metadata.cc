@@ -20,7 +20,8 @@ class PeerToPeer final : public Metadata {
 
 }  // namespace
 
-Result<std::unique_ptr<Metadata>> Metadata::open(const Env& env, const std::string& server) {
+Result<std::unique_ptr<Metadata>> Metadata::open(const TransferEnv& env,
+                                                 const std::string& server) {
   if (server == "P2PHANDSHAKE") return std::unique_ptr<Metadata>(new PeerToPeer);
   if (server.starts_with("http://") || server.starts_with("https://"))
     return HttpMetadata::open(env, server);

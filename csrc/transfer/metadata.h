@@ -4,8 +4,8 @@
 #include <string>
 
 #include "base/deadline.h"
-#include "base/env.h"
 #include "base/result.h"
+#include "base/transfer_env.h"
 
 namespace mooncake::transfer {
 
@@ -14,7 +14,7 @@ class Metadata {
  public:
   // "P2PHANDSHAKE": names are session ids themselves. "http://host:port/metadata": they are in a
   // metadata server. kUnsupported names what is not there.
-  static Result<std::unique_ptr<Metadata>> open(const Env& env, const std::string& server);
+  static Result<std::unique_ptr<Metadata>> open(const TransferEnv& env, const std::string& server);
   virtual ~Metadata() = default;
 
   virtual bool namesAreSessions() const = 0;

@@ -32,9 +32,9 @@ std::string whyNot(const std::string& protocol) {
   return isKnown ? "this version has no wire for it" : "no protocol is called so";
 }
 
-std::vector<std::string> wiresOf(const std::string& protocol, const Env& env) {
+std::vector<std::string> wiresOf(const std::string& protocol, bool forcesTcp) {
   if (protocol == "shm") return {"inproc", "shm"};
-  if (env.forcesTcp) return {"tcp"};
+  if (forcesTcp) return {"tcp"};
   std::vector<std::string> all;
   for (const TransportEntry& entry : transportRegistry()) {
     if (!entry.isForTests) all.emplace_back(entry.name);
@@ -44,20 +44,20 @@ std::vector<std::string> wiresOf(const std::string& protocol, const Env& env) {
 
 }  // namespace
 
-Result<std::string> selectProtocol(Env& env, const std::string& protocol,
-                                   const std::string& logName) {
+Result<std::string> selectProtocol(Env& env, const TransferEnv& settings,
+                                   const std::string& protocol, const std::string& logName) {
   std::string chosen = protocol;
   if (protocol != "tcp" && protocol != "shm") {
     const std::string why =
         "protocol \"" + protocol + "\" cannot be had: " + whyNot(protocol) + "; there is: tcp, shm";
-    if (!env.allowsFallback && !env.forcesTcp) {
+    if (!settings.allowsFallback && !settings.forcesTcp) {
       return Error{ErrorCode::kUnsupported, why + ". MOONCAKE_ALLOW_FALLBACK=1 takes tcp instead"};
     }
     log(LogLevel::kWarning, logName, why, "; tcp is used instead, as asked for by ",
-        env.forcesTcp ? "MC_FORCE_TCP" : "MOONCAKE_ALLOW_FALLBACK");
+        settings.forcesTcp ? "MC_FORCE_TCP" : "MOONCAKE_ALLOW_FALLBACK");
     chosen = "tcp";
   }
-  const auto wires = wiresOf(chosen, env);
+  const auto wires = wiresOf(chosen, settings.forcesTcp);
   if (env.transports.empty()) {
     env.transports = wires;
     return chosen;

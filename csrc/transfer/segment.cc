@@ -63,8 +63,7 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
   deadline = deadline.earlier(Deadline::after(context_.patience));
   const auto session = context_.metadata.sessionOf(name_, deadline);
   if (!session.ok()) return session.error();
-  auto description =
-      askSession(context_.session, *session, {.endpoint = context_.engine.endpoint()}, deadline);
+  auto description = askSession(context_.session, *session, {}, deadline);
   if (!description.ok()) return description.error();
   const auto id = endpointOwner(description->endpoint);
   if (!id.ok()) return id.error();

@@ -147,11 +147,12 @@ Status await(int socket, short events, Deadline deadline) {
   }
 }
 
-Result<SessionListener> listenForSessions(const Env& env, const std::string& host, bool isAddress,
-                                          uint16_t port) {
-  const uint16_t least = port ? port : env.leastRpcPort, most = port ? port : env.mostRpcPort;
-  std::string wanted = env.hostIp ? *env.hostIp : env.tcpBindAddress.value_or(host);
-  const bool isFixed = env.hostIp || env.tcpBindAddress || (isAddress && isInDigits(host));
+Result<SessionListener> listenForSessions(const Env& env, const TransferEnv& settings,
+                                          const std::string& host, bool isAddress, uint16_t port) {
+  const uint16_t least = port ? port : settings.leastRpcPort,
+                 most = port ? port : settings.mostRpcPort;
+  std::string wanted = env.hostIp ? *env.hostIp : settings.tcpBindAddress.value_or(host);
+  const bool isFixed = env.hostIp || settings.tcpBindAddress || (isAddress && isInDigits(host));
   if (!wanted.empty()) {
     auto addresses = resolve(wanted);
     if (!addresses.ok() && isFixed) return addresses.error();

@@ -7,6 +7,7 @@
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/result.h"
+#include "base/transfer_env.h"
 #include "transfer/session_id.h"
 
 namespace mooncake::transfer {
@@ -20,9 +21,9 @@ struct SessionListener {
 // On one address of this host: MOONCAKE_HOST_IP, MC_TCP_BIND_ADDRESS, what `host` stands for if
 // that is ours, or the first that leads off the host. With `isAddress`, digits that are not ours
 // are refused. At `port`, or at a random free one from
-// env.leastRpcPort to env.mostRpcPort where that is 0.
-Result<SessionListener> listenForSessions(const Env& env, const std::string& host, bool isAddress,
-                                          uint16_t port);
+// settings.leastRpcPort to mostRpcPort where that is 0.
+Result<SessionListener> listenForSessions(const Env& env, const TransferEnv& settings,
+                                          const std::string& host, bool isAddress, uint16_t port);
 
 // A connected socket. kSystem: the name does not resolve; kPeerLost: nobody is there; kTimeout.
 Result<Fd> connectTo(const SessionId& where, Deadline deadline);

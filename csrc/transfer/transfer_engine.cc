@@ -14,6 +14,7 @@ namespace mooncake::transfer {
 namespace {
 
 constexpr size_t kMostIoThreads = 8;
+constexpr size_t kArenaBytes = size_t(8) << 30;  // of address space; a job may run on it, too
 
 }  // namespace
 Result<std::shared_ptr<TransferEngine>> TransferEngine::open(TransferEngineOptions options) {
@@ -27,13 +28,16 @@ Result<std::shared_ptr<TransferEngine>> TransferEngine::open(TransferEngineOptio
 
 Status TransferEngine::start(TransferEngineOptions options) {
   env_ = std::move(options.env);
+  auto settings = TransferEnv::read();
+  if (!settings.ok()) return settings.status();
+  settings_ = std::move(*settings);
   logName_ = "engine " + options.localName;
-  if (env_.leastRpcPort > env_.mostRpcPort)
+  if (settings_.leastRpcPort > settings_.mostRpcPort)
     return {ErrorCode::kInvalidArgument, "MC_MIN_RPC_PORT is larger than MC_MAX_RPC_PORT"};
-  const auto protocol = selectProtocol(env_, options.protocol, logName_);
+  const auto protocol = selectProtocol(env_, settings_, options.protocol, logName_);
   if (!protocol.ok()) return protocol.status();
   protocol_ = *protocol;
-  auto metadata = Metadata::open(env_, options.metadataServer);
+  auto metadata = Metadata::open(settings_, options.metadataServer);
   if (!metadata.ok()) return metadata.status();
   metadata_ = std::move(*metadata);
 
@@ -45,7 +49,7 @@ Status TransferEngine::start(TransferEngineOptions options) {
   }
   uint16_t port = options.rpcPort;
   constexpr uint16_t kUsualPort = 12001;
-  if (env_.usesGivenRpcPort && !metadata_->namesAreSessions())
+  if (settings_.usesGivenRpcPort && !metadata_->namesAreSessions())
     port = own.port ? own.port : kUsualPort;
   if (!options.host.empty()) {
     const auto host = SessionId::parse(options.host);
@@ -54,18 +58,22 @@ Status TransferEngine::start(TransferEngineOptions options) {
   }
   // A name in a metadata server need not say where we are.
   const bool isAddress = metadata_->namesAreSessions() || !options.host.empty();
-  auto listener = listenForSessions(env_, own.host, isAddress, port);
+  auto listener = listenForSessions(env_, settings_, own.host, isAddress, port);
   if (!listener.ok()) return listener.status();
   rpcPort_ = listener->port;
   if (own.host.empty() || !isAddress) own.host = listener->address;
   session_ = SessionId{own.host, rpcPort_}.text();
-  if (env_.tcpIoThreads == 0)
-    env_.tcpIoThreads = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostIoThreads);
+  if (settings_.tcpIoThreads == 0)
+    settings_.tcpIoThreads =
+        std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostIoThreads);
   const std::string name = metadata_->namesAreSessions() ? session_ : options.localName;
   logName_ = "engine " + name;
 
-  EngineOptions engineOptions{
-      .env = env_, .logName = logName_, .dataThreads = env_.tcpIoThreads, .peersReturn = true};
+  EngineOptions engineOptions{.env = env_,
+                              .logName = logName_,
+                              .arenaBytes = kArenaBytes,
+                              .dataThreads = settings_.tcpIoThreads,
+                              .peersReturn = true};
   engineOptions.env.hostIp = listener->address;
   hasKey_ = env_.jobKey.has_value();
   if (hasKey_) {
@@ -100,15 +108,15 @@ Status TransferEngine::start(TransferEngineOptions options) {
     return {ErrorCode::kExhausted, "memory for managed buffers: " + why};
   notifications_ = std::make_unique<Notifications>(*engine_);
   segmentContext_.reset(
-      new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, env_.sessionTimeout});
+      new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, settings_.sessionTimeout});
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
-  limiter_ = std::make_unique<Limiter>(env_.mostTransfers);
+  limiter_ = std::make_unique<Limiter>(settings_.mostTransfers);
   driverContext_.reset(new DriverContext{*engine_, *limiter_, stopping_, ended_, logName_});
   auto server = SessionServer::start(*answerContext_, std::move(listener->socket),
                                      [this] { return describe(); });
   if (!server.ok()) return server.status();
   server_ = std::move(*server);
-  MOONCAKE_TRY(metadata_->publish(name, session_, Deadline::after(env_.sessionTimeout)));
+  MOONCAKE_TRY(metadata_->publish(name, session_, Deadline::after(settings_.sessionTimeout)));
   isPublished_ = true;
   log(LogLevel::kInfo, logName_, "answers at ", session_, ", protocol ", protocol_);
   return {};
@@ -132,9 +140,17 @@ void TransferEngine::close() {
   for (std::thread& worker : workers) worker.join();
   calls_.close();
   followUps_.stop();
-  if (isPublished_) metadata_->retract(name(), Deadline::after(env_.sessionTimeout));
+  if (isPublished_) metadata_->retract(name(), Deadline::after(settings_.sessionTimeout));
   if (server_) server_->stop();
   if (engine_) engine_->leave();
+}
+
+std::shared_ptr<Engine> TransferEngine::lend(const std::shared_ptr<TransferEngine>& self) {
+  std::lock_guard lock(mutex_);
+  if (isClosed_ || !lent_.expired()) return nullptr;
+  const auto held = std::make_shared<const std::shared_ptr<TransferEngine>>(self);
+  lent_ = held;
+  return std::shared_ptr<Engine>(held, engine_.get());
 }
 
 Code TransferEngine::fail(Code code, const std::string& what) const {
@@ -143,7 +159,7 @@ Code TransferEngine::fail(Code code, const std::string& what) const {
 }
 
 Deadline TransferEngine::deadlineOf(uint64_t bytes) const {
-  return Deadline::after(env_.transferTimeout + std::chrono::nanoseconds(bytes));
+  return Deadline::after(settings_.timeout + std::chrono::nanoseconds(bytes));
 }
 
 // On the loop's thread.
@@ -260,7 +276,7 @@ Code TransferEngine::refresh(Segment& segment) {
 Code TransferEngine::retract() {
   const Call call(*this);
   if (!call) return kContext;
-  metadata_->retract(name(), Deadline::after(env_.sessionTimeout));
+  metadata_->retract(name(), Deadline::after(settings_.sessionTimeout));
   return kGood;
 }
 
@@ -303,7 +319,7 @@ uint64_t TransferEngine::firstBuffer(const std::string& name) {
 Code TransferEngine::probe(const std::string& name) {
   const Call call(*this);
   if (!call) return kContext;
-  const Deadline deadline = Deadline::after(env_.sessionTimeout);
+  const Deadline deadline = Deadline::after(settings_.sessionTimeout);
   const auto session = metadata_->sessionOf(name, deadline);
   if (!session.ok()) return fail(codeOf(session.error().code), "probe: " + session.error().message);
   const auto answer =

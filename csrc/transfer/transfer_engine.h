@@ -46,6 +46,9 @@ class TransferEngine {
   const std::string& protocol() const { return protocol_; }
   Engine& engine() { return *engine_; }
   bool hasKey() const { return hasKey_; }
+  // To one user at a time, who may connect and observe its peers: null where another one still has
+  // it. `self` is this engine, and lives as long as what is given.
+  std::shared_ptr<Engine> lend(const std::shared_ptr<TransferEngine>& self);
   const Env& env() const { return env_; }
 
   // ---- memory
@@ -114,6 +117,7 @@ class TransferEngine {
   Deadline deadlineOf(uint64_t bytes) const;
 
   Env env_;
+  TransferEnv settings_;
   std::string protocol_;
   std::string logName_;
   std::string session_;
@@ -145,6 +149,7 @@ class TransferEngine {
   bool isPublished_ = false;
   std::vector<std::thread> workers_;
   std::set<Doorbell*> drivers_;
+  std::weak_ptr<const void> lent_;
   std::shared_ptr<const Bytes> description_;
   uint64_t describedVersion_ = 0;
 };

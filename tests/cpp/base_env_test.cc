@@ -3,6 +3,7 @@
 #include <map>
 
 #include "base/env.h"
+#include "base/transfer_env.h"
 
 namespace mooncake {
 namespace {
@@ -32,8 +33,11 @@ bool same(const Env& a, const Env& b) {
   return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
          a.eagerBytes == b.eagerBytes && a.crossMemoryAttach == b.crossMemoryAttach &&
-         a.raises == b.raises && a.logLevel == b.logLevel && a.simSeed == b.simSeed &&
-         a.transferTimeout == b.transferTimeout && a.sessionTimeout == b.sessionTimeout &&
+         a.raises == b.raises && a.logLevel == b.logLevel && a.simSeed == b.simSeed;
+}
+
+bool same(const TransferEnv& a, const TransferEnv& b) {
+  return a.timeout == b.timeout && a.sessionTimeout == b.sessionTimeout &&
          a.leastRpcPort == b.leastRpcPort && a.mostRpcPort == b.mostRpcPort &&
          a.tcpBindAddress == b.tcpBindAddress && a.usesGivenRpcPort == b.usesGivenRpcPort &&
          a.mostTransfers == b.mostTransfers && a.tcpIoThreads == b.tcpIoThreads &&
@@ -73,8 +77,11 @@ TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
     ASSERT_TRUE(kGood.contains(variable.name)) << variable.name;
     set(variable.name, kGood.at(variable.name));
     const auto env = Env::read();
+    const auto transferEnv = TransferEnv::read();
     ASSERT_TRUE(env.ok()) << env.error().message;
-    EXPECT_FALSE(same(*env, Env())) << variable.name << " changes nothing";
+    ASSERT_TRUE(transferEnv.ok()) << transferEnv.error().message;
+    EXPECT_FALSE(same(*env, Env()) && same(*transferEnv, TransferEnv()))
+        << variable.name << " changes nothing";
     ::unsetenv(variable.name);
     EXPECT_STRNE(variable.meaning, "");
   }
@@ -93,14 +100,28 @@ TEST_F(EnvTest, ReadsTheValues) {
   EXPECT_EQ(env->eagerBytes, 4096u);
   EXPECT_FALSE(env->crossMemoryAttach);
   EXPECT_EQ(env->logLevel, "debug");
-  EXPECT_EQ(env->transferTimeout, std::chrono::seconds(60));
-  EXPECT_EQ(env->leastRpcPort, 20000);
-  EXPECT_EQ(env->mostRpcPort, 21000);
+  const auto transferEnv = TransferEnv::read();
+  ASSERT_TRUE(transferEnv.ok()) << transferEnv.error().message;
+  EXPECT_EQ(transferEnv->timeout, std::chrono::seconds(60));
+  EXPECT_EQ(transferEnv->leastRpcPort, 20000);
+  EXPECT_EQ(transferEnv->mostRpcPort, 21000);
+}
+
+TEST_F(EnvTest, WhatATransferEngineDoesNotTakeIsNoErrorOfOthers) {
+  for (const auto& [name, value] : std::map<std::string, std::string>{
+           {"MC_MIN_RPC_PORT", "0"}, {"MC_MAX_RPC_PORT", "65536"}, {"MC_FORCE_TCP", "yes"}}) {
+    set(name, value);
+    const auto env = TransferEnv::read();
+    ASSERT_FALSE(env.ok()) << name;
+    EXPECT_NE(env.error().message.find(name + "=\"" + value), std::string::npos);
+    EXPECT_TRUE(Env::read().ok());
+    ::unsetenv(name.c_str());
+  }
 }
 
 TEST_F(EnvTest, ATransferHasFiveSecondsAtLeast) {
   set("MC_TRANSFER_TIMEOUT", "1");
-  EXPECT_EQ(Env::read()->transferTimeout, std::chrono::seconds(5));
+  EXPECT_EQ(TransferEnv::read()->timeout, std::chrono::seconds(5));
 }
 
 TEST_F(EnvTest, TheDefaultsOfTheTableAreThoseOfTheStruct) {
@@ -113,9 +134,6 @@ TEST_F(EnvTest, TheDefaultsOfTheTableAreThoseOfTheStruct) {
 
 TEST_F(EnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
   const std::multimap<std::string, std::string> bad = {
-      {"MC_MIN_RPC_PORT", "0"},
-      {"MC_MAX_RPC_PORT", "65536"},
-      {"MC_FORCE_TCP", "yes"},
       {"MOONCAKE_TRANSPORTS", "tcp,"},
       {"MOONCAKE_TRANSPORTS", "tcp,tcp"},
       {"MOONCAKE_TRANSPORTS", "TCP"},
