@@ -20,14 +20,9 @@ def env(request):
 
 def transfers(me, side):
     """Every rank reads the next one's memory."""
-    from mooncake_backend.group import backend_of
-
-    del backend_of
     me.board.set(f"at-{me.rank}-{transfers.turn}", (side.session, side.address))
     target, there = me.board.wait(f"at-{(me.rank + 1) % me.size}-{transfers.turn}")
     transfers.turn += 1
-    into = engines.make(size=64).engine  # another engine of this process
-    del into
     taken = side.engine.allocate_managed_buffer(BYTES)
     assert side.engine.transfer_sync_read(target, taken, there, BYTES) == 0
     got = side.engine.read_bytes_from_buffer(taken, BYTES)
@@ -67,10 +62,9 @@ def job_on_an_engine(me):
 
 
 def second_group(me):
-    from mooncake_backend import extension, options
+    from mooncake_backend import extension
     from mooncake_backend.options import MooncakeBackendOptions
 
-    del options
     return extension.load().create_backend(
         dist.HashStore(), 0, 1, [0], "second", harness.timedelta(seconds=5), "mooncake",
         MooncakeBackendOptions().for_group(1), None,
