@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mooncake_backend import extension
 from mooncake_backend.group import find_backend
-from mooncake_backend.options import ON_FAILURE, env_flag
+from mooncake_backend.options import ON_FAILURE, env_flag, transfer_engine
 
 from .events import EventOverlap, Operation, profiled
 from .staging import NO_STAGING, NoStaging, Staging, is_elsewhere, refuse_elsewhere
@@ -140,6 +140,7 @@ class Runtime:
             route_hint=members.route_hint,
             renormalize=renormalize,
             raises=mode == "raise",
+            engine=transfer_engine() if members.backend is None else None,
         )
 
     @property
