@@ -96,7 +96,7 @@ class Buffer:
         return_recv_hook: bool = False,
         *,
         active_ranks: torch.Tensor | None = None,
-        timeout_us: int = -1,
+        timeout_us: int | None = -1,
     ) -> tuple[Received, torch.Tensor, Handle, EventOverlap, Hook | None]:
         """Sends each token to the ranks of its experts; all ranks call it.
 
@@ -109,8 +109,10 @@ class Buffer:
         use_ue8m0: four of their exponents in an int32; needs round_scale
         active_ranks: int32, at least as many elements as ranks: a mask of this call, 0 for ranks to
             which nothing is sent and from which nothing is taken; 0 afterwards for lost ones
-        timeout_us: accepted. A rank that lives is waited for until the Buffer's timeout, one that
-            is lost only until the survivors know it
+        timeout_us: who has not called it this long after this rank is skipped, if it lives: it
+            takes no part in this operation, on all ranks, and does again in the next one. -1, 0
+            or None: it is waited for until the Buffer's timeout. One that is lost is waited for
+            only until the survivors know it
 
         Returns (recv_x, recv_count, handle, event, hook): the rows of each of this rank's L
         experts [L, R * T, h], with FP8 and their scales as a pair; how many they are, int32 [L];
@@ -148,7 +150,7 @@ class Buffer:
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
         *,
         active_ranks: torch.Tensor | None = None,
-        timeout_us: int = -1,
+        timeout_us: int | None = -1,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Brings each token's rows back and adds them, weighted; all ranks call it.
 

@@ -88,7 +88,7 @@ class Buffer:
         active_ranks: torch.Tensor | None,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
-        timeout_us: int,
+        timeout_us: int | None,
         use_fp8: bool | None = None,
         async_finish: bool = False,
         return_recv_hook: bool = False,
@@ -100,8 +100,10 @@ class Buffer:
         active_ranks: int32, at least as many elements as ranks, of which the first ones count:
             where it is 0, nothing is sent to that rank nor taken from it; it is 0 afterwards for
             those that were lost. None: all ranks
-        timeout_us: accepted. A rank that lives is waited for until the Buffer's timeout, one that
-            is lost only until the survivors know it
+        timeout_us: who has not called it this long after this rank is skipped, if it lives: it
+            takes no part in this operation, on all ranks, and does again in the next one. -1, 0
+            or None: it is waited for until the Buffer's timeout. One that is lost is waited for
+            only until the survivors know it
         use_fp8: True if None
 
         Returns (recv_x, recv_count, handle, event, hook): the rows of each of this rank's L
@@ -127,7 +129,7 @@ class Buffer:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         active_ranks: torch.Tensor | None,
-        timeout_us: int,
+        timeout_us: int | None,
         handle: Handle,
         zero_copy: bool = False,
         async_finish: bool = False,

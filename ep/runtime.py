@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mooncake_backend import extension
 from mooncake_backend.group import find_backend
-from mooncake_backend.options import ON_FAILURE, env_flag
+from mooncake_backend.options import ON_FAILURE, env_flag, transfer_engine
 
 from .events import EventOverlap, Operation, profiled
 from .staging import NO_STAGING, NoStaging, Staging, is_elsewhere, refuse_elsewhere
@@ -140,6 +140,7 @@ class Runtime:
             route_hint=members.route_hint,
             renormalize=renormalize,
             raises=mode == "raise",
+            engine=transfer_engine() if members.backend is None else None,
         )
 
     @property
@@ -165,7 +166,7 @@ class Runtime:
         round_scale: bool = False,
         use_ue8m0: bool = False,
         active_ranks: Tensor | None = None,
-        timeout_us: int = -1,
+        timeout_us: int | None = -1,
         async_finish: bool = False,
         return_recv_hook: bool = False,
         cumulative_recv_stats: Tensor | None = None,
@@ -193,7 +194,7 @@ class Runtime:
                 round_scale=round_scale,
                 use_ue8m0=use_ue8m0,
                 active_ranks=staging.updated(active_ranks, self.size),
-                timeout_us=timeout_us,
+                timeout_us=timeout_us or -1,
                 background=async_finish or return_recv_hook,
                 cumulative_recv_stats=staging.updated(cumulative_recv_stats),
                 wait_stats=staging.updated(wait_stats),
@@ -223,7 +224,7 @@ class Runtime:
         zero_copy: bool = False,
         out: Tensor | None = None,
         active_ranks: Tensor | None = None,
-        timeout_us: int = -1,
+        timeout_us: int | None = -1,
         async_finish: bool = False,
         return_recv_hook: bool = False,
         wait_stats: Tensor | None = None,
@@ -256,7 +257,7 @@ class Runtime:
                 zero_copy=zero_copy,
                 out=None if is_elsewhere(out) else out,
                 active_ranks=staging.updated(active_ranks, self.size),
-                timeout_us=timeout_us,
+                timeout_us=timeout_us or -1,
                 background=async_finish or return_recv_hook,
                 wait_stats=staging.updated(wait_stats),
             )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, overload
 
 import torch
 from torch._C._distributed_c10d import Backend, Store, Work
@@ -211,6 +211,7 @@ class EpCombine:
 class EpBuffer:
     """Dispatch and combine. Making one is collective over the group.
 
+    engine: to be used for an exchange, in place of one of its own
     backend: of a group of ours, whose engine is shared; or exchange: called with bytes, returns
     those of all ranks in rank order; route_hint: the host whose direction tells which address of
     this one the others reach, without MOONCAKE_HOST_IP
@@ -230,6 +231,7 @@ class EpBuffer:
         route_hint: str = "",
         renormalize: bool = False,
         raises: bool = False,
+        engine: InnerTransferEngine | None = None,
     ) -> None: ...
     @staticmethod
     def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
@@ -293,3 +295,192 @@ class EpBuffer:
 
     def update_members(self) -> None: ...
     def close(self, timeout: timedelta) -> None: ...
+
+class TransferOpcode:
+    Read: TransferOpcode
+    Write: TransferOpcode
+    READ: TransferOpcode
+    WRITE: TransferOpcode
+    def __int__(self) -> int: ...
+
+class TransferNotify:
+    """A word to the engine that a transfer leads to."""
+
+    name: str
+    msg: str
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(self, name: str, msg: str) -> None: ...
+
+class InnerTransferEngine:
+    """What get_engine() returns, for set_transfer_engine()."""
+
+    @property
+    def has_key(self) -> bool: ...
+
+class TransferEngine:
+    """Reads and writes memory of other processes. 0 is good, what fails is negative, and the log
+    says why: docs/errors.md. Addresses are ints, of the process in which the memory lies. It has
+    TransferOpcode as an attribute, too."""
+
+    def __init__(self) -> None: ...
+    def initialize(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        protocol: str,
+        device_name: str | None,
+        /,
+    ) -> int:
+        """`local_hostname`: host, under which others reach this one. `metadata_server`:
+        "P2PHANDSHAKE", or "http://host:port/metadata". `protocol`: "tcp" or "shm"."""
+
+    def initialize_ext(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        protocol: str,
+        device_name: str | None,
+        metadata_type: str,
+        /,
+    ) -> int: ...
+    def get_rpc_port(self) -> int:
+        """Of the session id, host:port, by which others name this engine."""
+
+    def get_local_topology(self, device_name: str | None = None) -> str:
+        """JSON: location -> [[preferred NICs], [others]]."""
+
+    def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int: ...
+    def unregister_memory(self, buffer_addr: int) -> int: ...
+    def batch_register_memory(
+        self, buffer_addresses: list[int], capacities: list[int], location: str = "*"
+    ) -> int:
+        """All of them or none."""
+
+    def batch_unregister_memory(self, buffer_addresses: list[int]) -> int: ...
+    def allocate_managed_buffer(self, length: int) -> int:
+        """Its address, or 0. Peers of the host map it: the fastest to write to."""
+
+    def free_managed_buffer(self, buffer_addr: int, length: int) -> int: ...
+    def write_bytes_to_buffer(self, dest_address: int, src_ptr: bytes, length: int) -> int: ...
+    def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes: ...
+    def get_first_buffer_address(self, segment_name: str) -> int: ...
+    def transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        """Returns when the bytes are in the peer's memory."""
+
+    def transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int: ...
+    def transfer_sync(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        opcode: TransferOpcode,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        """`notify` is sent when the bytes are there; it returns when that has arrived, too."""
+
+    def batch_transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        transport_hint: str = "",
+    ) -> int: ...
+    def batch_transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        transport_hint: str = "",
+    ) -> int: ...
+    def batch_transfer_sync(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        opcode: TransferOpcode,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int: ...
+    def batch_transfer_async_write(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        transport_hint: str = "",
+    ) -> int:
+        """The batch's id, or 0."""
+
+    def batch_transfer_async_read(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        transport_hint: str = "",
+    ) -> int: ...
+    def batch_transfer_async(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        opcode: TransferOpcode,
+        transport_hint: str = "",
+    ) -> int: ...
+    def get_batch_transfer_status(self, batch_ids: list[int]) -> int:
+        """Waits for all of them, and releases them. -1: one has failed."""
+
+    def transfer_submit_write(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int: ...
+    def transfer_check_status(self, batch_id: int) -> int:
+        """1: done; 0: under way; -1: failed; -2: not in time. Whatever is not 0 releases it."""
+
+    def transfer_write_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
+    def transfer_read_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
+    def batch_transfer_write_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
+    def batch_transfer_read_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
+    def get_notifies(self) -> list[TransferNotify]:
+        """What peers have sent since the last call."""
+
+    def send_probe(self, peer_server_name: str) -> int:
+        """Whether an engine answers there."""
+
+    def get_transport(self, target_hostname: str) -> str:
+        """The live wire: tcp, shm, inproc, local for ourselves; empty: it cannot be reached."""
+
+    def warmup_efa_segment(self, segment_name: str) -> int:
+        """0, and no effect: there is no EFA."""
+
+    def get_engine(self) -> InnerTransferEngine: ...
+    def get_engine_ptr(self) -> int: ...
+
+def close_transfer_engines() -> None:
+    """Of the process: those that are still there say goodbye."""

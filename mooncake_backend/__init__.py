@@ -28,7 +28,12 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
         get_failed_ranks_hint,
         get_local_success,
     )
-    from mooncake_backend.options import MooncakeBackendOptions, set_device_filter, set_host_ip
+    from mooncake_backend.options import (
+        MooncakeBackendOptions,
+        set_device_filter,
+        set_host_ip,
+        set_transfer_engine,
+    )
     from mooncake_backend.registration import register
 
 __version__ = "0.1.0"
@@ -51,6 +56,7 @@ _HOMES = {
     "register": "registration",
     "set_device_filter": "options",
     "set_host_ip": "options",
+    "set_transfer_engine": "options",
 }
 
 __all__ = [
@@ -73,6 +79,7 @@ __all__ = [
     "register_at_import",
     "set_device_filter",
     "set_host_ip",
+    "set_transfer_engine",
 ]
 
 

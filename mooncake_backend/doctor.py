@@ -9,6 +9,7 @@ import platform
 import resource
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ TRIAL_SECONDS = 60
 SPARE_DESCRIPTORS = 32  # as in csrc/base/descriptors.cc
 LANES = 2  # MOONCAKE_TCP_CONNECTIONS
 MANY_RANKS = 1024
+MOST_REGISTRATIONS = 1 << 16  # as in csrc/engine/memory/region_table.h
 
 
 class Finding(NamedTuple):
@@ -29,16 +31,18 @@ class Finding(NamedTuple):
     text: str
 
 
-def examine(trial: bool = True, show: Callable[[str], object] = print) -> int:
-    """Prints every finding; returns the exit code."""
+def examine(
+    trial: bool = True, show: Callable[[str], object] = print, peer: str | None = None
+) -> int:
+    """Prints every finding; returns the exit code. `peer`: the session id of a transfer engine."""
     broken = False
-    for finding in _findings(trial):
+    for finding in _findings(trial, peer):
         show(f"{finding.state:>6}  {finding.name:<20} {finding.text}")
         broken |= finding.state == BROKEN
     return 1 if broken else 0
 
 
-def _findings(trial: bool) -> Iterator[Finding]:
+def _findings(trial: bool, peer: str | None) -> Iterator[Finding]:
     yield Finding(OK, "mooncake-backend", f"{__version__}, Python {platform.python_version()}")
     built = yield from _torch_and_extension()
     yield _names()
@@ -46,6 +50,8 @@ def _findings(trial: bool) -> Iterator[Finding]:
     yield _addresses()
     if trial and built:
         yield _trial()
+    if built:
+        yield from _transfer_engine(peer)
 
 
 def _torch_and_extension() -> Generator[Finding, None, bool]:
@@ -157,6 +163,29 @@ def _addresses() -> Finding:
     except OSError as error:
         return Finding(NOTE, "host name", f"{socket.gethostname()} has no address ({error})")
     return Finding(OK, "host name", f"{socket.gethostname()}: {', '.join(sorted(map(str, found)))}")
+
+
+def _transfer_engine(peer: str | None) -> Iterator[Finding]:
+    """An engine by itself: its limits, and the live wire to a peer. Why not is in the log."""
+    from mooncake_backend.transfer import TransferEngine
+
+    engine = TransferEngine()
+    if engine.initialize("", "P2PHANDSHAKE", "tcp", "") != 0:
+        yield Finding(BROKEN, "transfer engine", "cannot be initialized: the log above says why")
+        return
+    most = os.environ.get("MC_TCP_MAX_CONNECTIONS") or "64"
+    text = f"port {engine.get_rpc_port()}; {most} transfers under way at a time, "
+    yield Finding(OK, "transfer engine", f"{text}{MOST_REGISTRATIONS} registrations")
+    if peer is None:
+        return
+    start = time.perf_counter()
+    code = engine.send_probe(peer)
+    took = (time.perf_counter() - start) * 1e3
+    wire = engine.get_transport(peer) if code == 0 else ""
+    if wire:
+        yield Finding(OK, f"peer {peer}", f"over {wire}; answered in {took:.1f} ms")
+    else:
+        yield Finding(BROKEN, f"peer {peer}", f"cannot be reached ({code}): the log above says why")
 
 
 def _trial() -> Finding:

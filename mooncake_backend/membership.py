@@ -20,6 +20,7 @@ from mooncake_backend.options import (
     set_device_filter,
     set_host_ip,
     set_p2p_timeout_us,
+    set_transfer_engine,
 )
 
 __all__ = [
@@ -210,4 +211,3 @@ deactivate_ranks = not_yet("deactivate_ranks", _CHANGE)
 extend_group_size_to = not_yet("extend_group_size_to", _CHANGE)
 join_group = not_yet("join_group", _CHANGE)
 recover_ranks = not_yet("recover_ranks", _CHANGE)
-set_transfer_engine = not_yet("set_transfer_engine", "mooncake.engine.TransferEngine")

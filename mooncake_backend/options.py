@@ -21,7 +21,12 @@ ON_FAILURE = ("continue", "raise")
 TESTED_RANKS = 64
 
 # What the set_ functions have set: of groups made from then on that do not say it themselves.
-_settings: dict[str, Any] = {"host_ip": None, "failure_timeout": None, "message_timeout": None}
+_settings: dict[str, Any] = {
+    "engine": None,
+    "host_ip": None,
+    "failure_timeout": None,
+    "message_timeout": None,
+}
 # Upstream's default was a tenth of that once, and callers set it. A healthy rank may well be silent
 # for so short a time.
 _LEAST_TIMEOUT = 1.0
@@ -50,6 +55,28 @@ def set_host_ip(host: str) -> None:
     if not isinstance(host, str) or not host:
         raise ValueError(f"set_host_ip takes an address as a non-empty string, not {host!r}")
     _settings["host_ip"] = host
+
+
+def set_transfer_engine(engine: Any) -> None:
+    """Default groups that are made from now on, and Buffers over groups of other backends, run on
+    this engine: a mooncake.engine.TransferEngine that is initialized and has a key
+    (MOONCAKE_JOB_KEY, the same on all ranks), or what its get_engine() returns. One at a time; all
+    ranks or none. None: each makes its own again."""
+    if engine is not None:
+        engine = engine.get_engine() if hasattr(engine, "get_engine") else engine
+        if not hasattr(engine, "has_key"):
+            raise TypeError(f"set_transfer_engine takes a TransferEngine, not {engine!r}")
+        if not engine.has_key:
+            raise ValueError(
+                "set_transfer_engine: the engine has no key, and ranks of a job always have one. "
+                "Set MOONCAKE_JOB_KEY, the same on all ranks, before the engine is initialized"
+            )
+    _settings["engine"] = engine
+
+
+def transfer_engine() -> Any:
+    """What set_transfer_engine() was given, by its get_engine()."""
+    return _settings["engine"]
 
 
 def set_device_filter(filters: Iterable[str]) -> None:
@@ -251,6 +278,7 @@ class MooncakeBackendOptions:
             "message_timeout": _settings["message_timeout"],
             "on_failure": self.on_failure,
             "host_ip": _settings["host_ip"],
+            "engine": transfer_engine(),
         }
 
 

@@ -3,6 +3,7 @@ behind."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,9 +139,8 @@ def _stash(request: pytest.FixtureRequest, crews: Crews, two_hosts: Callable[[],
 
 
 def _children() -> set[int]:
-    pid = os.getpid()
-    return {
-        int(word)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for word in (task / "children").read_text().split()
-    }
+    found = set()
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            found |= {int(word) for word in (task / "children").read_text().split()}
+    return found

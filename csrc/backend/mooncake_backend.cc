@@ -155,10 +155,13 @@ void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Dea
   C10dStore shared(store);
   for (;;) {
     const auto generation = orThrow(Generation::join(shared, rank_, options_.env.jobKey, init));
-    EngineOptions engineOptions{.env = options_.env, .logName = "rank " + std::to_string(rank_)};
-    engineOptions.env.routeHint = rendezvousHost(store);
-    engineOptions.jobKey = generation->jobKey();
-    engine_ = orThrow(Engine::create(std::move(engineOptions)));
+    engine_ = options_.engine;
+    if (!engine_) {
+      EngineOptions engineOptions{.env = options_.env, .logName = "rank " + std::to_string(rank_)};
+      engineOptions.env.routeHint = rendezvousHost(store);
+      engineOptions.jobKey = generation->jobKey();
+      engine_ = orThrow(Engine::create(std::move(engineOptions)));
+    }
     auto group = Group::create(engine_, *generation, groupOptions(), init);
     if (group.ok()) {
       group_ = std::move(*group);
@@ -222,7 +225,12 @@ void MooncakeBackend::leaveOthersOfJob(Farewell::How how) {
 
 void MooncakeBackend::sayGoodbye(const Farewell& farewell) {
   job_->hasLeft = true;
-  engine_->leave(farewell);
+  if (!options_.engine || farewell.how != Farewell::How::kDestroyed)
+    return engine_->leave(farewell);
+  // The engine stays. Whoever transfers from or to one of them opens it again.
+  for (int rank = 0; membership_ && rank < membership_->size(); ++rank) {
+    if (const auto& peer = membership_->peer(rank)) engine_->forget(peer);
+  }
 }
 
 // As a rule rank 0 holds the server of the store. Until it has let go of it, our next
@@ -255,6 +263,7 @@ void MooncakeBackend::close() {
   membership_.reset();
   completions_.reset();
   engine_.reset();
+  options_.engine.reset();
 }
 
 void MooncakeBackend::leakAll() {

@@ -45,6 +45,9 @@ struct BackendOptions {
   Env env;
   at::Tensor activeRanks;  // int32, mirrors who is active; the caller's own when one was given
   int capacity = 0;        // ranks that the group may grow to; 0: its size
+  // Of somebody else, who uses it, too: a job on it runs under env.jobKey, which is the engine's,
+  // and leaves its peers alone at its end. None: the job makes its own.
+  std::shared_ptr<Engine> engine;
 };
 
 // A c10d backend over one Group. Checks arguments, hands them to the collectives, and nothing else.

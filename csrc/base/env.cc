@@ -9,18 +9,21 @@
 #include <string_view>
 
 #include "base/log.h"
+#include "base/transfer_env.h"
 
 namespace mooncake {
 namespace {
 
-// A parser puts the value into Env and returns true, or says in `allowed` what it would have taken.
-using Parser = bool (*)(std::string_view value, Env& env, std::string& allowed);
-
-struct Entry {
+// `parse` puts the value into the struct and returns true, or says in `allowed` what it would have
+// taken.
+template <typename To>
+struct EntryOf {
   EnvVariable variable;
-  Parser parse;
+  bool (*parse)(std::string_view value, To& env, std::string& allowed);
   bool isSecret = false;  // its value stands in no message
 };
+using Entry = EntryOf<Env>;
+using TransferEntry = EntryOf<TransferEnv>;
 
 bool parseNumber(std::string_view value, uint64_t least, uint64_t most, uint64_t& number,
                  std::string& allowed) {
@@ -103,6 +106,80 @@ bool parseSimSeed(std::string_view value, Env& env, std::string& allowed) {
   return parseNumber(value, 0, UINT64_MAX, env.simSeed, allowed);
 }
 
+bool parseFlag(std::string_view value, bool& flag, std::string& allowed) {
+  allowed = "0 or 1";
+  flag = value == "1";
+  return value == "0" || value == "1";
+}
+
+bool parsePort(std::string_view value, uint16_t& port, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 1, UINT16_MAX, number, allowed);
+  port = static_cast<uint16_t>(number);
+  return ok;
+}
+
+bool parseLeastRpcPort(std::string_view value, TransferEnv& env, std::string& allowed) {
+  return parsePort(value, env.leastRpcPort, allowed);
+}
+
+bool parseMostRpcPort(std::string_view value, TransferEnv& env, std::string& allowed) {
+  return parsePort(value, env.mostRpcPort, allowed);
+}
+
+bool parseTransferTimeout(std::string_view value, TransferEnv& env, std::string& allowed) {
+  constexpr uint64_t kLeast = 5;
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 0, 1'000'000, number, allowed);
+  env.timeout = std::chrono::seconds(std::max(kLeast, number));
+  return ok;
+}
+
+bool parseSessionTimeout(std::string_view value, TransferEnv& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 1, 3600, number, allowed);
+  env.sessionTimeout = std::chrono::seconds(number);
+  return ok;
+}
+
+bool parseTcpBindAddress(std::string_view value, TransferEnv& env, std::string& allowed) {
+  allowed = "an address of this host, or a name of it";
+  env.tcpBindAddress = value;
+  return true;
+}
+
+bool parseGivenRpcPort(std::string_view value, TransferEnv& env, std::string& allowed) {
+  return parseFlag(value, env.usesGivenRpcPort, allowed);
+}
+
+bool parseMostTransfers(std::string_view value, TransferEnv& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 1, 4096, number, allowed);
+  env.mostTransfers = number;
+  return ok;
+}
+
+bool parseTcpIoThreads(std::string_view value, TransferEnv& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 0, 64, number, allowed);
+  env.tcpIoThreads = number;
+  return ok;
+}
+
+bool parseMetadataCluster(std::string_view value, TransferEnv& env, std::string& allowed) {
+  allowed = "up to 128 bytes";
+  env.metadataCluster = value;
+  return value.size() <= 128;
+}
+
+bool parseForceTcp(std::string_view value, TransferEnv& env, std::string& allowed) {
+  return parseFlag(value, env.forcesTcp, allowed);
+}
+
+bool parseAllowFallback(std::string_view value, TransferEnv& env, std::string& allowed) {
+  return parseFlag(value, env.allowsFallback, allowed);
+}
+
 bool parseLogLevel(std::string_view value, Env& env, std::string& allowed) {
   allowed = "error, warning, info or debug";
   env.logLevel = value;
@@ -137,34 +214,77 @@ constexpr Entry kEntries[] = {
      parseLogLevel},
 };
 
+constexpr TransferEntry kTransferEntries[] = {
+    {{"MC_TRANSFER_TIMEOUT", "30",
+      "Seconds that a transfer may take, 5 at least; a nanosecond for each byte is added"},
+     parseTransferTimeout},
+    {{"MC_HANDSHAKE_CONNECT_TIMEOUT", "5",
+      "Seconds within which a peer must answer who it is when a transfer engine asks"},
+     parseSessionTimeout},
+    {{"MC_MIN_RPC_PORT", "15000", "The least port of a transfer engine's session"},
+     parseLeastRpcPort},
+    {{"MC_MAX_RPC_PORT", "17000", "The largest port of a transfer engine's session"},
+     parseMostRpcPort},
+    {{"MC_MIN_PRC_PORT", "15000", "MC_MIN_RPC_PORT, as some callers spell it"}, parseLeastRpcPort},
+    {{"MC_MAX_PRC_PORT", "17000", "MC_MAX_RPC_PORT, as some callers spell it"}, parseMostRpcPort},
+    {{"MC_TCP_BIND_ADDRESS", "",
+      "Address that a transfer engine listens on; MOONCAKE_HOST_IP wins"},
+     parseTcpBindAddress},
+    {{"MC_LEGACY_RPC_PORT_BINDING", "0",
+      "1: a transfer engine with a metadata server listens at the port of its own name"},
+     parseGivenRpcPort},
+    {{"MC_TCP_MAX_CONNECTIONS", "64",
+      "Transfers that one engine has under way at a time, 1 to 4096; others wait"},
+     parseMostTransfers},
+    {{"MC_NUM_TCP_IO_THREADS", "0",
+      "Threads of a transfer engine that carry bulk data over TCP, up to 64; 0: as there are "
+      "cores, "
+      "8 at most"},
+     parseTcpIoThreads},
+    {{"MC_METADATA_CLUSTER_ID", "", "Stands in front of all keys in a metadata server"},
+     parseMetadataCluster},
+    {{"MC_FORCE_TCP", "0",
+      "1: transfer engines use tcp within a host and a process, too, and for any protocol"},
+     parseForceTcp},
+    {{"MOONCAKE_ALLOW_FALLBACK", "0",
+      "1: a transfer engine runs on tcp when the protocol that was asked for is not there"},
+     parseAllowFallback},
+};
+
+template <typename To, size_t N>
+Result<To> readAll(const EntryOf<To> (&entries)[N]) {
+  To env;
+  for (const auto& [variable, parse, isSecret] : entries) {
+    const char* value = std::getenv(variable.name);
+    if (value == nullptr || *value == '\0')
+      continue;  // launchers often pass on what they do not have as ""
+    std::string allowed;
+    if (!parse(value, env, allowed)) {
+      return Error{ErrorCode::kInvalidArgument,
+                   std::string(variable.name) +
+                       (isSecret ? " has " + std::to_string(std::string_view(value).size()) +
+                                       " bytes, which "
+                                 : "=\"" + std::string(value) + "\" ") +
+                       "is not valid; allowed: " + allowed};
+    }
+  }
+  return env;
+}
+
 }  // namespace
 
 const std::vector<EnvVariable>& envTable() {
   static const auto table = [] {
     std::vector<EnvVariable> variables;
     for (const Entry& entry : kEntries) variables.push_back(entry.variable);
+    for (const TransferEntry& entry : kTransferEntries) variables.push_back(entry.variable);
     return variables;
   }();
   return table;
 }
 
-Result<Env> Env::read() {
-  Env env;
-  for (const auto& [variable, parse, isSecret] : kEntries) {
-    const char* value = std::getenv(variable.name);
-    if (value == nullptr || *value == '\0')
-      continue;  // launchers often pass on what they do not have as ""
-    std::string allowed;
-    if (!parse(value, env, allowed)) {
-      return {ErrorCode::kInvalidArgument,
-              std::string(variable.name) +
-                  (isSecret
-                       ? " has " + std::to_string(std::string_view(value).size()) + " bytes, which "
-                       : "=\"" + std::string(value) + "\" ") +
-                  "is not valid; allowed: " + allowed};
-    }
-  }
-  return env;
-}
+Result<Env> Env::read() { return readAll(kEntries); }
+
+Result<TransferEnv> TransferEnv::read() { return readAll(kTransferEntries); }
 
 }  // namespace mooncake

@@ -17,6 +17,7 @@
 #include "backend/mooncake_backend.h"
 #include "backend/signals.h"
 #include "bindings/ep_tensors.h"
+#include "bindings/transfer.h"
 #include "ep/buffer.h"
 
 namespace py = pybind11;
@@ -128,7 +129,7 @@ class EpBuffer {
   EpBuffer(int rank, int size, size_t bytes, Seconds timeout,
            const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend,
            const std::optional<PythonExchange>& exchange, const std::string& routeHint,
-           bool renormalizes, bool raises)
+           bool renormalizes, bool raises, const std::optional<InnerTransferEngine>& engine)
       : size_(size), timeout_(timeout), renormalizes_(renormalizes), raises_(raises) {
     const Deadline deadline = deadlineIn(timeout);
     std::unique_ptr<Group> group;
@@ -138,7 +139,7 @@ class EpBuffer {
       py::gil_scoped_release unlocked;
       group = ours->makeGroup("ep", slotBytesFor(size), raises, deadline);
     } else if (exchange) {
-      group = found(rank, size, bytes, deadline, *exchange, routeHint, raises);
+      group = found(rank, size, bytes, deadline, *exchange, routeHint, raises, engine);
     } else {
       throw py::value_error("either a backend or an exchange is needed");
     }
@@ -195,7 +196,8 @@ class EpBuffer {
                                 : ep::RowFormat::kFp8;
     call.packsScales = packsScales;
     call.handle = handle;
-    call.deadline = deadlineOf(timeoutMicros);
+    call.deadline = deadlineIn(timeout_);
+    call.patience = patienceOf(timeoutMicros);
     call.x = reinterpret_cast<const uint16_t*>(x.const_data_ptr());
     call.rows = buffer().nextRecv();
     const auto dtype = usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16;
@@ -272,7 +274,8 @@ class EpBuffer {
     call.usesLogfmt = usesLogfmt;
     call.renormalizes = renormalizes_;
     call.weights = weights.const_data_ptr<float>();
-    call.deadline = deadlineOf(timeoutMicros);
+    call.deadline = deadlineIn(timeout_);
+    call.patience = patienceOf(timeoutMicros);
     call.handle = handle.of;
     Combined result{.x = out ? *out : at::empty({tokens, hidden}, at::kBFloat16),
                     .missing = at::empty({tokens}, at::kBool)};
@@ -357,9 +360,12 @@ class EpBuffer {
   // A job of its own, whose ranks meet by what Python exchanges.
   std::unique_ptr<Group> found(int rank, int size, size_t bytes, Deadline deadline,
                                const PythonExchange& exchange, const std::string& routeHint,
-                               bool raises) const {
+                               bool raises, const std::optional<InnerTransferEngine>& given) const {
     auto env = Env::read();
     throwIfError(env.status());
+    std::string givenKey;
+    const auto lent = given ? lendForJob(*given, givenKey) : nullptr;
+    if (lent) env->jobKey = std::move(givenKey);
     env->routeHint = routeHint;
     env->raises = raises;
     const Bytes ours = env->jobKey ? Bytes() : randomKey();
@@ -373,7 +379,7 @@ class EpBuffer {
                           .logName = "ep rank " + std::to_string(rank),
                           .arenaBytes = std::max(kArenaBytes, 2 * bytes)};
     options.jobKey = std::move(key);
-    auto engine = Engine::create(std::move(options));
+    auto engine = lent ? Result<std::shared_ptr<Engine>>(lent) : Engine::create(std::move(options));
     throwIfError(engine.status());
     const auto meet = [&](const Bytes& mine) -> Result<std::vector<Bytes>> {
       py::gil_scoped_acquire locked;
@@ -404,7 +410,12 @@ class EpBuffer {
     return mask;
   }
 
-  Deadline deadlineOf(int64_t) const { return deadlineIn(timeout_); }
+  // None: whoever lives is waited for as long as the buffer's timeout is.
+  std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const {
+    const std::chrono::duration<double, std::micro> wanted(timeoutMicros);
+    if (timeoutMicros <= 0 || wanted >= timeout_) return std::nullopt;
+    return std::chrono::duration_cast<Clock::duration>(wanted);
+  }
 
   // A tensor of the buffer's memory, which stays as long as the tensor.
   at::Tensor inMemory(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides,
@@ -458,12 +469,14 @@ void bindEp(py::module_& m) {
       .def_readonly("work", &Combined::work);
   const auto none = py::none();
   py::class_<EpBuffer>(m, "EpBuffer")
-      .def(py::init<
-               int, int, size_t, Seconds, const std::optional<c10::intrusive_ptr<c10d::Backend>>&,
-               const std::optional<EpBuffer::PythonExchange>&, const std::string&, bool, bool>(),
+      .def(py::init<int, int, size_t, Seconds,
+                    const std::optional<c10::intrusive_ptr<c10d::Backend>>&,
+                    const std::optional<EpBuffer::PythonExchange>&, const std::string&, bool, bool,
+                    const std::optional<InnerTransferEngine>&>(),
            py::arg("rank"), py::arg("size"), py::arg("num_bytes"), py::arg("timeout"),
            py::kw_only(), py::arg("backend") = none, py::arg("exchange") = none,
-           py::arg("route_hint") = "", py::arg("renormalize") = false, py::arg("raises") = false)
+           py::arg("route_hint") = "", py::arg("renormalize") = false, py::arg("raises") = false,
+           py::arg("engine") = none)
       .def_static(
           "size_hint",
           [](size_t maxTokens, size_t hidden, int ranks, int experts) {

@@ -16,6 +16,7 @@
 #include "backend/named_group.h"
 #include "backend/signals.h"
 #include "bindings/ep.h"
+#include "bindings/transfer.h"
 #include "engine/transports/registry.h"
 #include "group/group_state.h"
 
@@ -126,6 +127,11 @@ void apply(const py::dict& options, BackendOptions& out) {
   if (given("transports"))
     out.env.transports = options["transports"].cast<std::vector<std::string>>();
   if (given("host_ip")) out.env.hostIp = options["host_ip"].cast<std::string>();
+  if (given("engine")) {
+    std::string key;
+    out.engine = mooncake::lendForJob(options["engine"].cast<mooncake::InnerTransferEngine>(), key);
+    out.env.jobKey = std::move(key);
+  }
   if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
   if (given("on_failure")) out.env.raises = options["on_failure"].cast<std::string>() == "raise";
   if (given("failure_timeout")) {
@@ -149,6 +155,8 @@ c10::intrusive_ptr<PythonBackend> createBackend(
                      .globalRanks = std::move(globalRanks),
                      .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
                      .env = std::move(*env)};
+  // Those that follow share the first one's.
+  if (world) options.attr("pop")("engine", py::none());
   apply(options, out);
   py::gil_scoped_release unlocked;
   return c10::make_intrusive<PythonBackend>(store, rank, size, std::move(out),
@@ -304,6 +312,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("on_failure", &PythonBackend::onFailure)
       .def("transport_to", &PythonBackend::transportTo, py::arg("rank"));
 
+  mooncake::bindTransfer(m);
   mooncake::bindEp(m);
 
   py::class_<CollectiveWork, c10::intrusive_ptr<CollectiveWork>, c10d::Work>(m, "CollectiveWork")

@@ -62,7 +62,7 @@ Result<Buffer::NextSend> Buffer::nextSend(Deadline deadline) {
       return Error{ErrorCode::kTimeout, "the calls before have not ended in time"};
   }
   const uint64_t number = group_->lastNumber + 1;
-  MOONCAKE_TRY(group_->agent().awaitSlot(number));
+  MOONCAKE_TRY(group_->agent().awaitSlotBefore(number));
   return NextSend{memory_->send(number), number};
 }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -50,6 +51,7 @@ struct DispatchCall {
   const uint16_t* x = nullptr;  // [tokens][hidden]
   RankSet mask;                 // whom the caller takes for active
   Deadline deadline = Deadline::at(Clock::time_point::max());
+  std::optional<Clock::duration> patience;  // Operation::skipAfter()
   std::shared_ptr<Handle> handle;
 
   // Results; rows are [local expert][rank * T + place].
@@ -73,6 +75,7 @@ struct CombineCall {
   const float* weights = nullptr;
   RankSet mask;
   Deadline deadline = Deadline::at(Clock::time_point::max());
+  std::optional<Clock::duration> patience;
   std::shared_ptr<Handle> handle;
 
   uint16_t* combined = nullptr;  // [tokens][hidden]
@@ -80,12 +83,13 @@ struct CombineCall {
   int64_t* waits = nullptr;
 };
 
-// Who took part: in the agreed view, and active for all callers.
+// Who took part: in the agreed view, not skipped, and active for all callers.
 struct Ending {
   RankSet participants;
 };
 
-// Operations of the group, one after the other.
+// Operations of the group, one after the other. Who was skipped ends them as if it had been masked:
+// nothing comes to it, and nothing of it goes anywhere.
 Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending);
 Status combine(const Memory& memory, CombineCall& call, Ending& ending);
 

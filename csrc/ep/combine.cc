@@ -54,6 +54,14 @@ class Combine final : public Algorithm {
     return op.commit();
   }
 
+  // The others did it without us.
+  Status endSkipped(const Operation& op) {
+    for (const int r : op.ranks()) ending_.participants.add(r);
+    ending_.participants &= call_.mask & handle_.participants;
+    rows_.assign(size_t(shape_.numExperts), {});
+    return addUp(op, false);
+  }
+
  private:
   // ---- giving
 
@@ -285,7 +293,10 @@ Status combine(const Memory& memory, CombineCall& call, Ending& ending) {
                   .tensors = uint32_t(handle.shape.maxTokens),
                   .lengths = handle.experts->hash() + (call.usesLogfmt ? 1 : 0)};
   Combine combine(memory, call, ending);
-  return Operation(memory.group, what, call.deadline).run(combine);
+  Operation op(memory.group, what, call.deadline);
+  if (call.patience) op.skipAfter(*call.patience);
+  MOONCAKE_TRY(op.run(combine));
+  return op.wasSkipped() ? combine.endSkipped(op) : Status();
 }
 
 }  // namespace mooncake::ep

@@ -62,6 +62,15 @@ class Dispatch final : public Algorithm {
     return op.commit();
   }
 
+  // The others did it without us.
+  void endSkipped(const Operation& op) {
+    next_.assign(experts_.numLocal(op.rank()), 0);
+    ranges_.assign(next_.size() * size_t(op.size()), {});
+    RankSet participants;
+    for (const int r : op.ranks()) participants.add(r);
+    writeHandle(op, participants & call_.mask);
+  }
+
  private:
   // ---- giving
 
@@ -403,7 +412,10 @@ Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending) {
       .tensors = uint32_t(handle.shape.maxTokens),
       .lengths = handle.experts->hash() + uint32_t(call.format)};
   Dispatch dispatch(memory, call, ending);
-  MOONCAKE_TRY(Operation(memory.group, what, call.deadline).run(dispatch));
+  Operation op(memory.group, what, call.deadline);
+  if (call.patience) op.skipAfter(*call.patience);
+  MOONCAKE_TRY(op.run(dispatch));
+  if (op.wasSkipped()) dispatch.endSkipped(op);
   if (call.addedCounts) {
     for (size_t e = 0; e < handle.experts->numLocal(memory.group.rank()); ++e)
       call.addedCounts[e] += call.counts[e];

@@ -51,7 +51,7 @@ FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options option
     if (const auto& peer = membership_.peer(options_.jobRanks[r]))
       ranksById_[peer->id] = static_cast<int>(r);
   }
-  view_ = std::make_shared<GroupView>(GroupView{.active = machine_.active()});
+  view_ = allView_ = std::make_shared<GroupView>(GroupView{.active = machine_.active()});
 }
 
 // In this order: what is answered to a message may be lost with its connection, and then we must be
@@ -69,6 +69,7 @@ void FlushAgent::stop() {
     std::lock_guard lock(mutex_);
     isStopped_ = true;
     frozen_ = false;
+    isLeftOut_ = false;
   }
   membership_.unsubscribe(this);  // behind the loop's tasks
   membership_.engine().closeTopic(options_.topic);
@@ -88,6 +89,7 @@ void FlushAgent::take(FlushActions actions) {
 
 void FlushAgent::take(FlushAction::Freeze) {
   failpoint("join");
+  isLeftOut_ = false;
   frozen_.store(true, std::memory_order_seq_cst);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // see begin()
   owner_.interruptAll();
@@ -109,11 +111,21 @@ void FlushAgent::take(const FlushAction::Supply& supply) {
 
 void FlushAgent::take(FlushAction::GoOn& goOn) {
   failpoint("acted");
-  view_ = std::make_shared<GroupView>(
+  view_ = allView_ = std::make_shared<GroupView>(
       GroupView{.epoch = goOn.viewEpoch, .active = std::move(goOn.members)});
+  if (goOn.first.number != 0) view_ = viewOf(goOn.first);
   attempt_ = goOn.attempt;
-  frozen_.store(false, std::memory_order_seq_cst);
+  const bool isLeftOut = machine_.leftOutOf().number != 0;
+  frozen_.store(isLeftOut, std::memory_order_seq_cst);
+  isLeftOut_.store(isLeftOut, std::memory_order_seq_cst);
   owner_.ring();
+}
+
+std::shared_ptr<const GroupView> FlushAgent::viewOf(const SkippingOperation& operation) const {
+  auto view = std::make_shared<GroupView>(GroupView{.epoch = allView_->epoch});
+  operation.contributors.forEach([&](int r) { view->active.push_back(r); });
+  operation.skipped.forEach([&](int r) { view->skipped.push_back(r); });
+  return view;
 }
 
 void FlushAgent::take(FlushAction::Tell& tell) {
@@ -206,22 +218,74 @@ Status FlushAgent::beginSlowly(uint64_t number) {
       const Step step(*this);
       busy_ = false;
       if (auto usable = owner_.usable(); !usable.ok()) return usable;
-      if (ended() >= number) return machine_.howEnded(number);
+      if (ended() >= number) {
+        const auto skipped = machine_.takeSkipped(number);
+        if (!skipped) return machine_.howEnded(number);
+        skipped_ = viewOf(*skipped);
+        return {ErrorCode::kInterrupted, ""};
+      }
       if (!frozen_) {
         busy_ = true;
+        isWithout_ = view_ != allView_;
         return {};
       }
       settle();
     }
     MOONCAKE_TRY(awaitDecision());
+    MOONCAKE_TRY(awaitSkipped());
   }
+}
+
+bool FlushAgent::haveEnded(const RankSet& ranks, uint64_t number) const {
+  bool haveAll = true;
+  ranks.forEach([&](int r) { haveAll = haveAll && endedOf(r) >= number; });
+  return haveAll;
+}
+
+// Of what we are left out of, until all others have ended it. Who has ended it first may be gone by
+// now, and then it may run again, with another end.
+Status FlushAgent::awaitSkipped() {
+  for (auto ask = Clock::now(); isLeftOut_.load(std::memory_order_acquire);) {
+    if (auto usable = owner_.usable(); !usable.ok()) return usable;
+    SkippingOperation operation;
+    RankSet awaited;
+    {
+      std::lock_guard lock(mutex_);
+      operation = machine_.leftOutOf();
+      awaited = machine_.awaitedIn(operation);
+    }
+    if (operation.number == 0) continue;  // frozen anew
+    Waiter waiter = owner_.waiter(Deadline::after(kLookAtWords));
+    if (haveEnded(awaited, operation.number)) {
+      failpoint("skipped");
+      const Step step(*this);
+      // Or a flush came between, and says how it ended.
+      if (machine_.leftOutOf().number != operation.number) continue;
+      take(machine_.skipped());
+      view_ = allView_;
+      isLeftOut_ = false;
+      frozen_ = false;
+      return {};
+    }
+    if (Clock::now() >= ask) {
+      ask = Clock::now() + kAskAgain;
+      FlushAction::Tell question{{}, {.kind = FlushMessage::Kind::kAsk}};
+      awaited.forEach([&](int r) {
+        if (!owner_.endedWordOf(r) && endedOf(r) < operation.number) question.to.push_back(r);
+      });
+      const Step step(*this);
+      if (!question.to.empty()) take(question);
+    }
+    waiter.until([&] { return !isLeftOut_.load(std::memory_order_acquire); });
+  }
+  return {};
 }
 
 Status FlushAgent::awaitDecision() {
   const auto budget = kBudgets * membership_.engine().env().failureTimeout;
   Waiter waiter = owner_.waiter(Deadline::after(budget));
   for (;;) {
-    const auto how = waiter.until([&] { return !isFrozen(); });
+    const auto how = waiter.until([&] { return !isFrozen() || isLeftOut_.load(); });
     if (auto usable = owner_.usable(); !usable.ok()) return usable;
     if (how == WaitResult::kReady) return {};
     waiter.generation = waiter.interrupt.generation();
@@ -240,42 +304,53 @@ Status FlushAgent::awaitDecision() {
 }
 
 FlushAgent::Resolution FlushAgent::resolve(uint64_t number, FlushReport::AbortReason abort,
-                                           Error why) {
+                                           Error why, Wish wish) {
   {
     std::lock_guard lock(mutex_);
     isResolving_ = true;
   }
-  const Resolution resolution = awaitResolved(number, abort, std::move(why));
+  const Resolution resolution = awaitResolved(number, abort, std::move(why), wish);
   std::lock_guard lock(mutex_);
   isResolving_ = false;
   return resolution;
 }
 
 FlushAgent::Resolution FlushAgent::awaitResolved(uint64_t number, FlushReport::AbortReason abort,
-                                                 Error why) {
+                                                 Error why, Wish wish) {
   {
     const Step step(*this);
     busy_ = false;
     if (auto usable = owner_.usable(); !usable.ok())
       return {Resolution::Kind::kEnded, usable, nullptr};
+    machine_.begins(begun_);
+    if (wish == Wish::kSkip) machine_.wishesToSkip(number);
     take(machine_.parked(number, abort, std::move(why), Clock::now()));
   }
   for (;;) {
     if (auto decided = awaitDecision(); !decided.ok())
       return {Resolution::Kind::kEnded, decided, nullptr};
+    if (auto awaited = awaitSkipped(); !awaited.ok())
+      return {Resolution::Kind::kEnded, awaited, nullptr};
     const Step step(*this);
-    if (ended() >= number) return {Resolution::Kind::kEnded, machine_.howEnded(number), view_};
+    if (ended() >= number) {
+      if (const auto skipped = machine_.takeSkipped(number))
+        return {Resolution::Kind::kSkipped, {}, viewOf(*skipped)};
+      return {Resolution::Kind::kEnded, machine_.howEnded(number), view_};
+    }
     if (frozen_) {  // again, in the meantime
       settle();
       continue;
     }
     busy_ = true;
+    isWithout_ = view_ != allView_;
     isTaking_ = machine_.toTake() == number;
     return {isTaking_ ? Resolution::Kind::kTake : Resolution::Kind::kAgain, {}, nullptr};
   }
 }
 
-Status FlushAgent::awaitSlot(uint64_t number) {
+Status FlushAgent::awaitSlot(uint64_t number) { return awaitSlot(number, true); }
+
+Status FlushAgent::awaitSlot(uint64_t number, bool isBusy) {
   if (number <= 2 || allBegan_ + 1 >= number) return {};
   const Env& env = membership_.engine().env();
   // Without a deadline of the operation: who is waited for is copying, or is out soon.
@@ -286,9 +361,9 @@ Status FlushAgent::awaitSlot(uint64_t number) {
   };
   for (;;) {
     const Waiter waiter = owner_.waiter(budget.earlier(Deadline::after(resendAfter(env))));
-    const auto how = waiter.until([&] { return isFrozen() || isFree(); });
+    const auto how = waiter.until([&] { return (isBusy && isFrozen()) || isFree(); });
     if (auto usable = owner_.usable(); !usable.ok()) return usable;
-    if (isFrozen()) return {ErrorCode::kInterrupted, ""};
+    if (isBusy && isFrozen()) return {ErrorCode::kInterrupted, ""};
     if (how == WaitResult::kReady) return {};
     if (how == WaitResult::kInterrupted) continue;
     if (budget.passed()) {
@@ -316,9 +391,10 @@ void FlushAgent::end(uint64_t number, const Status& status) {
   endedWord_->store(number, std::memory_order_release);
   failpoint("copy-out");
   busy_.store(false, std::memory_order_release);
-  if (!isTaking_ && !isFrozen()) return;
+  if (!isTaking_ && !isWithout_ && !isFrozen()) return;
 
   const Step step(*this);
+  if (std::exchange(isWithout_, false) && !frozen_) view_ = allView_;
   if (std::exchange(isTaking_, false)) {
     take(machine_.caughtUp());
   } else {
@@ -365,6 +441,7 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
     const Step step(*this);
     take(machine_.leave());
     frozen_ = false;
+    isLeftOut_ = false;
   }
   awaitLeaveSent(deadline);
 }
@@ -386,7 +463,7 @@ void FlushAgent::awaitLeaveSent(Deadline deadline) {
 
 std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
   std::lock_guard lock(mutex_);
-  return view_;
+  return allView_;
 }
 
 FlushState FlushAgent::state() const {
@@ -416,10 +493,16 @@ uint64_t FlushAgent::endedOf(int rank) const {
 }
 
 void FlushAgent::noteMissed(const GroupView& before, const GroupView& now) {
+  const auto ranksOf = [](const GroupView& view) {
+    RankSet ranks;
+    for (const int r : view.active) ranks.add(r);
+    for (const int r : view.skipped) ranks.add(r);
+    return ranks;
+  };
   RankSet missed;
-  for (const int r : before.active) {
-    if (!now.contains(r)) missed.add(options_.jobRanks[size_t(r)]);
-  }
+  (ranksOf(before) - ranksOf(now)).forEach([&](int r) {
+    missed.add(options_.jobRanks[size_t(r)]);
+  });
   if (!missed.empty()) membership_.missed(missed);
 }
 

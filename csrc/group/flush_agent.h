@@ -22,8 +22,10 @@ namespace mooncake {
 struct GroupView {
   uint64_t epoch = 1;       // of the job's view
   std::vector<int> active;  // ranks of the group, ascending
+  // In the job's view as well, and left out of this one operation: ascending.
+  std::vector<int> skipped;
 
-  bool contains(int rank) const;
+  bool contains(int rank) const;  // it takes part
 };
 
 // What an agent knows, for whoever debugs a hang (group_state.h).
@@ -82,7 +84,8 @@ class FlushAgent final : public Membership::Listener,
   void stop();
 
   // For the one thread that runs the group's operations. Between begin() and end() it is busy:
-  // this rank reports nothing. Errors of begin(): how the operation was ended without us.
+  // this rank reports nothing. Errors of begin(): how the operation was ended without us; if it was
+  // ended well, kInterrupted, and takeSkipped() says among whom.
   Status begin(uint64_t number) {
     busy_.store(true, std::memory_order_relaxed);
     // Either we see `frozen`, or who freezes sees that we are busy.
@@ -90,13 +93,17 @@ class FlushAgent final : public Membership::Listener,
     if (!frozen_.load(std::memory_order_acquire) && ended() < number) return {};
     return beginSlowly(number);
   }
+  std::shared_ptr<const GroupView> takeSkipped() { return std::exchange(skipped_, nullptr); }
+  // The caller publishes that it is in the operation.
+  void begins(uint64_t number) { begun_ = number; }
   // What the operation runs as. Constant while busy.
   Attempt attempt() const { return attempt_; }
   const std::shared_ptr<const GroupView>& view() const { return view_; }
-  // The same for a caller that is not busy.
+  // The same for a caller that is not busy, of its next operations: nobody is skipped.
   std::shared_ptr<const GroupView> viewWhenIdle() const;
   // Any thread, any time.
   FlushState state() const;
+  // The caller is to look up, or begins nothing.
   bool isFrozen() const { return frozen_.load(std::memory_order_acquire); }
   // A member that the view counts in has left the group before this operation: its part will never
   // come. resolve() then continues without that rank.
@@ -104,24 +111,30 @@ class FlushAgent final : public Membership::Listener,
     return hasLeaver_.load(std::memory_order_acquire) && missesLeaverSlowly(number);
   }
 
-  // Waits until everybody has left the slot that the operation is to use. ok too when frozen.
+  // Waits until everybody has left the slot that the operation is to use. kInterrupted: frozen.
   Status awaitSlot(uint64_t number);
-  // The caller has seen that all members have begun this operation, hence ended the one before.
+  // The same before begin(), frozen or not.
+  Status awaitSlotBefore(uint64_t number) { return awaitSlot(number, false); }
+  // The caller has seen that all members, and nobody was skipped, have begun this operation, hence
+  // ended the one before.
   void allBegan(uint64_t number) { allBegan_ = number; }
 
   struct Resolution {
     enum class Kind {
-      kAgain,  // starts again, as attempt()
-      kTake,   // another rank has ended it well, as the attempt that it was: so can we
-      kEnded,  // with this error, on all
+      kAgain,    // starts again, as attempt()
+      kTake,     // another rank has ended it well, as the attempt that it was: so can we
+      kEnded,    // with this error, on all
+      kSkipped,  // well, on all, among those of `view`: we had not begun it
     };
     Kind kind = Kind::kAgain;
     Status status;
     std::shared_ptr<const GroupView> view;  // kEnded: who goes on; null: this group does not
   };
+  enum class Wish { kNone, kSkip };  // kSkip: go on without those who have not begun it
   // The caller has stopped and touches nothing of the group any more: reports, with the reason if
   // it wants the operation to end, and waits for the decision. Busy again afterwards.
-  Resolution resolve(uint64_t number, FlushReport::AbortReason abort, Error why);
+  Resolution resolve(uint64_t number, FlushReport::AbortReason abort, Error why,
+                     Wish wish = Wish::kNone);
   // The operation has ended here. Nothing of the group is touched any more.
   void end(uint64_t number, const Status& status);
 
@@ -188,8 +201,12 @@ class FlushAgent final : public Membership::Listener,
   std::vector<int> perform(const Due& due);
 
   Status beginSlowly(uint64_t number);
+  Status awaitSlot(uint64_t number, bool isBusy);
   Status awaitDecision();
-  Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why);
+  Status awaitSkipped();
+  bool haveEnded(const RankSet& ranks, uint64_t number) const;
+  std::shared_ptr<const GroupView> viewOf(const SkippingOperation& operation) const;
+  Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why, Wish wish);
   void awaitLeaveSent(Deadline deadline);
   bool missesLeaverSlowly(uint64_t number) const;
   uint64_t endedOf(int rank) const;
@@ -203,16 +220,21 @@ class FlushAgent final : public Membership::Listener,
   std::atomic<uint64_t>* const endedWord_;  // in our part of the window: peers may look
 
   std::atomic<bool> busy_{false};       // written by the caller, or under the mutex while it waits
-  std::atomic<bool> frozen_{false};     // written under the mutex
+  std::atomic<bool> frozen_{false};     // written under the mutex; also while we are left out
+  std::atomic<bool> isLeftOut_{false};  // " : of the next operation
   std::atomic<bool> hasLeaver_{false};  // " : one of view_ has left
   // The caller's own.
   uint64_t allBegan_ = 0;
+  uint64_t begun_ = 0;
   bool isTaking_ = false;
+  bool isWithout_ = false;  // the operation runs without some
+  std::shared_ptr<const GroupView> skipped_;
 
   mutable std::mutex mutex_;  // guards all below; attempt_ and view_ only change while frozen
   FlushMachine machine_;
-  Attempt attempt_;  // the machine's, for the caller
-  std::shared_ptr<const GroupView> view_;
+  Attempt attempt_;                           // the machine's, for the caller
+  std::shared_ptr<const GroupView> view_;     // of the next operation, or of the one under way
+  std::shared_ptr<const GroupView> allView_;  // of those behind it
   bool isResolving_ = false;  // the caller is in an operation, though it may not be busy
   bool isStopped_ = false;
   bool isLooking_ = false;  // a timer is set

@@ -12,6 +12,8 @@ namespace {
 
 // A fetch that failed although its owner lives: whatever ended it is known by then.
 constexpr auto kReasonComes = std::chrono::seconds(1);
+// Each wish costs a flush, and an attempt: who wishes again gives them time.
+constexpr auto kLeastPatience = std::chrono::milliseconds(50);
 
 std::string listRanks(const Group& group, const std::vector<int>& ranks) {
   std::string text;
@@ -53,9 +55,14 @@ Status Operation::run(Algorithm& algorithm) {
   if (number_ > kMostOperations) [[unlikely]]
     return endForNumber();
   if (auto begun = agent_.begin(number_); !begun.ok()) {
+    if (auto skipped = agent_.takeSkipped()) {
+      endSkipped(std::move(skipped));
+      return {};
+    }
     group_.lastView = agent_.viewWhenIdle();
     return named(begun.error());
   }
+  if (patience_) waitToSkip(*patience_);
   Status status = attempt(algorithm);
   while (!status.ok() && !isAgreed_) {
     auto resolution = resolve(std::move(status));
@@ -63,6 +70,11 @@ Status Operation::run(Algorithm& algorithm) {
       algorithm.rollBack(*this, Algorithm::Rollback::kError);
       if (resolution.view) group_.lastView = std::move(resolution.view);
       return named(resolution.status.error());
+    }
+    if (resolution.kind == FlushAgent::Resolution::Kind::kSkipped) {
+      algorithm.rollBack(*this, Algorithm::Rollback::kError);
+      endSkipped(std::move(resolution.view));
+      return {};
     }
     isTaking_ = resolution.kind == FlushAgent::Resolution::Kind::kTake;
     if (isTaking_) {
@@ -78,6 +90,18 @@ Status Operation::run(Algorithm& algorithm) {
   if (group_.lastView.get() != view_) group_.lastView = kept_ ? kept_ : agent_.view();
   agent_.end(number_, status);
   return status.ok() ? Status() : Status(named(status.error()));
+}
+
+// The others have ended it without us, and nothing of it was published here.
+void Operation::endSkipped(std::shared_ptr<const GroupView> view) {
+  isSkipped_ = true;
+  kept_ = group_.lastView = std::move(view);
+  view_ = kept_.get();
+}
+
+void Operation::waitToSkip(Clock::duration patience) {
+  skipAt_ = Deadline::after(patience);
+  waiter_.deadline = deadline_.earlier(skipAt_);
 }
 
 // A stamp has no room for the number. All ranks come to it at the same operation.
@@ -116,10 +140,16 @@ FlushAgent::Resolution Operation::resolve(Status why) {
     error.message = group_.nameRank(rank()) + " could not go on: " + error.message;
   }
   waiter_.generation = waiter_.interrupt.generation();
-  auto resolution = agent_.resolve(number_, abort, std::move(error));
+  const bool wishes = std::exchange(wantsToSkip_, false);
+  auto resolution = agent_.resolve(number_, abort, std::move(error),
+                                   wishes ? FlushAgent::Wish::kSkip : FlushAgent::Wish::kNone);
   // The time that this took was not given to the operation.
   deadline_ = later(deadline_, Clock::now() - start);
   waiter_.deadline = deadline_;
+  if (patience_) {
+    if (wishes) *patience_ = std::max<Clock::duration>(2 * *patience_, kLeastPatience);
+    waitToSkip(*patience_);
+  }
   return resolution;
 }
 
@@ -133,6 +163,7 @@ Status Operation::publishBegun(size_t payloadBytes, const PayloadFor* write) {
   constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
   constexpr size_t kHeader = kSlotHeaderBytes - kStampEnd;
   failpoint("begin");
+  agent_.begins(number_);
   if (waiter_.cores) waiter_.cores->note();
   group_.engine().markActive();
   own_->call = call_;
@@ -197,7 +228,7 @@ Status Operation::awaitBegun(int rank) {
   std::string who;
   for (const auto& [text, called] : callers)
     who += (who.empty() ? "" : "; ") + listRanks(group_, called) + " called " + text;
-  agent_.allBegan(number_);
+  if (view_->skipped.empty()) agent_.allBegan(number_);
   return agree(
       {ErrorCode::kMismatch, "the ranks called different operations: " + who +
                                  ". Nothing was changed; make all ranks call the same operation"});
@@ -208,7 +239,8 @@ Status Operation::awaitAllBegun(const std::function<void(int)>& onBegun) {
     MOONCAKE_TRY(awaitBegun(ranks()[begunSeen_]));
     if (onBegun) onBegun(ranks()[begunSeen_]);
   }
-  agent_.allBegan(number_);
+  if (view_->skipped.empty()) agent_.allBegan(number_);
+  waiter_.deadline = deadline_;
   waiter_.spin = waiter_.spin.patient();
   failpoint("all-begun");
   return {};
@@ -329,7 +361,11 @@ Status Operation::awaitStamp(int rank, StampWord word) {
   for (;;) {
     const auto how = waiter_.until([&] { return stamp.load(std::memory_order_acquire) == stamp_; });
     if (how == WaitResult::kReady) return {};
-    if (how == WaitResult::kTimeout) return timedOut(word);
+    if (how == WaitResult::kTimeout) {
+      wantsToSkip_ = word == &Slot::begun && !deadline_.passed();
+      if (wantsToSkip_) return {ErrorCode::kInterrupted, ""};  // [wish]
+      return timedOut(word);
+    }
     MOONCAKE_TRY(lookUp());
   }
 }

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -48,6 +49,9 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
+  // Who has not begun it when this much of it has passed is left out, if all agree: it is not lost,
+  // and takes part in the next one.
+  void skipAfter(Clock::duration patience) { patience_ = patience; }
   // To the end, whatever happens. The error has the operation's name in front.
   Status run(Algorithm& algorithm);
 
@@ -58,6 +62,10 @@ class Operation {
   // Who takes part in this attempt, ascending; these contribute, and nobody else.
   const std::vector<int>& ranks() const { return view_->active; }
   bool takesPart(int rank) const { return view_->contains(rank); }
+  // Of the others who is left out of it, ascending: they are in the job as before.
+  const std::vector<int>& skipped() const { return view_->skipped; }
+  // After an end without an error: these ranks() had it without us. complete() was not called.
+  bool wasSkipped() const { return isSkipped_; }
   // The others of them, the next one after us first: so not all ask the same one at once.
   std::vector<int> others() const;
 
@@ -120,6 +128,8 @@ class Operation {
   Status awaitBegun(int rank);
   void putStamp(StampWord word, std::span<const std::byte> data = {});
   Status awaitStamp(int rank, StampWord word);
+  void endSkipped(std::shared_ptr<const GroupView> view);
+  void waitToSkip(Clock::duration patience);
   bool hasStamp(int rank, StampWord word) const;
   Status lookUp();
   std::vector<int> without(StampWord word) const;
@@ -142,6 +152,10 @@ class Operation {
   size_t begunSeen_ = 0;   // of ranks(): these have begun and agree with our call
   bool isTaking_ = false;  // another rank has ended this attempt well
   bool isAgreed_ = false;
+  std::optional<Clock::duration> patience_;
+  Deadline skipAt_ = Deadline::at(Clock::time_point::max());
+  bool wantsToSkip_ = false;
+  bool isSkipped_ = false;
 };
 
 // Into memory that other cores have just read, and read again. A plain store first takes each line

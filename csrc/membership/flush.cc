@@ -9,6 +9,9 @@ namespace {
 // Report, wire form, little-endian:
 //   u16 from  u32 losses  u32 round  u64 ended  bool old  u8 abort  error why
 //   u8 count, then for each failed operation, ascending:  u64 number  error
+//   u64 stopped at  bool has begun it  bool wants to skip
+//   u8 count, then for each operation that ended without some, ascending:
+//     u64 number  contributors  skipped
 // An error:  u8 code  string message
 // Message:  u8 kind | report, or u64 ended; nothing for kAsk
 constexpr size_t kMostText = 1024;
@@ -28,9 +31,19 @@ Error readError(ByteReader& in) {
 }  // namespace
 
 uint64_t FlushDecision::endedBy(const FlushReport& report) const {
+  // Who has not begun what somebody has ended, was left out of it.
+  const auto isOver = [&](uint64_t number) {
+    if (errorOf(number)) return true;
+    const bool hasBegun = number == report.ended + 1 && report.hasBegunNext();
+    return number < next && !hasBegun && isEndedByAll(number);
+  };
   uint64_t ended = report.ended;
-  while (ended < next && errorOf(ended + 1)) ++ended;
+  while (ended < next && isOver(ended + 1)) ++ended;
   return ended;
+}
+
+bool FlushDecision::isEndedByAll(uint64_t number) const {
+  return std::ranges::find(unfinished, number) == unfinished.end();
 }
 
 const Error* FlushDecision::errorOf(uint64_t number) const {
@@ -40,12 +53,32 @@ const Error* FlushDecision::errorOf(uint64_t number) const {
   return found == failed.end() ? nullptr : &found->error;
 }
 
+namespace {
+
+// While one takes the operation before over, nobody is left out of the next one. Also if it has
+// done so since, and left: others may have its report.
+void leaveOut(std::span<const FlushReport* const> reports, FlushDecision& decision) {
+  const auto wishes = [&](const FlushReport* report) {
+    return report->wantsToSkip && report->stoppedAt == decision.next;
+  };
+  const auto takesOver = [&](const FlushReport* report) {
+    return report->hasBegun && report->stoppedAt < decision.next &&
+           !decision.errorOf(report->stoppedAt);
+  };
+  if (std::ranges::none_of(reports, wishes) || std::ranges::any_of(reports, takesOver)) return;
+  for (const FlushReport* report : reports) {
+    if (!report->hasBegun || report->stoppedAt != decision.next) decision.leftOut.add(report->from);
+  }
+}
+
+}  // namespace
+
 FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Error* lost) {
   FlushDecision decision;
   uint64_t lowest = ~uint64_t(0);
   for (const FlushReport* report : reports) {
     decision.next = std::max(decision.next, report->ended + 1);
-    lowest = std::min(lowest, report->ended);
+    lowest = std::min({lowest, report->ended, report->stoppedAt - 1});
   }
   // A survivor has ended those below, so they are decided.
   for (const FlushReport* report : reports) {
@@ -54,6 +87,16 @@ FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Err
     }
   }
   std::ranges::sort(decision.failed, {}, &FailedOperation::number);
+  for (const FlushReport* report : reports) {
+    for (const SkippingOperation& one : report->skipping) {
+      const bool isNew = std::ranges::find(decision.skipping, one.number,
+                                           &SkippingOperation::number) == decision.skipping.end();
+      if (one.number > lowest && isNew) decision.skipping.push_back(one);
+    }
+    if (report->hasBegunNext() && report->ended + 1 < decision.next &&
+        !decision.errorOf(report->ended + 1))
+      decision.unfinished.push_back(report->ended + 1);
+  }
 
   // An abort about an operation that another rank has ended is void.
   const auto firstOf = [&](auto&& which) {
@@ -74,6 +117,7 @@ FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Err
       return decision;
     }
   }
+  leaveOut(reports, decision);
   return decision;
 }
 
@@ -90,6 +134,15 @@ Bytes encodeFlushReport(const FlushReport& report) {
   for (const auto& [number, error] : report.failed) {
     out.put(number);
     writeError(out, error);
+  }
+  out.put(report.stoppedAt)
+      .put(report.hasBegun)
+      .put(report.wantsToSkip)
+      .put(static_cast<uint8_t>(report.skipping.size()));
+  for (const auto& [number, contributors, skipped] : report.skipping) {
+    out.put(number);
+    contributors.write(out);
+    skipped.write(out);
   }
   return out.take();
 }
@@ -109,17 +162,33 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
     const auto number = in.get<uint64_t>();
     report.failed.push_back({number, readError(in)});
   }
+  report.stoppedAt = in.get<uint64_t>();
+  report.hasBegun = in.get<bool>();
+  report.wantsToSkip = in.get<bool>();
+  const auto skips = in.get<uint8_t>();
+  for (int i = 0; i < skips && !in.failed(); ++i) {
+    const auto number = in.get<uint64_t>();
+    RankSet contributors = RankSet::read(in);
+    report.skipping.push_back({number, std::move(contributors), RankSet::read(in)});
+  }
   MOONCAKE_TRY(in.finish("flush report"));
   const bool ascending =
       std::ranges::is_sorted(report.failed, std::ranges::less_equal(), &FailedOperation::number);
   const bool areEnded = report.failed.empty() || report.failed.back().number <= report.ended;
   const bool areErrors = std::ranges::none_of(
       report.failed, [](const auto& one) { return one.error.code == ErrorCode::kOk; });
+  const bool areSkipsEnded = std::ranges::all_of(report.skipping, [&](const auto& one) {
+    return one.number <= report.ended && one.contributors.end() <= size &&
+           one.skipped.end() <= size;
+  });
+  const bool isStoppedSomewhere = report.stoppedAt >= 1 && report.stoppedAt <= report.ended + 1 &&
+                                  (report.hasBegun || !report.wantsToSkip);
   const bool aborts = report.abort != FlushReport::AbortReason::kNone;
   if (report.from >= size || report.attempt.losses >= static_cast<uint32_t>(size) ||
       abort > static_cast<uint8_t>(FlushReport::AbortReason::kAbort) ||
       aborts != (report.why.code != ErrorCode::kOk) || count > kRemembered || !ascending ||
-      !areEnded || !areErrors || report.ended == ~uint64_t(0)) {
+      !areEnded || !areErrors || skips > kRememberedSkips || !areSkipsEnded ||
+      !isStoppedSomewhere || report.ended == ~uint64_t(0)) {
     return Error{ErrorCode::kProtocol,
                  "a flush report does not make sense: do all ranks run the "
                  "same version?"};

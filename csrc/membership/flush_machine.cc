@@ -19,6 +19,8 @@ std::string describe(const FlushReport& report) {
   std::string text = "has ended #" + std::to_string(report.ended);
   if (report.abort != FlushReport::AbortReason::kNone)
     text += ", wants #" + std::to_string(report.ended + 1) + " to end: " + report.why.message;
+  if (report.wantsToSkip)
+    text += ", wants to skip who has not begun #" + std::to_string(report.stoppedAt);
   return text;
 }
 
@@ -89,6 +91,52 @@ Error FlushMachine::howEnded(uint64_t number) const {
   if (const Error* error = errorOf(number)) return *error;
   return {ErrorCode::kAborted,
           "it ended with an error on all ranks; the error is older than the 32 that are kept"};
+}
+
+// -- who is left out
+
+SkippingOperation FlushMachine::leftOutOf() const {
+  const bool isOut = first_.number != 0 && !first_.contributors.contains(options_.rank);
+  return isOut && !isFrozen_ ? first_ : SkippingOperation();
+}
+
+RankSet FlushMachine::awaitedIn(const SkippingOperation& operation) const {
+  RankSet awaited;
+  for (const int r : decided_) {
+    if (operation.contributors.contains(r)) awaited.add(r);
+  }
+  return awaited;
+}
+
+std::optional<SkippingOperation> FlushMachine::takeSkipped(uint64_t number) {
+  while (!untold_.empty() && untold_.front().number < number) untold_.pop_front();
+  if (untold_.empty() || untold_.front().number != number) return std::nullopt;
+  const SkippingOperation one = std::move(untold_.front());
+  untold_.pop_front();
+  return one;
+}
+
+void FlushMachine::rememberSkip(SkippingOperation operation) {
+  if (!skipping_.empty() && skipping_.back().number >= operation.number) return;
+  if (!operation.contributors.contains(options_.rank)) untold_.push_back(operation);
+  skipping_.push_back(std::move(operation));
+  while (skipping_.size() > kRememberedSkips) skipping_.pop_front();
+}
+
+// The operation that ran without some has ended here.
+void FlushMachine::endFirst() {
+  if (!errorOf(first_.number)) rememberSkip(std::move(first_));
+  first_ = {};
+}
+
+FlushActions FlushMachine::skipped() {
+  FlushActions actions;
+  if (leftOutOf().number == 0) return actions;
+  hasEnded(first_.number);  // [skipped]
+  while (errorOf(ended_ + 1)) ++ended_;
+  actions.emplace_back(FlushAction::End{ended_});
+  tellAll(endedNow(), actions);
+  return actions;
 }
 
 // Since the last decision.
@@ -223,6 +271,7 @@ FlushActions FlushMachine::stopped() {
   hasReported_ = true;  // [report]
   reportedFor_ = target_;
   note(actions, target_, "report sent: ", options_.nameRank(mine.from), " ", describe(mine));
+  lastSaid_ = {mine.stoppedAt, mine.hasBegun, mine.wantsToSkip};
   lastReport_ = reports_[options_.rank] = mine;
   tellAll({.kind = Kind::kReport, .report = std::move(mine)}, actions);
   decide(actions);
@@ -253,6 +302,10 @@ FlushReport FlushMachine::soFar(Attempt attempt) {
   // Decided, but behind an operation that we have not taken over yet: it is decided again.
   while (!failed_.empty() && failed_.back().number > mine.ended) failed_.pop_back();
   mine.failed.assign(failed_.begin(), failed_.end());
+  mine.skipping.assign(skipping_.begin(), skipping_.end());
+  mine.stoppedAt = ended_ + 1;
+  mine.hasBegun = begun_ == mine.stoppedAt;
+  mine.wantsToSkip = mine.hasBegun && skips_ == mine.stoppedAt;
   return mine;
 }
 
@@ -272,6 +325,11 @@ FlushActions FlushMachine::caughtUp() {
 FlushActions FlushMachine::leave() {
   FlushActions actions;
   leaveReport_ = soFar(reportedFor_);  // [gone]
+  if (lastSaid_.stoppedAt <= ended_) {
+    leaveReport_->stoppedAt = lastSaid_.stoppedAt;
+    leaveReport_->hasBegun = lastSaid_.hasBegun;
+    leaveReport_->wantsToSkip = lastSaid_.wantsToSkip;
+  }
   tellAll({.kind = Kind::kLeft, .report = *leaveReport_}, actions);
   // From here on we take part in no flush: a report would say that we are in.
   isFrozen_ = false;
@@ -368,6 +426,11 @@ void FlushMachine::decide(FlushActions& actions) {
     const auto [report, isNew] = reports_.try_emplace(r);
     if (isNew) {
       report->second = left_[r];
+      // What it said in an earlier flush of the operation that it was at, it said then.
+      if (report->second.attempt != target_) {
+        report->second.stoppedAt = report->second.ended + 1;
+        report->second.hasBegun = report->second.wantsToSkip = false;
+      }
       report->second.attempt = target_;
     }
     reports.push_back(&report->second);
@@ -395,7 +458,13 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
   // Also for a caller that is away: it is told when it calls.
   ended_ = decision.endedBy(mine);  // [act]
   actions.emplace_back(FlushAction::End{ended_});
-  toTake_ = ended_ + 1 < decision.next ? ended_ + 1 : 0;
+  first_ = {};
+  for (const SkippingOperation& one : decision.skipping) {
+    if (one.number > mine.ended && one.number <= ended_) rememberSkip(one);
+    if (one.number == ended_ + 1) first_ = one;
+  }
+  const bool isBehind = ended_ + 1 < decision.next;
+  toTake_ = isBehind && begun_ == ended_ + 1 ? ended_ + 1 : 0;
   for (const FlushReport* report : reports)
     knownEnded_[report->from] = std::max(knownEnded_[report->from], decision.endedBy(*report));
   supply(decision, reports, actions);
@@ -407,16 +476,20 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
     const auto gone = left_.find(r);
     return gone == left_.end() || gone->second.attempt >= target_;
   });
+  RankSet members;
+  for (const int r : members_) members.add(r);
+  if (!isBehind && !(members & decision.leftOut).empty())
+    first_ = {decision.next, members - decision.leftOut, members & decision.leftOut};
   note(actions, target_, "acted: #", ended_, " has ended here",
        toTake_ ? ", the next is taken over" : "", "; ", members_.size(), " of ", options_.size,
-       " ranks go on");
+       " ranks go on", first_.number ? ", the next runs without some of them" : "");
   decided_ = active_;
   attempt_ = target_;
   abortReason_ = AbortReason::kNone;
   abortNumber_ = 0;
   isFrozen_ = false;
   repeatAt_.reset();
-  actions.emplace_back(FlushAction::GoOn{attempt_, viewEpoch_, members_});
+  actions.emplace_back(FlushAction::GoOn{attempt_, viewEpoch_, members_, first_});
 }
 
 // Who is behind may lack what another one put: before it died, or before a connection broke. Who
@@ -427,6 +500,7 @@ void FlushMachine::supply(const FlushDecision& decision, const Reports& reports,
   for (const FlushReport* behind : reports) {
     const uint64_t number = decision.endedBy(*behind) + 1;
     if (number >= decision.next || left_.contains(behind->from)) continue;
+    if (number != behind->ended + 1 || !behind->hasBegun) continue;  // it was left out
     if (behind->from == options_.rank) continue;
     actions.emplace_back(FlushAction::Supply{number, options_.rank, behind->from});
     const auto supplier = std::ranges::find_if(reports, [&](const FlushReport* report) {

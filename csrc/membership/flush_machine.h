@@ -40,6 +40,8 @@ struct FlushAction {
     Attempt attempt;
     uint64_t viewEpoch = 1;
     std::vector<int> members;  // ascending
+    // One operation first runs without some of them; none if the number is 0.
+    SkippingOperation first;
   };
   struct Tell {
     std::vector<int> to;
@@ -98,15 +100,25 @@ class FlushMachine {
   // -- of the caller
 
   // The last operation that it has ended by itself, as far as it is known.
-  void hasEnded(uint64_t number) { ended_ = std::max(ended_, number); }
+  void hasEnded(uint64_t number) {
+    ended_ = std::max(ended_, number);
+    if (first_.number != 0 && first_.number <= ended_) endFirst();
+  }
   // It is about to end this operation with an error that all members come to by themselves.
   void endsWith(uint64_t number, const Error& why) { remember(number, why); }
+  // It publishes that it is in this operation.
+  void begins(uint64_t number) { begun_ = number; }
+  // Whoever has not begun this operation, which it has, may be left out of it. Stays until that has
+  // ended.
+  void wishesToSkip(uint64_t number) { skips_ = number; }
   // It cannot go on in this operation, with a reason why the operation should end, or without. It
   // has stopped if it says so; Freeze asks for it otherwise.
   FlushActions parked(uint64_t number, AbortReason abort, Error why, Clock::time_point now);
   FlushActions stopped();
   // It has taken over the operation that it was behind in.
   FlushActions caughtUp();
+  // Who is not left out of leftOutOf() has ended it: so it ends here, too.
+  FlushActions skipped();
   // It has ended its last operation, and so have all others.
   FlushActions leave();
 
@@ -131,7 +143,13 @@ class FlushMachine {
   // The operation in which the caller is behind: another rank has ended it well, as the attempt
   // that it was. 0: none.
   uint64_t toTake() const { return toTake_; }
-  // Of an operation that did not end here by itself.
+  // The operation that runs without us, and among whom. Number 0: none.
+  SkippingOperation leftOutOf() const;
+  // Who has to have ended it: of its contributors, those whom the last decision has not lost.
+  RankSet awaitedIn(const SkippingOperation& operation) const;
+  // Of an operation that did not end here by itself: null if it ended with howEnded(). What is
+  // asked for once is forgotten, and what was before.
+  std::optional<SkippingOperation> takeSkipped(uint64_t number);
   Error howEnded(uint64_t number) const;
 
   uint64_t viewEpoch() const { return viewEpoch_; }
@@ -158,6 +176,8 @@ class FlushMachine {
   std::vector<std::pair<int, std::string>> newLosses() const;
   Error lostError() const;
   void heedLeavers(FlushActions& actions);
+  void endFirst();
+  void rememberSkip(SkippingOperation operation);
   FlushReport soFar(Attempt attempt);
 
   void join(Attempt attempt, std::string_view why, Clock::time_point now, FlushActions& actions);
@@ -187,12 +207,21 @@ class FlushMachine {
   // The last one; for target_ or, when not frozen, attempt_: unless joined and not reported since.
   std::optional<FlushReport> lastReport_;
   Attempt reportedFor_;
+  struct {
+    uint64_t stoppedAt = ~uint64_t(0);
+    bool hasBegun = false, wantsToSkip = false;
+  } lastSaid_;                              // in the last report
   std::optional<FlushReport> leaveReport_;  // what we said when we left, if we have
   std::map<int, FlushReport> reports_;      // for target_
   std::map<int, FlushReport> left_;         // of who has left the group: stands for its next report
   std::vector<uint64_t> knownEnded_;
   std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
   uint64_t toTake_ = 0;
+  uint64_t begun_ = 0;                      // the last operation that the caller published to be in
+  uint64_t skips_ = 0;                      // the one that it wishes to go on in without the others
+  SkippingOperation first_;                 // the next one, if it runs without some
+  std::deque<SkippingOperation> skipping_;  // that ended well and without some: the last ones...
+  std::deque<SkippingOperation> untold_;    // ... and without us: those that the caller still calls
   AbortReason abortReason_ = AbortReason::kNone;
   uint64_t abortNumber_ = 0;
   Error why_;

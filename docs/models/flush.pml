@@ -12,6 +12,7 @@
  *   -DL2=1       the last rank leaves before op. 1      -DBIG      above undo_bytes: never redone
  *   -DRAISE      mode raise                             -DEV=1     evictions of ranks that live and do not know it yet
  *   -DVL=1       views that take out who has left: nobody is lost with it
+ *   -DSK=1       wishes to skip whoever has not begun the operation
  *   -DPRE=1      the last rank was out before the group was made; each of the others knew that then, or learns it later
  *   -DM_...      one rule broken: must give a counterexample
  *   -DLATE       (traces) the leaver alone decides a timeout, until there is a view
@@ -58,6 +59,9 @@
 #ifndef PRE
 #define PRE 0
 #endif
+#ifndef SK
+#define SK 0
+#endif
 #ifdef M_DEPTH1
 #define DEPTH 1
 #else
@@ -82,9 +86,9 @@
 /* A tag is (epoch, round). The epoch of a group is the number of its members that are out. A stamp is (operation, tag) and
  * written by its owner only. 0 is "never written". */
 #if L2 < NOPS || EV > 0
-#define ROUNDS (TB + 2)
+#define ROUNDS (TB + SK + 2)
 #else
-#define ROUNDS (TB + 1)
+#define ROUNDS (TB + SK + 1)
 #endif
 #define EPOCHS (C + EV + VL + PRE + 1)
 #define TAGS (EPOCHS * ROUNDS)
@@ -119,6 +123,16 @@
 #define R_REASON(x) (((x) >> 4) & 3)
 #define R_SPOILT(x) (((x) >> 6) & 1)
 #define R_OLD(x) (((x) >> 7) & 1) /* has not acted on a decision of the tag's epoch yet, and that lost somebody: OLD */
+#if SK > 0
+#define R_BEGUN(x) (((x) >> 8) & 1) /* has begun the operation that it is at, as any attempt */
+#define R_WISH(x) (((x) >> 9) & 1)  /* and wishes to skip who has not */
+#define REPORTS short
+#define R_AT(x) (((x) >> 10) & 7)   /* which is that */
+#define SAID_OF_SKIP | (bgn << 8) | (wi << 9) | (k << 10)
+#else
+#define REPORTS byte
+#define SAID_OF_SKIP
+#endif
 
 byte st[3 * N * DEPTH];   /* the stamps */
 byte pay[N * DEPTH];      /* whose operation lies in the slot, + 1: written before the stamp */
@@ -127,13 +141,13 @@ byte seg[N];              /* reduced segment: stamp of the attempt; 0 = garbage 
 byte segc[N];             /* ... made from these contributors */
 byte rd[N];               /* word: has ended all below this, and reads nothing of them any more */
 byte tag[N];              /* the highest tag that this rank has frozen for; others hear of it at any time later */
-byte rep[TAGS * N];       /* reports */
+REPORTS rep[TAGS * N];    /* reports */
 byte res[N * MAXK];       /* verdicts: sent along with reports; ghost otherwise */
 byte chain[EPOCHS];       /* committed views: removed sets, by epoch */
 byte top;                 /* the last of them */
 byte dead, left;          /* masks: the truth; ranks learn it when they take a step that looks */
 byte leftold;             /* who left and was old in its last report */
-#define BUDGETS (C + TB + EV + VL)
+#define BUDGETS (C + TB + EV + VL + SK)
 #if defined(TRACE) && !defined(LATE)
 #define GIVEN 0
 #define AT_ONCE(budget) 0 /* given out little by little, or random steps would begin with all that goes wrong */
@@ -142,6 +156,15 @@ byte leftold;             /* who left and was old in its last report */
 #define AT_ONCE(budget) budget
 #endif
 byte tb = AT_ONCE(TB), cb = AT_ONCE(C); /* triggers and crashes still to happen */
+#if SK > 0
+byte lastsaid[N];         /* who left: what its last report said of skipping */
+byte sk = AT_ONCE(SK);    /* wishes still to come */
+#define MEM (mem & ~lo)   /* members of the attempt at k */
+#define UNSKIP lo = 0; wi = 0; bgn = 0
+#else
+#define MEM mem
+#define UNSKIP skip
+#endif
 #if VL > 0
 byte vl = AT_ONCE(VL);    /* views without who has left still to be committed */
 #endif
@@ -171,7 +194,8 @@ byte lim[N] = 255;        /* ghost: the survivors have decided that the first op
 #define P_END 9
 #define BUSY (ph >= P_BEG && ph <= P_DON)
 
-hidden byte x, y, z, v, w;
+hidden byte x, y, z, w, u;
+hidden REPORTS v;
 
 #ifdef TRACE
 #define TEXT(words) #words
@@ -201,7 +225,7 @@ inline finish(V) {
   :: else -> break
   od;
   res[me * MAXK + k] = (V);
-  inp[me] = 0; con = 0; seen = 0; got = 0; bad = 0; rz = NO; sp = 0; had = 0;
+  inp[me] = 0; con = 0; seen = 0; got = 0; bad = 0; rz = NO; sp = 0; had = 0; UNSKIP;
   k++;
 #if EV > 0
   ended[me] = k; assert(k <= lim[me] || (k == lim[me] + 1 && !IS_OK(V)))
@@ -240,10 +264,17 @@ inline publish(word, nextph) {
   ST(word, me, k) = MK(k, at); seen = BIT(me); ph = nextph
 }
 
+#if SK > 0
+#define NOBODY dlo = 0
+#define LEAVE_OUT lo = dlo
+#else
+#define NOBODY skip
+#define LEAVE_OUT skip
+#endif
 /* T is higher than anything that I have frozen for. */
 inline freeze(T) {
   assert((T) < TAGS);
-  tag[me] = (T); fz = 1; rpd = 0; ade = 0; out = 0; nm = 0; JOINED_BY(-1);
+  tag[me] = (T); fz = 1; rpd = 0; ade = 0; out = 0; nm = 0; NOBODY; JOINED_BY(-1);
   z = 255; x = 0; /* reports that nobody living will read are forgotten (smaller states, nothing else) */
   do
   :: x < N -> if :: !HAS(dead, x) && !HAS(left, x) && tag[x] < z -> z = tag[x] :: else fi; x++
@@ -323,7 +354,7 @@ inline know() { skip }
 #define NOT_BY_ME(r) true
 #endif
 
-inline act() { know(); fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0 }
+inline act() { know(); fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0; LEAVE_OUT; NOBODY }
 
 /* A goodbye carries the view under which it was said: to whom that excludes it says something else. */
 #ifdef M_BLINDGOODBYE
@@ -353,6 +384,14 @@ inline heed_leavers() { skip }
 #define MAY_BEGIN (!fz)
 #endif
 
+#if SK > 0
+#define IS_IN_K (!HAS(lo, me))
+#define BEGINS bgn = 1
+#else
+#define IS_IN_K true
+#define BEGINS skip
+#endif
+
 /* My slot of k is free: r has ended k - 2 and has read what it needed of it. A dead rank reads nothing. */
 #ifdef M_NOWAIT
 #define FREE(r) true
@@ -368,7 +407,7 @@ inline heed_leavers() { skip }
 #ifdef M_HEADERS /* a rooted operation that waits for the root only */
 #define NEED (KIND(k) == BC -> (mem & (BIT(0) | BIT(me))) : mem)
 #else
-#define NEED mem
+#define NEED MEM
 #endif
 #ifdef M_MAJORITY /* ok without one of the others */
 #define BEG_FULL ((NEED & ~seen & ALL) == 0 || seen == 3 || seen == 5 || seen == 6)
@@ -386,6 +425,10 @@ proctype Rank(byte me) {
   byte mem = ALL;      /* members of the attempt */
   byte con, seen, got; /* contributors; stamps seen; inputs or results fetched */
   bool bad, had, sp;   /* ghost: fetched garbage; parked with all results (done published); input may be overwritten */
+#if SK > 0
+  byte lo, dlo;        /* who is left out of k, in this attempt; decided: who will be, of E */
+  bool bgn, wi;        /* have begun k, as any attempt; wish to skip who has not */
+#endif
   byte rz;             /* reason that my next report gives */
   bool fz, rpd;        /* frozen for tag[me]; and parked, reported */
   byte ade, out, nm;   /* decided: E + 1, how E ends (0: again), members from E on */
@@ -413,7 +456,12 @@ proctype Rank(byte me) {
   :: d_step { cb > 0 && ph != P_END -> /* crash: at any step; what it knew is gone. What it sent may arrive */
        SAY(crash, 0, 0); cb--; dead = dead | BIT(me); ph = P_END;
        k = 0; at = 0; mem = 0; con = 0; seen = 0; got = 0; bad = 0; had = 0; sp = 0; rz = 0; fz = 0; rpd = 0; ade = 0; out = 0;
-       nm = 0; lde = 0; lat = 0; KNOW(0); inp[me] = 0; rd[me] = 0;
+       nm = 0; lde = 0; lat = 0; KNOW(0); inp[me] = 0;
+#if SK > 0 /* what it has said, it has said */
+       UNSKIP; NOBODY;
+#else
+       rd[me] = 0;
+#endif
 #if PRE > 0
        pre = 0
 #endif
@@ -422,15 +470,15 @@ proctype Rank(byte me) {
   /* ======== the caller: the hot path ======== */
 
   /* begin k: `busy` unless frozen; slot free; write it; stamp                                       [begin] */
-  :: d_step { ph == P_ENTER && k < lat && MAY_BEGIN && EVERY(FREE) ->
-       SAY(begin, 0, 0); pay[me * DEPTH + k % DEPTH] = k + 1; inp[me] = k + 1;
+  :: d_step { ph == P_ENTER && k < lat && MAY_BEGIN && IS_IN_K && EVERY(FREE) ->
+       SAY(begin, 0, 0); pay[me * DEPTH + k % DEPTH] = k + 1; inp[me] = k + 1; BEGINS;
        publish(BEG, P_BEG); con = 0 }
 
 #define SEE(step, word, phase, need, r) \
   :: d_step { ph == phase && HAS(need, r) && !HAS(seen, r) && PUBLISHED(word, r) -> SAY(step, r, 0); seen = seen | BIT(r) }
 
   /* begun of the others                                                                              [see-begun] */
-#define BEGUN(r) SEE(see-begun, BEG, P_BEG, mem, r) \
+#define BEGUN(r) SEE(see-begun, BEG, P_BEG, MEM, r) \
   :: d_step { ph == P_BEG && !HAS(seen, r) && HAS(NEED, r) && OPN(ST(BEG, r, k)) > k -> assert(false) }
   BEGUN(R1)
   BEGUN(R2)
@@ -438,7 +486,7 @@ proctype Rank(byte me) {
   BEGUN(R3)
 #endif
   :: d_step { ph == P_BEG && BEG_FULL && !LARGE(k) -> /*                             [commit-small] */
-       y = mem;
+       y = MEM;
 #ifdef M_MAJORITY
        y = seen;
 #endif
@@ -447,7 +495,7 @@ proctype Rank(byte me) {
        :: else -> SAY(commit-small, V_OK, y); finish(V_OK | y); con = y; ph = P_COPY
        fi }
   :: d_step { ph == P_BEG && BEG_FULL && LARGE(k) -> /*                                              [all-begun] */
-       SAY(all-begun, 0, 0); con = mem; got = BIT(me); seen = 0; bad = 0; ph = P_GET;
+       SAY(all-begun, 0, 0); con = MEM; got = BIT(me); seen = 0; bad = 0; ph = P_GET;
 #ifdef BIG
        sp = 1
 #endif
@@ -522,6 +570,27 @@ proctype Rank(byte me) {
        if :: KIND(k - 1) == RD -> check_segments(con, k - 1) :: else -> check_payloads(con, k - 1) fi;
        clear_busy() }
 
+#if SK > 0
+  /* left out of k: that has ended when it has on all who were not. I may call it or not               [skipped] */
+#ifdef M_SKIPENDS /* at the decision */
+#define HAS_ENDED_K(r) true
+#else
+#define HAS_ENDED_K(r) (!HAS(MEM, r) || rd[r] > k)
+#endif
+#ifdef M_SKIPONE /* when one has */
+#define SOMEBODY(r) (HAS(MEM, r) && rd[r] > k)
+#if N == 4
+#define K_IS_OVER (SOMEBODY(R1) || SOMEBODY(R2) || SOMEBODY(R3))
+#else
+#define K_IS_OVER (SOMEBODY(R1) || SOMEBODY(R2))
+#endif
+#else
+#define K_IS_OVER EVERY(HAS_ENDED_K)
+#endif
+  :: d_step { ph == P_ENTER && !fz && HAS(lo, me) && K_IS_OVER ->
+       SAY(skipped, V_OK, MEM); y = MEM; finish(V_OK | y); clear_busy() }
+#endif
+
   /* ======== leaving: when everyone has ended my last operation ======== */
   :: d_step { ph == P_ENTER && k >= lat && !fz -> SAY(leave, 0, 0); ph = P_LEAVE } /*                                      [leave] */
 #ifdef M_LEAVE_EARLY
@@ -532,11 +601,16 @@ proctype Rank(byte me) {
 #define LET_GO(r) (HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat)
 #endif
 #define MAY_GO (ph == P_LEAVE && (!fz || rpd) && !AT_IT && EVERY(LET_GO))
+#if SK > 0
+#define SAY_AGAIN lastsaid[me] = REP(tag[me], me) >> 8
+#else
+#define SAY_AGAIN skip
+#endif
 #define GO SAYMORE(gone, TAG(tag[me]), OLD, 0); left = left | BIT(me); if :: OLD -> leftold = leftold | BIT(me) :: else fi; \
        KNOW(0); fz = 0; rpd = 0; ade = 0; out = 0; nm = 0; ph = P_END
-  :: d_step { MAY_GO -> GO } /*                                                                                              [gone] */
+  :: d_step { MAY_GO -> SAY_AGAIN; GO } /*                                                                                              [gone] */
   /* ... and the leave report overtakes the report: who has not decided with that has the leave report alone (who has it sooner: decided then) */
-  :: d_step { MAY_GO && VALID(REP(tag[me], me)) && EVERY(NOT_BY_ME) -> REP(tag[me], me) = 0; GO }
+  :: d_step { MAY_GO && VALID(REP(tag[me], me)) && EVERY(NOT_BY_ME) -> SAY_AGAIN; REP(tag[me], me) = 0; GO }
 #define MISSING(r) \
   :: d_step { !fz && ph == P_BEG && HAS(mem, r) && rd[r] <= k && LEFT(r) -> freeze(tag[me] + 1); SAYMORE(miss-leaver, TAG(tag[me]), r, 0) } /* [miss-leaver] */
   MISSING(R1)
@@ -563,6 +637,11 @@ proctype Rank(byte me) {
 #endif
 #ifdef RE
   :: d_step { !fz && MAY_TRIGGER && tb > 0 -> tb--; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])) }
+#endif
+#if SK > 0
+  /* whom I wait for has not begun, and I wait no longer                                       [start-round] [wish] */
+  :: d_step { !fz && ph == P_BEG && sk > 0 -> sk--; wi = 1; freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])); SAY(wish, 0, 0) }
+  :: d_step { fz && !rpd && ph == P_BEG && !wi && sk > 0 -> sk--; wi = 1; SAY(wish, 0, 0) }
 #endif
   /* a view without some members was committed: I am the first to know, or others were                [new-view] */
 #define SEEN(r) r, chain[EPOCH(tag[me])] | left << 4
@@ -625,8 +704,8 @@ proctype Rank(byte me) {
 #else
   :: d_step { fz && !rpd && ph != P_END && ph != P_COPY -> park(); heed_leavers();
 #endif
-       REP(tag[me], me) = 1 | (k << 1) | (rz << 4) | (sp << 6) | (OLD << 7);
-       SAYMORE(report, TAG(tag[me]), R_REASON(REP(tag[me], me)), R_OLD(REP(tag[me], me)));
+       REP(tag[me], me) = 1 | (k << 1) | (rz << 4) | (sp << 6) | (OLD << 7) SAID_OF_SKIP;
+       SAYMORE(report, TAG(tag[me]), R_REASON(REP(tag[me], me)), REP(tag[me], me) >> 7 & 7);
        rpd = 1 }
 #if defined(M_REPORTFIRST) || defined(M_BEGINFROZEN)
   :: d_step { fz && rpd && BUSY -> park() }
@@ -640,7 +719,13 @@ proctype Rank(byte me) {
    * ended, and the last tag that it reported for. Whether it is in follows from that tag, as it does from the report: not from
    * which of the two was here first.                                                                    [decide] */
 #define STANDS(r) ((r) != me && LEFT(r) && !VALID(REP(tag[me], r)))
+#if SK > 0 && !defined(M_SKIPLEFT) /* of skipping it says what the last report said: others may have that */
+#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7) | (tag[r] == tag[me] -> lastsaid[r] << 8 : rd[r] << 10))
+#elif SK > 0
+#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7) | (rd[r] << 10))
+#else
 #define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7))
+#endif
 #ifdef M_LEFTISOUT /* who is known to have left is not in */
 #define IS_IN(r) (VALID(REP_OF(r)) && ((r) == me || !LEFT(r)))
 #else
@@ -672,6 +757,11 @@ proctype Rank(byte me) {
 #define IS_LATE (me != N - 1 && !AT_IT && EPOCH(tag[me]) == 0 && k == 0 && (TIMES_OUT(me) || TIMES_OUT(R1) || TIMES_OUT(R2)) && R_ENDED(REP(tag[me], R1)) + R_ENDED(REP(tag[me], R2)) == 0)
 #else
 #define IS_LATE false
+#endif
+#ifdef M_SKIPOWN /* each by what it saw itself */
+#define HAS_BEGUN(x, v) ((x) == me || PUBLISHED(BEG, x))
+#elif SK > 0
+#define HAS_BEGUN(x, v) R_BEGUN(v)
 #endif
   :: d_step { ph != P_END && fz && rpd && ade == 0 && !BUSY && ph != P_COPY && EVERY(REPORTED) && !IS_LATE ->
        y = k; nm = 0; x = 0;
@@ -755,7 +845,41 @@ proctype Rank(byte me) {
 #else
        assert(y <= k + 2); /* two verdicts in a report are enough */
 #endif
+#if SK > 0
+       /* E starts again: does somebody wish to skip, and nobody has to take an operation over? Then without those who have not begun E */
+       z = 0; w = 0; x = 0;
+       do
+       :: x < N ->
+          v = REP_OF(x);
+          if
+          :: !HAS(OUTSIDE, x) && VALID(v) && R_AT(v) == y && R_WISH(v) -> w = 1
+          :: !HAS(OUTSIDE, x) && VALID(v) && R_AT(v) < y && R_BEGUN(v) -> /* unless that ended with an error */
+             u = 0;
+             do
+             :: u < N && (HAS(OUTSIDE, u) || !VALID(REP_OF(u)) || R_ENDED(REP_OF(u)) <= R_AT(v)) -> u++
+             :: u < N && !HAS(OUTSIDE, u) && VALID(REP_OF(u)) && R_ENDED(REP_OF(u)) > R_AT(v) -> break
+             od;
+             if :: IS_OK(res[u * MAXK + R_AT(v)]) -> z = 1 :: else fi
+          :: else
+          fi;
+          x++
+       :: else -> break
+       od;
+#ifdef M_SKIPTAKEN /* also when somebody has to take the one before over */
+       z = 0;
+#endif
+       x = 0;
+       do
+       :: x < N && out == 0 && w == 1 && z == 0 ->
+          v = REP_OF(x);
+          if :: HAS(nm, x) && !(R_AT(v) == y && HAS_BEGUN(x, v)) -> dlo = dlo | BIT(x) :: else fi;
+          x++
+       :: else -> break
+       od
+       SAYMORE(decide, y, out, REPORTERS, nm | dlo << 4) }
+#else
        SAYMORE(decide, y, out, REPORTERS, nm) }
+#endif
 
   /* ended elsewhere, not here: the same verdict. The holder h keeps what I lack until I say that I have ended it [adopt] */
 #ifdef M_NUMBERONLY /* a leave report does not say how it ended: as nobody says that it failed, it is taken for done */
@@ -769,12 +893,31 @@ proctype Rank(byte me) {
 #else
 #define TOOK(is) skip
 #endif
+#if SK > 0 /* who has not begun what somebody has ended, was left out of it */
+#define LEFT_OUT_OF(v) (!bgn)
+#ifdef M_SKIPENDS
+#define IS_OVER(h) true
+#elif defined(M_SKIPONE)
+#define IS_OVER(h) true
+#else
+#define ENDED_BY(h, r) (HAS(OUTSIDE, r) || !HAS(res[(h) * MAXK + k], r) || rd[r] > k)
+#if N == 4
+#define IS_OVER(h) (bgn || !IS_OK(res[(h) * MAXK + k]) || (ENDED_BY(h, R1) && ENDED_BY(h, R2) && ENDED_BY(h, R3)))
+#else
+#define IS_OVER(h) (bgn || !IS_OK(res[(h) * MAXK + k]) || (ENDED_BY(h, R1) && ENDED_BY(h, R2)))
+#endif
+#endif
+#else
+#define LEFT_OUT_OF(v) false
+#define IS_OVER(h) true
+#endif
 #define ADOPT(h) \
-  :: d_step { ade != 0 && k < ade - 1 && !HAS(OUTSIDE, h) && VALID(REP_OF(h)) && R_ENDED(REP_OF(h)) > k && res[h * MAXK + k] != 0 && CAN_SUPPLY(h) -> \
+  :: d_step { ade != 0 && k < ade - 1 && !HAS(OUTSIDE, h) && VALID(REP_OF(h)) && R_ENDED(REP_OF(h)) > k && res[h * MAXK + k] != 0 && CAN_SUPPLY(h) && IS_OVER(h) -> \
        v = VERDICT(h); \
        if \
-       :: IS_OK(v) -> \
-          assert(ph == P_PARK && k == rd[me] && (EVICTED(me) || (v & 15) == mem)); /* of the attempt that I was in */ \
+       :: IS_OK(v) && LEFT_OUT_OF(v) -> skip \
+       :: IS_OK(v) && !LEFT_OUT_OF(v) -> \
+          assert(ph == P_PARK && k == rd[me] && (EVICTED(me) || (v & 15) == MEM)); /* of the attempt that I was in */ \
           if \
           :: BY_DONE(k) -> assert(had) /* I have everything myself */ \
           :: !BY_DONE(k) && LARGE(k) -> check_segments(v & 15, k) \
@@ -784,7 +927,7 @@ proctype Rank(byte me) {
        fi; \
        TOOK(1); SAY(adopt, v & ~15, v & 15); y = v; finish(y); clear_busy() }
 #ifdef MSG
-#define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h)))
+#define CAN_SUPPLY(h) (!IS_OK(res[h * MAXK + k]) || LEFT_OUT_OF(res[h * MAXK + k]) || LARGE(k) || (!HAS(dead, h) && !HAS(left, h) && HAS(res[h * MAXK + k], h))) /* not left out */
 #else
 #define CAN_SUPPLY(h) true
 #endif
@@ -835,7 +978,10 @@ anew:
      :: given >= C + TB && given < C + TB + EV -> ev++
 #endif
 #if VL > 0
-     :: given >= C + TB + EV -> vl++
+     :: given >= C + TB + EV && given < C + TB + EV + VL -> vl++
+#endif
+#if SK > 0
+     :: given >= C + TB + EV + VL -> sk++
 #endif
      fi;
      given++
@@ -871,6 +1017,9 @@ anew:
        do
        :: x < N ->
           inp[x] = 0; seg[x] = 0; segc[x] = 0; rd[x] = 0; tag[x] = 0; by[x] = 0;
+#if SK > 0
+          lastsaid[x] = 0;
+#endif
 #if EV > 0
           ended[x] = 0; lim[x] = 255;
 #endif
@@ -889,6 +1038,9 @@ anew:
 #endif
 #if VL > 0
      vl = AT_ONCE(VL);
+#endif
+#if SK > 0
+     sk = AT_ONCE(SK);
 #endif
      goto anew
   :: else

@@ -16,6 +16,7 @@ for tool in spin gcc; do
   command -v "$tool" >/dev/null || { echo "run.sh: $tool is missing (Debian, Ubuntu: apt-get install $tool)" >&2; exit 2; }
 done
 quick=' flush-small flush-inplace flush-outofplace msg-small msg-inplace view-crashes view-grace-crashes calls-crashes mut-calls-noall
+  skip-small skip-msg mut-skipends mut-skipone mut-skipown mut-skipleft
   mut-depth1 mut-input mut-nodone mut-numberonly mut-leftisout mut-beginfrozen mut-reportfirst mut-anytag mut-noquorum mut-noword mut-notall '
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
@@ -36,6 +37,17 @@ flush-raise-before    | ok      | flush | -DNOPS=2 -DC=1 -DTB=1 -DPRE=1 -DRAISE
 flush-raise-goodbye   | ok      | flush | -DNOPS=2 -DC=1 -DTB=1 -DL2=1 -DVL=1 -DRAISE
 flush-evict           | ok      | flush | -DNOPS=2 -DC=1 -DEV=1
 flush-evict-timeout   | ok      | flush | -DNOPS=1 -DC=0 -DEV=1 -DTB=1 -DK0=RD
+skip-small            | ok      | flush | -DNOPS=2 -DC=1 -DSK=1
+skip-twice            | ok      | flush | -DNOPS=2 -DC=0 -DSK=2
+skip-timeout          | ok      | flush | -DNOPS=1 -DC=1 -DSK=1 -DTB=1 -DAB
+skip-inplace          | ok      | flush | -DNOPS=1 -DC=1 -DSK=1 -DTB=1 -DK0=RD
+skip-outofplace       | ok      | flush | -DNOPS=2 -DC=1 -DSK=1 -DK0=GA -DK1=GA
+skip-leaver           | ok      | flush | -DNOPS=2 -DC=0 -DSK=1 -DTB=1 -DL2=1
+skip-raise            | ok      | flush | -DNOPS=2 -DC=1 -DSK=1 -DRAISE
+skip-evict            | ok      | flush | -DNOPS=1 -DC=0 -DSK=1 -DEV=1
+skip-msg              | ok      | flush | -DMSG -DNOPS=2 -DC=1 -DSK=1
+skip-msg-leaver       | ok      | flush | -DMSG -DNOPS=2 -DC=1 -DSK=1 -DL2=1
+skip-msg-goodbye      | ok      | flush | -DMSG -DNOPS=1 -DC=1 -DSK=1 -DTB=1 -DL2=1 -DVL=1
 msg-small             | ok      | flush | -DMSG -DNOPS=3 -DC=2
 msg-small-timeout     | ok      | flush | -DMSG -DNOPS=2 -DC=1 -DTB=1 -DAB
 msg-inplace           | ok      | flush | -DMSG -DNOPS=2 -DC=2 -DK0=RD -DK1=SM
@@ -48,6 +60,7 @@ msg-raise-big         | ok      | flush | -DMSG -DRAISE -DBIG -DNOPS=1 -DC=1 -DT
 msg-evict             | ok      | flush | -DMSG -DNOPS=1 -DC=1 -DEV=1 -DK0=RD
 flush-acyclic         | acyclic | flush | -DNOPS=2 -DC=1 -DTB=1
 msg-acyclic           | acyclic | flush | -DMSG -DNOPS=1 -DC=1 -DTB=1 -DK0=RD
+skip-acyclic          | acyclic | flush | -DNOPS=2 -DC=0 -DSK=1
 mut-depth1            | mutant  | flush | -DM_DEPTH1 -DNOPS=2 -DC=0
 mut-nowait            | mutant  | flush | -DM_NOWAIT -DNOPS=3 -DC=0 -DTB=1
 mut-headers           | mutant  | flush | -DM_HEADERS -DNOPS=3 -DC=0 -DK0=BC -DK1=BC -DK2=BC
@@ -78,6 +91,11 @@ mut-numberonly        | mutant  | flush | -DM_NUMBERONLY -DMSG -DNOPS=1 -DC=0 -D
 mut-leftisout         | mutant  | flush | -DM_LEFTISOUT -DNOPS=2 -DC=0 -DTB=1 -DL2=1
 mut-unheeded          | mutant  | flush | -DM_UNHEEDED -DMSG -DNOPS=1 -DC=1 -DTB=1 -DL2=1 -DVL=1
 mut-blindgoodbye      | mutant  | flush | -DM_BLINDGOODBYE -DNOPS=2 -DC=0 -DEV=1 -DL2=1
+mut-skipends          | mutant  | flush | -DM_SKIPENDS -DNOPS=2 -DC=1 -DSK=1
+mut-skipone           | mutant  | flush | -DM_SKIPONE -DMSG -DNOPS=1 -DC=1 -DSK=1
+mut-skipown           | mutant  | flush | -DM_SKIPOWN -DNOPS=2 -DC=1 -DSK=1
+mut-skiptaken         | mutant  | flush | -DM_SKIPTAKEN -DMSG -DNOPS=2 -DC=1 -DSK=1 -DTB=1 -DRE
+mut-skipleft          | mutant  | flush | -DM_SKIPLEFT -DNOPS=2 -DC=0 -DSK=1 -DTB=1 -DL2=1
 mut-norevoke          | mutant  | flush | -DM_NOREVOKE -DMSG -DNOPS=1 -DC=1 -DEV=1 -DK0=RD
 view-crashes          | ok      | view  | -DCR=2
 view-wrong            | ok      | view  | -DWS=2 -DCR=1
@@ -162,6 +180,10 @@ flush     | -DNOPS=3 -DC=1 -DEV=1 -DTB=1
 flush     | -DNOPS=2 -DC=0 -DEV=1 -DK0=RD
 flush     | -DN=4 -DNOPS=2 -DC=2 -DTB=2 -DAB -DK0=RD
 flush     | -DN=4 -DRAISE -DMSG -DNOPS=3 -DC=2 -DTB=1 -DK1=GA
+flush     | -DNOPS=3 -DC=1 -DSK=2 -DTB=1
+flush     | -DMSG -DNOPS=2 -DC=1 -DSK=2 -DTB=1 -DRE
+flush     | -DNOPS=3 -DC=0 -DSK=2 -DTB=1 -DL2=1
+flush     | -DN=4 -DRAISE -DNOPS=2 -DC=1 -DSK=2
 '
 make_traces() { # how many; ten at a time, for spin takes longer to read the model than to go through it
   local variants i seed model flags

@@ -1,5 +1,4 @@
 """`from mooncake.engine import TransferEngine`."""
 
-from mooncake_backend.membership import not_yet
-
-TransferEngine = not_yet("TransferEngine", "the public face of the transfer engine")
+from mooncake_backend.transfer import *  # noqa: F403
+from mooncake_backend.transfer import __all__ as __all__

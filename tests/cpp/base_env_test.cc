@@ -3,6 +3,7 @@
 #include <map>
 
 #include "base/env.h"
+#include "base/transfer_env.h"
 
 namespace mooncake {
 namespace {
@@ -35,6 +36,15 @@ bool same(const Env& a, const Env& b) {
          a.raises == b.raises && a.logLevel == b.logLevel && a.simSeed == b.simSeed;
 }
 
+bool same(const TransferEnv& a, const TransferEnv& b) {
+  return a.timeout == b.timeout && a.sessionTimeout == b.sessionTimeout &&
+         a.leastRpcPort == b.leastRpcPort && a.mostRpcPort == b.mostRpcPort &&
+         a.tcpBindAddress == b.tcpBindAddress && a.usesGivenRpcPort == b.usesGivenRpcPort &&
+         a.mostTransfers == b.mostTransfers && a.tcpIoThreads == b.tcpIoThreads &&
+         a.metadataCluster == b.metadataCluster && a.forcesTcp == b.forcesTcp &&
+         a.allowsFallback == b.allowsFallback;
+}
+
 const std::map<std::string, std::string> kGood = {
     {"MOONCAKE_TRANSPORTS", "tcp,cuda_ipc"},
     {"MOONCAKE_HOST_IP", "10.1.2.3"},
@@ -46,6 +56,19 @@ const std::map<std::string, std::string> kGood = {
     {"MOONCAKE_CMA", "0"},
     {"MOONCAKE_LOG_LEVEL", "debug"},
     {"MOONCAKE_SIM_SEED", "7"},
+    {"MC_TRANSFER_TIMEOUT", "60"},
+    {"MC_HANDSHAKE_CONNECT_TIMEOUT", "2"},
+    {"MC_MIN_RPC_PORT", "20000"},
+    {"MC_MAX_RPC_PORT", "21000"},
+    {"MC_MIN_PRC_PORT", "20000"},
+    {"MC_MAX_PRC_PORT", "21000"},
+    {"MC_TCP_BIND_ADDRESS", "10.1.2.3"},
+    {"MC_LEGACY_RPC_PORT_BINDING", "1"},
+    {"MC_TCP_MAX_CONNECTIONS", "128"},
+    {"MC_NUM_TCP_IO_THREADS", "4"},
+    {"MC_METADATA_CLUSTER_ID", "prod"},
+    {"MC_FORCE_TCP", "1"},
+    {"MOONCAKE_ALLOW_FALLBACK", "1"},
 };
 
 TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
@@ -54,8 +77,11 @@ TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
     ASSERT_TRUE(kGood.contains(variable.name)) << variable.name;
     set(variable.name, kGood.at(variable.name));
     const auto env = Env::read();
+    const auto transferEnv = TransferEnv::read();
     ASSERT_TRUE(env.ok()) << env.error().message;
-    EXPECT_FALSE(same(*env, Env())) << variable.name << " changes nothing";
+    ASSERT_TRUE(transferEnv.ok()) << transferEnv.error().message;
+    EXPECT_FALSE(same(*env, Env()) && same(*transferEnv, TransferEnv()))
+        << variable.name << " changes nothing";
     ::unsetenv(variable.name);
     EXPECT_STRNE(variable.meaning, "");
   }
@@ -74,6 +100,28 @@ TEST_F(EnvTest, ReadsTheValues) {
   EXPECT_EQ(env->eagerBytes, 4096u);
   EXPECT_FALSE(env->crossMemoryAttach);
   EXPECT_EQ(env->logLevel, "debug");
+  const auto transferEnv = TransferEnv::read();
+  ASSERT_TRUE(transferEnv.ok()) << transferEnv.error().message;
+  EXPECT_EQ(transferEnv->timeout, std::chrono::seconds(60));
+  EXPECT_EQ(transferEnv->leastRpcPort, 20000);
+  EXPECT_EQ(transferEnv->mostRpcPort, 21000);
+}
+
+TEST_F(EnvTest, WhatATransferEngineDoesNotTakeIsNoErrorOfOthers) {
+  for (const auto& [name, value] : std::map<std::string, std::string>{
+           {"MC_MIN_RPC_PORT", "0"}, {"MC_MAX_RPC_PORT", "65536"}, {"MC_FORCE_TCP", "yes"}}) {
+    set(name, value);
+    const auto env = TransferEnv::read();
+    ASSERT_FALSE(env.ok()) << name;
+    EXPECT_NE(env.error().message.find(name + "=\"" + value), std::string::npos);
+    EXPECT_TRUE(Env::read().ok());
+    ::unsetenv(name.c_str());
+  }
+}
+
+TEST_F(EnvTest, ATransferHasFiveSecondsAtLeast) {
+  set("MC_TRANSFER_TIMEOUT", "1");
+  EXPECT_EQ(TransferEnv::read()->timeout, std::chrono::seconds(5));
 }
 
 TEST_F(EnvTest, TheDefaultsOfTheTableAreThoseOfTheStruct) {

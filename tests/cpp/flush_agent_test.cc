@@ -98,9 +98,10 @@ class FlushAgentTest : public ::testing::Test {
   Group& group(int rank) { return *groups_[rank]; }
 
   std::future<FlushAgent::Resolution> resolve(int rank, uint64_t number, AbortReason abort,
-                                              Error why = {}) {
+                                              Error why = {},
+                                              FlushAgent::Wish wish = FlushAgent::Wish::kNone) {
     return std::async(std::launch::async,
-                      [=, this] { return agent(rank).resolve(number, abort, why); });
+                      [=, this] { return agent(rank).resolve(number, abort, why, wish); });
   }
 
   // The oldest of this kind that nobody took yet. Whoever has it may keep it.
@@ -260,6 +261,49 @@ TEST_F(FlushAgentTest, AReportThatIsLostComesAgain) {
   deliver(take(0, 1, kRepeat));
   deliver(take(1, 0, kReport));
   EXPECT_EQ(gaveUp.get().status.error().message, "too late");
+}
+
+// Who is left out learns it when it calls, and returns when all others have ended the operation:
+// not when one of them has, which may die, and then it runs again.
+TEST_F(FlushAgentTest, WhoIsSkippedEndsWhenAllOthersHave) {
+  makeAgents(3);
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(agent(r).begin(kFirst).ok());
+    agent(r).begins(kFirst);
+  }
+  auto first = resolve(0, kFirst, AbortReason::kNone, {}, FlushAgent::Wish::kSkip);
+  auto second = resolve(1, kFirst, AbortReason::kNone);
+  for (int from = 0; from < 3; ++from) {
+    for (int to = 0; to < 3; ++to) {
+      if (from != to) deliver(take(from, to, kReport));
+    }
+  }
+  for (auto* one : {&first, &second}) EXPECT_EQ(one->get().kind, Kind::kAgain);
+  EXPECT_EQ(agent(0).view()->active, (std::vector{0, 1}));
+  EXPECT_EQ(agent(0).view()->skipped, std::vector{2});
+  EXPECT_EQ(agent(2).viewWhenIdle()->active, (std::vector{0, 1, 2})) << "it is not lost";
+
+  const auto hasEnded = [](int rank) {
+    return Letter{rank, 2, ByteWriter().put(kEnded).put(kFirst).take()};
+  };
+  agent(0).end(kFirst, {});
+  auto late = std::async(std::launch::async, [&] { return agent(2).begin(kFirst); });
+  take(2, 0, kAsk);
+  take(2, 1, kAsk);
+  deliver(hasEnded(0));
+  take(2, 1, kAsk);  // again: one of two has ended it
+  EXPECT_EQ(late.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  agent(1).end(kFirst, {});
+  deliver(hasEnded(1));
+  EXPECT_EQ(late.get().code(), ErrorCode::kInterrupted);
+  const auto view = agent(2).takeSkipped();
+  ASSERT_TRUE(view);
+  EXPECT_EQ(view->active, (std::vector{0, 1}));
+  EXPECT_EQ(view->skipped, std::vector{2});
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_TRUE(agent(r).begin(kFirst + 1).ok());
+    EXPECT_EQ(agent(r).view()->active, (std::vector{0, 1, 2}));
+  }
 }
 
 TEST_F(FlushAgentTest, WhoLacksALeaversReportIsToldThatItLeft) {

@@ -17,6 +17,8 @@ struct Reporter {
   bool isOld = false;
   AbortReason abort = AbortReason::kNone;
   std::vector<FailedOperation> failed = {};
+  bool hasBegun = true;
+  bool wantsToSkip = false;
 };
 
 Error whyOf(AbortReason abort, int rank) {
@@ -28,7 +30,7 @@ Error whyOf(AbortReason abort, int rank) {
 
 std::vector<FlushReport> reportsOf(const std::vector<Reporter>& reporters) {
   std::vector<FlushReport> reports;
-  for (const auto& [ended, isOld, abort, failed] : reporters) {
+  for (const auto& [ended, isOld, abort, failed, hasBegun, wantsToSkip] : reporters) {
     const int rank = static_cast<int>(reports.size());
     reports.push_back({.from = rank,
                        .attempt = {1, 0},
@@ -36,7 +38,11 @@ std::vector<FlushReport> reportsOf(const std::vector<Reporter>& reporters) {
                        .isOld = isOld,
                        .abort = abort,
                        .why = whyOf(abort, rank),
-                       .failed = failed});
+                       .failed = failed,
+                       .skipping = {},
+                       .stoppedAt = ended + 1,
+                       .hasBegun = hasBegun,
+                       .wantsToSkip = wantsToSkip});
   }
   return reports;
 }
@@ -177,6 +183,57 @@ TEST(Flush, ErrorsThatAllHaveEndedAreNotToldAgain) {
   EXPECT_EQ(decision.failed.front().number, 5u);
 }
 
+// -- who is left out --
+
+Reporter at(uint64_t number) { return {.ended = number - 1}; }
+Reporter wishing(uint64_t number) { return {.ended = number - 1, .wantsToSkip = true}; }
+Reporter before(uint64_t number) { return {.ended = number - 1, .hasBegun = false}; }
+
+TEST(Flush, WhoHasNotBegunIsLeftOutWhenSomebodyWishesIt) {
+  EXPECT_TRUE(decide(reportsOf({at(5), before(5)})).leftOut.empty());
+  EXPECT_EQ(decide(reportsOf({before(5), wishing(5), at(5), before(5)})).leftOut, (RankSet{0, 3}));
+  EXPECT_TRUE(decide(reportsOf({wishing(5), at(5)})).leftOut.empty());
+  // One that ended with an error is all it lacks.
+  Reporter ahead = wishing(6);
+  ahead.failed = {{5, kLost}};
+  EXPECT_EQ(decide(reportsOf({ahead, at(5)})).leftOut, RankSet{1});
+}
+
+TEST(Flush, NobodyIsLeftOutOfWhatEnds) {
+  Reporter late = at(5);
+  late.abort = AbortReason::kTimeout;
+  EXPECT_TRUE(decide(reportsOf({wishing(5), late, before(5)})).leftOut.empty());
+  Reporter old = before(5);
+  old.isOld = true;
+  EXPECT_TRUE(decide(reportsOf({wishing(5), old}), &kLost).leftOut.empty());
+}
+
+TEST(Flush, AWishOfOneBehindIsVoid) {
+  EXPECT_TRUE(decide(reportsOf({before(6), wishing(5)})).leftOut.empty());
+}
+
+TEST(Flush, WhileOneTakesOverNobodyIsLeftOut) {
+  EXPECT_TRUE(decide(reportsOf({wishing(6), at(5), before(6)})).leftOut.empty());
+  // It has done so since, and left; others may have its report alone.
+  auto reports = reportsOf({wishing(6), before(6), before(6)});
+  reports[1].stoppedAt = 5;
+  reports[1].hasBegun = true;
+  EXPECT_TRUE(decide(reports).leftOut.empty());
+}
+
+TEST(Flush, WhoWasLeftOutEndsItWhenAllOthersHave) {
+  auto reports = reportsOf({wishing(6), before(5), at(6)});
+  auto decision = decide(reports);
+  EXPECT_TRUE(decision.isEndedByAll(5));
+  EXPECT_EQ(decision.endedBy(reports[1]), 5u);
+  EXPECT_EQ(decision.leftOut, RankSet{1}) << "of the next one, too";
+
+  reports = reportsOf({at(6), before(5), at(5)});
+  decision = decide(reports);
+  EXPECT_FALSE(decision.isEndedByAll(5));
+  EXPECT_EQ(decision.endedBy(reports[1]), 4u) << "rank 2 is still to take it over";
+}
+
 // Every rank has its own order in which they come, and its own losses behind it.
 TEST(Flush, TheOrderOfReportsDoesNotMatter) {
   std::mt19937_64 random(1);
@@ -191,7 +248,9 @@ TEST(Flush, TheOrderOfReportsDoesNotMatter) {
     for (Reporter& one : reporters) {
       one = {.ended = lowest + below(4),
              .isOld = below(2) == 0,
-             .abort = static_cast<AbortReason>(below(3))};
+             .abort = static_cast<AbortReason>(below(3)),
+             .hasBegun = below(2) == 0,
+             .wantsToSkip = below(2) == 0};
       for (const auto& failure : failures) {
         if (failure.number <= one.ended) one.failed.push_back(failure);
       }
@@ -204,6 +263,7 @@ TEST(Flush, TheOrderOfReportsDoesNotMatter) {
     ASSERT_EQ(first.next, second.next);
     ASSERT_EQ(first.error.code, second.error.code);
     ASSERT_EQ(first.error.message, second.error.message);
+    ASSERT_EQ(first.leftOut, second.leftOut);
     ASSERT_EQ(first.failed.size(), second.failed.size());
     for (size_t i = 0; i < first.failed.size(); ++i) {
       ASSERT_EQ(first.failed[i].number, second.failed[i].number);
@@ -226,7 +286,11 @@ FlushReport someReport() {
           .isOld = true,
           .abort = AbortReason::kAbort,
           .why = {ErrorCode::kExhausted, "no memory"},
-          .failed = {{38, {ErrorCode::kTimeout, "late"}}, {41, kLost}}};
+          .failed = {{38, {ErrorCode::kTimeout, "late"}}, {41, kLost}},
+          .skipping = {{39, {0, 3}, {1}}, {40, {2}, {}}},
+          .stoppedAt = 42,
+          .hasBegun = true,
+          .wantsToSkip = true};
 }
 
 Result<FlushReport> decode(const Bytes& bytes, int size = 4) {
@@ -257,6 +321,15 @@ TEST(FlushReport, ComesBackAsItWas) {
       EXPECT_EQ(decoded->failed[i].number, sent.failed[i].number);
       EXPECT_EQ(decoded->failed[i].error.code, sent.failed[i].error.code);
       EXPECT_EQ(decoded->failed[i].error.message, sent.failed[i].error.message);
+    }
+    EXPECT_EQ(decoded->stoppedAt, sent.stoppedAt);
+    EXPECT_EQ(decoded->hasBegun, sent.hasBegun);
+    EXPECT_EQ(decoded->wantsToSkip, sent.wantsToSkip);
+    ASSERT_EQ(decoded->skipping.size(), sent.skipping.size());
+    for (size_t i = 0; i < sent.skipping.size(); ++i) {
+      EXPECT_EQ(decoded->skipping[i].number, sent.skipping[i].number);
+      EXPECT_EQ(decoded->skipping[i].contributors, sent.skipping[i].contributors);
+      EXPECT_EQ(decoded->skipping[i].skipped, sent.skipping[i].skipped);
     }
   }
 }
@@ -308,6 +381,27 @@ TEST(FlushReport, IsRefusedWhenAFieldMakesNoSense) {
   report.failed.clear();
   for (uint64_t number = 1; number <= kRemembered + 1; ++number)
     report.failed.push_back({number, kLost});
+  expectRefused(report);
+
+  report = someReport();
+  report.stoppedAt = 43;  // behind what it can be in
+  expectRefused(report);
+  report.stoppedAt = 0;
+  expectRefused(report);
+  report = someReport();
+  report.hasBegun = false;  // and waits for others in it
+  expectRefused(report);
+  report = someReport();
+  report.skipping.back().number = 42;  // which it has not ended
+  expectRefused(report);
+  report = someReport();
+  report.skipping.back().contributors = {4};  // no such rank
+  expectRefused(report);
+  report = someReport();
+  report.skipping.back().skipped = {4};
+  expectRefused(report);
+  report = someReport();
+  report.skipping.resize(kRememberedSkips + 1, {1, {0}, {1}});
   expectRefused(report);
 }
 

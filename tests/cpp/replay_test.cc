@@ -208,7 +208,10 @@ const ViewReplay::Step ViewReplay::kSteps[] = {
 class FlushReplay {
  public:
   FlushReplay(int ranks, const std::string& header)
-      : size_(ranks), raises_(says(header, "-DRAISE")), ranks_(size_t(ranks)) {
+      : size_(ranks),
+        raises_(says(header, "-DRAISE")),
+        skips_(header.find(" -DSK=") != std::string::npos),
+        ranks_(size_t(ranks)) {
     for (int r = 0; r < size_; ++r) make(r, 0);
     if (says(header, "-DPRE=1")) ranks_.back().isAlive = false;
   }
@@ -246,6 +249,7 @@ class FlushReplay {
     std::unique_ptr<FlushMachine> machine;
     Clock::time_point now{};
     uint64_t k = 0;      // how many operations it has ended
+    uint64_t begun = 0;  // the last one that it has begun
     uint64_t ended = 0;  // and copied out: as the others see it
     bool isAlive = true;
     std::optional<FlushAction::GoOn>
@@ -330,6 +334,9 @@ class FlushReplay {
   void begin(const Line&, int me) {
     const uint64_t number = ranks_[size_t(me)].k + 1;
     EXPECT_FALSE(machine(me).isFrozen());
+    EXPECT_EQ(machine(me).leftOutOf().number, 0u);
+    machine(me).begins(number);
+    ranks_[size_t(me)].begun = number;
     const auto holders = [&] { return take(me, machine(me).askForSlot(number)); };
     for (const Letter& question : holders()) {
       const int other = question.to;
@@ -379,9 +386,7 @@ class FlushReplay {
     Rank& rank = ranks_[size_t(me)];
     const bool isWished = !rest_.empty() && rest_[0].name == "abort" && rest_[0].decimal(0) == me;
     const int other = (me + 1) % size_;
-    const auto& active = rank.machine->active();
-    if (!isWished && std::ranges::binary_search(active, other) &&
-        isTurn("a connection is made again", 2)) {
+    if (!isWished && rank.machine->isActive(other) && isTurn("a connection is made again", 2)) {
       take(me, machine(me).reconnected(other, true, rank.now));
     } else {
       take(me, machine(me).parked(rank.k + 1, AbortReason::kNone, {}, rank.now));
@@ -433,6 +438,26 @@ class FlushReplay {
     take(me, machine(me).parked(rank.k + 1, abort, why, rank.now));
   }
 
+  void wish(const Line&, int me) {
+    EXPECT_TRUE(machine(me).wantsReport());
+    machine(me).wishesToSkip(ranks_[size_t(me)].k + 1);
+  }
+  // It was left out, and all others have ended it.
+  void skipped(const Line& line, int me) {
+    Rank& rank = ranks_[size_t(me)];
+    ++rank.k;
+    EXPECT_EQ(machine(me).leftOutOf().number, rank.k);
+    take(me, machine(me).skipped());
+    rank.ended = rank.k;
+    expectSkipped(rank, line.decimal(3));
+  }
+  static void expectSkipped(Rank& rank, int contributors) {
+    EXPECT_EQ(rank.machine->ended(), rank.k);
+    const auto skipped = rank.machine->takeSkipped(rank.k);
+    ASSERT_TRUE(skipped) << "it ended without this rank";
+    EXPECT_EQ(maskOf(skipped->contributors), contributors);
+  }
+
   // -- the flush
 
   void heedLeaver(const Line& line, int me) {
@@ -456,7 +481,12 @@ class FlushReplay {
       const FlushReport& mine = found->second.report;
       EXPECT_EQ(mine.ended, rank.k);
       EXPECT_EQ(static_cast<int>(mine.abort), line.decimal(4));
-      EXPECT_EQ(mine.isOld, line.decimal(5) != 0);
+      EXPECT_EQ(mine.isOld, (line.decimal(5) & 1) != 0);
+      EXPECT_EQ(mine.stoppedAt, rank.k + 1);
+      if (skips_) {
+        EXPECT_EQ(mine.hasBegun, (line.decimal(5) & 2) != 0);
+        EXPECT_EQ(mine.wantsToSkip, (line.decimal(5) & 4) != 0);
+      }
     }
     if (rank.heeded) {
       EXPECT_EQ(rank.machine->howEnded(rank.k).code, rank.heeded->code);
@@ -485,7 +515,14 @@ class FlushReplay {
     if (rank.goOn) {
       int members = 0;
       for (const int r : rank.goOn->members) members |= 1 << r;
-      EXPECT_EQ(members, line.decimal(5)) << "who goes on";
+      EXPECT_EQ(members, line.decimal(5) & 15) << "who goes on";
+      const int leftOut = line.decimal(5) >> 4;
+      if (leftOut != 0) {
+        EXPECT_EQ(rank.goOn->first.number, line.decimal(2) + 1u);
+        EXPECT_EQ(maskOf(rank.goOn->first.contributors), members & ~leftOut);
+      } else {
+        EXPECT_LE(rank.goOn->first.number, uint64_t(line.decimal(2))) << "nobody is left out of it";
+      }
       return;
     }
 
@@ -539,7 +576,11 @@ class FlushReplay {
     Rank& rank = ranks_[size_t(me)];
     const auto verdict = static_cast<Verdict>(line.decimal(2));
     ++rank.k;
-    if (verdict == kOk) {
+    if (verdict == kOk && rank.begun != rank.k) {
+      if (rank.machine->ended() < rank.k) take(me, machine(me).skipped());
+      expectSkipped(rank, line.decimal(3));
+      rank.ended = rank.k;
+    } else if (verdict == kOk) {
       EXPECT_EQ(rank.machine->toTake(), rank.k);
       EXPECT_LT(rank.machine->ended(), rank.k);
       rank.ended = rank.k;
@@ -584,6 +625,7 @@ class FlushReplay {
 
   const int size_;
   const bool raises_;
+  const bool skips_;  // the model has wishes to skip, and reports say who has begun
   std::vector<Rank> ranks_;
   std::span<const Line> rest_;
   static inline int turns_ = 0;
@@ -604,6 +646,8 @@ const FlushReplay::Step FlushReplay::kSteps[] = {
     {"new-view", &FlushReplay::newView},
     {"join", &FlushReplay::join},
     {"abort", &FlushReplay::abort},
+    {"wish", &FlushReplay::wish},
+    {"skipped", &FlushReplay::skipped},
     {"heed-leaver", &FlushReplay::heedLeaver},
     {"report", &FlushReplay::report},
     {"decide", &FlushReplay::decide},

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/deadline.h"
+#include "transfer/codes.h"
+#include "transfer/registered_memory.h"
+#include "transfer/segment.h"
+
+namespace mooncake::transfer {
+
+enum class Opcode : uint8_t { kRead, kWrite };
+
+// What a user asks for. Addresses are those of the processes in which the memory lies.
+struct TransferRequest {
+  Opcode opcode = Opcode::kRead;
+  uint64_t local = 0;
+  std::shared_ptr<Segment> segment;
+  uint64_t remote = 0;
+  uint64_t bytes = 0;
+};
+
+// The numbers are those of transfer_engine_c.h.
+enum class TaskState : uint8_t {
+  kWaiting,
+  kPending,
+  kInvalid,
+  kCanceled,
+  kCompleted,
+  kTimeout,
+  kFailed
+};
+
+struct Task {
+  TransferRequest request;
+  std::shared_ptr<const RegisteredBuffer> memory;  // the local one, while the transfer lasts
+  std::atomic<TaskState> state{TaskState::kWaiting};
+  // Each once: what we knew of the peer was old; the peer was another engine.
+  bool hasRefreshed = false;
+};
+
+// Transfers that were asked for together. Any thread may look; who submits does so one at a time.
+class Batch {
+ public:
+  Batch(uint64_t id, size_t capacity) : id(id), capacity(capacity), tasks(new Task[capacity]) {}
+
+  const uint64_t id;  // from 1 on
+  const size_t capacity;
+  const std::unique_ptr<Task[]> tasks;
+  std::atomic<size_t> submitted{0};
+  std::atomic<size_t> ended{0};  // of those; the last touch of the batch by who carries it out
+  std::atomic<size_t> failed{0};
+  std::atomic<bool> hasTimedOut{false};
+  // Guarded by the queue.
+  size_t next = 0;  // to be begun
+  bool isQueued = false;
+
+  Deadline deadline() const { return Deadline::at(Clock::time_point(Clock::duration(deadline_))); }
+  void extend(Deadline to) {
+    if (to.when().time_since_epoch().count() > deadline_)
+      deadline_ = to.when().time_since_epoch().count();
+  }
+  bool isOver() const {
+    return ended.load(std::memory_order_acquire) == submitted.load(std::memory_order_acquire);
+  }
+
+ private:
+  std::atomic<Clock::rep> deadline_{0};
+};
+
+// By id. A batch stays until it is released. Bounded in what all of them hold together.
+class BatchTable {
+ public:
+  static constexpr size_t kMostTasks = size_t(1) << 20;
+
+  // Null: too many.
+  std::shared_ptr<Batch> add(size_t capacity);
+  std::shared_ptr<Batch> find(uint64_t id) const;
+  // kInvalid: there is none; kBatchBusy: it is not over.
+  Code release(uint64_t id);
+  std::vector<std::shared_ptr<Batch>> all() const;
+
+ private:
+  mutable std::mutex mutex_;  // guards all below
+  std::map<uint64_t, std::shared_ptr<Batch>> batches_;
+  uint64_t lastId_ = 0;
+  size_t tasks_ = 0;
+};
+
+}  // namespace mooncake::transfer

@@ -1,0 +1,261 @@
+#include "transfer/driver.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "base/log.h"
+
+namespace mooncake::transfer {
+namespace {
+
+constexpr auto kFirstPause = std::chrono::milliseconds(1);
+constexpr auto kMostPause = std::chrono::milliseconds(100);
+constexpr auto kLook = std::chrono::milliseconds(100);
+
+}  // namespace
+
+Driver::Driver(const DriverContext& context, TaskQueue& queue)
+    : context_(context), queue_(queue), generation_(context.stopping.generation()) {}
+
+Driver::~Driver() = default;
+
+void Driver::run() {
+  for (;;) {
+    const bool mayBeginMore = fill();
+    flush();
+    if (busy_ == 0) {
+      if (!queue_.isReady()) return;
+      if (!mayBeginMore)
+        context_.limiter.await(context_.stopping, generation_, Deadline::after(kLook));
+    }
+    if (!collect()) {
+      const Waiter waiter{bell_, context_.stopping, generation_, Deadline::at(nextLook()),
+                          SpinPolicy::forMessages()};
+      if (busy_ != 0) {
+        (void)waiter.until([this] {
+          return std::any_of(flights_.begin(), flights_.end(), [](const auto& flight) {
+            return flight->stage == Flight::Stage::kUnderWay && flight->completion.finished();
+          });
+        });
+      }
+      expire();
+      flush();
+    }
+  }
+}
+
+// False: the engine has as many transfers under way as it may.
+bool Driver::fill() {
+  while (busy_ < kMostUnderWay) {
+    if (!context_.limiter.tryTake()) return false;
+    const auto claim = queue_.pop();
+    if (!claim) {
+      context_.limiter.give();
+      return true;
+    }
+    const auto free = std::find_if(flights_.begin(), flights_.end(), [](const auto& flight) {
+      return flight->stage == Flight::Stage::kFree;
+    });
+    Flight& flight =
+        free != flights_.end() ? **free : *flights_.emplace_back(std::make_unique<Flight>(&bell_));
+    flight.claim = *claim;
+    flight.pause = kFirstPause;
+    claim->task->state.store(TaskState::kPending, std::memory_order_relaxed);
+    ++busy_;
+    begin(flight);
+  }
+  return true;
+}
+
+void Driver::begin(Flight& flight) {
+  if (context_.stopping.generation() != generation_)
+    return end(flight, TaskState::kCanceled, "the engine is closed");
+  if (flight.claim.batch->deadline().passed())
+    return end(flight, TaskState::kTimeout, "its deadline has passed before it could begin");
+  if (flight.claim.task->request.bytes == 0) return end(flight, TaskState::kCompleted);
+  const Status placed = place(flight);
+  if (!placed.ok()) return onError(flight, placed.error());
+  if (!flight.place.peer) return copyHere(flight);
+  flight.completion.error.store(ErrorCode::kOk, std::memory_order_relaxed);
+  flight.stage = Flight::Stage::kDue;
+  due_.push_back(&flight);
+}
+
+// Where the other end is.
+Status Driver::place(Flight& flight) {
+  const TransferRequest& request = flight.claim.task->request;
+  const uint32_t right = request.opcode == Opcode::kRead ? kRemoteRead : kRemoteWrite;
+  auto place =
+      request.segment->locate(request.remote, request.bytes, right, flight.claim.batch->deadline());
+  if (!place.ok()) {
+    flight.place = {.generation = request.segment->generation()};
+    return place.error();
+  }
+  flight.place = std::move(*place);
+  const auto& peer = flight.place.peer;
+  if (peer && peer->disconnected) return {ErrorCode::kPeerLost, peer->evidence.detail};
+  return {};
+}
+
+// What is due, in lists of one channel and one direction: small ones become few system calls.
+void Driver::flush() {
+  std::vector<Flight*> due;
+  while (!due_.empty()) {  // what cannot begin may be due again
+    due.swap(due_);
+    const auto kindOf = [](const Flight* flight) {
+      return std::pair(flight->place.peer.get(), flight->claim.task->request.opcode);
+    };
+    for (size_t first = 0, next = 0; first < due.size(); first = next) {
+      while (next < due.size() && kindOf(due[next]) == kindOf(due[first])) ++next;
+      const std::span<Flight* const> alike(due.data() + first, next - first);
+      if (kindOf(due[first]).second == Opcode::kRead) {
+        hand(alike, gets_);
+      } else {
+        hand(alike, writes_);
+      }
+    }
+    due.clear();
+  }
+}
+
+template <typename Request>
+void Driver::hand(std::span<Flight* const> flights, std::vector<Request>& requests) {
+  requests.clear();
+  for (Flight* flight : flights) {
+    flight->stage = Flight::Stage::kUnderWay;
+    const TransferRequest& asked = flight->claim.task->request;
+    auto* local = reinterpret_cast<std::byte*>(asked.local);
+    requests.push_back(
+        {flight->place.region, flight->place.offset, {local, asked.bytes}, &flight->completion});
+  }
+  const std::shared_ptr<Peer> peer = flights.front()->place.peer;
+  Channel& channel = *peer->channel;
+  Status begun;
+  if constexpr (std::is_same_v<Request, GetRequest>) {
+    begun = channel.get(std::span<const Request>(requests));
+  } else {
+    begun = channel.write(std::span<const Request>(requests));
+  }
+  if (begun.ok()) return;
+  for (Flight* flight : flights) onError(*flight, begun.error());
+}
+
+// Both ends are ours.
+void Driver::copyHere(Flight& flight) {
+  const TransferRequest& request = flight.claim.task->request;
+  const bool isRead = request.opcode == Opcode::kRead;
+  const auto use =
+      context_.engine.regions().open(flight.place.region.key, flight.place.offset, request.bytes,
+                                     isRead ? kRemoteRead : kRemoteWrite);
+  if (!use) return end(flight, TaskState::kFailed, "the memory is not registered any more");
+  auto* local = reinterpret_cast<std::byte*>(request.local);
+  std::memmove(isRead ? local : use.data(), isRead ? use.data() : local, request.bytes);
+  end(flight, TaskState::kCompleted);
+}
+
+// Whether something has ended.
+bool Driver::collect() {
+  bool any = false;
+  for (const auto& flight : flights_) {
+    if (flight->stage != Flight::Stage::kUnderWay || !flight->completion.finished()) continue;
+    any = true;
+    const ErrorCode code = flight->completion.error.load(std::memory_order_acquire);
+    if (code == ErrorCode::kOk) {
+      end(*flight, TaskState::kCompleted);
+    } else {
+      onError(*flight, {code, std::string("the transfer ended with ") + errorCodeName(code)});
+    }
+  }
+  return any;
+}
+
+void Driver::onError(Flight& flight, const Error& error) {
+  Task& task = *flight.claim.task;
+  Segment& segment = *task.request.segment;
+  const Deadline deadline = flight.claim.batch->deadline();
+  const auto& peer = flight.place.peer;
+  switch (error.code) {
+    case ErrorCode::kPeerLost:
+      // Its process lives and its connection is just being made again, or it is gone.
+      if (peer && !peer->disconnected) return later(flight);
+      [[fallthrough]];
+    case ErrorCode::kAborted:
+    case ErrorCode::kRefused: {
+      if (segment.isOurs() || std::exchange(task.hasRefreshed, true)) break;
+      const Status asked = segment.refresh(flight.place.generation, deadline);
+      if (!asked.ok())
+        return end(flight, TaskState::kFailed, error.message + "; " + asked.error().message);
+      return begin(flight);
+    }
+    case ErrorCode::kExhausted:
+      return later(flight);
+    default:
+      break;
+  }
+  end(flight, error.code == ErrorCode::kTimeout ? TaskState::kTimeout : TaskState::kFailed,
+      error.message);
+}
+
+void Driver::later(Flight& flight) {
+  flight.stage = Flight::Stage::kWaits;
+  flight.again = Clock::now() + flight.pause;
+  flight.pause = std::min<Clock::duration>(2 * flight.pause, kMostPause);
+}
+
+// One line in the log for a batch, whatever the number of its transfers that fail.
+void Driver::end(Flight& flight, TaskState state, const std::string& why) {
+  const auto [batch, task] = flight.claim;
+  Segment& segment = *task->request.segment;
+  if (state != TaskState::kCompleted && batch->failed.fetch_add(1) == 0) {
+    log(LogLevel::kWarning, context_.logName,
+        task->request.opcode == Opcode::kRead ? "a read from " : "a write to ", '"', segment.name(),
+        "\" (", task->request.bytes, " bytes) failed: ", why);
+  }
+  if (state == TaskState::kTimeout) batch->hasTimedOut = true;
+  queue_.ended(&segment);
+  task->memory.reset();
+  flight.place = {};
+  flight.stage = Flight::Stage::kFree;
+  --busy_;
+  context_.limiter.give();
+  task->state.store(state, std::memory_order_release);
+  batch->ended.fetch_add(1, std::memory_order_seq_cst);  // the batch may be gone from here on
+  context_.ended.ring();
+}
+
+void Driver::stop(Flight& flight, TaskState state, const char* why) {
+  if (flight.stage == Flight::Stage::kUnderWay) {
+    flight.place.peer->channel->cancel(&flight.completion);
+    if (flight.completion.error == ErrorCode::kOk) return end(flight, TaskState::kCompleted);
+  }
+  end(flight, state, why);
+}
+
+// Those whose time is over, and those that wait to be begun again.
+void Driver::expire() {
+  const bool isStopping = context_.stopping.generation() != generation_;
+  const auto now = Clock::now();
+  for (const auto& flight : flights_) {
+    if (flight->stage == Flight::Stage::kFree) continue;
+    if (isStopping) {
+      stop(*flight, TaskState::kCanceled, "the engine was closed");
+    } else if (flight->claim.batch->deadline().when() <= now) {
+      stop(*flight, TaskState::kTimeout, "no answer within its deadline");
+    } else if (flight->stage == Flight::Stage::kWaits && flight->again <= now) {
+      begin(*flight);
+    }
+  }
+}
+
+Clock::time_point Driver::nextLook() const {
+  Clock::time_point look = Clock::now() + kLook;
+  for (const auto& flight : flights_) {
+    if (flight->stage == Flight::Stage::kFree) continue;
+    look = std::min(look, flight->claim.batch->deadline().when());
+    if (flight->stage == Flight::Stage::kWaits) look = std::min(look, flight->again);
+  }
+  return look;
+}
+
+}  // namespace mooncake::transfer

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "engine/memory/arena.h"
+#include "transfer/registered_memory.h"
+
+namespace mooncake::transfer {
+
+// Memory that the engine gives away: a part of its arena, so peers of the host map it. One
+// registration for all of it, and pages only where it is touched. What is larger than the largest
+// class is memory of its own.
+class ManagedPool {
+ public:
+  static constexpr size_t kLeastBytes = size_t(8) << 10;
+  static constexpr size_t kMostBytes = size_t(256) << 20;
+  static constexpr size_t kPoolBytes = size_t(2) << 30;
+
+  explicit ManagedPool(RegisteredMemory& memory) : memory_(memory) {}
+  ~ManagedPool();
+
+  // Takes and registers its part of the arena.
+  Code open(Arena& arena, std::string& why);
+  // 0: `why` says why not.
+  uint64_t allocate(uint64_t bytes, std::string& why);
+  Code free(uint64_t address, uint64_t bytes, std::string& why);
+
+ private:
+  static constexpr size_t kClasses = 16;  // 8 KiB, 16 KiB ... 256 MiB
+  uint64_t allocateLarge(uint64_t bytes, std::string& why);
+  Code freeLarge(uint64_t address, uint64_t bytes, std::string& why);
+
+  RegisteredMemory& memory_;
+  ArenaBlock block_;
+  std::mutex mutex_;                               // guards all below
+  std::array<std::set<uint64_t>, kClasses> free_;  // offsets in the block, by class
+  std::map<uint64_t, size_t> used_;                // offset -> class
+  std::map<uint64_t, uint64_t> large_;             // address -> bytes
+};
+
+}  // namespace mooncake::transfer

@@ -1,0 +1,109 @@
+#include "transfer/segment.h"
+
+#include "engine/route.h"
+#include "transfer/session_server.h"
+
+namespace mooncake::transfer {
+
+Result<Segment::Place> Segment::locate(uint64_t address, uint64_t bytes, uint32_t right,
+                                       Deadline deadline) {
+  if (isOurs_) return locateHere(address, bytes, right);
+  const auto known = this->known(deadline);
+  if (!known.ok()) return known.error();
+  const Known& all = **known;
+  if (!all.peer) return locateHere(address, bytes, right);
+  const auto behind = all.byAddress.upper_bound(address);
+  if (behind != all.byAddress.begin()) {
+    const RemoteBuffer& buffer = *std::prev(behind)->second;
+    const uint64_t offset = address - buffer.region.address;
+    if (offset <= buffer.region.bytes && bytes <= buffer.region.bytes - offset &&
+        (buffer.rights & right) == right)
+      return Place{all.peer, buffer.region, offset, all.generation};
+  }
+  return Error{ErrorCode::kRefused,
+               "the range is not in memory that \"" + name_ + "\" has registered"};
+}
+
+Result<Segment::Place> Segment::locateHere(uint64_t address, uint64_t bytes, uint32_t right) const {
+  const auto buffer = context_.memory.find(address, bytes);
+  if (!buffer || (buffer->rights & right) != right)
+    return Error{ErrorCode::kRefused, "the range is not in memory that is registered here"};
+  const RemoteRegion region = buffer->region.remote();
+  return Place{nullptr, region, address - region.address, 0};
+}
+
+uint64_t Segment::generation() const {
+  std::lock_guard lock(mutex_);
+  return known_ ? known_->generation : 0;
+}
+
+Result<Segment::KnownPtr> Segment::known(Deadline deadline) {
+  {
+    std::lock_guard lock(mutex_);
+    if (known_) return known_;
+  }
+  MOONCAKE_TRY(refresh(0, deadline));
+  std::lock_guard lock(mutex_);
+  return known_;
+}
+
+Status Segment::refresh(uint64_t generation, Deadline deadline) {
+  if (isOurs_) return {};
+  std::unique_lock asking(asking_, deadline.when());
+  if (!asking) return {ErrorCode::kTimeout, "\"" + name_ + "\" has not answered in time"};
+  if (this->generation() != generation) return {};
+  auto known = ask(deadline);
+  if (!known.ok()) return known.error();
+  std::lock_guard lock(mutex_);
+  known_ = std::move(*known);
+  return {};
+}
+
+Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
+  deadline = deadline.earlier(Deadline::after(context_.patience));
+  const auto session = context_.metadata.sessionOf(name_, deadline);
+  if (!session.ok()) return session.error();
+  auto description = askSession(context_.session, *session, {}, deadline);
+  if (!description.ok()) return description.error();
+  const auto id = endpointOwner(description->endpoint);
+  if (!id.ok()) return id.error();
+  auto known = std::make_shared<Known>();
+  {
+    std::lock_guard lock(mutex_);
+    known->generation = (known_ ? known_->generation : 0) + 1;
+    if (known_ && known_->peer && known_->peer->id == *id) known->peer = known_->peer;
+  }
+  if (!known->peer || known->peer->disconnected) {
+    auto peer = context_.engine.open(description->endpoint, name_, deadline);
+    if (!peer.ok()) return peer.error();
+    known->peer = std::move(*peer);
+  }
+  if (known->peer && known->peer->disconnected)
+    return Error{ErrorCode::kPeerLost, "\"" + name_ + "\": " + known->peer->evidence.detail};
+  known->inOrder = std::move(description->buffers);
+  for (const RemoteBuffer& buffer : known->inOrder)
+    known->byAddress.emplace(buffer.region.address, &buffer);
+  return KnownPtr(std::move(known));
+}
+
+Result<std::shared_ptr<Peer>> Segment::peer(Deadline deadline) {
+  if (isOurs_) return std::shared_ptr<Peer>();
+  const auto known = this->known(deadline);
+  if (!known.ok()) return known.error();
+  return (*known)->peer;
+}
+
+Result<uint64_t> Segment::firstBuffer(Deadline deadline) {
+  if (isOurs_) {
+    const auto buffers = context_.memory.list();
+    return buffers.empty() ? 0 : buffers.front().region.address;
+  }
+  // What we know may be older than what it has registered.
+  MOONCAKE_TRY(refresh(generation(), deadline));
+  const auto known = this->known(deadline);
+  if (!known.ok()) return known.error();
+  const auto& buffers = (*known)->inOrder;
+  return buffers.empty() ? 0 : buffers.front().region.address;
+}
+
+}  // namespace mooncake::transfer

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "engine/engine.h"
+#include "transfer/metadata.h"
+#include "transfer/registered_memory.h"
+#include "transfer/segment_description.h"
+
+namespace mooncake::transfer {
+
+// What segments need of the engine that they belong to. Outlives them.
+struct SegmentContext {
+  const TransportContext& session;  // for askSession()
+  Engine& engine;
+  RegisteredMemory& memory;
+  const Metadata& metadata;
+  std::chrono::milliseconds patience;  // with a peer that is asked who it is
+};
+
+// The memory that an engine has registered, under a name, as we know it: asked for at first use and
+// kept, asked for once more when the peer refuses what we know, or is another engine by now.
+class Segment {
+ public:
+  Segment(const SegmentContext& context, std::string name, int32_t id, bool isOurs)
+      : context_(context), name_(std::move(name)), id_(id), isOurs_(isOurs) {}
+
+  const std::string& name() const { return name_; }
+  int32_t id() const { return id_; }
+  void setId(int32_t id) { id_ = id; }  // before others see it
+  bool isOurs() const { return isOurs_; }
+
+  struct Place {
+    std::shared_ptr<Peer> peer;  // null: it is our own memory
+    RemoteRegion region;
+    uint64_t offset = 0;
+    uint64_t generation = 0;  // of what we know
+  };
+  // kRefused: nothing that we know holds the whole range, or not with this right.
+  Result<Place> locate(uint64_t address, uint64_t bytes, uint32_t right, Deadline deadline);
+  // Unless somebody has since that generation.
+  Status refresh(uint64_t generation, Deadline deadline);
+  Result<std::shared_ptr<Peer>> peer(Deadline deadline);
+  // 0: it has none.
+  Result<uint64_t> firstBuffer(Deadline deadline);
+  uint64_t generation() const;
+
+ private:
+  struct Known {
+    std::shared_ptr<Peer> peer;  // null: it is we
+    std::vector<RemoteBuffer> inOrder;
+    std::map<uint64_t, const RemoteBuffer*> byAddress;
+    uint64_t generation = 0;
+  };
+  using KnownPtr = std::shared_ptr<const Known>;
+  Result<KnownPtr> known(Deadline deadline);
+  Result<KnownPtr> ask(Deadline deadline);
+  Result<Place> locateHere(uint64_t address, uint64_t bytes, uint32_t right) const;
+
+  const SegmentContext& context_;
+  const std::string name_;
+  int32_t id_;
+  const bool isOurs_;
+  std::timed_mutex asking_;   // one ask() at a time
+  mutable std::mutex mutex_;  // guards what follows
+  KnownPtr known_;
+};
+
+}  // namespace mooncake::transfer

@@ -1,0 +1,141 @@
+// The transfers of an engine: on the caller's thread, or on threads of the engine.
+#include <algorithm>
+#include <chrono>
+#include <pthread.h>
+
+#include "base/signals.h"
+#include "transfer/call_guard.h"
+#include "transfer/transfer_engine.h"
+
+namespace mooncake::transfer {
+namespace {
+
+constexpr size_t kMostWorkers = 4;
+// Beyond its deadline a batch is over as soon as its driver has looked.
+constexpr auto kGrace = std::chrono::seconds(10);
+
+}  // namespace
+
+// Nothing is added where one of them cannot be.
+Code TransferEngine::add(Batch& batch, std::span<const TransferRequest> requests) {
+  const size_t before = batch.submitted.load(std::memory_order_relaxed);
+  if (requests.size() > batch.capacity - before) {
+    return fail(kTooMany, "a batch for " + std::to_string(batch.capacity) +
+                              " transfers has no room for " + std::to_string(before) + " and " +
+                              std::to_string(requests.size()));
+  }
+  uint64_t bytes = 0;
+  std::vector<std::shared_ptr<const RegisteredBuffer>> buffers(requests.size());
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const TransferRequest& request = requests[i];
+    if (!request.segment || request.remote + request.bytes < request.remote)
+      return fail(kInvalid, "a transfer without a segment, or with a range that wraps around");
+    if (request.bytes != 0) buffers[i] = memory_->find(request.local, request.bytes);
+    if (request.bytes != 0 && !buffers[i]) {
+      return fail(kNotRegistered, "a transfer of " + std::to_string(request.bytes) +
+                                      " bytes to or from memory that is not registered here");
+    }
+    bytes += request.bytes;
+  }
+  for (size_t i = 0; i < requests.size(); ++i) {
+    Task& task = batch.tasks[before + i];
+    task.request = requests[i];
+    task.memory = std::move(buffers[i]);
+  }
+  batch.extend(deadlineOf(bytes));
+  batch.submitted.store(before + requests.size(), std::memory_order_release);
+  return kGood;
+}
+
+Code TransferEngine::transfer(std::span<const TransferRequest> requests) {
+  const Call call(*this);
+  if (!call) return kContext;
+  if (requests.empty()) return kGood;
+  Batch batch(0, requests.size());
+  if (const Code code = add(batch, requests); code != kGood) return code;
+  TaskQueue queue(Driver::kMostUnderWay);
+  Driver driver(*driverContext_, queue);
+  {
+    std::lock_guard lock(mutex_);
+    drivers_.insert(&driver.bell());
+  }
+  queue.push(&batch);
+  driver.run();
+  {
+    std::lock_guard lock(mutex_);
+    drivers_.erase(&driver.bell());
+  }
+  return batch.failed == 0 ? kGood : kInvalid;
+}
+
+std::shared_ptr<Batch> TransferEngine::allocateBatch(size_t capacity) {
+  const Call call(*this);
+  if (!call) return nullptr;
+  auto batch = batches_.add(capacity);
+  if (!batch) {
+    (void)fail(kTooMany, "no batch of " + std::to_string(capacity) +
+                             " transfers: one engine holds " +
+                             std::to_string(BatchTable::kMostTasks) + " at a time");
+  }
+  return batch;
+}
+
+Code TransferEngine::submit(const std::shared_ptr<Batch>& batch,
+                            std::span<const TransferRequest> requests,
+                            std::optional<Notification> notification) {
+  const Call call(*this);
+  if (!call) return kContext;
+  if (requests.empty()) return kGood;
+  if (const Code code = add(*batch, requests); code != kGood) return code;
+  startWorkers();
+  queue_.push(batch.get());
+  if (notification) {
+    followUps_.post(
+        [this, batch, name = requests.front().segment->name(), what = std::move(*notification)] {
+          if (await(*batch) == kGood) (void)notify(name, what);
+        });
+  }
+  return kGood;
+}
+
+void TransferEngine::startWorkers() {
+  std::lock_guard lock(mutex_);
+  if (!workers_.empty() || isClosed_) return;
+  const BlockedSignals blocked;
+  const size_t cores = std::max(1u, std::thread::hardware_concurrency());
+  for (size_t i = 0; i < std::min(cores, kMostWorkers); ++i)
+    workers_.emplace_back([this] { work(); });
+}
+
+void TransferEngine::work() {
+  ::pthread_setname_np(::pthread_self(), "mooncake-xfer");
+  Driver driver(*driverContext_, queue_);
+  {
+    std::lock_guard lock(mutex_);
+    drivers_.insert(&driver.bell());
+  }
+  while (queue_.await()) driver.run();
+  driver.run();  // what is left is canceled
+  std::lock_guard lock(mutex_);
+  drivers_.erase(&driver.bell());
+}
+
+Code TransferEngine::await(const Batch& batch) {
+  const Call call(*this);
+  if (!call) return kContext;
+  const Interrupt never;
+  const Waiter waiter{ended_, never, 0, Deadline::at(batch.deadline().when() + kGrace),
+                      SpinPolicy::forMessages()};
+  if (waiter.until([&] { return batch.isOver(); }) != WaitResult::kReady)
+    return fail(kBatchBusy, "a batch is not over after its deadline");
+  return batch.failed == 0 ? kGood : kInvalid;
+}
+
+Code TransferEngine::release(uint64_t id) {
+  const Code code = batches_.release(id);
+  if (code == kInvalid) return fail(code, "there is no batch " + std::to_string(id));
+  if (code != kGood) return fail(code, "batch " + std::to_string(id) + " is not over");
+  return kGood;
+}
+
+}  // namespace mooncake::transfer

@@ -1,0 +1,369 @@
+#include "transfer/transfer_engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "base/fork.h"
+#include "base/log.h"
+#include "transfer/call_guard.h"
+#include "transfer/protocol.h"
+#include "transfer/session_socket.h"
+
+namespace mooncake::transfer {
+namespace {
+
+constexpr size_t kMostIoThreads = 8;
+constexpr size_t kArenaBytes = size_t(8) << 30;  // of address space; a job may run on it, too
+
+}  // namespace
+Result<std::shared_ptr<TransferEngine>> TransferEngine::open(TransferEngineOptions options) {
+  std::shared_ptr<TransferEngine> engine(new TransferEngine, [](TransferEngine* ended) {
+    if (ended->forkGeneration_ == forkGeneration()) delete ended;
+  });
+  engine->forkGeneration_ = forkGeneration();
+  MOONCAKE_TRY(engine->start(std::move(options)));
+  return engine;
+}
+
+Status TransferEngine::start(TransferEngineOptions options) {
+  env_ = std::move(options.env);
+  auto settings = TransferEnv::read();
+  if (!settings.ok()) return settings.status();
+  settings_ = std::move(*settings);
+  logName_ = "engine " + options.localName;
+  if (settings_.leastRpcPort > settings_.mostRpcPort)
+    return {ErrorCode::kInvalidArgument, "MC_MIN_RPC_PORT is larger than MC_MAX_RPC_PORT"};
+  const auto protocol = selectProtocol(env_, settings_, options.protocol, logName_);
+  if (!protocol.ok()) return protocol.status();
+  protocol_ = *protocol;
+  auto metadata = Metadata::open(settings_, options.metadataServer);
+  if (!metadata.ok()) return metadata.status();
+  metadata_ = std::move(*metadata);
+
+  SessionId own;
+  if (!options.localName.empty()) {
+    auto parsed = SessionId::parse(options.localName);
+    if (!parsed.ok()) return parsed.status();
+    own = std::move(*parsed);
+  }
+  uint16_t port = options.rpcPort;
+  constexpr uint16_t kUsualPort = 12001;
+  if (settings_.usesGivenRpcPort && !metadata_->namesAreSessions())
+    port = own.port ? own.port : kUsualPort;
+  if (!options.host.empty()) {
+    const auto host = SessionId::parse(options.host);
+    if (!host.ok()) return host.status();
+    own.host = host->host;
+  }
+  // A name in a metadata server need not say where we are.
+  const bool isAddress = metadata_->namesAreSessions() || !options.host.empty();
+  auto listener = listenForSessions(env_, settings_, own.host, isAddress, port);
+  if (!listener.ok()) return listener.status();
+  rpcPort_ = listener->port;
+  if (own.host.empty() || !isAddress) own.host = listener->address;
+  session_ = SessionId{own.host, rpcPort_}.text();
+  if (settings_.tcpIoThreads == 0)
+    settings_.tcpIoThreads =
+        std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostIoThreads);
+  const std::string name = metadata_->namesAreSessions() ? session_ : options.localName;
+  logName_ = "engine " + name;
+
+  EngineOptions engineOptions{.env = env_,
+                              .logName = logName_,
+                              .arenaBytes = kArenaBytes,
+                              .dataThreads = settings_.tcpIoThreads,
+                              .peersReturn = true};
+  engineOptions.env.hostIp = listener->address;
+  hasKey_ = env_.jobKey.has_value();
+  if (hasKey_) {
+    const auto key = std::as_bytes(std::span(*env_.jobKey));
+    engineOptions.jobKey.assign(key.begin(), key.end());
+  } else {
+    engineOptions.jobKey = publicKey();
+  }
+  const Bytes key = engineOptions.jobKey;
+  auto engine = Engine::create(std::move(engineOptions));
+  if (!engine.ok()) return engine.status();
+  engine_ = std::move(*engine);
+  auto crypto = Crypto::load();
+  if (!crypto.ok()) return crypto.status();
+  const auto context = [&](const EngineId& id) {
+    return std::unique_ptr<TransportContext>(new TransportContext{.id = id,
+                                                                  .env = env_,
+                                                                  .jobKey = key,
+                                                                  .crypto = *crypto,
+                                                                  .regions = engine_->regions(),
+                                                                  .arena = engine_->arena(),
+                                                                  .life = 0,
+                                                                  .loop = engine_->loop()});
+  };
+  askContext_ = context(engine_->id());
+  answerContext_ = context(kSessionListener);
+
+  memory_ = std::make_unique<RegisteredMemory>(engine_->regions());
+  pool_ = std::make_unique<ManagedPool>(*memory_);
+  std::string why;
+  if (pool_->open(engine_->arena(), why) != kGood)
+    return {ErrorCode::kExhausted, "memory for managed buffers: " + why};
+  notifications_ = std::make_unique<Notifications>(*engine_);
+  segmentContext_.reset(
+      new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, settings_.sessionTimeout});
+  directory_ = std::make_unique<Directory>(*segmentContext_, name);
+  limiter_ = std::make_unique<Limiter>(settings_.mostTransfers);
+  driverContext_.reset(new DriverContext{*engine_, *limiter_, stopping_, ended_, logName_});
+  auto server = SessionServer::start(*answerContext_, std::move(listener->socket),
+                                     [this] { return describe(); });
+  if (!server.ok()) return server.status();
+  server_ = std::move(*server);
+  MOONCAKE_TRY(metadata_->publish(name, session_, Deadline::after(settings_.sessionTimeout)));
+  isPublished_ = true;
+  log(LogLevel::kInfo, logName_, "answers at ", session_, ", protocol ", protocol_);
+  return {};
+}
+
+TransferEngine::~TransferEngine() { close(); }
+
+void TransferEngine::close() {
+  std::vector<std::thread> workers;
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(isClosed_, true)) return;
+    workers.swap(workers_);
+    stopping_.bump();
+    for (Doorbell* bell : drivers_) bell->ring();
+  }
+  if (limiter_) limiter_->wake();
+  if (notifications_) notifications_->stop();
+  ended_.ring();
+  queue_.stop();
+  for (std::thread& worker : workers) worker.join();
+  calls_.close();
+  followUps_.stop();
+  if (isPublished_) metadata_->retract(name(), Deadline::after(settings_.sessionTimeout));
+  if (server_) server_->stop();
+  if (engine_) engine_->leave();
+}
+
+std::shared_ptr<Engine> TransferEngine::lend(const std::shared_ptr<TransferEngine>& self) {
+  std::lock_guard lock(mutex_);
+  if (isClosed_ || !lent_.expired()) return nullptr;
+  const auto held = std::make_shared<const std::shared_ptr<TransferEngine>>(self);
+  lent_ = held;
+  return std::shared_ptr<Engine>(held, engine_.get());
+}
+
+Code TransferEngine::fail(Code code, const std::string& what) const {
+  log(LogLevel::kWarning, logName_, what, " (", int(code), ")");
+  return code;
+}
+
+Deadline TransferEngine::deadlineOf(uint64_t bytes) const {
+  return Deadline::after(settings_.timeout + std::chrono::nanoseconds(bytes));
+}
+
+// On the loop's thread.
+std::shared_ptr<const Bytes> TransferEngine::describe() {
+  const uint64_t version = memory_->version();
+  std::lock_guard lock(mutex_);
+  if (isClosed_) return nullptr;
+  if (!description_ || describedVersion_ != version) {
+    const SegmentDescription all{.name = name(),
+                                 .protocol = protocol_,
+                                 .endpoint = engine_->endpoint(),
+                                 .buffers = memory_->list()};
+    description_ = std::make_shared<const Bytes>(all.encode());
+    describedVersion_ = version;
+  }
+  return description_;
+}
+
+// ---- memory
+
+Code TransferEngine::registerMemory(uint64_t address, uint64_t bytes, const std::string& location,
+                                    bool isRemoteAccessible) {
+  const Call call(*this);
+  if (!call) return kContext;
+  std::string why;
+  const Code code = memory_->add(
+      address, bytes, {.location = location, .isRemoteAccessible = isRemoteAccessible}, why);
+  return code == kGood ? code : fail(code, "memory is not registered: " + why);
+}
+
+Code TransferEngine::unregisterMemory(uint64_t address) {
+  const Call call(*this);
+  if (!call) return kContext;
+  std::string why;
+  const Code code = memory_->remove(address, why);
+  return code == kGood ? code : fail(code, "memory is not unregistered: " + why);
+}
+
+Code TransferEngine::registerMemory(std::span<const Range> ranges, const std::string& location) {
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const Code code = registerMemory(ranges[i].address, ranges[i].bytes, location);
+    if (code == kGood) continue;
+    while (i-- > 0) (void)unregisterMemory(ranges[i].address);
+    return code;
+  }
+  return kGood;
+}
+
+Code TransferEngine::unregisterMemory(std::span<const uint64_t> addresses) {
+  Code first = kGood;
+  for (const uint64_t address : addresses) {
+    const Code code = unregisterMemory(address);
+    if (first == kGood) first = code;
+  }
+  return first;
+}
+
+uint64_t TransferEngine::allocateManaged(uint64_t bytes) {
+  const Call call(*this);
+  if (!call) return 0;
+  std::string why;
+  const uint64_t address = pool_->allocate(bytes, why);
+  if (address == 0) (void)fail(kMemory, "no managed buffer: " + why);
+  return address;
+}
+
+Code TransferEngine::freeManaged(uint64_t address, uint64_t bytes) {
+  const Call call(*this);
+  if (!call) return kContext;
+  std::string why;
+  const Code code = pool_->free(address, bytes, why);
+  return code == kGood ? code : fail(code, "a managed buffer is not freed: " + why);
+}
+
+Code TransferEngine::writeHere(uint64_t address, ByteView bytes) {
+  const Call call(*this);
+  if (!call) return kContext;
+  const auto buffer = memory_->find(address, bytes.size());
+  if (!buffer) return fail(kNotRegistered, "bytes are written to memory that is not registered");
+  std::memcpy(reinterpret_cast<void*>(address), bytes.data(), bytes.size());
+  return kGood;
+}
+
+Code TransferEngine::readHere(uint64_t address, std::span<std::byte> bytes) {
+  const Call call(*this);
+  if (!call) return kContext;
+  const auto buffer = memory_->find(address, bytes.size());
+  if (!buffer) return fail(kNotRegistered, "bytes are read from memory that is not registered");
+  std::memcpy(bytes.data(), reinterpret_cast<const void*>(address), bytes.size());
+  return kGood;
+}
+
+// ---- peers
+
+std::shared_ptr<Segment> TransferEngine::openSegment(const std::string& name, Code* code) {
+  const Call call(*this);
+  if (code) *code = call ? kGood : kContext;
+  if (!call) return nullptr;
+  auto segment = directory_->open(name, deadlineOf(0));
+  if (segment.ok()) return *segment;
+  const Code why = fail(codeOf(segment.error().code),
+                        "segment \"" + name + "\" cannot be opened: " + segment.error().message);
+  if (code) *code = why;
+  return nullptr;
+}
+
+Code TransferEngine::refresh(Segment& segment) {
+  const Call call(*this);
+  if (!call) return kContext;
+  const Status asked = segment.refresh(segment.generation(), deadlineOf(0));
+  return asked.ok() ? kGood : fail(codeOf(asked.code()), asked.error().message);
+}
+
+Code TransferEngine::retract() {
+  const Call call(*this);
+  if (!call) return kContext;
+  metadata_->retract(name(), Deadline::after(settings_.sessionTimeout));
+  return kGood;
+}
+
+std::string TransferEngine::describeLinks(bool asJson) {
+  const Call call(*this);
+  std::string text = asJson ? "{" : "";
+  if (call) {
+    for (const auto& segment : directory_->all()) {
+      const auto peer = segment->peer(deadlineOf(0));
+      const std::string wire = !peer.ok() || (*peer && (*peer)->disconnected) ? "none"
+                               : *peer ? (*peer)->channel->transportName()
+                                       : "local";
+      if (asJson) {
+        text += (text.size() > 1 ? ", \"" : "\"") + segment->name() + "\": \"" + wire + "\"";
+      } else {
+        text += segment->name() + " " + wire + "\n";
+      }
+    }
+  }
+  return asJson ? text + "}" : text;
+}
+
+Code TransferEngine::refreshSegments() {
+  const Call call(*this);
+  if (!call) return kContext;
+  const Status asked = directory_->refresh(deadlineOf(0));
+  return asked.ok() ? kGood : fail(codeOf(asked.code()), asked.error().message);
+}
+
+uint64_t TransferEngine::firstBuffer(const std::string& name) {
+  const Call call(*this);
+  const auto segment = call ? openSegment(name) : nullptr;
+  if (!segment) return 0;
+  const auto address = segment->firstBuffer(deadlineOf(0));
+  if (address.ok()) return *address;
+  (void)fail(codeOf(address.error().code), address.error().message);
+  return 0;
+}
+
+Code TransferEngine::probe(const std::string& name) {
+  const Call call(*this);
+  if (!call) return kContext;
+  const Deadline deadline = Deadline::after(settings_.sessionTimeout);
+  const auto session = metadata_->sessionOf(name, deadline);
+  if (!session.ok()) return fail(codeOf(session.error().code), "probe: " + session.error().message);
+  const auto answer =
+      askSession(*askContext_, *session, {.kind = Question::Kind::kProbe}, deadline);
+  if (answer.ok()) return kGood;
+  return fail(codeOf(answer.error().code), "probe: " + answer.error().message);
+}
+
+std::string TransferEngine::transportTo(const std::string& name) {
+  const Call call(*this);
+  const auto segment = call ? openSegment(name) : nullptr;
+  if (!segment) return "";
+  auto peer = segment->peer(deadlineOf(0));
+  if (peer.ok() && *peer && (*peer)->disconnected) {
+    const Status asked = segment->refresh(segment->generation(), deadlineOf(0));
+    peer = asked.ok() ? segment->peer(deadlineOf(0)) : Result<std::shared_ptr<Peer>>(asked.error());
+  }
+  if (!peer.ok()) {
+    (void)fail(codeOf(peer.error().code), peer.error().message);
+    return "";
+  }
+  return *peer ? (*peer)->channel->transportName() : "local";
+}
+
+Code TransferEngine::notify(const std::string& name, const Notification& notification) {
+  const Call call(*this);
+  if (!call) return kContext;
+  Code code = kGood;
+  const auto segment = openSegment(name, &code);
+  if (!segment) return code;
+  const auto peer = segment->peer(deadlineOf(0));
+  if (!peer.ok()) return fail(codeOf(peer.error().code), peer.error().message);
+  if (!*peer) {
+    notifications_->keep(notification);
+    return kGood;
+  }
+  const Status sent = notifications_->send(*peer, notification, deadlineOf(0));
+  if (sent.ok()) return kGood;
+  return fail(codeOf(sent.code()), "notification to \"" + name + "\": " + sent.error().message);
+}
+
+std::vector<Notification> TransferEngine::takeNotifications() {
+  const Call call(*this);
+  return call ? notifications_->take() : std::vector<Notification>();
+}
+
+}  // namespace mooncake::transfer
