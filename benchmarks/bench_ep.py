@@ -405,12 +405,8 @@ def judge(rows: Rows) -> list[Finding]:
         }
         if ratios:
             found.append(gates.at_most(f"{phase}: ours / copies", ratios, 1 / LEAST_OF_COPY))
-    safety = {
-        name: cell[WATCHED, "both"] / cell[EP, "both"]
-        for name, cell in cells.items()
-        if (WATCHED, "both") in cell
-    }
-    found.append(gates.at_most("with mask and limit / without", safety, MOST_FOR_SAFETY))
+    safety = geomean(cell[WATCHED, "both"] / cell[EP, "both"] for cell in cells.values())
+    found.append(gates.at_most("with mask and limit / without", {"mean": safety}, MOST_FOR_SAFETY))
     small = {n: c for n, c in cells.items() if n.startswith("2 ranks, 1 tokens")}
     if small and not any(row["kind"] == "link" for row in rows):
         us = {name: cell[EP, "both"] for name, cell in small.items()}

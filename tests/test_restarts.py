@@ -61,11 +61,14 @@ def launch_on_rank(me, config):
     return elastic_launch(config, worker)(config.max_restarts)
 
 
+# A thread of the launcher that keeps its place alive may hold a lock while workers are forked: it
+# sleeps meanwhile.
+SELDOM = {"rdzv_configs": {"keep_alive_interval": 60}}
 FORMS = {
     "plain": lambda port: {"rdzv_backend": "static", "rdzv_endpoint": f"127.0.0.1:{port}",
                            "rdzv_configs": {"rank": 0}},
-    "standalone": lambda port: {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"},
-    "c10d": lambda port: {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{port}"},
+    "standalone": lambda port: {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", **SELDOM},
+    "c10d": lambda port: {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{port}", **SELDOM},
 }  # fmt: skip
 
 
