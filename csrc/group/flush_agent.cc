@@ -243,7 +243,8 @@ bool FlushAgent::haveEnded(const RankSet& ranks, uint64_t number) const {
 }
 
 // Of what we are left out of, until all others have ended it. Who has ended it first may be gone by
-// now, and then it may run again, with another end.
+// now, and then it may run again, with another end. Needs no deadline of its own: their operation
+// has one, and the loss of one of them begins a flush, which ends this wait.
 Status FlushAgent::awaitSkipped() {
   for (auto ask = Clock::now(); isLeftOut_.load(std::memory_order_acquire);) {
     if (auto usable = owner_.usable(); !usable.ok()) return usable;

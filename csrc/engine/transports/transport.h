@@ -86,8 +86,8 @@ class Channel {
   // here, not even the rest of one that has begun, and none of its gets is served: it is told
   // kAborted. Our own gets and writes over a socket end so, too; what is mapped here stays
   // readable. Messages still pass both ways. Does not wait for the peer: where it stores into
-  // memory that it maps, one store that it was in the middle of may still come, so that memory must
-  // not be used again.
+  // memory that it maps, one store that it was in the middle of may still come (of a write up to
+  // 1 MiB), so that memory must not be used again.
   virtual void fence() = 0;
   // No transfer starts or goes on after this; those under way end with kAborted, and what is asked
   // later gets that or, where the channel had ended before, why. Idempotent. Says goodbye where the
