@@ -166,48 +166,6 @@ class EpHandle:
     @property
     def hidden(self) -> int: ...
 
-class EpDispatch:
-    """R ranks, L experts of this rank, T tokens at most from each rank, h channels."""
-
-    @property
-    def recv_x(self) -> torch.Tensor:
-        """[L, R * T, h], bfloat16 or float8_e4m3fn."""
-
-    @property
-    def scales(self) -> torch.Tensor | None:
-        """Of FP8: float32 [L, R * T, ceil(h / 128)], or int32 with four exponents in each,
-        [L, R * T, ceil(h / 512)]; the stride along tokens is 1."""
-
-    @property
-    def recv_count(self) -> torch.Tensor:
-        """int32 [L]"""
-
-    @property
-    def src_info(self) -> torch.Tensor:
-        """int32 [L, R * T]: the token's number on its rank."""
-
-    @property
-    def layout_range(self) -> torch.Tensor:
-        """int64 [L, R]: how many rows are of that rank in the low 32 bits, where they begin in the
-        high ones."""
-
-    @property
-    def handle(self) -> EpHandle: ...
-    @property
-    def work(self) -> EpWork: ...
-
-class EpCombine:
-    @property
-    def combined_x(self) -> torch.Tensor:
-        """bfloat16 [n, h]; `out`, if that was given."""
-
-    @property
-    def missing_contributions(self) -> torch.Tensor:
-        """bool [n]: whether a rank that owns one of the token's experts took no part."""
-
-    @property
-    def work(self) -> EpWork: ...
-
 class EpBuffer:
     """Dispatch and combine. Making one is collective over the group.
 
@@ -249,7 +207,6 @@ class EpBuffer:
         topk_idx: torch.Tensor,
         num_max_tokens: int,
         num_experts: int,
-        *,
         use_fp8: bool,
         round_scale: bool = False,
         use_ue8m0: bool = False,
@@ -258,9 +215,27 @@ class EpBuffer:
         background: bool = False,
         cumulative_recv_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
-    ) -> EpDispatch:
+    ) -> tuple[
+        torch.Tensor,
+        torch.Tensor | None,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        EpHandle,
+        EpWork,
+    ]:
         """active_ranks: read as a mask, written when the operation has ended
-        background: returns at once; the results are valid after work.wait()"""
+        background: returns at once; the results are valid after work.wait()
+
+        Returns, of R ranks, L experts of this rank, T tokens at most from each rank, h channels:
+        recv_x: [L, R * T, h], bfloat16 or float8_e4m3fn
+        scales: of FP8: float32 [L, R * T, ceil(h / 128)], or int32 with four exponents in each,
+            [L, R * T, ceil(h / 512)]; the stride along tokens is 1
+        recv_count: int32 [L]
+        src_info: int32 [L, R * T], the token's number on its rank
+        layout_range: int64 [L, R], how many rows are of that rank in the low 32 bits, where they
+            begin in the high ones
+        the handle for combine, and what waits"""
 
     def combine(
         self,
@@ -268,7 +243,6 @@ class EpBuffer:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         handle: EpHandle,
-        *,
         use_logfmt: bool = False,
         zero_copy: bool = False,
         out: torch.Tensor | None = None,
@@ -276,7 +250,9 @@ class EpBuffer:
         timeout_us: int = -1,
         background: bool = False,
         wait_stats: torch.Tensor | None = None,
-    ) -> EpCombine: ...
+    ) -> tuple[torch.Tensor, torch.Tensor, EpWork]:
+        """Returns combined_x, bfloat16 [n, h], which is `out` if that was given; bool [n], whether
+        a rank that owns one of the token's experts took no part; work."""
     def next_combine_buffer(self, handle: EpHandle) -> torch.Tensor:
         """bfloat16 [L, R * T, h], for zero_copy of the next combine."""
 

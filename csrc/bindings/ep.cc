@@ -6,6 +6,7 @@
 #include <optional>
 #include <random>
 #include <thread>
+#include <tuple>
 
 #include <ATen/ATen.h>
 #include <pybind11/chrono.h>
@@ -77,18 +78,12 @@ struct Handle {
   std::shared_ptr<ep::Handle> of;
 };
 
-struct Dispatched {
-  at::Tensor rows;
-  std::optional<at::Tensor> scales;
-  at::Tensor counts, sources, ranges;
-  Handle handle;
-  std::shared_ptr<Work> work;
-};
-
-struct Combined {
-  at::Tensor x, missing;
-  std::shared_ptr<Work> work;
-};
+// Tuples, not classes with properties: of a call with one token each property is one percent.
+// Rows, scales, counts, sources, ranges.
+using Dispatched = std::tuple<at::Tensor, std::optional<at::Tensor>, at::Tensor, at::Tensor,
+                              at::Tensor, Handle, std::shared_ptr<Work>>;
+// What was added up, and what of it is missing.
+using Combined = std::tuple<at::Tensor, at::Tensor, std::shared_ptr<Work>>;
 
 Bytes toBytes(const py::bytes& bytes) {
   const std::string text = bytes;
@@ -190,7 +185,6 @@ class EpBuffer {
     if (waits) requireTensor(*waits, "wait stats", at::kLong, {size_});
 
     const int64_t rows = size_ * maxTokens, hidden = x.size(1);
-    Dispatched result{.handle = {buffer_, handle}};
     call.format = !usesFp8      ? ep::RowFormat::kBf16
                   : roundsScale ? ep::RowFormat::kFp8Rounded
                                 : ep::RowFormat::kFp8;
@@ -201,25 +195,26 @@ class EpBuffer {
     call.x = reinterpret_cast<const uint16_t*>(x.const_data_ptr());
     call.rows = buffer().nextRecv();
     const auto dtype = usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16;
-    result.rows = inMemory(call.rows, {local, rows, hidden}, {rows * hidden, hidden, 1}, dtype);
+    at::Tensor received = inMemory(call.rows, {local, rows, hidden}, {rows * hidden, hidden, 1}, dtype);
+    std::optional<at::Tensor> scales;
     if (usesFp8) {
-      const int64_t scales = int64_t(ep::scalesOf(size_t(hidden)));
-      const int64_t words = packsScales ? (scales + 3) / 4 : scales;
+      const int64_t numScales = int64_t(ep::scalesOf(size_t(hidden)));
+      const int64_t words = packsScales ? (numScales + 3) / 4 : numScales;
       call.scales = call.rows + ep::roundUp(size_t(local * rows * hidden), 64);
-      result.scales = inMemory(call.scales, {local, rows, words}, {words * rows, 1, rows},
+      scales = inMemory(call.scales, {local, rows, words}, {words * rows, 1, rows},
                                packsScales ? at::kInt : at::kFloat);
     }
-    result.counts = at::empty({local}, at::kInt);
-    result.sources = at::empty({local, rows}, at::kInt);
-    result.ranges = at::empty({local, size_}, at::kLong);
-    call.counts = result.counts.mutable_data_ptr<int32_t>();
-    call.sources = result.sources.mutable_data_ptr<int32_t>();
-    call.ranges = result.ranges.mutable_data_ptr<int64_t>();
+    at::Tensor counts = at::empty({local}, at::kInt);
+    at::Tensor sources = at::empty({local, rows}, at::kInt);
+    at::Tensor ranges = at::empty({local, size_}, at::kLong);
+    call.counts = counts.mutable_data_ptr<int32_t>();
+    call.sources = sources.mutable_data_ptr<int32_t>();
+    call.ranges = ranges.mutable_data_ptr<int64_t>();
     if (addedCounts) call.addedCounts = addedCounts->mutable_data_ptr<int32_t>();
     if (waits) call.waits = waits->mutable_data_ptr<int64_t>();
-    result.work = submit(
+    auto work = submit(
         [call = std::move(call), activeRanks, size = size_,
-         kept = std::vector<at::Tensor>{x, result.counts, result.sources, result.ranges,
+         kept = std::vector<at::Tensor>{x, counts, sources, ranges,
                                         addedCounts.value_or(at::Tensor()),
                                         waits.value_or(at::Tensor())}](
             const ep::Memory& memory) mutable -> Status {
@@ -229,7 +224,8 @@ class EpBuffer {
           return Status();
         },
         inBackground);
-    return result;
+    return {std::move(received), std::move(scales), std::move(counts), std::move(sources),
+            std::move(ranges), Handle{buffer_, handle}, std::move(work)};
   }
 
   Combined combine(const at::Tensor& x, const at::Tensor& topk, const at::Tensor& weights,
@@ -277,17 +273,17 @@ class EpBuffer {
     call.deadline = deadlineIn(timeout_);
     call.patience = patienceOf(timeoutMicros);
     call.handle = handle.of;
-    Combined result{.x = out ? *out : at::empty({tokens, hidden}, at::kBFloat16),
-                    .missing = at::empty({tokens}, at::kBool)};
+    at::Tensor combined = out ? *out : at::empty({tokens, hidden}, at::kBFloat16);
+    at::Tensor missing = at::empty({tokens}, at::kBool);
     // In mode `raise` a tensor of the caller's is as it was when the call ends with a loss.
-    const at::Tensor sum = out && raises_ ? at::empty_like(*out) : result.x;
+    const at::Tensor sum = out && raises_ ? at::empty_like(*out) : combined;
     call.combined = reinterpret_cast<uint16_t*>(sum.mutable_data_ptr());
-    call.missing = result.missing.mutable_data_ptr<bool>();
+    call.missing = missing.mutable_data_ptr<bool>();
     if (waits) call.waits = waits->mutable_data_ptr<int64_t>();
     inPlace_.reset();
-    result.work = submit(
-        [call = std::move(call), activeRanks, size = size_, sum, target = result.x,
-         kept = std::vector<at::Tensor>{x, weights, result.missing, waits.value_or(at::Tensor())}](
+    auto work = submit(
+        [call = std::move(call), activeRanks, size = size_, sum, target = combined,
+         kept = std::vector<at::Tensor>{x, weights, missing, waits.value_or(at::Tensor())}](
             const ep::Memory& memory) mutable -> Status {
           ep::Ending ending;
           MOONCAKE_TRY(ep::combine(memory, call, ending));
@@ -297,7 +293,7 @@ class EpBuffer {
           return Status();
         },
         inBackground);
-    return result;
+    return {std::move(combined), std::move(missing), std::move(work)};
   }
 
   at::Tensor nextCombineBuffer(const Handle& handle) {
@@ -455,18 +451,6 @@ void bindEp(py::module_& m) {
       .def_property_readonly("num_max_tokens",
                              [](const Handle& h) { return h.of->shape.maxTokens; })
       .def_property_readonly("hidden", [](const Handle& h) { return h.of->shape.hidden; });
-  py::class_<Dispatched>(m, "EpDispatch")
-      .def_readonly("recv_x", &Dispatched::rows)
-      .def_readonly("scales", &Dispatched::scales)
-      .def_readonly("recv_count", &Dispatched::counts)
-      .def_readonly("src_info", &Dispatched::sources)
-      .def_readonly("layout_range", &Dispatched::ranges)
-      .def_readonly("handle", &Dispatched::handle)
-      .def_readonly("work", &Dispatched::work);
-  py::class_<Combined>(m, "EpCombine")
-      .def_readonly("combined_x", &Combined::x)
-      .def_readonly("missing_contributions", &Combined::missing)
-      .def_readonly("work", &Combined::work);
   const auto none = py::none();
   py::class_<EpBuffer>(m, "EpBuffer")
       .def(py::init<int, int, size_t, Seconds,
@@ -486,13 +470,13 @@ void bindEp(py::module_& m) {
           py::arg("num_max_tokens"), py::arg("hidden"), py::arg("num_ranks"),
           py::arg("num_experts"))
       .def("dispatch", &EpBuffer::dispatch, py::arg("x"), py::arg("topk_idx"),
-           py::arg("num_max_tokens"), py::arg("num_experts"), py::kw_only(), py::arg("use_fp8"),
+           py::arg("num_max_tokens"), py::arg("num_experts"), py::arg("use_fp8"),
            py::arg("round_scale") = false, py::arg("use_ue8m0") = false,
            py::arg("active_ranks") = none, py::arg("timeout_us") = -1,
            py::arg("background") = false, py::arg("cumulative_recv_stats") = none,
            py::arg("wait_stats") = none)
       .def("combine", &EpBuffer::combine, py::arg("x"), py::arg("topk_idx"),
-           py::arg("topk_weights"), py::arg("handle"), py::kw_only(), py::arg("use_logfmt") = false,
+           py::arg("topk_weights"), py::arg("handle"), py::arg("use_logfmt") = false,
            py::arg("zero_copy") = false, py::arg("out") = none, py::arg("active_ranks") = none,
            py::arg("timeout_us") = -1, py::arg("background") = false, py::arg("wait_stats") = none)
       .def("next_combine_buffer", &EpBuffer::nextCombineBuffer, py::arg("handle"))

@@ -8,10 +8,13 @@
 namespace mooncake {
 namespace {
 
-std::string sizesOf(const at::Tensor& tensor) {
+// Negative ones stand for any.
+std::string textOf(at::IntArrayRef sizes) {
   std::string text = "[";
-  for (const int64_t size : tensor.sizes())
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  for (const int64_t size : sizes) {
+    text += text.size() > 1 ? ", " : "";
+    text += size < 0 ? "any" : std::to_string(size);
+  }
   return text + "]";
 }
 
@@ -52,18 +55,15 @@ std::vector<int32_t> narrow(const at::Tensor& topk, int numExperts) {
 }  // namespace
 
 void requireTensor(const at::Tensor& tensor, const char* what, at::ScalarType dtype,
-                   std::vector<int64_t> sizes) {
+                   std::initializer_list<int64_t> sizes) {
   TORCH_CHECK_VALUE(tensor.is_cpu(), what, " is on ", tensor.device(),
                     ": this buffer takes CPU tensors (staged=True copies those of a device)");
   TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, what, " is ", nameOf(tensor.scalar_type()),
                     ", due is ", nameOf(dtype));
-  bool fits = tensor.dim() == int64_t(sizes.size());
-  std::string wanted = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    wanted += (i ? ", " : "") + (sizes[i] < 0 ? std::string("any") : std::to_string(sizes[i]));
-    fits = fits && (sizes[i] < 0 || tensor.size(int64_t(i)) == sizes[i]);
-  }
-  TORCH_CHECK_VALUE(fits, what, " has the sizes ", sizesOf(tensor), ", due are ", wanted, "]");
+  const bool fits = std::ranges::equal(
+      tensor.sizes(), sizes, [](int64_t size, int64_t due) { return due < 0 || size == due; });
+  TORCH_CHECK_VALUE(fits, what, " has the sizes ", textOf(tensor.sizes()), ", due are ",
+                    textOf(sizes));
   TORCH_CHECK_VALUE(tensor.is_contiguous(), what, " is not contiguous: call .contiguous() on it");
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -13,7 +14,7 @@
 namespace mooncake {
 
 void requireTensor(const at::Tensor& tensor, const char* what, at::ScalarType dtype,
-                   std::vector<int64_t> sizes);  // -1: any size
+                   std::initializer_list<int64_t> sizes);  // -1: any size
 // [tokens][top-k] of int64 or int32, as 32 bits: -1, or below numExperts.
 std::vector<int32_t> chosenExperts(const at::Tensor& topk, int64_t tokens, int numExperts);
 // Of the first `size` elements those that are not 0.
