@@ -325,6 +325,48 @@ TEST_F(StreamTest, CloseWaitsForTheEndThatIsBeingReported) {
   mayEnd.count_down();
 }
 
+// A request that waited for all the answers before it would make two that fetch from each other
+// take turns.
+TEST(SendQueueTest, AFrameWaitsForOnePieceAtMost) {
+  constexpr size_t kAnswer = size_t(4) << 20;
+  RegionTable regions;
+  TransferTable transfers;
+  SendQueue queue(regions, transfers);
+  Bytes memory(kAnswer);
+  auto region = regions.add(memory.data(), memory.size(), kRemoteRead);
+  ASSERT_TRUE(region.ok());
+  ASSERT_TRUE(queue.answer({.kind = wire::Kind::kGet,
+                            .request = 1,
+                            .key = region->remote().key,
+                            .length = kAnswer}));
+  auto [here, there] = socketPair(300 << 10);
+  for (size_t some = 1; some > 0;) {
+    const auto taken = queue.sendSome(here.get());
+    ASSERT_TRUE(taken.ok());
+    some = *taken;
+  }
+  ASSERT_FALSE(queue.betweenFrames()) << "the socket took whole pieces: the test shows nothing";
+  queue.add({.kind = wire::Kind::kBeat});
+
+  Bytes sent(kAnswer + (size_t(1) << 20));
+  size_t got = 0, before = 0;
+  while (!queue.empty()) {
+    const ssize_t read = ::recv(there.get(), sent.data() + got, sent.size() - got, 0);
+    if (read > 0) got += size_t(read);
+    if (before == 0) before = got;  // what stood in the socket
+    ASSERT_TRUE(queue.sendSome(here.get()).ok());
+  }
+  size_t beatAt = 0;
+  for (size_t at = 0; at + wire::kHeaderBytes <= got && beatAt == 0;) {
+    const auto header = wire::decode(ByteView(sent).subspan(at, wire::kHeaderBytes));
+    ASSERT_TRUE(header.ok());
+    if (header->kind == wire::Kind::kBeat) beatAt = at;
+    at += wire::kHeaderBytes + (wire::hasPayload(header->kind) ? header->length : 0);
+  }
+  ASSERT_GT(beatAt, 0u);
+  EXPECT_LE(beatAt, before + wire::kMaxPieceBytes + wire::kHeaderBytes);
+}
+
 TEST(WireTest, EveryFieldComesBack) {
   const wire::Header put{
       .kind = wire::Kind::kPut, .key = 1, .offset = 2, .length = 3, .signalOffset = 64, .stamp = 5};

@@ -167,6 +167,7 @@ Result<size_t> SendQueue::sendJobs(int socket) {
     if (planned.payload > 0) parts[count++] = vectorOf(payload, planned.payload);
     bytes += wire::kHeaderBytes + planned.payload;
     ++pieces;
+    if (!frames_.empty()) break;              // they come next, and so would wait for all of these
     if (planned.payload < piece.left) break;  // it is filled up, which takes its time
     begun = piece.position + piece.left;
     if (piece.last) {

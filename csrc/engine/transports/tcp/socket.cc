@@ -49,7 +49,9 @@ void tune(int socket) {
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
-void keepLocalQueueShort(int socket) {
+void keepQueueShort(int socket) {
+  const int unsent = 256 << 10;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof(unsent));
   Sockaddr here{}, there{};
   here.length = there.length = sizeof(here.v6);
   if (::getsockname(socket, &here.generic, &here.length) != 0) return;

@@ -58,7 +58,7 @@ std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, F
 // Under the lock.
 void TcpChannel::startLane(size_t index, Fd socket) {
   Lane& lane = lanes_[index];
-  keepLocalQueueShort(socket.get());
+  keepQueueShort(socket.get());
   lane.life.fetch_add(1, std::memory_order_relaxed);
   if (lane.connection) {
     lane.connection->reconnect(std::move(socket));
