@@ -298,12 +298,12 @@ class Runtime:
         return Staging(x)
 
     def _is_plain(self, *tensors: Tensor | None) -> bool:
-        """What cannot be said of them here, the native buffer says. A plain loop: a call of one
-        token takes as long as ten of these lines written otherwise."""
+        """What cannot be said of them here, the native buffer says; subclasses go the long way.
+        A loop and no generator: of a call of one token that is some percent."""
         if self.staged:
             return False
         for tensor in tensors:
-            if tensor is not None and not (isinstance(tensor, Tensor) and tensor.is_cpu):
+            if tensor is not None and not (type(tensor) is Tensor and tensor.is_cpu):
                 return False
         return True
 

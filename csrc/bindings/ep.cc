@@ -195,14 +195,15 @@ class EpBuffer {
     call.x = reinterpret_cast<const uint16_t*>(x.const_data_ptr());
     call.rows = buffer().nextRecv();
     const auto dtype = usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16;
-    at::Tensor received = inMemory(call.rows, {local, rows, hidden}, {rows * hidden, hidden, 1}, dtype);
+    at::Tensor received =
+        inMemory(call.rows, {local, rows, hidden}, {rows * hidden, hidden, 1}, dtype);
     std::optional<at::Tensor> scales;
     if (usesFp8) {
       const int64_t numScales = int64_t(ep::scalesOf(size_t(hidden)));
       const int64_t words = packsScales ? (numScales + 3) / 4 : numScales;
       call.scales = call.rows + ep::roundUp(size_t(local * rows * hidden), 64);
       scales = inMemory(call.scales, {local, rows, words}, {words * rows, 1, rows},
-                               packsScales ? at::kInt : at::kFloat);
+                        packsScales ? at::kInt : at::kFloat);
     }
     at::Tensor counts = at::empty({local}, at::kInt);
     at::Tensor sources = at::empty({local, rows}, at::kInt);
@@ -214,9 +215,9 @@ class EpBuffer {
     if (waits) call.waits = waits->mutable_data_ptr<int64_t>();
     auto work = submit(
         [call = std::move(call), activeRanks, size = size_,
-         kept = std::vector<at::Tensor>{x, counts, sources, ranges,
-                                        addedCounts.value_or(at::Tensor()),
-                                        waits.value_or(at::Tensor())}](
+         kept =
+             std::vector<at::Tensor>{x, counts, sources, ranges, addedCounts.value_or(at::Tensor()),
+                                     waits.value_or(at::Tensor())}](
             const ep::Memory& memory) mutable -> Status {
           ep::Ending ending;
           MOONCAKE_TRY(ep::dispatch(memory, call, ending));
@@ -224,8 +225,8 @@ class EpBuffer {
           return Status();
         },
         inBackground);
-    return {std::move(received), std::move(scales), std::move(counts), std::move(sources),
-            std::move(ranges), Handle{buffer_, handle}, std::move(work)};
+    return {std::move(received), std::move(scales),       std::move(counts), std::move(sources),
+            std::move(ranges),   Handle{buffer_, handle}, std::move(work)};
   }
 
   Combined combine(const at::Tensor& x, const at::Tensor& topk, const at::Tensor& weights,

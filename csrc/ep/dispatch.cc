@@ -12,7 +12,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <optional>
+#include <utility>
 
 #include "base/failpoint.h"
 #include "ep/calls.h"
@@ -77,7 +80,8 @@ class Dispatch final : public Algorithm {
   // The rows for one rank that does not map us, or for all of its host.
   struct Packed {
     std::vector<uint32_t> tokens;
-    size_t offset = 0;  // in the send memory; only of those that do not go with the table
+    size_t offset = 0;    // in the send memory; only of those that do not go with the table
+    bool areAll = false;  // `tokens` or not: all stand there, at `offset` 0
   };
 
   void stage(const Operation& op) {
@@ -96,7 +100,7 @@ class Dispatch final : public Algorithm {
       if (std::ranges::binary_search(host, op.rank())) continue;
       auto tokens = tokensFor(handle_.chosen, handle_.topk, experts_, host);
       if (shared_->isShared(host, tokens.size())) {
-        const Packed packed{std::move(tokens), offset};
+        Packed packed{std::move(tokens), offset};
         offset = pack(op, packed);
         for (const int r : host) packed_[size_t(r)] = packed;
         continue;
@@ -114,8 +118,13 @@ class Dispatch final : public Algorithm {
     }
   }
 
-  // Where the next ones go.
-  size_t pack(const Operation& op, const Packed& packed) const {
+  // Where the next ones go. Where nearly all are wanted, the few others cost less on the way than
+  // copying all of these costs here.
+  size_t pack(const Operation& op, Packed& packed) const {
+    if (16 * packed.tokens.size() >= 15 * handle_.tokens) {
+      packed.areAll = true;
+      return std::exchange(packed.offset, 0);
+    }
     std::byte* const staging = memory_.send(op.number());
     size_t offset = packed.offset;
     for (const uint32_t t : packed.tokens) {
@@ -129,7 +138,7 @@ class Dispatch final : public Algorithm {
     const Packed& packed = packed_[size_t(to)];
     const size_t bytes = packed.tokens.size() * rowBytes_;
     table.rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload : RowsAt::kStaging;
-    table.packedRows = uint32_t(packed.tokens.size());
+    table.packedRows = uint32_t(packed.areAll ? handle_.tokens : packed.tokens.size());
     table.packedOffset = memory_.layout.send(op.number()) + packed.offset;
     const Bytes encoded = table.encode(shape_.numExperts);
     std::byte* at = std::ranges::copy(encoded, payload).out;
@@ -162,7 +171,7 @@ class Dispatch final : public Algorithm {
 
   // A row for one of our experts.
   struct Arrival {
-    enum Way : uint8_t { kMapped, kLanded } way;
+    enum Way : uint8_t { kHere, kFetched } way;
     const std::byte* row;  // in sent form
     uint32_t expert;       // local
     uint32_t place;
@@ -181,17 +190,21 @@ class Dispatch final : public Algorithm {
     for (const auto& [r, table] : tables) participants.add(r);
     for (const auto& [r, table] : tables) participants &= table.mask;
 
-    Fetches fetches(op);
+    std::deque<Fetch> fetches;
     const auto areAnyShared = startFetches(op, tables, participants, fetches);
     if (!areAnyShared.ok()) return areAnyShared.error();
     MOONCAKE_TRY(plan(op, tables, participants));
-    copyRows(Arrival::kMapped);  // while the others come
-    MOONCAKE_TRY(fetches.await());
+    copyRows(Arrival::kHere);  // while the others come
+    size_t copied = 0;         // of the arrivals
+    for (Fetch& fetch : fetches) {
+      MOONCAKE_TRY(fetch.rows.await());
+      if (!*areAnyShared) copied = copyFetched(copied, fetch.target);
+    }
     if (*areAnyShared) {
       MOONCAKE_TRY(op.publishReady({}));
       MOONCAKE_TRY(op.awaitAllReady());
+      copyRows(Arrival::kFetched);
     }
-    copyRows(Arrival::kLanded);
     if (call_.format != RowFormat::kBf16) copyScales();
     writeHandle(op, std::move(participants));
     return {};
@@ -201,12 +214,20 @@ class Dispatch final : public Algorithm {
   struct Landed {
     const std::byte* rows = nullptr;  // packed
     std::span<const int> readers;
+    bool isFetched = false;
   };
+  // Some of them on their way: when the first have come, they are copied while the others come.
+  struct Fetch {
+    explicit Fetch(Operation& op, std::span<std::byte> to) : rows(op), target(to) {}
+    Fetches rows;
+    std::span<std::byte> target;
+  };
+  static constexpr size_t kFetchBytes = size_t(512) << 10;
   using Tables = std::vector<std::pair<int, DispatchTable>>;
 
   // Whether rows are shared on any host: then all say when they have what they fetch.
   Result<bool> startFetches(Operation& op, const Tables& tables, const RankSet& participants,
-                            Fetches& fetches) {
+                            std::deque<Fetch>& fetches) {
     landed_.assign(size_t(op.size()), {});
     if (!shared_) return false;
     const auto& ourHost = shared_->hostOf(op.rank());
@@ -226,7 +247,7 @@ class Dispatch final : public Algorithm {
         areAnyShared = true;
         if (&host != &ourHost) continue;
         isForHost[size_t(r)] = true;
-        if (table.packedRows != rows) return nonsense(op, r);
+        if (table.packedRows != rows && table.packedRows != table.tokens) return nonsense(op, r);
       }
       if (!isForHost[size_t(r)] && isOurs(table, r)) total += table.packedRows * rowBytes_;
     }
@@ -238,20 +259,31 @@ class Dispatch final : public Algorithm {
       const size_t bytes = table.packedRows * rowBytes_;
       if (isForHost[size_t(r)]) {
         const auto [by, offset] = shared_->fetch(r, ourHost);
-        landed_[size_t(r)] = {fetchedRows(tables, op, by, offset, bytes), ourHost};
+        landed_[size_t(r)] = {fetchedRows(tables, op, by, offset, bytes), ourHost, true};
         if (!landed_[size_t(r)].rows) return nonsense(op, by);
         if (by != op.rank()) continue;
-        MOONCAKE_TRY(fetches.start(r, op.slot(r).input, table.packedOffset,
-                                   {memory_.send(op.number()) + offset, bytes}));
+        MOONCAKE_TRY(fetch(op, r, table, {memory_.send(op.number()) + offset, bytes}, fetches));
       } else if (isOurs(table, r) && bytes > 0) {
-        MOONCAKE_TRY(fetches.start(r, op.slot(r).input, table.packedOffset, {at, bytes}));
-        landed_[size_t(r)] = {at, us_};
+        MOONCAKE_TRY(fetch(op, r, table, {at, bytes}, fetches));
+        landed_[size_t(r)] = {at, us_, true};
         at += bytes;
       } else if (op.isPayloadOurs(r)) {
-        landed_[size_t(r)] = {table.payloadRows, us_};
+        landed_[size_t(r)] = {table.payloadRows, us_, false};
       }
     }
     return areAnyShared;
+  }
+
+  Status fetch(Operation& op, int from, const DispatchTable& table, std::span<std::byte> to,
+               std::deque<Fetch>& fetches) const {
+    const size_t step = std::max<size_t>(kFetchBytes / rowBytes_, 1) * rowBytes_;
+    for (size_t at = 0; at < to.size(); at += step) {
+      const auto part = to.subspan(at, std::min(step, to.size() - at));
+      fetches.emplace_back(op, part);
+      MOONCAKE_TRY(
+          fetches.back().rows.start(from, op.slot(from).input, table.packedOffset + at, part));
+    }
+    return {};
   }
 
   // In the send memory of a rank of our host; null: that is not where it says.
@@ -282,7 +314,8 @@ class Dispatch final : public Algorithm {
   }
 
   Status planFrom(const Operation& op, int from, const DispatchTable& table, size_t perExpert) {
-    const auto& [landed, readers] = landed_[size_t(from)];
+    const auto& [landed, readers, isFetched] = landed_[size_t(from)];
+    const bool areAll = table.packedRows == table.tokens;
     const std::byte* staging = nullptr;
     if (!landed) {
       staging = op.group().window().peerArena(from, table.arenaOffset, table.tokens * rowBytes_);
@@ -298,12 +331,12 @@ class Dispatch final : public Algorithm {
         isPacked |= std::ranges::find(readers, owner) != readers.end();
         if (owner != op.rank()) continue;
         const auto e = uint32_t(experts_.local(expert));
-        if (next_[e] == perExpert || (landed && packed == table.packedRows))
+        const size_t index = landed && !areAll ? packed : t;
+        if (next_[e] == perExpert || (landed && index >= table.packedRows))
           return nonsense(op, from);
         call_.sources[e * perExpert + next_[e]] = int32_t(t);
-        arrivals_.push_back({landed ? Arrival::kLanded : Arrival::kMapped,
-                             landed ? landed + packed * rowBytes_ : staging + t * rowBytes_, e,
-                             next_[e]++});
+        arrivals_.push_back({isFetched ? Arrival::kFetched : Arrival::kHere,
+                             (landed ? landed : staging) + index * rowBytes_, e, next_[e]++});
       }
       packed += isPacked;
     }
@@ -318,18 +351,39 @@ class Dispatch final : public Algorithm {
   }
 
   void copyRows(Arrival::Way way) const {
-    const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
-    const bool isFp8 = call_.format != RowFormat::kBf16;
-    const size_t channels = isFp8 ? shape_.hidden : bf16Bytes(shape_.hidden);
-    const size_t skip = isFp8 ? scaleBytes(shape_.hidden) : 0;
-    const CopyHint hint = copyHint(arrivals_.size() * channels);
+    const CopyHint hint = hintForAll();
     for (const Arrival& arrival : arrivals_) {
-      if (arrival.way != way) continue;
-      // Its scales stand in front, and are read last: by then from our cache.
-      for (size_t at = 0; at < skip; at += 64) __builtin_prefetch(arrival.row + at);
-      const size_t row = arrival.expert * perExpert + arrival.place;
-      copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint);
+      if (arrival.way == way) copyArrival(arrival, hint);
     }
+  }
+
+  // Those of the arrivals from `next` on whose rows stand in `landed`, and where to go on. They
+  // come in the order of the fetches: by rank, and then by row.
+  size_t copyFetched(size_t next, std::span<const std::byte> landed) const {
+    const CopyHint hint = hintForAll();
+    const std::byte* const end = landed.data() + landed.size();
+    for (; next < arrivals_.size(); ++next) {
+      const Arrival& arrival = arrivals_[next];
+      if (arrival.way != Arrival::kFetched) continue;
+      if (std::less<>()(arrival.row, landed.data()) || !std::less<>()(arrival.row, end)) break;
+      copyArrival(arrival, hint);
+    }
+    return next;
+  }
+
+  size_t channelBytes() const {
+    return call_.format == RowFormat::kBf16 ? bf16Bytes(shape_.hidden) : shape_.hidden;
+  }
+  CopyHint hintForAll() const { return copyHint(arrivals_.size() * channelBytes()); }
+
+  void copyArrival(const Arrival& arrival, CopyHint hint) const {
+    const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
+    const size_t channels = channelBytes();
+    const size_t skip = call_.format == RowFormat::kBf16 ? 0 : scaleBytes(shape_.hidden);
+    // Its scales stand in front, and are read last: by then from our cache.
+    for (size_t at = 0; at < skip; at += 64) __builtin_prefetch(arrival.row + at);
+    const size_t row = arrival.expert * perExpert + arrival.place;
+    copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint);
   }
 
   // To where rows lie side by side, as matrix products want them: for a cache line's worth of rows

@@ -335,10 +335,8 @@ TEST(SendQueueTest, AFrameWaitsForOnePieceAtMost) {
   Bytes memory(kAnswer);
   auto region = regions.add(memory.data(), memory.size(), kRemoteRead);
   ASSERT_TRUE(region.ok());
-  ASSERT_TRUE(queue.answer({.kind = wire::Kind::kGet,
-                            .request = 1,
-                            .key = region->remote().key,
-                            .length = kAnswer}));
+  ASSERT_TRUE(queue.answer(
+      {.kind = wire::Kind::kGet, .request = 1, .key = region->remote().key, .length = kAnswer}));
   auto [here, there] = socketPair(300 << 10);
   for (size_t some = 1; some > 0;) {
     const auto taken = queue.sendSome(here.get());
