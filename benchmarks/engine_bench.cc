@@ -189,7 +189,7 @@ int first(char** arguments) {
     const double opened = secondsSince(began);
     Mover(*peer->channel, region, buffer, false).move(4096, 4096, 1);
     std::printf("%.0f %.0f\n", opened * 1e6, secondsSince(began) * 1e6);
-    engine->forget(peer);
+    orDie(engine->forget(peer, Deadline::after(std::chrono::seconds(10))));
   }
   return 0;
 }

@@ -22,7 +22,8 @@
 #include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
 #include "engine/message_router.h"
-#include "engine/peer_process.h"
+#include "engine/outbox.h"
+#include "engine/peer.h"
 #include "engine/reconnector.h"
 #include "engine/transports/transport.h"
 
@@ -52,34 +53,15 @@ struct EngineCounters {
   uint64_t retries = 0;  // calls after the first one for a channel, and channels made again
 };
 
-// Another engine, as this one sees it.
-struct Peer : std::enable_shared_from_this<Peer> {
-  EngineId id;
-  std::string name;                  // for the log, once connect() has told it: "rank 3"
-  std::shared_ptr<Channel> channel;  // the route to it
-  // Nothing comes from it any more, and nothing reaches it: it said goodbye, its process ended, or
-  // the connection is lost. `evidence` says which, and was written before. The process may live on,
-  // and touch what it maps: see hasExited() and LeaseTable.
-  std::atomic<bool> disconnected{false};
-  Evidence evidence;
-  PeerProcess process;
-  bool isOurs = false;  // to call, also when the connection broke; else it calls
-
-  // Its process has certainly ended, so nothing of it touches memory any more. Only on our host,
-  // else false. False, too, for one that said goodbye and that our pid namespace does not show.
-  bool hasExited() const;
-  // What it had published when it exited or said goodbye; empty: nothing. Not for the living. Null:
-  // nobody here can know.
-  std::optional<Bytes> lastReport() const;
-};
-
 // Memory that peers may still touch after its owner is done with it.
 struct RetiredMemory {
   ArenaBlock block;
   MemoryRegion region;  // ends before the block
 };
 
-// One rank's door to the memory of other ranks. A process may hold many.
+// One rank's door to the memory of other ranks. A process may hold many. How it begins and ends is
+// in engine.cc, connect() in engine_connect.cc, open() and forget() in engine_open.cc, and what is
+// seen of peers in engine_evidence.cc.
 class Engine {
  public:
   static Result<std::shared_ptr<Engine>> create(EngineOptions options);
@@ -111,8 +93,8 @@ class Engine {
   // log. Blocks until the channel stands; our own endpoint gives null.
   Result<std::shared_ptr<Peer>> open(ByteView endpoint, std::string name, Deadline deadline);
   // Says goodbye, closes the channel, and knows the peer no more. On any thread but those of a
-  // callback.
-  void forget(const std::shared_ptr<Peer>& peer);
+  // callback. kTimeout, and nothing is changed: another thread was still calling it.
+  Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline);
   EngineCounters counters() const;
 
   // Keeps the memory until nobody touches it any more, as `isFree` says; that is asked whenever
@@ -177,7 +159,6 @@ class Engine {
   bool admits(const EngineId& id);
   bool isComing(const EngineId& id) const;
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
-  void sendOutbox();
   void onEnded(const EngineId& id, const Evidence& seen);
   void onExited(const EngineId& id, const std::string& how);
   void onSilent(const std::vector<Liveness::Silent>& silent);
@@ -185,6 +166,8 @@ class Engine {
   void onReconnected(const EngineId& id, const std::optional<Evidence>& how);
   void runOnLoop(std::function<void()> task);
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
+  void hearFarewells();
+  void watchSoon();
   void onFarewell(const EngineId& from, ByteView message);
   Evidence withFarewell(const EngineId& id, const Evidence& evidence) const;
 
@@ -218,12 +201,8 @@ class Engine {
 
   std::atomic<bool> hasLeft_{false};
 
-  std::mutex sendingMutex_;  // one sendOutbox() at a time, or messages would overtake each other
-  std::mutex outboxMutex_;   // guards outbox_ and outboxBytes_; taken after sendingMutex_
-  std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> outbox_;
-  size_t outboxBytes_ = 0;
-
   std::unique_ptr<MessageRouter> topics_;              // the loop uses it until the loop ends
+  std::unique_ptr<Outbox> outbox_;                     // the loop uses it until the loop ends
   std::unique_ptr<Reconnector> reconnector_;           // the loop uses it until the loop ends
   std::vector<std::unique_ptr<EventLoop>> dataLoops_;  // go after the loop has stopped
   std::unique_ptr<EventLoop> loop_;

@@ -2,13 +2,16 @@
 #include <barrier>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <thread>
 
 #include "descriptor_limit.h"
 #include "engine/engine.h"
+#include "engine/route.h"
 #include "engine_side.h"
+#include "silent_listener.h"
 
 // Peers that come and go, by one side alone.
 namespace mooncake {
@@ -43,6 +46,13 @@ std::set<std::string> threadNames() {
     names.insert(name);
   }
   return names;
+}
+
+uint16_t tcpPortOf(const Bytes& endpoint) {
+  const Bytes ofTcp = endpointFor("tcp", endpoint);
+  ByteReader in(ofTcp);
+  (void)in.get<uint16_t>();  // the version
+  return in.get<uint16_t>();
 }
 
 class EngineOpen : public ::testing::TestWithParam<const char*> {
@@ -129,10 +139,10 @@ TEST_P(EngineOpen, WhoIsForgottenCanBeOpenedAnew) {
     ASSERT_TRUE(peer.ok()) << round << ": " << peer.error().message;
     EXPECT_NE(*peer, last);
     expectWorks(*peer, *to, 1000);
-    from->forget(*peer);
+    EXPECT_TRUE(from->forget(*peer, soon()).ok());
     EXPECT_TRUE((*peer)->disconnected);
     EXPECT_FALSE((*peer)->channel->send(Bytes(1)).ok());
-    from->forget(*peer);
+    EXPECT_TRUE(from->forget(*peer, soon()).ok());
     last = *peer;
   }
 }
@@ -192,6 +202,29 @@ TEST_P(EngineOpen, DataThreadsCarryWhatIsLarge) {
 
 INSTANTIATE_TEST_SUITE_P(Wires, EngineOpen, ::testing::Values("inproc", "shm", "tcp"),
                          [](const auto& wire) { return std::string(wire.param); });
+
+// Where a peer listened somebody does now who says nothing: the call lasts as long as it may.
+TEST(EngineForget, DoesNotWaitBeyondItsDeadlineForAnotherThreadsCall) {
+  const auto a = makeEngine("tcp");
+  auto b = makeEngine("tcp");
+  const Bytes endpoint = b->endpoint();
+  const auto peer = a->open(endpoint, "the silent", soon());
+  ASSERT_TRUE(peer.ok()) << peer.error().message;
+  b.reset();
+  ASSERT_TRUE(eventually([&] { return (*peer)->disconnected.load(); }));
+  const test::SilentListener silent(tcpPortOf(endpoint));
+  ASSERT_TRUE(silent.listens());
+  const auto calls = std::async(std::launch::async, [&] {
+    const auto again = a->open(endpoint, "the silent", Deadline::after(3s));
+    EXPECT_FALSE(again.ok());
+  });
+  ASSERT_TRUE(eventually([&] { return a->counters().pending == 1; }));
+  const auto began = Clock::now();
+  const Status early = a->forget(*peer, Deadline::after(50ms));
+  EXPECT_EQ(early.code(), ErrorCode::kTimeout);
+  EXPECT_LT(Clock::now() - began, 2s);
+  EXPECT_TRUE(a->forget(*peer, soon()).ok()) << "when that call has ended";
+}
 
 TEST(EngineDescriptors, WhoHasNoneLeftSaysSoAndRecovers) {
   const auto a = makeEngine("tcp"), b = makeEngine("tcp");
