@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <cstdint>
+#include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -12,21 +13,22 @@ namespace mooncake::test {
 // Takes connections at a port of 127.0.0.1 and never says a word.
 class SilentListener {
  public:
-  explicit SilentListener(uint16_t port = 0) : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
-    const int on = 1;
-    ::setsockopt(socket_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  SilentListener() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
     sockaddr_in address{};
     address.sin_family = AF_INET;
-    address.sin_port = htons(port);
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    listens_ = ::bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
-               ::listen(socket_.get(), 16) == 0;
+    auto* const generic = reinterpret_cast<sockaddr*>(&address);
+    socklen_t bytes = sizeof address;
+    EXPECT_EQ(::bind(socket_.get(), generic, bytes), 0);
+    EXPECT_EQ(::listen(socket_.get(), 16), 0);
+    EXPECT_EQ(::getsockname(socket_.get(), generic, &bytes), 0);
+    port_ = ntohs(address.sin_port);
   }
-  bool listens() const { return listens_; }
+  uint16_t port() const { return port_; }
 
  private:
   Fd socket_;
-  bool listens_ = false;
+  uint16_t port_ = 0;
 };
 
 }  // namespace mooncake::test
