@@ -125,6 +125,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
       .dataLoops = dataLoops,
       .admits = [self](const EngineId& peer) { return self->admits(peer); },
       .peersReturn = engine->options_.peersReturn,
+      .deadAfter = engine->options_.deadAfter,
       .onAccepted =
           [self](EngineId peer, std::shared_ptr<Channel> channel) {
             self->onAccepted(peer, std::move(channel));
@@ -159,6 +160,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   if (engine->transports_.empty())
     return Error{ErrorCode::kUnsupported, "no transport works on this machine"};
   engine->hearFarewells();
+  if (engine->options_.idleAfter.count() > 0) engine->loop_->post([self] { self->collect(); });
   return engine;
 }
 
@@ -202,7 +204,13 @@ Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_
 EngineCounters Engine::counters() const {
   std::lock_guard lock(mutex_);
   EngineCounters now = counters_;
-  for (const auto& [id, peer] : peers_) now.active += !peer->disconnected;
+  for (const auto& [id, peer] : peers_) {
+    if (peer->disconnected) continue;
+    ++now.active;
+    now.connections += peer->channel->connections();
+  }
+  now.bytesRead = bytesRead_.load(std::memory_order_relaxed);
+  now.bytesWritten = bytesWritten_.load(std::memory_order_relaxed);
   now.pending = calling_.size();
   return now;
 }

@@ -39,6 +39,12 @@ struct EngineOptions {
   // A peer whose channel has ended may begin another, by open(). Who draws conclusions from ends
   // (a group's ranks) does not want that.
   bool peersReturn = false;
+  // Connections beside a peer's first that carry nothing for this long end, and so does what is
+  // kept of a peer that has been gone for as long; looked at twice in that time. 0: never.
+  std::chrono::milliseconds idleAfter{0};
+  // A connection over which the peer's kernel answers nothing for so long counts as broken. 0: for
+  // whoever observes, liveness finds out.
+  std::chrono::milliseconds deadAfter{0};
 };
 
 // The key of engines that have none: known to everybody, so it keeps nobody out. Said in the log.
@@ -46,11 +52,15 @@ Bytes publicKey();
 
 // What an engine has done, and what is there now.
 struct EngineCounters {
-  uint64_t opened = 0;   // channels that stood up, called or accepted
-  uint64_t reused = 0;   // answers of open() with a channel that stood already
-  uint64_t active = 0;   // peers that are connected
-  uint64_t pending = 0;  // calls under way
-  uint64_t retries = 0;  // calls after the first one for a channel, and channels made again
+  uint64_t opened = 0;       // channels that stood up, called or accepted
+  uint64_t reused = 0;       // answers of open() with a channel that stood already
+  uint64_t active = 0;       // peers that are connected
+  uint64_t pending = 0;      // calls under way
+  uint64_t retries = 0;      // calls after the first one for a channel, and channels made again
+  uint64_t connections = 0;  // that stand, of all peers
+  uint64_t collected = 0;    // connections that were idle, and peers that were gone
+  uint64_t bytesRead = 0;    // by transfers that ended well, where somebody counts them
+  uint64_t bytesWritten = 0;
 };
 
 // Memory that peers may still touch after its owner is done with it.
@@ -96,6 +106,9 @@ class Engine {
   // callback. kTimeout, and nothing is changed: another thread was still calling it.
   Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline);
   EngineCounters counters() const;
+  // For its counters: so much has been moved.
+  void countRead(uint64_t bytes) { bytesRead_.fetch_add(bytes, std::memory_order_relaxed); }
+  void countWritten(uint64_t bytes) { bytesWritten_.fetch_add(bytes, std::memory_order_relaxed); }
 
   // Keeps the memory until nobody touches it any more, as `isFree` says; that is asked whenever
   // more is retired.
@@ -158,6 +171,7 @@ class Engine {
   Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline);
   bool admits(const EngineId& id);
   bool isComing(const EngineId& id) const;
+  void collect();
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
   void onEnded(const EngineId& id, const Evidence& seen);
   void onExited(const EngineId& id, const std::string& how);
@@ -185,7 +199,7 @@ class Engine {
   std::set<EngineId> calling_;
   // Who has been let in and is not there yet, and until when we wait for it.
   std::map<EngineId, Clock::time_point> admitted_;
-  EngineCounters counters_;  // but for what is counted when asked
+  EngineCounters counters_;  // but for what is counted elsewhere, or when asked
   // Of peers that ended before remember() had their channels in its hands.
   std::map<EngineId, Evidence> endedEarly_;
   // Of all that connect() was asked for: where a peer listens.
@@ -200,6 +214,7 @@ class Engine {
   std::map<EngineId, Farewell> farewells_;  // of those whose goodbye may come now
 
   std::atomic<bool> hasLeft_{false};
+  std::atomic<uint64_t> bytesRead_{0}, bytesWritten_{0};
 
   std::unique_ptr<MessageRouter> topics_;              // the loop uses it until the loop ends
   std::unique_ptr<Outbox> outbox_;                     // the loop uses it until the loop ends

@@ -2,8 +2,8 @@
 #include <cerrno>
 #include <chrono>
 #include <poll.h>
-#include <random>
 
+#include "base/backoff.h"
 #include "engine/engine.h"
 #include "engine/route.h"
 
@@ -73,7 +73,6 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
   if (!owner.ok()) return owner.error();
   const EngineId id = *owner;
   if (id == this->id()) return std::shared_ptr<Peer>();
-  std::minstd_rand random(std::random_device{}());
   Clock::duration pause = kLeastPause;
   for (bool isFirst = true;; isFirst = false) {
     {
@@ -112,13 +111,12 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
                    "cannot connect to " + name + ": " + channel.error().message};
     }
     // Its own call comes, or it is about to see that the last channel has ended.
-    const auto jitter = pause * int64_t(random() % 512) / 1024;
     const auto there = [&] {
       const auto peer = known(id);
       return (peer && !peer->disconnected) || isComing(id);
     };
-    arrived_.wait_until(lock, std::min(deadline.when(), Clock::now() + pause / 2 + jitter), there);
-    pause = std::min<Clock::duration>(2 * pause, kMostPause);
+    arrived_.wait_until(lock, std::min(deadline.when(), Clock::now() + jittered(pause)), there);
+    pause = doubled(pause, kMostPause);
   }
 }
 
@@ -164,6 +162,39 @@ Status Engine::forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
   calling_.erase(id);
   arrived_.notify_all();
   return {};
+}
+
+// On the loop's thread, again and again.
+void Engine::collect() {
+  const auto now = Clock::now();
+  std::vector<std::shared_ptr<Peer>> standing, gone;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, peer] : peers_) {
+      if (!peer->disconnected) {
+        standing.push_back(peer);
+      } else if (peer->evidence.when + options_.idleAfter < now && !calling_.contains(id)) {
+        gone.push_back(peer);
+      }
+    }
+    for (const auto& peer : gone) {
+      peers_.erase(peer->id);
+      endpoints_.erase(peer->id);
+    }
+    counters_.collected += gone.size();
+  }
+  for (const auto& peer : gone) {
+    liveness_->unwatch(peer->id);
+    reconnector_->drop(peer->id);
+    farewells_.erase(peer->id);
+  }
+  size_t rested = 0;
+  for (const auto& peer : standing) rested += peer->channel->restConnections();
+  {
+    std::lock_guard lock(mutex_);
+    counters_.collected += rested;
+  }
+  loop_->runAt(Deadline::after(options_.idleAfter / 2), [this] { collect(); });
 }
 
 void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {

@@ -4,6 +4,7 @@
 #include <fstream>
 #include <future>
 #include <gtest/gtest.h>
+#include <random>
 #include <sys/socket.h>
 #include <thread>
 
@@ -203,6 +204,99 @@ TEST_P(EngineOpen, DataThreadsCarryWhatIsLarge) {
 
 INSTANTIATE_TEST_SUITE_P(Wires, EngineOpen, ::testing::Values("inproc", "shm", "tcp"),
                          [](const auto& wire) { return std::string(wire.param); });
+
+class IdleConnections : public ::testing::Test {
+ protected:
+  void make(std::chrono::milliseconds idleAfter) {
+    for (auto* engine : {&a_, &b_}) {
+      EngineOptions options{.jobKey = publicKey(),
+                            .logName = "engine",
+                            .arenaBytes = size_t(1) << 30,
+                            .dataThreads = 1,
+                            .peersReturn = true,
+                            .idleAfter = idleAfter};
+      options.env.transports = {"tcp"};
+      options.env.hostIp = "127.0.0.1";
+      auto made = Engine::create(std::move(options));
+      ASSERT_TRUE(made.ok()) << made.error().message;
+      *engine = *made;
+    }
+    auto peer = a_->open(b_->endpoint(), "other", soon());
+    ASSERT_TRUE(peer.ok());
+    there_ = *peer;
+    peer = b_->open(a_->endpoint(), "other", soon());
+    ASSERT_TRUE(peer.ok());
+    back_ = *peer;
+  }
+  static void move(Engine& owner, const std::shared_ptr<Peer>& peer, size_t bytes) {
+    Bytes there(bytes), back(bytes);
+    auto region = owner.regions().add(there.data(), there.size(), kRemoteRead | kRemoteWrite);
+    ASSERT_TRUE(region.ok());
+    const Bytes data = pattern(bytes, 1);
+    Doorbell bell;
+    Completion completion(&bell);
+    ASSERT_TRUE(peer->channel->write({region->remote(), 0, data, &completion}).ok());
+    ASSERT_TRUE(eventually([&] { return completion.finished(); }));
+    ASSERT_EQ(completion.error.load(), ErrorCode::kOk);
+    ASSERT_TRUE(peer->channel->get({region->remote(), 0, back, &completion}).ok());
+    ASSERT_TRUE(eventually([&] { return completion.finished(); }));
+    ASSERT_EQ(completion.error.load(), ErrorCode::kOk);
+    ASSERT_TRUE(back == data);
+  }
+  bool bothHave(uint64_t connections) const {
+    return a_->counters().connections == connections && b_->counters().connections == connections;
+  }
+
+  std::shared_ptr<Engine> a_, b_;
+  std::shared_ptr<Peer> there_, back_;
+};
+
+TEST_F(IdleConnections, EndButForTheFirstAndComeBackAtNeed) {
+  make(200ms);
+  for (int round = 0; round < 3; ++round) {
+    ASSERT_TRUE(eventually([&] {
+      move(*b_, there_, 300000);
+      return bothHave(3);
+    })) << round;
+    ASSERT_TRUE(eventually([&] { return bothHave(1); })) << round;
+    EXPECT_EQ(a_->counters().collected, 2u * (round + 1)) << "who made them ends them";
+    EXPECT_FALSE(there_->disconnected);
+    move(*a_, back_, 1000);
+  }
+  EXPECT_EQ(a_->counters().retries, 0u);
+  EXPECT_EQ(b_->counters().retries, 0u);
+}
+
+// Both sides begin transfers at all moments of a lane's end.
+TEST_F(IdleConnections, NothingIsLostToATransferThatBeginsAsTheyEnd) {
+  make(4ms);
+  const auto until = Clock::now() + 2s;
+  std::vector<std::future<void>> movers;
+  for (auto [owner, peer] : {std::pair(b_, there_), std::pair(a_, back_)}) {
+    movers.push_back(std::async(std::launch::async, [owner = owner, peer = peer, until] {
+      std::minstd_rand random(1);
+      while (Clock::now() < until && !HasFatalFailure()) {
+        move(*owner, peer, random() % 2 ? 1000 : 200000);
+        std::promise<void> later;
+        owner->loop().runAt(Deadline::after(std::chrono::milliseconds(random() % 8)),
+                            [&] { later.set_value(); });
+        later.get_future().wait();
+      }
+    }));
+  }
+  for (auto& mover : movers) mover.wait();
+  EXPECT_GT(a_->counters().collected, 20u);
+  EXPECT_EQ(a_->counters().retries + b_->counters().retries, 0u) << "a connection broke";
+}
+
+TEST_F(IdleConnections, WhatIsKeptOfThoseWhoAreGoneGoes) {
+  make(100ms);
+  move(*b_, there_, 1000);
+  b_.reset();
+  ASSERT_TRUE(eventually([&] { return there_->disconnected.load(); }));
+  EXPECT_TRUE(eventually([&] { return there_.use_count() == 1; }));
+  EXPECT_EQ(a_->counters().collected, 1u);
+}
 
 // Where a peer listens somebody does who says nothing: the call lasts as long as it may.
 TEST(EngineForget, DoesNotWaitBeyondItsDeadlineForAnotherThreadsCall) {
