@@ -157,7 +157,7 @@ def test_many_threads_at_once(wire):
 
 def many_small(me, side, target, there):
     """Each a batch of its own, all of them waiting at once."""
-    count, size = 20_000, 4096
+    count, size = 100_000, 4096
     slots = BYTES // size
     side.fill(5)
     before = resident()
@@ -172,6 +172,32 @@ def many_small(me, side, target, there):
     assert grown < 1500 * count, f"{grown} bytes for {count} transfers"
     assert side.engine.get_batch_transfer_status(batches) == 0
     return side.memory.tobytes()
+
+
+def counts(me, side, target, there):
+    """Before, and after a few transfers: what the counters say of them."""
+    engine, here = side.engine, side.address
+    before = engine.get_counters()
+    assert engine.transfer_sync_read(target, here, there, BYTES) == 0
+    assert engine.batch_transfer_sync_write(target, [here] * 2, [there] * 2, [4096] * 2) == 0
+    assert engine.transfer_sync_read(target, here, there + BYTES, 4096) == -1
+    assert engine.transfer_sync_read(side.session, here, here, 8) == 0
+    return before, engine.get_counters(), engine.get_limits()
+
+
+def test_counters_and_limits(wire):
+    env = {"MC_TCP_MAX_CONNECTIONS": "7", "MC_NUM_TCP_IO_THREADS": "3"}
+    before, after, limits = harness.run_ranks(2, engines.serve, counts, **over(wire, **env))[1]
+    assert set(before.values()) == {0}
+    connections = after.pop("connections")
+    assert 1 <= connections <= (3 if wire == "tcp" else 1)
+    assert after.pop("reused") >= 0
+    nothing = dict.fromkeys(("pending", "retries", "collected"), 0)
+    moved = {"bytes_read": BYTES + 8, "bytes_written": 8192}
+    assert after == {"opened": 1, "active": 1, **nothing, **moved}
+    assert limits["transfers"] == 7
+    assert limits["io_threads"] == 3
+    assert limits["registrations"] >= 1 << 16
 
 
 def resident():
@@ -715,7 +741,10 @@ def meets_strangers(me, side, target, there):
 
 
 def test_strangers_at_the_session_port():
-    harness.run_ranks(2, engines.serve, meets_strangers, **over("tcp"))
+    with harness.Crew(2, **over("tcp", MOONCAKE_LOG_LEVEL="info")) as crew:
+        crew.call(engines.serve, meets_strangers)
+        for name in ("an HTTP request", "a TLS hello", "not the bytes of a handshake"):
+            assert f"a stranger at the session port: {name}" in crew.log(0), crew.log(0)
 
 
 def test_a_foreign_peer_is_refused_by_name():
