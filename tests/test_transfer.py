@@ -743,7 +743,7 @@ def meets_strangers(me, side, target, there):
 def test_strangers_at_the_session_port():
     with harness.Crew(2, **over("tcp", MOONCAKE_LOG_LEVEL="info")) as crew:
         crew.call(engines.serve, meets_strangers)
-        for name in ("an HTTP request", "a TLS hello", "not the bytes of a handshake"):
+        for name in ("an HTTP request", "a TLS hello", "these are not the bytes"):
             assert f"a stranger at the session port: {name}" in crew.log(0), crew.log(0)
 
 

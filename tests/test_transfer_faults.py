@@ -219,7 +219,7 @@ def has_many_peers(me, count):
         me.board.wait("done")
         return [side.memory[:8].tobytes() for side in sides]
     side = engines.make(size=4096 * count)
-    targets = me.board.wait("targets", deadline=100)
+    targets = me.board.wait("targets")
     for i, (target, there) in enumerate(targets):
         here = side.address + 4096 * i
         assert side.engine.transfer_sync_read(target, here, there, 4096) == 0

@@ -17,9 +17,12 @@ constexpr auto kLook = std::chrono::milliseconds(100);
 }  // namespace
 
 Driver::Driver(const DriverContext& context, TaskQueue& queue)
-    : context_(context), queue_(queue), generation_(context.stopping.generation()) {}
+    : context_(context),
+      queue_(queue),
+      bell_(context.bells.take()),
+      generation_(context.stopping.generation()) {}
 
-Driver::~Driver() = default;
+Driver::~Driver() { context_.bells.give(bell_); }
 
 void Driver::run() {
   for (;;) {

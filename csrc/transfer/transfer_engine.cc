@@ -112,7 +112,7 @@ Status TransferEngine::start(TransferEngineOptions options) {
       new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, settings_.sessionTimeout});
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
   limiter_ = std::make_unique<Limiter>(settings_.mostTransfers);
-  driverContext_.reset(new DriverContext{*engine_, *limiter_, stopping_, ended_, logName_});
+  driverContext_.reset(new DriverContext{*engine_, *limiter_, stopping_, ended_, bells_, logName_});
   auto server = SessionServer::start(*answerContext_, std::move(listener->socket),
                                      [this] { return describe(); });
   if (!server.ok()) return server.status();

@@ -137,6 +137,7 @@ class TransferEngine {
   mutable Gate calls_;
   Interrupt stopping_;
   Doorbell ended_;
+  BellPool bells_;
   // In the order in which they need each other; they go the other way round.
   std::unique_ptr<TransportContext> askContext_;
   std::unique_ptr<TransportContext> answerContext_;

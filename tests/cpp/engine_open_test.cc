@@ -228,12 +228,11 @@ class IdleConnections : public ::testing::Test {
     ASSERT_TRUE(peer.ok());
     back_ = *peer;
   }
-  static void move(Engine& owner, const std::shared_ptr<Peer>& peer, size_t bytes) {
+  static void move(Engine& owner, const std::shared_ptr<Peer>& peer, Doorbell& bell, size_t bytes) {
     Bytes there(bytes), back(bytes);
     auto region = owner.regions().add(there.data(), there.size(), kRemoteRead | kRemoteWrite);
     ASSERT_TRUE(region.ok());
     const Bytes data = pattern(bytes, 1);
-    Doorbell bell;
     Completion completion(&bell);
     ASSERT_TRUE(peer->channel->write({region->remote(), 0, data, &completion}).ok());
     ASSERT_TRUE(eventually([&] { return completion.finished(); }));
@@ -247,6 +246,7 @@ class IdleConnections : public ::testing::Test {
     return a_->counters().connections == connections && b_->counters().connections == connections;
   }
 
+  Doorbell bells_[2];  // outlive the channels
   std::shared_ptr<Engine> a_, b_;
   std::shared_ptr<Peer> there_, back_;
 };
@@ -255,13 +255,13 @@ TEST_F(IdleConnections, EndButForTheFirstAndComeBackAtNeed) {
   make(200ms);
   for (int round = 0; round < 3; ++round) {
     ASSERT_TRUE(eventually([&] {
-      move(*b_, there_, 300000);
+      move(*b_, there_, bells_[0], 300000);
       return bothHave(3);
     })) << round;
     ASSERT_TRUE(eventually([&] { return bothHave(1); })) << round;
     EXPECT_EQ(a_->counters().collected, 2u * (round + 1)) << "who made them ends them";
     EXPECT_FALSE(there_->disconnected);
-    move(*a_, back_, 1000);
+    move(*a_, back_, bells_[0], 1000);
   }
   EXPECT_EQ(a_->counters().retries, 0u);
   EXPECT_EQ(b_->counters().retries, 0u);
@@ -273,10 +273,11 @@ TEST_F(IdleConnections, NothingIsLostToATransferThatBeginsAsTheyEnd) {
   const auto until = Clock::now() + 2s;
   std::vector<std::future<void>> movers;
   for (auto [owner, peer] : {std::pair(b_, there_), std::pair(a_, back_)}) {
-    movers.push_back(std::async(std::launch::async, [owner = owner, peer = peer, until] {
+    Doorbell& bell = bells_[movers.size()];
+    movers.push_back(std::async(std::launch::async, [owner = owner, peer = peer, until, &bell] {
       std::minstd_rand random(1);
       while (Clock::now() < until && !HasFatalFailure()) {
-        move(*owner, peer, random() % 2 ? 1000 : 200000);
+        move(*owner, peer, bell, random() % 2 ? 1000 : 200000);
         std::promise<void> later;
         owner->loop().runAt(Deadline::after(std::chrono::milliseconds(random() % 8)),
                             [&] { later.set_value(); });
@@ -291,7 +292,7 @@ TEST_F(IdleConnections, NothingIsLostToATransferThatBeginsAsTheyEnd) {
 
 TEST_F(IdleConnections, WhatIsKeptOfThoseWhoAreGoneGoes) {
   make(100ms);
-  move(*b_, there_, 1000);
+  move(*b_, there_, bells_[0], 1000);
   b_.reset();
   ASSERT_TRUE(eventually([&] { return there_->disconnected.load(); }));
   EXPECT_TRUE(eventually([&] { return there_.use_count() == 1; }));
