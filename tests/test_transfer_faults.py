@@ -1,5 +1,5 @@
-"""A transfer engine whose peers die, whose links are cut and whose connections break in mid-transfer:
-real processes, real sockets, two hosts where a link is cut."""
+"""A transfer engine whose peers die, whose links are cut and whose connections break in
+mid-transfer: real processes, real sockets, two hosts where a link is cut."""
 
 from __future__ import annotations
 
