@@ -544,6 +544,14 @@ def test_protocol_shm():
 # ---- faults
 
 
+def kill_when(crew, word, rank):
+    """Kills it when the word stands on the board, and waits for what the others do then."""
+    crew.board.wait(word)
+    crew.kill(rank)
+    crew.board.set("killed")
+    crew.results(dead=[rank])
+
+
 def loses_its_target(me):
     """Rank 0 dies in the middle; rank 2 is another target, which goes on."""
     side = engines.make()
@@ -571,10 +579,7 @@ def loses_its_target(me):
 
 def test_a_target_that_is_killed(wire):
     with harness.starting(3, loses_its_target, **over(wire)) as crew:
-        crew.board.wait("moving")
-        crew.kill(0)
-        crew.board.set("killed")
-        crew.results(dead=[0])
+        kill_when(crew, "moving", 0)
 
 
 def comes_back(me):
@@ -609,10 +614,7 @@ def test_a_target_that_is_restarted_under_its_name(wire):
     port = str(free_ports(1))
     fixed = {"MC_MIN_RPC_PORT": port, "MC_MAX_RPC_PORT": port}
     with harness.starting(3, comes_back_later, rank_env={0: fixed, 2: fixed}, **over(wire)) as crew:
-        crew.board.wait("seen")
-        crew.kill(0)
-        crew.board.set("killed")
-        crew.results(dead=[0])
+        kill_when(crew, "seen", 0)
 
 
 def waits_for_a_stopped_one(me):

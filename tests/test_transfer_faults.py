@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engines import pattern
 from harness import until
-from test_transfer import over, resident
+from test_transfer import kill_when, over, resident
 
 BIG = 32 << 20
 PEERS = int(os.environ.get("MOONCAKE_TEST_PEERS") or 60)
@@ -79,10 +79,7 @@ def dies_while_it_writes(me):
 
 def test_a_writer_that_is_killed_in_the_middle_disturbs_nobody(wire):
     with harness.starting(3, dies_while_it_writes, **over(wire)) as crew:
-        crew.board.wait("writing")
-        crew.kill(1)
-        crew.board.set("killed")
-        crew.results(dead=[1])
+        kill_when(crew, "writing", 1)
 
 
 # ---- connections and links break
