@@ -6,6 +6,8 @@ host without a wire, a memcpy of the same size. All take turns in one run; the r
     python benchmarks/bench_tcp.py --build build/cpp-none --hosts               # needs root
     python benchmarks/bench_tcp.py --build build/cpp-none --hosts --rate 1gbit --total 268435456
     python benchmarks/bench_tcp.py --build build/cpp-none --wire shm --place arena
+    python benchmarks/bench_tcp.py --build build/cpp-none --blocks 65536,1048576 --plot tcp.png
+    python benchmarks/bench_tcp.py --build build/cpp-none --idle 100    # peers that do nothing
 
 `--build` is a build folder of csrc (its libmooncake_core.a is used). The two hosts are network
 namespaces (tests/hosts.py).
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -24,6 +27,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from common import Panels, plot_panels
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -49,10 +54,13 @@ def output_of(command: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def running(
+    command: list[str], env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, env=env,
+    )  # fmt: skip
     try:
         yield process
     finally:
@@ -66,13 +74,33 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 def iperf(prefix: list[str], address: str, reads: bool, streams: int) -> float:
     command = [*prefix, "iperf3", "-c", address, "-t", "3", "-J", "-P", str(streams)]
     for _ in range(20):  # it may still be through with the last one
-        done = subprocess.run(
-            command + ["-R"] * reads, check=False, capture_output=True, text=True, timeout=60
-        )
+        try:
+            done = subprocess.run(
+                command + ["-R"] * reads, check=False, capture_output=True, text=True, timeout=20
+            )
+        except subprocess.TimeoutExpired:  # it hangs at its end now and then
+            continue
         if done.returncode == 0:
             return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 8
         time.sleep(0.2)
-    raise RuntimeError(done.stdout + done.stderr)
+    raise RuntimeError("iperf3 gives no result")
+
+
+def idle(engine: str, peers: int) -> None:
+    """What a transfer engine with so many peers costs when it has nothing to do, and a first
+    transfer."""
+    environment = {**os.environ, "MC_FORCE_TCP": "1"}
+    with running([engine, "targets", str(peers)], env=environment) as targets:
+        assert targets.stdout
+        lines = list(iter(targets.stdout.readline, "done\n"))
+        done = subprocess.run(
+            [engine, "idle", "10"], input="".join(lines), env=environment, check=True,
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+    handshake, first, cpu, resident = map(float, done.stdout.split())
+    print(f"{len(lines)} peers: a bare TCP connect {handshake:.0f} us,", end=" ")
+    print(f"a first transfer {first:.0f} us (limit: 1000 more)")
+    print(f"idle: {cpu:.3f} % of a core (limit 0.5), {resident:.1f} MiB resident (limit 64)")
 
 
 def main() -> None:
@@ -89,10 +117,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of the engine, for data")
     parser.add_argument("--streams", default="1,2,4", help="of the bare sockets")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--idle", type=int, default=0, help="only this: so many peers")
+    parser.add_argument("--without-iperf", action="store_true")
+    parser.add_argument("--plot", help="PNG: megabytes per second over the size of a block")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ceiling, engine = build(options.build, folder)
+        if options.idle:
+            idle(engine, options.idle)
+            return
+        panels: Panels = {}
         here: list[str] = []
         there: list[str] = []
         address, own = "127.0.0.1", "127.0.0.1"
@@ -106,7 +141,8 @@ def main() -> None:
                 shape = ["rate", options.rate, "burst", "256kb", "latency", "50ms"]
                 output_of([*prefix, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape])
         stack.enter_context(running([*there, ceiling, "serve", address, PORT]))
-        has_iperf = options.wire == "tcp" and shutil.which("iperf3") is not None
+        wants_iperf = options.wire == "tcp" and not options.without_iperf
+        has_iperf = wants_iperf and shutil.which("iperf3") is not None
         if has_iperf:
             stack.enter_context(running([*there, "iperf3", "-s", "-B", address]))
         threads, buffer = str(options.threads), str(options.buffer)
@@ -135,6 +171,9 @@ def main() -> None:
                         rate = iperf(here, address, verb == "READ", streams)
                         rows.setdefault(f"iperf3 -P {streams}", []).append(rate)
                 middle = {name: statistics.median(values) for name, values in rows.items()}
+                for name, value in middle.items():
+                    lines = panels.setdefault(f"{options.wire} {verb}", {})
+                    lines.setdefault(name, []).append((int(block), value / 1e6))
                 print(
                     f"{options.wire} {verb} {block}:",
                     *(f"{name} {value / 1e6:.1f} MB/s," for name, value in middle.items()),
@@ -145,6 +184,10 @@ def main() -> None:
                     ),
                     flush=True,
                 )
+        plot_panels(
+            options.plot, panels, 2,
+            title="one engine, median over rounds", x="bytes per block", y="MB/s",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,17 +5,26 @@
 //   engine_bench run WIRE ADDRESS THREADS READ|WRITE BUFFER BLOCK TOTAL DEPTH ENDPOINT ADDRESS KEY
 //       DEPTH blocks are under way at a time. Prints bytes per second
 //   engine_bench memcpy BUFFER BLOCK TOTAL
-//   engine_bench first WIRE ADDRESS ENDPOINT ADDRESS KEY    microseconds: open, and a first
-//   transfer
+//   engine_bench targets COUNT                              (until its input ends)
+//       so many transfer engines; prints a line for each: its name, and where its memory begins
+//   engine_bench idle SECONDS                               (those lines on its input)
+//       Prints microseconds of a bare TCP connect and of a first transfer, each to a new peer (the
+//       medians), percent of a core that the engine takes when all is done, and resident MiB
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
+#include <fstream>
 #include <iostream>
 #include <string>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "base/deadline.h"
 #include "engine/engine.h"
+#include "transfer/session_socket.h"
+#include "transfer/transfer_engine.h"
 
 namespace mooncake {
 namespace {
@@ -97,8 +106,9 @@ struct Batch {
 
 class Mover {
  public:
-  Mover(Channel& channel, RemoteRegion region, std::span<std::byte> buffer, bool reads)
-      : channel_(channel), region_(region), buffer_(buffer), reads_(reads) {}
+  Mover(Channel& channel, RemoteRegion region, std::span<std::byte> buffer, bool reads,
+        Doorbell& bell)
+      : channel_(channel), region_(region), buffer_(buffer), reads_(reads), bell_(bell) {}
 
   void move(size_t block, size_t total, size_t depth) {
     constexpr size_t kBatches = 4;
@@ -140,7 +150,7 @@ class Mover {
   const RemoteRegion region_;
   const std::span<std::byte> buffer_;
   const bool reads_;
-  Doorbell bell_;
+  Doorbell& bell_;  // outlives the channel
   const Interrupt never_;
 };
 
@@ -149,6 +159,7 @@ double secondsSince(Clock::time_point began) {
 }
 
 int run(char** arguments) {
+  Doorbell bell;
   const auto engine = engineOf(arguments[0], arguments[1], std::stoul(arguments[2]));
   const bool reads = std::string_view(arguments[3]) == "READ";
   const size_t bytes = std::stoull(arguments[4]), block = std::stoull(arguments[5]);
@@ -157,9 +168,11 @@ int run(char** arguments) {
   const auto buffer = memory(bytes);
   const auto peer = orDie(
       engine->open(fromHex(arguments[8]), "the server", Deadline::after(std::chrono::seconds(10))));
-  Mover mover(*peer->channel, region, buffer, reads);
-  // Until the data lanes stand, they are asked for again with each.
+  Mover mover(*peer->channel, region, buffer, reads, bell);
+  // Until the data lanes stand, they are asked for again with each. And all of the buffer once: a
+  // page that is mapped at its first use costs more than its copy.
   for (int i = 0; i < 4; ++i) mover.move(block, std::min(total, std::max(block, bytes / 8)), depth);
+  mover.move(block, bytes, depth);
   const auto began = Clock::now();
   mover.move(block, total, depth);
   std::printf("%.0f\n", double(total) / secondsSince(began));
@@ -177,20 +190,70 @@ int copy(char** arguments) {
   return 0;
 }
 
-int first(char** arguments) {
-  const auto engine = engineOf(arguments[0], arguments[1], 1);
-  const RemoteRegion region{std::stoull(arguments[3]), 4096, std::stoull(arguments[4])};
-  const auto buffer = memory(4096);
-  const Bytes endpoint = fromHex(arguments[2]);
-  for (int i = 0; i < 20; ++i) {
-    const auto began = Clock::now();
-    const auto peer =
-        orDie(engine->open(endpoint, "the server", Deadline::after(std::chrono::seconds(10))));
-    const double opened = secondsSince(began);
-    Mover(*peer->channel, region, buffer, false).move(4096, 4096, 1);
-    std::printf("%.0f %.0f\n", opened * 1e6, secondsSince(began) * 1e6);
-    engine->forget(peer);
+std::shared_ptr<transfer::TransferEngine> transferEngine() {
+  transfer::TransferEngineOptions options{
+      .env = orDie(Env::read()), .localName = "127.0.0.1", .metadataServer = "P2PHANDSHAKE"};
+  return orDie(transfer::TransferEngine::open(std::move(options)));
+}
+
+int targets(char** arguments) {
+  std::vector<std::shared_ptr<transfer::TransferEngine>> engines;
+  for (int left = std::atoi(arguments[0]); left > 0; --left) {
+    engines.push_back(transferEngine());
+    const auto place = memory(4096);
+    const auto address = reinterpret_cast<uint64_t>(place.data());
+    if (engines.back()->registerMemory(address, place.size()) != transfer::kGood) return 1;
+    std::cout << engines.back()->session() << ' ' << address << std::endl;
   }
+  std::cout << "done" << std::endl;
+  std::string line;
+  while (std::getline(std::cin, line)) {
+  }
+  return 0;
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+double cpuSeconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return double(now.tv_sec) + double(now.tv_nsec) * 1e-9;
+}
+
+double residentMiB() {
+  std::ifstream statm("/proc/self/statm");
+  size_t all = 0, resident = 0;
+  statm >> all >> resident;
+  return double(resident) * double(::sysconf(_SC_PAGESIZE)) / (1 << 20);
+}
+
+// Names and addresses come on its input.
+int idle(char** arguments) {
+  const auto engine = transferEngine();
+  const auto buffer = memory(4096);
+  const auto here = reinterpret_cast<uint64_t>(buffer.data());
+  if (engine->registerMemory(here, buffer.size()) != transfer::kGood) return 1;
+  std::vector<double> handshakes, firsts;
+  std::string session;
+  for (uint64_t address; std::cin >> session >> address;) {
+    auto began = Clock::now();
+    const auto where = orDie(transfer::SessionId::parse(session));
+    const Fd bare = orDie(transfer::connectTo(where, Deadline::after(std::chrono::seconds(10))));
+    handshakes.push_back(secondsSince(began));
+    began = Clock::now();
+    const auto segment = engine->openSegment(session);
+    const transfer::TransferRequest request{transfer::Opcode::kWrite, here, segment, address, 4096};
+    if (!segment || engine->transfer({&request, 1}) != transfer::kGood) return 1;
+    firsts.push_back(secondsSince(began));
+  }
+  const double before = cpuSeconds();
+  const double seconds = std::atof(arguments[0]);
+  ::usleep(useconds_t(seconds * 1e6));
+  std::printf("%.0f %.0f %.4f %.1f\n", median(handshakes) * 1e6, median(firsts) * 1e6,
+              100 * (cpuSeconds() - before) / seconds, residentMiB());
   return 0;
 }
 
@@ -202,7 +265,8 @@ int main(int count, char** arguments) {
   if (what == "serve" && count == 7) return mooncake::serve(arguments + 2);
   if (what == "run" && count == 13) return mooncake::run(arguments + 2);
   if (what == "memcpy" && count == 5) return mooncake::copy(arguments + 2);
-  if (what == "first" && count == 7) return mooncake::first(arguments + 2);
+  if (what == "targets" && count == 3) return mooncake::targets(arguments + 2);
+  if (what == "idle" && count == 3) return mooncake::idle(arguments + 2);
   std::fprintf(stderr, "see the top of engine_bench.cc\n");
   return 2;
 }

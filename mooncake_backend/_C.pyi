@@ -452,6 +452,13 @@ class TransferEngine:
     def get_transport(self, target_hostname: str) -> str:
         """The live wire: tcp, shm, inproc, local for ourselves; empty: it cannot be reached."""
 
+    def get_counters(self) -> dict[str, int]:
+        """What the engine has done, and what is there now: docs/transfer-engine.md."""
+
+    def get_limits(self) -> dict[str, int]:
+        """What it holds at most: transfers (at a time), io_threads, registrations,
+        batched_transfers."""
+
     def warmup_efa_segment(self, segment_name: str) -> int:
         """0, and no effect: there is no EFA."""
 

@@ -22,7 +22,6 @@ TRIAL_SECONDS = 60
 SPARE_DESCRIPTORS = 32  # as in csrc/base/descriptors.cc
 LANES = 2  # MOONCAKE_TCP_CONNECTIONS
 MANY_RANKS = 1024
-MOST_REGISTRATIONS = 1 << 16  # as in csrc/engine/memory/region_table.h
 
 
 class Finding(NamedTuple):
@@ -173,9 +172,10 @@ def _transfer_engine(peer: str | None) -> Iterator[Finding]:
     if engine.initialize("", "P2PHANDSHAKE", "tcp", "") != 0:
         yield Finding(BROKEN, "transfer engine", "cannot be initialized: the log above says why")
         return
-    most = os.environ.get("MC_TCP_MAX_CONNECTIONS") or "64"
-    text = f"port {engine.get_rpc_port()}; {most} transfers under way at a time, "
-    yield Finding(OK, "transfer engine", f"{text}{MOST_REGISTRATIONS} registrations")
+    most = engine.get_limits()
+    text = f"port {engine.get_rpc_port()}; {most['transfers']} transfers under way at a time, "
+    text += f"{most['io_threads']} threads for TCP, {most['registrations']} registrations"
+    yield Finding(OK, "transfer engine", text)
     if peer is None:
         return
     start = time.perf_counter()

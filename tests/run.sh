@@ -41,8 +41,8 @@ cpp() { # sanitizer or none, then arguments of ctest
 }
 
 # Where threads of several rooms meet, as far as it takes seconds; everything is in --all.
-thread_slice=(-R 'FlushAgent|MessageClose|EngineMessages|ProgressLock|LeaseTable|EventLoop')
-thread_files='flush_agent|message_close|engine_test|progress_lock|lease_table|event_loop'
+thread_slice=(-R 'FlushAgent|MessageClose|EngineMessages|ProgressLock|LeaseTable|EventLoop|EngineOpen|IdleConnections|SharedWork|TransferEngineThreads')
+thread_files='flush_agent|message_close|engine_test|progress_lock|lease_table|event_loop|engine_open|shared_work|transfer_engine_test'
 
 python_tests() {
   step "Python"

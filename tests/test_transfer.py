@@ -157,7 +157,7 @@ def test_many_threads_at_once(wire):
 
 def many_small(me, side, target, there):
     """Each a batch of its own, all of them waiting at once."""
-    count, size = 20_000, 4096
+    count, size = 100_000, 4096
     slots = BYTES // size
     side.fill(5)
     before = resident()
@@ -172,6 +172,32 @@ def many_small(me, side, target, there):
     assert grown < 1500 * count, f"{grown} bytes for {count} transfers"
     assert side.engine.get_batch_transfer_status(batches) == 0
     return side.memory.tobytes()
+
+
+def counts(me, side, target, there):
+    """Before, and after a few transfers: what the counters say of them."""
+    engine, here = side.engine, side.address
+    before = engine.get_counters()
+    assert engine.transfer_sync_read(target, here, there, BYTES) == 0
+    assert engine.batch_transfer_sync_write(target, [here] * 2, [there] * 2, [4096] * 2) == 0
+    assert engine.transfer_sync_read(target, here, there + BYTES, 4096) == -1
+    assert engine.transfer_sync_read(side.session, here, here, 8) == 0
+    return before, engine.get_counters(), engine.get_limits()
+
+
+def test_counters_and_limits(wire):
+    env = {"MC_TCP_MAX_CONNECTIONS": "7", "MC_NUM_TCP_IO_THREADS": "3"}
+    before, after, limits = harness.run_ranks(2, engines.serve, counts, **over(wire, **env))[1]
+    assert set(before.values()) == {0}
+    connections = after.pop("connections")
+    assert 1 <= connections <= (3 if wire == "tcp" else 1)
+    assert after.pop("reused") >= 0
+    nothing = dict.fromkeys(("pending", "retries", "collected"), 0)
+    moved = {"bytes_read": BYTES + 8, "bytes_written": 8192}
+    assert after == {"opened": 1, "active": 1, **nothing, **moved}
+    assert limits["transfers"] == 7
+    assert limits["io_threads"] == 3
+    assert limits["registrations"] >= 1 << 16
 
 
 def resident():
@@ -518,6 +544,14 @@ def test_protocol_shm():
 # ---- faults
 
 
+def kill_when(crew, word, rank):
+    """Kills it when the word stands on the board, and waits for what the others do then."""
+    crew.board.wait(word)
+    crew.kill(rank)
+    crew.board.set("killed")
+    crew.results(dead=[rank])
+
+
 def loses_its_target(me):
     """Rank 0 dies in the middle; rank 2 is another target, which goes on."""
     side = engines.make()
@@ -545,10 +579,7 @@ def loses_its_target(me):
 
 def test_a_target_that_is_killed(wire):
     with harness.starting(3, loses_its_target, **over(wire)) as crew:
-        crew.board.wait("moving")
-        crew.kill(0)
-        crew.board.set("killed")
-        crew.results(dead=[0])
+        kill_when(crew, "moving", 0)
 
 
 def comes_back(me):
@@ -583,10 +614,7 @@ def test_a_target_that_is_restarted_under_its_name(wire):
     port = str(free_ports(1))
     fixed = {"MC_MIN_RPC_PORT": port, "MC_MAX_RPC_PORT": port}
     with harness.starting(3, comes_back_later, rank_env={0: fixed, 2: fixed}, **over(wire)) as crew:
-        crew.board.wait("seen")
-        crew.kill(0)
-        crew.board.set("killed")
-        crew.results(dead=[0])
+        kill_when(crew, "seen", 0)
 
 
 def waits_for_a_stopped_one(me):
@@ -715,7 +743,10 @@ def meets_strangers(me, side, target, there):
 
 
 def test_strangers_at_the_session_port():
-    harness.run_ranks(2, engines.serve, meets_strangers, **over("tcp"))
+    with harness.Crew(2, **over("tcp", MOONCAKE_LOG_LEVEL="info")) as crew:
+        crew.call(engines.serve, meets_strangers)
+        for name in ("an HTTP request", "a TLS hello", "these are not the bytes"):
+            assert f"a stranger at the session port: {name}" in crew.log(0), crew.log(0)
 
 
 def test_a_foreign_peer_is_refused_by_name():

@@ -228,8 +228,12 @@ void MooncakeBackend::sayGoodbye(const Farewell& farewell) {
   if (!options_.engine || farewell.how != Farewell::How::kDestroyed)
     return engine_->leave(farewell);
   // The engine stays. Whoever transfers from or to one of them opens it again.
+  const Deadline budget = Deadline::after(options_.env.failureTimeout);
   for (int rank = 0; membership_ && rank < membership_->size(); ++rank) {
-    if (const auto& peer = membership_->peer(rank)) engine_->forget(peer);
+    const auto& peer = membership_->peer(rank);
+    if (!peer) continue;
+    const Status forgotten = engine_->forget(peer, budget);
+    if (!forgotten.ok()) log(LogLevel::kInfo, engine_->logName(), forgotten.error().message);
   }
 }
 

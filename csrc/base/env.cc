@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>
+#include <thread>
 
 #include "base/log.h"
 #include "base/transfer_env.h"
@@ -238,8 +239,7 @@ constexpr TransferEntry kTransferEntries[] = {
      parseMostTransfers},
     {{"MC_NUM_TCP_IO_THREADS", "0",
       "Threads of a transfer engine that carry bulk data over TCP, up to 64; 0: as there are "
-      "cores, "
-      "8 at most"},
+      "cores, 8 at most"},
      parseTcpIoThreads},
     {{"MC_METADATA_CLUSTER_ID", "", "Stands in front of all keys in a metadata server"},
      parseMetadataCluster},
@@ -285,6 +285,12 @@ const std::vector<EnvVariable>& envTable() {
 
 Result<Env> Env::read() { return readAll(kEntries); }
 
-Result<TransferEnv> TransferEnv::read() { return readAll(kTransferEntries); }
+Result<TransferEnv> TransferEnv::read() {
+  constexpr size_t kMostIoThreads = 8;
+  auto env = readAll(kTransferEntries);
+  if (env.ok() && env->tcpIoThreads == 0)
+    env->tcpIoThreads = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostIoThreads);
+  return env;
+}
 
 }  // namespace mooncake

@@ -20,7 +20,7 @@ struct TransferEnv {
   std::optional<std::string> tcpBindAddress;  // MC_TCP_BIND_ADDRESS
   bool usesGivenRpcPort = false;  // MC_LEGACY_RPC_PORT_BINDING: the port of the local name
   size_t mostTransfers = 64;      // MC_TCP_MAX_CONNECTIONS: under way at a time
-  size_t tcpIoThreads = 0;        // MC_NUM_TCP_IO_THREADS: 0: min(8, cores)
+  size_t tcpIoThreads = 0;        // MC_NUM_TCP_IO_THREADS; of 0 read() makes min(8, cores)
   std::string metadataCluster;    // MC_METADATA_CLUSTER_ID: in front of keys in a metadata server
   bool forcesTcp = false;         // MC_FORCE_TCP: no short way within a host
   bool allowsFallback = false;    // MOONCAKE_ALLOW_FALLBACK: tcp for a protocol that is not there

@@ -14,6 +14,7 @@ using transfer::Notification;
 using transfer::Opcode;
 using transfer::TransferEngine;
 using Addresses = TransferCalls::Addresses;
+using namespace py::literals;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 // An old kind of enumeration: in Python it equals its number.
@@ -25,6 +26,22 @@ Opcode opcodeOf(PythonOpcode opcode) {
 InnerTransferEngine innerOf(const TransferCalls& calls) {
   if (!calls.engine()) throw py::value_error("the engine is not initialized");
   return {calls.engine()};
+}
+
+// By their names in EngineCounters.
+py::dict countersOf(const TransferCalls& calls) {
+  const EngineCounters now = innerOf(calls).engine->counters();
+  return py::dict("opened"_a = now.opened, "reused"_a = now.reused, "active"_a = now.active,
+                  "pending"_a = now.pending, "retries"_a = now.retries,
+                  "connections"_a = now.connections, "collected"_a = now.collected,
+                  "bytes_read"_a = now.bytesRead, "bytes_written"_a = now.bytesWritten);
+}
+
+py::dict limitsOf(const TransferCalls& calls) {
+  const transfer::TransferLimits most = innerOf(calls).engine->limits();
+  return py::dict("transfers"_a = most.transfers, "io_threads"_a = most.ioThreads,
+                  "registrations"_a = most.registrations,
+                  "batched_transfers"_a = most.batchedTransfers);
 }
 
 // One buffer is a list of one.
@@ -209,6 +226,8 @@ void bindTransfer(py::module_& m) {
   engine.def("get_notifies", &TransferCalls::takeNotifications, Unlocked());
   engine.def("send_probe", &TransferCalls::probe, py::arg("peer_server_name"), Unlocked());
   engine.def("get_transport", &TransferCalls::transportTo, py::arg("target_hostname"), Unlocked());
+  engine.def("get_counters", &countersOf);
+  engine.def("get_limits", &limitsOf);
   engine.def("get_engine", &innerOf);
   engine.def("get_engine_ptr",
              [](const TransferCalls& calls) { return uintptr_t(innerOf(calls).engine.get()); });

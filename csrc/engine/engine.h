@@ -22,7 +22,8 @@
 #include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
 #include "engine/message_router.h"
-#include "engine/peer_process.h"
+#include "engine/outbox.h"
+#include "engine/peer.h"
 #include "engine/reconnector.h"
 #include "engine/transports/transport.h"
 
@@ -38,6 +39,12 @@ struct EngineOptions {
   // A peer whose channel has ended may begin another, by open(). Who draws conclusions from ends
   // (a group's ranks) does not want that.
   bool peersReturn = false;
+  // Connections beside a peer's first that carry nothing for this long end, and so does what is
+  // kept of a peer that has been gone for as long; looked at twice in that time. 0: never.
+  std::chrono::milliseconds idleAfter{0};
+  // A connection over which the peer's kernel answers nothing for so long counts as broken. 0: for
+  // whoever observes, liveness finds out.
+  std::chrono::milliseconds deadAfter{0};
 };
 
 // The key of engines that have none: known to everybody, so it keeps nobody out. Said in the log.
@@ -45,32 +52,15 @@ Bytes publicKey();
 
 // What an engine has done, and what is there now.
 struct EngineCounters {
-  uint64_t opened = 0;   // channels that stood up, called or accepted
-  uint64_t reused = 0;   // answers of open() with a channel that stood already
-  uint64_t active = 0;   // peers that are connected
-  uint64_t pending = 0;  // calls under way
-  uint64_t retries = 0;  // calls after the first one for a channel, and channels made again
-};
-
-// Another engine, as this one sees it.
-struct Peer : std::enable_shared_from_this<Peer> {
-  EngineId id;
-  std::string name;                  // for the log, once connect() has told it: "rank 3"
-  std::shared_ptr<Channel> channel;  // the route to it
-  // Nothing comes from it any more, and nothing reaches it: it said goodbye, its process ended, or
-  // the connection is lost. `evidence` says which, and was written before. The process may live on,
-  // and touch what it maps: see hasExited() and LeaseTable.
-  std::atomic<bool> disconnected{false};
-  Evidence evidence;
-  PeerProcess process;
-  bool isOurs = false;  // to call, also when the connection broke; else it calls
-
-  // Its process has certainly ended, so nothing of it touches memory any more. Only on our host,
-  // else false. False, too, for one that said goodbye and that our pid namespace does not show.
-  bool hasExited() const;
-  // What it had published when it exited or said goodbye; empty: nothing. Not for the living. Null:
-  // nobody here can know.
-  std::optional<Bytes> lastReport() const;
+  uint64_t opened = 0;       // channels that stood up, called or accepted
+  uint64_t reused = 0;       // answers of open() with a channel that stood already
+  uint64_t active = 0;       // peers that are connected
+  uint64_t pending = 0;      // calls under way
+  uint64_t retries = 0;      // calls after the first one for a channel, and channels made again
+  uint64_t connections = 0;  // that stand, of all peers
+  uint64_t collected = 0;    // connections that were idle, and peers that were gone
+  uint64_t bytesRead = 0;    // by transfers that ended well, where somebody counts them
+  uint64_t bytesWritten = 0;
 };
 
 // Memory that peers may still touch after its owner is done with it.
@@ -79,7 +69,9 @@ struct RetiredMemory {
   MemoryRegion region;  // ends before the block
 };
 
-// One rank's door to the memory of other ranks. A process may hold many.
+// One rank's door to the memory of other ranks. A process may hold many. How it begins and ends is
+// in engine.cc, connect() in engine_connect.cc, open() and forget() in engine_open.cc, and what is
+// seen of peers in engine_evidence.cc.
 class Engine {
  public:
   static Result<std::shared_ptr<Engine>> create(EngineOptions options);
@@ -111,9 +103,12 @@ class Engine {
   // log. Blocks until the channel stands; our own endpoint gives null.
   Result<std::shared_ptr<Peer>> open(ByteView endpoint, std::string name, Deadline deadline);
   // Says goodbye, closes the channel, and knows the peer no more. On any thread but those of a
-  // callback.
-  void forget(const std::shared_ptr<Peer>& peer);
+  // callback. kTimeout, and nothing is changed: another thread was still calling it.
+  Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline);
   EngineCounters counters() const;
+  // For its counters: so much has been moved.
+  void countRead(uint64_t bytes) { bytesRead_.fetch_add(bytes, std::memory_order_relaxed); }
+  void countWritten(uint64_t bytes) { bytesWritten_.fetch_add(bytes, std::memory_order_relaxed); }
 
   // Keeps the memory until nobody touches it any more, as `isFree` says; that is asked whenever
   // more is retired.
@@ -176,8 +171,8 @@ class Engine {
   Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline);
   bool admits(const EngineId& id);
   bool isComing(const EngineId& id) const;
+  void collect();
   void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
-  void sendOutbox();
   void onEnded(const EngineId& id, const Evidence& seen);
   void onExited(const EngineId& id, const std::string& how);
   void onSilent(const std::vector<Liveness::Silent>& silent);
@@ -185,6 +180,8 @@ class Engine {
   void onReconnected(const EngineId& id, const std::optional<Evidence>& how);
   void runOnLoop(std::function<void()> task);
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
+  void hearFarewells();
+  void watchSoon();
   void onFarewell(const EngineId& from, ByteView message);
   Evidence withFarewell(const EngineId& id, const Evidence& evidence) const;
 
@@ -202,7 +199,7 @@ class Engine {
   std::set<EngineId> calling_;
   // Who has been let in and is not there yet, and until when we wait for it.
   std::map<EngineId, Clock::time_point> admitted_;
-  EngineCounters counters_;  // but for what is counted when asked
+  EngineCounters counters_;  // but for what is counted elsewhere, or when asked
   // Of peers that ended before remember() had their channels in its hands.
   std::map<EngineId, Evidence> endedEarly_;
   // Of all that connect() was asked for: where a peer listens.
@@ -217,13 +214,10 @@ class Engine {
   std::map<EngineId, Farewell> farewells_;  // of those whose goodbye may come now
 
   std::atomic<bool> hasLeft_{false};
-
-  std::mutex sendingMutex_;  // one sendOutbox() at a time, or messages would overtake each other
-  std::mutex outboxMutex_;   // guards outbox_ and outboxBytes_; taken after sendingMutex_
-  std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> outbox_;
-  size_t outboxBytes_ = 0;
+  std::atomic<uint64_t> bytesRead_{0}, bytesWritten_{0};
 
   std::unique_ptr<MessageRouter> topics_;              // the loop uses it until the loop ends
+  std::unique_ptr<Outbox> outbox_;                     // the loop uses it until the loop ends
   std::unique_ptr<Reconnector> reconnector_;           // the loop uses it until the loop ends
   std::vector<std::unique_ptr<EventLoop>> dataLoops_;  // go after the loop has stopped
   std::unique_ptr<EventLoop> loop_;

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/backoff.h"
+
 namespace mooncake {
 namespace {
 
-// Between two attempts; doubles from 1 ms on.
+// Between two attempts.
+constexpr auto kLeastPause = std::chrono::milliseconds(1);
 constexpr auto kMostPause = std::chrono::milliseconds(100);
 
 }  // namespace
@@ -20,19 +23,20 @@ void Reconnector::reconnect(const EngineId& peer, Connection connection, const E
   Broken now{.number = ++lastNumber_,
              .connection = std::move(connection),
              .how = how,
-             .deadline = Deadline::after(options_.failureTimeout)};
+             .deadline = Deadline::after(options_.failureTimeout),
+             .pause = kLeastPause};
   now.heard = now.connection.channel->lifeSigns();
   // One that leads nowhere does not become a new one by being made again and again.
   if (const auto last = lastBroken_.extract(peer); last && last.mapped().heard == now.heard) {
     now.how = last.mapped().how;
     now.deadline = last.mapped().deadline;
-    now.pause = std::min<std::chrono::milliseconds>(2 * last.mapped().pause, kMostPause);
+    now.pause = doubled(last.mapped().pause, kMostPause);
   }
   const uint64_t number = now.number;
   now.timer = loop_.runAt(Deadline::at(now.deadline.when() + kMostPause), [this, peer, number] {
     giveUp(peer, number, Evidence::Kind::kUnreachable, "and it was not made again" + inTime());
   });
-  const bool isFirst = now.pause == std::chrono::milliseconds(1);
+  const bool isFirst = now.pause == kLeastPause;
   broken_.insert_or_assign(peer, std::move(now));
   isFirst ? connect(peer, number) : connectLater(peer, number);
 }
@@ -98,8 +102,9 @@ void Reconnector::askAfter(const EngineId& peer, uint64_t number) {
 void Reconnector::connectLater(const EngineId& peer, uint64_t number) {
   Broken* const one = find(peer, number);
   if (!one) return;
-  loop_.runAt(Deadline::after(one->pause), [this, peer, number] { connect(peer, number); });
-  one->pause = std::min<std::chrono::milliseconds>(2 * one->pause, kMostPause);
+  loop_.runAt(Deadline::after(jittered(one->pause)),
+              [this, peer, number] { connect(peer, number); });
+  one->pause = doubled(one->pause, kMostPause);
 }
 
 void Reconnector::giveUp(const EngineId& peer, uint64_t number, Evidence::Kind kind,

@@ -59,10 +59,10 @@ class Reconnector {
     Connection connection;
     Evidence how;
     Deadline deadline = Deadline::after(std::chrono::nanoseconds(0));
-    std::chrono::milliseconds pause{1};  // until the next attempt
-    uint64_t heard = 0;                  // of the peer, when it broke
-    bool answered = false;               // something listens there
-    EventLoop::TimerId timer = 0;        // behind the deadline
+    Clock::duration pause{};       // until the next attempt
+    uint64_t heard = 0;            // of the peer, when it broke
+    bool answered = false;         // something listens there
+    EventLoop::TimerId timer = 0;  // behind the deadline
   };
   Broken* find(const EngineId& peer, uint64_t number);
   void connect(const EngineId& peer, uint64_t number);

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/backoff.h"
 #include "base/log.h"
 
 namespace mooncake::transfer {
@@ -16,9 +17,12 @@ constexpr auto kLook = std::chrono::milliseconds(100);
 }  // namespace
 
 Driver::Driver(const DriverContext& context, TaskQueue& queue)
-    : context_(context), queue_(queue), generation_(context.stopping.generation()) {}
+    : context_(context),
+      queue_(queue),
+      bell_(context.bells.take()),
+      generation_(context.stopping.generation()) {}
 
-Driver::~Driver() = default;
+Driver::~Driver() { context_.bells.give(bell_); }
 
 void Driver::run() {
   for (;;) {
@@ -199,8 +203,8 @@ void Driver::onError(Flight& flight, const Error& error) {
 
 void Driver::later(Flight& flight) {
   flight.stage = Flight::Stage::kWaits;
-  flight.again = Clock::now() + flight.pause;
-  flight.pause = std::min<Clock::duration>(2 * flight.pause, kMostPause);
+  flight.again = Clock::now() + jittered(flight.pause);
+  flight.pause = doubled(flight.pause, kMostPause);
 }
 
 // One line in the log for a batch, whatever the number of its transfers that fail.
@@ -213,6 +217,11 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
         "\" (", task->request.bytes, " bytes) failed: ", why);
   }
   if (state == TaskState::kTimeout) batch->hasTimedOut = true;
+  if (state == TaskState::kCompleted) {
+    Engine& engine = context_.engine;
+    const uint64_t bytes = task->request.bytes;
+    task->request.opcode == Opcode::kRead ? engine.countRead(bytes) : engine.countWritten(bytes);
+  }
   queue_.ended(&segment);
   task->memory.reset();
   flight.place = {};

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "transfer/bell_pool.h"
 #include "transfer/limiter.h"
 #include "transfer/task_queue.h"
 
@@ -16,6 +17,7 @@ struct DriverContext {
   Limiter& limiter;
   Interrupt& stopping;  // bumped when the engine closes
   Doorbell& ended;      // rung when a batch is over
+  BellPool& bells;      // of drivers
   const std::string& logName;
 };
 
@@ -65,7 +67,7 @@ class Driver {
 
   const DriverContext& context_;
   TaskQueue& queue_;
-  Doorbell bell_;
+  Doorbell& bell_;  // outlives the channels
   std::vector<std::unique_ptr<Flight>> flights_;
   std::vector<Flight*> due_;  // have their place, and are handed to their channels together
   std::vector<GetRequest> gets_;

@@ -49,12 +49,18 @@ Result<Segment::KnownPtr> Segment::known(Deadline deadline) {
 
 Status Segment::refresh(uint64_t generation, Deadline deadline) {
   if (isOurs_) return {};
-  std::unique_lock asking(asking_, deadline.when());
-  if (!asking) return {ErrorCode::kTimeout, "\"" + name_ + "\" has not answered in time"};
-  if (this->generation() != generation) return {};
+  {
+    std::unique_lock lock(mutex_);
+    if (!asked_.wait_until(lock, deadline.when(), [this] { return !isAsking_; }))
+      return {ErrorCode::kTimeout, "\"" + name_ + "\" has not answered in time"};
+    if ((known_ ? known_->generation : 0) != generation) return {};
+    isAsking_ = true;
+  }
   auto known = ask(deadline);
-  if (!known.ok()) return known.error();
   std::lock_guard lock(mutex_);
+  isAsking_ = false;
+  asked_.notify_all();
+  if (!known.ok()) return known.error();
   known_ = std::move(*known);
   return {};
 }

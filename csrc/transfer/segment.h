@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -67,8 +68,9 @@ class Segment {
   const std::string name_;
   int32_t id_;
   const bool isOurs_;
-  std::timed_mutex asking_;   // one ask() at a time
   mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable asked_;
+  bool isAsking_ = false;  // one ask() at a time
   KnownPtr known_;
 };
 

@@ -13,6 +13,7 @@ namespace {
 
 constexpr auto kPatience = std::chrono::seconds(10);  // with whoever asks, from its handshake on
 constexpr size_t kLengthBytes = sizeof(uint32_t);
+constexpr size_t kMostStrangers = 16;
 
 }  // namespace
 
@@ -134,9 +135,11 @@ void SessionServer::stop() {
 
 void SessionServer::onHandshake(Result<Handshaken> result) {
   if (!result.ok()) {
-    // A scanner must not fill the log.
-    log(std::exchange(hasWarned_, true) ? LogLevel::kDebug : LogLevel::kInfo, "transfer",
-        "a stranger at the session port: ", result.error().message);
+    // A scanner must not fill the log: each kind of stranger is named once.
+    const std::string& what = result.error().message;
+    const bool isNews = strangers_.size() < kMostStrangers && strangers_.insert(what).second;
+    log(isNews ? LogLevel::kInfo : LogLevel::kDebug, "transfer",
+        "a stranger at the session port: ", what);
     return;
   }
   if (isStopped_ || conversations_.size() >= kMostConversations) return;

@@ -3,6 +3,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
+#include <string>
 
 #include "engine/stream/handshake_listener.h"
 #include "transfer/segment_description.h"
@@ -43,7 +45,7 @@ class SessionServer : public std::enable_shared_from_this<SessionServer> {
   std::shared_ptr<HandshakeListener> listener_;
   // Of the loop's thread.
   bool isStopped_ = false;
-  bool hasWarned_ = false;
+  std::set<std::string> strangers_;  // that have been logged
   std::map<Conversation*, std::shared_ptr<Conversation>> conversations_;
 };
 

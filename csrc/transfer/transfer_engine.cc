@@ -13,10 +13,12 @@
 namespace mooncake::transfer {
 namespace {
 
-constexpr size_t kMostIoThreads = 8;
+// Of a connection that nobody uses, and of what is kept of a peer that is gone.
+constexpr auto kIdle = std::chrono::seconds(60);
 constexpr size_t kArenaBytes = size_t(8) << 30;  // of address space; a job may run on it, too
 
 }  // namespace
+
 Result<std::shared_ptr<TransferEngine>> TransferEngine::open(TransferEngineOptions options) {
   std::shared_ptr<TransferEngine> engine(new TransferEngine, [](TransferEngine* ended) {
     if (ended->forkGeneration_ == forkGeneration()) delete ended;
@@ -63,9 +65,6 @@ Status TransferEngine::start(TransferEngineOptions options) {
   rpcPort_ = listener->port;
   if (own.host.empty() || !isAddress) own.host = listener->address;
   session_ = SessionId{own.host, rpcPort_}.text();
-  if (settings_.tcpIoThreads == 0)
-    settings_.tcpIoThreads =
-        std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostIoThreads);
   const std::string name = metadata_->namesAreSessions() ? session_ : options.localName;
   logName_ = "engine " + name;
 
@@ -73,7 +72,9 @@ Status TransferEngine::start(TransferEngineOptions options) {
                               .logName = logName_,
                               .arenaBytes = kArenaBytes,
                               .dataThreads = settings_.tcpIoThreads,
-                              .peersReturn = true};
+                              .peersReturn = true,
+                              .idleAfter = kIdle,
+                              .deadAfter = settings_.timeout};
   engineOptions.env.hostIp = listener->address;
   hasKey_ = env_.jobKey.has_value();
   if (hasKey_) {
@@ -111,7 +112,7 @@ Status TransferEngine::start(TransferEngineOptions options) {
       new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, settings_.sessionTimeout});
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
   limiter_ = std::make_unique<Limiter>(settings_.mostTransfers);
-  driverContext_.reset(new DriverContext{*engine_, *limiter_, stopping_, ended_, logName_});
+  driverContext_.reset(new DriverContext{*engine_, *limiter_, stopping_, ended_, bells_, logName_});
   auto server = SessionServer::start(*answerContext_, std::move(listener->socket),
                                      [this] { return describe(); });
   if (!server.ok()) return server.status();
@@ -176,6 +177,13 @@ std::shared_ptr<const Bytes> TransferEngine::describe() {
     describedVersion_ = version;
   }
   return description_;
+}
+
+TransferLimits TransferEngine::limits() const {
+  return {.transfers = settings_.mostTransfers,
+          .ioThreads = settings_.tcpIoThreads,
+          .registrations = RegionTable::kCapacity,
+          .batchedTransfers = BatchTable::kMostTasks};
 }
 
 // ---- memory

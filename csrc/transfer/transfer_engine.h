@@ -30,6 +30,14 @@ struct TransferEngineOptions {
   uint16_t rpcPort = 0;  // 0: a free one
 };
 
+// What one engine holds at most.
+struct TransferLimits {
+  size_t transfers;         // under way at a time
+  size_t ioThreads;         // that carry bulk data over TCP
+  size_t registrations;     // of memory
+  size_t batchedTransfers;  // of batches that are not released
+};
+
 // Reads and writes memory that other engines have registered, by their names. Any thread; a call
 // blocks no longer than its deadline. Errors are codes, each with one line in the log.
 class TransferEngine {
@@ -46,6 +54,8 @@ class TransferEngine {
   const std::string& protocol() const { return protocol_; }
   Engine& engine() { return *engine_; }
   bool hasKey() const { return hasKey_; }
+  TransferLimits limits() const;
+  EngineCounters counters() const { return engine_->counters(); }
   // To one user at a time, who may connect and observe its peers: null where another one still has
   // it. `self` is this engine, and lives as long as what is given.
   std::shared_ptr<Engine> lend(const std::shared_ptr<TransferEngine>& self);
@@ -127,6 +137,7 @@ class TransferEngine {
   mutable Gate calls_;
   Interrupt stopping_;
   Doorbell ended_;
+  BellPool bells_;
   // In the order in which they need each other; they go the other way round.
   std::unique_ptr<TransportContext> askContext_;
   std::unique_ptr<TransportContext> answerContext_;

@@ -90,6 +90,7 @@ static void initiator(const char* session, char* there) {
   buffer_entry_t halves[2] = {{memory, BYTES / 2}, {memory + BYTES / 2, BYTES / 2}};
   void* starts[2] = {memory, memory + BYTES / 2};
   size_t nics = 4;
+  engine_counters_t counters;
 
   CHECK(registerLocalMemoryBatch(engine, halves, 2, "*") == 0);
   CHECK(unregisterLocalMemoryBatch(engine, starts, 2) == 0);
@@ -156,6 +157,9 @@ static void initiator(const char* session, char* there) {
   CHECK(freeBatchID(engine, batch) == 0);
 
   CHECK(getNicLoadStats(engine, NULL, &nics) == 0 && nics == 0);
+  CHECK(getEngineCounters(engine, &counters) == 0 && getEngineCounters(engine, NULL) < 0);
+  CHECK(counters.opened == 1 && counters.active == 1 && counters.pending == 0);
+  CHECK(counters.bytes_read == BYTES && counters.bytes_written == BYTES);
   CHECK(showLinks(engine, text, sizeof text, 0) == 0 && strstr(text, session));
   CHECK(showLinks(engine, text, sizeof text, 1) == 0 && text[0] == '{' && strstr(text, "\"shm\""));
   CHECK(showLinks(engine, text, 2, 1) < 0);

@@ -1,6 +1,8 @@
+#include <algorithm>
 #include <cstdlib>
 #include <gtest/gtest.h>
 #include <map>
+#include <thread>
 
 #include "base/env.h"
 #include "base/transfer_env.h"
@@ -73,6 +75,8 @@ const std::map<std::string, std::string> kGood = {
 
 TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
   ASSERT_EQ(envTable().size(), kGood.size());
+  const Env usual = *Env::read();
+  const TransferEnv usualTransferEnv = *TransferEnv::read();
   for (const auto& variable : envTable()) {
     ASSERT_TRUE(kGood.contains(variable.name)) << variable.name;
     set(variable.name, kGood.at(variable.name));
@@ -80,7 +84,7 @@ TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
     const auto transferEnv = TransferEnv::read();
     ASSERT_TRUE(env.ok()) << env.error().message;
     ASSERT_TRUE(transferEnv.ok()) << transferEnv.error().message;
-    EXPECT_FALSE(same(*env, Env()) && same(*transferEnv, TransferEnv()))
+    EXPECT_FALSE(same(*env, usual) && same(*transferEnv, usualTransferEnv))
         << variable.name << " changes nothing";
     ::unsetenv(variable.name);
     EXPECT_STRNE(variable.meaning, "");
@@ -105,6 +109,16 @@ TEST_F(EnvTest, ReadsTheValues) {
   EXPECT_EQ(transferEnv->timeout, std::chrono::seconds(60));
   EXPECT_EQ(transferEnv->leastRpcPort, 20000);
   EXPECT_EQ(transferEnv->mostRpcPort, 21000);
+}
+
+TEST_F(EnvTest, ThreadsForTcpAreAsThereAreCoresUnlessTold) {
+  const size_t cores = std::thread::hardware_concurrency();
+  EXPECT_EQ(TransferEnv::read()->tcpIoThreads, std::clamp<size_t>(cores, 1, 8));
+  EXPECT_EQ(TransferEnv::read()->mostTransfers, 64u);
+  set("MC_NUM_TCP_IO_THREADS", "0");
+  EXPECT_EQ(TransferEnv::read()->tcpIoThreads, std::clamp<size_t>(cores, 1, 8));
+  set("MC_NUM_TCP_IO_THREADS", "9");
+  EXPECT_EQ(TransferEnv::read()->tcpIoThreads, 9u);
 }
 
 TEST_F(EnvTest, WhatATransferEngineDoesNotTakeIsNoErrorOfOthers) {

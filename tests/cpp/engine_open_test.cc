@@ -2,13 +2,17 @@
 #include <barrier>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <gtest/gtest.h>
+#include <random>
 #include <sys/socket.h>
 #include <thread>
 
 #include "descriptor_limit.h"
 #include "engine/engine.h"
+#include "engine/route.h"
 #include "engine_side.h"
+#include "silent_listener.h"
 
 // Peers that come and go, by one side alone.
 namespace mooncake {
@@ -43,6 +47,14 @@ std::set<std::string> threadNames() {
     names.insert(name);
   }
   return names;
+}
+
+// The same engine's, as if it listened elsewhere.
+Bytes atPort(Bytes endpoint, uint16_t port) {
+  const Bytes ofTcp = endpointFor("tcp", endpoint);
+  const auto place = std::search(endpoint.begin(), endpoint.end(), ofTcp.begin(), ofTcp.end());
+  std::memcpy(&*place + sizeof(uint16_t), &port, sizeof port);  // behind the version
+  return endpoint;
 }
 
 class EngineOpen : public ::testing::TestWithParam<const char*> {
@@ -129,10 +141,10 @@ TEST_P(EngineOpen, WhoIsForgottenCanBeOpenedAnew) {
     ASSERT_TRUE(peer.ok()) << round << ": " << peer.error().message;
     EXPECT_NE(*peer, last);
     expectWorks(*peer, *to, 1000);
-    from->forget(*peer);
+    EXPECT_TRUE(from->forget(*peer, soon()).ok());
     EXPECT_TRUE((*peer)->disconnected);
     EXPECT_FALSE((*peer)->channel->send(Bytes(1)).ok());
-    from->forget(*peer);
+    EXPECT_TRUE(from->forget(*peer, soon()).ok());
     last = *peer;
   }
 }
@@ -192,6 +204,122 @@ TEST_P(EngineOpen, DataThreadsCarryWhatIsLarge) {
 
 INSTANTIATE_TEST_SUITE_P(Wires, EngineOpen, ::testing::Values("inproc", "shm", "tcp"),
                          [](const auto& wire) { return std::string(wire.param); });
+
+class IdleConnections : public ::testing::Test {
+ protected:
+  void make(std::chrono::milliseconds idleAfter) {
+    for (auto* engine : {&a_, &b_}) {
+      EngineOptions options{.jobKey = publicKey(),
+                            .logName = "engine",
+                            .arenaBytes = size_t(1) << 30,
+                            .dataThreads = 1,
+                            .peersReturn = true,
+                            .idleAfter = idleAfter};
+      options.env.transports = {"tcp"};
+      options.env.hostIp = "127.0.0.1";
+      auto made = Engine::create(std::move(options));
+      ASSERT_TRUE(made.ok()) << made.error().message;
+      *engine = *made;
+    }
+    auto peer = a_->open(b_->endpoint(), "other", soon());
+    ASSERT_TRUE(peer.ok());
+    there_ = *peer;
+    peer = b_->open(a_->endpoint(), "other", soon());
+    ASSERT_TRUE(peer.ok());
+    back_ = *peer;
+  }
+  static void move(Engine& owner, const std::shared_ptr<Peer>& peer, Doorbell& bell, size_t bytes) {
+    Bytes there(bytes), back(bytes);
+    auto region = owner.regions().add(there.data(), there.size(), kRemoteRead | kRemoteWrite);
+    ASSERT_TRUE(region.ok());
+    const Bytes data = pattern(bytes, 1);
+    Completion completion(&bell);
+    ASSERT_TRUE(peer->channel->write({region->remote(), 0, data, &completion}).ok());
+    ASSERT_TRUE(eventually([&] { return completion.finished(); }));
+    ASSERT_EQ(completion.error.load(), ErrorCode::kOk);
+    ASSERT_TRUE(peer->channel->get({region->remote(), 0, back, &completion}).ok());
+    ASSERT_TRUE(eventually([&] { return completion.finished(); }));
+    ASSERT_EQ(completion.error.load(), ErrorCode::kOk);
+    ASSERT_TRUE(back == data);
+  }
+  bool bothHave(uint64_t connections) const {
+    return a_->counters().connections == connections && b_->counters().connections == connections;
+  }
+
+  Doorbell bells_[2];  // outlive the channels
+  std::shared_ptr<Engine> a_, b_;
+  std::shared_ptr<Peer> there_, back_;
+};
+
+TEST_F(IdleConnections, EndButForTheFirstAndComeBackAtNeed) {
+  make(200ms);
+  for (int round = 0; round < 3; ++round) {
+    ASSERT_TRUE(eventually([&] {
+      move(*b_, there_, bells_[0], 300000);
+      return bothHave(3);
+    })) << round;
+    ASSERT_TRUE(eventually([&] { return bothHave(1); })) << round;
+    EXPECT_EQ(a_->counters().collected, 2u * (round + 1)) << "who made them ends them";
+    EXPECT_FALSE(there_->disconnected);
+    move(*a_, back_, bells_[0], 1000);
+  }
+  EXPECT_EQ(a_->counters().retries, 0u);
+  EXPECT_EQ(b_->counters().retries, 0u);
+}
+
+// Both sides begin transfers at all moments of a lane's end.
+TEST_F(IdleConnections, NothingIsLostToATransferThatBeginsAsTheyEnd) {
+  make(4ms);
+  const auto until = Clock::now() + 2s;
+  std::vector<std::future<void>> movers;
+  for (auto [owner, peer] : {std::pair(b_, there_), std::pair(a_, back_)}) {
+    Doorbell& bell = bells_[movers.size()];
+    movers.push_back(std::async(std::launch::async, [owner = owner, peer = peer, until, &bell] {
+      std::minstd_rand random(1);
+      while (Clock::now() < until && !HasFatalFailure()) {
+        move(*owner, peer, bell, random() % 2 ? 1000 : 200000);
+        std::promise<void> later;
+        owner->loop().runAt(Deadline::after(std::chrono::milliseconds(random() % 8)),
+                            [&] { later.set_value(); });
+        later.get_future().wait();
+      }
+    }));
+  }
+  for (auto& mover : movers) mover.wait();
+  EXPECT_GT(a_->counters().collected, 20u);
+  EXPECT_EQ(a_->counters().retries + b_->counters().retries, 0u) << "a connection broke";
+}
+
+TEST_F(IdleConnections, WhatIsKeptOfThoseWhoAreGoneGoes) {
+  make(100ms);
+  move(*b_, there_, bells_[0], 1000);
+  b_.reset();
+  ASSERT_TRUE(eventually([&] { return there_->disconnected.load(); }));
+  EXPECT_TRUE(eventually([&] { return there_.use_count() == 1; }));
+  EXPECT_EQ(a_->counters().collected, 1u);
+}
+
+// Where a peer listens somebody does who says nothing: the call lasts as long as it may.
+TEST(EngineForget, DoesNotWaitBeyondItsDeadlineForAnotherThreadsCall) {
+  const auto a = makeEngine("tcp");
+  auto b = makeEngine("tcp");
+  const Bytes endpoint = b->endpoint();
+  const auto peer = a->open(endpoint, "the silent", soon());
+  ASSERT_TRUE(peer.ok()) << peer.error().message;
+  b.reset();
+  ASSERT_TRUE(eventually([&] { return (*peer)->disconnected.load(); }));
+  const test::SilentListener silent;
+  const auto calls = std::async(std::launch::async, [&] {
+    const auto again = a->open(atPort(endpoint, silent.port()), "the silent", Deadline::after(3s));
+    EXPECT_FALSE(again.ok());
+  });
+  ASSERT_TRUE(eventually([&] { return a->counters().pending == 1; }));
+  const auto began = Clock::now();
+  const Status early = a->forget(*peer, Deadline::after(50ms));
+  EXPECT_EQ(early.code(), ErrorCode::kTimeout);
+  EXPECT_LT(Clock::now() - began, 2s);
+  EXPECT_TRUE(a->forget(*peer, soon()).ok()) << "when that call has ended";
+}
 
 TEST(EngineDescriptors, WhoHasNoneLeftSaysSoAndRecovers) {
   const auto a = makeEngine("tcp"), b = makeEngine("tcp");

@@ -112,6 +112,7 @@ class Fuzzer {
         break;
       case wire::Kind::kBeat:
       case wire::Kind::kLanes:
+      case wire::Kind::kRetire:
       case wire::Kind::kGoodbye:
         if (random_() % 20 != 0) header.kind = wire::Kind::kBeat;
         break;

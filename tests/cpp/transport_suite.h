@@ -534,20 +534,29 @@ TYPED_TEST_P(TransportSuite, WriteToARevokedRegionIsRefused) {
   EXPECT_TRUE(std::ranges::all_of(user, [](std::byte b) { return b == std::byte{0}; }));
 }
 
+// A write of sevens to memory of the owner's that is not in its arena, begun.
+struct LongWrite {
+  LongWrite(WireEnd& owner, Channel& channel, Doorbell& bell, size_t bytes)
+      : user(bytes), data(bytes, std::byte{7}), completion(&bell) {
+    auto added = owner.regions().add(user.data(), user.size(), kRemoteWrite);
+    EXPECT_TRUE(added.ok());
+    region = std::move(*added);
+    EXPECT_TRUE(channel.write({region.remote(), 0, data, &completion}).ok());
+  }
+  Bytes user;
+  const Bytes data;
+  MemoryRegion region;
+  Completion completion;
+};
+
 TYPED_TEST_P(TransportSuite, RegionsCanGoWhileTheyAreWritten) {
-  constexpr size_t kBytes = 32 << 20;
-  Bytes user(kBytes);
-  auto region = this->b.regions().add(user.data(), user.size(), kRemoteWrite);
-  ASSERT_TRUE(region.ok());
-  const Bytes data(kBytes, std::byte{7});
-  Completion completion(&this->bell);
-  ASSERT_TRUE(this->toB->write({region->remote(), 0, data, &completion}).ok());
-  *region = MemoryRegion();
-  const Bytes seen = user;
-  const ErrorCode end = endOf(completion);
+  LongWrite write(this->b, *this->toB, this->bell, 32 << 20);
+  write.region = MemoryRegion();
+  const Bytes seen = write.user;
+  const ErrorCode end = endOf(write.completion);
   EXPECT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kRefused) << errorCodeName(end);
-  EXPECT_TRUE(user == seen) << "memory that was let go of is not written";
-  EXPECT_EQ(end == ErrorCode::kOk, seen == data);
+  EXPECT_TRUE(write.user == seen) << "memory that was let go of is not written";
+  EXPECT_EQ(end == ErrorCode::kOk, seen == write.data);
 }
 
 TYPED_TEST_P(TransportSuite, CancelEndsTheWritesOfOneCompletion) {
@@ -625,21 +634,15 @@ TYPED_TEST_P(TransportSuite, AFencedPeerWritesNothing) {
 }
 
 TYPED_TEST_P(TransportSuite, FencingStopsWritesThatAreUnderWay) {
-  constexpr size_t kBytes = 48 << 20;
-  Bytes user(kBytes);
-  auto region = this->b.regions().add(user.data(), user.size(), kRemoteWrite);
-  ASSERT_TRUE(region.ok());
-  const Bytes data(kBytes, std::byte{7});
-  Completion completion(&this->bell);
-  ASSERT_TRUE(this->toB->write({region->remote(), 0, data, &completion}).ok());
-  ASSERT_TRUE(eventually([&] { return peek(user.data()) == std::byte{7}; }));
+  LongWrite write(this->b, *this->toB, this->bell, 48 << 20);
+  ASSERT_TRUE(eventually([&] { return peek(write.user.data()) == std::byte{7}; }));
   this->toA->fence();
-  const Bytes seen = user;
-  const ErrorCode end = endOf(completion);
+  const Bytes seen = write.user;
+  const ErrorCode end = endOf(write.completion);
   ASSERT_TRUE(this->toB->send(pattern(10, 1)).ok());
   EXPECT_EQ(this->b.messagesFrom(this->a.id(), 1).size(), 1u);
-  EXPECT_TRUE(user == seen) << "no byte lands behind the fence";
-  EXPECT_EQ(end, seen == data ? ErrorCode::kOk : ErrorCode::kAborted);
+  EXPECT_TRUE(write.user == seen) << "no byte lands behind the fence";
+  EXPECT_EQ(end, seen == write.data ? ErrorCode::kOk : ErrorCode::kAborted);
 }
 
 REGISTER_TYPED_TEST_SUITE_P(

@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "engine/local/shared_work.h"
 #include "engine/stream/wire.h"
 
 namespace mooncake {
@@ -18,6 +22,12 @@ constexpr size_t kPieceBytes = size_t(16) << 20;
 constexpr size_t kWritePieceBytes = size_t(1) << 20;
 // Of one pull before others have their turn.
 constexpr size_t kPullBytes = size_t(16) << 20;
+// Gets of at least so much are copied by two threads, in such pieces: shorter than what it takes
+// the other one to wake up makes no sense, and its last piece is waited for.
+constexpr size_t kLeastShared = size_t(512) << 10;
+constexpr size_t kSharedPieceBytes = size_t(256) << 10;
+// A write of at least twice as much is pulled in two parts, which two threads do.
+constexpr size_t kLeastPullPart = size_t(1) << 20;
 // Below, sending costs less than being asked to pull.
 constexpr size_t kLeastPull = size_t(64) << 10;
 
@@ -92,22 +102,92 @@ Status LocalChannel::get(const GetRequest& request) {
   if (!isInside(request.offset, request.target.size(), request.region.bytes)) {
     return {ErrorCode::kRefused, "a get outside of the peer's region"};
   }
+  if (peer_.sharesCopies && request.target.size() >= kLeastShared) return getShared({&request, 1});
   const DirectTransfers::Running running(transfers_, request.completion);
   if (!running) return {ErrorCode::kAborted, "the channel is closed"};
-  const ErrorCode code = readHere(request, running);
-  // Still counted as running: whoever cancels waits for that, and then finds the get in the stream.
+  return end(request, readHere(request, running));
+}
+
+Status LocalChannel::get(std::span<const GetRequest> requests) {
+  size_t bytes = 0;
+  for (const GetRequest& request : requests) bytes += request.target.size();
+  const bool isShared = peer_.sharesCopies && bytes >= kLeastShared;
+  return isShared ? getShared(requests) : beginAll(requests);
+}
+
+// While it is still counted as running: whoever cancels waits for that, and then finds the get in
+// the stream.
+Status LocalChannel::end(const GetRequest& request, ErrorCode code) {
   if (code == ErrorCode::kUnsupported) return stream_->get(request);
   request.completion->begin();
   request.completion->end(code);
   return {};
 }
 
+// All of them, piece by piece, on this thread and on another one.
+Status LocalChannel::getShared(std::span<const GetRequest> requests) {
+  struct One {
+    One(DirectTransfers& transfers, const GetRequest& request)
+        : request(request), running(transfers, request.completion) {}
+    const GetRequest& request;
+    const DirectTransfers::Running running;
+    std::atomic<ErrorCode> code{ErrorCode::kOk};
+  };
+  struct Piece {
+    One* one;
+    size_t offset;
+  };
+  std::deque<One> all;
+  std::vector<Piece> pieces;
+  for (const GetRequest& request : requests) {
+    One& one = all.emplace_back(transfers_, request);
+    if (!one.running) {
+      one.code = ErrorCode::kAborted;
+    } else if (!isInside(request.offset, request.target.size(), request.region.bytes)) {
+      one.code = ErrorCode::kRefused;
+    } else {
+      one.code = mayReadHere(request);
+    }
+    if (one.code != ErrorCode::kOk) continue;
+    for (size_t at = 0; at < request.target.size(); at += kSharedPieceBytes)
+      pieces.push_back({&one, at});
+  }
+  if (!all.front().running) return {ErrorCode::kAborted, "the channel is closed"};
+  const auto work = std::make_shared<SharedWork>(pieces.size(), [this, &pieces](size_t index) {
+    const auto [one, at] = pieces[index];
+    if (one->code.load(std::memory_order_relaxed) != ErrorCode::kOk) return;
+    const GetRequest& request = one->request;
+    const auto target =
+        request.target.subspan(at, std::min(kSharedPieceBytes, request.target.size() - at));
+    const ErrorCode code = one->running.cancelled()
+                               ? ErrorCode::kAborted
+                               : readPiece(request.region, request.offset + at, target);
+    if (code != ErrorCode::kOk) one->code.store(code, std::memory_order_relaxed);
+  });
+  if (pieces.size() > 1) (void)peer_.copyLater([work] { work->help(); });
+  work->finish();
+  std::atomic_thread_fence(std::memory_order_acquire);  // first what was read, then if it counts
+  for (One& one : all) {
+    const GetRequest& request = one.request;
+    ErrorCode code = one.code;
+    if (code == ErrorCode::kOk) code = permission(request.region.key, kRemoteRead);
+    const Status begun = end(request, code);
+    if (begun.ok()) continue;
+    request.completion->begin();
+    request.completion->end(begun.code());
+  }
+  return {};
+}
+
+ErrorCode LocalChannel::mayReadHere(const GetRequest& request) const {
+  if (!mapped(request.region) && !peer_.reader) return ErrorCode::kUnsupported;
+  return permission(request.region.key, kRemoteRead);
+}
+
 // The whole get on this thread; kUnsupported when only the peer can answer it.
 ErrorCode LocalChannel::readHere(const GetRequest& request,
                                  const DirectTransfers::Running& running) {
-  if (!mapped(request.region) && !peer_.reader) return ErrorCode::kUnsupported;
-  const auto allowed = [&] { return permission(request.region.key, kRemoteRead); };
-  if (const auto code = allowed(); code != ErrorCode::kOk) return code;
+  if (const auto code = mayReadHere(request); code != ErrorCode::kOk) return code;
   for (size_t done = 0; done < request.target.size();) {
     if (running.cancelled()) return ErrorCode::kAborted;
     const auto piece =
@@ -117,7 +197,7 @@ ErrorCode LocalChannel::readHere(const GetRequest& request,
     done += piece.size();
   }
   std::atomic_thread_fence(std::memory_order_acquire);  // first what was read, then if it counts
-  return allowed();
+  return permission(request.region.key, kRemoteRead);
 }
 
 ErrorCode LocalChannel::readPiece(const RemoteRegion& region, uint64_t offset,
@@ -144,7 +224,17 @@ Status LocalChannel::write(const WriteRequest& request) {
   }
   // Still counted as running: whoever cancels waits for that, and then finds it in the stream.
   if (!peer_.reader || request.source.size() < kLeastPull) return stream_->write(request);
-  return stream_->askToPull(request);
+  const size_t half = request.source.size() / 2 / kSharedPieceBytes * kSharedPieceBytes;
+  if (!peer_.sharesCopies || half < kLeastPullPart) return stream_->askToPull(request);
+  const WriteRequest parts[] = {
+      {request.region, request.offset, request.source.first(half), request.completion},
+      {request.region, request.offset + half, request.source.subspan(half), request.completion}};
+  MOONCAKE_TRY(stream_->askToPull(parts[0]));
+  const Status begun = stream_->askToPull(parts[1]);
+  if (begun.ok()) return {};
+  request.completion->begin();  // the first part is under way, so the write has begun
+  request.completion->end(begun.code());
+  return {};
 }
 
 // The whole write on this thread.
@@ -164,16 +254,9 @@ ErrorCode LocalChannel::writeHere(const WriteRequest& request, std::byte* region
 
 // On the loop's thread.
 void LocalChannel::onPull(const PullRequest& request) {
-  ErrorCode code = ErrorCode::kExhausted;
-  {
-    std::lock_guard lock(pullMutex_);
-    if (pulls_ < wire::kMaxTransfers) {
-      ++pulls_;
-      code = ErrorCode::kOk;
-    }
-  }
-  if (code == ErrorCode::kOk) return pull(request, 0);
-  stream_->answerPull(request.number, code);
+  if (pulls_.fetch_add(1) < wire::kMaxTransfers) return pull(request, 0);
+  --pulls_;
+  stream_->answerPull(request.number, ErrorCode::kExhausted);
 }
 
 // All that is left of it, in turns with others.
@@ -189,10 +272,7 @@ void LocalChannel::pull(const PullRequest& request, uint64_t done) {
       if (done == request.length) break;
     }
     if (code == ErrorCode::kOk && done < request.length) return self->pull(request, done);
-    {
-      std::lock_guard lock(self->pullMutex_);
-      --self->pulls_;
-    }
+    --self->pulls_;
     self->stream_->answerPull(request.number, code);
   });
   if (!goesOn) stream_->answerPull(request.number, ErrorCode::kAborted);
@@ -200,7 +280,7 @@ void LocalChannel::pull(const PullRequest& request, uint64_t done) {
 
 // The region is opened for each piece and not held in between, as for what comes over a socket.
 ErrorCode LocalChannel::pullPiece(const PullRequest& request, uint64_t done, size_t bytes) {
-  std::lock_guard lock(pullMutex_);
+  std::shared_lock lock(pullMutex_);
   if (refusesPulls_) return ErrorCode::kAborted;
   const auto use = context_.regions.open(request.key, request.offset, request.length, kRemoteWrite);
   if (!use) return ErrorCode::kRefused;
@@ -227,8 +307,8 @@ void LocalChannel::fence() {
 
 // When this returns, no byte is pulled any more.
 void LocalChannel::refusePulls() {
+  refusesPulls_ = true;  // first: who waits for the lock waits for the pieces that are under way
   std::lock_guard lock(pullMutex_);
-  refusesPulls_ = true;
 }
 
 void LocalChannel::close() {

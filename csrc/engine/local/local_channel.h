@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 
 #include "engine/local/direct_reader.h"
 #include "engine/local/direct_transfers.h"
@@ -15,7 +16,8 @@
 namespace mooncake {
 
 // A channel to an engine whose arena is mapped here. Puts are a copy into the mapping; gets are a
-// copy out of it, a direct read, or frames over the socket, in this order. Writes are a copy into
+// copy out of it, a direct read, or frames over the socket, in this order; large ones with the help
+// of a second thread where the engine has threads for data. Writes are a copy into
 // the mapping; what lies elsewhere the peer reads directly when it is asked to, on a thread of its
 // own for that, or it is sent: nobody else writes into a program's memory. The socket also says
 // goodbye and brings the evidence of a death. The mapping outlives the peer: what it published
@@ -36,6 +38,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
     pid_t process = 0;                       // 0: not visible from our pid namespace
     std::unique_ptr<DirectReader> reader;    // null: there is no such way to this peer
     std::function<bool(std::function<void()>)> copyLater;  // on another thread; false: no more
+    bool sharesCopies = false;                             // large ones, with that thread
   };
 
   static std::shared_ptr<LocalChannel> start(const char* transportName, Mapped peer, Fd socket,
@@ -52,9 +55,9 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   const std::atomic<uint32_t>* fenceWord() const override;
   void peerExited(const Error& why) override;
   Status put(const PutRequest& request) override;
-  using Channel::get;
   using Channel::write;
   Status get(const GetRequest& request) override;
+  Status get(std::span<const GetRequest> requests) override;
   Status write(const WriteRequest& request) override;
   Status send(ByteView message) override;
   void cancel(const Completion* completion) override;
@@ -66,6 +69,9 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   ErrorCode permission(uint64_t key, uint32_t right) const;
   std::byte* mapped(const RemoteRegion& region) const;
   ErrorCode readHere(const GetRequest& request, const DirectTransfers::Running& running);
+  ErrorCode mayReadHere(const GetRequest& request) const;
+  Status getShared(std::span<const GetRequest> requests);
+  Status end(const GetRequest& request, ErrorCode code);
   ErrorCode writeHere(const WriteRequest& request, std::byte* region,
                       const DirectTransfers::Running& running);
   ErrorCode readPiece(const RemoteRegion& region, uint64_t offset, std::span<std::byte> target);
@@ -80,9 +86,9 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   Gate puts_;
   DirectTransfers transfers_;
   const TransportContext& context_;
-  std::mutex pullMutex_;  // guards the two below; held while a piece is pulled
-  bool refusesPulls_ = false;
-  size_t pulls_ = 0;  // of the peer's, under way
+  std::shared_mutex pullMutex_;  // shared while a piece is pulled
+  std::atomic<bool> refusesPulls_{false};
+  std::atomic<size_t> pulls_{0};  // of the peer's, under way
   std::atomic<bool> closing_{false};
   std::atomic<bool> ended_{false};
   Error why_;  // written before ended_

@@ -16,6 +16,9 @@ namespace {
 // Endpoint, wire form:  u32 process  string socket name (<= 64)
 constexpr size_t kMaxName = 64;
 
+// Two threads copy what one does not: reading another process costs a third more than a memcpy.
+constexpr size_t kMostCopiers = 2;
+
 }  // namespace
 
 class LocalTransport::Core : public std::enable_shared_from_this<Core> {
@@ -57,7 +60,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
                                                             .ours = std::move(fence),
                                                             .process = process,
                                                             .reader = std::move(reader),
-                                                            .copyLater = copier()},
+                                                            .copyLater = copier(),
+                                                            .sharesCopies = sharesCopies()},
                                                            std::move(socket), peer, context_);
     std::erase_if(channels_, [](const auto& weak) { return weak.expired(); });
     channels_.push_back(channel);
@@ -75,17 +79,19 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
     for (const auto& weak : channels) {
       if (const auto channel = weak.lock()) channel->close();
     }
-    std::unique_ptr<EventLoop> copies;
+    std::vector<std::unique_ptr<EventLoop>> copiers;
     {
       std::lock_guard lock(mutex_);
-      copies = std::move(copies_);
+      copiers.swap(copiers_);
     }
-    if (copies) copies->stop();
+    for (auto& copier : copiers) copier->stop();
     wire_->shutdown();
   }
 
  private:
-  // What channels have copied on a thread of its own, which begins with the first copy.
+  // Ranks of a group copy on their own threads, and have the cores for that.
+  bool sharesCopies() const { return !context_.dataLoops.empty(); }
+  // What channels have copied on other threads, in turns; each begins with its first copy.
   std::function<bool(std::function<void()>)> copier() {
     return [weak = weak_from_this()](std::function<void()> copy) {
       const auto self = weak.lock();
@@ -95,15 +101,17 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   bool copyLater(std::function<void()> copy) {
     std::lock_guard lock(mutex_);
     if (stopped_) return false;
-    if (!copies_) {
+    const size_t most = sharesCopies() ? kMostCopiers : 1;
+    const size_t turn = nextCopier_++ % most;
+    if (turn >= copiers_.size()) {
       auto started = EventLoop::start("mooncake-copy");
       if (!started.ok()) {
         log(LogLevel::kWarning, wire_->name(), started.error().message);
         return false;
       }
-      copies_ = std::move(*started);
+      copiers_.push_back(std::move(*started));
     }
-    copies_->post(std::move(copy));
+    copiers_[turn]->post(std::move(copy));
     return true;
   }
 
@@ -147,7 +155,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   std::mutex mutex_;  // guards what follows
   bool stopped_ = false;
   std::vector<std::weak_ptr<Channel>> channels_;
-  std::unique_ptr<EventLoop> copies_;
+  std::vector<std::unique_ptr<EventLoop>> copiers_;
+  size_t nextCopier_ = 0;
 };
 
 // The active side: handshake, our offer right behind the proof, their offer behind the welcome.

@@ -241,6 +241,9 @@ Status FrameReceiver::endFrame() {
     case wire::Kind::kLanes:
       lanesWanted_ = true;
       return {};
+    case wire::Kind::kRetire:
+      retired_ = true;
+      return {};
   }
   return {};
 }

@@ -36,6 +36,8 @@ class FrameReceiver {
   std::vector<Bytes> takeMessages() { return std::exchange(messages_, {}); }
   // Whether the peer has asked for more connections since the last call.
   bool takeLanesWanted() { return std::exchange(lanesWanted_, false); }
+  // Whether the peer has retired this connection since the last call.
+  bool takeRetired() { return std::exchange(retired_, false); }
   // No put and no write changes anything any more, not even the rest of one that has begun.
   void refuseWrites() {
     refusesWrites_ = true;
@@ -45,7 +47,7 @@ class FrameReceiver {
   // The connection is another one: what has come of a frame goes, what is refused stays refused.
   void restart() {
     kept_ = 0;
-    inFrame_ = dropped_ = goodbye_ = lanesWanted_ = isWriting_ = false;
+    inFrame_ = dropped_ = goodbye_ = lanesWanted_ = retired_ = isWriting_ = false;
     left_ = 0;
     arriving_.clear();
     messages_.clear();
@@ -100,6 +102,7 @@ class FrameReceiver {
   std::atomic<uint64_t> received_{0};
   bool goodbye_ = false;
   bool lanesWanted_ = false;
+  bool retired_ = false;
   bool loggedRefusal_ = false;
 };
 

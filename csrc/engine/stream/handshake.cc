@@ -90,6 +90,19 @@ Result<Hello> decodeHello(ByteView message) {
   return hello;
 }
 
+// Whose first eight bytes these are; the log names who has come to the wrong port.
+const char* whoseBytes(ByteView head) {
+  const std::string_view text(reinterpret_cast<const char*>(head.data()), head.size());
+  for (const char* verb : {"GET ", "HEAD ", "POST ", "PUT ", "DELETE ", "OPTIONS ", "CONNECT "}) {
+    if (text.starts_with(std::string_view(verb).substr(0, text.size())))
+      return "an HTTP request is no handshake";
+  }
+  if (text.starts_with("PRI * HT")) return "an HTTP/2 request is no handshake";
+  if (text.starts_with(std::string_view("\x16\x03", 2))) return "a TLS hello is no handshake";
+  if (text.starts_with("SSH-")) return "an SSH hello is no handshake";
+  return "these are not the bytes of a handshake";
+}
+
 // kProtocol for what is no message of ours; kRefused for another version: the first eight bytes
 // mean the same in all of them.
 Result<Kind> decodeHead(ByteView head) {
@@ -98,7 +111,7 @@ Result<Kind> decodeHead(ByteView head) {
   const auto version = in.get<uint16_t>();
   const auto kind = in.get<uint16_t>();
   MOONCAKE_TRY(in.finish("handshake"));
-  if (magic != kMagic) return Error{ErrorCode::kProtocol, "these are not the bytes of a handshake"};
+  if (magic != kMagic) return Error{ErrorCode::kProtocol, whoseBytes(head)};
   if (version != kVersion) {
     return Error{ErrorCode::kRefused, "the peer speaks version " + std::to_string(version) +
                                           " of the handshake, we speak " +

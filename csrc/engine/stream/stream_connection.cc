@@ -44,6 +44,8 @@ class Connection final : public StreamConnection {
   uint64_t lifeSigns() const override { return receiver_.receivedBytes(); }
   void beat() override;
   void askForLanes() override;
+  bool retire() override;
+  bool endIfIdle() override;
   size_t unansweredBytes() const override { return transfers_.unansweredBytes(); }
 
  private:
@@ -75,6 +77,7 @@ class Connection final : public StreamConnection {
   std::optional<Error> sendError_;  // the first; the loop reports it when it has read what is left
   std::optional<Error> ended_;      // why nothing can be sent any more
   bool fenced_ = false;
+  bool retired_ = false;
   bool hasSent_ = false;  // since the last beat()
   // Only who comes first takes the socket out of the loop and closes it: for anybody else its
   // number may already be another connection's.
@@ -104,7 +107,7 @@ void Connection::reconnect(Fd socket) {
   watchesForRoom_ = false;
   sendError_.reset();
   ended_.reset();
-  ending_ = isOver_ = false;
+  ending_ = isOver_ = retired_ = false;
   ++life_;
   transfers_.forget();
   receiver_.restart();
@@ -152,6 +155,7 @@ Status Connection::put(const PutRequest& request) {
 
 // Under sendMutex_: whether a transfer of ours may begin.
 Status Connection::usable() const {
+  if (retired_) return {ErrorCode::kInterrupted, "this connection was idle, and ends"};
   if (ended_) return *ended_;
   if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
   return {};
@@ -314,7 +318,7 @@ void Connection::onEvents() {
   std::optional<Status> end;
   std::vector<Bytes> messages;
   std::vector<PullRequest> pulls;
-  bool lanesWanted = false;
+  bool lanesWanted = false, retired = false;
   {
     std::lock_guard lock(receiveMutex_);
     if (stopped_) return;
@@ -327,10 +331,12 @@ void Connection::onEvents() {
     messages = receiver_.takeMessages();
     pulls.swap(pulls_);
     lanesWanted = receiver_.takeLanesWanted();
+    retired = receiver_.takeRetired();
   }
   for (const Bytes& message : messages) events_.onMessage(message);
   for (const PullRequest& pull : pulls) events_.onPull(pull);
   if (lanesWanted && events_.onLanesWanted) events_.onLanesWanted();
+  if (retired && events_.onRetired) events_.onRetired();
   if (end) return endByItself(*std::move(end));
   sendWaiting();
 }
@@ -385,6 +391,23 @@ void Connection::beat() {
 void Connection::askForLanes() {
   std::lock_guard lock(sendMutex_);
   (void)sendFrame({.kind = wire::Kind::kLanes}, {});
+}
+
+bool Connection::retire() {
+  std::lock_guard lock(sendMutex_);
+  if (ended_ || fenced_ || retired_ || !queue_.empty() || !transfers_.isEmpty()) return false;
+  retired_ = true;
+  return sendFrame({.kind = wire::Kind::kRetire}, {}).ok();
+}
+
+bool Connection::endIfIdle() {
+  {
+    std::lock_guard lock(sendMutex_);
+    retired_ = true;
+    if (!ended_ && (!queue_.empty() || !transfers_.isEmpty())) return false;
+  }
+  close(Error{ErrorCode::kAborted, "the connection was idle"});
+  return true;
 }
 
 // When this returns, no byte from the peer is written anywhere any more.

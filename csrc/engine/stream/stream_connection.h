@@ -35,6 +35,7 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
     // The peer would have us fill a range of ours from its memory; answerPull() tells it how that
     // went. None: this wire has no pulls.
     std::function<void(const PullRequest& request)> onPull;
+    std::function<void()> onRetired;  // by the peer: see retire(); may be none
   };
   // On the loop's thread, all without a lock. `onClosed` runs when the connection ended by itself:
   // ok after the peer's goodbye, else the cause. It does not run after close().
@@ -62,6 +63,12 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
   virtual void beat() = 0;
   // Of the peer, if it made this one: more connections.
   virtual void askForLanes() = 0;
+  // For a connection that may go because others stand: unless something is under way on it, nothing
+  // begins any more (kInterrupted) and the peer is asked for its goodbye. False: something is.
+  virtual bool retire() = 0;
+  // The answer to that: nothing begins any more, and when nothing of ours is under way it is closed
+  // in peace. False: something still is.
+  virtual bool endIfIdle() = 0;
   // In peace: says goodbye, unless a frame is only half sent.
   void close() { close(Error{ErrorCode::kAborted, "the connection was closed"}); }
   // Goes on over another socket to the same peer, once it has ended or was closed. What had not

@@ -106,6 +106,11 @@ void TransferTable::cancelAll(ErrorCode code) {
   endThose([](const Transfer&) { return true; }, code);
 }
 
+bool TransferTable::isEmpty() {
+  std::lock_guard lock(mutex_);
+  return free_.size() == transfers_.size();
+}
+
 void TransferTable::forget() {
   cancelAll(ErrorCode::kPeerLost);
   std::lock_guard lock(mutex_);

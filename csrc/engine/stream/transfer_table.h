@@ -53,6 +53,8 @@ class TransferTable {
   // The connection is another one: no answer to an earlier request comes any more.
   void forget();
 
+  // Whether no answer is still to come, also of what was cancelled.
+  bool isEmpty();
   uint64_t unansweredBytes() const { return unanswered_.load(std::memory_order_relaxed); }
 
  private:

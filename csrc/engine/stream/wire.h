@@ -8,7 +8,7 @@
 #include "base/bytes.h"
 #include "base/wait.h"
 
-// The frames of a stream connection, version 2. Every frame starts with 56 bytes, little-endian;
+// The frames of a stream connection, version 3. Every frame starts with 56 bytes, little-endian;
 // fields that a kind does not use are zero, and a decoder refuses anything else.
 //
 //    0      2         3      4        8         16    24       32       40              48
@@ -34,6 +34,9 @@
 //   GOODBYE  nothing: the sender leaves in peace
 //   BEAT     nothing: the sender lives
 //   LANES    nothing: the sender would have more connections, which the receiver makes
+//   RETIRE   nothing: the sender begins nothing more on this connection, has nothing under way on
+//   it,
+//            and asks for the same: GOODBYE comes when what the receiver has under way has ended
 //
 // An answer is cut into pieces for two reasons: a put never waits behind more than one piece, and
 // the status comes after the bytes, so memory that is revoked half way gives an error and not wrong
@@ -41,7 +44,7 @@
 namespace mooncake::wire {
 
 inline constexpr uint16_t kMark = 0x4d4b;  // "KM" on the wire
-inline constexpr uint8_t kVersion = 2;
+inline constexpr uint8_t kVersion = 3;
 inline constexpr size_t kHeaderBytes = 56;
 inline constexpr uint64_t kMaxPutBytes = uint64_t(64) << 20;
 inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
@@ -60,6 +63,7 @@ enum class Kind : uint8_t {
   kLanes,
   kWrite,
   kPull,
+  kRetire,
 };
 // kUnsupported: the receiver of a PULL cannot reach that memory; the bytes must be sent.
 enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1, kAborted = 2, kUnsupported = 3 };
@@ -132,6 +136,7 @@ inline bool isWellFormed(const Header& h) {
     case Kind::kGoodbye:
     case Kind::kBeat:
     case Kind::kLanes:
+    case Kind::kRetire:
       return noStatus && noSignal && h.request == 0 && h.key == 0 && h.offset == 0 && h.length == 0;
   }
   return false;

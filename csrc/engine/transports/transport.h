@@ -55,6 +55,11 @@ class Channel {
   virtual uint64_t lifeSigns() const { return 0; }
   // Shows the peer that we live, unless something else has since the last call. Waits for no lock.
   virtual void beat() {}
+  // Connections beside the first that have carried nothing since the last call may end, and come
+  // back at need. On the loop's thread, every so often. Returns how many end.
+  virtual size_t restConnections() { return 0; }
+  // Connections that stand.
+  virtual size_t connections() const { return 1; }
   // The peer's process has ended, its connection may not have: transfers under way end with this
   // error,
   // and nothing is asked of the peer any more.
@@ -147,6 +152,9 @@ struct TransportContext {
   std::function<bool(const EngineId& peer)> admits = nullptr;
   // One whose channel has ended for good may begin another.
   bool peersReturn = false;
+  // How long a peer's kernel may say nothing before a connection counts as broken; 0: somebody else
+  // watches.
+  std::chrono::milliseconds deadAfter{0};
   // A peer connected to us and proved that it knows the key. On the loop's thread.
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
   // A peer called send(). On the loop's thread; the bytes are gone when it returns.

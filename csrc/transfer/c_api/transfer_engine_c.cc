@@ -303,6 +303,15 @@ int getNicLoadStats(transfer_engine_t engine, nic_load_stat_t*, size_t* count) {
   return kGood;
 }
 
+int getEngineCounters(transfer_engine_t engine, engine_counters_t* counters) {
+  const auto own = engineOf(engine);
+  if (!own || !counters) return kInvalid;
+  const EngineCounters now = own->counters();
+  *counters = {now.opened,      now.reused,    now.active,    now.pending,     now.retries,
+               now.connections, now.collected, now.bytesRead, now.bytesWritten};
+  return kGood;
+}
+
 void enableGracefulShutdown(transfer_engine_t engine) {
   const auto own = engineOf(engine);
   if (!own) return;

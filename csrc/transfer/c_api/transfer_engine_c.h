@@ -93,6 +93,20 @@ struct nic_load_stat {
 };
 typedef struct nic_load_stat nic_load_stat_t;
 
+/* What an engine has done, and what is there now. */
+struct engine_counters {
+  uint64_t opened;      /* channels to peers that stood up, called or accepted */
+  uint64_t reused;      /* times that one was asked for and stood already */
+  uint64_t active;      /* peers that are connected */
+  uint64_t pending;     /* calls under way */
+  uint64_t retries;     /* calls after the first one for a channel, and channels made again */
+  uint64_t connections; /* that stand, of all peers */
+  uint64_t collected;   /* connections that were idle, and peers that were gone */
+  uint64_t bytes_read;  /* by transfers of this engine that ended well */
+  uint64_t bytes_written;
+};
+typedef struct engine_counters engine_counters_t;
+
 /* NULL: it cannot be made. `ip_or_host_name` is where peers reach this process; `rpc_port` 0 takes
  * a free port. `auto_discover`: 0 leaves it to installTransport() to choose the protocol; else it
  * is tcp at once. */
@@ -150,6 +164,7 @@ TRANSFER_ENGINE_API int genNotifyInEngine(transfer_engine_t engine, uint64_t tar
 /* `count`: how many fit, and how many there are. */
 TRANSFER_ENGINE_API int getNicLoadStats(transfer_engine_t engine, nic_load_stat_t* stats,
                                         size_t* count);
+TRANSFER_ENGINE_API int getEngineCounters(transfer_engine_t engine, engine_counters_t* counters);
 /* Peers hear a goodbye also where the program ends without destroyTransferEngine(). */
 TRANSFER_ENGINE_API void enableGracefulShutdown(transfer_engine_t engine);
 /* Which wire leads to each open segment, a line each, or as JSON. */

@@ -65,6 +65,18 @@ void keepQueueShort(int socket) {
   ::setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
 }
 
+void breakWhenDead(int socket, std::chrono::milliseconds after) {
+  constexpr int kProbes = 4;
+  const int on = 1, milliseconds = int(after.count());
+  const int between = std::max(1, milliseconds / 1000 / (2 * kProbes));
+  const int before = std::max(1, milliseconds / 1000 / 2);
+  ::setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof(milliseconds));
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &before, sizeof(before));
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &between, sizeof(between));
+  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof(kProbes));
+  ::setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+}
+
 std::string SocketAddress::text() const {
   const std::string shown = host.isV6 ? "[" + host.text() + "]" : host.text();
   return shown + ":" + std::to_string(port);

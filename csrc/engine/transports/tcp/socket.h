@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -34,6 +35,9 @@ void tune(int socket);
 // wait in a socket have left the processor's cache when they are read (8 % of a broadcast of 4 MiB
 // to three ranks).
 void keepQueueShort(int socket);
+
+// A connection whose other end does not answer for so long breaks, also when nothing is to be sent.
+void breakWhenDead(int socket, std::chrono::milliseconds after);
 
 // The socket is non-blocking and tuned; once it is known whether it is connected, it shows that to
 // poll() as POLLOUT. `failure` is errno, 0 as long as none is known.

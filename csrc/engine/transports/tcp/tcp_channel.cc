@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "base/backoff.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "engine/transports/tcp/socket.h"
@@ -17,6 +18,8 @@ constexpr Clock::duration kLongLife = std::chrono::seconds(10);
 // Of a list, what one lane gets at least; and what a transfer counts beside its bytes.
 constexpr size_t kLeastShare = size_t(64) << 10;
 constexpr size_t kLeastCost = 1024;
+// Of a retired lane: between two looks whether what is under way on it has ended.
+constexpr auto kDraining = std::chrono::milliseconds(100);
 
 std::span<std::byte> memoryOf(const GetRequest& request) { return request.target; }
 std::span<const std::byte> memoryOf(const WriteRequest& request) { return request.source; }
@@ -25,11 +28,6 @@ Status begin(StreamConnection& lane, std::span<const GetRequest> some) { return 
 Status begin(StreamConnection& lane, std::span<const WriteRequest> some) {
   return lane.write(some);
 }
-template <typename Request>
-Status begin(StreamConnection& lane, const Request& request) {
-  return begin(lane, std::span<const Request>(&request, 1));
-}
-
 StreamConnection* leastLoaded(std::span<StreamConnection* const> lanes) {
   return *std::min_element(lanes.begin(), lanes.end(), [](const auto* a, const auto* b) {
     return a->unansweredBytes() < b->unansweredBytes();
@@ -59,6 +57,7 @@ std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, F
 void TcpChannel::startLane(size_t index, Fd socket) {
   Lane& lane = lanes_[index];
   keepQueueShort(socket.get());
+  if (context_.deadAfter.count() > 0) breakWhenDead(socket.get(), context_.deadAfter);
   lane.life.fetch_add(1, std::memory_order_relaxed);
   if (lane.connection) {
     lane.connection->reconnect(std::move(socket));
@@ -92,7 +91,8 @@ StreamConnection::Events TcpChannel::eventsOf(size_t index) {
                   const auto alive = weak.lock();
                   if (alive && alive->options_.makeLanes) alive->wantLanes();
                 },
-            .onPull = nullptr};
+            .onPull = nullptr,
+            .onRetired = nullptr};
   }
   return {.onMessage = [](ByteView) {},  // nobody sends one here
           .onClosed =
@@ -107,7 +107,15 @@ StreamConnection::Events TcpChannel::eventsOf(size_t index) {
                 });
               },
           .onLanesWanted = nullptr,
-          .onPull = nullptr};
+          .onPull = nullptr,
+          .onRetired =
+              [weak, index, &context = context_] {
+                const auto alive = weak.lock();
+                if (!alive) return;
+                context.loop.post([weak, index, life = alive->lanes_[index].life.load()] {
+                  if (const auto alive = weak.lock()) alive->laneRetired(index, life);
+                });
+              }};
 }
 
 // Those that stand. Whoever is about to move so many bytes may want more of them.
@@ -126,16 +134,17 @@ Status TcpChannel::transfer(const Request& request) {
   DataLanes data;
   const size_t bytes = memoryOf(request).size();
   const size_t count = dataLanes(data, bytes);
-  if (count == 0) return begin(first(), request);
+  const std::span<const Request> whole(&request, 1);
+  if (count == 0) return begin(first(), whole);
 
   const size_t pieces = std::clamp<size_t>(bytes / kSplitBytes, 1, count);
-  if (pieces == 1) return begin(*leastLoaded({data.data(), count}), request);
+  if (pieces == 1) return beginOn(*leastLoaded({data.data(), count}), whole);
   const size_t step = (bytes / pieces + 4095) / 4096 * 4096;
   for (size_t i = 0, at = 0; at < bytes; ++i, at += step) {
     const size_t length = std::min(step, bytes - at);
-    const Status begun =
-        begin(*data[i], Request{request.region, request.offset + at,
-                                memoryOf(request).subspan(at, length), request.completion});
+    const Request piece{request.region, request.offset + at, memoryOf(request).subspan(at, length),
+                        request.completion};
+    const Status begun = beginOn(*data[i], std::span<const Request>(&piece, 1));
     if (begun.ok()) continue;
     if (i == 0) return begun;
     // Other pieces are under way, so the transfer has begun: it ends with an error.
@@ -165,12 +174,19 @@ Status TcpChannel::transferAll(std::span<const Request> requests) {
       continue;
     }
     const auto some = requests.subspan(from, to - from);
-    const Status begun = begin(*leastLoaded({data.data(), count}), some);
+    const Status begun = beginOn(*leastLoaded({data.data(), count}), some);
     if (begun.ok()) continue;
     if (from == 0) return begun;
     for (const Request& request : some) endAtOnce(request, begun);
   }
   return {};
+}
+
+// On a data lane, or, where that was retired since it was chosen, on the first.
+template <typename Request>
+Status TcpChannel::beginOn(StreamConnection& lane, std::span<const Request> some) {
+  const Status begun = begin(lane, some);
+  return begun.code() == ErrorCode::kInterrupted ? begin(first(), some) : begun;
 }
 
 template Status TcpChannel::transfer(const GetRequest&);
@@ -182,7 +198,8 @@ void TcpChannel::wantLanes() {
   const auto now = Clock::now().time_since_epoch().count();
   auto due = nextWish_.load(std::memory_order_relaxed);
   const auto pause = pause_.load(std::memory_order_relaxed);
-  if (now < due || !nextWish_.compare_exchange_strong(due, now + pause)) return;
+  const auto next = now + jittered(Clock::duration(pause)).count();
+  if (now < due || !nextWish_.compare_exchange_strong(due, next)) return;
   if (options_.makeLanes) {
     options_.makeLanes(shared_from_this());
   } else {
@@ -191,7 +208,7 @@ void TcpChannel::wantLanes() {
 }
 
 void TcpChannel::waitLonger() {
-  pause_ = std::min(2 * pause_.load(std::memory_order_relaxed), kMostPause.count());
+  pause_ = doubled(Clock::duration(pause_.load(std::memory_order_relaxed)), kMostPause).count();
 }
 
 void TcpChannel::cancel(const Completion* completion) {
@@ -246,6 +263,7 @@ bool TcpChannel::reconnect(Fd firstLane, uint64_t attempt) {
   attempt_ = attempt;
   for (Lane& lane : lanes_) {
     lane.stands.store(false, std::memory_order_release);
+    lane.isRetiring = false;
     if (lane.connection) lane.connection->close({ErrorCode::kPeerLost, "the peer connected anew"});
   }
   ended_ = false;
@@ -254,7 +272,7 @@ bool TcpChannel::reconnect(Fd firstLane, uint64_t attempt) {
 }
 
 bool TcpChannel::beginLane(uint16_t lane) {
-  return !lanes_[lane].stands.load(std::memory_order_acquire) &&
+  return !lanes_[lane].stands.load(std::memory_order_acquire) && !lanes_[lane].isRetiring &&
          !std::exchange(lanes_[lane].isBeingMade, true);
 }
 
@@ -273,13 +291,53 @@ bool TcpChannel::addLane(uint16_t lane, Fd socket, uint64_t attempt) {
   return true;
 }
 
+// Only who made a lane retires it: so no two lanes of one number are ever on their way.
+size_t TcpChannel::restConnections() {
+  if (!options_.makeLanes) return 0;
+  size_t count = 0;
+  std::lock_guard lock(mutex_);
+  for (size_t i = kPutLane + 1; i < lanes_.size(); ++i) {
+    Lane& lane = lanes_[i];
+    if (ended_ || !lane.stands.load(std::memory_order_relaxed)) continue;
+    const uint64_t signs = lane.connection->lifeSigns();
+    const bool isIdle = std::exchange(lane.restedAt, signs) == signs;
+    if (!isIdle || !lane.connection->retire()) continue;
+    lane.stands.store(false, std::memory_order_release);
+    lane.isRetiring = true;
+    ++count;
+  }
+  return count;
+}
+
+size_t TcpChannel::connections() const {
+  size_t count = 0;
+  for (const Lane& lane : lanes_) count += lane.stands.load(std::memory_order_relaxed);
+  return count;
+}
+
+// On the loop's thread: the peer has.
+void TcpChannel::laneRetired(size_t index, uint64_t life) {
+  std::lock_guard lock(mutex_);
+  Lane& lane = lanes_[index];
+  if (ended_ || lane.life.load(std::memory_order_relaxed) != life) return;
+  lane.stands.store(false, std::memory_order_release);
+  if (lane.connection->endIfIdle()) return;
+  context_.loop.runAt(Deadline::after(kDraining), [weak = weak_from_this(), index, life] {
+    if (const auto alive = weak.lock()) alive->laneRetired(index, life);
+  });
+}
+
 // On the loop's thread. A goodbye counts when it comes on the lane of the puts, behind the last of
 // them.
 void TcpChannel::laneEnded(size_t index, uint64_t life, const Status& how) {
-  if (how.ok() && index != kPutLane) return;
   {
     std::lock_guard lock(mutex_);
     if (lanes_[index].life.load(std::memory_order_relaxed) != life) return;  // made again since
+    if (how.ok() && index != kPutLane) {  // retired, or the peer closes all of them
+      lanes_[index].stands.store(false, std::memory_order_release);
+      lanes_[index].isRetiring = false;
+      return;
+    }
     if (std::exchange(ended_, true)) return;
     // Neither who has left nor who does not speak our language is connected to again.
     closed_ = how.ok() || how.code() == ErrorCode::kProtocol;

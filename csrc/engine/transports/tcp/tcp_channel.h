@@ -19,6 +19,10 @@ namespace mooncake {
 // no signal stands behind somebody's answer any more. Nothing waits for them, and one that cannot
 // be made costs nothing but speed.
 //
+// Data lanes that carry nothing for a while are retired by the end that made them, where the engine
+// asks for that (restConnections()). Whoever began a transfer on one in that very moment finds it
+// refused, and takes lane 0.
+//
 // A lane that stood and breaks takes the others with it: whatever broke it, half a channel is of no
 // use, and the other end may not have noticed. The channel goes on with a new lane 0.
 class TcpChannel final : public Channel, public std::enable_shared_from_this<TcpChannel> {
@@ -52,6 +56,8 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   void cancel(const Completion* completion) override;
   uint64_t lifeSigns() const override;
   void beat() override { first().beat(); }
+  size_t restConnections() override;
+  size_t connections() const override;
   void fence() override;
   void close() override;
 
@@ -78,7 +84,10 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
     std::atomic<StreamConnection*> made{nullptr};  // the same for those who do not hold it
     std::atomic<bool> stands{false};
     std::atomic<uint64_t> life{0};  // which of its connections it is
-    bool isBeingMade = false;       // of the loop's thread
+    // Of the loop's thread.
+    bool isBeingMade = false;
+    bool isRetiring = false;  // until the peer's goodbye
+    uint64_t restedAt = 0;    // its signs of life when restConnections() looked last
   };
 
   TcpChannel(const TransportContext& context, Options options)
@@ -95,6 +104,9 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   void wantLanes();
   void waitLonger();
   void laneEnded(size_t lane, uint64_t life, const Status& how);
+  void laneRetired(size_t lane, uint64_t life);
+  template <typename Request>
+  Status beginOn(StreamConnection& lane, std::span<const Request> some);
 
   const TransportContext& context_;
   const Options options_;

@@ -1,0 +1,208 @@
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <poll.h>
+
+#include "base/backoff.h"
+#include "engine/engine.h"
+#include "engine/route.h"
+
+namespace mooncake {
+namespace {
+
+// Of a peer that has been let in: until its channel is there.
+constexpr auto kAdmitted = std::chrono::seconds(1);
+// Between two calls for a channel that crossed the peer's, or its end; doubles, and jitters.
+constexpr auto kLeastPause = std::chrono::microseconds(500);
+constexpr auto kMostPause = std::chrono::milliseconds(50);
+
+}  // namespace
+
+// Under the lock.
+std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Channel> channel,
+                                       bool isOurs) {
+  auto peer = std::make_shared<Peer>();
+  peer->id = id;
+  peer->isOurs = isOurs;
+  ++counters_.opened;
+  peer->channel = std::move(channel);
+  peer->process = PeerProcess(peer->channel->peerLife().process);
+  const auto early = endedEarly_.extract(id);
+  const bool isBroken = early && early.mapped().kind == Evidence::Kind::kUnreachable;
+  if (early && !isBroken) {
+    peer->evidence = early.mapped();
+    peer->disconnected = true;
+  } else {
+    liveness_->watch(id, peer->channel);
+  }
+  peers_[id] = peer;
+  if (isBroken) loop_->post([this, id, how = early.mapped()] { onBroken(id, how); });
+  return peer;
+}
+
+// A peer may have connected and left again before we look: it counts as connected, and whoever uses
+// it finds that it is disconnected. An engine's id is never used again, so nothing comes after.
+std::shared_ptr<Peer> Engine::known(const EngineId& id) const {
+  const auto found = peers_.find(id);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
+// Under the lock.
+bool Engine::isComing(const EngineId& id) const {
+  const auto found = admitted_.find(id);
+  return found != admitted_.end() && Clock::now() < found->second;
+}
+
+// On the loop's thread. Of two calls that cross, the one of the smaller id counts, so the engine
+// with the smaller id does not let the other one in while it calls itself. Whoever has been let in
+// is waited for before it is called.
+bool Engine::admits(const EngineId& id) {
+  std::lock_guard lock(mutex_);
+  const auto peer = known(id);
+  // It makes its connection again, or its goodbye is still on its way.
+  if (peer && !peer->disconnected) return !peer->isOurs && peer->channel->isMadeAgain();
+  if (calling_.contains(id) && this->id() < id) return false;
+  const auto now = Clock::now();
+  std::erase_if(admitted_, [&](const auto& entry) { return entry.second <= now; });
+  admitted_[id] = now + kAdmitted;
+  return true;
+}
+
+Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, Deadline deadline) {
+  const auto owner = endpointOwner(endpoint);
+  if (!owner.ok()) return owner.error();
+  const EngineId id = *owner;
+  if (id == this->id()) return std::shared_ptr<Peer>();
+  Clock::duration pause = kLeastPause;
+  for (bool isFirst = true;; isFirst = false) {
+    {
+      std::unique_lock lock(mutex_);
+      for (;;) {
+        const auto peer = known(id);
+        if (peer && !peer->disconnected) {
+          if (peer->name.empty()) peer->name = name;
+          counters_.reused += isFirst;
+          return peer;
+        }
+        // Another thread calls it, or it has called us.
+        if (!calling_.contains(id) && !isComing(id)) break;
+        const auto coming = admitted_.find(id);
+        const auto until =
+            coming == admitted_.end() ? deadline.when() : std::min(deadline.when(), coming->second);
+        arrived_.wait_until(lock, until);
+        if (deadline.passed())
+          return Error{ErrorCode::kTimeout, "cannot connect to " + name + ": it did not in time"};
+      }
+      calling_.insert(id);
+      endpoints_[id] = Bytes(endpoint.begin(), endpoint.end());
+      counters_.retries += !isFirst;
+    }
+    auto channel = call(id, endpoint, deadline);
+    std::unique_lock lock(mutex_);
+    calling_.erase(id);
+    arrived_.notify_all();
+    if (channel.ok()) {
+      const auto peer = remember(id, std::move(*channel), true);
+      peer->name = name;
+      return peer;
+    }
+    if (channel.error().code != ErrorCode::kInterrupted || deadline.passed()) {
+      return Error{channel.error().code,
+                   "cannot connect to " + name + ": " + channel.error().message};
+    }
+    // Its own call comes, or it is about to see that the last channel has ended.
+    const auto there = [&] {
+      const auto peer = known(id);
+      return (peer && !peer->disconnected) || isComing(id);
+    };
+    arrived_.wait_until(lock, std::min(deadline.when(), Clock::now() + jittered(pause)), there);
+    pause = doubled(pause, kMostPause);
+  }
+}
+
+Result<std::shared_ptr<Channel>> Engine::call(const EngineId& id, ByteView endpoint,
+                                              Deadline deadline) {
+  auto connecting = openRoute(transports_, id, endpoint, deadline);
+  if (!connecting.ok()) return connecting.error();
+  for (std::vector<pollfd> sockets;; sockets.clear()) {
+    auto channel = (*connecting)->advance();
+    if (!channel.ok() || *channel) return channel;
+    (*connecting)->addSockets(sockets);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
+    if (::poll(sockets.data(), sockets.size(), int(std::clamp<int64_t>(left, 0, 1000))) < 0 &&
+        errno != EINTR)
+      return systemError("poll", errno);
+  }
+}
+
+Status Engine::forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
+  const EngineId id = peer->id;
+  {
+    std::unique_lock lock(mutex_);
+    if (!arrived_.wait_until(lock, deadline.when(), [&] { return !calling_.contains(id); }))
+      return {ErrorCode::kTimeout, "cannot forget " + peer->name + ": it is being called"};
+    if (known(id) != peer) return {};  // it has been forgotten, or called anew
+    calling_.insert(id);
+  }
+  peer->channel->close();
+  liveness_->unwatch(id);
+  // Behind all that was seen of it.
+  runOnLoop([this, id] {
+    reconnector_->drop(id);
+    farewells_.erase(id);
+  });
+  std::lock_guard lock(mutex_);
+  if (!peer->disconnected) {
+    peer->evidence = {Evidence::Kind::kGoodbye, "it was forgotten here"};
+    peer->disconnected = true;
+  }
+  peers_.erase(id);
+  endpoints_.erase(id);
+  endedEarly_.erase(id);
+  calling_.erase(id);
+  arrived_.notify_all();
+  return {};
+}
+
+// On the loop's thread, again and again.
+void Engine::collect() {
+  const auto now = Clock::now();
+  std::vector<std::shared_ptr<Peer>> standing, gone;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, peer] : peers_) {
+      if (!peer->disconnected) {
+        standing.push_back(peer);
+      } else if (peer->evidence.when + options_.idleAfter < now && !calling_.contains(id)) {
+        gone.push_back(peer);
+      }
+    }
+    for (const auto& peer : gone) {
+      peers_.erase(peer->id);
+      endpoints_.erase(peer->id);
+    }
+    counters_.collected += gone.size();
+  }
+  for (const auto& peer : gone) {
+    liveness_->unwatch(peer->id);
+    reconnector_->drop(peer->id);
+    farewells_.erase(peer->id);
+  }
+  size_t rested = 0;
+  for (const auto& peer : standing) rested += peer->channel->restConnections();
+  {
+    std::lock_guard lock(mutex_);
+    counters_.collected += rested;
+  }
+  loop_->runAt(Deadline::after(options_.idleAfter / 2), [this] { collect(); });
+}
+
+void Engine::onAccepted(const EngineId& id, std::shared_ptr<Channel> channel) {
+  std::lock_guard lock(mutex_);
+  remember(id, std::move(channel), false);
+  admitted_.erase(id);
+  lastArrival_ = Clock::now();
+  arrived_.notify_all();
+}
+
+}  // namespace mooncake

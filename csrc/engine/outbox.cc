@@ -1,0 +1,53 @@
+#include "engine/outbox.h"
+
+#include "base/log.h"
+#include "engine/message_router.h"
+
+namespace mooncake {
+namespace {
+
+constexpr size_t kMostBytes = size_t(16) << 20;
+
+}  // namespace
+
+Status Outbox::send(Peer& peer, uint64_t topic, ByteView message) {
+  if (message.empty() || message.size() > MessageRouter::kMostBytes) {
+    return {ErrorCode::kInvalidArgument, "a message has 1 to " +
+                                             std::to_string(MessageRouter::kMostBytes) +
+                                             " bytes, not " + std::to_string(message.size())};
+  }
+  if (peer.disconnected) return {ErrorCode::kPeerLost, peer.evidence.detail};
+  bool isFirst;
+  {
+    std::lock_guard lock(mutex_);
+    if (bytes_ + message.size() > kMostBytes)
+      return {ErrorCode::kExhausted, "16 MiB of messages wait for the thread that sends them"};
+    isFirst = waiting_.empty();
+    waiting_.emplace_back(peer.shared_from_this(), MessageRouter::encode(topic, message));
+    bytes_ += message.size();
+  }
+  if (loop_.onLoopThread()) {
+    flush();
+  } else if (isFirst) {
+    loop_.post([this] { flush(); });
+  }
+  return {};
+}
+
+void Outbox::flush() {
+  std::lock_guard sending(sendingMutex_);
+  std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> due;
+  {
+    std::lock_guard lock(mutex_);
+    due.swap(waiting_);
+    bytes_ = 0;
+  }
+  for (const auto& [peer, message] : due) {
+    const Status sent = peer->channel->send(message);
+    // A channel's end is reported as such.
+    if (sent.code() == ErrorCode::kExhausted)
+      log(LogLevel::kWarning, logName_, "a message is lost: ", sent.error().message);
+  }
+}
+
+}  // namespace mooncake

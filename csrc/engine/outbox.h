@@ -1,0 +1,37 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/event_loop.h"
+#include "base/result.h"
+#include "engine/peer.h"
+
+namespace mooncake {
+
+// Messages on their way to peers, in the order in which they were given: the caller does not wait
+// for a channel, whose lock is held while a transfer is copied to its socket.
+class Outbox {
+ public:
+  // The loop uses it until the loop ends.
+  Outbox(EventLoop& loop, std::string logName) : loop_(loop), logName_(std::move(logName)) {}
+
+  // See Engine::send().
+  Status send(Peer& peer, uint64_t topic, ByteView message);
+  // All that waits, on this thread.
+  void flush();
+
+ private:
+  EventLoop& loop_;
+  const std::string logName_;
+  std::mutex sendingMutex_;  // one flush() at a time, or messages would overtake each other
+  std::mutex mutex_;         // guards what follows; taken after sendingMutex_
+  std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> waiting_;
+  size_t bytes_ = 0;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "engine/evidence.h"
+#include "engine/peer_process.h"
+#include "engine/transports/transport.h"
+
+namespace mooncake {
+
+// Another engine, as this one sees it.
+struct Peer : std::enable_shared_from_this<Peer> {
+  EngineId id;
+  std::string name;                  // for the log, once connect() has told it: "rank 3"
+  std::shared_ptr<Channel> channel;  // the route to it
+  // Nothing comes from it any more, and nothing reaches it: it said goodbye, its process ended, or
+  // the connection is lost. `evidence` says which, and was written before. The process may live on,
+  // and touch what it maps: see hasExited() and LeaseTable.
+  std::atomic<bool> disconnected{false};
+  Evidence evidence;
+  PeerProcess process;
+  bool isOurs = false;  // to call, also when the connection broke; else it calls
+
+  // Its process has certainly ended, so nothing of it touches memory any more. Only on our host,
+  // else false. False, too, for one that said goodbye and that our pid namespace does not show.
+  bool hasExited() const;
+  // What it had published when it exited or said goodbye; empty: nothing. Not for the living. Null:
+  // nobody here can know.
+  std::optional<Bytes> lastReport() const;
+};
+
+}  // namespace mooncake

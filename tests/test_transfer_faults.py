@@ -1,0 +1,239 @@
+"""A transfer engine whose peers die, whose links are cut and whose connections break in
+mid-transfer: real processes, real sockets, two hosts where a link is cut."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import engines
+import harness
+import hosts
+import numpy as np
+import pytest
+from engines import pattern
+from harness import until
+from test_transfer import kill_when, over, resident
+
+BIG = 32 << 20
+PEERS = int(os.environ.get("MOONCAKE_TEST_PEERS") or 60)
+
+needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
+
+
+@pytest.fixture(params=engines.WIRES)
+def wire(request):
+    return request.param
+
+
+def of_hosts(two, **more):
+    """Ranks of their own on two hosts; each engine listens where the others reach it."""
+    rank_env = {rank: {"MOONCAKE_HOST_IP": two[rank].v4[0]} for rank in range(2)}
+    env = {"MOONCAKE_TRANSPORTS": "tcp", **more}
+    return {"backend": None, "namespaces": two.spread(2), "rank_env": rank_env, "env": env}
+
+
+def between_hosts(me, addresses, user):
+    """Rank 0 gives memory until it is done; rank 1 uses it."""
+    side = engines.make(size=BIG, host=addresses[me.rank])
+    if me.rank == 0:
+        me.board.set("target", (side.session, side.address))
+        me.board.wait("done")
+        return side.memory.tobytes()
+    try:
+        return user(me, side, *me.board.wait("target"))
+    finally:
+        me.board.set("done")
+
+
+# ---- who writes dies
+
+
+def dies_while_it_writes(me):
+    """Rank 1 fills the lower half with ones until it is killed; rank 2 works in the upper half."""
+    side = engines.make(size=BIG)
+    half = BIG // 2
+    if me.rank == 0:
+        me.board.set("target", (side.session, side.address))
+        me.board.wait("checked")
+        assert (side.memory[half:] == 2).all(), "the honest writer's half was touched"
+        before = side.memory.copy()
+        assert side.engine.unregister_memory(side.address) == 0
+        assert (side.memory == before).all()
+        assert set(np.unique(before[:half])) <= {0, 1}
+        return
+    target, there = me.board.wait("target")
+    side.memory[:] = me.rank
+    while me.rank == 1:
+        assert side.engine.transfer_sync_write(target, side.address, there, half) == 0
+        if not me.board.has("writing"):
+            me.board.set("writing")
+    me.board.wait("writing")
+    while not me.board.has("killed"):
+        assert side.engine.transfer_sync_write(target, side.address, there + half, half) == 0
+    for _ in range(3):
+        assert side.engine.transfer_sync_write(target, side.address, there + half, half) == 0
+        assert side.engine.transfer_sync_read(target, side.address, there + half, half) == 0
+    me.board.set("checked")
+
+
+def test_a_writer_that_is_killed_in_the_middle_disturbs_nobody(wire):
+    with harness.starting(3, dies_while_it_writes, **over(wire)) as crew:
+        kill_when(crew, "writing", 1)
+
+
+# ---- connections and links break
+
+
+def moves_on(me, side, target, there):
+    """Writes and reads back until told to end: each of them is good, whatever breaks meanwhile."""
+    rounds = 0
+    while not me.board.has("enough"):
+        ours = side.fill(rounds % 3 + 1)[: 4 << 20].copy()
+        assert side.engine.transfer_sync_write(target, side.address, there, BIG) == 0
+        side.memory[: 4 << 20] = 0
+        assert side.engine.transfer_sync_read(target, side.address, there, BIG) == 0
+        assert (side.memory[: 4 << 20] == ours).all()
+        rounds += 1
+        me.board.set(f"round-{rounds}")
+    return rounds, side.engine.get_counters()
+
+
+@needs_hosts
+@pytest.mark.netns
+def test_connections_that_are_reset_in_mid_transfer():
+    with hosts.Hosts(2, v6=False) as two:
+        addresses = [host.v4[0] for host in two.hosts]
+        with harness.starting(2, between_hosts, addresses, moves_on, **of_hosts(two)) as crew:
+            for turn in range(1, 6):
+                crew.board.wait(f"round-{turn}")
+                two.reset(turn % 2)
+            crew.board.wait("round-8")
+            crew.board.set("enough")
+            _, counters = crew.results()[1]
+        assert counters["retries"] >= 1, counters
+
+
+def outlives_cuts(me, side, target, there):
+    engine, here = side.engine, side.address
+    assert engine.transfer_sync_write(target, here, there, BIG) == 0
+    me.board.set("cut")  # for a moment: in the middle of what follows
+    deadline = time.monotonic() + 60
+    while not me.board.has("mended"):
+        assert time.monotonic() < deadline
+        assert engine.transfer_sync_write(target, here, there, BIG) == 0
+    assert engine.transfer_sync_read(target, here, there, BIG) == 0
+    me.board.set("cut for good")
+    me.board.wait("is cut for good")
+    start = time.monotonic()
+    assert engine.transfer_sync_write(target, here, there, BIG) == -1
+    took = time.monotonic() - start
+    # The dead connection is collected by a timer: nobody transfers any more.
+    until(lambda: engine.get_counters()["active"] == 0, "the end of a dead connection")
+    me.board.set("plug in")
+    me.board.wait("plugged in")
+    ours = side.fill(5).copy()
+    assert engine.transfer_sync_write(target, here, there, BIG) == 0
+    return took, ours.tobytes()
+
+
+@needs_hosts
+@pytest.mark.netns
+def test_a_link_that_is_cut_in_mid_transfer_and_for_good():
+    with hosts.Hosts(2, v6=False) as two:
+        two.limit(2_000_000_000)
+        addresses = [host.v4[0] for host in two.hosts]
+        settings = of_hosts(two, MC_TRANSFER_TIMEOUT="5")
+        with harness.starting(2, between_hosts, addresses, outlives_cuts, **settings) as crew:
+            crew.board.wait("cut")
+            two.link(0, up=False)
+            end = time.monotonic() + 1
+            until(lambda: time.monotonic() > end, "a second without a link")
+            two.link(0, up=True)
+            crew.board.set("mended")
+            crew.board.wait("cut for good")
+            two.link(0, up=False)
+            crew.board.set("is cut for good")
+            crew.board.wait("plug in")
+            two.link(0, up=True)
+            crew.board.set("plugged in")
+            theirs, (took, ours) = crew.results()
+        assert took < 15
+        assert theirs == ours
+
+
+# ---- slow readers
+
+
+def writes_to_a_slow_one(me):
+    side = engines.make(size=BIG)
+    if me.rank == 0:
+        me.board.set("target", (side.session, side.address))
+        me.board.wait("done")
+        return side.memory.tobytes()
+    target, there = me.board.wait("target")
+    side.fill(1)
+    assert side.engine.transfer_sync_write(target, side.address, there, BIG) == 0
+    before = resident()
+    rounds = grown = 0
+    while not me.board.has("enough"):
+        batches = [
+            side.engine.batch_transfer_async_write(target, [side.address], [there], [BIG])
+            for _ in range(8)
+        ]
+        me.board.set(f"round-{rounds}")
+        grown = max(grown, resident() - before)
+        assert side.engine.get_batch_transfer_status(batches) == 0
+        rounds += 1
+    me.board.set("done")
+    assert grown < 64 << 20, f"{grown} bytes for a reader that is slow"
+    return side.memory.tobytes()
+
+
+def test_a_slow_reader_holds_up_nothing_but_its_own(wire):
+    with harness.starting(2, writes_to_a_slow_one, **over(wire)) as crew:
+        for turn in range(4):
+            crew.board.wait(f"round-{turn}")
+            crew.stop(0)
+            end = time.monotonic() + 0.3
+            until(lambda end=end: time.monotonic() > end, "a pause")
+            crew.cont(0)
+        crew.board.set("enough")
+        theirs, ours = crew.results()
+    assert theirs == ours
+
+
+# ---- many
+
+
+def has_many_peers(me, count):
+    """Rank 0 holds all the peers; rank 1 moves to and from each, forth and back."""
+    if me.rank == 0:
+        sides = [engines.make(size=4096) for _ in range(count)]
+        for i, side in enumerate(sides):
+            side.fill(i)
+        me.board.set("targets", [(side.session, side.address) for side in sides])
+        me.board.wait("done")
+        return [side.memory[:8].tobytes() for side in sides]
+    side = engines.make(size=4096 * count)
+    targets = me.board.wait("targets")
+    for i, (target, there) in enumerate(targets):
+        here = side.address + 4096 * i
+        assert side.engine.transfer_sync_read(target, here, there, 4096) == 0
+        assert (side.memory[4096 * i : 4096 * (i + 1)] == pattern(4096, i)).all()
+    assert side.engine.get_counters()["active"] == count
+    side.fill(7)
+    batches = [
+        side.engine.transfer_submit_write(target, side.address + 4096 * i, there, 4096)
+        for i, (target, there) in enumerate(targets)
+    ]
+    assert side.engine.get_batch_transfer_status(batches) == 0
+    me.board.set("done")
+    return [side.memory[4096 * i : 4096 * i + 8].tobytes() for i in range(count)]
+
+
+def test_many_peers_of_one_engine(wire):
+    """MOONCAKE_TEST_PEERS=1000 is the long run."""
+    env = {"MC_NUM_TCP_IO_THREADS": "1", "MC_MAX_RPC_PORT": "20000"}
+    theirs, ours = harness.run_ranks(2, has_many_peers, PEERS, **over(wire, **env))
+    assert theirs == ours
