@@ -17,7 +17,7 @@ const std::vector<TransportEntry>& transportRegistry() {
 #ifdef MOONCAKE_WITH_SIM
       {"sim",
        [](const TransportContext& context) {
-         return SimTransport::create(context, TcpTransport::create);
+         return createSimTransport(context, TcpTransport::create);
        },
        true},
 #endif
