@@ -78,6 +78,9 @@ struct NicLimits {
   bool remoteRead = false;
   bool remoteWrite = false;
   bool deviceMemory = false;
+  // Once a NicMemory is gone nothing lands in it any more, also not of what a peer had begun. Where
+  // this does not hold only close() stops that.
+  bool withdrawalStops = false;
 };
 
 // Every call from any thread but close() and the destructor, which come last. No call waits for a
