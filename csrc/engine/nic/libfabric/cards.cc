@@ -9,6 +9,8 @@
 #include <rdma/fi_endpoint.h>
 #include <set>
 
+#include "base/signal_handlers.h"
+#include "base/signals.h"
 #include "engine/nic/libfabric/enumerate.h"
 #include "engine/nic/libfabric/libfabric_nic.h"
 
@@ -162,6 +164,9 @@ FabricInfo askProvider(const Library& library, const std::string& provider,
   if (!provider.empty()) hints->fabric_attr->prov_name = ::strdup(provider.c_str());
   const char* node = source.empty() ? nullptr : source.c_str();
   const char* service = source.empty() ? nullptr : "0";
+  // The first call starts all providers.
+  KeptSignalHandlers kept;
+  BlockedSignals blocked;
   fi_info* found = nullptr;
   const auto ask = [&] {
     return library->getinfo(library->api(), node, service, node ? FI_SOURCE : 0, hints.get(),

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "base/log.h"
+#include "base/signal_handlers.h"
 #include "base/signals.h"
 
 namespace mooncake {
@@ -23,6 +24,7 @@ Result<std::unique_ptr<LibfabricEndpoint>> LibfabricEndpoint::open(
     std::shared_ptr<const LibfabricLibrary> library, FabricInfo info) {
   std::unique_ptr<LibfabricEndpoint> made(
       new LibfabricEndpoint(std::move(library), std::move(info)));
+  KeptSignalHandlers kept;
   BlockedSignals blocked;  // providers start threads
   MOONCAKE_TRY(made->make());
   return made;

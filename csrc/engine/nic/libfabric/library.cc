@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "base/log.h"
+#include "base/signal_handlers.h"
+#include "base/signals.h"
 
 namespace mooncake {
 namespace {
@@ -70,6 +72,8 @@ Result<std::shared_ptr<const LibfabricLibrary>> LibfabricLibrary::open(const std
     log(LogLevel::kWarning, "fabric", "MOONCAKE_LIBFABRIC=", path,
         " is not used: ", candidates.front(), " is in the process, and there must be one only");
   }
+  KeptSignalHandlers kept;
+  BlockedSignals blocked;
   std::string tried;
   for (const std::string& candidate : candidates) {
     // Never closed: providers leave threads and exit handlers behind.
