@@ -37,7 +37,7 @@ class NicMemory {
 };
 
 enum class NicAccess : uint32_t {
-  kLocal = 0,        // source and target of our own operations
+  kLocal = 0,  // source and target of our own operations
   kRemoteRead = 1,
   kRemoteWrite = 2,  // these two by or
 };
@@ -51,7 +51,8 @@ struct NicBuffer {
 enum class NicError : uint8_t {
   kNone,
   kRefused,      // the key, the range or the right: the peer lives
-  kUnreachable,  // the peer's card did not answer, is gone, or has no buffer for us
+  kUnreachable,  // the peer's card did not answer, is gone, or has no buffer for us. Also what a
+                 // card says of a refusal that ends its connection (tcp;ofi_rxm)
   kCancelled,    // by close(), or remove() of the peer
   kDevice,       // our own card: nothing works there any more
 };
@@ -63,6 +64,9 @@ struct NicCompletion {
   uint64_t bytes = 0;       // of what was received
   void* context = nullptr;  // of the operation
   int providerError = 0;    // for the log: strerror() of the provider's
+  // It ended by the time limit or by close(), not by the card, which may still read or write the
+  // memory: that serves nothing else until the card is closed.
+  bool abandoned = false;
 };
 
 struct NicLimits {
@@ -70,9 +74,13 @@ struct NicLimits {
   uint64_t mostRmaBytes = 0;   // of one read or write; 0: the card does neither
   size_t sendDepth = 0;        // operations under way at once
   size_t receiveDepth = 0;
+  uint64_t mostMemoryBytes = 0;  // of one registration; 0: any
   bool remoteRead = false;
   bool remoteWrite = false;
   bool deviceMemory = false;
+  // Once a NicMemory is gone nothing lands in it any more, also not of what a peer had begun. Where
+  // this does not hold only close() stops that.
+  bool withdrawalStops = false;
 };
 
 // Every call from any thread but close() and the destructor, which come last. No call waits for a
