@@ -282,6 +282,11 @@ void SimNic::revive() {
   due_.notify_all();
 }
 
+uint64_t SimNic::carried() const {
+  std::lock_guard lock(mutex_);
+  return carried_;
+}
+
 uint64_t SimNic::refused() const {
   std::lock_guard lock(mutex_);
   return refused_;
@@ -307,7 +312,10 @@ size_t SimNic::poll(std::span<NicCompletion> into) {
   for (const auto& [number, operation] : operations_) {
     if (!operation.hasEnded && operation.deadline <= now) overdue.push_back(number);
   }
-  for (const uint64_t number : overdue) end(number, NicError::kUnreachable, now);
+  for (const uint64_t number : overdue) {
+    operations_[number].isAbandoned = true;
+    end(number, NicError::kUnreachable, now);
+  }
   size_t count = 0;
   while (count < into.size() && !completions_.empty() && completions_.begin()->first <= now) {
     into[count++] = completions_.begin()->second;
@@ -321,7 +329,8 @@ size_t SimNic::poll(std::span<NicCompletion> into) {
                      .error = error,
                      .bytes = operation.mapped().bytes,
                      .context = operation.mapped().context,
-                     .providerError = 0};
+                     .providerError = 0,
+                     .abandoned = operation.mapped().isAbandoned};
   }
   return count;
 }
@@ -360,6 +369,7 @@ void SimNic::carryDue(Time now) {
       if (!isOver || !out.owned.empty()) out_.emplace(now + std::chrono::milliseconds(1), out);
       return;
     }
+    carried_ += carried.ok();
     if (!carried.ok()) {
       const uint64_t number = sent != 0 ? sent : one.mapped().message.operation;
       end(number, NicError::kUnreachable, now);

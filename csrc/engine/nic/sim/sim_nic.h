@@ -75,6 +75,7 @@ class SimNic final : public Nic {
   // For tests: the card does nothing until revive().
   void kill();
   void revive();
+  uint64_t carried() const;  // messages that have left
   uint64_t refused() const;  // remote accesses that the key, the range or the right forbade
 
  private:
@@ -115,6 +116,7 @@ class SimNic final : public Nic {
     uint64_t bytes = 0;
     Time deadline;
     bool hasEnded = false;  // its completion waits to be polled
+    bool isAbandoned = false;
   };
   // What leaves, or ends, or is dealt with when its time has come.
   struct Out {
@@ -174,7 +176,7 @@ class SimNic final : public Nic {
   std::deque<Receive> receives_;
   std::map<uint64_t, Registered> registered_;
   std::map<std::pair<Address, uint64_t>, uint64_t> writing_;  // bytes that have come of each write
-  uint64_t refused_ = 0;
+  uint64_t carried_ = 0, refused_ = 0;
 };
 
 }  // namespace mooncake

@@ -33,11 +33,12 @@ Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& co
   fabric.channel.name = "sim";
   fabric.makeNics = [cards, seed, options, id = context.id](
                         FabricTransport::Carry carry) -> Result<FabricTransport::Nics> {
-    return cards->make(options.cards, {.host = id,
-                                       .seed = seed,
-                                       .odds = options.odds,
-                                       .carry = std::move(carry),
-                                       .onGone = nullptr});
+    const size_t count = options.cards != 0 ? options.cards : 1 + seed % 3;
+    return cards->make(count, {.host = id,
+                               .seed = seed,
+                               .odds = options.odds,
+                               .carry = std::move(carry),
+                               .onGone = nullptr});
   };
   fabric.onCarried = [cards](const EngineId& peer, ByteView bytes) { cards->arrive(peer, bytes); };
   // The n-th channel that was called breaks by the same dice in every run.

@@ -10,7 +10,7 @@ namespace mooncake {
 // Transport fabric over cards that are worse than any real one (SimNic), for tests: never chosen
 // unless asked for by name. What env.simSeed decides goes wrong, and connections break.
 struct SimOptions {
-  size_t cards = 1;
+  size_t cards = 0;  // 0: one to three, by the seed
   SimOdds odds;
   // A channel breaks once in so many transfers, at the end that connected; 0: never.
   uint32_t breakOdds = 500;
