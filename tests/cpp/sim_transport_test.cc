@@ -70,7 +70,9 @@ class SimWire : public ConnectedTest {
     b = std::make_unique<WireEnd>(Sim::env(), create(cardsOfB));
     ConnectedTest::connect(*a, *b);
   }
-  Status reconnect() { return ConnectedTest::reconnect(*a, *b); }
+  Status reconnect(std::chrono::milliseconds patience = kPatience) {
+    return ConnectedTest::reconnect(*a, *b, patience);
+  }
   // Puts and gets that must end well, as long as `goesOn` says.
   template <typename GoesOn>
   void transferWhile(const Part& part, GoesOn&& goesOn) {
@@ -305,6 +307,9 @@ TEST_F(SimWire, WithoutAnyCardTheConnectionBreaks) {
   EXPECT_EQ(toB->send(Bytes(1)).code(), ErrorCode::kPeerLost);
   ASSERT_TRUE(toA->send(Bytes(1)).ok());
   EXPECT_EQ(a->messagesFrom(b->id(), 1).size(), 1u);
+  // TCP alone is no connection.
+  EXPECT_EQ(reconnect(std::chrono::milliseconds(200)).code(), ErrorCode::kPeerLost);
+  EXPECT_EQ(a->endedCount(), 1u) << "told by the answer alone";
   cardsOfA->card(0).revive();
   ASSERT_TRUE(reconnect().ok());
   transferWhile(part, [&] { return stamp_ < 10; });

@@ -272,6 +272,10 @@ void FabricChannel::onHello(control::Hello hello) {
   theirs_ = std::move(hello);
   paths_.reset(rails_->count());
   peers_.assign(rails_->count(), std::nullopt);
+  if (onPath_) {
+    // The first that answers a probe is the first that is up.
+    for (size_t i = 0; i < paths_.count(); ++i) paths_.leaveOut(i, Clock::now());
+  }
   if (theirs_->isFenced) {
     isOut_ = true;
     dropBulk();
@@ -305,7 +309,7 @@ void FabricChannel::onState(const control::State& state) {
   acknowledge(state.below, state.above, now);
   for (const size_t path : paths_.stalled(now)) leaveOut(path, now, "nothing comes through");
   const auto since = paths_.allOutSince();
-  if (since && now - *since > options_.pathLimit)
+  if (since && now - *since > options_.pathLimit && !onPath_)
     return breakOff("no card reaches the peer, which answers over tcp");
   pump(now);
 }
@@ -384,6 +388,7 @@ void FabricChannel::close() {
       puts_.clear();
       unacked_.clear();
       releasePeers();
+      endWait({ErrorCode::kAborted, "the channel is closed"});
     }
   }
   if (below) below->close();
@@ -447,14 +452,38 @@ void FabricChannel::onEnded(const Evidence& evidence) {
     hasLeft_ = hasLeft_ || evidence.isGoodbye();
     const bool isKnown = lost_.has_value();
     lose({ErrorCode::kPeerLost, evidence.detail});
+    endWait(*lost_);
     if (isKnown && !evidence.isGoodbye()) return;
   }
   context_.onEnded(peer_, evidence);
 }
 
+// A connection of which no card reaches the peer would break again at once: whoever makes it waits
+// until one does, and may give up.
+void FabricChannel::restart(Deadline deadline, std::function<void(Status)> onPath) {
+  restart();
+  std::lock_guard lock(mutex_);
+  onPath_ = std::move(onPath);
+  if (closed_) return endWait({ErrorCode::kAborted, "the channel is closed"});
+  context_.loop.runAt(deadline, [weak = weak_from_this(), epoch = epoch_] {
+    const auto self = weak.lock();
+    if (!self) return;
+    std::lock_guard lock(self->mutex_);
+    if (self->epoch_ == epoch)
+      self->endWait({ErrorCode::kPeerLost, "no card reaches the peer, which answers over tcp"});
+  });
+}
+
+void FabricChannel::endWait(const Status& how) {
+  if (!onPath_) return;
+  if (!how.ok()) lose(how.error());
+  context_.loop.post([onPath = std::exchange(onPath_, nullptr), how] { onPath(how); });
+}
+
 void FabricChannel::restart() {
   std::lock_guard lock(mutex_);
   if (closed_) return;
+  endWait({ErrorCode::kPeerLost, "the connection was made anew"});
   ++epoch_;
   rails_->remove(incarnation_);
   finishAll(ErrorCode::kPeerLost);

@@ -69,8 +69,10 @@ class FabricChannel final : public Channel,
   // On the loop's thread. What the peer's end told ours; all kinds but kCarried.
   void onControl(control::Kind kind, ByteView bytes);
   void onEnded(const Evidence& evidence);
-  // The channel underneath was reconnected.
+  // The channel underneath was reconnected. `onPath` runs on the loop's thread, once, when a card
+  // has reached the peer since, or at the deadline; none: nobody waits for that.
   void restart();
+  void restart(Deadline deadline, std::function<void(Status)> onPath);
 
   // On a thread that polls.
   void onPacket(size_t rail, const Packet& packet, ByteView data) override;
@@ -130,6 +132,7 @@ class FabricChannel final : public Channel,
   void lose(const Error& why);
   void breakOff(const std::string& why);
   void perhapsBreak();
+  void endWait(const Status& how);
   void activate();
   void sayHello();
   void tell(const Bytes& bytes);
@@ -167,6 +170,7 @@ class FabricChannel final : public Channel,
   Paths paths_;
   std::vector<std::optional<NicPeer>> peers_;  // by path, once it was used
   uint64_t turn_ = 0;                          // of the rails
+  std::function<void(Status)> onPath_;         // waits for one that leads there
 
   std::deque<Stream> puts_, bulk_;
   bool isBulksTurn_ = false;

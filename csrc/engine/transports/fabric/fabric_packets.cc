@@ -262,9 +262,11 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
       if (theirs_) sendPlain({.kind = Packet::Kind::kProbed, .number = packet.number}, rail);
       break;
     case Packet::Kind::kProbed:
-      if (const auto path = paths_.answered(packet.number, now))
+      if (const auto path = paths_.answered(packet.number, now)) {
         log(LogLevel::kInfo, options_.name, "card ", rails_->nic(*path).name(),
             " reaches its peer again");
+        endWait({});
+      }
       break;
     default:
       // Of who is out only what he has received counts.

@@ -141,13 +141,17 @@ void FabricTransport::reconnect(const EngineId& peer, const std::shared_ptr<Chan
                                 std::function<void(Status)> done) {
   const auto fabric = std::static_pointer_cast<FabricChannel>(channel);
   if (fabric->isOver()) return done({ErrorCode::kAborted, "the channel is closed"});
-  below_->reconnect(peer, fabric->below(), endpoint, deadline, [fabric, done](Status how) {
-    if (how.ok()) fabric->restart();
-    done(std::move(how));
-  });
+  below_->reconnect(peer, fabric->below(), endpoint, deadline,
+                    [fabric, deadline, done, isOver = isShutDown_](Status how) {
+                      if (!how.ok()) return done(std::move(how));
+                      fabric->restart(deadline, [done, isOver](Status path) {
+                        if (!*isOver) done(std::move(path));
+                      });
+                    });
 }
 
 void FabricTransport::shutdown() {
+  *isShutDown_ = true;
   for (const auto& channel : channels_->accepted()) channel->close();
   if (below_) below_->shutdown();
   if (rails_) rails_->stop();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -57,6 +58,7 @@ class FabricTransport final : public Transport {
   TransportContext inner_;  // of the wire below
   std::shared_ptr<Rails> rails_;
   std::unique_ptr<Transport> below_;
+  const std::shared_ptr<std::atomic<bool>> isShutDown_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace mooncake
