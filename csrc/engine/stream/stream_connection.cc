@@ -1,5 +1,6 @@
 #include "engine/stream/stream_connection.h"
 
+#include <array>
 #include <cerrno>
 #include <condition_variable>
 #include <sys/epoll.h>
@@ -401,9 +402,9 @@ constexpr auto kLingering = std::chrono::seconds(1);
 
 // False: nothing comes any more.
 bool discard(int socket) {
-  constexpr size_t kAtOnce = size_t(1) << 20;
+  std::array<std::byte, 16384> nowhere;
   for (;;) {
-    const ssize_t got = ::recv(socket, nullptr, kAtOnce, MSG_DONTWAIT | MSG_TRUNC);
+    const ssize_t got = ::recv(socket, nowhere.data(), nowhere.size(), MSG_DONTWAIT);
     if (got <= 0) return got < 0 && (errno == EAGAIN || errno == EINTR);
   }
 }
