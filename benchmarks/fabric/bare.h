@@ -26,6 +26,7 @@ class Bare {
  private:
   void poll(std::vector<size_t>* ended);
   void postReceive(size_t i);
+  ssize_t write(std::byte* from, size_t bytes, uint64_t offset, void* context);
 
   Crew& crew_;
   bool spins_;  // else it sleeps in fi_cq_sread, where the provider can
