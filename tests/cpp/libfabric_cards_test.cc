@@ -10,6 +10,7 @@
 
 #include "child_process.h"
 #include "engine/nic/libfabric/cards.h"
+#include "engine/nic/libfabric/report.h"
 
 #ifdef MOONCAKE_WITH_LIBFABRIC
 #include <rdma/fi_errno.h>
@@ -139,6 +140,22 @@ TEST(LibfabricCards, ByNameByAddressAndExcluded) {
 
   const std::string refusal = refusalOf(requiring("tcp;ofi_rxm", {"eth99"}));
   EXPECT_NE(refusal.find("eth99"), std::string::npos) << refusal;
+}
+
+TEST(LibfabricReport, TellsTheLibraryTheCardsAndTheChoice) {
+  SKIP_WITHOUT_LIBFABRIC();
+  const auto findings = reportFabric(requiring("tcp;ofi_rxm", {"127.0.0.1"}));
+  ASSERT_GE(findings.size(), 3u);
+  EXPECT_EQ(findings[0].subject, "libfabric");
+  EXPECT_NE(findings[0].text.find("libfabric.so"), std::string::npos);
+  EXPECT_NE(findings[1].text.find("127.0.0.1"), std::string::npos);
+  EXPECT_NE(findings[1].text.find("MOONCAKE_FABRIC_REQUIRE"), std::string::npos);
+  EXPECT_EQ(findings[2].subject, "cards for cpu:0");
+  for (const FabricFinding& one : findings) EXPECT_TRUE(one.works) << one.text;
+
+  const auto missing = reportFabric(requiring("no such provider"));
+  ASSERT_EQ(missing.size(), 2u);
+  EXPECT_FALSE(missing[1].works);
 }
 
 TEST(LibfabricCards, TheDepthIsTheSmallerOfTheTwo) {
