@@ -132,7 +132,7 @@ TEST_P(EvictionTest, NorAfterTheOthersHaveGone) {
   resumeVictim();
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, EvictionTest, ::testing::Values("shm", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, EvictionTest, ::testing::Values("shm", "tcp", "sim"),
                          [](const auto& param) { return std::string(param.param); });
 
 }  // namespace

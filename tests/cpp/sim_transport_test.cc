@@ -5,7 +5,6 @@
 #include <set>
 
 #include "engine/engine.h"
-#include "engine/transports/sim/sim_channel.h"
 #include "engine/transports/tcp/tcp_transport.h"
 #include "transport_suite.h"
 
@@ -15,7 +14,7 @@ namespace {
 struct Sim {
   // Nobody connects again there.
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
-    return SimTransport::create(context, TcpTransport::create, 0);
+    return createSimTransport(context, TcpTransport::create, {.breakOdds = 0});
   }
   static Env env() { return onLoopback(); }
 };
@@ -36,83 +35,15 @@ TEST(SimDiceTest, TheSameSeedDecidesTheSame) {
   SimDice one(7), same(7), other(8);
   bool differs = false;
   for (uint64_t i = 0; i < 1000; ++i) {
-    const auto pieces = one.cut(i * 50);
-    EXPECT_EQ(pieces, same.cut(i * 50));
-    differs = differs || pieces != other.cut(i * 50);
     const auto delay = one.delay();
     EXPECT_EQ(delay, same.delay());
+    EXPECT_LE(delay, SimDice::kMostDelay);
     differs = differs || delay != other.delay();
-    const bool breaks = one.breaks(3);
-    EXPECT_EQ(breaks, same.breaks(3));
-    differs = differs || breaks != other.breaks(3);
+    const bool happens = one.once(3);
+    EXPECT_EQ(happens, same.once(3));
+    differs = differs || happens != other.once(3);
   }
   EXPECT_TRUE(differs);
-}
-
-TEST(SimDiceTest, PiecesAreAllThereIsAndInDisorder) {
-  SimDice dice(1);
-  int whole = 0, shuffled = 0, held = 0;
-  for (const uint64_t bytes : {0, 1, 2, 100, 5000, 1 << 20}) {
-    for (int i = 0; i < 50; ++i) {
-      auto pieces = dice.cut(bytes);
-      whole += pieces.size() == 1;
-      const auto leave = [](const auto& a, const auto& b) { return a.position < b.position; };
-      shuffled += !std::is_sorted(pieces.begin(), pieces.end(), leave);
-      std::sort(pieces.begin(), pieces.end(), leave);
-      uint64_t position = 0;
-      for (const auto& piece : pieces) {
-        EXPECT_EQ(piece.position, position);
-        EXPECT_TRUE(piece.bytes > 0 || bytes == 0);
-        EXPECT_LE(piece.bytes, SimDice::kMostPiece);
-        EXPECT_LE(piece.delay, SimDice::kMostDelay);
-        held += piece.delay.count() > 0;
-        position += piece.bytes;
-      }
-      EXPECT_EQ(position, bytes);
-    }
-  }
-  EXPECT_GT(whole, 100);
-  EXPECT_GT(shuffled, 50);
-  EXPECT_GT(held, 50);
-}
-
-TEST(SimPacketTest, WhatItDoesNotWriteIsRefused) {
-  const Bytes data = pattern(10, 1);
-  const SimPacket put{.kind = SimPacket::Kind::kPut,
-                      .number = 1,
-                      .key = 2,
-                      .offset = 128,
-                      .length = 30,
-                      .position = 20,
-                      .signal = {64, 5}};
-  const Bytes good = put.encode(data);
-  ByteReader in(good);
-  const auto read = SimPacket::decode(in);
-  ASSERT_TRUE(read.ok());
-  EXPECT_EQ(read->signal.stamp, 5u);
-  EXPECT_EQ(read->position, 20u);
-  EXPECT_EQ(in.left(), data.size());
-  const auto refused = [&](SimPacket packet, ByteView behind) {
-    const Bytes bytes = packet.encode(behind);
-    ByteReader reader(bytes);
-    return SimPacket::decode(reader).error().code == ErrorCode::kProtocol;
-  };
-  SimPacket bad = put;
-  bad.position = 21;
-  EXPECT_TRUE(refused(bad, data)) << "data behind the end";
-  bad = put;
-  bad.position = ~uint64_t(0);
-  EXPECT_TRUE(refused(bad, data));
-  bad = put;
-  bad.signal.offset = 65;
-  EXPECT_TRUE(refused(bad, data));
-  bad = put;
-  bad.kind = SimPacket::Kind(9);
-  EXPECT_TRUE(refused(bad, data));
-  for (size_t bytes = 0; bytes < SimPacket::kBytes; ++bytes) {
-    ByteReader half(ByteView(good).first(bytes));
-    EXPECT_FALSE(SimPacket::decode(half).ok());
-  }
 }
 
 // ---- the wire
@@ -127,7 +58,7 @@ class SimWire : public ConnectedTest {
  protected:
   void connect(uint32_t breakOdds) {
     const auto create = [&](const TransportContext& context) {
-      return SimTransport::create(context, TcpTransport::create, breakOdds);
+      return createSimTransport(context, TcpTransport::create, {.breakOdds = breakOdds});
     };
     a = std::make_unique<WireEnd>(Sim::env(), create);
     b = std::make_unique<WireEnd>(Sim::env(), create);
@@ -193,24 +124,6 @@ TEST_F(SimWire, PiecesOfAPutComeInAnyOrderAndTheStampLast) {
     EXPECT_TRUE(part.holds(4096, data));
   }
   EXPECT_TRUE(hasSeenHole);
-}
-
-TEST_F(SimWire, CompletionsComeAfterTheData) {
-  connect(0);
-  auto part = b->part(4096);
-  part.bytes()[100] = std::byte{9};
-  const auto wait = Deadline::after(kPatience);
-  for (bool isLate = false; !isLate;) {
-    ASSERT_FALSE(wait.passed());
-    Bytes target(1);
-    Completion completion(&bell), nobodys(&bell);
-    ASSERT_TRUE(toB->get({part.remote(), 100, target, &completion}).ok());
-    ASSERT_TRUE(eventually([&] { return peekAt(target[0]) != std::byte{}; }));
-    // Takes the channel's lock: whatever happens together with the data has happened now.
-    toB->cancel(&nobodys);
-    isLate = !completion.finished();
-    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
-  }
 }
 
 TEST_F(SimWire, WhatWasPutBeforeCloseArrives) {
