@@ -315,7 +315,15 @@ _OF_SLURM_AND_KUBERNETES = """
     replicatedJobs restartPolicy singleProcessOOMKill successPolicy terminationGracePeriodSeconds
     --kill-on-bad-exit --oom-kill-step --signal --signals-to-handle --wait
 """
-ELSEWHERE = {*_ELSEWHERE.split(), *_OF_SLURM_AND_KUBERNETES.split()}
+_OF_LIBFABRIC = """
+    FI_EFA_TX_SIZE FI_LOG_LEVEL FI_LOG_PROV FI_PROVIDER LD_PRELOAD efadv_query_qp_wqs
+    libfabric1 memlock ofi_copy_to_mr_iov uverbs0 --device --ulimit
+"""
+ELSEWHERE = {
+    *_ELSEWHERE.split(),
+    *_OF_SLURM_AND_KUBERNETES.split(),
+    *_OF_LIBFABRIC.split(),
+}
 WORD = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]+|[A-Za-z_]\w{2,})")
 
 
