@@ -10,6 +10,9 @@
 //   engine_bench idle SECONDS                               (those lines on its input)
 //       Prints microseconds of a bare TCP connect and of a first transfer, each to a new peer (the
 //       medians), percent of a core that the engine takes when all is done, and resident MiB
+//   engine_bench posts BLOCK COUNT
+//       writes of BLOCK bytes to a network card that completes at once, through what all channels
+//       of transport fabric share. Prints posts with their completions per second
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -19,10 +22,14 @@
 #include <iostream>
 #include <string>
 #include <sys/mman.h>
+#include <thread>
 #include <unistd.h>
+#include <vector>
 
 #include "base/deadline.h"
 #include "engine/engine.h"
+#include "engine/nic/null/null_nic.h"
+#include "engine/transports/fabric/rails.h"
 #include "transfer/session_socket.h"
 #include "transfer/transfer_engine.h"
 
@@ -257,6 +264,40 @@ int idle(char** arguments) {
   return 0;
 }
 
+class Post final : public NicOperation {
+ public:
+  Post(std::span<std::byte> source, std::atomic<uint64_t>& done) : source_(source), done_(done) {}
+  Status begin(Nic& nic) override { return nic.write(1, {source_, nullptr}, {}, 0, this); }
+  void end(const NicCompletion&) override { done_.fetch_add(1, std::memory_order_release); }
+  const void* owner() const override { return &done_; }
+
+ private:
+  const std::span<std::byte> source_;
+  std::atomic<uint64_t>& done_;
+};
+
+int posts(char** arguments) {
+  constexpr uint64_t kUnderWay = 192;
+  const auto source = memory(std::stoull(arguments[0]));
+  const uint64_t count = std::stoull(arguments[1]);
+  std::vector<std::unique_ptr<Nic>> nics;
+  nics.push_back(std::make_unique<NullNic>());
+  const auto rails = orDie(Rails::create(std::move(nics), {}));
+  std::atomic<uint64_t> done{0};
+  const auto began = Clock::now();
+  const auto deadline = Deadline::after(std::chrono::minutes(2));
+  for (uint64_t i = 0; i < count; ++i) {
+    while (i - done.load(std::memory_order_acquire) >= kUnderWay && !deadline.passed())
+      std::this_thread::yield();
+    rails->submit(0, std::make_unique<Post>(source, done));
+  }
+  while (done.load(std::memory_order_acquire) < count && !deadline.passed())
+    std::this_thread::yield();
+  std::printf("%.0f\n", double(done) / secondsSince(began));
+  rails->stop();
+  return done == count ? 0 : 1;
+}
+
 }  // namespace
 }  // namespace mooncake
 
@@ -267,6 +308,7 @@ int main(int count, char** arguments) {
   if (what == "memcpy" && count == 5) return mooncake::copy(arguments + 2);
   if (what == "targets" && count == 3) return mooncake::targets(arguments + 2);
   if (what == "idle" && count == 3) return mooncake::idle(arguments + 2);
+  if (what == "posts" && count == 4) return mooncake::posts(arguments + 2);
   std::fprintf(stderr, "see the top of engine_bench.cc\n");
   return 2;
 }

@@ -148,6 +148,10 @@ def build_info() -> dict[str, Any]:
     """What was built ("version"), for which torch ("torch"), and with which wires ("transports",
     names in the order in which they are tried)."""
 
+def describe_fabric() -> list[tuple[bool, str, str]]:
+    """Which libfabric and network cards there are, and what would be taken: whether it works, what
+    it is about, and a line about it."""
+
 class EpWork:
     """One dispatch or combine. wait() may be called by any thread, and more than once."""
 

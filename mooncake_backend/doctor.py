@@ -47,6 +47,8 @@ def _findings(trial: bool, peer: str | None) -> Iterator[Finding]:
     yield _names()
     yield from _machine()
     yield _addresses()
+    if built:
+        yield from _fabric()
     if trial and built:
         yield _trial()
     if built:
@@ -186,6 +188,17 @@ def _transfer_engine(peer: str | None) -> Iterator[Finding]:
         yield Finding(OK, f"peer {peer}", f"over {wire}; answered in {took:.1f} ms")
     else:
         yield Finding(BROKEN, f"peer {peer}", f"cannot be reached ({code}): the log above says why")
+
+
+def _fabric() -> Iterator[Finding]:
+    """Without a fabric everything else works."""
+    try:
+        findings = extension.load().describe_fabric()
+    except ValueError as error:
+        yield Finding(BROKEN, "network cards", str(error))
+        return
+    for works, name, text in findings:
+        yield Finding(OK if works else NOTE, name, text)
 
 
 def _trial() -> Finding:

@@ -43,6 +43,9 @@ apt_install() {
     apt-get install -y -qq --no-install-recommends "$@" </dev/null >/dev/null
 }
 
+has_libfabric() { [ -e /usr/include/rdma/fabric.h ] || [ -e /opt/amazon/efa/include/rdma/fabric.h ]; }
+may_install() { command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }; }
+
 install_system_packages() {
   local missing=() version
   version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
@@ -50,6 +53,8 @@ install_system_packages() {
   [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
     missing+=("$version-dev")
   can_compile || missing+=(g++ libc6-dev)
+  # Without its headers everything but fabric is built: no reason to stop where they cannot be had.
+  if ! has_libfabric && may_install; then missing+=(libfabric-dev libfabric-bin); fi
   local package
   for package in "$@"; do
     dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package")
@@ -94,7 +99,7 @@ if ! is_current torch.stamp "$torch"; then
   echo "$torch" >"$venv/torch.stamp"
 fi
 
-built=$({ echo "$torch"; sources; } | checksum)
+built=$({ echo "$torch"; has_libfabric && echo libfabric; sources; } | checksum)
 if ! is_current build.stamp "$built"; then
   say "building the extension"
   log=$venv/build.log

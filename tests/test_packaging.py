@@ -401,6 +401,28 @@ print('fine')
 
 
 class TestDoctor:
+    def test_it_tells_what_there_is_of_a_fabric(self, monkeypatch):
+        def found() -> dict[str, str]:
+            lines: list[str] = []
+            doctor.examine(trial=False, show=lines.append)
+            return {line[8:28].strip(): line for line in lines}
+
+        native = extension.load()
+        monkeypatch.setenv("MOONCAKE_FABRIC_REQUIRE", "efa")
+        if not native.describe_fabric()[0][0]:
+            assert "note" in found()["libfabric"]
+            pytest.skip("no libfabric here")
+        if not native.describe_fabric()[1][0]:
+            assert "MOONCAKE_FABRIC_REQUIRE" in found()["network cards"]
+        monkeypatch.setenv("MOONCAKE_FABRIC_REQUIRE", "tcp;ofi_rxm")
+        monkeypatch.setenv("MC_TE_FILTERS", "127.0.0.1")
+        lines = found()
+        assert "libfabric.so" in lines["libfabric"]
+        assert "  ok" in lines["network cards"]
+        assert "127.0.0.1" in lines["cards for cpu:0"]
+        monkeypatch.setenv("MC_EFA_NIC_SELECTION", "some")
+        assert "BROKEN" in found()["network cards"]
+
     def test_a_missing_extension_is_broken(self, monkeypatch):
         monkeypatch.setattr(extension, "builds", lambda: iter(()))
         monkeypatch.delitem(sys.modules, extension.NAME, raising=False)

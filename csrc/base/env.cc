@@ -9,6 +9,7 @@
 #include <string_view>
 #include <thread>
 
+#include "base/fabric_env.h"
 #include "base/log.h"
 #include "base/transfer_env.h"
 
@@ -25,6 +26,7 @@ struct EntryOf {
 };
 using Entry = EntryOf<Env>;
 using TransferEntry = EntryOf<TransferEnv>;
+using FabricEntry = EntryOf<FabricEnv>;
 
 bool parseNumber(std::string_view value, uint64_t least, uint64_t most, uint64_t& number,
                  std::string& allowed) {
@@ -187,6 +189,78 @@ bool parseLogLevel(std::string_view value, Env& env, std::string& allowed) {
   return logLevelFromName(value).has_value();
 }
 
+// Non-empty names, separated by commas.
+bool parseNames(std::string_view value, std::vector<std::string>& names, std::string& allowed) {
+  allowed = "names, separated by commas";
+  names.clear();
+  for (;;) {
+    const size_t comma = value.find(',');
+    if (comma == 0 || value.empty()) return false;
+    names.emplace_back(value.substr(0, comma));
+    if (comma == std::string_view::npos) return true;
+    value.remove_prefix(comma + 1);
+  }
+}
+
+bool parseLibfabric(std::string_view value, FabricEnv& env, std::string& allowed) {
+  allowed = "an absolute path";
+  env.libfabricPath = value;
+  return value.starts_with('/');
+}
+
+bool parseProviders(std::string_view value, FabricEnv& env, std::string& allowed) {
+  return parseNames(value, env.providers, allowed);
+}
+
+bool parseRequiredProvider(std::string_view value, FabricEnv& env, std::string& allowed) {
+  allowed = "the name of one provider";
+  env.requiredProvider = value;
+  return value.find(',') == std::string_view::npos;
+}
+
+bool parseDevices(std::string_view value, FabricEnv& env, std::string& allowed) {
+  return parseNames(value, env.devices, allowed);
+}
+
+bool parseExcludedDevices(std::string_view value, FabricEnv& env, std::string& allowed) {
+  return parseNames(value, env.excludedDevices, allowed);
+}
+
+bool parseNicTimeout(std::string_view value, FabricEnv& env, std::string& allowed) {
+  uint64_t number = 0;
+  const bool ok = parseNumber(value, 10, 3'600'000, number, allowed);
+  env.timeout = std::chrono::milliseconds(number);
+  return ok;
+}
+
+bool parseMostUnderWay(std::string_view value, FabricEnv& env, std::string& allowed) {
+  return parseNumber(value, 0, 65536, env.mostUnderWay, allowed);
+}
+
+bool parseMostMemory(std::string_view value, FabricEnv& env, std::string& allowed) {
+  return parseNumber(value, 1 << 20, UINT64_MAX, env.mostMemoryBytes, allowed);
+}
+
+bool parseNicSelection(std::string_view value, FabricEnv& env, std::string& allowed) {
+  allowed = "all or local";
+  env.selection = value == "local" ? NicSelection::kLocal : NicSelection::kAll;
+  return value == "all" || value == "local";
+}
+
+bool parsePollThreads(std::string_view value, FabricEnv& env, std::string& allowed) {
+  return parseNumber(value, 0, 64, env.pollThreads, allowed);
+}
+
+bool parseStripingThreshold(std::string_view value, FabricEnv& env, std::string& allowed) {
+  return parseNumber(value, 0, UINT64_MAX, env.stripingThreshold, allowed);
+}
+
+bool parseTopologyPath(std::string_view value, FabricEnv& env, std::string& allowed) {
+  allowed = "the path of a file";
+  env.topologyPath = value;
+  return true;
+}
+
 constexpr Entry kEntries[] = {
     {{"MOONCAKE_TRANSPORTS", "",
       "Transports to use, in order of preference, separated by commas; empty means all"},
@@ -251,6 +325,40 @@ constexpr TransferEntry kTransferEntries[] = {
      parseAllowFallback},
 };
 
+constexpr FabricEntry kFabricEntries[] = {
+    {{"MOONCAKE_LIBFABRIC", "",
+      "Path of the libfabric.so to open; empty: the one in the process, else that of the EFA "
+      "installer, else the system's"},
+     parseLibfabric},
+    {{"MOONCAKE_FABRIC_PROVIDERS", "efa,verbs;ofi_rxm",
+      "Providers of libfabric that may be used, in order of preference, separated by commas"},
+     parseProviders},
+    {{"MOONCAKE_FABRIC_REQUIRE", "",
+      "The one provider that must be there; with any other, or none, nothing starts"},
+     parseRequiredProvider},
+    {{"MC_TE_FILTERS", "", "Network cards to use, by name, separated by commas; empty: all"},
+     parseDevices},
+    {{"MC_TE_FILTERS_EXCLUDE", "", "Network cards not to use"}, parseExcludedDevices},
+    {{"MOONCAKE_NIC_TIMEOUT_MS", "500",
+      "Time without any progress towards a peer after which a card's operation is given up"},
+     parseNicTimeout},
+    {{"MC_MAX_WR", "0",
+      "Operations under way at once on one card, 0: as many as its provider takes"},
+     parseMostUnderWay},
+    {{"MC_MAX_MR_SIZE", "1099511627776", "Bytes of one registration; longer memory is split"},
+     parseMostMemory},
+    {{"MC_EFA_NIC_SELECTION", "all", "Cards for memory: all, or local ones of its NUMA node"},
+     parseNicSelection},
+    {{"MC_EFA_CQ_THREADS", "1", "Threads that poll the cards of an engine, 0: one for each card"},
+     parsePollThreads},
+    {{"MC_EFA_STRIPING_THRESHOLD", "2097152",
+      "Bytes from which on one transfer is split over all cards"},
+     parseStripingThreshold},
+    {{"MC_CUSTOM_TOPO_JSON", "",
+      "Path of a file that says which cards are near which memory, instead of sysfs"},
+     parseTopologyPath},
+};
+
 template <typename To, size_t N>
 Result<To> readAll(const EntryOf<To> (&entries)[N]) {
   To env;
@@ -278,6 +386,7 @@ const std::vector<EnvVariable>& envTable() {
     std::vector<EnvVariable> variables;
     for (const Entry& entry : kEntries) variables.push_back(entry.variable);
     for (const TransferEntry& entry : kTransferEntries) variables.push_back(entry.variable);
+    for (const FabricEntry& entry : kFabricEntries) variables.push_back(entry.variable);
     return variables;
   }();
   return table;
@@ -292,5 +401,7 @@ Result<TransferEnv> TransferEnv::read() {
     env->tcpIoThreads = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostIoThreads);
   return env;
 }
+
+Result<FabricEnv> FabricEnv::read() { return readAll(kFabricEntries); }
 
 }  // namespace mooncake

@@ -17,6 +17,7 @@
 #include "backend/signals.h"
 #include "bindings/ep.h"
 #include "bindings/transfer.h"
+#include "engine/nic/libfabric/report.h"
 #include "engine/transports/registry.h"
 #include "group/group_state.h"
 
@@ -263,6 +264,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const auto& entry : mooncake::transportRegistry()) transports.emplace_back(entry.name);
     info["transports"] = transports;
     return info;
+  });
+  m.def("describe_fabric", [] {
+    const auto env = mooncake::FabricEnv::read();
+    mooncake::throwIfError(env.status());
+    std::vector<std::tuple<bool, std::string, std::string>> findings;
+    for (const auto& [works, subject, text] : mooncake::reportFabric(*env))
+      findings.emplace_back(works, subject, text);
+    return findings;
   });
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("global_ranks"), py::arg("group_id"), py::arg("timeout"), py::arg("backend_name"),

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/env.h"
+#include "base/fabric_env.h"
 #include "base/transfer_env.h"
 
 namespace mooncake {
@@ -47,6 +48,15 @@ bool same(const TransferEnv& a, const TransferEnv& b) {
          a.allowsFallback == b.allowsFallback;
 }
 
+bool same(const FabricEnv& a, const FabricEnv& b) {
+  return a.libfabricPath == b.libfabricPath && a.providers == b.providers &&
+         a.requiredProvider == b.requiredProvider && a.devices == b.devices &&
+         a.excludedDevices == b.excludedDevices && a.timeout == b.timeout &&
+         a.mostUnderWay == b.mostUnderWay && a.mostMemoryBytes == b.mostMemoryBytes &&
+         a.selection == b.selection && a.pollThreads == b.pollThreads &&
+         a.stripingThreshold == b.stripingThreshold && a.topologyPath == b.topologyPath;
+}
+
 const std::map<std::string, std::string> kGood = {
     {"MOONCAKE_TRANSPORTS", "tcp,cuda_ipc"},
     {"MOONCAKE_HOST_IP", "10.1.2.3"},
@@ -71,6 +81,18 @@ const std::map<std::string, std::string> kGood = {
     {"MC_METADATA_CLUSTER_ID", "prod"},
     {"MC_FORCE_TCP", "1"},
     {"MOONCAKE_ALLOW_FALLBACK", "1"},
+    {"MOONCAKE_LIBFABRIC", "/opt/libfabric.so.1"},
+    {"MOONCAKE_FABRIC_PROVIDERS", "tcp;ofi_rxm,sockets"},
+    {"MOONCAKE_FABRIC_REQUIRE", "efa"},
+    {"MC_TE_FILTERS", "rdmap79s0,rdmap80s0"},
+    {"MC_TE_FILTERS_EXCLUDE", "rdmap80s0"},
+    {"MOONCAKE_NIC_TIMEOUT_MS", "100"},
+    {"MC_MAX_WR", "256"},
+    {"MC_MAX_MR_SIZE", "1073741824"},
+    {"MC_EFA_NIC_SELECTION", "local"},
+    {"MC_EFA_CQ_THREADS", "0"},
+    {"MC_EFA_STRIPING_THRESHOLD", "0"},
+    {"MC_CUSTOM_TOPO_JSON", "/etc/topology.json"},
 };
 
 TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
@@ -84,7 +106,10 @@ TEST_F(EnvTest, ReadsExactlyTheVariablesOfTheTable) {
     const auto transferEnv = TransferEnv::read();
     ASSERT_TRUE(env.ok()) << env.error().message;
     ASSERT_TRUE(transferEnv.ok()) << transferEnv.error().message;
-    EXPECT_FALSE(same(*env, usual) && same(*transferEnv, usualTransferEnv))
+    const auto fabricEnv = FabricEnv::read();
+    ASSERT_TRUE(fabricEnv.ok()) << fabricEnv.error().message;
+    EXPECT_FALSE(same(*env, usual) && same(*transferEnv, usualTransferEnv) &&
+                 same(*fabricEnv, FabricEnv()))
         << variable.name << " changes nothing";
     ::unsetenv(variable.name);
     EXPECT_STRNE(variable.meaning, "");
@@ -109,6 +134,28 @@ TEST_F(EnvTest, ReadsTheValues) {
   EXPECT_EQ(transferEnv->timeout, std::chrono::seconds(60));
   EXPECT_EQ(transferEnv->leastRpcPort, 20000);
   EXPECT_EQ(transferEnv->mostRpcPort, 21000);
+  const auto fabricEnv = FabricEnv::read();
+  ASSERT_TRUE(fabricEnv.ok()) << fabricEnv.error().message;
+  EXPECT_EQ(fabricEnv->providers, (std::vector<std::string>{"tcp;ofi_rxm", "sockets"}));
+  EXPECT_EQ(fabricEnv->devices, (std::vector<std::string>{"rdmap79s0", "rdmap80s0"}));
+  EXPECT_EQ(fabricEnv->selection, NicSelection::kLocal);
+}
+
+TEST_F(EnvTest, WhatCardsDoNotTakeIsNoErrorOfOthers) {
+  for (const auto& [name, value] :
+       std::map<std::string, std::string>{{"MOONCAKE_LIBFABRIC", "libfabric.so"},
+                                          {"MOONCAKE_FABRIC_PROVIDERS", "efa,,sockets"},
+                                          {"MOONCAKE_FABRIC_REQUIRE", "efa,sockets"},
+                                          {"MC_TE_FILTERS", ","},
+                                          {"MC_EFA_NIC_SELECTION", "some"},
+                                          {"MC_MAX_MR_SIZE", "1"}}) {
+    set(name, value);
+    const auto env = FabricEnv::read();
+    ASSERT_FALSE(env.ok()) << name;
+    EXPECT_NE(env.error().message.find(name + "=\"" + value), std::string::npos);
+    EXPECT_TRUE(Env::read().ok());
+    ::unsetenv(name.c_str());
+  }
 }
 
 TEST_F(EnvTest, ThreadsForTcpAreAsThereAreCoresUnlessTold) {

@@ -363,6 +363,7 @@ TEST_P(CollectivesTest, GroupsMadeAtOnceShareTheEngines) {
   const Ranks options = ranks();
   // Each has a membership of its own, and an engine tells only one of them of a break.
   if (options.transports == std::vector<std::string>{"sim"}) GTEST_SKIP() << "sim breaks";
+  const LoopbackCards cards(options.transports);
   MemoryStore stores[kGroups];
   std::vector<std::shared_ptr<Engine>> engines;
   for (int rank = 0; rank < options.size; ++rank) {
@@ -400,7 +401,7 @@ INSTANTIATE_TEST_SUITE_P(
     Wires, CollectivesTest,
     testing::Combine(testing::Values(Wire{"inproc", {"inproc"}}, Wire{"shm", {"shm"}},
                                      Wire{"shm_without_cma", {"shm"}, false}, Wire{"tcp", {"tcp"}},
-                                     Wire{"sim", {"sim"}}),
+                                     Wire{"sim", {"sim"}}, Wire{"fabric", {"fabric"}}),
                      testing::Values(1, 2, 3, 5)),
     [](const auto& info) {
       return std::string(std::get<0>(info.param).name) + "_" +

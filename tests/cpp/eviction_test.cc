@@ -7,6 +7,7 @@
 #include "base/failpoint.h"
 #include "collectives/collectives.h"
 #include "forked_ranks.h"
+#include "loopback_cards.h"
 
 namespace mooncake::test {
 namespace {
@@ -55,6 +56,7 @@ void onFailpoint(const char* name) {
 float givenIn(int index) { return float(1 + 10 * index); }
 
 void runRank(const std::vector<std::string>& transports) {
+  const LoopbackCards cards(transports);
   ForkedStore store(scene->store, std::vector<bool>(kSize));
   EngineOptions options{.jobKey = Bytes(32, std::byte{7}),
                         .logName = "rank " + std::to_string(rank),
@@ -132,7 +134,7 @@ TEST_P(EvictionTest, NorAfterTheOthersHaveGone) {
   resumeVictim();
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, EvictionTest, ::testing::Values("shm", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, EvictionTest, ::testing::Values("shm", "tcp", "sim", "fabric"),
                          [](const auto& param) { return std::string(param.param); });
 
 }  // namespace

@@ -233,7 +233,7 @@ INSTANTIATE_TEST_SUITE_P(
     Wires, OneSidedTest,
     testing::Combine(testing::Values(Wire{"inproc", {"inproc"}}, Wire{"shm", {"shm"}},
                                      Wire{"shm_without_cma", {"shm"}, false}, Wire{"tcp", {"tcp"}},
-                                     Wire{"sim", {"sim"}}),
+                                     Wire{"sim", {"sim"}}, Wire{"fabric", {"fabric"}}),
                      testing::Values(2, 3)),
     [](const auto& info) {
       return std::string(std::get<0>(info.param).name) + "_" +

@@ -104,7 +104,7 @@ TEST_P(MessagesToWhoLeaves, AReceiveFromAnySourceEndsWhenNobodyIsLeft) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, MessagesToWhoLeaves,
-                         testing::Values("inproc", "shm", "tcp", "sim"));
+                         testing::Values("inproc", "shm", "tcp", "sim", "fabric"));
 
 }  // namespace
 }  // namespace mooncake::test

@@ -14,6 +14,7 @@
 #include "engine/engine.h"
 #include "engine/rendezvous/store.h"
 #include "group/group.h"
+#include "loopback_cards.h"
 
 namespace mooncake::test {
 
@@ -70,6 +71,7 @@ inline Env envOf(const Ranks& ranks) {
 
 // Runs `body` once for each rank, each on a thread with an engine and a group of its own.
 inline void runRanks(const Ranks& ranks, const std::function<void(Group&)>& body) {
+  const LoopbackCards cards(ranks.transports);
   MemoryStore store;
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks.size; ++rank) {

@@ -5,7 +5,6 @@
 #include <set>
 
 #include "engine/engine.h"
-#include "engine/transports/sim/sim_channel.h"
 #include "engine/transports/tcp/tcp_transport.h"
 #include "transport_suite.h"
 
@@ -15,7 +14,7 @@ namespace {
 struct Sim {
   // Nobody connects again there.
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
-    return SimTransport::create(context, TcpTransport::create, 0);
+    return createSimTransport(context, TcpTransport::create, {.breakOdds = 0});
   }
   static Env env() { return onLoopback(); }
 };
@@ -36,83 +35,15 @@ TEST(SimDiceTest, TheSameSeedDecidesTheSame) {
   SimDice one(7), same(7), other(8);
   bool differs = false;
   for (uint64_t i = 0; i < 1000; ++i) {
-    const auto pieces = one.cut(i * 50);
-    EXPECT_EQ(pieces, same.cut(i * 50));
-    differs = differs || pieces != other.cut(i * 50);
     const auto delay = one.delay();
     EXPECT_EQ(delay, same.delay());
+    EXPECT_LE(delay, SimDice::kMostDelay);
     differs = differs || delay != other.delay();
-    const bool breaks = one.breaks(3);
-    EXPECT_EQ(breaks, same.breaks(3));
-    differs = differs || breaks != other.breaks(3);
+    const bool happens = one.once(3);
+    EXPECT_EQ(happens, same.once(3));
+    differs = differs || happens != other.once(3);
   }
   EXPECT_TRUE(differs);
-}
-
-TEST(SimDiceTest, PiecesAreAllThereIsAndInDisorder) {
-  SimDice dice(1);
-  int whole = 0, shuffled = 0, held = 0;
-  for (const uint64_t bytes : {0, 1, 2, 100, 5000, 1 << 20}) {
-    for (int i = 0; i < 50; ++i) {
-      auto pieces = dice.cut(bytes);
-      whole += pieces.size() == 1;
-      const auto leave = [](const auto& a, const auto& b) { return a.position < b.position; };
-      shuffled += !std::is_sorted(pieces.begin(), pieces.end(), leave);
-      std::sort(pieces.begin(), pieces.end(), leave);
-      uint64_t position = 0;
-      for (const auto& piece : pieces) {
-        EXPECT_EQ(piece.position, position);
-        EXPECT_TRUE(piece.bytes > 0 || bytes == 0);
-        EXPECT_LE(piece.bytes, SimDice::kMostPiece);
-        EXPECT_LE(piece.delay, SimDice::kMostDelay);
-        held += piece.delay.count() > 0;
-        position += piece.bytes;
-      }
-      EXPECT_EQ(position, bytes);
-    }
-  }
-  EXPECT_GT(whole, 100);
-  EXPECT_GT(shuffled, 50);
-  EXPECT_GT(held, 50);
-}
-
-TEST(SimPacketTest, WhatItDoesNotWriteIsRefused) {
-  const Bytes data = pattern(10, 1);
-  const SimPacket put{.kind = SimPacket::Kind::kPut,
-                      .number = 1,
-                      .key = 2,
-                      .offset = 128,
-                      .length = 30,
-                      .position = 20,
-                      .signal = {64, 5}};
-  const Bytes good = put.encode(data);
-  ByteReader in(good);
-  const auto read = SimPacket::decode(in);
-  ASSERT_TRUE(read.ok());
-  EXPECT_EQ(read->signal.stamp, 5u);
-  EXPECT_EQ(read->position, 20u);
-  EXPECT_EQ(in.left(), data.size());
-  const auto refused = [&](SimPacket packet, ByteView behind) {
-    const Bytes bytes = packet.encode(behind);
-    ByteReader reader(bytes);
-    return SimPacket::decode(reader).error().code == ErrorCode::kProtocol;
-  };
-  SimPacket bad = put;
-  bad.position = 21;
-  EXPECT_TRUE(refused(bad, data)) << "data behind the end";
-  bad = put;
-  bad.position = ~uint64_t(0);
-  EXPECT_TRUE(refused(bad, data));
-  bad = put;
-  bad.signal.offset = 65;
-  EXPECT_TRUE(refused(bad, data));
-  bad = put;
-  bad.kind = SimPacket::Kind(9);
-  EXPECT_TRUE(refused(bad, data));
-  for (size_t bytes = 0; bytes < SimPacket::kBytes; ++bytes) {
-    ByteReader half(ByteView(good).first(bytes));
-    EXPECT_FALSE(SimPacket::decode(half).ok());
-  }
 }
 
 // ---- the wire
@@ -125,15 +56,49 @@ __attribute__((no_sanitize("thread"))) std::byte peekAt(const std::byte& byte) {
 // Two engines' worth, connected; `breakOdds` at the end of a.
 class SimWire : public ConnectedTest {
  protected:
-  void connect(uint32_t breakOdds) {
-    const auto create = [&](const TransportContext& context) {
-      return SimTransport::create(context, TcpTransport::create, breakOdds);
+  void connect(uint32_t breakOdds) { connect({.breakOdds = breakOdds}); }
+  void connect(SimOptions options) {
+    const auto create = [&](const std::shared_ptr<SimCards>& cards) {
+      return [&options, cards](const TransportContext& context) {
+        options.made = cards;
+        return createSimTransport(context, TcpTransport::create, options);
+      };
     };
-    a = std::make_unique<WireEnd>(Sim::env(), create);
-    b = std::make_unique<WireEnd>(Sim::env(), create);
+    cardsOfA = std::make_shared<SimCards>();
+    cardsOfB = std::make_shared<SimCards>();
+    a = std::make_unique<WireEnd>(Sim::env(), create(cardsOfA));
+    b = std::make_unique<WireEnd>(Sim::env(), create(cardsOfB));
     ConnectedTest::connect(*a, *b);
   }
-  Status reconnect() { return ConnectedTest::reconnect(*a, *b); }
+  Status reconnect(std::chrono::milliseconds patience = kPatience) {
+    return ConnectedTest::reconnect(*a, *b, patience);
+  }
+  // Puts and gets that must end well, as long as `goesOn` says.
+  template <typename GoesOn>
+  void transferWhile(const Part& part, GoesOn&& goesOn) {
+    const Bytes data = pattern(kBytes, 3);
+    std::copy(data.begin(), data.end(), part.bytes().begin() + 4096);
+    Bytes target(kBytes);
+    const auto wait = Deadline::after(kPatience);
+    do {
+      ASSERT_FALSE(wait.passed());
+      ++stamp_;
+      ASSERT_TRUE(
+          toB->put({part.remote(), 128, pattern(3000, stamp_), {64, stampOf(stamp_)}}).ok());
+      std::fill(target.begin(), target.end(), std::byte{});
+      Completion completion(&bell);
+      ASSERT_TRUE(toB->get({part.remote(), 4096, target, &completion}).ok());
+      ASSERT_EQ(endOf(completion), ErrorCode::kOk);
+      ASSERT_EQ(target, data);
+      ASSERT_TRUE(eventually([&] { return part.word(64).load() == stampOf(stamp_); }));
+      ASSERT_TRUE(part.holds(128, pattern(3000, stamp_)));
+    } while (goesOn());
+  }
+  static constexpr size_t kBytes = 300'000;
+  static constexpr SimOdds kNothingElse{.failed = 0, .late = 0, .lost = 0, .storm = 0, .death = 0};
+
+  std::shared_ptr<SimCards> cardsOfA, cardsOfB;
+  uint64_t stamp_ = 0;
 
   std::unique_ptr<WireEnd> a, b;
 };
@@ -195,24 +160,6 @@ TEST_F(SimWire, PiecesOfAPutComeInAnyOrderAndTheStampLast) {
   EXPECT_TRUE(hasSeenHole);
 }
 
-TEST_F(SimWire, CompletionsComeAfterTheData) {
-  connect(0);
-  auto part = b->part(4096);
-  part.bytes()[100] = std::byte{9};
-  const auto wait = Deadline::after(kPatience);
-  for (bool isLate = false; !isLate;) {
-    ASSERT_FALSE(wait.passed());
-    Bytes target(1);
-    Completion completion(&bell), nobodys(&bell);
-    ASSERT_TRUE(toB->get({part.remote(), 100, target, &completion}).ok());
-    ASSERT_TRUE(eventually([&] { return peekAt(target[0]) != std::byte{}; }));
-    // Takes the channel's lock: whatever happens together with the data has happened now.
-    toB->cancel(&nobodys);
-    isLate = !completion.finished();
-    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
-  }
-}
-
 TEST_F(SimWire, WhatWasPutBeforeCloseArrives) {
   for (uint64_t round = 1; round <= 20; ++round) {
     connect(0);
@@ -240,7 +187,9 @@ TEST_F(SimWire, BreaksAndIsMadeAgain) {
   std::copy(data.begin(), data.end(), part.bytes().begin() + 4096);
   uint64_t stamp = 0;
   size_t halfPuts = 0, lostGets = 0, lostCompletions = 0;
-  for (size_t round = 1; round <= 20; ++round) {
+  // Until all kinds were seen.
+  const auto isEnough = [&] { return lostGets > 0 && halfPuts + lostCompletions > 0; };
+  for (size_t round = 1; round <= 20 || (!isEnough() && round <= 200); ++round) {
     uint64_t before = stamp;
     Bytes target(kBytes);
     while (
@@ -295,6 +244,101 @@ TEST_F(SimWire, AGoodbyeIsHeardAcrossABreak) {
   toA->close();
   ASSERT_TRUE(eventually([&] { return a->endedCount() == 2; }));
   EXPECT_EQ(reconnect().code(), ErrorCode::kAborted);
+}
+
+// ---- cards that fail
+
+TEST_F(SimWire, ATransferGoesOverAllCards) {
+  connect({.cards = 3, .odds = kNothingElse, .breakOdds = 0});
+  auto part = b->part(8 << 20);
+  Bytes target(4 << 20);
+  Completion completion(&bell);
+  ASSERT_TRUE(toB->get({part.remote(), 0, target, &completion}).ok());
+  EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+  for (size_t i = 0; i < 3; ++i) EXPECT_GT(cardsOfB->card(i).carried(), 20u) << i;
+}
+
+// The card says that nothing reaches its peer.
+TEST_F(SimWire, ACardThatDiesIsLeftOutAndComesBack) {
+  connect({.cards = 2, .odds = kNothingElse, .breakOdds = 0});
+  auto part = b->part(kBytes + 4096);
+  transferWhile(part, [&] { return stamp_ < 5; });
+  cardsOfA->card(1).kill();
+  transferWhile(part, [&] { return stamp_ < 50; });
+  cardsOfA->card(1).revive();
+  const uint64_t before = cardsOfA->card(1).carried();
+  transferWhile(part, [&] { return cardsOfA->card(1).carried() < before + 20; });
+  EXPECT_EQ(a->endedCount() + b->endedCount(), 0u);
+}
+
+// Nobody says anything: what was sent has left, and is nowhere.
+TEST_F(SimWire, ACardThatLosesWhatItIsSentIsLeftOutAndComesBack) {
+  connect({.cards = 2,
+           .odds = kNothingElse,
+           .breakOdds = 0,
+           .channel = {.stallLimit = std::chrono::milliseconds(50)}});
+  auto part = b->part(kBytes + 4096);
+  transferWhile(part, [&] { return stamp_ < 5; });
+  cardsOfB->card(0).kill();
+  transferWhile(part, [&] { return stamp_ < 50; });
+  cardsOfB->card(0).revive();
+  const uint64_t before = cardsOfA->card(0).carried();
+  transferWhile(part, [&] { return cardsOfA->card(0).carried() < before + 20; });
+  EXPECT_EQ(a->endedCount() + b->endedCount(), 0u);
+}
+
+TEST_F(SimWire, WithoutAnyCardTheConnectionBreaks) {
+  connect({.cards = 2,
+           .odds = kNothingElse,
+           .breakOdds = 0,
+           .channel = {.stallLimit = std::chrono::milliseconds(20),
+                       .pathLimit = std::chrono::milliseconds(100)}});
+  auto part = b->part(kBytes + 4096);
+  transferWhile(part, [&] { return stamp_ < 5; });
+  cardsOfA->card(0).kill();
+  cardsOfA->card(1).kill();
+  Bytes target(kBytes);
+  Completion completion(&bell);
+  ASSERT_TRUE(toB->get({part.remote(), 4096, target, &completion}).ok());
+  EXPECT_EQ(endOf(completion), ErrorCode::kPeerLost);
+  const Status how = a->endOf(b->id());
+  EXPECT_NE(how.error().message.find("answers over tcp"), std::string::npos) << how.error().message;
+  // Messages are refused, too, as on any connection that broke; the peer's still come.
+  EXPECT_EQ(toB->send(Bytes(1)).code(), ErrorCode::kPeerLost);
+  ASSERT_TRUE(toA->send(Bytes(1)).ok());
+  EXPECT_EQ(a->messagesFrom(b->id(), 1).size(), 1u);
+  // TCP alone is no connection.
+  EXPECT_EQ(reconnect(std::chrono::milliseconds(200)).code(), ErrorCode::kPeerLost);
+  EXPECT_EQ(a->endedCount(), 1u) << "told by the answer alone";
+  cardsOfA->card(0).revive();
+  ASSERT_TRUE(reconnect().ok());
+  transferWhile(part, [&] { return stamp_ < 10; });
+}
+
+// A peer that does not answer over TCP either is slow, or gone: that is not for the cards to say.
+TEST_F(SimWire, ASilentPeerIsNoBrokenPath) {
+  connect({.cards = 1,
+           .odds = kNothingElse,
+           .breakOdds = 0,
+           .channel = {.stallLimit = std::chrono::milliseconds(20),
+                       .pathLimit = std::chrono::milliseconds(50)}});
+  auto part = b->part(kBytes + 4096);
+  transferWhile(part, [&] { return stamp_ < 5; });
+  std::promise<void> release;
+  std::atomic<bool> isHeld{false};
+  b->loop().post([&] {
+    isHeld = true;
+    release.get_future().wait_for(kPatience);
+  });
+  ASSERT_TRUE(eventually([&] { return isHeld.load(); }));
+  Bytes target(kBytes);
+  Completion completion(&bell);
+  ASSERT_TRUE(toB->get({part.remote(), 4096, target, &completion}).ok());
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // many limits
+  EXPECT_FALSE(completion.finished());
+  EXPECT_EQ(a->endedCount(), 0u);
+  release.set_value();
+  EXPECT_EQ(endOf(completion), ErrorCode::kOk);
 }
 
 TEST(SimRegistry, OnlyWhenAskedFor) {

@@ -62,10 +62,10 @@ class ConnectedTest : public ::testing::Test {
     ASSERT_NE(toA, nullptr);
   }
   // Once more, on behalf of toB.
-  Status reconnect(WireEnd& a, const WireEnd& b) {
+  Status reconnect(WireEnd& a, const WireEnd& b, std::chrono::milliseconds patience = kPatience) {
     std::promise<Status> done;
     a.loop().post([&] {
-      a.transport->reconnect(b.id(), toB, b.transport->endpoint(), Deadline::after(kPatience),
+      a.transport->reconnect(b.id(), toB, b.transport->endpoint(), Deadline::after(patience),
                              [&](Status how) { done.set_value(std::move(how)); });
     });
     return done.get_future().get();

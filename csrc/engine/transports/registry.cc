@@ -1,5 +1,6 @@
 #include "engine/transports/registry.h"
 
+#include "engine/transports/fabric/libfabric_transport.h"
 #include "engine/transports/inproc/inproc_transport.h"
 #include "engine/transports/shm/shm_transport.h"
 #include "engine/transports/tcp/tcp_transport.h"
@@ -14,10 +15,15 @@ const std::vector<TransportEntry>& transportRegistry() {
       {"inproc", InprocTransport::create},
       {"shm", ShmTransport::create},
       {"tcp", TcpTransport::create},
+      {"fabric",
+       [](const TransportContext& context) {
+         return createLibfabricTransport(context, TcpTransport::create);
+       },
+       true},
 #ifdef MOONCAKE_WITH_SIM
       {"sim",
        [](const TransportContext& context) {
-         return SimTransport::create(context, TcpTransport::create);
+         return createSimTransport(context, TcpTransport::create);
        },
        true},
 #endif

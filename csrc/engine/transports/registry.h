@@ -9,11 +9,11 @@
 namespace mooncake {
 
 // Every wire that is built in, best first. The order is the order in which routes are tried. One
-// that is for tests is used only when it was asked for.
+// that is only by name is used when it was asked for, else never.
 struct TransportEntry {
   const char* name;
   Result<std::unique_ptr<Transport>> (*create)(const TransportContext& context);
-  bool isForTests = false;
+  bool isForTests = false;  // or for those who know that they want it: only when asked for
 };
 const std::vector<TransportEntry>& transportRegistry();
 

@@ -2,40 +2,23 @@
 
 #include <memory>
 
-#include "engine/transports/transport.h"
+#include "engine/nic/sim/sim_cards.h"
+#include "engine/transports/fabric/fabric_transport.h"
 
 namespace mooncake {
 
-// A wire that is worse than any real one, made of another one that keeps order: for tests, never
-// chosen unless asked for by name. Everything is late and out of order (SimChannel), as
-// env.simSeed decides, and connections break.
-class SimTransport final : public Transport {
- public:
-  using Create = Result<std::unique_ptr<Transport>> (*)(const TransportContext& context);
-  // A channel breaks once in `breakOdds` transfers, at the end that connected; 0: never.
-  static constexpr uint32_t kBreakOdds = 500;
-  static Result<std::unique_ptr<Transport>> create(const TransportContext& context, Create below,
-                                                   uint32_t breakOdds = kBreakOdds);
-  ~SimTransport() override;
-
-  const char* name() const override { return "sim"; }
-  Bytes endpoint() const override { return below_->endpoint(); }
-  Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
-                                              Deadline deadline) override;
-  void probe(ByteView endpoint, Deadline deadline, std::function<void(Listener)> done) override {
-    below_->probe(endpoint, deadline, std::move(done));
-  }
-  void reconnect(const EngineId& peer, const std::shared_ptr<Channel>& channel, ByteView endpoint,
-                 Deadline deadline, std::function<void(Status)> done) override;
-  void shutdown() override;
-
- private:
-  class Channels;
-  SimTransport(const TransportContext& context, uint32_t breakOdds);
-
-  const std::unique_ptr<Channels> channels_;
-  TransportContext inner_;  // of the wire below
-  std::unique_ptr<Transport> below_;
+// Transport fabric over cards that are worse than any real one (SimNic), for tests: never chosen
+// unless asked for by name. What env.simSeed decides goes wrong, and connections break.
+struct SimOptions {
+  size_t cards = 0;  // 0: one to three, by the seed
+  SimOdds odds;
+  // A channel breaks once in so many transfers, at the end that connected; 0: never.
+  uint32_t breakOdds = 500;
+  std::shared_ptr<SimCards> made = nullptr;  // if not null, it knows the cards
+  FabricChannel::Options channel = {};
 };
+Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& context,
+                                                      FabricTransport::Create below,
+                                                      const SimOptions& options = {});
 
 }  // namespace mooncake

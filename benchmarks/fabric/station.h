@@ -1,0 +1,68 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/fabric_env.h"
+#include "engine/nic/nic.h"
+#include "fabric/crew.h"
+
+namespace mooncake::bench {
+
+enum class Verb { kSend, kWrite, kRead };
+
+// One rank's cards and memory, and what it needs of the others'.
+class Station {
+ public:
+  // `copies`: how many cards to make of each that the filters leave.
+  Station(Crew& crew, const FabricEnv& env, size_t bytes, size_t copies, bool spins);
+
+  size_t cards() const { return cards_.size(); }
+  const Nic& card(size_t i) const { return *cards_[i]; }
+
+  struct Piece {
+    size_t card;
+    uint64_t offset;
+    uint64_t bytes;
+  };
+  // Which pieces block number i is made of.
+  using Plan = std::function<void(size_t i, std::vector<Piece>& pieces)>;
+
+  // Bytes per second with `depth` blocks under way to each of `targets`, for so long.
+  double stream(Verb verb, const std::vector<int>& targets, const Plan& plan, size_t depth,
+                double seconds);
+  // Serves the others until all ranks have come here.
+  void attend();
+  // In microseconds.
+  struct FirstSubmits {
+    double first = 0;      // the very first write, of 1 MiB, with its address's way into the table
+    double insertAll = 0;  // every card of the peer into every address table
+    double allFirst = 0;   // one byte over each pair of cards, all at once
+    double second = 0;     // 1 MiB over the first pair, after that
+  };
+  FirstSubmits firstSubmits(int peer);
+
+ private:
+  struct Remote {
+    std::vector<Bytes> addresses;
+    std::vector<NicKey> keys;
+  };
+  NicPeer peer(size_t card, int rank);
+  size_t pollAll();  // completions of operations of ours
+  void begin(Verb verb, int target, const Piece& piece, size_t slot);
+  void postReceive(size_t card, size_t i);
+
+  Crew& crew_;
+  const bool spins_;  // else it sleeps when nothing has completed
+  bool isReceiving_ = false;
+  std::vector<std::unique_ptr<Nic>> cards_;
+  std::span<std::byte> memory_, inbox_;
+  std::vector<std::unique_ptr<NicMemory>> registered_, inboxes_;
+  std::vector<Remote> remotes_;
+  std::vector<std::vector<NicPeer>> peers_;  // by card, then rank
+  std::vector<size_t> left_;                 // pieces of each slot
+  std::vector<size_t> ended_;                // slots
+};
+
+}  // namespace mooncake::bench

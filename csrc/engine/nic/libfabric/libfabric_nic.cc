@@ -1,0 +1,475 @@
+#include "engine/nic/libfabric/libfabric_nic.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "base/log.h"
+#include "engine/nic/libfabric/completion_errors.h"
+
+namespace mooncake {
+namespace {
+
+constexpr size_t kCompletionsAtOnce = 64;
+// The clock is looked at, and moves, in parts of the time limit.
+constexpr int kChecksPerTimeout = 8;
+// A peer that makes progress keeps the others of its operations alive, but not for ever: a
+// completion may be lost alone.
+constexpr int kMostTimeouts = 16;
+// What one byte may take on its own: 64 MB/s.
+constexpr uint64_t kNanosecondsPerByte = 16;
+// While the provider does not take what was begun: it is connecting, for instance.
+constexpr std::chrono::nanoseconds kRetryPause = std::chrono::microseconds(200);
+
+// Naps of cards without a descriptor.
+constexpr std::chrono::nanoseconds kYieldFor = std::chrono::microseconds(50);
+constexpr std::chrono::nanoseconds kShortestNap = std::chrono::microseconds(5);
+constexpr std::chrono::nanoseconds kLongestBusyNap = std::chrono::microseconds(100);
+constexpr std::chrono::nanoseconds kLongestNap = std::chrono::milliseconds(1);
+
+NicLimits limitsOf(const fi_info& info, const FabricEnv& env) {
+  const bool hasRma = (info.caps & FI_RMA) != 0;
+  const size_t depth = info.tx_attr->size;
+  const std::string_view provider = info.fabric_attr->prov_name;
+  return {
+      .mostSendBytes = info.ep_attr->max_msg_size,
+      .mostRmaBytes = hasRma ? info.ep_attr->max_msg_size : 0,
+      .sendDepth = env.mostUnderWay == 0 ? depth : std::min(depth, env.mostUnderWay),
+      .receiveDepth = info.rx_attr->size,
+      .mostMemoryBytes = env.mostMemoryBytes,
+      .remoteRead = hasRma,
+      .remoteWrite = hasRma,
+      .deviceMemory = (info.caps & FI_HMEM) != 0,
+      .withdrawalStops = provider.starts_with("efa") || provider.starts_with("verbs"),
+  };
+}
+
+bool isSerial(const fi_info& info) { return info.domain_attr->threading != FI_THREAD_SAFE; }
+
+}  // namespace
+
+Result<std::unique_ptr<Nic>> LibfabricNic::open(std::shared_ptr<const LibfabricLibrary> library,
+                                                FabricInfo info, const std::string& name,
+                                                const FabricEnv& env, const MemoryPlaces& places) {
+  if (info->tx_attr->iov_limit < 2 || info->domain_attr->mr_key_size > sizeof(NicKey::key)) {
+    return Error{ErrorCode::kUnsupported, std::string("provider ") + info->fabric_attr->prov_name +
+                                              " gathers no two pieces, or has longer keys than 64 "
+                                              "bits"};
+  }
+  auto endpoint = LibfabricEndpoint::open(std::move(library), std::move(info));
+  if (!endpoint.ok()) return endpoint.error();
+  Fd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake) return systemError("eventfd", errno);
+  return std::unique_ptr<Nic>(
+      new LibfabricNic(std::move(*endpoint), name, env, places, std::move(wake)));
+}
+
+LibfabricNic::LibfabricNic(std::unique_ptr<LibfabricEndpoint> endpoint, std::string name,
+                           const FabricEnv& env, const MemoryPlaces& places, Fd wake)
+    : name_(std::move(name)),
+      provider_(endpoint->info().fabric_attr->prov_name),
+      timeout_(env.timeout),
+      link_(endpoint->info().domain_attr->name == nullptr ? ""
+                                                          : endpoint->info().domain_attr->name),
+      isSerialised_(isSerial(endpoint->info())),
+      limits_(limitsOf(endpoint->info(), env)),
+      address_(endpoint->address()),
+      wake_(std::move(wake)),
+      endpoint_(std::move(endpoint)),
+      memories_(std::make_shared<LibfabricMemories>(*endpoint_, places)),
+      transmits_(limits_.sendDepth),
+      receives_(limits_.receiveDepth) {}
+
+LibfabricNic::~LibfabricNic() { close(); }
+
+Result<NicPeer> LibfabricNic::insert(ByteView address) {
+  // Of another length, or without its end, the provider would read past it.
+  const bool isText = !address_.empty() && address_.back() == std::byte{0};
+  const bool fits = isText ? !address.empty() && address.back() == std::byte{0}
+                           : address.size() == address_.size();
+  if (!fits || address.size() > 256)
+    return Error{ErrorCode::kInvalidArgument, "not an address of provider " + provider_};
+  std::lock_guard lock(mutex_);
+  if (!endpoint_) return Error{ErrorCode::kAborted, "the network card is closed"};
+  return peers_.insert(Bytes(address.begin(), address.end()), [&](fi_addr_t& entry) -> Status {
+    const int count = ::fi_av_insert(endpoint_->addresses(), address.data(), 1, &entry, 0, nullptr);
+    if (count == 1) return {};
+    return {ErrorCode::kSystem,
+            "fi_av_insert of provider " + provider_ + " took no address" +
+                (count < 0 ? std::string(": ") + endpoint_->library().strerror(-count) : "")};
+  });
+}
+
+void LibfabricNic::remove(NicPeer number) {
+  std::lock_guard lock(mutex_);
+  NicPeers::Peer* peer = peers_.find(number);
+  if (peer == nullptr || peer->isRemoved || !endpoint_) return;
+  peers_.remove(number);
+  while (!peer->queue.empty()) {
+    NicOperation& operation = *peer->queue.front();
+    peer->queue.pop_front();
+    end(operation, NicError::kCancelled, 0);
+  }
+  std::erase(queuedPeers_, number);
+  peers_.letGo(*peer,
+               [&](fi_addr_t entry) { ::fi_av_remove(endpoint_->addresses(), &entry, 1, 0); });
+  wakeLongSleeper();
+}
+
+Result<std::unique_ptr<NicMemory>> LibfabricNic::registerMemory(std::span<std::byte> memory,
+                                                                uint32_t access) {
+  // Not under our lock: it takes long, and others post meanwhile. Serialised providers are not
+  // spared that.
+  if (!isSerialised_) return memories_->add(memory, access);
+  std::lock_guard lock(mutex_);
+  return memories_->add(memory, access);
+}
+
+Status LibfabricNic::send(NicPeer peer, NicBuffer header, NicBuffer body, void* context) {
+  return begin(Kind::kSent, peer, std::array{header, body}, 0, 0, context);
+}
+
+Status LibfabricNic::receive(NicBuffer buffer, void* context) {
+  return begin(Kind::kReceived, 0, std::array{buffer}, 0, 0, context);
+}
+
+Status LibfabricNic::read(NicPeer peer, NicBuffer target, NicKey from, uint64_t offset,
+                          void* context) {
+  return begin(Kind::kRead, peer, std::array{target}, from.base + offset, from.key, context);
+}
+
+Status LibfabricNic::write(NicPeer peer, NicBuffer source, NicKey to, uint64_t offset,
+                           void* context) {
+  return begin(Kind::kWritten, peer, std::array{source}, to.base + offset, to.key, context);
+}
+
+Status LibfabricNic::begin(Kind kind, NicPeer number, std::span<const NicBuffer> pieces,
+                           uint64_t remoteAddress, uint64_t remoteKey, void* context) {
+  std::lock_guard lock(mutex_);
+  if (!endpoint_) return {ErrorCode::kAborted, "the network card is closed"};
+  const bool isReceive = kind == Kind::kReceived;
+  NicPeers::Peer* peer = isReceive ? nullptr : peers_.find(number);
+  if (!isReceive && peer == nullptr) return {ErrorCode::kInvalidArgument, "no such peer"};
+  if (peer != nullptr && peer->isRemoved) return {ErrorCode::kPeerLost, "the peer was removed"};
+  NicOperations& operations = isReceive ? receives_ : transmits_;
+  NicOperation* operation = operations.take();
+  if (operation == nullptr) {
+    if (!isReceive && countUnderWay() == 0)
+      return {ErrorCode::kSystem, "network card " + name_ + " has ended none of its operations"};
+    return {ErrorCode::kExhausted, {}};
+  }
+  operation->kind = kind;
+  operation->context = context;
+  operation->peer = number;
+  operation->begun = clock_;
+  operation->bytes = 0;
+  operation->pieceCount = 0;
+  for (const NicBuffer& piece : pieces) {
+    if (piece.bytes.empty() && operation->pieceCount > 0) continue;
+    operation->pieces[operation->pieceCount] = {piece.bytes.data(), piece.bytes.size()};
+    operation->descriptors[operation->pieceCount++] =
+        piece.memory == nullptr ? nullptr : LibfabricMemories::descriptorOf(*piece.memory);
+    operation->bytes += piece.bytes.size();
+  }
+  operation->remoteAddress = remoteAddress;
+  operation->remoteKey = remoteKey;
+  if (isLinkDown_ && !isReceive) {
+    end(*operation, NicError::kDevice, ENETDOWN);
+  } else if (isReceive ? !queuedReceives_.empty() : !peer->queue.empty()) {
+    operation->state = State::kQueued;
+    (isReceive ? queuedReceives_ : peer->queue).push_back(operation);
+  } else if (!giveOrEnd(*operation)) {
+    operation->state = State::kQueued;
+    (isReceive ? queuedReceives_ : peer->queue).push_back(operation);
+    if (!isReceive) queuedPeers_.push_back(number);
+  }
+  wakeLongSleeper();
+  return {};
+}
+
+ssize_t LibfabricNic::give(NicOperation& operation) {
+  fid_ep* endpoint = endpoint_->endpoint();
+  if (operation.kind == Kind::kReceived) {
+    return ::fi_recv(endpoint, operation.pieces[0].iov_base, operation.pieces[0].iov_len,
+                     operation.descriptors[0], FI_ADDR_UNSPEC, &operation.provider);
+  }
+  const fi_addr_t peer = peers_.find(operation.peer)->address->entry;
+  if (operation.kind == Kind::kSent) {
+    const fi_msg message{.msg_iov = operation.pieces.data(),
+                         .desc = operation.descriptors.data(),
+                         .iov_count = operation.pieceCount,
+                         .addr = peer,
+                         .context = &operation.provider};
+    return ::fi_sendmsg(endpoint, &message, FI_COMPLETION);
+  }
+  const fi_rma_iov remote{operation.remoteAddress, operation.bytes, operation.remoteKey};
+  const fi_msg_rma message{.msg_iov = operation.pieces.data(),
+                           .desc = operation.descriptors.data(),
+                           .iov_count = operation.pieceCount,
+                           .addr = peer,
+                           .rma_iov = &remote,
+                           .rma_iov_count = 1,
+                           .context = &operation.provider};
+  if (operation.kind == Kind::kRead) return ::fi_readmsg(endpoint, &message, FI_COMPLETION);
+  // Else a provider may say "written" when the bytes have left.
+  return ::fi_writemsg(endpoint, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE);
+}
+
+bool LibfabricNic::giveOrEnd(NicOperation& operation) {
+  const ssize_t result = give(operation);
+  if (result == -FI_EAGAIN || result == -FI_ENOMEM) return false;
+  if (result == 0) {
+    operation.state = State::kUnderWay;
+    if (operation.kind != Kind::kReceived) ++peers_.find(operation.peer)->underWay;
+    return true;
+  }
+  const int error = static_cast<int>(-result);
+  end(operation, nicErrorOf(provider_, error, 0), error);
+  return true;
+}
+
+void LibfabricNic::giveQueued() {
+  while (!queuedReceives_.empty() && giveOrEnd(*queuedReceives_.front()))
+    queuedReceives_.pop_front();
+  std::erase_if(queuedPeers_, [&](NicPeer number) {
+    auto& queue = peers_.find(number)->queue;
+    while (!queue.empty() && giveOrEnd(*queue.front())) queue.pop_front();
+    return queue.empty();
+  });
+}
+
+// For its owner it is over. `isLeftBehind`: the provider has it still.
+void LibfabricNic::end(NicOperation& operation, NicError error, int providerError,
+                       bool isLeftBehind) {
+  ended_.push_back({.kind = operation.kind,
+                    .error = errorFor(operation, error),
+                    .context = operation.context,
+                    .providerError = providerError,
+                    .abandoned = isLeftBehind});
+  if (isLeftBehind) {
+    operation.state = State::kAbandoned;
+    ++abandoned_;
+  } else {
+    (operation.kind == Kind::kReceived ? receives_ : transmits_).giveBack(operation);
+  }
+}
+
+NicError LibfabricNic::errorFor(const NicOperation& operation, NicError error) {
+  if (operation.kind == Kind::kReceived || error == NicError::kNone) return error;
+  return peers_.find(operation.peer)->isRemoved ? NicError::kCancelled : error;
+}
+
+size_t LibfabricNic::poll(std::span<NicCompletion> into) {
+  size_t count = 0;
+  {
+    std::lock_guard lock(mutex_);
+    advanceClock();
+    if (endpoint_) {
+      if (clock_ >= nextCheck_) giveUpOverdue();
+      if (hasQueued()) giveQueued();
+    }
+    count = takeEnded(into);
+    if (!endpoint_) return count;
+    if (isSerialised_) count += takeCompletions(into.subspan(count));
+  }
+  if (!isSerialised_) count += takeCompletions(into.subspan(count));
+  if (count > 0) {
+    nap_ = {};
+    lastFound_ = Clock::now();
+  }
+  return count;
+}
+
+size_t LibfabricNic::takeEnded(std::span<NicCompletion> into) {
+  const size_t count = std::min(into.size(), ended_.size());
+  std::copy_n(ended_.begin(), count, into.begin());
+  ended_.erase(ended_.begin(), ended_.begin() + static_cast<ptrdiff_t>(count));
+  return count;
+}
+
+size_t LibfabricNic::takeCompletions(std::span<NicCompletion> into) {
+  std::array<fi_cq_msg_entry, kCompletionsAtOnce> entries;
+  size_t count = 0;
+  while (count < into.size()) {
+    const ssize_t got = ::fi_cq_read(endpoint_->completions(), entries.data(),
+                                     std::min(entries.size(), into.size() - count));
+    if (got == 0 || got == -FI_EAGAIN) break;
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (!isSerialised_) lock.lock();
+    if (got == -FI_EAVAIL) {
+      if (finishFailed(into[count])) ++count;
+      continue;
+    }
+    if (got < 0) {
+      giveUpAll(NicError::kDevice, static_cast<int>(-got));
+      break;
+    }
+    for (const fi_cq_msg_entry& entry : std::span(entries).first(static_cast<size_t>(got))) {
+      into[count] = {.bytes = entry.len};
+      if (finish(entry.op_context, into[count])) ++count;
+    }
+    if (static_cast<size_t>(got) < entries.size()) break;
+  }
+  return count;
+}
+
+bool LibfabricNic::finish(const void* provider, NicCompletion& completion) {
+  NicOperation* operation = transmits_.find(provider);
+  if (operation == nullptr) operation = receives_.find(provider);
+  if (operation == nullptr) return false;
+  const bool isAwaited = operation->state == State::kUnderWay;
+  completion.kind = operation->kind;
+  completion.context = operation->context;
+  completion.error = errorFor(*operation, completion.error);
+  if (completion.kind != Kind::kReceived) completion.bytes = operation->bytes;
+  if (operation->state == State::kUnderWay || operation->state == State::kAbandoned) {
+    if (!isAwaited) --abandoned_;
+    leave(*operation);
+  }
+  return isAwaited;
+}
+
+// The provider has nothing to do with it any more.
+void LibfabricNic::leave(NicOperation& operation) {
+  if (operation.kind == Kind::kReceived) {
+    receives_.giveBack(operation);
+    return;
+  }
+  NicPeers::Peer& peer = *peers_.find(operation.peer);
+  peer.lastProgress = clock_;
+  --peer.underWay;
+  transmits_.giveBack(operation);
+  peers_.letGo(peer,
+               [&](fi_addr_t entry) { ::fi_av_remove(endpoint_->addresses(), &entry, 1, 0); });
+}
+
+bool LibfabricNic::finishFailed(NicCompletion& completion) {
+  fi_cq_err_entry failed{};
+  if (::fi_cq_readerr(endpoint_->completions(), &failed, 0) <= 0) return false;
+  completion = {.error = nicErrorOf(provider_, failed.err, failed.prov_errno),
+                .providerError = failed.err};
+  const bool isAwaited = finish(failed.op_context, completion);
+  log(LogLevel::kDebug, name_, "provider ", provider_, ": ",
+      endpoint_->library().strerror(failed.err), " (", failed.prov_errno, ")",
+      isAwaited ? "" : ", of nothing that waits");
+  return isAwaited;
+}
+
+void LibfabricNic::advanceClock() {
+  const auto now = Clock::now();
+  const auto most = timeout_ / kChecksPerTimeout;
+  clock_ +=
+      static_cast<uint64_t>(std::min<std::chrono::nanoseconds>(now - lastTick_, most).count());
+  lastTick_ = now;
+}
+
+bool LibfabricNic::isOverdue(const NicOperation& operation) {
+  const auto timeout = static_cast<uint64_t>(timeout_.count());
+  const uint64_t budget = timeout + operation.bytes * kNanosecondsPerByte;
+  const uint64_t since = std::max(operation.begun, peers_.find(operation.peer)->lastProgress);
+  return clock_ > since + budget || clock_ > operation.begun + kMostTimeouts * budget;
+}
+
+void LibfabricNic::giveUpOverdue() {
+  nextCheck_ = clock_ + static_cast<uint64_t>(timeout_.count() / kChecksPerTimeout);
+  isLinkDown_ = countUnderWay() > 0 ? link_.isDown() : isLinkDown_ && link_.isDown();
+  if (isLinkDown_) return giveUpAll(NicError::kDevice, ENETDOWN);
+  for (NicOperation& operation : transmits_.all()) {
+    if (operation.state == State::kUnderWay && isOverdue(operation)) {
+      end(operation, NicError::kUnreachable, ETIMEDOUT, /*isLeftBehind=*/true);
+    } else if (operation.state == State::kQueued && isOverdue(operation)) {
+      std::erase(peers_.find(operation.peer)->queue, &operation);
+      end(operation, NicError::kUnreachable, ETIMEDOUT);
+    }
+  }
+}
+
+// Receives stay: they are the peers', who may come back with the link.
+void LibfabricNic::giveUpAll(NicError error, int providerError) {
+  for (NicOperation& operation : transmits_.all()) {
+    if (operation.state == State::kUnderWay) end(operation, error, providerError, true);
+    if (operation.state == State::kQueued) {
+      std::erase(peers_.find(operation.peer)->queue, &operation);
+      end(operation, error, providerError);
+    }
+  }
+}
+
+void LibfabricNic::wait(Deadline deadline) {
+  std::chrono::nanoseconds most = deadline.left();
+  bool isBusy = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (!ended_.empty() || !endpoint_) return;
+    isBusy = countUnderWay() > 0;
+    if (isBusy) most = std::min(most, timeout_ / kChecksPerTimeout);
+    if (hasQueued()) most = std::min(most, kRetryPause);
+    if (endpoint_->waitDescriptor() >= 0) {
+      fid* waited = &endpoint_->completions()->fid;
+      if (::fi_trywait(endpoint_->fabric(), &waited, 1) != 0) return;
+    }
+    sleepsLong_ = !isBusy;
+  }
+  if (endpoint_->waitDescriptor() < 0) {
+    nap(most, isBusy);
+  } else {
+    std::array<pollfd, 2> events{
+        {{wake_.get(), POLLIN, 0}, {endpoint_->waitDescriptor(), POLLIN, 0}}};
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(most);
+    const timespec limit{seconds.count(), (most - seconds).count()};
+    ::ppoll(events.data(), events.size(), &limit, nullptr);
+  }
+  uint64_t wakes = 0;
+  [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &wakes, sizeof(wakes));
+  std::lock_guard lock(mutex_);
+  sleepsLong_ = false;
+}
+
+// First the processor is only offered to others: a nap costs more than what is waited for.
+void LibfabricNic::nap(std::chrono::nanoseconds most, bool isBusy) {
+  if (Clock::now() - lastFound_ < kYieldFor) {
+    ::sched_yield();
+    return;
+  }
+  nap_ = std::clamp(nap_ * 2, kShortestNap, isBusy ? kLongestBusyNap : kLongestNap);
+  pollfd event{wake_.get(), POLLIN, 0};
+  const timespec limit{0, std::min(most, nap_).count()};
+  ::ppoll(&event, 1, &limit, nullptr);
+}
+
+void LibfabricNic::wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t done = ::write(wake_.get(), &one, sizeof(one));
+}
+
+// Under the lock. Whoever sleeps with nothing under way has not set the alarm that is needed now.
+void LibfabricNic::wakeLongSleeper() {
+  if (!sleepsLong_) return;
+  sleepsLong_ = false;
+  wake();
+}
+
+void LibfabricNic::close() {
+  std::lock_guard lock(mutex_);
+  if (!endpoint_) return;
+  // Where registrations are bound to the endpoint they go first.
+  const bool areBound = (endpoint_->info().domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
+  if (areBound) memories_->closeAll();
+  endpoint_->closeEndpoint();
+  memories_->closeAll();
+  for (NicOperations* operations : {&transmits_, &receives_}) {
+    for (NicOperation& operation : operations->all()) {
+      if (operation.state == State::kUnderWay || operation.state == State::kQueued)
+        end(operation, NicError::kCancelled, 0);
+    }
+  }
+  queuedPeers_.clear();
+  queuedReceives_.clear();
+  endpoint_.reset();
+}
+
+}  // namespace mooncake

@@ -1,0 +1,107 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/fabric_env.h"
+#include "base/fd.h"
+#include "engine/nic/libfabric/endpoint.h"
+#include "engine/nic/libfabric/link_state.h"
+#include "engine/nic/libfabric/memory.h"
+#include "engine/nic/libfabric/operations.h"
+#include "engine/nic/libfabric/peers.h"
+
+namespace mooncake {
+
+// A card behind libfabric. What the provider does not take at once waits here, per peer, so that
+// kExhausted always means "after a completion". What it does not end within the time limit is
+// ended here: providers over connections stay silent about a peer that is gone.
+class LibfabricNic final : public Nic {
+ public:
+  static Result<std::unique_ptr<Nic>> open(std::shared_ptr<const LibfabricLibrary> library,
+                                           FabricInfo info, const std::string& name,
+                                           const FabricEnv& env, const MemoryPlaces& places);
+  ~LibfabricNic() override;
+
+  const std::string& name() const override { return name_; }
+  const char* provider() const override { return provider_.c_str(); }
+  const NicLimits& limits() const override { return limits_; }
+  Bytes address() const override { return address_; }
+  Result<NicPeer> insert(ByteView address) override;
+  void remove(NicPeer peer) override;
+  Result<std::unique_ptr<NicMemory>> registerMemory(std::span<std::byte> memory,
+                                                    uint32_t access) override;
+  Status send(NicPeer peer, NicBuffer header, NicBuffer body, void* context) override;
+  Status receive(NicBuffer buffer, void* context) override;
+  Status read(NicPeer peer, NicBuffer target, NicKey from, uint64_t offset, void* context) override;
+  Status write(NicPeer peer, NicBuffer source, NicKey to, uint64_t offset, void* context) override;
+  size_t poll(std::span<NicCompletion> into) override;
+  void wait(Deadline deadline) override;
+  void wake() override;
+  void close() override;
+
+ private:
+  using State = NicOperation::State;
+  using Kind = NicCompletion::Kind;
+
+  LibfabricNic(std::unique_ptr<LibfabricEndpoint> endpoint, std::string name, const FabricEnv& env,
+               const MemoryPlaces& places, Fd wake);
+
+  Status begin(Kind kind, NicPeer peer, std::span<const NicBuffer> pieces, uint64_t remoteAddress,
+               uint64_t remoteKey, void* context);
+  ssize_t give(NicOperation& operation);
+  bool giveOrEnd(NicOperation& operation);  // false: the provider has no room
+  void giveQueued();
+  bool hasQueued() const { return !queuedPeers_.empty() || !queuedReceives_.empty(); }
+
+  size_t takeCompletions(std::span<NicCompletion> into);
+  size_t takeEnded(std::span<NicCompletion> into);
+  bool finish(const void* provider, NicCompletion& completion);  // false: nobody waits for it
+  bool finishFailed(NicCompletion& completion);
+  void end(NicOperation& operation, NicError error, int providerError, bool isLeftBehind = false);
+  void leave(NicOperation& operation);
+
+  void advanceClock();
+  void giveUpOverdue();
+  void giveUpAll(NicError error, int providerError);
+  bool isOverdue(const NicOperation& operation);
+  NicError errorFor(const NicOperation& operation, NicError error);
+  size_t countUnderWay() const { return transmits_.inUse() - abandoned_; }
+  void wakeLongSleeper();
+  void nap(std::chrono::nanoseconds most, bool isBusy);
+
+  const std::string name_;
+  const std::string provider_;
+  const std::chrono::nanoseconds timeout_;
+  const LinkState link_;
+  const bool isSerialised_;  // the provider takes calls of one thread at a time
+  NicLimits limits_;
+  Bytes address_;
+  Fd wake_;
+
+  std::mutex mutex_;  // guards all below; also around each call into a serialised provider
+  std::unique_ptr<LibfabricEndpoint> endpoint_;  // null: closed
+  std::shared_ptr<LibfabricMemories> memories_;
+  NicOperations transmits_;
+  NicOperations receives_;
+  NicPeers peers_;
+  std::vector<NicPeer> queuedPeers_;
+  std::deque<NicOperation*> queuedReceives_;
+  std::vector<NicCompletion> ended_;  // not by the provider
+  size_t abandoned_ = 0;
+  bool isLinkDown_ = false;
+  // Stands still while nobody polls: a process that was stopped has not waited.
+  uint64_t clock_ = 0;
+  Clock::time_point lastTick_ = Clock::now();
+  uint64_t nextCheck_ = 0;
+  bool sleepsLong_ = false;
+
+  std::chrono::nanoseconds nap_{0};  // of the thread that polls
+  Clock::time_point lastFound_ = Clock::now();
+};
+
+}  // namespace mooncake

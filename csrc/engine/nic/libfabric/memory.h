@@ -1,0 +1,37 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <set>
+
+#include "engine/nic/device_memory.h"
+#include "engine/nic/libfabric/endpoint.h"
+#include "engine/nic/nic.h"
+
+namespace mooncake {
+
+// The registrations of one card. They end with their owners or with the card, whichever is first.
+class LibfabricMemories : public std::enable_shared_from_this<LibfabricMemories> {
+ public:
+  LibfabricMemories(LibfabricEndpoint& endpoint, const MemoryPlaces& places)
+      : endpoint_(endpoint), places_(places) {}
+
+  Result<std::unique_ptr<NicMemory>> add(std::span<std::byte> memory, uint32_t access);
+  void closeAll();
+
+  // Of the memory that an operation of ours names, for the provider.
+  static void* descriptorOf(const NicMemory& memory);
+
+ private:
+  class Memory;
+  Result<fid_mr*> make(std::span<std::byte> memory, uint32_t access, MemoryPlace place);
+  uint64_t randomKey() const;
+
+  LibfabricEndpoint& endpoint_;
+  const MemoryPlaces& places_;
+  std::mutex mutex_;
+  std::set<fid_mr*> open_;
+  bool isClosed_ = false;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,516 @@
+#include "engine/nic/sim/sim_nic.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace mooncake {
+namespace {
+
+constexpr size_t kMostCarried = size_t(48) << 10;  // data in one message
+// What nobody takes at the moment is offered again then.
+constexpr auto kAgain = std::chrono::microseconds(100);
+
+}  // namespace
+
+class SimNic::Memory final : public NicMemory {
+ public:
+  Memory(SimNic& nic, std::span<std::byte> memory, uint64_t key)
+      : nic_(nic), memory_(memory), key_(key) {}
+  ~Memory() override {
+    std::lock_guard lock(nic_.mutex_);
+    nic_.registered_.erase(key_);
+  }
+  std::span<std::byte> memory() const override { return memory_; }
+  NicKey key() const override { return {.key = key_, .base = 0}; }
+
+ private:
+  SimNic& nic_;
+  const std::span<std::byte> memory_;
+  const uint64_t key_;
+};
+
+Bytes SimNic::Message::encode(std::span<const std::byte> data) const {
+  ByteWriter out;
+  out.put(static_cast<uint8_t>(kind)).put(static_cast<uint8_t>(answer)).put(to).put(toLife);
+  out.put(from.index).put(from.life).put(operation).put(key).put(offset).put(length).put(position);
+  return out.putRaw(data).take();
+}
+
+std::optional<SimNic::Message> SimNic::Message::decode(ByteReader& in) {
+  Message message;
+  message.kind = static_cast<Kind>(in.get<uint8_t>());
+  message.answer = static_cast<Answer>(in.get<uint8_t>());
+  message.to = in.get<uint32_t>();
+  message.toLife = in.get<uint64_t>();
+  message.from.index = in.get<uint32_t>();
+  message.from.life = in.get<uint64_t>();
+  message.operation = in.get<uint64_t>();
+  message.key = in.get<uint64_t>();
+  message.offset = in.get<uint64_t>();
+  message.length = in.get<uint64_t>();
+  message.position = in.get<uint64_t>();
+  const bool fits =
+      message.position <= message.length && in.left() <= message.length - message.position;
+  if (in.failed() || (message.kind != Kind::kPacket && !fits)) return std::nullopt;
+  return message;
+}
+
+std::optional<uint32_t> SimNic::cardOf(ByteView bytes) {
+  ByteReader in(bytes);
+  const auto message = Message::decode(in);
+  return message ? std::optional(message->to) : std::nullopt;
+}
+
+SimNic::SimNic(Options options)
+    : options_(std::move(options)),
+      life_(SimDice(options_.seed ^ static_cast<uint64_t>(Clock::now().time_since_epoch().count()))
+                .below(UINT64_MAX)),
+      name_("sim" + std::to_string(options_.index)),
+      dice_(options_.seed) {
+  limits_ = {.mostSendBytes = (4 + dice_.below(40)) << 10,
+             .mostRmaBytes = (64 + dice_.below(1024)) << 10,
+             .sendDepth = kSlots,
+             .receiveDepth = kSlots,
+             .remoteRead = true,
+             .remoteWrite = true,
+             .deviceMemory = false};
+}
+
+SimNic::~SimNic() {
+  if (options_.onGone) options_.onGone();
+}
+
+Bytes SimNic::address() const {
+  return ByteWriter().putRaw(options_.host).put(options_.index).put(life_).take();
+}
+
+Result<NicPeer> SimNic::insert(ByteView bytes) {
+  ByteReader in(bytes);
+  Address address;
+  const auto raw = in.getRaw(address.host.size());
+  std::copy(raw.begin(), raw.end(), address.host.begin());
+  address.index = in.get<uint32_t>();
+  address.life = in.get<uint64_t>();
+  MOONCAKE_TRY(in.finish("address of a simulated card"));
+  std::lock_guard lock(mutex_);
+  const auto [found, isNew] = known_.try_emplace(address, peers_.size() + 1);
+  if (isNew) peers_.push_back(address);
+  return found->second;
+}
+
+void SimNic::remove(NicPeer peer) {
+  std::lock_guard lock(mutex_);
+  if (peer == 0 || peer > peers_.size()) return;
+  known_.erase(peers_[peer - 1]);
+  const auto now = Clock::now();
+  for (auto& [number, operation] : operations_) {
+    if (operation.peer == peer) end(number, NicError::kCancelled, now);
+  }
+}
+
+Result<std::unique_ptr<NicMemory>> SimNic::registerMemory(std::span<std::byte> memory,
+                                                          uint32_t access) {
+  std::lock_guard lock(mutex_);
+  const uint64_t key = ++lastNumber_ << 32 | dice_.below(UINT32_MAX);
+  registered_[key] = {memory, access};
+  return std::unique_ptr<NicMemory>(new Memory(*this, memory, key));
+}
+
+// ---- what is asked
+
+// With what is to become of it; kNone: nothing bad.
+Status SimNic::begin(Operation operation, uint64_t& number, NicError& fate) {
+  const auto now = Clock::now();
+  if (isClosed_) return {ErrorCode::kAborted, "the card is closed"};
+  if (dice_.once(options_.odds.storm))
+    stormUntil_ = now + std::chrono::microseconds(dice_.below(kMostStorm.count()));
+  if (operations_.size() >= kSlots || now < stormUntil_)
+    return {ErrorCode::kExhausted, "the card has no room"};
+  if (operation.peer == 0 || operation.peer > peers_.size())
+    return {ErrorCode::kInvalidArgument, "no such peer"};
+  if (dice_.once(options_.odds.death)) {
+    deadUntil_ = now + std::chrono::microseconds(dice_.below(1000 * kMostDeath.count()));
+    die();
+  }
+  number = ++lastNumber_;
+  operation.deadline = now + kTimeLimit;
+  operations_[number] = operation;
+  fate = NicError::kNone;
+  if (isDead(now) || dice_.once(options_.odds.failed)) {
+    fate = NicError::kUnreachable;
+    end(number, fate, now + dice_.delay());
+  }
+  due_.notify_all();
+  return {};
+}
+
+Status SimNic::send(NicPeer peer, NicBuffer header, NicBuffer body, void* context) {
+  std::lock_guard lock(mutex_);
+  const uint64_t bytes = header.bytes.size() + body.bytes.size();
+  if (bytes > limits_.mostSendBytes) return {ErrorCode::kInvalidArgument, "too long a packet"};
+  uint64_t number = 0;
+  NicError fate{};
+  MOONCAKE_TRY(
+      begin({.kind = NicCompletion::Kind::kSent, .peer = peer, .context = context, .bytes = bytes},
+            number, fate));
+  if (fate != NicError::kNone) return {};
+  const auto now = Clock::now();
+  Out out{.to = peers_[peer - 1],
+          .message = {.kind = Kind::kPacket, .length = bytes},
+          .header = header.bytes,
+          .body = body.bytes,
+          .sent = number};
+  if (dice_.once(options_.odds.late)) {
+    end(number, NicError::kUnreachable, now + dice_.delay());
+    out.owned.assign(header.bytes.begin(), header.bytes.end());
+    out.owned.insert(out.owned.end(), body.bytes.begin(), body.bytes.end());
+    out.header = out.body = {};
+    out.sent = 0;
+    out_.emplace(now + std::chrono::microseconds(dice_.below(1000 * kMostLateness.count())),
+                 std::move(out));
+    return {};
+  }
+  out.losesCompletion = dice_.once(options_.odds.lost);
+  out_.emplace(now + dice_.delay(), std::move(out));
+  return {};
+}
+
+Status SimNic::receive(NicBuffer buffer, void* context) {
+  std::lock_guard lock(mutex_);
+  if (receives_.size() >= kSlots) return {ErrorCode::kExhausted, "the card has no room"};
+  receives_.push_back({buffer, context});
+  return {};
+}
+
+Status SimNic::read(NicPeer peer, NicBuffer target, NicKey from, uint64_t offset, void* context) {
+  std::lock_guard lock(mutex_);
+  uint64_t number = 0;
+  NicError fate{};
+  MOONCAKE_TRY(begin({.kind = NicCompletion::Kind::kRead,
+                      .peer = peer,
+                      .context = context,
+                      .target = target.bytes,
+                      .bytes = target.bytes.size()},
+                     number, fate));
+  if (fate != NicError::kNone) return {};
+  out_.emplace(Clock::now() + dice_.delay(), Out{.to = peers_[peer - 1],
+                                                 .message = {.kind = Kind::kRead,
+                                                             .operation = number,
+                                                             .key = from.key,
+                                                             .offset = from.base + offset,
+                                                             .length = target.bytes.size()}});
+  return {};
+}
+
+Status SimNic::write(NicPeer peer, NicBuffer source, NicKey to, uint64_t offset, void* context) {
+  std::lock_guard lock(mutex_);
+  uint64_t number = 0;
+  NicError fate{};
+  MOONCAKE_TRY(begin({.kind = NicCompletion::Kind::kWritten,
+                      .peer = peer,
+                      .context = context,
+                      .bytes = source.bytes.size()},
+                     number, fate));
+  if (fate != NicError::kNone) return {};
+  const auto now = Clock::now();
+  const bool isLate = dice_.once(options_.odds.late);
+  if (isLate) end(number, NicError::kUnreachable, now + dice_.delay());
+  cut({.to = peers_[peer - 1],
+       .message = {.kind = Kind::kWrite,
+                   .operation = number,
+                   .key = to.key,
+                   .offset = to.base + offset,
+                   .length = source.bytes.size()}},
+      source.bytes, now, isLate);
+  return {};
+}
+
+// Into messages that leave in any order. Of one that is late its source is the caller's again.
+void SimNic::cut(const Out& whole, std::span<const std::byte> data, Time now, bool isLate) {
+  for (uint64_t position = 0; position < data.size() || position == 0;) {
+    const auto piece = data.subspan(position, std::min(kMostCarried, data.size() - position));
+    Out out = whole;
+    out.message.position = position;
+    if (isLate) {
+      out.owned.assign(piece.begin(), piece.end());
+      out_.emplace(now + std::chrono::microseconds(dice_.below(1000 * kMostLateness.count())),
+                   std::move(out));
+    } else {
+      out.header = piece;
+      out_.emplace(now + dice_.delay(), std::move(out));
+    }
+    position += piece.size();
+    if (piece.empty()) break;
+  }
+}
+
+// ---- what becomes of it
+
+void SimNic::end(uint64_t number, NicError error, Time when) {
+  const auto found = operations_.find(number);
+  if (found == operations_.end() || std::exchange(found->second.hasEnded, true)) return;
+  found->second.target = {};
+  // What of it has not left does not leave any more.
+  std::erase_if(out_, [&](const auto& entry) {
+    const Out& out = entry.second;
+    const bool isOf = out.sent == number ||
+                      (out.message.operation == number &&
+                       (out.message.kind == Kind::kRead || out.message.kind == Kind::kWrite));
+    return isOf && out.owned.empty();
+  });
+  ends_.emplace(when, std::pair(number, error));
+}
+
+void SimNic::die() {
+  const auto now = Clock::now();
+  for (auto& [number, operation] : operations_) end(number, NicError::kUnreachable, now);
+  out_.clear();
+  in_.clear();
+  writing_.clear();
+}
+
+void SimNic::kill() {
+  std::lock_guard lock(mutex_);
+  isKilled_ = true;
+  die();
+  due_.notify_all();
+}
+
+void SimNic::revive() {
+  std::lock_guard lock(mutex_);
+  isKilled_ = false;
+  due_.notify_all();
+}
+
+uint64_t SimNic::carried() const {
+  std::lock_guard lock(mutex_);
+  return carried_;
+}
+
+uint64_t SimNic::refused() const {
+  std::lock_guard lock(mutex_);
+  return refused_;
+}
+
+void SimNic::arrive(const Host& from, ByteView message) {
+  std::lock_guard lock(mutex_);
+  const auto now = Clock::now();
+  if (isClosed_ || isDead(now)) return;
+  in_.emplace(now, In{from, Bytes(message.begin(), message.end())});
+  due_.notify_all();
+}
+
+size_t SimNic::poll(std::span<NicCompletion> into) {
+  const auto now = Clock::now();
+  carryDue(now);
+  std::lock_guard lock(mutex_);
+  for (auto due = in_.begin(); due != in_.end() && due->first <= now;) {
+    const auto one = in_.extract(due++);
+    take(one.mapped(), now);
+  }
+  std::vector<uint64_t> overdue;
+  for (const auto& [number, operation] : operations_) {
+    if (!operation.hasEnded && operation.deadline <= now) overdue.push_back(number);
+  }
+  for (const uint64_t number : overdue) {
+    operations_[number].isAbandoned = true;
+    end(number, NicError::kUnreachable, now);
+  }
+  size_t count = 0;
+  while (count < into.size() && !completions_.empty() && completions_.begin()->first <= now) {
+    into[count++] = completions_.begin()->second;
+    completions_.erase(completions_.begin());
+  }
+  while (count < into.size() && !ends_.empty() && ends_.begin()->first <= now) {
+    const auto [number, error] = ends_.begin()->second;
+    ends_.erase(ends_.begin());
+    const auto operation = operations_.extract(number);
+    into[count++] = {.kind = operation.mapped().kind,
+                     .error = error,
+                     .bytes = operation.mapped().bytes,
+                     .context = operation.mapped().context,
+                     .providerError = 0,
+                     .abandoned = operation.mapped().isAbandoned};
+  }
+  return count;
+}
+
+// Without the lock while somebody carries: that may take others.
+void SimNic::carryDue(Time now) {
+  for (;;) {
+    Address to;
+    Bytes message;
+    uint64_t sent;
+    bool losesCompletion;
+    decltype(out_)::node_type one;
+    {
+      std::lock_guard lock(mutex_);
+      if (out_.empty() || out_.begin()->first > now) return;
+      one = out_.extract(out_.begin());
+      Out& out = one.mapped();
+      out.message.to = out.to.index;
+      out.message.toLife = out.to.life;
+      out.message.from = {options_.host, options_.index, life_};
+      Bytes data = out.owned;
+      data.insert(data.end(), out.header.begin(), out.header.end());
+      data.insert(data.end(), out.body.begin(), out.body.end());
+      message = out.message.encode(data);
+      to = out.to;
+      sent = out.sent;
+      losesCompletion = out.losesCompletion;
+    }
+    const Status carried = options_.carry(to.host, message);
+    std::lock_guard lock(mutex_);
+    if (carried.code() == ErrorCode::kExhausted) {
+      Out& out = one.mapped();
+      // Its memory may not be ours any more when it is offered again.
+      const auto found = operations_.find(sent != 0 ? sent : out.message.operation);
+      const bool isOver = found == operations_.end() || found->second.hasEnded;
+      if (!isOver || !out.owned.empty()) out_.emplace(now + std::chrono::milliseconds(1), out);
+      return;
+    }
+    carried_ += carried.ok();
+    if (!carried.ok()) {
+      const uint64_t number = sent != 0 ? sent : one.mapped().message.operation;
+      end(number, NicError::kUnreachable, now);
+    } else if (sent != 0 && !losesCompletion) {
+      end(sent, NicError::kNone, now + dice_.delay());
+    }
+  }
+}
+
+void SimNic::take(const In& in, Time now) {
+  ByteReader reader(in.bytes);
+  auto message = Message::decode(reader);
+  if (!message || message->toLife != life_) return;
+  const ByteView data = reader.getRaw(reader.left());
+  message->from.host = in.from;
+  switch (message->kind) {
+    case Kind::kPacket:
+      // Nobody has room for it yet: it waits, as a card of the other end would.
+      if (!deliver(data, now)) in_.emplace(now + kAgain, in);
+      return;
+    case Kind::kRead:
+      return serveRead(in.from, *message, now);
+    case Kind::kWrite:
+      return serveWrite(in.from, *message, data, now);
+    case Kind::kReadData: {
+      const auto found = operations_.find(message->operation);
+      if (found == operations_.end() || found->second.hasEnded) return;
+      Operation& read = found->second;
+      if (message->answer != Answer::kOk || message->length != read.target.size())
+        return end(message->operation, NicError::kRefused, now + dice_.delay());
+      if (!data.empty())
+        std::memcpy(read.target.data() + message->position, data.data(), data.size());
+      read.arrived += data.size();
+      if (read.arrived < read.target.size()) return;
+      if (!dice_.once(options_.odds.lost))
+        end(message->operation, NicError::kNone, now + dice_.delay());
+      return;
+    }
+    case Kind::kWritten: {
+      const NicError how = message->answer == Answer::kOk ? NicError::kNone : NicError::kRefused;
+      if (!dice_.once(options_.odds.lost)) end(message->operation, how, now + dice_.delay());
+      return;
+    }
+  }
+}
+
+bool SimNic::deliver(ByteView packet, Time now) {
+  if (receives_.empty()) return false;
+  const Receive receive = receives_.front();
+  receives_.pop_front();
+  const size_t bytes = std::min(packet.size(), receive.buffer.bytes.size());
+  if (bytes > 0) std::memcpy(receive.buffer.bytes.data(), packet.data(), bytes);
+  completions_.emplace(
+      now, NicCompletion{
+               .kind = NicCompletion::Kind::kReceived, .bytes = bytes, .context = receive.context});
+  return true;
+}
+
+std::optional<std::span<std::byte>> SimNic::reach(const Message& message, uint32_t right) {
+  const auto found = registered_.find(message.key);
+  const bool isAllowed = found != registered_.end() && (found->second.access & right) != 0 &&
+                         message.offset <= found->second.memory.size() &&
+                         message.length <= found->second.memory.size() - message.offset;
+  if (!isAllowed) {
+    ++refused_;
+    return std::nullopt;
+  }
+  return found->second.memory.subspan(message.offset, message.length);
+}
+
+void SimNic::reply(const Host& host, const Message& request, Message answer, ByteView data,
+                   Time when) {
+  answer.operation = request.operation;
+  Out out{.to = {host, request.from.index, request.from.life},
+          .message = answer,
+          .owned = Bytes(data.begin(), data.end())};
+  out_.emplace(when, std::move(out));
+}
+
+void SimNic::serveRead(const Host& from, const Message& request, Time now) {
+  const auto memory = reach(request, static_cast<uint32_t>(NicAccess::kRemoteRead));
+  if (!memory)
+    return reply(from, request, {.kind = Kind::kReadData, .answer = Answer::kRefused}, {}, now);
+  for (uint64_t position = 0; position < memory->size() || position == 0;) {
+    const auto piece = memory->subspan(position, std::min(kMostCarried, memory->size() - position));
+    reply(from, request, {.kind = Kind::kReadData, .length = memory->size(), .position = position},
+          piece, now + dice_.delay());
+    position += piece.size();
+    if (piece.empty()) break;
+  }
+}
+
+void SimNic::serveWrite(const Host& from, const Message& piece, ByteView data, Time now) {
+  const auto memory = reach(piece, static_cast<uint32_t>(NicAccess::kRemoteWrite));
+  if (!memory)
+    return reply(from, piece, {.kind = Kind::kWritten, .answer = Answer::kRefused}, {}, now);
+  if (!data.empty()) std::memcpy(memory->data() + piece.position, data.data(), data.size());
+  uint64_t& arrived = writing_[{piece.from, piece.operation}];
+  arrived += data.size();
+  if (arrived < piece.length) return;
+  writing_.erase({piece.from, piece.operation});
+  reply(from, piece, {.kind = Kind::kWritten}, {}, now + dice_.delay());
+}
+
+SimNic::Time SimNic::nextDue() const {
+  Time next = Time::max();
+  if (!out_.empty()) next = std::min(next, out_.begin()->first);
+  if (!in_.empty()) next = std::min(next, in_.begin()->first);
+  if (!completions_.empty()) next = std::min(next, completions_.begin()->first);
+  if (!ends_.empty()) next = std::min(next, ends_.begin()->first);
+  for (const auto& [number, operation] : operations_) {
+    if (!operation.hasEnded) next = std::min(next, operation.deadline);
+  }
+  return next;
+}
+
+void SimNic::wait(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  while (!isWoken_) {
+    const auto until = std::min(deadline.when(), nextDue());
+    if (Clock::now() >= until || due_.wait_until(lock, until) == std::cv_status::timeout) break;
+  }
+  isWoken_ = false;
+}
+
+void SimNic::wake() {
+  std::lock_guard lock(mutex_);
+  isWoken_ = true;
+  due_.notify_all();
+}
+
+void SimNic::close() {
+  std::lock_guard lock(mutex_);
+  isClosed_ = true;
+  const auto now = Clock::now();
+  for (auto& [number, operation] : operations_) end(number, NicError::kCancelled, now);
+  for (auto& [when, ended] : std::exchange(ends_, {}))
+    ends_.emplace(now, std::pair(ended.first, ended.second));
+  out_.clear();
+  in_.clear();
+  registered_.clear();
+}
+
+}  // namespace mooncake

@@ -1,0 +1,182 @@
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "base/deadline.h"
+#include "engine/nic/nic.h"
+#include "engine/nic/sim/sim_dice.h"
+
+namespace mooncake {
+
+// How often what goes wrong; 0: never.
+struct SimOdds {
+  uint32_t failed = 1000;   // of operations: an error, and nothing of it arrives
+  uint32_t late = 2000;     // an error, and all of it arrives afterwards
+  uint32_t lost = 2000;     // it arrives, its completion does not: the time limit ends it
+  uint32_t storm = 300;     // of posts: no room, for a while
+  uint32_t death = 20'000;  // the card does nothing for a while, and what comes to it is lost
+};
+
+// A card that is worse than any real one: it has room for 128 operations, packets overtake each
+// other, and what SimOdds say goes wrong. What it sends travels as messages that somebody carries
+// to the engine at the other end, so that it works between processes.
+class SimNic final : public Nic {
+ public:
+  static constexpr size_t kSlots = 128;
+  // Of an operation whose completion was lost, or whose peer does not answer.
+  static constexpr std::chrono::milliseconds kTimeLimit{30};
+  static constexpr std::chrono::milliseconds kMostDeath{20};
+  static constexpr std::chrono::milliseconds kMostLateness{20};
+  static constexpr std::chrono::microseconds kMostStorm{500};
+
+  using Host = std::array<std::byte, 16>;  // the engine that it belongs to
+  using Carry = std::function<Status(const Host& host, ByteView message)>;
+  struct Options {
+    Host host{};
+    uint32_t index = 0;  // among the host's cards
+    uint64_t seed = 0;
+    SimOdds odds;
+    Carry carry;
+    std::function<void()> onGone = nullptr;
+  };
+  explicit SimNic(Options options);
+  ~SimNic() override;
+
+  const std::string& name() const override { return name_; }
+  const char* provider() const override { return "sim"; }
+  const NicLimits& limits() const override { return limits_; }
+  Bytes address() const override;
+  Result<NicPeer> insert(ByteView address) override;
+  void remove(NicPeer peer) override;
+  Result<std::unique_ptr<NicMemory>> registerMemory(std::span<std::byte> memory,
+                                                    uint32_t access) override;
+  Status send(NicPeer peer, NicBuffer header, NicBuffer body, void* context) override;
+  Status receive(NicBuffer buffer, void* context) override;
+  Status read(NicPeer peer, NicBuffer target, NicKey from, uint64_t offset, void* context) override;
+  Status write(NicPeer peer, NicBuffer source, NicKey to, uint64_t offset, void* context) override;
+  size_t poll(std::span<NicCompletion> into) override;
+  void wait(Deadline deadline) override;
+  void wake() override;
+  void close() override;
+
+  // Somebody has carried this here. Any thread.
+  void arrive(const Host& from, ByteView message);
+  // Which card of a host a message is for.
+  static std::optional<uint32_t> cardOf(ByteView message);
+
+  // For tests: the card does nothing until revive().
+  void kill();
+  void revive();
+  uint64_t carried() const;  // messages that have left
+  uint64_t refused() const;  // remote accesses that the key, the range or the right forbade
+
+ private:
+  class Memory;
+  using Time = Clock::time_point;
+  struct Address {
+    Host host{};
+    uint32_t index = 0;
+    uint64_t life = 0;
+    bool operator<(const Address& other) const {
+      return std::tie(host, index, life) < std::tie(other.host, other.index, other.life);
+    }
+  };
+  enum class Kind : uint8_t { kPacket = 1, kRead, kReadData, kWrite, kWritten };
+  enum class Answer : uint8_t { kOk, kRefused };
+  // Wire form, little-endian, in this order; `from` without its host, which the carrier knows.
+  struct Message {
+    Kind kind = Kind::kPacket;
+    Answer answer = Answer::kOk;
+    uint32_t to = 0;
+    uint64_t toLife = 0;
+    Address from;
+    uint64_t operation = 0;
+    uint64_t key = 0;
+    uint64_t offset = 0;    // in the memory, of the whole
+    uint64_t length = 0;    // of the whole
+    uint64_t position = 0;  // of the data in it
+    Bytes encode(std::span<const std::byte> data) const;
+    static std::optional<Message> decode(ByteReader& in);
+  };
+  // Under way: has a slot until its completion.
+  struct Operation {
+    NicCompletion::Kind kind = NicCompletion::Kind::kSent;
+    NicPeer peer = 0;
+    void* context = nullptr;
+    std::span<std::byte> target;  // of a read
+    uint64_t arrived = 0;
+    uint64_t bytes = 0;
+    Time deadline;
+    bool hasEnded = false;  // its completion waits to be polled
+    bool isAbandoned = false;
+  };
+  // What leaves, or ends, or is dealt with when its time has come.
+  struct Out {
+    Address to;
+    Message message;
+    std::span<const std::byte> header, body;  // read when it leaves
+    Bytes owned;
+    uint64_t sent = 0;  // the operation whose last piece this is, if it ends with that
+    bool losesCompletion = false;
+  };
+  struct In {
+    Host from;
+    Bytes bytes;
+  };
+  struct Receive {
+    NicBuffer buffer;
+    void* context;
+  };
+  struct Registered {
+    std::span<std::byte> memory;
+    uint32_t access = 0;
+  };
+
+  // All under the lock.
+  Status begin(Operation operation, uint64_t& number, NicError& fate);
+  void end(uint64_t number, NicError error, Time when);
+  void die();
+  bool isDead(Time now) const { return isKilled_ || now < deadUntil_; }
+  void take(const In& in, Time now);
+  bool deliver(ByteView packet, Time now);
+  void serveRead(const Host& from, const Message& request, Time now);
+  void serveWrite(const Host& from, const Message& piece, ByteView data, Time now);
+  void reply(const Host& to, const Message& request, Message answer, ByteView data, Time when);
+  std::optional<std::span<std::byte>> reach(const Message& message, uint32_t right);
+  void carryDue(Time now);
+  void cut(const Out& whole, std::span<const std::byte> data, Time now, bool isLate);
+  Time nextDue() const;
+
+  const Options options_;
+  const uint64_t life_;
+  const std::string name_;
+  NicLimits limits_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable due_;
+  SimDice dice_;
+  bool isWoken_ = false, isClosed_ = false, isKilled_ = false;
+  Time deadUntil_, stormUntil_;
+  std::vector<Address> peers_;
+  std::map<Address, NicPeer> known_;
+  uint64_t lastNumber_ = 0;
+  std::map<uint64_t, Operation> operations_;
+  std::multimap<Time, Out> out_;
+  std::multimap<Time, In> in_;
+  std::multimap<Time, NicCompletion> completions_;
+  std::multimap<Time, std::pair<uint64_t, NicError>> ends_;
+  std::deque<Receive> receives_;
+  std::map<uint64_t, Registered> registered_;
+  std::map<std::pair<Address, uint64_t>, uint64_t> writing_;  // bytes that have come of each write
+  uint64_t carried_ = 0, refused_ = 0;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "base/result.h"
+#include "engine/nic/topology.h"
+
+namespace mooncake {
+
+// {"cpu:0": [["near", ...], ["far", ...]], "cuda:0": ...}: the one form of JSON that a topology
+// has.
+Result<std::map<std::string, NicTopology::Cards>> parseTopologyJson(const std::string& json);
+std::string writeTopologyJson(const std::map<std::string, NicTopology::Cards>& locations);
+
+}  // namespace mooncake

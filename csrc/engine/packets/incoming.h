@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "engine/memory/region_table.h"
+#include "engine/packets/packet.h"
+#include "engine/packets/serials.h"
+
+namespace mooncake {
+
+// What a peer puts and writes here, put together from packets that come in any order. Each is
+// placed as it comes, by the owner of the memory, and counted; a put is stamped, a write answered,
+// when all of it has come. Each packet comes here once: Serials sees to that. Not thread-safe.
+class Incoming {
+ public:
+  explicit Incoming(RegionTable& regions) : regions_(regions) {}
+
+  // Whether this one can be taken in now. Only a peer that breaks the rules is refused.
+  bool hasRoomFor(const Packet& packet, size_t bytes) const;
+
+  void put(const Packet& piece, ByteView data);
+  // How the write has ended, behind its last piece.
+  std::optional<Packet::Status> write(const Packet& piece, ByteView data);
+
+  // Nothing of what has begun goes on; what comes now is of another connection.
+  void clear();
+
+  // Pieces that do not fit their first one, or that nobody may send.
+  uint64_t bad() const { return bad_; }
+
+ private:
+  static constexpr size_t kMostBegun = 65536;
+  static constexpr size_t kMostHeldBytes = size_t(64) << 20;
+
+  struct Whole {
+    Packet first;  // that came: the others must say the same
+    uint64_t arrived = 0;
+    std::optional<uint64_t> isCutAt;  // of a write that was given up
+    bool isDropped = false;           // late, or refused
+  };
+  struct Held {
+    Packet packet;
+    Bytes data;
+  };
+
+  void place(const Packet& piece, ByteView data);
+  bool copyIn(const Packet& piece, ByteView data);
+  void land(uint64_t put);
+
+  RegionTable& regions_;
+  std::map<uint64_t, Whole> puts_;
+  std::map<uint64_t, Whole> writes_;
+  Serials landed_;                              // puts
+  std::map<uint64_t, std::vector<Held>> held_;  // by the put that must land before
+  size_t heldBytes_ = 0;
+  uint64_t bad_ = 0;
+  bool loggedRefusal_ = false;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,196 @@
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "engine/packets/incoming.h"
+#include "engine/transports/fabric/control.h"
+#include "engine/transports/fabric/paths.h"
+#include "engine/transports/fabric/rails.h"
+#include "engine/transports/transport.h"
+
+namespace mooncake {
+
+// One end of a channel over cards that keep no order and lose what they please. Beneath it stands a
+// TCP channel: messages, beats and the goodbye travel there, and what the two ends have to tell
+// each other about the cards. Puts, gets and writes leave as packets over any card (rail) that
+// leads to the peer at the moment; each is numbered and kept until the peer has acknowledged it, so
+// whatever becomes of a card, what was on it leaves again over another one.
+//
+// A path that fails is not the peer: that is asked over TCP. When no path leads there any more
+// while it answers, the connection counts as broken, and the engine makes it again as it would
+// one of TCP's own. What was under way is lost then, and nothing can be asked any more until it
+// stands; what the peer sends still arrives.
+class FabricChannel final : public Channel,
+                            public PacketSink,
+                            public std::enable_shared_from_this<FabricChannel> {
+ public:
+  struct Options {
+    const char* name = "fabric";
+    size_t splitBytes = size_t(2) << 20;  // a transfer of so many goes over all rails
+    // Of a path on which something is under way and nothing comes to its end.
+    Clock::duration stallLimit = std::chrono::milliseconds(500);
+    // Of all paths, none of which is up while the peer lives.
+    Clock::duration pathLimit = std::chrono::seconds(2);
+    // For tests: whether the connection breaks, asked at each transfer.
+    std::function<bool()> breaks = nullptr;
+  };
+  FabricChannel(const TransportContext& context, std::shared_ptr<Rails> rails, const EngineId& peer,
+                Options options);
+  ~FabricChannel() override;
+
+  const char* transportName() const override { return options_.name; }
+  std::span<std::byte> peerArena() const override { return {}; }
+  bool isMadeAgain() const override { return true; }
+  uint64_t lifeSigns() const override;
+  void beat() override { below_->beat(); }
+  Status put(const PutRequest& request) override;
+  using Channel::get;
+  using Channel::write;
+  Status get(const GetRequest& request) override;
+  Status write(const WriteRequest& request) override;
+  Status send(ByteView message) override;
+  void cancel(const Completion* completion) override;
+  void fence() override;
+  void close() override;
+
+  // The channel underneath. Packets may come before, nothing leaves.
+  void attach(std::shared_ptr<Channel> below);
+  const std::shared_ptr<Channel>& below() const { return below_; }
+  // What a simulated card sends by itself.
+  Status carry(ByteView bytes) const;
+  // Closed, or the peer has left: nothing to connect again for.
+  bool isOver() const;
+
+  // On the loop's thread. What the peer's end told ours; all kinds but kCarried.
+  void onControl(control::Kind kind, ByteView bytes);
+  void onEnded(const Evidence& evidence);
+  // The channel underneath was reconnected. `onPath` runs on the loop's thread, once, when a card
+  // has reached the peer since, or at the deadline; none: nobody waits for that.
+  void restart();
+  void restart(Deadline deadline, std::function<void(Status)> onPath);
+
+  // On a thread that polls.
+  void onPacket(size_t rail, const Packet& packet, ByteView data) override;
+  bool tick(Clock::time_point now) override;
+
+ private:
+  class SendPacket;
+  // A put, an answer or a write on its way into packets.
+  struct Stream {
+    Packet packet;                    // of the next piece
+    std::span<const std::byte> data;  // of a put or a write: all of it
+    Bytes owned;                      // of a put that waits: from `ownedFrom` on
+    uint64_t ownedFrom = 0;
+    Completion* completion = nullptr;  // of a write
+    uint64_t key = 0, offset = 0;      // of an answer: where it is read
+    uint64_t turn = 0;                 // the rail that it begins with
+    uint64_t pieces = 0;               // that have left
+  };
+  // Left, and not acknowledged yet.
+  struct Sent {
+    std::shared_ptr<OutPacket> packet;
+    size_t path = 0;
+    Packet::Kind kind = Packet::Kind::kPut;
+    Packet::Status status = Packet::Status::kOk;
+    uint64_t number = 0;
+    bool waits = false;  // for a path: it leaves again
+  };
+  struct Transfer {
+    std::span<std::byte> target;  // of a get
+    Completion* completion = nullptr;
+    uint64_t arrived = 0;
+  };
+
+  // All under the lock.
+  Status usable() const;
+  Status begin(Completion* completion) const;
+  void forgetLandedPuts();
+  void pump(Clock::time_point now);
+  bool sendNext(std::deque<Stream>& streams, Clock::time_point now);
+  size_t fill(Stream& stream, std::span<std::byte> out, uint64_t serial, bool& isLast);
+  void sendAgain(Clock::time_point now);
+  bool submit(size_t path, const std::shared_ptr<OutPacket>& packet);
+  void sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers = {});
+  void acknowledge(uint64_t below, const std::vector<uint64_t>& above, Clock::time_point now);
+  void erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_point now);
+  void owe(Clock::time_point now);
+  void sendAck();
+  void leaveOut(size_t path, Clock::time_point now, const std::string& why);
+  void land(const Packet& packet, ByteView data);
+  void takeAnswer(const Packet& answer, ByteView data);
+  void answerGet(const Packet& get);
+  void answerWrite(const Packet& write, Packet::Status status);
+  void finish(uint64_t transfer, ErrorCode code);
+  void finishAll(ErrorCode code);
+  void dropBulk();
+  void dropSent();
+  void lose(const Error& why);
+  void breakOff(const std::string& why);
+  void perhapsBreak();
+  void endWait(const Status& how);
+  void activate();
+  void sayHello();
+  void tell(const Bytes& bytes);
+  void flushPuts();
+  void onHello(control::Hello hello);
+  void onFenced(const control::Fenced& fenced);
+  void onState(const control::State& state);
+  void ask(Clock::time_point now);
+  size_t packetBytes() const;
+  void onSendFailed(size_t path, uint64_t epoch, const NicCompletion& how);
+  void releasePeers();
+  void tellOfBreak(const std::string& why);
+
+  const TransportContext& context_;
+  const std::shared_ptr<Rails> rails_;
+  const EngineId peer_;
+  const Options options_;
+
+  std::mutex sendMutex_;  // keeps the parts of a message together
+
+  mutable std::mutex mutex_;        // guards what follows; also while bytes are placed
+  std::shared_ptr<Channel> below_;  // constant once it is attached
+  std::optional<Error> lost_;       // until restart()
+  bool hasLeft_ = false;            // the peer, in peace
+  bool closed_ = false;
+  bool fenced_ = false;            // the peer, by us
+  bool isOut_ = false;             // we are, the peer says
+  bool isActive_ = false;          // ticked
+  uint64_t epoch_ = 0;             // counts restarts
+  Clock::time_point standsUntil_;  // at least, where tests break it
+  uint64_t heard_ = 0;             // when it was made again
+
+  uint64_t incarnation_ = 0;              // ours: packets for us bear it
+  std::optional<control::Hello> theirs_;  // none: nothing can leave yet
+  Paths paths_;
+  std::vector<std::optional<NicPeer>> peers_;  // by path, once it was used
+  uint64_t turn_ = 0;                          // of the rails
+  std::function<void(Status)> onPath_;         // waits for one that leads there
+
+  std::deque<Stream> puts_, bulk_;
+  bool isBulksTurn_ = false;
+  size_t queuedBytes_ = 0;  // copied for puts that wait
+  uint64_t lastPut_ = 0, lastNumber_ = 0, lastSerial_ = 0;
+  std::map<std::pair<uint64_t, uint64_t>, uint64_t> lastPuts_;  // by key and word
+  std::map<uint64_t, Sent> unacked_;
+  size_t waiting_ = 0;  // of those, for a path
+
+  Serials serials_;  // of the peer's packets
+  Incoming incoming_;
+  size_t ackOwed_ = 0;
+  Clock::time_point ackDue_;
+  size_t answering_ = 0;                    // gets of the peer
+  std::map<uint64_t, Transfer> transfers_;  // ours
+  uint64_t question_ = 0;                   // the last that was asked
+  Clock::time_point askedAt_;
+  Bytes arriving_;  // of a message: of the loop's thread
+  std::atomic<uint64_t> received_{0};
+  uint64_t bad_ = 0;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,367 @@
+#include <algorithm>
+#include <cstring>
+
+#include "base/log.h"
+#include "engine/stream/wire.h"
+#include "engine/transports/fabric/fabric_channel.h"
+
+// What becomes of packets: how they leave, come through, and land.
+namespace mooncake {
+namespace {
+
+constexpr size_t kWindow = 128;   // packets of one channel that are not acknowledged
+constexpr size_t kAckEvery = 16;  // packets, or when the next tick comes
+constexpr auto kAckDelay = std::chrono::milliseconds(1);
+constexpr uint64_t kQuantum = 16;  // pieces of one transfer before the next has its turn
+
+}  // namespace
+
+// Holds the packet and the channel until the card is done with it. That it came through the peer
+// says, not the card.
+class FabricChannel::SendPacket final : public NicOperation {
+ public:
+  SendPacket(std::shared_ptr<FabricChannel> channel, std::shared_ptr<OutPacket> packet, size_t path,
+             NicPeer peer)
+      : channel_(std::move(channel)),
+        packet_(std::move(packet)),
+        path_(path),
+        peer_(peer),
+        epoch_(channel_->epoch_) {}
+
+  Status begin(Nic& nic) override {
+    return nic.send(peer_, channel_->rails_->pool().as(path_, packet_->data(), packet_->length), {},
+                    this);
+  }
+  void end(const NicCompletion& how) override {
+    packet_.reset();
+    if (how.error != NicError::kNone) channel_->onSendFailed(path_, epoch_, how);
+  }
+  const void* owner() const override { return channel_.get(); }
+
+ private:
+  const std::shared_ptr<FabricChannel> channel_;
+  std::shared_ptr<OutPacket> packet_;
+  const size_t path_;
+  const NicPeer peer_;
+  const uint64_t epoch_;
+};
+
+// ---- how they leave
+
+void FabricChannel::activate() {
+  if (isActive_ || closed_) return;
+  isActive_ = true;
+  rails_->activate(shared_from_this());
+}
+
+void FabricChannel::pump(Clock::time_point now) {
+  if (!below_ || !theirs_ || lost_ || closed_) return;
+  if (waiting_ > 0) sendAgain(now);
+  while (unacked_.size() < kWindow && (!puts_.empty() || !bulk_.empty())) {
+    // In turn: neither waits for all of the other.
+    isBulksTurn_ = bulk_.empty() ? false : puts_.empty() || !isBulksTurn_;
+    if (!sendNext(isBulksTurn_ ? bulk_ : puts_, now)) break;
+  }
+  if (!unacked_.empty() || !puts_.empty() || !bulk_.empty()) activate();
+}
+
+// What both ends have buffers for.
+size_t FabricChannel::packetBytes() const {
+  return theirs_ ? std::min<size_t>(theirs_->packetBytes, rails_->packetBytes())
+                 : rails_->packetBytes();
+}
+
+// One piece of the first one. False: there is no path, or no buffer.
+bool FabricChannel::sendNext(std::deque<Stream>& streams, Clock::time_point now) {
+  Stream& stream = streams.front();
+  const bool isSplit = stream.packet.length >= options_.splitBytes;
+  const auto path = paths_.choose(stream.turn + (isSplit ? stream.pieces : 0));
+  if (!path) return false;
+  std::byte* buffer = rails_->pool().take();
+  if (!buffer) return false;  // the next tick tries again
+  const auto packet = std::make_shared<OutPacket>(rails_->pool(), buffer);
+  const uint64_t serial = ++lastSerial_;
+  bool isLast = false;
+  packet->length = fill(stream, {packet->data(), packetBytes()}, serial, isLast);
+  unacked_.emplace(serial, Sent{.packet = packet,
+                                .path = *path,
+                                .kind = stream.packet.kind,
+                                .status = stream.packet.status,
+                                .number = stream.packet.number});
+  paths_.began(*path, now);
+  if (isLast) {
+    if (stream.packet.kind == Packet::Kind::kAnswer) --answering_;
+    queuedBytes_ -= stream.owned.size();
+    streams.pop_front();
+  } else if (&streams == &bulk_ && stream.pieces % kQuantum == 0 && streams.size() > 1) {
+    bulk_.push_back(std::move(stream));
+    bulk_.pop_front();
+  }
+  if (!submit(*path, packet)) leaveOut(*path, now, "the peer's card has no address here");
+  return true;
+}
+
+// The next piece of it, into `out`; its length.
+size_t FabricChannel::fill(Stream& stream, std::span<std::byte> out, uint64_t serial,
+                           bool& isLast) {
+  using Kind = Packet::Kind;
+  Packet packet = stream.packet;
+  packet.incarnation = theirs_ ? theirs_->incarnation : 0;
+  packet.serial = serial;
+  packet.acked = serials_.below();
+  if (serials_.above().empty()) ackOwed_ = 0;
+  ++stream.pieces;
+  const bool hasData =
+      packet.kind == Kind::kPut || packet.kind == Kind::kAnswer || packet.kind == Kind::kWrite;
+  const uint64_t piece =
+      hasData && packet.status == Packet::Status::kOk
+          ? std::min<uint64_t>(packet.length - packet.position, out.size() - Packet::kBytes)
+          : 0;
+  RegionTable::Use use;
+  const std::byte* from = nullptr;
+  if (packet.kind == Kind::kAnswer && packet.status == Packet::Status::kOk) {
+    use = context_.regions.open(stream.key, stream.offset, packet.length, kRemoteRead);
+    from = use ? use.data() + packet.position : nullptr;
+    if (!use) packet.status = Packet::Status::kRefused;
+  } else if (piece > 0) {
+    from = stream.data.empty() ? stream.owned.data() + (packet.position - stream.ownedFrom)
+                               : stream.data.data() + packet.position;
+  }
+  if (packet.kind == Kind::kAnswer && packet.status != Packet::Status::kOk) {
+    packet.length = packet.position = 0;
+    isLast = true;
+    packet.encode(out.first<Packet::kBytes>());
+    return Packet::kBytes;
+  }
+  packet.encode(out.first<Packet::kBytes>());
+  if (piece > 0) std::memcpy(out.data() + Packet::kBytes, from, piece);
+  stream.packet.position += piece;
+  isLast =
+      !hasData || packet.status != Packet::Status::kOk || stream.packet.position == packet.length;
+  return Packet::kBytes + piece;
+}
+
+// False: the peer's card cannot be addressed.
+bool FabricChannel::submit(size_t path, const std::shared_ptr<OutPacket>& packet) {
+  if (!peers_[path]) {
+    const auto& theirs = theirs_->rails[path % theirs_->rails.size()];
+    const auto peer = rails_->insert(path, theirs.address);
+    if (!peer.ok()) return false;
+    peers_[path] = *peer;
+  }
+  rails_->submit(path,
+                 std::make_unique<SendPacket>(shared_from_this(), packet, path, *peers_[path]));
+  return true;
+}
+
+void FabricChannel::sendAgain(Clock::time_point now) {
+  for (auto& [serial, sent] : unacked_) {
+    if (!sent.waits) continue;
+    const auto path = paths_.choose(turn_++);
+    if (!path) return;
+    sent.waits = false;
+    --waiting_;
+    sent.path = *path;
+    paths_.began(*path, now);
+    if (!submit(*path, sent.packet)) leaveOut(*path, now, "the peer's card has no address here");
+  }
+}
+
+// Without a serial: whether it arrives matters to nobody.
+void FabricChannel::sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers) {
+  std::byte* buffer = rails_->pool().take(/*isUrgent=*/true);
+  if (!buffer || !theirs_) {
+    if (buffer) rails_->pool().giveBack(buffer);
+    return;
+  }
+  const auto out = std::make_shared<OutPacket>(rails_->pool(), buffer);
+  packet.incarnation = theirs_->incarnation;
+  packet.acked = serials_.below();
+  packet.encode(std::span<std::byte, Packet::kBytes>(out->data(), Packet::kBytes));
+  const size_t bytes =
+      std::min(numbers.size() * sizeof(uint64_t), (packetBytes() - Packet::kBytes) / 8 * 8);
+  if (bytes > 0) std::memcpy(out->data() + Packet::kBytes, numbers.data(), bytes);
+  out->length = Packet::kBytes + bytes;
+  (void)submit(path, out);
+}
+
+void FabricChannel::onSendFailed(size_t path, uint64_t epoch, const NicCompletion& how) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || lost_ || !theirs_ || epoch != epoch_) return;
+  const auto now = Clock::now();
+  leaveOut(path, now,
+           how.error == NicError::kDevice ? "the card does not work"
+                                          : "the card could not reach the peer's");
+  pump(now);
+  activate();
+}
+
+// What is on its way there leaves again over another one.
+void FabricChannel::leaveOut(size_t path, Clock::time_point now, const std::string& why) {
+  if (paths_.leaveOut(path, now))
+    log(LogLevel::kInfo, options_.name, "card ", rails_->nic(path).name(),
+        " is left out for a peer: ", why);
+  for (auto& [serial, sent] : unacked_) {
+    if (sent.path != path || sent.waits) continue;
+    sent.waits = true;
+    ++waiting_;
+    paths_.ended(path, now, false);
+  }
+  activate();
+}
+
+// ---- how they come through
+
+void FabricChannel::erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_point now) {
+  if (sent->second.waits) {
+    --waiting_;
+  } else {
+    paths_.ended(sent->second.path, now, true);
+  }
+  unacked_.erase(sent);
+}
+
+void FabricChannel::acknowledge(uint64_t below, const std::vector<uint64_t>& above,
+                                Clock::time_point now) {
+  while (!unacked_.empty() && unacked_.begin()->first < below) erase(unacked_.begin(), now);
+  for (const uint64_t serial : above) {
+    if (const auto found = unacked_.find(serial); found != unacked_.end()) erase(found, now);
+  }
+}
+
+void FabricChannel::owe(Clock::time_point now) {
+  if (ackOwed_++ == 0) ackDue_ = now + kAckDelay;
+  if (ackOwed_ >= kAckEvery) return sendAck();
+  activate();
+}
+
+void FabricChannel::sendAck() {
+  if (!theirs_ || lost_) return;
+  const auto path = paths_.choose(turn_++);
+  if (!path) return;  // when one comes back
+  ackOwed_ = 0;
+  const auto& above = serials_.above();
+  sendPlain({.kind = Packet::Kind::kAck}, *path, {above.begin(), above.end()});
+}
+
+void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || packet.incarnation != incarnation_) return;
+  received_.fetch_add(Packet::kBytes + data.size(), std::memory_order_relaxed);
+  const auto now = Clock::now();
+  std::vector<uint64_t> above;
+  if (packet.kind == Packet::Kind::kAck) {
+    above.resize(data.size() / sizeof(uint64_t));
+    if (!above.empty()) std::memcpy(above.data(), data.data(), data.size());
+  }
+  acknowledge(packet.acked, above, now);
+  switch (packet.kind) {
+    case Packet::Kind::kAck:
+      break;
+    case Packet::Kind::kProbe:
+      if (theirs_) sendPlain({.kind = Packet::Kind::kProbed, .number = packet.number}, rail);
+      break;
+    case Packet::Kind::kProbed:
+      if (const auto path = paths_.answered(packet.number, now)) {
+        log(LogLevel::kInfo, options_.name, "card ", rails_->nic(*path).name(),
+            " reaches its peer again");
+        endWait({});
+      }
+      break;
+    default:
+      // Of who is out only what he has received counts.
+      if (fenced_) break;
+      if (serials_.has(packet.serial)) {
+        owe(now);  // the peer has not heard of it
+        break;
+      }
+      if (!incoming_.hasRoomFor(packet, data.size()) || !serials_.add(packet.serial)) {
+        ++bad_;
+        break;
+      }
+      land(packet, data);
+      owe(now);
+  }
+  pump(now);
+}
+
+// About every millisecond, while something is under way.
+bool FabricChannel::tick(Clock::time_point now) {
+  std::lock_guard lock(mutex_);
+  isActive_ = false;
+  if (closed_ || lost_ || !theirs_) return false;
+  for (const auto& probe : paths_.probes(now))
+    sendPlain({.kind = Packet::Kind::kProbe, .number = probe.number}, probe.path);
+  if (ackOwed_ > 0 && now >= ackDue_) sendAck();
+  const auto since = paths_.allOutSince();
+  if (!paths_.stalled(now).empty() || (since && now - *since > options_.pathLimit)) ask(now);
+  isActive_ = true;  // pump() does not ask for what we say here
+  pump(now);
+  isActive_ = ackOwed_ > 0 || paths_.hasWork() || !puts_.empty() || !bulk_.empty();
+  return isActive_;
+}
+
+// ---- how they land
+
+void FabricChannel::land(const Packet& packet, ByteView data) {
+  switch (packet.kind) {
+    case Packet::Kind::kPut:
+      return incoming_.put(packet, data);
+    case Packet::Kind::kGet:
+      return answerGet(packet);
+    case Packet::Kind::kAnswer:
+      return takeAnswer(packet, data);
+    case Packet::Kind::kWrite:
+      if (const auto ended = incoming_.write(packet, data)) answerWrite(packet, *ended);
+      return;
+    case Packet::Kind::kWritten:
+      if (packet.status == Packet::Status::kOk) {
+        perhapsBreak();  // the completion is lost, the data has come
+        return finish(packet.number, ErrorCode::kOk);
+      }
+      return finish(packet.number, packet.status == Packet::Status::kAborted ? ErrorCode::kAborted
+                                                                             : ErrorCode::kRefused);
+    default:
+      return;
+  }
+}
+
+void FabricChannel::answerGet(const Packet& get) {
+  if (lost_) return;  // it asks again when the connection stands
+  if (answering_ >= wire::kMaxTransfers) {
+    ++bad_;
+    return;
+  }
+  ++answering_;
+  bulk_.push_back(
+      {.packet = {.kind = Packet::Kind::kAnswer, .number = get.number, .length = get.length},
+       .key = get.key,
+       .offset = get.offset,
+       .turn = turn_++});
+}
+
+void FabricChannel::answerWrite(const Packet& write, Packet::Status status) {
+  if (lost_) return;
+  bulk_.push_front(
+      {.packet = {.kind = Packet::Kind::kWritten, .status = status, .number = write.number},
+       .turn = turn_++});
+}
+
+void FabricChannel::takeAnswer(const Packet& answer, ByteView data) {
+  const auto found = transfers_.find(answer.number);
+  if (found == transfers_.end()) return;  // it has ended
+  if (answer.status != Packet::Status::kOk) {
+    return finish(answer.number, answer.status == Packet::Status::kAborted ? ErrorCode::kAborted
+                                                                           : ErrorCode::kRefused);
+  }
+  Transfer& get = found->second;
+  if (answer.length != get.target.size() || data.size() > get.target.size() - get.arrived)
+    return finish(answer.number, ErrorCode::kProtocol);
+  if (!data.empty()) std::memcpy(get.target.data() + answer.position, data.data(), data.size());
+  get.arrived += data.size();
+  if (get.arrived < get.target.size()) return;
+  perhapsBreak();
+  finish(answer.number, ErrorCode::kOk);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,303 @@
+#include "engine/transports/fabric/rails.h"
+
+#include <algorithm>
+#include <array>
+#include <pthread.h>
+#include <system_error>
+
+#include "base/log.h"
+#include "base/signals.h"
+
+namespace mooncake {
+namespace {
+
+constexpr size_t kMostReceives = 512;                    // posted with one card
+constexpr size_t kPacketsPerRail = 512;                  // that leave
+constexpr size_t kCompletions = 64;                      // taken at a time
+constexpr auto kRetry = std::chrono::microseconds(100);  // of what a card had no room for
+// A thread that polls several cards cannot sleep at all of them.
+constexpr auto kNap = std::chrono::microseconds(200);
+constexpr auto kLongSleep = std::chrono::seconds(10);
+// For the cards to end what is under way when they are closed.
+constexpr auto kClosing = std::chrono::seconds(5);
+
+}  // namespace
+
+Result<std::shared_ptr<Rails>> Rails::create(std::vector<std::unique_ptr<Nic>> nics,
+                                             const Options& options) {
+  if (nics.empty()) return Error{ErrorCode::kUnsupported, "there is no card"};
+  size_t bytes = kMostPacketBytes;
+  for (const auto& nic : nics)
+    bytes = std::min<size_t>(bytes, static_cast<size_t>(nic->limits().mostSendBytes));
+  if (bytes <= Packet::kBytes)
+    return Error{ErrorCode::kUnsupported, nics[0]->name() + " carries no packets of more than " +
+                                              std::to_string(bytes) + " bytes"};
+  std::shared_ptr<Rails> rails(new Rails);
+  auto pool = PacketPool::create(nics, PacketPool::kReserve + kPacketsPerRail * nics.size(), bytes);
+  if (!pool.ok()) return pool.error();
+  rails->pool_ = std::move(*pool);
+  for (auto& nic : nics) {
+    const size_t receives = std::min(nic->limits().receiveDepth, kMostReceives);
+    auto buffers = PacketPool::create(std::span(&nic, 1), receives, bytes);
+    if (!buffers.ok()) return buffers.error();
+    rails->receiving_.push_back(std::move(*buffers));
+    auto rail = std::make_unique<Rail>();
+    rail->nic = std::move(nic);
+    rail->receives.resize(receives);
+    for (Receive& receive : rail->receives) {
+      receive.buffer = rails->receiving_.back()->take(/*isUrgent=*/true);
+      rail->unposted.push_back(&receive);
+    }
+    rails->rails_.push_back(std::move(rail));
+  }
+  const size_t threads =
+      std::min(options.threads == 0 ? rails->count() : options.threads, rails->count());
+  try {
+    const BlockedSignals blocked;
+    for (size_t i = 0; i < threads; ++i) {
+      rails->threads_.emplace_back([raw = rails.get(), i, threads] { raw->run(i, threads); });
+      ::pthread_setname_np(rails->threads_.back().native_handle(), "mooncake-nic");
+    }
+  } catch (const std::system_error& error) {
+    return Error{ErrorCode::kExhausted,
+                 std::string("cannot start a thread that polls a card: ") + error.what()};
+  }
+  return rails;
+}
+
+Result<NicPeer> Rails::insert(size_t index, ByteView address) {
+  Rail& rail = *rails_[index];
+  std::lock_guard lock(rail.mutex);
+  if (stopping_.load(std::memory_order_acquire))
+    return Error{ErrorCode::kAborted, "the cards are closed"};
+  auto peer = rail.nic->insert(address);
+  if (peer.ok()) ++rail.peers[*peer];
+  return peer;
+}
+
+void Rails::release(size_t index, NicPeer peer) {
+  Rail& rail = *rails_[index];
+  std::lock_guard lock(rail.mutex);
+  const auto found = rail.peers.find(peer);
+  if (found == rail.peers.end() || --found->second > 0) return;
+  rail.peers.erase(found);
+  if (!stopping_.load(std::memory_order_acquire)) rail.nic->remove(peer);
+}
+
+// ---- what leaves
+
+// Under the rail's lock. False: the card has no room for it.
+bool Rails::begin(Rail& rail, std::unique_ptr<NicOperation>& operation) {
+  if (rail.underWay >= rail.nic->limits().sendDepth) return false;
+  ++rail.underWay;
+  const Status begun = operation->begin(*rail.nic);
+  if (begun.ok()) {
+    operation.release();  // the card's, until its completion
+    return true;
+  }
+  --rail.underWay;
+  if (begun.code() == ErrorCode::kExhausted) return false;
+  rail.failed.push_back(std::move(operation));
+  return true;
+}
+
+void Rails::submit(size_t index, std::unique_ptr<NicOperation> operation) {
+  Rail& rail = *rails_[index];
+  bool mustWake = false;
+  {
+    std::lock_guard lock(rail.mutex);
+    if (stopping_.load(std::memory_order_acquire)) return;
+    if (!rail.waiting.empty() || !begin(rail, operation)) {
+      const void* owner = operation->owner();
+      rail.waiting.push(owner, std::move(operation));
+    }
+    // Else a completion comes, and the thread with it.
+    mustWake = rail.underWay == 0 && (!rail.waiting.empty() || !rail.failed.empty());
+  }
+  if (mustWake) rail.nic->wake();
+}
+
+// True: something waits on.
+bool Rails::feed(size_t index) {
+  Rail& rail = *rails_[index];
+  std::deque<std::unique_ptr<NicOperation>> failed;
+  bool waits;
+  {
+    std::lock_guard lock(rail.mutex);
+    while (!rail.waiting.empty()) {
+      // Asked in its place: where there is no room it keeps it.
+      if (rail.underWay >= rail.nic->limits().sendDepth) break;
+      ++rail.underWay;
+      const Status begun = rail.waiting.front().begin(*rail.nic);
+      if (!begun.ok()) --rail.underWay;
+      if (begun.code() == ErrorCode::kExhausted) break;
+      auto operation = rail.waiting.pop();
+      if (begun.ok()) {
+        operation.release();
+      } else {
+        rail.failed.push_back(std::move(operation));
+      }
+    }
+    failed.swap(rail.failed);
+    waits = !rail.waiting.empty();
+  }
+  for (const auto& operation : failed) operation->end({.error = NicError::kDevice});
+  return waits;
+}
+
+// ---- who polls
+
+void Rails::run(size_t first, size_t step) {
+  std::vector<NicCompletion> room(kCompletions);
+  const bool isAlone = first + step >= count();  // with one card
+  for (size_t next = first; !stopping_.load(std::memory_order_acquire);) {
+    size_t done = 0;
+    bool waits = false;
+    for (size_t i = first; i < count(); i += step) {
+      done += serve(i, room);
+      waits = feed(i) || !rails_[i]->unposted.empty() || waits;
+    }
+    const auto now = Clock::now();
+    const auto due = tick(now);
+    if (done > 0) continue;
+    auto until = std::min(due, now + kLongSleep);
+    if (waits) until = std::min<Clock::time_point>(until, now + kRetry);
+    if (!isAlone) until = std::min<Clock::time_point>(until, now + kNap);
+    rails_[next]->nic->wait(Deadline::at(until));
+    next = next + step < count() ? next + step : first;
+  }
+}
+
+size_t Rails::serve(size_t index, std::span<NicCompletion> room) {
+  Rail& rail = *rails_[index];
+  if (!rail.unposted.empty()) post(rail);
+  const size_t done = rail.nic->poll(room);
+  for (const NicCompletion& completion : room.first(done)) {
+    if (completion.kind == NicCompletion::Kind::kReceived) {
+      onReceived(index, completion);
+      continue;
+    }
+    const std::unique_ptr<NicOperation> operation(static_cast<NicOperation*>(completion.context));
+    {
+      std::lock_guard lock(rail.mutex);
+      --rail.underWay;
+    }
+    operation->end(completion);
+  }
+  return done;
+}
+
+void Rails::post(Rail& rail) {
+  const size_t index =
+      static_cast<size_t>(std::find_if(rails_.begin(), rails_.end(),
+                                       [&](const auto& one) { return one.get() == &rail; }) -
+                          rails_.begin());
+  while (!rail.unposted.empty() && !stopping_.load(std::memory_order_relaxed)) {
+    Receive* receive = rail.unposted.back();
+    const PacketPool& pool = *receiving_[index];
+    if (!rail.nic->receive(pool.as(0, receive->buffer, pool.bufferBytes()), receive).ok()) return;
+    rail.unposted.pop_back();
+    ++rail.posted;
+  }
+}
+
+void Rails::onReceived(size_t index, const NicCompletion& completion) {
+  Rail& rail = *rails_[index];
+  auto* receive = static_cast<Receive*>(completion.context);
+  --rail.posted;
+  rail.unposted.push_back(receive);
+  if (completion.error != NicError::kNone || completion.bytes > packetBytes()) return;
+  ByteReader in(ByteView(receive->buffer, completion.bytes));
+  const auto packet = Packet::decode(in);
+  std::shared_ptr<PacketSink> sink;
+  if (packet.ok()) {
+    std::shared_lock lock(sinksMutex_);
+    if (const auto found = sinks_.find(packet->incarnation); found != sinks_.end())
+      sink = found->second.lock();
+  }
+  if (sink) {
+    sink->onPacket(index, *packet, in.getRaw(in.left()));
+  } else {
+    dropped_.fetch_add(1, std::memory_order_relaxed);
+  }
+  post(rail);
+}
+
+// ---- whose packets, and who is ticked
+
+void Rails::add(uint64_t incarnation, std::weak_ptr<PacketSink> sink) {
+  std::lock_guard lock(sinksMutex_);
+  sinks_[incarnation] = std::move(sink);
+}
+
+void Rails::remove(uint64_t incarnation) {
+  std::lock_guard lock(sinksMutex_);
+  sinks_.erase(incarnation);
+}
+
+void Rails::activate(const std::shared_ptr<PacketSink>& sink) {
+  bool isFirst;
+  {
+    std::lock_guard lock(activeMutex_);
+    isFirst = active_.empty();
+    active_.push_back(sink);
+    nextTick_ = std::min<Clock::time_point>(nextTick_, Clock::now() + kTick);
+  }
+  // Any of the threads: whoever is awake ticks.
+  if (isFirst) rails_[0]->nic->wake();
+}
+
+// When it is due again.
+Clock::time_point Rails::tick(Clock::time_point now) {
+  std::vector<std::weak_ptr<PacketSink>> due;
+  {
+    std::lock_guard lock(activeMutex_);
+    if (now < nextTick_) return nextTick_;
+    due.swap(active_);
+    nextTick_ = due.empty() ? Clock::time_point::max() : now + kTick;
+  }
+  std::erase_if(due, [&](const auto& weak) {
+    const auto sink = weak.lock();
+    return !sink || !sink->tick(now);
+  });
+  std::lock_guard lock(activeMutex_);
+  active_.insert(active_.end(), due.begin(), due.end());
+  if (!active_.empty()) nextTick_ = std::min<Clock::time_point>(nextTick_, now + kTick);
+  return nextTick_;
+}
+
+void Rails::stop() {
+  std::call_once(stopped_, [this] {
+    stopping_.store(true, std::memory_order_release);
+    for (const auto& rail : rails_) rail->nic->wake();
+    for (auto& thread : threads_) thread.join();
+    for (size_t i = 0; i < rails_.size(); ++i) {
+      Rail& rail = *rails_[i];
+      {
+        std::lock_guard lock(rail.mutex);  // whoever was about to post has seen it
+        while (!rail.waiting.empty()) rail.failed.push_back(rail.waiting.pop());
+      }
+      rail.nic->close();
+      std::vector<NicCompletion> room(kCompletions);
+      const auto isEmpty = [&] {
+        std::lock_guard lock(rail.mutex);
+        return rail.underWay == 0;
+      };
+      for (const auto deadline = Deadline::after(kClosing); !isEmpty();) {
+        if (serve(i, room) > 0) continue;
+        if (deadline.passed()) {
+          log(LogLevel::kWarning, "fabric", "card ", rail.nic->name(),
+              " does not end what is under way");
+          break;
+        }
+        rail.nic->wait(Deadline::after(kRetry));
+      }
+      feed(i);
+    }
+    // The memory stays as long as somebody holds a packet, what the cards know of it does not.
+    receiving_.clear();
+    pool_->unregister();
+  });
+}
+
+}  // namespace mooncake

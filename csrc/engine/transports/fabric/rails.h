@@ -1,0 +1,123 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/nic/nic.h"
+#include "engine/packets/packet.h"
+#include "engine/transports/fabric/fair_queue.h"
+#include "engine/transports/fabric/packet_pool.h"
+
+namespace mooncake {
+
+// What a card is asked to do. A card has it from begin() until its completion, else a queue.
+class NicOperation {
+ public:
+  virtual ~NicOperation() = default;
+  // With `this` as the context. Under the rail's lock.
+  virtual Status begin(Nic& nic) = 0;
+  // Once, on a thread that polls, without a lock; also when it never began.
+  virtual void end(const NicCompletion& how) = 0;
+  virtual const void* owner() const = 0;
+};
+
+// Who takes the packets that are meant for one incarnation.
+class PacketSink {
+ public:
+  virtual ~PacketSink() = default;
+  // On a thread that polls, without a lock. The bytes are gone when it returns.
+  virtual void onPacket(size_t rail, const Packet& packet, ByteView data) = 0;
+  // About every millisecond from activate() on, on a thread that polls. False: nothing is due.
+  virtual bool tick(Clock::time_point now) = 0;
+};
+
+// All cards of one engine, shared by all of its peers: who posts, who polls, whose a packet is. A
+// card never has more under way than it says it takes: what is more waits, the channels in turn.
+class Rails {
+ public:
+  static constexpr size_t kMostPacketBytes = (size_t(64) << 10) - 1024;
+  static constexpr auto kTick = std::chrono::milliseconds(1);
+
+  struct Options {
+    size_t threads = 1;  // that poll, at most one for each card; 0: as many as there are cards
+    std::string name;    // for the log
+  };
+  static Result<std::shared_ptr<Rails>> create(std::vector<std::unique_ptr<Nic>> nics,
+                                               const Options& options);
+  ~Rails() { stop(); }
+
+  size_t count() const { return rails_.size(); }
+  const Nic& nic(size_t rail) const { return *rails_[rail]->nic; }
+  PacketPool& pool() { return *pool_; }
+  size_t packetBytes() const { return pool_->bufferBytes(); }
+
+  // The peer's card in the address table of ours; once more for each release(). Any thread.
+  Result<NicPeer> insert(size_t rail, ByteView address);
+  void release(size_t rail, NicPeer peer);
+
+  // Any thread, with or without a channel's lock.
+  void submit(size_t rail, std::unique_ptr<NicOperation> operation);
+
+  void add(uint64_t incarnation, std::weak_ptr<PacketSink> sink);
+  void remove(uint64_t incarnation);
+  // Has it ticked until it says that nothing is due.
+  void activate(const std::shared_ptr<PacketSink>& sink);
+
+  // Packets that do not decode, or that nobody waits for.
+  uint64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
+
+  // Ends everything, and the threads. Not on one of them.
+  void stop();
+
+ private:
+  struct Receive {
+    std::byte* buffer = nullptr;
+  };
+  struct Rail {
+    std::unique_ptr<Nic> nic;
+    std::mutex mutex;                 // guards what follows
+    std::map<NicPeer, size_t> peers;  // how often each is in use
+    size_t underWay = 0;
+    FairQueue<NicOperation> waiting;
+    std::deque<std::unique_ptr<NicOperation>> failed;  // to begin
+    // Of the thread that polls.
+    std::vector<Receive> receives;
+    std::vector<Receive*> unposted;
+    size_t posted = 0;
+  };
+
+  Rails() = default;
+  bool begin(Rail& rail, std::unique_ptr<NicOperation>& operation);
+  void run(size_t first, size_t step);
+  size_t serve(size_t index, std::span<NicCompletion> room);
+  bool feed(size_t index);
+  void post(Rail& rail);
+  void onReceived(size_t index, const NicCompletion& completion);
+  Clock::time_point tick(Clock::time_point now);
+
+  std::vector<std::unique_ptr<Rail>> rails_;
+  std::unique_ptr<PacketPool> pool_;                    // of what leaves
+  std::vector<std::unique_ptr<PacketPool>> receiving_;  // by rail
+  std::vector<std::thread> threads_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<uint64_t> dropped_{0};
+
+  std::shared_mutex sinksMutex_;
+  std::unordered_map<uint64_t, std::weak_ptr<PacketSink>> sinks_;
+
+  std::mutex activeMutex_;  // guards what follows
+  std::vector<std::weak_ptr<PacketSink>> active_;
+  Clock::time_point nextTick_ = Clock::time_point::max();
+  std::once_flag stopped_;
+};
+
+}  // namespace mooncake
