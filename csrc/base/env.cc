@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
+#include <pthread.h>
 #include <string_view>
 #include <thread>
 
@@ -361,6 +362,7 @@ constexpr FabricEntry kFabricEntries[] = {
 
 template <typename To, size_t N>
 Result<To> readAll(const EntryOf<To> (&entries)[N]) {
+  std::lock_guard lock(environmentMutex());
   To env;
   for (const auto& [variable, parse, isSecret] : entries) {
     const char* value = std::getenv(variable.name);
@@ -380,6 +382,15 @@ Result<To> readAll(const EntryOf<To> (&entries)[N]) {
 }
 
 }  // namespace
+
+std::recursive_mutex& environmentMutex() {
+  alignas(std::recursive_mutex) static std::byte memory[sizeof(std::recursive_mutex)];
+  static auto* const made = [] {
+    ::pthread_atfork(nullptr, nullptr, [] { new (memory) std::recursive_mutex; });
+    return new (memory) std::recursive_mutex;
+  }();
+  return *made;
+}
 
 const std::vector<EnvVariable>& envTable() {
   static const auto table = [] {

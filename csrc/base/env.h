@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,6 +24,11 @@ const std::vector<EnvVariable>& envTable();
 
 // Of a job's key: whoever can guess it can write to our memory.
 inline constexpr size_t kLeastJobKeyBytes = 16;
+
+// Held while we read the process's environment, and while a library that may change it starts: what
+// setenv() lets go of, a getenv() of another thread may be reading. Recursive, as the log reads its
+// level; free in a forked child, whoever held it.
+std::recursive_mutex& environmentMutex();
 
 struct Env {
   std::vector<std::string> transports;  // MOONCAKE_TRANSPORTS: by preference, empty = all

@@ -1,4 +1,5 @@
 #include <csignal>
+#include <sys/wait.h>
 
 #include "child_process.h"
 #include "engine/nic/libfabric/cards.h"
@@ -251,6 +252,8 @@ TEST_P(LibfabricProcesses, AStoppedPeerIsGivenUpAndItsLateCompletionsAreNobodys)
   start(server);
   ASSERT_TRUE(writeWorks(server));
   ::kill(server.process->pid(), SIGSTOP);
+  siginfo_t stopped;  // it goes on for a moment after the signal was sent
+  ASSERT_EQ(::waitid(P_PID, id_t(server.process->pid()), &stopped, WSTOPPED | WNOWAIT), 0);
   NicBlock block(*end.nic, kServedBytes);
   std::set<void*> underWay;
   for (uintptr_t i = 1; i <= 40; ++i) {

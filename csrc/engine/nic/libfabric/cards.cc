@@ -5,10 +5,12 @@
 #include <array>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <set>
 
+#include "base/env.h"
 #include "base/signal_handlers.h"
 #include "base/signals.h"
 #include "engine/nic/libfabric/enumerate.h"
@@ -164,7 +166,8 @@ FabricInfo askProvider(const Library& library, const std::string& provider,
   if (!provider.empty()) hints->fabric_attr->prov_name = ::strdup(provider.c_str());
   const char* node = source.empty() ? nullptr : source.c_str();
   const char* service = source.empty() ? nullptr : "0";
-  // The first call starts all providers.
+  // The first call starts all providers, one at a time for the sake of what they change.
+  std::lock_guard environment(environmentMutex());
   KeptSignalHandlers kept;
   BlockedSignals blocked;
   fi_info* found = nullptr;

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/env.h"
 #include "base/log.h"
 #include "base/signal_handlers.h"
 #include "base/signals.h"
@@ -59,6 +60,7 @@ Result<std::shared_ptr<const LibfabricLibrary>> LibfabricLibrary::open(const std
     }
     return opened;
   }
+  std::lock_guard environment(environmentMutex());
   setProviderKnobs();
   std::vector<std::string> candidates = copiesInProcess();
   if (candidates.empty()) {
