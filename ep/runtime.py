@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mooncake_backend import extension
 from mooncake_backend.group import find_backend
-from mooncake_backend.options import ON_FAILURE, env_flag, transfer_engine
+from mooncake_backend.options import ON_FAILURE, device_filter, env_flag, transfer_engine
 
 from .events import EventOverlap, Operation, profiled
 from .staging import NO_STAGING, NoStaging, Staging, is_elsewhere, refuse_elsewhere
@@ -141,6 +141,7 @@ class Runtime:
             renormalize=renormalize,
             raises=mode == "raise",
             engine=transfer_engine() if members.backend is None else None,
+            devices=device_filter(),
         )
 
     @property

@@ -1,6 +1,6 @@
 """The compiled part. Everything that the Python files use of it is declared here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, overload
 
@@ -179,6 +179,7 @@ class EpBuffer:
     this one the others reach, without MOONCAKE_HOST_IP
     raises: a loss is an error of the operation that sees it; otherwise that goes on without
     renormalize: weights of a token that misses contributions are scaled to their whole sum
+    devices: network cards of an engine of its own, by name; none: as MC_TE_FILTERS says
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class EpBuffer:
         renormalize: bool = False,
         raises: bool = False,
         engine: InnerTransferEngine | None = None,
+        devices: Sequence[str] = (),
     ) -> None: ...
     @staticmethod
     def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:

@@ -8,7 +8,6 @@ not, and then making a group says so.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,13 +23,13 @@ TESTED_RANKS = 64
 _settings: dict[str, Any] = {
     "engine": None,
     "host_ip": None,
+    "devices": [],
     "failure_timeout": None,
     "message_timeout": None,
 }
 # Upstream's default was a tenth of that once, and callers set it. A healthy rank may well be silent
 # for so short a time.
 _LEAST_TIMEOUT = 1.0
-_told: set[str] = set()
 
 # What is no setting here, and why. Silence would let a caller rely on it.
 _MISSING = {
@@ -80,18 +79,17 @@ def transfer_engine() -> Any:
 
 
 def set_device_filter(filters: Iterable[str]) -> None:
-    """NICs that may be used. Nothing reads it yet: no transport here uses a NIC by its name. Warns
-    once of that."""
+    """The network cards that groups and Buffers made from now on use, by name or address. Overrides
+    MC_TE_FILTERS; none: as that says. Transports without cards do not read it."""
     names = [filters] if isinstance(filters, str) else list(filters)
-    if not all(isinstance(name, str) for name in names):
+    if not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"set_device_filter takes device names, not {names!r}")
-    if names and "device_filter" not in _told:
-        _told.add("device_filter")
-        warnings.warn(
-            f"set_device_filter({names!r}) has no effect in this version: nothing reads it yet. "
-            "Bytes move through shared memory and over TCP; MOONCAKE_HOST_IP chooses the interface",
-            stacklevel=2,
-        )
+    _settings["devices"] = names
+
+
+def device_filter() -> list[str]:
+    """What set_device_filter() was given."""
+    return list(_settings["devices"])
 
 
 def set_collective_timeout_us(us: int) -> None:
@@ -278,6 +276,7 @@ class MooncakeBackendOptions:
             "message_timeout": _settings["message_timeout"],
             "on_failure": self.on_failure,
             "host_ip": _settings["host_ip"],
+            "devices": device_filter(),
             "engine": transfer_engine(),
         }
 

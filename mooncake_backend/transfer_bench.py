@@ -25,7 +25,7 @@ from typing import Any
 UNITS = {"GB": 1e9, "GiB": 2**30, "Gb": 1e9 / 8, "MB": 1e6, "MiB": 2**20, "Mb": 1e6 / 8}
 UNITS |= {"KB": 1e3, "KiB": 2**10, "Kb": 1e3 / 8}
 PROTOCOLS = ["tcp", "shm", "rdma", "efa", "nvlink", "nvlink_intra", "barex", "hip", "musa"]
-PROTOCOLS += ["sunrise_link"]
+PROTOCOLS += ["sunrise_link", "fabric"]
 # Of a sweep; PARALLEL: threads, and blocks of a batch.
 BLOCKS = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 PARALLEL = ((1, 1), (1, 16), (4, 32), (16, 128))

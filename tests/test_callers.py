@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import harness
@@ -115,12 +114,10 @@ def test_sync_after_failure_returns_when_the_view_is_agreed():
 
 @pytest.fixture
 def settings():
-    before, told = dict(options._settings), set(options._told)
+    before = dict(options._settings)
     window = membership._reconciliation_window
     yield options._settings
     options._settings.update(before)
-    options._told.clear()
-    options._told.update(told)
     membership._reconciliation_window = window
 
 
@@ -160,17 +157,17 @@ def test_timeouts_are_settings_of_later_groups(settings):
     membership.set_fault_reconciliation_window_us(1_000_000)
 
 
-def test_a_device_filter_warns_once_that_nothing_reads_it(settings):
-    options._told.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        membership.set_device_filter([])
-        assert not caught
-        membership.set_device_filter(["mlx5_1", "mlx5_2"])
-        membership.set_device_filter(["mlx5_3"])
-    (warning,) = caught
-    assert "nothing reads it yet" in str(warning.message)
-    assert warning.filename == __file__
+def test_a_device_filter_is_a_setting_of_later_groups(settings):
+    assert MooncakeBackendOptions().for_group(2)["devices"] == []
+    membership.set_device_filter(name for name in ("mlx5_1", "mlx5_2"))
+    assert MooncakeBackendOptions().for_group(2)["devices"] == ["mlx5_1", "mlx5_2"]
+    membership.set_device_filter("mlx5_3")
+    assert MooncakeBackendOptions().for_group(2)["devices"] == ["mlx5_3"]
+    membership.set_device_filter([])
+    assert MooncakeBackendOptions().for_group(2)["devices"] == []
+    for wrong in ([1], [""], [None]):
+        with pytest.raises(TypeError, match="device names"):
+            membership.set_device_filter(wrong)
 
 
 @pytest.mark.parametrize(

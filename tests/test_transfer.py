@@ -459,8 +459,8 @@ def starts(me, host, metadata, protocol, ext=None):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("127.0.0.1", "P2PHANDSHAKE", "rdma"), "no RDMA device .*there is: tcp, shm"),
-        (("127.0.0.1", "P2PHANDSHAKE", "efa"), "no EFA device .*there is: tcp, shm"),
+        (("127.0.0.1", "P2PHANDSHAKE", "rdma"), "libfabric.*there is: tcp, shm"),
+        (("127.0.0.1", "P2PHANDSHAKE", "efa"), "libfabric.*there is: tcp, shm"),
         (("127.0.0.1", "P2PHANDSHAKE", "nvlink"), "no GPU memory; there is: tcp, shm"),
         (("127.0.0.1", "P2PHANDSHAKE", "xgmi"), "no wire for it"),
         (("127.0.0.1", "P2PHANDSHAKE", "TCP"), "no protocol is called so"),

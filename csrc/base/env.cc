@@ -415,4 +415,19 @@ Result<TransferEnv> TransferEnv::read() {
 
 Result<FabricEnv> FabricEnv::read() { return readAll(kFabricEntries); }
 
+Result<FabricEnv> FabricEnv::read(const Env& told) {
+  auto env = read();
+  if (!env.ok()) return env;
+  if (!told.fabricDevices.empty()) env->devices = told.fabricDevices;
+  if (told.fabricProvider.empty()) return env;
+  if (!env->requiredProvider.empty() && env->requiredProvider != told.fabricProvider) {
+    return Error{ErrorCode::kUnsupported,
+                 told.fabricProviderWish + " is provider " + told.fabricProvider +
+                     ", and MOONCAKE_FABRIC_REQUIRE asks for " + env->requiredProvider};
+  }
+  env->requiredProvider = told.fabricProvider;
+  env->requiredBy = told.fabricProviderWish;
+  return env;
+}
+
 }  // namespace mooncake

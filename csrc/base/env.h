@@ -36,11 +36,15 @@ struct Env {
   std::string routeHint;              // no variable: host of the rendezvous, from whoever knows it
   std::optional<std::string> jobKey;  // MOONCAKE_JOB_KEY: shared secret of the job
   std::chrono::milliseconds failureTimeout{3000};  // MOONCAKE_FAILURE_TIMEOUT_MS
-  size_t tcpConnections = 2;         // MOONCAKE_TCP_CONNECTIONS: data connections per peer
-  size_t eagerBytes = 0;             // MOONCAKE_EAGER_BYTES: 0 = chosen by the code
-  bool crossMemoryAttach = true;     // MOONCAKE_CMA=0 turns process_vm_readv off
-  bool raises = false;               // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
-  uint64_t simSeed = 1;              // MOONCAKE_SIM_SEED: of transport sim
+  size_t tcpConnections = 2;      // MOONCAKE_TCP_CONNECTIONS: data connections per peer
+  size_t eagerBytes = 0;          // MOONCAKE_EAGER_BYTES: 0 = chosen by the code
+  bool crossMemoryAttach = true;  // MOONCAKE_CMA=0 turns process_vm_readv off
+  bool raises = false;            // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
+  uint64_t simSeed = 1;           // MOONCAKE_SIM_SEED: of transport sim
+  // No variables. Of network cards, whatever FabricEnv says of them: the provider that must be
+  // there and who says so; those to use, by name, where there are some.
+  std::string fabricProvider, fabricProviderWish;
+  std::vector<std::string> fabricDevices;
   std::string logLevel = "warning";  // MOONCAKE_LOG_LEVEL: error, warning, info, debug
 
   // kInvalidArgument names the variable, its value and what is allowed.

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/env.h"
 #include "base/result.h"
 
 namespace mooncake {
@@ -18,6 +19,7 @@ struct FabricEnv {
   std::string libfabricPath;                                   // MOONCAKE_LIBFABRIC
   std::vector<std::string> providers{"efa", "verbs;ofi_rxm"};  // MOONCAKE_FABRIC_PROVIDERS
   std::string requiredProvider;                                // MOONCAKE_FABRIC_REQUIRE
+  std::string requiredBy = "MOONCAKE_FABRIC_REQUIRE";          // no variable: who asks for it
   std::vector<std::string> devices;                            // MC_TE_FILTERS: empty: all
   std::vector<std::string> excludedDevices;                    // MC_TE_FILTERS_EXCLUDE
   std::chrono::milliseconds timeout{500};                      // MOONCAKE_NIC_TIMEOUT_MS
@@ -30,6 +32,8 @@ struct FabricEnv {
 
   // kInvalidArgument names the variable, its value and what is allowed.
   static Result<FabricEnv> read();
+  // The same, and what an engine was told besides. kUnsupported: the variables rule that out.
+  static Result<FabricEnv> read(const Env& told);
 };
 
 }  // namespace mooncake

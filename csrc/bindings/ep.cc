@@ -124,7 +124,8 @@ class EpBuffer {
   EpBuffer(int rank, int size, size_t bytes, Seconds timeout,
            const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend,
            const std::optional<PythonExchange>& exchange, const std::string& routeHint,
-           bool renormalizes, bool raises, const std::optional<InnerTransferEngine>& engine)
+           bool renormalizes, bool raises, const std::optional<InnerTransferEngine>& engine,
+           const std::vector<std::string>& devices)
       : size_(size), timeout_(timeout), renormalizes_(renormalizes), raises_(raises) {
     const Deadline deadline = deadlineIn(timeout);
     std::unique_ptr<Group> group;
@@ -134,7 +135,7 @@ class EpBuffer {
       py::gil_scoped_release unlocked;
       group = ours->makeGroup("ep", slotBytesFor(size), raises, deadline);
     } else if (exchange) {
-      group = found(rank, size, bytes, deadline, *exchange, routeHint, raises, engine);
+      group = found(rank, size, bytes, deadline, *exchange, routeHint, raises, engine, devices);
     } else {
       throw py::value_error("either a backend or an exchange is needed");
     }
@@ -357,13 +358,15 @@ class EpBuffer {
   // A job of its own, whose ranks meet by what Python exchanges.
   std::unique_ptr<Group> found(int rank, int size, size_t bytes, Deadline deadline,
                                const PythonExchange& exchange, const std::string& routeHint,
-                               bool raises, const std::optional<InnerTransferEngine>& given) const {
+                               bool raises, const std::optional<InnerTransferEngine>& given,
+                               const std::vector<std::string>& devices) const {
     auto env = Env::read();
     throwIfError(env.status());
     std::string givenKey;
     const auto lent = given ? lendForJob(*given, givenKey) : nullptr;
     if (lent) env->jobKey = std::move(givenKey);
     env->routeHint = routeHint;
+    env->fabricDevices = devices;
     env->raises = raises;
     const Bytes ours = env->jobKey ? Bytes() : randomKey();
     const auto keys = exchange(toPython(ours));
@@ -457,11 +460,11 @@ void bindEp(py::module_& m) {
       .def(py::init<int, int, size_t, Seconds,
                     const std::optional<c10::intrusive_ptr<c10d::Backend>>&,
                     const std::optional<EpBuffer::PythonExchange>&, const std::string&, bool, bool,
-                    const std::optional<InnerTransferEngine>&>(),
+                    const std::optional<InnerTransferEngine>&, const std::vector<std::string>&>(),
            py::arg("rank"), py::arg("size"), py::arg("num_bytes"), py::arg("timeout"),
            py::kw_only(), py::arg("backend") = none, py::arg("exchange") = none,
            py::arg("route_hint") = "", py::arg("renormalize") = false, py::arg("raises") = false,
-           py::arg("engine") = none)
+           py::arg("engine") = none, py::arg("devices") = std::vector<std::string>())
       .def_static(
           "size_hint",
           [](size_t maxTokens, size_t hidden, int ranks, int experts) {

@@ -128,6 +128,7 @@ void apply(const py::dict& options, BackendOptions& out) {
   if (given("transports"))
     out.env.transports = options["transports"].cast<std::vector<std::string>>();
   if (given("host_ip")) out.env.hostIp = options["host_ip"].cast<std::string>();
+  if (given("devices")) out.env.fabricDevices = options["devices"].cast<std::vector<std::string>>();
   if (given("engine")) {
     std::string key;
     out.engine = mooncake::lendForJob(options["engine"].cast<mooncake::InnerTransferEngine>(), key);

@@ -220,9 +220,7 @@ void bindTransfer(py::module_& m) {
       py::arg("device_name") = py::none(), Unlocked());
   engine.def("get_first_buffer_address", &TransferCalls::firstBuffer, py::arg("segment_name"),
              Unlocked());
-  engine.def(
-      "warmup_efa_segment", [](TransferCalls&, const std::string&) { return 0; },
-      py::arg("segment_name"));
+  engine.def("warmup_efa_segment", &TransferCalls::warmUp, py::arg("segment_name"), Unlocked());
   engine.def("get_notifies", &TransferCalls::takeNotifications, Unlocked());
   engine.def("send_probe", &TransferCalls::probe, py::arg("peer_server_name"), Unlocked());
   engine.def("get_transport", &TransferCalls::transportTo, py::arg("target_hostname"), Unlocked());

@@ -44,7 +44,8 @@ bool TransferCalls::isReady() const {
 }
 
 int TransferCalls::initialize(const std::string& localName, const std::string& metadataServer,
-                              const std::string& protocol, const std::optional<std::string>&) {
+                              const std::string& protocol,
+                              const std::optional<std::string>& devices) {
   const auto fail = [](const std::string& why) {
     log(LogLevel::kError, kWho, "initialize(): ", why);
     return int(transfer::kInvalid);
@@ -55,7 +56,8 @@ int TransferCalls::initialize(const std::string& localName, const std::string& m
   auto engine = TransferEngine::open({.env = std::move(*env),
                                       .localName = localName,
                                       .metadataServer = metadataServer,
-                                      .protocol = protocol});
+                                      .protocol = protocol,
+                                      .devices = devices.value_or("")});
   if (!engine.ok()) return fail(engine.error().message);
   engine_ = std::move(*engine);
   remember(engine_);
@@ -166,6 +168,10 @@ uint64_t TransferCalls::firstBuffer(const std::string& name) {
 
 int TransferCalls::probe(const std::string& name) {
   return isReady() ? engine_->probe(name) : transfer::kInvalid;
+}
+
+int TransferCalls::warmUp(const std::string& name) {
+  return isReady() ? engine_->warmUp(name) : transfer::kInvalid;
 }
 
 std::string TransferCalls::transportTo(const std::string& name) {

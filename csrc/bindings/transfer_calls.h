@@ -42,6 +42,7 @@ class TransferCalls {
 
   uint64_t firstBuffer(const std::string& name);
   int probe(const std::string& name);
+  int warmUp(const std::string& name);
   std::string transportTo(const std::string& name);
   std::vector<Notification> takeNotifications();
   int writeHere(uint64_t address, const std::string& bytes, uint64_t length);

@@ -1,40 +1,60 @@
 #include "transfer/protocol.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <iterator>
 
 #include "base/log.h"
+#include "engine/nic/libfabric/cards.h"
 #include "engine/transports/registry.h"
 
 namespace mooncake::transfer {
 namespace {
 
 // Known names whose wires are not built.
-constexpr const char* kKnown[] = {
-    "rdma", "efa", "nvlink", "nvlink_intra", "hip",     "musa",         "maca", "barex", "ascend",
-    "cxl",  "cxi", "ub",     "xgmi",         "ubshmem", "sunrise_link", "nccl", "nvmeof"};
+constexpr const char* kKnown[] = {"nvlink", "nvlink_intra", "hip",          "musa", "maca",
+                                  "barex",  "ascend",       "cxl",          "cxi",  "ub",
+                                  "xgmi",   "ubshmem",      "sunrise_link", "nccl", "nvmeof"};
 
-bool isAnyIn(const char* folder) {
-  std::error_code error;
-  const std::filesystem::directory_iterator entries(folder, error);
-  return !error && entries != std::filesystem::directory_iterator();
+// Those over network cards: the provider of libfabric that each of them is. Of `fabric` the
+// variables say which.
+struct CardProtocol {
+  const char* name;
+  const char* provider;
+};
+constexpr CardProtocol kCardProtocols[] = {
+    {"efa", "efa"}, {"rdma", "verbs;ofi_rxm"}, {"fabric", ""}};
+
+const CardProtocol* cardProtocol(const std::string& protocol) {
+  const auto* found = std::find_if(std::begin(kCardProtocols), std::end(kCardProtocols),
+                                   [&](const CardProtocol& one) { return protocol == one.name; });
+  return found == std::end(kCardProtocols) ? nullptr : found;
 }
 
-std::string whyNot(const std::string& protocol) {
-  if (protocol == "rdma" && !isAnyIn("/sys/class/infiniband"))
-    return "this machine has no RDMA device (/sys/class/infiniband is empty)";
-  if (protocol == "efa" && !isAnyIn("/sys/class/infiniband"))
-    return "this machine has no EFA device (/sys/class/infiniband is empty)";
-  if (protocol == "nvlink" || protocol == "nvlink_intra") return "this build moves no GPU memory";
-  const bool isKnown = std::any_of(std::begin(kKnown), std::end(kKnown),
-                                   [&](const char* name) { return protocol == name; });
-  return isKnown ? "this version has no wire for it" : "no protocol is called so";
+// Tells the engine's transport which cards they are.
+Status selectCards(Env& env, const CardProtocol& protocol) {
+  env.fabricProvider = protocol.provider;
+  env.fabricProviderWish = std::string("protocol ") + protocol.name;
+  const auto fabric = FabricEnv::read(env);
+  if (!fabric.ok()) return fabric.status();
+  return listLibfabricCards(*fabric).status();
+}
+
+Status select(Env& env, const std::string& protocol) {
+  if (protocol == "tcp" || protocol == "shm") return {};
+  if (const CardProtocol* cards = cardProtocol(protocol)) return selectCards(env, *cards);
+  std::string why = "no protocol is called so";
+  if (protocol == "nvlink" || protocol == "nvlink_intra") {
+    why = "this build moves no GPU memory";
+  } else if (std::find(std::begin(kKnown), std::end(kKnown), protocol) != std::end(kKnown)) {
+    why = "this version has no wire for it";
+  }
+  return {ErrorCode::kUnsupported, why};
 }
 
 std::vector<std::string> wiresOf(const std::string& protocol, bool forcesTcp) {
   if (protocol == "shm") return {"inproc", "shm"};
   if (forcesTcp) return {"tcp"};
+  if (cardProtocol(protocol)) return {"inproc", "shm", "fabric"};
   std::vector<std::string> all;
   for (const TransportEntry& entry : transportRegistry()) {
     if (!entry.isForTests) all.emplace_back(entry.name);
@@ -47,9 +67,14 @@ std::vector<std::string> wiresOf(const std::string& protocol, bool forcesTcp) {
 Result<std::string> selectProtocol(Env& env, const TransferEnv& settings,
                                    const std::string& protocol, const std::string& logName) {
   std::string chosen = protocol;
-  if (protocol != "tcp" && protocol != "shm") {
-    const std::string why =
-        "protocol \"" + protocol + "\" cannot be had: " + whyNot(protocol) + "; there is: tcp, shm";
+  const bool isForced = settings.forcesTcp && protocol != "tcp" && protocol != "shm";
+  const Status selected = isForced ? Status() : select(env, protocol);
+  if (isForced || !selected.ok()) {
+    std::string why = "protocol \"" + protocol + "\" is not tried";
+    if (!selected.ok()) {
+      why = "protocol \"" + protocol + "\" cannot be had: " + selected.error().message +
+            "; there is: tcp, shm";
+    }
     if (!settings.allowsFallback && !settings.forcesTcp) {
       return Error{ErrorCode::kUnsupported, why + ". MOONCAKE_ALLOW_FALLBACK=1 takes tcp instead"};
     }

@@ -8,12 +8,17 @@
 
 namespace mooncake::transfer {
 
-std::string describeTopology(const std::string& devices) {
-  std::vector<std::string> wanted;
-  std::istringstream list(devices);
+std::vector<std::string> listOf(const std::string& text) {
+  std::vector<std::string> names;
+  std::istringstream list(text);
   for (std::string name; std::getline(list, name, ',');) {
-    if (!name.empty()) wanted.push_back(name);
+    if (!name.empty()) names.push_back(name);
   }
+  return names;
+}
+
+std::string describeTopology(const std::string& devices) {
+  const std::vector<std::string> wanted = listOf(devices);
   const auto env = FabricEnv::read();
   auto topology = env.ok() ? NicTopology::load(*env, wanted) : Result<NicTopology>(env.error());
   if (!topology.ok()) {

@@ -1,6 +1,7 @@
 #include "transfer/transfer_engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 
@@ -9,6 +10,7 @@
 #include "transfer/call_guard.h"
 #include "transfer/protocol.h"
 #include "transfer/session_socket.h"
+#include "transfer/topology.h"
 
 namespace mooncake::transfer {
 namespace {
@@ -36,6 +38,7 @@ Status TransferEngine::start(TransferEngineOptions options) {
   logName_ = "engine " + options.localName;
   if (settings_.leastRpcPort > settings_.mostRpcPort)
     return {ErrorCode::kInvalidArgument, "MC_MIN_RPC_PORT is larger than MC_MAX_RPC_PORT"};
+  if (!options.devices.empty()) env_.fabricDevices = listOf(options.devices);
   const auto protocol = selectProtocol(env_, settings_, options.protocol, logName_);
   if (!protocol.ok()) return protocol.status();
   protocol_ = *protocol;
@@ -336,15 +339,60 @@ Code TransferEngine::probe(const std::string& name) {
   return fail(codeOf(answer.error().code), "probe: " + answer.error().message);
 }
 
+Result<std::shared_ptr<Peer>> TransferEngine::livePeer(Segment& segment) {
+  auto peer = segment.peer(deadlineOf(0));
+  if (!peer.ok() || !*peer || !(*peer)->disconnected) return peer;
+  MOONCAKE_TRY(segment.refresh(segment.generation(), deadlineOf(0)));
+  return segment.peer(deadlineOf(0));
+}
+
+Code TransferEngine::warmUp(const std::string& name) {
+  const Call call(*this);
+  if (!call) return kContext;
+  Code code = kGood;
+  const auto segment = openSegment(name, &code);
+  if (!segment) return code;
+  const auto peer = livePeer(*segment);
+  if (!peer.ok()) return fail(codeOf(peer.error().code), peer.error().message);
+  if (!*peer) return kGood;
+
+  struct Outcome {
+    Doorbell bell;
+    Status how;
+    std::atomic<bool> isThere{false};
+  };
+  const auto outcome = std::make_shared<Outcome>();
+  const uint32_t generation = stopping_.generation();
+  {
+    std::lock_guard lock(mutex_);
+    if (isClosed_) return kContext;
+    drivers_.insert(&outcome->bell);
+  }
+  (*peer)->channel->warmUp([outcome](Status how) {
+    outcome->how = std::move(how);
+    outcome->isThere.exchange(true);
+    outcome->bell.ring();
+  });
+  const Waiter waiter{outcome->bell, stopping_, generation, deadlineOf(0),
+                      SpinPolicy::forMessages()};
+  const WaitResult waited = waiter.until([&] { return outcome->isThere.load(); });
+  {
+    std::lock_guard lock(mutex_);
+    drivers_.erase(&outcome->bell);
+  }
+  if (waited == WaitResult::kInterrupted) return kContext;
+  const Status how = waited == WaitResult::kReady
+                         ? outcome->how
+                         : Status(ErrorCode::kTimeout, "no card has reached it in time");
+  if (how.ok()) return kGood;
+  return fail(codeOf(how.code()), "segment \"" + name + "\" is not warm: " + how.error().message);
+}
+
 std::string TransferEngine::transportTo(const std::string& name) {
   const Call call(*this);
   const auto segment = call ? openSegment(name) : nullptr;
   if (!segment) return "";
-  auto peer = segment->peer(deadlineOf(0));
-  if (peer.ok() && *peer && (*peer)->disconnected) {
-    const Status asked = segment->refresh(segment->generation(), deadlineOf(0));
-    peer = asked.ok() ? segment->peer(deadlineOf(0)) : Result<std::shared_ptr<Peer>>(asked.error());
-  }
+  const auto peer = livePeer(*segment);
   if (!peer.ok()) {
     (void)fail(codeOf(peer.error().code), peer.error().message);
     return "";

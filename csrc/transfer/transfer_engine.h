@@ -27,6 +27,7 @@ struct TransferEngineOptions {
   std::string host;            // where peers reach us; empty: the local name's
   std::string metadataServer;  // "P2PHANDSHAKE", "http://host:port/metadata"
   std::string protocol = "tcp";
+  std::string devices;   // network cards to use, by name, separated by commas; empty: all
   uint16_t rpcPort = 0;  // 0: a free one
 };
 
@@ -93,8 +94,11 @@ class TransferEngine {
   std::string describeLinks(bool asJson);
   uint64_t firstBuffer(const std::string& name);  // 0: it has none, or cannot be reached
   Code probe(const std::string& name);
-  // The live wire to it: "tcp", "shm", "inproc", "local" for ourselves; empty: it cannot be
-  // reached.
+  // Connects to its engine, and has each of our cards reach it: the first transfer waits for none
+  // of that. Nothing is left to do where that has been done, and on wires without cards.
+  Code warmUp(const std::string& name);
+  // The live wire to it: "tcp", "fabric", "shm", "inproc", "local" for ourselves; empty: it cannot
+  // be reached.
   std::string transportTo(const std::string& name);
   Code notify(const std::string& name, const Notification& notification);
   std::vector<Notification> takeNotifications();
@@ -125,6 +129,8 @@ class TransferEngine {
   void startWorkers();
   std::shared_ptr<const Bytes> describe();
   Deadline deadlineOf(uint64_t bytes) const;
+  // Asked for anew when it has gone.
+  Result<std::shared_ptr<Peer>> livePeer(Segment& segment);
 
   Env env_;
   TransferEnv settings_;

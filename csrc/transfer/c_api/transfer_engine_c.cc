@@ -183,8 +183,9 @@ int closeSegment(transfer_engine_t engine, segment_id_t segment_id) {
   return own ? own->closeSegment(segment_id) : kInvalid;
 }
 
-int warmupEfaSegment(transfer_engine_t engine, const char*) {
-  return engineOf(engine) ? kGood : kInvalid;
+int warmupEfaSegment(transfer_engine_t engine, const char* segment_name) {
+  const auto own = engineOf(engine);
+  return own ? own->warmUp(textOf(segment_name)) : kInvalid;
 }
 
 int removeLocalSegment(transfer_engine_t engine, const char* segment_name) {

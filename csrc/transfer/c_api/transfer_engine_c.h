@@ -129,6 +129,7 @@ TRANSFER_ENGINE_API segment_id_t openSegment(transfer_engine_t engine, const cha
 TRANSFER_ENGINE_API segment_id_t openSegmentNoCache(transfer_engine_t engine,
                                                     const char* segment_name);
 TRANSFER_ENGINE_API int closeSegment(transfer_engine_t engine, segment_id_t segment_id);
+/* Connects to the segment's engine and has each network card reach it. 0 also on other wires. */
 TRANSFER_ENGINE_API int warmupEfaSegment(transfer_engine_t engine, const char* segment_name);
 TRANSFER_ENGINE_API int removeLocalSegment(transfer_engine_t engine, const char* segment_name);
 TRANSFER_ENGINE_API int syncSegmentCache(transfer_engine_t engine);

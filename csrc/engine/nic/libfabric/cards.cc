@@ -203,10 +203,11 @@ Result<std::vector<LibfabricCard>> listLibfabricCards(const FabricEnv& env) {
     if (!all.empty()) filteredOut += "; provider " + provider + " has " + namesOf(all);
   }
   std::string message = "no network card of provider " + joined(providers);
-  if (!env.requiredProvider.empty()) message += ", which MOONCAKE_FABRIC_REQUIRE asks for";
+  if (!env.requiredProvider.empty()) message += ", which " + env.requiredBy + " asks for";
   if (filteredOut.empty()) {
-    message += "; " + (*library)->describe() + " offers " + providersOf(*library) +
-               ", of which MOONCAKE_FABRIC_PROVIDERS names those that may be used";
+    message += "; " + (*library)->describe() + " offers " + providersOf(*library);
+    if (env.requiredProvider.empty())
+      message += ", of which MOONCAKE_FABRIC_PROVIDERS names those that may be used";
   } else {
     message += " is called " + joined(env.devices) + filteredOut;
   }

@@ -33,7 +33,7 @@ std::string describe(const LibfabricCard& card, const NicTopology& topology) {
 }
 
 std::string reasonFor(const FabricEnv& env, const std::string& provider) {
-  if (!env.requiredProvider.empty()) return "MOONCAKE_FABRIC_REQUIRE asks for it";
+  if (!env.requiredProvider.empty()) return env.requiredBy + " asks for it";
   if (env.providers.front() == provider) return "the first of MOONCAKE_FABRIC_PROVIDERS";
   return "the first of MOONCAKE_FABRIC_PROVIDERS that has cards";
 }

@@ -16,6 +16,8 @@ constexpr size_t kMostQueuedBytes = size_t(256) << 20;
 // From one break that a test asks for to the next. Far less than a failure timeout, and time enough
 // for some work.
 constexpr auto kLeastStanding = std::chrono::milliseconds(50);
+// Until a card that has not answered is asked once more.
+constexpr auto kColdPause = std::chrono::milliseconds(100);
 constexpr size_t kMostWords = 4096;  // whose last put is remembered, before those that landed go
 
 uint64_t randomNumber() {
@@ -189,6 +191,36 @@ Status FabricChannel::carry(ByteView bytes) const {
   return below->send(control::withKind(control::Kind::kCarried, bytes));
 }
 
+void FabricChannel::warmUp(std::function<void(Status)> done) {
+  std::lock_guard lock(mutex_);
+  const Status now = usable();
+  if (!now.ok()) return done(now);
+  warming_.push_back(std::move(done));
+  if (theirs_) askCold(Clock::now());
+  if (!warming_.empty()) activate();
+}
+
+// Over each path that is up and has answered nothing yet; what is lost is asked again. Those that
+// are left out are probed anyway.
+void FabricChannel::askCold(Clock::time_point now) {
+  bool isAnyWarm = false, isAnyCold = false;
+  for (size_t i = 0; i < isWarm_.size(); ++i) {
+    isAnyWarm = isAnyWarm || isWarm_[i];
+    isAnyCold = isAnyCold || (!isWarm_[i] && paths_.isUp(i));
+  }
+  if (isAnyWarm && !isAnyCold) return endWarmUp({});
+  if (now < askColdAt_) return;
+  askColdAt_ = now + kColdPause;
+  for (size_t i = 0; i < isWarm_.size(); ++i) {
+    if (!isWarm_[i] && paths_.isUp(i))
+      sendPlain({.kind = Packet::Kind::kProbe, .number = paths_.probe(i)}, i);
+  }
+}
+
+void FabricChannel::endWarmUp(const Status& how) {
+  for (const auto& done : std::exchange(warming_, {})) done(how);
+}
+
 // ---- what the peer's end says
 
 void FabricChannel::tell(const Bytes& bytes) {
@@ -272,6 +304,8 @@ void FabricChannel::onHello(control::Hello hello) {
   theirs_ = std::move(hello);
   paths_.reset(rails_->count());
   peers_.assign(rails_->count(), std::nullopt);
+  isWarm_.assign(rails_->count(), false);
+  askColdAt_ = {};
   if (onPath_) {
     // The first that answers a probe is the first that is up.
     for (size_t i = 0; i < paths_.count(); ++i) paths_.leaveOut(i, Clock::now());
@@ -389,6 +423,7 @@ void FabricChannel::close() {
       unacked_.clear();
       releasePeers();
       endWait({ErrorCode::kAborted, "the channel is closed"});
+      endWarmUp({ErrorCode::kAborted, "the channel is closed"});
     }
   }
   if (below) below->close();
@@ -423,6 +458,7 @@ void FabricChannel::lose(const Error& why) {
   if (!lost_) lost_ = why;
   dropBulk();
   finishAll(ErrorCode::kPeerLost);
+  endWarmUp(*lost_);
 }
 
 void FabricChannel::breakOff(const std::string& why) {
@@ -498,6 +534,8 @@ void FabricChannel::restart() {
   incoming_.clear();
   ackOwed_ = 0;
   theirs_.reset();
+  isWarm_.clear();
+  endWarmUp({ErrorCode::kPeerLost, "the connection was made anew"});
   releasePeers();
   arriving_.clear();
   lost_.reset();

@@ -48,6 +48,8 @@ class FabricChannel final : public Channel,
   bool isMadeAgain() const override { return true; }
   uint64_t lifeSigns() const override;
   void beat() override { below_->beat(); }
+  // Each of our cards has had an answer from the peer's, or is left out, and one has.
+  void warmUp(std::function<void(Status)> done) override;
   Status put(const PutRequest& request) override;
   using Channel::get;
   using Channel::write;
@@ -133,6 +135,8 @@ class FabricChannel final : public Channel,
   void breakOff(const std::string& why);
   void perhapsBreak();
   void endWait(const Status& how);
+  void askCold(Clock::time_point now);
+  void endWarmUp(const Status& how);
   void activate();
   void sayHello();
   void tell(const Bytes& bytes);
@@ -171,6 +175,9 @@ class FabricChannel final : public Channel,
   std::vector<std::optional<NicPeer>> peers_;  // by path, once it was used
   uint64_t turn_ = 0;                          // of the rails
   std::function<void(Status)> onPath_;         // waits for one that leads there
+  std::vector<bool> isWarm_;                   // by path: something has been answered over it
+  std::vector<std::function<void(Status)>> warming_;  // wait for all that work
+  Clock::time_point askColdAt_;                       // the others, once more
 
   std::deque<Stream> puts_, bulk_;
   bool isBulksTurn_ = false;

@@ -262,6 +262,7 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
       if (theirs_) sendPlain({.kind = Packet::Kind::kProbed, .number = packet.number}, rail);
       break;
     case Packet::Kind::kProbed:
+      if (!isWarm_.empty()) isWarm_[paths_.pathOf(packet.number)] = true;
       if (const auto path = paths_.answered(packet.number, now)) {
         log(LogLevel::kInfo, options_.name, "card ", rails_->nic(*path).name(),
             " reaches its peer again");
@@ -292,12 +293,14 @@ bool FabricChannel::tick(Clock::time_point now) {
   if (closed_ || lost_ || !theirs_) return false;
   for (const auto& probe : paths_.probes(now))
     sendPlain({.kind = Packet::Kind::kProbe, .number = probe.number}, probe.path);
+  if (!warming_.empty()) askCold(now);
   if (ackOwed_ > 0 && now >= ackDue_) sendAck();
   const auto since = paths_.allOutSince();
   if (!paths_.stalled(now).empty() || (since && now - *since > options_.pathLimit)) ask(now);
   isActive_ = true;  // pump() does not ask for what we say here
   pump(now);
-  isActive_ = ackOwed_ > 0 || paths_.hasWork() || !puts_.empty() || !bulk_.empty();
+  isActive_ =
+      ackOwed_ > 0 || paths_.hasWork() || !puts_.empty() || !bulk_.empty() || !warming_.empty();
   return isActive_;
 }
 

@@ -7,7 +7,7 @@ namespace mooncake {
 
 Result<std::unique_ptr<Transport>> createLibfabricTransport(const TransportContext& context,
                                                             FabricTransport::Create below) {
-  const auto env = FabricEnv::read();
+  const auto env = FabricEnv::read(context.env);
   if (!env.ok()) return env.error();
   return createLibfabricTransport(context, below, *env);
 }

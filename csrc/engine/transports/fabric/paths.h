@@ -46,6 +46,10 @@ class Paths {
   };
   // That are due; numbers are never 0.
   std::vector<Probe> probes(Clock::time_point now);
+  // Of a path that may be up: its answer brings nothing back.
+  uint64_t probe(size_t path) { return ++lastProbe_ * paths_.size() + path; }
+  // The path of any probe of ours, answered or not. Not while there are none.
+  size_t pathOf(uint64_t probe) const { return probe % paths_.size(); }
   // Which path comes back by it, if one does.
   std::optional<size_t> answered(uint64_t probe, Clock::time_point now);
   bool hasWork() const;
