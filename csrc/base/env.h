@@ -26,8 +26,8 @@ const std::vector<EnvVariable>& envTable();
 inline constexpr size_t kLeastJobKeyBytes = 16;
 
 // Held while we read the process's environment, and while a library that may change it starts: what
-// setenv() lets go of, a getenv() of another thread may be reading. Recursive, as the log reads its
-// level; free in a forked child, whoever held it.
+// setenv() lets go of, another thread may be reading. Recursive, as the log reads its level; free
+// in a forked child, whoever held it.
 std::recursive_mutex& environmentMutex();
 
 struct Env {
