@@ -788,7 +788,11 @@ def losses_on_rank(me, count):
         world.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()
 
     call()
+    # What a rank has sent on a wire of packets is lost with it until it was acknowledged.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"first call of {me.rank}", "has ended")
     if me.rank == 2:
+        store.wait([f"first call of {rank}" for rank in range(2)])
         os._exit(0)
     for tensor in tensors:
         tensor.fill_(2.0**me.rank)
