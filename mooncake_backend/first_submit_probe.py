@@ -9,29 +9,14 @@ The target serves until it gets SIGINT or SIGTERM.
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
 
-from mooncake_backend.transfer_bench import PROTOCOLS, BenchError, Buffer, open_engine
+from mooncake_backend.transfer_bench import PROTOCOLS, BenchError, Buffer, open_engine, serve
 
 FAILED = 1
-
-
-def serve(options: argparse.Namespace) -> int:
-    engine, name = open_engine(options)
-    buffer = Buffer(engine, options.buffer_size)
-    told = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: told.set())
-    print(f"[target] ready, addr={name}", flush=True)
-    while not told.wait(0.2):
-        pass
-    buffer.close()
-    return 0
 
 
 def probe(options: argparse.Namespace) -> int:
@@ -94,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise BenchError(f"--mode={options.mode}: initiator or target")
         if options.xfer_size > options.buffer_size:
             raise BenchError("--xfer_size is more than --buffer_size")
-        return serve(options) if options.mode == "target" else probe(options)
+        if options.mode == "target":
+            return serve(options, ready="[target] ready, addr={name}")
+        return probe(options)
     except BenchError as error:
         print(f"efa_first_submit_probe: {error}", file=sys.stderr)
         return FAILED

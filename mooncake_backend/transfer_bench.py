@@ -108,13 +108,17 @@ def open_engine(options: argparse.Namespace) -> tuple[Any, str]:
     return engine, name
 
 
-def serve(options: argparse.Namespace) -> int:
+def serve(
+    options: argparse.Namespace, ready: str = "target: {name}, {size} at {address:#x}"
+) -> int:
+    """Until a signal comes. ready: what is printed when others may begin."""
     engine, name = open_engine(options)
     buffer = Buffer(engine, options.buffer_size)
     told = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.set())
-    print(f"target: {name}, {size_text(options.buffer_size)} at {buffer.address:#x}", flush=True)
+    size = size_text(options.buffer_size)
+    print(ready.format(name=name, size=size, address=buffer.address), flush=True)
     while not told.wait(0.2):
         pass
     buffer.close()

@@ -252,8 +252,12 @@ TEST_P(LibfabricProcesses, AStoppedPeerIsGivenUpAndItsLateCompletionsAreNobodys)
   start(server);
   ASSERT_TRUE(writeWorks(server));
   ::kill(server.process->pid(), SIGSTOP);
-  siginfo_t stopped;  // it goes on for a moment after the signal was sent
-  ASSERT_EQ(::waitid(P_PID, id_t(server.process->pid()), &stopped, WSTOPPED | WNOWAIT), 0);
+  // It goes on for a moment after the signal was sent.
+  ASSERT_TRUE(until([&] {
+    siginfo_t stopped{};
+    ::waitid(P_PID, id_t(server.process->pid()), &stopped, WSTOPPED | WNOWAIT | WNOHANG);
+    return stopped.si_pid == server.process->pid();
+  }));
   NicBlock block(*end.nic, kServedBytes);
   std::set<void*> underWay;
   for (uintptr_t i = 1; i <= 40; ++i) {

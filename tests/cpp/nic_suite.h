@@ -517,7 +517,9 @@ TYPED_TEST_P(NicSuite, WaitEndsAtADeadlineAtAWakeAndAtACompletion) {
   std::thread sleeper([&] { result = waited(*this->b.nic, std::chrono::seconds(10)); });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   this->begin([&] { return this->a.nic->send(this->toB, source.all(), {}, tagOf(2)); });
-  while (this->a.done.empty()) this->a.poll();
+  const auto patience = Deadline::after(std::chrono::seconds(10));
+  while (this->a.done.empty() && !patience.passed()) this->a.poll();
+  EXPECT_FALSE(this->a.done.empty());
   sleeper.join();
   EXPECT_EQ(result.first, 1u);
   EXPECT_LT(result.second, std::chrono::seconds(9));
