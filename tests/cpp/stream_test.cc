@@ -325,6 +325,31 @@ TEST_F(StreamTest, CloseWaitsForTheEndThatIsBeingReported) {
   mayEnd.count_down();
 }
 
+// What has left for the socket is overtaken by nothing: a turn that wrote all it could would make
+// the frames of the next moment wait for it.
+TEST(SendQueueTest, ACallSendsNoMoreThanItMay) {
+  constexpr size_t kBytes = size_t(4) << 20, kMost = size_t(64) << 10;
+  RegionTable regions;
+  TransferTable transfers;
+  SendQueue queue(regions, transfers);
+  Bytes memory(kBytes);
+  auto region = regions.add(memory.data(), memory.size(), kRemoteRead);
+  ASSERT_TRUE(region.ok());
+  for (const uint64_t length : {kBytes / 2, kMost / 4, kBytes / 4}) {
+    ASSERT_TRUE(queue.answer(
+        {.kind = wire::Kind::kGet, .request = 1, .key = region->remote().key, .length = length}));
+  }
+  auto [here, there] = socketPair(300 << 10);
+  Bytes sink(kMost);
+  while (!queue.empty()) {
+    const auto sent = queue.sendSome(here.get(), kMost);
+    ASSERT_TRUE(sent.ok());
+    EXPECT_LE(*sent, kMost + 8 * wire::kHeaderBytes);
+    while (::recv(there.get(), sink.data(), sink.size(), MSG_DONTWAIT) > 0) {
+    }
+  }
+}
+
 // A request that waited for all the answers before it would make two that fetch from each other
 // take turns.
 TEST(SendQueueTest, AFrameWaitsForOnePieceAtMost) {

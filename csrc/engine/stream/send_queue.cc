@@ -8,9 +8,8 @@ namespace mooncake {
 namespace {
 
 constexpr size_t kMaxGather = 16;
-// Of transfers in one system call: so many pieces, and no further one behind so many bytes.
+// Of transfers in one system call.
 constexpr size_t kMaxPieces = 64;
-constexpr size_t kMaxCallBytes = size_t(1) << 20;
 // Small frames that wait share memory up to so much.
 constexpr size_t kSharedFrameBytes = 4096;
 constexpr std::array<std::byte, 4096> kZeros{};
@@ -117,10 +116,10 @@ void SendQueue::cancelWrites(const Completion* completion) {
   }
 }
 
-Result<size_t> SendQueue::sendSome(int socket) {
+Result<size_t> SendQueue::sendSome(int socket, size_t most) {
   // A half-sent frame that waits in frames_ implies !piece_: both cannot be under way.
   if (!piece_ && !frames_.empty()) return sendFrames(socket);
-  if (!jobs_.empty()) return sendJobs(socket);
+  if (!jobs_.empty()) return sendJobs(socket, std::min(most, kMostBytesPerCall));
   return size_t(0);
 }
 
@@ -144,17 +143,17 @@ Result<size_t> SendQueue::sendFrames(int socket) {
   return written;
 }
 
-Result<size_t> SendQueue::sendJobs(int socket) {
+Result<size_t> SendQueue::sendJobs(int socket, size_t most) {
   std::array<Planned, kMaxPieces> plan;
   std::array<iovec, 2 * kMaxPieces> parts;
   size_t pieces = 0, count = 0, bytes = 0;
   uint64_t begun = jobs_.front().begun;
-  for (size_t j = 0; j < jobs_.size() && pieces < kMaxPieces && bytes < kMaxCallBytes;) {
+  for (size_t j = 0; j < jobs_.size() && pieces < kMaxPieces && bytes < most;) {
     Job& job = jobs_[j];
     Planned& planned = plan[pieces];
     const bool goesOn = pieces == 0 && piece_;
     planned.piece = goesOn ? *piece_ : pieceOf(job, begun);
-    const std::byte* payload = payloadOf(job, planned);
+    const std::byte* payload = payloadOf(job, planned, most - bytes);
     if (!goesOn && job.status != wire::AnswerStatus::kOk) {  // since a moment ago, perhaps
       planned.piece = pieceOf(job, begun);
       planned.payload = 0;
@@ -168,7 +167,7 @@ Result<size_t> SendQueue::sendJobs(int socket) {
     bytes += wire::kHeaderBytes + planned.payload;
     ++pieces;
     if (!frames_.empty()) break;              // they come next, and so would wait for all of these
-    if (planned.payload < piece.left) break;  // it is filled up, which takes its time
+    if (planned.payload < piece.left) break;  // no more for now, or filled up, which takes its time
     begun = piece.position + piece.left;
     if (piece.last) {
       ++j;
@@ -180,19 +179,19 @@ Result<size_t> SendQueue::sendJobs(int socket) {
   return written;
 }
 
-// Where the piece's bytes are, as long as the plan lives; sets how many.
-const std::byte* SendQueue::payloadOf(Job& job, Planned& planned) {
+// Where the piece's bytes are, as long as the plan lives; sets how many, at most `most`.
+const std::byte* SendQueue::payloadOf(Job& job, Planned& planned, size_t most) {
   const Piece& piece = planned.piece;
-  planned.payload = piece.left;
+  planned.payload = std::min<uint64_t>(piece.left, most);
   if (piece.left == 0) return nullptr;
   if (job.status == wire::AnswerStatus::kOk) {
     if (job.isWrite) return job.source + piece.position;
-    planned.use = regions_.open(job.key, job.offset + piece.position, piece.left, kRemoteRead);
+    planned.use = regions_.open(job.key, job.offset + piece.position, planned.payload, kRemoteRead);
     if (planned.use) return planned.use.data();
     // Revoked half way: the piece is filled up, the status says the rest.
     job.status = wire::AnswerStatus::kRefused;
   }
-  planned.payload = std::min<uint64_t>(piece.left, kZeros.size());
+  planned.payload = std::min<uint64_t>(planned.payload, kZeros.size());
   return kZeros.data();
 }
 

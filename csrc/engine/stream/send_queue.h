@@ -22,6 +22,7 @@ namespace mooncake {
 class SendQueue {
  public:
   static constexpr size_t kMaxQueuedBytes = size_t(256) << 20;
+  static constexpr size_t kMostBytesPerCall = size_t(1) << 20;
 
   SendQueue(RegionTable& regions, TransferTable& transfers)
       : regions_(regions), transfers_(transfers) {}
@@ -41,9 +42,9 @@ class SendQueue {
   // The sources of those writes are not read any more; null: of all. The peer is told.
   void cancelWrites(const Completion* completion);
 
-  // One system call's worth of what waits. Returns the bytes sent; 0: the socket is full or nothing
-  // waits.
-  Result<size_t> sendSome(int socket);
+  // One system call's worth of what waits: of transfers about `most` bytes, at most 1 MiB. Returns
+  // the bytes sent; 0: the socket is full or nothing waits.
+  Result<size_t> sendSome(int socket, size_t most = kMostBytesPerCall);
   bool empty() const { return frames_.empty() && jobs_.empty(); }
   // Whether the peer stands between two frames, so that a new one could begin.
   bool betweenFrames() const { return frames_.empty() && !piece_; }
@@ -81,8 +82,8 @@ class SendQueue {
   };
 
   Result<size_t> sendFrames(int socket);
-  Result<size_t> sendJobs(int socket);
-  const std::byte* payloadOf(Job& job, Planned& planned);
+  Result<size_t> sendJobs(int socket, size_t most);
+  const std::byte* payloadOf(Job& job, Planned& planned, size_t most);
   Piece pieceOf(const Job& job, uint64_t begun) const;
   void commit(std::span<Planned> plan, size_t sent);
   void endJob();
