@@ -2,9 +2,11 @@
 // publish which rows are whose. Then each rank adds up the rows of its tokens, in top-k order, so
 // that the sum has the same bits whatever came first. Cost: the rows copied once where they do not
 // stand there already, k rows read for each token, one exchange of slots; over messages each row
-// crosses once, and a second exchange says that all have what they need.
+// crosses once, those of the first tokens first, and a second exchange says that all have what they
+// need.
 #include <algorithm>
 #include <cstring>
+#include <deque>
 
 #include "base/failpoint.h"
 #include "ep/calls.h"
@@ -59,7 +61,7 @@ class Combine final : public Algorithm {
     for (const int r : op.ranks()) ending_.participants.add(r);
     ending_.participants &= call_.mask & handle_.participants;
     rows_.assign(size_t(shape_.numExperts), {});
-    return addUp(op, false);
+    return addUp(op, false, 0, 1);
   }
 
  private:
@@ -153,28 +155,36 @@ class Combine final : public Algorithm {
     }
     for (const auto& [r, table] : tables) participants &= table.mask;
     participants &= handle_.participants;
-    MOONCAKE_TRY(findRows(op, tables, participants));
-    MOONCAKE_TRY(addUp(op, participants.contains(op.rank())));
+    std::deque<Fetches> fetches;
+    MOONCAKE_TRY(findRows(op, tables, participants, fetches));
+    const size_t parts = std::max<size_t>(fetches.size(), 1);
+    for (size_t part = 0; part < parts; ++part) {
+      if (part < fetches.size()) MOONCAKE_TRY(fetches[part].await());
+      MOONCAKE_TRY(addUp(op, participants.contains(op.rank()), part, parts));
+    }
     ending_.participants = std::move(participants);
     return {};
   }
 
+  // What is fetched comes in parts, each the rows of as many of our tokens: those are added up
+  // while the next ones come.
   Status findRows(Operation& op, const std::vector<std::pair<int, CombineTable>>& tables,
-                  const RankSet& participants) {
+                  const RankSet& participants, std::deque<Fetches>& fetches) {
     rows_.assign(size_t(shape_.numExperts), {});
     if (!participants.contains(op.rank())) return {};
-    size_t landingBytes = 0;
+    size_t landingBytes = 0, senders = 0;  // experts whose rows are fetched
     const auto isFetched = [&](int r, const CombineTable& table) {
       return op.isPayloadOurs(r) && table.rowsAt == RowsAt::kStaging;
     };
     for (const auto& [r, table] : tables) {
-      if (participants.contains(r) && isFetched(r, table))
-        landingBytes += rowsIn(table, op.rank()) * rowBytes_;
+      if (!participants.contains(r) || !isFetched(r, table)) continue;
+      landingBytes += rowsIn(table, op.rank()) * rowBytes_;
+      senders += table.localExperts;
     }
     auto landing = op.group().scratch(landingBytes);
     if (!landing.ok()) return landing.error();
     std::byte* at = *landing;
-    Fetches fetches(op);
+    std::vector<Fetched> fetched;
     for (const auto& [r, table] : tables) {
       if (!participants.contains(r)) continue;
       const std::byte* packed = table.payloadRows;
@@ -191,8 +201,7 @@ class Combine final : public Algorithm {
           rows.stride = call_.rowStride;
           rows.begin = call_.x + (local * perExpert_ + range.begin) * rows.stride;
         } else if (isFetched(r, table)) {
-          MOONCAKE_TRY(
-              fetches.start(r, op.slot(r).input, table.regionOffset + offset, {at, bytes}));
+          fetched.push_back({e, r, table.regionOffset + offset, {at, bytes}});
           rows.begin = at;
           at += bytes;
         } else if (op.isPayloadOurs(r)) {
@@ -204,7 +213,50 @@ class Combine final : public Algorithm {
         }
       }
     }
-    return fetches.await();
+    if (fetched.empty()) return {};
+    const size_t most = std::min(kMostParts, std::max<size_t>(tokens(), 1));
+    const size_t parts = std::clamp<size_t>(landingBytes / (senders * kLeastFetchBytes), 1, most);
+    for (size_t part = 0; part < parts; ++part) {
+      const auto counts = rowsFor(tokensOf(part, parts));
+      fetches.emplace_back(op);
+      for (Fetched& one : fetched) {
+        const auto some =
+            one.target.first(std::min(counts[size_t(one.expert)] * rowBytes_, one.target.size()));
+        if (some.empty()) continue;
+        MOONCAKE_TRY(fetches.back().start(one.rank, op.slot(one.rank).input, one.offset, some));
+        one.offset += some.size();
+        one.target = one.target.subspan(some.size());
+      }
+    }
+    return {};
+  }
+
+  struct Fetched {
+    int expert, rank;
+    uint64_t offset;  // of what is still to be asked for
+    std::span<std::byte> target;
+  };
+  static constexpr size_t kMostParts = 8;
+  static constexpr size_t kLeastFetchBytes = size_t(32) << 10;  // of an expert and a part, roughly
+
+  size_t tokens() const { return handle_.topk ? handle_.chosen.size() / handle_.topk : 0; }
+  struct TokenRange {
+    size_t begin, end;
+  };
+  TokenRange tokensOf(size_t part, size_t parts) const {
+    return {tokens() * part / parts, tokens() * (part + 1) / parts};
+  }
+
+  // By expert: how many rows these tokens sent there.
+  std::vector<size_t> rowsFor(TokenRange some) const {
+    std::vector<size_t> counts(size_t(shape_.numExperts));
+    const auto places =
+        std::span(handle_.chosen)
+            .subspan(some.begin * handle_.topk, (some.end - some.begin) * handle_.topk);
+    for (const int32_t expert : places) {
+      if (expert != kNoExpert) ++counts[size_t(expert)];
+    }
+    return counts;
   }
 
   static size_t rowsIn(const CombineTable& table, int rank) {
@@ -221,12 +273,14 @@ class Combine final : public Algorithm {
             op.group().nameRank(rank) + " " + why + ": do all ranks run the same version?"};
   }
 
-  // The rows of an expert are those of our tokens that chose it, in their order.
-  Status addUp(const Operation& op, bool takesPart) {
+  // The rows of an expert are those of our tokens that chose it, in their order: each part follows
+  // the one before it.
+  Status addUp(const Operation& op, bool takesPart, size_t part, size_t parts) {
     const size_t topk = handle_.topk;
-    std::vector<WeightedRow> parts;
-    for (size_t t = 0; topk && t < handle_.chosen.size() / topk; ++t) {
-      parts.clear();
+    const auto [begin, end] = tokensOf(part, parts);
+    std::vector<WeightedRow> summands;
+    for (size_t t = begin; t < end; ++t) {
+      summands.clear();
       bool isMissing = false;
       float wanted = 0, arrived = 0;
       for (size_t j = 0; j < topk; ++j) {
@@ -245,16 +299,16 @@ class Combine final : public Algorithm {
         const std::byte* row = rows.begin + rows.used++ * rows.stride;
         if (!isWanted) continue;
         arrived += call_.weights[place];
-        parts.push_back({row, call_.weights[place]});
+        summands.push_back({row, call_.weights[place]});
       }
       if (isMissing && call_.renormalizes && arrived != 0) {
-        for (WeightedRow& part : parts) part.weight *= wanted / arrived;
+        for (WeightedRow& summand : summands) summand.weight *= wanted / arrived;
       }
       uint16_t* const out = call_.combined + t * shape_.hidden;
       if (call_.usesLogfmt) {
-        combineLogfmtRows(parts, shape_.hidden, out);
+        combineLogfmtRows(summands, shape_.hidden, out);
       } else {
-        combineRows(parts, shape_.hidden, out);
+        combineRows(summands, shape_.hidden, out);
       }
       call_.missing[t] = isMissing;
     }
