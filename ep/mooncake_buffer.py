@@ -78,7 +78,8 @@ class Buffer:
             self.update_ep_member()
 
     def update_ep_member(self) -> None:
-        """Takes over what has changed in the group's membership."""
+        """Raises if this Buffer cannot be used any more. Local: any ranks may call it, and the
+        others need not, as all agree on who is in without it, before the next operation."""
         self._runtime.native.update_members()
 
     def dispatch(

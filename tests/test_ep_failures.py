@@ -419,3 +419,32 @@ def stale_on_rank(me, victim):
 def test_no_old_rows_appear(ep, victim):
     with crew(ep, stale_on_rank, victim) as ranks:
         ranks.results(dead=[victim])
+
+
+def update_on_some_on_rank(me, victim, callers):
+    given = inputs()
+    buffer = ep_crew.mooncake_buffer(TOKENS, HIDDEN, EXPERTS)
+    mine, ranks = given[me.rank], torch.ones(SIZE, dtype=torch.int32)
+    left = others(victim)
+    go(me, "ready", range(SIZE))
+    if me.rank == victim:
+        die()
+    for _ in range(3):
+        if me.rank in callers:
+            buffer.update_ep_member()
+            buffer.connect(is_update=True)
+        found = buffer.dispatch(mine.x, mine.topk_idx, ranks, TOKENS, EXPERTS, -1, use_fp8=False)
+        assert ranks.tolist() == [int(rank in left) for rank in range(SIZE)]
+        rows = check_dispatch(me, found, given, TOKENS, EXPERTS, active=left)
+        rows = ep_crew.my_answers(me, rows, OWNERS)
+        combined, event, _ = buffer.combine(rows, mine.topk_idx, mine.weights, ranks, -1, found[2])
+        missing = event.missing_contributions
+        check_combine(me, combined, missing, given, TOKENS, EXPERTS, active=left)
+    check_group([victim])
+
+
+@pytest.mark.parametrize("callers", [[0], [2], []])
+def test_members_are_updated_by_some_ranks_only(ep, callers):
+    """Who calls it and who does not go on together."""
+    with crew(ep, update_on_some_on_rank, 1, callers) as ranks:
+        ranks.results(dead=[1])

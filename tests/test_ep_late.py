@@ -74,9 +74,9 @@ class Round:
         return combined, event.missing_contributions
 
 
-def late_on_rank(me, late, where, how):
-    given = ep_crew.inputs(11, [8, 3, 5, 8], HIDDEN, TOPK, EXPERTS)
-    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+def late_on_rank(me, late, where, how, hidden):
+    given = ep_crew.inputs(11, [8, 3, 5, 8], hidden, TOPK, EXPERTS)
+    buffer = ep_crew.deepep_buffer(TOKENS, hidden, EXPERTS)
     ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
     one = Round(me, buffer, given, how)
     left = without(late)
@@ -127,13 +127,16 @@ def late_on_rank(me, late, where, how):
     return one.agreed, one.slowest
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+# Over tcp, short rows travel with the signal, and long ones are fetched.
+@pytest.mark.parametrize(
+    ("transports", "hidden"), [("shm", HIDDEN), ("tcp", HIDDEN), ("tcp", 16 * HIDDEN)]
+)
 @pytest.mark.parametrize("where", ["dispatch", "combine", "stopped"])
 @pytest.mark.parametrize("late", [0, 2])
-def test_late(late, where, transports):
+def test_late(late, where, transports, hidden):
     how = {"return_recv_hook": True} if late == 2 else {}
     env = {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": "127.0.0.1"}
-    with starting(SIZE, late_on_rank, late, where, how, env=env) as ranks:
+    with starting(SIZE, late_on_rank, late, where, how, hidden, env=env) as ranks:
         ranks.board.wait_all("ready", EVERYBODY)
         if where == "stopped":
             ranks.stop(late)

@@ -167,10 +167,17 @@ def with_store_in_rank_0(me):
     for named in ({}, {"use_local_synchronization": True}):
         check(me, dist.new_group(**named), ranks, [0])
     check(me, dist.new_group([0, 2]), [0, 2], [0])
-    # torch itself asks the store: for a connection more, or to count who has come.
     if SPLITS:
-        error = raised(dist.group.WORLD.split_group, [1, 2, 3], group_name="part")
-        assert error[0] in ("DistNetworkError", "DistStoreError", "DistBackendError"), error
+        part = dist.group.WORLD.split_group([0, 1, 2], group_name="part")
+        assert (part is None) == (me.rank == 3)
+        if part is not None:
+            part.allreduce([tensor := torch.ones(LARGE)]).wait()
+            assert (tensor == 2).all()
+        # torch itself asks the store that it is given, to number who comes.
+        call = dist.group.WORLD.merge_remote_group
+        store = dist.distributed_c10d._get_default_store()
+        error = raised(call, dist.PrefixStore("merged", store), 3, timedelta(seconds=60))
+        assert error[0] in ("DistNetworkError", "DistStoreError"), error
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor == 3
@@ -199,3 +206,69 @@ def test_torchs_barrier_after_making_a_group():
         crew.board.wait_all("up", range(4))
         crew.kill(2)
         crew.results(dead=[2])
+
+
+# ---- groups that are merged
+
+LONG = timedelta(seconds=10 * harness.DEADLINE)
+
+
+def merge_of(me, name, size, group=None):
+    group = group or dist.group.WORLD
+    return group.merge_remote_group(me.store(name), size, LONG, group_name=name)
+
+
+def sum_over(group):
+    group.allreduce([tensor := torch.ones(LARGE)]).wait()
+    assert (tensor == tensor[0]).all()
+    return int(tensor[0])
+
+
+def merge_after_a_loss_on_rank(me):
+    lose(me, 2)
+    error = raised(merge_of, me, "with the lost one", 4)
+    assert error[0] == "DistBackendError", error
+    assert "merge_remote_group of 4 ranks cannot be complete: rank 2 of group" in error[1]
+    assert "3 of the ranks" in error[1]
+    assert sum_over(merge_of(me, "of who is left", 3)) == 3
+    dist.barrier()
+
+
+def merge_while_one_dies_on_rank(me):
+    if me.rank == 2:
+        signal.pause()
+    me.board.set(f"merges-{me.rank}")
+    error = raised(merge_of, me, "while it dies", 4)
+    assert error[0] == "DistBackendError", error
+    assert "cannot be complete: rank 2 of group" in error[1]
+
+
+def merge_of_two_groups_on_rank(me):
+    """Ranks 0 and 1 know nothing of how many the others are, or that one of them is lost."""
+    mine = [0, 1] if me.rank < 2 else [2, 3, 4]
+    group = dist.new_group([0, 1]), dist.new_group([2, 3, 4])
+    lose(me, 4)
+    error = raised(merge_of, me, "two", 5, group[me.rank > 1])
+    assert "rank 2 (global rank 4) of group" in error[1], (mine, error)
+    assert sum_over(merge_of(me, "four", 4, group[me.rank > 1])) == 4
+
+
+@pytest.mark.skipif(not SPLITS, reason="torch merges groups since 2.9")
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("function", "size", "victim"),
+    [
+        (merge_after_a_loss_on_rank, 4, 2),
+        (merge_while_one_dies_on_rank, 4, 2),
+        (merge_of_two_groups_on_rank, 5, 4),
+    ],
+)
+def test_merging_groups_that_have_lost_ranks(transports, function, size, victim):
+    with harness.starting(size, function, **over(transports)) as crew:
+        others = [r for r in range(size) if r != victim]
+        if function is merge_while_one_dies_on_rank:
+            crew.board.wait_all("merges", others)
+        else:
+            crew.board.wait_all("up", range(size))
+        crew.kill(victim)
+        crew.results(dead=[victim])

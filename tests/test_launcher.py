@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ import hosts
 import pytest
 
 from mooncake_backend import run
+from mooncake_backend.launcher import waits
 from mooncake_backend.launcher.endings import Ending, failures, table
 
 needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
@@ -198,6 +200,8 @@ def test_the_others_finish_when_ranks_die(site: Site):
         assert site.heard("sums", rank) == [4, 3, 3, 2, 2]
     lines = output[output.index("mooncake-run: 2 of 4 ranks finished") :].splitlines()
     assert lines[0].endswith("2 died and the others went on")
+    for line in lines[2:4]:
+        assert re.search(r"  went on after [\d.]+ m?s, the last finished", line), line
     words = [line.split() for line in lines[2:]]
     assert sorted(line[0] for line in words[:2] if "SIGKILL" in line) == ["0", "2"]
     assert words[2][:2] == ["1,", "3"]
@@ -216,6 +220,101 @@ socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     code, output = site.run(script, env=env)
     assert code == 0, output
+
+
+# ---- how long the others waited
+
+
+def waited(output: str, victim: int) -> float | None:
+    """Seconds, as the table says; None: it says nothing of it."""
+    table = output[output.index("mooncake-run: ") :]
+    (line,) = [line for line in table.splitlines() if line.startswith(f"  {victim} ")]
+    found = re.search(r"  went on after ([\d.]+) (m?s)", line)
+    return float(found[1]) / (1000 if found[2] == "ms" else 1) if found else None
+
+
+LOSE_ONE = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mooncake")
+dist.barrier()
+"""
+
+
+def test_what_the_others_waited_for_a_rank_that_lived_does_not_count(site: Site):
+    script = """
+if RANK == 0:
+    heard("called", 1)
+    heard("called", 2)
+    time.sleep(2)
+    die()
+say("called", 1)
+dist.barrier()
+"""
+    code, output = site.run(LOSE_ONE + script, ranks=3)
+    assert code == 0, output
+    assert 0 < waited(output, 0) < 1.5, output
+
+
+def test_silence_counts_from_the_last_sign_of_life(site: Site):
+    script = """
+if RANK == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.barrier()
+if RANK == 1:
+    os.kill(heard("pid", 0), signal.SIGKILL)
+"""
+    code, output = site.run(LOSE_ONE + script, ranks=3, env={"MOONCAKE_FAILURE_TIMEOUT_MS": "700"})
+    assert code == 0, output
+    assert 0.5 < waited(output, 0) < 5, output
+
+
+def test_who_calls_nothing_waits_for_nobody(site: Site):
+    script = """
+if RANK == 0:
+    die()
+until_seen_dead(0)
+"""
+    code, output = site.run(LOSE_ONE + script, ranks=3)
+    assert code == 0, output
+    assert waited(output, 0) is None
+    assert "  went on, the last finished " in output
+
+
+def test_an_operation_that_raises_has_waited_too(site: Site):
+    script = """
+if RANK == 0:
+    die()
+try:
+    dist.barrier()
+except RuntimeError:
+    say("raised", 1)
+"""
+    code, output = site.run(LOSE_ONE + script, ranks=3, env={"MOONCAKE_ON_FAILURE": "raise"})
+    assert code == 0, output
+    site.heard("raised", 1)
+    assert waited(output, 0) is not None, output
+
+
+def test_where_nobody_finishes_the_wait_is_told_all_the_same(site: Site):
+    script = """
+if RANK == 0:
+    die()
+dist.barrier()
+sys.exit(3)
+"""
+    code, output = site.run(LOSE_ONE + script, ranks=3)
+    assert code == 1, output
+    assert waited(output, 0) is not None, output
+
+
+def test_a_file_of_waits_that_somebody_else_wrote_ends_nothing(tmp_path: Path):
+    error_file = tmp_path / "error.json"
+    assert waits.read(str(error_file)) == {}
+    waits.ask(str(error_file))
+    (tmp_path / waits.NAME).write_bytes(b"2 15000\n\xff\n-1 3\n2 40000\n0 1\n3 99")
+    assert waits.read(str(error_file)) == {0: 1e-6, 2: 0.04}
 
 
 # ---- exit codes
@@ -259,6 +358,27 @@ def test_what_counts_is_who_came_first_on_any_host():
     assert "1 died and the others went on, 1 failed after others had finished" in text
     assert "killed by SIGKILL  went on, the last finished 4.0 s later" in text
     assert text.endswith("ranks 4-7 on host2: not known")
+
+
+def test_the_longest_wait_of_the_others_stands_in_the_table():
+    def ending(
+        rank: int, code: int, waits: Sequence[tuple[int, float]], attempt: int = 0
+    ) -> Ending:
+        return Ending(rank, "host", attempt, code, 0.0, 5.0 + rank, waits=waits)
+
+    endings = [
+        ending(0, -9, []),
+        ending(1, -9, [(0, 0.25)]),  # before it died itself
+        ending(2, 0, [(0, 0.0042), (1, 1.26)]),
+        ending(3, 0, [(1, 0.015)]),
+    ]
+    lines = table(endings).splitlines()
+    assert lines[2].endswith("  went on after 250 ms, the last finished 3.0 s later")
+    assert lines[3].endswith("  went on after 1.3 s, the last finished 2.0 s later")
+    # Of another attempt's rank 0 nobody has said anything.
+    again = table([*endings, ending(0, -9, [], attempt=1), ending(1, 0, [], attempt=1)])
+    assert again.splitlines()[4].endswith("  went on, the last finished 1.0 s later")
+    assert "went on after 4.2 ms" in table([endings[0], ending(2, 1, [(0, 0.0042)])])
 
 
 @pytest.mark.parametrize(
@@ -425,6 +545,30 @@ until_seen_dead(1)
     tables = [output.partition("mooncake-run: 2 of 4 ranks finished")[2] for _, output in ended]
     assert tables[0].count("killed by SIGKILL") == 2
     assert not tables[1], "one table is enough"
+
+
+@needs_hosts
+@pytest.mark.netns
+def test_who_waited_on_another_host_is_in_the_table(site: Site, two_hosts):
+    """The rank that dies and the table are on the first, those who waited on the second."""
+    script = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mooncake")
+group = dist.new_group([0, 2, 3])
+dist.barrier()
+if RANK == 0:
+    die()
+if RANK > 1:
+    dist.barrier(group=group)
+say("done", 1)
+heard("done", 2), heard("done", 3)
+"""
+    launchers = [start_on(site, two_hosts(), node, script, 2) for node in range(2)]
+    ended = [launcher.wait() for launcher in launchers]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert waited(ended[0][1], 0) is not None, ended
 
 
 CUT_OFF = """

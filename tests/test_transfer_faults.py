@@ -3,7 +3,9 @@ mid-transfer: real processes, real sockets, two hosts where a link is cut."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
 
 import engines
@@ -237,3 +239,51 @@ def test_many_peers_of_one_engine(wire):
     env = {"MC_NUM_TCP_IO_THREADS": "1", "MC_MAX_RPC_PORT": "20000"}
     theirs, ours = harness.run_ranks(2, has_many_peers, PEERS, **over(wire, **env))
     assert theirs == ours
+
+
+# ---- who is asked and does not answer
+
+
+def asks_the_silent(me, count):
+    """Engines of rank 1 are gone, and somebody listens at their ports who says nothing."""
+    if me.rank == 1:
+        sides = [engines.make(size=4096) for _ in range(count)]
+        me.board.set("doomed", [(side.session, side.address) for side in sides])
+        return me.board.wait("never")
+    side = engines.make(size=4096)
+    if me.rank == 0:
+        me.board.set("target", (side.session, side.address))
+        return me.board.wait("done")
+    engine, here = side.engine, side.address
+    doomed = me.board.wait("doomed")
+    live = me.board.wait("target")
+    for target, there in [*doomed, live]:
+        assert engine.transfer_sync_write(target, here, there, 4096) == 0
+    me.board.set("opened")
+    me.board.wait("silent")
+    batches = [engine.transfer_submit_write(target, here, there, 4096) for target, there in doomed]
+    start = time.monotonic()
+    assert (
+        engine.get_batch_transfer_status([engine.transfer_submit_write(live[0], here, live[1], 8)])
+        == 0
+    )
+    took = time.monotonic() - start
+    assert engine.get_batch_transfer_status(batches) != 0
+    me.board.set("done")
+    return took
+
+
+def test_who_does_not_answer_holds_up_nobody_else():
+    """More of them than an engine has threads that carry out transfers."""
+    patience = 6
+    env = {"MC_HANDSHAKE_CONNECT_TIMEOUT": str(patience)}
+    with harness.starting(3, asks_the_silent, 5, **over("tcp", **env)) as crew:
+        crew.board.wait("opened")
+        crew.kill(1)
+        with contextlib.ExitStack() as stack:
+            for session, _ in crew.board.wait("doomed"):
+                host, _, port = session.rpartition(":")
+                stack.enter_context(socket.create_server((host, int(port))))
+            crew.board.set("silent")
+            took = crew.results(dead=[1])[2]
+    assert took < patience / 2

@@ -177,4 +177,24 @@ BackendOptions MooncakeBackend::optionsOfSplit(const std::vector<int>& ranks,
   return split;
 }
 
+BackendOptions MooncakeBackend::optionsOfMerge(const Options& opts) const {
+  BackendOptions merged = optionsOfSplit({}, opts);
+  merged.mergeMembers = [this] { return mergeMembers(); };
+  return merged;
+}
+
+// This rank first.
+std::vector<MergeMember> MooncakeBackend::mergeMembers() const {
+  std::vector<MergeMember> members{{.id = engine_->id()}};
+  for (int r = 0; r < size_; ++r) {
+    const auto& peer = membership_->peer(jobRank(r));
+    if (!peer) continue;
+    MergeMember& member = members.emplace_back(MergeMember{.id = peer->id});
+    if (!group_->isGone(r)) continue;
+    member.lost =
+        group_->nameRank(r) + " of group '" + options_.groupName + "' (" + group_->whyGone(r) + ")";
+  }
+  return members;
+}
+
 }  // namespace mooncake

@@ -16,14 +16,6 @@
 namespace mooncake {
 namespace {
 
-// Rank 0 may live on, and its store, too: they are not waited for longer than this.
-constexpr auto kRankZeroEnds = std::chrono::milliseconds(200);
-constexpr auto kStoreEnds = std::chrono::milliseconds(50);
-// Whoever runs an operation of a group that has failed ends it at its next look, or copy.
-constexpr auto kToGetOut = std::chrono::seconds(10);
-
-constexpr const char* kDestroyed = "the process group was destroyed";
-
 // The elements that go to or come from each rank, by the splits of the first dimension (equal ones
 // when none given).
 std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector<int64_t>& splits,
@@ -64,12 +56,6 @@ void checkRanks(std::vector<int> ranks) {
   const auto twice = std::ranges::adjacent_find(ranks);
   if (twice != ranks.end())
     refuse("rank " + std::to_string(*twice) + " stands twice in the list of the group's ranks");
-}
-
-// Its destructor never runs.
-template <typename T>
-void leak(T& owner) {
-  new T(std::move(owner));
 }
 
 // Writes 1 and 0 for the ranks of the group into the tensor, whose first elements they are. On any
@@ -118,6 +104,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   } else {
     completions_ = std::make_shared<Completions>();
     beginJob(store, init);
+    options_.mergeMembers = nullptr;
   }
   membership_ = group_->membership();
   messages_ = std::make_shared<MessageDriver>(*group_, completions_);
@@ -152,7 +139,9 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
 }
 
 void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init) {
-  C10dStore shared(store);
+  C10dStore plain(store);
+  MergeStore merging(plain, rank_, size_, options_.mergeMembers);
+  Store& shared = options_.mergeMembers ? static_cast<Store&>(merging) : plain;
   for (;;) {
     const auto generation = orThrow(Generation::join(shared, rank_, options_.env.jobKey, init));
     engine_ = options_.engine;
@@ -190,109 +179,6 @@ void MooncakeBackend::refuseInForkedChild() const {
                                        std::to_string(rank_) +
                                        "), and works there only. Make a group here, "
                                        "or do without one"});
-}
-
-void MooncakeBackend::shutdown() {
-  if (forkGeneration_ != forkGeneration()) return;
-  if (!inOurWorld_) leaveOthersOfJob(Farewell::How::kDestroyed);
-  if (leaveGroup() && rankZeroStore_) waitForRankZerosExit();
-  if (!inOurWorld_) sayGoodbye({});
-}
-
-bool MooncakeBackend::leaveGroup(Farewell::How how) {
-  if (!group_ || forkGeneration_ != forkGeneration()) return false;
-  std::lock_guard lock(leaveMutex_);
-  const Deadline budget = Deadline::after(options_.env.failureTimeout);
-  const bool usable = group_->usable().ok();
-  if (usable && how != Farewell::How::kFailed && queue_->drain(budget)) {
-    if (how == Farewell::How::kDestroyed) {
-      group_->leave(budget);
-    } else {
-      group_->awaitEnded(budget);
-    }
-  }
-  group_->fail({ErrorCode::kAborted, kDestroyed});
-  messages_->stop();
-  return usable;
-}
-
-void MooncakeBackend::leaveOthersOfJob(Farewell::How how) {
-  std::lock_guard lock(job_->mutex);
-  for (MooncakeBackend* group : job_->groups) {
-    if (group != this) group->leaveGroup(how);
-  }
-}
-
-void MooncakeBackend::sayGoodbye(const Farewell& farewell) {
-  job_->hasLeft = true;
-  if (!options_.engine || farewell.how != Farewell::How::kDestroyed)
-    return engine_->leave(farewell);
-  // The engine stays. Whoever transfers from or to one of them opens it again.
-  const Deadline budget = Deadline::after(options_.env.failureTimeout);
-  for (int rank = 0; membership_ && rank < membership_->size(); ++rank) {
-    const auto& peer = membership_->peer(rank);
-    if (!peer) continue;
-    const Status forgotten = engine_->forget(peer, budget);
-    if (!forgotten.ok()) log(LogLevel::kInfo, engine_->logName(), forgotten.error().message);
-  }
-}
-
-// As a rule rank 0 holds the server of the store. Until it has let go of it, our next
-// init_process_group() at the same address would find the old one.
-void MooncakeBackend::waitForRankZerosExit() {
-  Waiter waiter = group_->waiter(Deadline::after(kRankZeroEnds));
-  const auto isGone = [&] { return group_->window().disconnection(0) != nullptr; };
-  while (waiter.until(isGone) == WaitResult::kInterrupted)
-    waiter.generation = waiter.interrupt.generation();
-  if (isGone()) awaitServersEnd(rankZeroStore_, Deadline::after(kStoreEnds));
-}
-
-void MooncakeBackend::close() {
-  if (forkGeneration_ != forkGeneration()) return leakAll();
-  {
-    std::lock_guard lock(job_->mutex);
-    job_->groups.erase(this);
-  }
-  leaveGroup();
-  // Threads may still be in calls on works of ours. The group has failed: they leave at once.
-  if (group_ && !(queue_->stop(Deadline::after(kToGetOut)) && messages_->stop())) {
-    log(LogLevel::kError, engine_->logName(), "group '", options_.groupName,
-        "' was destroyed while a thread is in an operation of it, which it does not leave: the "
-        "group's memory and threads are kept until the process ends");
-    return leakAll();
-  }
-  queue_.reset();
-  messages_.reset();
-  group_.reset();
-  membership_.reset();
-  completions_.reset();
-  engine_.reset();
-  options_.engine.reset();
-}
-
-void MooncakeBackend::leakAll() {
-  leak(queue_);
-  leak(messages_);
-  leak(group_);
-  leak(membership_);
-  leak(completions_);
-  leak(engine_);
-}
-
-void MooncakeBackend::leaveJob(const Farewell& farewell) {
-  if (!engine_ || forkGeneration_ != forkGeneration()) return;
-  leaveOthersOfJob(farewell.how);
-  leaveGroup(farewell.how);
-  sayGoodbye(farewell);
-  // A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
-  completions_->drain(Deadline::after(options_.env.failureTimeout));
-}
-
-void MooncakeBackend::abort() {
-  refuseInForkedChild();
-  runAbortHooks();
-  group_->fail({ErrorCode::kAborted, "the process group was aborted"});
-  messages_->messages().abort({ErrorCode::kAborted, "the process group was aborted"});
 }
 
 uint64_t MooncakeBackend::getSequenceNumberForGroup() { return queue_ ? queue_->called() : 0; }

@@ -19,6 +19,7 @@
 #include "backend/collective_queue.h"
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
+#include "backend/merge_store.h"
 #include "backend/message_driver.h"
 #include "backend/message_work.h"
 #include "backend/rank_evidence.h"
@@ -48,6 +49,8 @@ struct BackendOptions {
   // Of somebody else, who uses it, too: a job on it runs under env.jobKey, which is the engine's,
   // and leaves its peers alone at its end. None: the job makes its own.
   std::shared_ptr<Engine> engine;
+  // Of the group that this rank comes from, where groups are merged into this one.
+  MergeStore::Members mergeMembers;
 };
 
 // A c10d backend over one Group. Checks arguments, hands them to the collectives, and nothing else.
@@ -162,6 +165,8 @@ class MooncakeBackend : public c10d::Backend {
   at::Tensor activeRanks() const { return options_.activeRanks; }
   // Of a group of these ranks of ours, which the new one's rank order follows.
   BackendOptions optionsOfSplit(const std::vector<int>& ranks, const Options& opts) const;
+  // Of a group that ours is merged into. To be used as long as this group lives.
+  BackendOptions optionsOfMerge(const Options& opts) const;
   // Options have it since torch 2.9: nobody splits groups before.
   template <typename GivenOptions>
   static std::string groupNameIn(const GivenOptions& opts) {
@@ -186,7 +191,10 @@ class MooncakeBackend : public c10d::Backend {
   std::string transportTo(int rank) const;
 
  private:
+  static constexpr const char* kDestroyed = "the process group was destroyed";
+
   GroupOptions groupOptions() const;
+  std::vector<MergeMember> mergeMembers() const;
   // Makes engine_ and group_.
   void beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init);
   template <typename Run>

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "backend/mooncake_backend.h"
@@ -68,8 +69,10 @@ class NamedGroup final : public c10d::ProcessGroup {
  private:
   template <typename Base, typename... Arguments>
   c10::intrusive_ptr<ProcessGroup> split(const Arguments&... arguments) {
-    if constexpr (requires(Base & base) { base.splitGroup(arguments...); })
+    if constexpr (requires(Base & base) { base.splitGroup(arguments...); }) {
+      const StoreWithoutClones borrowed(*this);
       return named(this->Base::splitGroup(arguments...));
+    }
     return nullptr;  // not of this torch: nobody calls it
   }
   template <typename Base, typename... Arguments>
@@ -78,6 +81,33 @@ class NamedGroup final : public c10d::ProcessGroup {
       return named(this->Base::mergeRemoteGroup(arguments...));
     return nullptr;
   }
+  // While it lives, a clone of the group's store is that store. For a group that is split off torch
+  // opens another connection to the store's server, which may be gone, and tries until the store's
+  // timeout is over. No group of ours needs one: new_group() shares it, too.
+  class StoreWithoutClones {
+   public:
+    explicit StoreWithoutClones(NamedGroup& group) : group_(group), store_(group.store_) {
+      group_.store_ = c10::make_intrusive<Stand>(store_);
+    }
+    ~StoreWithoutClones() { group_.store_ = store_; }
+    StoreWithoutClones(const StoreWithoutClones&) = delete;
+    StoreWithoutClones& operator=(const StoreWithoutClones&) = delete;
+
+   private:
+    // Without `override`: stores have clones since torch 2.9 only.
+    class Stand final : public c10d::PrefixStore {
+     public:
+      explicit Stand(c10::intrusive_ptr<c10d::Store> store)
+          : PrefixStore("", store), itself_(std::move(store)) {}
+      c10::intrusive_ptr<c10d::Store> clone() { return itself_; }
+
+     private:
+      const c10::intrusive_ptr<c10d::Store> itself_;
+    };
+
+    NamedGroup& group_;
+    const c10::intrusive_ptr<c10d::Store> store_;
+  };
   // The same group, of this class. Null stays null: not of the group.
   template <typename Base>
   static c10::intrusive_ptr<ProcessGroup> named(const c10::intrusive_ptr<Base>& plain) {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 
 namespace mooncake {
@@ -16,12 +15,12 @@ class Deadline {
   static Deadline after(std::chrono::duration<Rep, Period> budget) {
     using Budget = std::chrono::duration<Rep, Period>;
     const auto now = Clock::now();
-    if (budget <= Budget::zero()) return Deadline(now);
+    if (budget <= Budget::zero()) return Deadline(now, now);
     if (budget >= std::chrono::duration_cast<Budget>(Clock::time_point::max() - now))
-      return Deadline(Clock::time_point::max());
-    return Deadline(now + std::chrono::duration_cast<Clock::duration>(budget));
+      return Deadline(Clock::time_point::max(), now);
+    return Deadline(now + std::chrono::duration_cast<Clock::duration>(budget), now);
   }
-  static Deadline at(Clock::time_point when) { return Deadline(when); }
+  static Deadline at(Clock::time_point when) { return Deadline(when, Clock::time_point::min()); }
 
   bool passed() const { return Clock::now() >= when_; }
   std::chrono::nanoseconds left() const {
@@ -29,11 +28,14 @@ class Deadline {
     return when_ > now ? when_ - now : std::chrono::nanoseconds(0);
   }
   Clock::time_point when() const { return when_; }
-  Deadline earlier(Deadline other) const { return Deadline(std::min(when_, other.when_)); }
+  // When its budget began; of at() long ago.
+  Clock::time_point began() const { return began_; }
+  Deadline earlier(Deadline other) const { return other.when_ < when_ ? other : *this; }
 
  private:
-  explicit Deadline(Clock::time_point when) : when_(when) {}
+  Deadline(Clock::time_point when, Clock::time_point began) : when_(when), began_(began) {}
   Clock::time_point when_;
+  Clock::time_point began_;
 };
 
 }  // namespace mooncake

@@ -110,6 +110,14 @@ bool parseSimSeed(std::string_view value, Env& env, std::string& allowed) {
   return parseNumber(value, 0, UINT64_MAX, env.simSeed, allowed);
 }
 
+bool parseErrorFile(std::string_view value, Env& env, std::string& allowed) {
+  allowed = "a path";
+  const size_t slash = value.rfind('/');
+  if (slash != std::string_view::npos)
+    env.waitsFile = std::string(value.substr(0, slash + 1)) + "waits.txt";
+  return true;
+}
+
 bool parseFlag(std::string_view value, bool& flag, std::string& allowed) {
   allowed = "0 or 1";
   flag = value == "1";
@@ -286,6 +294,9 @@ constexpr Entry kEntries[] = {
      parseCrossMemoryAttach},
     {{"MOONCAKE_SIM_SEED", "1", "Decides what transport sim does to what it carries"},
      parseSimSeed},
+    {{"TORCHELASTIC_ERROR_FILE", "",
+      "Set by launchers; in its folder mooncake-run's ranks note how long losses held them up"},
+     parseErrorFile},
     {{"MOONCAKE_LOG_LEVEL", "warning", "What is logged to stderr: error, warning, info or debug"},
      parseLogLevel},
 };

@@ -41,6 +41,7 @@ struct Env {
   bool crossMemoryAttach = true;  // MOONCAKE_CMA=0 turns process_vm_readv off
   bool raises = false;            // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
   uint64_t simSeed = 1;           // MOONCAKE_SIM_SEED: of transport sim
+  std::string waitsFile;          // beside TORCHELASTIC_ERROR_FILE: see noteWaits() in membership/
   // No variables. Of network cards, whatever FabricEnv says of them: the provider that must be
   // there and who says so; those to use, by name, where there are some.
   std::string fabricProvider, fabricProviderWish;

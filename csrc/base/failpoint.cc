@@ -10,10 +10,14 @@ namespace mooncake {
 namespace {
 
 struct Armed {
-  std::string name;
+  Armed(std::string_view name, uint32_t nth, FailpointAction action,
+        std::chrono::milliseconds delay)
+      : name(name), left(nth), action(action), delay(delay) {}
+
+  const std::string name;
   std::atomic<uint32_t> left;
-  FailpointAction action;
-  std::chrono::milliseconds delay;
+  const FailpointAction action;
+  const std::chrono::milliseconds delay;
 };
 
 // The process's, as its end is. Not changed any more once failpoints are on and threads come by.
@@ -48,7 +52,7 @@ void hitFailpoint(const char* name) {
 
 void armFailpoint(std::string_view name, uint32_t nth, FailpointAction action,
                   uint32_t delayMilliseconds) {
-  armed.emplace_back(std::string(name), nth, action, std::chrono::milliseconds(delayMilliseconds));
+  armed.emplace_back(name, nth, action, std::chrono::milliseconds(delayMilliseconds));
   areFailpointsOn.store(true, std::memory_order_release);
 }
 

@@ -78,8 +78,7 @@ class PythonBackend final : public MooncakeBackend {
                                     const c10::intrusive_ptr<Options>& opts, const int& rank,
                                     const int& size) {
     return child(store, *opts, [&] {
-      return c10::make_intrusive<PythonBackend>(store, rank, size, optionsOfSplit({}, *opts),
-                                                nullptr);
+      return c10::make_intrusive<PythonBackend>(store, rank, size, optionsOfMerge(*opts), nullptr);
     });
   }
 

@@ -105,6 +105,9 @@ class Engine {
   // Says goodbye, closes the channel, and knows the peer no more. On any thread but those of a
   // callback. kTimeout, and nothing is changed: another thread was still calling it.
   Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline);
+  // Those for whom Peer::hasLateWrites() is true, also when they are forgotten. What they could
+  // write to must not serve anything else until it is true for none of them.
+  std::vector<std::shared_ptr<Peer>> lateWriters();
   EngineCounters counters() const;
   // For its counters: so much has been moved.
   void countRead(uint64_t bytes) { bytesRead_.fetch_add(bytes, std::memory_order_relaxed); }
@@ -179,6 +182,7 @@ class Engine {
   void onBroken(const EngineId& id, const Evidence& evidence);
   void onReconnected(const EngineId& id, const std::optional<Evidence>& how);
   void runOnLoop(std::function<void()> task);
+  void forgetUnderLock(const std::shared_ptr<Peer>& peer);
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
   void hearFarewells();
   void watchSoon();
@@ -195,6 +199,7 @@ class Engine {
   std::condition_variable arrived_;
   Clock::time_point lastArrival_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
+  std::vector<std::shared_ptr<Peer>> lateWriters_;  // that are not among them any more
   // Whom we are calling, or forgetting: one thread at a time.
   std::set<EngineId> calling_;
   // Who has been let in and is not there yet, and until when we wait for it.

@@ -35,6 +35,7 @@ std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Chann
   } else {
     liveness_->watch(id, peer->channel);
   }
+  if (const auto last = known(id); last && last->hasLateWrites()) lateWriters_.push_back(last);
   peers_[id] = peer;
   if (isBroken) loop_->post([this, id, how = early.mapped()] { onBroken(id, how); });
   return peer;
@@ -135,6 +136,22 @@ Result<std::shared_ptr<Channel>> Engine::call(const EngineId& id, ByteView endpo
   }
 }
 
+void Engine::forgetUnderLock(const std::shared_ptr<Peer>& peer) {
+  if (peer->hasLateWrites()) lateWriters_.push_back(peer);
+  peers_.erase(peer->id);
+  endpoints_.erase(peer->id);
+}
+
+std::vector<std::shared_ptr<Peer>> Engine::lateWriters() {
+  std::lock_guard lock(mutex_);
+  std::erase_if(lateWriters_, [](const auto& peer) { return !peer->hasLateWrites(); });
+  auto all = lateWriters_;
+  for (const auto& [id, peer] : peers_) {
+    if (peer->hasLateWrites()) all.push_back(peer);
+  }
+  return all;
+}
+
 Status Engine::forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
   const EngineId id = peer->id;
   {
@@ -156,8 +173,7 @@ Status Engine::forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
     peer->evidence = {Evidence::Kind::kGoodbye, "it was forgotten here"};
     peer->disconnected = true;
   }
-  peers_.erase(id);
-  endpoints_.erase(id);
+  forgetUnderLock(peer);
   endedEarly_.erase(id);
   calling_.erase(id);
   arrived_.notify_all();
@@ -177,10 +193,7 @@ void Engine::collect() {
         gone.push_back(peer);
       }
     }
-    for (const auto& peer : gone) {
-      peers_.erase(peer->id);
-      endpoints_.erase(peer->id);
-    }
+    for (const auto& peer : gone) forgetUnderLock(peer);
     counters_.collected += gone.size();
   }
   for (const auto& peer : gone) {

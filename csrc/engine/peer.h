@@ -27,6 +27,8 @@ struct Peer : std::enable_shared_from_this<Peer> {
   // Its process has certainly ended, so nothing of it touches memory any more. Only on our host,
   // else false. False, too, for one that said goodbye and that our pid namespace does not show.
   bool hasExited() const;
+  // It was shut out, or is gone, and may be in the middle of a store into our memory.
+  bool hasLateWrites() const { return channel->hasLateWrites() && !hasExited(); }
   // What it had published when it exited or said goodbye; empty: nothing. Not for the living. Null:
   // nobody here can know.
   std::optional<Bytes> lastReport() const;

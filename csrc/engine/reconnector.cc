@@ -114,7 +114,9 @@ void Reconnector::giveUp(const EngineId& peer, uint64_t number, Evidence::Kind k
   const std::string detail = last->how.detail + (why.empty() ? "" : ", ") + why;
   // Whoever connects to us later comes too late.
   if (kind != Evidence::Kind::kUnreachable || !why.empty()) last->connection.channel->close();
-  options_.onLost(peer, {kind, detail});
+  // What was silent on a connection that stood has been so from now on.
+  const bool isSilent = kind == Evidence::Kind::kSilent;
+  options_.onLost(peer, {kind, detail, isSilent ? Clock::now() : last->how.when});
 }
 
 std::optional<Reconnector::Broken> Reconnector::forget(const EngineId& peer) {

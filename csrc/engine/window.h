@@ -7,6 +7,7 @@
 #include "base/bytes.h"
 #include "base/wait.h"
 #include "engine/engine.h"
+#include "engine/local/fence_words.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
@@ -70,7 +71,7 @@ class Window {
   // where it is mapped, else false.
   bool isFencedBy(int rank) const {
     const auto* word = members_[rank].fence;
-    return word && word->load(std::memory_order_acquire) != 0;
+    return word && (word->load(std::memory_order_acquire) & FenceWords::kFenced) != 0;
   }
   // Null as long as something may come from the rank.
   const Evidence* disconnection(int rank) const;

@@ -81,6 +81,22 @@ FlushAgent::Step::Step(FlushAgent& agent) : agent_(agent), lock_(agent.mutex_) {
   agent.machine_.hasEnded(agent.endedWord_->load(std::memory_order_acquire));
 }
 
+FlushAgent::Wait::Wait(FlushAgent& agent, Clock::time_point called)
+    : agent_(agent), called_(called) {
+  std::lock_guard lock(agent_.mutex_);
+  agent_.isWaiting_ = true;
+}
+
+FlushAgent::Wait::~Wait() {
+  RankSet gone;
+  {
+    std::lock_guard lock(agent_.mutex_);
+    agent_.isWaiting_ = false;
+    gone = std::exchange(agent_.gone_, {});
+  }
+  if (!gone.empty()) agent_.membership_.heldUp(gone, called_);
+}
+
 void FlushAgent::take(FlushActions actions) {
   hasLeaver_.store(machine_.hasLeaver(), std::memory_order_release);
   for (auto& action : actions) std::visit([this](auto& one) { take(one); }, action);
@@ -111,6 +127,11 @@ void FlushAgent::take(const FlushAction::Supply& supply) {
 
 void FlushAgent::take(FlushAction::GoOn& goOn) {
   failpoint("acted");
+  if (isWaiting_) {
+    for (const int r : allView_->active) {
+      if (!std::ranges::binary_search(goOn.members, r)) gone_.add(options_.jobRanks[size_t(r)]);
+    }
+  }
   view_ = allView_ = std::make_shared<GroupView>(
       GroupView{.epoch = goOn.viewEpoch, .active = std::move(goOn.members)});
   if (goOn.first.number != 0) view_ = viewOf(goOn.first);
@@ -213,6 +234,7 @@ std::vector<int> FlushAgent::perform(const Due& due) {
 // -- what the caller does
 
 Status FlushAgent::beginSlowly(uint64_t number) {
+  const Wait wait(*this, Clock::now());
   for (;;) {
     {
       const Step step(*this);
@@ -304,8 +326,9 @@ Status FlushAgent::awaitDecision() {
   }
 }
 
-FlushAgent::Resolution FlushAgent::resolve(uint64_t number, FlushReport::AbortReason abort,
-                                           Error why, Wish wish) {
+FlushAgent::Resolution FlushAgent::resolve(uint64_t number, Clock::time_point called,
+                                           FlushReport::AbortReason abort, Error why, Wish wish) {
+  const Wait wait(*this, called);
   {
     std::lock_guard lock(mutex_);
     isResolving_ = true;

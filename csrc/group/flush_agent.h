@@ -15,6 +15,7 @@
 #include "group/slot.h"
 #include "membership/flush_machine.h"
 #include "membership/membership.h"
+#include "membership/rank_set.h"
 
 namespace mooncake {
 
@@ -132,9 +133,10 @@ class FlushAgent final : public Membership::Listener,
   };
   enum class Wish { kNone, kSkip };  // kSkip: go on without those who have not begun it
   // The caller has stopped and touches nothing of the group any more: reports, with the reason if
-  // it wants the operation to end, and waits for the decision. Busy again afterwards.
-  Resolution resolve(uint64_t number, FlushReport::AbortReason abort, Error why,
-                     Wish wish = Wish::kNone);
+  // it wants the operation to end, and waits for the decision. Busy again afterwards. `called`:
+  // when the operation was.
+  Resolution resolve(uint64_t number, Clock::time_point called, FlushReport::AbortReason abort,
+                     Error why, Wish wish = Wish::kNone);
   // The operation has ended here. Nothing of the group is touched any more.
   void end(uint64_t number, const Status& status);
 
@@ -181,6 +183,20 @@ class FlushAgent final : public Membership::Listener,
    private:
     FlushAgent& agent_;
     std::unique_lock<std::mutex> lock_;
+  };
+
+  // The caller waits for a decision while this lives. What it waited for each rank that is lost by
+  // then is noted: from when it called the operation.
+  class Wait {
+   public:
+    Wait(FlushAgent& agent, Clock::time_point called);
+    ~Wait();
+    Wait(const Wait&) = delete;
+    Wait& operator=(const Wait&) = delete;
+
+   private:
+    FlushAgent& agent_;
+    const Clock::time_point called_;
   };
 
   void take(FlushActions actions);
@@ -236,6 +252,8 @@ class FlushAgent final : public Membership::Listener,
   std::shared_ptr<const GroupView> view_;     // of the next operation, or of the one under way
   std::shared_ptr<const GroupView> allView_;  // of those behind it
   bool isResolving_ = false;  // the caller is in an operation, though it may not be busy
+  bool isWaiting_ = false;    // the caller waits for a decision
+  RankSet gone_;              // ranks of the job that the decisions meanwhile go on without
   bool isStopped_ = false;
   bool isLooking_ = false;  // a timer is set
   bool isTicking_ = false;  // another one

@@ -162,9 +162,11 @@ Result<Group::Meeting> Group::meet(const Exchange& exchange, Deadline deadline) 
   }
   auto peers = engine().connect(endpoints, deadline);
   if (!peers.ok()) return peers.error();
-  auto membership = Membership::start(
-      window_->sharedEngine(),
-      {.rank = rank(), .peers = *peers, .failureTimeout = engine().env().failureTimeout});
+  auto membership =
+      Membership::start(window_->sharedEngine(), {.rank = rank(),
+                                                  .peers = *peers,
+                                                  .failureTimeout = engine().env().failureTimeout,
+                                                  .waitsFile = engine().env().waitsFile});
   if (!membership.ok()) return membership.error();
   membership_ = std::move(*membership);
   meeting.peers = std::move(*peers);

@@ -37,6 +37,7 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
         return ours;
       }()),
       deadline_(deadline),
+      called_(deadline.began()),
       waiter_(group.waiter(deadline)),
       number_(++group.lastNumber),
       own_(slots(group.rank())) {
@@ -141,7 +142,7 @@ FlushAgent::Resolution Operation::resolve(Status why) {
   }
   waiter_.generation = waiter_.interrupt.generation();
   const bool wishes = std::exchange(wantsToSkip_, false);
-  auto resolution = agent_.resolve(number_, abort, std::move(error),
+  auto resolution = agent_.resolve(number_, called_, abort, std::move(error),
                                    wishes ? FlushAgent::Wish::kSkip : FlushAgent::Wish::kNone);
   // The time that this took was not given to the operation.
   deadline_ = later(deadline_, Clock::now() - start);

@@ -143,6 +143,7 @@ class Operation {
   FlushAgent& agent_;
   const Call call_;
   Deadline deadline_;
+  const Clock::time_point called_;
   Waiter waiter_;
   const uint64_t number_;
   Slot* const own_;

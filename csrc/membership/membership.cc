@@ -8,6 +8,7 @@
 
 #include "base/crypto.h"
 #include "base/log.h"
+#include "membership/loss_waits.h"
 
 namespace mooncake {
 namespace {
@@ -224,6 +225,23 @@ void Membership::missed(const RankSet& ranks) {
   }
 }
 
+void Membership::heldUp(const RankSet& ranks, Clock::time_point called) const {
+  const auto now = Clock::now();
+  std::vector<LossWait> waits;
+  {
+    std::lock_guard lock(mutex_);
+    ranks.forEach([&](int rank) {
+      const auto found = seen_.find(rank);
+      // Whoever left the group alone is in the view; a goodbye is no loss.
+      if (view_.active.contains(rank) || found == seen_.end()) return;
+      if (found->second.accusation.cause == Cause::kLeft) return;
+      waits.push_back({rank, now - std::max(called, found->second.since)});
+    });
+  }
+  const Status noted = noteWaits(options_.waitsFile, waits);
+  if (!noted.ok()) log(LogLevel::kInfo, engine_->logName(), noted.error().message);
+}
+
 // ---- on the loop's thread
 
 void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence) {
@@ -344,14 +362,20 @@ void Membership::sendReports() {
 
 void Membership::note(const Accusation& accusation) {
   const auto [rank, cause, by] = accusation;
-  Seen seen{accusation, {}, std::chrono::system_clock::now()};
-  if (const auto ours = evidence_.find(rank); ours != evidence_.end() && by == options_.rank)
-    seen.detail = ours->second.detail;
+  Seen seen{accusation, {}, std::chrono::system_clock::now(), Clock::now()};
+  if (const auto ours = evidence_.find(rank); ours != evidence_.end()) {
+    seen.since = std::min(seen.since, ours->second.when);
+    if (by == options_.rank) seen.detail = ours->second.detail;
+  }
+  if (cause == Cause::kSilent) seen.since -= options_.failureTimeout;
   if (!isGoodbye(cause)) {
     log(LogLevel::kInfo, engine_->logName(), "rank ", rank, " is accused by rank ", by, ": ",
         nameOf(cause), seen.detail.empty() ? "" : ": ", seen.detail);
   }
   std::lock_guard lock(mutex_);
+  // What was a suspicion may have become certain.
+  if (const auto before = seen_.find(rank); before != seen_.end())
+    seen.since = std::min(seen.since, before->second.since);
   seen_[rank] = std::move(seen);
 }
 

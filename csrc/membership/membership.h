@@ -26,6 +26,7 @@ class Membership {
     int rank = 0;                              // ours, in the job
     std::vector<std::shared_ptr<Peer>> peers;  // of every rank of the job; null: this one
     std::chrono::milliseconds failureTimeout{3000};
+    std::string waitsFile;  // see noteWaits()
   };
 
   // A group. Called on the engine's loop thread, one call at a time; must not block.
@@ -77,6 +78,7 @@ class Membership {
     Accusation accusation;
     std::string detail;
     std::chrono::system_clock::time_point when;  // that this rank learned it
+    Clock::time_point since;  // as far as this rank knows it was there until then
   };
   std::vector<Seen> seen() const;
   // Of these the accusations: a goodbye is none.
@@ -86,6 +88,9 @@ class Membership {
   // An operation has gone on without these. Of who came to the end of its program that is the first
   // sign of a loss.
   void missed(const RankSet& ranks);
+  // What was called then could not go on before now, since these are gone. Any thread but the
+  // loop's, as it may write to a file.
+  void heldUp(const RankSet& ranks, Clock::time_point called) const;
 
  private:
   Membership(std::shared_ptr<Engine> engine, Options options);

@@ -38,9 +38,8 @@ void Driver::run() {
                           SpinPolicy::forMessages()};
       if (busy_ != 0) {
         (void)waiter.until([this] {
-          return std::any_of(flights_.begin(), flights_.end(), [](const auto& flight) {
-            return flight->stage == Flight::Stage::kUnderWay && flight->completion.finished();
-          });
+          return std::any_of(flights_.begin(), flights_.end(),
+                             [](const auto& flight) { return hasNews(*flight); });
         });
       }
       expire();
@@ -158,12 +157,26 @@ void Driver::copyHere(Flight& flight) {
   end(flight, TaskState::kCompleted);
 }
 
-// Whether something has ended.
+bool Driver::hasNews(const Flight& flight) {
+  if (flight.stage == Flight::Stage::kAsks) return flight.asking->isDone();
+  return flight.stage == Flight::Stage::kUnderWay && flight.completion.finished();
+}
+
+// Whether something has ended, or goes on.
 bool Driver::collect() {
   bool any = false;
   for (const auto& flight : flights_) {
-    if (flight->stage != Flight::Stage::kUnderWay || !flight->completion.finished()) continue;
+    if (!hasNews(*flight)) continue;
     any = true;
+    if (flight->stage == Flight::Stage::kAsks) {
+      const Status answer = std::exchange(flight->asking, nullptr)->answer();
+      if (answer.ok()) {
+        begin(*flight);
+      } else {
+        end(*flight, TaskState::kFailed, flight->why + "; " + answer.error().message);
+      }
+      continue;
+    }
     const ErrorCode code = flight->completion.error.load(std::memory_order_acquire);
     if (code == ErrorCode::kOk) {
       end(*flight, TaskState::kCompleted);
@@ -177,7 +190,6 @@ bool Driver::collect() {
 void Driver::onError(Flight& flight, const Error& error) {
   Task& task = *flight.claim.task;
   Segment& segment = *task.request.segment;
-  const Deadline deadline = flight.claim.batch->deadline();
   const auto& peer = flight.place.peer;
   switch (error.code) {
     case ErrorCode::kPeerLost:
@@ -187,10 +199,7 @@ void Driver::onError(Flight& flight, const Error& error) {
     case ErrorCode::kAborted:
     case ErrorCode::kRefused: {
       if (segment.isOurs() || std::exchange(task.hasRefreshed, true)) break;
-      const Status asked = segment.refresh(flight.place.generation, deadline);
-      if (!asked.ok())
-        return end(flight, TaskState::kFailed, error.message + "; " + asked.error().message);
-      return begin(flight);
+      return askAnew(flight, error);
     }
     case ErrorCode::kExhausted:
       return later(flight);
@@ -199,6 +208,14 @@ void Driver::onError(Flight& flight, const Error& error) {
   }
   end(flight, error.code == ErrorCode::kTimeout ? TaskState::kTimeout : TaskState::kFailed,
       error.message);
+}
+
+// On another thread: the answer may take long, and the others under way here must not wait for it.
+void Driver::askAnew(Flight& flight, const Error& error) {
+  flight.stage = Flight::Stage::kAsks;
+  flight.why = error.message;
+  flight.asking = flight.claim.task->request.segment->refreshSoon(
+      flight.place.generation, flight.claim.batch->deadline(), context_.errands, bell_);
 }
 
 void Driver::later(Flight& flight) {
@@ -225,6 +242,7 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
   queue_.ended(&segment);
   task->memory.reset();
   flight.place = {};
+  flight.asking.reset();
   flight.stage = Flight::Stage::kFree;
   --busy_;
   context_.limiter.give();

@@ -15,6 +15,7 @@ namespace mooncake::transfer {
 struct DriverContext {
   Engine& engine;
   Limiter& limiter;
+  Errands& errands;     // asks peers who they are
   Interrupt& stopping;  // bumped when the engine closes
   Doorbell& ended;      // rung when a batch is over
   BellPool& bells;      // of drivers
@@ -40,14 +41,16 @@ class Driver {
  private:
   struct Flight {
     explicit Flight(Doorbell* bell) : completion(bell) {}
-    enum class Stage { kFree, kDue, kUnderWay, kWaits };
+    enum class Stage { kFree, kDue, kUnderWay, kWaits, kAsks };
     Stage stage = Stage::kFree;
     TaskQueue::Claim claim{};
     Segment::Place place;
     Completion completion;
     Clock::time_point begun;
-    Clock::time_point again;  // kWaits: when it is begun again
-    Clock::duration pause{};  // before that
+    Clock::time_point again;                  // kWaits: when it is begun again
+    Clock::duration pause{};                  // before that
+    std::shared_ptr<Segment::Asking> asking;  // kAsks: the peer anew
+    std::string why;                          // kAsks: what had failed
   };
 
   bool fill();
@@ -60,6 +63,8 @@ class Driver {
   bool collect();
   void onError(Flight& flight, const Error& error);
   void later(Flight& flight);
+  void askAnew(Flight& flight, const Error& error);
+  static bool hasNews(const Flight& flight);
   void end(Flight& flight, TaskState state, const std::string& why = {});
   void stop(Flight& flight, TaskState state, const char* why);
   void expire();

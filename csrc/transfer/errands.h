@@ -4,25 +4,28 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <pthread.h>
 #include <thread>
+#include <vector>
 
 #include "base/signals.h"
 
 namespace mooncake::transfer {
 
-// A thread for what may take long and has no caller that waits. Started by the first task.
+// Threads for what may take long and has no caller that waits. Started as tasks come.
 class Errands {
  public:
   using Task = std::function<void()>;
+  explicit Errands(size_t mostThreads = 1) : mostThreads_(mostThreads) {}
   ~Errands() { stop(); }
 
   void post(Task task) {
     std::lock_guard lock(mutex_);
     if (isStopped_) return;
     tasks_.push_back(std::move(task));
-    if (!thread_.joinable()) {
+    if (idle_ < tasks_.size() && threads_.size() < mostThreads_) {
       const BlockedSignals blocked;
-      thread_ = std::thread([this] { run(); });
+      threads_.emplace_back([this] { run(); });
     }
     posted_.notify_one();
   }
@@ -32,16 +35,20 @@ class Errands {
       std::lock_guard lock(mutex_);
       isStopped_ = true;
       tasks_.clear();
-      posted_.notify_one();
+      posted_.notify_all();
     }
-    if (thread_.joinable()) thread_.join();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
   }
 
  private:
   void run() {
+    ::pthread_setname_np(::pthread_self(), "mooncake-errand");
     std::unique_lock lock(mutex_);
     for (;;) {
+      ++idle_;
       posted_.wait(lock, [this] { return isStopped_ || !tasks_.empty(); });
+      --idle_;
       if (isStopped_) return;
       const Task task = std::move(tasks_.front());
       tasks_.pop_front();
@@ -51,11 +58,13 @@ class Errands {
     }
   }
 
+  const size_t mostThreads_;
   std::mutex mutex_;  // guards all below
   std::condition_variable posted_;
   std::deque<Task> tasks_;
+  size_t idle_ = 0;
   bool isStopped_ = false;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace mooncake::transfer

@@ -1,7 +1,9 @@
 #include "transfer/managed_pool.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <sys/mman.h>
+#include <utility>
 
 namespace mooncake::transfer {
 namespace {
@@ -47,6 +49,7 @@ uint64_t ManagedPool::allocate(uint64_t bytes, std::string& why) {
   if (bytes > kMostBytes) return allocateLarge(bytes, why);
   const size_t wanted = classOf(bytes);
   std::lock_guard lock(mutex_);
+  giveBackKept();
   size_t from = wanted;
   while (from < kClasses && free_[from].empty()) ++from;
   if (from == kClasses) {
@@ -68,22 +71,40 @@ Code ManagedPool::free(uint64_t address, uint64_t bytes, std::string& why) {
   const uint64_t start = reinterpret_cast<uint64_t>(block_.data());
   if (address < start || address >= start + kPoolBytes) return freeLarge(address, bytes, why);
   std::lock_guard lock(mutex_);
-  uint64_t offset = address - start;
+  const uint64_t offset = address - start;
   const auto found = used_.find(offset);
   if (found == used_.end() || bytes > bytesOf(found->second)) {
     why = "no managed buffer of so many bytes begins there";
     return kInvalid;
   }
-  size_t aClass = found->second;
+  const size_t aClass = found->second;
   used_.erase(found);
-  // Halves that are both free are one piece again.
+  // Nobody begins a write to it any more: who may be in one has begun it before.
+  if (auto writers = lateWriters_(); !writers.empty()) {
+    kept_.push_back({offset, aClass, std::move(writers)});
+  } else {
+    giveBack(offset, aClass);
+  }
+  return kGood;
+}
+
+void ManagedPool::giveBackKept() {
+  std::erase_if(kept_, [this](const Kept& kept) {
+    if (std::ranges::any_of(kept.writers, [](const auto& peer) { return peer->hasLateWrites(); }))
+      return false;
+    giveBack(kept.offset, kept.aClass);
+    return true;
+  });
+}
+
+// Halves that are both free are one piece again.
+void ManagedPool::giveBack(uint64_t offset, size_t aClass) {
   for (; aClass + 1 < kClasses; ++aClass) {
     const uint64_t other = offset ^ bytesOf(aClass);
     if (free_[aClass].erase(other) == 0) break;
     offset = std::min(offset, other);
   }
   free_[aClass].insert(offset);
-  return kGood;
 }
 
 uint64_t ManagedPool::allocateLarge(uint64_t bytes, std::string& why) {

@@ -2,11 +2,16 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "engine/memory/arena.h"
+#include "engine/peer.h"
 #include "transfer/registered_memory.h"
 
 namespace mooncake::transfer {
@@ -20,7 +25,11 @@ class ManagedPool {
   static constexpr size_t kMostBytes = size_t(256) << 20;
   static constexpr size_t kPoolBytes = size_t(2) << 30;
 
-  explicit ManagedPool(RegisteredMemory& memory) : memory_(memory) {}
+  // `lateWriters`: Engine::lateWriters(). What is let go of while there are some is not given away
+  // again before all of these have come to the end of their writes.
+  using Peers = std::vector<std::shared_ptr<Peer>>;
+  ManagedPool(RegisteredMemory& memory, std::function<Peers()> lateWriters)
+      : memory_(memory), lateWriters_(std::move(lateWriters)) {}
   ~ManagedPool();
 
   // Takes and registers its part of the arena.
@@ -31,14 +40,24 @@ class ManagedPool {
 
  private:
   static constexpr size_t kClasses = 16;  // 8 KiB, 16 KiB ... 256 MiB
+  void giveBack(uint64_t offset, size_t aClass);
+  void giveBackKept();
   uint64_t allocateLarge(uint64_t bytes, std::string& why);
   Code freeLarge(uint64_t address, uint64_t bytes, std::string& why);
 
+  struct Kept {
+    uint64_t offset;
+    size_t aClass;
+    Peers writers;
+  };
+
   RegisteredMemory& memory_;
+  const std::function<Peers()> lateWriters_;
   ArenaBlock block_;
   std::mutex mutex_;                               // guards all below
   std::array<std::set<uint64_t>, kClasses> free_;  // offsets in the block, by class
   std::map<uint64_t, size_t> used_;                // offset -> class
+  std::vector<Kept> kept_;                         // let go of, and not to be given away yet
   std::map<uint64_t, uint64_t> large_;             // address -> bytes
 };
 

@@ -65,6 +65,26 @@ Status Segment::refresh(uint64_t generation, Deadline deadline) {
   return {};
 }
 
+std::shared_ptr<Segment::Asking> Segment::refreshSoon(uint64_t generation, Deadline deadline,
+                                                      Errands& errands, Doorbell& bell) {
+  std::lock_guard lock(mutex_);
+  if (soon_ && soon_->generation_ == generation) {
+    soon_->bells_.push_back(&bell);
+    return soon_;
+  }
+  soon_ = std::make_shared<Asking>(generation);
+  soon_->bells_.push_back(&bell);
+  errands.post([self = shared_from_this(), asking = soon_, generation, deadline] {
+    Status answer = self->refresh(generation, deadline);
+    std::lock_guard done(self->mutex_);
+    if (self->soon_ == asking) self->soon_ = nullptr;
+    asking->answer_ = std::move(answer);
+    asking->isDone_.exchange(true, std::memory_order_seq_cst);
+    for (Doorbell* waiting : asking->bells_) waiting->ring();
+  });
+  return soon_;
+}
+
 Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
   deadline = deadline.earlier(Deadline::after(context_.patience));
   const auto session = context_.metadata.sessionOf(name_, deadline);

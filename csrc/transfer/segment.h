@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -8,8 +9,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "engine/engine.h"
+#include "transfer/errands.h"
 #include "transfer/metadata.h"
 #include "transfer/registered_memory.h"
 #include "transfer/segment_description.h"
@@ -27,7 +30,7 @@ struct SegmentContext {
 
 // The memory that an engine has registered, under a name, as we know it: asked for at first use and
 // kept, asked for once more when the peer refuses what we know, or is another engine by now.
-class Segment {
+class Segment : public std::enable_shared_from_this<Segment> {
  public:
   Segment(const SegmentContext& context, std::string name, int32_t id, bool isOurs)
       : context_(context), name_(std::move(name)), id_(id), isOurs_(isOurs) {}
@@ -47,6 +50,11 @@ class Segment {
   Result<Place> locate(uint64_t address, uint64_t bytes, uint32_t right, Deadline deadline);
   // Unless somebody has since that generation.
   Status refresh(uint64_t generation, Deadline deadline);
+  // The same on a thread for it, once for all that ask meanwhile; each bell is rung when it is
+  // done. Of a segment that a shared pointer owns. The bells outlive the engine's errands.
+  class Asking;
+  std::shared_ptr<Asking> refreshSoon(uint64_t generation, Deadline deadline, Errands& errands,
+                                      Doorbell& bell);
   Result<std::shared_ptr<Peer>> peer(Deadline deadline);
   // 0: it has none.
   Result<uint64_t> firstBuffer(Deadline deadline);
@@ -72,6 +80,21 @@ class Segment {
   std::condition_variable asked_;
   bool isAsking_ = false;  // one ask() at a time
   KnownPtr known_;
+  std::shared_ptr<Asking> soon_;  // of refreshSoon(); null: nobody has asked, or it is done
+};
+
+class Segment::Asking {
+ public:
+  explicit Asking(uint64_t generation) : generation_(generation) {}
+  bool isDone() const { return isDone_.load(std::memory_order_acquire); }
+  const Status& answer() const { return answer_; }  // once it is done
+
+ private:
+  friend class Segment;
+  const uint64_t generation_;  // of what had been known
+  Status answer_;              // written before isDone_
+  std::atomic<bool> isDone_{false};
+  std::vector<Doorbell*> bells_;  // guarded by the segment
 };
 
 }  // namespace mooncake::transfer

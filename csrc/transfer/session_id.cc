@@ -41,7 +41,8 @@ Result<SessionId> SessionId::parse(std::string_view text) {
   }
   if (id.host.empty() || id.host.size() > kMostHostBytes) return wrong("the host is missing");
   for (const char c : id.host) {
-    if (static_cast<unsigned char>(c) <= ' ' || c == '/') return wrong("the host is none");
+    const bool isNone = static_cast<unsigned char>(c) <= ' ' || c == '/' || c == '[' || c == ']';
+    if (isNone) return wrong("the host is none");
   }
   if (port.empty()) return id;
   port.remove_prefix(1);

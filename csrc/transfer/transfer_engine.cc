@@ -106,7 +106,8 @@ Status TransferEngine::start(TransferEngineOptions options) {
   answerContext_ = context(kSessionListener);
 
   memory_ = std::make_unique<RegisteredMemory>(engine_->regions());
-  pool_ = std::make_unique<ManagedPool>(*memory_);
+  pool_ = std::make_unique<ManagedPool>(*memory_,
+                                        [engine = engine_.get()] { return engine->lateWriters(); });
   std::string why;
   if (pool_->open(engine_->arena(), why) != kGood)
     return {ErrorCode::kExhausted, "memory for managed buffers: " + why};
@@ -115,7 +116,8 @@ Status TransferEngine::start(TransferEngineOptions options) {
       new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, settings_.sessionTimeout});
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
   limiter_ = std::make_unique<Limiter>(settings_.mostTransfers);
-  driverContext_.reset(new DriverContext{*engine_, *limiter_, stopping_, ended_, bells_, logName_});
+  driverContext_.reset(
+      new DriverContext{*engine_, *limiter_, askers_, stopping_, ended_, bells_, logName_});
   auto server = SessionServer::start(*answerContext_, std::move(listener->socket),
                                      [this] { return describe(); });
   if (!server.ok()) return server.status();
@@ -144,6 +146,7 @@ void TransferEngine::close() {
   for (std::thread& worker : workers) worker.join();
   calls_.close();
   followUps_.stop();
+  askers_.stop();
   if (isPublished_) metadata_->retract(name(), Deadline::after(settings_.sessionTimeout));
   if (server_) server_->stop();
   if (engine_) engine_->leave();

@@ -160,6 +160,8 @@ class TransferEngine {
   BatchTable batches_;
   TaskQueue queue_{Driver::kMostUnderWay / 2};
   Errands followUps_;
+  static constexpr size_t kMostAskers = 8;
+  Errands askers_{kMostAskers};  // what drivers ask of peers
 
   std::mutex mutex_;  // guards all below
   bool isClosed_ = false;

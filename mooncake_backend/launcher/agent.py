@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from mooncake_backend.launcher import torch_parts
+from mooncake_backend.launcher import torch_parts, waits
 from mooncake_backend.launcher.endings import Ending, Journal, failures
 from mooncake_backend.launcher.nodes import Nodes
 from mooncake_backend.launcher.rendezvous import FixedRendezvous
@@ -44,6 +44,9 @@ class RestartingAgent(LocalElasticAgent):
         self.attempt += 1
         self.started = time.time()
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        # By the time at which a rank can miss another one it has long been here.
+        for path in torch_parts.error_files(self).values():
+            waits.ask(str(path))
         self.running = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         return pids
 
@@ -75,21 +78,31 @@ class RestartingAgent(LocalElasticAgent):
             if code != 0:
                 self.failed[rank] = self._failure(local_rank, process.pid, code)
                 message = first_line(self.failed[rank])
-            by_us = stopped and local_rank != except_for and code != 0
             ending = Ending(
-                rank, self.host, self.attempt, code, self.started, moment, message, by_us
+                rank,
+                self.host,
+                self.attempt,
+                code,
+                self.started,
+                moment,
+                message,
+                stopped=stopped and local_rank != except_for and code != 0,
+                waits=sorted(waits.read(self._error_file(local_rank)).items()),
             )
             self.journal.endings.append(ending)
             found.append(ending)
         return found
 
     def _failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        path = str(torch_parts.error_files(self).get(local_rank, ""))
+        path = self._error_file(local_rank)
         try:
             return ProcessFailure(local_rank, pid, code, path)
         except Exception as error:  # it died while it wrote the file
             log.warning("mooncake-run: the error file %s cannot be read: %r", path, error)
             return ProcessFailure(local_rank, pid, code, "")
+
+    def _error_file(self, local_rank: int) -> str:
+        return str(torch_parts.error_files(self).get(local_rank, ""))
 
 
 class ContinuingAgent(RestartingAgent):

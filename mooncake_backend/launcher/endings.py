@@ -19,6 +19,7 @@ class Ending:
     started, ended: seconds since the epoch, on the clock of its host
     message: the first line of its error file
     stopped: the launcher ended it
+    waits: of each rank that it lost: how many seconds that held up one of its calls at most
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Ending:
     ended: float
     message: str = ""
     stopped: bool = False
+    waits: Sequence[Sequence[float]] = ()
 
     @property
     def finished(self) -> bool:
@@ -56,7 +58,7 @@ def failures(endings: Iterable[Ending]) -> list[Ending]:
 
 
 def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
-    """Who died when and how, how long the others were there after it, who finished. `unknown`:
+    """Who died when and how, how long the others waited, who finished. `unknown`:
     what there is to say of ranks whose end nobody saw."""
     last = max((ending.attempt for ending in endings), default=0)
     headline = _headline([ending for ending in endings if ending.attempt == last])
@@ -90,22 +92,32 @@ def _headline(endings: Sequence[Ending]) -> str:
 
 
 def _row(ending: Ending, endings: Sequence[Ending], last: int) -> tuple[str, ...]:
+    others = [other for other in endings if other.attempt == ending.attempt]
     outlived = [
         other.ended - ending.ended
-        for other in endings
-        if other.attempt == ending.attempt and other.finished and other.ended >= ending.ended
+        for other in others
+        if other.finished and other.ended >= ending.ended
     ]
-    stopped = any(other.stopped and other.attempt == ending.attempt for other in endings)
+    waits = [wait for other in others for rank, wait in other.waits if rank == ending.rank]
+    said = []
+    if outlived or waits:
+        said.append("went on" + (f" after {_duration(max(waits))}" if waits else ""))
     if outlived:
-        others = f"went on, the last finished {max(outlived):.1f} s later"
-    else:
-        others = "were stopped" if stopped else ""
+        said.append(f"the last finished {max(outlived):.1f} s later")
+    elif any(other.stopped for other in others):
+        said.append("were stopped")
     return (
         name_ranks([ending.rank]) + _attempt(ending, last),
         *_when(ending),
         ending.how(),
-        others,
+        ", ".join(said),
     )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 0.01:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _groups(endings: Sequence[Ending], last: int) -> list[tuple[str, ...]]:

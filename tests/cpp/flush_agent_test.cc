@@ -100,8 +100,9 @@ class FlushAgentTest : public ::testing::Test {
   std::future<FlushAgent::Resolution> resolve(int rank, uint64_t number, AbortReason abort,
                                               Error why = {},
                                               FlushAgent::Wish wish = FlushAgent::Wish::kNone) {
-    return std::async(std::launch::async,
-                      [=, this] { return agent(rank).resolve(number, abort, why, wish); });
+    return std::async(std::launch::async, [=, this] {
+      return agent(rank).resolve(number, Clock::now(), abort, why, wish);
+    });
   }
 
   // The oldest of this kind that nobody took yet. Whoever has it may keep it.

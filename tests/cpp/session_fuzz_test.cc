@@ -57,6 +57,17 @@ TEST(SessionFuzz, WhatDecodesIsWhatWasEncoded) {
   }
 }
 
+// What one of them says of itself must be the same name again for whoever reads it.
+TEST(SessionFuzz, BracketsStandAroundAnAddressAndNowhereElse) {
+  for (const char* text : {"a[fe80::1]:1", "[a[b]:1", "a]:1", "--[fe80::1%e:h0]:1500"})
+    EXPECT_FALSE(SessionId::parse(text).ok()) << text;
+  for (const char* text : {"[fe80::1%eth0]:15000", "10.0.0.1:1", "node-a"}) {
+    const auto id = SessionId::parse(text);
+    ASSERT_TRUE(id.ok()) << text;
+    EXPECT_EQ(id->text(), text);
+  }
+}
+
 class SessionPort : public ::testing::Test {
  protected:
   void SetUp() override {

@@ -17,7 +17,7 @@ namespace {
 //   u32 mark  u32 version  u64 arena address  u64 arena bytes  u64 mirror's offset
 //   u64 life word's offset  u64 fence word's offset  u8 greeting[48]
 constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + 8 + sizeof(Greeting);
 
 template <typename T>

@@ -32,8 +32,19 @@ FenceWords::Word::~Word() {
   if (all->at(index_).load(std::memory_order_relaxed) == 0) all->free_.push_back(index_);
 }
 
-void FenceWords::Word::close() {
-  if (const auto all = all_.lock()) all->at(index_).store(1, std::memory_order_seq_cst);
+void FenceWords::Word::add(uint32_t flag) {
+  if (const auto all = all_.lock()) all->at(index_).fetch_or(flag, std::memory_order_seq_cst);
+}
+
+void FenceWords::Word::reset() {
+  if (const auto all = all_.lock()) all->at(index_).store(0, std::memory_order_relaxed);
+}
+
+bool FenceWords::Word::hasLateWrites() const {
+  const auto all = all_.lock();
+  if (!all) return false;
+  const uint32_t word = all->at(index_).load(std::memory_order_seq_cst);
+  return (word & (kFenced | kClosed)) != 0 && word >= kWrite;
 }
 
 }  // namespace mooncake

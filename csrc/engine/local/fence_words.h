@@ -10,11 +10,16 @@
 
 namespace mooncake {
 
-// In our arena, one word for each peer that maps it: 0 as long as the peer may touch our memory. A
-// peer looks at its word before it does, as it does with RegionMirror.
+// In our arena, one word for each peer that maps it. A peer looks at its word before it touches our
+// memory, as it does with RegionMirror, and counts in it the writes that it is in the middle of: so
+// we know when none of them is under way any more.
 class FenceWords : public std::enable_shared_from_this<FenceWords> {
  public:
   static constexpr size_t kMost = 4096;
+  static constexpr uint32_t kFenced = 1;  // the job goes on without the peer
+  static constexpr uint32_t kClosed = 2;  // we have hung up
+  static constexpr uint32_t kWrite = 4;   // each write of the peer's that is under way
+
   static Result<std::shared_ptr<FenceWords>> create(Arena& arena);
 
   // May outlive the arena, and then does nothing.
@@ -24,12 +29,19 @@ class FenceWords : public std::enable_shared_from_this<FenceWords> {
         : all_(std::move(all)), index_(index), offset_(offset) {}
     Word(const Word&) = delete;
     Word& operator=(const Word&) = delete;
-    // One that was closed is never used again: its peer may still look at it.
+    // One that the peer may still look at is never used again.
     ~Word();
     uint64_t offset() const { return offset_; }  // in the arena
-    void close();
+    void fence() { add(kFenced); }
+    void close() { add(kClosed); }
+    // The peer's process has ended: the word may be used again.
+    void reset();
+    // A write that has begun may be under way, and no other one begins.
+    bool hasLateWrites() const;
 
    private:
+    void add(uint32_t flag);
+
     const std::weak_ptr<FenceWords> all_;
     const uint32_t index_;
     const uint64_t offset_;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/failpoint.h"
 #include "engine/local/shared_work.h"
 #include "engine/stream/wire.h"
 
@@ -60,9 +61,15 @@ std::shared_ptr<LocalChannel> LocalChannel::start(const char* transportName, Map
 }
 
 LocalChannel::LocalChannel(const char* transportName, Mapped peer, const TransportContext& context)
-    : transportName_(transportName), peer_(std::move(peer)), context_(context) {}
+    : transportName_(transportName),
+      peer_(std::move(peer)),
+      process_(peer_.process),
+      context_(context) {}
 
-LocalChannel::~LocalChannel() { close(); }
+LocalChannel::~LocalChannel() {
+  close();
+  if (process_.isEnding()) peer_.ours->reset();
+}
 
 Status LocalChannel::put(const PutRequest& request) {
   const Gate::Pass pass(puts_);
@@ -237,14 +244,28 @@ Status LocalChannel::write(const WriteRequest& request) {
   return {};
 }
 
-// The whole write on this thread.
+// The whole write on this thread. The peer sees that it is under way until it touches nothing more.
 ErrorCode LocalChannel::writeHere(const WriteRequest& request, std::byte* region,
                                   const DirectTransfers::Running& running) {
-  const auto allowed = [&] { return permission(request.region.key, kRemoteWrite); };
+  auto& word = *reinterpret_cast<std::atomic<uint32_t>*>(peer_.arena->base() + peer_.fence);
+  const uint32_t before = word.fetch_add(FenceWords::kWrite, std::memory_order_seq_cst);
+  const bool isShutOut = (before & (FenceWords::kFenced | FenceWords::kClosed)) != 0;
+  const auto code = isShutOut ? ErrorCode::kAborted : writePieces(request, region, running);
+  word.fetch_sub(FenceWords::kWrite, std::memory_order_seq_cst);
+  return code;
+}
+
+ErrorCode LocalChannel::writePieces(const WriteRequest& request, std::byte* region,
+                                    const DirectTransfers::Running& running) {
+  const auto allowed = [&] {
+    const bool isHungUp = (fenceWord()->load(std::memory_order_seq_cst) & FenceWords::kClosed) != 0;
+    return isHungUp ? ErrorCode::kAborted : permission(request.region.key, kRemoteWrite);
+  };
   for (size_t done = 0; done < request.source.size();) {
     if (running.cancelled()) return ErrorCode::kAborted;
     if (const auto code = allowed(); code != ErrorCode::kOk) return code;
     const size_t bytes = std::min(kWritePieceBytes, request.source.size() - done);
+    failpoint("write-piece");
     std::memcpy(region + request.offset + done, request.source.data() + done, bytes);
     done += bytes;
   }
@@ -300,7 +321,7 @@ void LocalChannel::cancel(const Completion* completion) {
 }
 
 void LocalChannel::fence() {
-  peer_.ours->close();
+  peer_.ours->fence();
   refusePulls();
   stream_->fence();
 }
@@ -315,6 +336,8 @@ void LocalChannel::close() {
   closing_.store(true, std::memory_order_relaxed);
   puts_.close();
   transfers_.close();
+  // Who has ended by itself writes nothing more.
+  if (!ended_.load(std::memory_order_acquire)) peer_.ours->close();
   refusePulls();
   stream_->close();
 }
@@ -335,6 +358,8 @@ Evidence LocalChannel::onEnded(const Status& how) {
                                            : Evidence::Kind::kUnreachable,
                 how.error().message};
   }
+  // It may live, and not know it.
+  if (evidence.kind == Evidence::Kind::kUnreachable) peer_.ours->close();
   if (!ended_.load(std::memory_order_relaxed)) {
     why_ = {ErrorCode::kPeerLost, evidence.detail};
     ended_.store(true, std::memory_order_release);
@@ -362,7 +387,8 @@ void LocalChannel::peerExited(const Error& why) {
 
 // kAborted: the peer has shut us out; kRefused: that region is not there for this.
 ErrorCode LocalChannel::permission(uint64_t key, uint32_t right) const {
-  if (fenceWord()->load(std::memory_order_seq_cst) != 0) return ErrorCode::kAborted;
+  if ((fenceWord()->load(std::memory_order_seq_cst) & FenceWords::kFenced) != 0)
+    return ErrorCode::kAborted;
   const auto& mirror = *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
   return mirror.allows(key, right) ? ErrorCode::kOk : ErrorCode::kRefused;
 }

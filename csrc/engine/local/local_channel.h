@@ -10,6 +10,7 @@
 #include "engine/local/direct_transfers.h"
 #include "engine/local/fence_words.h"
 #include "engine/memory/gate.h"
+#include "engine/peer_process.h"
 #include "engine/stream/stream_connection.h"
 #include "engine/transports/transport.h"
 
@@ -62,6 +63,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   Status send(ByteView message) override;
   void cancel(const Completion* completion) override;
   void fence() override;
+  bool hasLateWrites() const override { return peer_.ours->hasLateWrites(); }
   void close() override;
 
  private:
@@ -74,6 +76,8 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   Status end(const GetRequest& request, ErrorCode code);
   ErrorCode writeHere(const WriteRequest& request, std::byte* region,
                       const DirectTransfers::Running& running);
+  ErrorCode writePieces(const WriteRequest& request, std::byte* region,
+                        const DirectTransfers::Running& running);
   ErrorCode readPiece(const RemoteRegion& region, uint64_t offset, std::span<std::byte> target);
   void refusePulls();
   void onPull(const PullRequest& pull);
@@ -82,6 +86,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
 
   const char* transportName_;
   Mapped peer_;
+  const PeerProcess process_;
   std::shared_ptr<StreamConnection> stream_;
   Gate puts_;
   DirectTransfers transfers_;

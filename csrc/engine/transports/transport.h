@@ -96,8 +96,12 @@ class Channel {
   // kAborted. Our own gets and writes over a socket end so, too; what is mapped here stays
   // readable. Messages still pass both ways. Does not wait for the peer: where it stores into
   // memory that it maps, one store that it was in the middle of may still come (of a write up to
-  // 1 MiB), so that memory must not be used again.
+  // 1 MiB), so that memory must not be used again: of puts at all, of writes while
+  // hasLateWrites().
   virtual void fence() = 0;
+  // The peer was fenced, or we have hung up on it, while it stored into memory that it maps, and it
+  // has not come to the end of that yet. It never does if its process ends there.
+  virtual bool hasLateWrites() const { return false; }
   // No transfer starts or goes on after this; those under way end with kAborted, and what is asked
   // later gets that or, where the channel had ended before, why. Idempotent. Says goodbye where the
   // wire can, so that the peer does not take it for a death.

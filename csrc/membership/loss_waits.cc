@@ -1,0 +1,27 @@
+#include "membership/loss_waits.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include "base/fd.h"
+
+namespace mooncake {
+
+Status noteWaits(const std::string& file, const std::vector<LossWait>& waits) {
+  if (file.empty() || waits.empty()) return {};
+  const Fd out(::open(file.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW));
+  if (!out && errno == ENOENT) return {};
+  std::string lines;
+  for (const auto& [rank, time] : waits) {
+    const auto micros = std::chrono::duration_cast<std::chrono::microseconds>(time).count();
+    lines += std::to_string(rank) + " " + std::to_string(micros) + "\n";
+  }
+  // One call: several processes may append to it.
+  if (out && ::write(out.get(), lines.data(), lines.size()) == ssize_t(lines.size())) return {};
+  return {ErrorCode::kSystem,
+          "how long calls were held up cannot be noted in " + file + ": " + std::strerror(errno)};
+}
+
+}  // namespace mooncake
