@@ -34,7 +34,7 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
     }
   }
   const uint32_t rights = options.isRemoteAccessible ? kRemoteRead | kRemoteWrite : 0;
-  auto region = regions_.add(reinterpret_cast<void*>(address), bytes, rights);
+  auto region = regions_.add(reinterpret_cast<void*>(address), bytes, rights | kLasting);
   if (!region.ok()) {
     why = region.error().message;
     return kMemory;

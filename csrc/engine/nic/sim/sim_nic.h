@@ -46,6 +46,8 @@ class SimNic final : public Nic {
     SimOdds odds;
     Carry carry;
     std::function<void()> onGone = nullptr;
+    bool withdrawalStops = true;
+    uint64_t turn = 0;  // how many there were before, of the same index
   };
   explicit SimNic(Options options);
   ~SimNic() override;
@@ -175,7 +177,8 @@ class SimNic final : public Nic {
   std::multimap<Time, std::pair<uint64_t, NicError>> ends_;
   std::deque<Receive> receives_;
   std::map<uint64_t, Registered> registered_;
-  std::map<std::pair<Address, uint64_t>, uint64_t> writing_;  // bytes that have come of each write
+  std::map<uint64_t, std::pair<Registered, Time>> withdrawn_;  // and until when they still count
+  std::map<std::pair<Address, uint64_t>, uint64_t> writing_;   // bytes that have come of each write
   uint64_t carried_ = 0, refused_ = 0;
 };
 
