@@ -206,7 +206,7 @@ TYPED_TEST(FabricCards, NothingLandsBehindAFence) {
   EXPECT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kAborted) << errorCodeName(end);
   EXPECT_EQ(this->write(*this->toB, there, 0, here.at(0, kBig)), ErrorCode::kAborted);
   // Longer than anything is late.
-  std::this_thread::sleep_for(3 * SimNic::kMostLateness);
+  std::this_thread::sleep_for(3 * kNothing.lateness);
   EXPECT_TRUE(std::ranges::all_of(there.memory, [](std::byte b) { return b == std::byte{1}; }));
 }
 
@@ -275,7 +275,7 @@ TYPED_TEST(FabricCards, AWriteThatComesLateLandsNowhere) {
     ASSERT_TRUE(there.holds(0, source)) << i;
   }
   const Bytes last = there.memory;
-  std::this_thread::sleep_for(3 * SimNic::kMostLateness);
+  std::this_thread::sleep_for(3 * kNothing.lateness);
   EXPECT_EQ(there.memory, last);
 }
 
@@ -283,11 +283,18 @@ TYPED_TEST(FabricCards, AWriteThatComesLateLandsNowhere) {
 
 class FabricCardsAgain : public ConnectedTest {
  protected:
+  static constexpr SimOdds kLate{.failed = 0,
+                                 .late = 0,
+                                 .lateWrites = 2,
+                                 .lost = 0,
+                                 .storm = 0,
+                                 .death = 0,
+                                 .lateness = std::chrono::milliseconds(150)};
   static auto create(const std::shared_ptr<SimCards>& cards, bool withdrawalStops) {
     return [=](const TransportContext& context) {
       return createSimTransport(context, TcpTransport::create,
                                 {.cards = 2,
-                                 .odds = SimThatIsLate::kOdds,
+                                 .odds = cards ? SimThatIsLate::kOdds : kLate,
                                  .withdrawalStops = withdrawalStops,
                                  .breakOdds = cards ? 0u : 60u,
                                  .made = cards,
@@ -297,32 +304,39 @@ class FabricCardsAgain : public ConnectedTest {
   }
 };
 
+// Several are under way when it breaks, and come when others have been written in their place.
 TEST_F(FabricCardsAgain, NothingOfTheOldOneLands) {
   for (const bool stops : {true, false}) {
     WireEnd a(onLoopback(), create(nullptr, stops)), b(onLoopback(), create(nullptr, stops));
     connect(a, b);
-    constexpr size_t kEach = 120'000;
-    User here(a, 2 * kEach), there(b, kEach);
-    size_t breaks = 0, moved = 0;
-    for (uint64_t i = 0; breaks < 8 && i < 3000; ++i) {
-      const auto source = here.at(i % 2 * kEach, kEach);
+    constexpr size_t kEach = 40'000, kSlots = 8;
+    User here(a, 2 * kSlots * kEach), there(b, kSlots * kEach);
+    size_t breaks = 0, seen = 0;
+    for (uint64_t i = 0; seen < 5 && i < 3000; ++i) {
+      const auto source = here.at(i % 2 * kSlots * kEach, kSlots * kEach);
       std::ranges::fill(source, static_cast<std::byte>(i));
       Completion completion(&bell);
-      const Status begun = toB->write({there.region.remote(), 0, source, &completion});
-      const ErrorCode end = begun.ok() ? endOf(completion) : begun.code();
-      if (end == ErrorCode::kOk) {
+      Status begun;
+      for (size_t slot = 0; slot < kSlots && begun.ok(); ++slot) {
+        begun = toB->write({there.region.remote(), slot * kEach,
+                            source.subspan(slot * kEach, kEach), &completion});
+      }
+      const ErrorCode end = endOf(completion);
+      if (begun.ok() && end == ErrorCode::kOk) {
         ASSERT_TRUE(there.holds(0, source)) << i;
+        if (seen == breaks) continue;
+        std::this_thread::sleep_for(2 * kLate.lateness);
+        ASSERT_TRUE(there.holds(0, source)) << i;
+        seen = breaks;
         continue;
       }
-      ASSERT_EQ(end, ErrorCode::kPeerLost);
       ++breaks;
-      moved = movedOn(toB);
       ASSERT_TRUE(eventually([&] { return a.endedCount() == breaks; }));
       ASSERT_TRUE(reconnect(a, b).ok());
       ASSERT_TRUE(eventually([&] { return b.renewedCount() == breaks; }));
     }
-    EXPECT_EQ(breaks, 8u);
-    EXPECT_GT(moved, 0u);
+    EXPECT_EQ(seen, 5u);
+    EXPECT_GT(movedOn(toB), 0u);
     TearDown();
   }
 }
@@ -336,7 +350,7 @@ TEST_F(FabricCardsAgain, ALinkThatComesBackBringsNothingOld) {
     connect(a, b);
     constexpr size_t kEach = 120'000;
     User here(a, 4 * kEach), there(b, 2 * kEach);
-    for (uint64_t i = 0; i < 120; ++i) {
+    for (uint64_t i = 0; i < 60; ++i) {
       const auto source = here.at(i % 2 * 2 * kEach, 2 * kEach);
       std::ranges::fill(source, static_cast<std::byte>(i));
       Completion completion(&bell);

@@ -25,6 +25,7 @@ class Scenario {
       SimOptions options{.cards = 1 + below(4),
                          .odds = {.failed = odds(),
                                   .late = odds(),
+                                  .lateWrites = odds() / 10,
                                   .lost = odds(),
                                   .storm = odds(),
                                   .death = odds() * 10},

@@ -142,8 +142,9 @@ Status SimNic::send(NicPeer peer, NicBuffer header, NicBuffer body, void* contex
     out.owned.insert(out.owned.end(), body.bytes.begin(), body.bytes.end());
     out.header = out.body = {};
     out.sent = 0;
-    out_.emplace(now + std::chrono::microseconds(dice_.below(1000 * kMostLateness.count())),
-                 std::move(out));
+    out_.emplace(
+        now + std::chrono::microseconds(dice_.below(1000 * options_.odds.lateness.count())),
+        std::move(out));
     return {};
   }
   out.losesCompletion = dice_.once(options_.odds.lost);
@@ -189,7 +190,7 @@ Status SimNic::write(NicPeer peer, NicBuffer source, NicKey to, uint64_t offset,
                      number, fate));
   if (fate != NicError::kNone) return {};
   const auto now = Clock::now();
-  const bool isLate = dice_.once(options_.odds.late);
+  const bool isLate = dice_.once(options_.odds.late) || dice_.once(options_.odds.lateWrites);
   if (isLate) end(number, NicError::kUnreachable, now + dice_.delay());
   cut({.to = peers_[peer - 1],
        .message = {.kind = Kind::kWrite,
@@ -209,8 +210,9 @@ void SimNic::cut(const Out& whole, std::span<const std::byte> data, Time now, bo
     out.message.position = position;
     if (isLate) {
       out.owned.assign(piece.begin(), piece.end());
-      out_.emplace(now + std::chrono::microseconds(dice_.below(1000 * kMostLateness.count())),
-                   std::move(out));
+      out_.emplace(
+          now + std::chrono::microseconds(dice_.below(1000 * options_.odds.lateness.count())),
+          std::move(out));
     } else {
       out.header = piece;
       out_.emplace(now + dice_.delay(), std::move(out));

@@ -22,7 +22,7 @@ class SimNic::Memory final : public NicMemory {
     const auto gone = nic_.registered_.extract(key_);
     // What has begun, or is on its way, may land for a while.
     if (gone && !nic_.limits_.withdrawalStops)
-      nic_.withdrawn_[key_] = {gone.mapped(), Clock::now() + 2 * kMostLateness};
+      nic_.withdrawn_[key_] = {gone.mapped(), Clock::now() + 2 * nic_.options_.odds.lateness};
   }
   std::span<std::byte> memory() const override { return memory_; }
   NicKey key() const override { return {.key = key_, .base = 0}; }

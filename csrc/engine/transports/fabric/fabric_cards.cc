@@ -387,7 +387,7 @@ void FabricChannel::onCard(const control::Card& card) {
     if (path % theirs_->rails.size() != card.index) continue;
     if (peers_[path]) rails_->release(path, *peers_[path]);
     peers_[path].reset();
-    leaveOut(path, now, "the peer's was opened anew");
+    leaveOut(path, now, "the peer's was opened anew", /*isAnew=*/true);
   }
   pump(now);
 }
@@ -422,7 +422,7 @@ void FabricChannel::onRenewed(size_t rail) {
   if (rail >= peers_.size() || !theirs_) return;
   peers_[rail].reset();
   const auto now = Clock::now();
-  leaveOut(rail, now, "it was opened anew");
+  leaveOut(rail, now, "it was opened anew", /*isAnew=*/true);
   pump(now);
 }
 

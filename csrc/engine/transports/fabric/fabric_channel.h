@@ -169,7 +169,7 @@ class FabricChannel final : public Channel,
   void erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_point now);
   void owe(Clock::time_point now);
   void sendAck();
-  void leaveOut(size_t path, Clock::time_point now, const std::string& why);
+  void leaveOut(size_t path, Clock::time_point now, const std::string& why, bool isAnew = false);
   void land(const Packet& packet, ByteView data);
   void takeAnswer(const Packet& answer, ByteView data);
   void answerGet(const Packet& get);

@@ -203,8 +203,9 @@ void FabricChannel::onSendFailed(size_t path, uint64_t epoch, const NicCompletio
 }
 
 // What is on its way there leaves again over another one.
-void FabricChannel::leaveOut(size_t path, Clock::time_point now, const std::string& why) {
-  if (paths_.leaveOut(path, now))
+void FabricChannel::leaveOut(size_t path, Clock::time_point now, const std::string& why,
+                             bool isAnew) {
+  if (isAnew ? paths_.startAnew(path, now) : paths_.leaveOut(path, now))
     log(LogLevel::kInfo, options_.name, "card ", rails_->name(path),
         " is left out for a peer: ", why);
   for (auto& [serial, sent] : unacked_) {
