@@ -23,18 +23,21 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
     why = "a location is \"*\", \"cpu:0\" or \"cuda:0\"";
     return kInvalid;
   }
-  std::unique_lock lock(mutex_);
-  const auto behind = buffers_.lower_bound(address + bytes);
-  if (behind != buffers_.begin()) {
-    const RemoteRegion before = std::prev(behind)->second->region.remote();
-    if (before.address + before.bytes > address) {
-      why = describe(address, bytes) + " overlaps " + describe(before.address, before.bytes) +
-            ", which is registered";
-      return kOverlap;
+  std::lock_guard adding(addingMutex_);
+  {
+    std::shared_lock lock(mutex_);
+    const auto behind = buffers_.lower_bound(address + bytes);
+    if (behind != buffers_.begin()) {
+      const RemoteRegion before = std::prev(behind)->second->region.remote();
+      if (before.address + before.bytes > address) {
+        why = describe(address, bytes) + " overlaps " + describe(before.address, before.bytes) +
+              ", which is registered";
+        return kOverlap;
+      }
     }
   }
   const uint32_t rights = options.isRemoteAccessible ? kRemoteRead | kRemoteWrite : 0;
-  auto region = regions_.add(reinterpret_cast<void*>(address), bytes, rights);
+  auto region = regions_.add(reinterpret_cast<void*>(address), bytes, rights | kLasting);
   if (!region.ok()) {
     why = region.error().message;
     return kMemory;
@@ -43,8 +46,9 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
   buffer->region = std::move(*region);
   buffer->rights = rights;
   buffer->location = std::move(options.location);
-  buffer->order = ++version_;
   buffer->isOurs = options.isOurs;
+  std::unique_lock lock(mutex_);
+  buffer->order = ++version_;
   buffers_.emplace(address, std::move(buffer));
   return kGood;
 }

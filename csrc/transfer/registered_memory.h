@@ -47,6 +47,8 @@ class RegisteredMemory {
 
  private:
   RegionTable& regions_;
+  // One at a time registers: with network cards that may take seconds, and transfers go on.
+  std::mutex addingMutex_;
   mutable std::shared_mutex mutex_;                                // guards all below
   std::map<uint64_t, std::shared_ptr<RegisteredBuffer>> buffers_;  // by address
   uint64_t version_ = 0;

@@ -25,19 +25,25 @@ class Scenario {
       SimOptions options{.cards = 1 + below(4),
                          .odds = {.failed = odds(),
                                   .late = odds(),
+                                  .lateWrites = odds() / 10,
                                   .lost = odds(),
                                   .storm = odds(),
                                   .death = odds() * 10},
+                         .withdrawalStops = below(2) == 0,
                          .breakOdds = 0,
                          .made = end->cards,
                          .channel = {.splitBytes = 1 + below(100'000),
+                                     .leastByCard = 1 + below(40'000),
                                      .stallLimit = std::chrono::milliseconds(20),
                                      .pathLimit = std::chrono::seconds(10)}};
       end->count = options.cards;
       end->wire = std::make_unique<WireEnd>(env, [&](const TransportContext& context) {
         return createSimTransport(context, TcpTransport::create, options);
       });
-      end->part = std::make_unique<Part>(end->wire->part(kPart));
+      // A part of them are lives of packets alone.
+      isByCards_ = isByCards_ || below(2) == 0;
+      end->part = std::make_unique<Part>(end->wire->part(
+          kPart, kRemoteRead | kRemoteWrite | (isByCards_ ? uint32_t(kLasting) : 0)));
       const Bytes data = pattern(kEach, seed);
       for (size_t i = 0; i < kSlots; ++i)
         std::copy(data.begin(), data.end(), end->part->bytes().begin() + gettable(i));
@@ -58,11 +64,24 @@ class Scenario {
   void run(uint64_t seed) {
     if (!a_.channel || !b_.channel) return;
     const Bytes gettableData = pattern(kEach, seed);
-    std::vector<Bytes> targets(kSlots, Bytes(kEach));
-    std::vector<Bytes> written;
+    Bytes targets(kSlots * kEach), written;
+    const auto slotOf = [](Bytes& all, size_t slot) {
+      return std::span(all).subspan(slot * kEach, kEach);
+    };
     Completion completion(&bell_);
     std::array<uint64_t, kSlots> stampsA{}, stampsB{};
-    for (size_t i = 0; i < kSlots; ++i) written.push_back(pattern(kEach, seed + i));
+    for (size_t i = 0; i < kSlots; ++i) {
+      const Bytes one = pattern(kEach, seed + i);
+      written.insert(written.end(), one.begin(), one.end());
+    }
+    const uint32_t lasting = isByCards_ ? uint32_t(kLasting) : 0;
+    auto inTargets = a_.wire->regions().add(targets.data(), targets.size(), lasting);
+    auto inWritten = a_.wire->regions().add(written.data(), written.size(), lasting);
+    EXPECT_TRUE(inTargets.ok() && inWritten.ok());
+    // So that the keys are there, or on their way.
+    Completion first(&bell_);
+    EXPECT_TRUE(a_.channel->get({b_.part->remote(), gettable(0), slotOf(targets, 0), &first}).ok());
+    EXPECT_EQ(endOf(first), ErrorCode::kOk);
     const auto card = [&](End& end) { return below(end.count); };
     for (size_t step = 0; step < 20; ++step) {
       End& from = below(2) == 0 ? a_ : b_;
@@ -84,7 +103,8 @@ class Scenario {
         case 2:
           if (&from == &a_ && !wanted_[slot]) {
             EXPECT_TRUE(
-                from.channel->get({to.part->remote(), gettable(slot), targets[slot], &completion})
+                from.channel
+                    ->get({to.part->remote(), gettable(slot), slotOf(targets, slot), &completion})
                     .ok());
             wanted_[slot] = true;
           }
@@ -93,25 +113,26 @@ class Scenario {
           if (&from == &a_ && !isWritten_[slot]) {
             isWritten_[slot] = true;
             EXPECT_TRUE(
-                from.channel->write({to.part->remote(), writable(slot), written[slot], &completion})
+                from.channel
+                    ->write({to.part->remote(), writable(slot), slotOf(written, slot), &completion})
                     .ok());
           }
           break;
         case 4:
-          if (below(4) == 0) from.cards->card(card(from)).kill();
+          if (below(4) == 0) from.cards->kill(card(from));
           break;
         case 5:
-          for (size_t i = 0; i < from.count; ++i) from.cards->card(i).revive();
+          for (size_t i = 0; i < from.count; ++i) from.cards->revive(i);
           break;
       }
     }
     for (End* end : {&a_, &b_}) {
-      for (size_t i = 0; i < end->count; ++i) end->cards->card(i).revive();
+      for (size_t i = 0; i < end->count; ++i) end->cards->revive(i);
     }
     EXPECT_EQ(endOf(completion), ErrorCode::kOk);
     for (size_t slot = 0; slot < kSlots; ++slot) {
-      EXPECT_TRUE(!wanted_[slot] || targets[slot] == gettableData);
-      EXPECT_TRUE(!isWritten_[slot] || b_.part->holds(writable(slot), written[slot]));
+      EXPECT_TRUE(!wanted_[slot] || std::ranges::equal(slotOf(targets, slot), gettableData));
+      EXPECT_TRUE(!isWritten_[slot] || b_.part->holds(writable(slot), slotOf(written, slot)));
       for (const auto& [part, stamps] :
            {std::pair(b_.part.get(), &stampsA), std::pair(a_.part.get(), &stampsB)}) {
         const uint64_t stamp = (*stamps)[slot];
@@ -141,6 +162,7 @@ class Scenario {
 
   std::mt19937_64 random_;
   Doorbell bell_;
+  bool isByCards_ = false;
   std::array<bool, kSlots> wanted_{}, isWritten_{};
   End a_, b_;
 };

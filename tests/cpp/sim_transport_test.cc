@@ -255,7 +255,7 @@ TEST_F(SimWire, ATransferGoesOverAllCards) {
   Completion completion(&bell);
   ASSERT_TRUE(toB->get({part.remote(), 0, target, &completion}).ok());
   EXPECT_EQ(endOf(completion), ErrorCode::kOk);
-  for (size_t i = 0; i < 3; ++i) EXPECT_GT(cardsOfB->card(i).carried(), 20u) << i;
+  for (size_t i = 0; i < 3; ++i) EXPECT_GT(cardsOfB->carried(i), 20u) << i;
 }
 
 // The card says that nothing reaches its peer.
@@ -263,11 +263,11 @@ TEST_F(SimWire, ACardThatDiesIsLeftOutAndComesBack) {
   connect({.cards = 2, .odds = kNothingElse, .breakOdds = 0});
   auto part = b->part(kBytes + 4096);
   transferWhile(part, [&] { return stamp_ < 5; });
-  cardsOfA->card(1).kill();
+  cardsOfA->kill(1);
   transferWhile(part, [&] { return stamp_ < 50; });
-  cardsOfA->card(1).revive();
-  const uint64_t before = cardsOfA->card(1).carried();
-  transferWhile(part, [&] { return cardsOfA->card(1).carried() < before + 20; });
+  cardsOfA->revive(1);
+  const uint64_t before = cardsOfA->carried(1);
+  transferWhile(part, [&] { return cardsOfA->carried(1) < before + 20; });
   EXPECT_EQ(a->endedCount() + b->endedCount(), 0u);
 }
 
@@ -279,11 +279,11 @@ TEST_F(SimWire, ACardThatLosesWhatItIsSentIsLeftOutAndComesBack) {
            .channel = {.stallLimit = std::chrono::milliseconds(50)}});
   auto part = b->part(kBytes + 4096);
   transferWhile(part, [&] { return stamp_ < 5; });
-  cardsOfB->card(0).kill();
+  cardsOfB->kill(0);
   transferWhile(part, [&] { return stamp_ < 50; });
-  cardsOfB->card(0).revive();
-  const uint64_t before = cardsOfA->card(0).carried();
-  transferWhile(part, [&] { return cardsOfA->card(0).carried() < before + 20; });
+  cardsOfB->revive(0);
+  const uint64_t before = cardsOfA->carried(0);
+  transferWhile(part, [&] { return cardsOfA->carried(0) < before + 20; });
   EXPECT_EQ(a->endedCount() + b->endedCount(), 0u);
 }
 
@@ -295,8 +295,8 @@ TEST_F(SimWire, WithoutAnyCardTheConnectionBreaks) {
                        .pathLimit = std::chrono::milliseconds(100)}});
   auto part = b->part(kBytes + 4096);
   transferWhile(part, [&] { return stamp_ < 5; });
-  cardsOfA->card(0).kill();
-  cardsOfA->card(1).kill();
+  cardsOfA->kill(0);
+  cardsOfA->kill(1);
   Bytes target(kBytes);
   Completion completion(&bell);
   ASSERT_TRUE(toB->get({part.remote(), 4096, target, &completion}).ok());
@@ -310,7 +310,7 @@ TEST_F(SimWire, WithoutAnyCardTheConnectionBreaks) {
   // TCP alone is no connection.
   EXPECT_EQ(reconnect(std::chrono::milliseconds(200)).code(), ErrorCode::kPeerLost);
   EXPECT_EQ(a->endedCount(), 1u) << "told by the answer alone";
-  cardsOfA->card(0).revive();
+  cardsOfA->revive(0);
   ASSERT_TRUE(reconnect().ok());
   transferWhile(part, [&] { return stamp_ < 10; });
 }

@@ -10,7 +10,7 @@ void Gate::close() {
 }
 
 bool Gate::close(Deadline deadline) {
-  word_.fetch_and(~kOpen, std::memory_order_seq_cst);
+  shut();
   const Interrupt never;
   const auto empty = [&] { return (word_.load(std::memory_order_acquire) & ~kOpen) == 0; };
   return Waiter{left_, never, 0, deadline, SpinPolicy{}}.until(empty) == WaitResult::kReady;

@@ -22,6 +22,8 @@ class Gate {
     // Sequentially consistent: pairs with the doorbell's order.
     if (!(word_.fetch_sub(1, std::memory_order_seq_cst) & kOpen)) left_.ring();
   }
+  // Nobody enters from now on; those inside stay.
+  void shut() { word_.fetch_and(~kOpen, std::memory_order_seq_cst); }
   // Waits for those inside, who copy memory and nothing else: they leave by themselves.
   void close();
   // Where they may be at something longer. False: somebody is inside still, and nobody enters.

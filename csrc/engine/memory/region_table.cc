@@ -52,7 +52,7 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
     return Error{ErrorCode::kInvalidArgument,
                  "memory to register must not be null and must not wrap around"};
   }
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (freeEntries_.empty()) {
     const size_t made = made_.load(std::memory_order_relaxed);
     if (made == kCapacity) {
@@ -76,8 +76,14 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
   // The fields before the word: whoever opens the entry sees them.
   entry.word.store(generation << 32, std::memory_order_release);
   mirror(index, generation << 32 | rights);
-  return MemoryRegion(this,
-                      {.address = start, .bytes = bytes, .key = generation << 32 | (index + 1)});
+  lock.unlock();
+  const uint64_t key = generation << 32 | (index + 1);
+  if ((rights & kLasting) != 0) {
+    std::shared_lock watching(watchersMutex_);
+    for (RegionWatcher* watcher : watchers_)
+      watcher->onAdded(key, {static_cast<std::byte*>(address), bytes}, rights);
+  }
+  return MemoryRegion(this, {.address = start, .bytes = bytes, .key = key});
 }
 
 RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes, uint32_t right) {
@@ -126,9 +132,23 @@ void RegionTable::revoke(uint64_t key) {
     log(LogLevel::kWarning, "regions", "memory at ", static_cast<void*>(entry.address),
         " is still in transfer to a peer; close its channel to end that");
   }
+  if ((entry.rights & kLasting) != 0) {
+    std::shared_lock watching(watchersMutex_);
+    for (RegionWatcher* watcher : watchers_) watcher->onRevoked(key);
+  }
   if (generationOf(key) == kLastGeneration) return;
   std::lock_guard lock(mutex_);
   freeEntries_.push_back(static_cast<uint32_t>(index));
+}
+
+void RegionTable::watch(RegionWatcher& watcher) {
+  std::lock_guard lock(watchersMutex_);
+  watchers_.push_back(&watcher);
+}
+
+void RegionTable::unwatch(RegionWatcher& watcher) {
+  std::lock_guard lock(watchersMutex_);
+  std::erase(watchers_, &watcher);
 }
 
 void RegionTable::release(size_t entry) {

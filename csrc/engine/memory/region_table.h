@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <span>
 #include <vector>
 
@@ -26,7 +27,22 @@ struct RemoteRegion {
 // but addresses.
 constexpr size_t kRegionCapacity = (size_t(64) + 4) << 10;
 
-enum RegionRights : uint32_t { kRemoteRead = 1, kRemoteWrite = 2 };
+enum RegionRights : uint32_t {
+  kRemoteRead = 1,
+  kRemoteWrite = 2,
+  kLasting = 4,  // no right: the memory stays for long, so that what is costly to make for it pays
+};
+
+// Who makes something for memory that lasts: registers it with network cards.
+class RegionWatcher {
+ public:
+  virtual ~RegionWatcher() = default;
+  // Before anybody can know the key.
+  virtual void onAdded(uint64_t key, std::span<std::byte> memory, uint32_t rights) = 0;
+  // The key is refused, and nobody uses the memory through the table any more. When this returns
+  // nobody reaches it in any other way.
+  virtual void onRevoked(uint64_t key) = 0;
+};
 
 class RegionTable;
 
@@ -111,6 +127,11 @@ class RegionTable {
   // the table.
   Result<uint64_t> mirrorIn(Arena& arena);
 
+  // From now on, of regions that last; on the threads that add and revoke. unwatch() waits for
+  // calls that are under way.
+  void watch(RegionWatcher& watcher);
+  void unwatch(RegionWatcher& watcher);
+
   uint64_t refusals() const { return refusals_.load(std::memory_order_relaxed); }
 
  private:
@@ -134,6 +155,8 @@ class RegionTable {
   std::array<std::atomic<Block*>, kCapacity / kBlockEntries> blocks_{};
   std::atomic<size_t> made_{0};  // entries in blocks
   std::atomic<uint64_t> refusals_{0};
+  std::shared_mutex watchersMutex_;  // guards watchers_, and them
+  std::vector<RegionWatcher*> watchers_;
   Doorbell unused_;   // rung when the last user of a closed entry left
   std::mutex mutex_;  // guards what follows; adding and closing entries
   std::vector<uint32_t> freeEntries_;

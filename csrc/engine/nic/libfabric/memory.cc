@@ -39,14 +39,14 @@ void* LibfabricMemories::descriptorOf(const NicMemory& memory) {
 Result<std::unique_ptr<NicMemory>> LibfabricMemories::add(std::span<std::byte> memory,
                                                           uint32_t access) {
   const MemoryPlace place = places_.of(memory.data());
+  std::lock_guard lock(mutex_);
+  if (isClosed_) return Error{ErrorCode::kAborted, "the network card is closed"};
   const fi_info& info = endpoint_.info();
   if (place.isCuda && (info.caps & FI_HMEM) == 0) {
     return Error{ErrorCode::kUnsupported,
                  std::string("provider ") + info.fabric_attr->prov_name +
                      " moves bytes with the processor, which cannot reach GPU memory"};
   }
-  std::lock_guard lock(mutex_);
-  if (isClosed_) return Error{ErrorCode::kAborted, "the network card is closed"};
   auto region = make(memory, access, place);
   if (!region.ok()) return region.error();
   const bool isByAddress = (info.domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;

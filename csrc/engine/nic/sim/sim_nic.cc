@@ -7,27 +7,8 @@ namespace mooncake {
 namespace {
 
 constexpr size_t kMostCarried = size_t(48) << 10;  // data in one message
-// What nobody takes at the moment is offered again then.
-constexpr auto kAgain = std::chrono::microseconds(100);
 
 }  // namespace
-
-class SimNic::Memory final : public NicMemory {
- public:
-  Memory(SimNic& nic, std::span<std::byte> memory, uint64_t key)
-      : nic_(nic), memory_(memory), key_(key) {}
-  ~Memory() override {
-    std::lock_guard lock(nic_.mutex_);
-    nic_.registered_.erase(key_);
-  }
-  std::span<std::byte> memory() const override { return memory_; }
-  NicKey key() const override { return {.key = key_, .base = 0}; }
-
- private:
-  SimNic& nic_;
-  const std::span<std::byte> memory_;
-  const uint64_t key_;
-};
 
 Bytes SimNic::Message::encode(std::span<const std::byte> data) const {
   ByteWriter out;
@@ -73,7 +54,10 @@ SimNic::SimNic(Options options)
              .receiveDepth = kSlots,
              .remoteRead = true,
              .remoteWrite = true,
-             .deviceMemory = false};
+             .deviceMemory = false,
+             .withdrawalStops = options_.withdrawalStops};
+  // As good a card, and another fate.
+  if (options_.turn != 0) dice_ = SimDice(options_.seed ^ options_.turn << 32);
 }
 
 SimNic::~SimNic() {
@@ -106,14 +90,6 @@ void SimNic::remove(NicPeer peer) {
   for (auto& [number, operation] : operations_) {
     if (operation.peer == peer) end(number, NicError::kCancelled, now);
   }
-}
-
-Result<std::unique_ptr<NicMemory>> SimNic::registerMemory(std::span<std::byte> memory,
-                                                          uint32_t access) {
-  std::lock_guard lock(mutex_);
-  const uint64_t key = ++lastNumber_ << 32 | dice_.below(UINT32_MAX);
-  registered_[key] = {memory, access};
-  return std::unique_ptr<NicMemory>(new Memory(*this, memory, key));
 }
 
 // ---- what is asked
@@ -166,8 +142,9 @@ Status SimNic::send(NicPeer peer, NicBuffer header, NicBuffer body, void* contex
     out.owned.insert(out.owned.end(), body.bytes.begin(), body.bytes.end());
     out.header = out.body = {};
     out.sent = 0;
-    out_.emplace(now + std::chrono::microseconds(dice_.below(1000 * kMostLateness.count())),
-                 std::move(out));
+    out_.emplace(
+        now + std::chrono::microseconds(dice_.below(1000 * options_.odds.lateness.count())),
+        std::move(out));
     return {};
   }
   out.losesCompletion = dice_.once(options_.odds.lost);
@@ -213,7 +190,7 @@ Status SimNic::write(NicPeer peer, NicBuffer source, NicKey to, uint64_t offset,
                      number, fate));
   if (fate != NicError::kNone) return {};
   const auto now = Clock::now();
-  const bool isLate = dice_.once(options_.odds.late);
+  const bool isLate = dice_.once(options_.odds.late) || dice_.once(options_.odds.lateWrites);
   if (isLate) end(number, NicError::kUnreachable, now + dice_.delay());
   cut({.to = peers_[peer - 1],
        .message = {.kind = Kind::kWrite,
@@ -233,8 +210,9 @@ void SimNic::cut(const Out& whole, std::span<const std::byte> data, Time now, bo
     out.message.position = position;
     if (isLate) {
       out.owned.assign(piece.begin(), piece.end());
-      out_.emplace(now + std::chrono::microseconds(dice_.below(1000 * kMostLateness.count())),
-                   std::move(out));
+      out_.emplace(
+          now + std::chrono::microseconds(dice_.below(1000 * options_.odds.lateness.count())),
+          std::move(out));
     } else {
       out.header = piece;
       out_.emplace(now + dice_.delay(), std::move(out));
@@ -379,101 +357,6 @@ void SimNic::carryDue(Time now) {
   }
 }
 
-void SimNic::take(const In& in, Time now) {
-  ByteReader reader(in.bytes);
-  auto message = Message::decode(reader);
-  if (!message || message->toLife != life_) return;
-  const ByteView data = reader.getRaw(reader.left());
-  message->from.host = in.from;
-  switch (message->kind) {
-    case Kind::kPacket:
-      // Nobody has room for it yet: it waits, as a card of the other end would.
-      if (!deliver(data, now)) in_.emplace(now + kAgain, in);
-      return;
-    case Kind::kRead:
-      return serveRead(in.from, *message, now);
-    case Kind::kWrite:
-      return serveWrite(in.from, *message, data, now);
-    case Kind::kReadData: {
-      const auto found = operations_.find(message->operation);
-      if (found == operations_.end() || found->second.hasEnded) return;
-      Operation& read = found->second;
-      if (message->answer != Answer::kOk || message->length != read.target.size())
-        return end(message->operation, NicError::kRefused, now + dice_.delay());
-      if (!data.empty())
-        std::memcpy(read.target.data() + message->position, data.data(), data.size());
-      read.arrived += data.size();
-      if (read.arrived < read.target.size()) return;
-      if (!dice_.once(options_.odds.lost))
-        end(message->operation, NicError::kNone, now + dice_.delay());
-      return;
-    }
-    case Kind::kWritten: {
-      const NicError how = message->answer == Answer::kOk ? NicError::kNone : NicError::kRefused;
-      if (!dice_.once(options_.odds.lost)) end(message->operation, how, now + dice_.delay());
-      return;
-    }
-  }
-}
-
-bool SimNic::deliver(ByteView packet, Time now) {
-  if (receives_.empty()) return false;
-  const Receive receive = receives_.front();
-  receives_.pop_front();
-  const size_t bytes = std::min(packet.size(), receive.buffer.bytes.size());
-  if (bytes > 0) std::memcpy(receive.buffer.bytes.data(), packet.data(), bytes);
-  completions_.emplace(
-      now, NicCompletion{
-               .kind = NicCompletion::Kind::kReceived, .bytes = bytes, .context = receive.context});
-  return true;
-}
-
-std::optional<std::span<std::byte>> SimNic::reach(const Message& message, uint32_t right) {
-  const auto found = registered_.find(message.key);
-  const bool isAllowed = found != registered_.end() && (found->second.access & right) != 0 &&
-                         message.offset <= found->second.memory.size() &&
-                         message.length <= found->second.memory.size() - message.offset;
-  if (!isAllowed) {
-    ++refused_;
-    return std::nullopt;
-  }
-  return found->second.memory.subspan(message.offset, message.length);
-}
-
-void SimNic::reply(const Host& host, const Message& request, Message answer, ByteView data,
-                   Time when) {
-  answer.operation = request.operation;
-  Out out{.to = {host, request.from.index, request.from.life},
-          .message = answer,
-          .owned = Bytes(data.begin(), data.end())};
-  out_.emplace(when, std::move(out));
-}
-
-void SimNic::serveRead(const Host& from, const Message& request, Time now) {
-  const auto memory = reach(request, static_cast<uint32_t>(NicAccess::kRemoteRead));
-  if (!memory)
-    return reply(from, request, {.kind = Kind::kReadData, .answer = Answer::kRefused}, {}, now);
-  for (uint64_t position = 0; position < memory->size() || position == 0;) {
-    const auto piece = memory->subspan(position, std::min(kMostCarried, memory->size() - position));
-    reply(from, request, {.kind = Kind::kReadData, .length = memory->size(), .position = position},
-          piece, now + dice_.delay());
-    position += piece.size();
-    if (piece.empty()) break;
-  }
-}
-
-void SimNic::serveWrite(const Host& from, const Message& piece, ByteView data, Time now) {
-  const auto memory = reach(piece, static_cast<uint32_t>(NicAccess::kRemoteWrite));
-  if (!memory)
-    return reply(from, piece, {.kind = Kind::kWritten, .answer = Answer::kRefused}, {}, now);
-  if (!data.empty()) std::memcpy(memory->data() + piece.position, data.data(), data.size());
-  uint64_t& arrived = writing_[{piece.from, piece.operation}];
-  arrived += data.size();
-  if (arrived < piece.length) return;
-  writing_.erase({piece.from, piece.operation});
-  reply(from, piece, {.kind = Kind::kWritten}, {}, now + dice_.delay());
-}
-
 SimNic::Time SimNic::nextDue() const {
   Time next = Time::max();
   if (!out_.empty()) next = std::min(next, out_.begin()->first);
@@ -511,6 +394,8 @@ void SimNic::close() {
   out_.clear();
   in_.clear();
   registered_.clear();
+  withdrawn_.clear();
+  writing_.clear();
 }
 
 }  // namespace mooncake

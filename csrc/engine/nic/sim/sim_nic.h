@@ -20,9 +20,11 @@ namespace mooncake {
 struct SimOdds {
   uint32_t failed = 1000;   // of operations: an error, and nothing of it arrives
   uint32_t late = 2000;     // an error, and all of it arrives afterwards
+  uint32_t lateWrites = 0;  // of writes, besides
   uint32_t lost = 2000;     // it arrives, its completion does not: the time limit ends it
   uint32_t storm = 300;     // of posts: no room, for a while
   uint32_t death = 20'000;  // the card does nothing for a while, and what comes to it is lost
+  std::chrono::milliseconds lateness{20};  // at most
 };
 
 // A card that is worse than any real one: it has room for 128 operations, packets overtake each
@@ -34,7 +36,6 @@ class SimNic final : public Nic {
   // Of an operation whose completion was lost, or whose peer does not answer.
   static constexpr std::chrono::milliseconds kTimeLimit{30};
   static constexpr std::chrono::milliseconds kMostDeath{20};
-  static constexpr std::chrono::milliseconds kMostLateness{20};
   static constexpr std::chrono::microseconds kMostStorm{500};
 
   using Host = std::array<std::byte, 16>;  // the engine that it belongs to
@@ -46,6 +47,8 @@ class SimNic final : public Nic {
     SimOdds odds;
     Carry carry;
     std::function<void()> onGone = nullptr;
+    bool withdrawalStops = true;
+    uint64_t turn = 0;  // how many there were before, of the same index
   };
   explicit SimNic(Options options);
   ~SimNic() override;
@@ -175,7 +178,8 @@ class SimNic final : public Nic {
   std::multimap<Time, std::pair<uint64_t, NicError>> ends_;
   std::deque<Receive> receives_;
   std::map<uint64_t, Registered> registered_;
-  std::map<std::pair<Address, uint64_t>, uint64_t> writing_;  // bytes that have come of each write
+  std::map<uint64_t, std::pair<Registered, Time>> withdrawn_;  // and until when they still count
+  std::map<std::pair<Address, uint64_t>, uint64_t> writing_;   // bytes that have come of each write
   uint64_t carried_ = 0, refused_ = 0;
 };
 

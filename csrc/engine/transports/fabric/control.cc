@@ -90,13 +90,79 @@ Result<State> State::decode(ByteView bytes) {
   return state;
 }
 
-Bytes encodeAsk(uint64_t question) { return begin(Kind::kAsk).put(question).take(); }
+Bytes Grant::encode() const {
+  ByteWriter out = begin(Kind::kGrant);
+  out.put(region).put(rights).put(bytes).put(static_cast<uint8_t>(cards.size()));
+  for (const auto& pieces : cards) {
+    out.put(static_cast<uint16_t>(pieces.size()));
+    for (const Piece& piece : pieces)
+      out.put(piece.offset).put(piece.bytes).put(piece.key.key).put(piece.key.base);
+  }
+  return out.take();
+}
 
-Result<uint64_t> decodeAsk(ByteView bytes) {
+Result<Grant> Grant::decode(ByteView view) {
+  ByteReader in(view);
+  Grant grant;
+  grant.region = in.get<uint64_t>();
+  grant.rights = in.get<uint32_t>();
+  grant.bytes = in.get<uint64_t>();
+  bool isWhole = true;
+  size_t all = 0;
+  for (size_t cards = in.get<uint8_t>(); cards > 0 && !in.failed(); --cards) {
+    auto& pieces = grant.cards.emplace_back();
+    uint64_t next = 0;
+    for (size_t left = in.get<uint16_t>(); left > 0 && !in.failed(); --left) {
+      Piece piece;
+      piece.offset = in.get<uint64_t>();
+      piece.bytes = in.get<uint64_t>();
+      piece.key.key = in.get<uint64_t>();
+      piece.key.base = in.get<uint64_t>();
+      isWhole = isWhole && piece.offset == next && piece.bytes > 0 &&
+                piece.bytes <= grant.bytes - piece.offset && ++all <= kMostPieces;
+      next = piece.offset + piece.bytes;
+      pieces.push_back(piece);
+    }
+    isWhole = isWhole && (pieces.empty() || next == grant.bytes);
+  }
+  MOONCAKE_TRY(in.finish("grant of a fabric channel"));
+  if (!isWhole || grant.cards.size() > kMostRails)
+    return Error{ErrorCode::kProtocol, "a grant of a fabric channel does not decode"};
+  return grant;
+}
+
+Bytes Card::encode() const { return begin(Kind::kCard).put(index).putBytes(address).take(); }
+
+Result<Card> Card::decode(ByteView bytes) {
   ByteReader in(bytes);
-  const auto question = in.get<uint64_t>();
-  MOONCAKE_TRY(in.finish("question of a fabric channel"));
-  return question;
+  Card card{.index = in.get<uint8_t>(), .address = {}};
+  const ByteView address = in.getBytes(kMostAddress);
+  card.address.assign(address.begin(), address.end());
+  MOONCAKE_TRY(in.finish("card of a fabric channel"));
+  return card;
+}
+
+Bytes Retire::encode() const {
+  return begin(Kind::kRetire).put(ticket).put(region).put(card).take();
+}
+
+Result<Retire> Retire::decode(ByteView bytes) {
+  ByteReader in(bytes);
+  Retire retire;
+  retire.ticket = in.get<uint64_t>();
+  retire.region = in.get<uint64_t>();
+  retire.card = in.get<uint8_t>();
+  MOONCAKE_TRY(in.finish("retirement of a fabric channel"));
+  return retire;
+}
+
+Bytes encodeNumber(Kind kind, uint64_t number) { return begin(kind).put(number).take(); }
+
+Result<uint64_t> decodeNumber(ByteView bytes) {
+  ByteReader in(bytes);
+  const auto number = in.get<uint64_t>();
+  MOONCAKE_TRY(in.finish("number of a fabric channel"));
+  return number;
 }
 
 Bytes withKind(Kind kind, ByteView bytes) { return begin(kind).putRaw(bytes).take(); }

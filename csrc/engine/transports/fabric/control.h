@@ -5,9 +5,10 @@
 #include <vector>
 
 #include "base/bytes.h"
+#include "engine/nic/nic.h"
 
 // What the two ends of a fabric channel tell each other over the TCP channel beneath: one byte that
-// says what it is, then the fields. Version 1, in HELLO.
+// says what it is, then the fields. Version 2, in HELLO.
 //
 //   MESSAGE   a whole message for whoever runs the engine over there
 //   BEGIN     the first part of one that does not fit beside the byte; END is behind it
@@ -19,6 +20,13 @@
 //   PACKET    a packet that did not leave before the end
 //   ASK       u64 question: which of my packets have come?
 //   STATE     u64 question  u64 below  u32 count  count x u64: these, and all below
+//   RESOLVE   u64 region key: under which keys do your cards let mine reach it?
+//   GRANT     u64 region key  u32 rights  u64 bytes  u8 cards  cards x { u16 pieces  pieces x
+//             { u64 offset  u64 bytes  u64 key  u64 base } }: no piece where one does not
+//   CHANGED   u64 region key: what I granted is good for nothing, or there is more: ask anew
+//   CARD      u8 card  bytes address: mine has been opened anew, what was granted for it is void
+//   RETIRE    u64 ticket  u64 region key  u8 card: what I have written there must not land any more
+//   RETIRED   u64 ticket: it does not
 //   CARRIED   of cards that are simulated: what one of them would have sent by itself
 namespace mooncake::control {
 
@@ -32,11 +40,18 @@ enum class Kind : uint8_t {
   kAsk,
   kState,
   kCarried,
+  kResolve,
+  kGrant,
+  kChanged,
+  kCard,
+  kRetire,
+  kRetired,
 };
 
-inline constexpr uint8_t kVersion = 1;
+inline constexpr uint8_t kVersion = 2;
 inline constexpr size_t kMostRails = 64;
 inline constexpr size_t kMostNumbers = 4096;  // in one list
+inline constexpr size_t kMostPieces = 1900;   // in one grant: a message has 64 KiB
 
 struct Hello {
   struct Rail {
@@ -69,8 +84,41 @@ struct State {
   static Result<State> decode(ByteView bytes);
 };
 
-Bytes encodeAsk(uint64_t question);
-Result<uint64_t> decodeAsk(ByteView bytes);
+struct Grant {
+  struct Piece {
+    uint64_t offset = 0;  // into the region
+    uint64_t bytes = 0;
+    NicKey key;
+  };
+  uint64_t region = 0;
+  uint32_t rights = 0;
+  uint64_t bytes = 0;                     // of the region
+  std::vector<std::vector<Piece>> cards;  // in order, without gaps, all of the region; or none
+
+  Bytes encode() const;
+  static Result<Grant> decode(ByteView bytes);
+};
+
+struct Card {
+  uint8_t index = 0;
+  Bytes address;
+
+  Bytes encode() const;
+  static Result<Card> decode(ByteView bytes);
+};
+
+struct Retire {
+  uint64_t ticket = 0;
+  uint64_t region = 0;
+  uint8_t card = 0;
+
+  Bytes encode() const;
+  static Result<Retire> decode(ByteView bytes);
+};
+
+// Those with one number: a question, the key of a region, a ticket.
+Bytes encodeNumber(Kind kind, uint64_t number);
+Result<uint64_t> decodeNumber(ByteView bytes);
 
 // Of those without fields of their own.
 Bytes withKind(Kind kind, ByteView bytes);

@@ -7,32 +7,25 @@
 #include "base/log.h"
 #include "engine/stream/wire.h"
 
-// The contract, and how things end. What becomes of packets: fabric_packets.cc.
+// What is asked, and what the peer's end says. What becomes of packets: fabric_packets.cc, of what
+// cards move by themselves: fabric_cards.cc; how things end: fabric_ends.cc.
 namespace mooncake {
 namespace {
 
 // As TCP has it.
 constexpr size_t kMostQueuedBytes = size_t(256) << 20;
-// From one break that a test asks for to the next. Far less than a failure timeout, and time enough
-// for some work.
-constexpr auto kLeastStanding = std::chrono::milliseconds(50);
 // Until a card that has not answered is asked once more.
 constexpr auto kColdPause = std::chrono::milliseconds(100);
 constexpr size_t kMostWords = 4096;  // whose last put is remembered, before those that landed go
 
-uint64_t randomNumber() {
-  const Nonce nonce = Crypto::randomNonce();
-  uint64_t number;
-  std::memcpy(&number, nonce.data(), sizeof(number));
-  return number == 0 ? 1 : number;
-}
-
 }  // namespace
 
 FabricChannel::FabricChannel(const TransportContext& context, std::shared_ptr<Rails> rails,
-                             const EngineId& peer, Options options)
+                             std::shared_ptr<CardMemories> memories, const EngineId& peer,
+                             Options options)
     : context_(context),
       rails_(std::move(rails)),
+      memories_(std::move(memories)),
       peer_(peer),
       options_(std::move(options)),
       paths_(options_.stallLimit),
@@ -43,7 +36,7 @@ FabricChannel::~FabricChannel() { close(); }
 void FabricChannel::attach(std::shared_ptr<Channel> below) {
   std::lock_guard lock(mutex_);
   below_ = std::move(below);
-  incarnation_ = randomNumber();
+  incarnation_ = newIncarnation();
   rails_->add(incarnation_, weak_from_this());
   sayHello();
   pump(Clock::now());
@@ -118,7 +111,7 @@ void FabricChannel::forgetLandedPuts() {
 Status FabricChannel::begin(Completion* completion) const {
   MOONCAKE_TRY(usable());
   if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
-  if (transfers_.size() >= wire::kMaxTransfers) {
+  if (transfers_.size() + moving_.size() >= wire::kMaxTransfers) {
     return {ErrorCode::kExhausted,
             std::to_string(wire::kMaxTransfers) + " transfers are under way on this connection"};
   }
@@ -131,6 +124,9 @@ Status FabricChannel::get(const GetRequest& request) {
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(begin(request.completion));
   if (isOut_) return {};
+  if (moveByCards(/*isWrite=*/false, request.region, request.offset, request.target,
+                  request.completion))
+    return {};
   const uint64_t number = ++lastNumber_;
   transfers_.emplace(number, Transfer{.target = request.target, .completion = request.completion});
   bulk_.push_front({.packet = {.kind = Packet::Kind::kGet,
@@ -149,6 +145,10 @@ Status FabricChannel::write(const WriteRequest& request) {
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(begin(request.completion));
   if (isOut_) return {};
+  // Cards only read it.
+  const std::span source(const_cast<std::byte*>(request.source.data()), request.source.size());
+  if (moveByCards(/*isWrite=*/true, request.region, request.offset, source, request.completion))
+    return {};
   const uint64_t number = ++lastNumber_;
   transfers_.emplace(number, Transfer{.completion = request.completion});
   bulk_.push_back({.packet = {.kind = Packet::Kind::kWrite,
@@ -234,9 +234,8 @@ void FabricChannel::sayHello() {
                        .packetBytes = static_cast<uint32_t>(rails_->packetBytes()),
                        .rails = {}};
   for (size_t i = 0; i < rails_->count(); ++i) {
-    const Nic& nic = rails_->nic(i);
     hello.rails.push_back(
-        {.name = nic.name(), .provider = nic.provider(), .address = nic.address()});
+        {.name = rails_->name(i), .provider = rails_->provider(), .address = rails_->address(i)});
   }
   tell(hello.encode());
 }
@@ -277,7 +276,7 @@ void FabricChannel::onControl(control::Kind kind, ByteView bytes) {
       return;
     }
     case Kind::kAsk:
-      if (const auto question = control::decodeAsk(bytes); isRead(question)) {
+      if (const auto question = control::decodeNumber(bytes); isRead(question)) {
         std::lock_guard lock(mutex_);
         const auto& above = serials_.above();
         tell(control::State{*question, serials_.below(), {above.begin(), above.end()}}.encode());
@@ -285,6 +284,24 @@ void FabricChannel::onControl(control::Kind kind, ByteView bytes) {
       return;
     case Kind::kState:
       if (const auto state = control::State::decode(bytes); isRead(state)) onState(*state);
+      return;
+    case Kind::kResolve:
+      if (const auto key = control::decodeNumber(bytes); isRead(key)) onResolve(*key);
+      return;
+    case Kind::kGrant:
+      if (auto grant = control::Grant::decode(bytes); isRead(grant)) onGrant(std::move(*grant));
+      return;
+    case Kind::kChanged:
+      if (const auto key = control::decodeNumber(bytes); isRead(key)) onChanged(*key);
+      return;
+    case Kind::kCard:
+      if (const auto card = control::Card::decode(bytes); isRead(card)) onCard(*card);
+      return;
+    case Kind::kRetire:
+      if (const auto retire = control::Retire::decode(bytes); isRead(retire)) onRetire(*retire);
+      return;
+    case Kind::kRetired:
+      if (const auto ticket = control::decodeNumber(bytes); isRead(ticket)) onRetired(*ticket);
       return;
     case Kind::kCarried:
       return;
@@ -296,10 +313,9 @@ void FabricChannel::onHello(control::Hello hello) {
   std::lock_guard lock(mutex_);
   if (closed_ || theirs_) return;
   for (const auto& rail : hello.rails) {
-    if (rail.provider == hello.rails[0].provider && rail.provider == rails_->nic(0).provider())
-      continue;
+    if (rail.provider == hello.rails[0].provider && rail.provider == rails_->provider()) continue;
     return breakOff("its cards are driven by provider " + rail.provider + ", ours by " +
-                    rails_->nic(0).provider());
+                    rails_->provider());
   }
   theirs_ = std::move(hello);
   paths_.reset(rails_->count());
@@ -332,7 +348,7 @@ void FabricChannel::onFenced(const control::Fenced& fenced) {
 void FabricChannel::ask(Clock::time_point now) {
   if (now - askedAt_ < options_.stallLimit / 2) return;
   askedAt_ = now;
-  tell(control::encodeAsk(++question_));
+  tell(control::encodeNumber(control::Kind::kAsk, ++question_));
 }
 
 // The peer lives: what has not come by now is the path's fault.
@@ -346,204 +362,6 @@ void FabricChannel::onState(const control::State& state) {
   if (since && now - *since > options_.pathLimit && !onPath_)
     return breakOff("no card reaches the peer, which answers over tcp");
   pump(now);
-}
-
-// ---- how things end
-
-void FabricChannel::finish(uint64_t transfer, ErrorCode code) {
-  if (const auto found = transfers_.extract(transfer)) found.mapped().completion->end(code);
-}
-
-void FabricChannel::finishAll(ErrorCode code) {
-  for (const auto& [number, transfer] : transfers_) transfer.completion->end(code);
-  transfers_.clear();
-}
-
-// Sources are not read, nor is the peer answered, any more.
-void FabricChannel::dropBulk() {
-  bulk_.clear();
-  answering_ = 0;
-}
-
-// None of it would land, and nobody acknowledges it.
-void FabricChannel::dropSent() {
-  const auto now = Clock::now();
-  while (!unacked_.empty()) erase(unacked_.begin(), now);
-  puts_.clear();
-  queuedBytes_ = 0;
-}
-
-void FabricChannel::cancel(const Completion* completion) {
-  std::lock_guard lock(mutex_);
-  std::erase_if(bulk_, [&](Stream& stream) {
-    if (stream.completion != completion) return false;
-    if (stream.pieces == 0) return true;
-    // The peer is told that no more comes.
-    stream.packet.status = Packet::Status::kAborted;
-    stream.data = {};
-    stream.completion = nullptr;
-    return false;
-  });
-  std::erase_if(transfers_, [&](const auto& entry) {
-    const bool counts = entry.second.completion == completion;
-    if (counts) entry.second.completion->end(ErrorCode::kAborted);
-    return counts;
-  });
-}
-
-void FabricChannel::fence() {
-  std::lock_guard lock(mutex_);
-  if (std::exchange(fenced_, true)) return;
-  incoming_.clear();
-  control::Fenced fenced;
-  for (const auto& [serial, sent] : unacked_) {
-    if (sent.kind == Packet::Kind::kWritten && sent.status == Packet::Status::kOk)
-      fenced.written.push_back(sent.number);
-  }
-  for (const Stream& stream : bulk_) {
-    if (stream.packet.kind == Packet::Kind::kWritten && stream.packet.status == Packet::Status::kOk)
-      fenced.written.push_back(stream.packet.number);
-  }
-  dropBulk();
-  finishAll(ErrorCode::kAborted);
-  tell(fenced.encode());
-}
-
-void FabricChannel::close() {
-  std::shared_ptr<Channel> below;
-  {
-    std::lock_guard lock(mutex_);
-    below = below_;
-    if (!std::exchange(closed_, true)) {
-      rails_->remove(incarnation_);
-      dropBulk();
-      finishAll(ErrorCode::kAborted);
-      if (below && !isOut_) flushPuts();
-      puts_.clear();
-      unacked_.clear();
-      releasePeers();
-      endWait({ErrorCode::kAborted, "the channel is closed"});
-      endWarmUp({ErrorCode::kAborted, "the channel is closed"});
-    }
-  }
-  if (below) below->close();
-}
-
-// What was put still arrives, ahead of the goodbye, also what a break of ours holds: one that
-// catches a goodbye is not cured.
-void FabricChannel::flushPuts() {
-  for (const auto& [serial, sent] : unacked_) {
-    if (sent.kind == Packet::Kind::kPut)
-      tell(control::withKind(control::Kind::kPacket, sent.packet->bytes()));
-  }
-  Bytes bytes;
-  for (; !puts_.empty(); puts_.pop_front()) {
-    for (bool isLast = false; !isLast;) {
-      bytes.resize(packetBytes());
-      const size_t length = fill(puts_.front(), bytes, ++lastSerial_, isLast);
-      tell(control::withKind(control::Kind::kPacket, ByteView(bytes).first(length)));
-    }
-  }
-}
-
-void FabricChannel::releasePeers() {
-  for (size_t i = 0; i < peers_.size(); ++i) {
-    if (peers_[i]) rails_->release(i, *peers_[i]);
-  }
-  peers_.assign(peers_.size(), std::nullopt);
-}
-
-// Puts stay for close().
-void FabricChannel::lose(const Error& why) {
-  if (!lost_) lost_ = why;
-  dropBulk();
-  finishAll(ErrorCode::kPeerLost);
-  endWarmUp(*lost_);
-}
-
-void FabricChannel::breakOff(const std::string& why) {
-  if (lost_) return;
-  lose({ErrorCode::kPeerLost, why});
-  context_.loop.post([weak = weak_from_this(), why] {
-    if (const auto self = weak.lock()) self->tellOfBreak(why);
-  });
-}
-
-void FabricChannel::tellOfBreak(const std::string& why) {
-  if (isOver()) return;
-  context_.onEnded(peer_, {Evidence::Kind::kUnreachable, why});
-}
-
-// Not before the last break is over for the engine: it must have heard of the peer.
-void FabricChannel::perhapsBreak() {
-  if (!options_.breaks || !options_.breaks()) return;
-  if (lost_ || Clock::now() < standsUntil_ || below_->lifeSigns() == heard_) return;
-  breakOff("the simulated connection broke");
-}
-
-void FabricChannel::onEnded(const Evidence& evidence) {
-  {
-    std::lock_guard lock(mutex_);
-    if (closed_) return;
-    hasLeft_ = hasLeft_ || evidence.isGoodbye();
-    const bool isKnown = lost_.has_value();
-    lose({ErrorCode::kPeerLost, evidence.detail});
-    endWait(*lost_);
-    if (isKnown && !evidence.isGoodbye()) return;
-  }
-  context_.onEnded(peer_, evidence);
-}
-
-// A connection of which no card reaches the peer would break again at once: whoever makes it waits
-// until one does, and may give up.
-void FabricChannel::restart(Deadline deadline, std::function<void(Status)> onPath) {
-  restart();
-  std::lock_guard lock(mutex_);
-  onPath_ = std::move(onPath);
-  if (closed_) return endWait({ErrorCode::kAborted, "the channel is closed"});
-  context_.loop.runAt(deadline, [weak = weak_from_this(), epoch = epoch_] {
-    const auto self = weak.lock();
-    if (!self) return;
-    std::lock_guard lock(self->mutex_);
-    if (self->epoch_ == epoch)
-      self->endWait({ErrorCode::kPeerLost, "no card reaches the peer, which answers over tcp"});
-  });
-}
-
-void FabricChannel::endWait(const Status& how) {
-  if (!onPath_) return;
-  if (!how.ok()) lose(how.error());
-  context_.loop.post([onPath = std::exchange(onPath_, nullptr), how] { onPath(how); });
-}
-
-void FabricChannel::restart() {
-  std::lock_guard lock(mutex_);
-  if (closed_) return;
-  endWait({ErrorCode::kPeerLost, "the connection was made anew"});
-  ++epoch_;
-  rails_->remove(incarnation_);
-  finishAll(ErrorCode::kPeerLost);
-  dropBulk();
-  puts_.clear();
-  queuedBytes_ = 0;
-  unacked_.clear();
-  waiting_ = 0;
-  lastPuts_.clear();
-  lastPut_ = lastSerial_ = 0;
-  serials_ = {};
-  incoming_.clear();
-  ackOwed_ = 0;
-  theirs_.reset();
-  isWarm_.clear();
-  endWarmUp({ErrorCode::kPeerLost, "the connection was made anew"});
-  releasePeers();
-  arriving_.clear();
-  lost_.reset();
-  standsUntil_ = Clock::now() + kLeastStanding;
-  heard_ = below_->lifeSigns();
-  incarnation_ = randomNumber();
-  rails_->add(incarnation_, weak_from_this());
-  sayHello();
 }
 
 }  // namespace mooncake

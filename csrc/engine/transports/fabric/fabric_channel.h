@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/packets/incoming.h"
+#include "engine/transports/fabric/card_transfer.h"
 #include "engine/transports/fabric/control.h"
 #include "engine/transports/fabric/paths.h"
 #include "engine/transports/fabric/rails.h"
@@ -27,11 +28,14 @@ namespace mooncake {
 // stands; what the peer sends still arrives.
 class FabricChannel final : public Channel,
                             public PacketSink,
+                            public KeyHolder,
                             public std::enable_shared_from_this<FabricChannel> {
  public:
   struct Options {
     const char* name = "fabric";
     size_t splitBytes = size_t(2) << 20;  // a transfer of so many goes over all rails
+    size_t leastByCard = size_t(16)
+                         << 10;  // that a card moves by itself: packets do with one piece
     // Of a path on which something is under way and nothing comes to its end.
     Clock::duration stallLimit = std::chrono::milliseconds(500);
     // Of all paths, none of which is up while the peer lives.
@@ -39,8 +43,9 @@ class FabricChannel final : public Channel,
     // For tests: whether the connection breaks, asked at each transfer.
     std::function<bool()> breaks = nullptr;
   };
-  FabricChannel(const TransportContext& context, std::shared_ptr<Rails> rails, const EngineId& peer,
-                Options options);
+  // Without memories no card moves bytes by itself.
+  FabricChannel(const TransportContext& context, std::shared_ptr<Rails> rails,
+                std::shared_ptr<CardMemories> memories, const EngineId& peer, Options options);
   ~FabricChannel() override;
 
   const char* transportName() const override { return options_.name; }
@@ -79,9 +84,17 @@ class FabricChannel final : public Channel,
   // On a thread that polls.
   void onPacket(size_t rail, const Packet& packet, ByteView data) override;
   bool tick(Clock::time_point now) override;
+  void onRenewed(size_t rail) override;
+
+  void onKeysChanged(uint64_t region) override;
+
+  // Bytes that cards have moved by themselves for us, and pieces of theirs that packets did again.
+  uint64_t moved() const { return moved_.load(std::memory_order_relaxed); }
+  uint64_t movedAgain() const { return movedAgain_.load(std::memory_order_relaxed); }
 
  private:
   class SendPacket;
+  class MovePiece;
   // A put, an answer or a write on its way into packets.
   struct Stream {
     Packet packet;                    // of the next piece
@@ -106,7 +119,40 @@ class FabricChannel final : public Channel,
     std::span<std::byte> target;  // of a get
     Completion* completion = nullptr;
     uint64_t arrived = 0;
+    uint64_t whole = 0;  // what it is a piece of, if that is a transfer of cards
   };
+  struct Granted {
+    std::shared_ptr<control::Grant> grant;  // null: nothing yet
+    Clock::time_point askAt;
+  };
+  using Stopped = std::vector<std::shared_ptr<CardTransfer>>;
+
+  // What cards move by themselves: fabric_cards.cc. Under the lock.
+  bool moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
+                   std::span<std::byte> memory, Completion* completion);
+  std::shared_ptr<control::Grant> grantOf(uint64_t key);
+  void moveOn(Clock::time_point now);
+  bool movePiece(const std::shared_ptr<CardTransfer>& transfer, Clock::time_point now);
+  void moveByPackets(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
+                     uint64_t bytes);
+  static void voidKeys(control::Grant& grant, size_t card);
+  void onMoved(const std::shared_ptr<CardTransfer>& transfer, const CardPiece& what, bool hasBegun,
+               const NicCompletion& how);  // takes it
+  void onPieceFailed(const std::shared_ptr<CardTransfer>& transfer, const CardPiece& what,
+                     bool hasBegun, const NicCompletion& how, Clock::time_point now);
+  void onPartEnded(uint64_t number, ErrorCode code);
+  void giveUp(CardTransfer& transfer, ErrorCode code);
+  void giveUpAll(ErrorCode code);
+  void endIfOver(const std::shared_ptr<CardTransfer>& transfer);
+  Stopped takeMoving(const Completion* completion);
+  // Without it.
+  void stop(const Stopped& stopped, ErrorCode code);
+  void onResolve(uint64_t key);
+  void onGrant(control::Grant grant);
+  void onChanged(uint64_t key);
+  void onCard(const control::Card& card);
+  void onRetire(const control::Retire& retire);
+  void onRetired(uint64_t ticket);
 
   // All under the lock.
   Status usable() const;
@@ -116,13 +162,14 @@ class FabricChannel final : public Channel,
   bool sendNext(std::deque<Stream>& streams, Clock::time_point now);
   size_t fill(Stream& stream, std::span<std::byte> out, uint64_t serial, bool& isLast);
   void sendAgain(Clock::time_point now);
+  std::optional<RailPeer> peerAt(size_t path);
   bool submit(size_t path, const std::shared_ptr<OutPacket>& packet);
   void sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers = {});
   void acknowledge(uint64_t below, const std::vector<uint64_t>& above, Clock::time_point now);
   void erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_point now);
   void owe(Clock::time_point now);
   void sendAck();
-  void leaveOut(size_t path, Clock::time_point now, const std::string& why);
+  void leaveOut(size_t path, Clock::time_point now, const std::string& why, bool isAnew = false);
   void land(const Packet& packet, ByteView data);
   void takeAnswer(const Packet& answer, ByteView data);
   void answerGet(const Packet& get);
@@ -148,14 +195,18 @@ class FabricChannel final : public Channel,
   size_t packetBytes() const;
   void onSendFailed(size_t path, uint64_t epoch, const NicCompletion& how);
   void releasePeers();
+  static uint64_t newIncarnation();
+  void retireWrites(const Stopped& stopped);  // takes it
   void tellOfBreak(const std::string& why);
 
   const TransportContext& context_;
   const std::shared_ptr<Rails> rails_;
+  const std::shared_ptr<CardMemories> memories_;
   const EngineId peer_;
   const Options options_;
 
-  std::mutex sendMutex_;  // keeps the parts of a message together
+  std::mutex sendMutex_;   // keeps the parts of a message together
+  std::mutex fenceMutex_;  // whoever fences, too, returns when that is done
 
   mutable std::mutex mutex_;        // guards what follows; also while bytes are placed
   std::shared_ptr<Channel> below_;  // constant once it is attached
@@ -172,10 +223,10 @@ class FabricChannel final : public Channel,
   uint64_t incarnation_ = 0;              // ours: packets for us bear it
   std::optional<control::Hello> theirs_;  // none: nothing can leave yet
   Paths paths_;
-  std::vector<std::optional<NicPeer>> peers_;  // by path, once it was used
-  uint64_t turn_ = 0;                          // of the rails
-  std::function<void(Status)> onPath_;         // waits for one that leads there
-  std::vector<bool> isWarm_;                   // by path: something has been answered over it
+  std::vector<std::optional<RailPeer>> peers_;  // by path, once it was used
+  uint64_t turn_ = 0;                           // of the rails
+  std::function<void(Status)> onPath_;          // waits for one that leads there
+  std::vector<bool> isWarm_;                    // by path: something has been answered over it
   std::vector<std::function<void(Status)>> warming_;  // wait for all that work
   Clock::time_point askColdAt_;                       // the others, once more
 
@@ -191,12 +242,20 @@ class FabricChannel final : public Channel,
   Incoming incoming_;
   size_t ackOwed_ = 0;
   Clock::time_point ackDue_;
-  size_t answering_ = 0;                    // gets of the peer
-  std::map<uint64_t, Transfer> transfers_;  // ours
-  uint64_t question_ = 0;                   // the last that was asked
+  size_t answering_ = 0;                                      // gets of the peer
+  std::map<uint64_t, Transfer> transfers_;                    // ours
+  std::map<uint64_t, Granted> grants_;                        // by region of the peer
+  std::map<uint64_t, std::shared_ptr<CardTransfer>> moving_;  // ours
+  std::deque<std::shared_ptr<CardTransfer>> unmoved_;         // of which pieces have not begun
+  size_t underWay_ = 0;                                       // pieces that cards have, or wait for
+  std::map<uint64_t, Retirement> retirements_;                // by ticket
+  uint64_t lastTicket_ = 0;
+  bool hasToldUse_ = false;
+  uint64_t question_ = 0;  // the last that was asked
   Clock::time_point askedAt_;
   Bytes arriving_;  // of a message: of the loop's thread
   std::atomic<uint64_t> received_{0};
+  std::atomic<uint64_t> moved_{0}, movedAgain_{0};
   uint64_t bad_ = 0;
 };
 

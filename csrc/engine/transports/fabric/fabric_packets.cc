@@ -21,7 +21,7 @@ constexpr uint64_t kQuantum = 16;  // pieces of one transfer before the next has
 class FabricChannel::SendPacket final : public NicOperation {
  public:
   SendPacket(std::shared_ptr<FabricChannel> channel, std::shared_ptr<OutPacket> packet, size_t path,
-             NicPeer peer)
+             RailPeer peer)
       : channel_(std::move(channel)),
         packet_(std::move(packet)),
         path_(path),
@@ -29,20 +29,21 @@ class FabricChannel::SendPacket final : public NicOperation {
         epoch_(channel_->epoch_) {}
 
   Status begin(Nic& nic) override {
-    return nic.send(peer_, channel_->rails_->pool().as(path_, packet_->data(), packet_->length), {},
-                    this);
+    return nic.send(peer_.number,
+                    channel_->rails_->pool().as(path_, packet_->data(), packet_->length), {}, this);
   }
   void end(const NicCompletion& how) override {
-    packet_.reset();
+    if (!how.abandoned) packet_.reset();  // else the card may still read it
     if (how.error != NicError::kNone) channel_->onSendFailed(path_, epoch_, how);
   }
   const void* owner() const override { return channel_.get(); }
+  uint64_t generation() const override { return peer_.generation; }
 
  private:
   const std::shared_ptr<FabricChannel> channel_;
   std::shared_ptr<OutPacket> packet_;
   const size_t path_;
-  const NicPeer peer_;
+  const RailPeer peer_;
   const uint64_t epoch_;
 };
 
@@ -56,13 +57,14 @@ void FabricChannel::activate() {
 
 void FabricChannel::pump(Clock::time_point now) {
   if (!below_ || !theirs_ || lost_ || closed_) return;
+  if (!unmoved_.empty()) moveOn(now);
   if (waiting_ > 0) sendAgain(now);
   while (unacked_.size() < kWindow && (!puts_.empty() || !bulk_.empty())) {
     // In turn: neither waits for all of the other.
     isBulksTurn_ = bulk_.empty() ? false : puts_.empty() || !isBulksTurn_;
     if (!sendNext(isBulksTurn_ ? bulk_ : puts_, now)) break;
   }
-  if (!unacked_.empty() || !puts_.empty() || !bulk_.empty()) activate();
+  if (!unacked_.empty() || !puts_.empty() || !bulk_.empty() || !unmoved_.empty()) activate();
 }
 
 // What both ends have buffers for.
@@ -143,15 +145,19 @@ size_t FabricChannel::fill(Stream& stream, std::span<std::byte> out, uint64_t se
 
 // False: the peer's card cannot be addressed.
 bool FabricChannel::submit(size_t path, const std::shared_ptr<OutPacket>& packet) {
-  if (!peers_[path]) {
-    const auto& theirs = theirs_->rails[path % theirs_->rails.size()];
-    const auto peer = rails_->insert(path, theirs.address);
-    if (!peer.ok()) return false;
-    peers_[path] = *peer;
-  }
-  rails_->submit(path,
-                 std::make_unique<SendPacket>(shared_from_this(), packet, path, *peers_[path]));
+  const auto peer = peerAt(path);
+  if (!peer) return false;
+  rails_->submit(path, std::make_unique<SendPacket>(shared_from_this(), packet, path, *peer));
   return true;
+}
+
+std::optional<RailPeer> FabricChannel::peerAt(size_t path) {
+  auto& peer = peers_[path];
+  if (peer && peer->generation == rails_->generation(path)) return peer;
+  peer.reset();
+  const auto inserted = rails_->insert(path, theirs_->rails[path % theirs_->rails.size()].address);
+  if (inserted.ok()) peer = *inserted;
+  return peer;
 }
 
 void FabricChannel::sendAgain(Clock::time_point now) {
@@ -197,9 +203,10 @@ void FabricChannel::onSendFailed(size_t path, uint64_t epoch, const NicCompletio
 }
 
 // What is on its way there leaves again over another one.
-void FabricChannel::leaveOut(size_t path, Clock::time_point now, const std::string& why) {
-  if (paths_.leaveOut(path, now))
-    log(LogLevel::kInfo, options_.name, "card ", rails_->nic(path).name(),
+void FabricChannel::leaveOut(size_t path, Clock::time_point now, const std::string& why,
+                             bool isAnew) {
+  if (isAnew ? paths_.startAnew(path, now) : paths_.leaveOut(path, now))
+    log(LogLevel::kInfo, options_.name, "card ", rails_->name(path),
         " is left out for a peer: ", why);
   for (auto& [serial, sent] : unacked_) {
     if (sent.path != path || sent.waits) continue;
@@ -264,7 +271,7 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
     case Packet::Kind::kProbed:
       if (!isWarm_.empty()) isWarm_[paths_.pathOf(packet.number)] = true;
       if (const auto path = paths_.answered(packet.number, now)) {
-        log(LogLevel::kInfo, options_.name, "card ", rails_->nic(*path).name(),
+        log(LogLevel::kInfo, options_.name, "card ", rails_->name(*path),
             " reaches its peer again");
         endWait({});
       }
@@ -299,8 +306,8 @@ bool FabricChannel::tick(Clock::time_point now) {
   if (!paths_.stalled(now).empty() || (since && now - *since > options_.pathLimit)) ask(now);
   isActive_ = true;  // pump() does not ask for what we say here
   pump(now);
-  isActive_ =
-      ackOwed_ > 0 || paths_.hasWork() || !puts_.empty() || !bulk_.empty() || !warming_.empty();
+  isActive_ = ackOwed_ > 0 || paths_.hasWork() || !puts_.empty() || !bulk_.empty() ||
+              !warming_.empty() || !unmoved_.empty();
   return isActive_;
 }
 

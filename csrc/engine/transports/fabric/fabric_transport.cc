@@ -111,9 +111,18 @@ Result<std::unique_ptr<Transport>> FabricTransport::create(const TransportContex
         return channel->carry(bytes);
       });
   if (!nics.ok()) return nics.error();
-  auto rails = Rails::create(std::move(*nics), {.threads = transport->options_.threads});
+  auto rails = Rails::create(std::move(*nics), {.threads = transport->options_.threads,
+                                                .name = transport->name(),
+                                                .reopen = transport->options_.reopen});
   if (!rails.ok()) return rails.error();
   transport->rails_ = std::move(*rails);
+  if (transport->options_.reopen) {
+    transport->memories_ =
+        std::make_shared<CardMemories>(context.regions, transport->rails_, transport->name());
+    transport->rails_->onRenewal([weak = std::weak_ptr(transport->memories_)](size_t) {
+      if (const auto memories = weak.lock()) memories->onRenewal();
+    });
+  }
   auto made = below(transport->inner_);
   if (!made.ok()) return made.error();
   transport->below_ = std::move(*made);
@@ -123,7 +132,8 @@ Result<std::unique_ptr<Transport>> FabricTransport::create(const TransportContex
 std::shared_ptr<FabricChannel> FabricTransport::make(const EngineId& peer, bool isOurs) {
   FabricChannel::Options options = options_.channel;
   if (options_.adapt) options = options_.adapt(std::move(options), isOurs);
-  const auto channel = std::make_shared<FabricChannel>(context_, rails_, peer, std::move(options));
+  const auto channel =
+      std::make_shared<FabricChannel>(context_, rails_, memories_, peer, std::move(options));
   channels_->add(peer, channel, isOurs);
   return channel;
 }
@@ -155,6 +165,7 @@ void FabricTransport::shutdown() {
   for (const auto& channel : channels_->accepted()) channel->close();
   if (below_) below_->shutdown();
   if (rails_) rails_->stop();
+  if (memories_) memories_->stop();
 }
 
 }  // namespace mooncake

@@ -27,6 +27,8 @@ class FabricTransport final : public Transport {
     // The cards. Those that are simulated use `carry`, on any thread and with no lock of ours that
     // it takes.
     std::function<Result<Nics>(Carry carry)> makeNics;
+    // One of them anew, when it was closed.
+    std::function<Result<std::unique_ptr<Nic>>(size_t index)> reopen = nullptr;
     // What a peer's card has carried. On the loop's thread.
     std::function<void(const EngineId& peer, ByteView bytes)> onCarried = nullptr;
     // Of each channel; `isOurs`: we called. For tests. Any thread.
@@ -57,6 +59,7 @@ class FabricTransport final : public Transport {
   const std::shared_ptr<Channels> channels_;
   TransportContext inner_;  // of the wire below
   std::shared_ptr<Rails> rails_;
+  std::shared_ptr<CardMemories> memories_;
   std::unique_ptr<Transport> below_;
   const std::shared_ptr<std::atomic<bool>> isShutDown_ = std::make_shared<std::atomic<bool>>(false);
 };

@@ -30,6 +30,9 @@ Result<std::unique_ptr<Transport>> createLibfabricTransport(const TransportConte
     }
     return nics;
   };
+  options.reopen = [cards = *cards, env](size_t index) {
+    return openLibfabricNic(cards[index], env);
+  };
   return FabricTransport::create(context, below, std::move(options));
 }
 

@@ -20,8 +20,7 @@ Result<std::unique_ptr<PacketPool>> PacketPool::create(std::span<const std::uniq
   ::madvise(base, count * bytes, MADV_DONTFORK);
   std::unique_ptr<PacketPool> pool(new PacketPool(static_cast<std::byte*>(base), count, bytes));
   for (const auto& nic : nics) {
-    auto memory =
-        nic->registerMemory({pool->base_, count * bytes}, static_cast<uint32_t>(NicAccess::kLocal));
+    auto memory = pool->registerWith(*nic);
     if (!memory.ok()) return memory.error();
     pool->registered_.push_back(std::move(*memory));
   }
@@ -31,6 +30,10 @@ Result<std::unique_ptr<PacketPool>> PacketPool::create(std::span<const std::uniq
 PacketPool::~PacketPool() {
   registered_.clear();
   ::munmap(base_, count_ * bytes_);
+}
+
+Result<std::unique_ptr<NicMemory>> PacketPool::registerWith(Nic& nic) const {
+  return nic.registerMemory({base_, count_ * bytes_}, static_cast<uint32_t>(NicAccess::kLocal));
 }
 
 std::byte* PacketPool::take(bool isUrgent) {

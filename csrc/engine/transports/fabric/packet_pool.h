@@ -30,6 +30,11 @@ class PacketPool {
   NicBuffer as(size_t rail, std::byte* at, size_t bytes) const {
     return {{at, bytes}, registered_[rail].get()};
   }
+  // For a card that takes the place of another one, and when it does.
+  Result<std::unique_ptr<NicMemory>> registerWith(Nic& nic) const;
+  void renew(size_t rail, std::unique_ptr<NicMemory> memory) {
+    registered_[rail] = std::move(memory);
+  }
   // The cards go: nothing is registered any more.
   void unregister() { registered_.clear(); }
 

@@ -45,6 +45,13 @@ bool Paths::leaveOut(size_t index, Clock::time_point now) {
   return true;
 }
 
+bool Paths::startAnew(size_t index, Clock::time_point now) {
+  const bool wasUp = leaveOut(index, now);
+  paths_[index].pause = kLeastPause;
+  paths_[index].nextProbe = now;
+  return wasUp;
+}
+
 std::vector<size_t> Paths::stalled(Clock::time_point now) const {
   std::vector<size_t> found;
   for (size_t i = 0; i < paths_.size(); ++i) {

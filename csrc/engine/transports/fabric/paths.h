@@ -37,6 +37,8 @@ class Paths {
 
   // True: it was up.
   bool leaveOut(size_t path, Clock::time_point now);
+  // Its card, or the peer's, was opened anew: what has been wrong there says nothing any more.
+  bool startAnew(size_t path, Clock::time_point now);
   // Those that are up and have stalled.
   std::vector<size_t> stalled(Clock::time_point now) const;
 

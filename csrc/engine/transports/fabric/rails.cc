@@ -18,10 +18,11 @@ constexpr auto kRetry = std::chrono::microseconds(100);  // of what a card had n
 // A thread that polls several cards cannot sleep at all of them.
 constexpr auto kNap = std::chrono::microseconds(200);
 constexpr auto kLongSleep = std::chrono::seconds(10);
-// For the cards to end what is under way when they are closed.
-constexpr auto kClosing = std::chrono::seconds(5);
+constexpr auto kClosedNap = std::chrono::milliseconds(5);  // where there is no card to sleep at
 
 }  // namespace
+
+thread_local const Rails* Rails::isPolling = nullptr;
 
 Result<std::shared_ptr<Rails>> Rails::create(std::vector<std::unique_ptr<Nic>> nics,
                                              const Options& options) {
@@ -32,7 +33,8 @@ Result<std::shared_ptr<Rails>> Rails::create(std::vector<std::unique_ptr<Nic>> n
   if (bytes <= Packet::kBytes)
     return Error{ErrorCode::kUnsupported, nics[0]->name() + " carries no packets of more than " +
                                               std::to_string(bytes) + " bytes"};
-  std::shared_ptr<Rails> rails(new Rails);
+  std::shared_ptr<Rails> rails(new Rails(options));
+  rails->provider_ = nics[0]->provider();
   auto pool = PacketPool::create(nics, PacketPool::kReserve + kPacketsPerRail * nics.size(), bytes);
   if (!pool.ok()) return pool.error();
   rails->pool_ = std::move(*pool);
@@ -42,6 +44,8 @@ Result<std::shared_ptr<Rails>> Rails::create(std::vector<std::unique_ptr<Nic>> n
     if (!buffers.ok()) return buffers.error();
     rails->receiving_.push_back(std::move(*buffers));
     auto rail = std::make_unique<Rail>();
+    rail->name = nic->name();
+    rail->limits = nic->limits();
     rail->nic = std::move(nic);
     rail->receives.resize(receives);
     for (Receive& receive : rail->receives) {
@@ -65,56 +69,72 @@ Result<std::shared_ptr<Rails>> Rails::create(std::vector<std::unique_ptr<Nic>> n
   return rails;
 }
 
-Result<NicPeer> Rails::insert(size_t index, ByteView address) {
-  Rail& rail = *rails_[index];
+Bytes Rails::address(size_t index) const {
+  const Rail& rail = *rails_[index];
   std::lock_guard lock(rail.mutex);
-  if (stopping_.load(std::memory_order_acquire))
-    return Error{ErrorCode::kAborted, "the cards are closed"};
-  auto peer = rail.nic->insert(address);
-  if (peer.ok()) ++rail.peers[*peer];
-  return peer;
+  return rail.nic->address();
 }
 
-void Rails::release(size_t index, NicPeer peer) {
+std::shared_ptr<Nic> Rails::card(size_t index, uint64_t& generation) const {
+  const Rail& rail = *rails_[index];
+  std::lock_guard lock(rail.mutex);
+  generation = rail.generation.load(std::memory_order_relaxed);
+  return rail.isClosed || stopping_.load(std::memory_order_acquire) ? nullptr : rail.nic;
+}
+
+Result<RailPeer> Rails::insert(size_t index, ByteView address) {
   Rail& rail = *rails_[index];
   std::lock_guard lock(rail.mutex);
-  const auto found = rail.peers.find(peer);
+  if (rail.isClosed || stopping_.load(std::memory_order_acquire))
+    return Error{ErrorCode::kAborted, "the card is closed"};
+  const auto peer = rail.nic->insert(address);
+  if (!peer.ok()) return peer.error();
+  ++rail.peers[*peer];
+  return RailPeer{*peer, rail.generation.load(std::memory_order_relaxed)};
+}
+
+void Rails::release(size_t index, RailPeer peer) {
+  Rail& rail = *rails_[index];
+  std::lock_guard lock(rail.mutex);
+  if (peer.generation != rail.generation.load(std::memory_order_relaxed)) return;
+  const auto found = rail.peers.find(peer.number);
   if (found == rail.peers.end() || --found->second > 0) return;
   rail.peers.erase(found);
-  if (!stopping_.load(std::memory_order_acquire)) rail.nic->remove(peer);
+  if (!stopping_.load(std::memory_order_acquire)) rail.nic->remove(peer.number);
 }
 
 // ---- what leaves
 
-// Under the rail's lock. False: the card has no room for it.
-bool Rails::begin(Rail& rail, std::unique_ptr<NicOperation>& operation) {
-  if (rail.underWay >= rail.nic->limits().sendDepth) return false;
+// Under the rail's lock. Ok: it is the card's, until its completion. kExhausted: the card has no
+// room for it.
+Status Rails::start(Rail& rail, NicOperation& operation) {
+  const uint64_t generation = operation.generation();
+  const bool isOfAnother =
+      generation != 0 && generation != rail.generation.load(std::memory_order_relaxed);
+  if (rail.isClosed || isOfAnother) return {ErrorCode::kAborted, "that card is closed"};
+  if (rail.underWay >= rail.limits.sendDepth) return {ErrorCode::kExhausted, {}};
   ++rail.underWay;
-  const Status begun = operation->begin(*rail.nic);
-  if (begun.ok()) {
-    operation.release();  // the card's, until its completion
-    return true;
-  }
-  --rail.underWay;
-  if (begun.code() == ErrorCode::kExhausted) return false;
-  rail.failed.push_back(std::move(operation));
-  return true;
+  Status begun = operation.begin(*rail.nic);
+  if (!begun.ok()) --rail.underWay;
+  return begun;
 }
 
 void Rails::submit(size_t index, std::unique_ptr<NicOperation> operation) {
   Rail& rail = *rails_[index];
-  bool mustWake = false;
-  {
-    std::lock_guard lock(rail.mutex);
-    if (stopping_.load(std::memory_order_acquire)) return;
-    if (!rail.waiting.empty() || !begin(rail, operation)) {
-      const void* owner = operation->owner();
-      rail.waiting.push(owner, std::move(operation));
-    }
-    // Else a completion comes, and the thread with it.
-    mustWake = rail.underWay == 0 && (!rail.waiting.empty() || !rail.failed.empty());
+  std::lock_guard lock(rail.mutex);
+  if (stopping_.load(std::memory_order_acquire)) return;
+  const Status begun =
+      rail.waiting.empty() ? start(rail, *operation) : Status(ErrorCode::kExhausted, {});
+  if (begun.ok()) {
+    operation.release();
+  } else if (begun.code() == ErrorCode::kExhausted) {
+    const void* owner = operation->owner();
+    rail.waiting.push(owner, std::move(operation));
+  } else {
+    rail.failed.push_back(std::move(operation));
   }
-  if (mustWake) rail.nic->wake();
+  // Else a completion comes, and the thread with it.
+  if (rail.underWay == 0 && (!rail.waiting.empty() || !rail.failed.empty())) rail.nic->wake();
 }
 
 // True: something waits on.
@@ -126,10 +146,7 @@ bool Rails::feed(size_t index) {
     std::lock_guard lock(rail.mutex);
     while (!rail.waiting.empty()) {
       // Asked in its place: where there is no room it keeps it.
-      if (rail.underWay >= rail.nic->limits().sendDepth) break;
-      ++rail.underWay;
-      const Status begun = rail.waiting.front().begin(*rail.nic);
-      if (!begun.ok()) --rail.underWay;
+      const Status begun = start(rail, rail.waiting.front());
       if (begun.code() == ErrorCode::kExhausted) break;
       auto operation = rail.waiting.pop();
       if (begun.ok()) {
@@ -148,14 +165,16 @@ bool Rails::feed(size_t index) {
 // ---- who polls
 
 void Rails::run(size_t first, size_t step) {
+  isPolling = this;
   std::vector<NicCompletion> room(kCompletions);
   const bool isAlone = first + step >= count();  // with one card
   for (size_t next = first; !stopping_.load(std::memory_order_acquire);) {
     size_t done = 0;
     bool waits = false;
     for (size_t i = first; i < count(); i += step) {
-      done += serve(i, room);
-      waits = feed(i) || !rails_[i]->unposted.empty() || waits;
+      renewWhereDue(i);
+      if (!rails_[i]->isClosed) done += serve(i, room);
+      waits = feed(i) || (!rails_[i]->isClosed && !rails_[i]->unposted.empty()) || waits;
     }
     const auto now = Clock::now();
     const auto due = tick(now);
@@ -163,7 +182,11 @@ void Rails::run(size_t first, size_t step) {
     auto until = std::min(due, now + kLongSleep);
     if (waits) until = std::min<Clock::time_point>(until, now + kRetry);
     if (!isAlone) until = std::min<Clock::time_point>(until, now + kNap);
-    rails_[next]->nic->wait(Deadline::at(until));
+    if (rails_[next]->isClosed) {
+      std::this_thread::sleep_until(std::min<Clock::time_point>(until, now + kClosedNap));
+    } else {
+      rails_[next]->nic->wait(Deadline::at(until));
+    }
     next = next + step < count() ? next + step : first;
   }
 }
@@ -177,12 +200,16 @@ size_t Rails::serve(size_t index, std::span<NicCompletion> room) {
       onReceived(index, completion);
       continue;
     }
-    const std::unique_ptr<NicOperation> operation(static_cast<NicOperation*>(completion.context));
+    std::unique_ptr<NicOperation> operation(static_cast<NicOperation*>(completion.context));
     {
       std::lock_guard lock(rail.mutex);
       --rail.underWay;
     }
-    operation->end(completion);
+    if (completion.abandoned) {
+      keep(rail, std::move(operation), completion);
+    } else {
+      operation->end(completion);
+    }
   }
   return done;
 }
@@ -197,14 +224,12 @@ void Rails::post(Rail& rail) {
     const PacketPool& pool = *receiving_[index];
     if (!rail.nic->receive(pool.as(0, receive->buffer, pool.bufferBytes()), receive).ok()) return;
     rail.unposted.pop_back();
-    ++rail.posted;
   }
 }
 
 void Rails::onReceived(size_t index, const NicCompletion& completion) {
   Rail& rail = *rails_[index];
   auto* receive = static_cast<Receive*>(completion.context);
-  --rail.posted;
   rail.unposted.push_back(receive);
   if (completion.error != NicError::kNone || completion.bytes > packetBytes()) return;
   ByteReader in(ByteView(receive->buffer, completion.bytes));
@@ -236,15 +261,16 @@ void Rails::remove(uint64_t incarnation) {
 }
 
 void Rails::activate(const std::shared_ptr<PacketSink>& sink) {
-  bool isFirst;
   {
     std::lock_guard lock(activeMutex_);
-    isFirst = active_.empty();
+    const bool isFirst = active_.empty();
     active_.push_back(sink);
     nextTick_ = std::min<Clock::time_point>(nextTick_, Clock::now() + kTick);
+    if (!isFirst) return;
   }
   // Any of the threads: whoever is awake ticks.
-  if (isFirst) rails_[0]->nic->wake();
+  std::lock_guard lock(rails_[0]->mutex);
+  rails_[0]->nic->wake();
 }
 
 // When it is due again.
@@ -269,29 +295,13 @@ Clock::time_point Rails::tick(Clock::time_point now) {
 void Rails::stop() {
   std::call_once(stopped_, [this] {
     stopping_.store(true, std::memory_order_release);
-    for (const auto& rail : rails_) rail->nic->wake();
+    for (const auto& rail : rails_) {
+      std::lock_guard lock(rail->mutex);
+      rail->nic->wake();
+    }
     for (auto& thread : threads_) thread.join();
     for (size_t i = 0; i < rails_.size(); ++i) {
-      Rail& rail = *rails_[i];
-      {
-        std::lock_guard lock(rail.mutex);  // whoever was about to post has seen it
-        while (!rail.waiting.empty()) rail.failed.push_back(rail.waiting.pop());
-      }
-      rail.nic->close();
-      std::vector<NicCompletion> room(kCompletions);
-      const auto isEmpty = [&] {
-        std::lock_guard lock(rail.mutex);
-        return rail.underWay == 0;
-      };
-      for (const auto deadline = Deadline::after(kClosing); !isEmpty();) {
-        if (serve(i, room) > 0) continue;
-        if (deadline.passed()) {
-          log(LogLevel::kWarning, "fabric", "card ", rail.nic->name(),
-              " does not end what is under way");
-          break;
-        }
-        rail.nic->wait(Deadline::after(kRetry));
-      }
+      closeCard(i);
       feed(i);
     }
     // The memory stays as long as somebody holds a packet, what the cards know of it does not.

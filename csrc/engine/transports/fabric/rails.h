@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,6 +20,12 @@
 
 namespace mooncake {
 
+// A peer's card in the address table of one of ours, until that is renewed.
+struct RailPeer {
+  NicPeer number = 0;
+  uint64_t generation = 0;
+};
+
 // What a card is asked to do. A card has it from begin() until its completion, else a queue.
 class NicOperation {
  public:
@@ -28,6 +35,11 @@ class NicOperation {
   // Once, on a thread that polls, without a lock; also when it never began.
   virtual void end(const NicCompletion& how) = 0;
   virtual const void* owner() const = 0;
+  // It names what only this card knows, and begins with none that follows it. 0: any.
+  virtual uint64_t generation() const { return 0; }
+  // The memory is somebody else's as soon as it has ended: one that the card abandons ends when
+  // that card is closed, which it is at once.
+  virtual bool endsWithTheCard() const { return false; }
 };
 
 // Who takes the packets that are meant for one incarnation.
@@ -38,6 +50,8 @@ class PacketSink {
   virtual void onPacket(size_t rail, const Packet& packet, ByteView data) = 0;
   // About every millisecond from activate() on, on a thread that polls. False: nothing is due.
   virtual bool tick(Clock::time_point now) = 0;
+  // The card has another address now, and knows nobody. On a thread that polls, without a lock.
+  virtual void onRenewed(size_t rail) = 0;
 };
 
 // All cards of one engine, shared by all of its peers: who posts, who polls, whose a packet is. A
@@ -50,19 +64,30 @@ class Rails {
   struct Options {
     size_t threads = 1;  // that poll, at most one for each card; 0: as many as there are cards
     std::string name;    // for the log
+    // A card anew, in place of one that was closed. None: it stays closed.
+    std::function<Result<std::unique_ptr<Nic>>(size_t rail)> reopen = nullptr;
   };
   static Result<std::shared_ptr<Rails>> create(std::vector<std::unique_ptr<Nic>> nics,
                                                const Options& options);
   ~Rails() { stop(); }
 
   size_t count() const { return rails_.size(); }
-  const Nic& nic(size_t rail) const { return *rails_[rail]->nic; }
+  const std::string& name(size_t rail) const { return rails_[rail]->name; }
+  const std::string& provider() const { return provider_; }
+  const NicLimits& limits(size_t rail) const { return rails_[rail]->limits; }
+  Bytes address(size_t rail) const;
+  // Which of the cards that this rail has had is there; from 1 on.
+  uint64_t generation(size_t rail) const {
+    return rails_[rail]->generation.load(std::memory_order_acquire);
+  }
+  // Null: it is closed just now.
+  std::shared_ptr<Nic> card(size_t rail, uint64_t& generation) const;
   PacketPool& pool() { return *pool_; }
   size_t packetBytes() const { return pool_->bufferBytes(); }
 
   // The peer's card in the address table of ours; once more for each release(). Any thread.
-  Result<NicPeer> insert(size_t rail, ByteView address);
-  void release(size_t rail, NicPeer peer);
+  Result<RailPeer> insert(size_t rail, ByteView address);
+  void release(size_t rail, RailPeer peer);
 
   // Any thread, with or without a channel's lock.
   void submit(size_t rail, std::unique_ptr<NicOperation> operation);
@@ -71,6 +96,20 @@ class Rails {
   void remove(uint64_t incarnation);
   // Has it ticked until it says that nothing is due.
   void activate(const std::shared_ptr<PacketSink>& sink);
+
+  // Closes a card and opens it anew, at another address, unless that has happened since: no byte of
+  // what it has under way moves any more, nor of what peers ask of it under keys that it gave.
+  struct Retired {
+    size_t rail = 0;
+    uint64_t generation = 0;
+  };
+  void retire(Retired which);
+  bool isPolledHere() const { return isPolling == this; }
+  // And waits until they are closed; not on a thread that polls, where it only asks.
+  void retireNow(std::span<const Retired> which);
+  uint64_t retired() const { return retired_.load(std::memory_order_relaxed); }
+  // On a thread that polls, when a card has come anew. Before any can be retired.
+  void onRenewal(std::function<void(size_t rail)> then) { onRenewal_ = std::move(then); }
 
   // Packets that do not decode, or that nobody waits for.
   uint64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
@@ -83,8 +122,14 @@ class Rails {
     std::byte* buffer = nullptr;
   };
   struct Rail {
-    std::unique_ptr<Nic> nic;
-    std::mutex mutex;                 // guards what follows
+    std::string name;
+    NicLimits limits;
+    std::atomic<bool> mustRetire{false};
+    std::atomic<uint64_t> generation{1};
+    mutable std::mutex mutex;         // guards what follows
+    std::shared_ptr<Nic> nic;         // another one only on the thread that polls
+    bool isClosed = false;            // written there only, too
+    std::condition_variable retired;  // its generation is over
     std::map<NicPeer, size_t> peers;  // how often each is in use
     size_t underWay = 0;
     FairQueue<NicOperation> waiting;
@@ -92,18 +137,33 @@ class Rails {
     // Of the thread that polls.
     std::vector<Receive> receives;
     std::vector<Receive*> unposted;
-    size_t posted = 0;
+    // The card may still use their memory: they stay until it is closed. Those that
+    // end with it are told then.
+    std::vector<std::pair<std::unique_ptr<NicOperation>, NicCompletion>> abandoned;
+    Clock::time_point reopenAt;
   };
 
-  Rails() = default;
-  bool begin(Rail& rail, std::unique_ptr<NicOperation>& operation);
+  explicit Rails(Options options) : options_(std::move(options)) {}
+  Status start(Rail& rail, NicOperation& operation);
   void run(size_t first, size_t step);
   size_t serve(size_t index, std::span<NicCompletion> room);
   bool feed(size_t index);
   void post(Rail& rail);
   void onReceived(size_t index, const NicCompletion& completion);
   Clock::time_point tick(Clock::time_point now);
+  // What becomes of a card that is retired: renewal.cc.
+  void renewWhereDue(size_t index);
+  void closeCard(size_t index);
+  void endAll(size_t index);
+  bool reopen(size_t index);
+  void keep(Rail& rail, std::unique_ptr<NicOperation> operation, const NicCompletion& how);
 
+  static thread_local const Rails* isPolling;  // whose thread this is
+
+  const Options options_;
+  std::string provider_;
+  std::function<void(size_t rail)> onRenewal_;
+  std::atomic<uint64_t> retired_{0};
   std::vector<std::unique_ptr<Rail>> rails_;
   std::unique_ptr<PacketPool> pool_;                    // of what leaves
   std::vector<std::unique_ptr<PacketPool>> receiving_;  // by rail

@@ -38,7 +38,11 @@ Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& co
                                .seed = seed,
                                .odds = options.odds,
                                .carry = std::move(carry),
-                               .onGone = nullptr});
+                               .onGone = nullptr,
+                               .withdrawalStops = options.withdrawalStops});
+  };
+  fabric.reopen = [cards](size_t index) -> Result<std::unique_ptr<Nic>> {
+    return cards->renew(index);
   };
   fabric.onCarried = [cards](const EngineId& peer, ByteView bytes) { cards->arrive(peer, bytes); };
   // The n-th channel that was called breaks by the same dice in every run.

@@ -12,6 +12,7 @@ namespace mooncake {
 struct SimOptions {
   size_t cards = 0;  // 0: one to three, by the seed
   SimOdds odds;
+  bool withdrawalStops = true;  // see NicLimits
   // A channel breaks once in so many transfers, at the end that connected; 0: never.
   uint32_t breakOdds = 500;
   std::shared_ptr<SimCards> made = nullptr;  // if not null, it knows the cards

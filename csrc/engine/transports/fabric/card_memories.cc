@@ -1,0 +1,331 @@
+#include "engine/transports/fabric/card_memories.h"
+
+#include <pthread.h>
+#include <system_error>
+
+#include "base/log.h"
+#include "base/signals.h"
+
+namespace mooncake {
+namespace {
+
+// For operations of ours that hold a registration to end: pieces of at most 1 MiB.
+constexpr auto kGrace = std::chrono::milliseconds(50);
+constexpr auto kLook = std::chrono::microseconds(50);
+// Below it a thread costs more than what it saves.
+constexpr size_t kParallelFrom = size_t(1) << 20;
+
+uint32_t accessOf(uint32_t rights) {
+  return ((rights & kRemoteRead) != 0 ? static_cast<uint32_t>(NicAccess::kRemoteRead) : 0) |
+         ((rights & kRemoteWrite) != 0 ? static_cast<uint32_t>(NicAccess::kRemoteWrite) : 0);
+}
+
+}  // namespace
+
+CardMemories::OnCard::~OnCard() {
+  memory_.reset();
+  isGone_->store(true, std::memory_order_release);
+}
+
+CardMemories::CardMemories(RegionTable& regions, std::shared_ptr<Rails> rails, const char* name)
+    : table_(regions), rails_(std::move(rails)), name_(name) {
+  table_.watch(*this);
+}
+
+CardMemories::~CardMemories() { stop(); }
+
+void CardMemories::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(isStopped_, true)) return;
+    changed_.notify_all();
+  }
+  table_.unwatch(*this);
+  if (thread_.joinable()) thread_.join();
+  std::map<uint64_t, Region> regions;
+  std::deque<std::function<void()>> tasks;
+  std::lock_guard lock(mutex_);
+  regions.swap(regions_);
+  tasks.swap(tasks_);
+}
+
+// ---- what is registered
+
+std::shared_ptr<const CardMemories::OnCard> CardMemories::registerWith(size_t card,
+                                                                       std::span<std::byte> memory,
+                                                                       uint32_t rights) {
+  uint64_t generation = 0;
+  auto nic = rails_->card(card, generation);
+  if (!nic) return nullptr;
+  auto made = std::make_shared<OnCard>(nic, generation);
+  const NicLimits& limits = nic->limits();
+  if (limits.mostRmaBytes == 0) return made;
+  auto registered = NicRegistrations({nic.get()}).add(memory, accessOf(rights));
+  if (registered.ok()) {
+    made->memory_ = std::move(*registered);
+    return made;
+  }
+  std::lock_guard lock(mutex_);
+  if (!std::exchange(hasToldFailure_, true)) {
+    log(LogLevel::kWarning, name_, "memory of ", memory.size(),
+        " bytes is copied by the processor: ", registered.error().message);
+  }
+  return made;
+}
+
+void CardMemories::onAdded(uint64_t key, std::span<std::byte> memory, uint32_t rights) {
+  if (memory.empty()) return;
+  Region region{.memory = memory, .rights = rights, .cards = {}, .holders = {}};
+  region.cards.resize(rails_->count());
+  const auto one = [&](size_t card) { region.cards[card] = registerWith(card, memory, rights); };
+  std::vector<std::thread> threads;
+  size_t onThreads = 0;
+  if (memory.size() >= kParallelFrom) {
+    BlockedSignals blocked;
+    try {
+      for (; onThreads + 1 < rails_->count(); ++onThreads) threads.emplace_back(one, onThreads);
+    } catch (const std::system_error&) {  // no more threads to be had: the rest one by one
+    }
+  }
+  for (size_t card = onThreads; card < rails_->count(); ++card) one(card);
+  for (std::thread& thread : threads) thread.join();
+  bool isAnyStale = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (isStopped_) return;
+    for (size_t card = 0; card < region.cards.size(); ++card)
+      isAnyStale = isAnyStale || isStale(region, card);
+    byAddress_[memory.data()] = key;
+    regions_.emplace(key, std::move(region));
+  }
+  if (isAnyStale) post(nullptr);
+}
+
+bool CardMemories::isStale(const Region& region, size_t card) const {
+  const auto& on = region.cards[card];
+  return !on || on->generation() != rails_->generation(card);
+}
+
+std::optional<CardMemories::Local> CardMemories::find(std::span<const std::byte> range) {
+  std::lock_guard lock(mutex_);
+  const auto behind = byAddress_.upper_bound(range.data());
+  if (behind == byAddress_.begin()) return std::nullopt;
+  const auto [start, key] = *std::prev(behind);
+  const Region& region = regions_.find(key)->second;
+  const auto offset = static_cast<uint64_t>(range.data() - start);
+  if (offset > region.memory.size() || range.size() > region.memory.size() - offset)
+    return std::nullopt;
+  Local local{
+      .use = table_.open(key, offset, range.size(), 0), .offset = offset, .cards = region.cards};
+  if (!local.use) return std::nullopt;
+  return local;
+}
+
+// ---- who was told
+
+control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder) {
+  control::Grant grant{.region = key, .rights = 0, .bytes = 0, .cards = {}};
+  std::lock_guard lock(mutex_);
+  const auto found = regions_.find(key);
+  if (found == regions_.end() || isStopped_) return grant;
+  Region& region = found->second;
+  // Also one that is just being revoked counts as gone.
+  if (!table_.open(key, 0, region.memory.size(), 0)) return grant;
+  grant.rights = region.rights & (kRemoteRead | kRemoteWrite);
+  grant.bytes = region.memory.size();
+  size_t all = 0;
+  for (size_t card = 0; card < region.cards.size(); ++card) {
+    auto& pieces = grant.cards.emplace_back();
+    const NicLimits& limits = rails_->limits(card);
+    const bool isAble = (limits.remoteRead || (grant.rights & kRemoteRead) == 0) &&
+                        (limits.remoteWrite || (grant.rights & kRemoteWrite) == 0);
+    if (grant.rights == 0 || !isAble || isStale(region, card) || !region.cards[card]->memory())
+      continue;
+    const auto registered = region.cards[card]->memory()->pieces(0);
+    if ((all += registered.size()) > control::kMostPieces) break;
+    for (const auto& piece : registered)
+      pieces.push_back({.offset = piece.offset,
+                        .bytes = piece.memory->memory().size(),
+                        .key = piece.memory->key()});
+  }
+  Holder& told = region.holders[holder.get()];
+  told.end = holder;
+  told.hasKeys = told.hasKeys || all > 0;
+  if (all > 0 && !std::exchange(hasToldUse_, true))
+    log(LogLevel::kInfo, name_, "cards move bytes by themselves: peers reach registered memory");
+  return grant;
+}
+
+void CardMemories::forget(const KeyHolder* holder) {
+  std::lock_guard lock(mutex_);
+  for (auto& [key, region] : regions_) region.holders.erase(holder);
+}
+
+// Under the lock.
+CardMemories::Detached CardMemories::begin() {
+  const uint64_t number = ++lastDetached_;
+  unfinished_.insert(number);
+  return {.number = number, .ones = {}};
+}
+
+void CardMemories::detach(Region& region, size_t card, Detached& detached) {
+  auto on = std::exchange(region.cards[card], nullptr);
+  if (!on || !on->memory() || on->generation() != rails_->generation(card)) return;
+  const auto isGone = on->isGone_;
+  detached.ones.push_back({.card = {card, on->generation()},
+                           .memory = std::move(on),
+                           .isGone = isGone,
+                           .stopsByItself = rails_->limits(card).withdrawalStops});
+}
+
+// When it returns nothing that was detached by anybody before can be reached any more.
+void CardMemories::finish(Detached detached) {
+  std::vector<Rails::Retired> retire;
+  for (auto& one : detached.ones) {
+    one.memory.reset();
+    if (!one.stopsByItself) retire.push_back(one.card);
+  }
+  const auto deadline = Deadline::after(kGrace);
+  for (const auto& one : detached.ones) {
+    if (!one.stopsByItself) continue;
+    while (!one.isGone->load(std::memory_order_acquire) && !deadline.passed())
+      std::this_thread::sleep_for(kLook);
+    if (!one.isGone->load(std::memory_order_acquire)) retire.push_back(one.card);
+  }
+  rails_->retireNow(retire);
+  if (!detached.ones.empty()) post(nullptr);
+  std::unique_lock lock(mutex_);
+  unfinished_.erase(detached.number);
+  changed_.notify_all();
+  if (rails_->isPolledHere()) return;  // the cards that others wait for are closed here
+  changed_.wait(lock, [&] {
+    return unfinished_.empty() || *unfinished_.begin() > detached.number || isStopped_;
+  });
+}
+
+void CardMemories::takeBack(const KeyHolder* holder) {
+  std::unique_lock lock(mutex_);
+  if (isStopped_) return;
+  Detached detached = begin();
+  for (auto& [key, region] : regions_) {
+    const auto held = region.holders.extract(holder);
+    if (!held || !held.mapped().hasKeys) continue;
+    for (size_t card = 0; card < region.cards.size(); ++card) detach(region, card, detached);
+  }
+  lock.unlock();
+  finish(std::move(detached));
+}
+
+void CardMemories::takeBackLater(uint64_t key, size_t card, const KeyHolder* holder,
+                                 std::function<void()> done) {
+  Detached detached;
+  {
+    std::lock_guard lock(mutex_);
+    if (isStopped_) return;
+    detached = begin();
+    const auto found = regions_.find(key);
+    if (found != regions_.end() && card < found->second.cards.size()) {
+      const auto held = found->second.holders.find(holder);
+      if (held != found->second.holders.end() && held->second.hasKeys)
+        detach(found->second, card, detached);
+    }
+  }
+  post([this, done = std::move(done),
+        detached = std::make_shared<Detached>(std::move(detached))]() mutable {
+    finish(std::move(*detached));
+    done();
+  });
+}
+
+void CardMemories::onRevoked(uint64_t key) {
+  std::unique_lock lock(mutex_);
+  const auto found = regions_.extract(key);
+  if (!found) return;
+  Region& region = found.mapped();
+  const auto at = byAddress_.find(region.memory.data());
+  if (at != byAddress_.end() && at->second == key) byAddress_.erase(at);
+  bool isTold = false;
+  for (const auto& [end, holder] : region.holders) isTold = isTold || holder.hasKeys;
+  Detached detached = begin();
+  if (isTold) {
+    for (size_t card = 0; card < region.cards.size(); ++card) detach(region, card, detached);
+  }
+  lock.unlock();
+  region.cards.clear();
+  finish(std::move(detached));
+}
+
+// ---- on a thread of its own
+
+void CardMemories::post(std::function<void()> task) {
+  std::lock_guard lock(mutex_);
+  if (isStopped_) return;
+  tasks_.push_back(task ? std::move(task) : [this] { refresh(); });
+  changed_.notify_all();
+  if (thread_.joinable()) return;
+  const BlockedSignals blocked;
+  try {
+    thread_ = std::thread([this] { run(); });
+    ::pthread_setname_np(thread_.native_handle(), "mooncake-reg");
+  } catch (const std::system_error&) {
+    // The next one tries again. Who waits for the end of something does so until it is reconnected.
+    log(LogLevel::kError, name_, "cannot start a thread that registers memory");
+  }
+}
+
+void CardMemories::run() {
+  std::unique_lock lock(mutex_);
+  while (!isStopped_) {
+    if (tasks_.empty()) {
+      changed_.wait(lock);
+      continue;
+    }
+    auto task = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;
+    lock.lock();
+  }
+}
+
+// Whatever is not registered with a card as that was opened last. Holders are told.
+void CardMemories::refresh() {
+  std::unique_lock lock(mutex_);
+  for (uint64_t next = 0; !isStopped_;) {
+    const auto found = regions_.lower_bound(next);
+    if (found == regions_.end()) return;
+    const uint64_t key = found->first;
+    next = key + 1;
+    for (size_t card = 0; card < rails_->count() && !isStopped_; ++card) {
+      const auto region = regions_.find(key);
+      if (region == regions_.end()) break;
+      if (!isStale(region->second, card)) continue;
+      const auto memory = region->second.memory;
+      const uint32_t rights = region->second.rights;
+      const auto use = table_.open(key, 0, memory.size(), 0);  // it stays for as long as it takes
+      if (!use) break;
+      lock.unlock();
+      auto made = registerWith(card, memory, rights);
+      lock.lock();
+      const auto again = regions_.find(key);
+      if (!made || again == regions_.end() || !isStale(again->second, card)) {
+        lock.unlock();
+        made.reset();
+        lock.lock();
+        continue;
+      }
+      again->second.cards[card] = std::move(made);
+      std::vector<std::shared_ptr<KeyHolder>> tell;
+      for (const auto& [end, holder] : again->second.holders) {
+        if (auto there = holder.end.lock()) tell.push_back(std::move(there));
+      }
+      lock.unlock();
+      for (const auto& holder : tell) holder->onKeysChanged(key);
+      tell.clear();
+      lock.lock();
+    }
+  }
+}
+
+}  // namespace mooncake

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/memory/gate.h"
+#include "engine/transports/fabric/card_memories.h"
+#include "engine/transports/fabric/control.h"
+
+namespace mooncake {
+
+// A get or a write whose bytes cards move by themselves, in pieces over all cards that lead there.
+// Guarded by its channel's lock, but for what says otherwise.
+struct CardTransfer {
+  uint64_t number = 0;
+  bool isWrite = false;
+  uint64_t key = 0, offset = 0;  // over there
+  std::span<std::byte> memory;   // here; of a write it is only read
+  Completion* completion = nullptr;
+  CardMemories::Local local;
+  std::shared_ptr<control::Grant> grant;  // without the cards that it is void for
+  uint64_t turn = 0;                      // the rail that it begins with
+  uint64_t position = 0;                  // behind what has begun
+  uint64_t pieces = 0;                    // that have begun
+  size_t open = 0;                        // pieces that are not over
+  std::optional<ErrorCode> end;           // how, where it does not end well: no piece begins
+
+  // Any thread. Inside: operations that a card has, of which it may touch the memory.
+  Gate gate;
+  // Any thread. On which rails one has begun, a bit each.
+  std::atomic<uint64_t> rails{0};
+};
+
+// One piece of it, as it is given to a card.
+struct CardPiece {
+  size_t path = 0;   // our card
+  uint8_t card = 0;  // the peer's
+  RailPeer peer;
+  uint64_t position = 0, bytes = 0;  // in the transfer
+  const NicMemory* memory = nullptr;
+  NicKey key;
+  uint64_t offset = 0;  // in what the key stands for
+};
+
+// A piece that failed and may come late: the peer is asked to see to it that it does not.
+struct LatePiece {
+  std::shared_ptr<CardTransfer> transfer;
+  uint64_t position = 0, bytes = 0;
+};
+struct Retirement {
+  std::shared_ptr<control::Grant> grant;
+  uint8_t card = 0;
+  std::vector<LatePiece> pieces;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,429 @@
+#include <algorithm>
+
+#include "base/log.h"
+#include "engine/transports/fabric/fabric_channel.h"
+
+// What cards move by themselves: how it is cut, what becomes of a piece that fails, and how the
+// memory is given back. Packets do the rest, and all that fails.
+namespace mooncake {
+namespace {
+
+constexpr uint64_t kMostPiece = uint64_t(1) << 20;
+constexpr uint64_t kLeastPiece = uint64_t(64) << 10;  // of a transfer that is split
+constexpr size_t kWindow = 64;                        // pieces under way, for each card
+constexpr uint64_t kQuantum = 16;      // of one transfer before the next has its turn
+constexpr size_t kMostGrants = 65536;  // remembered
+constexpr auto kAskAgain = std::chrono::milliseconds(100);  // where there was nothing to grant
+// For operations to end by themselves before the card is closed for it.
+constexpr auto kGrace = std::chrono::milliseconds(50);
+constexpr auto kPatience = std::chrono::seconds(10);
+
+}  // namespace
+
+// One piece. Holds the channel and the transfer until the card is done with it.
+class FabricChannel::MovePiece final : public NicOperation {
+ public:
+  MovePiece(std::shared_ptr<FabricChannel> channel, std::shared_ptr<CardTransfer> transfer,
+            const CardPiece& what)
+      : channel_(std::move(channel)), transfer_(std::move(transfer)), what_(what) {}
+
+  Status begin(Nic& nic) override {
+    if (!transfer_->gate.enter()) return {ErrorCode::kAborted, "the transfer has ended"};
+    transfer_->rails.fetch_or(uint64_t(1) << what_.path, std::memory_order_relaxed);
+    const NicBuffer here{transfer_->memory.subspan(what_.position, what_.bytes), what_.memory};
+    Status begun = transfer_->isWrite
+                       ? nic.write(what_.peer.number, here, what_.key, what_.offset, this)
+                       : nic.read(what_.peer.number, here, what_.key, what_.offset, this);
+    hasBegun_ = begun.ok();
+    if (!hasBegun_) transfer_->gate.leave();
+    return begun;
+  }
+  void end(const NicCompletion& how) override {
+    if (hasBegun_) transfer_->gate.leave();
+    channel_->onMoved(transfer_, what_, hasBegun_, how);
+  }
+  const void* owner() const override { return channel_.get(); }
+  uint64_t generation() const override { return what_.peer.generation; }
+  bool endsWithTheCard() const override { return true; }
+
+ private:
+  const std::shared_ptr<FabricChannel> channel_;
+  const std::shared_ptr<CardTransfer> transfer_;
+  const CardPiece what_;
+  bool hasBegun_ = false;
+};
+
+// ---- how it begins
+
+// False: it is for packets. Small ones, what is not registered at both ends, and what the peer has
+// not granted yet.
+bool FabricChannel::moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
+                                std::span<std::byte> memory, Completion* completion) {
+  if (memory.size() < options_.leastByCard || !memories_ || !theirs_ || lost_) return false;
+  auto local = memories_->find(memory);
+  if (!local) return false;
+  const auto grant = grantOf(region.key);
+  const uint32_t right = isWrite ? kRemoteWrite : kRemoteRead;
+  // What the owner would refuse is for it to refuse.
+  if (!grant || (grant->rights & right) == 0 || offset > grant->bytes ||
+      memory.size() > grant->bytes - offset)
+    return false;
+  const auto transfer = std::make_shared<CardTransfer>();
+  transfer->number = ++lastNumber_;
+  transfer->isWrite = isWrite;
+  transfer->key = region.key;
+  transfer->offset = offset;
+  transfer->memory = memory;
+  transfer->completion = completion;
+  transfer->local = std::move(*local);
+  transfer->grant = grant;
+  transfer->turn = turn_++;
+  moving_.emplace(transfer->number, transfer);
+  unmoved_.push_back(transfer);
+  pump(Clock::now());
+  activate();
+  perhapsBreak();
+  return true;
+}
+
+// Null: the peer is asked, unless it was just now.
+std::shared_ptr<control::Grant> FabricChannel::grantOf(uint64_t key) {
+  const auto now = Clock::now();
+  if (grants_.size() >= kMostGrants) grants_.clear();
+  Granted& granted = grants_[key];
+  if (!granted.grant && now >= granted.askAt) {
+    granted.askAt = now + kAskAgain;
+    tell(control::encodeNumber(control::Kind::kResolve, key));
+  }
+  return granted.grant;
+}
+
+void FabricChannel::moveOn(Clock::time_point now) {
+  while (!unmoved_.empty() && underWay_ < kWindow * paths_.count()) {
+    const auto transfer = unmoved_.front();
+    const bool isOver = transfer->end || transfer->position == transfer->memory.size();
+    if (!isOver && !movePiece(transfer, now)) return;
+    if (transfer->end || transfer->position == transfer->memory.size()) {
+      unmoved_.pop_front();
+    } else if (transfer->pieces % kQuantum == 0 && unmoved_.size() > 1) {
+      unmoved_.push_back(transfer);
+      unmoved_.pop_front();
+    }
+  }
+}
+
+// The next one. False: no path is up.
+bool FabricChannel::movePiece(const std::shared_ptr<CardTransfer>& transfer,
+                              Clock::time_point now) {
+  const uint64_t all = transfer->memory.size();
+  const bool isSplit = all >= options_.splitBytes;
+  bool isAnyUp = false;
+  for (size_t i = 0; i < paths_.count(); ++i) {
+    const size_t path = (transfer->turn + (isSplit ? transfer->pieces : 0) + i) % paths_.count();
+    if (!paths_.isUp(path)) continue;
+    isAnyUp = true;
+    const size_t card = path % theirs_->rails.size();
+    const auto& on = transfer->local.cards[path];
+    const auto& cards = transfer->grant->cards;
+    const NicLimits& limits = rails_->limits(path);
+    if (!on || !on->memory() || on->generation() != rails_->generation(path) ||
+        card >= cards.size() || cards[card].empty() || limits.mostRmaBytes == 0)
+      continue;
+    const auto peer = peerAt(path);
+    if (!peer) {
+      leaveOut(path, now, "the peer's card has no address here");
+      continue;
+    }
+    if (peer->generation != on->generation()) continue;
+    const uint64_t here = transfer->local.offset + transfer->position;
+    const uint64_t there = transfer->offset + transfer->position;
+    const auto& from = on->memory()->pieceAt(0, here);
+    const auto to = std::prev(
+        std::upper_bound(cards[card].begin(), cards[card].end(), there,
+                         [](uint64_t at, const auto& piece) { return at < piece.offset; }));
+    uint64_t bytes = std::min({all - transfer->position, kMostPiece, limits.mostRmaBytes,
+                               from.offset + from.memory->memory().size() - here,
+                               to->offset + to->bytes - there});
+    if (isSplit) bytes = std::min(bytes, std::max(kLeastPiece, all / paths_.up() + 1));
+    const CardPiece what{.path = path,
+                         .card = static_cast<uint8_t>(card),
+                         .peer = *peer,
+                         .position = transfer->position,
+                         .bytes = bytes,
+                         .memory = from.memory.get(),
+                         .key = to->key,
+                         .offset = there - to->offset};
+    transfer->position += bytes;
+    ++transfer->pieces;
+    ++transfer->open;
+    ++underWay_;
+    rails_->submit(path, std::make_unique<MovePiece>(shared_from_this(), transfer, what));
+    return true;
+  }
+  if (!isAnyUp) return false;
+  // No card that leads there can: the rest of it.
+  ++transfer->open;
+  const uint64_t rest = std::exchange(transfer->position, all);
+  moveByPackets(transfer, rest, all - rest);
+  return true;
+}
+
+// A piece that is open, by packets.
+void FabricChannel::moveByPackets(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
+                                  uint64_t bytes) {
+  const uint64_t number = ++lastNumber_;
+  const auto memory = transfer->memory.subspan(position, bytes);
+  transfers_.emplace(number, Transfer{.target = transfer->isWrite ? std::span<std::byte>() : memory,
+                                      .completion = transfer->completion,
+                                      .whole = transfer->number});
+  Stream stream{.packet = {.kind = transfer->isWrite ? Packet::Kind::kWrite : Packet::Kind::kGet,
+                           .number = number,
+                           .key = transfer->key,
+                           .offset = transfer->offset + position,
+                           .length = bytes},
+                .turn = turn_++};
+  if (transfer->isWrite) {
+    stream.data = memory;
+    stream.completion = transfer->completion;
+    bulk_.push_back(std::move(stream));
+  } else {
+    bulk_.push_front(std::move(stream));
+  }
+}
+
+// ---- what becomes of it
+
+void FabricChannel::onMoved(const std::shared_ptr<CardTransfer>& transfer, const CardPiece& what,
+                            bool hasBegun, const NicCompletion& how) {
+  std::lock_guard lock(mutex_);
+  const auto now = Clock::now();
+  --underWay_;
+  if (moving_.contains(transfer->number)) {
+    if (how.error == NicError::kNone) {
+      moved_.fetch_add(what.bytes, std::memory_order_relaxed);
+      received_.fetch_add(1, std::memory_order_relaxed);
+      --transfer->open;
+    } else if (transfer->end) {
+      --transfer->open;
+    } else {
+      onPieceFailed(transfer, what, hasBegun, how, now);
+    }
+    endIfOver(transfer);
+  }
+  pump(now);
+}
+
+void FabricChannel::onPieceFailed(const std::shared_ptr<CardTransfer>& transfer,
+                                  const CardPiece& what, bool hasBegun, const NicCompletion& how,
+                                  Clock::time_point now) {
+  movedAgain_.fetch_add(1, std::memory_order_relaxed);
+  if (hasBegun && how.error != NicError::kRefused) {
+    leaveOut(what.path, now,
+             how.error == NicError::kUnreachable ? "the card could not reach the peer's"
+                                                 : "the card does not work");
+  } else if (hasBegun) {
+    voidKeys(*transfer->grant, what.card);
+    grants_.erase(transfer->key);
+  }
+  // What the peer's card has refused does not land. Of what was read nothing comes after its end.
+  if (!transfer->isWrite || !hasBegun || how.error == NicError::kRefused)
+    return moveByPackets(transfer, what.position, what.bytes);
+  const auto isSame = [&](const auto& entry) {
+    return entry.second.grant == transfer->grant && entry.second.card == what.card;
+  };
+  auto asked = std::find_if(retirements_.begin(), retirements_.end(), isSame);
+  if (asked == retirements_.end()) {
+    const uint64_t ticket = ++lastTicket_;
+    asked =
+        retirements_
+            .emplace(ticket, Retirement{.grant = transfer->grant, .card = what.card, .pieces = {}})
+            .first;
+    voidKeys(*transfer->grant, what.card);
+    grants_.erase(transfer->key);
+    tell(control::Retire{.ticket = ticket, .region = transfer->key, .card = what.card}.encode());
+  }
+  asked->second.pieces.push_back({transfer, what.position, what.bytes});
+}
+
+void FabricChannel::voidKeys(control::Grant& grant, size_t card) {
+  if (card < grant.cards.size()) grant.cards[card].clear();
+}
+
+void FabricChannel::onRetired(uint64_t ticket) {
+  std::lock_guard lock(mutex_);
+  const auto found = retirements_.extract(ticket);
+  if (!found) return;
+  for (const LatePiece& piece : found.mapped().pieces) {
+    if (!piece.transfer->end) {
+      moveByPackets(piece.transfer, piece.position, piece.bytes);
+    } else {
+      --piece.transfer->open;
+      endIfOver(piece.transfer);
+    }
+  }
+  pump(Clock::now());
+  activate();
+}
+
+// A piece that packets have carried.
+void FabricChannel::onPartEnded(uint64_t number, ErrorCode code) {
+  const auto found = moving_.find(number);
+  if (found == moving_.end()) return;
+  const auto transfer = found->second;
+  --transfer->open;
+  if (code != ErrorCode::kOk) giveUp(*transfer, code);
+  endIfOver(transfer);
+}
+
+// No piece of it begins any more; those that cards have end by themselves.
+void FabricChannel::giveUp(CardTransfer& transfer, ErrorCode code) {
+  if (!transfer.end) transfer.end = code;
+  transfer.gate.shut();
+}
+
+void FabricChannel::endIfOver(const std::shared_ptr<CardTransfer>& transfer) {
+  const bool isAllBegun = transfer->end || transfer->position == transfer->memory.size();
+  if (transfer->open > 0 || !isAllBegun || moving_.erase(transfer->number) == 0) return;
+  transfer->local = {};
+  transfer->completion->end(transfer->end.value_or(ErrorCode::kOk));
+}
+
+// All of them, where packets are dropped as well. Memory that a card still touches is given back
+// when it does not any more.
+void FabricChannel::giveUpAll(ErrorCode code) {
+  for (auto& [ticket, retirement] : std::exchange(retirements_, {})) {
+    for (const LatePiece& piece : retirement.pieces) --piece.transfer->open;
+  }
+  grants_.clear();
+  unmoved_.clear();
+  for (const auto& [number, transfer] : std::map(moving_)) {
+    giveUp(*transfer, code);
+    endIfOver(transfer);
+  }
+}
+
+// Under the lock: those that count at this completion, or all. They end with stop(), without it.
+FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
+  Stopped taken;
+  for (auto at = moving_.begin(); at != moving_.end();) {
+    if (completion && at->second->completion != completion) {
+      ++at;
+      continue;
+    }
+    giveUp(*at->second, ErrorCode::kAborted);
+    taken.push_back(at->second);
+    at = moving_.erase(at);
+  }
+  const auto isTaken = [&](const auto& transfer) {
+    return std::find(taken.begin(), taken.end(), transfer) != taken.end();
+  };
+  std::erase_if(unmoved_, isTaken);
+  for (auto& [ticket, retirement] : retirements_)
+    std::erase_if(retirement.pieces, [&](const auto& piece) { return isTaken(piece.transfer); });
+  return taken;
+}
+
+// When it returns no card touches their memory any more.
+void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
+  if (stopped.empty()) return;
+  std::vector<uint64_t> generations;
+  for (size_t i = 0; i < rails_->count(); ++i) generations.push_back(rails_->generation(i));
+  const auto deadline = Deadline::after(kGrace);
+  uint64_t busy = 0;
+  for (const auto& transfer : stopped) {
+    if (!transfer->gate.close(deadline)) busy |= transfer->rails.load(std::memory_order_relaxed);
+  }
+  if (busy != 0) {
+    std::vector<Rails::Retired> retire;
+    for (size_t i = 0; i < rails_->count(); ++i) {
+      if ((busy >> i & 1) != 0) retire.push_back({i, generations[i]});
+    }
+    rails_->retireNow(retire);
+    for (const auto& transfer : stopped) {
+      if (!transfer->gate.close(Deadline::after(kPatience)))
+        log(LogLevel::kError, options_.name, "a card does not end what is under way");
+    }
+  }
+  for (const auto& transfer : stopped) {
+    transfer->local = {};
+    transfer->completion->end(code);
+  }
+}
+
+// ---- what the peer's end says of it, and ours to it
+
+void FabricChannel::onResolve(uint64_t key) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || fenced_ || lost_ || !memories_) return;
+  tell(memories_->grant(key, shared_from_this()).encode());
+}
+
+void FabricChannel::onGrant(control::Grant grant) {
+  std::lock_guard lock(mutex_);
+  const auto found = grants_.find(grant.region);
+  if (found == grants_.end() || !theirs_) return;  // not asked for, or not any more
+  const bool isAny = std::any_of(grant.cards.begin(), grant.cards.end(),
+                                 [](const auto& one) { return !one.empty(); });
+  if (!isAny) return;
+  if (!std::exchange(hasToldUse_, true))
+    log(LogLevel::kInfo, options_.name, "cards move bytes of a peer by themselves");
+  found->second.grant = std::make_shared<control::Grant>(std::move(grant));
+}
+
+void FabricChannel::onChanged(uint64_t key) {
+  std::lock_guard lock(mutex_);
+  grants_.erase(key);
+}
+
+// Its address is another one, and none of the keys that it gave counts.
+void FabricChannel::onCard(const control::Card& card) {
+  std::lock_guard lock(mutex_);
+  if (!theirs_ || card.index >= theirs_->rails.size()) return;
+  theirs_->rails[card.index].address = card.address;
+  grants_.clear();
+  for (const auto& [number, transfer] : moving_) voidKeys(*transfer->grant, card.index);
+  const auto now = Clock::now();
+  for (size_t path = 0; path < paths_.count(); ++path) {
+    if (path % theirs_->rails.size() != card.index) continue;
+    if (peers_[path]) rails_->release(path, *peers_[path]);
+    peers_[path].reset();
+    leaveOut(path, now, "the peer's was opened anew", /*isAnew=*/true);
+  }
+  pump(now);
+}
+
+void FabricChannel::onRetire(const control::Retire& retire) {
+  uint64_t epoch = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_ || fenced_ || !memories_) return;
+    epoch = epoch_;
+  }
+  memories_->takeBackLater(retire.region, retire.card, this,
+                           [weak = weak_from_this(), ticket = retire.ticket, epoch] {
+                             const auto self = weak.lock();
+                             if (!self) return;
+                             std::lock_guard lock(self->mutex_);
+                             if (self->epoch_ == epoch && !self->closed_)
+                               self->tell(control::encodeNumber(control::Kind::kRetired, ticket));
+                           });
+}
+
+void FabricChannel::onKeysChanged(uint64_t region) {
+  std::lock_guard lock(mutex_);
+  if (!closed_) tell(control::encodeNumber(control::Kind::kChanged, region));
+}
+
+void FabricChannel::onRenewed(size_t rail) {
+  std::lock_guard lock(mutex_);
+  if (closed_) return;
+  tell(control::Card{.index = static_cast<uint8_t>(rail), .address = rails_->address(rail)}
+           .encode());
+  if (rail >= peers_.size() || !theirs_) return;
+  peers_[rail].reset();
+  const auto now = Clock::now();
+  leaveOut(rail, now, "it was opened anew", /*isAnew=*/true);
+  pump(now);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,269 @@
+#include <algorithm>
+#include <cstring>
+
+#include "base/crypto.h"
+#include "base/log.h"
+#include "engine/transports/fabric/fabric_channel.h"
+
+// How things end, and begin anew.
+namespace mooncake {
+namespace {
+
+// From one break that a test asks for to the next. Far less than a failure timeout, and time enough
+// for some work.
+constexpr auto kLeastStanding = std::chrono::milliseconds(50);
+
+}  // namespace
+
+// Never 0.
+uint64_t FabricChannel::newIncarnation() {
+  const Nonce nonce = Crypto::randomNonce();
+  uint64_t number;
+  std::memcpy(&number, nonce.data(), sizeof(number));
+  return number == 0 ? 1 : number;
+}
+
+void FabricChannel::finish(uint64_t transfer, ErrorCode code) {
+  const auto found = transfers_.extract(transfer);
+  if (!found) return;
+  if (found.mapped().whole != 0) return onPartEnded(found.mapped().whole, code);
+  found.mapped().completion->end(code);
+}
+
+void FabricChannel::finishAll(ErrorCode code) {
+  for (const auto& [number, transfer] : std::exchange(transfers_, {})) {
+    if (transfer.whole == 0) {
+      transfer.completion->end(code);
+    } else if (const auto whole = moving_.find(transfer.whole); whole != moving_.end()) {
+      --whole->second->open;
+    }
+  }
+  giveUpAll(code);
+}
+
+// Sources are not read, nor is the peer answered, any more.
+void FabricChannel::dropBulk() {
+  bulk_.clear();
+  answering_ = 0;
+}
+
+// None of it would land, and nobody acknowledges it.
+void FabricChannel::dropSent() {
+  const auto now = Clock::now();
+  while (!unacked_.empty()) erase(unacked_.begin(), now);
+  puts_.clear();
+  queuedBytes_ = 0;
+}
+
+void FabricChannel::cancel(const Completion* completion) {
+  std::unique_lock lock(mutex_);
+  std::erase_if(bulk_, [&](Stream& stream) {
+    if (stream.completion != completion) return false;
+    if (stream.pieces == 0) return true;
+    // The peer is told that no more comes.
+    stream.packet.status = Packet::Status::kAborted;
+    stream.data = {};
+    stream.completion = nullptr;
+    return false;
+  });
+  std::erase_if(transfers_, [&](const auto& entry) {
+    const bool counts = entry.second.completion == completion;
+    if (counts && entry.second.whole == 0) entry.second.completion->end(ErrorCode::kAborted);
+    return counts;
+  });
+  const Stopped stopped = takeMoving(completion);
+  lock.unlock();
+  stop(stopped, ErrorCode::kAborted);
+}
+
+void FabricChannel::fence() {
+  std::lock_guard once(fenceMutex_);
+  std::unique_lock lock(mutex_);
+  if (std::exchange(fenced_, true)) return;
+  incoming_.clear();
+  control::Fenced fenced;
+  for (const auto& [serial, sent] : unacked_) {
+    if (sent.kind == Packet::Kind::kWritten && sent.status == Packet::Status::kOk)
+      fenced.written.push_back(sent.number);
+  }
+  for (const Stream& stream : bulk_) {
+    if (stream.packet.kind == Packet::Kind::kWritten && stream.packet.status == Packet::Status::kOk)
+      fenced.written.push_back(stream.packet.number);
+  }
+  dropBulk();
+  const Stopped stopped = takeMoving(nullptr);
+  finishAll(ErrorCode::kAborted);
+  lock.unlock();
+  if (memories_) memories_->takeBack(this);
+  stop(stopped, ErrorCode::kAborted);
+  lock.lock();
+  tell(fenced.encode());
+}
+
+void FabricChannel::close() {
+  std::shared_ptr<Channel> below;
+  Stopped stopped;
+  bool isFirst = false, hasLeft = false;
+  {
+    std::lock_guard lock(mutex_);
+    below = below_;
+    hasLeft = hasLeft_;
+    if ((isFirst = !std::exchange(closed_, true))) {
+      rails_->remove(incarnation_);
+      dropBulk();
+      stopped = takeMoving(nullptr);
+      finishAll(ErrorCode::kAborted);
+      if (below && !isOut_) flushPuts();
+      puts_.clear();
+      unacked_.clear();
+      releasePeers();
+      endWait({ErrorCode::kAborted, "the channel is closed"});
+      endWarmUp({ErrorCode::kAborted, "the channel is closed"});
+    }
+  }
+  stop(stopped, ErrorCode::kAborted);
+  if (isFirst && memories_) {
+    // What a peer that has left had under way, it has told us of.
+    if (hasLeft) {
+      memories_->forget(this);
+    } else {
+      memories_->takeBack(this);
+    }
+  }
+  if (below && isFirst) retireWrites(stopped);
+  if (below) below->close();
+}
+
+// The peer sees to it, behind our goodbye, that nothing of them comes late.
+void FabricChannel::retireWrites(const Stopped& stopped) {
+  std::lock_guard lock(mutex_);
+  for (const auto& transfer : stopped) {
+    if (!transfer->isWrite || transfer->rails.load(std::memory_order_relaxed) == 0) continue;
+    for (size_t card = 0; card < transfer->grant->cards.size(); ++card)
+      tell(control::Retire{
+          .ticket = ++lastTicket_, .region = transfer->key, .card = static_cast<uint8_t>(card)}
+               .encode());
+  }
+}
+
+// What was put still arrives, ahead of the goodbye, also what a break of ours holds: one that
+// catches a goodbye is not cured.
+void FabricChannel::flushPuts() {
+  for (const auto& [serial, sent] : unacked_) {
+    if (sent.kind == Packet::Kind::kPut)
+      tell(control::withKind(control::Kind::kPacket, sent.packet->bytes()));
+  }
+  Bytes bytes;
+  for (; !puts_.empty(); puts_.pop_front()) {
+    for (bool isLast = false; !isLast;) {
+      bytes.resize(packetBytes());
+      const size_t length = fill(puts_.front(), bytes, ++lastSerial_, isLast);
+      tell(control::withKind(control::Kind::kPacket, ByteView(bytes).first(length)));
+    }
+  }
+}
+
+void FabricChannel::releasePeers() {
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    if (peers_[i]) rails_->release(i, *peers_[i]);
+  }
+  peers_.assign(peers_.size(), std::nullopt);
+}
+
+// Puts stay for close().
+void FabricChannel::lose(const Error& why) {
+  if (!lost_) lost_ = why;
+  dropBulk();
+  finishAll(ErrorCode::kPeerLost);
+  endWarmUp(*lost_);
+}
+
+void FabricChannel::breakOff(const std::string& why) {
+  if (lost_) return;
+  lose({ErrorCode::kPeerLost, why});
+  context_.loop.post([weak = weak_from_this(), why] {
+    if (const auto self = weak.lock()) self->tellOfBreak(why);
+  });
+}
+
+void FabricChannel::tellOfBreak(const std::string& why) {
+  if (isOver()) return;
+  context_.onEnded(peer_, {Evidence::Kind::kUnreachable, why});
+}
+
+// Not before the last break is over for the engine: it must have heard of the peer.
+void FabricChannel::perhapsBreak() {
+  if (!options_.breaks || !options_.breaks()) return;
+  if (lost_ || Clock::now() < standsUntil_ || below_->lifeSigns() == heard_) return;
+  breakOff("the simulated connection broke");
+}
+
+void FabricChannel::onEnded(const Evidence& evidence) {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    hasLeft_ = hasLeft_ || evidence.isGoodbye();
+    const bool isKnown = lost_.has_value();
+    lose({ErrorCode::kPeerLost, evidence.detail});
+    endWait(*lost_);
+    if (isKnown && !evidence.isGoodbye()) return;
+  }
+  context_.onEnded(peer_, evidence);
+}
+
+// A connection of which no card reaches the peer would break again at once: whoever makes it waits
+// until one does, and may give up.
+void FabricChannel::restart(Deadline deadline, std::function<void(Status)> onPath) {
+  restart();
+  std::lock_guard lock(mutex_);
+  onPath_ = std::move(onPath);
+  if (closed_) return endWait({ErrorCode::kAborted, "the channel is closed"});
+  context_.loop.runAt(deadline, [weak = weak_from_this(), epoch = epoch_] {
+    const auto self = weak.lock();
+    if (!self) return;
+    std::lock_guard lock(self->mutex_);
+    if (self->epoch_ == epoch)
+      self->endWait({ErrorCode::kPeerLost, "no card reaches the peer, which answers over tcp"});
+  });
+}
+
+void FabricChannel::endWait(const Status& how) {
+  if (!onPath_) return;
+  if (!how.ok()) lose(how.error());
+  context_.loop.post([onPath = std::exchange(onPath_, nullptr), how] { onPath(how); });
+}
+
+void FabricChannel::restart() {
+  // What it was told counts no more, and what it had under way lands nowhere, before it hears of
+  // us.
+  if (memories_) memories_->takeBack(this);
+  std::lock_guard lock(mutex_);
+  if (closed_) return;
+  endWait({ErrorCode::kPeerLost, "the connection was made anew"});
+  ++epoch_;
+  rails_->remove(incarnation_);
+  finishAll(ErrorCode::kPeerLost);
+  dropBulk();
+  puts_.clear();
+  queuedBytes_ = 0;
+  unacked_.clear();
+  waiting_ = 0;
+  lastPuts_.clear();
+  lastPut_ = lastSerial_ = 0;
+  serials_ = {};
+  incoming_.clear();
+  ackOwed_ = 0;
+  theirs_.reset();
+  isWarm_.clear();
+  endWarmUp({ErrorCode::kPeerLost, "the connection was made anew"});
+  releasePeers();
+  arriving_.clear();
+  lost_.reset();
+  standsUntil_ = Clock::now() + kLeastStanding;
+  heard_ = below_->lifeSigns();
+  incarnation_ = newIncarnation();
+  rails_->add(incarnation_, weak_from_this());
+  sayHello();
+}
+
+}  // namespace mooncake

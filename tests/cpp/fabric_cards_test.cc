@@ -1,0 +1,374 @@
+// Bytes that cards move by themselves: they arrive, and nothing of what was given up does.
+#include "engine/nic/libfabric/cards.h"
+#include "engine/transports/fabric/libfabric_transport.h"
+#include "engine/transports/sim/sim_transport.h"
+#include "engine/transports/tcp/tcp_transport.h"
+#include "transport_suite.h"
+
+namespace mooncake::testing {
+namespace {
+
+constexpr SimOdds kNothing{.failed = 0, .late = 0, .lost = 0, .storm = 0, .death = 0};
+constexpr size_t kBig = size_t(1) << 20;
+
+Result<std::unique_ptr<Transport>> simWith(const TransportContext& context, SimOdds odds,
+                                           bool withdrawalStops) {
+  return createSimTransport(context, TcpTransport::create,
+                            {.cards = 2,
+                             .odds = odds,
+                             .withdrawalStops = withdrawalStops,
+                             .breakOdds = 0,
+                             .channel = {.splitBytes = 500'000}});
+}
+
+struct SimThatStops {
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return simWith(context, kNothing, true);
+  }
+};
+struct SimThatGoesOn {
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return simWith(context, kNothing, false);
+  }
+};
+// Half of what it says has failed arrives afterwards.
+struct SimThatIsLate {
+  static constexpr SimOdds kOdds{.failed = 60, .late = 15, .lost = 60, .storm = 50, .death = 0};
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return simWith(context, kOdds, true);
+  }
+};
+struct SimThatIsLateAndGoesOn {
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return simWith(context, SimThatIsLate::kOdds, false);
+  }
+};
+struct TcpRxm {
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    FabricEnv env;
+    env.requiredProvider = "tcp;ofi_rxm";
+    env.devices = {"127.0.0.1"};
+    return createLibfabricTransport(context, TcpTransport::create, env);
+  }
+};
+
+// Memory that is registered for long.
+struct User {
+  User(WireEnd& end, size_t bytes, uint32_t rights = kRemoteRead | kRemoteWrite) : memory(bytes) {
+    auto added = end.regions().add(memory.data(), bytes, rights | kLasting);
+    EXPECT_TRUE(added.ok());
+    if (added.ok()) region = std::move(*added);
+  }
+  bool holds(size_t offset, ByteView data) const {
+    return std::equal(data.begin(), data.end(), memory.begin() + static_cast<ptrdiff_t>(offset));
+  }
+  std::span<std::byte> at(size_t offset, size_t bytes) {
+    return std::span(memory).subspan(offset, bytes);
+  }
+  Bytes memory;
+  MemoryRegion region;
+};
+
+uint64_t movedOn(const std::shared_ptr<Channel>& channel) {
+  return std::static_pointer_cast<FabricChannel>(channel)->moved();
+}
+
+template <typename Wire>
+class FabricCards : public ConnectedTest {
+ protected:
+  struct End : WireEnd {
+    End() : WireEnd(onLoopback(), Wire::create) {}
+  };
+  void SetUp() override { connect(a, b); }
+
+  ErrorCode write(Channel& channel, const User& to, uint64_t offset, ByteView data) {
+    Completion completion(&bell);
+    const Status begun = channel.write({to.region.remote(), offset, data, &completion});
+    return begun.ok() ? endOf(completion) : begun.code();
+  }
+  ErrorCode get(Channel& channel, const User& from, uint64_t offset, std::span<std::byte> target) {
+    Completion completion(&bell);
+    const Status begun = channel.get({from.region.remote(), offset, target, &completion});
+    return begun.ok() ? endOf(completion) : begun.code();
+  }
+  // Until a card has moved one: the first ones are packets, while keys are asked for.
+  ::testing::AssertionResult goesByCards(const std::shared_ptr<Channel>& channel, User& here,
+                                         const User& there) {
+    const uint64_t before = movedOn(channel);
+    return eventually([&] {
+      EXPECT_EQ(write(*channel, there, 0, here.at(0, 100'000)), ErrorCode::kOk);
+      return movedOn(channel) > before;
+    });
+  }
+
+  End a, b;
+};
+
+using Wires =
+    ::testing::Types<SimThatStops, SimThatGoesOn, SimThatIsLate, SimThatIsLateAndGoesOn, TcpRxm>;
+TYPED_TEST_SUITE(FabricCards, Wires);
+
+TYPED_TEST(FabricCards, MoveWhatIsRegisteredAtBothEnds) {
+  User here(this->a, 6 * kBig), there(this->b, 6 * kBig);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  uint64_t seed = 0;
+  for (const size_t bytes : {size_t(16) << 10, size_t(100'003), kBig, 5 * kBig + 77}) {
+    const Bytes data = pattern(bytes, ++seed);
+    std::copy(data.begin(), data.end(), here.memory.begin() + 33);
+    EXPECT_EQ(this->write(*this->toB, there, 7, here.at(33, bytes)), ErrorCode::kOk) << bytes;
+    EXPECT_TRUE(there.holds(7, data)) << bytes;
+    std::ranges::fill(here.memory, std::byte{});
+    EXPECT_EQ(this->get(*this->toB, there, 7, here.at(11, bytes)), ErrorCode::kOk) << bytes;
+    EXPECT_TRUE(here.holds(11, data)) << bytes;
+    EXPECT_EQ(here.memory[11 + bytes], std::byte{0});
+    EXPECT_EQ(here.memory[10], std::byte{0});
+  }
+  EXPECT_GT(movedOn(this->toB), 2 * 100'000u);
+}
+
+TYPED_TEST(FabricCards, LeaveToPacketsWhatIsSmallOrNotRegisteredForLong) {
+  User here(this->a, kBig), there(this->b, kBig);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  const uint64_t moved = movedOn(this->toB);
+  EXPECT_EQ(this->get(*this->toB, there, 0, here.at(0, 1000)), ErrorCode::kOk);
+  Bytes plain(kBig);
+  EXPECT_EQ(this->get(*this->toB, there, 0, plain), ErrorCode::kOk);
+  auto brief = this->b.regions().add(plain.data(), plain.size(), kRemoteRead);
+  Completion completion(&this->bell);
+  ASSERT_TRUE(this->toB->get({brief->remote(), 0, here.at(0, kBig), &completion}).ok());
+  EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+  EXPECT_EQ(movedOn(this->toB), moved);
+}
+
+TYPED_TEST(FabricCards, RefuseWhatTheOwnerRefuses) {
+  constexpr size_t kEach = 100'000;
+  User here(this->a, kBig), there(this->b, kBig), readable(this->b, kBig, kRemoteRead),
+      closed(this->b, kBig, 0);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  const Bytes before = there.memory;
+  std::ranges::fill(here.memory, std::byte{9});
+  for (int i = 0; i < 3; ++i) {  // before its keys were asked for, and after
+    EXPECT_EQ(this->write(*this->toB, there, kBig - kEach + 1, here.at(0, kEach)),
+              ErrorCode::kRefused);
+    EXPECT_EQ(this->write(*this->toB, there, ~uint64_t(0) - 10, here.at(0, kEach)),
+              ErrorCode::kRefused);
+    EXPECT_EQ(this->write(*this->toB, readable, 0, here.at(0, kEach)), ErrorCode::kRefused);
+    EXPECT_EQ(this->get(*this->toB, closed, 0, here.at(0, kEach)), ErrorCode::kRefused);
+    EXPECT_EQ(this->get(*this->toB, readable, 0, here.at(kEach, kEach)), ErrorCode::kOk);
+    std::ranges::fill(here.memory, std::byte{9});
+  }
+  RemoteRegion unknown = there.region.remote();
+  unknown.key += 0x100000;
+  Completion completion(&this->bell);
+  ASSERT_TRUE(this->toB->write({unknown, 0, here.at(0, kEach), &completion}).ok());
+  EXPECT_EQ(endOf(completion), ErrorCode::kRefused);
+  EXPECT_EQ(there.memory, before);
+  const auto isZero = [](std::byte b) { return b == std::byte{0}; };
+  EXPECT_TRUE(std::ranges::all_of(readable.memory, isZero));
+  EXPECT_TRUE(std::ranges::all_of(closed.memory, isZero));
+}
+
+TYPED_TEST(FabricCards, ARegionThatIsRevokedIsNotReachedAnyMore) {
+  User here(this->a, 4 * kBig), other(this->b, kBig);
+  std::ranges::fill(here.memory, std::byte{7});
+  for (int round = 0; round < 5; ++round) {
+    User there(this->b, 4 * kBig);
+    ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+    Completion under(&this->bell);
+    const RemoteRegion remote = there.region.remote();
+    for (size_t i = 0; i < 4; ++i)
+      ASSERT_TRUE(this->toB->write({remote, i * kBig, here.at(i * kBig, kBig), &under}).ok());
+    there.region = MemoryRegion();
+    std::ranges::fill(there.memory, std::byte{1});
+    const ErrorCode end = endOf(under);
+    EXPECT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kRefused) << errorCodeName(end);
+    Completion late(&this->bell);
+    ASSERT_TRUE(this->toB->write({remote, 0, here.at(0, kBig), &late}).ok());
+    EXPECT_EQ(endOf(late), ErrorCode::kRefused);
+    EXPECT_TRUE(std::ranges::all_of(there.memory, [](std::byte b) { return b == std::byte{1}; }));
+    EXPECT_EQ(this->write(*this->toB, other, 0, here.at(0, kBig)), ErrorCode::kOk);
+  }
+}
+
+TYPED_TEST(FabricCards, NothingLandsBehindAFence) {
+  User here(this->a, 8 * kBig), there(this->b, 8 * kBig);
+  std::ranges::fill(here.memory, std::byte{7});
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  Completion writes(&this->bell);
+  for (size_t i = 0; i < 8; ++i) {
+    ASSERT_TRUE(
+        this->toB->write({there.region.remote(), i * kBig, here.at(i * kBig, kBig), &writes}).ok());
+  }
+  ASSERT_TRUE(eventually([&] { return peek(there.memory.data() + kBig) == std::byte{7}; }));
+  this->toA->fence();
+  std::ranges::fill(there.memory, std::byte{1});
+  const ErrorCode end = endOf(writes);
+  EXPECT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kAborted) << errorCodeName(end);
+  EXPECT_EQ(this->write(*this->toB, there, 0, here.at(0, kBig)), ErrorCode::kAborted);
+  // Longer than anything is late.
+  std::this_thread::sleep_for(3 * kNothing.lateness);
+  EXPECT_TRUE(std::ranges::all_of(there.memory, [](std::byte b) { return b == std::byte{1}; }));
+}
+
+TYPED_TEST(FabricCards, OthersGoOnBesideAFence) {
+  typename TestFixture::End c;
+  auto connected = connectNow(c, this->b);
+  ASSERT_TRUE(connected.ok());
+  const auto cToB = std::move(*connected);
+  User here(this->a, kBig), third(c, kBig), there(this->b, 2 * kBig);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  ASSERT_TRUE(this->goesByCards(cToB, third, there));
+  const Bytes data = pattern(kBig, 5);
+  std::copy(data.begin(), data.end(), third.memory.begin());
+  Completion writes(&this->bell);
+  for (size_t i = 0; i < 8; ++i)
+    ASSERT_TRUE(cToB->write({there.region.remote(), kBig, third.memory, &writes}).ok());
+  this->toA->fence();
+  EXPECT_EQ(endOf(writes), ErrorCode::kOk);
+  EXPECT_TRUE(there.holds(kBig, data));
+  EXPECT_TRUE(this->goesByCards(cToB, third, there)) << "under new keys";
+  cToB->close();
+}
+
+TYPED_TEST(FabricCards, WhatIsCancelledIsNotTouchedAnyMore) {
+  User here(this->a, 8 * kBig), there(this->b, 8 * kBig);
+  std::ranges::fill(there.memory, std::byte{7});
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  std::ranges::fill(there.memory, std::byte{7});
+  for (int round = 0; round < 5; ++round) {
+    Completion gets(&this->bell), kept(&this->bell);
+    for (size_t i = 0; i < 7; ++i) {
+      ASSERT_TRUE(
+          this->toB->get({there.region.remote(), i * kBig, here.at(i * kBig, kBig), &gets}).ok());
+    }
+    ASSERT_TRUE(this->toB->get({there.region.remote(), 0, here.at(7 * kBig, kBig), &kept}).ok());
+    this->toB->cancel(&gets);
+    ASSERT_TRUE(gets.finished());
+    std::ranges::fill(here.at(0, 7 * kBig), std::byte{1});
+    EXPECT_EQ(endOf(kept), ErrorCode::kOk);
+    EXPECT_TRUE(here.holds(7 * kBig, Bytes(kBig, std::byte{7})));
+    EXPECT_TRUE(here.holds(0, Bytes(7 * kBig, std::byte{1})));
+  }
+}
+
+TYPED_TEST(FabricCards, CloseEndsWhatIsUnderWay) {
+  User here(this->a, 8 * kBig), there(this->b, 8 * kBig);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  Completion completion(&this->bell);
+  ASSERT_TRUE(this->toB->get({there.region.remote(), 0, here.memory, &completion}).ok());
+  this->toB->close();
+  ASSERT_TRUE(completion.finished());
+  std::ranges::fill(here.memory, std::byte{1});
+  EXPECT_NE(this->b.endOf(this->a.id()).code(), ErrorCode::kTimeout);
+  EXPECT_TRUE(std::ranges::all_of(here.memory, [](std::byte b) { return b == std::byte{1}; }));
+}
+
+// What a card gives up and carries out all the same must not undo what was written since.
+TYPED_TEST(FabricCards, AWriteThatComesLateLandsNowhere) {
+  constexpr size_t kEach = 120'000;
+  User here(this->a, 2 * kEach), there(this->b, kEach);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  for (uint64_t i = 0; i < 150; ++i) {
+    const auto source = here.at(i % 2 * kEach, kEach);
+    std::ranges::fill(source, static_cast<std::byte>(i));
+    ASSERT_EQ(this->write(*this->toB, there, 0, source), ErrorCode::kOk);
+    ASSERT_TRUE(there.holds(0, source)) << i;
+  }
+  const Bytes last = there.memory;
+  std::this_thread::sleep_for(3 * kNothing.lateness);
+  EXPECT_EQ(there.memory, last);
+}
+
+// ---- a connection that is made again
+
+class FabricCardsAgain : public ConnectedTest {
+ protected:
+  static constexpr SimOdds kLate{.failed = 0,
+                                 .late = 0,
+                                 .lateWrites = 2,
+                                 .lost = 0,
+                                 .storm = 0,
+                                 .death = 0,
+                                 .lateness = std::chrono::milliseconds(150)};
+  static auto create(const std::shared_ptr<SimCards>& cards, bool withdrawalStops) {
+    return [=](const TransportContext& context) {
+      return createSimTransport(context, TcpTransport::create,
+                                {.cards = 2,
+                                 .odds = cards ? SimThatIsLate::kOdds : kLate,
+                                 .withdrawalStops = withdrawalStops,
+                                 .breakOdds = cards ? 0u : 60u,
+                                 .made = cards,
+                                 .channel = {.stallLimit = std::chrono::milliseconds(20),
+                                             .pathLimit = std::chrono::seconds(10)}});
+    };
+  }
+};
+
+// Several are under way when it breaks, and come when others have been written in their place.
+TEST_F(FabricCardsAgain, NothingOfTheOldOneLands) {
+  for (const bool stops : {true, false}) {
+    WireEnd a(onLoopback(), create(nullptr, stops)), b(onLoopback(), create(nullptr, stops));
+    connect(a, b);
+    constexpr size_t kEach = 40'000, kSlots = 8;
+    User here(a, 2 * kSlots * kEach), there(b, kSlots * kEach);
+    size_t breaks = 0, seen = 0;
+    for (uint64_t i = 0; seen < 5 && i < 3000; ++i) {
+      const auto source = here.at(i % 2 * kSlots * kEach, kSlots * kEach);
+      std::ranges::fill(source, static_cast<std::byte>(i));
+      Completion completion(&bell);
+      Status begun;
+      for (size_t slot = 0; slot < kSlots && begun.ok(); ++slot) {
+        begun = toB->write({there.region.remote(), slot * kEach,
+                            source.subspan(slot * kEach, kEach), &completion});
+      }
+      const ErrorCode end = endOf(completion);
+      if (begun.ok() && end == ErrorCode::kOk) {
+        ASSERT_TRUE(there.holds(0, source)) << i;
+        if (seen == breaks) continue;
+        std::this_thread::sleep_for(2 * kLate.lateness);
+        ASSERT_TRUE(there.holds(0, source)) << i;
+        seen = breaks;
+        continue;
+      }
+      ++breaks;
+      ASSERT_TRUE(eventually([&] { return a.endedCount() == breaks; }));
+      ASSERT_TRUE(reconnect(a, b).ok());
+      ASSERT_TRUE(eventually([&] { return b.renewedCount() == breaks; }));
+    }
+    EXPECT_EQ(seen, 5u);
+    EXPECT_GT(movedOn(toB), 0u);
+    TearDown();
+  }
+}
+
+// A card that is dead for a while, with writes on it: they leave over the other one.
+TEST_F(FabricCardsAgain, ALinkThatComesBackBringsNothingOld) {
+  for (const bool stops : {true, false}) {
+    const auto cards = std::make_shared<SimCards>();
+    WireEnd a(onLoopback(), create(cards, stops));
+    WireEnd b(onLoopback(), create(std::make_shared<SimCards>(), stops));
+    connect(a, b);
+    constexpr size_t kEach = 120'000;
+    User here(a, 4 * kEach), there(b, 2 * kEach);
+    for (uint64_t i = 0; i < 60; ++i) {
+      const auto source = here.at(i % 2 * 2 * kEach, 2 * kEach);
+      std::ranges::fill(source, static_cast<std::byte>(i));
+      Completion completion(&bell);
+      for (size_t half = 0; half < 2; ++half) {
+        ASSERT_TRUE(toB->write({there.region.remote(), half * kEach,
+                                source.subspan(half * kEach, kEach), &completion})
+                        .ok());
+      }
+      if (i % 20 == 5) cards->kill(i / 20 % 2);
+      if (i % 20 == 15) cards->revive(i / 20 % 2);
+      ASSERT_EQ(endOf(completion), ErrorCode::kOk);
+      ASSERT_TRUE(there.holds(0, source)) << i;
+    }
+    EXPECT_GT(movedOn(toB), 10 * kEach);
+    EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
+    TearDown();
+  }
+}
+
+}  // namespace
+}  // namespace mooncake::testing
