@@ -98,6 +98,7 @@ class Rails {
   Rails() = default;
   bool begin(Rail& rail, std::unique_ptr<NicOperation>& operation);
   void run(size_t first, size_t step);
+  void sleepAtAll(size_t first, size_t step, Clock::time_point until);
   size_t serve(size_t index, std::span<NicCompletion> room);
   bool feed(size_t index);
   void post(Rail& rail);
