@@ -36,7 +36,8 @@ class FabricChannel::SendPacket final : public NicOperation {
                     this);
   }
   void end(const NicCompletion& how) override {
-    packet_.reset();
+    // Else the buffer would be another packet's while the card may still send from it.
+    if (!how.abandoned) packet_.reset();
     if (how.error != NicError::kNone) channel_->onSendFailed(path_, epoch_, how);
   }
   const void* owner() const override { return channel_.get(); }

@@ -201,12 +201,13 @@ size_t Rails::serve(size_t index, std::span<NicCompletion> room) {
       onReceived(index, completion);
       continue;
     }
-    const std::unique_ptr<NicOperation> operation(static_cast<NicOperation*>(completion.context));
+    std::unique_ptr<NicOperation> operation(static_cast<NicOperation*>(completion.context));
     {
       std::lock_guard lock(rail.mutex);
       --rail.underWay;
     }
     operation->end(completion);
+    if (completion.abandoned) rail.abandoned.push_back(std::move(operation));
   }
   return done;
 }
@@ -317,6 +318,7 @@ void Rails::stop() {
         rail.nic->wait(Deadline::after(kRetry));
       }
       feed(i);
+      rail.abandoned.clear();
     }
     // The memory stays as long as somebody holds a packet, what the cards know of it does not.
     receiving_.clear();

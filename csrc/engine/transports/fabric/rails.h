@@ -93,6 +93,8 @@ class Rails {
     std::vector<Receive> receives;
     std::vector<Receive*> unposted;
     size_t posted = 0;
+    // Ended, but the card may still read their memory: they stay until it is closed.
+    std::vector<std::unique_ptr<NicOperation>> abandoned;
   };
 
   Rails() = default;
