@@ -82,6 +82,11 @@ class Hosts:
         and routes stay."""
         _batch(self.switch, [f"link set p{index}n{network} {'up' if up else 'down'}"])
 
+    def set_link(self, index: int, up: bool, *, network: int = 0) -> None:
+        """Takes the host's own end of the link down, which its kernel sees, or up again."""
+        state = "up" if up else "down"
+        _batch(self.hosts[index].namespace, [f"link set eth{network} {state}"])
+
     def deafen(self, deaf: int, to: int, yes: bool = True, *, network: int = 0) -> None:
         """What `to` sends to `deaf` over IPv4 is lost on its way, not what comes back; or is so no
         longer."""

@@ -20,7 +20,7 @@ Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
   const auto& registry = transportRegistry();
   if (env.transports.empty()) {
     for (const auto& entry : registry) {
-      if (!entry.isForTests) chosen.push_back(&entry);
+      if (!entry.isOnlyByName) chosen.push_back(&entry);
     }
     return chosen;
   }

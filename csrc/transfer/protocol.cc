@@ -57,12 +57,14 @@ std::vector<std::string> wiresOf(const std::string& protocol, bool forcesTcp) {
   if (cardProtocol(protocol)) return {"inproc", "shm", "fabric"};
   std::vector<std::string> all;
   for (const TransportEntry& entry : transportRegistry()) {
-    if (!entry.isForTests) all.emplace_back(entry.name);
+    if (!entry.isOnlyByName) all.emplace_back(entry.name);
   }
   return all;
 }
 
 }  // namespace
+
+bool usesCards(const std::string& protocol) { return cardProtocol(protocol) != nullptr; }
 
 Result<std::string> selectProtocol(Env& env, const TransferEnv& settings,
                                    const std::string& protocol, const std::string& logName) {

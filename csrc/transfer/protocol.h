@@ -16,4 +16,7 @@ namespace mooncake::transfer {
 Result<std::string> selectProtocol(Env& env, const TransferEnv& settings,
                                    const std::string& protocol, const std::string& logName);
 
+// Whether a protocol of this name moves bytes over network cards.
+bool usesCards(const std::string& protocol);
+
 }  // namespace mooncake::transfer

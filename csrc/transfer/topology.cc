@@ -1,5 +1,6 @@
 #include "transfer/topology.h"
 
+#include <algorithm>
 #include <sstream>
 #include <vector>
 
@@ -26,6 +27,24 @@ std::string describeTopology(const std::string& devices) {
     topology = NicTopology::discover(wanted);
   }
   return topology->json();
+}
+
+Result<std::string> devicesOfMatrix(const std::string& text) {
+  const size_t first = text.find_first_not_of(" \t\n");
+  if (first == std::string::npos || text[first] != '{') return text;
+  const auto topology = NicTopology::parse(text);
+  if (!topology.ok()) return topology.error();
+  std::vector<std::string> names;
+  for (const auto& [location, cards] : topology->locations()) {
+    for (const auto* some : {&cards.preferred, &cards.others}) {
+      for (const std::string& name : *some) {
+        if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+      }
+    }
+  }
+  std::string list;
+  for (const std::string& name : names) list += (list.empty() ? "" : ",") + name;
+  return list;
 }
 
 }  // namespace mooncake::transfer

@@ -371,13 +371,13 @@ Code TransferEngine::warmUp(const std::string& name) {
     if (isClosed_) return kContext;
     drivers_.insert(&outcome->bell);
   }
-  (*peer)->channel->warmUp([outcome](Status how) {
+  const Deadline deadline = deadlineOf(0);
+  (*peer)->channel->warmUp(deadline, [outcome](Status how) {
     outcome->how = std::move(how);
     outcome->isThere.exchange(true);
     outcome->bell.ring();
   });
-  const Waiter waiter{outcome->bell, stopping_, generation, deadlineOf(0),
-                      SpinPolicy::forMessages()};
+  const Waiter waiter{outcome->bell, stopping_, generation, deadline, SpinPolicy::forMessages()};
   const WaitResult waited = waiter.until([&] { return outcome->isThere.load(); });
   {
     std::lock_guard lock(mutex_);

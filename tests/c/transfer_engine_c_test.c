@@ -171,6 +171,31 @@ static void initiator(const char* session, char* there) {
   free(memory);
 }
 
+/* Which network cards are asked for is heard: those of libfabric's provider over TCP, where it is.
+ */
+static void cards(void) {
+  char matrix[] = "{\"cpu:0\": [[\"127.0.0.1\"], [\"127.0.0.2\"]]}", wrong[] = "{\"cpu:0\": [",
+       list[] = "127.0.0.1,127.0.0.2", none[] = "eth77";
+  char* refused[] = {wrong, none};
+  char* taken[] = {matrix, list};
+  setenv("MOONCAKE_FABRIC_PROVIDERS", "tcp;ofi_rxm", 1);
+  transfer_engine_t engine = createTransferEngine("P2PHANDSHAKE", "127.0.0.1", "127.0.0.1", 0, 0);
+  CHECK(engine);
+  for (int i = 0; i < 2; ++i) {
+    void* args[] = {refused[i], NULL};
+    CHECK(!installTransport(engine, "fabric", args));
+  }
+  const int hasCards = installTransport(engine, "fabric", NULL) != NULL;
+  destroyTransferEngine(engine);
+  for (int i = 0; hasCards && i < 2; ++i) {
+    void* args[] = {taken[i], NULL};
+    engine = createTransferEngine("P2PHANDSHAKE", "127.0.0.1", "127.0.0.1", 0, 0);
+    CHECK(engine && installTransport(engine, "fabric", args));
+    destroyTransferEngine(engine);
+  }
+  unsetenv("MOONCAKE_FABRIC_PROVIDERS");
+}
+
 int main(void) {
   int down[2], up[2], status;
   char session[128], *there;
@@ -187,6 +212,7 @@ int main(void) {
   CHECK(!createTransferEngine("P2PHANDSHAKE", "a", "127.0.0.1", 70000, 1));
   CHECK(read(up[0], session, sizeof session) == sizeof session);
   CHECK(read(up[0], &there, sizeof there) == sizeof there);
+  cards();
   initiator(session, there);
   CHECK(write(down[1], "x", 1) == 1);
   CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);

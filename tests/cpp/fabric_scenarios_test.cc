@@ -10,8 +10,7 @@
 namespace mooncake::testing {
 namespace {
 
-uint64_t numberFrom(const char* variable, uint64_t otherwise) {
-  const char* text = std::getenv(variable);
+uint64_t numberIn(const char* text, uint64_t otherwise) {
   return text ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
@@ -168,8 +167,8 @@ class Scenario {
 };
 
 TEST(FabricScenarios, EveryByteComesOnceWhateverTheCardsDo) {
-  const uint64_t first = numberFrom("MOONCAKE_TEST_SEED", 1);
-  const uint64_t count = numberFrom("MOONCAKE_TEST_SCENARIOS", 60);
+  const uint64_t first = numberIn(std::getenv("MOONCAKE_TEST_SEED"), 1);
+  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_SCENARIOS"), 60);
   for (uint64_t seed = first; seed < first + count; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Scenario(seed).run(seed);

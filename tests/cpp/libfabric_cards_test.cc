@@ -1,10 +1,15 @@
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
+#include <net/if.h>
+#include <sched.h>
 #include <set>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <thread>
 
@@ -295,28 +300,40 @@ TEST(NicErrors, OfEfaOfVerbsAndOfWhatIsUnknown) {
   EXPECT_EQ(nicErrorOf("sockets", FI_ENODEV, 0), NicError::kDevice);
 }
 
-TEST(LinkState, SaysDownOnlyWhenItKnows) {
+TEST(LinkState, OfARdmaDeviceIsReadFromSysfs) {
   std::string root = "/tmp/mooncake-link-XXXXXX";
   ASSERT_NE(::mkdtemp(root.data()), nullptr);
-  const auto write = [&](const std::string& path, const std::string& text) {
-    std::filesystem::create_directories(std::filesystem::path(root + path).parent_path());
-    std::ofstream(root + path) << text << "\n";
-  };
-  write("/class/net/eth1/operstate", "up");
-  write("/class/infiniband/rdmap79s0/ports/1/state", "4: ACTIVE");
-  const LinkState eth("eth1", root), rdma("rdmap79s0", root), unknown("shm", root), none("", root);
-  for (const LinkState* link : {&eth, &rdma, &unknown, &none}) EXPECT_FALSE(link->isDown());
-  write("/class/net/eth1/operstate", "unknown");
-  EXPECT_FALSE(eth.isDown());
-  for (const char* state : {"down", "lowerlayerdown"}) {
-    write("/class/net/eth1/operstate", state);
-    EXPECT_TRUE(eth.isDown()) << state;
-  }
-  write("/class/infiniband/rdmap79s0/ports/1/state", "1: DOWN");
+  const std::string folder = root + "/class/infiniband/rdmap79s0/ports/1";
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder + "/state") << "4: ACTIVE\n";
+  const LinkState rdma("rdmap79s0", root), unknown("shm", root), none("", root);
+  for (const LinkState* link : {&rdma, &unknown, &none}) EXPECT_FALSE(link->isDown());
+  std::ofstream(folder + "/state") << "1: DOWN\n";
   EXPECT_TRUE(rdma.isDown());
   std::filesystem::remove_all(root);
-  EXPECT_TRUE(eth.isDown());  // the device itself has gone
+  EXPECT_TRUE(rdma.isDown());  // the device itself has gone
   EXPECT_FALSE(unknown.isDown());
+}
+
+// In a network of its own loopback is down at first.
+TEST(LinkState, OfAnInterfaceIsAskedOfTheKernelInItsOwnNetwork) {
+  const LinkState outside("lo");
+  bool hasNamespaces = false, wasDown = false, isUp = false;
+  std::thread([&] {
+    hasNamespaces = ::unshare(CLONE_NEWNET) == 0;
+    if (!hasNamespaces) return;
+    const LinkState lo("lo");
+    wasDown = lo.isDown();
+    const Fd socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    ifreq request{};
+    std::strcpy(request.ifr_name, "lo");
+    request.ifr_flags = IFF_UP;
+    isUp = ::ioctl(socket.get(), SIOCSIFFLAGS, &request) == 0 && !lo.isDown();
+  }).join();
+  if (!hasNamespaces) GTEST_SKIP() << "no network namespaces here";
+  EXPECT_TRUE(wasDown);
+  EXPECT_TRUE(isUp);
+  EXPECT_FALSE(outside.isDown());
 }
 
 TEST(NicOperations, AreFoundByWhatTheProviderGivesBack) {

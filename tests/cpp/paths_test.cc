@@ -30,6 +30,17 @@ TEST_F(PathsTest, TheNextThatIsUpIsChosen) {
   EXPECT_EQ(paths.allOutSince(), at(7));
 }
 
+TEST_F(PathsTest, TheOneWithTheFewestUnderWayIsChosen) {
+  for (const size_t path : {0, 0, 1, 2}) paths.began(path, at(0));
+  EXPECT_EQ(paths.choose(0), 1u);
+  EXPECT_EQ(paths.choose(2), 2u);
+  paths.leaveOut(1, at(1));
+  EXPECT_EQ(paths.choose(0), 2u);
+  paths.ended(0, at(2), true);
+  paths.ended(0, at(2), true);
+  EXPECT_EQ(paths.choose(2), 0u);
+}
+
 TEST_F(PathsTest, StallsWhereNothingComesToItsEnd) {
   paths.began(0, at(0));
   paths.began(0, at(90));  // what comes later does not put it off

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -83,6 +86,16 @@ struct NicLimits {
   bool withdrawalStops = false;
 };
 
+// Until when a thread that polls several cards may sleep for the sake of one of them, and what
+// wakes it earlier.
+struct NicSleep {
+  static constexpr auto kNap = std::chrono::microseconds(200);
+
+  Clock::time_point until;
+  std::array<int, 2> descriptors{-1, -1};  // to read from
+  bool yields = false;  // any sleep were too long: the processor is only offered to others
+};
+
 // Every call from any thread but close() and the destructor, which come last. No call waits for a
 // peer.
 class Nic {
@@ -122,6 +135,12 @@ class Nic {
   // A card without a descriptor to sleep at naps, short ones while something is under way.
   virtual void wait(Deadline deadline) = 0;
   virtual void wake() = 0;
+  // The same for a thread that polls several cards: it sleeps at all of them between these two.
+  // A card that cannot be slept at so is looked at again after a nap.
+  virtual NicSleep fallAsleep(Deadline deadline) {
+    return {.until = std::min<Clock::time_point>(deadline.when(), Clock::now() + NicSleep::kNap)};
+  }
+  virtual void awake() {}
 
   // Ends everything under way with kCancelled where poll() still asks; withdraws all keys.
   virtual void close() = 0;

@@ -13,7 +13,7 @@ namespace mooncake {
 struct TransportEntry {
   const char* name;
   Result<std::unique_ptr<Transport>> (*create)(const TransportContext& context);
-  bool isForTests = false;  // or for those who know that they want it: only when asked for
+  bool isOnlyByName = false;
 };
 const std::vector<TransportEntry>& transportRegistry();
 

@@ -54,9 +54,9 @@ class Channel {
   // Bytes received. Unused, like beat(), where a life word is mapped: that tells more.
   virtual uint64_t lifeSigns() const { return 0; }
   // Does ahead of time what the first transfer would wait for on the way to the peer. `done` runs
-  // once, on any thread, and must not block or call the channel; by the channel's end at the
-  // latest.
-  virtual void warmUp(std::function<void(Status)> done) { done({}); }
+  // once, on any thread, and must not block or call the channel; by the deadline, or the channel's
+  // end.
+  virtual void warmUp(Deadline, std::function<void(Status)> done) { done({}); }
   // Shows the peer that we live, unless something else has since the last call. Waits for no lock.
   virtual void beat() {}
   // Connections beside the first that have carried nothing since the last call may end, and come

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "transfer/protocol.h"
 #include "transfer/topology.h"
 #include "transfer/transfer_engine.h"
 
@@ -42,7 +43,7 @@ std::shared_ptr<TransferEngine> engineOf(transfer_engine_t handle) {
 }
 
 // Whether it stands; made at the first call.
-bool install(Handle& handle, const std::string& protocol) {
+bool install(Handle& handle, const std::string& protocol, const std::string& devices = "") {
   std::lock_guard lock(handle.mutex);
   if (handle.engine) {
     if (handle.engine->protocol() == protocol) return true;
@@ -52,6 +53,7 @@ bool install(Handle& handle, const std::string& protocol) {
   }
   TransferEngineOptions options = handle.options;
   options.protocol = protocol;
+  options.devices = devices;
   auto engine = TransferEngine::open(std::move(options));
   if (!engine.ok()) {
     (void)fail(kInvalid, engine.error().message);
@@ -142,10 +144,16 @@ int getLocalIpAndPort(transfer_engine_t engine, char* buf_out, size_t buf_len) {
   return own ? copyOut(own->session(), buf_out, buf_len) : kInvalid;
 }
 
-transport_t installTransport(transfer_engine_t engine, const char* proto, void**) {
+transport_t installTransport(transfer_engine_t engine, const char* proto, void** args) {
   if (!engine || !proto) return nullptr;
   auto* handle = static_cast<Handle*>(engine);
-  return install(*handle, proto) ? handle : nullptr;
+  const bool hasDevices = args && args[0] && usesCards(proto);
+  const auto devices = devicesOfMatrix(hasDevices ? static_cast<const char*>(args[0]) : "");
+  if (!devices.ok()) {
+    (void)fail(kInvalid, devices.error().message);
+    return nullptr;
+  }
+  return install(*handle, proto, *devices) ? handle : nullptr;
 }
 
 int uninstallTransport(transfer_engine_t engine, const char* proto) {

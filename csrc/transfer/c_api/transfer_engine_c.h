@@ -119,7 +119,8 @@ TRANSFER_ENGINE_API int discoverTopology(transfer_engine_t engine);
 /* The session id, host:port, by which peers open this engine. */
 TRANSFER_ENGINE_API int getLocalIpAndPort(transfer_engine_t engine, char* buf_out, size_t buf_len);
 
-/* NULL: that protocol cannot be had. */
+/* NULL: that protocol cannot be had. `args` may be NULL; of protocols over network cards args[0] is
+ * the cards to use, as text: a NIC priority matrix in JSON, or names separated by commas. */
 TRANSFER_ENGINE_API transport_t installTransport(transfer_engine_t engine, const char* proto,
                                                  void** args);
 TRANSFER_ENGINE_API int uninstallTransport(transfer_engine_t engine, const char* proto);

@@ -400,50 +400,56 @@ void LibfabricNic::giveUpAll(NicError error, int providerError) {
 }
 
 void LibfabricNic::wait(Deadline deadline) {
-  std::chrono::nanoseconds most = deadline.left();
-  bool isBusy = false;
-  {
-    std::lock_guard lock(mutex_);
-    if (!ended_.empty() || !endpoint_) return;
-    isBusy = countUnderWay() > 0;
-    if (isBusy) most = std::min(most, timeout_ / kChecksPerTimeout);
-    if (hasQueued()) most = std::min(most, kRetryPause);
-    if (endpoint_->waitDescriptor() >= 0) {
-      fid* waited = &endpoint_->completions()->fid;
-      if (::fi_trywait(endpoint_->fabric(), &waited, 1) != 0) return;
-    }
-    sleepsLong_ = !isBusy;
-  }
-  if (endpoint_->waitDescriptor() < 0) {
-    nap(most, isBusy);
-  } else {
+  const NicSleep sleep = fallAsleep(deadline);
+  const auto left = Deadline::at(sleep.until).left();
+  if (sleep.yields) {
+    ::sched_yield();
+  } else if (left.count() > 0) {
     std::array<pollfd, 2> events{
-        {{wake_.get(), POLLIN, 0}, {endpoint_->waitDescriptor(), POLLIN, 0}}};
-    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(most);
-    const timespec limit{seconds.count(), (most - seconds).count()};
+        {{sleep.descriptors[0], POLLIN, 0}, {sleep.descriptors[1], POLLIN, 0}}};
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
+    const timespec limit{seconds.count(), (left - seconds).count()};
     ::ppoll(events.data(), events.size(), &limit, nullptr);
   }
-  uint64_t wakes = 0;
-  [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &wakes, sizeof(wakes));
-  std::lock_guard lock(mutex_);
-  sleepsLong_ = false;
+  awake();
 }
 
-// First the processor is only offered to others: a nap costs more than what is waited for.
-void LibfabricNic::nap(std::chrono::nanoseconds most, bool isBusy) {
-  if (Clock::now() - lastFound_ < kYieldFor) {
-    ::sched_yield();
-    return;
+NicSleep LibfabricNic::fallAsleep(Deadline deadline) {
+  const auto now = Clock::now();
+  std::lock_guard lock(mutex_);
+  if (!ended_.empty() || !endpoint_) return {.until = now};
+  std::chrono::nanoseconds most = deadline.left();
+  const bool isBusy = countUnderWay() > 0;
+  if (isBusy) most = std::min(most, timeout_ / kChecksPerTimeout);
+  if (hasQueued()) most = std::min(most, kRetryPause);
+  const int descriptor = endpoint_->waitDescriptor();
+  if (descriptor >= 0) {
+    fid* waited = &endpoint_->completions()->fid;
+    if (::fi_trywait(endpoint_->fabric(), &waited, 1) != 0) return {.until = now};
+  } else if (now - lastFound_ < kYieldFor) {
+    // A nap costs more than what is waited for.
+    return {.until = now, .yields = true};
+  } else {
+    nap_ = std::clamp(nap_ * 2, kShortestNap, isBusy ? kLongestBusyNap : kLongestNap);
+    most = std::min(most, nap_);
   }
-  nap_ = std::clamp(nap_ * 2, kShortestNap, isBusy ? kLongestBusyNap : kLongestNap);
-  pollfd event{wake_.get(), POLLIN, 0};
-  const timespec limit{0, std::min(most, nap_).count()};
-  ::ppoll(&event, 1, &limit, nullptr);
+  sleepsLong_ = !isBusy;
+  return {.until = now + most, .descriptors = {wake_.get(), descriptor}};
+}
+
+void LibfabricNic::awake() {
+  if (isWoken_.exchange(false)) {
+    uint64_t wakes = 0;
+    [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &wakes, sizeof(wakes));
+  }
+  std::lock_guard lock(mutex_);
+  sleepsLong_ = false;
 }
 
 void LibfabricNic::wake() {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t done = ::write(wake_.get(), &one, sizeof(one));
+  isWoken_.store(true);  // last: who has seen it finds something to read
 }
 
 // Under the lock. Whoever sleeps with nothing under way has not set the alarm that is needed now.

@@ -42,6 +42,8 @@ class LibfabricNic final : public Nic {
   size_t poll(std::span<NicCompletion> into) override;
   void wait(Deadline deadline) override;
   void wake() override;
+  NicSleep fallAsleep(Deadline deadline) override;
+  void awake() override;
   void close() override;
 
  private:
@@ -72,7 +74,6 @@ class LibfabricNic final : public Nic {
   NicError errorFor(const NicOperation& operation, NicError error);
   size_t countUnderWay() const { return transmits_.inUse() - abandoned_; }
   void wakeLongSleeper();
-  void nap(std::chrono::nanoseconds most, bool isBusy);
 
   const std::string name_;
   const std::string provider_;
@@ -99,6 +100,7 @@ class LibfabricNic final : public Nic {
   Clock::time_point lastTick_ = Clock::now();
   uint64_t nextCheck_ = 0;
   bool sleepsLong_ = false;
+  std::atomic<bool> isWoken_{false};
 
   std::chrono::nanoseconds nap_{0};  // of the thread that polls
   Clock::time_point lastFound_ = Clock::now();

@@ -191,11 +191,11 @@ Status FabricChannel::carry(ByteView bytes) const {
   return below->send(control::withKind(control::Kind::kCarried, bytes));
 }
 
-void FabricChannel::warmUp(std::function<void(Status)> done) {
+void FabricChannel::warmUp(Deadline deadline, std::function<void(Status)> done) {
   std::lock_guard lock(mutex_);
   const Status now = usable();
   if (!now.ok()) return done(now);
-  warming_.push_back(std::move(done));
+  warming_.push_back({deadline, std::move(done)});
   if (theirs_) askCold(Clock::now());
   if (!warming_.empty()) activate();
 }
@@ -209,6 +209,11 @@ void FabricChannel::askCold(Clock::time_point now) {
     isAnyCold = isAnyCold || (!isWarm_[i] && paths_.isUp(i));
   }
   if (isAnyWarm && !isAnyCold) return endWarmUp({});
+  std::erase_if(warming_, [&](const WarmUp& one) {
+    const bool isLate = now >= one.deadline.when();
+    if (isLate) one.done({ErrorCode::kTimeout, "not every card has reached it in time"});
+    return isLate;
+  });
   if (now < askColdAt_) return;
   askColdAt_ = now + kColdPause;
   for (size_t i = 0; i < isWarm_.size(); ++i) {
@@ -218,7 +223,7 @@ void FabricChannel::askCold(Clock::time_point now) {
 }
 
 void FabricChannel::endWarmUp(const Status& how) {
-  for (const auto& done : std::exchange(warming_, {})) done(how);
+  for (const WarmUp& one : std::exchange(warming_, {})) one.done(how);
 }
 
 // ---- what the peer's end says

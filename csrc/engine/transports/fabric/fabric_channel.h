@@ -54,7 +54,7 @@ class FabricChannel final : public Channel,
   uint64_t lifeSigns() const override;
   void beat() override { below_->beat(); }
   // Each of our cards has had an answer from the peer's, or is left out, and one has.
-  void warmUp(std::function<void(Status)> done) override;
+  void warmUp(Deadline deadline, std::function<void(Status)> done) override;
   Status put(const PutRequest& request) override;
   using Channel::get;
   using Channel::write;
@@ -103,8 +103,9 @@ class FabricChannel final : public Channel,
     uint64_t ownedFrom = 0;
     Completion* completion = nullptr;  // of a write
     uint64_t key = 0, offset = 0;      // of an answer: where it is read
-    uint64_t turn = 0;                 // the rail that it begins with
-    uint64_t pieces = 0;               // that have left
+    uint64_t turn = 0;           // the rail that it begins with, if several have as little to do
+    uint64_t pieces = 0;         // that have left
+    std::optional<size_t> path;  // of the last of them
   };
   // Left, and not acknowledged yet.
   struct Sent {
@@ -227,8 +228,12 @@ class FabricChannel final : public Channel,
   uint64_t turn_ = 0;                           // of the rails
   std::function<void(Status)> onPath_;          // waits for one that leads there
   std::vector<bool> isWarm_;                    // by path: something has been answered over it
-  std::vector<std::function<void(Status)>> warming_;  // wait for all that work
-  Clock::time_point askColdAt_;                       // the others, once more
+  struct WarmUp {
+    Deadline deadline;
+    std::function<void(Status)> done;
+  };
+  std::vector<WarmUp> warming_;  // wait for all that work
+  Clock::time_point askColdAt_;  // the others, once more
 
   std::deque<Stream> puts_, bulk_;
   bool isBulksTurn_ = false;

@@ -10,11 +10,12 @@ void Paths::reset(size_t count) {
 }
 
 std::optional<size_t> Paths::choose(uint64_t from) const {
+  std::optional<size_t> best;
   for (size_t i = 0; i < paths_.size(); ++i) {
     const size_t path = (from + i) % paths_.size();
-    if (paths_[path].isUp) return path;
+    if (paths_[path].isUp && (!best || paths_[path].underWay < paths_[*best].underWay)) best = path;
   }
-  return std::nullopt;
+  return best;
 }
 
 size_t Paths::up() const {

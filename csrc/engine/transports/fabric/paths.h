@@ -24,7 +24,8 @@ class Paths {
   void reset(size_t count);
   size_t count() const { return paths_.size(); }
 
-  // The first that is up from this one on, around the corner.
+  // Of those that are up the one with the fewest under way: where cards or links are not equally
+  // fast, the slower one gets less. Of several the first from this one on, around the corner.
   std::optional<size_t> choose(uint64_t from) const;
   bool isUp(size_t path) const { return paths_[path].isUp; }
   size_t up() const;

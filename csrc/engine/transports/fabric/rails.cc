@@ -1,8 +1,9 @@
 #include "engine/transports/fabric/rails.h"
 
 #include <algorithm>
-#include <array>
+#include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <system_error>
 
 #include "base/log.h"
@@ -15,8 +16,6 @@ constexpr size_t kMostReceives = 512;                    // posted with one card
 constexpr size_t kPacketsPerRail = 512;                  // that leave
 constexpr size_t kCompletions = 64;                      // taken at a time
 constexpr auto kRetry = std::chrono::microseconds(100);  // of what a card had no room for
-// A thread that polls several cards cannot sleep at all of them.
-constexpr auto kNap = std::chrono::microseconds(200);
 constexpr auto kLongSleep = std::chrono::seconds(10);
 constexpr auto kClosedNap = std::chrono::milliseconds(5);  // where there is no card to sleep at
 
@@ -168,7 +167,7 @@ void Rails::run(size_t first, size_t step) {
   isPolling = this;
   std::vector<NicCompletion> room(kCompletions);
   const bool isAlone = first + step >= count();  // with one card
-  for (size_t next = first; !stopping_.load(std::memory_order_acquire);) {
+  while (!stopping_.load(std::memory_order_acquire)) {
     size_t done = 0;
     bool waits = false;
     for (size_t i = first; i < count(); i += step) {
@@ -181,13 +180,42 @@ void Rails::run(size_t first, size_t step) {
     if (done > 0) continue;
     auto until = std::min(due, now + kLongSleep);
     if (waits) until = std::min<Clock::time_point>(until, now + kRetry);
-    if (!isAlone) until = std::min<Clock::time_point>(until, now + kNap);
-    if (rails_[next]->isClosed) {
+    if (!isAlone) {
+      sleepAtAll(first, step, until);
+    } else if (rails_[first]->isClosed) {
       std::this_thread::sleep_until(std::min<Clock::time_point>(until, now + kClosedNap));
     } else {
-      rails_[next]->nic->wait(Deadline::at(until));
+      rails_[first]->nic->wait(Deadline::at(until));
     }
-    next = next + step < count() ? next + step : first;
+  }
+}
+
+// Until one of the thread's cards may have something.
+void Rails::sleepAtAll(size_t first, size_t step, Clock::time_point until) {
+  std::vector<pollfd> events;
+  bool yields = false;
+  for (size_t i = first; i < count(); i += step) {
+    if (rails_[i]->isClosed) {
+      until = std::min<Clock::time_point>(until, Clock::now() + kClosedNap);
+      continue;
+    }
+    const NicSleep sleep = rails_[i]->nic->fallAsleep(Deadline::at(until));
+    until = std::min(until, sleep.until);
+    yields = yields || sleep.yields;
+    for (const int descriptor : sleep.descriptors) {
+      if (descriptor >= 0) events.push_back({descriptor, POLLIN, 0});
+    }
+  }
+  const std::chrono::nanoseconds left = Deadline::at(until).left();
+  if (yields) {
+    ::sched_yield();
+  } else if (left.count() > 0) {
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
+    const timespec limit{seconds.count(), (left - seconds).count()};
+    ::ppoll(events.data(), events.size(), &limit, nullptr);
+  }
+  for (size_t i = first; i < count(); i += step) {
+    if (!rails_[i]->isClosed) rails_[i]->nic->awake();
   }
 }
 

@@ -146,6 +146,7 @@ class Rails {
   explicit Rails(Options options) : options_(std::move(options)) {}
   Status start(Rail& rail, NicOperation& operation);
   void run(size_t first, size_t step);
+  void sleepAtAll(size_t first, size_t step, Clock::time_point until);
   size_t serve(size_t index, std::span<NicCompletion> room);
   bool feed(size_t index);
   void post(Rail& rail);
