@@ -36,7 +36,8 @@ bool same(const Env& a, const Env& b) {
   return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
          a.eagerBytes == b.eagerBytes && a.crossMemoryAttach == b.crossMemoryAttach &&
-         a.raises == b.raises && a.logLevel == b.logLevel && a.simSeed == b.simSeed;
+         a.raises == b.raises && a.logLevel == b.logLevel && a.simSeed == b.simSeed &&
+         a.waitsFile == b.waitsFile;
 }
 
 bool same(const TransferEnv& a, const TransferEnv& b) {
@@ -68,6 +69,7 @@ const std::map<std::string, std::string> kGood = {
     {"MOONCAKE_CMA", "0"},
     {"MOONCAKE_LOG_LEVEL", "debug"},
     {"MOONCAKE_SIM_SEED", "7"},
+    {"TORCHELASTIC_ERROR_FILE", "/logs/2/error.json"},
     {"MC_TRANSFER_TIMEOUT", "60"},
     {"MC_HANDSHAKE_CONNECT_TIMEOUT", "2"},
     {"MC_MIN_RPC_PORT", "20000"},
@@ -129,6 +131,7 @@ TEST_F(EnvTest, ReadsTheValues) {
   EXPECT_EQ(env->eagerBytes, 4096u);
   EXPECT_FALSE(env->crossMemoryAttach);
   EXPECT_EQ(env->logLevel, "debug");
+  EXPECT_EQ(env->waitsFile, "/logs/2/waits.txt");
   const auto transferEnv = TransferEnv::read();
   ASSERT_TRUE(transferEnv.ok()) << transferEnv.error().message;
   EXPECT_EQ(transferEnv->timeout, std::chrono::seconds(60));
