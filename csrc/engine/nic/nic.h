@@ -84,6 +84,9 @@ struct NicLimits {
   // Once a NicMemory is gone nothing lands in it any more, also not of what a peer had begun. Where
   // this does not hold only close() stops that.
   bool withdrawalStops = false;
+  // close() ends reads that are under way, as it ends all else. Where this does not hold it may
+  // crash the process: read nothing there whose link can fail.
+  bool closeEndsReads = true;
 };
 
 // Until when a thread that polls several cards may sleep for the sake of one of them, and what

@@ -45,6 +45,9 @@ NicLimits limitsOf(const fi_info& info, const FabricEnv& env) {
       .remoteWrite = hasRma,
       .deviceMemory = (info.caps & FI_HMEM) != 0,
       .withdrawalStops = provider.starts_with("efa") || provider.starts_with("verbs"),
+      // With a link down, requests of reads stay in the provider's queue, and its end (1.17) looks
+      // for a context that they do not have.
+      .closeEndsReads = !provider.starts_with("tcp"),
   };
 }
 

@@ -55,11 +55,12 @@ class FabricChannel::MovePiece final : public NicOperation {
 
 // ---- how it begins
 
-// False: it is for packets. Small ones, what is not registered at both ends, and what the peer has
-// not granted yet.
+// False: it is for packets. Small ones, what is not registered at both ends, what the peer has not
+// granted yet, and reads of cards that do not close in peace while some are under way.
 bool FabricChannel::moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
                                 std::span<std::byte> memory, Completion* completion) {
   if (memory.size() < options_.leastByCard || !memories_ || !theirs_ || lost_) return false;
+  if (!isWrite && !rails_->limits(0).closeEndsReads) return false;
   auto local = memories_->find(memory);
   if (!local) return false;
   const auto grant = grantOf(region.key);
