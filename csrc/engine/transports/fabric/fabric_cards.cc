@@ -113,59 +113,73 @@ void FabricChannel::moveOn(Clock::time_point now) {
   }
 }
 
+// Whether both ends' cards on it know the memory.
+bool FabricChannel::isAble(const CardTransfer& transfer, size_t path) const {
+  const auto& on = transfer.local.cards[path];
+  const auto& cards = transfer.grant->cards;
+  const size_t card = path % theirs_->rails.size();
+  return on && on->memory() && on->generation() == rails_->generation(path) &&
+         card < cards.size() && !cards[card].empty() && rails_->limits(path).mostRmaBytes > 0;
+}
+
+// Of the paths that are up and can the one with the fewest pieces under way: where one has failed
+// the others share its part. Of several the next in turn. None: no card can.
+std::optional<FabricChannel::Way> FabricChannel::wayFor(const CardTransfer& transfer, bool isSplit,
+                                                        Clock::time_point now) {
+  const uint64_t first = transfer.turn + (isSplit ? transfer.pieces : 0);
+  std::optional<Way> best;
+  for (size_t i = 0; i < paths_.count(); ++i) {
+    const size_t path = (first + i) % paths_.count();
+    if (!paths_.isUp(path) || !isAble(transfer, path)) continue;
+    if (best && movingOn_[path] >= movingOn_[best->path]) continue;
+    const auto peer = peerAt(path);
+    if (!peer) {
+      leaveOut(path, now, "the peer's card has no address here");
+    } else if (peer->generation == transfer.local.cards[path]->generation()) {
+      best = {path, *peer};
+    }
+  }
+  return best;
+}
+
 // The next one. False: no path is up.
 bool FabricChannel::movePiece(const std::shared_ptr<CardTransfer>& transfer,
                               Clock::time_point now) {
   const uint64_t all = transfer->memory.size();
   const bool isSplit = all >= options_.splitBytes;
-  bool isAnyUp = false;
-  for (size_t i = 0; i < paths_.count(); ++i) {
-    const size_t path = (transfer->turn + (isSplit ? transfer->pieces : 0) + i) % paths_.count();
-    if (!paths_.isUp(path)) continue;
-    isAnyUp = true;
-    const size_t card = path % theirs_->rails.size();
-    const auto& on = transfer->local.cards[path];
-    const auto& cards = transfer->grant->cards;
-    const NicLimits& limits = rails_->limits(path);
-    if (!on || !on->memory() || on->generation() != rails_->generation(path) ||
-        card >= cards.size() || cards[card].empty() || limits.mostRmaBytes == 0)
-      continue;
-    const auto peer = peerAt(path);
-    if (!peer) {
-      leaveOut(path, now, "the peer's card has no address here");
-      continue;
-    }
-    if (peer->generation != on->generation()) continue;
-    const uint64_t here = transfer->local.offset + transfer->position;
-    const uint64_t there = transfer->offset + transfer->position;
-    const auto& from = on->memory()->pieceAt(0, here);
-    const auto to = std::prev(
-        std::upper_bound(cards[card].begin(), cards[card].end(), there,
-                         [](uint64_t at, const auto& piece) { return at < piece.offset; }));
-    uint64_t bytes = std::min({all - transfer->position, kMostPiece, limits.mostRmaBytes,
-                               from.offset + from.memory->memory().size() - here,
-                               to->offset + to->bytes - there});
-    if (isSplit) bytes = std::min(bytes, std::max(kLeastPiece, all / paths_.up() + 1));
-    const CardPiece what{.path = path,
-                         .card = static_cast<uint8_t>(card),
-                         .peer = *peer,
-                         .position = transfer->position,
-                         .bytes = bytes,
-                         .memory = from.memory.get(),
-                         .key = to->key,
-                         .offset = there - to->offset};
-    transfer->position += bytes;
-    ++transfer->pieces;
-    ++transfer->open;
-    ++underWay_;
-    rails_->submit(path, std::make_unique<MovePiece>(shared_from_this(), transfer, what));
+  const auto way = wayFor(*transfer, isSplit, now);
+  if (paths_.up() == 0) return false;
+  ++transfer->open;
+  if (!way) {  // the rest of it
+    const uint64_t rest = std::exchange(transfer->position, all);
+    moveByPackets(transfer, rest, all - rest);
     return true;
   }
-  if (!isAnyUp) return false;
-  // No card that leads there can: the rest of it.
-  ++transfer->open;
-  const uint64_t rest = std::exchange(transfer->position, all);
-  moveByPackets(transfer, rest, all - rest);
+  const size_t card = way->path % theirs_->rails.size();
+  const auto& pieces = transfer->grant->cards[card];
+  const uint64_t here = transfer->local.offset + transfer->position;
+  const uint64_t there = transfer->offset + transfer->position;
+  const auto& from = transfer->local.cards[way->path]->memory()->pieceAt(0, here);
+  const auto to =
+      std::prev(std::upper_bound(pieces.begin(), pieces.end(), there,
+                                 [](uint64_t at, const auto& piece) { return at < piece.offset; }));
+  uint64_t bytes =
+      std::min({all - transfer->position, kMostPiece, rails_->limits(way->path).mostRmaBytes,
+                from.offset + from.memory->memory().size() - here, to->offset + to->bytes - there});
+  if (isSplit) bytes = std::min(bytes, std::max(kLeastPiece, all / paths_.up() + 1));
+  const CardPiece what{.path = way->path,
+                       .card = static_cast<uint8_t>(card),
+                       .peer = way->peer,
+                       .position = transfer->position,
+                       .bytes = bytes,
+                       .memory = from.memory.get(),
+                       .key = to->key,
+                       .offset = there - to->offset};
+  transfer->position += bytes;
+  ++transfer->pieces;
+  ++underWay_;
+  ++movingOn_[way->path];
+  rails_->submit(way->path, std::make_unique<MovePiece>(shared_from_this(), transfer, what));
   return true;
 }
 
@@ -199,6 +213,7 @@ void FabricChannel::onMoved(const std::shared_ptr<CardTransfer>& transfer, const
   std::lock_guard lock(mutex_);
   const auto now = Clock::now();
   --underWay_;
+  --movingOn_[what.path];
   if (moving_.contains(transfer->number)) {
     if (how.error == NicError::kNone) {
       moved_.fetch_add(what.bytes, std::memory_order_relaxed);

@@ -29,7 +29,8 @@ FabricChannel::FabricChannel(const TransportContext& context, std::shared_ptr<Ra
       peer_(peer),
       options_(std::move(options)),
       paths_(options_.stallLimit),
-      incoming_(context.regions) {}
+      incoming_(context.regions),
+      movingOn_(rails_->count()) {}
 
 FabricChannel::~FabricChannel() { close(); }
 

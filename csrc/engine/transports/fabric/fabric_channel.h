@@ -133,6 +133,12 @@ class FabricChannel final : public Channel,
                    std::span<std::byte> memory, Completion* completion);
   std::shared_ptr<control::Grant> grantOf(uint64_t key);
   void moveOn(Clock::time_point now);
+  struct Way {
+    size_t path = 0;
+    RailPeer peer;
+  };
+  bool isAble(const CardTransfer& transfer, size_t path) const;
+  std::optional<Way> wayFor(const CardTransfer& transfer, bool isSplit, Clock::time_point now);
   bool movePiece(const std::shared_ptr<CardTransfer>& transfer, Clock::time_point now);
   void moveByPackets(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
                      uint64_t bytes);
@@ -253,6 +259,7 @@ class FabricChannel final : public Channel,
   std::map<uint64_t, std::shared_ptr<CardTransfer>> moving_;  // ours
   std::deque<std::shared_ptr<CardTransfer>> unmoved_;         // of which pieces have not begun
   size_t underWay_ = 0;                                       // pieces that cards have, or wait for
+  std::vector<size_t> movingOn_;                              // how many of those, by path
   std::map<uint64_t, Retirement> retirements_;                // by ticket
   uint64_t lastTicket_ = 0;
   bool hasToldUse_ = false;
