@@ -19,15 +19,17 @@ def env(request):
 
 
 def transfers(me, side):
-    """Every rank reads the next one's memory."""
+    """Every rank reads the next one's memory, which is there until it has been read."""
     me.board.set(f"at-{me.rank}-{transfers.turn}", (side.session, side.address))
     target, there = me.board.wait(f"at-{(me.rank + 1) % me.size}-{transfers.turn}")
-    transfers.turn += 1
     taken = side.engine.allocate_managed_buffer(BYTES)
     assert side.engine.transfer_sync_read(target, taken, there, BYTES) == 0
     got = side.engine.read_bytes_from_buffer(taken, BYTES)
     assert got == pattern(BYTES, (me.rank + 1) % me.size).tobytes()
     assert side.engine.free_managed_buffer(taken, BYTES) == 0
+    me.board.set(f"read-{me.rank}-{transfers.turn}")
+    me.board.wait(f"read-{(me.rank - 1) % me.size}-{transfers.turn}")
+    transfers.turn += 1
 
 
 transfers.turn = 0
