@@ -166,8 +166,9 @@ Result<size_t> SendQueue::sendJobs(int socket, size_t most) {
     if (planned.payload > 0) parts[count++] = vectorOf(payload, planned.payload);
     bytes += wire::kHeaderBytes + planned.payload;
     ++pieces;
-    if (!frames_.empty()) break;              // they come next, and so would wait for all of these
-    if (planned.payload < piece.left) break;  // no more for now, or filled up, which takes its time
+    if (!frames_.empty()) break;  // they come next, and so would wait for all of these
+    // The call may send no more, or the piece is filled up, a few bytes at a time.
+    if (planned.payload < piece.left) break;
     begun = piece.position + piece.left;
     if (piece.last) {
       ++j;
