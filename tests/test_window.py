@@ -434,7 +434,9 @@ def destroyed_on_rank(me):
     window, idle = new_window(torch.zeros(10)), new_window()
     waiting = window.wait_signal((me.rank + 1) % me.size, True)
     dist.destroy_process_group()
-    assert raised(waiting.wait)[0] == "DistBackendError"
+    # Of ours, or, where the other rank was quicker, of the rank that has left.
+    _, text = raised(waiting.wait)
+    assert "was destroyed" in text or f"rank {1 - me.rank}: it has left the group" in text, text
     for call in (
         lambda: window.put(torch.ones(1), 0, 0, False),
         lambda: idle.tensor_register(torch.ones(1)),
