@@ -1,6 +1,7 @@
 #include <future>
 #include <latch>
 #include <linux/sockios.h>
+#include <netinet/in.h>
 #include <random>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -23,6 +24,22 @@ std::pair<Fd, Fd> socketPair(int bufferBytes = 0) {
     EXPECT_EQ(::setsockopt(end, SOL_SOCKET, SO_SNDBUF, &bufferBytes, sizeof(bufferBytes)), 0);
   }
   return {Fd(ends[0]), Fd(ends[1])};
+}
+
+// Over the loopback interface: what unix sockets do not have.
+std::pair<Fd, Fd> tcpPair() {
+  const Fd listener(::socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in address{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  socklen_t length = sizeof(address);
+  EXPECT_EQ(::bind(listener.get(), generic, length), 0);
+  EXPECT_EQ(::listen(listener.get(), 1), 0);
+  EXPECT_EQ(::getsockname(listener.get(), generic, &length), 0);
+  Fd one(::socket(AF_INET, SOCK_STREAM, 0));
+  EXPECT_EQ(::connect(one.get(), generic, length), 0);
+  Fd other(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK));
+  EXPECT_TRUE(other);
+  return {std::move(one), std::move(other)};
 }
 
 void sendAll(int socket, ByteView bytes) {
@@ -147,6 +164,25 @@ TEST_F(StreamTest, PutsAndAnswersShareASmallSocket) {
   ASSERT_TRUE(eventually([&] { return completion.finished(); }));
   EXPECT_EQ(completion.error.load(), ErrorCode::kOk);
   EXPECT_TRUE(target == ofA);
+}
+
+// The receiver sleeps until much of a large frame has come, and never for more than still comes.
+TEST_F(StreamTest, ALargePutEndsHoweverItsBytesCome) {
+  auto [one, other] = tcpPair();
+  toA = StreamConnection::start(std::move(other), b.loop(), b.regions(), endOfB.recorder());
+  auto atB = b.part(4 << 20);
+  uint64_t number = 0;
+  for (const size_t bytes : {size_t(400) << 10, size_t(1300) << 10, size_t(3) << 20}) {
+    const Bytes data = pattern(bytes, ++number);
+    const Bytes frame = putFrame(atB.remote(), kData, data, {kWord, stampOf(number)});
+    const ByteView all(frame);
+    const size_t first = size_t(200) << 10;
+    sendAll(one.get(), all.first(wire::kHeaderBytes + first));
+    ASSERT_TRUE(eventually([&] { return atB.holds(kData, ByteView(data).first(64 << 10)); }));
+    sendAll(one.get(), all.subspan(wire::kHeaderBytes + first));
+    EXPECT_TRUE(eventually([&] { return atB.word(kWord).load() == stampOf(number); }));
+    EXPECT_TRUE(atB.holds(kData, data));
+  }
 }
 
 TEST_F(StreamTest, SealedHalfWayTakesNoFurtherByte) {
@@ -469,6 +505,33 @@ TEST(FrameReceiverTest, GarbageChangesNoState) {
   }
   EXPECT_TRUE(part.holds(0, sealed));
   EXPECT_EQ(side.regions().refusals(), 0u);
+}
+
+// Else the end of a frame would be waited for in vain: what the sleeper is not woken for must be
+// less than what still comes.
+TEST(FrameReceiverTest, AwaitsNoMoreThanComes) {
+  EngineSide side;
+  constexpr size_t kBytes = size_t(1) << 20, kChunk = size_t(150) << 10;
+  auto part = side.part(2 * kBytes);
+  TransferTable transfers;
+  FrameReceiver receiver(side.regions(), transfers, {});
+  auto [ours, theirs] = socketPair(2 * kChunk);
+  const Bytes frame = putFrame(part.remote(), kData, pattern(kBytes, 1), {kWord, stampOf(1)});
+  int most = 1;
+  size_t sent = 0;
+  for (size_t turn = 0; receiver.receivedBytes() < frame.size(); ++turn) {
+    const size_t now = sent == receiver.receivedBytes() ? std::min(kChunk, frame.size() - sent) : 0;
+    sendAll(theirs.get(), ByteView(frame).subspan(sent, now));
+    sent += now;
+    ASSERT_TRUE(receiver.receive(ours.get(), turn % 2 ? kBytes : kChunk / 2).ok());
+    int least = 0;
+    socklen_t length = sizeof(least);
+    ASSERT_EQ(::getsockopt(ours.get(), SOL_SOCKET, SO_RCVLOWAT, &least, &length), 0);
+    EXPECT_LE(size_t(least), std::max<size_t>(1, frame.size() - receiver.receivedBytes()));
+    most = std::max(most, least);
+  }
+  EXPECT_GT(most, 1);
+  EXPECT_EQ(part.word(kWord).load(), stampOf(1));
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ class FrameReceiver {
     kept_ = 0;
     inFrame_ = dropped_ = goodbye_ = lanesWanted_ = retired_ = isWriting_ = false;
     left_ = 0;
+    leastReadable_ = 1;
     arriving_.clear();
     messages_.clear();
   }
@@ -77,6 +78,7 @@ class FrameReceiver {
   void took(uint64_t bytes);
   void refuse(const char* what);
   Result<size_t> readSome(int socket, size_t budget, bool& drained);
+  void awaitRest(int socket, size_t taken);
 
   RegionTable& regions_;
   TransferTable& transfers_;
@@ -89,9 +91,10 @@ class FrameReceiver {
 
   wire::Header frame_;
   bool inFrame_ = false;
-  uint64_t left_ = 0;     // bytes of the frame's payload
-  bool dropped_ = false;  // the frame's payload has nowhere to go (any more)
-  Bytes arriving_;        // the message whose frame this is
+  uint64_t left_ = 0;      // bytes of the frame's payload
+  int leastReadable_ = 1;  // of the socket: SO_RCVLOWAT
+  bool dropped_ = false;   // the frame's payload has nowhere to go (any more)
+  Bytes arriving_;         // the message whose frame this is
   std::vector<Bytes> messages_;
   bool refusesWrites_ = false;
   // The peer's write that is under way: its first header, and what has come of it.

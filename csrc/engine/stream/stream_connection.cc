@@ -184,26 +184,30 @@ Status Connection::beginAll(std::span<const Request> requests, Begin&& begin) {
     request.completion->begin();
     request.completion->end(number.error().code);
   }
-  flush();
   return {};
 }
 
 Status Connection::get(std::span<const GetRequest> requests) {
   std::lock_guard lock(sendMutex_);
-  return beginAll(requests, [this](uint64_t number, const GetRequest& request) {
+  const Status begun = beginAll(requests, [this](uint64_t number, const GetRequest& request) {
     queue_.add({.kind = wire::Kind::kGet,
                 .request = number,
                 .key = request.region.key,
                 .offset = request.offset,
                 .length = request.target.size()});
   });
+  flush();
+  return begun;
 }
 
 Status Connection::write(std::span<const WriteRequest> requests) {
   std::lock_guard lock(sendMutex_);
-  return beginAll(requests, [this](uint64_t number, const WriteRequest& request) {
+  const Status begun = beginAll(requests, [this](uint64_t number, const WriteRequest& request) {
     queue_.write(number, request);
   });
+  // Where the loop is sending already, it goes on: two threads would only take turns at the lock.
+  if (!watchesForRoom_) flush();
+  return begun;
 }
 
 Status Connection::askToPull(const WriteRequest& request) {
