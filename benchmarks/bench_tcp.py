@@ -8,6 +8,7 @@ host without a wire, a memcpy of the same size. All take turns in one run; the r
     python benchmarks/bench_tcp.py --build build/cpp-none --wire shm --place arena
     python benchmarks/bench_tcp.py --build build/cpp-none --blocks 65536,1048576 --plot tcp.png
     python benchmarks/bench_tcp.py --build build/cpp-none --idle 100    # peers that do nothing
+    python benchmarks/bench_tcp.py --reduce 1gbit     # all_reduce of 64 MiB over such a link
 
 `--build` is a build folder of csrc (its libmooncake_core.a is used). The two hosts are network
 namespaces (tests/hosts.py).
@@ -29,9 +30,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import Panels, plot_panels
+from ranks import HERE, run_job, run_main
 
-HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
+import hosts
 
 PORT = "45671"
 
@@ -103,9 +105,32 @@ def idle(engine: str, peers: int) -> None:
     print(f"idle: {cpu:.3f} % of a core (limit 0.5), {resident:.1f} MiB resident (limit 64)")
 
 
-def main() -> None:
+def reduce(rate: str, rounds: int) -> None:
+    """all_reduce of 64 MiB between two hosts with one rank each."""
+    with hosts.Hosts(2, v6=False) as both:
+        limit(both, rate)
+        spec = {
+            "namespaces": [host.namespace for host in both.hosts],
+            "addresses": [host.v4[0] for host in both.hosts],
+            "links": [[host.v4[0] for host in both.hosts]],
+            "rounds": rounds,
+        }
+        env = {"MOONCAKE_TRANSPORTS": "shm,tcp"}
+        (row,) = run_job("bench_fabric:reduce_main", 2, spec, env=env)
+    bits, bare = row["bits"] / 1e9, row["iperf3_bits"] / 1e9
+    print(f"{row['what']} over {rate}: {bits:.3f} Gbit/s of the bus, {row['cores']:.1f} cores,")
+    print(f"iperf3 both ways {bare:.3f} Gbit/s, {bits / bare:.3f} of it")
+
+
+def limit(both: hosts.Hosts, rate: str) -> None:
+    for host in both.hosts:
+        shape = ["rate", rate, "burst", "256kb", "latency", "50ms"]
+        host.run(*"tc qdisc add dev eth0 root tbf".split(), *shape)
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--build", type=Path, required=True)
+    parser.add_argument("--build", type=Path, help="needed but for --reduce")
     parser.add_argument("--wire", default="tcp")
     parser.add_argument("--place", default="user", choices=["user", "arena"])
     parser.add_argument("--hosts", action="store_true", help="two hosts of the tests")
@@ -117,29 +142,32 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of the engine, for data")
     parser.add_argument("--streams", default="1,2,4", help="of the bare sockets")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--reduce", metavar="RATE", help="only this, over a link so fast")
     parser.add_argument("--idle", type=int, default=0, help="only this: so many peers")
     parser.add_argument("--without-iperf", action="store_true")
     parser.add_argument("--plot", help="PNG: megabytes per second over the size of a block")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    if options.reduce:
+        reduce(options.reduce, options.rounds)
+        return 0
+    if not options.build:
+        parser.error("--build is needed")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ceiling, engine = build(options.build, folder)
         if options.idle:
             idle(engine, options.idle)
-            return
+            return 0
         panels: Panels = {}
         here: list[str] = []
         there: list[str] = []
         address, own = "127.0.0.1", "127.0.0.1"
         if options.hosts:
-            import hosts
-
             both = stack.enter_context(hosts.Hosts(2, v6=False))
             here, there = (["ip", "netns", "exec", host.namespace] for host in both.hosts)
             own, address = both[0].v4[0], both[1].v4[0]
-            for prefix in [here, there] if options.rate else []:
-                shape = ["rate", options.rate, "burst", "256kb", "latency", "50ms"]
-                output_of([*prefix, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape])
+            if options.rate:
+                limit(both, options.rate)
         stack.enter_context(running([*there, ceiling, "serve", address, PORT]))
         wants_iperf = options.wire == "tcp" and not options.without_iperf
         has_iperf = wants_iperf and shutil.which("iperf3") is not None
@@ -188,7 +216,8 @@ def main() -> None:
             options.plot, panels, 2,
             title="one engine, median over rounds", x="bytes per block", y="MB/s",
         )  # fmt: skip
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main))
