@@ -148,6 +148,10 @@ Status Window::get(int rank, const RemoteRegion& region, uint64_t offset,
       {.region = region, .offset = offset, .target = target, .completion = &completion});
 }
 
+Status Window::get(int rank, std::span<const GetRequest> requests) const {
+  return members_[rank].peer->channel->get(requests);
+}
+
 void Window::cancelGets(const Completion& completion) const {
   for (const Member& member : members_) {
     if (member.peer) member.peer->channel->cancel(&completion);

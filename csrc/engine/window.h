@@ -59,6 +59,7 @@ class Window {
   Status place(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
   Status get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
              Completion& completion) const;
+  Status get(int rank, std::span<const GetRequest> requests) const;
   // Every get that counts at this completion has ended when this returns.
   void cancelGets(const Completion& completion) const;
 

@@ -219,13 +219,17 @@ class Combine final : public Algorithm {
     for (size_t part = 0; part < parts; ++part) {
       const auto counts = rowsFor(tokensOf(part, parts));
       fetches.emplace_back(op);
-      for (Fetched& one : fetched) {
-        const auto some =
-            one.target.first(std::min(counts[size_t(one.expert)] * rowBytes_, one.target.size()));
-        if (some.empty()) continue;
-        MOONCAKE_TRY(fetches.back().start(one.rank, op.slot(one.rank).input, one.offset, some));
+      std::vector<Fetches::Piece> pieces;
+      for (size_t i = 0; i < fetched.size(); ++i) {
+        Fetched& one = fetched[i];
+        const size_t rows = counts[size_t(one.expert)];
+        const auto some = one.target.first(std::min(rows * rowBytes_, one.target.size()));
+        pieces.push_back({one.offset, some});
         one.offset += some.size();
         one.target = one.target.subspan(some.size());
+        if (i + 1 < fetched.size() && fetched[i + 1].rank == one.rank) continue;
+        MOONCAKE_TRY(fetches.back().start(one.rank, op.slot(one.rank).input, pieces));
+        pieces.clear();
       }
     }
     return {};

@@ -447,17 +447,21 @@ Fetches::~Fetches() {
   if (!completion_.finished()) op_.group().window().cancelGets(completion_);
 }
 
-Status Fetches::start(int rank, const RemoteRegion& region, uint64_t offset,
-                      std::span<std::byte> target) {
-  if (target.empty()) return {};
-  failpoint("fetch");
+Status Fetches::start(int rank, const RemoteRegion& region, std::span<const Piece> pieces) {
   const Group& group = op_.group();
-  if (offset > region.bytes || target.size() > region.bytes - offset) {
-    return {ErrorCode::kProtocol, group.nameRank(rank) + " announced " +
-                                      std::to_string(region.bytes) + " bytes, " +
-                                      std::to_string(offset + target.size()) + " are due"};
+  std::vector<GetRequest> gets;
+  for (const auto& [offset, target] : pieces) {
+    if (target.empty()) continue;
+    if (offset > region.bytes || target.size() > region.bytes - offset) {
+      return {ErrorCode::kProtocol, group.nameRank(rank) + " announced " +
+                                        std::to_string(region.bytes) + " bytes, " +
+                                        std::to_string(offset + target.size()) + " are due"};
+    }
+    gets.push_back({region, offset, target, &completion_});
   }
-  auto started = group.window().get(rank, region, offset, target, completion_);
+  if (gets.empty()) return {};
+  failpoint("fetch");
+  auto started = group.window().get(rank, gets);
   return started.ok() ? Status() : op_.explain(started.error());
 }
 

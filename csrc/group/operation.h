@@ -177,8 +177,16 @@ class Fetches {
   Fetches(const Fetches&) = delete;
   Fetches& operator=(const Fetches&) = delete;
 
-  // The region must be one that the rank announced.
-  Status start(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target);
+  struct Piece {
+    uint64_t offset = 0;
+    std::span<std::byte> target;
+  };
+  // The region must be one that the rank announced. Many pieces at once cost few system calls.
+  Status start(int rank, const RemoteRegion& region, std::span<const Piece> pieces);
+  Status start(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target) {
+    const Piece piece{offset, target};
+    return start(rank, region, {&piece, 1});
+  }
   Status await();
 
  private:
