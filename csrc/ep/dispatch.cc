@@ -5,8 +5,8 @@
 // what they need.
 //
 // What many rows of a rank are needed for by several ranks of another host crosses once: one of
-// them fetches them (csrc/ep/shared_rows.h), an exchange says that they are there, and its
-// neighbours read them in its memory. Few rows go to each rank by themselves, with the table.
+// them fetches them (csrc/ep/shared_rows.h), tells its neighbours that they are there, and they
+// read them in its memory. Few rows go to each rank by themselves, with the table.
 //
 // The order of the rows of an expert is (rank, token, place in top-k), whatever came first.
 #include <algorithm>
@@ -171,7 +171,7 @@ class Dispatch final : public Algorithm {
 
   // A row for one of our experts.
   struct Arrival {
-    enum Way : uint8_t { kHere, kFetched } way;
+    enum Way : uint8_t { kHere, kFetched, kByNeighbour } way;
     const std::byte* row;  // in sent form
     uint32_t expert;       // local
     uint32_t place;
@@ -198,12 +198,12 @@ class Dispatch final : public Algorithm {
     size_t copied = 0;         // of the arrivals
     for (Fetch& fetch : fetches) {
       MOONCAKE_TRY(fetch.rows.await());
-      if (!*areAnyShared) copied = copyFetched(copied, fetch.target);
+      copied = copyFetched(copied, fetch.target);
     }
     if (*areAnyShared) {
       MOONCAKE_TRY(op.publishReady({}));
-      MOONCAKE_TRY(op.awaitAllReady());
-      copyRows(Arrival::kFetched);
+      MOONCAKE_TRY(op.awaitReady(shared_->hostOf(op.rank())));
+      copyRows(Arrival::kByNeighbour);
     }
     if (call_.format != RowFormat::kBf16) copyScales();
     writeHandle(op, std::move(participants));
@@ -214,7 +214,7 @@ class Dispatch final : public Algorithm {
   struct Landed {
     const std::byte* rows = nullptr;  // packed
     std::span<const int> readers;
-    bool isFetched = false;
+    Arrival::Way way = Arrival::kHere;
   };
   // Some of them on their way: when the first have come, they are copied while the others come.
   struct Fetch {
@@ -259,16 +259,17 @@ class Dispatch final : public Algorithm {
       const size_t bytes = table.packedRows * rowBytes_;
       if (isForHost[size_t(r)]) {
         const auto [by, offset] = shared_->fetch(r, ourHost);
-        landed_[size_t(r)] = {fetchedRows(tables, op, by, offset, bytes), ourHost, true};
+        landed_[size_t(r)] = {fetchedRows(tables, op, by, offset, bytes), ourHost,
+                              by == op.rank() ? Arrival::kFetched : Arrival::kByNeighbour};
         if (!landed_[size_t(r)].rows) return nonsense(op, by);
         if (by != op.rank()) continue;
         MOONCAKE_TRY(fetch(op, r, table, {memory_.send(op.number()) + offset, bytes}, fetches));
       } else if (isOurs(table, r) && bytes > 0) {
         MOONCAKE_TRY(fetch(op, r, table, {at, bytes}, fetches));
-        landed_[size_t(r)] = {at, us_, true};
+        landed_[size_t(r)] = {at, us_, Arrival::kFetched};
         at += bytes;
       } else if (op.isPayloadOurs(r)) {
-        landed_[size_t(r)] = {table.payloadRows, us_, false};
+        landed_[size_t(r)] = {table.payloadRows, us_, Arrival::kHere};
       }
     }
     return areAnyShared;
@@ -314,7 +315,7 @@ class Dispatch final : public Algorithm {
   }
 
   Status planFrom(const Operation& op, int from, const DispatchTable& table, size_t perExpert) {
-    const auto& [landed, readers, isFetched] = landed_[size_t(from)];
+    const auto& [landed, readers, way] = landed_[size_t(from)];
     const bool areAll = table.packedRows == table.tokens;
     const std::byte* staging = nullptr;
     if (!landed) {
@@ -335,8 +336,7 @@ class Dispatch final : public Algorithm {
         if (next_[e] == perExpert || (landed && index >= table.packedRows))
           return nonsense(op, from);
         call_.sources[e * perExpert + next_[e]] = int32_t(t);
-        arrivals_.push_back({isFetched ? Arrival::kFetched : Arrival::kHere,
-                             (landed ? landed : staging) + index * rowBytes_, e, next_[e]++});
+        arrivals_.push_back({way, (landed ? landed : staging) + index * rowBytes_, e, next_[e]++});
       }
       packed += isPacked;
     }

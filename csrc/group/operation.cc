@@ -268,11 +268,16 @@ Status Operation::publishReady(const RemoteRegion& result) {
   return {};
 }
 
-Status Operation::awaitAllReady() {
-  for (const int r : ranks()) {
+Status Operation::awaitReady(std::span<const int> some) {
+  for (const int r : some) {
     MOONCAKE_TRY(awaitStamp(r, &Slot::ready));
     failpoint("see-ready");
   }
+  return {};
+}
+
+Status Operation::awaitAllReady() {
+  MOONCAKE_TRY(awaitReady(ranks()));
   failpoint("all-ready");
   return {};
 }

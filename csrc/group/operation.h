@@ -36,8 +36,8 @@ class Algorithm {
 //
 //   begin         publish our call with the payload (small) or where it can be fetched (large)
 //   awaitBegun    the same of another rank, checked against our own call
-//   publishReady  our share of the result can be fetched          } large
-//   awaitReady    the same of another rank                        } reductions only
+//   publishReady  our share of the result, or what we fetched for our host, can be read
+//   awaitReady    the same of other ranks
 //   commit        everything that anybody needs for this operation is in memory that outlives us
 //   commitDone    every rank has what it needs
 //
@@ -98,6 +98,7 @@ class Operation {
 
   Status publishReady(const RemoteRegion& result);
   Status awaitAllReady();
+  Status awaitReady(std::span<const int> some);
 
   // The last step. commit(): of what all have begun, or of what all are ready with.
   // commitDone(): says that we have what we need, and waits until all say so.
