@@ -11,9 +11,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// While we leave: nobody rings when it ends an operation.
-constexpr milliseconds kLookAtWords(1);
-constexpr milliseconds kAskAgain(20);
 // A caller that is computing looks up now and then, and one that has just ended does not say so.
 constexpr milliseconds kLookAgain(1);
 // A member that does not report is either alive, and then it does, or the job's view loses it. This
@@ -25,8 +22,6 @@ milliseconds resendAfter(const Env& env) {
 }
 
 }  // namespace
-
-bool GroupView::contains(int rank) const { return std::ranges::binary_search(active, rank); }
 
 FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options options)
     : owner_(owner),
@@ -46,7 +41,8 @@ FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options option
             .mostRounds = kMostRounds,
             .resend = resendAfter(membership_.engine().env()),
             .nameRank = options_.nameRank};
-      }()) {
+      }()),
+      outbox_(owner, membership, options_.jobRanks, options_.topic) {
   for (size_t r = 0; r < options_.jobRanks.size(); ++r) {
     if (const auto& peer = membership_.peer(options_.jobRanks[r]))
       ranksById_[peer->id] = static_cast<int>(r);
@@ -122,7 +118,7 @@ void FlushAgent::take(const FlushAction::End& end) {
 void FlushAgent::take(const FlushAction::Supply& supply) {
   if (supply.of == options_.rank && owner_.endedWordOf(supply.to)) return;
   if (auto copy = owner_.copyPart(supply.number, supply.of))
-    due_.emplace_back(Part{supply.to, std::move(*copy)});
+    outbox_.add(FlushOutbox::Part{supply.to, std::move(*copy)});
 }
 
 void FlushAgent::take(FlushAction::GoOn& goOn) {
@@ -150,9 +146,9 @@ std::shared_ptr<const GroupView> FlushAgent::viewOf(const SkippingOperation& ope
 }
 
 void FlushAgent::take(FlushAction::Tell& tell) {
-  due_.emplace_back(Letter{.to = std::move(tell.to),
-                           .message = encodeFlushMessage(tell.message),
-                           .isFarewell = tell.message.kind == FlushMessage::Kind::kLeft});
+  outbox_.add(FlushOutbox::Letter{.to = std::move(tell.to),
+                                  .message = encodeFlushMessage(tell.message),
+                                  .isFarewell = tell.message.kind == FlushMessage::Kind::kLeft});
 }
 
 // With the lock: what the machine waits for that nobody brings.
@@ -189,46 +185,6 @@ void FlushAgent::runAt(Deadline when, void (FlushAgent::*step)()) {
     const Step locked(*self);
     if (!self->isStopped_) ((*self).*step)();
   });
-}
-
-// In the order in which it was asked for: while one thread is at it, the others leave theirs to it.
-// So a caller never waits for the loop's system calls.
-void FlushAgent::carryOut(std::unique_lock<std::mutex>& lock) {
-  if (isActing_) return;
-  isActing_ = true;
-  while (!due_.empty()) {
-    auto due = std::exchange(due_, {});
-    lock.unlock();
-    std::vector<Letter> unsent;
-    for (Due& one : due) {
-      if (auto to = perform(one); !to.empty())
-        unsent.push_back({std::move(to), std::move(std::get<Letter>(one).message), true});
-    }
-    lock.lock();
-    std::ranges::move(unsent, std::back_inserter(unsent_));
-  }
-  isActing_ = false;
-}
-
-// Returns to whom a farewell has to be sent again. Whatever else is not sent is asked for again.
-std::vector<int> FlushAgent::perform(const Due& due) {
-  Engine& engine = membership_.engine();
-  std::vector<int> unsent;
-  if (const auto* letter = std::get_if<Letter>(&due)) {
-    for (const int r : letter->to) {
-      failpoint("tell");
-      // Who cannot be reached is out soon, or connected anew.
-      const auto& peer = membership_.peer(options_.jobRanks[size_t(r)]);
-      const Status sent = engine.send(*peer, options_.topic, letter->message);
-      if (letter->isFarewell && sent.code() == ErrorCode::kExhausted) unsent.push_back(r);
-    }
-  } else if (const auto* part = std::get_if<Part>(&due)) {
-    failpoint("supply");
-    owner_.putPart(part->copy, part->to);
-  } else {
-    logLine(LogLevel::kDebug, engine.logName(), std::get<std::string>(due));
-  }
-  return unsent;
 }
 
 // -- what the caller does
@@ -423,63 +379,6 @@ void FlushAgent::end(uint64_t number, const Status& status) {
     take(machine_.caughtUp());
   } else {
     settle();
-  }
-}
-
-void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
-  const auto size = static_cast<int>(options_.jobRanks.size());
-  const auto isDone = [&](int r) {
-    return r == options_.rank || !isActive(r) || endedOf(r) >= number;
-  };
-  const auto allDone = [&] {
-    for (int r = 0; r < size; ++r) {
-      if (!isDone(r)) return false;
-    }
-    return true;
-  };
-  for (auto ask = Clock::now(); !allDone() && owner_.usable().ok() && !deadline.passed();) {
-    auto look = kAskAgain;
-    for (int r = 0; r < size; ++r) {
-      if (isDone(r)) continue;
-      if (owner_.endedWordOf(r)) {
-        look = kLookAtWords;
-      } else if (Clock::now() >= ask) {
-        const Step step(*this);
-        FlushAction::Tell question{{r}, {.kind = FlushMessage::Kind::kAsk}};
-        take(question);
-      }
-    }
-    if (Clock::now() >= ask) ask = Clock::now() + kAskAgain;
-    Waiter waiter = owner_.waiter(deadline.earlier(Deadline::after(look)));
-    waiter.until(allDone);
-  }
-}
-
-void FlushAgent::leave(uint64_t number, Deadline deadline) {
-  awaitEnded(number, deadline);
-  failpoint("leave");
-  // Who is out of the job does not leave in peace: it is for the view to say so. And what an abort
-  // ended here alone has not ended.
-  if (membership_.isOver()) return;
-  {
-    const Step step(*this);
-    take(machine_.leave());
-    frozen_ = false;
-    isLeftOut_ = false;
-  }
-  awaitLeaveSent(deadline);
-}
-
-// While we are here we can still be asked what a rank lacks, but nobody waits for that.
-void FlushAgent::awaitLeaveSent(Deadline deadline) {
-  for (;;) {
-    {
-      const Step step(*this);
-      if (unsent_.empty() && due_.empty() && !isActing_) return;
-      for (Letter& letter : std::exchange(unsent_, {})) due_.emplace_back(std::move(letter));
-    }
-    if (deadline.passed() || !owner_.usable().ok()) return;
-    owner_.waiter(deadline.earlier(Deadline::after(kLookAtWords))).until([] { return false; });
   }
 }
 

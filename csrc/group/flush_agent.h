@@ -7,27 +7,17 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/wait.h"
-#include "group/slot.h"
+#include "group/flush_outbox.h"
+#include "group/flush_owner.h"
 #include "membership/flush_machine.h"
 #include "membership/membership.h"
 #include "membership/rank_set.h"
 
 namespace mooncake {
-
-// Who takes part in an operation: the members of the group that are in the job's view.
-struct GroupView {
-  uint64_t epoch = 1;       // of the job's view
-  std::vector<int> active;  // ranks of the group, ascending
-  // In the job's view as well, and left out of this one operation: ascending.
-  std::vector<int> skipped;
-
-  bool contains(int rank) const;  // it takes part
-};
 
 // What an agent knows, for whoever debugs a hang (group_state.h).
 struct FlushState {
@@ -42,25 +32,6 @@ struct FlushState {
   std::vector<int> left;    // have left the group
   std::vector<uint64_t>
       ended;  // by rank: its last ended operation, as far as it was said; at least
-};
-
-// What an agent needs of the group that it belongs to.
-class FlushOwner {
- public:
-  virtual ~FlushOwner() = default;
-  virtual Status usable() const = 0;
-  // The group is over, with this error.
-  virtual void fail(Error why) = 0;
-  virtual Waiter waiter(Deadline deadline) const = 0;
-  virtual void ring() const = 0;    // the bell of that waiter
-  virtual void interruptAll() = 0;  // every wait looks up
-  // Of the last operation that the rank has ended; null: its memory is not mapped here.
-  virtual std::atomic<uint64_t>* endedWordOf(int rank) const = 0;
-  virtual std::optional<SlotCopy> copyPart(uint64_t number, int of) const = 0;
-  virtual void putPart(const SlotCopy& copy, int to) const = 0;
-  // On the loop's thread.
-  virtual void onView(const GroupView& view) = 0;
-  virtual void onReconnected(int rank) = 0;
 };
 
 // The driver of FlushMachine, which decides: stops the caller, carries what is told, and has the
@@ -159,24 +130,17 @@ class FlushAgent final : public Membership::Listener,
   void onReconnected(int jobRank) override;
 
  private:
-  // What takes longer than an assignment. Done in this order, without the lock.
-  struct Letter {
-    std::vector<int> to;
-    Bytes message;
-    bool isFarewell = false;
-  };
-  struct Part {
-    int to;
-    SlotCopy copy;
-  };
-  using Due = std::variant<Letter, Part, std::string>;  // a string: for the log
+  // While something is awaited that nobody rings for: between looks at words that are mapped, and
+  // between questions.
+  static constexpr auto kLookAtWords = std::chrono::milliseconds(1);
+  static constexpr auto kAskAgain = std::chrono::milliseconds(20);
 
   // Holds the lock, and the machine knows how far the caller is; what is due is done when this
   // goes.
   class Step {
    public:
     explicit Step(FlushAgent& agent);
-    ~Step() { agent_.carryOut(lock_); }
+    ~Step() { agent_.outbox_.carryOut(lock_); }
     Step(const Step&) = delete;
     Step& operator=(const Step&) = delete;
 
@@ -208,13 +172,11 @@ class FlushAgent final : public Membership::Listener,
   void take(FlushAction::LookUp) { owner_.ring(); }
   void take(FlushAction::Interrupt) { owner_.interruptAll(); }
   void take(FlushAction::Fail& failure) { owner_.fail(std::move(failure.why)); }
-  void take(FlushAction::Note& note) { due_.emplace_back(std::move(note.text)); }
+  void take(FlushAction::Note& note) { outbox_.add(std::move(note.text)); }
   void settle();
   void lookAgain();
   void awaitTick();
   void runAt(Deadline when, void (FlushAgent::*step)());
-  void carryOut(std::unique_lock<std::mutex>& lock);
-  std::vector<int> perform(const Due& due);
 
   Status beginSlowly(uint64_t number);
   Status awaitSlot(uint64_t number, bool isBusy);
@@ -257,9 +219,7 @@ class FlushAgent final : public Membership::Listener,
   bool isStopped_ = false;
   bool isLooking_ = false;  // a timer is set
   bool isTicking_ = false;  // another one
-  std::vector<Due> due_;
-  bool isActing_ = false;       // a thread does what was due
-  std::vector<Letter> unsent_;  // farewells that the engine did not take
+  FlushOutbox outbox_;
 };
 
 }  // namespace mooncake

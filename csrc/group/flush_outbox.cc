@@ -1,0 +1,56 @@
+#include "group/flush_outbox.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "base/failpoint.h"
+#include "base/log.h"
+
+namespace mooncake {
+
+void FlushOutbox::carryOut(std::unique_lock<std::mutex>& lock) {
+  if (isActing_) return;
+  isActing_ = true;
+  while (!due_.empty()) {
+    auto due = std::exchange(due_, {});
+    lock.unlock();
+    std::vector<Letter> unsent;
+    for (Due& one : due) {
+      if (auto to = perform(one); !to.empty())
+        unsent.push_back({std::move(to), std::move(std::get<Letter>(one).message), true});
+    }
+    lock.lock();
+    std::ranges::move(unsent, std::back_inserter(unsent_));
+  }
+  isActing_ = false;
+}
+
+bool FlushOutbox::sendAgain() {
+  if (unsent_.empty() && due_.empty() && !isActing_) return true;
+  for (Letter& letter : std::exchange(unsent_, {})) due_.emplace_back(std::move(letter));
+  return false;
+}
+
+// Returns to whom a farewell has to be sent again. Whatever else is not sent is asked for again.
+std::vector<int> FlushOutbox::perform(const Due& due) {
+  Engine& engine = membership_.engine();
+  std::vector<int> unsent;
+  if (const auto* letter = std::get_if<Letter>(&due)) {
+    for (const int r : letter->to) {
+      failpoint("tell");
+      // Who cannot be reached is out soon, or connected anew.
+      const auto& peer = membership_.peer(jobRanks_[size_t(r)]);
+      const Status sent = engine.send(*peer, topic_, letter->message);
+      if (letter->isFarewell && sent.code() == ErrorCode::kExhausted) unsent.push_back(r);
+    }
+  } else if (const auto* part = std::get_if<Part>(&due)) {
+    failpoint("supply");
+    owner_.putPart(part->copy, part->to);
+  } else {
+    logLine(LogLevel::kDebug, engine.logName(), std::get<std::string>(due));
+  }
+  return unsent;
+}
+
+}  // namespace mooncake
