@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import json
 import os
 import shutil
 import statistics
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import gates
+import iperf
 from common import (
     Progress,
     geomean,
@@ -308,26 +308,13 @@ def check(me: Rank, lanes: dict[str, Phases], fp8: bool) -> None:
 
 def iperf3_bits(net: hosts.Hosts) -> float:
     """What it gets both ways at once, the slower way, in bit/s."""
-    server = subprocess.Popen(
-        [*f"ip netns exec {net[1].namespace} iperf3 -s -1 -B {net[1].v4[0]}".split()],
-        stdout=subprocess.DEVNULL,
-    )
+    here, there = (["ip", "netns", "exec", net[i].namespace] for i in (0, 1))
+    server = iperf.server(net[1].v4[0], there)
     try:
-        client = f"iperf3 -c {net[1].v4[0]} -t 4 -O 1 --bidir -J --connect-timeout 5000"
-        for _ in range(50):
-            found = subprocess.run(
-                [*f"ip netns exec {net[0].namespace}".split(), *client.split()],
-                capture_output=True, text=True, timeout=60, check=False,
-            )  # fmt: skip
-            ends = json.loads(found.stdout)["end"] if found.stdout else {}
-            ways = ("sum_received", "sum_received_bidir_reverse")
-            if all(way in ends for way in ways):
-                return min(ends[way]["bits_per_second"] for way in ways)
-            time.sleep(0.05)  # it does not listen yet
-        raise RuntimeError(f"iperf3: {found.stdout}{found.stderr}")
+        return iperf.bits([net[1].v4[0]], ["--bidir"], here)
     finally:
-        server.terminate()
-        server.wait(10)
+        server.kill()
+        server.wait()
 
 
 def run_between_hosts(args: argparse.Namespace) -> Rows:

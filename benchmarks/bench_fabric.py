@@ -15,7 +15,6 @@ a dispatch of experts' rows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import gates
+import iperf
 from common import (
     OthersWatch,
     Progress,
@@ -115,12 +115,12 @@ def blocks_main(me: Rank) -> None:
 
     engine, buffer, target = engine_of(me)
     there = [host[me.rank] for host in me.spec["links"]]
-    servers = [iperf3_server(address) for address in there] if me.rank == 1 else []
+    servers = [iperf.server(address) for address in there] if me.rank == 1 else []
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for number in range(me.spec["rounds"]):
         for verb in ("write", "read"):
             if me.rank == 0:
-                rate = iperf3([link[1] for link in me.spec["links"]], ["-R"] * (verb == "read"))
+                rate = iperf.bits([link[1] for link in me.spec["links"]], ["-R"] * (verb == "read"))
                 found.setdefault(("iperf3", verb), []).append({"bits": rate})
             for load in [load for load in LOADS if load.block in me.spec["blocks"]]:
                 me.meeting.barrier()
@@ -209,14 +209,12 @@ def reduce_main(me: Rank) -> None:
     store = me.open_store()
     host_of(me)
     dist.init_process_group("mooncake-cpu", store=store, rank=me.rank, world_size=me.size)
-    servers = (
-        [iperf3_server(link[1]) for link in me.spec["links"]] if me.rank == me.size - 1 else []
-    )
+    servers = [iperf.server(link[1]) for link in me.spec["links"]] if me.rank == me.size - 1 else []
     tensor = torch.ones(REDUCED // 4)
     took, rates, cores = [], [], []
     for _ in range(me.spec["rounds"]):
         if me.rank == 0:
-            rates.append(iperf3([link[1] for link in me.spec["links"]], ["--bidir"]))
+            rates.append(iperf.bits([link[1] for link in me.spec["links"]], ["--bidir"]))
         for _ in range(2):
             tensor.fill_(1)
             me.meeting.barrier()
@@ -235,33 +233,6 @@ def reduce_main(me: Rank) -> None:
     both = statistics.median(rates) if rates else 0.0
     me.emit({**row, "bits": bus, "iperf3_bits": both, "cores": statistics.median(cores)})
     dist.destroy_process_group()
-
-
-def iperf3_server(address: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["iperf3", "-s", "-B", address], stdout=subprocess.DEVNULL)
-
-
-def iperf3(addresses: list[str], how: list[str]) -> float:
-    """What one at each of the addresses gets in all, in bit/s; both ways at once: the slower."""
-    command = ["iperf3", "-t", "3", "-O", "1", "-J", "--connect-timeout", "5000", *how, "-c"]
-    for _ in range(20):  # a server may still be busy with the last one
-        clients = [
-            subprocess.Popen([*command, address], stdout=subprocess.PIPE, text=True)
-            for address in addresses
-        ]
-        try:
-            told = [json.loads(client.communicate(timeout=30)[0] or "{}") for client in clients]
-        except subprocess.TimeoutExpired:
-            told = [{}]
-        finally:
-            for client in clients:
-                client.kill()
-                client.wait()
-        ways = ["sum_received", *(["sum_received_bidir_reverse"] if "--bidir" in how else [])]
-        if all(way in one.get("end", {}) for one in told for way in ways):
-            return min(sum(one["end"][way]["bits_per_second"] for one in told) for way in ways)
-        time.sleep(0.2)
-    raise RuntimeError("iperf3 gives no result")
 
 
 # ---- what runs them

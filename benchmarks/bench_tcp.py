@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import statistics
@@ -29,6 +28,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import iperf
 from common import Panels, plot_panels
 from ranks import HERE, run_job, run_main
 
@@ -73,21 +73,6 @@ def running(
             pipe.close()
 
 
-def iperf(prefix: list[str], address: str, reads: bool, streams: int) -> float:
-    command = [*prefix, "iperf3", "-c", address, "-t", "3", "-J", "-P", str(streams)]
-    for _ in range(20):  # it may still be through with the last one
-        try:
-            done = subprocess.run(
-                command + ["-R"] * reads, check=False, capture_output=True, text=True, timeout=20
-            )
-        except subprocess.TimeoutExpired:  # it hangs at its end now and then
-            continue
-        if done.returncode == 0:
-            return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 8
-        time.sleep(0.2)
-    raise RuntimeError("iperf3 gives no result")
-
-
 def idle(engine: str, peers: int) -> None:
     """What a transfer engine with so many peers costs when it has nothing to do, and a first
     transfer."""
@@ -125,7 +110,7 @@ def reduce(rate: str, rounds: int) -> None:
 def limit(both: hosts.Hosts, rate: str) -> None:
     for host in both.hosts:
         shape = ["rate", rate, "burst", "256kb", "latency", "50ms"]
-        host.run(*"tc qdisc add dev eth0 root tbf".split(), *shape)
+        host.run(*["tc", "qdisc", "add", "dev", "eth0", "root", "tbf"], *shape)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -196,7 +181,8 @@ def main(argv: list[str] | None = None) -> int:
                     copy = [engine, "memcpy", buffer, block, str(options.total)]
                     rows["memcpy"].append(float(output_of(copy)))
                     for streams in (1, 16) if has_iperf else ():
-                        rate = iperf(here, address, verb == "READ", streams)
+                        how = ["-R"] * (verb == "READ") + ["-P", str(streams)]
+                        rate = iperf.bits([address], how, here) / 8
                         rows.setdefault(f"iperf3 -P {streams}", []).append(rate)
                 middle = {name: statistics.median(values) for name, values in rows.items()}
                 for name, value in middle.items():

@@ -1,13 +1,12 @@
 #include "engine/stream/stream_connection.h"
 
-#include <array>
-#include <cerrno>
 #include <condition_variable>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <thread>
 
 #include "engine/stream/frame_receiver.h"
+#include "engine/stream/linger.h"
 #include "engine/stream/send_queue.h"
 #include "engine/stream/transfer_table.h"
 
@@ -434,32 +433,6 @@ void Connection::stopReceiving(ErrorCode forTransfers) {
   std::lock_guard lock(receiveMutex_);
   stopped_ = true;
   transfers_.cancelAll(forTransfers);
-}
-
-// A socket that is closed before all was read that comes resets the connection, and the goodbye may
-// be lost with it. So it stays until the peer has closed its own, for this long.
-constexpr auto kLingering = std::chrono::seconds(1);
-
-// False: nothing comes any more.
-bool discard(int socket) {
-  std::array<std::byte, 16384> nowhere;
-  for (;;) {
-    const ssize_t got = ::recv(socket, nowhere.data(), nowhere.size(), MSG_DONTWAIT);
-    if (got <= 0) return got < 0 && (errno == EAGAIN || errno == EINTR);
-  }
-}
-
-void linger(EventLoop& loop, Fd closing) {
-  const int socket = closing.get();
-  if (!discard(socket)) return;
-  const auto shared = std::make_shared<Fd>(std::move(closing));
-  // The handler holds the socket; it goes with it.
-  (void)loop.add(socket, EPOLLIN, [&loop, shared](uint32_t) {
-    if (!discard(shared->get())) loop.remove(shared->get());
-  });
-  loop.runAt(Deadline::after(kLingering), [&loop, weak = std::weak_ptr(shared)] {
-    if (const auto still = weak.lock()) loop.remove(still->get());
-  });
 }
 
 void Connection::close(const Error& why) {
