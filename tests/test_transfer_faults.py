@@ -18,6 +18,8 @@ from harness import until
 from test_transfer import kill_when, over, resident
 
 BIG = 32 << 20
+BLOCKS = 128
+TURNS = 4
 PEERS = int(os.environ.get("MOONCAKE_TEST_PEERS") or 60)
 
 needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
@@ -168,41 +170,51 @@ def test_a_link_that_is_cut_in_mid_transfer_and_for_good():
 
 
 def writes_to_a_slow_one(me):
+    """Rank 1 has more under way to rank 0, which is stopped in the middle, than an engine carries
+    at a time, and writes to rank 2 meanwhile."""
     side = engines.make(size=BIG)
-    if me.rank == 0:
-        me.board.set("target", (side.session, side.address))
+    if me.rank != 1:
+        me.board.set(f"target-{me.rank}", (side.session, side.address))
         me.board.wait("done")
         return side.memory.tobytes()
-    target, there = me.board.wait("target")
+    engine, block = side.engine, BIG // BLOCKS
+    starts = range(0, BIG, block)
+
+    def blocks(target, there):
+        here = [side.address + at for at in starts]
+        return target, here, [there + at for at in starts], [block] * BLOCKS
+
+    slow, other = (blocks(*me.board.wait(f"target-{rank}")) for rank in (0, 2))
     side.fill(1)
-    assert side.engine.transfer_sync_write(target, side.address, there, BIG) == 0
+    assert engine.batch_transfer_sync_write(*slow) == 0
+    assert engine.batch_transfer_sync_write(*other) == 0
     before = resident()
-    rounds = grown = 0
-    while not me.board.has("enough"):
-        batches = [
-            side.engine.batch_transfer_async_write(target, [side.address], [there], [BIG])
-            for _ in range(8)
-        ]
-        me.board.set(f"round-{rounds}")
-        grown = max(grown, resident() - before)
-        assert side.engine.get_batch_transfer_status(batches) == 0
-        rounds += 1
+    for turn in range(TURNS):
+        batches = [engine.batch_transfer_async_write(*slow) for _ in range(4)]
+        me.board.set(f"begun-{turn}")
+        me.board.wait(f"stopped-{turn}")
+        batches += [engine.batch_transfer_async_write(*slow) for _ in range(4)]
+        assert engine.batch_transfer_sync_write(*other) == 0
+        meanwhile = engine.batch_transfer_async_write(*other)
+        assert engine.get_batch_transfer_status([meanwhile]) == 0
+        grown = resident() - before
+        assert grown < 64 << 20, f"{grown} bytes for a reader that is slow"
+        me.board.set(f"moved-{turn}")
+        assert engine.get_batch_transfer_status(batches) == 0
     me.board.set("done")
-    assert grown < 64 << 20, f"{grown} bytes for a reader that is slow"
     return side.memory.tobytes()
 
 
 def test_a_slow_reader_holds_up_nothing_but_its_own(wire):
-    with harness.starting(2, writes_to_a_slow_one, **over(wire)) as crew:
-        for turn in range(4):
-            crew.board.wait(f"round-{turn}")
+    with harness.starting(3, writes_to_a_slow_one, **over(wire)) as crew:
+        for turn in range(TURNS):
+            crew.board.wait(f"begun-{turn}")
             crew.stop(0)
-            end = time.monotonic() + 0.3
-            until(lambda end=end: time.monotonic() > end, "a pause")
+            crew.board.set(f"stopped-{turn}")
+            crew.board.wait(f"moved-{turn}")
             crew.cont(0)
-        crew.board.set("enough")
-        theirs, ours = crew.results()
-    assert theirs == ours
+        slow, ours, other = crew.results()
+    assert slow == ours == other
 
 
 # ---- many
@@ -261,6 +273,7 @@ def asks_the_silent(me, count):
         assert engine.transfer_sync_write(target, here, there, 4096) == 0
     me.board.set("opened")
     me.board.wait("silent")
+    until(lambda: engine.get_counters()["active"] == 1, "the ends of those that are gone")
     batches = [engine.transfer_submit_write(target, here, there, 4096) for target, there in doomed]
     start = time.monotonic()
     assert (

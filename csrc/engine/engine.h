@@ -15,6 +15,7 @@
 #include "base/env.h"
 #include "base/event_loop.h"
 #include "base/result.h"
+#include "base/stop_signal.h"
 #include "base/wait.h"
 #include "engine/evidence.h"
 #include "engine/liveness.h"
@@ -100,8 +101,10 @@ class Engine {
   // One peer, by this side alone: the other engine need not know of us. Any thread. Whoever is
   // connected is returned as it is; two that open each other at once end up with one channel. A
   // peer whose channel has ended is called anew, and is another object then. The name is for the
-  // log. Blocks until the channel stands; our own endpoint gives null.
-  Result<std::shared_ptr<Peer>> open(ByteView endpoint, std::string name, Deadline deadline);
+  // log. Blocks until the channel stands, at most until the deadline or `stop` (kAborted); our own
+  // endpoint gives null.
+  Result<std::shared_ptr<Peer>> open(ByteView endpoint, std::string name, Deadline deadline,
+                                     const StopSignal* stop = nullptr);
   // Says goodbye, closes the channel, and knows the peer no more. On any thread but those of a
   // callback. kTimeout, and nothing is changed: another thread was still calling it.
   Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline);
@@ -171,7 +174,8 @@ class Engine {
   Status callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
                  Deadline deadline, Clock::duration patience);
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel, bool isOurs);
-  Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline);
+  Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline,
+                                        const StopSignal* stop);
   bool admits(const EngineId& id);
   bool isComing(const EngineId& id) const;
   void collect();

@@ -69,7 +69,8 @@ bool Engine::admits(const EngineId& id) {
   return true;
 }
 
-Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, Deadline deadline) {
+Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, Deadline deadline,
+                                           const StopSignal* stop) {
   const auto owner = endpointOwner(endpoint);
   if (!owner.ok()) return owner.error();
   const EngineId id = *owner;
@@ -98,7 +99,7 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
       endpoints_[id] = Bytes(endpoint.begin(), endpoint.end());
       counters_.retries += !isFirst;
     }
-    auto channel = call(id, endpoint, deadline);
+    auto channel = call(id, endpoint, deadline, stop);
     std::unique_lock lock(mutex_);
     calling_.erase(id);
     arrived_.notify_all();
@@ -122,13 +123,15 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
 }
 
 Result<std::shared_ptr<Channel>> Engine::call(const EngineId& id, ByteView endpoint,
-                                              Deadline deadline) {
+                                              Deadline deadline, const StopSignal* stop) {
   auto connecting = openRoute(transports_, id, endpoint, deadline);
   if (!connecting.ok()) return connecting.error();
   for (std::vector<pollfd> sockets;; sockets.clear()) {
     auto channel = (*connecting)->advance();
     if (!channel.ok() || *channel) return channel;
+    if (stop && stop->isStopped()) return Error{ErrorCode::kAborted, "the engine is closed"};
     (*connecting)->addSockets(sockets);
+    if (stop) sockets.push_back({.fd = stop->descriptor(), .events = POLLIN, .revents = 0});
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
     if (::poll(sockets.data(), sockets.size(), int(std::clamp<int64_t>(left, 0, 1000))) < 0 &&
         errno != EINTR)

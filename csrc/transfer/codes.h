@@ -42,6 +42,7 @@ inline Code codeOf(ErrorCode code) {
     case ErrorCode::kMismatch:
       return kNoMetadata;
     case ErrorCode::kExhausted:
+    case ErrorCode::kAborted:
       return kContext;
     case ErrorCode::kUnsupported:
       return kNotImplemented;

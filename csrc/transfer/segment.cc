@@ -89,7 +89,7 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
   deadline = deadline.earlier(Deadline::after(context_.patience));
   const auto session = context_.metadata.sessionOf(name_, deadline);
   if (!session.ok()) return session.error();
-  auto description = askSession(context_.session, *session, {}, deadline);
+  auto description = askSession(context_.session, *session, {}, deadline, &context_.closing);
   if (!description.ok()) return description.error();
   const auto id = endpointOwner(description->endpoint);
   if (!id.ok()) return id.error();
@@ -100,7 +100,7 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
     if (known_ && known_->peer && known_->peer->id == *id) known->peer = known_->peer;
   }
   if (!known->peer || known->peer->disconnected) {
-    auto peer = context_.engine.open(description->endpoint, name_, deadline);
+    auto peer = context_.engine.open(description->endpoint, name_, deadline, &context_.closing);
     if (!peer.ok()) return peer.error();
     known->peer = std::move(*peer);
   }

@@ -25,6 +25,7 @@ struct SegmentContext {
   Engine& engine;
   RegisteredMemory& memory;
   const Metadata& metadata;
+  const StopSignal& closing;
   std::chrono::milliseconds patience;  // with a peer that is asked who it is
 };
 

@@ -6,6 +6,7 @@
 #include <set>
 #include <string>
 
+#include "base/stop_signal.h"
 #include "engine/stream/handshake_listener.h"
 #include "transfer/segment_description.h"
 
@@ -50,8 +51,9 @@ class SessionServer : public std::enable_shared_from_this<SessionServer> {
 };
 
 // Asks at a session port. The context's id is the own engine's. Blocks until the answer is there,
-// at most until the deadline.
+// at most until the deadline, or until `stop`: kAborted.
 Result<SegmentDescription> askSession(const TransportContext& context, const std::string& session,
-                                      const Question& question, Deadline deadline);
+                                      const Question& question, Deadline deadline,
+                                      const StopSignal* stop = nullptr);
 
 }  // namespace mooncake::transfer

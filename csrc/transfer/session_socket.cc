@@ -136,11 +136,14 @@ Result<Address> firstOfHost() {
 
 }  // namespace
 
-Status await(int socket, short events, Deadline deadline) {
+Status await(int socket, short events, Deadline deadline, const StopSignal* stop) {
   for (;;) {
-    pollfd one{.fd = socket, .events = events, .revents = 0};
+    // poll() passes over a descriptor that is none.
+    pollfd both[] = {{.fd = socket, .events = events, .revents = 0},
+                     {.fd = stop ? stop->descriptor() : -1, .events = POLLIN, .revents = 0}};
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
-    const int ready = ::poll(&one, 1, int(std::min<int64_t>(left, 1000)));
+    const int ready = ::poll(both, 2, int(std::min<int64_t>(left, 1000)));
+    if (ready > 0 && both[1].revents != 0) return {ErrorCode::kAborted, "the engine is closed"};
     if (ready > 0) return {};
     if (ready < 0 && errno != EINTR) return systemError("poll", errno);
     if (deadline.passed()) return {ErrorCode::kTimeout, "no answer in time"};
@@ -175,7 +178,7 @@ Result<SessionListener> listenForSessions(const Env& env, const TransferEnv& set
   return listenAt(*address, least, most);
 }
 
-Result<Fd> connectTo(const SessionId& where, Deadline deadline) {
+Result<Fd> connectTo(const SessionId& where, Deadline deadline, const StopSignal* stop) {
   const auto addresses = resolve(where.host);
   if (!addresses.ok()) return addresses.error();
   Error last{ErrorCode::kSystem, "host \"" + where.host + "\" has no address"};
@@ -187,7 +190,7 @@ Result<Fd> connectTo(const SessionId& where, Deadline deadline) {
     ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     int failure = ::connect(socket.get(), address.get(), address.bytes) == 0 ? 0 : errno;
     if (failure == EINPROGRESS) {
-      if (const Status ready = await(socket.get(), POLLOUT, deadline); !ready.ok()) {
+      if (const Status ready = await(socket.get(), POLLOUT, deadline, stop); !ready.ok()) {
         last = {ready.code(), where.text() + ": " + ready.error().message};
         continue;
       }

@@ -7,6 +7,7 @@
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/result.h"
+#include "base/stop_signal.h"
 #include "base/transfer_env.h"
 #include "transfer/session_id.h"
 
@@ -25,10 +26,12 @@ struct SessionListener {
 Result<SessionListener> listenForSessions(const Env& env, const TransferEnv& settings,
                                           const std::string& host, bool isAddress, uint16_t port);
 
-// A connected socket. kSystem: the name does not resolve; kPeerLost: nobody is there; kTimeout.
-Result<Fd> connectTo(const SessionId& where, Deadline deadline);
+// A connected socket. kSystem: the name does not resolve; kPeerLost: nobody is there; kTimeout;
+// kAborted: `stop` came first.
+Result<Fd> connectTo(const SessionId& where, Deadline deadline, const StopSignal* stop = nullptr);
 
-// Waits for one of poll()'s events, at most until the deadline: kTimeout.
-Status await(int socket, short events, Deadline deadline);
+// Waits for one of poll()'s events, at most until the deadline: kTimeout. kAborted: `stop` came
+// first.
+Status await(int socket, short events, Deadline deadline, const StopSignal* stop);
 
 }  // namespace mooncake::transfer

@@ -112,8 +112,11 @@ Status TransferEngine::start(TransferEngineOptions options) {
   if (pool_->open(engine_->arena(), why) != kGood)
     return {ErrorCode::kExhausted, "memory for managed buffers: " + why};
   notifications_ = std::make_unique<Notifications>(*engine_);
-  segmentContext_.reset(
-      new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, settings_.sessionTimeout});
+  auto closing = StopSignal::make();
+  if (!closing.ok()) return closing.status();
+  closing_ = std::move(*closing);
+  segmentContext_.reset(new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, *closing_,
+                                           settings_.sessionTimeout});
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
   limiter_ = std::make_unique<Limiter>(settings_.mostTransfers);
   driverContext_.reset(
@@ -139,6 +142,7 @@ void TransferEngine::close() {
     stopping_.bump();
     for (Doorbell* bell : drivers_) bell->ring();
   }
+  if (closing_) closing_->stop();
   if (limiter_) limiter_->wake();
   if (notifications_) notifications_->stop();
   ended_.ring();
@@ -336,8 +340,8 @@ Code TransferEngine::probe(const std::string& name) {
   const Deadline deadline = Deadline::after(settings_.sessionTimeout);
   const auto session = metadata_->sessionOf(name, deadline);
   if (!session.ok()) return fail(codeOf(session.error().code), "probe: " + session.error().message);
-  const auto answer =
-      askSession(*askContext_, *session, {.kind = Question::Kind::kProbe}, deadline);
+  const auto answer = askSession(*askContext_, *session, {.kind = Question::Kind::kProbe}, deadline,
+                                 closing_.get());
   if (answer.ok()) return kGood;
   return fail(codeOf(answer.error().code), "probe: " + answer.error().message);
 }

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/stop_signal.h"
 #include "engine/memory/gate.h"
 #include "transfer/batch.h"
 #include "transfer/directory.h"
@@ -142,6 +143,7 @@ class TransferEngine {
   uint32_t forkGeneration_ = 0;
   mutable Gate calls_;
   Interrupt stopping_;
+  std::unique_ptr<StopSignal> closing_;  // ends what is asked of peers
   Doorbell ended_;
   BellPool bells_;
   // In the order in which they need each other; they go the other way round.

@@ -163,6 +163,22 @@ TEST_P(EngineOpen, WhoHasEndedIsNotFound) {
   EXPECT_NE(again.error().message.find("the dead"), std::string::npos) << again.error().message;
 }
 
+TEST(EngineOpen, ACallEndsWhenItsCallerStops) {
+  const auto a = makeEngine("tcp"), b = makeEngine("tcp");
+  const test::SilentListener silent;
+  const auto stop = StopSignal::make();
+  ASSERT_TRUE(stop.ok());
+  auto call = std::async(std::launch::async, [&] {
+    return a->open(atPort(b->endpoint(), silent.port()), "the silent", Deadline::after(60s),
+                   stop->get());
+  });
+  EXPECT_TRUE(eventually([&] { return silent.isCalled(); }));
+  (*stop)->stop();
+  ASSERT_EQ(call.wait_for(20s), std::future_status::ready);
+  EXPECT_EQ(call.get().error().code, ErrorCode::kAborted);
+  EXPECT_TRUE(a->open(b->endpoint(), "other", soon()).ok()) << "one's stop is not another's";
+}
+
 TEST_P(EngineOpen, StrangersAreRefused) {
   const auto open = make(), closed = makeEngine(GetParam(), Bytes(32, std::byte{7}));
   for (auto [from, to] : {std::pair(open, closed), std::pair(closed, open)}) {

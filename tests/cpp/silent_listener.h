@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 
 #include "base/fd.h"
@@ -25,6 +26,11 @@ class SilentListener {
     port_ = ntohs(address.sin_port);
   }
   uint16_t port() const { return port_; }
+  // Somebody has called.
+  bool isCalled() const {
+    pollfd one{.fd = socket_.get(), .events = POLLIN, .revents = 0};
+    return ::poll(&one, 1, 0) > 0;
+  }
 
  private:
   Fd socket_;

@@ -1,6 +1,7 @@
 #include "transfer/transfer_engine.h"
 
 #include <atomic>
+#include <cstdlib>
 #include <functional>
 #include <future>
 #include <gtest/gtest.h>
@@ -10,12 +11,17 @@
 
 #include "base/failpoint.h"
 #include "engine_side.h"
+#include "silent_listener.h"
+#include "socket_breaker.h"
 
 // The transfer engine without Python: two of them in this process, over TCP.
 namespace mooncake::transfer {
 namespace {
 
+using mooncake::test::SilentListener;
+using mooncake::test::SocketBreaker;
 using mooncake::testing::pattern;
+using std::chrono_literals::operator""s;
 
 std::shared_ptr<TransferEngine> makeEngine(const char* transport = "tcp") {
   TransferEngineOptions options{.localName = "127.0.0.1", .metadataServer = "P2PHANDSHAKE"};
@@ -51,6 +57,113 @@ TEST(TransferEngineThreads, ManyCallersAtOnce) {
   EXPECT_EQ(here->counters().bytesWritten, kThreads * kRounds * kBytes);
 }
 
+bool comesTrue(const std::function<bool()>& condition) {
+  const auto deadline = Deadline::after(std::chrono::seconds(20));
+  while (!condition()) {
+    if (deadline.passed()) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+// ---- what breaks under a transfer
+
+// One writer, and what it writes into, over TCP.
+class BrokenTransfer : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(there_->registerMemory(addressOf(target_), kBytes), kGood);
+    ASSERT_EQ(here_->registerMemory(addressOf(source_), kBytes), kGood);
+    segment_ = here_->openSegment(there_->session());
+    ASSERT_NE(segment_, nullptr);
+  }
+  std::future<Code> write() {
+    return std::async(std::launch::async, [this] {
+      const TransferRequest requests[] = {
+          {Opcode::kWrite, addressOf(source_), segment_, addressOf(target_), kBytes}};
+      return here_->transfer(requests);
+    });
+  }
+  static bool isUnderWay(const std::future<Code>& written) {
+    return written.wait_for(0s) == std::future_status::timeout;
+  }
+
+  static constexpr uint64_t kBytes = 64 << 20;
+  const std::shared_ptr<TransferEngine> here_ = makeEngine(), there_ = makeEngine();
+  Bytes target_ = Bytes(kBytes), source_ = pattern(kBytes, 1);
+  std::shared_ptr<Segment> segment_;
+};
+
+// What is known of the peer stays right: asking it anew is for once in a transfer.
+TEST_F(BrokenTransfer, ItOutlivesMoreThanOneBreakOfItsConnection) {
+  constexpr int kBreaks = 4;
+  int outlived = 0;
+  const auto deadline = Deadline::after(20s);
+  while (outlived < kBreaks && !deadline.passed()) {
+    auto written = write();
+    for (outlived = 0; outlived < kBreaks && isUnderWay(written); ++outlived) {
+      const uint64_t before = here_->counters().retries;
+      SocketBreaker::breakAll(SocketBreaker::How::kReset);
+      EXPECT_TRUE(comesTrue([&] { return here_->counters().retries > before; }));
+    }
+    ASSERT_EQ(written.get(), kGood);
+  }
+  EXPECT_EQ(outlived, kBreaks) << "each write was over too soon";
+  EXPECT_TRUE(target_ == source_);
+}
+
+// Nothing makes the channel again, only asking who is there.
+TEST_F(BrokenTransfer, ItGoesOnOverAnotherChannel) {
+  bool wasUnderWay = false;
+  const auto deadline = Deadline::after(20s);
+  while (!wasUnderWay && !deadline.passed()) {
+    const auto peer = segment_->peer(Deadline::after(5s));
+    ASSERT_TRUE(peer.ok());
+    auto written = write();
+    const uint64_t before = here_->counters().opened;
+    ASSERT_TRUE(here_->engine().forget(*peer, Deadline::after(5s)).ok());
+    wasUnderWay = isUnderWay(written);
+    ASSERT_EQ(written.get(), kGood);
+    if (wasUnderWay) {
+      EXPECT_GT(here_->counters().opened, before);
+    }
+  }
+  EXPECT_TRUE(wasUnderWay) << "each write was over too soon";
+  EXPECT_TRUE(target_ == source_);
+}
+
+// ---- closing
+
+// Sets it for as long as this lives.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
+  ~Variable() { ::unsetenv(name_); }
+
+ private:
+  const char* const name_;
+};
+
+TEST(TransferEngineCloses, WithoutWaitingForWhoeverDoesNotAnswer) {
+  const Variable patience("MC_HANDSHAKE_CONNECT_TIMEOUT", "60");
+  const auto engine = makeEngine();
+  const SilentListener silent, other;
+  const auto at = [](const SilentListener& one) {
+    return "127.0.0.1:" + std::to_string(one.port());
+  };
+  auto opened = std::async(std::launch::async, [&] {
+    Code code = kGood;
+    (void)engine->openSegment(at(silent), &code);
+    return code;
+  });
+  auto probed = std::async(std::launch::async, [&] { return engine->probe(at(other)); });
+  EXPECT_TRUE(comesTrue([&] { return silent.isCalled() && other.isCalled(); }));
+  auto closed = std::async(std::launch::async, [&] { engine->close(); });
+  EXPECT_EQ(closed.wait_for(20s), std::future_status::ready);
+  EXPECT_EQ(opened.get(), kContext);
+  EXPECT_EQ(probed.get(), kContext);
+}
+
 // ---- who was shut out in the middle of a write
 
 std::atomic<bool> holdsWrites{false};
@@ -63,15 +176,6 @@ void holdWrite(const char* name) {
     isHeld = true;
     std::this_thread::yield();
   }
-}
-
-bool comesTrue(const std::function<bool()>& condition) {
-  const auto deadline = Deadline::after(std::chrono::seconds(20));
-  while (!condition()) {
-    if (deadline.passed()) return false;
-    std::this_thread::yield();
-  }
-  return true;
 }
 
 enum class Way { kFenced, kForgotten };
