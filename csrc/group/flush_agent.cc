@@ -154,6 +154,8 @@ void FlushAgent::take(FlushAction::Tell& tell) {
 // With the lock: what the machine waits for that nobody brings.
 void FlushAgent::settle() {
   if (machine_.wantsReport() && !busy_.load(std::memory_order_acquire)) {
+    // Since this step began, the caller may have ended what it was in: that stands before `busy`.
+    machine_.hasEnded(endedWord_->load(std::memory_order_acquire));
     failpoint("report");
     return take(machine_.stopped());
   }

@@ -78,7 +78,7 @@ struct FlushView {
 //  - hasEnded() comes before every other event. While the caller is in an operation it ends at most
 //    that one; while it is in none and the machine is frozen it begins none.
 //  - stopped() as soon as wantsReport() and the caller is seen to be in no operation, behind
-//  Freeze.
+//    Freeze. What it has ended is read after that, or the report may deny what it has committed.
 //  - What is to be told may be lost, and may come in any order.
 class FlushMachine {
  public:

@@ -191,8 +191,8 @@ void drawSkips(Draw& draw, Case& c) {
     return;
   if (!draw.chance(60) && !areAll) return;
   c.patience = milliseconds(10 + draw.below(50));
-  constexpr const char* kLateAt[] = {"begin", "copy-out", "ended",  "see-begun",
-                                     "park",  "report",   "skipped"};
+  constexpr const char* kLateAt[] = {"begin", "copy-out", "ended",   "see-begun",
+                                     "park",  "report",   "skipped", "join"};
   for (int r = 0; r < c.size; ++r) {
     const auto isHers = [&](const Victim& victim) { return victim.rank == r; };
     if (std::any_of(c.victims.begin(), c.victims.end(), isHers) || !draw.chance(40)) continue;

@@ -307,6 +307,30 @@ TEST_F(FlushAgentTest, WhoIsSkippedEndsWhenAllOthersHave) {
   }
 }
 
+// The flush is heard of while the caller is in an operation, and by the time that the caller is
+// seen to be in none it has ended it: the others would let it run again.
+TEST_F(FlushAgentTest, AReportSaysWhatTheCallerEndedWhileTheFlushBegan) {
+  static std::atomic<FlushAgent*> toEnd;
+  makeAgents(2);
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(agent(r).begin(kFirst).ok());
+    agent(r).begins(kFirst);
+  }
+  auto waits = resolve(1, kFirst, AbortReason::kNone);
+  const Letter report = take(1, 0, kReport);
+  toEnd = &agent(0);
+  observeFailpoints([](const char* name) {
+    if (std::strcmp(name, "join") != 0) return;
+    if (FlushAgent* const agent = toEnd.exchange(nullptr)) agent->end(kFirst, {});
+  });
+  deliver(report);
+  observeFailpoints([](const char*) {});
+  EXPECT_EQ(agent(0).ended(), kFirst);
+  deliver(take(0, 1, kReport));
+  EXPECT_EQ(waits.get().kind, Kind::kTake);
+  EXPECT_EQ(agent(0).ended(), kFirst);
+}
+
 TEST_F(FlushAgentTest, WhoLacksALeaversReportIsToldThatItLeft) {
   makeAgents(2);
   for (int r = 0; r < 2; ++r) ASSERT_TRUE(agent(r).begin(kFirst).ok());
