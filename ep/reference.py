@@ -95,9 +95,12 @@ def combine(
     *,
     active: Collection[int] | None = None,
     still_active: Collection[int] | None = None,
+    wanted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x: of each rank what its experts answer, [L, R * T, h]; topk_weights: of this rank; active,
-    still_active: who took part in the dispatch, and in the combine, all if None
+    """x: of each rank what its experts answer, [L, R * T, h]; topk_idx: of each rank, as at the
+    dispatch; topk_weights: of this rank; active, still_active: who took part in the dispatch, and
+    in the combine, all if None; wanted: topk_idx of this rank at the combine, with more of -1
+
 
     Returns bfloat16 [n, h] and the missing contributions, bool [n].
     """
@@ -108,11 +111,11 @@ def combine(
             if way.source == rank and {rank, owners[way.expert]} <= both}  # fmt: skip
     combined = torch.zeros(len(topk_weights), x[rank].size(2), dtype=torch.bfloat16)
     missing = torch.zeros(len(topk_weights), dtype=torch.bool)
-    for token, experts in enumerate(topk_idx[rank].tolist()):
+    for token, experts in enumerate((topk_idx[rank] if wanted is None else wanted).tolist()):
         total = torch.zeros(combined.size(1), dtype=torch.float32)
         for place, expert in enumerate(experts):
             way = mine.get((token, place))
-            if way is not None:
+            if expert >= 0 and way is not None:
                 answers = x[owners[expert]][local_experts(owners, owners[expert]).index(expert)]
                 # A fused multiply-add: the product is exact in float64.
                 product = answers[way.row].double() * topk_weights[token, place].double()

@@ -171,6 +171,7 @@ def check_combine(
     active: Sequence[int] | None = None,
     still_active: Sequence[int] | None = None,
     owners: Sequence[int] | None = None,
+    wanted: torch.Tensor | None = None,
     **cast: bool,
 ) -> None:
     owners = owners or reference.default_owners(experts, len(given))
@@ -182,26 +183,64 @@ def check_combine(
         owners,
         active=active,
         still_active=still_active,
+        wanted=wanted,
     )
     assert missing.dtype == torch.bool
     assert missing.tolist() == lacks.tolist()
     same_bits(combined, expected)
 
 
+# By rank: whom it masks, or None.
+Masks = Sequence[int | None]
+
+
+def unmasked(masks: Masks) -> list[int]:
+    """Who takes part: whom nobody masks."""
+    return [rank for rank in range(len(masks)) if rank not in masks]
+
+
 def round_trip(
-    me: harness.Rank, buffer: Buffer, given: Sequence[SimpleNamespace], tokens: int, experts: int,
+    me: harness.Rank,
+    buffer: Buffer,
+    given: Sequence[SimpleNamespace],
+    tokens: int,
+    experts: int,
+    *,
+    masks: tuple[Masks, Masks] | None = None,
+    drops: int | None = None,
+    zero_copy: bool = False,
     **cast: bool,
-) -> torch.Tensor:  # fmt: skip
-    """One dispatch and one combine, all compared: the buffer is in order."""
-    mine = given[me.rank]
+) -> torch.Tensor:
+    """One dispatch and one combine, all compared: the buffer is in order. masks: in the dispatch,
+    and in the combine; drops: the combine wants no more of what is in this place of top-k"""
+    mine, size = given[me.rank], len(given)
     cast = {"use_fp8": False, **cast}
-    found = buffer.low_latency_dispatch(mine.x, mine.topk_idx, tokens, experts, **cast)
-    rows = check_dispatch(me, found, given, tokens, experts, **cast)
-    owners = reference.default_owners(experts, len(given))
-    combined, event, hook = buffer.low_latency_combine(
-        my_answers(me, rows, owners), mine.topk_idx, mine.weights, found[2]
+    in_dispatch, in_combine = masks or ([None] * size, [None] * size)
+    active = unmasked(in_dispatch)
+    still = [rank for rank in unmasked(in_combine) if rank in active]
+    ranks = [torch.tensor([int(rank != whom[me.rank]) for rank in range(size)]).int()
+             for whom in (in_dispatch, in_combine)]  # fmt: skip
+    found = buffer.low_latency_dispatch(
+        mine.x, mine.topk_idx, tokens, experts, active_ranks=ranks[0], **cast
     )
+    assert ranks[0].tolist() == [int(rank in active) for rank in range(size)]
+    rows = check_dispatch(me, found, given, tokens, experts, active=active, **cast)
+    owners = reference.default_owners(experts, size)
+    answered = my_answers(me, rows, owners)
+    if zero_copy:
+        buffer.get_next_low_latency_combine_buffer(found[2]).copy_(answered)
+    wanted = mine.topk_idx
+    if drops is not None:
+        wanted = wanted.clone()
+        wanted[:, drops % wanted.size(1)] = -1
+    combined, event, hook = buffer.low_latency_combine(
+        answered, wanted, mine.weights, found[2], zero_copy=zero_copy, active_ranks=ranks[1]
+    )
+    assert ranks[1].tolist() == [int(rank in still) for rank in range(size)]
     assert hook is None
     assert event.event is None
-    check_combine(me, combined, buffer.missing_contributions, given, tokens, experts, **cast)
+    check_combine(
+        me, combined, buffer.missing_contributions, given, tokens, experts, active=active,
+        still_active=still, wanted=wanted, **cast,
+    )  # fmt: skip
     return combined

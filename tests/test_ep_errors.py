@@ -17,6 +17,7 @@ TOKENS, HIDDEN, TOPK, EXPERTS = 4, 256, 3, 8
 LOCAL = EXPERTS // SIZE
 ROWS = SIZE * TOKENS
 OWNERS = reference.default_owners(EXPERTS, SIZE)
+TABLE_TOKENS = 16_000  # with top-32
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -220,27 +221,78 @@ def test_other_mistakes(ep):
     ep.call(other_wrongs_on_rank)
 
 
-def too_many_on_rank(me):
-    """Every token names one expert twice, and that has room for each once: no rank can know before
-    it hears of the others."""
-    inputs = ep_crew.inputs(1, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS)
-    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
-    for how in ({}, {"async_finish": True}):
-        kind, text = raised(overflow, buffer, inputs[me.rank].x, **how)
-        assert kind in ("ValueError", "DistBackendError"), text
-        assert "expert 5" in text
-        assert "rank 2" in text
-        round_trip(me, buffer, inputs, TOKENS, EXPERTS)
+# Too much for the buffer or for an expert: the arguments, and all that the error tells.
+TOO_MUCH = {
+    "rows of one expert": (
+        {"topk_idx": routes(5)},
+        f"rank 1 .*{TOKENS * TOPK} rows to expert 5 of rank 2, .* room for {TOKENS} ",
+    ),
+    "rows of one expert in the background": (
+        {"topk_idx": routes(5), "async_finish": True},
+        f"rank 1 .*{TOKENS * TOPK} rows to expert 5 of rank 2, .* room for {TOKENS} ",
+    ),
+    "tokens": ({"num_max_dispatch_tokens_per_rank": 1000}, "rank 1.*1000 tokens.*need.*bytes"),
+    "a long table": (
+        {
+            "x": empty(TABLE_TOKENS, 1),
+            "topk_idx": torch.full((TABLE_TOKENS, 32), -1),
+            "num_max_dispatch_tokens_per_rank": TABLE_TOKENS,
+            "num_experts": SIZE,
+        },
+        f"rank 1.*{TABLE_TOKENS} tokens.*bytes, there is room for",
+    ),
+}
+
+
+def too_much_on_rank(me, what):
+    """Only one rank asks for too much, and nothing has happened then: not to the tensors that it
+    gave, not to the rows of the dispatch before, and the others wait for its next call."""
+    of_both = [ep_crew.inputs(seed, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS) for seed in (1, 2)]
+    changes, text = TOO_MUCH[what]
+    # A long table has to be too long for the table's place, not for the buffer.
+    shape = (TABLE_TOKENS, 1, SIZE) if what == "a long table" else (TOKENS, HIDDEN, EXPERTS)
+    buffer = ep_crew.deepep_buffer(*shape)
+    calls = [(one[me.rank].x, one[me.rank].topk_idx, TOKENS, EXPERTS) for one in of_both]
+    found = [buffer.low_latency_dispatch(*calls[0], use_fp8=False)]
+    arguments = {
+        "x": calls[0][0],
+        "topk_idx": calls[0][1],
+        "num_max_dispatch_tokens_per_rank": TOKENS,
+        "num_experts": EXPERTS,
+        "use_fp8": False,
+        **changes,
+    }
+    written = {
+        "active_ranks": torch.arange(1, SIZE + 3, dtype=torch.int32),
+        "cumulative_local_expert_recv_stats": torch.full(
+            (arguments["num_experts"] // SIZE,), 7, dtype=torch.int32
+        ),
+        "dispatch_wait_recv_cost_stats": torch.full((SIZE,), 7),
+    }
+    before = {name: tensor.clone() for name, tensor in written.items()}
+    for _ in range(3 if me.rank == 1 else 0):
+        kind, message = raised(buffer.low_latency_dispatch, **arguments, **written)
+        assert kind == "ValueError", message
+        assert re.search(f"(?s){text}", message), message
+        for name, tensor in written.items():
+            assert torch.equal(tensor, before[name]), name
+    found.append(buffer.low_latency_dispatch(*calls[1], use_fp8=False))
+    rows = [
+        ep_crew.check_dispatch(me, one, inputs, TOKENS, EXPERTS)
+        for one, inputs in zip(found, of_both, strict=True)
+    ]
+    for one, inputs, mine in zip(found, of_both, rows, strict=True):
+        given = (inputs[me.rank].topk_idx, inputs[me.rank].weights, one[2])
+        answers = ep_crew.my_answers(me, mine, OWNERS)
+        combined, event, _ = buffer.low_latency_combine(answers, *given)
+        missing = event.missing_contributions
+        ep_crew.check_combine(me, combined, missing, inputs, TOKENS, EXPERTS)
     buffer.destroy()
 
 
-def overflow(buffer, x, **how):
-    event = buffer.low_latency_dispatch(x, routes(5), TOKENS, EXPERTS, use_fp8=False, **how)[3]
-    event.current_stream_wait()
-
-
-def test_more_rows_than_an_expert_has_room_for(ep):
-    ep.call(too_many_on_rank)
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_too_much_is_refused_before_anything_is_written(ep, what):
+    ep.call(too_much_on_rank, what)
 
 
 def mismatch_on_rank(me):

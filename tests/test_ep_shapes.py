@@ -35,7 +35,9 @@ def on_rank(me, kind, case):
             one.topk_idx[:, 0] = case["to_one_expert"]
     buffer = buffer_of(kind)
     for _ in range(2):  # both memories
-        ep_crew.round_trip(me, buffer, inputs, tokens, experts, **case["cast"])
+        ep_crew.round_trip(me, buffer, inputs, tokens, experts, **case["how"], **case["cast"])
+    # Nothing of it is left: neither masks nor rows.
+    ep_crew.round_trip(me, buffer, inputs, tokens, experts, **case["cast"])
 
 
 CASTS = [
@@ -44,6 +46,20 @@ CASTS = [
     {"use_fp8": True, "round_scale": True},
     {"use_fp8": True, "round_scale": True, "use_ue8m0": True},
 ]
+
+
+MASKS = st.lists(
+    st.one_of(st.none(), st.none(), st.none(), st.integers(0, SIZE - 1)),
+    min_size=SIZE,
+    max_size=SIZE,
+)
+HOWS = st.fixed_dictionaries(
+    {
+        "masks": st.one_of(st.none(), st.tuples(MASKS, MASKS)),
+        "drops": st.one_of(st.none(), st.integers(0, 7)),
+        "zero_copy": st.booleans(),
+    }
+)
 
 
 @st.composite
@@ -66,6 +82,7 @@ def cases(draw):
         "counts": counts,
         "to_one_expert": draw(st.one_of(st.none(), st.none(), st.integers(0, experts - 1))),
         "cast": draw(st.sampled_from(CASTS)),
+        "how": draw(HOWS),
     }
 
 
@@ -108,6 +125,28 @@ def chosen_on_rank(me, case, cast):
     for _ in range(3):
         ep_crew.round_trip(me, buffer, inputs, tokens, experts, **cast)
     buffer.destroy()
+
+
+def dropped_on_rank(me, place):
+    """Experts of a rank that misses the combine: what names them is missing, but for what the
+    combine wants no more."""
+    inputs = ep_crew.inputs(3, [8, 3, 8, 8], 256, 2, 8)
+    buffer = ep_crew.deepep_buffer(8, 256, 8)
+    nobody, without2 = [None] * SIZE, [None, 2, None, None]
+    for zero_copy in (False, True):
+        ep_crew.round_trip(
+            me, buffer, inputs, 8, 8, masks=(nobody, without2), drops=place, zero_copy=zero_copy
+        )
+        if me.rank in (0, 3):
+            names = inputs[me.rank].topk_idx // 2 == 2
+            assert torch.equal(buffer.missing_contributions, names[:, 1 - place])
+            assert (names[:, place] & ~names[:, 1 - place]).any(), "the case shows nothing"
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_wanted_no_more_is_not_missing(ep, place):
+    ep.call(dropped_on_rank, place)
 
 
 LARGE = {"tokens": 24, "seed": 5}
