@@ -21,8 +21,8 @@ ENV = {
     "MOONCAKE_TRANSPORTS": "fabric",
 }
 
-# Not in the slice: a rank that uses tcp;ofi_rxm has ended with a segmentation fault while a link was
-# down, once in about three runs on a busy machine. The cause is not known.
+# Not in the slice: a rank that uses tcp;ofi_rxm has ended with a segmentation fault while a link
+# was down, in about every third run on a busy machine. The cause is not known.
 pytestmark = [pytest.mark.slow, pytest.mark.netns, needs_cards, needs_hosts]
 
 
