@@ -1,8 +1,10 @@
 #include "group/operation.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/failpoint.h"
@@ -14,6 +16,8 @@ namespace {
 constexpr auto kReasonComes = std::chrono::seconds(1);
 // Each wish costs a flush, and an attempt: who wishes again gives them time.
 constexpr auto kLeastPatience = std::chrono::milliseconds(50);
+// Of fetches in one call of a channel.
+constexpr size_t kMostAtOnce = 32;
 
 std::string listRanks(const Group& group, const std::vector<int>& ranks) {
   std::string text;
@@ -454,7 +458,14 @@ Fetches::~Fetches() {
 
 Status Fetches::start(int rank, const RemoteRegion& region, std::span<const Piece> pieces) {
   const Group& group = op_.group();
-  std::vector<GetRequest> gets;
+  std::array<GetRequest, kMostAtOnce> gets;
+  size_t count = 0;
+  const auto ask = [&]() -> Status {
+    if (count == 0) return {};
+    failpoint("fetch");
+    auto started = group.window().get(rank, std::span(gets).first(std::exchange(count, 0)));
+    return started.ok() ? Status() : op_.explain(started.error());
+  };
   for (const auto& [offset, target] : pieces) {
     if (target.empty()) continue;
     if (offset > region.bytes || target.size() > region.bytes - offset) {
@@ -462,12 +473,10 @@ Status Fetches::start(int rank, const RemoteRegion& region, std::span<const Piec
                                         std::to_string(region.bytes) + " bytes, " +
                                         std::to_string(offset + target.size()) + " are due"};
     }
-    gets.push_back({region, offset, target, &completion_});
+    gets[count++] = {region, offset, target, &completion_};
+    if (count == gets.size()) MOONCAKE_TRY(ask());
   }
-  if (gets.empty()) return {};
-  failpoint("fetch");
-  auto started = group.window().get(rank, gets);
-  return started.ok() ? Status() : op_.explain(started.error());
+  return ask();
 }
 
 Status Fetches::await() {
