@@ -81,7 +81,7 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
       std::unique_lock lock(mutex_);
       for (;;) {
         const auto peer = known(id);
-        if (peer && !peer->disconnected) {
+        if (peer && !peer->disconnected && !peer->isBeingForgotten) {
           if (peer->name.empty()) peer->name = name;
           counters_.reused += isFirst;
           return peer;
@@ -163,6 +163,7 @@ Status Engine::forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
       return {ErrorCode::kTimeout, "cannot forget " + peer->name + ": it is being called"};
     if (known(id) != peer) return {};  // it has been forgotten, or called anew
     calling_.insert(id);
+    peer->isBeingForgotten = true;
   }
   peer->channel->close();
   liveness_->unwatch(id);

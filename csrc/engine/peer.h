@@ -23,6 +23,9 @@ struct Peer : std::enable_shared_from_this<Peer> {
   Evidence evidence;
   PeerProcess process;
   bool isOurs = false;  // to call, also when the connection broke; else it calls
+  // Under the engine's lock: it is being forgotten here, and about to be disconnected. Whoever asks
+  // for it now is to get the next one.
+  bool isBeingForgotten = false;
 
   // Its process has certainly ended, so nothing of it touches memory any more. Only on our host,
   // else false. False, too, for one that said goodbye and that our pid namespace does not show.

@@ -1,6 +1,5 @@
 #include "transfer/segment.h"
 
-#include "engine/route.h"
 #include "transfer/session_server.h"
 
 namespace mooncake::transfer {
@@ -91,18 +90,14 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
   if (!session.ok()) return session.error();
   auto description = askSession(context_.session, *session, {}, deadline, &context_.closing);
   if (!description.ok()) return description.error();
-  const auto id = endpointOwner(description->endpoint);
-  if (!id.ok()) return id.error();
+  // The engine knows best whether the peer of before still stands.
+  auto peer = context_.engine.open(description->endpoint, name_, deadline, &context_.closing);
+  if (!peer.ok()) return peer.error();
   auto known = std::make_shared<Known>();
+  known->peer = std::move(*peer);
   {
     std::lock_guard lock(mutex_);
     known->generation = (known_ ? known_->generation : 0) + 1;
-    if (known_ && known_->peer && known_->peer->id == *id) known->peer = known_->peer;
-  }
-  if (!known->peer || known->peer->disconnected) {
-    auto peer = context_.engine.open(description->endpoint, name_, deadline, &context_.closing);
-    if (!peer.ok()) return peer.error();
-    known->peer = std::move(*peer);
   }
   if (known->peer && known->peer->disconnected)
     return Error{ErrorCode::kPeerLost, "\"" + name_ + "\": " + known->peer->evidence.detail};
