@@ -103,7 +103,8 @@ def moves_by_cards(me, addresses):
 def test_large_ones_are_moved_by_cards():
     """The first of each kind asks for keys, and may go as packets."""
     with hosts.Hosts(2, v6=False) as two:
-        options = {"backend": None, "namespaces": two.spread(2), "env": ENV}
+        env = {**ENV, "MOONCAKE_JOB_KEY": "of this test alone"}
+        options = {"backend": None, "namespaces": two.spread(2), "env": env}
         addresses = [host.v4[0] for host in two.hosts]
         for counted in harness.run_ranks(2, moves_by_cards, addresses, **options):
             _, first, reduced, dispatched, all_ = counted
