@@ -15,6 +15,7 @@ from test_transfer_fabric import SOFTWARE, needs_cards, needs_hosts
 
 import mooncake_backend
 
+COUNT = 1 << 20
 SIZE, TOKENS, HIDDEN, TOPK, EXPERTS = 4, 8, 640, 2, 8
 VERBS = ("all_reduce", "broadcast", "all_to_all")
 ENV = {**SOFTWARE, "MOONCAKE_TRANSPORTS": "shm,fabric", "MOONCAKE_FAILURE_TIMEOUT_MS": "1000"}
@@ -60,6 +61,55 @@ def on_rank(me, master):
     lost = (mine.topk_idx >= EXPERTS * VICTIM // SIZE).any(dim=1)
     assert buffer.missing_contributions.bool().tolist() == lost.tolist()
     return wires
+
+
+def moves_by_cards(me, addresses):
+    """What cards have read for all_reduce, and for dispatches and combines of experts' rows."""
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    assert engine.initialize(addresses[me.rank], "P2PHANDSHAKE", "fabric", "eth0") == 0
+    mooncake_backend.set_transfer_engine(engine)
+    join(me, addresses[0])
+    counted = []
+
+    def count():
+        dist.barrier()
+        counters = engine.get_counters()
+        assert counters["cards_retried"] == 0
+        counted.append(counters["cards_read"])
+
+    tensor = torch.empty(COUNT)
+    many = [torch.empty(COUNT // 4) for _ in range(4)]
+    for _ in range(2):
+        count()
+        tensor.fill_(me.rank + 1)
+        dist.all_reduce(tensor)
+        assert (tensor == 3).all()
+        for part in many:
+            part.fill_(me.rank + 1)
+        dist.all_reduce_coalesced(many)
+        assert all((part == 3).all() for part in many)
+    tokens, hidden = 64, 2048
+    given = ep_crew.inputs(11, [tokens] * 2, hidden, TOPK, EXPERTS)
+    buffer = ep_crew.deepep_buffer(tokens, hidden, EXPERTS)
+    for _ in range(2):
+        count()
+        ep_crew.round_trip(me, buffer, given, tokens, EXPERTS)
+    count()
+    return counted
+
+
+def test_large_ones_are_moved_by_cards():
+    """The first of each kind asks for keys, and may go as packets."""
+    with hosts.Hosts(2, v6=False) as two:
+        env = {**ENV, "MOONCAKE_JOB_KEY": "of this test alone"}
+        options = {"backend": None, "namespaces": two.spread(2), "env": env}
+        addresses = [host.v4[0] for host in two.hosts]
+        for counted in harness.run_ranks(2, moves_by_cards, addresses, **options):
+            _, first, reduced, dispatched, all_ = counted
+            assert reduced - first >= 2 * COUNT * 4
+            assert all_ - dispatched > 64 * 2048 * 2
 
 
 def test_all_of_it_between_two_hosts_and_on_without_a_rank_that_is_killed():

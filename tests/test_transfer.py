@@ -192,7 +192,8 @@ def test_counters_and_limits(wire):
     connections = after.pop("connections")
     assert 1 <= connections <= (3 if wire == "tcp" else 1)
     assert after.pop("reused") >= 0
-    nothing = dict.fromkeys(("pending", "retries", "collected"), 0)
+    cards = ("cards_read", "cards_written", "cards_retried")
+    nothing = dict.fromkeys(("pending", "retries", "collected", *cards), 0)
     moved = {"bytes_read": BYTES + 8, "bytes_written": 8192}
     assert after == {"opened": 1, "active": 1, **nothing, **moved}
     assert limits["transfers"] == 7

@@ -142,6 +142,31 @@ def test_a_warm_up_on_other_wires(wire):
     assert harness.run_ranks(2, engines.serve, warms_up, env=env, backend=None)[1] == 0
 
 
+def goes_by_cards(me, side, target, there):
+    """What cards have moved of the first read and of the first write."""
+    engine, here = side.engine, side.address
+    before = engine.get_counters()
+    assert engine.transfer_sync_read(target, here, there, BYTES) == 0
+    assert (side.memory == pattern(BYTES, 0)).all()
+    assert engine.transfer_sync_write(target, here, there, BYTES) == 0
+    moved = engine.get_counters()
+    assert moved["cards_retried"] == 0
+    return [moved[key] - before[key] for key in ("cards_read", "cards_written")]
+
+
+def goes_by_cards_once_warm(me, side, target, there):
+    assert side.engine.warmup_efa_segment(target) == 0
+    return goes_by_cards(me, side, target, there)
+
+
+@needs_cards
+def test_what_was_warmed_up_goes_by_cards_from_the_first_byte_on():
+    assert harness.run_ranks(2, serve, goes_by_cards_once_warm, **crew())[1] == [BYTES, BYTES]
+    read, written = harness.run_ranks(2, serve, goes_by_cards, **crew())[1]
+    assert read in (0, BYTES)
+    assert written == 0  # it asks for the keys
+
+
 @needs_cards
 def test_the_first_submit_probe_over_cards():
     common = ["--protocol=fabric", f"--local_server_name={LOOPBACK}", f"--buffer_size={1 << 20}"]

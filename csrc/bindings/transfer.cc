@@ -34,7 +34,9 @@ py::dict countersOf(const TransferCalls& calls) {
   return py::dict("opened"_a = now.opened, "reused"_a = now.reused, "active"_a = now.active,
                   "pending"_a = now.pending, "retries"_a = now.retries,
                   "connections"_a = now.connections, "collected"_a = now.collected,
-                  "bytes_read"_a = now.bytesRead, "bytes_written"_a = now.bytesWritten);
+                  "bytes_read"_a = now.bytesRead, "bytes_written"_a = now.bytesWritten,
+                  "cards_read"_a = now.byCards.read, "cards_written"_a = now.byCards.written,
+                  "cards_retried"_a = now.byCards.retried);
 }
 
 py::dict limitsOf(const TransferCalls& calls) {

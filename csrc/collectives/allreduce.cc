@@ -9,8 +9,9 @@
 //   2. Everybody takes all segments. Until then the input can be put back: an operation that does
 //      not get there can be run again among the survivors.
 // 2s(n-1)/n bytes in and out of each rank. Where some part of the group is not mapped, the input is
-// copied aside before anything is written over it; where all of it is mapped, results outlive their
-// ranks, so `ready` of all ranks is the commit.
+// copied aside before anything is written over it; where network cards lead there, the others fetch
+// from that copy, and from a copy of the result, which cards know; where all of it is mapped,
+// results outlive their ranks, so `ready` of all ranks is the commit.
 //
 // Several buffers (all_reduce coalesced) take the same steps as one: every rank has a segment of
 // each.
@@ -24,6 +25,7 @@
 #include "base/failpoint.h"
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
+#include "collectives/landed_fetch.h"
 #include "collectives/segment_reduce.h"
 #include "group/operation.h"
 
@@ -117,6 +119,17 @@ class Undo {
     }
     return {};
   }
+  bool isTaken() const { return copy_ != nullptr; }
+  // The copies, for others to read.
+  std::vector<Buffer> buffers() const {
+    std::vector<Buffer> copies(buffers_.begin(), buffers_.end());
+    size_t offset = 0;
+    for (Buffer& copy : copies) {
+      copy.data = {copy_ + offset, copy.data.size()};
+      offset += aligned(copy.data.size());
+    }
+    return copies;
+  }
   // False: there is no copy.
   bool putBack() {
     if (!copy_) return false;
@@ -130,7 +143,7 @@ class Undo {
 
  private:
   const Buffers buffers_;
-  const std::byte* copy_ = nullptr;
+  std::byte* copy_ = nullptr;
 };
 
 class AllreduceRendezvous final : public Algorithm {
@@ -141,7 +154,10 @@ class AllreduceRendezvous final : public Algorithm {
   Status publish(Operation& op) override {
     if (isSpoilt_) return spoilt();
     Group& group = op.group();
-    auto table = announceBuffers(op, buffers_, inputs_);
+    const bool byCards = group.usesCards();
+    if (byCards) MOONCAKE_TRY(undo_.take(group));
+    auto table = byCards ? announceBuffers(op, undo_.buffers(), inputs_)
+                         : announceBuffers(op, buffers_, inputs_);
     if (!table.ok()) return table.error();
     MOONCAKE_TRY(op.begin(*table));
     MOONCAKE_TRY(op.awaitAllBegun());
@@ -150,8 +166,8 @@ class AllreduceRendezvous final : public Algorithm {
     // Over messages every rank waits in commitDone() until its share has been fetched: the share
     // may lie in the data. In memory it must outlive the operation.
     const bool mapped = group.window().fullyMapped();
-    isWithinTheData_ = !mapped && root_ < 0;
-    RemoteRegion result = inputs_.front().remote();
+    isWithinTheData_ = !mapped && root_ < 0 && !byCards;
+    RemoteRegion result;  // nothing: it lies there
     std::byte* share = nullptr;
     bool isInCaches = false;  // of peers, from the operation before
     if (!isWithinTheData_) {
@@ -175,7 +191,7 @@ class AllreduceRendezvous final : public Algorithm {
     }
     MOONCAKE_TRY(reduceSegments(op, segments_, buffers_.size(), [&]() -> Status {
       // The copy costs nothing while the first fetches are on their way.
-      return takesResult(op) && !mapped ? undo_.take(group) : Status();
+      return takesResult(op) && !mapped && !undo_.isTaken() ? undo_.take(group) : Status();
     }));
     return op.publishReady(result);
   }
@@ -225,24 +241,24 @@ class AllreduceRendezvous final : public Algorithm {
 
   Status takeResult(Operation& op) {
     isOverwritten_ = true;
-    Fetches fetches(op);
+    std::vector<Wanted> wanted;
     for (const int from : op.others()) {
+      const bool isWithinItsData = op.slot(from).result.key == 0;
       size_t offset = 0;  // in its share
       for (size_t i = 0; i < buffers_.size(); ++i) {
         const Span part = segment(op, from, i);
         RemoteRegion result = op.slot(from).result;
-        if (isWithinTheData_) {
+        if (isWithinItsData) {
           auto buffer = announcedBuffer(op, from, i, buffers_.size());
           if (!buffer.ok()) return buffer.error();
           result = *buffer;
         }
-        MOONCAKE_TRY(fetches.start(
-            from, result, isWithinTheData_ ? size_t(part.data() - buffers_[i].data.data()) : offset,
-            part));
+        const auto inData = size_t(part.data() - buffers_[i].data.data());
+        wanted.push_back({from, result, isWithinItsData ? inData : offset, part});
         offset += aligned(part.size());
       }
     }
-    MOONCAKE_TRY(fetches.await());
+    MOONCAKE_TRY(fetchLanded(op, wanted));
     failpoint("fetched");
     for (size_t i = 0; i < buffers_.size() && !isWithinTheData_; ++i) {
       const Span mine = segment(op, op.rank(), i);

@@ -17,6 +17,11 @@ constexpr size_t kMostChunk = 128 << 10;
 // On message transports a chunk must cover a round trip instead.
 constexpr size_t kMessageChunk = 256 << 10;
 constexpr int kMessageDepth = 4;
+// Over network cards for each of several of them.
+constexpr size_t kLeastCardChunk = 64 << 10;
+constexpr size_t kMostCardChunk = 512 << 10;
+constexpr int kCardDepth = 8;
+constexpr size_t kCardBudget = 32 << 20;
 
 size_t roundDown(size_t bytes) { return bytes & ~size_t(4095); }
 
@@ -55,9 +60,12 @@ Status reduceSegments(Operation& op, std::span<const Segment> segments, size_t b
   const size_t size = ranks.size();
   const size_t self = size_t(std::ranges::lower_bound(ranks, op.rank()) - ranks.begin());
   const bool mapped = op.group().window().fullyMapped();
-  const size_t chunk =
-      mapped ? std::clamp(roundDown(kCacheBudget / size), kLeastChunk, kMostChunk) : kMessageChunk;
-  const size_t depth = mapped ? 1 : kMessageDepth;
+  const bool byCards = op.group().usesCards();
+  const size_t chunk = mapped ? std::clamp(roundDown(kCacheBudget / size), kLeastChunk, kMostChunk)
+                       : byCards ? std::clamp(roundDown(kCardBudget / (kCardDepth * size)),
+                                              kLeastCardChunk, kMostCardChunk)
+                                 : kMessageChunk;
+  const size_t depth = mapped ? 1 : byCards ? kCardDepth : kMessageDepth;
   auto scratch = op.group().scratch(depth * size * chunk);
   if (!scratch.ok()) return scratch.error();
 

@@ -62,6 +62,7 @@ struct EngineCounters {
   uint64_t collected = 0;    // connections that were idle, and peers that were gone
   uint64_t bytesRead = 0;    // by transfers that ended well, where somebody counts them
   uint64_t bytesWritten = 0;
+  CardCounters byCards;  // of all that is moved, also for collectives
 };
 
 // Memory that peers may still touch after its owner is done with it.

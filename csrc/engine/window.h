@@ -48,6 +48,11 @@ class Window {
   // Memory of the rank's arena, by its offset there, where load and store reach it; null where they
   // do not, or where it is not within the arena.
   const std::byte* peerArena(int rank, uint64_t offset, size_t bytes) const;
+  // The rank's memory is reached through network cards: Channel::hasCards().
+  bool hasCards(int rank) const {
+    const auto& peer = members_[rank].peer;
+    return peer && !members_[rank].mapped && peer->channel->hasCards();
+  }
   // Every part is reached by load and store: what a member published outlives it.
   bool fullyMapped() const { return fullyMapped_; }
 

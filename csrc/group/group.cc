@@ -203,7 +203,10 @@ Result<Group::Meeting> Group::meetInJob(Deadline deadline) {
 Status Group::start(Meeting meeting) {
   MOONCAKE_TRY(window_->attach(rank(), std::move(meeting.peers), meeting.parts));
   int onHost = 0;
-  for (int r = 0; r < size(); ++r) onHost += window_->peerPtr(r) != nullptr;
+  for (int r = 0; r < size(); ++r) {
+    onHost += window_->peerPtr(r) != nullptr;
+    usesCards_ = usesCards_ || window_->hasCards(r);
+  }
   sources_.resize(size_t(size()));
   spin_ = window_->fullyMapped() ? SpinPolicy::forRanksOnHost(onHost) : SpinPolicy::forMessages();
   if (window_->fullyMapped()) {
@@ -346,7 +349,8 @@ void Group::awaitEnded(Deadline deadline) { agent_->awaitEnded(lastNumber, deadl
 Result<RetiredMemory> Group::allocate(size_t bytes) const {
   auto block = engine().arena().allocate(bytes);
   if (!block.ok()) return block.error();
-  auto region = engine().regions().add(block->data(), block->bytes(), kRemoteRead);
+  const uint32_t byCards = usesCards_ ? kLasting | kLanding : 0;
+  auto region = engine().regions().add(block->data(), block->bytes(), kRemoteRead | byCards);
   if (!region.ok()) return region.error();
   return RetiredMemory{std::move(*block), std::move(*region)};
 }
@@ -360,7 +364,11 @@ Result<Group::Shared> Group::reserve(size_t bytes) {
 
 Result<Group::Shared> Group::shared(size_t bytes) {
   if (shared_.block.bytes() < bytes) {
-    shared_ = {};
+    if (usesCards_) {
+      reserved_.push_back(std::move(shared_));  // as what else is outgrown
+    } else {
+      shared_ = {};
+    }
     auto memory = allocate(std::bit_ceil(bytes));
     if (!memory.ok()) return memory.error();
     shared_ = std::move(*memory);
@@ -369,19 +377,29 @@ Result<Group::Shared> Group::shared(size_t bytes) {
 }
 
 std::span<const std::byte*> Group::sources() { return sources_; }
-Result<std::byte*> Group::undo(size_t bytes) { return undo_.atLeast(bytes); }
-Result<std::byte*> Group::scratch(size_t bytes) { return scratch_.atLeast(bytes); }
+Result<std::byte*> Group::undo(size_t bytes) { return atLeast(undo_, bytes, kLasting); }
+Result<std::byte*> Group::scratch(size_t bytes) {
+  return atLeast(scratch_, bytes, kLasting | kLanding);
+}
 
-Result<std::byte*> Group::PrivateBlock::atLeast(size_t wanted) {
-  if (bytes < wanted) {
-    const size_t rounded = std::bit_ceil(std::max<size_t>(wanted, 4096));
-    data = {static_cast<std::byte*>(std::aligned_alloc(4096, rounded)), std::free};
-    bytes = data ? rounded : 0;
-    if (!data)
-      return Error{ErrorCode::kExhausted,
-                   "no memory for " + std::to_string(rounded) + " bytes of staging"};
+Result<std::byte*> Group::atLeast(PrivateBlock& block, size_t wanted, uint32_t rights) {
+  if (block.bytes >= wanted) return block.data.get();
+  constexpr size_t kLeast = 4096, kLeastByCards = size_t(1) << 20;
+  const size_t rounded = std::bit_ceil(std::max(wanted, usesCards_ ? kLeastByCards : kLeast));
+  PrivateBlock larger;
+  larger.data = {static_cast<std::byte*>(std::aligned_alloc(4096, rounded)), std::free};
+  if (!larger.data)
+    return Error{ErrorCode::kExhausted,
+                 "no memory for " + std::to_string(rounded) + " bytes of staging"};
+  larger.bytes = rounded;
+  if (usesCards_) {
+    auto region = engine().regions().add(larger.data.get(), rounded, rights);
+    if (!region.ok()) return region.error();
+    larger.region = std::move(*region);
+    outgrown_.push_back(std::move(block));
   }
-  return data.get();
+  block = std::move(larger);
+  return block.data.get();
 }
 
 }  // namespace mooncake

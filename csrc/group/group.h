@@ -118,6 +118,9 @@ class Group final : public FlushOwner {
   Result<Shared> shared(size_t bytes);       // peers can fetch from it
   Result<std::byte*> undo(size_t bytes);     // where an operation keeps data as it was
   Result<std::byte*> scratch(size_t bytes);  // small, stays in the cache
+  // Where `usesCards`, network cards know all of these for as long as the group lives, so that they
+  // can fetch from there, and to scratch.
+  bool usesCards() const { return usesCards_; }
 
   std::span<const std::byte*> sources();  // one pointer per rank
 
@@ -146,8 +149,9 @@ class Group final : public FlushOwner {
   struct PrivateBlock {
     std::unique_ptr<std::byte, void (*)(void*)> data{nullptr, nullptr};
     size_t bytes = 0;
-    Result<std::byte*> atLeast(size_t wanted);
+    MemoryRegion region;  // where cards are to know it: ends before the memory
   };
+  Result<std::byte*> atLeast(PrivateBlock& block, size_t wanted, uint32_t rights);
 
   GroupOptions options_;
   PartLayout layout_;
@@ -157,6 +161,7 @@ class Group final : public FlushOwner {
   SpinPolicy spin_;
   RankCores cores_;
   bool isCrowded_ = false;
+  bool usesCards_ = false;
   uint64_t topic_ = 0;
   Interrupt interrupt_;
   std::atomic<bool> failed_{false};
@@ -172,6 +177,8 @@ class Group final : public FlushOwner {
   RetiredMemory shared_;
   PrivateBlock undo_;
   PrivateBlock scratch_;
+  // Too small by now. Cards that peers reach would have to take their keys back.
+  std::vector<PrivateBlock> outgrown_;
   std::vector<const std::byte*> sources_;
   std::unique_ptr<ListedGroup> listed_;
 };

@@ -127,4 +127,12 @@ Result<uint64_t> Segment::firstBuffer(Deadline deadline) {
   return buffers.empty() ? 0 : buffers.front().region.address;
 }
 
+Result<std::vector<RemoteRegion>> Segment::regions(Deadline deadline) {
+  const auto known = this->known(deadline);
+  if (!known.ok()) return known.error();
+  std::vector<RemoteRegion> regions;
+  for (const RemoteBuffer& buffer : (*known)->inOrder) regions.push_back(buffer.region);
+  return regions;
+}
+
 }  // namespace mooncake::transfer

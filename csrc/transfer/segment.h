@@ -59,6 +59,8 @@ class Segment : public std::enable_shared_from_this<Segment> {
   Result<std::shared_ptr<Peer>> peer(Deadline deadline);
   // 0: it has none.
   Result<uint64_t> firstBuffer(Deadline deadline);
+  // All that it has registered, as we know it.
+  Result<std::vector<RemoteRegion>> regions(Deadline deadline);
   uint64_t generation() const;
 
  private:

@@ -369,6 +369,8 @@ Code TransferEngine::warmUp(const std::string& name) {
     std::atomic<bool> isThere{false};
   };
   const auto outcome = std::make_shared<Outcome>();
+  const auto regions = segment->regions(deadlineOf(0));
+  if (!regions.ok()) return fail(codeOf(regions.error().code), regions.error().message);
   const uint32_t generation = stopping_.generation();
   {
     std::lock_guard lock(mutex_);
@@ -376,7 +378,7 @@ Code TransferEngine::warmUp(const std::string& name) {
     drivers_.insert(&outcome->bell);
   }
   const Deadline deadline = deadlineOf(0);
-  (*peer)->channel->warmUp(deadline, [outcome](Status how) {
+  (*peer)->channel->warmUp(*regions, deadline, [outcome](Status how) {
     outcome->how = std::move(how);
     outcome->isThere.exchange(true);
     outcome->bell.ring();

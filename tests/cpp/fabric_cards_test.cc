@@ -12,11 +12,12 @@ constexpr SimOdds kNothing{.failed = 0, .late = 0, .lost = 0, .storm = 0, .death
 constexpr size_t kBig = size_t(1) << 20;
 
 Result<std::unique_ptr<Transport>> simWith(const TransportContext& context, SimOdds odds,
-                                           bool withdrawalStops) {
+                                           bool withdrawalStops, bool closeEndsReads = true) {
   return createSimTransport(context, TcpTransport::create,
                             {.cards = 2,
                              .odds = odds,
                              .withdrawalStops = withdrawalStops,
+                             .closeEndsReads = closeEndsReads,
                              .breakOdds = 0,
                              .channel = {.splitBytes = 500'000}});
 }
@@ -41,6 +42,17 @@ struct SimThatIsLate {
 struct SimThatIsLateAndGoesOn {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return simWith(context, SimThatIsLate::kOdds, false);
+  }
+};
+// Gets are writes of the other end.
+struct SimThatIsAsked {
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return simWith(context, kNothing, true, false);
+  }
+};
+struct SimThatIsAskedAndLateAndGoesOn {
+  static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
+    return simWith(context, SimThatIsLate::kOdds, false, false);
   }
 };
 struct TcpRxm {
@@ -101,11 +113,31 @@ class FabricCards : public ConnectedTest {
     });
   }
 
+  // Of the end that asks, or of the owner.
+  void getBehindAFence(bool asks) {
+    User here(a, 8 * kBig), there(b, 8 * kBig);
+    ASSERT_TRUE(goesByCards(toB, here, there));
+    EXPECT_EQ(get(*toB, there, 0, here.at(0, kBig)), ErrorCode::kOk);
+    std::ranges::fill(here.memory, std::byte{1});
+    std::ranges::fill(there.memory, std::byte{7});
+    Completion gets(&bell);
+    for (size_t i = 0; i < 8; ++i) {
+      ASSERT_TRUE(toB->get({there.region.remote(), i * kBig, here.at(i * kBig, kBig), &gets}).ok());
+    }
+    ASSERT_TRUE(eventually([&] { return peek(here.memory.data() + kBig) == std::byte{7}; }));
+    (asks ? toB : toA)->fence();
+    const ErrorCode end = endOf(gets);
+    EXPECT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kAborted) << errorCodeName(end);
+    std::ranges::fill(here.memory, std::byte{1});
+    std::this_thread::sleep_for(3 * kNothing.lateness);
+    EXPECT_TRUE(std::ranges::all_of(here.memory, [](std::byte b) { return b == std::byte{1}; }));
+  }
+
   End a, b;
 };
 
-using Wires =
-    ::testing::Types<SimThatStops, SimThatGoesOn, SimThatIsLate, SimThatIsLateAndGoesOn, TcpRxm>;
+using Wires = ::testing::Types<SimThatStops, SimThatGoesOn, SimThatIsLate, SimThatIsLateAndGoesOn,
+                               SimThatIsAsked, SimThatIsAskedAndLateAndGoesOn, TcpRxm>;
 TYPED_TEST_SUITE(FabricCards, Wires);
 
 TYPED_TEST(FabricCards, MoveWhatIsRegisteredAtBothEnds) {
@@ -124,6 +156,55 @@ TYPED_TEST(FabricCards, MoveWhatIsRegisteredAtBothEnds) {
     EXPECT_EQ(here.memory[10], std::byte{0});
   }
   EXPECT_GT(movedOn(this->toB), 2 * 100'000u);
+}
+
+// By its reads, or by the other end's writes.
+TYPED_TEST(FabricCards, GetsAreNoPackets) {
+  User here(this->a, 2 * kBig), there(this->b, 2 * kBig), landing(this->a, kBig, kLanding);
+  const Bytes data = pattern(kBig, 3);
+  std::copy(data.begin(), data.end(), there.memory.begin() + 5);
+  for (const auto target : {here.at(9, kBig), landing.at(0, kBig)}) {
+    ASSERT_TRUE(eventually([&] {
+      const uint64_t before = movedOn(this->toB);
+      EXPECT_EQ(this->get(*this->toB, there, 5, target), ErrorCode::kOk);
+      EXPECT_TRUE(std::ranges::equal(target, data));
+      return movedOn(this->toB) >= before + kBig;
+    }));
+  }
+}
+
+// Of what is meant for being fetched into a peer writes nothing that it was not asked for.
+TYPED_TEST(FabricCards, LandingsAreNotWritable) {
+  User here(this->a, kBig), there(this->b, kBig), landing(this->b, kBig, kLanding);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  for (int i = 0; i < 3; ++i)
+    EXPECT_EQ(this->write(*this->toB, landing, 0, here.memory), ErrorCode::kRefused);
+  for (int i = 0; i < 3; ++i)
+    EXPECT_EQ(this->get(*this->toB, landing, 0, here.memory), ErrorCode::kRefused);
+}
+
+TYPED_TEST(FabricCards, ManyGetsAtOnce) {
+  constexpr size_t kEach = 20'000, kCount = 1100;
+  User here(this->a, kCount * kEach), there(this->b, kCount * kEach);
+  const Bytes data = pattern(there.memory.size(), 4);
+  std::ranges::copy(data, there.memory.begin());
+  for (int round = 0; round < 2; ++round) {
+    std::ranges::fill(here.memory, std::byte{});
+    Completion completion(&this->bell);
+    std::vector<GetRequest> requests;
+    for (size_t i = 0; i < kCount; ++i) {
+      requests.push_back(
+          {there.region.remote(), i * kEach, here.at(i * kEach, kEach), &completion});
+    }
+    // One is small, and one is not there.
+    requests.push_back({there.region.remote(), 0, here.at(0, 100), &completion});
+    ASSERT_TRUE(this->toB->get(requests).ok());
+    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+    EXPECT_EQ(here.memory, data);
+    requests.back().offset = there.memory.size() - 99;
+    ASSERT_TRUE(this->toB->get(requests).ok());
+    EXPECT_EQ(endOf(completion), ErrorCode::kRefused);
+  }
 }
 
 TYPED_TEST(FabricCards, LeaveToPacketsWhatIsSmallOrNotRegisteredForLong) {
@@ -210,6 +291,9 @@ TYPED_TEST(FabricCards, NothingLandsBehindAFence) {
   EXPECT_TRUE(std::ranges::all_of(there.memory, [](std::byte b) { return b == std::byte{1}; }));
 }
 
+TYPED_TEST(FabricCards, NothingOfAGetLandsBehindAFenceOfWhoAsks) { this->getBehindAFence(true); }
+TYPED_TEST(FabricCards, NothingOfAGetLandsBehindAFenceOfTheOwner) { this->getBehindAFence(false); }
+
 TYPED_TEST(FabricCards, OthersGoOnBesideAFence) {
   typename TestFixture::End c;
   auto connected = connectNow(c, this->b);
@@ -279,6 +363,45 @@ TYPED_TEST(FabricCards, AWriteThatComesLateLandsNowhere) {
   EXPECT_EQ(there.memory, last);
 }
 
+TYPED_TEST(FabricCards, AGetThatComesLateLandsNowhere) {
+  constexpr size_t kEach = 120'000;
+  User here(this->a, kEach), there(this->b, kEach);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  for (uint64_t i = 0; i < 150; ++i) {
+    std::ranges::fill(there.memory, static_cast<std::byte>(i));
+    ASSERT_EQ(this->get(*this->toB, there, 0, here.memory), ErrorCode::kOk);
+    ASSERT_TRUE(here.holds(0, there.memory)) << i;
+  }
+  const Bytes last = here.memory;
+  std::this_thread::sleep_for(3 * kNothing.lateness);
+  EXPECT_EQ(here.memory, last);
+}
+
+TYPED_TEST(FabricCards, WhatIsRevokedIsNotReadAnyMore) {
+  User here(this->a, 4 * kBig);
+  for (int round = 0; round < 5; ++round) {
+    User there(this->b, 4 * kBig);
+    std::ranges::fill(there.memory, std::byte{7});
+    EXPECT_EQ(this->get(*this->toB, there, 0, here.at(0, kBig)), ErrorCode::kOk);
+    Completion under(&this->bell);
+    // Of the same memory a second time: the one that lasts stays in every other round.
+    auto brief = this->b.regions().add(there.memory.data(), there.memory.size(), kRemoteRead);
+    MemoryRegion& revoked = round % 2 == 0 ? there.region : *brief;
+    const RemoteRegion remote = revoked.remote();
+    for (size_t i = 0; i < 4; ++i)
+      ASSERT_TRUE(this->toB->get({remote, i * kBig, here.at(i * kBig, kBig), &under}).ok());
+    revoked = MemoryRegion();
+    std::ranges::fill(there.memory, std::byte{1});
+    const ErrorCode end = endOf(under);
+    ASSERT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kRefused) << errorCodeName(end);
+    const bool isThere = here.holds(0, Bytes(4 * kBig, std::byte{7}));
+    ASSERT_TRUE(isThere || end == ErrorCode::kRefused);
+    Completion late(&this->bell);
+    ASSERT_TRUE(this->toB->get({remote, 0, here.at(0, kBig), &late}).ok());
+    EXPECT_EQ(endOf(late), ErrorCode::kRefused);
+  }
+}
+
 // ---- a connection that is made again
 
 class FabricCardsAgain : public ConnectedTest {
@@ -290,12 +413,14 @@ class FabricCardsAgain : public ConnectedTest {
                                  .storm = 0,
                                  .death = 0,
                                  .lateness = std::chrono::milliseconds(150)};
-  static auto create(const std::shared_ptr<SimCards>& cards, bool withdrawalStops) {
+  static auto create(const std::shared_ptr<SimCards>& cards, bool withdrawalStops,
+                     bool closeEndsReads = true) {
     return [=](const TransportContext& context) {
       return createSimTransport(context, TcpTransport::create,
                                 {.cards = 2,
                                  .odds = cards ? SimThatIsLate::kOdds : kLate,
                                  .withdrawalStops = withdrawalStops,
+                                 .closeEndsReads = closeEndsReads,
                                  .breakOdds = cards ? 0u : 60u,
                                  .made = cards,
                                  .channel = {.stallLimit = std::chrono::milliseconds(20),
@@ -336,6 +461,44 @@ TEST_F(FabricCardsAgain, NothingOfTheOldOneLands) {
       ASSERT_TRUE(eventually([&] { return b.renewedCount() == breaks; }));
     }
     EXPECT_EQ(seen, 5u);
+    EXPECT_GT(movedOn(toB), 0u);
+    TearDown();
+  }
+}
+
+// The other end writes what we get, and half of that is late.
+TEST_F(FabricCardsAgain, NothingOfAGetOfTheOldOneLands) {
+  for (const bool stops : {true, false}) {
+    WireEnd a(onLoopback(), create(nullptr, stops, false));
+    WireEnd b(onLoopback(), create(nullptr, stops, false));
+    connect(a, b);
+    constexpr size_t kEach = 40'000, kSlots = 8;
+    User here(a, kSlots * kEach), there(b, kSlots * kEach);
+    size_t breaks = 0;
+    for (uint64_t i = 0; breaks < 5 && i < 3000; ++i) {
+      std::ranges::fill(there.memory, static_cast<std::byte>(i));
+      Completion completion(&bell);
+      Status begun;
+      for (size_t slot = 0; slot < kSlots && begun.ok(); ++slot) {
+        begun = toB->get(
+            {there.region.remote(), slot * kEach, here.at(slot * kEach, kEach), &completion});
+      }
+      const ErrorCode end = endOf(completion);
+      if (begun.ok() && end == ErrorCode::kOk) {
+        ASSERT_TRUE(here.holds(0, there.memory)) << i;
+        continue;
+      }
+      std::ranges::fill(here.memory, std::byte{0xee});
+      ++breaks;
+      ASSERT_TRUE(eventually([&] { return a.endedCount() == breaks; }));
+      std::this_thread::sleep_for(2 * kLate.lateness);
+      ASSERT_TRUE(std::ranges::all_of(here.memory, [](std::byte b) {
+        return b == std::byte{0xee};
+      })) << i;
+      ASSERT_TRUE(reconnect(a, b).ok());
+      ASSERT_TRUE(eventually([&] { return b.renewedCount() == breaks; }));
+    }
+    EXPECT_EQ(breaks, 5u);
     EXPECT_GT(movedOn(toB), 0u);
     TearDown();
   }

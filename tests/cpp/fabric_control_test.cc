@@ -40,6 +40,8 @@ std::vector<Sample> samples() {
       sampleOf(someGrant()),
       sampleOf(Card{.index = 3, .address = Bytes(16)}),
       sampleOf(Retire{.ticket = 1, .region = 2, .card = 3}),
+      sampleOf(Fetch{{{1, 2, 3, 4, 5, 6}, {7, 8, 9, 10, 11, 12}}}),
+      sampleOf(Fetched{{{.number = 1}, {.number = 2, .missing = {{3, 4}, {5, 6}}}}}),
   };
 }
 
@@ -88,6 +90,34 @@ TEST(FabricControlTest, AGrantIsAllOfTheRegionOrNothing) {
     spoil[i](grant);
     EXPECT_FALSE(decodes(grant)) << i;
   }
+}
+
+TEST(FabricControlTest, NoMoreIsFetchedAtOnceThanOneMessageHolds) {
+  const auto decodes = [](const auto& what) {
+    return std::decay_t<decltype(what)>::decode(ByteView(what.encode()).subspan(1)).ok();
+  };
+  Fetch fetch{std::vector<Fetch::One>(kMostFetches)};
+  Fetched fetched{std::vector<Fetched::One>(kMostFetches)};
+  for (auto& one : fetched.ones) one.missing.resize(kMostParts);
+  EXPECT_TRUE(decodes(fetch) && decodes(fetched));
+  EXPECT_LE(std::max(fetch.encode().size(), fetched.encode().size()), size_t(64) << 10);
+  fetch.ones.emplace_back();
+  EXPECT_FALSE(decodes(fetch));
+  fetched.ones.back().missing.emplace_back();
+  EXPECT_FALSE(decodes(fetched));
+  fetched.ones.back().missing.clear();
+  fetched.ones.emplace_back();
+  EXPECT_FALSE(decodes(fetched));
+}
+
+TEST(FabricControlTest, WhatIsMissingIsToldWholeWithFewParts) {
+  Fetched::One one;
+  for (const uint64_t position : {40, 80, 20, 60}) one.miss({position, 10});
+  ASSERT_EQ(one.missing.size(), kMostParts);
+  one.miss({0, 5});
+  ASSERT_EQ(one.missing.size(), 1u);
+  EXPECT_EQ(one.missing[0].position, 0u);
+  EXPECT_EQ(one.missing[0].bytes, 90u);
 }
 
 }  // namespace

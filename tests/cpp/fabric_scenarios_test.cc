@@ -29,6 +29,7 @@ class Scenario {
                                   .storm = odds(),
                                   .death = odds() * 10},
                          .withdrawalStops = below(2) == 0,
+                         .closeEndsReads = below(2) == 0,
                          .breakOdds = 0,
                          .made = end->cards,
                          .channel = {.splitBytes = 1 + below(100'000),
@@ -74,7 +75,7 @@ class Scenario {
       written.insert(written.end(), one.begin(), one.end());
     }
     const uint32_t lasting = isByCards_ ? uint32_t(kLasting) : 0;
-    auto inTargets = a_.wire->regions().add(targets.data(), targets.size(), lasting);
+    auto inTargets = a_.wire->regions().add(targets.data(), targets.size(), lasting | kLanding);
     auto inWritten = a_.wire->regions().add(written.data(), written.size(), lasting);
     EXPECT_TRUE(inTargets.ok() && inWritten.ok());
     // So that the keys are there, or on their way.

@@ -31,6 +31,8 @@ enum RegionRights : uint32_t {
   kRemoteRead = 1,
   kRemoteWrite = 2,
   kLasting = 4,  // no right: the memory stays for long, so that what is costly to make for it pays
+  // No right of a key: of memory that lasts, peers' cards may write there what they were asked for.
+  kLanding = 8,
 };
 
 // Who makes something for memory that lasts: registers it with network cards.

@@ -53,10 +53,16 @@ class Channel {
   virtual bool isMadeAgain() const { return false; }
   // Bytes received. Unused, like beat(), where a life word is mapped: that tells more.
   virtual uint64_t lifeSigns() const { return 0; }
-  // Does ahead of time what the first transfer would wait for on the way to the peer. `done` runs
+  // Does ahead of time what the first transfer between these regions of the peer's and memory that
+  // lasts here would wait for on the way to the peer. `done` runs
   // once, on any thread, and must not block or call the channel; by the deadline, or the channel's
   // end.
-  virtual void warmUp(Deadline, std::function<void(Status)> done) { done({}); }
+  virtual void warmUp(std::span<const RemoteRegion>, Deadline, std::function<void(Status)> done) {
+    done({});
+  }
+  // Network cards move bytes by themselves between memory that lasts here and memory that lasts
+  // there: copying what is large into such memory costs less than to have it cut into packets.
+  virtual bool hasCards() const { return false; }
   // Shows the peer that we live, unless something else has since the last call. Waits for no lock.
   virtual void beat() {}
   // Connections beside the first that have carried nothing since the last call may end, and come
@@ -175,6 +181,13 @@ struct TransportContext {
   std::function<void(EngineId peer)> onReconnected;
 };
 
+// What network cards have moved by themselves for an engine, in bytes.
+struct CardCounters {
+  uint64_t read = 0;     // of gets: by our cards, or by the owner's for us
+  uint64_t written = 0;  // of writes
+  uint64_t retried = 0;  // that did not come so, and were sent once more
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -202,6 +215,7 @@ class Transport {
                          std::function<void(Status)> done) {
     done({ErrorCode::kUnsupported, "this wire does not connect again"});
   }
+  virtual CardCounters cardCounters() const { return {}; }
   // Stops listening and closes what it accepted. Handshakes that are under way there may still end
   // on the loop: that stops before the transport goes.
   virtual void shutdown() = 0;

@@ -316,8 +316,9 @@ int getEngineCounters(transfer_engine_t engine, engine_counters_t* counters) {
   const auto own = engineOf(engine);
   if (!own || !counters) return kInvalid;
   const EngineCounters now = own->counters();
-  *counters = {now.opened,      now.reused,    now.active,    now.pending,     now.retries,
-               now.connections, now.collected, now.bytesRead, now.bytesWritten};
+  *counters = {now.opened,       now.reused,       now.active,          now.pending,
+               now.retries,      now.connections,  now.collected,       now.bytesRead,
+               now.bytesWritten, now.byCards.read, now.byCards.written, now.byCards.retried};
   return kGood;
 }
 

@@ -104,6 +104,9 @@ struct engine_counters {
   uint64_t collected;   /* connections that were idle, and peers that were gone */
   uint64_t bytes_read;  /* by transfers of this engine that ended well */
   uint64_t bytes_written;
+  uint64_t cards_read; /* bytes that network cards have moved by themselves, of reads */
+  uint64_t cards_written;
+  uint64_t cards_retried; /* that they could not move, and that were sent once more */
 };
 typedef struct engine_counters engine_counters_t;
 

@@ -55,7 +55,8 @@ SimNic::SimNic(Options options)
              .remoteRead = true,
              .remoteWrite = true,
              .deviceMemory = false,
-             .withdrawalStops = options_.withdrawalStops};
+             .withdrawalStops = options_.withdrawalStops,
+             .closeEndsReads = options_.closeEndsReads};
   // As good a card, and another fate.
   if (options_.turn != 0) dice_ = SimDice(options_.seed ^ options_.turn << 32);
 }

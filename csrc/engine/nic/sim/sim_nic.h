@@ -48,6 +48,7 @@ class SimNic final : public Nic {
     Carry carry;
     std::function<void()> onGone = nullptr;
     bool withdrawalStops = true;
+    bool closeEndsReads = true;
     uint64_t turn = 0;  // how many there were before, of the same index
   };
   explicit SimNic(Options options);

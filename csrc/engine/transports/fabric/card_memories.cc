@@ -1,5 +1,6 @@
 #include "engine/transports/fabric/card_memories.h"
 
+#include <algorithm>
 #include <pthread.h>
 #include <system_error>
 
@@ -15,9 +16,12 @@ constexpr auto kLook = std::chrono::microseconds(50);
 // Below it a thread costs more than what it saves.
 constexpr size_t kParallelFrom = size_t(1) << 20;
 
+// Rights by which peers' cards may write.
+constexpr uint32_t kWritten = kRemoteWrite | kLanding;
+
 uint32_t accessOf(uint32_t rights) {
   return ((rights & kRemoteRead) != 0 ? static_cast<uint32_t>(NicAccess::kRemoteRead) : 0) |
-         ((rights & kRemoteWrite) != 0 ? static_cast<uint32_t>(NicAccess::kRemoteWrite) : 0);
+         ((rights & kWritten) != 0 ? static_cast<uint32_t>(NicAccess::kRemoteWrite) : 0);
 }
 
 }  // namespace
@@ -106,19 +110,47 @@ bool CardMemories::isStale(const Region& region, size_t card) const {
   return !on || on->generation() != rails_->generation(card);
 }
 
+const CardMemories::Region* CardMemories::regionOf(std::span<const std::byte> range,
+                                                   uint64_t& key) const {
+  const auto behind = byAddress_.upper_bound(range.data());
+  if (behind == byAddress_.begin()) return nullptr;
+  key = std::prev(behind)->second;
+  const Region& region = regions_.find(key)->second;
+  const auto offset = static_cast<uint64_t>(range.data() - region.memory.data());
+  const bool isInside =
+      offset <= region.memory.size() && range.size() <= region.memory.size() - offset;
+  return isInside ? &region : nullptr;
+}
+
 std::optional<CardMemories::Local> CardMemories::find(std::span<const std::byte> range) {
   std::lock_guard lock(mutex_);
-  const auto behind = byAddress_.upper_bound(range.data());
-  if (behind == byAddress_.begin()) return std::nullopt;
-  const auto [start, key] = *std::prev(behind);
-  const Region& region = regions_.find(key)->second;
-  const auto offset = static_cast<uint64_t>(range.data() - start);
-  if (offset > region.memory.size() || range.size() > region.memory.size() - offset)
-    return std::nullopt;
+  uint64_t key = 0;
+  const Region* region = regionOf(range, key);
+  if (!region) return std::nullopt;
+  const auto offset = static_cast<uint64_t>(range.data() - region->memory.data());
   Local local{
-      .use = table_.open(key, offset, range.size(), 0), .offset = offset, .cards = region.cards};
+      .use = table_.open(key, offset, range.size(), 0), .offset = offset, .cards = region->cards};
   if (!local.use) return std::nullopt;
   return local;
+}
+
+std::optional<CardMemories::Landing> CardMemories::landing(std::span<const std::byte> range) {
+  std::lock_guard lock(mutex_);
+  uint64_t key = 0;
+  const Region* region = regionOf(range, key);
+  if (!region || (region->rights & kWritten) == 0) return std::nullopt;
+  const auto isThere = [](const auto& on) { return on && on->memory(); };
+  if (std::none_of(region->cards.begin(), region->cards.end(), isThere)) return std::nullopt;
+  return Landing{key, static_cast<uint64_t>(range.data() - region->memory.data())};
+}
+
+std::vector<uint64_t> CardMemories::keys(size_t most) {
+  std::lock_guard lock(mutex_);
+  std::vector<uint64_t> keys;
+  for (const auto& [key, region] : regions_) {
+    if (keys.size() < most && (region.rights & kWritten) != 0) keys.push_back(key);
+  }
+  return keys;
 }
 
 // ---- who was told
@@ -131,14 +163,14 @@ control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder
   Region& region = found->second;
   // Also one that is just being revoked counts as gone.
   if (!table_.open(key, 0, region.memory.size(), 0)) return grant;
-  grant.rights = region.rights & (kRemoteRead | kRemoteWrite);
+  grant.rights = region.rights & (kRemoteRead | kWritten);
   grant.bytes = region.memory.size();
   size_t all = 0;
   for (size_t card = 0; card < region.cards.size(); ++card) {
     auto& pieces = grant.cards.emplace_back();
     const NicLimits& limits = rails_->limits(card);
     const bool isAble = (limits.remoteRead || (grant.rights & kRemoteRead) == 0) &&
-                        (limits.remoteWrite || (grant.rights & kRemoteWrite) == 0);
+                        (limits.remoteWrite || (grant.rights & kWritten) == 0);
     if (grant.rights == 0 || !isAble || isStale(region, card) || !region.cards[card]->memory())
       continue;
     const auto registered = region.cards[card]->memory()->pieces(0);
@@ -203,17 +235,41 @@ void CardMemories::finish(Detached detached) {
   });
 }
 
+CardMemories::Detached CardMemories::detachAll(const KeyHolder* holder, bool staysHolder) {
+  Detached detached = begin();
+  for (auto& [key, region] : regions_) {
+    const auto held = region.holders.find(holder);
+    if (held == region.holders.end()) continue;
+    const bool hadKeys = std::exchange(held->second.hasKeys, false);
+    if (!staysHolder) region.holders.erase(held);
+    if (!hadKeys) continue;
+    for (size_t card = 0; card < region.cards.size(); ++card) detach(region, card, detached);
+  }
+  return detached;
+}
+
 void CardMemories::takeBack(const KeyHolder* holder) {
   std::unique_lock lock(mutex_);
   if (isStopped_) return;
-  Detached detached = begin();
-  for (auto& [key, region] : regions_) {
-    const auto held = region.holders.extract(holder);
-    if (!held || !held.mapped().hasKeys) continue;
-    for (size_t card = 0; card < region.cards.size(); ++card) detach(region, card, detached);
-  }
+  Detached detached = detachAll(holder, /*staysHolder=*/false);
   lock.unlock();
   finish(std::move(detached));
+}
+
+void CardMemories::withdraw(const KeyHolder* holder) {
+  std::unique_lock lock(mutex_);
+  if (isStopped_) return;
+  Detached detached = detachAll(holder, /*staysHolder=*/true);
+  lock.unlock();
+  finish(std::move(detached));
+}
+
+void CardMemories::withdrawLater(const KeyHolder* holder, std::function<void()> done) {
+  std::unique_lock lock(mutex_);
+  if (isStopped_) return;
+  Detached detached = detachAll(holder, /*staysHolder=*/true);
+  lock.unlock();
+  finishLater(std::move(detached), std::move(done));
 }
 
 void CardMemories::takeBackLater(uint64_t key, size_t card, const KeyHolder* holder,
@@ -230,6 +286,10 @@ void CardMemories::takeBackLater(uint64_t key, size_t card, const KeyHolder* hol
         detach(found->second, card, detached);
     }
   }
+  finishLater(std::move(detached), std::move(done));
+}
+
+void CardMemories::finishLater(Detached detached, std::function<void()> done) {
   post([this, done = std::move(done),
         detached = std::make_shared<Detached>(std::move(detached))]() mutable {
     finish(std::move(*detached));

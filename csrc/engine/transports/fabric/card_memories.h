@@ -64,11 +64,22 @@ class CardMemories final : public RegionWatcher {
     std::vector<std::shared_ptr<const OnCard>> cards;  // null: not with this one
   };
   std::optional<Local> find(std::span<const std::byte> range);
+  // A range here into which a peer may be asked to write, as it names it.
+  struct Landing {
+    uint64_t key = 0, offset = 0;
+  };
+  std::optional<Landing> landing(std::span<const std::byte> range);
+  // Of regions into which peers' cards may write.
+  std::vector<uint64_t> keys(size_t most);
 
   // What a peer may be told. It is a holder from now on, until it is taken back, or forgotten: it
   // has left in peace, and nothing of it is under way.
   control::Grant grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder);
   void takeBack(const KeyHolder* holder);
+  // The same, but it stays a holder: it hears of new keys when there are some.
+  void withdraw(const KeyHolder* holder);
+  // That, without waiting: `done` runs on another thread, unless the cards are closed for good.
+  void withdrawLater(const KeyHolder* holder, std::function<void()> done);
   void forget(const KeyHolder* holder);
   // Of one region and card. `done` runs on another thread when nothing lands there any more that
   // was begun under a key that anybody was told before.
@@ -78,6 +89,9 @@ class CardMemories final : public RegionWatcher {
   void onAdded(uint64_t key, std::span<std::byte> memory, uint32_t rights) override;
   void onRevoked(uint64_t key) override;
   void onRenewal() { post(nullptr); }
+
+  // Of all channels: CardCounters.
+  std::atomic<uint64_t> read{0}, written{0}, retried{0};
 
   // The cards are about to be closed for good: nothing is registered, or taken back, any more.
   void stop();
@@ -108,8 +122,11 @@ class CardMemories final : public RegionWatcher {
   std::shared_ptr<const OnCard> registerWith(size_t card, std::span<std::byte> memory,
                                              uint32_t rights);
   bool isStale(const Region& region, size_t card) const;
-  Detached begin();                                              // under the lock
-  void detach(Region& region, size_t card, Detached& detached);  // under the lock
+  const Region* regionOf(std::span<const std::byte> range, uint64_t& key) const;  // under the lock
+  Detached begin();                                                               // under the lock
+  void detach(Region& region, size_t card, Detached& detached);                   // under the lock
+  Detached detachAll(const KeyHolder* holder, bool staysHolder);                  // under the lock
+  void finishLater(Detached detached, std::function<void()> done);
   void finish(Detached detached);
   void post(std::function<void()> task);
   void run();

@@ -156,6 +156,77 @@ Result<Retire> Retire::decode(ByteView bytes) {
   return retire;
 }
 
+Bytes Fetch::encode() const {
+  ByteWriter out = begin(Kind::kFetch);
+  out.put(static_cast<uint16_t>(ones.size()));
+  for (const One& one : ones)
+    out.put(one.number)
+        .put(one.region)
+        .put(one.offset)
+        .put(one.bytes)
+        .put(one.target)
+        .put(one.targetOffset);
+  return out.take();
+}
+
+Result<Fetch> Fetch::decode(ByteView bytes) {
+  ByteReader in(bytes);
+  Fetch fetch;
+  const size_t count = in.get<uint16_t>();
+  for (size_t left = std::min(count, kMostFetches); left > 0 && !in.failed(); --left) {
+    One& one = fetch.ones.emplace_back();
+    one.number = in.get<uint64_t>();
+    one.region = in.get<uint64_t>();
+    one.offset = in.get<uint64_t>();
+    one.bytes = in.get<uint64_t>();
+    one.target = in.get<uint64_t>();
+    one.targetOffset = in.get<uint64_t>();
+  }
+  MOONCAKE_TRY(in.finish("fetch of a fabric channel"));
+  return fetch;
+}
+
+void Fetched::One::miss(Part part) {
+  if (missing.size() < kMostParts) return missing.push_back(part);
+  uint64_t begin = part.position, end = part.position + part.bytes;
+  for (const Part& other : missing) {
+    begin = std::min(begin, other.position);
+    end = std::max(end, other.position + other.bytes);
+  }
+  missing = {{.position = begin, .bytes = end - begin}};
+}
+
+Bytes Fetched::encode() const {
+  ByteWriter out = begin(Kind::kFetched);
+  out.put(static_cast<uint16_t>(ones.size()));
+  for (const One& one : ones) {
+    out.put(one.number).put(static_cast<uint8_t>(one.missing.size()));
+    for (const Part& part : one.missing) out.put(part.position).put(part.bytes);
+  }
+  return out.take();
+}
+
+Result<Fetched> Fetched::decode(ByteView bytes) {
+  ByteReader in(bytes);
+  Fetched fetched;
+  bool isWhole = true;
+  const size_t count = in.get<uint16_t>();
+  for (size_t left = std::min(count, kMostFetches); left > 0 && !in.failed(); --left) {
+    One& one = fetched.ones.emplace_back();
+    one.number = in.get<uint64_t>();
+    const size_t parts = in.get<uint8_t>();
+    isWhole = isWhole && parts <= kMostParts;
+    for (size_t i = 0; i < std::min(parts, kMostParts) && !in.failed(); ++i) {
+      const auto position = in.get<uint64_t>();
+      one.missing.push_back({.position = position, .bytes = in.get<uint64_t>()});
+    }
+  }
+  MOONCAKE_TRY(in.finish("end of a fetch of a fabric channel"));
+  if (!isWhole)
+    return Error{ErrorCode::kProtocol, "an end of a fetch of a fabric channel does not decode"};
+  return fetched;
+}
+
 Bytes encodeNumber(Kind kind, uint64_t number) { return begin(kind).put(number).take(); }
 
 Result<uint64_t> decodeNumber(ByteView bytes) {

@@ -8,7 +8,7 @@
 #include "engine/nic/nic.h"
 
 // What the two ends of a fabric channel tell each other over the TCP channel beneath: one byte that
-// says what it is, then the fields. Version 2, in HELLO.
+// says what it is, then the fields. Version 3, in HELLO.
 //
 //   MESSAGE   a whole message for whoever runs the engine over there
 //   BEGIN     the first part of one that does not fit beside the byte; END is behind it
@@ -21,12 +21,19 @@
 //   ASK       u64 question: which of my packets have come?
 //   STATE     u64 question  u64 below  u32 count  count x u64: these, and all below
 //   RESOLVE   u64 region key: under which keys do your cards let mine reach it?
-//   GRANT     u64 region key  u32 rights  u64 bytes  u8 cards  cards x { u16 pieces  pieces x
+//   GRANT     (asked for, or not) u64 region key  u32 rights  u64 bytes  u8 cards  cards x { u16
+//   pieces  pieces x
 //             { u64 offset  u64 bytes  u64 key  u64 base } }: no piece where one does not
 //   CHANGED   u64 region key: what I granted is good for nothing, or there is more: ask anew
 //   CARD      u8 card  bytes address: mine has been opened anew, what was granted for it is void
 //   RETIRE    u64 ticket  u64 region key  u8 card: what I have written there must not land any more
 //   RETIRED   u64 ticket: it does not
+//   FETCH     u16 count  count x { u64 number  u64 region key  u64 offset  u64 bytes  u64 our
+//             region's key  u64 offset there }: write these bytes of yours there, by your cards
+//   FETCHED   u16 count  count x { u64 number  u8 parts  parts x { u64 position  u64 bytes } }:
+//   they
+//             are there, but for these parts of them. What cards cannot do at all is answered as if
+//             it had been asked for by a packet
 //   CARRIED   of cards that are simulated: what one of them would have sent by itself
 namespace mooncake::control {
 
@@ -46,12 +53,17 @@ enum class Kind : uint8_t {
   kCard,
   kRetire,
   kRetired,
+  kFetch,
+  kFetched,
 };
 
-inline constexpr uint8_t kVersion = 2;
+inline constexpr uint8_t kVersion = 3;
 inline constexpr size_t kMostRails = 64;
 inline constexpr size_t kMostNumbers = 4096;  // in one list
 inline constexpr size_t kMostPieces = 1900;   // in one grant: a message has 64 KiB
+inline constexpr size_t kMostOffers = 1024;   // grants that were not asked for, and are kept
+inline constexpr size_t kMostFetches = 512;   // in one message
+inline constexpr size_t kMostParts = 4;       // of one fetch
 
 struct Hello {
   struct Rail {
@@ -114,6 +126,34 @@ struct Retire {
 
   Bytes encode() const;
   static Result<Retire> decode(ByteView bytes);
+};
+
+struct Fetch {
+  struct One {
+    uint64_t number = 0;
+    uint64_t region = 0, offset = 0, bytes = 0;
+    uint64_t target = 0, targetOffset = 0;
+  };
+  std::vector<One> ones;
+
+  Bytes encode() const;
+  static Result<Fetch> decode(ByteView bytes);
+};
+
+struct Fetched {
+  struct Part {
+    uint64_t position = 0, bytes = 0;
+  };
+  struct One {
+    uint64_t number = 0;
+    std::vector<Part> missing;
+    // More than can be told become one that has them all.
+    void miss(Part part);
+  };
+  std::vector<One> ones;
+
+  Bytes encode() const;
+  static Result<Fetched> decode(ByteView bytes);
 };
 
 // Those with one number: a question, the key of a region, a ticket.

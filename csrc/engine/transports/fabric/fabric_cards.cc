@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "engine/stream/wire.h"
 #include "engine/transports/fabric/fabric_channel.h"
 
 // What cards move by themselves: how it is cut, what becomes of a piece that fails, and how the
@@ -31,7 +32,7 @@ class FabricChannel::MovePiece final : public NicOperation {
     if (!transfer_->gate.enter()) return {ErrorCode::kAborted, "the transfer has ended"};
     transfer_->rails.fetch_or(uint64_t(1) << what_.path, std::memory_order_relaxed);
     const NicBuffer here{transfer_->memory.subspan(what_.position, what_.bytes), what_.memory};
-    Status begun = transfer_->isWrite
+    Status begun = transfer_->writes()
                        ? nic.write(what_.peer.number, here, what_.key, what_.offset, this)
                        : nic.read(what_.peer.number, here, what_.key, what_.offset, this);
     hasBegun_ = begun.ok();
@@ -55,8 +56,9 @@ class FabricChannel::MovePiece final : public NicOperation {
 
 // ---- how it begins
 
-// False: it is for packets. Small ones, what is not registered at both ends, what the peer has not
-// granted yet, and reads of cards that do not close in peace while some are under way.
+// False: it is for packets, or for the peer's cards. Small ones, what is not registered at both
+// ends, what the peer has not granted yet, and reads of cards that do not close in peace while some
+// are under way.
 bool FabricChannel::moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
                                 std::span<std::byte> memory, Completion* completion) {
   if (memory.size() < options_.leastByCard || !memories_ || !theirs_ || lost_) return false;
@@ -71,7 +73,7 @@ bool FabricChannel::moveByCards(bool isWrite, const RemoteRegion& region, uint64
     return false;
   const auto transfer = std::make_shared<CardTransfer>();
   transfer->number = ++lastNumber_;
-  transfer->isWrite = isWrite;
+  transfer->kind = isWrite ? CardTransfer::Kind::kWrite : CardTransfer::Kind::kRead;
   transfer->key = region.key;
   transfer->offset = offset;
   transfer->memory = memory;
@@ -81,10 +83,47 @@ bool FabricChannel::moveByCards(bool isWrite, const RemoteRegion& region, uint64
   transfer->turn = turn_++;
   moving_.emplace(transfer->number, transfer);
   unmoved_.push_back(transfer);
-  pump(Clock::now());
-  activate();
-  perhapsBreak();
   return true;
+}
+
+// A get into memory that lasts, where our cards do not read: the peer's write it here, under keys
+// that it is told once. Whether they can is for the peer to know, which otherwise answers with
+// packets.
+bool FabricChannel::askForWrite(const GetRequest& request, control::Fetch& asked) {
+  if (request.target.size() < options_.leastByCard || !memories_ || !theirs_ || lost_) return false;
+  if (rails_->limits(0).closeEndsReads) return false;
+  const auto landing = memories_->landing(request.target);
+  if (!landing) return false;
+  offer(landing->key);
+  const auto transfer = std::make_shared<CardTransfer>();
+  transfer->number = ++lastNumber_;
+  transfer->kind = CardTransfer::Kind::kAsked;
+  transfer->key = request.region.key;
+  transfer->offset = request.offset;
+  transfer->memory = request.target;
+  transfer->completion = request.completion;
+  transfer->position = request.target.size();
+  transfer->open = 1;
+  transfer->awaitsPeer = true;
+  moving_.emplace(transfer->number, transfer);
+  asked.ones.push_back({.number = transfer->number,
+                        .region = request.region.key,
+                        .offset = request.offset,
+                        .bytes = request.target.size(),
+                        .target = landing->key,
+                        .targetOffset = landing->offset});
+  if (asked.ones.size() == control::kMostFetches) sendFetch(asked);
+  return true;
+}
+
+void FabricChannel::sendFetch(control::Fetch& asked) {
+  if (!asked.ones.empty()) tell(std::exchange(asked, {}).encode());
+}
+
+// The keys of a region of ours, ahead of what needs them.
+void FabricChannel::offer(uint64_t key) {
+  if (offered_.size() >= kMostGrants) offered_.clear();
+  if (offered_.insert(key).second) tell(memories_->grant(key, shared_from_this()).encode());
 }
 
 // Null: the peer is asked, unless it was just now.
@@ -152,7 +191,8 @@ bool FabricChannel::movePiece(const std::shared_ptr<CardTransfer>& transfer,
   ++transfer->open;
   if (!way) {  // the rest of it
     const uint64_t rest = std::exchange(transfer->position, all);
-    moveByPackets(transfer, rest, all - rest);
+    moveOtherwise(transfer, rest, all - rest);
+    endIfOver(transfer);
     return true;
   }
   const size_t card = way->path % theirs_->rails.size();
@@ -183,21 +223,31 @@ bool FabricChannel::movePiece(const std::shared_ptr<CardTransfer>& transfer,
   return true;
 }
 
-// A piece that is open, by packets.
+// A piece that is open. Who has asked for it asks once more, for packets.
+void FabricChannel::moveOtherwise(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
+                                  uint64_t bytes) {
+  if (transfer->kind != CardTransfer::Kind::kServed)
+    return moveByPackets(transfer, position, bytes);
+  transfer->told.miss({.position = position, .bytes = bytes});
+  --transfer->open;
+}
+
 void FabricChannel::moveByPackets(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
                                   uint64_t bytes) {
   const uint64_t number = ++lastNumber_;
   const auto memory = transfer->memory.subspan(position, bytes);
-  transfers_.emplace(number, Transfer{.target = transfer->isWrite ? std::span<std::byte>() : memory,
-                                      .completion = transfer->completion,
-                                      .whole = transfer->number});
-  Stream stream{.packet = {.kind = transfer->isWrite ? Packet::Kind::kWrite : Packet::Kind::kGet,
+  memories_->retried.fetch_add(bytes, std::memory_order_relaxed);
+  transfers_.emplace(number,
+                     Transfer{.target = transfer->writes() ? std::span<std::byte>() : memory,
+                              .completion = transfer->completion,
+                              .whole = transfer->number});
+  Stream stream{.packet = {.kind = transfer->writes() ? Packet::Kind::kWrite : Packet::Kind::kGet,
                            .number = number,
                            .key = transfer->key,
                            .offset = transfer->offset + position,
                            .length = bytes},
                 .turn = turn_++};
-  if (transfer->isWrite) {
+  if (transfer->writes()) {
     stream.data = memory;
     stream.completion = transfer->completion;
     bulk_.push_back(std::move(stream));
@@ -208,6 +258,14 @@ void FabricChannel::moveByPackets(const std::shared_ptr<CardTransfer>& transfer,
 
 // ---- what becomes of it
 
+// What is served counts for who has asked.
+void FabricChannel::count(const CardTransfer& transfer, uint64_t bytes) {
+  if (transfer.kind == CardTransfer::Kind::kServed) return;
+  moved_.fetch_add(bytes, std::memory_order_relaxed);
+  (transfer.writes() ? memories_->written : memories_->read)
+      .fetch_add(bytes, std::memory_order_relaxed);
+}
+
 void FabricChannel::onMoved(const std::shared_ptr<CardTransfer>& transfer, const CardPiece& what,
                             bool hasBegun, const NicCompletion& how) {
   std::lock_guard lock(mutex_);
@@ -216,7 +274,7 @@ void FabricChannel::onMoved(const std::shared_ptr<CardTransfer>& transfer, const
   --movingOn_[what.path];
   if (moving_.contains(transfer->number)) {
     if (how.error == NicError::kNone) {
-      moved_.fetch_add(what.bytes, std::memory_order_relaxed);
+      count(*transfer, what.bytes);
       received_.fetch_add(1, std::memory_order_relaxed);
       --transfer->open;
     } else if (transfer->end) {
@@ -232,7 +290,6 @@ void FabricChannel::onMoved(const std::shared_ptr<CardTransfer>& transfer, const
 void FabricChannel::onPieceFailed(const std::shared_ptr<CardTransfer>& transfer,
                                   const CardPiece& what, bool hasBegun, const NicCompletion& how,
                                   Clock::time_point now) {
-  movedAgain_.fetch_add(1, std::memory_order_relaxed);
   if (hasBegun && how.error != NicError::kRefused) {
     leaveOut(what.path, now,
              how.error == NicError::kUnreachable ? "the card could not reach the peer's"
@@ -242,8 +299,8 @@ void FabricChannel::onPieceFailed(const std::shared_ptr<CardTransfer>& transfer,
     grants_.erase(transfer->key);
   }
   // What the peer's card has refused does not land. Of what was read nothing comes after its end.
-  if (!transfer->isWrite || !hasBegun || how.error == NicError::kRefused)
-    return moveByPackets(transfer, what.position, what.bytes);
+  if (!transfer->writes() || !hasBegun || how.error == NicError::kRefused)
+    return moveOtherwise(transfer, what.position, what.bytes);
   const auto isSame = [&](const auto& entry) {
     return entry.second.grant == transfer->grant && entry.second.card == what.card;
   };
@@ -271,11 +328,11 @@ void FabricChannel::onRetired(uint64_t ticket) {
   if (!found) return;
   for (const LatePiece& piece : found.mapped().pieces) {
     if (!piece.transfer->end) {
-      moveByPackets(piece.transfer, piece.position, piece.bytes);
+      moveOtherwise(piece.transfer, piece.position, piece.bytes);
     } else {
       --piece.transfer->open;
-      endIfOver(piece.transfer);
     }
+    endIfOver(piece.transfer);
   }
   pump(Clock::now());
   activate();
@@ -301,7 +358,18 @@ void FabricChannel::endIfOver(const std::shared_ptr<CardTransfer>& transfer) {
   const bool isAllBegun = transfer->end || transfer->position == transfer->memory.size();
   if (transfer->open > 0 || !isAllBegun || moving_.erase(transfer->number) == 0) return;
   transfer->local = {};
+  if (transfer->kind == CardTransfer::Kind::kServed) return endServed(*transfer);
   transfer->completion->end(transfer->end.value_or(ErrorCode::kOk));
+}
+
+// Whoever has asked is told when all is over that it has asked for at once; where the connection
+// has ended nobody is.
+void FabricChannel::endServed(CardTransfer& transfer) {
+  transfer.source = {};
+  --serving_;
+  ServedFetches& served = *transfer.served;
+  served.answer.ones.push_back(std::move(transfer.told));
+  if (--served.open == 0 && !transfer.end) tell(served.answer.encode());
 }
 
 // All of them, where packets are dropped as well. Memory that a card still touches is given back
@@ -312,10 +380,27 @@ void FabricChannel::giveUpAll(ErrorCode code) {
   }
   grants_.clear();
   unmoved_.clear();
+  Stopped asked;
   for (const auto& [number, transfer] : std::map(moving_)) {
     giveUp(*transfer, code);
+    if (transfer->awaitsPeer) asked.push_back(transfer);
     endIfOver(transfer);
   }
+  if (asked.empty()) return;
+  offered_.clear();
+  memories_->withdrawLater(this, [weak = weak_from_this(), asked = std::move(asked)] {
+    const auto self = weak.lock();
+    if (!self) return;  // closed: they have ended
+    std::lock_guard lock(self->mutex_);
+    for (const auto& transfer : asked) self->endAsked(transfer);
+  });
+}
+
+// What the peer's cards were asked to write is there, or will not be.
+void FabricChannel::endAsked(const std::shared_ptr<CardTransfer>& transfer) {
+  if (!std::exchange(transfer->awaitsPeer, false)) return;
+  --transfer->open;
+  endIfOver(transfer);
 }
 
 // Under the lock: those that count at this completion, or all. They end with stop(), without it.
@@ -327,6 +412,8 @@ FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
       continue;
     }
     giveUp(*at->second, ErrorCode::kAborted);
+    if (at->second->kind == CardTransfer::Kind::kServed) --serving_;
+    if (at->second->awaitsPeer) offered_.clear();
     taken.push_back(at->second);
     at = moving_.erase(at);
   }
@@ -342,6 +429,9 @@ FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
 // When it returns no card touches their memory any more.
 void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
   if (stopped.empty()) return;
+  // The peer's as little as ours.
+  const auto isAsked = [](const auto& transfer) { return transfer->awaitsPeer; };
+  if (std::any_of(stopped.begin(), stopped.end(), isAsked)) memories_->withdraw(this);
   std::vector<uint64_t> generations;
   for (size_t i = 0; i < rails_->count(); ++i) generations.push_back(rails_->generation(i));
   const auto deadline = Deadline::after(kGrace);
@@ -362,7 +452,8 @@ void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
   }
   for (const auto& transfer : stopped) {
     transfer->local = {};
-    transfer->completion->end(code);
+    transfer->source = {};
+    if (transfer->completion) transfer->completion->end(code);
   }
 }
 
@@ -370,14 +461,20 @@ void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
 
 void FabricChannel::onResolve(uint64_t key) {
   std::lock_guard lock(mutex_);
-  if (closed_ || fenced_ || lost_ || !memories_) return;
-  tell(memories_->grant(key, shared_from_this()).encode());
+  if (closed_ || fenced_ || lost_) return;
+  const auto grant = memories_ ? memories_->grant(key, shared_from_this()) : control::Grant{key};
+  tell(grant.encode());
 }
 
 void FabricChannel::onGrant(control::Grant grant) {
   std::lock_guard lock(mutex_);
-  const auto found = grants_.find(grant.region);
-  if (found == grants_.end() || !theirs_) return;  // not asked for, or not any more
+  if (closed_ || fenced_ || !theirs_) return;
+  auto found = grants_.find(grant.region);
+  if (found == grants_.end()) {  // not asked for
+    if (grants_.size() >= control::kMostOffers) return;
+    found = grants_.emplace(grant.region, Granted()).first;
+  }
+  found->second.isAnswered = true;
   const bool isAny = std::any_of(grant.cards.begin(), grant.cards.end(),
                                  [](const auto& one) { return !one.empty(); });
   if (!isAny) return;
@@ -397,7 +494,9 @@ void FabricChannel::onCard(const control::Card& card) {
   if (!theirs_ || card.index >= theirs_->rails.size()) return;
   theirs_->rails[card.index].address = card.address;
   grants_.clear();
-  for (const auto& [number, transfer] : moving_) voidKeys(*transfer->grant, card.index);
+  for (const auto& [number, transfer] : moving_) {
+    if (transfer->grant) voidKeys(*transfer->grant, card.index);
+  }
   const auto now = Clock::now();
   for (size_t path = 0; path < paths_.count(); ++path) {
     if (path % theirs_->rails.size() != card.index) continue;
@@ -425,14 +524,95 @@ void FabricChannel::onRetire(const control::Retire& retire) {
                            });
 }
 
+// What the peer wants written into its memory, of ours. By packets where cards cannot: then also a
+// refusal comes from where all of them come from.
+void FabricChannel::onFetch(const control::Fetch& fetch) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || fenced_ || lost_) return;
+  const auto served = std::make_shared<ServedFetches>();
+  for (const auto& one : fetch.ones) {
+    if (serving_ >= wire::kMaxTransfers) {
+      ++bad_;
+      break;
+    }
+    if (serveByCards(one, served)) continue;
+    answerGet({.kind = Packet::Kind::kGet,
+               .number = one.number,
+               .key = one.region,
+               .offset = one.offset,
+               .length = one.bytes});
+  }
+  pump(Clock::now());
+  activate();
+}
+
+bool FabricChannel::serveByCards(const control::Fetch::One& one,
+                                 const std::shared_ptr<ServedFetches>& served) {
+  if (!memories_ || !theirs_ || one.bytes == 0) return false;
+  auto source = context_.regions.open(one.region, one.offset, one.bytes, kRemoteRead);
+  if (!source) return false;
+  const std::span memory(source.data(), one.bytes);
+  auto local = memories_->find(memory);
+  if (!local) return false;
+  const auto grant = grantOf(one.target);
+  if (!grant || (grant->rights & (kRemoteWrite | kLanding)) == 0 ||
+      one.targetOffset > grant->bytes || one.bytes > grant->bytes - one.targetOffset)
+    return false;
+  const auto transfer = std::make_shared<CardTransfer>();
+  transfer->number = ++lastNumber_;
+  transfer->kind = CardTransfer::Kind::kServed;
+  transfer->key = one.target;
+  transfer->offset = one.targetOffset;
+  transfer->memory = memory;
+  transfer->local = std::move(*local);
+  transfer->grant = grant;
+  transfer->turn = turn_++;
+  transfer->served = served;
+  transfer->source = std::move(source);
+  transfer->told.number = one.number;
+  ++served->open;
+  ++serving_;
+  moving_.emplace(transfer->number, transfer);
+  unmoved_.push_back(transfer);
+  return true;
+}
+
+void FabricChannel::onFetched(const control::Fetched& fetched) {
+  std::lock_guard lock(mutex_);
+  perhapsBreak();  // the completion is lost, the data has come
+  for (const auto& one : fetched.ones) {
+    const auto found = moving_.find(one.number);
+    if (found == moving_.end() || !found->second->awaitsPeer) continue;
+    const auto transfer = found->second;
+    const uint64_t all = transfer->memory.size();
+    uint64_t missing = 0;
+    for (const auto& [position, bytes] : one.missing) {
+      if (transfer->end) break;
+      if (bytes == 0 || position > all || bytes > all - position) {
+        giveUp(*transfer, ErrorCode::kProtocol);
+        break;
+      }
+      missing += bytes;
+      ++transfer->open;
+      moveByPackets(transfer, position, bytes);
+    }
+    if (!transfer->end) count(*transfer, all - std::min(all, missing));
+    endAsked(transfer);
+  }
+  pump(Clock::now());
+  activate();
+}
+
 void FabricChannel::onKeysChanged(uint64_t region) {
   std::lock_guard lock(mutex_);
+  offered_.erase(region);
   if (!closed_) tell(control::encodeNumber(control::Kind::kChanged, region));
 }
 
 void FabricChannel::onRenewed(size_t rail) {
   std::lock_guard lock(mutex_);
   if (closed_) return;
+  offered_.clear();
   tell(control::Card{.index = static_cast<uint8_t>(rail), .address = rails_->address(rail)}
            .encode());
   if (rail >= peers_.size() || !theirs_) return;

@@ -112,7 +112,7 @@ void FabricChannel::forgetLandedPuts() {
 Status FabricChannel::begin(Completion* completion) const {
   MOONCAKE_TRY(usable());
   if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
-  if (transfers_.size() + moving_.size() >= wire::kMaxTransfers) {
+  if (transfers_.size() + moving_.size() - serving_ >= wire::kMaxTransfers) {
     return {ErrorCode::kExhausted,
             std::to_string(wire::kMaxTransfers) + " transfers are under way on this connection"};
   }
@@ -121,13 +121,30 @@ Status FabricChannel::begin(Completion* completion) const {
   return {};
 }
 
-Status FabricChannel::get(const GetRequest& request) {
+Status FabricChannel::get(std::span<const GetRequest> requests) {
   std::lock_guard lock(mutex_);
-  MOONCAKE_TRY(begin(request.completion));
-  if (isOut_) return {};
+  control::Fetch asked;
+  for (const GetRequest& request : requests) {
+    const Status begun = begin(request.completion);
+    if (!begun.ok()) {
+      if (&request == &requests.front()) return begun;
+      request.completion->begin();
+      request.completion->end(begun.code());
+    } else if (!isOut_ && !askForWrite(request, asked)) {
+      beginGet(request);
+    }
+  }
+  sendFetch(asked);
+  pump(Clock::now());
+  activate();
+  for (size_t i = 0; i < requests.size(); ++i) perhapsBreak();
+  return {};
+}
+
+void FabricChannel::beginGet(const GetRequest& request) {
   if (moveByCards(/*isWrite=*/false, request.region, request.offset, request.target,
                   request.completion))
-    return {};
+    return;
   const uint64_t number = ++lastNumber_;
   transfers_.emplace(number, Transfer{.target = request.target, .completion = request.completion});
   bulk_.push_front({.packet = {.kind = Packet::Kind::kGet,
@@ -136,10 +153,6 @@ Status FabricChannel::get(const GetRequest& request) {
                                .offset = request.offset,
                                .length = request.target.size()},
                     .turn = turn_++});
-  pump(Clock::now());
-  activate();
-  perhapsBreak();
-  return {};
 }
 
 Status FabricChannel::write(const WriteRequest& request) {
@@ -148,18 +161,18 @@ Status FabricChannel::write(const WriteRequest& request) {
   if (isOut_) return {};
   // Cards only read it.
   const std::span source(const_cast<std::byte*>(request.source.data()), request.source.size());
-  if (moveByCards(/*isWrite=*/true, request.region, request.offset, source, request.completion))
-    return {};
-  const uint64_t number = ++lastNumber_;
-  transfers_.emplace(number, Transfer{.completion = request.completion});
-  bulk_.push_back({.packet = {.kind = Packet::Kind::kWrite,
-                              .number = number,
-                              .key = request.region.key,
-                              .offset = request.offset,
-                              .length = request.source.size()},
-                   .data = request.source,
-                   .completion = request.completion,
-                   .turn = turn_++});
+  if (!moveByCards(/*isWrite=*/true, request.region, request.offset, source, request.completion)) {
+    const uint64_t number = ++lastNumber_;
+    transfers_.emplace(number, Transfer{.completion = request.completion});
+    bulk_.push_back({.packet = {.kind = Packet::Kind::kWrite,
+                                .number = number,
+                                .key = request.region.key,
+                                .offset = request.offset,
+                                .length = request.source.size()},
+                     .data = request.source,
+                     .completion = request.completion,
+                     .turn = turn_++});
+  }
   pump(Clock::now());
   activate();
   perhapsBreak();
@@ -192,31 +205,46 @@ Status FabricChannel::carry(ByteView bytes) const {
   return below->send(control::withKind(control::Kind::kCarried, bytes));
 }
 
-void FabricChannel::warmUp(Deadline deadline, std::function<void(Status)> done) {
+void FabricChannel::warmUp(std::span<const RemoteRegion> regions, Deadline deadline,
+                           std::function<void(Status)> done) {
   std::lock_guard lock(mutex_);
   const Status now = usable();
   if (!now.ok()) return done(now);
-  warming_.push_back({deadline, std::move(done)});
+  WarmUp& one = warming_.emplace_back(WarmUp{{}, deadline, std::move(done)});
+  for (const RemoteRegion& region : regions) {
+    if (memories_) one.keys.push_back(region.key);
+  }
   if (theirs_) askCold(Clock::now());
   if (!warming_.empty()) activate();
 }
 
 // Over each path that is up and has answered nothing yet; what is lost is asked again. Those that
-// are left out are probed anyway.
+// are left out are probed anyway. And for the keys, of which we tell ours.
 void FabricChannel::askCold(Clock::time_point now) {
   bool isAnyWarm = false, isAnyCold = false;
   for (size_t i = 0; i < isWarm_.size(); ++i) {
     isAnyWarm = isAnyWarm || isWarm_[i];
     isAnyCold = isAnyCold || (!isWarm_[i] && paths_.isUp(i));
   }
-  if (isAnyWarm && !isAnyCold) return endWarmUp({});
-  std::erase_if(warming_, [&](const WarmUp& one) {
+  std::erase_if(warming_, [&](WarmUp& one) {
+    std::erase_if(one.keys, [&](uint64_t key) {
+      (void)grantOf(key);
+      return grants_[key].isAnswered;
+    });
+    const bool isWarm = isAnyWarm && !isAnyCold && one.keys.empty();
     const bool isLate = now >= one.deadline.when();
-    if (isLate) one.done({ErrorCode::kTimeout, "not every card has reached it in time"});
-    return isLate;
+    if (isWarm) {
+      one.done({});
+    } else if (isLate) {
+      one.done({ErrorCode::kTimeout, "not every card has reached it in time"});
+    }
+    return isWarm || isLate;
   });
-  if (now < askColdAt_) return;
+  if (now < askColdAt_ || warming_.empty()) return;
   askColdAt_ = now + kColdPause;
+  if (memories_ && !rails_->limits(0).closeEndsReads) {
+    for (const uint64_t key : memories_->keys(control::kMostOffers)) offer(key);
+  }
   for (size_t i = 0; i < isWarm_.size(); ++i) {
     if (!isWarm_[i] && paths_.isUp(i))
       sendPlain({.kind = Packet::Kind::kProbe, .number = paths_.probe(i)}, i);
@@ -308,6 +336,13 @@ void FabricChannel::onControl(control::Kind kind, ByteView bytes) {
       return;
     case Kind::kRetired:
       if (const auto ticket = control::decodeNumber(bytes); isRead(ticket)) onRetired(*ticket);
+      return;
+    case Kind::kFetch:
+      if (const auto fetch = control::Fetch::decode(bytes); isRead(fetch)) onFetch(*fetch);
+      return;
+    case Kind::kFetched:
+      if (const auto fetched = control::Fetched::decode(bytes); isRead(fetched))
+        onFetched(*fetched);
       return;
     case Kind::kCarried:
       return;

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "engine/packets/incoming.h"
@@ -54,11 +55,14 @@ class FabricChannel final : public Channel,
   uint64_t lifeSigns() const override;
   void beat() override { below_->beat(); }
   // Each of our cards has had an answer from the peer's, or is left out, and one has.
-  void warmUp(Deadline deadline, std::function<void(Status)> done) override;
+  // And the keys of these regions are here, those of what lasts here over there.
+  void warmUp(std::span<const RemoteRegion> regions, Deadline deadline,
+              std::function<void(Status)> done) override;
+  bool hasCards() const override { return memories_ != nullptr; }
   Status put(const PutRequest& request) override;
-  using Channel::get;
   using Channel::write;
-  Status get(const GetRequest& request) override;
+  Status get(const GetRequest& request) override { return get(std::span(&request, 1)); }
+  Status get(std::span<const GetRequest> requests) override;
   Status write(const WriteRequest& request) override;
   Status send(ByteView message) override;
   void cancel(const Completion* completion) override;
@@ -88,9 +92,8 @@ class FabricChannel final : public Channel,
 
   void onKeysChanged(uint64_t region) override;
 
-  // Bytes that cards have moved by themselves for us, and pieces of theirs that packets did again.
+  // Bytes that cards have moved by themselves for us.
   uint64_t moved() const { return moved_.load(std::memory_order_relaxed); }
-  uint64_t movedAgain() const { return movedAgain_.load(std::memory_order_relaxed); }
 
  private:
   class SendPacket;
@@ -125,12 +128,17 @@ class FabricChannel final : public Channel,
   struct Granted {
     std::shared_ptr<control::Grant> grant;  // null: nothing yet
     Clock::time_point askAt;
+    bool isAnswered = false;  // also where there is nothing
   };
   using Stopped = std::vector<std::shared_ptr<CardTransfer>>;
 
   // What cards move by themselves: fabric_cards.cc. Under the lock.
   bool moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
                    std::span<std::byte> memory, Completion* completion);
+  bool askForWrite(const GetRequest& request, control::Fetch& asked);
+  void sendFetch(control::Fetch& asked);
+  void offer(uint64_t key);
+  bool serveByCards(const control::Fetch::One& one, const std::shared_ptr<ServedFetches>& served);
   std::shared_ptr<control::Grant> grantOf(uint64_t key);
   void moveOn(Clock::time_point now);
   struct Way {
@@ -140,9 +148,12 @@ class FabricChannel final : public Channel,
   bool isAble(const CardTransfer& transfer, size_t path) const;
   std::optional<Way> wayFor(const CardTransfer& transfer, bool isSplit, Clock::time_point now);
   bool movePiece(const std::shared_ptr<CardTransfer>& transfer, Clock::time_point now);
+  void moveOtherwise(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
+                     uint64_t bytes);
   void moveByPackets(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
                      uint64_t bytes);
   static void voidKeys(control::Grant& grant, size_t card);
+  void count(const CardTransfer& transfer, uint64_t bytes);
   void onMoved(const std::shared_ptr<CardTransfer>& transfer, const CardPiece& what, bool hasBegun,
                const NicCompletion& how);  // takes it
   void onPieceFailed(const std::shared_ptr<CardTransfer>& transfer, const CardPiece& what,
@@ -151,6 +162,8 @@ class FabricChannel final : public Channel,
   void giveUp(CardTransfer& transfer, ErrorCode code);
   void giveUpAll(ErrorCode code);
   void endIfOver(const std::shared_ptr<CardTransfer>& transfer);
+  void endServed(CardTransfer& transfer);
+  void endAsked(const std::shared_ptr<CardTransfer>& transfer);
   Stopped takeMoving(const Completion* completion);
   // Without it.
   void stop(const Stopped& stopped, ErrorCode code);
@@ -160,10 +173,13 @@ class FabricChannel final : public Channel,
   void onCard(const control::Card& card);
   void onRetire(const control::Retire& retire);
   void onRetired(uint64_t ticket);
+  void onFetch(const control::Fetch& fetch);
+  void onFetched(const control::Fetched& fetched);
 
   // All under the lock.
   Status usable() const;
   Status begin(Completion* completion) const;
+  void beginGet(const GetRequest& request);
   void forgetLandedPuts();
   void pump(Clock::time_point now);
   bool sendNext(std::deque<Stream>& streams, Clock::time_point now);
@@ -179,6 +195,7 @@ class FabricChannel final : public Channel,
   void leaveOut(size_t path, Clock::time_point now, const std::string& why, bool isAnew = false);
   void land(const Packet& packet, ByteView data);
   void takeAnswer(const Packet& answer, ByteView data);
+  std::map<uint64_t, Transfer>::iterator awaitPackets(uint64_t number);
   void answerGet(const Packet& get);
   void answerWrite(const Packet& write, Packet::Status status);
   void finish(uint64_t transfer, ErrorCode code);
@@ -235,6 +252,7 @@ class FabricChannel final : public Channel,
   std::function<void(Status)> onPath_;          // waits for one that leads there
   std::vector<bool> isWarm_;                    // by path: something has been answered over it
   struct WarmUp {
+    std::vector<uint64_t> keys;  // that are still to come
     Deadline deadline;
     std::function<void(Status)> done;
   };
@@ -253,10 +271,12 @@ class FabricChannel final : public Channel,
   Incoming incoming_;
   size_t ackOwed_ = 0;
   Clock::time_point ackDue_;
-  size_t answering_ = 0;                                      // gets of the peer
-  std::map<uint64_t, Transfer> transfers_;                    // ours
-  std::map<uint64_t, Granted> grants_;                        // by region of the peer
-  std::map<uint64_t, std::shared_ptr<CardTransfer>> moving_;  // ours
+  size_t answering_ = 0;                    // gets of the peer
+  std::map<uint64_t, Transfer> transfers_;  // ours
+  std::map<uint64_t, Granted> grants_;      // by region of the peer
+  std::set<uint64_t> offered_;              // regions of ours of which it has keys
+  std::map<uint64_t, std::shared_ptr<CardTransfer>> moving_;  // ours, and those served
+  size_t serving_ = 0;                                        // of them
   std::deque<std::shared_ptr<CardTransfer>> unmoved_;         // of which pieces have not begun
   size_t underWay_ = 0;                                       // pieces that cards have, or wait for
   std::vector<size_t> movingOn_;                              // how many of those, by path
@@ -267,7 +287,7 @@ class FabricChannel final : public Channel,
   Clock::time_point askedAt_;
   Bytes arriving_;  // of a message: of the loop's thread
   std::atomic<uint64_t> received_{0};
-  std::atomic<uint64_t> moved_{0}, movedAgain_{0};
+  std::atomic<uint64_t> moved_{0};
   uint64_t bad_ = 0;
 };
 

@@ -138,7 +138,7 @@ void FabricChannel::close() {
 void FabricChannel::retireWrites(const Stopped& stopped) {
   std::lock_guard lock(mutex_);
   for (const auto& transfer : stopped) {
-    if (!transfer->isWrite || transfer->rails.load(std::memory_order_relaxed) == 0) continue;
+    if (!transfer->writes() || transfer->rails.load(std::memory_order_relaxed) == 0) continue;
     for (size_t card = 0; card < transfer->grant->cards.size(); ++card)
       tell(control::Retire{
           .ticket = ++lastTicket_, .region = transfer->key, .card = static_cast<uint8_t>(card)}
@@ -250,6 +250,7 @@ void FabricChannel::restart() {
   waiting_ = 0;
   lastPuts_.clear();
   lastPut_ = lastSerial_ = 0;
+  offered_.clear();
   serials_ = {};
   incoming_.clear();
   ackOwed_ = 0;

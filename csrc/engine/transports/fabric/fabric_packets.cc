@@ -364,8 +364,22 @@ void FabricChannel::answerWrite(const Packet& write, Packet::Status status) {
        .turn = turn_++});
 }
 
+// The peer's cards were asked to write it, and cannot.
+std::map<uint64_t, FabricChannel::Transfer>::iterator FabricChannel::awaitPackets(uint64_t number) {
+  const auto asked = moving_.find(number);
+  if (asked == moving_.end() || asked->second->end) return transfers_.end();
+  CardTransfer& transfer = *asked->second;
+  if (!std::exchange(transfer.awaitsPeer, false)) return transfers_.end();
+  return transfers_
+      .emplace(
+          number,
+          Transfer{.target = transfer.memory, .completion = transfer.completion, .whole = number})
+      .first;
+}
+
 void FabricChannel::takeAnswer(const Packet& answer, ByteView data) {
-  const auto found = transfers_.find(answer.number);
+  auto found = transfers_.find(answer.number);
+  if (found == transfers_.end()) found = awaitPackets(answer.number);
   if (found == transfers_.end()) return;  // it has ended
   if (answer.status != Packet::Status::kOk) {
     return finish(answer.number, answer.status == Packet::Status::kAborted ? ErrorCode::kAborted

@@ -160,6 +160,13 @@ void FabricTransport::reconnect(const EngineId& peer, const std::shared_ptr<Chan
                     });
 }
 
+CardCounters FabricTransport::cardCounters() const {
+  if (!memories_) return {};
+  return {.read = memories_->read.load(std::memory_order_relaxed),
+          .written = memories_->written.load(std::memory_order_relaxed),
+          .retried = memories_->retried.load(std::memory_order_relaxed)};
+}
+
 void FabricTransport::shutdown() {
   *isShutDown_ = true;
   for (const auto& channel : channels_->accepted()) channel->close();

@@ -47,6 +47,7 @@ class FabricTransport final : public Transport {
   }
   void reconnect(const EngineId& peer, const std::shared_ptr<Channel>& channel, ByteView endpoint,
                  Deadline deadline, std::function<void(Status)> done) override;
+  CardCounters cardCounters() const override;
   void shutdown() override;
 
  private:

@@ -39,7 +39,8 @@ Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& co
                                .odds = options.odds,
                                .carry = std::move(carry),
                                .onGone = nullptr,
-                               .withdrawalStops = options.withdrawalStops});
+                               .withdrawalStops = options.withdrawalStops,
+                               .closeEndsReads = options.closeEndsReads.value_or(seed % 2 == 0)});
   };
   fabric.reopen = [cards](size_t index) -> Result<std::unique_ptr<Nic>> {
     return cards->renew(index);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "engine/nic/sim/sim_cards.h"
 #include "engine/transports/fabric/fabric_transport.h"
@@ -12,7 +13,8 @@ namespace mooncake {
 struct SimOptions {
   size_t cards = 0;  // 0: one to three, by the seed
   SimOdds odds;
-  bool withdrawalStops = true;  // see NicLimits
+  bool withdrawalStops = true;                        // see NicLimits
+  std::optional<bool> closeEndsReads = std::nullopt;  // the same; none: by the seed
   // A channel breaks once in so many transfers, at the end that connected; 0: never.
   uint32_t breakOdds = 500;
   std::shared_ptr<SimCards> made = nullptr;  // if not null, it knows the cards
