@@ -206,7 +206,7 @@ Status Operation::publishBegun(size_t payloadBytes, const PayloadFor* write) {
 }
 
 void Operation::write(std::byte* to, std::span<const std::byte> data) const {
-  if (group_.window().fullyMapped()) return copyForPeers(to, data);
+  if (group_.window().fullyMapped() && !group_.isCrowded()) return copyForPeers(to, data);
   if (!data.empty()) std::memcpy(to, data.data(), data.size());
 }
 
