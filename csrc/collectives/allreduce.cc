@@ -38,7 +38,7 @@ constexpr size_t kUndoBytes = 32 << 20;
 
 // A share of which the peers' second-level caches, of 1 MiB or more, still hold the most when it is
 // written again.
-constexpr size_t kCachedBytes = 512 << 10;
+constexpr size_t kCachedBytes = 256 << 10;
 
 class AllreduceEager final : public Algorithm {
  public:
