@@ -11,7 +11,9 @@
 namespace mooncake::bench {
 namespace {
 
-constexpr size_t kMostDepth = 256, kReceives = 64, kReceiveBytes = 4 << 20;
+constexpr size_t kMostDepth = 256;
+// Without one completion: the provider will not bring any more.
+constexpr std::chrono::seconds kPatience{20};
 
 void check(const char* call, ssize_t result) {
   if (result < 0) die(std::string(call) + ": " + std::to_string(-result));
@@ -19,11 +21,11 @@ void check(const char* call, ssize_t result) {
 
 }  // namespace
 
-Bare::Bare(Crew& crew, const FabricEnv& env, size_t bytes, bool spins)
+Bare::Bare(Crew& crew, const FabricEnv& env, Station& station, bool spins)
     : crew_(crew),
       spins_(spins),
-      memory_(bytes, std::byte{1}),
-      inbox_(kReceives * kReceiveBytes),
+      memory_(station.memory()),
+      inbox_(station.inbox()),
       contexts_(kMostDepth),
       receiveContexts_(kReceives) {
   const auto cards = orDie(listLibfabricCards(env));
@@ -114,6 +116,7 @@ double Bare::stream(Verb verb, size_t bytes, size_t depth, double seconds) {
   void* descriptor = ::fi_mr_desc(region_);
   uint64_t moved = 0, number = 0;
   const auto start = Clock::now();
+  auto stuck = Deadline::after(kPatience);
   for (;;) {
     const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
     if (elapsed >= seconds && ended.size() == depth) return static_cast<double>(moved) / elapsed;
@@ -140,7 +143,11 @@ double Bare::stream(Verb verb, size_t bytes, size_t depth, double seconds) {
       ++number;
       moved += bytes;
     }
+    const size_t before = ended.size();
     poll(&ended);
+    if (ended.size() != before) stuck = Deadline::after(kPatience);
+    if (stuck.passed())
+      die("nothing has completed for 20 s. If this provider cannot sleep: --spin");
   }
 }
 

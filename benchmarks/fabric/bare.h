@@ -5,6 +5,7 @@
 #include <rdma/fabric.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
+#include <span>
 #include <vector>
 
 #include "base/fabric_env.h"
@@ -17,7 +18,9 @@ namespace mooncake::bench {
 // of ours around them. The ceiling for what goes through a Nic.
 class Bare {
  public:
-  Bare(Crew& crew, const FabricEnv& env, size_t bytes, bool spins);
+  // The memory is somebody else's: ours and this move the same pages, for what a copy costs
+  // depends on where they lie.
+  Bare(Crew& crew, const FabricEnv& env, Station& station, bool spins);
   ~Bare();
 
   double stream(Verb verb, size_t bytes, size_t depth, double seconds);
@@ -36,7 +39,7 @@ class Bare {
   fid_cq* completions_ = nullptr;
   fid_ep* endpoint_ = nullptr;
   fid_mr* region_ = nullptr;
-  std::vector<std::byte> memory_, inbox_;
+  const std::span<std::byte> memory_, inbox_;
   std::vector<fi_context2> contexts_, receiveContexts_;
   fi_addr_t peer_ = 0;
   uint64_t remoteAddress_ = 0, remoteKey_ = 0;

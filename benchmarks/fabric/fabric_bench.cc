@@ -269,7 +269,7 @@ std::string pingpong(const Options& options, size_t bytes) {
 void ceiling(const Options& options, Crew& crew) {
   const size_t memory = memoryFor(options);
   Station station(crew, options.env, memory, 1, options.spins);
-  Bare bare(crew, options.env, memory, options.spins);
+  Bare bare(crew, options.env, station, options.spins);
   Table table(options, crew);
   std::map<size_t, std::string> beside;
   if (crew.rank() == 0) {

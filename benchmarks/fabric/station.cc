@@ -10,8 +10,6 @@
 namespace mooncake::bench {
 namespace {
 
-constexpr size_t kReceives = 64;
-constexpr size_t kReceiveBytes = 4 << 20;
 constexpr uintptr_t kReceiveTag = uintptr_t(1) << 32;
 
 std::span<std::byte> allocate(size_t bytes) {

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "base/fabric_env.h"
@@ -12,6 +13,9 @@ namespace mooncake::bench {
 
 enum class Verb { kSend, kWrite, kRead };
 
+constexpr size_t kReceives = 64;  // posted at a time
+constexpr size_t kReceiveBytes = 4 << 20;
+
 // One rank's cards and memory, and what it needs of the others'.
 class Station {
  public:
@@ -20,6 +24,8 @@ class Station {
 
   size_t cards() const { return cards_.size(); }
   const Nic& card(size_t i) const { return *cards_[i]; }
+  std::span<std::byte> memory() const { return memory_; }
+  std::span<std::byte> inbox() const { return inbox_; }
 
   struct Piece {
     size_t card;
