@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cards
 import ep_crew
 import harness
 import hosts
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 LAYOUTS = ["shm", "shm-no-cma", "tcp", "mixed", "sim"]
+ALL_LAYOUTS = [*LAYOUTS, pytest.param("fabric", marks=pytest.mark.slow)]
 SMALL_EAGER = 4096  # the least that a slot holds, so that both sides of the switch are cheap
 
 settings.register_profile(
@@ -32,8 +34,8 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
     if layout == "shm-no-cma":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_CMA": "0"}}
-    if layout in ("tcp", "sim"):
-        return {"env": {**env, "MOONCAKE_TRANSPORTS": layout, "MOONCAKE_HOST_IP": "127.0.0.1"}}
+    if layout in ("tcp", "sim", "fabric"):
+        return {"env": {**env, **cards.over(layout)}}
     if hosts.why_not() is None:
         return {"env": env, "namespaces": two_hosts().spread(size)}
     # The first two ranks have shared memory between them, all others only TCP.

@@ -11,14 +11,14 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LAYOUTS, layout_options
+from conftest import ALL_LAYOUTS, layout_options
 from harness import raised, until
 from torch.nn.parallel import DistributedDataParallel
 
 COUNTS = [8, 50_000]  # small and large
 
 
-@pytest.fixture(params=LAYOUTS, scope="module")
+@pytest.fixture(params=ALL_LAYOUTS, scope="module")
 def layout(request):
     return request.param
 

@@ -7,14 +7,17 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LAYOUTS, SMALL_EAGER
+from conftest import ALL_LAYOUTS, LAYOUTS, SMALL_EAGER
 
 SIZES = [1, 2, 3, 4, 5, 8]
 SIM_SIZES = [2, 5]  # where nothing comes at once
 
 
 @pytest.fixture(
-    params=[(a, n) for a in LAYOUTS for n in (SIM_SIZES if a == "sim" else SIZES)],
+    params=[
+        *((a, n) for a in LAYOUTS for n in (SIM_SIZES if a == "sim" else SIZES)),
+        *(pytest.param(("fabric", n), marks=pytest.mark.slow) for n in SIM_SIZES),
+    ],
     ids=lambda p: f"{p[0]}-{p[1]}",
     scope="module",
 )
@@ -27,7 +30,7 @@ def crew(spec, crews):
     return crews.get(*spec)
 
 
-@pytest.fixture(params=LAYOUTS, scope="module")
+@pytest.fixture(params=ALL_LAYOUTS, scope="module")
 def layout(request):
     return request.param
 
@@ -251,7 +254,7 @@ def test_layouts_use_the_transports_that_they_name(spec, crew):
     for a in range(size):
         for b in range(size):
             near = layout.startswith("shm") or (layout == "mixed" and _share_a_host(crew, a, b))
-            far = "sim" if layout == "sim" else "tcp"
+            far = layout if layout in ("sim", "fabric") else "tcp"
             expected = "self" if a == b else "shm" if near else far
             assert table[a][b] == expected, (a, b)
 

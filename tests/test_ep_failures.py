@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 
+import cards
 import ep_crew
 import harness
 import pytest
@@ -27,7 +28,7 @@ OURS, FOREIGN = "mooncake", "gloo"
 
 
 def over(transports, **more):
-    return {"env": {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": "127.0.0.1", **more}}
+    return {"env": {**cards.over(transports), **more}}
 
 
 @contextlib.contextmanager
@@ -131,7 +132,7 @@ def before_dispatch_on_rank(me, victim, how, cast):
     return agreed
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("transports", ["shm", "tcp", "fabric"])
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_killed_before_a_dispatch(ep, victim, how, transports):
@@ -175,7 +176,7 @@ def before_combine_on_rank(me, victim, how, cast, again):
     return ranks.tolist()
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("transports", ["shm", "tcp", "fabric"])
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_killed_between_dispatch_and_combine(ep, victim, how, transports):
@@ -220,7 +221,7 @@ def anywhere_on_rank(me, victim, group_of):
     return [step for step in seen if step != (everybody, everybody)], len(seen)
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("transports", ["shm", "tcp", "fabric"])
 @pytest.mark.parametrize("group_of", [OURS, FOREIGN])
 @pytest.mark.parametrize("victim", [0, 3])
 def test_killed_anywhere(ep, victim, group_of, transports):
@@ -277,7 +278,7 @@ def stopped_on_rank(me, victim, where):
     return agreed
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("transports", ["shm", "tcp", "fabric"])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_stopped(ep, victim, where, transports):

@@ -7,7 +7,7 @@ import os
 import ep_crew
 import pytest
 import torch
-from conftest import LAYOUTS
+from conftest import ALL_LAYOUTS
 from ep_crew import SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +92,7 @@ def test_shapes(ep, case):
     ep.call(on_rank, "shm", case)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @settings(max_examples=EXAMPLES)
 @given(case=cases())
 def test_shapes_over_wires(layout, crews, case):
@@ -154,7 +154,7 @@ LARGE = {"tokens": 24, "seed": 5}
 
 @pytest.mark.parametrize("cast", CASTS[:2], ids=lambda cast: "-".join(map(str, cast.values())))
 @pytest.mark.parametrize("counts", [[24, 24, 24, 24], [24, 0, 3, 17]], ids=lambda n: str(sum(n)))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_what_does_not_go_with_a_table(layout, crews, counts, cast):
     """Rows that are fetched, between hosts by one rank for all of its host."""
     native = ep_crew.EpCrew(lambda: crews.get(layout, SIZE))

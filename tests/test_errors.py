@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from conftest import LAYOUTS, layout_options
+from conftest import ALL_LAYOUTS, layout_options
 from harness import raised
 
 SHORT = 3.0  # a group timeout that has to pass in the test
 
 
-@pytest.fixture(params=LAYOUTS, scope="module")
+@pytest.fixture(params=ALL_LAYOUTS, scope="module")
 def layout(request):
     return request.param
 

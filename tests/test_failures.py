@@ -6,6 +6,7 @@ import gc
 import pickle
 import signal
 
+import cards
 import harness
 import oracle
 import pytest
@@ -17,14 +18,14 @@ from torch._C._distributed_c10d import AllgatherOptions
 import mooncake_backend
 from mooncake_backend import MooncakeBackendOptions, PeerLostError, membership
 
-TRANSPORTS = ["shm", "tcp", "sim"]
+TRANSPORTS = ["shm", "tcp", "sim", pytest.param("fabric", marks=pytest.mark.slow)]
 SMALL, LARGE = 256, 1 << 20  # float32 elements: 1 KiB and 4 MiB
 FEW = 20_000  # elements beyond what travels in a slot, but quick
 SHORT = 0.5  # a failure_timeout that has to pass in the test
 
 
 def over(transports, **more):
-    return {"env": {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": "127.0.0.1", **more}}
+    return {"env": {**cards.over(transports), **more}}
 
 
 def active(group=None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from datetime import timedelta
 
+import cards
 import harness
 import pytest
 import torch
@@ -20,7 +21,7 @@ SPLITS = hasattr(dist.ProcessGroup, "split_group")
 
 
 def over(transports, **more):
-    return {"env": {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": "127.0.0.1", **more}}
+    return {"env": {**cards.over(transports), **more}}
 
 
 def lose(me, victim):

@@ -10,8 +10,9 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from cards import SOFTWARE
 from test_network import join
-from test_transfer_fabric import SOFTWARE, needs_cards, needs_hosts
+from test_transfer_fabric import needs_cards, needs_hosts
 
 import mooncake_backend
 

@@ -10,31 +10,19 @@ import signal
 import subprocess
 import sys
 
+import cards
 import engines
 import harness
 import hosts
 import numpy as np
 import pytest
+from cards import CARDS, SOFTWARE, WIRE
 from engines import BYTES, LOOPBACK, pattern
 from test_transfer import kill_when
 
-SOFTWARE = {"MOONCAKE_FABRIC_PROVIDERS": "tcp;ofi_rxm"}
-CARDS = {**SOFTWARE, "MC_TE_FILTERS": LOOPBACK}
-WIRE = {**CARDS, "MOONCAKE_TRANSPORTS": "fabric"}  # no short way within the host
 TOOL = [sys.executable, "-m", "mooncake_backend.first_submit_probe"]
 
-
-def why_no_cards() -> str | None:
-    """Why libfabric's software provider cannot be had here, or None."""
-    program = "from mooncake_backend import extension as e; print(e.load().describe_fabric())"
-    told = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **CARDS}, capture_output=True,
-        text=True, timeout=120, check=True,
-    )  # fmt: skip
-    return None if "provider tcp;ofi_rxm" in told.stdout else told.stdout
-
-
-needs_cards = pytest.mark.skipif(bool(why_no_cards()), reason="libfabric has no tcp;ofi_rxm here")
+needs_cards = pytest.mark.skipif(bool(cards.why_none()), reason="libfabric has no tcp;ofi_rxm here")
 needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
 
 

@@ -1,0 +1,37 @@
+"""Network cards for tests: libfabric's own provider over TCP stands for them, so the same code runs
+here as on EFA, InfiniBand and RoCE."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+from engines import LOOPBACK
+
+SOFTWARE = {"MOONCAKE_FABRIC_PROVIDERS": "tcp;ofi_rxm"}
+CARDS = {**SOFTWARE, "MC_TE_FILTERS": LOOPBACK}
+WIRE = {**CARDS, "MOONCAKE_TRANSPORTS": "fabric"}  # no short way within the host
+
+
+@functools.cache
+def why_none() -> str | None:
+    """Why libfabric's software provider cannot be had here, or None."""
+    program = "from mooncake_backend import extension as e; print(e.load().describe_fabric())"
+    told = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **CARDS}, capture_output=True,
+        text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return None if "provider tcp;ofi_rxm" in told.stdout else told.stdout
+
+
+def over(transports: str) -> dict[str, str]:
+    """The environment of ranks on this host that reach each other by this transport only. Skips
+    the test where there are no cards for it."""
+    if transports != "fabric":
+        return {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": LOOPBACK}
+    if why := why_none():
+        pytest.skip(f"libfabric has no tcp;ofi_rxm here: {why}")
+    return {**WIRE, "MOONCAKE_HOST_IP": LOOPBACK}
