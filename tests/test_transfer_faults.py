@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
+import threading
 import time
 
 import engines
@@ -300,3 +302,49 @@ def test_who_does_not_answer_holds_up_nobody_else():
             crew.board.set("silent")
             took = crew.results(dead=[1])[2]
     assert took < patience / 2
+
+
+# ---- the question who is there
+
+
+class Breaker:
+    """A port that resets so many of its first connections, and leads the later ones on."""
+
+    def __init__(self, session: str, resets: int) -> None:
+        host, _, port = session.rpartition(":")
+        self.target, self.left = (host, int(port)), resets
+        self.listener = socket.create_server((engines.LOOPBACK, 0))
+        self.session = f"{engines.LOOPBACK}:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self.accepts, daemon=True).start()
+
+    def accepts(self) -> None:
+        while True:
+            caller, _ = self.listener.accept()
+            if self.left > 0:
+                self.left -= 1
+                caller.recv(1)  # it has begun to speak
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                caller.close()
+                continue
+            there = socket.create_connection(self.target)
+            for ends in ((caller, there), (there, caller)):
+                threading.Thread(target=self.carries, args=ends, daemon=True).start()
+
+    @staticmethod
+    def carries(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def asks_through_a_breaker(me, side, session, there, resets):
+    breaker = Breaker(session, resets)
+    code = side.engine.transfer_sync_write(breaker.session, side.address, there, 4096)
+    return code, breaker.left
+
+
+@pytest.mark.parametrize(("resets", "code"), [(2, 0), (100, -1)])
+def test_a_question_outlives_connections_that_break(resets, code):
+    found = harness.run_ranks(2, engines.serve, asks_through_a_breaker, resets, **over("tcp"))
+    assert found[1] == (code, max(0, resets - 4))

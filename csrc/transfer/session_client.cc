@@ -1,12 +1,19 @@
 #include <cerrno>
+#include <chrono>
 #include <poll.h>
 #include <sys/socket.h>
 
+#include "base/backoff.h"
 #include "transfer/session_server.h"
 #include "transfer/session_socket.h"
 
 namespace mooncake::transfer {
 namespace {
+
+// A connection that breaks says nothing of the peer, and asking twice does no harm: a question
+// changes nothing. A peer that is gone refuses the next connection.
+constexpr int kMostAttempts = 4;
+constexpr auto kFirstPause = std::chrono::milliseconds(10);
 
 Error at(const std::string& session, const Error& error) {
   return {error.code, session + ": " + error.message};
@@ -48,25 +55,25 @@ Result<Fd> shakeHands(Fd socket, const TransportContext& context, Deadline deadl
   HandshakeConnector handshake(std::move(socket), context,
                                {.peer = kSessionListener, .deadline = deadline});
   for (;;) {
-    auto done = handshake.advance();
-    if (!done.ok()) {
-      if (done.error().code != ErrorCode::kPeerLost) return done.error();
-      return Error{ErrorCode::kRefused, done.error().message +
-                                            ": is it an engine of another make, whose wire is not "
-                                            "spoken here?"};
-    }
+    const auto done = handshake.advance();
+    if (!done.ok()) return done.error();
     if (*done) return handshake.take().socket;
     MOONCAKE_TRY(await(handshake.socket(), POLLIN, deadline, stop));
   }
 }
 
-Result<SegmentDescription> ask(const TransportContext& context, const SessionId& where,
+// The connection broke: kInterrupted before the peer has shown who it is, kPeerLost after that.
+Result<SegmentDescription> ask(Fd connected, const TransportContext& context,
                                const Question& question, Deadline deadline,
                                const StopSignal* stop) {
-  auto connected = connectTo(where, deadline, stop);
-  if (!connected.ok()) return connected.error();
-  const auto socket = shakeHands(std::move(*connected), context, deadline, stop);
-  if (!socket.ok()) return socket.error();
+  const auto socket = shakeHands(std::move(connected), context, deadline, stop);
+  if (!socket.ok()) {
+    if (socket.error().code != ErrorCode::kPeerLost) return socket.error();
+    return Error{ErrorCode::kInterrupted,
+                 socket.error().message +
+                     ": is it an engine of another make, whose wire is not "
+                     "spoken here?"};
+  }
   const Bytes asked = ByteWriter().putBytes(question.encode()).take();
   MOONCAKE_TRY(sendAll(socket->get(), asked, deadline, stop));
   uint32_t length = 0;
@@ -88,9 +95,21 @@ Result<SegmentDescription> askSession(const TransportContext& context, const std
   if (!where.ok()) return where.error();
   if (where->port == 0)
     return Error{ErrorCode::kInvalidArgument, "\"" + session + "\" names no port"};
-  auto answer = ask(context, *where, question, deadline, stop);
-  if (!answer.ok()) return at(session, answer.error());
-  return answer;
+  Clock::duration pause = kFirstPause;
+  for (int attempt = 1;; ++attempt) {
+    auto connected = connectTo(*where, deadline, stop);
+    if (!connected.ok()) return at(session, connected.error());
+    auto answer = ask(std::move(*connected), context, question, deadline, stop);
+    if (answer.ok()) return answer;
+    const ErrorCode code = answer.error().code;
+    const bool isBroken = code == ErrorCode::kPeerLost || code == ErrorCode::kInterrupted;
+    const Error error = at(session, {code == ErrorCode::kInterrupted ? ErrorCode::kRefused : code,
+                                     answer.error().message});
+    if (!isBroken || attempt == kMostAttempts) return error;
+    const Deadline again = Deadline::after(jittered(pause)).earlier(deadline);
+    if (await(-1, 0, again, stop).code() != ErrorCode::kTimeout || deadline.passed()) return error;
+    pause *= 2;
+  }
 }
 
 }  // namespace mooncake::transfer
