@@ -81,7 +81,7 @@ class Combine final : public Algorithm {
     std::byte* const staging = memory_.send(op.number());
     size_t rows = 0;
     for (const auto& range : handle_.ranges) rows += range.count;
-    const CopyHint hint = copyHint(rows * bf16Bytes(shape_.hidden));
+    const CopyHint hint = stagingHint(op, rows * bf16Bytes(shape_.hidden));
     for (const int r : op.ranks()) {
       if (r == op.rank() && !call_.usesLogfmt) continue;  // read where they stand
       forRowsOf(r, [&](size_t row) {

@@ -86,8 +86,9 @@ class Dispatch final : public Algorithm {
 
   void stage(const Operation& op) {
     std::byte* const staging = memory_.send(op.number());
+    const CopyHint hint = stagingHint(op, handle_.tokens * rowBytes_);
     for (size_t t = 0; t < handle_.tokens; ++t) {
-      if (isChosen(t)) writeRow(t, staging + t * rowBytes_);
+      if (isChosen(t)) writeRow(t, staging + t * rowBytes_, hint);
     }
     packed_.assign(size_t(op.size()), {});
     mostPutBytes_ = 0;
@@ -156,10 +157,10 @@ class Dispatch final : public Algorithm {
   bool isChosen(size_t token) const {
     return std::ranges::any_of(chosenBy(token), [](int32_t expert) { return expert != kNoExpert; });
   }
-  void writeRow(size_t token, std::byte* to) const {
+  void writeRow(size_t token, std::byte* to, CopyHint hint) const {
     const uint16_t* row = call_.x + token * shape_.hidden;
     if (call_.format == RowFormat::kBf16) {
-      copyRow(to, row, bf16Bytes(shape_.hidden), CopyHint::kCached);
+      copyRow(to, row, bf16Bytes(shape_.hidden), hint);
     } else {
       castRowToFp8(row, shape_.hidden, call_.format == RowFormat::kFp8Rounded,
                    reinterpret_cast<uint8_t*>(to + scaleBytes(shape_.hidden)),

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "ep/rows.h"
 #include "group/operation.h"
 
 namespace mooncake::ep {
@@ -16,6 +17,13 @@ inline Status awaitBegun(Operation& op, int64_t* waits) {
     waits[rank] += std::chrono::duration_cast<std::chrono::microseconds>(now - since).count();
     since = now;
   });
+}
+
+// How rows go to where the others read them. Ranks that share cores find them in the cache; so do
+// those that send them on.
+inline CopyHint stagingHint(const Operation& op, size_t bytes) {
+  const bool isReadElsewhere = op.group().window().fullyMapped() && !op.group().isCrowded();
+  return isReadElsewhere ? copyHintForPeers(bytes) : copyHint(bytes);
 }
 
 }  // namespace mooncake::ep

@@ -76,6 +76,11 @@ CopyHint copyHint(size_t bytes) {
   return 2 * bytes < cache ? CopyHint::kCached : CopyHint::kStreamed;
 }
 
+CopyHint copyHintForPeers(size_t bytes) {
+  constexpr size_t kInTheirCaches = 256 << 10;
+  return bytes <= kInTheirCaches ? CopyHint::kStreamed : copyHint(bytes);
+}
+
 void copyRow(void* to, const void* from, size_t bytes, CopyHint hint) {
   if (hint == CopyHint::kStreamed)
     best().streamRow(to, from, bytes);
