@@ -141,7 +141,6 @@ def test_simulated_cards():
 
 @needs_cards
 @needs_hosts
-@pytest.mark.slow  # for the same reason as tests/test_fabric_links.py
 @pytest.mark.netns
 @pytest.mark.skipif(bool(hosts.why_no_resets()), reason=str(hosts.why_no_resets()))
 def test_cards_of_libfabric_over_links_that_go_and_come():
