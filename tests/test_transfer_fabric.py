@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import cards
 import engines
@@ -66,6 +67,30 @@ def moves(me, side, target, there):
 def test_reads_writes_and_batches():
     theirs, expected = harness.run_ranks(2, serve, moves, **crew())
     assert theirs == expected
+
+
+def stops_while_it_reads(me):
+    side = engines.make(protocol="fabric", size=64 << 20)
+    if me.rank == 0:
+        me.board.set("target", (side.session, side.address))
+        me.board.wait("stopped")
+        began = time.monotonic()
+        assert side.engine.unregister_memory(side.address) == 0
+        return time.monotonic() - began
+    session, there = me.board.wait("target")
+    while True:
+        assert side.engine.transfer_sync_read(session, side.address, there, 64 << 20) == 0
+        me.board.set("reading")
+
+
+@needs_cards
+def test_memory_is_free_again_although_its_reader_has_stopped():
+    with harness.starting(2, stops_while_it_reads, **crew()) as ranks:
+        ranks.board.wait("reading")
+        ranks.signal(1, signal.SIGSTOP)
+        ranks.board.set("stopped")
+        took = ranks.results(dead=[1])[0]
+    print(f"free after {took:.1f} s")
 
 
 def takes_the_short_way(me, side, target, there):

@@ -60,6 +60,7 @@ bool Engine::isComing(const EngineId& id) const {
 bool Engine::admits(const EngineId& id) {
   std::lock_guard lock(mutex_);
   const auto peer = known(id);
+  if (peer && peer->isBeingForgotten) return false;  // it calls again, and meets the next one
   // It makes its connection again, or its goodbye is still on its way.
   if (peer && !peer->disconnected) return !peer->isOurs && peer->channel->isMadeAgain();
   if (calling_.contains(id) && this->id() < id) return false;

@@ -96,13 +96,14 @@ TEST(FabricControlTest, NoMoreIsFetchedAtOnceThanOneMessageHolds) {
   const auto decodes = [](const auto& what) {
     return std::decay_t<decltype(what)>::decode(ByteView(what.encode()).subspan(1)).ok();
   };
-  Fetch fetch{std::vector<Fetch::One>(kMostFetches)};
+  Fetch fetch{std::vector<Fetch::One>(kMostFetches, {.number = 1})};
   Fetched fetched{std::vector<Fetched::One>(kMostFetches)};
   for (auto& one : fetched.ones) one.missing.resize(kMostParts);
   EXPECT_TRUE(decodes(fetch) && decodes(fetched));
   EXPECT_LE(std::max(fetch.encode().size(), fetched.encode().size()), size_t(64) << 10);
-  fetch.ones.emplace_back();
+  fetch.ones.push_back({.number = 1});
   EXPECT_FALSE(decodes(fetch));
+  EXPECT_FALSE(decodes(Fetch{{{.number = 0}}}));  // no answer could be told from another one
   fetched.ones.back().missing.emplace_back();
   EXPECT_FALSE(decodes(fetched));
   fetched.ones.back().missing.clear();

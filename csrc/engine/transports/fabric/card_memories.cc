@@ -265,33 +265,30 @@ void CardMemories::withdraw(const KeyHolder* holder) {
 }
 
 void CardMemories::withdrawLater(const KeyHolder* holder, std::function<void()> done) {
-  std::unique_lock lock(mutex_);
+  std::lock_guard lock(mutex_);
   if (isStopped_) return;
-  Detached detached = detachAll(holder, /*staysHolder=*/true);
-  lock.unlock();
-  finishLater(std::move(detached), std::move(done));
+  finishLater(detachAll(holder, /*staysHolder=*/true), std::move(done));
 }
 
 void CardMemories::takeBackLater(uint64_t key, size_t card, const KeyHolder* holder,
                                  std::function<void()> done) {
-  Detached detached;
-  {
-    std::lock_guard lock(mutex_);
-    if (isStopped_) return;
-    detached = begin();
-    const auto found = regions_.find(key);
-    if (found != regions_.end() && card < found->second.cards.size()) {
-      const auto held = found->second.holders.find(holder);
-      if (held != found->second.holders.end() && held->second.hasKeys)
-        detach(found->second, card, detached);
-    }
+  std::lock_guard lock(mutex_);
+  if (isStopped_) return;
+  Detached detached = begin();
+  const auto found = regions_.find(key);
+  if (found != regions_.end() && card < found->second.cards.size()) {
+    const auto held = found->second.holders.find(holder);
+    if (held != found->second.holders.end() && held->second.hasKeys)
+      detach(found->second, card, detached);
   }
   finishLater(std::move(detached), std::move(done));
 }
 
+// Under the lock that its number was taken under: finish() waits for all with smaller numbers, so
+// none of them may stand behind it.
 void CardMemories::finishLater(Detached detached, std::function<void()> done) {
-  post([this, done = std::move(done),
-        detached = std::make_shared<Detached>(std::move(detached))]() mutable {
+  enqueue([this, done = std::move(done),
+           detached = std::make_shared<Detached>(std::move(detached))]() mutable {
     finish(std::move(*detached));
     done();
   });
@@ -319,7 +316,11 @@ void CardMemories::onRevoked(uint64_t key) {
 
 void CardMemories::post(std::function<void()> task) {
   std::lock_guard lock(mutex_);
-  if (isStopped_) return;
+  if (!isStopped_) enqueue(std::move(task));
+}
+
+// Under the lock.
+void CardMemories::enqueue(std::function<void()> task) {
   tasks_.push_back(task ? std::move(task) : [this] { refresh(); });
   changed_.notify_all();
   if (thread_.joinable()) return;

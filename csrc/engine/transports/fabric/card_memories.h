@@ -126,9 +126,10 @@ class CardMemories final : public RegionWatcher {
   Detached begin();                                                               // under the lock
   void detach(Region& region, size_t card, Detached& detached);                   // under the lock
   Detached detachAll(const KeyHolder* holder, bool staysHolder);                  // under the lock
-  void finishLater(Detached detached, std::function<void()> done);
+  void finishLater(Detached detached, std::function<void()> done);                // under the lock
   void finish(Detached detached);
   void post(std::function<void()> task);
+  void enqueue(std::function<void()> task);  // under the lock
   void run();
   void refresh();
 

@@ -183,6 +183,8 @@ Result<Fetch> Fetch::decode(ByteView bytes) {
     one.targetOffset = in.get<uint64_t>();
   }
   MOONCAKE_TRY(in.finish("fetch of a fabric channel"));
+  if (std::ranges::any_of(fetch.ones, [](const One& one) { return one.number == 0; }))
+    return Error{ErrorCode::kProtocol, "a fetch of a fabric channel has no number"};
   return fetch;
 }
 

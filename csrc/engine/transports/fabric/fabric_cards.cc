@@ -380,7 +380,7 @@ void FabricChannel::giveUpAll(ErrorCode code) {
   }
   grants_.clear();
   unmoved_.clear();
-  Stopped asked;
+  std::vector<std::shared_ptr<CardTransfer>> asked;
   for (const auto& [number, transfer] : std::map(moving_)) {
     giveUp(*transfer, code);
     if (transfer->awaitsPeer) asked.push_back(transfer);
@@ -403,6 +403,15 @@ void FabricChannel::endAsked(const std::shared_ptr<CardTransfer>& transfer) {
   endIfOver(transfer);
 }
 
+// Whether the peer has not said a word of something that holds memory here, for too long.
+bool FabricChannel::isHeldUp(Clock::time_point now) {
+  const bool waits = serving_ > 0 && (!retirements_.empty() || paths_.up() == 0);
+  const uint64_t oldest = retirements_.empty() ? 0 : retirements_.begin()->first;
+  if (!waits || oldest != std::exchange(heldUpBy_, oldest)) heldUpSince_.reset();
+  if (waits && !heldUpSince_) heldUpSince_ = now;
+  return heldUpSince_ && now - *heldUpSince_ > options_.servedLimit;
+}
+
 // Under the lock: those that count at this completion, or all. They end with stop(), without it.
 FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
   Stopped taken;
@@ -413,12 +422,15 @@ FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
     }
     giveUp(*at->second, ErrorCode::kAborted);
     if (at->second->kind == CardTransfer::Kind::kServed) --serving_;
-    if (at->second->awaitsPeer) offered_.clear();
-    taken.push_back(at->second);
+    if (at->second->awaitsPeer) {
+      offered_.clear();
+      taken.awaitPeer = true;
+    }
+    taken.transfers.push_back(at->second);
     at = moving_.erase(at);
   }
   const auto isTaken = [&](const auto& transfer) {
-    return std::find(taken.begin(), taken.end(), transfer) != taken.end();
+    return std::ranges::find(taken.transfers, transfer) != taken.transfers.end();
   };
   std::erase_if(unmoved_, isTaken);
   for (auto& [ticket, retirement] : retirements_)
@@ -428,15 +440,13 @@ FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
 
 // When it returns no card touches their memory any more.
 void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
-  if (stopped.empty()) return;
-  // The peer's as little as ours.
-  const auto isAsked = [](const auto& transfer) { return transfer->awaitsPeer; };
-  if (std::any_of(stopped.begin(), stopped.end(), isAsked)) memories_->withdraw(this);
+  if (stopped.transfers.empty()) return;
+  if (stopped.awaitPeer) memories_->withdraw(this);  // the peer's card as little as ours
   std::vector<uint64_t> generations;
   for (size_t i = 0; i < rails_->count(); ++i) generations.push_back(rails_->generation(i));
   const auto deadline = Deadline::after(kGrace);
   uint64_t busy = 0;
-  for (const auto& transfer : stopped) {
+  for (const auto& transfer : stopped.transfers) {
     if (!transfer->gate.close(deadline)) busy |= transfer->rails.load(std::memory_order_relaxed);
   }
   if (busy != 0) {
@@ -445,12 +455,12 @@ void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
       if ((busy >> i & 1) != 0) retire.push_back({i, generations[i]});
     }
     rails_->retireNow(retire);
-    for (const auto& transfer : stopped) {
+    for (const auto& transfer : stopped.transfers) {
       if (!transfer->gate.close(Deadline::after(kPatience)))
         log(LogLevel::kError, options_.name, "a card does not end what is under way");
     }
   }
-  for (const auto& transfer : stopped) {
+  for (const auto& transfer : stopped.transfers) {
     transfer->local = {};
     transfer->source = {};
     if (transfer->completion) transfer->completion->end(code);
@@ -531,9 +541,10 @@ void FabricChannel::onFetch(const control::Fetch& fetch) {
   if (closed_ || fenced_ || lost_) return;
   const auto served = std::make_shared<ServedFetches>();
   for (const auto& one : fetch.ones) {
-    if (serving_ >= wire::kMaxTransfers) {
-      ++bad_;
-      break;
+    if (serving_ >= wire::kMaxTransfers) {  // of some that it has given up: packets do it
+      served->answer.ones.push_back(
+          {.number = one.number, .missing = {{.position = 0, .bytes = one.bytes}}});
+      continue;
     }
     if (serveByCards(one, served)) continue;
     answerGet({.kind = Packet::Kind::kGet,
@@ -542,6 +553,7 @@ void FabricChannel::onFetch(const control::Fetch& fetch) {
                .offset = one.offset,
                .length = one.bytes});
   }
+  if (served->open == 0 && !served->answer.ones.empty()) tell(served->answer.encode());
   pump(Clock::now());
   activate();
 }

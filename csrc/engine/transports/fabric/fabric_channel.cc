@@ -258,8 +258,16 @@ void FabricChannel::endWarmUp(const Status& how) {
 // ---- what the peer's end says
 
 void FabricChannel::tell(const Bytes& bytes) {
-  // Where the connection has broken we are told.
-  if (below_) (void)below_->send(bytes);
+  // Where the connection has broken we are told. Else the peer does not read, and would wait for
+  // what it never hears: better that the connection breaks.
+  const Status sent = below_ ? below_->send(bytes) : Status();
+  if (sent.ok() || sent.code() == ErrorCode::kPeerLost) return;
+  context_.loop.post([weak = weak_from_this(), why = sent.error().message] {
+    const auto self = weak.lock();
+    if (!self) return;
+    std::lock_guard lock(self->mutex_);
+    if (!self->closed_) self->breakOff(why);
+  });
 }
 
 void FabricChannel::sayHello() {

@@ -41,6 +41,9 @@ class FabricChannel final : public Channel,
     Clock::duration stallLimit = std::chrono::milliseconds(500);
     // Of all paths, none of which is up while the peer lives.
     Clock::duration pathLimit = std::chrono::seconds(2);
+    // Of what the peer has asked for, and whose memory here is not free meanwhile, while it neither
+    // takes it nor says that nothing of it can come late: it has stopped.
+    Clock::duration servedLimit = std::chrono::seconds(10);
     // For tests: whether the connection breaks, asked at each transfer.
     std::function<bool()> breaks = nullptr;
   };
@@ -130,7 +133,10 @@ class FabricChannel final : public Channel,
     Clock::time_point askAt;
     bool isAnswered = false;  // also where there is nothing
   };
-  using Stopped = std::vector<std::shared_ptr<CardTransfer>>;
+  struct Stopped {
+    std::vector<std::shared_ptr<CardTransfer>> transfers;
+    bool awaitPeer = false;  // one of them does
+  };
 
   // What cards move by themselves: fabric_cards.cc. Under the lock.
   bool moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
@@ -164,6 +170,7 @@ class FabricChannel final : public Channel,
   void endIfOver(const std::shared_ptr<CardTransfer>& transfer);
   void endServed(CardTransfer& transfer);
   void endAsked(const std::shared_ptr<CardTransfer>& transfer);
+  bool isHeldUp(Clock::time_point now);
   Stopped takeMoving(const Completion* completion);
   // Without it.
   void stop(const Stopped& stopped, ErrorCode code);
@@ -281,6 +288,8 @@ class FabricChannel final : public Channel,
   size_t underWay_ = 0;                                       // pieces that cards have, or wait for
   std::vector<size_t> movingOn_;                              // how many of those, by path
   std::map<uint64_t, Retirement> retirements_;                // by ticket
+  std::optional<Clock::time_point> heldUpSince_;
+  uint64_t heldUpBy_ = 0;  // the oldest ticket then
   uint64_t lastTicket_ = 0;
   bool hasToldUse_ = false;
   uint64_t question_ = 0;  // the last that was asked

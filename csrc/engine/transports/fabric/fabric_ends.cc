@@ -137,7 +137,7 @@ void FabricChannel::close() {
 // The peer sees to it, behind our goodbye, that nothing of them comes late.
 void FabricChannel::retireWrites(const Stopped& stopped) {
   std::lock_guard lock(mutex_);
-  for (const auto& transfer : stopped) {
+  for (const auto& transfer : stopped.transfers) {
     if (!transfer->writes() || transfer->rails.load(std::memory_order_relaxed) == 0) continue;
     for (size_t card = 0; card < transfer->grant->cards.size(); ++card)
       tell(control::Retire{

@@ -311,10 +311,14 @@ bool FabricChannel::tick(Clock::time_point now) {
   if (ackOwed_ > 0 && now >= ackDue_) sendAck();
   const auto since = paths_.allOutSince();
   if (!paths_.stalled(now).empty() || (since && now - *since > options_.pathLimit)) ask(now);
+  if (isHeldUp(now)) {
+    breakOff("it has not taken what it asked for");
+    return false;
+  }
   isActive_ = true;  // pump() does not ask for what we say here
   pump(now);
   isActive_ = ackOwed_ > 0 || paths_.hasWork() || !puts_.empty() || !bulk_.empty() ||
-              !warming_.empty() || !unmoved_.empty();
+              !warming_.empty() || !unmoved_.empty() || heldUpSince_;
   return isActive_;
 }
 
