@@ -437,27 +437,6 @@ TYPED_TEST_P(NicSuite, CloseCancelsWhatIsUnderWay) {
   EXPECT_TRUE(begun.empty());
 }
 
-// A peer that has stopped, and what this card owes it for what it wrote before.
-TYPED_TEST_P(NicSuite, CloseWhileAnswersWait) {
-  if (!this->a.nic->limits().remoteWrite) GTEST_SKIP() << "a card without remote writes";
-  constexpr size_t kBytes = 1 << 20;
-  constexpr int kWrites = 8;
-  NicBlock here(*this->a.nic, kBytes, kBothRights), there(*this->b.nic, kBytes, kBothRights);
-  this->expectWriteArrives(1);
-  this->begin([&] {
-    return this->b.nic->write(this->toA, there.at(0, 64), here.memory->key(), 0, tagOf(1));
-  });
-  EXPECT_EQ(this->next(this->b).error, NicError::kNone);
-  // More than the connection holds; then a few of the other side, which it must answer.
-  for (int i = 0; i < kWrites; ++i)
-    (void)this->a.nic->write(this->toB, here.all(), there.memory->key(), 0, tagOf(2));
-  for (int i = 0; i < kWrites; ++i)
-    (void)this->b.nic->write(this->toA, there.at(0, 64), here.memory->key(), 0, tagOf(3));
-  for (int i = 0; i < 1000; ++i) this->a.poll();
-  this->a.nic->close();
-  EXPECT_FALSE(this->a.nic->insert(this->b.nic->address()).ok());
-}
-
 TYPED_TEST_P(NicSuite, AnOperationToWhoIsGoneFailsInTime) {
   if (!TypeParam::kNoticesTheGone) GTEST_SKIP();
   NicBlock source(*this->a.nic, 4096);
@@ -584,7 +563,6 @@ REGISTER_TYPED_TEST_SUITE_P(NicSuite, SaysWhatItIs, TheSameAddressIsTheSamePeer,
                             AWrongKeyIsRefused, OutsideOfTheRangeIsRefused, AWithdrawnKeyIsRefused,
                             WithoutTheRightItIsRefused, AFullQueueSaysSo,
                             ManyThreadsTimesBatchAgainstTheDepth, CloseCancelsWhatIsUnderWay,
-                            CloseWhileAnswersWait,
                             AnOperationToWhoIsGoneFailsInTime, ARemovedPeerIsNobodyAnyMore,
                             RemovalWithOperationsUnderWay,
                             WaitEndsAtADeadlineAtAWakeAndAtACompletion,
