@@ -130,7 +130,7 @@ class Server(ThreadingHTTPServer):
         self._free.acquire()  # others wait in the kernel's queue
         try:
             super().process_request(request, client_address)
-        except BaseException:
+        except Exception:  # no thread; Ctrl-C comes when there is one, too, which gives it back
             self._free.release()
             raise
 

@@ -755,6 +755,9 @@ def later_groups_on_rank(me, victim):
             dist.all_reduce(tensor, group=later)
             assert (tensor == total(survivors)).all(), turn
             assert active(later) == [int(r in survivors) for r in asked]
+    # Whoever has left is not active any more: nobody leaves before all have looked.
+    me.board.set(f"looked-{me.rank}")
+    me.board.wait_all("looked", survivors)
     dist.destroy_process_group()
 
 

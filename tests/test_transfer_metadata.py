@@ -83,9 +83,11 @@ def test_strangers_do_not_hold_it_up(server):
     "module", ["mooncake_backend.metadata_server", "mooncake.http_metadata_server"]
 )
 def test_the_program(module):
+    # Also where whoever runs the tests ignores Ctrl-C, as jobs in the background do.
     with subprocess.Popen(
-        [sys.executable, "-m", module, "--port", "0"], stderr=subprocess.PIPE, text=True
-    ) as program:
+        [sys.executable, "-m", module, "--port", "0"], stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as program:  # fmt: skip
         try:
             said = program.stderr.readline()
             # 127.0.0.1, unless told otherwise.
