@@ -237,7 +237,7 @@ class OthersWatch:
     def share(self) -> float:
         """Share of all CPU time since the start that others took, 0 to 1. Call it when all children
         have ended."""
-        total, busy, ours = [now - then for now, then in zip(self._read(), self.start, strict=True)]
+        total, busy, ours = [b - a for a, b in zip(self.start, self._read(), strict=True)]
         return max(0.0, busy - ours) / max(total, 1e-9)
 
     def tell(self) -> float:

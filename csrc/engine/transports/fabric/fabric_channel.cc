@@ -8,7 +8,8 @@
 #include "engine/stream/wire.h"
 
 // What is asked, and what the peer's end says. What becomes of packets: fabric_packets.cc, of what
-// cards move by themselves: fabric_cards.cc; how things end: fabric_ends.cc.
+// cards move by themselves: fabric_cards.cc, and for each other: fabric_fetches.cc; how things end:
+// fabric_ends.cc.
 namespace mooncake {
 namespace {
 

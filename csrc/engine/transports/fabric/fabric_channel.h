@@ -138,7 +138,7 @@ class FabricChannel final : public Channel,
     bool awaitPeer = false;  // one of them does
   };
 
-  // What cards move by themselves: fabric_cards.cc. Under the lock.
+  // What cards move by themselves: fabric_cards.cc and fabric_fetches.cc. Under the lock.
   bool moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
                    std::span<std::byte> memory, Completion* completion);
   bool askForWrite(const GetRequest& request, control::Fetch& asked);
