@@ -21,8 +21,12 @@ bool isOfTheSame(const Packet& a, const Packet& b) {
 }  // namespace
 
 bool Incoming::hasRoomFor(const Packet& packet, size_t bytes) const {
-  return puts_.size() + writes_.size() < kMostBegun && heldBytes_ + bytes <= kMostHeldBytes &&
-         packet.number - std::min(packet.number, landed_.below()) < Serials::kMostAhead;
+  // Puts and transfers are counted apart, and only of puts is remembered which have landed.
+  const bool isFarAhead =
+      packet.kind == Packet::Kind::kPut &&
+      packet.number - std::min(packet.number, landed_.below()) >= Serials::kMostAhead;
+  return !isFarAhead && puts_.size() + writes_.size() < kMostBegun &&
+         heldBytes_ + bytes <= kMostHeldBytes;
 }
 
 void Incoming::put(const Packet& piece, ByteView data) {

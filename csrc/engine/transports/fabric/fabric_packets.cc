@@ -291,7 +291,9 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
         break;
       }
       if (!incoming_.hasRoomFor(packet, data.size()) || !serials_.add(packet.serial)) {
-        ++bad_;
+        if (bad_++ == 0)
+          log(LogLevel::kError, options_.name, "a packet of kind ", int(packet.kind), ", number ",
+              packet.number, " breaks the rules: do both ends run the same version?");
         break;
       }
       land(packet, data);
