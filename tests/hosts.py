@@ -100,8 +100,11 @@ class Hosts:
         self.hosts[index].run(*RESET)
 
     def limit(self, rate_bits: int, *, network: int = 0) -> None:
-        """What each host sends into the network goes no faster."""
+        """What each host sends into the network goes no faster. Connections made from here on are
+        governed by Linux's own default, whatever this machine has chosen: its BBR takes the pauses
+        of a peer that computes for a slower link."""
         for index in range(len(self.hosts)):
+            self.hosts[index].run("sysctl", "-qw", "net.ipv4.tcp_congestion_control=cubic")
             self.hosts[index].run(
                 *f"tc qdisc replace dev eth{network} root tbf".split(),
                 *("rate", f"{rate_bits}bit", "burst", "256kb", "latency", "20ms"),

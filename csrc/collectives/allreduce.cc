@@ -107,43 +107,50 @@ Span segmentOf(size_t part, size_t parts, Span data) {
 // The data as it was.
 class Undo {
  public:
-  explicit Undo(Buffers buffers) : buffers_(buffers) {}
+  explicit Undo(Buffers buffers) : buffers_(buffers) {
+    size_t offset = 0;
+    for (const Buffer& buffer : buffers) {
+      offsets_.push_back(offset);
+      offset += aligned(buffer.data.size());
+    }
+  }
 
-  Status take(Group& group) {
+  // Room for the copies: nothing stands there yet.
+  Status reserve(Group& group) {
     auto room = group.undo(packedBytes(buffers_));
     if (!room.ok()) return room.error();
-    copy_ = *room;
-    for (std::byte* at = *room; const Buffer& buffer : buffers_) {
-      copyPastCache(at, buffer.data);
-      at += aligned(buffer.data.size());
-    }
+    room_ = *room;
+    isTaken_ = false;
     return {};
   }
-  bool isTaken() const { return copy_ != nullptr; }
+  // A part of the index-th buffer.
+  void copy(size_t index, Span part) {
+    copyPastCache(at(index) + (part.data() - buffers_[index].data.data()), part);
+  }
+  // Every part has been copied.
+  void setTaken() { isTaken_ = true; }
   // The copies, for others to read.
   std::vector<Buffer> buffers() const {
     std::vector<Buffer> copies(buffers_.begin(), buffers_.end());
-    size_t offset = 0;
-    for (Buffer& copy : copies) {
-      copy.data = {copy_ + offset, copy.data.size()};
-      offset += aligned(copy.data.size());
-    }
+    for (size_t i = 0; i < copies.size(); ++i) copies[i].data = {at(i), copies[i].data.size()};
     return copies;
   }
   // False: there is no copy.
   bool putBack() {
-    if (!copy_) return false;
-    for (const std::byte* at = copy_; const Buffer& buffer : buffers_) {
-      std::memcpy(buffer.data.data(), at, buffer.data.size());
-      at += aligned(buffer.data.size());
-    }
-    copy_ = nullptr;
+    if (!isTaken_) return false;
+    for (size_t i = 0; i < buffers_.size(); ++i)
+      std::memcpy(buffers_[i].data.data(), at(i), buffers_[i].data.size());
+    isTaken_ = false;
     return true;
   }
 
  private:
+  std::byte* at(size_t index) const { return room_ + offsets_[index]; }
+
   const Buffers buffers_;
-  std::byte* copy_ = nullptr;
+  std::vector<size_t> offsets_;  // of the copies in the room
+  std::byte* room_ = nullptr;
+  bool isTaken_ = false;
 };
 
 class AllreduceRendezvous final : public Algorithm {
@@ -155,7 +162,10 @@ class AllreduceRendezvous final : public Algorithm {
     if (isSpoilt_) return spoilt();
     Group& group = op.group();
     const bool byCards = group.usesCards();
-    if (byCards) MOONCAKE_TRY(undo_.take(group));
+    if (byCards) {
+      MOONCAKE_TRY(undo_.reserve(group));
+      copyForOthers(op);
+    }
     auto table = byCards ? announceBuffers(op, undo_.buffers(), inputs_)
                          : announceBuffers(op, buffers_, inputs_);
     if (!table.ok()) return table.error();
@@ -191,7 +201,14 @@ class AllreduceRendezvous final : public Algorithm {
     }
     MOONCAKE_TRY(reduceSegments(op, segments_, buffers_.size(), [&]() -> Status {
       // The copy costs nothing while the first fetches are on their way.
-      return takesResult(op) && !mapped && !undo_.isTaken() ? undo_.take(group) : Status();
+      if (!takesResult(op) || mapped) return {};
+      if (!byCards) {
+        MOONCAKE_TRY(undo_.reserve(group));
+        copyForOthers(op);
+      }
+      for (size_t i = 0; i < buffers_.size(); ++i) undo_.copy(i, segment(op, op.rank(), i));
+      undo_.setTaken();
+      return {};
     }));
     return op.publishReady(result);
   }
@@ -239,6 +256,16 @@ class AllreduceRendezvous final : public Algorithm {
     return bytes;
   }
 
+  // All but what we reduce: that is fetched by nobody.
+  void copyForOthers(Operation& op) {
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      const Span data = buffers_[i].data, own = segment(op, op.rank(), i);
+      const auto before = size_t(own.data() - data.data());
+      undo_.copy(i, data.first(before));
+      undo_.copy(i, data.subspan(before + own.size()));
+    }
+  }
+
   Status takeResult(Operation& op) {
     isOverwritten_ = true;
     std::vector<Wanted> wanted;
@@ -258,12 +285,13 @@ class AllreduceRendezvous final : public Algorithm {
         offset += aligned(part.size());
       }
     }
-    MOONCAKE_TRY(fetchLanded(op, wanted));
+    MOONCAKE_TRY(fetchLanded(op, wanted, [&] {
+      for (size_t i = 0; i < buffers_.size() && !isWithinTheData_; ++i) {
+        const Span mine = segment(op, op.rank(), i);
+        std::memcpy(mine.data(), segments_[i].target.data(), mine.size());
+      }
+    }));
     failpoint("fetched");
-    for (size_t i = 0; i < buffers_.size() && !isWithinTheData_; ++i) {
-      const Span mine = segment(op, op.rank(), i);
-      std::memcpy(mine.data(), segments_[i].target.data(), mine.size());
-    }
     hasResult_ = true;
     return {};
   }

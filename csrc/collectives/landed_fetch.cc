@@ -28,7 +28,8 @@ std::vector<Wanted> piecesOf(std::span<const Wanted> wanted) {
 
 }  // namespace
 
-Status fetchLanded(Operation& op, std::span<const Wanted> wanted) {
+Status fetchLanded(Operation& op, std::span<const Wanted> wanted,
+                   const std::function<void()>& whileFetching) {
   Fetches direct(op);
   std::vector<Wanted> byCards;
   for (const Wanted& one : wanted) {
@@ -51,6 +52,7 @@ Status fetchLanded(Operation& op, std::span<const Wanted> wanted) {
     return underWay.emplace_back(op).start(rank, region, offset, landing(index));
   };
   for (size_t index = 0; index < depth; ++index) MOONCAKE_TRY(start(index));
+  whileFetching();
   for (size_t index = 0; index < pieces.size(); ++index) {
     MOONCAKE_TRY(op.goOn());
     MOONCAKE_TRY(underWay.front().await());

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "group/operation.h"
@@ -17,6 +18,9 @@ struct Wanted {
 
 // Fetches all of them. From ranks that network cards lead to through the group's scratch memory,
 // which cards know, piece by piece: one is copied to its target while the next ones come.
-Status fetchLanded(Operation& op, std::span<const Wanted> wanted);
+// `whileFetching` runs once, when the first are on their way.
+Status fetchLanded(
+    Operation& op, std::span<const Wanted> wanted,
+    const std::function<void()>& whileFetching = [] {});
 
 }  // namespace mooncake
