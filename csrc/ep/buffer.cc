@@ -40,6 +40,15 @@ void Buffer::setExperts(std::shared_ptr<const ExpertMap> experts) {
 
 Status Buffer::checkRoom(const Shape& shape, const ExpertMap& experts) const {
   const size_t local = experts.numLocal(group_->rank());
+  const size_t table = CombineTable::bytesFor(local, shape.numRanks);
+  const size_t room = group_->slotBytes() - mostInlineBytes(*group_);
+  if (table > room) {
+    return {ErrorCode::kInvalidArgument,
+            group_->nameRank(group_->rank()) + ": a table of the rows of " + std::to_string(local) +
+                " experts for " + std::to_string(shape.numRanks) + " ranks has " +
+                std::to_string(table) + " bytes, there is room for " + std::to_string(room) +
+                ": give this rank fewer experts"};
+  }
   const bool fits = BufferLayout::sendNeed(shape, local) <= memory_->layout.sendBytes() &&
                     BufferLayout::recvNeed(shape, local) <= memory_->layout.recvBytes();
   if (fits) return {};

@@ -7,6 +7,7 @@ namespace mooncake::ep {
 namespace {
 
 constexpr int kNarrowExperts = 0xffff;  // as many fit 16 bits, beside the mark for none
+constexpr size_t kRowAlignment = 16;    // of the rows behind a table, as of those in send memory
 
 Error misfit(const Operation& op, int rank, const std::string& why) {
   return {ErrorCode::kProtocol, op.group().nameRank(rank) +
@@ -32,15 +33,18 @@ Result<Published> publishedBy(const Operation& op, int rank) {
   }
   Published published;
   published.table.assign(slot.payload + sizeof(length), slot.payload + length);
-  published.behind = slot.payload + length;
-  published.behindBytes = bytes - length;
+  const size_t behind = std::min(roundUp(length, kRowAlignment), bytes);
+  published.behind = slot.payload + behind;
+  published.behindBytes = bytes - behind;
   return published;
 }
 
 Bytes withLength(ByteWriter& body) {
   const Bytes table = body.take();
   const auto length = static_cast<uint32_t>(table.size() + sizeof(uint32_t));
-  return ByteWriter().put(length).putRaw(table).take();
+  Bytes whole = ByteWriter().put(length).putRaw(table).take();
+  whole.resize(roundUp(length, kRowAlignment));
+  return whole;
 }
 
 RowsAt rowsAtOf(uint8_t number) {
@@ -157,6 +161,11 @@ Result<DispatchTable> DispatchTable::of(const Operation& op, int rank, const Sha
   }
   table.payloadRows = published->behind;
   return table;
+}
+
+size_t CombineTable::bytesFor(size_t localExperts, int numRanks) {
+  constexpr size_t kFixed = 64;
+  return kFixed + size_t(numRanks + 63) / 64 * 8 + localExperts * size_t(numRanks) * sizeof(Range);
 }
 
 Bytes CombineTable::encode() const {

@@ -62,6 +62,7 @@ enum class RowsAt : uint8_t {
 //   sender's region
 //   RankSet mask: whom the caller takes for active
 //   experts[tokens][top-k]: u16 each, or u32 from 65535 experts on; all bits set: none
+//   zeros up to a multiple of 16, for the rows' alignment
 // then those rows, where they are in the payload.
 struct DispatchTable {
   uint32_t tokens = 0;
@@ -87,6 +88,7 @@ struct DispatchTable {
 //   u64 number of the dispatch  u64 offset of the staging in the sender's arena, and in its region
 //   u8 rows at  u32 local experts  RankSet mask
 //   u32 begin, u32 count for [local expert][rank]: which rows are for that rank
+//   zeros up to a multiple of 16
 // then those for the reader in that order, where they are in the payload.
 struct CombineTable {
   struct Range {
@@ -103,6 +105,8 @@ struct CombineTable {
   const std::byte* payloadRows = nullptr;
 
   Bytes encode() const;
+  // At most; of the table alone.
+  static size_t bytesFor(size_t localExperts, int numRanks);
   static Result<CombineTable> of(const Operation& op, int rank, const Shape& shape,
                                  size_t localExperts, size_t rowBytes);
 };
