@@ -34,6 +34,7 @@ struct CardTransfer {
   Completion* completion = nullptr;       // none where it is served
   CardMemories::Local local;              // not where the peer's cards do it
   std::shared_ptr<control::Grant> grant;  // without the cards that it is void for; as `local`
+  bool isOneOfFew = false;                // asked for at once, fewer than there are rails
   uint64_t turn = 0;                      // the rail that it begins with
   uint64_t position = 0;                  // behind what has begun
   uint64_t pieces = 0;                    // that have begun

@@ -58,8 +58,9 @@ class FabricChannel::MovePiece final : public NicOperation {
 // False: it is for packets, or for the peer's cards. Small ones, what is not registered at both
 // ends, what the peer has not granted yet, and reads of cards that do not close in peace while some
 // are under way.
-bool FabricChannel::moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
-                                std::span<std::byte> memory, Completion* completion) {
+bool FabricChannel::moveByCards(bool isWrite, bool isOneOfFew, const RemoteRegion& region,
+                                uint64_t offset, std::span<std::byte> memory,
+                                Completion* completion) {
   if (memory.size() < options_.leastByCard || !memories_ || !theirs_ || lost_) return false;
   if (!isWrite && !rails_->limits(0).closeEndsReads) return false;
   auto local = memories_->find(memory);
@@ -79,6 +80,7 @@ bool FabricChannel::moveByCards(bool isWrite, const RemoteRegion& region, uint64
   transfer->completion = completion;
   transfer->local = std::move(*local);
   transfer->grant = grant;
+  transfer->isOneOfFew = isOneOfFew;
   transfer->turn = turn_++;
   moving_.emplace(transfer->number, transfer);
   unmoved_.push_back(transfer);
@@ -140,11 +142,16 @@ std::optional<FabricChannel::Way> FabricChannel::wayFor(const CardTransfer& tran
   return best;
 }
 
+// Where there are many at once the cards share them, and each ends sooner undivided.
+uint64_t FabricChannel::splitBytes(const CardTransfer& transfer) const {
+  return transfer.isOneOfFew ? options_.splitBytes / 16 : options_.splitBytes;
+}
+
 // The next one. False: no path is up.
 bool FabricChannel::movePiece(const std::shared_ptr<CardTransfer>& transfer,
                               Clock::time_point now) {
   const uint64_t all = transfer->memory.size();
-  const bool isSplit = all >= options_.splitBytes;
+  const bool isSplit = all >= splitBytes(*transfer);
   const auto way = wayFor(*transfer, isSplit, now);
   if (paths_.up() == 0) return false;
   ++transfer->open;

@@ -132,7 +132,7 @@ Status FabricChannel::get(std::span<const GetRequest> requests) {
       request.completion->begin();
       request.completion->end(begun.code());
     } else if (!isOut_ && !askForWrite(request, asked)) {
-      beginGet(request);
+      beginGet(request, requests.size() < paths_.count());
     }
   }
   sendFetch(asked);
@@ -142,8 +142,8 @@ Status FabricChannel::get(std::span<const GetRequest> requests) {
   return {};
 }
 
-void FabricChannel::beginGet(const GetRequest& request) {
-  if (moveByCards(/*isWrite=*/false, request.region, request.offset, request.target,
+void FabricChannel::beginGet(const GetRequest& request, bool isOneOfFew) {
+  if (moveByCards(/*isWrite=*/false, isOneOfFew, request.region, request.offset, request.target,
                   request.completion))
     return;
   const uint64_t number = ++lastNumber_;
@@ -162,7 +162,8 @@ Status FabricChannel::write(const WriteRequest& request) {
   if (isOut_) return {};
   // Cards only read it.
   const std::span source(const_cast<std::byte*>(request.source.data()), request.source.size());
-  if (!moveByCards(/*isWrite=*/true, request.region, request.offset, source, request.completion)) {
+  if (!moveByCards(/*isWrite=*/true, /*isOneOfFew=*/false, request.region, request.offset, source,
+                   request.completion)) {
     const uint64_t number = ++lastNumber_;
     transfers_.emplace(number, Transfer{.completion = request.completion});
     bulk_.push_back({.packet = {.kind = Packet::Kind::kWrite,

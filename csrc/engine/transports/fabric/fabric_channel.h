@@ -34,7 +34,9 @@ class FabricChannel final : public Channel,
  public:
   struct Options {
     const char* name = "fabric";
-    size_t splitBytes = size_t(2) << 20;  // a transfer of so many goes over all rails
+    // A transfer of so many goes over all rails; of fewer at a time than there are rails, for which
+    // somebody waits, one of a sixteenth of that.
+    size_t splitBytes = size_t(2) << 20;
     size_t leastByCard = size_t(16)
                          << 10;  // that a card moves by itself: packets do with one piece
     // Of a path on which something is under way and nothing comes to its end.
@@ -139,12 +141,14 @@ class FabricChannel final : public Channel,
   };
 
   // What cards move by themselves: fabric_cards.cc and fabric_fetches.cc. Under the lock.
-  bool moveByCards(bool isWrite, const RemoteRegion& region, uint64_t offset,
+  bool moveByCards(bool isWrite, bool isOneOfFew, const RemoteRegion& region, uint64_t offset,
                    std::span<std::byte> memory, Completion* completion);
   bool askForWrite(const GetRequest& request, control::Fetch& asked);
   void sendFetch(control::Fetch& asked);
   void offer(uint64_t key);
-  bool serveByCards(const control::Fetch::One& one, const std::shared_ptr<ServedFetches>& served);
+  bool serveByCards(const control::Fetch::One& one, bool isOneOfFew,
+                    const std::shared_ptr<ServedFetches>& served);
+  uint64_t splitBytes(const CardTransfer& transfer) const;
   std::shared_ptr<control::Grant> grantOf(uint64_t key);
   void moveOn(Clock::time_point now);
   struct Way {
@@ -186,7 +190,7 @@ class FabricChannel final : public Channel,
   // All under the lock.
   Status usable() const;
   Status begin(Completion* completion) const;
-  void beginGet(const GetRequest& request);
+  void beginGet(const GetRequest& request, bool isOneOfFew);
   void forgetLandedPuts();
   void pump(Clock::time_point now);
   bool sendNext(std::deque<Stream>& streams, Clock::time_point now);

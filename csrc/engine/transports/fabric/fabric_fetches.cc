@@ -99,7 +99,7 @@ void FabricChannel::onFetch(const control::Fetch& fetch) {
           {.number = one.number, .missing = {{.position = 0, .bytes = one.bytes}}});
       continue;
     }
-    if (serveByCards(one, served)) continue;
+    if (serveByCards(one, fetch.ones.size() < paths_.count(), served)) continue;
     answerGet({.kind = Packet::Kind::kGet,
                .number = one.number,
                .key = one.region,
@@ -111,7 +111,7 @@ void FabricChannel::onFetch(const control::Fetch& fetch) {
   activate();
 }
 
-bool FabricChannel::serveByCards(const control::Fetch::One& one,
+bool FabricChannel::serveByCards(const control::Fetch::One& one, bool isOneOfFew,
                                  const std::shared_ptr<ServedFetches>& served) {
   if (!memories_ || !theirs_ || one.bytes == 0) return false;
   auto source = context_.regions.open(one.region, one.offset, one.bytes, kRemoteRead);
@@ -131,6 +131,7 @@ bool FabricChannel::serveByCards(const control::Fetch::One& one,
   transfer->memory = memory;
   transfer->local = std::move(*local);
   transfer->grant = grant;
+  transfer->isOneOfFew = isOneOfFew;
   transfer->turn = turn_++;
   transfer->served = served;
   transfer->source = std::move(source);
