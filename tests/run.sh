@@ -28,7 +28,7 @@ jobs=$(nproc)
 step() { printf '\n\033[1m[tests] %s\033[0m (%d s)\n' "$*" "$SECONDS"; }
 
 cpp() { # sanitizer or none, then arguments of ctest
-  local build=build/cpp-$1 sanitizer=$1 runner=()
+  local build=build/cpp-${1//,/-} sanitizer=$1 runner=() # the linker takes a comma in a path for its own
   shift
   step "C++, sanitizer: $sanitizer"
   mkdir -p build

@@ -338,6 +338,7 @@ TEST(EngineForget, DoesNotWaitBeyondItsDeadlineForAnotherThreadsCall) {
 }
 
 TEST(EngineDescriptors, WhoHasNoneLeftSaysSoAndRecovers) {
+  SKIP_WHERE_CHECKS_NEED_DESCRIPTORS();
   const auto a = makeEngine("tcp"), b = makeEngine("tcp");
   std::vector<int> taken;
   {
