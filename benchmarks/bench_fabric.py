@@ -61,7 +61,7 @@ LEAST_WITHOUT_ONE, LEAST_WITH_ALL = 0.95, 0.95  # of three links, of four
 LEAST_OF_BUS = 0.9
 SETTLED_S = {"down": 1.0, "up": 5.0}  # after that the rate counts
 SAMPLE_S = 0.05
-REDUCED = 64 << 20
+REDUCED, REDUCTIONS = 64 << 20, 5  # calls a round
 TOKENS, EXPERTS, HIDDEN, TOPK = 128, 32, 7168, 8
 
 
@@ -215,7 +215,7 @@ def reduce_main(me: Rank) -> None:
     for _ in range(me.spec["rounds"]):
         if me.rank == 0:
             rates.append(iperf.bits([link[1] for link in me.spec["links"]], ["--bidir"]))
-        for _ in range(2):
+        for call in range(1 + REDUCTIONS):  # the first, after a pause of seconds, is not counted
             tensor.fill_(1)
             me.meeting.barrier()
             spent, start = time.process_time(), time.perf_counter()
@@ -223,8 +223,11 @@ def reduce_main(me: Rank) -> None:
             seconds = time.perf_counter() - start
             if (tensor != me.size).any():
                 raise RuntimeError("the sum is wrong")
-            took.append(max(me.meeting.exchange(seconds)))
-            cores.append(sum(me.meeting.exchange(time.process_time() - spent)) / seconds)
+            slowest = max(me.meeting.exchange(seconds))
+            cpu = sum(me.meeting.exchange(time.process_time() - spent))
+            if call > 0:
+                took.append(slowest)
+                cores.append(cpu / slowest)
     for server in servers:
         server.kill()
         server.wait()
