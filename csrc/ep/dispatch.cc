@@ -223,7 +223,9 @@ class Dispatch final : public Algorithm {
     Fetches rows;
     std::span<std::byte> target;
   };
-  static constexpr size_t kFetchBytes = size_t(512) << 10;
+  // The smaller the sooner; each by several cards costs them an answer on top.
+  static constexpr size_t kFetchBytes = size_t(256) << 10;
+  static constexpr size_t kCardFetchBytes = size_t(1) << 20;
   using Tables = std::vector<std::pair<int, DispatchTable>>;
 
   // Whether rows are shared on any host: then all say when they have what they fetch.
@@ -278,7 +280,8 @@ class Dispatch final : public Algorithm {
 
   Status fetch(Operation& op, int from, const DispatchTable& table, std::span<std::byte> to,
                std::deque<Fetch>& fetches) const {
-    const size_t step = std::max<size_t>(kFetchBytes / rowBytes_, 1) * rowBytes_;
+    const size_t most = op.group().window().hasCards(from) ? kCardFetchBytes : kFetchBytes;
+    const size_t step = std::max<size_t>(most / rowBytes_, 1) * rowBytes_;
     for (size_t at = 0; at < to.size(); at += step) {
       const auto part = to.subspan(at, std::min(step, to.size() - at));
       fetches.emplace_back(op, part);
