@@ -89,6 +89,10 @@ class FabricChannel final : public Channel,
   // has reached the peer since, or at the deadline; none: nobody waits for that.
   void restart();
   void restart(Deadline deadline, std::function<void(Status)> onPath);
+  // The engine has been told that it was made again: what has come since lands only now. Whoever
+  // waits for something that the break has swallowed must hear of the break before it is served by
+  // what came behind it, or it goes on as if nothing were missing at the other end.
+  void resume();
 
   // On a thread that polls.
   void onPacket(size_t rail, const Packet& packet, ByteView data) override;
@@ -280,6 +284,8 @@ class FabricChannel final : public Channel,
 
   Serials serials_;  // of the peer's packets
   Incoming incoming_;
+  bool isHeld_ = false;  // from a restart() until resume()
+  std::vector<std::pair<Packet, Bytes>> heldPackets_;
   size_t ackOwed_ = 0;
   Clock::time_point ackDue_;
   size_t answering_ = 0;                    // gets of the peer

@@ -253,6 +253,8 @@ void FabricChannel::restart() {
   offered_.clear();
   serials_ = {};
   incoming_.clear();
+  isHeld_ = true;
+  heldPackets_.clear();
   ackOwed_ = 0;
   theirs_.reset();
   isWarm_.clear();
@@ -265,6 +267,15 @@ void FabricChannel::restart() {
   incarnation_ = newIncarnation();
   rails_->add(incarnation_, weak_from_this());
   sayHello();
+}
+
+void FabricChannel::resume() {
+  std::lock_guard lock(mutex_);
+  isHeld_ = false;
+  const auto packets = std::exchange(heldPackets_, {});
+  if (closed_ || fenced_) return;
+  for (const auto& [packet, data] : packets) land(packet, data);
+  pump(Clock::now());
 }
 
 }  // namespace mooncake

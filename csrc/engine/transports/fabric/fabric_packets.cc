@@ -296,7 +296,11 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
               packet.number, " breaks the rules: do both ends run the same version?");
         break;
       }
-      land(packet, data);
+      if (isHeld_) {  // the peer's window bounds how many
+        heldPackets_.emplace_back(packet, Bytes(data.begin(), data.end()));
+      } else {
+        land(packet, data);
+      }
       owe(now);
   }
   pump(now);

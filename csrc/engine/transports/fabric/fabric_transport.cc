@@ -93,8 +93,10 @@ FabricTransport::FabricTransport(const TransportContext& context, Options option
     if (const auto channel = channels_->find(peer)) channel->onEnded(evidence);
   };
   inner_.onReconnected = [this](EngineId peer) {
-    if (const auto channel = channels_->find(peer)) channel->restart();
+    const auto channel = channels_->find(peer);
+    if (channel) channel->restart();
     context_.onReconnected(peer);
+    if (channel) channel->resume();
   };
 }
 
@@ -154,9 +156,11 @@ void FabricTransport::reconnect(const EngineId& peer, const std::shared_ptr<Chan
   below_->reconnect(peer, fabric->below(), endpoint, deadline,
                     [fabric, deadline, done, isOver = isShutDown_](Status how) {
                       if (!how.ok()) return done(std::move(how));
-                      fabric->restart(deadline, [done, isOver](Status path) {
-                        if (!*isOver) done(std::move(path));
-                      });
+                      fabric->restart(deadline,
+                                      [weak = std::weak_ptr(fabric), done, isOver](Status path) {
+                                        if (!*isOver) done(std::move(path));
+                                        if (const auto channel = weak.lock()) channel->resume();
+                                      });
                     });
 }
 
