@@ -290,13 +290,15 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
         owe(now);  // the peer has not heard of it
         break;
       }
+      // Not acknowledged: it comes again.
+      if (isHeld_ && heldPackets_.size() >= kMostWindow) break;
       if (!incoming_.hasRoomFor(packet, data.size()) || !serials_.add(packet.serial)) {
         if (bad_++ == 0)
           log(LogLevel::kError, options_.name, "a packet of kind ", int(packet.kind), ", number ",
               packet.number, " breaks the rules: do both ends run the same version?");
         break;
       }
-      if (isHeld_) {  // the peer's window bounds how many
+      if (isHeld_) {
         heldPackets_.emplace_back(packet, Bytes(data.begin(), data.end()));
       } else {
         land(packet, data);

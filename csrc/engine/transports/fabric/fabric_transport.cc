@@ -158,8 +158,10 @@ void FabricTransport::reconnect(const EngineId& peer, const std::shared_ptr<Chan
                       if (!how.ok()) return done(std::move(how));
                       fabric->restart(deadline,
                                       [weak = std::weak_ptr(fabric), done, isOver](Status path) {
+                                        const bool stands = path.ok();
                                         if (!*isOver) done(std::move(path));
-                                        if (const auto channel = weak.lock()) channel->resume();
+                                        const auto channel = weak.lock();
+                                        if (channel && stands) channel->resume();
                                       });
                     });
 }
