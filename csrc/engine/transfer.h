@@ -34,12 +34,18 @@ struct Signal {
   uint64_t stamp = 0;
 };
 
-// Bytes from here into a peer's window part. `data` may be reused as soon as put() returns.
+// Bytes from here into memory that the peer registered with kRemoteWrite, announced by a word of
+// its window part. `data` may be reused as soon as put() returns.
 struct PutRequest {
-  RemoteRegion region;
+  RemoteRegion region;  // of the data
   uint64_t offset = 0;
   std::span<const std::byte> data;
   Signal signal;
+  RemoteRegion signalRegion = {};  // of the word; no key: it is in `region`, too
+
+  const RemoteRegion& regionOfSignal() const {
+    return signalRegion.key != 0 ? signalRegion : region;
+  }
 };
 
 // Counts gets and writes that are under way; rings when the last one ended. Must outlive them (see

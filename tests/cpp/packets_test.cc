@@ -33,6 +33,7 @@ Packet somePut() {
           .length = 30,
           .position = 20,
           .signal = {64, 5},
+          .signalKey = 3,
           .after = 4};
 }
 
@@ -43,6 +44,7 @@ TEST(PacketTest, IsReadAsItWasWritten) {
   ASSERT_TRUE(read.ok());
   EXPECT_EQ(encoded(*read), encoded(somePut()));
   EXPECT_EQ(read->after, 4u);
+  EXPECT_EQ(read->signalKey, 3u);
   EXPECT_EQ(in.left(), data.size());
 }
 
@@ -66,6 +68,7 @@ TEST(PacketTest, WhatItDoesNotWriteIsRefused) {
   EXPECT_TRUE(changed([](Packet& p) { p.length = (64 << 20) + 1; }));
   EXPECT_TRUE(isRefused(somePut())) << "an empty piece of something";
   EXPECT_TRUE(isRefused({.kind = Packet::Kind::kAck}, data)) << "no whole numbers";
+  EXPECT_TRUE(isRefused({.kind = Packet::Kind::kAck, .signalKey = 1})) << "no word";
   EXPECT_TRUE(isRefused({.kind = Packet::Kind::kProbe, .serial = 1}));
   const Bytes good = encoded(somePut(), data);
   for (size_t bytes = 0; bytes < Packet::kBytes; ++bytes) {

@@ -91,6 +91,7 @@ class Fuzzer {
     const uint64_t bytes = random_() % 3000;
     switch (header.kind) {
       case wire::Kind::kPut:
+        header.request = oneOf<uint64_t>({0, 0, region.key, region.key + 1, random_()});
         header.key = region.key + (random_() % 4 == 0 ? random_() % 3 : 0);
         header.offset = number(region.bytes);
         header.length = bytes;

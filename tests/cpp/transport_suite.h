@@ -90,6 +90,29 @@ TYPED_TEST_P(TransportSuite, PutToASealedWordWritesNothing) {
   EXPECT_TRUE(part.isZero(1024, 500));
 }
 
+TYPED_TEST_P(TransportSuite, PutIsAnnouncedInAnotherRegion) {
+  auto part = this->b.part(4096);
+  auto memory = this->b.part(4 << 20);
+  const Bytes data = pattern(3 << 20, 7);
+  ASSERT_TRUE(
+      this->toB->put({memory.remote(), 1024, data, {kWord, stampOf(1)}, part.remote()}).ok());
+  ASSERT_TRUE(eventually([&] { return this->stamped(part, stampOf(1)); }));
+  EXPECT_TRUE(memory.holds(1024, data));
+  EXPECT_TRUE(memory.isZero(kWord, 8)) << "the word of that offset there is data";
+
+  // Late by the word, wherever that is; and neither of the two may be unknown.
+  (void)this->toB->put({memory.remote(), 1024, pattern(64, 9), {kWord, stampOf(1)}, part.remote()});
+  RemoteRegion unknown = part.remote();
+  unknown.key += 0x100000;
+  (void)this->toB->put({memory.remote(), 1024, pattern(64, 9), {kWord, stampOf(2)}, unknown});
+  (void)this->toB->put({unknown, 1024, pattern(64, 9), {kWord, stampOf(2)}, part.remote()});
+  (void)this->toB->put({memory.remote(), 8, pattern(64, 9), {kWord, stampOf(2)}, part.remote()});
+  (void)this->toB->put(
+      {memory.remote(), 4 << 20, pattern(64, 9), {kWord, stampOf(2)}, part.remote()});
+  expectPutArrives(*this->toB, part, 3);
+  EXPECT_TRUE(memory.holds(1024, data));
+}
+
 TYPED_TEST_P(TransportSuite, PutWakesASleeper) {
   auto part = this->b.part(4096);
   Interrupt interrupt;
@@ -670,16 +693,17 @@ TYPED_TEST_P(TransportSuite, FencingStopsWritesThatAreUnderWay) {
 
 REGISTER_TYPED_TEST_SUITE_P(
     TransportSuite, PutsArriveBothWays, PutOfAllSizes, PutDataMayBeReusedAtOnce,
-    PutToASealedWordWritesNothing, PutWakesASleeper, PutOutsideIsRefusedAndTheChannelLives,
-    PutToARevokedRegionWritesNothing, PutsOfManyThreads, MessagesArriveInOrderAmongPutsAndGets,
-    MessagesHaveASize, MessagesComeBeforeTheGoodbye, GetOfAllSizes, ManyGetsBothWaysAtOnce,
-    PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails, CancelEndsTheGetsOfOneCompletion,
-    CloseEndsGetsAndSaysGoodbye, RegionsCanGoWhileTheyAreRead, WrongKeyIsRefused,
-    WrongEngineIsRefused, GarbageEndpointsAreErrors, ShutdownClosesWhatWasAccepted,
-    AFencedPeerChangesNothingAndFetchesNothing, FencingStopsWhatIsUnderWay, WriteOfAllSizes,
-    ManyWritesAndGetsBothWaysAtOnce, ListsOfSmallTransfers, TransfersWithoutEnd,
-    WriteOutsideFailsAndChangesNothing, WriteToARevokedRegionIsRefused,
-    RegionsCanGoWhileTheyAreWritten, CancelEndsTheWritesOfOneCompletion, CloseEndsWrites,
-    WritesEndWhenThePeerCloses, AFencedPeerWritesNothing, FencingStopsWritesThatAreUnderWay);
+    PutToASealedWordWritesNothing, PutIsAnnouncedInAnotherRegion, PutWakesASleeper,
+    PutOutsideIsRefusedAndTheChannelLives, PutToARevokedRegionWritesNothing, PutsOfManyThreads,
+    MessagesArriveInOrderAmongPutsAndGets, MessagesHaveASize, MessagesComeBeforeTheGoodbye,
+    GetOfAllSizes, ManyGetsBothWaysAtOnce, PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails,
+    CancelEndsTheGetsOfOneCompletion, CloseEndsGetsAndSaysGoodbye, RegionsCanGoWhileTheyAreRead,
+    WrongKeyIsRefused, WrongEngineIsRefused, GarbageEndpointsAreErrors,
+    ShutdownClosesWhatWasAccepted, AFencedPeerChangesNothingAndFetchesNothing,
+    FencingStopsWhatIsUnderWay, WriteOfAllSizes, ManyWritesAndGetsBothWaysAtOnce,
+    ListsOfSmallTransfers, TransfersWithoutEnd, WriteOutsideFailsAndChangesNothing,
+    WriteToARevokedRegionIsRefused, RegionsCanGoWhileTheyAreWritten,
+    CancelEndsTheWritesOfOneCompletion, CloseEndsWrites, WritesEndWhenThePeerCloses,
+    AFencedPeerWritesNothing, FencingStopsWritesThatAreUnderWay);
 
 }  // namespace mooncake::testing

@@ -76,21 +76,23 @@ Status LocalChannel::put(const PutRequest& request) {
   if (!pass) return {ErrorCode::kAborted, "the channel is closed"};
   if (ended_.load(std::memory_order_acquire)) return why_;
   const Signal& signal = request.signal;
-  const uint64_t bytes = request.region.bytes;
+  const RemoteRegion& announced = request.regionOfSignal();
   if (signal.offset % sizeof(uint64_t) != 0 || signal.offset < sizeof(Doorbell)) {
     return {ErrorCode::kInvalidArgument,
             "a signal's word is 8-aligned and behind the doorbell, not at " +
                 std::to_string(signal.offset)};
   }
-  std::byte* region = mapped(request.region);
-  if (!region || permission(request.region.key, kRemoteWrite) == ErrorCode::kRefused ||
-      request.region.address % alignof(Doorbell) != 0 ||
-      !isInside(signal.offset, sizeof(uint64_t), bytes) ||
-      !isInside(request.offset, request.data.size(), bytes) ||
+  std::byte* const data = mapped(request.region);
+  std::byte* const part = mapped(announced);
+  if (!data || !part || permission(request.region.key, kRemoteWrite) == ErrorCode::kRefused ||
+      permission(announced.key, kRemoteWrite) == ErrorCode::kRefused ||
+      announced.address % alignof(Doorbell) != 0 ||
+      !isInside(signal.offset, sizeof(uint64_t), announced.bytes) ||
+      !isInside(request.offset, request.data.size(), request.region.bytes) ||
       (request.offset < sizeof(Doorbell) && !request.data.empty())) {
-    return {ErrorCode::kRefused, "a put outside of the peer's window part"};
+    return {ErrorCode::kRefused, "a put outside of the peer's registered memory"};
   }
-  auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(region + signal.offset);
+  auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(part + signal.offset);
   if (!canStamp(word, signal.stamp)) return {};  // late
   const auto isShutOut = [&] {
     return permission(request.region.key, kRemoteWrite) == ErrorCode::kAborted;
@@ -98,10 +100,10 @@ Status LocalChannel::put(const PutRequest& request) {
   const Error shutOut{ErrorCode::kAborted, "the peer goes on without us"};
   if (isShutOut()) return shutOut;
   if (!request.data.empty()) {
-    std::memcpy(region + request.offset, request.data.data(), request.data.size());
+    std::memcpy(data + request.offset, request.data.data(), request.data.size());
   }
   if (isShutOut()) return shutOut;
-  if (tryStamp(word, signal.stamp)) reinterpret_cast<Doorbell*>(region)->ring();
+  if (tryStamp(word, signal.stamp)) reinterpret_cast<Doorbell*>(part)->ring();
   return {};
 }
 

@@ -12,10 +12,15 @@ std::atomic<uint64_t>& wordAt(const RegionTable::Use& use) {
   return *reinterpret_cast<std::atomic<uint64_t>*>(use.data());
 }
 
+RegionTable::Use openWord(RegionTable& regions, const Packet& put) {
+  const uint64_t key = put.signalKey != 0 ? put.signalKey : put.key;
+  return regions.open(key, put.signal.offset, sizeof(uint64_t), kRemoteWrite);
+}
+
 bool isOfTheSame(const Packet& a, const Packet& b) {
   return a.key == b.key && a.offset == b.offset && a.length == b.length &&
          a.signal.offset == b.signal.offset && a.signal.stamp == b.signal.stamp &&
-         a.after == b.after;
+         a.after == b.after && a.signalKey == b.signalKey;
 }
 
 }  // namespace
@@ -49,7 +54,7 @@ void Incoming::place(const Packet& piece, ByteView data) {
   put.arrived += data.size();
   if (put.arrived < piece.length) return;
   if (!put.isDropped) {
-    const auto use = regions_.open(piece.key, piece.signal.offset, 8, kRemoteWrite);
+    const auto use = openWord(regions_, piece);
     if (use && tryStamp(wordAt(use), piece.signal.stamp))
       reinterpret_cast<Doorbell*>(use.regionStart())->ring();
   }
@@ -59,7 +64,7 @@ void Incoming::place(const Packet& piece, ByteView data) {
 
 // False: it is late, or refused.
 bool Incoming::copyIn(const Packet& piece, ByteView data) {
-  const auto word = regions_.open(piece.key, piece.signal.offset, 8, kRemoteWrite);
+  const auto word = openWord(regions_, piece);
   const bool isAligned = reinterpret_cast<uintptr_t>(word.data()) % 8 == 0;
   if (word && isAligned && !canStamp(wordAt(word), piece.signal.stamp)) return false;
   // The whole range: a put that leaves the region writes nothing, not even the part inside.

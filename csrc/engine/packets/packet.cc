@@ -9,7 +9,8 @@ bool isWellFormed(const Packet& packet, uint64_t dataBytes) {
   using Kind = Packet::Kind;
   const bool isOk = packet.status == Packet::Status::kOk;
   const bool noRange = packet.key == 0 && packet.offset == 0 && packet.length == 0;
-  const bool noSignal = packet.signal.offset == 0 && packet.signal.stamp == 0 && packet.after == 0;
+  const bool noSignal = packet.signal.offset == 0 && packet.signal.stamp == 0 &&
+                        packet.after == 0 && packet.signalKey == 0;
   const bool fits =
       packet.position <= packet.length && dataBytes <= packet.length - packet.position;
   const bool isPiece = fits && (dataBytes > 0 || packet.length == 0);
@@ -48,7 +49,7 @@ void Packet::encode(std::span<std::byte, kBytes> out) const {
   };
   put(kMark), put(kVersion), put(static_cast<uint8_t>(kind)), put(static_cast<uint32_t>(status));
   put(incarnation), put(serial), put(acked), put(number), put(key), put(offset), put(length);
-  put(position), put(signal.offset), put(signal.stamp), put(after);
+  put(position), put(signal.offset), put(signal.stamp), put(signalKey), put(after);
 }
 
 Result<Packet> Packet::decode(ByteReader& in) {
@@ -67,6 +68,7 @@ Result<Packet> Packet::decode(ByteReader& in) {
   packet.position = in.get<uint64_t>();
   packet.signal.offset = in.get<uint64_t>();
   packet.signal.stamp = in.get<uint64_t>();
+  packet.signalKey = in.get<uint64_t>();
   packet.after = in.get<uint64_t>();
   if (in.failed() || mark != kMark || version != kVersion || packet.status > Status::kAborted ||
       !isWellFormed(packet, in.left()))

@@ -9,7 +9,7 @@
 
 namespace mooncake {
 
-// What one card carries to another one: 96 bytes, little-endian, then the data. Fields that a kind
+// What one card carries to another one: 104 bytes, little-endian, then the data. Fields that a kind
 // does not use are zero, and a decoder refuses anything else.
 //
 //    0      2         3      4        8             16       24      32       40
@@ -17,11 +17,11 @@ namespace mooncake {
 //   | mark | version | kind | status | incarnation | serial | acked | number | key | ..
 //   | u16  | u8      | u8   | u32    | u64         | u64    | u64   | u64    | u64 |
 //   +------+---------+------+--------+-------------+--------+-------+--------+-----+--
-//        48       56       64         72              80      88
-//       +--------+--------+----------+---------------+-------+-------+
-//    .. | offset | length | position | signal offset | stamp | after |  data
-//       | u64    | u64    | u64      | u64           | u64   | u64   |
-//       +--------+--------+----------+---------------+-------+-------+
+//        48       56       64         72              80      88           96
+//       +--------+--------+----------+---------------+-------+------------+-------+
+//    .. | offset | length | position | signal offset | stamp | signal key | after |  data
+//       | u64    | u64    | u64      | u64           | u64   | u64        | u64   |
+//       +--------+--------+----------+---------------+-------+------------+-------+
 //
 // `incarnation` names the receiver's end of a channel, as that had it told. `serial` numbers the
 // packets of one direction of a channel from 1 on: each is dealt with once, however often, in
@@ -29,7 +29,8 @@ namespace mooncake {
 // come.
 //
 //   PUT      a piece of put `number`: its data belongs at `position` of the range (key, offset,
-//            length). The word is stamped when `length` bytes have come. Nothing of it lands before
+//            length). The word, in the region of the signal key or, where that is 0, in the
+//            same one, is stamped when `length` bytes have come. Nothing of it lands before
 //            put `after` has, if that is not 0
 //   GET      number, key, offset, length
 //   ANSWER   a piece of what get `number` asked for: position, length; or why there is none
@@ -43,8 +44,8 @@ struct Packet {
   enum class Kind : uint8_t { kPut = 1, kGet, kAnswer, kWrite, kWritten, kAck, kProbe, kProbed };
   enum class Status : uint32_t { kOk, kRefused, kAborted };
   static constexpr uint16_t kMark = 0x4d46;  // "FM" on the wire
-  static constexpr uint8_t kVersion = 1;
-  static constexpr size_t kBytes = 96;
+  static constexpr uint8_t kVersion = 2;
+  static constexpr size_t kBytes = 104;
 
   Kind kind = Kind::kAck;
   Status status = Status::kOk;
@@ -57,6 +58,7 @@ struct Packet {
   uint64_t length = 0;
   uint64_t position = 0;
   Signal signal;
+  uint64_t signalKey = 0;
   uint64_t after = 0;
 
   void encode(std::span<std::byte, kBytes> out) const;

@@ -178,6 +178,10 @@ Status FrameReceiver::beginWrite() {
   return {};
 }
 
+RegionTable::Use FrameReceiver::openSignal() {
+  return regions_.open(wire::signalKey(frame_), frame_.signalOffset, 8, kRemoteWrite);
+}
+
 FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
   if (dropped_ || left_ == 0) return {};
   if (frame_.kind == wire::Kind::kPiece) {
@@ -198,7 +202,7 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
     std::byte* data = use.data() + written_ + (frame_.length - left_);
     return {data, room, std::move(use)};
   }
-  const RegionTable::Use signal = regions_.open(frame_.key, frame_.signalOffset, 8, kRemoteWrite);
+  const RegionTable::Use signal = openSignal();
   if (!signal || !isAligned(signal.data())) {
     refuse("put");
     return {};
@@ -223,7 +227,7 @@ Status FrameReceiver::endFrame() {
   switch (frame_.kind) {
     case wire::Kind::kPut: {
       if (dropped_) return {};
-      const RegionTable::Use use = regions_.open(frame_.key, frame_.signalOffset, 8, kRemoteWrite);
+      const RegionTable::Use use = openSignal();
       if (!use || !isAligned(use.data())) {
         refuse("put");
         return {};

@@ -67,6 +67,7 @@ class FrameReceiver {
     RegionTable::Use use;
   };
   Sink openSink(size_t room);
+  RegionTable::Use openSignal();
 
   Status consume(ByteView bytes);
   Status beginFrame(ByteView header);

@@ -152,6 +152,7 @@ Status Connection::put(const PutRequest& request) {
   }
   wire::Header header;
   header.kind = wire::Kind::kPut;
+  header.request = request.signalRegion.key;
   header.key = request.region.key;
   header.offset = request.offset;
   header.length = request.data.size();

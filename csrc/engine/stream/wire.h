@@ -8,7 +8,7 @@
 #include "base/bytes.h"
 #include "base/wait.h"
 
-// The frames of a stream connection, version 3. Every frame starts with 56 bytes, little-endian;
+// The frames of a stream connection, version 4. Every frame starts with 56 bytes, little-endian;
 // fields that a kind does not use are zero, and a decoder refuses anything else.
 //
 //    0      2         3      4        8         16    24       32       40              48
@@ -17,7 +17,9 @@
 //   | u16  | u8      | u8   | u32    | u64     | u64 | u64    | u64    | u64           | u64   |
 //   +------+---------+------+--------+---------+-----+--------+--------+---------------+-------+
 //
-//   PUT      key, offset, length, signal offset, stamp; then `length` bytes for the region
+//   PUT      key, offset, length, signal offset, stamp; then `length` bytes for the region. The
+//   word
+//            is in the region whose key stands in `request`, or, where that is 0, in the same one
 //   GET      request, key, offset, length
 //   PIECE    request, offset, length; then `length` bytes of the answer: `offset` counts from the
 //   start of the
@@ -44,7 +46,7 @@
 namespace mooncake::wire {
 
 inline constexpr uint16_t kMark = 0x4d4b;  // "KM" on the wire
-inline constexpr uint8_t kVersion = 3;
+inline constexpr uint8_t kVersion = 4;
 inline constexpr size_t kHeaderBytes = 56;
 inline constexpr uint64_t kMaxPutBytes = uint64_t(64) << 20;
 inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
@@ -94,6 +96,9 @@ inline HeaderBytes encode(const Header& header) {
   return out;
 }
 
+// Where the word of a put is.
+inline uint64_t signalKey(const Header& put) { return put.request != 0 ? put.request : put.key; }
+
 // Whether `length` bytes follow the header.
 inline bool hasPayload(Kind kind) {
   return kind == Kind::kPut || kind == Kind::kPiece || kind == Kind::kMessage ||
@@ -112,8 +117,7 @@ inline bool isWellFormed(const Header& h) {
   const bool noStatus = h.status == AnswerStatus::kOk;
   switch (h.kind) {
     case Kind::kPut:
-      return noStatus && h.request == 0 && h.length <= kMaxPutBytes &&
-             isSignalOffset(h.signalOffset);
+      return noStatus && h.length <= kMaxPutBytes && isSignalOffset(h.signalOffset);
     case Kind::kGet:
       return noStatus && noSignal;
     case Kind::kPiece:
