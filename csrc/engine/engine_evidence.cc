@@ -50,6 +50,7 @@ void Engine::leave(const Farewell& farewell) {
     for (auto& [id, peer] : peers) (void)send(*peer, kFarewellTopic, said);
   }
   outbox_->flush();  // the goodbye comes after it
+  for (auto& [id, peer] : peers) peer->channel->flush();
   for (auto& [id, peer] : peers) peer->channel->close();
 }
 

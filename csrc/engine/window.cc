@@ -131,6 +131,12 @@ Status Window::put(int rank, uint64_t offset, std::span<const std::byte> data,
       {.region = member.part, .offset = offset, .data = data, .signal = signal});
 }
 
+Status Window::put(int rank, const RemoteRegion& region, uint64_t offset,
+                   std::span<const std::byte> data, Signal signal) const {
+  const Member& member = members_[rank];
+  return member.peer->channel->put({region, offset, data, signal, member.part});
+}
+
 Status Window::place(int rank, uint64_t offset, std::span<const std::byte> data,
                      Signal signal) const {
   std::byte* part = members_[rank].mapped;

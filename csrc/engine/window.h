@@ -60,7 +60,10 @@ class Window {
   // itself.
   void ring(int rank) const { reinterpret_cast<Doorbell*>(members_[rank].mapped)->ring(); }
   Status put(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
-  // The same into any part: by store where it is reached by load and store, else as a put.
+  // Into other memory of a rank that is not mapped; the word is in its part.
+  Status put(int rank, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
+             Signal signal) const;
+  // Into any part: by store where it is reached by load and store, else as a put.
   Status place(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
   Status get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
              Completion& completion) const;

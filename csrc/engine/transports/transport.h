@@ -74,9 +74,9 @@ class Channel {
   // error,
   // and nothing is asked of the peer any more.
   virtual void peerExited(const Error&) {}
-  // Makes data and signal appear in the peer's window part. There is no order between two puts, but
-  // those that have one word to signal land one after the other: a slot may be put again while its
-  // last put is under way.
+  // Makes data appear in the peer's memory, and then the signal. There is no order between two
+  // puts, but those that have one word to signal land one after the other: a slot may be put again
+  // while its last put is under way.
   virtual Status put(const PutRequest& request) = 0;
   // Fetches. The completion ends exactly once per get that returned ok, also when the channel
   // breaks.
@@ -108,6 +108,9 @@ class Channel {
   // The peer was fenced, or we have hung up on it, while it stored into memory that it maps, and it
   // has not come to the end of that yet. It never does if its process ends there.
   virtual bool hasLateWrites() const { return false; }
+  // Before the goodbyes to all peers: what was put, and may not have come yet, goes ahead of them.
+  // Who reads ours may tell the others sooner than a put of ours comes by a slower way.
+  virtual void flush() {}
   // No transfer starts or goes on after this; those under way end with kAborted, and what is asked
   // later gets that or, where the channel had ended before, why. Idempotent. Says goodbye where the
   // wire can, so that the peer does not take it for a death.

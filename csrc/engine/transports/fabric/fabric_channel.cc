@@ -72,13 +72,14 @@ Status FabricChannel::put(const PutRequest& request) {
     return {ErrorCode::kExhausted, "256 MiB wait for a peer that does not read"};
   const uint64_t number = ++lastPut_;
   if (lastPuts_.size() >= kMostWords) forgetLandedPuts();
-  uint64_t& last = lastPuts_[{request.region.key, request.signal.offset}];
+  uint64_t& last = lastPuts_[{request.regionOfSignal().key, request.signal.offset}];
   puts_.push_back({.packet = {.kind = Packet::Kind::kPut,
                               .number = number,
                               .key = request.region.key,
                               .offset = request.offset,
                               .length = request.data.size(),
                               .signal = request.signal,
+                              .signalKey = request.signalRegion.key,
                               .after = std::exchange(last, number)},
                    .data = request.data,
                    .turn = turn_++});

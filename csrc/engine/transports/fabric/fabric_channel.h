@@ -72,6 +72,7 @@ class FabricChannel final : public Channel,
   Status send(ByteView message) override;
   void cancel(const Completion* completion) override;
   void fence() override;
+  void flush() override;
   void close() override;
 
   // The channel underneath. Packets may come before, nothing leaves.

@@ -146,6 +146,11 @@ void FabricChannel::retireWrites(const Stopped& stopped) {
   }
 }
 
+void FabricChannel::flush() {
+  std::lock_guard lock(mutex_);
+  if (!closed_ && !lost_ && !isOut_ && below_) flushPuts();
+}
+
 // What was put still arrives, ahead of the goodbye, also what a break of ours holds: one that
 // catches a goodbye is not cured.
 void FabricChannel::flushPuts() {
