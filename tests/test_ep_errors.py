@@ -18,6 +18,7 @@ LOCAL = EXPERTS // SIZE
 ROWS = SIZE * TOKENS
 OWNERS = reference.default_owners(EXPERTS, SIZE)
 TABLE_TOKENS = 16_000  # with top-32
+TABLE_EXPERTS = 32_768  # of a rank
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -241,6 +242,20 @@ TOO_MUCH = {
         },
         f"rank 1.*{TABLE_TOKENS} tokens.*bytes, there is room for",
     ),
+    "the experts of a rank": (
+        {
+            "x": empty(1, 1),
+            "topk_idx": routes(-1, 1),
+            "num_max_dispatch_tokens_per_rank": 1,
+            "num_experts": TABLE_EXPERTS * SIZE,
+        },
+        f"rank 1.*rows of {TABLE_EXPERTS} experts.*there is room for.*fewer experts",
+    ),
+}
+# For tables that have to be too long for their place, not for the buffer.
+ROOMY = {
+    "a long table": (TABLE_TOKENS, 1, SIZE),
+    "the experts of a rank": (1, 1, TABLE_EXPERTS * SIZE),
 }
 
 
@@ -249,9 +264,7 @@ def too_much_on_rank(me, what):
     gave, not to the rows of the dispatch before, and the others wait for its next call."""
     of_both = [ep_crew.inputs(seed, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS) for seed in (1, 2)]
     changes, text = TOO_MUCH[what]
-    # A long table has to be too long for the table's place, not for the buffer.
-    shape = (TABLE_TOKENS, 1, SIZE) if what == "a long table" else (TOKENS, HIDDEN, EXPERTS)
-    buffer = ep_crew.deepep_buffer(*shape)
+    buffer = ep_crew.deepep_buffer(*ROOMY.get(what, (TOKENS, HIDDEN, EXPERTS)))
     calls = [(one[me.rank].x, one[me.rank].topk_idx, TOKENS, EXPERTS) for one in of_both]
     found = [buffer.low_latency_dispatch(*calls[0], use_fp8=False)]
     arguments = {

@@ -191,13 +191,13 @@ def test_killed_between_dispatch_and_combine(ep, victim, how, transports):
 # ---- anywhere
 
 
-def anywhere_on_rank(me, victim, group_of):
+def anywhere_on_rank(me, victim, group_of, hidden):
     """The victim is killed by the test while all go on and on: whenever that was, every operation
     is one with it or one without it, the same on all survivors."""
-    given = inputs()
+    given = ep_crew.inputs(11, COUNTS, hidden, TOPK, EXPERTS)
     mine = given[me.rank]
     group = dist.group.WORLD if group_of == OURS else dist.new_group(backend="gloo")
-    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS, group)
+    buffer = ep_crew.deepep_buffer(TOKENS, hidden, EXPERTS, group)
     everybody, seen, after = list(range(SIZE)), [], 0
     me.board.set(f"running-{me.rank}")
     while after < 5:
@@ -221,11 +221,13 @@ def anywhere_on_rank(me, victim, group_of):
     return [step for step in seen if step != (everybody, everybody)], len(seen)
 
 
+@pytest.mark.parametrize("hidden", [HIDDEN, 49152], ids=["few", "many"])
 @pytest.mark.parametrize("transports", ["shm", "tcp", "fabric"])
 @pytest.mark.parametrize("group_of", [OURS, FOREIGN])
 @pytest.mark.parametrize("victim", [0, 3])
-def test_killed_anywhere(ep, victim, group_of, transports):
-    arguments = (victim, group_of)
+def test_killed_anywhere(ep, victim, group_of, transports, hidden):
+    """`many` bytes do not go with a table: they are pushed over TCP and fetched by cards."""
+    arguments = (victim, group_of, hidden)
     with crew(ep, anywhere_on_rank, *arguments, **over(transports)) as ranks:
         for rank in range(SIZE):
             ranks.board.wait(f"running-{rank}")

@@ -127,7 +127,7 @@ def late_on_rank(me, late, where, how, hidden):
     return one.agreed, one.slowest
 
 
-# Over tcp, short rows travel with the signal, and long ones are fetched.
+# Over tcp, short rows travel with the signal, and long ones are pushed.
 @pytest.mark.parametrize(
     ("transports", "hidden"), [("shm", HIDDEN), ("tcp", HIDDEN), ("tcp", 16 * HIDDEN)]
 )
@@ -153,6 +153,48 @@ def test_late(late, where, transports, hidden):
     slowest = [results[rank][1] for rank in without(late)]
     assert max(slowest) >= PATIENCE_US / 1e6
     assert max(slowest) < 8
+
+
+def slow_writer_on_rank(me, late):
+    """The others are two operations ahead, in a dispatch that reuses memory in which the late one
+    still writes the rows of a combine."""
+    hidden = 48 * HIDDEN
+    given = ep_crew.inputs(11, [8, 3, 5, 8], hidden, TOPK, EXPERTS)
+    buffer = ep_crew.deepep_buffer(TOKENS, hidden, EXPERTS)
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    one = Round(me, buffer, given, {})
+    mine = one.mine
+    dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
+    found = [dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS, **BF16) for _ in range(2)]
+    if me.rank == late:
+        slab = buffer.get_next_low_latency_combine_buffer(found[0][2])
+        before = slab.clone()
+        me.board.wait_all("ahead", without(late))
+        # Nothing comes: there is nothing else to wait for. Where something does, it is seen.
+        deadline = time.monotonic() + 0.5
+        while torch.equal(slab, before) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        slab.fill_(3)
+        one.timed(combine, slab, mine.topk_idx, mine.weights, found[0][2], zero_copy=True)
+        one.timed(combine, found[1][0], mine.topk_idx, mine.weights, found[1][2])
+    else:
+        rows = check_dispatch(me, found[0], given, TOKENS, EXPERTS, **BF16)
+        for each in found:
+            one.combine(rows, each[2])
+        me.board.set(f"ahead-{me.rank}")
+    found = dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS, **BF16)
+    check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+    buffer.destroy()
+    return one.agreed
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_what_a_late_rank_still_writes_meets_nothing(late):
+    env = {"MOONCAKE_TRANSPORTS": "tcp", "MOONCAKE_HOST_IP": "127.0.0.1"}
+    with starting(SIZE, slow_writer_on_rank, late, env=env) as ranks:
+        results = ranks.results()
+    agreed = [[int(rank != late) for rank in range(SIZE)]] * 2
+    assert results == [agreed] * SIZE
 
 
 def mooncake_late_on_rank(me, late):

@@ -156,11 +156,20 @@ LARGE = {"tokens": 24, "seed": 5}
 @pytest.mark.parametrize("counts", [[24, 24, 24, 24], [24, 0, 3, 17]], ids=lambda n: str(sum(n)))
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_what_does_not_go_with_a_table(layout, crews, counts, cast):
-    """Rows that are fetched, between hosts by one rank for all of its host."""
+    """Rows that are pushed, or fetched where there is no room for that; between hosts they come to
+    one rank for all of its host."""
     native = ep_crew.EpCrew(lambda: crews.get(layout, SIZE))
     for experts, hidden in ((8, 7168), (3, 4096)):
         case = {**LARGE, "experts": experts, "hidden": hidden, "counts": counts, "cast": cast}
         native.call(large_on_rank, {**case, "topk": min(4, experts)})
+
+
+@pytest.mark.parametrize("layout", ["mixed", "tcp"])
+def test_more_than_is_pushed(layout, crews):
+    """5 MB for a host: they are fetched, by one rank for all of its host."""
+    native = ep_crew.EpCrew(lambda: crews.get(layout, SIZE))
+    case = {**LARGE, "experts": 4, "hidden": 100_000, "counts": [24, 24, 0, 24], "topk": 4}
+    native.call(large_on_rank, {**case, "cast": CASTS[0]})
 
 
 def large_on_rank(me, case):

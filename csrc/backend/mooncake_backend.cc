@@ -126,7 +126,8 @@ GroupOptions MooncakeBackend::groupOptions() const {
 }
 
 std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, size_t slotBytes,
-                                                  bool raises, Deadline deadline) const {
+                                                  size_t mailboxBytes, bool raises,
+                                                  Deadline deadline) const {
   refuseInForkedChild();
   if (job_->hasLeft) throwError({ErrorCode::kAborted, kDestroyed});
   GroupOptions options{.name = options_.groupName + "/" + purpose,
@@ -134,6 +135,7 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
                        .size = size_,
                        .globalRanks = options_.globalRanks,
                        .slotBytes = slotBytes,
+                       .mailboxBytes = mailboxBytes,
                        .raises = raises};
   return orThrow(Group::createWithin(membership_, std::move(options), deadline));
 }

@@ -110,8 +110,8 @@ class MooncakeBackend : public c10d::Backend {
 #endif
   // A group of the same ranks for operations of somebody else's, in the same job. Collective over
   // the group. Throws.
-  std::unique_ptr<Group> makeGroup(const std::string& purpose, size_t slotBytes, bool raises,
-                                   Deadline deadline) const;
+  std::unique_ptr<Group> makeGroup(const std::string& purpose, size_t slotBytes,
+                                   size_t mailboxBytes, bool raises, Deadline deadline) const;
   // Of memory that the ranks of a host can map. Both without `override`: torch has them like this
   // since 2.9, or somewhat before. torch passes a device index; for the CPU it is -1.
   at::Tensor allocateTensor(long size, at::TensorOptions options);

@@ -133,7 +133,7 @@ class EpBuffer {
       const auto* ours = dynamic_cast<const MooncakeBackend*>(backend->get());
       if (!ours) throw py::type_error("backend: not one of mooncake's");
       py::gil_scoped_release unlocked;
-      group = ours->makeGroup("ep", slotBytesFor(size), raises, deadline);
+      group = ours->makeGroup("ep", slotBytesFor(size), ep::kMailboxBytes, raises, deadline);
     } else if (exchange) {
       group = found(rank, size, bytes, deadline, *exchange, routeHint, raises, engine, devices);
     } else {
@@ -398,6 +398,7 @@ class EpBuffer {
                                 .rank = rank,
                                 .size = size,
                                 .slotBytes = slotBytesFor(size),
+                                .mailboxBytes = ep::kMailboxBytes,
                                 .raises = raises},
                                deadline);
     throwIfError(group.status());

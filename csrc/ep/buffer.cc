@@ -13,7 +13,13 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::unique_ptr<Group> group, siz
   auto block = buffer->group_->reserve(std::max<size_t>(bytes, 1));
   if (!block.ok()) return block.error();
   const BufferLayout layout(bytes);
-  auto hosts = Hosts::meet(*buffer->group_, layout.sendBytes(), deadline);
+  auto landing =
+      buffer->group_->engine().regions().add(block->data, 2 * layout.sendBytes(), kRemoteWrite);
+  if (!landing.ok()) return landing.error();
+  buffer->landing_ = std::move(*landing);
+  auto hosts =
+      Hosts::meet(*buffer->group_,
+                  {.sendBytes = layout.sendBytes(), .region = buffer->landing_.remote()}, deadline);
   if (!hosts.ok()) return hosts.error();
   buffer->memory_.reset(new Memory{*buffer->group_, *block, layout, std::move(*hosts)});
   buffer->unmaskAll();
@@ -174,6 +180,7 @@ void Buffer::close(Deadline deadline) {
     }
   }
   if (thread_.joinable()) thread_.join();
+  landing_ = {};
   group_->leave(deadline);
 }
 

@@ -52,7 +52,7 @@ class Buffer {
   // Where the next dispatch puts its rows.
   std::byte* nextRecv();
   // Where the next operation's rows for the others stand, and which one that is. Nobody reads there
-  // any more.
+  // any more, or writes: see csrc/ep/given_rows.h.
   struct NextSend {
     std::byte* data;
     uint64_t number;
@@ -82,6 +82,7 @@ class Buffer {
   const std::unique_ptr<Group> group_;
   const size_t bytes_;
   std::unique_ptr<Memory> memory_;
+  MemoryRegion landing_;  // the send memory, where ranks that do not map us put rows
   std::shared_ptr<const ExpertMap> experts_;
   bool isSet_ = false;
   RankSet mask_;

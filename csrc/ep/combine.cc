@@ -3,7 +3,8 @@
 // that the sum has the same bits whatever came first. Cost: the rows copied once where they do not
 // stand there already, k rows read for each token, one exchange of slots; over messages each row
 // crosses once, those of the first tokens first, and a second exchange says that all have what they
-// need.
+// need. Over messages rows are fetched from where the caller has them, unless cards fetch them:
+// those would have to be told of that memory first, which costs more than the copy.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -29,14 +30,15 @@ class Combine final : public Algorithm {
         perExpert_(size_t(shape_.numRanks) * shape_.maxTokens) {}
 
   Status publish(Operation& op) override {
+    MOONCAKE_TRY(announceRows(op));
     stage(op);
     CombineTable table{.dispatch = handle_.number,
                        .arenaOffset = memory_.block.offset + memory_.layout.send(op.number()),
-                       .regionOffset = memory_.layout.send(op.number()),
+                       .regionOffset = areBare_ ? 0 : memory_.layout.send(op.number()),
+                       .regionRowBytes = uint32_t(areBare_ ? call_.rowStride : rowBytes_),
                        .localExperts = uint32_t(experts_.numLocal(op.rank())),
                        .mask = call_.mask,
                        .ranges = handle_.ranges};
-    op.announceInput(memory_.block.region);
     const Bytes bytes = table.encode();
     std::ranges::copy(bytes, op.payload());
     if (op.unmapped() == 0) {
@@ -55,6 +57,8 @@ class Combine final : public Algorithm {
     MOONCAKE_TRY(take(op));
     return op.commit();
   }
+
+  void rollBack(Operation&, Rollback) override { region_ = {}; }
 
   // The others did it without us.
   Status endSkipped(const Operation& op) {
@@ -76,6 +80,21 @@ class Combine final : public Algorithm {
     }
   }
 
+  // Where ranks that do not map us fetch from.
+  Status announceRows(Operation& op) {
+    areBare_ =
+        op.unmapped() > 0 && !call_.isInPlace && !call_.usesLogfmt && !memory_.group.usesCards();
+    op.announceInput(memory_.block.region);
+    if (!areBare_) return {};
+    const size_t rows = experts_.numLocal(op.rank()) * perExpert_;
+    auto region = memory_.group.engine().regions().add(const_cast<std::byte*>(call_.x),
+                                                       rows * call_.rowStride, kRemoteRead);
+    if (!region.ok()) return region.error();
+    region_ = std::move(*region);
+    op.announceInput(region_.remote());
+    return {};
+  }
+
   void stage(const Operation& op) const {
     if (call_.isInPlace) return;
     std::byte* const staging = memory_.send(op.number());
@@ -84,6 +103,7 @@ class Combine final : public Algorithm {
     const CopyHint hint = stagingHint(op, rows * bf16Bytes(shape_.hidden));
     for (const int r : op.ranks()) {
       if (r == op.rank() && !call_.usesLogfmt) continue;  // read where they stand
+      if (areBare_ && !memory_.group.window().peerPtr(r)) continue;
       forRowsOf(r, [&](size_t row) {
         const std::byte* from = call_.x + row * call_.rowStride;
         std::byte* to = staging + row * rowBytes_;
@@ -117,9 +137,10 @@ class Combine final : public Algorithm {
     const Bytes encoded = table.encode();
     std::byte* at = std::ranges::copy(encoded, payload).out;
     if (table.rowsAt == RowsAt::kStaging) return encoded.size();
-    const std::byte* staging = memory_.send(op.number());
+    const std::byte* from = areBare_ ? call_.x : memory_.send(op.number());
+    const size_t stride = areBare_ ? call_.rowStride : rowBytes_;
     forRowsOf(to, [&](size_t row) {
-      std::memcpy(at, staging + row * rowBytes_, rowBytes_);
+      std::memcpy(at, from + row * stride, stride);
       at += rowBytes_;
     });
     return encoded.size() + bytes;
@@ -141,7 +162,8 @@ class Combine final : public Algorithm {
     std::vector<std::pair<int, CombineTable>> tables;
     RankSet participants;
     for (const int r : op.ranks()) {
-      auto table = CombineTable::of(op, r, shape_, experts_.numLocal(r), rowBytes_);
+      auto table = CombineTable::of(op, r, shape_, experts_.numLocal(r), rowBytes_,
+                                    call_.usesLogfmt ? rowBytes_ : bf16Bytes(shape_.hidden));
       if (!table.ok()) return table.error();
       if (table->dispatch != handle_.number) {
         return op.agree({ErrorCode::kMismatch,
@@ -178,7 +200,7 @@ class Combine final : public Algorithm {
     };
     for (const auto& [r, table] : tables) {
       if (!participants.contains(r) || !isFetched(r, table)) continue;
-      landingBytes += rowsIn(table, op.rank()) * rowBytes_;
+      landingBytes += rowsIn(table, op.rank()) * table.regionRowBytes;
       senders += table.localExperts;
     }
     auto landing = op.group().scratch(landingBytes);
@@ -192,23 +214,25 @@ class Combine final : public Algorithm {
         if (experts_.owner(e) != r) continue;
         const size_t local = size_t(experts_.local(e));
         const auto& range = table.ranges[local * size_t(shape_.numRanks) + size_t(op.rank())];
-        const size_t offset = (local * perExpert_ + range.begin) * rowBytes_;
-        const size_t bytes = range.count * rowBytes_;
+        const size_t first = local * perExpert_ + range.begin, bytes = range.count * rowBytes_;
         Rows& rows = rows_[size_t(e)];
         rows.count = range.count;
         rows.stride = rowBytes_;
         if (r == op.rank() && !call_.usesLogfmt) {
           rows.stride = call_.rowStride;
-          rows.begin = call_.x + (local * perExpert_ + range.begin) * rows.stride;
+          rows.begin = call_.x + first * rows.stride;
         } else if (isFetched(r, table)) {
-          fetched.push_back({e, r, table.regionOffset + offset, {at, bytes}});
+          rows.stride = table.regionRowBytes;
+          const std::span target(at, range.count * rows.stride);
+          fetched.push_back({e, r, table.regionOffset + first * rows.stride, rows.stride, target});
           rows.begin = at;
-          at += bytes;
+          at += target.size();
         } else if (op.isPayloadOurs(r)) {
           rows.begin = packed;
           packed += bytes;
         } else {
-          rows.begin = op.group().window().peerArena(r, table.arenaOffset + offset, bytes);
+          const uint64_t offset = table.arenaOffset + first * rowBytes_;
+          rows.begin = op.group().window().peerArena(r, offset, bytes);
           if (!rows.begin) return nonsense(op, r, "announced rows outside of its memory");
         }
       }
@@ -223,7 +247,7 @@ class Combine final : public Algorithm {
       for (size_t i = 0; i < fetched.size(); ++i) {
         Fetched& one = fetched[i];
         const size_t rows = counts[size_t(one.expert)];
-        const auto some = one.target.first(std::min(rows * rowBytes_, one.target.size()));
+        const auto some = one.target.first(std::min(rows * one.rowBytes, one.target.size()));
         pieces.push_back({one.offset, some});
         one.offset += some.size();
         one.target = one.target.subspan(some.size());
@@ -238,6 +262,7 @@ class Combine final : public Algorithm {
   struct Fetched {
     int expert, rank;
     uint64_t offset;  // of what is still to be asked for
+    size_t rowBytes;
     std::span<std::byte> target;
   };
   static constexpr size_t kMostParts = 8;
@@ -328,6 +353,9 @@ class Combine final : public Algorithm {
   const size_t rowBytes_;
   const size_t perExpert_;
   std::vector<Rows> rows_;  // by expert
+  // Of an attempt: others fetch the caller's own rows.
+  bool areBare_ = false;
+  MemoryRegion region_;
 };
 
 }  // namespace

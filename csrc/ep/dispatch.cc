@@ -1,12 +1,12 @@
 // Every rank casts its rows once, into memory that the ranks of its host map, and publishes who
 // chose which expert. Then each takes the rows for its experts: from the mapping; from another host
-// out of the slot where they are few, else by one fetch. Cost: n rows written once, a row read for
-// each (token, expert), one exchange of slots; over messages a second exchange says that all have
-// what they need.
+// out of the slot where they are few, else where they were put, or by a fetch. Cost: n rows written
+// once, a row read for each (token, expert), one exchange of slots; over messages a second exchange
+// says that all have what they need.
 //
-// What many rows of a rank are needed for by several ranks of another host crosses once: one of
-// them fetches them (csrc/ep/shared_rows.h), tells its neighbours that they are there, and they
-// read them in its memory. Few rows go to each rank by themselves, with the table.
+// Rows of a rank that several ranks of another host need cross once: one of them is put them, or
+// fetches them (csrc/ep/shared_rows.h), tells its neighbours that they are there, and they read
+// them in its memory. Few rows go to each rank by themselves, with the table.
 //
 // The order of the rows of an expert is (rank, token, place in top-k), whatever came first.
 #include <algorithm>
@@ -19,6 +19,7 @@
 
 #include "base/failpoint.h"
 #include "ep/calls.h"
+#include "ep/given_rows.h"
 #include "ep/participants.h"
 #include "ep/shared_rows.h"
 #include "group/operation.h"
@@ -36,10 +37,11 @@ class Dispatch final : public Algorithm {
         shape_(handle_.shape),
         experts_(*handle_.experts),
         rowBytes_(dispatchRowBytes(shape_.hidden, call.format)),
-        us_{memory.group.rank()} {}
+        us_{memory.group.rank()},
+        given_(memory, call) {}
 
   Status publish(Operation& op) override {
-    stage(op);
+    given_.stage(op);
     DispatchTable table{.tokens = uint32_t(handle_.tokens),
                         .topk = uint32_t(handle_.topk),
                         .arenaOffset = memory_.block.offset + memory_.layout.send(op.number()),
@@ -51,11 +53,12 @@ class Dispatch final : public Algorithm {
     if (op.unmapped() == 0) {
       MOONCAKE_TRY(op.begin(bytes.size()));
     } else {
-      MOONCAKE_TRY(op.beginSplit(mostPutBytes_ + bytes.size(), [&](int to, std::byte* payload) {
-        return putFor(op, to, table, payload);
-      }));
+      MOONCAKE_TRY(op.beginSplit(
+          given_.mostInTable() + bytes.size(),
+          [&](int to, std::byte* payload) { return given_.write(op, to, table, payload); }));
     }
     if (op.group().window().fullyMapped()) return {};
+    MOONCAKE_TRY(given_.push(op));
     return take(op);
   }
 
@@ -75,104 +78,11 @@ class Dispatch final : public Algorithm {
   }
 
  private:
-  // ---- giving
-
-  // The rows for one rank that does not map us, or for all of its host.
-  struct Packed {
-    std::vector<uint32_t> tokens;
-    size_t offset = 0;    // in the send memory; only of those that do not go with the table
-    bool areAll = false;  // `tokens` or not: all stand there, at `offset` 0
-  };
-
-  void stage(const Operation& op) {
-    std::byte* const staging = memory_.send(op.number());
-    const CopyHint hint = stagingHint(op, handle_.tokens * rowBytes_);
-    for (size_t t = 0; t < handle_.tokens; ++t) {
-      if (isChosen(t)) writeRow(t, staging + t * rowBytes_, hint);
-    }
-    packed_.assign(size_t(op.size()), {});
-    mostPutBytes_ = 0;
-    shared_.reset();
-    if (op.unmapped() == 0) return;
-    shared_.emplace(memory_.hosts, op.ranks(), shape_.maxTokens * rowBytes_,
-                    mostInlineBytes(memory_.group) / rowBytes_);
-    size_t offset = handle_.tokens * rowBytes_;
-    for (const auto& host : shared_->hosts()) {
-      if (std::ranges::binary_search(host, op.rank())) continue;
-      auto tokens = tokensFor(handle_.chosen, handle_.topk, experts_, host);
-      if (shared_->isShared(host, tokens.size())) {
-        Packed packed{std::move(tokens), offset};
-        offset = pack(op, packed);
-        for (const int r : host) packed_[size_t(r)] = packed;
-        continue;
-      }
-      for (const int r : host) {
-        Packed& packed = packed_[size_t(r)];
-        packed = {tokensFor(handle_.chosen, handle_.topk, experts_, {{r}}), offset};
-        const size_t bytes = packed.tokens.size() * rowBytes_;
-        if (bytes <= mostInlineBytes(memory_.group)) {
-          mostPutBytes_ = std::max(mostPutBytes_, bytes);
-        } else if (!op.group().window().peerPtr(r)) {
-          offset = pack(op, packed);
-        }
-      }
-    }
-  }
-
-  // Where the next ones go. Where nearly all are wanted, the few others cost less on the way than
-  // copying all of these costs here.
-  size_t pack(const Operation& op, Packed& packed) const {
-    if (16 * packed.tokens.size() >= 15 * handle_.tokens) {
-      packed.areAll = true;
-      return std::exchange(packed.offset, 0);
-    }
-    std::byte* const staging = memory_.send(op.number());
-    size_t offset = packed.offset;
-    for (const uint32_t t : packed.tokens) {
-      std::memcpy(staging + offset, staging + t * rowBytes_, rowBytes_);
-      offset += rowBytes_;
-    }
-    return offset;
-  }
-
-  size_t putFor(const Operation& op, int to, DispatchTable table, std::byte* payload) const {
-    const Packed& packed = packed_[size_t(to)];
-    const size_t bytes = packed.tokens.size() * rowBytes_;
-    table.rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload : RowsAt::kStaging;
-    table.packedRows = uint32_t(packed.areAll ? handle_.tokens : packed.tokens.size());
-    table.packedOffset = memory_.layout.send(op.number()) + packed.offset;
-    const Bytes encoded = table.encode(shape_.numExperts);
-    std::byte* at = std::ranges::copy(encoded, payload).out;
-    if (table.rowsAt == RowsAt::kStaging) return encoded.size();
-    for (const uint32_t t : packed.tokens) {
-      std::memcpy(at, memory_.send(op.number()) + t * rowBytes_, rowBytes_);
-      at += rowBytes_;
-    }
-    return encoded.size() + bytes;
-  }
-
-  std::span<const int32_t> chosenBy(size_t token) const {
-    return std::span(handle_.chosen).subspan(token * handle_.topk, handle_.topk);
-  }
-  bool isChosen(size_t token) const {
-    return std::ranges::any_of(chosenBy(token), [](int32_t expert) { return expert != kNoExpert; });
-  }
-  void writeRow(size_t token, std::byte* to, CopyHint hint) const {
-    const uint16_t* row = call_.x + token * shape_.hidden;
-    if (call_.format == RowFormat::kBf16) {
-      copyRow(to, row, bf16Bytes(shape_.hidden), hint);
-    } else {
-      castRowToFp8(row, shape_.hidden, call_.format == RowFormat::kFp8Rounded,
-                   reinterpret_cast<uint8_t*>(to + scaleBytes(shape_.hidden)),
-                   reinterpret_cast<float*>(to));
-    }
-  }
-
   // ---- taking
 
   // A row for one of our experts.
   struct Arrival {
-    enum Way : uint8_t { kHere, kFetched, kByNeighbour } way;
+    enum Way : uint8_t { kHere, kLanded, kByNeighbour } way;
     const std::byte* row;  // in sent form
     uint32_t expert;       // local
     uint32_t place;
@@ -191,19 +101,19 @@ class Dispatch final : public Algorithm {
     for (const auto& [r, table] : tables) participants.add(r);
     for (const auto& [r, table] : tables) participants &= table.mask;
 
-    std::deque<Fetch> fetches;
-    const auto areAnyShared = startFetches(op, tables, participants, fetches);
+    std::deque<Piece> pieces;
+    const auto areAnyShared = findRows(op, tables, participants, pieces);
     if (!areAnyShared.ok()) return areAnyShared.error();
     MOONCAKE_TRY(plan(op, tables, participants));
     copyRows(Arrival::kHere);  // while the others come
     size_t copied = 0;         // of the arrivals
-    for (Fetch& fetch : fetches) {
-      MOONCAKE_TRY(fetch.rows.await());
-      copied = copyFetched(copied, fetch.target);
+    for (Piece& piece : pieces) {
+      MOONCAKE_TRY(piece.fetch ? piece.fetch->await() : op.awaitPut(piece.word));
+      copied = copyLanded(copied, piece.rows);
     }
     if (*areAnyShared) {
       MOONCAKE_TRY(op.publishReady({}));
-      MOONCAKE_TRY(op.awaitReady(shared_->hostOf(op.rank())));
+      MOONCAKE_TRY(op.awaitReady(given_.shared()->hostOf(op.rank())));
       copyRows(Arrival::kByNeighbour);
     }
     if (call_.format != RowFormat::kBf16) copyScales();
@@ -218,58 +128,62 @@ class Dispatch final : public Algorithm {
     Arrival::Way way = Arrival::kHere;
   };
   // Some of them on their way: when the first have come, they are copied while the others come.
-  struct Fetch {
-    explicit Fetch(Operation& op, std::span<std::byte> to) : rows(op), target(to) {}
-    Fetches rows;
-    std::span<std::byte> target;
+  struct Piece {
+    std::span<const std::byte> rows;
+    std::optional<Fetches> fetch;
+    size_t word = 0;  // without a fetch: they are put
   };
   // The smaller the sooner; each by several cards costs them an answer on top.
   static constexpr size_t kFetchBytes = size_t(256) << 10;
   static constexpr size_t kCardFetchBytes = size_t(1) << 20;
   using Tables = std::vector<std::pair<int, DispatchTable>>;
 
-  // Whether rows are shared on any host: then all say when they have what they fetch.
-  Result<bool> startFetches(Operation& op, const Tables& tables, const RankSet& participants,
-                            std::deque<Fetch>& fetches) {
+  // Begins to fetch what is fetched. Returns whether rows are shared on any host: then all say when
+  // they have what comes to them.
+  Result<bool> findRows(Operation& op, const Tables& tables, const RankSet& participants,
+                        std::deque<Piece>& pieces) {
     landed_.assign(size_t(op.size()), {});
-    if (!shared_) return false;
-    const auto& ourHost = shared_->hostOf(op.rank());
+    if (!given_.shared()) return false;
+    const SharedRows& shared = *given_.shared();
+    const auto& ourHost = shared.hostOf(op.rank());
+    std::byte* const ours = memory_.send(op.number());
     const bool takesPart = participants.contains(op.rank());
-    const auto isOurs = [&](const DispatchTable& table, int r) {
-      return takesPart && op.isPayloadOurs(r) && table.rowsAt == RowsAt::kStaging;
-    };
     bool areAnyShared = false;
-    size_t total = 0;
+    size_t total = 0;  // of what is fetched for us alone
     std::vector<bool> isForHost(size_t(op.size()));
     for (const auto& [r, table] : tables) {
-      if (!participants.contains(r)) continue;
-      for (const auto& host : shared_->hosts()) {
+      for (const auto& host : shared.hosts()) {
         if (std::ranges::binary_search(host, r)) continue;
         const size_t rows = tokensFor(table.experts, table.topk, experts_, host).size();
-        if (!shared_->isShared(host, rows)) continue;
-        areAnyShared = true;
+        if (!shared.isShared(host, rows)) continue;
+        areAnyShared |= participants.contains(r);
         if (&host != &ourHost) continue;
         isForHost[size_t(r)] = true;
         if (table.packedRows != rows && table.packedRows != table.tokens) return nonsense(op, r);
       }
-      if (!isForHost[size_t(r)] && isOurs(table, r)) total += table.packedRows * rowBytes_;
+      if (!isForHost[size_t(r)] && isFetched(op, table, r)) total += table.packedRows * rowBytes_;
     }
     auto memory = op.group().scratch(total);
     if (!memory.ok()) return memory.error();
     std::byte* at = *memory;
     for (const auto& [r, table] : tables) {
-      if (!participants.contains(r)) continue;
       const size_t bytes = table.packedRows * rowBytes_;
-      if (isForHost[size_t(r)]) {
-        const auto [by, offset] = shared_->fetch(r, ourHost);
-        landed_[size_t(r)] = {fetchedRows(tables, op, by, offset, bytes), ourHost,
-                              by == op.rank() ? Arrival::kFetched : Arrival::kByNeighbour};
-        if (!landed_[size_t(r)].rows) return nonsense(op, by);
-        if (by != op.rank()) continue;
-        MOONCAKE_TRY(fetch(op, r, table, {memory_.send(op.number()) + offset, bytes}, fetches));
-      } else if (isOurs(table, r) && bytes > 0) {
-        MOONCAKE_TRY(fetch(op, r, table, {at, bytes}, fetches));
-        landed_[size_t(r)] = {at, us_, Arrival::kFetched};
+      const bool isTaken = takesPart && participants.contains(r);
+      if (op.isPayloadOurs(r) && table.rowsAt == RowsAt::kPushed) {
+        const auto place = shared.pushed(r, ourHost);
+        const bool isForUs = isForHost[size_t(r)] || ourHost.size() == 1;
+        if (!place || !isForUs || bytes > kMostPushedBytes) return nonsense(op, r);
+        // Also of who takes no part: it comes, and the memory is ours again when it has.
+        if (place->by == op.rank()) expect(op, r, {ours + place->offset, bytes}, pieces);
+        MOONCAKE_TRY(found(op, tables, r, *place, bytes, isForHost[size_t(r)]));
+      } else if (isForHost[size_t(r)] && participants.contains(r)) {
+        const auto place = shared.fetched(r, ourHost);
+        MOONCAKE_TRY(found(op, tables, r, place, bytes, true));
+        if (place.by != op.rank()) continue;
+        MOONCAKE_TRY(fetch(op, r, table, {ours + place.offset, bytes}, pieces));
+      } else if (isTaken && isFetched(op, table, r) && bytes > 0) {
+        MOONCAKE_TRY(fetch(op, r, table, {at, bytes}, pieces));
+        landed_[size_t(r)] = {at, us_, Arrival::kLanded};
         at += bytes;
       } else if (op.isPayloadOurs(r)) {
         landed_[size_t(r)] = {table.payloadRows, us_, Arrival::kHere};
@@ -278,25 +192,49 @@ class Dispatch final : public Algorithm {
     return areAnyShared;
   }
 
+  bool isFetched(const Operation& op, const DispatchTable& table, int from) const {
+    return op.isPayloadOurs(from) && table.rowsAt == RowsAt::kStaging;
+  }
+
+  // The rows of a rank stand, or will, in the send memory of a rank of our host.
+  Status found(const Operation& op, const Tables& tables, int from, const SharedRows::Place& place,
+               size_t bytes, bool isForHost) {
+    const std::byte* rows = memory_.send(op.number()) + place.offset;
+    if (place.by != op.rank()) {
+      const auto its =
+          std::ranges::find(tables, place.by, [](const auto& one) { return one.first; });
+      rows = op.group().window().peerArena(place.by, its->second.arenaOffset + place.offset, bytes);
+      if (!rows) return nonsense(op, place.by);
+    }
+    landed_[size_t(from)] = {
+        rows, isForHost ? std::span<const int>(given_.shared()->hostOf(op.rank())) : us_,
+        place.by == op.rank() ? Arrival::kLanded : Arrival::kByNeighbour};
+    return {};
+  }
+
+  void expect(const Operation& op, int from, std::span<const std::byte> rows,
+              std::deque<Piece>& pieces) const {
+    const size_t step = pushBytes(rows.size(), rowBytes_);
+    size_t word = op.group().layout().mailbox(from);
+    for (size_t at = 0; at < rows.size(); at += step, word += sizeof(uint64_t)) {
+      Piece& piece = pieces.emplace_back();
+      piece.rows = rows.subspan(at, std::min(step, rows.size() - at));
+      piece.word = word;
+    }
+  }
+
   Status fetch(Operation& op, int from, const DispatchTable& table, std::span<std::byte> to,
-               std::deque<Fetch>& fetches) const {
+               std::deque<Piece>& pieces) const {
     const size_t most = op.group().window().hasCards(from) ? kCardFetchBytes : kFetchBytes;
     const size_t step = std::max<size_t>(most / rowBytes_, 1) * rowBytes_;
     for (size_t at = 0; at < to.size(); at += step) {
       const auto part = to.subspan(at, std::min(step, to.size() - at));
-      fetches.emplace_back(op, part);
-      MOONCAKE_TRY(
-          fetches.back().rows.start(from, op.slot(from).input, table.packedOffset + at, part));
+      Piece& piece = pieces.emplace_back();
+      piece.rows = part;
+      piece.fetch.emplace(op);
+      MOONCAKE_TRY(piece.fetch->start(from, op.slot(from).input, table.packedOffset + at, part));
     }
     return {};
-  }
-
-  // In the send memory of a rank of our host; null: that is not where it says.
-  const std::byte* fetchedRows(const Tables& tables, const Operation& op, int by, size_t offset,
-                               size_t bytes) const {
-    if (by == op.rank()) return memory_.send(op.number()) + offset;
-    const auto its = std::ranges::find(tables, by, [](const auto& one) { return one.first; });
-    return op.group().window().peerArena(by, its->second.arenaOffset + offset, bytes);
   }
 
   Status plan(const Operation& op, const Tables& tables, const RankSet& participants) {
@@ -362,13 +300,13 @@ class Dispatch final : public Algorithm {
   }
 
   // Those of the arrivals from `next` on whose rows stand in `landed`, and where to go on. They
-  // come in the order of the fetches: by rank, and then by row.
-  size_t copyFetched(size_t next, std::span<const std::byte> landed) const {
+  // come in the order of the pieces: by rank, and then by row.
+  size_t copyLanded(size_t next, std::span<const std::byte> landed) const {
     const CopyHint hint = hintForAll();
     const std::byte* const end = landed.data() + landed.size();
     for (; next < arrivals_.size(); ++next) {
       const Arrival& arrival = arrivals_[next];
-      if (arrival.way != Arrival::kFetched) continue;
+      if (arrival.way != Arrival::kLanded) continue;
       if (std::less<>()(arrival.row, landed.data()) || !std::less<>()(arrival.row, end)) break;
       copyArrival(arrival, hint);
     }
@@ -449,10 +387,8 @@ class Dispatch final : public Algorithm {
   const ExpertMap& experts_;
   const size_t rowBytes_;
   const std::array<int, 1> us_;
-  std::optional<SharedRows> shared_;  // of the attempt, where not all map us
-  std::vector<Packed> packed_;        // by rank
-  size_t mostPutBytes_ = 0;           // of rows that go with a table
-  std::vector<Landed> landed_;        // by rank; nothing of those that map us
+  GivenRows given_;
+  std::vector<Landed> landed_;  // by rank; nothing of those that map us
   std::vector<Arrival> arrivals_;
   std::vector<uint32_t> next_;               // by local expert
   std::vector<CombineTable::Range> ranges_;  // [local expert][rank]

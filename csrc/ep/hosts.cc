@@ -2,26 +2,25 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 #include "group/operation.h"
 
 namespace mooncake::ep {
 namespace {
 
-// Payload, wire form:  RankSet whom the rank maps, itself included  u64 bytes that it can send
-struct Neighbours {
-  RankSet mapped;
-  uint64_t sendBytes = 0;
-};
-
+// Payload, wire form:  RankSet mapped  u64 send bytes  region as everywhere: u64 address, bytes,
+// key
 class Meet final : public Algorithm {
  public:
-  explicit Meet(Neighbours ours) : ours_(std::move(ours)) {}
+  explicit Meet(Hosts::Memory ours) : ours_(std::move(ours)) {}
 
   Status publish(Operation& op) override {
     ByteWriter out;
     ours_.mapped.write(out);
-    const Bytes words = out.put(ours_.sendBytes).take();
+    const RemoteRegion& region = ours_.region;
+    const Bytes words =
+        out.put(ours_.sendBytes).put(region.address).put(region.bytes).put(region.key).take();
     std::ranges::copy(words, op.payload());
     return op.begin(words.size());
   }
@@ -34,9 +33,13 @@ class Meet final : public Algorithm {
       const size_t bytes = std::min<size_t>(slot.payloadBytes, op.group().slotBytes());
       const Bytes copy(slot.payload, slot.payload + bytes);
       ByteReader in(copy);
-      all[size_t(r)].mapped = RankSet::read(in);
-      all[size_t(r)].sendBytes = in.get<uint64_t>();
-      if (const Status whole = in.finish("neighbours"); !whole.ok()) {
+      Hosts::Memory& its = all[size_t(r)];
+      its.mapped = RankSet::read(in);
+      its.sendBytes = in.get<uint64_t>();
+      its.region.address = in.get<uint64_t>();
+      its.region.bytes = in.get<uint64_t>();
+      its.region.key = in.get<uint64_t>();
+      if (const Status whole = in.finish("what a rank says of its buffer"); !whole.ok()) {
         MOONCAKE_TRY(op.unlessFenced());
         return whole;
       }
@@ -44,54 +47,54 @@ class Meet final : public Algorithm {
     return op.commit();
   }
 
-  std::vector<Neighbours> all;  // by rank
+  std::vector<Hosts::Memory> all;  // by rank
 
  private:
-  const Neighbours ours_;
+  const Hosts::Memory ours_;
 };
 
 }  // namespace
 
-Result<Hosts> Hosts::meet(Group& group, uint64_t sendBytes, Deadline deadline) {
-  Neighbours ours{.sendBytes = sendBytes};
+Result<Hosts> Hosts::meet(Group& group, Memory ours, Deadline deadline) {
   for (int r = 0; r < group.size(); ++r) {
     if (r == group.rank() || group.window().peerPtr(r)) ours.mapped.add(r);
   }
   Meet meet(std::move(ours));
   const Call call{.verb = Verb::kMeetHosts, .dtype = DType::kUInt64, .count = 1};
   MOONCAKE_TRY(Operation(group, call, deadline).run(meet));
-  std::vector<RankSet> mapped;
-  uint64_t least = sendBytes;
-  for (const Neighbours& one : meet.all) {
-    mapped.push_back(one.mapped);
-    if (!one.mapped.empty()) least = std::min(least, one.sendBytes);
-  }
-  return Hosts(mapped, least);
+  return Hosts(std::move(meet.all));
 }
 
-Hosts::Hosts(const std::vector<RankSet>& mapped, uint64_t leastSendBytes)
-    : leastSendBytes_(leastSendBytes) {
+Hosts::Hosts(std::vector<Memory> all) : all_(std::move(all)), leastSendBytes_(~uint64_t(0)) {
   RankSet there;
-  for (size_t r = 0; r < mapped.size(); ++r) {
-    if (!mapped[r].empty()) there.add(int(r));
+  for (size_t r = 0; r < all_.size(); ++r) {
+    if (all_[r].mapped.empty()) continue;
+    there.add(int(r));
+    leastSendBytes_ = std::min(leastSendBytes_, all_[r].sendBytes);
   }
-  for (size_t r = 0; r < mapped.size(); ++r) {
+  for (size_t r = 0; r < all_.size(); ++r) {
     // Ranks of a host say the same. One that says something else is by itself, and so is everybody
     // that maps it: all come to the same hosts.
-    const RankSet ours = mapped[r] & there;
+    const RankSet ours = all_[r].mapped & there;
     bool isHost = !ours.empty();
-    ours.forEach([&](int other) { isHost &= (mapped[size_t(other)] & there) == ours; });
+    ours.forEach([&](int other) { isHost &= (all_[size_t(other)].mapped & there) == ours; });
     hostOf_.push_back(isHost ? ours.lowest() : int(r));
   }
 }
 
 std::vector<std::vector<int>> Hosts::split(const std::vector<int>& ranks) const {
   std::map<int, std::vector<int>> byHost;
-  for (const int r : ranks) byHost[hostOf_.empty() ? r : hostOf_[size_t(r)]].push_back(r);
+  for (const int r : ranks) byHost[hostOf_[size_t(r)]].push_back(r);
   std::vector<std::vector<int>> hosts;
   for (auto& [host, members] : byHost) hosts.push_back(std::move(members));
   std::ranges::sort(hosts, {}, [](const auto& members) { return members.front(); });
   return hosts;
+}
+
+std::vector<std::vector<int>> Hosts::splitAll() const {
+  std::vector<int> ranks(all_.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return split(ranks);
 }
 
 }  // namespace mooncake::ep

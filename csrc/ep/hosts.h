@@ -11,24 +11,30 @@
 namespace mooncake::ep {
 
 // Which ranks of a group map each other's memory. What all of them need of another rank crosses
-// the network once: one fetches it, and the others read it there. The same on all ranks.
+// the network once: it comes to one of them, and the others read it there. The same on all ranks.
 class Hosts {
  public:
-  // Every rank is a host of its own.
-  Hosts() = default;
-  // mapped[r]: whom rank r maps, itself included; empty: it is not there.
-  Hosts(const std::vector<RankSet>& mapped, uint64_t leastSendBytes);
-  // Collective: each rank says whom it maps, and how much it can send at once.
-  static Result<Hosts> meet(Group& group, uint64_t sendBytes, Deadline deadline);
+  // What a rank says of its buffer.
+  struct Memory {
+    RankSet mapped;  // whom it maps, itself included; empty: it is not there
+    uint64_t sendBytes = 0;
+    RemoteRegion region;  // the send memory, to put into
+  };
+  explicit Hosts(std::vector<Memory> all);  // by rank
+  // Collective. Whom we map is added here.
+  static Result<Hosts> meet(Group& group, Memory ours, Deadline deadline);
 
   // These ranks by host, ascending in each; the hosts by their lowest rank.
   std::vector<std::vector<int>> split(const std::vector<int>& ranks) const;
-  // That every rank can send at once.
+  std::vector<std::vector<int>> splitAll() const;
+  // Of the rank that has the least.
   uint64_t leastSendBytes() const { return leastSendBytes_; }
+  const Memory& memory(int rank) const { return all_[size_t(rank)]; }
 
  private:
+  std::vector<Memory> all_;
   std::vector<int> hostOf_;  // by rank: the lowest rank of its host
-  uint64_t leastSendBytes_ = 0;
+  uint64_t leastSendBytes_;
 };
 
 }  // namespace mooncake::ep

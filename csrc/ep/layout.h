@@ -8,14 +8,15 @@
 
 // The memory of a buffer. Every offset of it is in this file.
 //
-//   send 0, send 1   read by the other ranks: the rows that an operation gives. Of operations with
-//                    an even and with an odd number, as slots are (group/slot.h)
+//   send 0, send 1   read by the other ranks: the rows that an operation gives, and what comes for
+//                    all of a host. Of operations with an even and with an odd number, as slots
+//                    are (group/slot.h)
 //                    dispatch: [n] rows of this rank's tokens, in sent form
-//                              then, for each rank that does not map us, the rows for it, packed
+//                              then, for each host that does not map us, the rows for it, packed
+//                              then rows of ranks of other hosts: SharedRows
 //                    combine:  [local expert][rank * T + place] rows that the experts made
 //   recv 0, recv 1   what a dispatch returns, [local expert][rank * T + place] rows. Dispatches
-//   take
-//                    turns: two results are alive at a time
+//                    take turns: two results are alive at a time
 //
 // A row in sent form: bf16 as it is, or scales (float32) | e4m3 channels.
 namespace mooncake::ep {
@@ -81,6 +82,18 @@ class BufferLayout {
   size_t send_;
   size_t recv_;
 };
+
+// Rows that are pushed come in up to so many puts from one rank. Of each put there is a word, in
+// the mailboxes of the group.
+inline constexpr size_t kMostPushes = 16;
+inline constexpr size_t kMailboxBytes = kMostPushes * sizeof(uint64_t);
+inline constexpr size_t kMostPushedBytes = size_t(4) << 20;
+// Whole rows; what has come is copied while the next ones come.
+inline size_t pushBytes(size_t bytes, size_t rowBytes) {
+  constexpr size_t kLeast = size_t(256) << 10;
+  const size_t rows = bytes / rowBytes, least = std::max<size_t>(kLeast / rowBytes, 1);
+  return std::max((rows + kMostPushes - 1) / kMostPushes, least) * rowBytes;
+}
 
 // Where the ranks own about as many experts each.
 inline size_t sizeHint(const Shape& shape) {

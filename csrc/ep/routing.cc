@@ -48,7 +48,8 @@ Bytes withLength(ByteWriter& body) {
 }
 
 RowsAt rowsAtOf(uint8_t number) {
-  return number == static_cast<uint8_t>(RowsAt::kPayload) ? RowsAt::kPayload : RowsAt::kStaging;
+  const auto at = static_cast<RowsAt>(number);
+  return at == RowsAt::kPayload || at == RowsAt::kPushed ? at : RowsAt::kStaging;
 }
 
 template <typename Word>
@@ -154,7 +155,8 @@ Result<DispatchTable> DispatchTable::of(const Operation& op, int rank, const Sha
   const bool areKnown = isNarrow ? takeExperts<uint16_t>(experts, shape.numExperts, table.experts)
                                  : takeExperts<uint32_t>(experts, shape.numExperts, table.experts);
   const bool areRowsThere =
-      table.rowsAt == RowsAt::kStaging || table.packedRows <= published->behindBytes / rowBytes;
+      table.packedRows <= table.tokens &&
+      (table.rowsAt != RowsAt::kPayload || table.packedRows <= published->behindBytes / rowBytes);
   if (!whole.ok() || !fits || !areKnown || !areRowsThere) {
     MOONCAKE_TRY(op.unlessFenced());
     return misfit(op, rank, whole.ok() ? "its numbers are out of bounds" : whole.error().message);
@@ -170,7 +172,7 @@ size_t CombineTable::bytesFor(size_t localExperts, int numRanks) {
 
 Bytes CombineTable::encode() const {
   ByteWriter out;
-  out.put(dispatch).put(arenaOffset).put(regionOffset);
+  out.put(dispatch).put(arenaOffset).put(regionOffset).put(regionRowBytes);
   out.put(static_cast<uint8_t>(rowsAt)).put(localExperts);
   mask.write(out);
   out.putRaw(std::as_bytes(std::span(ranges)));
@@ -178,7 +180,7 @@ Bytes CombineTable::encode() const {
 }
 
 Result<CombineTable> CombineTable::of(const Operation& op, int rank, const Shape& shape,
-                                      size_t localExperts, size_t rowBytes) {
+                                      size_t localExperts, size_t rowBytes, size_t leastRowBytes) {
   auto published = publishedBy(op, rank);
   if (!published.ok()) return published.error();
   ByteReader in(published->table);
@@ -186,13 +188,15 @@ Result<CombineTable> CombineTable::of(const Operation& op, int rank, const Shape
   table.dispatch = in.get<uint64_t>();
   table.arenaOffset = in.get<uint64_t>();
   table.regionOffset = in.get<uint64_t>();
+  table.regionRowBytes = in.get<uint32_t>();
   table.rowsAt = rowsAtOf(in.get<uint8_t>());
   table.localExperts = in.get<uint32_t>();
   table.mask = RankSet::read(in);
   table.ranges.resize(localExperts * size_t(shape.numRanks));
   const ByteView raw = in.getRaw(table.ranges.size() * sizeof(Range));
   const Status whole = in.finish("table");
-  bool fits = whole.ok() && table.localExperts == localExperts;
+  bool fits = whole.ok() && table.localExperts == localExperts && table.rowsAt != RowsAt::kPushed &&
+              table.regionRowBytes >= leastRowBytes && table.regionRowBytes <= rowBytes;
   size_t rowsForUs = 0;
   if (fits) {
     std::ranges::copy(raw, std::as_writable_bytes(std::span(table.ranges)).begin());
@@ -201,7 +205,7 @@ Result<CombineTable> CombineTable::of(const Operation& op, int rank, const Shape
       fits &= range.begin <= perExpert && range.count <= perExpert - range.begin;
     for (size_t e = 0; e < localExperts; ++e)
       rowsForUs += table.ranges[e * size_t(shape.numRanks) + size_t(op.rank())].count;
-    fits &= table.rowsAt == RowsAt::kStaging || rowsForUs <= published->behindBytes / rowBytes;
+    fits &= table.rowsAt != RowsAt::kPayload || rowsForUs <= published->behindBytes / rowBytes;
   }
   if (!fits) {
     MOONCAKE_TRY(op.unlessFenced());

@@ -52,6 +52,7 @@ Status checkRepeated(const ExpertMap& map, std::span<const int32_t> chosen, size
 // Where the rows for the reader stand.
 enum class RowsAt : uint8_t {
   kStaging,  // reached by load and store, or fetched from there: see SharedRows
+  kPushed,   // put to the send memory of the reader, or of another rank of its host: likewise
   kPayload,  // behind the table, for the one rank that this payload was put to
 };
 
@@ -85,7 +86,8 @@ struct DispatchTable {
 
 // Payload of a combine, wire form:
 //   u32 bytes of the table, these included
-//   u64 number of the dispatch  u64 offset of the staging in the sender's arena, and in its region
+//   u64 number of the dispatch  u64 offset of the staging in the sender's arena
+//   u64 offset of the rows in the sender's region  u32 bytes of a row there
 //   u8 rows at  u32 local experts  RankSet mask
 //   u32 begin, u32 count for [local expert][rank]: which rows are for that rank
 //   zeros up to a multiple of 16
@@ -98,6 +100,7 @@ struct CombineTable {
   uint64_t dispatch = 0;
   uint64_t arenaOffset = 0;
   uint64_t regionOffset = 0;
+  uint32_t regionRowBytes = 0;
   RowsAt rowsAt = RowsAt::kStaging;
   uint32_t localExperts = 0;
   RankSet mask;
@@ -107,8 +110,9 @@ struct CombineTable {
   Bytes encode() const;
   // At most; of the table alone.
   static size_t bytesFor(size_t localExperts, int numRanks);
+  // `leastRowBytes`: of a row in the sender's region.
   static Result<CombineTable> of(const Operation& op, int rank, const Shape& shape,
-                                 size_t localExperts, size_t rowBytes);
+                                 size_t localExperts, size_t rowBytes, size_t leastRowBytes);
 };
 
 }  // namespace mooncake::ep

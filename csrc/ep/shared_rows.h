@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -14,12 +15,13 @@ namespace mooncake::ep {
 std::vector<uint32_t> tokensFor(std::span<const int32_t> chosen, size_t topk,
                                 const ExpertMap& experts, std::span<const int> ranks);
 
-// Rows of a dispatch that cross to another host once for all of its ranks: who fetches them, and
-// to where in its send memory. Follows from what all ranks know, so nobody asks:
+// Rows of a dispatch that cross to another host once for all of its ranks: whose send memory they
+// come to, and where there. Follows from what all ranks know, so nobody asks:
 //
-//   own rows | packed rows, for each other host | fetched rows, for each source of this rank's
+//   own rows | packed rows, for each other host | pushed rows | fetched rows
 //
-// Each part has room for the most tokens of a rank.
+// The last two have a place for each source that comes to this rank. Each place has room for the
+// most tokens of a rank.
 class SharedRows {
  public:
   // `ranks` take part in the attempt, `rowsBytes` is of the most tokens of a rank, and up to
@@ -33,19 +35,30 @@ class SharedRows {
   bool isShared(const std::vector<int>& host, size_t rows) const {
     return isRoomy_ && host.size() > 1 && rows > mostInlineRows_;
   }
-  struct Fetch {
-    int by = 0;
+  struct Place {
+    int by = 0;         // the rank that has them
     size_t offset = 0;  // in its send memory
   };
-  // `source` is of another host.
-  Fetch fetch(int source, const std::vector<int>& host) const;
+  // Who fetches them. `source` is of another host.
+  Place fetched(int source, const std::vector<int>& host) const;
+  // Where the source puts them before anybody asks: before it knows that the others have given up
+  // the attempt before. So in every attempt the same place, or what another source put there for
+  // that attempt, and is still on its way, would come upon its rows. Who fetches has seen all
+  // begin: nothing of an earlier attempt is on its way then. None: there is no room, or that rank
+  // takes no part.
+  std::optional<Place> pushed(int source, const std::vector<int>& host) const;
 
  private:
-  std::vector<std::vector<int>> hosts_;
-  size_t numRanks_ = 0;
+  using HostList = std::vector<std::vector<int>>;
+  static Place place(int source, const std::vector<int>& host, const HostList& hosts);
+
+  HostList hosts_;
+  const HostList all_;  // with the ranks that take no part
   size_t rowsBytes_;
   size_t mostInlineRows_;
+  size_t fetchedAt_ = 0;  // in places
   bool isRoomy_ = true;
+  bool hasRoomForPushes_ = true;
 };
 
 }  // namespace mooncake::ep

@@ -1,7 +1,6 @@
 #include "group/operation.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -16,8 +15,6 @@ namespace {
 constexpr auto kReasonComes = std::chrono::seconds(1);
 // Each wish costs a flush, and an attempt: who wishes again gives them time.
 constexpr auto kLeastPatience = std::chrono::milliseconds(50);
-// Of fetches in one call of a channel.
-constexpr size_t kMostAtOnce = 32;
 
 std::string listRanks(const Group& group, const std::vector<int>& ranks) {
   std::string text;
@@ -93,6 +90,7 @@ Status Operation::run(Algorithm& algorithm) {
   }
   if (!status.ok()) algorithm.rollBack(*this, Algorithm::Rollback::kError);
   if (group_.lastView.get() != view_) group_.lastView = kept_ ? kept_ : agent_.view();
+  if (status.ok()) group_.lastBegun = number_;
   agent_.end(number_, status);
   return status.ok() ? Status() : Status(named(status.error()));
 }
@@ -102,6 +100,7 @@ void Operation::endSkipped(std::shared_ptr<const GroupView> view) {
   isSkipped_ = true;
   kept_ = group_.lastView = std::move(view);
   view_ = kept_.get();
+  group_.lastBegun = number_;
 }
 
 void Operation::waitToSkip(Clock::duration patience) {
@@ -286,6 +285,27 @@ Status Operation::awaitAllReady() {
   return {};
 }
 
+Status Operation::put(int to, const RemoteRegion& region, uint64_t offset,
+                      std::span<const std::byte> data, size_t word) {
+  failpoint("put-data");
+  const auto sent =
+      group_.window().put(to, region, offset, data, {.offset = word, .stamp = stamp_});
+  // A channel that broke is the membership's business.
+  if (!sent.ok() && sent.code() != ErrorCode::kPeerLost) return sent;
+  return {};
+}
+
+Status Operation::awaitPut(size_t word) {
+  const auto& stamp =
+      *reinterpret_cast<const std::atomic<uint64_t>*>(group_.window().local() + word);
+  const auto waited = waitUntil([&] { return stamp.load(std::memory_order_acquire) == stamp_; });
+  return waited.code() == ErrorCode::kTimeout ? dataTimedOut() : waited;
+}
+
+bool Operation::hadBegunLast(int rank) const {
+  return group_.lastBegun + 1 == number_ && group_.lastView && group_.lastView->contains(rank);
+}
+
 Status Operation::commit() const {
   failpoint("commit");  // [commit-small] [commit-large]
   return unlessFenced();
@@ -366,6 +386,7 @@ bool Operation::hasStamp(int rank, StampWord word) const {
   return (slots(rank)->*word).load(std::memory_order_acquire) == stamp_;
 }
 
+// As waitUntil(), without a Status in between: every small operation waits here.
 Status Operation::awaitStamp(int rank, StampWord word) {
   const auto& stamp = slots(rank)->*word;
   for (;;) {
@@ -450,46 +471,6 @@ void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outp
     for (const auto output : outputs.subspan(size_t(r) * each, each))
       std::ranges::fill(output, std::byte{});
   }
-}
-
-Fetches::~Fetches() {
-  if (!completion_.finished()) op_.group().window().cancelGets(completion_);
-}
-
-Status Fetches::start(int rank, const RemoteRegion& region, std::span<const Piece> pieces) {
-  const Group& group = op_.group();
-  std::array<GetRequest, kMostAtOnce> gets;
-  size_t count = 0;
-  const auto ask = [&]() -> Status {
-    if (count == 0) return {};
-    failpoint("fetch");
-    auto started = group.window().get(rank, std::span(gets).first(std::exchange(count, 0)));
-    return started.ok() ? Status() : op_.explain(started.error());
-  };
-  for (const auto& [offset, target] : pieces) {
-    if (target.empty()) continue;
-    if (offset > region.bytes || target.size() > region.bytes - offset) {
-      return {ErrorCode::kProtocol, group.nameRank(rank) + " announced " +
-                                        std::to_string(region.bytes) + " bytes, " +
-                                        std::to_string(offset + target.size()) + " are due"};
-    }
-    gets[count++] = {region, offset, target, &completion_};
-    if (count == gets.size()) MOONCAKE_TRY(ask());
-  }
-  return ask();
-}
-
-Status Fetches::await() {
-  Waiter& waiter = op_.waiter_;
-  for (;;) {
-    const auto how = waiter.until([&] { return completion_.finished(); });
-    if (how == WaitResult::kReady) break;
-    if (how == WaitResult::kTimeout) return op_.dataTimedOut();
-    MOONCAKE_TRY(op_.lookUp());
-  }
-  const ErrorCode code = completion_.error.load(std::memory_order_acquire);
-  if (code == ErrorCode::kOk) return {};
-  return op_.explain({code, std::string("fetching failed (") + errorCodeName(code) + ")"});
 }
 
 }  // namespace mooncake

@@ -100,6 +100,16 @@ class Operation {
   Status awaitAllReady();
   Status awaitReady(std::span<const int> some);
 
+  // Its caller had begun the operation before this one, so it is done with what it wrote for the
+  // one before that. The end of an operation does not say so: see Group::lastBegun.
+  bool hadBegunLast(int rank) const;
+  // Into memory of a rank that does not map us, which told us of it before; then the word, at an
+  // offset in its part, is stamped, for which it waits. Lost with the connection, as is all that is
+  // put in an attempt.
+  Status put(int to, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
+             size_t word);
+  Status awaitPut(size_t word);
+
   // The last step. commit(): of what all have begun, or of what all are ready with.
   // commitDone(): says that we have what we need, and waits until all say so.
   Status commit() const;
@@ -128,6 +138,8 @@ class Operation {
   FlushAgent::Resolution resolve(Status why);
   Status awaitBegun(int rank);
   void putStamp(StampWord word, std::span<const std::byte> data = {});
+  template <typename IsReady>
+  Status waitUntil(IsReady isReady);
   Status awaitStamp(int rank, StampWord word);
   void endSkipped(std::shared_ptr<const GroupView> view);
   void waitToSkip(Clock::duration patience);
@@ -159,6 +171,17 @@ class Operation {
   bool wantsToSkip_ = false;
   bool isSkipped_ = false;
 };
+
+// kTimeout as it is: the caller says what was missing.
+template <typename IsReady>
+Status Operation::waitUntil(IsReady isReady) {
+  for (;;) {
+    const auto how = waiter_.until(isReady);
+    if (how == WaitResult::kReady) return {};
+    if (how == WaitResult::kTimeout) return {ErrorCode::kTimeout, ""};
+    MOONCAKE_TRY(lookUp());
+  }
+}
 
 // Into memory that other cores have just read, and read again. A plain store first takes each line
 // from their caches, one after the other: for 64 KiB that takes 7 to 28 us, by where the cores are;

@@ -32,8 +32,8 @@ constexpr size_t kEager = 8 << 10;
 constexpr milliseconds kFailureTimeout{300};
 constexpr auto kHang = std::chrono::seconds(20);
 constexpr auto kToMeet = std::chrono::seconds(8);
-constexpr size_t kMostHidden = 30'000;  // a rank's tokens are fetched then, not put
-constexpr size_t kExpertBytes = 16 << 20;
+constexpr size_t kMostHidden = 100'000;  // tokens do not go with the tables then, nor at once
+constexpr size_t kExpertBytes = 32 << 20;
 
 uint64_t numberIn(const char* text, uint64_t otherwise) {
   return text ? std::strtoull(text, nullptr, 10) : otherwise;
@@ -78,7 +78,7 @@ constexpr Verb kVerbs[] = {Verb::kAllreduce,     Verb::kBroadcast, Verb::kReduce
                            Verb::kScatter,       Verb::kDispatch};  // and its combine
 
 // Where a rank comes by only in some cases, and how often about.
-enum class Needs { kNothing, kLarge, kLargeReduction, kMessages, kRoot, kExperts };
+enum class Needs { kNothing, kLarge, kLargeReduction, kMessages, kRoot, kExperts, kPushes };
 struct Point {
   const char* name;
   uint32_t most;
@@ -94,6 +94,7 @@ constexpr Point kPoints[] = {
     {"copy-out", 9},
     {"leave", 1},
     {"put-begun", 20, false, Needs::kMessages},
+    {"put-data", 12, false, Needs::kPushes},
     {"fetch", 20, false, Needs::kLarge},
     {"publish-done", 6, false, Needs::kLarge},
     {"put-stamp", 20, false, Needs::kMessages},
@@ -164,6 +165,9 @@ bool leadsTo(const Case& c, const Point& point) {
       });
     case Needs::kExperts:
       return any([](const Step& step) { return step.verb == Verb::kDispatch; });
+    case Needs::kPushes:
+      return (c.layout == Layout::kTcp || c.layout == Layout::kMixed) &&
+             any([&](const Step& step) { return step.verb == Verb::kDispatch && isLarge(step); });
     case Needs::kRoot:
       return any([](const Step& step) { return step.root >= 0; });
   }
@@ -318,6 +322,8 @@ struct CaseMemory {
   StoreMemory store;
   RankLog ranks[kMostSize];
   std::atomic<int> heard;  // ranks that have heard of all others
+  RemoteRegion regions[kMostSize];
+  std::atomic<int> told;  // ranks that have written theirs
 };
 
 float valueOf(int rank, int step, size_t i) {
@@ -611,19 +617,24 @@ void awaitSigns(const Group& group, int rank, std::atomic<int>& heard) {
   while (heard < group.size() && !deadline.passed()) std::this_thread::sleep_for(milliseconds(1));
 }
 
-// Which ranks map each other.
-ep::Hosts hostsOf(const Case& c, uint64_t sendBytes) {
-  std::vector<RankSet> mapped;
+// As Hosts::meet() finds it: nobody dies yet.
+ep::Hosts hostsOf(const Case& c, int rank, ep::Hosts::Memory ours, CaseMemory& memory) {
+  memory.regions[rank] = ours.region;
+  ++memory.told;
+  const Deadline deadline = Deadline::after(kToMeet);
+  while (memory.told < c.size && !deadline.passed()) std::this_thread::sleep_for(milliseconds(1));
+  std::vector<ep::Hosts::Memory> all;
   for (int r = 0; r < c.size; ++r) {
-    RankSet& ours = mapped.emplace_back();
+    RankSet& mapped = all.emplace_back(ours).mapped;
+    all.back().region = memory.regions[r];
     for (int other = 0; other < c.size; ++other) {
       const bool isNear =
           c.layout == Layout::kShm ||
           (c.layout == Layout::kMixed && c.hosts[size_t(r)] == c.hosts[size_t(other)]);
-      if (other == r || isNear) ours.add(other);
+      if (other == r || isNear) mapped.add(other);
     }
   }
-  return {mapped, sendBytes};
+  return ep::Hosts(std::move(all));
 }
 
 // In the child.
@@ -647,7 +658,11 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
     return;
   }
   auto group = Group::create(*engine, store,
-                             {.name = "sweep", .rank = rank, .size = c.size, .raises = c.raises},
+                             {.name = "sweep",
+                              .rank = rank,
+                              .size = c.size,
+                              .mailboxBytes = ep::kMailboxBytes,
+                              .raises = c.raises},
                              Deadline::after(kToMeet));
   if (!group.ok()) {
     std::snprintf(log.broken, sizeof(log.broken), "%s", group.error().message.c_str());
@@ -661,7 +676,11 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
     return;
   }
   const ep::BufferLayout layout(kExpertBytes);
-  const ep::Memory expertMemory{**group, *block, layout, hostsOf(c, layout.sendBytes())};
+  const auto landing =
+      (*group)->engine().regions().add(block->data, 2 * layout.sendBytes(), kRemoteWrite);
+  if (!landing.ok()) return;
+  ep::Hosts::Memory ours{.sendBytes = layout.sendBytes(), .region = landing->remote()};
+  const ep::Memory expertMemory{**group, *block, layout, hostsOf(c, rank, std::move(ours), memory)};
   if (!c.isEarly) awaitSigns(**group, rank, memory.heard);
   for (const Victim& victim : c.victims) {
     if (victim.rank == rank) armFailpoint(victim.point, victim.nth, victim.action, victim.delay);

@@ -1,0 +1,150 @@
+#include "ep/given_rows.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ep/participants.h"
+
+namespace mooncake::ep {
+
+GivenRows::GivenRows(const Memory& memory, const DispatchCall& call)
+    : memory_(memory),
+      call_(call),
+      handle_(*call.handle),
+      shape_(handle_.shape),
+      experts_(*handle_.experts),
+      rowBytes_(dispatchRowBytes(shape_.hidden, call.format)) {}
+
+void GivenRows::stage(const Operation& op) {
+  std::byte* const staging = memory_.send(op.number());
+  const CopyHint hint = stagingHint(op, handle_.tokens * rowBytes_);
+  for (size_t t = 0; t < handle_.tokens; ++t) {
+    if (isChosen(t)) writeRow(t, staging + t * rowBytes_, hint);
+  }
+  packed_.assign(size_t(op.size()), {});
+  mostInTable_ = 0;
+  shared_.reset();
+  if (op.unmapped() == 0) return;
+  shared_.emplace(memory_.hosts, op.ranks(), shape_.maxTokens * rowBytes_,
+                  mostInlineBytes(memory_.group) / rowBytes_);
+  size_t offset = handle_.tokens * rowBytes_;
+  for (const auto& host : shared_->hosts()) {
+    if (std::ranges::binary_search(host, op.rank())) continue;
+    auto tokens = tokensFor(handle_.chosen, handle_.topk, experts_, host);
+    if (shared_->isShared(host, tokens.size())) {
+      Packed packed{std::move(tokens), offset};
+      offset = pack(op, packed);
+      packed.pushedTo = placeFor(op, host, packed);
+      for (const int r : host) packed_[size_t(r)] = packed;
+      continue;
+    }
+    for (const int r : host) {
+      Packed& packed = packed_[size_t(r)];
+      packed = {tokensFor(handle_.chosen, handle_.topk, experts_, {{r}}), offset};
+      const size_t bytes = packed.tokens.size() * rowBytes_;
+      if (bytes <= mostInlineBytes(memory_.group)) {
+        mostInTable_ = std::max(mostInTable_, bytes);
+      } else if (!op.group().window().peerPtr(r)) {
+        offset = pack(op, packed);
+        if (host.size() == 1) packed.pushedTo = placeFor(op, host, packed);
+      }
+    }
+  }
+}
+
+// None: they fetch it. Always so over cards, whose puts overtake each other: over a stream, who
+// is seen to have begun an attempt has put nothing of an earlier one that has not come yet, so
+// the memory that is fetched into is free.
+std::optional<SharedRows::Place> GivenRows::placeFor(const Operation& op,
+                                                     const std::vector<int>& host,
+                                                     const Packed& packed) const {
+  auto place = shared_->pushed(op.rank(), host);
+  const size_t bytes = bytesOf(packed);
+  const Window& window = op.group().window();
+  const bool areWanted = std::ranges::any_of(host, [&](int r) { return call_.mask.contains(r); });
+  const bool isGood = place && areWanted && bytes <= kMostPushedBytes &&
+                      op.hadBegunLast(place->by) && !window.hasCards(place->by) &&
+                      !window.peerPtr(place->by);
+  return isGood ? place : std::nullopt;
+}
+
+// A piece to each host in turn, so that all their links are busy.
+Status GivenRows::push(Operation& op) const {
+  std::vector<const Packed*> pushed;
+  for (const int r : op.others()) {
+    const Packed& packed = packed_[size_t(r)];
+    if (packed.pushedTo && packed.pushedTo->by == r) pushed.push_back(&packed);
+  }
+  const size_t words = op.group().layout().mailbox(op.rank());
+  for (size_t piece = 0, left = pushed.size(); left > 0; ++piece) {
+    left = 0;
+    MOONCAKE_TRY(op.goOn());
+    for (const Packed* one : pushed) {
+      const size_t bytes = bytesOf(*one);
+      const size_t step = pushBytes(bytes, rowBytes_), at = piece * step;
+      if (at >= bytes) continue;
+      const auto& [by, offset] = *one->pushedTo;
+      const auto& there = memory_.hosts.memory(by);
+      const std::span rows(memory_.send(op.number()) + one->offset + at,
+                           std::min(step, bytes - at));
+      MOONCAKE_TRY(op.put(by, there.region, (op.number() & 1) * there.sendBytes + offset + at, rows,
+                          words + piece * sizeof(uint64_t)));
+      left += at + step < bytes;
+    }
+  }
+  return {};
+}
+
+// Where the next ones go. Where nearly all are wanted, the few others cost less on the way than
+// copying all of these costs here.
+size_t GivenRows::pack(const Operation& op, Packed& packed) const {
+  if (16 * packed.tokens.size() >= 15 * handle_.tokens) {
+    packed.areAll = true;
+    return std::exchange(packed.offset, 0);
+  }
+  std::byte* const staging = memory_.send(op.number());
+  size_t offset = packed.offset;
+  for (const uint32_t t : packed.tokens) {
+    std::memcpy(staging + offset, staging + t * rowBytes_, rowBytes_);
+    offset += rowBytes_;
+  }
+  return offset;
+}
+
+size_t GivenRows::write(const Operation& op, int to, DispatchTable table,
+                        std::byte* payload) const {
+  const Packed& packed = packed_[size_t(to)];
+  const size_t bytes = packed.tokens.size() * rowBytes_;
+  table.rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload
+                 : packed.pushedTo                       ? RowsAt::kPushed
+                                                         : RowsAt::kStaging;
+  table.packedRows = uint32_t(packed.rows(handle_.tokens));
+  table.packedOffset = memory_.layout.send(op.number()) + packed.offset;
+  const Bytes encoded = table.encode(shape_.numExperts);
+  std::byte* at = std::ranges::copy(encoded, payload).out;
+  if (table.rowsAt != RowsAt::kPayload) return encoded.size();
+  for (const uint32_t t : packed.tokens) {
+    std::memcpy(at, memory_.send(op.number()) + t * rowBytes_, rowBytes_);
+    at += rowBytes_;
+  }
+  return encoded.size() + bytes;
+}
+
+bool GivenRows::isChosen(size_t token) const {
+  const auto chosen = std::span(handle_.chosen).subspan(token * handle_.topk, handle_.topk);
+  return std::ranges::any_of(chosen, [](int32_t expert) { return expert != kNoExpert; });
+}
+
+void GivenRows::writeRow(size_t token, std::byte* to, CopyHint hint) const {
+  const uint16_t* row = call_.x + token * shape_.hidden;
+  if (call_.format == RowFormat::kBf16) {
+    copyRow(to, row, bf16Bytes(shape_.hidden), hint);
+  } else {
+    castRowToFp8(row, shape_.hidden, call_.format == RowFormat::kFp8Rounded,
+                 reinterpret_cast<uint8_t*>(to + scaleBytes(shape_.hidden)),
+                 reinterpret_cast<float*>(to));
+  }
+}
+
+}  // namespace mooncake::ep

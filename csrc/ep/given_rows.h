@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "ep/calls.h"
+#include "ep/shared_rows.h"
+#include "group/operation.h"
+
+namespace mooncake::ep {
+
+// The rows that a rank gives in an attempt at a dispatch: in its send memory, and on their way to
+// ranks that do not map it.
+//
+// Rows are put as soon as they stand here, without waiting for anybody: nobody reads that memory of
+// the operation before last any more, and its owner does not write there, having begun the one in
+// between. A fetch costs the time until the last rank has begun, and on a slow link its request
+// waits behind the rows of a neighbour that go the same way. What is fetched all the same: rows by
+// cards, which move them without a copy; rows that are so many that their requests cost nothing,
+// and that a word about a lost rank would have to wait behind; rows for which there is no room in
+// the send memory of the others; and those for a rank that was late last time.
+class GivenRows {
+ public:
+  GivenRows(const Memory& memory, const DispatchCall& call);
+
+  // Writes them, and packs those for ranks that do not map us.
+  void stage(const Operation& op);
+  // None: all map us.
+  const std::optional<SharedRows>& shared() const { return shared_; }
+  // Of rows that go with a table, at most.
+  size_t mostInTable() const { return mostInTable_; }
+  // The table for a rank that does not map us, and its rows where they go with it; how many bytes.
+  size_t write(const Operation& op, int to, DispatchTable table, std::byte* payload) const;
+  // Puts what is pushed, once the tables are published.
+  Status push(Operation& op) const;
+
+ private:
+  // The rows for one rank that does not map us, or for all of its host.
+  struct Packed {
+    std::vector<uint32_t> tokens;
+    size_t offset = 0;    // in the send memory; only of those that do not go with the table
+    bool areAll = false;  // `tokens` or not: all stand there, at `offset` 0
+    std::optional<SharedRows::Place> pushedTo;
+
+    size_t rows(size_t tokensOfRank) const { return areAll ? tokensOfRank : tokens.size(); }
+  };
+
+  size_t pack(const Operation& op, Packed& packed) const;
+  std::optional<SharedRows::Place> placeFor(const Operation& op, const std::vector<int>& host,
+                                            const Packed& packed) const;
+  bool isChosen(size_t token) const;
+  void writeRow(size_t token, std::byte* to, CopyHint hint) const;
+  size_t bytesOf(const Packed& packed) const { return packed.rows(handle_.tokens) * rowBytes_; }
+
+  const Memory& memory_;
+  const DispatchCall& call_;
+  const Handle& handle_;
+  const Shape& shape_;
+  const ExpertMap& experts_;
+  const size_t rowBytes_;
+  std::optional<SharedRows> shared_;
+  std::vector<Packed> packed_;  // by rank
+  size_t mostInTable_ = 0;
+};
+
+}  // namespace mooncake::ep
