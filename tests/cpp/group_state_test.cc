@@ -71,6 +71,8 @@ TEST_P(GroupState, NamesWhoHasNotReported) {
       EXPECT_TRUE(group.agent().begin(2).ok());
       busy.count_down();
       looked.wait();
+      // Else it would end what the others have begun, before it hears that they gave it up.
+      EXPECT_TRUE(eventually([&] { return group.agent().isFrozen(); }));
       group.agent().end(1, {});
       EXPECT_EQ(sumOnes(group).code(), ErrorCode::kTimeout);
       return;
