@@ -29,6 +29,9 @@ class Host:
         return _ip("netns", "exec", self.namespace, *command)
 
 
+ALLOWED_GOVERNORS = "net.ipv4.tcp_allowed_congestion_control"
+
+
 class Hosts:
     """`count` hosts with a link to each of `networks` networks. A context manager; names carry
     our pid,
@@ -101,10 +104,13 @@ class Hosts:
 
     def limit(self, rate_bits: int, *, network: int = 0) -> None:
         """What each host sends into the network goes no faster. Connections made from here on are
-        governed by Linux's own default, whatever this machine has chosen: its BBR takes the pauses
-        of a peer that computes for a slower link."""
+        governed by Linux's own default, whatever this machine has chosen, or by reno where a
+        namespace may not use that: BBR takes the pauses of a peer that computes for a slower
+        link."""
         for index in range(len(self.hosts)):
-            self.hosts[index].run("sysctl", "-qw", "net.ipv4.tcp_congestion_control=cubic")
+            allowed = self.hosts[index].run("sysctl", "-n", ALLOWED_GOVERNORS).split()
+            governor = "cubic" if "cubic" in allowed else "reno"
+            self.hosts[index].run("sysctl", "-qw", f"net.ipv4.tcp_congestion_control={governor}")
             self.hosts[index].run(
                 *f"tc qdisc replace dev eth{network} root tbf".split(),
                 *("rate", f"{rate_bits}bit", "burst", "256kb", "latency", "20ms"),
