@@ -107,8 +107,11 @@ class Dispatch final : public Algorithm {
     MOONCAKE_TRY(plan(op, tables, participants));
     copyRows(Arrival::kHere);  // while the others come
     size_t copied = 0;         // of the arrivals
-    for (Piece& piece : pieces) {
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      Piece& piece = pieces[i];
       MOONCAKE_TRY(piece.fetch ? piece.fetch->await() : op.awaitPut(piece.word));
+      // All is in our memory, so the last rows are copied while that goes to the others.
+      if (i + 1 == pieces.size() && !*areAnyShared) op.publishDone();
       copied = copyLanded(copied, piece.rows);
     }
     if (*areAnyShared) {
@@ -133,9 +136,10 @@ class Dispatch final : public Algorithm {
     std::optional<Fetches> fetch;
     size_t word = 0;  // without a fetch: they are put
   };
-  // The smaller the sooner; each by several cards costs them an answer on top.
   static constexpr size_t kFetchBytes = size_t(256) << 10;
-  static constexpr size_t kCardFetchBytes = size_t(1) << 20;
+  // By several cards each piece costs them an answer on top, so that there are few: each is half of
+  // what is left, for after the last one has come all wait until it is copied.
+  static constexpr size_t kMostCardFetchBytes = size_t(1) << 20;
   using Tables = std::vector<std::pair<int, DispatchTable>>;
 
   // Begins to fetch what is fetched. Returns whether rows are shared on any host: then all say when
@@ -225,10 +229,13 @@ class Dispatch final : public Algorithm {
 
   Status fetch(Operation& op, int from, const DispatchTable& table, std::span<std::byte> to,
                std::deque<Piece>& pieces) const {
-    const size_t most = op.group().window().hasCards(from) ? kCardFetchBytes : kFetchBytes;
-    const size_t step = std::max<size_t>(most / rowBytes_, 1) * rowBytes_;
-    for (size_t at = 0; at < to.size(); at += step) {
-      const auto part = to.subspan(at, std::min(step, to.size() - at));
+    const bool byCards = op.group().window().hasCards(from);
+    for (size_t at = 0, step = 0; at < to.size(); at += step) {
+      const size_t left = to.size() - at;
+      const size_t most =
+          byCards ? std::clamp(left / 2, kFetchBytes, kMostCardFetchBytes) : kFetchBytes;
+      step = std::min(std::max<size_t>(most / rowBytes_, 1) * rowBytes_, left);
+      const auto part = to.subspan(at, step);
       Piece& piece = pieces.emplace_back();
       piece.rows = part;
       piece.fetch.emplace(op);

@@ -121,7 +121,7 @@ Status Operation::attempt(Algorithm& algorithm) {
   view_ = agent_.view().get();
   stamp_ = makeStamp(number_, agent_.attempt());
   begunSeen_ = 0;
-  isTaking_ = false;
+  isTaking_ = isDone_ = false;
   MOONCAKE_TRY(agent_.awaitSlot(number_));
   MOONCAKE_TRY(goOn());
   MOONCAKE_TRY(algorithm.publish(*this));
@@ -323,11 +323,16 @@ Status Operation::unlessFenced() const {
   return {};
 }
 
+void Operation::publishDone() {
+  if (std::exchange(isDone_, true)) return;
+  failpoint("publish-done");
+  putStamp(&Slot::done);
+}
+
 Status Operation::commitDone() {
   // Who has ended it saw our `done`, too, and that of a rank that is out may never come to us.
   if (isTaking_) return unlessFenced();
-  failpoint("publish-done");
-  putStamp(&Slot::done);
+  publishDone();
   for (const int r : ranks()) {
     MOONCAKE_TRY(awaitStamp(r, &Slot::done));
     failpoint("see-done");

@@ -39,6 +39,7 @@ class Algorithm {
 //   publishReady  our share of the result, or what we fetched for our host, can be read
 //   awaitReady    the same of other ranks
 //   commit        everything that anybody needs for this operation is in memory that outlives us
+//   publishDone   we have what we need, if that is to be said before commitDone
 //   commitDone    every rank has what it needs
 //
 // Every wait ends with kInterrupted when the group is to resolve what happened: the algorithm
@@ -114,6 +115,9 @@ class Operation {
   // commitDone(): says that we have what we need, and waits until all say so.
   Status commit() const;
   Status commitDone();
+  // The first half of it, for who still has something to do with what it has. From here to
+  // commitDone() the algorithm waits for nothing and cannot fail: others may end the operation.
+  void publishDone();
 
   // An error that every rank comes to by itself, because it follows from what all have published:
   // this is how the operation ends. The group goes on.
@@ -165,6 +169,7 @@ class Operation {
   uint64_t stamp_;
   size_t begunSeen_ = 0;   // of ranks(): these have begun and agree with our call
   bool isTaking_ = false;  // another rank has ended this attempt well
+  bool isDone_ = false;    // published in this attempt
   bool isAgreed_ = false;
   std::optional<Clock::duration> patience_;
   Deadline skipAt_ = Deadline::at(Clock::time_point::max());
