@@ -94,8 +94,8 @@ class Alltoall final : public Algorithm {
     const size_t own = inputs_[group.rank()].size(), table = tableBytes(group.size());
     // Fetching waits once more, for all to have fetched: where that costs switches between ranks, a
     // copy through the slot is cheaper as long as it fits.
-    isEager_ = group.isCrowded() ? table + total_ - own <= group.slotBytes()
-                                 : table + total_ <= group.eagerBytes();
+    const size_t inSlot = table + total_ - own;
+    isEager_ = inSlot <= (group.isCrowded() ? group.slotBytes() : group.eagerBytes());
   }
 
   Status publish(Operation& op) override {
