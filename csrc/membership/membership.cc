@@ -1,14 +1,13 @@
 #include "membership/membership.h"
 
 #include <algorithm>
-#include <array>
-#include <ctime>
 #include <future>
 #include <utility>
 
 #include "base/crypto.h"
 #include "base/log.h"
 #include "membership/loss_waits.h"
+#include "membership/words.h"
 
 namespace mooncake {
 namespace {
@@ -23,59 +22,6 @@ ViewAgreement::Timing timingFor(milliseconds failureTimeout) {
 
 // What a rank that is out says in its goodbye, should somebody still take it for a member.
 constexpr const char* kGaveUp = "it took itself to be on the smaller side and gave up";
-
-const char* nameOf(Cause cause) {
-  switch (cause) {
-    case Cause::kExited:
-      return "exited";
-    case Cause::kLeft:
-      return "left";
-    case Cause::kSilent:
-      return "silent";
-    case Cause::kRefused:
-      return "refuses connections";
-    case Cause::kUnreachable:
-      return "cannot be reached";
-    case Cause::kExcludes:
-      return "goes on without its accuser";
-    case Cause::kEnded:
-      return "ended";
-  }
-  return "?";
-}
-
-// "rank 3", "ranks 0, 2, 4-9".
-std::string listOf(const RankSet& ranks) {
-  std::string text = ranks.count() == 1 ? "rank " : "ranks ";
-  bool isFirst = true;
-  for (int first = 0; first < ranks.end(); ++first) {
-    if (!ranks.contains(first)) continue;
-    int last = first;
-    while (ranks.contains(last + 1)) ++last;
-    if (last < first + 2) last = first;
-    text += (isFirst ? "" : ", ") + std::to_string(first);
-    if (last != first) text += "-" + std::to_string(last);
-    isFirst = false;
-    first = last;
-  }
-  return text;
-}
-
-std::string whoContinues(const View& view) {
-  return "; " + listOf(view.active) + (view.active.count() == 1 ? " continues" : " continue") +
-         ", epoch " + std::to_string(view.epoch);
-}
-
-bool isGoodbye(Cause cause) { return cause == Cause::kLeft || cause == Cause::kEnded; }
-
-std::string nowInWords() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  ::gmtime_r(&now, &parts);
-  std::array<char, 32> text{};
-  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text.data();
-}
 
 }  // namespace
 
@@ -110,6 +56,7 @@ Membership::Membership(std::shared_ptr<Engine> engine, Options options)
       options_(std::move(options)),
       agreement_(options_.rank, {1, RankSet::firstRanks(size())},
                  timingFor(options_.failureTimeout)),
+      held_(timingFor(options_.failureTimeout).resend),
       view_(agreement_.view()) {
   for (int rank = 0; rank < size(); ++rank) {
     if (const auto& there = peer(rank)) ranks_[there->id] = rank;
@@ -250,6 +197,11 @@ void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& 
     if (const auto found = ranks_.find(id); found != ranks_.end()) ranks.add(found->second);
   }
   ranks.forEach([&](int rank) { evidence_[rank] = evidence; });
+  judge(ranks, evidence);
+  takeHeld();
+}
+
+void Membership::judge(const RankSet& ranks, const Evidence& evidence) {
   const auto now = Clock::now();
   switch (evidence.kind) {
     case Evidence::Kind::kExited:
@@ -318,7 +270,23 @@ void Membership::onMessage(const EngineId& from, ByteView message) {
         " is dropped: ", report.ok() ? "it speaks for another rank" : report.error().message);
     return;
   }
-  act(agreement_.received(*report, Clock::now()));
+  const auto now = Clock::now();
+  const bool evictsUs = report->committed.contains(options_.rank);
+  if (!evictsUs && held_.keep(*report, knownOut(), now)) return armTimer();
+  act(agreement_.received(*report, now));
+}
+
+// Of whose end we need not hear any more.
+RankSet Membership::knownOut() const {
+  RankSet known = agreement_.report().out() | RankSet{options_.rank};
+  for (const auto& [rank, evidence] : evidence_) known.add(rank);
+  return known;
+}
+
+void Membership::takeHeld() {
+  const auto now = Clock::now();
+  for (const ViewReport& report : held_.take(knownOut(), now))
+    act(agreement_.received(report, now));
 }
 
 void Membership::act(const ViewActions& actions) {
@@ -484,13 +452,16 @@ void Membership::end(const Error& why) {
 }
 
 void Membership::armTimer() {
-  const auto next = isStopped_ ? std::nullopt : agreement_.nextTick();
+  auto next = isStopped_ ? std::nullopt : agreement_.nextTick();
+  if (const auto until = isStopped_ ? std::nullopt : held_.nextTick())
+    next = next ? std::min(*next, *until) : until;
   if (next == timerAt_) return;
   engine_->loop().cancel(timer_);
   timerAt_ = next;
   if (!next) return;
   timer_ = engine_->loop().runAt(Deadline::at(*next), [this] {
     timerAt_.reset();
+    takeHeld();
     act(agreement_.tick(Clock::now()));
   });
 }

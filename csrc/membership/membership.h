@@ -11,6 +11,7 @@
 
 #include "base/result.h"
 #include "engine/engine.h"
+#include "membership/held_reports.h"
 #include "membership/view_agreement.h"
 
 namespace mooncake {
@@ -97,12 +98,15 @@ class Membership {
 
   // ---- all on the loop's thread
   void onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence);
+  void judge(const RankSet& ranks, const Evidence& evidence);
   void onReconnected(const EngineId& id);
   void onExited(int rank);
   void onLeft(int rank, Cause cause);
   void onFailed(int rank);
   bool readLastReport(int rank);
   void onMessage(const EngineId& from, ByteView message);
+  RankSet knownOut() const;
+  void takeHeld();
   void act(const ViewActions& actions);
   void publish();
   void note(const Accusation& accusation);
@@ -122,6 +126,7 @@ class Membership {
 
   // Of the loop's thread.
   ViewAgreement agreement_;
+  HeldReports held_;
   std::vector<Listener*> listeners_;
   std::map<int, Evidence> evidence_;  // what we saw ourselves, by rank
   Bytes published_;

@@ -36,6 +36,8 @@ enum class Cause : uint8_t {
   kEnded = 7,        // certain: as kLeft, but its program ended and destroyed nothing
 };
 
+inline bool isGoodbye(Cause cause) { return cause == Cause::kLeft || cause == Cause::kEnded; }
+
 struct Accusation {
   int rank = 0;
   Cause cause = Cause::kExited;
@@ -85,6 +87,8 @@ struct ViewActions {
 //    accuses everybody in one report, which nobody believes, instead of one after the other.
 //  - received() gets only reports of the very process that the connection was made with; what does
 //    not decode is dropped. Many events may be handed over before report() is sent, once.
+//  - received() gets a report that says who has left once we have heard that from them, too, or not
+//    for too long: HeldReports says why.
 //  - Whoever is not in the view and gives a sign of life is sent report(): it says why.
 class ViewAgreement {
  public:

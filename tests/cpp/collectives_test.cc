@@ -323,8 +323,6 @@ TEST_P(CollectivesTest, MessagesInOrderOfTheirTags) {
     }
     for (int round = 0; round < 30; ++round)
       EXPECT_EQ(in[size_t(round)], inputOf(from, in[size_t(round)].size(), round)) << round;
-    // Who leaves is told of by the others: that may come before its word that it has a message.
-    expectOk(barrier(group, soon()));
   });
 }
 

@@ -1,0 +1,58 @@
+#include "membership/words.h"
+
+#include <array>
+#include <ctime>
+
+namespace mooncake {
+
+const char* nameOf(Cause cause) {
+  switch (cause) {
+    case Cause::kExited:
+      return "exited";
+    case Cause::kLeft:
+      return "left";
+    case Cause::kSilent:
+      return "silent";
+    case Cause::kRefused:
+      return "refuses connections";
+    case Cause::kUnreachable:
+      return "cannot be reached";
+    case Cause::kExcludes:
+      return "goes on without its accuser";
+    case Cause::kEnded:
+      return "ended";
+  }
+  return "?";
+}
+
+std::string listOf(const RankSet& ranks) {
+  std::string text = ranks.count() == 1 ? "rank " : "ranks ";
+  bool isFirst = true;
+  for (int first = 0; first < ranks.end(); ++first) {
+    if (!ranks.contains(first)) continue;
+    int last = first;
+    while (ranks.contains(last + 1)) ++last;
+    if (last < first + 2) last = first;
+    text += (isFirst ? "" : ", ") + std::to_string(first);
+    if (last != first) text += "-" + std::to_string(last);
+    isFirst = false;
+    first = last;
+  }
+  return text;
+}
+
+std::string whoContinues(const View& view) {
+  return "; " + listOf(view.active) + (view.active.count() == 1 ? " continues" : " continue") +
+         ", epoch " + std::to_string(view.epoch);
+}
+
+std::string nowInWords() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text.data();
+}
+
+}  // namespace mooncake

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <string>
+
+#include "membership/view_agreement.h"
+
+// What is said to people.
+namespace mooncake {
+
+const char* nameOf(Cause cause);
+std::string listOf(const RankSet& ranks);  // "rank 3", "ranks 0, 2, 4-9"
+std::string whoContinues(const View& view);
+std::string nowInWords();
+
+}  // namespace mooncake
