@@ -149,6 +149,26 @@ TEST_P(EngineOpen, WhoIsForgottenCanBeOpenedAnew) {
   }
 }
 
+// Its channel is closed, and the loop has not come to the rest.
+TEST_P(EngineOpen, WhoIsBeingForgottenIsNotFound) {
+  const Bytes ofNobody(sizeof(uint64_t), std::byte{77});  // a topic
+  const auto a = make(), b = make();
+  const auto old = a->open(b->endpoint(), "other", soon());
+  ASSERT_TRUE(old.ok()) << old.error().message;
+  std::promise<void> goOn;
+  a->loop().post([until = goOn.get_future().share()] { until.wait_for(20s); });
+  std::thread forgetting([&] { EXPECT_TRUE(a->forget(*old, soon()).ok()); });
+  EXPECT_TRUE(eventually([&] { return !(*old)->channel->send(ofNobody).ok(); }));
+  const auto meanwhile = a->open(b->endpoint(), "other", Deadline::after(50ms));
+  EXPECT_FALSE(meanwhile.ok());
+  goOn.set_value();
+  forgetting.join();
+  const auto peer = a->open(b->endpoint(), "other", soon());
+  ASSERT_TRUE(peer.ok()) << peer.error().message;
+  EXPECT_NE(*peer, *old);
+  expectWorks(*peer, *b, 1000);
+}
+
 TEST_P(EngineOpen, WhoHasEndedIsNotFound) {
   const auto a = make();
   auto b = make();
