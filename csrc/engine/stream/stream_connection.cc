@@ -70,8 +70,8 @@ class Connection final : public StreamConnection {
   void sendFailed(const Error& error);
   Status sendFrame(const wire::Header& header, ByteView payload);
   void endByItself(Status cause);
-  void finish();
-  void stopReceiving(ErrorCode forTransfers);
+  void closeSocket(ErrorCode forTransfers);
+  void finish(uint64_t life);
 
   EventLoop& loop_;
 
@@ -430,37 +430,42 @@ bool Connection::endIfIdle() {
 }
 
 // When this returns, no byte from the peer is written anywhere any more.
-void Connection::stopReceiving(ErrorCode forTransfers) {
-  std::lock_guard lock(receiveMutex_);
+void Connection::closeSocket(ErrorCode forTransfers) {
+  loop_.remove(socket_.get());  // waits for the handler, which takes our locks
+  std::lock_guard receiving(receiveMutex_);
   stopped_ = true;
   transfers_.cancelAll(forTransfers);
+  std::lock_guard sending(sendMutex_);
+  if (ended_->code == ErrorCode::kAborted) linger(loop_, std::move(socket_));
+  socket_.reset();
 }
 
 void Connection::close(const Error& why) {
+  uint64_t life = 0;
   {
     std::unique_lock lock(sendMutex_);
     if (std::exchange(ending_, true)) {
       // The loop may be gone when it is over. Until then its thread must not wait: either onClosed
       // called us, or another close() waits for that thread.
-      if (!isOver_ && !loop_.onLoopThread()) over_.wait(lock, [&] { return isOver_; });
-      return;
+      if (isOver_ || loop_.onLoopThread()) return;
+      return over_.wait(lock, [this, ours = life_] { return isOver_ || life_ != ours; });
     }
+    life = life_;
     if (!ended_) {
       ended_ = why;
-      const bool inPeace = why.code == ErrorCode::kAborted;
-      if (inPeace && queue_.betweenFrames())
+      if (why.code == ErrorCode::kAborted && queue_.betweenFrames())
         (void)queue_.send(socket_.get(), wire::Header{.kind = wire::Kind::kGoodbye}, {});
       queue_.clear();
       ::shutdown(socket_.get(), SHUT_WR);
     }
   }
-  loop_.remove(socket_.get());  // waits for the handler, which takes our locks
-  stopReceiving(why.code);
-  finish();
+  closeSocket(why.code);
+  finish(life);
 }
 
 // On the loop's thread, without locks.
 void Connection::endByItself(Status cause) {
+  uint64_t life = 0;
   {
     std::lock_guard lock(sendMutex_);
     // close() was faster; the peer may only be answering our goodbye
@@ -468,18 +473,17 @@ void Connection::endByItself(Status cause) {
     if (sendError_ && cause.code() == ErrorCode::kPeerLost) cause = *sendError_;
     ended_ = cause.ok() ? Error{ErrorCode::kPeerLost, "the peer said goodbye"} : cause.error();
     queue_.clear();
+    life = life_;
   }
-  loop_.remove(socket_.get());
-  stopReceiving(ErrorCode::kPeerLost);
+  closeSocket(ErrorCode::kPeerLost);
+  // On another thread it may be made again before this returns.
   if (events_.onClosed) events_.onClosed(cause);
-  finish();
+  finish(life);
 }
 
-void Connection::finish() {
+void Connection::finish(uint64_t life) {
   std::lock_guard lock(sendMutex_);
-  if (ended_->code == ErrorCode::kAborted) linger(loop_, std::move(socket_));
-  socket_.reset();
-  isOver_ = true;
+  if (life_ == life) isOver_ = true;
   over_.notify_all();
 }
 
