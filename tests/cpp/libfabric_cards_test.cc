@@ -260,7 +260,9 @@ TEST(LibfabricGpuTrap, DISABLED_ReceivesIntoGpuMemoryOverShm) {
 TEST(LibfabricGpuTrap, TheProvidersOwnPathCrashesOnGpuMemory) {
   SKIP_WITHOUT_LIBFABRIC();
   ChildProcess child("LibfabricGpuTrap.DISABLED_ReceivesIntoGpuMemoryOverShm",
-                     {{"FI_SHM_DISABLE_CMA", "1"}, {"ASAN_OPTIONS", "handle_segv=0"}});
+                     {{"FI_SHM_DISABLE_CMA", "1"},
+                      {"ASAN_OPTIONS", "handle_segv=0"},
+                      {"TSAN_OPTIONS", "handle_segv=0"}});
   const std::string own = std::to_string(child.pid()) + ":";
   const int status = child.finish();
   // What the provider would have removed at its end.
