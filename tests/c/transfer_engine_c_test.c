@@ -19,6 +19,13 @@
     }                                                                               \
   } while (0)
 
+#ifdef __SANITIZE_THREAD__
+/* What the other process writes is brought here by a thread of our engine. That it has come we hear
+ * from that process, which the sanitizer does not see. */
+__attribute__((visibility("default"))) const char* __tsan_default_suppressions(void);
+const char* __tsan_default_suppressions(void) { return "race:process_vm_readv\n"; }
+#endif
+
 enum { BYTES = 1 << 20, COUNT = 16, PIECE = BYTES / COUNT };
 
 static transfer_engine_t newEngine(void) {
