@@ -144,6 +144,7 @@ def group_of(
 def dump_state_on_signal(signal: int) -> None:
     """See mooncake_backend.dump_state_on_signal()."""
 
+def drain_completions(seconds: float) -> None: ...
 def build_info() -> dict[str, Any]:
     """What was built ("version"), for which torch ("torch"), and with which wires ("transports",
     names in the order in which they are tried)."""

@@ -112,6 +112,8 @@ def _leave() -> None:
         backend.leave_group(failure)
     for backend in backends:
         backend.leave_job(failure)
+    # Also of groups that were destroyed, and that somebody still holds.
+    extension.load().drain_completions(seconds=3)
 
 
 def _failure() -> str | None:

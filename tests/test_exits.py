@@ -96,6 +96,33 @@ sys.stdin.read()
 """
 
 
+DROPS_LATE = """
+import time, torch, torch.distributed as dist
+import mooncake_backend
+class Slow:
+    def __del__(self):
+        time.sleep(0.3)  # whoever drops it asks for Python's lock again
+dist.init_process_group("mooncake-cpu", store=dist.HashStore(), rank=0, world_size=1)
+kept = dist.group.WORLD
+for _ in range(5):
+    tensor = torch.ones(4)
+    tensor.slow = Slow()
+    work = dist.all_reduce(tensor, async_op=True)
+    del tensor
+    work.wait()
+    del work
+dist.destroy_process_group()
+"""
+
+
+def test_tensors_that_are_dropped_at_the_end_do_not_end_the_process():
+    """A thread of ours that asked for Python's lock while Python ends would be ended by it, and
+    std::terminate be called: also of a group that was destroyed, and is still held."""
+    process = run_python(DROPS_LATE, env=environment("shm"))
+    _, errors = process.communicate(timeout=harness.DEADLINE)
+    assert (process.returncode, errors) == (0, "")
+
+
 @pytest.mark.parametrize("what", ["dtensor", "fully_shard", "zero"])
 def test_who_still_holds_a_group_did_not_die(tmp_path, what):
     """The default group's destruction is the goodbye, whoever holds an object of it: one rank ends

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/fork.h"
+
 namespace mooncake {
 namespace {
 
@@ -32,9 +34,31 @@ struct Completions::State {
   std::deque<Task> tasks;
   bool stopping = false;
   std::vector<std::thread> threads;  // each is started by a task that finds all others busy
+  const uint32_t madeIn = forkGeneration();
+
+  bool drain(Deadline deadline) {
+    std::unique_lock lock(mutex);
+    return idle.wait_until(lock, deadline.when(), [&] { return busy == 0 && tasks.empty(); });
+  }
 };
 
-Completions::Completions() : state_(std::make_shared<State>()) {}
+// Never destroyed: threads may end after main().
+struct Completions::Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<State>> living;
+
+  static Registry& instance() {
+    static auto* const one = new Registry;
+    return *one;
+  }
+};
+
+Completions::Completions() : state_(std::make_shared<State>()) {
+  Registry& registry = Registry::instance();
+  std::lock_guard lock(registry.mutex);
+  std::erase_if(registry.living, [](const auto& state) { return state.expired(); });
+  registry.living.push_back(state_);
+}
 
 Completions::~Completions() {
   std::vector<std::thread> threads;
@@ -66,10 +90,20 @@ void Completions::post(std::function<void()> task) {
   state_->changed.notify_one();
 }
 
-bool Completions::drain(Deadline deadline) {
-  std::unique_lock lock(state_->mutex);
-  return state_->idle.wait_until(lock, deadline.when(),
-                                 [&] { return state_->busy == 0 && state_->tasks.empty(); });
+bool Completions::drain(Deadline deadline) { return state_->drain(deadline); }
+
+void Completions::drainAll(Deadline deadline) {
+  std::vector<std::weak_ptr<State>> living;
+  {
+    Registry& registry = Registry::instance();
+    const std::unique_lock lock(registry.mutex, std::try_to_lock);
+    if (!lock) return;  // for ever, where a fork caught it
+    living = registry.living;
+  }
+  for (const auto& one : living) {
+    const auto state = one.lock();
+    if (state && state->madeIn == forkGeneration()) (void)state->drain(deadline);
+  }
 }
 
 void Completions::run(const std::shared_ptr<State>& state) {

@@ -20,9 +20,13 @@ class Completions {
   void post(std::function<void()> task);
   // Until all that was posted has run, or the deadline has passed.
   bool drain(Deadline deadline);
+  // The same for all there are in this process, those of groups that were destroyed and that
+  // somebody still holds included.
+  static void drainAll(Deadline deadline);
 
  private:
   struct State;
+  struct Registry;
   static void run(const std::shared_ptr<State>& state);
 
   const std::shared_ptr<State> state_;

@@ -10,6 +10,7 @@
 
 #include "backend/batch_work.h"
 #include "backend/collective_work.h"
+#include "backend/completions.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
 #include "backend/mooncake_backend.h"
@@ -24,7 +25,10 @@
 namespace py = pybind11;
 using mooncake::BackendOptions;
 using mooncake::BatchWork;
+using mooncake::Clock;
 using mooncake::CollectiveWork;
+using mooncake::Completions;
+using mooncake::Deadline;
 using mooncake::ErrorCode;
 using mooncake::FailureError;
 using mooncake::Farewell;
@@ -224,6 +228,12 @@ RaisedBySignal runSignalHandlers() {
   return result;
 }
 
+// A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
+void drainCompletions(double seconds) {
+  const std::chrono::duration<double> most(seconds);
+  Completions::drainAll(Deadline::after(std::chrono::duration_cast<Clock::duration>(most)));
+}
+
 // How the process ends: by an error, or not.
 Farewell farewellOf(const std::optional<std::string>& failure) {
   if (failure) return {Farewell::How::kFailed, *failure};
@@ -256,6 +266,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   mooncake::setRunSignalHandlers(&runSignalHandlers,
                                  pthread_t(mainThread.attr("ident").cast<unsigned long>()));
 
+  m.def("drain_completions", &drainCompletions, py::arg("seconds"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("build_info", [] {
     py::dict info;
     info["torch"] = MOONCAKE_TORCH_VERSION;
