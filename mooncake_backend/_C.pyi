@@ -144,7 +144,11 @@ def group_of(
 def dump_state_on_signal(signal: int) -> None:
     """See mooncake_backend.dump_state_on_signal()."""
 
-def drain_completions(seconds: float) -> None: ...
+def drain_completions(seconds: float) -> None:
+    """Waits until the threads that drop tensors and run callbacks have nothing left to do, in all
+    groups of this process, for so long at most. For the end of a program: Python ends threads
+    that ask for its lock later, and the process with them."""
+
 def build_info() -> dict[str, Any]:
     """What was built ("version"), for which torch ("torch"), and with which wires ("transports",
     names in the order in which they are tried)."""

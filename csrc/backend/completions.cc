@@ -97,7 +97,7 @@ void Completions::drainAll(Deadline deadline) {
   {
     Registry& registry = Registry::instance();
     const std::unique_lock lock(registry.mutex, std::try_to_lock);
-    if (!lock) return;  // for ever, where a fork caught it
+    if (!lock) return;  // in a child that was forked while it was held, nobody gives it back
     living = registry.living;
   }
   for (const auto& one : living) {
