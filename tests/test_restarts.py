@@ -53,22 +53,22 @@ def worker(restarts):
 
 
 def launch_on_rank(me, config):
-    """What torchrun does, with workers that are forked: they need not import torch."""
+    """What torchrun does, with workers from a fork server: they need not import torch. They are not
+    forked from here: a thread of the launcher's store looks names up, and whoever is forked
+    meanwhile waits for the lock of the C library's resolver for ever."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     multiprocessing.current_process()._config["daemon"] = False  # may have children
+    multiprocessing.set_forkserver_preload(harness.PRELOAD)
     config.logs_specs = DefaultLogsSpecs(log_dir=str(me.folder / "elastic"))
     return elastic_launch(config, worker)(config.max_restarts)
 
 
-# A thread of the launcher that keeps its place alive may hold a lock while workers are forked: it
-# sleeps meanwhile.
-SELDOM = {"rdzv_configs": {"keep_alive_interval": 60}}
 FORMS = {
     "plain": lambda port: {"rdzv_backend": "static", "rdzv_endpoint": f"127.0.0.1:{port}",
                            "rdzv_configs": {"rank": 0}},
-    "standalone": lambda port: {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", **SELDOM},
-    "c10d": lambda port: {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{port}", **SELDOM},
+    "standalone": lambda port: {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"},
+    "c10d": lambda port: {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{port}"},
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_torchrun_restarts_its_workers(form, times):
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=3, run_id="restarts", start_method="fork",
+        min_nodes=1, max_nodes=1, nproc_per_node=3, run_id="restarts", start_method="forkserver",
         max_restarts=times - 1, monitor_interval=0.05, **FORMS[form](free_port()),
     )  # fmt: skip
     [results] = harness.run_ranks(1, launch_on_rank, config, backend=None)
