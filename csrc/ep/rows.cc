@@ -1,9 +1,9 @@
 #include "ep/rows.h"
 
 #include <cstring>
-#include <unistd.h>
 #include <vector>
 
+#include "base/cpu_cache.h"
 #include "ep/row_blocks.h"
 
 namespace mooncake::ep {
@@ -68,12 +68,9 @@ void packUe8m0(const float* scales, size_t count, int32_t* packed) {
 }
 
 CopyHint copyHint(size_t bytes) {
-  constexpr size_t kUsualCache = 32 << 20;
-  static const size_t cache = [] {
-    const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);  // 0 where it is not known
-    return bytes > 0 ? size_t(bytes) : kUsualCache;
-  }();
-  return 2 * bytes < cache ? CopyHint::kCached : CopyHint::kStreamed;
+  constexpr size_t kShares = 4;
+  static const size_t share = lastCacheBytes() / kShares;
+  return 2 * bytes < share ? CopyHint::kCached : CopyHint::kStreamed;
 }
 
 CopyHint copyHintForPeers(size_t bytes) {

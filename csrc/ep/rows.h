@@ -23,7 +23,8 @@ void packUe8m0(const float* scales, size_t count, int32_t* packed);
 enum class CopyHint { kCached, kStreamed };
 
 // The faster way for rows that are `bytes` together, however they are divided: past the caches once
-// source and target exceed the last one. Below, streams take up to twice as long.
+// source and target exceed a quarter of the last one, for other ranks have their share of it. Far
+// below, streams take up to twice as long.
 CopyHint copyHint(size_t bytes);
 
 // The same for rows that peers on other cores have just read from that memory, and read again. A
