@@ -3,11 +3,10 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <new>
 #include <pthread.h>
 #include <utility>
 #include <vector>
-
-#include "base/fork.h"
 
 namespace mooncake {
 namespace {
@@ -34,7 +33,6 @@ struct Completions::State {
   std::deque<Task> tasks;
   bool stopping = false;
   std::vector<std::thread> threads;  // each is started by a task that finds all others busy
-  const uint32_t madeIn = forkGeneration();
 
   bool drain(Deadline deadline) {
     std::unique_lock lock(mutex);
@@ -42,14 +40,19 @@ struct Completions::State {
   }
 };
 
-// Never destroyed: threads may end after main().
+// Never destroyed: threads may end after main(). A forked child begins with an empty one: it has
+// none of our threads, and a lock that one of them held at the fork would stay held there.
 struct Completions::Registry {
   std::mutex mutex;
   std::vector<std::weak_ptr<State>> living;
 
   static Registry& instance() {
-    static auto* const one = new Registry;
-    return *one;
+    alignas(Registry) static std::byte memory[sizeof(Registry)];
+    static auto* const made = [] {
+      ::pthread_atfork(nullptr, nullptr, [] { new (memory) Registry; });
+      return new (memory) Registry;
+    }();
+    return *made;
   }
 };
 
@@ -96,13 +99,11 @@ void Completions::drainAll(Deadline deadline) {
   std::vector<std::weak_ptr<State>> living;
   {
     Registry& registry = Registry::instance();
-    const std::unique_lock lock(registry.mutex, std::try_to_lock);
-    if (!lock) return;  // in a child that was forked while it was held, nobody gives it back
+    std::lock_guard lock(registry.mutex);
     living = registry.living;
   }
   for (const auto& one : living) {
-    const auto state = one.lock();
-    if (state && state->madeIn == forkGeneration()) (void)state->drain(deadline);
+    if (const auto state = one.lock()) (void)state->drain(deadline);
   }
 }
 
