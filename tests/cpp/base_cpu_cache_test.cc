@@ -32,8 +32,8 @@ class CpuCache : public ::testing::Test {
 TEST_F(CpuCache, TheLastOneCounts) {
   add(0, "1", "32K");
   add(1, "1", "48K");
-  add(2, "2", "1024K");
-  add(3, "3", "98304K");
+  add(2, "3", "98304K");
+  add(3, "2", "1024K");
   EXPECT_EQ(lastCacheBytes(folder_), size_t(96) << 20);
 }
 
