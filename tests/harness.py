@@ -221,8 +221,8 @@ class Crew:
                     raise
 
     def results(self, deadline: float = DEADLINE, dead: Sequence[int] = ()) -> list[Any]:
-        """Of what start() started. `dead`: ranks that the test ended; None stands for their
-        result."""
+        """Of what start() started. `dead`: ranks that the test ends; None stands for their result,
+        and nobody waits for it."""
         outcomes = self.outcomes(deadline, dead)
         if any(outcome.error for outcome in outcomes):
             self.broken = True
@@ -231,38 +231,43 @@ class Crew:
 
     def outcomes(self, deadline: float = DEADLINE, dead: Sequence[int] = ()) -> list[Outcome]:
         end = time.monotonic() + deadline
-        found: dict[int, Outcome] = {rank: Outcome() for rank in dead}
-        while len(found) < self.size:
+        found: dict[int, Outcome] = {}
+        expected = set(range(self.size)) - set(dead)
+        while not found.keys() >= expected:
             waiting = {self.links[r]: r for r in range(self.size) if r not in found}
             ready = connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                self._give_up(found)
+                self._give_up(found, expected - found.keys())
                 break
             for link in ready:
                 rank = waiting[link]
                 try:
                     found[rank] = link.recv()
                 except (EOFError, OSError):
-                    self.processes[rank].join(GRACE)
-                    code = self.processes[rank].exitcode
-                    found[rank] = Outcome(error="Exit", message=f"ended with exit code {code}")
+                    found[rank] = Outcome() if rank in dead else self._ended(rank)
                 if found[rank].error:
                     end = min(end, time.monotonic() + GRACE)
+        for rank in dead:
+            if rank not in found or not found[rank].error:
+                found[rank] = Outcome()
         return [found[rank] for rank in range(self.size)]
 
-    def _give_up(self, found: dict[int, Outcome]) -> None:
+    def _ended(self, rank: int) -> Outcome:
+        self.processes[rank].join(GRACE)
+        code = self.processes[rank].exitcode
+        return Outcome(error="Exit", message=f"ended with exit code {code}")
+
+    def _give_up(self, found: dict[int, Outcome], late: set[int]) -> None:
         self.broken = True
-        for rank in range(self.size):
-            if rank not in found:
-                with contextlib.suppress(ProcessLookupError):
-                    self.signal(rank, signal.SIGCONT)
-                    self.signal(rank, signal.SIGUSR1)  # writes the stacks into the log
+        for rank in late:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(rank, signal.SIGCONT)
+                self.signal(rank, signal.SIGUSR1)  # writes the stacks into the log
         with contextlib.suppress(TimeoutError):
-            for rank in range(self.size):
-                if rank not in found:
-                    until(lambda rank=rank: "most recent call first" in self.log(rank), "stacks", 2)
-        for rank in range(self.size):
-            found.setdefault(rank, Outcome(error="Deadline", message="did not end in time"))
+            for rank in late:
+                until(lambda rank=rank: "most recent call first" in self.log(rank), "stacks", 2)
+        for rank in late:
+            found[rank] = Outcome(error="Deadline", message="did not end in time")
 
     # ---- single ranks
 

@@ -3,6 +3,7 @@ does, never what becomes of one of its threads, says whether a rank lives."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -52,8 +53,9 @@ def filter_futex_waitv(action: int) -> None:
 
 def liveness_thread() -> Path | None:
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == "mooncake-live":
-            return task
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends just now
+            if (task / "comm").read_text().strip() == "mooncake-live":
+                return task
     return None
 
 
