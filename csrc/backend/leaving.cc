@@ -53,6 +53,7 @@ void MooncakeBackend::leaveOthersOfJob(Farewell::How how) {
 
 void MooncakeBackend::sayGoodbye(const Farewell& farewell) {
   job_->hasLeft = true;
+  if (membership_) membership_->leave();
   if (!options_.engine || farewell.how != Farewell::How::kDestroyed)
     return engine_->leave(farewell);
   // The engine stays. Whoever transfers from or to one of them opens it again.

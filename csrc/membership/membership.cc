@@ -438,7 +438,7 @@ Error Membership::inMinority() const {
 void Membership::end(const Error& why) {
   {
     std::lock_guard lock(mutex_);
-    if (!standing_.ok()) return;
+    if (!standing_.ok() || hasLeft_.load(std::memory_order_acquire)) return;
     standing_ = why;
   }
   isOver_.store(true, std::memory_order_release);

@@ -68,6 +68,10 @@ class Membership {
   // The listener is not called any more when this returns. Not on the loop's thread.
   void unsubscribe(Listener* listener);
 
+  // We are about to say goodbye: that the others go on without us is no news from now on, and ends
+  // nothing here. Any thread.
+  void leave() { hasLeft_.store(true, std::memory_order_release); }
+
   View view() const;        // any thread
   Status standing() const;  // ok, or the error of onOver()
   // Whether standing() is an error. From before any group is told, so that who has heard it from
@@ -136,6 +140,7 @@ class Membership {
   EventLoop::TimerId timer_ = 0;
   std::optional<Clock::time_point> timerAt_;
 
+  std::atomic<bool> hasLeft_{false};
   std::atomic<bool> isOver_{false};  // set behind standing_
   mutable std::mutex mutex_;         // guards all below
   std::map<std::string, uint64_t> groupsMade_;

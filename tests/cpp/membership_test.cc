@@ -2,6 +2,7 @@
 #include "membership/membership.h"
 
 #include <array>
+#include <atomic>
 #include <csignal>
 #include <gtest/gtest.h>
 #include <memory>
@@ -476,6 +477,26 @@ TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
     EXPECT_EQ(members[rank]->view().active, (RankSet{1, 2}));
     EXPECT_TRUE(members[rank]->standing().ok());
   }
+}
+
+// Ranks that leave together hear that the others go on without them.
+TEST_P(MembershipInOneProcess, WhoLeavesIsNotToldOff) {
+  for (const int rank : {1, 2}) {
+    const RankSet out{rank};
+    const Bytes report = encodeViewReport(
+        {.from = 0, .committed = out, .gone = out, .accusations = {{rank, Cause::kLeft, 0}}});
+    if (rank == 2) members[2]->leave();
+    ASSERT_TRUE(engines[0]->send(*members[0]->peer(rank), kMembershipTopic, report).ok());
+  }
+  ASSERT_TRUE(eventually([&] { return members[1]->standing().code() == ErrorCode::kEvicted; }));
+  constexpr uint64_t kBehindIt = 7;
+  std::atomic<bool> hasCome{false};
+  engines[2]->openTopic(kBehindIt, [&](const EngineId&, ByteView) { hasCome.store(true); });
+  ASSERT_TRUE(engines[0]->send(*members[0]->peer(2), kBehindIt, Bytes(1)).ok());
+  ASSERT_TRUE(eventually([&] { return hasCome.load(); }));
+  engines[2]->closeTopic(kBehindIt);
+  EXPECT_TRUE(members[2]->standing().ok());
+  EXPECT_FALSE(members[2]->isOver());
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, MembershipInOneProcess, ::testing::Values("inproc", "shm", "tcp"),
