@@ -105,6 +105,7 @@ class Dispatch final : public Algorithm {
     const auto areAnyShared = findRows(op, tables, participants, pieces);
     if (!areAnyShared.ok()) return areAnyShared.error();
     MOONCAKE_TRY(plan(op, tables, participants));
+    hint_ = copyHint(arrivals_.size() * channelBytes(), ranksOfHost(op));
     copyRows(Arrival::kHere);  // while the others come
     size_t copied = 0;         // of the arrivals
     for (size_t i = 0; i < pieces.size(); ++i) {
@@ -300,22 +301,20 @@ class Dispatch final : public Algorithm {
   }
 
   void copyRows(Arrival::Way way) const {
-    const CopyHint hint = hintForAll();
     for (const Arrival& arrival : arrivals_) {
-      if (arrival.way == way) copyArrival(arrival, hint);
+      if (arrival.way == way) copyArrival(arrival);
     }
   }
 
   // Those of the arrivals from `next` on whose rows stand in `landed`, and where to go on. They
   // come in the order of the pieces: by rank, and then by row.
   size_t copyLanded(size_t next, std::span<const std::byte> landed) const {
-    const CopyHint hint = hintForAll();
     const std::byte* const end = landed.data() + landed.size();
     for (; next < arrivals_.size(); ++next) {
       const Arrival& arrival = arrivals_[next];
       if (arrival.way != Arrival::kLanded) continue;
       if (std::less<>()(arrival.row, landed.data()) || !std::less<>()(arrival.row, end)) break;
-      copyArrival(arrival, hint);
+      copyArrival(arrival);
     }
     return next;
   }
@@ -323,16 +322,15 @@ class Dispatch final : public Algorithm {
   size_t channelBytes() const {
     return call_.format == RowFormat::kBf16 ? bf16Bytes(shape_.hidden) : shape_.hidden;
   }
-  CopyHint hintForAll() const { return copyHint(arrivals_.size() * channelBytes()); }
 
-  void copyArrival(const Arrival& arrival, CopyHint hint) const {
+  void copyArrival(const Arrival& arrival) const {
     const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
     const size_t channels = channelBytes();
     const size_t skip = call_.format == RowFormat::kBf16 ? 0 : scaleBytes(shape_.hidden);
     // Its scales stand in front, and are read last: by then from our cache.
     for (size_t at = 0; at < skip; at += 64) __builtin_prefetch(arrival.row + at);
     const size_t row = arrival.expert * perExpert + arrival.place;
-    copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint);
+    copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint_);
   }
 
   // To where rows lie side by side, as matrix products want them: for a cache line's worth of rows
@@ -397,6 +395,7 @@ class Dispatch final : public Algorithm {
   GivenRows given_;
   std::vector<Landed> landed_;  // by rank; nothing of those that map us
   std::vector<Arrival> arrivals_;
+  CopyHint hint_ = CopyHint::kCached;        // for all of them
   std::vector<uint32_t> next_;               // by local expert
   std::vector<CombineTable::Range> ranges_;  // [local expert][rank]
 };

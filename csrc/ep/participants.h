@@ -19,11 +19,14 @@ inline Status awaitBegun(Operation& op, int64_t* waits) {
   });
 }
 
+inline int ranksOfHost(const Operation& op) { return op.size() - int(op.unmapped()); }
+
 // How rows go to where the others read them. Ranks that share cores find them in the cache; so do
 // those that send them on.
 inline CopyHint stagingHint(const Operation& op, size_t bytes) {
   const bool isReadElsewhere = op.group().window().fullyMapped() && !op.group().isCrowded();
-  return isReadElsewhere ? copyHintForPeers(bytes) : copyHint(bytes);
+  return isReadElsewhere ? copyHintForPeers(bytes, ranksOfHost(op))
+                         : copyHint(bytes, ranksOfHost(op));
 }
 
 }  // namespace mooncake::ep

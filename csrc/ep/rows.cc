@@ -1,9 +1,10 @@
 #include "ep/rows.h"
 
+#include <algorithm>
 #include <cstring>
+#include <unistd.h>
 #include <vector>
 
-#include "base/cpu_cache.h"
 #include "ep/row_blocks.h"
 
 namespace mooncake::ep {
@@ -67,15 +68,22 @@ void packUe8m0(const float* scales, size_t count, int32_t* packed) {
   }
 }
 
-CopyHint copyHint(size_t bytes) {
-  constexpr size_t kShares = 4;
-  static const size_t share = lastCacheBytes() / kShares;
-  return 2 * bytes < share ? CopyHint::kCached : CopyHint::kStreamed;
+// A rank that is alone gets half: the kernel and its own threads use the cache, too.
+size_t shareOfCache(const CpuCache& cache, size_t cores, int ranks) {
+  const size_t own = cache.cores == 0 ? cores : std::min(cache.cores, cores);
+  const size_t around = (size_t(std::max(ranks, 1)) * own + cores - 1) / cores;
+  return cache.bytes / std::max<size_t>(around, 2);
 }
 
-CopyHint copyHintForPeers(size_t bytes) {
+CopyHint copyHint(size_t bytes, int ranks) {
+  static const CpuCache cache = lastCache();
+  static const auto cores = size_t(std::max(::sysconf(_SC_NPROCESSORS_ONLN), 1L));
+  return 2 * bytes < shareOfCache(cache, cores, ranks) ? CopyHint::kCached : CopyHint::kStreamed;
+}
+
+CopyHint copyHintForPeers(size_t bytes, int ranks) {
   constexpr size_t kInTheirCaches = 256 << 10;
-  return bytes <= kInTheirCaches ? CopyHint::kStreamed : copyHint(bytes);
+  return bytes <= kInTheirCaches ? CopyHint::kStreamed : copyHint(bytes, ranks);
 }
 
 void copyRow(void* to, const void* from, size_t bytes, CopyHint hint) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <span>
 
+#include "base/cpu_cache.h"
+
 // What happens to a token's row of bf16 channels on its way to the experts and back. The arithmetic
 // is defined in kernels/common; every processor gives the same bits.
 namespace mooncake::ep {
@@ -23,20 +25,20 @@ void packUe8m0(const float* scales, size_t count, int32_t* packed);
 enum class CopyHint { kCached, kStreamed };
 
 // The faster way for rows that are `bytes` together, however they are divided: past the caches once
-// source and target exceed a quarter of the last one, for other ranks have their share of it. Far
-// below, streams take up to twice as long.
-CopyHint copyHint(size_t bytes);
+// source and target exceed this rank's share of the last one, of which each of the host's `ranks`
+// has as much. Below, streams take up to twice as long.
+CopyHint copyHint(size_t bytes, int ranks);
+
+// Of one rank, where the machine has `cores` and the host so many ranks, spread over its caches.
+size_t shareOfCache(const CpuCache& cache, size_t cores, int ranks);
 
 // The same for rows that peers on other cores have just read from that memory, and read again. A
 // few rows still stand in their caches, and a plain store first takes each line from there, one
 // after the other: 56 KiB take up to 25 us so, and 5 past the caches.
-CopyHint copyHintForPeers(size_t bytes);
+CopyHint copyHintForPeers(size_t bytes, int ranks);
 
 // What is stored after the return is seen after the row, whichever way it went.
 void copyRow(void* to, const void* from, size_t bytes, CopyHint hint);
-inline void copyRow(void* to, const void* from, size_t bytes) {
-  copyRow(to, from, bytes, copyHint(bytes));
-}
 
 struct WeightedRow {
   const void* data = nullptr;

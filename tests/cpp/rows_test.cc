@@ -366,10 +366,22 @@ TEST_P(RowsTest, StreamsAnyBytesToAnyPlace) {
   }
 }
 
+TEST(Rows, EachRankHasAShareOfItsCache) {
+  constexpr size_t kCache = size_t(32) << 20;
+  const CpuCache all{kCache, 0}, pair{kCache, 2}, eight{kCache, 8};
+  EXPECT_EQ(shareOfCache(pair, 2, 1), kCache / 2);
+  EXPECT_EQ(shareOfCache(pair, 2, 2), kCache / 2);
+  EXPECT_EQ(shareOfCache(pair, 2, 4), kCache / 4);
+  EXPECT_EQ(shareOfCache(all, 64, 8), kCache / 8);     // one cache for all cores
+  EXPECT_EQ(shareOfCache(eight, 64, 8), kCache / 2);   // one for each rank
+  EXPECT_EQ(shareOfCache(eight, 64, 20), kCache / 3);  // two or three around each
+  EXPECT_EQ(shareOfCache(eight, 4, 4), kCache / 4);    // of its cores we have but these
+}
+
 TEST(Rows, EveryHintCopies) {
   const Row row = rowOf(Kind::kAnyBits, 100'000, 1);
-  EXPECT_EQ(copyHint(1), CopyHint::kCached);
-  EXPECT_EQ(copyHint(size_t(1) << 40), CopyHint::kStreamed);
+  EXPECT_EQ(copyHint(1, 2), CopyHint::kCached);
+  EXPECT_EQ(copyHint(size_t(1) << 40, 2), CopyHint::kStreamed);
   for (const CopyHint hint : {CopyHint::kCached, CopyHint::kStreamed}) {
     for (const size_t bytes : {size_t(0), size_t(1), size_t(14336), row.size() * 2}) {
       Guarded to(bytes);
