@@ -437,6 +437,67 @@ TYPED_TEST_P(NicSuite, CloseCancelsWhatIsUnderWay) {
   EXPECT_TRUE(begun.empty());
 }
 
+// In the middle of it, wherever that is.
+TYPED_TEST_P(NicSuite, CloseWhileAPeerWritesHere) {
+  if (!TypeParam::kMovesBytes || !TypeParam::kNoticesTheGone || !this->a.nic->limits().remoteWrite)
+    GTEST_SKIP();
+  constexpr size_t kBytes = size_t(4) << 20;
+  NicBlock source(*this->a.nic, kBytes);
+  source.fill(1);
+  for (int round = 0; round < 6; ++round) {
+    NicBlock remote(*this->b.nic, kBytes, kBothRights);
+    constexpr uintptr_t kWrites = 4;
+    for (uintptr_t i = 1; i <= kWrites; ++i) {
+      ASSERT_TRUE(
+          this->a.nic->write(this->toB, source.all(), remote.memory->key(), 0, tagOf(i)).ok());
+    }
+    ASSERT_TRUE(this->until([&] {
+      return this->a.done.size() == kWrites ||
+             std::atomic_ref(remote.data[0]).load() != std::byte{0};
+    }));
+    this->b.nic->close();
+    std::ranges::fill(remote.data, std::byte{0});
+    ASSERT_TRUE(this->until([&] { return this->a.done.size() == kWrites; }));
+    EXPECT_TRUE(remote.isZero(0, kBytes)) << round;
+    this->a.done.clear();
+    remote.memory.reset();
+    auto opened = TypeParam::open();
+    ASSERT_TRUE(opened.ok());
+    this->b.nic = std::move(*opened);
+    this->b.done.clear();
+    this->meet();
+  }
+}
+
+// Whatever the card has in hand of them just then.
+TYPED_TEST_P(NicSuite, CloseWhileLongPacketsAreUnderWay) {
+  if (!TypeParam::kNoticesTheGone) GTEST_SKIP();
+  constexpr uintptr_t kPackets = 64;
+  const size_t bytes = static_cast<size_t>(
+      std::min<uint64_t>(this->a.nic->limits().mostSendBytes, uint64_t(60) << 10));
+  for (int round = 0; round < 40; ++round) {
+    NicBlock source(*this->a.nic, bytes), inbox(*this->b.nic, kPackets * bytes);
+    for (uintptr_t i = 0; i < kPackets; ++i)
+      ASSERT_TRUE(this->b.nic->receive(inbox.at(i * bytes, bytes), tagOf(i)).ok());
+    size_t begun = 0;
+    for (uintptr_t i = 0; i < kPackets; ++i)
+      begun += this->a.nic->send(this->toB, source.all(), {}, tagOf(i)).ok();
+    EXPECT_GT(begun, 0u);
+    // Until the first is there, as the cards connect first, and a little further.
+    ASSERT_TRUE(this->until([&] { return !this->b.done.empty() || !this->a.done.empty(); }));
+    for (int i = 0; i < round % 8; ++i) (i % 3 == 0 ? this->a : this->b).poll();
+    this->b.nic->close();
+    ASSERT_TRUE(this->until([&] { return this->a.done.size() == begun; }));
+    this->a.done.clear();
+    inbox.memory.reset();
+    auto opened = TypeParam::open();
+    ASSERT_TRUE(opened.ok());
+    this->b.nic = std::move(*opened);
+    this->b.done.clear();
+    this->meet();
+  }
+}
+
 TYPED_TEST_P(NicSuite, AnOperationToWhoIsGoneFailsInTime) {
   if (!TypeParam::kNoticesTheGone) GTEST_SKIP();
   NicBlock source(*this->a.nic, 4096);
@@ -557,15 +618,13 @@ TYPED_TEST_P(NicSuite, NoProcessorIsBusyWhenNothingMoves) {
   EXPECT_LT(threadCpuTime() - before, std::chrono::milliseconds(60));
 }
 
-REGISTER_TYPED_TEST_SUITE_P(NicSuite, SaysWhatItIs, TheSameAddressIsTheSamePeer, NoAddressIsRefused,
-                            SendsOfAllSizes, SendsArriveOnceInAnyOrder,
-                            AWrittenOneIsInThePeersMemory, ReadsBringThePeersMemory,
-                            AWrongKeyIsRefused, OutsideOfTheRangeIsRefused, AWithdrawnKeyIsRefused,
-                            WithoutTheRightItIsRefused, AFullQueueSaysSo,
-                            ManyThreadsTimesBatchAgainstTheDepth, CloseCancelsWhatIsUnderWay,
-                            AnOperationToWhoIsGoneFailsInTime, ARemovedPeerIsNobodyAnyMore,
-                            RemovalWithOperationsUnderWay,
-                            WaitEndsAtADeadlineAtAWakeAndAtACompletion,
-                            NoProcessorIsBusyWhenNothingMoves);
+REGISTER_TYPED_TEST_SUITE_P(
+    NicSuite, SaysWhatItIs, TheSameAddressIsTheSamePeer, NoAddressIsRefused, SendsOfAllSizes,
+    SendsArriveOnceInAnyOrder, AWrittenOneIsInThePeersMemory, ReadsBringThePeersMemory,
+    AWrongKeyIsRefused, OutsideOfTheRangeIsRefused, AWithdrawnKeyIsRefused,
+    WithoutTheRightItIsRefused, AFullQueueSaysSo, ManyThreadsTimesBatchAgainstTheDepth,
+    CloseCancelsWhatIsUnderWay, CloseWhileAPeerWritesHere, CloseWhileLongPacketsAreUnderWay,
+    AnOperationToWhoIsGoneFailsInTime, ARemovedPeerIsNobodyAnyMore, RemovalWithOperationsUnderWay,
+    WaitEndsAtADeadlineAtAWakeAndAtACompletion, NoProcessorIsBusyWhenNothingMoves);
 
 }  // namespace mooncake::testing
