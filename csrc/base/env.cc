@@ -364,8 +364,8 @@ constexpr FabricEntry kFabricEntries[] = {
     {{"MC_EFA_CQ_THREADS", "1", "Threads that poll the cards of an engine, 0: one for each card"},
      parsePollThreads},
     {{"MC_EFA_STRIPING_THRESHOLD", "2097152",
-      "Bytes from which on one transfer is split over all cards; of gets, fewer at a time than "
-      "there are cards, from a sixteenth of it on"},
+      "Bytes from which on one transfer is split over all cards; where fewer are under way at a "
+      "time than there are cards, from a sixteenth of it on"},
      parseStripingThreshold},
     {{"MC_CUSTOM_TOPO_JSON", "",
       "Path of a file that says which cards are near which memory, instead of sysfs"},

@@ -258,6 +258,17 @@ TEST_F(SimWire, ATransferGoesOverAllCards) {
   for (size_t i = 0; i < 3; ++i) EXPECT_GT(cardsOfB->carried(i), 20u) << i;
 }
 
+// Nobody else would keep the other cards busy.
+TEST_F(SimWire, OneOfAMegabyteDoesSoWhenItIsAlone) {
+  connect({.cards = 3, .odds = kNothingElse, .breakOdds = 0});
+  auto part = b->part(1 << 20);
+  Bytes target(1 << 20);
+  Completion completion(&bell);
+  ASSERT_TRUE(toB->get({part.remote(), 0, target, &completion}).ok());
+  EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+  for (size_t i = 0; i < 3; ++i) EXPECT_GT(cardsOfB->carried(i), 3u) << i;
+}
+
 // The card says that nothing reaches its peer.
 TEST_F(SimWire, ACardThatDiesIsLeftOutAndComesBack) {
   connect({.cards = 2, .odds = kNothingElse, .breakOdds = 0});

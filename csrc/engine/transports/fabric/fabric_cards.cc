@@ -143,15 +143,15 @@ std::optional<FabricChannel::Way> FabricChannel::wayFor(const CardTransfer& tran
 }
 
 // Where there are many at once the cards share them, and each ends sooner undivided.
-uint64_t FabricChannel::splitBytes(const CardTransfer& transfer) const {
-  return transfer.isOneOfFew ? options_.splitBytes / 16 : options_.splitBytes;
+uint64_t FabricChannel::splitBytes(bool isOneOfFew) const {
+  return isOneOfFew ? options_.splitBytes / 16 : options_.splitBytes;
 }
 
 // The next one. False: no path is up.
 bool FabricChannel::movePiece(const std::shared_ptr<CardTransfer>& transfer,
                               Clock::time_point now) {
   const uint64_t all = transfer->memory.size();
-  const bool isSplit = all >= splitBytes(*transfer);
+  const bool isSplit = all >= splitBytes(transfer->isOneOfFew);
   const auto way = wayFor(*transfer, isSplit, now);
   if (paths_.up() == 0) return false;
   ++transfer->open;

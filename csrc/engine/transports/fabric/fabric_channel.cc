@@ -101,7 +101,7 @@ Status FabricChannel::put(const PutRequest& request) {
 // Under the lock. Of the puts whose words we remember, those that have landed.
 void FabricChannel::forgetLandedPuts() {
   uint64_t first = puts_.empty() ? lastPut_ : puts_.front().packet.number;
-  for (const auto& [serial, sent] : unacked_) {
+  for (const auto& [serial, sent] : sent_) {
     if (sent.kind == Packet::Kind::kPut) {
       first = std::min(first, sent.number);
       break;
@@ -408,7 +408,7 @@ void FabricChannel::onState(const control::State& state) {
   std::lock_guard lock(mutex_);
   if (closed_ || lost_ || !theirs_ || state.question != question_) return;
   const auto now = Clock::now();
-  acknowledge(state.below, state.above, now);
+  sent_.acknowledge(state.below, state.above, now);
   for (const size_t path : paths_.stalled(now)) leaveOut(path, now, "nothing comes through");
   const auto since = paths_.allOutSince();
   if (since && now - *since > options_.pathLimit && !onPath_)

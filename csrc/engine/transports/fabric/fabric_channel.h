@@ -13,6 +13,7 @@
 #include "engine/transports/fabric/control.h"
 #include "engine/transports/fabric/paths.h"
 #include "engine/transports/fabric/rails.h"
+#include "engine/transports/fabric/sent_packets.h"
 #include "engine/transports/transport.h"
 
 namespace mooncake {
@@ -34,8 +35,8 @@ class FabricChannel final : public Channel,
  public:
   struct Options {
     const char* name = "fabric";
-    // A transfer of so many goes over all rails; of fewer at a time than there are rails, for which
-    // somebody waits, one of a sixteenth of that.
+    // A transfer of so many goes over all rails; where fewer are under way at a time than there are
+    // rails, one of a sixteenth of that: nobody else would keep them busy.
     size_t splitBytes = size_t(2) << 20;
     size_t leastByCard = size_t(16)
                          << 10;  // that a card moves by itself: packets do with one piece
@@ -120,15 +121,6 @@ class FabricChannel final : public Channel,
     uint64_t pieces = 0;         // that have left
     std::optional<size_t> path;  // of the last of them
   };
-  // Left, and not acknowledged yet.
-  struct Sent {
-    std::shared_ptr<OutPacket> packet;
-    size_t path = 0;
-    Packet::Kind kind = Packet::Kind::kPut;
-    Packet::Status status = Packet::Status::kOk;
-    uint64_t number = 0;
-    bool waits = false;  // for a path: it leaves again
-  };
   struct Transfer {
     std::span<std::byte> target;  // of a get
     Completion* completion = nullptr;
@@ -153,7 +145,7 @@ class FabricChannel final : public Channel,
   void offer(uint64_t key);
   bool serveByCards(const control::Fetch::One& one, bool isOneOfFew,
                     const std::shared_ptr<ServedFetches>& served);
-  uint64_t splitBytes(const CardTransfer& transfer) const;
+  uint64_t splitBytes(bool isOneOfFew) const;
   std::shared_ptr<control::Grant> grantOf(uint64_t key);
   void moveOn(Clock::time_point now);
   struct Way {
@@ -204,8 +196,6 @@ class FabricChannel final : public Channel,
   std::optional<RailPeer> peerAt(size_t path);
   bool submit(size_t path, const std::shared_ptr<OutPacket>& packet);
   void sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers = {});
-  void acknowledge(uint64_t below, const std::vector<uint64_t>& above, Clock::time_point now);
-  void erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_point now);
   void owe(Clock::time_point now);
   void sendAck();
   void leaveOut(size_t path, Clock::time_point now, const std::string& why, bool isAnew = false);
@@ -280,8 +270,7 @@ class FabricChannel final : public Channel,
   size_t queuedBytes_ = 0;  // copied for puts that wait
   uint64_t lastPut_ = 0, lastNumber_ = 0, lastSerial_ = 0;
   std::map<std::pair<uint64_t, uint64_t>, uint64_t> lastPuts_;  // by key and word
-  std::map<uint64_t, Sent> unacked_;
-  size_t waiting_ = 0;  // of those, for a path
+  SentPackets sent_{paths_};
 
   Serials serials_;  // of the peer's packets
   Incoming incoming_;

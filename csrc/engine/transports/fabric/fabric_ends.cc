@@ -49,8 +49,7 @@ void FabricChannel::dropBulk() {
 
 // None of it would land, and nobody acknowledges it.
 void FabricChannel::dropSent() {
-  const auto now = Clock::now();
-  while (!unacked_.empty()) erase(unacked_.begin(), now);
+  sent_.drop(Clock::now());
   puts_.clear();
   queuedBytes_ = 0;
 }
@@ -82,7 +81,7 @@ void FabricChannel::fence() {
   if (std::exchange(fenced_, true)) return;
   incoming_.clear();
   control::Fenced fenced;
-  for (const auto& [serial, sent] : unacked_) {
+  for (const auto& [serial, sent] : sent_) {
     if (sent.kind == Packet::Kind::kWritten && sent.status == Packet::Status::kOk)
       fenced.written.push_back(sent.number);
   }
@@ -115,7 +114,7 @@ void FabricChannel::close() {
       finishAll(ErrorCode::kAborted);
       if (below && !isOut_) flushPuts();
       puts_.clear();
-      unacked_.clear();
+      sent_.clear();
       releasePeers();
       endWait({ErrorCode::kAborted, "the channel is closed"});
       endWarmUp({ErrorCode::kAborted, "the channel is closed"});
@@ -154,7 +153,7 @@ void FabricChannel::flush() {
 // What was put still arrives, ahead of the goodbye, also what a break of ours holds: one that
 // catches a goodbye is not cured.
 void FabricChannel::flushPuts() {
-  for (const auto& [serial, sent] : unacked_) {
+  for (const auto& [serial, sent] : sent_) {
     if (sent.kind == Packet::Kind::kPut)
       tell(control::withKind(control::Kind::kPacket, sent.packet->bytes()));
   }
@@ -251,8 +250,7 @@ void FabricChannel::restart() {
   dropBulk();
   puts_.clear();
   queuedBytes_ = 0;
-  unacked_.clear();
-  waiting_ = 0;
+  sent_.clear();
   lastPuts_.clear();
   lastPut_ = lastSerial_ = 0;
   offered_.clear();

@@ -62,14 +62,14 @@ void FabricChannel::activate() {
 void FabricChannel::pump(Clock::time_point now) {
   if (!below_ || !theirs_ || lost_ || closed_) return;
   if (!unmoved_.empty()) moveOn(now);
-  if (waiting_ > 0) sendAgain(now);
+  if (sent_.waiting() > 0) sendAgain(now);
   const size_t window = std::min(kMostWindow, kWindow * std::max<size_t>(1, paths_.up()));
-  while (unacked_.size() < window && (!puts_.empty() || !bulk_.empty())) {
+  while (sent_.size() < window && (!puts_.empty() || !bulk_.empty())) {
     // In turn: neither waits for all of the other.
     isBulksTurn_ = bulk_.empty() ? false : puts_.empty() || !isBulksTurn_;
     if (!sendNext(isBulksTurn_ ? bulk_ : puts_, now)) break;
   }
-  if (!unacked_.empty() || !puts_.empty() || !bulk_.empty() || !unmoved_.empty()) activate();
+  if (!sent_.empty() || !puts_.empty() || !bulk_.empty() || !unmoved_.empty()) activate();
 }
 
 // What both ends have buffers for.
@@ -81,7 +81,8 @@ size_t FabricChannel::packetBytes() const {
 // One piece of the first one. False: there is no path, or no buffer.
 bool FabricChannel::sendNext(std::deque<Stream>& streams, Clock::time_point now) {
   Stream& stream = streams.front();
-  const bool isSplit = stream.packet.length >= options_.splitBytes;
+  const bool isOneOfFew = puts_.size() + bulk_.size() < paths_.count();
+  const bool isSplit = stream.packet.length >= splitBytes(isOneOfFew);
   auto path = stream.path;
   if (isSplit || !path || !paths_.isUp(*path)) path = paths_.choose(stream.turn + stream.pieces);
   if (!path) return false;
@@ -92,12 +93,13 @@ bool FabricChannel::sendNext(std::deque<Stream>& streams, Clock::time_point now)
   const uint64_t serial = ++lastSerial_;
   bool isLast = false;
   packet->length = fill(stream, {packet->data(), packetBytes()}, serial, isLast);
-  unacked_.emplace(serial, Sent{.packet = packet,
-                                .path = *path,
-                                .kind = stream.packet.kind,
-                                .status = stream.packet.status,
-                                .number = stream.packet.number});
-  paths_.began(*path, now);
+  sent_.add(serial,
+            {.packet = packet,
+             .path = *path,
+             .kind = stream.packet.kind,
+             .status = stream.packet.status,
+             .number = stream.packet.number},
+            now);
   if (isLast) {
     if (stream.packet.kind == Packet::Kind::kAnswer) --answering_;
     queuedBytes_ -= stream.owned.size();
@@ -168,15 +170,13 @@ std::optional<RailPeer> FabricChannel::peerAt(size_t path) {
 }
 
 void FabricChannel::sendAgain(Clock::time_point now) {
-  for (auto& [serial, sent] : unacked_) {
-    if (!sent.waits) continue;
+  uint64_t from = 0;
+  while (const auto serial = sent_.firstWaiting(from)) {
     const auto path = paths_.choose(turn_++);
     if (!path) return;
-    sent.waits = false;
-    --waiting_;
-    sent.path = *path;
-    paths_.began(*path, now);
-    if (!submit(*path, sent.packet)) leaveOut(*path, now, "the peer's card has no address here");
+    const auto packet = sent_.moveTo(*path, *serial, now).packet;
+    if (!submit(*path, packet)) leaveOut(*path, now, "the peer's card has no address here");
+    from = *serial + 1;
   }
 }
 
@@ -215,33 +215,11 @@ void FabricChannel::leaveOut(size_t path, Clock::time_point now, const std::stri
   if (isAnew ? paths_.startAnew(path, now) : paths_.leaveOut(path, now))
     log(LogLevel::kInfo, options_.name, "card ", rails_->name(path),
         " is left out for a peer: ", why);
-  for (auto& [serial, sent] : unacked_) {
-    if (sent.path != path || sent.waits) continue;
-    sent.waits = true;
-    ++waiting_;
-    paths_.ended(path, now, false);
-  }
+  sent_.holdBack(path, now);
   activate();
 }
 
 // ---- how they come through
-
-void FabricChannel::erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_point now) {
-  if (sent->second.waits) {
-    --waiting_;
-  } else {
-    paths_.ended(sent->second.path, now, true);
-  }
-  unacked_.erase(sent);
-}
-
-void FabricChannel::acknowledge(uint64_t below, const std::vector<uint64_t>& above,
-                                Clock::time_point now) {
-  while (!unacked_.empty() && unacked_.begin()->first < below) erase(unacked_.begin(), now);
-  for (const uint64_t serial : above) {
-    if (const auto found = unacked_.find(serial); found != unacked_.end()) erase(found, now);
-  }
-}
 
 void FabricChannel::owe(Clock::time_point now) {
   if (ackOwed_++ == 0) ackDue_ = now + kAckDelay;
@@ -268,7 +246,7 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
     above.resize(data.size() / sizeof(uint64_t));
     if (!above.empty()) std::memcpy(above.data(), data.data(), data.size());
   }
-  acknowledge(packet.acked, above, now);
+  sent_.acknowledge(packet.acked, above, now);
   switch (packet.kind) {
     case Packet::Kind::kAck:
       break;
