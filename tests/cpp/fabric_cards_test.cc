@@ -1,5 +1,6 @@
 // Bytes that cards move by themselves: they arrive, and nothing of what was given up does.
 #include "engine/nic/libfabric/cards.h"
+#include "engine/stream/wire.h"
 #include "engine/transports/fabric/libfabric_transport.h"
 #include "engine/transports/sim/sim_transport.h"
 #include "engine/transports/tcp/tcp_transport.h"
@@ -531,6 +532,66 @@ TEST_F(FabricCardsAgain, ALinkThatComesBackBringsNothingOld) {
     EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
     TearDown();
   }
+}
+
+// Of gets that were given up the owner holds only so many: what is asked for beyond them comes as
+// packets, whatever its cards are told to write first.
+TEST_F(FabricCardsAgain, AnOwnerKeepsOnlySoManyThatWereGivenUp) {
+  const auto cards = std::make_shared<SimCards>();
+  const auto with = [](const std::shared_ptr<SimCards>& made) {
+    return [=](const TransportContext& context) {
+      return createSimTransport(context, TcpTransport::create,
+                                {.cards = 2,
+                                 .odds = kNothing,
+                                 .withdrawalStops = true,
+                                 .closeEndsReads = false,
+                                 .breakOdds = 0,
+                                 .made = made,
+                                 .channel = {.stallLimit = std::chrono::milliseconds(20),
+                                             .pathLimit = std::chrono::seconds(60),
+                                             .servedLimit = std::chrono::seconds(60)}});
+    };
+  };
+  WireEnd a(onLoopback(), with(std::make_shared<SimCards>())), b(onLoopback(), with(cards));
+  connect(a, b);
+  constexpr size_t kEach = 20'000;
+  // What is given up has its keys withdrawn, so that each round has memory of its own. The last
+  // one is registered last.
+  User first(a, kEach), second(a, kEach), third(a, kEach), fourth(a, kEach), here(a, kEach);
+  User there(b, kEach);
+  std::ranges::fill(there.memory, std::byte{7});
+  ASSERT_TRUE(eventually([&] {
+    Completion completion(&bell);
+    EXPECT_TRUE(toB->get({there.region.remote(), 0, here.memory, &completion}).ok());
+    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+    return movedOn(toB) > 0;
+  }));
+  for (size_t card = 0; card < 2; ++card) cards->kill(card);
+  for (User* given : {&first, &second, &third}) {
+    Completion gets(&bell);
+    for (size_t i = 0; i < wire::kMaxTransfers / 2; ++i)
+      ASSERT_TRUE(toB->get({there.region.remote(), 0, given->memory, &gets}).ok()) << i;
+    toB->cancel(&gets);
+    ASSERT_TRUE(gets.finished());
+  }
+  const uint64_t before = movedOn(toB);
+  Completion last(&bell);
+  ASSERT_TRUE(toB->get({there.region.remote(), 0, fourth.memory, &last}).ok());
+  ASSERT_TRUE(toB->send(Bytes(1)).ok());
+  ASSERT_EQ(b.messagesFrom(a.id(), 1).size(), 1u);  // and so has what was asked for before
+  for (size_t card = 0; card < 2; ++card) cards->revive(card);
+  EXPECT_EQ(endOf(last), ErrorCode::kOk);
+  EXPECT_EQ(movedOn(toB), before);
+  EXPECT_EQ(fourth.memory, there.memory);
+  for (const User* given : {&first, &second, &third}) EXPECT_EQ(given->memory, Bytes(kEach));
+  // The others have ended, and their place is free again.
+  EXPECT_TRUE(eventually([&] {
+    Completion completion(&bell);
+    EXPECT_TRUE(toB->get({there.region.remote(), 0, here.memory, &completion}).ok());
+    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+    return movedOn(toB) > before;
+  }));
+  EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
 }
 
 }  // namespace
