@@ -594,5 +594,31 @@ TEST_F(FabricCardsAgain, AnOwnerKeepsOnlySoManyThatWereGivenUp) {
   EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
 }
 
+// What one end has to tell the other cannot leave: whoever waits for the answer would do so for
+// ever, so the connection breaks.
+TEST_F(FabricCardsAgain, BreaksWhereThePeerDoesNotReadWhatItIsTold) {
+  WireEnd a(onLoopback(), SimThatIsAsked::create), b(onLoopback(), SimThatIsAsked::create);
+  connect(a, b);
+  User here(a, kBig), there(b, kBig);
+  ASSERT_TRUE(eventually([&] {
+    Completion completion(&bell);
+    EXPECT_TRUE(toB->get({there.region.remote(), 0, here.memory, &completion}).ok());
+    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+    return movedOn(toB) > 0;
+  }));
+  std::promise<void> reads;
+  b.loop().post([until = reads.get_future().share()] { until.wait(); });
+  for (const size_t bytes : {64 << 10, 1}) {  // until not even a byte is taken
+    Status sent;
+    while (sent.ok()) sent = toB->send(Bytes(bytes));
+    EXPECT_EQ(sent.code(), ErrorCode::kExhausted);
+  }
+  Completion get(&bell);
+  ASSERT_TRUE(toB->get({there.region.remote(), 0, here.memory, &get}).ok());
+  EXPECT_EQ(endOf(get), ErrorCode::kPeerLost);
+  EXPECT_EQ(a.endOf(b.id()).code(), ErrorCode::kPeerLost);
+  reads.set_value();
+}
+
 }  // namespace
 }  // namespace mooncake::testing
