@@ -407,6 +407,17 @@ TYPED_TEST(FabricCards, WhatIsRevokedIsNotReadAnyMore) {
 
 class FabricCardsAgain : public ConnectedTest {
  protected:
+  // Until cards have moved one.
+  ::testing::AssertionResult getsByCards(User& here, const User& there) {
+    const uint64_t before = movedOn(toB);
+    return eventually([&] {
+      Completion completion(&bell);
+      EXPECT_TRUE(toB->get({there.region.remote(), 0, here.memory, &completion}).ok());
+      EXPECT_EQ(endOf(completion), ErrorCode::kOk);
+      return movedOn(toB) > before;
+    });
+  }
+
   static constexpr SimOdds kLate{.failed = 0,
                                  .late = 0,
                                  .lateWrites = 2,
@@ -560,12 +571,7 @@ TEST_F(FabricCardsAgain, AnOwnerKeepsOnlySoManyThatWereGivenUp) {
   User first(a, kEach), second(a, kEach), third(a, kEach), fourth(a, kEach), here(a, kEach);
   User there(b, kEach);
   std::ranges::fill(there.memory, std::byte{7});
-  ASSERT_TRUE(eventually([&] {
-    Completion completion(&bell);
-    EXPECT_TRUE(toB->get({there.region.remote(), 0, here.memory, &completion}).ok());
-    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
-    return movedOn(toB) > 0;
-  }));
+  ASSERT_TRUE(getsByCards(here, there));
   for (size_t card = 0; card < 2; ++card) cards->kill(card);
   for (User* given : {&first, &second, &third}) {
     Completion gets(&bell);
@@ -578,19 +584,14 @@ TEST_F(FabricCardsAgain, AnOwnerKeepsOnlySoManyThatWereGivenUp) {
   Completion last(&bell);
   ASSERT_TRUE(toB->get({there.region.remote(), 0, fourth.memory, &last}).ok());
   ASSERT_TRUE(toB->send(Bytes(1)).ok());
-  ASSERT_EQ(b.messagesFrom(a.id(), 1).size(), 1u);  // and so has what was asked for before
+  ASSERT_EQ(b.messagesFrom(a.id(), 1).size(), 1u);  // What was asked for has come before it.
   for (size_t card = 0; card < 2; ++card) cards->revive(card);
   EXPECT_EQ(endOf(last), ErrorCode::kOk);
   EXPECT_EQ(movedOn(toB), before);
   EXPECT_EQ(fourth.memory, there.memory);
   for (const User* given : {&first, &second, &third}) EXPECT_EQ(given->memory, Bytes(kEach));
   // The others have ended, and their place is free again.
-  EXPECT_TRUE(eventually([&] {
-    Completion completion(&bell);
-    EXPECT_TRUE(toB->get({there.region.remote(), 0, here.memory, &completion}).ok());
-    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
-    return movedOn(toB) > before;
-  }));
+  EXPECT_TRUE(getsByCards(here, there));
   EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
 }
 
@@ -600,17 +601,13 @@ TEST_F(FabricCardsAgain, BreaksWhereThePeerDoesNotReadWhatItIsTold) {
   WireEnd a(onLoopback(), SimThatIsAsked::create), b(onLoopback(), SimThatIsAsked::create);
   connect(a, b);
   User here(a, kBig), there(b, kBig);
-  ASSERT_TRUE(eventually([&] {
-    Completion completion(&bell);
-    EXPECT_TRUE(toB->get({there.region.remote(), 0, here.memory, &completion}).ok());
-    EXPECT_EQ(endOf(completion), ErrorCode::kOk);
-    return movedOn(toB) > 0;
-  }));
+  ASSERT_TRUE(getsByCards(here, there));
   std::promise<void> reads;
   b.loop().post([until = reads.get_future().share()] { until.wait(); });
   for (const size_t bytes : {64 << 10, 1}) {  // until not even a byte is taken
+    const Deadline deadline = Deadline::after(kPatience);
     Status sent;
-    while (sent.ok()) sent = toB->send(Bytes(bytes));
+    while (sent.ok() && !deadline.passed()) sent = toB->send(Bytes(bytes));
     EXPECT_EQ(sent.code(), ErrorCode::kExhausted);
   }
   Completion get(&bell);
