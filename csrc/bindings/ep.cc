@@ -219,7 +219,7 @@ class EpBuffer {
          kept =
              std::vector<at::Tensor>{x, counts, sources, ranges, addedCounts.value_or(at::Tensor()),
                                      waits.value_or(at::Tensor())}](
-            const ep::Memory& memory) mutable -> Status {
+            ep::Memory& memory) mutable -> Status {
           ep::Ending ending;
           MOONCAKE_TRY(ep::dispatch(memory, call, ending));
           if (activeRanks) clearOthers(*activeRanks, size, ending.participants);
@@ -425,7 +425,7 @@ class EpBuffer {
         data, sizes, strides, [keeps = buffer_](void*) {}, at::TensorOptions(dtype));
   }
 
-  std::shared_ptr<Work> submit(std::function<Status(const ep::Memory&)> run, bool inBackground) {
+  std::shared_ptr<Work> submit(std::function<Status(ep::Memory&)> run, bool inBackground) {
     std::shared_ptr<ep::Task> task;
     {
       py::gil_scoped_release unlocked;

@@ -133,7 +133,7 @@ void OneSided::release(int from, const Arrival& arrival) {
 }
 
 void OneSided::forget(Source& source) {
-  if (source.fetch) group_.window().cancelGets(*source.fetch);
+  if (source.fetch) group_.window().cancel(*source.fetch);
   source.fetch.reset();
   source.waiting.clear();
   source.heldBytes = 0;

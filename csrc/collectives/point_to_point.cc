@@ -125,7 +125,7 @@ void PointToPoint::abort(Error why) {
   std::lock_guard lock(progressLock_);
   aborted_ = std::move(why);
   for (auto& message : active_) {
-    if (message->fetch_) group_.window().cancelGets(*message->fetch_);
+    if (message->fetch_) group_.window().cancel(*message->fetch_);
     end(*message, aborted_);
   }
   active_.clear();
@@ -139,7 +139,7 @@ void PointToPoint::cancel(const Message& message, Error why) {
   const auto found = std::ranges::find(active_, &message, &std::shared_ptr<Message>::get);
   if (found == active_.end()) return;
   Message& ours = **found;
-  if (ours.fetch_) group_.window().cancelGets(*ours.fetch_);
+  if (ours.fetch_) group_.window().cancel(*ours.fetch_);
   why.message = titleOf(ours) + ": " + why.message;
   end(ours, std::move(why));
   active_.erase(found);
@@ -347,7 +347,7 @@ void PointToPoint::endLate(Message& message) {
   } else {
     return;
   }
-  if (message.fetch_) group_.window().cancelGets(*message.fetch_);
+  if (message.fetch_) group_.window().cancel(*message.fetch_);
   end(message, std::move(status));
 }
 

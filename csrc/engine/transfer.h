@@ -34,6 +34,12 @@ struct Signal {
   uint64_t stamp = 0;
 };
 
+// A word of the peer's window part. Without a key there is none.
+struct RemoteSignal {
+  RemoteRegion region;
+  Signal signal;
+};
+
 // Bytes from here into memory that the peer registered with kRemoteWrite, announced by a word of
 // its window part. `data` may be reused as soon as put() returns.
 struct PutRequest {

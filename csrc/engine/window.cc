@@ -137,6 +137,14 @@ Status Window::put(int rank, const RemoteRegion& region, uint64_t offset,
   return member.peer->channel->put({region, offset, data, signal, member.part});
 }
 
+Status Window::write(int rank, const RemoteRegion& region, uint64_t offset,
+                     std::span<const std::byte> data, Signal signal, Completion& completion) const {
+  const Member& member = members_[rank];
+  return member.peer->channel->write(
+      {.region = region, .offset = offset, .source = data, .completion = &completion},
+      {member.part, signal});
+}
+
 Status Window::place(int rank, uint64_t offset, std::span<const std::byte> data,
                      Signal signal) const {
   std::byte* part = members_[rank].mapped;
@@ -158,7 +166,7 @@ Status Window::get(int rank, std::span<const GetRequest> requests) const {
   return members_[rank].peer->channel->get(requests);
 }
 
-void Window::cancelGets(const Completion& completion) const {
+void Window::cancel(const Completion& completion) const {
   for (const Member& member : members_) {
     if (member.peer) member.peer->channel->cancel(&completion);
   }

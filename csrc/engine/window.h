@@ -63,13 +63,16 @@ class Window {
   // Into other memory of a rank that is not mapped; the word is in its part.
   Status put(int rank, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
              Signal signal) const;
+  // The same by cards, which take it from where it stands: Channel::write. Where hasCards().
+  Status write(int rank, const RemoteRegion& region, uint64_t offset,
+               std::span<const std::byte> data, Signal signal, Completion& completion) const;
   // Into any part: by store where it is reached by load and store, else as a put.
   Status place(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
   Status get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
              Completion& completion) const;
   Status get(int rank, std::span<const GetRequest> requests) const;
-  // Every get that counts at this completion has ended when this returns.
-  void cancelGets(const Completion& completion) const;
+  // Every get and write that counts at this completion has ended when this returns.
+  void cancel(const Completion& completion) const;
 
   // We touch nothing of this window any more: our lease ends. Our part, and what else the others
   // may touch, is used again when each of them has ended its own lease, or its process has ended;

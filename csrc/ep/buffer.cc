@@ -13,15 +13,15 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::unique_ptr<Group> group, siz
   auto block = buffer->group_->reserve(std::max<size_t>(bytes, 1));
   if (!block.ok()) return block.error();
   const BufferLayout layout(bytes);
-  auto landing =
-      buffer->group_->engine().regions().add(block->data, 2 * layout.sendBytes(), kRemoteWrite);
+  auto landing = buffer->group_->engine().regions().add(block->data, 2 * layout.sendBytes(),
+                                                        kRemoteWrite | kLasting);
   if (!landing.ok()) return landing.error();
   buffer->landing_ = std::move(*landing);
   auto hosts =
       Hosts::meet(*buffer->group_,
                   {.sendBytes = layout.sendBytes(), .region = buffer->landing_.remote()}, deadline);
   if (!hosts.ok()) return hosts.error();
-  buffer->memory_.reset(new Memory{*buffer->group_, *block, layout, std::move(*hosts)});
+  buffer->memory_.reset(new Memory{*buffer->group_, *block, layout, std::move(*hosts), {}});
   buffer->unmaskAll();
   return buffer;
 }
@@ -97,7 +97,7 @@ RankSet Buffer::view() const {
   return active;
 }
 
-std::shared_ptr<Task> Buffer::submit(std::function<Status(const Memory&)> run, bool inBackground) {
+std::shared_ptr<Task> Buffer::submit(std::function<Status(Memory&)> run, bool inBackground) {
   auto task = std::make_shared<Task>([this, run = std::move(run)] { return run(*memory_); });
   std::unique_lock lock(mutex_);
   if (isClosed_) {

@@ -66,7 +66,7 @@ class Buffer {
   // Those that are in the agreed view.
   RankSet view() const;
 
-  std::shared_ptr<Task> submit(std::function<Status(const Memory&)> run, bool inBackground);
+  std::shared_ptr<Task> submit(std::function<Status(Memory&)> run, bool inBackground);
   // Until it is done: every call has a deadline of its own.
   void await(const Task& task, const std::function<void()>& nowAndThen);
 

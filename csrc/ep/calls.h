@@ -24,6 +24,8 @@ struct Memory {
   Group::Shared block;  // the buffer's memory, in the arena
   BufferLayout layout;
   Hosts hosts;
+  // To which we have given up writes that may still come: where they go nothing is written again.
+  RankSet lateTo;
 
   std::byte* send(uint64_t number) const { return block.data + layout.send(number); }
   std::byte* recv(uint64_t dispatch) const { return block.data + layout.recv(dispatch); }
@@ -90,7 +92,7 @@ struct Ending {
 
 // Operations of the group, one after the other. Who was skipped ends them as if it had been masked:
 // nothing comes to it, and nothing of it goes anywhere.
-Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending);
+Status dispatch(Memory& memory, DispatchCall& call, Ending& ending);
 Status combine(const Memory& memory, CombineCall& call, Ending& ending);
 
 }  // namespace mooncake::ep

@@ -29,7 +29,7 @@ namespace {
 
 class Dispatch final : public Algorithm {
  public:
-  Dispatch(const Memory& memory, DispatchCall& call, Ending& ending)
+  Dispatch(Memory& memory, DispatchCall& call, Ending& ending)
       : memory_(memory),
         call_(call),
         ending_(ending),
@@ -41,7 +41,7 @@ class Dispatch final : public Algorithm {
         given_(memory, call) {}
 
   Status publish(Operation& op) override {
-    given_.stage(op);
+    MOONCAKE_TRY(given_.stage(op));
     DispatchTable table{.tokens = uint32_t(handle_.tokens),
                         .topk = uint32_t(handle_.topk),
                         .arenaOffset = memory_.block.offset + memory_.layout.send(op.number()),
@@ -174,12 +174,13 @@ class Dispatch final : public Algorithm {
     for (const auto& [r, table] : tables) {
       const size_t bytes = table.packedRows * rowBytes_;
       const bool isTaken = takesPart && participants.contains(r);
-      if (op.isPayloadOurs(r) && table.rowsAt == RowsAt::kPushed) {
+      if (op.isPayloadOurs(r) && isPushed(table.rowsAt)) {
         const auto place = shared.pushed(r, ourHost);
         const bool isForUs = isForHost[size_t(r)] || ourHost.size() == 1;
         if (!place || !isForUs || bytes > kMostPushedBytes) return nonsense(op, r);
         // Also of who takes no part: it comes, and the memory is ours again when it has.
-        if (place->by == op.rank()) expect(op, r, {ours + place->offset, bytes}, pieces);
+        if (place->by == op.rank())
+          expect(op, r, table.rowsAt, {ours + place->offset, bytes}, pieces);
         MOONCAKE_TRY(found(op, tables, r, *place, bytes, isForHost[size_t(r)]));
       } else if (isForHost[size_t(r)] && participants.contains(r)) {
         const auto place = shared.fetched(r, ourHost);
@@ -217,13 +218,13 @@ class Dispatch final : public Algorithm {
     return {};
   }
 
-  void expect(const Operation& op, int from, std::span<const std::byte> rows,
+  void expect(const Operation& op, int from, RowsAt at, std::span<const std::byte> rows,
               std::deque<Piece>& pieces) const {
-    const size_t step = pushBytes(rows.size(), rowBytes_);
+    const size_t step = pushBytes(rows.size(), rowBytes_, at == RowsAt::kWritten);
     size_t word = op.group().layout().mailbox(from);
-    for (size_t at = 0; at < rows.size(); at += step, word += sizeof(uint64_t)) {
+    for (size_t done = 0; done < rows.size(); done += step, word += sizeof(uint64_t)) {
       Piece& piece = pieces.emplace_back();
-      piece.rows = rows.subspan(at, std::min(step, rows.size() - at));
+      piece.rows = rows.subspan(done, std::min(step, rows.size() - done));
       piece.word = word;
     }
   }
@@ -402,7 +403,7 @@ class Dispatch final : public Algorithm {
 
 }  // namespace
 
-Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending) {
+Status dispatch(Memory& memory, DispatchCall& call, Ending& ending) {
   const Handle& handle = *call.handle;
   const Call what{
       .verb = Verb::kDispatch,

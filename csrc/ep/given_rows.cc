@@ -8,7 +8,14 @@
 
 namespace mooncake::ep {
 
-GivenRows::GivenRows(const Memory& memory, const DispatchCall& call)
+namespace {
+
+// For writes that an operation leaves under way: far more than they need where nothing has failed.
+constexpr auto kGrace = std::chrono::milliseconds(100);
+
+}  // namespace
+
+GivenRows::GivenRows(Memory& memory, const DispatchCall& call)
     : memory_(memory),
       call_(call),
       handle_(*call.handle),
@@ -16,7 +23,13 @@ GivenRows::GivenRows(const Memory& memory, const DispatchCall& call)
       experts_(*handle_.experts),
       rowBytes_(dispatchRowBytes(shape_.hidden, call.format)) {}
 
-void GivenRows::stage(const Operation& op) {
+GivenRows::~GivenRows() {
+  if (!writes_) return;
+  for (const int r : writes_->giveUp(Deadline::after(kGrace))) memory_.lateTo.add(r);
+}
+
+Status GivenRows::stage(Operation& op) {
+  if (writes_) MOONCAKE_TRY(writes_->await());
   std::byte* const staging = memory_.send(op.number());
   const CopyHint hint = stagingHint(op, handle_.tokens * rowBytes_);
   for (size_t t = 0; t < handle_.tokens; ++t) {
@@ -25,7 +38,7 @@ void GivenRows::stage(const Operation& op) {
   packed_.assign(size_t(op.size()), {});
   mostInTable_ = 0;
   shared_.reset();
-  if (op.unmapped() == 0) return;
+  if (op.unmapped() == 0) return {};
   shared_.emplace(memory_.hosts, op.ranks(), shape_.maxTokens * rowBytes_,
                   mostInlineBytes(memory_.group) / rowBytes_);
   size_t offset = handle_.tokens * rowBytes_;
@@ -51,11 +64,12 @@ void GivenRows::stage(const Operation& op) {
       }
     }
   }
+  for (Packed& packed : packed_)
+    packed.isWritten = packed.pushedTo && op.group().window().hasCards(packed.pushedTo->by);
+  return {};
 }
 
-// None: they fetch it. Always so over cards, whose puts overtake each other: over a stream, who
-// is seen to have begun an attempt has put nothing of an earlier one that has not come yet, so
-// the memory that is fetched into is free.
+// None: they fetch it.
 std::optional<SharedRows::Place> GivenRows::placeFor(const Operation& op,
                                                      const std::vector<int>& host,
                                                      const Packed& packed) const {
@@ -64,13 +78,13 @@ std::optional<SharedRows::Place> GivenRows::placeFor(const Operation& op,
   const Window& window = op.group().window();
   const bool areWanted = std::ranges::any_of(host, [&](int r) { return call_.mask.contains(r); });
   const bool isGood = place && areWanted && bytes <= kMostPushedBytes &&
-                      op.hadBegunLast(place->by) && !window.hasCards(place->by) &&
+                      op.hadBegunLast(place->by) && !memory_.lateTo.contains(place->by) &&
                       !window.peerPtr(place->by);
   return isGood ? place : std::nullopt;
 }
 
 // A piece to each host in turn, so that all their links are busy.
-Status GivenRows::push(Operation& op) const {
+Status GivenRows::push(Operation& op) {
   std::vector<const Packed*> pushed;
   for (const int r : op.others()) {
     const Packed& packed = packed_[size_t(r)];
@@ -82,14 +96,20 @@ Status GivenRows::push(Operation& op) const {
     MOONCAKE_TRY(op.goOn());
     for (const Packed* one : pushed) {
       const size_t bytes = bytesOf(*one);
-      const size_t step = pushBytes(bytes, rowBytes_), at = piece * step;
+      const size_t step = pushBytes(bytes, rowBytes_, one->isWritten), at = piece * step;
       if (at >= bytes) continue;
       const auto& [by, offset] = *one->pushedTo;
       const auto& there = memory_.hosts.memory(by);
       const std::span rows(memory_.send(op.number()) + one->offset + at,
                            std::min(step, bytes - at));
-      MOONCAKE_TRY(op.put(by, there.region, (op.number() & 1) * there.sendBytes + offset + at, rows,
-                          words + piece * sizeof(uint64_t)));
+      const size_t to = (op.number() & 1) * there.sendBytes + offset + at;
+      const size_t word = words + piece * sizeof(uint64_t);
+      if (one->isWritten) {
+        if (!writes_) writes_.emplace(op);
+        MOONCAKE_TRY(writes_->start(by, there.region, to, rows, word));
+      } else {
+        MOONCAKE_TRY(op.put(by, there.region, to, rows, word));
+      }
       left += at + step < bytes;
     }
   }
@@ -117,6 +137,7 @@ size_t GivenRows::write(const Operation& op, int to, DispatchTable table,
   const Packed& packed = packed_[size_t(to)];
   const size_t bytes = packed.tokens.size() * rowBytes_;
   table.rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload
+                 : packed.isWritten                      ? RowsAt::kWritten
                  : packed.pushedTo                       ? RowsAt::kPushed
                                                          : RowsAt::kStaging;
   table.packedRows = uint32_t(packed.rows(handle_.tokens));

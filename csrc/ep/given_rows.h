@@ -16,25 +16,32 @@ namespace mooncake::ep {
 //
 // Rows are put as soon as they stand here, without waiting for anybody: nobody reads that memory of
 // the operation before last any more, and its owner does not write there, having begun the one in
-// between. A fetch costs the time until the last rank has begun, and on a slow link its request
-// waits behind the rows of a neighbour that go the same way. What is fetched all the same: rows by
-// cards, which move them without a copy; rows that are so many that their requests cost nothing,
-// and that a word about a lost rank would have to wait behind; rows for which there is no room in
-// the send memory of the others; and those for a rank that was late last time.
+// between. A fetch costs the time until the last rank has begun, its request waits on a slow link
+// behind the rows of a neighbour that go the same way, and at its owner for a processor. Cards
+// write the rows from where they stand; without them they are put. What is fetched all the same:
+// rows that are so many that their requests cost nothing, and that a word about a lost rank would
+// have to wait behind; rows for which there is no room in the send memory of the others; and those
+// for a rank that was late last time.
+//
+// Nothing of an earlier attempt may come upon the rows of a later one. Over a stream puts come in
+// order. Cards keep none, so the writes of an attempt end before the next one begins. Those that
+// the whole operation leaves under way, because a path failed, are given up, and nothing is written
+// to that rank again.
 class GivenRows {
  public:
-  GivenRows(const Memory& memory, const DispatchCall& call);
+  GivenRows(Memory& memory, const DispatchCall& call);
+  ~GivenRows();
 
   // Writes them, and packs those for ranks that do not map us.
-  void stage(const Operation& op);
+  Status stage(Operation& op);
   // None: all map us.
   const std::optional<SharedRows>& shared() const { return shared_; }
   // Of rows that go with a table, at most.
   size_t mostInTable() const { return mostInTable_; }
   // The table for a rank that does not map us, and its rows where they go with it; how many bytes.
   size_t write(const Operation& op, int to, DispatchTable table, std::byte* payload) const;
-  // Puts what is pushed, once the tables are published.
-  Status push(Operation& op) const;
+  // Puts, or has cards write, what is pushed, once the tables are published.
+  Status push(Operation& op);
 
  private:
   // The rows for one rank that does not map us, or for all of its host.
@@ -43,6 +50,7 @@ class GivenRows {
     size_t offset = 0;    // in the send memory; only of those that do not go with the table
     bool areAll = false;  // `tokens` or not: all stand there, at `offset` 0
     std::optional<SharedRows::Place> pushedTo;
+    bool isWritten = false;  // there, by cards
 
     size_t rows(size_t tokensOfRank) const { return areAll ? tokensOfRank : tokens.size(); }
   };
@@ -54,7 +62,7 @@ class GivenRows {
   void writeRow(size_t token, std::byte* to, CopyHint hint) const;
   size_t bytesOf(const Packed& packed) const { return packed.rows(handle_.tokens) * rowBytes_; }
 
-  const Memory& memory_;
+  Memory& memory_;
   const DispatchCall& call_;
   const Handle& handle_;
   const Shape& shape_;
@@ -62,6 +70,7 @@ class GivenRows {
   const size_t rowBytes_;
   std::optional<SharedRows> shared_;
   std::vector<Packed> packed_;  // by rank
+  std::optional<Writes> writes_;
   size_t mostInTable_ = 0;
 };
 

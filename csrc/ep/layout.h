@@ -89,9 +89,10 @@ inline constexpr size_t kMostPushes = 16;
 inline constexpr size_t kMailboxBytes = kMostPushes * sizeof(uint64_t);
 inline constexpr size_t kMostPushedBytes = size_t(4) << 20;
 // Whole rows; what has come is copied while the next ones come.
-inline size_t pushBytes(size_t bytes, size_t rowBytes) {
-  constexpr size_t kLeast = size_t(256) << 10;
-  const size_t rows = bytes / rowBytes, least = std::max<size_t>(kLeast / rowBytes, 1);
+// Cards have few: each costs them an answer, which stands behind all that goes the other way.
+inline size_t pushBytes(size_t bytes, size_t rowBytes, bool byCards) {
+  const size_t leastBytes = size_t(byCards ? 1024 : 256) << 10;
+  const size_t rows = bytes / rowBytes, least = std::max<size_t>(leastBytes / rowBytes, 1);
   return std::max((rows + kMostPushes - 1) / kMostPushes, least) * rowBytes;
 }
 

@@ -49,7 +49,7 @@ Bytes withLength(ByteWriter& body) {
 
 RowsAt rowsAtOf(uint8_t number) {
   const auto at = static_cast<RowsAt>(number);
-  return at == RowsAt::kPayload || at == RowsAt::kPushed ? at : RowsAt::kStaging;
+  return at == RowsAt::kPayload || isPushed(at) ? at : RowsAt::kStaging;
 }
 
 template <typename Word>
@@ -195,7 +195,7 @@ Result<CombineTable> CombineTable::of(const Operation& op, int rank, const Shape
   table.ranges.resize(localExperts * size_t(shape.numRanks));
   const ByteView raw = in.getRaw(table.ranges.size() * sizeof(Range));
   const Status whole = in.finish("table");
-  bool fits = whole.ok() && table.localExperts == localExperts && table.rowsAt != RowsAt::kPushed &&
+  bool fits = whole.ok() && table.localExperts == localExperts && !isPushed(table.rowsAt) &&
               table.regionRowBytes >= leastRowBytes && table.regionRowBytes <= rowBytes;
   size_t rowsForUs = 0;
   if (fits) {

@@ -53,8 +53,12 @@ Status checkRepeated(const ExpertMap& map, std::span<const int32_t> chosen, size
 enum class RowsAt : uint8_t {
   kStaging,  // reached by load and store, or fetched from there: see SharedRows
   kPushed,   // put to the send memory of the reader, or of another rank of its host: likewise
+  kWritten,  // the same, by its owner's cards: in larger pieces
   kPayload,  // behind the table, for the one rank that this payload was put to
 };
+
+// Their owner brings them, before anybody asks.
+inline bool isPushed(RowsAt at) { return at == RowsAt::kPushed || at == RowsAt::kWritten; }
 
 // Payload of a dispatch, wire form:
 //   u32 bytes of the table, these included

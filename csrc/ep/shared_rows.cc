@@ -48,10 +48,10 @@ SharedRows::SharedRows(const Hosts& hosts, const std::vector<int>& ranks, size_t
       rowsBytes_(rowsBytes),
       mostInlineRows_(mostInlineRows) {
   const auto fits = [&](size_t places) { return places * rowsBytes_ <= hosts.leastSendBytes(); };
-  const size_t fetched = mostPlaces(hosts_, 2), pushedTo = all_.size() + mostPlaces(all_, 1);
-  hasRoomForPushes_ = fits(pushedTo + fetched);
+  const size_t pushedTo = all_.size() + mostPlaces(all_, 1);
+  hasRoomForPushes_ = fits(pushedTo + mostPlaces(all_, 2));
   fetchedAt_ = hasRoomForPushes_ ? pushedTo : hosts_.size();
-  isRoomy_ = fits(fetchedAt_ + fetched);
+  isRoomy_ = fits(fetchedAt_ + mostPlaces(hosts_, 2));
 }
 
 const std::vector<int>& SharedRows::hostOf(int rank) const { return hostWith(hosts_, rank); }

@@ -43,9 +43,8 @@ class SharedRows {
   Place fetched(int source, const std::vector<int>& host) const;
   // Where the source puts them before anybody asks: before it knows that the others have given up
   // the attempt before. So in every attempt the same place, or what another source put there for
-  // that attempt, and is still on its way, would come upon its rows. Who fetches has seen all
-  // begin: nothing of an earlier attempt is on its way then. None: there is no room, or that rank
-  // takes no part.
+  // that attempt, and is still on its way, would come upon its rows. Nothing else ever stands
+  // there. None: there is no room, or that rank takes no part.
   std::optional<Place> pushed(int source, const std::vector<int>& host) const;
 
  private:

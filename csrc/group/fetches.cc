@@ -11,7 +11,7 @@ constexpr size_t kMostAtOnce = 32;  // in one call of a channel
 }  // namespace
 
 Fetches::~Fetches() {
-  if (!completion_.finished()) op_.group().window().cancelGets(completion_);
+  if (!completion_.finished()) op_.group().window().cancel(completion_);
 }
 
 Status Fetches::start(int rank, const RemoteRegion& region, std::span<const Piece> pieces) {

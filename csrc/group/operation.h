@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -132,6 +133,7 @@ class Operation {
 
  private:
   friend class Fetches;
+  friend class Writes;
   using StampWord = std::atomic<uint64_t> Slot::*;
 
   Slot* slots(int rank) const;
@@ -196,6 +198,35 @@ void copyForPeers(std::byte* to, std::span<const std::byte> from);
 // Of who does not take part there is nothing: zeros, never what was there before. The outputs of a
 // rank lie side by side.
 void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs);
+
+// Data of one operation, written by cards from where it stands into memory of ranks that told us of
+// it before: as Operation::put(), but it must stay as it is until it has been written. An attempt
+// that is given up leaves some of them under way. So who writes to the same places in each attempt
+// waits before the next one: a rank that is seen to have begun an attempt then has nothing of an
+// earlier one on its way.
+class Writes {
+ public:
+  explicit Writes(Operation& op) : op_(op) {}
+  ~Writes() { giveUp(Deadline::after(Clock::duration::zero())); }
+  Writes(const Writes&) = delete;
+  Writes& operator=(const Writes&) = delete;
+
+  // Where Window::hasCards(). The word is stamped when all of it is there.
+  Status start(int to, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
+               size_t word);
+  // Until all have ended. What did not end well was lost with its connection, or its rank is out:
+  // then nothing of it comes any more.
+  Status await();
+  // Those that have not ended by the deadline end here: the data is the caller's again, and these
+  // ranks are told, as what has left may still come to them.
+  std::vector<int> giveUp(Deadline deadline);
+
+ private:
+  bool haveEnded() const;
+
+  Operation& op_;
+  std::map<int, Completion> completions_;  // by rank
+};
 
 // Fetches of one operation that are waited for together. None of them touches its target any more
 // when this object is gone.

@@ -141,6 +141,25 @@ using Wires = ::testing::Types<SimThatStops, SimThatGoesOn, SimThatIsLate, SimTh
                                SimThatIsAsked, SimThatIsAskedAndLateAndGoesOn, TcpRxm>;
 TYPED_TEST_SUITE(FabricCards, Wires);
 
+// Each time the cards know it, whatever else begins where it does, and whichever goes first.
+TYPED_TEST(FabricCards, MoveMemoryThatIsAddedTwice) {
+  User here(this->a, 2 * kBig), there(this->b, 2 * kBig);
+  ASSERT_TRUE(this->goesByCards(this->toB, here, there));
+  const auto whole = here.at(0, 2 * kBig);
+  const auto moves = [&] {
+    const uint64_t before = movedOn(this->toB);
+    EXPECT_EQ(this->write(*this->toB, there, 0, whole), ErrorCode::kOk);
+    return movedOn(this->toB) - before;
+  };
+  auto part = this->a.regions().add(whole.data(), kBig, kRemoteRead | kLasting);
+  ASSERT_TRUE(part.ok());
+  EXPECT_TRUE(
+      eventually([&] { return moves() > 0; }));  // keys that a late one took are asked for anew
+  part = Error{ErrorCode::kAborted, "let go of"};
+  EXPECT_TRUE(
+      eventually([&] { return moves() > 0; }));  // keys that a late one took are asked for anew
+}
+
 TYPED_TEST(FabricCards, MoveWhatIsRegisteredAtBothEnds) {
   User here(this->a, 6 * kBig), there(this->b, 6 * kBig);
   ASSERT_TRUE(this->goesByCards(this->toB, here, there));

@@ -78,7 +78,16 @@ constexpr Verb kVerbs[] = {Verb::kAllreduce,     Verb::kBroadcast, Verb::kReduce
                            Verb::kScatter,       Verb::kDispatch};  // and its combine
 
 // Where a rank comes by only in some cases, and how often about.
-enum class Needs { kNothing, kLarge, kLargeReduction, kMessages, kRoot, kExperts, kPushes };
+enum class Needs {
+  kNothing,
+  kLarge,
+  kLargeReduction,
+  kMessages,
+  kRoot,
+  kExperts,
+  kPushes,
+  kWrites
+};
 struct Point {
   const char* name;
   uint32_t most;
@@ -95,6 +104,7 @@ constexpr Point kPoints[] = {
     {"leave", 1},
     {"put-begun", 20, false, Needs::kMessages},
     {"put-data", 12, false, Needs::kPushes},
+    {"write-data", 12, false, Needs::kWrites},
     {"fetch", 20, false, Needs::kLarge},
     {"publish-done", 6, false, Needs::kLarge},
     {"put-stamp", 20, false, Needs::kMessages},
@@ -166,8 +176,12 @@ bool leadsTo(const Case& c, const Point& point) {
     case Needs::kExperts:
       return any([](const Step& step) { return step.verb == Verb::kDispatch; });
     case Needs::kPushes:
-      return (c.layout == Layout::kTcp || c.layout == Layout::kMixed) &&
+    case Needs::kWrites: {
+      const bool isByCards = c.layout == Layout::kSim;
+      const bool isOurs = point.needs == Needs::kWrites ? isByCards : !isByCards;
+      return isOurs && c.layout != Layout::kShm &&
              any([&](const Step& step) { return step.verb == Verb::kDispatch && isLarge(step); });
+    }
     case Needs::kRoot:
       return any([](const Step& step) { return step.root >= 0; });
   }
@@ -352,8 +366,7 @@ constexpr float kStale = -7;
 // Calls one operation and says what came of it.
 class Caller {
  public:
-  Caller(const ep::Memory& memory, int index, const Step& step, Deadline deadline,
-         milliseconds patience)
+  Caller(ep::Memory& memory, int index, const Step& step, Deadline deadline, milliseconds patience)
       : memory_(memory), group_(memory.group), index_(index), step_(step), deadline_(deadline) {
     if (patience.count() > 0) patience_ = patience;
   }
@@ -590,7 +603,7 @@ class Caller {
     }
   }
 
-  const ep::Memory& memory_;
+  ep::Memory& memory_;
   Group& group_;
   const int index_;
   const Step step_;
@@ -676,11 +689,11 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
     return;
   }
   const ep::BufferLayout layout(kExpertBytes);
-  const auto landing =
-      (*group)->engine().regions().add(block->data, 2 * layout.sendBytes(), kRemoteWrite);
+  const auto landing = (*group)->engine().regions().add(block->data, 2 * layout.sendBytes(),
+                                                        kRemoteWrite | kLasting);
   if (!landing.ok()) return;
   ep::Hosts::Memory ours{.sendBytes = layout.sendBytes(), .region = landing->remote()};
-  const ep::Memory expertMemory{**group, *block, layout, hostsOf(c, rank, std::move(ours), memory)};
+  ep::Memory expertMemory{**group, *block, layout, hostsOf(c, rank, std::move(ours), memory), {}};
   if (!c.isEarly) awaitSigns(**group, rank, memory.heard);
   for (const Victim& victim : c.victims) {
     if (victim.rank == rank) armFailpoint(victim.point, victim.nth, victim.action, victim.delay);

@@ -120,6 +120,26 @@ TEST(SharedRows, APushedPlaceBelongsToItsSourceForEver) {
   }
 }
 
+// Nor does anybody fetch to where such a one may still come.
+TEST(SharedRows, NothingIsFetchedToAPushedPlace) {
+  const size_t bytes = 4 * kRows;  // as much as all six need, and less than some five would
+  const Hosts hosts(mappedBy({3, 3}, bytes));
+  const auto pushed = placesOf({hosts, firstRanks(6), kRows, 0}, firstRanks(6), bytes, true);
+  ASSERT_EQ(pushed.size(), 6U);
+  for (int lost = 0; lost < 6; ++lost) {
+    std::vector<int> left = firstRanks(6);
+    std::erase(left, lost);
+    const SharedRows shared(hosts, left, kRows, 0);
+    for (const auto& host : shared.hosts()) {
+      for (const int source : left) {
+        if (std::ranges::binary_search(host, source) || !shared.isShared(host, 1)) continue;
+        const auto place = shared.fetched(source, host);
+        EXPECT_FALSE(pushed.contains({place.by, place.offset})) << lost << " " << source;
+      }
+    }
+  }
+}
+
 TEST(SharedRows, WhereThereIsNoRoomEachRankFetchesItsOwn) {
   for (const size_t roomFor : {2u, 3u, 4u}) {
     const Hosts hosts(mappedBy({2, 2}, roomFor * kRows));

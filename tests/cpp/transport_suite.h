@@ -462,6 +462,52 @@ TYPED_TEST_P(TransportSuite, WriteOfAllSizes) {
   }
 }
 
+TYPED_TEST_P(TransportSuite, WriteIsAnnouncedWhenItIsThere) {
+  constexpr size_t kMost = 3 << 20;
+  auto part = this->b.part(4096);
+  Bytes lasting(kMost), there(kMost + 64);
+  auto source = this->a.regions().add(lasting.data(), kMost, kRemoteRead | kLasting);
+  auto target = this->b.regions().add(there.data(), there.size(), kRemoteWrite | kLasting);
+  ASSERT_TRUE(source.ok() && target.ok());
+  if (!this->toB->hasCards()) {
+    Completion completion(&this->bell);
+    const auto refused = this->toB->write({target->remote(), 0, lasting, &completion},
+                                          {part.remote(), {kWord, stampOf(1)}});
+    EXPECT_EQ(refused.code(), ErrorCode::kUnsupported);
+    EXPECT_TRUE(completion.finished());
+    return;
+  }
+  uint64_t number = 0;
+  for (const size_t bytes : {size_t(0), size_t(1), size_t(4097), size_t(100003), kMost}) {
+    for (const bool lasts : {false, true, true}) {  // packets, also the first time, and cards
+      const Bytes data = pattern(bytes, ++number);
+      std::ranges::copy(data, lasting.begin());
+      const ByteView from = lasts ? ByteView(lasting).first(bytes) : ByteView(data);
+      Completion completion(&this->bell);
+      ASSERT_TRUE(this->toB
+                      ->write({target->remote(), 64, from, &completion},
+                              {part.remote(), {kWord, stampOf(number)}})
+                      .ok());
+      ASSERT_TRUE(eventually([&] { return this->stamped(part, stampOf(number)); })) << bytes;
+      EXPECT_TRUE(std::equal(data.begin(), data.end(), there.begin() + 64)) << bytes;
+      EXPECT_EQ(endOf(completion), ErrorCode::kOk) << bytes;
+    }
+  }
+  // What does not land is not announced.
+  Completion completion(&this->bell);
+  ASSERT_TRUE(this->toB
+                  ->write({target->remote(), there.size() - 1, lasting, &completion},
+                          {part.remote(), {kWord, stampOf(number + 1)}})
+                  .ok());
+  EXPECT_EQ(endOf(completion), ErrorCode::kRefused);
+  expectPutArrives(*this->toB, part, number + 2);
+  EXPECT_EQ(part.word(kWord).load(), stampOf(number + 2));
+  EXPECT_FALSE(this->toB
+                   ->write({target->remote(), 0, lasting, &completion},
+                           {part.remote(), {kWord + 1, stampOf(number + 3)}})
+                   .ok());
+}
+
 TYPED_TEST_P(TransportSuite, ManyWritesAndGetsBothWaysAtOnce) {
   constexpr size_t kEach = 64, kBytes = 256 << 10, kAll = kEach * kBytes;
   Bytes atA(2 * kAll), atB(2 * kAll), fromA(kAll), fromB(kAll);
@@ -692,18 +738,18 @@ TYPED_TEST_P(TransportSuite, FencingStopsWritesThatAreUnderWay) {
 }
 
 REGISTER_TYPED_TEST_SUITE_P(
-    TransportSuite, PutsArriveBothWays, PutOfAllSizes, PutDataMayBeReusedAtOnce,
-    PutToASealedWordWritesNothing, PutIsAnnouncedInAnotherRegion, PutWakesASleeper,
-    PutOutsideIsRefusedAndTheChannelLives, PutToARevokedRegionWritesNothing, PutsOfManyThreads,
-    MessagesArriveInOrderAmongPutsAndGets, MessagesHaveASize, MessagesComeBeforeTheGoodbye,
-    GetOfAllSizes, ManyGetsBothWaysAtOnce, PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails,
-    CancelEndsTheGetsOfOneCompletion, CloseEndsGetsAndSaysGoodbye, RegionsCanGoWhileTheyAreRead,
-    WrongKeyIsRefused, WrongEngineIsRefused, GarbageEndpointsAreErrors,
-    ShutdownClosesWhatWasAccepted, AFencedPeerChangesNothingAndFetchesNothing,
-    FencingStopsWhatIsUnderWay, WriteOfAllSizes, ManyWritesAndGetsBothWaysAtOnce,
-    ListsOfSmallTransfers, TransfersWithoutEnd, WriteOutsideFailsAndChangesNothing,
-    WriteToARevokedRegionIsRefused, RegionsCanGoWhileTheyAreWritten,
-    CancelEndsTheWritesOfOneCompletion, CloseEndsWrites, WritesEndWhenThePeerCloses,
-    AFencedPeerWritesNothing, FencingStopsWritesThatAreUnderWay);
+    TransportSuite, WriteIsAnnouncedWhenItIsThere, PutsArriveBothWays, PutOfAllSizes,
+    PutDataMayBeReusedAtOnce, PutToASealedWordWritesNothing, PutIsAnnouncedInAnotherRegion,
+    PutWakesASleeper, PutOutsideIsRefusedAndTheChannelLives, PutToARevokedRegionWritesNothing,
+    PutsOfManyThreads, MessagesArriveInOrderAmongPutsAndGets, MessagesHaveASize,
+    MessagesComeBeforeTheGoodbye, GetOfAllSizes, ManyGetsBothWaysAtOnce,
+    PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails, CancelEndsTheGetsOfOneCompletion,
+    CloseEndsGetsAndSaysGoodbye, RegionsCanGoWhileTheyAreRead, WrongKeyIsRefused,
+    WrongEngineIsRefused, GarbageEndpointsAreErrors, ShutdownClosesWhatWasAccepted,
+    AFencedPeerChangesNothingAndFetchesNothing, FencingStopsWhatIsUnderWay, WriteOfAllSizes,
+    ManyWritesAndGetsBothWaysAtOnce, ListsOfSmallTransfers, TransfersWithoutEnd,
+    WriteOutsideFailsAndChangesNothing, WriteToARevokedRegionIsRefused,
+    RegionsCanGoWhileTheyAreWritten, CancelEndsTheWritesOfOneCompletion, CloseEndsWrites,
+    WritesEndWhenThePeerCloses, AFencedPeerWritesNothing, FencingStopsWritesThatAreUnderWay);
 
 }  // namespace mooncake::testing

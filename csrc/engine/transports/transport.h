@@ -84,6 +84,11 @@ class Channel {
   // Writes, likewise. No order between two of them, or to puts. What it does to a range that is not
   // all inside the region: nothing.
   virtual Status write(const WriteRequest& request) = 0;
+  // The same, and the word is stamped when the bytes are there, before the completion ends: a put
+  // whose data stays where it stands. Only where hasCards(), elsewhere kUnsupported.
+  virtual Status write(const WriteRequest&, const RemoteSignal&) {
+    return {ErrorCode::kUnsupported, std::string(transportName()) + " announces no writes"};
+  }
   // The same for many, which small ones make cheaper. Not ok: none of them has begun. A transfer
   // that cannot begin when others have ends its completion with why.
   virtual Status get(std::span<const GetRequest> requests) { return beginAll(requests); }

@@ -99,7 +99,7 @@ void CardMemories::onAdded(uint64_t key, std::span<std::byte> memory, uint32_t r
     if (isStopped_) return;
     for (size_t card = 0; card < region.cards.size(); ++card)
       isAnyStale = isAnyStale || isStale(region, card);
-    byAddress_[memory.data()] = key;
+    byAddress_.emplace(memory.data(), key);
     regions_.emplace(key, std::move(region));
   }
   if (isAnyStale) post(nullptr);
@@ -110,22 +110,28 @@ bool CardMemories::isStale(const Region& region, size_t card) const {
   return !on || on->generation() != rails_->generation(card);
 }
 
+// Of those that begin last before it, one with any of these rights; 0: with whichever.
 const CardMemories::Region* CardMemories::regionOf(std::span<const std::byte> range,
-                                                   uint64_t& key) const {
+                                                   uint32_t rights, uint64_t& key) const {
   const auto behind = byAddress_.upper_bound(range.data());
   if (behind == byAddress_.begin()) return nullptr;
-  key = std::prev(behind)->second;
-  const Region& region = regions_.find(key)->second;
-  const auto offset = static_cast<uint64_t>(range.data() - region.memory.data());
-  const bool isInside =
-      offset <= region.memory.size() && range.size() <= region.memory.size() - offset;
-  return isInside ? &region : nullptr;
+  const auto first = byAddress_.lower_bound(std::prev(behind)->first);
+  for (auto at = first; at != behind; ++at) {
+    const Region& region = regions_.find(at->second)->second;
+    const auto offset = static_cast<uint64_t>(range.data() - region.memory.data());
+    const bool isInside =
+        offset <= region.memory.size() && range.size() <= region.memory.size() - offset;
+    if (!isInside || (rights != 0 && (region.rights & rights) == 0)) continue;
+    key = at->second;
+    return &region;
+  }
+  return nullptr;
 }
 
 std::optional<CardMemories::Local> CardMemories::find(std::span<const std::byte> range) {
   std::lock_guard lock(mutex_);
   uint64_t key = 0;
-  const Region* region = regionOf(range, key);
+  const Region* region = regionOf(range, 0, key);
   if (!region) return std::nullopt;
   const auto offset = static_cast<uint64_t>(range.data() - region->memory.data());
   Local local{
@@ -137,8 +143,8 @@ std::optional<CardMemories::Local> CardMemories::find(std::span<const std::byte>
 std::optional<CardMemories::Landing> CardMemories::landing(std::span<const std::byte> range) {
   std::lock_guard lock(mutex_);
   uint64_t key = 0;
-  const Region* region = regionOf(range, key);
-  if (!region || (region->rights & kWritten) == 0) return std::nullopt;
+  const Region* region = regionOf(range, kWritten, key);
+  if (!region) return std::nullopt;
   const auto isThere = [](const auto& on) { return on && on->memory(); };
   if (std::none_of(region->cards.begin(), region->cards.end(), isThere)) return std::nullopt;
   return Landing{key, static_cast<uint64_t>(range.data() - region->memory.data())};
@@ -299,8 +305,9 @@ void CardMemories::onRevoked(uint64_t key) {
   const auto found = regions_.extract(key);
   if (!found) return;
   Region& region = found.mapped();
-  const auto at = byAddress_.find(region.memory.data());
-  if (at != byAddress_.end() && at->second == key) byAddress_.erase(at);
+  const auto [first, behind] = byAddress_.equal_range(region.memory.data());
+  const auto at = std::find_if(first, behind, [&](const auto& one) { return one.second == key; });
+  if (at != behind) byAddress_.erase(at);
   bool isTold = false;
   for (const auto& [end, holder] : region.holders) isTold = isTold || holder.hasKeys;
   Detached detached = begin();

@@ -122,11 +122,12 @@ class CardMemories final : public RegionWatcher {
   std::shared_ptr<const OnCard> registerWith(size_t card, std::span<std::byte> memory,
                                              uint32_t rights);
   bool isStale(const Region& region, size_t card) const;
-  const Region* regionOf(std::span<const std::byte> range, uint64_t& key) const;  // under the lock
-  Detached begin();                                                               // under the lock
-  void detach(Region& region, size_t card, Detached& detached);                   // under the lock
-  Detached detachAll(const KeyHolder* holder, bool staysHolder);                  // under the lock
-  void finishLater(Detached detached, std::function<void()> done);                // under the lock
+  const Region* regionOf(std::span<const std::byte> range, uint32_t rights,
+                         uint64_t& key) const;                      // under the lock
+  Detached begin();                                                 // under the lock
+  void detach(Region& region, size_t card, Detached& detached);     // under the lock
+  Detached detachAll(const KeyHolder* holder, bool staysHolder);    // under the lock
+  void finishLater(Detached detached, std::function<void()> done);  // under the lock
   void finish(Detached detached);
   void post(std::function<void()> task);
   void enqueue(std::function<void()> task);  // under the lock
@@ -141,8 +142,8 @@ class CardMemories final : public RegionWatcher {
   std::condition_variable changed_;
   bool isStopped_ = false;
   bool hasToldFailure_ = false, hasToldUse_ = false;
-  std::map<uint64_t, Region> regions_;              // by key
-  std::map<const std::byte*, uint64_t> byAddress_;  // keys
+  std::map<uint64_t, Region> regions_;                   // by key
+  std::multimap<const std::byte*, uint64_t> byAddress_;  // keys: memory may be added twice
   uint64_t lastDetached_ = 0;
   std::set<uint64_t> unfinished_;  // of those
   std::deque<std::function<void()>> tasks_;

@@ -32,6 +32,7 @@ struct CardTransfer {
   uint64_t key = 0, offset = 0;           // over there
   std::span<std::byte> memory;            // here; of a write it is only read
   Completion* completion = nullptr;       // none where it is served
+  RemoteSignal announcement;              // of a write
   CardMemories::Local local;              // not where the peer's cards do it
   std::shared_ptr<control::Grant> grant;  // without the cards that it is void for; as `local`
   bool isOneOfFew = false;                // asked for at once, fewer than there are rails

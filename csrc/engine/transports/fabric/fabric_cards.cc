@@ -55,22 +55,24 @@ class FabricChannel::MovePiece final : public NicOperation {
 
 // ---- how it begins
 
-// False: it is for packets, or for the peer's cards. Small ones, what is not registered at both
+// Null: it is for packets, or for the peer's cards. Small ones, what is not registered at both
 // ends, what the peer has not granted yet, and reads of cards that do not close in peace while some
 // are under way.
-bool FabricChannel::moveByCards(bool isWrite, bool isOneOfFew, const RemoteRegion& region,
-                                uint64_t offset, std::span<std::byte> memory,
-                                Completion* completion) {
-  if (memory.size() < options_.leastByCard || !memories_ || !theirs_ || lost_) return false;
-  if (!isWrite && !rails_->limits(0).closeEndsReads) return false;
+std::shared_ptr<CardTransfer> FabricChannel::moveByCards(bool isWrite, bool isOneOfFew,
+                                                         const RemoteRegion& region,
+                                                         uint64_t offset,
+                                                         std::span<std::byte> memory,
+                                                         Completion* completion) {
+  if (memory.size() < options_.leastByCard || !memories_ || !theirs_ || lost_) return nullptr;
+  if (!isWrite && !rails_->limits(0).closeEndsReads) return nullptr;
   auto local = memories_->find(memory);
-  if (!local) return false;
+  if (!local) return nullptr;
   const auto grant = grantOf(region.key);
   const uint32_t right = isWrite ? kRemoteWrite : kRemoteRead;
   // What the owner would refuse is for it to refuse.
   if (!grant || (grant->rights & right) == 0 || offset > grant->bytes ||
       memory.size() > grant->bytes - offset)
-    return false;
+    return nullptr;
   const auto transfer = std::make_shared<CardTransfer>();
   transfer->number = ++lastNumber_;
   transfer->kind = isWrite ? CardTransfer::Kind::kWrite : CardTransfer::Kind::kRead;
@@ -84,7 +86,7 @@ bool FabricChannel::moveByCards(bool isWrite, bool isOneOfFew, const RemoteRegio
   transfer->turn = turn_++;
   moving_.emplace(transfer->number, transfer);
   unmoved_.push_back(transfer);
-  return true;
+  return transfer;
 }
 
 // Null: the peer is asked, unless it was just now.
@@ -325,6 +327,7 @@ void FabricChannel::endIfOver(const std::shared_ptr<CardTransfer>& transfer) {
   if (transfer->open > 0 || !isAllBegun || moving_.erase(transfer->number) == 0) return;
   transfer->local = {};
   if (transfer->kind == CardTransfer::Kind::kServed) return endServed(*transfer);
+  if (!transfer->end) announce(transfer->announcement);
   transfer->completion->end(transfer->end.value_or(ErrorCode::kOk));
 }
 

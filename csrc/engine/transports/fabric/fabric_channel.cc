@@ -70,19 +70,7 @@ Status FabricChannel::put(const PutRequest& request) {
   if (isOut_) return {};  // nothing of it would land
   if (queuedBytes_ > 0 && queuedBytes_ + request.data.size() > kMostQueuedBytes)
     return {ErrorCode::kExhausted, "256 MiB wait for a peer that does not read"};
-  const uint64_t number = ++lastPut_;
-  if (lastPuts_.size() >= kMostWords) forgetLandedPuts();
-  uint64_t& last = lastPuts_[{request.regionOfSignal().key, request.signal.offset}];
-  puts_.push_back({.packet = {.kind = Packet::Kind::kPut,
-                              .number = number,
-                              .key = request.region.key,
-                              .offset = request.offset,
-                              .length = request.data.size(),
-                              .signal = request.signal,
-                              .signalKey = request.signalRegion.key,
-                              .after = std::exchange(last, number)},
-                   .data = request.data,
-                   .turn = turn_++});
+  const uint64_t number = queuePut(request).packet.number;
   pump(Clock::now());
   if (!puts_.empty() && puts_.back().packet.number == number) {
     // What has not left is copied: the caller's memory is his again.
@@ -96,6 +84,30 @@ Status FabricChannel::put(const PutRequest& request) {
   }
   perhapsBreak();  // half of it may have left
   return {};
+}
+
+// Under the lock.
+FabricChannel::Stream& FabricChannel::queuePut(const PutRequest& request) {
+  const uint64_t number = ++lastPut_;
+  if (lastPuts_.size() >= kMostWords) forgetLandedPuts();
+  uint64_t& last = lastPuts_[{request.regionOfSignal().key, request.signal.offset}];
+  return puts_.emplace_back(Stream{.packet = {.kind = Packet::Kind::kPut,
+                                              .number = number,
+                                              .key = request.region.key,
+                                              .offset = request.offset,
+                                              .length = request.data.size(),
+                                              .signal = request.signal,
+                                              .signalKey = request.signalRegion.key,
+                                              .after = std::exchange(last, number)},
+                                   .data = request.data,
+                                   .turn = turn_++});
+}
+
+// Under the lock. What was to land before the word has.
+void FabricChannel::announce(const RemoteSignal& what) {
+  if (what.region.key == 0 || isOut_ || lost_ || closed_) return;
+  queuePut(
+      {.region = what.region, .offset = what.signal.offset, .data = {}, .signal = what.signal});
 }
 
 // Under the lock. Of the puts whose words we remember, those that have landed.
@@ -157,16 +169,23 @@ void FabricChannel::beginGet(const GetRequest& request, bool isOneOfFew) {
                     .turn = turn_++});
 }
 
-Status FabricChannel::write(const WriteRequest& request) {
+Status FabricChannel::write(const WriteRequest& request, const RemoteSignal& announcement) {
+  const bool isAnnounced = announcement.region.key != 0;
+  if (isAnnounced && !wire::isSignalOffset(announcement.signal.offset))
+    return {ErrorCode::kInvalidArgument, "a signal's word is 8-aligned and behind the doorbell"};
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(begin(request.completion));
   if (isOut_) return {};
   // Cards only read it.
   const std::span source(const_cast<std::byte*>(request.source.data()), request.source.size());
-  if (!moveByCards(/*isWrite=*/true, /*isOneOfFew=*/false, request.region, request.offset, source,
-                   request.completion)) {
+  // Somebody waits for what is announced, so all cards hurry.
+  if (const auto moving = moveByCards(/*isWrite=*/true, /*isOneOfFew=*/isAnnounced, request.region,
+                                      request.offset, source, request.completion)) {
+    moving->announcement = announcement;
+  } else {
     const uint64_t number = ++lastNumber_;
-    transfers_.emplace(number, Transfer{.completion = request.completion});
+    transfers_.emplace(number,
+                       Transfer{.completion = request.completion, .announcement = announcement});
     bulk_.push_back({.packet = {.kind = Packet::Kind::kWrite,
                                 .number = number,
                                 .key = request.region.key,

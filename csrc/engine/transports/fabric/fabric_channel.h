@@ -69,7 +69,8 @@ class FabricChannel final : public Channel,
   using Channel::write;
   Status get(const GetRequest& request) override { return get(std::span(&request, 1)); }
   Status get(std::span<const GetRequest> requests) override;
-  Status write(const WriteRequest& request) override;
+  Status write(const WriteRequest& request) override { return write(request, {}); }
+  Status write(const WriteRequest& request, const RemoteSignal& announcement) override;
   Status send(ByteView message) override;
   void cancel(const Completion* completion) override;
   void fence() override;
@@ -125,7 +126,8 @@ class FabricChannel final : public Channel,
     std::span<std::byte> target;  // of a get
     Completion* completion = nullptr;
     uint64_t arrived = 0;
-    uint64_t whole = 0;  // what it is a piece of, if that is a transfer of cards
+    uint64_t whole = 0;         // what it is a piece of, if that is a transfer of cards
+    RemoteSignal announcement;  // of a write
   };
   struct Granted {
     std::shared_ptr<control::Grant> grant;  // null: nothing yet
@@ -138,8 +140,9 @@ class FabricChannel final : public Channel,
   };
 
   // What cards move by themselves: fabric_cards.cc and fabric_fetches.cc. Under the lock.
-  bool moveByCards(bool isWrite, bool isOneOfFew, const RemoteRegion& region, uint64_t offset,
-                   std::span<std::byte> memory, Completion* completion);
+  std::shared_ptr<CardTransfer> moveByCards(bool isWrite, bool isOneOfFew,
+                                            const RemoteRegion& region, uint64_t offset,
+                                            std::span<std::byte> memory, Completion* completion);
   bool askForWrite(const GetRequest& request, control::Fetch& asked);
   void sendFetch(control::Fetch& asked);
   void offer(uint64_t key);
@@ -188,6 +191,8 @@ class FabricChannel final : public Channel,
   Status usable() const;
   Status begin(Completion* completion) const;
   void beginGet(const GetRequest& request, bool isOneOfFew);
+  Stream& queuePut(const PutRequest& request);
+  void announce(const RemoteSignal& what);
   void forgetLandedPuts();
   void pump(Clock::time_point now);
   bool sendNext(std::deque<Stream>& streams, Clock::time_point now);

@@ -27,6 +27,7 @@ void FabricChannel::finish(uint64_t transfer, ErrorCode code) {
   const auto found = transfers_.extract(transfer);
   if (!found) return;
   if (found.mapped().whole != 0) return onPartEnded(found.mapped().whole, code);
+  if (code == ErrorCode::kOk) announce(found.mapped().announcement);
   found.mapped().completion->end(code);
 }
 
