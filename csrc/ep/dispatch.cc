@@ -412,8 +412,8 @@ Status dispatch(Memory& memory, DispatchCall& call, Ending& ending) {
       .count = handle.shape.hidden,
       .tensors = uint32_t(handle.shape.maxTokens),
       .lengths = handle.experts->hash() + uint32_t(call.format)};
-  Dispatch dispatch(memory, call, ending);
   Operation op(memory.group, what, call.deadline);
+  Dispatch dispatch(memory, call, ending);  // ends first: it has writes of the operation
   if (call.patience) op.skipAfter(*call.patience);
   MOONCAKE_TRY(op.run(dispatch));
   if (op.wasSkipped()) dispatch.endSkipped(op);

@@ -12,9 +12,9 @@ Status Writes::start(int to, const RemoteRegion& region, uint64_t offset,
   Completion& completion = completions_.try_emplace(to, &window.bell()).first->second;
   const auto begun =
       window.write(to, region, offset, data, {.offset = word, .stamp = op_.stamp_}, completion);
-  // A channel that broke is the membership's business.
-  if (!begun.ok() && begun.code() != ErrorCode::kPeerLost) return begun;
-  return {};
+  // A channel that broke, or a rank that we have fenced, is the membership's business.
+  const ErrorCode code = begun.code();
+  return code == ErrorCode::kPeerLost || code == ErrorCode::kAborted ? Status() : begun;
 }
 
 bool Writes::haveEnded() const {
