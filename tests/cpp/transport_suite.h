@@ -497,11 +497,11 @@ TYPED_TEST_P(TransportSuite, WriteIsAnnouncedWhenItIsThere) {
   Completion completion(&this->bell);
   ASSERT_TRUE(this->toB
                   ->write({target->remote(), there.size() - 1, lasting, &completion},
-                          {part.remote(), {kWord, stampOf(number + 1)}})
+                          {part.remote(), {kWord + 8, stampOf(1)}})
                   .ok());
   EXPECT_EQ(endOf(completion), ErrorCode::kRefused);
-  expectPutArrives(*this->toB, part, number + 2);
-  EXPECT_EQ(part.word(kWord).load(), stampOf(number + 2));
+  expectPutArrives(*this->toB, part, number + 1);
+  EXPECT_EQ(part.word(kWord + 8).load(), 0U);
   EXPECT_FALSE(this->toB
                    ->write({target->remote(), 0, lasting, &completion},
                            {part.remote(), {kWord + 1, stampOf(number + 3)}})
