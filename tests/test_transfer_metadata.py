@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
 from urllib.parse import quote
 
 import harness
@@ -17,34 +17,61 @@ import numpy as np
 import pytest
 from engines import BYTES, LOOPBACK, pattern
 
-from mooncake_backend import metadata_server
+from mooncake_backend import metadata_server, metadata_store
+from mooncake_backend.metadata_server import KVBootstrapServer, KVPoll
+from mooncake_backend.metadata_store import Answer, Budget, Store
+
+pytest.importorskip("aiohttp")
 
 PROGRAMS = ["mooncake_backend.metadata_server", "mooncake.http_metadata_server"]
+RPC = "/metadata?key=mooncake%2Frpc_meta%2Fa"
+MANY = 600  # connections: more than a server takes
 
 
 @pytest.fixture
 def server():
     """One in this process; (host, port)."""
-    with metadata_server.Server(LOOPBACK, 0) as served:
-        thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield served.server_address
-        served.shutdown()
-        thread.join()
+    served = KVBootstrapServer(0, LOOPBACK)
+    served.run()
+    yield LOOPBACK, served.port
+    served.close()
+    assert not served.thread.is_alive()
+
+
+@contextlib.contextmanager
+def program(module=PROGRAMS[0], *flags):
+    """The server as a process; its Popen and (host, port)."""
+    # Also where whoever runs the tests ignores Ctrl-C, as jobs in the background do.
+    with subprocess.Popen(
+        [sys.executable, "-m", module, "--port", "0", *flags], stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        try:
+            said = process.stderr.readline()
+            # 127.0.0.1, unless told otherwise.
+            port = int(said.rpartition("http://127.0.0.1:")[2].removesuffix("/metadata\n"))
+            yield process, (LOOPBACK, port)
+        finally:
+            process.kill()
 
 
 def ask(server, method, path, body=None, headers=None):
+    status, text, _ = ask_all(server, method, path, body, headers)
+    return status, text
+
+
+def ask_all(server, method, path, body=None, headers=None):
     connection = http.client.HTTPConnection(*server, timeout=10)
     try:
         connection.request(method, path, body, headers or {})
         answer = connection.getresponse()
-        return answer.status, answer.read()
+        return answer.status, answer.read(), answer.headers
     finally:
         connection.close()
 
 
 def test_what_the_server_answers(server):
-    ram, rpc = "/metadata?key=mooncake/ram/a%3A1", "/metadata?key=mooncake%2Frpc_meta%2Fa"
+    ram, rpc = "/metadata?key=mooncake/ram/a%3A1", RPC
     assert ask(server, "GET", ram) == (404, b"metadata not found")
     assert ask(server, "DELETE", ram) == (404, b"metadata not found")
     assert ask(server, "PUT", ram, b"\x00one") == (200, b"metadata updated")
@@ -62,7 +89,27 @@ def test_what_the_server_answers(server):
     assert ask(server, "GET", "/other?key=a")[0] == 404
     assert ask(server, "POST", ram, b"x") == (405, b"Method not allowed")
     assert ask(server, "PUT", ram, headers={"Content-Length": str(1 << 40)})[0] == 413
-    assert ask(server, "PUT", ram, headers={"Content-Length": "-1"})[0] == 411
+    assert ask(server, "PUT", ram, headers={"Content-Length": "-1"})[0] == 400
+    large = bytes(metadata_store.MOST_VALUE_BYTES)
+    assert ask(server, "PUT", ram, large)[0] == 200
+    assert ask(server, "GET", ram) == (200, large)
+    assert ask(server, "PUT", ram, iter([large, b"x"]))[0] == 413  # chunks, of no known length
+    assert ask(server, "GET", ram) == (200, large)
+
+
+def test_a_value_is_replaced_or_deleted_only_if_it_is_the_one_that_was_seen(server):
+    assert ask(server, "PUT", RPC, b"x", {"If-Match": '"0"'})[0] == 412
+    assert ask(server, "PUT", RPC, b"first")[0] == 200
+    seen = {"If-Match": ask_all(server, "GET", RPC)[2]["ETag"]}
+    assert ask(server, "PUT", RPC, b"second", {"If-Match": '"0"'})[0] == 412
+    assert ask(server, "DELETE", RPC, headers={"If-Match": '"0"'})[0] == 412
+    assert ask(server, "PUT", RPC, b"second", seen) == (200, b"metadata updated")
+    assert ask(server, "PUT", RPC, b"third", seen)[0] == 412
+    assert ask(server, "DELETE", RPC, headers=seen) == (412, b"metadata has another value")
+    assert ask(server, "GET", RPC) == (200, b"second")
+    now = {"If-Match": ask_all(server, "GET", RPC)[2]["ETag"]}
+    assert ask(server, "DELETE", RPC, headers=now) == (200, b"metadata deleted")
+    assert ask(server, "DELETE", RPC, headers=now)[0] == 412
 
 
 def test_strangers_do_not_hold_it_up(server):
@@ -79,24 +126,142 @@ def test_strangers_do_not_hold_it_up(server):
         assert ask(server, "PUT", "/metadata?key=a", b"x")[0] == 200
 
 
-@pytest.mark.parametrize(
-    "module", ["mooncake_backend.metadata_server", "mooncake.http_metadata_server"]
-)
+def test_many_slow_requests_do_not_lock_others_out():
+    half = b"GET /metadata?key=a HTTP/1.1\r\nHost: a\r\nX-Slow: "
+    with program() as (_, server), contextlib.ExitStack() as stack:
+        callers = [
+            stack.enter_context(socket.create_connection(server, timeout=10)) for _ in range(MANY)
+        ]
+        for _ in range(2):
+            for caller in callers:
+                # The server may have closed it to make room for another one.
+                with contextlib.suppress(ConnectionError):
+                    caller.sendall(half)
+            assert ask(server, "PUT", "/metadata?key=a", b"x")[0] == 200
+            # Nor do their bytes, which are no request now, fill the log: nobody reads this pipe.
+            assert ask(server, "GET", "/metadata?key=a") == (200, b"x")
+
+
+def is_closed(caller):
+    """Whether the server closes it within 10 s."""
+    caller.settimeout(10)
+    try:
+        while caller.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def is_refused(caller, data):
+    """Sends a little more; whether the server has closed the connection."""
+    time.sleep(0.02)
+    try:
+        caller.sendall(data)
+    except ConnectionError:
+        return True
+    return False
+
+
+def test_a_newcomer_closes_the_connection_that_has_been_idle_longest(monkeypatch, server):
+    monkeypatch.setattr(metadata_server, "MOST_CONNECTIONS", 2)
+    request = b"GET /metadata?key=a HTTP/1.1\r\nHost: a\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(socket.create_connection(server, timeout=10)) for _ in range(2)
+        )
+        for caller in (second, first):
+            caller.sendall(request)
+            assert caller.recv(4096).startswith(b"HTTP/1.1 404")
+        assert ask(server, "GET", "/metadata?key=a")[0] == 404
+        assert is_closed(second)
+        first.sendall(request)
+        assert first.recv(4096).startswith(b"HTTP/1.1 404")
+
+
+def test_a_request_that_comes_byte_by_byte_has_a_deadline(monkeypatch, server):
+    monkeypatch.setattr(metadata_server, "PATIENCE", 0.3)
+    with socket.create_connection(server, timeout=10) as caller:
+        caller.sendall(b"PUT /metadata?key=a HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n")
+        harness.until(lambda: is_refused(caller, b"x"), "the end of a slow request")
+    assert ask(server, "GET", "/metadata?key=a")[0] == 404
+
+
+def test_an_answer_that_nobody_reads_has_a_deadline(monkeypatch, server):
+    monkeypatch.setattr(metadata_server, "PATIENCE", 0.3)
+    assert ask(server, "PUT", "/metadata?key=a", bytes(1 << 20))[0] == 200
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.settimeout(10)
+        caller.connect(server)
+        request = b"GET /metadata?key=a HTTP/1.1\r\nHost: a\r\n\r\n"
+        harness.until(lambda: is_refused(caller, request), "the end of an unread answer")
+
+
+def test_large_values_under_way_have_a_bound_of_their_own(monkeypatch, server):
+    monkeypatch.setattr(metadata_store, "MOST_MOVING_BYTES", 256 << 10)
+    served = KVBootstrapServer(0, LOOPBACK)
+    served.run()
+    try:
+        small, large = bytes(64 << 10), bytes(200 << 10)
+        assert ask((LOOPBACK, served.port), "PUT", "/metadata?key=a", large)[0] == 503
+        assert ask((LOOPBACK, served.port), "PUT", "/metadata?key=a", small)[0] == 200
+    finally:
+        served.close()
+
+
+def test_values_have_a_bound_and_a_clients_address_gets_half_of_it(monkeypatch):
+    monkeypatch.setattr(metadata_store, "MOST_STORED_BYTES", 100_000)
+    store, full = Store(), 507
+    assert store.put("a", bytes(30_000), "one", None).status == 200
+    assert store.put("b", bytes(30_000), "one", None).status == full  # more than half
+    assert store.put("a", bytes(40_000), "one", None).status == 200  # in place of the 30,000
+    assert store.put("b", bytes(30_000), "two", None).status == 200
+    assert store.put("c", bytes(30_000), "three", None).status == full  # more than all
+    assert store.put("c", bytes(20_000), "three", None).status == 200
+    assert store.put("b", bytes(30_000), "two", None) == Answer(200, "metadata unchanged")
+    # Nothing that is taken back leaves anything behind.
+    assert store.put("b", bytes(10), "one", None).status == 200
+    for key in "abc":
+        assert store.delete(key, None).status == 200
+    assert store.put("a", bytes(49_000), "two", None).status == 200
+    assert store.put("b", bytes(49_000), "three", None).status == 200
+    budget = Budget(10)
+    assert [budget.change("one", 5), budget.change("one", 1)] == [True, False]
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
 def test_the_program(module):
-    # Also where whoever runs the tests ignores Ctrl-C, as jobs in the background do.
-    with subprocess.Popen(
-        [sys.executable, "-m", module, "--port", "0"], stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as program:  # fmt: skip
-        try:
-            said = program.stderr.readline()
-            # 127.0.0.1, unless told otherwise.
-            port = int(said.rpartition("http://127.0.0.1:")[2].removesuffix("/metadata\n"))
-            assert ask((LOOPBACK, port), "GET", "/metadata?key=a")[0] == 404
-            program.send_signal(signal.SIGINT)
-            assert program.wait(10) == 0
-        finally:
-            program.kill()
+    with program(module) as (process, server):
+        assert ask(server, "GET", "/metadata?key=a")[0] == 404
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+
+
+def test_without_aiohttp_the_program_says_what_to_install():
+    code = "import sys; sys.modules['aiohttp'] = None\n"
+    code += "from mooncake.http_metadata_server import main; raise SystemExit(main([]))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "pip install 'mooncake-backend[metadata]'" in ended.stderr
+
+
+def test_the_server_as_programs_of_mooncake_start_it():
+    from mooncake import http_metadata_server
+
+    assert http_metadata_server.KVPoll is KVPoll
+    server = http_metadata_server.KVBootstrapServer(port=0, host=LOOPBACK)
+    assert server.poll() is KVPoll.Failed
+    thread = server.run()
+    assert server.poll() is KVPoll.Success
+    assert ask((LOOPBACK, server.port), "PUT", "/metadata?key=a", b"x")[0] == 200
+    other = KVBootstrapServer(server.port, LOOPBACK)
+    with pytest.raises(OSError, match="address already in use"):
+        other.run()
+    assert other.poll() is KVPoll.Failed
+    server.close()
+    assert not thread.is_alive()
+    assert server.poll() is KVPoll.Failed
 
 
 # ---- engines
