@@ -300,9 +300,8 @@ def by_name(me, url):
 
 @pytest.mark.parametrize("cluster", ["", "prod"])
 def test_engines_find_each_other_by_name(server, cluster):
-    host, port = server
     env = {"MC_METADATA_CLUSTER_ID": cluster, "MC_TCP_BIND_ADDRESS": LOOPBACK}
-    url = f"http://{host}:{port}/metadata"
+    url = url_of(server)
     with harness.Crew(2, env=env, backend=None) as crew:
         crew.call(by_name, url)
         assert "knows no segment" in crew.log(1)
@@ -312,27 +311,160 @@ def test_engines_find_each_other_by_name(server, cluster):
     assert ask(server, "GET", f"/metadata?key={quote(key)}")[0] == 404
 
 
+KEY = "/metadata?key=mooncake/rpc_meta/n"
+ON_LOOPBACK = {"MC_TCP_BIND_ADDRESS": LOOPBACK, "MC_HANDSHAKE_CONNECT_TIMEOUT": "1"}
+
+
+def url_of(server):
+    host, port = server
+    return f"http://{host}:{port}/metadata"
+
+
+def record_of(port, **fields):
+    return json.dumps({"ip_or_host_name": LOOPBACK, "rpc_port": port, **fields})
+
+
+OURS = {"engine": "mooncake-backend"}
+ENDED = {**OURS, "incarnation": "0" * 32}
+
+
 def takes_over(me, url, name):
     engine, code = engine_of(name, url)
-    assert code == 0
+    if code != 0:
+        return code
     memory = np.zeros(64, dtype=np.uint8)
     assert engine.register_memory(memory.ctypes.data, 64) == 0
     return engine.transfer_sync_read(name, memory.ctypes.data, memory.ctypes.data + 8, 8)
 
 
-def test_a_dead_engines_name_is_taken_over(server):
-    host, port = server
+# Without fields: the record of an engine of Mooncake's.
+@pytest.mark.parametrize("fields", [OURS, ENDED, {}], ids=["before", "ours", "Mooncake's"])
+def test_a_dead_engines_name_is_taken_over(server, fields):
     with socket.socket() as gone:
         gone.bind((LOOPBACK, 0))
-        record = {
-            "ip_or_host_name": LOOPBACK,
-            "rpc_port": gone.getsockname()[1],
-            "engine": "mooncake-backend",
-        }
-    assert ask(server, "PUT", "/metadata?key=mooncake/rpc_meta/n", json.dumps(record))[0] == 200
-    env = {"MC_TCP_BIND_ADDRESS": LOOPBACK}
-    url = f"http://{host}:{port}/metadata"
-    assert harness.run_ranks(1, takes_over, url, "n", env=env, backend=None) == [0]
+        record = record_of(gone.getsockname()[1], **fields)
+    assert ask(server, "PUT", KEY, record)[0] == 200
+    ranks = harness.run_ranks(
+        1, takes_over, url_of(server), "n", env=ON_LOOPBACK, backend=None
+    )  # fmt: skip
+    assert ranks == [0]
+
+
+def test_a_name_stays_with_a_program_that_listens_and_does_not_answer(server):
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        assert ask(server, "PUT", KEY, record_of(silent.getsockname()[1]))[0] == 200
+        with harness.Crew(1, env=ON_LOOPBACK, backend=None) as crew:
+            assert crew.call(takes_over, url_of(server), "n") == [-1]
+            assert 'the name "n" is taken: a program listens at 127.0.0.1:' in crew.log(0)
+            assert "delete the name's key" in crew.log(0)
+
+
+def at_the_old_port(me, server, name, fields):
+    """Opens a name whose record leads to another engine, then takes it over."""
+    url = url_of(server)
+    other, code = engine_of("other", url)
+    assert code == 0
+    memory = np.zeros(64, dtype=np.uint8)
+    address = memory.ctypes.data
+    assert other.register_memory(address, 64) == 0
+    # The answer of the other engine must not pass for the one of this name.
+    record = record_of(other.get_rpc_port(), **fields)
+    assert ask(server, "PUT", KEY, record)[0] == 200
+    assert other.transfer_sync_read(name, address, address + 8, 8) == -1
+    assert other.send_probe(name) != 0
+    engine, code = engine_of(name, url)
+    assert code == 0
+    assert other.send_probe(name) == 0
+    # The name goes to another engine meanwhile: the first one leaves it there.
+    new = record_of(1, **fields)
+    assert ask(server, "DELETE", KEY)[0] == 200
+    assert ask(server, "PUT", KEY, new)[0] == 200
+    del engine
+    assert ask(server, "GET", KEY) == (200, new.encode())
+
+
+@pytest.mark.parametrize("fields", [OURS, ENDED], ids=["before", "ours"])
+def test_a_name_whose_port_belongs_to_another_engine_is_taken_over(server, fields):
+    with harness.Crew(1, env=ON_LOOPBACK, backend=None) as crew:
+        crew.call(at_the_old_port, server, "n", fields)
+        assert "at 127.0.0.1:" in crew.log(0)
+        assert '"other" answers now' in crew.log(0)
+
+
+def outlives_its_server(me):
+    """Rank 0 runs the server, too. It switches its role: new memory, while the server is away."""
+    if me.rank == 0:
+        served = KVBootstrapServer(0, LOOPBACK)
+        served.run()
+        me.board.set("port", served.port)
+    port = me.board.wait("port")
+    url = url_of((LOOPBACK, port))
+    engine, code = engine_of(f"engine-{me.rank}", url)
+    assert code == 0
+    first, second, third = (pattern(BYTES, 10 * me.rank + number) for number in range(3))
+    assert engine.register_memory(first.ctypes.data, BYTES) == 0
+    if me.rank == 0:
+        me.board.set("first", first.ctypes.data)
+        me.board.wait("connected")
+        served.close()
+        assert engine.unregister_memory(first.ctypes.data) == 0
+        assert engine.register_memory(second.ctypes.data, BYTES) == 0
+        me.board.set("second", second.ctypes.data)
+        me.board.wait("second read")
+        served = KVBootstrapServer(port, LOOPBACK)
+        served.run()
+        assert engine.register_memory(third.ctypes.data, BYTES) == 0
+        me.board.set("third", third.ctypes.data)
+        me.board.wait("third read")
+        served.close()
+        return
+    mine = first.ctypes.data
+
+    def reads(reader, name, number):
+        code = reader.transfer_sync_read("engine-0", mine, me.board.wait(name), BYTES)
+        return code == 0 and (first == pattern(BYTES, number)).all()
+
+    assert reads(engine, "first", 0)
+    me.board.set("connected")
+    # Connected peers need no server.
+    assert reads(engine, "second", 1)
+    assert engine.send_probe("engine-0") == 0
+    me.board.set("second read")
+    # Newcomers find the names of engines that have registered memory since the server is back.
+    me.board.wait("third")
+    assert engine.unregister_memory(mine) == 0
+    newcomer, code = engine_of("newcomer", url)
+    assert code == 0
+    assert newcomer.register_memory(mine, BYTES) == 0
+    harness.until(lambda: newcomer.send_probe("engine-0") == 0, "the name of engine 0")
+    assert reads(newcomer, "third", 2)
+    me.board.set("third read")
+
+
+def test_engines_outlive_a_restart_of_the_server():
+    with harness.Crew(2, env={"MC_TCP_BIND_ADDRESS": LOOPBACK}, backend=None) as crew:
+        crew.call(outlives_its_server)
+
+
+def waits_for_its_name(me):
+    served = KVBootstrapServer(0, LOOPBACK)
+    served.run()
+    _, code = kept = engine_of("n", url_of((LOOPBACK, served.port)))
+    assert code == 0
+    served.close()
+    served = KVBootstrapServer(served.port, LOOPBACK)
+    served.run()
+    server = (LOOPBACK, served.port)
+    harness.until(lambda: ask(server, "GET", KEY)[0] == 200, "the name", deadline=30)
+    served.close()
+    del kept
+
+
+@pytest.mark.slow
+def test_a_name_comes_back_by_itself_within_30_seconds():
+    harness.run_ranks(
+        1, waits_for_its_name, env={"MC_TCP_BIND_ADDRESS": LOOPBACK}, backend=None
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -351,9 +483,8 @@ def test_a_dead_engines_name_is_taken_over(server):
 )
 def test_what_others_wrote_is_refused(server, record):
     assert ask(server, "PUT", "/metadata?key=mooncake/rpc_meta/foreign", record)[0] == 200
-    host, port = server
     env = {"MC_TCP_BIND_ADDRESS": LOOPBACK}
-    url = f"http://{host}:{port}/metadata"
+    url = url_of(server)
     assert harness.run_ranks(1, opens, url, "foreign", env=env, backend=None) == [(0, "")]
 
 

@@ -31,6 +31,17 @@ Result<std::shared_ptr<Segment>> Directory::open(const std::string& name, Deadli
   return segment;
 }
 
+Status Directory::probe(const std::string& name, Deadline deadline) const {
+  constexpr Question kProbe{.kind = Question::Kind::kProbe};
+  std::shared_ptr<Segment> known;
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto found = byName_.find(name); found != byName_.end()) known = found->second;
+  }
+  if (known && known->askStandingPeer(kProbe, deadline)) return {};
+  return askByName(context_, name, kProbe, deadline).status();
+}
+
 std::shared_ptr<Segment> Directory::find(int32_t id) const {
   std::lock_guard lock(mutex_);
   const auto found = byId_.find(id);

@@ -21,6 +21,9 @@ class Directory {
   const std::string& name() const { return name_; }
   // Whoever is not known yet is asked who it is. The error is why it cannot be reached.
   Result<std::shared_ptr<Segment>> open(const std::string& name, Deadline deadline);
+  // Whether the engine of this name answers. Needs no metadata server while a peer of this name
+  // stands connected.
+  Status probe(const std::string& name, Deadline deadline) const;
   std::shared_ptr<Segment> find(int32_t id) const;  // null: there is none
   std::vector<std::shared_ptr<Segment>> all() const;
   // What is known of it is asked for again when it is opened next.

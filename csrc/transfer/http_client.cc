@@ -5,6 +5,7 @@
 #include <chrono>
 #include <dlfcn.h>
 #include <mutex>
+#include <string_view>
 
 namespace mooncake::transfer {
 namespace {
@@ -13,6 +14,7 @@ namespace {
 constexpr int kUrl = 10002, kCustomRequest = 10036, kPostFields = 10015, kPostFieldSize = 60;
 constexpr int kWriteData = 10001, kWriteFunction = 20011, kTimeoutMs = 155, kNoSignal = 99;
 constexpr int kProtocols = 181, kFollowLocation = 52, kHttpHeader = 10023, kFailOnError = 45;
+constexpr int kHeaderFunction = 20079, kHeaderData = 10029;
 constexpr int kHttp = 1, kHttps = 2;
 constexpr int kResponseCode = 0x200000 + 2;
 constexpr int kGlobalAll = 3;
@@ -22,6 +24,24 @@ size_t takeBody(char* bytes, size_t size, size_t count, void* to) {
   auto& body = *static_cast<std::string*>(to);
   if (body.size() + size * count > HttpClient::kMostBytes) return 0;  // ends the request
   body.append(bytes, size * count);
+  return size * count;
+}
+
+// One header line of the answer at a time. Keeps the value of ETag.
+size_t takeHeader(char* bytes, size_t size, size_t count, void* to) {
+  constexpr std::string_view kName = "etag:";
+  constexpr size_t kMostTagBytes = 256;
+  std::string_view line(bytes, size * count);
+  const bool isTag = line.size() >= kName.size() && line.size() <= kMostTagBytes &&
+                     std::equal(kName.begin(), kName.end(), line.begin(), [](char name, char c) {
+                       return name == std::tolower(static_cast<unsigned char>(c));
+                     });
+  if (isTag) {
+    line.remove_prefix(kName.size());
+    line.remove_prefix(std::min(line.find_first_not_of(" \t"), line.size()));
+    line = line.substr(0, line.find_last_not_of(" \t\r\n") + 1);
+    *static_cast<std::string*>(to) = line;
+  }
   return size * count;
 }
 
@@ -72,17 +92,17 @@ Result<std::unique_ptr<HttpClient>> HttpClient::load() {
   return client;
 }
 
-Result<HttpAnswer> HttpClient::request(const std::string& method, const std::string& url,
-                                       const std::string& body, Deadline deadline) const {
+Result<HttpAnswer> HttpClient::request(const HttpRequest& asked, Deadline deadline) const {
   const Functions& f = *functions_;
   void* request = f.init();
   if (!request) return Error{ErrorCode::kExhausted, "curl_easy_init failed"};
   void* headers = f.append(nullptr, "Content-Type: application/json");
   headers = f.append(headers, "Expect:");
+  if (!asked.ifMatch.empty()) headers = f.append(headers, ("If-Match: " + asked.ifMatch).c_str());
   HttpAnswer answer;
   const long left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
-  f.set(request, kUrl, url.c_str());
-  f.set(request, kCustomRequest, method.c_str());
+  f.set(request, kUrl, asked.url.c_str());
+  f.set(request, kCustomRequest, asked.method.c_str());
   f.set(request, kProtocols, long(kHttp | kHttps));
   f.set(request, kFollowLocation, 0L);
   f.set(request, kFailOnError, 0L);
@@ -91,17 +111,20 @@ Result<HttpAnswer> HttpClient::request(const std::string& method, const std::str
   f.set(request, kHttpHeader, headers);
   f.set(request, kWriteFunction, &takeBody);
   f.set(request, kWriteData, &answer.body);
-  if (method == "PUT") {
-    f.set(request, kPostFieldSize, long(body.size()));
-    f.set(request, kPostFields, body.data());
+  f.set(request, kHeaderFunction, &takeHeader);
+  f.set(request, kHeaderData, &answer.tag);
+  if (asked.method == "PUT") {
+    f.set(request, kPostFieldSize, long(asked.body.size()));
+    f.set(request, kPostFields, asked.body.data());
   }
   const int failed = f.perform(request);
   if (failed == 0) f.info(request, kResponseCode, &answer.status);
   f.cleanup(request);
   f.freeList(headers);
   if (failed != 0) {
-    return Error{ErrorCode::kMismatch,
-                 "metadata server " + url.substr(0, url.find('?')) + ": " + f.text(failed)};
+    return Error{
+        ErrorCode::kMismatch,
+        "metadata server " + asked.url.substr(0, asked.url.find('?')) + ": " + f.text(failed)};
   }
   return answer;
 }

@@ -8,9 +8,17 @@
 
 namespace mooncake::transfer {
 
+struct HttpRequest {
+  std::string method;  // "GET", "DELETE", or "PUT", which has a body
+  std::string url;
+  std::string body;
+  std::string ifMatch;  // value of the header If-Match; empty: the request has none
+};
+
 struct HttpAnswer {
   long status = 0;
   std::string body;
+  std::string tag;  // value of the header ETag; empty: the answer has none
 };
 
 // Requests by the system's libcurl, which is opened at run time. Any thread; each request is a
@@ -22,9 +30,8 @@ class HttpClient {
   // kUnsupported names the libraries that were tried and the package to install.
   static Result<std::unique_ptr<HttpClient>> load();
 
-  // "GET", "DELETE", or "PUT" with a body. An error only where there is no answer.
-  Result<HttpAnswer> request(const std::string& method, const std::string& url,
-                             const std::string& body, Deadline deadline) const;
+  // An error only where there is no answer.
+  Result<HttpAnswer> request(const HttpRequest& asked, Deadline deadline) const;
 
  private:
   struct Functions;

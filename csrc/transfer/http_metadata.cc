@@ -1,11 +1,9 @@
 #include "transfer/http_metadata.h"
 
 #include <charconv>
-#include <chrono>
 #include <map>
 
 #include "transfer/session_id.h"
-#include "transfer/session_socket.h"
 
 namespace mooncake::transfer {
 namespace {
@@ -107,22 +105,17 @@ std::string HttpMetadata::urlOf(const std::string& name) const {
   return url_ + "?key=" + percentEncode(prefix_ + name);
 }
 
-Result<std::string> HttpMetadata::sessionOf(const std::string& name, Deadline deadline) const {
-  const auto answer = client_->request("GET", urlOf(name), "", deadline);
+Result<NameRecord> HttpMetadata::find(const std::string& name, Deadline deadline) const {
+  const auto answer = client_->request({.method = "GET", .url = urlOf(name)}, deadline);
   if (!answer.ok()) return answer.error();
   if (answer->status == 404)
     return noMetadata("the metadata server knows no segment \"" + name + "\"");
   if (answer->status != 200)
     return noMetadata("the metadata server answers " + std::to_string(answer->status));
-  const auto engine = fieldOf(answer->body, "engine");
-  if (!engine.ok() || *engine != kEngine) {
-    return Error{ErrorCode::kRefused, "\"" + name +
-                                          "\" is an engine of another make, whose wire is not "
-                                          "spoken here"};
-  }
-  const auto host = fieldOf(answer->body, "ip_or_host_name");
+  const std::string& json = answer->body;
+  const auto host = fieldOf(json, "ip_or_host_name");
   if (!host.ok()) return host.error();
-  const auto port = fieldOf(answer->body, "rpc_port");
+  const auto port = fieldOf(json, "rpc_port");
   if (!port.ok()) return port.error();
   auto session = SessionId::parse(*host);
   if (!session.ok()) return session.error();
@@ -130,39 +123,41 @@ Result<std::string> HttpMetadata::sessionOf(const std::string& name, Deadline de
       std::from_chars(port->data(), port->data() + port->size(), session->port);
   if (error != std::errc() || end != port->data() + port->size() || session->port == 0)
     return Error{ErrorCode::kProtocol, "the metadata server holds no port of \"" + name + "\""};
-  return session->text();
+  const auto engine = fieldOf(json, "engine");
+  const auto incarnation = fieldOf(json, "incarnation");
+  return NameRecord{.session = session->text(),
+                    .incarnation = incarnation.ok() ? *incarnation : std::string(),
+                    .isOurMake = engine.ok() && *engine == kEngine,
+                    .tag = answer->tag};
 }
 
-Status HttpMetadata::publish(const std::string& name, const std::string& session,
-                             Deadline deadline) {
-  const auto own = SessionId::parse(session);
-  if (!own.ok()) return own.status();
-  const std::string value = "{\"ip_or_host_name\": " + quoted(own->host) +
-                            ", \"rpc_port\": " + std::to_string(own->port) +
-                            ", \"engine\": " + quoted(kEngine) + "}";
-  auto answer = client_->request("PUT", urlOf(name), value, deadline);
-  if (!answer.ok()) return answer.status();
-  if (answer->status == 400) {  // somebody has that name
-    const auto other = sessionOf(name, deadline);
-    const auto where = other.ok() ? SessionId::parse(*other) : Result<SessionId>(other.error());
-    if (!where.ok()) return where.status();
-    const auto patience = deadline.earlier(Deadline::after(std::chrono::seconds(1)));
-    if (connectTo(*where, patience).ok()) {
-      return {ErrorCode::kInvalidArgument,
-              "the name \"" + name + "\" is taken: an engine at " + *other + " has it"};
-    }
-    retract(name, deadline);
-    answer = client_->request("PUT", urlOf(name), value, deadline);
-    if (!answer.ok()) return answer.status();
-  }
-  if (answer->status == 200) return {};
-  return {ErrorCode::kMismatch, "the metadata server refused \"" + name + "\" with " +
-                                    std::to_string(answer->status) + ": " +
-                                    answer->body.substr(0, 200)};
+Result<bool> HttpMetadata::put(const std::string& name, const NameRecord& record,
+                               const NameRecord* seen, Deadline deadline) {
+  const auto own = SessionId::parse(record.session);
+  if (!own.ok()) return own.error();
+  if (seen && seen->tag.empty())
+    (void)client_->request({.method = "DELETE", .url = urlOf(name)}, deadline);
+  const auto answer = client_->request(
+      {.method = "PUT",
+       .url = urlOf(name),
+       .body = "{\"ip_or_host_name\": " + quoted(own->host) +
+               ", \"rpc_port\": " + std::to_string(own->port) + ", \"engine\": " + quoted(kEngine) +
+               ", \"incarnation\": " + quoted(record.incarnation) + "}",
+       .ifMatch = seen ? seen->tag : std::string()},
+      deadline);
+  if (!answer.ok()) return answer.error();
+  if (answer->status == 200) return true;
+  if (answer->status == 400 || answer->status == 412) return false;
+  return noMetadata("the metadata server refused \"" + name + "\" with " +
+                    std::to_string(answer->status) + ": " + answer->body.substr(0, 200));
 }
 
-void HttpMetadata::retract(const std::string& name, Deadline deadline) {
-  (void)client_->request("DELETE", urlOf(name), "", deadline);
+void HttpMetadata::erase(const std::string& name, const NameRecord& record, Deadline deadline) {
+  const auto there = find(name, deadline);
+  const bool isThis =
+      there.ok() && there->session == record.session && there->incarnation == record.incarnation;
+  if (!isThis) return;
+  (void)client_->request({.method = "DELETE", .url = urlOf(name), .ifMatch = there->tag}, deadline);
 }
 
 }  // namespace mooncake::transfer

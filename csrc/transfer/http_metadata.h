@@ -5,19 +5,22 @@
 
 namespace mooncake::transfer {
 
-// Names in a metadata server that speaks HTTP: GET, PUT and DELETE of URL?key=KEY. Ours have
+// Names in a metadata server that speaks HTTP: GET, PUT and DELETE of URL?key=KEY. Our records are
 //   KEY  [cluster]mooncake/rpc_meta/NAME
-//   {"ip_or_host_name": "10.0.0.1", "rpc_port": 15123, "engine": "mooncake-backend"}
-// What is registered is not there: whoever wants to know asks the engine itself.
+//   {"ip_or_host_name": "10.0.0.1", "rpc_port": 15123, "engine": "mooncake-backend",
+//    "incarnation": "0123456789abcdef0123456789abcdef"}
+// Registered memory is not there: a peer asks the engine itself. Our server answers with an ETag,
+// and heeds If-Match. Mooncake's does neither: there a record that another engine writes between
+// two requests of ours can be lost.
 class HttpMetadata final : public Metadata {
  public:
   static Result<std::unique_ptr<Metadata>> open(const TransferEnv& env, const std::string& url);
 
   bool namesAreSessions() const override { return false; }
-  Result<std::string> sessionOf(const std::string& name, Deadline deadline) const override;
-  // Takes the name over from an engine that is not there any more.
-  Status publish(const std::string& name, const std::string& session, Deadline deadline) override;
-  void retract(const std::string& name, Deadline deadline) override;
+  Result<NameRecord> find(const std::string& name, Deadline deadline) const override;
+  Result<bool> put(const std::string& name, const NameRecord& record, const NameRecord* seen,
+                   Deadline deadline) override;
+  void erase(const std::string& name, const NameRecord& record, Deadline deadline) override;
 
  private:
   HttpMetadata(std::unique_ptr<HttpClient> client, std::string url, std::string prefix)

@@ -9,13 +9,15 @@ namespace {
 class PeerToPeer final : public Metadata {
  public:
   bool namesAreSessions() const override { return true; }
-  Result<std::string> sessionOf(const std::string& name, Deadline) const override {
+  Result<NameRecord> find(const std::string& name, Deadline) const override {
     const auto session = SessionId::parse(name);
     if (!session.ok()) return session.error();
-    return session->text();
+    return NameRecord{.session = session->text(), .incarnation = {}, .isOurMake = true, .tag = {}};
   }
-  Status publish(const std::string&, const std::string&, Deadline) override { return {}; }
-  void retract(const std::string&, Deadline) override {}
+  Result<bool> put(const std::string&, const NameRecord&, const NameRecord*, Deadline) override {
+    return true;
+  }
+  void erase(const std::string&, const NameRecord&, Deadline) override {}
 };
 
 }  // namespace

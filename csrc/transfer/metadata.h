@@ -9,7 +9,15 @@
 
 namespace mooncake::transfer {
 
-// Where the names of segments lead: to the session port of an engine.
+// An engine's entry in a metadata server.
+struct NameRecord {
+  std::string session;      // host:port of the engine's session port
+  std::string incarnation;  // the engine's id, in hex; empty: the record does not say
+  bool isOurMake = true;    // false: an engine of Mooncake wrote it, whose wire is not spoken here
+  std::string tag;          // version of the record in the server; empty: the server has none
+};
+
+// Leads from the name of a segment to the session port of an engine.
 class Metadata {
  public:
   // "P2PHANDSHAKE": names are session ids themselves. "http://host:port/metadata": they are in a
@@ -18,11 +26,13 @@ class Metadata {
   virtual ~Metadata() = default;
 
   virtual bool namesAreSessions() const = 0;
-  virtual Result<std::string> sessionOf(const std::string& name, Deadline deadline) const = 0;
-  // What our own name leads to from now on.
-  virtual Status publish(const std::string& name, const std::string& session,
-                         Deadline deadline) = 0;
-  virtual void retract(const std::string& name, Deadline deadline) = 0;
+  // kMismatch: there is no such record, or no server; kProtocol: the record does not decode.
+  virtual Result<NameRecord> find(const std::string& name, Deadline deadline) const = 0;
+  // Writes our record where there is none, or in place of `seen`. False: another record is there.
+  virtual Result<bool> put(const std::string& name, const NameRecord& record,
+                           const NameRecord* seen, Deadline deadline) = 0;
+  // Deletes this record, and no other one of the same name.
+  virtual void erase(const std::string& name, const NameRecord& record, Deadline deadline) = 0;
 };
 
 }  // namespace mooncake::transfer

@@ -1,5 +1,7 @@
 #include "transfer/segment.h"
 
+#include "engine/route.h"
+#include "transfer/name_keeper.h"
 #include "transfer/session_server.h"
 
 namespace mooncake::transfer {
@@ -84,14 +86,50 @@ std::shared_ptr<Segment::Asking> Segment::refreshSoon(uint64_t generation, Deadl
   return soon_;
 }
 
+std::optional<NamedAnswer> Segment::askStandingPeer(const Question& question,
+                                                    Deadline deadline) const {
+  if (isOurs_ || context_.metadata.namesAreSessions()) return std::nullopt;
+  KnownPtr known;
+  {
+    std::lock_guard lock(mutex_);
+    known = known_;
+  }
+  if (!known || !known->peer || known->peer->disconnected) return std::nullopt;
+  // The metadata server has its turn in the other half of the time.
+  deadline = deadline.earlier(Deadline::after(deadline.left() / 2));
+  auto answer = askSession(context_.session, known->session, question, deadline, &context_.closing);
+  // An engine that has withdrawn its name, or another one at its port, answers with another name.
+  if (!answer.ok() || answer->name != name_) return std::nullopt;
+  const auto id = endpointOwner(answer->endpoint);
+  if (!id.ok() || *id != known->peer->id) return std::nullopt;
+  return NamedAnswer{known->session, std::move(*answer)};
+}
+
+Result<NamedAnswer> askByName(const SegmentContext& context, const std::string& name,
+                              const Question& question, Deadline deadline) {
+  const auto record = context.metadata.find(name, deadline);
+  if (!record.ok()) return record.error();
+  if (!record->isOurMake) {
+    return Error{ErrorCode::kRefused,
+                 "\"" + name + "\" is an engine of another make, whose wire is not spoken here"};
+  }
+  auto answer = askSession(context.session, record->session, question, deadline, &context.closing);
+  if (!answer.ok()) return answer.error();
+  if (!context.metadata.namesAreSessions()) MOONCAKE_TRY(checkIdentity(name, *record, *answer));
+  return NamedAnswer{record->session, std::move(*answer)};
+}
+
 Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
   deadline = deadline.earlier(Deadline::after(context_.patience));
-  const auto session = context_.metadata.sessionOf(name_, deadline);
-  if (!session.ok()) return session.error();
-  auto description = askSession(context_.session, *session, {}, deadline, &context_.closing);
-  if (!description.ok()) return description.error();
+  auto found = askStandingPeer({}, deadline);
+  if (!found) {
+    auto asked = askByName(context_, name_, {}, deadline);
+    if (!asked.ok()) return asked.error();
+    found = std::move(*asked);
+  }
+  auto& [session, description] = *found;
   // The engine knows best whether the peer of before still stands.
-  auto peer = context_.engine.open(description->endpoint, name_, deadline, &context_.closing);
+  auto peer = context_.engine.open(description.endpoint, name_, deadline, &context_.closing);
   if (!peer.ok()) return peer.error();
   auto known = std::make_shared<Known>();
   known->peer = std::move(*peer);
@@ -101,7 +139,8 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
   }
   if (known->peer && known->peer->disconnected)
     return Error{ErrorCode::kPeerLost, "\"" + name_ + "\": " + known->peer->evidence.detail};
-  known->inOrder = std::move(description->buffers);
+  known->session = std::move(session);
+  known->inOrder = std::move(description.buffers);
   for (const RemoteBuffer& buffer : known->inOrder)
     known->byAddress.emplace(buffer.region.address, &buffer);
   return KnownPtr(std::move(known));

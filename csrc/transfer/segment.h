@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,17 @@ struct SegmentContext {
   const StopSignal& closing;
   std::chrono::milliseconds patience;  // with a peer that is asked who it is
 };
+
+// What an engine says of itself, and the session port where it said so.
+struct NamedAnswer {
+  std::string session;
+  SegmentDescription description;
+};
+
+// Asks the engine to which a name leads. kPeerLost: it has ended, also where another engine listens
+// at its port now.
+Result<NamedAnswer> askByName(const SegmentContext& context, const std::string& name,
+                              const Question& question, Deadline deadline);
 
 // The memory that an engine has registered, under a name, as we know it: asked for at first use and
 // kept, asked for once more when the peer refuses what we know, or is another engine by now.
@@ -62,9 +74,13 @@ class Segment : public std::enable_shared_from_this<Segment> {
   // All that it has registered, as we know it.
   Result<std::vector<RemoteRegion>> regions(Deadline deadline);
   uint64_t generation() const;
+  // Asks the peer that stands connected, which needs no metadata server. Empty: there is none, or
+  // it is not the engine of this name any more.
+  std::optional<NamedAnswer> askStandingPeer(const Question& question, Deadline deadline) const;
 
  private:
   struct Known {
+    std::string session;         // where the peer answers questions
     std::shared_ptr<Peer> peer;  // null: it is we
     std::vector<RemoteBuffer> inOrder;
     std::map<uint64_t, const RemoteBuffer*> byAddress;

@@ -121,12 +121,22 @@ Status TransferEngine::start(TransferEngineOptions options) {
   limiter_ = std::make_unique<Limiter>(settings_.mostTransfers);
   driverContext_.reset(
       new DriverContext{*engine_, *limiter_, askers_, stopping_, ended_, bells_, logName_});
+  auto incarnation = incarnationOf(engine_->endpoint());
+  if (!incarnation.ok()) return incarnation.status();
+  keeper_ = std::make_unique<NameKeeper>(
+      *metadata_,
+      [this](const std::string& session, Deadline deadline) {
+        return askHolder(*askContext_, session, deadline, *closing_);
+      },
+      NameKeeper::Options{.name = name,
+                          .record = {.session = session_, .incarnation = std::move(*incarnation)},
+                          .logName = logName_,
+                          .patience = settings_.sessionTimeout});
   auto server = SessionServer::start(*answerContext_, std::move(listener->socket),
                                      [this] { return describe(); });
   if (!server.ok()) return server.status();
   server_ = std::move(*server);
-  MOONCAKE_TRY(metadata_->publish(name, session_, Deadline::after(settings_.sessionTimeout)));
-  isPublished_ = true;
+  MOONCAKE_TRY(keeper_->publish());
   log(LogLevel::kInfo, logName_, "answers at ", session_, ", protocol ", protocol_);
   return {};
 }
@@ -151,7 +161,7 @@ void TransferEngine::close() {
   calls_.close();
   followUps_.stop();
   askers_.stop();
-  if (isPublished_) metadata_->retract(name(), Deadline::after(settings_.sessionTimeout));
+  if (keeper_) keeper_->retract();
   if (server_) server_->stop();
   if (engine_) engine_->leave();
 }
@@ -179,7 +189,8 @@ std::shared_ptr<const Bytes> TransferEngine::describe() {
   std::lock_guard lock(mutex_);
   if (isClosed_) return nullptr;
   if (!description_ || describedVersion_ != version) {
-    const SegmentDescription all{.name = name(),
+    // Peers that knew the name ask the metadata server again.
+    const SegmentDescription all{.name = keeper_->isRetracted() ? std::string() : name(),
                                  .protocol = protocol_,
                                  .endpoint = engine_->endpoint(),
                                  .buffers = memory_->list()};
@@ -205,7 +216,9 @@ Code TransferEngine::registerMemory(uint64_t address, uint64_t bytes, const std:
   std::string why;
   const Code code = memory_->add(
       address, bytes, {.location = location, .isRemoteAccessible = isRemoteAccessible}, why);
-  return code == kGood ? code : fail(code, "memory is not registered: " + why);
+  if (code != kGood) return fail(code, "memory is not registered: " + why);
+  keeper_->renewSoon();
+  return kGood;
 }
 
 Code TransferEngine::unregisterMemory(uint64_t address) {
@@ -294,7 +307,9 @@ Code TransferEngine::refresh(Segment& segment) {
 Code TransferEngine::retract() {
   const Call call(*this);
   if (!call) return kContext;
-  metadata_->retract(name(), Deadline::after(settings_.sessionTimeout));
+  keeper_->retract();
+  std::lock_guard lock(mutex_);
+  description_.reset();
   return kGood;
 }
 
@@ -337,13 +352,9 @@ uint64_t TransferEngine::firstBuffer(const std::string& name) {
 Code TransferEngine::probe(const std::string& name) {
   const Call call(*this);
   if (!call) return kContext;
-  const Deadline deadline = Deadline::after(settings_.sessionTimeout);
-  const auto session = metadata_->sessionOf(name, deadline);
-  if (!session.ok()) return fail(codeOf(session.error().code), "probe: " + session.error().message);
-  const auto answer = askSession(*askContext_, *session, {.kind = Question::Kind::kProbe}, deadline,
-                                 closing_.get());
-  if (answer.ok()) return kGood;
-  return fail(codeOf(answer.error().code), "probe: " + answer.error().message);
+  const Status answered = directory_->probe(name, Deadline::after(settings_.sessionTimeout));
+  if (answered.ok()) return kGood;
+  return fail(codeOf(answered.code()), "probe: " + answered.error().message);
 }
 
 Result<std::shared_ptr<Peer>> TransferEngine::livePeer(Segment& segment) {

@@ -17,6 +17,7 @@
 #include "transfer/errands.h"
 #include "transfer/managed_pool.h"
 #include "transfer/metadata.h"
+#include "transfer/name_keeper.h"
 #include "transfer/notifications.h"
 #include "transfer/session_server.h"
 
@@ -153,6 +154,7 @@ class TransferEngine {
   std::unique_ptr<RegisteredMemory> memory_;
   std::unique_ptr<ManagedPool> pool_;
   std::unique_ptr<Metadata> metadata_;
+  std::unique_ptr<NameKeeper> keeper_;
   std::unique_ptr<Notifications> notifications_;
   std::unique_ptr<SegmentContext> segmentContext_;
   std::unique_ptr<Directory> directory_;
@@ -167,7 +169,6 @@ class TransferEngine {
 
   std::mutex mutex_;  // guards all below
   bool isClosed_ = false;
-  bool isPublished_ = false;
   std::vector<std::thread> workers_;
   std::set<Doorbell*> drivers_;
   std::weak_ptr<const void> lent_;

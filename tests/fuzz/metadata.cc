@@ -9,7 +9,8 @@ using mooncake::transfer::SessionId;
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
-  for (const char* field : {"engine", "ip_or_host_name", "rpc_port"}) (void)fieldOf(text, field);
+  for (const char* field : {"engine", "ip_or_host_name", "rpc_port", "incarnation"})
+    (void)fieldOf(text, field);
   if (const auto session = SessionId::parse(text); session.ok()) {
     const auto again = SessionId::parse(session->text());
     mooncake::fuzz::require(again.ok() && again->text() == session->text());

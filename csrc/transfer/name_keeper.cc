@@ -1,0 +1,177 @@
+#include "transfer/name_keeper.h"
+
+#include <pthread.h>
+#include <utility>
+
+#include "base/backoff.h"
+#include "base/log.h"
+#include "base/signals.h"
+#include "engine/route.h"
+#include "transfer/session_server.h"
+#include "transfer/session_socket.h"
+
+namespace mooncake::transfer {
+namespace {
+
+// A record may change between two requests. Each change is another engine's; more than a few in one
+// attempt means that engines compete for the name.
+constexpr int kMostTries = 3;
+
+}  // namespace
+
+NameKeeper::NameKeeper(Metadata& metadata, Ask ask, Options options)
+    : metadata_(metadata), ask_(std::move(ask)), options_(std::move(options)) {}
+
+NameKeeper::~NameKeeper() { retract(); }
+
+Status NameKeeper::publish() {
+  if (metadata_.namesAreSessions()) return {};
+  MOONCAKE_TRY(attempt(Deadline::after(options_.patience)));
+  const std::lock_guard ending(endingMutex_);
+  isPublished_ = true;
+  const BlockedSignals blocked;
+  thread_ = std::thread([this] { run(); });
+  return {};
+}
+
+void NameKeeper::renewSoon() {
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(isWanted_, true)) changed_.notify_one();
+}
+
+void NameKeeper::retract() {
+  const std::lock_guard ending(endingMutex_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(isRetracted_, true)) return;
+    changed_.notify_one();
+  }
+  // The keeper's last attempt ends first. Otherwise it could write the record behind our deletion.
+  if (thread_.joinable()) thread_.join();
+  if (isPublished_)
+    metadata_.erase(options_.name, options_.record, Deadline::after(options_.patience));
+}
+
+bool NameKeeper::isRetracted() const {
+  const std::lock_guard lock(mutex_);
+  return isRetracted_;
+}
+
+void NameKeeper::run() {
+  ::pthread_setname_np(::pthread_self(), "mooncake-name");
+  std::unique_lock lock(mutex_);
+  Clock::time_point earliest = Clock::now();
+  Clock::time_point due = earliest + jittered(options_.period);
+  while (!isRetracted_) {
+    const auto next = isWanted_ ? std::min(earliest, due) : due;
+    if (Clock::now() < next) {
+      changed_.wait_until(lock, next);
+      continue;
+    }
+    isWanted_ = false;
+    lock.unlock();
+    report(attempt(Deadline::after(options_.patience)));
+    lock.lock();
+    earliest = Clock::now() + options_.leastPause;
+    due = Clock::now() + jittered(options_.period);
+  }
+}
+
+void NameKeeper::report(const Status& attempted) {
+  if (attempted.ok() == std::exchange(wasKept_, attempted.ok())) return;
+  if (attempted.ok()) {
+    log(LogLevel::kInfo, options_.logName, "the name is in the metadata server again");
+  } else {
+    log(LogLevel::kWarning, options_.logName,
+        "the name is not published again, which is tried until it succeeds: ",
+        attempted.error().message);
+  }
+}
+
+Status NameKeeper::attempt(Deadline deadline) {
+  const NameRecord* seen = nullptr;
+  Result<NameRecord> found(ErrorCode::kMismatch, "");
+  for (int i = 0; i < kMostTries; ++i) {
+    const auto put = metadata_.put(options_.name, options_.record, seen, deadline);
+    if (!put.ok()) return put.status();
+    if (*put) return {};
+    seen = nullptr;
+    found = metadata_.find(options_.name, deadline);
+    if (!found.ok()) {
+      if (found.error().code == ErrorCode::kMismatch) continue;  // deleted meanwhile
+      return {ErrorCode::kInvalidArgument, "the name \"" + options_.name +
+                                               "\" is taken: " + found.error().message +
+                                               ". Delete its key there if no engine has it"};
+    }
+    // An older server of Mooncake's refuses the record that it has.
+    if (found->session == options_.record.session &&
+        found->incarnation == options_.record.incarnation)
+      return {};
+    MOONCAKE_TRY(checkHolder(*found, deadline));
+    log(LogLevel::kInfo, options_.logName, "takes the name \"", options_.name,
+        "\" over from an engine at ", found->session, " that has ended");
+    seen = &*found;
+  }
+  return {ErrorCode::kInvalidArgument,
+          "the name \"" + options_.name + "\" is taken: other engines publish it at this moment"};
+}
+
+// Ok: no engine answers for the record.
+Status NameKeeper::checkHolder(const NameRecord& record, Deadline deadline) const {
+  const auto answer = ask_(record.session, deadline);
+  const std::string taken = "the name \"" + options_.name + "\" is taken: ";
+  if (answer.ok()) {
+    if (!checkIdentity(options_.name, record, *answer).ok()) return {};
+    return {ErrorCode::kInvalidArgument, taken + "an engine at " + record.session + " has it"};
+  }
+  if (answer.error().code == ErrorCode::kPeerLost) return {};
+  // Bytes that are no handshake come from no engine of ours.
+  if (answer.error().code == ErrorCode::kProtocol && record.isOurMake) return {};
+  if (answer.error().code == ErrorCode::kAborted) return answer.status();
+  return {ErrorCode::kInvalidArgument,
+          taken + "a program listens at " + record.session +
+              " and may be the engine that has it (" + answer.error().message +
+              "). If it is not, delete the name's key from the server"};
+}
+
+Result<SegmentDescription> askHolder(const TransportContext& context, const std::string& session,
+                                     Deadline deadline, const StopSignal& stop) {
+  const auto where = SessionId::parse(session);
+  if (!where.ok()) return where.error();
+  // A host that is switched off refuses nothing: half of the time is left for the other requests.
+  const auto patience = deadline.earlier(Deadline::after(deadline.left() / 2));
+  const auto connected = connectTo(*where, patience, &stop);
+  if (!connected.ok()) {
+    const ErrorCode code = connected.error().code;
+    if (code == ErrorCode::kAborted || code == ErrorCode::kExhausted) return connected.error();
+    return Error{ErrorCode::kPeerLost, connected.error().message};
+  }
+  auto answer = askSession(context, session, {.kind = Question::Kind::kProbe}, deadline, &stop);
+  // It listened a moment ago: a connection that broke does not mean that it has ended.
+  if (!answer.ok() && answer.error().code == ErrorCode::kPeerLost)
+    return Error{ErrorCode::kRefused, answer.error().message};
+  return answer;
+}
+
+Result<std::string> incarnationOf(ByteView endpoint) {
+  const auto id = endpointOwner(endpoint);
+  if (!id.ok()) return id.error();
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const std::byte byte : *id)
+    text += {kDigits[std::to_integer<int>(byte) >> 4], kDigits[std::to_integer<int>(byte) & 15]};
+  return text;
+}
+
+Status checkIdentity(const std::string& name, const NameRecord& record,
+                     const SegmentDescription& answer) {
+  const auto incarnation = incarnationOf(answer.endpoint);
+  if (!incarnation.ok()) return incarnation.status();
+  const bool isSame =
+      record.incarnation.empty() ? answer.name == name : *incarnation == record.incarnation;
+  if (isSame) return {};
+  return {ErrorCode::kPeerLost, "the engine that published \"" + name + "\" has ended: at " +
+                                    record.session + " \"" + answer.name + "\" answers now"};
+}
+
+}  // namespace mooncake::transfer

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "base/stop_signal.h"
+#include "engine/transports/transport.h"
+#include "transfer/metadata.h"
+#include "transfer/segment_description.h"
+
+namespace mooncake::transfer {
+
+// Keeps the name of one engine in the metadata server: publishes it, and publishes it again after
+// each registration and every `period`. A server that lost all names so has this one again within
+// 30 s. Takes over a name that no engine answers for. Any thread.
+class NameKeeper {
+ public:
+  // Asks a session port which engine listens there. kPeerLost: nothing listens. Any other error:
+  // a program listens there and does not tell its name.
+  using Ask = std::function<Result<SegmentDescription>(const std::string& session, Deadline)>;
+  struct Options {
+    std::string name;
+    NameRecord record;
+    std::string logName;
+    std::chrono::milliseconds patience;  // for one attempt to publish
+    Clock::duration period =
+        std::chrono::seconds(15);  // between attempts; jitter halves it at most
+    Clock::duration leastPause = std::chrono::seconds(1);  // between attempts for registrations
+  };
+
+  NameKeeper(Metadata& metadata, Ask ask, Options options);
+  ~NameKeeper();
+
+  // Blocks until the name leads to our engine, then begins to keep it. kInvalidArgument: an engine
+  // answers for the name.
+  Status publish();
+  // Publishes again soon, on the keeper's thread.
+  void renewSoon();
+  // Returns when nothing is published any more. Deletes our record if it is still there.
+  void retract();
+  bool isRetracted() const;
+
+ private:
+  void run();
+  Status attempt(Deadline deadline);
+  Status checkHolder(const NameRecord& record, Deadline deadline) const;
+  void report(const Status& attempted);
+
+  Metadata& metadata_;
+  const Ask ask_;
+  const Options options_;
+  bool wasKept_ = true;     // the last attempt was good; of the keeper's thread
+  std::mutex endingMutex_;  // one retract() at a time
+  std::thread thread_;      // guarded by endingMutex_, as is isPublished_
+  bool isPublished_ = false;
+  mutable std::mutex mutex_;  // guards all below
+  std::condition_variable changed_;
+  bool isWanted_ = false;  // renewSoon() was called since the last attempt began
+  bool isRetracted_ = false;
+};
+
+// NameKeeper::Ask over the wire.
+Result<SegmentDescription> askHolder(const TransportContext& context, const std::string& session,
+                                     Deadline deadline, const StopSignal& stop);
+
+// The incarnation of NameRecord: the id at the start of an engine's endpoint, in hex.
+Result<std::string> incarnationOf(ByteView endpoint);
+
+// Whether a description comes from the engine that a record names.
+Status checkIdentity(const std::string& name, const NameRecord& record,
+                     const SegmentDescription& answer);
+
+}  // namespace mooncake::transfer
