@@ -33,8 +33,10 @@ class RestartingAgent(LocalElasticAgent):
         super().__init__(spec, *positional, **named)
         self.journal = journal
         self.host = socket.gethostname()
+        self.node = 0
         self.attempt = -1
-        self.started = 0.0
+        self.started = 0.0  # wall clock
+        self.began = 0.0  # the same moment on a clock that nobody sets
         self.failed: dict[int, ProcessFailure] = {}  # of this attempt, by rank
         self.running: dict[int, int] = {}  # of this attempt, rank by local rank
 
@@ -42,7 +44,8 @@ class RestartingAgent(LocalElasticAgent):
         self.running = {}
         self.failed = {}
         self.attempt += 1
-        self.started = time.time()
+        self.node = worker_group.group_rank or 0
+        self.started, self.began = time.time(), time.monotonic()
         pids: dict[int, Any] = super()._start_workers(worker_group)
         # By the time at which a rank can miss another one it has long been here.
         for path in torch_parts.error_files(self).values():
@@ -67,7 +70,7 @@ class RestartingAgent(LocalElasticAgent):
     def look(self, stopped: bool = False, except_for: int | None = None) -> list[Ending]:
         """Writes down which processes have ended since the last look. `stopped`: the launcher ended
         them, except for this local rank."""
-        moment = time.time()
+        moment = self.started + time.monotonic() - self.began
         found = []
         for local_rank, process in torch_parts.processes(self).items():
             code = process.poll()
@@ -88,6 +91,7 @@ class RestartingAgent(LocalElasticAgent):
                 message,
                 stopped=stopped and local_rank != except_for and code != 0,
                 waits=sorted(waits.read(self._error_file(local_rank)).items()),
+                node=self.node,
             )
             self.journal.endings.append(ending)
             found.append(ending)

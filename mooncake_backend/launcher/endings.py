@@ -16,10 +16,12 @@ class Ending:
 
     attempt: which start of the job it belonged to, from 0 on
     code: its exit code; minus the number of the signal that ended it
-    started, ended: seconds since the epoch, on the clock of its host
+    started, ended: seconds since the epoch, on the clock of its host: of use beside times of the
+    same node only
     message: the first line of its error file
     stopped: the launcher ended it
     waits: of each rank that it lost: how many seconds that held up one of its calls at most
+    node: number of the launcher that saw the end
     """
 
     rank: int
@@ -31,6 +33,7 @@ class Ending:
     message: str = ""
     stopped: bool = False
     waits: Sequence[Sequence[float]] = ()
+    node: int = 0
 
     @property
     def finished(self) -> bool:
@@ -48,13 +51,13 @@ class Ending:
 
 
 def failures(endings: Iterable[Ending]) -> list[Ending]:
-    """Those that make the job fail. A rank that died and that others outlived is a loss, which the
-    job was started to survive. A rank that fails when others have finished is not: nobody does its
-    work any more."""
+    """Those that make the job fail: all that died, unless some rank finished. Each rank that died
+    beside one that finished is a loss, which the job was started to survive. No time of an end
+    decides anything: launchers see ends late, and clocks of hosts differ."""
     endings = list(endings)
-    finished = [ending.ended for ending in endings if ending.finished]
-    died = [ending for ending in endings if not ending.finished]
-    return [ending for ending in died if not finished or ending.ended > min(finished)]
+    if any(ending.finished for ending in endings):
+        return []
+    return endings
 
 
 def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
@@ -66,7 +69,7 @@ def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
         headline += f", attempt {last + 1}"
     rows: list[tuple[str, ...]] = [("rank", "host", "ended", "ran for", "how", "the others")]
     died = [ending for ending in endings if not ending.finished and not ending.stopped]
-    for ending in sorted(died, key=lambda ending: (ending.attempt, ending.ended)):
+    for ending in sorted(died, key=lambda ending: (ending.attempt, ending.node, ending.ended)):
         rows.append(_row(ending, endings, last))
     rows += _groups([ending for ending in endings if ending not in died], last)
     lines = [f"{TITLE}: {headline}"]
@@ -82,12 +85,8 @@ def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
 def _headline(endings: Sequence[Ending]) -> str:
     finished = sum(ending.finished for ending in endings)
     text = f"{finished} of {len(endings)} ranks finished"
-    failed = failures(endings)
-    lost = len(endings) - finished - len(failed)
-    if lost:
-        text += f", {lost} died and the others went on"
-    if failed and finished:
-        text += f", {len(failed)} failed after others had finished"
+    if finished and finished < len(endings):
+        text += f", {len(endings) - finished} died and the others went on"
     return text
 
 
@@ -96,7 +95,7 @@ def _row(ending: Ending, endings: Sequence[Ending], last: int) -> tuple[str, ...
     outlived = [
         other.ended - ending.ended
         for other in others
-        if other.finished and other.ended >= ending.ended
+        if other.finished and other.node == ending.node and other.ended >= ending.ended
     ]
     waits = [wait for other in others for rank, wait in other.waits if rank == ending.rank]
     said = []
@@ -104,6 +103,8 @@ def _row(ending: Ending, endings: Sequence[Ending], last: int) -> tuple[str, ...
         said.append("went on" + (f" after {_duration(max(waits))}" if waits else ""))
     if outlived:
         said.append(f"the last finished {max(outlived):.1f} s later")
+    elif any(other.finished and other.node != ending.node for other in others):
+        said.append("finished on other hosts")
     elif any(other.stopped for other in others):
         said.append("were stopped")
     return (
