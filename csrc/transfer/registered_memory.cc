@@ -26,6 +26,11 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
   std::lock_guard adding(addingMutex_);
   {
     std::shared_lock lock(mutex_);
+    if (buffers_.size() > kMost) {
+      why = "all " + std::to_string(kMost) + " registrations of this engine are in use. " +
+            "Unregister memory, or register larger ranges";
+      return kMemory;
+    }
     const auto behind = buffers_.lower_bound(address + bytes);
     if (behind != buffers_.begin()) {
       const RemoteRegion before = std::prev(behind)->second->region.remote();

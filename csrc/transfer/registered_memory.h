@@ -26,6 +26,10 @@ struct RegisteredBuffer {
 // Memory that the user has registered, by where it lies. Ranges do not overlap. Any thread.
 class RegisteredMemory {
  public:
+  // Registrations that a program may have, beside that of the pool of managed buffers. The other
+  // entries of the region table are for transfers that register memory for their own time.
+  static constexpr size_t kMost = size_t(64) << 10;
+
   explicit RegisteredMemory(RegionTable& regions) : regions_(regions) {}
 
   struct Options {

@@ -203,7 +203,7 @@ std::shared_ptr<const Bytes> TransferEngine::describe() {
 TransferLimits TransferEngine::limits() const {
   return {.transfers = settings_.mostTransfers,
           .ioThreads = settings_.tcpIoThreads,
-          .registrations = RegionTable::kCapacity,
+          .registrations = RegisteredMemory::kMost,
           .batchedTransfers = BatchTable::kMostTasks};
 }
 
