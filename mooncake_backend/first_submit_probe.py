@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from mooncake_backend.command_line import parse_flags
 from mooncake_backend.transfer_bench import PROTOCOLS, BenchError, Buffer, open_engine, serve
 
 FAILED = 1
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = parse_flags(_parser(), arguments)
     options.local_server_name = options.local_server_name or f"{socket.gethostname()}:12345"
     try:
         if options.mode not in ("initiator", "target"):

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mooncake_backend.command_line import parse_flags
+
 UNITS = {"GB": 1e9, "GiB": 2**30, "Gb": 1e9 / 8, "MB": 1e6, "MiB": 2**20, "Mb": 1e6 / 8}
 UNITS |= {"KB": 1e3, "KiB": 2**10, "Kb": 1e3 / 8}
 PROTOCOLS = ["tcp", "shm", "rdma", "efa", "nvlink", "nvlink_intra", "barex", "hip", "musa"]
@@ -312,7 +314,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = parse_flags(parser(), arguments)
     try:
         if options.backend != "classic":
             raise BenchError("there is no backend tent: --backend=classic")

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake_backend import transfer_bench
+from mooncake_backend import topology_dump, transfer_bench
+from mooncake_backend.command_line import parse_flags
 
 BUFFER = 1 << 20
 SMALL = ["--block_size=4096", "--batch_size=4", "--threads=2", "--duration=1"]
@@ -94,3 +95,74 @@ def test_a_sweep_is_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
 def test_what_cannot_be_measured_is_said(flags, says, capsys):
     assert transfer_bench.main([*COMMON, *flags]) == transfer_bench.FAILED
     assert says in capsys.readouterr().err
+
+
+def test_flags_may_have_one_dash_as_with_the_original():
+    flags = [
+        "-mode=target",
+        "-threads",
+        "3",
+        "-use_vram=false",
+        "--block_size=8",
+        "-batch_size",
+        "2",
+    ]
+    options = parse_flags(transfer_bench.parser(), flags)
+    assert (options.mode, options.threads, options.use_vram) == ("target", 3, False)
+    assert (options.block_size, options.batch_size) == (8, 2)
+    # A value keeps its dash, and what is no flag is named as it was given.
+    assert parse_flags(transfer_bench.parser(), ["--segment_id=-x"]).segment_id == "-x"
+
+
+def test_a_flag_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(transfer_bench.parser(), ["-mod=target"])
+    assert "-mod=target" in capsys.readouterr().err
+
+
+# ---- transfer_engine_topology_dump
+
+
+def test_the_topology_is_printed_as_by_the_original(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MC_CUSTOM_TOPO_JSON", "")  # to be put back at the end
+    custom = tmp_path / "topology.json"
+    custom.write_text('{"cpu:0": [["card0"], ["card1"]]}')
+
+    def dumped(*flags: str) -> tuple[str, dict[str, list[list[str]]]]:
+        assert topology_dump.main(flags) == 0
+        kind, _, topology = capsys.readouterr().out.partition(": ")
+        return kind, json.loads(topology)
+
+    kind, topology = dumped("--custom-topo-json", str(custom))
+    assert kind == f"Local topology [te/custom ({custom})]"
+    assert topology["cpu:0"] == [["card0"], ["card1"]]
+    assert dumped("-use-custom-topo", "--backend=te") == (kind, topology)
+    kind, topology = dumped("--device-name=no_such_card")
+    assert kind == "Local topology [te/discover]"
+    assert topology["cpu:0"] == [["no_such_card"], []]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--backend=tent"], "there is no backend tent"),
+        (["--use-custom-topo"], "MC_CUSTOM_TOPO_JSON, which is not set"),
+        (["--custom-topo-json=/no/such/file"], "/no/such/file cannot be read"),
+    ],
+)
+def test_a_topology_that_cannot_be_printed_is_said(flags, says, monkeypatch, capsys):
+    monkeypatch.delenv("MC_CUSTOM_TOPO_JSON", raising=False)
+    assert topology_dump.main(flags) == topology_dump.FAILED
+    assert says in capsys.readouterr().err
+
+
+def test_programs_are_installed_under_the_originals_names():
+    import importlib.metadata
+
+    names = {point.name for point in importlib.metadata.entry_points(group="console_scripts")}
+    expected = {"mooncake_http_metadata_server", "transfer_engine_bench"}
+    expected |= {"transfer_engine_topology_dump", "efa_first_submit_probe"}
+    assert expected <= names
+    from mooncake import transfer_engine_topology_dump
+
+    assert transfer_engine_topology_dump.main is topology_dump.main
