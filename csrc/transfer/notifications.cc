@@ -1,6 +1,5 @@
 #include "transfer/notifications.h"
 
-#include <algorithm>
 #include <chrono>
 
 #include "base/log.h"
@@ -89,17 +88,13 @@ void Notifications::onMessage(const EngineId& from, ByteView message) {
     log(LogLevel::kWarning, engine_.logName(), "a notification that does not decode is dropped");
     return;
   }
-  if (isNew(from, number)) keep(std::move(notification));
+  bool isNew;
+  {
+    std::lock_guard lock(mutex_);
+    isNew = seen_.isNew(from, number);
+  }
+  if (isNew) keep(std::move(notification));
   (void)engine_.send(from, kNotificationTopic, ByteWriter().put(kArrived).put(number).take());
-}
-
-bool Notifications::isNew(const EngineId& from, uint64_t number) {
-  std::lock_guard lock(mutex_);
-  auto& seen = seen_[from];
-  if (std::find(seen.rbegin(), seen.rend(), number) != seen.rend()) return false;
-  seen.push_back(number);
-  if (seen.size() > kRemembered) seen.pop_front();
-  return true;
 }
 
 void Notifications::keep(Notification notification) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "transfer/seen_numbers.h"
 
 namespace mooncake::transfer {
 
@@ -38,9 +39,7 @@ class Notifications {
   void stop();
 
  private:
-  static constexpr size_t kRemembered = 1024;  // numbers of each peer: what comes twice is dropped
   void onMessage(const EngineId& from, ByteView message);
-  bool isNew(const EngineId& from, uint64_t number);
 
   Engine& engine_;
   Doorbell acknowledged_;
@@ -48,7 +47,7 @@ class Notifications {
   std::mutex mutex_;  // guards all below
   uint64_t last_ = 0;
   std::map<uint64_t, bool> underWay_;  // has arrived
-  std::map<EngineId, std::deque<uint64_t>> seen_;
+  SeenNumbers seen_;
   std::deque<Notification> kept_;
   size_t keptBytes_ = 0;
 };
