@@ -219,6 +219,64 @@ def test_a_slow_reader_holds_up_nothing_but_its_own(wire):
     assert slow == ours == other
 
 
+def works_beside_the_stopped(me, count):
+    """Rank 0 holds so many targets and is stopped; rank 1 has more under way to each of them than
+    an engine carries, and works with rank 2 meanwhile."""
+    pieces, piece = 64, 4096
+    if me.rank != 1:
+        sides = [engines.make(size=pieces * piece) for _ in range(count if me.rank == 0 else 1)]
+        me.board.set(f"targets-{me.rank}", [(side.session, side.address) for side in sides])
+        me.board.wait("done")
+        return [side.memory.tobytes() for side in sides]
+    side = engines.make(size=pieces * piece)
+    side.fill(1)
+    engine = side.engine
+
+    def blocks(target, there):
+        starts = range(0, pieces * piece, piece)
+        here = [side.address + at for at in starts]
+        return target, here, [there + at for at in starts], [piece] * pieces
+
+    stopped = [blocks(*target) for target in me.board.wait("targets-0")]
+    (live,) = (blocks(*target) for target in me.board.wait("targets-2"))
+    for target, here, there, _ in [*stopped, live]:
+        assert engine.transfer_sync_write(target, here[0], there[0], 8) == 0
+    me.board.set("opened")
+    me.board.wait("stopped")
+    batches = [engine.batch_transfer_async_write(*one) for one in stopped]
+    codes: list[int] = []
+    caller = threading.Thread(
+        target=lambda: codes.append(engine.batch_transfer_sync_write(*stopped[0]))
+    )
+    caller.start()
+    for _ in range(20):
+        assert engine.transfer_sync_write(live[0], live[1][0], live[2][0], piece) == 0
+        assert engine.batch_transfer_sync_write(*live) == 0
+        meanwhile = engine.batch_transfer_async_write(*live)
+        assert engine.get_batch_transfer_status([meanwhile]) == 0
+    assert [engine.transfer_check_status(batch) for batch in batches] == [0] * count
+    assert caller.is_alive()
+    me.board.set("moved")
+    assert engine.get_batch_transfer_status(batches) == 0
+    caller.join()
+    assert codes == [0]
+    me.board.set("done")
+    return [side.memory.tobytes()] * count
+
+
+def test_stopped_targets_take_no_slot_from_others(wire):
+    """The first transfers to them would hold all slots until their deadline."""
+    with harness.starting(3, works_beside_the_stopped, 5, **over(wire)) as crew:
+        crew.board.wait("opened")
+        crew.stop(0)
+        crew.board.set("stopped")
+        crew.board.wait("moved")
+        crew.cont(0)
+        stopped, ours, live = crew.results()
+    assert stopped == ours
+    assert live == ours[:1]
+
+
 # ---- many
 
 

@@ -321,7 +321,8 @@ constexpr TransferEntry kTransferEntries[] = {
       "1: a transfer engine with a metadata server listens at the port of its own name"},
      parseGivenRpcPort},
     {{"MC_TCP_MAX_CONNECTIONS", "64",
-      "Transfers that one engine has under way at a time, 1 to 4096; others wait"},
+      "Slots for transfers under way, 1 to 4096. Half of them at most serve one peer, and a "
+      "transfer without an end after 10 ms gives its slot back"},
      parseMostTransfers},
     {{"MC_NUM_TCP_IO_THREADS", "0",
       "Threads of a transfer engine that carry bulk data over TCP, up to 64; 0: as there are "

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <optional>
+#include <utility>
 
 #include "base/backoff.h"
 #include "base/log.h"
@@ -20,59 +22,78 @@ Driver::Driver(const DriverContext& context, TaskQueue& queue)
     : context_(context),
       queue_(queue),
       bell_(context.bells.take()),
-      generation_(context.stopping.generation()) {}
+      nextLook_(Clock::now() + kLook) {}
 
 Driver::~Driver() { context_.bells.give(bell_); }
 
 void Driver::run() {
   for (;;) {
-    const bool mayBeginMore = fill();
+    fill();
     flush();
-    if (busy_ == 0) {
-      if (!queue_.isReady()) return;
-      if (!mayBeginMore)
-        context_.limiter.await(context_.stopping, generation_, Deadline::after(kLook));
-    }
-    if (!collect()) {
-      const Waiter waiter{bell_, context_.stopping, generation_, Deadline::at(nextLook()),
-                          SpinPolicy::forMessages()};
-      if (busy_ != 0) {
-        (void)waiter.until([this] {
-          return std::any_of(flights_.begin(), flights_.end(),
-                             [](const auto& flight) { return hasNews(*flight); });
-        });
-      }
-      expire();
-      flush();
-    }
+    sweep();
+    if (flying_.empty() && queue_.isEmpty()) return;
+    if (!collect()) await();
+    expire();
+    flush();
+    sweep();
   }
 }
 
-// False: the engine has as many transfers under way as it may.
-bool Driver::fill() {
-  while (busy_ < kMostUnderWay) {
-    if (!context_.limiter.tryTake()) return false;
-    const auto claim = queue_.pop();
-    if (!claim) {
-      context_.limiter.give();
-      return true;
-    }
-    const auto free = std::find_if(flights_.begin(), flights_.end(), [](const auto& flight) {
-      return flight->stage == Flight::Stage::kFree;
-    });
-    Flight& flight =
-        free != flights_.end() ? **free : *flights_.emplace_back(std::make_unique<Flight>(&bell_));
+// Begins all that get a slot.
+void Driver::fill() {
+  std::optional<Clock::time_point> now;
+  while (const auto claim = queue_.pop(context_.slots)) {
+    if (!now) now = Clock::now();
+    if (free_.empty())
+      free_.push_back(flights_.emplace_back(std::make_unique<Flight>(&bell_)).get());
+    Flight& flight = *free_.back();
+    free_.pop_back();
+    flying_.push_back(&flight);
     flight.claim = *claim;
     flight.pause = kFirstPause;
+    flight.begun = *now;
+    if (claim->slot == SlotPool::Slot::kCounted) {
+      ++counted_;
+      nextLook_ = std::min(nextLook_, *now + SlotPool::kPatience);
+    }
+    nextLook_ = std::min(nextLook_, claim->batch->deadline().when());
     claim->task->state.store(TaskState::kPending, std::memory_order_relaxed);
-    ++busy_;
     begin(flight);
   }
-  return true;
+}
+
+// Moves the flights that have ended to the free ones.
+void Driver::sweep() {
+  if (!std::exchange(hasEnded_, false)) return;
+  std::erase_if(flying_, [this](Flight* flight) {
+    if (flight->stage != Flight::Stage::kFree) return false;
+    free_.push_back(flight);
+    return true;
+  });
+}
+
+bool Driver::anyNews() const {
+  return std::any_of(flying_.begin(), flying_.end(),
+                     [](const Flight* flight) { return hasNews(*flight); });
+}
+
+// Until a flight has news, or nextLook_. With nothing in a counted slot, other drivers' ends and
+// new tasks are news, too: all that is under way here may be with peers that do not answer.
+void Driver::await() {
+  std::optional<SlotPool::Rest> rest;
+  if (counted_ == 0) {
+    rest.emplace(context_.slots, bell_);
+    const size_t before = flying_.size();
+    fill();
+    if (flying_.size() != before) return;
+  }
+  const Waiter waiter{bell_, context_.stopping, context_.generation, Deadline::at(nextLook_),
+                      SpinPolicy::forMessages()};
+  (void)waiter.until([&] { return (rest && rest->hasNews()) || anyNews(); });
 }
 
 void Driver::begin(Flight& flight) {
-  if (context_.stopping.generation() != generation_)
+  if (context_.stopping.generation() != context_.generation)
     return end(flight, TaskState::kCanceled, "the engine is closed");
   if (flight.claim.batch->deadline().passed())
     return end(flight, TaskState::kTimeout, "its deadline has passed before it could begin");
@@ -164,10 +185,10 @@ bool Driver::hasNews(const Flight& flight) {
 
 // Whether something has ended, or goes on.
 bool Driver::collect() {
-  bool any = false;
-  for (const auto& flight : flights_) {
+  std::optional<Clock::time_point> now;
+  for (Flight* flight : flying_) {
     if (!hasNews(*flight)) continue;
-    any = true;
+    if (!now) now = Clock::now();
     if (flight->stage == Flight::Stage::kAsks) {
       const Status answer = std::exchange(flight->asking, nullptr)->answer();
       if (answer.ok()) {
@@ -179,12 +200,13 @@ bool Driver::collect() {
     }
     const ErrorCode code = flight->completion.error.load(std::memory_order_acquire);
     if (code == ErrorCode::kOk) {
+      context_.slots.succeeded(flight->claim.task->request.segment->slots(), *now);
       end(*flight, TaskState::kCompleted);
     } else {
       onError(*flight, {code, std::string("the transfer ended with ") + errorCodeName(code)});
     }
   }
-  return any;
+  return now.has_value();
 }
 
 void Driver::onError(Flight& flight, const Error& error) {
@@ -222,11 +244,12 @@ void Driver::later(Flight& flight) {
   flight.stage = Flight::Stage::kWaits;
   flight.again = Clock::now() + jittered(flight.pause);
   flight.pause = doubled(flight.pause, kMostPause);
+  nextLook_ = std::min(nextLook_, flight.again);
 }
 
 // One line in the log for a batch, whatever the number of its transfers that fail.
 void Driver::end(Flight& flight, TaskState state, const std::string& why) {
-  const auto [batch, task] = flight.claim;
+  const auto [batch, task, slot] = flight.claim;
   Segment& segment = *task->request.segment;
   if (state != TaskState::kCompleted && batch->failed.fetch_add(1) == 0) {
     log(LogLevel::kWarning, context_.logName,
@@ -239,13 +262,13 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
     const uint64_t bytes = task->request.bytes;
     task->request.opcode == Opcode::kRead ? engine.countRead(bytes) : engine.countWritten(bytes);
   }
-  queue_.ended(&segment);
+  if (slot == SlotPool::Slot::kCounted) --counted_;
+  context_.slots.give(segment.slots(), slot);
   task->memory.reset();
   flight.place = {};
   flight.asking.reset();
   flight.stage = Flight::Stage::kFree;
-  --busy_;
-  context_.limiter.give();
+  hasEnded_ = true;
   task->state.store(state, std::memory_order_release);
   batch->ended.fetch_add(1, std::memory_order_seq_cst);  // the batch may be gone from here on
   context_.ended.ring();
@@ -259,30 +282,37 @@ void Driver::stop(Flight& flight, TaskState state, const char* why) {
   end(flight, state, why);
 }
 
-// Those whose time is over, and those that wait to be begun again.
+// Looks at every flight when one of them is due, or the engine closes.
 void Driver::expire() {
-  const bool isStopping = context_.stopping.generation() != generation_;
+  const bool isStopping = context_.stopping.generation() != context_.generation;
   const auto now = Clock::now();
-  for (const auto& flight : flights_) {
+  if (!isStopping && now < nextLook_) return;
+  nextLook_ = now + kLook;
+  for (Flight* flight : flying_) {
     if (flight->stage == Flight::Stage::kFree) continue;
     if (isStopping) {
       stop(*flight, TaskState::kCanceled, "the engine was closed");
-    } else if (flight->claim.batch->deadline().when() <= now) {
-      stop(*flight, TaskState::kTimeout, "no answer within its deadline");
-    } else if (flight->stage == Flight::Stage::kWaits && flight->again <= now) {
-      begin(*flight);
+    } else {
+      look(*flight, now);
     }
   }
 }
 
-Clock::time_point Driver::nextLook() const {
-  Clock::time_point look = Clock::now() + kLook;
-  for (const auto& flight : flights_) {
-    if (flight->stage == Flight::Stage::kFree) continue;
-    look = std::min(look, flight->claim.batch->deadline().when());
-    if (flight->stage == Flight::Stage::kWaits) look = std::min(look, flight->again);
+void Driver::look(Flight& flight, Clock::time_point now) {
+  const auto deadline = flight.claim.batch->deadline().when();
+  if (deadline <= now) return stop(flight, TaskState::kTimeout, "no answer within its deadline");
+  nextLook_ = std::min(nextLook_, deadline);
+  if (flight.claim.slot == SlotPool::Slot::kCounted) {
+    if (flight.begun + SlotPool::kPatience <= now) {
+      context_.slots.giveBack(flight.claim.task->request.segment->slots(), flight.claim.slot, now);
+      --counted_;
+    } else {
+      nextLook_ = std::min(nextLook_, flight.begun + SlotPool::kPatience);
+    }
   }
-  return look;
+  if (flight.stage != Flight::Stage::kWaits) return;
+  if (flight.again <= now) return begin(flight);
+  nextLook_ = std::min(nextLook_, flight.again);
 }
 
 }  // namespace mooncake::transfer

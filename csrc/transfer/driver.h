@@ -1,12 +1,11 @@
 #pragma once
 
-#include <array>
 #include <memory>
 #include <vector>
 
 #include "engine/engine.h"
 #include "transfer/bell_pool.h"
-#include "transfer/limiter.h"
+#include "transfer/slot_pool.h"
 #include "transfer/task_queue.h"
 
 namespace mooncake::transfer {
@@ -14,22 +13,21 @@ namespace mooncake::transfer {
 // What all drivers of an engine share. Outlives them.
 struct DriverContext {
   Engine& engine;
-  Limiter& limiter;
+  SlotPool& slots;
   Errands& errands;     // asks peers who they are
-  Interrupt& stopping;  // bumped when the engine closes
+  Interrupt& stopping;  // bumped when the engine closes, once
+  uint32_t generation;  // of `stopping`, before that
   Doorbell& ended;      // rung when a batch is over
   BellPool& bells;      // of drivers
   const std::string& logName;
 };
 
-// Carries out transfers on the thread that calls it: begins as many as may be under way, and waits
-// for their ends. A transfer that fails because a connection broke is begun again when that stands
+// Carries out transfers on the thread that calls it: begins those that get a slot, and waits for
+// their ends. A transfer that fails because a connection broke is begun again when that stands
 // again; one that was refused, because what we knew of the peer was old, once more with what the
 // peer says now. Each ends once.
 class Driver {
  public:
-  static constexpr size_t kMostUnderWay = 64;
-
   Driver(const DriverContext& context, TaskQueue& queue);
   ~Driver();
 
@@ -46,14 +44,14 @@ class Driver {
     TaskQueue::Claim claim{};
     Segment::Place place;
     Completion completion;
-    Clock::time_point begun;
+    Clock::time_point begun;                  // when it got its slot
     Clock::time_point again;                  // kWaits: when it is begun again
     Clock::duration pause{};                  // before that
     std::shared_ptr<Segment::Asking> asking;  // kAsks: the peer anew
     std::string why;                          // kAsks: what had failed
   };
 
-  bool fill();
+  void fill();
   void begin(Flight& flight);
   Status place(Flight& flight);
   void flush();
@@ -61,6 +59,8 @@ class Driver {
   void hand(std::span<Flight* const> flights, std::vector<Request>& requests);
   void copyHere(Flight& flight);
   bool collect();
+  bool anyNews() const;
+  void await();
   void onError(Flight& flight, const Error& error);
   void later(Flight& flight);
   void askAnew(Flight& flight, const Error& error);
@@ -68,17 +68,21 @@ class Driver {
   void end(Flight& flight, TaskState state, const std::string& why = {});
   void stop(Flight& flight, TaskState state, const char* why);
   void expire();
-  Clock::time_point nextLook() const;
+  void look(Flight& flight, Clock::time_point now);
+  void sweep();
 
   const DriverContext& context_;
   TaskQueue& queue_;
   Doorbell& bell_;  // outlives the channels
   std::vector<std::unique_ptr<Flight>> flights_;
-  std::vector<Flight*> due_;  // have their place, and are handed to their channels together
+  std::vector<Flight*> free_;    // of them
+  std::vector<Flight*> flying_;  // the others; sweep() moves those that have ended
+  bool hasEnded_ = false;        // a flight, since the last sweep()
+  size_t counted_ = 0;           // flights in slots of the pool
+  Clock::time_point nextLook_;   // when a flight is due to be begun again, parked or timed out
+  std::vector<Flight*> due_;     // have their place, and are handed to their channels together
   std::vector<GetRequest> gets_;
   std::vector<WriteRequest> writes_;
-  size_t busy_ = 0;
-  uint32_t generation_;  // of `stopping`
 };
 
 }  // namespace mooncake::transfer

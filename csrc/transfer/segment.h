@@ -17,6 +17,7 @@
 #include "transfer/metadata.h"
 #include "transfer/registered_memory.h"
 #include "transfer/segment_description.h"
+#include "transfer/slot_pool.h"
 
 namespace mooncake::transfer {
 
@@ -52,6 +53,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
   int32_t id() const { return id_; }
   void setId(int32_t id) { id_ = id; }  // before others see it
   bool isOurs() const { return isOurs_; }
+  SlotShare& slots() { return slots_; }
 
   struct Place {
     std::shared_ptr<Peer> peer;  // null: it is our own memory
@@ -95,6 +97,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
   const std::string name_;
   int32_t id_;
   const bool isOurs_;
+  SlotShare slots_;
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable asked_;
   bool isAsking_ = false;  // one ask() at a time

@@ -53,7 +53,7 @@ Code TransferEngine::transfer(std::span<const TransferRequest> requests) {
   if (requests.empty()) return kGood;
   Batch batch(0, requests.size());
   if (const Code code = add(batch, requests); code != kGood) return code;
-  TaskQueue queue(Driver::kMostUnderWay);
+  TaskQueue queue;
   Driver driver(*driverContext_, queue);
   {
     std::lock_guard lock(mutex_);
@@ -89,6 +89,7 @@ Code TransferEngine::submit(const std::shared_ptr<Batch>& batch,
   if (const Code code = add(*batch, requests); code != kGood) return code;
   startWorkers();
   queue_.push(batch.get());
+  slots_->wake();
   if (notification) {
     followUps_.post(
         [this, batch, name = requests.front().segment->name(), what = std::move(*notification)] {

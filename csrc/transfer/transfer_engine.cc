@@ -118,9 +118,9 @@ Status TransferEngine::start(TransferEngineOptions options) {
   segmentContext_.reset(new SegmentContext{*askContext_, *engine_, *memory_, *metadata_, *closing_,
                                            settings_.sessionTimeout});
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
-  limiter_ = std::make_unique<Limiter>(settings_.mostTransfers);
-  driverContext_.reset(
-      new DriverContext{*engine_, *limiter_, askers_, stopping_, ended_, bells_, logName_});
+  slots_ = std::make_unique<SlotPool>(settings_.mostTransfers);
+  driverContext_.reset(new DriverContext{*engine_, *slots_, askers_, stopping_,
+                                         stopping_.generation(), ended_, bells_, logName_});
   auto incarnation = incarnationOf(engine_->endpoint());
   if (!incarnation.ok()) return incarnation.status();
   keeper_ = std::make_unique<NameKeeper>(
@@ -153,7 +153,6 @@ void TransferEngine::close() {
     for (Doorbell* bell : drivers_) bell->ring();
   }
   if (closing_) closing_->stop();
-  if (limiter_) limiter_->wake();
   if (notifications_) notifications_->stop();
   ended_.ring();
   queue_.stop();

@@ -158,11 +158,11 @@ class TransferEngine {
   std::unique_ptr<Notifications> notifications_;
   std::unique_ptr<SegmentContext> segmentContext_;
   std::unique_ptr<Directory> directory_;
-  std::unique_ptr<Limiter> limiter_;
+  std::unique_ptr<SlotPool> slots_;
   std::unique_ptr<DriverContext> driverContext_;
   std::shared_ptr<SessionServer> server_;
   BatchTable batches_;
-  TaskQueue queue_{Driver::kMostUnderWay / 2};
+  TaskQueue queue_;
   Errands followUps_;
   static constexpr size_t kMostAskers = 8;
   Errands askers_{kMostAskers};  // what drivers ask of peers
