@@ -3,6 +3,9 @@ it is told to end, and whoever uses it."""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +31,29 @@ class Side:
     def fill(self, seed: int) -> np.ndarray:
         self.memory[:] = pattern(len(self.memory), seed)
         return self.memory
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+# Far from where the kernel puts mappings by itself: a hole there stays one.
+_places = itertools.count(1 << 44, 1 << 30)
+_FIXED_NOREPLACE = 0x100000
+
+
+def map_pages(size: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> int:
+    """Memory that unmap_pages() may take away."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED_NOREPLACE
+    place = next(_places)
+    assert _libc.mmap(place, size, protection, flags, -1, 0) == place, "mmap"
+    return place
+
+
+def unmap_pages(address: int, size: int) -> None:
+    assert _libc.munmap(address, size) == 0, "munmap"
 
 
 def pattern(size: int, seed: int) -> np.ndarray:

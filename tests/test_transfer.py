@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import signal
@@ -353,6 +354,108 @@ def test_memory_that_comes_and_goes(wire):
 
 
 # ---- notifications, probes
+
+
+# Small ones come through a buffer, large ones straight out of a socket, or are read by the peer.
+HOLES = (8, 4096, 64 << 10, BYTES)
+
+
+def owns_what_is_gone(me):
+    """Rank 0 unmaps memory that stays registered; rank 1 writes to it and reads from it."""
+    side = engines.make()
+    if me.rank == 0:
+        side.fill(0)
+        gone = engines.map_pages(BYTES)
+        assert side.engine.register_memory(gone, BYTES) == 0
+        me.board.set("target", (side.session, side.address, gone))
+        me.board.wait("opened")
+        engines.unmap_pages(gone, BYTES)
+        me.board.set("unmapped")
+        me.board.wait("done")
+        return side.memory.tobytes()
+    target, there, gone = me.board.wait("target")
+    engine, here = side.engine, side.address
+    assert engine.transfer_sync_write(target, here, gone, BYTES) == 0
+    me.board.set("opened")
+    me.board.wait("unmapped")
+    before = engine.get_counters()
+    for size in HOLES:
+        side.fill(size)
+        good = engine.transfer_submit_write(target, here, there, BYTES)
+        assert engine.transfer_sync_write(target, here, gone, size) == -1
+        assert engine.transfer_sync_read(target, here, gone, size) == -1
+        assert engine.get_batch_transfer_status([good]) == 0
+    after = engine.get_counters()
+    assert [after[name] - before[name] for name in ("opened", "retries")] == [0, 0]
+    side.fill(1)
+    assert engine.transfer_sync_write(target, here, there, BYTES) == 0
+    me.board.set("done")
+    return side.memory.tobytes()
+
+
+def test_memory_of_the_target_that_is_not_there(wire):
+    theirs, ours = harness.run_ranks(2, owns_what_is_gone, **over(wire))
+    assert theirs == ours
+
+
+def moves_what_is_gone(me, side, target, there):
+    """The caller's own memory."""
+    engine, here = side.engine, side.address
+    assert engine.transfer_sync_write(target, here, there, BYTES) == 0
+    shared = engine.allocate_managed_buffer(BYTES)
+    gone = engines.map_pages(BYTES)
+    assert engine.register_memory(gone, BYTES) == 0
+    engines.unmap_pages(gone, BYTES)
+    before = engine.get_counters()
+    for size in HOLES:
+        good = engine.batch_transfer_async_read(target, [here], [there], [BYTES])
+        assert engine.transfer_sync_write(target, gone, there, size) == -1
+        assert engine.transfer_sync_read(target, gone, there, size) == -1
+        assert engine.get_batch_transfer_status([good]) == 0
+        for own in (here, shared):
+            assert engine.transfer_sync_write(side.session, gone, own, size) == -1
+            assert engine.transfer_sync_read(side.session, gone, own, size) == -1
+    assert engine.write_bytes_to_buffer(gone, b"12345678", 8) == -1
+    after = engine.get_counters()
+    assert [after[name] - before[name] for name in ("opened", "retries")] == [0, 0]
+    side.fill(1)
+    assert engine.transfer_sync_write(target, here, there, BYTES) == 0
+    return side.memory.tobytes()
+
+
+def test_memory_of_the_caller_that_is_not_there(wire):
+    theirs, ours = harness.run_ranks(2, engines.serve, moves_what_is_gone, **over(wire))
+    assert theirs == ours
+
+
+def registers_what_cannot_be(me):
+    """Rank 0 registers memory that it may read only; rank 1 reads it."""
+    side = engines.make(size=4096)
+    none = engines.map_pages(3 * BYTES)
+    engines.unmap_pages(none + BYTES, BYTES)
+    hidden = engines.map_pages(BYTES, protection=0)
+    for address, size in ((none, 3 * BYTES), (none + BYTES, 8), (hidden, BYTES), (16, 8)):
+        assert side.engine.register_memory(address, size) == -1
+    engine, here = side.engine, side.address
+    if me.rank == 0:
+        fixed = engines.map_pages(4096, mmap.PROT_READ)
+        assert engine.register_memory(fixed, 4096) == 0
+        assert engine.write_bytes_to_buffer(fixed, b"12345678", 8) == -1
+        assert engine.transfer_sync_read(side.session, fixed, here, 8) == -1
+        assert engine.transfer_sync_write(side.session, fixed, here, 8) == 0
+        me.board.set("target", (side.session, fixed))
+        me.board.wait("done")
+        return
+    target, there = me.board.wait("target")
+    assert engine.transfer_sync_write(target, here, there, 4096) == -1
+    side.fill(1)
+    assert engine.transfer_sync_read(target, here, there, 4096) == 0
+    assert (side.memory == 0).all()
+    me.board.set("done")
+
+
+def test_memory_that_cannot_be_registered_or_written(wire):
+    harness.run_ranks(2, registers_what_cannot_be, **over(wire))
 
 
 def notes(me):

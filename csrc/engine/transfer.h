@@ -82,6 +82,7 @@ struct GetRequest {
   uint64_t offset = 0;
   std::span<std::byte> target;
   Completion* completion = nullptr;
+  bool isOfProgram = false;  // `target` may be unmapped: the get then ends with kInvalidArgument
 };
 
 // Bytes from here into memory that the peer registered with kRemoteWrite. `source` and `completion`
@@ -92,6 +93,7 @@ struct WriteRequest {
   uint64_t offset = 0;
   std::span<const std::byte> source;
   Completion* completion = nullptr;
+  bool isOfProgram = false;  // as of a get
 };
 
 }  // namespace mooncake

@@ -8,6 +8,7 @@
 
 #include "base/backoff.h"
 #include "base/log.h"
+#include "engine/memory/program_memory.h"
 
 namespace mooncake::transfer {
 namespace {
@@ -15,6 +16,8 @@ namespace {
 constexpr auto kFirstPause = std::chrono::milliseconds(1);
 constexpr auto kMostPause = std::chrono::milliseconds(100);
 constexpr auto kLook = std::chrono::milliseconds(100);
+constexpr char kNotMapped[] =
+    "its memory here is registered and not mapped: unregister memory before it is freed";
 
 }  // namespace
 
@@ -150,8 +153,11 @@ void Driver::hand(std::span<Flight* const> flights, std::vector<Request>& reques
     flight->stage = Flight::Stage::kUnderWay;
     const TransferRequest& asked = flight->claim.task->request;
     auto* local = reinterpret_cast<std::byte*>(asked.local);
-    requests.push_back(
-        {flight->place.region, flight->place.offset, {local, asked.bytes}, &flight->completion});
+    requests.push_back({flight->place.region,
+                        flight->place.offset,
+                        {local, asked.bytes},
+                        &flight->completion,
+                        !flight->claim.task->memory->isOurs});
   }
   const std::shared_ptr<Peer> peer = flights.front()->place.peer;
   Channel& channel = *peer->channel;
@@ -174,7 +180,8 @@ void Driver::copyHere(Flight& flight) {
                                      isRead ? kRemoteRead : kRemoteWrite);
   if (!use) return end(flight, TaskState::kFailed, "the memory is not registered any more");
   auto* local = reinterpret_cast<std::byte*>(request.local);
-  std::memmove(isRead ? local : use.data(), isRead ? use.data() : local, request.bytes);
+  if (!copyIfMapped(isRead ? local : use.data(), isRead ? use.data() : local, request.bytes))
+    return end(flight, TaskState::kFailed, kNotMapped);
   end(flight, TaskState::kCompleted);
 }
 
@@ -203,7 +210,9 @@ bool Driver::collect() {
       context_.slots.succeeded(flight->claim.task->request.segment->slots(), *now);
       end(*flight, TaskState::kCompleted);
     } else {
-      onError(*flight, {code, std::string("the transfer ended with ") + errorCodeName(code)});
+      onError(*flight, {code, code == ErrorCode::kInvalidArgument
+                                  ? kNotMapped
+                                  : std::string("the transfer ended with ") + errorCodeName(code)});
     }
   }
   return now.has_value();

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "engine/memory/program_memory.h"
+#include "engine/nic/device_memory.h"
+
 namespace mooncake::transfer {
 namespace {
 
@@ -41,8 +44,19 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
       }
     }
   }
-  const uint32_t rights = options.isRemoteAccessible ? kRemoteRead | kRemoteWrite : 0;
-  auto region = regions_.add(reinterpret_cast<void*>(address), bytes, rights | kLasting);
+  auto* const memory = reinterpret_cast<std::byte*>(address);
+  Protection protection{true, true};
+  // The kernel knows nothing of a GPU's memory.
+  if (!options.isOurs && !MemoryPlaces::real().of(memory).isCuda)
+    protection = protectionOf(memory, bytes);
+  if (!protection.isReadable) {
+    why = describe(address, bytes) + " is not mapped in this process, or must not be read";
+    return kInvalid;
+  }
+  uint32_t rights = 0;
+  if (options.isRemoteAccessible)
+    rights = protection.isWritable ? kRemoteRead | kRemoteWrite : kRemoteRead;
+  auto region = regions_.add(memory, bytes, rights | kLasting | (options.isOurs ? 0 : kOfProgram));
   if (!region.ok()) {
     why = region.error().message;
     return kMemory;
@@ -52,6 +66,7 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
   buffer->rights = rights;
   buffer->location = std::move(options.location);
   buffer->isOurs = options.isOurs;
+  buffer->isWritable = protection.isWritable;
   std::unique_lock lock(mutex_);
   buffer->order = ++version_;
   buffers_.emplace(address, std::move(buffer));

@@ -21,6 +21,7 @@ struct RegisteredBuffer {
   std::string location;
   uint64_t order = 0;   // of registration
   bool isOurs = false;  // given by the engine itself, not by its user
+  bool isWritable = true;
 };
 
 // Memory that the user has registered, by where it lies. Ranges do not overlap. Any thread.

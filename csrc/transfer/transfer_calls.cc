@@ -35,6 +35,8 @@ Code TransferEngine::add(Batch& batch, std::span<const TransferRequest> requests
       return fail(kNotRegistered, "a transfer of " + std::to_string(request.bytes) +
                                       " bytes to or from memory that is not registered here");
     }
+    if (buffers[i] && request.opcode == Opcode::kRead && !buffers[i]->isWritable)
+      return fail(kInvalid, "a read into memory that is read-only in this process");
     bytes += request.bytes;
   }
   for (size_t i = 0; i < requests.size(); ++i) {

@@ -7,6 +7,7 @@
 
 #include "base/fork.h"
 #include "base/log.h"
+#include "engine/memory/program_memory.h"
 #include "transfer/call_guard.h"
 #include "transfer/protocol.h"
 #include "transfer/session_socket.h"
@@ -269,7 +270,9 @@ Code TransferEngine::writeHere(uint64_t address, ByteView bytes) {
   if (!call) return kContext;
   const auto buffer = memory_->find(address, bytes.size());
   if (!buffer) return fail(kNotRegistered, "bytes are written to memory that is not registered");
-  std::memcpy(reinterpret_cast<void*>(address), bytes.data(), bytes.size());
+  if (!buffer->isWritable ||
+      !copyIfMapped(reinterpret_cast<void*>(address), bytes.data(), bytes.size()))
+    return fail(kInvalid, "bytes are written to memory that is not mapped, or read-only");
   return kGood;
 }
 
@@ -278,7 +281,8 @@ Code TransferEngine::readHere(uint64_t address, std::span<std::byte> bytes) {
   if (!call) return kContext;
   const auto buffer = memory_->find(address, bytes.size());
   if (!buffer) return fail(kNotRegistered, "bytes are read from memory that is not registered");
-  std::memcpy(bytes.data(), reinterpret_cast<const void*>(address), bytes.size());
+  if (!copyIfMapped(bytes.data(), reinterpret_cast<const void*>(address), bytes.size()))
+    return fail(kInvalid, "bytes are read from memory that is not mapped");
   return kGood;
 }
 

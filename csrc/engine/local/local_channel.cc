@@ -10,6 +10,7 @@
 
 #include "base/failpoint.h"
 #include "engine/local/shared_work.h"
+#include "engine/memory/program_memory.h"
 #include "engine/stream/wire.h"
 
 namespace mooncake {
@@ -168,9 +169,9 @@ Status LocalChannel::getShared(std::span<const GetRequest> requests) {
     const GetRequest& request = one->request;
     const auto target =
         request.target.subspan(at, std::min(kSharedPieceBytes, request.target.size() - at));
-    const ErrorCode code = one->running.cancelled()
-                               ? ErrorCode::kAborted
-                               : readPiece(request.region, request.offset + at, target);
+    const ErrorCode code = one->running.cancelled() ? ErrorCode::kAborted
+                                                    : readPiece(request.region, request.offset + at,
+                                                                target, request.isOfProgram);
     if (code != ErrorCode::kOk) one->code.store(code, std::memory_order_relaxed);
   });
   if (pieces.size() > 1) (void)peer_.copyLater([work] { work->help(); });
@@ -201,7 +202,8 @@ ErrorCode LocalChannel::readHere(const GetRequest& request,
     if (running.cancelled()) return ErrorCode::kAborted;
     const auto piece =
         request.target.subspan(done, std::min(kPieceBytes, request.target.size() - done));
-    const ErrorCode code = readPiece(request.region, request.offset + done, piece);
+    const ErrorCode code =
+        readPiece(request.region, request.offset + done, piece, request.isOfProgram);
     if (code != ErrorCode::kOk) return code;
     done += piece.size();
   }
@@ -210,10 +212,14 @@ ErrorCode LocalChannel::readHere(const GetRequest& request,
 }
 
 ErrorCode LocalChannel::readPiece(const RemoteRegion& region, uint64_t offset,
-                                  std::span<std::byte> target) {
+                                  std::span<std::byte> target, bool isOfProgram) {
   const std::byte* place = mapped(region);
   if (!place)
     return peer_.reader ? peer_.reader->read(region, offset, target) : ErrorCode::kUnsupported;
+  if (isOfProgram) {
+    return copyIfMapped(target.data(), place + offset, target.size()) ? ErrorCode::kOk
+                                                                      : ErrorCode::kInvalidArgument;
+  }
   std::memcpy(target.data(), place + offset, target.size());
   return ErrorCode::kOk;
 }
@@ -235,9 +241,10 @@ Status LocalChannel::write(const WriteRequest& request) {
   if (!peer_.reader || request.source.size() < kLeastPull) return stream_->write(request);
   const size_t half = request.source.size() / 2 / kSharedPieceBytes * kSharedPieceBytes;
   if (!peer_.sharesCopies || half < kLeastPullPart) return stream_->askToPull(request);
-  const WriteRequest parts[] = {
-      {request.region, request.offset, request.source.first(half), request.completion},
-      {request.region, request.offset + half, request.source.subspan(half), request.completion}};
+  WriteRequest parts[] = {request, request};
+  parts[0].source = request.source.first(half);
+  parts[1].source = request.source.subspan(half);
+  parts[1].offset += half;
   MOONCAKE_TRY(stream_->askToPull(parts[0]));
   const Status begun = stream_->askToPull(parts[1]);
   if (begun.ok()) return {};
@@ -268,7 +275,12 @@ ErrorCode LocalChannel::writePieces(const WriteRequest& request, std::byte* regi
     if (const auto code = allowed(); code != ErrorCode::kOk) return code;
     const size_t bytes = std::min(kWritePieceBytes, request.source.size() - done);
     failpoint("write-piece");
-    std::memcpy(region + request.offset + done, request.source.data() + done, bytes);
+    std::byte* const target = region + request.offset + done;
+    if (!request.isOfProgram) {
+      std::memcpy(target, request.source.data() + done, bytes);
+    } else if (!copyIfMapped(target, request.source.data() + done, bytes)) {
+      return ErrorCode::kInvalidArgument;
+    }
     done += bytes;
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);  // first what was written, then if it counts
@@ -309,7 +321,8 @@ ErrorCode LocalChannel::pullPiece(const PullRequest& request, uint64_t done, siz
   if (!use) return ErrorCode::kRefused;
   const auto allowed = [&] { return permission(request.source.key, kRemoteRead); };
   if (const auto code = allowed(); code != ErrorCode::kOk) return ErrorCode::kAborted;
-  const auto code = readPiece(request.source, done, {use.data() + done, bytes});
+  const auto code = readPiece(request.source, done, {use.data() + done, bytes}, use.isOfProgram());
+  if (code == ErrorCode::kInvalidArgument) return ErrorCode::kRefused;
   if (code != ErrorCode::kOk) return code == ErrorCode::kRefused ? ErrorCode::kAborted : code;
   std::atomic_thread_fence(std::memory_order_acquire);
   return allowed() == ErrorCode::kOk ? ErrorCode::kOk : ErrorCode::kAborted;

@@ -78,7 +78,8 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
                       const DirectTransfers::Running& running);
   ErrorCode writePieces(const WriteRequest& request, std::byte* region,
                         const DirectTransfers::Running& running);
-  ErrorCode readPiece(const RemoteRegion& region, uint64_t offset, std::span<std::byte> target);
+  ErrorCode readPiece(const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
+                      bool isOfProgram);
   void refusePulls();
   void onPull(const PullRequest& pull);
   void pull(const PullRequest& pull, uint64_t done);

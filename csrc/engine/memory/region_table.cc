@@ -110,6 +110,7 @@ RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes
   }
   use.regionStart_ = entry.address;
   use.data_ = entry.address + offset;
+  use.isOfProgram_ = (entry.rights & kOfProgram) != 0;
   return use;
 }
 
@@ -191,7 +192,8 @@ RegionTable::Use::Use(Use&& other) noexcept
     : table_(std::exchange(other.table_, nullptr)),
       entry_(other.entry_),
       data_(other.data_),
-      regionStart_(other.regionStart_) {}
+      regionStart_(other.regionStart_),
+      isOfProgram_(other.isOfProgram_) {}
 
 RegionTable::Use& RegionTable::Use::operator=(Use&& other) noexcept {
   if (this == &other) return *this;
@@ -200,6 +202,7 @@ RegionTable::Use& RegionTable::Use::operator=(Use&& other) noexcept {
   entry_ = other.entry_;
   data_ = other.data_;
   regionStart_ = other.regionStart_;
+  isOfProgram_ = other.isOfProgram_;
   return *this;
 }
 

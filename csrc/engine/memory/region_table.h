@@ -33,6 +33,8 @@ enum RegionRights : uint32_t {
   kLasting = 4,  // no right: the memory stays for long, so that what is costly to make for it pays
   // No right of a key: of memory that lasts, peers' cards may write there what they were asked for.
   kLanding = 8,
+  // No right: the memory is the program's, which may unmap it (engine/memory/program_memory.h).
+  kOfProgram = 16,
 };
 
 // Who makes something for memory that lasts: registers it with network cards.
@@ -112,6 +114,7 @@ class RegionTable {
     ~Use();
     std::byte* data() const { return data_; }
     std::byte* regionStart() const { return regionStart_; }
+    bool isOfProgram() const { return isOfProgram_; }
     explicit operator bool() const { return table_ != nullptr; }
 
    private:
@@ -120,6 +123,7 @@ class RegionTable {
     size_t entry_ = 0;
     std::byte* data_ = nullptr;
     std::byte* regionStart_ = nullptr;
+    bool isOfProgram_ = false;
   };
   // Empty when the key is unknown or revoked, the range leaves the region (also by overflow) or the
   // right is missing; the refusal is counted.

@@ -5,6 +5,7 @@
 #include <sys/uio.h>
 
 #include "base/log.h"
+#include "engine/memory/program_memory.h"
 
 namespace mooncake {
 namespace {
@@ -80,6 +81,10 @@ Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained)
   const ssize_t got = recvmsg(socket, &message, MSG_DONTWAIT);
   if (got < 0) {
     if (errno == EINTR) return size_t(0);
+    if (errno == EFAULT && sink.data) {
+      onFault();
+      return size_t(0);
+    }
     if (errno != EAGAIN && errno != EWOULDBLOCK) {
       return Error{ErrorCode::kPeerLost, systemError("recvmsg", errno).message};
     }
@@ -120,7 +125,7 @@ Status FrameReceiver::consume(ByteView bytes) {
     while (left_ > 0 && !bytes.empty()) {
       const Sink sink = openSink(std::min<uint64_t>(left_, bytes.size()));
       const size_t taken = sink.data ? sink.bytes : std::min<uint64_t>(left_, bytes.size());
-      if (sink.data) std::memcpy(sink.data, bytes.data(), taken);
+      if (sink.data && !copy(sink, bytes.first(taken))) onFault();
       bytes = bytes.subspan(taken);
       took(taken);
     }
@@ -187,7 +192,7 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
   if (frame_.kind == wire::Kind::kPiece) {
     const TransferTable::Transfer* get = transfers_.find(frame_.request);
     if (!get->completion) return {};  // cancelled
-    return {get->target + get->received, room, {}};
+    return {get->target + get->received, room, {}, get->isOfProgram};
   }
   if (frame_.kind == wire::Kind::kMessage) {
     return {arriving_.data() + (frame_.length - left_), room, {}};
@@ -200,10 +205,11 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
       return {};
     }
     std::byte* data = use.data() + written_ + (frame_.length - left_);
-    return {data, room, std::move(use)};
+    const bool isOfProgram = use.isOfProgram();
+    return {data, room, std::move(use), isOfProgram};
   }
   const RegionTable::Use signal = openSignal();
-  if (!signal || !isAligned(signal.data())) {
+  if (!signal || signal.isOfProgram() || !isAligned(signal.data())) {
     refuse("put");
     return {};
   }
@@ -219,7 +225,8 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
     return {};
   }
   std::byte* data = use.data() + position;
-  return {data, room, std::move(use)};
+  const bool isOfProgram = use.isOfProgram();
+  return {data, room, std::move(use), isOfProgram};
 }
 
 Status FrameReceiver::endFrame() {
@@ -228,7 +235,7 @@ Status FrameReceiver::endFrame() {
     case wire::Kind::kPut: {
       if (dropped_) return {};
       const RegionTable::Use use = openSignal();
-      if (!use || !isAligned(use.data())) {
+      if (!use || use.isOfProgram() || !isAligned(use.data())) {
         refuse("put");
         return {};
       }
@@ -302,6 +309,28 @@ void FrameReceiver::endWrite() {
     writeStatus_ = wire::AnswerStatus::kAborted;
   isWriting_ = false;
   events_.onWritten(write_.request, writeStatus_);
+}
+
+bool FrameReceiver::copy(const Sink& sink, ByteView bytes) {
+  if (sink.isOfProgram) return copyIfMapped(sink.data, bytes.data(), bytes.size());
+  std::memcpy(sink.data, bytes.data(), bytes.size());
+  return true;
+}
+
+// The frame's payload meets memory that is not there. Its rest is dropped.
+void FrameReceiver::onFault() {
+  if (frame_.kind == wire::Kind::kPiece) {
+    transfers_.fail(frame_.request, ErrorCode::kInvalidArgument);
+  } else if (frame_.kind == wire::Kind::kWrite) {
+    writeStatus_ = wire::AnswerStatus::kRefused;
+  } else {
+    dropped_ = true;
+  }
+  if (std::exchange(loggedFault_, true)) return;
+  log(LogLevel::kWarning, "stream",
+      "a transfer ended: memory of this process that is registered is not mapped, or must not be "
+      "written; unregister memory before it is freed. Further ones on this connection are not "
+      "logged");
 }
 
 void FrameReceiver::refuse(const char* what) {

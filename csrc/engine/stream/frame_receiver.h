@@ -14,7 +14,8 @@ namespace mooncake {
 // thread-safe: the connection's receive lock guards it.
 //
 // A region is opened for each system call and not held in between, as in SendQueue. Memory that is
-// revoked while a put arrives takes no further byte; the put's rest is read and dropped.
+// revoked while a put arrives takes no further byte; the put's rest is read and dropped. Memory
+// that is not mapped ends the transfer that arrives, likewise: the connection goes on.
 class FrameReceiver {
  public:
   // Under the receive lock.
@@ -65,8 +66,11 @@ class FrameReceiver {
     std::byte* data = nullptr;
     size_t bytes = 0;
     RegionTable::Use use;
+    bool isOfProgram = false;  // the memory may be unmapped
   };
   Sink openSink(size_t room);
+  bool copy(const Sink& sink, ByteView bytes);
+  void onFault();
   RegionTable::Use openSignal();
 
   Status consume(ByteView bytes);
@@ -108,6 +112,7 @@ class FrameReceiver {
   bool lanesWanted_ = false;
   bool retired_ = false;
   bool loggedRefusal_ = false;
+  bool loggedFault_ = false;
 };
 
 }  // namespace mooncake

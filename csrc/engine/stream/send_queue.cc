@@ -3,6 +3,9 @@
 #include <cerrno>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <utility>
+
+#include "base/log.h"
 
 namespace mooncake {
 namespace {
@@ -28,6 +31,7 @@ Result<size_t> writeSome(int socket, iovec* parts, size_t count) {
     if (written >= 0) return static_cast<size_t>(written);
     if (errno == EINTR) continue;
     if (errno == EAGAIN || errno == EWOULDBLOCK) return size_t(0);
+    if (errno == EFAULT) return Error{ErrorCode::kInvalidArgument, "memory is not mapped"};
     return Error{ErrorCode::kPeerLost, systemError("sendmsg", errno).message};
   }
 }
@@ -119,7 +123,7 @@ void SendQueue::cancelWrites(const Completion* completion) {
 Result<size_t> SendQueue::sendSome(int socket, size_t most) {
   // A half-sent frame that waits in frames_ implies !piece_: both cannot be under way.
   if (!piece_ && !frames_.empty()) return sendFrames(socket);
-  if (!jobs_.empty()) return sendJobs(socket, std::min(most, kMostBytesPerCall));
+  if (!jobs_.empty()) return sendJobs(socket, std::min(most, kMostBytesPerCall), kMaxPieces);
   return size_t(0);
 }
 
@@ -143,12 +147,12 @@ Result<size_t> SendQueue::sendFrames(int socket) {
   return written;
 }
 
-Result<size_t> SendQueue::sendJobs(int socket, size_t most) {
+Result<size_t> SendQueue::sendJobs(int socket, size_t most, size_t mostPieces) {
   std::array<Planned, kMaxPieces> plan;
   std::array<iovec, 2 * kMaxPieces> parts;
   size_t pieces = 0, count = 0, bytes = 0;
   uint64_t begun = jobs_.front().begun;
-  for (size_t j = 0; j < jobs_.size() && pieces < kMaxPieces && bytes < most;) {
+  for (size_t j = 0; j < jobs_.size() && pieces < mostPieces && bytes < most;) {
     Job& job = jobs_[j];
     Planned& planned = plan[pieces];
     const bool goesOn = pieces == 0 && piece_;
@@ -176,8 +180,25 @@ Result<size_t> SendQueue::sendJobs(int socket, size_t most) {
     }
   }
   const auto written = writeSome(socket, parts.data(), count);
-  if (written.ok()) commit({plan.data(), pieces}, *written);
-  return written;
+  if (written.ok()) {
+    commit({plan.data(), pieces}, *written);
+    return written;
+  }
+  if (written.error().code != ErrorCode::kInvalidArgument) return written;
+  if (pieces == 1) failFirstJob();
+  return sendJobs(socket, most, 1);
+}
+
+// Its memory is not there. What has left of its piece is filled up; the status tells the peer.
+void SendQueue::failFirstJob() {
+  Job& job = jobs_.front();
+  job.status = job.isWrite ? wire::AnswerStatus::kAborted : wire::AnswerStatus::kRefused;
+  job.source = nullptr;
+  if (job.isWrite) transfers_.fail(job.request, ErrorCode::kInvalidArgument);
+  if (std::exchange(loggedFault_, true)) return;
+  log(LogLevel::kWarning, "stream", "a ", job.isWrite ? "write to" : "read by",
+      " a peer ended: memory of this process that is registered is not mapped; unregister memory "
+      "before it is freed. Further ones on this connection are not logged");
 }
 
 // Where the piece's bytes are, as long as the plan lives; sets how many, at most `most`.

@@ -82,7 +82,8 @@ class SendQueue {
   };
 
   Result<size_t> sendFrames(int socket);
-  Result<size_t> sendJobs(int socket, size_t most);
+  Result<size_t> sendJobs(int socket, size_t most, size_t mostPieces);
+  void failFirstJob();
   const std::byte* payloadOf(Job& job, Planned& planned, size_t most);
   Piece pieceOf(const Job& job, uint64_t begun) const;
   void commit(std::span<Planned> plan, size_t sent);
@@ -96,6 +97,7 @@ class SendQueue {
   size_t answers_ = 0;          // of them
   std::optional<Piece> piece_;  // of the first job, when some of it has been sent
   bool abortsAnswers_ = false;
+  bool loggedFault_ = false;
 };
 
 }  // namespace mooncake

@@ -11,7 +11,8 @@ namespace mooncake {
 Result<uint64_t> TransferTable::add(const GetRequest& request) {
   return add(Transfer{.target = request.target.data(),
                       .bytes = request.target.size(),
-                      .completion = request.completion});
+                      .completion = request.completion,
+                      .isOfProgram = request.isOfProgram});
 }
 
 Result<uint64_t> TransferTable::add(const WriteRequest& request) {
@@ -94,6 +95,17 @@ void TransferTable::finish(uint64_t request, ErrorCode code) {
     transfer.used = false;
     ++transfer.generation;
     free_.push_back(slot);
+  }
+  if (completion) completion->end(code);
+}
+
+void TransferTable::fail(uint64_t request, ErrorCode code) {
+  Completion* completion = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    Transfer& transfer = transfers_[static_cast<uint32_t>(request)];
+    if (transfer.used && transfer.generation == request >> 32)
+      completion = std::exchange(transfer.completion, nullptr);
   }
   if (completion) completion->end(code);
 }

@@ -24,6 +24,7 @@ class TransferTable {
     uint32_t generation = 0;  // tells a late answer to an earlier transfer of the same slot
     bool used = false;
     bool isWrite = false;
+    bool isOfProgram = false;  // the target
     // Of a write: all of it has been handed to the socket. Before that an answer is none.
     bool hasLeft = false;
     WriteRequest pulled;  // what to send if the peer cannot pull it
@@ -46,6 +47,8 @@ class TransferTable {
   // What to send of a pull that the peer cannot make. No completion: nothing, it was cancelled.
   WriteRequest sendInstead(uint64_t pull);
   void finish(uint64_t request, ErrorCode code);
+  // Ends a transfer whose memory here is not there; its slot stays taken until the answer has come.
+  void fail(uint64_t request, ErrorCode code);
   // Ends the transfers that count at this completion; their slots stay taken until the answers have
   // come.
   void cancel(const Completion* completion, ErrorCode code);

@@ -7,6 +7,7 @@
 
 #include "engine/local/local_transport.h"
 #include "engine/memory/gate.h"
+#include "engine/memory/program_memory.h"
 
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
@@ -52,6 +53,10 @@ class InprocReader final : public DirectReader {
                              std::span<std::byte> target) {
     const auto use = table_.open(region.key, offset, target.size(), kRemoteRead);
     if (!use) return ErrorCode::kRefused;
+    if (use.isOfProgram()) {
+      const bool isThere = copyIfMapped(target.data(), use.data(), target.size());
+      return isThere ? ErrorCode::kOk : ErrorCode::kUnsupported;  // the stream tells which side
+    }
     std::memcpy(target.data(), use.data(), target.size());
     return ErrorCode::kOk;
   }

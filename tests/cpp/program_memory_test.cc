@@ -1,0 +1,76 @@
+#include "engine/memory/program_memory.h"
+
+#include <cstring>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <vector>
+
+namespace mooncake {
+namespace {
+
+// Pages of a program, of which it may unmap some.
+class Pages {
+ public:
+  explicit Pages(size_t count, int protection = PROT_READ | PROT_WRITE)
+      : bytes_(count * page()),
+        start_(static_cast<std::byte*>(
+            ::mmap(nullptr, bytes_, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {}
+  ~Pages() { ::munmap(start_, bytes_); }
+  static size_t page() { return static_cast<size_t>(::sysconf(_SC_PAGESIZE)); }
+  std::byte* at(size_t page) const { return start_ + page * Pages::page(); }
+  void unmap(size_t page) { ::munmap(at(page), Pages::page()); }
+  void protect(size_t page, int protection) { ::mprotect(at(page), Pages::page(), protection); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  const size_t bytes_;
+  std::byte* const start_;
+};
+
+TEST(ProgramMemory, AHoleIsSeen) {
+  Pages pages(3);
+  EXPECT_TRUE(isMapped(pages.at(0), pages.bytes()));
+  pages.unmap(1);
+  EXPECT_FALSE(isMapped(pages.at(0), pages.bytes()));
+  EXPECT_TRUE(isMapped(pages.at(0), Pages::page()));
+  EXPECT_FALSE(isMapped(pages.at(0) + 1, Pages::page()));
+  EXPECT_FALSE(isMapped(pages.at(1) + 5, 1));
+  EXPECT_TRUE(isMapped(pages.at(2) + 5, 1));
+  EXPECT_TRUE(isMapped(nullptr, 0));
+}
+
+TEST(ProgramMemory, ACopyMeetsAHole) {
+  Pages pages(1024);
+  std::vector<std::byte> bytes(pages.bytes(), std::byte{7});
+  EXPECT_TRUE(copyIfMapped(pages.at(0), bytes.data(), bytes.size()));
+  EXPECT_EQ(std::memcmp(pages.at(0), bytes.data(), bytes.size()), 0);
+  pages.unmap(700);
+  EXPECT_FALSE(copyIfMapped(pages.at(0), bytes.data(), bytes.size()));
+  EXPECT_FALSE(copyIfMapped(bytes.data(), pages.at(0), bytes.size()));
+  EXPECT_TRUE(copyIfMapped(bytes.data(), pages.at(701), Pages::page()));
+}
+
+TEST(ProgramMemory, ProtectionIsWhatTheEndsShow) {
+  Pages pages(3);
+  const auto expect = [&](bool isReadable, bool isWritable) {
+    const Protection shown = protectionOf(pages.at(0) + 1, pages.bytes() - 1);
+    EXPECT_EQ(shown.isReadable, isReadable);
+    EXPECT_EQ(shown.isWritable, isWritable);
+  };
+  std::memset(pages.at(0), 5, pages.bytes());
+  expect(true, true);
+  EXPECT_EQ(*pages.at(2), std::byte{5});
+  pages.protect(2, PROT_READ);
+  expect(true, false);
+  pages.protect(0, PROT_NONE);
+  expect(false, false);
+  pages.protect(0, PROT_READ | PROT_WRITE);
+  pages.protect(2, PROT_READ | PROT_WRITE);
+  expect(true, true);
+  pages.unmap(1);
+  expect(false, false);
+}
+
+}  // namespace
+}  // namespace mooncake
