@@ -134,6 +134,43 @@ class FabricCards : public ConnectedTest {
     EXPECT_TRUE(std::ranges::all_of(here.memory, [](std::byte b) { return b == std::byte{1}; }));
   }
 
+  // Cancels transfers while another thread ends the channel. Their completion goes at once.
+  void cancelBeside(void (Channel::*end)()) {
+    constexpr size_t kCount = 64, kEach = 64 << 10;
+    User here(a, 2 * kCount * kEach), there(b, 2 * kCount * kEach);
+    ASSERT_TRUE(goesByCards(toB, here, there));
+    EXPECT_EQ(get(*toB, there, 0, here.at(0, kEach)), ErrorCode::kOk);
+    std::promise<void> mayRead;
+    b.loop().post([until = mayRead.get_future().share()] { until.wait(); });
+    auto completion = std::make_unique<Completion>(&bell);
+    for (size_t i = 0; i < kCount; ++i) {
+      const uint64_t offset = i * kEach, behind = (kCount + i) * kEach;
+      ASSERT_TRUE(toB->get({there.region.remote(), offset, here.at(offset, kEach),  //
+                            completion.get()})
+                      .ok());
+      ASSERT_TRUE(toB->write({there.region.remote(), behind, here.at(behind, kEach),  //
+                              completion.get()})
+                      .ok());
+    }
+    std::thread ender([&] { (toB.get()->*end)(); });
+    // The end is under way when nothing new may begin.
+    EXPECT_TRUE(eventually([&] {
+      Completion late(&bell);
+      const Status begun = toB->get({there.region.remote(), 0, here.at(0, 1), &late});
+      if (begun.ok()) toB->cancel(&late);
+      return begun.code() == ErrorCode::kAborted;
+    }));
+    toB->cancel(completion.get());
+    EXPECT_TRUE(completion->finished()) << completion->pending << " have not ended";
+    const ErrorCode how = completion->error;
+    EXPECT_TRUE(how == ErrorCode::kOk || how == ErrorCode::kAborted) << errorCodeName(how);
+    std::ranges::fill(here.at(0, kCount * kEach), std::byte{1});
+    mayRead.set_value();
+    ender.join();
+    std::this_thread::sleep_for(3 * kNothing.lateness);
+    EXPECT_TRUE(here.holds(0, Bytes(kCount * kEach, std::byte{1})));
+  }
+
   End a, b;
 };
 
@@ -354,6 +391,9 @@ TYPED_TEST(FabricCards, WhatIsCancelledIsNotTouchedAnyMore) {
     EXPECT_TRUE(here.holds(0, Bytes(7 * kBig, std::byte{1})));
   }
 }
+
+TYPED_TEST(FabricCards, CancelBesideAFenceWaitsForTheEnd) { this->cancelBeside(&Channel::fence); }
+TYPED_TEST(FabricCards, CancelBesideACloseWaitsForTheEnd) { this->cancelBeside(&Channel::close); }
 
 TYPED_TEST(FabricCards, CloseEndsWhatIsUnderWay) {
   User here(this->a, 8 * kBig), there(this->b, 8 * kBig);

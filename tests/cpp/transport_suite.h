@@ -737,6 +737,40 @@ TYPED_TEST_P(TransportSuite, FencingStopsWritesThatAreUnderWay) {
   EXPECT_EQ(end, seen == write.data ? ErrorCode::kOk : ErrorCode::kAborted);
 }
 
+// The fence or the close is under way on another thread; the completion goes after cancel().
+TYPED_TEST_P(TransportSuite, CancelBesideAnEndWaitsForTheEnd) {
+  constexpr size_t kCount = 16, kEach = 1 << 20;
+  for (const auto end : {&Channel::fence, &Channel::close}) {
+    typename TestFixture::End a;
+    auto connected = connectNow(a, this->b);
+    ASSERT_TRUE(connected.ok());
+    const auto channel = std::move(*connected);
+    Bytes target(kCount * kEach), source(kCount * kEach), user(2 * kCount * kEach);
+    auto region = this->b.regions().add(user.data(), user.size(), kRemoteRead | kRemoteWrite);
+    ASSERT_TRUE(region.ok());
+    auto completion = std::make_unique<Completion>(&this->bell);
+    std::atomic<bool> ends{false};
+    std::thread ender([&] {
+      EXPECT_TRUE(eventually([&] { return ends.load(); }));
+      (channel.get()->*end)();
+    });
+    for (size_t i = 0; i < kCount; ++i) {
+      const std::span into(target.data() + i * kEach, kEach),
+          from(source.data() + i * kEach, kEach);
+      (void)channel->get({region->remote(), i * kEach, into, completion.get()});
+      (void)channel->write({region->remote(), (kCount + i) * kEach, from, completion.get()});
+      if (i == kCount / 2) ends = true;
+    }
+    channel->cancel(completion.get());
+    EXPECT_TRUE(completion->finished()) << completion->pending << " have not ended";
+    completion.reset();
+    std::ranges::fill(target, std::byte{1});
+    ender.join();
+    channel->close();
+    EXPECT_TRUE(std::ranges::all_of(target, [](std::byte b) { return b == std::byte{1}; }));
+  }
+}
+
 REGISTER_TYPED_TEST_SUITE_P(
     TransportSuite, WriteIsAnnouncedWhenItIsThere, PutsArriveBothWays, PutOfAllSizes,
     PutDataMayBeReusedAtOnce, PutToASealedWordWritesNothing, PutIsAnnouncedInAnotherRegion,
@@ -750,6 +784,7 @@ REGISTER_TYPED_TEST_SUITE_P(
     ManyWritesAndGetsBothWaysAtOnce, ListsOfSmallTransfers, TransfersWithoutEnd,
     WriteOutsideFailsAndChangesNothing, WriteToARevokedRegionIsRefused,
     RegionsCanGoWhileTheyAreWritten, CancelEndsTheWritesOfOneCompletion, CloseEndsWrites,
-    WritesEndWhenThePeerCloses, AFencedPeerWritesNothing, FencingStopsWritesThatAreUnderWay);
+    WritesEndWhenThePeerCloses, AFencedPeerWritesNothing, FencingStopsWritesThatAreUnderWay,
+    CancelBesideAnEndWaitsForTheEnd);
 
 }  // namespace mooncake::testing

@@ -42,6 +42,7 @@ struct CardTransfer {
   size_t open = 0;                        // pieces that are not over
   std::optional<ErrorCode> end;           // how, where it does not end well: no piece begins
   bool awaitsPeer = false;  // one of `open`: the peer has not said yet what became of it
+  bool isTaken = false;     // stop() ends it, on the thread that took it
 
   // Where it is served.
   std::shared_ptr<ServedFetches> served;

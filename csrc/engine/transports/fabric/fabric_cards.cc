@@ -17,6 +17,8 @@ constexpr auto kAskAgain = std::chrono::milliseconds(100);  // where there was n
 // For operations to end by themselves before the card is closed for it.
 constexpr auto kGrace = std::chrono::milliseconds(50);
 constexpr auto kPatience = std::chrono::seconds(10);
+// Longest time that stop() takes: keys are withdrawn, cards are closed, pieces end.
+constexpr std::chrono::seconds kMostStop = 3 * kPatience + std::chrono::seconds(1);
 
 }  // namespace
 
@@ -369,12 +371,12 @@ FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
       offered_.clear();
       taken.awaitPeer = true;
     }
+    at->second->isTaken = true;
     taken.transfers.push_back(at->second);
+    stopping_.push_back(at->second);
     at = moving_.erase(at);
   }
-  const auto isTaken = [&](const auto& transfer) {
-    return std::ranges::find(taken.transfers, transfer) != taken.transfers.end();
-  };
+  const auto isTaken = [](const auto& transfer) { return transfer->isTaken; };
   std::erase_if(unmoved_, isTaken);
   for (auto& [ticket, retirement] : retirements_)
     std::erase_if(retirement.pieces, [&](const auto& piece) { return isTaken(piece.transfer); });
@@ -398,15 +400,40 @@ void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
       if ((busy >> i & 1) != 0) retire.push_back({i, generations[i]});
     }
     rails_->retireNow(retire);
+    const auto closed = Deadline::after(kPatience);
     for (const auto& transfer : stopped.transfers) {
-      if (!transfer->gate.close(Deadline::after(kPatience)))
+      if (!transfer->gate.close(closed))
         log(LogLevel::kError, options_.name, "a card does not end what is under way");
     }
   }
+  std::lock_guard lock(mutex_);
   for (const auto& transfer : stopped.transfers) {
+    transfer->isTaken = false;
     transfer->local = {};
     transfer->source = {};
-    if (transfer->completion) transfer->completion->end(code);
+    if (Completion* completion = std::exchange(transfer->completion, nullptr))
+      completion->end(code);
+  }
+  std::erase_if(stopping_, [](const auto& transfer) { return !transfer->isTaken; });
+  stopped_.notify_all();
+}
+
+// A thread that hangs in stop() must not keep the completions of others: they end here then.
+void FabricChannel::awaitStopped(const Completion* completion) {
+  const auto isAwaited = [&](const auto& transfer) {
+    return completion == nullptr || transfer->completion == completion;
+  };
+  std::unique_lock lock(mutex_);
+  const bool isOver = stopped_.wait_until(lock, Deadline::after(kMostStop).when(), [&] {
+    return std::ranges::none_of(stopping_, isAwaited);
+  });
+  if (isOver) return;
+  log(LogLevel::kError, options_.name, "transfers are given up that a card may still carry out: ",
+      "another thread has not ended them within ", kMostStop.count(), " s");
+  for (const auto& transfer : stopping_) {
+    if (!isAwaited(transfer)) continue;
+    if (Completion* given = std::exchange(transfer->completion, nullptr))
+      given->end(ErrorCode::kAborted);
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
@@ -180,6 +181,8 @@ class FabricChannel final : public Channel,
   void stop(const Stopped& stopped, ErrorCode code);
   void onResolve(uint64_t key);
   void onGrant(control::Grant grant);
+  // Waits until no thread is in stop() with a transfer of this completion; null: with any transfer.
+  void awaitStopped(const Completion* completion);
   void onChanged(uint64_t key);
   void onCard(const control::Card& card);
   void onRetire(const control::Retire& retire);
@@ -296,6 +299,8 @@ class FabricChannel final : public Channel,
   std::optional<Clock::time_point> heldUpSince_;
   uint64_t heldUpBy_ = 0;  // the oldest ticket then
   uint64_t lastTicket_ = 0;
+  std::vector<std::shared_ptr<CardTransfer>> stopping_;       // taken, until stop() has ended them
+  std::condition_variable stopped_;                           // `stopping_` has become shorter
   bool hasToldUse_ = false;
   uint64_t question_ = 0;  // the last that was asked
   Clock::time_point askedAt_;

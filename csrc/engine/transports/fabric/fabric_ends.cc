@@ -74,6 +74,7 @@ void FabricChannel::cancel(const Completion* completion) {
   const Stopped stopped = takeMoving(completion);
   lock.unlock();
   stop(stopped, ErrorCode::kAborted);
+  awaitStopped(completion);
 }
 
 void FabricChannel::fence() {
@@ -127,6 +128,7 @@ void FabricChannel::close() {
     if (hasLeft) {
       memories_->forget(this);
     } else {
+  awaitStopped(nullptr);
       memories_->takeBack(this);
     }
   }
