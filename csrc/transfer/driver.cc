@@ -286,7 +286,10 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
 void Driver::stop(Flight& flight, TaskState state, const char* why) {
   if (flight.stage == Flight::Stage::kUnderWay) {
     flight.place.peer->channel->cancel(&flight.completion);
-    if (flight.completion.error == ErrorCode::kOk) return end(flight, TaskState::kCompleted);
+    // Without an error the transfer has ended well only if it has ended.
+    const Completion& completion = flight.completion;
+    if (completion.finished() && completion.error == ErrorCode::kOk)
+      return end(flight, TaskState::kCompleted);
   }
   end(flight, state, why);
 }
