@@ -180,6 +180,47 @@ TEST_F(IncomingTest, APutThatIsDroppedLetsTheNextOneLand) {
   EXPECT_TRUE(part.holds(4096, pattern(2000, 2)));
 }
 
+// Each waits for the one before it, and the first one comes last.
+TEST_F(IncomingTest, AChainOfEmptyPutsLandsWhateverItsLength) {
+  constexpr uint64_t kCount = Serials::kMostAhead - 1;
+  auto part = side.part(1 << 16);
+  Packet put{.kind = Packet::Kind::kPut, .serial = 1, .key = part.remote().key, .offset = 4096};
+  for (uint64_t number = kCount; number > 0; --number) {
+    put.number = number;
+    put.signal = {64, number};
+    put.after = number - 1;
+    ASSERT_TRUE(incoming.hasRoomFor(put, 0)) << number;
+    incoming.put(put, {});
+  }
+  EXPECT_EQ(part.word(64).load(), kCount);
+  EXPECT_EQ(incoming.bad(), 0u);
+}
+
+// A piece takes memory while it waits, also without data, and also if its number is there already.
+TEST_F(IncomingTest, EmptyPutsThatWaitAreHeldWithinABound) {
+  constexpr size_t kMost = (size_t(64) << 20) / Packet::kBytes;
+  auto part = side.part(1 << 16);
+  const Packet put{.kind = Packet::Kind::kPut,
+                   .serial = 1,
+                   .number = 2,
+                   .key = part.remote().key,
+                   .offset = 4096,
+                   .signal = {64, 2},
+                   .after = 1};
+  size_t held = 0;
+  for (; held < kMost && incoming.hasRoomFor(put, 0); ++held) incoming.put(put, {});
+  EXPECT_LT(held, kMost);
+  EXPECT_GT(held, Serials::kMostAhead) << "as many as may be on their way";
+  Packet first = put;
+  first.number = 1;
+  first.signal.stamp = 1;
+  first.after = 0;
+  incoming.put(first, {});
+  EXPECT_EQ(part.word(64).load(), 2u);
+  EXPECT_EQ(incoming.bad(), held - 1) << "a put lands once";
+  EXPECT_TRUE(incoming.hasRoomFor(put, size_t(32) << 20)) << "what was held is free again";
+}
+
 TEST_F(IncomingTest, PiecesThatDoNotFitAreCountedAndDropped) {
   auto part = side.part(1 << 16);
   auto pieces = putOf(part, 1, 2000, 1, 0, 1000);

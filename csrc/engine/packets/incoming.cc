@@ -31,7 +31,7 @@ bool Incoming::hasRoomFor(const Packet& packet, size_t bytes) const {
       packet.kind == Packet::Kind::kPut &&
       packet.number - std::min(packet.number, landed_.below()) >= Serials::kMostAhead;
   return !isFarAhead && puts_.size() + writes_.size() < kMostBegun &&
-         heldBytes_ + bytes <= kMostHeldBytes;
+         heldBytes_ + heldBytesOf(bytes) <= kMostHeldBytes;
 }
 
 void Incoming::put(const Packet& piece, ByteView data) {
@@ -39,27 +39,34 @@ void Incoming::put(const Packet& piece, ByteView data) {
     ++bad_;
     return;
   }
-  if (piece.after == 0 || landed_.has(piece.after)) return place(piece, data);
+  if (piece.after == 0 || landed_.has(piece.after)) {
+    if (place(piece, data)) land(piece.number);
+    return;
+  }
   held_[piece.after].push_back({piece, Bytes(data.begin(), data.end())});
-  heldBytes_ += data.size();
+  heldBytes_ += heldBytesOf(data.size());
 }
 
-void Incoming::place(const Packet& piece, ByteView data) {
+bool Incoming::place(const Packet& piece, ByteView data) {
+  if (landed_.has(piece.number)) {
+    ++bad_;
+    return false;
+  }
   Whole& put = puts_.try_emplace(piece.number, Whole{.first = piece}).first->second;
   if (!isOfTheSame(put.first, piece) || data.size() > piece.length - put.arrived) {
     ++bad_;
-    return;
+    return false;
   }
   put.isDropped = put.isDropped || !copyIn(piece, data);
   put.arrived += data.size();
-  if (put.arrived < piece.length) return;
+  if (put.arrived < piece.length) return false;
   if (!put.isDropped) {
     const auto use = openWord(regions_, piece);
     if (use && tryStamp(wordAt(use), piece.signal.stamp))
       reinterpret_cast<Doorbell*>(use.regionStart())->ring();
   }
   puts_.erase(piece.number);
-  land(piece.number);
+  return true;
 }
 
 // False: it is late, or refused.
@@ -80,14 +87,21 @@ bool Incoming::copyIn(const Packet& piece, ByteView data) {
   return true;
 }
 
-// And what has waited for it.
+// A loop: the peer decides how many puts wait for each other, and the stack ends before that.
 void Incoming::land(uint64_t put) {
   landed_.add(put);
-  const auto waiting = held_.extract(put);
-  if (!waiting) return;
-  for (const Held& held : waiting.mapped()) {
-    heldBytes_ -= held.data.size();
-    place(held.packet, held.data);
+  if (held_.empty()) return;
+  std::vector<uint64_t> landed{put};
+  while (!landed.empty()) {
+    const auto waiting = held_.extract(landed.back());
+    landed.pop_back();
+    if (!waiting) continue;
+    for (const Held& held : waiting.mapped()) {
+      heldBytes_ -= heldBytesOf(held.data.size());
+      if (!place(held.packet, held.data)) continue;
+      landed_.add(held.packet.number);
+      landed.push_back(held.packet.number);
+    }
   }
 }
 

@@ -34,6 +34,7 @@ class Incoming {
  private:
   static constexpr size_t kMostBegun = 65536;
   static constexpr size_t kMostHeldBytes = size_t(64) << 20;
+  static constexpr size_t kNodeBytes = 112;  // of `held_`, where each piece waits for another put
 
   struct Whole {
     Packet first;  // that came: the others must say the same
@@ -46,8 +47,14 @@ class Incoming {
     Bytes data;
   };
 
-  void place(const Packet& piece, ByteView data);
+  // Memory that holding a piece takes. An empty one takes some, too.
+  static constexpr size_t heldBytesOf(size_t dataBytes) {
+    return dataBytes + sizeof(Held) + kNodeBytes;
+  }
+  // Returns whether all of the put has come, and it has not landed before.
+  bool place(const Packet& piece, ByteView data);
   bool copyIn(const Packet& piece, ByteView data);
+  // Counts the put as landed, and places the pieces that have waited for it.
   void land(uint64_t put);
 
   RegionTable& regions_;
