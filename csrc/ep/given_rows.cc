@@ -30,6 +30,8 @@ GivenRows::~GivenRows() {
 
 Status GivenRows::stage(Operation& op) {
   if (writes_) MOONCAKE_TRY(writes_->await());
+  size_t offset = handle_.tokens * rowBytes_;  // behind the own and packed rows
+  MOONCAKE_TRY(checkEnd(op, offset, memory_.layout.sendBytes()));
   std::byte* const staging = memory_.send(op.number());
   const CopyHint hint = stagingHint(op, handle_.tokens * rowBytes_);
   for (size_t t = 0; t < handle_.tokens; ++t) {
@@ -41,13 +43,13 @@ Status GivenRows::stage(Operation& op) {
   if (op.unmapped() == 0) return {};
   shared_.emplace(memory_.hosts, op.ranks(), shape_.maxTokens * rowBytes_,
                   mostInlineBytes(memory_.group) / rowBytes_);
-  size_t offset = handle_.tokens * rowBytes_;
+  MOONCAKE_TRY(checkEnd(op, offset, shared_->ownEnd()));
   for (const auto& host : shared_->hosts()) {
     if (std::ranges::binary_search(host, op.rank())) continue;
     auto tokens = tokensFor(handle_.chosen, handle_.topk, experts_, host);
     if (shared_->isShared(host, tokens.size())) {
       Packed packed{std::move(tokens), offset};
-      offset = pack(op, packed);
+      MOONCAKE_TRY(pack(op, packed, offset));
       packed.pushedTo = placeFor(op, host, packed);
       for (const int r : host) packed_[size_t(r)] = packed;
       continue;
@@ -59,7 +61,7 @@ Status GivenRows::stage(Operation& op) {
       if (bytes <= mostInlineBytes(memory_.group)) {
         mostInTable_ = std::max(mostInTable_, bytes);
       } else if (!op.group().window().peerPtr(r)) {
-        offset = pack(op, packed);
+        MOONCAKE_TRY(pack(op, packed, offset));
         if (host.size() == 1) packed.pushedTo = placeFor(op, host, packed);
       }
     }
@@ -116,20 +118,32 @@ Status GivenRows::push(Operation& op) {
   return {};
 }
 
-// Where the next ones go. Where nearly all are wanted, the few others cost less on the way than
-// copying all of these costs here.
-size_t GivenRows::pack(const Operation& op, Packed& packed) const {
-  if (16 * packed.tokens.size() >= 15 * handle_.tokens) {
+// Own and packed rows end where the rows of other ranks begin: SharedRows.
+Status GivenRows::checkEnd(const Operation& op, size_t end, size_t limit) const {
+  if (end <= limit) return {};
+  return {ErrorCode::kExhausted,
+          op.group().nameRank(op.rank()) + ": dispatch: the rows that this rank gives need " +
+              std::to_string(end) + " bytes of its send memory, there is room for " +
+              std::to_string(limit) + ": make the buffer as large as the size hint says"};
+}
+
+// If nearly all rows are wanted, the few others cost less on the way than copying all of these
+// costs here. All rows are given also where there is no room for a copy.
+Status GivenRows::pack(const Operation& op, Packed& packed, size_t& offset) const {
+  const size_t end = offset + packed.tokens.size() * rowBytes_;
+  const bool hasRoom = shared_->isPackingBounded() || end <= shared_->ownEnd();
+  if (!hasRoom || 16 * packed.tokens.size() >= 15 * handle_.tokens) {
     packed.areAll = true;
-    return std::exchange(packed.offset, 0);
+    packed.offset = 0;
+    return {};
   }
+  MOONCAKE_TRY(checkEnd(op, end, shared_->ownEnd()));
   std::byte* const staging = memory_.send(op.number());
-  size_t offset = packed.offset;
   for (const uint32_t t : packed.tokens) {
     std::memcpy(staging + offset, staging + t * rowBytes_, rowBytes_);
     offset += rowBytes_;
   }
-  return offset;
+  return {};
 }
 
 size_t GivenRows::write(const Operation& op, int to, DispatchTable table,

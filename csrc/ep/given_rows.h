@@ -55,7 +55,9 @@ class GivenRows {
     size_t rows(size_t tokensOfRank) const { return areAll ? tokensOfRank : tokens.size(); }
   };
 
-  size_t pack(const Operation& op, Packed& packed) const;
+  Status checkEnd(const Operation& op, size_t end, size_t limit) const;
+  // Copies the rows to `offset`, and moves that behind them.
+  Status pack(const Operation& op, Packed& packed, size_t& offset) const;
   std::optional<SharedRows::Place> placeFor(const Operation& op, const std::vector<int>& host,
                                             const Packed& packed) const;
   bool isChosen(size_t token) const;

@@ -28,13 +28,25 @@ size_t countRanks(const std::vector<std::vector<int>>& hosts) {
   return count;
 }
 
-// Of sources that come to one rank of a host, at most.
-size_t mostPlaces(const std::vector<std::vector<int>>& hosts, size_t leastRanks) {
-  const size_t ranks = countRanks(hosts);
+size_t roundedUpRatio(size_t a, size_t b) { return (a + b - 1) / b; }
+
+// Most sources that push to one rank. All ranks of a host count, also those that are lost: a source
+// keeps its place for the life of the buffer.
+size_t mostPushed(const std::vector<std::vector<int>>& all) {
+  const size_t ranks = countRanks(all);
   size_t most = 0;
-  for (const auto& host : hosts) {
-    if (host.size() >= leastRanks)
-      most = std::max(most, (ranks - host.size() + host.size() - 1) / host.size());
+  for (const auto& host : all)
+    most = std::max(most, roundedUpRatio(ranks - host.size(), host.size()));
+  return most;
+}
+
+// Most sources whose rows one rank fetches for its host, in any attempt. The worst case is a host
+// that has shrunk to two ranks while all other hosts are whole: a lone rank fetches for itself.
+size_t mostFetched(const std::vector<std::vector<int>>& all) {
+  const size_t ranks = countRanks(all);
+  size_t most = 0;
+  for (const auto& host : all) {
+    if (host.size() > 1) most = std::max(most, roundedUpRatio(ranks - host.size(), 2));
   }
   return most;
 }
@@ -48,10 +60,11 @@ SharedRows::SharedRows(const Hosts& hosts, const std::vector<int>& ranks, size_t
       rowsBytes_(rowsBytes),
       mostInlineRows_(mostInlineRows) {
   const auto fits = [&](size_t places) { return places * rowsBytes_ <= hosts.leastSendBytes(); };
-  const size_t pushedTo = all_.size() + mostPlaces(all_, 1);
-  hasRoomForPushes_ = fits(pushedTo + mostPlaces(all_, 2));
-  fetchedAt_ = hasRoomForPushes_ ? pushedTo : hosts_.size();
-  isRoomy_ = fits(fetchedAt_ + mostPlaces(hosts_, 2));
+  const size_t own = all_.size(), pushed = mostPushed(all_), fetched = mostFetched(all_);
+  arePushed_ = fits(own + pushed + fetched);
+  areShared_ = fits(own + fetched);
+  fetchedAt_ = own + (arePushed_ ? pushed : 0);
+  ownEnd_ = areShared_ ? own * rowsBytes_ : hosts.leastSendBytes();
 }
 
 const std::vector<int>& SharedRows::hostOf(int rank) const { return hostWith(hosts_, rank); }
@@ -74,7 +87,7 @@ SharedRows::Place SharedRows::fetched(int source, const std::vector<int>& host) 
 
 std::optional<SharedRows::Place> SharedRows::pushed(int source,
                                                     const std::vector<int>& host) const {
-  if (!hasRoomForPushes_) return std::nullopt;
+  if (!arePushed_) return std::nullopt;
   const auto [by, index] = place(source, hostWith(all_, host.front()), all_);
   if (!std::ranges::binary_search(host, by)) return std::nullopt;
   return Place{by, (all_.size() + index) * rowsBytes_};

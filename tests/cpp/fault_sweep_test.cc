@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <sstream>
@@ -26,14 +27,15 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kMostSize = 5;
+constexpr int kMostDrawnSize = 5;  // of most cases
+constexpr int kMostSize = 9;
 constexpr int kMostOperations = 12;
 constexpr size_t kEager = 8 << 10;
 constexpr milliseconds kFailureTimeout{300};
 constexpr auto kHang = std::chrono::seconds(20);
 constexpr auto kToMeet = std::chrono::seconds(8);
 constexpr size_t kMostHidden = 100'000;  // tokens do not go with the tables then, nor at once
-constexpr size_t kExpertBytes = 32 << 20;
+constexpr size_t kAmpleBytes = 32 << 20;
 
 uint64_t numberIn(const char* text, uint64_t otherwise) {
   return text ? std::strtoull(text, nullptr, 10) : otherwise;
@@ -60,11 +62,23 @@ struct Step {
   bool isCut;  // several tensors in one call
 };
 
+// What a dispatch gives, and the send memory that it has.
+struct Experts {
+  size_t tokens = 3;  // of each rank
+  int topk = 2;
+  int perRank = 2;
+  int halfPlaces = 0;  // of the send memory; a place has room for a rank's tokens. 0: ample
+
+  bool isTight() const { return halfPlaces > 0; }
+};
+
 struct Case {
   uint64_t seed;
   int size;
   Layout layout;
-  std::vector<int> hosts;  // by rank
+  std::vector<int> hosts;   // by rank
+  bool areByCards = false;  // kMixed: simulated cards connect the hosts
+  Experts experts;
   bool raises;
   bool isEarly;  // the first operation may come before the liveness threads
   milliseconds timeout;
@@ -177,7 +191,7 @@ bool leadsTo(const Case& c, const Point& point) {
       return any([](const Step& step) { return step.verb == Verb::kDispatch; });
     case Needs::kPushes:
     case Needs::kWrites: {
-      const bool isByCards = c.layout == Layout::kSim;
+      const bool isByCards = c.layout == Layout::kSim || c.areByCards;
       const bool isOurs = point.needs == Needs::kWrites ? isByCards : !isByCards;
       return isOurs && c.layout != Layout::kShm &&
              any([&](const Step& step) { return step.verb == Verb::kDispatch && isLarge(step); });
@@ -198,6 +212,10 @@ const Point& drawPoint(Draw& draw, const Case& c, bool isFirst) {
   }
 }
 
+// Where a rank is late, so that the others go on without it.
+constexpr const char* kLateAt[] = {"begin", "copy-out", "ended",   "see-begun",
+                                   "park",  "report",   "skipped", "join"};
+
 // Late ranks beside or in place of what else goes wrong, where others do not wait for them.
 void drawSkips(Draw& draw, Case& c) {
   const bool areAll = std::getenv("MOONCAKE_TEST_SKIPS") != nullptr;
@@ -209,8 +227,6 @@ void drawSkips(Draw& draw, Case& c) {
     return;
   if (!draw.chance(60) && !areAll) return;
   c.patience = milliseconds(10 + draw.below(50));
-  constexpr const char* kLateAt[] = {"begin", "copy-out", "ended",   "see-begun",
-                                     "park",  "report",   "skipped", "join"};
   for (int r = 0; r < c.size; ++r) {
     const auto isHers = [&](const Victim& victim) { return victim.rank == r; };
     if (std::any_of(c.victims.begin(), c.victims.end(), isHers) || !draw.chance(40)) continue;
@@ -222,9 +238,72 @@ void drawSkips(Draw& draw, Case& c) {
   }
 }
 
+// Places that a dispatch needs on these hosts while all ranks are there, and at most in any
+// attempt.
+struct PlacesNeeded {
+  int whole = 0, most = 0;
+};
+
+PlacesNeeded placesNeeded(const std::vector<int>& hostSizes) {
+  const int ranks = std::accumulate(hostSizes.begin(), hostSizes.end(), 0);
+  int pushed = 0, fetched = 0, mostFetched = 0;
+  for (const int size : hostSizes) {
+    const int sources = ranks - size;
+    pushed = std::max(pushed, (sources + size - 1) / size);
+    if (size == 1) continue;
+    fetched = std::max(fetched, (sources + size - 1) / size);
+    mostFetched = std::max(mostFetched, (sources + 1) / 2);
+  }
+  const int own = static_cast<int>(hostSizes.size());
+  return {own + pushed + fetched, own + pushed + mostFetched};
+}
+
+void setHosts(Case& c, const std::vector<int>& hostSizes) {
+  c.layout = Layout::kMixed;
+  for (size_t host = 0; host < hostSizes.size(); ++host)
+    c.hosts.insert(c.hosts.end(), size_t(hostSizes[host]), int(host));
+  c.size = static_cast<int>(c.hosts.size());
+}
+
+// Dispatches on hosts that shrink, with send memory that is neither exact nor ample.
+Case drawShrinkingHost(uint64_t seed, Draw& draw) {
+  const std::vector<int> kSizes[] = {{3, 1, 1, 1}, {4, 1, 1, 1}, {4, 3, 1}, {3, 3}, {2, 2, 1}};
+  Case c{.seed = seed};
+  const auto& sizes = draw.oneOf(kSizes);
+  setHosts(c, sizes);
+  c.areByCards = draw.chance(30);
+  c.raises = draw.chance(20);
+  c.timeout = milliseconds(20'000);
+  c.experts = {.tokens = 8, .topk = 3 + draw.below(3), .perRank = 1};
+  // A combine needs a place for each rank.
+  const auto [whole, most] = placesNeeded(sizes);
+  const int ample = std::max(most, c.size) + 1;
+  c.experts.halfPlaces = draw.chance(60)
+                             ? std::max(2 * c.size, 2 * whole + draw.below(2 * (most - whole) + 1))
+                             : 2 * c.size + draw.below(2 * (ample - c.size) + 1);
+  const size_t count = draw.chance(70) ? 9'000 : 1'000;
+  for (int i = 5 + draw.below(4); i > 0; --i)
+    c.steps.push_back({.verb = Verb::kDispatch, .root = -1, .count = count, .isCut = false});
+  const bool isLate = draw.chance(30);
+  if (isLate) c.patience = milliseconds(10 + draw.below(50));
+  for (int r = 0; r < sizes.front() - 1; ++r) {
+    if (!draw.chance(r == 0 ? 100 : 30)) continue;
+    Victim victim{.rank = r};
+    victim.point = isLate ? draw.oneOf(kLateAt) : drawPoint(draw, c, r == 0).name;
+    victim.nth = 1 + static_cast<uint32_t>(draw.below(6));
+    victim.action = isLate ? FailpointAction::kDelay : FailpointAction::kKill;
+    if (isLate) victim.delay = 20 + static_cast<uint32_t>(draw.below(130));
+    c.victims.push_back(victim);
+  }
+  return c;
+}
+
 Case drawCase(uint64_t seed) {
+  // By itself, so that the other seeds stay the cases that they are.
+  Draw kind(seed * 0x9e3779b97f4a7c15 + 2);
+  if (kind.chance(10)) return drawShrinkingHost(seed, kind);
   Draw draw(seed * 0x9e3779b97f4a7c15 + 1);
-  Case c{.seed = seed, .size = 2 + draw.below(kMostSize - 1)};
+  Case c{.seed = seed, .size = 2 + draw.below(kMostDrawnSize - 1)};
   c.layout = static_cast<Layout>(draw.below(std::size(kLayouts)));
   for (int r = 0; r < c.size; ++r) c.hosts.push_back(draw.below(2));
   c.hosts.back() = 1 - c.hosts.front();
@@ -285,11 +364,14 @@ std::string describe(const Case& c) {
   if (c.layout == Layout::kMixed) {
     text << " (hosts";
     for (const int host : c.hosts) text << ' ' << host;
-    text << ')';
+    text << (c.areByCards ? ", by cards)" : ")");
   }
   text << (c.raises ? ", raise" : ", continue") << (c.isEarly ? ", early" : "") << ", timeout "
        << c.timeout.count() << " ms";
   if (c.patience.count() > 0) text << ", patience " << c.patience.count() << " ms";
+  if (c.experts.isTight())
+    text << ", top-" << c.experts.topk << ", send memory of " << c.experts.halfPlaces / 2.0
+         << " places";
   text << ';';
   for (const Victim& victim : c.victims) {
     text << " rank " << victim.rank;
@@ -366,9 +448,14 @@ constexpr float kStale = -7;
 // Calls one operation and says what came of it.
 class Caller {
  public:
-  Caller(ep::Memory& memory, int index, const Step& step, Deadline deadline, milliseconds patience)
-      : memory_(memory), group_(memory.group), index_(index), step_(step), deadline_(deadline) {
-    if (patience.count() > 0) patience_ = patience;
+  Caller(ep::Memory& memory, int index, const Case& c)
+      : memory_(memory),
+        group_(memory.group),
+        index_(index),
+        step_(c.steps[size_t(index)]),
+        experts_(c.experts),
+        deadline_(Deadline::after(c.timeout)) {
+    if (c.patience.count() > 0) patience_ = c.patience;
   }
 
   void call(Verdict& verdict) {
@@ -460,24 +547,25 @@ class Caller {
 
  private:
   // The experts give back what they get, so a token comes back once for each of its experts whose
-  // rank took part. Whole numbers up to 202: bf16 holds them.
+  // rank took part.
   Status thereAndBack() {
     const auto handle = std::make_shared<ep::Handle>();
-    handle->shape = {group_.size(), 2 * group_.size(), kTokens, std::min(step_.count, kMostHidden)};
+    const size_t tokens = experts_.tokens, topk = size_t(experts_.topk);
+    handle->shape = {group_.size(), numExperts(), tokens, std::min(step_.count, kMostHidden)};
     handle->experts =
         std::make_shared<const ep::ExpertMap>(handle->shape.numExperts, group_.size());
-    handle->tokens = kTokens;
-    handle->topk = 2;
-    for (int t = 0; t < int(kTokens); ++t) {
-      for (const int j : {0, 1}) handle->chosen.push_back(expertOf(t, j));
+    handle->tokens = tokens;
+    handle->topk = topk;
+    for (int t = 0; t < int(tokens); ++t) {
+      for (int j = 0; j < experts_.topk; ++j) handle->chosen.push_back(expertOf(t, j));
     }
     const size_t hidden = handle->shape.hidden, ranks = size_t(group_.size());
     const size_t local = handle->experts->numLocal(group_.rank());
-    std::vector<uint16_t> x, back(kTokens * hidden);
-    for (size_t i = 0; i < kTokens * hidden; ++i)
+    std::vector<uint16_t> x, back(tokens * hidden);
+    for (size_t i = 0; i < tokens * hidden; ++i)
       x.push_back(uint16_t(std::bit_cast<uint32_t>(valueOf(group_.rank(), index_, i)) >> 16));
-    std::vector<std::byte> rows(local * ranks * kTokens * hidden * 2);
-    std::vector<int32_t> counts(local), sources(local * ranks * kTokens);
+    std::vector<std::byte> rows(local * ranks * tokens * hidden * 2);
+    std::vector<int32_t> counts(local), sources(local * ranks * tokens);
     std::vector<int64_t> ranges(local * ranks);
     ep::DispatchCall there;
     there.x = x.data();
@@ -493,8 +581,8 @@ class Caller {
     MOONCAKE_TRY(ep::dispatch(memory_, there, ending));
     ending.participants.forEach([&](int r) { tookPart_ |= uint64_t(1) << r; });
     ending = {};
-    bool missing[kTokens];
-    const std::vector<float> weights(2 * kTokens, 1);
+    const auto missing = std::make_unique<bool[]>(tokens);
+    const std::vector<float> weights(topk * tokens, 1);
     ep::CombineCall home;
     home.x = rows.data();
     home.rowStride = 2 * hidden;
@@ -505,27 +593,32 @@ class Caller {
     home.patience = patience_;
     home.handle = handle;
     home.combined = back.data();
-    home.missing = missing;
+    home.missing = missing.get();
     MOONCAKE_TRY(ep::combine(memory_, home, ending));
     ending.participants.forEach([&](int r) { tookPart_ |= uint64_t(1) << (32 + r); });
     const bool areWeIn = ending.participants.contains(group_.rank());
-    for (size_t t = 0; t < kTokens; ++t) {
+    for (size_t t = 0; t < tokens; ++t) {
       int times = 0;
-      for (const int j : {0, 1})
+      for (int j = 0; j < experts_.topk; ++j)
         times +=
             areWeIn && ending.participants.contains(handle->experts->owner(expertOf(int(t), j)));
-      areTokensRight_ = areTokensRight_ && missing[t] == (times < 2);
+      areTokensRight_ = areTokensRight_ && missing[t] == (times < experts_.topk);
       for (size_t i = t * hidden; i < (t + 1) * hidden; ++i) {
-        const float came = std::bit_cast<float>(uint32_t(back[i]) << 16);
         areTokensRight_ =
-            areTokensRight_ && came == float(times) * valueOf(group_.rank(), index_, i);
+            areTokensRight_ && back[i] == toBf16(float(times) * valueOf(group_.rank(), index_, i));
       }
     }
     return {};
   }
-  static constexpr size_t kTokens = 3;
+  int numExperts() const { return experts_.perRank * group_.size(); }
   int expertOf(int token, int place) const {
-    return (group_.rank() + 3 * token + 2 * place) % (2 * group_.size());
+    if (experts_.isTight()) return (group_.rank() + token + place) % numExperts();
+    return (group_.rank() + 3 * token + 2 * place) % numExperts();
+  }
+  // Rounds to the nearest even, as a combine does.
+  static uint16_t toBf16(float value) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
 
   static std::vector<Span> partsOf(std::vector<float>& values, size_t count) {
@@ -607,6 +700,7 @@ class Caller {
   Group& group_;
   const int index_;
   const Step step_;
+  const Experts experts_;
   const Deadline deadline_;
   std::optional<Clock::duration> patience_;
   uint64_t tookPart_ = 0;  // in the dispatch, and from bit 32 on in the combine
@@ -650,6 +744,17 @@ ep::Hosts hostsOf(const Case& c, int rank, ep::Hosts::Memory ours, CaseMemory& m
   return ep::Hosts(std::move(all));
 }
 
+// The buffer with the send memory that the case asks for: the least that has it.
+size_t expertBytes(const Case& c) {
+  if (!c.experts.isTight()) return kAmpleBytes;
+  const size_t row = ep::dispatchRowBytes(c.steps.front().count, ep::RowFormat::kBf16);
+  const size_t send = c.experts.tokens * row * size_t(c.experts.halfPlaces) / 2;
+  size_t bytes = send * 4;  // a sixteenth more at most is lost to alignment
+  while (ep::BufferLayout(bytes).sendBytes() >= send) bytes -= 1024;
+  while (ep::BufferLayout(bytes).sendBytes() < send) bytes += 128;
+  return bytes;
+}
+
 // In the child.
 void runRank(const Case& c, int rank, CaseMemory& memory) {
   RankLog& log = memory.ranks[rank];
@@ -664,6 +769,7 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
   options.env.eagerBytes = kEager;
   options.env.simSeed = c.seed;
   options.env.transports = {"shm", "tcp"};
+  if (c.areByCards) options.env.transports = {"shm", "sim"};
   if (c.layout != Layout::kMixed) options.env.transports = {kLayouts[int(c.layout)]};
   auto engine = Engine::create(std::move(options));
   if (!engine.ok()) {
@@ -683,12 +789,13 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
     return;
   }
   engine->reset();
-  auto block = (*group)->reserve(kExpertBytes);
+  const size_t bytes = expertBytes(c);
+  auto block = (*group)->reserve(bytes);
   if (!block.ok()) {
     std::snprintf(log.broken, sizeof(log.broken), "%s", block.error().message.c_str());
     return;
   }
-  const ep::BufferLayout layout(kExpertBytes);
+  const ep::BufferLayout layout(bytes);
   const auto landing = (*group)->engine().regions().add(block->data, 2 * layout.sendBytes(),
                                                         kRemoteWrite | kLasting);
   if (!landing.ok()) return;
@@ -700,7 +807,7 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
   }
   for (int i = 0; i < int(c.steps.size()); ++i) {
     log.began = i + 1;
-    Caller caller(expertMemory, i, c.steps[size_t(i)], Deadline::after(c.timeout), c.patience);
+    Caller caller(expertMemory, i, c);
     caller.call(log.verdicts[i]);
     log.ended = i + 1;
     if (isOut(log.verdicts[i].code)) break;
@@ -1063,6 +1170,39 @@ TEST(FaultSweep, SurvivorsAgreeOnEveryOperation) {
     for (const auto& [where, times] : struckAt) std::cout << "  " << where << ": " << times << '\n';
   }
 }
+
+// Hosts of 4, 4 and 1 ranks whose send memory has room for a dispatch of all ranks, and not for one
+// of every subset. Rank 8 packs its rows while the others push to it.
+class ShrunkHost : public testing::TestWithParam<FailpointAction> {};
+
+TEST_P(ShrunkHost, RowsOfRanksStayApart) {
+  if (!canFork()) GTEST_SKIP() << "threads are left of other tests: run this one by itself";
+  const bool areKilled = GetParam() == FailpointAction::kKill;
+  for (const bool areByCards : {false, true}) {
+    Case c{.seed = 1, .areByCards = areByCards, .timeout = milliseconds(20'000)};
+    setHosts(c, {4, 4, 1});
+    c.experts = {.tokens = 64, .topk = 5, .perRank = 1, .halfPlaces = 27};
+    if (!areKilled) c.patience = milliseconds(20);
+    c.steps.assign(kMostOperations, {.verb = Verb::kDispatch, .root = -1, .count = 2048});
+    for (const int rank : {2, 3}) {
+      for (uint32_t nth = 2; nth < (areKilled ? 3u : 20u); nth += 4)
+        c.victims.push_back(
+            {.rank = rank, .point = "copy-out", .nth = nth, .action = GetParam(), .delay = 150});
+    }
+    RunningCase running(c, false);
+    while (!running.look()) std::this_thread::sleep_for(std::chrono::microseconds(500));
+    bool isDisturbed = false;
+    for (const auto& problem : running.problems(isDisturbed))
+      ADD_FAILURE() << describe(c) << '\n' << problem << '\n' << running.story();
+    EXPECT_TRUE(areKilled ? running.hasStruck() : running.skips() > 0);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Losses, ShrunkHost,
+                         testing::Values(FailpointAction::kKill, FailpointAction::kDelay),
+                         [](const auto& param) {
+                           return param.param == FailpointAction::kKill ? "Killed" : "Late";
+                         });
 
 }  // namespace
 }  // namespace mooncake::test

@@ -122,7 +122,7 @@ TEST(SharedRows, APushedPlaceBelongsToItsSourceForEver) {
 
 // Nor does anybody fetch to where such a one may still come.
 TEST(SharedRows, NothingIsFetchedToAPushedPlace) {
-  const size_t bytes = 4 * kRows;  // as much as all six need, and less than some five would
+  const size_t bytes = 5 * kRows;  // as much as any five need
   const Hosts hosts(mappedBy({3, 3}, bytes));
   const auto pushed = placesOf({hosts, firstRanks(6), kRows, 0}, firstRanks(6), bytes, true);
   ASSERT_EQ(pushed.size(), 6U);
@@ -142,11 +142,100 @@ TEST(SharedRows, NothingIsFetchedToAPushedPlace) {
 
 TEST(SharedRows, WhereThereIsNoRoomEachRankFetchesItsOwn) {
   for (const size_t roomFor : {2u, 3u, 4u}) {
+    // Two ranks of each host, so one place is for the own rows, one each for the packed, the pushed
+    // and the fetched ones.
     const Hosts hosts(mappedBy({2, 2}, roomFor * kRows));
     const SharedRows shared(hosts, firstRanks(4), kRows, 0);
     EXPECT_EQ(shared.isShared(shared.hosts()[0], 1), roomFor >= 3);
     EXPECT_EQ(shared.pushed(2, shared.hosts()[0]).has_value(), roomFor == 4);
   }
+}
+
+// Everything that may stand in the send memory of one rank in an attempt, in bytes. Own and packed
+// rows are taken at their largest: each rank of an unshared host wants all tokens but one, so that
+// they are copied as long as there is room.
+struct Interval {
+  size_t begin, end;
+  const char* what;
+  int rank;  // for which, or of which
+};
+
+std::vector<Interval> standingAt(int rank, const SharedRows& attempt, const SharedRows& whole,
+                                 const std::vector<int>& ranks) {
+  std::vector<Interval> all{{0, kRows, "own rows of", rank}};
+  size_t at = kRows;
+  for (const auto& host : attempt.hosts()) {
+    const bool isOurs = std::ranges::binary_search(host, rank);
+    const bool isShared = attempt.isShared(host, 2);
+    for (size_t copies = isOurs ? 0 : isShared ? 1 : host.size(); copies > 0; --copies) {
+      if (!attempt.isPackingBounded() && at + kRows > attempt.ownEnd()) continue;  // gives all rows
+      all.push_back({at, at + kRows, "packed for", host.front()});
+      at += kRows;
+    }
+    if (!isOurs || !isShared) continue;
+    for (const int source : ranks) {
+      if (std::ranges::binary_search(host, source)) continue;
+      const auto place = attempt.fetched(source, host);
+      if (place.by == rank)
+        all.push_back({place.offset, place.offset + kRows, "fetched from", source});
+    }
+  }
+  EXPECT_LE(at, attempt.ownEnd());
+  // Every source may push, also one that is lost by now: its rows may be on their way.
+  const auto& wholeHost = whole.hostOf(rank);
+  for (const auto& host : whole.hosts()) {
+    if (std::ranges::binary_search(host, rank)) continue;
+    for (const int source : host) {
+      const auto place = whole.pushed(source, wholeHost);
+      if (place && place->by == rank)
+        all.push_back({place->offset, place->offset + kRows, "pushed by", source});
+    }
+  }
+  return all;
+}
+
+// Hosts x lost ranks x room, in halves of a place.
+TEST(SharedRows, NothingStandsOnAnythingElseWhoeverIsLost) {
+  size_t withPushes = 0, withoutSharing = 0;
+  for (const auto& sizes : Ranks{{4, 4, 1},
+                                 {3, 1, 1, 1},
+                                 {3, 3},
+                                 {2, 2, 1},
+                                 {4, 3, 1},
+                                 {1, 1, 1},
+                                 {5, 2},
+                                 {2, 1},
+                                 {2, 2, 2, 1},
+                                 {6, 1, 1}}) {
+    const auto count = int(mappedBy(sizes).size());
+    for (size_t halves = 2; halves <= 4 * size_t(count); ++halves) {
+      const size_t room = halves * kRows / 2;
+      const Hosts hosts(mappedBy(sizes, room));
+      const SharedRows whole(hosts, firstRanks(count), kRows, 1);
+      for (unsigned left = 1; left < 1U << count; ++left) {
+        std::vector<int> ranks;
+        for (int r = 0; r < count; ++r) {
+          if ((left >> r & 1U) != 0) ranks.push_back(r);
+        }
+        const SharedRows attempt(hosts, ranks, kRows, 1);
+        ASSERT_EQ(attempt.ownEnd(), whole.ownEnd());
+        for (const int rank : ranks) {
+          auto all = standingAt(rank, attempt, whole, ranks);
+          std::ranges::sort(all, {}, &Interval::begin);
+          for (size_t i = 0; i < all.size(); ++i) {
+            const size_t end = i + 1 < all.size() ? all[i + 1].begin : room;
+            ASSERT_LE(all[i].end, end)
+                << all[i].what << " " << all[i].rank << " on rank " << rank << ", " << halves
+                << " halves of a place, ranks " << left << " of " << testing::PrintToString(sizes);
+          }
+        }
+      }
+      withPushes += whole.pushed(count - 1, whole.hostOf(0)).has_value();
+      withoutSharing += !whole.isPackingBounded();
+    }
+  }
+  EXPECT_GT(withPushes, 0U);
+  EXPECT_GT(withoutSharing, 0U);
 }
 
 }  // namespace
