@@ -266,14 +266,16 @@ int idle(char** arguments) {
 
 class Post final : public NicOperation {
  public:
-  Post(std::span<std::byte> source, std::atomic<uint64_t>& done) : source_(source), done_(done) {}
+  Post(std::span<std::byte> source, std::atomic<uint64_t>& done, RailShare& share)
+      : source_(source), done_(done), share_(share) {}
   Status begin(Nic& nic) override { return nic.write(1, {source_, nullptr}, {}, 0, this); }
   void end(const NicCompletion&) override { done_.fetch_add(1, std::memory_order_release); }
-  const void* owner() const override { return &done_; }
+  RailShare& share() const override { return share_; }
 
  private:
   const std::span<std::byte> source_;
   std::atomic<uint64_t>& done_;
+  RailShare& share_;
 };
 
 int posts(char** arguments) {
@@ -284,12 +286,13 @@ int posts(char** arguments) {
   nics.push_back(std::make_unique<NullNic>());
   const auto rails = orDie(Rails::create(std::move(nics), {}));
   std::atomic<uint64_t> done{0};
+  RailShare share(*rails);
   const auto began = Clock::now();
   const auto deadline = Deadline::after(std::chrono::minutes(2));
   for (uint64_t i = 0; i < count; ++i) {
     while (i - done.load(std::memory_order_acquire) >= kUnderWay && !deadline.passed())
       std::this_thread::yield();
-    rails->submit(0, std::make_unique<Post>(source, done));
+    rails->submit(0, std::make_unique<Post>(source, done, share));
   }
   while (done.load(std::memory_order_acquire) < count && !deadline.passed())
     std::this_thread::yield();

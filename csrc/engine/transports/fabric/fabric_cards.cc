@@ -44,7 +44,7 @@ class FabricChannel::MovePiece final : public NicOperation {
     if (hasBegun_) transfer_->gate.leave();
     channel_->onMoved(transfer_, what_, hasBegun_, how);
   }
-  const void* owner() const override { return channel_.get(); }
+  RailShare& share() const override { return channel_->operations_; }
   uint64_t generation() const override { return what_.peer.generation; }
   bool endsWithTheCard() const override { return true; }
 

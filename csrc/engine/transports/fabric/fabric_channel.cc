@@ -29,6 +29,8 @@ FabricChannel::FabricChannel(const TransportContext& context, std::shared_ptr<Ra
       memories_(std::move(memories)),
       peer_(peer),
       options_(std::move(options)),
+      buffers_(rails_->pool()),
+      operations_(*rails_),
       paths_(options_.stallLimit),
       incoming_(context.regions),
       movingOn_(rails_->count()) {}
@@ -49,6 +51,11 @@ bool FabricChannel::isOver() const {
   return closed_ || hasLeft_;
 }
 
+size_t FabricChannel::unacknowledged() const {
+  std::lock_guard lock(mutex_);
+  return sent_.size();
+}
+
 uint64_t FabricChannel::lifeSigns() const {
   return below_->lifeSigns() + received_.load(std::memory_order_relaxed);
 }
@@ -67,7 +74,7 @@ Status FabricChannel::put(const PutRequest& request) {
     return {ErrorCode::kInvalidArgument, "a signal's word is 8-aligned and behind the doorbell"};
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(usable());
-  if (isOut_) return {};  // nothing of it would land
+  if (isOut_ || fenced_) return {};  // Nothing of it would land, or count.
   if (queuedBytes_ > 0 && queuedBytes_ + request.data.size() > kMostQueuedBytes)
     return {ErrorCode::kExhausted, "256 MiB wait for a peer that does not read"};
   const uint64_t number = queuePut(request).packet.number;
@@ -105,7 +112,7 @@ FabricChannel::Stream& FabricChannel::queuePut(const PutRequest& request) {
 
 // Under the lock. What was to land before the word has.
 void FabricChannel::announce(const RemoteSignal& what) {
-  if (what.region.key == 0 || isOut_ || lost_ || closed_) return;
+  if (what.region.key == 0 || isOut_ || fenced_ || lost_ || closed_) return;
   queuePut(
       {.region = what.region, .offset = what.signal.offset, .data = {}, .signal = what.signal});
 }
@@ -232,6 +239,7 @@ void FabricChannel::warmUp(std::span<const RemoteRegion> regions, Deadline deadl
   std::lock_guard lock(mutex_);
   const Status now = usable();
   if (!now.ok()) return done(now);
+  if (fenced_) return done({ErrorCode::kAborted, "the peer is no longer part of the job"});
   WarmUp& one = warming_.emplace_back(WarmUp{{}, deadline, std::move(done)});
   for (const RemoteRegion& region : regions) {
     if (memories_) one.keys.push_back(region.key);
@@ -336,7 +344,8 @@ void FabricChannel::onControl(control::Kind kind, ByteView bytes) {
       std::lock_guard lock(mutex_);
       const bool isForUs = packet->incarnation == incarnation_ || packet->incarnation == 0;
       if (closed_ || fenced_ || !isForUs || packet->kind != Packet::Kind::kPut) return;
-      if (serials_.add(packet->serial)) land(*packet, in.getRaw(in.left()));
+      if (!serials_.has(packet->serial) && admit(*packet, in.left()))
+        land(*packet, in.getRaw(in.left()));
       return;
     }
     case Kind::kAsk:

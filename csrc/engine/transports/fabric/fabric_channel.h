@@ -105,6 +105,8 @@ class FabricChannel final : public Channel,
 
   void onKeysChanged(uint64_t region) override;
 
+  // Number of packets that the peer has not acknowledged.
+  size_t unacknowledged() const;
   // Bytes that cards have moved by themselves for us.
   uint64_t moved() const { return moved_.load(std::memory_order_relaxed); }
 
@@ -179,10 +181,10 @@ class FabricChannel final : public Channel,
   Stopped takeMoving(const Completion* completion);
   // Without it.
   void stop(const Stopped& stopped, ErrorCode code);
-  void onResolve(uint64_t key);
-  void onGrant(control::Grant grant);
   // Waits until no thread is in stop() with a transfer of this completion; null: with any transfer.
   void awaitStopped(const Completion* completion);
+  void onResolve(uint64_t key);
+  void onGrant(control::Grant grant);
   void onChanged(uint64_t key);
   void onCard(const control::Card& card);
   void onRetire(const control::Retire& retire);
@@ -201,12 +203,14 @@ class FabricChannel final : public Channel,
   bool sendNext(std::deque<Stream>& streams, Clock::time_point now);
   size_t fill(Stream& stream, std::span<std::byte> out, uint64_t serial, bool& isLast);
   void sendAgain(Clock::time_point now);
+  void moveSentOut(Clock::time_point now);
   std::optional<RailPeer> peerAt(size_t path);
   bool submit(size_t path, const std::shared_ptr<OutPacket>& packet);
-  void sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers = {});
+  bool sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers = {});
   void owe(Clock::time_point now);
   void sendAck();
   void leaveOut(size_t path, Clock::time_point now, const std::string& why, bool isAnew = false);
+  bool admit(const Packet& packet, size_t dataBytes);
   void land(const Packet& packet, ByteView data);
   void takeAnswer(const Packet& answer, ByteView data);
   std::map<uint64_t, Transfer>::iterator awaitPackets(uint64_t number);
@@ -242,6 +246,8 @@ class FabricChannel final : public Channel,
   const std::shared_ptr<CardMemories> memories_;
   const EngineId peer_;
   const Options options_;
+  PacketPool::Share buffers_;  // of this channel's packets
+  RailShare operations_;       // of this channel
 
   std::mutex sendMutex_;   // keeps the parts of a message together
   std::mutex fenceMutex_;  // whoever fences, too, returns when that is done

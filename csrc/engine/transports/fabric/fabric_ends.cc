@@ -92,6 +92,11 @@ void FabricChannel::fence() {
       fenced.written.push_back(stream.packet.number);
   }
   dropBulk();
+  // The list says which writes of the peer have landed. Nothing else has to be proven to it, so no
+  // buffer, and no operation of a card, waits for it.
+  dropSent();
+  releasePeers();
+  endWarmUp({ErrorCode::kAborted, "the peer is no longer part of the job"});
   const Stopped stopped = takeMoving(nullptr);
   finishAll(ErrorCode::kAborted);
   lock.unlock();

@@ -17,6 +17,12 @@ constexpr size_t kMostWindow = 512;  // of all: the peer keeps at most 64 MiB th
 constexpr size_t kAckEvery = 16;     // packets, or when the next tick comes
 constexpr auto kAckDelay = std::chrono::milliseconds(1);
 constexpr uint64_t kQuantum = 16;  // pieces of one transfer before the next has its turn
+// Packets that leave their buffers at a tick, so that the other channels do not wait for the
+// copies.
+constexpr size_t kMostMovedOut = 32;
+// Number of transfers and answers that may wait to leave, before what the peer asks is refused. An
+// honest one has fewer under way.
+constexpr size_t kMostBulk = 65536;
 
 }  // namespace
 
@@ -30,7 +36,12 @@ class FabricChannel::SendPacket final : public NicOperation {
         packet_(std::move(packet)),
         path_(path),
         peer_(peer),
-        epoch_(channel_->epoch_) {}
+        epoch_(channel_->epoch_) {
+    packet_->enterCard();
+  }
+  ~SendPacket() override {
+    if (packet_) packet_->leaveCard();
+  }
 
   Status begin(Nic& nic) override {
     return nic.send(peer_.number,
@@ -38,10 +49,10 @@ class FabricChannel::SendPacket final : public NicOperation {
   }
   void end(const NicCompletion& how) override {
     // Else the buffer would be another packet's while the card may still send from it.
-    if (!how.abandoned) packet_.reset();
+    if (!how.abandoned) std::exchange(packet_, nullptr)->leaveCard();
     if (how.error != NicError::kNone) channel_->onSendFailed(path_, epoch_, how);
   }
-  const void* owner() const override { return channel_.get(); }
+  RailShare& share() const override { return channel_->operations_; }
   uint64_t generation() const override { return peer_.generation; }
 
  private:
@@ -87,9 +98,8 @@ bool FabricChannel::sendNext(std::deque<Stream>& streams, Clock::time_point now)
   auto path = stream.path;
   if (isSplit || !path || !paths_.isUp(*path)) path = paths_.choose(stream.turn + stream.pieces);
   if (!path) return false;
-  std::byte* buffer = rails_->pool().take();
-  if (!buffer) return false;  // the next tick tries again
-  const auto packet = std::make_shared<OutPacket>(rails_->pool(), buffer);
+  const auto packet = OutPacket::make(rails_->pool(), buffers_);
+  if (!packet) return false;  // the next tick tries again
   stream.path = path;
   const uint64_t serial = ++lastSerial_;
   bool isLast = false;
@@ -174,21 +184,28 @@ void FabricChannel::sendAgain(Clock::time_point now) {
   uint64_t from = 0;
   while (const auto serial = sent_.firstWaiting(from)) {
     const auto path = paths_.choose(turn_++);
-    if (!path) return;
+    if (!path || !sent_.at(*serial).packet->moveIn()) return;  // the next tick tries again
     const auto packet = sent_.moveTo(*path, *serial, now).packet;
     if (!submit(*path, packet)) leaveOut(*path, now, "the peer's card has no address here");
     from = *serial + 1;
   }
 }
 
-// Without a serial: whether it arrives matters to nobody.
-void FabricChannel::sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers) {
-  std::byte* buffer = rails_->pool().take(/*isUrgent=*/true);
-  if (!buffer || !theirs_) {
-    if (buffer) rails_->pool().giveBack(buffer);
-    return;
+// The buffers of a peer that acknowledges nothing serve other peers. Where it has only been slow, a
+// packet takes one again when it leaves once more.
+void FabricChannel::moveSentOut(Clock::time_point now) {
+  if (sent_.empty() || now - sent_.progress() < options_.stallLimit / 4) return;
+  size_t moved = 0;
+  for (const auto& [serial, sent] : sent_) {
+    if (moved == kMostMovedOut) return;
+    moved += sent.packet->moveOut();
   }
-  const auto out = std::make_shared<OutPacket>(rails_->pool(), buffer);
+}
+
+// Without a serial: nothing waits for it. False: there is no buffer for it.
+bool FabricChannel::sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers) {
+  const auto out = theirs_ ? OutPacket::make(rails_->pool(), buffers_, /*isUrgent=*/true) : nullptr;
+  if (!out) return false;
   packet.incarnation = theirs_->incarnation;
   packet.acked = serials_.below();
   packet.encode(std::span<std::byte, Packet::kBytes>(out->data(), Packet::kBytes));
@@ -197,11 +214,12 @@ void FabricChannel::sendPlain(Packet packet, size_t path, const std::vector<uint
   if (bytes > 0) std::memcpy(out->data() + Packet::kBytes, numbers.data(), bytes);
   out->length = Packet::kBytes + bytes;
   (void)submit(path, out);
+  return true;
 }
 
 void FabricChannel::onSendFailed(size_t path, uint64_t epoch, const NicCompletion& how) {
   std::lock_guard lock(mutex_);
-  if (closed_ || lost_ || !theirs_ || epoch != epoch_) return;
+  if (closed_ || lost_ || fenced_ || !theirs_ || epoch != epoch_) return;
   const auto now = Clock::now();
   leaveOut(path, now,
            how.error == NicError::kDevice ? "the card does not work"
@@ -232,9 +250,22 @@ void FabricChannel::sendAck() {
   if (!theirs_ || lost_) return;
   const auto path = paths_.choose(turn_++);
   if (!path) return;  // when one comes back
-  ackOwed_ = 0;
   const auto& above = serials_.above();
-  sendPlain({.kind = Packet::Kind::kAck}, *path, {above.begin(), above.end()});
+  // Without a buffer the next tick tries again.
+  if (sendPlain({.kind = Packet::Kind::kAck}, *path, {above.begin(), above.end()})) ackOwed_ = 0;
+}
+
+// Whether the packet has its place here, and counts from now on. One that does not breaks the
+// rules: it is not acknowledged.
+bool FabricChannel::admit(const Packet& packet, size_t dataBytes) {
+  const bool asks = packet.kind == Packet::Kind::kGet || packet.kind == Packet::Kind::kWrite;
+  const bool hasRoom =
+      incoming_.hasRoomFor(packet, dataBytes) && (!asks || bulk_.size() < kMostBulk);
+  if (hasRoom && serials_.add(packet.serial)) return true;
+  if (bad_++ == 0)
+    log(LogLevel::kError, options_.name, "a packet of kind ", int(packet.kind), ", number ",
+        packet.number, " breaks the rules: do both ends run the same version?");
+  return false;
 }
 
 void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
@@ -271,12 +302,7 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
       }
       // Not acknowledged: it comes again.
       if (isHeld_ && heldPackets_.size() >= kMostWindow) break;
-      if (!incoming_.hasRoomFor(packet, data.size()) || !serials_.add(packet.serial)) {
-        if (bad_++ == 0)
-          log(LogLevel::kError, options_.name, "a packet of kind ", int(packet.kind), ", number ",
-              packet.number, " breaks the rules: do both ends run the same version?");
-        break;
-      }
+      if (!admit(packet, data.size())) break;
       if (isHeld_) {
         heldPackets_.emplace_back(packet, Bytes(data.begin(), data.end()));
       } else {
@@ -292,6 +318,8 @@ bool FabricChannel::tick(Clock::time_point now) {
   std::lock_guard lock(mutex_);
   isActive_ = false;
   if (closed_ || lost_ || !theirs_) return false;
+  if (fenced_ && !onPath_) return false;  // no card has to reach the peer any more
+  moveSentOut(now);
   for (const auto& probe : paths_.probes(now))
     sendPlain({.kind = Packet::Kind::kProbe, .number = probe.number}, probe.path);
   if (!warming_.empty()) askCold(now);

@@ -12,10 +12,16 @@ template <typename T>
 class FairQueue {
  public:
   bool empty() const { return turns_.empty(); }
+  size_t owners() const { return turns_.size(); }
   void push(const void* owner, std::unique_ptr<T> item) {
     auto& line = lines_[owner];
     if (line.empty()) turns_.push_back(owner);
     line.push_back(std::move(item));
+  }
+  // The owner whose turn it is has the last turn instead.
+  void passTurn() {
+    turns_.push_back(turns_.front());
+    turns_.pop_front();
   }
   T& front() { return *lines_.find(turns_.front())->second.front(); }
   std::unique_ptr<T> pop() {

@@ -1,12 +1,15 @@
 #include "engine/transports/fabric/packet_pool.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <sys/mman.h>
+#include <utility>
 
 namespace mooncake {
 
 PacketPool::PacketPool(std::byte* base, size_t count, size_t bytes)
-    : base_(base), count_(count), bytes_(bytes) {
+    : base_(base), count_(count), bytes_(bytes), shares_(count - std::min(count, kReserve)) {
   free_.reserve(count);
   for (size_t i = count; i > 0; --i) free_.push_back(static_cast<uint32_t>(i - 1));
 }
@@ -36,22 +39,64 @@ Result<std::unique_ptr<NicMemory>> PacketPool::registerWith(Nic& nic) const {
   return nic.registerMemory({base_, count_ * bytes_}, static_cast<uint32_t>(NicAccess::kLocal));
 }
 
-std::byte* PacketPool::take(bool isUrgent) {
+PacketPool::Share::Share(PacketPool& pool) : pool_(pool) {
+  std::lock_guard lock(pool_.mutex_);
+  pool_.shares_.add(owner_);
+}
+
+PacketPool::Share::~Share() {
+  std::lock_guard lock(pool_.mutex_);
+  pool_.shares_.remove(owner_);
+}
+
+PacketPool::Buffer PacketPool::take(Share& share, bool isUrgent) {
   std::lock_guard lock(mutex_);
-  if (free_.size() <= (isUrgent ? 0 : kReserve)) return nullptr;
-  const size_t index = free_.back();
+  Buffer buffer;
+  if (shares_.mayTake(share.owner_)) {
+    shares_.take(share.owner_);
+  } else if (isUrgent && share.urgent_ < reserve_) {
+    ++share.urgent_;
+    --reserve_;
+    buffer.isOfReserve = true;
+  } else {
+    return {};
+  }
+  buffer.at = at(free_.back());
   free_.pop_back();
-  return base_ + index * bytes_;
+  return buffer;
 }
 
-void PacketPool::giveBack(std::byte* buffer) {
+void PacketPool::giveBack(Share& share, Buffer buffer) {
   std::lock_guard lock(mutex_);
-  free_.push_back(static_cast<uint32_t>(static_cast<size_t>(buffer - base_) / bytes_));
+  if (buffer.isOfReserve) {
+    --share.urgent_;
+    ++reserve_;
+  } else {
+    shares_.giveBack(share.owner_);
+  }
+  free_.push_back(static_cast<uint32_t>(static_cast<size_t>(buffer.at - base_) / bytes_));
 }
 
-bool PacketPool::hasRoom() const {
-  std::lock_guard lock(mutex_);
-  return free_.size() > kReserve;
+std::shared_ptr<OutPacket> OutPacket::make(PacketPool& pool, PacketPool::Share& share,
+                                           bool isUrgent) {
+  const auto buffer = pool.take(share, isUrgent);
+  return buffer.at ? std::make_shared<OutPacket>(pool, share, buffer) : nullptr;
+}
+
+bool OutPacket::moveOut() {
+  if (!buffer_.at || cards_.load(std::memory_order_acquire) > 0) return false;
+  moved_.assign(buffer_.at, buffer_.at + length);
+  pool_.giveBack(share_, std::exchange(buffer_, {}));
+  return true;
+}
+
+bool OutPacket::moveIn() {
+  if (buffer_.at) return true;
+  buffer_ = pool_.take(share_);
+  if (!buffer_.at) return false;
+  std::memcpy(buffer_.at, moved_.data(), length);
+  moved_ = {};
+  return true;
 }
 
 }  // namespace mooncake

@@ -42,14 +42,14 @@ Result<std::shared_ptr<Rails>> Rails::create(std::vector<std::unique_ptr<Nic>> n
     auto buffers = PacketPool::create(std::span(&nic, 1), receives, bytes);
     if (!buffers.ok()) return buffers.error();
     rails->receiving_.push_back(std::move(*buffers));
-    auto rail = std::make_unique<Rail>();
+    auto rail = std::make_unique<Rail>(nic->limits());
+    rail->index = rails->rails_.size();
     rail->name = nic->name();
-    rail->limits = nic->limits();
     rail->nic = std::move(nic);
     rail->receives.resize(receives);
-    for (Receive& receive : rail->receives) {
-      receive.buffer = rails->receiving_.back()->take(/*isUrgent=*/true);
-      rail->unposted.push_back(&receive);
+    for (size_t i = 0; i < receives; ++i) {
+      rail->receives[i].buffer = rails->receiving_.back()->at(i);
+      rail->unposted.push_back(&rail->receives[i]);
     }
     rails->rails_.push_back(std::move(rail));
   }
@@ -104,58 +104,94 @@ void Rails::release(size_t index, RailPeer peer) {
 
 // ---- what leaves
 
-// Under the rail's lock. Ok: it is the card's, until its completion. kExhausted: the card has no
-// room for it.
+RailShare::RailShare(Rails& rails) : rails_(rails), owners_(rails.count()) {
+  for (const auto& rail : rails_.rails_) {
+    std::lock_guard lock(rail->mutex);
+    rail->slots.add(owners_[rail->index]);
+  }
+}
+
+RailShare::~RailShare() {
+  for (const auto& rail : rails_.rails_) {
+    std::lock_guard lock(rail->mutex);
+    rail->slots.remove(owners_[rail->index]);
+  }
+}
+
+// Under the rail's lock. Ok: it is the card's, until its completion. kInterrupted: its channel has
+// its share, or the card has all that it takes. kExhausted: the card does not take it now.
 Status Rails::start(Rail& rail, NicOperation& operation) {
   const uint64_t generation = operation.generation();
   const bool isOfAnother =
       generation != 0 && generation != rail.generation.load(std::memory_order_relaxed);
   if (rail.isClosed || isOfAnother) return {ErrorCode::kAborted, "that card is closed"};
-  if (rail.underWay >= rail.limits.sendDepth) return {ErrorCode::kExhausted, {}};
-  ++rail.underWay;
+  FairShares::Owner& owner = operation.share().owners_[rail.index];
+  if (!rail.slots.mayTake(owner)) return {ErrorCode::kInterrupted, {}};
+  rail.slots.take(owner);
   Status begun = operation.begin(*rail.nic);
-  if (!begun.ok()) --rail.underWay;
+  if (!begun.ok()) rail.slots.giveBack(owner);
   return begun;
+}
+
+// Under the rail's lock: to the card, which has begun it, or to those that failed.
+void Rails::give(Rail& rail, std::unique_ptr<NicOperation> operation, const Status& begun) {
+  if (begun.ok()) {
+    operation.release();
+  } else {
+    rail.failed.push_back(std::move(operation));
+  }
+}
+
+// Under the rail's lock. Begins what waits and has room, the channels in turn. One that the card
+// does not take now, or whose channel has its share, holds up no other channel. Returns whether the
+// card has not taken one: then no completion need come before it would.
+bool Rails::beginWaiting(Rail& rail) {
+  bool isRefused = false;
+  for (size_t passed = 0; passed < rail.waiting.owners();) {
+    const Status begun = start(rail, rail.waiting.front());
+    const bool hasShare = begun.code() != ErrorCode::kInterrupted;
+    if (hasShare && begun.code() != ErrorCode::kExhausted) {
+      passed = 0;
+      give(rail, rail.waiting.pop(), begun);
+      continue;
+    }
+    isRefused = isRefused || hasShare;
+    if (!rail.isClosed && rail.slots.left() == 0) break;
+    rail.waiting.passTurn();
+    ++passed;
+  }
+  return isRefused;
 }
 
 void Rails::submit(size_t index, std::unique_ptr<NicOperation> operation) {
   Rail& rail = *rails_[index];
   std::lock_guard lock(rail.mutex);
   if (stopping_.load(std::memory_order_acquire)) return;
-  const Status begun =
-      rail.waiting.empty() ? start(rail, *operation) : Status(ErrorCode::kExhausted, {});
-  if (begun.ok()) {
-    operation.release();
-  } else if (begun.code() == ErrorCode::kExhausted) {
-    const void* owner = operation->owner();
+  bool isRefused = false;
+  if (rail.waiting.empty()) {
+    const Status begun = start(rail, *operation);
+    isRefused = begun.code() == ErrorCode::kExhausted;
+    if (!isRefused && begun.code() != ErrorCode::kInterrupted)
+      give(rail, std::move(operation), begun);
+  }
+  if (operation) {
+    const void* owner = &operation->share();
     rail.waiting.push(owner, std::move(operation));
-  } else {
-    rail.failed.push_back(std::move(operation));
+    if (!isRefused && rail.slots.left() > 0) isRefused = beginWaiting(rail);
   }
   // Else a completion comes, and the thread with it.
-  if (rail.underWay == 0 && (!rail.waiting.empty() || !rail.failed.empty())) rail.nic->wake();
+  if (isRefused || !rail.failed.empty()) rail.nic->wake();
 }
 
-// True: something waits on.
+// True: something waits that the card may take before a completion comes.
 bool Rails::feed(size_t index) {
   Rail& rail = *rails_[index];
   std::deque<std::unique_ptr<NicOperation>> failed;
   bool waits;
   {
     std::lock_guard lock(rail.mutex);
-    while (!rail.waiting.empty()) {
-      // Asked in its place: where there is no room it keeps it.
-      const Status begun = start(rail, rail.waiting.front());
-      if (begun.code() == ErrorCode::kExhausted) break;
-      auto operation = rail.waiting.pop();
-      if (begun.ok()) {
-        operation.release();
-      } else {
-        rail.failed.push_back(std::move(operation));
-      }
-    }
+    waits = beginWaiting(rail);
     failed.swap(rail.failed);
-    waits = !rail.waiting.empty();
   }
   for (const auto& operation : failed) operation->end({.error = NicError::kDevice});
   return waits;
@@ -231,7 +267,7 @@ size_t Rails::serve(size_t index, std::span<NicCompletion> room) {
     std::unique_ptr<NicOperation> operation(static_cast<NicOperation*>(completion.context));
     {
       std::lock_guard lock(rail.mutex);
-      --rail.underWay;
+      rail.slots.giveBack(operation->share().owners_[index]);
     }
     if (completion.abandoned) {
       keep(rail, std::move(operation), completion);
@@ -243,13 +279,9 @@ size_t Rails::serve(size_t index, std::span<NicCompletion> room) {
 }
 
 void Rails::post(Rail& rail) {
-  const size_t index =
-      static_cast<size_t>(std::find_if(rails_.begin(), rails_.end(),
-                                       [&](const auto& one) { return one.get() == &rail; }) -
-                          rails_.begin());
   while (!rail.unposted.empty() && !stopping_.load(std::memory_order_relaxed)) {
     Receive* receive = rail.unposted.back();
-    const PacketPool& pool = *receiving_[index];
+    const PacketPool& pool = *receiving_[rail.index];
     if (!rail.nic->receive(pool.as(0, receive->buffer, pool.bufferBytes()), receive).ok()) return;
     rail.unposted.pop_back();
   }

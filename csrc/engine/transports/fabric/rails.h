@@ -16,6 +16,7 @@
 #include "engine/nic/nic.h"
 #include "engine/packets/packet.h"
 #include "engine/transports/fabric/fair_queue.h"
+#include "engine/transports/fabric/fair_shares.h"
 #include "engine/transports/fabric/packet_pool.h"
 
 namespace mooncake {
@@ -26,6 +27,23 @@ struct RailPeer {
   uint64_t generation = 0;
 };
 
+class Rails;
+
+// The operations of one channel that each card has under way. Goes before the rails, and after the
+// operations.
+class RailShare {
+ public:
+  explicit RailShare(Rails& rails);
+  ~RailShare();
+  RailShare(const RailShare&) = delete;
+  RailShare& operator=(const RailShare&) = delete;
+
+ private:
+  friend class Rails;
+  Rails& rails_;
+  std::vector<FairShares::Owner> owners_;  // by rail, guarded by its lock
+};
+
 // What a card is asked to do. A card has it from begin() until its completion, else a queue.
 class NicOperation {
  public:
@@ -34,7 +52,7 @@ class NicOperation {
   virtual Status begin(Nic& nic) = 0;
   // Once, on a thread that polls, without a lock; also when it never began.
   virtual void end(const NicCompletion& how) = 0;
-  virtual const void* owner() const = 0;
+  virtual RailShare& share() const = 0;
   // It names what only this card knows, and begins with none that follows it. 0: any.
   virtual uint64_t generation() const { return 0; }
   // The memory is somebody else's as soon as it has ended: one that the card abandons ends when
@@ -56,6 +74,7 @@ class PacketSink {
 
 // All cards of one engine, shared by all of its peers: who posts, who polls, whose a packet is. A
 // card never has more under way than it says it takes: what is more waits, the channels in turn.
+// Channels share what a card takes: FairShares.
 class Rails {
  public:
   static constexpr size_t kMostPacketBytes = (size_t(64) << 10) - 1024;
@@ -121,9 +140,13 @@ class Rails {
   struct Receive {
     std::byte* buffer = nullptr;
   };
+  friend class RailShare;
   struct Rail {
+    explicit Rail(const NicLimits& limits) : limits(limits), slots(limits.sendDepth) {}
+
+    size_t index = 0;
     std::string name;
-    NicLimits limits;
+    const NicLimits limits;
     std::atomic<bool> mustRetire{false};
     std::atomic<uint64_t> generation{1};
     mutable std::mutex mutex;         // guards what follows
@@ -131,7 +154,8 @@ class Rails {
     bool isClosed = false;            // written there only, too
     std::condition_variable retired;  // its generation is over
     std::map<NicPeer, size_t> peers;  // how often each is in use
-    size_t underWay = 0;
+    FairShares slots;                 // of what it has under way
+    size_t underWay() const { return limits.sendDepth - slots.left(); }
     FairQueue<NicOperation> waiting;
     std::deque<std::unique_ptr<NicOperation>> failed;  // to begin
     // Of the thread that polls.
@@ -145,6 +169,8 @@ class Rails {
 
   explicit Rails(Options options) : options_(std::move(options)) {}
   Status start(Rail& rail, NicOperation& operation);
+  void give(Rail& rail, std::unique_ptr<NicOperation> operation, const Status& begun);
+  bool beginWaiting(Rail& rail);
   void run(size_t first, size_t step);
   void sleepAtAll(size_t first, size_t step, Clock::time_point until);
   size_t serve(size_t index, std::span<NicCompletion> room);

@@ -87,7 +87,7 @@ void Rails::endAll(size_t index) {
   std::vector<NicCompletion> room(kCompletions);
   const auto isEmpty = [&] {
     std::lock_guard lock(rail.mutex);
-    return rail.underWay == 0;
+    return rail.underWay() == 0;
   };
   for (const auto deadline = Deadline::after(kClosing); !isEmpty();) {
     if (serve(index, room) > 0) continue;

@@ -7,6 +7,7 @@ namespace mooncake {
 
 void SentPackets::add(uint64_t serial, Sent sent, Clock::time_point now) {
   paths_.began(sent.path, now);
+  if (sent_.empty()) progress_ = now;
   sent_.emplace(serial, std::move(sent));
 }
 
@@ -58,6 +59,7 @@ void SentPackets::erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_poi
   } else {
     paths_.ended(sent->second.path, now, true);
   }
+  progress_ = now;
   sent_.erase(sent);
 }
 

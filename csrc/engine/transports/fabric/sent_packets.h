@@ -41,7 +41,11 @@ class SentPackets {
   void holdBack(size_t path, Clock::time_point now);
   // The first that waits, from this serial on.
   std::optional<uint64_t> firstWaiting(uint64_t from) const;
+  const Sent& at(uint64_t serial) const { return sent_.at(serial); }
   const Sent& moveTo(size_t path, uint64_t serial, Clock::time_point now);
+  // When the peer has acknowledged something last; if everything was acknowledged then, when the
+  // first packet left after that.
+  Clock::time_point progress() const { return progress_; }
 
   // Nobody acknowledges it any more.
   void drop(Clock::time_point now);
@@ -54,6 +58,7 @@ class SentPackets {
   Paths& paths_;
   std::map<uint64_t, Sent> sent_;
   size_t waiting_ = 0;
+  Clock::time_point progress_;
 };
 
 }  // namespace mooncake

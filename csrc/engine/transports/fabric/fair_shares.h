@@ -1,0 +1,69 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+namespace mooncake {
+
+// Places that any number of owners share. Half of them belong to the owners, in equal parts: an
+// owner that gives nothing back takes none of the part of another. The other half serves those that
+// want more: an owner gets one of these while it has fewer of them than `kShareOfLeft` times those
+// that are left. With more owners than half of the places the parts are empty. Not thread-safe.
+class FairShares {
+ public:
+  static constexpr size_t kShareOfLeft = 2;
+
+  // One owner's count. Stays where it is from add() to remove().
+  class Owner {
+   public:
+    size_t held() const { return held_; }
+
+   private:
+    friend class FairShares;
+    size_t held_ = 0;
+  };
+
+  explicit FairShares(size_t places) : places_(places), left_(places) {}
+
+  void add(Owner& owner) {
+    owners_.push_back(&owner);
+    divide();
+  }
+  void remove(Owner& owner) {
+    std::erase(owners_, &owner);
+    divide();
+  }
+
+  size_t left() const { return left_; }
+  bool mayTake(const Owner& owner) const {
+    if (left_ == 0) return false;
+    if (owner.held_ < part_) return true;
+    return left_ > owed_ && owner.held_ - part_ < kShareOfLeft * (left_ - owed_);
+  }
+  void take(Owner& owner) {
+    if (owner.held_ < part_) --owed_;
+    ++owner.held_;
+    --left_;
+  }
+  void giveBack(Owner& owner) {
+    --owner.held_;
+    ++left_;
+    if (owner.held_ < part_) ++owed_;
+  }
+
+ private:
+  void divide() {
+    part_ = owners_.empty() ? 0 : places_ / 2 / owners_.size();
+    owed_ = 0;
+    for (const Owner* owner : owners_) owed_ += part_ - std::min(part_, owner->held_);
+  }
+
+  const size_t places_;
+  size_t left_;
+  size_t part_ = 0;  // of each owner
+  size_t owed_ = 0;  // of all parts, places that are not taken
+  std::vector<Owner*> owners_;
+};
+
+}  // namespace mooncake
