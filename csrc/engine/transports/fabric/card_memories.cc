@@ -16,7 +16,7 @@ constexpr auto kLook = std::chrono::microseconds(50);
 // Below it a thread costs more than what it saves.
 constexpr size_t kParallelFrom = size_t(1) << 20;
 
-// Rights by which peers' cards may write.
+// Rights by which cards of peers may write, with kLanding those that are asked to.
 constexpr uint32_t kWritten = kRemoteWrite | kLanding;
 
 uint32_t accessOf(uint32_t rights) {
@@ -28,6 +28,7 @@ uint32_t accessOf(uint32_t rights) {
 
 CardMemories::OnCard::~OnCard() {
   memory_.reset();
+  landing_.reset();
   isGone_->store(true, std::memory_order_release);
 }
 
@@ -64,15 +65,23 @@ std::shared_ptr<const CardMemories::OnCard> CardMemories::registerWith(size_t ca
   auto made = std::make_shared<OnCard>(nic, generation);
   const NicLimits& limits = nic->limits();
   if (limits.mostRmaBytes == 0) return made;
-  auto registered = NicRegistrations({nic.get()}).add(memory, accessOf(rights));
-  if (registered.ok()) {
+  // Two registrations where the keys of peers that are asked allow more than those of the others.
+  // A card that reads by itself asks no peer, and no key of it allows a peer to write.
+  const bool lands = !limits.closeEndsReads && (rights & kWritten) != 0;
+  const bool isApart = lands && (rights & kRemoteWrite) == 0;
+  auto registered = NicRegistrations({nic.get()}).add(memory, accessOf(rights & ~kLanding));
+  auto landing = isApart && registered.ok()
+                     ? NicRegistrations({nic.get()}).add(memory, accessOf(rights))
+                     : registered;
+  if (landing.ok()) {
     made->memory_ = std::move(*registered);
+    if (lands) made->landing_ = isApart ? std::move(*landing) : made->memory_;
     return made;
   }
   std::lock_guard lock(mutex_);
   if (!std::exchange(hasToldFailure_, true)) {
     log(LogLevel::kWarning, name_, "memory of ", memory.size(),
-        " bytes is copied by the processor: ", registered.error().message);
+        " bytes is copied by the processor: ", landing.error().message);
   }
   return made;
 }
@@ -145,7 +154,7 @@ std::optional<CardMemories::Landing> CardMemories::landing(std::span<const std::
   uint64_t key = 0;
   const Region* region = regionOf(range, kWritten, key);
   if (!region) return std::nullopt;
-  const auto isThere = [](const auto& on) { return on && on->memory(); };
+  const auto isThere = [](const auto& on) { return on && on->landing(); };
   if (std::none_of(region->cards.begin(), region->cards.end(), isThere)) return std::nullopt;
   return Landing{key, static_cast<uint64_t>(range.data() - region->memory.data())};
 }
@@ -154,14 +163,15 @@ std::vector<uint64_t> CardMemories::keys(size_t most) {
   std::lock_guard lock(mutex_);
   std::vector<uint64_t> keys;
   for (const auto& [key, region] : regions_) {
-    if (keys.size() < most && (region.rights & kWritten) != 0) keys.push_back(key);
+    if (keys.size() < most && (region.rights & kRemoteWrite) != 0) keys.push_back(key);
   }
   return keys;
 }
 
 // ---- who was told
 
-control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder) {
+control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder,
+                                   bool isAsked) {
   control::Grant grant{.region = key, .rights = 0, .bytes = 0, .cards = {}};
   std::lock_guard lock(mutex_);
   const auto found = regions_.find(key);
@@ -169,7 +179,8 @@ control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder
   Region& region = found->second;
   // Also one that is just being revoked counts as gone.
   if (!table_.open(key, 0, region.memory.size(), 0)) return grant;
-  grant.rights = region.rights & (kRemoteRead | kWritten);
+  const uint32_t landing = isAsked ? uint32_t(kLanding) : 0;
+  grant.rights = region.rights & (kRemoteRead | kRemoteWrite | landing);
   grant.bytes = region.memory.size();
   size_t all = 0;
   for (size_t card = 0; card < region.cards.size(); ++card) {
@@ -179,7 +190,10 @@ control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder
                         (limits.remoteWrite || (grant.rights & kWritten) == 0);
     if (grant.rights == 0 || !isAble || isStale(region, card) || !region.cards[card]->memory())
       continue;
-    const auto registered = region.cards[card]->memory()->pieces(0);
+    const auto* keys = region.cards[card]->memory();
+    if ((grant.rights & kLanding) != 0 && region.cards[card]->landing())
+      keys = region.cards[card]->landing();
+    const auto registered = keys->pieces(0);
     if ((all += registered.size()) > control::kMostPieces) break;
     for (const auto& piece : registered)
       pieces.push_back({.offset = piece.offset,

@@ -49,12 +49,14 @@ class CardMemories final : public RegionWatcher {
     uint64_t generation() const { return generation_; }
     // Null: the card did not take it.
     const NicRegistration* memory() const { return memory_.get(); }
+    // With the keys by which a peer may also write what it was asked for. Null: there are none.
+    const NicRegistration* landing() const { return landing_.get(); }
 
    private:
     friend class CardMemories;
     const std::shared_ptr<Nic> nic_;  // there for as long as something is registered with it
     const uint64_t generation_;
-    std::shared_ptr<const NicRegistration> memory_;
+    std::shared_ptr<const NicRegistration> memory_, landing_;
     const std::shared_ptr<std::atomic<bool>> isGone_ = std::make_shared<std::atomic<bool>>(false);
   };
   // A range here that operations of ours may name, and what keeps it.
@@ -69,12 +71,13 @@ class CardMemories final : public RegionWatcher {
     uint64_t key = 0, offset = 0;
   };
   std::optional<Landing> landing(std::span<const std::byte> range);
-  // Of regions into which peers' cards may write.
+  // Keys of the regions with kRemoteWrite.
   std::vector<uint64_t> keys(size_t most);
 
-  // What a peer may be told. It is a holder from now on, until it is taken back, or forgotten: it
-  // has left in peace, and nothing of it is under way.
-  control::Grant grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder);
+  // What a peer may be told; the keys of kLanding only if `isAsked`: the peer is asked to write
+  // there. It is a holder from now on, until it is taken back, or forgotten: it has left in peace,
+  // and nothing of it is under way.
+  control::Grant grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder, bool isAsked);
   void takeBack(const KeyHolder* holder);
   // The same, but it stays a holder: it hears of new keys when there are some.
   void withdraw(const KeyHolder* holder);

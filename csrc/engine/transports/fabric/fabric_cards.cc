@@ -442,7 +442,10 @@ void FabricChannel::awaitStopped(const Completion* completion) {
 void FabricChannel::onResolve(uint64_t key) {
   std::lock_guard lock(mutex_);
   if (closed_ || fenced_ || lost_) return;
-  const auto grant = memories_ ? memories_->grant(key, shared_from_this()) : control::Grant{key};
+  // Keys by which a peer may write what it was asked for are only for a peer that was asked.
+  const bool isAsked = offered_.contains(key);
+  const auto grant =
+      memories_ ? memories_->grant(key, shared_from_this(), isAsked) : control::Grant{key};
   tell(grant.encode());
 }
 

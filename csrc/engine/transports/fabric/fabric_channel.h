@@ -299,14 +299,14 @@ class FabricChannel final : public Channel,
   std::map<uint64_t, std::shared_ptr<CardTransfer>> moving_;  // ours, and those served
   size_t serving_ = 0;                                        // of them
   std::deque<std::shared_ptr<CardTransfer>> unmoved_;         // of which pieces have not begun
+  std::vector<std::shared_ptr<CardTransfer>> stopping_;       // taken, until stop() has ended them
+  std::condition_variable stopped_;                           // `stopping_` has become shorter
   size_t underWay_ = 0;                                       // pieces that cards have, or wait for
   std::vector<size_t> movingOn_;                              // how many of those, by path
   std::map<uint64_t, Retirement> retirements_;                // by ticket
   std::optional<Clock::time_point> heldUpSince_;
   uint64_t heldUpBy_ = 0;  // the oldest ticket then
   uint64_t lastTicket_ = 0;
-  std::vector<std::shared_ptr<CardTransfer>> stopping_;       // taken, until stop() has ended them
-  std::condition_variable stopped_;                           // `stopping_` has become shorter
   bool hasToldUse_ = false;
   uint64_t question_ = 0;  // the last that was asked
   Clock::time_point askedAt_;

@@ -128,12 +128,12 @@ void FabricChannel::close() {
     }
   }
   stop(stopped, ErrorCode::kAborted);
+  awaitStopped(nullptr);
   if (isFirst && memories_) {
     // What a peer that has left had under way, it has told us of.
     if (hasLeft) {
       memories_->forget(this);
     } else {
-  awaitStopped(nullptr);
       memories_->takeBack(this);
     }
   }

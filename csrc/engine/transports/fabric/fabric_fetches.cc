@@ -49,7 +49,8 @@ void FabricChannel::sendFetch(control::Fetch& asked) {
 // The keys of a region of ours, ahead of what needs them.
 void FabricChannel::offer(uint64_t key) {
   if (offered_.size() >= kMostOffered) offered_.clear();
-  if (offered_.insert(key).second) tell(memories_->grant(key, shared_from_this()).encode());
+  if (offered_.insert(key).second)
+    tell(memories_->grant(key, shared_from_this(), /*isAsked=*/true).encode());
 }
 
 void FabricChannel::onFetched(const control::Fetched& fetched) {
