@@ -187,6 +187,10 @@ class EngineSide {
     });
     return found;
   }
+  void forgetAccepted() {
+    std::lock_guard lock(mutex_);
+    accepted_.clear();
+  }
   size_t acceptedCount() {
     std::lock_guard lock(mutex_);
     return accepted_.size();

@@ -11,6 +11,7 @@
 #include <sys/syscall.h>
 
 #include "child_process.h"
+#include "engine/local/fence_words.h"
 #include "transport_suite.h"
 
 namespace mooncake::testing {
@@ -315,6 +316,48 @@ TEST(Shm, RefusesUserMemoryThatWasRevoked) {
     ASSERT_TRUE((*toB)->get({remote, 0, target, &completion}).ok());
     EXPECT_EQ(endOf(completion), ErrorCode::kRefused);
   }
+}
+
+// ---- words for peers that map our arena
+
+TEST(ShmRoom, IsGivenBackByPeersThatLeaveAndIsNotForOthers) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "ThreadSanitizer leaves no room for 8 TiB of mappings";
+#endif
+  constexpr size_t kLeaving = 5;
+  ShmEnd a, b;
+  const auto connect = [&] { return connectNow(b, a); };
+  // Peers that say goodbye, while the channels to them stay where they are.
+  for (size_t i = 0; i < kLeaving; ++i) {
+    auto channel = connect();
+    ASSERT_TRUE(channel.ok()) << channel.error().message;
+    ASSERT_TRUE(eventually([&] { return a.acceptedCount() == i + 1; }));
+    const auto back = a.acceptedFrom(b.id());
+    (*channel)->close();
+    ASSERT_TRUE(
+        eventually([&] { return back->send(bytesOf("x")).code() == ErrorCode::kPeerLost; }));
+  }
+  // Peers that were hung up on, and do not leave.
+  std::vector<std::shared_ptr<Channel>> staying;
+  auto channel = connect();
+  for (; channel.ok() && staying.size() <= FenceWords::kMost; channel = connect()) {
+    staying.push_back(*channel);
+    const size_t accepted = kLeaving + staying.size();
+    ASSERT_TRUE(eventually([&] { return a.acceptedCount() == accepted; }));
+    a.acceptedFrom(b.id())->close();
+  }
+  EXPECT_EQ(staying.size(), FenceWords::kMost);
+  ASSERT_FALSE(channel.ok());
+  EXPECT_EQ(channel.error().code, ErrorCode::kUnsupported) << channel.error().message;
+  // Another wire leads there. The channel's objects on our side go, the words stay taken.
+  a.forgetAccepted();
+  EXPECT_EQ(connect().error().code, ErrorCode::kUnsupported);
+  staying.back()->close();
+  for (size_t looks = 0; looks < FenceWords::kMost && !(channel = connect()).ok(); looks += 256) {
+  }
+  EXPECT_TRUE(channel.ok()) << channel.error().message;
+  if (channel.ok()) (*channel)->close();
+  for (const auto& one : staying) one->close();
 }
 
 }  // namespace

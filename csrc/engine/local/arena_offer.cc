@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <memory>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <utility>
 
 #include "engine/life_word.h"
@@ -16,8 +17,9 @@ namespace {
 // Wire form, always 96 bytes, the descriptor on the first:
 //   u32 mark  u32 version  u64 arena address  u64 arena bytes  u64 mirror's offset
 //   u64 life word's offset  u64 fence word's offset  u8 greeting[48]
+// Without a descriptor, and with zeros behind the version: there is no room.
 constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 5;
 constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + 8 + sizeof(Greeting);
 
 template <typename T>
@@ -88,6 +90,14 @@ Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life,
   return sendWithFd(socket, message, arena.fd());
 }
 
+Status sendNoRoom(int socket) {
+  Bytes message = ByteWriter().put(kMark).put(kVersion).take();
+  message.resize(kOfferBytes);
+  const ssize_t sent = ::send(socket, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent == static_cast<ssize_t>(message.size())) return {};
+  return systemError("send of an offer", errno);
+}
+
 Result<bool> OfferReader::advance(int socket) {
   while (message_.size() < kOfferBytes) {
     const auto got = receiveWithFd(socket, kOfferBytes - message_.size(), message_, memfd_);
@@ -111,6 +121,8 @@ Result<ArenaOffer> OfferReader::take() {
   MOONCAKE_TRY(in.finish("arena offer"));
   std::copy(greeting.begin(), greeting.end(), offer.greeting.begin());
   offer.memfd = std::move(memfd_);
+  if (mark == kMark && version == kVersion && !offer.memfd && offer.bytes == 0)
+    return Error{ErrorCode::kUnsupported, "the peer has no room for another peer of its host"};
   if (mark != kMark || version != kVersion || !offer.memfd ||
       offer.address + offer.bytes < offer.address ||
       !liesIn<RegionMirror>(offer.bytes, offer.mirror) ||

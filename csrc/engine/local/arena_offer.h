@@ -33,11 +33,15 @@ struct ArenaOffer {
 Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life, uint64_t fence,
                  const Greeting& greeting);
 
+// In place of an offer: the sender has no room for another peer that maps its arena.
+Status sendNoRoom(int socket);
+
 // Puts an offer together, in however many pieces it comes; reads not one byte more.
 class OfferReader {
  public:
   // Takes what is there. True: take() the offer.
   Result<bool> advance(int socket);
+  // kUnsupported: the peer has no room for us.
   Result<ArenaOffer> take();
 
  private:

@@ -1,8 +1,16 @@
 #include "engine/local/fence_words.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 namespace mooncake {
+namespace {
+
+// Words that a call of take() looks at when none is free: each look may cost a few system calls.
+constexpr size_t kMostLooks = 256;
+
+}  // namespace
 
 Result<std::shared_ptr<FenceWords>> FenceWords::create(Arena& arena) {
   auto block = arena.allocate(kMost * sizeof(std::atomic<uint32_t>));
@@ -10,41 +18,67 @@ Result<std::shared_ptr<FenceWords>> FenceWords::create(Arena& arena) {
   return std::shared_ptr<FenceWords>(new FenceWords(std::move(*block)));
 }
 
-Result<std::shared_ptr<FenceWords::Word>> FenceWords::take() {
+Result<std::shared_ptr<FenceWords::Word>> FenceWords::take(pid_t process) {
   std::lock_guard lock(mutex_);
+  if (free_.empty() && used_ == kMost) reclaim();
   uint32_t index = used_;
   if (!free_.empty()) {
     index = free_.back();
     free_.pop_back();
   } else if (used_ == kMost) {
-    return Error{ErrorCode::kExhausted, "4096 peers map this arena, or have been shut out of it"};
+    return Error{ErrorCode::kExhausted,
+                 std::to_string(kMost) +
+                     " peers of this host map the memory of this engine, or were shut out of it "
+                     "and live"};
   } else {
     ++used_;
   }
   return std::make_shared<Word>(weak_from_this(), index,
-                                block_.offset() + index * sizeof(std::atomic<uint32_t>));
+                                block_.offset() + index * sizeof(std::atomic<uint32_t>), process);
 }
 
-FenceWords::Word::~Word() {
+// Under mutex_. A word without a flag and without a count was never in use by a peer that we hung
+// up on or shut out: its channel ended by itself.
+bool FenceWords::tryFree(const Waiting& word) {
+  const uint32_t value = at(word.index).load(std::memory_order_seq_cst);
+  if (value != 0 && (value & kLeft) == 0 && !word.process.isEnding()) return false;
+  at(word.index).store(0, std::memory_order_seq_cst);
+  free_.push_back(word.index);
+  return true;
+}
+
+// Under mutex_.
+void FenceWords::reclaim() {
+  for (size_t looks = std::min(kMostLooks, waiting_.size()); looks > 0; --looks) {
+    const Waiting word = waiting_.front();
+    waiting_.pop_front();
+    if (!tryFree(word)) waiting_.push_back(word);
+  }
+}
+
+void FenceWords::Word::release() {
   const auto all = all_.lock();
   if (!all) return;
   std::lock_guard lock(all->mutex_);
-  if (all->at(index_).load(std::memory_order_relaxed) == 0) all->free_.push_back(index_);
+  if (std::exchange(isReleased_, true)) return;
+  const Waiting word{index_, process_};
+  if (!all->tryFree(word)) all->waiting_.push_back(word);
 }
 
 void FenceWords::Word::add(uint32_t flag) {
-  if (const auto all = all_.lock()) all->at(index_).fetch_or(flag, std::memory_order_seq_cst);
-}
-
-void FenceWords::Word::reset() {
-  if (const auto all = all_.lock()) all->at(index_).store(0, std::memory_order_relaxed);
+  const auto all = all_.lock();
+  if (!all) return;
+  std::lock_guard lock(all->mutex_);  // the word may become another peer's at any time
+  if (!isReleased_) all->at(index_).fetch_or(flag, std::memory_order_seq_cst);
 }
 
 bool FenceWords::Word::hasLateWrites() const {
   const auto all = all_.lock();
   if (!all) return false;
+  std::lock_guard lock(all->mutex_);
+  if (isReleased_) return false;
   const uint32_t word = all->at(index_).load(std::memory_order_seq_cst);
-  return (word & (kFenced | kClosed)) != 0 && word >= kWrite;
+  return (word & (kFenced | kClosed)) != 0 && (word & ~kLeft) >= kWrite;
 }
 
 }  // namespace mooncake

@@ -2,40 +2,46 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "engine/memory/arena.h"
+#include "engine/peer_process.h"
+#include "engine/transfer.h"
 
 namespace mooncake {
 
 // In our arena, one word for each peer that maps it. A peer looks at its word before it touches our
 // memory, as it does with RegionMirror, and counts in it the writes that it is in the middle of: so
-// we know when none of them is under way any more.
+// we know when none of them is under way any more. A word serves another peer when its peer has
+// left the arena, or the process of the peer has ended.
 class FenceWords : public std::enable_shared_from_this<FenceWords> {
  public:
   static constexpr size_t kMost = 4096;
   static constexpr uint32_t kFenced = 1;  // the job goes on without the peer
   static constexpr uint32_t kClosed = 2;  // we have hung up
   static constexpr uint32_t kWrite = 4;   // each write of the peer's that is under way
+  // The peer has closed its channel: it touches our memory no more.
+  static constexpr uint32_t kLeft = uint32_t(1) << 31;
 
   static Result<std::shared_ptr<FenceWords>> create(Arena& arena);
 
   // May outlive the arena, and then does nothing.
   class Word {
    public:
-    Word(std::weak_ptr<FenceWords> all, uint32_t index, uint64_t offset)
-        : all_(std::move(all)), index_(index), offset_(offset) {}
+    Word(std::weak_ptr<FenceWords> all, uint32_t index, uint64_t offset, pid_t process)
+        : all_(std::move(all)), index_(index), offset_(offset), process_(process) {}
     Word(const Word&) = delete;
     Word& operator=(const Word&) = delete;
-    // One that the peer may still look at is never used again.
-    ~Word();
+    ~Word() { release(); }
     uint64_t offset() const { return offset_; }  // in the arena
     void fence() { add(kFenced); }
     void close() { add(kClosed); }
-    // The peer's process has ended: the word may be used again.
-    void reset();
+    // Gives the word back, to be used again as soon as the peer cannot look at it any more. The
+    // other calls do nothing afterwards.
+    void release();
     // A write that has begun may be under way, and no other one begins.
     bool hasLateWrites() const;
 
@@ -45,20 +51,31 @@ class FenceWords : public std::enable_shared_from_this<FenceWords> {
     const std::weak_ptr<FenceWords> all_;
     const uint32_t index_;
     const uint64_t offset_;
+    const PeerProcess process_;
+    bool isReleased_ = false;  // guarded by FenceWords::mutex_
   };
-  // kExhausted when all are in use.
-  Result<std::shared_ptr<Word>> take();
+  // A word for a peer in this process (0: not visible from our pid namespace). kExhausted when all
+  // are in use.
+  Result<std::shared_ptr<Word>> take(pid_t process);
 
  private:
+  // A word that was given back while its peer could still look at it.
+  struct Waiting {
+    uint32_t index;
+    PeerProcess process;
+  };
   explicit FenceWords(ArenaBlock block) : block_(std::move(block)) {}
   std::atomic<uint32_t>& at(uint32_t index) const {
     return reinterpret_cast<std::atomic<uint32_t>*>(block_.data())[index];
   }
+  bool tryFree(const Waiting& word);
+  void reclaim();
 
   const ArenaBlock block_;
   std::mutex mutex_;  // guards all below
   uint32_t used_ = 0;
   std::vector<uint32_t> free_;
+  std::deque<Waiting> waiting_;
 };
 
 }  // namespace mooncake

@@ -62,15 +62,9 @@ std::shared_ptr<LocalChannel> LocalChannel::start(const char* transportName, Map
 }
 
 LocalChannel::LocalChannel(const char* transportName, Mapped peer, const TransportContext& context)
-    : transportName_(transportName),
-      peer_(std::move(peer)),
-      process_(peer_.process),
-      context_(context) {}
+    : transportName_(transportName), peer_(std::move(peer)), context_(context) {}
 
-LocalChannel::~LocalChannel() {
-  close();
-  if (process_.isEnding()) peer_.ours->reset();
-}
+LocalChannel::~LocalChannel() { close(); }
 
 Status LocalChannel::put(const PutRequest& request) {
   const Gate::Pass pass(puts_);
@@ -354,6 +348,11 @@ void LocalChannel::close() {
   // Who has ended by itself writes nothing more.
   if (!ended_.load(std::memory_order_acquire)) peer_.ours->close();
   refusePulls();
+  // Once: the word may serve another peer from here on.
+  if (!hasLeft_.exchange(true)) {
+    auto& word = *reinterpret_cast<std::atomic<uint32_t>*>(peer_.arena->base() + peer_.fence);
+    word.fetch_or(FenceWords::kLeft, std::memory_order_seq_cst);
+  }
   stream_->close();
 }
 
@@ -375,6 +374,8 @@ Evidence LocalChannel::onEnded(const Status& how) {
   }
   // It may live, and not know it.
   if (evidence.kind == Evidence::Kind::kUnreachable) peer_.ours->close();
+  // The peer has closed its channel, and said so in the word before.
+  if (how.ok()) peer_.ours->release();
   if (!ended_.load(std::memory_order_relaxed)) {
     why_ = {ErrorCode::kPeerLost, evidence.detail};
     ended_.store(true, std::memory_order_release);

@@ -10,7 +10,6 @@
 #include "engine/local/direct_transfers.h"
 #include "engine/local/fence_words.h"
 #include "engine/memory/gate.h"
-#include "engine/peer_process.h"
 #include "engine/stream/stream_connection.h"
 #include "engine/transports/transport.h"
 
@@ -87,7 +86,6 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
 
   const char* transportName_;
   Mapped peer_;
-  const PeerProcess process_;
   std::shared_ptr<StreamConnection> stream_;
   Gate puts_;
   DirectTransfers transfers_;
@@ -96,6 +94,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   std::atomic<bool> refusesPulls_{false};
   std::atomic<size_t> pulls_{0};  // of the peer's, under way
   std::atomic<bool> closing_{false};
+  std::atomic<bool> hasLeft_{false};  // the peer's arena
   std::atomic<bool> ended_{false};
   Error why_;  // written before ended_
 };

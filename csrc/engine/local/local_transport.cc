@@ -120,8 +120,11 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   void onHandshaken(Result<Handshaken> shaken) {
     if (!shaken.ok()) return refuse(shaken.error());
     const pid_t process = peerProcess(shaken->socket.get());
-    auto fence = fences_->take();
-    if (!fence.ok()) return refuse(fence.error());
+    auto fence = fences_->take(process);
+    if (!fence.ok()) {
+      (void)sendNoRoom(shaken->socket.get());  // it comes over another wire
+      return refuse(fence.error());
+    }
     const Status sent = sendOffer(shaken->socket.get(), context_.arena, mirror_, context_.life,
                                   (*fence)->offset(), wire_->greeting());
     if (!sent.ok()) return refuse(sent.error());
@@ -184,7 +187,12 @@ class LocalTransport::Call final : public Connecting {
       return Error{ErrorCode::kTimeout, "the peer did not offer its arena in time"};
     }
     auto offer = offer_.take();
-    if (!offer.ok()) return offer.error();
+    if (!offer.ok()) {
+      if (offer.error().code == ErrorCode::kUnsupported)
+        log(LogLevel::kWarning, core_->wire().name(), offer.error().message,
+            ": it is reached over another wire");
+      return offer.error();
+    }
     return core_->open(std::move(shaken_->socket), process_, shaken_->peer, std::move(*offer),
                        fence_);
   }
@@ -214,8 +222,12 @@ Result<std::unique_ptr<Connecting>> LocalTransport::Core::connect(const EngineId
     return Error{ErrorCode::kUnsupported,
                  std::string(wire_->name()) + " does not lead to another process"};
   }
-  const auto fence = fences_->take();
-  if (!fence.ok()) return fence.error();
+  const auto fence = fences_->take(process);
+  if (!fence.ok()) {
+    log(LogLevel::kWarning, wire_->name(), fence.error().message,
+        ": a further one is reached over another wire");
+    return Error{ErrorCode::kUnsupported, fence.error().message};
+  }
   const auto ourOffer = [this, place = (*fence)->offset()](int behind) {
     return sendOffer(behind, context_.arena, mirror_, context_.life, place, wire_->greeting());
   };
