@@ -18,7 +18,8 @@ class PeerLostError(DistBackendError):
 
 
 class InputsLostError(PeerLostError):
-    """A reduction in place of more than 32 MiB had begun to overwrite its input."""
+    """A reduction in place of more than 32 MiB had begun to overwrite its input when it ended: by
+    the loss of a rank, or by an error that the text names, such as its timeout."""
 
     inputs_intact = False
 

@@ -8,8 +8,9 @@
 namespace mooncake {
 namespace {
 
-bool isLoss(ErrorCode code) {
-  return code == ErrorCode::kPeerLost || code == ErrorCode::kInputsLost;
+// Whether an operation of the group ended with the loss of a rank, on all ranks.
+bool isLoss(const Group& group, ErrorCode code) {
+  return code == ErrorCode::kPeerLost || (code == ErrorCode::kInputsLost && !group.lostInputsOnly);
 }
 
 }  // namespace
@@ -81,7 +82,7 @@ void CollectiveQueue::end(const c10::intrusive_ptr<CollectiveWork>& work, Status
     ending.before = std::exchange(lastView_, group_.lastView);
   if (ending.before) group_.agent().noteMissed(*ending.before, *lastView_);
   ending.view = lastView_;
-  if (ending.status.ok() || !raises_ || !isLoss(ending.status.code())) {
+  if (ending.status.ok() || !raises_ || !isLoss(group_, ending.status.code())) {
     const bool isDone = ending.status.ok();
     work->finish(std::move(ending), *completions_);
     if (isDone) hooks_->tell(work->getCompletionKey());

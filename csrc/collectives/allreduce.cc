@@ -19,6 +19,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/bytes.h"
@@ -35,6 +36,18 @@ namespace {
 // More than this is done piece by piece; a rank that is lost in between then leaves the data half
 // reduced. 32 MiB covers DDP's buckets of 25 MiB.
 constexpr size_t kUndoBytes = 32 << 20;
+
+constexpr const char* kReducedPartly =
+    "Part of the data is reduced already: restore it before you call again";
+
+// What an operation that has changed its input ends with. Where the group is over, that stays the
+// reason: there is nothing to call again.
+Error inputsLost(Group& group, const Error& why) {
+  group.lostInputsOnly = why.code != ErrorCode::kPeerLost && why.code != ErrorCode::kInputsLost;
+  const bool isOver = why.code == ErrorCode::kEvicted || why.code == ErrorCode::kMinority ||
+                      why.code == ErrorCode::kAborted;
+  return {isOver ? why.code : ErrorCode::kInputsLost, why.message + ". " + kReducedPartly};
+}
 
 // A share of which the peers' second-level caches, of 1 MiB or more, still hold the most when it is
 // written again.
@@ -232,12 +245,11 @@ class AllreduceRendezvous final : public Algorithm {
 
   // Where all is mapped, `ready` of all is the commit, and the input is written over without a
   // copy: there is no way back when the commit is refused after all, because a rank took its memory
-  // away before we had our result.
+  // away before we had our result, or the time was over.
   bool isSpoilt() const { return isSpoilt_; }
   static Error spoilt() {
     return {ErrorCode::kInputsLost,
-            "a rank went while its result was taken. Part of the data is reduced already: restore "
-            "it before you call again"};
+            "a rank went while its result was taken. " + std::string(kReducedPartly)};
   }
 
  private:
@@ -308,18 +320,17 @@ class AllreduceRendezvous final : public Algorithm {
   bool isSpoilt_ = false;
 };
 
-// Of one piece of many. Every survivor comes to the same conclusion: the pieces' contributors are
-// agreed.
+// Status of one piece of many, for the whole operation. Every survivor comes to the same
+// conclusion: the contributors and the errors of pieces are agreed.
 Status checkPieces(Group& group, std::shared_ptr<const GroupView>& contributors, Status status) {
   const bool isFirst = !contributors;
   if (isFirst) contributors = group.lastView;
-  const bool isLost = status.code() == ErrorCode::kPeerLost && !isFirst;
-  if (!isLost && (!status.ok() || group.lastView->active == contributors->active)) return status;
-  return {ErrorCode::kInputsLost,
-          (status.ok() ? "a rank was lost between two pieces of " +
-                             std::to_string(kUndoBytes >> 20) + " MiB of one operation"
-                       : status.error().message) +
-              ". Part of the data is reduced already: restore it before you call again"};
+  if (isFirst || status.code() == ErrorCode::kInputsLost) return status;
+  if (!status.ok()) return inputsLost(group, status.error());
+  if (group.lastView->active == contributors->active) return status;
+  return inputsLost(group, {ErrorCode::kInputsLost, "a rank was lost between two pieces of " +
+                                                        std::to_string(kUndoBytes >> 20) +
+                                                        " MiB of one operation"});
 }
 
 // Takes up to `most` buffers of together up to kUndoBytes off their front.
@@ -347,14 +358,16 @@ Status reducePiece(Group& group, const Call& call, Buffers buffers, Deadline dea
   }
   AllreduceRendezvous rendezvous(buffers, call.reduce, call.root);
   Status status = op.run(rendezvous);
-  if (rendezvous.isSpoilt() && status.code() == ErrorCode::kPeerLost)
-    status = AllreduceRendezvous::spoilt();
-  return status;
+  if (status.ok() || !rendezvous.isSpoilt() || status.code() == ErrorCode::kInputsLost)
+    return status;
+  return status.code() == ErrorCode::kPeerLost ? AllreduceRendezvous::spoilt()
+                                               : inputsLost(group, status.error());
 }
 
 Status reduceTo(Group& group, Verb verb, Buffers buffers, ReduceKind kind, int root,
                 Deadline deadline) {
   for (const Buffer& buffer : buffers) MOONCAKE_TRY(checkReduction({buffer.dtype, kind}));
+  group.lostInputsOnly = false;
   const Call call = callOf({.verb = verb, .reduce = kind, .root = root}, buffers);
   const size_t bytes = packedBytes(buffers), most = mostBuffers(group);
   if (bytes <= group.eagerBytes() || (bytes <= kUndoBytes && buffers.size() <= most))

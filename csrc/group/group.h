@@ -126,6 +126,8 @@ class Group final : public FlushOwner {
 
   uint64_t lastNumber = 0;                    // of the operations of this group
   std::shared_ptr<const GroupView> lastView;  // who contributed to the last one
+  // The last operation ended with kInputsLost for an error that is no loss of a rank.
+  bool lostInputsOnly = false;
   // The last one that ended well, which all ranks of lastView then had begun themselves: an agent
   // ends operations also for a caller that is late.
   uint64_t lastBegun = 0;

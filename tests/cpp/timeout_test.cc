@@ -1,8 +1,12 @@
 // Who waits too long ends the operation for everybody; the group goes on where memory decides
 // (docs/architecture.md, "When a rank dies, today").
+#include <atomic>
 #include <gtest/gtest.h>
 #include <latch>
+#include <string_view>
+#include <thread>
 
+#include "base/failpoint.h"
 #include "collectives/collectives.h"
 #include "ranks_in_threads.h"
 
@@ -42,6 +46,34 @@ TEST(TimeoutTest, IsTheSameForTheLateRankAndTheGroupGoesOn) {
       EXPECT_EQ(sum, 3);
     }
   });
+}
+
+thread_local int begun = -1;  // operations that this thread has begun; -1: not counted
+std::atomic<bool> isOver{false};
+
+// A data set of more than 32 MiB is reduced piece by piece, in place.
+TEST(TimeoutTest, BetweenPiecesTheInputsAreLost) {
+  static constexpr size_t kCount = (size_t(40) << 20) / sizeof(int32_t);
+  isOver = false;
+  // One rank begins the second piece when the other one has given up, and asks how it ends.
+  observeFailpoints([](const char* name) {
+    if (std::string_view(name) == "park") isOver = true;
+    if (begun < 0 || std::string_view(name) != "begin" || ++begun != 2) return;
+    while (!isOver) std::this_thread::yield();
+  });
+  runRanks({.size = 2, .transports = {"shm"}}, [&](Group& group) {
+    begun = group.rank() == 1 ? 0 : -1;
+    const Status status = sumOnes(group, kCount, Deadline::after(std::chrono::seconds(2)));
+    begun = -1;
+    ASSERT_EQ(status.code(), ErrorCode::kInputsLost) << status.error().message;
+    EXPECT_NE(status.error().message.find("timed out"), std::string::npos)
+        << status.error().message;
+    int sum = 0;
+    EXPECT_TRUE(sumOnes(group, 10, soon(), &sum).ok());
+    EXPECT_EQ(sum, 2);
+  });
+  observeFailpoints([](const char*) {});
+  areFailpointsOn = false;
 }
 
 // More than is remembered of how they ended.
