@@ -30,6 +30,10 @@ _settings: dict[str, Any] = {
 # Upstream's default was a tenth of that once, and callers set it. A healthy rank may well be silent
 # for so short a time.
 _LEAST_TIMEOUT = 1.0
+# Seconds that a failure timeout may have, as MOONCAKE_FAILURE_TIMEOUT_MS allows.
+_FAILURE_TIMEOUTS = (0.01, 86400.0)
+# What a timeout in microseconds may be at most: 31 years.
+_MOST_MICROSECONDS = 10**15
 
 # What is no setting here, and why. Silence would let a caller rely on it.
 _MISSING = {
@@ -96,9 +100,9 @@ def set_collective_timeout_us(us: int) -> None:
     """Microseconds after which a rank that others wait for, and that gives no sign of life, counts
     as lost: the failure timeout of later groups whose options do not have one, at least a second.
     A rank that lives is waited for until the group's timeout."""
-    _settings["failure_timeout"] = max(
-        microseconds("set_collective_timeout_us", us), _LEAST_TIMEOUT
-    )
+    seconds = max(microseconds("set_collective_timeout_us", us), _LEAST_TIMEOUT)
+    _check_failure_timeout(seconds)
+    _settings["failure_timeout"] = seconds
 
 
 def set_p2p_timeout_us(us: int) -> None:
@@ -113,6 +117,8 @@ def microseconds(function: str, us: int) -> float:
         raise TypeError(f"{function} takes microseconds as an int, not {us!r}")
     if us < 0:
         raise ValueError(f"{function} takes microseconds, not the negative number {us}")
+    if us > _MOST_MICROSECONDS:
+        raise ValueError(f"{function} takes at most {_MOST_MICROSECONDS} microseconds, not {us}")
     return us / 1e6
 
 
@@ -126,7 +132,8 @@ class MooncakeBackendOptions:
     is_extension, auto_deactivate_on_failure, auto_sync_on_failure: only the defaults; another value
     raises NotImplementedError, which says what is missing
     transports: names in order of preference; None allows all
-    failure_timeout: seconds after which a silent rank counts as lost; None is the default
+    failure_timeout: seconds after which a silent rank counts as lost, from 0.01 to a day; None is
+    the default
     on_failure: "continue": operations complete over the survivors; "raise": the one that a loss
     interrupts raises PeerLostError on all of them. The same on all ranks; None is the default
     """
@@ -229,8 +236,7 @@ class MooncakeBackendOptions:
                 raise ValueError(f"transports must be names, at least one: {self.transports!r}")
         if isinstance(self.failure_timeout, timedelta):
             self.failure_timeout = self.failure_timeout.total_seconds()
-        if self.failure_timeout is not None and not self.failure_timeout > 0:
-            raise ValueError(f"failure_timeout must be positive, not {self.failure_timeout}")
+        _check_failure_timeout(self.failure_timeout)
         if self.on_failure not in (None, *ON_FAILURE):
             raise ValueError(f"on_failure must be one of {ON_FAILURE}, not {self.on_failure!r}")
 
@@ -279,6 +285,20 @@ class MooncakeBackendOptions:
             "devices": device_filter(),
             "engine": transfer_engine(),
         }
+
+
+def _check_failure_timeout(seconds: object) -> None:
+    """Not even "never" can be had: a silent rank would hold up all others for ever."""
+    if seconds is None:
+        return
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
+        raise TypeError(f"failure_timeout takes seconds or a timedelta, not {seconds!r}")
+    least, most = _FAILURE_TIMEOUTS
+    if not least <= seconds <= most:  # nor NaN
+        raise ValueError(
+            f"failure_timeout is {seconds} seconds; it must be at least {least} and at most "
+            f"{most:.0f}, a day"
+        )
 
 
 def _is_int(value: object) -> bool:
