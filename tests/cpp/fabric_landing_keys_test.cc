@@ -1,5 +1,5 @@
-// Keys by which cards write: for the peer that is asked to, and for no other that knows the job's
-// key.
+// Keys with which cards write: only a peer that is asked to write gets them, though all know the
+// job's key.
 #include "engine/transports/sim/sim_transport.h"
 #include "engine/transports/tcp/tcp_transport.h"
 #include "wire_end.h"
@@ -46,7 +46,7 @@ class Stranger {
     EXPECT_TRUE(grant.ok());
     return grant.ok() ? std::move(*grant) : control::Grant();
   }
-  // By the card, to the beginning of what the key stands for.
+  // Writes by the card, to the beginning of the memory under that key.
   NicError write(const NicKey& key) {
     Bytes data(4096, std::byte{9});
     EXPECT_TRUE(card_.write(peer_, {data, nullptr}, key, 0, nullptr).ok());

@@ -1,4 +1,4 @@
-// Peers whose process has stopped: the others get their packets, before and after an eviction.
+// A process with peers has stopped: the others get their packets, before and after an eviction.
 #include <csignal>
 #include <deque>
 
@@ -40,7 +40,7 @@ struct Silent : WireEnd {
   Silent() : WireEnd(onLoopback(), Wire::create) {}
 };
 
-// In the child: peers that take what comes until the process is stopped.
+// In the child: peers that take all packets until the process is stopped.
 template <typename Wire>
 void serve() {
   if (!ChildProcess::isChild()) GTEST_SKIP() << "a child of another test";

@@ -1,4 +1,4 @@
-// Cards that all channels of an engine share: one channel whose operations do not end leaves room.
+// Cards that all channels of an engine share: a channel with operations that never end leaves room.
 #include "engine/transports/fabric/rails.h"
 
 #include <deque>
@@ -12,8 +12,8 @@ namespace {
 constexpr size_t kDepth = 32;
 constexpr NicPeer kSilent = 1, kRefused = 2, kHealthy = 3;
 
-// A card whose operations end at once, but for those to two peers: to one they never end, and to
-// the other none begins.
+// A card that ends operations at once, except those to two peers: to one they never end, and to the
+// other none begins.
 class PartlyStuckNic final : public Nic {
  public:
   PartlyStuckNic() : below_(kDepth) {}

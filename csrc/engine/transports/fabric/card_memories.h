@@ -49,7 +49,7 @@ class CardMemories final : public RegionWatcher {
     uint64_t generation() const { return generation_; }
     // Null: the card did not take it.
     const NicRegistration* memory() const { return memory_.get(); }
-    // With the keys by which a peer may also write what it was asked for. Null: there are none.
+    // The registration with keys that also allow an asked peer to write. Null: there is none.
     const NicRegistration* landing() const { return landing_.get(); }
 
    private:
@@ -74,9 +74,9 @@ class CardMemories final : public RegionWatcher {
   // Keys of the regions with kRemoteWrite.
   std::vector<uint64_t> keys(size_t most);
 
-  // What a peer may be told; the keys of kLanding only if `isAsked`: the peer is asked to write
-  // there. It is a holder from now on, until it is taken back, or forgotten: it has left in peace,
-  // and nothing of it is under way.
+  // Returns the keys of a region for a peer, those of kLanding only if the peer is asked to write
+  // there. The peer is a holder from now on, until its keys are taken back, or until forget(): it
+  // has left in peace, and nothing of it is under way.
   control::Grant grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder, bool isAsked);
   void takeBack(const KeyHolder* holder);
   // The same, but it stays a holder: it hears of new keys when there are some.

@@ -442,7 +442,7 @@ void FabricChannel::awaitStopped(const Completion* completion) {
 void FabricChannel::onResolve(uint64_t key) {
   std::lock_guard lock(mutex_);
   if (closed_ || fenced_ || lost_) return;
-  // Keys by which a peer may write what it was asked for are only for a peer that was asked.
+  // Only a peer that was asked to write there gets keys with that right.
   const bool isAsked = offered_.contains(key);
   const auto grant =
       memories_ ? memories_->grant(key, shared_from_this(), isAsked) : control::Grant{key};

@@ -20,8 +20,8 @@ constexpr uint64_t kQuantum = 16;  // pieces of one transfer before the next has
 // Packets that leave their buffers at a tick, so that the other channels do not wait for the
 // copies.
 constexpr size_t kMostMovedOut = 32;
-// Number of transfers and answers that may wait to leave, before what the peer asks is refused. An
-// honest one has fewer under way.
+// Number of transfers and answers that may wait to leave, before requests of the peer are refused.
+// An honest peer has fewer under way.
 constexpr size_t kMostBulk = 65536;
 
 }  // namespace

@@ -18,7 +18,7 @@ class FairQueue {
     if (line.empty()) turns_.push_back(owner);
     line.push_back(std::move(item));
   }
-  // The owner whose turn it is has the last turn instead.
+  // Moves the owner that is first in turn behind all others.
   void passTurn() {
     turns_.push_back(turns_.front());
     turns_.pop_front();

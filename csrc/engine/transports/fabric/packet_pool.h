@@ -17,8 +17,8 @@ namespace mooncake {
 class PacketPool {
  public:
   // Number of buffers that only urgent packets take, where a channel has its share of the others.
-  // Urgent ones give room: without them, two ends whose pools are full of packets would wait for
-  // each other's acknowledgements.
+  // Urgent ones give room: without them, two ends with full pools would wait for each other's
+  // acknowledgements.
   static constexpr size_t kReserve = 32;
 
   // The buffers that one channel holds. Goes before the pool, and after its packets.
@@ -32,7 +32,7 @@ class PacketPool {
    private:
     friend class PacketPool;
     PacketPool& pool_;
-    FairShares::Owner owner_;  // guarded by the pool's lock, as what follows
+    FairShares::Owner owner_;  // guarded by the pool's lock, as `urgent_`
     size_t urgent_ = 0;        // of the reserve
   };
   struct Buffer {
@@ -47,7 +47,7 @@ class PacketPool {
   size_t bufferBytes() const { return bytes_; }
   Buffer take(Share& share, bool isUrgent = false);
   void giveBack(Share& share, Buffer buffer);
-  // The buffer of that index, for a pool whose buffers nobody takes.
+  // The buffer of that index, for a pool without shares.
   std::byte* at(size_t index) const { return base_ + index * bytes_; }
   // As one card knows it.
   NicBuffer as(size_t rail, std::byte* at, size_t bytes) const {

@@ -142,9 +142,9 @@ void Rails::give(Rail& rail, std::unique_ptr<NicOperation> operation, const Stat
   }
 }
 
-// Under the rail's lock. Begins what waits and has room, the channels in turn. One that the card
-// does not take now, or whose channel has its share, holds up no other channel. Returns whether the
-// card has not taken one: then no completion need come before it would.
+// Under the rail's lock. Begins the operations that wait and have room, the channels in turn. An
+// operation that the card does not take now, or that exceeds its channel's share, holds up no other
+// channel. Returns whether the card has refused one: it may take that before a completion comes.
 bool Rails::beginWaiting(Rail& rail) {
   bool isRefused = false;
   for (size_t passed = 0; passed < rail.waiting.owners();) {

@@ -74,7 +74,7 @@ class PacketSink {
 
 // All cards of one engine, shared by all of its peers: who posts, who polls, whose a packet is. A
 // card never has more under way than it says it takes: what is more waits, the channels in turn.
-// Channels share what a card takes: FairShares.
+// Channels share the places of a card: FairShares.
 class Rails {
  public:
   static constexpr size_t kMostPacketBytes = (size_t(64) << 10) - 1024;
@@ -154,7 +154,7 @@ class Rails {
     bool isClosed = false;            // written there only, too
     std::condition_variable retired;  // its generation is over
     std::map<NicPeer, size_t> peers;  // how often each is in use
-    FairShares slots;                 // of what it has under way
+    FairShares slots;                 // operations that it has under way
     size_t underWay() const { return limits.sendDepth - slots.left(); }
     FairQueue<NicOperation> waiting;
     std::deque<std::unique_ptr<NicOperation>> failed;  // to begin
