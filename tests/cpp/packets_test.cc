@@ -1,5 +1,7 @@
 // What cards carry to each other, and how it is put together on arrival.
 #include <algorithm>
+#include <functional>
+#include <pthread.h>
 #include <random>
 
 #include "engine/packets/incoming.h"
@@ -101,6 +103,23 @@ TEST(SerialsTest, EachComesOnce) {
   EXPECT_TRUE(serials.add(4 + Serials::kMostAhead));
 }
 
+// Runs it on a thread with a stack of 512 KiB. A call for each put would take several MiB.
+void runOnASmallStack(const std::function<void()>& work) {
+  pthread_attr_t attributes;
+  ASSERT_EQ(::pthread_attr_init(&attributes), 0);
+  ASSERT_EQ(::pthread_attr_setstacksize(&attributes, size_t(512) << 10), 0);
+  pthread_t thread;
+  const auto run = [](void* argument) -> void* {
+    (*static_cast<const std::function<void()>*>(argument))();
+    return nullptr;
+  };
+  ASSERT_EQ(::pthread_create(&thread, &attributes, run,
+                             const_cast<void*>(static_cast<const void*>(&work))),
+            0);
+  ::pthread_join(thread, nullptr);
+  ::pthread_attr_destroy(&attributes);
+}
+
 class IncomingTest : public ::testing::Test {
  protected:
   // A put of `bytes` in pieces, to offset 4096 of the part.
@@ -185,13 +204,17 @@ TEST_F(IncomingTest, AChainOfEmptyPutsLandsWhateverItsLength) {
   constexpr uint64_t kCount = Serials::kMostAhead - 1;
   auto part = side.part(1 << 16);
   Packet put{.kind = Packet::Kind::kPut, .serial = 1, .key = part.remote().key, .offset = 4096};
-  for (uint64_t number = kCount; number > 0; --number) {
+  for (uint64_t number = kCount; number > 1; --number) {
     put.number = number;
     put.signal = {64, number};
     put.after = number - 1;
     ASSERT_TRUE(incoming.hasRoomFor(put, 0)) << number;
     incoming.put(put, {});
   }
+  put.number = 1;
+  put.signal = {64, 1};
+  put.after = 0;
+  runOnASmallStack([&] { incoming.put(put, {}); });
   EXPECT_EQ(part.word(64).load(), kCount);
   EXPECT_EQ(incoming.bad(), 0u);
 }
