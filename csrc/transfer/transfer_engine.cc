@@ -159,6 +159,8 @@ void TransferEngine::close() {
   queue_.stop();
   for (std::thread& worker : workers) worker.join();
   calls_.close();
+  // A batch may have been submitted after its workers had ended: this cancels it.
+  if (driverContext_) Driver(*driverContext_, queue_).run();
   followUps_.stop();
   askers_.stop();
   if (keeper_) keeper_->retract();

@@ -164,6 +164,47 @@ TEST(TransferEngineCloses, WithoutWaitingForWhoeverDoesNotAnswer) {
   EXPECT_EQ(probed.get(), kContext);
 }
 
+// Whatever the moment at which it comes, a batch that was taken ends.
+TEST(TransferEngineCloses, NoBatchStaysUnderWayForEver) {
+  constexpr size_t kEngines = 100, kThreads = 3, kUnderWay = 4;  // batches of each thread
+  const auto there = makeEngine();
+  Bytes target(4096), source = pattern(4096, 1);
+  ASSERT_EQ(there->registerMemory(addressOf(target), target.size()), kGood);
+  for (size_t round = 0; round < kEngines; ++round) {
+    const auto here = makeEngine();
+    ASSERT_EQ(here->registerMemory(addressOf(source), source.size()), kGood);
+    const auto segment = here->openSegment(there->session());
+    ASSERT_NE(segment, nullptr);
+    std::vector<std::future<std::vector<std::shared_ptr<Batch>>>> callers;
+    std::atomic<size_t> submitted{0};
+    std::atomic<bool> isClosed{false};
+    for (size_t i = 0; i < kThreads; ++i) {
+      callers.push_back(std::async(std::launch::async, [&] {
+        std::vector<std::shared_ptr<Batch>> taken;
+        for (;;) {
+          const auto batch = here->allocateBatch(1);
+          if (!batch) return taken;
+          const TransferRequest requests[] = {
+              {Opcode::kWrite, addressOf(source), segment, addressOf(target), source.size()}};
+          if (here->submit(batch, requests) != kGood) return taken;
+          taken.push_back(batch);
+          ++submitted;
+          if (taken.size() < kUnderWay) continue;
+          const auto& before = taken[taken.size() - kUnderWay];
+          while (!before->isOver() && !isClosed) std::this_thread::yield();
+        }
+      }));
+    }
+    EXPECT_TRUE(comesTrue([&] { return submitted > round; }));
+    here->close();
+    isClosed = true;
+    for (auto& caller : callers) {
+      for (const auto& batch : caller.get())
+        ASSERT_TRUE(batch->isOver()) << "batch " << batch->id << " of engine " << round;
+    }
+  }
+}
+
 // ---- who was shut out in the middle of a write
 
 std::atomic<bool> holdsWrites{false};
