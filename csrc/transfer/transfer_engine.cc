@@ -320,21 +320,16 @@ Code TransferEngine::retract() {
 
 std::string TransferEngine::describeLinks(bool asJson) {
   const Call call(*this);
-  std::string text = asJson ? "{" : "";
+  std::map<std::string, std::string> links;
   if (call) {
     for (const auto& segment : directory_->all()) {
       const auto peer = segment->peer(deadlineOf(0));
-      const std::string wire = !peer.ok() || (*peer && (*peer)->disconnected) ? "none"
+      links[segment->name()] = !peer.ok() || (*peer && (*peer)->disconnected) ? "none"
                                : *peer ? (*peer)->channel->transportName()
                                        : "local";
-      if (asJson) {
-        text += (text.size() > 1 ? ", \"" : "\"") + segment->name() + "\": \"" + wire + "\"";
-      } else {
-        text += segment->name() + " " + wire + "\n";
-      }
     }
   }
-  return asJson ? text + "}" : text;
+  return transfer::describeLinks(topologyOf(env_.fabricDevices), links, asJson);
 }
 
 Code TransferEngine::refreshSegments() {

@@ -89,7 +89,7 @@ static int stateOf(transfer_engine_t engine, batch_id_t batch, size_t count, uin
 
 static void initiator(const char* session, char* there) {
   transfer_engine_t engine = newEngine();
-  char *memory = calloc(1, BYTES), text[512];
+  char *memory = calloc(1, BYTES), text[16384];
   transfer_request_t entries[COUNT];
   transfer_status_t status;
   char batchName[] = "batch", directName[] = "direct", message[] = "all 16", nothing[] = "";
@@ -169,11 +169,17 @@ static void initiator(const char* session, char* there) {
   CHECK(counters.bytes_read == BYTES && counters.bytes_written == BYTES);
   CHECK(showLinks(engine, text, sizeof text, 0) == 0 && strstr(text, session));
   CHECK(showLinks(engine, text, sizeof text, 1) == 0 && text[0] == '{' && strstr(text, "\"shm\""));
+  CHECK(strstr(text, "\"local_nics\": [") && strstr(text, "\"topology\": {"));
   CHECK(showLinks(engine, text, 2, 1) < 0);
   CHECK(closeSegment(engine, segment) == 0 && closeSegment(engine, segment) == -1);
   CHECK(removeLocalSegment(engine, "another") == -1);
   CHECK(uninstallTransport(engine, "rdma") < 0 && uninstallTransport(engine, "tcp") == 0);
   CHECK(openSegment(engine, session) < 0);
+  CHECK(closeSegment(engine, segment) == 0);
+  CHECK(unregisterLocalMemory(engine, memory) == 0);
+  CHECK(unregisterLocalMemoryBatch(engine, starts, 2) == 0);
+  CHECK(installTransport(engine, "tcp", NULL) != NULL);
+  CHECK(closeSegment(engine, segment) == -1 && unregisterLocalMemory(engine, memory) == -3);
   destroyTransferEngine(engine);
   free(memory);
 }

@@ -20,8 +20,9 @@ using namespace mooncake::transfer;  // the names below are C's
 // What a handle leads to. The engine is made when its protocol is known.
 struct Handle {
   TransferEngineOptions options;
-  std::mutex mutex;  // guards engine
+  std::mutex mutex;  // guards all below
   std::shared_ptr<TransferEngine> engine;
+  bool isUninstalled = false;  // since the last installTransport()
 };
 
 constexpr const char* kWho = "transfer engine";
@@ -42,6 +43,14 @@ std::shared_ptr<TransferEngine> engineOf(transfer_engine_t handle) {
   return own->engine;
 }
 
+// Whether uninstallTransport() has let go of all memory and segments already.
+bool hasLetGo(transfer_engine_t handle) {
+  if (!handle) return false;
+  auto* own = static_cast<Handle*>(handle);
+  std::lock_guard lock(own->mutex);
+  return own->isUninstalled;
+}
+
 // Whether it stands; made at the first call.
 bool install(Handle& handle, const std::string& protocol, const std::string& devices = "") {
   std::lock_guard lock(handle.mutex);
@@ -60,6 +69,7 @@ bool install(Handle& handle, const std::string& protocol, const std::string& dev
     return false;
   }
   handle.engine = std::move(*engine);
+  handle.isUninstalled = false;
   return true;
 }
 
@@ -165,6 +175,7 @@ int uninstallTransport(transfer_engine_t engine, const char* proto) {
   auto* handle = static_cast<Handle*>(engine);
   std::lock_guard lock(handle->mutex);
   handle->engine.reset();
+  handle->isUninstalled = true;
   return kGood;
 }
 
@@ -187,6 +198,7 @@ segment_id_t openSegmentNoCache(transfer_engine_t engine, const char* segment_na
 }
 
 int closeSegment(transfer_engine_t engine, segment_id_t segment_id) {
+  if (hasLetGo(engine)) return kGood;
   const auto own = engineOf(engine);
   return own ? own->closeSegment(segment_id) : kInvalid;
 }
@@ -218,6 +230,7 @@ int registerLocalMemory(transfer_engine_t engine, void* addr, size_t length, con
 }
 
 int unregisterLocalMemory(transfer_engine_t engine, void* addr) {
+  if (hasLetGo(engine)) return kGood;
   const auto own = engineOf(engine);
   return own ? own->unregisterMemory(reinterpret_cast<uint64_t>(addr)) : kInvalid;
 }
@@ -233,6 +246,7 @@ int registerLocalMemoryBatch(transfer_engine_t engine, buffer_entry_t* buffer_li
 }
 
 int unregisterLocalMemoryBatch(transfer_engine_t engine, void** addr_list, size_t addr_len) {
+  if (hasLetGo(engine)) return kGood;
   const auto own = engineOf(engine);
   if (!own || (!addr_list && addr_len != 0)) return kInvalid;
   std::vector<uint64_t> addresses;

@@ -126,6 +126,8 @@ TRANSFER_ENGINE_API int getLocalIpAndPort(transfer_engine_t engine, char* buf_ou
  * the cards to use, as text: a NIC priority matrix in JSON, or names separated by commas. */
 TRANSFER_ENGINE_API transport_t installTransport(transfer_engine_t engine, const char* proto,
                                                  void** args);
+/* Closes all segments and unregisters all memory. closeSegment() and the calls that unregister
+ * memory give 0 afterwards. */
 TRANSFER_ENGINE_API int uninstallTransport(transfer_engine_t engine, const char* proto);
 
 /* The id, or negative. LOCAL_SEGMENT is our own. */
@@ -172,7 +174,8 @@ TRANSFER_ENGINE_API int getNicLoadStats(transfer_engine_t engine, nic_load_stat_
 TRANSFER_ENGINE_API int getEngineCounters(transfer_engine_t engine, engine_counters_t* counters);
 /* Peers hear a goodbye also where the program ends without destroyTransferEngine(). */
 TRANSFER_ENGINE_API void enableGracefulShutdown(transfer_engine_t engine);
-/* Which wire leads to each open segment, a line each, or as JSON. */
+/* The network cards of this host, and which wire leads to each open segment: lines, or JSON with
+ * "local_nics", "topology" and "links". */
 TRANSFER_ENGINE_API int showLinks(transfer_engine_t engine, char* buf_out, size_t buf_len,
                                   int json);
 
