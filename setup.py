@@ -1,4 +1,6 @@
-"""Builds the one extension, mooncake_backend._C, by CMake; everything else is in pyproject.toml."""
+"""Builds the extension mooncake_backend._C, and the transfer engine for C, by CMake.
+
+Everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -21,6 +23,9 @@ from build_backend import OLDEST_TORCH, find_torch  # noqa: E402
 TORCH = find_torch()
 # Beside _C, and read before it is loaded: a library that does not fit only names a missing symbol.
 BUILD_RECORD = "_C.json"
+# The transfer engine for C, in the package: not in an editable install, where a clone builds it.
+C_HEADER = ROOT / "csrc/transfer/c_api/transfer_engine_c.h"
+C_LIBRARY = "libtransfer_engine.so"
 
 
 def tool(name: str) -> str | None:
@@ -61,6 +66,8 @@ class CMakeBuild(build_ext):
         # Transport sim is for tests: in an editable install, or where it is asked for.
         with_sim = self.editable_mode or os.environ.get("MOONCAKE_BUILD_SIM") == "1"
         definitions["MOONCAKE_WITH_SIM"] = "ON" if with_sim else "OFF"
+        with_c_api = not self.editable_mode
+        definitions["MOONCAKE_BUILD_C_API"] = "ON" if with_c_api else "OFF"
         command = [cmake, "-S", ROOT / "csrc", "-B", build_dir]
         ninja = tool("ninja")
         if ninja:
@@ -70,13 +77,18 @@ class CMakeBuild(build_ext):
             command + [f"-D{name}={value}" for name, value in definitions.items()]
         )
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(parallel_jobs())
-        subprocess.check_call([cmake, "--build", build_dir, "--target", "_C", "-j", jobs])
+        targets = ["_C", "transfer_engine"] if with_c_api else ["_C"]
+        subprocess.check_call([cmake, "--build", build_dir, "--target", *targets, "-j", jobs])
 
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(build_dir / target.name, target)
         record = {"version": version, "torch": TORCH.version}
         (target.parent / BUILD_RECORD).write_text(json.dumps(record) + "\n")
+        if with_c_api:
+            for source, folder in ((build_dir / C_LIBRARY, "lib"), (C_HEADER, "include")):
+                (target.parent / folder).mkdir(exist_ok=True)
+                shutil.copy2(source, target.parent / folder / source.name)
 
     def copy_extensions_to_source(self) -> None:
         """An editable install: the record goes where the extension goes."""

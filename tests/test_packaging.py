@@ -537,10 +537,13 @@ class TestInstall:
             library = f"mooncake_backend/{LIBRARY}"
             assert str(clone).encode() not in archive.read(library)
             assert b"SimTransport" not in archive.read(library), "sim is for tests only"
+            c_library = "mooncake_backend/lib/libtransfer_engine.so"
+            assert str(clone).encode() not in archive.read(c_library)
         for name in (
             library,
             "mooncake_backend/_C.json",
             "mooncake_backend/py.typed",
+            "mooncake_backend/include/transfer_engine_c.h",
             "mooncake/pg.py",
             "mooncake/ep/buffer.py",
             "mooncake/ep/on_path/deep_ep/utils/math.py",
