@@ -292,6 +292,35 @@ TEST(LibfabricGpuTrap, OursRefusesInstead) {
   }
 }
 
+// Provider shm names an endpoint after its process's number, which another container may have, too.
+TEST(LibfabricShm, ANameThatIsTakenSaysWhatToDo) {
+  SKIP_WITHOUT_LIBFABRIC();
+  const auto env = requiring("shm");
+  const auto cards = listLibfabricCards(env);
+  ASSERT_TRUE(cards.ok());
+  const NoGpu none;
+  auto first = openLibfabricNic(cards->front(), env, none);
+  ASSERT_TRUE(first.ok()) << first.error().message;
+  const std::string own = std::to_string(::getpid()) + ":" + std::to_string(::getuid()) + ":";
+  int last = -1;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(own)) last = std::max(last, std::atoi(name.c_str() + own.size()));
+  }
+  ASSERT_GE(last, 0);
+  const std::filesystem::path folder("/dev/shm");
+  std::vector<std::filesystem::path> taken;
+  for (int next = last + 1; next < last + 4; ++next) {
+    taken.push_back(folder / (own + std::to_string(next)));
+    std::filesystem::copy_file(folder / (own + std::to_string(last)), taken.back());
+  }
+  const auto second = openLibfabricNic(cards->front(), env, none);
+  for (const auto& path : taken) std::filesystem::remove(path);
+  ASSERT_FALSE(second.ok());
+  EXPECT_NE(second.error().message.find("Give each container"), std::string::npos)
+      << second.error().message;
+}
+
 // ---- parts
 
 TEST(NicErrors, OfEfaOfVerbsAndOfWhatIsUnknown) {

@@ -1,6 +1,8 @@
 #include "engine/nic/libfabric/endpoint.h"
 
 #include <string>
+#include <string_view>
+#include <unistd.h>
 
 #include "base/log.h"
 #include "base/signal_handlers.h"
@@ -61,7 +63,16 @@ Status LibfabricEndpoint::make() {
   if (const int r = ::fi_ep_bind(endpoint_, &addresses_->fid, 0)) return failed("fi_ep_bind", r);
   if (const int r = ::fi_ep_bind(endpoint_, &completions_->fid, FI_TRANSMIT | FI_RECV))
     return failed("fi_ep_bind", r);
-  if (const int r = ::fi_enable(endpoint_)) return failed("fi_enable", r);
+  if (const int r = ::fi_enable(endpoint_)) {
+    Status why = failed("fi_enable", r);
+    if (r != -FI_EBUSY || info_->fabric_attr->prov_name != std::string_view("shm")) return why;
+    return {ErrorCode::kSystem,
+            why.error().message + ": /dev/shm has an endpoint of process number " +
+                std::to_string(::getpid()) +
+                " already, of another container that shares /dev/shm or of one that was killed. "
+                "Give each container a /dev/shm of its own, remove the file that begins with this "
+                "number, or leave shm out of MOONCAKE_FABRIC_PROVIDERS"};
+  }
   return readAddress();
 }
 
