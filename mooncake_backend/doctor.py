@@ -166,16 +166,25 @@ def _addresses() -> Finding:
     return Finding(OK, "host name", f"{socket.gethostname()}: {', '.join(sorted(map(str, found)))}")
 
 
+def _protocol() -> str:
+    """The protocol of the wires that MOONCAKE_TRANSPORTS asks for: only `fabric` has cards."""
+    wires = os.environ.get("MOONCAKE_TRANSPORTS", "").split(",")
+    return "fabric" if "fabric" in wires else "tcp"
+
+
 def _transfer_engine(peer: str | None) -> Iterator[Finding]:
     """An engine by itself: its limits, and the live wire to a peer. Why not is in the log."""
     from mooncake_backend.transfer import TransferEngine
 
     engine = TransferEngine()
-    if engine.initialize("", "P2PHANDSHAKE", "tcp", "") != 0:
-        yield Finding(BROKEN, "transfer engine", "cannot be initialized: the log above says why")
+    protocol = _protocol()
+    if engine.initialize("", "P2PHANDSHAKE", protocol, "") != 0:
+        text = f"cannot be initialized with protocol {protocol}: the log above says why"
+        yield Finding(BROKEN, "transfer engine", text)
         return
     most = engine.get_limits()
-    text = f"port {engine.get_rpc_port()}; {most['transfers']} transfers under way at a time, "
+    text = f"protocol {protocol}, port {engine.get_rpc_port()}; "
+    text += f"{most['transfers']} transfers under way at a time, "
     text += f"{most['io_threads']} threads for TCP, {most['registrations']} registrations"
     yield Finding(OK, "transfer engine", text)
     if peer is None:

@@ -35,6 +35,21 @@ def serve(me, user):
     return engines.serve(me, user, protocol="fabric")
 
 
+# ---- doctor
+
+
+@needs_cards
+def test_doctor_takes_the_protocol_that_has_the_wires_which_are_asked_for():
+    ended = subprocess.run(
+        [sys.executable, "-m", "mooncake_backend", "doctor"],
+        env={**os.environ, **WIRE, "MOONCAKE_HOST_IP": LOOPBACK},
+        capture_output=True, text=True, timeout=harness.DEADLINE, check=False,
+    )  # fmt: skip
+    assert "BROKEN" not in ended.stdout
+    assert ended.returncode == 0
+    assert re.search("ok  transfer engine +protocol fabric", ended.stdout)
+
+
 # ---- what is moved
 
 
