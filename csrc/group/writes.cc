@@ -21,11 +21,19 @@ bool Writes::haveEnded() const {
   return std::ranges::all_of(completions_, [](const auto& one) { return one.second.finished(); });
 }
 
+// The patience of skipAfter() is for ranks that have not begun. It starts anew behind this wait,
+// during which the others wait for us.
 Status Writes::await() {
-  const auto waited = op_.waitUntil([&] { return haveEnded(); });
+  const auto isOver = [&](const auto& one) {
+    return one.second.finished() || !op_.takesPart(one.first);
+  };
+  op_.waiter_.deadline = op_.deadline_;
+  const auto waited = op_.waitUntil([&] { return std::ranges::all_of(completions_, isOver); });
   if (waited.code() == ErrorCode::kTimeout) return op_.dataTimedOut();
-  if (waited.ok()) completions_.clear();
-  return waited;
+  MOONCAKE_TRY(waited);
+  std::erase_if(completions_, [](const auto& one) { return one.second.finished(); });
+  if (op_.patience_) op_.waitToSkip(*op_.patience_);
+  return {};
 }
 
 std::vector<int> Writes::giveUp(Deadline deadline) {
