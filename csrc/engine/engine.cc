@@ -212,6 +212,7 @@ EngineCounters Engine::counters() const {
   now.bytesRead = bytesRead_.load(std::memory_order_relaxed);
   now.bytesWritten = bytesWritten_.load(std::memory_order_relaxed);
   now.pending = calling_.size();
+  now.addresses = endpoints_.size();
   for (const auto& transport : transports_) {
     const CardCounters moved = transport->cardCounters();
     now.byCards.read += moved.read;

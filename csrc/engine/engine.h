@@ -59,6 +59,7 @@ struct EngineCounters {
   uint64_t pending = 0;      // calls under way
   uint64_t retries = 0;      // calls after the first one for a channel, and channels made again
   uint64_t connections = 0;  // that stand, of all peers
+  uint64_t addresses = 0;    // of peers, kept to make their connections again
   uint64_t collected = 0;    // connections that were idle, and peers that were gone
   uint64_t bytesRead = 0;    // by transfers that ended well, where somebody counts them
   uint64_t bytesWritten = 0;
@@ -172,11 +173,15 @@ class Engine {
  private:
   Engine() = default;
   std::shared_ptr<Peer> known(const EngineId& id) const;
+  Result<std::vector<std::shared_ptr<Peer>>> connectAll(const std::vector<EngineId>& ids,
+                                                        const std::vector<Bytes>& endpoints,
+                                                        Deadline deadline);
   Status callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
                  Deadline deadline, Clock::duration patience);
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel, bool isOurs);
   Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline,
                                         const StopSignal* stop);
+  void keepEndpoint(const EngineId& id, ByteView endpoint);
   bool admits(const EngineId& id);
   bool isComing(const EngineId& id) const;
   void collect();
@@ -212,7 +217,7 @@ class Engine {
   EngineCounters counters_;  // but for what is counted elsewhere, or when asked
   // Of peers that ended before remember() had their channels in its hands.
   std::map<EngineId, Evidence> endedEarly_;
-  // Of all that connect() was asked for: where a peer listens.
+  // Where a peer listens: while it is connected, or connect() waits for it.
   std::map<EngineId, Bytes> endpoints_;
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   uint64_t publishedFor_ = 0;  // the topic; 0: nothing is published

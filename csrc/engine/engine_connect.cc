@@ -24,9 +24,20 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
     auto id = endpointOwner(endpoints[i]);
     if (!id.ok()) return id.error();
     ids[i] = *id;
-    std::lock_guard lock(mutex_);
-    endpoints_[*id] = endpoints[i];
   }
+  {
+    std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < ids.size(); ++i) endpoints_[ids[i]] = endpoints[i];
+  }
+  auto peers = connectAll(ids, endpoints, deadline);
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < ids.size(); ++i) keepEndpoint(ids[i], endpoints[i]);
+  return peers;
+}
+
+Result<std::vector<std::shared_ptr<Peer>>> Engine::connectAll(const std::vector<EngineId>& ids,
+                                                              const std::vector<Bytes>& endpoints,
+                                                              Deadline deadline) {
   size_t strangers = 0;
   {
     std::lock_guard lock(mutex_);

@@ -176,6 +176,7 @@ void Engine::onEnded(const EngineId& id, const Evidence& seen) {
     if (found->second->disconnected) return;
     found->second->evidence = evidence;
     found->second->disconnected = true;
+    endpoints_.erase(id);
     const std::string& name = found->second->name;
     // A goodbye is no accusation. Who observes says what follows, and from what.
     log(evidence.isGoodbye() || observer_ ? LogLevel::kInfo : LogLevel::kWarning, logName(),

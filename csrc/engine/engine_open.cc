@@ -48,6 +48,17 @@ std::shared_ptr<Peer> Engine::known(const EngineId& id) const {
   return found == peers_.end() ? nullptr : found->second;
 }
 
+// Under the lock, when a call or a wait for the peer has ended. Keeps the endpoint of a peer that
+// is connected, and drops that of any other: nothing calls it again on its own.
+void Engine::keepEndpoint(const EngineId& id, ByteView endpoint) {
+  const auto peer = known(id);
+  if (peer && !peer->disconnected) {
+    endpoints_[id] = Bytes(endpoint.begin(), endpoint.end());
+  } else {
+    endpoints_.erase(id);
+  }
+}
+
 // Under the lock.
 bool Engine::isComing(const EngineId& id) const {
   const auto found = admitted_.find(id);
@@ -97,7 +108,6 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
           return Error{ErrorCode::kTimeout, "cannot connect to " + name + ": it did not in time"};
       }
       calling_.insert(id);
-      endpoints_[id] = Bytes(endpoint.begin(), endpoint.end());
       counters_.retries += !isFirst;
     }
     auto channel = call(id, endpoint, deadline, stop);
@@ -107,8 +117,10 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
     if (channel.ok()) {
       const auto peer = remember(id, std::move(*channel), true);
       peer->name = name;
+      keepEndpoint(id, endpoint);
       return peer;
     }
+    keepEndpoint(id, endpoint);
     if (channel.error().code != ErrorCode::kInterrupted || deadline.passed()) {
       return Error{channel.error().code,
                    "cannot connect to " + name + ": " + channel.error().message};
@@ -199,6 +211,9 @@ void Engine::collect() {
       }
     }
     for (const auto& peer : gone) forgetUnderLock(peer);
+    std::erase_if(endedEarly_, [&](const auto& ended) {
+      return ended.second.when + options_.idleAfter < now && !calling_.contains(ended.first);
+    });
     counters_.collected += gone.size();
   }
   for (const auto& peer : gone) {

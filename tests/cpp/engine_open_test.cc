@@ -335,6 +335,56 @@ TEST_F(IdleConnections, WhatIsKeptOfThoseWhoAreGoneGoes) {
   EXPECT_EQ(a_->counters().collected, 1u);
 }
 
+// An address is kept for a peer that is connected, so that its connection can be made again, and
+// for no other: an engine meets thousands of peers over the months of its life.
+class AddressesKept : public ::testing::Test {
+ protected:
+  // One that has ended by now.
+  static Bytes endpointOfTheDead() { return makeEngine("tcp")->endpoint(); }
+  bool eventuallyHas(uint64_t addresses) const {
+    return bool(eventually([&] { return engine_->counters().addresses == addresses; }));
+  }
+
+  static constexpr int kRounds = 10;
+  const std::shared_ptr<Engine> engine_ = makeEngine("tcp");
+};
+
+TEST_F(AddressesKept, AreThoseOfConnectedPeers) {
+  for (int round = 0; round < kRounds; ++round) {
+    auto comes = makeEngine("tcp"), stays = makeEngine("tcp");
+    ASSERT_TRUE(engine_->open(comes->endpoint(), "that ends", soon()).ok());
+    const auto peer = engine_->open(stays->endpoint(), "that is forgotten", soon());
+    ASSERT_TRUE(peer.ok());
+    EXPECT_EQ(engine_->counters().addresses, 2u);
+    comes.reset();
+    EXPECT_TRUE(eventuallyHas(1)) << round;
+    ASSERT_TRUE(engine_->forget(*peer, soon()).ok());
+    EXPECT_TRUE(eventuallyHas(0)) << round;
+  }
+}
+
+TEST_F(AddressesKept, AreNotThoseOfPeersThatCannotBeReached) {
+  for (int round = 0; round < kRounds; ++round) {
+    const Bytes dead = endpointOfTheDead();
+    EXPECT_FALSE(engine_->open(dead, "the dead", soon()).ok());
+    EXPECT_FALSE(engine_->connect({engine_->endpoint(), dead}, Deadline::after(50ms)).ok());
+    EXPECT_EQ(engine_->counters().addresses, 0u) << round;
+  }
+}
+
+TEST_F(AddressesKept, AreThoseOfRanks) {
+  auto other = makeEngine("tcp");
+  const std::vector<Bytes> endpoints{engine_->endpoint(), other->endpoint()};
+  auto met = std::async(std::launch::async, [&] { return other->connect(endpoints, soon()); });
+  ASSERT_TRUE(engine_->connect(endpoints, soon()).ok());
+  ASSERT_TRUE(met.get().ok());
+  EXPECT_EQ(engine_->counters().addresses, 1u);
+  other.reset();
+  EXPECT_TRUE(eventuallyHas(0));
+  ASSERT_TRUE(engine_->connect(endpoints, soon()).ok()) << "it has been there";
+  EXPECT_EQ(engine_->counters().addresses, 0u);
+}
+
 // Where a peer listens somebody does who says nothing: the call lasts as long as it may.
 TEST(EngineForget, DoesNotWaitBeyondItsDeadlineForAnotherThreadsCall) {
   const auto a = makeEngine("tcp");
