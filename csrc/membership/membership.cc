@@ -402,6 +402,7 @@ void Membership::commit(const View& view) {
       isLoss = isLoss || found == seen_.end() || !isGoodbye(found->second.accusation.cause);
     });
   }
+  out.forEach([&](int rank) { peer(rank)->channel->beginFence(); });
   out.forEach([&](int rank) { peer(rank)->channel->fence(); });
   log(isLoss ? LogLevel::kWarning : LogLevel::kInfo, engine_->logName(), describe(out),
       whoContinues(view));

@@ -351,6 +351,35 @@ TYPED_TEST(FabricCards, NothingLandsBehindAFence) {
 TYPED_TEST(FabricCards, NothingOfAGetLandsBehindAFenceOfWhoAsks) { this->getBehindAFence(true); }
 TYPED_TEST(FabricCards, NothingOfAGetLandsBehindAFenceOfTheOwner) { this->getBehindAFence(false); }
 
+TYPED_TEST(FabricCards, FencesOfSeveralPeersBeginTogether) {
+  typename TestFixture::End c;
+  auto connected = connectNow(this->a, c);
+  ASSERT_TRUE(connected.ok());
+  const std::vector<std::shared_ptr<Channel>> channels{this->toB, *connected};
+  User here(this->a, 16 * kBig), atB(this->b, 8 * kBig), atC(c, 8 * kBig);
+  const User* const there[] = {&atB, &atC};
+  Completion gets(&this->bell);
+  for (size_t i = 0; i < 2; ++i) {
+    ASSERT_TRUE(this->goesByCards(channels[i], here, *there[i]));
+    for (size_t piece = 0; piece < 8; ++piece) {
+      const auto target = here.at((8 * i + piece) * kBig, kBig);
+      ASSERT_TRUE(channels[i]->get({there[i]->region.remote(), piece * kBig, target, &gets}).ok());
+    }
+  }
+  for (const auto& channel : channels) channel->beginFence();
+  for (size_t i = 0; i < 2; ++i) {
+    Completion late(&this->bell);
+    const Status begun = channels[i]->get({there[i]->region.remote(), 0, here.at(0, 1), &late});
+    EXPECT_EQ(begun.code(), ErrorCode::kAborted) << "before any fence has ended";
+  }
+  for (const auto& channel : channels) channel->fence();
+  ASSERT_TRUE(gets.finished());
+  std::ranges::fill(here.memory, std::byte{1});
+  std::this_thread::sleep_for(3 * kNothing.lateness);
+  EXPECT_TRUE(std::ranges::all_of(here.memory, [](std::byte b) { return b == std::byte{1}; }));
+  channels[1]->close();
+}
+
 TYPED_TEST(FabricCards, OthersGoOnBesideAFence) {
   typename TestFixture::End c;
   auto connected = connectNow(c, this->b);

@@ -110,6 +110,10 @@ class Channel {
   // 1 MiB), so that memory must not be used again: of puts at all, of writes while
   // hasLateWrites().
   virtual void fence() = 0;
+  // The first half of fence(): no transfer of the peer begins, and those under way are given up.
+  // The caller then calls fence(). When several peers are lost, it calls this for all of them
+  // first: their transfers end side by side, within one grace period.
+  virtual void beginFence() {}
   // The peer was fenced, or we have hung up on it, while it stored into memory that it maps, and it
   // has not come to the end of that yet. It never does if its process ends there.
   virtual bool hasLateWrites() const { return false; }

@@ -359,7 +359,7 @@ void FabricChannel::giveUpAll(ErrorCode code) {
 
 // Under the lock: those that count at this completion, or all. They end with stop(), without it.
 FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
-  Stopped taken;
+  Stopped taken{.transfers = {}, .awaitPeer = false, .grace = Deadline::after(kGrace)};
   for (auto at = moving_.begin(); at != moving_.end();) {
     if (completion && at->second->completion != completion) {
       ++at;
@@ -389,10 +389,10 @@ void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
   if (stopped.awaitPeer) memories_->withdraw(this);  // the peer's card as little as ours
   std::vector<uint64_t> generations;
   for (size_t i = 0; i < rails_->count(); ++i) generations.push_back(rails_->generation(i));
-  const auto deadline = Deadline::after(kGrace);
   uint64_t busy = 0;
   for (const auto& transfer : stopped.transfers) {
-    if (!transfer->gate.close(deadline)) busy |= transfer->rails.load(std::memory_order_relaxed);
+    if (!transfer->gate.close(stopped.grace))
+      busy |= transfer->rails.load(std::memory_order_relaxed);
   }
   if (busy != 0) {
     std::vector<Rails::Retired> retire;

@@ -74,6 +74,7 @@ class FabricChannel final : public Channel,
   Status write(const WriteRequest& request, const RemoteSignal& announcement) override;
   Status send(ByteView message) override;
   void cancel(const Completion* completion) override;
+  void beginFence() override;
   void fence() override;
   void flush() override;
   void close() override;
@@ -140,6 +141,13 @@ class FabricChannel final : public Channel,
   struct Stopped {
     std::vector<std::shared_ptr<CardTransfer>> transfers;
     bool awaitPeer = false;  // one of them does
+    // Until then they may end by themselves; after it their cards are closed.
+    Deadline grace = Deadline::at(Clock::time_point::min());
+  };
+  // What beginFence() leaves to fence().
+  struct Fencing {
+    control::Fenced told;
+    Stopped stopped;
   };
 
   // What cards move by themselves: fabric_cards.cc and fabric_fetches.cc. Under the lock.
@@ -257,12 +265,13 @@ class FabricChannel final : public Channel,
   std::optional<Error> lost_;       // until restart()
   bool hasLeft_ = false;            // the peer, in peace
   bool closed_ = false;
-  bool fenced_ = false;            // the peer, by us
-  bool isOut_ = false;             // we are, the peer says
-  bool isActive_ = false;          // ticked
-  uint64_t epoch_ = 0;             // counts restarts
-  Clock::time_point standsUntil_;  // at least, where tests break it
-  uint64_t heard_ = 0;             // when it was made again
+  bool fenced_ = false;             // the peer, by us
+  std::optional<Fencing> fencing_;  // between beginFence() and fence()
+  bool isOut_ = false;              // we are, the peer says
+  bool isActive_ = false;           // ticked
+  uint64_t epoch_ = 0;              // counts restarts
+  Clock::time_point standsUntil_;   // at least, where tests break it
+  uint64_t heard_ = 0;              // when it was made again
 
   uint64_t incarnation_ = 0;              // ours: packets for us bear it
   std::optional<control::Hello> theirs_;  // none: nothing can leave yet

@@ -77,9 +77,8 @@ void FabricChannel::cancel(const Completion* completion) {
   awaitStopped(completion);
 }
 
-void FabricChannel::fence() {
-  std::lock_guard once(fenceMutex_);
-  std::unique_lock lock(mutex_);
+void FabricChannel::beginFence() {
+  std::lock_guard lock(mutex_);
   if (std::exchange(fenced_, true)) return;
   incoming_.clear();
   control::Fenced fenced;
@@ -97,13 +96,21 @@ void FabricChannel::fence() {
   dropSent();
   releasePeers();
   endWarmUp({ErrorCode::kAborted, "the peer is no longer part of the job"});
-  const Stopped stopped = takeMoving(nullptr);
+  fencing_ = {.told = std::move(fenced), .stopped = takeMoving(nullptr)};
   finishAll(ErrorCode::kAborted);
+}
+
+void FabricChannel::fence() {
+  std::lock_guard once(fenceMutex_);
+  beginFence();
+  std::unique_lock lock(mutex_);
+  auto begun = std::exchange(fencing_, std::nullopt);
+  if (!begun) return;
   lock.unlock();
   if (memories_) memories_->takeBack(this);
-  stop(stopped, ErrorCode::kAborted);
+  stop(begun->stopped, ErrorCode::kAborted);
   lock.lock();
-  tell(fenced.encode());
+  tell(begun->told.encode());
 }
 
 void FabricChannel::close() {
