@@ -45,7 +45,7 @@ class Combine final : public Algorithm {
       MOONCAKE_TRY(op.begin(bytes.size()));
     } else {
       MOONCAKE_TRY(op.beginSplit(bytes.size() + mostPutBytes(op), [&](int to, std::byte* payload) {
-        return putFor(op, to, table, payload);
+        return putFor(op, to, bytes, payload);
       }));
     }
     if (op.group().window().fullyMapped()) return {};
@@ -131,19 +131,19 @@ class Combine final : public Algorithm {
     }
     return most;
   }
-  size_t putFor(const Operation& op, int to, CombineTable table, std::byte* payload) const {
+  // `table`: encoded, with the rows in staging.
+  size_t putFor(const Operation& op, int to, ByteView table, std::byte* payload) const {
     const size_t bytes = bytesFor(to);
-    table.rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload : RowsAt::kStaging;
-    const Bytes encoded = table.encode();
-    std::byte* at = std::ranges::copy(encoded, payload).out;
-    if (table.rowsAt == RowsAt::kStaging) return encoded.size();
+    std::byte* at = std::ranges::copy(table, payload).out;
+    if (bytes > mostInlineBytes(memory_.group)) return table.size();
+    CombineTable::setRowsAt({payload, table.size()}, RowsAt::kPayload);
     const std::byte* from = areBare_ ? call_.x : memory_.send(op.number());
     const size_t stride = areBare_ ? call_.rowStride : rowBytes_;
     forRowsOf(to, [&](size_t row) {
       std::memcpy(at, from + row * stride, stride);
       at += rowBytes_;
     });
-    return encoded.size() + bytes;
+    return table.size() + bytes;
   }
 
   // ---- taking
@@ -210,8 +210,7 @@ class Combine final : public Algorithm {
     for (const auto& [r, table] : tables) {
       if (!participants.contains(r)) continue;
       const std::byte* packed = table.payloadRows;
-      for (int e = 0; e < shape_.numExperts; ++e) {
-        if (experts_.owner(e) != r) continue;
+      for (const int e : experts_.expertsOf(r)) {
         const size_t local = size_t(experts_.local(e));
         const auto& range = table.ranges[local * size_t(shape_.numRanks) + size_t(op.rank())];
         const size_t first = local * perExpert_ + range.begin, bytes = range.count * rowBytes_;

@@ -10,7 +10,6 @@
 //
 // The order of the rows of an expert is (rank, token, place in top-k), whatever came first.
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -21,6 +20,7 @@
 #include "ep/calls.h"
 #include "ep/given_rows.h"
 #include "ep/participants.h"
+#include "ep/route_index.h"
 #include "ep/shared_rows.h"
 #include "group/operation.h"
 
@@ -37,7 +37,6 @@ class Dispatch final : public Algorithm {
         shape_(handle_.shape),
         experts_(*handle_.experts),
         rowBytes_(dispatchRowBytes(shape_.hidden, call.format)),
-        us_{memory.group.rank()},
         given_(memory, call) {}
 
   Status publish(Operation& op) override {
@@ -55,7 +54,7 @@ class Dispatch final : public Algorithm {
     } else {
       MOONCAKE_TRY(op.beginSplit(
           given_.mostInTable() + bytes.size(),
-          [&](int to, std::byte* payload) { return given_.write(op, to, table, payload); }));
+          [&](int to, std::byte* payload) { return given_.write(op, to, bytes, payload); }));
     }
     if (op.group().window().fullyMapped()) return {};
     MOONCAKE_TRY(given_.push(op));
@@ -91,20 +90,23 @@ class Dispatch final : public Algorithm {
   Status take(Operation& op) {
     failpoint("ep-take");
     MOONCAKE_TRY(awaitBegun(op, call_.waits));
-    std::vector<std::pair<int, DispatchTable>> tables;
+    Tables tables;
+    RankSet participants;
+    arenaOffsets_.assign(size_t(op.size()), 0);
     for (const int r : op.ranks()) {
       auto table = DispatchTable::of(op, r, shape_, rowBytes_);
       if (!table.ok()) return table.error();
+      participants.add(r);
+      arenaOffsets_[size_t(r)] = table->arenaOffset;
       tables.emplace_back(r, std::move(*table));
     }
-    RankSet participants;
-    for (const auto& [r, table] : tables) participants.add(r);
     for (const auto& [r, table] : tables) participants &= table.mask;
 
     std::deque<Piece> pieces;
-    const auto areAnyShared = findRows(op, tables, participants, pieces);
+    RouteIndex routes(experts_, given_.shared() ? &given_.shared()->table() : nullptr, op.rank());
+    const auto areAnyShared = findRows(op, tables, participants, routes, pieces);
     if (!areAnyShared.ok()) return areAnyShared.error();
-    MOONCAKE_TRY(plan(op, tables, participants));
+    MOONCAKE_TRY(plan(op, tables, participants, routes));
     hint_ = copyHint(arrivals_.size() * channelBytes(), ranksOfHost(op));
     copyRows(Arrival::kHere);  // while the others come
     size_t copied = 0;         // of the arrivals
@@ -128,7 +130,7 @@ class Dispatch final : public Algorithm {
   // The rows of a rank that does not map us: for us alone, or for our host.
   struct Landed {
     const std::byte* rows = nullptr;  // packed
-    std::span<const int> readers;
+    bool isForHost = false;
     Arrival::Way way = Arrival::kHere;
   };
   // Some of them on their way: when the first have come, they are copied while the others come.
@@ -146,23 +148,30 @@ class Dispatch final : public Algorithm {
   // Begins to fetch what is fetched. Returns whether rows are shared on any host: then all say when
   // they have what comes to them.
   Result<bool> findRows(Operation& op, const Tables& tables, const RankSet& participants,
-                        std::deque<Piece>& pieces) {
+                        RouteIndex& routes, std::deque<Piece>& pieces) {
     landed_.assign(size_t(op.size()), {});
-    if (!given_.shared()) return false;
+    if (!given_.shared()) {
+      for (const auto& [r, table] : tables) routes.read(r, table.experts, table.topk);
+      return false;
+    }
     const SharedRows& shared = *given_.shared();
+    const HostTable& hosts = shared.table();
+    const int ours = hosts.indexOf(op.rank());
     const auto& ourHost = shared.hostOf(op.rank());
-    std::byte* const ours = memory_.send(op.number());
+    std::byte* const landing = memory_.send(op.number());
     const bool takesPart = participants.contains(op.rank());
     bool areAnyShared = false;
     size_t total = 0;  // of what is fetched for us alone
     std::vector<bool> isForHost(size_t(op.size()));
     for (const auto& [r, table] : tables) {
-      for (const auto& host : shared.hosts()) {
-        if (std::ranges::binary_search(host, r)) continue;
-        const size_t rows = tokensFor(table.experts, table.topk, experts_, host).size();
-        if (!shared.isShared(host, rows)) continue;
-        areAnyShared |= participants.contains(r);
-        if (&host != &ourHost) continue;
+      routes.read(r, table.experts, table.topk);
+      const int its = hosts.indexOf(r);
+      for (int h = 0; !areAnyShared && h < int(hosts.size()); ++h) {
+        areAnyShared = h != its && participants.contains(r) &&
+                       shared.isShared(hosts.hosts()[size_t(h)], routes.tokensFor(size_t(h)));
+      }
+      const size_t rows = routes.tokensFor(size_t(ours));
+      if (its != ours && shared.isShared(ourHost, rows)) {
         isForHost[size_t(r)] = true;
         if (table.packedRows != rows && table.packedRows != table.tokens) return nonsense(op, r);
       }
@@ -180,19 +189,19 @@ class Dispatch final : public Algorithm {
         if (!place || !isForUs || bytes > kMostPushedBytes) return nonsense(op, r);
         // Also of who takes no part: it comes, and the memory is ours again when it has.
         if (place->by == op.rank())
-          expect(op, r, table.rowsAt, {ours + place->offset, bytes}, pieces);
-        MOONCAKE_TRY(found(op, tables, r, *place, bytes, isForHost[size_t(r)]));
+          expect(op, r, table.rowsAt, {landing + place->offset, bytes}, pieces);
+        MOONCAKE_TRY(found(op, r, *place, bytes, isForHost[size_t(r)]));
       } else if (isForHost[size_t(r)] && participants.contains(r)) {
         const auto place = shared.fetched(r, ourHost);
-        MOONCAKE_TRY(found(op, tables, r, place, bytes, true));
+        MOONCAKE_TRY(found(op, r, place, bytes, true));
         if (place.by != op.rank()) continue;
-        MOONCAKE_TRY(fetch(op, r, table, {ours + place.offset, bytes}, pieces));
+        MOONCAKE_TRY(fetch(op, r, table, {landing + place.offset, bytes}, pieces));
       } else if (isTaken && isFetched(op, table, r) && bytes > 0) {
         MOONCAKE_TRY(fetch(op, r, table, {at, bytes}, pieces));
-        landed_[size_t(r)] = {at, us_, Arrival::kLanded};
+        landed_[size_t(r)] = {at, false, Arrival::kLanded};
         at += bytes;
       } else if (op.isPayloadOurs(r)) {
-        landed_[size_t(r)] = {table.payloadRows, us_, Arrival::kHere};
+        landed_[size_t(r)] = {table.payloadRows, false, Arrival::kHere};
       }
     }
     return areAnyShared;
@@ -203,18 +212,16 @@ class Dispatch final : public Algorithm {
   }
 
   // The rows of a rank stand, or will, in the send memory of a rank of our host.
-  Status found(const Operation& op, const Tables& tables, int from, const SharedRows::Place& place,
-               size_t bytes, bool isForHost) {
+  Status found(const Operation& op, int from, const SharedRows::Place& place, size_t bytes,
+               bool isForHost) {
     const std::byte* rows = memory_.send(op.number()) + place.offset;
     if (place.by != op.rank()) {
-      const auto its =
-          std::ranges::find(tables, place.by, [](const auto& one) { return one.first; });
-      rows = op.group().window().peerArena(place.by, its->second.arenaOffset + place.offset, bytes);
+      const uint64_t offset = arenaOffsets_[size_t(place.by)] + place.offset;
+      rows = op.group().window().peerArena(place.by, offset, bytes);
       if (!rows) return nonsense(op, place.by);
     }
-    landed_[size_t(from)] = {
-        rows, isForHost ? std::span<const int>(given_.shared()->hostOf(op.rank())) : us_,
-        place.by == op.rank() ? Arrival::kLanded : Arrival::kByNeighbour};
+    landed_[size_t(from)] = {rows, isForHost,
+                             place.by == op.rank() ? Arrival::kLanded : Arrival::kByNeighbour};
     return {};
   }
 
@@ -246,7 +253,8 @@ class Dispatch final : public Algorithm {
     return {};
   }
 
-  Status plan(const Operation& op, const Tables& tables, const RankSet& participants) {
+  Status plan(const Operation& op, const Tables& tables, const RankSet& participants,
+              const RouteIndex& routes) {
     const size_t ours = experts_.numLocal(op.rank()), ranks = size_t(op.size());
     const size_t perExpert = ranks * shape_.maxTokens;
     arrivals_.clear();
@@ -256,7 +264,7 @@ class Dispatch final : public Algorithm {
     for (const auto& [r, table] : tables) {
       if (!takesPart || !participants.contains(r)) continue;
       for (size_t e = 0; e < ours; ++e) ranges_[e * ranks + size_t(r)].begin = next_[e];
-      MOONCAKE_TRY(planFrom(op, r, table, perExpert));
+      MOONCAKE_TRY(planFrom(op, r, table, routes.choicesOf(r), perExpert));
       for (size_t e = 0; e < ours; ++e) {
         auto& range = ranges_[e * ranks + size_t(r)];
         range.count = next_[e] - range.begin;
@@ -265,31 +273,21 @@ class Dispatch final : public Algorithm {
     return {};
   }
 
-  Status planFrom(const Operation& op, int from, const DispatchTable& table, size_t perExpert) {
-    const auto& [landed, readers, way] = landed_[size_t(from)];
+  Status planFrom(const Operation& op, int from, const DispatchTable& table,
+                  std::span<const RouteIndex::Choice> choices, size_t perExpert) {
+    const auto& [landed, isForHost, way] = landed_[size_t(from)];
     const bool areAll = table.packedRows == table.tokens;
     const std::byte* staging = nullptr;
     if (!landed) {
       staging = op.group().window().peerArena(from, table.arenaOffset, table.tokens * rowBytes_);
       if (!staging && table.tokens > 0) return nonsense(op, from);
     }
-    size_t packed = 0;
-    for (size_t t = 0; t < table.tokens; ++t) {
-      bool isPacked = false;
-      for (size_t j = 0; j < table.topk; ++j) {
-        const int32_t expert = table.experts[t * table.topk + j];
-        if (expert == kNoExpert) continue;
-        const int owner = experts_.owner(expert);
-        isPacked |= std::ranges::find(readers, owner) != readers.end();
-        if (owner != op.rank()) continue;
-        const auto e = uint32_t(experts_.local(expert));
-        const size_t index = landed && !areAll ? packed : t;
-        if (next_[e] == perExpert || (landed && index >= table.packedRows))
-          return nonsense(op, from);
-        call_.sources[e * perExpert + next_[e]] = int32_t(t);
-        arrivals_.push_back({way, (landed ? landed : staging) + index * rowBytes_, e, next_[e]++});
-      }
-      packed += isPacked;
+    for (const auto& [token, e, inHost, inRank] : choices) {
+      const size_t packed = isForHost ? inHost : inRank;
+      const size_t index = landed && !areAll ? packed : token;
+      if (next_[e] == perExpert || (landed && index >= table.packedRows)) return nonsense(op, from);
+      call_.sources[e * perExpert + next_[e]] = int32_t(token);
+      arrivals_.push_back({way, (landed ? landed : staging) + index * rowBytes_, e, next_[e]++});
     }
     return {};
   }
@@ -392,9 +390,9 @@ class Dispatch final : public Algorithm {
   const Shape& shape_;
   const ExpertMap& experts_;
   const size_t rowBytes_;
-  const std::array<int, 1> us_;
   GivenRows given_;
-  std::vector<Landed> landed_;  // by rank; nothing of those that map us
+  std::vector<Landed> landed_;          // by rank; nothing of those that map us
+  std::vector<uint64_t> arenaOffsets_;  // by rank: where its send memory begins in its arena
   std::vector<Arrival> arrivals_;
   CopyHint hint_ = CopyHint::kCached;        // for all of them
   std::vector<uint32_t> next_;               // by local expert

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ep/participants.h"
+#include "ep/route_index.h"
 
 namespace mooncake::ep {
 
@@ -44,11 +45,15 @@ Status GivenRows::stage(Operation& op) {
   shared_.emplace(memory_.hosts, op.ranks(), shape_.maxTokens * rowBytes_,
                   mostInlineBytes(memory_.group) / rowBytes_);
   MOONCAKE_TRY(checkEnd(op, offset, shared_->ownEnd()));
-  for (const auto& host : shared_->hosts()) {
-    if (std::ranges::binary_search(host, op.rank())) continue;
-    auto tokens = tokensFor(handle_.chosen, handle_.topk, experts_, host);
+  const HostTable& hosts = shared_->table();
+  byHost_ = TokenLists(handle_.chosen, handle_.topk, hostsOfExperts(experts_, hosts), hosts.size());
+  byRank_ = TokenLists(handle_.chosen, handle_.topk, experts_.owners(), size_t(op.size()));
+  for (size_t h = 0; h < hosts.size(); ++h) {
+    if (int(h) == hosts.indexOf(op.rank())) continue;
+    const auto& host = hosts.hosts()[h];
+    const auto tokens = byHost_.of(h);
     if (shared_->isShared(host, tokens.size())) {
-      Packed packed{std::move(tokens), offset};
+      Packed packed{tokens, offset};
       MOONCAKE_TRY(pack(op, packed, offset));
       packed.pushedTo = placeFor(op, host, packed);
       for (const int r : host) packed_[size_t(r)] = packed;
@@ -56,7 +61,7 @@ Status GivenRows::stage(Operation& op) {
     }
     for (const int r : host) {
       Packed& packed = packed_[size_t(r)];
-      packed = {tokensFor(handle_.chosen, handle_.topk, experts_, {{r}}), offset};
+      packed = {byRank_.of(size_t(r)), offset};
       const size_t bytes = packed.tokens.size() * rowBytes_;
       if (bytes <= mostInlineBytes(memory_.group)) {
         mostInTable_ = std::max(mostInTable_, bytes);
@@ -146,24 +151,22 @@ Status GivenRows::pack(const Operation& op, Packed& packed, size_t& offset) cons
   return {};
 }
 
-size_t GivenRows::write(const Operation& op, int to, DispatchTable table,
-                        std::byte* payload) const {
+size_t GivenRows::write(const Operation& op, int to, ByteView table, std::byte* payload) const {
   const Packed& packed = packed_[size_t(to)];
   const size_t bytes = packed.tokens.size() * rowBytes_;
-  table.rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload
-                 : packed.isWritten                      ? RowsAt::kWritten
-                 : packed.pushedTo                       ? RowsAt::kPushed
-                                                         : RowsAt::kStaging;
-  table.packedRows = uint32_t(packed.rows(handle_.tokens));
-  table.packedOffset = memory_.layout.send(op.number()) + packed.offset;
-  const Bytes encoded = table.encode(shape_.numExperts);
-  std::byte* at = std::ranges::copy(encoded, payload).out;
-  if (table.rowsAt != RowsAt::kPayload) return encoded.size();
+  const RowsAt rowsAt = bytes <= mostInlineBytes(memory_.group) ? RowsAt::kPayload
+                        : packed.isWritten                      ? RowsAt::kWritten
+                        : packed.pushedTo                       ? RowsAt::kPushed
+                                                                : RowsAt::kStaging;
+  std::byte* at = std::ranges::copy(table, payload).out;
+  DispatchTable::setRows({payload, table.size()}, rowsAt, uint32_t(packed.rows(handle_.tokens)),
+                         memory_.layout.send(op.number()) + packed.offset);
+  if (rowsAt != RowsAt::kPayload) return table.size();
   for (const uint32_t t : packed.tokens) {
     std::memcpy(at, memory_.send(op.number()) + t * rowBytes_, rowBytes_);
     at += rowBytes_;
   }
-  return encoded.size() + bytes;
+  return table.size() + bytes;
 }
 
 bool GivenRows::isChosen(size_t token) const {

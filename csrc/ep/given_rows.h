@@ -7,6 +7,7 @@
 
 #include "ep/calls.h"
 #include "ep/shared_rows.h"
+#include "ep/token_lists.h"
 #include "group/operation.h"
 
 namespace mooncake::ep {
@@ -38,15 +39,16 @@ class GivenRows {
   const std::optional<SharedRows>& shared() const { return shared_; }
   // Of rows that go with a table, at most.
   size_t mostInTable() const { return mostInTable_; }
-  // The table for a rank that does not map us, and its rows where they go with it; how many bytes.
-  size_t write(const Operation& op, int to, DispatchTable table, std::byte* payload) const;
+  // Writes the encoded table for a rank that does not map us, and its rows where they go with it.
+  // Returns the number of bytes.
+  size_t write(const Operation& op, int to, ByteView table, std::byte* payload) const;
   // Puts, or has cards write, what is pushed, once the tables are published.
   Status push(Operation& op);
 
  private:
   // The rows for one rank that does not map us, or for all of its host.
   struct Packed {
-    std::vector<uint32_t> tokens;
+    std::span<const uint32_t> tokens;  // in byHost_ or byRank_
     size_t offset = 0;    // in the send memory; only of those that do not go with the table
     bool areAll = false;  // `tokens` or not: all stand there, at `offset` 0
     std::optional<SharedRows::Place> pushedTo;
@@ -71,6 +73,7 @@ class GivenRows {
   const ExpertMap& experts_;
   const size_t rowBytes_;
   std::optional<SharedRows> shared_;
+  TokenLists byHost_, byRank_;  // the tokens for each of them
   std::vector<Packed> packed_;  // by rank
   std::optional<Writes> writes_;
   size_t mostInTable_ = 0;

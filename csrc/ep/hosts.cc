@@ -80,6 +80,9 @@ Hosts::Hosts(std::vector<Memory> all) : all_(std::move(all)), leastSendBytes_(~u
     ours.forEach([&](int other) { isHost &= (all_[size_t(other)].mapped & there) == ours; });
     hostOf_.push_back(isHost ? ours.lowest() : int(r));
   }
+  std::vector<int> ranks(all_.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  table_ = std::make_shared<const HostTable>(split(ranks));
 }
 
 std::vector<std::vector<int>> Hosts::split(const std::vector<int>& ranks) const {
@@ -91,10 +94,9 @@ std::vector<std::vector<int>> Hosts::split(const std::vector<int>& ranks) const 
   return hosts;
 }
 
-std::vector<std::vector<int>> Hosts::splitAll() const {
-  std::vector<int> ranks(all_.size());
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return split(ranks);
+std::shared_ptr<const HostTable> Hosts::tableOf(const std::vector<int>& ranks) const {
+  if (ranks.size() == all_.size()) return table_;
+  return std::make_shared<const HostTable>(split(ranks));
 }
 
 }  // namespace mooncake::ep

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/result.h"
+#include "ep/host_table.h"
 #include "group/group.h"
 #include "membership/rank_set.h"
 
@@ -26,7 +28,10 @@ class Hosts {
 
   // These ranks by host, ascending in each; the hosts by their lowest rank.
   std::vector<std::vector<int>> split(const std::vector<int>& ranks) const;
-  std::vector<std::vector<int>> splitAll() const;
+  std::vector<std::vector<int>> splitAll() const { return all()->hosts(); }
+  // The same as tables. An attempt of all ranks, the usual one, makes no new one.
+  std::shared_ptr<const HostTable> tableOf(const std::vector<int>& ranks) const;
+  const std::shared_ptr<const HostTable>& all() const { return table_; }
   // Of the rank that has the least.
   uint64_t leastSendBytes() const { return leastSendBytes_; }
   const Memory& memory(int rank) const { return all_[size_t(rank)]; }
@@ -35,6 +40,7 @@ class Hosts {
   std::vector<Memory> all_;
   std::vector<int> hostOf_;  // by rank: the lowest rank of its host
   uint64_t leastSendBytes_;
+  std::shared_ptr<const HostTable> table_;  // of all ranks
 };
 
 }  // namespace mooncake::ep

@@ -15,6 +15,10 @@ Error misfit(const Operation& op, int rank, const std::string& why) {
                                     ". Do all ranks run the same version?"};
 }
 
+// Offsets in an encoded table, from its length on; layouts in routing.h.
+constexpr size_t kDispatchRowsAt = 20;
+constexpr size_t kCombineRowsAt = 32;
+
 // The table and what stands behind it in the payload. A copy: the memory may change under us.
 struct Published {
   Bytes table;
@@ -90,6 +94,11 @@ ExpertMap::ExpertMap(std::vector<int> owners, int numRanks)
     : owners_(std::move(owners)), local_(owners_.size()), counts_(size_t(numRanks)) {
   for (size_t e = 0; e < owners_.size(); ++e)
     local_[e] = static_cast<int>(counts_[size_t(owners_[e])]++);
+  begins_.reserve(counts_.size());
+  for (size_t r = 0, begin = 0; r < counts_.size(); begin += counts_[r++]) begins_.push_back(begin);
+  byRank_.resize(owners_.size());
+  for (size_t e = 0; e < owners_.size(); ++e)
+    byRank_[begins_[size_t(owners_[e])] + size_t(local_[e])] = static_cast<int>(e);
 }
 
 size_t ExpertMap::mostLocal() const { return *std::ranges::max_element(counts_); }
@@ -112,6 +121,13 @@ Bytes DispatchTable::encode(int numExperts) const {
     putExperts<uint32_t>(out, experts);
   }
   return withLength(out);
+}
+
+void DispatchTable::setRows(std::span<std::byte> encoded, RowsAt at, uint32_t packedRows,
+                            uint64_t packedOffset) {
+  const Bytes fields =
+      ByteWriter().put(static_cast<uint8_t>(at)).put(packedRows).put(packedOffset).take();
+  std::ranges::copy(fields, encoded.subspan(kDispatchRowsAt).begin());
 }
 
 Status checkRepeated(const ExpertMap& map, std::span<const int32_t> chosen, size_t most, int rank) {
@@ -137,7 +153,20 @@ Result<DispatchTable> DispatchTable::of(const Operation& op, int rank, const Sha
                                         size_t rowBytes) {
   auto published = publishedBy(op, rank);
   if (!published.ok()) return published.error();
-  ByteReader in(published->table);
+  auto table = decode(published->table, shape);
+  if (table.ok() && table->rowsAt == RowsAt::kPayload &&
+      table->packedRows > published->behindBytes / rowBytes)
+    table = Error{ErrorCode::kProtocol, "its rows are cut short"};
+  if (!table.ok()) {
+    MOONCAKE_TRY(op.unlessFenced());
+    return misfit(op, rank, table.error().message);
+  }
+  table->payloadRows = published->behind;
+  return table;
+}
+
+Result<DispatchTable> DispatchTable::decode(ByteView encoded, const Shape& shape) {
+  ByteReader in(encoded);
   DispatchTable table;
   table.tokens = in.get<uint32_t>();
   table.topk = in.get<uint32_t>();
@@ -149,19 +178,14 @@ Result<DispatchTable> DispatchTable::of(const Operation& op, int rank, const Sha
   const bool isNarrow = shape.numExperts < kNarrowExperts;
   const size_t width = isNarrow ? sizeof(uint16_t) : sizeof(uint32_t);
   const uint64_t count = uint64_t(table.tokens) * table.topk;
-  const bool fits = table.tokens <= shape.maxTokens && count <= op.group().slotBytes() / width;
+  const bool fits = table.tokens <= shape.maxTokens && count <= in.left() / width;
   const ByteView experts = in.getRaw(fits ? count * width : 0);
   const Status whole = in.finish("table");
   const bool areKnown = isNarrow ? takeExperts<uint16_t>(experts, shape.numExperts, table.experts)
                                  : takeExperts<uint32_t>(experts, shape.numExperts, table.experts);
-  const bool areRowsThere =
-      table.packedRows <= table.tokens &&
-      (table.rowsAt != RowsAt::kPayload || table.packedRows <= published->behindBytes / rowBytes);
-  if (!whole.ok() || !fits || !areKnown || !areRowsThere) {
-    MOONCAKE_TRY(op.unlessFenced());
-    return misfit(op, rank, whole.ok() ? "its numbers are out of bounds" : whole.error().message);
-  }
-  table.payloadRows = published->behind;
+  if (!whole.ok()) return whole.error();
+  if (!fits || !areKnown || table.packedRows > table.tokens)
+    return Error{ErrorCode::kProtocol, "its numbers are out of bounds"};
   return table;
 }
 
@@ -177,6 +201,10 @@ Bytes CombineTable::encode() const {
   mask.write(out);
   out.putRaw(std::as_bytes(std::span(ranges)));
   return withLength(out);
+}
+
+void CombineTable::setRowsAt(std::span<std::byte> encoded, RowsAt at) {
+  encoded[kCombineRowsAt] = static_cast<std::byte>(at);
 }
 
 Result<CombineTable> CombineTable::of(const Operation& op, int rank, const Shape& shape,

@@ -33,9 +33,14 @@ class ExpertMap {
 
   int numExperts() const { return static_cast<int>(owners_.size()); }
   int owner(int expert) const { return owners_[size_t(expert)]; }
+  const std::vector<int>& owners() const { return owners_; }  // by expert
   // Which of its owner's experts it is, from 0 on, in the order of their numbers.
   int local(int expert) const { return local_[size_t(expert)]; }
   size_t numLocal(int rank) const { return counts_[size_t(rank)]; }
+  // The experts of a rank, ascending.
+  std::span<const int> expertsOf(int rank) const {
+    return std::span(byRank_).subspan(begins_[size_t(rank)], counts_[size_t(rank)]);
+  }
   size_t mostLocal() const;
   uint32_t hash() const;
 
@@ -43,6 +48,8 @@ class ExpertMap {
   std::vector<int> owners_;
   std::vector<int> local_;
   std::vector<size_t> counts_;  // by rank
+  std::vector<size_t> begins_;  // by rank: index in byRank_ of its first expert
+  std::vector<int> byRank_;     // all experts, those of a rank side by side
 };
 
 // kInvalidArgument: tokens that name an expert more than once send it more than `most` rows. Each
@@ -81,6 +88,12 @@ struct DispatchTable {
   const std::byte* payloadRows = nullptr;
 
   Bytes encode(int numExperts) const;
+  // Overwrites what an encoded table says of the rows for its reader: all else is the same for all
+  // readers, and is encoded once.
+  static void setRows(std::span<std::byte> encoded, RowsAt at, uint32_t packedRows,
+                      uint64_t packedOffset);
+  // Decodes a table without its length. kProtocol: a field does not fit the shape.
+  static Result<DispatchTable> decode(ByteView table, const Shape& shape);
   // At most; of the table alone.
   static size_t bytesFor(size_t tokens, size_t topk, int numExperts, int numRanks);
   // What the rank has published, once it has begun.
@@ -112,6 +125,8 @@ struct CombineTable {
   const std::byte* payloadRows = nullptr;
 
   Bytes encode() const;
+  // Overwrites one field of an encoded table: all else is the same for all readers.
+  static void setRowsAt(std::span<std::byte> encoded, RowsAt at);
   // At most; of the table alone.
   static size_t bytesFor(size_t localExperts, int numRanks);
   // `leastRowBytes`: of a row in the sender's region.

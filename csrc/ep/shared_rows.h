@@ -2,18 +2,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <span>
 #include <vector>
 
+#include "ep/host_table.h"
 #include "ep/hosts.h"
-#include "ep/routing.h"
 
 namespace mooncake::ep {
-
-// Which tokens name an expert of one of these ranks, ascending.
-std::vector<uint32_t> tokensFor(std::span<const int32_t> chosen, size_t topk,
-                                const ExpertMap& experts, std::span<const int> ranks);
 
 // Layout of the send memory of a dispatch. Rows that several ranks of another host need cross to
 // that host once: one of its ranks gets them, and the others read them there. Every rank computes
@@ -32,8 +28,10 @@ class SharedRows {
   SharedRows(const Hosts& hosts, const std::vector<int>& ranks, size_t rowsBytes,
              size_t mostInlineRows);
 
-  const std::vector<std::vector<int>>& hosts() const { return hosts_; }
-  const std::vector<int>& hostOf(int rank) const;
+  // The ranks of the attempt.
+  const HostTable& table() const { return *table_; }
+  const std::vector<std::vector<int>>& hosts() const { return table_->hosts(); }
+  const std::vector<int>& hostOf(int rank) const { return table_->hostOf(rank); }
   // So many rows of a rank of another host.
   bool isShared(const std::vector<int>& host, size_t rows) const {
     return areShared_ && host.size() > 1 && rows > mostInlineRows_;
@@ -56,11 +54,10 @@ class SharedRows {
   std::optional<Place> pushed(int source, const std::vector<int>& host) const;
 
  private:
-  using HostList = std::vector<std::vector<int>>;
-  static Place place(int source, const std::vector<int>& host, const HostList& hosts);
+  static Place place(int source, int hostMember, const HostTable& table);
 
-  HostList hosts_;
-  const HostList all_;  // with the ranks that take no part
+  const std::shared_ptr<const HostTable> all_;  // with the ranks that take no part
+  const std::shared_ptr<const HostTable> table_;
   size_t rowsBytes_;
   size_t mostInlineRows_;
   size_t fetchedAt_ = 0;  // in places

@@ -47,14 +47,6 @@ TEST(Hosts, WhoWasNotThereIsByItself) {
   EXPECT_EQ(Hosts(mapped).split(firstRanks(3)), (Ranks{{0, 2}, {1}}));
 }
 
-TEST(SharedRows, ATokenIsNamedOnce) {
-  const ExpertMap experts(8, 4);  // two each
-  const std::vector<int32_t> chosen = {0, 1, 4, 5, kNoExpert, kNoExpert, 7, 2};
-  EXPECT_EQ(tokensFor(chosen, 2, experts, {{0, 1}}), (std::vector<uint32_t>{0, 3}));
-  EXPECT_EQ(tokensFor(chosen, 2, experts, {{2, 3}}), (std::vector<uint32_t>{1, 3}));
-  EXPECT_TRUE(tokensFor({}, 2, experts, {{2, 3}}).empty());
-}
-
 constexpr size_t kRows = 1000;
 
 // All places of rows that come to one rank of a host, each with its source. None is outside of the
