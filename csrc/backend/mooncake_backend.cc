@@ -163,6 +163,12 @@ void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Dea
     if (group.error().code == ErrorCode::kInterrupted) {
       throwIfError(generation->awaitSuccessor(init));
     } else if (!generation->hasSuccessor()) {
+      // The others learn the cause from the goodbye, also where the store is gone. An engine that
+      // the caller lent to this job stays.
+      if (!options_.engine) {
+        engine_->leave(
+            {Farewell::How::kFailed, "it could not make the group: " + group.error().message});
+      }
       // Nobody is lost who has not been in the group.
       if (group.error().code == ErrorCode::kPeerLost)
         throwError({ErrorCode::kRefused, group.error().message});

@@ -74,10 +74,29 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine,
   auto meeting = (*group)->meet(exchange, deadline);
   if (!meeting.ok()) return meeting.error();
   MOONCAKE_TRY((*group)->start(std::move(*meeting)));
-  // The job has begun on all of its ranks, or on none: who dies before is missed by all.
-  MOONCAKE_TRY(barrier(**group, deadline));
+  MOONCAKE_TRY((*group)->beginJob(deadline));
   (*group)->engine().startSilenceDetection();
   return group;
+}
+
+// The job begins on all of its ranks or on none. A barrier over fewer ranks ends well where a rank
+// was out of the view before the barrier began. The contributors of an operation are the same on
+// all survivors, so either all of them raise or none does.
+Status Group::beginJob(Deadline deadline) {
+  const Status begun = barrier(*this, deadline);
+  if (!lastView || (!begun.ok() && begun.code() != ErrorCode::kPeerLost)) return begun;
+  std::string lost;
+  for (int r = 0; r < size(); ++r) {
+    if (lastView->contains(r)) continue;
+    lost += (lost.empty() ? "" : ", ") + nameRank(r) + " (" + whyGone(r) + ")";
+  }
+  if (lost.empty()) return begun;
+  // A survivor that left at once would be named by the others as lost, too.
+  leave(deadline.earlier(Deadline::after(engine().env().failureTimeout)));
+  return {ErrorCode::kPeerLost, nameRank(rank()) + " cannot begin the job of " +
+                                    std::to_string(size()) + " ranks, which lost " + lost +
+                                    " before it had begun: look at the log of the lost rank, then "
+                                    "start all ranks again"};
 }
 
 Result<std::unique_ptr<Group>> Group::createWithin(std::shared_ptr<Membership> job,

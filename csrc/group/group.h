@@ -142,6 +142,7 @@ class Group final : public FlushOwner {
   Bytes describePart() const;
   Result<Bytes> takePart(ByteReader& in, int rank) const;
   Status start(Meeting meeting);
+  Status beginJob(Deadline deadline);
   Group(GroupOptions options, PartLayout layout, size_t slotBytes, size_t eagerBytes)
       : options_(std::move(options)),
         layout_(layout),

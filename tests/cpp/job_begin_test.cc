@@ -1,0 +1,98 @@
+// A job begins on all of its ranks, or on none.
+#include <functional>
+#include <gtest/gtest.h>
+#include <thread>
+#include <vector>
+
+#include "engine/rendezvous/address_book.h"
+#include "ranks_in_threads.h"
+
+namespace mooncake::test {
+namespace {
+
+// What `rank` published, with an address of its window that does not decode.
+Bytes withoutWindow(const Bytes& published) {
+  ByteReader in(published);
+  const auto version = in.get<uint32_t>();
+  const auto endpoint = in.getBytes(64 << 10);
+  const auto topic = in.get<uint64_t>();
+  (void)in.getBytes(1 << 10);
+  const bool raises = in.get<bool>();
+  return ByteWriter()
+      .put(version)
+      .putBytes(endpoint)
+      .put(topic)
+      .putBytes(ByteWriter().put(uint8_t(1)).bytes())
+      .put(raises)
+      .take();
+}
+
+class JobBegin : public testing::TestWithParam<const char*> {
+ protected:
+  // What becomes of what all have published, on one rank, before this rank connects; false: the
+  // rank ends here, and its engine with it.
+  using Heard = std::function<bool(int rank, std::vector<Bytes>& published)>;
+
+  // Makes a group of `size` ranks, and returns how that ended on each.
+  static std::vector<Status> begin(int size, bool raises, const Heard& heard) {
+    MemoryStore store;
+    const Ranks ranks{
+        .size = size, .transports = {GetParam()}, .failureTimeout = std::chrono::seconds(1)};
+    std::vector<Status> ends(static_cast<size_t>(size));
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] {
+        const Deadline deadline = Deadline::after(std::chrono::minutes(10));
+        EngineOptions options{.env = envOf(ranks),
+                              .logName = "rank " + std::to_string(rank),
+                              .arenaBytes = size_t(1) << 30};
+        options.jobKey = Bytes(32, std::byte{7});
+        auto engine = Engine::create(std::move(options));
+        ASSERT_TRUE(engine.ok()) << engine.error().message;
+        const auto meet = [&](const Bytes& mine) -> Result<std::vector<Bytes>> {
+          auto all = exchange(store, "members", rank, size, mine, deadline);
+          if (all.ok() && !heard(rank, *all)) return Error{ErrorCode::kAborted, "ended"};
+          return all;
+        };
+        auto group =
+            Group::create(*engine, meet,
+                          {.name = "test", .rank = rank, .size = size, .raises = raises}, deadline);
+        ends[size_t(rank)] = group.status();
+        if (group.ok()) (*group)->leave(Deadline::after(std::chrono::seconds(5)));
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    return ends;
+  }
+
+  static void expectThatAllName(int victim, const std::vector<Status>& ends) {
+    for (int rank = 0; rank < static_cast<int>(ends.size()); ++rank) {
+      const Status& end = ends[size_t(rank)];
+      ASSERT_FALSE(end.ok()) << "rank " << rank << " began without rank " << victim;
+      if (rank == victim) continue;
+      EXPECT_EQ(end.code(), ErrorCode::kPeerLost) << end.error().message;
+      EXPECT_NE(end.error().message.find("rank " + std::to_string(victim)), std::string::npos)
+          << end.error().message;
+    }
+  }
+};
+
+TEST_P(JobBegin, ARankThatFailsOnceItIsConnectedFailsAllAndIsNamed) {
+  for (const bool raises : {false, true}) {
+    for (const int size : {2, 4}) {
+      for (const int victim : {0, 1}) {
+        expectThatAllName(victim, begin(size, raises, [&](int rank, std::vector<Bytes>& all) {
+                            Bytes& other = all[size_t((victim + 1) % size)];
+                            if (rank == victim) other = withoutWindow(other);
+                            return true;
+                          }));
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, JobBegin, testing::Values("inproc", "shm", "tcp"),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace mooncake::test
