@@ -94,9 +94,9 @@ class Engine {
   Bytes endpoint() const;
   // Connects to all these endpoints; a peer that is already connected is returned as it is, also
   // one that is disconnected since, our own endpoint gives null. Of each pair the engine with the
-  // smaller id calls and the other one is called. Blocks until all are there, the deadline has
-  // passed, or nobody has come for the failure timeout; the error names by its index who is
-  // missing, and why. The index is also the name of a peer that has none yet.
+  // smaller id calls and the other one is called; where no call comes, the other one calls, too.
+  // Blocks until all are there, one refuses, or the deadline has passed; the error names a missing
+  // peer by its index, and why. The index is also the name of a peer that has none yet.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
 
@@ -177,7 +177,9 @@ class Engine {
                                                         const std::vector<Bytes>& endpoints,
                                                         Deadline deadline);
   Status callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
-                 Deadline deadline, Clock::duration patience);
+                 std::vector<size_t> wanted, Deadline deadline);
+  std::vector<size_t> awaitCallers(const std::vector<EngineId>& ids, Deadline deadline,
+                                   Clock::duration patience);
   std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel, bool isOurs);
   Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline,
                                         const StopSignal* stop);

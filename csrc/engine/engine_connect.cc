@@ -11,8 +11,9 @@
 namespace mooncake {
 namespace {
 
-// While connections are made: how long nobody may come of those that have published their address.
-constexpr auto kLeastPatience = std::chrono::seconds(1);
+// How long no rank may come of those that are to call this one, before this one calls them. The
+// ranks of a large job learn the addresses one after the other.
+constexpr auto kPatience = std::chrono::seconds(1);
 constexpr auto kPatiencePerRank = std::chrono::milliseconds(10);
 
 }  // namespace
@@ -45,42 +46,64 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connectAll(const std::vector<
   }
   MOONCAKE_TRY(
       checkDescriptors(strangers, "connecting to " + std::to_string(strangers) + " more ranks"));
-  // The ranks of a large job learn the addresses one after the other.
-  const auto patience = std::max<Clock::duration>(options_.env.failureTimeout, kLeastPatience) +
-                        kPatiencePerRank * int64_t(endpoints.size());
-  MOONCAKE_TRY(callAll(ids, endpoints, deadline, patience));
+  std::vector<size_t> ours;  // of each pair the smaller id calls
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (id() < ids[i]) ours.push_back(i);
+  }
+  MOONCAKE_TRY(callAll(ids, endpoints, std::move(ours), deadline));
+  // A rank that is late may wait for the store still: its I/O thread answers all the same. One that
+  // has died refuses the call, so that the deadline is not waited for.
+  const auto patience = kPatience + kPatiencePerRank * int64_t(endpoints.size());
+  for (auto missing = awaitCallers(ids, deadline, patience); !missing.empty();
+       missing = awaitCallers(ids, deadline, patience)) {
+    if (deadline.passed()) {
+      return Error{ErrorCode::kTimeout,
+                   "rank " + std::to_string(missing.front()) +
+                       " published its address but did not connect in time: is it alive, and can "
+                       "it reach this host?"};
+    }
+    MOONCAKE_TRY(callAll(ids, endpoints, std::move(missing), deadline));
+  }
 
-  const auto began = Clock::now();
   std::vector<std::shared_ptr<Peer>> peers(endpoints.size());
   std::unique_lock lock(mutex_);
   for (size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] == id()) continue;
-    const auto there = [&] { return (peers[i] = known(ids[i])) != nullptr; };
-    const std::string name = "rank " + std::to_string(i);
-    // Somebody who has published its address calls at once. As long as others still do, all is
-    // well.
-    Clock::time_point giveUp;
-    do {
-      const auto quiet = std::max(lastArrival_, began) + patience;
-      giveUp = std::min(deadline.when(), quiet);
-    } while (!arrived_.wait_until(lock, giveUp, there) && Clock::now() < deadline.when() &&
-             std::max(lastArrival_, began) + patience > giveUp);
-    if (!peers[i]) {
-      return Error{ErrorCode::kTimeout,
-                   name +
-                       " published its address but did not connect in time: is it alive, and can "
-                       "it reach this host?"};
-    }
-    if (peers[i]->name.empty()) peers[i]->name = name;
+    peers[i] = known(ids[i]);
+    if (peers[i]->name.empty()) peers[i]->name = "rank " + std::to_string(i);
   }
   watchSoon();
   return peers;
 }
 
-// All calls that are ours to make, many at a time: the peers answer side by side, and whoever
-// answers is served at once, so no two engines can wait for each other's turn.
+// Waits until all are connected, the deadline has passed, or none has come for `patience`. Returns
+// the indices of those that are missing.
+std::vector<size_t> Engine::awaitCallers(const std::vector<EngineId>& ids, Deadline deadline,
+                                         Clock::duration patience) {
+  const auto began = Clock::now();
+  size_t next = 0;  // all before it are there
+  std::unique_lock lock(mutex_);
+  const auto isThere = [&](size_t i) { return ids[i] == id() || known(ids[i]); };
+  const auto allThere = [&] {
+    while (next < ids.size() && isThere(next)) ++next;
+    return next == ids.size();
+  };
+  Clock::time_point until;
+  do {
+    until = std::min(deadline.when(), std::max(lastArrival_, began) + patience);
+  } while (!arrived_.wait_until(lock, until, allThere) && !deadline.passed() &&
+           std::max(lastArrival_, began) + patience > until);
+  std::vector<size_t> missing;
+  for (size_t i = next; i < ids.size(); ++i) {
+    if (!isThere(i)) missing.push_back(i);
+  }
+  return missing;
+}
+
+// Calls those of `wanted` that are not connected, many at a time. The peers answer side by side,
+// and a peer that answers is served at once, so no two engines can wait for each other's turn.
 Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
-                       Deadline deadline, Clock::duration patience) {
+                       std::vector<size_t> wanted, Deadline deadline) {
   struct Call {
     size_t index;
     std::unique_ptr<Connecting> connecting;
@@ -88,14 +111,15 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
   constexpr size_t kMaxCalls = 64;  // of descriptors, and of what a peer must hold for us
   // Peers answer on their loops' threads: whoever waits here for its turn waits for no other rank.
   std::lock_guard calling(callMutex_);
-  std::vector<size_t> due;
-  // Everybody begins with the next one after itself, so that not all call the same one at once.
-  const size_t self = size_t(std::find(ids.begin(), ids.end(), id()) - ids.begin());
-  for (size_t step = ids.size(); step >= 1; --step) {
-    const size_t i = (self + step) % ids.size();
+  std::erase_if(wanted, [&](size_t i) {
     std::lock_guard lock(mutex_);
-    if (id() < ids[i] && !known(ids[i])) due.push_back(i);
-  }
+    return known(ids[i]) != nullptr;
+  });
+  // Each rank begins with the next one after itself, so that not all call the same one at once.
+  const size_t self = size_t(std::find(ids.begin(), ids.end(), id()) - ids.begin());
+  const auto first = std::ranges::lower_bound(wanted, self);
+  std::ranges::rotate(wanted, first);
+  std::vector<size_t> due(wanted.rbegin(), wanted.rend());
   const auto ends = [this](const EngineId& peer) {
     std::lock_guard lock(mutex_);
     calling_.erase(peer);
@@ -120,8 +144,7 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
           continue;
         }
       }
-      auto connecting =
-          openRoute(transports_, ids[i], endpoints[i], deadline.earlier(Deadline::after(patience)));
+      auto connecting = openRoute(transports_, ids[i], endpoints[i], deadline);
       if (!connecting.ok()) return failed(i, connecting.error());
       calls.push_back({i, std::move(*connecting)});
       due.pop_back();

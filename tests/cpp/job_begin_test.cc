@@ -1,10 +1,13 @@
 // A job begins on all of its ranks, or on none.
+#include <algorithm>
+#include <atomic>
 #include <functional>
 #include <gtest/gtest.h>
 #include <thread>
 #include <vector>
 
 #include "engine/rendezvous/address_book.h"
+#include "engine/route.h"
 #include "ranks_in_threads.h"
 
 namespace mooncake::test {
@@ -25,6 +28,21 @@ Bytes withoutWindow(const Bytes& published) {
       .putBytes(ByteWriter().put(uint8_t(1)).bytes())
       .put(raises)
       .take();
+}
+
+// The endpoint in what a rank published.
+Bytes endpointIn(const Bytes& published) {
+  ByteReader in(published);
+  (void)in.get<uint32_t>();
+  const auto endpoint = in.getBytes(64 << 10);
+  return {endpoint.begin(), endpoint.end()};
+}
+
+// The rank that calls all others: of each pair the engine with the smaller id calls.
+int rankThatCallsAll(const std::vector<Bytes>& published) {
+  std::vector<EngineId> ids;
+  for (const Bytes& one : published) ids.push_back(*endpointOwner(endpointIn(one)));
+  return static_cast<int>(std::ranges::min_element(ids) - ids.begin());
 }
 
 class JobBegin : public testing::TestWithParam<const char*> {
@@ -89,6 +107,26 @@ TEST_P(JobBegin, ARankThatFailsOnceItIsConnectedFailsAllAndIsNamed) {
       }
     }
   }
+}
+
+// A store may answer one rank late. The failure timeout bounds the silence of a rank, not this.
+TEST_P(JobBegin, ARankThatLearnsTheAddressesLateIsWaitedFor) {
+  const auto ends = begin(4, false, [](int rank, const std::vector<Bytes>& all) {
+    if (rank == rankThatCallsAll(all)) std::this_thread::sleep_for(std::chrono::milliseconds(1700));
+    return true;
+  });
+  for (const Status& end : ends) EXPECT_TRUE(end.ok()) << end.error().message;
+}
+
+// The deadline of ten minutes is not waited for: the test would run into its own.
+TEST_P(JobBegin, ARankThatDiesOnceItsAddressIsKnownIsNamedSoon) {
+  std::atomic<int> victim{-1};
+  const auto ends = begin(3, false, [&](int rank, const std::vector<Bytes>& all) {
+    victim = rankThatCallsAll(all);
+    return rank != victim;
+  });
+  // The others may name each other, too: the first that gives up ends its engine.
+  for (const Status& end : ends) EXPECT_FALSE(end.ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, JobBegin, testing::Values("inproc", "shm", "tcp"),
