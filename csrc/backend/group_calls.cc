@@ -70,17 +70,20 @@ MooncakeBackend::WorkPtr MooncakeBackend::endCoalescing() {
   Batch batch = std::move(*batch_);
   batch_.reset();
   if (batch.error) std::rethrow_exception(batch.error);
-  bool isUnderWay = false;
+  std::vector<c10::intrusive_ptr<MessageWork>> underWay;
   // Receives first: what comes meanwhile goes where it belongs at once.
   for (const bool isSend : {false, true}) {
     for (const Batch::KeptMessage& kept : batch.messages) {
       if ((kept.type == c10d::OpType::SEND) != isSend) continue;
       auto work = start(kept.type, kept.tensor, kept.peer, kept.tag);
-      isUnderWay = isUnderWay || !work->finished();
+      if (!work->finished()) underWay.push_back(work);
       batch.works[kept.place] = std::move(work);
     }
   }
-  if (isUnderWay) messages_->watch();
+  if (const Status watched = underWay.empty() ? Status() : messages_->watch(); !watched.ok()) {
+    for (const auto& work : underWay) work->cancel(watched.error());
+    throwError(watched.error());
+  }
   return c10::make_intrusive<BatchWork>(rank_, options_.capacity, std::move(batch.works));
 }
 

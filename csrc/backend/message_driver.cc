@@ -1,8 +1,9 @@
 #include "backend/message_driver.h"
 
 #include <algorithm>
-#include <pthread.h>
 #include <utility>
+
+#include "base/thread.h"
 
 namespace mooncake {
 namespace {
@@ -37,24 +38,30 @@ bool MessageDriver::stop() {
   return messages_.close(Deadline::after(kToGetOut));
 }
 
-void MessageDriver::watch() {
+Status MessageDriver::watch() {
   std::lock_guard lock(mutex_);
-  if (stopping_ || pending_) return;
-  pending_ = true;
+  if (stopping_ || pending_) return {};
   if (!thread_.joinable()) {
-    thread_ = std::thread([this] { run(); });
-    pthread_setname_np(thread_.native_handle(), "mooncake-msg");
+    auto thread = startThread("mooncake-msg", [this] { run(); });
+    if (!thread.ok()) return thread.error();
+    thread_ = std::move(*thread);
   }
+  pending_ = true;
   changed_.notify_all();
+  return {};
 }
 
 void MessageDriver::whenFinished(std::shared_ptr<Message> message, std::function<void()> task) {
   {
     std::lock_guard lock(mutex_);
-    waiting_.emplace_back(std::move(message), std::move(task));
+    waiting_.emplace_back(message, std::move(task));
     notifyFinished();
   }
-  watch();
+  const Status watched = watch();
+  if (watched.ok()) return;
+  messages_.cancel(*message, watched.error());
+  std::lock_guard lock(mutex_);
+  notifyFinished();
 }
 
 // With the lock.

@@ -22,9 +22,11 @@ class MessageDriver {
   ~MessageDriver() { stop(); }
 
   PointToPoint& messages() { return messages_; }
-  // A message was posted and is not finished.
-  void watch();
-  // Runs the task on the completion thread once the message is finished.
+  // A message was posted and is not finished. kExhausted: there is no thread to move it on, and the
+  // caller cancels it.
+  Status watch();
+  // Runs the task on the completion thread once the message is finished. Without a thread to move
+  // the message on it is cancelled.
   void whenFinished(std::shared_ptr<Message> message, std::function<void()> task);
   // Ends every message that is under way; no thread of ours runs afterwards, and no other one is in
   // messages(). The group may go then; not if false: somebody is in there still.

@@ -466,7 +466,11 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
     checkMessage(type, tensors, peer, tag);
     if (isInBatch()) return keep(type, tensors[0], peer, tag);
     auto work = start(type, tensors[0], peer, tag);
-    if (!work->finished()) messages_->watch();
+    if (work->finished()) return work;
+    if (const Status watched = messages_->watch(); !watched.ok()) {
+      work->cancel(watched.error());
+      throwError(watched.error());
+    }
     return work;
   });
 }

@@ -68,7 +68,7 @@ void TorchWindow::tensor_register(const at::Tensor& tensor, bool) {
     return {};
   };
   group->submit(c10d::OpType::UNKNOWN, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
-  messages_->watch();
+  throwIfError(messages_->watch());
   std::lock_guard lock(mutex_);
   registered_ = std::move(made);
 }

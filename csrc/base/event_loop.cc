@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <system_error>
 #include <unistd.h>
 
-#include "base/signals.h"
+#include "base/thread.h"
 
 namespace mooncake {
 namespace {
@@ -35,13 +33,9 @@ Result<std::unique_ptr<EventLoop>> EventLoop::start(const std::string& threadNam
   if (::epoll_ctl(loop->epoll_.get(), EPOLL_CTL_ADD, loop->wake_.get(), &event) != 0) {
     return systemError("epoll_ctl(add)", errno);
   }
-  try {
-    BlockedSignals blocked;
-    loop->thread_ = std::thread([raw = loop.get()] { raw->run(); });
-  } catch (const std::system_error& error) {
-    return {ErrorCode::kExhausted, "cannot start thread " + threadName + ": " + error.what()};
-  }
-  ::pthread_setname_np(loop->thread_.native_handle(), threadName.substr(0, 15).c_str());
+  auto thread = startThread(threadName, [raw = loop.get()] { raw->run(); });
+  if (!thread.ok()) return thread.error();
+  loop->thread_ = std::move(*thread);
   return loop;
 }
 

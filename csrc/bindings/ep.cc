@@ -5,7 +5,6 @@
 #include <cstring>
 #include <optional>
 #include <random>
-#include <thread>
 #include <tuple>
 
 #include <ATen/ATen.h>
@@ -17,6 +16,8 @@
 #include "backend/errors.h"
 #include "backend/mooncake_backend.h"
 #include "backend/signals.h"
+#include "base/log.h"
+#include "base/thread.h"
 #include "bindings/ep_tensors.h"
 #include "bindings/transfer.h"
 #include "ep/buffer.h"
@@ -108,8 +109,11 @@ std::shared_ptr<ep::Buffer> withPython(std::shared_ptr<ep::Buffer> buffer) {
   ep::Buffer* const raw = buffer.get();
   return {raw, [buffer = std::move(buffer)](ep::Buffer*) mutable {
             if (buffer->isOwnThread()) {
-              std::thread([ending = std::move(buffer)]() mutable { ending.reset(); }).detach();
-              return;
+              // Without a thread the buffer is kept until the process ends.
+              auto* const ending = new std::shared_ptr(std::move(buffer));
+              auto thread = startThread("mooncake-end", [ending] { delete ending; });
+              if (thread.ok()) return thread->detach();
+              return mooncake::log(mooncake::LogLevel::kError, "ep", thread.error().message);
             }
             std::optional<py::gil_scoped_release> unlocked;
             if (PyGILState_Check()) unlocked.emplace();

@@ -96,7 +96,8 @@ class Engine {
   // one that is disconnected since, our own endpoint gives null. Of each pair the engine with the
   // smaller id calls and the other one is called; where no call comes, the other one calls, too.
   // Blocks until all are there, one refuses, or the deadline has passed; the error names a missing
-  // peer by its index, and why. The index is also the name of a peer that has none yet.
+  // peer by its index, and why. The index is also the name of a peer that has none yet. Starts the
+  // liveness thread, which sleeps until all have connected to all.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
 
@@ -198,6 +199,7 @@ class Engine {
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
   void hearFarewells();
   void watchSoon();
+  void beginLiveness();
   void onFarewell(const EngineId& from, ByteView message);
   Evidence withFarewell(const EngineId& id, const Evidence& evidence) const;
 

@@ -39,6 +39,7 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connect(const std::vector<Byt
 Result<std::vector<std::shared_ptr<Peer>>> Engine::connectAll(const std::vector<EngineId>& ids,
                                                               const std::vector<Bytes>& endpoints,
                                                               Deadline deadline) {
+  MOONCAKE_TRY(liveness_->prepare());
   size_t strangers = 0;
   {
     std::lock_guard lock(mutex_);

@@ -213,14 +213,22 @@ void Engine::observe(OnEvidence observer, OnReconnected reconnected) {
 
 // Not at once, for the same reason as in startSilenceDetection().
 void Engine::watchSoon() {
-  loop_->runAt(Deadline::after(kStarting), [this] { liveness_->begin(); });
+  loop_->runAt(Deadline::after(kStarting), [this] { beginLiveness(); });
+}
+
+// On the loop's thread. connect() has started the thread: only an engine that observes and never
+// connects starts it here, where no caller can be told.
+void Engine::beginLiveness() {
+  const Status begun = liveness_->begin();
+  if (!begun.ok())
+    log(LogLevel::kError, logName(), "deaths of peers show late: ", begun.error().message);
 }
 
 // A moment later: the others are just coming out of the barrier, and a thread more is not what they
 // wait for.
 void Engine::startSilenceDetection() {
   liveness_->startSilenceDetection();
-  loop_->runAt(Deadline::after(kStarted), [this] { liveness_->begin(); });
+  loop_->runAt(Deadline::after(kStarted), [this] { beginLiveness(); });
 }
 
 }  // namespace mooncake

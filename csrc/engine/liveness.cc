@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/signals.h"
+#include "base/thread.h"
 
 namespace mooncake {
 namespace {
@@ -140,17 +140,36 @@ void Liveness::stop() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
     watched.swap(watched_);
+    begun_.notify_all();
   }
   wakes_.fetch_add(1, std::memory_order_release);
   wakeAll(wakes_);
   if (thread_.joinable()) thread_.join();
 }
 
-void Liveness::begin() {
+Status Liveness::prepare() {
   std::lock_guard lock(mutex_);
-  if (thread_.joinable() || stopping_ || left_) return;
-  const BlockedSignals blocked;
-  thread_ = std::thread([this] { run(); });
+  if (thread_.joinable() || stopping_ || left_) return {};
+  auto thread = startThread(
+      "mooncake-live", [this] { run(); }, ThreadName::kItsOwn);
+  if (!thread.ok()) return thread.error();
+  thread_ = std::move(*thread);
+  return {};
+}
+
+Status Liveness::begin() {
+  MOONCAKE_TRY(prepare());
+  std::lock_guard lock(mutex_);
+  hasBegun_ = true;
+  begun_.notify_all();
+  return {};
+}
+
+// False: the engine ends first.
+bool Liveness::awaitBegin() {
+  std::unique_lock lock(mutex_);
+  begun_.wait(lock, [this] { return hasBegun_ || stopping_; });
+  return !stopping_;
 }
 
 void Liveness::leave() {
@@ -189,6 +208,7 @@ void Liveness::unwatch(const EngineId& peer) {
 }
 
 void Liveness::run() {
+  if (!awaitBegin()) return;
   waitsOnMany_ = canWaitOnMany();
   const RobustList held(own().holder);
   // FUTEX_WAITERS from the first: the kernel wakes somebody only if it is set.

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
@@ -47,8 +48,10 @@ class Liveness {
   // In peace: the word is given back, no peer takes that for a death.
   ~Liveness();
 
-  // Starts the thread, unless it runs. Until then nobody's death is seen here, nor ours there.
-  void begin();
+  // Starts the thread, unless it runs; it sleeps until begin(). kExhausted where there is none.
+  Status prepare();
+  // Until then no peer's death is seen here, nor this process's death there. Fails as prepare().
+  Status begin();
   // From now on a peer that has never shown a sign of life is silent, too: before, it may still be
   // connecting to others, and begins when it is through.
   void startSilenceDetection() { expectsSigns_.store(true, std::memory_order_relaxed); }
@@ -90,6 +93,7 @@ class Liveness {
 
   Liveness(ArenaBlock block, Options options);
   LifeWord& own() const { return *reinterpret_cast<LifeWord*>(block_.data()); }
+  bool awaitBegin();
   void run();
   void setPace();
   void look(std::vector<FutexWait>& waits, std::vector<Exited>& exited);
@@ -103,7 +107,9 @@ class Liveness {
 
   const ArenaBlock block_;  // holds the own word
   Options options_;         // constant from the start of the thread on
-  std::mutex mutex_;        // guards watched_, stopping_ and the start of thread_
+  std::mutex mutex_;        // guards watched_, stopping_, hasBegun_ and the start of thread_
+  std::condition_variable begun_;
+  bool hasBegun_ = false;
   std::map<EngineId, Watched> watched_;
   size_t remotes_ = 0;  // of them: those whose life words are not mapped
   bool stopping_ = false;

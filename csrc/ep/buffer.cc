@@ -1,8 +1,6 @@
 #include "ep/buffer.h"
 
-#include <pthread.h>
-
-#include "base/signals.h"
+#include "base/thread.h"
 #include "base/wait.h"
 
 namespace mooncake::ep {
@@ -111,12 +109,16 @@ std::shared_ptr<Task> Buffer::submit(std::function<Status(Memory&)> run, bool in
     finish(*task, task->run_());
     return task;
   }
-  tasks_.push_back(task);
   if (!thread_.joinable()) {
-    const BlockedSignals blocked;
-    thread_ = std::thread([this] { runThread(); });
-    pthread_setname_np(thread_.native_handle(), "mooncake-ep");
+    auto thread = startThread("mooncake-ep", [this] { runThread(); });
+    if (!thread.ok()) {
+      task->status_ = thread.error();
+      task->isDone_.store(true, std::memory_order_release);
+      return task;
+    }
+    thread_ = std::move(*thread);
   }
+  tasks_.push_back(task);
   changed_.notify_all();
   lock.unlock();
   if (!inBackground) await(*task, nullptr);

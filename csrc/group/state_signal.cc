@@ -5,16 +5,14 @@
 #include <csignal>
 #include <cstring>
 #include <mutex>
-#include <pthread.h>
 #include <sstream>
 #include <sys/eventfd.h>
-#include <thread>
 #include <unistd.h>
 #include <vector>
 
 #include "base/fork.h"
 #include "base/log.h"
-#include "base/signals.h"
+#include "base/thread.h"
 #include "group/group.h"
 #include "group/group_state.h"
 
@@ -71,13 +69,15 @@ Status startAnswering() {
   if (wakeUp.load() >= 0 && madeIn.load() == forkGeneration()) return {};
   const int fd = ::eventfd(0, EFD_CLOEXEC);
   if (fd < 0) return systemError("eventfd", errno);
+  auto thread = startThread("mooncake-state", [fd] { answerSignals(fd); });
+  if (!thread.ok()) {
+    ::close(fd);
+    return thread.error();
+  }
+  thread->detach();
   closeOnFork(fd);
   madeIn.store(forkGeneration());
   wakeUp.store(fd, std::memory_order_release);
-  const BlockedSignals blocked;
-  std::thread thread(answerSignals, fd);
-  pthread_setname_np(thread.native_handle(), "mooncake-state");
-  thread.detach();
   return {};
 }
 

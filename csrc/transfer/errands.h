@@ -4,11 +4,10 @@
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <pthread.h>
 #include <thread>
 #include <vector>
 
-#include "base/signals.h"
+#include "base/thread.h"
 
 namespace mooncake::transfer {
 
@@ -19,15 +18,21 @@ class Errands {
   explicit Errands(size_t mostThreads = 1) : mostThreads_(mostThreads) {}
   ~Errands() { stop(); }
 
-  void post(Task task) {
+  // kExhausted: there is no thread that runs the task, and none could be started.
+  Status post(Task task) {
     std::lock_guard lock(mutex_);
-    if (isStopped_) return;
-    tasks_.push_back(std::move(task));
-    if (idle_ < tasks_.size() && threads_.size() < mostThreads_) {
-      const BlockedSignals blocked;
-      threads_.emplace_back([this] { run(); });
+    if (isStopped_) return {};
+    if (idle_ <= tasks_.size() && threads_.size() < mostThreads_) {
+      auto thread = startThread("mooncake-errand", [this] { run(); });
+      if (thread.ok()) {
+        threads_.push_back(std::move(*thread));
+      } else if (threads_.empty()) {
+        return thread.error();
+      }
     }
+    tasks_.push_back(std::move(task));
     posted_.notify_one();
+    return {};
   }
   // What has not begun is dropped.
   void stop() {
@@ -43,7 +48,6 @@ class Errands {
 
  private:
   void run() {
-    ::pthread_setname_np(::pthread_self(), "mooncake-errand");
     std::unique_lock lock(mutex_);
     for (;;) {
       ++idle_;

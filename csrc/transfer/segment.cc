@@ -75,7 +75,8 @@ std::shared_ptr<Segment::Asking> Segment::refreshSoon(uint64_t generation, Deadl
   }
   soon_ = std::make_shared<Asking>(generation);
   soon_->bells_.push_back(&bell);
-  errands.post([self = shared_from_this(), asking = soon_, generation, deadline] {
+  const auto asking = soon_;
+  const Status posted = errands.post([self = shared_from_this(), asking, generation, deadline] {
     Status answer = self->refresh(generation, deadline);
     std::lock_guard done(self->mutex_);
     if (self->soon_ == asking) self->soon_ = nullptr;
@@ -83,7 +84,12 @@ std::shared_ptr<Segment::Asking> Segment::refreshSoon(uint64_t generation, Deadl
     asking->isDone_.exchange(true, std::memory_order_seq_cst);
     for (Doorbell* waiting : asking->bells_) waiting->ring();
   });
-  return soon_;
+  if (!posted.ok()) {
+    soon_ = nullptr;
+    asking->answer_ = posted;
+    asking->isDone_.exchange(true, std::memory_order_seq_cst);
+  }
+  return asking;
 }
 
 std::optional<NamedAnswer> Segment::askStandingPeer(const Question& question,

@@ -1,9 +1,8 @@
 // The transfers of an engine: on the caller's thread, or on threads of the engine.
 #include <algorithm>
 #include <chrono>
-#include <pthread.h>
 
-#include "base/signals.h"
+#include "base/thread.h"
 #include "transfer/call_guard.h"
 #include "transfer/transfer_engine.h"
 
@@ -88,30 +87,36 @@ Code TransferEngine::submit(const std::shared_ptr<Batch>& batch,
   const Call call(*this);
   if (!call) return kContext;
   if (requests.empty()) return kGood;
+  if (const Status started = startWorkers(); !started.ok())
+    return fail(kMemory, started.error().message);
   if (const Code code = add(*batch, requests); code != kGood) return code;
-  startWorkers();
   queue_.push(batch.get());
   slots_->wake();
   if (notification) {
-    followUps_.post(
-        [this, batch, name = requests.front().segment->name(), what = std::move(*notification)] {
-          if (await(*batch) == kGood) (void)notify(name, what);
-        });
+    const auto notifyAfter = [this, batch, name = requests.front().segment->name(),
+                              what = std::move(*notification)] {
+      if (await(*batch) == kGood) (void)notify(name, what);
+    };
+    // Without a thread the caller waits for the transfers.
+    if (!followUps_.post(notifyAfter).ok()) notifyAfter();
   }
   return kGood;
 }
 
-void TransferEngine::startWorkers() {
+// Fewer workers than wanted are enough, none is not.
+Status TransferEngine::startWorkers() {
   std::lock_guard lock(mutex_);
-  if (!workers_.empty() || isClosed_) return;
-  const BlockedSignals blocked;
+  if (!workers_.empty() || isClosed_) return {};
   const size_t cores = std::max(1u, std::thread::hardware_concurrency());
-  for (size_t i = 0; i < std::min(cores, kMostWorkers); ++i)
-    workers_.emplace_back([this] { work(); });
+  for (size_t i = 0; i < std::min(cores, kMostWorkers); ++i) {
+    auto worker = startThread("mooncake-xfer", [this] { work(); });
+    if (!worker.ok()) return workers_.empty() ? worker.error() : Status();
+    workers_.push_back(std::move(*worker));
+  }
+  return {};
 }
 
 void TransferEngine::work() {
-  ::pthread_setname_np(::pthread_self(), "mooncake-xfer");
   Driver driver(*driverContext_, queue_);
   {
     std::lock_guard lock(mutex_);

@@ -128,7 +128,7 @@ class TransferEngine {
   Code fail(Code code, const std::string& what) const;
   Code add(Batch& batch, std::span<const TransferRequest> requests);
   void work();
-  void startWorkers();
+  Status startWorkers();
   std::shared_ptr<const Bytes> describe();
   Deadline deadlineOf(uint64_t bytes) const;
   // Asked for anew when it has gone.
