@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import resource
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import harness
 import torch
 import torch.distributed as dist
+
+
+def start_late_and_sum(self: harness.Rank) -> float:
+    """Over a TCPStore, as a launcher has it; the ranks come one after the other."""
+    if self.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
+        self.board.set("port", store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", self.board.wait("port"), self.size, is_master=False)
+    time.sleep(0.4 * (self.size - 1 - self.rank))
+    dist.init_process_group(
+        "mooncake",
+        store=store,
+        rank=self.rank,
+        world_size=self.size,
+        timeout=timedelta(seconds=harness.DEADLINE),
+    )
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    dist.barrier(group=dist.new_group(list(range(self.size))))
+    total = float(tensor[0])
+    dist.destroy_process_group()
+    return total
+
+
+def test_a_job_that_goes_well_prints_nothing():
+    with harness.Crew(3, backend=None) as crew:
+        assert crew.call(start_late_and_sum) == [3.0] * 3
+        assert [crew.log(rank) for rank in range(3)] == [""] * 3
 
 
 def _pages() -> int:

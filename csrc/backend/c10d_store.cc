@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <thread>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -14,20 +15,20 @@
 namespace mooncake {
 namespace {
 
-// A store measures our timeout with its own clock, and may be done with it a little before us.
-constexpr auto kClocksDiffer = std::chrono::milliseconds(100);
+// Between two looks at keys that are not there yet: an eighth of the time waited so far, so that a
+// store that serves many ranks is asked seldom, and at least and at most this.
+constexpr auto kLeastPause = std::chrono::milliseconds(1);
+constexpr auto kMostPause = std::chrono::milliseconds(100);
 
-// A store speaks in exceptions of many kinds.
+// A store speaks in exceptions of many kinds. None means that a key is late: awaitKeys() says that.
 template <typename Call>
-auto guarded(const char* what, Deadline deadline, Call&& call) -> decltype(call()) {
+auto guarded(const char* what, Call&& call) -> decltype(call()) {
   try {
     return call();
   } catch (const std::exception& e) {
-    const bool isLate = deadline.left() < kClocksDiffer;
-    const ErrorCode code = isLate ? ErrorCode::kTimeout : ErrorCode::kSystem;
     std::string text = e.what();
     text = text.substr(0, text.find('\n'));  // without the stack
-    return Error{code, std::string("the c10d store failed to ") + what + ": " + text};
+    return Error{ErrorCode::kSystem, std::string("the c10d store failed to ") + what + ": " + text};
   }
 }
 
@@ -55,10 +56,25 @@ std::vector<pollfd> socketsToPort(uint16_t port) {
   return found;
 }
 
+// Asks again and again instead of waiting inside the store: a TCPStore whose wait() ends by its
+// timeout prints warnings, and a look that finds nothing is nothing to warn of. The last key stands
+// for all until it is there: as a rule it is written behind the others.
+Status awaitKeys(c10d::Store& store, const std::vector<std::string>& keys, Deadline deadline) {
+  const auto began = Clock::now();
+  while (!store.check({keys.back()}) || (keys.size() > 1 && !store.check(keys))) {
+    if (deadline.passed())
+      return {ErrorCode::kTimeout, "the c10d store had no key " + keys.back() + " in time"};
+    const auto pause =
+        std::clamp<Clock::duration>((Clock::now() - began) / 8, kLeastPause, kMostPause);
+    std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline.left()));
+  }
+  return {};
+}
+
 }  // namespace
 
 Status C10dStore::set(const std::string& key, ByteView value) {
-  return guarded("set a key", Deadline::after(std::chrono::hours(1)), [&]() -> Status {
+  return guarded("set a key", [&]() -> Status {
     const auto* raw = reinterpret_cast<const uint8_t*>(value.data());
     store_->set(key, std::vector<uint8_t>(raw, raw + value.size()));
     return {};
@@ -66,14 +82,8 @@ Status C10dStore::set(const std::string& key, ByteView value) {
 }
 
 Result<std::vector<Bytes>> C10dStore::get(const std::vector<std::string>& keys, Deadline deadline) {
-  return guarded("wait for a key", deadline, [&]() -> Result<std::vector<Bytes>> {
-    // Reading waits, too, but as long as the store likes: what it does not know it is told by a
-    // round trip more.
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left());
-    if (store_->getTimeout() > left + kClocksDiffer) {
-      // Zero would mean "no timeout" to some stores.
-      store_->wait(keys, std::max(left, std::chrono::milliseconds(1)));
-    }
+  return guarded("wait for a key", [&]() -> Result<std::vector<Bytes>> {
+    MOONCAKE_TRY(awaitKeys(*store_, keys, deadline));
     std::vector<std::vector<uint8_t>> values;
     if (store_->hasExtendedApi()) {
       values = store_->multiGet(keys);
@@ -90,8 +100,7 @@ Result<std::vector<Bytes>> C10dStore::get(const std::vector<std::string>& keys, 
 }
 
 Result<bool> C10dStore::present(const std::string& key) {
-  return guarded("look for a key", Deadline::after(std::chrono::hours(1)),
-                 [&]() -> Result<bool> { return store_->check({key}); });
+  return guarded("look for a key", [&]() -> Result<bool> { return store_->check({key}); });
 }
 
 std::string rendezvousHost(const c10::intrusive_ptr<c10d::Store>& store) {

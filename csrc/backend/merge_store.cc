@@ -12,7 +12,7 @@ constexpr uint32_t kVersion = 1;
 constexpr uint32_t kMostMembers = 4096;
 constexpr size_t kMostLost = 512;
 
-// Long enough that a store which fails at once is told from one that is late (see C10dStore).
+// Between two looks at what the others have said.
 constexpr auto kLook = std::chrono::milliseconds(300);
 
 std::string keyOf(int rank) { return "mooncake/merge/" + std::to_string(rank); }
