@@ -2,7 +2,8 @@
 # Sets everything up and runs the tests: format, lint and types; C++, and a slice of it under the thread sanitizer;
 # Python; torch's own suite. On two cores this takes half an hour. Arguments go to pytest, and then only Python's run.
 # Usage: tests/run.sh [pytest arguments]
-#        tests/run.sh --all   everything: the slow tests, each sanitizer, torch's suite on three torches (hours)
+#        tests/run.sh --all   everything: the slow tests, each sanitizer, lifetimes in Python under one of them, torch's
+#                             suite on three torches (hours)
 #        tests/run.sh --sanitize address|undefined|thread|address,undefined [ctest arguments]   only the C++ tests
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -50,6 +51,24 @@ python_tests() {
   python -m pytest tests -n "$jobs" --dist worksteal -q "$@"
 }
 
+# Memory that asynchronous calls touch after its end. The extension is built once more, as its own build was configured.
+lifetimes() {
+  step "Python, lifetimes of memory under the address sanitizer"
+  local build=build/python-address overlay=build/python-address/overlay configured settings
+  configured=$(ls -d build/cpython-*-torch"$(python -c 'import torch; print(torch.__version__.split("+")[0])')"*/ | head -n 1)
+  mapfile -t settings < <(sed -n 's/^\(MOONCAKE_[A-Z0-9_]*\):[A-Z]*=/-D\1=/p' "$configured/CMakeCache.txt")
+  cmake -S csrc -B "$build" -G Ninja "${settings[@]}" -DCMAKE_BUILD_TYPE=Release -DMOONCAKE_SANITIZE=address >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
+  cmake --build "$build" --target _C -j "$jobs" >"$build.log" 2>&1 || { tail -n 100 "$build.log"; exit 1; }
+  rm -rf "$overlay"
+  mkdir "$overlay"
+  cp -r mooncake_backend "$overlay/"
+  cp "$build"/_C*.so "$overlay/mooncake_backend/"
+  # Leaks at Python's end are Python's own.
+  PYTHONPATH=$PWD/$overlay ASAN_OPTIONS=detect_leaks=0:${ASAN_OPTIONS-} \
+    LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
+    python -m pytest -q -p no:cacheprovider tests/test_lifetimes.py
+}
+
 torchs_suite() { # version, then arguments of tests/conformance
   step "torch's own suite, torch $1"
   tests/conformance/run.sh "$@"
@@ -76,9 +95,10 @@ case $mode in
     cpp none
     for sanitizer in thread address,undefined; do cpp "$sanitizer"; done
     python_tests -m 'not perf'
+    lifetimes
     python tests/conformance
     for version in 2.8.0 2.15.0; do torchs_suite "$version"; done
-    build/torch-2.15.0/bin/python -m pytest -q tests/test_window.py
+    build/torch-2.15.0/bin/python -m pytest -q tests/test_window.py tests/test_lifetimes.py
     docs/models/run.sh --replay 10000
     ;;
 esac

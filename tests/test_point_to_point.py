@@ -12,6 +12,8 @@ import torch.distributed as dist
 from conftest import LAYOUTS, layout_options
 from harness import raised, until
 
+import mooncake_backend
+
 CELL = 8192  # a message up to this size travels in a cell of the mailbox, a larger one is fetched
 SIZES = [0, 1, 4, CELL - 4, CELL, CELL + 4, 100_000, 3_000_000]
 
@@ -264,6 +266,79 @@ def never_sent_on_rank(me):
     sizes_on_rank(me)  # the group goes on
 
 
+def backwards_on_rank(me, count):
+    """Large sends are received in the opposite order: an announcement holds no place."""
+    to, source = pairs(me)
+    size = CELL + 1
+    works = [dist.isend(message(tag, size), to, tag=tag) for tag in range(count)]
+    for tag in reversed(range(count)):
+        got = torch.zeros(size, dtype=torch.uint8)
+        dist.recv(got, source, tag=tag)
+        oracle.same(got, message(tag, size), f"tag {tag}")
+    for work in works:
+        work.wait()
+
+
+def given_up_on_rank(me, count):
+    """Sends that timed out take nothing from later ones. Their receiver is told so, and that rank 0
+    is not lost."""
+    size = CELL + 1
+    if me.rank == 0:
+        harness.set_timeout(0.2)
+        works = [dist.isend(message(9, size), 1, tag=9) for _ in range(count)]
+        for work in works:
+            kind, text = raised(work.wait)
+            assert (kind, "send to rank 1 timed out" in text) == ("DistBackendError", True), text
+        harness.set_timeout(harness.DEADLINE)
+        me.board.set("gave up sends")
+        for tag in (9, 8):
+            dist.send(message(tag, size), 1, tag=tag)
+    elif me.rank == 1:
+        me.board.wait("gave up sends")
+        got = torch.zeros(size, dtype=torch.uint8)
+        later = dist.irecv(torch.zeros(size, dtype=torch.uint8), 0, tag=8)
+        announced = 0
+        while True:
+            work = dist.irecv(got, 0, tag=9)
+            until(work.is_completed, "the message")
+            if work.is_success():
+                break
+            kind, text = raised(work.wait)
+            assert kind == "DistBackendError"
+            assert "receive from rank 0: it gave up this message" in text, text
+            assert mooncake_backend.get_failed_ranks_hint(work).tolist() == [0] * me.size
+            announced += 1
+        assert 0 < announced <= count
+        oracle.same(got, message(9, size), "the message after those")
+        later.wait()
+
+
+def stopped_sender_on_rank(me, count, size):
+    """Rank 0 is stopped while rank 1 fetches: the receives time out, nothing lands afterwards, and
+    the messages wait for the next receives."""
+    if me.rank == 0:
+        works = [dist.isend(message(tag, size), 1, tag=tag) for tag in range(count)]
+        me.board.set("sent")
+        for work in works:
+            work.wait()
+    else:
+        me.board.wait("stopped")
+        harness.set_timeout(0.5)
+        given_up = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
+        works = [dist.irecv(tensor, 0, tag=tag) for tag, tensor in enumerate(given_up)]
+        for work in works:
+            assert "receive from rank 0 timed out" in raised(work.wait)[1]
+        left = [tensor.clone() for tensor in given_up]
+        harness.set_timeout(harness.DEADLINE)
+        me.board.set("gave up")
+        for tag in reversed(range(count)):
+            got = torch.zeros(size, dtype=torch.uint8)
+            dist.recv(got, 0, tag=tag)
+            oracle.same(got, message(tag, size), f"message {tag}")
+        for tag in range(count):
+            oracle.same(given_up[tag], left[tag], f"tensor {tag} that was given up")
+
+
 def test_sizes(crew):
     crew.call(sizes_on_rank)
 
@@ -357,6 +432,26 @@ def test_timeout_of_wait(crew):
 
 def test_never_sent(layout, two_hosts):
     harness.run_ranks(2, never_sent_on_rank, **layout_options(layout, 2, two_hosts))
+
+
+def test_large_sends_are_received_backwards(crew):
+    crew.call(backwards_on_rank, 64)
+
+
+def test_sends_that_were_given_up(crew):
+    crew.call(given_up_on_rank, 20)
+
+
+@pytest.mark.parametrize("wire", ["shm-no-cma", "tcp"])
+def test_receives_that_time_out_while_they_fetch(wire, two_hosts):
+    options = layout_options(wire, 2, two_hosts)
+    with harness.starting(2, stopped_sender_on_rank, 10, 1 << 20, **options) as crew:
+        crew.board.wait("sent")
+        crew.stop(0)
+        crew.board.set("stopped")
+        crew.board.wait("gave up")
+        crew.cont(0)
+        crew.results()
 
 
 def test_order_with_the_real_slots():

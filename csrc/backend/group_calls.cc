@@ -70,21 +70,26 @@ MooncakeBackend::WorkPtr MooncakeBackend::endCoalescing() {
   Batch batch = std::move(*batch_);
   batch_.reset();
   if (batch.error) std::rethrow_exception(batch.error);
-  std::vector<c10::intrusive_ptr<MessageWork>> underWay;
-  // Receives first: what comes meanwhile goes where it belongs at once.
-  for (const bool isSend : {false, true}) {
-    for (const Batch::KeptMessage& kept : batch.messages) {
-      if ((kept.type == c10d::OpType::SEND) != isSend) continue;
-      auto work = start(kept.type, kept.tensor, kept.peer, kept.tag);
-      if (!work->finished()) underWay.push_back(work);
-      batch.works[kept.place] = std::move(work);
+  // Copies first: to make one may fail, and nothing is posted then.
+  std::vector<std::shared_ptr<MessageMemory>> memories;
+  for (const Batch::KeptMessage& kept : batch.messages) memories.push_back(memoryOf(kept.tensor));
+  std::vector<c10::intrusive_ptr<MessageWork>> posted;
+  try {
+    // Receives first: what comes meanwhile goes where it belongs at once.
+    for (const bool isSend : {false, true}) {
+      for (size_t i = 0; i < batch.messages.size(); ++i) {
+        const Batch::KeptMessage& kept = batch.messages[i];
+        if ((kept.type == c10d::OpType::SEND) != isSend) continue;
+        posted.push_back(start(kept.type, std::move(memories[i]), kept.peer, kept.tag));
+        batch.works[kept.place] = posted.back();
+      }
     }
+    return c10::make_intrusive<BatchWork>(rank_, options_.capacity, std::move(batch.works));
+  } catch (const std::exception& error) {
+    for (const auto& work : posted)
+      work->cancel({ErrorCode::kAborted, std::string("its batch was not posted: ") + error.what()});
+    throw;
   }
-  if (const Status watched = underWay.empty() ? Status() : messages_->watch(); !watched.ok()) {
-    for (const auto& work : underWay) work->cancel(watched.error());
-    throwError(watched.error());
-  }
-  return c10::make_intrusive<BatchWork>(rank_, options_.capacity, std::move(batch.works));
 }
 
 std::vector<int> MooncakeBackend::survivors() const {

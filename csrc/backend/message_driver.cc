@@ -80,6 +80,7 @@ void MessageDriver::run() {
     // by one.
     changed_.wait_for(lock, kGrace, [&] { return stopping_; });
     while (!stopping_ && pending_) {
+      pending_ = false;  // a message that is posted meanwhile sets it again
       lock.unlock();
       bool idle = false;
       const bool alone = messages_.drivers() == 0;
@@ -92,8 +93,9 @@ void MessageDriver::run() {
       lock.lock();
       notifyFinished();
       if (alone) {
-        pending_ = !idle || !waiting_.empty();
+        pending_ = pending_ || !idle || !waiting_.empty();
       } else {
+        pending_ = true;
         changed_.wait_for(lock, kLookBesideWaiter, [&] { return stopping_; });
       }
     }

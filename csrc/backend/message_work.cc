@@ -24,14 +24,24 @@ class MessageInterrupt final : public Interruptible {
 
 MessageWork::MessageWork(int rank, int capacity, c10d::OpType type,
                          std::shared_ptr<MessageDriver> driver, std::shared_ptr<Message> message,
-                         at::Tensor tensor, Flat flat, const Profile& profile, uint64_t key)
+                         std::shared_ptr<MessageMemory> memory, const Profile& profile,
+                         uint64_t key)
     : Work(rank, type, profile.title(), profile.inputs),
       capacity_(capacity),
       key_(key),
       driver_(std::move(driver)),
       message_(std::move(message)),
-      tensor_(std::move(tensor)),
-      flat_(std::move(flat)) {}
+      memory_(std::move(memory)) {}
+
+// A finished message has let go of its memory. Else the completion thread drops it at its end.
+MessageWork::~MessageWork() {
+  if (memory_ && message_->finished()) memory_->drop();
+}
+
+std::vector<at::Tensor> MessageWork::result() {
+  if (!memory_ || opType_ == c10d::OpType::UNKNOWN) return {};
+  return {memory_->tensor()};
+}
 
 bool MessageWork::isCompleted() {
   if (!message_->finished()) driver_->messages().progress();
@@ -96,10 +106,18 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   return future;
 }
 
+void MessageWork::takeOverQuietly() {
+  try {
+    takeOver();
+  } catch (const std::exception&) {
+    // The flag is not set: wait() copies again, and raises.
+  }
+}
+
 void MessageWork::takeOver() {
   std::call_once(taken_, [&] {
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
-    if (message_->kind() == Message::Kind::kReceive && message_->status().ok()) flat_.copyBack();
+    if (message_->kind() == Message::Kind::kReceive && message_->status().ok()) memory_->copyBack();
   });
 }
 

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "backend/profile.h"
-#include "backend/tensors.h"
+#include "backend/message_memory.h"
 #include "collectives/point_to_point.h"
 
 namespace mooncake {
@@ -17,11 +17,12 @@ class MessageDriver;
 // A send or a receive that was called.
 class MessageWork : public c10d::Work {
  public:
-  // `flat` holds the message's bytes; `tensor` is the result, undefined where there is none.
-  // `capacity`: ranks that the group may grow to. `key`: see CompletionHooks.
+  // `memory` holds the message's bytes; null where it has none. `capacity`: ranks that the group
+  // may grow to. `key`: see CompletionHooks.
   MessageWork(int rank, int capacity, c10d::OpType type, std::shared_ptr<MessageDriver> driver,
-              std::shared_ptr<Message> message, at::Tensor tensor, Flat flat,
+              std::shared_ptr<Message> message, std::shared_ptr<MessageMemory> memory,
               const Profile& profile, uint64_t key);
+  ~MessageWork() override;
 
   bool finished() const { return message_->finished(); }
   bool isCompleted() override;
@@ -29,14 +30,15 @@ class MessageWork : public c10d::Work {
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
-  std::vector<at::Tensor> result() override {
-    return tensor_.defined() ? std::vector{tensor_} : std::vector<at::Tensor>();
-  }
+  // The tensor of a send or a receive; nothing of a window's call.
+  std::vector<at::Tensor> result() override;
   int sourceRank() const override;
   // Ends it with this error, unless it is finished.
   void cancel(const Error& why);
   // The other side, once it is finished because that is lost.
   std::vector<int> failedRanks() const;
+  // Gives a finished receive to its tensor; an error of torch's waits for the caller's own wait().
+  void takeOverQuietly();
   int capacity() const { return capacity_; }
   // Without `override`: c10d::Work has it since torch 2.15 only.
   uint64_t getCompletionKey() const { return key_; }
@@ -51,8 +53,7 @@ class MessageWork : public c10d::Work {
   const uint64_t key_;
   const std::shared_ptr<MessageDriver> driver_;
   const std::shared_ptr<Message> message_;
-  const at::Tensor tensor_;
-  const Flat flat_;
+  const std::shared_ptr<MessageMemory> memory_;
   std::once_flag taken_;
 };
 

@@ -445,18 +445,33 @@ void MooncakeBackend::checkMessage(c10d::OpType type, const std::vector<at::Tens
   if (tag < 0) refuse(std::string(name) + ": the tag " + std::to_string(tag) + " is negative");
 }
 
-c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type, const at::Tensor& tensor,
+std::shared_ptr<MessageMemory> MooncakeBackend::memoryOf(const at::Tensor& tensor) const {
+  return std::make_shared<MessageMemory>(tensor, completions_);
+}
+
+c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type,
+                                                       std::shared_ptr<MessageMemory> memory,
                                                        int peer, int tag) {
-  Flat flat(tensor);
   const Deadline until = deadline(options_.messageTimeout.value_or(options_.timeout));
   const uint64_t key = hooks_->newKey();
+  const Profile profile = profileOf(options_.name, type, memory->tensor());
   PointToPoint& messages = messages_->messages();
   auto message = type == c10d::OpType::SEND
-                     ? messages.send(flat.bytes(), peer, uint32_t(tag), until, tellingOf(key))
-                     : messages.receive(flat.bytes(), peer, uint32_t(tag), until, tellingOf(key));
-  return c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_,
-                                          std::move(message), tensor, std::move(flat),
-                                          profileOf(options_.name, type, tensor), key);
+                     ? messages.send(memory->bytes(), peer, uint32_t(tag), until, tellingOf(key),
+                                     memory)
+                     : messages.receive(memory->bytes(), peer, uint32_t(tag), until,
+                                        tellingOf(key), memory);
+  auto work = c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_, message,
+                                               memory, profile, key);
+  // The caller may drop the work, and wants the data in its tensor all the same.
+  if (!work->finished() && type != c10d::OpType::SEND && memory->isCopy())
+    messages_->whenFinished(message, [work] { work->takeOverQuietly(); });
+  if (work->finished() && !messages.owes()) return work;
+  if (const Status watched = messages_->watch(); !watched.ok()) {
+    work->cancel(watched.error());
+    throwError(watched.error());
+  }
+  return work;
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors,
@@ -465,13 +480,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
   return withinBatch([&]() -> WorkPtr {
     checkMessage(type, tensors, peer, tag);
     if (isInBatch()) return keep(type, tensors[0], peer, tag);
-    auto work = start(type, tensors[0], peer, tag);
-    if (work->finished()) return work;
-    if (const Status watched = messages_->watch(); !watched.ok()) {
-      work->cancel(watched.error());
-      throwError(watched.error());
-    }
-    return work;
+    return start(type, memoryOf(tensors[0]), peer, tag);
   });
 }
 

@@ -213,8 +213,9 @@ class MooncakeBackend : public c10d::Backend {
   PointToPoint::OnDone tellingOf(uint64_t key) const;
   WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
-  c10::intrusive_ptr<MessageWork> start(c10d::OpType type, const at::Tensor& tensor, int peer,
-                                        int tag);
+  std::shared_ptr<MessageMemory> memoryOf(const at::Tensor& tensor) const;
+  c10::intrusive_ptr<MessageWork> start(c10d::OpType type, std::shared_ptr<MessageMemory> memory,
+                                        int peer, int tag);
   // What torch itself calls before endCoalescing(): that one raises, and so ends the batch.
   template <typename Call>
   WorkPtr withinBatch(Call&& call) {

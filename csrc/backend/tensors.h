@@ -50,6 +50,7 @@ class Flat {
   Flat(at::Tensor tensor, at::Tensor flat) : tensor_(std::move(tensor)), flat_(std::move(flat)) {}
   std::span<std::byte> bytes() const { return bytesOf(flat_); }
   const at::Tensor& tensor() const { return tensor_; }
+  bool isCopy() const { return !flat_.is_same(tensor_); }
   // From here on a copy, so that nothing else that overlaps it matters.
   void standApart() {
     if (flat_.is_same(tensor_)) flat_ = flat_.clone();

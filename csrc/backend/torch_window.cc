@@ -20,9 +20,6 @@ RmaWindow::Given givenOf(const at::Tensor& tensor) {
   return given;
 }
 
-// Signals move no data.
-Flat nothing() { return {at::Tensor(), at::Tensor()}; }
-
 }  // namespace
 
 c10::intrusive_ptr<c10d::Window> MooncakeBackend::new_window(
@@ -58,7 +55,7 @@ void TorchWindow::tensor_register(const at::Tensor& tensor, bool) {
           "tensor_register: this window has a tensor; tensor_deregister() it, or make another "
           "window");
   }
-  Registered made{nullptr, tensor};
+  Registered made{tensor, nullptr};
   const auto run = [&made, given = std::move(given), dtype, group = group.get(),
                     timeout = group->effective(c10d::kUnsetTimeout)]() -> Status {
     auto window = RmaWindow::open(*group->group_, group->messages_->messages(), given, dtype,
@@ -80,24 +77,24 @@ void TorchWindow::tensor_deregister() {
     return window->close(*group->group_, Deadline::after(timeout));
   };
   group->submit(c10d::OpType::UNKNOWN, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
+  Registered ended;  // after the lock: a tensor's end may wait for Python's lock
   std::lock_guard lock(mutex_);
-  registered_ = {};
+  std::swap(registered_, ended);
 }
 
 // `post` is handed whom to tell when it is done.
 template <typename Post>
-TorchWindow::WorkPtr TorchWindow::start(MooncakeBackend& group, bool async, const Flat& source,
-                                        Post&& post) {
+TorchWindow::WorkPtr TorchWindow::start(MooncakeBackend& group, bool async,
+                                        std::shared_ptr<MessageMemory> memory, Post&& post) {
   const uint64_t key = group.hooks_->newKey();
   const std::shared_ptr<Message> message = post(group.tellingOf(key));
   auto work = c10::make_intrusive<MessageWork>(group.getRank(), group.options_.capacity,
                                                c10d::OpType::UNKNOWN, messages_, message,
-                                               at::Tensor(), source, Profile(), key);
+                                               std::move(memory), Profile(), key);
   if (!async) {
     work->wait(kNoTimeout);
   } else if (!work->finished()) {
-    // What is put is kept until it has been fetched, also when nobody keeps the work.
-    messages_->whenFinished(message, [work] {});
+    messages_->watch();
   }
   return work;
 }
@@ -117,10 +114,10 @@ TorchWindow::WorkPtr TorchWindow::put(const at::Tensor& tensor, int64_t dstRank,
   if (targetOffsetNelems < 0 || __builtin_mul_overflow(uint64_t(targetOffsetNelems),
                                                        uint64_t(tensor.element_size()), &offset))
     refuse("put: an offset of " + std::to_string(targetOffsetNelems) + " elements");
-  const Flat source(tensor);
+  const auto source = group->memoryOf(tensor);
   return start(*group, asyncOp, source, [&](PointToPoint::OnDone onDone) {
-    return orThrow(there.window->put(source.bytes(), to, offset, group->deadline(opts.timeout),
-                                     std::move(onDone)));
+    return orThrow(there.window->put(source->bytes(), to, offset, group->deadline(opts.timeout),
+                                     std::move(onDone), source));
   });
 }
 
@@ -129,7 +126,7 @@ TorchWindow::WorkPtr TorchWindow::signal(int64_t peerRank, bool asyncOp,
   const auto group = backend("signal");
   const int to = checkedRank("signal", peerRank);
   const auto window = registered("signal").window;
-  return start(*group, asyncOp, nothing(), [&](PointToPoint::OnDone onDone) {
+  return start(*group, asyncOp, nullptr, [&](PointToPoint::OnDone onDone) {
     return orThrow(window->signal(to, group->deadline(opts.timeout), std::move(onDone)));
   });
 }
@@ -139,7 +136,7 @@ TorchWindow::WorkPtr TorchWindow::wait_signal(int64_t peerRank, bool asyncOp,
   const auto group = backend("wait_signal");
   const int from = checkedRank("wait_signal", peerRank);
   const auto window = registered("wait_signal").window;
-  return start(*group, asyncOp, nothing(), [&](PointToPoint::OnDone onDone) {
+  return start(*group, asyncOp, nullptr, [&](PointToPoint::OnDone onDone) {
     return window->awaitSignal(from, group->deadline(opts.timeout), std::move(onDone));
   });
 }
@@ -147,7 +144,7 @@ TorchWindow::WorkPtr TorchWindow::wait_signal(int64_t peerRank, bool asyncOp,
 at::Tensor TorchWindow::map_remote_tensor(int64_t rank) {
   const auto group = backend("map_remote_tensor");
   const int of = checkedRank("map_remote_tensor", rank);
-  const auto [window, tensor] = registered("map_remote_tensor");
+  const auto [tensor, window] = registered("map_remote_tensor");
   if (of == group->getRank()) return tensor;
   if (window->mapped(of).data() == nullptr) {
     throwError({ErrorCode::kUnsupported,

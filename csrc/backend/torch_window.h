@@ -34,17 +34,19 @@ class TorchWindow final : public c10d::Window {
   c10d::WindowAttr get_attr(int64_t peerRank) override;
 
  private:
-  // What is registered: together, so that a call uses what it has looked at.
+  // The window and its tensor: together, so that a call uses what it has looked at. The members end
+  // in reverse order: first the window, into which the others put, and then its memory.
   struct Registered {
-    std::shared_ptr<RmaWindow> window;
     at::Tensor tensor;
+    std::shared_ptr<RmaWindow> window;
   };
 
   c10::intrusive_ptr<MooncakeBackend> backend(const char* call) const;
   Registered registered(const char* call) const;
   int checkedRank(const char* call, int64_t rank) const;
   template <typename Post>
-  WorkPtr start(MooncakeBackend& backend, bool async, const Flat& source, Post&& post);
+  WorkPtr start(MooncakeBackend& backend, bool async, std::shared_ptr<MessageMemory> memory,
+                Post&& post);
 
   const c10::weak_intrusive_ptr<MooncakeBackend> backend_;
   const std::shared_ptr<MessageDriver> messages_;  // the registered window uses it

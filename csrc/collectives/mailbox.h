@@ -9,23 +9,27 @@
 // Point-to-point messages between a pair of ranks. A's part of the window holds the mailbox of the
 // messages that B sends to A, and what B has to say about the messages that A sends to B:
 //
-//   0    taken      stamp: how many of A's messages B has taken out of its mailbox (A may be kCells
+//   0    taken      stamp: how many of A's messages B has taken out of its mailbox (A may be
+//                   kMailboxCells ahead)
+//   8    acksTaken  stamp: how many of A's acknowledgements B has read (A may be kMailboxAcks
 //                   ahead)
-//   64   acks[8]    stamps: B has fetched A's large message with this number
-//   128  cells[8]   message number m lies in cell m % 8:
-//                   arrived, tag, ack, bytes, region, offset, kind | payload
+//   64   acks[32]   acknowledgement number n lies in place n % 32:
+//                   arrived, number of A's large message that B has fetched
+//   576  cells[8]   message number m lies in cell m % 8:
+//                   arrived, tag, kind, bytes, region, offset | payload
 //
 // A message that fits a cell is complete when it is in the cell. A larger one announces where it
-// can be fetched, and is complete for its sender when the receiver has acknowledged it.
+// can be fetched, and is complete for its sender when the receiver has acknowledged its number. An
+// announcement that was taken holds nothing here: any number of large messages may be under way,
+// they may be received in any order, and one that was given up takes nothing from the next.
 //
 // A put and a signal are messages, too, that no receive waits for: `tag` is the receiver's number
 // of the window (one_sided.h) that they are for, `offset` where in it a put goes.
 namespace mooncake {
 
 constexpr size_t kMailboxCells = 8;
-constexpr size_t kMailboxAcks = 8;
+constexpr size_t kMailboxAcks = 32;
 constexpr size_t kCellPayload = 8 << 10;
-constexpr uint32_t kNoAck = ~uint32_t(0);
 
 // Wire format: append only.
 enum class CellKind : uint32_t { kMessage = 0, kPut = 1, kSignal = 2 };
@@ -33,19 +37,24 @@ enum class CellKind : uint32_t { kMessage = 0, kPut = 1, kSignal = 2 };
 struct alignas(64) MailboxCell {
   std::atomic<uint64_t> arrived;  // stamp: number of the message
   uint32_t tag;
-  uint32_t ack;  // which of the sender's ack words waits for this message; kNoAck: none
-  uint64_t bytes;
-  RemoteRegion region;
-  uint64_t offset;
   CellKind kind;
+  uint64_t bytes;       // more than kCellPayload: to be fetched
+  RemoteRegion region;  // of what is fetched
+  uint64_t offset;
   alignas(64) std::byte payload[kCellPayload];
 };
 constexpr size_t kCellHeaderBytes = 64;
 static_assert(offsetof(MailboxCell, payload) == kCellHeaderBytes);
 
+struct MailboxAck {
+  std::atomic<uint64_t> arrived;  // stamp: number of the acknowledgement
+  uint64_t message;
+};
+
 struct alignas(64) Mailbox {
   std::atomic<uint64_t> taken;
-  alignas(64) std::atomic<uint64_t> acks[kMailboxAcks];
+  std::atomic<uint64_t> acksTaken;
+  alignas(64) MailboxAck acks[kMailboxAcks];
   MailboxCell cells[kMailboxCells];
 };
 constexpr size_t kMailboxBytes = sizeof(Mailbox);

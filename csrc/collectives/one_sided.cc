@@ -44,7 +44,7 @@ bool OneSided::take(int from, Arrival arrival) {
   const size_t size = window.memory.size();
   if (arrival.offset > size || arrival.bytes > size - arrival.offset) return false;
   Source& source = window.sources[from];
-  source.heldBytes += arrival.payload.size();
+  source.heldBytes += arrival.heldBytes();
   source.waiting.push_back(std::move(arrival));
   if (source.waiting.size() == 1) advance(window, from);  // else the first one is under way
   return true;
@@ -67,13 +67,13 @@ void OneSided::progress() {
 void OneSided::advance(Exposed& window, int from) {
   Source& source = window.sources[from];
   while (!source.waiting.empty()) {
-    if (source.waiting.front().ack != kNoAck) {
+    if (source.waiting.front().isLarge()) {
       const Fetched fetched = fetch(window, from);
       if (fetched == Fetched::kNotYet) return;
       if (fetched == Fetched::kNever) return forget(source);
     }
     apply(window, from, source.waiting.front());
-    source.heldBytes -= source.waiting.front().payload.size();
+    source.heldBytes -= source.waiting.front().heldBytes();
     source.waiting.pop_front();
   }
 }
@@ -120,8 +120,8 @@ void OneSided::apply(Exposed& window, int from, const Arrival& arrival) {
   ++source.applied;
   if (arrival.kind == CellKind::kSignal) {
     ++source.signals;
-  } else if (arrival.ack != kNoAck) {
-    acknowledge_(from, arrival.ack, arrival.number);
+  } else if (arrival.isLarge()) {
+    acknowledge_(from, arrival.number);
   } else if (arrival.bytes) {
     std::memcpy(window.memory.data() + arrival.offset, arrival.payload.data(), arrival.bytes);
   }
@@ -129,7 +129,7 @@ void OneSided::apply(Exposed& window, int from, const Arrival& arrival) {
 
 // Of what is not applied.
 void OneSided::release(int from, const Arrival& arrival) {
-  if (arrival.ack != kNoAck) acknowledge_(from, arrival.ack, arrival.number);
+  if (arrival.isLarge()) acknowledge_(from, arrival.number);
 }
 
 void OneSided::forget(Source& source) {

@@ -18,11 +18,13 @@ struct Arrival {
   CellKind kind;
   uint32_t window;
   uint64_t number;  // of the message
-  uint32_t ack;     // kNoAck: the data is in the payload
-  uint64_t bytes;
+  uint64_t bytes;   // more than kCellPayload: to be fetched
   uint64_t offset;
   RemoteRegion region;
   std::vector<std::byte> payload;
+
+  bool isLarge() const { return bytes > kCellPayload; }
+  size_t heldBytes() const { return sizeof(Arrival) + payload.size(); }
 };
 
 // The receiving side of put and signal: this rank's windows, and what the others have put into
@@ -39,7 +41,7 @@ struct Arrival {
 // The caller keeps calls apart (PointToPoint's turn).
 class OneSided {
  public:
-  using Acknowledge = std::function<void(int to, uint32_t ack, uint64_t number)>;
+  using Acknowledge = std::function<void(int to, uint64_t number)>;
   OneSided(Group& group, Acknowledge acknowledge)
       : group_(group), acknowledge_(std::move(acknowledge)) {}
 
@@ -75,7 +77,7 @@ class OneSided {
  private:
   struct Source {
     std::deque<Arrival> waiting;  // in order; the first one is being fetched
-    size_t heldBytes = 0;         // payloads of `waiting`
+    size_t heldBytes = 0;         // of `waiting`
     std::unique_ptr<Completion> fetch;
     uint64_t reconnections = 0;  // of the connection, when the fetch began
     uint64_t applied = 0;

@@ -1,5 +1,6 @@
 #include "collectives/point_to_point.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -37,8 +38,7 @@ PointToPoint::PointToPoint(Group& group)
     : group_(group),
       progressLock_(group.window().bell()),
       pairs_(group.size()),
-      oneSided_(group,
-                [this](int to, uint32_t ack, uint64_t number) { acknowledge(to, ack, number); }),
+      oneSided_(group, [this](int to, uint64_t number) { acknowledge(to, number); }),
       outgoing_(new MailboxCell) {
   group_.watchReconnects([this](int rank) { onReconnected(rank); });
   group_.engine().openTopic(group_.topic() + 1, [this](const EngineId& from, ByteView message) {
@@ -52,18 +52,21 @@ PointToPoint::~PointToPoint() {
 }
 
 std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
-                                            Deadline deadline, OnDone onDone) {
-  return post(Kind::kSend, to, tag, readOnly(data), deadline, std::move(onDone));
+                                            Deadline deadline, OnDone onDone, Owner owner) {
+  return post(Kind::kSend, to, tag, readOnly(data), deadline, std::move(onDone), 0,
+              std::move(owner));
 }
 
 std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int from, uint32_t tag,
-                                               Deadline deadline, OnDone onDone) {
-  return post(Kind::kReceive, from, tag, data, deadline, std::move(onDone));
+                                               Deadline deadline, OnDone onDone, Owner owner) {
+  return post(Kind::kReceive, from, tag, data, deadline, std::move(onDone), 0, std::move(owner));
 }
 
 std::shared_ptr<Message> PointToPoint::put(std::span<const std::byte> data, int to, uint32_t window,
-                                           uint64_t offset, Deadline deadline, OnDone onDone) {
-  return post(Kind::kPut, to, window, readOnly(data), deadline, std::move(onDone), offset);
+                                           uint64_t offset, Deadline deadline, OnDone onDone,
+                                           Owner owner) {
+  return post(Kind::kPut, to, window, readOnly(data), deadline, std::move(onDone), offset,
+              std::move(owner));
 }
 
 std::shared_ptr<Message> PointToPoint::signal(int to, uint32_t window, Deadline deadline,
@@ -98,8 +101,9 @@ void PointToPoint::closeWindow(uint32_t window) {
 
 std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32_t tag,
                                             std::span<std::byte> data, Deadline deadline,
-                                            OnDone onDone, uint64_t offset) {
-  std::shared_ptr<Message> message(new Message(kind, peer, tag, data, deadline, offset));
+                                            OnDone onDone, uint64_t offset, Owner owner) {
+  std::shared_ptr<Message> message(
+      new Message(kind, peer, tag, data, deadline, offset, std::move(owner)));
   message->onDone_ = std::move(onDone);
   std::lock_guard lock(progressLock_);
   if (!aborted_.ok()) {
@@ -131,6 +135,8 @@ void PointToPoint::abort(Error why) {
   active_.clear();
   if (!group_.membership()->isOver()) sayThatWeLeft();
   oneSided_.closeAll();
+  for (Pair& pair : pairs_) pair.acks = {};
+  owes_ = false;
   group_.window().bell().ring();
 }
 
@@ -139,9 +145,8 @@ void PointToPoint::cancel(const Message& message, Error why) {
   const auto found = std::ranges::find(active_, &message, &std::shared_ptr<Message>::get);
   if (found == active_.end()) return;
   Message& ours = **found;
-  if (ours.fetch_) group_.window().cancel(*ours.fetch_);
   why.message = titleOf(ours) + ": " + why.message;
-  end(ours, std::move(why));
+  giveUp(ours, std::move(why));
   active_.erase(found);
   group_.window().bell().ring();
 }
@@ -182,7 +187,8 @@ bool PointToPoint::progress() {
 }
 
 bool PointToPoint::progressLocked() {
-  if (active_.empty() && !oneSided_.any()) return true;
+  if (owes()) payAcks();
+  if (active_.empty() && !oneSided_.any()) return !owes();
   // What has arrived is taken in before anything is matched, and then messages are looked at in the
   // order of the calls: so an earlier receive takes the earlier message, and a send that cannot
   // move holds back the later ones to the same rank.
@@ -215,7 +221,7 @@ bool PointToPoint::progressLocked() {
     }
   }
   if (moved) group_.window().bell().ring();
-  return active_.empty() && !oneSided_.any();
+  return active_.empty() && !oneSided_.any() && !owes();
 }
 
 // True when the message is finished.
@@ -265,15 +271,23 @@ bool PointToPoint::advanceReceive(Message& message) {
     if (!message.fetch_->finished()) return false;
     const ErrorCode code = message.fetch_->error.load(std::memory_order_acquire);
     if (code == ErrorCode::kOk) {
-      acknowledge(message.peer_, message.ack_, message.number_);
+      acknowledge(message.peer_, message.number_);
       end(message, {});
     } else if (code == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) {
       // Its connection broke, and may be made again; it may have been since we began.
       return pairs_[message.peer_].reconnections != message.reconnections_ && fetch(message);
-    } else {
+    } else if (group_.isGone(message.peer_) || pairs_[message.peer_].left) {
       end(message,
-          Error{ErrorCode::kPeerLost, "fetching a message of " + group_.nameRank(message.peer_) +
-                                          " failed (" + errorCodeName(code) + ")"});
+          Error{ErrorCode::kPeerLost, titleOf(message) + ": " + group_.whyGone(message.peer_)});
+    } else if (code == ErrorCode::kRefused) {
+      end(message, Error{code, titleOf(message) + ": it gave up this message of " +
+                                   std::to_string(message.data_.size()) + " bytes with tag " +
+                                   std::to_string(message.tag_) +
+                                   " before it was fetched (its send timed out, or was "
+                                   "interrupted). Have it sent again, and receive again"});
+    } else {
+      giveUp(message, Error{code, titleOf(message) + ": to fetch the message failed (" +
+                                      errorCodeName(code) + "). It is kept: receive again"});
     }
     return true;
   }
@@ -292,9 +306,10 @@ bool PointToPoint::advanceReceive(Message& message) {
         return true;
       }
       message.peer_ = from;
-      const bool finished = takeEarly(message, *early);
-      pair.earlyBytes -= early->payload.size();
+      const Early taken = std::move(*early);
+      pair.earlyBytes -= taken.heldBytes();
       pair.early.erase(early);
+      const bool finished = takeEarly(message, taken);
       giveBackCells(from);
       return finished;
     }
@@ -303,13 +318,12 @@ bool PointToPoint::advanceReceive(Message& message) {
 }
 
 bool PointToPoint::takeEarly(Message& message, const Early& early) {
-  if (early.ack == kNoAck) {
+  if (early.bytes <= kCellPayload) {
     if (early.bytes) std::memcpy(message.data_.data(), early.payload.data(), early.bytes);
     end(message, {});
     return true;
   }
   message.number_ = early.number;
-  message.ack_ = early.ack;
   message.source_ = early.region;
   return fetch(message);
 }
@@ -322,8 +336,7 @@ bool PointToPoint::fetch(Message& message) {
   if (started.code() == ErrorCode::kPeerLost) {
     message.fetch_->error.store(ErrorCode::kPeerLost);
   } else if (!started.ok()) {
-    end(message, Error{started.code(), "receive from " + group_.nameRank(message.peer_) + ": " +
-                                           started.error().message});
+    giveUp(message, Error{started.code(), titleOf(message) + ": " + started.error().message});
     return true;
   }
   return advanceReceive(message);  // where memory can be read the data is there already
@@ -347,7 +360,20 @@ void PointToPoint::endLate(Message& message) {
   } else {
     return;
   }
-  if (message.fetch_) group_.window().cancel(*message.fetch_);
+  giveUp(message, std::move(status));
+}
+
+// Ends the message with an error. Nothing lands in its memory afterwards, and what it was fetching
+// waits for the next receive.
+void PointToPoint::giveUp(Message& message, Status status) {
+  if (message.fetch_) {
+    group_.window().cancel(*message.fetch_);
+    Pair& pair = pairs_[message.peer_];
+    const auto behind = std::ranges::upper_bound(pair.early, message.number_, {}, &Early::number);
+    const auto back = pair.early.insert(
+        behind, {message.number_, message.tag_, message.data_.size(), message.source_, {}});
+    pair.earlyBytes += back->heldBytes();
+  }
   end(message, std::move(status));
 }
 
@@ -391,7 +417,9 @@ std::string PointToPoint::whatIsMissing(const Message& message) {
 void PointToPoint::end(Message& message, Status status) {
   // Connections end with the group, and a fetch may be the first to find that.
   if (const Status usable = group_.usable(); !usable.ok() && !status.ok()) status = usable;
+  if (message.isSent() && message.region_) pairs_[message.peer_].announced.erase(message.number_);
   message.region_ = MemoryRegion();
+  message.owner_.reset();  // no transfer touches the data any more
   message.status_ = std::move(status);
   message.finished_.store(true, std::memory_order_release);
   if (message.onDone_ && message.status_.ok()) message.onDone_();

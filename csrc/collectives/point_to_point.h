@@ -4,6 +4,7 @@
 #include <deque>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -39,8 +40,14 @@ class Message {
  private:
   friend class PointToPoint;
   Message(Kind kind, int peer, uint32_t tag, std::span<std::byte> data, Deadline deadline,
-          uint64_t offset)
-      : kind_(kind), peer_(peer), tag_(tag), offset_(offset), data_(data), deadline_(deadline) {}
+          uint64_t offset, std::shared_ptr<const void> owner)
+      : kind_(kind),
+        peer_(peer),
+        tag_(tag),
+        offset_(offset),
+        data_(data),
+        deadline_(deadline),
+        owner_(std::move(owner)) {}
 
   bool isSent() const {
     return kind_ == Kind::kSend || kind_ == Kind::kPut || kind_ == Kind::kSignal;
@@ -50,15 +57,16 @@ class Message {
   int lastSource(int size) const { return peer_ < 0 ? size - 1 : peer_; }
 
   const Kind kind_;
-  int peer_;               // -1: any source
-  const uint32_t tag_;     // one-sided: the window, as whoever has it numbers it
-  const uint64_t offset_;  // put: in the window; kAwaitApplied: how many
-  const std::span<std::byte> data_;
+  int peer_;                         // -1: any source
+  const uint32_t tag_;               // one-sided: the window, as whoever has it numbers it
+  const uint64_t offset_;            // put: in the window; kAwaitApplied: how many
+  const std::span<std::byte> data_;  // not touched once finished
   const Deadline deadline_;
-  MemoryRegion region_;    // large send or put: what the receiver fetches
-  uint64_t number_ = 0;    // send: 0 while it waits for a free cell
-  uint32_t ack_ = kNoAck;  // send: the word that the receiver stamps; receive: where to stamp
-  RemoteRegion source_;    // large receive: where the message lies
+  std::shared_ptr<const void> owner_;  // keeps `data_`; released when the message ends
+  MemoryRegion region_;                // large send or put: what the receiver fetches
+  uint64_t number_ = 0;  // send: 0 while it waits for a free cell; large receive: its sender's
+  bool isAcknowledged_ = false;        // large send: the receiver has fetched it
+  RemoteRegion source_;                // large receive: where the message lies
   std::unique_ptr<Completion> fetch_;  // large receive, under way
   uint64_t reconnections_ = 0;         // of the connection, when the fetch began
   std::function<void()> onDone_;
@@ -84,11 +92,16 @@ class PointToPoint {
   // not call us. None: nothing.
   using OnDone = std::function<void()>;
 
+  // Keeps the data of a message. The message releases it when it ends, on any thread and with our
+  // lock held: the destructor must neither wait nor call us. Null: the caller keeps the data.
+  using Owner = std::shared_ptr<const void>;
+
   // Neither waits. The data belongs to the message until it is finished.
   std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag,
-                                Deadline deadline, OnDone onDone = nullptr);
+                                Deadline deadline, OnDone onDone = nullptr, Owner owner = nullptr);
   std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag,
-                                   Deadline deadline, OnDone onDone = nullptr);
+                                   Deadline deadline, OnDone onDone = nullptr,
+                                   Owner owner = nullptr);
 
   // Opens a window of this rank: memory that the others put into, until it is closed. Somebody has
   // to drive the progress meanwhile. Whom we tell the number may use it at once.
@@ -97,7 +110,8 @@ class PointToPoint {
   // Into the window of a rank, which has this number there; also our own. The range lies within it.
   // Finished when the data may be changed: it is applied before any later signal of ours.
   std::shared_ptr<Message> put(std::span<const std::byte> data, int to, uint32_t window,
-                               uint64_t offset, Deadline deadline, OnDone onDone = nullptr);
+                               uint64_t offset, Deadline deadline, OnDone onDone = nullptr,
+                               Owner owner = nullptr);
   std::shared_ptr<Message> signal(int to, uint32_t window, Deadline deadline,
                                   OnDone onDone = nullptr);
   // Of our own window. Each signal ends one wait.
@@ -112,6 +126,10 @@ class PointToPoint {
   void cancel(const Message& message, Error why);
   // Moves on whatever can move. True when nothing is under way any more, and no window is open.
   bool progress();
+  // Acknowledgements wait until their peers have read earlier ones: somebody has to drive the
+  // progress meanwhile, though every message has ended.
+  bool owes() const { return owes_.load(std::memory_order_acquire); }
+  int ranks() const { return int(pairs_.size()); }  // of the group
   // How many threads are in wait() or progress().
   uint32_t drivers() const { return drivers_.inside(); }
   // Ends everything that is under way, and whatever is posted later, with this error. The others
@@ -127,40 +145,47 @@ class PointToPoint {
   struct Early {
     uint64_t number;
     uint32_t tag;
-    uint32_t ack;
     uint64_t bytes;
     RemoteRegion region;
     std::vector<std::byte> payload;
+
+    size_t heldBytes() const { return sizeof(Early) + payload.size(); }
   };
-  // What a rank says when it leaves the group. Wire form: u64 sent, u64 acked[kMailboxAcks].
-  struct Left {
-    uint64_t sent = 0;  // messages, into our mailbox
-    uint64_t acked[kMailboxAcks] = {};
+  // The acknowledgements that the peer has not read yet, oldest first; so they are there to be put
+  // again over a new connection.
+  struct Acks {
+    std::deque<uint64_t> waiting;  // numbers of the peer's messages
+    uint64_t read = 0;             // by the peer: the number of the one before waiting.front()
+    uint64_t put = 0;              // number of the last one that was put
+
+    bool allPut() const { return put == read + waiting.size(); }
   };
   struct Pair {
-    uint64_t sent = 0;         // messages put into the peer's mailbox
-    uint64_t taken = 0;        // messages taken out of ours
-    uint64_t credited = 0;     // of `taken`, told to the peer
-    bool isGone = false;       // the peer, as this round began
-    std::optional<Left> left;  // the peer has left the group
-    bool wanted = false;       // a receive waits for a message of this rank
-    bool sendsHeld = false;    // a send to this rank waits for a free cell, so do the later ones
+    uint64_t sent = 0;             // messages put into the peer's mailbox
+    uint64_t taken = 0;            // messages taken out of ours
+    uint64_t credited = 0;         // of `taken`, told to the peer
+    bool isGone = false;           // the peer, as this round began
+    std::optional<uint64_t> left;  // the peer has left the group, after so many messages to us
+    bool wanted = false;           // a receive waits for a message of this rank
+    bool sendsHeld = false;  // a send to this rank waits for a free cell, so do the later ones
     size_t earlyBytes = 0;
-    std::list<Early> early;
-    // By ack word: the last message that waits for it. The word is free when it is acknowledged,
-    // also of a message that has timed out meanwhile.
-    uint64_t awaited[kMailboxAcks] = {};
+    std::list<Early> early;  // by number
+    // Large messages to the peer that are under way, by number. One that was given up is not here.
+    std::map<uint64_t, Message*> announced;
+    uint64_t acksTaken = 0;     // acknowledgements of the peer's that were read here
+    uint64_t acksCredited = 0;  // of `acksTaken`, told to the peer
+    Acks acks;                  // for the peer
     // Of a peer that is reached by messages: its last cells, as we put them, by number % kCells;
-    // the last number that we have acknowledged with each word; how often it was connected anew.
+    // how often it was connected anew.
     std::unique_ptr<MailboxCell[]> kept;
-    uint64_t acked[kMailboxAcks] = {};
     uint64_t reconnections = 0;
   };
 
   using Kind = Message::Kind;
 
   std::shared_ptr<Message> post(Kind kind, int peer, uint32_t tag, std::span<std::byte> data,
-                                Deadline deadline, OnDone onDone, uint64_t offset = 0);
+                                Deadline deadline, OnDone onDone, uint64_t offset = 0,
+                                Owner owner = nullptr);
   bool drive(const Message& message, Deadline deadline);
   bool progressLocked();
   bool advance(Message& message);
@@ -172,18 +197,23 @@ class PointToPoint {
   bool advanceReceive(Message& message);
   bool takeEarly(Message& message, const Early& early);
   bool fetch(Message& message);
+  void giveUp(Message& message, Status status);
   void onReconnected(int rank);
   MailboxCell& outgoing(int to, uint64_t number);
   Status placeCell(int to, uint64_t number, const MailboxCell& cell);
   void takeIn(int from);
   bool takeOne(int from, uint64_t number, const MailboxCell& cell);
-  void acknowledge(int to, uint32_t ack, uint64_t number);
+  void acknowledge(int to, uint64_t number);
+  void putAcks(int to);
+  void payAcks();
+  void takeAcks(int from);
+  void noteAcknowledged(Pair& pair, uint64_t number);
+  void giveBackAcks(int from, uint64_t atLeast = kMailboxAcks / 2);
   void giveBackCells(int from, uint64_t atLeast = kMailboxCells / 2);
   void stopListening();
   void sayThatWeLeft();
   void onLeft(const EngineId& from, ByteView message);
   bool hasSentAll(int rank) const;
-  bool isAcknowledged(const Message& message) const;
   void endLate(Message& message);
   Status lost(const Message& message) const;
   std::string titleOf(const Message& message) const;
@@ -199,6 +229,7 @@ class PointToPoint {
   std::vector<Pair> pairs_;
   OneSided oneSided_;
   std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
+  std::atomic<bool> owes_{false};               // written with the lock
   Status aborted_;
   std::unique_ptr<MailboxCell> outgoing_;  // being filled, for a peer that is reached by memory
 };

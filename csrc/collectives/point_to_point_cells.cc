@@ -1,4 +1,5 @@
 // What goes through the mailboxes: how a message gets into the peer's, and out of ours.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -7,9 +8,12 @@
 namespace mooncake {
 namespace {
 
-// What may pile up here, per sender, of messages whose receive has not been called yet. Beyond it
-// they stay in the mailbox and the sender waits.
+// What may pile up here, per sender, of messages whose receive has not been called yet and of
+// acknowledgements that the sender has not read. Beyond it messages stay in the mailbox and the
+// sender waits.
 constexpr size_t kEarlyBudget = 64 << 20;
+// So many stand in one control message.
+constexpr size_t kAcksPerMessage = 4096;
 
 CellKind cellKindOf(Message::Kind kind) {
   if (kind == Message::Kind::kPut) return CellKind::kPut;
@@ -21,26 +25,26 @@ CellKind cellKindOf(Message::Kind kind) {
 // True when the message is finished.
 bool PointToPoint::advanceSend(Message& message) {
   Pair& pair = pairs_[message.peer_];
-  const Mailbox& answers = mailboxOf(message.peer_);
   if (message.number_ != 0) {
-    if (!isAcknowledged(message)) return false;
+    if (!message.isAcknowledged_) takeAcks(message.peer_);
+    if (!message.isAcknowledged_) return false;
     end(message, {});
     return true;
   }
   // The memory of who is gone may be there still, with free cells in it.
   if (pair.sendsHeld || pair.isGone || pair.left) return false;
   pair.sendsHeld = true;  // until it has a cell
-  if (pair.sent - answers.taken.load(std::memory_order_acquire) >= kMailboxCells) return false;
+  const uint64_t taken = mailboxOf(message.peer_).taken.load(std::memory_order_acquire);
+  if (pair.sent - taken >= kMailboxCells) return false;
   const bool isLarge = message.data_.size() > kCellPayload;
   if (isLarge && !announce(message)) return message.finished();
 
   pair.sendsHeld = false;
   message.number_ = ++pair.sent;
-  if (isLarge) pair.awaited[message.ack_] = message.number_;
+  if (isLarge) pair.announced.emplace(message.number_, &message);
   const size_t payload = isLarge ? 0 : message.data_.size();
   MailboxCell& cell = outgoing(message.peer_, message.number_);
   cell.tag = message.tag_;
-  cell.ack = message.ack_;
   cell.bytes = message.data_.size();
   cell.region = message.region_.remote();
   cell.offset = message.offset_;
@@ -57,16 +61,8 @@ bool PointToPoint::advanceSend(Message& message) {
   return !isLarge;
 }
 
-// Registers what the other side shall fetch. False: no word for its acknowledgement is free, or the
-// message has ended with an error.
+// Registers what the other side shall fetch. False: the message has ended with an error.
 bool PointToPoint::announce(Message& message) {
-  const Pair& pair = pairs_[message.peer_];
-  const Mailbox& answers = mailboxOf(message.peer_);
-  uint32_t ack = 0;
-  while (ack < kMailboxAcks &&
-         answers.acks[ack].load(std::memory_order_acquire) < pair.awaited[ack])
-    ++ack;
-  if (ack == kMailboxAcks) return false;
   auto region =
       group_.engine().regions().add(message.data_.data(), message.data_.size(), kRemoteRead);
   if (!region.ok()) {
@@ -74,7 +70,6 @@ bool PointToPoint::announce(Message& message) {
     return false;
   }
   message.region_ = std::move(*region);
-  message.ack_ = ack;
   return true;
 }
 
@@ -89,7 +84,7 @@ MailboxCell& PointToPoint::outgoing(int to, uint64_t number) {
 
 Status PointToPoint::placeCell(int to, uint64_t number, const MailboxCell& cell) {
   constexpr size_t kStampEnd = offsetof(MailboxCell, arrived) + sizeof(MailboxCell::arrived);
-  const size_t payload = cell.ack == kNoAck ? cell.bytes : 0;
+  const size_t payload = cell.bytes <= kCellPayload ? cell.bytes : 0;
   const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, cells) +
                        (number % kMailboxCells) * sizeof(MailboxCell);
   return place(to, there + kStampEnd,
@@ -110,9 +105,9 @@ void PointToPoint::onReconnected(int rank) {
   for (uint64_t number = taken + 1; number <= pair.sent; ++number)
     (void)placeCell(rank, number, pair.kept[number % kMailboxCells]);
   if (pair.taken > 0) giveBackCells(rank, 0);
-  for (uint32_t ack = 0; ack < kMailboxAcks; ++ack) {
-    if (pair.acked[ack] > 0) acknowledge(rank, ack, pair.acked[ack]);
-  }
+  if (pair.acksTaken > 0) giveBackAcks(rank, 0);
+  pair.acks.put = pair.acks.read;
+  putAcks(rank);
   progressLocked();
   group_.window().bell().ring();
 }
@@ -121,7 +116,11 @@ void PointToPoint::onReconnected(int rank) {
 void PointToPoint::takeIn(int from) {
   Pair& pair = pairs_[from];
   const Mailbox& mailbox = mailboxOf(from);
-  while (pair.earlyBytes + oneSided_.heldBytes(from) <= kEarlyBudget) {
+  const auto held = [&] {
+    return pair.earlyBytes + oneSided_.heldBytes(from) +
+           pair.acks.waiting.size() * sizeof(uint64_t);
+  };
+  while (held() <= kEarlyBudget) {
     const uint64_t number = pair.taken + 1;
     const MailboxCell& cell = mailbox.cells[number % kMailboxCells];
     if (cell.arrived.load(std::memory_order_acquire) < number) return;
@@ -140,20 +139,19 @@ void PointToPoint::takeIn(int from) {
 bool PointToPoint::takeOne(int from, uint64_t number, const MailboxCell& cell) {
   Pair& pair = pairs_[from];
   const CellKind kind = cell.kind;
-  Early early{number, cell.tag, cell.ack, cell.bytes, cell.region, {}};
+  Early early{number, cell.tag, cell.bytes, cell.region, {}};
   const bool isLarge = early.bytes > kCellPayload;
-  if (isLarge ? early.ack >= kMailboxAcks || early.region.bytes < early.bytes : early.ack != kNoAck)
-    return false;
+  if (isLarge && early.region.bytes < early.bytes) return false;
   if (!isLarge) early.payload.assign(cell.payload, cell.payload + early.bytes);
   switch (kind) {
     case CellKind::kMessage:
-      pair.earlyBytes += early.payload.size();
+      pair.earlyBytes += early.heldBytes();
       pair.early.push_back(std::move(early));
       return true;
     case CellKind::kPut:
     case CellKind::kSignal:
-      return oneSided_.take(from, {kind, early.tag, number, early.ack, early.bytes, cell.offset,
-                                   early.region, std::move(early.payload)});
+      return oneSided_.take(from, {kind, early.tag, number, early.bytes, cell.offset, early.region,
+                                   std::move(early.payload)});
   }
   return false;
 }
@@ -168,38 +166,110 @@ void PointToPoint::giveBackCells(int from, uint64_t atLeast) {
               pair.taken);  // over a broken connection: again when it is made again
 }
 
-void PointToPoint::acknowledge(int to, uint32_t ack, uint64_t number) {
+// The peer's large message with this number was fetched.
+void PointToPoint::acknowledge(int to, uint64_t number) {
   if (pairs_[to].left) return;  // its memory may be gone
-  pairs_[to].acked[ack] = number;
-  const size_t word =
-      group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) + ack * sizeof(uint64_t);
-  (void)place(to, word, {}, word,
-              number);  // over a broken connection: again when it is made again
+  pairs_[to].acks.waiting.push_back(number);
+  putAcks(to);
+}
+
+// Puts as many acknowledgements as the peer has room for.
+void PointToPoint::putAcks(int to) {
+  Acks& acks = pairs_[to].acks;
+  if (pairs_[to].left || group_.isGone(to)) {
+    acks.waiting.clear();
+    acks.put = acks.read;
+    return;
+  }
+  const uint64_t read = mailboxOf(to).acksTaken.load(std::memory_order_acquire);
+  for (; acks.read < read && !acks.waiting.empty(); ++acks.read) acks.waiting.pop_front();
+  acks.put = std::max(acks.put, acks.read);
+  while (!acks.allPut() && acks.put - acks.read < kMailboxAcks) {
+    const uint64_t message = acks.waiting[acks.put - acks.read];
+    const uint64_t number = ++acks.put;
+    const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) +
+                         (number % kMailboxAcks) * sizeof(MailboxAck);
+    // Over a broken connection: again when it is made again.
+    (void)place(to, there + offsetof(MailboxAck, message), std::as_bytes(std::span(&message, 1)),
+                there + offsetof(MailboxAck, arrived), number);
+  }
+  if (!acks.allPut()) owes_ = true;
+}
+
+// Puts what had no room before.
+void PointToPoint::payAcks() {
+  owes_ = false;
+  for (int to = 0; to < group_.size(); ++to) {
+    if (!pairs_[to].acks.allPut()) putAcks(to);
+  }
+}
+
+// Reads what the peer says about our large messages to it.
+void PointToPoint::takeAcks(int from) {
+  Pair& pair = pairs_[from];
+  const Mailbox& mailbox = mailboxOf(from);
+  for (;;) {
+    const uint64_t number = pair.acksTaken + 1;
+    const MailboxAck& ack = mailbox.acks[number % kMailboxAcks];
+    if (ack.arrived.load(std::memory_order_acquire) < number) return;
+    noteAcknowledged(pair, ack.message);
+    pair.acksTaken = number;
+    giveBackAcks(from);
+  }
+}
+
+// A message that was given up is not waited for any more.
+void PointToPoint::noteAcknowledged(Pair& pair, uint64_t number) {
+  const auto found = pair.announced.find(number);
+  if (found != pair.announced.end()) found->second->isAcknowledged_ = true;
+}
+
+// Tells the peer how many of its acknowledgements were read, half of their places at a time.
+void PointToPoint::giveBackAcks(int from, uint64_t atLeast) {
+  Pair& pair = pairs_[from];
+  if (pair.left || pair.acksTaken - pair.acksCredited < atLeast) return;
+  pair.acksCredited = pair.acksTaken;
+  const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acksTaken);
+  // Over a broken connection: again when it is made again.
+  (void)place(from, word, {}, word, pair.acksTaken);
 }
 
 // Our last word in this group, by a message: the memory of others may be gone when we leave. Should
-// it be lost with its connection, they wait for the timeouts of their messages.
+// it be lost with its connection, they wait for the timeouts of their messages. Wire form:
+//   u64 messages that we sent  u8 isLast  u32 count  u64 their messages that we fetched [count]
 void PointToPoint::sayThatWeLeft() {
   for (int r = 0; r < group_.size(); ++r) {
     const auto& peer = group_.window().peer(r);
     if (!peer || group_.isGone(r)) continue;
-    ByteWriter last;
-    last.put(pairs_[r].sent);
-    for (const uint64_t acked : pairs_[r].acked) last.put(acked);
-    (void)group_.engine().send(*peer, group_.topic() + 1, last.take());
+    const std::deque<uint64_t>& acks = pairs_[r].acks.waiting;
+    size_t told = 0;
+    do {
+      const size_t more = std::min(acks.size() - told, kAcksPerMessage);
+      ByteWriter last;
+      last.put(pairs_[r].sent).put(static_cast<uint8_t>(told + more == acks.size()));
+      last.put(static_cast<uint32_t>(more));
+      for (size_t i = 0; i < more; ++i) last.put(acks[told++]);
+      (void)group_.engine().send(*peer, group_.topic() + 1, last.take());
+    } while (told < acks.size());
   }
 }
 
 // On the loop's thread.
 void PointToPoint::onLeft(const EngineId& from, ByteView message) {
   ByteReader in(message);
-  Left last;
-  last.sent = in.get<uint64_t>();
-  for (uint64_t& acked : last.acked) acked = in.get<uint64_t>();
+  const auto sent = in.get<uint64_t>();
+  const bool isLast = in.get<uint8_t>() != 0;
+  const size_t count = in.get<uint32_t>();
+  if (count > kAcksPerMessage) return;
+  std::vector<uint64_t> acks(count);
+  for (uint64_t& ack : acks) ack = in.get<uint64_t>();
   if (!in.finish("").ok()) return;
   std::lock_guard lock(progressLock_);
   for (int r = 0; r < group_.size(); ++r) {
-    if (const auto& peer = group_.window().peer(r); peer && peer->id == from) pairs_[r].left = last;
+    const auto& peer = group_.window().peer(r);
+    if (!peer || peer->id != from) continue;
+    for (const uint64_t ack : acks) noteAcknowledged(pairs_[r], ack);
+    if (isLast) pairs_[r].left = sent;
   }
   progressLocked();
   group_.window().bell().ring();
@@ -209,15 +279,7 @@ void PointToPoint::onLeft(const EngineId& from, ByteView message) {
 // than a message.
 bool PointToPoint::hasSentAll(int rank) const {
   const Pair& pair = pairs_[rank];
-  return pair.left && pair.taken >= pair.left->sent && !oneSided_.holdsBack(rank);
-}
-
-bool PointToPoint::isAcknowledged(const Message& message) const {
-  if (message.ack_ == kNoAck) return false;
-  const auto& left = pairs_[message.peer_].left;
-  const auto& word = mailboxOf(message.peer_).acks[message.ack_];
-  return word.load(std::memory_order_acquire) >= message.number_ ||
-         (left && left->acked[message.ack_] >= message.number_);
+  return pair.left && pair.taken >= *pair.left && !oneSided_.holdsBack(rank);
 }
 
 // Messages from the rank, and what it says about ours to it: both lie in our part.

@@ -126,7 +126,8 @@ Status RmaWindow::take(Group& group, int rank, ByteView record) {
 }
 
 Result<std::shared_ptr<Message>> RmaWindow::put(std::span<const std::byte> data, int to,
-                                                uint64_t offset, Deadline deadline, OnDone onDone) {
+                                                uint64_t offset, Deadline deadline, OnDone onDone,
+                                                PointToPoint::Owner owner) {
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(usable());
   const Part& part = parts_[size_t(to)];
@@ -136,7 +137,8 @@ Result<std::shared_ptr<Message>> RmaWindow::put(std::span<const std::byte> data,
                                                   ": rank " + std::to_string(to) + " registered " +
                                                   std::to_string(part.bytes) + " bytes"};
   }
-  return track(to, messages_.put(data, to, part.number, offset, deadline, std::move(onDone)));
+  return track(to, messages_.put(data, to, part.number, offset, deadline, std::move(onDone),
+                                 std::move(owner)));
 }
 
 Result<std::shared_ptr<Message>> RmaWindow::signal(int to, Deadline deadline, OnDone onDone) {

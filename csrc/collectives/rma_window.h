@@ -46,7 +46,8 @@ class RmaWindow {
   // Neither waits; the data belongs to the message until it is finished. The range must lie within
   // what the rank gave (kInvalidArgument).
   Result<std::shared_ptr<Message>> put(std::span<const std::byte> data, int to, uint64_t offset,
-                                       Deadline deadline, OnDone onDone = nullptr);
+                                       Deadline deadline, OnDone onDone = nullptr,
+                                       PointToPoint::Owner owner = nullptr);
   Result<std::shared_ptr<Message>> signal(int to, Deadline deadline, OnDone onDone = nullptr);
   std::shared_ptr<Message> awaitSignal(int from, Deadline deadline, OnDone onDone = nullptr);
 
