@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 
 ON_FAILURE = ("continue", "raise")
+LOST_MESSAGES = ("raise", "return")
 # As many ranks as the tests have in one group (tests/cpp/large_group_test.cc).
 TESTED_RANKS = 64
 
@@ -136,6 +137,10 @@ class MooncakeBackendOptions:
     the default
     on_failure: "continue": operations complete over the survivors; "raise": the one that a loss
     interrupts raises PeerLostError on all of them. The same on all ranks; None is the default
+    lost_messages: what wait() of a send or a receive does when the other side is lost. "raise": it
+    raises PeerLostError. "return": it returns, a receive's tensor is zeros, and
+    get_local_success(work) is False; only with on_failure "continue". None is "raise", and "return"
+    in the class of this name in mooncake.pg
     """
 
     active_ranks: torch.Tensor | None = None
@@ -146,6 +151,8 @@ class MooncakeBackendOptions:
     transports: tuple[str, ...] | None = None
     failure_timeout: float | None = None
     on_failure: Literal["continue", "raise"] | None = None
+    lost_messages: Literal["raise", "return"] | None = None
+    _LOST_MESSAGES: ClassVar[str] = "raise"
 
     @overload
     def __init__(
@@ -160,6 +167,7 @@ class MooncakeBackendOptions:
         transports: Sequence[str] | None = None,
         failure_timeout: float | timedelta | None = None,
         on_failure: Literal["continue", "raise"] | None = None,
+        lost_messages: Literal["raise", "return"] | None = None,
     ) -> None: ...
 
     @overload
@@ -173,6 +181,7 @@ class MooncakeBackendOptions:
         transports: Sequence[str] | None = None,
         failure_timeout: float | timedelta | None = None,
         on_failure: Literal["continue", "raise"] | None = None,
+        lost_messages: Literal["raise", "return"] | None = None,
     ) -> None: ...
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -239,6 +248,10 @@ class MooncakeBackendOptions:
         _check_failure_timeout(self.failure_timeout)
         if self.on_failure not in (None, *ON_FAILURE):
             raise ValueError(f"on_failure must be one of {ON_FAILURE}, not {self.on_failure!r}")
+        if self.lost_messages not in (None, *LOST_MESSAGES):
+            raise ValueError(
+                f"lost_messages must be one of {LOST_MESSAGES}, not {self.lost_messages!r}"
+            )
 
     @classmethod
     def from_environment(cls) -> MooncakeBackendOptions:
@@ -281,6 +294,7 @@ class MooncakeBackendOptions:
             "failure_timeout": self.failure_timeout or _settings["failure_timeout"],
             "message_timeout": _settings["message_timeout"],
             "on_failure": self.on_failure,
+            "lost_messages": self.lost_messages or self._LOST_MESSAGES,
             "host_ip": _settings["host_ip"],
             "devices": device_filter(),
             "engine": transfer_engine(),
@@ -299,6 +313,14 @@ def _check_failure_timeout(seconds: object) -> None:
             f"failure_timeout is {seconds} seconds; it must be at least {least} and at most "
             f"{most:.0f}, a day"
         )
+
+
+class UpstreamOptions(MooncakeBackendOptions):
+    """`mooncake.pg.MooncakeBackendOptions`. Programs written for upstream wait for a message to or
+    from a lost rank without a handler, and ask get_local_success(work) then: lost_messages is
+    "return" unless it is given."""
+
+    _LOST_MESSAGES = "return"
 
 
 def _is_int(value: object) -> bool:

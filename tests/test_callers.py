@@ -72,6 +72,73 @@ def batch_with_a_death_on_rank(me, count):
         assert membership.get_failed_ranks_hint(work).tolist() == one_hot(2, me.size)
 
 
+def lost_messages_on_rank(me, count, made, mode):
+    """All to all by messages, with options of this maker: with all ranks, then without rank 1."""
+    from mooncake import pg
+
+    maker = {"mooncake.pg": pg.MooncakeBackendOptions, "torch": MooncakeBackendOptions}[made]
+    dist.init_process_group(
+        "mooncake-cpu", store=me.store(), rank=me.rank, world_size=me.size,
+        pg_options=maker(torch.ones(me.size, dtype=torch.int32), on_failure=mode),
+    )  # fmt: skip
+    peers = [rank for rank in range(me.size) if rank != me.rank]
+    got = {}
+
+    def all_to_all():
+        operations = []
+        for peer in peers:
+            got[peer] = torch.full((2 * count,), 7.0)[::2]
+            operations.append(dist.P2POp(dist.isend, torch.full((count,), float(me.rank)), peer))
+            operations.append(dist.P2POp(dist.irecv, got[peer], peer))
+        return operations, dist.batch_isend_irecv(operations)
+
+    for work in all_to_all()[1]:
+        work.wait()
+        assert pg.get_local_success(work)
+    me.board.set(f"round-{me.rank}")
+    if me.rank == 1:
+        me.board.wait_all("round", peers)
+        signal.raise_signal(signal.SIGKILL)
+    until(lambda: not membership.get_peer_state(dist.group.WORLD, [1])[0], "the loss")
+    operations, works = all_to_all()
+    for operation, work in zip(operations, works, strict=True):
+        returns = operation.peer != 1 or (made == "mooncake.pg" and mode == "continue")
+        if returns:
+            work.wait()
+            assert work.get_future().wait()[0] is not None
+        else:
+            assert raised(work.wait)[0] == "PeerLostError"
+        assert pg.get_local_success(work) == (operation.peer != 1)
+        hint = pg.get_failed_ranks_hint(work).tolist()
+        assert hint == (one_hot(1, me.size) if operation.peer == 1 else [0] * me.size)
+        if operation.op is dist.irecv and returns:
+            assert (got[operation.peer] == (0 if operation.peer == 1 else operation.peer)).all()
+    any_source = dist.irecv(torch.ones(count), tag=3)
+    me.board.set(f"last-{me.rank}")
+    me.board.wait_all("last", [0, 2])
+    if me.rank == 2:
+        signal.raise_signal(signal.SIGKILL)
+    if made == "mooncake.pg" and mode == "continue":
+        any_source.wait()
+    else:
+        assert raised(any_source.wait)[0] in ("PeerLostError", "MinorityError")
+    if any_source.lost_ranks:  # else this rank is the one of three that is too few
+        assert pg.get_failed_ranks_hint(any_source).tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("made", "mode", "count"),
+    [("mooncake.pg", "continue", SMALL), ("mooncake.pg", "continue", LARGE),
+     ("mooncake.pg", "raise", SMALL), ("torch", "continue", SMALL)],
+)  # fmt: skip
+def test_messages_of_a_lost_rank_end_as_the_options_say(made, mode, count):
+    arguments = (count, made, mode)
+    with harness.starting(
+        3, lost_messages_on_rank, *arguments, backend=None, **over("shm")
+    ) as crew:
+        crew.results(dead=[1, 2])
+
+
 @pytest.mark.parametrize(("transports", "count"), [("shm", SMALL), ("tcp", LARGE)])
 def test_a_batch_tells_which_of_its_messages_failed(transports, count):
     with harness.starting(3, batch_with_a_death_on_rank, count, **over(transports)) as crew:

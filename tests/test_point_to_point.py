@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import harness
@@ -339,6 +340,31 @@ def stopped_sender_on_rank(me, count, size):
             oracle.same(given_up[tag], left[tag], f"tensor {tag} that was given up")
 
 
+def two_threads_on_rank(me):
+    """A message of another thread does not land in this thread's batch."""
+    if me.rank == 1:
+        for tag in (1, 2):
+            got = torch.zeros(8, dtype=torch.uint8)
+            dist.recv(got, 0, tag=tag)
+            oracle.same(got, message(tag, 8), f"tag {tag}")
+    elif me.rank == 0:
+        errors = []
+
+        def beside():
+            try:
+                dist.isend(message(1, 8), 1, tag=1).wait()
+            except Exception as error:
+                errors.append(error)
+
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as batch:
+            dist.isend(message(2, 8), 1, tag=2)
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+        batch.wait()
+        assert not errors
+
+
 def test_sizes(crew):
     crew.call(sizes_on_rank)
 
@@ -440,6 +466,10 @@ def test_large_sends_are_received_backwards(crew):
 
 def test_sends_that_were_given_up(crew):
     crew.call(given_up_on_rank, 20)
+
+
+def test_two_threads_and_a_batch(crew):
+    crew.call(two_threads_on_rank)
 
 
 @pytest.mark.parametrize("wire", ["shm-no-cma", "tcp"])

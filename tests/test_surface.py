@@ -532,9 +532,65 @@ def aliases_on_rank(me, count):
     assert "share memory" in message
 
 
+def strided_outputs_on_rank(me, count):
+    """Outputs that lie between each other are fine; one element in common is refused."""
+    n = me.size
+    given = torch.full((count,), float(me.rank))
+    apart = torch.zeros(count, 2 * n)
+    dist.all_gather(list(apart[:, ::2].unbind(1)), given)
+    assert torch.equal(apart[:, ::2], torch.arange(float(n)).expand(count, n))
+    assert not apart[:, 1::2].any()
+    shared = torch.zeros(2 * count * n)
+    given = torch.full((2, count), float(me.rank))
+    columns = [shared.view(-1, n)[: 2 * count, r].view(2, count) for r in range(n)]
+    across = shared[2 * count * n - 2 * count :].view(2, count)  # every nth place is a column's
+    outputs = [*columns[:-1], across]
+    kind, message = raised(dist.all_gather, outputs, given)
+    assert (kind, "share memory" in message) == ("ValueError", True)
+    grid = torch.zeros(3, n + 1)
+    windows = [grid[:, r : r + 2] for r in range(n)]
+    kind, message = raised(dist.all_gather, windows, torch.zeros(3, 2))
+    assert (kind, "share memory" in message) == ("ValueError", True)
+    assert not grid.any()
+
+
+def one_after_the_other_on_rank(me, count):
+    """Each asynchronous operation begins with what the one before it has made of the tensor, also
+    where it works on a copy."""
+    n, rounds = me.size, 3
+    strided = torch.ones(2 * count)[::2]
+    small, large = torch.ones(count), torch.ones(2 * count)[1::2]
+    scaled = torch.ones(count)
+    mean = _make_nccl_premul_sum(2.0)
+    given, total = torch.ones(2 * count * n)[::2], torch.zeros(count)
+    works = []
+    for _ in range(rounds):
+        works.append(dist.all_reduce(strided, async_op=True))
+        works.append(dist.group.WORLD.allreduce_coalesced([small, large]))
+        works.append(dist.all_reduce(scaled, mean, async_op=True))
+        works.append(dist.all_reduce(given, async_op=True))
+    works.append(dist.reduce_scatter_tensor(total, given, async_op=True))
+    for work in works:
+        work.wait()
+    for name, tensor, factor in [
+        ("strided", strided, n**rounds), ("small", small, n**rounds), ("large", large, n**rounds),
+        ("scaled", scaled, (2 * n) ** rounds), ("total", total, n ** (rounds + 1)),
+    ]:  # fmt: skip
+        assert (tensor == factor).all(), (name, tensor, factor)
+
+
 @pytest.mark.parametrize("count", [5, LARGE])
 def test_aliases(crew, count):
     crew.call(aliases_on_rank, count)
+
+
+def test_strided_outputs(crew):
+    crew.call(strided_outputs_on_rank, 5)
+
+
+@pytest.mark.parametrize("count", [5, LARGE])
+def test_asynchronous_operations_on_one_tensor(crew, count):
+    crew.call(one_after_the_other_on_rank, count)
 
 
 def gradients_on_rank(me):

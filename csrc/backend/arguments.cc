@@ -1,6 +1,7 @@
 #include "backend/arguments.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include <ATen/MemoryOverlap.h>
 
@@ -72,8 +73,7 @@ Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const cha
   if (factor.isComplex() && !tensor.is_complex())
     refuseIn(operation, "PREMUL_SUM of " + std::string(at::toString(tensor.scalar_type())) +
                             " with a complex factor");
-  const at::NoGradGuard plain;
-  return Flat(tensor, tensor.contiguous().mul(factor));
+  return Flat::scaled(tensor, factor);
 }
 
 std::string sizesOf(const at::Tensor& tensor) { return c10::str(tensor.sizes()); }
@@ -142,20 +142,79 @@ bool areAlike(const std::vector<at::Tensor>& tensors) {
       tensors, [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
 }
 
+namespace {
+
+struct Place {
+  ConstSpan extent;
+  const at::Tensor* tensor;
+};
+
+// Marks the tensor's elements, which lie at multiples of `unit` bytes from `begin`. False: one was
+// marked before.
+bool mark(std::vector<bool>& marks, const at::Tensor& tensor, const std::byte* begin, size_t unit) {
+  const size_t width = tensor.itemsize() / unit;
+  std::vector<int64_t> index(size_t(tensor.dim()), 0);
+  const auto* first = static_cast<const std::byte*>(tensor.const_data_ptr());
+  size_t at = size_t(first - begin) / unit;
+  for (int64_t left = tensor.numel(); left > 0; --left) {
+    for (size_t i = at; i < at + width; ++i) {
+      if (marks[i]) return false;
+      marks[i] = true;
+    }
+    for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
+      const size_t step = size_t(tensor.stride(d)) * width;
+      if (++index[size_t(d)] < tensor.size(d)) {
+        at += step;
+        break;
+      }
+      at -= step * size_t(tensor.size(d) - 1);
+      index[size_t(d)] = 0;
+    }
+  }
+  return true;
+}
+
+// Of tensors whose extents overlap, as columns of a matrix do, which lie between each other:
+// whether two have an element in one place. Costs about as much as to copy them, which is done
+// anyway.
+bool shareElements(std::span<const Place> places) {
+  const std::byte* begin = places.front().extent.data();
+  const std::byte* end = begin;
+  size_t unit = places.front().tensor->itemsize();
+  for (const Place& place : places) {
+    end = std::max(end, place.extent.data() + place.extent.size());
+    unit = std::gcd(unit, size_t(place.extent.data() - begin));
+    unit = std::gcd(unit, size_t(place.tensor->itemsize()));
+  }
+  std::vector<bool> marks(size_t(end - begin) / unit);
+  return !std::ranges::all_of(
+      places, [&](const Place& place) { return mark(marks, *place.tensor, begin, unit); });
+}
+
+}  // namespace
+
 void checkApart(const std::vector<at::Tensor>& outputs, const char* operation) {
-  std::vector<std::span<std::byte>> places;
+  std::vector<Place> places;
   for (const at::Tensor& output : outputs) {
     checkOutput(output, operation);
-    if (output.numel() == 0) continue;
-    const std::span<std::byte> bytes = bytesOf(output);
-    // Columns of a matrix lie between each other and share nothing: the first element stands for
-    // such a tensor.
-    places.push_back(output.is_contiguous() ? bytes : bytes.first(output.itemsize()));
+    if (output.numel() > 0) places.push_back({extentOf(output), &output});
   }
-  std::ranges::sort(places, {}, [](std::span<std::byte> place) { return place.data(); });
-  for (size_t i = 1; i < places.size(); ++i) {
-    if (places[i - 1].data() + places[i - 1].size() > places[i].data())
-      refuse(std::string(operation) + ": two of the outputs share memory");
+  std::ranges::sort(places, {}, [](const Place& place) { return place.extent.data(); });
+  const auto refuseShared = [&] {
+    refuse(std::string(operation) + ": two of the outputs share memory");
+  };
+  // A row of places, each of which begins before those ahead of it have ended.
+  for (size_t first = 0, next = 0; first < places.size(); first = next) {
+    const std::byte* end = nullptr;
+    bool isContiguous = true;
+    do {
+      const Place& place = places[next++];
+      end = std::max(end, place.extent.data() + place.extent.size());
+      isContiguous = isContiguous && place.tensor->is_contiguous();
+    } while (next < places.size() && places[next].extent.data() < end);
+    if (next - first == 1) continue;
+    if (isContiguous || shareElements(std::span(places).subspan(first, next - first)))
+      refuseShared();
   }
 }
 

@@ -30,7 +30,7 @@ void MooncakeBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wa
 // one, unless the block that began the batch ended by an exception: nobody ends the batch then.
 class MooncakeBackend::KeptWork final : public c10d::Work {
  public:
-  KeptWork(int rank, c10d::OpType type, std::weak_ptr<Batch> batch)
+  KeptWork(int rank, c10d::OpType type, std::weak_ptr<Coalescing::Batch> batch)
       : Work(rank, type), batch_(std::move(batch)) {}
 
   bool isCompleted() override { return false; }
@@ -44,41 +44,38 @@ class MooncakeBackend::KeptWork final : public c10d::Work {
   }
 
  private:
-  const std::weak_ptr<Batch> batch_;
+  const std::weak_ptr<Coalescing::Batch> batch_;
 };
 
-bool MooncakeBackend::isInBatch() {
-  if (batch_ && batch_->isAbandoned) batch_.reset();
-  return batch_ != nullptr;
-}
-
-MooncakeBackend::WorkPtr MooncakeBackend::keep(c10d::OpType type, const at::Tensor& tensor,
+MooncakeBackend::WorkPtr MooncakeBackend::keep(const std::shared_ptr<Coalescing::Batch>& batch,
+                                               c10d::OpType type, const at::Tensor& tensor,
                                                int peer, int tag) {
-  batch_->messages.push_back({type, tensor, peer, tag, batch_->works.size()});
-  batch_->works.emplace_back();
-  return c10::make_intrusive<KeptWork>(rank_, type, batch_);
+  batch->messages.push_back({type, tensor, peer, tag, batch->works.size()});
+  batch->works.emplace_back();
+  return c10::make_intrusive<KeptWork>(rank_, type, batch);
 }
 
 void MooncakeBackend::startCoalescing() {
   refuseInForkedChild();
-  batch_ = std::make_shared<Batch>();
+  coalescing_.begin();
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::endCoalescing() {
   refuseInForkedChild();
-  if (!isInBatch()) refuse("endCoalescing() without startCoalescing()");
-  Batch batch = std::move(*batch_);
-  batch_.reset();
+  const auto block = coalescing_.current();
+  if (!block) refuse("endCoalescing() without startCoalescing()");
+  (void)coalescing_.end();
+  Coalescing::Batch& batch = *block;
   if (batch.error) std::rethrow_exception(batch.error);
   // Copies first: to make one may fail, and nothing is posted then.
   std::vector<std::shared_ptr<MessageMemory>> memories;
-  for (const Batch::KeptMessage& kept : batch.messages) memories.push_back(memoryOf(kept.tensor));
+  for (const auto& kept : batch.messages) memories.push_back(memoryOf(kept.tensor));
   std::vector<c10::intrusive_ptr<MessageWork>> posted;
   try {
     // Receives first: what comes meanwhile goes where it belongs at once.
     for (const bool isSend : {false, true}) {
       for (size_t i = 0; i < batch.messages.size(); ++i) {
-        const Batch::KeptMessage& kept = batch.messages[i];
+        const auto& kept = batch.messages[i];
         if ((kept.type == c10d::OpType::SEND) != isSend) continue;
         posted.push_back(start(kept.type, std::move(memories[i]), kept.peer, kept.tag));
         batch.works[kept.place] = posted.back();

@@ -59,7 +59,7 @@ std::vector<Flat> givenAll(const std::vector<at::Tensor>& tensors, const c10d::R
 // Then what every rank gives is exchanged in slots, which cost the same for any number of tensors.
 bool fit(const std::vector<Flat>& given, size_t most) {
   size_t bytes = 0;
-  for (const Flat& flat : given) bytes += aligned(flat.bytes().size());
+  for (const Flat& flat : given) bytes += aligned(flat.place().size());
   return bytes <= most;
 }
 
@@ -102,7 +102,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::gather(std::vector<std::vector<at::Ten
     checkNone(outputs, "gather");
   }
   std::vector<Flat> out = flatten(results);
-  Flat in = inputsBeside(inputs, spansOf(out), rank_)[0];
+  Flat in = inputsBeside(inputs, placesOf(out), rank_)[0];
   return submit(c10d::OpType::GATHER, inputs, std::move(results), opts.asyncOp,
                 [this, to, in = std::move(in), out = std::move(out),
                  dtype = typeOf(input, "gather"), timeout = effective(opts.timeout)] {
@@ -150,7 +150,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter(
   std::vector<Flat> in = givenAll(inputs[0], opts.reduceOp, "reduce_scatter");
   if (!areAlike(inputs[0])) {
     return submit(c10d::OpType::REDUCE_SCATTER, inputs[0], outputs, opts.asyncOp,
-                  [this, reduction, output, rows = rowsOf(in), timeout = effective(opts.timeout)] {
+                  [this, reduction, output, in = std::move(in), timeout = effective(opts.timeout)] {
+                    const Rows rows = rowsOf(in);
                     const at::Tensor longest = at::empty_like(rows.data[0]);
                     const Buffer from{bytesOf(rows.data), reduction.dtype, rows.lengths};
                     const Buffer to{bytesOf(longest), reduction.dtype, rows.lengths};
@@ -223,7 +224,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather_coalesced(
   std::vector<Span> places;
   for (const auto& list : outputs) {
     out.push_back(flatten(list));
-    for (const Flat& flat : out.back()) places.push_back(flat.bytes());
+    for (const Flat& flat : out.back()) places.push_back(flat.place());
   }
   std::vector<Flat> in = inputsBeside(inputs, places, rank_);
   const bool isShort = fit(in, mostGatheredInSlots(*group_, in.size()));
@@ -260,8 +261,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather_into_tensor_coalesced(
     std::vector<Span> places;
     for (size_t r = 0; r < size_t(size_); ++r) {
       for (const Flat& flat : out) {
-        const size_t each = flat.bytes().size() / size_t(size_);
-        places.push_back(flat.bytes().subspan(r * each, each));
+        const size_t each = flat.place().size() / size_t(size_);
+        places.push_back(flat.place().subspan(r * each, each));
       }
     }
     std::vector<Flat> in = inputsBeside(inputs, places, rank_);

@@ -19,8 +19,12 @@ constexpr auto kToGetOut = std::chrono::seconds(10);
 
 }  // namespace
 
-MessageDriver::MessageDriver(Group& group, std::shared_ptr<Completions> completions)
-    : group_(group), completions_(std::move(completions)), messages_(group) {}
+MessageDriver::MessageDriver(Group& group, std::shared_ptr<Completions> completions,
+                             bool lostMessagesReturn)
+    : group_(group),
+      completions_(std::move(completions)),
+      lostMessagesReturn_(lostMessagesReturn),
+      messages_(group) {}
 
 bool MessageDriver::stop() {
   bool isFirst;

@@ -18,10 +18,13 @@ namespace mooncake {
 // looks now and then while somebody does, and sleeps for good while nothing is under way.
 class MessageDriver {
  public:
-  MessageDriver(Group& group, std::shared_ptr<Completions> completions);
+  MessageDriver(Group& group, std::shared_ptr<Completions> completions, bool lostMessagesReturn);
   ~MessageDriver() { stop(); }
 
   PointToPoint& messages() { return messages_; }
+  // A send or a receive whose other side is lost raises nothing: a receive gives zeros, and the
+  // work tells by its failed ranks.
+  bool lostMessagesReturn() const { return lostMessagesReturn_; }
   // A message was posted and is not finished. kExhausted: there is no thread to move it on, and the
   // caller cancels it.
   Status watch();
@@ -38,6 +41,7 @@ class MessageDriver {
 
   Group& group_;
   const std::shared_ptr<Completions> completions_;
+  const bool lostMessagesReturn_;
   PointToPoint messages_;
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;

@@ -14,9 +14,14 @@ MessageMemory::~MessageMemory() {
   try {
     completions_->post([tensors] { delete tensors; });
   } catch (const std::exception& error) {
-    log(LogLevel::kError, "messages", "the tensor of a message stays until the process ends: ",
-        error.what());
+    log(LogLevel::kError, "messages",
+        "the tensor of a message stays until the process ends: ", error.what());
   }
+}
+
+void MessageMemory::clear() const {
+  const PlainWrites plain(tensor_);
+  tensor_.zero_();
 }
 
 void MessageMemory::drop() {

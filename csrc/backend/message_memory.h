@@ -18,11 +18,14 @@ class MessageMemory {
   // for Python's lock: the completion thread drops the tensors, unless drop() did.
   ~MessageMemory();
 
-  std::span<std::byte> bytes() const { return flat_.bytes(); }
+  std::span<std::byte> bytes() const { return flat_.bytes(); }  // of what is sent
+  std::span<std::byte> place() const { return flat_.place(); }  // for what is received
   const at::Tensor& tensor() const { return tensor_; }
   // The bytes stand in a buffer of their own: a receive copies them back.
   bool isCopy() const { return flat_.isCopy(); }
   void copyBack() const { flat_.copyBack(); }
+  // Fills the tensor with zeros.
+  void clear() const;
   // Drops the tensors on this thread, which may wait for Python's lock. For the only holder.
   void drop();
 

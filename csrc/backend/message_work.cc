@@ -68,7 +68,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
                     std::to_string(timeout.count()) + " ms that wait() was given; it goes on"});
   }
   takeOver();
-  throwIfError(message_->status());
+  if (!isLostQuietly()) throwIfError(message_->status());
   return true;
 }
 
@@ -82,7 +82,19 @@ int MessageWork::sourceRank() const {
 
 std::vector<int> MessageWork::failedRanks() const {
   if (!message_->finished() || message_->status().code() != ErrorCode::kPeerLost) return {};
-  return {message_->peer()};
+  if (message_->peer() != PointToPoint::kAnySource) return {message_->peer()};
+  std::vector<int> others;
+  for (int r = 0; r < driver_->messages().ranks(); ++r) {
+    if (r != rank_) others.push_back(r);
+  }
+  return others;
+}
+
+// Once it is finished.
+bool MessageWork::isLostQuietly() const {
+  const auto kind = message_->kind();
+  return driver_->lostMessagesReturn() && message_->status().code() == ErrorCode::kPeerLost &&
+         (kind == Message::Kind::kSend || kind == Message::Kind::kReceive);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
@@ -91,7 +103,7 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   // The driver keeps this work until its message is finished.
   auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
   driver_->whenFinished(message_, [future, self] {
-    auto error = self->exception();
+    auto error = self->isLostQuietly() ? nullptr : self->exception();
     try {
       if (!error) self->takeOver();
     } catch (...) {  // torch's: what leaves a thread ends the process
@@ -117,7 +129,9 @@ void MessageWork::takeOverQuietly() {
 void MessageWork::takeOver() {
   std::call_once(taken_, [&] {
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
-    if (message_->kind() == Message::Kind::kReceive && message_->status().ok()) memory_->copyBack();
+    if (message_->kind() != Message::Kind::kReceive) return;
+    if (message_->status().ok()) memory_->copyBack();
+    if (isLostQuietly()) memory_->clear();
   });
 }
 

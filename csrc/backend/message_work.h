@@ -5,8 +5,8 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "backend/profile.h"
 #include "backend/message_memory.h"
+#include "backend/profile.h"
 #include "collectives/point_to_point.h"
 
 namespace mooncake {
@@ -35,7 +35,7 @@ class MessageWork : public c10d::Work {
   int sourceRank() const override;
   // Ends it with this error, unless it is finished.
   void cancel(const Error& why);
-  // The other side, once it is finished because that is lost.
+  // The other side, once it is finished because that is lost; all others where it could be any.
   std::vector<int> failedRanks() const;
   // Gives a finished receive to its tensor; an error of torch's waits for the caller's own wait().
   void takeOverQuietly();
@@ -45,9 +45,10 @@ class MessageWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  // Once, when it is finished: gives a receive to a tensor that is not contiguous, and the profiler
-  // its end.
+  // Once, when it is finished: gives a receive to a tensor that is not contiguous, or zeros to one
+  // whose other side is lost, and the profiler its end.
   void takeOver();
+  bool isLostQuietly() const;
 
   const int capacity_;
   const uint64_t key_;

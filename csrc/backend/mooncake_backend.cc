@@ -107,7 +107,8 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     options_.mergeMembers = nullptr;
   }
   membership_ = group_->membership();
-  messages_ = std::make_shared<MessageDriver>(*group_, completions_);
+  messages_ = std::make_shared<MessageDriver>(*group_, completions_,
+                                              options_.lostMessagesReturn && !options_.env.raises);
   queue_ = std::make_shared<CollectiveQueue>(*group_, options_.env.raises, completions_, hooks_);
   std::lock_guard lock(job_->mutex);
   job_->groups.insert(this);
@@ -314,7 +315,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
                     return status;
                   });
   }
-  Flat in = inputsBeside(inputs, spansOf(out), rank_)[0];
+  Flat in = inputsBeside(inputs, placesOf(out), rank_)[0];
   return submit(c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
                 [this, in = std::move(in), out = std::move(out),
                  dtype = typeOf(input, "all_gather"), timeout = effective(opts.timeout)] {
@@ -335,17 +336,16 @@ MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at
            std::to_string(size_) + " times the input " + sizesOf(input));
   }
   const Flat out(output);
-  std::vector<Span> parts = partsOf(out, size_);
-  Flat in = inputsBeside({input}, parts, rank_)[0];
-  return submit(
-      c10d::OpType::_ALLGATHER_BASE, input, {output}, opts.asyncOp,
-      [this, in = std::move(in), out, parts = std::move(parts),
-       dtype = typeOf(input, "all_gather_into_tensor"), timeout = effective(opts.timeout)] {
-        Status status =
-            mooncake::allgather(*group_, in.bytes(), parts, dtype, Deadline::after(timeout));
-        if (status.ok()) out.copyBack();
-        return status;
-      });
+  Flat in = inputsBeside({input}, partsOf(out.place(), size_), rank_)[0];
+  return submit(c10d::OpType::_ALLGATHER_BASE, input, {output}, opts.asyncOp,
+                [this, in = std::move(in), out, dtype = typeOf(input, "all_gather_into_tensor"),
+                 timeout = effective(opts.timeout)] {
+                  Status status =
+                      mooncake::allgather(*group_, in.bytes(), partsOf(out.bytes(), size_), dtype,
+                                          Deadline::after(timeout));
+                  if (status.ok()) out.copyBack();
+                  return status;
+                });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(
@@ -456,16 +456,20 @@ c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type,
   const uint64_t key = hooks_->newKey();
   const Profile profile = profileOf(options_.name, type, memory->tensor());
   PointToPoint& messages = messages_->messages();
-  auto message = type == c10d::OpType::SEND
-                     ? messages.send(memory->bytes(), peer, uint32_t(tag), until, tellingOf(key),
-                                     memory)
-                     : messages.receive(memory->bytes(), peer, uint32_t(tag), until,
-                                        tellingOf(key), memory);
+  auto message =
+      type == c10d::OpType::SEND
+          ? messages.send(memory->bytes(), peer, uint32_t(tag), until, tellingOf(key), memory)
+          : messages.receive(memory->place(), peer, uint32_t(tag), until, tellingOf(key), memory);
   auto work = c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_, message,
                                                memory, profile, key);
   // The caller may drop the work, and wants the data in its tensor all the same.
-  if (!work->finished() && type != c10d::OpType::SEND && memory->isCopy())
-    messages_->whenFinished(message, [work] { work->takeOverQuietly(); });
+  if (type != c10d::OpType::SEND && memory->isCopy()) {
+    if (work->finished()) {
+      work->takeOverQuietly();
+    } else {
+      messages_->whenFinished(message, [work] { work->takeOverQuietly(); });
+    }
+  }
   if (work->finished() && !messages.owes()) return work;
   if (const Status watched = messages_->watch(); !watched.ok()) {
     work->cancel(watched.error());
@@ -479,7 +483,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
   refuseInForkedChild();
   return withinBatch([&]() -> WorkPtr {
     checkMessage(type, tensors, peer, tag);
-    if (isInBatch()) return keep(type, tensors[0], peer, tag);
+    if (const auto batch = coalescing_.current()) return keep(batch, type, tensors[0], peer, tag);
     return start(type, memoryOf(tensors[0]), peer, tag);
   });
 }

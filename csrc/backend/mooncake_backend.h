@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/version.h>
 
+#include "backend/coalescing.h"
 #include "backend/collective_queue.h"
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
@@ -43,6 +44,7 @@ struct BackendOptions {
   std::vector<int> globalRanks;
   std::chrono::milliseconds timeout;
   std::optional<std::chrono::milliseconds> messageTimeout;  // none: the same
+  bool lostMessagesReturn = false;  // in mode `continue`: see MessageDriver::lostMessagesReturn()
   Env env;
   at::Tensor activeRanks;  // int32, mirrors who is active; the caller's own when one was given
   int capacity = 0;        // ranks that the group may grow to; 0: its size
@@ -155,7 +157,7 @@ class MooncakeBackend : public c10d::Backend {
                                           const c10d::ReduceScatterOptions& opts) override;
   bool supportsCoalescing() const override { return true; }
   // Between the two, messages are kept, and then posted at once if all of them are right; whatever
-  // else is called begins as always. One work for all of it. One thread of the caller's.
+  // else is called begins as always. One work for all of it. Calls of other threads are not in it.
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
   WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override;
@@ -205,7 +207,7 @@ class MooncakeBackend : public c10d::Backend {
         rank_, size_, options_.capacity, type, queue_, std::move(outputs),
         profileOf(options_.name, type, inputs), hooks_->newKey());
     queue_->submit(work, async, std::forward<Run>(run));
-    if (isInBatch()) batch_->works.push_back(work);
+    if (const auto batch = coalescing_.current()) batch->works.push_back(work);
     return work;
   }
   friend class TorchWindow;
@@ -219,16 +221,17 @@ class MooncakeBackend : public c10d::Backend {
   // What torch itself calls before endCoalescing(): that one raises, and so ends the batch.
   template <typename Call>
   WorkPtr withinBatch(Call&& call) {
-    if (!isInBatch()) return call();
+    const auto batch = coalescing_.current();
+    if (!batch) return call();
     try {
       return call();
     } catch (...) {
-      if (!batch_->error) batch_->error = std::current_exception();
+      if (!batch->error) batch->error = std::current_exception();
       return nullptr;
     }
   }
-  bool isInBatch();
-  WorkPtr keep(c10d::OpType type, const at::Tensor& tensor, int peer, int tag);
+  WorkPtr keep(const std::shared_ptr<Coalescing::Batch>& batch, c10d::OpType type,
+               const at::Tensor& tensor, int peer, int tag);
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
   void waitForRankZerosExit();
   void leakAll();
@@ -238,20 +241,6 @@ class MooncakeBackend : public c10d::Backend {
   Deadline deadline(std::chrono::milliseconds timeout) const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
-  // What was called since startCoalescing().
-  struct Batch {
-    struct KeptMessage {
-      c10d::OpType type;
-      at::Tensor tensor;
-      int peer;
-      int tag;
-      size_t place;  // of its work
-    };
-    std::vector<KeptMessage> messages;
-    std::vector<WorkPtr> works;  // in the order of the calls; null: of a message that is kept
-    std::exception_ptr error;    // the first
-    bool isAbandoned = false;    // somebody waited for one of its messages
-  };
   class KeptWork;
 
   // The groups of this process that share an engine, and so one goodbye.
@@ -264,8 +253,8 @@ class MooncakeBackend : public c10d::Backend {
   void sayGoodbye(const Farewell& farewell);
 
   BackendOptions options_;
-  std::shared_ptr<Batch> batch_;  // null: between batches
-  std::mutex abortHooksMutex_;    // guards abortHooks_; hooks run without it
+  Coalescing coalescing_;
+  std::mutex abortHooksMutex_;  // guards abortHooks_; hooks run without it
   std::map<int64_t, std::function<void()>> abortHooks_;
   const uint32_t forkGeneration_ = forkGeneration();
   const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what waitForRankZerosExit() waits for

@@ -95,6 +95,34 @@ PlainWrites::PlainWrites(const at::Tensor& tensor) {
   if (tensor.is_inference()) inference_.emplace();
 }
 
+Flat::Flat(at::Tensor tensor) : tensor_(std::move(tensor)), flat_(tensor_) {
+  // A contiguous tensor of one element, or of none, may have any strides.
+  if (!tensor_.is_contiguous() || tensor_.is_conj() || tensor_.is_neg()) standApart();
+}
+
+Flat Flat::scaled(at::Tensor tensor, const at::Scalar& factor) {
+  Flat flat(std::move(tensor));
+  flat.standApart();
+  flat.factor_ = factor;
+  return flat;
+}
+
+void Flat::standApart() {
+  if (isCopy()) return;
+  flat_ = at::empty(tensor_.sizes(), tensor_.scalar_type());
+  isFilled_ = false;
+}
+
+std::span<std::byte> Flat::bytes() const {
+  if (!isFilled_) {
+    const PlainWrites plain(flat_);
+    flat_.copy_(tensor_);
+    if (factor_) flat_.mul_(*factor_);
+    isFilled_ = true;
+  }
+  return place();
+}
+
 void Flat::copyBack() const {
   if (flat_.is_same(tensor_)) return;
   const PlainWrites plain(tensor_);
@@ -111,10 +139,16 @@ std::vector<Span> spansOf(const std::vector<Flat>& flats) {
   return spans;
 }
 
-std::vector<Span> partsOf(const Flat& flat, int size) {
-  const size_t each = flat.bytes().size() / size_t(size);
+std::vector<Span> placesOf(const std::vector<Flat>& flats) {
+  std::vector<Span> places;
+  for (const Flat& flat : flats) places.push_back(flat.place());
+  return places;
+}
+
+std::vector<Span> partsOf(Span bytes, int size) {
+  const size_t each = bytes.size() / size_t(size);
   std::vector<Span> parts;
-  for (size_t r = 0; r < size_t(size); ++r) parts.push_back(flat.bytes().subspan(r * each, each));
+  for (size_t r = 0; r < size_t(size); ++r) parts.push_back(bytes.subspan(r * each, each));
   return parts;
 }
 
@@ -147,12 +181,12 @@ bool areApart(const std::vector<Span>& ones, const std::vector<Span>& others) {
 std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
                                const std::vector<Span>& outputs, int rank) {
   std::vector<Flat> flats = flatten(inputs);
-  if (outputs.empty() || areApart(spansOf(flats), outputs)) return flats;
+  if (outputs.empty() || areApart(placesOf(flats), outputs)) return flats;
   std::vector<Span> places = outputs;
   std::erase_if(places, [](Span place) { return place.empty(); });
   std::ranges::sort(places, {}, [](Span place) { return place.data(); });
   for (size_t i = 0; i < flats.size(); ++i) {
-    const Span bytes = flats[i].bytes(), own = outputs[size_t(rank) * flats.size() + i];
+    const Span bytes = flats[i].place(), own = outputs[size_t(rank) * flats.size() + i];
     if (bytes.empty() || bytes.data() == own.data()) continue;  // as long as it, so no other's
     const auto behind = std::ranges::lower_bound(places, bytes.data() + bytes.size(), {},
                                                  [](Span place) { return place.data(); });
@@ -164,24 +198,19 @@ std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
 Flat outputBeside(const at::Tensor& output, std::span<const Flat> inputs) {
   Flat flat(output);
   for (const Flat& input : inputs) {
-    if (!overlap(input.bytes(), flat.bytes())) continue;
+    if (!overlap(input.place(), flat.place())) continue;
     flat.standApart();
     break;
   }
   return flat;
 }
 
-namespace {
-
-// From the first to the last element; strides are never negative.
 ConstSpan extentOf(const at::Tensor& tensor) {
   int64_t last = 0;
   for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   const auto* begin = static_cast<const std::byte*>(tensor.const_data_ptr());
   return {begin, size_t(last + 1) * tensor.itemsize()};
 }
-
-}  // namespace
 
 void keepApart(std::vector<Flat>& flats) {
   struct Extent {
@@ -236,7 +265,7 @@ FlatList::FlatList(std::vector<Flat> flats, int rows, bool isShort)
   };
   std::vector<OneType> shortOnes;  // in the order of the list
   for (size_t i = 0; i < flats_.size(); ++i) {
-    const Buffer buffer{flats_[i].bytes(), *dtypeOf(flats_[i].tensor())};
+    const Buffer buffer{flats_[i].place(), *dtypeOf(flats_[i].tensor())};
     if (isShort || buffer.data.size() / size_t(rows) >= kShortRow) {
       buffers_.push_back(buffer);
       continue;
@@ -252,20 +281,32 @@ FlatList::FlatList(std::vector<Flat> flats, int rows, bool isShort)
     for (const size_t member : members) places = hashOn(places, member);
     if (members.size() == 1) {
       const bool isAlone = flats_.size() == 1;  // as a tensor that is no list
-      buffers_.push_back({flats_[members[0]].bytes(), dtype, isAlone ? 0 : places});
+      buffers_.push_back({flats_[members[0]].place(), dtype, isAlone ? 0 : places});
       continue;
     }
     int64_t bytes = 0;
-    for (const size_t member : members) bytes += int64_t(flats_[member].bytes().size());
+    for (const size_t member : members) bytes += int64_t(flats_[member].place().size());
     bundles_.push_back({at::empty({bytes}, at::kByte), std::move(members)});
     uint32_t lengths = places;
     for (const size_t member : bundles_.back().members)
-      lengths = hashOn(lengths, flats_[member].bytes().size());
+      lengths = hashOn(lengths, flats_[member].place().size());
     buffers_.push_back({bytesOf(bundles_.back().bytes), dtype, lengths});
-    forEachPiece(bundles_.back(), [](std::byte* together, Span piece) {
+  }
+}
+
+void FlatList::fill() const {
+  if (std::exchange(isFilled_, true)) return;
+  for (const Flat& flat : flats_) (void)flat.bytes();
+  for (const Bundle& bundle : bundles_) {
+    forEachPiece(bundle, [](std::byte* together, Span piece) {
       std::memcpy(together, piece.data(), piece.size());
     });
   }
+}
+
+Buffers FlatList::buffers() const {
+  fill();
+  return buffers_;
 }
 
 template <typename Copy>
@@ -273,7 +314,7 @@ void FlatList::forEachPiece(const Bundle& bundle, Copy&& copy) const {
   std::byte* together = bytesOf(bundle.bytes).data();
   for (int row = 0; row < rows_; ++row) {
     for (const size_t member : bundle.members) {
-      const Span all = flats_[member].bytes();
+      const Span all = flats_[member].place();
       const Span piece =
           all.subspan(all.size() / size_t(rows_) * size_t(row), all.size() / size_t(rows_));
       if (!piece.empty()) copy(together, piece);
@@ -283,6 +324,7 @@ void FlatList::forEachPiece(const Bundle& bundle, Copy&& copy) const {
 }
 
 std::vector<Span> FlatList::rows() const {
+  fill();
   std::vector<Span> rows;
   for (size_t row = 0; row < size_t(rows_); ++row) {
     for (const Buffer& buffer : buffers_) {

@@ -39,33 +39,41 @@ class PlainWrites {
 // A tensor that an operation works on as one run of bytes: the tensor itself when it is contiguous
 // and holds its elements as they are (no view that conjugates or negates when it is read), else a
 // copy, which copyBack() writes back.
+//
+// An asynchronous operation waits for earlier ones, which may still write the tensor. Therefore the
+// copy is made by bytes(), when the operation runs, and not when it is called.
 class Flat {
  public:
-  explicit Flat(at::Tensor tensor)
-      : tensor_(std::move(tensor)),
-        flat_(tensor_.is_conj() || tensor_.is_neg()  // to resolve what is not costs a tenth of a us
-                  ? tensor_.resolve_conj().resolve_neg().contiguous()
-                  : tensor_.contiguous()) {}
-  // `flat`: of the same type and as many elements, contiguous.
+  explicit Flat(at::Tensor tensor);
+  // `flat`: of the same type and as many elements, contiguous. It has the contents.
   Flat(at::Tensor tensor, at::Tensor flat) : tensor_(std::move(tensor)), flat_(std::move(flat)) {}
-  std::span<std::byte> bytes() const { return bytesOf(flat_); }
+  // The product of the tensor and a factor.
+  static Flat scaled(at::Tensor tensor, const at::Scalar& factor);
+
+  // Where the bytes lie or will lie; their number.
+  std::span<std::byte> place() const { return bytesOf(flat_); }
+  // The bytes. Fills a copy the first time.
+  std::span<std::byte> bytes() const;
   const at::Tensor& tensor() const { return tensor_; }
   bool isCopy() const { return !flat_.is_same(tensor_); }
-  // From here on a copy, so that nothing else that overlaps it matters.
-  void standApart() {
-    if (flat_.is_same(tensor_)) flat_ = flat_.clone();
-  }
+  // From here on a copy, so that nothing else that overlaps it matters. Before bytes().
+  void standApart();
   void copyBack() const;
 
  private:
   at::Tensor tensor_;
   at::Tensor flat_;
+  mutable bool isFilled_ = true;
+  std::optional<at::Scalar> factor_;
 };
 
 std::vector<Flat> flatten(const std::vector<at::Tensor>& tensors);
 std::vector<Span> spansOf(const std::vector<Flat>& flats);
+std::vector<Span> placesOf(const std::vector<Flat>& flats);
+// From the first to the last element; strides are never negative.
+ConstSpan extentOf(const at::Tensor& tensor);
 // Its parts for or from each rank, of the same length.
-std::vector<Span> partsOf(const Flat& flat, int size);
+std::vector<Span> partsOf(Span bytes, int size);
 // Cuts a run of bytes into consecutive pieces.
 std::vector<Span> cut(Span bytes, const std::vector<int64_t>& elements, size_t elementSize);
 // Of all, where it is ok.
@@ -92,7 +100,8 @@ class FlatList {
   // where nothing is fetched.
   FlatList(std::vector<Flat> flats, int rows, bool isShort);
 
-  Buffers buffers() const { return buffers_; }
+  // With the contents of the tensors: see Flat.
+  Buffers buffers() const;
   // Of all buffers, row by row: outputs of all_gather.
   std::vector<Span> rows() const;
   void copyBack() const;
@@ -106,8 +115,11 @@ class FlatList {
   template <typename Copy>
   void forEachPiece(const Bundle& bundle, Copy&& copy) const;
 
+  void fill() const;
+
   std::vector<Flat> flats_;
   int rows_;
+  mutable bool isFilled_ = false;
   std::vector<Buffer> buffers_;
   std::vector<Bundle> bundles_;
 };

@@ -94,7 +94,10 @@ TorchWindow::WorkPtr TorchWindow::start(MooncakeBackend& group, bool async,
   if (!async) {
     work->wait(kNoTimeout);
   } else if (!work->finished()) {
-    messages_->watch();
+    if (const Status watched = messages_->watch(); !watched.ok()) {
+      work->cancel(watched.error());
+      throwError(watched.error());
+    }
   }
   return work;
 }

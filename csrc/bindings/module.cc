@@ -139,6 +139,8 @@ void apply(const py::dict& options, BackendOptions& out) {
   }
   if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
   if (given("on_failure")) out.env.raises = options["on_failure"].cast<std::string>() == "raise";
+  if (given("lost_messages"))
+    out.lostMessagesReturn = options["lost_messages"].cast<std::string>() == "return";
   if (given("failure_timeout")) {
     out.env.failureTimeout = std::chrono::duration_cast<std::chrono::milliseconds>(
         options["failure_timeout"].cast<std::chrono::duration<double>>());

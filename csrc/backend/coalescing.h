@@ -1,0 +1,49 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace mooncake {
+
+// Blocks between startCoalescing() and endCoalescing(). Each thread has its own: the calls of
+// another thread never land in it.
+class Coalescing {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // Calls of one block, used by the thread that began it.
+  struct Batch {
+    struct KeptMessage {
+      c10d::OpType type;
+      at::Tensor tensor;
+      int peer;
+      int tag;
+      size_t place;  // of its work
+    };
+    std::vector<KeptMessage> messages;
+    std::vector<WorkPtr> works;            // in the order of the calls; null: a kept message
+    std::exception_ptr error;              // the first
+    std::atomic<bool> isAbandoned{false};  // a thread waited for one of its messages
+  };
+
+  // Begins a block of the calling thread. An earlier one that did not end is dropped.
+  void begin();
+  // Returns the calling thread's batch; null outside of a block.
+  std::shared_ptr<Batch> current();
+  // Ends the block of the calling thread, and returns its batch; null outside of a block.
+  std::shared_ptr<Batch> end();
+
+ private:
+  std::atomic<size_t> open_{0};                         // blocks; most calls look no further
+  std::mutex mutex_;                                    // guards batches_
+  std::map<uint64_t, std::shared_ptr<Batch>> batches_;  // by the number of the thread
+};
+
+}  // namespace mooncake
