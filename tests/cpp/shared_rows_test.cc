@@ -4,6 +4,8 @@
 #include <map>
 #include <numeric>
 
+#include "ep/layout.h"
+
 namespace mooncake::ep {
 namespace {
 
@@ -228,6 +230,50 @@ TEST(SharedRows, NothingStandsOnAnythingElseWhoeverIsLost) {
   }
   EXPECT_GT(withPushes, 0U);
   EXPECT_GT(withoutSharing, 0U);
+}
+
+// A buffer of the hinted size shares and pushes rows on hosts of usual sizes, in every attempt.
+TEST(SharedRows, TheSizeHintHasRoomForSharingAndPushing) {
+  struct Sizes {
+    size_t hosts;
+    int ranksOfEach;
+    int leastExperts;  // of each rank
+  };
+  // Hosts of one rank or two push bf16 rows only if each rank has two experts: a rank needs a place
+  // for each host, and one for each rank that pushes to it.
+  for (const auto& [numHosts, each, leastExperts] : {Sizes{2, 2, 1},
+                                                     {3, 2, 2},
+                                                     {16, 2, 2},
+                                                     {2, 3, 1},
+                                                     {5, 3, 1},
+                                                     {6, 3, 2},
+                                                     {2, 4, 1},
+                                                     {4, 4, 1},
+                                                     {18, 4, 1},
+                                                     {2, 8, 1},
+                                                     {4, 8, 1},
+                                                     {8, 8, 1},
+                                                     {16, 8, 1},
+                                                     {2, 16, 1},
+                                                     {2, 1, 2},
+                                                     {8, 1, 2}}) {
+    const int count = int(numHosts) * each;
+    for (const int local : {leastExperts, 2, 18}) {
+      for (const size_t hidden : {2048, 7168}) {
+        const Shape shape{
+            .numRanks = count, .numExperts = local * count, .maxTokens = 128, .hidden = hidden};
+        const BufferLayout layout(sizeHint(shape));
+        const Hosts hosts(mappedBy(std::vector<int>(numHosts, each), layout.sendBytes()));
+        for (const auto format : {RowFormat::kBf16, RowFormat::kFp8}) {
+          const size_t rowsBytes = shape.maxTokens * dispatchRowBytes(hidden, format);
+          const SharedRows shared(hosts, firstRanks(count), rowsBytes, 4);
+          const auto& host = shared.hosts().back();
+          EXPECT_EQ(shared.isShared(host, 5), each > 1) << numHosts << " x " << each;
+          EXPECT_TRUE(shared.pushed(0, host)) << numHosts << " x " << each << ", " << local;
+        }
+      }
+    }
+  }
 }
 
 }  // namespace
