@@ -66,6 +66,24 @@ TEST_F(FenceWordsTest, AWordThatWasGivenBackIsLeftAlone) {
   EXPECT_NE(take()->offset(), other->offset());
 }
 
+// A peer that is slow to take an offer says kLeft after we have given up the connection.
+TEST_F(FenceWordsTest, AnOfferedWordWaitsForItsPeer) {
+  auto slow = take();
+  (void)slow->offer();
+  const uint64_t place = slow->offset();
+  std::atomic<uint32_t>& seen = at(*slow);
+  slow.reset();
+  {
+    const auto others = takeAll();
+    EXPECT_EQ(others.size(), FenceWords::kMost - 1);
+    for (const auto& one : others) ASSERT_NE(one->offset(), place);
+    seen.fetch_or(FenceWords::kLeft);
+    const auto next = take();
+    ASSERT_NE(next, nullptr);
+    EXPECT_EQ(next->offset(), place);
+  }
+}
+
 TEST_F(FenceWordsTest, TheEndOfAProcessFreesItsWords) {
   const pid_t child = ::fork();
   if (child == 0) {

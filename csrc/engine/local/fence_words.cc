@@ -37,11 +37,12 @@ Result<std::shared_ptr<FenceWords::Word>> FenceWords::take(pid_t process) {
                                 block_.offset() + index * sizeof(std::atomic<uint32_t>), process);
 }
 
-// Under mutex_. A word without a flag and without a count was never in use by a peer that we hung
-// up on or shut out: its channel ended by itself.
+// Under mutex_. A word that was offered waits for its peer, also where no channel came of it: a
+// peer that is slow sets kLeft later, and would set it in the word of another one.
 bool FenceWords::tryFree(const Waiting& word) {
   const uint32_t value = at(word.index).load(std::memory_order_seq_cst);
-  if (value != 0 && (value & kLeft) == 0 && !word.process.isEnding()) return false;
+  const bool isFree = !word.isOffered && value == 0;
+  if (!isFree && (value & kLeft) == 0 && !word.process.isEnding()) return false;
   at(word.index).store(0, std::memory_order_seq_cst);
   free_.push_back(word.index);
   return true;
@@ -61,7 +62,7 @@ void FenceWords::Word::release() {
   if (!all) return;
   std::lock_guard lock(all->mutex_);
   if (std::exchange(isReleased_, true)) return;
-  const Waiting word{index_, process_};
+  const Waiting word{index_, process_, isOffered_.load(std::memory_order_relaxed)};
   if (!all->tryFree(word)) all->waiting_.push_back(word);
 }
 

@@ -23,7 +23,7 @@ class FenceWords : public std::enable_shared_from_this<FenceWords> {
   static constexpr uint32_t kFenced = 1;  // the job goes on without the peer
   static constexpr uint32_t kClosed = 2;  // we have hung up
   static constexpr uint32_t kWrite = 4;   // each write of the peer's that is under way
-  // The peer has closed its channel: it touches our memory no more.
+  // The peer has unmapped our memory: it neither touches it nor looks at its word any more.
   static constexpr uint32_t kLeft = uint32_t(1) << 31;
 
   static Result<std::shared_ptr<FenceWords>> create(Arena& arena);
@@ -37,6 +37,12 @@ class FenceWords : public std::enable_shared_from_this<FenceWords> {
     Word& operator=(const Word&) = delete;
     ~Word() { release(); }
     uint64_t offset() const { return offset_; }  // in the arena
+    // The offset, to be sent to the peer. From here on the peer may write the word until it has
+    // left or its process has ended, so the word serves no other peer before that.
+    uint64_t offer() {
+      isOffered_.store(true, std::memory_order_relaxed);
+      return offset_;
+    }
     void fence() { add(kFenced); }
     void close() { add(kClosed); }
     // Gives the word back, to be used again as soon as the peer cannot look at it any more. The
@@ -52,6 +58,7 @@ class FenceWords : public std::enable_shared_from_this<FenceWords> {
     const uint32_t index_;
     const uint64_t offset_;
     const PeerProcess process_;
+    std::atomic<bool> isOffered_{false};
     bool isReleased_ = false;  // guarded by FenceWords::mutex_
   };
   // A word for a peer in this process (0: not visible from our pid namespace). kExhausted when all
@@ -63,6 +70,7 @@ class FenceWords : public std::enable_shared_from_this<FenceWords> {
   struct Waiting {
     uint32_t index;
     PeerProcess process;
+    bool isOffered;
   };
   explicit FenceWords(ArenaBlock block) : block_(std::move(block)) {}
   std::atomic<uint32_t>& at(uint32_t index) const {

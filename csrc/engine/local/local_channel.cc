@@ -348,11 +348,6 @@ void LocalChannel::close() {
   // Who has ended by itself writes nothing more.
   if (!ended_.load(std::memory_order_acquire)) peer_.ours->close();
   refusePulls();
-  // Once: the word may serve another peer from here on.
-  if (!hasLeft_.exchange(true)) {
-    auto& word = *reinterpret_cast<std::atomic<uint32_t>*>(peer_.arena->base() + peer_.fence);
-    word.fetch_or(FenceWords::kLeft, std::memory_order_seq_cst);
-  }
   stream_->close();
 }
 

@@ -94,7 +94,6 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   std::atomic<bool> refusesPulls_{false};
   std::atomic<size_t> pulls_{0};  // of the peer's, under way
   std::atomic<bool> closing_{false};
-  std::atomic<bool> hasLeft_{false};  // the peer's arena
   std::atomic<bool> ended_{false};
   Error why_;  // written before ended_
 };

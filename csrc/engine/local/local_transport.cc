@@ -48,6 +48,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
                                         ArenaOffer offer, std::shared_ptr<FenceWords::Word> fence) {
     auto arena = ArenaMapping::map(std::move(offer.memfd), offer.bytes);
     if (!arena.ok()) return arena.error();
+    // Not when the channel closes: operations look at the word as long as they read what is mapped.
+    (*arena)->markAtEnd(offer.fence, FenceWords::kLeft);
     auto reader = wire_->reader(process, offer.greeting, **arena);
     std::lock_guard lock(mutex_);
     if (stopped_) return Error{ErrorCode::kAborted, "the transport is shut down"};
@@ -126,7 +128,7 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
       return refuse(fence.error());
     }
     const Status sent = sendOffer(shaken->socket.get(), context_.arena, mirror_, context_.life,
-                                  (*fence)->offset(), wire_->greeting());
+                                  (*fence)->offer(), wire_->greeting());
     if (!sent.ok()) return refuse(sent.error());
     receiveOffer(std::move(shaken->socket), context_.loop,
                  Deadline::after(context_.env.failureTimeout),
@@ -228,8 +230,9 @@ Result<std::unique_ptr<Connecting>> LocalTransport::Core::connect(const EngineId
         ": a further one is reached over another wire");
     return Error{ErrorCode::kUnsupported, fence.error().message};
   }
-  const auto ourOffer = [this, place = (*fence)->offset()](int behind) {
-    return sendOffer(behind, context_.arena, mirror_, context_.life, place, wire_->greeting());
+  const auto ourOffer = [this, fence = *fence](int behind) {
+    return sendOffer(behind, context_.arena, mirror_, context_.life, fence->offer(),
+                     wire_->greeting());
   };
   return std::unique_ptr<Connecting>(
       new Call(shared_from_this(), process, *fence, deadline,

@@ -160,6 +160,9 @@ Result<std::unique_ptr<ArenaMapping>> ArenaMapping::map(Fd memfd, size_t capacit
   return std::unique_ptr<ArenaMapping>(new ArenaMapping(*base, capacity));
 }
 
-ArenaMapping::~ArenaMapping() { ::munmap(base_, capacity_); }
+ArenaMapping::~ArenaMapping() {
+  if (mark_) mark_->fetch_or(markBits_, std::memory_order_seq_cst);
+  ::munmap(base_, capacity_);
+}
 
 }  // namespace mooncake

@@ -77,11 +77,19 @@ class ArenaMapping {
   ~ArenaMapping();
   std::byte* base() const { return base_; }
   size_t capacity() const { return capacity_; }
+  // Sets these bits of a word of the arena at the end of the mapping: its owner then knows that
+  // no thread of this process looks at the arena any more.
+  void markAtEnd(uint64_t offset, uint32_t bits) {
+    mark_ = reinterpret_cast<std::atomic<uint32_t>*>(base_ + offset);
+    markBits_ = bits;
+  }
 
  private:
   ArenaMapping(std::byte* base, size_t capacity) : base_(base), capacity_(capacity) {}
   std::byte* base_;
   size_t capacity_;
+  std::atomic<uint32_t>* mark_ = nullptr;
+  uint32_t markBits_ = 0;
 };
 
 }  // namespace mooncake
