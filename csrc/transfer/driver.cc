@@ -291,6 +291,7 @@ void Driver::stop(Flight& flight, TaskState state, const char* why) {
     if (completion.finished() && completion.error == ErrorCode::kOk)
       return end(flight, TaskState::kCompleted);
   }
+  if (flight.stage == Flight::Stage::kDue) std::erase(due_, &flight);
   end(flight, state, why);
 }
 

@@ -1,11 +1,10 @@
 #include "transfer/name_keeper.h"
 
-#include <pthread.h>
 #include <utility>
 
 #include "base/backoff.h"
 #include "base/log.h"
-#include "base/signals.h"
+#include "base/thread.h"
 #include "engine/route.h"
 #include "transfer/session_server.h"
 #include "transfer/session_socket.h"
@@ -28,9 +27,10 @@ Status NameKeeper::publish() {
   if (metadata_.namesAreSessions()) return {};
   MOONCAKE_TRY(attempt(Deadline::after(options_.patience)));
   const std::lock_guard ending(endingMutex_);
-  isPublished_ = true;
-  const BlockedSignals blocked;
-  thread_ = std::thread([this] { run(); });
+  isPublished_ = true;  // retract() deletes the record, also if there is no thread to keep it
+  auto thread = startThread("mooncake-name", [this] { run(); });
+  if (!thread.ok()) return thread.error();
+  thread_ = std::move(*thread);
   return {};
 }
 
@@ -58,7 +58,6 @@ bool NameKeeper::isRetracted() const {
 }
 
 void NameKeeper::run() {
-  ::pthread_setname_np(::pthread_self(), "mooncake-name");
   std::unique_lock lock(mutex_);
   Clock::time_point earliest = Clock::now();
   Clock::time_point due = earliest + jittered(options_.period);
