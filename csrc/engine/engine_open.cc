@@ -96,6 +96,7 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
         if (peer && !peer->disconnected && !peer->isBeingForgotten) {
           if (peer->name.empty()) peer->name = name;
           counters_.reused += isFirst;
+          keepEndpoint(id, endpoint);
           return peer;
         }
         // Another thread calls it, or it has called us.

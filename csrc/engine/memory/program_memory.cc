@@ -25,8 +25,17 @@ uintptr_t pageBytes() {
 
 uintptr_t pageOf(uintptr_t address) { return address / pageBytes() * pageBytes(); }
 
-bool isPopulated(uintptr_t page) {
-  return ::madvise(reinterpret_cast<void*>(page), pageBytes(), MADV_POPULATE_WRITE) == 0;
+int populate(uintptr_t page) {
+  const bool isDone =
+      ::madvise(reinterpret_cast<void*>(page), pageBytes(), MADV_POPULATE_WRITE) == 0;
+  return isDone ? 0 : errno;
+}
+
+// EINVAL stands for a mapping without the right, EFAULT for a file that ends before the page. Any
+// other error, such as a lack of memory, says nothing about the protection.
+bool mayBeWritten(uintptr_t page) {
+  const int error = populate(page);
+  return error != EINVAL && error != EFAULT;
 }
 
 bool kernelPopulates() {
@@ -34,7 +43,7 @@ bool kernelPopulates() {
     void* page =
         ::mmap(nullptr, pageBytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) return false;
-    const bool isDone = isPopulated(reinterpret_cast<uintptr_t>(page));
+    const bool isDone = populate(reinterpret_cast<uintptr_t>(page)) == 0;
     ::munmap(page, pageBytes());
     return isDone;
   }();
@@ -76,7 +85,7 @@ Protection protectionOf(const void* address, size_t bytes) {
   // Some containers forbid the call, and then nothing is known.
   const bool isReadable = got == 2 || (got < 0 && errno != EFAULT);
   const bool isWritable =
-      !kernelPopulates() || (isPopulated(pageOf(first)) && isPopulated(pageOf(last)));
+      !kernelPopulates() || (mayBeWritten(pageOf(first)) && mayBeWritten(pageOf(last)));
   return {isReadable, isReadable && isWritable};
 }
 

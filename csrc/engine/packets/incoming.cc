@@ -30,8 +30,12 @@ bool Incoming::hasRoomFor(const Packet& packet, size_t bytes) const {
   const bool isFarAhead =
       packet.kind == Packet::Kind::kPut &&
       packet.number - std::min(packet.number, landed_.below()) >= Serials::kMostAhead;
+  // Only a piece that waits for another put takes of the held bytes. The put that others wait for
+  // has room at any time.
+  const bool waits =
+      packet.kind == Packet::Kind::kPut && packet.after != 0 && !landed_.has(packet.after);
   return !isFarAhead && puts_.size() + writes_.size() < kMostBegun &&
-         heldBytes_ + heldBytesOf(bytes) <= kMostHeldBytes;
+         (!waits || heldBytes_ + heldBytesOf(bytes) <= kMostHeldBytes);
 }
 
 void Incoming::put(const Packet& piece, ByteView data) {

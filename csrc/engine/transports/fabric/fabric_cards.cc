@@ -359,7 +359,8 @@ void FabricChannel::giveUpAll(ErrorCode code) {
 
 // Under the lock: those that count at this completion, or all. They end with stop(), without it.
 FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
-  Stopped taken{.transfers = {}, .awaitPeer = false, .grace = Deadline::after(kGrace)};
+  Stopped taken{.grace = Deadline::after(kGrace)};
+  for (size_t i = 0; i < rails_->count(); ++i) taken.generations.push_back(rails_->generation(i));
   for (auto at = moving_.begin(); at != moving_.end();) {
     if (completion && at->second->completion != completion) {
       ++at;
@@ -387,8 +388,6 @@ FabricChannel::Stopped FabricChannel::takeMoving(const Completion* completion) {
 void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
   if (stopped.transfers.empty()) return;
   if (stopped.awaitPeer) memories_->withdraw(this);  // the peer's card as little as ours
-  std::vector<uint64_t> generations;
-  for (size_t i = 0; i < rails_->count(); ++i) generations.push_back(rails_->generation(i));
   uint64_t busy = 0;
   for (const auto& transfer : stopped.transfers) {
     if (!transfer->gate.close(stopped.grace))
@@ -397,7 +396,7 @@ void FabricChannel::stop(const Stopped& stopped, ErrorCode code) {
   if (busy != 0) {
     std::vector<Rails::Retired> retire;
     for (size_t i = 0; i < rails_->count(); ++i) {
-      if ((busy >> i & 1) != 0) retire.push_back({i, generations[i]});
+      if ((busy >> i & 1) != 0) retire.push_back({i, stopped.generations[i]});
     }
     rails_->retireNow(retire);
     const auto closed = Deadline::after(kPatience);

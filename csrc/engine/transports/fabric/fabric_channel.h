@@ -143,6 +143,8 @@ class FabricChannel final : public Channel,
     bool awaitPeer = false;  // one of them does
     // Until then they may end by themselves; after it their cards are closed.
     Deadline grace = Deadline::at(Clock::time_point::min());
+    // By card, when they were taken: later ones have nothing of them.
+    std::vector<uint64_t> generations;
   };
   // What beginFence() leaves to fence().
   struct Fencing {

@@ -333,7 +333,7 @@ bool FabricChannel::tick(Clock::time_point now) {
   isActive_ = true;  // pump() does not ask for what we say here
   pump(now);
   isActive_ = ackOwed_ > 0 || paths_.hasWork() || !puts_.empty() || !bulk_.empty() ||
-              !warming_.empty() || !unmoved_.empty() || heldUpSince_;
+              sent_.waiting() > 0 || !warming_.empty() || !unmoved_.empty() || heldUpSince_;
   return isActive_;
 }
 

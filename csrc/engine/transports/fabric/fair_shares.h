@@ -9,7 +9,8 @@ namespace mooncake {
 // Places that any number of owners share. Half of them belong to the owners, in equal parts: an
 // owner that gives nothing back takes none of the part of another. The other half serves those that
 // want more: an owner gets one of these while it has fewer of them than `kShareOfLeft` times those
-// that are left. With more owners than half of the places the parts are empty. Not thread-safe.
+// that are left. With more owners than half of the places the parts are empty: that half then goes
+// to owners that have none, one place each. Not thread-safe.
 class FairShares {
  public:
   static constexpr size_t kShareOfLeft = 2;
@@ -38,8 +39,9 @@ class FairShares {
   size_t left() const { return left_; }
   bool mayTake(const Owner& owner) const {
     if (left_ == 0) return false;
-    if (owner.held_ < part_) return true;
-    return left_ > owed_ && owner.held_ - part_ < kShareOfLeft * (left_ - owed_);
+    if (owner.held_ < std::max(part_, size_t(1))) return true;
+    const size_t kept = part_ == 0 ? places_ / 2 : owed_;
+    return left_ > kept && owner.held_ - part_ < kShareOfLeft * (left_ - kept);
   }
   void take(Owner& owner) {
     if (owner.held_ < part_) --owed_;
