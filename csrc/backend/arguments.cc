@@ -73,6 +73,11 @@ Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const cha
   if (factor.isComplex() && !tensor.is_complex())
     refuseIn(operation, "PREMUL_SUM of " + std::string(at::toString(tensor.scalar_type())) +
                             " with a complex factor");
+  if (!at::canCast(at::result_type(tensor, factor), tensor.scalar_type())) {
+    refuseIn(operation, "PREMUL_SUM of " + std::string(at::toString(tensor.scalar_type())) +
+                            " with a factor that is no integer type: give the factor as a tensor "
+                            "of the same type");
+  }
   return Flat::scaled(tensor, factor);
 }
 

@@ -128,12 +128,13 @@ void PointToPoint::abort(Error why) {
   stopListening();
   std::lock_guard lock(progressLock_);
   aborted_ = std::move(why);
+  // Before sends end and their memory is revoked: a peer that is fetching from it then knows why.
+  if (!group_.membership()->isOver()) sayThatWeLeft();
   for (auto& message : active_) {
     if (message->fetch_) group_.window().cancel(*message->fetch_);
     end(*message, aborted_);
   }
   active_.clear();
-  if (!group_.membership()->isOver()) sayThatWeLeft();
   oneSided_.closeAll();
   for (Pair& pair : pairs_) pair.acks = {};
   owes_ = false;

@@ -61,10 +61,13 @@ bool PointToPoint::advanceSend(Message& message) {
   return !isLarge;
 }
 
-// Registers what the other side shall fetch. False: the message has ended with an error.
+// Registers what the other side shall fetch. False: the message has ended with an error, or it
+// waits for room in the table of regions.
 bool PointToPoint::announce(Message& message) {
   auto region =
       group_.engine().regions().add(message.data_.data(), message.data_.size(), kRemoteRead);
+  // Tried again when other messages have ended.
+  if (!region.ok() && region.error().code == ErrorCode::kExhausted) return false;
   if (!region.ok()) {
     end(message, region.error());
     return false;

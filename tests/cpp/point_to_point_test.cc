@@ -1,9 +1,13 @@
 // Sends and receives whose other side goes, with ranks as threads.
 #include "collectives/point_to_point.h"
 
+#include <algorithm>
+#include <functional>
 #include <gtest/gtest.h>
 #include <latch>
+#include <thread>
 
+#include "collectives/collectives.h"
 #include "ranks_in_threads.h"
 
 namespace mooncake::test {
@@ -104,6 +108,164 @@ TEST_P(MessagesToWhoLeaves, AReceiveFromAnySourceEndsWhenNobodyIsLeft) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, MessagesToWhoLeaves,
+                         testing::Values("inproc", "shm", "tcp", "sim", "fabric"));
+
+// Two ranks. Rank 0 sends, rank 1 receives.
+class LargeMessages : public testing::TestWithParam<const char*> {
+ protected:
+  static constexpr size_t kBytes = kCellPayload + 100;
+  using Body = std::function<void(Group&, PointToPoint&)>;
+
+  void run(const Body& sender, const Body& receiver) const {
+    runRanks({.size = 2, .transports = {GetParam()}}, [&](Group& group) {
+      PointToPoint messages(group);
+      group.rank() == 0 ? sender(group, messages) : receiver(group, messages);
+      EXPECT_TRUE(barrier(group, soon()).ok());
+      messages.abort({kEnd, "the end"});
+    });
+  }
+  static void expectOk(PointToPoint& messages, const std::shared_ptr<Message>& message) {
+    ASSERT_TRUE(messages.wait(*message, soon()));
+    EXPECT_TRUE(message->status().ok()) << message->status().error().message;
+  }
+  // Looks for messages until the condition holds, or the test's time is over.
+  template <typename Condition>
+  static void driveUntil(PointToPoint& messages, Condition condition) {
+    for (const Deadline deadline = soon(); !condition();) {
+      ASSERT_FALSE(deadline.passed());
+      messages.progress();
+      std::this_thread::yield();
+    }
+  }
+};
+
+// More than either mailbox has places for.
+TEST_P(LargeMessages, AreReceivedInAnyOrder) {
+  constexpr int kCount = 100;
+  run(
+      [](Group&, PointToPoint& messages) {
+        std::vector<Bytes> data;
+        std::vector<std::shared_ptr<Message>> sent;
+        for (int i = 0; i < kCount; ++i) {
+          data.push_back(contents(kBytes, i));
+          sent.push_back(messages.send(data.back(), 1, uint32_t(i), soon()));
+        }
+        for (const auto& message : sent) expectOk(messages, message);
+      },
+      [](Group&, PointToPoint& messages) {
+        for (int i = kCount - 1; i >= 0; --i) {
+          Bytes data(kBytes);
+          expectOk(messages, messages.receive(data, 0, uint32_t(i), soon()));
+          EXPECT_EQ(data, contents(kBytes, i));
+        }
+        driveUntil(messages, [&] { return !messages.owes(); });
+      });
+}
+
+// The sender reads no acknowledgement until all were received: those beyond the ring wait here.
+TEST_P(LargeMessages, AcknowledgementsWaitForASenderThatDoesNotLook) {
+  constexpr int kCount = 3 * int(kMailboxAcks);
+  std::latch received(1);
+  run(
+      [&](Group&, PointToPoint& messages) {
+        std::vector<Bytes> data;
+        std::vector<std::shared_ptr<Message>> sent;
+        for (int i = 0; i < kCount; ++i) data.push_back(contents(kBytes, i));
+        for (int i = 0; i < kCount; ++i)
+          sent.push_back(messages.send(data[size_t(i)], 1, 0, soon()));
+        driveUntil(messages, [&] {
+          return std::ranges::all_of(sent, [](const auto& one) { return one->wasSent(); });
+        });
+        received.wait();
+        for (const auto& message : sent) expectOk(messages, message);
+      },
+      [&](Group&, PointToPoint& messages) {
+        std::vector<Bytes> data(kCount, Bytes(kBytes));
+        for (int i = 0; i < kCount; ++i)
+          expectOk(messages, messages.receive(data[size_t(i)], 0, 0, soon()));
+        for (int i = 0; i < kCount; ++i) EXPECT_EQ(data[size_t(i)], contents(kBytes, i));
+        received.count_down();
+        driveUntil(messages, [&] { return !messages.owes(); });
+        EXPECT_TRUE(messages.progress());
+      });
+}
+
+// A send that was given up is named as such, and takes nothing from later ones.
+TEST_P(LargeMessages, ThatWereGivenUpLeaveRoomForOthers) {
+  constexpr int kCount = 3 * int(kMailboxCells + kMailboxAcks);
+  std::latch givenUp(1);
+  run(
+      [&](Group&, PointToPoint& messages) {
+        const Bytes lost = contents(kBytes, 1), data = contents(kBytes, 2);
+        for (int i = 0; i < kCount; ++i) {
+          const auto sent = messages.send(lost, 1, 5, soon());
+          driveUntil(messages, [&] { return sent->wasSent(); });
+          messages.cancel(*sent, {ErrorCode::kAborted, "the test gives it up"});
+          ASSERT_TRUE(sent->finished());
+        }
+        givenUp.count_down();
+        expectOk(messages, messages.send(data, 1, 6, soon()));
+        expectOk(messages, messages.send(data, 1, 5, soon()));
+      },
+      [&](Group&, PointToPoint& messages) {
+        Bytes data(kBytes);
+        // Takes the announcements out of the mailbox while they come.
+        const auto later = messages.receive(data, 0, 6, soon());
+        driveUntil(messages, [&] { return givenUp.try_wait(); });
+        expectOk(messages, later);
+        EXPECT_EQ(data, contents(kBytes, 2));
+        for (int i = 0; i < kCount; ++i) {
+          const auto none = messages.receive(data, 0, 5, soon());
+          ASSERT_TRUE(messages.wait(*none, soon()));
+          EXPECT_EQ(none->status().code(), ErrorCode::kRefused);
+          EXPECT_NE(none->status().error().message.find("receive from rank 0: it gave up"),
+                    std::string::npos)
+              << none->status().error().message;
+        }
+        expectOk(messages, messages.receive(data, 0, 5, soon()));
+        EXPECT_EQ(data, contents(kBytes, 2));
+      });
+}
+
+// A message releases its owner when it ends, however it ends, and not before.
+TEST_P(LargeMessages, KeepTheirOwnersUntilTheyEnd) {
+  std::latch looked(1);
+  run(
+      [&](Group&, PointToPoint& messages) {
+        auto data = std::make_shared<Bytes>(contents(kBytes, 3));
+        const std::weak_ptr<Bytes> seen = data;
+        const Bytes& bytes = *data;
+        const auto sent = messages.send(bytes, 1, 0, soon(), nullptr, std::move(data));
+        messages.progress();
+        EXPECT_FALSE(sent->finished());
+        EXPECT_FALSE(seen.expired());
+        looked.count_down();
+        expectOk(messages, sent);
+        EXPECT_TRUE(seen.expired()) << "after its end";
+        auto other = std::make_shared<Bytes>(contents(kBytes, 4));
+        const std::weak_ptr<Bytes> seenOther = other;
+        const Bytes& otherBytes = *other;
+        const auto cancelled = messages.send(otherBytes, 1, 9, soon(), nullptr, std::move(other));
+        messages.progress();
+        EXPECT_FALSE(seenOther.expired());
+        messages.cancel(*cancelled, {ErrorCode::kAborted, "the test gives it up"});
+        EXPECT_TRUE(seenOther.expired()) << "after cancel()";
+      },
+      [&](Group&, PointToPoint& messages) {
+        looked.wait();
+        auto data = std::make_shared<Bytes>(kBytes);
+        const std::weak_ptr<Bytes> seen = data;
+        Bytes& bytes = *data;
+        const auto received =
+            messages.receive(bytes, 0, 0, Deadline::after(std::chrono::seconds(60)), nullptr, data);
+        expectOk(messages, received);
+        EXPECT_EQ(*data, contents(kBytes, 3));
+        data.reset();
+        EXPECT_TRUE(seen.expired()) << "after its end";
+      });
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, LargeMessages,
                          testing::Values("inproc", "shm", "tcp", "sim", "fabric"));
 
 }  // namespace
