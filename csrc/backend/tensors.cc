@@ -110,13 +110,14 @@ Flat Flat::scaled(at::Tensor tensor, const at::Scalar& factor) {
 void Flat::standApart() {
   if (isCopy()) return;
   flat_ = at::empty(tensor_.sizes(), tensor_.scalar_type());
+  source_ = tensor_.detach();
   isFilled_ = false;
 }
 
 std::span<std::byte> Flat::bytes() const {
   if (!isFilled_) {
     const PlainWrites plain(flat_);
-    flat_.copy_(tensor_);
+    flat_.copy_(source_);
     if (factor_) flat_.mul_(*factor_);
     isFilled_ = true;
   }

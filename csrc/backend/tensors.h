@@ -63,6 +63,7 @@ class Flat {
  private:
   at::Tensor tensor_;
   at::Tensor flat_;
+  at::Tensor source_;  // of a copy: keeps the shape that the tensor had at the call
   mutable bool isFilled_ = true;
   std::optional<at::Scalar> factor_;
 };
