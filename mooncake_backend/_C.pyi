@@ -54,6 +54,9 @@ class MooncakeBackend(Backend):
     def supports_coalescing(self) -> bool:
         """See mooncake_backend.batches.are_one_work()."""
 
+    def acknowledge_loss(self) -> bool:
+        """See mooncake_backend.acknowledge_loss()."""
+
     def check_standing(self) -> None:
         """Raises what every call raises once this rank is out of the job."""
 
@@ -66,6 +69,10 @@ class MooncakeBackend(Backend):
 
     def transport_to(self, rank: int) -> str:
         """The wire to a rank of the group: "shm", "tcp", "inproc" or "self"."""
+
+class Future(torch._C.Future):
+    """What get_future() of a work returns. Its callbacks run one after the other, in the order in
+    which the operations have ended."""
 
 class CollectiveWork(Work):
     """What a collective returns. Ranks are ranks of the group, in ascending order; until the
@@ -144,10 +151,10 @@ def group_of(
 def dump_state_on_signal(signal: int) -> None:
     """See mooncake_backend.dump_state_on_signal()."""
 
-def drain_completions(seconds: float) -> None:
+def drain_completions(seconds: float) -> bool:
     """Waits until the threads that drop tensors and run callbacks have nothing left to do, in all
-    groups of this process, for so long at most. For the end of a program: Python ends threads
-    that ask for its lock later, and the process with them."""
+    groups of this process, for so long at most. Returns whether that is so. For the end of a
+    program: Python ends threads that ask for its lock later, and the process with them."""
 
 def build_info() -> dict[str, Any]:
     """What was built ("version"), for which torch ("torch"), and with which wires ("transports",

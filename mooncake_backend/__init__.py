@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
     )
     from mooncake_backend.membership import (
         Evidence,
+        acknowledge_loss,
         get_active_ranks,
         get_current_epoch,
         get_evidence,
@@ -46,6 +47,7 @@ _HOMES = {
     "MinorityError": "errors",
     "MooncakeBackendOptions": "options",
     "PeerLostError": "errors",
+    "acknowledge_loss": "membership",
     "dump_state": "state",
     "dump_state_on_signal": "state",
     "get_active_ranks": "membership",
@@ -68,6 +70,7 @@ __all__ = [
     "MooncakeBackendOptions",
     "PeerLostError",
     "__version__",
+    "acknowledge_loss",
     "dump_state",
     "dump_state_on_signal",
     "get_active_ranks",

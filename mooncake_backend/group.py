@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import multiprocessing.util
 import sys
 from types import FrameType
@@ -112,8 +113,21 @@ def _leave() -> None:
         backend.leave_group(failure)
     for backend in backends:
         backend.leave_job(failure)
-    # Also of groups that were destroyed, and that somebody still holds.
-    extension.load().drain_completions(seconds=3)
+    _await_callbacks()
+
+
+def _await_callbacks() -> None:
+    """Callbacks of futures, also of groups that were destroyed, run on threads of ours. Python ends
+    a thread that asks for its lock later, and with it the process: so the end of the program waits
+    for callbacks as it does for threads of `threading`. Ctrl-C ends the wait."""
+    native = extension.load()
+    if native.drain_completions(seconds=3):
+        return
+    logging.getLogger(__name__).warning(
+        "the end of the program waits for a callback of a future that still runs"
+    )
+    while not native.drain_completions(seconds=0.2):
+        pass
 
 
 def _failure() -> str | None:

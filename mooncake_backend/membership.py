@@ -28,6 +28,7 @@ __all__ = [
     "MooncakeBackendOptions",
     "SyncAfterFailureResponse",
     "SyncAfterFailureStatus",
+    "acknowledge_loss",
     "activate_ranks",
     "deactivate_ranks",
     "extend_group_size_to",
@@ -108,6 +109,17 @@ class Evidence:
 def get_evidence(group: Any) -> list[Evidence]:
     """Of the ranks of the group that this rank knows to be gone, in rank order."""
     return [Evidence(*cast("Any", seen)) for seen in backend_of(group).evidence()]
+
+
+def acknowledge_loss(group: Any) -> bool:
+    """In mode "raise": operations of the group that are called from now on run, and are the first
+    ones after the loss. To be called on all ranks of the group, where they go on together. Needed
+    only where the thread that calls operations does not get the error itself, or where the ranks
+    have called different numbers of operations since the loss.
+
+    Waits until what was called before has ended. Returns whether the group has lost a rank since
+    the last time."""
+    return backend_of(group).acknowledge_loss()
 
 
 def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:

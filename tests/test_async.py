@@ -3,7 +3,9 @@ lock meanwhile."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from datetime import timedelta
 
 import harness
@@ -115,7 +117,7 @@ def futures_on_rank(me, count):
 
 
 def nested_on_rank(me, depth):
-    """A callback waits for an operation that it starts itself, as PowerSGD's gradient hook does."""
+    """A callback waits for an operation that it starts itself."""
 
     def add(level):
         work = dist.all_reduce(torch.ones(8), async_op=True)
@@ -126,6 +128,73 @@ def nested_on_rank(me, depth):
     sums = add(1).wait()
     assert len(sums) == depth
     assert all((t == me.size).all() for t in sums)
+
+
+def ordered_on_rank(me, count):
+    """Callbacks call operations, and some take long on some ranks."""
+    called = []
+
+    def call(number):
+        def callback(future):
+            assert (future.value()[0] == me.size).all()
+            if number % me.size == me.rank:
+                time.sleep(0.02)
+            tensor = torch.full((8,), float(number))
+            called.append((number, tensor, dist.all_reduce(tensor, async_op=True)))
+
+        return callback
+
+    works = [dist.all_reduce(torch.ones(8), async_op=True) for _ in range(count)]
+    for future in [work.get_future().then(call(n)) for n, work in enumerate(works)]:
+        future.wait()
+    assert [number for number, _, _ in called] == list(range(count))
+    for number, tensor, work in called:
+        work.wait()
+        assert (tensor == number * me.size).all(), (number, tensor[0])
+
+
+def steps_on_rank(me, count):
+    """What PowerSGD's gradient hook does with each of many buckets: two operations one after the
+    other, each waited for in the callback that calls it."""
+
+    def step(number):
+        def callback(future):
+            if number % me.size == me.rank:
+                time.sleep(0.005)
+            tensor = torch.full((8,), float(number))
+            work = dist.all_reduce(tensor, async_op=True)
+            # Work and future, both of them calls of ours.
+            return work.get_future().wait()[0] if number % 2 else work.wait() and tensor
+
+        return callback
+
+    works = [dist.all_reduce(torch.ones(8), async_op=True) for _ in range(count)]
+    first = [work.get_future().then(step(n)) for n, work in enumerate(works)]
+    second = [future.then(step(100 + n)) for n, future in enumerate(first)]
+    for number, future in enumerate(first):
+        assert (future.wait() == number * me.size).all()
+    for number, future in enumerate(second):
+        assert (future.wait() == (100 + number) * me.size).all()
+
+
+def timed_out_in_callback_on_rank(me, name):
+    """A wait that ends by its own timeout, in a callback, takes its turn again."""
+    kinds = []
+
+    def callback(future):
+        work = dist.barrier(async_op=True)
+        if me.rank == 0:
+            kinds.append(raised(work.wait, timedelta(milliseconds=30))[0])
+            me.board.set(name)
+        work.wait()
+
+    if me.rank:
+        dist.all_reduce(torch.ones(8))
+        me.board.wait(name)
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(8), async_op=True).get_future().then(callback).wait()
+        assert kinds == ["DistBackendError"]
 
 
 def many_on_rank(me, name):
@@ -278,6 +347,45 @@ def test_futures(crew, count):
 @pytest.mark.parametrize("depth", [2, 4])
 def test_callbacks_that_wait_for_operations(crew, depth):
     crew.call(nested_on_rank, depth)
+
+
+def test_callbacks_run_in_the_order_of_their_operations(crew):
+    crew.call(ordered_on_rank, 12)
+
+
+def test_many_callbacks_that_wait(crew):
+    crew.call(steps_on_rank, 12)
+
+
+def test_a_timeout_in_a_callback(crew):
+    crew.call(timed_out_in_callback_on_rank, "timeout-in-callback")
+
+
+def threadless_on_rank(me):
+    """No thread can be started: its stack would be larger than any memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    attributes = ctypes.create_string_buffer(256)
+    assert libc.pthread_getattr_default_np(attributes) == 0
+    size = ctypes.c_size_t()
+    assert libc.pthread_attr_getstacksize(attributes, ctypes.byref(size)) == 0
+    assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 48)) == 0
+    assert libc.pthread_setattr_default_np(attributes) == 0
+    tensor = torch.ones(8)
+    work = dist.all_reduce(tensor, async_op=True)
+    kind, text = raised(work.get_future)
+    assert (kind, "cannot start thread mooncake-done" in text) == ("DistBackendError", True), text
+    work.wait()
+    assert (tensor == me.size).all()
+    assert libc.pthread_attr_setstacksize(attributes, size) == 0
+    assert libc.pthread_setattr_default_np(attributes) == 0
+    again = dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0] + 1)
+    assert (again.wait() == me.size**2 + 1).all()
+
+
+def test_no_thread_to_be_had():
+    """Neither ends the process nor leaves an operation that nothing runs."""
+    env = {"MOONCAKE_TRANSPORTS": "shm"}
+    harness.run_ranks(2, threadless_on_rank, env=env)
 
 
 def test_a_queue_of_operations(crew):

@@ -123,6 +123,30 @@ def test_tensors_that_are_dropped_at_the_end_do_not_end_the_process():
     assert (process.returncode, errors) == (0, "")
 
 
+SLOW_CALLBACK = """
+import sys, time, torch, torch.distributed as dist
+import mooncake_backend
+dist.init_process_group("mooncake-cpu", store=dist.HashStore(), rank=0, world_size=1)
+def slow(future):
+    print("runs", flush=True)
+    time.sleep(5)
+    print("has ended", flush=True)
+future = dist.all_reduce(torch.ones(4), async_op=True).get_future().then(slow)
+if sys.argv[1] == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroyed", "left"])
+def test_a_callback_that_takes_long_ends_before_the_program(how):
+    env = environment("shm", MOONCAKE_FAILURE_TIMEOUT_MS="300")
+    process = run_python(SLOW_CALLBACK, how, env=env)
+    text, errors = process.communicate(timeout=harness.DEADLINE)
+    assert process.returncode == 0, errors
+    assert text == "runs\nhas ended\n"
+    assert "waits for a callback" in errors
+
+
 @pytest.mark.parametrize("what", ["dtensor", "fully_shard", "zero"])
 def test_who_still_holds_a_group_did_not_die(tmp_path, what):
     """The default group's destruction is the goodbye, whoever holds an object of it: one rank ends
@@ -323,6 +347,41 @@ def test_ctrl_c_ends_a_wait(what, transports):
         assert first[0] == "DistBackendError"
         assert re.search(r"KeyboardInterrupt.* while .*wait", first[1]), first[1]
         assert second in (1, 2)  # what rank 0 had given before may be in it
+
+
+def destroying_on_rank(me, what):
+    """Rank 0 destroys the group in a handler that interrupts its own wait."""
+    dist.all_reduce(torch.ones(8))
+
+    def destroy(*_):
+        dist.destroy_process_group()
+        me.board.set("destroyed")
+
+    if me.rank == 1:
+        me.board.wait("destroyed", 30)
+        dist.destroy_process_group()
+        return None
+    signal.signal(signal.SIGTERM, destroy)
+    me.board.set("going")
+    if what == "recv":
+        return raised(dist.recv, torch.ones(8), 1)
+    if what == "wait":
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        return raised(work.wait)
+    return raised(dist.all_reduce, torch.ones(8))
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "wait", "recv"])
+def test_destroying_in_a_signal_handler(what):
+    """It does not wait for the operation that it has interrupted, on its own thread."""
+    env = {"MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_FAILURE_TIMEOUT_MS": "60000"}
+    with harness.starting(2, destroying_on_rank, what, env=env, timeout=600.0) as crew:
+        crew.board.wait("going")
+        until(lambda: sleeps(crew.pid(0)), "rank 0 to wait")
+        crew.signal(0, signal.SIGTERM)
+        kind, text = crew.results(60)[0]
+        assert kind == "DistBackendError", text
+        assert "destroyed" in text, text
 
 
 # ---- import

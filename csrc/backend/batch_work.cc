@@ -81,6 +81,16 @@ c10::intrusive_ptr<c10::ivalue::Future> BatchWork::getFuture() {
       type);
 }
 
+std::shared_ptr<Completions> BatchWork::completions() const {
+  for (const WorkPtr& work : works_) {
+    if (const auto* collective = dynamic_cast<const CollectiveWork*>(work.get()))
+      return collective->completions();
+    if (const auto* message = dynamic_cast<const MessageWork*>(work.get()))
+      return message->completions();
+  }
+  return nullptr;
+}
+
 std::vector<int> BatchWork::lostRanks() const {
   std::set<int> ranks;
   for (const WorkPtr& work : works_) {

@@ -1,11 +1,14 @@
 #pragma once
 
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace mooncake {
+
+class Completions;
 
 // Several works as one: ended when all have, with the first error of them.
 class BatchWork : public c10d::Work {
@@ -30,6 +33,8 @@ class BatchWork : public c10d::Work {
   // All that one of them has lost, ascending.
   std::vector<int> lostRanks() const;
   int capacity() const { return capacity_; }
+  // Of the works; null: there are none.
+  std::shared_ptr<Completions> completions() const;
 
  private:
   const int capacity_;

@@ -1,9 +1,11 @@
 #include "backend/collective_queue.h"
 
-#include <pthread.h>
 #include <utility>
 
 #include <c10/util/Exception.h>
+
+#include "base/log.h"
+#include "base/thread.h"
 
 namespace mooncake {
 namespace {
@@ -46,20 +48,61 @@ bool CollectiveQueue::stop(Deadline deadline) {
   return true;
 }
 
-// With the lock. What is issued now ends with the loss that is not seen yet.
+// With the lock. What is issued now ends with the loss that is not seen yet. A callback of an
+// operation that was called before the loss was seen continues work that the program has given up.
 bool CollectiveQueue::isHeld() {
-  if (!held_) return false;
-  if (!held_->loss->seen) return true;
+  if (held_ && held_->loss->isSeen()) release();
+  if (held_) return true;
+  if (!last_ || !CallbackScope::isActive()) return false;
+  const CallbackOrigin origin = CallbackScope::origin();
+  return origin.queue == this && origin.era != era_;
+}
+
+// With the lock.
+void CollectiveQueue::release() {
   held_.reset();
   called_ = 0;
-  return false;
+  ++era_;
+  issuers_ = std::make_shared<Issuers>();
+  lastIssuer_ = 0;
+}
+
+// With the lock. Calls of callbacks are not counted: how many of them end with a loss differs from
+// rank to rank, also where their order does not.
+void CollectiveQueue::number(CollectiveWork& work) {
+  work.number_ = called_++;
+  if (!raises_) return;
+  work.isCounted_ = !CallbackScope::isActive();
+  if (work.isCounted_) {
+    ++position_;
+    const uint64_t thread = Issuers::thisThread();
+    if (thread != lastIssuer_) issuers_->add(lastIssuer_ = thread);
+  }
+  work.position_ = position_;
+  work.era_ = era_;
+}
+
+// With the lock: the caller runs it.
+void CollectiveQueue::begins(const CollectiveWork& work) {
+  running_ = true;
+  runner_ = std::this_thread::get_id();
+  numberBefore_ = group_.lastNumber;
+  group_.callsSinceLoss = work.position_ - lossPosition_;
+}
+
+// Without the lock. A call that was refused before it took a number of the group's is not counted:
+// the other ranks wait for the right one.
+void CollectiveQueue::noteUncounted(const CollectiveWork& work) {
+  if (!work.isCounted_ || group_.lastNumber != numberBefore_) return;
+  std::lock_guard lock(mutex_);
+  ++lossPosition_;
 }
 
 bool CollectiveQueue::tryBegin(CollectiveWork& work) {
   std::lock_guard lock(mutex_);
   if (running_ || stopping_ || !items_.empty() || isHeld()) return false;
-  running_ = true;
-  work.number_ = called_++;
+  number(work);
+  begins(work);
   return true;
 }
 
@@ -84,16 +127,19 @@ void CollectiveQueue::end(const c10::intrusive_ptr<CollectiveWork>& work, Status
   ending.view = lastView_;
   if (ending.status.ok() || !raises_ || !isLoss(group_, ending.status.code())) {
     const bool isDone = ending.status.ok();
+    if (!isDone) noteUncounted(*work);
     work->finish(std::move(ending), *completions_);
     if (isDone) hooks_->tell(work->getCompletionKey());
     return;
   }
   // Taken out before anybody can see the exception: what is issued afterwards is to run.
-  ending.loss = std::make_shared<Loss>(ending.status.error());
   std::deque<Item> discarded;
   {
     std::lock_guard lock(mutex_);
-    held_ = ending;
+    ending.loss = std::make_shared<Loss>(ending.status.error(), issuers_);
+    held_ = last_ = ending;
+    isAcknowledged_ = false;
+    lossPosition_ = work->position_;
     discarded.swap(items_);
   }
   work->finish(ending, *completions_);
@@ -112,9 +158,9 @@ void CollectiveQueue::letGo(Item item) {
 void CollectiveQueue::enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) {
   std::unique_lock lock(mutex_);
   const bool held = isHeld();
-  work->number_ = called_++;
+  number(*work);
   if (held) {
-    Ending ending = *held_;
+    Ending ending = held_ ? *held_ : *last_;
     lock.unlock();
     work->finish(std::move(ending), *completions_);
     return;
@@ -125,18 +171,24 @@ void CollectiveQueue::enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) 
                  *completions_);
     return;
   }
-  items_.push_back({std::move(work), std::move(run)});
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { runThread(); });
-    pthread_setname_np(thread_.native_handle(), "mooncake-async");
-  }
+  items_.push_back({work, std::move(run)});
   changed_.notify_all();
+  if (thread_.joinable()) return;
+  auto thread = startThread("mooncake-async", [this] { runThread(); });
+  if (thread.ok()) {
+    thread_ = std::move(*thread);
+    return;
+  }
+  lock.unlock();
+  log(LogLevel::kWarning, work->describe(),
+      "runs on the thread that called it: ", thread.error().message);
+  help(*work);
 }
 
 void CollectiveQueue::runFront(std::unique_lock<std::mutex>& lock) {
   Item item = std::move(items_.front());
   items_.pop_front();
-  running_ = true;
+  begins(*item.work);
   lock.unlock();
   end(item.work, outcomeOf(*item.work, item.run));
   letGo(std::move(item));
@@ -204,6 +256,28 @@ uint64_t CollectiveQueue::called() {
   std::lock_guard lock(mutex_);
   (void)isHeld();
   return called_;
+}
+
+bool CollectiveQueue::acknowledgeLoss(Deadline deadline) {
+  OperationInterrupt interrupt(group_);
+  std::unique_lock lock(mutex_);
+  while ((running_ || !items_.empty()) && !deadline.passed()) sleep(lock, interrupt, deadline);
+  interrupt.rethrow();
+  if (running_ || !items_.empty()) {
+    throwError({ErrorCode::kTimeout,
+                "acknowledge_loss on " + group_.nameRank(group_.rank()) +
+                    " timed out: operations that were called before have not ended. wait() for "
+                    "them first"});
+  }
+  if (std::exchange(isAcknowledged_, true)) return false;
+  lossPosition_ = position_;
+  release();
+  return true;
+}
+
+bool CollectiveQueue::isCallerRunning() {
+  std::lock_guard lock(mutex_);
+  return running_ && runner_ == std::this_thread::get_id();
 }
 
 }  // namespace mooncake

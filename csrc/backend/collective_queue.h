@@ -13,6 +13,7 @@
 #include "backend/collective_work.h"
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
+#include "backend/loss.h"
 #include "backend/signals.h"
 #include "base/deadline.h"
 #include "group/group.h"
@@ -24,9 +25,14 @@ namespace mooncake {
 // asynchronous call), or on the thread of somebody who waits.
 //
 // Mode `raise`: a loss ends one operation of the group, on every rank that has lived on. How far a
-// caller had gone on issuing others differs from rank to rank: these end here with the same error
-// and take no number of the group's, until the caller has seen it. So all ranks go on with the
-// first operation that is issued afterwards.
+// caller had gone on calling others differs from rank to rank: these end here with the same error
+// and take no number of the group's, until a thread that calls them has seen it. So all ranks go on
+// with the first operation that is called afterwards.
+//
+// Each operation tells the other ranks how many calls were made since the loss, those that ended
+// with it included. Ranks that go on with different calls differ in it, and the operation ends as a
+// mismatch. acknowledgeLoss() begins the count again, for programs that cannot make as many calls
+// on all ranks.
 class CollectiveQueue {
  public:
   using Run = std::function<Status()>;
@@ -42,7 +48,7 @@ class CollectiveQueue {
 
   template <typename R>
   void submit(const c10::intrusive_ptr<CollectiveWork>& work, bool async, R&& run) {
-    if (!async && tryBegin(*work)) {
+    if (!async && !CallbackScope::isActive() && tryBegin(*work)) {
       const OperationInterrupt interrupt(group_);
       end(work, outcomeOf(*work, run));
       finishedOne();
@@ -63,6 +69,13 @@ class CollectiveQueue {
   bool drain(Deadline deadline);
   // How many operations were called since the last loss that the caller has seen.
   uint64_t called();
+  // The last loss counts as seen, and the count of calls begins again. Waits for what was called
+  // before. Returns false if there was no loss since the last time. Throws when the deadline
+  // passes.
+  bool acknowledgeLoss(Deadline deadline);
+  // This thread is in an operation of the group: a signal handler asks.
+  bool isCallerRunning();
+  const std::shared_ptr<Completions>& completions() const { return completions_; }
 
  private:
   struct Item {
@@ -98,6 +111,10 @@ class CollectiveQueue {
   void runFront(std::unique_lock<std::mutex>& lock);
   void runThread();
   bool isHeld();
+  void release();
+  void number(CollectiveWork& work);
+  void begins(const CollectiveWork& work);
+  void noteUncounted(const CollectiveWork& work);
   void letGo(Item item);
 
   Group& group_;
@@ -105,12 +122,21 @@ class CollectiveQueue {
   const std::shared_ptr<Completions> completions_;
   const std::shared_ptr<CompletionHooks> hooks_;
   std::shared_ptr<const GroupView> lastView_;  // of whoever runs an operation
+  uint64_t numberBefore_ = 0;                  // of the group, before the operation that runs
   std::mutex mutex_;                           // guards everything below
   std::condition_variable changed_;
   std::deque<Item> items_;
   uint64_t called_ = 0;
   std::optional<Ending> held_;  // what issued work ends with until the caller has seen its loss
-  bool running_ = false;        // somebody runs an operation
+  std::optional<Ending> last_;  // the last loss
+  bool isAcknowledged_ = true;  // that one was
+  uint64_t era_ = 0;            // losses that were seen or acknowledged
+  uint64_t position_ = 0;       // calls, without those of callbacks
+  uint64_t lossPosition_ = 0;   // of the call that the last loss ended
+  std::shared_ptr<Issuers> issuers_ = std::make_shared<Issuers>();  // in this era
+  uint64_t lastIssuer_ = 0;                                         // one of them; 0: none
+  bool running_ = false;                                            // somebody runs an operation
+  std::thread::id runner_;                                          // that one
   bool stopping_ = false;
   std::thread thread_;
 };

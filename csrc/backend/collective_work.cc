@@ -16,22 +16,41 @@ std::exception_ptr exceptionOf(const Ending& ending) {
 
 std::exception_ptr CollectiveWork::exception() const {
   if (!finished() || ending_.status.ok()) return nullptr;
-  if (ending_.loss) ending_.loss->seen = true;
+  if (ending_.loss) ending_.loss->noteRaised();
   return exceptionOf(ending_);
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
-  if (!finished()) {
-    if (timeout <= kNoTimeout) {
-      queue_->help(*this);
-    } else if (!queue_->await(*this, Deadline::after(timeout))) {
-      throwError({ErrorCode::kTimeout, describe() + " is not done after the " +
-                                           std::to_string(timeout.count()) +
-                                           " ms that wait() was given; it goes on"});
-    }
-  }
+  await(timeout);
   if (ending_.status.ok()) return true;
   std::rethrow_exception(exception());
+}
+
+// In a callback nothing is helped along: the order of callbacks depends on their turns.
+void CollectiveWork::await(std::chrono::milliseconds timeout) {
+  const bool isEndless = timeout <= kNoTimeout;
+  const Deadline deadline =
+      isEndless ? Deadline::at(Clock::time_point::max()) : Deadline::after(timeout);
+  bool isOver = true;
+  if (Callbacks& callbacks = *completions()->callbacks(); callbacks.isCallerInside()) {
+    isOver = callbacks.await(endMoment_, deadline);
+  } else if (!finished()) {
+    const Callbacks::Pause pause;
+    if (isEndless) {
+      queue_->help(*this);
+    } else {
+      isOver = queue_->await(*this, deadline);
+    }
+  }
+  if (!isOver) {
+    throwError({ErrorCode::kTimeout, describe() + " is not done after the " +
+                                         std::to_string(timeout.count()) +
+                                         " ms that wait() was given; it goes on"});
+  }
+}
+
+const std::shared_ptr<Completions>& CollectiveWork::completions() const {
+  return queue_->completions();
 }
 
 std::string CollectiveWork::describe() const {
@@ -72,12 +91,17 @@ void CollectiveWork::finish(Ending ending, Completions& completions) {
     finished_.store(true, std::memory_order_release);
     future = future_;
   }
-  if (future)
-    completions.post(
-        [future, outputs = outputs_, ending = ending_] { mark(*future, outputs, ending); });
+  const auto& callbacks = completions.callbacks();
+  if (!future && callbacks->isIdle()) return callbacks->stampPast(endMoment_);
+  auto self = c10::intrusive_ptr<CollectiveWork>::reclaim_copy(this);
+  completions.post([self, future, callbacks = callbacks] {
+    callbacks->stamp(self->endMoment_);
+    if (future) mark(*future, self->outputs_, self->ending_);
+  });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
+  throwIfError(completions()->start());
   std::lock_guard lock(futureMutex_);
   if (!future_) {
     future_ =

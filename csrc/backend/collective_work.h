@@ -10,6 +10,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backend/callbacks.h"
 #include "backend/errors.h"
 #include "backend/profile.h"
 #include "base/result.h"
@@ -65,10 +66,16 @@ class CollectiveWork : public c10d::Work {
   int capacity() const { return capacity_; }
   // Without `override`: c10d::Work has it since torch 2.15 only.
   uint64_t getCompletionKey() const { return key_; }
+  CallbackOrigin origin() const { return {queue_.get(), era_}; }
+  // Of the engine to which the group belongs.
+  const std::shared_ptr<Completions>& completions() const;
+  // When it ended, in the order of callbacks.
+  std::atomic<Callbacks::Moment>& endMoment() { return endMoment_; }
 
  private:
   friend class CollectiveQueue;
 
+  void await(std::chrono::milliseconds timeout);
   void finish(Ending ending, Completions& completions);
   static void mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
                    const Ending& ending);
@@ -76,12 +83,17 @@ class CollectiveWork : public c10d::Work {
   const int size_;
   const int capacity_;
   const uint64_t key_;
-  uint64_t number_ = 0;  // set when it is submitted
+  // Set when it is submitted.
+  uint64_t number_ = 0;
+  uint64_t era_ = 0;        // of the queue
+  uint64_t position_ = 0;   // see CollectiveQueue::number()
+  bool isCounted_ = false;  // the call is one of those that the position counts
   // Whoever waits may be the last to use it. Null: was already finished when it was made.
   const std::shared_ptr<CollectiveQueue> queue_;
   const std::vector<at::Tensor> outputs_;
   Ending ending_;
   std::atomic<bool> finished_{false};
+  std::atomic<Callbacks::Moment> endMoment_{Callbacks::kNever};
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

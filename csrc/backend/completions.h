@@ -2,34 +2,38 @@
 
 #include <functional>
 #include <memory>
-#include <thread>
 
+#include "backend/callbacks.h"
 #include "base/deadline.h"
+#include "base/result.h"
 
 namespace mooncake {
 
-// The thread that may wait for Python's lock: it marks futures, runs their callbacks and drops
-// tensors, whose Python halves need that lock too. Nobody else of ours ever does. A callback may
-// wait for what only another task brings: others take over then, up to four.
+// The thread that marks futures and drops tensors, whose Python halves need Python's lock. Python's
+// callbacks of futures run on threads of their own: see callbacks(). A callback that torch itself
+// runs where the future is marked may wait in one of our calls: another thread takes over then.
 class Completions {
  public:
   Completions();
   ~Completions();  // runs what was posted; may be one of its own tasks that drops it
 
-  // One after the other in this order, as long as none takes long.
+  // Starts the thread, unless it runs. Fails where the system has none; post() tries again.
+  Status start();
+  // One after the other in this order.
   void post(std::function<void()> task);
-  // Until all that was posted has run, or the deadline has passed.
+  const std::shared_ptr<Callbacks>& callbacks() const { return callbacks_; }
+  // Until all that was posted has run, callbacks included, or the deadline has passed.
   bool drain(Deadline deadline);
-  // The same for all there are in this process, those of groups that were destroyed and that
-  // somebody still holds included.
-  static void drainAll(Deadline deadline);
+
+  // The calling thread is about to wait: if it is the one that marks futures, another one does so
+  // from now on.
+  static void giveWorkAway();
 
  private:
   struct State;
-  struct Registry;
-  static void run(const std::shared_ptr<State>& state);
 
   const std::shared_ptr<State> state_;
+  const std::shared_ptr<Callbacks> callbacks_ = std::make_shared<Callbacks>();
 };
 
 }  // namespace mooncake

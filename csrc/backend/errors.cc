@@ -6,6 +6,7 @@ namespace mooncake {
 namespace {
 
 PythonClasses pythonClasses = nullptr;
+thread_local std::exception_ptr lastRaised;
 
 template <typename Throw>
 std::exception_ptr caught(Throw&& thrower) {
@@ -21,7 +22,12 @@ std::exception_ptr caught(Throw&& thrower) {
 
 void setPythonClasses(PythonClasses classes) { pythonClasses = classes; }
 
-PyObject* FailureError::python_type() { return pythonClasses(code_); }
+PyObject* FailureError::python_type() {
+  lastRaised = std::make_exception_ptr(FailureError(*this));
+  return pythonClasses(code_);
+}
+
+std::exception_ptr lastRaisedFailure() { return lastRaised; }
 
 void throwError(const Error& error) {
   switch (error.code) {
@@ -48,7 +54,7 @@ std::exception_ptr toException(const Error& error) {
 }
 
 std::exception_ptr toException(const std::shared_ptr<Loss>& loss) {
-  return caught([&] { throw FailureError(loss->error, loss); });
+  return caught([&] { throw FailureError(loss->error(), loss); });
 }
 
 }  // namespace mooncake

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <atomic>
 #include <exception>
 #include <memory>
 
 #include <torch/csrc/Exceptions.h>
 
+#include "backend/loss.h"
 #include "base/result.h"
 
 namespace mooncake {
@@ -17,14 +17,6 @@ namespace mooncake {
 void throwIfError(const Status& status);
 std::exception_ptr toException(const Error& error);
 
-// A loss that ended an operation in mode `raise`. What its caller had issued until it saw the
-// exception ends with it too.
-struct Loss {
-  explicit Loss(Error why) : error(std::move(why)) {}
-
-  const Error error;
-  std::atomic<bool> seen{false};
-};
 std::exception_ptr toException(const std::shared_ptr<Loss>& loss);
 
 // The class of each code of a FailureError, borrowed. Set once, before the first group is made.
@@ -32,18 +24,18 @@ using PythonClasses = PyObject* (*)(ErrorCode);
 void setPythonClasses(PythonClasses classes);
 
 // kPeerLost, kInputsLost, kEvicted and kMinority: one of the classes in mooncake_backend/errors.py,
-// wherever it leaves torch's code for Python: PyTorchError is what torch translates into a class
-// that the thrower names. Out of a future it goes ways that we do not see, through autograd say:
-// who reads its text hands it to the caller.
+// wherever the exception leaves torch's code for Python: torch translates a PyTorchError into the
+// class that it names. From a future the exception may also leave through autograd. Its text is
+// read where it is handed to a caller, so reading it tells the loss which thread that was.
 class FailureError : public torch::PyTorchError {
  public:
   FailureError(const mooncake::Error& error, std::shared_ptr<Loss> loss)
       : PyTorchError(error.message), code_(error.code), loss_(std::move(loss)) {}
 
-  // Borrowed, and lasts. Who is about to raise it holds the interpreter's lock.
+  // Borrowed, and lasts. The caller holds the interpreter's lock and raises the exception.
   PyObject* python_type() override;
   const char* what() const noexcept override {
-    if (loss_) loss_->seen = true;
+    if (loss_) loss_->noteRaised();
     return PyTorchError::what();
   }
 
@@ -51,5 +43,8 @@ class FailureError : public torch::PyTorchError {
   ErrorCode code_;
   std::shared_ptr<Loss> loss_;
 };
+
+// Copy of the last FailureError that this thread handed to Python; null: none.
+std::exception_ptr lastRaisedFailure();
 
 }  // namespace mooncake

@@ -1,6 +1,7 @@
 // How a group ends here, and with the last word of the default one its job.
 #include "backend/c10d_store.h"
 #include "backend/mooncake_backend.h"
+#include "backend/signals.h"
 #include "base/log.h"
 
 namespace mooncake {
@@ -32,15 +33,29 @@ bool MooncakeBackend::leaveGroup(Farewell::How how) {
   std::lock_guard lock(leaveMutex_);
   const Deadline budget = Deadline::after(options_.env.failureTimeout);
   const bool usable = group_->usable().ok();
-  if (usable && how != Farewell::How::kFailed && queue_->drain(budget)) {
+  // A signal handler has interrupted a wait of this thread, which goes on when the handler returns:
+  // the handler waits for no operation.
+  const bool isInside = Interruptible::isHandling();
+  const bool isIdle = usable && how != Farewell::How::kFailed &&
+                      queue_->drain(isInside ? Deadline::after(Clock::duration::zero()) : budget);
+  if (isIdle) {
     if (how == Farewell::How::kDestroyed) {
       group_->leave(budget);
     } else {
       group_->awaitEnded(budget);
     }
   }
-  group_->fail({ErrorCode::kAborted, kDestroyed});
-  messages_->stop();
+  const Error over{ErrorCode::kAborted,
+                   isInside && usable && !isIdle
+                       ? "group '" + options_.groupName + "' on " + group_->nameRank(rank_) +
+                             " was destroyed by a signal handler, in this operation of it"
+                       : kDestroyed};
+  group_->fail(over);
+  if (isInside) {
+    messages_->messages().abort(over);
+  } else {
+    messages_->stop();
+  }
   return usable;
 }
 
@@ -83,6 +98,10 @@ void MooncakeBackend::close() {
     job_->groups.erase(this);
   }
   leaveGroup();
+  // The signal handler's own thread may be in a call, and cannot leave it before this returns.
+  if (Interruptible::isHandling() && group_ &&
+      (queue_->isCallerRunning() || messages_->messages().drivers() > 0))
+    return leakAll();
   // Threads may still be in calls on works of ours. The group has failed: they leave at once.
   if (group_ && !(queue_->stop(Deadline::after(kToGetOut)) && messages_->stop())) {
     log(LogLevel::kError, engine_->logName(), "group '", options_.groupName,

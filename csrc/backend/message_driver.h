@@ -22,6 +22,7 @@ class MessageDriver {
   ~MessageDriver() { stop(); }
 
   PointToPoint& messages() { return messages_; }
+  const std::shared_ptr<Completions>& completions() const { return completions_; }
   // A send or a receive whose other side is lost raises nothing: a receive gives zeros, and the
   // work tells by its failed ranks.
   bool lostMessagesReturn() const { return lostMessagesReturn_; }

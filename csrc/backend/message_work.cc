@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 
+#include "backend/completions.h"
 #include "backend/errors.h"
 #include "backend/message_driver.h"
 #include "backend/signals.h"
@@ -58,6 +59,7 @@ std::exception_ptr MessageWork::exception() const {
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout <= kNoTimeout ? message_->deadline() : Deadline::after(timeout);
   MessageInterrupt interrupt(*this);
+  const Callbacks::Pause pause;
   const bool isFinished = driver_->messages().wait(*message_, deadline);
   interrupt.rethrow();
   if (!isFinished) {
@@ -124,6 +126,10 @@ void MessageWork::takeOverQuietly() {
   } catch (const std::exception&) {
     // The flag is not set: wait() copies again, and raises.
   }
+}
+
+const std::shared_ptr<Completions>& MessageWork::completions() const {
+  return driver_->completions();
 }
 
 void MessageWork::takeOver() {

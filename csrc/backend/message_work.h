@@ -43,6 +43,7 @@ class MessageWork : public c10d::Work {
   // Without `override`: c10d::Work has it since torch 2.15 only.
   uint64_t getCompletionKey() const { return key_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  const std::shared_ptr<Completions>& completions() const;
 
  private:
   // Once, when it is finished: gives a receive to a tensor that is not contiguous, or zeros to one

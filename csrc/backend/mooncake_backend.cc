@@ -190,6 +190,12 @@ void MooncakeBackend::refuseInForkedChild() const {
                                        "or do without one"});
 }
 
+bool MooncakeBackend::acknowledgeLoss() {
+  refuseInForkedChild();
+  throwIfError(group_->usable());
+  return queue_->acknowledgeLoss(deadline(c10d::kUnsetTimeout));
+}
+
 uint64_t MooncakeBackend::getSequenceNumberForGroup() { return queue_ ? queue_->called() : 0; }
 
 int MooncakeBackend::jobRank(int rank) const {

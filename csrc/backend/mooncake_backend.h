@@ -182,6 +182,8 @@ class MooncakeBackend : public c10d::Backend {
   // Ranks of the group that the last view counts in, as activeRanks() shows them, and that have not
   // left it.
   std::vector<int> survivors() const;
+  // See CollectiveQueue::acknowledgeLoss().
+  bool acknowledgeLoss();
   // Throws what every call does once this rank is out of the job.
   void checkStanding() const;
   // Throws what send() and recv() do for such arguments.

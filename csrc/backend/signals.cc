@@ -5,6 +5,7 @@ namespace {
 
 RunSignalHandlers runHandlers = nullptr;
 pthread_t handlersThread;
+thread_local int handling = 0;
 
 }  // namespace
 
@@ -22,9 +23,13 @@ Interruptible::~Interruptible() {
   if (isActive_) exchange(before_);
 }
 
+bool Interruptible::isHandling() { return handling > 0; }
+
 void Interruptible::onSleep() {
   if (raised_.exception) return;
+  ++handling;
   raised_ = runHandlers();
+  --handling;
   if (raised_.exception) giveUp(raised_.name + " was raised while this rank waited for it");
 }
 

@@ -36,6 +36,8 @@ class Interruptible : private SleepObserver {
     if (raised_.exception) std::rethrow_exception(raised_.exception);
   }
   bool wasInterrupted() const { return raised_.exception != nullptr; }
+  // The calling thread runs handlers, which have interrupted a wait of its own.
+  static bool isHandling();
 
  protected:
   Interruptible();

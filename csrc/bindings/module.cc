@@ -11,12 +11,14 @@
 #include "backend/batch_work.h"
 #include "backend/collective_work.h"
 #include "backend/completions.h"
+#include "backend/drains.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
 #include "backend/mooncake_backend.h"
 #include "backend/named_group.h"
 #include "backend/signals.h"
 #include "bindings/ep.h"
+#include "bindings/futures.h"
 #include "bindings/transfer.h"
 #include "engine/nic/libfabric/report.h"
 #include "engine/transports/registry.h"
@@ -27,7 +29,6 @@ using mooncake::BackendOptions;
 using mooncake::BatchWork;
 using mooncake::Clock;
 using mooncake::CollectiveWork;
-using mooncake::Completions;
 using mooncake::Deadline;
 using mooncake::ErrorCode;
 using mooncake::FailureError;
@@ -231,9 +232,9 @@ RaisedBySignal runSignalHandlers() {
 }
 
 // A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
-void drainCompletions(double seconds) {
+bool drainCompletions(double seconds) {
   const std::chrono::duration<double> most(seconds);
-  Completions::drainAll(Deadline::after(std::chrono::duration_cast<Clock::duration>(most)));
+  return mooncake::drainAll(Deadline::after(std::chrono::duration_cast<Clock::duration>(most)));
 }
 
 // How the process ends: by an error, or not.
@@ -329,6 +330,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("survivors", &PythonBackend::survivors)
       .def_property_readonly("supports_coalescing", &supportsCoalescing)
       .def("note_losses", &PythonBackend::noteLosses, py::arg("ranks"))
+      .def("acknowledge_loss", &PythonBackend::acknowledgeLoss,
+           py::call_guard<py::gil_scoped_release>())
       .def("check_standing", &PythonBackend::checkStanding)
       .def("check_message", &checkMessage, py::arg("is_send"), py::arg("tensor"), py::arg("peer"),
            py::arg("tag"))
@@ -337,9 +340,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   mooncake::bindTransfer(m);
   mooncake::bindEp(m);
+  mooncake::bindFutures(m);
 
   py::class_<CollectiveWork, c10::intrusive_ptr<CollectiveWork>, c10d::Work>(m, "CollectiveWork")
       .def("exception", &exceptionOf)
+      .def("get_future", [](CollectiveWork& work) { return mooncake::futureOf(work); })
       .def("is_success", &CollectiveWork::isSuccess)  // torch's own warns
       .def_property_readonly("contributors", &CollectiveWork::contributors)
       .def_property_readonly("failed_ranks", &CollectiveWork::failedRanks)
@@ -349,12 +354,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("max_group_size", &CollectiveWork::capacity);
   py::class_<MessageWork, c10::intrusive_ptr<MessageWork>, c10d::Work>(m, "MessageWork")
       .def("exception", &exceptionOf)
+      .def("get_future", [](MessageWork& work) { return mooncake::futureOf(work); })
       .def("is_success", &MessageWork::isSuccess)
       .def_property_readonly("failed_ranks", &MessageWork::failedRanks)
       .def_property_readonly("lost_ranks", &MessageWork::failedRanks)
       .def_property_readonly("max_group_size", &MessageWork::capacity);
   py::class_<BatchWork, c10::intrusive_ptr<BatchWork>, c10d::Work>(m, "BatchWork")
       .def("exception", &exceptionOf)
+      .def("get_future", [](BatchWork& work) { return mooncake::futureOf(work); })
       .def("is_success", &BatchWork::isSuccess)
       .def_property_readonly("works", &BatchWork::works)
       .def_property_readonly("lost_ranks", &BatchWork::lostRanks)

@@ -17,7 +17,7 @@ namespace {
 // A part:                           bytes window part (window.cc)  bool raises
 // The version covers all that ranks say to each other afterwards: slots, mailboxes, stamps and
 // messages too. The topic of rank 0's is the one that the group uses.
-constexpr uint32_t kMemberVersion = 7;
+constexpr uint32_t kMemberVersion = 8;
 
 // Up to 64 KiB one exchange of slots beats a second round of signals even with eight ranks on two
 // cores. A slot holds four times that, for operations in which only one rank sends over messages;

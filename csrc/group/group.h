@@ -128,6 +128,8 @@ class Group final : public FlushOwner {
   std::shared_ptr<const GroupView> lastView;  // who contributed to the last one
   // The last operation ended with kInputsLost for an error that is no loss of a rank.
   bool lostInputsOnly = false;
+  // Calls since the last loss, to be compared with those of the other ranks; 0: not counted.
+  uint64_t callsSinceLoss = 0;
   // The last one that ended well, which all ranks of lastView then had begun themselves: an agent
   // ends operations also for a caller that is late.
   uint64_t lastBegun = 0;

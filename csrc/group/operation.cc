@@ -35,6 +35,7 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
       call_([&] {
         Call ours = call;
         ours.fullyMapped = group.window().fullyMapped();
+        ours.sinceLoss = group.callsSinceLoss;
         return ours;
       }()),
       deadline_(deadline),
@@ -221,6 +222,7 @@ Status Operation::awaitBegun(int rank) {
 
   // Not what we called. Everybody learns of it, because everybody compares; say who called what.
   std::map<std::string, std::vector<int>> callers;
+  std::map<uint64_t, std::vector<int>> counts;  // ranks by Call::sinceLoss
   for (const int r : ranks()) {
     MOONCAKE_TRY(awaitStamp(r, &Slot::begun));
     Call theirs = slot(r).call;
@@ -228,11 +230,24 @@ Status Operation::awaitBegun(int rank) {
     if (theirs.fullyMapped != call_.fullyMapped)
       text += theirs.fullyMapped ? " over shared memory" : " over messages";
     callers[text].push_back(r);
+    counts[theirs.sinceLoss].push_back(r);
   }
   std::string who;
   for (const auto& [text, called] : callers)
     who += (who.empty() ? "" : "; ") + listRanks(group_, called) + " called " + text;
   if (view_->skipped.empty()) agent_.allBegan(number_);
+  if (counts.size() > 1) {
+    std::string text;
+    for (const auto& [count, called] : counts) {
+      text += (text.empty() ? "" : "; ") + listRanks(group_, called) + " called its operation " +
+              std::to_string(count) + " after the last loss";
+    }
+    return agree(
+        {ErrorCode::kMismatch,
+         "the ranks do not go on with the same operation after a loss: " + text + " (" + who +
+             "). Nothing was changed; call mooncake_backend.acknowledge_loss(group) on all ranks "
+             "where they go on together, then the same operation"});
+  }
   return agree(
       {ErrorCode::kMismatch, "the ranks called different operations: " + who +
                                  ". Nothing was changed; make all ranks call the same operation"});

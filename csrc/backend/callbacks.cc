@@ -1,0 +1,230 @@
+#include "backend/callbacks.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <list>
+#include <mutex>
+#include <utility>
+
+#include "backend/completions.h"
+#include "backend/drains.h"
+#include "base/log.h"
+#include "base/thread.h"
+
+namespace mooncake {
+
+// Shared with its threads, which may outlive the Callbacks.
+struct Callbacks::State final : Drain, std::enable_shared_from_this<State> {
+  // A callback that has given its turn away, until it takes it again.
+  struct Paused {
+    const std::atomic<Moment>* until;  // when it may go on
+  };
+
+  // Object whose callback the calling thread runs; null: none.
+  static thread_local State* current;
+  // The callback of this thread has given its turn away.
+  static thread_local bool isPaused;
+
+  mutable std::mutex mutex;  // guards everything below
+  std::condition_variable changed;
+  std::deque<std::function<void()>> queue;
+  Moment posted = 0;
+  Moment begun = 0;
+  bool isTaken = false;  // a callback has the turn
+  std::list<Paused*> paused;
+  size_t threads = 0;
+  size_t idle = 0;  // of these, wait for something to do
+  bool isStopping = false;
+  std::atomic<size_t> unfinished{0};  // posted callbacks that have not ended; read without the lock
+
+  // All with the lock.
+  Paused* due() const;
+  bool mayBegin() const { return !isTaken && !queue.empty() && !due(); }
+  bool offerTurn();
+  void runNext(std::unique_lock<std::mutex>& lock);
+  void runThread(std::unique_lock<std::mutex>& lock);
+  void giveTurn(Paused& entry);
+  bool retakeTurn(std::unique_lock<std::mutex>& lock, Paused& entry, Deadline deadline);
+
+  bool isIdle() const override { return unfinished.load() == 0; }
+  bool drain(Deadline deadline) override;
+};
+
+thread_local Callbacks::State* Callbacks::State::current = nullptr;
+thread_local bool Callbacks::State::isPaused = false;
+
+// The paused callback that goes on next, if its moment has come.
+Callbacks::State::Paused* Callbacks::State::due() const {
+  Paused* first = nullptr;
+  for (Paused* entry : paused) {
+    const Moment when = entry->until->load(std::memory_order_acquire);
+    if (when <= begun && (!first || when < first->until->load(std::memory_order_acquire)))
+      first = entry;
+  }
+  return first;
+}
+
+// Returns false if there is a callback to run, and no thread that will come for it.
+bool Callbacks::State::offerTurn() {
+  changed.notify_all();
+  if (!mayBegin() || idle > 0) return true;
+  auto thread = startThread("mooncake-then", [state = shared_from_this()] {
+    std::unique_lock lock(state->mutex);
+    state->runThread(lock);
+  });
+  if (!thread.ok()) {
+    log(LogLevel::kWarning, "callbacks of futures",
+        "wait for each other: ", thread.error().message);
+    return false;
+  }
+  thread->detach();
+  ++threads;
+  return true;
+}
+
+void Callbacks::State::runNext(std::unique_lock<std::mutex>& lock) {
+  auto callback = std::move(queue.front());
+  queue.pop_front();
+  ++begun;
+  isTaken = true;
+  State* const outer = std::exchange(current, this);
+  lock.unlock();
+  try {
+    callback();
+  } catch (const std::exception& error) {
+    log(LogLevel::kError, "a callback of a future", "raised: ", error.what());
+  }
+  callback = nullptr;
+  lock.lock();
+  current = outer;
+  isTaken = false;
+  unfinished.fetch_sub(1, std::memory_order_release);
+  changed.notify_all();
+}
+
+// The last thread without work stays, until the Callbacks are gone.
+void Callbacks::State::runThread(std::unique_lock<std::mutex>& lock) {
+  for (;;) {
+    while (mayBegin()) runNext(lock);
+    if (idle > 0 || isStopping) break;  // a callback that runs comes back for the others
+    ++idle;
+    changed.wait(lock);
+    --idle;
+  }
+  --threads;
+  changed.notify_all();
+}
+
+void Callbacks::State::giveTurn(Paused& entry) {
+  paused.push_back(&entry);
+  isPaused = true;
+  isTaken = false;
+  (void)offerTurn();
+}
+
+bool Callbacks::State::retakeTurn(std::unique_lock<std::mutex>& lock, Paused& entry,
+                                  Deadline deadline) {
+  static constexpr std::atomic<Moment> kAtOnce{0};
+  const std::atomic<Moment>* const awaited = entry.until;
+  for (;;) {
+    if (!isTaken && due() == &entry) break;
+    if (awaited->load(std::memory_order_acquire) != kNever) {
+      changed.wait(lock);
+    } else if (!deadline.passed()) {
+      changed.wait_until(lock, deadline.when());
+    } else {
+      entry.until = &kAtOnce;
+      changed.wait(lock, [&] { return !isTaken && due() == &entry; });
+      break;
+    }
+  }
+  paused.remove(&entry);
+  isPaused = false;
+  isTaken = true;
+  return entry.until == awaited;
+}
+
+bool Callbacks::State::drain(Deadline deadline) {
+  if (current == this) return true;
+  std::unique_lock lock(mutex);
+  return changed.wait_until(lock, deadline.when(), [&] { return isIdle(); });
+}
+
+Callbacks::Callbacks() : state_(std::make_shared<State>()) { addDrain(state_); }
+
+Callbacks::~Callbacks() {
+  std::unique_lock lock(state_->mutex);
+  state_->isStopping = true;
+  state_->changed.notify_all();
+  // Threads that have nothing to do are gone by then.
+  state_->changed.wait(lock, [&] { return state_->idle == 0; });
+}
+
+void Callbacks::post(std::function<void()> callback) {
+  std::unique_lock lock(state_->mutex);
+  state_->queue.push_back(std::move(callback));
+  ++state_->posted;
+  state_->unfinished.fetch_add(1);
+  if (state_->offerTurn() || state_->threads > 0) return;
+  while (state_->mayBegin()) state_->runNext(lock);
+}
+
+bool Callbacks::isIdle() const { return state_->isIdle(); }
+
+bool Callbacks::drain(Deadline deadline) { return state_->drain(deadline); }
+
+bool Callbacks::isCallerInside() const { return State::current == state_.get(); }
+
+// What happens within a callback happens at the moment of that callback.
+void Callbacks::stamp(std::atomic<Moment>& moment) {
+  std::lock_guard lock(state_->mutex);
+  moment.store(isCallerInside() ? state_->begun : state_->posted, std::memory_order_release);
+  state_->changed.notify_all();
+}
+
+// A callback that was posted meanwhile may sleep for this moment: either it sees the 0, or it is
+// seen here.
+void Callbacks::stampPast(std::atomic<Moment>& moment) {
+  moment.exchange(0);
+  if (state_->isIdle()) return;
+  std::lock_guard lock(state_->mutex);
+  state_->changed.notify_all();
+}
+
+bool Callbacks::await(const std::atomic<Moment>& moment, Deadline deadline) {
+  std::unique_lock lock(state_->mutex);
+  State::Paused entry{&moment};
+  state_->giveTurn(entry);
+  return state_->retakeTurn(lock, entry, deadline);
+}
+
+struct Callbacks::Pause::Entry {
+  explicit Entry(std::shared_ptr<State> of) : state(std::move(of)) {}
+
+  const std::shared_ptr<State> state;
+  std::atomic<Moment> until{kNever};
+  State::Paused paused{&until};
+};
+
+Callbacks::Pause::Pause()
+    : entry_(State::current && !State::isPaused
+                 ? std::make_unique<Entry>(State::current->shared_from_this())
+                 : nullptr) {
+  if (!entry_) {
+    Completions::giveWorkAway();
+    return;
+  }
+  std::lock_guard lock(entry_->state->mutex);
+  entry_->state->giveTurn(entry_->paused);
+}
+
+Callbacks::Pause::~Pause() {
+  if (!entry_) return;
+  std::unique_lock lock(entry_->state->mutex);
+  entry_->until.store(0, std::memory_order_release);
+  entry_->state->retakeTurn(lock, entry_->paused, Deadline::at(Clock::time_point::max()));
+}
+
+}  // namespace mooncake

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+
+#include "base/deadline.h"
+
+namespace mooncake {
+
+// Runs the callbacks of futures one at a time, in the order of post(): so that operations which
+// callbacks call have the same order on all ranks.
+//
+// A callback that waits in one of our calls gives its turn away, and another thread goes on with
+// the next callback. When the wait is over, the callback takes the turn again in its place: behind
+// the callbacks that were posted before the awaited operation ended, ahead of all later ones.
+class Callbacks {
+ public:
+  // A place in the order of the callbacks.
+  using Moment = uint64_t;
+  static constexpr Moment kNever = std::numeric_limits<Moment>::max();
+
+  Callbacks();
+  // Callbacks that were posted still run, and nothing waits for them.
+  ~Callbacks();
+  Callbacks(const Callbacks&) = delete;
+  Callbacks& operator=(const Callbacks&) = delete;
+
+  void post(std::function<void()> callback);
+  // Nothing is posted that has not ended.
+  bool isIdle() const;
+  // Returns whether that was so before the deadline. Always true in a callback.
+  bool drain(Deadline deadline);
+
+  // The calling thread runs a callback of this object.
+  bool isCallerInside() const;
+  // Writes the present moment, where kNever stood: what callbacks await() has happened.
+  void stamp(std::atomic<Moment>& moment);
+  // The same for what happened when isIdle() was true: it is past for all callbacks.
+  void stampPast(std::atomic<Moment>& moment);
+  // In a callback: gives the turn away until the moment has been stamped and has come. Returns
+  // false if it was not stamped before the deadline.
+  bool await(const std::atomic<Moment>& moment, Deadline deadline);
+
+  // In a callback, gives the turn away while it lives; nothing elsewhere.
+  class Pause;
+
+ private:
+  struct State;
+
+  const std::shared_ptr<State> state_;
+};
+
+class Callbacks::Pause {
+ public:
+  Pause();
+  ~Pause();
+  Pause(const Pause&) = delete;
+  Pause& operator=(const Pause&) = delete;
+
+ private:
+  struct Entry;
+  const std::unique_ptr<Entry> entry_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <memory>
+
+#include "base/deadline.h"
+
+namespace mooncake {
+
+// Work that threads of ours still do for the program when its groups are gone.
+class Drain {
+ public:
+  virtual ~Drain() = default;
+  virtual bool isIdle() const = 0;
+  // Returns whether it was idle before the deadline.
+  virtual bool drain(Deadline deadline) = 0;
+};
+
+// Has drainAll() know it as long as it lives. A forked child knows only those that it makes.
+void addDrain(std::weak_ptr<Drain> drain);
+// Returns whether all of them in this process were idle at once before the deadline.
+bool drainAll(Deadline deadline);
+
+}  // namespace mooncake

@@ -1,0 +1,194 @@
+#include "bindings/futures.h"
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "backend/batch_work.h"
+#include "backend/callbacks.h"
+#include "backend/collective_work.h"
+#include "backend/completions.h"
+#include "backend/errors.h"
+#include "backend/loss.h"
+#include "backend/message_work.h"
+#include "base/log.h"
+
+namespace py = pybind11;
+
+namespace mooncake {
+namespace {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+using MomentPtr = std::shared_ptr<std::atomic<Callbacks::Moment>>;
+
+// What a callback has raised. torch's own future keeps the text only: an error of ours stays what
+// it is, so that the program sees a loss where it waits, for example at the end of a backward.
+std::exception_ptr errorOf(py::error_already_set& raised) {
+  if (const std::exception_ptr failure = lastRaisedFailure()) {
+    try {
+      std::rethrow_exception(failure);
+    } catch (FailureError& error) {
+      if (raised.matches(error.python_type()) &&
+          py::str(raised.value()).cast<std::string>() == error.what())
+        return failure;
+    }
+  }
+  return std::make_exception_ptr(std::runtime_error(
+      std::string("Got the following error when running the callback: ") + raised.what()));
+}
+
+// Runs the callback in this thread's turn, else when its turn comes. What follows in a chain of
+// callbacks belongs to the turn of the first.
+void runInTurn(const std::shared_ptr<Callbacks>& callbacks, CallbackOrigin origin,
+               std::function<void()> run) {
+  auto scoped = [origin, run = std::move(run)] {
+    const CallbackScope scope(origin);
+    run();
+  };
+  if (callbacks->isCallerInside()) {
+    scoped();
+  } else {
+    callbacks->post(std::move(scoped));
+  }
+}
+
+// A future whose callbacks run one after the other (see Callbacks), not where it is marked. What
+// then() returns is such a future again.
+//
+// The second base makes the conversion to enable_shared_from_this ambiguous: pybind11 would cast
+// torch's one dynamically, which a class without virtual functions does not allow.
+class PythonFuture final : public torch::jit::PythonFutureWrapper,
+                           public std::enable_shared_from_this<PythonFuture> {
+ public:
+  PythonFuture(FuturePtr future, std::shared_ptr<Callbacks> callbacks, CallbackOrigin origin,
+               MomentPtr moment)
+      : PythonFutureWrapper(std::move(future)),
+        callbacks_(std::move(callbacks)),
+        origin_(origin),
+        moment_(std::move(moment)) {}
+
+  // A future whose moment is that in which it is marked.
+  static std::shared_ptr<PythonFuture> make(FuturePtr future,
+                                            const std::shared_ptr<Callbacks>& callbacks,
+                                            CallbackOrigin origin) {
+    auto moment = std::make_shared<std::atomic<Callbacks::Moment>>(Callbacks::kNever);
+    future->addCallback([callbacks, moment](c10::ivalue::Future&) { callbacks->stamp(*moment); });
+    return std::make_shared<PythonFuture>(std::move(future), callbacks, origin, moment);
+  }
+
+  using Pointer = std::shared_ptr<PythonFuture>;
+
+  py::object waitInTurn() {
+    {
+      py::gil_scoped_release unlocked;
+      if (callbacks_->isCallerInside()) {
+        callbacks_->await(*moment_, Deadline::at(Clock::time_point::max()));
+        fut->wait();  // it is being marked
+      } else {
+        const Callbacks::Pause pause;
+        fut->wait();
+      }
+    }
+    return value();
+  }
+
+  static Pointer thenInTurn(const Pointer& self, py::function callback) {
+    auto child = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
+    auto result = make(child, self->callbacks_, self->origin_);
+    attach(self, std::move(callback), [child](py::function& call, const py::object& self) {
+      c10::IValue value;
+      std::exception_ptr error;
+      {
+        py::gil_scoped_acquire locked;
+        try {
+          value = torch::jit::toIValue(call(self), c10::PyObjectType::get());
+        } catch (py::error_already_set& raised) {
+          error = errorOf(raised);
+          raised.restore();
+          PyErr_Clear();
+        } catch (const std::exception&) {
+          error = std::current_exception();
+        }
+      }
+      if (error) {
+        child->setError(std::move(error));
+      } else {
+        child->markCompleted(std::move(value));
+      }
+    });
+    return result;
+  }
+
+  static void addDoneCallbackInTurn(const Pointer& self, py::function callback) {
+    attach(self, std::move(callback), [](py::function& call, const py::object& self) {
+      py::gil_scoped_acquire locked;
+      try {
+        call(self);
+      } catch (py::error_already_set& raised) {
+        log(LogLevel::kError, "a callback of a future", "raised: ", raised.what());
+        raised.restore();
+        PyErr_Clear();
+      }
+    });
+  }
+
+ private:
+  // With Python's lock. `run` is called without it.
+  template <typename Run>
+  static void attach(const Pointer& self, py::function callback, Run run) {
+    auto guarded = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
+    py::gil_scoped_release unlocked;
+    self->fut->addCallback([callbacks = self->callbacks_, origin = self->origin_, self, guarded,
+                            run = std::move(run)](c10::ivalue::Future&) {
+      runInTurn(callbacks, origin, [self, guarded, run] {
+        py::object object;
+        {
+          py::gil_scoped_acquire locked;
+          object = py::cast(self);
+        }
+        run(guarded->func_, object);
+        py::gil_scoped_acquire locked;
+        object = py::object();
+      });
+    });
+  }
+
+  const std::shared_ptr<Callbacks> callbacks_;
+  const CallbackOrigin origin_;
+  const MomentPtr moment_;
+};
+
+}  // namespace
+
+py::object futureOf(CollectiveWork& work) {
+  auto self = c10::intrusive_ptr<CollectiveWork>::reclaim_copy(&work);
+  const MomentPtr moment(&work.endMoment(), [self](auto*) {});
+  return py::cast(std::make_shared<PythonFuture>(work.getFuture(), work.completions()->callbacks(),
+                                                 work.origin(), moment));
+}
+
+py::object futureOf(MessageWork& work) {
+  return py::cast(PythonFuture::make(work.getFuture(), work.completions()->callbacks(), {}));
+}
+
+py::object futureOf(BatchWork& work) {
+  auto future = work.getFuture();
+  const std::shared_ptr<Completions> completions = work.completions();
+  if (!completions) return py::cast(std::make_shared<torch::jit::PythonFutureWrapper>(future));
+  return py::cast(PythonFuture::make(std::move(future), completions->callbacks(), {}));
+}
+
+void bindFutures(py::module_& m) {
+  py::class_<PythonFuture, torch::jit::PythonFutureWrapper, std::shared_ptr<PythonFuture>>(m,
+                                                                                           "Future")
+      .def("wait", &PythonFuture::waitInTurn)
+      .def("then", &PythonFuture::thenInTurn, py::arg("callback"))
+      .def("add_done_callback", &PythonFuture::addDoneCallbackInTurn, py::arg("callback"));
+}
+
+}  // namespace mooncake

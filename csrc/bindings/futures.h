@@ -1,0 +1,18 @@
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace mooncake {
+
+// The class of the futures that works of ours give to Python.
+void bindFutures(pybind11::module_& m);
+
+class BatchWork;
+class CollectiveWork;
+class MessageWork;
+
+pybind11::object futureOf(CollectiveWork& work);
+pybind11::object futureOf(MessageWork& work);
+pybind11::object futureOf(BatchWork& work);
+
+}  // namespace mooncake
