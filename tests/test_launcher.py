@@ -118,6 +118,12 @@ class Site:
         harness.until(path.exists, f"{path}")
         return json.loads(path.read_text())
 
+    def say(self, name: str, value: Any) -> None:
+        """To all ranks: heard(name, "all") returns the value. A rank never reads half of it."""
+        beside = self.folder / f".{name}-all"
+        beside.write_text(json.dumps(value))
+        beside.rename(self.folder / f"{name}-all")
+
     def pids(self) -> list[int]:
         return [json.loads(path.read_text()) for path in self.folder.glob("pid-*")]
 
@@ -621,7 +627,7 @@ def test_a_launcher_that_was_killed_is_not_waited_for(site: Site, two_hosts):
     for rank in range(4):
         site.heard("pid", rank)
     launchers[1].process.kill()
-    (site.folder / "go-all").write_text("1")
+    site.say("go", 1)
     code, output = launchers[0].wait()
     assert code == 0, output
     assert "ranks 2-3 on " in output
