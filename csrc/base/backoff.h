@@ -7,8 +7,9 @@
 
 namespace mooncake {
 
-// Pauses between attempts that fail: each twice the last one, up to a limit, and what is waited is
-// half to all of it, so that those who failed together do not come back together.
+// Pauses between failed attempts. doubled() gives the next pause: twice the last one, at most
+// `most`. jittered() draws the time to wait: half of the pause up to all of it, so that peers that
+// failed together do not retry together.
 inline Clock::duration doubled(Clock::duration pause, Clock::duration most) {
   return std::min(2 * pause, most);
 }

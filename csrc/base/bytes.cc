@@ -29,13 +29,14 @@ void copyPastCache(std::byte* to, ByteView from) {
     _mm_stream_si128(target + 2, c);
     _mm_stream_si128(target + 3, d);
   }
-  _mm_sfence();  // such stores are not ordered: whoever is told of the copy must also see it
+  _mm_sfence();  // streaming stores are not ordered: the copy must be visible before it is
+                 // announced
 #endif
   if (!from.empty()) std::memcpy(to, from.data(), from.size());
 }
 
 ByteWriter& ByteWriter::putBytes(ByteView bytes) {
-  // No reader would accept it, and a cut length would make the rest of the message lie.
+  // No reader accepts a longer field, and a truncated length would corrupt the rest of the message.
   if (bytes.size() > std::numeric_limits<uint32_t>::max()) {
     throw std::length_error("ByteWriter::putBytes: more than 4 GiB");
   }

@@ -17,8 +17,8 @@ namespace mooncake {
 using Bytes = std::vector<std::byte>;
 using ByteView = std::span<const std::byte>;
 
-// For large copies that nobody reads soon: past the cache where the processor can do that, so that
-// what is needed next stays in it. `to` must not overlap `from`.
+// Copies a large block that is not read again soon. Bypasses the cache where the processor can, so
+// that the cache keeps the data needed next. `to` must not overlap `from`.
 void copyPastCache(std::byte* to, ByteView from);
 
 // Writes little-endian integers and length-prefixed strings. All targets of this project are
@@ -31,7 +31,7 @@ class ByteWriter {
   }
   ByteWriter& putBytes(ByteView bytes);  // u32 length, then the bytes
   ByteWriter& putString(std::string_view text);
-  ByteWriter& putRaw(ByteView bytes);  // no length: fixed-size fields
+  ByteWriter& putRaw(ByteView bytes);  // without a length: fixed-size fields
 
   Bytes take() { return std::move(out_); }
   const Bytes& bytes() const { return out_; }
@@ -40,9 +40,9 @@ class ByteWriter {
   Bytes out_;
 };
 
-// The one reader of every wire format: never reads past the end, never allocates more than what is
-// there, and remembers the first failure, so a decoder reads all fields and then asks once. After a
-// failure nothing is left and every field reads as zero or empty.
+// The one reader of every wire format. It never reads past the end and never allocates more than
+// the input holds. It remembers the first failure, so a decoder reads all fields and checks once.
+// After a failure nothing is left and every field reads as zero or empty.
 class ByteReader {
  public:
   explicit ByteReader(ByteView in) : in_(in) {}
@@ -60,13 +60,13 @@ class ByteReader {
       return value;
     }
   }
-  ByteView getRaw(size_t length);       // empty view and failed() when there is less
+  ByteView getRaw(size_t length);       // empty view and failed() if fewer bytes are left
   ByteView getBytes(size_t maxLength);  // u32 length, then the bytes
   std::string getString(size_t maxLength);
 
   bool failed() const { return failed_; }
   size_t left() const { return in_.size(); }
-  // ok when every field was there and nothing is left over.
+  // ok if every field was there and no bytes are left over. `what` names the message in the error.
   Status finish(std::string_view what) const;
 
  private:

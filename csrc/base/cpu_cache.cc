@@ -5,7 +5,7 @@
 namespace mooncake {
 namespace {
 
-// Of a list such as "0-7,64-71"; 0: it is none.
+// Counts the cores in a list such as "0-7,64-71". Returns 0 if the text is no such list.
 size_t coresIn(std::istream& list) {
   size_t count = 0, first = 0;
   while (list >> first) {

@@ -5,14 +5,14 @@
 
 namespace mooncake {
 
-// The last cache in front of memory.
+// The last-level cache.
 struct CpuCache {
   size_t bytes = size_t(32) << 20;
-  size_t cores = 0;  // that share it; 0: the kernel does not say
+  size_t cores = 0;  // cores that share the cache; 0: the kernel does not say
 };
 
-// As the kernel describes it in `folder`; what it does not tell stays as above. Not sysconf(): in a
-// virtual machine of 2 cores it told 320 MiB of a cache of 32.
+// Reads the kernel's description in `folder`; values that it lacks keep their defaults. sysconf()
+// does not serve: in a virtual machine with 2 cores it reported 320 MiB for a cache of 32 MiB.
 CpuCache lastCache(const std::string& folder = "/sys/devices/system/cpu/cpu0/cache");
 
 }  // namespace mooncake

@@ -33,8 +33,8 @@ int collectLibcrypto(dl_phdr_info* info, size_t, void* found) {
   return 0;
 }
 
-// Libraries that are in the process already come first: conda and wheels keep theirs where dlopen
-// does not look, and one OpenSSL in a process is enough.
+// Libraries already in the process come first: conda and wheels keep theirs where dlopen does not
+// look, and one OpenSSL in a process is enough.
 std::vector<std::string> candidates() {
   std::vector<std::string> paths;
   ::dl_iterate_phdr(collectLibcrypto, &paths);
@@ -48,14 +48,14 @@ void fillRandom(std::span<std::byte> out) {
     if (got > 0) {
       out = out.subspan(static_cast<size_t>(got));
     } else if (errno != EINTR) {
-      // Every Linux since 3.17 has it. To go on would mean nonces that an attacker can guess.
+      // Every Linux since 3.17 has getrandom(). Without it, an attacker could guess nonces.
       logLine(LogLevel::kError, "crypto", systemError("getrandom", errno).message);
       std::abort();
     }
   }
 }
 
-// Never null: to OpenSSL 3 a null key is no key, not an empty one.
+// Never returns null: OpenSSL 3 takes a null key for a missing key, not for an empty one.
 const unsigned char* raw(ByteView bytes) {
   static const unsigned char nothing = 0;
   return bytes.empty() ? &nothing : reinterpret_cast<const unsigned char*>(bytes.data());
@@ -65,7 +65,7 @@ const unsigned char* raw(ByteView bytes) {
 
 Result<std::shared_ptr<const Crypto>> Crypto::load() {
   static std::mutex mutex;
-  static std::shared_ptr<const Crypto> loaded;  // once there, it stays
+  static std::shared_ptr<const Crypto> loaded;  // stays loaded until the process ends
   std::lock_guard lock(mutex);
   if (loaded) return loaded;
   std::string tried;
@@ -102,8 +102,8 @@ Mac Crypto::hmac(ByteView key, ByteView message) const {
   const auto* done =
       functions_->hmac(functions_->sha256(), raw(key), static_cast<int>(key.size()), raw(message),
                        message.size(), reinterpret_cast<unsigned char*>(mac.data()), &length);
-  // Out of memory, or a FIPS provider that finds the key too short. A code that nobody can guess
-  // makes the challenge fail, which is the safe way to fail.
+  // OpenSSL is out of memory, or a FIPS provider finds the key too short. An unguessable code makes
+  // the challenge fail, which is the safe way to fail.
   if (done == nullptr) return randomNonce();
   return mac;
 }

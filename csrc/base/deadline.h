@@ -9,8 +9,8 @@ using Clock = std::chrono::steady_clock;
 // The point in time at which a wait gives up. Every wait has one.
 class Deadline {
  public:
-  // Of any unit: compared in its own, since what is for ever in milliseconds overflows as
-  // nanoseconds.
+  // Takes a budget of any unit. It is compared in its own unit, because an "endless" number of
+  // milliseconds overflows as nanoseconds.
   template <typename Rep, typename Period>
   static Deadline after(std::chrono::duration<Rep, Period> budget) {
     using Budget = std::chrono::duration<Rep, Period>;
@@ -28,7 +28,7 @@ class Deadline {
     return when_ > now ? when_ - now : std::chrono::nanoseconds(0);
   }
   Clock::time_point when() const { return when_; }
-  // When its budget began; of at() long ago.
+  // When the budget began; time_point::min() for a deadline made by at().
   Clock::time_point began() const { return began_; }
   Deadline earlier(Deadline other) const { return other.when_ < when_ ? other : *this; }
 

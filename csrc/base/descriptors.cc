@@ -7,7 +7,7 @@
 namespace mooncake {
 namespace {
 
-// For whatever else is opened meanwhile, by us and by the program.
+// Kept free for descriptors that we or the program open in the meantime.
 constexpr size_t kReserve = 32;
 
 rlimit limits() {
@@ -25,7 +25,7 @@ size_t openDescriptors() {
   if (!folder) return 0;
   size_t count = 0;
   while (const dirent* entry = ::readdir(folder.get())) count += entry->d_name[0] != '.';
-  return count - 1;  // the folder's own
+  return count - 1;  // not the descriptor of the folder itself
 }
 
 }  // namespace
@@ -34,7 +34,8 @@ void raiseDescriptorLimit() {
   rlimit wanted = limits();
   if (wanted.rlim_cur == wanted.rlim_max) return;
   wanted.rlim_cur = wanted.rlim_max;
-  (void)::setrlimit(RLIMIT_NOFILE, &wanted);  // else it stays as it is, and is named when it is hit
+  (void)::setrlimit(RLIMIT_NOFILE,
+                    &wanted);  // on failure the limit stays; the error names it when it is reached
 }
 
 Status checkDescriptors(size_t more, const std::string& what) {

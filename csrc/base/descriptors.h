@@ -5,19 +5,19 @@
 
 #include "base/result.h"
 
-// How many files and sockets this process may have open (RLIMIT_NOFILE). Every rank that is reached
-// over a socket costs one descriptor, and some more while much is fetched from it over TCP.
+// How many files and sockets this process may have open (RLIMIT_NOFILE). Every rank reached over a
+// socket costs one descriptor. A bulk fetch from it over TCP costs a few more while it runs.
 namespace mooncake {
 
-// Raises the soft limit, which is 1024 as a rule, to the hard one: that takes no privilege. A
-// program that needs the lower one, because it calls select(2), sets it again afterwards.
+// Raises the soft limit, usually 1024, to the hard one, which takes no privilege. A program that
+// needs the lower limit, because it calls select(2), sets it again afterwards.
 void raiseDescriptorLimit();
 
-// Whether so many more fit. kExhausted says how many are needed, what the limit is and how to raise
-// it.
+// Checks that `more` descriptors still fit, with some to spare. kExhausted says how many are
+// needed, the limit and how to raise it. `what` is the subject of that message.
 Status checkDescriptors(size_t more, const std::string& what);
 
-// For messages: what the limit is and how to raise it.
+// Text for error messages: the limit and how to raise it.
 std::string describeDescriptorLimit();
 
 }  // namespace mooncake

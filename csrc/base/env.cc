@@ -17,13 +17,13 @@
 namespace mooncake {
 namespace {
 
-// `parse` puts the value into the struct and returns true, or says in `allowed` what it would have
-// taken.
+// `parse` stores the value in the struct and returns true. If it returns false, `allowed` says
+// which values are valid.
 template <typename To>
 struct EntryOf {
   EnvVariable variable;
   bool (*parse)(std::string_view value, To& env, std::string& allowed);
-  bool isSecret = false;  // its value stands in no message
+  bool isSecret = false;  // no message may show the value
 };
 using Entry = EntryOf<Env>;
 using TransferEntry = EntryOf<TransferEnv>;
@@ -43,7 +43,7 @@ bool isTransportName(std::string_view name) {
   });
 }
 
-// Which names exist is known to the engine's registry, not here.
+// The engine's registry checks that the names exist.
 bool parseTransports(std::string_view value, Env& env, std::string& allowed) {
   allowed = "names of transports, each once, separated by commas: shm,tcp";
   env.transports.clear();
@@ -278,7 +278,7 @@ constexpr Entry kEntries[] = {
       "Address to listen on and to publish to peers; empty means the code chooses"},
      parseHostIp},
     {{"MOONCAKE_JOB_KEY", "",
-      "Shared secret of the job, 16 bytes or more; whoever does not know it cannot connect"},
+      "Shared secret of the job, 16 bytes or more; a process without it cannot connect"},
      parseJobKey,
      /*isSecret=*/true},
     {{"MOONCAKE_FAILURE_TIMEOUT_MS", "3000",
@@ -380,7 +380,7 @@ Result<To> readAll(const EntryOf<To> (&entries)[N]) {
   for (const auto& [variable, parse, isSecret] : entries) {
     const char* value = std::getenv(variable.name);
     if (value == nullptr || *value == '\0')
-      continue;  // launchers often pass on what they do not have as ""
+      continue;  // launchers often pass a variable that they lack as ""
     std::string allowed;
     if (!parse(value, env, allowed)) {
       return Error{ErrorCode::kInvalidArgument,

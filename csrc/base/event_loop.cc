@@ -79,15 +79,15 @@ Status EventLoop::modify(int fd, uint32_t events) {
 }
 
 void EventLoop::remove(int fd) {
-  std::shared_ptr<Handler> handler;  // destroyed after the lock is free: it may own anything
+  std::shared_ptr<Handler> handler;  // destroyed after the unlock: it may own anything
   std::unique_lock lock(mutex_);
   const auto found = handlers_.find(fd);
   if (found == handlers_.end()) return;
   const uint32_t token = found->second.token;
   handler = std::move(found->second.handler);
   handlers_.erase(found);
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd,
-              nullptr);  // fails if the descriptor is closed, then it is out
+  // Fails if the descriptor is closed; then it is out of the set already.
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   if (onLoopThread()) return;
   handlerDone_.wait(lock, [&] { return running_ != token; });
 }
@@ -111,12 +111,12 @@ EventLoop::TimerId EventLoop::runAt(Deadline when, Task task) {
     const auto added = timers_.emplace(std::pair(when.when(), timer), std::move(task)).first;
     isFirst = added == timers_.begin();
   }
-  if (isFirst && !onLoopThread()) wake();  // it may be asleep until a later one
+  if (isFirst && !onLoopThread()) wake();  // the loop may sleep until a later timer
   return timer;
 }
 
 void EventLoop::cancel(TimerId timer) {
-  Task task;  // destroyed after the lock is free: it may own anything
+  Task task;  // destroyed after the unlock: it may own anything
   std::lock_guard lock(mutex_);
   const auto found = std::find_if(timers_.begin(), timers_.end(),
                                   [&](const auto& entry) { return entry.first.second == timer; });
@@ -125,7 +125,7 @@ void EventLoop::cancel(TimerId timer) {
   timers_.erase(found);
 }
 
-// As epoll_wait takes it; -1: there is none.
+// Timeout for epoll_wait; -1 without a timer.
 int EventLoop::millisecondsToFirstTimer() {
   std::lock_guard lock(mutex_);
   if (timers_.empty()) return -1;
@@ -152,7 +152,7 @@ void EventLoop::runTimers() {
 bool EventLoop::onLoopThread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
 void EventLoop::wake() {
-  // Can only fail when the counter is full, and then the loop wakes up anyway.
+  // The write fails only if the counter is full, and then the loop wakes up anyway.
   const uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof(one));
 }
@@ -174,7 +174,7 @@ void EventLoop::run() {
     }
     runTimers();
     if (!woken) continue;
-    // First silence the wake-up, then look for its cause: a post in between wakes us once more.
+    // First clear the wake-up, then look for its cause: a post in between wakes the loop once more.
     uint64_t wakes;
     [[maybe_unused]] const auto got = ::read(wake_.get(), &wakes, sizeof(wakes));
     runTasks(scratch);
@@ -194,8 +194,8 @@ void EventLoop::dispatch(int fd, uint32_t token, uint32_t events) {
     running_ = token;
   }
   (*handler)(events);
-  handler.reset();  // before remove() returns, so that its caller may destroy what the handler
-                    // refers to
+  handler.reset();  // before remove() returns: its caller may then destroy objects that the
+                    // handler refers to
   {
     std::lock_guard lock(mutex_);
     running_ = 0;
@@ -210,7 +210,7 @@ void EventLoop::runTasks(std::vector<Task>& scratch) {
   }
   for (Task& task : scratch) {
     task();
-    task = nullptr;  // what it owns goes now, not with the last of them
+    task = nullptr;  // frees the task's objects now, not after the last task
   }
   scratch.clear();
 }

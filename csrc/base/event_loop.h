@@ -27,31 +27,32 @@ class EventLoop {
   using Task = std::function<void()>;
 
   static Result<std::unique_ptr<EventLoop>> start(
-      const std::string& threadName);  // 15 characters are kept
+      const std::string& threadName);  // cut to 15 characters
   ~EventLoop();
-  // Runs what was posted, and what that posts, then joins. Not on the loop's thread.
+  // Runs all posted tasks, and tasks that they post, then joins. Not on the loop's thread.
   void stop();
 
-  // Any thread. The descriptor stays the caller's, who removes it before closing it.
+  // Any thread. The caller keeps the descriptor, and removes it before closing it.
   Status add(int fd, uint32_t events, Handler handler);
   Status modify(int fd, uint32_t events);
-  // Returns when the handler does not run and will never run again (at once on the loop's own
-  // thread). The caller must not hold a lock that the handler takes. A descriptor that was never
-  // added is fine.
+  // Returns when the handler does not run and will never run again. On the loop's own thread it
+  // returns at once. The caller must not hold a lock that the handler takes. A descriptor that was
+  // never added is fine.
   void remove(int fd);
-  // Runs the task on the loop's thread as soon as it is free, in the order of posting.
+  // Runs the task on the loop's thread as soon as the thread is free, in the order of posting.
   void post(Task task);
   // Runs the task on the loop's thread when the deadline has passed, to the millisecond. Any
   // thread.
   using TimerId = uint64_t;
   TimerId runAt(Deadline when, Task task);
-  // On the loop's thread: the task does not run any more, if it has not.
+  // Drops the task unless it has already run. On the loop's thread only.
   void cancel(TimerId timer);
   bool onLoopThread() const;
 
  private:
-  // The token tells this registration from an earlier one of the same descriptor number, of which
-  // an event may still be on its way. It travels in the epoll event; 0 is the loop's own wake-up.
+  // The token distinguishes this registration from an earlier one with the same descriptor number:
+  // an event of the earlier one may still be pending. The epoll event carries it; 0 is the loop's
+  // own wake-up.
   struct Registration {
     uint32_t token;
     std::shared_ptr<Handler> handler;  // shared: a handler may remove itself while it runs

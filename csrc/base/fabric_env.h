@@ -13,18 +13,19 @@ namespace mooncake {
 
 enum class NicSelection { kAll, kLocal };
 
-// The variables of network cards alone, read when an engine opens some. In the table of base/env.h,
-// and set but empty is as good as not set there, too.
+// Variables that concern only network cards, read when an engine opens some. They are in the table
+// of base/env.h. An empty variable counts as not set here, too.
 struct FabricEnv {
   std::string libfabricPath;                                   // MOONCAKE_LIBFABRIC
   std::vector<std::string> providers{"efa", "verbs;ofi_rxm"};  // MOONCAKE_FABRIC_PROVIDERS
   std::string requiredProvider;                                // MOONCAKE_FABRIC_REQUIRE
-  std::string requiredBy = "MOONCAKE_FABRIC_REQUIRE";          // no variable: who asks for it
-  std::vector<std::string> devices;                            // MC_TE_FILTERS: empty: all
-  std::vector<std::string> excludedDevices;                    // MC_TE_FILTERS_EXCLUDE
-  std::chrono::milliseconds timeout{500};                      // MOONCAKE_NIC_TIMEOUT_MS
-  size_t mostUnderWay = 0;                                     // MC_MAX_WR: 0: the provider's depth
-  uint64_t mostMemoryBytes = uint64_t(1) << 40;  // MC_MAX_MR_SIZE: of one registration
+  std::string requiredBy =
+      "MOONCAKE_FABRIC_REQUIRE";                 // no variable: names the source of that demand
+  std::vector<std::string> devices;              // MC_TE_FILTERS: empty: all
+  std::vector<std::string> excludedDevices;      // MC_TE_FILTERS_EXCLUDE
+  std::chrono::milliseconds timeout{500};        // MOONCAKE_NIC_TIMEOUT_MS
+  size_t mostUnderWay = 0;                       // MC_MAX_WR: 0: the provider's depth
+  uint64_t mostMemoryBytes = uint64_t(1) << 40;  // MC_MAX_MR_SIZE: largest registration
   NicSelection selection = NicSelection::kAll;   // MC_EFA_NIC_SELECTION
   size_t pollThreads = 1;                        // MC_EFA_CQ_THREADS: 0: one per card
   uint64_t stripingThreshold = 2 << 20;          // MC_EFA_STRIPING_THRESHOLD
@@ -32,7 +33,7 @@ struct FabricEnv {
 
   // kInvalidArgument names the variable, its value and what is allowed.
   static Result<FabricEnv> read();
-  // The same, and what an engine was told besides. kUnsupported: the variables rule that out.
+  // Also applies the settings in `told`. kUnsupported: the variables contradict them.
   static Result<FabricEnv> read(const Env& told);
 };
 

@@ -20,14 +20,15 @@ struct Armed {
   const std::chrono::milliseconds delay;
 };
 
-// The process's, as its end is. Not changed any more once failpoints are on and threads come by.
+// Global, because a failpoint ends the whole process. Not changed once other threads may reach a
+// failpoint that is on.
 std::list<Armed> armed;
 void (*observer)(const char*) = nullptr;
 
 void act(const Armed& point) {
   switch (point.action) {
     case FailpointAction::kKill:
-      // To this thread: it does not come back from the call.
+      // raise() signals this thread, so it never returns from the call.
       std::raise(SIGKILL);
       return;
     case FailpointAction::kStop:
@@ -42,7 +43,7 @@ void act(const Armed& point) {
 }  // namespace
 
 void hitFailpoint(const char* name) {
-  // What was armed before the word was set is seen.
+  // Acquire: entries armed before the flag was set are visible.
   if (!areFailpointsOn.load(std::memory_order_acquire)) return;
   if (observer) observer(name);
   for (Armed& point : armed) {

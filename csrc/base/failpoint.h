@@ -4,14 +4,14 @@
 #include <cstdint>
 #include <string_view>
 
-// Named places in the code where a test has this process die, stop or wait. Free when off: one load
-// of a word that nobody writes. Nothing but a call from C++ turns them on.
+// Named places in the code where a test makes this process die, stop or wait. When off, a failpoint
+// costs one load of a word that never changes. Only a call from C++ turns failpoints on.
 namespace mooncake {
 
 enum class FailpointAction : uint8_t {
-  kKill,   // SIGKILL: nothing is said to anybody
-  kStop,   // SIGSTOP, until somebody sends SIGCONT
-  kDelay,  // sleeps, with whatever locks are held there
+  kKill,   // SIGKILL: no goodbye reaches the peers
+  kStop,   // SIGSTOP, until a SIGCONT
+  kDelay,  // sleeps, and keeps the locks that the thread holds
 };
 
 inline std::atomic<bool> areFailpointsOn{false};
@@ -23,11 +23,12 @@ inline void failpoint(const char* name) {
     hitFailpoint(name);
 }
 
-// At the nth time, from 1 on, that any thread comes by. Further ones: before the threads that may
-// come by start.
+// Acts at the `nth` pass (counted from 1) of any thread. Arm all failpoints before the threads that
+// may pass them start.
 void armFailpoint(std::string_view name, uint32_t nth, FailpointAction action,
                   uint32_t delayMilliseconds = 0);
-// Called at every failpoint while they are on, by the thread that comes by. Like armFailpoint().
+// `observer` is called at every failpoint while they are on, by the passing thread. Set it before
+// those threads start.
 void observeFailpoints(void (*observer)(const char* name));
 
 }  // namespace mooncake

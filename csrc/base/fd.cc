@@ -15,7 +15,7 @@ void Fd::own(int fd) {
 void Fd::reset() {
   const int fd = std::exchange(fd_, -1);
   if (fd < 0 || forkGeneration_ != forkGeneration()) return;
-  keepOnFork(fd);  // first: the number may be somebody else's as soon as it is closed
+  keepOnFork(fd);  // first: once closed, the number may belong to another file
   // Linux frees the descriptor even when close() says EINTR: a second close could hit another
   // thread's file.
   ::close(fd);

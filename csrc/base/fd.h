@@ -5,8 +5,8 @@
 
 namespace mooncake {
 
-// Owns a file descriptor. Forked children do not get it (base/fork.h), and what is left of this
-// object in one closes nothing there.
+// Owns a file descriptor. Forked children do not inherit it (base/fork.h), and their copy of this
+// object closes nothing.
 class Fd {
  public:
   Fd() = default;
@@ -33,7 +33,7 @@ class Fd {
   }
 
   int fd_ = -1;
-  uint32_t forkGeneration_ = 0;  // in which it was made
+  uint32_t forkGeneration_ = 0;  // forkGeneration() when the descriptor was taken over
 };
 
 }  // namespace mooncake

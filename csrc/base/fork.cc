@@ -9,9 +9,8 @@
 namespace mooncake {
 namespace {
 
-// Mirrors the process's one table of descriptors, so it is the process's, too. A child may take no
-// lock that another thread held when it was forked: bits of atomic words need none. Untouched pages
-// of it cost nothing.
+// Global, because it mirrors the process's one table of descriptors. A child may take no lock that
+// another thread held at the fork; bits of atomic words need none. Untouched pages cost no memory.
 constexpr size_t kMostDescriptors = size_t(1) << 20;
 std::atomic<uint64_t> closed[kMostDescriptors / 64];
 std::atomic<uint32_t> generation{0};

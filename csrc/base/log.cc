@@ -29,7 +29,7 @@ std::string now() {
 }
 
 LogLevel levelOfProcess() {
-  const auto env = Env::read();  // whoever makes an engine is told what is wrong with it
+  const auto env = Env::read();  // an error here is reported when an engine is made
   return env.ok() ? logLevelFromName(env->logLevel).value_or(LogLevel::kWarning)
                   : LogLevel::kWarning;
 }
@@ -53,7 +53,7 @@ void logLine(LogLevel level, std::string_view who, std::string_view text) {
   line.append(who).append(": ").append(text);
   // A pipe takes up to PIPE_BUF bytes whole or not at all, and never splits them.
   if (line.size() >= PIPE_BUF) line.resize(PIPE_BUF - 1);
-  // One line is one event: text that a peer sent must not pass for a line of ours.
+  // One line is one event: text from a peer must not look like a log line of ours.
   for (char& c : line) {
     if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
   }

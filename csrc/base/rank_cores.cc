@@ -8,7 +8,7 @@ namespace mooncake {
 
 void RankCores::note() const {
   const auto here = static_cast<uint32_t>(::sched_getcpu() + 1);
-  // Peers look at the word: a store would take its line from them each time.
+  // Peers read the word: a store takes the cache line from them each time.
   if (own_->load(std::memory_order_relaxed) != here) own_->store(here, std::memory_order_relaxed);
 }
 
@@ -29,7 +29,7 @@ bool RankCores::isCrowded() const {
 
 void RankCores::moveAway() {
   cpu_set_t allowed;
-  // More cores than the set holds: stay.
+  // The host has more cores than the set holds: stay.
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
   std::array<uint16_t, CPU_SETSIZE> others{};
   for (const Word* word : others_) {
@@ -43,13 +43,13 @@ void RankCores::moveAway() {
     if (CPU_ISSET(core, &allowed) && others[core] < others[best]) best = core;
   }
   if (best == here) return;
-  // Said before we run there: those who are left here would else find it as crowded as before, and
-  // all go, too.
+  // Announced before this thread moves. Otherwise the ranks that remain still see a crowded core
+  // and all move, too.
   own_->store(static_cast<uint32_t>(best + 1), std::memory_order_relaxed);
   cpu_set_t there;
   CPU_ZERO(&there);
   CPU_SET(best, &there);
-  // Only a set without our core makes the kernel move a running thread; then it is free again.
+  // The kernel moves a running thread only if the set lacks its core. Then the old set is restored.
   if (::sched_setaffinity(0, sizeof(there), &there) == 0)
     ::sched_setaffinity(0, sizeof(allowed), &allowed);
   note();

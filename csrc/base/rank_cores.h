@@ -8,28 +8,28 @@
 
 namespace mooncake {
 
-// On which cores the ranks of a group run, all on one host, as each has last said in a word that
-// all of them map.
+// Knows on which cores the ranks of a group run. All ranks are on one host. Each writes its core
+// into a word that all of them map.
 //
-// Ranks that look for each other's stamps keep their cores busy, so the kernel finds no idle core
-// when it wakes one of them, and now and then puts two on one core beside a free one. There they
-// stay for a long time: each runs only while the other sleeps, which no load balancer takes for too
-// much load. So a rank that waits, and finds its core crowded, goes to another one itself.
+// Ranks that poll for each other's stamps keep their cores busy. The kernel then finds no idle core
+// when it wakes one of them, and sometimes puts two ranks on one core beside a free one. They stay
+// there for a long time: each runs only while the other sleeps, so no load balancer sees too much
+// load. A waiting rank therefore leaves a crowded core itself.
 //
-// Used by one thread at a time, the one that runs the operation.
+// Used by one thread at a time: the thread that runs the operation.
 class RankCores {
  public:
-  // A core's number plus one; 0: not known. Written by its rank only, and only a hint.
+  // A core's number plus one; 0: unknown. Written by its rank only. A hint.
   using Word = std::atomic<uint32_t>;
 
   RankCores() = default;
   RankCores(Word* own, std::vector<const Word*> others) : own_(own), others_(std::move(others)) {}
 
-  // Says where this thread runs.
+  // Publishes the core of this thread.
   void note() const;
-  // For a thread that waits; at most every millisecond it has a look. When another core that it may
-  // use has at least two ranks fewer than its own, it goes there: the kernel may place it anew from
-  // then on, as before.
+  // Called by a waiting thread; looks around once a millisecond at most. Moves the thread to
+  // another allowed core if that has at least two ranks fewer than its own. Afterwards the kernel
+  // may move it again as before.
   void spread();
 
  private:

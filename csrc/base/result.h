@@ -11,18 +11,18 @@ namespace mooncake {
 // (backend/errors.h) is the only place that turns them into exceptions.
 enum class ErrorCode {
   kOk = 0,
-  kInvalidArgument,  // the caller's fault, nothing was sent
+  kInvalidArgument,  // the caller's mistake; nothing was sent
   kMismatch,         // ranks called different operations
   kTimeout,          // the deadline passed
   kAborted,          // abort() or destroy() while waiting
   kPeerLost,         // a peer is gone or cannot be reached
   kRefused,          // a peer (or we) refused: wrong key, wrong job, outside a registered region
   kUnsupported,      // this machine or build cannot do it
-  kExhausted,        // out of memory, descriptors, slots
+  kExhausted,        // out of memory, descriptors or slots
   kSystem,           // a system call failed
   kProtocol,         // a peer sent bytes that do not decode
-  kInterrupted,      // this attempt is over; the flush says how the operation goes on
-  kInputsLost,       // like kPeerLost, and data that was given is overwritten
+  kInterrupted,      // this attempt is over; the flush decides how the operation goes on
+  kInputsLost,       // like kPeerLost, but the operation has already overwritten its input
   kEvicted,          // the others go on without this rank, for good
   kMinority,         // too few are left on this side of a partition to go on
 };
@@ -32,8 +32,7 @@ const char* errorCodeName(ErrorCode code);
 
 struct Error {
   ErrorCode code = ErrorCode::kOk;
-  std::string
-      message;  // names rank, peer, operation, cause and what to do, as far as each is known
+  std::string message;  // names rank, peer, operation, cause and remedy, as far as each is known
 };
 
 // Cheap when ok: one flag, nothing allocated.
@@ -56,7 +55,7 @@ class [[nodiscard]] Result {
  public:
   Result(T value) : value_(std::move(value)) {}
   Result(Error error) : value_(std::move(error)) {}
-  Result(const Status& failed) : value_(failed.error()) {}  // never of an ok Status
+  Result(const Status& failed) : value_(failed.error()) {}  // `failed` must not be ok
   Result(ErrorCode code, std::string message) : value_(Error{code, std::move(message)}) {}
 
   bool ok() const { return value_.index() == 0; }
@@ -71,13 +70,13 @@ class [[nodiscard]] Result {
   std::variant<T, Error> value_;
 };
 
-// kSystem with the call's name and errno's text: "connect(10.0.0.1:4711): Connection refused";
-// kExhausted when it is descriptors that are missing.
+// Returns kSystem with the call's name and errno's text: "connect(10.0.0.1:4711): Connection
+// refused". Returns kExhausted if descriptors ran out.
 Error systemError(const std::string& call, int errnoValue);
 
 }  // namespace mooncake
 
-// Hands an error to the caller; the only macro of the core.
+// Returns an error to the caller. The only macro of the core.
 #define MOONCAKE_TRY(expr)                                                                    \
   do {                                                                                        \
     if (auto mooncakeStatus_ = (expr); !mooncakeStatus_.ok()) return mooncakeStatus_.error(); \

@@ -5,8 +5,8 @@
 
 namespace mooncake {
 
-// Puts back the program's signal handlers: libraries that it opens may take them (libpsm2, which
-// Debian's libfabric brings, those of crashes).
+// Restores the program's signal handlers when it goes out of scope, because a library that we open
+// may replace them. Example: libpsm2, a dependency of Debian's libfabric, takes those of crashes.
 class KeptSignalHandlers {
  public:
   KeptSignalHandlers() {

@@ -5,9 +5,9 @@
 
 namespace mooncake {
 
-// A new thread inherits the mask of its maker: those that are started while this stands never run a
-// signal handler of the application. Signals that a thread brings on itself stay open, so that the
-// application's crash handler still gets to report them.
+// Blocks signals in the current scope. A new thread inherits the mask of its creator, so threads
+// started meanwhile never run a signal handler of the application. Signals that a thread causes
+// itself stay open, so that the application's crash handler can report them.
 class BlockedSignals {
  public:
   BlockedSignals() {

@@ -7,12 +7,12 @@
 
 namespace mooncake {
 
-// Ends waits for sockets: whoever polls adds the descriptor, which is readable once stop() was
-// called. Any thread.
+// Ends waits for sockets. A poller adds the descriptor to its set; it is readable once stop() has
+// been called. Any thread.
 class StopSignal {
  public:
   static Result<std::unique_ptr<StopSignal>> make();
-  void stop();  // for good
+  void stop();  // cannot be undone
   bool isStopped() const;
   int descriptor() const { return event_.get(); }
 

@@ -47,7 +47,7 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 }
 
 thread_local SleepObserver* observer = nullptr;
-thread_local Clock::time_point nextTold;  // of the observer, from its first sleep on
+thread_local Clock::time_point nextTold;  // when the observer is due; set by its first sleep
 
 int coresOfThisProcess() {
   cpu_set_t cores;
@@ -89,7 +89,7 @@ uint32_t Waiter::announce() const {
 }
 
 void Waiter::sleep(uint32_t seenRings) const {
-  // The bitset form takes the deadline itself, on CLOCK_MONOTONIC: the clock of steady_clock.
+  // The bitset form takes an absolute time on CLOCK_MONOTONIC, the clock of steady_clock.
   if (observer && nextTold == Clock::time_point())
     nextTold = Clock::now() + SleepObserver::kInterval;
   const auto end = observer ? std::min(deadline.when(), nextTold) : deadline.when();

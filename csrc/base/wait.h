@@ -9,15 +9,15 @@
 
 namespace mooncake {
 
-// Where waiters sleep. Lies in shared memory or in the process; any number of threads of any
-// process that maps it may ring. Ringing costs one load while nobody sleeps.
+// Waiters sleep here. A doorbell lies in shared memory or in the process. Any number of threads, of
+// any process that maps it, may ring. Ringing costs one load if there is no sleeper.
 //
 // A ringer makes its data visible with a sequentially consistent read-modify-write (the stamp's
 // compare-and-set, see tryStamp in engine/transfer.h) before it calls ring(); a plain or release
 // store is not enough. Why no wake-up is lost is written down in wait.cc.
 //
-// A process that is killed while it sleeps stays counted in `sleepers`: from then on ringing this
-// bell costs a system call, and nothing else goes wrong.
+// If a process is killed while it sleeps, it stays counted in `sleepers`. From then on each ring of
+// this bell costs a system call; nothing else goes wrong.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};  // the futex word
   std::atomic<uint32_t> sleepers{0};
@@ -29,11 +29,11 @@ struct alignas(64) Doorbell {
 };
 static_assert(sizeof(Doorbell) == 64);
 static_assert(
-    std::atomic<uint32_t>::is_always_lock_free);  // else it would not work across processes
+    std::atomic<uint32_t>::is_always_lock_free);  // otherwise it would not work across processes
 
-// A word that a new view or an abort bumps. Every wait remembers the generation that it started
-// with and ends when it has changed. Whoever bumps it must ring the doorbells that its waiters
-// sleep at.
+// A word that a new view or an abort bumps. Every wait remembers the generation from its start and
+// ends when the word has changed. After bump(), the caller must ring the doorbells at which the
+// waiters sleep.
 class Interrupt {
  public:
   uint32_t generation() const { return generation_.load(std::memory_order_acquire); }
@@ -43,14 +43,14 @@ class Interrupt {
   std::atomic<uint32_t> generation_{0};
 };
 
-// Is told about ten times a second while its thread sleeps in a wait. To end that wait, it bumps
-// the interrupt or makes the condition true. Only the thread itself sets its observer.
+// Called about ten times a second while its thread sleeps in a wait. To end that wait, the observer
+// bumps the interrupt or makes the condition true. Only the thread itself sets its observer.
 class SleepObserver {
  public:
   virtual void onSleep() = 0;
 
   static constexpr Clock::duration kInterval = std::chrono::milliseconds(100);
-  // Of this thread from now on; null: none. Returns the one before.
+  // Sets the observer of this thread; null: none. Returns the previous one.
   static SleepObserver* exchange(SleepObserver* observer);
 
  protected:
@@ -59,29 +59,30 @@ class SleepObserver {
 
 enum class WaitResult { kReady, kTimeout, kInterrupted };
 
-// How long to look before sleeping. With more ranks on the host than cores, looking steals the core
-// from the very rank that we wait for: give way (sched_yield) between looks instead of pausing.
+// How long a waiter polls before it sleeps. With more ranks on the host than cores, polling takes
+// the core from the very rank that we wait for. A waiter then calls sched_yield between looks
+// instead of pausing.
 struct SpinPolicy {
   uint32_t pauses = 2000;  // looks with a pause instruction in between (about 40 ns each)
   uint32_t yields = 0;     // looks with a sched_yield in between
   static SpinPolicy forRanksOnHost(int ranks);
-  // For what is certainly on its way: to sleep and to be woken costs more than to look for 2 ms.
+  // For data that is certainly on its way: polls for up to 2 ms, which costs less than to sleep and
+  // be woken.
   SpinPolicy patient() const { return {.pauses = pauses ? 50'000u : 0, .yields = yields}; }
-  // What comes over sockets is brought by a thread of our own, which must get the core: sleep at
-  // once.
+  // For data from sockets: a thread of our own receives it and needs the core, so sleep at once.
   static SpinPolicy forMessages();
 };
 
-// What every wait needs besides its condition.
+// The parameters of a wait, besides its condition.
 struct Waiter {
   Doorbell& bell;
   const Interrupt& interrupt;
-  uint32_t generation;  // of `interrupt`, when the operation began
+  uint32_t generation;  // generation of `interrupt` when the operation began
   Deadline deadline;
   SpinPolicy spin;
-  RankCores* cores = nullptr;  // of the ranks that we wait for, if they are all on this host
+  RankCores* cores = nullptr;  // cores of the ranks waited for, if all are on this host
 
-  // Returns when ready() is true, the interrupt has been bumped or the deadline has passed; ready()
+  // Returns when ready() is true, the interrupt has been bumped or the deadline has passed. ready()
   // wins over the other two. ready() must be cheap, must not throw and may be called many times.
   template <typename Ready>
   WaitResult until(Ready&& ready) const {
@@ -92,7 +93,8 @@ struct Waiter {
       if (interrupted()) break;
       if (cores) cores->spread();
     }
-    // On a crowded host one yield can take a whole time slice: here the deadline is looked at, too.
+    // On a crowded host one yield can take a whole time slice, so this loop also checks the
+    // deadline.
     for (uint32_t look = 0; look < spin.yields && !interrupted() && !deadline.passed(); ++look) {
       if (ready()) return WaitResult::kReady;
       yield();
@@ -124,16 +126,17 @@ struct Waiter {
   static constexpr uint32_t kPausesPerLookAround = 256;  // about 10 us
   static constexpr uint32_t kYieldsPerCensus = 16;
   static void yield() { ::sched_yield(); }
-  // Giving way is for nobody: no other thread has run on this core since we last asked. While we
-  // keep it busy the kernel believes the ranks well spread, and leaves those that we wait for
-  // crowded on another core; a core that sleeps now and then gets one of them.
+  // True if no other thread has run on this core since the last call, so yielding helps no other
+  // rank. While we keep the core busy, the kernel considers the ranks well spread and leaves the
+  // ranks that we wait for crowded on another core. If our core sleeps now and then, it gets one of
+  // them.
   static bool isAlone();
   bool interrupted() const { return interrupt.generation() != generation; }
 
-  // The way to sleep, in wait.cc: whoever gets here pays for a system call anyway.
+  // The slow path, in wait.cc: it makes a system call anyway.
   uint32_t announce() const;  // joins the sleepers, returns the rings counted so far
   void sleep(
-      uint32_t seenRings) const;  // until rung, at most until the deadline; may wake for nothing
+      uint32_t seenRings) const;  // until rung or the deadline passes; may also wake up spuriously
   void retract() const;
   static void tellObserver();
 };
