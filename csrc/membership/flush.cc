@@ -10,7 +10,7 @@ namespace {
 //   u16 from  u32 losses  u32 round  u64 ended  bool old  u8 abort  error why
 //   u8 count, then for each failed operation, ascending:  u64 number  error
 //   u64 stopped at  bool has begun it  bool wants to skip
-//   u8 count, then for each operation that ended without some, ascending:
+//   u8 count, then for each operation that ended without some ranks, ascending:
 //     u64 number  contributors  skipped
 // An error:  u8 code  string message
 // Message:  u8 kind | report, or u64 ended; nothing for kAsk
@@ -31,7 +31,7 @@ Error readError(ByteReader& in) {
 }  // namespace
 
 uint64_t FlushDecision::endedBy(const FlushReport& report) const {
-  // Who has not begun what somebody has ended, was left out of it.
+  // A rank that has not begun an operation that another rank has ended was left out of it.
   const auto isOver = [&](uint64_t number) {
     if (errorOf(number)) return true;
     const bool hasBegun = number == report.ended + 1 && report.hasBegunNext();
@@ -55,8 +55,9 @@ const Error* FlushDecision::errorOf(uint64_t number) const {
 
 namespace {
 
-// While one takes the operation before over, nobody is left out of the next one. Also if it has
-// done so since, and left: others may have its report.
+// No rank is left out of the next operation while a rank has yet to adopt the previous one. This
+// also holds if that rank has adopted it since and has left, because others may have its earlier
+// report.
 void leaveOut(std::span<const FlushReport* const> reports, FlushDecision& decision) {
   const auto wishes = [&](const FlushReport* report) {
     return report->wantsToSkip && report->stoppedAt == decision.next;
@@ -80,7 +81,7 @@ FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Err
     decision.next = std::max(decision.next, report->ended + 1);
     lowest = std::min({lowest, report->ended, report->stoppedAt - 1});
   }
-  // A survivor has ended those below, so they are decided.
+  // A survivor has ended every operation below `next`, so these are decided.
   for (const FlushReport* report : reports) {
     for (const FailedOperation& one : report->failed) {
       if (one.number > lowest && !decision.errorOf(one.number)) decision.failed.push_back(one);

@@ -10,97 +10,98 @@
 #include "base/result.h"
 #include "membership/rank_set.h"
 
-// How the operation under way ends when something exceptional happens: a member is out, a deadline
+// Decides how the current operation ends after an exceptional event: a member is out, a deadline
 // passed, a rank cannot do its part. Every member stops where it is, reports how far it came, and
-// draws the same conclusion from the same reports. Pure; the rules and their proof are section 3 of
-// docs/membership.md.
+// draws the same conclusion from the same reports. Pure. Section 3 of docs/membership.md has the
+// rules and their proof.
 namespace mooncake {
 
-// Which flush of a group an attempt at an operation follows. Only grows.
+// Identifies an attempt at an operation by the flush of the group that it follows. Only grows.
 struct Attempt {
-  uint32_t losses = 0;  // how many of the group's own members are out
-  uint32_t round = 0;   // flushes within this epoch
+  uint32_t losses = 0;  // number of the group's own members that are out
+  uint32_t round = 0;   // number of flushes within this epoch
 
   auto operator<=>(const Attempt&) const = default;
 };
 
-// How an operation ended that did not end well. What ended well needs no words.
+// An operation that ended with an error. One that ended well is not listed.
 struct FailedOperation {
   uint64_t number = 0;
   Error error;
 };
 
-// How an operation ended that ended well and without some, who had not begun it in time.
+// An operation that ended well without the `skipped` ranks, which had not begun it in time.
 struct SkippingOperation {
   uint64_t number = 0;
   RankSet contributors;
   RankSet skipped;
 };
 
-// What a rank says once it has stopped. Operations have numbers from 1 on.
+// The report of a rank that has stopped. Operations have numbers from 1 on.
 struct FlushReport {
   enum class AbortReason : uint8_t { kNone, kTimeout, kAbort };  // about operation ended + 1
 
   int from = 0;  // rank in the group
   Attempt attempt;
-  uint64_t ended = 0;  // the last operation that it has ended
-  bool isOld = false;  // it has not acted on any decision of this epoch
+  uint64_t ended = 0;  // the last operation that the rank has ended
+  bool isOld = false;  // the rank has not acted on any decision of this epoch, which lost a rank
   AbortReason abort = AbortReason::kNone;
-  Error why;                                // of the abort
-  std::vector<FailedOperation> failed;      // of the last kRemembered operations that it has ended
-  std::vector<SkippingOperation> skipping;  // of the last kRememberedSkips of these that it ended
+  Error why;                            // reason of the abort
+  std::vector<FailedOperation> failed;  // the last kRemembered operations that ended with an error
+  std::vector<SkippingOperation> skipping;  // the last kRememberedSkips without some ranks
 
-  // The operation that it was stopped at: ended + 1, but of who has left what its last report said.
+  // The operation at which the rank stopped: ended + 1. A leave report repeats the value of the
+  // rank's last report.
   uint64_t stoppedAt = 1;
-  bool hasBegun = false;     // that operation, as any attempt
-  bool wantsToSkip = false;  // whoever has not begun it
+  bool hasBegun = false;     // it has begun `stoppedAt`, as any attempt
+  bool wantsToSkip = false;  // it wants to skip the ranks that have not begun `stoppedAt`
 
   bool hasBegunNext() const { return hasBegun && stoppedAt == ended + 1; }
 };
 
-// How many operations a rank may be asked about: behind by two at most, and by one more for every
-// epoch in a row that mode `raise` ends one with.
+// Number of errors that a rank keeps for ranks behind it. These are behind by two operations at
+// most, and by one more for every epoch in a row in which mode `raise` ends an operation.
 constexpr uint64_t kRemembered = 32;
-// Who is told of them is behind by two at most.
+// A rank that must hear of a skip is behind by two operations at most.
 constexpr size_t kRememberedSkips = 4;
 
 struct FlushDecision {
   uint64_t next = 1;                        // the operation that is decided here
   Error error;                              // kOk: it starts again as the attempt of this flush
-  std::vector<FailedOperation> failed;      // those below it that ended with an error, by number
-  std::vector<SkippingOperation> skipping;  // those below it that ended well and without some
-  std::vector<uint64_t> unfinished;  // those below it that somebody has begun and not ended yet
-  RankSet leftOut;                   // of those who reported: who goes without the next one
+  std::vector<FailedOperation> failed;      // below `next`, ended with an error; by number
+  std::vector<SkippingOperation> skipping;  // below `next`, ended well without some ranks
+  std::vector<uint64_t> unfinished;         // below `next`, begun and not ended by some rank
+  RankSet leftOut;                          // reporting ranks that are left out of `next`
 
-  // The last operation that a rank has ended when it has done what is decided for it without
-  // needing anything: the next one, up to `next`, has to be taken over, or starts again; or it was
-  // left out of that one, and others are still to take it over.
+  // Returns the last operation that the reporting rank has ended once it has acted on this
+  // decision, without fetching anything. The rank adopts the operation after that, or runs it
+  // again. If it was left out of that operation, it waits until the others have adopted it.
   uint64_t endedBy(const FlushReport& report) const;
   const Error* errorOf(uint64_t number) const;  // null: ended well, or starts again
-  // Below the next one: nobody has to take it over any more.
+  // True if no rank has yet to adopt this operation, which must be below `next`.
   bool isEndedByAll(uint64_t number) const;
 };
 
-// Of the reports of all members with one attempt. `lost` is the error that mode `raise` ends one
-// operation per epoch with; null in mode `continue`.
+// Decides from the reports of all members for one attempt. `lost` is the error with which mode
+// `raise` ends one operation per epoch; null in mode `continue`.
 FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Error* lost);
 
 Bytes encodeFlushReport(const FlushReport& report);
 Result<FlushReport> decodeFlushReport(ByteReader& in, int size);
 
-// What members of a group say to each other of its flushes.
+// A message between members of a group about its flushes.
 struct FlushMessage {
-  // kAsk is answered by kEnded. kRepeat is a report that was sent before and asks for the
-  // receiver's, which has come to nobody there.
+  // kEnded answers kAsk. kRepeat repeats a report and asks for the receiver's, which the sender
+  // lacks.
   enum class Kind : uint8_t { kReport = 1, kEnded, kLeft, kAsk, kRepeat };
 
   Kind kind = Kind::kReport;
-  FlushReport report;  // of kReport, kLeft, kRepeat
-  uint64_t ended = 0;  // of kEnded: the last operation that the sender has ended
+  FlushReport report;  // for kReport, kLeft, kRepeat
+  uint64_t ended = 0;  // for kEnded: the last operation that the sender has ended
 };
 
 Bytes encodeFlushMessage(const FlushMessage& message);
-// In a group of `size` ranks. kProtocol: what came makes no sense.
+// Decodes a message in a group of `size` ranks. kProtocol: the message is inconsistent.
 Result<FlushMessage> decodeFlushMessage(ByteView bytes, int size);
 
 }  // namespace mooncake

@@ -10,7 +10,7 @@ namespace {
 
 using Kind = FlushMessage::Kind;
 
-// "1.2": the losses and the round.
+// "1.2": losses and round.
 std::string nameOf(const Attempt& attempt) {
   return std::to_string(attempt.losses) + "." + std::to_string(attempt.round);
 }
@@ -20,7 +20,7 @@ std::string describe(const FlushReport& report) {
   if (report.abort != FlushReport::AbortReason::kNone)
     text += ", wants #" + std::to_string(report.ended + 1) + " to end: " + report.why.message;
   if (report.wantsToSkip)
-    text += ", wants to skip who has not begun #" + std::to_string(report.stoppedAt);
+    text += ", wants to skip the ranks that have not begun #" + std::to_string(report.stoppedAt);
   return text;
 }
 
@@ -55,12 +55,12 @@ std::vector<int> FlushMachine::left() const {
   return ranks;
 }
 
-// How many of our members are out of the job.
+// Number of our members that are out of the job.
 uint32_t FlushMachine::losses() const {
   return static_cast<uint32_t>(options_.size - static_cast<int>(active_.size()));
 }
 
-// It may still read the slot that this operation is to use.
+// True if the rank may still read the slot that operation `number` is to use.
 bool FlushMachine::holdsSlot(int rank, uint64_t number) const {
   return rank != options_.rank && !left_.contains(rank) && knownEnded_[rank] + 2 < number;
 }
@@ -93,9 +93,9 @@ Error FlushMachine::howEnded(uint64_t number) const {
           "it ended with an error on all ranks; the error is older than the 32 that are kept"};
 }
 
-// -- who is lost
+// -- lost ranks
 
-// Since the last decision.
+// Ranks lost since the last decision, with details.
 std::vector<std::pair<int, std::string>> FlushMachine::newLosses() const {
   std::vector<std::pair<int, std::string>> losses;
   for (const auto& loss : lost_) {
@@ -113,7 +113,7 @@ Error FlushMachine::lostError() const {
   return {ErrorCode::kPeerLost, "lost " + who};
 }
 
-// -- what is told
+// -- messages
 
 FlushMessage FlushMachine::endedNow() const { return {.kind = Kind::kEnded, .ended = ended_}; }
 
@@ -161,13 +161,13 @@ void FlushMachine::join(Attempt attempt, std::string_view why, Clock::time_point
   hasReported_ = false;
   lastReport_.reset();
   reports_.clear();
-  toTake_ = 0;  // what was decided and not done yet is decided again
+  toTake_ = 0;  // an adoption that is decided but not done is decided again
   if (!isFrozen_) repeatAt_ = now + options_.resend;
   isFrozen_ = true;
   actions.emplace_back(FlushAction::Freeze{});
 }
 
-// A stamp has no room for another round. The others learn it from a report of that round.
+// A stamp has no room for this round. The others learn of it from a report for this round.
 void FlushMachine::failForRounds(Attempt attempt, FlushActions& actions) {
   if (std::exchange(isOver_, true)) return;
   actions.emplace_back(FlushAction::Fail{
@@ -192,9 +192,9 @@ FlushActions FlushMachine::viewed(const FlushView& view, Clock::time_point now) 
   return actions;
 }
 
-// Frozen as well: what was put on account of the last decision, or of this one by who has come to
-// it sooner, may be lost. Who is in no operation lacks nothing; what others lack of it they get in
-// the flush that they start, for they are in one.
+// Starts a round also if this rank is frozen: data that ranks supply after a decision may be lost,
+// and a rank that decided this flush sooner may have supplied some. A rank in no operation lacks
+// nothing. A rank that lacks data from it is in an operation and starts a flush itself.
 FlushActions FlushMachine::reconnected(int rank, bool isInOperation, Clock::time_point now) {
   FlushActions actions;
   if (!isInView(rank)) return actions;
@@ -213,7 +213,7 @@ FlushActions FlushMachine::reconnected(int rank, bool isInOperation, Clock::time
   return actions;
 }
 
-// -- what this rank says
+// -- the report of this rank
 
 FlushActions FlushMachine::stopped() {
   FlushActions actions;
@@ -234,8 +234,8 @@ FlushActions FlushMachine::stopped() {
   return actions;
 }
 
-// How operations ended on who has left, they end here: it has acted on a decision of all. It may be
-// out of the view by now, and then no decision asks what it said.
+// Operations that ended on a leaver end here the same way, because the leaver has acted on a
+// decision of all. If a view excludes the leaver by now, no decision considers its report.
 void FlushMachine::heedLeavers(FlushActions& actions) {
   const uint64_t before = ended_;
   for (const auto& [rank, last] : left_) {
@@ -247,15 +247,15 @@ void FlushMachine::heedLeavers(FlushActions& actions) {
   if (ended_ != before) actions.emplace_back(FlushAction::End{ended_});
 }
 
-// What we say of ourselves, without an abort reason.
+// Our report for this attempt, without an abort reason.
 FlushReport FlushMachine::soFar(Attempt attempt) {
-  // Who has destroyed the job on its rank is not lost. The beginning misses everybody.
+  // A rank that destroyed the job on its side is no loss. The founding operation misses every rank.
   const bool isLoss = (options_.founds && ended_ == 0) || !newLosses().empty();
-  // That somebody was lost before the group was made is no news in it.
+  // A loss from before the group was made is not new to the group.
   const bool isNews = std::max(attempt_.losses, options_.lostBefore) < attempt.losses;
   FlushReport mine{
       .from = options_.rank, .attempt = attempt, .ended = ended_, .isOld = isNews && isLoss};
-  // Decided, but behind an operation that we have not taken over yet: it is decided again.
+  // Errors of operations behind one that we have yet to adopt: these are decided again.
   while (!failed_.empty() && failed_.back().number > mine.ended) failed_.pop_back();
   mine.failed.assign(failed_.begin(), failed_.end());
   mine.skipping.assign(skipping_.begin(), skipping_.end());
@@ -267,7 +267,7 @@ FlushReport FlushMachine::soFar(Attempt attempt) {
 
 FlushActions FlushMachine::caughtUp() {
   FlushActions actions;
-  // What came after it ended with an error that we know already.
+  // The next operations have ended, too, if we know their errors already.
   while (errorOf(ended_ + 1)) ++ended_;
   toTake_ = 0;
   actions.emplace_back(FlushAction::End{ended_});
@@ -275,9 +275,10 @@ FlushActions FlushMachine::caughtUp() {
   return actions;
 }
 
-// On a wire that keeps no order, or was made again, it may come before our last report, or in its
-// place. So it says what that says: how operations ended, or who has it alone would take one that
-// failed for done; and what we reported for, which is what we are in.
+// Without order on the wire, or after a reconnect, the leave report may arrive before our last
+// report or in its place. So it repeats that report. It says how operations ended: a receiver of
+// the leave report alone would take a failed operation for a good one. It names the attempt that we
+// last reported for, because we are a member up to that attempt.
 FlushActions FlushMachine::leave() {
   FlushActions actions;
   leaveReport_ = soFar(reportedFor_);  // [gone]
@@ -287,15 +288,16 @@ FlushActions FlushMachine::leave() {
     leaveReport_->wantsToSkip = lastSaid_.wantsToSkip;
   }
   tellAll({.kind = Kind::kLeft, .report = *leaveReport_}, actions);
-  // From here on we take part in no flush: a report would say that we are in.
+  // From now on this rank takes part in no flush: a report would count it as a member.
   isFrozen_ = false;
   repeatAt_.reset();
   return actions;
 }
 
-// A report is lost with its connection, where too many messages wait, and where a topic opens late.
-// Whoever has not ours cannot decide; whoever has decided is not frozen, and has no reason to say
-// anything again. So the one who lacks a report gives its own again and asks for it.
+// A report is lost if its connection breaks, if too many messages wait, or if a topic opens late. A
+// rank that lacks our report cannot decide. A rank that has decided is not frozen and resends
+// nothing by itself. So a rank that lacks a report sends its own again and asks for the missing
+// one.
 FlushActions FlushMachine::tick(Clock::time_point now) {
   FlushActions actions;
   if (!repeatAt_ || now < *repeatAt_) return actions;
@@ -320,7 +322,7 @@ FlushActions FlushMachine::askForSlot(uint64_t number) const {
   return actions;
 }
 
-// -- what the others say
+// -- messages of other ranks
 
 FlushActions FlushMachine::received(int from, const FlushMessage& message, Clock::time_point now) {
   FlushActions actions;
@@ -362,7 +364,7 @@ void FlushMachine::hear(const FlushReport& report, Clock::time_point now, FlushA
   decide(actions);
 }
 
-// A rank lacks what we have said for this attempt.
+// Repeats our report for this attempt, or our leave report, to a rank that lacks it.
 void FlushMachine::answer(int rank, Attempt attempt, FlushActions& actions) const {
   if (leaveReport_) {
     actions.emplace_back(FlushAction::Tell{{rank}, {.kind = Kind::kLeft, .report = *leaveReport_}});
@@ -372,7 +374,7 @@ void FlushMachine::answer(int rank, Attempt attempt, FlushActions& actions) cons
   }
 }
 
-// -- what all conclude
+// -- the decision
 
 void FlushMachine::decide(FlushActions& actions) {
   if (!isFrozen_ || !hasReported_) return;
@@ -382,7 +384,8 @@ void FlushMachine::decide(FlushActions& actions) {
     const auto [report, isNew] = reports_.try_emplace(r);
     if (isNew) {
       report->second = left_[r];
-      // What it said in an earlier flush of the operation that it was at, it said then.
+      // Its last report was for an earlier flush, so its claims about its operation do not count
+      // now.
       if (report->second.attempt != target_) {
         report->second.stoppedAt = report->second.ended + 1;
         report->second.hasBegun = report->second.wantsToSkip = false;
@@ -411,7 +414,7 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
     if (one.number > mine.ended) remember(one.number, one.error);
   }
   if (const Error* error = decision.errorOf(decision.next)) remember(decision.next, *error);
-  // Also for a caller that is away: it is told when it calls.
+  // Ends operations also for a caller that is away: it learns the result when it calls.
   ended_ = decision.endedBy(mine);  // [act]
   actions.emplace_back(FlushAction::End{ended_});
   first_ = {};
@@ -425,8 +428,9 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
     knownEnded_[report->from] = std::max(knownEnded_[report->from], decision.endedBy(*report));
   supply(decision, reports, actions);
 
-  // Who has left is in if it reported for this: others may have decided before they heard that it
-  // left. All go on with the same members, and the next operation misses it, on all.
+  // A rank that left still counts if it reported for this flush, because others may have decided
+  // before its leave report arrived. All go on with the same members, and all miss the leaver in
+  // the next operation.
   members_.clear();
   std::ranges::copy_if(active_, std::back_inserter(members_), [&](int r) {
     const auto gone = left_.find(r);
@@ -437,7 +441,7 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
   if (!isBehind && !(members & decision.leftOut).empty())
     first_ = {decision.next, members - decision.leftOut, members & decision.leftOut};
   note(actions, target_, "acted: #", ended_, " has ended here",
-       toTake_ ? ", the next is taken over" : "", "; ", members_.size(), " of ", options_.size,
+       toTake_ ? ", this rank adopts the next" : "", "; ", members_.size(), " of ", options_.size,
        " ranks go on", first_.number ? ", the next runs without some of them" : "");
   decided_ = active_;
   attempt_ = target_;
@@ -448,9 +452,9 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
   actions.emplace_back(FlushAction::GoOn{attempt_, viewEpoch_, members_, first_});
 }
 
-// Who is behind may lack what another one put: before it died, or before a connection broke. Who
-// lives puts its own again. The lowest rank that surely holds the slot of a rank that is out sends
-// it again.
+// A rank that is behind may lack data that another rank put before it died or before a connection
+// broke. Each living rank puts its own part again. The lowest rank that certainly still holds the
+// slot of a rank that is out sends that part again.
 void FlushMachine::supply(const FlushDecision& decision, const Reports& reports,
                           FlushActions& actions) const {
   for (const FlushReport* behind : reports) {

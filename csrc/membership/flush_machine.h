@@ -14,40 +14,41 @@
 #include "base/deadline.h"
 #include "membership/flush.h"
 
-// How the members of a group agree on the end of an operation, seen from one of them: when this
-// rank freezes, reports, decides, and what it tells. Pure, as ViewAgreement is: events in, actions
-// out; no thread, no socket, and the time comes with the event. docs/membership.md, section 3.
+// How the members of a group agree on the end of an operation, seen from one member: when this rank
+// freezes, reports, decides, and which messages it sends. Pure like ViewAgreement: events in,
+// actions out; no thread and no socket, and the time comes with the event. docs/membership.md,
+// section 3.
 namespace mooncake {
 
-// What the driver does, in this order, before the next event.
+// Actions that the driver carries out, in this order, before the next event.
 struct FlushAction {
-  // The caller begins nothing any more, and what it waits for is interrupted. When it is seen to be
-  // in no operation, the driver says so: stopped().
+  // Keeps the caller from beginning operations and interrupts its wait. When the driver sees that
+  // the caller is in no operation, it calls stopped().
   struct Freeze {};
   // Operations up to this one have ended here.
   struct End {
     uint64_t number = 0;
   };
-  // What we have of the part of rank `of` goes to the rank `to`, which is behind in this operation.
+  // Sends our copy of the part of rank `of` to rank `to`, which is behind in this operation.
   struct Supply {
     uint64_t number = 0;
     int of = 0;
     int to = 0;
   };
-  // The flush is over: the caller may begin, and what it runs next runs as this attempt among these
+  // The flush is over: the caller may begin. Its next operations run as this attempt among these
   // members.
   struct GoOn {
     Attempt attempt;
     uint64_t viewEpoch = 1;
     std::vector<int> members;  // ascending
-    // One operation first runs without some of them; none if the number is 0.
+    // The next operation, if it runs without some of the members; else its number is 0.
     SkippingOperation first;
   };
   struct Tell {
     std::vector<int> to;
     FlushMessage message;
   };
-  struct LookUp {};  // what the caller waits for may have come
+  struct LookUp {};  // the data that the caller waits for may have come
   struct Interrupt {};
   struct Fail {  // the group is over
     Error why;
@@ -61,25 +62,26 @@ using FlushActions =
                              FlushAction::GoOn, FlushAction::Tell, FlushAction::LookUp,
                              FlushAction::Interrupt, FlushAction::Fail, FlushAction::Note>>;
 
-// The members that a view of the job leaves, and how the others went.
+// The members that remain in a view of the job, and the losses among the others.
 struct FlushView {
-  // It destroyed nothing before it went.
+  // A rank that went without destroying the job.
   struct Loss {
     int rank = 0;
     std::string detail;
   };
 
-  uint64_t epoch = 1;        // of the job's view
+  uint64_t epoch = 1;        // epoch of the job's view
   std::vector<int> active;   // ranks of the group, ascending
-  std::vector<Loss> losses;  // of all that are not active: of this view, or also of earlier ones
+  std::vector<Loss> losses;  // ranks lost in this view, or also in earlier ones
 };
 
-// What the driver owes:
-//  - hasEnded() comes before every other event. While the caller is in an operation it ends at most
-//    that one; while it is in none and the machine is frozen it begins none.
-//  - stopped() as soon as wantsReport() and the caller is seen to be in no operation, behind
-//    Freeze. What it has ended is read after that, or the report may deny what it has committed.
-//  - What is to be told may be lost, and may come in any order.
+// The driver's duties:
+//  - It calls hasEnded() before every other event. A caller that is in an operation ends at most
+//    that one. A caller that is in none begins none while the machine is frozen.
+//  - It calls stopped() as soon as wantsReport() is true and, after Freeze, it sees the caller in
+//    no operation. It reads the caller's last ended operation after that; otherwise the report may
+//    deny an operation that the caller has committed.
+//  - It may lose messages and deliver them in any order.
 class FlushMachine {
  public:
   using AbortReason = FlushReport::AbortReason;
@@ -88,78 +90,78 @@ class FlushMachine {
     int rank = 0;
     int size = 1;
     bool raises = false;       // mode `raise`
-    bool founds = false;       // operation 1 is the beginning of the job: with all members or none
+    bool founds = false;       // operation 1 begins the job: with all members or not at all
     uint32_t lostBefore = 0;   // members that were out of the job before the group was made
-    uint32_t mostRounds = 0;   // what a stamp has room for
-    Clock::duration resend{};  // who lacks a report asks for it this often
+    uint32_t mostRounds = 0;   // highest round that fits into a stamp
+    Clock::duration resend{};  // interval at which a rank asks for missing reports
     std::function<std::string(int)> nameRank;
   };
 
   explicit FlushMachine(Options options);
 
-  // -- of the caller
+  // -- events from the caller, the thread that runs operations
 
-  // The last operation that it has ended by itself, as far as it is known.
+  // The last operation that the caller has ended by itself, as far as is known.
   void hasEnded(uint64_t number) {
     ended_ = std::max(ended_, number);
     if (first_.number != 0 && first_.number <= ended_) endFirst();
   }
-  // It is about to end this operation with an error that all members come to by themselves.
+  // The caller is about to end this operation with an error that all members reach by themselves.
   void endsWith(uint64_t number, const Error& why) { remember(number, why); }
-  // It publishes that it is in this operation.
+  // The caller publishes that it is in this operation.
   void begins(uint64_t number) { begun_ = number; }
-  // Whoever has not begun this operation, which it has, may be left out of it. Stays until that has
-  // ended.
+  // The caller has begun this operation and accepts that ranks that have not begun it are left out.
+  // The wish stays until the operation has ended.
   void wishesToSkip(uint64_t number) { skips_ = number; }
-  // It cannot go on in this operation, with a reason why the operation should end, or without. It
-  // has stopped if it says so; Freeze asks for it otherwise.
+  // The caller cannot go on in this operation. `abort` and `why` are a reason to end it, or kNone.
+  // A caller that parks has stopped; Freeze stops a caller that does not park.
   FlushActions parked(uint64_t number, AbortReason abort, Error why, Clock::time_point now);
   FlushActions stopped();
-  // It has taken over the operation that it was behind in.
+  // The caller has adopted the operation in which it was behind.
   FlushActions caughtUp();
-  // Who is not left out of leftOutOf() has ended it: so it ends here, too.
+  // All ranks that run leftOutOf() have ended it, so it ends here, too.
   FlushActions skipped();
-  // It has ended its last operation, and so have all others.
+  // The caller has ended its last operation, and so have all other members.
   FlushActions leave();
 
-  // -- of the others
+  // -- events from other ranks, and timers
 
   FlushActions received(int from, const FlushMessage& message, Clock::time_point now);
   FlushActions viewed(const FlushView& view, Clock::time_point now);
-  // Of what was put or sent to the rank, any part may be lost, and of what it sent.
+  // The connection to the rank was made again: data put or sent either way may be lost.
   FlushActions reconnected(int rank, bool isInOperation, Clock::time_point now);
   FlushActions tick(Clock::time_point now);
-  // When tick() will have something to do, if nothing else happens before.
+  // When tick() has work to do if no other event comes first.
   std::optional<Clock::time_point> nextTick() const { return repeatAt_; }
-  // Who may still read the slot that this operation is to use is asked again.
+  // Asks the ranks that may still read the slot of this operation how far they are.
   FlushActions askForSlot(uint64_t number) const;
 
   bool isFrozen() const { return isFrozen_; }
   bool wantsReport() const { return isFrozen_ && !hasReported_ && losses() >= target_.losses; }
   bool hasReported() const { return hasReported_; }
-  Attempt attempt() const { return attempt_; }  // of the last decision
-  Attempt target() const { return target_; }    // of the flush under way, when frozen
+  Attempt attempt() const { return attempt_; }  // attempt of the last decision
+  Attempt target() const { return target_; }    // attempt of the current flush, when frozen
   uint64_t ended() const { return ended_; }
-  // The operation in which the caller is behind: another rank has ended it well, as the attempt
-  // that it was. 0: none.
+  // The operation that the caller has to adopt: another rank has ended it well, as the attempt in
+  // which the caller stopped. 0: none.
   uint64_t toTake() const { return toTake_; }
-  // The operation that runs without us, and among whom. Number 0: none.
+  // The operation that runs without this rank, and its contributors. Number 0: none.
   SkippingOperation leftOutOf() const;
-  // Who has to have ended it: of its contributors, those whom the last decision has not lost.
+  // Ranks that must have ended the operation first: its contributors that the last decision kept.
   RankSet awaitedIn(const SkippingOperation& operation) const;
-  // Of an operation that did not end here by itself: null if it ended with howEnded(). What is
-  // asked for once is forgotten, and what was before.
+  // How an operation ended that this rank did not end itself: the contributors if this rank was
+  // skipped; null if it ended with howEnded(). Forgets this operation and all earlier ones.
   std::optional<SkippingOperation> takeSkipped(uint64_t number);
   Error howEnded(uint64_t number) const;
 
   uint64_t viewEpoch() const { return viewEpoch_; }
   const std::vector<int>& active() const { return active_; }  // in the job's last view
-  bool isActive(int rank) const;                              // and has not left the group
-  std::vector<int> missing() const;                           // active, and their reports are
+  bool isActive(int rank) const;     // in the view, and has not left the group
+  std::vector<int> missing() const;  // active ranks whose reports are missing
   std::vector<int> left() const;
   const std::vector<uint64_t>& knownEnded() const { return knownEnded_; }  // by rank, at least
   bool isSlotFree(uint64_t number) const;
-  // Of the members of the attempt, one has left the group: before this operation, or at all.
+  // True if a member of the attempt left the group before this operation. hasLeaver(): at any time.
   bool missesLeaver(uint64_t number) const;
   bool hasLeaver() const { return missesLeaver(~uint64_t(0)); }
 
@@ -198,30 +200,31 @@ class FlushMachine {
   bool isOver_ = false;
   Attempt attempt_;
   Attempt target_;
-  std::vector<int> members_;  // of the attempt
+  std::vector<int> members_;  // members of attempt_
   uint64_t viewEpoch_ = 1;
   std::vector<int> active_;
   std::vector<int> decided_;         // active_ when the last flush was decided
-  std::map<int, std::string> lost_;  // of who is not active and is missed: what is known of it
+  std::map<int, std::string> lost_;  // lost ranks that are not active: details of the loss
   bool hasReported_ = false;         // for target_
-  // The last one; for target_ or, when not frozen, attempt_: unless joined and not reported since.
+  // Our last report, for target_ or, when not frozen, attempt_. Empty from join() to the next
+  // report.
   std::optional<FlushReport> lastReport_;
   Attempt reportedFor_;
   struct {
     uint64_t stoppedAt = ~uint64_t(0);
     bool hasBegun = false, wantsToSkip = false;
-  } lastSaid_;                              // in the last report
-  std::optional<FlushReport> leaveReport_;  // what we said when we left, if we have
+  } lastSaid_;                              // values of the last report
+  std::optional<FlushReport> leaveReport_;  // set once we have left
   std::map<int, FlushReport> reports_;      // for target_
-  std::map<int, FlushReport> left_;         // of who has left the group: stands for its next report
+  std::map<int, FlushReport> left_;         // by leaver: stands for its report in every later flush
   std::vector<uint64_t> knownEnded_;
   std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
   uint64_t toTake_ = 0;
-  uint64_t begun_ = 0;                      // the last operation that the caller published to be in
-  uint64_t skips_ = 0;                      // the one that it wishes to go on in without the others
-  SkippingOperation first_;                 // the next one, if it runs without some
-  std::deque<SkippingOperation> skipping_;  // that ended well and without some: the last ones...
-  std::deque<SkippingOperation> untold_;    // ... and without us: those that the caller still calls
+  uint64_t begun_ = 0;       // the last operation that the caller published
+  uint64_t skips_ = 0;       // the operation that it wishes to run without late ranks
+  SkippingOperation first_;  // the next one, if it runs without some ranks; else number 0
+  std::deque<SkippingOperation> skipping_;  // the last kRememberedSkips without some ranks
+  std::deque<SkippingOperation> untold_;    // skips of this rank that the caller has yet to call
   AbortReason abortReason_ = AbortReason::kNone;
   uint64_t abortNumber_ = 0;
   Error why_;

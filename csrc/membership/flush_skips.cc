@@ -1,4 +1,4 @@
-// Operations that ran without some, who live.
+// Operations that ran without some living ranks.
 #include "membership/flush_machine.h"
 
 namespace mooncake {
@@ -31,7 +31,7 @@ void FlushMachine::rememberSkip(SkippingOperation operation) {
   while (skipping_.size() > kRememberedSkips) skipping_.pop_front();
 }
 
-// The operation that ran without some has ended here.
+// The operation that ran without some ranks has ended here.
 void FlushMachine::endFirst() {
   if (!errorOf(first_.number)) rememberSkip(std::move(first_));
   first_ = {};

@@ -8,28 +8,29 @@
 
 namespace mooncake {
 
-// Reports of who has left, from others. Theirs may overtake what the one who left said to us last,
-// "I have your message" say: whoever took it for gone then would call lost what has arrived. Its
-// own goodbye comes behind all that on the same connection, so a report waits for it, but not for
-// long: that connection may have broken. Pure. For the agreement it is as if the report came later.
+// Holds back a report that says that a rank has left, until we have that rank's goodbye, too. The
+// report may overtake the leaver's last messages to us, such as "I have your message". If we took
+// the leaver for gone at once, we would call lost a message that has arrived. The goodbye follows
+// those messages on the same connection, so the report waits for it. The wait is short, because
+// that connection may have broken. Pure. To the agreement, a held report looks like a late one.
 class HeldReports {
  public:
   explicit HeldReports(Clock::duration limit) : limit_(limit) {}
 
-  // Whether it is held. `known`: of these nothing more is to be heard.
+  // Returns true if the report is held. `known`: ranks from which no goodbye is expected any more.
   bool keep(const ViewReport& report, const RankSet& known, Clock::time_point now);
-  // Those that need to wait no longer.
+  // Returns the reports that no longer need to wait.
   std::vector<ViewReport> take(const RankSet& known, Clock::time_point now);
   std::optional<Clock::time_point> nextTick() const;
 
  private:
   struct Held {
-    ViewReport report;  // the last one says what the others say
+    ViewReport report;  // the latest of its sender, which includes the earlier ones
     Clock::time_point until;
   };
 
   const Clock::duration limit_;
-  std::map<int, Held> held_;  // by who said it
+  std::map<int, Held> held_;  // by sender
 };
 
 }  // namespace mooncake

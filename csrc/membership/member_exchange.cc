@@ -5,12 +5,12 @@
 namespace mooncake {
 namespace {
 
-// Message, wire form:  u8 kind | what a member tells, nothing for kAsk, a text (<= 1024) for
-// kGaveUp
+// Message, wire form:  u8 kind | the part for kPart, nothing for kAsk, a text (<= 1024) for kGaveUp
 constexpr size_t kMostText = 1024;
-// Between two looks at the job's view.
+// Interval between two looks at the job's view.
 constexpr auto kLook = std::chrono::milliseconds(10);
-// A member that has not come yet has no answer; one whose word was lost has. Grows.
+// First and longest pause before asking again. A member that has not come yet cannot answer; a
+// member that came, but whose message was lost, can.
 constexpr auto kFirstAsk = std::chrono::milliseconds(50);
 constexpr auto kLastAsk = std::chrono::seconds(1);
 
@@ -20,7 +20,7 @@ ByteView viewOf(const std::string& text) {
 
 }  // namespace
 
-// The topic first: what is answered to a word of ours must find us.
+// Opens the topic before it sends, so that replies find the topic open.
 MemberExchange::MemberExchange(std::shared_ptr<Membership> membership, Options options, Bytes mine)
     : membership_(std::move(membership)),
       options_(std::move(options)),
@@ -34,7 +34,7 @@ MemberExchange::MemberExchange(std::shared_ptr<Membership> membership, Options o
   parts_[size_t(options_.rank)] = mine_;
   membership_->engine().openTopic(
       options_.topic, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
-  // All of them, also who has told us already: we may be done, and gone, before it asks.
+  // Tells every member, also one whose part is here: we may be done and gone before it asks.
   const View view = membership_->view();
   for (int r = 0; r < size; ++r) {
     if (r != options_.rank && view.active.contains(options_.jobRanks[size_t(r)]))
@@ -71,7 +71,7 @@ void MemberExchange::giveUp(const Error& why) {
   }
 }
 
-// Of the members that are in the job.
+// Members in the job whose parts have not come.
 std::vector<int> MemberExchange::missing(const View& view) const {
   std::vector<int> ranks;
   for (size_t r = 0; r < parts_.size(); ++r) {
@@ -93,7 +93,7 @@ Error MemberExchange::timedOut(const std::vector<int>& missing) const {
                                    "(do they make the same groups in the same order?)"};
 }
 
-// Who cannot be reached is out soon, or connected anew, and asks.
+// A failed send is ignored: the peer is soon out, or it reconnects and asks.
 void MemberExchange::tell(int rank, Kind kind, ByteView body) {
   const Bytes message = ByteWriter().put(static_cast<uint8_t>(kind)).putRaw(body).take();
   const auto& peer = membership_->peer(options_.jobRanks[size_t(rank)]);

@@ -14,30 +14,30 @@
 
 namespace mooncake {
 
-// How ranks of a job that make a group of their own tell each other what is needed for it. Over the
-// job's connections: no store is asked, and who is lost meanwhile is not waited for. As long as it
-// exists, whoever lacks what we said gets it again.
+// Exchanges one message, the part, between the ranks of a job that make a group of their own. It
+// uses the job's connections and no store, and does not wait for ranks that are lost meanwhile. As
+// long as it exists, it sends our part again to members that ask for it.
 class MemberExchange {
  public:
   struct Options {
-    std::string group;          // for messages
-    uint64_t topic = 0;         // the same on all members and no other exchange's
-    std::vector<int> jobRanks;  // of the members, by their rank in the group
-    int rank = 0;               // ours, in the group
+    std::string group;          // for error messages
+    uint64_t topic = 0;         // the same on all members, and of no other exchange
+    std::vector<int> jobRanks;  // global ranks of the members, by their rank in the group
+    int rank = 0;               // our rank in the group
   };
 
-  // Tells `mine` to all members.
+  // Sends the part `mine` to all members.
   MemberExchange(std::shared_ptr<Membership> membership, Options options, Bytes mine);
   ~MemberExchange();
   MemberExchange(const MemberExchange&) = delete;
   MemberExchange& operator=(const MemberExchange&) = delete;
 
-  // What each member told, in rank order; nothing of who is out of the job by now and was not heard
-  // of before. Two members may differ in that: then the one that knows less is told of the loss
-  // next (Membership::Listener). Errors: we are out ourselves; one could not make the group, and
-  // said why; kTimeout names who did not come.
+  // Returns the parts in rank order. A member that is out of the job, and whose part had not come,
+  // has none. Two members may differ in that; the one that does not know of the loss hears of it
+  // next (Membership::Listener). Errors: this rank is out itself; a member gave up (with its
+  // reason); kTimeout names the members that did not come.
   Result<std::vector<std::optional<Bytes>>> collect(Deadline deadline);
-  // We could not make the group: nobody needs to wait for us.
+  // Tells the members that we could not make the group, so that they stop waiting for us.
   void giveUp(const Error& why);
 
  private:

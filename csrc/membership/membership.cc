@@ -20,7 +20,7 @@ ViewAgreement::Timing timingFor(milliseconds failureTimeout) {
           .resend = std::clamp(failureTimeout / 10, milliseconds(50), milliseconds(500))};
 }
 
-// What a rank that is out says in its goodbye, should somebody still take it for a member.
+// Reason in the goodbye of a rank that is over, for peers that still count it as a member.
 constexpr const char* kGaveUp = "it took itself to be on the smaller side and gave up";
 
 }  // namespace
@@ -34,14 +34,15 @@ Result<std::shared_ptr<Membership>> Membership::start(std::shared_ptr<Engine> en
   }
   for (int rank = 0; rank < size; ++rank) {
     if ((options.peers[size_t(rank)] == nullptr) != (rank == options.rank)) {
-      return Error{ErrorCode::kInvalidArgument,
-                   "of all ranks of the job just ours has no peer: not so rank " +
-                       std::to_string(rank) + " of " + std::to_string(size)};
+      return Error{
+          ErrorCode::kInvalidArgument,
+          "in the list of peers just the entry of this rank must be null: wrong for rank " +
+              std::to_string(rank) + " of " + std::to_string(size)};
     }
   }
   std::shared_ptr<Membership> membership(new Membership(std::move(engine), std::move(options)));
-  Membership* self = membership.get();  // the destructor takes the handlers away
-  // Before the topic: what is answered to a message may be lost with its connection.
+  Membership* self = membership.get();  // the destructor removes the handlers
+  // Before the topic opens: a reply to a message may be lost with its connection.
   self->engine_->observe([self](const std::vector<EngineId>& peers,
                                 const Evidence& evidence) { self->onEvidence(peers, evidence); },
                          [self](const EngineId& peer) { self->onReconnected(peer); });
@@ -70,7 +71,7 @@ Membership::~Membership() {
     isStopped_ = true;
     engine_->loop().cancel(timer_);
   });
-  runOnLoop([] {});  // behind what was posted before
+  runOnLoop([] {});  // waits for tasks that were posted earlier
 }
 
 // Returns when the task has run.
@@ -179,7 +180,7 @@ void Membership::heldUp(const RankSet& ranks, Clock::time_point called) const {
     std::lock_guard lock(mutex_);
     ranks.forEach([&](int rank) {
       const auto found = seen_.find(rank);
-      // Whoever left the group alone is in the view; a goodbye is no loss.
+      // A rank that left only the group is still in the view; a goodbye is no loss.
       if (view_.active.contains(rank) || found == seen_.end()) return;
       if (found->second.accusation.cause == Cause::kLeft) return;
       waits.push_back({rank, now - std::max(called, found->second.since)});
@@ -221,8 +222,8 @@ void Membership::judge(const RankSet& ranks, const Evidence& evidence) {
   }
 }
 
-// The agreement says again what is undecided, in its own time; this is sooner, and also what is
-// decided: only the other end could know that it got that.
+// The agreement resends an undecided report when its time comes. This sends it at once, and also a
+// decided one: only the peer could know whether it got that.
 void Membership::onReconnected(const EngineId& id) {
   const auto found = ranks_.find(id);
   if (found == ranks_.end()) return;
@@ -232,7 +233,7 @@ void Membership::onReconnected(const EngineId& id) {
   for (Listener* listener : listeners_) listener->onReconnected(found->second);
 }
 
-// The kernel has ended it before, so what its crash report says is the last.
+// The kernel has ended the process by now, so its crash report is final.
 void Membership::onExited(int rank) {
   const auto last = readLastReport(rank) ? ViewAgreement::LastReport::kReceived
                                          : ViewAgreement::LastReport::kUnknown;
@@ -254,7 +255,7 @@ void Membership::onFailed(int rank) {
 bool Membership::readLastReport(int rank) {
   const auto words = peer(rank)->lastReport();
   if (!words) return false;
-  if (words->empty()) return true;  // it never had anything to say
+  if (words->empty()) return true;  // the rank never had anything to report
   const auto report = decodeViewReport(*words, size());
   if (!report.ok() || report->from != rank) return false;
   act(agreement_.received(*report, Clock::now()));
@@ -276,7 +277,7 @@ void Membership::onMessage(const EngineId& from, ByteView message) {
   act(agreement_.received(*report, now));
 }
 
-// Of whose end we need not hear any more.
+// Ranks from which no goodbye is expected any more.
 RankSet Membership::knownOut() const {
   RankSet known = agreement_.report().out() | RankSet{options_.rank};
   for (const auto& [rank, evidence] : evidence_) known.add(rank);
@@ -290,13 +291,13 @@ void Membership::takeHeld() {
 }
 
 void Membership::act(const ViewActions& actions) {
-  publish();  // before anybody acts on it
+  publish();  // before any action that follows from it
   for (const Accusation& accusation : actions.accused) note(accusation);
   if (actions.commit) commit(*actions.commit);
   if (actions.evicted) end(evictedBy(*actions.evicted));
   if (actions.minority) end(inMinority());
   sendTo_ |= actions.sendTo;
-  // Together with all that this round of the loop brings.
+  // One send serves all events of this round of the loop.
   if (!sendTo_.empty() && !isSending_ && !isStopped_) {
     isSending_ = true;
     engine_->loop().post([this] { sendReports(); });
@@ -311,7 +312,8 @@ void Membership::publish() {
   if (bytes == published_) return;
   const Status written = engine_->publish(kMembershipTopic, bytes);
   if (!written.ok())
-    log(LogLevel::kError, engine_->logName(), "no last report: ", written.error().message);
+    log(LogLevel::kError, engine_->logName(),
+        "the last report cannot be published: ", written.error().message);
   published_ = std::move(bytes);
 }
 
@@ -322,7 +324,7 @@ void Membership::sendReports() {
   to.forEach([&](int rank) {
     if (rank == options_.rank) return;
     const Status sent = engine_->send(*peer(rank), kMembershipTopic, published_);  // [send]
-    // Said again later if it matters; an end is reported as such.
+    // Sent again later if it matters. The end of the peer is reported as evidence.
     if (sent.code() == ErrorCode::kExhausted)
       log(LogLevel::kWarning, engine_->logName(), "a report is late: ", sent.error().message);
   });
@@ -341,13 +343,13 @@ void Membership::note(const Accusation& accusation) {
         nameOf(cause), seen.detail.empty() ? "" : ": ", seen.detail);
   }
   std::lock_guard lock(mutex_);
-  // What was a suspicion may have become certain.
+  // A suspicion may have become certain.
   if (const auto before = seen_.find(rank); before != seen_.end())
     seen.since = std::min(seen.since, before->second.since);
   seen_[rank] = std::move(seen);
 }
 
-// What a human wants to know of it: "died (process exited)".
+// The reason for the log: "died (process exited)".
 std::string Membership::reasonOf(int rank) const {
   const std::vector<Accusation>& causes = agreement_.report().accusations;
   const auto why = std::find_if(causes.begin(), causes.end(),
@@ -445,8 +447,8 @@ void Membership::end(const Error& why) {
   isOver_.store(true, std::memory_order_release);
   log(LogLevel::kError, engine_->logName(), why.message);
   for (Listener* listener : listeners_) listener->onOver(why);
-  // So that nobody waits for us. We have destroyed nothing, so whoever goes on and needs us has
-  // lost us. Not from here: a channel may be what called us.
+  // Says goodbye, so that no rank waits for us. We have destroyed nothing, so a rank that goes on
+  // and needs us has lost us. Posted, because a channel may be the caller of this function.
   engine_->loop().post([this] {
     if (!isStopped_) engine_->leave({Farewell::How::kEnded, kGaveUp});
   });

@@ -16,16 +16,16 @@
 
 namespace mooncake {
 
-// The topic (engine/message_router.h) through which reports go.
+// The topic (engine/message_router.h) of the reports.
 inline constexpr uint64_t kMembershipTopic = 1;
 
-// The driver of ViewAgreement: what this engine sees of its peers goes in, what comes out is sent,
-// logged and told to those who listen. One per engine, shared by all groups of the job.
+// Drives ViewAgreement: feeds it the evidence and the reports of peers; sends, logs and announces
+// its results. One per engine, shared by all groups of the job.
 class Membership {
  public:
   struct Options {
-    int rank = 0;                              // ours, in the job
-    std::vector<std::shared_ptr<Peer>> peers;  // of every rank of the job; null: this one
+    int rank = 0;                              // global rank of this process
+    std::vector<std::shared_ptr<Peer>> peers;  // by global rank; null for this one
     std::chrono::milliseconds failureTimeout{3000};
     std::string waitsFile;  // see noteWaits()
   };
@@ -34,18 +34,18 @@ class Membership {
   class Listener {
    public:
     virtual ~Listener() = default;
-    // A later view was committed. Before this call nothing that an excluded rank sends or fetches
-    // has any effect here any more (Channel::fence).
+    // A later view was committed. Excluded ranks are fenced before this call: nothing that they
+    // send or fetch has any effect here (Channel::fence).
     virtual void onView(const View& view) = 0;
-    // This rank is out, for good (kEvicted), or on the smaller side of a partition (kMinority).
+    // This rank is out for good (kEvicted), or on the smaller side of a partition (kMinority).
     // Afterwards the driver says goodbye for this engine: its channels close.
     virtual void onOver(const Error& why) = 0;
-    // The connection to this rank broke and was made again: what we had put or sent there may be
-    // lost, and what it had sent here.
+    // The connection to this rank broke and was made again: data put or sent either way may be
+    // lost.
     virtual void onReconnected(int) {}
   };
 
-  // Neither this nor the destructor on the loop's thread: they wait for it.
+  // Neither start() nor the destructor may run on the loop's thread: they wait for it.
   static Result<std::shared_ptr<Membership>> start(std::shared_ptr<Engine> engine, Options options);
   ~Membership();
 
@@ -53,48 +53,49 @@ class Membership {
   int size() const { return static_cast<int>(options_.peers.size()); }
   Engine& engine() const { return *engine_; }
   const std::shared_ptr<Engine>& sharedEngine() const { return engine_; }
-  // Two topics of messages for a group of these ranks: the same on all of its members, and no other
-  // group's. Names and ranks may come again, so they are counted: members make the same groups in
-  // the same order. Any thread.
+  // Returns two message topics for a group of these ranks, equal on all of its members and
+  // different from any other group's. Groups with the same name and ranks are counted, so members
+  // must make the same groups in the same order. Any thread.
   Result<std::pair<uint64_t, uint64_t>> newTopics(const std::string& group,
                                                   const std::vector<int>& ranks);
-  // By rank of the job; null for this one.
+  // By global rank; null for this one.
   const std::shared_ptr<Peer>& peer(int rank) const { return options_.peers[size_t(rank)]; }
 
-  // If anything has happened before, it is told at once (on the loop's thread). Returns when
-  // nothing is missed any more: what is sent after it, and lost with a connection, is made good
-  // for. Not on the loop's thread.
+  // Adds a listener. Earlier events are announced at once, on the loop's thread. On return the
+  // listener misses nothing: if data sent after that is lost with a connection, onReconnected()
+  // follows. Not on the loop's thread.
   void subscribe(Listener* listener);
-  // The listener is not called any more when this returns. Not on the loop's thread.
+  // Returns when the listener is not called any more. Not on the loop's thread.
   void unsubscribe(Listener* listener);
 
-  // We are about to say goodbye: that the others go on without us is no news from now on, and ends
-  // nothing here. Any thread.
+  // Called before the goodbye. From then on a view without this rank is expected and ends nothing
+  // here. Any thread.
   void leave() { hasLeft_.store(true, std::memory_order_release); }
 
   View view() const;        // any thread
   Status standing() const;  // ok, or the error of onOver()
-  // Whether standing() is an error. From before any group is told, so that who has heard it from
-  // one group is not served by another any more. Any thread; costs a load.
+  // True if standing() is an error. True before any group hears of it, so a caller that heard of it
+  // from one group is refused by every other. Any thread; costs one load.
   bool isOver() const { return isOver_.load(std::memory_order_acquire); }
 
-  // Of all that are out, as far as this rank knows: how, by whom, and what was seen if it was us.
+  // This rank's knowledge about a rank that is out. `detail` is set if this rank saw it itself.
   struct Seen {
     Accusation accusation;
     std::string detail;
-    std::chrono::system_clock::time_point when;  // that this rank learned it
-    Clock::time_point since;  // as far as this rank knows it was there until then
+    std::chrono::system_clock::time_point when;  // when this rank learned it
+    Clock::time_point since;  // until then the rank was there, as far as this rank knows
   };
   std::vector<Seen> seen() const;
-  // Of these the accusations: a goodbye is none.
+  // The accusations among seen(): all but the goodbyes.
   std::vector<Accusation> accusations() const;
-  // The rank is out, and destroyed nothing before: an operation that misses it has lost it.
+  // True unless the rank destroyed the job before it went. An operation that misses a rank that did
+  // not has lost it.
   bool isLost(int rank) const;
-  // An operation has gone on without these. Of who came to the end of its program that is the first
-  // sign of a loss.
+  // An operation has gone on without these ranks. If the program of one just ended, this is the
+  // first sign that it is a loss, so it is logged.
   void missed(const RankSet& ranks);
-  // What was called then could not go on before now, since these are gone. Any thread but the
-  // loop's, as it may write to a file.
+  // Notes that an operation called at `called` could not go on before now because these ranks are
+  // gone. Any thread but the loop's, because it may write to a file.
   void heldUp(const RankSet& ranks, Clock::time_point called) const;
 
  private:
@@ -128,20 +129,20 @@ class Membership {
   const Options options_;
   std::map<EngineId, int> ranks_;
 
-  // Of the loop's thread.
+  // Used on the loop's thread only.
   ViewAgreement agreement_;
   HeldReports held_;
   std::vector<Listener*> listeners_;
-  std::map<int, Evidence> evidence_;  // what we saw ourselves, by rank
+  std::map<int, Evidence> evidence_;  // our own evidence, by rank
   Bytes published_;
-  RankSet sendTo_;  // the report is due
+  RankSet sendTo_;  // ranks to which the report is due
   bool isSending_ = false;
   bool isStopped_ = false;
   EventLoop::TimerId timer_ = 0;
   std::optional<Clock::time_point> timerAt_;
 
   std::atomic<bool> hasLeft_{false};
-  std::atomic<bool> isOver_{false};  // set behind standing_
+  std::atomic<bool> isOver_{false};  // set after standing_
   mutable std::mutex mutex_;         // guards all below
   std::map<std::string, uint64_t> groupsMade_;
   View view_;

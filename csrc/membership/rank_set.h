@@ -39,13 +39,13 @@ class RankSet {
     for (const uint64_t word : words_) sum += std::popcount(word);
     return sum;
   }
-  // Of a set that is not empty.
+  // The set must not be empty.
   int lowest() const {
     size_t word = 0;
     while (words_[word] == 0) ++word;
     return static_cast<int>(word * kBits) + std::countr_zero(words_[word]);
   }
-  // All ranks of the set are below it.
+  // The highest rank plus one; 0 for an empty set.
   int end() const {
     return static_cast<int>(words_.size() * kBits) -
            (words_.empty() ? 0 : std::countl_zero(words_.back()));
@@ -83,7 +83,7 @@ class RankSet {
   friend RankSet operator-(RankSet a, const RankSet& b) { return a -= b; }
   bool operator==(const RankSet&) const = default;
 
-  // In ascending order.
+  // Visits the ranks in ascending order.
   template <typename Visit>
   void forEach(Visit visit) const {
     for (size_t i = 0; i < words_.size(); ++i) {
@@ -106,7 +106,7 @@ class RankSet {
  private:
   static constexpr unsigned kBits = 64;
 
-  // No zero words at the end, so that equal sets have equal words.
+  // Drops zero words at the end, so that equal sets have equal words.
   RankSet& trim() {
     while (!words_.empty() && words_.back() == 0) words_.pop_back();
     return *this;

@@ -6,8 +6,8 @@
 
 namespace mooncake {
 
-// Which ranks of the job take part. The epoch counts the changes since the first view, so that it
-// says which of two views is the later one, and two different views never share it.
+// The ranks of the job that take part. The epoch counts the changes since the first view, so it
+// orders views, and no two different views share it.
 struct View {
   uint64_t epoch = 0;
   RankSet active;  // global ranks

@@ -8,7 +8,7 @@ namespace mooncake {
 // Report, wire form, little-endian:
 //   u8 version  u16 from  set committed  set gone  set unsettled  set suspected
 //   for each rank that is gone or suspected, ascending: u8 cause  u16 by
-// Gone ranks are resolution as a rule, so the exceptions are sent. A set: rank_set.h.
+// Gone ranks are usually settled, so the report lists the exceptions. A set: rank_set.h.
 namespace {
 
 constexpr uint8_t kVersion = 1;
@@ -79,8 +79,9 @@ ViewActions ViewAgreement::exited(const RankSet& ranks, LastReport last, Clock::
 }
 
 ViewActions ViewAgreement::left(int rank, Clock::time_point now, Cause cause) {
-  // What it returned to its caller counts, unlike what a dead rank did: if it has gone on without
-  // us it stays suspected (received() saw to that), and we need a quorum to go on without it.
+  // Results that the leaver returned to its caller count, unlike those of a dead rank. If it has
+  // gone on without us, it stays suspected (received() saw to that), and we need a quorum to go on
+  // without it.
   if (over_ || !first_.active.contains(rank) || !reported_[rank].isSubsetOf(out_)) return {};
   return testify({rank}, cause, LastReport::kReceived, now);  // [left] [certain]
 }
@@ -105,8 +106,8 @@ ViewActions ViewAgreement::suspected(const RankSet& ranks, Cause cause, Clock::t
   ViewActions actions;
   const RankSet members = (ranks & view_.active) - out_ - RankSet{self_};
   if (members.empty()) return {};
-  // All or none, also of those that are found one after the other: the higher ones alone would be
-  // believed by the lower ones.
+  // Holds back all or none, also ranks that are found one after the other. If we accused only the
+  // higher ranks, the lower ranks would believe it.
   const bool mayAccuseUs = cause != Cause::kRefused;
   if (mayAccuseUs && (members.lowest() < self_ || !heldBack_.empty())) {
     holdBack(members, cause, now);  // [suspected] [suspect]
@@ -124,7 +125,7 @@ ViewActions ViewAgreement::received(const ViewReport& report, Clock::time_point 
   ViewActions actions;
   if (!theirOut.isSubsetOf(reported_[from])) {  // [received] [receive]
     reported_[from] |= theirOut;
-    firstMissing_ = std::min(firstMissing_, from);  // what was counted of it was less
+    firstMissing_ = std::min(firstMissing_, from);  // an older report of it was counted
   }
   if (gone_.contains(from)) return {};
   if (!view_.active.contains(from)) {
@@ -140,15 +141,15 @@ ViewActions ViewAgreement::received(const ViewReport& report, Clock::time_point 
   }
   if (out_.contains(from)) return {};
   if (theirOut.contains(self_)) {
-    // It goes on without us, and we without it. The grace is for the view that takes us out: if it
-    // comes, we have said nothing that others would have to weigh.
+    // The sender goes on without us, so we go on without it. The grace is for the view that
+    // excludes us: if it comes, we have reported nothing that others must weigh.
     holdBack({from}, Cause::kExcludes, now);
     return {};
   }
   const bool wasUndecided = isUndecided();
   merge(report, actions);
   actions = conclude(std::move(actions), now);
-  // It may have lost our last report, and we send no more by ourselves.
+  // The sender may have lost our last report, and we send it no other unasked.
   const bool isBehind = report.committed != committed_ || theirOut != committed_;
   if (!over_ && !wasUndecided && !isUndecided() && isBehind) actions.sendTo.add(from);
   return actions;
@@ -158,7 +159,7 @@ ViewActions ViewAgreement::tick(Clock::time_point now) {
   if (over_) return {};
   ViewActions actions;
   if (!heldBack_.empty() && now >= heldUntil_) {
-    // All together, for the reason given in suspected().
+    // All together, as suspected() explains.
     for (const auto& [rank, cause] : heldBack_) accuse({rank}, cause, actions);  // [give-up-on]
   }
   return conclude(std::move(actions), now);  // [tick]
@@ -188,8 +189,9 @@ void ViewAgreement::accuse(const RankSet& ranks, Cause cause, ViewActions& actio
   out_ |= ranks;
 }
 
-// Of a rank that we go on with and that goes on with us. All or nothing: the proof that a
-// resolution rank may be forgotten rests on taking over its witness's suspicions with its death.
+// Merges the report of a rank that is active here and does not exclude us. All or nothing: a
+// settled rank may be forgotten only because we take over its witness's suspicions together with
+// its death.
 void ViewAgreement::merge(const ViewReport& report, ViewActions& actions) {
   for (const Accusation& theirs : report.accusations) {
     if (!out_.contains(theirs.rank) || (isCertain(theirs.cause) && !gone_.contains(theirs.rank))) {
@@ -202,23 +204,22 @@ void ViewAgreement::merge(const ViewReport& report, ViewActions& actions) {
   suspected_ -= gone_;
   out_ |= gone_;
   out_ |= suspected_;
-  // We are in that view, so we have reported what it took: it is committed, whoever saw it first.
+  // We are in that view, so our reports agreed to what it excludes: it is committed, and we follow.
   if (committed_.isSubsetOf(report.committed) && committed_ != report.committed) {
     commit(report.committed, actions);  // [heed]
   }
 }
 
-// Who is not resolution still counts where a quorum is needed: it may have helped another side to
-// take us out before it ended. What it reported last may become part of what we report later than
-// its end.
+// An unsettled rank still counts where a quorum is needed: before it ended, it may have helped
+// another side to exclude us. Its last report may become part of our report only after its end.
 void ViewAgreement::resolve() {
   (lastKnown_ - settled_).forEach([&](int rank) {
     if (reported_[rank].isSubsetOf(out_)) settled_.add(rank);
   });
 }
 
-// Certain deaths need nobody's consent. With a suspicion among them, of the last view without the
-// resolution ranks a strict majority goes on, or half with the lowest.
+// Certain deaths need no quorum. If an exclusion is only suspected, the rest needs a strict
+// majority of the last view without its settled ranks, or half of it including the lowest.
 bool ViewAgreement::mayGoOn() const {
   if ((out_ - committed_).isSubsetOf(gone_)) return true;
   const RankSet live = view_.active - settled_;
@@ -227,7 +228,8 @@ bool ViewAgreement::mayGoOn() const {
   return twice > live.count() || (twice == live.count() && rest.contains(live.lowest()));
 }
 
-// Remembers how far it came with this set, or each of thousands of reports would look at thousands.
+// Remembers how far it came with this set. Otherwise each of thousands of reports would look at
+// thousands of ranks.
 bool ViewAgreement::allReported() {
   if (counted_ != out_) {
     counted_ = out_;
@@ -250,7 +252,7 @@ void ViewAgreement::commit(const RankSet& out, ViewActions& actions) {
 ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) {
   resolve();
   if (isUndecided() && !mayGoOn()) {
-    // Not told to anybody: what leaves us without a quorum need not cost others theirs.
+    // Not sent to any rank: the exclusions that cost us the quorum need not cost others theirs.
     over_ = true;
     actions.minority = true;  // [minority]
     return actions;
@@ -261,7 +263,7 @@ ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) 
   const bool isNews =
       gone_ != told_.gone || settled_ != told_.resolution || suspected_ != told_.suspected;
   if (isNews || (isUndecided() && now >= toldAt_ + timing_.resend)) {
-    // Also to whom this commit evicts, so that they know.
+    // Also sent to ranks that this commit evicts, so that they know.
     actions.sendTo = first_.active - told_.committed - gone_ - RankSet{self_};
     toldAt_ = now;
   } else if (committed_ != told_.committed) {

@@ -10,30 +10,31 @@
 #include "membership/rank_set.h"
 #include "membership/view.h"
 
-// How the ranks of a job agree on who goes on, seen from one of them. Pure: events in, actions out;
-// no thread, no socket, and the time comes with the event.
+// Agreement of a job's ranks on the active ranks, seen from one rank. Pure: events in, actions out;
+// no thread and no socket, and the time comes with the event.
 //
-// Every rank tells all others whom it knows to be gone and whom it suspects (together: who is out),
-// and takes over what they tell. A view is committed when every rank in it has reported exactly the
-// others to be out; with a suspicion among them, it also needs a quorum.
+// Every rank tells all others which ranks it knows to be gone and which it suspects; both together
+// are out. It takes over what the others report. A view is committed when every rank in it has
+// reported exactly the other ranks to be out. If one of these is only suspected, the view also
+// needs a quorum.
 //
-// Why two views that living ranks committed are never side by side: what a rank reports only grows,
-// so two views that have one rank in common are one inside the other. Two that have none need two
-// quorums of the same last view. Both leave out ranks that are gone - but only resolution ones: all
-// that these ever reported is part of what the counting rank reports, so they cannot have helped
-// a view that it does not know of. Without a suspicion no quorum is needed: then all ranks of the
-// other view are dead, and what they returned binds nobody.
+// Why living ranks never commit two views side by side: the reports of a rank only grow, so of two
+// views with a common rank one includes the other. Two views without a common rank need two quorums
+// of the same last view. Both quorums leave out gone ranks, but only settled ones. All that a
+// settled rank ever reported is part of the report of the rank that counts. So a settled rank
+// cannot have helped a view that the counting rank does not know of. Without a suspicion no quorum
+// is needed: then all ranks of the other view are dead, and their results bind no living rank.
 namespace mooncake {
 
-// How a rank is known to be out. Three are certain, the others are suspicion.
+// Reasons to count a rank as out. Three are certain, the others are suspicions.
 enum class Cause : uint8_t {
-  kExited = 1,       // the kernel of its host said so
-  kLeft = 2,         // it said goodbye; never an accusation
-  kSilent = 3,       // nothing was heard for failure_timeout
-  kRefused = 4,      // it refused to be connected to, and nobody on its host could testify
-  kExcludes = 5,     // its own report takes the accuser out
-  kUnreachable = 6,  // its connection broke and could not be made again, nobody knows why
-  kEnded = 7,        // certain: as kLeft, but its program ended and destroyed nothing
+  kExited = 1,       // certain: the kernel of its host said so
+  kLeft = 2,         // certain: it said goodbye; never an accusation
+  kSilent = 3,       // nothing was heard from it for failure_timeout
+  kRefused = 4,      // it refused a connection, and no rank on its host could testify
+  kExcludes = 5,     // its own report excludes the accuser
+  kUnreachable = 6,  // its connection broke and could not be made again, for an unknown reason
+  kEnded = 7,        // certain: like kLeft, but its program ended without destroying the job
 };
 
 inline bool isGoodbye(Cause cause) { return cause == Cause::kLeft || cause == Cause::kEnded; }
@@ -41,84 +42,86 @@ inline bool isGoodbye(Cause cause) { return cause == Cause::kLeft || cause == Ca
 struct Accusation {
   int rank = 0;
   Cause cause = Cause::kExited;
-  int by = 0;  // who saw it first, as far as we know
+  int by = 0;  // the first rank that saw it, as far as we know
 
   bool operator==(const Accusation&) const = default;
 };
 
-// All that a rank has to say. Every set only grows, so a report says at least what the same rank's
-// earlier ones said: losing, repeating and reordering them does no harm.
+// The whole state of a rank. Its sets only grow (a suspicion may become certain), so a report
+// includes all earlier reports of the same rank. Losing, repeating and reordering reports does no
+// harm.
 struct ViewReport {
   int from = 0;
-  RankSet committed;   // who is out of the sender's last view
-  RankSet gone;        // certain
-  RankSet resolution;  // those of the gone that took out nobody but who is out here, too
-  RankSet suspected;   // and not certain
-  std::vector<Accusation> accusations;  // of all that are out, by rank
+  RankSet committed;   // out of the sender's last view
+  RankSet gone;        // certainly out
+  RankSet resolution;  // gone, and all ranks that its last report excludes are out here, too
+  RankSet suspected;   // out, but not certainly
+  std::vector<Accusation> accusations;  // one for each rank that is out, by rank
 
   RankSet out() const { return gone | suspected; }
   bool operator==(const ViewReport&) const = default;
 };
 
 Bytes encodeViewReport(const ViewReport& report);
-// kProtocol unless all of it makes sense in a job of `ranks` ranks.
+// kProtocol: the report is inconsistent in a job of `ranks` ranks.
 Result<ViewReport> decodeViewReport(ByteView bytes, int ranks);
 
 struct ViewActions {
   struct Eviction {
-    Accusation why;      // `rank` is who is evicted: this rank
-    uint64_t epoch = 0;  // of the view that it is not in
+    Accusation why;      // `rank` is this rank
+    uint64_t epoch = 0;  // epoch of the view that excludes it
     int toldBy = 0;
   };
 
-  std::vector<Accusation> accused;  // new here: to be logged, each once
+  std::vector<Accusation> accused;  // new here: each is logged once
   std::optional<View> commit;
   RankSet sendTo;  // report() goes to these
-  // The end, for good: from here on no event does anything. The driver says goodbye, so that
-  // nobody waits for this rank's report.
+  // Either one ends this rank for good: later events have no effect. The driver then says goodbye,
+  // so that no rank waits for this rank's report.
   bool minority = false;
   std::optional<Eviction> evicted;
 };
 
-// What the driver owes:
-//  - A report is published where the witnesses of our exit will find it (the ranks of our host)
-//    before it is sent to anybody, and so is a goodbye, which carries the last one.
-//  - suspected() gets all ranks that one look found silent at once: a rank that has gone deaf then
-//    accuses everybody in one report, which nobody believes, instead of one after the other.
-//  - received() gets only reports of the very process that the connection was made with; what does
-//    not decode is dropped. Many events may be handed over before report() is sent, once.
-//  - received() gets a report that says who has left once we have heard that from them, too, or not
-//    for too long: HeldReports says why.
-//  - Whoever is not in the view and gives a sign of life is sent report(): it says why.
+// The driver's duties:
+//  - It publishes a report to the witnesses of our exit (the ranks of our host) before it sends it
+//    to any rank. The same holds for a goodbye, which carries the last report.
+//  - It gives suspected() all ranks that one look found silent at once. A rank that has gone deaf
+//    then accuses all others in one report, which no rank believes, instead of one after the other.
+//  - It gives received() only reports of the process with which the connection was made, and drops
+//    reports that do not decode. It may handle many events before it sends report() once.
+//  - It holds a report that says that a rank has left, until that rank's goodbye is here or a time
+//    limit passes (HeldReports says why).
+//  - It sends report() to a rank outside the view that gives a sign of life, to tell it the reason.
 class ViewAgreement {
  public:
   struct Timing {
-    // How long an accusation is held back (see suspected): more than two ranks' detectors differ,
-    // and a report's way.
+    // How long an accusation is held back, see suspected(). Longer than the difference between two
+    // ranks' detectors plus the travel time of a report.
     Clock::duration grace;
-    Clock::duration resend;  // while something is undecided, the report is sent again this often
+    Clock::duration resend;  // interval at which the report is sent again while a view is undecided
   };
-  // What a rank reported last before it exited: received() has been given it, or it may be lost.
-  // That it said no goodbye is known in both cases, for what it returned would count then. Who only
-  // saw a process end, a launcher say, cannot tell, and suspects.
+  // Says whether received() was given the last report of an exited rank, or it may be lost. In both
+  // cases the rank certainly said no goodbye; otherwise its results would count. A witness that
+  // only saw a process end, such as a launcher, cannot know that, and suspects the rank instead.
   enum class LastReport { kReceived, kUnknown };
 
   ViewAgreement(int self, View first, Timing timing);
 
   ViewActions exited(const RankSet& ranks, LastReport last, Clock::time_point now);
-  // After received() was given the report that came with the goodbye. Who has said goodbye is never
-  // exited, even if its end is all that was seen.
+  // Call it after received() was given the report of the goodbye. A rank that said goodbye is never
+  // passed to exited(), even if only its end was seen.
   ViewActions left(int rank, Clock::time_point now, Cause cause = Cause::kLeft);
-  // Held back for a grace where the ranks are not all higher than ours, or others are held back:
-  // when one link breaks, only one of its ends accuses, and it costs one rank instead of two.
+  // Holds the accusation back for a grace, unless it is kRefused or all ranks are higher than ours
+  // and no others are held back. If one link breaks, only one of its ends then accuses, and the job
+  // loses one rank instead of two.
   ViewActions suspected(const RankSet& ranks, Cause cause, Clock::time_point now);
   ViewActions received(const ViewReport& report, Clock::time_point now);
   ViewActions tick(Clock::time_point now);
-  // When tick() will have something to do, if nothing else happens before.
+  // When tick() has work to do if no other event comes first.
   std::optional<Clock::time_point> nextTick() const;
 
   const View& view() const { return view_; }
-  // What we last told anybody, or are to tell now.
+  // The last report that was sent, or is to be sent now.
   const ViewReport& report() const { return told_; }
 
  private:
@@ -139,21 +142,21 @@ class ViewAgreement {
   const Timing timing_;
 
   View view_;          // first_ without committed_
-  RankSet committed_;  // the sets of our next report
+  RankSet committed_;  // this and the next three: sets of our next report
   RankSet gone_;
   RankSet settled_;
   RankSet suspected_;
   RankSet out_;                          // gone_ and suspected_
-  RankSet lastKnown_;                    // gone, and reported_ has all that they ever reported
-  std::vector<Accusation> accusations_;  // by rank; of those in out_
+  RankSet lastKnown_;                    // gone ranks of which reported_ is complete
+  std::vector<Accusation> accusations_;  // by rank, for the ranks in out_
 
-  std::vector<RankSet> reported_;  // by rank: whom it has ever reported to be out
-  RankSet counted_;                // all below firstMissing_ that count have reported this
+  std::vector<RankSet> reported_;  // by rank: all ranks that it ever reported to be out
+  RankSet counted_;  // all ranks below firstMissing_ that count have reported this set
   int firstMissing_ = 0;
   ViewReport told_;
   Clock::time_point toldAt_{};
 
-  std::map<int, Cause> heldBack_;  // rank
+  std::map<int, Cause> heldBack_;  // by rank
   Clock::time_point heldUntil_{};
   bool over_ = false;
 };

@@ -4,7 +4,7 @@
 
 #include "membership/view_agreement.h"
 
-// What is said to people.
+// Phrases for logs and errors.
 namespace mooncake {
 
 const char* nameOf(Cause cause);
