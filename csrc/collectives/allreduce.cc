@@ -1,17 +1,17 @@
-// Small: one exchange of slots, every rank reduces all n contributions itself: n*s bytes read per
+// Small: one exchange of slots; every rank reduces all n contributions itself. n*s bytes read per
 // rank, one round.
 //
 // Large: reduce-scatter and allgather by direct fetches (the two halves of Rabenseifner's
 // algorithm, without its recursive halving: one step each, since every rank reaches every other at
 // the same cost).
-//   1. Rank r reduces segment r of everybody's input into memory that its peers can reach, and says
-//   `ready`.
-//   2. Everybody takes all segments. Until then the input can be put back: an operation that does
-//      not get there can be run again among the survivors.
-// 2s(n-1)/n bytes in and out of each rank. Where some part of the group is not mapped, the input is
-// copied aside before anything is written over it; where network cards lead there, the others fetch
-// from that copy, and from a copy of the result, which cards know; where all of it is mapped,
-// results outlive their ranks, so `ready` of all ranks is the commit.
+//   1. Rank r reduces segment r of all inputs into memory that its peers can reach, and publishes
+//      `ready`.
+//   2. Every rank fetches all segments. Until then the input can be restored, so an operation that
+//      ends earlier can be run again among the survivors.
+// 2s(n-1)/n bytes in and out of each rank. If part of the group is not mapped, the input is copied
+// aside before it is overwritten. If network cards lead to that part, peers fetch from that copy
+// and from a copy of the result, which the cards know. If the whole group is mapped, results
+// outlive their ranks, so `ready` of all ranks is the commit.
 //
 // Several buffers (all_reduce coalesced) take the same steps as one: every rank has a segment of
 // each.
@@ -33,15 +33,15 @@
 namespace mooncake {
 namespace {
 
-// More than this is done piece by piece; a rank that is lost in between then leaves the data half
-// reduced. 32 MiB covers DDP's buckets of 25 MiB.
+// Larger data is reduced piece by piece. A rank that is lost between two pieces leaves the data
+// half reduced. 32 MiB covers DDP's buckets of 25 MiB.
 constexpr size_t kUndoBytes = 32 << 20;
 
 constexpr const char* kReducedPartly =
     "Part of the data is reduced already: restore it before you call again";
 
-// What an operation that has changed its input ends with. Where the group is over, that stays the
-// reason: there is nothing to call again.
+// The error of an operation that has changed its input. If the group is over, its code stays,
+// because there is no call to repeat.
 Error inputsLost(Group& group, const Error& why) {
   group.lostInputsOnly = why.code != ErrorCode::kPeerLost && why.code != ErrorCode::kInputsLost;
   const bool isOver = why.code == ErrorCode::kEvicted || why.code == ErrorCode::kMinority ||
@@ -49,7 +49,7 @@ Error inputsLost(Group& group, const Error& why) {
   return {isOver ? why.code : ErrorCode::kInputsLost, why.message + ". " + kReducedPartly};
 }
 
-// A share of which the peers' second-level caches, of 1 MiB or more, still hold the most when it is
+// Largest share of which the peers' second-level caches (1 MiB or more) still hold most when it is
 // written again.
 constexpr size_t kCachedBytes = 256 << 10;
 
@@ -68,7 +68,7 @@ class AllreduceEager final : public Algorithm {
     if (root_ < 0 || root_ == op.rank()) MOONCAKE_TRY(reduceBuffers(op));
     return op.commit();
   }
-  // A fence that falls while we reduce refuses the commit. What we gave still stands in our slot.
+  // If a fence arrives while we reduce, the commit is refused. Our input still stands in our slot.
   void rollBack(Operation& op, Rollback) override {
     const std::byte* given = op.payload();
     for (const Buffer& buffer : buffers_) {
@@ -82,8 +82,8 @@ class AllreduceEager final : public Algorithm {
   Status reduceBuffers(Operation& op) {
     const auto sources = op.group().sources().first(op.ranks().size());
     const size_t bytes = packedBytes(buffers_);
-    // Our own is nearer where it came from, unless we have reduced into it before. Buffers of a
-    // list may overlap.
+    // Our own data is nearer in the buffer than in the slot. The slot serves if we have reduced
+    // into the buffer before, and for a list, because its buffers may overlap.
     const bool isHere = buffers_.size() == 1 && !isOverwritten_;
     size_t offset = 0;
     for (const Buffer& buffer : buffers_) {
@@ -107,8 +107,8 @@ class AllreduceEager final : public Algorithm {
   bool isOverwritten_ = false;
 };
 
-// The share of the part-th of `parts` ranks: cache lines, so that no two ranks write to the same
-// one.
+// The segment of rank `part` of `parts`. It consists of whole cache lines, so that no two ranks
+// write to the same line.
 Span segmentOf(size_t part, size_t parts, Span data) {
   constexpr size_t kLine = 64;
   const size_t lines = (data.size() + kLine - 1) / kLine;
@@ -117,7 +117,7 @@ Span segmentOf(size_t part, size_t parts, Span data) {
   return data.subspan(start, end - start);
 }
 
-// The data as it was.
+// A copy of the data as it was before the operation.
 class Undo {
  public:
   explicit Undo(Buffers buffers) : buffers_(buffers) {
@@ -128,7 +128,7 @@ class Undo {
     }
   }
 
-  // Room for the copies: nothing stands there yet.
+  // Reserves room for the copies; no part is copied yet.
   Status reserve(Group& group) {
     auto room = group.undo(packedBytes(buffers_));
     if (!room.ok()) return room.error();
@@ -136,19 +136,19 @@ class Undo {
     isTaken_ = false;
     return {};
   }
-  // A part of the index-th buffer.
+  // Copies a part of buffer `index`.
   void copy(size_t index, Span part) {
     copyPastCache(at(index) + (part.data() - buffers_[index].data.data()), part);
   }
-  // Every part has been copied.
+  // All parts have been copied.
   void setTaken() { isTaken_ = true; }
-  // The copies, for others to read.
+  // The copies, for peers to read.
   std::vector<Buffer> buffers() const {
     std::vector<Buffer> copies(buffers_.begin(), buffers_.end());
     for (size_t i = 0; i < copies.size(); ++i) copies[i].data = {at(i), copies[i].data.size()};
     return copies;
   }
-  // False: there is no copy.
+  // Restores the data. False: there is no complete copy.
   bool putBack() {
     if (!isTaken_) return false;
     for (size_t i = 0; i < buffers_.size(); ++i)
@@ -161,7 +161,7 @@ class Undo {
   std::byte* at(size_t index) const { return room_ + offsets_[index]; }
 
   const Buffers buffers_;
-  std::vector<size_t> offsets_;  // of the copies in the room
+  std::vector<size_t> offsets_;  // offsets of the copies in the room
   std::byte* room_ = nullptr;
   bool isTaken_ = false;
 };
@@ -186,13 +186,13 @@ class AllreduceRendezvous final : public Algorithm {
     MOONCAKE_TRY(op.awaitAllBegun());
     if (root_ >= 0 && !op.takesPart(root_)) return op.agreeRootLost(root_);
 
-    // Over messages every rank waits in commitDone() until its share has been fetched: the share
-    // may lie in the data. In memory it must outlive the operation.
+    // Over messages every rank waits in commitDone() until its share has been fetched, so the share
+    // may lie in the data. In mapped memory the share must outlive the operation.
     const bool mapped = group.window().fullyMapped();
     isWithinTheData_ = !mapped && root_ < 0 && !byCards;
-    RemoteRegion result;  // nothing: it lies there
+    RemoteRegion result;  // empty: the share lies in the data
     std::byte* share = nullptr;
-    bool isInCaches = false;  // of peers, from the operation before
+    bool isInCaches = false;  // peers' caches hold the share's memory from the previous operation
     if (!isWithinTheData_) {
       const size_t bytes = shareBytes(op, op.rank());
       isInCaches = mapped && bytes <= kCachedBytes;
@@ -228,28 +228,29 @@ class AllreduceRendezvous final : public Algorithm {
 
   Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllReady());
-    // Everybody is through with the inputs, and ours is about to be written over: from here on
-    // nobody may read it. (ThreadSanitizer, too, learns here that they have read it: it cannot
-    // follow stamps, which peers in this process reach under another address.)
+    // All ranks have read the inputs, and ours is about to be overwritten: from here on no peer may
+    // read it. (This also tells ThreadSanitizer that they have read it: it cannot follow stamps,
+    // which peers in this process reach under another address.)
     if (!isWithinTheData_) inputs_.clear();
     if (takesResult(op) && !hasResult_) MOONCAKE_TRY(takeResult(op));
     return op.group().window().fullyMapped() ? op.commit() : op.commitDone();
   }
 
   void rollBack(Operation&, Rollback) override {
-    inputs_.clear();  // first: what is put back may be on its way to a peer
+    inputs_.clear();  // first: a peer may still be fetching the data that is restored
     isSpoilt_ = (!undo_.putBack() && isOverwritten_) || isSpoilt_;
     isOverwritten_ = false;
     hasResult_ = false;
   }
 
-  // Where all is mapped, `ready` of all is the commit, and the input is written over without a
-  // copy: there is no way back when the commit is refused after all, because a rank took its memory
-  // away before we had our result, or the time was over.
+  // True if the input is lost. If the whole group is mapped, `ready` of all ranks is the commit,
+  // and the input is overwritten without a copy. The commit may still be refused, because a rank
+  // revoked its memory before we had our result, or because the deadline passed. Then there is no
+  // way back.
   bool isSpoilt() const { return isSpoilt_; }
   static Error spoilt() {
     return {ErrorCode::kInputsLost,
-            "a rank went while its result was taken. " + std::string(kReducedPartly)};
+            "a rank was lost while its result was fetched. " + std::string(kReducedPartly)};
   }
 
  private:
@@ -261,14 +262,14 @@ class AllreduceRendezvous final : public Algorithm {
     return segmentOf(size_t(part), ranks.size(), buffers_[buffer].data);
   }
 
-  // What the rank's segments take one behind the other.
+  // Bytes of the rank's segments, packed.
   size_t shareBytes(Operation& op, int rank) const {
     size_t bytes = 0;
     for (size_t i = 0; i < buffers_.size(); ++i) bytes += aligned(segment(op, rank, i).size());
     return bytes;
   }
 
-  // All but what we reduce: that is fetched by nobody.
+  // Copies all but our own segments, which no peer fetches.
   void copyForOthers(Operation& op) {
     for (size_t i = 0; i < buffers_.size(); ++i) {
       const Span data = buffers_[i].data, own = segment(op, op.rank(), i);
@@ -283,7 +284,7 @@ class AllreduceRendezvous final : public Algorithm {
     std::vector<Wanted> wanted;
     for (const int from : op.others()) {
       const bool isWithinItsData = op.slot(from).result.key == 0;
-      size_t offset = 0;  // in its share
+      size_t offset = 0;  // in the peer's share
       for (size_t i = 0; i < buffers_.size(); ++i) {
         const Span part = segment(op, from, i);
         RemoteRegion result = op.slot(from).result;
@@ -313,15 +314,15 @@ class AllreduceRendezvous final : public Algorithm {
   const int root_;  // -1: all take the result
   std::vector<MemoryRegion> inputs_;
   Undo undo_;
-  std::vector<Segment> segments_;  // that we reduce
+  std::vector<Segment> segments_;  // the segments that this rank reduces
   bool isWithinTheData_ = false;
   bool hasResult_ = false;
   bool isOverwritten_ = false;
   bool isSpoilt_ = false;
 };
 
-// Status of one piece of many, for the whole operation. Every survivor comes to the same
-// conclusion: the contributors and the errors of pieces are agreed.
+// Turns the status of one piece into that of the whole operation. Every survivor reaches the same
+// conclusion, because all agree on the contributors and the errors of pieces.
 Status checkPieces(Group& group, std::shared_ptr<const GroupView>& contributors, Status status) {
   const bool isFirst = !contributors;
   if (isFirst) contributors = group.lastView;
@@ -333,7 +334,7 @@ Status checkPieces(Group& group, std::shared_ptr<const GroupView>& contributors,
                                                         " MiB of one operation"});
 }
 
-// Takes up to `most` buffers of together up to kUndoBytes off their front.
+// Takes buffers off the front: at most `most`, and at most kUndoBytes in total.
 std::vector<Buffer> takePiece(std::deque<Buffer>& buffers, size_t most) {
   std::vector<Buffer> piece;
   size_t room = kUndoBytes;

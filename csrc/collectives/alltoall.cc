@@ -1,22 +1,22 @@
 // Eager (all that a rank sends fits its slot): one exchange of slots. Rendezvous: the slot
-// announces one region per receiver and every rank fetches its part from each, starting with its
+// announces one region per receiver, and every rank fetches its part from each, starting with its
 // right neighbour; (n-1)s bytes in and out of each rank, one copy where the memory can be read.
-// Ranks may differ in which of the two they send.
+// Each rank chooses one of the two for its own data.
 //
 // Payload:  sum sent, sum received | sends[n], receives[n] in bytes | for every other rank in order
-// the data, or one region each when input.bytes > 0. The sums are hashes over (from, to, bytes):
-// over all ranks they are equal exactly when all splits fit pair by pair, so that every rank learns
-// of a misfit anywhere at the cost of two numbers.
+// the data, or one region each when input.bytes > 0. The sums are hashes over (from, to, bytes).
+// Over all ranks they are equal exactly when all splits fit pair by pair, so every rank learns of a
+// misfit anywhere at the cost of two numbers.
 //
-// That is read where it is. Over messages it would go to everybody, n times what is of use there:
-// with 1024 ranks 42 MB from each. So a rank whose messages would be long puts to each of the
-// others its own part only:
+// Mapped peers read this payload in place. Over messages the whole payload would go to every rank,
+// n times the bytes that it needs: with 1024 ranks 42 MB from each. So a rank with long messages
+// puts to every other rank only the part for that rank:
 //
 //           sum sent, sum received | sends[to], receives[to] | the data for it, or the region
 //
-// Nobody but `to` has that, so nobody could give it to `to` when the sender dies half way: such an
+// Only `to` receives that part, so no other rank can supply it if the sender dies half way. Such an
 // operation ends when all have what they need (Operation::commitDone), as with regions. Short
-// messages go whole, for that costs no second round.
+// messages carry the whole payload, because that saves the second round.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -46,10 +46,10 @@ void setWord(std::byte* payload, size_t index, uint64_t word) {
 }
 
 constexpr size_t kSums = 2;                     // words
-constexpr size_t kPartBytes = 8 * (kSums + 2);  // of a payload for one rank, before the data
+constexpr size_t kPartBytes = 8 * (kSums + 2);  // bytes before the data in a payload for one rank
 size_t tableBytes(int size) { return 8 * (kSums + 2 * size_t(size)); }
 
-// What a rank says to us, in either form.
+// Reads a rank's payload, in either form.
 class Published {
  public:
   Published(const Operation& op, int from)
@@ -59,11 +59,11 @@ class Published {
   size_t headBytes() const { return isOurs_ ? kPartBytes : tableBytes(op_.size()); }
   uint64_t sumSent() const { return wordAt(slot_.payload, 0); }
   uint64_t sumReceived() const { return wordAt(slot_.payload, 1); }
-  // Nothing: it did not say so to us.
+  // nullopt: the payload for us does not hold this length.
   std::optional<uint64_t> sends(int to) const { return about(to, 0); }
   std::optional<uint64_t> receives(int from) const { return about(from, 1); }
   bool isRendezvous() const { return slot_.input.bytes > 0; }
-  // Where the data for us, or its region, begins.
+  // Offset of the data for us, or of its region.
   size_t begin() const {
     size_t at = headBytes();
     if (isOurs_) return at;
@@ -92,8 +92,8 @@ class Alltoall final : public Algorithm {
       : inputs_(inputs), outputs_(outputs) {
     for (int r = 0; r < group.size(); ++r) total_ += inputs_[r].size();
     const size_t own = inputs_[group.rank()].size(), table = tableBytes(group.size());
-    // Fetching waits once more, for all to have fetched: where that costs switches between ranks, a
-    // copy through the slot is cheaper as long as it fits.
+    // Rendezvous adds a wait until all have fetched. If that costs switches between ranks, a copy
+    // through the slot is cheaper as long as it fits.
     const size_t inSlot = table + total_ - own;
     isEager_ = inSlot <= (group.isCrowded() ? group.slotBytes() : group.eagerBytes());
   }
@@ -105,7 +105,7 @@ class Alltoall final : public Algorithm {
     for (int r = 0; r < op.size(); ++r) {
       if (r == op.rank()) continue;
       if (!isEager_) {
-        // Peers only read; the table knows addresses without const.
+        // Peers only read, but the table of regions takes no const addresses.
         auto region = op.group().engine().regions().add(const_cast<std::byte*>(inputs_[r].data()),
                                                         inputs_[r].size(), kRemoteRead);
         if (!region.ok()) return region.error();
@@ -159,7 +159,7 @@ class Alltoall final : public Algorithm {
     setWord(op.payload(), 1, received);
   }
 
-  // What goes to another rank, or where it fetches that. Returns the length.
+  // Writes the data for rank `to`, or its region. Returns the length.
   size_t writeData(const Operation& op, int to, std::byte* payload) const {
     if (!isEager_) {
       const RemoteRegion remote = regions_[size_t(to < op.rank() ? to : to - 1)].remote();
@@ -190,7 +190,7 @@ class Alltoall final : public Algorithm {
                    ", which expects " + std::to_string(*in);
       }
     }
-    if (misfits.empty()) misfits = "between other ranks, which say how much";
+    if (misfits.empty()) misfits = "between other ranks; their errors give the lengths";
     return op.agree(
         {ErrorCode::kMismatch, "the splits do not fit: " + misfits + ". Nothing was changed"});
   }
@@ -224,7 +224,7 @@ class Alltoall final : public Algorithm {
   const std::span<const Span> outputs_;
   size_t total_ = 0;
   bool isEager_ = false;
-  bool endsTogether_ = false;  // somebody's data is fetched, or was not put to all
+  bool endsTogether_ = false;  // some data is fetched, or was put to one rank only
   std::vector<MemoryRegion> regions_;
 };
 

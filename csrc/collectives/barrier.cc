@@ -18,7 +18,7 @@ class MonitoredBarrier final : public Barrier {
   }
 
  private:
-  // The words that callers of Gloo's look for.
+  // Worded like Gloo's error, which callers look for.
   Status failed(Operation& op) const {
     const std::vector<int> missing = op.missing();
     std::string who;

@@ -1,9 +1,9 @@
 // Small: the data stands in the root's slot. One exchange, s bytes out of the root per rank that
-// does not map it. Large: every rank fetches s bytes from the root's memory, then all tell all that
-// they have them.
+// does not map it. Large: every rank fetches s bytes from the root's memory, then every rank
+// signals to all that it has them.
 //
 // A root that dies in between is replaced: every rank says in the header of the next attempt
-// whether it holds the data, and the lowest one that does becomes the source.
+// whether it holds the data, and the lowest rank that does becomes the source.
 #include <algorithm>
 #include <cstring>
 
@@ -19,7 +19,7 @@ class Broadcast : public Algorithm {
       : data_(data), root_(root), hasData_(group.rank() == root || data.empty()) {}
 
  protected:
-  // Whose data it is this time; -1: nobody's. Once all have begun.
+  // The rank that supplies the data in this attempt; -1: none. Valid once all ranks have begun.
   int source(Operation& op) const {
     if (op.takesPart(root_)) return root_;
     const auto holds = [&](int r) {

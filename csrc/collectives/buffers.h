@@ -7,38 +7,36 @@
 #include "collectives/collectives.h"
 #include "group/operation.h"
 
-// Several buffers in one operation: torch's coalesced calls, and lists of one tensor per
-// rank. Small, they stand in the slot's payload one behind the other. Large, they are registered
-// one by one, and the payload is a table of their regions; a single one's stands in the slot's
-// header.
+// Several buffers in one operation: torch's coalesced calls, and lists of one tensor per rank.
+// Small buffers are packed into the slot's payload. Large ones are registered one by one, and the
+// payload is a table of their regions. The region of a single buffer stands in the slot's header.
 namespace mooncake {
 
-// The call of all of them as one; `buffers` is what every rank has of the same lengths.
+// Returns the call of all buffers as one operation. `buffers` have the same lengths on every rank.
 Call callOf(Call call, Buffers buffers);
 
-// A buffer that is only read. (Peers only read either; the table of regions knows addresses without
-// const.)
+// Makes a buffer that is only read, also by peers. The table of regions takes no const addresses.
 inline Buffer readOnly(ConstSpan data, DType dtype) {
   return {{const_cast<std::byte*>(data.data()), data.size()}, dtype};
 }
 
 uint32_t hashOn(uint32_t hash, uint64_t value);  // FNV-1a
 
-// Where the buffer behind one of this length starts in a payload: aligned for every type.
+// Offset in a payload of the buffer that follows one of this length. Aligned for every type.
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) & ~size_t(15); }
 size_t packedBytes(Buffers buffers);
-// Into the payload. packForPeers(): most of which peers read.
+// Copies the buffers into the payload. packForPeers() is for payloads of which peers read most.
 void pack(Buffers buffers, std::byte* payload);
 void packForPeers(const Operation& op, Buffers buffers);
 
-// Registers the buffers for others to read, and announces them. What the payload then holds, in
-// bytes.
+// Registers the buffers for peers to read and announces them. Returns the bytes used in the
+// payload.
 Result<size_t> announceBuffers(Operation& op, Buffers buffers, std::vector<MemoryRegion>& regions);
-// The index-th of the `count` buffers that the rank announced, once it has begun.
+// The region of buffer `index` of the `count` that the rank announced. Valid once it has begun.
 Result<RemoteRegion> announcedBuffer(const Operation& op, int rank, size_t index, size_t count);
-// As many as a payload has room for the regions of.
+// Number of regions for which a payload has room.
 size_t mostBuffers(const Group& group);
-// kUnsupported: there are more. Before the operation, on all ranks.
+// kUnsupported: `count` is larger than that. Called before the operation, on all ranks.
 Status checkTableOf(const Group& group, size_t count);
 
 }  // namespace mooncake

@@ -12,7 +12,7 @@
 #include "group/group.h"
 
 // The verbs. Every member of the group calls the same verb with the same arguments, in the same
-// order; what each costs and which paper it follows stands on top of its file. n is the number of
+// order. The top of each verb's file has its cost and the paper that it follows. n is the number of
 // ranks, s the bytes per rank.
 namespace mooncake {
 
@@ -23,17 +23,17 @@ using Span = std::span<std::byte>;
 struct Buffer {
   Span data;
   DType dtype = DType::kFloat32;
-  // Not one tensor but several, put together by the caller, or one of a list in another order: a
-  // hash of their lengths and places, which must be the same on all ranks.
+  // Nonzero if the caller has put several tensors together, or has reordered a list: a hash of
+  // their lengths and places, which must be the same on all ranks.
   uint32_t lengths = 0;
 };
 using Buffers = std::span<const Buffer>;
 
-// A barrier (group/barrier.h) whose laggards are named. Who did not come in time is named, the
-// first one or all of them.
+// A barrier (group/barrier.h) with an error that names the first rank that did not come in time, or
+// all of them.
 Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds timeout);
 
-// Every rank's data becomes the root's.
+// Every rank's data becomes a copy of the root's.
 Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline);
 
 // Every rank's data becomes the reduction over all ranks, in rank order: the same bits everywhere.
@@ -48,9 +48,9 @@ Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, D
                  Deadline deadline);
 // outputs[r * inputs.size() + i] becomes rank r's inputs[i].
 Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline);
-// So many bytes of so many inputs, packed, are exchanged in slots. More of a list than of a single
-// input: what is short in a list is copied together to be fetched, and apart afterwards, so that
-// slots cost it no copy more, and a round of signals less.
+// Most bytes of that many inputs, packed, that are exchanged in slots. The limit is higher for a
+// list than for a single input. To be fetched, the short inputs of a list are copied together and
+// apart again; so slots cost no further copy and save a round of signals.
 size_t mostGatheredInSlots(const Group& group, size_t inputs);
 
 // The root's outputs[r] becomes rank r's input; the other ranks have no outputs.
@@ -61,11 +61,11 @@ Status gather(Group& group, ConstSpan input, std::span<const Span> outputs, DTyp
 Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DType dtype, int root,
                Deadline deadline);
 
-// Input: n parts of the output's length, one for each rank. Output: the reduction of everybody's
-// part for us.
+// Input: n parts of the output's length, one for each rank. Output: the reduction of all ranks'
+// parts for this rank.
 Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,
                      Deadline deadline);
-// Inputs: one such for each output, or n for each: the parts one by one.
+// Inputs: one such input for each output, or n for each output, which are its parts.
 Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind kind,
                      Deadline deadline);
 

@@ -9,9 +9,9 @@ namespace mooncake {
 namespace {
 
 constexpr size_t kPiece = 512 << 10;
-constexpr size_t kDepth = 8;  // under way: enough for four cards, and for a round trip
+constexpr size_t kDepth = 8;  // pieces in flight: enough for four cards, and for a round trip
 
-// The ranks in turn: none waits for all of another one.
+// Takes the ranks in turn, so that no rank waits for all pieces of another.
 std::vector<Wanted> piecesOf(std::span<const Wanted> wanted) {
   std::vector<Wanted> pieces;
   for (size_t start = 0, left = 1; left > 0; start += kPiece) {

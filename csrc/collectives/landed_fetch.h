@@ -8,7 +8,7 @@
 
 namespace mooncake {
 
-// What is fetched from a rank into memory of any kind.
+// A fetch from a rank into memory of any kind.
 struct Wanted {
   int rank;
   RemoteRegion region;
@@ -16,9 +16,9 @@ struct Wanted {
   std::span<std::byte> target;
 };
 
-// Fetches all of them. From ranks that network cards lead to through the group's scratch memory,
-// which cards know, piece by piece: one is copied to its target while the next ones come.
-// `whileFetching` runs once, when the first are on their way.
+// Performs all fetches. Data from ranks behind network cards goes piece by piece through the
+// group's scratch memory, which the cards know: one piece is copied to its target while the next
+// ones arrive. `whileFetching` runs once, when the first fetches are on their way.
 Status fetchLanded(
     Operation& op, std::span<const Wanted> wanted,
     const std::function<void()>& whileFetching = [] {});

@@ -6,8 +6,8 @@
 
 #include "engine/transfer.h"
 
-// Point-to-point messages between a pair of ranks. A's part of the window holds the mailbox of the
-// messages that B sends to A, and what B has to say about the messages that A sends to B:
+// Point-to-point messages between a pair of ranks. A's part of the window holds the mailbox for
+// messages from B to A, and B's reports about messages from A to B:
 //
 //   0    taken      stamp: how many of A's messages B has taken out of its mailbox (A may be
 //                   kMailboxCells ahead)
@@ -18,13 +18,13 @@
 //   576  cells[8]   message number m lies in cell m % 8:
 //                   arrived, tag, kind, bytes, region, offset | payload
 //
-// A message that fits a cell is complete when it is in the cell. A larger one announces where it
-// can be fetched, and is complete for its sender when the receiver has acknowledged its number. An
-// announcement that was taken holds nothing here: any number of large messages may be under way,
-// they may be received in any order, and one that was given up takes nothing from the next.
+// A message that fits a cell is complete when it is in the cell. A larger one announces its region,
+// and is complete for its sender when the receiver has acknowledged its number. An announcement
+// that was taken occupies no cell. So any number of large messages may be under way, in any order
+// of receives, and one that was given up does not hold up the next.
 //
-// A put and a signal are messages, too, that no receive waits for: `tag` is the receiver's number
-// of the window (one_sided.h) that they are for, `offset` where in it a put goes.
+// Puts and signals are messages for which no receive waits. Their `tag` is the receiver's number of
+// the target window (one_sided.h), and `offset` is the place of a put in that window.
 namespace mooncake {
 
 constexpr size_t kMailboxCells = 8;
@@ -39,7 +39,7 @@ struct alignas(64) MailboxCell {
   uint32_t tag;
   CellKind kind;
   uint64_t bytes;       // more than kCellPayload: to be fetched
-  RemoteRegion region;  // of what is fetched
+  RemoteRegion region;  // region to fetch from
   uint64_t offset;
   alignas(64) std::byte payload[kCellPayload];
 };

@@ -34,8 +34,8 @@ void OneSided::closeAll() {
 
 bool OneSided::take(int from, Arrival arrival) {
   const auto found = windows_.find(arrival.window);
-  // Closed here without the others, as a group's windows are that go with their Python objects. Its
-  // source learns nothing of that, but gets its memory back.
+  // The window was closed here but not at the source, as happens when its Python object goes. The
+  // source does not learn of that, but gets its memory back.
   if (found == windows_.end()) {
     release(from, arrival);
     return true;
@@ -51,7 +51,7 @@ bool OneSided::take(int from, Arrival arrival) {
 }
 
 void OneSided::putHere(uint32_t window, uint64_t offset, std::span<const std::byte> data) {
-  // The source may be a part of the window.
+  // The data may be a part of the window.
   if (!data.empty())
     std::memmove(windows_.at(window).memory.data() + offset, data.data(), data.size());
 }
@@ -78,28 +78,28 @@ void OneSided::advance(Exposed& window, int from) {
   }
 }
 
-// Of the source's first arrival. kNever: nothing comes from this rank any more.
+// Fetches the data of the source's first arrival. kNever: no data comes from this rank any more.
 OneSided::Fetched OneSided::fetch(Exposed& window, int from) {
   Source& source = window.sources[from];
   if (!source.fetch) start(window, from);
   if (!source.fetch->finished()) return group_.isGone(from) ? Fetched::kNever : Fetched::kNotYet;
   switch (const ErrorCode code = source.fetch->error.load(std::memory_order_acquire)) {
     case ErrorCode::kOk:
-    case ErrorCode::kRefused:  // the source gave it up: its put has raised, and what was there of
-                               // the target is undefined
+    case ErrorCode::kRefused:  // the source gave it up: its put has raised, and the content
+                               // of the target is undefined
       source.fetch.reset();
       return Fetched::kDone;
     case ErrorCode::kPeerLost:
       if (group_.isGone(from)) return Fetched::kNever;
-      // The connection broke, and may be made again; it may have been since we began.
+      // The connection broke. It may have been made again since the fetch began.
       if (reconnections_[from] != source.reconnections) start(window, from);
       return Fetched::kNotYet;
-    case ErrorCode::kAborted:  // it goes on without us: we shall hear of that
+    case ErrorCode::kAborted:  // the source goes on without us; the membership will tell us so
       return Fetched::kNever;
     default:
-      // To go on without the data would break what a signal promises.
+      // To go on without the data would break the promise of a signal.
       if (!group_.isGone(from))
-        group_.fail({code, "fetching what " + group_.nameRank(from) + " put failed (" +
+        group_.fail({code, "fetching a put of " + group_.nameRank(from) + " failed (" +
                                errorCodeName(code) + ")"});
       return Fetched::kNever;
   }
@@ -127,7 +127,7 @@ void OneSided::apply(Exposed& window, int from, const Arrival& arrival) {
   }
 }
 
-// Of what is not applied.
+// Gives the source's memory back for an arrival that is not applied.
 void OneSided::release(int from, const Arrival& arrival) {
   if (arrival.isLarge()) acknowledge_(from, arrival.number);
 }

@@ -13,11 +13,11 @@
 
 namespace mooncake {
 
-// A put or a signal, as it came out of a rank's mailbox.
+// A put or a signal that came out of a rank's mailbox.
 struct Arrival {
   CellKind kind;
   uint32_t window;
-  uint64_t number;  // of the message
+  uint64_t number;  // number of the message
   uint64_t bytes;   // more than kCellPayload: to be fetched
   uint64_t offset;
   RemoteRegion region;
@@ -27,61 +27,59 @@ struct Arrival {
   size_t heldBytes() const { return sizeof(Arrival) + payload.size(); }
 };
 
-// The receiving side of put and signal: this rank's windows, and what the others have put into
-// them.
+// The receiving side of put and signal: this rank's windows, and the arrivals for them.
 //
-// Whoever owns memory writes it. A rank that was stopped in the middle of a put, and is let go on
-// when the others have long gone on without it, must not write into memory that serves something
-// else by then; so nobody writes into a program's memory but its own process. A put says what goes
-// where; a large one is fetched from the source, as a large message is.
+// Only the process that owns a window writes to its memory. A rank may be stopped in the middle of
+// a put and resume long after the others have gone on without it. It must not write to memory that
+// has another use by then. So a put says which data goes where, and the owner fetches the data of a
+// large put, as it does for a large message.
 //
-// What comes from one rank for one window is applied in the order of the calls: whoever has a
-// rank's signal has the data of all that this rank put before it.
+// Arrivals from one rank for one window are applied in the order of the calls. A rank's signal
+// means that all data that this rank put before it is in place.
 //
-// The caller keeps calls apart (PointToPoint's turn).
+// The caller serializes the calls (PointToPoint's lock).
 class OneSided {
  public:
   using Acknowledge = std::function<void(int to, uint64_t number)>;
   OneSided(Group& group, Acknowledge acknowledge)
       : group_(group), acknowledge_(std::move(acknowledge)) {}
 
-  // From now on the other ranks may put into this memory, under the number that this returns. No
-  // number is used twice.
+  // Opens a window: the other ranks may put into this memory under the returned number. No number
+  // is used twice.
   Result<uint32_t> open(std::span<std::byte> memory);
-  // Nothing is written into its memory any more when this returns. What comes for it afterwards is
-  // dropped.
+  // On return the window's memory is not written any more. Later arrivals for it are dropped.
   void close(uint32_t window);
-  // Nothing of the group is touched any more afterwards.
+  // Closes all windows. Afterwards this object does not touch the group any more.
   void closeAll();
   bool isOpen(uint32_t window) const { return windows_.contains(window); }
   bool any() const { return !windows_.empty(); }
 
-  // False: what it says cannot be.
+  // Takes in an arrival. False: its range lies outside the window.
   bool take(int from, Arrival arrival);
-  // Of this rank itself. The range lies within the window, which is open.
+  // Calls of this rank to itself. The window must be open and contain the range.
   void putHere(uint32_t window, uint64_t offset, std::span<const std::byte> data);
   void signalHere(uint32_t window);
-  // Applies what has been fetched.
+  // Applies arrivals when their data has been fetched.
   void progress();
-  // A fetch that broke with the connection is begun again.
+  // A fetch that broke with the connection starts again.
   void onReconnected(int rank) { ++reconnections_[rank]; }
 
   // Takes one signal of the rank, if one is there.
   bool takeSignal(uint32_t window, int from);
-  // How many puts and signals of the rank have been applied.
+  // Number of puts and signals of the rank that have been applied.
   uint64_t applied(uint32_t window, int from) const;
-  // What waits here for fetches of the rank's earlier puts.
+  // Bytes of arrivals that wait for fetches of the rank's earlier puts.
   size_t heldBytes(int from) const;
   bool holdsBack(int from) const;
 
  private:
   struct Source {
     std::deque<Arrival> waiting;  // in order; the first one is being fetched
-    size_t heldBytes = 0;         // of `waiting`
+    size_t heldBytes = 0;         // bytes of `waiting`
     std::unique_ptr<Completion> fetch;
-    uint64_t reconnections = 0;  // of the connection, when the fetch began
+    uint64_t reconnections = 0;  // reconnections_ of the rank when the fetch began
     uint64_t applied = 0;
-    uint64_t signals = 0;  // of `applied`, that nobody has taken yet
+    uint64_t signals = 0;  // the part of `applied` that no wait has taken yet
   };
   struct Exposed {
     std::span<std::byte> memory;
@@ -100,7 +98,7 @@ class OneSided {
   const Acknowledge acknowledge_;
   std::map<uint32_t, Exposed> windows_;
   std::map<int, uint64_t> reconnections_;
-  uint32_t last_ = 0;  // number of a window
+  uint32_t last_ = 0;  // number of the last window
 };
 
 }  // namespace mooncake

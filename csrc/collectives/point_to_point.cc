@@ -9,7 +9,7 @@
 namespace mooncake {
 namespace {
 
-// Whoever fetches what is sent reads through this span, nobody writes.
+// The data of a send. A peer that fetches it only reads through this span.
 std::span<std::byte> readOnly(std::span<const std::byte> data) {
   return {const_cast<std::byte*>(data.data()), data.size()};
 }
@@ -94,9 +94,9 @@ void PointToPoint::closeWindow(uint32_t window) {
   const Gate::Pass inside(drivers_);
   if (!inside) return;
   std::lock_guard lock(progressLock_);
-  if (!aborted_.ok()) return;  // it is closed
+  if (!aborted_.ok()) return;  // abort() has closed it
   oneSided_.close(window);
-  progressLocked();  // ends who waits for it
+  progressLocked();  // ends the messages that wait for it
 }
 
 std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32_t tag,
@@ -118,7 +118,7 @@ std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32
   return message;
 }
 
-// Without the lock, which handlers take.
+// Called without the lock, because handlers take it.
 void PointToPoint::stopListening() {
   group_.watchReconnects(nullptr);
   group_.engine().closeTopic(group_.topic() + 1);
@@ -128,7 +128,7 @@ void PointToPoint::abort(Error why) {
   stopListening();
   std::lock_guard lock(progressLock_);
   aborted_ = std::move(why);
-  // Before sends end and their memory is revoked: a peer that is fetching from it then knows why.
+  // Before sends end and their memory is revoked, so that a peer that fetches from it knows why.
   if (!group_.membership()->isOver()) sayThatWeLeft();
   for (auto& message : active_) {
     if (message->fetch_) group_.window().cancel(*message->fetch_);
@@ -155,14 +155,14 @@ void PointToPoint::cancel(const Message& message, Error why) {
 bool PointToPoint::wait(const Message& message, Deadline deadline) {
   if (message.finished()) return true;
   const Gate::Pass inside(drivers_);
-  return inside ? drive(message, deadline) : message.finished();  // by abort()
+  return inside ? drive(message, deadline) : message.finished();  // finished by abort()
 }
 
 bool PointToPoint::drive(const Message& message, Deadline deadline) {
   Waiter waiter = group_.waiter(deadline.earlier(message.deadline()));
   const auto look = [&] {
     if (message.finished()) return true;
-    // Somebody else is at it: it rings when our message moved, and when it lets go.
+    // If another thread holds the lock, it rings when a message has ended and when it unlocks.
     if (std::unique_lock lock(progressLock_, std::try_to_lock); lock) progressLocked();
     return message.finished();
   };
@@ -173,7 +173,7 @@ bool PointToPoint::drive(const Message& message, Deadline deadline) {
     if (how == WaitResult::kInterrupted) waiter.generation = waiter.interrupt.generation();
     {
       std::lock_guard lock(progressLock_);
-      progressLocked();  // ends what cannot end well any more
+      progressLocked();  // ends messages that cannot end well any more
     }
     if (message.finished()) return true;
     if (how == WaitResult::kTimeout && deadline.passed()) return false;
@@ -190,12 +190,12 @@ bool PointToPoint::progress() {
 bool PointToPoint::progressLocked() {
   if (owes()) payAcks();
   if (active_.empty() && !oneSided_.any()) return !owes();
-  // What has arrived is taken in before anything is matched, and then messages are looked at in the
-  // order of the calls: so an earlier receive takes the earlier message, and a send that cannot
-  // move holds back the later ones to the same rank.
+  // All arrivals are taken in before any message is matched. Then messages are visited in the order
+  // of the calls. So an earlier receive takes the earlier message, and a send that cannot move
+  // holds back the later ones to the same rank.
   for (const auto& message : active_) {
-    // Who is gone is asked before the look at what it left: its last signals come before its end,
-    // so a message that does not move in this round and whose peer had ended before will never.
+    // isGone is read before the mailboxes. A peer's last signals come before its end. So a message
+    // that does not move in this round, although its peer had ended before the round, never will.
     const bool isMatched = message->kind_ != Kind::kReceive || message->fetch_;
     for (int r = message->firstSource(); r <= message->lastSource(group_.size()); ++r) {
       pairs_[r].isGone = group_.isGone(r);
@@ -259,7 +259,7 @@ bool PointToPoint::advanceAwait(Message& message) {
   return isThere;
 }
 
-// Of a message for a window of ours; ends it when that is closed.
+// True if the message's window, one of ours, is open. Otherwise ends the message.
 bool PointToPoint::isOpen(Message& message) {
   if (oneSided_.isOpen(message.tag_)) return true;
   end(message, Error{ErrorCode::kAborted, titleOf(message) + ": the window was closed meanwhile"});
@@ -275,7 +275,7 @@ bool PointToPoint::advanceReceive(Message& message) {
       acknowledge(message.peer_, message.number_);
       end(message, {});
     } else if (code == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) {
-      // Its connection broke, and may be made again; it may have been since we began.
+      // The connection broke. It may have been made again since the fetch began.
       return pairs_[message.peer_].reconnections != message.reconnections_ && fetch(message);
     } else if (group_.isGone(message.peer_) || pairs_[message.peer_].left) {
       end(message,
@@ -340,7 +340,7 @@ bool PointToPoint::fetch(Message& message) {
     giveUp(message, Error{started.code(), titleOf(message) + ": " + started.error().message});
     return true;
   }
-  return advanceReceive(message);  // where memory can be read the data is there already
+  return advanceReceive(message);  // where memory can be read, the data is here already
 }
 
 // "put to rank 3 (global rank 7)"
@@ -349,7 +349,7 @@ std::string PointToPoint::titleOf(const Message& message) const {
          (message.peer_ == kAnySource ? std::string("any rank") : group_.nameRank(message.peer_));
 }
 
-// A message that did not move: has it any chance left?
+// Ends a message that did not move, if it has no chance left.
 void PointToPoint::endLate(Message& message) {
   Status status;
   if (auto usable = group_.usable(); !usable.ok()) {
@@ -364,8 +364,8 @@ void PointToPoint::endLate(Message& message) {
   giveUp(message, std::move(status));
 }
 
-// Ends the message with an error. Nothing lands in its memory afterwards, and what it was fetching
-// waits for the next receive.
+// Ends the message with an error. Its memory is not written afterwards. A message that it was
+// fetching waits for the next receive.
 void PointToPoint::giveUp(Message& message, Status status) {
   if (message.fetch_) {
     group_.window().cancel(*message.fetch_);
@@ -378,8 +378,8 @@ void PointToPoint::giveUp(Message& message, Status status) {
   end(message, std::move(status));
 }
 
-// The error of a message that can move no more because its other side is gone, or has left the
-// group: all that it sent has been looked at in this round. ok: there is somebody.
+// kPeerLost: the message cannot move, because its peer is gone or has left the group. All that the
+// peer sent has been taken in during this round. ok: at least one peer is left.
 Status PointToPoint::lost(const Message& message) const {
   const auto isGone = [&](int r) {
     return pairs_[r].isGone || (message.isSent() ? pairs_[r].left.has_value() : hasSentAll(r));
@@ -416,7 +416,7 @@ std::string PointToPoint::whatIsMissing(const Message& message) {
 }
 
 void PointToPoint::end(Message& message, Status status) {
-  // Connections end with the group, and a fetch may be the first to find that.
+  // Connections end with the group, and a fetch may see that first: then the group's error counts.
   if (const Status usable = group_.usable(); !usable.ok() && !status.ok()) status = usable;
   if (message.isSent() && message.region_) pairs_[message.peer_].announced.erase(message.number_);
   message.region_ = MemoryRegion();

@@ -20,21 +20,21 @@
 
 namespace mooncake {
 
-// One send or receive, put, signal or wait for a signal. Made by PointToPoint; finished() once it
-// has ended, then `status` says how.
+// One send, receive, put, signal or wait for a signal, made by PointToPoint. When finished() is
+// true, status() says how it ended.
 class Message {
  public:
-  // What PointToPoint is asked for. kAwaitApplied: until so many puts and signals of a rank have
-  // been applied.
+  // The call that made the message. kAwaitApplied waits until a number of puts and signals of a
+  // rank have been applied.
   enum class Kind { kSend, kReceive, kPut, kSignal, kAwaitSignal, kAwaitApplied };
 
   Kind kind() const { return kind_; }
   const char* operation() const;  // "send", "put", ...
   bool finished() const { return finished_.load(std::memory_order_acquire); }
   const Status& status() const { return status_; }  // once finished
-  int peer() const { return peer_; }  // of a receive from any source: who sent, once finished
+  int peer() const { return peer_; }  // receive from any source: the sender, once finished
   Deadline deadline() const { return deadline_; }
-  // Of what is sent, once finished: the other side has it, or can fetch it.
+  // True if a finished send, put or signal is at the other side, or can be fetched by it.
   bool wasSent() const { return number_ != 0; }
 
  private:
@@ -58,29 +58,30 @@ class Message {
 
   const Kind kind_;
   int peer_;                         // -1: any source
-  const uint32_t tag_;               // one-sided: the window, as whoever has it numbers it
-  const uint64_t offset_;            // put: in the window; kAwaitApplied: how many
+  const uint32_t tag_;               // one-sided: the window's number at its owner
+  const uint64_t offset_;            // put: offset in the window; kAwaitApplied: the number
   const std::span<std::byte> data_;  // not touched once finished
   const Deadline deadline_;
   std::shared_ptr<const void> owner_;  // keeps `data_`; released when the message ends
-  MemoryRegion region_;                // large send or put: what the receiver fetches
-  uint64_t number_ = 0;  // send: 0 while it waits for a free cell; large receive: its sender's
+  MemoryRegion region_;                // large send or put: region for the receiver to fetch
+  uint64_t number_ = 0;  // send: 0 while it waits for a cell; large receive: the sender's number
   bool isAcknowledged_ = false;        // large send: the receiver has fetched it
-  RemoteRegion source_;                // large receive: where the message lies
-  std::unique_ptr<Completion> fetch_;  // large receive, under way
-  uint64_t reconnections_ = 0;         // of the connection, when the fetch began
+  RemoteRegion source_;                // large receive: region of the message
+  std::unique_ptr<Completion> fetch_;  // large receive: the fetch in flight
+  uint64_t reconnections_ = 0;         // Pair::reconnections when the fetch began
   std::function<void()> onDone_;
   Status status_;
   std::atomic<bool> finished_{false};
 };
 
-// Sends and receives of a group: matched by source and tag, in order between a pair of ranks and a
-// tag, beside the collectives. Any thread may call; whoever waits drives the progress of all. Puts
-// and signals are messages that no receive waits for: see OneSided.
+// Point-to-point messages of a group, beside its collectives. Sends and receives match by source
+// and tag, in order for each pair of ranks and tag. Any thread may call; each thread that waits
+// drives the progress of all messages. Puts and signals are messages for which no receive waits:
+// see OneSided.
 //
-// A connection that is made again loses nothing: what has been put into a mailbox over it is kept
-// until the peer has taken it, and put again; stamps only grow, so nothing is received twice. A
-// fetch that broke is begun again.
+// A reconnect loses no message. A message that was put into a mailbox over a connection is kept
+// until the peer has taken it, and is put again. Stamps only grow, so no message is received twice.
+// A fetch that broke starts again.
 class PointToPoint {
  public:
   static constexpr int kAnySource = -1;
@@ -88,56 +89,59 @@ class PointToPoint {
   explicit PointToPoint(Group& group);
   ~PointToPoint();
 
-  // What is called when a message has ended well, by the thread that found it, in its turn: it must
-  // not call us. None: nothing.
+  // Called when a message has ended well, by the thread that found it, with our lock held: it must
+  // not call this object. Null: no call.
   using OnDone = std::function<void()>;
 
-  // Keeps the data of a message. The message releases it when it ends, on any thread and with our
-  // lock held: the destructor must neither wait nor call us. Null: the caller keeps the data.
+  // Keeps the data of a message alive. The message releases it when it ends, on any thread and with
+  // our lock held: its destructor must neither wait nor call this object. Null: the caller keeps
+  // the data.
   using Owner = std::shared_ptr<const void>;
 
-  // Neither waits. The data belongs to the message until it is finished.
+  // Neither send() nor receive() waits. The data belongs to the message until it is finished.
   std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag,
                                 Deadline deadline, OnDone onDone = nullptr, Owner owner = nullptr);
   std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag,
                                    Deadline deadline, OnDone onDone = nullptr,
                                    Owner owner = nullptr);
 
-  // Opens a window of this rank: memory that the others put into, until it is closed. Somebody has
-  // to drive the progress meanwhile. Whom we tell the number may use it at once.
+  // Opens a window of this rank: memory into which the other ranks put until it is closed. Some
+  // thread must drive the progress meanwhile. A rank that learns the number may use it at once.
   Result<uint32_t> openWindow(std::span<std::byte> memory);
   void closeWindow(uint32_t window);
-  // Into the window of a rank, which has this number there; also our own. The range lies within it.
-  // Finished when the data may be changed: it is applied before any later signal of ours.
+  // Puts into the window that has this number at rank `to`, which may be this rank. The range must
+  // lie within the window. Once the message is finished, the data may be changed. It is applied
+  // before any later signal of this rank.
   std::shared_ptr<Message> put(std::span<const std::byte> data, int to, uint32_t window,
                                uint64_t offset, Deadline deadline, OnDone onDone = nullptr,
                                Owner owner = nullptr);
   std::shared_ptr<Message> signal(int to, uint32_t window, Deadline deadline,
                                   OnDone onDone = nullptr);
-  // Of our own window. Each signal ends one wait.
+  // Waits for a signal to our own window. Each signal ends one wait.
   std::shared_ptr<Message> awaitSignal(int from, uint32_t window, Deadline deadline,
                                        OnDone onDone = nullptr);
   std::shared_ptr<Message> awaitApplied(int from, uint32_t window, uint64_t count,
                                         Deadline deadline);
 
-  // Until the message is finished or the deadline has passed; false: it is not finished.
+  // Returns when the message is finished (true), or the deadline has passed before (false).
   bool wait(const Message& message, Deadline deadline);
   // Ends the message with this error, unless it is finished.
   void cancel(const Message& message, Error why);
-  // Moves on whatever can move. True when nothing is under way any more, and no window is open.
+  // Moves on every message that can move. True: no message is under way, no window is open, and no
+  // acknowledgement is owed.
   bool progress();
-  // Acknowledgements wait until their peers have read earlier ones: somebody has to drive the
-  // progress meanwhile, though every message has ended.
+  // True while acknowledgements wait for peers to read earlier ones. Some thread must drive the
+  // progress meanwhile, even if every message has ended.
   bool owes() const { return owes_.load(std::memory_order_acquire); }
   int ranks() const { return int(pairs_.size()); }  // of the group
-  // How many threads are in wait() or progress().
+  // Number of threads in wait() or progress().
   uint32_t drivers() const { return drivers_.inside(); }
-  // Ends everything that is under way, and whatever is posted later, with this error. The others
-  // learn that nothing comes from us any more.
+  // Ends all messages, and all that are posted later, with this error. The other ranks learn that
+  // no message comes from this rank any more.
   void abort(Error why);
-  // After abort(), when nobody posts any more: waits for those who are in wait() or progress(),
-  // which they leave at their next look, and lets nobody in afterwards. The group may go then; not
-  // if false: somebody is late.
+  // Called after abort(), when no thread posts any more. Waits until all threads have left wait()
+  // and progress(), which they do at their next look, and lets no thread in afterwards. True: the
+  // group may be destroyed. False: some thread is late.
   bool close(Deadline deadline) { return drivers_.close(deadline); }
 
  private:
@@ -151,34 +155,33 @@ class PointToPoint {
 
     size_t heldBytes() const { return sizeof(Early) + payload.size(); }
   };
-  // The acknowledgements that the peer has not read yet, oldest first; so they are there to be put
+  // The acknowledgements that the peer has not read yet, oldest first. They are kept to be put
   // again over a new connection.
   struct Acks {
     std::deque<uint64_t> waiting;  // numbers of the peer's messages
-    uint64_t read = 0;             // by the peer: the number of the one before waiting.front()
+    uint64_t read = 0;             // number of the last one that the peer has read
     uint64_t put = 0;              // number of the last one that was put
 
     bool allPut() const { return put == read + waiting.size(); }
   };
   struct Pair {
-    uint64_t sent = 0;             // messages put into the peer's mailbox
-    uint64_t taken = 0;            // messages taken out of ours
-    uint64_t credited = 0;         // of `taken`, told to the peer
-    bool isGone = false;           // the peer, as this round began
-    std::optional<uint64_t> left;  // the peer has left the group, after so many messages to us
+    uint64_t sent = 0;             // number of messages put into the peer's mailbox
+    uint64_t taken = 0;            // number of messages taken out of ours
+    uint64_t credited = 0;         // value of `taken` that the peer was last told
+    bool isGone = false;           // the peer was gone when this round began
+    std::optional<uint64_t> left;  // the peer has left the group: number of its messages to us
     bool wanted = false;           // a receive waits for a message of this rank
-    bool sendsHeld = false;  // a send to this rank waits for a free cell, so do the later ones
+    bool sendsHeld = false;  // a send to this rank waits for a free cell, and so do the later ones
     size_t earlyBytes = 0;
     std::list<Early> early;  // by number
     // Large messages to the peer that are under way, by number. One that was given up is not here.
     std::map<uint64_t, Message*> announced;
-    uint64_t acksTaken = 0;     // acknowledgements of the peer's that were read here
-    uint64_t acksCredited = 0;  // of `acksTaken`, told to the peer
+    uint64_t acksTaken = 0;     // acknowledgements from the peer that were read here
+    uint64_t acksCredited = 0;  // value of `acksTaken` that the peer was last told
     Acks acks;                  // for the peer
-    // Of a peer that is reached by messages: its last cells, as we put them, by number % kCells;
-    // how often it was connected anew.
+    // The last cells that we put to a peer that is reached by messages, by number % kMailboxCells.
     std::unique_ptr<MailboxCell[]> kept;
-    uint64_t reconnections = 0;
+    uint64_t reconnections = 0;  // number of times that its connection was made again
   };
 
   using Kind = Message::Kind;
@@ -231,7 +234,7 @@ class PointToPoint {
   std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
   std::atomic<bool> owes_{false};               // written with the lock
   Status aborted_;
-  std::unique_ptr<MailboxCell> outgoing_;  // being filled, for a peer that is reached by memory
+  std::unique_ptr<MailboxCell> outgoing_;  // the cell being filled, for a mapped peer
 };
 
 }  // namespace mooncake

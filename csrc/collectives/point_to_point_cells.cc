@@ -1,4 +1,4 @@
-// What goes through the mailboxes: how a message gets into the peer's, and out of ours.
+// The mailboxes: how a message gets into the peer's, and out of ours.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -8,11 +8,11 @@
 namespace mooncake {
 namespace {
 
-// What may pile up here, per sender, of messages whose receive has not been called yet and of
-// acknowledgements that the sender has not read. Beyond it messages stay in the mailbox and the
+// Bytes per sender that may pile up here: messages for which no receive was called yet, and
+// acknowledgements that the sender has not read. Beyond this, messages stay in the mailbox and the
 // sender waits.
 constexpr size_t kEarlyBudget = 64 << 20;
-// So many stand in one control message.
+// Number of acknowledgements in one control message.
 constexpr size_t kAcksPerMessage = 4096;
 
 CellKind cellKindOf(Message::Kind kind) {
@@ -31,7 +31,7 @@ bool PointToPoint::advanceSend(Message& message) {
     end(message, {});
     return true;
   }
-  // The memory of who is gone may be there still, with free cells in it.
+  // A lost rank's mailbox may still be mapped and may still show free cells.
   if (pair.sendsHeld || pair.isGone || pair.left) return false;
   pair.sendsHeld = true;  // until it has a cell
   const uint64_t taken = mailboxOf(message.peer_).taken.load(std::memory_order_acquire);
@@ -51,7 +51,7 @@ bool PointToPoint::advanceSend(Message& message) {
   cell.kind = cellKindOf(message.kind_);
   if (payload) std::memcpy(cell.payload, message.data_.data(), payload);
   auto placed = placeCell(message.peer_, message.number_, cell);
-  // It goes again when the connection is made again.
+  // The cell is put again after a reconnect.
   if (placed.code() == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) placed = {};
   if (!placed.ok()) {
     end(message, Error{placed.code(), titleOf(message) + ": " + placed.error().message});
@@ -61,7 +61,7 @@ bool PointToPoint::advanceSend(Message& message) {
   return !isLarge;
 }
 
-// Registers what the other side shall fetch. False: the message has ended with an error, or it
+// Registers the data for the other side to fetch. False: the message has ended with an error, or it
 // waits for room in the table of regions.
 bool PointToPoint::announce(Message& message) {
   auto region =
@@ -76,8 +76,8 @@ bool PointToPoint::announce(Message& message) {
   return true;
 }
 
-// Where a message is made. What is sent over a connection is kept there: its cell is used again
-// when the peer has taken it.
+// The cell in which a message is made. If the peer is not mapped, the cell keeps the message until
+// the peer has taken it.
 MailboxCell& PointToPoint::outgoing(int to, uint64_t number) {
   if (group_.window().peerPtr(to)) return *outgoing_;
   auto& kept = pairs_[to].kept;
@@ -96,8 +96,8 @@ Status PointToPoint::placeCell(int to, uint64_t number, const MailboxCell& cell)
                there + offsetof(MailboxCell, arrived), number);
 }
 
-// Whatever we have said to the rank that it may not have heard is said again. Should the connection
-// break meanwhile, this is called again.
+// Puts again all that the rank may not have received. If the connection breaks meanwhile, this is
+// called again.
 void PointToPoint::onReconnected(int rank) {
   std::lock_guard lock(progressLock_);
   if (!aborted_.ok() || group_.window().peerPtr(rank)) return;
@@ -115,7 +115,7 @@ void PointToPoint::onReconnected(int rank) {
   group_.window().bell().ring();
 }
 
-// Takes what has arrived from a rank out of its mailbox.
+// Takes the messages that have arrived from a rank out of its mailbox.
 void PointToPoint::takeIn(int from) {
   Pair& pair = pairs_[from];
   const Mailbox& mailbox = mailboxOf(from);
@@ -137,8 +137,8 @@ void PointToPoint::takeIn(int from) {
   }
 }
 
-// False: what the cell says cannot be. Each field is read once, into memory of ours: the sender's
-// may still change.
+// Takes one message out of its cell. False: the content of the cell is invalid. Each field is read
+// once, into our own memory, because the sender may still change the cell.
 bool PointToPoint::takeOne(int from, uint64_t number, const MailboxCell& cell) {
   Pair& pair = pairs_[from];
   const CellKind kind = cell.kind;
@@ -166,10 +166,10 @@ void PointToPoint::giveBackCells(int from, uint64_t atLeast) {
   pair.credited = pair.taken;
   const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, taken);
   (void)place(from, word, {}, word,
-              pair.taken);  // over a broken connection: again when it is made again
+              pair.taken);  // if the connection is broken: again after the reconnect
 }
 
-// The peer's large message with this number was fetched.
+// Acknowledges that the peer's large message with this number was fetched.
 void PointToPoint::acknowledge(int to, uint64_t number) {
   if (pairs_[to].left) return;  // its memory may be gone
   pairs_[to].acks.waiting.push_back(number);
@@ -192,14 +192,14 @@ void PointToPoint::putAcks(int to) {
     const uint64_t number = ++acks.put;
     const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) +
                          (number % kMailboxAcks) * sizeof(MailboxAck);
-    // Over a broken connection: again when it is made again.
+    // If the connection is broken: again after the reconnect.
     (void)place(to, there + offsetof(MailboxAck, message), std::as_bytes(std::span(&message, 1)),
                 there + offsetof(MailboxAck, arrived), number);
   }
   if (!acks.allPut()) owes_ = true;
 }
 
-// Puts what had no room before.
+// Puts acknowledgements that had no room before.
 void PointToPoint::payAcks() {
   owes_ = false;
   for (int to = 0; to < group_.size(); ++to) {
@@ -207,7 +207,7 @@ void PointToPoint::payAcks() {
   }
 }
 
-// Reads what the peer says about our large messages to it.
+// Reads the peer's acknowledgements of our large messages.
 void PointToPoint::takeAcks(int from) {
   Pair& pair = pairs_[from];
   const Mailbox& mailbox = mailboxOf(from);
@@ -221,7 +221,7 @@ void PointToPoint::takeAcks(int from) {
   }
 }
 
-// A message that was given up is not waited for any more.
+// Marks a large message as fetched, unless it was given up.
 void PointToPoint::noteAcknowledged(Pair& pair, uint64_t number) {
   const auto found = pair.announced.find(number);
   if (found != pair.announced.end()) found->second->isAcknowledged_ = true;
@@ -233,12 +233,12 @@ void PointToPoint::giveBackAcks(int from, uint64_t atLeast) {
   if (pair.left || pair.acksTaken - pair.acksCredited < atLeast) return;
   pair.acksCredited = pair.acksTaken;
   const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acksTaken);
-  // Over a broken connection: again when it is made again.
+  // If the connection is broken: again after the reconnect.
   (void)place(from, word, {}, word, pair.acksTaken);
 }
 
-// Our last word in this group, by a message: the memory of others may be gone when we leave. Should
-// it be lost with its connection, they wait for the timeouts of their messages. Wire form:
+// Tells the other ranks that we have left, by a control message, because their memory may be gone
+// by then. If it is lost with its connection, they wait until their messages time out. Wire form:
 //   u64 messages that we sent  u8 isLast  u32 count  u64 their messages that we fetched [count]
 void PointToPoint::sayThatWeLeft() {
   for (int r = 0; r < group_.size(); ++r) {
@@ -257,7 +257,7 @@ void PointToPoint::sayThatWeLeft() {
   }
 }
 
-// On the loop's thread.
+// Runs on the loop's thread.
 void PointToPoint::onLeft(const EngineId& from, ByteView message) {
   ByteReader in(message);
   const auto sent = in.get<uint64_t>();
@@ -278,14 +278,14 @@ void PointToPoint::onLeft(const EngineId& from, ByteView message) {
   group_.window().bell().ring();
 }
 
-// The rank has left the group, and all that it sent has been taken in here: puts may come later
-// than a message.
+// True if the rank has left the group and all that it sent has been taken in here. A put may be
+// fetched later than the messages after it are taken.
 bool PointToPoint::hasSentAll(int rank) const {
   const Pair& pair = pairs_[rank];
   return pair.left && pair.taken >= *pair.left && !oneSided_.holdsBack(rank);
 }
 
-// Messages from the rank, and what it says about ours to it: both lie in our part.
+// The part of ours that holds the rank's messages and its acknowledgements of our messages.
 const Mailbox& PointToPoint::mailboxOf(int from) const {
   return *reinterpret_cast<const Mailbox*>(group_.window().local() + group_.layout().mailbox(from));
 }

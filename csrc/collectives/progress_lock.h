@@ -7,24 +7,23 @@
 
 namespace mooncake {
 
-// Progress lock: any waiter drives everyone's messages. A waiter tries for the lock and does not
-// wait for it: it spins, or is about to sleep at the bell. The holder may be past what another
-// waiter needs, and may never look again: unlock() therefore rings for everyone who was turned
-// away.
+// Progress lock: any waiter drives the messages of all. A waiter tries to take the lock and does
+// not wait for it: it spins, or is about to sleep at the bell. The holder may be past the message
+// of another waiter, and may never look again. So unlock() rings if any waiter was turned away.
 //
-// Why nobody is forgotten. turnedAway_ is written by exchanges only, so all of them stand in one
-// order, and each sees what happened before the one that it reads from:
+// Why no waiter is forgotten. Only exchanges write turnedAway_, so all of them stand in one order,
+// and each sees everything that happened before the exchange from which it reads:
 //
 //   turned away                                the holder
 //     1  announced at the bell, then: try        1  unlock
 //     2  turnedAway_ <- true                     2  turnedAway_ <- false; if it was true:
 //     3  try again                               3  ring
 //
-// If our 2 comes before the other's 2, the other, or somebody before it, reads `true` and rings
-// after our announcement: we do not fall asleep, or are woken (see Doorbell). If it comes after,
-// it reads what the other wrote after its unlock, so that our 3 does not fail for that one; if it
-// fails for somebody who came later, then that one's own 2 is still to come, and the same holds for
-// it.
+// If the waiter's 2 comes before the holder's 2, then the holder, or a thread before it, reads
+// `true` and rings after the waiter's announcement. The waiter does not fall asleep, or is woken
+// (see Doorbell). If it comes after the holder's 2, it reads a value that the holder wrote after
+// its unlock, so this holder does not make the waiter's 3 fail. If a later holder does, then that
+// holder's own 2 is still to come, and the same holds for it.
 class ProgressLock {
  public:
   explicit ProgressLock(Doorbell& bell) : bell_(bell) {}

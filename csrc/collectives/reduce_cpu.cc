@@ -173,7 +173,7 @@ constexpr bool kIsComplex = std::is_same_v<T, Complex<float>> || std::is_same_v<
 template <typename T>
 constexpr bool kIsFloat = std::is_floating_point_v<typename Element<T>::Acc>;
 
-// Null: there is no such arithmetic.
+// Returns null if the type has no such reduction.
 template <typename T>
 Reducer reducerOf(ReduceKind kind) {
   constexpr bool kIsBool = std::is_same_v<T, Bool>;

@@ -1,6 +1,6 @@
 // Small (n*s fits a slot): one exchange of slots, every rank reduces its part of each. Large: every
-// rank fetches its part of the n-1 other inputs, (n-1)s bytes in and out of each rank, then all
-// tell all that they have it.
+// rank fetches its part of the n-1 other inputs, (n-1)s bytes in and out of each rank, then every
+// rank signals to all that it has it.
 #include <vector>
 
 #include "collectives/buffers.h"
@@ -17,7 +17,7 @@ class ReduceScatter : public Algorithm {
       : inputs_(inputs), outputs_(outputs), kind_(kind) {}
 
  protected:
-  // Where the part for us of the output-th input stands: in which buffer, and where in it.
+  // Place of this rank's part of input `output`: the buffer, and the offset in it.
   struct Place {
     size_t buffer;
     size_t offset;
@@ -45,7 +45,7 @@ class ReduceScatterEager final : public ReduceScatter {
     MOONCAKE_TRY(op.awaitAllBegun());
     const auto sources = op.group().sources().first(op.ranks().size());
     const size_t bytes = packedBytes(inputs_);
-    size_t buffer = 0, start = 0;  // of the buffer in the payload
+    size_t buffer = 0, start = 0;  // start of the buffer in the payload
     for (size_t i = 0; i < outputs_.size(); ++i) {
       const Place place = placeOf(op, i);
       for (; buffer < place.buffer; ++buffer) start += aligned(inputs_[buffer].data.size());

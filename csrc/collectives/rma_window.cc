@@ -1,5 +1,5 @@
-// Opening and closing are exchanges of slots, one record of a fixed length per rank. What moves
-// data is in point_to_point.cc and one_sided.cc.
+// Opening and closing are exchanges of slots, one record of a fixed length per rank. The code that
+// moves data is in point_to_point.cc and one_sided.cc.
 #include "collectives/rma_window.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 constexpr uint64_t kNoOffset = ~uint64_t(0);
 constexpr size_t kRecordBytes = 4 + 8 + 8 + 4 + 8 * RmaWindow::kMostDims;
 
-// Everybody's record becomes everybody's; that of a rank that takes no part stays empty.
+// Gives every rank the records of all. The record of a rank that takes no part stays empty.
 class Records final : public Algorithm {
  public:
   Records(const Bytes& mine, std::vector<Bytes>& all) : mine_(mine), all_(all) {}
@@ -77,7 +77,7 @@ Result<std::unique_ptr<RmaWindow>> RmaWindow::open(Group& group, PointToPoint& m
   if (given.shape.size() > kMostDims)
     return Error{ErrorCode::kInvalidArgument,
                  "a window of more than " + std::to_string(kMostDims) + " dimensions"};
-  // First, so that it is there for whoever has our record before we have returned.
+  // First, because a rank that has our record may put before this call returns.
   auto number = messages.openWindow(given.memory);
   if (!number.ok()) return number.error();
   std::unique_ptr<RmaWindow> window(new RmaWindow(messages, dtype, *number));
@@ -110,9 +110,9 @@ Status RmaWindow::take(Group& group, int rank, ByteView record) {
   uint64_t bytes = 0;
   if (!isSane || __builtin_mul_overflow(elements, dtypeSize(dtype_), &bytes) ||
       bytes != part.bytes) {
-    return {ErrorCode::kProtocol, group.nameRank(rank) +
-                                      " described a window that cannot be: its shape and its " +
-                                      std::to_string(part.bytes) + " bytes do not fit"};
+    return {ErrorCode::kProtocol,
+            group.nameRank(rank) + " described an invalid window: its shape does not match its " +
+                std::to_string(part.bytes) + " bytes"};
   }
   part.isThere = true;
   const auto& peer = group.window().peer(rank);
@@ -165,7 +165,7 @@ Result<std::shared_ptr<Message>> RmaWindow::track(int to, std::shared_ptr<Messag
   return message;
 }
 
-// What has ended is counted if the other side learned of it, and forgotten.
+// Forgets messages that have ended, and counts those that the other side has or can fetch.
 void RmaWindow::count(Part& part) {
   std::erase_if(part.underWay, [&](const std::shared_ptr<Message>& message) {
     if (!message->finished()) return false;
@@ -197,11 +197,11 @@ Status RmaWindow::awaitAllPuts(Group& group, Deadline deadline) {
   MOONCAKE_TRY(
       exchangeRecords(group, {.verb = Verb::kDeregisterWindow}, mine.take(), counts, deadline));
   MOONCAKE_TRY(awaitOthers(group, counts, deadline));
-  // Who returns may rely on what it has put being in its place.
+  // A rank that returns may rely on its own puts being in place.
   return barrier(group, deadline);
 }
 
-// Until all that we put and signalled has ended, well or not: then it is known what the others get.
+// Waits until all our puts and signals have ended, well or not. Then `sent` of each part is final.
 Status RmaWindow::awaitOwnPuts(Group& group, Deadline deadline) {
   for (int r = 0; r < group.size(); ++r) {
     std::vector<std::shared_ptr<Message>> underWay;
@@ -221,8 +221,8 @@ Status RmaWindow::awaitOwnPuts(Group& group, Deadline deadline) {
   return {};
 }
 
-// Until what the others have sent is in its place. What a lost rank had not brought to its end is
-// lost with it.
+// Waits until the puts and signals of the other ranks are applied. A lost rank's puts that had not
+// ended are lost with it.
 Status RmaWindow::awaitOthers(Group& group, const std::vector<Bytes>& counts, Deadline deadline) {
   for (int r = 0; r < group.size(); ++r) {
     if (r == group.rank() || counts[size_t(r)].empty()) continue;
@@ -230,7 +230,7 @@ Status RmaWindow::awaitOthers(Group& group, const std::vector<Bytes>& counts, De
     in.getRaw(8 * size_t(group.rank()));
     const auto applied = messages_.awaitApplied(r, number_, in.get<uint64_t>(), deadline);
     if (!messages_.wait(*applied, deadline))
-      return {ErrorCode::kTimeout, "the puts of " + group.nameRank(r) + " have not all come"};
+      return {ErrorCode::kTimeout, "some puts of " + group.nameRank(r) + " have not arrived"};
     if (!applied->status().ok() && applied->status().code() != ErrorCode::kPeerLost)
       return applied->status();
   }

@@ -1,6 +1,6 @@
 // Small (n*s fits a slot): all parts stand in the root's slot. One exchange, n*s bytes out of the
 // root per rank that does not map it. Large: the root's slot announces one region per rank, every
-// rank fetches the s bytes of its own, then all tell all that they have them.
+// rank fetches its s bytes, then every rank signals to all that it has them.
 #include <cstring>
 #include <vector>
 
@@ -16,7 +16,7 @@ class Scatter : public Algorithm {
   Scatter(Buffers inputs, Span output, int root) : inputs_(inputs), output_(output), root_(root) {}
 
  protected:
-  const Buffers inputs_;  // nothing but on the root
+  const Buffers inputs_;  // empty on other ranks than the root
   const Span output_;
   const int root_;
 };

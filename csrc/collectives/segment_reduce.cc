@@ -17,7 +17,7 @@ constexpr size_t kMostChunk = 128 << 10;
 // On message transports a chunk must cover a round trip instead.
 constexpr size_t kMessageChunk = 256 << 10;
 constexpr int kMessageDepth = 4;
-// Over network cards for each of several of them.
+// Over network cards, chunks must cover a round trip on each of several cards.
 constexpr size_t kLeastCardChunk = 64 << 10;
 constexpr size_t kMostCardChunk = 512 << 10;
 constexpr int kCardDepth = 8;
@@ -25,12 +25,12 @@ constexpr size_t kCardBudget = 32 << 20;
 
 size_t roundDown(size_t bytes) { return bytes & ~size_t(4095); }
 
-// What is fetched and reduced at once: of one segment; several short ones share a chunk.
+// A part of one segment that is fetched and reduced at once. Short segments share a chunk.
 struct Piece {
   const Segment* segment;
-  size_t start;  // in the segment
+  size_t start;  // offset in the segment
   size_t bytes;
-  size_t place;  // in the scratch memory of the chunk
+  size_t place;  // offset in the chunk's scratch memory
 };
 using Chunk = std::vector<Piece>;
 

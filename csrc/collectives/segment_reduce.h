@@ -10,8 +10,7 @@
 
 namespace mooncake {
 
-// One of the segments that a rank reduces, in rank order, of the buffer-th that everybody
-// announced:
+// A segment that a rank reduces, in rank order, from buffer number `buffer` of every rank:
 //   target[i] = op over r of buffer_r[offset + i]
 struct Segment {
   Reduction reduction;
@@ -19,12 +18,12 @@ struct Segment {
   size_t buffer = 0;
   uint64_t offset = 0;
   std::span<std::byte> target;
-  bool isForPeers = false;  // they have just read the target's memory, and will fetch this from it
+  bool isForPeers = false;  // peers have just read the target, and will read the result there
 };
 
-// The common half of large reductions. `buffers`: how many each rank announced. Works through the
-// segments in chunks that stay in the cache; on message transports the fetches of the next chunks
-// are under way meanwhile. `whileFetching` runs once, before anything is written to a target.
+// The common half of large reductions. `buffers` is the number that each rank announced. Works
+// through the segments in chunks that stay in the cache; on message transports the next chunks are
+// fetched meanwhile. `whileFetching` runs once, before the first write to a target.
 Status reduceSegments(
     Operation& op, std::span<const Segment> segments, size_t buffers,
     const std::function<Status()>& whileFetching = [] { return Status(); });
