@@ -175,7 +175,7 @@ void Buffer::close(Deadline deadline) {
     if (std::exchange(isClosed_, true)) return;
     changed_.notify_all();
     const auto isIdle = [&] { return !isRunning_ && tasks_.empty(); };
-    // What still runs is in an operation with the others.
+    // A late call is in an operation with other ranks: the failure of the group ends it.
     if (!changed_.wait_until(lock, deadline.when(), isIdle)) {
       lock.unlock();
       group_->fail({ErrorCode::kAborted, "the buffer was destroyed"});

@@ -13,7 +13,7 @@
 
 namespace mooncake::ep {
 
-// A call that was made: its end.
+// A submitted call: tells when and how it ended.
 class Task {
  public:
   explicit Task(std::function<Status()> run) : run_(std::move(run)) {}
@@ -27,9 +27,10 @@ class Task {
   std::atomic<bool> isDone_{false};
 };
 
-// Memory and a group of its own for the dispatches and combines of one process. Calls run one after
-// the other, in their order, the same on all ranks: on the caller's thread, or on a thread of the
-// buffer, at once, so that whoever fetches the result late keeps nobody waiting. One thread calls.
+// The memory and the own group of one process for its dispatches and combines. Calls run one after
+// the other, in the same order on all ranks. They run on the caller's thread, or at once on a
+// thread of the buffer, so that a caller that fetches its result late holds up no rank. One thread
+// calls.
 class Buffer {
  public:
   // Collective over the group.
@@ -41,36 +42,41 @@ class Buffer {
   size_t bytes() const { return bytes_; }
   std::byte* data() const { return memory_->block.data; }
 
-  // The same on all ranks, from the next dispatch on.
+  // Sets the owners of experts from the next dispatch on. All ranks set the same.
   void setExperts(std::shared_ptr<const ExpertMap> experts);
-  // Of this many: as set, or else spread evenly.
+  // The owners of `count` experts: as set, or else spread evenly. kInvalidArgument: another number
+  // of experts was set.
   Result<std::shared_ptr<const ExpertMap>> experts(int count);
   // kInvalidArgument: the memory is too small for the shape.
   Status checkRoom(const Shape& shape, const ExpertMap& experts) const;
-  // kInvalidArgument: more than the ranks can tell each other at once.
+  // kInvalidArgument: the routing table does not fit into a slot.
   Status checkTable(size_t tokens, size_t topk, int numExperts) const;
-  // Where the next dispatch puts its rows.
+  // Memory into which the next dispatch puts its received rows.
   std::byte* nextRecv();
-  // Where the next operation's rows for the others stand, and which one that is. Nobody reads there
-  // any more, or writes: see csrc/ep/given_rows.h.
+  // The send memory of the next operation, and the number of that operation. Waits until no rank
+  // reads or writes there any more: see csrc/ep/given_rows.h. kTimeout: earlier calls have not
+  // ended.
   struct NextSend {
     std::byte* data;
     uint64_t number;
   };
   Result<NextSend> nextSend(Deadline deadline);
 
-  // Whom this rank takes for active.
+  // Removes a rank from the mask, or adds it: the mask holds the ranks that this rank counts as
+  // active.
   void mask(int rank, bool isMasked);
   void unmaskAll();
   RankSet callerMask() const { return mask_; }
-  // Those that are in the agreed view.
+  // The ranks in the agreed view.
   RankSet view() const;
 
   std::shared_ptr<Task> submit(std::function<Status(Memory&)> run, bool inBackground);
-  // Until it is done: every call has a deadline of its own.
+  // Waits until the task is done, and calls `nowAndThen`, if not null, ten times a second. Every
+  // call has a deadline of its own.
   void await(const Task& task, const std::function<void()>& nowAndThen);
 
-  // Nothing runs afterwards, and the group is left. Once, and not on the buffer's own thread.
+  // Waits for running calls, ends those that are late at the deadline, and leaves the group. Called
+  // once, and not on the buffer's own thread.
   void close(Deadline deadline);
   bool isOwnThread() const { return thread_.get_id() == std::this_thread::get_id(); }
 
@@ -82,7 +88,7 @@ class Buffer {
   const std::unique_ptr<Group> group_;
   const size_t bytes_;
   std::unique_ptr<Memory> memory_;
-  MemoryRegion landing_;  // the send memory, where ranks that do not map us put rows
+  MemoryRegion landing_;  // region of the send memory, into which ranks that do not map us put rows
   std::shared_ptr<const ExpertMap> experts_;
   bool isSet_ = false;
   RankSet mask_;

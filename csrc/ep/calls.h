@@ -14,8 +14,8 @@
 #include "ep/routing.h"
 #include "group/group.h"
 
-// What a dispatch and a combine are given and what they write. The caller keeps all memory until
-// the call has ended.
+// Arguments and results of dispatch and combine. The caller keeps all memory until the call has
+// ended.
 namespace mooncake::ep {
 
 // Memory that all calls of a buffer use.
@@ -24,34 +24,34 @@ struct Memory {
   Group::Shared block;  // the buffer's memory, in the arena
   BufferLayout layout;
   Hosts hosts;
-  // To which we have given up writes that may still come: where they go nothing is written again.
+  // Ranks to which we gave up writes that may still arrive: no row is pushed to them again.
   RankSet lateTo;
 
   std::byte* send(uint64_t number) const { return block.data + layout.send(number); }
   std::byte* recv(uint64_t dispatch) const { return block.data + layout.recv(dispatch); }
 };
 
-// What a combine has to know of its dispatch. Written by the dispatch.
+// The facts about a dispatch that its combine needs. Written by the dispatch.
 struct Handle {
   Shape shape;
   std::shared_ptr<const ExpertMap> experts;
   std::atomic<bool> isDone{false};  // its dispatch has ended well
 
-  size_t tokens = 0;  // of this rank
+  size_t tokens = 0;  // number of tokens of this rank
   size_t topk = 0;
   std::vector<int32_t> chosen;  // [token][top-k], kNoExpert or below the number of experts
 
-  // Of the dispatch, once it has ended well.
+  // Set by the dispatch when it has ended well.
   uint64_t number = 0;
-  RankSet participants;                     // whose rows went anywhere
-  std::vector<CombineTable::Range> ranges;  // [local expert][rank]: which rows came from it
+  RankSet participants;                     // ranks that took part
+  std::vector<CombineTable::Range> ranges;  // [local expert][rank]: the rows that came from it
 };
 
 struct DispatchCall {
   RowFormat format = RowFormat::kBf16;
   bool packsScales = false;     // UE8M0
   const uint16_t* x = nullptr;  // [tokens][hidden]
-  RankSet mask;                 // whom the caller takes for active
+  RankSet mask;                 // ranks that the caller counts as active
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;  // Operation::skipAfter()
   std::shared_ptr<Handle> handle;
@@ -60,7 +60,7 @@ struct DispatchCall {
   std::byte* rows = nullptr;       // hidden channels each
   std::byte* scales = nullptr;     // [local expert][scale or word of four][row]
   int32_t* counts = nullptr;       // [local expert]
-  int32_t* sources = nullptr;      // [local expert][row]: which token of its rank
+  int32_t* sources = nullptr;      // [local expert][row]: index of the token at its rank
   int64_t* ranges = nullptr;       // [local expert][rank]: begin << 32 | count
   int32_t* addedCounts = nullptr;  // [local expert], added to; may be null
   int64_t* waits = nullptr;        // [rank], added to, in microseconds; may be null
@@ -70,7 +70,7 @@ struct CombineCall {
   const std::byte* x = nullptr;  // [local expert][rank * T + place] rows of bf16
   size_t rowStride = 0;          // bytes
   bool isInPlace = false;        // x is the send memory of this operation
-  uint64_t expectedNumber = 0;   // of the operation, where it is
+  uint64_t expectedNumber = 0;   // number of that operation, if isInPlace
   bool usesLogfmt = false;
   bool renormalizes = false;
   std::vector<int32_t> chosen;  // [tokens][topk]
@@ -85,13 +85,13 @@ struct CombineCall {
   int64_t* waits = nullptr;
 };
 
-// Who took part: in the agreed view, not skipped, and active for all callers.
+// The ranks that took part: in the agreed view, not skipped, and active for all callers.
 struct Ending {
   RankSet participants;
 };
 
-// Operations of the group, one after the other. Who was skipped ends them as if it had been masked:
-// nothing comes to it, and nothing of it goes anywhere.
+// Operations of the group, one after the other. A skipped rank ends them as if it had been masked:
+// it receives no rows, and its rows go to no rank.
 Status dispatch(Memory& memory, DispatchCall& call, Ending& ending);
 Status combine(const Memory& memory, CombineCall& call, Ending& ending);
 

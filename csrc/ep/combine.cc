@@ -1,10 +1,10 @@
-// The ranks give the rows that their experts made, in memory that the ranks of their host map, and
-// publish which rows are whose. Then each rank adds up the rows of its tokens, in top-k order, so
-// that the sum has the same bits whatever came first. Cost: the rows copied once where they do not
-// stand there already, k rows read for each token, one exchange of slots; over messages each row
-// crosses once, those of the first tokens first, and a second exchange says that all have what they
-// need. Over messages rows are fetched from where the caller has them, unless cards fetch them:
-// those would have to be told of that memory first, which costs more than the copy.
+// Each rank puts the rows that its experts made into memory that the ranks of its host map, and
+// publishes which rows are for which rank. Then each rank adds up the rows of its tokens, in top-k
+// order, so that the sum has the same bits in any order of arrival. Cost: one copy of each row that
+// does not stand there already, k rows read for each token, one exchange of slots. Over messages
+// each row crosses once, those of the first tokens first, and a second exchange says that all ranks
+// have their rows. Over messages rows are fetched from the caller's memory, unless cards fetch
+// them: cards would have to register that memory first, which costs more than the copy.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -60,7 +60,7 @@ class Combine final : public Algorithm {
 
   void rollBack(Operation&, Rollback) override { region_ = {}; }
 
-  // The others did it without us.
+  // Writes the results of an operation that the others ran without us.
   Status endSkipped(const Operation& op) {
     for (const int r : op.ranks()) ending_.participants.add(r);
     ending_.participants &= call_.mask & handle_.participants;
@@ -69,7 +69,7 @@ class Combine final : public Algorithm {
   }
 
  private:
-  // ---- giving
+  // ---- sending
 
   // Calls visit(row) for each row that came from the rank, in the order in which they are packed.
   template <typename Visit>
@@ -80,7 +80,7 @@ class Combine final : public Algorithm {
     }
   }
 
-  // Where ranks that do not map us fetch from.
+  // Announces the memory from which ranks that do not map us fetch.
   Status announceRows(Operation& op) {
     areBare_ =
         op.unmapped() > 0 && !call_.isInPlace && !call_.usesLogfmt && !memory_.group.usesCards();
@@ -102,7 +102,7 @@ class Combine final : public Algorithm {
     for (const auto& range : handle_.ranges) rows += range.count;
     const CopyHint hint = stagingHint(op, rows * bf16Bytes(shape_.hidden));
     for (const int r : op.ranks()) {
-      if (r == op.rank() && !call_.usesLogfmt) continue;  // read where they stand
+      if (r == op.rank() && !call_.usesLogfmt) continue;  // own rows are read in place
       if (areBare_ && !memory_.group.window().peerPtr(r)) continue;
       forRowsOf(r, [&](size_t row) {
         const std::byte* from = call_.x + row * call_.rowStride;
@@ -131,7 +131,8 @@ class Combine final : public Algorithm {
     }
     return most;
   }
-  // `table`: encoded, with the rows in staging.
+  // Writes the payload for rank `to`: the encoded table, which has the rows in staging, and the
+  // rows if they are few. Returns its length.
   size_t putFor(const Operation& op, int to, ByteView table, std::byte* payload) const {
     const size_t bytes = bytesFor(to);
     std::byte* at = std::ranges::copy(table, payload).out;
@@ -146,9 +147,9 @@ class Combine final : public Algorithm {
     return table.size() + bytes;
   }
 
-  // ---- taking
+  // ---- receiving
 
-  // Where the rows of an expert for this rank begin; null: its owner takes no part.
+  // The rows of an expert for this rank. `begin` is null if the owner of the expert takes no part.
   struct Rows {
     const std::byte* begin = nullptr;
     size_t stride = 0;
@@ -188,13 +189,13 @@ class Combine final : public Algorithm {
     return {};
   }
 
-  // What is fetched comes in parts, each the rows of as many of our tokens: those are added up
-  // while the next ones come.
+  // Finds the rows for this rank, and starts the fetches. They come in parts, each with the rows of
+  // equally many tokens: one part is added up while the next ones arrive.
   Status findRows(Operation& op, const std::vector<std::pair<int, CombineTable>>& tables,
                   const RankSet& participants, std::deque<Fetches>& fetches) {
     rows_.assign(size_t(shape_.numExperts), {});
     if (!participants.contains(op.rank())) return {};
-    size_t landingBytes = 0, senders = 0;  // experts whose rows are fetched
+    size_t landingBytes = 0, senders = 0;  // senders: experts with rows to fetch
     const auto isFetched = [&](int r, const CombineTable& table) {
       return op.isPayloadOurs(r) && table.rowsAt == RowsAt::kStaging;
     };
@@ -260,12 +261,12 @@ class Combine final : public Algorithm {
 
   struct Fetched {
     int expert, rank;
-    uint64_t offset;  // of what is still to be asked for
+    uint64_t offset;  // of the rows that are not requested yet
     size_t rowBytes;
     std::span<std::byte> target;
   };
   static constexpr size_t kMostParts = 8;
-  static constexpr size_t kLeastFetchBytes = size_t(32) << 10;  // of an expert and a part, roughly
+  static constexpr size_t kLeastFetchBytes = size_t(32) << 10;  // per expert and part, roughly
 
   size_t tokens() const { return handle_.topk ? handle_.chosen.size() / handle_.topk : 0; }
   struct TokenRange {
@@ -275,7 +276,7 @@ class Combine final : public Algorithm {
     return {tokens() * part / parts, tokens() * (part + 1) / parts};
   }
 
-  // By expert: how many rows these tokens sent there.
+  // By expert: the number of rows that these tokens sent to it.
   std::vector<size_t> rowsFor(TokenRange some) const {
     std::vector<size_t> counts(size_t(shape_.numExperts));
     const auto places =
@@ -301,8 +302,8 @@ class Combine final : public Algorithm {
             op.group().nameRank(rank) + " " + why + ": do all ranks run the same version?"};
   }
 
-  // The rows of an expert are those of our tokens that chose it, in their order: each part follows
-  // the one before it.
+  // Adds up the rows of one part. The rows of an expert belong to the tokens that chose it, in
+  // token order, so each part continues where the one before it ended.
   Status addUp(const Operation& op, bool takesPart, size_t part, size_t parts) {
     const size_t topk = handle_.topk;
     const auto [begin, end] = tokensOf(part, parts);
@@ -352,7 +353,7 @@ class Combine final : public Algorithm {
   const size_t rowBytes_;
   const size_t perExpert_;
   std::vector<Rows> rows_;  // by expert
-  // Of an attempt: others fetch the caller's own rows.
+  // True if other ranks fetch the caller's own rows in this attempt.
   bool areBare_ = false;
   MemoryRegion region_;
 };

@@ -1,14 +1,14 @@
-// Every rank casts its rows once, into memory that the ranks of its host map, and publishes who
-// chose which expert. Then each takes the rows for its experts: from the mapping; from another host
-// out of the slot where they are few, else where they were put, or by a fetch. Cost: n rows written
-// once, a row read for each (token, expert), one exchange of slots; over messages a second exchange
-// says that all have what they need.
+// Every rank casts its rows once, into memory that the ranks of its host map, and publishes which
+// experts its tokens chose. Then each rank takes the rows for its experts. It reads those of its
+// own host in the mapping. Rows of another host come in the slot if they are few, else they are
+// put, or this rank fetches them. Cost: n rows written once, a row read for each (token, expert),
+// one exchange of slots; over messages a second exchange says that all ranks have their rows.
 //
-// Rows of a rank that several ranks of another host need cross once: one of them is put them, or
-// fetches them (csrc/ep/shared_rows.h), tells its neighbours that they are there, and they read
-// them in its memory. Few rows go to each rank by themselves, with the table.
+// Rows that several ranks of another host need cross once: one of these ranks gets them by a put or
+// a fetch (csrc/ep/shared_rows.h) and tells its neighbours, which read them in its memory. A few
+// rows go to each rank separately, with the table.
 //
-// The order of the rows of an expert is (rank, token, place in top-k), whatever came first.
+// The order of the rows of an expert is (rank, token, place in top-k), in any order of arrival.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -67,7 +67,7 @@ class Dispatch final : public Algorithm {
     return op.commit();
   }
 
-  // The others did it without us.
+  // Writes the results of an operation that the others ran without us.
   void endSkipped(const Operation& op) {
     next_.assign(experts_.numLocal(op.rank()), 0);
     ranges_.assign(next_.size() * size_t(op.size()), {});
@@ -77,7 +77,7 @@ class Dispatch final : public Algorithm {
   }
 
  private:
-  // ---- taking
+  // ---- receiving
 
   // A row for one of our experts.
   struct Arrival {
@@ -108,12 +108,13 @@ class Dispatch final : public Algorithm {
     if (!areAnyShared.ok()) return areAnyShared.error();
     MOONCAKE_TRY(plan(op, tables, participants, routes));
     hint_ = copyHint(arrivals_.size() * channelBytes(), ranksOfHost(op));
-    copyRows(Arrival::kHere);  // while the others come
-    size_t copied = 0;         // of the arrivals
+    copyRows(Arrival::kHere);  // while the other rows arrive
+    size_t copied = 0;         // index of the next arrival
     for (size_t i = 0; i < pieces.size(); ++i) {
       Piece& piece = pieces[i];
       MOONCAKE_TRY(piece.fetch ? piece.fetch->await() : op.awaitPut(piece.word));
-      // All is in our memory, so the last rows are copied while that goes to the others.
+      // All rows are in our memory. The last ones are copied while `done` travels to the other
+      // ranks.
       if (i + 1 == pieces.size() && !*areAnyShared) op.publishDone();
       copied = copyLanded(copied, piece.rows);
     }
@@ -127,26 +128,26 @@ class Dispatch final : public Algorithm {
     return {};
   }
 
-  // The rows of a rank that does not map us: for us alone, or for our host.
+  // The rows of a rank that does not map us: those for this rank, or those for our whole host.
   struct Landed {
     const std::byte* rows = nullptr;  // packed
     bool isForHost = false;
     Arrival::Way way = Arrival::kHere;
   };
-  // Some of them on their way: when the first have come, they are copied while the others come.
+  // Some of these rows, in flight: one piece is copied while the next ones arrive.
   struct Piece {
     std::span<const std::byte> rows;
     std::optional<Fetches> fetch;
-    size_t word = 0;  // without a fetch: they are put
+    size_t word = 0;  // without a fetch: the word that is stamped when the put rows are here
   };
   static constexpr size_t kFetchBytes = size_t(256) << 10;
-  // By several cards each piece costs them an answer on top, so that there are few: each is half of
-  // what is left, for after the last one has come all wait until it is copied.
+  // Each piece costs the cards one more answer, so there are few pieces. Each is half of the rest,
+  // because all ranks wait until the last piece is copied.
   static constexpr size_t kMostCardFetchBytes = size_t(1) << 20;
   using Tables = std::vector<std::pair<int, DispatchTable>>;
 
-  // Begins to fetch what is fetched. Returns whether rows are shared on any host: then all say when
-  // they have what comes to them.
+  // Starts the fetches. Returns true if rows are shared on any host: then every rank signals
+  // `ready` when it has the rows that come to it.
   Result<bool> findRows(Operation& op, const Tables& tables, const RankSet& participants,
                         RouteIndex& routes, std::deque<Piece>& pieces) {
     landed_.assign(size_t(op.size()), {});
@@ -161,7 +162,7 @@ class Dispatch final : public Algorithm {
     std::byte* const landing = memory_.send(op.number());
     const bool takesPart = participants.contains(op.rank());
     bool areAnyShared = false;
-    size_t total = 0;  // of what is fetched for us alone
+    size_t total = 0;  // bytes that are fetched for this rank alone
     std::vector<bool> isForHost(size_t(op.size()));
     for (const auto& [r, table] : tables) {
       routes.read(r, table.experts, table.topk);
@@ -187,7 +188,8 @@ class Dispatch final : public Algorithm {
         const auto place = shared.pushed(r, ourHost);
         const bool isForUs = isForHost[size_t(r)] || ourHost.size() == 1;
         if (!place || !isForUs || bytes > kMostPushedBytes) return nonsense(op, r);
-        // Also of who takes no part: it comes, and the memory is ours again when it has.
+        // Awaited even if the rank takes no part: the rows arrive, and then the memory is ours
+        // again.
         if (place->by == op.rank())
           expect(op, r, table.rowsAt, {landing + place->offset, bytes}, pieces);
         MOONCAKE_TRY(found(op, r, *place, bytes, isForHost[size_t(r)]));
@@ -211,7 +213,7 @@ class Dispatch final : public Algorithm {
     return op.isPayloadOurs(from) && table.rowsAt == RowsAt::kStaging;
   }
 
-  // The rows of a rank stand, or will, in the send memory of a rank of our host.
+  // Records that the rows of a rank stand, or will stand, in the send memory of a rank of our host.
   Status found(const Operation& op, int from, const SharedRows::Place& place, size_t bytes,
                bool isForHost) {
     const std::byte* rows = memory_.send(op.number()) + place.offset;
@@ -305,8 +307,8 @@ class Dispatch final : public Algorithm {
     }
   }
 
-  // Those of the arrivals from `next` on whose rows stand in `landed`, and where to go on. They
-  // come in the order of the pieces: by rank, and then by row.
+  // Copies the arrivals from `next` on that stand in `landed`, and returns the index of the next
+  // one. Arrivals are in the order of the pieces: by rank, and then by row.
   size_t copyLanded(size_t next, std::span<const std::byte> landed) const {
     const std::byte* const end = landed.data() + landed.size();
     for (; next < arrivals_.size(); ++next) {
@@ -326,14 +328,14 @@ class Dispatch final : public Algorithm {
     const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
     const size_t channels = channelBytes();
     const size_t skip = call_.format == RowFormat::kBf16 ? 0 : scaleBytes(shape_.hidden);
-    // Its scales stand in front, and are read last: by then from our cache.
+    // The scales stand in front of the row and are read last, by then from our cache.
     for (size_t at = 0; at < skip; at += 64) __builtin_prefetch(arrival.row + at);
     const size_t row = arrival.expert * perExpert + arrival.place;
     copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint_);
   }
 
-  // To where rows lie side by side, as matrix products want them: for a cache line's worth of rows
-  // at a time.
+  // Copies the scales to where rows lie side by side, as matrix products need them: one cache line
+  // of rows at a time.
   void copyScales() const {
     const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
     std::vector<std::vector<const std::byte*>> rows(next_.size());  // by expert and place
@@ -391,10 +393,10 @@ class Dispatch final : public Algorithm {
   const ExpertMap& experts_;
   const size_t rowBytes_;
   GivenRows given_;
-  std::vector<Landed> landed_;          // by rank; nothing of those that map us
-  std::vector<uint64_t> arenaOffsets_;  // by rank: where its send memory begins in its arena
+  std::vector<Landed> landed_;          // by rank; empty for ranks that map us
+  std::vector<uint64_t> arenaOffsets_;  // by rank: offset of its send memory in its arena
   std::vector<Arrival> arrivals_;
-  CopyHint hint_ = CopyHint::kCached;        // for all of them
+  CopyHint hint_ = CopyHint::kCached;        // for all arrivals
   std::vector<uint32_t> next_;               // by local expert
   std::vector<CombineTable::Range> ranges_;  // [local expert][rank]
 };
@@ -411,7 +413,7 @@ Status dispatch(Memory& memory, DispatchCall& call, Ending& ending) {
       .tensors = uint32_t(handle.shape.maxTokens),
       .lengths = handle.experts->hash() + uint32_t(call.format)};
   Operation op(memory.group, what, call.deadline);
-  Dispatch dispatch(memory, call, ending);  // ends first: it has writes of the operation
+  Dispatch dispatch(memory, call, ending);  // destroyed first: it has writes of the operation
   if (call.patience) op.skipAfter(*call.patience);
   MOONCAKE_TRY(op.run(dispatch));
   if (op.wasSkipped()) dispatch.endSkipped(op);

@@ -11,7 +11,7 @@ namespace mooncake::ep {
 
 namespace {
 
-// For writes that an operation leaves under way: far more than they need where nothing has failed.
+// Grace for writes that an operation leaves in flight: far more than they need if no path failed.
 constexpr auto kGrace = std::chrono::milliseconds(100);
 
 }  // namespace
@@ -31,7 +31,7 @@ GivenRows::~GivenRows() {
 
 Status GivenRows::stage(Operation& op) {
   if (writes_) MOONCAKE_TRY(writes_->await());
-  size_t offset = handle_.tokens * rowBytes_;  // behind the own and packed rows
+  size_t offset = handle_.tokens * rowBytes_;  // end of the own and packed rows
   MOONCAKE_TRY(checkEnd(op, offset, memory_.layout.sendBytes()));
   std::byte* const staging = memory_.send(op.number());
   const CopyHint hint = stagingHint(op, handle_.tokens * rowBytes_);
@@ -76,7 +76,7 @@ Status GivenRows::stage(Operation& op) {
   return {};
 }
 
-// None: they fetch it.
+// The place to which the rows are pushed. None: the host fetches them.
 std::optional<SharedRows::Place> GivenRows::placeFor(const Operation& op,
                                                      const std::vector<int>& host,
                                                      const Packed& packed) const {
@@ -90,7 +90,7 @@ std::optional<SharedRows::Place> GivenRows::placeFor(const Operation& op,
   return isGood ? place : std::nullopt;
 }
 
-// A piece to each host in turn, so that all their links are busy.
+// Pushes one piece to each host in turn, so that all their links are busy.
 Status GivenRows::push(Operation& op) {
   std::vector<const Packed*> pushed;
   for (const int r : op.others()) {
@@ -123,7 +123,7 @@ Status GivenRows::push(Operation& op) {
   return {};
 }
 
-// Own and packed rows end where the rows of other ranks begin: SharedRows.
+// Own and packed rows must end where the rows of other ranks begin: see SharedRows.
 Status GivenRows::checkEnd(const Operation& op, size_t end, size_t limit) const {
   if (end <= limit) return {};
   return {ErrorCode::kExhausted,
@@ -132,8 +132,8 @@ Status GivenRows::checkEnd(const Operation& op, size_t end, size_t limit) const 
               std::to_string(limit) + ": make the buffer as large as the size hint says"};
 }
 
-// If nearly all rows are wanted, the few others cost less on the way than copying all of these
-// costs here. All rows are given also where there is no room for a copy.
+// Packs the rows, unless nearly all are wanted: sending the few others, too, costs less than
+// copying all of these. All rows are sent also if there is no room for a copy.
 Status GivenRows::pack(const Operation& op, Packed& packed, size_t& offset) const {
   const size_t end = offset + packed.tokens.size() * rowBytes_;
   const bool hasRoom = shared_->isPackingBounded() || end <= shared_->ownEnd();

@@ -12,53 +12,55 @@
 
 namespace mooncake::ep {
 
-// The rows that a rank gives in an attempt at a dispatch: in its send memory, and on their way to
+// The rows that a rank sends in an attempt at a dispatch: in its send memory, and in flight to
 // ranks that do not map it.
 //
-// Rows are put as soon as they stand here, without waiting for anybody: nobody reads that memory of
-// the operation before last any more, and its owner does not write there, having begun the one in
-// between. A fetch costs the time until the last rank has begun, its request waits on a slow link
-// behind the rows of a neighbour that go the same way, and at its owner for a processor. Cards
-// write the rows from where they stand; without them they are put. What is fetched all the same:
-// rows that are so many that their requests cost nothing, and that a word about a lost rank would
-// have to wait behind; rows for which there is no room in the send memory of the others; and those
-// for a rank that was late last time.
+// Rows are pushed as soon as they are staged, without waiting for any rank. They go to the send
+// memory that the receiver used in the operation before last. No rank reads that memory any more,
+// and the receiver does not write there, because it has begun the operation in between. Cards write
+// the rows from where they stand; without cards the rows are put.
 //
-// Nothing of an earlier attempt may come upon the rows of a later one. Over a stream puts come in
-// order. Cards keep none, so the writes of an attempt end before the next one begins. Those that
-// the whole operation leaves under way, because a path failed, are given up, and nothing is written
-// to that rank again.
+// A fetch is slower. It starts when the last rank has begun. Its request waits on a slow link
+// behind a neighbour's rows in the same direction, and at the owner for a processor. Three kinds of
+// rows are fetched all the same: so many rows that their requests cost nothing, and that a message
+// about a lost rank would wait behind them; rows for which the receivers' send memory has no room;
+// and rows for a rank that was late last time.
+//
+// No write of an earlier attempt may overwrite the rows of a later one. Puts over a stream arrive
+// in order. Cards keep no order, so the writes of an attempt end before the next attempt begins.
+// Writes that are in flight when the operation ends, because a path failed, are given up, and no
+// row is pushed to that rank again.
 class GivenRows {
  public:
   GivenRows(Memory& memory, const DispatchCall& call);
   ~GivenRows();
 
-  // Writes them, and packs those for ranks that do not map us.
+  // Writes the rows, and packs those for ranks that do not map us.
   Status stage(Operation& op);
-  // None: all map us.
+  // None: all ranks map us.
   const std::optional<SharedRows>& shared() const { return shared_; }
-  // Of rows that go with a table, at most.
+  // Most bytes of rows that go with one table.
   size_t mostInTable() const { return mostInTable_; }
-  // Writes the encoded table for a rank that does not map us, and its rows where they go with it.
-  // Returns the number of bytes.
+  // Writes the encoded table for a rank that does not map us, and its rows if they go with the
+  // table. Returns the number of bytes.
   size_t write(const Operation& op, int to, ByteView table, std::byte* payload) const;
-  // Puts, or has cards write, what is pushed, once the tables are published.
+  // Pushes rows, by puts or by writes of cards. Called once the tables are published.
   Status push(Operation& op);
 
  private:
   // The rows for one rank that does not map us, or for all of its host.
   struct Packed {
     std::span<const uint32_t> tokens;  // in byHost_ or byRank_
-    size_t offset = 0;    // in the send memory; only of those that do not go with the table
-    bool areAll = false;  // `tokens` or not: all stand there, at `offset` 0
+    size_t offset = 0;                 // in the send memory; unused if the rows go with the table
+    bool areAll = false;               // all rows are sent, not only `tokens`; `offset` is 0
     std::optional<SharedRows::Place> pushedTo;
-    bool isWritten = false;  // there, by cards
+    bool isWritten = false;  // pushed by writes of cards
 
     size_t rows(size_t tokensOfRank) const { return areAll ? tokensOfRank : tokens.size(); }
   };
 
   Status checkEnd(const Operation& op, size_t end, size_t limit) const;
-  // Copies the rows to `offset`, and moves that behind them.
+  // Copies the rows to `offset`, and advances it.
   Status pack(const Operation& op, Packed& packed, size_t& offset) const;
   std::optional<SharedRows::Place> placeFor(const Operation& op, const std::vector<int>& host,
                                             const Packed& packed) const;
@@ -73,7 +75,7 @@ class GivenRows {
   const ExpertMap& experts_;
   const size_t rowBytes_;
   std::optional<SharedRows> shared_;
-  TokenLists byHost_, byRank_;  // the tokens for each of them
+  TokenLists byHost_, byRank_;  // the tokens for each host, for each rank
   std::vector<Packed> packed_;  // by rank
   std::optional<Writes> writes_;
   size_t mostInTable_ = 0;

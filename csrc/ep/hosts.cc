@@ -39,7 +39,7 @@ class Meet final : public Algorithm {
       its.region.address = in.get<uint64_t>();
       its.region.bytes = in.get<uint64_t>();
       its.region.key = in.get<uint64_t>();
-      if (const Status whole = in.finish("what a rank says of its buffer"); !whole.ok()) {
+      if (const Status whole = in.finish("the description of a rank's buffer"); !whole.ok()) {
         MOONCAKE_TRY(op.unlessFenced());
         return whole;
       }
@@ -73,8 +73,8 @@ Hosts::Hosts(std::vector<Memory> all) : all_(std::move(all)), leastSendBytes_(~u
     leastSendBytes_ = std::min(leastSendBytes_, all_[r].sendBytes);
   }
   for (size_t r = 0; r < all_.size(); ++r) {
-    // Ranks of a host say the same. One that says something else is by itself, and so is everybody
-    // that maps it: all come to the same hosts.
+    // Ranks of one host report the same set. A rank that reports another set is a host of its own,
+    // and so is every rank that maps it. So all ranks compute the same hosts.
     const RankSet ours = all_[r].mapped & there;
     bool isHost = !ours.empty();
     ours.forEach([&](int other) { isHost &= (all_[size_t(other)].mapped & there) == ours; });

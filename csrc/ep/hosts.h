@@ -12,27 +12,28 @@
 
 namespace mooncake::ep {
 
-// Which ranks of a group map each other's memory. What all of them need of another rank crosses
-// the network once: it comes to one of them, and the others read it there. The same on all ranks.
+// The hosts of a group: the ranks of a host map each other's memory. Data that several of them need
+// from another rank crosses the network once: one of them gets it, and the others read it there.
+// Equal on all ranks.
 class Hosts {
  public:
-  // What a rank says of its buffer.
+  // A rank's description of its buffer.
   struct Memory {
-    RankSet mapped;  // whom it maps, itself included; empty: it is not there
+    RankSet mapped;  // ranks that it maps, itself included; empty: it takes no part
     uint64_t sendBytes = 0;
-    RemoteRegion region;  // the send memory, to put into
+    RemoteRegion region;  // region of the send memory, for puts
   };
   explicit Hosts(std::vector<Memory> all);  // by rank
-  // Collective. Whom we map is added here.
+  // Collective. Fills in `ours.mapped`.
   static Result<Hosts> meet(Group& group, Memory ours, Deadline deadline);
 
-  // These ranks by host, ascending in each; the hosts by their lowest rank.
+  // Splits ranks by host: ascending within a host, the hosts by their lowest rank.
   std::vector<std::vector<int>> split(const std::vector<int>& ranks) const;
   std::vector<std::vector<int>> splitAll() const { return all()->hosts(); }
-  // The same as tables. An attempt of all ranks, the usual one, makes no new one.
+  // The same as a table. An attempt of all ranks, the usual one, needs no new table.
   std::shared_ptr<const HostTable> tableOf(const std::vector<int>& ranks) const;
   const std::shared_ptr<const HostTable>& all() const { return table_; }
-  // Of the rank that has the least.
+  // Bytes of the smallest send memory of all ranks.
   uint64_t leastSendBytes() const { return leastSendBytes_; }
   const Memory& memory(int rank) const { return all_[size_t(rank)]; }
 

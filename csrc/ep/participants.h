@@ -7,8 +7,8 @@
 
 namespace mooncake::ep {
 
-// awaitAllBegun(), and how long each rank was waited for when those before it had come: added to
-// waits[rank], in microseconds. `waits` may be null.
+// Calls awaitAllBegun(). Adds to waits[rank], in microseconds, how long the rank was awaited after
+// the ranks before it had begun. `waits` may be null.
 inline Status awaitBegun(Operation& op, int64_t* waits) {
   if (!waits) return op.awaitAllBegun();
   auto since = Clock::now();
@@ -21,8 +21,8 @@ inline Status awaitBegun(Operation& op, int64_t* waits) {
 
 inline int ranksOfHost(const Operation& op) { return op.size() - int(op.unmapped()); }
 
-// How rows go to where the others read them. Ranks that share cores find them in the cache; so do
-// those that send them on.
+// How rows are copied to send memory. Ranks that share cores, and this rank when it sends rows to
+// other hosts, read them from the cache.
 inline CopyHint stagingHint(const Operation& op, size_t bytes) {
   const bool isReadElsewhere = op.group().window().fullyMapped() && !op.group().isCrowded();
   return isReadElsewhere ? copyHintForPeers(bytes, ranksOfHost(op))

@@ -14,7 +14,7 @@ namespace mooncake::ep {
 std::vector<int> hostsOfExperts(const ExpertMap& experts, const HostTable& hosts);
 
 // The routing tables of all ranks, as one rank needs them in one attempt at a dispatch. Each table
-// is read once: time is linear in its entries, whatever the number of ranks and hosts.
+// is read once: time is linear in its entries, for any number of ranks and hosts.
 class RouteIndex {
  public:
   // An entry of a table that names an expert of this rank. Rows may be packed: then only the tokens
@@ -39,7 +39,7 @@ class RouteIndex {
 
  private:
   struct Owner {
-    uint32_t cell;  // of its host; the last one: none
+    uint32_t cell;  // cell of its host; the last cell: no host
     int32_t local;  // index among the experts of this rank; negative: another rank's
   };
   struct Cell {

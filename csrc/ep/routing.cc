@@ -6,8 +6,8 @@
 namespace mooncake::ep {
 namespace {
 
-constexpr int kNarrowExperts = 0xffff;  // as many fit 16 bits, beside the mark for none
-constexpr size_t kRowAlignment = 16;    // of the rows behind a table, as of those in send memory
+constexpr int kNarrowExperts = 0xffff;  // this many fit 16 bits beside the mark for none
+constexpr size_t kRowAlignment = 16;    // alignment of the rows behind a table, as in send memory
 
 Error misfit(const Operation& op, int rank, const std::string& why) {
   return {ErrorCode::kProtocol, op.group().nameRank(rank) +
@@ -15,11 +15,11 @@ Error misfit(const Operation& op, int rank, const std::string& why) {
                                     ". Do all ranks run the same version?"};
 }
 
-// Offsets in an encoded table, from its length on; layouts in routing.h.
+// Offsets in an encoded table, counted from its length field; layouts in routing.h.
 constexpr size_t kDispatchRowsAt = 20;
 constexpr size_t kCombineRowsAt = 32;
 
-// The table and what stands behind it in the payload. A copy: the memory may change under us.
+// A copy of a table, since the payload may change under us, and the rows behind it in the payload.
 struct Published {
   Bytes table;
   const std::byte* behind = nullptr;
@@ -58,11 +58,11 @@ RowsAt rowsAtOf(uint8_t number) {
 
 template <typename Word>
 void putExperts(ByteWriter& out, std::span<const int32_t> experts) {
-  std::vector<Word> words(experts.begin(), experts.end());  // none is -1, all bits
+  std::vector<Word> words(experts.begin(), experts.end());  // kNoExpert is -1: all bits set
   out.putRaw(std::as_bytes(std::span(words)));
 }
 
-// False: a number that is no expert's.
+// False: a number is not that of an expert.
 template <typename Word>
 bool takeExperts(ByteView raw, int numExperts, std::vector<int32_t>& experts) {
   experts.resize(raw.size() / sizeof(Word));

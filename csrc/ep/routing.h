@@ -11,22 +11,22 @@
 #include "group/operation.h"
 #include "membership/rank_set.h"
 
-// What the ranks tell each other in the slots of a dispatch and of a combine. All of it is decoded
-// here, from a copy: a rank that the others went on without may read it while it changes.
+// The tables that ranks publish in the slots of a dispatch and of a combine. They are decoded here,
+// from a copy: a rank that the others went on without may read one while it changes.
 namespace mooncake::ep {
 
 constexpr int32_t kNoExpert = -1;
-// Rows for one rank of another host go with the table up to this: fetching them would cost a round
-// trip. The other half of a slot is for the table.
+// Most bytes of rows for one rank of another host that go with the table, because a fetch costs a
+// round trip. The other half of a slot is for the table.
 inline size_t mostInlineBytes(const Group& group) {
   return std::min<size_t>(64 << 10, group.slotBytes() / 2);
 }
 
-// Which rank runs which expert. The same on all ranks.
+// The owner of each expert. The same on all ranks.
 class ExpertMap {
  public:
-  // Consecutive ones, as many on each rank; where they do not divide, the first ranks have one
-  // more.
+  // Gives all ranks as many consecutive experts; if the division has a rest, the first ranks have
+  // one more.
   ExpertMap(int numExperts, int numRanks);
   // owners[e]: the rank of expert e.
   ExpertMap(std::vector<int> owners, int numRanks);
@@ -34,7 +34,7 @@ class ExpertMap {
   int numExperts() const { return static_cast<int>(owners_.size()); }
   int owner(int expert) const { return owners_[size_t(expert)]; }
   const std::vector<int>& owners() const { return owners_; }  // by expert
-  // Which of its owner's experts it is, from 0 on, in the order of their numbers.
+  // Index of the expert among those of its owner, from 0 on, in ascending order.
   int local(int expert) const { return local_[size_t(expert)]; }
   size_t numLocal(int rank) const { return counts_[size_t(rank)]; }
   // The experts of a rank, ascending.
@@ -56,15 +56,15 @@ class ExpertMap {
 // place in top-k is a row of its own.
 Status checkRepeated(const ExpertMap& map, std::span<const int32_t> chosen, size_t most, int rank);
 
-// Where the rows for the reader stand.
+// Place of the rows for the reader.
 enum class RowsAt : uint8_t {
-  kStaging,  // reached by load and store, or fetched from there: see SharedRows
-  kPushed,   // put to the send memory of the reader, or of another rank of its host: likewise
-  kWritten,  // the same, by its owner's cards: in larger pieces
+  kStaging,  // in the sender's staging: mapped, or fetched from there, see SharedRows
+  kPushed,   // in the send memory of the reader, or of another rank of its host, by puts
+  kWritten,  // likewise, by writes of the sender's cards, in larger pieces
   kPayload,  // behind the table, for the one rank that this payload was put to
 };
 
-// Their owner brings them, before anybody asks.
+// The sender pushes the rows before a request.
 inline bool isPushed(RowsAt at) { return at == RowsAt::kPushed || at == RowsAt::kWritten; }
 
 // Payload of a dispatch, wire form:
@@ -72,10 +72,10 @@ inline bool isPushed(RowsAt at) { return at == RowsAt::kPushed || at == RowsAt::
 //   u32 tokens  u32 top-k  u64 offset of the staging in the sender's arena
 //   u8 rows at  u32 number of rows for the reader, or for its host  u64 their offset in the
 //   sender's region
-//   RankSet mask: whom the caller takes for active
+//   RankSet mask: the ranks that the caller counts as active
 //   experts[tokens][top-k]: u16 each, or u32 from 65535 experts on; all bits set: none
 //   zeros up to a multiple of 16, for the rows' alignment
-// then those rows, where they are in the payload.
+// then those rows, if they are in the payload.
 struct DispatchTable {
   uint32_t tokens = 0;
   uint32_t topk = 0;
@@ -88,15 +88,15 @@ struct DispatchTable {
   const std::byte* payloadRows = nullptr;
 
   Bytes encode(int numExperts) const;
-  // Overwrites what an encoded table says of the rows for its reader: all else is the same for all
-  // readers, and is encoded once.
+  // Overwrites the fields of an encoded table that describe the reader's rows. All other fields are
+  // the same for all readers, and are encoded once.
   static void setRows(std::span<std::byte> encoded, RowsAt at, uint32_t packedRows,
                       uint64_t packedOffset);
   // Decodes a table without its length. kProtocol: a field does not fit the shape.
   static Result<DispatchTable> decode(ByteView table, const Shape& shape);
-  // At most; of the table alone.
+  // Upper bound of the bytes of a table without rows.
   static size_t bytesFor(size_t tokens, size_t topk, int numExperts, int numRanks);
-  // What the rank has published, once it has begun.
+  // Decodes the table that the rank has published. Valid once the rank has begun.
   static Result<DispatchTable> of(const Operation& op, int rank, const Shape& shape,
                                   size_t rowBytes);
 };
@@ -106,9 +106,9 @@ struct DispatchTable {
 //   u64 number of the dispatch  u64 offset of the staging in the sender's arena
 //   u64 offset of the rows in the sender's region  u32 bytes of a row there
 //   u8 rows at  u32 local experts  RankSet mask
-//   u32 begin, u32 count for [local expert][rank]: which rows are for that rank
+//   u32 begin, u32 count for [local expert][rank]: the rows for that rank
 //   zeros up to a multiple of 16
-// then those for the reader in that order, where they are in the payload.
+// then the reader's rows in that order, if they are in the payload.
 struct CombineTable {
   struct Range {
     uint32_t begin = 0;
@@ -127,9 +127,10 @@ struct CombineTable {
   Bytes encode() const;
   // Overwrites one field of an encoded table: all else is the same for all readers.
   static void setRowsAt(std::span<std::byte> encoded, RowsAt at);
-  // At most; of the table alone.
+  // Upper bound of the bytes of a table without rows.
   static size_t bytesFor(size_t localExperts, int numRanks);
-  // `leastRowBytes`: of a row in the sender's region.
+  // Decodes the table that the rank has published. `leastRowBytes`: for a row in the sender's
+  // region.
   static Result<CombineTable> of(const Operation& op, int rank, const Shape& shape,
                                  size_t localExperts, size_t rowBytes, size_t leastRowBytes);
 };

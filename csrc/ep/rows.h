@@ -6,7 +6,7 @@
 
 #include "base/cpu_cache.h"
 
-// What happens to a token's row of bf16 channels on its way to the experts and back. The arithmetic
+// Functions for a token's row of bf16 channels on its way to the experts and back. The arithmetic
 // is defined in kernels/common; every processor gives the same bits.
 namespace mooncake::ep {
 
@@ -14,30 +14,32 @@ constexpr size_t kBlock = 128;  // channels that share a scale; the last block m
 
 constexpr size_t scalesOf(size_t hidden) { return (hidden + kBlock - 1) / kBlock; }
 
-// FP8 (e4m3fn) and one scale for each block. `roundScale`: powers of two.
+// Casts a row to FP8 (e4m3fn) with one scale for each block. `roundScale`: scales are powers of
+// two.
 void castRowToFp8(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out, float* scales);
 
-// The exponents of rounded scales, four in a word, the first one lowest; what is left over is 0.
+// Packs the exponents of rounded scales, four in a word, the first one lowest; unused bytes are 0.
 void packUe8m0(const float* scales, size_t count, int32_t* packed);
 
-// Which way a copy takes: through the caches, from where its target is soon read, or past them,
-// which spares reading the target first.
+// The way of a copy: through the caches, if its target is read soon, or past them, which saves
+// reading the target first.
 enum class CopyHint { kCached, kStreamed };
 
-// The faster way for rows that are `bytes` together, however they are divided: past the caches once
-// source and target exceed this rank's share of the last one, of which each of the host's `ranks`
-// has as much. Below, streams take up to twice as long.
+// The faster way for rows of `bytes` in all. It is past the caches if source and target exceed this
+// rank's share of the last-level cache, which the host's `ranks` divide evenly. Below that, streams
+// take up to twice as long.
 CopyHint copyHint(size_t bytes, int ranks);
 
-// Of one rank, where the machine has `cores` and the host so many ranks, spread over its caches.
+// Bytes of one rank's share, if the machine has `cores` and `ranks` ranks are spread over its
+// caches.
 size_t shareOfCache(const CpuCache& cache, size_t cores, int ranks);
 
-// The same for rows that peers on other cores have just read from that memory, and read again. A
-// few rows still stand in their caches, and a plain store first takes each line from there, one
-// after the other: 56 KiB take up to 25 us so, and 5 past the caches.
+// Like copyHint(), for memory that peers on other cores have just read, and read again. A few rows
+// still stand in their caches, and a plain store first takes each line from there, one after the
+// other: 56 KiB take up to 25 us that way, and 5 us past the caches.
 CopyHint copyHintForPeers(size_t bytes, int ranks);
 
-// What is stored after the return is seen after the row, whichever way it went.
+// Stores after the return are seen after the row, with either hint.
 void copyRow(void* to, const void* from, size_t bytes, CopyHint hint);
 
 struct WeightedRow {
@@ -50,9 +52,9 @@ struct WeightedRow {
 // No rows: zeros.
 void combineRows(std::span<const WeightedRow> rows, size_t hidden, uint16_t* out);
 
-// LogFMT-10 (kernels/common/logfmt.h). Memory for one row; how much of it is used depends on the
-// row: encodeLogfmtRow() returns it, and logfmtEncodedBytes() reads it from the first
-// logfmtPrefixBytes().
+// LogFMT-10 (kernels/common/logfmt.h). logfmtRowBytes() is the memory for one row. The used bytes
+// depend on the row: encodeLogfmtRow() returns them, and logfmtEncodedBytes() reads them from the
+// first logfmtPrefixBytes().
 size_t logfmtRowBytes(size_t hidden);
 size_t logfmtPrefixBytes(size_t hidden);
 size_t logfmtEncodedBytes(const std::byte* row, size_t hidden);

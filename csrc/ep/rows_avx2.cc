@@ -5,8 +5,8 @@
 
 #include "ep/row_blocks.h"
 
-// By attribute, not by a compiler flag for the file: inline functions of headers stay runnable on
-// every processor, whichever file's copy the linker keeps.
+// An attribute, not a compiler flag for the file: inline functions of headers stay runnable on
+// every processor, even if the linker keeps the copy of this file.
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE AVX2 __attribute__((always_inline)) inline
 
@@ -21,8 +21,8 @@ AVX2_INLINE void store(void* to, __m256i values) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), values);
 }
 
-// A vector of 16 bf16 channels as two of 8 floats: the even and the odd ones. Their bits are where
-// they are needed, and results go back likewise, so no lane moves.
+// Splits a vector of 16 bf16 channels into two of 8 floats: the even and the odd ones. Their bits
+// stand in the right place, and results go back likewise, so no lane moves.
 AVX2_INLINE __m256 evenFloats(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
 }
@@ -48,8 +48,8 @@ AVX2_INLINE uint16_t greatestOf(__m256i values) {
 }
 
 // floatToE4m3() of 16 finite floats that do not round to more than 448, each code in half a word.
-// Each is added to a float so large that its last place counts the steps of FP8 around the value:
-// what the sum has in its last places is the value in such steps, rounded.
+// Each float is added to one so large that its last place counts the FP8 steps around the value.
+// The last places of the sum are then the value in such steps, rounded.
 AVX2_INLINE __m256i e4m3Of(__m256 even, __m256 odd) {
   constexpr int kLeastExponent = 0x3c80;  // 2^-6, as bf16: below it, steps get no smaller
   constexpr int kCounter = (kLeastExponent << 16) + (20 << 23) + 0x400000;
@@ -76,7 +76,7 @@ AVX2_INLINE __m256i e4m3At(const uint16_t* values, __m256 factor) {
 
 AVX2 void castRow(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out,
                   float* scales) {
-  // Scales first, for some blocks at once: they are a long way from a block's first channel.
+  // Scales first, for several blocks at once: the way from a block's channels to its scale is long.
   constexpr size_t kBlocks = 8;
   while (hidden >= kBlock) {
     const size_t blocks = std::min(hidden / kBlock, kBlocks);
@@ -94,7 +94,7 @@ AVX2 void castRow(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* 
     for (size_t b = 0; b < blocks; ++b) {
       const __m256 factor = _mm256_set1_ps(inverse[b]);
       for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += 32) {
-        // Packing goes by halves of the vectors: the quarters come as 0 2 1 3.
+        // Packing works on halves of the vectors: the quarters come as 0 2 1 3.
         const __m256i packed =
             _mm256_packus_epi16(e4m3At(row + i, factor), e4m3At(row + i + 16, factor));
         store(out + i, _mm256_permute4x64_epi64(packed, 0xd8));
@@ -124,7 +124,7 @@ AVX2 void streamRow(void* to, const void* from, size_t bytes) {
   _mm_sfence();
 }
 
-// Rounded to bf16, in the upper half of each word; the lower half is not cleared.
+// Rounds to bf16, in the upper half of each word; the lower half is not cleared.
 AVX2_INLINE __m256i bf16Of(__m256 values) {
   const __m256i bits = _mm256_castps_si256(values);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -160,7 +160,7 @@ AVX2 void combine(std::span<const WeightedRow> rows, size_t hidden, uint16_t* ou
 
 AVX2 LogfmtHeader headerOf(const uint16_t* block) {
   __m256i largest = _mm256_setzero_si256();
-  __m256i smallest = _mm256_set1_epi32(-1);  // less one: zero comes last
+  __m256i smallest = _mm256_set1_epi32(-1);  // minus one: zero comes last
   for (size_t i = 0; i < kBlock; i += 16) {
     const __m256i magnitude = magnitudes(load(block + i));
     largest = _mm256_max_epu16(largest, magnitude);
@@ -202,7 +202,7 @@ AVX2 void encodeBlock(const uint16_t* block, LogfmtHeader header, std::byte* out
   const __m256 stepsPerOctave = _mm256_set1_ps(quotient(kLogfmtUnits, float(header.step)));
   const __m256i step = _mm256_set1_epi32(header.step);
   const __m256i mostSkipped = _mm256_set1_epi32(kLogfmtLargestCode - 1);
-  // The lowest byte of each word, then those of both halves beside each other.
+  // The lowest byte of each word, then the bytes of both halves side by side.
   const __m256i lowBytes = _mm256_broadcastsi128_si256(
       _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
   const __m256i halves = _mm256_setr_epi32(0, 4, 1, 1, 1, 1, 1, 1);
@@ -231,7 +231,7 @@ AVX2 void encodeBlock(const uint16_t* block, LogfmtHeader header, std::byte* out
   }
 }
 
-// All bits of word i where bit i is set.
+// Sets all bits of word i if bit i is set.
 AVX2_INLINE __m256i spread(std::byte bits) {
   const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   const __m256i all = _mm256_set1_epi32(std::to_integer<int>(bits));

@@ -5,16 +5,16 @@
 
 #include "ep/row_blocks.h"
 
-// By attribute, not by a compiler flag for the file: inline functions of headers stay runnable on
-// every processor, whichever file's copy the linker keeps.
+// An attribute, not a compiler flag for the file: inline functions of headers stay runnable on
+// every processor, even if the linker keeps the copy of this file.
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define AVX512_INLINE AVX512 __attribute__((always_inline)) inline
 
 namespace mooncake::ep {
 namespace {
 
-// A vector of 32 bf16 channels as two of 16 floats: the even and the odd ones. Their bits are where
-// they are needed, and results go back likewise, so no lane moves.
+// Splits a vector of 32 bf16 channels into two of 16 floats: the even and the odd ones. Their bits
+// stand in the right place, and results go back likewise, so no lane moves.
 AVX512_INLINE __m512 evenFloats(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
 }
@@ -41,9 +41,9 @@ AVX512_INLINE uint16_t greatestOf(__m512i values) {
   return uint16_t(~leastOf(_mm512_xor_si512(values, _mm512_set1_epi32(-1))));
 }
 
-// floatToE4m3() of 32 finite floats that do not round to more than 448. Each is added to a float so
-// large that its last place counts the steps of FP8 around the value: what the sum has in its last
-// places is the value in such steps, rounded.
+// floatToE4m3() of 32 finite floats that do not round to more than 448. Each float is added to one
+// so large that its last place counts the FP8 steps around the value. The last places of the sum
+// are then the value in such steps, rounded.
 AVX512_INLINE __m256i e4m3Of(__m512 even, __m512 odd) {
   constexpr int kLeastExponent = 0x3c80;  // 2^-6, as bf16: below it, steps get no smaller
   constexpr int kCounter = (kLeastExponent << 16) + (20 << 23) + 0x400000;
@@ -67,7 +67,7 @@ AVX512_INLINE __m256i e4m3Of(__m512 even, __m512 odd) {
 
 AVX512 void castRow(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out,
                     float* scales) {
-  // Scales first, for some blocks at once: they are a long way from a block's first channel.
+  // Scales first, for several blocks at once: the way from a block's channels to its scale is long.
   constexpr size_t kBlocks = 8;
   while (hidden >= kBlock) {
     const size_t blocks = std::min(hidden / kBlock, kBlocks);
@@ -116,7 +116,7 @@ AVX512 void streamRow(void* to, const void* from, size_t bytes) {
   _mm_sfence();
 }
 
-// Rounded to bf16, in the upper half of each word; the lower half is not cleared.
+// Rounds to bf16, in the upper half of each word; the lower half is not cleared.
 AVX512_INLINE __m512i bf16Of(__m512 values) {
   const __m512i bits = _mm512_castps_si512(values);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -152,7 +152,7 @@ AVX512 void combine(std::span<const WeightedRow> rows, size_t hidden, uint16_t* 
 
 AVX512 LogfmtHeader headerOf(const uint16_t* block) {
   __m512i largest = _mm512_setzero_si512();
-  __m512i smallest = _mm512_set1_epi32(-1);  // less one: zero comes last
+  __m512i smallest = _mm512_set1_epi32(-1);  // minus one: zero comes last
   for (size_t i = 0; i < kBlock; i += 32) {
     const __m512i magnitude = magnitudes(_mm512_loadu_si512(block + i));
     largest = _mm512_max_epu16(largest, magnitude);

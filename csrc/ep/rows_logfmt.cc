@@ -5,12 +5,12 @@
 
 #include "ep/row_blocks.h"
 
-// The way through rows of LogFMT-10, block by block, whatever the version.
+// The loops over the blocks of LogFMT-10 rows, for all versions.
 namespace mooncake::ep {
 namespace {
 
-// Of the block at `begin`. A row may be overwritten while it is read, by who goes on without us:
-// the result is thrown away then, but no header leads out of the logfmtRowBytes() of the row.
+// Header of the block at `begin`. A rank that goes on without us may overwrite a row while we read
+// it. Then the result is thrown away, but no header leads out of the row's logfmtRowBytes().
 LogfmtHeader headerAt(const void* row, size_t begin, size_t channels) {
   LogfmtHeader header;
   if (channels < kBlock) return {0, 0};
@@ -60,7 +60,7 @@ size_t encodeLogfmtRow(const LogfmtBlocks& blocks, const uint16_t* row, size_t h
 
 void combineLogfmtRows(const LogfmtBlocks& blocks, std::span<const WeightedRow> rows, size_t hidden,
                        uint16_t* out) {
-  // Where the next block of each row stands.
+  // Position of the next block of each row.
   std::array<const std::byte*, 16> few;
   std::vector<const std::byte*> many(rows.size() > few.size() ? rows.size() : 0);
   const std::span<const std::byte*> next(many.empty() ? few.data() : many.data(), rows.size());

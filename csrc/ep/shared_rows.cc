@@ -24,8 +24,9 @@ size_t mostPushed(const std::vector<std::vector<int>>& all) {
   return most;
 }
 
-// Most sources whose rows one rank fetches for its host, in any attempt. The worst case is a host
-// that has shrunk to two ranks while all other hosts are whole: a lone rank fetches for itself.
+// Most sources from which one rank fetches rows for its host, in any attempt. The worst case is a
+// host that has shrunk to two ranks while all other hosts are whole: a lone rank fetches for
+// itself.
 size_t mostFetched(const std::vector<std::vector<int>>& all) {
   const size_t ranks = countRanks(all);
   size_t most = 0;
@@ -52,7 +53,7 @@ SharedRows::SharedRows(const Hosts& hosts, const std::vector<int>& ranks, size_t
   ownEnd_ = areShared_ ? own * rowsBytes_ : hosts.leastSendBytes();
 }
 
-// The sources of other hosts go round the ranks of this one.
+// Deals the sources of other hosts out to the ranks of this host in turn.
 SharedRows::Place SharedRows::place(int source, int hostMember, const HostTable& table) {
   const auto& host = table.hostOf(hostMember);
   const size_t index = table.countBelow(source, size_t(table.indexOf(hostMember)));

@@ -23,8 +23,8 @@ namespace mooncake::ep {
 // would pack its own rows over places to which sources push.
 class SharedRows {
  public:
-  // `ranks` take part in the attempt, `rowsBytes` is of the most tokens of a rank, and up to
-  // `mostInlineRows` go to each rank by themselves.
+  // `ranks` take part in the attempt. `rowsBytes` is the size of the most tokens of a rank. Up to
+  // `mostInlineRows` rows go to each rank separately.
   SharedRows(const Hosts& hosts, const std::vector<int>& ranks, size_t rowsBytes,
              size_t mostInlineRows);
 
@@ -32,35 +32,35 @@ class SharedRows {
   const HostTable& table() const { return *table_; }
   const std::vector<std::vector<int>>& hosts() const { return table_->hosts(); }
   const std::vector<int>& hostOf(int rank) const { return table_->hostOf(rank); }
-  // So many rows of a rank of another host.
+  // True if the ranks of `host` share this many rows of a rank of another host.
   bool isShared(const std::vector<int>& host, size_t rows) const {
     return areShared_ && host.size() > 1 && rows > mostInlineRows_;
   }
   struct Place {
-    int by = 0;         // the rank that has them
+    int by = 0;         // the rank that gets the rows
     size_t offset = 0;  // in its send memory
   };
   // End of the own and packed rows, in bytes: a rank packs no row behind it.
   size_t ownEnd() const { return ownEnd_; }
-  // Whether one place for each other host is room enough in every attempt. If not, rows are packed
-  // for each rank by itself, as long as there is room.
+  // True if one place for each other host is room enough in every attempt. Otherwise rows are
+  // packed for each rank separately, as long as there is room.
   bool isPackingBounded() const { return areShared_; }
-  // Who fetches them. `source` is of another host.
+  // The rank of `host` that fetches the rows of `source`, a rank of another host, and their place.
   Place fetched(int source, const std::vector<int>& host) const;
-  // Where the source puts them before anybody asks: before it knows that the others have given up
-  // the attempt before. So in every attempt the same place, or what another source put there for
-  // that attempt, and is still on its way, would come upon its rows. Nothing else ever stands
-  // there. None: there is no room, or that rank takes no part.
+  // The place into which the source pushes its rows without a request, maybe before it knows that
+  // the others have given up the previous attempt. So it is the same in every attempt, and no other
+  // data ever stands there. Otherwise a late write of an earlier attempt would overwrite another
+  // source's rows. None: there is no room, or that rank takes no part.
   std::optional<Place> pushed(int source, const std::vector<int>& host) const;
 
  private:
   static Place place(int source, int hostMember, const HostTable& table);
 
-  const std::shared_ptr<const HostTable> all_;  // with the ranks that take no part
+  const std::shared_ptr<const HostTable> all_;  // also with the ranks that take no part
   const std::shared_ptr<const HostTable> table_;
   size_t rowsBytes_;
   size_t mostInlineRows_;
-  size_t fetchedAt_ = 0;  // in places
+  size_t fetchedAt_ = 0;  // index of the first place for fetched rows
   size_t ownEnd_ = 0;
   bool areShared_ = false;
   bool arePushed_ = false;

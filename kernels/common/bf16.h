@@ -12,8 +12,8 @@ MOONCAKE_HOST_DEVICE inline float bf16ToFloat(uint16_t value) {
   return floatOf(uint32_t(value) << 16);
 }
 
-// To the nearest, ties to even. Every NaN becomes kBf16Nan: which one a sum yields differs between
-// processors.
+// Rounds to nearest, ties to even. Every NaN becomes kBf16Nan, because the NaN of a sum differs
+// between processors.
 MOONCAKE_HOST_DEVICE inline uint16_t floatToBf16(float value) {
   const uint32_t bits = bitsOf(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return kBf16Nan;

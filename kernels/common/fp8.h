@@ -10,7 +10,7 @@ constexpr int kFp8Block = 128;
 constexpr float kFp8Largest = 448.0f;
 constexpr float kFp8LeastAmax = 1e-4f;
 
-// To the nearest, ties to even; beyond the largest it is the largest.
+// Rounds to nearest, ties to even; values beyond the largest become the largest.
 MOONCAKE_HOST_DEVICE inline uint8_t floatToE4m3(float value) {
   const uint32_t bits = bitsOf(value);
   const uint32_t sign = (bits >> 24) & 0x80;
@@ -38,17 +38,18 @@ MOONCAKE_HOST_DEVICE inline float e4m3ToFloat(uint8_t code) {
 
 struct Fp8Scale {
   float scale;    // a code times this is the value
-  float inverse;  // a value times this is what becomes the code
+  float inverse;  // a value times this is rounded to the code
 };
 
-// The largest magnitude of a block, step by step, as bf16. A NaN is its own channel's affair.
+// One step towards the largest magnitude of a block, as bf16. A NaN does not count: it affects its
+// own channel only.
 MOONCAKE_HOST_DEVICE inline uint16_t largerMagnitude(uint16_t largest, uint16_t value) {
   const uint16_t magnitude = bf16Magnitude(value);
   return magnitude > largest && magnitude <= kBf16Infinity ? magnitude : largest;
 }
 
-// For a block whose largest magnitude is `amax`. Rounded: the next power of two at or above, which
-// eight bits can say.
+// Scale of a block with the largest magnitude `amax`. `roundScale`: the next power of two at or
+// above, which eight bits can hold.
 MOONCAKE_HOST_DEVICE inline Fp8Scale fp8Scale(float amax, bool roundScale) {
   if (amax < kFp8LeastAmax) amax = kFp8LeastAmax;
   const float scale = quotient(amax, kFp8Largest);
@@ -58,8 +59,8 @@ MOONCAKE_HOST_DEVICE inline Fp8Scale fp8Scale(float amax, bool roundScale) {
   return {power, quotient(1.0f, power)};
 }
 
-// The code of a channel of that block. The sign is the channel's own: zero times infinity has one
-// on some processors and none on others.
+// The code of a channel of that block. The sign is taken from the channel: zero times infinity has
+// one on some processors and none on others.
 MOONCAKE_HOST_DEVICE inline uint8_t castToE4m3(uint16_t value, Fp8Scale scale) {
   const uint8_t code = floatToE4m3(product(bf16ToFloat(value), scale.inverse));
   return uint8_t((code & 0x7f) | ((value >> 8) & 0x80));

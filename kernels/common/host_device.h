@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
-// What stands in kernels/common is computed on the CPU and on GPUs, and gives the same bits on
-// both. So each float operation is written out: fusedSum() where a product is added without being
-// rounded, product() and quotient() where it is rounded first. Compilers must neither fuse nor
-// loosen anything: -ffp-contract=off on the CPU, no --use_fast_math for nvcc.
+// Code in kernels/common runs on the CPU and on GPUs, and gives the same bits on both. So each
+// float operation is written out: fusedSum() where a product is added without being rounded,
+// product() and quotient() where it is rounded first. Compilers must neither fuse nor loosen any
+// operation: -ffp-contract=off on the CPU, no --use_fast_math for nvcc.
 #ifdef __CUDACC__
 #define MOONCAKE_HOST_DEVICE __host__ __device__
 #else
@@ -31,7 +31,7 @@ MOONCAKE_HOST_DEVICE inline float floatOf(uint32_t bits) {
 // a * b + c, rounded once.
 MOONCAKE_HOST_DEVICE inline float fusedSum(float a, float b, float c) { return fmaf(a, b, c); }
 
-// nvcc fuses a plain product into a sum that follows.
+// Written out because nvcc fuses a plain product into a sum that follows.
 MOONCAKE_HOST_DEVICE inline float product(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rn(a, b);

@@ -13,11 +13,11 @@
 //             is finer than bf16
 //   P(t)      2^-t: the whole octaves are the exponent, the rest is the polynomial negativePower()
 //
-// A channel takes the code whose magnitude is nearest to its own, the lower one where two are as
-// near. So the rounding is without bias in the values, not in their logarithms, and depends on
-// negativePower() only: log2Of() finds two codes to compare, and the same step.
+// A channel takes the code with the nearest magnitude, the lower one if two are equally near. So
+// the rounding is without bias in the values, not in their logarithms, and depends on
+// negativePower() only: log2Of() finds two codes to compare, and the step.
 //
-// A row of `hidden` channels, whose blocks have kLogfmtBlock channels, the last one what is left:
+// A row of `hidden` channels has blocks of kLogfmtBlock channels; the last one has the rest:
 //
 //   | header of each block, 4 bytes    | zeros up to | block | block | ... |
 //   | uint16 largest  uint16 step      | 16 bytes    |       |       |     |
@@ -27,17 +27,17 @@
 //   |  16 bytes: bit i % 8 of byte i / 8: ninth bit     |
 //   |  16 bytes: likewise: the sign                     |
 //
-// Raw are: a short last block, a block with an infinity or a NaN, and one whose largest magnitude
-// is below 2^-64 (so that no subnormal float appears anywhere), that is also one of zeros.
+// These blocks are raw: a short last block, a block with an infinity or a NaN, and a block with all
+// magnitudes below 2^-64, such as zeros (so that no subnormal float appears anywhere).
 // All numbers are little-endian.
 namespace mooncake::ep {
 
 constexpr int kLogfmtBlock = 128;
 constexpr int kLogfmtCodedBytes = kLogfmtBlock * 10 / 8;
-constexpr int kLogfmtNinthBits = kLogfmtBlock;                 // where they stand in a block
-constexpr int kLogfmtSigns = kLogfmtBlock + kLogfmtBlock / 8;  // likewise
+constexpr int kLogfmtNinthBits = kLogfmtBlock;                 // offset in a block
+constexpr int kLogfmtSigns = kLogfmtBlock + kLogfmtBlock / 8;  // offset in a block
 constexpr int kLogfmtLargestCode = 511;
-constexpr int kLogfmtUnitBits = 18;  // units of an octave
+constexpr int kLogfmtUnitBits = 18;  // 2^18 units are one octave
 constexpr float kLogfmtUnits = float(1 << kLogfmtUnitBits);
 constexpr uint32_t kLogfmtLeastStep = 1 << (kLogfmtUnitBits - 9);
 constexpr float kLogfmtMostOctaves = 32.0f;
@@ -73,15 +73,15 @@ MOONCAKE_HOST_DEVICE inline float logfmtMagnitude(uint32_t code, LogfmtHeader he
                  negativePower((kLogfmtLargestCode - code) * header.step));
 }
 
-// Of a bf16 magnitude, 127 too high; of a subnormal one anything below all normal ones.
+// log2 of a bf16 magnitude, too high by 127. A subnormal one gives a value below all normal ones.
 MOONCAKE_HOST_DEVICE inline float log2Of(uint16_t magnitude) {
   const float x = product(float(magnitude & 0x7f), 0x1p-7f);
   const float slope = fusedSum(fusedSum(fusedSum(kLogD, x, kLogC), x, kLogB), x, kLogA);
   return fusedSum(slope, x, float(magnitude >> 7));
 }
 
-// Of a full block, from its largest magnitude (bf16, kBf16Infinity or more if there is anything
-// infinite or NaN) and the smallest that is not zero.
+// Header of a full block. `largest` is its largest magnitude (bf16; kBf16Infinity or more if a
+// channel is infinite or NaN), `smallest` its smallest one that is not zero.
 MOONCAKE_HOST_DEVICE inline LogfmtHeader logfmtHeader(uint16_t largest, uint16_t smallest) {
   if (largest < kLogfmtLeastLargest || largest >= kBf16Infinity) return {0, 0};
   float octaves = log2Of(largest) - log2Of(smallest);
@@ -91,12 +91,12 @@ MOONCAKE_HOST_DEVICE inline LogfmtHeader logfmtHeader(uint16_t largest, uint16_t
   return {largest, uint16_t(step < kLogfmtLeastStep ? kLogfmtLeastStep : step)};
 }
 
-// Of a magnitude of a block with that header.
+// Code of a magnitude in a block with that header.
 MOONCAKE_HOST_DEVICE inline uint32_t logfmtCode(uint16_t magnitude, LogfmtHeader header) {
   const float stepsPerOctave = quotient(kLogfmtUnits, float(header.step));
   const float below = product(log2Of(header.largest) - log2Of(magnitude), stepsPerOctave);
-  // Truncated, so the code that is nearest is `upper` or the one below, unless `below` is wrong by
-  // nearly half a step; it is wrong by less than a quarter.
+  // `below` is truncated, so the nearest code is `upper` or the one below, unless `below` is wrong
+  // by nearly half a step; it is wrong by less than a quarter.
   const uint32_t skipped =
       below < float(kLogfmtLargestCode - 1) ? uint32_t(below) : kLogfmtLargestCode - 1;
   const uint32_t upper = kLogfmtLargestCode - skipped;
@@ -111,7 +111,7 @@ MOONCAKE_HOST_DEVICE inline uint32_t logfmtHeaderBytes(uint32_t hidden) {
   return (blocks * uint32_t(sizeof(LogfmtHeader)) + 15) / 16 * 16;
 }
 
-// Of a block with so many channels.
+// Bytes of a block with this many channels.
 MOONCAKE_HOST_DEVICE inline uint32_t logfmtBlockBytes(LogfmtHeader header, uint32_t channels) {
   return header.step != 0 ? uint32_t(kLogfmtCodedBytes) : (channels * 2 + 15) / 16 * 16;
 }
