@@ -292,8 +292,7 @@ constexpr Entry kEntries[] = {
     {{"MOONCAKE_EAGER_BYTES", "0", "Eager limit in bytes; 0 = automatic"}, parseEagerBytes},
     {{"MOONCAKE_CMA", "1", "0 turns reading a peer's memory with process_vm_readv off"},
      parseCrossMemoryAttach},
-    {{"MOONCAKE_SIM_SEED", "1", "Decides what transport sim does to what it carries"},
-     parseSimSeed},
+    {{"MOONCAKE_SIM_SEED", "1", "Seed of the faults and delays of transport sim"}, parseSimSeed},
     {{"TORCHELASTIC_ERROR_FILE", "",
       "Set by launchers; in its folder mooncake-run's ranks note how long losses held them up"},
      parseErrorFile},
@@ -306,7 +305,7 @@ constexpr TransferEntry kTransferEntries[] = {
       "Seconds that a transfer may take, 5 at least; a nanosecond for each byte is added"},
      parseTransferTimeout},
     {{"MC_HANDSHAKE_CONNECT_TIMEOUT", "5",
-      "Seconds within which a peer must answer who it is when a transfer engine asks"},
+      "Seconds within which a peer must identify itself to a transfer engine"},
      parseSessionTimeout},
     {{"MC_MIN_RPC_PORT", "15000", "The least port of a transfer engine's session"},
      parseLeastRpcPort},
@@ -321,20 +320,20 @@ constexpr TransferEntry kTransferEntries[] = {
       "1: a transfer engine with a metadata server listens at the port of its own name"},
      parseGivenRpcPort},
     {{"MC_TCP_MAX_CONNECTIONS", "64",
-      "Slots for transfers under way, 1 to 4096. Half of them at most serve one peer, and a "
-      "transfer without an end after 10 ms gives its slot back"},
+      "Slots for transfers in flight, 1 to 4096. At most half of them serve one peer, and a "
+      "transfer that has not ended after 10 ms gives its slot back"},
      parseMostTransfers},
     {{"MC_NUM_TCP_IO_THREADS", "0",
-      "Threads of a transfer engine that carry bulk data over TCP, up to 64; 0: as there are "
-      "cores, 8 at most"},
+      "Threads of a transfer engine that carry bulk data over TCP, up to 64; 0: one per core, 8 at "
+      "most"},
      parseTcpIoThreads},
-    {{"MC_METADATA_CLUSTER_ID", "", "Stands in front of all keys in a metadata server"},
+    {{"MC_METADATA_CLUSTER_ID", "", "Prefix of all keys in a metadata server"},
      parseMetadataCluster},
     {{"MC_FORCE_TCP", "0",
       "1: transfer engines use tcp within a host and a process, too, and for any protocol"},
      parseForceTcp},
     {{"MOONCAKE_ALLOW_FALLBACK", "0",
-      "1: a transfer engine runs on tcp when the protocol that was asked for is not there"},
+      "1: a transfer engine runs on tcp when the requested protocol is missing"},
      parseAllowFallback},
 };
 
@@ -347,7 +346,7 @@ constexpr FabricEntry kFabricEntries[] = {
       "Providers of libfabric that may be used, in order of preference, separated by commas"},
      parseProviders},
     {{"MOONCAKE_FABRIC_REQUIRE", "",
-      "The one provider that must be there; with any other, or none, nothing starts"},
+      "The one provider that must be available; without it nothing starts"},
      parseRequiredProvider},
     {{"MC_TE_FILTERS", "", "Network cards to use, by name, separated by commas; empty: all"},
      parseDevices},
@@ -355,8 +354,7 @@ constexpr FabricEntry kFabricEntries[] = {
     {{"MOONCAKE_NIC_TIMEOUT_MS", "500",
       "Time without any progress towards a peer after which a card's operation is given up"},
      parseNicTimeout},
-    {{"MC_MAX_WR", "0",
-      "Operations under way at once on one card, 0: as many as its provider takes"},
+    {{"MC_MAX_WR", "0", "Operations in flight on one card, 0: as many as its provider takes"},
      parseMostUnderWay},
     {{"MC_MAX_MR_SIZE", "1099511627776", "Bytes of one registration; longer memory is split"},
      parseMostMemory},
@@ -365,11 +363,11 @@ constexpr FabricEntry kFabricEntries[] = {
     {{"MC_EFA_CQ_THREADS", "1", "Threads that poll the cards of an engine, 0: one for each card"},
      parsePollThreads},
     {{"MC_EFA_STRIPING_THRESHOLD", "2097152",
-      "Bytes from which on one transfer is split over all cards; where fewer are under way at a "
-      "time than there are cards, from a sixteenth of it on"},
+      "Least bytes of a transfer that is split over all cards; a sixteenth of it while fewer "
+      "transfers than cards are in flight"},
      parseStripingThreshold},
     {{"MC_CUSTOM_TOPO_JSON", "",
-      "Path of a file that says which cards are near which memory, instead of sysfs"},
+      "Path of a file that replaces sysfs: it says which cards are near which memory"},
      parseTopologyPath},
 };
 
