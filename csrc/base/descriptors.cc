@@ -34,8 +34,7 @@ void raiseDescriptorLimit() {
   rlimit wanted = limits();
   if (wanted.rlim_cur == wanted.rlim_max) return;
   wanted.rlim_cur = wanted.rlim_max;
-  (void)::setrlimit(RLIMIT_NOFILE,
-                    &wanted);  // on failure the limit stays; the error names it when it is reached
+  (void)::setrlimit(RLIMIT_NOFILE, &wanted);  // a failure shows when the limit is reached
 }
 
 Status checkDescriptors(size_t more, const std::string& what) {

@@ -41,8 +41,7 @@ class EventLoop {
   void remove(int fd);
   // Runs the task on the loop's thread as soon as the thread is free, in the order of posting.
   void post(Task task);
-  // Runs the task on the loop's thread when the deadline has passed, to the millisecond. Any
-  // thread.
+  // Any thread. Runs the task on the loop's thread once the deadline has passed, to the ms.
   using TimerId = uint64_t;
   TimerId runAt(Deadline when, Task task);
   // Drops the task unless it has already run. On the loop's thread only.

@@ -66,8 +66,7 @@ struct SpinPolicy {
   uint32_t pauses = 2000;  // looks with a pause instruction in between (about 40 ns each)
   uint32_t yields = 0;     // looks with a sched_yield in between
   static SpinPolicy forRanksOnHost(int ranks);
-  // For data that is certainly on its way: polls for up to 2 ms, which costs less than to sleep and
-  // be woken.
+  // For data that is certainly on its way: polls for up to 2 ms, which costs less than a sleep.
   SpinPolicy patient() const { return {.pauses = pauses ? 50'000u : 0, .yields = yields}; }
   // For data from sockets: a thread of our own receives it and needs the core, so sleep at once.
   static SpinPolicy forMessages();
@@ -93,8 +92,7 @@ struct Waiter {
       if (interrupted()) break;
       if (cores) cores->spread();
     }
-    // On a crowded host one yield can take a whole time slice, so this loop also checks the
-    // deadline.
+    // On a crowded host one yield can take a whole time slice: this loop also checks the deadline.
     for (uint32_t look = 0; look < spin.yields && !interrupted() && !deadline.passed(); ++look) {
       if (ready()) return WaitResult::kReady;
       yield();

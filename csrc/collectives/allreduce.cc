@@ -49,7 +49,7 @@ Error inputsLost(Group& group, const Error& why) {
   return {isOver ? why.code : ErrorCode::kInputsLost, why.message + ". " + kReducedPartly};
 }
 
-// Largest share of which the peers' second-level caches (1 MiB or more) still hold most when it is
+// The peers' second-level caches, of 1 MiB or more, still hold most of such a share when it is
 // written again.
 constexpr size_t kCachedBytes = 256 << 10;
 
@@ -244,9 +244,8 @@ class AllreduceRendezvous final : public Algorithm {
   }
 
   // True if the input is lost. If the whole group is mapped, `ready` of all ranks is the commit,
-  // and the input is overwritten without a copy. The commit may still be refused, because a rank
-  // revoked its memory before we had our result, or because the deadline passed. Then there is no
-  // way back.
+  // and the input is overwritten without a copy. There is no way back if the commit is refused
+  // after that: a rank revoked its memory before we had our result, or the deadline passed.
   bool isSpoilt() const { return isSpoilt_; }
   static Error spoilt() {
     return {ErrorCode::kInputsLost,

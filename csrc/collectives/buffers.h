@@ -29,8 +29,7 @@ size_t packedBytes(Buffers buffers);
 void pack(Buffers buffers, std::byte* payload);
 void packForPeers(const Operation& op, Buffers buffers);
 
-// Registers the buffers for peers to read and announces them. Returns the bytes used in the
-// payload.
+// Registers the buffers for peers to read and announces them. Returns the length of the payload.
 Result<size_t> announceBuffers(Operation& op, Buffers buffers, std::vector<MemoryRegion>& regions);
 // The region of buffer `index` of the `count` that the rank announced. Valid once it has begun.
 Result<RemoteRegion> announcedBuffer(const Operation& op, int rank, size_t index, size_t count);

@@ -29,8 +29,7 @@ struct Buffer {
 };
 using Buffers = std::span<const Buffer>;
 
-// A barrier (group/barrier.h) with an error that names the first rank that did not come in time, or
-// all of them.
+// A barrier (group/barrier.h) with an error that names the first late rank, or all of them.
 Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds timeout);
 
 // Every rank's data becomes a copy of the root's.

@@ -96,8 +96,7 @@ Status PointToPoint::placeCell(int to, uint64_t number, const MailboxCell& cell)
                there + offsetof(MailboxCell, arrived), number);
 }
 
-// Puts again all that the rank may not have received. If the connection breaks meanwhile, this is
-// called again.
+// Puts again all that the rank may lack. If the connection breaks meanwhile, this is called again.
 void PointToPoint::onReconnected(int rank) {
   std::lock_guard lock(progressLock_);
   if (!aborted_.ok() || group_.window().peerPtr(rank)) return;

@@ -27,10 +27,9 @@ class Task {
   std::atomic<bool> isDone_{false};
 };
 
-// The memory and the own group of one process for its dispatches and combines. Calls run one after
-// the other, in the same order on all ranks. They run on the caller's thread, or at once on a
-// thread of the buffer, so that a caller that fetches its result late holds up no rank. One thread
-// calls.
+// Memory and a group of its own for the dispatches and combines of one process. Calls run one after
+// the other, in the same order on all ranks: on the caller's thread, or at once on a thread of the
+// buffer, so that a caller that fetches its result late holds up no rank. One thread calls.
 class Buffer {
  public:
   // Collective over the group.
@@ -54,16 +53,14 @@ class Buffer {
   // Memory into which the next dispatch puts its received rows.
   std::byte* nextRecv();
   // The send memory of the next operation, and the number of that operation. Waits until no rank
-  // reads or writes there any more: see csrc/ep/given_rows.h. kTimeout: earlier calls have not
-  // ended.
+  // reads or writes there: see csrc/ep/given_rows.h. kTimeout: earlier calls have not ended.
   struct NextSend {
     std::byte* data;
     uint64_t number;
   };
   Result<NextSend> nextSend(Deadline deadline);
 
-  // Removes a rank from the mask, or adds it: the mask holds the ranks that this rank counts as
-  // active.
+  // The mask holds the ranks that this rank counts as active; `isMasked` takes a rank out of it.
   void mask(int rank, bool isMasked);
   void unmaskAll();
   RankSet callerMask() const { return mask_; }

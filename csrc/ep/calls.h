@@ -14,8 +14,7 @@
 #include "ep/routing.h"
 #include "group/group.h"
 
-// Arguments and results of dispatch and combine. The caller keeps all memory until the call has
-// ended.
+// Arguments and results of dispatch and combine. The caller keeps all memory until the call ends.
 namespace mooncake::ep {
 
 // Memory that all calls of a buffer use.

@@ -113,8 +113,7 @@ class Dispatch final : public Algorithm {
     for (size_t i = 0; i < pieces.size(); ++i) {
       Piece& piece = pieces[i];
       MOONCAKE_TRY(piece.fetch ? piece.fetch->await() : op.awaitPut(piece.word));
-      // All rows are in our memory. The last ones are copied while `done` travels to the other
-      // ranks.
+      // All rows are in our memory: the last ones are copied while `done` is on its way.
       if (i + 1 == pieces.size() && !*areAnyShared) op.publishDone();
       copied = copyLanded(copied, piece.rows);
     }
@@ -188,8 +187,7 @@ class Dispatch final : public Algorithm {
         const auto place = shared.pushed(r, ourHost);
         const bool isForUs = isForHost[size_t(r)] || ourHost.size() == 1;
         if (!place || !isForUs || bytes > kMostPushedBytes) return nonsense(op, r);
-        // Awaited even if the rank takes no part: the rows arrive, and then the memory is ours
-        // again.
+        // Awaited even if the rank takes no part: when the rows are here, the memory is ours again.
         if (place->by == op.rank())
           expect(op, r, table.rowsAt, {landing + place->offset, bytes}, pieces);
         MOONCAKE_TRY(found(op, r, *place, bytes, isForHost[size_t(r)]));

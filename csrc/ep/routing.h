@@ -25,8 +25,7 @@ inline size_t mostInlineBytes(const Group& group) {
 // The owner of each expert. The same on all ranks.
 class ExpertMap {
  public:
-  // Gives all ranks as many consecutive experts; if the division has a rest, the first ranks have
-  // one more.
+  // Gives all ranks as many consecutive experts; if there is a rest, the first ranks have one more.
   ExpertMap(int numExperts, int numRanks);
   // owners[e]: the rank of expert e.
   ExpertMap(std::vector<int> owners, int numRanks);
@@ -129,8 +128,7 @@ struct CombineTable {
   static void setRowsAt(std::span<std::byte> encoded, RowsAt at);
   // Upper bound of the bytes of a table without rows.
   static size_t bytesFor(size_t localExperts, int numRanks);
-  // Decodes the table that the rank has published. `leastRowBytes`: for a row in the sender's
-  // region.
+  // Decodes a published table. `leastRowBytes`: for a row in the sender's region.
   static Result<CombineTable> of(const Operation& op, int rank, const Shape& shape,
                                  size_t localExperts, size_t rowBytes, size_t leastRowBytes);
 };

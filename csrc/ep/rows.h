@@ -14,8 +14,7 @@ constexpr size_t kBlock = 128;  // channels that share a scale; the last block m
 
 constexpr size_t scalesOf(size_t hidden) { return (hidden + kBlock - 1) / kBlock; }
 
-// Casts a row to FP8 (e4m3fn) with one scale for each block. `roundScale`: scales are powers of
-// two.
+// Casts a row to FP8 (e4m3fn) with one scale per block. `roundScale`: scales are powers of two.
 void castRowToFp8(const uint16_t* row, size_t hidden, bool roundScale, uint8_t* out, float* scales);
 
 // Packs the exponents of rounded scales, four in a word, the first one lowest; unused bytes are 0.
@@ -30,8 +29,7 @@ enum class CopyHint { kCached, kStreamed };
 // take up to twice as long.
 CopyHint copyHint(size_t bytes, int ranks);
 
-// Bytes of one rank's share, if the machine has `cores` and `ranks` ranks are spread over its
-// caches.
+// Bytes of one rank's share if `ranks` ranks are spread over the caches of `cores` cores.
 size_t shareOfCache(const CpuCache& cache, size_t cores, int ranks);
 
 // Like copyHint(), for memory that peers on other cores have just read, and read again. A few rows

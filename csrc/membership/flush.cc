@@ -55,9 +55,8 @@ const Error* FlushDecision::errorOf(uint64_t number) const {
 
 namespace {
 
-// No rank is left out of the next operation while a rank has yet to adopt the previous one. This
-// also holds if that rank has adopted it since and has left, because others may have its earlier
-// report.
+// No rank is left out of the next operation while a rank has yet to adopt the previous one, even if
+// that rank has adopted it since and has left: others may have its earlier report.
 void leaveOut(std::span<const FlushReport* const> reports, FlushDecision& decision) {
   const auto wishes = [&](const FlushReport* report) {
     return report->wantsToSkip && report->stoppedAt == decision.next;

@@ -44,7 +44,7 @@ struct FlushReport {
   int from = 0;  // rank in the group
   Attempt attempt;
   uint64_t ended = 0;  // the last operation that the rank has ended
-  bool isOld = false;  // the rank has not acted on any decision of this epoch, which lost a rank
+  bool isOld = false;  // this epoch lost a rank, and this rank has acted on no decision of it
   AbortReason abort = AbortReason::kNone;
   Error why;                            // reason of the abort
   std::vector<FailedOperation> failed;  // the last kRemembered operations that ended with an error
@@ -91,8 +91,7 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size);
 
 // A message between members of a group about its flushes.
 struct FlushMessage {
-  // kEnded answers kAsk. kRepeat repeats a report and asks for the receiver's, which the sender
-  // lacks.
+  // kEnded answers kAsk. kRepeat repeats a report, and asks for the missing one of the receiver.
   enum class Kind : uint8_t { kReport = 1, kEnded, kLeft, kAsk, kRepeat };
 
   Kind kind = Kind::kReport;

@@ -296,8 +296,7 @@ FlushActions FlushMachine::leave() {
 
 // A report is lost if its connection breaks, if too many messages wait, or if a topic opens late. A
 // rank that lacks our report cannot decide. A rank that has decided is not frozen and resends
-// nothing by itself. So a rank that lacks a report sends its own again and asks for the missing
-// one.
+// nothing by itself. So a rank that lacks a report asks for it, and sends its own again.
 FlushActions FlushMachine::tick(Clock::time_point now) {
   FlushActions actions;
   if (!repeatAt_ || now < *repeatAt_) return actions;
@@ -384,8 +383,7 @@ void FlushMachine::decide(FlushActions& actions) {
     const auto [report, isNew] = reports_.try_emplace(r);
     if (isNew) {
       report->second = left_[r];
-      // Its last report was for an earlier flush, so its claims about its operation do not count
-      // now.
+      // Its last report was for an earlier flush: the claims about its operation do not count now.
       if (report->second.attempt != target_) {
         report->second.stoppedAt = report->second.ended + 1;
         report->second.hasBegun = report->second.wantsToSkip = false;

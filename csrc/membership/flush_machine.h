@@ -14,10 +14,10 @@
 #include "base/deadline.h"
 #include "membership/flush.h"
 
-// How the members of a group agree on the end of an operation, seen from one member: when this rank
-// freezes, reports, decides, and which messages it sends. Pure like ViewAgreement: events in,
-// actions out; no thread and no socket, and the time comes with the event. docs/membership.md,
-// section 3.
+// How the members of a group agree on the end of an operation, seen from one member: when it
+// freezes, reports and decides, and which messages it sends. Pure like ViewAgreement: events in,
+// actions out; no thread and no socket, and the time comes with the event. See section 3 of
+// docs/membership.md.
 namespace mooncake {
 
 // Actions that the driver carries out, in this order, before the next event.
@@ -35,8 +35,7 @@ struct FlushAction {
     int of = 0;
     int to = 0;
   };
-  // The flush is over: the caller may begin. Its next operations run as this attempt among these
-  // members.
+  // The flush is over: the caller may begin. Its operations run as this attempt among `members`.
   struct GoOn {
     Attempt attempt;
     uint64_t viewEpoch = 1;
@@ -113,8 +112,8 @@ class FlushMachine {
   // The caller has begun this operation and accepts that ranks that have not begun it are left out.
   // The wish stays until the operation has ended.
   void wishesToSkip(uint64_t number) { skips_ = number; }
-  // The caller cannot go on in this operation. `abort` and `why` are a reason to end it, or kNone.
-  // A caller that parks has stopped; Freeze stops a caller that does not park.
+  // The caller cannot go on in this operation; `abort` and `why` may give a reason to end it. A
+  // caller that parks has stopped; Freeze stops a caller that does not park.
   FlushActions parked(uint64_t number, AbortReason abort, Error why, Clock::time_point now);
   FlushActions stopped();
   // The caller has adopted the operation in which it was behind.
@@ -206,8 +205,7 @@ class FlushMachine {
   std::vector<int> decided_;         // active_ when the last flush was decided
   std::map<int, std::string> lost_;  // lost ranks that are not active: details of the loss
   bool hasReported_ = false;         // for target_
-  // Our last report, for target_ or, when not frozen, attempt_. Empty from join() to the next
-  // report.
+  // Our last report, for target_ or, when not frozen, attempt_. Reset by join().
   std::optional<FlushReport> lastReport_;
   Attempt reportedFor_;
   struct {

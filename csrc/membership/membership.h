@@ -40,8 +40,7 @@ class Membership {
     // This rank is out for good (kEvicted), or on the smaller side of a partition (kMinority).
     // Afterwards the driver says goodbye for this engine: its channels close.
     virtual void onOver(const Error& why) = 0;
-    // The connection to this rank broke and was made again: data put or sent either way may be
-    // lost.
+    // The connection to this rank was made again: data put or sent either way may be lost.
     virtual void onReconnected(int) {}
   };
 
@@ -68,8 +67,7 @@ class Membership {
   // Returns when the listener is not called any more. Not on the loop's thread.
   void unsubscribe(Listener* listener);
 
-  // Called before the goodbye. From then on a view without this rank is expected and ends nothing
-  // here. Any thread.
+  // Called before the goodbye: from then on a view without us ends nothing here. Any thread.
   void leave() { hasLeft_.store(true, std::memory_order_release); }
 
   View view() const;        // any thread

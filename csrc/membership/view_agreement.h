@@ -48,8 +48,7 @@ struct Accusation {
 };
 
 // The whole state of a rank. Its sets only grow (a suspicion may become certain), so a report
-// includes all earlier reports of the same rank. Losing, repeating and reordering reports does no
-// harm.
+// includes all earlier ones of the same rank: losing, repeating and reordering them does no harm.
 struct ViewReport {
   int from = 0;
   RankSet committed;   // out of the sender's last view

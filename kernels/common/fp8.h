@@ -41,8 +41,7 @@ struct Fp8Scale {
   float inverse;  // a value times this is rounded to the code
 };
 
-// One step towards the largest magnitude of a block, as bf16. A NaN does not count: it affects its
-// own channel only.
+// One step towards the largest magnitude of a block, as bf16. A NaN affects its own channel only.
 MOONCAKE_HOST_DEVICE inline uint16_t largerMagnitude(uint16_t largest, uint16_t value) {
   const uint16_t magnitude = bf16Magnitude(value);
   return magnitude > largest && magnitude <= kBf16Infinity ? magnitude : largest;
