@@ -1,5 +1,5 @@
 // Small: one exchange of slots. Large: every rank fetches s bytes from each of the n-1 others,
-// starting with its right neighbour so that no rank is asked by all at once; (n-1)s bytes in and
+// starting with its right neighbour, so that no rank is asked by all at once. (n-1)s bytes in and
 // out of each rank, one copy where the memory can be read.
 #include <cstring>
 #include <vector>

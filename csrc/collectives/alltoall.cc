@@ -1,6 +1,6 @@
 // Eager (all that a rank sends fits its slot): one exchange of slots. Rendezvous: the slot
 // announces one region per receiver, and every rank fetches its part from each, starting with its
-// right neighbour; (n-1)s bytes in and out of each rank, one copy where the memory can be read.
+// right neighbour. (n-1)s bytes in and out of each rank, one copy where the memory can be read.
 // Each rank chooses one of the two for its own data.
 //
 // Payload:  sum sent, sum received | sends[n], receives[n] in bytes | for every other rank in order

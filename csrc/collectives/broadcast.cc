@@ -2,8 +2,8 @@
 // does not map it. Large: every rank fetches s bytes from the root's memory, then every rank
 // signals to all that it has them.
 //
-// A root that dies in between is replaced: every rank says in the header of the next attempt
-// whether it holds the data, and the lowest rank that does becomes the source.
+// A root that dies in between is replaced. Every rank says in the header of the next attempt
+// whether it holds the data. The lowest rank that does becomes the source.
 #include <algorithm>
 #include <cstring>
 

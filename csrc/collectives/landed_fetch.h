@@ -17,7 +17,7 @@ struct Wanted {
 };
 
 // Performs all fetches. Data from ranks behind network cards goes piece by piece through the
-// group's scratch memory, which the cards know: one piece is copied to its target while the next
+// group's scratch memory, which the cards know. One piece is copied to its target while the next
 // ones arrive. `whileFetching` runs once, when the first fetches are on their way.
 Status fetchLanded(
     Operation& op, std::span<const Wanted> wanted,

@@ -9,7 +9,7 @@
 namespace mooncake {
 namespace {
 
-// Chunks of all sources together fit half of a second-level cache of 1 MiB; a chunk is long enough
+// Chunks of all sources together fit half of a second-level cache of 1 MiB. A chunk is long enough
 // that a system call per source and chunk does not matter.
 constexpr size_t kCacheBudget = 512 << 10;
 constexpr size_t kLeastChunk = 16 << 10;

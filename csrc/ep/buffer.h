@@ -28,8 +28,8 @@ class Task {
 };
 
 // Memory and a group of its own for the dispatches and combines of one process. Calls run one after
-// the other, in the same order on all ranks: on the caller's thread, or at once on a thread of the
-// buffer, so that a caller that fetches its result late holds up no rank. One thread calls.
+// the other, in the same order on all ranks. They run on the caller's thread, or at once on the
+// buffer's thread: then a caller that fetches its result late holds up no rank. One thread calls.
 class Buffer {
  public:
   // Collective over the group.

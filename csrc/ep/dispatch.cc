@@ -4,9 +4,9 @@
 // put, or this rank fetches them. Cost: n rows written once, a row read for each (token, expert),
 // one exchange of slots; over messages a second exchange says that all ranks have their rows.
 //
-// Rows that several ranks of another host need cross once: one of these ranks gets them by a put or
-// a fetch (csrc/ep/shared_rows.h) and tells its neighbours, which read them in its memory. A few
-// rows go to each rank separately, with the table.
+// Rows that several ranks of another host need cross once (csrc/ep/shared_rows.h). One of these
+// ranks gets them by a put or a fetch, and tells its neighbours, which read them in its memory. A
+// few rows go to each rank separately, with the table.
 //
 // The order of the rows of an expert is (rank, token, place in top-k), in any order of arrival.
 #include <algorithm>

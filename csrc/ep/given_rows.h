@@ -21,10 +21,10 @@ namespace mooncake::ep {
 // the rows from where they stand; without cards the rows are put.
 //
 // A fetch is slower. It starts when the last rank has begun. Its request waits on a slow link
-// behind a neighbour's rows in the same direction, and at the owner for a processor. Three kinds of
-// rows are fetched all the same: so many rows that their requests cost nothing, and that a message
-// about a lost rank would wait behind them; rows for which the receivers' send memory has no room;
-// and rows for a rank that was late last time.
+// behind a neighbour's rows in the same direction, and at the owner for a processor. Some rows are
+// fetched all the same. First, so many rows that their requests cost nothing, and that a message
+// about a lost rank would wait behind them. Second, rows for which the receivers' send memory has
+// no room. Third, rows for a rank that was late last time.
 //
 // No write of an earlier attempt may overwrite the rows of a later one. Puts over a stream arrive
 // in order. Cards keep no order, so the writes of an attempt end before the next attempt begins.

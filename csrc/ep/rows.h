@@ -34,7 +34,7 @@ size_t shareOfCache(const CpuCache& cache, size_t cores, int ranks);
 
 // Like copyHint(), for memory that peers on other cores have just read, and read again. A few rows
 // still stand in their caches, and a plain store first takes each line from there, one after the
-// other: 56 KiB take up to 25 us that way, and 5 us past the caches.
+// other. 56 KiB take up to 25 us that way, and 5 us past the caches.
 CopyHint copyHintForPeers(size_t bytes, int ranks);
 
 // Stores after the return are seen after the row, with either hint.
@@ -45,8 +45,8 @@ struct WeightedRow {
   float weight = 0;
 };
 
-// out = the sum of the rows times their weights: each product is added in float32 without being
-// rounded, in the order of the rows, starting from zero; the sum is rounded to bf16 (NaN: 0x7fc0).
+// out = the sum of the rows times their weights. Each product is added in float32 without being
+// rounded, in the order of the rows, starting from zero. The sum is rounded to bf16 (NaN: 0x7fc0).
 // No rows: zeros.
 void combineRows(std::span<const WeightedRow> rows, size_t hidden, uint16_t* out);
 

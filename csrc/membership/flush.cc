@@ -55,8 +55,9 @@ const Error* FlushDecision::errorOf(uint64_t number) const {
 
 namespace {
 
-// No rank is left out of the next operation while a rank has yet to adopt the previous one, even if
-// that rank has adopted it since and has left: others may have its earlier report.
+// No rank is left out of the next operation while a report says that its rank has yet to adopt the
+// previous one. A rank that has adopted it since and has left counts, too: others may have its
+// earlier report.
 void leaveOut(std::span<const FlushReport* const> reports, FlushDecision& decision) {
   const auto wishes = [&](const FlushReport* report) {
     return report->wantsToSkip && report->stoppedAt == decision.next;

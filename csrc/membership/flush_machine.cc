@@ -192,8 +192,8 @@ FlushActions FlushMachine::viewed(const FlushView& view, Clock::time_point now) 
   return actions;
 }
 
-// Starts a round also if this rank is frozen: data that ranks supply after a decision may be lost,
-// and a rank that decided this flush sooner may have supplied some. A rank in no operation lacks
+// Starts a round also if this rank is frozen: data that ranks supply after a decision may be lost.
+// A rank that decided this flush sooner may have supplied some. A rank in no operation lacks
 // nothing. A rank that lacks data from it is in an operation and starts a flush itself.
 FlushActions FlushMachine::reconnected(int rank, bool isInOperation, Clock::time_point now) {
   FlushActions actions;

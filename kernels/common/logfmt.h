@@ -2,8 +2,8 @@
 
 #include "kernels/common/bf16.h"
 
-// LogFMT-10: 128 channels of bf16 in 160 bytes, ten bits a channel: a sign and a code of nine bits,
-// which counts steps on a logarithmic scale down from the block's largest magnitude.
+// LogFMT-10: 128 channels of bf16 in 160 bytes. A channel has ten bits: a sign and a code of nine
+// bits, which counts steps on a logarithmic scale down from the block's largest magnitude.
 //
 //   magnitude of code c = largest * P((511 - c) * step)      c = 1 ... 511
 //   magnitude of code 0 = 0
@@ -96,7 +96,7 @@ MOONCAKE_HOST_DEVICE inline uint32_t logfmtCode(uint16_t magnitude, LogfmtHeader
   const float stepsPerOctave = quotient(kLogfmtUnits, float(header.step));
   const float below = product(log2Of(header.largest) - log2Of(magnitude), stepsPerOctave);
   // `below` is truncated, so the nearest code is `upper` or the one below, unless `below` is wrong
-  // by nearly half a step; it is wrong by less than a quarter.
+  // by nearly half a step. It is wrong by less than a quarter.
   const uint32_t skipped =
       below < float(kLogfmtLargestCode - 1) ? uint32_t(below) : kLogfmtLargestCode - 1;
   const uint32_t upper = kLogfmtLargestCode - skipped;
