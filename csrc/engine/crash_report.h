@@ -9,14 +9,14 @@
 
 namespace mooncake {
 
-// What an engine wants its host to be able to read when it has ended. Lies in shared memory, of
-// zeros at first, and outlives its process. Who dies while it writes leaves what stood there
-// before.
+// A report that an engine leaves for its host to read after its end. Lies in shared memory that is
+// zero at first, and outlives its process. If the process dies while it writes, the previous report
+// stays.
 class CrashReport {
  public:
   static constexpr size_t kMostBytes = 16376;
 
-  // One thread at a time. False, and nothing is written, when there are too many bytes.
+  // One thread at a time. Returns false, and writes nothing, if there are too many bytes.
   bool write(ByteView text) {
     if (text.size() > kMostBytes) return false;
     const uint32_t turn = turn_.load(std::memory_order_relaxed) + 1;
@@ -26,7 +26,7 @@ class CrashReport {
     turn_.store(turn, std::memory_order_release);
     return true;
   }
-  // After the end of its owner, who may have left anything here. Empty: nothing was ever written.
+  // Call it after the owner's end. The content is not trusted. Empty: nothing was ever written.
   Bytes read() const {
     const Page& page = pages_[turn_.load(std::memory_order_acquire) % 2];
     const uint64_t bytes = page.bytes;
@@ -39,8 +39,8 @@ class CrashReport {
     uint64_t bytes;
     std::byte text[kMostBytes];
   };
-  std::atomic<uint32_t> turn_{0};  // pages_[turn_ % 2] counts
-  Page pages_[2];                  // not touched here: pages of the system that nobody needs
+  std::atomic<uint32_t> turn_{0};  // pages_[turn_ % 2] is the valid one
+  Page pages_[2];                  // not initialized: untouched pages cost no memory
 };
 
 }  // namespace mooncake

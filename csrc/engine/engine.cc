@@ -13,8 +13,8 @@
 namespace mooncake {
 namespace {
 
-// The transports to use, best first: all that are built in, or the ones that were asked for, in
-// that order.
+// Returns the transports to use, best first: all that are built in, or those that the environment
+// names, in that order.
 Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
   std::vector<const TransportEntry*> chosen;
   const auto& registry = transportRegistry();
@@ -105,8 +105,8 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
                                            const std::string& how) { self->onExited(peer, how); },
                         .onSilent =
                             [self](std::vector<Liveness::Silent> silent) {
-                              // What has come meanwhile is read first: our own loop may be what is
-                              // slow.
+                              // First reads everything that has arrived: the slow part may be our
+                              // own loop.
                               self->loop_->post([self, silent = std::move(silent)] {
                                 self->loop_->post([self, silent] { self->onSilent(silent); });
                               });
@@ -149,7 +149,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
       engine->transports_.push_back(std::move(*transport));
     } else if (!engine->options_.env.transports.empty() ||
                transport.error().code == ErrorCode::kInvalidArgument) {
-      // Asked for and missing, or set up wrongly, is an error, never a silent fallback.
+      // A requested transport that is missing or misconfigured is an error: no silent fallback.
       return Error{transport.error().code,
                    std::string("transport '") + entry->name + "': " + transport.error().message};
     } else {
@@ -165,25 +165,27 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 }
 
 Engine::~Engine() {
-  // Whoever listened may be gone.
+  // The handlers and the observer may refer to objects that no longer exist.
   topics_->closeAll();
   observe(nullptr);
-  // Channels say goodbye first; then nothing of a transport begins any more; then the loop ends.
+  // First the channels say goodbye, then the transports shut down, then the loop ends.
   leave();
   runOnLoop([this] { reconnector_->forgetAll(); });
   if (liveness_) liveness_->stop();
   for (auto& transport : transports_) transport->shutdown();
   {
     // A channel that was accepted a moment ago may still be on its way to onAccepted().
-    std::map<EngineId, std::shared_ptr<Peer>> peers;  // end without the lock, which onEnded() takes
+    std::map<EngineId, std::shared_ptr<Peer>> peers;  // destroyed without the lock, because
+                                                      // onEnded() takes it
     std::lock_guard lock(mutex_);
     peers.swap(peers_);
   }
-  loop_->stop();  // what runs there still uses loop_ and the transports
+  loop_->stop();  // its tasks still use loop_ and the transports
   for (auto& data : dataLoops_) data->stop();
-  // Whoever may still read what we gave has it mapped, and has it still when we are gone: as after
-  // a death. So have the fence words, which end with the transports: a rank that was shut out and
-  // looks at its word later must not find that it was let in again.
+  // Peers may still read memory that we published. They have it mapped, and the mapping outlives
+  // us, as it would after a death. So released memory keeps its contents. This protects the fence
+  // words, too, which end with the transports: a fenced rank must not later read that it is
+  // admitted again.
   std::erase_if(retired_, [](const Retired& retired) { return retired.isFree(); });
   arena_->keepContents();
   transports_.clear();
@@ -222,7 +224,7 @@ EngineCounters Engine::counters() const {
   return now;
 }
 
-// Returns when the task has run.
+// Runs the task on the loop's thread; returns when it has run.
 void Engine::runOnLoop(std::function<void()> task) {
   if (loop_->onLoopThread()) return task();
   const auto done = std::make_shared<std::promise<void>>();

@@ -32,38 +32,40 @@ namespace mooncake {
 
 struct EngineOptions {
   Env env;
-  Bytes jobKey;         // of the job; every connection starts with a mutual challenge under it
-  std::string logName;  // "rank 3": how this engine calls itself in the log
-  size_t arenaBytes = size_t(4) << 30;  // address space, not memory
-  // Threads for what carries bulk data over TCP; none: the engine's one thread does it all.
+  Bytes jobKey;         // the job's key; every connection starts with a mutual challenge under it
+  std::string logName;  // this engine's name in the log, such as "rank 3"
+  size_t arenaBytes = size_t(4) << 30;  // of address space, not of memory
+  // Number of threads for TCP connections that carry bulk data. 0: the engine's one thread does it.
   size_t dataThreads = 0;
-  // A peer whose channel has ended may begin another, by open(). Who draws conclusions from ends
-  // (a group's ranks) does not want that.
+  // If true, open() may connect again to a peer whose channel has ended. The ranks of a group set
+  // this to false, because they conclude from the end of a channel that the peer is lost.
   bool peersReturn = false;
-  // Connections beside a peer's first that carry nothing for this long end, and so does what is
-  // kept of a peer that has been gone for as long; looked at twice in that time. 0: never.
+  // A peer's connections other than its first end after being unused for this long. The record of a
+  // peer is dropped when it has been gone for this long. Both are checked twice in this time. 0:
+  // never.
   std::chrono::milliseconds idleAfter{0};
-  // A connection over which the peer's kernel answers nothing for so long counts as broken. 0: for
-  // whoever observes, liveness finds out.
+  // A connection counts as broken when the peer's kernel has answered nothing for this long. 0: no
+  // limit here, because liveness reports silent peers to the observer.
   std::chrono::milliseconds deadAfter{0};
 };
 
-// The key of engines that have none: known to everybody, so it keeps nobody out. Said in the log.
+// The key of engines that have no key of their own. It is publicly known, so it keeps no peer out.
+// Engine::create() logs a warning about it.
 Bytes publicKey();
 
-// What an engine has done, and what is there now.
+// Counts what an engine has done, and what exists now.
 struct EngineCounters {
-  uint64_t opened = 0;       // channels that stood up, called or accepted
-  uint64_t reused = 0;       // answers of open() with a channel that stood already
+  uint64_t opened = 0;       // channels opened, called or accepted
+  uint64_t reused = 0;       // calls of open() answered with an existing channel
   uint64_t active = 0;       // peers that are connected
   uint64_t pending = 0;      // calls under way
-  uint64_t retries = 0;      // calls after the first one for a channel, and channels made again
-  uint64_t connections = 0;  // that stand, of all peers
-  uint64_t addresses = 0;    // of peers, kept to make their connections again
-  uint64_t collected = 0;    // connections that were idle, and peers that were gone
-  uint64_t bytesRead = 0;    // by transfers that ended well, where somebody counts them
+  uint64_t retries = 0;      // calls after the first one for a channel, and reconnections
+  uint64_t connections = 0;  // open now, of all peers
+  uint64_t addresses = 0;    // of peers, kept for reconnecting
+  uint64_t collected = 0;    // idle connections ended, and records of lost peers dropped
+  uint64_t bytesRead = 0;    // by successful transfers, where the caller of countRead() counts them
   uint64_t bytesWritten = 0;
-  CardCounters byCards;  // of all that is moved, also for collectives
+  CardCounters byCards;  // of all that network cards move, collectives included
 };
 
 // Memory that peers may still touch after its owner is done with it.
@@ -72,9 +74,9 @@ struct RetiredMemory {
   MemoryRegion region;  // ends before the block
 };
 
-// One rank's door to the memory of other ranks. A process may hold many. How it begins and ends is
-// in engine.cc, connect() in engine_connect.cc, open() and forget() in engine_open.cc, and what is
-// seen of peers in engine_evidence.cc.
+// One rank's door to the memory of other ranks. A process may hold many. engine.cc creates and
+// destroys it, engine_connect.cc has connect(), engine_open.cc has open() and forget(), and
+// engine_evidence.cc handles evidence about peers.
 class Engine {
  public:
   static Result<std::shared_ptr<Engine>> create(EngineOptions options);
@@ -84,90 +86,91 @@ class Engine {
   const Env& env() const { return options_.env; }
   const std::string& logName() const { return options_.logName; }
   Arena& arena() { return *arena_; }
-  // For whoever keeps memory of it longer than the engine.
+  // For users that keep memory of the arena longer than the engine.
   const std::shared_ptr<Arena>& sharedArena() const { return arena_; }
   LeaseTable& leases() { return *leases_; }
   RegionTable& regions() { return regions_; }
   EventLoop& loop() { return *loop_; }
 
-  // What a peer needs to connect to this engine, over all of its transports.
+  // Returns the address that a peer needs to connect to this engine, over all of its transports.
   Bytes endpoint() const;
-  // Connects to all these endpoints; a peer that is already connected is returned as it is, also
-  // one that is disconnected since, our own endpoint gives null. Of each pair the engine with the
-  // smaller id calls and the other one is called; where no call comes, the other one calls, too.
-  // Blocks until all are there, one refuses, or the deadline has passed; the error names a missing
-  // peer by its index, and why. The index is also the name of a peer that has none yet. Starts the
-  // liveness thread, which sleeps until all have connected to all.
+  // Connects to all these endpoints. A peer that has connected before is returned as it is, even if
+  // it is disconnected by now. Our own endpoint gives null. Of each pair, the engine with the
+  // smaller id calls. If its call does not come, the other one calls, too. Blocks until all are
+  // connected, one refuses, or the deadline passes. The error names a missing peer by its index,
+  // and the reason. A peer that has no name yet is named by its index. Starts the liveness thread,
+  // which sleeps until all have connected to all.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
                                                      Deadline deadline);
 
-  // One peer, by this side alone: the other engine need not know of us. Any thread. Whoever is
-  // connected is returned as it is; two that open each other at once end up with one channel. A
-  // peer whose channel has ended is called anew, and is another object then. The name is for the
-  // log. Blocks until the channel stands, at most until the deadline or `stop` (kAborted); our own
-  // endpoint gives null.
+  // Connects to one peer, by this side alone: the other engine need not know of us. Any thread. A
+  // connected peer is returned as it is. Two engines that open each other at once end up with one
+  // channel. A peer whose channel has ended is called again, and is a new Peer object then. `name`
+  // is for the log. Blocks until the channel is open, the deadline passes, or `stop` is set
+  // (kAborted). Our own endpoint gives null.
   Result<std::shared_ptr<Peer>> open(ByteView endpoint, std::string name, Deadline deadline,
                                      const StopSignal* stop = nullptr);
-  // Says goodbye, closes the channel, and knows the peer no more. On any thread but those of a
-  // callback. kTimeout, and nothing is changed: another thread was still calling it.
+  // Says goodbye, closes the channel, and drops the peer. Any thread but those of callbacks.
+  // kTimeout: another thread was still calling the peer, and nothing has changed.
   Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline);
-  // Those for whom Peer::hasLateWrites() is true, also when they are forgotten. What they could
-  // write to must not serve anything else until it is true for none of them.
+  // Returns the peers for which Peer::hasLateWrites() is true, forgotten ones included. Memory that
+  // they could write to must not be reused until this returns none of them.
   std::vector<std::shared_ptr<Peer>> lateWriters();
   EngineCounters counters() const;
-  // For its counters: so much has been moved.
+  // Add to the bytes that counters() returns.
   void countRead(uint64_t bytes) { bytesRead_.fetch_add(bytes, std::memory_order_relaxed); }
   void countWritten(uint64_t bytes) { bytesWritten_.fetch_add(bytes, std::memory_order_relaxed); }
 
-  // Keeps the memory until nobody touches it any more, as `isFree` says; that is asked whenever
-  // more is retired.
+  // Keeps the memory until `isFree` returns true, that is, until no peer touches it any more.
+  // `isFree` is called whenever more memory is retired.
   void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree);
 
-  // Messages between those who run the engines of a job; each names a topic
-  // (engine/message_router.h). The handler runs on the loop's thread, without a lock, and must not
-  // own the engine.
+  // Messages between the users of a job's engines; each names a topic (engine/message_router.h).
+  // The handler runs on the loop's thread, without a lock, and must not own the engine.
   using OnMessage = MessageRouter::OnMessage;
   void openTopic(uint64_t topic, OnMessage handler) { topics_->open(topic, std::move(handler)); }
   void closeTopic(uint64_t topic) { topics_->close(topic); }
 
-  // 1 byte to MessageRouter::kMostBytes. Any thread; waits for no system call, so also those that
-  // must not be held up. To one peer messages arrive in the order of the calls. They are lost with
-  // the connection (see observe()), also what its socket has not taken yet when we leave(), and
-  // when the channel does not take them (256 MiB wait). An error says that nothing was sent:
-  // kPeerLost, or kExhausted while the loop is far behind.
+  // Sends 1 byte to MessageRouter::kMostBytes. Any thread; makes no system call, so threads that
+  // must not block may call it. Messages to one peer arrive in the order of the calls. They are
+  // lost if the connection breaks (see observe()), if the socket has not taken them at leave(), or
+  // if the channel refuses them (256 MiB wait). After an error nothing was sent: kPeerLost, or
+  // kExhausted while the loop is far behind.
   Status send(Peer& peer, uint64_t topic, ByteView message);
   Status send(const EngineId& to, uint64_t topic, ByteView message);
 
-  // Whoever draws conclusions from what is seen of the peers: their ends, and what may be one. On
-  // the loop's thread, without a lock; all that one look found silent come together. Ends that were
-  // seen before are told at once. Null: nobody; the one before is not called any more when this
-  // returns. It must not own the engine.
+  // Sets the observer of evidence: ends of peers, and signs of an end. It runs on the loop's
+  // thread, without a lock. All peers that one look finds silent come in one call. Ends seen
+  // earlier are reported at once. Null: no observer. When this returns, the earlier observer is not
+  // called any more. The observer must not own the engine.
   //
-  // A connection that breaks while something listens at its other end is made again, for as long as
-  // the failure timeout: that is no evidence. Puts and messages that had not arrived are lost then,
-  // and gets under way have ended with kPeerLost, as does what is asked meanwhile. `reconnected`
-  // comes at both ends, after the last loss: it is the place to put and send again what matters.
+  // If a connection breaks while its other end still listens, it is made again within the failure
+  // timeout. That is no evidence. Puts and messages that had not arrived are lost. Gets under way
+  // end with kPeerLost, as do requests made before the reconnection. `reconnected` runs at both
+  // ends, after the last loss: repeat important puts and messages there.
   using OnEvidence =
       std::function<void(const std::vector<EngineId>& peers, const Evidence& evidence)>;
   using OnReconnected = std::function<void(const EngineId& peer)>;
   void observe(OnEvidence observer, OnReconnected reconnected = nullptr);
 
-  // What the peers shall know of us when we have ended: those on the host find it in our crash
-  // report (Peer::lastReport) however we end, and leave() sends it to the others, to that topic,
-  // before the goodbye. One thread at a time.
+  // Sets the last report of this engine, which its peers read after our end. Peers on this host
+  // find it in our crash report (Peer::lastReport), however we end. leave() sends it to the others,
+  // to `topic`, before the goodbye. One thread at a time.
   Status publish(uint64_t topic, ByteView message);
 
-  // All peers have connected to all. From now on, peers without heartbeats count as silent.
+  // Call it when all peers have connected to all. Peers without heartbeats count as silent from now
+  // on.
   void startSilenceDetection();
-  // Something has begun that the death of a peer would hold up. Any thread; costs a load.
+  // Call it when an operation begins that the death of a peer would block. Any thread; costs a
+  // load.
   void markActive() { liveness_->markActive(); }
 
-  // Says goodbye to all peers, and how we leave, and closes the channels. What was put before still
-  // arrives; the observer is told nothing more. A connection that is just being made again is
-  // waited for, not so on the loop's thread. The first call counts.
+  // Says goodbye and `farewell` to all peers, and closes the channels. Earlier puts still arrive;
+  // the observer is not called any more. Waits for connections that are being made again, except on
+  // the loop's thread. Only the first call counts.
   void leave(const Farewell& farewell = {});
 
-  // The end of a peer bumps the interrupt and rings the bell.
+  // When a peer ends, the interrupt is bumped and the bell rung.
   void watch(Interrupt* interrupt, Doorbell* bell);
   void unwatch(Interrupt* interrupt);
 
@@ -208,29 +211,29 @@ class Engine {
   std::unique_ptr<LeaseTable> leases_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
-  std::mutex callMutex_;      // one callAll() at a time: nobody is called twice
+  std::mutex callMutex_;      // one callAll() at a time, so that no peer is called twice
   mutable std::mutex mutex_;  // guards everything below down to published_
   std::condition_variable arrived_;
   Clock::time_point lastArrival_;
   std::map<EngineId, std::shared_ptr<Peer>> peers_;
-  std::vector<std::shared_ptr<Peer>> lateWriters_;  // that are not among them any more
-  // Whom we are calling, or forgetting: one thread at a time.
+  std::vector<std::shared_ptr<Peer>> lateWriters_;  // forgotten or replaced in peers_
+  // Peers that are being called or forgotten. Only one thread at a time does so for a peer.
   std::set<EngineId> calling_;
-  // Who has been let in and is not there yet, and until when we wait for it.
+  // Peers that were admitted but have no channel yet, and how long each is waited for.
   std::map<EngineId, Clock::time_point> admitted_;
-  EngineCounters counters_;  // but for what is counted elsewhere, or when asked
-  // Of peers that ended before remember() had their channels in its hands.
+  EngineCounters counters_;  // without those that counters() computes
+  // Ends of peers that were seen before remember() got their channels.
   std::map<EngineId, Evidence> endedEarly_;
-  // Where a peer listens: while it is connected, or connect() waits for it.
+  // Endpoints of the peers that are connected or that connect() waits for.
   std::map<EngineId, Bytes> endpoints_;
   std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
   uint64_t publishedFor_ = 0;  // the topic; 0: nothing is published
   Bytes published_;
 
-  // Of the loop's thread alone.
+  // Used on the loop's thread only.
   OnEvidence observer_;
   OnReconnected reconnected_;
-  std::map<EngineId, Farewell> farewells_;  // of those whose goodbye may come now
+  std::map<EngineId, Farewell> farewells_;  // received farewells; the goodbyes may follow
 
   std::atomic<bool> hasLeft_{false};
   std::atomic<uint64_t> bytesRead_{0}, bytesWritten_{0};

@@ -11,8 +11,8 @@
 namespace mooncake {
 namespace {
 
-// How long no rank may come of those that are to call this one, before this one calls them. The
-// ranks of a large job learn the addresses one after the other.
+// If no caller arrives for this long, this rank calls the missing ones itself. In a large job the
+// ranks learn the addresses one after the other.
 constexpr auto kPatience = std::chrono::seconds(1);
 constexpr auto kPatiencePerRank = std::chrono::milliseconds(10);
 
@@ -47,13 +47,13 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connectAll(const std::vector<
   }
   MOONCAKE_TRY(
       checkDescriptors(strangers, "connecting to " + std::to_string(strangers) + " more ranks"));
-  std::vector<size_t> ours;  // of each pair the smaller id calls
+  std::vector<size_t> ours;  // of each pair, the smaller id calls
   for (size_t i = 0; i < ids.size(); ++i) {
     if (id() < ids[i]) ours.push_back(i);
   }
   MOONCAKE_TRY(callAll(ids, endpoints, std::move(ours), deadline));
-  // A rank that is late may wait for the store still: its I/O thread answers all the same. One that
-  // has died refuses the call, so that the deadline is not waited for.
+  // A late rank may still be waiting for the store, but its I/O thread answers our call all the
+  // same. A dead rank refuses the call, so we do not wait for the deadline.
   const auto patience = kPatience + kPatiencePerRank * int64_t(endpoints.size());
   for (auto missing = awaitCallers(ids, deadline, patience); !missing.empty();
        missing = awaitCallers(ids, deadline, patience)) {
@@ -77,12 +77,12 @@ Result<std::vector<std::shared_ptr<Peer>>> Engine::connectAll(const std::vector<
   return peers;
 }
 
-// Waits until all are connected, the deadline has passed, or none has come for `patience`. Returns
-// the indices of those that are missing.
+// Waits until all are connected, the deadline passes, or none has arrived for `patience`. Returns
+// the indices of the missing ones.
 std::vector<size_t> Engine::awaitCallers(const std::vector<EngineId>& ids, Deadline deadline,
                                          Clock::duration patience) {
   const auto began = Clock::now();
-  size_t next = 0;  // all before it are there
+  size_t next = 0;  // all before it are connected
   std::unique_lock lock(mutex_);
   const auto isThere = [&](size_t i) { return ids[i] == id() || known(ids[i]); };
   const auto allThere = [&] {
@@ -101,22 +101,24 @@ std::vector<size_t> Engine::awaitCallers(const std::vector<EngineId>& ids, Deadl
   return missing;
 }
 
-// Calls those of `wanted` that are not connected, many at a time. The peers answer side by side,
-// and a peer that answers is served at once, so no two engines can wait for each other's turn.
+// Calls the unconnected ones of `wanted`, many at a time. Peers answer in parallel, and an answer
+// is handled at once, so two engines never wait for each other's turn.
 Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
                        std::vector<size_t> wanted, Deadline deadline) {
   struct Call {
     size_t index;
     std::unique_ptr<Connecting> connecting;
   };
-  constexpr size_t kMaxCalls = 64;  // of descriptors, and of what a peer must hold for us
-  // Peers answer on their loops' threads: whoever waits here for its turn waits for no other rank.
+  constexpr size_t kMaxCalls = 64;  // bounds our descriptors, and the memory that a peer holds for
+                                    // us
+  // Peers answer on their loops' threads, so a thread that waits for this lock blocks no other
+  // rank.
   std::lock_guard calling(callMutex_);
   std::erase_if(wanted, [&](size_t i) {
     std::lock_guard lock(mutex_);
     return known(ids[i]) != nullptr;
   });
-  // Each rank begins with the next one after itself, so that not all call the same one at once.
+  // Each rank begins with its successor, so that not all ranks call the same one at once.
   const size_t self = size_t(std::find(ids.begin(), ids.end(), id()) - ids.begin());
   const auto first = std::ranges::lower_bound(wanted, self);
   std::ranges::rotate(wanted, first);
@@ -139,7 +141,7 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
       const size_t i = due.back();
       {
         std::lock_guard lock(mutex_);
-        // Somebody opens it, or it has opened us: it comes.
+        // Another thread calls the peer, or the peer has called us: its channel is coming.
         if (known(ids[i]) || isComing(ids[i]) || !calling_.insert(ids[i]).second) {
           due.pop_back();
           continue;
@@ -154,7 +156,7 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
     for (auto call = calls.begin(); call != calls.end();) {
       auto channel = call->connecting->advance();
       if (!channel.ok() && channel.error().code == ErrorCode::kInterrupted) {
-        ends(ids[call->index]);  // it has opened us, and comes
+        ends(ids[call->index]);  // the peer has called us, and its channel is coming
         call = calls.erase(call);
         continue;
       }

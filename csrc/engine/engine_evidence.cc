@@ -12,8 +12,8 @@ constexpr uint64_t kFarewellTopic = 2;
 constexpr uint8_t kFarewellVersion = 1;
 constexpr size_t kMostFarewellText = 512;
 
-// To the start of the liveness thread, from the first connections and, if that is sooner, from when
-// all have connected to all; a death before that shows as the end of a socket.
+// Delays before the liveness thread starts: after the first connections, and after all have
+// connected to all. The earlier time counts. Until then a death shows as the end of a socket.
 constexpr auto kStarting = std::chrono::milliseconds(20);
 constexpr auto kStarted = std::chrono::milliseconds(2);
 
@@ -24,7 +24,7 @@ void Engine::leave(const Farewell& farewell) {
   uint64_t publishedFor;
   Bytes published;
   const bool waits = !loop_->onLoopThread();
-  if (waits) {  // until it has seen what has broken by now
+  if (waits) {  // until the loop has handled the breaks that have happened by now
     runOnLoop([] {});
     runOnLoop([] {});
   }
@@ -36,7 +36,7 @@ void Engine::leave(const Farewell& farewell) {
     publishedFor = publishedFor_;
     published = published_;
   }
-  // First: whoever reads our goodbye must not have taken our end for a death before.
+  // Comes first: a peer that reads our goodbye must not have taken our end for a death before.
   if (liveness_) liveness_->leave();
   if (publishedFor != 0) {
     for (auto& [id, peer] : peers) (void)send(*peer, publishedFor, published);
@@ -49,7 +49,7 @@ void Engine::leave(const Farewell& farewell) {
                            .take();
     for (auto& [id, peer] : peers) (void)send(*peer, kFarewellTopic, said);
   }
-  outbox_->flush();  // the goodbye comes after it
+  outbox_->flush();  // the goodbye follows
   for (auto& [id, peer] : peers) peer->channel->flush();
   for (auto& [id, peer] : peers) peer->channel->close();
 }
@@ -74,7 +74,7 @@ void Engine::onFarewell(const EngineId& from, ByteView message) {
   farewells_[from] = {static_cast<Farewell::How>(how), std::move(why)};
 }
 
-// A goodbye means what its sender said of it.
+// Replaces a goodbye with the farewell that its sender gave, if any.
 Evidence Engine::withFarewell(const EngineId& id, const Evidence& evidence) const {
   const auto said = farewells_.find(id);
   if (!evidence.isGoodbye() || said == farewells_.end()) return evidence;
@@ -84,9 +84,8 @@ Evidence Engine::withFarewell(const EngineId& id, const Evidence& evidence) cons
           why.empty() ? "its program ended without destroy_process_group()" : why, evidence.when};
 }
 
-// The socket's end comes when the kernel has cleared away all memory of the process; the mark on
-// its life word comes before that. On the loop's thread like every other end, so that ends are
-// reported one after the other.
+// A socket ends only when the kernel has freed all memory of the process. The mark on its life word
+// comes before that. On the loop's thread like every other end, so that ends are reported in order.
 void Engine::onExited(const EngineId& id, const std::string& how) {
   loop_->post([this, id, evidence = Evidence{Evidence::Kind::kExited, how}] {
     std::shared_ptr<Peer> peer;
@@ -157,7 +156,7 @@ void Engine::onReconnected(const EngineId& id, const std::optional<Evidence>& ho
       std::chrono::duration_cast<std::chrono::milliseconds>(now - (how ? how->when : now));
   log(LogLevel::kInfo, logName(), "connection to ", name, " broke (",
       how ? how->detail : "at its other end", ") and was made again after ", took.count(), " ms");
-  peer->channel->beat();  // so that the other end has heard of us
+  peer->channel->beat();  // so that the other end hears from us
   if (reconnected_) reconnected_(id);
 }
 
@@ -178,7 +177,7 @@ void Engine::onEnded(const EngineId& id, const Evidence& seen) {
     found->second->disconnected = true;
     endpoints_.erase(id);
     const std::string& name = found->second->name;
-    // A goodbye is no accusation. Who observes says what follows, and from what.
+    // A goodbye is no accusation. The observer logs what follows from an end.
     log(evidence.isGoodbye() || observer_ ? LogLevel::kInfo : LogLevel::kWarning, logName(),
         name.empty() ? "a peer" : name, " is gone: ", evidence.detail);
     for (auto& [interrupt, bell] : watchers_) {
@@ -211,21 +210,21 @@ void Engine::observe(OnEvidence observer, OnReconnected reconnected) {
   });
 }
 
-// Not at once, for the same reason as in startSilenceDetection().
+// Not at once, for the reason given at startSilenceDetection().
 void Engine::watchSoon() {
   loop_->runAt(Deadline::after(kStarting), [this] { beginLiveness(); });
 }
 
-// On the loop's thread. connect() has started the thread: only an engine that observes and never
-// connects starts it here, where no caller can be told.
+// On the loop's thread. connect() has already started the thread. Only an engine that observes and
+// never connects starts it here, where no caller can get the error.
 void Engine::beginLiveness() {
   const Status begun = liveness_->begin();
   if (!begun.ok())
     log(LogLevel::kError, logName(), "deaths of peers show late: ", begun.error().message);
 }
 
-// A moment later: the others are just coming out of the barrier, and a thread more is not what they
-// wait for.
+// The thread starts a moment later: the peers are just leaving the barrier, and one more thread
+// would delay them.
 void Engine::startSilenceDetection() {
   liveness_->startSilenceDetection();
   loop_->runAt(Deadline::after(kStarted), [this] { beginLiveness(); });

@@ -10,15 +10,16 @@
 namespace mooncake {
 namespace {
 
-// Of a peer that has been let in: until its channel is there.
+// How long an admitted peer's channel is waited for.
 constexpr auto kAdmitted = std::chrono::seconds(1);
-// Between two calls for a channel that crossed the peer's, or its end; doubles, and jitters.
+// Bounds of the pause before the next call, after a call crossed the peer's own call or the end of
+// the last channel. The pause doubles, with jitter.
 constexpr auto kLeastPause = std::chrono::microseconds(500);
 constexpr auto kMostPause = std::chrono::milliseconds(50);
 
 }  // namespace
 
-// Under the lock.
+// Registers a new channel's peer. Called under the lock.
 std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Channel> channel,
                                        bool isOurs) {
   auto peer = std::make_shared<Peer>();
@@ -41,15 +42,16 @@ std::shared_ptr<Peer> Engine::remember(const EngineId& id, std::shared_ptr<Chann
   return peer;
 }
 
-// A peer may have connected and left again before we look: it counts as connected, and whoever uses
-// it finds that it is disconnected. An engine's id is never used again, so nothing comes after.
+// Returns the peer's latest object, or null. A peer that connected and left before we look counts
+// as connected: its user finds it disconnected. An engine's id is never reused, so nothing comes
+// after.
 std::shared_ptr<Peer> Engine::known(const EngineId& id) const {
   const auto found = peers_.find(id);
   return found == peers_.end() ? nullptr : found->second;
 }
 
-// Under the lock, when a call or a wait for the peer has ended. Keeps the endpoint of a peer that
-// is connected, and drops that of any other: nothing calls it again on its own.
+// Called under the lock, when a call or a wait for the peer has ended. Keeps the endpoint of a
+// connected peer and drops any other: nothing calls such a peer again on its own.
 void Engine::keepEndpoint(const EngineId& id, ByteView endpoint) {
   const auto peer = known(id);
   if (peer && !peer->disconnected) {
@@ -59,20 +61,20 @@ void Engine::keepEndpoint(const EngineId& id, ByteView endpoint) {
   }
 }
 
-// Under the lock.
+// Returns whether an admitted peer's channel is still expected. Called under the lock.
 bool Engine::isComing(const EngineId& id) const {
   const auto found = admitted_.find(id);
   return found != admitted_.end() && Clock::now() < found->second;
 }
 
-// On the loop's thread. Of two calls that cross, the one of the smaller id counts, so the engine
-// with the smaller id does not let the other one in while it calls itself. Whoever has been let in
-// is waited for before it is called.
+// On the loop's thread. If two calls cross, the call of the smaller id wins. So the engine with the
+// smaller id does not admit the other one while it calls itself. An admitted peer is waited for
+// before it is called.
 bool Engine::admits(const EngineId& id) {
   std::lock_guard lock(mutex_);
   const auto peer = known(id);
-  if (peer && peer->isBeingForgotten) return false;  // it calls again, and meets the next one
-  // It makes its connection again, or its goodbye is still on its way.
+  if (peer && peer->isBeingForgotten) return false;  // it calls again, and gets a new Peer
+  // The peer is making its connection again, or its goodbye is still on its way.
   if (peer && !peer->disconnected) return !peer->isOurs && peer->channel->isMadeAgain();
   if (calling_.contains(id) && this->id() < id) return false;
   const auto now = Clock::now();
@@ -99,14 +101,14 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
           keepEndpoint(id, endpoint);
           return peer;
         }
-        // Another thread calls it, or it has called us.
+        // Another thread calls the peer, or the peer has called us.
         if (!calling_.contains(id) && !isComing(id)) break;
         const auto coming = admitted_.find(id);
         const auto until =
             coming == admitted_.end() ? deadline.when() : std::min(deadline.when(), coming->second);
         arrived_.wait_until(lock, until);
         if (deadline.passed())
-          return Error{ErrorCode::kTimeout, "cannot connect to " + name + ": it did not in time"};
+          return Error{ErrorCode::kTimeout, "cannot connect to " + name + ": it did not connect in time"};
       }
       calling_.insert(id);
       counters_.retries += !isFirst;
@@ -126,7 +128,7 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
       return Error{channel.error().code,
                    "cannot connect to " + name + ": " + channel.error().message};
     }
-    // Its own call comes, or it is about to see that the last channel has ended.
+    // The peer's own call is coming, or the peer is about to see that the last channel has ended.
     const auto there = [&] {
       const auto peer = known(id);
       return (peer && !peer->disconnected) || isComing(id);
@@ -175,13 +177,13 @@ Status Engine::forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
     std::unique_lock lock(mutex_);
     if (!arrived_.wait_until(lock, deadline.when(), [&] { return !calling_.contains(id); }))
       return {ErrorCode::kTimeout, "cannot forget " + peer->name + ": it is being called"};
-    if (known(id) != peer) return {};  // it has been forgotten, or called anew
+    if (known(id) != peer) return {};  // it has been forgotten, or has a new Peer
     calling_.insert(id);
     peer->isBeingForgotten = true;
   }
   peer->channel->close();
   liveness_->unwatch(id);
-  // Behind all that was seen of it.
+  // Runs after the loop has handled all earlier evidence about the peer.
   runOnLoop([this, id] {
     reconnector_->drop(id);
     farewells_.erase(id);
@@ -198,7 +200,7 @@ Status Engine::forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
   return {};
 }
 
-// On the loop's thread, again and again.
+// Ends idle connections and drops peers that are long gone. On the loop's thread, periodically.
 void Engine::collect() {
   const auto now = Clock::now();
   std::vector<std::shared_ptr<Peer>> standing, gone;

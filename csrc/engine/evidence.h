@@ -6,28 +6,28 @@
 
 namespace mooncake {
 
-// How an engine leaves, in its own words.
+// How an engine leaves, as its own process says.
 struct Farewell {
   enum class How : uint8_t {
-    kDestroyed = 1,  // the job was destroyed on this rank: the others go on without it
-    kEnded,          // it destroyed nothing: its program came to its end, or as `why` says
-    kFailed,         // the program ends by an error: nothing that it did may be counted on
+    kDestroyed = 1,  // the job was destroyed on this rank; the others go on without it
+    kEnded,          // nothing was destroyed: the program ended, or `why` gives the reason
+    kFailed,         // the program ends by an error: do not rely on anything that it did
   };
   How how = How::kDestroyed;
   std::string why;  // one line; not for kDestroyed
 };
 
-// What this rank saw of a peer's end, or of what may be its end. An observation, never membership
-// by itself: what follows from it is for those to say who know the group (docs/membership.md).
+// What this rank saw of a peer's end, or of a sign of it. It is an observation, never a decision on
+// membership: the membership layer draws the conclusions (docs/membership.md).
 struct Evidence {
   enum class Kind {
-    kGoodbye,      // it left in peace; accuses nobody
-    kEnded,        // the same, but it destroyed nothing: who needs it afterwards has lost it
-    kFailed,       // certain: it said that it ends by an error. Its last report came before
-    kExited,       // certain: its own kernel says that the process has ended, or cannot go on
+    kGoodbye,      // it left in peace; no accusation
+    kEnded,        // the same, but without destroy: ranks that still need it have lost it
+    kFailed,       // certain: it said that it ends by an error, after its last report
+    kExited,       // certain: its own kernel says that the process has ended or cannot go on
     kUnreachable,  // the connection broke; the process may live
-    kRefused,      // the connection broke, and where it listened nobody does any more
-    kSilent,       // nothing was heard of it for the failure timeout; it may only be slow
+    kRefused,      // the connection broke, and nothing listens at the peer's address any more
+    kSilent,       // no sign of it for the failure timeout; it may only be slow
   };
   Kind kind = Kind::kUnreachable;
   std::string detail;  // one line for the log

@@ -17,19 +17,20 @@
 namespace mooncake {
 namespace {
 
-// Each wakes a thread, which costs 30 us and more in a virtual machine.
+// Periods of the beats. Each beat wakes a thread, which costs 30 us and more in a virtual machine.
 constexpr auto kBeat = std::chrono::milliseconds(5);
 constexpr auto kCalmBeat = std::chrono::milliseconds(20);
 constexpr auto kCalmAfter = std::chrono::seconds(1);
 constexpr auto kMostPatience = std::chrono::milliseconds(640);
-// The threads of a process do not begin to exit in the same moment.
+// The threads of a process do not all begin to exit at the same moment.
 constexpr auto kFirstConfirm = std::chrono::microseconds(100);
-// A machine that is only busy may keep a rank from its core for as long.
+// A busy machine alone may keep a rank from its core for this long.
 constexpr auto kLeastSilence = std::chrono::milliseconds(200);
-// What a look that comes late can add to a peer's silence.
+// Most that a late look can add to a peer's silence, beside the period.
 constexpr auto kMostLate = 3 * kBeat;
-// Peers on other hosts are sent something so often, unless other things are sent anyway. A tenth of
-// the failure timeout, less often where there are many, so that beats stay cheap.
+// Bounds of the interval at which peers on other hosts get a beat, unless other traffic shows that
+// we live. The interval is a tenth of the failure timeout, or longer with many peers, to keep beats
+// cheap.
 constexpr auto kLeastInterval = 4 * kBeat;
 constexpr auto kMostInterval = std::chrono::milliseconds(1000);
 constexpr auto kIntervalPerPeer = std::chrono::milliseconds(10);
@@ -42,7 +43,7 @@ std::chrono::milliseconds beatInterval(std::chrono::milliseconds failureTimeout,
                     std::max<std::chrono::milliseconds>(failureTimeout / 4, kBeat));
 }
 
-// futex_waitv(2) is younger (Linux 5.16) than the headers that we must build with.
+// futex_waitv(2) (Linux 5.16) is newer than the headers that we must build with.
 constexpr long kFutexWaitv = 449;
 constexpr uint32_t kFutex32 = 2;
 constexpr size_t kMostWaits = 128;
@@ -51,15 +52,15 @@ void wakeAll(const std::atomic<uint32_t>& word) {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// A peer whose beat is overdue gets a look into /proc: while a process writes its core dump, its
-// threads stand still and its futexes are not marked yet, and that may take minutes. We see its
-// last beat up to a beat late and look at the next one: within two.
+// If a peer's beat is overdue, we look into /proc. While a process writes its core dump, which may
+// take minutes, its threads stand still and its futexes are not marked yet. We see its last beat up
+// to one beat late and look at the next one, so the look comes within two beats.
 std::chrono::milliseconds lookAfter(const PeerLife& life) {
   const uint32_t period = life.word ? life.word->period.load(std::memory_order_relaxed) : 0;
   return std::clamp<std::chrono::milliseconds>(std::chrono::milliseconds(period), kBeat, kCalmBeat);
 }
 
-// The kernel walks this list when the thread ends. The word may lie anywhere.
+// The kernel walks this list when the thread ends. The word may lie at any address.
 class RobustList {
  public:
   explicit RobustList(const std::atomic<uint32_t>& word) {
@@ -70,7 +71,7 @@ class RobustList {
     ::syscall(SYS_set_robust_list, &head_, sizeof(head_));
   }
   ~RobustList() {
-    head_.list.next = &head_.list;  // before this memory is somebody else's
+    head_.list.next = &head_.list;  // unlinks the word before this memory is reused
     ::syscall(SYS_set_robust_list, nullptr, sizeof(head_));
   }
   RobustList(const RobustList&) = delete;
@@ -97,11 +98,11 @@ Liveness::FutexWait waitOn(const std::atomic<uint32_t>& word, uint32_t value) {
   return {value, reinterpret_cast<uintptr_t>(&word), kFutex32, 0};
 }
 
-// How a wait may end where it is allowed at all.
+// The ways in which a wait may end where futex_waitv(2) is allowed.
 bool isEndOfWait(int error) { return error == EAGAIN || error == ETIMEDOUT || error == EINTR; }
 
-// Whether futex_waitv(2) works here. An older kernel does not know it and a sandbox may refuse it,
-// or kill the thread that calls it: so that is a thread of its own.
+// Returns whether futex_waitv(2) works here. An older kernel does not know it. A sandbox may refuse
+// it, or kill the calling thread: so a thread of its own makes the call.
 bool canWaitOnMany() {
   bool works = false;
   const auto call = [](void* answer) -> void* {
@@ -135,7 +136,7 @@ Liveness::Liveness(ArenaBlock block, Options options)
 Liveness::~Liveness() { stop(); }
 
 void Liveness::stop() {
-  std::map<EngineId, Watched> watched;  // its channels go without the lock
+  std::map<EngineId, Watched> watched;  // its channels are destroyed without the lock
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -165,7 +166,7 @@ Status Liveness::begin() {
   return {};
 }
 
-// False: the engine ends first.
+// Returns false if the engine ends first.
 bool Liveness::awaitBegin() {
   std::unique_lock lock(mutex_);
   begun_.wait(lock, [this] { return hasBegun_ || stopping_; });
@@ -185,7 +186,8 @@ uint64_t Liveness::signOf(const Channel& channel) {
 void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& channel) {
   const PeerLife life = channel->peerLife();
   const PeerProcess process(life.process);
-  // The thread sees it at its next beat: no need to wake it for each peer of a new group.
+  // The thread sees the peer at its next beat, so no wake-up is needed for each peer of a new
+  // group.
   std::lock_guard lock(mutex_);
   if (stopping_) return;
   const bool isNew = watched_.find(peer) == watched_.end();
@@ -199,7 +201,7 @@ void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& chann
 }
 
 void Liveness::unwatch(const EngineId& peer) {
-  std::shared_ptr<Channel> last;  // goes without the lock
+  std::shared_ptr<Channel> last;  // destroyed without the lock
   std::lock_guard lock(mutex_);
   auto found = watched_.extract(peer);
   if (!found) return;
@@ -211,10 +213,12 @@ void Liveness::run() {
   if (!awaitBegin()) return;
   waitsOnMany_ = canWaitOnMany();
   const RobustList held(own().holder);
-  // FUTEX_WAITERS from the first: the kernel wakes somebody only if it is set.
+  // FUTEX_WAITERS is set from the start, because the kernel wakes a waiter only if it is set.
   own().holder.store(uint32_t(::syscall(SYS_gettid)) | FUTEX_WAITERS);
-  if (left_.load()) leave();  // the other way round than leave() does it: one sees the other
-  ::pthread_setname_np(::pthread_self(), "mooncake-live");  // says that the word is held
+  if (left_.load())
+    leave();  // leave() stores these two in the opposite order, so one of us sees
+              // the other
+  ::pthread_setname_np(::pthread_self(), "mooncake-live");  // shows that the word is held
   std::vector<FutexWait> waits;
   std::vector<Exited> exited;
   std::vector<Silent> silent;
@@ -245,7 +249,7 @@ void Liveness::setPace() {
   own().period.store(static_cast<uint32_t>(period_.count()), std::memory_order_relaxed);
 }
 
-// Under the lock.
+// Called under the lock.
 void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) {
   const auto now = Clock::now();
   const auto passed = std::min<std::chrono::nanoseconds>(now - lastLook_, period_ + kMostLate);
@@ -260,7 +264,7 @@ void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) 
     const uint32_t holder = word.load(std::memory_order_acquire);
     std::string evidence;
     if (LifeWord::isMarked(holder)) {
-      // The kernel woke one of those who wait, and that one may be dying, too.
+      // The kernel woke one waiter only, and that one may be dying, too.
       if (!watched->second.isMarked) wakeAll(word);
       evidence = confirmEnd(watched->second, now);
     } else if (!lives) {
@@ -275,7 +279,7 @@ void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) 
   }
 }
 
-// Whether there was a new sign of life.
+// Returns whether there was a new sign of life.
 bool Liveness::listen(Watched& watched, std::chrono::nanoseconds passed) const {
   const uint64_t sign = signOf(*watched.channel);
   const bool lives = std::exchange(watched.sign, sign) != sign;
@@ -289,8 +293,8 @@ bool Liveness::listen(Watched& watched, std::chrono::nanoseconds passed) const {
   return lives;
 }
 
-// The kernel marks the word when the thread that holds it ends. When that is because its process
-// ends, all other threads are on their way, too.
+// The kernel marks the word when its holder thread ends. If the whole process is ending, all its
+// other threads are exiting, too.
 std::string Liveness::confirmEnd(Watched& watched, Clock::time_point now) {
   if (!std::exchange(watched.isMarked, true)) {
     watched.nextLook = now;
@@ -309,14 +313,14 @@ std::string Liveness::confirmEnd(Watched& watched, Clock::time_point now) {
   return {};
 }
 
-// Evidence that a peer that does not beat has come to its end; empty as a rule.
+// Returns evidence that a peer without beats has ended; empty in most cases.
 std::string Liveness::lookUp(Watched& watched, Clock::time_point now) {
   if (!isLookDue(watched, now) || !watched.process.isDumpingCore()) return {};
   return "process " + std::to_string(watched.process.number()) +
          " crashed and is writing its core dump";
 }
 
-// On a busy machine everybody beats late: look less and less often.
+// On a busy machine all peers beat late, so look less and less often.
 bool Liveness::isLookDue(Watched& watched, Clock::time_point now) {
   if (now < watched.nextLook) return false;
   watched.patience = std::min<std::chrono::nanoseconds>(2 * watched.patience, kMostPatience);
@@ -324,10 +328,10 @@ bool Liveness::isLookDue(Watched& watched, Clock::time_point now) {
   return true;
 }
 
-// Under the lock. All together, so who is nearly there is waited for: a rank that has gone deaf
-// must be seen to accuse everybody at once.
+// Called under the lock. Reports all silent peers together, and waits for those that are nearly
+// silent: a rank that receives nothing any more must be seen to accuse all of its peers at once.
 std::vector<Liveness::Silent> Liveness::takeSilent() {
-  if (left_.load()) return {};  // nobody speaks to us any more
+  if (left_.load()) return {};  // no peer sends to us any more
   const auto most = options_.failureTimeout;
   const auto margin = 2 * (remotes_ > 0 ? beatInterval(most, remotes_) : period_);
   std::chrono::nanoseconds longest{0};
@@ -346,7 +350,7 @@ std::vector<Liveness::Silent> Liveness::takeSilent() {
   return silent;
 }
 
-// Under the lock.
+// Called under the lock.
 void Liveness::beat(Clock::time_point now) {
   if (remotes_ == 0 || now < nextBeat_) return;
   nextBeat_ = now + beatInterval(options_.failureTimeout, remotes_);
@@ -363,9 +367,9 @@ void Liveness::sleep(std::vector<FutexWait>& waits) {
   if (waitsOnMany_) {
     const long how = ::syscall(kFutexWaitv, waits.data(), waits.size(), 0, &when, CLOCK_MONOTONIC);
     if (how >= 0 || isEndOfWait(errno)) return;
-    waitsOnMany_ = false;  // a sandbox that was closed later
+    waitsOnMany_ = false;  // a sandbox became stricter after canWaitOnMany()
   }
-  // Deaths are found at the next beat.
+  // Without it, deaths are found at the next beat.
   const long how = ::syscall(SYS_futex, waits[0].address, FUTEX_WAIT_BITSET,
                              uint32_t(waits[0].value), &when, nullptr, FUTEX_BITSET_MATCH_ANY);
   if (how < 0 && !isEndOfWait(errno))

@@ -18,57 +18,58 @@
 
 namespace mooncake {
 
-// A thread that does three things and nothing that could hold it up: it keeps this engine's life
-// word (engine/life_word.h), it shows the peers on other hosts that we live, and it watches all of
-// them: life words, beats, what comes over connections.
+// A thread that does three things, none of which can block it. It keeps this engine's life word
+// (engine/life_word.h). It shows the peers on other hosts that we live. It watches all peers: their
+// life words, their beats, and received bytes.
 //
-// Silence is counted in looks: one adds what passed since the last, but a few beats at most. So
-// time in which we did not run ourselves (stopped, starved, suspended) accuses nobody.
+// Silence is counted in looks: each adds the time since the last look, up to a few beats. So time
+// in which we did not run ourselves (stopped, starved, suspended) accuses no peer.
 class Liveness {
  public:
   // A peer that has shown no sign of life for the failure timeout.
   struct Silent {
     EngineId peer;
     std::shared_ptr<Channel> channel;
-    uint64_t sign;  // signOf() all this time
+    uint64_t sign;  // signOf() during all this time
   };
   struct Options {
-    std::chrono::milliseconds failureTimeout;  // 200 ms at least are taken
-    // Both run on the thread, without a lock. Once per peer: the kernel says that its process has
-    // ended, or is ending, and in which way we know. Never for a process of which only the thread
-    // that holds the word has ended: a sandbox may kill that one alone.
+    std::chrono::milliseconds failureTimeout;  // at least 200 ms are used
+    // Both run on the liveness thread, without a lock. Called once per peer, when the kernel says
+    // that its process has ended or is ending; `evidence` says how we know. Not called if only the
+    // thread that holds the word has ended, because a sandbox may kill that thread alone.
     std::function<void(const EngineId& peer, const std::string& evidence)> onExited;
-    // All that are silent, together; and again after each further failure timeout.
+    // Gets all silent peers together, and again after each further failure timeout.
     std::function<void(std::vector<Silent>)> onSilent;
   };
   struct FutexWait;
   static Result<std::unique_ptr<Liveness>> create(Arena& arena, Options options);
-  // Changes whenever the peer shows that it lives.
+  // Returns a value that changes whenever the peer shows that it lives.
   static uint64_t signOf(const Channel& channel);
-  // In peace: the word is given back, no peer takes that for a death.
+  // Leaves in peace: the word is given back, and no peer takes that for a death.
   ~Liveness();
 
-  // Starts the thread, unless it runs; it sleeps until begin(). kExhausted where there is none.
+  // Starts the thread unless it runs; it sleeps until begin(). kExhausted: no thread can be
+  // created.
   Status prepare();
-  // Until then no peer's death is seen here, nor this process's death there. Fails as prepare().
+  // Before this, no death is seen: neither a peer's here nor ours there. Fails as prepare() does.
   Status begin();
-  // From now on a peer that has never shown a sign of life is silent, too: before, it may still be
-  // connecting to others, and begins when it is through.
+  // From now on a peer that has never shown a sign of life counts as silent, too. Before that it
+  // may still be connecting to others, which comes before its first beat.
   void startSilenceDetection() { expectsSigns_.store(true, std::memory_order_relaxed); }
-  // Something was begun that a death would hold up. Until a second after the last such call beats
-  // and looks come quickly, afterwards at leisure: they cost even a rank that does nothing.
+  // Call it when an operation begins that a death would block. Beats and looks are frequent until
+  // 1 s after the last such call, and rare afterwards, because they cost even an idle rank.
   void markActive() {
     if (!stirred_.load(std::memory_order_relaxed)) stirred_.store(true, std::memory_order_relaxed);
   }
-  // Joins it and lets go of all channels. Nothing is reported or watched afterwards.
+  // Joins the thread and releases all channels. Nothing is reported or watched afterwards.
   void stop();
   uint64_t wordOffset() const { return block_.offset(); }
-  // Ours, for the peers on the host to read when we have ended.
+  // Our report, which peers on this host read after our end.
   CrashReport& crashReport() { return own().crashReport; }
-  // From now on the end of our process is no news to anybody: it has said goodbye.
+  // We have said goodbye: from now on the end of our process is not reported by peers.
   void leave();
 
-  // The channel holds the mapping in which the peer's word lies.
+  // The channel keeps the mapping that holds the peer's word.
   void watch(const EngineId& peer, const std::shared_ptr<Channel>& channel);
   void unwatch(const EngineId& peer);
 
@@ -79,16 +80,17 @@ class Liveness {
     PeerLife life;
     PeerProcess process;
     uint64_t sign = 0;
-    // Counts from the first sign on: until then it may still be waiting for others to connect.
+    // Counts from the first sign on. Before that the peer may still be waiting for others to
+    // connect.
     std::chrono::nanoseconds silence{0};
-    bool isMarked = false;              // its word is: what came of the process?
-    Clock::time_point nextLook;         // into /proc, if it shows no sign until then
-    std::chrono::nanoseconds patience;  // between two such looks; grows
+    bool isMarked = false;              // its word is marked; is its process ending?
+    Clock::time_point nextLook;         // into /proc, unless it shows a sign before
+    std::chrono::nanoseconds patience;  // between two such looks; it grows
   };
   struct Exited {
     EngineId peer;
     std::string evidence;
-    std::shared_ptr<Channel> last;  // goes without the lock
+    std::shared_ptr<Channel> last;  // destroyed without the lock
   };
 
   Liveness(ArenaBlock block, Options options);
@@ -105,13 +107,13 @@ class Liveness {
   void beat(Clock::time_point now);
   void sleep(std::vector<FutexWait>& waits);
 
-  const ArenaBlock block_;  // holds the own word
-  Options options_;         // constant from the start of the thread on
+  const ArenaBlock block_;  // holds our own word
+  Options options_;         // constant once the thread runs
   std::mutex mutex_;        // guards watched_, stopping_, hasBegun_ and the start of thread_
   std::condition_variable begun_;
   bool hasBegun_ = false;
   std::map<EngineId, Watched> watched_;
-  size_t remotes_ = 0;  // of them: those whose life words are not mapped
+  size_t remotes_ = 0;  // number of watched peers whose life words are not mapped
   bool stopping_ = false;
   std::atomic<bool> left_{false};
   std::atomic<bool> expectsSigns_{false};
@@ -119,13 +121,13 @@ class Liveness {
   std::atomic<uint32_t> wakes_{0};
   std::thread thread_;
 
-  // Of the thread alone.
-  std::chrono::milliseconds period_{0};  // from one look, and beat, to the next
+  // Used on the liveness thread only.
+  std::chrono::milliseconds period_{0};  // from one look and beat to the next
   Clock::time_point calmAt_;
   Clock::time_point lastLook_;
   Clock::time_point nextBeat_;
-  Clock::time_point nextConfirm_;  // the next look at a process whose word is marked
-  bool waitsOnMany_ = false;       // this kernel lets us wait for many words at a time
+  Clock::time_point nextConfirm_;  // the next check of a process whose word is marked
+  bool waitsOnMany_ = false;       // this kernel supports waiting for many words at once
 };
 
 }  // namespace mooncake

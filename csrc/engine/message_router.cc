@@ -5,7 +5,7 @@
 namespace mooncake {
 namespace {
 
-// Of a kept message, beside its bytes.
+// Overhead of a kept message, beside its bytes.
 constexpr size_t kOverhead = 256;
 
 }  // namespace
@@ -27,7 +27,7 @@ void MessageRouter::open(uint64_t topic, OnMessage handler) {
 }
 
 void MessageRouter::close(uint64_t topic) {
-  std::shared_ptr<const OnMessage> last;  // goes without the lock: it may own anything
+  std::shared_ptr<const OnMessage> last;  // destroyed without the lock, because it may own anything
   Lock lock(mutex_);
   const auto found = topics_.extract(topic);
   if (!found) return;
@@ -45,12 +45,13 @@ void MessageRouter::closeAll() {
 void MessageRouter::deliver(const EngineId& from, ByteView message) {
   ByteReader in(message);
   const auto topic = in.get<uint64_t>();
-  if (in.failed() || in.left() == 0) return;  // nobody can have meant anything by it
+  if (in.failed() || in.left() == 0) return;  // too short to mean anything
   message = in.getRaw(in.left());
   Lock lock(mutex_);
   auto found = topics_.find(topic);
   if (found != topics_.end() && !found->second.caughtUp) {
-    // Now, not when its turn comes: the bound of what is kept is not for open topics.
+    // Deliver the early messages now, not in the posted task: the bound on kept messages is not
+    // meant for open topics.
     catchUp(lock, topic, found->second.handler);
     found = topics_.find(topic);
   }
@@ -76,7 +77,7 @@ void MessageRouter::catchUp(Lock& lock, uint64_t topic, std::shared_ptr<const On
   }
 }
 
-// The handler is held here: it may close its own topic.
+// The handler is kept alive here, because it may close its own topic.
 void MessageRouter::run(Lock& lock, const std::shared_ptr<const OnMessage>& handler,
                         const EngineId& from, ByteView message) {
   std::shared_ptr<const OnMessage> held = handler;
@@ -98,7 +99,7 @@ void MessageRouter::keep(uint64_t topic, const EngineId& from, ByteView message)
   while (earlyBytes_ > kMostEarlyBytes) takeOldest(early_.find(arrivals_.begin()->second));
 }
 
-// Of a sender. To one receiver its messages come in order.
+// Removes the oldest message of one sender's queue. A sender's messages to one topic stay in order.
 MessageRouter::Early MessageRouter::takeOldest(Queue queue) {
   Early oldest = std::move(queue->second.front());
   queue->second.pop_front();
@@ -108,7 +109,7 @@ MessageRouter::Early MessageRouter::takeOldest(Queue queue) {
   return oldest;
 }
 
-// A sender of early messages for the topic; end(): there are none.
+// Returns the queue of a sender that has early messages for the topic; end(): there is none.
 MessageRouter::Queue MessageRouter::firstEarly(uint64_t topic) {
   const auto found = early_.lower_bound({topic, EngineId{}});
   return found != early_.end() && found->first.first == topic ? found : early_.end();

@@ -14,28 +14,29 @@
 
 namespace mooncake {
 
-// Where the messages of peers go: each names a topic, and whoever has opened that gets it. A peer
-// may be ahead of us, so what comes for a topic that is not open yet is kept: the newest messages
-// of each peer for each topic, and of all together as many as fit a bound. The oldest go first.
-// Nobody learns what went, so whoever needs an answer asks again until it comes.
+// Delivers the messages of peers: each names a topic, and goes to the handler that has opened it. A
+// peer may be ahead of us, so messages for a topic that is not open yet are kept. Each peer's
+// newest messages per topic are kept, and the total is bounded. The oldest are dropped first. No
+// sender learns of a dropped message: if it needs an answer, it repeats its request until the
+// answer comes.
 class MessageRouter {
  public:
   // On the loop's thread, without a lock.
   using OnMessage = std::function<void(const EngineId& from, ByteView message)>;
-  static constexpr size_t kMostEarly = 16;  // of one peer for one topic
+  static constexpr size_t kMostEarly = 16;  // per peer and topic
   static constexpr size_t kMostEarlyBytes = size_t(16) << 20;
 
   explicit MessageRouter(EventLoop& loop) : loop_(loop) {}
 
-  // What came early is handed over first. Any thread. Nobody else may hold this topic open.
+  // Early messages reach the handler first. Any thread. The topic must not be open already.
   void open(uint64_t topic, OnMessage handler);
-  // The handler does not run any more when this returns, and what comes later is as early as
-  // before. Any thread. On the loop's thread this is at once, from within the handler, too; on
-  // others it waits for the handler: hold no lock that it takes.
+  // When this returns, the handler does not run any more, and later messages count as early again.
+  // Any thread. On the loop's thread this returns at once, even from within the handler. Other
+  // threads wait for the handler: hold no lock that it takes.
   void close(uint64_t topic);
   void closeAll();
 
-  // On the loop's thread: a message as encode() made it.
+  // Delivers a message that encode() made. On the loop's thread.
   void deliver(const EngineId& from, ByteView message);
 
   // Wire form: u64 topic, then the message, which is not empty.
@@ -43,15 +44,15 @@ class MessageRouter {
   static constexpr size_t kMostBytes = Channel::kMaxMessageBytes - sizeof(uint64_t);
 
  private:
-  using Sender = std::pair<uint64_t, EngineId>;  // for which topic, and who
+  using Sender = std::pair<uint64_t, EngineId>;  // the topic and the sender
   struct Early {
-    uint64_t order;  // of arrival
+    uint64_t order;  // sequence number of the arrival
     Bytes message;
   };
   using Queue = std::map<Sender, std::deque<Early>>::iterator;
   struct Topic {
     std::shared_ptr<const OnMessage> handler;
-    bool caughtUp = false;  // nothing early waits for it: messages may come directly
+    bool caughtUp = false;  // no early message waits for it: messages may be delivered directly
   };
   using Lock = std::unique_lock<std::mutex>;
   void keep(uint64_t topic, const EngineId& from, ByteView message);
@@ -66,8 +67,8 @@ class MessageRouter {
   std::condition_variable handled_;
   std::map<uint64_t, Topic> topics_;
   const OnMessage* running_ = nullptr;
-  std::map<Sender, std::deque<Early>> early_;  // none is empty
-  std::map<uint64_t, Sender> arrivals_;        // of all that is early, by order
+  std::map<Sender, std::deque<Early>> early_;  // no queue is empty
+  std::map<uint64_t, Sender> arrivals_;        // of all early messages, by order
   uint64_t lastArrival_ = 0;
   size_t earlyBytes_ = 0;
 };

@@ -44,7 +44,7 @@ void Outbox::flush() {
   }
   for (const auto& [peer, message] : due) {
     const Status sent = peer->channel->send(message);
-    // A channel's end is reported as such.
+    // Any other error is the end of the channel, which is reported on its own.
     if (sent.code() == ErrorCode::kExhausted)
       log(LogLevel::kWarning, logName_, "a message is lost: ", sent.error().message);
   }

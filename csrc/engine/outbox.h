@@ -13,8 +13,8 @@
 
 namespace mooncake {
 
-// Messages on their way to peers, in the order in which they were given: the caller does not wait
-// for a channel, whose lock is held while a transfer is copied to its socket.
+// Queues messages for peers, in the order of the calls. The caller does not wait for a channel,
+// whose lock is held while a transfer is copied to its socket.
 class Outbox {
  public:
   // The loop uses it until the loop ends.
@@ -22,14 +22,14 @@ class Outbox {
 
   // See Engine::send().
   Status send(Peer& peer, uint64_t topic, ByteView message);
-  // All that waits, on this thread.
+  // Sends all queued messages, on this thread.
   void flush();
 
  private:
   EventLoop& loop_;
   const std::string logName_;
   std::mutex sendingMutex_;  // one flush() at a time, or messages would overtake each other
-  std::mutex mutex_;         // guards what follows; taken after sendingMutex_
+  std::mutex mutex_;         // guards the fields below; taken after sendingMutex_
   std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> waiting_;
   size_t bytes_ = 0;
 };

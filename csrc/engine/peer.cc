@@ -5,7 +5,7 @@ namespace mooncake {
 bool Peer::hasExited() const {
   if (disconnected.load(std::memory_order_acquire) && evidence.kind == Evidence::Kind::kExited)
     return true;
-  // After a goodbye nobody watches its life word any more.
+  // After a goodbye its life word is not watched any more.
   return process.isEnding();
 }
 

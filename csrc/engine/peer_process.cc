@@ -17,7 +17,7 @@
 namespace mooncake {
 namespace {
 
-// A file of /proc; empty: it is not there, or not for us.
+// Content of a file of /proc; empty: it does not exist, or we may not read it.
 class ProcFile {
  public:
   explicit ProcFile(const std::string& path) {
@@ -40,7 +40,7 @@ T numberIn(std::string_view text, int base = 10) {
   return value;
 }
 
-// What proc(5) calls stat, of a process or a thread.
+// The fields that we need of a process's or thread's `stat` file; see proc(5).
 struct Stat {
   char state = '?';
   uint32_t flags = 0;  // PF_ of the kernel's sched.h
@@ -74,8 +74,8 @@ bool isKilled(std::string_view status, std::string_view line) {
   return numberIn<uint64_t>(status.substr(at + line.size()), 16) >> (SIGKILL - 1) & 1;
 }
 
-// A thread that has begun to exit, or will before it runs another line of the program: to all
-// threads of a process that ends the kernel sends SIGKILL. One that is gone counts, too.
+// Returns whether a thread is exiting, or will exit before it runs another line of the program. The
+// kernel sends SIGKILL to all threads of a process that ends. A thread that is gone counts, too.
 bool isThreadEnding(const std::string& folder) {
   constexpr uint32_t kPfExiting = 0x4;
   const auto stat = statOf(folder);
@@ -97,11 +97,11 @@ bool PeerProcess::isEnding() const {
   if (::kill(number_, 0) != 0 && errno == ESRCH) return true;
   const std::string folder = folderOf(number_);
   const auto stat = statOf(folder);
-  if (!stat) return false;  // there is no /proc for us
+  if (!stat) return false;  // /proc is not readable for us
   if (started_ != 0 && stat->started != started_) return true;
-  // Sent to the process, it stays pending until the process is no more.
+  // A SIGKILL to the process stays pending until the process is gone.
   if (isKilled(ProcFile(folder + "/status").text(), "ShdPnd:\t")) return true;
-  // It may have ended in other ways. The first thread's end alone is not the process's.
+  // The process may have ended in another way. The end of its first thread alone is not enough.
   const std::unique_ptr<DIR, int (*)(DIR*)> tasks(::opendir((folder + "/task").c_str()),
                                                   ::closedir);
   if (!tasks) return false;

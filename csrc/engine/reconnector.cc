@@ -8,7 +8,7 @@
 namespace mooncake {
 namespace {
 
-// Between two attempts.
+// Bounds of the pause between two attempts.
 constexpr auto kLeastPause = std::chrono::milliseconds(1);
 constexpr auto kMostPause = std::chrono::milliseconds(100);
 
@@ -26,7 +26,8 @@ void Reconnector::reconnect(const EngineId& peer, Connection connection, const E
              .deadline = Deadline::after(options_.failureTimeout),
              .pause = kLeastPause};
   now.heard = now.connection.channel->lifeSigns();
-  // One that leads nowhere does not become a new one by being made again and again.
+  // A connection that carried nothing since its last break continues that break: same deadline,
+  // longer pause. Otherwise a useless connection could be made again forever.
   if (const auto last = lastBroken_.extract(peer); last && last.mapped().heard == now.heard) {
     now.how = last.mapped().how;
     now.deadline = last.mapped().deadline;
@@ -45,7 +46,7 @@ std::string Reconnector::inTime() const {
   return " for " + std::to_string(options_.failureTimeout.count()) + " ms";
 }
 
-// Null: that is over.
+// Null: this break is over.
 Reconnector::Broken* Reconnector::find(const EngineId& peer, uint64_t number) {
   const auto found = broken_.find(peer);
   if (found == broken_.end() || found->second.number != number) return nullptr;
@@ -112,9 +113,9 @@ void Reconnector::giveUp(const EngineId& peer, uint64_t number, Evidence::Kind k
   if (!find(peer, number)) return;
   const auto last = forget(peer);
   const std::string detail = last->how.detail + (why.empty() ? "" : ", ") + why;
-  // Whoever connects to us later comes too late.
+  // If the peer connects to us later, it is too late.
   if (kind != Evidence::Kind::kUnreachable || !why.empty()) last->connection.channel->close();
-  // What was silent on a connection that stood has been so from now on.
+  // Silence is dated now, as it is on an unbroken connection. Any other loss is dated at the break.
   const bool isSilent = kind == Evidence::Kind::kSilent;
   options_.onLost(peer, {kind, detail, isSilent ? Clock::now() : last->how.when});
 }

@@ -16,53 +16,56 @@
 
 namespace mooncake {
 
-// Makes connections again. One that ends without a goodbye says little of the process at its other
-// end; whether somebody still listens there says more. If so, the one who had called calls again,
-// and the other one waits for that. Meanwhile the peer is watched like any other.
+// Makes broken connections again. A connection that ends without a goodbye says little about the
+// peer's process. It says more whether the peer's address is still listened on. If it is, the side
+// that had called calls again, and the other side waits for that. Meanwhile liveness watches the
+// peer as before.
 //
-// All on the loop's thread, but for stop(); the callbacks run there, too, without a lock. The loop
+// Runs on the loop's thread, except stop(). The callbacks run there, too, without a lock. The loop
+// uses it until the loop ends.
 // uses it until the loop ends.
 class Reconnector {
  public:
-  // What it takes to make one again.
+  // The data that making a connection again needs.
   struct Connection {
     std::shared_ptr<Channel> channel;
     Transport* transport;
-    Bytes endpoint;  // where the peer listens; empty: we do not know it, the peer calls
-    bool isOurs;     // to make, as it was the first time
+    Bytes endpoint;  // where the peer listens; empty: unknown, so the peer must call
+    bool isOurs;     // this side calls, as it did the first time
   };
   struct Options {
-    std::chrono::milliseconds failureTimeout;  // from the break on
-    // It is given up: what that says of the peer.
+    std::chrono::milliseconds failureTimeout;  // counts from the break
+    // Called when a connection is given up; `evidence` says what this means for the peer.
     std::function<void(const EngineId& peer, const Evidence& evidence)> onLost;
-    // It stands again. How it had broken; nothing: at its other end only.
+    // Called when a connection works again. `how`: how it had broken; none: only the other end saw
+    // it.
     std::function<void(const EngineId& peer, const std::optional<Evidence>& how)> onReconnected;
   };
 
   Reconnector(EventLoop& loop, Options options) : loop_(loop), options_(std::move(options)) {}
 
   void reconnect(const EngineId& peer, Connection connection, const Evidence& how);
-  // Either end has made it again.
+  // Call it when either end has made the connection again.
   void reconnected(const EngineId& peer);
-  // Nothing is made again, or told, of this peer's channel, which is closed.
+  // Forgets this peer, whose channel is closed: no reconnection, no callback.
   void drop(const EngineId& peer);
 
-  // Waits so long for those that are just being made again; afterwards none is, and nothing is
-  // told. Any thread, on the loop's without patience.
+  // Waits up to `patience` for connections that are being made again. Afterwards none is made, and
+  // no callback runs. Any thread; on the loop's thread, `patience` must be 0.
   void stop(Clock::duration patience);
-  // Lets go of all channels; after stop().
+  // Releases all channels; call it after stop().
   void forgetAll();
 
  private:
   struct Broken {
-    uint64_t number = 0;  // tells it from an earlier one of the same peer
+    uint64_t number = 0;  // tells this break from an earlier one of the same peer
     Connection connection;
     Evidence how;
     Deadline deadline = Deadline::after(std::chrono::nanoseconds(0));
-    Clock::duration pause{};       // until the next attempt
-    uint64_t heard = 0;            // of the peer, when it broke
-    bool answered = false;         // something listens there
-    EventLoop::TimerId timer = 0;  // behind the deadline
+    Clock::duration pause{};       // before the next attempt
+    uint64_t heard = 0;            // bytes received from the peer when it broke
+    bool answered = false;         // the peer's address is still listened on
+    EventLoop::TimerId timer = 0;  // fires soon after the deadline
   };
   Broken* find(const EngineId& peer, uint64_t number);
   void connect(const EngineId& peer, uint64_t number);
@@ -75,12 +78,13 @@ class Reconnector {
   EventLoop& loop_;
   const Options options_;
   std::map<EngineId, Broken> broken_;
-  std::map<EngineId, Broken> lastBroken_;  // reconnected, but nothing may have come since
+  std::map<EngineId, Broken> lastBroken_;  // last break of each reconnected peer, in case nothing
+                                           // arrives before the next one
   uint64_t lastNumber_ = 0;
 
   std::mutex mutex_;  // guards count_ and stopped_
   std::condition_variable idle_;
-  size_t count_ = 0;  // of broken_
+  size_t count_ = 0;  // size of broken_
   bool stopped_ = false;
 };
 

@@ -19,7 +19,7 @@ EngineId readId(ByteReader& in) {
 
 struct Wire {
   Transport* transport;
-  Bytes endpoint;  // the peer's for this transport
+  Bytes endpoint;  // the peer's address for this transport
 };
 
 // Tries one wire after the other.
@@ -33,8 +33,8 @@ class RouteSearch final : public Connecting {
       auto channel = advanceOn(wires_[next_]);
       if (channel.ok()) return channel;
       call_.reset();
-      // Only "this wire does not lead there" tries the next one: a refusal on the wire that does
-      // lead there must not turn into another wire.
+      // Only kUnsupported (this wire does not reach the peer) leads to the next wire. If the right
+      // wire refuses, another wire must not take its place.
       if (channel.error().code != ErrorCode::kUnsupported) return channel;
       reasons_ += (reasons_.empty() ? "" : "; ") + std::string(wires_[next_].transport->name()) +
                   ": " + channel.error().message;
@@ -59,7 +59,7 @@ class RouteSearch final : public Connecting {
   const Deadline deadline_;
   size_t next_ = 0;
   std::unique_ptr<Connecting> call_;  // over wires_[next_]
-  std::string reasons_;               // why those before it do not lead there
+  std::string reasons_;               // why the wires before it do not reach the peer
 };
 
 }  // namespace

@@ -11,12 +11,12 @@
 
 namespace mooncake {
 
-// A stamp is a word that only grows: what it says is for those to know who write it.
+// A stamp is a word that only grows. Its writers define its meaning.
 inline bool canStamp(const std::atomic<uint64_t>& word, uint64_t stamp) {
   return word.load(std::memory_order_acquire) < stamp;
 }
-// True when this call wrote the word. Sequentially consistent, so a doorbell that is rung
-// afterwards is not missed (see Doorbell).
+// Returns true if this call wrote the word. Sequentially consistent, so that a waiter sees a
+// doorbell that is rung afterwards (see Doorbell).
 inline bool tryStamp(std::atomic<uint64_t>& word, uint64_t stamp) {
   uint64_t current = word.load(std::memory_order_relaxed);
   while (current < stamp) {
@@ -25,42 +25,41 @@ inline bool tryStamp(std::atomic<uint64_t>& word, uint64_t stamp) {
   return false;
 }
 
-// The stamp that announces a put. It is tried after the data has landed; where canStamp() is
-// already false (the put is late) neither data nor stamp is written.
-// `offset` is relative to the region and a multiple of 8. The doorbell at the start of the region
-// is rung afterwards.
+// The stamp that announces a put. It is written after the data has landed. If canStamp() is already
+// false, the put is late, and neither data nor stamp is written. `offset` is relative to the region
+// and a multiple of 8. Afterwards the doorbell at the start of the region is rung.
 struct Signal {
   uint64_t offset = 0;
   uint64_t stamp = 0;
 };
 
-// A word of the peer's window part. Without a key there is none.
+// A word of the peer's window part. Key 0: no word.
 struct RemoteSignal {
   RemoteRegion region;
   Signal signal;
 };
 
-// Bytes from here into memory that the peer registered with kRemoteWrite, announced by a word of
-// its window part. `data` may be reused as soon as put() returns.
+// A put of bytes from here into memory that the peer registered with kRemoteWrite. A word of the
+// peer's window part announces it. `data` may be reused as soon as put() returns.
 struct PutRequest {
-  RemoteRegion region;  // of the data
+  RemoteRegion region;  // the region of the data
   uint64_t offset = 0;
   std::span<const std::byte> data;
   Signal signal;
-  RemoteRegion signalRegion = {};  // of the word; no key: it is in `region`, too
+  RemoteRegion signalRegion = {};  // the region of the word; key 0: the word is in `region`, too
 
   const RemoteRegion& regionOfSignal() const {
     return signalRegion.key != 0 ? signalRegion : region;
   }
 };
 
-// Counts gets and writes that are under way; rings when the last one ended. Must outlive them (see
-// Channel::cancel); the bell must outlive the channel, because it may still be looked at when the
-// last one has ended. get() and write() begin it.
+// Counts gets and writes under way; rings the bell when the last one ends. Must outlive them (see
+// Channel::cancel). The bell must outlive the channel, because it may still be used just after the
+// last one has ended. get() and write() call begin().
 struct Completion {
   explicit Completion(Doorbell* bell) : bell(bell) {}
   std::atomic<uint32_t> pending{0};
-  std::atomic<ErrorCode> error{ErrorCode::kOk};  // of the first that failed
+  std::atomic<ErrorCode> error{ErrorCode::kOk};  // of the first transfer that failed
   Doorbell* bell;
 
   void begin() { pending.fetch_add(1, std::memory_order_relaxed); }
@@ -75,8 +74,8 @@ struct Completion {
   bool finished() const { return pending.load(std::memory_order_acquire) == 0; }
 };
 
-// Bytes of a peer's registered memory into memory here. `target` and `completion` belong to the
-// transfer until completion->end() was called for it.
+// A get of bytes of a peer's registered memory into memory here. `target` and `completion` belong
+// to the transfer until it calls completion->end().
 struct GetRequest {
   RemoteRegion region;
   uint64_t offset = 0;
@@ -85,15 +84,15 @@ struct GetRequest {
   bool isOfProgram = false;  // `target` may be unmapped: the get then ends with kInvalidArgument
 };
 
-// Bytes from here into memory that the peer registered with kRemoteWrite. `source` and `completion`
-// belong to the transfer until completion->end() was called for it, and with kOk only when the
-// bytes are in the peer's memory. After any other end the range may hold some of them.
+// A write of bytes from here into memory that the peer registered with kRemoteWrite. `source` and
+// `completion` belong to the transfer until it calls completion->end(). After kOk the bytes are in
+// the peer's memory. After any other end the range may hold some of them.
 struct WriteRequest {
   RemoteRegion region;
   uint64_t offset = 0;
   std::span<const std::byte> source;
   Completion* completion = nullptr;
-  bool isOfProgram = false;  // as of a get
+  bool isOfProgram = false;  // see GetRequest
 };
 
 }  // namespace mooncake

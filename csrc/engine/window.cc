@@ -32,13 +32,13 @@ Window::~Window() {
   if (block_) retire();
 }
 
-// Before attach() has ended well we do not know who has our description, and by it our part: it
-// stays until the engine ends.
+// Until attach() has succeeded, we do not know which peers have our description and so our part.
+// Then the part stays until the engine ends.
 void Window::retire(std::vector<RetiredMemory> more) {
   struct Mapper {
     std::shared_ptr<Peer> peer;
     std::optional<LeaseTable::Remote>
-        lease;  // none: of whom we have no part, though it may have ours
+        lease;  // none: we have no description of the peer's part, but it may have ours
   };
   std::vector<Mapper> mappers;
   for (const Member& member : members_) {
@@ -78,7 +78,7 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
     Member& member = members_[r];
     const bool isOurs = peers[r] == nullptr;
     const auto arena = isOurs ? std::span<std::byte>() : peers[r]->channel->peerArena();
-    // Whether or not it told us of its part: all ranks have to say the same.
+    // This does not depend on its description, because all ranks must get the same result.
     if (!isOurs && arena.empty()) fullyMapped_ = false;
     member.peer = std::move(peers[r]);
     if (parts[r].empty()) continue;

@@ -16,21 +16,22 @@
 namespace mooncake {
 
 // Symmetric memory of a group: every rank owns a part of the same size that the others can put
-// into. A part starts with its owner's doorbell. Made in two steps, because the members exchange
-// what describe() says in between. Ends with retire(), at the latest in its destructor.
+// into. A part starts with its owner's doorbell. It is made in two steps, create() and attach(); in
+// between the members exchange their describe() results. Ends with retire(), at the latest in its
+// destructor.
 class Window {
  public:
-  static constexpr size_t kUserOffset = sizeof(Doorbell);  // where the part's free use begins
+  static constexpr size_t kUserOffset = sizeof(Doorbell);  // start of the usable part
 
   static Result<std::unique_ptr<Window>> create(std::shared_ptr<Engine> engine, size_t bytes);
   ~Window();
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
-  // This rank's part, for the others' attach().
+  // Returns the description of this rank's part, for the others' attach().
   Bytes describe() const;
-  // peers[r] is null for this rank itself; parts[r] is what rank r described, empty when it was
-  // lost before it could: nothing of such a rank is ever written or read.
+  // peers[r] is null for this rank itself. parts[r] is the description from rank r. It is empty if
+  // rank r was lost before it gave one; nothing of such a rank is ever written or read.
   Status attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
                 const std::vector<Bytes>& parts);
 
@@ -43,49 +44,51 @@ class Window {
 
   std::byte* local() const { return local_; }
   Doorbell& bell() const { return *reinterpret_cast<Doorbell*>(local_); }
-  // Where load and store reach the rank's part (our own always), else null.
+  // Returns the rank's part where load and store reach it (always for our own), else null.
   std::byte* peerPtr(int rank) const { return members_[rank].mapped; }
-  // Memory of the rank's arena, by its offset there, where load and store reach it; null where they
-  // do not, or where it is not within the arena.
+  // Returns memory of the rank's arena, by its offset there. Null if load and store do not reach
+  // it, or if it is not within the arena.
   const std::byte* peerArena(int rank, uint64_t offset, size_t bytes) const;
-  // The rank's memory is reached through network cards: Channel::hasCards().
+  // Returns whether network cards reach the rank's memory: Channel::hasCards().
   bool hasCards(int rank) const {
     const auto& peer = members_[rank].peer;
     return peer && !members_[rank].mapped && peer->channel->hasCards();
   }
-  // Every part is reached by load and store: what a member published outlives it.
+  // Load and store reach every part, so data that a member published outlives the member.
   bool fullyMapped() const { return fullyMapped_; }
 
-  // Wakes the rank if it sleeps at its doorbell. Only where peerPtr() is set: a put rings by
-  // itself.
+  // Wakes the rank if it sleeps at its doorbell. Call it only where peerPtr() is set; a put rings
+  // the bell by itself.
   void ring(int rank) const { reinterpret_cast<Doorbell*>(members_[rank].mapped)->ring(); }
   Status put(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
-  // Into other memory of a rank that is not mapped; the word is in its part.
+  // Puts into other memory of a rank that is not mapped; the signal word is in the rank's part.
   Status put(int rank, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
              Signal signal) const;
-  // The same by cards, which take it from where it stands: Channel::write. Where hasCards().
+  // The same by network cards, without a copy of `data`: Channel::write. Call it only where
+  // hasCards().
   Status write(int rank, const RemoteRegion& region, uint64_t offset,
                std::span<const std::byte> data, Signal signal, Completion& completion) const;
-  // Into any part: by store where it is reached by load and store, else as a put.
+  // Puts into any part: by a store where load and store reach it, else by put().
   Status place(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
   Status get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
              Completion& completion) const;
   Status get(int rank, std::span<const GetRequest> requests) const;
-  // Every get and write that counts at this completion has ended when this returns.
+  // Cancels the gets and writes that count at this completion; all have ended when this returns.
   void cancel(const Completion& completion) const;
 
-  // We touch nothing of this window any more: our lease ends. Our part, and what else the others
-  // may touch, is used again when each of them has ended its own lease, or its process has ended;
-  // until then it stays as it is. A goodbye is not enough, nor is a view without the rank. Once.
+  // We touch this window no more, and our lease ends. Our part and `more` may still be touched by
+  // the others. They are reused once each of them has ended its lease, or its process has ended;
+  // until then they stay unchanged. A goodbye is not enough, nor is a view without the rank. Call
+  // it once.
   void retire(std::vector<RetiredMemory> more = {});
 
-  // The rank goes on without us: what we have read of its part may be of a later operation. Only
-  // where it is mapped, else false.
+  // Returns whether the rank has fenced us and goes on without us. If so, data that we read from
+  // its part may belong to a later operation. Always false where the part is not mapped.
   bool isFencedBy(int rank) const {
     const auto* word = members_[rank].fence;
     return word && (word->load(std::memory_order_acquire) & FenceWords::kFenced) != 0;
   }
-  // Null as long as something may come from the rank.
+  // Null while the rank may still send something.
   const Evidence* disconnection(int rank) const;
   const char* transportName(int rank) const;
 
@@ -94,8 +97,8 @@ class Window {
     std::shared_ptr<Peer> peer;  // null: this rank
     RemoteRegion part;
     std::byte* mapped = nullptr;
-    const std::atomic<uint32_t>* fence = nullptr;  // where it is mapped: Channel::fenceWord()
-    LeaseTable::Remote lease;                      // of the rank on this window, where it is mapped
+    const std::atomic<uint32_t>* fence = nullptr;  // if its arena is mapped: Channel::fenceWord()
+    LeaseTable::Remote lease;  // the rank's lease on this window, if its arena is mapped
   };
 
   Window() = default;

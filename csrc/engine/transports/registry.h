@@ -8,8 +8,8 @@
 
 namespace mooncake {
 
-// Every wire that is built in, best first. The order is the order in which routes are tried. One
-// that is only by name is used when it was asked for, else never.
+// Every wire that is built in, best first; routes are tried in this order. A wire that is only by
+// name is used only if it was asked for.
 struct TransportEntry {
   const char* name;
   Result<std::unique_ptr<Transport>> (*create)(const TransportContext& context);

@@ -29,100 +29,101 @@ namespace mooncake {
 
 using EngineId = std::array<std::byte, 16>;  // random, names one engine for its whole life
 
-// One wire to one peer. All calls from any thread. No call waits for the peer.
+// One wire to one peer. Any thread may call it. No call waits for the peer.
 //
-// A connection that breaks may be made again behind the channel, which then loses what had not
-// arrived. Both ends are told afterwards (Engine::observe), and whoever put or sent something that
-// matters does it once more: stamps only grow, so what has arrived twice did so once.
+//
+// If a connection breaks, it may be made again behind the channel, which then loses data that had
+// not arrived. Both ends are told afterwards (Engine::observe), and repeat the puts and messages
+// that matter. Arriving twice does no harm, because stamps only grow.
 class Channel {
  public:
   virtual ~Channel() = default;
 
   virtual const char* transportName() const = 0;
-  // The peer's arena where load and store reach it, else empty. Constant for the channel's life;
-  // stays mapped, with all that the peer wrote, also after the peer died and after close().
+  // The peer's arena if load and store reach it, else empty. Constant for the channel's life. It
+  // stays mapped, with everything that the peer wrote, after the peer's death and after close().
   virtual std::span<std::byte> peerArena() const = 0;
-  // What keeps that mapped for whoever uses it longer than the channel.
+  // Keeps that mapping alive for users that need it longer than the channel.
   virtual std::shared_ptr<const void> sharedPeerArena() const { return nullptr; }
-  // The peer's life word where that is mapped. As long as peerArena().
+  // The peer's life word if it is mapped. Lives as long as peerArena().
   virtual PeerLife peerLife() const { return {}; }
-  // Where the peer's arena is mapped: not 0 from when the peer has fenced us, hence from before it
-  // goes on without us. As long as peerArena().
+  // A word in the peer's mapped arena that turns non-zero when the peer fences us, before it goes
+  // on without us. Null if the arena is not mapped. Lives as long as peerArena().
   virtual const std::atomic<uint32_t>* fenceWord() const { return nullptr; }
-  // Whether its connection is made again when it breaks, so that the peer may call once more.
+  // Returns whether a broken connection is made again, so that the peer may call once more.
   virtual bool isMadeAgain() const { return false; }
-  // Bytes received. Unused, like beat(), where a life word is mapped: that tells more.
+  // Number of bytes received. Neither this nor beat() is used where a life word is mapped, which
+  // says more.
   virtual uint64_t lifeSigns() const { return 0; }
-  // Does ahead of time what the first transfer between these regions of the peer's and memory that
-  // lasts here would wait for on the way to the peer. `done` runs
-  // once, on any thread, and must not block or call the channel; by the deadline, or the channel's
-  // end.
+  // Does ahead of time the setup that the first transfer would wait for, between these regions of
+  // the peer's and long-lived memory here. `done` runs once, on any thread, by the deadline or when
+  // the channel ends. It must not block or call the channel.
   virtual void warmUp(std::span<const RemoteRegion>, Deadline, std::function<void(Status)> done) {
     done({});
   }
-  // Network cards move bytes by themselves between memory that lasts here and memory that lasts
-  // there: copying what is large into such memory costs less than to have it cut into packets.
+  // Returns whether network cards move bytes by themselves between long-lived memory here and
+  // there. If so, copying large data into such memory is cheaper than sending it in packets.
   virtual bool hasCards() const { return false; }
-  // Shows the peer that we live, unless something else has since the last call. Waits for no lock.
+  // Shows the peer that we live, unless other traffic has done so since the last call. Waits
+  // for no lock.
   virtual void beat() {}
-  // Connections beside the first that have carried nothing since the last call may end, and come
-  // back at need. On the loop's thread, every so often. Returns how many end.
+  // Ends connections other than the first that have carried nothing since the last call. They come
+  // back when needed. On the loop's thread, periodically. Returns how many end.
   virtual size_t restConnections() { return 0; }
-  // Connections that stand.
+  // Number of open connections.
   virtual size_t connections() const { return 1; }
-  // The peer's process has ended, its connection may not have: transfers under way end with this
-  // error,
-  // and nothing is asked of the peer any more.
+  // Tells the channel that the peer's process has ended, though its connection may not have:
+  // transfers under way end with this error, and nothing is asked of the peer any more.
   virtual void peerExited(const Error&) {}
-  // Makes data appear in the peer's memory, and then the signal. There is no order between two
-  // puts, but those that have one word to signal land one after the other: a slot may be put again
-  // while its last put is under way.
+  // Writes data into the peer's memory, and then the signal. Two puts have no order, except that
+  // puts with the same signal word land one after the other: a slot may be put again while its last
+  // put is under way.
   virtual Status put(const PutRequest& request) = 0;
-  // Fetches. The completion ends exactly once per get that returned ok, also when the channel
+  // Fetches. Each get that returned ok ends its completion exactly once, even if the channel
   // breaks.
   virtual Status get(const GetRequest& request) = 0;
-  // Writes, likewise. No order between two of them, or to puts. What it does to a range that is not
-  // all inside the region: nothing.
+  // Writes. Its completion ends as that of a get does. There is no order between two writes, or
+  // between writes and puts. If the range is not all inside the region, no byte is written.
   virtual Status write(const WriteRequest& request) = 0;
-  // The same, and the word is stamped when the bytes are there, before the completion ends: a put
-  // whose data stays where it stands. Only where hasCards(), elsewhere kUnsupported.
+  // The same, and stamps the word when the bytes are there, before the completion ends. This is a
+  // put whose data is not copied. Only where hasCards(), else kUnsupported.
   virtual Status write(const WriteRequest&, const RemoteSignal&) {
     return {ErrorCode::kUnsupported, std::string(transportName()) + " announces no writes"};
   }
-  // The same for many, which small ones make cheaper. Not ok: none of them has begun. A transfer
-  // that cannot begin when others have ends its completion with why.
+  // The same for several requests, which makes small ones cheaper. After an error none of them has
+  // begun. If others have begun and one cannot, its completion ends with the reason.
   virtual Status get(std::span<const GetRequest> requests) { return beginAll(requests); }
   virtual Status write(std::span<const WriteRequest> requests) { return beginAll(requests); }
-  // A message for the peer's onMessage. Those of one channel arrive in the order of the calls. Lost
-  // only with the connection: the last ones of a peer that died may be, whatever it had been told.
-  // kExhausted when too much waits already for a peer that does not read.
-  static constexpr size_t kMaxMessageBytes = size_t(64) << 10;  // and 1 at least
+  // Sends a message for the peer's onMessage. The messages of one channel arrive in the order of
+  // the calls. They are lost only with the connection: the last ones of a peer that died may be
+  // lost, even if send() was ok. kExhausted: too much waits already for a peer that does not read.
+  static constexpr size_t kMaxMessageBytes = size_t(64) << 10;  // the least is 1
   virtual Status send(ByteView message) = 0;
-  // Ends the gets and writes under way that count at this completion with kAborted (those that
-  // still are: one may end well at the same time) and returns when none of them touches its target,
-  // or its source, any more. What of a write has left by then may still land.
+  // Ends the gets and writes under way that count at this completion with kAborted. One of them may
+  // still end well at the same time. Returns when none of them touches its target or source any
+  // more. Bytes of a write that were already sent may still land.
   virtual void cancel(const Completion* completion) = 0;
-  // The peer is out, and may not know it. From the return of this on no put or write of it lands
-  // here, not even the rest of one that has begun, and none of its gets is served: it is told
-  // kAborted. Our own gets and writes over a socket end so, too; what is mapped here stays
-  // readable. Messages still pass both ways. Does not wait for the peer: where it stores into
-  // memory that it maps, one store that it was in the middle of may still come (of a write up to
-  // 1 MiB), so that memory must not be used again: of puts at all, of writes while
-  // hasLateWrites().
+  // Shuts the peer out, which may not know it. After this returns, none of its puts or writes lands
+  // here, not even the rest of one that has begun. Its gets fail with kAborted. Our own gets and
+  // writes over a socket end so, too; memory that is mapped here stays readable. Messages still
+  // pass both ways. Does not wait for the peer. If it stores into memory that it maps, one store
+  // may still come late (of a write up to 1 MiB). So memory that it puts into must never be reused,
+  // and memory that it writes into not while hasLateWrites().
   virtual void fence() = 0;
   // The first half of fence(): no transfer of the peer begins, and those under way are given up.
-  // The caller then calls fence(). When several peers are lost, it calls this for all of them
-  // first: their transfers end side by side, within one grace period.
+  // The caller then calls fence(). If several peers are lost, the caller first calls this for all
+  // of them: their transfers then end in parallel, within one grace period.
   virtual void beginFence() {}
-  // The peer was fenced, or we have hung up on it, while it stored into memory that it maps, and it
-  // has not come to the end of that yet. It never does if its process ends there.
+  // Returns whether the peer was in a store into memory that it maps when we fenced it or closed
+  // the channel, and has not finished it yet. If its process ends there, this stays true.
   virtual bool hasLateWrites() const { return false; }
-  // Before the goodbyes to all peers: what was put, and may not have come yet, goes ahead of them.
-  // Who reads ours may tell the others sooner than a put of ours comes by a slower way.
+  // Called before the goodbyes to all peers, so that puts that may not have arrived go ahead of
+  // them. A peer that reads our memory directly may notify other ranks before our put reaches them
+  // over a slower wire.
   virtual void flush() {}
-  // No transfer starts or goes on after this; those under way end with kAborted, and what is asked
-  // later gets that or, where the channel had ended before, why. Idempotent. Says goodbye where the
-  // wire can, so that the peer does not take it for a death.
+  // Stops all transfers: those under way end with kAborted. Later requests get kAborted, too, or
+  // the reason if the channel had ended before. Idempotent. Says goodbye where the wire can, so
+  // that the peer does not take it for a death.
   virtual void close() = 0;
 
  protected:
@@ -147,21 +148,21 @@ Status Channel::beginAll(std::span<const Request> requests) {
   return {};
 }
 
-// A channel on its way. Belongs to one thread, which may have many under way: what takes the time
-// are the answers of the peers, and those come side by side.
+// A channel that is being opened. Belongs to one thread, which may have many under way: the time
+// goes into the answers of the peers, and those come in parallel.
 class Connecting {
  public:
   virtual ~Connecting() = default;
 
-  // Goes as far as it can without waiting for the peer. The channel once it stands, null before
-  // that. Errors are final; kUnsupported: this wire does not lead there, try the next one;
-  // kTimeout: the deadline has passed.
+  // Goes as far as it can without waiting for the peer. Returns the channel once it is open, null
+  // before that. Errors are final. kUnsupported: this wire does not reach the peer, try the next
+  // one. kTimeout: the deadline has passed.
   virtual Result<std::shared_ptr<Channel>> advance() = 0;
-  // Adds the sockets that it waits for, after advance() gave null.
+  // Adds the sockets that it waits for, after advance() returned null.
   virtual void addSockets(std::vector<pollfd>& sockets) const = 0;
 };
 
-// What a transport may use of the engine that owns it. Outlives the transport.
+// The parts of its engine that a transport may use. Outlives the transport.
 struct TransportContext {
   EngineId id;
   Env env;
@@ -171,33 +172,33 @@ struct TransportContext {
   Arena& arena;
   uint64_t life;  // offset of the engine's LifeWord in its arena
   EventLoop& loop;
-  // Of the connections that carry bulk data. None: they are the first loop's, too.
+  // Loops of the connections that carry bulk data. Empty: the first loop serves those, too.
   std::vector<EventLoop*> dataLoops = {};
-  // Whether a peer that has proved itself may begin a channel, or make ours again; asked on the
-  // loop's thread, right before it is welcomed. None: it may.
+  // Returns whether a peer that has proved itself may begin a channel, or make ours again. Called
+  // on the loop's thread, right before the peer is welcomed. Null: it may.
   std::function<bool(const EngineId& peer)> admits = nullptr;
-  // One whose channel has ended for good may begin another.
+  // If true, a peer whose channel has ended for good may begin another.
   bool peersReturn = false;
-  // How long a peer's kernel may say nothing before a connection counts as broken; 0: somebody else
-  // watches.
+  // How long a peer's kernel may be silent before a connection counts as broken. 0: no limit here,
+  // as liveness watches the peers.
   std::chrono::milliseconds deadAfter{0};
-  // A peer connected to us and proved that it knows the key. On the loop's thread.
+  // Called when a peer has connected to us and proved that it knows the key. On the loop's thread.
   std::function<void(EngineId peer, std::shared_ptr<Channel>)> onAccepted;
-  // A peer called send(). On the loop's thread; the bytes are gone when it returns.
+  // Called when a peer's message arrives. On the loop's thread; the bytes live until it returns.
   std::function<void(EngineId peer, ByteView message)> onMessage;
-  // The channel ended and not by our close(). Once per channel, and again when it has been
-  // reconnected; a goodbye may follow a break. On the loop's thread.
+  // Called when the channel ends other than by our close(). Once per channel, and once more after
+  // each reconnection. A goodbye may follow a break. On the loop's thread.
   std::function<void(EngineId peer, const Evidence& evidence)> onEnded;
-  // A peer has connected again: the channel that we had is reconnected, whether or not we had seen
-  // its end. On the loop's thread.
+  // Called when a peer has connected again and our channel to it works again, whether or not we had
+  // seen it break. On the loop's thread.
   std::function<void(EngineId peer)> onReconnected;
 };
 
-// What network cards have moved by themselves for an engine, in bytes.
+// Number of bytes that network cards have moved by themselves for an engine.
 struct CardCounters {
-  uint64_t read = 0;     // of gets: by our cards, or by the owner's for us
-  uint64_t written = 0;  // of writes
-  uint64_t retried = 0;  // that did not come so, and were sent once more
+  uint64_t read = 0;     // by gets: moved by our cards, or by the owner's cards for us
+  uint64_t written = 0;  // by writes
+  uint64_t retried = 0;  // not moved by cards as intended, and sent once more
 };
 
 class Transport {
@@ -205,31 +206,32 @@ class Transport {
   virtual ~Transport() = default;
 
   virtual const char* name() const = 0;
-  // What a peer needs to connect, opaque to everyone else.
+  // Returns the address that a peer needs to connect. Opaque to everything but this transport.
   virtual Bytes endpoint() const = 0;
-  // Begins a channel to the engine `peer` that published `endpoint` for this transport; goes before
-  // the transport does. kUnsupported: this wire does not lead there (another host, say).
+  // Begins a channel to the engine `peer`, which published `endpoint` for this transport. The
+  // result must be destroyed before the transport. kUnsupported: this wire does not reach it
+  // (another host).
   virtual Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
                                                       Deadline deadline) = 0;
-  // Whether somebody listens where this endpoint was published. On the loop's thread; `done` runs
-  // there once, by the deadline, and not after shutdown(). kUnknown: this wire cannot tell.
+  // Asks whether this endpoint is still listened on. On the loop's thread; `done` runs there once,
+  // by the deadline, and not after shutdown(). kUnknown: this wire cannot tell.
   enum class Listener { kAnswers, kRefuses, kNoAnswer, kUnknown };
   virtual void probe(ByteView, Deadline, std::function<void(Listener)> done) {
     done(Listener::kUnknown);
   }
-  // Connects again, once, on behalf of a channel that connect() made and whose connection broke
-  // (Evidence::kUnreachable). The channel stays the same: it goes on where it is put into next,
-  // fenced as it was. What was under way when it broke is lost, and what is asked of it until then
-  // is refused (kPeerLost): neither is kept here. On the loop's thread; `done` runs there once, by
-  // the deadline, and not after shutdown(). kUnsupported: this wire cannot do that; kAborted: the
+  // Tries once to reconnect a channel that connect() opened and whose connection broke
+  // (Evidence::kUnreachable). The channel object stays the same, and stays fenced if it was.
+  // Transfers that were under way at the break are lost, and requests until the reconnection fail
+  // with kPeerLost: neither is kept here. On the loop's thread; `done` runs there once, by the
+  // deadline, and not after shutdown(). kUnsupported: this wire cannot reconnect. kAborted: the
   // channel is closed.
   virtual void reconnect(const EngineId&, const std::shared_ptr<Channel>&, ByteView, Deadline,
                          std::function<void(Status)> done) {
     done({ErrorCode::kUnsupported, "this wire does not connect again"});
   }
   virtual CardCounters cardCounters() const { return {}; }
-  // Stops listening and closes what it accepted. Handshakes that are under way there may still end
-  // on the loop: that stops before the transport goes.
+  // Stops listening and closes the accepted connections. Handshakes under way may still end on the
+  // loop, so stop the loop before destroying the transport.
   virtual void shutdown() = 0;
 };
 

@@ -16,9 +16,9 @@
 namespace mooncake {
 namespace {
 
-// The two engines know the gate's page under two addresses, and ThreadSanitizer takes it for two
-// gates: tell it what the gate orders. A reader's leaving comes before the end of the owner's
-// close().
+// The two engines map the gate's page at two addresses, so ThreadSanitizer takes it for two gates.
+// These calls tell it the order that the gate gives: a reader leaves before the owner's close()
+// ends.
 void leavesTable([[maybe_unused]] RegionTable& table) {
 #ifdef __SANITIZE_THREAD__
   __tsan_release(&table);
@@ -32,9 +32,9 @@ void allLeftTable([[maybe_unused]] RegionTable& table) {
 
 // Greeting, wire form:  u64 address of the region table  u64 offset of its gate in the arena  zeros
 
-// Reads through the peer's region table. The peer may end at any time, its table with it: the gate
-// in its arena, which we keep mapped, says whether the table is still there, and keeps it there
-// while we are inside.
+// Reads through the peer's region table. The peer may end at any time, and its table with it. The
+// gate in its arena, which we keep mapped, says whether the table still exists. While we are inside
+// the gate, the table stays.
 class InprocReader final : public DirectReader {
  public:
   InprocReader(Gate& gate, RegionTable& table) : gate_(gate), table_(table) {}
@@ -42,7 +42,7 @@ class InprocReader final : public DirectReader {
   ErrorCode read(const RemoteRegion& region, uint64_t offset,
                  std::span<std::byte> target) override {
     const Gate::Pass pass(gate_);
-    if (!pass) return ErrorCode::kUnsupported;  // the goodbye on the socket says the rest
+    if (!pass) return ErrorCode::kUnsupported;  // the goodbye on the socket tells the reason
     const ErrorCode code = readThroughTable(region, offset, target);
     leavesTable(table_);
     return code;
@@ -55,7 +55,8 @@ class InprocReader final : public DirectReader {
     if (!use) return ErrorCode::kRefused;
     if (use.isOfProgram()) {
       const bool isThere = copyIfMapped(target.data(), use.data(), target.size());
-      return isThere ? ErrorCode::kOk : ErrorCode::kUnsupported;  // the stream tells which side
+      return isThere ? ErrorCode::kOk : ErrorCode::kUnsupported;  // the read over the stream tells
+                                                                  // which side is unmapped
     }
     std::memcpy(target.data(), use.data(), target.size());
     return ErrorCode::kOk;
@@ -81,8 +82,8 @@ class InprocWire final : public LocalWire {
     std::copy(bytes.begin(), bytes.end(), greeting.begin());
     return greeting;
   }
-  // An address from a peer is followed only here: the kernel said that the peer is this process,
-  // and the handshake that it knows the job's key.
+  // Only here do we follow an address from a peer: the kernel has said that the peer is this
+  // process, and the handshake has proved that it knows the job's key.
   std::unique_ptr<DirectReader> reader(pid_t, const Greeting& greeting,
                                        const ArenaMapping& arena) const override {
     ByteReader in(greeting);

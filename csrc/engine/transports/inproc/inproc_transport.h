@@ -6,8 +6,8 @@
 
 namespace mooncake {
 
-// To engines of this very process. Windows are mapped like between processes; user memory is copied
-// straight from where it lies, after its owner's region table allowed it.
+// Reaches engines of this same process. Windows are mapped as between processes. Memory of the
+// program is copied straight from its place, after its owner's region table has allowed it.
 class InprocTransport {
  public:
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context);

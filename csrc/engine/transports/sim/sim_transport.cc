@@ -7,7 +7,7 @@
 namespace mooncake {
 namespace {
 
-// When a channel breaks. Asked by whichever thread transfers something.
+// Decides when a channel breaks. Called by each thread that begins a transfer.
 class Breaks {
  public:
   Breaks(uint64_t seed, uint32_t odds) : dice_(seed), odds_(odds) {}
@@ -46,7 +46,7 @@ Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& co
     return cards->renew(index);
   };
   fabric.onCarried = [cards](const EngineId& peer, ByteView bytes) { cards->arrive(peer, bytes); };
-  // The n-th channel that was called breaks by the same dice in every run.
+  // The n-th channel that this side called breaks at the same points in every run.
   fabric.adapt = [seed, odds = options.breakOdds, called = uint64_t(0),
                   mutex = std::make_shared<std::mutex>()](FabricChannel::Options channel,
                                                           bool isOurs) mutable {

@@ -8,16 +8,16 @@
 
 namespace mooncake {
 
-// Transport fabric over cards that are worse than any real one (SimNic), for tests: never chosen
-// unless asked for by name. What env.simSeed decides goes wrong, and connections break.
+// The fabric transport over cards that are worse than any real one (SimNic), for tests. Only used
+// if asked for by name. env.simSeed decides which transfers fail; connections break, too.
 struct SimOptions {
   size_t cards = 0;  // 0: one to three, by the seed
   SimOdds odds;
   bool withdrawalStops = true;                        // see NicLimits
-  std::optional<bool> closeEndsReads = std::nullopt;  // the same; none: by the seed
-  // A channel breaks once in so many transfers, at the end that connected; 0: never.
+  std::optional<bool> closeEndsReads = std::nullopt;  // see NicLimits; none: by the seed
+  // A channel breaks once in this many transfers, at the end that connected. 0: never.
   uint32_t breakOdds = 500;
-  std::shared_ptr<SimCards> made = nullptr;  // if not null, it knows the cards
+  std::shared_ptr<SimCards> made = nullptr;  // the cards to use; null: new ones
   FabricChannel::Options channel = {};
 };
 Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& context,
