@@ -17,7 +17,7 @@ namespace {
 // Wire form, always 96 bytes, the descriptor on the first:
 //   u32 mark  u32 version  u64 arena address  u64 arena bytes  u64 mirror's offset
 //   u64 life word's offset  u64 fence word's offset  u8 greeting[48]
-// Without a descriptor, and with zeros behind the version: there is no room.
+// No room: no descriptor, and zeros after the version.
 constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
 constexpr uint32_t kVersion = 5;
 constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + 8 + sizeof(Greeting);
@@ -34,7 +34,7 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
       : socket_(std::move(socket)), loop_(loop), done_(std::move(done)) {}
 
   Status start(Deadline deadline) {
-    // As a rule it came together with the end of the handshake.
+    // In most cases it has arrived together with the end of the handshake.
     if (const auto whole = reader_.advance(socket_.get()); !whole.ok() || *whole) {
       done_(std::move(socket_), whole.ok() ? reader_.take() : Result<ArenaOffer>(whole.error()));
       return {};
@@ -59,7 +59,7 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
     finish(Error{ErrorCode::kTimeout, "a peer connected but did not offer its arena in time"});
   }
   void finish(Result<ArenaOffer> offer) {
-    // Removing the handlers may drop the last references to this object.
+    // Removing the handlers may drop the last other references to this object.
     const auto self = shared_from_this();
     loop_.remove(socket_.get());
     loop_.cancel(timer_);

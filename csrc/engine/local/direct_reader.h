@@ -15,8 +15,8 @@ class DirectReader {
  public:
   virtual ~DirectReader() = default;
 
-  // The range lies inside region.bytes. kUnsupported: not this way, not this time: ask the peer.
-  // Everything else is final.
+  // The range lies inside region.bytes. kUnsupported: this read does not work directly, so ask the
+  // peer for it. All other errors are final.
   virtual ErrorCode read(const RemoteRegion& region, uint64_t offset,
                          std::span<std::byte> target) = 0;
 };

@@ -19,7 +19,7 @@ DirectTransfers::Running::~Running() {
   if (cancelled()) transfers_.left_.notify_all();
 }
 
-// Under the lock, so that none leaves between being found and being told.
+// Runs under the lock, so that no transfer leaves between being found and being cancelled.
 template <typename Which>
 void DirectTransfers::end(std::unique_lock<std::mutex>& lock, Which&& which) {
   for (Running* one : running_) {

@@ -9,13 +9,12 @@
 
 namespace mooncake {
 
-// The gets and writes of one channel that run on their callers' threads right now, so that other
-// threads can
-// end them.
+// The gets and writes of one channel that are running on their callers' threads, so that other
+// threads can end them.
 class DirectTransfers {
  public:
-  // One transfer, on its caller's stack. Whoever cancels it waits for its destructor, so it ends
-  // its completion before that.
+  // One transfer, on its caller's stack. A thread that cancels it waits for its destructor, so it
+  // must end its completion first.
   class Running {
    public:
     Running(DirectTransfers& transfers, const Completion* completion);
@@ -24,7 +23,7 @@ class DirectTransfers {
     ~Running();
 
     explicit operator bool() const { return entered_; }  // false: closed
-    // To be asked every few milliseconds.
+    // Call it every few milliseconds.
     bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
 
    private:
@@ -35,7 +34,7 @@ class DirectTransfers {
     bool entered_ = false;
   };
 
-  // Both return when none of those runs any more.
+  // When these return, none of those transfers runs any more.
   void cancel(const Completion* completion);
   void close();
 

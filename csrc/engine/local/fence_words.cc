@@ -7,7 +7,7 @@
 namespace mooncake {
 namespace {
 
-// Words that a call of take() looks at when none is free: each look may cost a few system calls.
+// Number of words that a take() checks when none is free: each check may cost a few system calls.
 constexpr size_t kMostLooks = 256;
 
 }  // namespace
@@ -37,8 +37,8 @@ Result<std::shared_ptr<FenceWords::Word>> FenceWords::take(pid_t process) {
                                 block_.offset() + index * sizeof(std::atomic<uint32_t>), process);
 }
 
-// Under mutex_. A word that was offered waits for its peer, also where no channel came of it: a
-// peer that is slow sets kLeft later, and would set it in the word of another one.
+// Called under mutex_. An offered word waits for its peer even if no channel was opened: a slow
+// peer sets kLeft later, and would set it in a word that another peer uses by then.
 bool FenceWords::tryFree(const Waiting& word) {
   const uint32_t value = at(word.index).load(std::memory_order_seq_cst);
   const bool isFree = !word.isOffered && value == 0;
@@ -48,7 +48,7 @@ bool FenceWords::tryFree(const Waiting& word) {
   return true;
 }
 
-// Under mutex_.
+// Called under mutex_.
 void FenceWords::reclaim() {
   for (size_t looks = std::min(kMostLooks, waiting_.size()); looks > 0; --looks) {
     const Waiting word = waiting_.front();
@@ -69,7 +69,7 @@ void FenceWords::Word::release() {
 void FenceWords::Word::add(uint32_t flag) {
   const auto all = all_.lock();
   if (!all) return;
-  std::lock_guard lock(all->mutex_);  // the word may become another peer's at any time
+  std::lock_guard lock(all->mutex_);  // the word may be reused for another peer at any time
   if (!isReleased_) all->at(index_).fetch_or(flag, std::memory_order_seq_cst);
 }
 

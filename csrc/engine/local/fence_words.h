@@ -13,17 +13,17 @@
 
 namespace mooncake {
 
-// In our arena, one word for each peer that maps it. A peer looks at its word before it touches our
-// memory, as it does with RegionMirror, and counts in it the writes that it is in the middle of: so
-// we know when none of them is under way any more. A word serves another peer when its peer has
-// left the arena, or the process of the peer has ended.
+// Words in our arena, one for each peer that maps it. A peer checks its word before it touches our
+// memory, as it does with RegionMirror. It also counts its writes under way in the word, so we know
+// when none is left. A word is reused for another peer when its peer has unmapped the arena, or the
+// peer's process has ended.
 class FenceWords : public std::enable_shared_from_this<FenceWords> {
  public:
   static constexpr size_t kMost = 4096;
   static constexpr uint32_t kFenced = 1;  // the job goes on without the peer
-  static constexpr uint32_t kClosed = 2;  // we have hung up
-  static constexpr uint32_t kWrite = 4;   // each write of the peer's that is under way
-  // The peer has unmapped our memory: it neither touches it nor looks at its word any more.
+  static constexpr uint32_t kClosed = 2;  // we have closed the channel
+  static constexpr uint32_t kWrite = 4;   // added once for each write of the peer that is under way
+  // The peer has unmapped our memory: it touches neither the memory nor its word any more.
   static constexpr uint32_t kLeft = uint32_t(1) << 31;
 
   static Result<std::shared_ptr<FenceWords>> create(Arena& arena);
@@ -37,18 +37,19 @@ class FenceWords : public std::enable_shared_from_this<FenceWords> {
     Word& operator=(const Word&) = delete;
     ~Word() { release(); }
     uint64_t offset() const { return offset_; }  // in the arena
-    // The offset, to be sent to the peer. From here on the peer may write the word until it has
-    // left or its process has ended, so the word serves no other peer before that.
+    // Returns the offset for sending it to the peer. From now on the peer may write the word until
+    // it has unmapped the arena or its process has ended. The word is reused for no other peer
+    // before that.
     uint64_t offer() {
       isOffered_.store(true, std::memory_order_relaxed);
       return offset_;
     }
     void fence() { add(kFenced); }
     void close() { add(kClosed); }
-    // Gives the word back, to be used again as soon as the peer cannot look at it any more. The
-    // other calls do nothing afterwards.
+    // Gives the word back. It is reused as soon as the peer cannot look at it any more. The other
+    // calls do nothing afterwards.
     void release();
-    // A write that has begun may be under way, and no other one begins.
+    // Returns whether a write may be under way, while no further one can begin.
     bool hasLateWrites() const;
 
    private:
@@ -61,8 +62,8 @@ class FenceWords : public std::enable_shared_from_this<FenceWords> {
     std::atomic<bool> isOffered_{false};
     bool isReleased_ = false;  // guarded by FenceWords::mutex_
   };
-  // A word for a peer in this process (0: not visible from our pid namespace). kExhausted when all
-  // are in use.
+  // Returns a word for a peer in this process (0: not visible from our pid namespace). kExhausted:
+  // all words are in use.
   Result<std::shared_ptr<Word>> take(pid_t process);
 
  private:

@@ -16,21 +16,22 @@
 namespace mooncake {
 namespace {
 
-// A get asks whether it was cancelled after so many bytes: cancel() waits a few milliseconds at
+// A get checks for cancellation after this many bytes, so cancel() waits a few milliseconds at
 // most.
 constexpr size_t kPieceBytes = size_t(16) << 20;
-// A write asks after so many bytes, also whether the peer has shut us out; a fence waits for one
-// such piece that we pull.
+// A write checks after this many bytes, also for a fence. Our fence waits for one piece of this
+// size that we are pulling.
 constexpr size_t kWritePieceBytes = size_t(1) << 20;
-// Of one pull before others have their turn.
+// Number of bytes of one pull before other pulls have their turn.
 constexpr size_t kPullBytes = size_t(16) << 20;
-// Gets of at least so much are copied by two threads, in such pieces: shorter than what it takes
-// the other one to wake up makes no sense, and its last piece is waited for.
+// Gets of at least kLeastShared bytes are copied by two threads, in pieces of kSharedPieceBytes. A
+// smaller get ends before the other thread has woken up. A smaller piece keeps the wait for the
+// last one short.
 constexpr size_t kLeastShared = size_t(512) << 10;
 constexpr size_t kSharedPieceBytes = size_t(256) << 10;
-// A write of at least twice as much is pulled in two parts, which two threads do.
+// A write of at least twice this size is pulled in two parts, by two threads.
 constexpr size_t kLeastPullPart = size_t(1) << 20;
-// Below, sending costs less than being asked to pull.
+// Below this size, sending is cheaper than asking the peer to pull.
 constexpr size_t kLeastPull = size_t(64) << 10;
 
 bool isInside(uint64_t offset, uint64_t bytes, uint64_t whole) {
@@ -43,8 +44,8 @@ std::shared_ptr<LocalChannel> LocalChannel::start(const char* transportName, Map
                                                   const EngineId& id,
                                                   const TransportContext& context) {
   auto channel = std::make_shared<LocalChannel>(transportName, std::move(peer), context);
-  // The stream must not keep its owner alive. It may end before the next line has run. While we are
-  // closing, the peer's answer to our goodbye is no news.
+  // The stream must not keep its owner alive. It may end before start() returns. While we are
+  // closing, the peer's answer to our goodbye is not reported.
   channel->stream_ = StreamConnection::start(
       std::move(socket), context.loop, context.regions,
       {.onMessage = [id, &context](ByteView message) { context.onMessage(id, message); },
@@ -119,8 +120,8 @@ Status LocalChannel::get(std::span<const GetRequest> requests) {
   return isShared ? getShared(requests) : beginAll(requests);
 }
 
-// While it is still counted as running: whoever cancels waits for that, and then finds the get in
-// the stream.
+// Called while the get still counts as running. A thread that cancels waits for that, and then
+// finds the get in the stream.
 Status LocalChannel::end(const GetRequest& request, ErrorCode code) {
   if (code == ErrorCode::kUnsupported) return stream_->get(request);
   request.completion->begin();
@@ -128,7 +129,7 @@ Status LocalChannel::end(const GetRequest& request, ErrorCode code) {
   return {};
 }
 
-// All of them, piece by piece, on this thread and on another one.
+// Does all of them, piece by piece, on this thread and on another one.
 Status LocalChannel::getShared(std::span<const GetRequest> requests) {
   struct One {
     One(DirectTransfers& transfers, const GetRequest& request)
@@ -170,7 +171,8 @@ Status LocalChannel::getShared(std::span<const GetRequest> requests) {
   });
   if (pieces.size() > 1) (void)peer_.copyLater([work] { work->help(); });
   work->finish();
-  std::atomic_thread_fence(std::memory_order_acquire);  // first what was read, then if it counts
+  std::atomic_thread_fence(std::memory_order_acquire);  // the reads come before the check that
+                                                        // follows
   for (One& one : all) {
     const GetRequest& request = one.request;
     ErrorCode code = one.code;
@@ -188,7 +190,7 @@ ErrorCode LocalChannel::mayReadHere(const GetRequest& request) const {
   return permission(request.region.key, kRemoteRead);
 }
 
-// The whole get on this thread; kUnsupported when only the peer can answer it.
+// Does the whole get on this thread. kUnsupported: only the peer can answer it.
 ErrorCode LocalChannel::readHere(const GetRequest& request,
                                  const DirectTransfers::Running& running) {
   if (const auto code = mayReadHere(request); code != ErrorCode::kOk) return code;
@@ -201,7 +203,8 @@ ErrorCode LocalChannel::readHere(const GetRequest& request,
     if (code != ErrorCode::kOk) return code;
     done += piece.size();
   }
-  std::atomic_thread_fence(std::memory_order_acquire);  // first what was read, then if it counts
+  std::atomic_thread_fence(std::memory_order_acquire);  // the reads come before the check that
+                                                        // follows
   return permission(request.region.key, kRemoteRead);
 }
 
@@ -231,7 +234,8 @@ Status LocalChannel::write(const WriteRequest& request) {
     request.completion->end(code);
     return {};
   }
-  // Still counted as running: whoever cancels waits for that, and then finds it in the stream.
+  // The write still counts as running. A thread that cancels waits for that, and then finds it in
+  // the stream.
   if (!peer_.reader || request.source.size() < kLeastPull) return stream_->write(request);
   const size_t half = request.source.size() / 2 / kSharedPieceBytes * kSharedPieceBytes;
   if (!peer_.sharesCopies || half < kLeastPullPart) return stream_->askToPull(request);
@@ -247,7 +251,7 @@ Status LocalChannel::write(const WriteRequest& request) {
   return {};
 }
 
-// The whole write on this thread. The peer sees that it is under way until it touches nothing more.
+// Does the whole write on this thread. The peer sees it as under way until it touches nothing more.
 ErrorCode LocalChannel::writeHere(const WriteRequest& request, std::byte* region,
                                   const DirectTransfers::Running& running) {
   auto& word = *reinterpret_cast<std::atomic<uint32_t>*>(peer_.arena->base() + peer_.fence);
@@ -277,7 +281,8 @@ ErrorCode LocalChannel::writePieces(const WriteRequest& request, std::byte* regi
     }
     done += bytes;
   }
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // first what was written, then if it counts
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // the writes come before the check that
+                                                        // follows
   return allowed();
 }
 
@@ -288,7 +293,7 @@ void LocalChannel::onPull(const PullRequest& request) {
   stream_->answerPull(request.number, ErrorCode::kExhausted);
 }
 
-// All that is left of it, in turns with others.
+// Pulls the rest, in turns with other pulls.
 void LocalChannel::pull(const PullRequest& request, uint64_t done) {
   const bool goesOn = peer_.copyLater([weak = weak_from_this(), request, done]() mutable {
     const auto self = weak.lock();
@@ -307,7 +312,7 @@ void LocalChannel::pull(const PullRequest& request, uint64_t done) {
   if (!goesOn) stream_->answerPull(request.number, ErrorCode::kAborted);
 }
 
-// The region is opened for each piece and not held in between, as for what comes over a socket.
+// Opens the region for each piece and does not hold it in between, as for frames over a socket.
 ErrorCode LocalChannel::pullPiece(const PullRequest& request, uint64_t done, size_t bytes) {
   std::shared_lock lock(pullMutex_);
   if (refusesPulls_) return ErrorCode::kAborted;
@@ -337,7 +342,8 @@ void LocalChannel::fence() {
 
 // When this returns, no byte is pulled any more.
 void LocalChannel::refusePulls() {
-  refusesPulls_ = true;  // first: who waits for the lock waits for the pieces that are under way
+  refusesPulls_ = true;  // comes first: getting the lock then means that the pieces under way have
+                         // ended
   std::lock_guard lock(pullMutex_);
 }
 
@@ -345,7 +351,7 @@ void LocalChannel::close() {
   closing_.store(true, std::memory_order_relaxed);
   puts_.close();
   transfers_.close();
-  // Who has ended by itself writes nothing more.
+  // A peer that has ended by itself writes nothing more.
   if (!ended_.load(std::memory_order_acquire)) peer_.ours->close();
   refusePulls();
   stream_->close();
@@ -356,9 +362,9 @@ Evidence LocalChannel::onEnded(const Status& how) {
   if (how.ok()) {
     evidence = {Evidence::Kind::kGoodbye, "the peer said goodbye"};
   } else {
-    // The kernel marks the word before it closes the sockets: as long as it is held, it was
-    // something else that closed this one. Marked and closed it is the process's end: a thread that
-    // was killed alone takes no socket with it.
+    // The kernel marks the word before it closes the sockets. If the word is still held, something
+    // else closed this socket. If the word is marked and the socket closed, the process has ended:
+    // the end of a single thread closes no socket.
     const LifeWord& life = *peerLife().word;
     const uint32_t holder = life.holder.load(std::memory_order_acquire);
     const bool left = holder == LifeWord::kGone && life.beats.load(std::memory_order_relaxed) != 0;
@@ -367,9 +373,9 @@ Evidence LocalChannel::onEnded(const Status& how) {
                                            : Evidence::Kind::kUnreachable,
                 how.error().message};
   }
-  // It may live, and not know it.
+  // The peer may live, and not know that the connection broke.
   if (evidence.kind == Evidence::Kind::kUnreachable) peer_.ours->close();
-  // The peer has closed its channel, and said so in the word before.
+  // The peer has closed its channel, and had set kClosed in its word for us before the goodbye.
   if (how.ok()) peer_.ours->release();
   if (!ended_.load(std::memory_order_relaxed)) {
     why_ = {ErrorCode::kPeerLost, evidence.detail};
@@ -396,7 +402,7 @@ void LocalChannel::peerExited(const Error& why) {
   stream_->close(why);
 }
 
-// kAborted: the peer has shut us out; kRefused: that region is not there for this.
+// kAborted: the peer has fenced us. kRefused: the region does not exist or lacks the right.
 ErrorCode LocalChannel::permission(uint64_t key, uint32_t right) const {
   if ((fenceWord()->load(std::memory_order_seq_cst) & FenceWords::kFenced) != 0)
     return ErrorCode::kAborted;
@@ -404,10 +410,10 @@ ErrorCode LocalChannel::permission(uint64_t key, uint32_t right) const {
   return mirror.allows(key, right) ? ErrorCode::kOk : ErrorCode::kRefused;
 }
 
-// Where the region begins in the mapping; null when it does not lie in the arena.
+// Returns the start of the region in the mapping; null: it does not lie in the arena.
 std::byte* LocalChannel::mapped(const RemoteRegion& region) const {
   const uint64_t offset =
-      region.address - peer_.address;  // wraps around, far out, when it lies below
+      region.address - peer_.address;  // wraps to a huge number if it lies below
   if (!isInside(offset, region.bytes, peer_.arena->capacity())) return nullptr;
   return peer_.arena->base() + offset;
 }

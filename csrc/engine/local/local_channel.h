@@ -15,16 +15,16 @@
 
 namespace mooncake {
 
-// A channel to an engine whose arena is mapped here. Puts are a copy into the mapping; gets are a
-// copy out of it, a direct read, or frames over the socket, in this order; large ones with the help
-// of a second thread where the engine has threads for data. Writes are a copy into
-// the mapping; what lies elsewhere the peer reads directly when it is asked to, on a thread of its
-// own for that, or it is sent: nobody else writes into a program's memory. The socket also says
-// goodbye and brings the evidence of a death. The mapping outlives the peer: what it published
-// stays readable until the channel is destroyed.
+// A channel to an engine whose arena is mapped here. A put copies into the mapping. A get copies
+// out of it, else reads directly, else asks over the socket. If the engine has data threads, a
+// second thread helps with large gets. A write copies into the mapping. A write to other memory is
+// pulled by the peer, on a thread of its own, or is sent: only its owner writes into a program's
+// memory. The socket also carries the goodbye and shows a death. The mapping outlives the peer:
+// data that it published stays readable until the channel is destroyed.
 //
-// Law 5: the peer's mirror and fence in its arena are asked here before its memory is touched, and
-// after a read once more. A put that meets a region at the moment of its end may still write: it
+// Law 5: this side checks the peer's mirror and fence word before it touches the peer's memory, and
+// again after a read. A put that races with the end of a region may still write, but only inside
+// the arena.
 // ends inside the arena at worst.
 class LocalChannel final : public Channel, public std::enable_shared_from_this<LocalChannel> {
  public:
@@ -33,12 +33,12 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
     uint64_t address = 0;                    // of the arena in the peer's process
     uint64_t mirror = 0;                     // offset of its RegionMirror
     uint64_t life = 0;                       // offset of its LifeWord
-    uint64_t fence = 0;                      // offset of our word among its FenceWords
-    std::shared_ptr<FenceWords::Word> ours;  // the peer's word among ours
+    uint64_t fence = 0;                      // offset of our word among the peer's FenceWords
+    std::shared_ptr<FenceWords::Word> ours;  // the peer's word among our FenceWords
     pid_t process = 0;                       // 0: not visible from our pid namespace
-    std::unique_ptr<DirectReader> reader;    // null: there is no such way to this peer
-    std::function<bool(std::function<void()>)> copyLater;  // on another thread; false: no more
-    bool sharesCopies = false;                             // large ones, with that thread
+    std::unique_ptr<DirectReader> reader;    // null: this peer cannot be read directly
+    std::function<bool(std::function<void()>)> copyLater;  // on another thread; false: shut down
+    bool sharesCopies = false;                             // shares large copies with that thread
   };
 
   static std::shared_ptr<LocalChannel> start(const char* transportName, Mapped peer, Fd socket,
@@ -92,7 +92,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   const TransportContext& context_;
   std::shared_mutex pullMutex_;  // shared while a piece is pulled
   std::atomic<bool> refusesPulls_{false};
-  std::atomic<size_t> pulls_{0};  // of the peer's, under way
+  std::atomic<size_t> pulls_{0};  // the peer's pulls under way
   std::atomic<bool> closing_{false};
   std::atomic<bool> ended_{false};
   Error why_;  // written before ended_

@@ -16,7 +16,8 @@ namespace {
 // Endpoint, wire form:  u32 process  string socket name (<= 64)
 constexpr size_t kMaxName = 64;
 
-// Two threads copy what one does not: reading another process costs a third more than a memcpy.
+// Most threads that copy: reading another process costs a third more than a memcpy, so one is too
+// slow.
 constexpr size_t kMostCopiers = 2;
 
 }  // namespace
@@ -48,7 +49,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
                                         ArenaOffer offer, std::shared_ptr<FenceWords::Word> fence) {
     auto arena = ArenaMapping::map(std::move(offer.memfd), offer.bytes);
     if (!arena.ok()) return arena.error();
-    // Not when the channel closes: operations look at the word as long as they read what is mapped.
+    // The mapping sets kLeft, and not the channel's close(): operations check the word while they
+    // read.
     (*arena)->markAtEnd(offer.fence, FenceWords::kLeft);
     auto reader = wire_->reader(process, offer.greeting, **arena);
     std::lock_guard lock(mutex_);
@@ -91,9 +93,10 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   }
 
  private:
-  // Ranks of a group copy on their own threads, and have the cores for that.
+  // Without data loops, the engine's ranks copy on their own threads and have the cores for that.
   bool sharesCopies() const { return !context_.dataLoops.empty(); }
-  // What channels have copied on other threads, in turns; each begins with its first copy.
+  // Returns a function that runs copies on the copier threads in turn. A thread starts with its
+  // first copy.
   std::function<bool(std::function<void()>)> copier() {
     return [weak = weak_from_this()](std::function<void()> copy) {
       const auto self = weak.lock();
@@ -124,7 +127,7 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
     const pid_t process = peerProcess(shaken->socket.get());
     auto fence = fences_->take(process);
     if (!fence.ok()) {
-      (void)sendNoRoom(shaken->socket.get());  // it comes over another wire
+      (void)sendNoRoom(shaken->socket.get());  // the peer then uses another wire
       return refuse(fence.error());
     }
     const Status sent = sendOffer(shaken->socket.get(), context_.arena, mirror_, context_.life,
@@ -155,16 +158,17 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   const TransportContext& context_;
   const std::unique_ptr<LocalWire> wire_;
   std::shared_ptr<HandshakeListener> listener_;
-  const uint64_t mirror_;  // its offset in our arena
+  const uint64_t mirror_;  // offset of the mirror in our arena
   const std::shared_ptr<FenceWords> fences_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the fields below
   bool stopped_ = false;
   std::vector<std::weak_ptr<Channel>> channels_;
   std::vector<std::unique_ptr<EventLoop>> copiers_;
   size_t nextCopier_ = 0;
 };
 
-// The active side: handshake, our offer right behind the proof, their offer behind the welcome.
+// The active side. It shakes hands, sends our offer right behind the proof, and then waits for the
+// peer's offer, which follows the welcome.
 class LocalTransport::Call final : public Connecting {
  public:
   Call(std::shared_ptr<Core> core, pid_t process, std::shared_ptr<FenceWords::Word> fence,
@@ -242,7 +246,7 @@ Result<std::unique_ptr<Connecting>> LocalTransport::Core::connect(const EngineId
 
 Result<std::unique_ptr<Transport>> LocalTransport::create(const TransportContext& context,
                                                           std::unique_ptr<LocalWire> wire) {
-  // 128 random bits: unique among everything that shares the network namespace.
+  // 128 random bits: unique within the network namespace.
   std::string socketName = "mooncake-" + Crypto::randomHex(16);
   auto listener = listenAbstract(socketName);
   if (!listener.ok()) return listener.error();
@@ -269,8 +273,7 @@ Result<std::unique_ptr<Connecting>> LocalTransport::connect(const EngineId& peer
   const auto process = in.get<uint32_t>();
   const std::string socketName = in.getString(kMaxName);
   MOONCAKE_TRY(in.finish("local endpoint"));
-  // The number is only a hint that saves a connection; what the kernel says about the socket
-  // decides.
+  // This number is only a hint that saves a connection; the kernel's answer for the socket decides.
   if (!core_->wire().leadsTo(static_cast<pid_t>(process))) {
     return Error{ErrorCode::kUnsupported,
                  std::string(name()) + " does not lead to another process"};

@@ -13,16 +13,16 @@
 
 namespace mooncake {
 
-// In what the wires differ that map each other's arena: whom they lead to, and how memory outside
-// the arena is read.
+// The differences between wires whose peers map each other's arena: which peers they reach, and how
+// memory outside the arena is read.
 class LocalWire {
  public:
   virtual ~LocalWire() = default;
 
   virtual const char* name() const = 0;
-  // Whether the wire leads to this process; 0 stands for one that our pid namespace does not show.
+  // Returns whether the wire leads to this process; 0: not visible in our pid namespace.
   virtual bool leadsTo(pid_t process) const = 0;
-  // Of this engine, for the wire at the other end.
+  // Returns this engine's greeting for the wire at the other end.
   virtual Greeting greeting() const = 0;
   // Null: the peer answers gets over the socket. `arena` outlives the reader.
   virtual std::unique_ptr<DirectReader> reader(pid_t process, const Greeting& greeting,
@@ -31,8 +31,8 @@ class LocalWire {
   virtual void shutdown() {}
 };
 
-// Connects over an abstract unix socket: handshake, then offers of the arenas, then frames for what
-// load and store cannot do. Leaves nothing behind, however the process ends.
+// Connects over an abstract unix socket: a handshake, then offers of the arenas. After that, frames
+// carry everything that load and store cannot do. Leaves nothing behind, however the process ends.
 class LocalTransport final : public Transport {
  public:
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context,
@@ -53,7 +53,7 @@ class LocalTransport final : public Transport {
       : socketName_(std::move(socketName)), core_(std::move(core)) {}
 
   std::string socketName_;
-  // Shared with what waits on the loop (weakly): handshakes may end after the transport.
+  // Tasks on the loop share it (weakly), because handshakes may end after the transport.
   std::shared_ptr<Core> core_;
 };
 

@@ -7,20 +7,21 @@
 
 namespace mooncake {
 
-// Work in pieces that its owner does, with the help of other threads as far as those come in time.
+// Work in pieces. Its owner does it; other threads help if they come in time.
 class SharedWork {
  public:
   using DoPiece = std::function<void(size_t piece)>;  // any thread, each piece once
   SharedWork(size_t pieces, DoPiece doPiece) : pieces_(pieces), doPiece_(std::move(doPiece)) {}
 
-  // On another thread. Long after finish() it still may be called: it finds nothing to do then.
+  // For another thread. It may run long after finish(), and then finds nothing to do.
   void help() {
-    helpers_.fetch_add(1);  // before a piece is taken: whoever sees that none is left sees us, too
+    helpers_.fetch_add(1);  // before it takes a piece: a thread that sees no piece left also sees
+                            // this helper
     work();
     if (helpers_.fetch_sub(1) == 1) helpers_.notify_all();
   }
-  // On the owner's thread. When it returns every piece is done. It waits at most for those that
-  // others are in the middle of.
+  // For the owner's thread. When it returns every piece is done. It waits only for pieces that
+  // helpers are working on.
   void finish() {
     work();
     for (size_t others; (others = helpers_.load()) != 0;) helpers_.wait(others);

@@ -25,7 +25,7 @@ Result<Address> abstractAddress(const std::string& name) {
   }
   address.raw.sun_family = AF_UNIX;
   std::memcpy(address.raw.sun_path + 1, name.data(),
-              name.size());  // the leading 0 makes it abstract
+              name.size());  // a leading 0 makes it abstract
   address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   return address;
 }
@@ -54,7 +54,8 @@ Result<Fd> connectAbstract(const std::string& name, Deadline deadline) {
   Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!socket) return systemError("socket(AF_UNIX)", errno);
   // A unix connect waits only for room in the listener's backlog, and SO_SNDTIMEO bounds that (0
-  // would mean for ever). Non-blocking, a full backlog could not be told by poll().
+  // would mean for ever). A non-blocking connect would not work: poll() does not tell when the
+  // backlog has room.
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline.left());
     const auto bound = std::clamp<int64_t>(left.count(), 1000, int64_t(3600) * 1000000);
@@ -114,8 +115,8 @@ Result<size_t> receiveWithFd(int socket, size_t atMost, Bytes& message, Fd& fd) 
   header.msg_iov = &part;
   header.msg_iovlen = 1;
   header.msg_control = control;
-  // Room for exactly one: CMSG_SPACE rounds up to two descriptors, the kernel closes what does not
-  // fit.
+  // Room for exactly one descriptor. CMSG_SPACE would round up to two; the kernel closes those that
+  // do not fit.
   header.msg_controllen = CMSG_LEN(sizeof(int));
   ssize_t got;
   do {

@@ -15,9 +15,9 @@
 namespace mooncake {
 namespace {
 
-// Nobody may change the size any more, and nobody may take that promise back.
+// The size can never change again, and these seals cannot be removed.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-// Linux 6.3; where vm.memfd_noexec demands it, a memfd without it is refused.
+// Linux 6.3. If vm.memfd_noexec demands it, a memfd without it is refused.
 constexpr unsigned kNoExecSeal = 8;
 
 size_t pageBytes() {
@@ -35,7 +35,8 @@ Result<Fd> createMemfd() {
   return Fd(fd);
 }
 
-// Kept out of forked children, who must not write into a window by accident, and out of core dumps.
+// Forked children do not get the mapping, because they must not write into a window by accident.
+// Core dumps leave it out.
 Result<std::byte*> mapShared(int fd, size_t bytes) {
   void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) {
@@ -101,7 +102,7 @@ Result<ArenaBlock> Arena::allocate(size_t bytes) {
 
 void Arena::release(uint64_t offset, size_t bytes) {
   if (keepsContents_) return;
-  // Before anybody can be handed these pages: the hole gives the memory back, and reads as zeros.
+  // Before these pages can be allocated again: the hole gives the memory back, and reads as zeros.
   if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
                   static_cast<off_t>(bytes)) != 0) {
     log(LogLevel::kWarning, "arena", systemError("fallocate(PUNCH_HOLE)", errno).message,
@@ -148,7 +149,7 @@ std::byte* ArenaBlock::data() const { return arena_->base() + offset_; }
 Result<std::unique_ptr<ArenaMapping>> ArenaMapping::map(Fd memfd, size_t capacity) {
   struct stat info {};
   if (::fstat(memfd.get(), &info) != 0) return systemError("fstat of a peer's arena", errno);
-  // Only memfds (and files like them) have seals at all: anything else ends here.
+  // Only memfds and similar files have seals: all others fail here.
   const int seals = ::fcntl(memfd.get(), F_GET_SEALS);
   if (capacity == 0 || seals < 0 || (seals & kSeals) != kSeals || info.st_size < 0 ||
       static_cast<uint64_t>(info.st_size) != capacity) {

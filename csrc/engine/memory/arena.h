@@ -14,7 +14,7 @@ namespace mooncake {
 
 class Arena;
 
-// Pages of an Arena; returns them (also to the system) when destroyed. Must not outlive the arena.
+// Pages of an Arena. The destructor returns them, also to the system. Must not outlive the arena.
 class ArenaBlock {
  public:
   ArenaBlock() = default;
@@ -23,9 +23,7 @@ class ArenaBlock {
   ~ArenaBlock();
 
   std::byte* data() const;
-  uint64_t offset() const {
-    return offset_;
-  }  // from the start of the arena: the same in every mapping of it
+  uint64_t offset() const { return offset_; }  // in the arena: the same in every mapping
   size_t bytes() const { return bytes_; }
   explicit operator bool() const { return arena_ != nullptr; }
 
@@ -36,19 +34,20 @@ class ArenaBlock {
   size_t bytes_ = 0;
 };
 
-// The memory of one engine that peers on the host map: one memfd, sparse, so pages cost nothing
-// until they are touched. A memfd has no name: it is not in /dev/shm, needs no room there, and the
-// kernel frees it with its last user, also after SIGKILL. Not inherited by forked children
+// The memory of one engine that peers on the host map: one memfd, sparse, so a page costs nothing
+// until it is touched. A memfd has no name: it is not in /dev/shm and needs no room there. The
+// kernel frees it with its last user, also after SIGKILL. Forked children do not inherit it
 // (MADV_DONTFORK, close-on-exec).
 class Arena {
  public:
   static Result<std::unique_ptr<Arena>> create(size_t capacity);
   ~Arena();
 
-  // Page-aligned, zeroed. kExhausted names the capacity and the amount in use.
+  // Returns page-aligned, zeroed memory. kExhausted names the capacity and the amount in use.
   Result<ArenaBlock> allocate(size_t bytes);
 
-  // From here on what is let go of stays as it is for those who map it, and goes with the last.
+  // From now on released blocks keep their contents for the peers that map them, until the last one
+  // unmaps.
   void keepContents() { keepsContents_ = true; }
 
   int fd() const { return fd_.get(); }
@@ -68,17 +67,17 @@ class Arena {
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes, neighbours merged
 };
 
-// A peer's arena mapped here (shared, read and write). Stays valid after the peer died.
+// A peer's arena mapped here, shared, for reading and writing. Stays valid after the peer's death.
 class ArenaMapping {
  public:
-  // kProtocol unless it is a memfd of exactly this size that nobody can shrink any more: a mapping
-  // that loses its pages under us would end this process (SIGBUS).
+  // kProtocol unless it is a memfd of exactly this size, sealed against shrinking: if a mapping
+  // lost its pages, this process would end with SIGBUS.
   static Result<std::unique_ptr<ArenaMapping>> map(Fd memfd, size_t capacity);
   ~ArenaMapping();
   std::byte* base() const { return base_; }
   size_t capacity() const { return capacity_; }
-  // Sets these bits of a word of the arena at the end of the mapping: its owner then knows that
-  // no thread of this process looks at the arena any more.
+  // When the mapping ends, sets these bits of a word of the arena. Its owner then knows that no
+  // thread of this process looks at the arena any more.
   void markAtEnd(uint64_t offset, uint32_t bits) {
     mark_ = reinterpret_cast<std::atomic<uint32_t>*>(base_ + offset);
     markBits_ = bits;

@@ -8,9 +8,9 @@
 
 namespace mooncake {
 
-// Lets any number of threads in until it is closed; close() returns when the last one has left. May
+// Lets any number of threads in until it is closed. close() returns when the last one has left. May
 // lie in shared memory. A gate of zeros is closed, so a page that was given back to the system lets
-// nobody in.
+// no thread in.
 class Gate {
  public:
   bool enter() {
@@ -22,17 +22,17 @@ class Gate {
     // Sequentially consistent: pairs with the doorbell's order.
     if (!(word_.fetch_sub(1, std::memory_order_seq_cst) & kOpen)) left_.ring();
   }
-  // Nobody enters from now on; those inside stay.
+  // From now on no thread enters; those inside stay.
   void shut() { word_.fetch_and(~kOpen, std::memory_order_seq_cst); }
-  // Waits for those inside, who copy memory and nothing else: they leave by themselves.
+  // Shuts, and waits for the threads inside. They only copy memory, so they leave by themselves.
   void close();
-  // Where they may be at something longer. False: somebody is inside still, and nobody enters.
+  // For threads inside that may take longer. False: one is still inside, and no thread enters.
   bool close(Deadline deadline);
 
-  // How many are inside, or are just being turned away.
+  // Number of threads inside or just being turned away.
   uint32_t inside() const { return word_.load(std::memory_order_relaxed) & ~kOpen; }
 
-  // Inside for as long as this lives, if it was let in.
+  // Keeps its thread inside while it lives, if the gate let it in.
   class Pass {
    public:
     explicit Pass(Gate& gate) : gate_(gate.enter() ? &gate : nullptr) {}
@@ -48,7 +48,7 @@ class Gate {
   };
 
  private:
-  static constexpr uint32_t kOpen = uint32_t(1) << 31;  // the other bits count who is inside
+  static constexpr uint32_t kOpen = uint32_t(1) << 31;  // the other bits count the threads inside
 
   std::atomic<uint32_t> word_{kOpen};
   Doorbell left_;

@@ -10,21 +10,21 @@
 
 namespace mooncake {
 
-// Says to those who map our arena which windows this engine still uses: one word for each, in the
-// arena. As long as a lease stands we read and write the other ranks' parts of that window. We end
-// it behind our last access, and only then do their owners use that memory again. The word is ours,
-// so a rank that the others went on without ends its leases without a store into their memory.
+// Tells the peers that map our arena which windows this engine still uses: one word for each
+// window, in the arena. While a lease lasts, we read and write the other ranks' parts of that
+// window. We end it after our last access, and only then do their owners reuse that memory. The
+// word is ours, so a fenced rank ends its leases without a store into other ranks' memory.
 class LeaseTable {
  public:
   static constexpr uint32_t kMost = 4096;  // windows at a time
 
-  // A peer's, as it described it.
+  // A peer's lease, as the peer described it.
   struct Remote {
     uint64_t offset = 0;  // of the word, in the peer's arena
-    uint64_t turn = 0;    // what stands there until the lease has ended
+    uint64_t turn = 0;    // value of the word until the lease has ended
   };
 
-  // Ends at the latest with this object. Must not outlive the table.
+  // The destructor ends it. Must not outlive the table.
   class Lease {
    public:
     Lease() = default;
@@ -43,10 +43,11 @@ class LeaseTable {
 
   static Result<std::unique_ptr<LeaseTable>> create(Arena& arena);
 
-  // kExhausted when kMost are held.
+  // kExhausted: kMost leases are held.
   Result<Lease> take();
 
-  // In a mapped arena: everything that the peer did under the lease has happened before.
+  // For a word in a mapped arena. If true, everything that the peer did under the lease happened
+  // before.
   static bool hasEnded(const Remote& lease, const std::byte* arena) {
     const auto& word = *reinterpret_cast<const std::atomic<uint64_t>*>(arena + lease.offset);
     return word.load(std::memory_order_acquire) != lease.turn;
@@ -62,8 +63,8 @@ class LeaseTable {
     return reinterpret_cast<std::atomic<uint64_t>*>(block_.data())[index];
   }
 
-  // Words of zeros, and never given back before the engine ends: each counts the leases that have
-  // ended there.
+  // The words start as zeros and are not released before the engine ends. Each counts the leases
+  // that have ended there.
   const ArenaBlock block_;
   std::mutex mutex_;  // guards all below
   uint32_t used_ = 0;

@@ -15,7 +15,7 @@
 namespace mooncake {
 namespace {
 
-// A look at the mapping holds for so many bytes of a copy: a few hundred microseconds.
+// Number of bytes copied after one check of the mapping: a few hundred microseconds.
 constexpr size_t kBytesPerLook = size_t(1) << 20;
 
 uintptr_t pageBytes() {
@@ -31,8 +31,8 @@ int populate(uintptr_t page) {
   return isDone ? 0 : errno;
 }
 
-// EINVAL stands for a mapping without the right, EFAULT for a file that ends before the page. Any
-// other error, such as a lack of memory, says nothing about the protection.
+// EINVAL means a mapping without the right, EFAULT a file that ends before the page. Any other
+// error, such as a lack of memory, says nothing about the protection.
 bool mayBeWritten(uintptr_t page) {
   const int error = populate(page);
   return error != EINVAL && error != EFAULT;
@@ -52,7 +52,7 @@ bool kernelPopulates() {
 
 }  // namespace
 
-// MS_ASYNC does nothing but walk the mappings, and ENOMEM stands for a hole among them.
+// MS_ASYNC only walks the mappings, and ENOMEM means a hole among them.
 bool isMapped(const void* address, size_t bytes) {
   if (bytes == 0) return true;
   const auto start = reinterpret_cast<uintptr_t>(address), page = pageOf(start);
@@ -82,7 +82,7 @@ Protection protectionOf(const void* address, size_t bytes) {
   const iovec to{values, sizeof values};
   const iovec from[2] = {{reinterpret_cast<void*>(first), 1}, {reinterpret_cast<void*>(last), 1}};
   const ssize_t got = ::process_vm_readv(::getpid(), &to, 1, from, 2, 0);
-  // Some containers forbid the call, and then nothing is known.
+  // Some containers forbid the call; then the range counts as readable.
   const bool isReadable = got == 2 || (got < 0 && errno != EFAULT);
   const bool isWritable =
       !kernelPopulates() || (mayBeWritten(pageOf(first)) && mayBeWritten(pageOf(last)));

@@ -7,7 +7,7 @@
 #include "base/log.h"
 
 #ifdef __SANITIZE_THREAD__
-// ThreadSanitizer does not follow fences. The one below publishes no data, so it misses nothing.
+// ThreadSanitizer does not model fences. The one below publishes no data, so nothing is missed.
 #pragma GCC diagnostic ignored "-Wtsan"
 #endif
 
@@ -15,14 +15,14 @@ namespace mooncake {
 namespace {
 
 // An entry's word: generation << 32 | closed << 31 | users. A key: generation << 32 | (index + 1).
-// The generation only grows and an entry that ran out of generations is never handed out again, so
-// a key that was revoked once is refused for ever, whatever took its entry since.
+// The generation only grows, and an entry that ran out of generations is never reused. So a revoked
+// key is refused for ever, whatever region uses its entry later.
 constexpr uint64_t kClosed = uint64_t(1) << 31;
 constexpr uint64_t kUsers = kClosed - 1;
 constexpr uint64_t kLastGeneration = 0xffffffff;
 
 uint64_t generationOf(uint64_t wordOrKey) { return wordOrKey >> 32; }
-// Out of range for key 0 and for keys that are none.
+// Out of range for key 0 and for invalid keys.
 uint64_t indexOf(uint64_t key) { return (key & 0xffffffff) - 1; }
 
 }  // namespace
@@ -62,7 +62,7 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
     blocks_[made / kBlockEntries].store(new Block, std::memory_order_release);
     made_.store(made + kBlockEntries, std::memory_order_release);
     freeEntries_.reserve(made + kBlockEntries);
-    // Taken from the end: low entries first.
+    // They are taken from the end, so low entries come first.
     for (size_t i = kBlockEntries; i > 0; --i)
       freeEntries_.push_back(static_cast<uint32_t>(made + i - 1));
   }
@@ -73,7 +73,7 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
   entry.address = static_cast<std::byte*>(address);
   entry.bytes = bytes;
   entry.rights = rights;
-  // The fields before the word: whoever opens the entry sees them.
+  // The fields are written before the word, so a caller of open() sees them.
   entry.word.store(generation << 32, std::memory_order_release);
   mirror(index, generation << 32 | rights);
   lock.unlock();
@@ -101,7 +101,7 @@ RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes
     }
   } while (!entry.word.compare_exchange_weak(word, word + 1, std::memory_order_acquire,
                                              std::memory_order_relaxed));
-  // Counted as a user, so nobody rewrites the fields now.
+  // Counted as a user now, so the fields do not change.
   Use use;
   use.table_ = this;
   use.entry_ = index;
@@ -129,7 +129,7 @@ void RegionTable::revoke(uint64_t key) {
     return waiter.until(unused);
   };
   while (wait() == WaitResult::kTimeout) {
-    // Going on would hand memory back that a transfer still reads or writes.
+    // Returning now would free memory that a transfer still reads or writes.
     log(LogLevel::kWarning, "regions", "memory at ", static_cast<void*>(entry.address),
         " is still in transfer to a peer; close its channel to end that");
   }
@@ -171,7 +171,7 @@ Result<uint64_t> RegionTable::mirrorIn(Arena& arena) {
   return mirror_.offset();
 }
 
-// Under mutex_. An exchange, so that what the owner does to the memory afterwards comes after it.
+// Called under mutex_. An exchange, so that the owner's later accesses to the memory come after it.
 void RegionTable::mirror(size_t entry, uint64_t word) {
   if (!mirror_) return;
   auto* mirror = reinterpret_cast<RegionMirror*>(mirror_.data());
@@ -181,8 +181,8 @@ void RegionTable::mirror(size_t entry, uint64_t word) {
 bool RegionMirror::allows(uint64_t key, uint32_t right) const {
   const uint64_t index = indexOf(key);
   if (index >= words_.size() || generationOf(key) == 0) return false;
-  // What the caller read from the region before it asked is not read later (after a copy, this is a
-  // second look); what it reads afterwards is not read earlier.
+  // The fence keeps the caller's earlier reads of the region before this check: after a copy, this
+  // is its second check. The acquire load keeps its later reads after the check.
   std::atomic_thread_fence(std::memory_order_acquire);
   const uint64_t word = words_[index].load(std::memory_order_acquire);
   return generationOf(word) == generationOf(key) && (word & right) == right;

@@ -26,12 +26,12 @@ bool isOfTheSame(const Packet& a, const Packet& b) {
 }  // namespace
 
 bool Incoming::hasRoomFor(const Packet& packet, size_t bytes) const {
-  // Puts and transfers are counted apart, and only of puts is remembered which have landed.
+  // Puts and transfers are numbered apart, and only landed puts are remembered.
   const bool isFarAhead =
       packet.kind == Packet::Kind::kPut &&
       packet.number - std::min(packet.number, landed_.below()) >= Serials::kMostAhead;
-  // Only a piece that waits for another put takes of the held bytes. The put that others wait for
-  // has room at any time.
+  // Only a piece that waits for another put uses the room for held bytes. A put that others wait
+  // for always has room.
   const bool waits =
       packet.kind == Packet::Kind::kPut && packet.after != 0 && !landed_.has(packet.after);
   return !isFarAhead && puts_.size() + writes_.size() < kMostBegun &&
@@ -73,12 +73,12 @@ bool Incoming::place(const Packet& piece, ByteView data) {
   return true;
 }
 
-// False: it is late, or refused.
+// Returns false if the put is late or refused.
 bool Incoming::copyIn(const Packet& piece, ByteView data) {
   const auto word = openWord(regions_, piece);
   const bool isAligned = reinterpret_cast<uintptr_t>(word.data()) % 8 == 0;
   if (word && isAligned && !canStamp(wordAt(word), piece.signal.stamp)) return false;
-  // The whole range: a put that leaves the region writes nothing, not even the part inside.
+  // Opens the whole range: a put that leaves the region writes nothing, not even the part inside.
   const auto use = regions_.open(piece.key, piece.offset, piece.length, kRemoteWrite);
   const bool isFree = piece.offset >= sizeof(Doorbell) || piece.length == 0;
   if (!word || !isAligned || !use || !isFree) {
@@ -91,7 +91,8 @@ bool Incoming::copyIn(const Packet& piece, ByteView data) {
   return true;
 }
 
-// A loop: the peer decides how many puts wait for each other, and the stack ends before that.
+// A loop, not a recursion: the peer decides how many puts wait for each other, and could exhaust
+// the stack.
 void Incoming::land(uint64_t put) {
   landed_.add(put);
   if (held_.empty()) return;

@@ -11,35 +11,37 @@
 
 namespace mooncake {
 
-// What a peer puts and writes here, put together from packets that come in any order. Each is
-// placed as it comes, by the owner of the memory, and counted; a put is stamped, a write answered,
-// when all of it has come. Each packet comes here once: Serials sees to that. Not thread-safe.
+// The puts and writes of a peer, assembled from packets that come in any order. The owner of the
+// memory places each packet as it comes, and counts it. When all packets have come, a put is
+// stamped and a write is answered. Each packet comes here once, because Serials drops repetitions.
+// Not thread-safe.
 class Incoming {
  public:
   explicit Incoming(RegionTable& regions) : regions_(regions) {}
 
-  // Whether this one can be taken in now. Only a peer that breaks the rules is refused.
+  // Returns whether the packet can be taken in now. Only a peer that breaks the rules is refused.
   bool hasRoomFor(const Packet& packet, size_t bytes) const;
 
   void put(const Packet& piece, ByteView data);
-  // How the write has ended, behind its last piece.
+  // Returns how the write has ended, after its last piece.
   std::optional<Packet::Status> write(const Packet& piece, ByteView data);
 
-  // Nothing of what has begun goes on; what comes now is of another connection.
+  // Drops everything that has begun: later packets belong to another connection.
   void clear();
 
-  // Pieces that do not fit their first one, or that nobody may send.
+  // Number of pieces that do not fit their first one, or that no peer may send.
   uint64_t bad() const { return bad_; }
 
  private:
   static constexpr size_t kMostBegun = 65536;
   static constexpr size_t kMostHeldBytes = size_t(64) << 20;
-  static constexpr size_t kNodeBytes = 112;  // of `held_`, where each piece waits for another put
+  static constexpr size_t kNodeBytes = 112;  // of `held_`, where each piece may wait for another
+                                             // put
 
   struct Whole {
-    Packet first;  // that came: the others must say the same
+    Packet first;  // the first to arrive; the others must agree with it
     uint64_t arrived = 0;
-    std::optional<uint64_t> isCutAt;  // of a write that was given up
+    std::optional<uint64_t> isCutAt;  // where a write ends that was given up
     bool isDropped = false;           // late, or refused
   };
   struct Held {
@@ -60,8 +62,8 @@ class Incoming {
   RegionTable& regions_;
   std::map<uint64_t, Whole> puts_;
   std::map<uint64_t, Whole> writes_;
-  Serials landed_;                              // puts
-  std::map<uint64_t, std::vector<Held>> held_;  // by the put that must land before
+  Serials landed_;                              // numbers of the landed puts
+  std::map<uint64_t, std::vector<Held>> held_;  // by the put that must land first
   size_t heldBytes_ = 0;
   uint64_t bad_ = 0;
   bool loggedRefusal_ = false;

@@ -9,8 +9,8 @@
 
 namespace mooncake {
 
-// What one card carries to another one: 104 bytes, little-endian, then the data. Fields that a kind
-// does not use are zero, and a decoder refuses anything else.
+// One packet from card to card: 104 bytes, little-endian, then the data. Fields that a kind does
+// not use are zero; a decoder refuses other values.
 //
 //    0      2         3      4        8             16       24      32       40
 //   +------+---------+------+--------+-------------+--------+-------+--------+-----+--
@@ -23,20 +23,20 @@ namespace mooncake {
 //       | u64    | u64    | u64      | u64           | u64   | u64        | u64   |
 //       +--------+--------+----------+---------------+-------+------------+-------+
 //
-// `incarnation` names the receiver's end of a channel, as that had it told. `serial` numbers the
-// packets of one direction of a channel from 1 on: each is dealt with once, however often, in
-// whatever order and over whichever card it comes. Of the other direction, all below `acked` have
-// come.
+// `incarnation` names the receiver's end of a channel, as the receiver had announced it. `serial`
+// numbers the packets of one direction of a channel from 1 on. A packet may come several times, in
+// any order and over any card, and is handled once. In the other direction, all packets below
+// `acked` have come.
 //
 //   PUT      a piece of put `number`: its data belongs at `position` of the range (key, offset,
-//            length). The word, in the region of the signal key or, where that is 0, in the
-//            same one, is stamped when `length` bytes have come. Nothing of it lands before
-//            put `after` has, if that is not 0
+//            length). When `length` bytes have come, the word is stamped. It is in the region of
+//            the signal key or, if that is 0, of `key`. If `after` is not 0, no byte of the put
+//            lands before put `after` has landed
 //   GET      number, key, offset, length
-//   ANSWER   a piece of what get `number` asked for: position, length; or why there is none
-//   WRITE    a piece of write `number`, as PUT, with no word. With status aborted: nothing comes
-//            behind the first `position` bytes of it
-//   WRITTEN  how write `number` has ended, when all of it has come
+//   ANSWER   a piece of the data of get `number`: position, length; or why there is none
+//   WRITE    a piece of write `number`, as PUT, with no word. With status aborted: only the
+//            first `position` bytes of the write come
+//   WRITTEN  how write `number` has ended, after all of it has come
 //   ACK      no serial. The data: serials beyond `acked` that have come, u64 each
 //   PROBE    no serial. Asks for a PROBED with the same number over the same card
 //   PROBED
@@ -52,7 +52,7 @@ struct Packet {
   uint64_t incarnation = 0;
   uint64_t serial = 0;
   uint64_t acked = 0;
-  uint64_t number = 0;  // counted by who puts, gets or writes, and never used again
+  uint64_t number = 0;  // assigned by the requester, never used again
   uint64_t key = 0;
   uint64_t offset = 0;
   uint64_t length = 0;
@@ -62,7 +62,7 @@ struct Packet {
   uint64_t after = 0;
 
   void encode(std::span<std::byte, kBytes> out) const;
-  // And leaves `in` at the data. kProtocol for what encode() does not write; says nothing about
+  // Leaves `in` at the data. kProtocol: encode() does not write such a packet. It does not check
   // regions and rights.
   static Result<Packet> decode(ByteReader& in);
 };

@@ -5,13 +5,13 @@
 
 namespace mooncake {
 
-// Which of the numbers 1, 2, 3 ... have come, in whatever order.
+// The set of the numbers 1, 2, 3 ... that have come, in any order.
 class Serials {
  public:
-  // How far one may be ahead of the first that is missing. Nobody honest comes near it.
+  // How far a number may be ahead of the first missing one. An honest peer never comes near this.
   static constexpr uint64_t kMostAhead = uint64_t(1) << 16;
 
-  // False: it had come before, or it is too far ahead.
+  // Returns false if the number has come before, or is too far ahead.
   bool add(uint64_t serial) {
     if (has(serial) || serial - below_ >= kMostAhead) return false;
     if (serial != below_) {

@@ -8,7 +8,7 @@ namespace {
 // A member publishes:  nonce [32]  bytes value
 // Rank 0 confirms:     the nonces of all, in rank order
 constexpr size_t kMostValue = 1 << 20;
-// With what it has.
+// Time for the store to answer a request for a key that it has.
 constexpr auto kStoreAnswers = std::chrono::seconds(5);
 
 std::string memberKey(const std::string& what, int rank) {
@@ -19,7 +19,7 @@ ByteView viewOf(const std::string& text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
 
-// Who has not come, or the store's own words.
+// Names the ranks that have not come, or returns the store's own error.
 Error whoIsMissing(Store& store, const std::string& what, int rank, int size, const Error& why) {
   std::string missing;
   for (int r = 0; r < size; ++r) {
@@ -75,7 +75,7 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
 Error tellFailure(Store& store, int rank, Error own) {
   const std::string name = "failed";
   const auto told = store.present(name);
-  if (!told.ok()) return own;  // the store may be what is gone
+  if (!told.ok()) return own;  // perhaps the store itself is gone
   if (!*told) {
     (void)store.set(name, viewOf("rank " + std::to_string(rank) + ": " + own.message));
     return own;

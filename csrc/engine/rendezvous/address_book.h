@@ -7,14 +7,16 @@
 
 namespace mooncake {
 
-// Every member of a group publishes one value under `what` and gets everybody's, in rank order, the
-// same on all of them: rank 0 confirms what it has seen. kTimeout names the ranks that did not
-// come. kInterrupted: what stands there was confirmed for others than us, in an earlier attempt.
+// Each member of a group publishes one value under `what`, and gets the values of all, in rank
+// order. All members get the same: rank 0 confirms the values that it has seen. kTimeout names the
+// ranks that did not come. kInterrupted: the confirmation in the store is of an earlier attempt,
+// without us.
 Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int rank, int size,
                                     ByteView mine, Deadline deadline);
 
-// Of a member that could not make its group: tells all others, who see only that it has gone, and
-// says what the first one told where `own` may be no more than what followed from that.
+// Called by a member that could not make its group. Tells the others, which otherwise see only that
+// it is gone. Returns `own`, extended by the first member's report if `own` may be only a
+// consequence.
 Error tellFailure(Store& store, int rank, Error own);
 
 }  // namespace mooncake

@@ -9,7 +9,7 @@
 namespace mooncake {
 namespace {
 
-// What rank 0 announces, wire form:
+// The announcement of rank 0, wire form:
 //   u32 version  string id (<= 64)  bool hasOwnKey  bytes key (<= 256): empty if it has its own
 constexpr uint32_t kVersion = 1;
 constexpr const char* kAnnouncement = "mooncake/generation";
@@ -18,10 +18,10 @@ constexpr size_t kJobKeyBytes = 32;
 constexpr size_t kMostId = 64;
 constexpr size_t kMostKey = 256;
 
-// Between two looks at whether rank 0 has begun another generation; grows.
+// Bounds of the time between two checks whether rank 0 has begun another generation; it grows.
 constexpr auto kFirstLook = std::chrono::milliseconds(20);
 constexpr auto kLastLook = std::chrono::milliseconds(500);
-// The same where nothing can come in this one any more.
+// The same, once this generation cannot succeed any more.
 constexpr auto kFirstPoll = std::chrono::milliseconds(1);
 constexpr auto kLastPoll = std::chrono::milliseconds(50);
 
@@ -86,8 +86,8 @@ Result<std::unique_ptr<Generation>> Generation::join(Store& store, int rank,
 }
 
 bool Generation::hasSuccessor() {
-  if (rank_ == 0) return false;  // it is the one who begins them
-  // What is there comes at once.
+  if (rank_ == 0) return false;  // rank 0 begins the generations itself
+  // A value that exists is returned at once.
   const auto now = store_.get({kAnnouncement}, Deadline::after(kLastLook));
   return now.ok() && now->front() != announcement_;
 }
@@ -112,7 +112,7 @@ Result<std::vector<Bytes>> Generation::get(const std::vector<std::string>& keys,
                                            Deadline deadline) {
   std::vector<std::string> ours;
   for (const std::string& key : keys) ours.push_back(keyOf(key));
-  // Nobody but rank 0 itself could begin another one.
+  // Only rank 0 itself could begin another generation.
   if (rank_ == 0) return store_.get(ours, deadline);
   for (auto look = kFirstLook;; look = std::min(2 * look, kLastLook)) {
     const Deadline slice = deadline.earlier(Deadline::after(look));

@@ -9,30 +9,30 @@
 
 namespace mooncake {
 
-// One attempt to begin a job. A store may outlive many: torchrun restarts workers over its agent's
-// store, a process may come back to it, a file stays. What an earlier attempt left there must not
-// be taken for an answer, and it may have been killed at any point, so nothing can be relied on to
-// have been cleaned up or counted. Hence every attempt has keys of its own: rank 0 begins it with a
-// number that never comes again, and the others find that. Who finds the one before, because rank 0
-// is not there yet, meets nobody in it (see exchange()), looks again and joins the next.
+// One attempt to begin a job. A store may outlive many attempts: torchrun restarts workers over its
+// agent's store, a process may come back to it, a file stays. An earlier attempt may have been
+// killed at any point, so its keys may remain, and must not be taken for answers. Hence every
+// attempt has keys of its own. Rank 0 begins it with a number that never comes again, and the
+// others find that number. If a rank finds the previous attempt, because rank 0 is not there yet,
+// the exchange fails (see exchange()). It then looks again and joins the next attempt.
 //
-// As a store it holds the keys of this attempt.
+// As a Store, it holds the keys of this attempt.
 class Generation final : public Store {
  public:
-  // `ownKey`: the job's key, when this rank was given one. Else rank 0 makes one and hands it out
-  // through the store, as secret as that store.
+  // `ownKey`: the job's key, if this rank was given one. Else rank 0 makes one and hands it out
+  // through the store; it is as secret as that store.
   static Result<std::unique_ptr<Generation>> join(Store& store, int rank,
                                                   const std::optional<std::string>& ownKey,
                                                   Deadline deadline);
 
   const Bytes& jobKey() const { return jobKey_; }
-  // Whether rank 0 has begun another one since, so that this rank has to join that.
+  // Returns whether rank 0 has begun another attempt since, which this rank has to join.
   bool hasSuccessor();
-  // Waits for it. kTimeout says what the store holds.
+  // Waits for another attempt. On kTimeout the message says where the store's content comes from.
   Status awaitSuccessor(Deadline deadline);
 
   Status set(const std::string& key, ByteView value) override;
-  // kInterrupted when there is a successor.
+  // kInterrupted: rank 0 has begun another attempt.
   Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override;
   Result<bool> present(const std::string& key) override;
 
@@ -43,7 +43,7 @@ class Generation final : public Store {
   Store& store_;
   const int rank_;
   const std::string prefix_;
-  const Bytes announcement_;  // what rank 0 has said
+  const Bytes announcement_;  // as rank 0 published it
   const Bytes jobKey_;
 };
 

@@ -9,13 +9,13 @@
 
 namespace mooncake {
 
-// The key/value store that brings the members of a group together. Only needed while a group is
-// made.
+// The key/value store that brings the members of a group together. Needed only while a group is
+// being created.
 class Store {
  public:
   virtual ~Store() = default;
   virtual Status set(const std::string& key, ByteView value) = 0;
-  // Waits for all keys. kTimeout when one did not come in time (which one: see present()).
+  // Waits for all keys. kTimeout: a key did not come in time; present() tells which one.
   virtual Result<std::vector<Bytes>> get(const std::vector<std::string>& keys,
                                          Deadline deadline) = 0;
   virtual Result<bool> present(const std::string& key) = 0;

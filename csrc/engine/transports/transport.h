@@ -31,7 +31,6 @@ using EngineId = std::array<std::byte, 16>;  // random, names one engine for its
 
 // One wire to one peer. Any thread may call it. No call waits for the peer.
 //
-//
 // If a connection breaks, it may be made again behind the channel, which then loses data that had
 // not arrived. Both ends are told afterwards (Engine::observe), and repeat the puts and messages
 // that matter. Arriving twice does no harm, because stamps only grow.

@@ -18,7 +18,7 @@ ErrorCode codeOf(int errnoValue) {
       return ErrorCode::kRefused;
     case ENOMEM:
       return ErrorCode::kExhausted;
-    default:  // EPERM, ENOSYS, and whatever a container's filter answers
+    default:  // EPERM, ENOSYS, and any error of a container's filter
       return ErrorCode::kUnsupported;
   }
 }
@@ -42,14 +42,15 @@ Result<std::unique_ptr<CrossMemory>> CrossMemory::open(pid_t process,
 ErrorCode CrossMemory::read(const RemoteRegion& region, uint64_t offset,
                             std::span<std::byte> target) {
   if (region.address + region.bytes < region.address) return ErrorCode::kRefused;
-  // Whatever the kernel's reason, the peer can still answer, or its silence will tell.
+  // Whatever the kernel's error was, the peer can still answer the get. If it cannot, it will be
+  // seen as silent.
   return readAt(region.address + offset, target) == ErrorCode::kOk ? ErrorCode::kOk
                                                                    : ErrorCode::kUnsupported;
 }
 
-// Each call fetches the nonce behind the data. One call reads from one address space from beginning
-// to end, so the right nonce proves that the data came from our peer and not from a process that
-// got its number since.
+// Each call also fetches the nonce, behind the data. One call reads from one address space from
+// beginning to end. So the right nonce proves that the data came from our peer, and not from a
+// process that has got its number since.
 ErrorCode CrossMemory::readAt(uint64_t address, std::span<std::byte> target) const {
   do {
     const auto piece = target.first(std::min(kCallBytes, target.size()));
@@ -60,7 +61,7 @@ ErrorCode CrossMemory::readAt(uint64_t address, std::span<std::byte> target) con
         {reinterpret_cast<void*>(static_cast<uintptr_t>(proof_.address)), nonce.size()}};
     const ssize_t got = ::process_vm_readv(process_, to, 2, from, 2, 0);
     if (got < 0) return codeOf(errno);
-    // Cut short: the call met a page that it could not read.
+    // A short read: the call met a page that it could not read.
     if (static_cast<size_t>(got) < piece.size()) return ErrorCode::kRefused;
     if (nonce != proof_.nonce) return ErrorCode::kPeerLost;
     target = target.subspan(piece.size());

@@ -10,28 +10,28 @@
 
 namespace mooncake {
 
-// What a process shows of itself, so that a reader can tell that it reads from the right one.
+// Lets a reader check that it reads from the right process.
 struct CrossMemoryProof {
-  uint64_t address =
-      0;  // where the nonce lies in the owner's memory, for as long as its engine lives
+  uint64_t address = 0;  // of the nonce in the owner's memory, while its engine lives
   Nonce nonce{};
 };
 
 // Reads the memory of another process of this host with process_vm_readv: one copy, made by the
-// kernel on the calling thread. It only reads: a writer stopped before its call would write years
+// kernel on the calling thread. It never writes: a writer stopped before its call could write years
 // later.
 //
-// Law 5: the kernel lets us read whatever that process has mapped, or nothing (it asks for the
-// right to trace it). The channel asks the peer's RegionMirror before and after.
+// Law 5: the kernel lets us read everything that the process has mapped, or nothing (it requires
+// the right to trace it). So the channel checks the peer's RegionMirror before and after a read.
 class CrossMemory final : public DirectReader {
  public:
-  // Tries it. kUnsupported, with the reason, when it does not work with this process.
+  // Tries a read. kUnsupported, with the reason: it does not work with this process.
   static Result<std::unique_ptr<CrossMemory>> open(pid_t process, const CrossMemoryProof& proof);
 
   ErrorCode read(const RemoteRegion& region, uint64_t offset, std::span<std::byte> target) override;
 
-  // kOk or nothing to rely on in `target`: kPeerLost (the process is gone, or its number is
-  // another's by now), kRefused (no such memory there), kUnsupported (the kernel does not let us).
+  // After an error `target` holds nothing reliable. kPeerLost: the process is gone, or its number
+  // belongs to another one. kRefused: no such memory there. kUnsupported: the kernel does not let
+  // us read.
   ErrorCode readAt(uint64_t address, std::span<std::byte> target) const;
 
  private:

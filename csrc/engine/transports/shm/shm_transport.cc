@@ -31,9 +31,7 @@ class ShmWire final : public LocalWire {
   explicit ShmWire(bool crossMemoryAttach) : crossMemoryAttach_(crossMemoryAttach) {}
 
   const char* name() const override { return "shm"; }
-  bool leadsTo(pid_t) const override {
-    return true;
-  }  // whom the abstract socket reaches, a memfd reaches
+  bool leadsTo(pid_t) const override { return true; }  // a memfd reaches the same peers
   Greeting greeting() const override {
     return encodeProof({.address = reinterpret_cast<uintptr_t>(nonce_.get()), .nonce = *nonce_});
   }

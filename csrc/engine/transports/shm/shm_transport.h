@@ -6,9 +6,9 @@
 
 namespace mooncake {
 
-// Shared memory with other processes of the host: windows are mapped into each other, and user
-// memory is read with process_vm_readv where the kernel allows it (MOONCAKE_CMA=0 turns that off),
-// else sent over the socket.
+// Shared memory with other processes of the host. Windows are mapped into each other. Memory of the
+// program is read with process_vm_readv where the kernel allows it, else sent over the socket.
+// MOONCAKE_CMA=0 turns process_vm_readv off.
 class ShmTransport {
  public:
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context);
