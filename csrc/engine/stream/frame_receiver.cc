@@ -10,13 +10,14 @@
 namespace mooncake {
 namespace {
 
-// Small frames come through a buffer of the thread, many in one system call. Behind the rest of a
-// large one only its end and the next header are read along: the bytes behind those belong
-// elsewhere.
+// Small frames come through a buffer of the thread, many in one system call. After the rest of a
+// large frame, only its end and the next header are read into the buffer. The bytes after those are
+// to go straight to their targets.
 constexpr size_t kBufferBytes = size_t(64) << 10;
 constexpr size_t kBulkBytes = size_t(16) << 10;
 constexpr size_t kBehindBulk = 2 * wire::kHeaderBytes;
-// The rest of a frame is worth waiting for when it has this much, and as much came at once.
+// Waiting for the rest of a frame pays if the rest is at least kLeastRest, and receive() has just
+// taken kFast bytes. At most kMostAwaited bytes are waited for.
 constexpr uint64_t kLeastRest = uint64_t(128) << 10;
 constexpr size_t kFast = size_t(64) << 10;
 constexpr uint64_t kMostAwaited = uint64_t(256) << 10;
@@ -48,10 +49,10 @@ Result<FrameReceiver::Stop> FrameReceiver::receive(int socket, size_t budget) {
   return taken < budget ? Stop::kDrained : Stop::kBudget;
 }
 
-// How much has to come before the socket is readable again. Being woken for each of the few packets
-// that come at a time costs a fifth of what two busy cores can move. Not for more than the frame
-// still brings, or its end would be waited for in vain; and not on a slow link, where the peer's
-// signs of life would come late.
+// Sets how many bytes must come before the socket is readable again. Waking for each of the few
+// packets that come at a time costs a fifth of the rate that two busy cores reach. The number never
+// exceeds the frame's rest, or the wait for its end would never finish. It stays 1 on a slow link,
+// where the peer's signs of life would be seen late.
 void FrameReceiver::awaitRest(int socket, size_t taken) {
   const bool waits = inFrame_ && left_ >= kLeastRest && taken >= kFast;
   const int least = waits ? static_cast<int>(std::min(left_, kMostAwaited)) : 1;
@@ -60,12 +61,13 @@ void FrameReceiver::awaitRest(int socket, size_t taken) {
   ::setsockopt(socket, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof(least));
 }
 
-// One system call: the payload's rest straight into its place, what follows through the buffer.
+// One system call: the payload's rest goes straight to its target, the bytes after it into the
+// buffer.
 Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained) {
   Sink sink;
   if (inFrame_) sink = openSink(std::min<uint64_t>(left_, budget));
   std::span<std::byte> buffer = threadsBuffer();
-  std::memcpy(buffer.data(), start_.data(), kept_);  // nothing inside a payload
+  std::memcpy(buffer.data(), start_.data(), kept_);  // start_ is empty inside a payload
   const bool isDropping = inFrame_ && left_ > 0 && !sink.data;
   const std::span<std::byte> room =
       buffer.subspan(kept_, isBulk_ && !isDropping ? kBehindBulk : kBufferBytes - kept_);
@@ -96,8 +98,8 @@ Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained)
 
   const size_t bytes = static_cast<size_t>(got);
   received_.fetch_add(bytes, std::memory_order_relaxed);
-  // A call that did not fill its vectors emptied the socket; should more have come since, epoll
-  // tells.
+  // A call that did not fill its vectors has emptied the socket. If more has come since, epoll
+  // reports it.
   drained = bytes < sink.bytes + (buffers ? room.size() : 0);
   const size_t direct = std::min(bytes, sink.bytes);
   if (direct > 0) took(direct);
@@ -106,14 +108,14 @@ Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained)
   return bytes;
 }
 
-// Of the frame's payload.
+// Counts bytes of the frame's payload.
 void FrameReceiver::took(uint64_t bytes) {
   left_ -= bytes;
   if (frame_.kind == wire::Kind::kPiece)
     transfers_.received(*transfers_.find(frame_.request), bytes);
 }
 
-// All of it but the beginning of a header.
+// Consumes everything but the beginning of a header.
 Status FrameReceiver::consume(ByteView bytes) {
   kept_ = 0;
   for (;;) {
@@ -169,7 +171,8 @@ Status FrameReceiver::beginWrite() {
     write_ = frame_;
     written_ = 0;
     writeStatus_ = refusesWrites_ ? wire::AnswerStatus::kAborted : wire::AnswerStatus::kOk;
-    // The whole range first: a write that leaves the region changes nothing, not even inside.
+    // Opens the whole range first: a write that leaves the region changes nothing, not even the
+    // part inside.
     if (!refusesWrites_ && frame_.status == wire::AnswerStatus::kOk &&
         !regions_.open(frame_.key, frame_.offset, whole, kRemoteWrite)) {
       refuse("write");
@@ -214,11 +217,11 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
     return {};
   }
   if (!canStamp(wordAt(signal.data()), frame_.stamp)) {
-    dropped_ = true;  // we are late
+    dropped_ = true;  // the put is late
     return {};
   }
   const uint64_t position = frame_.length - left_;
-  // The whole range first: a put that leaves the region writes nothing, not even the part inside.
+  // Opens the whole range: a put that leaves the region writes nothing, not even the part inside.
   RegionTable::Use use = regions_.open(frame_.key, frame_.offset, frame_.length, kRemoteWrite);
   if (!use || frame_.offset < sizeof(Doorbell)) {
     refuse("put");
@@ -317,7 +320,7 @@ bool FrameReceiver::copy(const Sink& sink, ByteView bytes) {
   return true;
 }
 
-// The frame's payload meets memory that is not there. Its rest is dropped.
+// The frame's payload goes to memory that is not mapped. Drops the rest of the payload.
 void FrameReceiver::onFault() {
   if (frame_.kind == wire::Kind::kPiece) {
     transfers_.fail(frame_.request, ErrorCode::kInvalidArgument);

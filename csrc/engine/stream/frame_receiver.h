@@ -10,22 +10,23 @@
 
 namespace mooncake {
 
-// Takes one connection's bytes apart and puts them where they belong, straight from the socket. Not
+// Parses one connection's bytes and writes payloads to their targets, straight from the socket. Not
 // thread-safe: the connection's receive lock guards it.
 //
-// A region is opened for each system call and not held in between, as in SendQueue. Memory that is
-// revoked while a put arrives takes no further byte; the put's rest is read and dropped. Memory
-// that is not mapped ends the transfer that arrives, likewise: the connection goes on.
+// A region is opened for each system call and not held in between, as in SendQueue. If memory is
+// revoked while a put arrives, no further byte is written, and the put's rest is read and dropped.
+// If memory is not mapped, the arriving transfer ends the same way. The connection goes on.
 class FrameReceiver {
  public:
-  // Under the receive lock.
+  // All of them run under the receive lock.
   struct Events {
-    std::function<bool(const wire::Header& get)> onGet;  // false: the peer asks for too much
-    // A write of the peer's has come to its end.
+    std::function<bool(const wire::Header& get)> onGet;  // false: too many gets
+    // Called when a write of the peer has ended.
     std::function<void(uint64_t request, wire::AnswerStatus how)> onWritten;
-    std::function<bool(const wire::Header& pull)> onPull;  // false: not over this wire
-    std::function<void(uint64_t request)> onUnpullable;    // of ours: it must be sent
-    // Returns when whoever was sending has noted what has left: an answer may be faster.
+    std::function<bool(const wire::Header& pull)> onPull;  // false: this wire has no pulls
+    std::function<void(uint64_t request)> onUnpullable;    // our pull cannot be made: send it
+    // Returns when a sending thread has noted which bytes have left: an answer may come before
+    // that.
     std::function<void()> awaitSender;
   };
 
@@ -33,19 +34,19 @@ class FrameReceiver {
       : regions_(regions), transfers_(transfers), events_(std::move(events)) {}
 
   enum class Stop { kDrained, kBudget, kGoodbye };
-  // The messages that have arrived since the last call.
+  // Returns the messages that have arrived since the last call.
   std::vector<Bytes> takeMessages() { return std::exchange(messages_, {}); }
-  // Whether the peer has asked for more connections since the last call.
+  // Returns whether the peer has asked for more connections since the last call.
   bool takeLanesWanted() { return std::exchange(lanesWanted_, false); }
-  // Whether the peer has retired this connection since the last call.
+  // Returns whether the peer has retired this connection since the last call.
   bool takeRetired() { return std::exchange(retired_, false); }
-  // No put and no write changes anything any more, not even the rest of one that has begun.
+  // From now on no put and no write changes memory, not even the rest of one that has begun.
   void refuseWrites() {
     refusesWrites_ = true;
     if (inFrame_ && frame_.kind == wire::Kind::kPut) dropped_ = true;
     if (isWriting_) writeStatus_ = wire::AnswerStatus::kAborted;
   }
-  // The connection is another one: what has come of a frame goes, what is refused stays refused.
+  // For a new connection: drops a partly received frame. Writes stay refused.
   void restart() {
     kept_ = 0;
     inFrame_ = dropped_ = goodbye_ = lanesWanted_ = retired_ = isWriting_ = false;
@@ -54,14 +55,14 @@ class FrameReceiver {
     arriving_.clear();
     messages_.clear();
   }
-  // Of everything that ever came. Any thread.
+  // Number of all bytes ever received. Any thread.
   uint64_t receivedBytes() const { return received_.load(std::memory_order_relaxed); }
-  // Reads until nothing is left, or about `budget` bytes. kPeerLost at the end of the stream,
-  // kProtocol for bytes that do not decode.
+  // Reads until nothing is left, or about `budget` bytes. kPeerLost: the stream has ended.
+  // kProtocol: the bytes do not decode.
   Result<Stop> receive(int socket, size_t budget);
 
  private:
-  // Where the next bytes of the payload go; no data: they are dropped.
+  // Target of the next payload bytes; no data: the bytes are dropped.
   struct Sink {
     std::byte* data = nullptr;
     size_t bytes = 0;
@@ -89,20 +90,20 @@ class FrameReceiver {
   TransferTable& transfers_;
   const Events events_;
 
-  // The beginning of a header that has not come whole.
+  // The beginning of a header that has not arrived completely.
   wire::HeaderBytes start_;
   size_t kept_ = 0;
-  bool isBulk_ = false;  // what came last was large
+  bool isBulk_ = false;  // the last payload was large
 
   wire::Header frame_;
   bool inFrame_ = false;
   uint64_t left_ = 0;      // bytes of the frame's payload
-  int leastReadable_ = 1;  // of the socket: SO_RCVLOWAT
-  bool dropped_ = false;   // the frame's payload has nowhere to go (any more)
-  Bytes arriving_;         // the message whose frame this is
+  int leastReadable_ = 1;  // the socket's SO_RCVLOWAT
+  bool dropped_ = false;   // the frame's payload has no target, or none any more
+  Bytes arriving_;         // the message that this frame carries
   std::vector<Bytes> messages_;
   bool refusesWrites_ = false;
-  // The peer's write that is under way: its first header, and what has come of it.
+  // The peer's write under way: its first header, its bytes so far, and its outcome so far.
   bool isWriting_ = false;
   wire::Header write_;
   uint64_t written_ = 0;

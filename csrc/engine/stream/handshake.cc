@@ -90,7 +90,7 @@ Result<Hello> decodeHello(ByteView message) {
   return hello;
 }
 
-// Whose first eight bytes these are; the log names who has come to the wrong port.
+// Describes the first eight bytes of a foreign client, for the log of a call to the wrong port.
 const char* whoseBytes(ByteView head) {
   const std::string_view text(reinterpret_cast<const char*>(head.data()), head.size());
   for (const char* verb : {"GET ", "HEAD ", "POST ", "PUT ", "DELETE ", "OPTIONS ", "CONNECT "}) {
@@ -103,8 +103,8 @@ const char* whoseBytes(ByteView head) {
   return "these are not the bytes of a handshake";
 }
 
-// kProtocol for what is no message of ours; kRefused for another version: the first eight bytes
-// mean the same in all of them.
+// kProtocol: not a message of ours. kRefused: another version. The first eight bytes have the same
+// layout in all versions.
 Result<Kind> decodeHead(ByteView head) {
   ByteReader in(head);
   const auto magic = in.get<uint32_t>();
@@ -147,14 +147,14 @@ void makeNonBlocking(int socket) {
   ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK);
 }
 
-// Messages are tiny and the socket is fresh: either all of it fits or something is wrong.
+// Messages are tiny and the socket is fresh: either the whole message fits or something is wrong.
 Status sendMessage(int socket, ByteView message) {
   const ssize_t sent = ::send(socket, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent == static_cast<ssize_t>(message.size())) return {};
   return {ErrorCode::kPeerLost, "the peer went away during the handshake"};
 }
 
-// Appends what is there, up to `wanted` bytes in all. False: not yet complete.
+// Appends the bytes that have arrived, up to `wanted` bytes in all. False: not yet complete.
 Result<bool> receive(int socket, Bytes& message, size_t wanted) {
   while (message.size() < wanted) {
     std::array<std::byte, 256> chunk;
@@ -171,7 +171,7 @@ Result<bool> receive(int socket, Bytes& message, size_t wanted) {
   return true;
 }
 
-// Takes what is there of one message, and not one byte of the next. False: not yet complete.
+// Reads the available bytes of one message, and none of the next. False: not yet complete.
 Result<bool> receiveMessage(int socket, Bytes& message) {
   const auto head = receive(socket, message, kHeadBytes);
   if (!head.ok() || !*head) return head;
@@ -279,7 +279,7 @@ Status Accept::refuse(Reason reason) {
 
 void Accept::finish(Status status) {
   if (!done_) return;
-  const auto self = shared_from_this();  // the handlers, which go now, kept us alive
+  const auto self = shared_from_this();  // the handlers kept us alive, and are removed now
   const Done done = std::exchange(done_, nullptr);
   context_.loop.remove(socket_.get());
   context_.loop.cancel(timer_);
@@ -316,7 +316,7 @@ Result<bool> HandshakeConnector::advance() {
   }
 }
 
-// A whole message has come.
+// Handles a complete message.
 Status HandshakeConnector::answer() {
   const Kind kind = kindOf(message_);
   if (kind == Kind::kRefused) {
@@ -331,8 +331,8 @@ Status HandshakeConnector::answer() {
 Status HandshakeConnector::takeChallenge() {
   ByteReader in(ByteView(message_).subspan(kHeadBytes));
   const auto nonce = getArray<sizeof(Nonce)>(in);
-  // Before our own proof: whoever does not know the key gets nothing from us that the key went
-  // into.
+  // Checked before we send our own proof: a peer that does not know the key gets nothing from us
+  // that is derived from the key.
   if (!Crypto::equal(macOf(context_, "acceptor", hello_, nonce), in.getRaw(sizeof(Mac))))
     return {ErrorCode::kRefused,
             "the peer does not know the job's key: is MOONCAKE_JOB_KEY the same on all ranks? The "
@@ -341,7 +341,8 @@ Status HandshakeConnector::takeChallenge() {
   proof.putRaw(macOf(context_, "connector", hello_, message_));
   MOONCAKE_TRY(sendMessage(socket_.get(), proof.bytes()));
   proved_ = true;
-  // Should the peer refuse us now, its answer says more than a failure here: that waits for it.
+  // If the peer refuses us now, its answer says more than a failure here. So the result waits for
+  // it.
   if (options_.behindProof) behindProof_ = options_.behindProof(socket_.get());
   return {};
 }

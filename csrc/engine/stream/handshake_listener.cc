@@ -11,9 +11,10 @@
 namespace mooncake {
 namespace {
 
-// With no descriptor left. A connection that waits would keep the event loop busy otherwise.
+// How long no connection is accepted after descriptors ran out. Otherwise a waiting connection
+// would keep the event loop busy.
 constexpr auto kPause = std::chrono::milliseconds(200);
-// A descriptor that may be given up for a moment: when no other is left, a connection is taken and
+// A descriptor that can be given up for a moment. If no other is left, a connection is accepted and
 // dropped, so that its other end does not wait for us in vain.
 Fd spareDescriptor() { return Fd(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
 
@@ -32,7 +33,7 @@ Result<std::shared_ptr<HandshakeListener>> HandshakeListener::start(const Transp
                                                                     Done done) {
   std::shared_ptr<HandshakeListener> started(
       new HandshakeListener(context, std::move(listener), std::move(admit), std::move(done)));
-  HandshakeListener* self = started.get();  // stop() takes the handler out before it goes
+  HandshakeListener* self = started.get();  // stop() removes the handler before this is destroyed
   MOONCAKE_TRY(
       context.loop.add(self->listener_.get(), EPOLLIN, [self](uint32_t) { self->onConnection(); }));
   return started;
@@ -71,7 +72,7 @@ bool HandshakeListener::mayAccept() {
   return false;
 }
 
-// The next connection that waits; empty when none does.
+// Returns the next waiting connection; empty: there is none.
 Fd HandshakeListener::accept() {
   for (;;) {
     Fd accepted(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -80,12 +81,13 @@ Fd HandshakeListener::accept() {
       pause(errno);
       return {};
     }
-    // The other errors are those of a connection that died while it waited in line.
+    // Any other error belongs to a connection that died in the queue.
     if (errno != EINTR && errno != ECONNABORTED) return {};
   }
 }
 
-// accept(2) says so before it looks whether anybody waits at all.
+// Stops accepting for kPause. accept(2) reports a lack of descriptors even if no connection waits,
+// so this first checks with the spare descriptor whether one does.
 void HandshakeListener::pause(int failure) {
   if (spare_) {
     spare_.reset();
@@ -110,7 +112,7 @@ void HandshakeListener::pause(int failure) {
   isPaused_ = true;
 }
 
-// Takes no connection while it pauses, or has its fill of handshakes.
+// Accepts no connection while paused, or while kMaxHandshakes are under way.
 void HandshakeListener::setListening(bool listens) {
   std::lock_guard lock(mutex_);
   if (stopped_) return;

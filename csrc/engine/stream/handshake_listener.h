@@ -8,22 +8,23 @@
 
 namespace mooncake {
 
-// The passive side of a stream transport: takes connections and lets each prove itself. Everything
+// The passive side of a stream transport: accepts connections, each of which must prove itself. All
 // that a stranger can make us hold is bounded in number and in time (env.failureTimeout).
 class HandshakeListener : public std::enable_shared_from_this<HandshakeListener> {
  public:
-  // At a time; further connections wait in the kernel's queue.
+  // Handshakes at a time; further connections wait in the kernel's queue.
   static constexpr size_t kMaxHandshakes = 256;
 
-  // Asked before the handshake; false drops the connection. May set options of the socket.
+  // Called before the handshake; false drops the connection. It may set options of the socket.
   using Admit = std::function<bool(int socket)>;
   using Done = std::function<void(Result<Handshaken>)>;
 
-  // `listener` is non-blocking. Both callbacks run on the loop's thread, `done` also for a
-  // handshake that was under way when stop() ran.
+  // `listener` is non-blocking. Both callbacks run on the loop's thread. `done` may also run after
+  // stop(), for a handshake that was under way.
   static Result<std::shared_ptr<HandshakeListener>> start(const TransportContext& context,
                                                           Fd listener, Admit admit, Done done);
-  // No connection is taken any more when this returns. Do not hold a lock that a callback takes.
+  // When this returns, no connection is accepted any more. Do not hold a lock that a callback
+  // takes.
   void stop();
 
  private:
@@ -37,13 +38,13 @@ class HandshakeListener : public std::enable_shared_from_this<HandshakeListener>
 
   const TransportContext& context_;
   Fd listener_;
-  // Of the loop's thread.
+  // Used on the loop's thread only.
   Fd spare_;
   bool isPaused_ = false;
   bool hasWarned_ = false;
   const Admit admit_;
   const Done done_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the fields below
   bool stopped_ = false;
   size_t handshakes_ = 0;
 };

@@ -11,7 +11,7 @@ namespace {
 
 constexpr auto kLingering = std::chrono::seconds(1);
 
-// False: nothing comes any more.
+// Reads and drops everything. False: no more bytes can come.
 bool discard(int socket) {
   std::array<std::byte, 16384> nowhere;
   for (;;) {
@@ -26,7 +26,7 @@ void linger(EventLoop& loop, Fd closing) {
   const int socket = closing.get();
   if (!discard(socket)) return;
   const auto shared = std::make_shared<Fd>(std::move(closing));
-  // The handler holds the socket; it goes with it.
+  // The handler owns the socket; removing it closes the socket.
   (void)loop.add(socket, EPOLLIN, [&loop, shared](uint32_t) {
     if (!discard(shared->get())) loop.remove(shared->get());
   });

@@ -6,7 +6,7 @@
 
 namespace mooncake {
 
-// A queue that allocates only while it grows: what std::deque does not promise.
+// A queue that allocates only while it grows; std::deque does not promise that.
 template <typename T>
 class Ring {
  public:

@@ -11,9 +11,9 @@ namespace mooncake {
 namespace {
 
 constexpr size_t kMaxGather = 16;
-// Of transfers in one system call.
+// Most pieces of transfers in one system call.
 constexpr size_t kMaxPieces = 64;
-// Small frames that wait share memory up to so much.
+// Small waiting frames share memory up to this size.
 constexpr size_t kSharedFrameBytes = 4096;
 constexpr std::array<std::byte, 4096> kZeros{};
 
@@ -21,7 +21,7 @@ iovec vectorOf(const std::byte* data, size_t bytes) {
   return {const_cast<std::byte*>(data), bytes};
 }
 
-// Bytes written; 0 when the socket is full.
+// Returns the number of bytes written; 0: the socket is full.
 Result<size_t> writeSome(int socket, iovec* parts, size_t count) {
   msghdr message{};
   message.msg_iov = parts;
@@ -58,7 +58,7 @@ Status SendQueue::send(int socket, const wire::Header& header, ByteView payload)
   rest.bytes.insert(rest.bytes.end(), head.begin() + headSent, head.end());
   rest.bytes.insert(rest.bytes.end(), payload.begin() + (sent - headSent), payload.end());
   frameBytes_ += rest.bytes.size();
-  // A frame that has begun must end before anything else: nothing waits in front of it, because
+  // A frame that has begun must end before anything else. Nothing waits in front of it, because
   // betweenFrames() was true.
   frames_.push(std::move(rest));
   return {};
@@ -158,7 +158,7 @@ Result<size_t> SendQueue::sendJobs(int socket, size_t most, size_t mostPieces) {
     const bool goesOn = pieces == 0 && piece_;
     planned.piece = goesOn ? *piece_ : pieceOf(job, begun);
     const std::byte* payload = payloadOf(job, planned, most - bytes);
-    if (!goesOn && job.status != wire::AnswerStatus::kOk) {  // since a moment ago, perhaps
+    if (!goesOn && job.status != wire::AnswerStatus::kOk) {  // payloadOf() may just have changed it
       planned.piece = pieceOf(job, begun);
       planned.payload = 0;
     }
@@ -170,13 +170,13 @@ Result<size_t> SendQueue::sendJobs(int socket, size_t most, size_t mostPieces) {
     if (planned.payload > 0) parts[count++] = vectorOf(payload, planned.payload);
     bytes += wire::kHeaderBytes + planned.payload;
     ++pieces;
-    if (!frames_.empty()) break;  // they come next, and so would wait for all of these
-    // The call may send no more, or the piece is filled up, a few bytes at a time.
+    if (!frames_.empty()) break;  // frames come next, so no further piece must go before them
+    // Either the call may send no more, or zeros fill the piece, a few bytes at a time.
     if (planned.payload < piece.left) break;
     begun = piece.position + piece.left;
     if (piece.last) {
       ++j;
-      begun = 0;  // jobs behind the first one have not begun
+      begun = 0;  // only the first job can have begun
     }
   }
   const auto written = writeSome(socket, parts.data(), count);
@@ -189,7 +189,7 @@ Result<size_t> SendQueue::sendJobs(int socket, size_t most, size_t mostPieces) {
   return sendJobs(socket, most, 1);
 }
 
-// Its memory is not there. What has left of its piece is filled up; the status tells the peer.
+// The job's memory is not mapped. Zeros fill the piece that has begun; the status tells the peer.
 void SendQueue::failFirstJob() {
   Job& job = jobs_.front();
   job.status = job.isWrite ? wire::AnswerStatus::kAborted : wire::AnswerStatus::kRefused;
@@ -201,7 +201,7 @@ void SendQueue::failFirstJob() {
       "before it is freed. Further ones on this connection are not logged");
 }
 
-// Where the piece's bytes are, as long as the plan lives; sets how many, at most `most`.
+// Returns the piece's bytes, valid as long as the plan; sets their number, at most `most`.
 const std::byte* SendQueue::payloadOf(Job& job, Planned& planned, size_t most) {
   const Piece& piece = planned.piece;
   planned.payload = std::min<uint64_t>(piece.left, most);
@@ -210,14 +210,14 @@ const std::byte* SendQueue::payloadOf(Job& job, Planned& planned, size_t most) {
     if (job.isWrite) return job.source + piece.position;
     planned.use = regions_.open(job.key, job.offset + piece.position, planned.payload, kRemoteRead);
     if (planned.use) return planned.use.data();
-    // Revoked half way: the piece is filled up, the status says the rest.
+    // Revoked half-way: zeros fill the piece, and the status tells the peer.
     job.status = wire::AnswerStatus::kRefused;
   }
   planned.payload = std::min<uint64_t>(planned.payload, kZeros.size());
   return kZeros.data();
 }
 
-// What has been sent of the plan, whose pieces are those of the first jobs, one after the other.
+// Records how much of the plan was sent. Its pieces belong to the first jobs, in their order.
 void SendQueue::commit(std::span<Planned> plan, size_t sent) {
   piece_.reset();
   for (Planned& planned : plan) {
@@ -226,7 +226,7 @@ void SendQueue::commit(std::span<Planned> plan, size_t sent) {
     const size_t ofPayload = std::min<uint64_t>(sent - ofHeader, planned.payload);
     sent -= ofHeader + ofPayload;
     piece.headerSent += ofHeader;
-    if (piece.headerSent == 0) return;  // nothing of it left: a put may still overtake
+    if (piece.headerSent == 0) return;  // no byte of it has left: a put may still overtake it
     piece.position += ofPayload;
     piece.left -= ofPayload;
     jobs_.front().begun = piece.position + piece.left;

@@ -11,14 +11,14 @@
 
 namespace mooncake {
 
-// What one connection has yet to send, in two classes: frames (puts, requests, answers to writes,
-// goodbye) overtake transfers (answers to gets, and our writes) that have not begun their next
-// piece. What waits goes out many frames at a time. Not thread-safe: the connection's send lock
-// guards it.
+// The frames and transfers that one connection has yet to send. Frames are puts, requests, answers
+// to writes, and the goodbye. Transfers are answers to gets, and our writes. A frame overtakes
+// transfers that have not begun their next piece. Waiting frames go out many at a time. Not
+// thread-safe: the connection's send lock guards it.
 //
-// Answers point into registered memory. The region is opened anew for each system call and not held
-// in between: a peer that does not read must not keep this rank from giving its memory back. Writes
-// point into memory of the caller's, until they have left or were cancelled.
+// Answers point into registered memory. The region is opened for each system call and not held in
+// between: a peer that does not read must not keep this rank from releasing its memory. Writes
+// point into the caller's memory until they have left or were cancelled.
 class SendQueue {
  public:
   static constexpr size_t kMaxQueuedBytes = size_t(256) << 20;
@@ -27,26 +27,27 @@ class SendQueue {
   SendQueue(RegionTable& regions, TransferTable& transfers)
       : regions_(regions), transfers_(transfers) {}
 
-  // Sends a frame now as far as the socket takes it; the rest is copied and waits. kExhausted, with
-  // nothing sent, when too much waits already; kPeerLost when the socket is broken.
+  // Sends as much of a frame as the socket takes; the rest is copied and waits. kExhausted, with
+  // nothing sent: too much waits already. kPeerLost: the socket is broken.
   Status send(int socket, const wire::Header& header, ByteView payload);
-  // A frame without payload, to leave with the next sendSome().
+  // Adds a frame without payload, which leaves with the next sendSome().
   void add(const wire::Header& header);
 
-  // An answer to the peer's GET. False when it has more gets under way than the protocol allows.
+  // Adds an answer to the peer's GET. False: it has more gets under way than the protocol allows.
   bool answer(const wire::Header& get);
-  // A write of ours, which is in the table under that number.
+  // Adds a write of ours, which is in the table under that number.
   void write(uint64_t number, const WriteRequest& request);
-  // All answers from now on, also those under way, end with kAborted and touch no memory.
+  // All answers from now on, and those under way, end with kAborted and touch no memory.
   void abortAnswers();
-  // The sources of those writes are not read any more; null: of all. The peer is told.
+  // The sources of the writes of this completion are not read any more; null: of all writes. The
+  // peer is told.
   void cancelWrites(const Completion* completion);
 
-  // One system call's worth of what waits: of transfers about `most` bytes, at most 1 MiB. Returns
-  // the bytes sent; 0: the socket is full or nothing waits.
+  // Sends as much of the queue as one system call takes: of transfers about `most` bytes, at most 1
+  // MiB. Returns the bytes sent; 0: the socket is full or the queue is empty.
   Result<size_t> sendSome(int socket, size_t most = kMostBytesPerCall);
   bool empty() const { return frames_.empty() && jobs_.empty(); }
-  // Whether the peer stands between two frames, so that a new one could begin.
+  // Returns whether the peer is between two frames, so that a new one could begin.
   bool betweenFrames() const { return frames_.empty() && !piece_; }
   void clear();
 
@@ -55,16 +56,16 @@ class SendQueue {
     Bytes bytes;
     size_t sent = 0;
   };
-  // An answer or a write: all its pieces and what stands behind them.
+  // An answer or a write: all its pieces and its ending.
   struct Job {
     bool isWrite = false;
     uint64_t request = 0;
     uint64_t key = 0;
     uint64_t offset = 0;  // in the region
     uint64_t length = 0;
-    uint64_t begun = 0;                                   // bytes in pieces that have been begun
-    wire::AnswerStatus status = wire::AnswerStatus::kOk;  // else its piece is filled up
-    const std::byte* source = nullptr;                    // of a write
+    uint64_t begun = 0;                                   // bytes in pieces that have begun
+    wire::AnswerStatus status = wire::AnswerStatus::kOk;  // else zeros fill its piece
+    const std::byte* source = nullptr;                    // for a write only
     const Completion* completion = nullptr;
   };
   struct Piece {
@@ -72,9 +73,9 @@ class SendQueue {
     size_t headerSent = 0;
     uint64_t position = 0;  // of the next byte, in the job
     uint64_t left = 0;      // bytes of payload
-    bool last = false;      // the job ends with it
+    bool last = false;      // the job ends with this piece
   };
-  // What one system call sends of a piece.
+  // The part of a piece that one system call sends.
   struct Planned {
     Piece piece;
     uint64_t payload = 0;
@@ -94,8 +95,8 @@ class SendQueue {
   Ring<Frame> frames_;
   size_t frameBytes_ = 0;  // that wait in frames_
   Ring<Job> jobs_;
-  size_t answers_ = 0;          // of them
-  std::optional<Piece> piece_;  // of the first job, when some of it has been sent
+  size_t answers_ = 0;          // number of answers in jobs_
+  std::optional<Piece> piece_;  // of the first job, if a part of it has been sent
   bool abortsAnswers_ = false;
   bool loggedFault_ = false;
 };

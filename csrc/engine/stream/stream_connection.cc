@@ -13,19 +13,20 @@
 namespace mooncake {
 namespace {
 
-// What one connection may do per event before the others on the loop have their turn.
+// Most bytes that one connection receives or sends per event, before others on the loop have their
+// turn.
 constexpr size_t kBytesPerEvent = size_t(1) << 20;
-// What it may send in its first turn after it had nothing to send; twice as much in each further
-// one. What is written here stands in queues below us, where no frame overtakes it any more: two
-// ranks that fetch from each other ask a moment one after the other, and the later one's request
-// would wait for a megabyte of its own answer, 8 ms on a link of 1 Gbit/s.
+// Most bytes of its first turn after its queue was empty; doubled in each further turn. Written
+// bytes go into queues below us, where no frame overtakes them. If two ranks fetch from each other,
+// one asks a moment later than the other. Its request would wait behind 1 MiB of its own answer,
+// 8 ms at 1 Gbit/s.
 constexpr size_t kBytesInFirstTurn = size_t(64) << 10;
-// What a caller sends by itself before it leaves the rest to the loop: it may have other lanes to
-// fill.
+// Most bytes that a caller sends by itself before it leaves the rest to the loop: it may have other
+// lanes to fill.
 constexpr size_t kBytesPerCall = size_t(256) << 10;
 
 // Locks, always taken in this order: receiveMutex_, sendMutex_, the TransferTable's own. No
-// callback runs under one.
+// callback of the owner runs under one of them.
 class Connection final : public StreamConnection {
  public:
   Connection(Fd socket, EventLoop& loop, RegionTable& regions, Events events)
@@ -81,24 +82,24 @@ class Connection final : public StreamConnection {
   TransferTable transfers_;
   SendQueue queue_;
   bool watchesForRoom_ = false;
-  std::optional<Error> sendError_;  // the first; the loop reports it when it has read what is left
+  std::optional<Error> sendError_;  // the first one; the loop reports it when it has read the rest
   std::optional<Error> ended_;      // why nothing can be sent any more
   bool fenced_ = false;
   bool retired_ = false;
   bool hasSent_ = false;  // since the last beat()
-  // Only who comes first takes the socket out of the loop and closes it: for anybody else its
-  // number may already be another connection's.
+  // Set by the first thread that ends the connection. Only that thread takes the socket out of the
+  // loop and closes it: later its number may belong to another connection.
   bool ending_ = false;
-  bool isOver_ = false;  // that is done, onClosed included
-  uint64_t life_ = 1;    // which socket it is
+  bool isOver_ = false;  // the end is complete, onClosed included
+  uint64_t life_ = 1;    // number of the current socket
   std::condition_variable over_;
 
   const Events events_;
-  size_t mostInTurn_ = kBytesInFirstTurn;  // of sendWaiting(): the loop's thread alone
+  size_t mostInTurn_ = kBytesInFirstTurn;  // of sendWaiting(), on the loop's thread only
 
-  std::mutex receiveMutex_;  // guards what follows; keeps targets from being written
+  std::mutex receiveMutex_;  // guards the fields below; held while targets are written
   FrameReceiver receiver_;
-  std::vector<PullRequest> pulls_;  // that have just come
+  std::vector<PullRequest> pulls_;  // that have just arrived
   bool stopped_ = false;
 };
 
@@ -120,10 +121,10 @@ void Connection::reconnect(Fd socket) {
   transfers_.forget();
   receiver_.restart();
   stopped_ = false;
-  listen();  // before anybody else can put
+  listen();  // before any other thread can put
 }
 
-// Under sendMutex_.
+// Called under sendMutex_.
 void Connection::listen() {
   // The handler keeps the connection alive until it is removed.
   const Status added = loop_.add(socket_.get(), EPOLLIN, [self = shared_from_this()](uint32_t) {
@@ -162,7 +163,7 @@ Status Connection::put(const PutRequest& request) {
   return sendFrame(header, request.data);
 }
 
-// Under sendMutex_: whether a transfer of ours may begin.
+// Called under sendMutex_. Returns whether a transfer of ours may begin.
 Status Connection::usable() const {
   if (retired_) return {ErrorCode::kInterrupted, "this connection was idle, and ends"};
   if (ended_) return *ended_;
@@ -170,7 +171,8 @@ Status Connection::usable() const {
   return {};
 }
 
-// Under sendMutex_. Those that have begun end with the socket, should it break, like all others.
+// Called under sendMutex_. If the socket breaks, transfers that have begun end with it, like all
+// others.
 template <typename Request, typename Begin>
 Status Connection::beginAll(std::span<const Request> requests, Begin&& begin) {
   MOONCAKE_TRY(usable());
@@ -205,7 +207,7 @@ Status Connection::write(std::span<const WriteRequest> requests) {
   const Status begun = beginAll(requests, [this](uint64_t number, const WriteRequest& request) {
     queue_.write(number, request);
   });
-  // Where the loop is sending already, it goes on: two threads would only take turns at the lock.
+  // If the loop is sending already, it goes on: two threads would only take turns at the lock.
   if (!watchesForRoom_) flush();
   return begun;
 }
@@ -250,7 +252,7 @@ Status Connection::send(ByteView message) {
   return sendFrame({.kind = wire::Kind::kMessage, .length = message.size()}, message);
 }
 
-// Under sendMutex_.
+// Called under sendMutex_.
 Status Connection::sendFrame(const wire::Header& header, ByteView payload) {
   if (ended_) return *ended_;
   hasSent_ = true;
@@ -260,8 +262,8 @@ Status Connection::sendFrame(const wire::Header& header, ByteView payload) {
   return sent;
 }
 
-// Under sendMutex_. The socket is dead for sending, but a goodbye may still wait to be read: the
-// loop finds out what happened. shutdown() makes sure that it wakes up.
+// Called under sendMutex_. The socket cannot send any more, but a goodbye may still wait to be
+// read: the loop finds out. shutdown() makes sure that it wakes up.
 void Connection::sendFailed(const Error& error) {
   sendError_ = error;
   ended_ = error;
@@ -274,7 +276,7 @@ void Connection::watchForRoom() {
   watchesForRoom_ = loop_.modify(socket_.get(), EPOLLIN | EPOLLOUT).ok();
 }
 
-// Under sendMutex_.
+// Called under sendMutex_.
 void Connection::flush() {
   for (size_t sent = 0; !queue_.empty() && sent < kBytesPerCall;) {
     const auto some = queue_.sendSome(socket_.get(), kBytesPerCall - sent);
@@ -286,13 +288,13 @@ void Connection::flush() {
   if (!queue_.empty()) watchForRoom();
 }
 
-// Under sendMutex_.
+// Called under sendMutex_.
 void Connection::answer(uint64_t request, wire::AnswerStatus how) {
   queue_.add({.kind = wire::Kind::kAnswer, .status = how, .request = request});
 }
 
-// What runs on the loop's thread, under receiveMutex_. What it queues leaves when all has been
-// read.
+// The receiver's events, which run on the loop's thread, under receiveMutex_. Frames that they
+// queue leave when everything has been read.
 FrameReceiver::Events Connection::receiving() {
   FrameReceiver::Events events;
   events.onGet = [this](const wire::Header& get) {
@@ -327,7 +329,7 @@ void Connection::sendPulled(uint64_t request) {
 }
 
 void Connection::onEvents() {
-  // Reading comes first whatever the event: what the peer sent before it died still counts.
+  // Reading comes first, for any event: bytes that the peer sent before its death still count.
   std::optional<Status> end;
   std::vector<Bytes> messages;
   std::vector<PullRequest> pulls;
@@ -389,7 +391,7 @@ void Connection::cancel(const Completion* completion) {
 
 void Connection::fence() {
   {
-    std::lock_guard lock(sendMutex_);  // first: nothing begins any more that nobody would cancel
+    std::lock_guard lock(sendMutex_);  // comes first: no later transfer begins uncancelled
     if (std::exchange(fenced_, true)) return;
     queue_.abortAnswers();
     queue_.cancelWrites(nullptr);
@@ -399,7 +401,7 @@ void Connection::fence() {
   transfers_.cancelAll(ErrorCode::kAborted);
 }
 
-// Whoever holds the lock is sending.
+// If the lock is held, its holder is sending, so no beat is needed.
 void Connection::beat() {
   const std::unique_lock lock(sendMutex_, std::try_to_lock);
   if (!lock || ended_) return;
@@ -429,7 +431,7 @@ bool Connection::endIfIdle() {
   return true;
 }
 
-// When this returns, no byte from the peer is written anywhere any more.
+// When this returns, no byte from the peer is written any more.
 void Connection::closeSocket(ErrorCode forTransfers) {
   loop_.remove(socket_.get());  // waits for the handler, which takes our locks
   std::lock_guard receiving(receiveMutex_);
@@ -445,8 +447,8 @@ void Connection::close(const Error& why) {
   {
     std::unique_lock lock(sendMutex_);
     if (std::exchange(ending_, true)) {
-      // The loop may be gone when it is over. Until then its thread must not wait: either onClosed
-      // called us, or another close() waits for that thread.
+      // When the end is complete, the loop may be gone. Before that, the loop's thread must not
+      // wait: either onClosed called us, or another close() waits for that thread.
       if (isOver_ || loop_.onLoopThread()) return;
       return over_.wait(lock, [this, ours = life_] { return isOver_ || life_ != ours; });
     }
@@ -468,7 +470,7 @@ void Connection::endByItself(Status cause) {
   uint64_t life = 0;
   {
     std::lock_guard lock(sendMutex_);
-    // close() was faster; the peer may only be answering our goodbye
+    // close() came first; the peer may only be answering our goodbye
     if (std::exchange(ending_, true)) return;
     if (sendError_ && cause.code() == ErrorCode::kPeerLost) cause = *sendError_;
     ended_ = cause.ok() ? Error{ErrorCode::kPeerLost, "the peer said goodbye"} : cause.error();
@@ -476,7 +478,7 @@ void Connection::endByItself(Status cause) {
     life = life_;
   }
   closeSocket(ErrorCode::kPeerLost);
-  // On another thread it may be made again before this returns.
+  // Another thread may reconnect it before this returns.
   if (events_.onClosed) events_.onClosed(cause);
   finish(life);
 }

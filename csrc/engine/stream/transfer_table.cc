@@ -6,7 +6,7 @@ namespace mooncake {
 
 // A request's number: generation << 32 | slot.
 //
-// A region that is let go of waits for whoever reads it, so that is done without the lock.
+// Destroying a MemoryRegion waits for its readers, so that is done without the lock.
 
 Result<uint64_t> TransferTable::add(const GetRequest& request) {
   return add(Transfer{.target = request.target.data(),
@@ -44,7 +44,7 @@ Result<uint64_t> TransferTable::add(Transfer transfer) {
   transfer.generation = transfers_[slot].generation;
   transfer.used = true;
   unanswered_.fetch_add(transfer.bytes, std::memory_order_relaxed);
-  transfer.completion->begin();  // before the request leaves: its answer may be faster than we are
+  transfer.completion->begin();  // before the request leaves: its answer may come at once
   transfers_[slot] = std::move(transfer);
   return uint64_t(transfers_[slot].generation) << 32 | slot;
 }
@@ -86,7 +86,7 @@ void TransferTable::finish(uint64_t request, ErrorCode code) {
   const uint32_t slot = static_cast<uint32_t>(request);
   Completion* completion;
   {
-    MemoryRegion source;  // goes without the lock, and before the completion ends
+    MemoryRegion source;  // destroyed without the lock, and before the completion ends
     std::lock_guard lock(mutex_);
     Transfer& transfer = transfers_[slot];
     unanswered_.fetch_sub(transfer.bytes - transfer.received, std::memory_order_relaxed);

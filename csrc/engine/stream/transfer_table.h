@@ -10,53 +10,55 @@
 
 namespace mooncake {
 
-// The gets and writes of one connection that wait for their answer. add() may run on any thread;
-// the receiving side's calls run under the connection's receive lock, so that a target that was
-// cancelled is never written again.
+// The gets and writes of one connection that wait for their answers. add() may run on any thread.
+// The receiving side's calls run under the connection's receive lock, so a cancelled target is
+// never written again.
 class TransferTable {
  public:
   struct Transfer {
-    std::byte* target = nullptr;  // of a get
+    std::byte* target = nullptr;  // for a get only
     uint64_t bytes = 0;
     uint64_t received = 0;
-    // Null: cancelled, its answer is still to come and will be dropped.
+    // Null: cancelled. Its answer is still to come and will be dropped.
     Completion* completion = nullptr;
-    uint32_t generation = 0;  // tells a late answer to an earlier transfer of the same slot
+    uint32_t generation = 0;  // tells a late answer from one to a later transfer in the same slot
     bool used = false;
     bool isWrite = false;
-    bool isOfProgram = false;  // the target
-    // Of a write: all of it has been handed to the socket. Before that an answer is none.
+    bool isOfProgram = false;  // the target may be unmapped
+    // For a write: all of it has been handed to the socket. An answer before that is a protocol
+    // error.
     bool hasLeft = false;
-    WriteRequest pulled;  // what to send if the peer cannot pull it
-    MemoryRegion source;  // of a write that the peer pulls: it may for so long
+    WriteRequest pulled;  // the write to send if the peer cannot pull it
+    MemoryRegion source;  // for a pull: lets the peer read until the pull has ended
   };
 
-  // They begin the completion and return the request's number. kExhausted when kMaxTransfers are
-  // under way.
+  // Begin the completion and return the request's number. kExhausted: kMaxTransfers are under way.
   Result<uint64_t> add(const GetRequest& request);
   Result<uint64_t> add(const WriteRequest& request);
   Result<uint64_t> addPull(const WriteRequest& request, MemoryRegion source);
 
-  // Null when no such request is under way. The pointer holds until finish().
+  // Null: no such request is under way. The pointer is valid until finish().
   Transfer* find(uint64_t request);
   void received(Transfer& get, uint64_t bytes);
-  // All of that write has been handed to the socket.
+  // Notes that all of the write has been handed to the socket.
   void hasLeft(uint64_t write);
-  // Whether an answer to it may come now.
+  // Returns whether an answer to it may come now.
   bool isAnswerable(const Transfer& transfer);
-  // What to send of a pull that the peer cannot make. No completion: nothing, it was cancelled.
+  // Returns the write to send if the peer cannot pull. No completion: it was cancelled, send
+  // nothing.
   WriteRequest sendInstead(uint64_t pull);
   void finish(uint64_t request, ErrorCode code);
-  // Ends a transfer whose memory here is not there; its slot stays taken until the answer has come.
+  // Ends a transfer whose memory here is not mapped. Its slot stays taken until the answer has
+  // come.
   void fail(uint64_t request, ErrorCode code);
-  // Ends the transfers that count at this completion; their slots stay taken until the answers have
+  // Ends the transfers that count at this completion. Their slots stay taken until the answers have
   // come.
   void cancel(const Completion* completion, ErrorCode code);
   void cancelAll(ErrorCode code);
-  // The connection is another one: no answer to an earlier request comes any more.
+  // For a new connection: no answer to an earlier request comes any more.
   void forget();
 
-  // Whether no answer is still to come, also of what was cancelled.
+  // Returns whether no answer is awaited, not even for a cancelled transfer.
   bool isEmpty();
   uint64_t unansweredBytes() const { return unanswered_.load(std::memory_order_relaxed); }
 

@@ -9,7 +9,7 @@
 #include "base/wait.h"
 
 // The frames of a stream connection, version 4. Every frame starts with 56 bytes, little-endian;
-// fields that a kind does not use are zero, and a decoder refuses anything else.
+// fields that a kind does not use are zero, and a decoder refuses other values.
 //
 //    0      2         3      4        8         16    24       32       40              48
 //   +------+---------+------+--------+---------+-----+--------+--------+---------------+-------+
@@ -18,31 +18,28 @@
 //   +------+---------+------+--------+---------+-----+--------+--------+---------------+-------+
 //
 //   PUT      key, offset, length, signal offset, stamp; then `length` bytes for the region. The
-//   word
-//            is in the region whose key stands in `request`, or, where that is 0, in the same one
+//            signal's word is in the region with key `request` or, if that is 0, in the same one
 //   GET      request, key, offset, length
-//   PIECE    request, offset, length; then `length` bytes of the answer: `offset` counts from the
-//   start of the
-//            get, pieces of one answer come in order
+//   PIECE    request, offset, length; then `length` bytes of the answer. `offset` counts from the
+//            start of the get; pieces of one answer come in order
 //   ANSWER   request, status: ends a get, a write or a pull. Ok only if all its bytes came before
 //   WRITE    a piece of write `request`: key, offset and whole length (in `stamp`) of its range,
-//   the
-//            piece's position in it (in `signal offset`) and length; then `length` bytes. Pieces of
-//            one write come in order, and those of no other one between them. Behind the last one
-//            the receiver sends the ANSWER. With status aborted and no bytes: no more of it comes
+//            the piece's position in it (in `signal offset`) and length; then `length` bytes.
+//            Pieces of one write come in order, without pieces of another write in between. After
+//            the last piece the receiver sends the ANSWER. With status aborted and no bytes: the
+//            write ends here
 //   PULL     request, key, offset, length of a range that the receiver shall fill by itself from
-//            memory of the sender's: address (in `signal offset`) and key (in `stamp`)
-//   MESSAGE  length; then `length` bytes for whoever runs the engine over there
-//   GOODBYE  nothing: the sender leaves in peace
-//   BEAT     nothing: the sender lives
-//   LANES    nothing: the sender would have more connections, which the receiver makes
-//   RETIRE   nothing: the sender begins nothing more on this connection, has nothing under way on
-//   it,
-//            and asks for the same: GOODBYE comes when what the receiver has under way has ended
+//            memory of the sender: address (in `signal offset`) and key (in `stamp`)
+//   MESSAGE  length; then `length` bytes for the user of the receiving engine
+//   GOODBYE  no fields: the sender leaves in peace
+//   BEAT     no fields: the sender lives
+//   LANES    no fields: the sender wants more connections, which the receiver makes
+//   RETIRE   no fields: the sender has nothing under way on this connection and begins nothing
+//            more. It asks for the same: the receiver sends GOODBYE when its transfers have ended
 //
-// An answer is cut into pieces for two reasons: a put never waits behind more than one piece, and
-// the status comes after the bytes, so memory that is revoked half way gives an error and not wrong
-// bytes.
+// An answer is cut into pieces for two reasons. A put never waits behind more than one piece. And
+// the status comes after the bytes: if memory is revoked half-way, the get ends with an error and
+// not with wrong bytes.
 namespace mooncake::wire {
 
 inline constexpr uint16_t kMark = 0x4d4b;  // "KM" on the wire
@@ -51,7 +48,7 @@ inline constexpr size_t kHeaderBytes = 56;
 inline constexpr uint64_t kMaxPutBytes = uint64_t(64) << 20;
 inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
 inline constexpr uint64_t kMaxMessageBytes = uint64_t(64) << 10;
-// That one side may have under way on one connection: gets, and of what it writes likewise.
+// Most transfers that one side may have under way on one connection: gets, and as many writes.
 inline constexpr uint64_t kMaxTransfers = 8192;
 
 enum class Kind : uint8_t {
@@ -96,22 +93,22 @@ inline HeaderBytes encode(const Header& header) {
   return out;
 }
 
-// Where the word of a put is.
+// Returns the key of the region that holds a put's word.
 inline uint64_t signalKey(const Header& put) { return put.request != 0 ? put.request : put.key; }
 
-// Whether `length` bytes follow the header.
+// Returns whether `length` bytes follow the header.
 inline bool hasPayload(Kind kind) {
   return kind == Kind::kPut || kind == Kind::kPiece || kind == Kind::kMessage ||
          kind == Kind::kWrite;
 }
 
-// A signal's word: aligned, and not inside the doorbell that a window part begins with.
+// Returns whether a signal's word is aligned and not inside the doorbell of a window part.
 inline bool isSignalOffset(uint64_t offset) {
   return offset % 8 == 0 && offset >= sizeof(Doorbell);
 }
 
-// Whether the fields make sense for the kind. Says nothing about regions and rights: RegionTable
-// does.
+// Returns whether the fields make sense for the kind. It does not check regions and rights;
+// RegionTable does.
 inline bool isWellFormed(const Header& h) {
   const bool noSignal = h.signalOffset == 0 && h.stamp == 0;
   const bool noStatus = h.status == AnswerStatus::kOk;
@@ -146,7 +143,7 @@ inline bool isWellFormed(const Header& h) {
   return false;
 }
 
-// kProtocol for everything that encode() does not write.
+// kProtocol: encode() does not write such a header.
 inline Result<Header> decode(ByteView bytes) {
   ByteReader in(bytes);
   const auto mark = in.get<uint16_t>();

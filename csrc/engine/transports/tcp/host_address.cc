@@ -38,8 +38,7 @@ std::optional<HostAddress> fromSockaddr(const sockaddr* from) {
   return std::nullopt;
 }
 
-// Names of the interfaces that packets to unknown hosts leave by. Not there (no /proc): nobody has
-// one.
+// Returns the names of the interfaces that have a default route. Without /proc the result is empty.
 std::set<std::string> interfacesWithDefaultRoute() {
   std::set<std::string> names;
   std::string line;
@@ -61,7 +60,7 @@ std::set<std::string> interfacesWithDefaultRoute() {
   return names;
 }
 
-// Every host that runs containers has the same 172.17.0.1 there.
+// Every host that runs containers has the same 172.17.0.1 on its bridge.
 bool isContainerBridge(const std::string& name) {
   for (const char* prefix : {"docker", "br-", "virbr", "cni", "podman", "lxc", "cali", "flannel"}) {
     if (name.starts_with(prefix)) return true;

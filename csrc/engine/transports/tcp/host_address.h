@@ -9,22 +9,22 @@
 #include "base/bytes.h"
 #include "base/result.h"
 
-// Which of this host's addresses a rank listens on and publishes. One address per engine: law 6
-// wants listeners on the chosen interface only.
+// Chooses the address of this host that a rank listens on and publishes. One address per engine:
+// law 6 requires listeners on the chosen interface only.
 namespace mooncake {
 
-// An IPv4 or IPv6 address without a port. Link-local IPv6 addresses are refused everywhere: they
-// mean nothing without the name of an interface, which differs from host to host.
+// An IPv4 or IPv6 address without a port. Link-local IPv6 addresses are always refused: they need
+// the name of an interface, which differs from host to host.
 struct HostAddress {
   bool isV6 = false;
-  std::array<std::byte, 16> raw{};  // network order; the first 4 for IPv4
+  std::array<std::byte, 16> raw{};  // network order; IPv4 uses the first 4
 
   ByteView bytes() const { return ByteView(raw).first(isV6 ? 16 : 4); }
   bool isLoopback() const;
   std::string text() const;
   bool operator==(const HostAddress&) const = default;
 
-  // "10.0.0.1", "fd00::1" or "[fd00::1]"; no names. kInvalidArgument says what is wrong.
+  // Accepts "10.0.0.1", "fd00::1" or "[fd00::1]"; no names. kInvalidArgument says what is wrong.
   static Result<HostAddress> parse(std::string_view text);
 };
 
@@ -34,18 +34,18 @@ struct HostInterface {
   bool hasDefaultRoute = false;
 };
 
-// Every usable address of this host: up, unicast, not link-local; in the kernel's order.
+// Returns the usable addresses of this host: up, unicast, not link-local; in the kernel's order.
 Result<std::vector<HostInterface>> listInterfaces();
 
-// The source address that the kernel would use to reach `host` (an address or a name; a name may
-// ask DNS). Nothing is sent. Empty when there is no way, or when a name of this host stands for
-// 127.0.1.1, which says nothing about the others.
+// Returns the source address that the kernel would use to reach `host`, which is an address or a
+// name. A name may ask DNS. Nothing is sent. Empty: there is no way to it, or the host's own name
+// maps to 127.0.1.1, which says nothing about its other addresses.
 std::optional<HostAddress> addressTowards(const std::string& host);
 
-// Pure. In this order: `wanted` (MOONCAKE_HOST_IP, set_host_ip), which must be one of ours, else
-// the error names the choices; `towardsRendezvous`; an interface with a default route; any that
-// leads off the host; loopback. Bridges of container runtimes come after all others that leave the
-// host; IPv4 comes before IPv6.
+// Pure. Prefers, in this order: `wanted` (MOONCAKE_HOST_IP, set_host_ip), `towardsRendezvous`, an
+// interface with a default route, any other that leads off the host, loopback. If `wanted` is not
+// an address of this host, the error lists those that are. Bridges of container runtimes come last
+// among those that leave the host. IPv4 comes before IPv6.
 Result<HostAddress> chooseHostAddress(const std::vector<HostInterface>& interfaces,
                                       const std::optional<std::string>& wanted,
                                       const std::optional<HostAddress>& towardsRendezvous);

@@ -21,37 +21,36 @@ struct Listener {
   Fd socket;  // non-blocking
   SocketAddress address;
 };
-// On this address only, at a port that the kernel picks.
+// Listens on this address only, at a port that the kernel picks.
 Result<Listener> listenOn(const HostAddress& host);
 
-// Small frames are not held back (TCP_NODELAY).
+// Sets TCP_NODELAY, so that small frames are not held back.
 void tune(int socket);
 
-// What a connected socket takes beyond what the network has room for is ahead of all that is sent
-// later: a request for rows stood 13 ms behind an answer of 1.8 MB on a link of 1 Gbit/s, and two
-// ranks that fetched from each other took turns. So it takes little of that, and the send queue,
-// where requests overtake answers, keeps the rest. Its buffers stay the kernel's, which tunes them
-// by itself, but for a peer at our own address: there is no distance to cover, and megabytes that
-// wait in a socket have left the processor's cache when they are read (8 % of a broadcast of 4 MiB
-// to three ranks).
+// Limits the bytes that wait unsent in the socket. Bytes in the socket go ahead of everything that
+// is sent later: a request for rows waited 13 ms behind an answer of 1.8 MB at 1 Gbit/s, and two
+// ranks that fetched from each other took turns. The send queue keeps the rest; there, requests
+// overtake answers. The kernel sizes the socket's buffers, except for a peer at our own address.
+// Its buffer is small, because megabytes that wait in a socket leave the processor's cache before
+// they are read (8 % of a broadcast of 4 MiB to three ranks).
 void keepQueueShort(int socket);
 
-// A connection whose other end does not answer for so long breaks, also when nothing is to be sent.
+// Breaks a connection whose other end does not answer for this long, even if nothing is to be sent.
 void breakWhenDead(int socket, std::chrono::milliseconds after);
 
-// The socket is non-blocking and tuned; once it is known whether it is connected, it shows that to
-// poll() as POLLOUT. `failure` is errno, 0 as long as none is known.
+// A non-blocking, tuned socket that is connecting. Once the outcome is known, poll() shows POLLOUT.
+// `failure` is errno; 0: none is known yet.
 struct ConnectAttempt {
   Fd socket;
   int failure = 0;
 };
 ConnectAttempt attemptConnect(const SocketAddress& peer);
-// Nothing: not decided yet; 0: connected; else errno.
+// Nothing: not decided yet. 0: connected. Else errno.
 std::optional<int> outcomeOf(const ConnectAttempt& attempt);
 std::optional<int> outcomeOf(int socket);
-Error unreachable(const SocketAddress& peer, int failure);  // kPeerLost, in words
+Error unreachable(const SocketAddress& peer, int failure);  // kPeerLost, with errno in words
 
-// The same where a failure at once is the end of it.
+// The same as attemptConnect(), but a failure at once is returned as an error.
 Result<Fd> beginConnect(const SocketAddress& peer);
 
 }  // namespace mooncake

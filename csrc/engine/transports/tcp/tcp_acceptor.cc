@@ -39,8 +39,8 @@ void TcpAcceptor::stop() {
 
 void TcpAcceptor::onHandshake(Result<Handshaken> result) {
   if (result.ok()) return onLane(std::move(*result));
-  // Strangers and scanners are no news; a peer of another job or another life of this one is.
-  // Nor is who only asks whether we are there.
+  // A refused peer belongs to another job or to another attempt at this one: that is a warning.
+  // Strangers and scanners matter less. A probe closes its connection early, which matters least.
   const ErrorCode code = result.error().code;
   log(code == ErrorCode::kRefused                                       ? LogLevel::kWarning
       : code == ErrorCode::kPeerLost || code == ErrorCode::kInterrupted ? LogLevel::kDebug
@@ -48,8 +48,8 @@ void TcpAcceptor::onHandshake(Result<Handshaken> result) {
       "tcp", "a connection was dropped: ", result.error().message);
 }
 
-// Only a peer that knows the key comes here. A lane that does not fit is dropped: it belongs to a
-// channel that was reconnected, or closed, in the meantime.
+// Only a peer that knows the key gets here. A lane that does not fit is dropped: it belongs to a
+// channel that was reconnected or closed in the meantime.
 void TcpAcceptor::onLane(Handshaken lane) {
   const EngineId peer = lane.peer;
   std::shared_ptr<TcpChannel> standing, channel;
@@ -61,7 +61,7 @@ void TcpAcceptor::onLane(Handshaken lane) {
     if (lane.lane == 0 && standing && context_.peersReturn && standing->isClosed())
       standing.reset();
     if (lane.lane == 0 && !standing) {
-      // Under the same lock: stop() closes every channel that is started.
+      // Under the same lock, so that stop() closes every channel that is started.
       channel = TcpChannel::start(
           context_, std::move(lane.socket),
           {.peer = peer, .lanes = lane.lanes, .attempt = lane.attempt, .makeLanes = nullptr});

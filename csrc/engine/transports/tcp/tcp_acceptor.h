@@ -9,8 +9,8 @@
 
 namespace mooncake {
 
-// The passive side. A lane 0 begins a channel, or reconnects the one that the peer has; another
-// lane is added to that, if both are of one attempt.
+// The passive side. A lane 0 begins a channel, or reconnects the peer's existing one. Another lane
+// is added to that channel if both have the same attempt number.
 class TcpAcceptor : public std::enable_shared_from_this<TcpAcceptor> {
  public:
   static Result<std::shared_ptr<TcpAcceptor>> start(const TransportContext& context, Fd listener);
@@ -25,7 +25,7 @@ class TcpAcceptor : public std::enable_shared_from_this<TcpAcceptor> {
   const TransportContext& context_;
   std::shared_ptr<HandshakeListener> listener_;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the fields below
   bool stopped_ = false;
   std::map<EngineId, std::weak_ptr<TcpChannel>> accepted_;
 };

@@ -12,20 +12,20 @@ namespace mooncake {
 // The active side of one lane. Belongs to one thread.
 class TcpCall {
  public:
-  // The handshake's options name the peer, the lane and the attempt. Attempts grow with every call
-  // of this engine for a lane 0: the peer takes no earlier one after it.
+  // The handshake's options name the peer, the lane and the attempt. The attempt number grows with
+  // every call of this engine for a lane 0: the peer refuses an earlier one after a later one.
   static Result<std::unique_ptr<TcpCall>> begin(const TransportContext& context,
                                                 const SocketAddress& address,
                                                 HandshakeConnector::Options options);
 
-  // Goes as far as it can without waiting for the peer. True: take() it.
+  // Goes as far as it can without waiting for the peer. True: call take().
   Result<bool> shake();
   Fd take() { return handshake_.take().socket; }
-  // What it waits for, after shake() gave false.
+  // Returns the socket to wait for, after shake() returned false.
   pollfd awaited() const;
   uint64_t attempt() const { return attempt_; }
-  // It failed because the connection was reset, or hung up before its handshake was over, and not
-  // because nobody listens. That says nothing of the peer: another call may come through.
+  // Returns whether it failed because the connection was reset or closed during the handshake, and
+  // not for lack of a listener. That says nothing about the peer: another call may succeed.
   bool broke() const { return broke_; }
 
  private:

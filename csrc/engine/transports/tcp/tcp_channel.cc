@@ -11,14 +11,15 @@
 namespace mooncake {
 namespace {
 
-// Between two wishes for data lanes; doubles when one cannot be made, or breaks soon.
+// Bounds of the pause between two requests for data lanes. The pause doubles if a lane cannot be
+// made, or breaks before kLongLife has passed.
 constexpr Clock::duration kLeastPause = std::chrono::milliseconds(10);
 constexpr Clock::duration kMostPause = std::chrono::seconds(30);
 constexpr Clock::duration kLongLife = std::chrono::seconds(10);
-// Of a list, what one lane gets at least; and what a transfer counts beside its bytes.
+// Least bytes of a list for one lane, and the cost of a transfer in addition to its bytes.
 constexpr size_t kLeastShare = size_t(64) << 10;
 constexpr size_t kLeastCost = 1024;
-// Of a retired lane: between two looks whether what is under way on it has ended.
+// Time between two checks whether the transfers on a retired lane have ended.
 constexpr auto kDraining = std::chrono::milliseconds(100);
 
 std::span<std::byte> memoryOf(const GetRequest& request) { return request.target; }
@@ -45,7 +46,7 @@ void endAtOnce(const Request& request, const Status& how) {
 std::shared_ptr<TcpChannel> TcpChannel::start(const TransportContext& context, Fd firstLane,
                                               Options options) {
   std::shared_ptr<TcpChannel> channel(new TcpChannel(context, std::move(options)));
-  // The lane may end before it is in its place: laneEnded() waits for the lock.
+  // The lane may end before it is stored here: laneEnded() waits for the lock.
   std::lock_guard lock(channel->mutex_);
   channel->attempt_ = channel->options_.attempt;
   channel->pause_ = kLeastPause.count();
@@ -63,7 +64,7 @@ void TcpChannel::startLane(size_t index, Fd socket) {
     lane.connection->reconnect(std::move(socket));
   } else {
     const auto& loops = context_.dataLoops;
-    // Peers begin at different loops.
+    // Peers start at different loops.
     const size_t first = static_cast<size_t>(options_.peer[0]);
     EventLoop& loop =
         index == kPutLane || loops.empty() ? context_.loop : *loops[(first + index) % loops.size()];
@@ -75,7 +76,7 @@ void TcpChannel::startLane(size_t index, Fd socket) {
   lane.stands.store(true, std::memory_order_release);
 }
 
-// What a data lane's own loop sees is told on the engine's.
+// Events of a data lane come on its own loop and are passed to the engine's loop.
 StreamConnection::Events TcpChannel::eventsOf(size_t index) {
   const std::weak_ptr<TcpChannel> weak = weak_from_this();
   if (index == kPutLane) {
@@ -94,12 +95,12 @@ StreamConnection::Events TcpChannel::eventsOf(size_t index) {
             .onPull = nullptr,
             .onRetired = nullptr};
   }
-  return {.onMessage = [](ByteView) {},  // nobody sends one here
+  return {.onMessage = [](ByteView) {},  // peers send messages on lane 0 only
           .onClosed =
               [weak, index, &context = context_](const Status& how) {
                 const auto alive = weak.lock();
                 if (!alive) return;
-                // Nobody makes it again before this returns.
+                // The lane is not made again before this returns.
                 const uint64_t life = alive->lanes_[index].life;
                 if (context.loop.onLoopThread()) return alive->laneEnded(index, life, how);
                 context.loop.post([weak, index, life, how] {
@@ -118,7 +119,7 @@ StreamConnection::Events TcpChannel::eventsOf(size_t index) {
               }};
 }
 
-// Those that stand. Whoever is about to move so many bytes may want more of them.
+// Returns the data lanes that stand. Asks for more if this many bytes make them pay.
 size_t TcpChannel::dataLanes(DataLanes& lanes, size_t bytes) {
   size_t count = 0;
   for (size_t i = kPutLane + 1; i < lanes_.size(); ++i) {
@@ -154,7 +155,7 @@ Status TcpChannel::transfer(const Request& request) {
   return {};
 }
 
-// Shares of about the same number of bytes, one for each lane, in few system calls.
+// Gives each lane a share of about the same number of bytes, with few system calls.
 template <typename Request>
 Status TcpChannel::transferAll(std::span<const Request> requests) {
   size_t bytes = 0;
@@ -182,7 +183,7 @@ Status TcpChannel::transferAll(std::span<const Request> requests) {
   return {};
 }
 
-// On a data lane, or, where that was retired since it was chosen, on the first.
+// Begins on a data lane. If that was retired since it was chosen, begins on the first lane.
 template <typename Request>
 Status TcpChannel::beginOn(StreamConnection& lane, std::span<const Request> some) {
   const Status begun = begin(lane, some);
@@ -225,7 +226,7 @@ uint64_t TcpChannel::lifeSigns() const {
   return sum;
 }
 
-// Lanes that are made from here on begin with it.
+// Lanes that are made from now on start fenced.
 void TcpChannel::fence() {
   {
     std::lock_guard lock(mutex_);
@@ -256,7 +257,7 @@ uint64_t TcpChannel::attempt() const {
   return attempt_;
 }
 
-// A close() on another thread comes before or after all of this.
+// A close() on another thread comes entirely before or after this.
 bool TcpChannel::reconnect(Fd firstLane, uint64_t attempt) {
   std::lock_guard lock(mutex_);
   if (closed_ || attempt <= attempt_) return false;
@@ -291,7 +292,7 @@ bool TcpChannel::addLane(uint16_t lane, Fd socket, uint64_t attempt) {
   return true;
 }
 
-// Only who made a lane retires it: so no two lanes of one number are ever on their way.
+// Only the end that makes lanes retires them, so two lanes of one number never exist at once.
 size_t TcpChannel::restConnections() {
   if (!options_.makeLanes) return 0;
   size_t count = 0;
@@ -315,7 +316,7 @@ size_t TcpChannel::connections() const {
   return count;
 }
 
-// On the loop's thread: the peer has.
+// On the loop's thread. The peer has retired the lane.
 void TcpChannel::laneRetired(size_t index, uint64_t life) {
   std::lock_guard lock(mutex_);
   Lane& lane = lanes_[index];
@@ -327,8 +328,7 @@ void TcpChannel::laneRetired(size_t index, uint64_t life) {
   });
 }
 
-// On the loop's thread. A goodbye counts when it comes on the lane of the puts, behind the last of
-// them.
+// On the loop's thread. A goodbye counts only on lane 0, where it comes after the last put.
 void TcpChannel::laneEnded(size_t index, uint64_t life, const Status& how) {
   {
     std::lock_guard lock(mutex_);
@@ -339,7 +339,7 @@ void TcpChannel::laneEnded(size_t index, uint64_t life, const Status& how) {
       return;
     }
     if (std::exchange(ended_, true)) return;
-    // Neither who has left nor who does not speak our language is connected to again.
+    // Never reconnect to a peer that has left, or that breaks the protocol.
     closed_ = how.ok() || how.code() == ErrorCode::kProtocol;
     for (Lane& lane : lanes_) lane.stands.store(false, std::memory_order_release);
     if (Clock::now() - stoodAt_ < kLongLife) {

@@ -11,34 +11,33 @@
 
 namespace mooncake {
 
-// One to several connections to one peer, called lanes, each with its own share of the network's
-// bandwidth and of the kernel's buffers. Lane 0 is there from the first on and is all that a
-// channel needs: it carries puts and messages. The data lanes are made when something large is
-// fetched or written for the first time, so that peers that exchange little cost one descriptor
-// each. As soon as they stand they carry the gets and writes, their requests and their answers, and
-// no signal stands behind somebody's answer any more. Nothing waits for them, and one that cannot
-// be made costs nothing but speed.
+// One to several connections to one peer, called lanes. Each has its own share of the network's
+// bandwidth and of the kernel's buffers. Lane 0 exists from the start, and is all that a channel
+// needs: it carries puts and messages. Data lanes are made when a large get or write begins for the
+// first time, so peers that exchange little cost one descriptor each. Once they stand, they carry
+// the gets and writes, with requests and answers. Then no signal waits behind an answer any more.
+// Nothing waits for data lanes; a data lane that cannot be made costs only speed.
 //
-// Data lanes that carry nothing for a while are retired by the end that made them, where the engine
-// asks for that (restConnections()). Whoever began a transfer on one in that very moment finds it
-// refused, and takes lane 0.
+// The end that made the data lanes retires those that carry nothing for a while, if the engine asks
+// for that (restConnections()). A transfer that begins on such a lane at that moment is refused,
+// and uses lane 0.
 //
-// A lane that stood and breaks takes the others with it: whatever broke it, half a channel is of no
-// use, and the other end may not have noticed. The channel goes on with a new lane 0.
+// If a lane that stood breaks, the others are closed too: half a channel is of no use, and the
+// other end may not have noticed the break. The channel goes on with a new lane 0.
 class TcpChannel final : public Channel, public std::enable_shared_from_this<TcpChannel> {
  public:
-  // A transfer of at least two such pieces is spread over the data lanes.
+  // A transfer of at least two pieces of this size is spread over the data lanes.
   static constexpr size_t kSplitBytes = size_t(1) << 20;
-  // So much that has yet to come makes data lanes worth it.
+  // From this number of unanswered bytes on, data lanes pay.
   static constexpr size_t kLargeBytes = size_t(64) << 10;
 
-  // Calls the peer for the data lanes that are missing. Any thread; does not wait.
+  // Calls the peer for the missing data lanes. Any thread; does not wait.
   using MakeLanes = std::function<void(const std::shared_ptr<TcpChannel>&)>;
   struct Options {
     EngineId peer;
     uint16_t lanes = 1;    // at most
-    uint64_t attempt = 0;  // which of the connector's attempts lane 0 comes from; they grow
-    MakeLanes makeLanes;   // none: the peer called, and is asked for them
+    uint64_t attempt = 0;  // the connector's attempt that lane 0 comes from; it grows
+    MakeLanes makeLanes;   // null: the peer called us, and is asked for lanes
   };
   static std::shared_ptr<TcpChannel> start(const TransportContext& context, Fd firstLane,
                                            Options options);
@@ -63,13 +62,13 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
 
   // All on the loop's thread.
   //
-  // Goes on over this connection, of a later attempt, whether or not we have seen the end of the
-  // ones before. Nothing that came over those is dealt with any more. False: it is closed for good,
-  // or there was a later one.
+  // Goes on over this connection of a later attempt, whether or not we have seen the earlier ones
+  // end. Data of the earlier ones is dropped from now on. False: the channel is closed for good, or
+  // has a later attempt.
   bool reconnect(Fd firstLane, uint64_t attempt);
-  // A data lane, made for the attempt that lane 0 comes from. False: it is not wanted any more.
+  // Adds a data lane of the attempt that lane 0 comes from. False: it is not wanted any more.
   bool addLane(uint16_t lane, Fd socket, uint64_t attempt);
-  // The connector makes each at most once at a time, or the two ends could keep different ones.
+  // The connector makes each lane once at a time. Otherwise the two ends could keep different ones.
   bool beginLane(uint16_t lane);
   void endLane(uint16_t lane, bool isMade);
 
@@ -80,14 +79,14 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
  private:
   static constexpr size_t kPutLane = 0;
   struct Lane {
-    std::shared_ptr<StreamConnection> connection;  // made once, under the lock
-    std::atomic<StreamConnection*> made{nullptr};  // the same for those who do not hold it
+    std::shared_ptr<StreamConnection> connection;  // created once, under the lock
+    std::atomic<StreamConnection*> made{nullptr};  // the same, for threads without the lock
     std::atomic<bool> stands{false};
-    std::atomic<uint64_t> life{0};  // which of its connections it is
-    // Of the loop's thread.
+    std::atomic<uint64_t> life{0};  // number of its current connection
+    // Used on the loop's thread only.
     bool isBeingMade = false;
     bool isRetiring = false;  // until the peer's goodbye
-    uint64_t restedAt = 0;    // its signs of life when restConnections() looked last
+    uint64_t restedAt = 0;    // its lifeSigns() at the last restConnections()
   };
 
   TcpChannel(const TransportContext& context, Options options)
@@ -110,15 +109,15 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
 
   const TransportContext& context_;
   const Options options_;
-  mutable std::mutex mutex_;  // guards what follows, and who makes connections
+  mutable std::mutex mutex_;  // guards the fields below, and the making of connections
   bool ended_ = false;        // until reconnect()
   bool closed_ = false;       // for good
   bool fenced_ = false;
   uint64_t attempt_ = 0;
-  Clock::time_point stoodAt_;  // the last data lane that was made
+  Clock::time_point stoodAt_;  // when the last data lane was made
 
-  std::atomic<Clock::rep> nextWish_{0};  // for data lanes
-  std::atomic<Clock::rep> pause_;        // until the one after that; grows with every failure
+  std::atomic<Clock::rep> nextWish_{0};  // earliest time to ask for data lanes
+  std::atomic<Clock::rep> pause_;        // between two such times; grows with every failure
   std::vector<Lane> lanes_;
 };
 

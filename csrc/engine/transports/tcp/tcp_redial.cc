@@ -16,9 +16,9 @@ void TcpRedial::begin(std::unique_ptr<TcpCall> call, Deadline deadline, Use use,
     if (isShutDown_) return;
     calls_.push_back(one);
   }
-  // The call itself knows its deadline; somebody must ask it.
+  // The call knows its deadline itself, but shake() must be called for it to fail.
   one->timer = loop_.runAt(deadline, [self = shared_from_this(), one] { self->goOn(one); });
-  // Not from here: whoever tells of a connection's end is not through with it yet.
+  // Not called directly: the caller may be in the middle of reporting the end of a connection.
   loop_.post([self = shared_from_this(), one] { self->goOn(one); });
 }
 
@@ -31,7 +31,7 @@ void TcpRedial::shutdown() {
     calls.swap(calls_);
     for (const auto& one : calls) sockets.push_back(one->socket);
   }
-  // Their timers find that they have ended. Waits for the handlers, which take the lock.
+  // Their timers find that they have ended. remove() waits for the handlers, which take the lock.
   for (const int socket : sockets) loop_.remove(socket);
 }
 
@@ -60,7 +60,7 @@ void TcpRedial::listen(const std::shared_ptr<One>& one) {
   if (!added.ok()) end(one, added);
 }
 
-// Under the lock, on the loop's thread.
+// Called under the lock, on the loop's thread.
 void TcpRedial::unlisten(One& one) {
   if (one.socket >= 0) loop_.remove(std::exchange(one.socket, -1));
 }

@@ -9,18 +9,18 @@
 
 namespace mooncake {
 
-// Calls on behalf of a channel that is there: they reconnect it, or add a lane to it. What somebody
-// else waits for on a thread of its own goes on here by the loop's events.
+// Makes calls for an existing channel: they reconnect it, or add a lane to it. Such a call advances
+// by the loop's events, while a Connecting has a thread that waits.
 class TcpRedial : public std::enable_shared_from_this<TcpRedial> {
  public:
-  using Use = std::function<Status(TcpCall&)>;  // of a call that came through
+  using Use = std::function<Status(TcpCall&)>;  // uses a call that succeeded
   using Done = std::function<void(Status)>;
   explicit TcpRedial(EventLoop& loop) : loop_(loop) {}
 
-  // On the loop's thread, where `use` runs at most once and then `done` once, unless shutdown() was
-  // faster.
+  // Call it on the loop's thread. `use` runs there at most once, and then `done` once, unless
+  // shutdown() comes first.
   void begin(std::unique_ptr<TcpCall> call, Deadline deadline, Use use, Done done);
-  // Nothing is called any more that does not run already.
+  // Afterwards no callback starts any more.
   void shutdown();
 
  private:
@@ -37,7 +37,7 @@ class TcpRedial : public std::enable_shared_from_this<TcpRedial> {
   void end(const std::shared_ptr<One>& one, Status how);
 
   EventLoop& loop_;
-  std::mutex mutex_;  // guards what follows, and the socket of each
+  std::mutex mutex_;  // guards the fields below, and the socket of each call
   bool isShutDown_ = false;
   std::vector<std::shared_ptr<One>> calls_;
 };

@@ -17,7 +17,7 @@ namespace mooncake {
 namespace {
 
 constexpr uint16_t kEndpointVersion = 1;
-// Of the calls for one channel. Whatever breaks each one of them is no accident.
+// Most calls for one channel. If every one of them breaks, the cause is not an accident.
 constexpr int kMostCalls = 8;
 
 Result<SocketAddress> decodeEndpoint(ByteView endpoint) {
@@ -77,7 +77,7 @@ void callDataLanes(const TransportContext& context, TcpRedial& redial, const Eng
   }
 }
 
-// Calls again when a call breaks.
+// Calls again if a call breaks.
 class Dialing final : public Connecting {
  public:
   using Call = std::function<Result<std::unique_ptr<TcpCall>>()>;
@@ -157,7 +157,7 @@ Result<std::unique_ptr<Connecting>> TcpTransport::connect(const EngineId& peer, 
       });
 }
 
-// The channel may outlive us, and its gets ask for lanes on any thread.
+// The channel may outlive the transport, and its gets ask for lanes on any thread.
 std::function<void(const std::shared_ptr<TcpChannel>&)> TcpTransport::laneMaker(
     const EngineId& peer, const SocketAddress& address) const {
   return [&context = context_, weak = std::weak_ptr(redial_), peer,
@@ -231,7 +231,7 @@ class TcpTransport::Probes : public std::enable_shared_from_this<Probes> {
       std::lock_guard lock(mutex_);
       if (std::ranges::find(probes_, probe) == probes_.end()) return;
       probe->attempt = attemptConnect(probe->address);
-      // With the lock: what is added after shutdown() would never be removed.
+      // Under the lock: a socket added after shutdown() would never be removed.
       if (probe->attempt.failure == 0) {
         (void)loop_.add(probe->attempt.socket.get(), EPOLLOUT,
                         [self = shared_from_this(), probe](uint32_t) { self->onOutcome(probe); });
@@ -246,8 +246,8 @@ class TcpTransport::Probes : public std::enable_shared_from_this<Probes> {
     if (!outcome) return;
     if (*outcome == 0) return end(probe, Listener::kAnswers);
     if (*outcome == ECONNREFUSED) return end(probe, Listener::kRefuses);
-    // No way there now, or this attempt was broken too, which says nothing of the process: the
-    // next one may.
+    // There is no way to the peer now, or this attempt was broken, too. That says nothing about the
+    // process, so ask again.
     loop_.remove(probe->attempt.socket.get());
     loop_.runAt(Deadline::after(kPause), [self = shared_from_this(), probe] { self->ask(probe); });
   }

@@ -37,8 +37,8 @@ class TcpTransport final : public Transport {
   const TransportContext& context_;
   const SocketAddress address_;
   std::shared_ptr<TcpAcceptor> acceptor_;
-  std::atomic<uint64_t> attempts_{0};  // the last number of a call
-  std::shared_ptr<Probes> probes_;     // also of the loop's timers
+  std::atomic<uint64_t> attempts_{0};  // number of the last call
+  std::shared_ptr<Probes> probes_;     // shared with the loop's timers
   std::shared_ptr<TcpRedial> redial_;
 };
 
