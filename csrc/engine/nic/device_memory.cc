@@ -6,18 +6,18 @@
 namespace mooncake {
 namespace {
 
-// Of cuda.h, which a build without CUDA has not.
+// Values of cuda.h, which a build without CUDA does not have.
 constexpr int kMemoryTypeAttribute = 2;     // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 constexpr int kDeviceOrdinalAttribute = 9;  // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 constexpr unsigned kDeviceMemory = 2;       // CU_MEMORYTYPE_DEVICE
 
 using PointerGetAttribute = int (*)(void* data, int attribute, uintptr_t pointer);
 
-// Asked anew each time: the driver may come into the process after us.
+// Looked up each time, because the driver may be loaded later than this library.
 PointerGetAttribute driver() {
   void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD | RTLD_LOCAL);
   if (library == nullptr) return nullptr;
-  ::dlclose(library);  // the count that RTLD_NOLOAD took; whoever loaded it keeps it
+  ::dlclose(library);  // drops the count that RTLD_NOLOAD took; the library stays loaded
   return reinterpret_cast<PointerGetAttribute>(::dlsym(library, "cuPointerGetAttribute"));
 }
 
@@ -29,7 +29,7 @@ class DriverMemoryPlaces final : public MemoryPlaces {
     const PointerGetAttribute ask = driver();
     const auto pointer = reinterpret_cast<uintptr_t>(memory);
     unsigned type = 0;
-    // An error is the answer for memory that the driver does not know.
+    // An error means that the driver does not know the memory.
     if (ask == nullptr || ask(&type, kMemoryTypeAttribute, pointer) != 0 || type != kDeviceMemory)
       return {};
     MemoryPlace place{.isCuda = true};

@@ -4,7 +4,7 @@
 
 namespace mooncake {
 
-// Where memory lies, as the driver of the GPU says.
+// The place of memory, as the GPU's driver reports it.
 struct MemoryPlace {
   bool isCuda = false;
   int device = 0;
@@ -13,11 +13,11 @@ struct MemoryPlace {
 class MemoryPlaces {
  public:
   virtual ~MemoryPlaces() = default;
-  // Whether this process uses a GPU at all.
+  // Returns whether this process uses a GPU at all.
   virtual bool hasDevice() const = 0;
   virtual MemoryPlace of(const std::byte* memory) const = 0;
 
-  // Of the driver that is in this process, if one is: it is never loaded for this.
+  // Asks the driver if it is in this process, and never loads it.
   static const MemoryPlaces& real();
 };
 

@@ -9,11 +9,11 @@
 namespace mooncake {
 namespace {
 
-// Pieces begin at pages of any size that is in use.
+// Pieces begin at multiples of this, which fits every page size in use.
 constexpr uint64_t kPieceUnit = 2 << 20;
-// A device that refuses so little lacks something else.
+// If a device refuses a piece of this size, the cause is not the size.
 constexpr uint64_t kLeastHalved = 64 << 20;
-// Below it a thread costs more than what it saves.
+// Below this size a thread costs more than it saves.
 constexpr uint64_t kParallelFrom = 1 << 20;
 
 uint64_t pieceBytes(uint64_t most, uint64_t all) {
@@ -25,7 +25,7 @@ uint64_t pieceBytes(uint64_t most, uint64_t all) {
 
 const NicRegistration::Piece& NicRegistration::pieceAt(size_t card, uint64_t offset) const {
   const auto& pieces = pieces_[card];
-  // All are equally long but the last.
+  // All pieces but the last have the same length.
   const size_t index = pieces.size() < 2 ? 0 : offset / pieces[1].offset;
   return pieces[std::min(index, pieces.size() - 1)];
 }
@@ -56,7 +56,7 @@ Result<std::shared_ptr<const NicRegistration>> NicRegistrations::add(std::span<s
     BlockedSignals blocked;
     try {
       for (; onThreads + 1 < cards_.size(); ++onThreads) threads.emplace_back(one, onThreads);
-    } catch (const std::system_error&) {  // no more threads to be had: the rest one by one
+    } catch (const std::system_error&) {  // no more threads: this one does the rest
     }
   }
   for (size_t card = onThreads; card < cards_.size(); ++card) one(card);

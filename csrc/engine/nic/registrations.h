@@ -11,8 +11,8 @@
 
 namespace mooncake {
 
-// One stretch of memory, registered with several cards, in pieces that are as long as each card
-// takes: MC_MAX_MR_SIZE, or what its device turns out to take. Withdrawn with the last owner.
+// One range of memory, registered with several cards. Each card gets pieces of the length that it
+// takes: MC_MAX_MR_SIZE, or less if the device refuses that. Withdrawn when the last owner is gone.
 class NicRegistration {
  public:
   struct Piece {
@@ -22,9 +22,9 @@ class NicRegistration {
 
   std::span<std::byte> memory() const { return memory_; }
   uint32_t access() const { return access_; }
-  // In order, without gaps; `card` counts as in the list that the registrations were made for.
+  // In order, without gaps. `card` is an index into the card list of NicRegistrations.
   std::span<const Piece> pieces(size_t card) const { return pieces_[card]; }
-  // The piece in which an offset lies: an operation must end where it does.
+  // Returns the piece that holds the offset. An operation must not reach beyond the piece.
   const Piece& pieceAt(size_t card, uint64_t offset) const;
 
  private:
@@ -34,21 +34,21 @@ class NicRegistration {
   std::vector<std::vector<Piece>> pieces_;
 };
 
-// Registers with all cards at once, and the same memory only once for as long as anybody holds it:
-// to register costs a page table, and belongs to no single operation. Any thread.
+// Registers with all cards at once. A range that is still held is not registered again, because a
+// registration costs a page table and may serve many operations. Any thread.
 class NicRegistrations {
  public:
   struct Counters {
-    uint64_t made = 0;    // stretches
-    uint64_t shared = 0;  // asked for again while they were held
+    uint64_t made = 0;    // ranges registered
+    uint64_t shared = 0;  // requests for a range that was still held
     uint64_t pieces = 0;
-    uint64_t halvings = 0;  // the device took less than the limit said
+    uint64_t halvings = 0;  // the device took less than its limit
   };
 
-  // The cards outlive this and all that is made here.
+  // The cards outlive this object and all of its registrations.
   explicit NicRegistrations(std::vector<Nic*> cards) : cards_(std::move(cards)) {}
 
-  // On all cards or on none: the first error, in the order of the cards.
+  // Registers on all cards or on none. Returns the first error, in the order of the cards.
   Result<std::shared_ptr<const NicRegistration>> add(std::span<std::byte> memory, uint32_t access);
   Counters counters() const;
 

@@ -38,10 +38,10 @@ T readFrom(const fs::path& path, T otherwise) {
   return file >> value ? value : otherwise;
 }
 
-// `at` leads to the folder of a PCI device.
+// `at` is the path to the folder of a PCI device.
 Device deviceAt(const std::string& name, const fs::path& at) {
   Device device{.name = name};
-  // -1 is what the kernel says of machines with one node.
+  // The kernel reports -1 on machines with one node.
   device.node = std::max(readFrom(at / "numa_node", 0), 0);
   std::error_code error;
   const fs::path real = fs::canonical(at, error);
@@ -63,7 +63,7 @@ std::vector<Device> cardsOf(const fs::path& sysfs, const std::vector<std::string
   return cards;
 }
 
-// In the order of their PCI addresses, as the driver counts GPUs of one kind.
+// In the order of their PCI addresses, as the driver numbers GPUs of one kind.
 std::vector<Device> gpusOf(const fs::path& sysfs) {
   constexpr const char* kNvidia = "0x10de";
   const fs::path all = sysfs / "bus/pci/devices";
@@ -88,7 +88,7 @@ std::set<int> nodesOf(const fs::path& sysfs) {
   return found;
 }
 
-// Steps from one device to the other, by way of the last bridge that they share.
+// Number of steps from one device to the other, by way of the last bridge that they share.
 size_t distance(const Device& a, const Device& b) {
   const auto [atA, atB] =
       std::mismatch(a.bridges.begin(), a.bridges.end(), b.bridges.begin(), b.bridges.end());

@@ -8,28 +8,29 @@
 
 namespace mooncake {
 
-// Which network cards are near which memory. Locations are "cpu:NODE" (a NUMA node) and
-// "cuda:INDEX" (a GPU, counted by PCI address as the driver does).
+// Says which network cards are near which memory. Locations are "cpu:NODE" (a NUMA node) and
+// "cuda:INDEX" (a GPU, numbered by PCI address as the driver does).
 class NicTopology {
  public:
   struct Cards {
     std::vector<std::string> preferred, others;
   };
 
-  // What sysfs says of these cards, network interfaces or RDMA devices; of all RDMA devices if
-  // none is named. A GPU prefers the cards that the fewest PCIe bridges part it from, on its own
-  // node; a node those that are at it.
+  // Reads sysfs for these cards (network interfaces or RDMA devices); if none is named, for all
+  // RDMA devices. A GPU prefers the cards on its own node that the fewest PCIe bridges separate
+  // from it. A node prefers its own cards.
   static NicTopology discover(const std::vector<std::string>& cards = {},
                               const std::string& sysfs = "/sys");
-  // {"cpu:0": [["preferred", ...], ["other", ...]], ...}. kInvalidArgument says where it is wrong.
+  // Reads {"cpu:0": [["preferred", ...], ["other", ...]], ...}. kInvalidArgument tells the position
+  // of the error.
   static Result<NicTopology> parse(const std::string& json);
-  // From MC_CUSTOM_TOPO_JSON if that is set, else what discover() finds.
+  // Reads MC_CUSTOM_TOPO_JSON if it is set, else calls discover().
   static Result<NicTopology> load(const FabricEnv& env, const std::vector<std::string>& cards = {},
                                   const std::string& sysfs = "/sys");
 
   const std::map<std::string, Cards>& locations() const { return locations_; }
-  // Preferred ones first; with kLocal no others, unless there are no preferred. A location that is
-  // not known: all cards.
+  // Returns preferred cards first. kLocal leaves out the others, unless no card is preferred. For
+  // an unknown location, returns all cards.
   std::vector<std::string> choose(const std::string& location, NicSelection selection) const;
   std::string json() const;
 
@@ -37,7 +38,7 @@ class NicTopology {
   std::map<std::string, Cards> locations_;
 };
 
-// Of the processor that this thread runs on: "cpu:0".
+// Returns the location of the processor that this thread runs on: "cpu:0".
 std::string locationOfThisThread();
 
 }  // namespace mooncake

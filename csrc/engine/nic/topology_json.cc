@@ -6,7 +6,7 @@
 namespace mooncake {
 namespace {
 
-// Reads from the front; after the first thing that does not fit nothing fits any more.
+// Reads from the front. After the first error every further read fails.
 class Reader {
  public:
   explicit Reader(std::string_view text) : all_(text), left_(text) {}

@@ -8,8 +8,7 @@
 
 namespace mooncake {
 
-// {"cpu:0": [["near", ...], ["far", ...]], "cuda:0": ...}: the one form of JSON that a topology
-// has.
+// {"cpu:0": [["near", ...], ["far", ...]], "cuda:0": ...}: the only JSON form of a topology.
 Result<std::map<std::string, NicTopology::Cards>> parseTopologyJson(const std::string& json);
 std::string writeTopologyJson(const std::map<std::string, NicTopology::Cards>& locations);
 

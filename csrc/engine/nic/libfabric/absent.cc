@@ -1,6 +1,6 @@
 #include "engine/nic/libfabric/cards.h"
 
-// Of a build without rdma/fabric.h.
+// For a build without rdma/fabric.h.
 namespace mooncake {
 namespace {
 

@@ -51,7 +51,7 @@ std::string nameOf(const fi_info& info) {
   return orEmpty(info.domain_attr->name);
 }
 
-// An address of one link only leads to nobody whose link we do not know.
+// A link-local address is of no use to a peer that may be on another link.
 bool isLinkLocal(const fi_info& info) {
   if (info.addr_format != FI_SOCKADDR_IN6 || info.src_addr == nullptr) return false;
   const auto* address = static_cast<const sockaddr_in6*>(info.src_addr);
@@ -71,8 +71,8 @@ LibfabricCard describe(const Library& library, const fi_info& info) {
   return card;
 }
 
-// One card for each device: an interface has an entry per address, and newer versions of provider
-// efa one per interface to it ("efa-direct" leaves out what we need).
+// Returns one card per device. An interface has an entry per address. Newer versions of provider
+// efa have an entry per interface to the device; "efa-direct" lacks features that we need.
 std::vector<LibfabricCard> cardsOf(const Library& library, const fi_info* list,
                                    const std::string& provider) {
   std::vector<LibfabricCard> cards;
@@ -87,8 +87,8 @@ std::vector<LibfabricCard> cardsOf(const Library& library, const fi_info* list,
   return cards;
 }
 
-// Those that were asked for by name or address, in that order; all, without loopback where there
-// is more, if none was.
+// Returns the cards that were asked for by name or address, in that order. If none was asked for,
+// returns all, without loopback if there are others.
 std::vector<LibfabricCard> filtered(const Library& library, std::vector<LibfabricCard> cards,
                                     const std::string& provider, const FabricEnv& env) {
   std::vector<LibfabricCard> chosen;
@@ -133,9 +133,9 @@ std::string providersOf(const Library& library) {
   return joined(names);
 }
 
-// The same card, able to reach GPU memory; null: the provider cannot. Asked for apart, since it
-// starts the GPU's driver. Not of shm, which copies with the processor whatever it says
-// (libfabric#12328).
+// Returns the same card with access to GPU memory; null: the provider cannot. A separate query,
+// because it starts the GPU's driver. Not for shm, which copies with the processor despite its
+// claim (libfabric#12328).
 FabricInfo withDeviceMemory(const Library& library, const LibfabricCard& card,
                             const fi_info& info) {
   if (card.provider == "shm") return nullptr;
@@ -166,7 +166,8 @@ FabricInfo askProvider(const Library& library, const std::string& provider,
   if (!provider.empty()) hints->fabric_attr->prov_name = ::strdup(provider.c_str());
   const char* node = source.empty() ? nullptr : source.c_str();
   const char* service = source.empty() ? nullptr : "0";
-  // The first call starts all providers, one at a time for the sake of what they change.
+  // The first call starts all providers, which change state of the process. So calls run one at a
+  // time.
   std::lock_guard environment(environmentMutex());
   KeptSignalHandlers kept;
   BlockedSignals blocked;
@@ -175,7 +176,7 @@ FabricInfo askProvider(const Library& library, const std::string& provider,
     return library->getinfo(library->api(), node, service, node ? FI_SOURCE : 0, hints.get(),
                             &found);
   };
-  // Providers that cannot be called from any thread are called under our lock.
+  // If no provider allows calls from any thread, one is used that is called under our lock.
   if (ask() != 0) {
     hints->domain_attr->threading = FI_THREAD_DOMAIN;
     if (ask() != 0) return nullptr;

@@ -9,28 +9,28 @@
 #include "engine/nic/device_memory.h"
 #include "engine/nic/nic.h"
 
-// The door to libfabric. Neither it nor what goes through it needs libfabric's headers; in a build
-// without them every call says so (absent.cc).
+// The entry to libfabric. Its callers do not need libfabric's headers. In a build without them
+// every call fails and says so (absent.cc).
 namespace mooncake {
 
-// What fi_getinfo says of a card before it is opened.
+// A card before it is opened, as fi_getinfo describes it.
 struct LibfabricCard {
-  std::string name;        // of the device: "rdmap79s0", "eth1", "shm"; of an address: "127.0.0.2"
-  std::string provider;    // "efa", "tcp;ofi_rxm"
-  std::string fabric;      // cards of one fabric reach each other
-  std::string pciAddress;  // "0000:4f:00.0", where the provider tells
-  uint64_t bitsPerSecond = 0;  // where the provider tells
+  std::string name;            // device: "rdmap79s0", "eth1", "shm"; address: "127.0.0.2"
+  std::string provider;        // "efa", "tcp;ofi_rxm"
+  std::string fabric;          // cards of one fabric reach each other
+  std::string pciAddress;      // "0000:4f:00.0", if the provider tells
+  uint64_t bitsPerSecond = 0;  // if the provider tells
   std::shared_ptr<void> info;  // the fi_info that opens it
 };
 
-// Whether this build can, and with which library: one line for people.
+// Returns the library that this build uses: one line for people. Fails if it cannot use one.
 Result<std::string> describeLibfabric(const FabricEnv& env);
 
-// The cards of the first provider of `env` that has some, as the filters leave them. kUnsupported
+// Returns the cards of the first provider in `env` that has any, after the filters. kUnsupported
 // says what is missing: the library, the provider (and which ones there are), or the device.
 Result<std::vector<LibfabricCard>> listLibfabricCards(const FabricEnv& env);
 
-// `places` tells GPU memory from the host's and outlives the card.
+// `places` tells GPU memory from host memory, and outlives the card.
 Result<std::unique_ptr<Nic>> openLibfabricNic(const LibfabricCard& card, const FabricEnv& env,
                                               const MemoryPlaces& places = MemoryPlaces::real());
 

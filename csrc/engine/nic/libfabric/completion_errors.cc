@@ -6,21 +6,21 @@
 namespace mooncake {
 namespace {
 
-// efa: the device's status up to 4095, the provider's own from 4096 on (prov/efa/src/efa_errno.h).
+// efa: up to 4095 the device's status, from 4096 on the provider's own (prov/efa/src/efa_errno.h).
 std::optional<NicError> ofEfa(int status) {
   switch (status) {
     case 7:   // the key is not registered, or does not fit the address
-    case 11:  // what the peer has posted is too short
+    case 11:  // the peer's posted buffer is too short
       return NicError::kRefused;
     case 8:     // reset by the peer
-    case 9:     // no such queue pair there: the process is gone
-    case 10:    // no receive is posted there
-    case 12:    // an answer that nobody expects
-    case 13:    // answered before, and does not any more
+    case 9:     // the peer has no such queue pair: its process is gone
+    case 10:    // the peer has posted no receive
+    case 12:    // an unexpected answer
+    case 13:    // the peer has answered before, and does not any more
     case 14:    // the peer does not know us (yet, or any more)
-    case 15:    // has never answered
-    case 4124:  // the provider's own words for 13
-    case 4126:  // and for 15, or no handshake
+    case 15:    // the peer has never answered
+    case 4124:  // the provider's number for 13
+    case 4126:  // the provider's number for 15, or for a missing handshake
       return NicError::kUnreachable;
     case 1:  // flushed, as our queue pair is destroyed
       return NicError::kCancelled;
@@ -41,7 +41,7 @@ std::optional<NicError> ofVerbs(int status) {
     case 9:   // IBV_WC_REM_INV_REQ_ERR
     case 10:  // IBV_WC_REM_ACCESS_ERR
       return NicError::kRefused;
-    case 5:   // IBV_WC_WR_FLUSH_ERR: the connection has broken before its turn
+    case 5:   // IBV_WC_WR_FLUSH_ERR: the connection broke earlier
     case 11:  // IBV_WC_REM_OP_ERR
     case 12:  // IBV_WC_RETRY_EXC_ERR
     case 13:  // IBV_WC_RNR_RETRY_EXC_ERR
@@ -80,8 +80,8 @@ NicError nicErrorOf(std::string_view provider, int error, int ofProvider) {
     case FI_EOVERRUN:
       return NicError::kDevice;
     default:
-      // Among them FI_ECANCELED: what was under way when a connection broke. Who cancelled himself
-      // knows it.
+      // This includes FI_ECANCELED: the operation was under way when a connection broke.
+      // Cancellations of our own do not need this translation.
       return NicError::kUnreachable;
   }
 }

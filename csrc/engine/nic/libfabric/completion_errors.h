@@ -6,8 +6,8 @@
 
 namespace mooncake {
 
-// What a completion error means to whoever asked. `error` is libfabric's (positive), `ofProvider`
-// the provider's own number, which says more where we know the provider.
+// Translates a libfabric completion error into a `NicError`. `error` is libfabric's (positive).
+// `ofProvider` is the provider's own number, which says more for providers that we know.
 NicError nicErrorOf(std::string_view provider, int error, int ofProvider);
 
 }  // namespace mooncake

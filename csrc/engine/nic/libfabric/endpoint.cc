@@ -27,7 +27,7 @@ Result<std::unique_ptr<LibfabricEndpoint>> LibfabricEndpoint::open(
   std::unique_ptr<LibfabricEndpoint> made(
       new LibfabricEndpoint(std::move(library), std::move(info)));
   KeptSignalHandlers kept;
-  BlockedSignals blocked;  // providers start threads
+  BlockedSignals blocked;  // providers start threads, which must not take signals
   MOONCAKE_TRY(made->make());
   return made;
 }
@@ -55,7 +55,8 @@ Status LibfabricEndpoint::make() {
   if (const int r = ::fi_endpoint(domain_, info_.get(), &endpoint_, nullptr))
     return failed("fi_endpoint", r);
 #if FI_MAJOR_VERSION > 1 || FI_MINOR_VERSION >= 20
-  // Where the provider knows it; FI_EFA_ENABLE_SHM_TRANSFER says the same to older ones.
+  // Turns off the provider's own path within a host, if the provider knows this option.
+  // FI_EFA_ENABLE_SHM_TRANSFER does so for older ones.
   bool isPermitted = false;
   ::fi_setopt(&endpoint_->fid, FI_OPT_ENDPOINT, FI_OPT_SHARED_MEMORY_PERMITTED, &isPermitted,
               sizeof(isPermitted));

@@ -14,18 +14,18 @@
 
 namespace mooncake {
 
-// What a card is to libfabric: one of each, made together and closed in the one order that works.
-// Peers are entries of the address table; none costs an endpoint.
+// The libfabric objects of one card: one of each kind, created together, and closed in the only
+// order that works. Peers are entries of the address table; they need no endpoints of their own.
 class LibfabricEndpoint {
  public:
-  // kUnsupported, kSystem: with the call that failed.
+  // kUnsupported, kSystem: the message names the call that failed.
   static Result<std::unique_ptr<LibfabricEndpoint>> open(
       std::shared_ptr<const LibfabricLibrary> library, FabricInfo info);
   ~LibfabricEndpoint();
   LibfabricEndpoint(const LibfabricEndpoint&) = delete;
   LibfabricEndpoint& operator=(const LibfabricEndpoint&) = delete;
 
-  // Nothing moves any more once it returns: what was under way is over.
+  // When this returns, no byte moves any more: operations under way are over.
   void closeEndpoint();
 
   const fi_info& info() const { return *info_; }

@@ -10,8 +10,8 @@ namespace mooncake {
 
 using FabricInfo = std::shared_ptr<fi_info>;
 
-// What we ask of any provider. `source`: an address of this host to be bound to, or empty.
-// Null: it has nothing of the kind.
+// Asks a provider for cards that meet our requirements. `source`: an address of this host to bind
+// to, or empty. Null: the provider has none.
 FabricInfo askProvider(const std::shared_ptr<const LibfabricLibrary>& library,
                        const std::string& provider, const std::string& source, bool deviceMemory);
 

@@ -15,25 +15,26 @@ namespace mooncake {
 namespace {
 
 constexpr size_t kCompletionsAtOnce = 64;
-// The clock is looked at, and moves, in parts of the time limit.
+// Within one time limit, overdue operations are looked for this many times. The clock moves in
+// steps of at most one such part.
 constexpr int kChecksPerTimeout = 8;
-// A peer that makes progress keeps the others of its operations alive, but not for ever: a
-// completion may be lost alone.
+// A peer's progress keeps its other operations alive, but not longer than this many time limits: a
+// single completion may be lost.
 constexpr int kMostTimeouts = 16;
-// What one byte may take on its own: 64 MB/s.
+// Time allowed for each byte: 64 MB/s.
 constexpr uint64_t kNanosecondsPerByte = 16;
-// While the provider does not take what was begun: it is connecting, for instance.
+// Pause while the provider does not take a begun operation; it may be connecting, for instance.
 constexpr std::chrono::nanoseconds kRetryPause = std::chrono::microseconds(200);
 
-// Naps of cards without a descriptor.
+// How long cards without a descriptor yield or nap.
 constexpr std::chrono::nanoseconds kYieldFor = std::chrono::microseconds(50);
 constexpr std::chrono::nanoseconds kShortestNap = std::chrono::microseconds(5);
 constexpr std::chrono::nanoseconds kLongestBusyNap = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kLongestNap = std::chrono::milliseconds(1);
 
-// Provider rxm sends up to so many bytes at once, unless FI_OFI_RXM_BUFFER_SIZE says otherwise, and
-// fetches longer packets by reads of its own. Over TCP (1.17), closing an endpoint while it does so
-// ends the process in one of ten cases: there no packet is longer.
+// Provider rxm sends up to this many bytes at once, unless FI_OFI_RXM_BUFFER_SIZE says otherwise.
+// It fetches longer packets by reads of its own. Over TCP (1.17), closing an endpoint during such a
+// read ends the process in one of ten cases, so there no packet is longer.
 constexpr size_t kRxmBufferBytes = 16384;
 
 uint64_t mostSendBytes(const fi_info& info) {
@@ -56,8 +57,8 @@ NicLimits limitsOf(const fi_info& info, const FabricEnv& env) {
       .remoteWrite = hasRma,
       .deviceMemory = (info.caps & FI_HMEM) != 0,
       .withdrawalStops = provider.starts_with("efa") || provider.starts_with("verbs"),
-      // With a link down, requests of reads stay in the provider's queue, and its end (1.17) looks
-      // for a context that they do not have.
+      // If a link is down, read requests stay in the provider's queue. Closing it (1.17) looks for
+      // a context that they do not have.
       .closeEndsReads = !provider.starts_with("tcp"),
   };
 }
@@ -101,7 +102,7 @@ LibfabricNic::LibfabricNic(std::unique_ptr<LibfabricEndpoint> endpoint, std::str
 LibfabricNic::~LibfabricNic() { close(); }
 
 Result<NicPeer> LibfabricNic::insert(ByteView address) {
-  // Of another length, or without its end, the provider would read past it.
+  // The provider would read past an address that is too short or, as text, has no end.
   const bool isText = !address_.empty() && address_.back() == std::byte{0};
   const bool fits = isText ? !address.empty() && address.back() == std::byte{0}
                            : address.size() == address_.size();
@@ -136,8 +137,8 @@ void LibfabricNic::remove(NicPeer number) {
 
 Result<std::unique_ptr<NicMemory>> LibfabricNic::registerMemory(std::span<std::byte> memory,
                                                                 uint32_t access) {
-  // Not under our lock: it takes long, and others post meanwhile. Serialised providers are not
-  // spared that.
+  // Not under our lock: a registration takes long, and other threads post meanwhile. A serialised
+  // provider needs the lock all the same.
   if (!isSerialised_) return memories_->add(memory, access);
   std::lock_guard lock(mutex_);
   return memories_->add(memory, access);
@@ -229,7 +230,7 @@ ssize_t LibfabricNic::give(NicOperation& operation) {
                            .rma_iov_count = 1,
                            .context = &operation.provider};
   if (operation.kind == Kind::kRead) return ::fi_readmsg(endpoint, &message, FI_COMPLETION);
-  // Else a provider may say "written" when the bytes have left.
+  // Without FI_DELIVERY_COMPLETE a provider may complete a write when its bytes have only left.
   return ::fi_writemsg(endpoint, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE);
 }
 
@@ -256,7 +257,7 @@ void LibfabricNic::giveQueued() {
   });
 }
 
-// For its owner it is over. `isLeftBehind`: the provider has it still.
+// Ends the operation for its owner. `isLeftBehind`: the provider still has it.
 void LibfabricNic::end(NicOperation& operation, NicError error, int providerError,
                        bool isLeftBehind) {
   ended_.push_back({.kind = operation.kind,
@@ -347,7 +348,7 @@ bool LibfabricNic::finish(const void* provider, NicCompletion& completion) {
   return isAwaited;
 }
 
-// The provider has nothing to do with it any more.
+// The provider is done with the operation.
 void LibfabricNic::leave(NicOperation& operation) {
   if (operation.kind == Kind::kReceived) {
     receives_.giveBack(operation);
@@ -402,7 +403,7 @@ void LibfabricNic::giveUpOverdue() {
   }
 }
 
-// Receives stay: they are the peers', who may come back with the link.
+// Receives stay, because peers may come back with the link.
 void LibfabricNic::giveUpAll(NicError error, int providerError) {
   for (NicOperation& operation : transmits_.all()) {
     if (operation.state == State::kUnderWay) end(operation, error, providerError, true);
@@ -441,7 +442,7 @@ NicSleep LibfabricNic::fallAsleep(Deadline deadline) {
     fid* waited = &endpoint_->completions()->fid;
     if (::fi_trywait(endpoint_->fabric(), &waited, 1) != 0) return {.until = now};
   } else if (now - lastFound_ < kYieldFor) {
-    // A nap costs more than what is waited for.
+    // A nap would take longer than the next completion is likely to take.
     return {.until = now, .yields = true};
   } else {
     nap_ = std::clamp(nap_ * 2, kShortestNap, isBusy ? kLongestBusyNap : kLongestNap);
@@ -463,10 +464,11 @@ void LibfabricNic::awake() {
 void LibfabricNic::wake() {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t done = ::write(wake_.get(), &one, sizeof(one));
-  isWoken_.store(true);  // last: who has seen it finds something to read
+  isWoken_.store(true);  // comes last: a thread that sees it can read the eventfd
 }
 
-// Under the lock. Whoever sleeps with nothing under way has not set the alarm that is needed now.
+// Called under the lock. A thread that fell asleep with nothing under way has a timeout that is too
+// long now.
 void LibfabricNic::wakeLongSleeper() {
   if (!sleepsLong_) return;
   sleepsLong_ = false;
@@ -476,7 +478,7 @@ void LibfabricNic::wakeLongSleeper() {
 void LibfabricNic::close() {
   std::lock_guard lock(mutex_);
   if (!endpoint_) return;
-  // Where registrations are bound to the endpoint they go first.
+  // Registrations that are bound to the endpoint must be closed first.
   const bool areBound = (endpoint_->info().domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
   if (areBound) memories_->closeAll();
   endpoint_->closeEndpoint();

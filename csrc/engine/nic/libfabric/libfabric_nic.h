@@ -17,9 +17,9 @@
 
 namespace mooncake {
 
-// A card behind libfabric. What the provider does not take at once waits here, per peer, so that
-// kExhausted always means "after a completion". What it does not end within the time limit is
-// ended here: providers over connections stay silent about a peer that is gone.
+// A card behind libfabric. Operations that the provider does not take at once wait here, per peer.
+// So kExhausted always means "after a completion". Operations that the provider does not end within
+// the time limit are ended here: providers over connections do not report a peer that is gone.
 class LibfabricNic final : public Nic {
  public:
   static Result<std::unique_ptr<Nic>> open(std::shared_ptr<const LibfabricLibrary> library,
@@ -62,7 +62,7 @@ class LibfabricNic final : public Nic {
 
   size_t takeCompletions(std::span<NicCompletion> into);
   size_t takeEnded(std::span<NicCompletion> into);
-  bool finish(const void* provider, NicCompletion& completion);  // false: nobody waits for it
+  bool finish(const void* provider, NicCompletion& completion);  // false: no caller waits for it
   bool finishFailed(NicCompletion& completion);
   void end(NicOperation& operation, NicError error, int providerError, bool isLeftBehind = false);
   void leave(NicOperation& operation);
@@ -79,7 +79,7 @@ class LibfabricNic final : public Nic {
   const std::string provider_;
   const std::chrono::nanoseconds timeout_;
   const LinkState link_;
-  const bool isSerialised_;  // the provider takes calls of one thread at a time
+  const bool isSerialised_;  // the provider allows one calling thread at a time
   NicLimits limits_;
   Bytes address_;
   Fd wake_;
@@ -92,17 +92,18 @@ class LibfabricNic final : public Nic {
   NicPeers peers_;
   std::vector<NicPeer> queuedPeers_;
   std::deque<NicOperation*> queuedReceives_;
-  std::vector<NicCompletion> ended_;  // not by the provider
+  std::vector<NicCompletion> ended_;  // completions that the provider did not give
   size_t abandoned_ = 0;
   bool isLinkDown_ = false;
-  // Stands still while nobody polls: a process that was stopped has not waited.
+  // Own clock, in ns. Stands still while no thread polls, so time in which the process was stopped
+  // does not count.
   uint64_t clock_ = 0;
   Clock::time_point lastTick_ = Clock::now();
   uint64_t nextCheck_ = 0;
   bool sleepsLong_ = false;
   std::atomic<bool> isWoken_{false};
 
-  std::chrono::nanoseconds nap_{0};  // of the thread that polls
+  std::chrono::nanoseconds nap_{0};  // used by the polling thread only
   Clock::time_point lastFound_ = Clock::now();
 };
 

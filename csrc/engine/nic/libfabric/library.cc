@@ -17,7 +17,7 @@ namespace mooncake {
 namespace {
 
 constexpr uint32_t kBuiltFor = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION);
-// Before it, EFA moves no bytes by itself unless it is told to.
+// In older versions EFA uses its device's RDMA only if told to.
 constexpr uint32_t kDeviceRdmaApi = FI_VERSION(1, 18);
 
 std::string text(uint32_t version) {
@@ -27,7 +27,7 @@ std::string text(uint32_t version) {
 int collectLibfabric(dl_phdr_info* info, size_t, void* found) {
   const std::string_view path = info->dlpi_name == nullptr ? "" : info->dlpi_name;
   const std::string_view name = path.substr(path.rfind('/') + 1);
-  // Wheels rename what they bundle: libfabric-0a1b2c3d.so.1.
+  // Wheels rename libraries that they bundle: libfabric-0a1b2c3d.so.1.
   if (name.starts_with("libfabric") && name.find(".so") != std::string_view::npos)
     static_cast<std::vector<std::string>*>(found)->emplace_back(path);
   return 0;
@@ -39,10 +39,10 @@ std::vector<std::string> copiesInProcess() {
   return paths;
 }
 
-// What the provider would else decide to our harm; what the user has set stays.
+// Overrides defaults of the provider that harm us; settings of the user stay.
 void setProviderKnobs() {
-  // Its path within a host copies with the processor, also where the bytes are a GPU's
-  // (libfabric#12328). Ours is taken there before it.
+  // Within a host the provider copies with the processor, even GPU memory (libfabric#12328). There
+  // our own transports are chosen first.
   ::setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0", 0);
   if (kBuiltFor < kDeviceRdmaApi) ::setenv("FI_EFA_USE_DEVICE_RDMA", "1", 0);
 }

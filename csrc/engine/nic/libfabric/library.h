@@ -8,14 +8,13 @@
 
 namespace mooncake {
 
-// libfabric, opened at run time: wheels run where there is none, and EFA's own copy lies where the
-// linker does not look. A process must never hold two: whichever starts first claims the device,
-// and the other one then finds no card. So a copy that is there already is taken, whoever brought
-// it.
+// libfabric, opened at run time. Wheels also run on machines without it, and EFA's own copy lies
+// where the linker does not look. A process must never hold two: the first one to start claims the
+// device, and the other one then finds no card. So a copy that is already in the process is used.
 class LibfabricLibrary {
  public:
-  // `path` empty: the copy in the process, else /opt/amazon/efa, else the system's. kUnsupported
-  // names what was tried. Once opened, it stays.
+  // If `path` is empty: the copy in the process, else /opt/amazon/efa, else the system's.
+  // kUnsupported names the copies that were tried. Once opened, it stays open.
   static Result<std::shared_ptr<const LibfabricLibrary>> open(const std::string& path);
 
   const std::string& path() const { return path_; }  // of the file

@@ -39,14 +39,14 @@ bool LinkState::isDown() const {
   if (path_.empty()) return false;
   std::ifstream file(path_);
   std::string state;
-  // A device that has gone altogether has no file any more. A port says "1: DOWN" or "4: ACTIVE".
+  // A device that is gone has no file any more. A port says "1: DOWN" or "4: ACTIVE".
   return !std::getline(file, state) || state.starts_with("1:") || state.starts_with("0:");
 }
 
 bool LinkState::isInterfaceDown() const {
   ifreq request = requestFor(interface_);
   if (::ioctl(socket_.get(), SIOCGIFFLAGS, &request) != 0) return errno == ENODEV;
-  // Loopback and tunnels, of whose links nothing is known, are running.
+  // Loopback and tunnels count as running, because they have no link state.
   return (request.ifr_flags & IFF_UP) == 0 || (request.ifr_flags & IFF_RUNNING) == 0;
 }
 

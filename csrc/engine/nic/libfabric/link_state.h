@@ -6,12 +6,12 @@
 
 namespace mooncake {
 
-// Whether the link of one device is there: a software provider over TCP says nothing of a cable
-// that was pulled, and waits. Of an interface the kernel is asked, since the sysfs that a container
-// sees may be that of another network namespace; of an RDMA device sysfs.
+// Tells whether one device has a link. A software provider over TCP does not report a pulled cable,
+// and waits. For a network interface the kernel is asked, because a container's sysfs may show
+// another network namespace. For an RDMA device sysfs is read.
 class LinkState {
  public:
-  // Neither a network interface nor an RDMA device: always up.
+  // A device that is neither a network interface nor an RDMA device counts as up.
   explicit LinkState(const std::string& device, const std::string& sysfs = "/sys");
 
   bool isDown() const;
@@ -19,8 +19,8 @@ class LinkState {
  private:
   bool isInterfaceDown() const;
 
-  std::string interface_;  // empty: it is none
-  Fd socket_;              // of the namespace that the interface is in
+  std::string interface_;  // empty: it is no interface
+  Fd socket_;              // in the network namespace of the interface
   std::string path_;       // empty: it is no RDMA device
 };
 

@@ -92,7 +92,7 @@ Result<fid_mr*> LibfabricMemories::make(std::span<std::byte> memory, uint32_t ac
                    " bytes: " + endpoint_.library().strerror(-result)};
 }
 
-// Nobody can guess it: who reads or writes our memory must have been told.
+// A key that cannot be guessed: only a peer that received it can read or write our memory.
 uint64_t LibfabricMemories::randomKey() const {
   const Nonce random = Crypto::randomNonce();
   uint64_t key = 0;

@@ -10,7 +10,7 @@
 
 namespace mooncake {
 
-// The registrations of one card. They end with their owners or with the card, whichever is first.
+// The registrations of one card. Each ends with its owner or with the card, whichever comes first.
 class LibfabricMemories : public std::enable_shared_from_this<LibfabricMemories> {
  public:
   LibfabricMemories(LibfabricEndpoint& endpoint, const MemoryPlaces& places)
@@ -19,7 +19,7 @@ class LibfabricMemories : public std::enable_shared_from_this<LibfabricMemories>
   Result<std::unique_ptr<NicMemory>> add(std::span<std::byte> memory, uint32_t access);
   void closeAll();
 
-  // Of the memory that an operation of ours names, for the provider.
+  // Returns the provider's descriptor for memory that one of our operations names.
   static void* descriptorOf(const NicMemory& memory);
 
  private:

@@ -12,23 +12,23 @@
 
 namespace mooncake {
 
-// One operation, from the call that begins it to the provider's last word about it.
+// One operation, from the call that begins it to the provider's last report on it.
 struct NicOperation {
   enum class State : uint8_t {
     kFree,
-    kQueued,     // begun; the provider did not take it yet
+    kQueued,     // begun, but not taken by the provider yet
     kUnderWay,   // the provider has it
     kAbandoned,  // ended for its owner; the provider still has it
   };
 
-  fi_context2 provider{};  // first: its address is what the provider gives back
+  fi_context2 provider{};  // first: the provider returns its address
   State state = State::kFree;
   NicCompletion::Kind kind = NicCompletion::Kind::kSent;
   void* context = nullptr;
-  NicPeer peer = 0;    // not of receives
+  NicPeer peer = 0;    // not for receives
   uint64_t begun = 0;  // on the card's own clock
   uint64_t bytes = 0;
-  // What the provider is asked.
+  // The request to the provider.
   std::array<iovec, 2> pieces{};
   std::array<void*, 2> descriptors{};
   size_t pieceCount = 0;
@@ -36,8 +36,9 @@ struct NicOperation {
   uint64_t remoteKey = 0;
 };
 
-// A fixed number of them: the provider is never given more than it has room for, and an operation
-// that it never ends keeps its place, so that its late completion is taken for no other's.
+// A fixed number of operations, so the provider never gets more than it has room for. An operation
+// that the provider never ends keeps its place, so its late completion is not taken for another
+// one's.
 class NicOperations {
  public:
   explicit NicOperations(size_t count)
@@ -56,7 +57,7 @@ class NicOperations {
     operation.state = NicOperation::State::kFree;
     free_.push_back(&operation);
   }
-  // Null: that context is none of ours.
+  // Null: the context is not ours.
   NicOperation* find(const void* provider) const {
     const auto at = reinterpret_cast<uintptr_t>(provider);
     const auto first = reinterpret_cast<uintptr_t>(all_.get());

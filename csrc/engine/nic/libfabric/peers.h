@@ -9,10 +9,10 @@
 
 namespace mooncake {
 
-// The peers of one card: what stands behind each number, and which addresses the provider's table
-// holds. Numbers are never used twice; entries of the table are shared by numbers, since taking
-// out an address that operations under way refer to is undefined, and an address may come back
-// before the last of them is over.
+// The peers of one card: each number's state, and the addresses in the provider's table. Numbers
+// are never reused. Numbers with the same address share a table entry. The reason: an address must
+// stay in the table while operations refer to it, and it may come back before the last of them is
+// over.
 class NicPeers {
  public:
   struct Address {
@@ -22,7 +22,7 @@ class NicPeers {
   struct Peer {
     std::shared_ptr<Address> address;
     bool isRemoved = false;
-    size_t underWay = 0;        // with the provider
+    size_t underWay = 0;        // operations that the provider has
     uint64_t lastProgress = 0;  // on the card's clock
     std::deque<NicOperation*> queue;
   };
@@ -47,13 +47,14 @@ class NicPeers {
     return numbers_[address] = peers_.size() - 1;
   }
 
-  // From now on the number leads nowhere. The caller lets it go once nothing is under way to it.
+  // From now on the number cannot be used. The caller calls letGo() once nothing is under way to
+  // it.
   void remove(NicPeer number) {
     peers_[number].isRemoved = true;
     std::erase_if(numbers_, [&](const auto& known) { return known.second == number; });
   }
 
-  // `leave` takes an address that nobody uses any more out of the provider's table.
+  // `leave` removes an unused address from the provider's table.
   template <typename Leave>
   void letGo(Peer& peer, Leave leave) {
     if (!peer.isRemoved || !peer.address || peer.underWay != 0) return;
@@ -65,7 +66,7 @@ class NicPeers {
 
  private:
   std::deque<Peer> peers_;
-  std::map<Bytes, NicPeer> numbers_;  // without those that were removed
+  std::map<Bytes, NicPeer> numbers_;  // without removed peers
   std::map<Bytes, std::shared_ptr<Address>> addresses_;
 };
 

@@ -12,7 +12,7 @@ std::string joined(const std::vector<std::string>& names) {
   return text;
 }
 
-// The nodes that prefer a card; "" where the topology does not know it.
+// Returns the node that prefers a card; "" if the topology does not know the card.
 std::string nodeOf(const NicTopology& topology, const std::string& card) {
   for (const auto& [location, cards] : topology.locations()) {
     if (!location.starts_with("cpu:")) continue;

@@ -7,7 +7,7 @@
 
 namespace mooncake {
 
-// What there is of a fabric on this machine, what would be taken of it, and why. For people.
+// Lists the fabric of this machine, and the cards that would be used, with reasons. For people.
 struct FabricFinding {
   bool works = true;
   std::string subject, text;

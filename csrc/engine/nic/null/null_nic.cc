@@ -39,7 +39,7 @@ Status NullNic::complete(NicCompletion::Kind kind, void* context) {
 Status NullNic::send(NicPeer, NicBuffer, NicBuffer, void* context) {
   return complete(NicCompletion::Kind::kSent, context);
 }
-// Nothing ever comes.
+// No packet ever arrives.
 Status NullNic::receive(NicBuffer, void*) { return {}; }
 Status NullNic::read(NicPeer, NicBuffer, NicKey, uint64_t, void* context) {
   return complete(NicCompletion::Kind::kRead, context);

@@ -9,7 +9,7 @@
 
 namespace mooncake {
 
-// A card that completes at once and moves nothing: what remains is what we cost ourselves.
+// A card that completes at once and moves no bytes: the remaining time is our own cost.
 class NullNic final : public Nic {
  public:
   explicit NullNic(size_t depth = 256);
@@ -36,7 +36,7 @@ class NullNic final : public Nic {
 
   const std::string name_ = "null0";
   const NicLimits limits_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the fields below
   std::condition_variable changed_;
   Ring<NicCompletion> done_;
   bool isWoken_ = false, isAsleep_ = false;

@@ -15,12 +15,12 @@ std::vector<std::unique_ptr<Nic>> SimCards::make(size_t count, const SimNic::Opt
   return made;
 }
 
-// Under the lock.
+// Called under the lock.
 std::unique_ptr<Nic> SimCards::place(size_t index) {
   SimNic::Options options = places_[index].options;
   options.onGone = [self = shared_from_this(), index, turn = options.turn] {
     std::lock_guard lock(self->mutex_);
-    // Not of the one that has taken its place.
+    // A card that has taken its place stays.
     if (self->places_[index].options.turn == turn) self->places_[index].card = nullptr;
   };
   auto card = std::make_unique<SimNic>(std::move(options));

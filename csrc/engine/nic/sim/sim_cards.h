@@ -8,19 +8,19 @@
 
 namespace mooncake {
 
-// The simulated cards of one engine: what is carried to it finds its card here.
+// The simulated cards of one engine: passes each message that is carried to the engine to its card.
 class SimCards : public std::enable_shared_from_this<SimCards> {
  public:
   std::vector<std::unique_ptr<Nic>> make(size_t count, const SimNic::Options& options);
-  // Another one in the place of that. What was killed stays so.
+  // Creates another card at this index. If the index was killed, the new card is dead, too.
   std::unique_ptr<Nic> renew(size_t index);
-  // From the cards of that host. What is for a card that is gone is lost.
+  // Takes a message from a card of that host. A message for a card that is gone is lost.
   void arrive(const SimNic::Host& from, ByteView message);
 
-  // For tests: whichever card has this place is dead from now on, or not any more.
+  // For tests: from now on the card at this index, and any successor, is dead, or not any more.
   void kill(size_t index);
   void revive(size_t index);
-  // That have left that card, since it was opened.
+  // Returns the number of messages that have left this card since it was opened.
   uint64_t carried(size_t index);
 
  private:
@@ -31,7 +31,7 @@ class SimCards : public std::enable_shared_from_this<SimCards> {
   };
   std::unique_ptr<Nic> place(size_t index);
 
-  std::mutex mutex_;  // guards what follows; a card does not go while it is held
+  std::mutex mutex_;  // guards the fields below; no card is destroyed while it is held
   std::vector<Place> places_;
 };
 

@@ -57,7 +57,7 @@ SimNic::SimNic(Options options)
              .deviceMemory = false,
              .withdrawalStops = options_.withdrawalStops,
              .closeEndsReads = options_.closeEndsReads};
-  // As good a card, and another fate.
+  // A renewed card has the same limits, and other faults.
   if (options_.turn != 0) dice_ = SimDice(options_.seed ^ options_.turn << 32);
 }
 
@@ -93,9 +93,9 @@ void SimNic::remove(NicPeer peer) {
   }
 }
 
-// ---- what is asked
+// ---- requests
 
-// With what is to become of it; kNone: nothing bad.
+// Begins an operation and decides its fate; kNone: no fault.
 Status SimNic::begin(Operation operation, uint64_t& number, NicError& fate) {
   const auto now = Clock::now();
   if (isClosed_) return {ErrorCode::kAborted, "the card is closed"};
@@ -203,7 +203,8 @@ Status SimNic::write(NicPeer peer, NicBuffer source, NicKey to, uint64_t offset,
   return {};
 }
 
-// Into messages that leave in any order. Of one that is late its source is the caller's again.
+// Cuts a write into messages that leave in any order. A late write copies its source, which belongs
+// to the caller again.
 void SimNic::cut(const Out& whole, std::span<const std::byte> data, Time now, bool isLate) {
   for (uint64_t position = 0; position < data.size() || position == 0;) {
     const auto piece = data.subspan(position, std::min(kMostCarried, data.size() - position));
@@ -223,13 +224,13 @@ void SimNic::cut(const Out& whole, std::span<const std::byte> data, Time now, bo
   }
 }
 
-// ---- what becomes of it
+// ---- outcomes
 
 void SimNic::end(uint64_t number, NicError error, Time when) {
   const auto found = operations_.find(number);
   if (found == operations_.end() || std::exchange(found->second.hasEnded, true)) return;
   found->second.target = {};
-  // What of it has not left does not leave any more.
+  // Messages of it that have not left are dropped.
   std::erase_if(out_, [&](const auto& entry) {
     const Out& out = entry.second;
     const bool isOf = out.sent == number ||
@@ -314,7 +315,7 @@ size_t SimNic::poll(std::span<NicCompletion> into) {
   return count;
 }
 
-// Without the lock while somebody carries: that may take others.
+// Carries without the lock, because the carrier may take other locks.
 void SimNic::carryDue(Time now) {
   for (;;) {
     Address to;
@@ -342,7 +343,8 @@ void SimNic::carryDue(Time now) {
     std::lock_guard lock(mutex_);
     if (carried.code() == ErrorCode::kExhausted) {
       Out& out = one.mapped();
-      // Its memory may not be ours any more when it is offered again.
+      // If the operation is over, its memory belongs to the caller again, so it is not offered once
+      // more.
       const auto found = operations_.find(sent != 0 ? sent : out.message.operation);
       const bool isOver = found == operations_.end() || found->second.hasEnded;
       if (!isOver || !out.owned.empty()) out_.emplace(now + std::chrono::milliseconds(1), out);

@@ -16,29 +16,29 @@
 
 namespace mooncake {
 
-// How often what goes wrong; 0: never.
+// Odds of faults: each happens once in so many cases; 0: never.
 struct SimOdds {
-  uint32_t failed = 1000;   // of operations: an error, and nothing of it arrives
+  uint32_t failed = 1000;   // of operations: an error, and no byte arrives
   uint32_t late = 2000;     // an error, and all of it arrives afterwards
-  uint32_t lateWrites = 0;  // of writes, besides
-  uint32_t lost = 2000;     // it arrives, its completion does not: the time limit ends it
-  uint32_t storm = 300;     // of posts: no room, for a while
-  uint32_t death = 20'000;  // the card does nothing for a while, and what comes to it is lost
+  uint32_t lateWrites = 0;  // of writes: the same, in addition
+  uint32_t lost = 2000;     // it arrives, but its completion is lost: the time limit ends it
+  uint32_t storm = 300;     // of new operations: no room for a while
+  uint32_t death = 20'000;  // the card is dead for a while, and messages to it are lost
   std::chrono::milliseconds lateness{20};  // at most
 };
 
 // A card that is worse than any real one: it has room for 128 operations, packets overtake each
-// other, and what SimOdds say goes wrong. What it sends travels as messages that somebody carries
-// to the engine at the other end, so that it works between processes.
+// other, and faults happen by SimOdds. Its packets travel as messages that a carrier takes to the
+// engine at the other end, so it works between processes.
 class SimNic final : public Nic {
  public:
   static constexpr size_t kSlots = 128;
-  // Of an operation whose completion was lost, or whose peer does not answer.
+  // Ends an operation whose completion was lost, or whose peer does not answer.
   static constexpr std::chrono::milliseconds kTimeLimit{30};
   static constexpr std::chrono::milliseconds kMostDeath{20};
   static constexpr std::chrono::microseconds kMostStorm{500};
 
-  using Host = std::array<std::byte, 16>;  // the engine that it belongs to
+  using Host = std::array<std::byte, 16>;  // the engine that a card belongs to
   using Carry = std::function<Status(const Host& host, ByteView message)>;
   struct Options {
     Host host{};
@@ -49,7 +49,7 @@ class SimNic final : public Nic {
     std::function<void()> onGone = nullptr;
     bool withdrawalStops = true;
     bool closeEndsReads = true;
-    uint64_t turn = 0;  // how many there were before, of the same index
+    uint64_t turn = 0;  // number of earlier cards at this index
   };
   explicit SimNic(Options options);
   ~SimNic() override;
@@ -71,16 +71,16 @@ class SimNic final : public Nic {
   void wake() override;
   void close() override;
 
-  // Somebody has carried this here. Any thread.
+  // The carrier has brought a message. Any thread.
   void arrive(const Host& from, ByteView message);
-  // Which card of a host a message is for.
+  // Returns which card of a host a message is for.
   static std::optional<uint32_t> cardOf(ByteView message);
 
-  // For tests: the card does nothing until revive().
+  // For tests: the card is dead until revive().
   void kill();
   void revive();
   uint64_t carried() const;  // messages that have left
-  uint64_t refused() const;  // remote accesses that the key, the range or the right forbade
+  uint64_t refused() const;  // remote accesses with a wrong key, range or right
 
  private:
   class Memory;
@@ -95,7 +95,8 @@ class SimNic final : public Nic {
   };
   enum class Kind : uint8_t { kPacket = 1, kRead, kReadData, kWrite, kWritten };
   enum class Answer : uint8_t { kOk, kRefused };
-  // Wire form, little-endian, in this order; `from` without its host, which the carrier knows.
+  // Wire form, little-endian, in this order. `from` is sent without its host, which the carrier
+  // knows.
   struct Message {
     Kind kind = Kind::kPacket;
     Answer answer = Answer::kOk;
@@ -104,13 +105,13 @@ class SimNic final : public Nic {
     Address from;
     uint64_t operation = 0;
     uint64_t key = 0;
-    uint64_t offset = 0;    // in the memory, of the whole
-    uint64_t length = 0;    // of the whole
-    uint64_t position = 0;  // of the data in it
+    uint64_t offset = 0;    // of the whole range, in the memory
+    uint64_t length = 0;    // of the whole range
+    uint64_t position = 0;  // of the data in the range
     Bytes encode(std::span<const std::byte> data) const;
     static std::optional<Message> decode(ByteReader& in);
   };
-  // Under way: has a slot until its completion.
+  // An operation under way. It has a slot until its completion is polled.
   struct Operation {
     NicCompletion::Kind kind = NicCompletion::Kind::kSent;
     NicPeer peer = 0;
@@ -122,13 +123,13 @@ class SimNic final : public Nic {
     bool hasEnded = false;  // its completion waits to be polled
     bool isAbandoned = false;
   };
-  // What leaves, or ends, or is dealt with when its time has come.
+  // Each of these is handled when its time has come.
   struct Out {
     Address to;
     Message message;
     std::span<const std::byte> header, body;  // read when it leaves
     Bytes owned;
-    uint64_t sent = 0;  // the operation whose last piece this is, if it ends with that
+    uint64_t sent = 0;  // the operation that ends when this has left; 0: none
     bool losesCompletion = false;
   };
   struct In {
@@ -144,7 +145,7 @@ class SimNic final : public Nic {
     uint32_t access = 0;
   };
 
-  // All under the lock.
+  // All are called under the lock.
   Status begin(Operation operation, uint64_t& number, NicError& fate);
   void end(uint64_t number, NicError error, Time when);
   void die();
@@ -164,7 +165,7 @@ class SimNic final : public Nic {
   const std::string name_;
   NicLimits limits_;
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the fields below
   std::condition_variable due_;
   SimDice dice_;
   bool isWoken_ = false, isClosed_ = false, isKilled_ = false;
@@ -179,8 +180,8 @@ class SimNic final : public Nic {
   std::multimap<Time, std::pair<uint64_t, NicError>> ends_;
   std::deque<Receive> receives_;
   std::map<uint64_t, Registered> registered_;
-  std::map<uint64_t, std::pair<Registered, Time>> withdrawn_;  // and until when they still count
-  std::map<std::pair<Address, uint64_t>, uint64_t> writing_;   // bytes that have come of each write
+  std::map<uint64_t, std::pair<Registered, Time>> withdrawn_;  // with the end of their grace period
+  std::map<std::pair<Address, uint64_t>, uint64_t> writing_;   // bytes that have arrived, per write
   uint64_t carried_ = 0, refused_ = 0;
 };
 

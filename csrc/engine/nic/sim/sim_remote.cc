@@ -3,12 +3,12 @@
 
 #include "engine/nic/sim/sim_nic.h"
 
-// What comes from other cards, and what they may do to memory here.
+// Handles messages from other cards, and their accesses to memory here.
 namespace mooncake {
 namespace {
 
 constexpr size_t kMostCarried = size_t(48) << 10;  // data in one message
-// What nobody takes at the moment is offered again then.
+// Time until a packet that found no receive buffer is offered again.
 constexpr auto kAgain = std::chrono::microseconds(100);
 
 }  // namespace
@@ -20,7 +20,7 @@ class SimNic::Memory final : public NicMemory {
   ~Memory() override {
     std::lock_guard lock(nic_.mutex_);
     const auto gone = nic_.registered_.extract(key_);
-    // What has begun, or is on its way, may land for a while.
+    // Writes that have begun or are on their way may still land for a while.
     if (gone && !nic_.limits_.withdrawalStops)
       nic_.withdrawn_[key_] = {gone.mapped(), Clock::now() + 2 * nic_.options_.odds.lateness};
   }
@@ -49,7 +49,7 @@ void SimNic::take(const In& in, Time now) {
   message->from.host = in.from;
   switch (message->kind) {
     case Kind::kPacket:
-      // Nobody has room for it yet: it waits, as a card of the other end would.
+      // No receive buffer is posted: the packet waits, as it would in the sending card.
       if (!deliver(data, now)) in_.emplace(now + kAgain, in);
       return;
     case Kind::kRead:
