@@ -175,8 +175,8 @@ Engine::~Engine() {
   for (auto& transport : transports_) transport->shutdown();
   {
     // A channel that was accepted a moment ago may still be on its way to onAccepted().
-    std::map<EngineId, std::shared_ptr<Peer>> peers;  // destroyed without the lock, because
-                                                      // onEnded() takes it
+    // The peers are destroyed without the lock, because onEnded() takes it.
+    std::map<EngineId, std::shared_ptr<Peer>> peers;
     std::lock_guard lock(mutex_);
     peers.swap(peers_);
   }

@@ -40,9 +40,8 @@ struct EngineOptions {
   // If true, open() may connect again to a peer whose channel has ended. The ranks of a group set
   // this to false, because they conclude from the end of a channel that the peer is lost.
   bool peersReturn = false;
-  // A peer's connections other than its first end after being unused for this long. The record of a
-  // peer is dropped when it has been gone for this long. Both are checked twice in this time. 0:
-  // never.
+  // A peer's connections beyond its first end after this long without traffic. The record of a lost
+  // peer is dropped after this long. Both are checked twice in that time. 0: never.
   std::chrono::milliseconds idleAfter{0};
   // A connection counts as broken when the peer's kernel has answered nothing for this long. 0: no
   // limit here, because liveness reports silent peers to the observer.
@@ -63,7 +62,7 @@ struct EngineCounters {
   uint64_t connections = 0;  // open now, of all peers
   uint64_t addresses = 0;    // of peers, kept for reconnecting
   uint64_t collected = 0;    // idle connections ended, and records of lost peers dropped
-  uint64_t bytesRead = 0;    // by successful transfers, where the caller of countRead() counts them
+  uint64_t bytesRead = 0;    // of successful transfers, as far as countRead() was told
   uint64_t bytesWritten = 0;
   CardCounters byCards;  // of all that network cards move, collectives included
 };
@@ -86,7 +85,7 @@ class Engine {
   const Env& env() const { return options_.env; }
   const std::string& logName() const { return options_.logName; }
   Arena& arena() { return *arena_; }
-  // For users that keep memory of the arena longer than the engine.
+  // The arena, for users that keep its memory longer than the engine.
   const std::shared_ptr<Arena>& sharedArena() const { return arena_; }
   LeaseTable& leases() { return *leases_; }
   RegionTable& regions() { return regions_; }
@@ -132,10 +131,10 @@ class Engine {
   void closeTopic(uint64_t topic) { topics_->close(topic); }
 
   // Sends 1 byte to MessageRouter::kMostBytes. Any thread; makes no system call, so threads that
-  // must not block may call it. Messages to one peer arrive in the order of the calls. They are
-  // lost if the connection breaks (see observe()), if the socket has not taken them at leave(), or
-  // if the channel refuses them (256 MiB wait). After an error nothing was sent: kPeerLost, or
-  // kExhausted while the loop is far behind.
+  // must not block may call it. Messages to one peer arrive in the order of the calls. A message is
+  // lost if the connection breaks (see observe()), or if the channel refuses it because 256 MiB
+  // wait. It is also lost if the socket has not taken it at leave(). After an error nothing was
+  // sent: kPeerLost, or kExhausted while the loop is far behind.
   Status send(Peer& peer, uint64_t topic, ByteView message);
   Status send(const EngineId& to, uint64_t topic, ByteView message);
 

@@ -109,8 +109,7 @@ Status Engine::callAll(const std::vector<EngineId>& ids, const std::vector<Bytes
     size_t index;
     std::unique_ptr<Connecting> connecting;
   };
-  constexpr size_t kMaxCalls = 64;  // bounds our descriptors, and the memory that a peer holds for
-                                    // us
+  constexpr size_t kMaxCalls = 64;  // bounds descriptors here and memory at the peers
   // Peers answer on their loops' threads, so a thread that waits for this lock blocks no other
   // rank.
   std::lock_guard calling(callMutex_);

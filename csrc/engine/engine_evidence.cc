@@ -210,7 +210,7 @@ void Engine::observe(OnEvidence observer, OnReconnected reconnected) {
   });
 }
 
-// Not at once, for the reason given at startSilenceDetection().
+// Starts liveness later, for the reason given at startSilenceDetection().
 void Engine::watchSoon() {
   loop_->runAt(Deadline::after(kStarting), [this] { beginLiveness(); });
 }

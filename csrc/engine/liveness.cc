@@ -215,9 +215,7 @@ void Liveness::run() {
   const RobustList held(own().holder);
   // FUTEX_WAITERS is set from the start, because the kernel wakes a waiter only if it is set.
   own().holder.store(uint32_t(::syscall(SYS_gettid)) | FUTEX_WAITERS);
-  if (left_.load())
-    leave();  // leave() stores these two in the opposite order, so one of us sees
-              // the other
+  if (left_.load()) leave();  // leave() does this in the other order: one sees the other
   ::pthread_setname_np(::pthread_self(), "mooncake-live");  // shows that the word is held
   std::vector<FutexWait> waits;
   std::vector<Exited> exited;

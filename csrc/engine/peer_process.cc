@@ -67,7 +67,7 @@ std::optional<Stat> statOf(const std::string& folder) {
   return stat;
 }
 
-// Whether SIGKILL is pending in this line of a status file.
+// Returns whether SIGKILL is pending in this line of a status file.
 bool isKilled(std::string_view status, std::string_view line) {
   const size_t at = status.find(line);
   if (at == std::string_view::npos) return false;

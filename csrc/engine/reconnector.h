@@ -17,12 +17,11 @@
 namespace mooncake {
 
 // Makes broken connections again. A connection that ends without a goodbye says little about the
-// peer's process. It says more whether the peer's address is still listened on. If it is, the side
+// peer's process. Whether something still listens at its address says more. If so, the side
 // that had called calls again, and the other side waits for that. Meanwhile liveness watches the
 // peer as before.
 //
 // Runs on the loop's thread, except stop(). The callbacks run there, too, without a lock. The loop
-// uses it until the loop ends.
 // uses it until the loop ends.
 class Reconnector {
  public:
@@ -64,8 +63,8 @@ class Reconnector {
     Deadline deadline = Deadline::after(std::chrono::nanoseconds(0));
     Clock::duration pause{};       // before the next attempt
     uint64_t heard = 0;            // bytes received from the peer when it broke
-    bool answered = false;         // the peer's address is still listened on
-    EventLoop::TimerId timer = 0;  // fires soon after the deadline
+    bool answered = false;         // something listens at the peer's address
+    EventLoop::TimerId timer = 0;  // fires 100 ms after the deadline
   };
   Broken* find(const EngineId& peer, uint64_t number);
   void connect(const EngineId& peer, uint64_t number);

@@ -48,8 +48,8 @@ class OfferReader {
   Fd memfd_;
 };
 
-// For the loop's thread. A peer that is slow or silent is dropped at the deadline. `done` runs once
-// on the loop's thread, at once if the offer has arrived, and gets the socket back.
+// Call it on the loop's thread. A peer that is slow or silent is dropped at the deadline. `done`
+// runs once on the loop's thread, at once if the offer has arrived, and gets the socket back.
 using OfferHandler = std::function<void(Fd socket, Result<ArenaOffer> offer)>;
 void receiveOffer(Fd socket, EventLoop& loop, Deadline deadline, OfferHandler done);
 

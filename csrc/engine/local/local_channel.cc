@@ -24,9 +24,9 @@ constexpr size_t kPieceBytes = size_t(16) << 20;
 constexpr size_t kWritePieceBytes = size_t(1) << 20;
 // Number of bytes of one pull before other pulls have their turn.
 constexpr size_t kPullBytes = size_t(16) << 20;
-// Gets of at least kLeastShared bytes are copied by two threads, in pieces of kSharedPieceBytes. A
-// smaller get ends before the other thread has woken up. A smaller piece keeps the wait for the
-// last one short.
+// Gets of at least kLeastShared bytes are copied by two threads, in pieces of kSharedPieceBytes.
+// Copying a piece takes about as long as waking the other thread. Larger pieces would prolong the
+// wait for the other thread's last piece.
 constexpr size_t kLeastShared = size_t(512) << 10;
 constexpr size_t kSharedPieceBytes = size_t(256) << 10;
 // A write of at least twice this size is pulled in two parts, by two threads.
@@ -171,8 +171,7 @@ Status LocalChannel::getShared(std::span<const GetRequest> requests) {
   });
   if (pieces.size() > 1) (void)peer_.copyLater([work] { work->help(); });
   work->finish();
-  std::atomic_thread_fence(std::memory_order_acquire);  // the reads come before the check that
-                                                        // follows
+  std::atomic_thread_fence(std::memory_order_acquire);  // the reads precede the check below
   for (One& one : all) {
     const GetRequest& request = one.request;
     ErrorCode code = one.code;
@@ -203,8 +202,7 @@ ErrorCode LocalChannel::readHere(const GetRequest& request,
     if (code != ErrorCode::kOk) return code;
     done += piece.size();
   }
-  std::atomic_thread_fence(std::memory_order_acquire);  // the reads come before the check that
-                                                        // follows
+  std::atomic_thread_fence(std::memory_order_acquire);  // the reads precede the check below
   return permission(request.region.key, kRemoteRead);
 }
 
@@ -281,8 +279,7 @@ ErrorCode LocalChannel::writePieces(const WriteRequest& request, std::byte* regi
     }
     done += bytes;
   }
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // the writes come before the check that
-                                                        // follows
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // the writes precede the check below
   return allowed();
 }
 
@@ -342,8 +339,7 @@ void LocalChannel::fence() {
 
 // When this returns, no byte is pulled any more.
 void LocalChannel::refusePulls() {
-  refusesPulls_ = true;  // comes first: getting the lock then means that the pieces under way have
-                         // ended
+  refusesPulls_ = true;  // comes first: the lock then waits for the last pieces
   std::lock_guard lock(pullMutex_);
 }
 

@@ -25,7 +25,6 @@ namespace mooncake {
 // Law 5: this side checks the peer's mirror and fence word before it touches the peer's memory, and
 // again after a read. A put that races with the end of a region may still write, but only inside
 // the arena.
-// ends inside the arena at worst.
 class LocalChannel final : public Channel, public std::enable_shared_from_this<LocalChannel> {
  public:
   struct Mapped {

@@ -16,8 +16,8 @@ namespace {
 // Endpoint, wire form:  u32 process  string socket name (<= 64)
 constexpr size_t kMaxName = 64;
 
-// Most threads that copy: reading another process costs a third more than a memcpy, so one is too
-// slow.
+// Most threads that copy. Two keep up where one does not: reading another process costs a third
+// more than a memcpy.
 constexpr size_t kMostCopiers = 2;
 
 }  // namespace

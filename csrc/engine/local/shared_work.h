@@ -13,15 +13,14 @@ class SharedWork {
   using DoPiece = std::function<void(size_t piece)>;  // any thread, each piece once
   SharedWork(size_t pieces, DoPiece doPiece) : pieces_(pieces), doPiece_(std::move(doPiece)) {}
 
-  // For another thread. It may run long after finish(), and then finds nothing to do.
+  // Call it on another thread. It may run long after finish(), and then finds nothing to do.
   void help() {
-    helpers_.fetch_add(1);  // before it takes a piece: a thread that sees no piece left also sees
-                            // this helper
+    helpers_.fetch_add(1);  // first: a thread that sees no piece left also sees this helper
     work();
     if (helpers_.fetch_sub(1) == 1) helpers_.notify_all();
   }
-  // For the owner's thread. When it returns every piece is done. It waits only for pieces that
-  // helpers are working on.
+  // Call it on the owner's thread. When it returns every piece is done. It waits only for pieces
+  // that helpers are working on.
   void finish() {
     work();
     for (size_t others; (others = helpers_.load()) != 0;) helpers_.wait(others);

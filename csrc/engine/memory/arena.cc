@@ -102,7 +102,8 @@ Result<ArenaBlock> Arena::allocate(size_t bytes) {
 
 void Arena::release(uint64_t offset, size_t bytes) {
   if (keepsContents_) return;
-  // Before these pages can be allocated again: the hole gives the memory back, and reads as zeros.
+  // Done before these pages can be allocated again. The hole gives the memory back, and reads as
+  // zeros.
   if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
                   static_cast<off_t>(bytes)) != 0) {
     log(LogLevel::kWarning, "arena", systemError("fallocate(PUNCH_HOLE)", errno).message,

@@ -26,7 +26,8 @@ class Gate {
   void shut() { word_.fetch_and(~kOpen, std::memory_order_seq_cst); }
   // Shuts, and waits for the threads inside. They only copy memory, so they leave by themselves.
   void close();
-  // For threads inside that may take longer. False: one is still inside, and no thread enters.
+  // The same for threads that may stay inside longer. False: the deadline passed with a thread
+  // inside; no further one enters.
   bool close(Deadline deadline);
 
   // Number of threads inside or just being turned away.

@@ -46,7 +46,7 @@ class LeaseTable {
   // kExhausted: kMost leases are held.
   Result<Lease> take();
 
-  // For a word in a mapped arena. If true, everything that the peer did under the lease happened
+  // `arena` is mapped here. If true, everything that the peer did under the lease happened
   // before.
   static bool hasEnded(const Remote& lease, const std::byte* arena) {
     const auto& word = *reinterpret_cast<const std::atomic<uint64_t>*>(arena + lease.offset);

@@ -125,8 +125,8 @@ class RegionTable {
     std::byte* regionStart_ = nullptr;
     bool isOfProgram_ = false;
   };
-  // Returns an empty Use, and counts the refusal, if the key is unknown or revoked, the range
-  // leaves the region (also by overflow), or the right is missing.
+  // Returns an empty Use and counts the refusal in these cases: the key is unknown or revoked, the
+  // range leaves the region (also by overflow), or the right is missing.
   Use open(uint64_t key, uint64_t offset, uint64_t bytes, uint32_t right);
 
   // Keeps a mirror in the arena from now on. Returns its offset, always the same one. The arena

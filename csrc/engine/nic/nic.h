@@ -19,7 +19,6 @@
 //
 // No order is promised: packets and their bytes arrive in any order, a completion may be late, and
 // immediate data may come before the bytes that it announces.
-// late, and immediate data may come before the bytes that it announces.
 namespace mooncake {
 
 // A peer's card, as an index into the address table of one of our cards.
@@ -44,7 +43,7 @@ class NicMemory {
 enum class NicAccess : uint32_t {
   kLocal = 0,  // source or target of our own operations
   kRemoteRead = 1,
-  kRemoteWrite = 2,  // combine with |
+  kRemoteWrite = 2,  // can be combined with kRemoteRead by |
 };
 
 // A range of memory here that this card has registered.

@@ -22,7 +22,8 @@ class NicRegistration {
 
   std::span<std::byte> memory() const { return memory_; }
   uint32_t access() const { return access_; }
-  // In order, without gaps. `card` is an index into the card list of NicRegistrations.
+  // Returns the card's pieces, in order and without gaps. `card` is an index into the card list of
+  // NicRegistrations.
   std::span<const Piece> pieces(size_t card) const { return pieces_[card]; }
   // Returns the piece that holds the offset. An operation must not reach beyond the piece.
   const Piece& pieceAt(size_t card, uint64_t offset) const;

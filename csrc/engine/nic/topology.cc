@@ -63,7 +63,7 @@ std::vector<Device> cardsOf(const fs::path& sysfs, const std::vector<std::string
   return cards;
 }
 
-// In the order of their PCI addresses, as the driver numbers GPUs of one kind.
+// Returns the GPUs in the order of their PCI addresses, as the driver numbers GPUs of one kind.
 std::vector<Device> gpusOf(const fs::path& sysfs) {
   constexpr const char* kNvidia = "0x10de";
   const fs::path all = sysfs / "bus/pci/devices";

@@ -35,8 +35,7 @@ class Incoming {
  private:
   static constexpr size_t kMostBegun = 65536;
   static constexpr size_t kMostHeldBytes = size_t(64) << 20;
-  static constexpr size_t kNodeBytes = 112;  // of `held_`, where each piece may wait for another
-                                             // put
+  static constexpr size_t kNodeBytes = 112;  // of `held_`: each piece may wait for another put
 
   struct Whole {
     Packet first;  // the first to arrive; the others must agree with it

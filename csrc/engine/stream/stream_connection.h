@@ -76,7 +76,7 @@ class StreamConnection : public std::enable_shared_from_this<StreamConnection> {
   // not arrived is lost; a fence stays. On the loop's thread, and not while another thread closes
   // it.
   virtual void reconnect(Fd socket) = 0;
-  // Of gets and writes under way. The lane with the fewest takes the next one.
+  // Number of unanswered bytes of gets and writes. The lane with the fewest takes the next one.
   virtual size_t unansweredBytes() const = 0;
 };
 

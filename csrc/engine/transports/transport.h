@@ -102,7 +102,7 @@ class Channel {
   // still end well at the same time. Returns when none of them touches its target or source any
   // more. Bytes of a write that were already sent may still land.
   virtual void cancel(const Completion* completion) = 0;
-  // Shuts the peer out, which may not know it. After this returns, none of its puts or writes lands
+  // Shuts out the peer, which may not know it. After this returns, none of its puts or writes lands
   // here, not even the rest of one that has begun. Its gets fail with kAborted. Our own gets and
   // writes over a socket end so, too; memory that is mapped here stays readable. Messages still
   // pass both ways. Does not wait for the peer. If it stores into memory that it maps, one store
@@ -113,8 +113,8 @@ class Channel {
   // The caller then calls fence(). If several peers are lost, the caller first calls this for all
   // of them: their transfers then end in parallel, within one grace period.
   virtual void beginFence() {}
-  // Returns whether the peer was in a store into memory that it maps when we fenced it or closed
-  // the channel, and has not finished it yet. If its process ends there, this stays true.
+  // Returns whether the peer has not finished a store into memory that it maps, which it was in
+  // when we fenced it or closed the channel. If its process ends there, this stays true.
   virtual bool hasLateWrites() const { return false; }
   // Called before the goodbyes to all peers, so that puts that may not have arrived go ahead of
   // them. A peer that reads our memory directly may notify other ranks before our put reaches them
@@ -197,7 +197,7 @@ struct TransportContext {
 struct CardCounters {
   uint64_t read = 0;     // by gets: moved by our cards, or by the owner's cards for us
   uint64_t written = 0;  // by writes
-  uint64_t retried = 0;  // not moved by cards as intended, and sent once more
+  uint64_t retried = 0;  // that cards failed to move; sent once more
 };
 
 class Transport {
@@ -212,7 +212,7 @@ class Transport {
   // (another host).
   virtual Result<std::unique_ptr<Connecting>> connect(const EngineId& peer, ByteView endpoint,
                                                       Deadline deadline) = 0;
-  // Asks whether this endpoint is still listened on. On the loop's thread; `done` runs there once,
+  // Asks whether something listens at this endpoint. On the loop's thread; `done` runs there once,
   // by the deadline, and not after shutdown(). kUnknown: this wire cannot tell.
   enum class Listener { kAnswers, kRefuses, kNoAnswer, kUnknown };
   virtual void probe(ByteView, Deadline, std::function<void(Listener)> done) {

@@ -10,9 +10,8 @@
 namespace mooncake {
 
 // The peers of one card: each number's state, and the addresses in the provider's table. Numbers
-// are never reused. Numbers with the same address share a table entry. The reason: an address must
-// stay in the table while operations refer to it, and it may come back before the last of them is
-// over.
+// are never reused. Numbers with the same address share a table entry. Removing an address while
+// operations refer to it is undefined, and it may come back before the last of them is over.
 class NicPeers {
  public:
   struct Address {

@@ -20,7 +20,7 @@ std::unique_ptr<Nic> SimCards::place(size_t index) {
   SimNic::Options options = places_[index].options;
   options.onGone = [self = shared_from_this(), index, turn = options.turn] {
     std::lock_guard lock(self->mutex_);
-    // A card that has taken its place stays.
+    // The entry of a successor stays.
     if (self->places_[index].options.turn == turn) self->places_[index].card = nullptr;
   };
   auto card = std::make_unique<SimNic>(std::move(options));

@@ -17,7 +17,7 @@ class SimCards : public std::enable_shared_from_this<SimCards> {
   // Takes a message from a card of that host. A message for a card that is gone is lost.
   void arrive(const SimNic::Host& from, ByteView message);
 
-  // For tests: from now on the card at this index, and any successor, is dead, or not any more.
+  // For tests: kills or revives the card at this index, including later ones.
   void kill(size_t index);
   void revive(size_t index);
   // Returns the number of messages that have left this card since it was opened.

@@ -55,8 +55,8 @@ class InprocReader final : public DirectReader {
     if (!use) return ErrorCode::kRefused;
     if (use.isOfProgram()) {
       const bool isThere = copyIfMapped(target.data(), use.data(), target.size());
-      return isThere ? ErrorCode::kOk : ErrorCode::kUnsupported;  // the read over the stream tells
-                                                                  // which side is unmapped
+      // If a side is unmapped, the get over the stream tells which one.
+      return isThere ? ErrorCode::kOk : ErrorCode::kUnsupported;
     }
     std::memcpy(target.data(), use.data(), target.size());
     return ErrorCode::kOk;

@@ -28,11 +28,11 @@ Result<Listener> listenOn(const HostAddress& host);
 void tune(int socket);
 
 // Limits the bytes that wait unsent in the socket. Bytes in the socket go ahead of everything that
-// is sent later: a request for rows waited 13 ms behind an answer of 1.8 MB at 1 Gbit/s, and two
-// ranks that fetched from each other took turns. The send queue keeps the rest; there, requests
-// overtake answers. The kernel sizes the socket's buffers, except for a peer at our own address.
-// Its buffer is small, because megabytes that wait in a socket leave the processor's cache before
-// they are read (8 % of a broadcast of 4 MiB to three ranks).
+// is sent later. A request for rows waited 13 ms behind an answer of 1.8 MB at 1 Gbit/s; two ranks
+// that fetched from each other took turns. The send queue keeps the rest; there, requests overtake
+// answers. The kernel sizes the socket's buffers, except for a peer at our own address. That one
+// gets a small buffer: megabytes that wait in a socket leave the processor's cache before they are
+// read, which cost 8 % of a broadcast of 4 MiB to three ranks.
 void keepQueueShort(int socket);
 
 // Breaks a connection whose other end does not answer for this long, even if nothing is to be sent.

@@ -28,7 +28,7 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
  public:
   // A transfer of at least two pieces of this size is spread over the data lanes.
   static constexpr size_t kSplitBytes = size_t(1) << 20;
-  // From this number of unanswered bytes on, data lanes pay.
+  // Data lanes are worthwhile from this number of unanswered bytes on.
   static constexpr size_t kLargeBytes = size_t(64) << 10;
 
   // Calls the peer for the missing data lanes. Any thread; does not wait.
