@@ -220,7 +220,7 @@ void Engine::watchSoon() {
 void Engine::beginLiveness() {
   const Status begun = liveness_->begin();
   if (!begun.ok())
-    log(LogLevel::kError, logName(), "deaths of peers show late: ", begun.error().message);
+    log(LogLevel::kError, logName(), "deaths of peers are detected late: ", begun.error().message);
 }
 
 // The thread starts a moment later: the peers are just leaving the barrier, and one more thread

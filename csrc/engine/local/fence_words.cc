@@ -28,8 +28,8 @@ Result<std::shared_ptr<FenceWords::Word>> FenceWords::take(pid_t process) {
   } else if (used_ == kMost) {
     return Error{ErrorCode::kExhausted,
                  std::to_string(kMost) +
-                     " peers of this host map the memory of this engine, or were shut out of it "
-                     "and live"};
+                     " peers of this host map the memory of this engine, or were fenced and "
+                     "still live"};
   } else {
     ++used_;
   }

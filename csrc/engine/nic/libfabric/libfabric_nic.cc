@@ -71,9 +71,10 @@ Result<std::unique_ptr<Nic>> LibfabricNic::open(std::shared_ptr<const LibfabricL
                                                 FabricInfo info, const std::string& name,
                                                 const FabricEnv& env, const MemoryPlaces& places) {
   if (info->tx_attr->iov_limit < 2 || info->domain_attr->mr_key_size > sizeof(NicKey::key)) {
-    return Error{ErrorCode::kUnsupported, std::string("provider ") + info->fabric_attr->prov_name +
-                                              " gathers no two pieces, or has longer keys than 64 "
-                                              "bits"};
+    return Error{ErrorCode::kUnsupported,
+                 std::string("provider ") + info->fabric_attr->prov_name +
+                     " cannot gather two pieces, or has keys of more than 64 "
+                     "bits"};
   }
   auto endpoint = LibfabricEndpoint::open(std::move(library), std::move(info));
   if (!endpoint.ok()) return endpoint.error();
@@ -174,7 +175,7 @@ Status LibfabricNic::begin(Kind kind, NicPeer number, std::span<const NicBuffer>
   NicOperation* operation = operations.take();
   if (operation == nullptr) {
     if (!isReceive && countUnderWay() == 0)
-      return {ErrorCode::kSystem, "network card " + name_ + " has ended none of its operations"};
+      return {ErrorCode::kSystem, "network card " + name_ + " does not end its overdue operations"};
     return {ErrorCode::kExhausted, {}};
   }
   operation->kind = kind;
@@ -370,7 +371,7 @@ bool LibfabricNic::finishFailed(NicCompletion& completion) {
   const bool isAwaited = finish(failed.op_context, completion);
   log(LogLevel::kDebug, name_, "provider ", provider_, ": ",
       endpoint_->library().strerror(failed.err), " (", failed.prov_errno, ")",
-      isAwaited ? "" : ", of nothing that waits");
+      isAwaited ? "" : ", of an operation that no caller waits for");
   return isAwaited;
 }
 
