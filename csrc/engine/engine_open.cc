@@ -108,7 +108,8 @@ Result<std::shared_ptr<Peer>> Engine::open(ByteView endpoint, std::string name, 
             coming == admitted_.end() ? deadline.when() : std::min(deadline.when(), coming->second);
         arrived_.wait_until(lock, until);
         if (deadline.passed())
-          return Error{ErrorCode::kTimeout, "cannot connect to " + name + ": it did not connect in time"};
+          return Error{ErrorCode::kTimeout,
+                       "cannot connect to " + name + ": it did not connect in time"};
       }
       calling_.insert(id);
       counters_.retries += !isFirst;

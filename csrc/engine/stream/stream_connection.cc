@@ -13,8 +13,7 @@
 namespace mooncake {
 namespace {
 
-// Most bytes that one connection receives or sends per event, before others on the loop have their
-// turn.
+// Most bytes received or sent per event, before others on the loop have their turn.
 constexpr size_t kBytesPerEvent = size_t(1) << 20;
 // Most bytes of its first turn after its queue was empty; doubled in each further turn. Written
 // bytes go into queues below us, where no frame overtakes them. If two ranks fetch from each other,
@@ -171,8 +170,7 @@ Status Connection::usable() const {
   return {};
 }
 
-// Called under sendMutex_. If the socket breaks, transfers that have begun end with it, like all
-// others.
+// Called under sendMutex_. If the socket breaks, begun transfers end with it, like all others.
 template <typename Request, typename Begin>
 Status Connection::beginAll(std::span<const Request> requests, Begin&& begin) {
   MOONCAKE_TRY(usable());
