@@ -18,9 +18,9 @@ namespace mooncake {
 // A channel to an engine whose arena is mapped here. A put copies into the mapping. A get copies
 // out of it, else reads directly, else asks over the socket. If the engine has data threads, a
 // second thread helps with large gets. A write copies into the mapping. A write to other memory is
-// pulled by the peer, on a thread of its own, or is sent: only its owner writes into a program's
-// memory. The socket also carries the goodbye and shows a death. The mapping outlives the peer:
-// data that it published stays readable until the channel is destroyed.
+// pulled by the peer, on a thread of its own, or is sent: only the owner of a program's memory
+// writes into it. The socket also carries the goodbye and shows a death. The mapping outlives the
+// peer: data that it published stays readable until the channel is destroyed.
 //
 // Law 5: this side checks the peer's mirror and fence word before it touches the peer's memory, and
 // again after a read. A put that races with the end of a region may still write, but only inside

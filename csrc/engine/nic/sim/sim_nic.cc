@@ -230,7 +230,7 @@ void SimNic::end(uint64_t number, NicError error, Time when) {
   const auto found = operations_.find(number);
   if (found == operations_.end() || std::exchange(found->second.hasEnded, true)) return;
   found->second.target = {};
-  // Messages of it that have not left are dropped.
+  // Drops messages of the operation that have not left.
   std::erase_if(out_, [&](const auto& entry) {
     const Out& out = entry.second;
     const bool isOf = out.sent == number ||

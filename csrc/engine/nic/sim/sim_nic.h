@@ -33,7 +33,7 @@ struct SimOdds {
 class SimNic final : public Nic {
  public:
   static constexpr size_t kSlots = 128;
-  // Ends an operation whose completion was lost, or whose peer does not answer.
+  // After this an operation ends if its completion was lost or its peer does not answer.
   static constexpr std::chrono::milliseconds kTimeLimit{30};
   static constexpr std::chrono::milliseconds kMostDeath{20};
   static constexpr std::chrono::microseconds kMostStorm{500};
