@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import threading
 import time
@@ -9,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import harness
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -79,3 +81,49 @@ def receive_without_a_thread(self: harness.Rank) -> str:
 def test_a_message_that_gets_no_thread_is_an_error_of_its_call():
     text, _ = harness.run_ranks(2, receive_without_a_thread)
     assert "cannot start thread mooncake-msg" in text
+
+
+STOPPED_INIT = 3.0  # seconds that init may take where the store's process is stopped
+
+
+def begin_over_a_stopped_store(self: harness.Rank, has_begun: bool) -> tuple[float, str]:
+    """Rank 0 holds the store, and the test stops it: before its init, or in it."""
+    if self.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
+        self.board.set("port", store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", self.board.wait("port"), self.size, is_master=False)
+    self.board.set(f"connected-{self.rank}")
+    if self.rank == 2 or not has_begun:
+        self.board.wait("stopped")
+    began = time.monotonic()
+    _, text = harness.raised(
+        dist.init_process_group,
+        "mooncake",
+        store=store,
+        rank=self.rank,
+        world_size=self.size,
+        timeout=timedelta(seconds=STOPPED_INIT),
+    )
+    return time.monotonic() - began, text
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["before", "half-way"])
+def test_a_stopped_store_holds_init_up_until_its_timeout(has_begun: bool):
+    with harness.Crew(3, backend=None) as crew:
+        crew.start(begin_over_a_stopped_store, has_begun)
+        crew.board.wait_all("connected", range(3))
+        time.sleep(0.5 if has_begun else 0)  # ranks 0 and 1 wait for rank 2
+        crew.stop(0)
+        crew.board.set("stopped")
+        ends = crew.outcomes(deadline=4 * STOPPED_INIT, dead=[0])
+        crew.cont(0)
+        # What the others left behind ends now, and disturbs nobody.
+        assert crew.outcomes(dead=[1, 2])[0].error is None
+        for end in ends[1:]:
+            assert end.error is None, end.text
+            seconds, text = end.value
+            assert STOPPED_INIT - 1 < seconds < STOPPED_INIT + 2
+            assert re.search(
+                r"the store of the job at 127\.0\.0\.1:\d+ has not answered for \d\.\d s", text
+            )

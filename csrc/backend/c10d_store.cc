@@ -4,8 +4,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
+#include <iomanip>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sstream>
 #include <sys/socket.h>
 #include <thread>
 
@@ -20,7 +22,10 @@ namespace {
 constexpr auto kLeastPause = std::chrono::milliseconds(1);
 constexpr auto kMostPause = std::chrono::milliseconds(100);
 
-// A store speaks in exceptions of many kinds. None means that a key is late: awaitKeys() says that.
+// Least time that a call has had no answer for, so that a timeout is blamed on the store.
+constexpr auto kSilent = std::chrono::milliseconds(500);
+
+// A store speaks in exceptions of many kinds. None means that a key is late: await() says that.
 template <typename Call>
 auto guarded(const char* what, Call&& call) -> decltype(call()) {
   try {
@@ -56,51 +61,90 @@ std::vector<pollfd> socketsToPort(uint16_t port) {
   return found;
 }
 
+}  // namespace
+
+C10dStore::C10dStore(c10::intrusive_ptr<c10d::Store> store, Deadline until)
+    : store_(std::move(store)) {
+  if (tcpStoreBehind(store_)) calls_ = std::make_unique<StoreCalls>(until);
+}
+
+template <typename Call>
+auto C10dStore::ask(const char* what, Call call) -> decltype(call()) {
+  if (!calls_) return guarded(what, call);
+  return calls_->run([what, call = std::move(call)] { return guarded(what, call); });
+}
+
+Result<bool> C10dStore::check(std::vector<std::string> keys) {
+  return ask("look for a key", [store = store_, keys = std::move(keys)]() -> Result<bool> {
+    return store->check(keys);
+  });
+}
+
 // Asks again and again instead of waiting inside the store: a TCPStore whose wait() ends by its
 // timeout prints warnings, and a look that finds nothing is nothing to warn of. The last key stands
 // for all until it is there: as a rule it is written behind the others.
-Status awaitKeys(c10d::Store& store, const std::vector<std::string>& keys, Deadline deadline) {
+Status C10dStore::await(const std::vector<std::string>& keys, Deadline deadline) {
   const auto began = Clock::now();
-  while (!store.check({keys.back()}) || (keys.size() > 1 && !store.check(keys))) {
+  for (;;) {
+    auto areThere = check({keys.back()});
+    if (areThere.ok() && *areThere && keys.size() > 1) areThere = check(keys);
+    if (!areThere.ok()) return areThere.error();
+    if (*areThere) return {};
     if (deadline.passed())
       return {ErrorCode::kTimeout, "the c10d store had no key " + keys.back() + " in time"};
     const auto pause =
         std::clamp<Clock::duration>((Clock::now() - began) / 8, kLeastPause, kMostPause);
     std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline.left()));
   }
-  return {};
 }
 
-}  // namespace
-
 Status C10dStore::set(const std::string& key, ByteView value) {
-  return guarded("set a key", [&]() -> Status {
-    const auto* raw = reinterpret_cast<const uint8_t*>(value.data());
-    store_->set(key, std::vector<uint8_t>(raw, raw + value.size()));
-    return {};
-  });
+  const auto* raw = reinterpret_cast<const uint8_t*>(value.data());
+  const Status set =
+      ask("set a key",
+          [store = store_, key, bytes = std::vector<uint8_t>(raw, raw + value.size())]() -> Status {
+            store->set(key, bytes);
+            return {};
+          });
+  return noteSilence(set);
 }
 
 Result<std::vector<Bytes>> C10dStore::get(const std::vector<std::string>& keys, Deadline deadline) {
-  return guarded("wait for a key", [&]() -> Result<std::vector<Bytes>> {
-    MOONCAKE_TRY(awaitKeys(*store_, keys, deadline));
+  MOONCAKE_TRY(noteSilence(await(keys, deadline)));
+  auto found = ask("wait for a key", [store = store_, keys]() -> Result<std::vector<Bytes>> {
     std::vector<std::vector<uint8_t>> values;
-    if (store_->hasExtendedApi()) {
-      values = store_->multiGet(keys);
+    if (store->hasExtendedApi()) {
+      values = store->multiGet(keys);
     } else {
-      for (const auto& key : keys) values.push_back(store_->get(key));
+      for (const auto& key : keys) values.push_back(store->get(key));
     }
     std::vector<Bytes> result;
     for (const auto& value : values) {
-      const auto* raw = reinterpret_cast<const std::byte*>(value.data());
-      result.emplace_back(raw, raw + value.size());
+      const auto* first = reinterpret_cast<const std::byte*>(value.data());
+      result.emplace_back(first, first + value.size());
     }
     return result;
   });
+  MOONCAKE_TRY(noteSilence(found.status()));
+  return found;
 }
 
-Result<bool> C10dStore::present(const std::string& key) {
-  return guarded("look for a key", [&]() -> Result<bool> { return store_->check({key}); });
+Status C10dStore::noteSilence(Status status) {
+  if (!status.ok()) silence_ = calls_ ? calls_->silence() : Clock::duration::zero();
+  return status;
+}
+
+Result<bool> C10dStore::present(const std::string& key) { return check({key}); }
+
+Error C10dStore::explain(Error error) const {
+  if (error.code != ErrorCode::kTimeout || silence_ < kSilent) return error;
+  const auto* tcp = tcpStoreBehind(store_);
+  std::ostringstream text;
+  text << "the store of the job at " << tcp->getHost() << ':' << tcp->getPort()
+       << " has not answered for " << std::fixed << std::setprecision(1)
+       << std::chrono::duration<double>(silence_).count()
+       << " s. Is the process that holds it stopped, or its host cut off?";
+  return {ErrorCode::kTimeout, text.str()};
 }
 
 std::string rendezvousHost(const c10::intrusive_ptr<c10d::Store>& store) {

@@ -2,21 +2,38 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "backend/store_calls.h"
 #include "engine/rendezvous/store.h"
 
 namespace mooncake {
 
-// torch's store (TCPStore, FileStore, HashStore, PrefixStore) as the engine's.
-class C10dStore : public Store {
+// torch's store (TCPStore, FileStore, HashStore, PrefixStore) as the engine's. For one caller.
+class C10dStore final : public Store {
  public:
-  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  // `until`: when the caller must end, also where the server of a TCPStore does not answer.
+  C10dStore(c10::intrusive_ptr<c10d::Store> store, Deadline until);
 
   Status set(const std::string& key, ByteView value) override;
   Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override;
   Result<bool> present(const std::string& key) override;
 
+  // Returns the error with which the job could not begin. If that is a timeout and the store was
+  // silent at the end of the last set() or get() that failed, the silence is the cause: returns an
+  // error that says so.
+  Error explain(Error error) const;
+
  private:
-  c10::intrusive_ptr<c10d::Store> store_;
+  // Runs the call, which must own all that it uses, and returns what it returned.
+  template <typename Call>
+  auto ask(const char* what, Call call) -> decltype(call());
+  Result<bool> check(std::vector<std::string> keys);
+  Status await(const std::vector<std::string>& keys, Deadline deadline);
+  // Returns the status of a set() or a get().
+  Status noteSilence(Status status);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::unique_ptr<StoreCalls> calls_;  // null: only a TCPStore has a server that may be stopped
+  Clock::duration silence_{};  // of the store, at the end of the last set() or get() that failed
 };
 
 // The host that the ranks meet at, when the store has one (TCPStore, also behind prefixes): the

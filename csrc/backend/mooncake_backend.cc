@@ -142,11 +142,13 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
 }
 
 void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init) {
-  C10dStore plain(store);
+  C10dStore plain(store, init);
   MergeStore merging(plain, rank_, size_, options_.mergeMembers);
   Store& shared = options_.mergeMembers ? static_cast<Store&>(merging) : plain;
   for (;;) {
-    const auto generation = orThrow(Generation::join(shared, rank_, options_.env.jobKey, init));
+    const auto joined = Generation::join(shared, rank_, options_.env.jobKey, init);
+    if (!joined.ok()) throwError(plain.explain(joined.error()));
+    Generation* const generation = joined->get();
     engine_ = options_.engine;
     if (!engine_) {
       EngineOptions engineOptions{.env = options_.env, .logName = "rank " + std::to_string(rank_)};
@@ -159,21 +161,21 @@ void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Dea
       group_ = std::move(*group);
       return;
     }
+    const Error error = plain.explain(group.error());
     // Either nobody is in this generation any more, and another one comes; or that has come and is
     // the reason: then whatever went wrong in the old one does not matter.
-    if (group.error().code == ErrorCode::kInterrupted) {
-      throwIfError(generation->awaitSuccessor(init));
+    if (error.code == ErrorCode::kInterrupted) {
+      const Status successor = generation->awaitSuccessor(init);
+      if (!successor.ok()) throwError(plain.explain(successor.error()));
     } else if (!generation->hasSuccessor()) {
       // The others learn the cause from the goodbye, also where the store is gone. An engine that
       // the caller lent to this job stays.
       if (!options_.engine) {
-        engine_->leave(
-            {Farewell::How::kFailed, "it could not make the group: " + group.error().message});
+        engine_->leave({Farewell::How::kFailed, "it could not make the group: " + error.message});
       }
-      // Nobody is lost who has not been in the group.
-      if (group.error().code == ErrorCode::kPeerLost)
-        throwError({ErrorCode::kRefused, group.error().message});
-      throwError(group.error());
+      // A rank that never joined the group cannot be lost.
+      if (error.code == ErrorCode::kPeerLost) throwError({ErrorCode::kRefused, error.message});
+      throwError(error);
     }
   }
 }
