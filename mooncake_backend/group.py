@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, DebugLevel, get_debug_level
 
 from mooncake_backend import distribution, extension
+from mooncake_backend.launcher import notices
 from mooncake_backend.options import MooncakeBackendOptions
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ def _stand_in_for_the_lost(world: MooncakeBackend, dist_opts: Any) -> None:
 def create_backend(backend_name: str, dist_opts: Any, options: Any = None) -> MooncakeBackend:
     distribution.check()
     native = extension.load()
+    world = _world()
+    given = _options(options).for_group(dist_opts.group_size)
+    if world is None:
+        given["launcher_key"] = notices.key_for(dist_opts.group_rank, dist_opts.group_size)
     backend: MooncakeBackend = native.create_backend(
         dist_opts.store,
         dist_opts.group_rank,
@@ -89,8 +94,8 @@ def create_backend(backend_name: str, dist_opts: Any, options: Any = None) -> Mo
         dist_opts.group_id,
         dist_opts.timeout,
         backend_name,
-        _options(options).for_group(dist_opts.group_size),
-        _world(),
+        given,
+        world,
     )
     _leave_at_exit()
     return backend

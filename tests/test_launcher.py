@@ -17,9 +17,10 @@ from typing import Any
 import harness
 import hosts
 import pytest
+import torch.distributed as dist
 
 from mooncake_backend import run
-from mooncake_backend.launcher import waits
+from mooncake_backend.launcher import notices, waits
 from mooncake_backend.launcher.endings import Ending, failures, table
 
 needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
@@ -226,6 +227,149 @@ socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     code, output = site.run(script, env=env)
     assert code == 0, output
+
+
+# ---- a rank that dies before init
+
+BEFORE_INIT = """
+from datetime import timedelta
+import torch.distributed as dist
+
+if RANK == 1:
+    raise ValueError("no such file")
+try:
+    dist.init_process_group("mooncake", timeout=timedelta(minutes=10))
+except dist.DistBackendError as error:
+    say("error", str(error))
+"""
+
+
+def test_a_rank_that_dies_before_init_is_named_and_not_waited_for(site: Site):
+    """The test is over before the ten minutes that init may take."""
+    code, output = site.run(BEFORE_INIT, "--run-path", ranks=3)
+    assert code == 0, output
+    for rank in (0, 2):
+        error = site.heard("error", rank)
+        assert "the job cannot begin with all of its ranks" in error
+        assert "rank 1: exit code 1: ValueError: no such file" in error
+        assert error.count("rank 1: exit code 1") == 1, error
+
+
+def test_a_rank_that_dies_between_two_jobs_is_not_waited_for(site: Site):
+    """The store still holds what all ranks said for the first job."""
+    script = """
+from datetime import timedelta
+import torch.distributed as dist
+
+dist.init_process_group("mooncake")
+dist.destroy_process_group()
+if RANK == 0:
+    die()
+try:
+    dist.init_process_group("mooncake", timeout=timedelta(minutes=10))
+except dist.DistBackendError as error:
+    say("error", str(error))
+"""
+    code, output = site.run(script, ranks=3)
+    assert code == 0, output
+    for rank in (1, 2):
+        assert "rank 0: killed by SIGKILL" in site.heard("error", rank)
+
+
+def test_ranks_that_are_started_again_begin_though_one_died_before_init(site: Site):
+    script = """
+import torch
+import torch.distributed as dist
+
+if RANK == 1 and ATTEMPT == 0:
+    die()
+dist.init_process_group("mooncake")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+time.sleep(1)
+dist.destroy_process_group()
+say("sum", tensor.item())
+"""
+    code, output = site.run(script, "--on-death", "restart", "--max-restarts", "1", ranks=3)
+    assert code == 0, output
+    assert [site.heard("sum", rank) for rank in range(3)] == [3.0] * 3
+
+
+@needs_hosts
+@pytest.mark.netns
+@pytest.mark.parametrize("how", ["c10d", "static"])
+def test_a_rank_that_dies_before_init_is_named_on_other_hosts_too(site: Site, two_hosts, how):
+    script = BEFORE_INIT.replace("RANK == 1", "RANK == 3")  # on the host without the store
+    launchers = [start_on(site, two_hosts(), node, script, 2, how) for node in range(2)]
+    ended = [launcher.wait() for launcher in launchers]
+    assert [code for code, _ in ended] == [0, 0], ended
+    for rank in range(3):
+        assert "rank 3: exit code 1" in site.heard("error", rank)
+
+
+LOOKS_AT = """
+from mooncake_backend.launcher import notices
+say("keys", [notices.key_for(RANK, 2), notices.key_for(RANK, 3), notices.key_for(1 - RANK, 2)])
+"""
+
+
+def test_only_ranks_of_mooncake_run_look_at_notices(tmp_path: Path):
+    keys = []
+    for name, main in (("ours", run.main), ("torchrun", _torchrun)):
+        folder = tmp_path / name
+        folder.mkdir()
+        site = Site(folder)
+        try:
+            code, output = site.run(LOOKS_AT, main=main)
+            assert code == 0, output
+            keys.append([site.heard("keys", rank) for rank in range(2)])
+        finally:
+            assert not site.close()
+    (ours, *others), again = keys[0]
+    assert notices.KEY.fullmatch(ours)
+    assert others == [None, None], "a group of other ranks"
+    assert again[0] == ours
+    assert keys[1] == [[None] * 3] * 2
+
+
+def test_notices_of_an_earlier_start_are_not_read(tmp_path: Path, monkeypatch):
+    """Over one store that outlives both."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    seen = []
+    for start in range(2):
+        launchers = []
+        for node in (1, 0):  # the one that draws the number comes last
+            folder = tmp_path / f"{start}-{node}"
+            folder.mkdir()
+            of_this_start = dist.PrefixStore(f"start-{start}", store)
+            launchers.append(
+                notices.Notices(
+                    of_this_start, node, 2, "127.0.0.1", store.port, [str(folder / "error.json")]
+                )
+            )
+        keys = set()
+        for node in range(2):
+            monkeypatch.setenv(
+                "TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{start}-{node}/error.json")
+            )
+            keys.add(harness.until(lambda: notices.key_for(0, 4), "the key"))
+        (key,) = keys
+        assert not store.check([key])
+        launchers[0].died(3, "exit code 1:\n" + "\N{SNOWMAN}" * 200)
+        launchers[1].died(0, "killed by SIGKILL")
+        harness.until(
+            lambda key=key: store.check([key]) and store.get(key).count(b"\n") == 2, "two lines"
+        )
+        lines = sorted(store.get(key).decode().splitlines())
+        assert lines[0] == "rank 0: killed by SIGKILL"
+        assert lines[1].startswith("rank 3: exit code 1: \N{SNOWMAN}")
+        assert len(lines[1].encode()) <= notices.MOST_BYTES
+        for launcher in launchers:
+            launcher.close()
+        seen.append(key)
+    assert seen[0] != seen[1]
 
 
 # ---- how long the others waited

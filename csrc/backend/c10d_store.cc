@@ -22,8 +22,13 @@ namespace {
 constexpr auto kLeastPause = std::chrono::milliseconds(1);
 constexpr auto kMostPause = std::chrono::milliseconds(100);
 
-// Least time that a call has had no answer for, so that a timeout is blamed on the store.
+// A timeout is blamed on the store if a call to it has had no answer for this long.
 constexpr auto kSilent = std::chrono::milliseconds(500);
+
+// Time between two looks at the launcher's key, and before the first one: a job that begins at once
+// looks at nothing.
+constexpr auto kLauncherLook = std::chrono::milliseconds(500);
+constexpr size_t kMostNamed = 4;
 
 // A store speaks in exceptions of many kinds. None means that a key is late: await() says that.
 template <typename Call>
@@ -37,11 +42,15 @@ auto guarded(const char* what, Call&& call) -> decltype(call()) {
   }
 }
 
-// Null when it is none. Lives as long as `store`.
-const c10d::TCPStore* tcpStoreBehind(c10::intrusive_ptr<c10d::Store> store) {
+c10::intrusive_ptr<c10d::Store> withoutPrefixes(c10::intrusive_ptr<c10d::Store> store) {
   while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(store.get()))
     store = prefix->getUnderlyingStore();
-  return dynamic_cast<const c10d::TCPStore*>(store.get());
+  return store;
+}
+
+// Null when it is none. Lives as long as `store`.
+const c10d::TCPStore* tcpStoreBehind(const c10::intrusive_ptr<c10d::Store>& store) {
+  return dynamic_cast<const c10d::TCPStore*>(withoutPrefixes(store).get());
 }
 
 // This process's TCP connections that lead to the port, to be polled for the other side's end.
@@ -63,8 +72,10 @@ std::vector<pollfd> socketsToPort(uint16_t port) {
 
 }  // namespace
 
-C10dStore::C10dStore(c10::intrusive_ptr<c10d::Store> store, Deadline until)
-    : store_(std::move(store)) {
+C10dStore::C10dStore(c10::intrusive_ptr<c10d::Store> store, Deadline until, std::string launcherKey)
+    : store_(std::move(store)),
+      launcherKey_(std::move(launcherKey)),
+      lookAt_(Clock::now() + kLauncherLook) {
   if (tcpStoreBehind(store_)) calls_ = std::make_unique<StoreCalls>(until);
 }
 
@@ -86,6 +97,7 @@ Result<bool> C10dStore::check(std::vector<std::string> keys) {
 Status C10dStore::await(const std::vector<std::string>& keys, Deadline deadline) {
   const auto began = Clock::now();
   for (;;) {
+    MOONCAKE_TRY(ranksLive());
     auto areThere = check({keys.back()});
     if (areThere.ok() && *areThere && keys.size() > 1) areThere = check(keys);
     if (!areThere.ok()) return areThere.error();
@@ -96,6 +108,30 @@ Status C10dStore::await(const std::vector<std::string>& keys, Deadline deadline)
         std::clamp<Clock::duration>((Clock::now() - began) / 8, kLeastPause, kMostPause);
     std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline.left()));
   }
+}
+
+Status C10dStore::ranksLive() {
+  if (launcherKey_.empty() || Clock::now() < lookAt_) return {};
+  lookAt_ = Clock::now() + kLauncherLook;
+  const auto lines =
+      ask("look for lost ranks",
+          [root = withoutPrefixes(store_), key = launcherKey_]() -> Result<std::string> {
+            if (!root->check({key})) return std::string();
+            const auto value = root->get(key);
+            return std::string(value.begin(), value.end());
+          });
+  // If the store has failed, the look at the key that the caller awaits reports it.
+  if (!lines.ok() || lines->empty()) return {};
+  std::istringstream in(*lines);
+  std::string died, line;
+  for (size_t count = 0; std::getline(in, line); ++count) {
+    if (count < kMostNamed) died += (count ? "; " : "") + line;
+    if (count == kMostNamed) died += "; and others";
+  }
+  return {
+      ErrorCode::kRefused,
+      "the job cannot begin with all of its ranks, as mooncake-run has seen some of them die: " +
+          died + ". Look at their logs, then start the job again"};
 }
 
 Status C10dStore::set(const std::string& key, ByteView value) {

@@ -11,9 +11,12 @@ namespace mooncake {
 class C10dStore final : public Store {
  public:
   // `until`: when the caller must end, also where the server of a TCPStore does not answer.
-  C10dStore(c10::intrusive_ptr<c10d::Store> store, Deadline until);
+  // `launcherKey`: key of the store without its prefixes, under which a launcher names the ranks
+  // that died, one a line; empty: no launcher does.
+  C10dStore(c10::intrusive_ptr<c10d::Store> store, Deadline until, std::string launcherKey);
 
   Status set(const std::string& key, ByteView value) override;
+  // Also kRefused: a rank has died. It quotes the launcher.
   Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override;
   Result<bool> present(const std::string& key) override;
 
@@ -28,10 +31,15 @@ class C10dStore final : public Store {
   auto ask(const char* what, Call call) -> decltype(call());
   Result<bool> check(std::vector<std::string> keys);
   Status await(const std::vector<std::string>& keys, Deadline deadline);
+  // Looks twice a second at the launcher's key. kRefused when a rank has died: a job begins with
+  // all of its ranks.
+  Status ranksLive();
   // Returns the status of a set() or a get().
   Status noteSilence(Status status);
 
   const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string launcherKey_;
+  Clock::time_point lookAt_;           // next look at that key
   std::unique_ptr<StoreCalls> calls_;  // null: only a TCPStore has a server that may be stopped
   Clock::duration silence_{};  // of the store, at the end of the last set() or get() that failed
 };

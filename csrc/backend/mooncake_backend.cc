@@ -105,6 +105,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     completions_ = std::make_shared<Completions>();
     beginJob(store, init);
     options_.mergeMembers = nullptr;
+    options_.launcherKey.clear();  // groups that come from this one have other ranks
   }
   membership_ = group_->membership();
   messages_ = std::make_shared<MessageDriver>(*group_, completions_,
@@ -142,7 +143,7 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
 }
 
 void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init) {
-  C10dStore plain(store, init);
+  C10dStore plain(store, init, options_.launcherKey);
   MergeStore merging(plain, rank_, size_, options_.mergeMembers);
   Store& shared = options_.mergeMembers ? static_cast<Store&>(merging) : plain;
   for (;;) {

@@ -51,6 +51,9 @@ struct BackendOptions {
   // Of somebody else, who uses it, too: a job on it runs under env.jobKey, which is the engine's,
   // and leaves its peers alone at its end. None: the job makes its own.
   std::shared_ptr<Engine> engine;
+  // Key of the job's store, without prefixes, under which a launcher names the ranks that died.
+  // Empty: no launcher does.
+  std::string launcherKey;
   // Of the group that this rank comes from, where groups are merged into this one.
   MergeStore::Members mergeMembers;
 };

@@ -138,6 +138,7 @@ void apply(const py::dict& options, BackendOptions& out) {
     out.engine = mooncake::lendForJob(options["engine"].cast<mooncake::InnerTransferEngine>(), key);
     out.env.jobKey = std::move(key);
   }
+  if (given("launcher_key")) out.launcherKey = options["launcher_key"].cast<std::string>();
   if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
   if (given("on_failure")) out.env.raises = options["on_failure"].cast<std::string>() == "raise";
   if (given("lost_messages"))

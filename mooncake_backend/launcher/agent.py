@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 from mooncake_backend.launcher import torch_parts, waits
 from mooncake_backend.launcher.endings import Ending, Journal, failures
 from mooncake_backend.launcher.nodes import Nodes
+from mooncake_backend.launcher.notices import Notices
 from mooncake_backend.launcher.rendezvous import FixedRendezvous
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class ContinuingAgent(RestartingAgent):
         spec.rdzv_handler = self.rendezvous
         super().__init__(journal, spec, *positional, **named)
         self.nodes: Nodes | None = None
+        self.notices: Notices | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = [worker.global_rank for worker in worker_group.workers]
@@ -130,7 +132,19 @@ class ContinuingAgent(RestartingAgent):
             *self.rendezvous.keep_alive(),
             self.rendezvous.cut_off,
         )
-        return super()._start_workers(worker_group)
+        pids = super()._start_workers(worker_group)
+        host, port = worker_group.master_addr, worker_group.master_port
+        if host is not None and port is not None:
+            # The files are there long before a rank has imported torch, and so before its init.
+            self.notices = Notices(
+                worker_group.store,
+                worker_group.group_rank,
+                worker_group.group_world_size,
+                host,
+                port,
+                [str(path) for path in torch_parts.error_files(self).values()],
+            )
+        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self.nodes is not None
@@ -138,6 +152,8 @@ class ContinuingAgent(RestartingAgent):
             if not ending.finished:
                 alive = f"{len(self.running)} ranks of this host go on"
                 log.warning("mooncake-run: rank %d: %s; %s", ending.rank, ending.how(), alive)
+                if self.notices is not None:
+                    self.notices.died(ending.rank, ending.how())
         if self.running:
             return RunResult(state=WorkerState.HEALTHY)
         # The others may need our store, and need our ranks to be known.
@@ -171,6 +187,8 @@ class ContinuingAgent(RestartingAgent):
         super()._shutdown(*positional, **named)
         if self.nodes is not None:
             self.nodes.close()
+        if self.notices is not None:
+            self.notices.close()
 
 
 def first_line(failure: ProcessFailure) -> str:

@@ -82,8 +82,10 @@ Error tellFailure(Store& store, int rank, Error own) {
   }
   if (own.code == ErrorCode::kInvalidArgument || own.code == ErrorCode::kMismatch) return own;
   if (const auto first = store.get({name}, Deadline::after(kStoreAnswers)); first.ok()) {
-    own.message += "; the first to fail was ";
-    for (const std::byte character : first->front()) own.message += char(character);
+    std::string text;
+    for (const std::byte character : first->front()) text += char(character);
+    // Ranks that fail for the same reason would only repeat it.
+    if (text.find(own.message) == text.npos) own.message += "; the first to fail was " + text;
   }
   return own;
 }

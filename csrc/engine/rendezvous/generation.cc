@@ -93,7 +93,10 @@ bool Generation::hasSuccessor() {
 }
 
 Status Generation::awaitSuccessor(Deadline deadline) {
-  for (auto pause = kFirstPoll; !hasSuccessor(); pause = std::min(2 * pause, kLastPoll)) {
+  for (auto pause = kFirstPoll;; pause = std::min(2 * pause, kLastPoll)) {
+    const auto now = store_.get({kAnnouncement}, Deadline::after(kLastLook));
+    if (now.ok() && rank_ != 0 && now->front() != announcement_) return {};
+    if (!now.ok() && now.error().code != ErrorCode::kTimeout) return now.error();
     if (deadline.passed()) {
       return {ErrorCode::kTimeout,
               "rank 0 did not come to make the group in time: what the store holds comes from an "
@@ -101,7 +104,6 @@ Status Generation::awaitSuccessor(Deadline deadline) {
     }
     std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline.left()));
   }
-  return {};
 }
 
 Status Generation::set(const std::string& key, ByteView value) {

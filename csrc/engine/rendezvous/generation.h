@@ -29,6 +29,7 @@ class Generation final : public Store {
   // Returns whether rank 0 has begun another attempt since, which this rank has to join.
   bool hasSuccessor();
   // Waits for another attempt. On kTimeout the message says where the store's content comes from.
+  // Other errors are the store's.
   Status awaitSuccessor(Deadline deadline);
 
   Status set(const std::string& key, ByteView value) override;
