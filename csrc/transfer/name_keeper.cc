@@ -47,9 +47,10 @@ void NameKeeper::retract() {
     changed_.notify_one();
   }
   // The keeper's last attempt ends first. Otherwise it could write the record behind our deletion.
+  // Both have one deadline: a server that held up the attempt answers the deletion no sooner.
+  const auto deadline = Deadline::after(options_.patience);
   if (thread_.joinable()) thread_.join();
-  if (isPublished_)
-    metadata_.erase(options_.name, options_.record, Deadline::after(options_.patience));
+  if (isPublished_) metadata_.erase(options_.name, options_.record, deadline);
 }
 
 bool NameKeeper::isRetracted() const {

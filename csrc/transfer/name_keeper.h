@@ -40,7 +40,8 @@ class NameKeeper {
   Status publish();
   // Publishes again soon, on the keeper's thread.
   void renewSoon();
-  // Returns when nothing is published any more. Deletes our record if it is still there.
+  // Returns when nothing is published any more, after `patience` at most. Deletes our record if it
+  // is still there and the server answers in that time.
   void retract();
   bool isRetracted() const;
 

@@ -54,8 +54,9 @@ class Server final : public Metadata {
     return *record_;
   }
   Result<bool> put(const std::string&, const NameRecord& record, const NameRecord* seen,
-                   Deadline) override {
+                   Deadline deadline) override {
     if (beforePut) beforePut();
+    stall(deadline);
     std::lock_guard lock(mutex_);
     if (isDown) return Error{ErrorCode::kMismatch, "connection refused"};
     const bool isOurs = record_ && record_->session == record.session;
@@ -63,7 +64,8 @@ class Server final : public Metadata {
     write(record);
     return true;
   }
-  void erase(const std::string&, const NameRecord& record, Deadline) override {
+  void erase(const std::string&, const NameRecord& record, Deadline deadline) override {
+    stall(deadline);
     std::lock_guard lock(mutex_);
     if (record_ && record_->session == record.session) record_.reset();
   }
@@ -83,8 +85,12 @@ class Server final : public Metadata {
 
   std::function<void()> beforePut;
   std::atomic<bool> isDown{false};
+  std::atomic<bool> isStalled{false};  // requests end at their deadline
 
  private:
+  void stall(Deadline deadline) const {
+    if (isStalled) std::this_thread::sleep_until(deadline.when());
+  }
   void write(NameRecord record) {
     record_ = std::move(record);
     record_->tag = std::to_string(++tags_);
@@ -155,6 +161,25 @@ TEST(NameKeeper, NothingIsPublishedBehindItsRetraction) {
   keeper.renewSoon();
   keeper.retract();
   EXPECT_EQ(server.session(), "");
+}
+
+// The attempt that was under way and the deletion have one deadline.
+TEST(NameKeeper, AStalledServerHoldsARetractionUpForOnePatience) {
+  Server server;
+  auto options = optionsOf(1);
+  options.patience = 1s;
+  NameKeeper keeper(server, nobodyListens, options);
+  ASSERT_TRUE(keeper.publish().ok());
+  std::promise<void> begun;
+  server.isStalled = true;
+  server.beforePut = [&] { begun.set_value(); };
+  keeper.renewSoon();
+  begun.get_future().wait();
+  const auto start = Clock::now();
+  keeper.retract();
+  const auto took = Clock::now() - start;
+  EXPECT_GT(took, 500ms);
+  EXPECT_LT(took, 1500ms);
 }
 
 TEST(NameKeeper, TheRecordOfAnotherEngineStays) {
