@@ -6,7 +6,7 @@
 namespace mooncake {
 namespace {
 
-constexpr size_t kMostAtOnce = 32;  // in one call of a channel
+constexpr size_t kMostAtOnce = 32;  // requests in one call of a channel
 
 }  // namespace
 
@@ -28,8 +28,9 @@ Status Fetches::start(int rank, const RemoteRegion& region, std::span<const Piec
     if (target.empty()) continue;
     if (offset > region.bytes || target.size() > region.bytes - offset) {
       return {ErrorCode::kProtocol, group.nameRank(rank) + " announced " +
-                                        std::to_string(region.bytes) + " bytes, " +
-                                        std::to_string(offset + target.size()) + " are due"};
+                                        std::to_string(region.bytes) + " bytes, but " +
+                                        std::to_string(offset + target.size()) +
+                                        " are due: do all ranks run the same version?"};
     }
     gets[count++] = {region, offset, target, &completion_};
     if (count == gets.size()) MOONCAKE_TRY(ask());

@@ -11,11 +11,12 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A caller that is computing looks up now and then, and one that has just ended does not say so.
+// How often a frozen agent looks whether its caller has stopped. A caller that computes looks up
+// only now and then, and one that has just ended its operation may have missed the freeze.
 constexpr milliseconds kLookAgain(1);
-// A member that does not report is either alive, and then it does, or the job's view loses it. This
-// is for the case that neither holds.
-constexpr int kBudgets = 10;  // of failure_timeout
+// Limit of waits for other members, as a multiple of failure_timeout. A member that is alive
+// answers, and the job's view takes out any other. The limit is for the case that neither happens.
+constexpr int kBudgets = 10;
 
 milliseconds resendAfter(const Env& env) {
   return std::clamp(env.failureTimeout / 10, milliseconds(50), milliseconds(500));
@@ -50,16 +51,16 @@ FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options option
   view_ = allView_ = std::make_shared<GroupView>(GroupView{.active = machine_.active()});
 }
 
-// In this order: what is answered to a message may be lost with its connection, and then we must be
-// told of that.
+// The order matters: an answer to a message may be lost with its connection. onReconnected() must
+// tell us of that.
 void FlushAgent::start() {
   membership_.subscribe(this);
   membership_.engine().openTopic(
       options_.topic, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
 }
 
-// The loop's tasks have ended when this returns, and later ones do nothing: a timer may still hold
-// us for a moment, and nothing that we refer to.
+// When this returns, the loop's tasks have ended, and later ones do nothing. A timer may still keep
+// this agent alive for a moment, but none of the objects that it refers to.
 void FlushAgent::stop() {
   {
     std::lock_guard lock(mutex_);
@@ -67,11 +68,11 @@ void FlushAgent::stop() {
     frozen_ = false;
     isLeftOut_ = false;
   }
-  membership_.unsubscribe(this);  // behind the loop's tasks
+  membership_.unsubscribe(this);  // waits for the loop's tasks
   membership_.engine().closeTopic(options_.topic);
 }
 
-// -- what the machine wants done
+// -- actions of the machine
 
 FlushAgent::Step::Step(FlushAgent& agent) : agent_(agent), lock_(agent.mutex_) {
   agent.machine_.hasEnded(agent.endedWord_->load(std::memory_order_acquire));
@@ -113,8 +114,8 @@ void FlushAgent::take(const FlushAction::End& end) {
   failpoint("act");
 }
 
-// Copied here: when the lock goes, the caller may use the slot again. Who maps our part reads our
-// slot where it is.
+// Copies the slot under the lock: afterwards the caller may use the slot again. A rank that maps
+// our part reads our slot in place.
 void FlushAgent::take(const FlushAction::Supply& supply) {
   if (supply.of == options_.rank && owner_.endedWordOf(supply.to)) return;
   if (auto copy = owner_.copyPart(supply.number, supply.of))
@@ -144,10 +145,12 @@ void FlushAgent::take(FlushAction::Tell& tell) {
                                   .isFarewell = tell.message.kind == FlushMessage::Kind::kLeft});
 }
 
-// With the lock: what the machine waits for that nobody brings.
+// Reports, if the caller has stopped. Sets the timers of events that no other thread brings. Needs
+// the lock.
 void FlushAgent::settle() {
   if (machine_.wantsReport() && !busy_.load(std::memory_order_acquire)) {
-    // Since this step began, the caller may have ended what it was in: that stands before `busy`.
+    // Since this step began, the caller may have ended its operation. It stores `ended` before it
+    // clears `busy`.
     machine_.hasEnded(endedWord_->load(std::memory_order_acquire));
     failpoint("report");
     return take(machine_.stopped());
@@ -182,7 +185,7 @@ void FlushAgent::runAt(Deadline when, void (FlushAgent::*step)()) {
   });
 }
 
-// -- what the caller does
+// -- calls of the caller
 
 Status FlushAgent::beginSlowly(uint64_t number) {
   const Wait wait(*this, Clock::now());
@@ -266,7 +269,7 @@ FlushAgent::Resolution FlushAgent::awaitResolved(uint64_t number, FlushReport::A
         return {Resolution::Kind::kSkipped, {}, viewOf(*skipped)};
       return {Resolution::Kind::kEnded, machine_.howEnded(number), view_};
     }
-    if (frozen_) {  // again, in the meantime
+    if (frozen_) {  // again, since the decision
       settle();
       continue;
     }
@@ -282,7 +285,8 @@ Status FlushAgent::awaitSlot(uint64_t number) { return awaitSlot(number, true); 
 Status FlushAgent::awaitSlot(uint64_t number, bool isBusy) {
   if (number <= 2 || allBegan_ + 1 >= number) return {};
   const Env& env = membership_.engine().env();
-  // Without a deadline of the operation: who is waited for is copying, or is out soon.
+  // The operation's deadline does not count here: the other members are copying, or soon out of the
+  // view.
   const auto budget = Deadline::after(kBudgets * env.failureTimeout);
   const auto isFree = [&] {
     std::lock_guard lock(mutex_);
@@ -297,10 +301,12 @@ Status FlushAgent::awaitSlot(uint64_t number, bool isBusy) {
     if (how == WaitResult::kInterrupted) continue;
     if (budget.passed()) {
       owner_.fail({ErrorCode::kTimeout, "group '" + options_.group +
-                                            "': a member has not come back from operation #" +
-                                            std::to_string(number - 2)});
+                                            "': a member has not ended operation #" +
+                                            std::to_string(number - 2) +
+                                            ", though the job believes it alive. Destroy the "
+                                            "group and make it again"});
     }
-    // What it said when it came back may be lost.
+    // A member's message that it has ended the operation may be lost.
     const Step step(*this);
     take(machine_.askForSlot(number));
   }
@@ -331,7 +337,7 @@ void FlushAgent::end(uint64_t number, const Status& status) {
   }
 }
 
-// -- what it is asked
+// -- queries
 
 std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
   std::lock_guard lock(mutex_);
@@ -357,7 +363,7 @@ bool FlushAgent::isActive(int rank) const {
   return machine_.isActive(rank);
 }
 
-// What is known of the last operation that the rank has ended.
+// The last operation that the rank is known to have ended.
 uint64_t FlushAgent::endedOf(int rank) const {
   if (const auto* word = owner_.endedWordOf(rank)) return word->load(std::memory_order_acquire);
   std::lock_guard lock(mutex_);
@@ -378,7 +384,7 @@ void FlushAgent::noteMissed(const GroupView& before, const GroupView& now) {
   if (!missed.empty()) membership_.missed(missed);
 }
 
-// -- what happens elsewhere
+// -- events of other ranks
 
 void FlushAgent::onMessage(const EngineId& from, ByteView bytes) {
   const auto sender = ranksById_.find(from);
@@ -412,7 +418,7 @@ FlushView FlushAgent::viewOf(const View& job) const {
     const auto why =
         std::ranges::find(seen, jobRank, [](const auto& one) { return one.accusation.rank; });
     if (why == seen.end()) continue;
-    // Another rank may have told us before we saw it.
+    // Another rank may have reported the loss before we saw it ourselves.
     detail = !why->detail.empty() ? why->detail
              : why->accusation.cause == Cause::kEnded
                  ? "its program ended without "

@@ -19,32 +19,33 @@
 
 namespace mooncake {
 
-// What an agent knows, for whoever debugs a hang (group_state.h).
+// State of an agent, for debugging a hang (group_state.h).
 struct FlushState {
   Attempt attempt;  // of the last decision
   bool isFrozen = false;
   Attempt target;            // of the flush under way, when frozen
-  bool hasReported = false;  // for it
+  bool hasReported = false;  // for that flush
   bool isBusy = false;       // the caller is in an operation
-  std::vector<int> missing;  // whose reports have not come, when frozen
+  std::vector<int> missing;  // ranks that have not reported, when frozen
   uint64_t viewEpoch = 1;
   std::vector<int> active;  // members of the job's view
-  std::vector<int> left;    // have left the group
-  std::vector<uint64_t>
-      ended;  // by rank: its last ended operation, as far as it was said; at least
+  std::vector<int> left;    // ranks that have left the group
+  // By rank: the last operation that the rank is known to have ended, a lower bound.
+  std::vector<uint64_t> ended;
 };
 
-// The driver of FlushMachine, which decides: stops the caller, carries what is told, and has the
-// caller go on. Whoever brings the last thing that is missing drives it: the engine's thread with a
-// report, or the caller when it stops. So it needs no thread, and goes on while the caller is away.
+// Drives FlushMachine, which decides. The agent stops the caller, carries the messages, and lets
+// the caller go on. It has no thread of its own: the thread that brings the last missing event runs
+// it, the engine's with a report or the caller's when it stops. So it goes on while the caller is
+// away.
 class FlushAgent final : public Membership::Listener,
                          public std::enable_shared_from_this<FlushAgent> {
  public:
   struct Options {
     std::string group;
     int rank = 0;
-    std::vector<int> jobRanks;  // of the members, by their rank in the group
-    uint64_t topic = 0;         // the same on all members, and no other group's
+    std::vector<int> jobRanks;  // global ranks of the members, by rank in the group
+    uint64_t topic = 0;         // the same on all members, and used by no other group
     bool raises = false;
     bool founds = false;
     std::function<std::string(int)> nameRank;
@@ -55,88 +56,88 @@ class FlushAgent final : public Membership::Listener,
   void start();
   void stop();
 
-  // For the one thread that runs the group's operations. Between begin() and end() it is busy:
-  // this rank reports nothing. Errors of begin(): how the operation was ended without us; if it was
-  // ended well, kInterrupted, and takeSkipped() says among whom.
+  // Begins an operation, on the one thread that runs the group's operations. It is busy until
+  // end(), and this rank reports nothing meanwhile. If the operation has ended without us, returns
+  // the error that it ended with. If it ended well, returns kInterrupted, and takeSkipped() returns
+  // its contributors.
   Status begin(uint64_t number) {
     busy_.store(true, std::memory_order_relaxed);
-    // Either we see `frozen`, or who freezes sees that we are busy.
+    // Either we see `frozen`, or the thread that freezes sees that we are busy.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!frozen_.load(std::memory_order_acquire) && ended() < number) return {};
     return beginSlowly(number);
   }
   std::shared_ptr<const GroupView> takeSkipped() { return std::exchange(skipped_, nullptr); }
-  // The caller publishes that it is in the operation.
+  // Notes that the caller is about to publish that it is in the operation.
   void begins(uint64_t number) { begun_ = number; }
-  // What the operation runs as. Constant while busy.
+  // Attempt and members of the operation. Constant while busy.
   Attempt attempt() const { return attempt_; }
   const std::shared_ptr<const GroupView>& view() const { return view_; }
-  // The same for a caller that is not busy, of its next operations: nobody is skipped.
+  // Members of the next operations, for a caller that is not busy. None of them is skipped.
   std::shared_ptr<const GroupView> viewWhenIdle() const;
   // Any thread, any time.
   FlushState state() const;
-  // The caller is to look up, or begins nothing.
+  // True: a caller in an operation must stop, any other must begin none.
   bool isFrozen() const { return frozen_.load(std::memory_order_acquire); }
-  // A member that the view counts in has left the group before this operation: its part will never
-  // come. resolve() then continues without that rank.
+  // True if a member of the view has left the group before this operation, so that its part will
+  // never come. resolve() then continues without that rank.
   bool missesLeaver(uint64_t number) const {
     return hasLeaver_.load(std::memory_order_acquire) && missesLeaverSlowly(number);
   }
 
-  // Waits until everybody has left the slot that the operation is to use. kInterrupted: frozen.
+  // Waits until no member uses the slot of this operation any more. kInterrupted: frozen.
   Status awaitSlot(uint64_t number);
-  // The same before begin(), frozen or not.
+  // The same, called before begin(): a freeze does not end the wait.
   Status awaitSlotBefore(uint64_t number) { return awaitSlot(number, false); }
-  // The caller has seen that all members, and nobody was skipped, have begun this operation, hence
-  // ended the one before.
+  // Notes that the caller has seen all members begin this operation, none of them skipped. So all
+  // have ended the one before.
   void allBegan(uint64_t number) { allBegan_ = number; }
 
   struct Resolution {
     enum class Kind {
-      kAgain,    // starts again, as attempt()
-      kTake,     // another rank has ended it well, as the attempt that it was: so can we
-      kEnded,    // with this error, on all
-      kSkipped,  // well, on all, among those of `view`: we had not begun it
+      kAgain,    // the operation starts again, as attempt()
+      kTake,     // another rank has ended the same attempt well, so we can end it, too
+      kEnded,    // it ended with `status`, on all ranks
+      kSkipped,  // it ended well, on all ranks, without us: its contributors are in `view`
     };
     Kind kind = Kind::kAgain;
     Status status;
-    std::shared_ptr<const GroupView> view;  // kEnded: who goes on; null: this group does not
+    std::shared_ptr<const GroupView> view;  // kEnded: ranks that go on; null: this group does not
   };
-  enum class Wish { kNone, kSkip };  // kSkip: go on without those who have not begun it
-  // The caller has stopped and touches nothing of the group any more: reports, with the reason if
-  // it wants the operation to end, and waits for the decision. Busy again afterwards. `called`:
-  // when the operation was.
+  enum class Wish { kNone, kSkip };  // kSkip: go on without the ranks that have not begun it
+  // Reports that the caller has stopped, and waits for the decision. The caller touches nothing of
+  // the group any more. `abort` and `why`: the reason, if it wants the operation to end. `called`:
+  // the time of its call. Busy again after kAgain and kTake.
   Resolution resolve(uint64_t number, Clock::time_point called, FlushReport::AbortReason abort,
                      Error why, Wish wish = Wish::kNone);
-  // The operation has ended here. Nothing of the group is touched any more.
+  // Notes that the operation has ended here. The caller touches nothing of the group any more.
   void end(uint64_t number, const Status& status);
 
   uint64_t ended() const { return endedWord_->load(std::memory_order_relaxed); }
 
-  // Still in the last view and has not left the group.
+  // True if the rank is in the last view and has not left the group.
   bool isActive(int rank) const;
-  // Until every other member has ended this operation, or is gone, or the deadline has passed; then
-  // tells them that we need not be asked any more.
+  // Waits until every other member has ended this operation, or is gone, or the deadline has
+  // passed. Then tells the members that we leave, so that they need not ask us any more.
   void leave(uint64_t number, Deadline deadline);
-  // The first half of it.
+  // The first half of leave(): only waits.
   void awaitEnded(uint64_t number, Deadline deadline);
-  // Of the members that were in and are not any more, those that the job has lost are missed here.
+  // Tells the membership that an operation misses the ranks of `before` that are not in `now`.
   void noteMissed(const GroupView& before, const GroupView& now);
 
   void onView(const View& view) override;
   void onOver(const Error& why) override;
-  // If an operation is under way here, a flush without an abort reason makes good for what was lost
-  // with the connection, whoever of the two lacks something.
+  // Begins a flush without an abort reason, if an operation is under way here. The flush supplies
+  // both sides with the puts and messages that were lost with the connection.
   void onReconnected(int jobRank) override;
 
  private:
-  // While something is awaited that nobody rings for: between looks at words that are mapped, and
-  // between questions.
+  // Intervals of waits that no doorbell ends: between looks at mapped words, and between questions.
   static constexpr auto kLookAtWords = std::chrono::milliseconds(1);
   static constexpr auto kAskAgain = std::chrono::milliseconds(20);
 
-  // Holds the lock, and the machine knows how far the caller is; what is due is done when this
-  // goes.
+  // Holds the lock, and has told the machine how far the caller is. The destructor empties the
+  // outbox.
   class Step {
    public:
     explicit Step(FlushAgent& agent);
@@ -149,8 +150,8 @@ class FlushAgent final : public Membership::Listener,
     std::unique_lock<std::mutex> lock_;
   };
 
-  // The caller waits for a decision while this lives. What it waited for each rank that is lost by
-  // then is noted: from when it called the operation.
+  // The caller waits for a decision while this lives. The destructor notes how long the ranks that
+  // were lost meanwhile have held up the call, from its beginning on.
   class Wait {
    public:
     Wait(FlushAgent& agent, Clock::time_point called);
@@ -197,28 +198,29 @@ class FlushAgent final : public Membership::Listener,
   std::map<EngineId, int> ranksById_;
   std::atomic<uint64_t>* const endedWord_;  // in our part of the window: peers may look
 
-  std::atomic<bool> busy_{false};       // written by the caller, or under the mutex while it waits
-  std::atomic<bool> frozen_{false};     // written under the mutex; also while we are left out
-  std::atomic<bool> isLeftOut_{false};  // " : of the next operation
-  std::atomic<bool> hasLeaver_{false};  // " : one of view_ has left
-  // The caller's own.
+  std::atomic<bool> busy_{false};  // written by the caller; under the mutex while the caller waits
+  // Written under the mutex.
+  std::atomic<bool> frozen_{false};     // also true while we are left out of an operation
+  std::atomic<bool> isLeftOut_{false};  // we are left out of the next operation
+  std::atomic<bool> hasLeaver_{false};  // a member of view_ has left the group
+  // Only for the caller's thread.
   uint64_t allBegan_ = 0;
   uint64_t begun_ = 0;
   bool isTaking_ = false;
-  bool isWithout_ = false;  // the operation runs without some
+  bool isWithout_ = false;  // the operation runs without the skipped ranks
   std::shared_ptr<const GroupView> skipped_;
 
   mutable std::mutex mutex_;  // guards all below; attempt_ and view_ only change while frozen
   FlushMachine machine_;
-  Attempt attempt_;                           // the machine's, for the caller
-  std::shared_ptr<const GroupView> view_;     // of the next operation, or of the one under way
-  std::shared_ptr<const GroupView> allView_;  // of those behind it
+  Attempt attempt_;                           // copy of the machine's, for the caller
+  std::shared_ptr<const GroupView> view_;     // of the operation under way, or of the next one
+  std::shared_ptr<const GroupView> allView_;  // of the operations after that one
   bool isResolving_ = false;  // the caller is in an operation, though it may not be busy
   bool isWaiting_ = false;    // the caller waits for a decision
-  RankSet gone_;              // ranks of the job that the decisions meanwhile go on without
+  RankSet gone_;              // global ranks that the decisions since then go on without
   bool isStopped_ = false;
-  bool isLooking_ = false;  // a timer is set
-  bool isTicking_ = false;  // another one
+  bool isLooking_ = false;  // the timer of lookAgain() is set
+  bool isTicking_ = false;  // the timer of awaitTick() is set
   FlushOutbox outbox_;
 };
 

@@ -1,4 +1,4 @@
-// How a rank leaves its group: when every other member has ended what it has.
+// How a rank leaves its group: it waits until every other member has ended the same operations.
 #include "base/failpoint.h"
 #include "group/flush_agent.h"
 
@@ -36,8 +36,8 @@ void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
 void FlushAgent::leave(uint64_t number, Deadline deadline) {
   awaitEnded(number, deadline);
   failpoint("leave");
-  // Who is out of the job does not leave in peace: it is for the view to say so. And what an abort
-  // ended here alone has not ended.
+  // A rank that is out of the job sends no leave report: the view takes it out. An operation that
+  // only an abort ended here does not count as ended in the report.
   if (membership_.isOver()) return;
   {
     const Step step(*this);
@@ -48,7 +48,7 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
   awaitLeaveSent(deadline);
 }
 
-// While we are here we can still be asked what a rank lacks, but nobody waits for that.
+// Members may still ask us for parts that they lack while we wait, but none depends on it.
 void FlushAgent::awaitLeaveSent(Deadline deadline) {
   for (;;) {
     {

@@ -32,14 +32,15 @@ bool FlushOutbox::sendAgain() {
   return false;
 }
 
-// Returns to whom a farewell has to be sent again. Whatever else is not sent is asked for again.
+// Returns the ranks to which a farewell must be sent again. Other entries that are not sent are
+// lost; the receivers ask for them again.
 std::vector<int> FlushOutbox::perform(const Due& due) {
   Engine& engine = membership_.engine();
   std::vector<int> unsent;
   if (const auto* letter = std::get_if<Letter>(&due)) {
     for (const int r : letter->to) {
       failpoint("tell");
-      // Who cannot be reached is out soon, or connected anew.
+      // A rank that cannot be reached is soon out of the view, or connected anew.
       const auto& peer = membership_.peer(jobRanks_[size_t(r)]);
       const Status sent = engine.send(*peer, topic_, letter->message);
       if (letter->isFarewell && sent.code() == ErrorCode::kExhausted) unsent.push_back(r);

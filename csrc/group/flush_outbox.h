@@ -11,9 +11,9 @@
 
 namespace mooncake {
 
-// What an agent has to tell and to give: what takes longer than an assignment. Done without the
-// agent's lock, in the order in which it was asked for: while one thread is at it, the others leave
-// theirs to it. So a caller never waits for the loop's system calls. The agent's lock guards it.
+// Messages, slot copies and log lines that an agent has to send. They are sent in order, without
+// the agent's lock. While one thread sends, the others leave their entries to it. So a caller never
+// waits for the loop's system calls. The agent's lock guards this object.
 class FlushOutbox {
  public:
   struct Letter {
@@ -32,9 +32,9 @@ class FlushOutbox {
       : owner_(owner), membership_(membership), jobRanks_(jobRanks), topic_(topic) {}
 
   void add(Due due) { due_.push_back(std::move(due)); }
-  // Lets go of the lock meanwhile.
+  // Sends all entries, unless another thread is sending. Releases the lock meanwhile.
   void carryOut(std::unique_lock<std::mutex>& lock);
-  // The farewells that the engine did not take go once more. True: there is nothing to do.
+  // Queues again the farewells that the engine did not take. True: there was nothing left to send.
   bool sendAgain();
 
  private:
@@ -42,10 +42,10 @@ class FlushOutbox {
 
   FlushOwner& owner_;
   Membership& membership_;
-  const std::vector<int>& jobRanks_;  // of the members
+  const std::vector<int>& jobRanks_;  // global ranks of the members
   const uint64_t topic_;
   std::vector<Due> due_;
-  bool isActing_ = false;       // a thread does what was due
+  bool isActing_ = false;       // a thread is sending
   std::vector<Letter> unsent_;  // farewells that the engine did not take
 };
 

@@ -12,28 +12,29 @@
 
 namespace mooncake {
 
-// Who takes part in an operation: the members of the group that are in the job's view.
+// The ranks that take part in an operation: members of the group that are in the job's view.
 struct GroupView {
   uint64_t epoch = 1;       // of the job's view
   std::vector<int> active;  // ranks of the group, ascending
-  // In the job's view as well, and left out of this one operation: ascending.
+  // Ranks that are in the job's view, but left out of this one operation; ascending.
   std::vector<int> skipped;
 
-  // It takes part.
+  // True if the rank takes part.
   bool contains(int rank) const { return std::ranges::binary_search(active, rank); }
 };
 
-// What an agent needs of the group that it belongs to.
+// Services of a group that its agent uses.
 class FlushOwner {
  public:
   virtual ~FlushOwner() = default;
   virtual Status usable() const = 0;
-  // The group is over, with this error.
+  // Ends the group with this error.
   virtual void fail(Error why) = 0;
   virtual Waiter waiter(Deadline deadline) const = 0;
   virtual void ring() const = 0;    // the bell of that waiter
-  virtual void interruptAll() = 0;  // every wait looks up
-  // Of the last operation that the rank has ended; null: its memory is not mapped here.
+  virtual void interruptAll() = 0;  // interrupts every wait
+  // Word with the number of the last operation that the rank has ended. Null: its memory is not
+  // mapped here.
   virtual std::atomic<uint64_t>* endedWordOf(int rank) const = 0;
   virtual std::optional<SlotCopy> copyPart(uint64_t number, int of) const = 0;
   virtual void putPart(const SlotCopy& copy, int to) const = 0;

@@ -1,4 +1,4 @@
-// What a rank does about an operation that the others have without it.
+// How a rank ends an operation that the others run without it.
 #include "base/failpoint.h"
 #include "group/flush_agent.h"
 
@@ -17,9 +17,10 @@ bool FlushAgent::haveEnded(const RankSet& ranks, uint64_t number) const {
   return haveAll;
 }
 
-// Of what we are left out of, until all others have ended it. Who has ended it first may be gone by
-// now, and then it may run again, with another end. Needs no deadline of its own: their operation
-// has one, and the loss of one of them begins a flush, which ends this wait.
+// If we are left out of an operation, waits until all of its contributors have ended it. The end on
+// one of them is not enough: if that rank is lost, the operation may run again and end otherwise.
+// Needs no deadline of its own: the contributors' operation has one. The loss of a contributor
+// begins a flush, which ends this wait.
 Status FlushAgent::awaitSkipped() {
   for (auto ask = Clock::now(); isLeftOut_.load(std::memory_order_acquire);) {
     if (auto usable = owner_.usable(); !usable.ok()) return usable;
@@ -30,12 +31,12 @@ Status FlushAgent::awaitSkipped() {
       operation = machine_.leftOutOf();
       awaited = machine_.awaitedIn(operation);
     }
-    if (operation.number == 0) continue;  // frozen anew
+    if (operation.number == 0) continue;  // frozen again
     Waiter waiter = owner_.waiter(Deadline::after(kLookAtWords));
     if (haveEnded(awaited, operation.number)) {
       failpoint("skipped");
       const Step step(*this);
-      // Or a flush came between, and says how it ended.
+      // A flush has come between: it says how the operation ended.
       if (machine_.leftOutOf().number != operation.number) continue;
       take(machine_.skipped());
       view_ = allView_;

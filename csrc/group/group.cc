@@ -12,17 +12,18 @@
 namespace mooncake {
 namespace {
 
-// What the ranks of a job publish:  u32 version  bytes endpoint (route.cc)  u64 topic  part
-// What members of a group tell:     part
-// A part:                           bytes window part (window.cc)  bool raises
-// The version covers all that ranks say to each other afterwards: slots, mailboxes, stamps and
-// messages too. The topic of rank 0's is the one that the group uses.
+// A rank of a job publishes:    u32 version  bytes endpoint (route.cc)  u64 topic  part
+// A member of a group sends:    part
+// A part:                       bytes window part (window.cc)  bool raises
+// The version covers all later formats, too: slots, mailboxes, stamps and messages. The group uses
+// the topic of rank 0.
 constexpr uint32_t kMemberVersion = 8;
 
-// Up to 64 KiB one exchange of slots beats a second round of signals even with eight ranks on two
-// cores. A slot holds four times that, for operations in which only one rank sends over messages;
-// less from 256 ranks on, so that the inboxes of a rank stay below 64 MiB of address space up to
-// 512 ranks. Beyond, alltoall's table is what they are made for: with 1024 ranks they have 136 MiB.
+// Up to 64 KiB one exchange of slots beats a second round of signals, even with eight ranks on two
+// cores. A slot holds four times that, for operations over messages in which only one rank sends.
+// Above 128 ranks it holds less, so that the inboxes of a rank take at most 64 MiB of address space
+// up to 512 ranks. Beyond, alltoall's table decides the size: with 1024 ranks the inboxes take 136
+// MiB.
 constexpr size_t kEagerBytes = 64 << 10;
 constexpr size_t kSlotBytes = 256 << 10;
 constexpr size_t kInboxBudget = 64 << 20;
@@ -44,7 +45,7 @@ size_t chooseSlotBytes(const Env& env, int size) {
 
 }  // namespace
 
-// What is known of the members once they have met.
+// Data about the members, once they have met.
 struct Group::Meeting {
   std::vector<std::shared_ptr<Peer>> peers;  // null: this rank
   std::vector<Bytes> parts;                  // of the window; empty: out of the job
@@ -60,7 +61,7 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
     return exchange(store, "members", rank, size, mine, deadline);
   };
   auto group = create(std::move(engine), inStore, std::move(options), deadline);
-  // Of an earlier attempt nobody waits.
+  // kInterrupted: no rank waits for an earlier attempt.
   if (!group.ok() && group.error().code != ErrorCode::kInterrupted)
     return tellFailure(store, rank, group.error());
   return group;
@@ -79,8 +80,8 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine,
   return group;
 }
 
-// The job begins on all of its ranks or on none. A barrier over fewer ranks ends well where a rank
-// was out of the view before the barrier began. The contributors of an operation are the same on
+// The job begins on all of its ranks or on none. If a rank is out of the view before the barrier
+// begins, the barrier ends well over fewer ranks. The contributors of an operation are the same on
 // all survivors, so either all of them raise or none does.
 Status Group::beginJob(Deadline deadline) {
   const Status begun = barrier(*this, deadline);
@@ -234,7 +235,7 @@ Status Group::start(Meeting meeting) {
     };
     std::vector<const RankCores::Word*> others;
     for (int r = 0; r < size(); ++r) {
-      // Of a rank that was lost before it told us of its part there is nothing.
+      // A rank that was lost before it described its part has no word here.
       if (r != rank() && window_->peerPtr(r)) others.push_back(core(r));
     }
     cores_ = RankCores(core(rank()), std::move(others));
@@ -259,7 +260,7 @@ Status Group::start(Meeting meeting) {
 }
 
 Group::~Group() {
-  listed_.reset();  // nobody looks any more
+  listed_.reset();  // from here on the signal's thread does not read this group
   if (!window_) return;
   if (agent_) agent_->stop();
   engine().unwatch(&interrupt_);
@@ -344,8 +345,8 @@ std::optional<SlotCopy> Group::copyPart(uint64_t number, int of) const {
   const uint64_t stamp = slot.begun.load(std::memory_order_acquire);
   const uint64_t payloadBytes = slot.payloadBytes;
   if (stampNumber(stamp) != number || payloadBytes > slotBytes_) return std::nullopt;
-  // Whoever is behind in such an operation has said `done`, or nobody could have ended it: it has
-  // all that was for it. What was for us is nothing to it.
+  // A rank that is behind in a split operation has published `done`, else no rank could have ended
+  // it. So it has all payloads that were for it, and has no use for those that were for us.
   if (slot.isSplit) return std::nullopt;
   constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
   const auto* data = reinterpret_cast<const std::byte*>(&slot) + kStampEnd;
@@ -356,7 +357,7 @@ std::optional<SlotCopy> Group::copyPart(uint64_t number, int of) const {
 
 void Group::putPart(const SlotCopy& copy, int to) const {
   constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
-  // Who cannot be reached asks again in the next flush, or is out.
+  // A rank that cannot be reached asks again in the next flush, or is soon out of the view.
   (void)window_->place(to, copy.offset + kStampEnd, copy.data,
                        {.offset = copy.offset + offsetof(Slot, begun), .stamp = copy.stamp});
 }
@@ -384,7 +385,7 @@ Result<Group::Shared> Group::reserve(size_t bytes) {
 Result<Group::Shared> Group::shared(size_t bytes) {
   if (shared_.block.bytes() < bytes) {
     if (usesCards_) {
-      reserved_.push_back(std::move(shared_));  // as what else is outgrown
+      reserved_.push_back(std::move(shared_));  // kept, as outgrown_ is
     } else {
       shared_ = {};
     }

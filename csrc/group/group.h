@@ -26,30 +26,30 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
-  size_t slotBytes = 0;          // what a slot's payload holds at least; 0: as the environment says
-  size_t mailboxBytes = 0;  // of a part, for each rank: what runs beside operations lays it out
+  size_t slotBytes = 0;          // least bytes of a slot's payload; 0: as the environment says
+  size_t mailboxBytes = 0;       // of one mailbox; point-to-point defines its layout
   bool raises = false;  // mode `raise`: the loss of a member ends one operation on all survivors
-  // Who is in: called once when the group is made and whenever a member is lost, on any thread.
+  // Called with the members that are in: when the group is made, and whenever a member is lost. Any
+  // thread.
   std::function<void(const GroupView&)> onView;
 };
 
-// The ranks that call operations together, and what they share for it: a window and a count of
-// operations. Operations of one group run one after the other (the caller sees to that),
-// point-to-point beside them.
+// Ranks that call operations together. They share a window and a count of operations. The caller
+// runs the operations of a group one after the other; point-to-point runs beside them.
 class Group final : public FlushOwner {
  public:
-  // All collective over the group: every member calls it. These begin a job, with all of its
-  // ranks, which meet in the store; it may be gone afterwards.
+  // The three functions that make a group are collective: every member calls the same one. This one
+  // begins a job with all of its ranks. They meet in the store, which may be gone afterwards.
   static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine, Store& store,
                                                GroupOptions options, Deadline deadline);
-  // The same without a store: `exchange` gives what this rank says to all, and returns what all
-  // say, by rank. It is called once.
+  // The same without a store: `exchange` passes this rank's bytes to all ranks, and returns the
+  // bytes of all, by rank. It is called once.
   using Exchange = std::function<Result<std::vector<Bytes>>(const Bytes& mine)>;
   static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine,
                                                const Exchange& exchange, GroupOptions options,
                                                Deadline deadline);
-  // A group of ranks of a job. Those that are out of it are in the group's numbering only, also
-  // when they go meanwhile.
+  // Makes a group of ranks of a job. A rank that is out of the job, or is lost meanwhile, keeps its
+  // number in the group and takes no part.
   static Result<std::unique_ptr<Group>> createWithin(std::shared_ptr<Membership> job,
                                                      GroupOptions options, Deadline deadline);
   ~Group() override;
@@ -60,82 +60,86 @@ class Group final : public FlushOwner {
   Engine& engine() const { return window_->engine(); }
   const Window& window() const { return *window_; }
   const PartLayout& layout() const { return layout_; }
-  // All ranks are mapped here and are more than the cores: whoever waits gives its core away.
+  // True if all ranks are mapped here and are more than the cores: a waiting thread yields its
+  // core.
   bool isCrowded() const { return isCrowded_; }
-  size_t slotBytes() const { return slotBytes_; }    // what a slot's payload holds
-  size_t eagerBytes() const { return eagerBytes_; }  // what all ranks exchange in slots at most
+  size_t slotBytes() const { return slotBytes_; }    // of a slot's payload
+  size_t eagerBytes() const { return eagerBytes_; }  // most bytes that all ranks exchange in slots
   // "rank 3", and "rank 3 (global rank 7)" where they differ.
   std::string nameRank(int rank) const;
 
-  // Of messages of the flush; the one behind it is of point-to-point. The same on all ranks.
+  // Topic of the flush's messages; point-to-point uses the next one. The same on all ranks.
   uint64_t topic() const { return topic_; }
 
   Waiter waiter(Deadline deadline) const override;
-  // Null unless all ranks are mapped. For the thread that runs the operation.
+  // Null unless all ranks are mapped. Only for the thread that runs the operation.
   RankCores* cores() { return window_->fullyMapped() ? &cores_ : nullptr; }
-  // Any thread: every wait of this group ends and every later operation is refused with this error.
-  // The first call wins.
+  // Ends every wait of this group, and refuses every later operation with this error. The first
+  // call wins. Any thread.
   void fail(Error why) override;
   void ring() const override;
-  // Every wait looks up.
+  // Interrupts every wait of this group.
   void interruptAll() override;
-  // Waits until every rank that may need us for the last operation has ended it, or is gone, so
-  // that our engine may go, too. The group is not used afterwards.
+  // Waits until every rank that may need us for the last operation has ended it, or is gone. Then
+  // our engine may go, too. The group is not used afterwards.
   void leave(Deadline deadline);
-  // Only waits: the end of the program is told to the whole job (Engine::leave).
+  // Only waits, at the end of the program: Engine::leave() tells the whole job.
   void awaitEnded(Deadline deadline);
-  // What fail() said.
+  // Ok, or the error of fail(), or the error with which the membership is over.
   Status usable() const override;
 
   const std::shared_ptr<Membership>& membership() const { return membership_; }
   FlushAgent& agent() const { return *agent_; }
   void onView(const GroupView& view) override;
-  // Whoever else puts into the parts of others is told when what it put may be lost. On the loop's
-  // thread, under a lock that this call takes: after it nobody is told the old way any more.
+  // Sets the function that is called after a connection was made again: earlier puts to that rank
+  // may be lost. It runs on the loop's thread, under a lock that this call takes, too. So the old
+  // function is not called any more when this call has returned.
   void watchReconnects(std::function<void(int rank)> watcher);
   void onReconnected(int rank) override;
-  // The rank is disconnected, or the job goes on without it: nothing comes from it any more.
+  // True if the rank is disconnected, or the job goes on without it. Nothing comes from it any
+  // more.
   bool isGone(int rank) const;
   std::string whyGone(int rank) const;
-  // The number of the last operation that the rank has ended: of a rank that we map.
+  // The number of the last operation that the rank has ended. Only for ranks that we map.
   std::atomic<uint64_t>& endedWord(int rank) const;
   std::atomic<uint64_t>* endedWordOf(int rank) const override;
-  // What we have of a rank's part in this operation; nothing if that has not come, or is
-  // overwritten. Given to a rank that is behind.
+  // Copies the slot that a rank has published in this operation, for a rank that is behind. Returns
+  // nothing if it has not come, is overwritten, or is split.
   std::optional<SlotCopy> copyPart(uint64_t number, int of) const override;
   void putPart(const SlotCopy& copy, int to) const override;
 
-  // Memory that lasts from one operation to the next; contents are not kept. The shared block's
-  // results are read by peers until they have begun the next operation, so it is taken after
-  // awaitAllBegun() of a later one.
+  // Memory that lasts from one operation to the next; its contents do not. Peers read results in
+  // the shared block until they have begun the next operation. So a later operation calls shared()
+  // after its awaitAllBegun().
   struct Shared {
     std::byte* data = nullptr;
     RemoteRegion region;
     uint64_t offset = 0;  // in the arena: Window::peerArena()
   };
-  // For as long as the group lives. Peers read it as long as they may need it.
+  // Lives as long as the group, and after it until no peer can read it any more.
   Result<Shared> reserve(size_t bytes);
   Result<Shared> shared(size_t bytes);       // peers can fetch from it
   Result<std::byte*> undo(size_t bytes);     // where an operation keeps data as it was
   Result<std::byte*> scratch(size_t bytes);  // small, stays in the cache
-  // Where `usesCards`, network cards know all of these for as long as the group lives, so that they
-  // can fetch from there, and to scratch.
+  // True: all of these are registered with network cards as long as the group lives. Cards can read
+  // them, and can write fetched data to scratch.
   bool usesCards() const { return usesCards_; }
 
   std::span<const std::byte*> sources();  // one pointer per rank
 
-  uint64_t lastNumber = 0;                    // of the operations of this group
-  std::shared_ptr<const GroupView> lastView;  // who contributed to the last one
-  // The last operation ended with kInputsLost for an error that is no loss of a rank.
+  uint64_t lastNumber = 0;                    // of the last operation of this group
+  std::shared_ptr<const GroupView> lastView;  // contributors of the last operation
+  // True: the last operation ended with kInputsLost, and its cause is not the loss of a rank.
   bool lostInputsOnly = false;
-  // Calls since the last loss, to be compared with those of the other ranks; 0: not counted.
+  // Number of calls since the last loss; ranks compare it. 0: not counted.
   uint64_t callsSinceLoss = 0;
-  // The last one that ended well, which all ranks of lastView then had begun themselves: an agent
-  // ends operations also for a caller that is late.
+  // The last operation that ended well here. All ranks of lastView had begun it themselves then.
+  // The end of an operation alone does not prove that: an agent also ends operations for a caller
+  // that is late.
   uint64_t lastBegun = 0;
 
  private:
-  // What each rank publishes for the others: of this version of the protocol.
+  // Data about the members, once they have met.
   struct Meeting;
   static Result<std::unique_ptr<Group>> prepare(std::shared_ptr<Engine> engine,
                                                 GroupOptions options);
@@ -153,11 +157,11 @@ class Group final : public FlushOwner {
 
   Result<RetiredMemory> allocate(size_t bytes) const;
 
-  // Grows by need, in powers of two.
+  // Grows when needed, to powers of two.
   struct PrivateBlock {
     std::unique_ptr<std::byte, void (*)(void*)> data{nullptr, nullptr};
     size_t bytes = 0;
-    MemoryRegion region;  // where cards are to know it: ends before the memory
+    MemoryRegion region;  // its registration with the cards, if any; ends before the memory
   };
   Result<std::byte*> atLeast(PrivateBlock& block, size_t wanted, uint32_t rights);
 
@@ -176,16 +180,17 @@ class Group final : public FlushOwner {
   mutable std::mutex failureMutex_;
   Status failure_;
   std::shared_ptr<Membership> membership_;
-  std::unique_ptr<MemberExchange> exchange_;  // null: of a whole job
+  std::unique_ptr<MemberExchange> exchange_;  // null: the group is a whole job
   std::shared_ptr<FlushAgent> agent_;
   std::mutex reconnectMutex_;  // guards onReconnected_
   std::function<void(int)> onReconnected_;
-  std::unique_ptr<std::atomic<bool>[]> isOut_;  // by rank: of the job's view
+  std::unique_ptr<std::atomic<bool>[]> isOut_;  // by rank: out of the job's view
   std::vector<RetiredMemory> reserved_;
   RetiredMemory shared_;
   PrivateBlock undo_;
   PrivateBlock scratch_;
-  // Too small by now. Cards that peers reach would have to take their keys back.
+  // Blocks that are too small by now. To free one, its keys would have to be revoked at cards that
+  // peers reach.
   std::vector<PrivateBlock> outgrown_;
   std::vector<const std::byte*> sources_;
   std::unique_ptr<ListedGroup> listed_;

@@ -11,8 +11,8 @@ namespace {
 
 using StampWord = std::atomic<uint64_t> Slot::*;
 
-// What a rank has published of its operations. Its slots may change while we look: what is read of
-// a group that moves is as old as the look, of one that is stuck it stands.
+// The slots that a rank has published. They may change while we read them, unless the group is
+// stuck.
 class Slots {
  public:
   Slots(const Group& group, int rank) {
@@ -84,7 +84,7 @@ class Description {
     return std::ranges::binary_search(flush_.active, rank) &&
            !std::ranges::binary_search(flush_.left, rank);
   }
-  // Of who takes part with us, those for which this does not hold.
+  // The other active ranks for which the predicate is false.
   template <typename Predicate>
   std::vector<int> without(Predicate&& predicate) const {
     std::vector<int> ranks;
@@ -154,7 +154,7 @@ class Description {
   bool isMapped(int rank) const { return group_.window().peerPtr(rank) != nullptr; }
   uint64_t endedOf(int rank) const {
     if (isMapped(rank)) return group_.endedWord(rank).load(std::memory_order_acquire);
-    // Who has begun an operation has ended the one before.
+    // A rank that has begun an operation has ended the one before.
     const uint64_t begun = slots_[rank].last(&Slot::begun);
     return std::max(flush_.ended[rank], begun > 0 ? begun - 1 : 0);
   }

@@ -9,12 +9,12 @@ namespace mooncake {
 
 class Group;
 
-// What a group is doing as this rank sees it, in words: whom it waits for in which operation, and
-// how far every rank has come. Several lines, each ends with a newline. Reads only, takes the flush
-// agent's mutex for a moment. Any thread, at any time, also while the group is stuck.
+// Describes the state of a group in words, as this rank sees it: its operation, the ranks that it
+// waits for, and how far every rank has come. Several lines, each ends with a newline. Only reads;
+// takes the flush agent's mutex for a moment. Any thread, any time, also while the group is stuck.
 std::string describeState(const Group& group);
 
-// Keeps a group in the list of those that a signal has described. Ends before the group does.
+// Keeps a group in the list of groups that the signal describes. Destroyed before the group is.
 class ListedGroup {
  public:
   explicit ListedGroup(const Group& group);
@@ -26,9 +26,9 @@ class ListedGroup {
   const Group& group_;
 };
 
-// From now on this signal has the states of all groups of this process written to stderr, by a
-// thread of their own: whatever the others are stuck in. Refused when the signal has a handler
-// already, or is ignored. Not undone. Forked children do nothing on the signal.
+// From now on this signal writes the states of all groups of this process to stderr. A thread of
+// its own writes them, also while all others are stuck. Refused if the signal has a handler
+// already, or is ignored. Cannot be undone. Forked children do nothing on the signal.
 Status describeStatesOnSignal(int signal);
 
 }  // namespace mooncake

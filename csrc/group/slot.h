@@ -19,20 +19,20 @@
 //   128    own slot 0       of operations with an even number; read by the ranks that map this part
 //          own slot 1       of operations with an odd number
 //          inbox slots      [rank][2]: where the ranks that do not map us put theirs
-//          mailboxes        [rank]: for what runs beside operations: point-to-point messages
+//          mailboxes        [rank]: for point-to-point messages, which run beside operations
 //
 //   slot:  0  ready, done, result region | 64  begun, call, payload size, input region | 128
 //   payload
 //
-// `begun`, `ready` and `done` are stamps, written by the slot's owner only: which attempt at which
-// operation has come so far. Data is written only while its stamp is lower. A slot is used again
-// two operations later, after everybody has begun the operation in between, which proves that
-// everybody has ended this one (docs/membership.md).
+// `begun`, `ready` and `done` are stamps: the operation, and the attempt at it, that has come so
+// far. Only the slot's owner writes them. Data is written only while its stamp is lower. A slot is
+// used again two operations later, after all ranks have begun the operation in between. That proves
+// that all of them have ended this one (docs/membership.md).
 namespace mooncake {
 
 struct alignas(64) Slot {
-  // Large operations: this rank's share of the result can be fetched / this rank has all that it
-  // needs.
+  // Large operations only. `ready`: this rank's share of the result can be fetched. `done`: this
+  // rank has all that it needs.
   std::atomic<uint64_t> ready;
   std::atomic<uint64_t> done;
   RemoteRegion result;  // announced by `ready`
@@ -41,8 +41,8 @@ struct alignas(64) Slot {
   alignas(64) std::atomic<uint64_t> begun;
   Call call;
   uint32_t payloadBytes;
-  // The ranks that do not map this slot were put a payload of their own each. Nobody could pass
-  // such a one on, so the operation ends with `done` of all, whatever its size.
+  // 1: each rank that does not map this slot was put a payload of its own. No other rank could
+  // supply that payload, so the operation ends with `done` of all ranks, at any size.
   uint32_t isSplit;
   RemoteRegion input;
 
@@ -53,8 +53,8 @@ constexpr size_t kSlotHeaderBytes = 128;
 static_assert(offsetof(Slot, result) == 16 && offsetof(Slot, begun) == 64);
 static_assert(offsetof(Slot, payload) == kSlotHeaderBytes);
 
-// A stamp, from the highest bit: epoch 12, number 38, round 14. So it grows with every attempt, and
-// what an earlier one left behind never overtakes.
+// A stamp, from the highest bit: epoch 12 bits, number 38, round 14. So it grows with every
+// attempt, and a late put of an earlier attempt never replaces a later stamp.
 constexpr int kStampRoundBits = 14;
 constexpr int kStampNumberBits = 38;
 constexpr uint64_t makeStamp(uint64_t number, Attempt attempt) {
@@ -64,21 +64,22 @@ constexpr uint64_t makeStamp(uint64_t number, Attempt attempt) {
 constexpr uint64_t stampNumber(uint64_t stamp) {
   return stamp >> kStampRoundBits & ((uint64_t(1) << kStampNumberBits) - 1);
 }
-// What the fields of a stamp hold. Beyond it a group ends with an error.
+// Largest values of a stamp's fields. Beyond them the group ends with an error.
 constexpr uint64_t kMostOperations = (uint64_t(1) << kStampNumberBits) - 1;
 constexpr uint32_t kMostRounds = (uint32_t(1) << kStampRoundBits) - 1;
 constexpr int kMaxRanks = 1024;
 static_assert(kMaxRanks <= RankSet::kLimit);
 static_assert(kMaxRanks <= 1 << (64 - kStampNumberBits - kStampRoundBits), "losses fit a stamp");
 
-// What a rank put into its slot at the beginning of an operation, to be put again for it.
+// Copy of the slot that a rank published at the beginning of an operation. Another rank puts it
+// again for a rank that is behind.
 struct SlotCopy {
   uint64_t stamp = 0;
   size_t offset = 0;  // of the slot in the receiver's part
-  Bytes data;         // from behind the stamp on
+  Bytes data;         // of the slot, from the end of the stamp on
 };
 
-// Where things lie in a part. The same on every rank of a group.
+// Offsets in a part. The same on every rank of a group.
 class PartLayout {
  public:
   PartLayout(int size, size_t payloadBytes, size_t mailboxBytes)
@@ -88,7 +89,7 @@ class PartLayout {
 
   size_t bytes() const {
     return mailbox(size_) - Window::kUserOffset;
-  }  // of the free use of a part
+  }  // of a part, without its doorbell
 
   size_t ended() const { return Window::kUserOffset; }
   size_t core() const { return ended() + sizeof(uint64_t); }

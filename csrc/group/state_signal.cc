@@ -1,4 +1,4 @@
-// The states of all groups, when a signal asks for them.
+// Writes the states of all groups when a signal asks for them.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -30,14 +30,15 @@ Listed& listed() {
   return all;
 }
 
-// All that the handler needs: it may call next to nothing.
+// The handler's data. The handler may call async-signal-safe functions only.
 std::atomic<int> wakeUp{-1};
 std::atomic<uint32_t> madeIn{0};
 
 void onSignal(int) {
   const int before = errno;
   const int fd = wakeUp.load(std::memory_order_acquire);
-  // A forked child has no thread that would answer, and the descriptor's number may mean another.
+  // A forked child has no thread that would answer, and may use the descriptor's number for another
+  // file.
   if (fd >= 0 && forkGeneration() == madeIn.load(std::memory_order_relaxed)) {
     const uint64_t once = 1;
     [[maybe_unused]] const auto written = ::write(fd, &once, sizeof(once));
@@ -50,7 +51,7 @@ void describeAll() {
   std::lock_guard lock(all.mutex);
   for (const Group* group : all.groups) {
     std::istringstream lines(describeState(*group));
-    // Whoever asked wants to see it, whatever the level is.
+    // The user asked for these lines, so they are written at every log level.
     for (std::string line; std::getline(lines, line);)
       logLine(LogLevel::kInfo, group->engine().logName(), line);
   }
@@ -64,7 +65,7 @@ void answerSignals(int fd) {
   }
 }
 
-// Once per process. Detached: it ends with it.
+// Starts the answering thread, once per process. It is detached and ends with the process.
 Status startAnswering() {
   if (wakeUp.load() >= 0 && madeIn.load() == forkGeneration()) return {};
   const int fd = ::eventfd(0, EFD_CLOEXEC);
