@@ -8,8 +8,8 @@
 namespace mooncake {
 namespace {
 
-// In a forked child the arenas are not mapped, and their addresses and descriptors may be something
-// else's: nothing is given back there.
+// Deleter of a tensor, which keeps `memory` until then. In a forked child it leaks the memory: the
+// arenas are not mapped there, and their addresses and descriptors may have other owners.
 template <typename Memory>
 auto keeping(std::shared_ptr<Memory> memory) {
   return [memory = std::move(memory), generation = forkGeneration()](void*) {
@@ -33,7 +33,7 @@ at::Tensor tensorInArena(const Engine& engine, int64_t elements, const at::Tenso
   const auto type = c10::typeMetaToScalarType(options.dtype());
   size_t bytes = 0;
   if (elements < 0 || __builtin_mul_overflow(size_t(elements), at::elementSize(type), &bytes))
-    refuse("allocate_tensor: " + std::to_string(elements) + " elements");
+    refuse("allocate_tensor: the size " + std::to_string(elements) + " is negative or too large");
   auto own = std::make_shared<OwnBlock>();
   own->arena = engine.sharedArena();
   own->block = orThrow(own->arena->allocate(bytes));

@@ -10,9 +10,10 @@
 // Tensors over memory that processes of a host share.
 namespace mooncake {
 
-// Of this engine's arena, zeroed: ranks on the host can map it. It may outlive the engine.
+// Allocates a zeroed tensor in the engine's arena, which the ranks of the host can map. The tensor
+// may outlive the engine.
 at::Tensor tensorInArena(const Engine& engine, int64_t elements, const at::TensorOptions& options);
-// Over a peer's memory, which `mapping` keeps mapped.
+// Makes a tensor over a peer's memory, which `mapping` keeps mapped.
 at::Tensor tensorOver(std::span<std::byte> memory, at::IntArrayRef shape, at::ScalarType type,
                       std::shared_ptr<const void> mapping);
 

@@ -179,9 +179,8 @@ bool mark(std::vector<bool>& marks, const at::Tensor& tensor, const std::byte* b
   return true;
 }
 
-// Of tensors whose extents overlap, as columns of a matrix do, which lie between each other:
-// whether two have an element in one place. Costs about as much as to copy them, which is done
-// anyway.
+// True if two of the tensors have an element in the same place. Their extents overlap, as those of
+// the columns of a matrix do. Costs about as much as a copy of the tensors, which is made anyway.
 bool shareElements(std::span<const Place> places) {
   const std::byte* begin = places.front().extent.data();
   const std::byte* end = begin;
@@ -208,7 +207,7 @@ void checkApart(const std::vector<at::Tensor>& outputs, const char* operation) {
   const auto refuseShared = [&] {
     refuse(std::string(operation) + ": two of the outputs share memory");
   };
-  // A row of places, each of which begins before those ahead of it have ended.
+  // One run of places: each begins before an earlier place of the run has ended.
   for (size_t first = 0, next = 0; first < places.size(); first = next) {
     const std::byte* end = nullptr;
     bool isContiguous = true;

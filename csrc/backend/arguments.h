@@ -10,8 +10,8 @@
 #include "base/result.h"
 #include "collectives/reduce_cpu.h"
 
-// What all calls of c10d ask of their arguments. Everything here throws what Python is to see,
-// before anything is sent. `operation`: the call, as Python knows it.
+// Checks of the arguments of c10d's calls. Before anything is sent, they throw the exceptions that
+// Python sees. `operation`: the name of the call in Python.
 namespace mooncake {
 
 [[noreturn]] void refuse(const std::string& message);  // ValueError
@@ -25,23 +25,24 @@ T orThrow(Result<T> result) {
 DType typeOf(const at::Tensor& tensor, const char* operation);
 ReduceKind kindOf(const c10d::ReduceOp& op, const char* operation);
 Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
-// What the tensor gives to a reduction: itself, or with PREMUL_SUM its product with the factor.
+// The tensor's contribution to a reduction: itself, or with PREMUL_SUM its product with the factor.
 Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
 
 std::string sizesOf(const at::Tensor& tensor);
 void checkSameType(const at::Tensor& output, const at::Tensor& input, const char* operation);
-// Of a tensor that is written to: its elements are in places of their own.
+// Checks a tensor that the operation writes: no two of its elements may share memory.
 void checkOutput(const at::Tensor& tensor, const char* what);
-// Of one that is written to on some ranks.
+// Checks a tensor that the operation writes on some ranks only.
 void checkUsed(const at::Tensor& tensor, bool isWritten, const char* what);
-// As many tensors as ranks, each checked, of the input's type and size.
+// Checks a list with one tensor for each rank: all have the type of `like`, and its number of
+// elements.
 void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
                      const char* operation, const char* role);
-// The same where ranks may have more or less than others: ours is of the size of `own`.
+// The same, but the tensors of other ranks may have any size. Ours must have the size of `own`.
 void checkEachRank(const std::vector<at::Tensor>& tensors, const at::Tensor& own, int rank,
                    int size, const char* operation, const char* role);
 bool areAlike(const std::vector<at::Tensor>& tensors);  // in size
-// Two of them would write into the same memory.
+// Refuses outputs that share memory with each other.
 void checkApart(const std::vector<at::Tensor>& outputs, const char* operation);
 
 }  // namespace mooncake

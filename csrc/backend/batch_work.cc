@@ -43,11 +43,11 @@ bool BatchWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   std::exception_ptr first;
   for (const WorkPtr& work : works_) {
-    // 0 is no timeout.
+    // A timeout of 0 would mean none.
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left());
     try {
       work->wait(timeout <= kNoTimeout ? kNoTimeout : std::max(left, kLeastTimeout));
-    } catch (const python_error&) {  // of a signal handler: no message is waited for any more
+    } catch (const python_error&) {  // raised by a signal handler: no longer waits for messages
       first = std::current_exception();
       for (const WorkPtr& other : works_) {
         if (auto* message = dynamic_cast<MessageWork*>(other.get()))

@@ -10,7 +10,7 @@ namespace mooncake {
 
 class Completions;
 
-// Several works as one: ended when all have, with the first error of them.
+// Several works as one. It ends when all of them have ended, with their first error.
 class BatchWork : public c10d::Work {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -22,7 +22,7 @@ class BatchWork : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  // For all of them, whatever becomes of one: their memory is the caller's again.
+  // Waits for all of them, also if one fails. Afterwards their memory is the caller's again.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
   std::vector<at::Tensor> result() override;
@@ -30,10 +30,10 @@ class BatchWork : public c10d::Work {
 
   // In the order of the calls.
   const std::vector<WorkPtr>& works() const { return works_; }
-  // All that one of them has lost, ascending.
+  // Ranks that any of the works has lost, ascending.
   std::vector<int> lostRanks() const;
   int capacity() const { return capacity_; }
-  // Of the works; null: there are none.
+  // The completion thread of the works; null: there are no works.
   std::shared_ptr<Completions> completions() const;
 
  private:

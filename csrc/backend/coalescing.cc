@@ -5,8 +5,8 @@
 namespace mooncake {
 namespace {
 
-// The kernel gives a thread's id to another one when the thread has ended: these are never used
-// again.
+// Number of the calling thread. The kernel reuses the id of a thread that has ended; these numbers
+// are never used again.
 uint64_t thisThread() {
   static std::atomic<uint64_t> next{0};
   thread_local const uint64_t number = next.fetch_add(1, std::memory_order_relaxed);

@@ -25,7 +25,7 @@ class Coalescing {
       at::Tensor tensor;
       int peer;
       int tag;
-      size_t place;  // of its work
+      size_t place;  // of its work in `works`
     };
     std::vector<KeptMessage> messages;
     std::vector<WorkPtr> works;            // in the order of the calls; null: a kept message
@@ -41,7 +41,7 @@ class Coalescing {
   std::shared_ptr<Batch> end();
 
  private:
-  std::atomic<size_t> open_{0};                         // blocks; most calls look no further
+  std::atomic<size_t> open_{0};                         // number of blocks; 0: no lock is taken
   std::mutex mutex_;                                    // guards batches_
   std::map<uint64_t, std::shared_ptr<Batch>> batches_;  // by the number of the thread
 };

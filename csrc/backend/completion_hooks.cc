@@ -5,8 +5,8 @@
 
 namespace mooncake {
 
-// A recorder knows works of several groups by their keys, also of other backends, which count from
-// 1 or take addresses.
+// Keys begin at a random number. A recorder sees the keys of several groups, also of other
+// backends, which count from 1 or use addresses.
 CompletionHooks::CompletionHooks() : hooks_(std::make_shared<Hooks>()) {
   std::random_device source;
   nextKey_ = uint64_t(source()) << 32 | source();

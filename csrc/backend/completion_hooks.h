@@ -9,10 +9,10 @@
 
 namespace mooncake {
 
-// Who is told of every operation of a group that has ended well, by the key that its Work has. On
-// whatever thread found it, with locks of ours held: they do not call us, nor wait for Python's
-// lock. Nobody is told under the lock that guards who is told: they may hold locks of their own
-// while they sign off.
+// Hooks that are called for every operation of a group that has ended well, with the key of its
+// Work. A hook runs on the thread that found the end, with locks of ours held: it must not call us,
+// nor wait for Python's lock. Hooks run without mutex_: a caller of remove() may hold a lock that
+// its hook takes.
 class CompletionHooks {
  public:
   using Hook = std::function<void(uint64_t key)>;

@@ -1,4 +1,4 @@
-// The calls of c10d that are about the group as such, or put several calls together.
+// The calls of c10d that concern the group itself, and batches of calls.
 #include <algorithm>
 
 #include "backend/arena_tensors.h"
@@ -26,8 +26,8 @@ void MooncakeBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wa
   submit(c10d::OpType::BARRIER, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
 }
 
-// A message of a batch that is not posted yet. torch waits for the batch's work and never for this
-// one, unless the block that began the batch ended by an exception: nobody ends the batch then.
+// A message of a batch that is not posted yet. torch waits for the batch's work. It waits for this
+// one only if the batch's block ended by an exception: endCoalescing() is not called then.
 class MooncakeBackend::KeptWork final : public c10d::Work {
  public:
   KeptWork(int rank, c10d::OpType type, std::weak_ptr<Coalescing::Batch> batch)
@@ -67,12 +67,12 @@ MooncakeBackend::WorkPtr MooncakeBackend::endCoalescing() {
   (void)coalescing_.end();
   Coalescing::Batch& batch = *block;
   if (batch.error) std::rethrow_exception(batch.error);
-  // Copies first: to make one may fail, and nothing is posted then.
+  // Copies first: if one of them fails, nothing is posted.
   std::vector<std::shared_ptr<MessageMemory>> memories;
   for (const auto& kept : batch.messages) memories.push_back(memoryOf(kept.tensor));
   std::vector<c10::intrusive_ptr<MessageWork>> posted;
   try {
-    // Receives first: what comes meanwhile goes where it belongs at once.
+    // Receives first: data that arrives meanwhile then goes straight to its place.
     for (const bool isSend : {false, true}) {
       for (size_t i = 0; i < batch.messages.size(); ++i) {
         const auto& kept = batch.messages[i];
@@ -130,7 +130,8 @@ void MooncakeBackend::registerCompletionHook(int64_t id, c10d::CompletionHook ho
 void MooncakeBackend::unregisterCompletionHook(int64_t id) { hooks_->remove(id); }
 #endif
 
-// What tells them of a message's end. A message of which nobody is to be told costs nothing.
+// The function that tells the completion hooks of a message's end. Null without hooks, so that such
+// a message costs nothing.
 PointToPoint::OnDone MooncakeBackend::tellingOf(uint64_t key) const {
   if (!hooks_->any()) return nullptr;
   return [hooks = hooks_, key] { hooks->tell(key); };
@@ -188,7 +189,7 @@ BackendOptions MooncakeBackend::optionsOfMerge(const Options& opts) const {
   return merged;
 }
 
-// This rank first.
+// This rank comes first.
 std::vector<MergeMember> MooncakeBackend::mergeMembers() const {
   std::vector<MergeMember> members{{.id = engine_->id()}};
   for (int r = 0; r < size_; ++r) {

@@ -10,7 +10,7 @@
 namespace mooncake {
 namespace {
 
-// The list of one rank: c10d has a list of them, for backends with several devices.
+// The only list of this rank. c10d passes a list of lists, for backends with several devices.
 const std::vector<at::Tensor>& onlyList(const std::vector<std::vector<at::Tensor>>& lists,
                                         const char* operation) {
   if (lists.size() != 1)
@@ -19,7 +19,7 @@ const std::vector<at::Tensor>& onlyList(const std::vector<std::vector<at::Tensor
   return lists[0];
 }
 
-// Of a rank that is not the root.
+// Checks the lists of a rank that is not the root.
 void checkNone(const std::vector<std::vector<at::Tensor>>& lists, const char* operation) {
   for (const auto& list : lists) {
     if (!list.empty()) refuse(std::string(operation) + ": only the root has a list of tensors");
@@ -56,17 +56,17 @@ std::vector<Flat> givenAll(const std::vector<at::Tensor>& tensors, const c10d::R
   return flats;
 }
 
-// Then what every rank gives is exchanged in slots, which cost the same for any number of tensors.
+// True: the tensors are exchanged in slots, which cost the same for any number of tensors.
 bool fit(const std::vector<Flat>& given, size_t most) {
   size_t bytes = 0;
   for (const Flat& flat : given) bytes += aligned(flat.place().size());
   return bytes <= most;
 }
 
-// One part for each rank, of different lengths, as rows that are as long as the longest.
+// One part for each rank, of different lengths, as rows of the length of the longest part.
 struct Rows {
   at::Tensor data;
-  uint32_t lengths = 1;  // other parts are another call
+  uint32_t lengths = 1;  // hash of the parts' lengths: must be the same on all ranks
 };
 
 Rows rowsOf(const std::vector<Flat>& parts) {

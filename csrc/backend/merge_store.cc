@@ -5,14 +5,14 @@
 namespace mooncake {
 namespace {
 
-// What each rank says, wire form:
+// The list of a rank, wire form:
 //   u32 version  u32 members  { id  string lost (<= 512) } * members
 // The first member is the rank itself.
 constexpr uint32_t kVersion = 1;
 constexpr uint32_t kMostMembers = 4096;
 constexpr size_t kMostLost = 512;
 
-// Between two looks at what the others have said.
+// Interval between two looks at the lists of the others.
 constexpr auto kLook = std::chrono::milliseconds(300);
 
 std::string keyOf(int rank) { return "mooncake/merge/" + std::to_string(rank); }
@@ -67,14 +67,14 @@ Status MergeStore::canBeComplete() {
   }
   const bool hasLostCaller =
       std::ranges::any_of(callers_, [this](const EngineId& id) { return !known_[id].empty(); });
-  // As long as not so many are known, a group that nobody knows of yet may come.
+  // While fewer members than expected are known, an unknown group may still arrive.
   const bool areTooFew = known_.size() >= size_t(size_) && left < size_t(size_);
   if (!hasLostCaller && !areTooFew) return {};
   return {ErrorCode::kRefused,
           "merge_remote_group of " + std::to_string(size_) + " ranks cannot be complete: " + lost +
               (lost.empty() ? "" : "; ") + std::to_string(left) +
-              " of the ranks that were to come "
-              "are left. Call it again with their number and a new store, or a new prefix in it"};
+              " of the ranks that can join are "
+              "left. Call it again with their number and a new store, or a new prefix in it"};
 }
 
 Status MergeStore::say() {
@@ -85,7 +85,8 @@ Status MergeStore::say() {
   return {};
 }
 
-// Ranks are numbered as they come, so the first that has said nothing is the last to look for.
+// Ranks are numbered in the order in which they come. So the search ends at the first rank that has
+// published no list.
 Status MergeStore::hear() {
   while (come_.size() < size_t(size_)) {
     const std::string next = keyOf(static_cast<int>(come_.size()));

@@ -8,13 +8,14 @@
 namespace mooncake {
 namespace {
 
-// How often the thread looks while somebody who waits drives the messages, and how long it sleeps
-// at the doorbell before it looks for deadlines and for the end of its own work.
+// How often the thread looks while a waiting caller drives the messages.
 constexpr auto kLookBesideWaiter = std::chrono::milliseconds(10);
+// How long the thread sleeps at the doorbell before it looks for deadlines and for stop().
 constexpr auto kLookAlone = std::chrono::milliseconds(50);
-// A blocking receive is over before this; only what lasts longer is worth a thread.
+// A blocking receive is over before this. Only messages that last longer are worth the thread.
 constexpr auto kGrace = std::chrono::milliseconds(1);
-// Whoever waits for a message that was just ended needs a turn on a core, and maybe a copy.
+// A caller that waits for a message that was just ended needs a turn on a core, and perhaps time
+// for a copy.
 constexpr auto kToGetOut = std::chrono::seconds(10);
 
 }  // namespace

@@ -14,8 +14,9 @@
 
 namespace mooncake {
 
-// Moves messages on while nobody waits for them. Whoever waits does it better, so the thread only
-// looks now and then while somebody does, and sleeps for good while nothing is under way.
+// Makes progress with messages that no caller waits for, on a thread of its own. A waiting caller
+// does it better: meanwhile the thread only looks now and then. While no message is under way, it
+// sleeps.
 class MessageDriver {
  public:
   MessageDriver(Group& group, std::shared_ptr<Completions> completions, bool lostMessagesReturn);
@@ -23,17 +24,17 @@ class MessageDriver {
 
   PointToPoint& messages() { return messages_; }
   const std::shared_ptr<Completions>& completions() const { return completions_; }
-  // A send or a receive whose other side is lost raises nothing: a receive gives zeros, and the
-  // work tells by its failed ranks.
+  // True: a send or a receive does not raise when its peer is lost. The receive then gives zeros,
+  // and MessageWork::failedRanks() names the peer.
   bool lostMessagesReturn() const { return lostMessagesReturn_; }
-  // A message was posted and is not finished. kExhausted: there is no thread to move it on, and the
-  // caller cancels it.
+  // Wakes the thread: a message was posted and is not finished. kExhausted: there is no thread, and
+  // the caller must cancel the message.
   Status watch();
-  // Runs the task on the completion thread once the message is finished. Without a thread to move
-  // the message on it is cancelled.
+  // Runs the task on the completion thread once the message is finished. If there is no thread for
+  // its progress, the message is cancelled.
   void whenFinished(std::shared_ptr<Message> message, std::function<void()> task);
-  // Ends every message that is under way; no thread of ours runs afterwards, and no other one is in
-  // messages(). The group may go then; not if false: somebody is in there still.
+  // Ends every message that is under way, and our thread. True: no other thread is in messages(),
+  // so the group may go. False: one still is.
   bool stop();
 
  private:

@@ -9,7 +9,7 @@
 namespace mooncake {
 
 // Tensors of one message. The message holds them until it ends, its MessageWork until the caller
-// drops that. So the memory lasts whatever the caller forgets first.
+// drops the work. So the memory lasts as long as either needs it.
 class MessageMemory {
  public:
   MessageMemory(at::Tensor tensor, std::shared_ptr<Completions> completions)
@@ -18,10 +18,10 @@ class MessageMemory {
   // for Python's lock: the completion thread drops the tensors, unless drop() did.
   ~MessageMemory();
 
-  std::span<std::byte> bytes() const { return flat_.bytes(); }  // of what is sent
-  std::span<std::byte> place() const { return flat_.place(); }  // for what is received
+  std::span<std::byte> bytes() const { return flat_.bytes(); }  // data of a send
+  std::span<std::byte> place() const { return flat_.place(); }  // room for a receive
   const at::Tensor& tensor() const { return tensor_; }
-  // The bytes stand in a buffer of their own: a receive copies them back.
+  // True: the bytes are in a buffer beside the tensor, and a receive copies them back.
   bool isCopy() const { return flat_.isCopy(); }
   void copyBack() const { flat_.copyBack(); }
   // Fills the tensor with zeros.

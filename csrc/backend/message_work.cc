@@ -11,7 +11,7 @@
 namespace mooncake {
 namespace {
 
-// Ends the one message: the group goes on.
+// A signal handler that raises ends this one message; the group goes on.
 class MessageInterrupt final : public Interruptible {
  public:
   explicit MessageInterrupt(MessageWork& work) : work_(work) {}
@@ -34,7 +34,8 @@ MessageWork::MessageWork(int rank, int capacity, c10d::OpType type,
       message_(std::move(message)),
       memory_(std::move(memory)) {}
 
-// A finished message has let go of its memory. Else the completion thread drops it at its end.
+// A finished message holds its memory no longer. Else the completion thread drops the memory when
+// the message ends.
 MessageWork::~MessageWork() {
   if (memory_ && message_->finished()) memory_->drop();
 }
@@ -92,7 +93,7 @@ std::vector<int> MessageWork::failedRanks() const {
   return others;
 }
 
-// Once it is finished.
+// Only for a finished message.
 bool MessageWork::isLostQuietly() const {
   const auto kind = message_->kind();
   return driver_->lostMessagesReturn() && message_->status().code() == ErrorCode::kPeerLost &&
@@ -108,7 +109,7 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
     auto error = self->isLostQuietly() ? nullptr : self->exception();
     try {
       if (!error) self->takeOver();
-    } catch (...) {  // torch's: what leaves a thread ends the process
+    } catch (...) {  // of torch: an exception that leaves a thread ends the process
       error = std::current_exception();
     }
     if (error) {
@@ -124,7 +125,7 @@ void MessageWork::takeOverQuietly() {
   try {
     takeOver();
   } catch (const std::exception&) {
-    // The flag is not set: wait() copies again, and raises.
+    // taken_ is not set: wait() copies again, and raises.
   }
 }
 

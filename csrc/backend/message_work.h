@@ -30,14 +30,15 @@ class MessageWork : public c10d::Work {
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
-  // The tensor of a send or a receive; nothing of a window's call.
+  // The tensor of a send or a receive; empty for a window's call.
   std::vector<at::Tensor> result() override;
   int sourceRank() const override;
   // Ends it with this error, unless it is finished.
   void cancel(const Error& why);
-  // The other side, once it is finished because that is lost; all others where it could be any.
+  // If the message ended because its peer is lost: the peer, or all other ranks for a receive from
+  // any source. Else empty.
   std::vector<int> failedRanks() const;
-  // Gives a finished receive to its tensor; an error of torch's waits for the caller's own wait().
+  // Copies a finished receive to its tensor. If torch throws, the caller's own wait() raises that.
   void takeOverQuietly();
   int capacity() const { return capacity_; }
   // Without `override`: c10d::Work has it since torch 2.15 only.
@@ -46,8 +47,8 @@ class MessageWork : public c10d::Work {
   const std::shared_ptr<Completions>& completions() const;
 
  private:
-  // Once, when it is finished: gives a receive to a tensor that is not contiguous, or zeros to one
-  // whose other side is lost, and the profiler its end.
+  // Ends a finished message, once: ends the profiler's event, and copies a receive to a tensor that
+  // is not contiguous. If the peer is lost quietly, the tensor becomes zeros.
   void takeOver();
   bool isLostQuietly() const;
 

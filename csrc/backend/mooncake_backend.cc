@@ -16,8 +16,8 @@
 namespace mooncake {
 namespace {
 
-// The elements that go to or come from each rank, by the splits of the first dimension (equal ones
-// when none given).
+// Returns the number of elements that go to or come from each rank. `splits` divides the first
+// dimension; if it is empty, all ranks have equal parts.
 std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector<int64_t>& splits,
                                      int size, const char* what) {
   const int64_t rows = tensor.dim() ? tensor.size(0) : 0;
@@ -50,7 +50,7 @@ std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector
   return elements;
 }
 
-// torch's new_group([0, 0]) would wait for a rank that nobody is.
+// torch's new_group([0, 0]) would wait for a rank that does not exist.
 void checkRanks(std::vector<int> ranks) {
   std::ranges::sort(ranks);
   const auto twice = std::ranges::adjacent_find(ranks);
@@ -58,9 +58,8 @@ void checkRanks(std::vector<int> ranks) {
     refuse("rank " + std::to_string(*twice) + " stands twice in the list of the group's ranks");
 }
 
-// Writes 1 and 0 for the ranks of the group into the tensor, whose first elements they are. On any
-// thread, without Python's lock; whoever reads the tensor's memory meanwhile sees each element
-// before or after.
+// Writes 1 (active) or 0 for each rank of the group to the first elements of the tensor. Any
+// thread, without Python's lock. A concurrent reader sees each element before or after the change.
 void show(const GroupView& view, int size, const at::Tensor& mirror) {
   if (mirror.is_cpu()) {
     int32_t* elements = mirror.mutable_data_ptr<int32_t>();
@@ -75,7 +74,7 @@ void show(const GroupView& view, int size, const at::Tensor& mirror) {
     show(view, size, staged);
     mirror.narrow(0, 0, size).copy_(staged, /*non_blocking=*/true);
   } catch (const std::exception& error) {
-    log(LogLevel::kError, "active_ranks", "cannot be shown on the device: ", error.what());
+    log(LogLevel::kError, "active_ranks", "cannot be copied to the device: ", error.what());
   }
 }
 
@@ -93,8 +92,8 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   if (options_.capacity == 0) options_.capacity = size;
   if (!options_.activeRanks.defined()) options_.activeRanks = at::ones({size}, at::kInt);
   if (world) {
-    // Who is out makes no groups either, nor who is a forked child: the engine's threads are not
-    // here.
+    // A rank that is out of the job makes no groups, and a forked child does not either: it has no
+    // threads of the engine.
     world->refuseInForkedChild();
     if (job_->hasLeft) throwError({ErrorCode::kAborted, kDestroyed});
     throwIfError(world->membership_->standing());
@@ -163,13 +162,13 @@ void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Dea
       return;
     }
     const Error error = plain.explain(group.error());
-    // Either nobody is in this generation any more, and another one comes; or that has come and is
-    // the reason: then whatever went wrong in the old one does not matter.
+    // kInterrupted: no rank is in this generation any more, and another one comes. Any other error
+    // does not matter if a successor has come, which is then its cause.
     if (error.code == ErrorCode::kInterrupted) {
       const Status successor = generation->awaitSuccessor(init);
       if (!successor.ok()) throwError(plain.explain(successor.error()));
     } else if (!generation->hasSuccessor()) {
-      // The others learn the cause from the goodbye, also where the store is gone. An engine that
+      // The goodbye tells the cause to the other ranks, even if the store is gone. An engine that
       // the caller lent to this job stays.
       if (!options_.engine) {
         engine_->leave({Farewell::How::kFailed, "it could not make the group: " + error.message});
@@ -313,7 +312,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
   std::vector<Flat> out = flatten(outputs[0]);
   if (!areAlike(outputs[0])) {
     Flat in(input);
-    in.standApart();  // outputs of other sizes may lie anywhere in it
+    in.standApart();  // outputs of other sizes may overlap it anywhere
     return submit(c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
                   [this, in = std::move(in), out = std::move(out),
                    dtype = typeOf(input, "all_gather"), timeout = effective(opts.timeout)] {
@@ -471,7 +470,7 @@ c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type,
           : messages.receive(memory->place(), peer, uint32_t(tag), until, tellingOf(key), memory);
   auto work = c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_, message,
                                                memory, profile, key);
-  // The caller may drop the work, and wants the data in its tensor all the same.
+  // If the caller drops the work, the data must still reach its tensor.
   if (type != c10d::OpType::SEND && memory->isCopy()) {
     if (work->finished()) {
       work->takeOverQuietly();

@@ -31,7 +31,7 @@
 #include "engine/engine.h"
 #include "group/group.h"
 
-// No macro of torch's tells hooks that come at the end of an operation from those that do not.
+// torch has no macro of its own for hooks at the end of an operation.
 #if defined(C10D_BACKEND_HAS_HOOKS) && (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15)
 #define MOONCAKE_HAS_COMPLETION_HOOKS
 #endif
@@ -43,18 +43,18 @@ struct BackendOptions {
   std::string groupName;
   std::vector<int> globalRanks;
   std::chrono::milliseconds timeout;
-  std::optional<std::chrono::milliseconds> messageTimeout;  // none: the same
+  std::optional<std::chrono::milliseconds> messageTimeout;  // none: `timeout`
   bool lostMessagesReturn = false;  // in mode `continue`: see MessageDriver::lostMessagesReturn()
   Env env;
-  at::Tensor activeRanks;  // int32, mirrors who is active; the caller's own when one was given
+  at::Tensor activeRanks;  // int32, 1 for each active rank; the caller's own when one was given
   int capacity = 0;        // ranks that the group may grow to; 0: its size
-  // Of somebody else, who uses it, too: a job on it runs under env.jobKey, which is the engine's,
-  // and leaves its peers alone at its end. None: the job makes its own.
+  // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the
+  // key of a lent engine. When the job ends, the engine stays, without connections to its peers.
   std::shared_ptr<Engine> engine;
   // Key of the job's store, without prefixes, under which a launcher names the ranks that died.
   // Empty: no launcher does.
   std::string launcherKey;
-  // Of the group that this rank comes from, where groups are merged into this one.
+  // If groups are merged into this one: the members of the group that this rank comes from.
   MergeStore::Members mergeMembers;
 };
 
@@ -63,62 +63,64 @@ class MooncakeBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // Collective over the group; blocks until all are there or options.timeout is over. With `world`
-  // the group shares the engine of another one, which must contain all members.
+  // Collective over the group. Blocks until all members are there, at most for options.timeout.
+  // With `world` the group shares the engine of that group, which must contain all members.
   MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                   BackendOptions options, const MooncakeBackend* world);
   ~MooncakeBackend() override;
 
   const std::string getBackendName() const override { return options_.name; }
-  // What a group that is split off starts with; the caller's own copy. Without `override`, as
-  // setTimeout(): c10d::Backend has both since torch 2.9 only.
+  // The options that a split-off group starts with; the copy is the caller's. This function and
+  // setTimeout() have no `override`: c10d::Backend has both since torch 2.9 only.
   c10::intrusive_ptr<Options> getBackendOptions();
   // Whether later calls can succeed, and why not.
   c10d::ErrorType getError() override;
   void setTimeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
-  // Leaves in good order: waits until what was called has ended, here and where others need our
-  // memory for it, at most for the failure timeout. Every later call is refused. The group that the
-  // job began with takes all other groups of the job with it and says goodbye to the peers, whoever
-  // still holds an object of them; the others let rank 0 go first.
+  // Leaves in good order. Waits until all calls have ended, here and on ranks that need our memory
+  // for them, at most for failure_timeout. Every later call is refused. The group that the job
+  // began with also leaves all other groups of the job, even if the caller still holds them, and
+  // says goodbye to the peers. Its ranks other than 0 first wait a moment until rank 0 has gone.
   void shutdown() override;
-  // shutdown(), and everything is given back: threads are joined, the engine goes with its last
+  // Leaves the group and gives everything back: joins the threads; the engine goes with its last
   // group. Waits for the completion thread, which may wait for Python's lock: do not hold that
-  // lock. Nothing may be called afterwards. In a forked child all of it is left as it is: the
-  // threads that it waits for are the parent's.
+  // lock. Nothing may be called afterwards. A forked child leaves everything as it is: the threads
+  // are the parent's.
   void close();
-  // The first half of shutdown(), or the process ends. False: there was nothing to leave any more.
-  // Who has failed waits for nobody.
+  // Leaves this group only: the first half of shutdown(), and for each group when the process ends.
+  // Returns false if the group was not usable any more. With kFailed it waits for no other rank.
   bool leaveGroup(Farewell::How how = Farewell::How::kDestroyed);
-  // Leaves all groups that share the engine, and says goodbye to the peers: nothing is heard of
-  // anybody afterwards. The process ends: waits for the completion thread.
+  // At the end of the process: leaves all groups that share the engine, and says goodbye to the
+  // peers. Nothing is received afterwards. Waits for the completion thread, at most for
+  // failure_timeout.
   void leaveJob(const Farewell& farewell);
   // Ends everything that is under way with an error.
   void abort() override;
 #ifdef C10D_BACKEND_HAS_HOOKS
-  // Called at the beginning of abort(), on its thread.
+  // The hook is called at the beginning of abort(), on its thread.
   bool supportsAbortHooks() const override { return true; }
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
   void unregisterAbortHook(int64_t id) override;
 #endif
 #ifdef MOONCAKE_HAS_COMPLETION_HOOKS
-  // Of collectives, messages, and what windows do: see CompletionHooks.
+  // The hook is called for collectives, messages, and calls of windows: see CompletionHooks.
   bool supportsCompletionHooks() const override { return true; }
   void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
   void unregisterCompletionHook(int64_t id) override;
 #endif
 #ifdef C10D_BACKEND_HAS_WINDOW
   bool supportsWindow() const override { return true; }
-  // Collective with a tensor, which is registered at once.
+  // With a tensor, the call is collective and registers the tensor.
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
-  // A group of the same ranks for operations of somebody else's, in the same job. Collective over
-  // the group. Throws.
+  // Makes a group of the same ranks in the same job, for operations of another module. Collective
+  // over the group. Throws.
   std::unique_ptr<Group> makeGroup(const std::string& purpose, size_t slotBytes,
                                    size_t mailboxBytes, bool raises, Deadline deadline) const;
-  // Of memory that the ranks of a host can map. Both without `override`: torch has them like this
-  // since 2.9, or somewhat before. torch passes a device index; for the CPU it is -1.
+  // Allocates a tensor in memory that the ranks of the host can map. This function and the next
+  // have no `override`: torch has them in this form since 2.9, or somewhat before. The device index
+  // of the CPU is -1.
   at::Tensor allocateTensor(long size, at::TensorOptions options);
   bool supportsTensorAlloc(c10::DeviceIndex index) { return index < 0; }
 
@@ -137,7 +139,7 @@ class MooncakeBackend : public c10d::Backend {
                         std::vector<int64_t>& inputSplits,
                         const c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
-  // Raises and names who did not come in time, on every rank; the first one only, or all of them.
+  // Raises on every rank, and names the ranks that did not come in time: the first one, or all.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
   WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                  const c10d::GatherOptions& opts) override;
@@ -159,8 +161,9 @@ class MooncakeBackend : public c10d::Backend {
                                           std::vector<at::Tensor>& inputs,
                                           const c10d::ReduceScatterOptions& opts) override;
   bool supportsCoalescing() const override { return true; }
-  // Between the two, messages are kept, and then posted at once if all of them are right; whatever
-  // else is called begins as always. One work for all of it. Calls of other threads are not in it.
+  // Messages that are called between the two are kept, and then posted together, unless one of them
+  // was refused. Collectives begin as always. endCoalescing() returns one work for all calls. Calls
+  // of other threads are not part of the batch.
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
   WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override;
@@ -168,11 +171,11 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
   at::Tensor activeRanks() const { return options_.activeRanks; }
-  // Of a group of these ranks of ours, which the new one's rank order follows.
+  // Options for a group of these ranks of this group; the list is the new group's rank order.
   BackendOptions optionsOfSplit(const std::vector<int>& ranks, const Options& opts) const;
-  // Of a group that ours is merged into. To be used as long as this group lives.
+  // Options for a group that this one is merged into. Only used while this group lives.
   BackendOptions optionsOfMerge(const Options& opts) const;
-  // Options have it since torch 2.9: nobody splits groups before.
+  // Options have a group name since torch 2.9. Older versions split no groups.
   template <typename GivenOptions>
   static std::string groupNameIn(const GivenOptions& opts) {
     if constexpr (requires { opts.group_name; }) return opts.group_name;
@@ -182,17 +185,16 @@ class MooncakeBackend : public c10d::Backend {
   const char* onFailure() const { return options_.env.raises ? "raise" : "continue"; }
   uint64_t epoch() const;  // of the job's view
   std::vector<RankEvidence> evidence() const;
-  // Ranks of the group that the last view counts in, as activeRanks() shows them, and that have not
-  // left it.
+  // Ranks that are in the last view, as activeRanks() shows them, and have not left the group.
   std::vector<int> survivors() const;
   // See CollectiveQueue::acknowledgeLoss().
   bool acknowledgeLoss();
-  // Throws what every call does once this rank is out of the job.
+  // Throws the error of every later call, if this rank is out of the job.
   void checkStanding() const;
-  // Throws what send() and recv() do for such arguments.
+  // Throws the error of send() or recv() for these arguments, if they are wrong.
   void checkMessage(c10d::OpType type, const std::vector<at::Tensor>& tensors, int peer,
                     int tag) const;
-  // What the group is doing, in words: see describeState().
+  // Describes the state of the group in words: see describeState().
   std::string state() const;
   // "shm", "tcp", ...: the wire to a rank.
   std::string transportTo(int rank) const;
@@ -223,7 +225,8 @@ class MooncakeBackend : public c10d::Backend {
   std::shared_ptr<MessageMemory> memoryOf(const at::Tensor& tensor) const;
   c10::intrusive_ptr<MessageWork> start(c10d::OpType type, std::shared_ptr<MessageMemory> memory,
                                         int peer, int tag);
-  // What torch itself calls before endCoalescing(): that one raises, and so ends the batch.
+  // Runs a call that torch makes between startCoalescing() and endCoalescing(). Keeps its error for
+  // endCoalescing(), which raises it and so ends the batch.
   template <typename Call>
   WorkPtr withinBatch(Call&& call) {
     const auto batch = coalescing_.current();
@@ -248,9 +251,9 @@ class MooncakeBackend : public c10d::Backend {
 
   class KeptWork;
 
-  // The groups of this process that share an engine, and so one goodbye.
+  // The groups of this process that share an engine, and therefore one goodbye.
   struct Job {
-    std::mutex mutex;  // guards groups, while they leave, too
+    std::mutex mutex;  // guards `groups`, also while they leave
     std::set<MooncakeBackend*> groups;
     std::atomic<bool> hasLeft{false};
   };
@@ -262,14 +265,14 @@ class MooncakeBackend : public c10d::Backend {
   std::mutex abortHooksMutex_;  // guards abortHooks_; hooks run without it
   std::map<int64_t, std::function<void()>> abortHooks_;
   const uint32_t forkGeneration_ = forkGeneration();
-  const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // what waitForRankZerosExit() waits for
-  const bool inOurWorld_;  // a group of a job that the default group of ours is
+  const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // for waitForRankZerosExit(); may be null
+  const bool inOurWorld_;                                // made within the job of another group
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Completions> completions_;
   const std::shared_ptr<CompletionHooks> hooks_ = std::make_shared<CompletionHooks>();
   std::shared_ptr<Membership> membership_;  // of the job; all its groups share it
   const std::shared_ptr<Job> job_;
-  std::mutex leaveMutex_;  // leaveGroup()
+  std::mutex leaveMutex_;  // one leaveGroup() at a time
   std::unique_ptr<Group> group_;
   std::shared_ptr<MessageDriver> messages_;
   std::shared_ptr<CollectiveQueue> queue_;

@@ -13,7 +13,7 @@
 
 namespace mooncake {
 
-// c10d's MergeOptions, where the torch has them.
+// c10d's MergeOptions, if this torch has them.
 template <typename Group>
 struct MergeOptionsIn {
   struct Type {};
@@ -26,23 +26,24 @@ struct MergeOptionsIn<Group> {
 template <typename Group>
 using MergeOptionsOf = typename MergeOptionsIn<Group>::Type;
 
-// A group of nothing but one backend of ours, and the groups made of it. c10d calls groups of all
-// backends that it does not know itself "custom".
+// A process group with one backend, ours. Groups that are split from it or merged from it have this
+// class, too. Without it, c10d names all groups of backends that it does not know "custom".
 class NamedGroup final : public c10d::ProcessGroup {
  public:
   NamedGroup(c10::intrusive_ptr<c10d::Store> store,
              const c10::intrusive_ptr<c10d::Backend>& backend,
              const std::vector<c10::Device>& devices);
   const std::string getBackendName() const override { return name_; }
-  // c10d has them for the backends that it knows, and newer torch not the first. The backend counts
-  // from the beginning: there is nothing to set.
+  // c10d implements these two for the backends that it knows; newer torch has no longer the first.
+  // Our backend counts from the beginning, so there is nothing to set.
   virtual void setSequenceNumberForGroup() {}
   uint64_t getSequenceNumberForGroup() override {
     return getDefaultBackend()->getSequenceNumberForGroup();
   }
 
-  // c10d has these two since torch 2.9, and splitGroup() with a sixth argument since some later
-  // one: what is there is overridden, so nothing here says `override`.
+  // c10d has splitGroup() and mergeRemoteGroup() since torch 2.9, and splitGroup() with a sixth
+  // argument since some later version. These override c10d's functions as far as they exist, so
+  // none of them says `override`.
   using Duration = std::optional<std::chrono::milliseconds>;
   using SplitOptions = std::optional<c10::intrusive_ptr<c10d::Backend::Options>>;
   using Name = std::optional<std::string>;
@@ -73,7 +74,7 @@ class NamedGroup final : public c10d::ProcessGroup {
       const StoreWithoutClones borrowed(*this);
       return named(this->Base::splitGroup(arguments...));
     }
-    return nullptr;  // not of this torch: nobody calls it
+    return nullptr;  // this torch has no splitGroup(), and never calls it
   }
   template <typename Base, typename... Arguments>
   c10::intrusive_ptr<ProcessGroup> merge(const Arguments&... arguments) {
@@ -81,9 +82,10 @@ class NamedGroup final : public c10d::ProcessGroup {
       return named(this->Base::mergeRemoteGroup(arguments...));
     return nullptr;
   }
-  // While it lives, a clone of the group's store is that store. For a group that is split off torch
-  // opens another connection to the store's server, which may be gone, and tries until the store's
-  // timeout is over. No group of ours needs one: new_group() shares it, too.
+  // While this lives, clone() of the group's store returns the store itself. For a split-off group,
+  // torch would open another connection to the store's server. If the server is gone, torch retries
+  // until the store's timeout is over. No group of ours needs a connection of its own: new_group()
+  // shares one, too.
   class StoreWithoutClones {
    public:
     explicit StoreWithoutClones(NamedGroup& group) : group_(group), store_(group.store_) {
@@ -108,7 +110,8 @@ class NamedGroup final : public c10d::ProcessGroup {
     NamedGroup& group_;
     const c10::intrusive_ptr<c10d::Store> store_;
   };
-  // The same group, of this class. Null stays null: not of the group.
+  // Makes an object of this class for the same group. Null stays null: this rank is not in the
+  // group.
   template <typename Base>
   static c10::intrusive_ptr<ProcessGroup> named(const c10::intrusive_ptr<Base>& plain) {
     if (!plain) return nullptr;

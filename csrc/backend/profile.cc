@@ -5,7 +5,7 @@
 namespace mooncake {
 namespace {
 
-// As torch's own backends call them: tools that read traces look for these.
+// Names that torch's own backends use: tools that read traces look for them.
 const char* eventOf(c10d::OpType type) {
   switch (type) {
     case c10d::OpType::ALLREDUCE:

@@ -9,8 +9,8 @@
 
 namespace mooncake {
 
-// What torch's profiler is to show of a call: its event begins when the call is made, and ends when
-// it has finished. Nothing, as long as nobody profiles.
+// A call's event for torch's profiler. It begins with the call and ends when the call has finished.
+// Empty while no profiler runs.
 struct Profile {
   std::string name;  // "mooncake-cpu:all_reduce"
   std::optional<std::vector<at::Tensor>> inputs;

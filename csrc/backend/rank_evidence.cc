@@ -5,8 +5,8 @@
 namespace mooncake {
 namespace {
 
-// Of the evidence and what the job's membership says of a rank: what is certain, else what the view
-// is about.
+// Name of the way in which a rank ended: our own evidence if it is certain, else the cause that the
+// job's view has.
 const char* kindOf(const Evidence* seen, const Membership::Seen* accused) {
   const auto kind = seen ? seen->kind : Evidence::Kind::kUnreachable;
   const bool isCertain = kind == Evidence::Kind::kGoodbye || kind == Evidence::Kind::kEnded ||

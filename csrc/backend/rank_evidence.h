@@ -9,7 +9,7 @@
 
 namespace mooncake {
 
-// What is known of the end of a rank.
+// Evidence of the end of a rank.
 struct RankEvidence {
   int rank = 0;  // of the group
   std::string kind;
@@ -17,8 +17,8 @@ struct RankEvidence {
   std::chrono::steady_clock::time_point when;
 };
 
-// Of the ranks of the group of which we have seen the end or know who has, in rank order.
-// `jobRank`: of a rank of the group.
+// Returns the evidence about ranks of the group, in rank order: our own, and that of peers.
+// `jobRank` returns the global rank of a rank of the group.
 std::vector<RankEvidence> evidenceIn(const Group& group, const std::function<int(int)>& jobRank);
 
 }  // namespace mooncake

@@ -9,40 +9,41 @@
 
 namespace mooncake {
 
-// What a handler of one of the program's signals raised.
+// The exception that a signal handler of the program raised.
 struct RaisedBySignal {
-  std::exception_ptr exception;  // null: nothing
+  std::exception_ptr exception;  // null: none
   std::string name;              // "KeyboardInterrupt"
 };
 
-// Runs the handlers of the signals that have come, on the one thread that may. Set once, before the
-// first group is made.
+// Runs the handlers of the signals that have come. Only one thread may: Python's main thread. Set
+// once, before the first group is made.
 using RunSignalHandlers = RaisedBySignal (*)();
 void setRunSignalHandlers(RunSignalHandlers run, pthread_t thread);
 
-// While one lives on the thread that runs signal handlers, waits of this thread run them, and when
-// one raises something, give up. A wait that is over before it sleeps knows nothing of it.
+// While an object lives on the thread that runs signal handlers, waits of this thread run them. If
+// a handler raises, giveUp() ends the wait. A wait that is over before it sleeps runs no handler.
 class Interruptible : private SleepObserver {
  public:
   Interruptible(const Interruptible&) = delete;
   Interruptible& operator=(const Interruptible&) = delete;
 
-  // For waits at a condition variable: asks now and then. False: they may sleep for good.
+  // For waits at a condition variable. True: they must call onSleep() every kInterval. False: they
+  // may sleep for good.
   bool isActive() const { return isActive_; }
   using SleepObserver::kInterval;
   void onSleep() override;
-  // What has been raised, if something was. After the wait.
+  // After the wait: rethrows the exception that a handler raised, if one did.
   void rethrow() const {
     if (raised_.exception) std::rethrow_exception(raised_.exception);
   }
   bool wasInterrupted() const { return raised_.exception != nullptr; }
-  // The calling thread runs handlers, which have interrupted a wait of its own.
+  // True if the calling thread is in a signal handler that has interrupted a wait of its own.
   static bool isHandling();
 
  protected:
   Interruptible();
   ~Interruptible();
-  // Has to end the wait. `why` names what was raised.
+  // Must end the wait. `why` names the exception.
   virtual void giveUp(const std::string& why) = 0;
 
  private:

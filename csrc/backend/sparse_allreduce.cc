@@ -1,6 +1,6 @@
-// The sum of sparse tensors: everybody's indices and values are exchanged, and every rank adds all
-// of them itself, in rank order. Two operations with one verdict: first how much each rank has,
-// then the data. Whoever is lost in between contributes nothing.
+// The sum of sparse tensors. The ranks exchange their indices and values, and every rank adds all
+// of them in rank order. Two operations with one verdict: the first exchanges shapes and sizes, the
+// second the data. A rank that is lost in between contributes nothing.
 #include <algorithm>
 #include <cstring>
 
@@ -23,7 +23,7 @@ struct Shape {
 
 struct Extent {
   Shape shape;
-  int64_t elements = 0;  // not zero
+  int64_t elements = 0;  // number of elements that are stored
 };
 
 std::string describe(const Shape& shape) {
@@ -39,7 +39,7 @@ class SparseSum {
   Status run() {
     MOONCAKE_TRY(exchangeExtents());
     MOONCAKE_TRY(exchangeData());
-    // As sums of dense tensors: half precision is rounded once, at the end.
+    // Half precision is rounded once, at the end, as in sums of dense tensors.
     const at::ScalarType type = own_.scalar_type();
     const at::ScalarType wide = at::isReducedFloatingType(type) ? at::kFloat : type;
     at::Tensor sum;
@@ -125,7 +125,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduceSparse(const at::Tensor& tens
                                                           const c10d::AllreduceOptions& opts) {
   if (!tensor.is_cpu()) throwIfError(checkTensor(tensor, "the sparse tensor of all_reduce"));
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
-    refuse("all_reduce of a sparse tensor: there is SUM, not " +
+    refuse("all_reduce of a sparse tensor: only SUM is supported, not " +
            std::string(reduceName(kindOf(opts.reduceOp, "all_reduce"))));
   if (tensor.dim() > kMostDims)
     refuse("all_reduce of a sparse tensor of " + std::to_string(tensor.dim()) +

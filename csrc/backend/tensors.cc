@@ -164,7 +164,7 @@ bool overlap(ConstSpan a, ConstSpan b) {
   return a.data() < b.data() + b.size() && b.data() < a.data() + a.size();
 }
 
-// As a rule: all of the ones lie before or behind all of the others.
+// The usual case: all of `ones` lie before or behind all of `others`.
 bool areApart(const std::vector<Span>& ones, const std::vector<Span>& others) {
   const auto hull = [](const std::vector<Span>& spans) {
     const std::byte *begin = spans[0].data(), *end = begin;
@@ -188,7 +188,8 @@ std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
   std::ranges::sort(places, {}, [](Span place) { return place.data(); });
   for (size_t i = 0; i < flats.size(); ++i) {
     const Span bytes = flats[i].place(), own = outputs[size_t(rank) * flats.size() + i];
-    if (bytes.empty() || bytes.data() == own.data()) continue;  // as long as it, so no other's
+    if (bytes.empty() || bytes.data() == own.data())
+      continue;  // fills its own output, so overlaps no other
     const auto behind = std::ranges::lower_bound(places, bytes.data() + bytes.size(), {},
                                                  [](Span place) { return place.data(); });
     if (behind != places.begin() && overlap(*std::prev(behind), bytes)) flats[i].standApart();
@@ -223,7 +224,7 @@ void keepApart(std::vector<Flat>& flats) {
     if (flats[i].tensor().numel() > 0) extents.push_back({extentOf(flats[i].tensor()), i});
   }
   std::ranges::sort(extents, {}, [](const Extent& one) { return one.bytes.data(); });
-  // A row of extents, each of which begins before those ahead of it have ended.
+  // One run of extents: each begins before an earlier extent of the run has ended.
   size_t first = 0;
   const std::byte* end = nullptr;
   for (size_t i = 0; i < extents.size(); ++i) {
@@ -253,7 +254,7 @@ std::vector<Span> cut(Span bytes, const std::vector<int64_t>& elements, size_t e
 
 namespace {
 
-// A longer row is fetched by itself: a system call costs less than to copy it twice.
+// A row of at least this length is fetched alone: a system call costs less than two copies.
 constexpr size_t kShortRow = 64 << 10;
 
 }  // namespace
@@ -276,12 +277,12 @@ FlatList::FlatList(std::vector<Flat> flats, int rows, bool isShort)
     of->members.push_back(i);
   }
   for (auto& [dtype, members] : shortOnes) {
-    // Where they stood in the list: as buffers they are behind all that is long, and a list in
-    // another order is another call.
+    // Hash of the places of the short tensors in the list. As buffers they come after all long
+    // ones, and a list in another order is another call.
     uint32_t places = 1;
     for (const size_t member : members) places = hashOn(places, member);
     if (members.size() == 1) {
-      const bool isAlone = flats_.size() == 1;  // as a tensor that is no list
+      const bool isAlone = flats_.size() == 1;  // the same call as for a tensor without a list
       buffers_.push_back({flats_[members[0]].place(), dtype, isAlone ? 0 : places});
       continue;
     }

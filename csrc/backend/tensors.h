@@ -17,16 +17,15 @@ namespace mooncake {
 // kInvalidArgument for a type that the wire does not know.
 Result<DType> dtypeOf(const at::Tensor& tensor);
 
-// Refuses what no operation can take: not on the CPU, not strided (sparse, nested), quantized,
-// without memory, not defined. `what` names the argument.
+// Refuses tensors that no operation can take: not on the CPU, not strided (sparse, nested),
+// quantized, without memory, not defined. `what` names the argument.
 Status checkTensor(const at::Tensor& tensor, const char* what);
 
 // The bytes of a contiguous tensor.
 std::span<std::byte> bytesOf(const at::Tensor& contiguous);
 
-// While it lives, results are written to the tensor as data, on whatever thread: nothing is
-// recorded for gradients, and an inference tensor may be written, which is an error outside of that
-// mode.
+// While this lives, its thread writes results to the tensor as plain data. Autograd records
+// nothing. An inference tensor may be written, which is an error outside of inference mode.
 class PlainWrites {
  public:
   explicit PlainWrites(const at::Tensor& tensor);
@@ -45,18 +44,19 @@ class PlainWrites {
 class Flat {
  public:
   explicit Flat(at::Tensor tensor);
-  // `flat`: of the same type and as many elements, contiguous. It has the contents.
+  // `flat`: contiguous, of the same type and number of elements. It has the contents already.
   Flat(at::Tensor tensor, at::Tensor flat) : tensor_(std::move(tensor)), flat_(std::move(flat)) {}
   // The product of the tensor and a factor.
   static Flat scaled(at::Tensor tensor, const at::Scalar& factor);
 
-  // Where the bytes lie or will lie; their number.
+  // The memory of the bytes. A copy may not be filled yet.
   std::span<std::byte> place() const { return bytesOf(flat_); }
   // The bytes. Fills a copy the first time.
   std::span<std::byte> bytes() const;
   const at::Tensor& tensor() const { return tensor_; }
   bool isCopy() const { return !flat_.is_same(tensor_); }
-  // From here on a copy, so that nothing else that overlaps it matters. Before bytes().
+  // Makes this a copy, so that writes to memory that overlaps the tensor do not matter. Called
+  // before bytes().
   void standApart();
   void copyBack() const;
 
@@ -71,44 +71,46 @@ class Flat {
 std::vector<Flat> flatten(const std::vector<at::Tensor>& tensors);
 std::vector<Span> spansOf(const std::vector<Flat>& flats);
 std::vector<Span> placesOf(const std::vector<Flat>& flats);
-// From the first to the last element; strides are never negative.
+// The bytes from the first to the last element; strides are never negative.
 ConstSpan extentOf(const at::Tensor& tensor);
-// Its parts for or from each rank, of the same length.
+// Cuts a run of bytes into one part for each rank, all of the same length.
 std::vector<Span> partsOf(Span bytes, int size);
 // Cuts a run of bytes into consecutive pieces.
 std::vector<Span> cut(Span bytes, const std::vector<int64_t>& elements, size_t elementSize);
-// Of all, where it is ok.
+// Copies all of them back, if the status is ok.
 void copyBack(const Status& status, const std::vector<Flat>& flats);
 
-// A gathering rank's inputs; outputs[r * inputs.size() + i] is for rank r's i-th one, and none
-// overlaps another. Copies where other data is written over them: each may lie where its own goes.
+// The inputs of a gathering operation. outputs[r * inputs.size() + i] receives the i-th input of
+// rank r, and no two outputs overlap. An input becomes a copy if it overlaps an output that
+// receives other data; it may lie in its own output.
 std::vector<Flat> inputsBeside(const std::vector<at::Tensor>& inputs,
                                const std::vector<Span>& outputs, int rank);
-// An output that shares memory with inputs is written when the operation is over: a rank that is
-// lost may make it run again, and others may read the inputs until then.
+// The output of an operation, a copy if it shares memory with inputs. So the shared memory is
+// written when the operation is over: the loss of a rank may make it run again, and other ranks may
+// read the inputs until then.
 Flat outputBeside(const at::Tensor& output, std::span<const Flat> inputs);
 
-// Those whose tensors may share memory become copies: each is read as it was, and where they do
-// share it the last that is given back stays.
+// Makes copies of tensors that may share memory with each other. Each is read as it was. Where two
+// share memory, the one that is copied back last stays.
 void keepApart(std::vector<Flat>& flats);
 
-// Several of them in one operation, as few buffers: what is too short to be fetched by itself
-// travels together with others of its type, in a copy.
+// Several tensors of one operation, as few buffers. Tensors that are too short to be fetched one by
+// one are packed with others of their type into one copy.
 class FlatList {
  public:
-  // Each tensor is `rows` rows of the same length. What is short is told by its rows: lists whose
-  // tensors have rows of the same lengths are put together alike. `isShort`: all of it fits a slot,
-  // where nothing is fetched.
+  // Each tensor has `rows` rows of the same length. The length of a row decides whether a tensor is
+  // short, so lists with the same lengths of rows are packed alike. `isShort`: all tensors together
+  // fit a slot, and none is fetched.
   FlatList(std::vector<Flat> flats, int rows, bool isShort);
 
-  // With the contents of the tensors: see Flat.
+  // Returns the buffers, with the contents of the tensors: see Flat.
   Buffers buffers() const;
-  // Of all buffers, row by row: outputs of all_gather.
+  // Returns the parts of all buffers, row by row: the outputs of all_gather.
   std::vector<Span> rows() const;
   void copyBack() const;
 
  private:
-  // Buffers that are copies: of these tensors, row by row.
+  // A buffer that is a copy of several tensors, row by row.
   struct Bundle {
     at::Tensor bytes;
     std::vector<size_t> members;

@@ -36,7 +36,7 @@ TorchWindow::TorchWindow(MooncakeBackend& backend)
       messages_(backend.messages_),
       size_(backend.getSize()) {}
 
-// Not in a forked child, where a thread of the parent's may hold the locks for ever.
+// A forked child leaks its members: a thread of the parent may hold their locks for ever.
 TorchWindow::~TorchWindow() {
   if (forkGeneration_ != forkGeneration()) {
     new Registered(std::move(registered_));
@@ -77,12 +77,12 @@ void TorchWindow::tensor_deregister() {
     return window->close(*group->group_, Deadline::after(timeout));
   };
   group->submit(c10d::OpType::UNKNOWN, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
-  Registered ended;  // after the lock: a tensor's end may wait for Python's lock
+  Registered ended;  // destroyed without the lock: a tensor's end may wait for Python's lock
   std::lock_guard lock(mutex_);
   std::swap(registered_, ended);
 }
 
-// `post` is handed whom to tell when it is done.
+// `post` starts the message. It is passed the function to call when the message is done.
 template <typename Post>
 TorchWindow::WorkPtr TorchWindow::start(MooncakeBackend& group, bool async,
                                         std::shared_ptr<MessageMemory> memory, Post&& post) {
@@ -151,10 +151,10 @@ at::Tensor TorchWindow::map_remote_tensor(int64_t rank) {
   if (of == group->getRank()) return tensor;
   if (window->mapped(of).data() == nullptr) {
     throwError({ErrorCode::kUnsupported,
-                "map_remote_tensor: what rank " + std::to_string(of) +
-                    " registered is not mapped here (transport " + group->transportTo(of) +
+                "map_remote_tensor: the tensor of rank " + std::to_string(of) +
+                    " is not mapped here (transport " + group->transportTo(of) +
                     "). Ranks of one host can map tensors that the backend's allocate_tensor() "
-                    "made: register such a one there. Else use put()"});
+                    "made: register one of these there. Else use put()"});
   }
   return tensorOver(window->mapped(of), window->shape(of), tensor.scalar_type(),
                     window->mapping(of));
@@ -165,7 +165,7 @@ c10d::WindowAttr TorchWindow::get_attr(int64_t peerRank) {
   return {.access_type = c10d::WindowAccessType::UNIFIED};
 }
 
-// Refuses what must not, or cannot, do anything any more.
+// Returns the window's group. Throws if it was destroyed or has failed, and in a forked child.
 c10::intrusive_ptr<MooncakeBackend> TorchWindow::backend(const char* call) const {
   auto backend = backend_.lock();
   if (!backend)

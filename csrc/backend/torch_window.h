@@ -13,10 +13,10 @@
 
 namespace mooncake {
 
-// torch's window over an RmaWindow: checks arguments and hands over. Without a tensor it is nothing
-// but the object. May outlive its group, which then refuses. A tensor that is registered is kept,
-// whatever `owning` says, until it is deregistered or the window goes: what the others put after
-// its end would land in memory that serves something else.
+// torch's window over an RmaWindow: checks arguments and passes them on. It may outlive its group;
+// its calls are refused then. A registered tensor is kept until it is deregistered or the window is
+// destroyed, even if `owning` is false: otherwise later puts of other ranks would land in memory
+// that has another use.
 class TorchWindow final : public c10d::Window {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -34,8 +34,9 @@ class TorchWindow final : public c10d::Window {
   c10d::WindowAttr get_attr(int64_t peerRank) override;
 
  private:
-  // The window and its tensor: together, so that a call uses what it has looked at. The members end
-  // in reverse order: first the window, into which the others put, and then its memory.
+  // The window and its tensor, copied together: a call uses the pair that it has checked. The
+  // members are destroyed in reverse order: first the window, which others put into, then its
+  // memory.
   struct Registered {
     at::Tensor tensor;
     std::shared_ptr<RmaWindow> window;
