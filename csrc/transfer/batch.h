@@ -16,7 +16,7 @@ namespace mooncake::transfer {
 
 enum class Opcode : uint8_t { kRead, kWrite };
 
-// What a user asks for. Addresses are those of the processes in which the memory lies.
+// One transfer to carry out. `local` is an address of this process, `remote` one of the peer's.
 struct TransferRequest {
   Opcode opcode = Opcode::kRead;
   uint64_t local = 0;
@@ -38,13 +38,13 @@ enum class TaskState : uint8_t {
 
 struct Task {
   TransferRequest request;
-  std::shared_ptr<const RegisteredBuffer> memory;  // the local one, while the transfer lasts
+  std::shared_ptr<const RegisteredBuffer> memory;  // holds `local` until the transfer ends
   std::atomic<TaskState> state{TaskState::kWaiting};
-  // Each once: what we knew of the peer was old; the peer was another engine.
+  // The peer was asked for its registrations anew. Done once at most.
   bool hasRefreshed = false;
 };
 
-// Transfers that were asked for together. Any thread may look; who submits does so one at a time.
+// Transfers submitted together. Any thread may read the state; one thread at a time submits.
 class Batch {
  public:
   Batch(uint64_t id, size_t capacity) : id(id), capacity(capacity), tasks(new Task[capacity]) {}
@@ -53,11 +53,11 @@ class Batch {
   const size_t capacity;
   const std::unique_ptr<Task[]> tasks;
   std::atomic<size_t> submitted{0};
-  std::atomic<size_t> ended{0};  // of those; the last touch of the batch by who carries it out
+  std::atomic<size_t> ended{0};  // tasks; a driver's last access to the batch increments it
   std::atomic<size_t> failed{0};
   std::atomic<bool> hasTimedOut{false};
-  // Guarded by the queue.
-  size_t next = 0;  // to be begun
+  // Guarded by the TaskQueue's mutex.
+  size_t next = 0;  // index of the first task that no driver has claimed
   bool isQueued = false;
 
   Deadline deadline() const { return Deadline::at(Clock::time_point(Clock::duration(deadline_))); }
@@ -73,15 +73,16 @@ class Batch {
   std::atomic<Clock::rep> deadline_{0};
 };
 
-// By id. A batch stays until it is released. Bounded in what all of them hold together.
+// The batches of an engine, by id. Each stays until release(). All of them together hold at most
+// kMostTasks tasks. Any thread.
 class BatchTable {
  public:
   static constexpr size_t kMostTasks = size_t(1) << 20;
 
-  // Null: too many.
+  // Null if `capacity` is 0, or if the table would hold more than kMostTasks.
   std::shared_ptr<Batch> add(size_t capacity);
   std::shared_ptr<Batch> find(uint64_t id) const;
-  // kInvalid: there is none; kBatchBusy: it is not over.
+  // kInvalid: no batch has this id. kBatchBusy: transfers of the batch are still under way.
   Code release(uint64_t id);
   std::vector<std::shared_ptr<Batch>> all() const;
 

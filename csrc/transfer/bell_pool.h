@@ -8,9 +8,9 @@
 
 namespace mooncake::transfer {
 
-// Doorbells for those who wait for transfers, one at a time each. Whoever ends a transfer may still
-// look at its bell when the waiter has long gone on, so they outlive the engine's channels and are
-// used again, not given back.
+// Doorbells for threads that wait for transfers; each serves one waiter at a time. A thread that
+// ends a transfer may still read its bell after the waiter has gone on. Bells therefore outlive the
+// engine's channels, and are reused instead of freed.
 class BellPool {
  public:
   Doorbell& take() {

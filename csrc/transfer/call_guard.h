@@ -6,7 +6,8 @@
 
 namespace mooncake::transfer {
 
-// Whoever is in a call of an engine. False: it is closed, or this is a forked child.
+// Counts the callers inside an engine. Converts to false if the engine is closed, or if this
+// process is a forked child.
 class TransferEngine::Call {
  public:
   explicit Call(const TransferEngine& engine) {

@@ -4,8 +4,8 @@
 
 namespace mooncake::transfer {
 
-// What callers of the transfer engine see: 0 is good, the rest is negative. The numbers are those
-// that callers of Mooncake know.
+// Codes that the transfer engine returns to its callers: 0 is success, errors are negative. The
+// numbers are Mooncake's.
 enum Code : int {
   kGood = 0,
   kInvalid = -1,
@@ -25,7 +25,8 @@ enum Code : int {
   kNotImplemented = -303,
 };
 
-// Of an error on the way to a peer. kSystem stands for a name that does not resolve.
+// Translates the error of an attempt to reach a peer. kSystem means a host name that does not
+// resolve.
 inline Code codeOf(ErrorCode code) {
   switch (code) {
     case ErrorCode::kOk:

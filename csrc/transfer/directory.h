@@ -10,25 +10,26 @@
 
 namespace mooncake::transfer {
 
-// The segments that an engine knows, by name and by number. Any thread.
+// The segments that an engine has opened, by name and by id. Any thread.
 class Directory {
  public:
   static constexpr int32_t kOurs = 0;  // LOCAL_SEGMENT of transfer_engine_c.h
 
-  // `context` outlives it. `name`: our own.
+  // `context` must outlive the directory. `name` is our own.
   Directory(const SegmentContext& context, std::string name);
 
   const std::string& name() const { return name_; }
-  // Whoever is not known yet is asked who it is. The error is why it cannot be reached.
+  // Returns the segment, and connects to its engine if it was not open yet. Fails if that engine
+  // cannot be reached.
   Result<std::shared_ptr<Segment>> open(const std::string& name, Deadline deadline);
-  // Whether the engine of this name answers. Needs no metadata server while a peer of this name
-  // stands connected.
+  // Checks that the engine of this name answers. Needs no metadata server while a peer of this name
+  // is connected.
   Status probe(const std::string& name, Deadline deadline) const;
-  std::shared_ptr<Segment> find(int32_t id) const;  // null: there is none
+  std::shared_ptr<Segment> find(int32_t id) const;  // null if no segment has this id
   std::vector<std::shared_ptr<Segment>> all() const;
-  // What is known of it is asked for again when it is opened next.
+  // Forgets the segment: the next open() asks its engine again. kInvalid: no segment has this id.
   Code close(int32_t id);
-  // Asks all of them again. The first error.
+  // Asks the engines of all segments again. Returns the first error.
   Status refresh(Deadline deadline);
 
  private:

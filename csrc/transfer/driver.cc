@@ -42,7 +42,7 @@ void Driver::run() {
   }
 }
 
-// Begins all that get a slot.
+// Claims and begins every task that gets a slot.
 void Driver::fill() {
   std::optional<Clock::time_point> now;
   while (const auto claim = queue_.pop(context_.slots)) {
@@ -65,7 +65,7 @@ void Driver::fill() {
   }
 }
 
-// Moves the flights that have ended to the free ones.
+// Moves flights that have ended to the free list.
 void Driver::sweep() {
   if (!std::exchange(hasEnded_, false)) return;
   std::erase_if(flying_, [this](Flight* flight) {
@@ -80,8 +80,9 @@ bool Driver::anyNews() const {
                      [](const Flight* flight) { return hasNews(*flight); });
 }
 
-// Until a flight has news, or nextLook_. With nothing in a counted slot, other drivers' ends and
-// new tasks are news, too: all that is under way here may be with peers that do not answer.
+// Blocks until a flight has news, or until nextLook_. A driver without a counted slot also wakes
+// when other drivers end transfers or new tasks arrive, because its own transfers may all be with
+// peers that do not answer.
 void Driver::await() {
   std::optional<SlotPool::Rest> rest;
   if (counted_ == 0) {
@@ -109,7 +110,7 @@ void Driver::begin(Flight& flight) {
   due_.push_back(&flight);
 }
 
-// Where the other end is.
+// Finds the peer and the region of the transfer's other end.
 Status Driver::place(Flight& flight) {
   const TransferRequest& request = flight.claim.task->request;
   const uint32_t right = request.opcode == Opcode::kRead ? kRemoteRead : kRemoteWrite;
@@ -125,10 +126,11 @@ Status Driver::place(Flight& flight) {
   return {};
 }
 
-// What is due, in lists of one channel and one direction: small ones become few system calls.
+// Gives due flights to their channels, one call for each run with the same peer and direction.
+// Small transfers thus share system calls.
 void Driver::flush() {
   std::vector<Flight*> due;
-  while (!due_.empty()) {  // what cannot begin may be due again
+  while (!due_.empty()) {  // a flight that cannot begin may become due again
     due.swap(due_);
     const auto kindOf = [](const Flight* flight) {
       return std::pair(flight->place.peer.get(), flight->claim.task->request.opcode);
@@ -171,7 +173,7 @@ void Driver::hand(std::span<Flight* const> flights, std::vector<Request>& reques
   for (Flight* flight : flights) onError(*flight, begun.error());
 }
 
-// Both ends are ours.
+// Copies within this process: both ends are our own registered memory.
 void Driver::copyHere(Flight& flight) {
   const TransferRequest& request = flight.claim.task->request;
   const bool isRead = request.opcode == Opcode::kRead;
@@ -190,7 +192,7 @@ bool Driver::hasNews(const Flight& flight) {
   return flight.stage == Flight::Stage::kUnderWay && flight.completion.finished();
 }
 
-// Whether something has ended, or goes on.
+// Handles every flight with news. Returns whether there was any.
 bool Driver::collect() {
   std::optional<Clock::time_point> now;
   for (Flight* flight : flying_) {
@@ -224,7 +226,7 @@ void Driver::onError(Flight& flight, const Error& error) {
   const auto& peer = flight.place.peer;
   switch (error.code) {
     case ErrorCode::kPeerLost:
-      // Its process lives and its connection is just being made again, or it is gone.
+      // The peer's process lives and its connection is being restored, or the process is gone.
       if (peer && !peer->disconnected) return later(flight);
       [[fallthrough]];
     case ErrorCode::kAborted:
@@ -241,7 +243,8 @@ void Driver::onError(Flight& flight, const Error& error) {
       error.message);
 }
 
-// On another thread: the answer may take long, and the others under way here must not wait for it.
+// Asks on another thread: the answer may take long, and this driver's other transfers must not wait
+// for it.
 void Driver::askAnew(Flight& flight, const Error& error) {
   flight.stage = Flight::Stage::kAsks;
   flight.why = error.message;
@@ -256,7 +259,7 @@ void Driver::later(Flight& flight) {
   nextLook_ = std::min(nextLook_, flight.again);
 }
 
-// One line in the log for a batch, whatever the number of its transfers that fail.
+// Logs one line for each batch, however many of its transfers fail.
 void Driver::end(Flight& flight, TaskState state, const std::string& why) {
   const auto [batch, task, slot] = flight.claim;
   Segment& segment = *task->request.segment;
@@ -286,7 +289,7 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
 void Driver::stop(Flight& flight, TaskState state, const char* why) {
   if (flight.stage == Flight::Stage::kUnderWay) {
     flight.place.peer->channel->cancel(&flight.completion);
-    // Without an error the transfer has ended well only if it has ended.
+    // No error means success only if the completion has finished.
     const Completion& completion = flight.completion;
     if (completion.finished() && completion.error == ErrorCode::kOk)
       return end(flight, TaskState::kCompleted);
@@ -295,7 +298,8 @@ void Driver::stop(Flight& flight, TaskState state, const char* why) {
   end(flight, state, why);
 }
 
-// Looks at every flight when one of them is due, or the engine closes.
+// Checks the deadline, slot and pause of every flight once the earliest of them is reached, or when
+// the engine closes.
 void Driver::expire() {
   const bool isStopping = context_.stopping.generation() != context_.generation;
   const auto now = Clock::now();

@@ -10,45 +10,47 @@
 
 namespace mooncake::transfer {
 
-// What all drivers of an engine share. Outlives them.
+// The parts of an engine that all its drivers share. Outlives the drivers.
 struct DriverContext {
   Engine& engine;
   SlotPool& slots;
-  Errands& errands;     // asks peers who they are
-  Interrupt& stopping;  // bumped when the engine closes, once
-  uint32_t generation;  // of `stopping`, before that
-  Doorbell& ended;      // rung when a batch is over
-  BellPool& bells;      // of drivers
+  Errands& errands;     // threads that ask peers for their registrations
+  Interrupt& stopping;  // bumped once, when the engine closes
+  uint32_t generation;  // of `stopping`, while the engine is open
+  Doorbell& ended;      // rung when a transfer has ended
+  BellPool& bells;      // one for each driver
   const std::string& logName;
 };
 
-// Carries out transfers on the thread that calls it: begins those that get a slot, and waits for
-// their ends. A transfer that fails because a connection broke is begun again when that stands
-// again; one that was refused, because what we knew of the peer was old, once more with what the
-// peer says now. Each ends once.
+// Carries out transfers on the calling thread: begins those that get a slot, and waits until they
+// end. If a connection breaks, its transfers begin again once it is restored. If the peer refuses a
+// transfer because our copy of its registrations is old, the peer is asked once and the transfer is
+// tried again. Each transfer ends exactly once.
 class Driver {
  public:
   Driver(const DriverContext& context, TaskQueue& queue);
   ~Driver();
 
-  // Until the queue has nothing more to give and nothing is under way here.
+  // Returns when the queue is empty and no transfer of this driver is under way.
   void run();
-  // Whoever bumps `stopping` rings it.
+  // The thread that bumps `stopping` must ring this bell.
   Doorbell& bell() { return bell_; }
 
  private:
   struct Flight {
     explicit Flight(Doorbell* bell) : completion(bell) {}
+    // kFree: unused; kDue: in due_; kUnderWay: given to the channel; kWaits: begins again at
+    // `again`; kAsks: waits for refreshSoon().
     enum class Stage { kFree, kDue, kUnderWay, kWaits, kAsks };
     Stage stage = Stage::kFree;
     TaskQueue::Claim claim{};
     Segment::Place place;
     Completion completion;
     Clock::time_point begun;                  // when it got its slot
-    Clock::time_point again;                  // kWaits: when it is begun again
-    Clock::duration pause{};                  // before that
-    std::shared_ptr<Segment::Asking> asking;  // kAsks: the peer anew
-    std::string why;                          // kAsks: what had failed
+    Clock::time_point again;                  // kWaits: when it begins again
+    Clock::duration pause{};                  // length of the next kWaits
+    std::shared_ptr<Segment::Asking> asking;  // kAsks
+    std::string why;                          // kAsks: the error that led to the question
   };
 
   void fill();
@@ -75,12 +77,12 @@ class Driver {
   TaskQueue& queue_;
   Doorbell& bell_;  // outlives the channels
   std::vector<std::unique_ptr<Flight>> flights_;
-  std::vector<Flight*> free_;    // of them
-  std::vector<Flight*> flying_;  // the others; sweep() moves those that have ended
-  bool hasEnded_ = false;        // a flight, since the last sweep()
-  size_t counted_ = 0;           // flights in slots of the pool
-  Clock::time_point nextLook_;   // when a flight is due to be begun again, parked or timed out
-  std::vector<Flight*> due_;     // have their place, and are handed to their channels together
+  std::vector<Flight*> free_;    // flights without a transfer
+  std::vector<Flight*> flying_;  // all others; sweep() moves ended flights to free_
+  bool hasEnded_ = false;        // a flight has ended since the last sweep()
+  size_t counted_ = 0;           // flights that hold a slot of the pool
+  Clock::time_point nextLook_;   // when expire() next looks at all flights
+  std::vector<Flight*> due_;     // located; flush() gives them to their channels together
   std::vector<GetRequest> gets_;
   std::vector<WriteRequest> writes_;
 };

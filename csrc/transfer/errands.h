@@ -11,14 +11,15 @@
 
 namespace mooncake::transfer {
 
-// Threads for what may take long and has no caller that waits. Started as tasks come.
+// Threads for tasks that may take long and that no caller waits for. They start on demand,
+// `mostThreads` at most. Any thread may post.
 class Errands {
  public:
   using Task = std::function<void()>;
   explicit Errands(size_t mostThreads = 1) : mostThreads_(mostThreads) {}
   ~Errands() { stop(); }
 
-  // kExhausted: there is no thread that runs the task, and none could be started.
+  // kExhausted: no thread exists yet and none could be started.
   Status post(Task task) {
     std::lock_guard lock(mutex_);
     if (isStopped_) return {};
@@ -34,7 +35,7 @@ class Errands {
     posted_.notify_one();
     return {};
   }
-  // What has not begun is dropped.
+  // Drops the tasks that have not begun, and waits for those that run.
   void stop() {
     {
       std::lock_guard lock(mutex_);

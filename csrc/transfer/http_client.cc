@@ -10,7 +10,7 @@
 namespace mooncake::transfer {
 namespace {
 
-// Of curl.h, whose numbers are its ABI.
+// Options and codes of curl.h. Their numbers are part of libcurl's ABI.
 constexpr int kUrl = 10002, kCustomRequest = 10036, kPostFields = 10015, kPostFieldSize = 60;
 constexpr int kWriteData = 10001, kWriteFunction = 20011, kTimeoutMs = 155, kNoSignal = 99;
 constexpr int kProtocols = 181, kFollowLocation = 52, kHttpHeader = 10023, kFailOnError = 45;
@@ -27,7 +27,7 @@ size_t takeBody(char* bytes, size_t size, size_t count, void* to) {
   return size * count;
 }
 
-// One header line of the answer at a time. Keeps the value of ETag.
+// Receives one header line of the answer. Keeps the value of ETag.
 size_t takeHeader(char* bytes, size_t size, size_t count, void* to) {
   constexpr std::string_view kName = "etag:";
   constexpr size_t kMostTagBytes = 256;
@@ -85,7 +85,7 @@ Result<std::unique_ptr<HttpClient>> HttpClient::load() {
                  "a metadata server is asked by libcurl, which is not here (tried " + tried +
                      "): install it (libcurl4 on Debian), or use P2PHANDSHAKE"};
   }
-  static std::once_flag once;  // libcurl's own demand
+  static std::once_flag once;  // libcurl requires it
   std::call_once(once, [&f] { f.globalInit(kGlobalAll); });
   std::unique_ptr<HttpClient> client(new HttpClient);
   client->functions_ = std::move(functions);

@@ -21,16 +21,16 @@ struct HttpAnswer {
   std::string tag;  // value of the header ETag; empty: the answer has none
 };
 
-// Requests by the system's libcurl, which is opened at run time. Any thread; each request is a
-// connection of its own, blocks until the deadline at most, and reads no more than a bound.
+// HTTP requests through the system's libcurl, which is loaded at run time. Any thread. Each request
+// opens its own connection, blocks until the deadline at most, and reads at most kMostBytes.
 class HttpClient {
  public:
   static constexpr size_t kMostBytes = size_t(16) << 20;
 
-  // kUnsupported names the libraries that were tried and the package to install.
+  // kUnsupported: names the libraries that were tried and the package to install.
   static Result<std::unique_ptr<HttpClient>> load();
 
-  // An error only where there is no answer.
+  // Fails only if the server gives no answer; an HTTP error status is an answer.
   Result<HttpAnswer> request(const HttpRequest& asked, Deadline deadline) const;
 
  private:
@@ -39,7 +39,7 @@ class HttpClient {
   std::shared_ptr<const Functions> functions_;
 };
 
-// What may stand in a query as it is stays, all else is %XX.
+// Encodes text for a URL's query: unreserved characters stay, all others become %XX.
 std::string percentEncode(const std::string& text);
 
 }  // namespace mooncake::transfer

@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kEngine = "mooncake-backend";
 constexpr size_t kMostFields = 64;
 
-// Reads one flat object of strings and numbers; everything else is refused.
+// Reads one flat JSON object of strings and numbers; rejects all other JSON.
 class FlatJson {
  public:
   explicit FlatJson(const std::string& text) : text_(text) {}
@@ -33,7 +33,7 @@ class FlatJson {
 
  private:
   static Error wrong() {
-    return {ErrorCode::kProtocol, "what the metadata server holds is no JSON of ours"};
+    return {ErrorCode::kProtocol, "the metadata server's record is not a flat JSON object"};
   }
   void skip() {
     while (at_ < text_.size() &&
@@ -51,7 +51,7 @@ class FlatJson {
     while (at_ < text_.size() && text_[at_] != '"') {
       if (text_[at_] == '\\') {
         ++at_;
-        // Hosts and numbers need no others.
+        // Host names and numbers need no other escapes.
         if (at_ >= text_.size() || (text_[at_] != '"' && text_[at_] != '\\' && text_[at_] != '/'))
           return false;
       }
@@ -87,7 +87,7 @@ Result<std::string> fieldOf(const std::string& json, const std::string& name) {
   if (!fields.ok()) return fields.error();
   const auto found = fields->find(name);
   if (found == fields->end())
-    return Error{ErrorCode::kProtocol, "what the metadata server holds has no \"" + name + "\""};
+    return Error{ErrorCode::kProtocol, "the metadata server's record has no \"" + name + "\""};
   return found->second;
 }
 
@@ -122,7 +122,8 @@ Result<NameRecord> HttpMetadata::find(const std::string& name, Deadline deadline
   const auto [end, error] =
       std::from_chars(port->data(), port->data() + port->size(), session->port);
   if (error != std::errc() || end != port->data() + port->size() || session->port == 0)
-    return Error{ErrorCode::kProtocol, "the metadata server holds no port of \"" + name + "\""};
+    return Error{ErrorCode::kProtocol,
+                 "the metadata server's record of \"" + name + "\" has no valid port"};
   const auto engine = fieldOf(json, "engine");
   const auto incarnation = fieldOf(json, "incarnation");
   return NameRecord{.session = session->text(),

@@ -9,9 +9,9 @@ namespace mooncake::transfer {
 //   KEY  [cluster]mooncake/rpc_meta/NAME
 //   {"ip_or_host_name": "10.0.0.1", "rpc_port": 15123, "engine": "mooncake-backend",
 //    "incarnation": "0123456789abcdef0123456789abcdef"}
-// Registered memory is not there: a peer asks the engine itself. Our server answers with an ETag,
-// and heeds If-Match. Mooncake's does neither: there a record that another engine writes between
-// two requests of ours can be lost.
+// Registered memory is not in the record: a peer asks the engine itself. Our server sends an ETag
+// and honors If-Match. Mooncake's does neither, so a record that another engine writes between two
+// of our requests can be lost there.
 class HttpMetadata final : public Metadata {
  public:
   static Result<std::unique_ptr<Metadata>> open(const TransferEnv& env, const std::string& url);
@@ -32,7 +32,8 @@ class HttpMetadata final : public Metadata {
   const std::string prefix_;
 };
 
-// Of a flat JSON object: the text of a string or number. kProtocol: there is none of this name.
+// Returns a field of a flat JSON object, a string or a number, as text. kProtocol: not such an
+// object, or it has no field of this name.
 Result<std::string> fieldOf(const std::string& json, const std::string& name);
 
 }  // namespace mooncake::transfer

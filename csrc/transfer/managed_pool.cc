@@ -8,7 +8,7 @@
 namespace mooncake::transfer {
 namespace {
 
-// The smallest class that holds so much.
+// The smallest class that holds `bytes`.
 size_t classOf(uint64_t bytes) {
   size_t wanted = 0;
   while ((ManagedPool::kLeastBytes << wanted) < bytes) ++wanted;
@@ -79,7 +79,7 @@ Code ManagedPool::free(uint64_t address, uint64_t bytes, std::string& why) {
   }
   const size_t aClass = found->second;
   used_.erase(found);
-  // Nobody begins a write to it any more: who may be in one has begun it before.
+  // No new write to the buffer can begin. Writes under way now began before this list was taken.
   if (auto writers = lateWriters_(); !writers.empty()) {
     kept_.push_back({offset, aClass, std::move(writers)});
   } else {
@@ -97,7 +97,7 @@ void ManagedPool::giveBackKept() {
   });
 }
 
-// Halves that are both free are one piece again.
+// Frees a piece, and merges it with its other half as long as that is free, too.
 void ManagedPool::giveBack(uint64_t offset, size_t aClass) {
   for (; aClass + 1 < kClasses; ++aClass) {
     const uint64_t other = offset ^ bytesOf(aClass);

@@ -16,25 +16,25 @@
 
 namespace mooncake::transfer {
 
-// Memory that the engine gives away: a part of its arena, so peers of the host map it. One
-// registration for all of it, and pages only where it is touched. What is larger than the largest
-// class is memory of its own.
+// Allocator of the engine's managed buffers. Its memory is part of the arena, so peers on this host
+// map it. The pool is one registration; its pages exist only once they are touched. A buffer larger
+// than the largest class (256 MiB) gets its own mapping.
 class ManagedPool {
  public:
   static constexpr size_t kLeastBytes = size_t(8) << 10;
   static constexpr size_t kMostBytes = size_t(256) << 20;
   static constexpr size_t kPoolBytes = size_t(2) << 30;
 
-  // `lateWriters`: Engine::lateWriters(). What is let go of while there are some is not given away
-  // again before all of these have come to the end of their writes.
+  // `lateWriters`: Engine::lateWriters(). If there are late writers when a buffer is freed, the
+  // pool keeps the buffer until the writes of all of them have ended.
   using Peers = std::vector<std::shared_ptr<Peer>>;
   ManagedPool(RegisteredMemory& memory, std::function<Peers()> lateWriters)
       : memory_(memory), lateWriters_(std::move(lateWriters)) {}
   ~ManagedPool();
 
-  // Takes and registers its part of the arena.
+  // Allocates the pool from the arena and registers it.
   Code open(Arena& arena, std::string& why);
-  // 0: `why` says why not.
+  // Returns 0 and sets `why` on failure.
   uint64_t allocate(uint64_t bytes, std::string& why);
   Code free(uint64_t address, uint64_t bytes, std::string& why);
 
@@ -57,7 +57,7 @@ class ManagedPool {
   std::mutex mutex_;                               // guards all below
   std::array<std::set<uint64_t>, kClasses> free_;  // offsets in the block, by class
   std::map<uint64_t, size_t> used_;                // offset -> class
-  std::vector<Kept> kept_;                         // let go of, and not to be given away yet
+  std::vector<Kept> kept_;                         // freed, but late writers may still write there
   std::map<uint64_t, uint64_t> large_;             // address -> bytes
 };
 

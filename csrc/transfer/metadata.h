@@ -13,25 +13,26 @@ namespace mooncake::transfer {
 struct NameRecord {
   std::string session;      // host:port of the engine's session port
   std::string incarnation;  // the engine's id, in hex; empty: the record does not say
-  bool isOurMake = true;    // false: an engine of Mooncake wrote it, whose wire is not spoken here
+  bool isOurMake = true;    // false: an engine of Mooncake wrote it; its wire protocol is not ours
   std::string tag;          // version of the record in the server; empty: the server has none
 };
 
-// Leads from the name of a segment to the session port of an engine.
+// Maps the name of a segment to the session port of an engine.
 class Metadata {
  public:
-  // "P2PHANDSHAKE": names are session ids themselves. "http://host:port/metadata": they are in a
-  // metadata server. kUnsupported names what is not there.
+  // "P2PHANDSHAKE": names are session ids themselves. "http://host:port/metadata": names are in a
+  // metadata server. kUnsupported: another kind of server, or libcurl is missing.
   static Result<std::unique_ptr<Metadata>> open(const TransferEnv& env, const std::string& server);
   virtual ~Metadata() = default;
 
   virtual bool namesAreSessions() const = 0;
-  // kMismatch: there is no such record, or no server; kProtocol: the record does not decode.
+  // kMismatch: the name has no record, or the server does not answer; kProtocol: the record does
+  // not decode.
   virtual Result<NameRecord> find(const std::string& name, Deadline deadline) const = 0;
-  // Writes our record where there is none, or in place of `seen`. False: another record is there.
+  // Writes our record if there is none, or replaces `seen`. False: another record is there.
   virtual Result<bool> put(const std::string& name, const NameRecord& record,
                            const NameRecord* seen, Deadline deadline) = 0;
-  // Deletes this record, and no other one of the same name.
+  // Deletes this record, but no other record of the same name.
   virtual void erase(const std::string& name, const NameRecord& record, Deadline deadline) = 0;
 };
 

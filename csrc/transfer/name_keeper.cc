@@ -12,8 +12,8 @@
 namespace mooncake::transfer {
 namespace {
 
-// A record may change between two requests. Each change is another engine's; more than a few in one
-// attempt means that engines compete for the name.
+// A record may change between two requests, and each change comes from another engine. More than a
+// few changes in one attempt mean that engines compete for the name.
 constexpr int kMostTries = 3;
 
 }  // namespace
@@ -27,7 +27,7 @@ Status NameKeeper::publish() {
   if (metadata_.namesAreSessions()) return {};
   MOONCAKE_TRY(attempt(Deadline::after(options_.patience)));
   const std::lock_guard ending(endingMutex_);
-  isPublished_ = true;  // retract() deletes the record, also if there is no thread to keep it
+  isPublished_ = true;  // set first: retract() must delete the record even if no thread starts
   auto thread = startThread("mooncake-name", [this] { run(); });
   if (!thread.ok()) return thread.error();
   thread_ = std::move(*thread);
@@ -46,7 +46,7 @@ void NameKeeper::retract() {
     if (std::exchange(isRetracted_, true)) return;
     changed_.notify_one();
   }
-  // The keeper's last attempt ends first. Otherwise it could write the record behind our deletion.
+  // The keeper's last attempt ends first. Otherwise it could write the record after our deletion.
   // Both have one deadline: a server that held up the attempt answers the deletion no sooner.
   const auto deadline = Deadline::after(options_.patience);
   if (thread_.joinable()) thread_.join();
@@ -103,7 +103,7 @@ Status NameKeeper::attempt(Deadline deadline) {
                                                "\" is taken: " + found.error().message +
                                                ". Delete its key there if no engine has it"};
     }
-    // An older server of Mooncake's refuses the record that it has.
+    // An older Mooncake server refuses a record that it already has.
     if (found->session == options_.record.session &&
         found->incarnation == options_.record.incarnation)
       return {};
@@ -116,7 +116,7 @@ Status NameKeeper::attempt(Deadline deadline) {
           "the name \"" + options_.name + "\" is taken: other engines publish it at this moment"};
 }
 
-// Ok: no engine answers for the record.
+// Returns ok if no engine answers for the record.
 Status NameKeeper::checkHolder(const NameRecord& record, Deadline deadline) const {
   const auto answer = ask_(record.session, deadline);
   const std::string taken = "the name \"" + options_.name + "\" is taken: ";
@@ -125,7 +125,7 @@ Status NameKeeper::checkHolder(const NameRecord& record, Deadline deadline) cons
     return {ErrorCode::kInvalidArgument, taken + "an engine at " + record.session + " has it"};
   }
   if (answer.error().code == ErrorCode::kPeerLost) return {};
-  // Bytes that are no handshake come from no engine of ours.
+  // An answer that is no handshake cannot come from an engine of ours.
   if (answer.error().code == ErrorCode::kProtocol && record.isOurMake) return {};
   if (answer.error().code == ErrorCode::kAborted) return answer.status();
   return {ErrorCode::kInvalidArgument,
@@ -138,7 +138,8 @@ Result<SegmentDescription> askHolder(const TransportContext& context, const std:
                                      Deadline deadline, const StopSignal& stop) {
   const auto where = SessionId::parse(session);
   if (!where.ok()) return where.error();
-  // A host that is switched off refuses nothing: half of the time is left for the other requests.
+  // A host that is switched off does not refuse, so connecting may use only half of the time: the
+  // rest is for the other requests.
   const auto patience = deadline.earlier(Deadline::after(deadline.left() / 2));
   const auto connected = connectTo(*where, patience, &stop);
   if (!connected.ok()) {
@@ -147,7 +148,7 @@ Result<SegmentDescription> askHolder(const TransportContext& context, const std:
     return Error{ErrorCode::kPeerLost, connected.error().message};
   }
   auto answer = askSession(context, session, {.kind = Question::Kind::kProbe}, deadline, &stop);
-  // It listened a moment ago: a connection that broke does not mean that it has ended.
+  // The engine listened a moment ago, so a broken connection does not mean that it has ended.
   if (!answer.ok() && answer.error().code == ErrorCode::kPeerLost)
     return Error{ErrorCode::kRefused, answer.error().message};
   return answer;

@@ -14,13 +14,13 @@
 
 namespace mooncake::transfer {
 
-// Keeps the name of one engine in the metadata server: publishes it, and publishes it again after
-// each registration and every `period`. A server that lost all names so has this one again within
-// 30 s. Takes over a name that no engine answers for. Any thread.
+// Keeps the name of one engine in the metadata server. It publishes the name again after each
+// registration and every `period`, so a server that lost all names has this one again within 30 s.
+// It takes over a name if no engine answers for it. Any thread.
 class NameKeeper {
  public:
   // Asks a session port which engine listens there. kPeerLost: nothing listens. Any other error:
-  // a program listens there and does not tell its name.
+  // a program listens there but does not say which engine it is.
   using Ask = std::function<Result<SegmentDescription>(const std::string& session, Deadline)>;
   struct Options {
     std::string name;
@@ -35,13 +35,13 @@ class NameKeeper {
   NameKeeper(Metadata& metadata, Ask ask, Options options);
   ~NameKeeper();
 
-  // Blocks until the name leads to our engine, then begins to keep it. kInvalidArgument: an engine
-  // answers for the name.
+  // Blocks until the name leads to our engine, then starts the keeper's thread. kInvalidArgument:
+  // another engine has the name.
   Status publish();
   // Publishes again soon, on the keeper's thread.
   void renewSoon();
-  // Returns when nothing is published any more, after `patience` at most. Deletes our record if it
-  // is still there and the server answers in that time.
+  // Stops publishing, then deletes our record if it is still there and the server answers. Returns
+  // after `patience` at most.
   void retract();
   bool isRetracted() const;
 
@@ -54,7 +54,7 @@ class NameKeeper {
   Metadata& metadata_;
   const Ask ask_;
   const Options options_;
-  bool wasKept_ = true;     // the last attempt was good; of the keeper's thread
+  bool wasKept_ = true;     // the last attempt succeeded; used by the keeper's thread only
   std::mutex endingMutex_;  // one retract() at a time
   std::thread thread_;      // guarded by endingMutex_, as is isPublished_
   bool isPublished_ = false;
@@ -64,14 +64,14 @@ class NameKeeper {
   bool isRetracted_ = false;
 };
 
-// NameKeeper::Ask over the wire.
+// Implements NameKeeper::Ask over the session protocol.
 Result<SegmentDescription> askHolder(const TransportContext& context, const std::string& session,
                                      Deadline deadline, const StopSignal& stop);
 
 // The incarnation of NameRecord: the id at the start of an engine's endpoint, in hex.
 Result<std::string> incarnationOf(ByteView endpoint);
 
-// Whether a description comes from the engine that a record names.
+// Ok if the description comes from the engine that the record names, else kPeerLost.
 Status checkIdentity(const std::string& name, const NameRecord& record,
                      const SegmentDescription& answer);
 

@@ -52,7 +52,7 @@ Status Notifications::send(const std::shared_ptr<Peer>& peer, const Notification
       result = {ErrorCode::kPeerLost, peer->evidence.detail};
       break;
     }
-    // What is lost with a connection, or finds too much waiting, is sent again.
+    // A failed send, or one lost with its connection, is repeated.
     (void)sent;
     const Waiter waiter{acknowledged_, stopped_, generation,
                         deadline.earlier(Deadline::after(kAgain)), SpinPolicy::forMessages()};
@@ -104,7 +104,7 @@ void Notifications::keep(Notification notification) {
   while (keptBytes_ > kMostKeptBytes) {
     if (kept_.size() == 1) break;
     log(LogLevel::kWarning, engine_.logName(),
-        "nobody takes the notifications: the oldest is dropped");
+        "the oldest notification is dropped: ", kMostKeptBytes >> 20, " MiB wait to be taken");
     keptBytes_ -= bytesOf(kept_.front()) + sizeof notification;
     kept_.pop_front();
   }

@@ -16,26 +16,26 @@ struct Notification {
   std::string message;
 };
 
-// Words that engines send each other, outside of any memory. Each is acknowledged, and sent again
-// when a connection broke meanwhile; it arrives once. Any thread.
+// Messages between engines that are not part of any registered memory. Each is acknowledged. If a
+// connection breaks, the message is sent again, and the peer still receives it once. Any thread.
 //
 // Wire form, a control message of topic kNotificationTopic:
 //   u8 1, u64 number, string name, string message    a notification
 //   u8 2, u64 number                                 it has arrived
 class Notifications {
  public:
-  static constexpr size_t kMostBytes = size_t(60) << 10;      // of name and message together
-  static constexpr size_t kMostKeptBytes = size_t(64) << 20;  // the oldest go first
+  static constexpr size_t kMostBytes = size_t(60) << 10;      // name and message together
+  static constexpr size_t kMostKeptBytes = size_t(64) << 20;  // above this the oldest are dropped
 
   explicit Notifications(Engine& engine);
   ~Notifications();
 
-  // Returns when the peer has it. kInvalidArgument: too long.
+  // Returns once the peer has acknowledged it. kInvalidArgument: longer than kMostBytes.
   Status send(const std::shared_ptr<Peer>& peer, const Notification& notification,
               Deadline deadline);
-  void keep(Notification notification);  // of ourselves, or of a peer
+  void keep(Notification notification);  // stores one from a peer, or from this engine
   std::vector<Notification> take();
-  // Whoever waits in send() returns.
+  // Makes every send() return kAborted.
   void stop();
 
  private:
@@ -46,7 +46,7 @@ class Notifications {
   Interrupt stopped_;
   std::mutex mutex_;  // guards all below
   uint64_t last_ = 0;
-  std::map<uint64_t, bool> underWay_;  // has arrived
+  std::map<uint64_t, bool> underWay_;  // number -> has been acknowledged
   SeenNumbers seen_;
   std::deque<Notification> kept_;
   size_t keptBytes_ = 0;

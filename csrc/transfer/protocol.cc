@@ -10,13 +10,13 @@
 namespace mooncake::transfer {
 namespace {
 
-// Known names whose wires are not built.
+// Mooncake's protocols that this version does not implement.
 constexpr const char* kKnown[] = {"nvlink", "nvlink_intra", "hip",          "musa", "maca",
                                   "barex",  "ascend",       "cxl",          "cxi",  "ub",
                                   "xgmi",   "ubshmem",      "sunrise_link", "nccl", "nvmeof"};
 
-// Those over network cards: the provider of libfabric that each of them is. Of `fabric` the
-// variables say which.
+// Protocols over network cards, and libfabric's provider for each. For `fabric` the environment
+// selects it.
 struct CardProtocol {
   const char* name;
   const char* provider;
@@ -30,7 +30,7 @@ const CardProtocol* cardProtocol(const std::string& protocol) {
   return found == std::end(kCardProtocols) ? nullptr : found;
 }
 
-// Tells the engine's transport which cards they are.
+// Sets the provider for the engine's transport. Fails if this host has no such card.
 Status selectCards(Env& env, const CardProtocol& protocol) {
   env.fabricProvider = protocol.provider;
   env.fabricProviderWish = std::string("protocol ") + protocol.name;

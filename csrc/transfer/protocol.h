@@ -8,15 +8,17 @@
 
 namespace mooncake::transfer {
 
-// What a protocol's name selects: `tcp` the short ways within a process and a host, too, unless
-// MOONCAKE_TRANSPORTS or MC_FORCE_TCP ask for a wire; `shm` those alone; `efa` and `rdma`
-// network cards of that kind and the short ways, `fabric` the cards that the variables say. Puts it
-// into env and returns the name of what is used. kUnsupported says why it cannot be had and
-// what there is; with settings.allowsFallback it is tcp instead, which is logged.
+// Selects the wires of a protocol, stores them in `env`, and returns the name of the protocol used.
+// - `tcp`: TCP and the wires within a host, unless MOONCAKE_TRANSPORTS or MC_FORCE_TCP choose.
+// - `shm`: the wires within a host only.
+// - `efa`, `rdma`: network cards of that kind, and the wires within a host.
+// - `fabric`: the cards that the MOONCAKE_FABRIC_ variables select, and the wires within a host.
+// kUnsupported: the protocol is not available; the message says why and lists the alternatives.
+// With settings.allowsFallback tcp is used instead, and that is logged.
 Result<std::string> selectProtocol(Env& env, const TransferEnv& settings,
                                    const std::string& protocol, const std::string& logName);
 
-// Whether a protocol of this name moves bytes over network cards.
+// Whether this protocol moves data over network cards.
 bool usesCards(const std::string& protocol);
 
 }  // namespace mooncake::transfer

@@ -46,7 +46,7 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
   }
   auto* const memory = reinterpret_cast<std::byte*>(address);
   Protection protection{true, true};
-  // The kernel knows nothing of a GPU's memory.
+  // The kernel's page protection does not cover GPU memory.
   if (!options.isOurs && !MemoryPlaces::real().of(memory).isCuda)
     protection = protectionOf(memory, bytes);
   if (!protection.isReadable) {
@@ -74,7 +74,7 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
 }
 
 Code RegisteredMemory::remove(uint64_t address, std::string& why) {
-  std::shared_ptr<RegisteredBuffer> removed;  // ends without the lock: that may wait for peers
+  std::shared_ptr<RegisteredBuffer> removed;  // destroyed without the lock: that may wait for peers
   std::unique_lock lock(mutex_);
   const auto found = buffers_.find(address);
   if (found == buffers_.end()) {

@@ -14,21 +14,21 @@
 
 namespace mooncake::transfer {
 
-// Whoever transfers from or to it holds it.
+// A registration. A transfer from or to its memory holds a reference until it ends.
 struct RegisteredBuffer {
   MemoryRegion region;
   uint32_t rights = 0;
   std::string location;
   uint64_t order = 0;   // of registration
-  bool isOurs = false;  // given by the engine itself, not by its user
+  bool isOurs = false;  // allocated by the engine, not by the program
   bool isWritable = true;
 };
 
-// Memory that the user has registered, by where it lies. Ranges do not overlap. Any thread.
+// The memory that the program has registered, by address. Ranges do not overlap. Any thread.
 class RegisteredMemory {
  public:
-  // Registrations that a program may have, beside that of the pool of managed buffers. The other
-  // entries of the region table are for transfers that register memory for their own time.
+  // Registrations that a program may have, in addition to the pool of managed buffers. The other
+  // entries of the region table are for transfers that register memory while they last.
   static constexpr size_t kMost = size_t(64) << 10;
 
   explicit RegisteredMemory(RegionTable& regions) : regions_(regions) {}
@@ -38,21 +38,21 @@ class RegisteredMemory {
     bool isRemoteAccessible = true;
     bool isOurs = false;
   };
-  // `why` is for the log, where the code is not kGood.
+  // Sets `why`, for the log, if the code is not kGood.
   Code add(uint64_t address, uint64_t bytes, Options options, std::string& why);
-  // kBatchBusy while a transfer of our own reads or writes it. Waits for those of peers.
+  // kBatchBusy while one of our own transfers uses the memory. Waits for transfers of peers.
   Code remove(uint64_t address, std::string& why);
 
-  // What holds the whole range; null: nothing does.
+  // Returns the registration that holds the whole range, or null.
   std::shared_ptr<const RegisteredBuffer> find(uint64_t address, uint64_t bytes) const;
-  // In the order of registration, what is the engine's own behind all others.
+  // The remotely accessible registrations, oldest first; those of the engine itself come last.
   std::vector<RemoteBuffer> list() const;
-  // Grows with every change.
+  // Increases with every change.
   uint64_t version() const;
 
  private:
   RegionTable& regions_;
-  // One at a time registers: with network cards that may take seconds, and transfers go on.
+  // Serializes add(). Registering with network cards may take seconds; transfers go on meanwhile.
   std::mutex addingMutex_;
   mutable std::shared_mutex mutex_;                                // guards all below
   std::map<uint64_t, std::shared_ptr<RegisteredBuffer>> buffers_;  // by address

@@ -9,15 +9,15 @@
 
 namespace mooncake::transfer {
 
-// The numbers of messages that peers have sent, so that a message that comes twice counts once.
-// Remembers the last kMostNumbers of each of the kMostSenders that were heard last: a sender that
-// is gone is forgotten when others have come. Not thread-safe.
+// Numbers of messages that peers have sent, so that a message that arrives twice counts once.
+// Remembers the last kMostNumbers of each sender, and the kMostSenders that were heard last. Not
+// thread-safe.
 class SeenNumbers {
  public:
   static constexpr size_t kMostSenders = 4096;
   static constexpr size_t kMostNumbers = 1024;
 
-  // Whether the number has not come before.
+  // Records the number. Returns whether it is the first time.
   bool isNew(const EngineId& from, uint64_t number);
   size_t senders() const { return byId_.size(); }
 
@@ -26,7 +26,7 @@ class SeenNumbers {
     EngineId id;
     std::deque<uint64_t> numbers;
   };
-  std::list<Sender> senders_;  // the one that was heard last stands in front
+  std::list<Sender> senders_;  // the sender heard last is in front
   std::map<EngineId, std::list<Sender>::iterator> byId_;
 };
 

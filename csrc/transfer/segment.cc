@@ -101,10 +101,11 @@ std::optional<NamedAnswer> Segment::askStandingPeer(const Question& question,
     known = known_;
   }
   if (!known || !known->peer || known->peer->disconnected) return std::nullopt;
-  // The metadata server has its turn in the other half of the time.
+  // The other half of the time is for the metadata server.
   deadline = deadline.earlier(Deadline::after(deadline.left() / 2));
   auto answer = askSession(context_.session, known->session, question, deadline, &context_.closing);
-  // An engine that has withdrawn its name, or another one at its port, answers with another name.
+  // The answer has another name if the engine has withdrawn its own, or if another engine has the
+  // port now.
   if (!answer.ok() || answer->name != name_) return std::nullopt;
   const auto id = endpointOwner(answer->endpoint);
   if (!id.ok() || *id != known->peer->id) return std::nullopt;
@@ -116,8 +117,9 @@ Result<NamedAnswer> askByName(const SegmentContext& context, const std::string& 
   const auto record = context.metadata.find(name, deadline);
   if (!record.ok()) return record.error();
   if (!record->isOurMake) {
-    return Error{ErrorCode::kRefused,
-                 "\"" + name + "\" is an engine of another make, whose wire is not spoken here"};
+    return Error{
+        ErrorCode::kRefused,
+        "\"" + name + "\" is an engine of another make: its wire protocol is not supported"};
   }
   auto answer = askSession(context.session, record->session, question, deadline, &context.closing);
   if (!answer.ok()) return answer.error();
@@ -134,7 +136,7 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
     found = std::move(*asked);
   }
   auto& [session, description] = *found;
-  // The engine knows best whether the peer of before still stands.
+  // open() returns the peer that we have if it is still connected.
   auto peer = context_.engine.open(description.endpoint, name_, deadline, &context_.closing);
   if (!peer.ok()) return peer.error();
   auto known = std::make_shared<Known>();
@@ -164,7 +166,7 @@ Result<uint64_t> Segment::firstBuffer(Deadline deadline) {
     const auto buffers = context_.memory.list();
     return buffers.empty() ? 0 : buffers.front().region.address;
   }
-  // What we know may be older than what it has registered.
+  // The peer may have registered memory since it was asked.
   MOONCAKE_TRY(refresh(generation(), deadline));
   const auto known = this->known(deadline);
   if (!known.ok()) return known.error();

@@ -21,29 +21,29 @@
 
 namespace mooncake::transfer {
 
-// What segments need of the engine that they belong to. Outlives them.
+// The parts of an engine that its segments use. Outlives the segments.
 struct SegmentContext {
   const TransportContext& session;  // for askSession()
   Engine& engine;
   RegisteredMemory& memory;
   const Metadata& metadata;
   const StopSignal& closing;
-  std::chrono::milliseconds patience;  // with a peer that is asked who it is
+  std::chrono::milliseconds patience;  // longest wait for a peer's description
 };
 
-// What an engine says of itself, and the session port where it said so.
+// An engine's description of itself, and the session port that it came from.
 struct NamedAnswer {
   std::string session;
   SegmentDescription description;
 };
 
-// Asks the engine to which a name leads. kPeerLost: it has ended, also where another engine listens
-// at its port now.
+// Asks the engine that a name leads to. kPeerLost: that engine has ended, even if another one
+// listens at its port now.
 Result<NamedAnswer> askByName(const SegmentContext& context, const std::string& name,
                               const Question& question, Deadline deadline);
 
-// The memory that an engine has registered, under a name, as we know it: asked for at first use and
-// kept, asked for once more when the peer refuses what we know, or is another engine by now.
+// The registered memory of the engine with this name, as this process knows it. The peer is asked
+// at first use. It is asked again when it refuses a transfer, or when another engine has its name.
 class Segment : public std::enable_shared_from_this<Segment> {
  public:
   Segment(const SegmentContext& context, std::string name, int32_t id, bool isOurs)
@@ -51,39 +51,40 @@ class Segment : public std::enable_shared_from_this<Segment> {
 
   const std::string& name() const { return name_; }
   int32_t id() const { return id_; }
-  void setId(int32_t id) { id_ = id; }  // before others see it
+  void setId(int32_t id) { id_ = id; }  // only before other threads see the segment
   bool isOurs() const { return isOurs_; }
   SlotShare& slots() { return slots_; }
 
   struct Place {
-    std::shared_ptr<Peer> peer;  // null: it is our own memory
+    std::shared_ptr<Peer> peer;  // null: the memory is our own
     RemoteRegion region;
     uint64_t offset = 0;
-    uint64_t generation = 0;  // of what we know
+    uint64_t generation = 0;  // of the description that this came from
   };
-  // kRefused: nothing that we know holds the whole range, or not with this right.
+  // kRefused: no known registration holds the whole range with this right.
   Result<Place> locate(uint64_t address, uint64_t bytes, uint32_t right, Deadline deadline);
-  // Unless somebody has since that generation.
+  // Asks the peer again, unless another call has replaced the description of that generation.
   Status refresh(uint64_t generation, Deadline deadline);
-  // The same on a thread for it, once for all that ask meanwhile; each bell is rung when it is
-  // done. Of a segment that a shared pointer owns. The bells outlive the engine's errands.
+  // Runs refresh() on a thread of `errands`, once for all callers that ask meanwhile, and rings
+  // each caller's bell when it is done. A shared pointer must own the segment. The bells must
+  // outlive the errands.
   class Asking;
   std::shared_ptr<Asking> refreshSoon(uint64_t generation, Deadline deadline, Errands& errands,
                                       Doorbell& bell);
   Result<std::shared_ptr<Peer>> peer(Deadline deadline);
-  // 0: it has none.
+  // Address of the buffer that the peer registered first; 0 if it has none. Asks the peer again.
   Result<uint64_t> firstBuffer(Deadline deadline);
-  // All that it has registered, as we know it.
+  // All registrations of the peer, as far as known.
   Result<std::vector<RemoteRegion>> regions(Deadline deadline);
   uint64_t generation() const;
-  // Asks the peer that stands connected, which needs no metadata server. Empty: there is none, or
-  // it is not the engine of this name any more.
+  // Asks the connected peer, which needs no metadata server. Empty if no peer is connected, or if
+  // it no longer is the engine of this name.
   std::optional<NamedAnswer> askStandingPeer(const Question& question, Deadline deadline) const;
 
  private:
   struct Known {
-    std::string session;         // where the peer answers questions
-    std::shared_ptr<Peer> peer;  // null: it is we
+    std::string session;         // the peer's session port
+    std::shared_ptr<Peer> peer;  // null: this process
     std::vector<RemoteBuffer> inOrder;
     std::map<uint64_t, const RemoteBuffer*> byAddress;
     uint64_t generation = 0;
@@ -98,22 +99,22 @@ class Segment : public std::enable_shared_from_this<Segment> {
   int32_t id_;
   const bool isOurs_;
   SlotShare slots_;
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards all below
   std::condition_variable asked_;
   bool isAsking_ = false;  // one ask() at a time
   KnownPtr known_;
-  std::shared_ptr<Asking> soon_;  // of refreshSoon(); null: nobody has asked, or it is done
+  std::shared_ptr<Asking> soon_;  // the refreshSoon() under way, or null
 };
 
 class Segment::Asking {
  public:
   explicit Asking(uint64_t generation) : generation_(generation) {}
   bool isDone() const { return isDone_.load(std::memory_order_acquire); }
-  const Status& answer() const { return answer_; }  // once it is done
+  const Status& answer() const { return answer_; }  // valid once isDone()
 
  private:
   friend class Segment;
-  const uint64_t generation_;  // of what had been known
+  const uint64_t generation_;  // of the description that it replaces
   Status answer_;              // written before isDone_
   std::atomic<bool> isDone_{false};
   std::vector<Doorbell*> bells_;  // guarded by the segment

@@ -7,8 +7,8 @@
 #include "base/bytes.h"
 #include "engine/memory/region_table.h"
 
-// What an engine says of itself at its session port, and the question. Wire form, all behind the
-// engine's handshake (engine/stream/handshake.h):
+// The question that a session port receives, and the engine's description of itself in answer. Wire
+// form, after the engine's handshake (engine/stream/handshake.h):
 //   question  u32 bytes of what follows, u8 version, u8 kind
 //   answer    u32 bytes of what follows, u8 version, string name, string protocol, bytes endpoint,
 //             u32 count, count x { u64 address, u64 bytes, u64 key, u32 rights, string location }
@@ -27,7 +27,7 @@ struct Question {
   static Result<Question> decode(ByteView message);
 };
 
-// Memory that an engine has registered. Peers name it by where it begins in its process.
+// Memory that an engine has registered. Peers name it by its address in that engine's process.
 struct RemoteBuffer {
   RemoteRegion region;
   uint32_t rights = 0;
@@ -37,7 +37,7 @@ struct RemoteBuffer {
 struct SegmentDescription {
   std::string name;
   std::string protocol;
-  Bytes endpoint;                     // of the engine
+  Bytes endpoint;                     // the engine's (Engine::endpoint())
   std::vector<RemoteBuffer> buffers;  // in the order of registration
 
   Bytes encode() const;  // without the length

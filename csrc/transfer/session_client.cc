@@ -10,8 +10,8 @@
 namespace mooncake::transfer {
 namespace {
 
-// A connection that breaks says nothing of the peer, and asking twice does no harm: a question
-// changes nothing. A peer that is gone refuses the next connection.
+// A broken connection does not show that the peer is gone, so the question is asked again: it has
+// no side effect. A peer that is gone refuses the next connection.
 constexpr int kMostAttempts = 4;
 constexpr auto kFirstPause = std::chrono::milliseconds(10);
 
@@ -62,7 +62,8 @@ Result<Fd> shakeHands(Fd socket, const TransportContext& context, Deadline deadl
   }
 }
 
-// The connection broke: kInterrupted before the peer has shown who it is, kPeerLost after that.
+// Asks over one connection. If it breaks: kInterrupted before the peer has authenticated, kPeerLost
+// after that.
 Result<SegmentDescription> ask(Fd connected, const TransportContext& context,
                                const Question& question, Deadline deadline,
                                const StopSignal* stop) {
@@ -71,8 +72,7 @@ Result<SegmentDescription> ask(Fd connected, const TransportContext& context,
     if (socket.error().code != ErrorCode::kPeerLost) return socket.error();
     return Error{ErrorCode::kInterrupted,
                  socket.error().message +
-                     ": is it an engine of another make, whose wire is not "
-                     "spoken here?"};
+                     ": is it an engine of another make? Its wire protocol is not supported"};
   }
   const Bytes asked = ByteWriter().putBytes(question.encode()).take();
   MOONCAKE_TRY(sendAll(socket->get(), asked, deadline, stop));

@@ -8,10 +8,10 @@
 
 namespace mooncake::transfer {
 
-// Where an engine answers who it is: "10.0.0.1:15123", "[fd00::1]:15123", "node7:15123".
+// Address of an engine's session port: "10.0.0.1:15123", "[fd00::1]:15123", "node7:15123".
 struct SessionId {
   std::string host;   // an address or a name, without brackets
-  uint16_t port = 0;  // 0: none was given
+  uint16_t port = 0;  // 0: not given
 
   std::string text() const;
   static Result<SessionId> parse(std::string_view text);

@@ -11,13 +11,13 @@
 namespace mooncake::transfer {
 namespace {
 
-constexpr auto kPatience = std::chrono::seconds(10);  // with whoever asks, from its handshake on
+constexpr auto kPatience = std::chrono::seconds(10);  // from a peer's handshake to the end
 constexpr size_t kLengthBytes = sizeof(uint32_t);
 constexpr size_t kMostStrangers = 16;
 
 }  // namespace
 
-// One peer that has proved itself. Of the loop's thread.
+// The connection of one authenticated peer. Used by the loop's thread only.
 class SessionServer::Conversation : public std::enable_shared_from_this<Conversation> {
  public:
   Conversation(SessionServer& server, Fd socket) : server_(server), socket_(std::move(socket)) {}
@@ -31,7 +31,7 @@ class SessionServer::Conversation : public std::enable_shared_from_this<Conversa
     if (!added.ok()) end();
   }
 
-  // Drops this object, unless somebody else holds it.
+  // Drops this object, unless a caller on the stack still holds it.
   void end() {
     const auto self = shared_from_this();
     server_.context_.loop.remove(socket_.get());
@@ -47,7 +47,7 @@ class SessionServer::Conversation : public std::enable_shared_from_this<Conversa
     if (!status.ok()) end();
   }
 
-  // An error ends the conversation, as does kAborted when all is said.
+  // Any error ends the conversation, and so does kAborted, which means that the answer was sent.
   Status receive() {
     while (!answer_) {
       std::array<std::byte, 4096> chunk;
@@ -135,11 +135,11 @@ void SessionServer::stop() {
 
 void SessionServer::onHandshake(Result<Handshaken> result) {
   if (!result.ok()) {
-    // A scanner must not fill the log: each kind of stranger is named once.
+    // A port scanner must not fill the log, so each kind of error is logged once.
     const std::string& what = result.error().message;
     const bool isNews = strangers_.size() < kMostStrangers && strangers_.insert(what).second;
     log(isNews ? LogLevel::kInfo : LogLevel::kDebug, "transfer",
-        "a stranger at the session port: ", what);
+        "a connection to the session port is rejected: ", what);
     return;
   }
   if (isStopped_ || conversations_.size() >= kMostConversations) return;

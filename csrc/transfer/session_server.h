@@ -12,26 +12,26 @@
 
 namespace mooncake::transfer {
 
-// The engine id that stands for "whoever listens at this session port": who asks does not know yet
-// which engine that is.
+// Engine id that means "the engine at this session port": the asking side does not know yet which
+// engine that is.
 inline constexpr EngineId kSessionListener = {std::byte{'s'}, std::byte{'e'}, std::byte{'s'},
                                               std::byte{'s'}, std::byte{'i'}, std::byte{'o'},
                                               std::byte{'n'}};
 
-// Answers at the session port who this engine is, to those that prove that they know its key. On
-// the engine's loop: one question and one answer per connection, bounded in size, in number and in
-// time.
+// Answers questions at the session port, from peers that prove that they know the key. Runs on the
+// engine's loop. A connection carries one question and one answer. Their size, number and time are
+// bounded.
 class SessionServer : public std::enable_shared_from_this<SessionServer> {
  public:
   static constexpr size_t kMostConversations = 1024;
 
-  // An encoded SegmentDescription; null: no answer. On the loop's thread.
+  // Returns an encoded SegmentDescription, or null for no answer. Called on the loop's thread.
   using Describe = std::function<std::shared_ptr<const Bytes>()>;
 
-  // The context's id is kSessionListener; it outlives the loop's handlers.
+  // `context.id` is kSessionListener. `context` must outlive the loop's handlers.
   static Result<std::shared_ptr<SessionServer>> start(const TransportContext& context, Fd listener,
                                                       Describe describe);
-  // Nobody is answered any more when this returns. Not on the loop's thread.
+  // Ends all conversations before it returns. Must not be called on the loop's thread.
   void stop();
 
  private:
@@ -44,14 +44,14 @@ class SessionServer : public std::enable_shared_from_this<SessionServer> {
   const TransportContext& context_;
   const Describe describe_;
   std::shared_ptr<HandshakeListener> listener_;
-  // Of the loop's thread.
+  // Used by the loop's thread only.
   bool isStopped_ = false;
-  std::set<std::string> strangers_;  // that have been logged
+  std::set<std::string> strangers_;  // errors of failed handshakes that have been logged
   std::map<Conversation*, std::shared_ptr<Conversation>> conversations_;
 };
 
-// Asks at a session port. The context's id is the own engine's. Blocks until the answer is there,
-// at most until the deadline, or until `stop`: kAborted.
+// Asks the engine at a session port. `context.id` is this engine's id. Blocks until the answer
+// arrives or the deadline passes; kAborted if `stop` comes first.
 Result<SegmentDescription> askSession(const TransportContext& context, const std::string& session,
                                       const Question& question, Deadline deadline,
                                       const StopSignal* stop = nullptr);

@@ -25,7 +25,7 @@ struct Address {
 
   int family() const { return storage.ss_family; }
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-  // 127.0.1.1 and the like, which some hosts give to their own name: says nothing to the others.
+  // 127.0.1.1 and the like: some hosts give it to their own name, and no other host can reach it.
   bool isOddLoopback() const {
     if (family() != AF_INET) return false;
     const auto& v4 = reinterpret_cast<const sockaddr_in&>(storage);
@@ -54,7 +54,8 @@ Address addressFrom(const sockaddr* from, socklen_t bytes) {
   return address;
 }
 
-// IPv4 first. The only wait without a deadline of ours: the resolver has its own.
+// Resolves a name, IPv4 addresses first. This is the only wait without our own deadline: the
+// resolver has its own.
 Result<std::vector<Address>> resolve(const std::string& host) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -95,7 +96,7 @@ Result<Fd> tryListen(Address address, uint16_t port) {
   return socket;
 }
 
-// Random places first, so that engines that start together do not all try the same ports.
+// Starts at a random port, so that engines that start together do not all try the same ports.
 Result<SessionListener> listenAt(const Address& address, uint16_t least, uint16_t most) {
   const uint32_t count = uint32_t(most) - least + 1;
   const uint32_t first = std::random_device{}() % count;
@@ -110,7 +111,7 @@ Result<SessionListener> listenAt(const Address& address, uint16_t least, uint16_
   return last;
 }
 
-// The first that leads off the host, IPv4 before IPv6; loopback where there is nothing else.
+// The first address that other hosts can reach, IPv4 before IPv6; loopback if there is no other.
 Result<Address> firstOfHost() {
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return systemError("getifaddrs", errno);
@@ -138,7 +139,7 @@ Result<Address> firstOfHost() {
 
 Status await(int socket, short events, Deadline deadline, const StopSignal* stop) {
   for (;;) {
-    // poll() passes over a descriptor that is none.
+    // poll() ignores a negative descriptor.
     pollfd both[] = {{.fd = socket, .events = events, .revents = 0},
                      {.fd = stop ? stop->descriptor() : -1, .events = POLLIN, .revents = 0}};
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();

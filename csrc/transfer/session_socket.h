@@ -15,23 +15,22 @@ namespace mooncake::transfer {
 
 struct SessionListener {
   Fd socket;            // non-blocking
-  std::string address;  // in digits: the engine listens there, too
+  std::string address;  // numeric; the engine itself listens on it, too
   uint16_t port = 0;
 };
 
-// On one address of this host: MOONCAKE_HOST_IP, MC_TCP_BIND_ADDRESS, what `host` stands for if
-// that is ours, or the first that leads off the host. With `isAddress`, digits that are not ours
-// are refused. At `port`, or at a random free one from
-// settings.leastRpcPort to mostRpcPort where that is 0.
+// Listens on one address of this host: MOONCAKE_HOST_IP, else MC_TCP_BIND_ADDRESS, else the address
+// of `host` if it is ours, else the first address that other hosts can reach. With `isAddress`, a
+// numeric `host` that is not ours is refused. `port` 0 means a random free port from
+// settings.leastRpcPort to mostRpcPort.
 Result<SessionListener> listenForSessions(const Env& env, const TransferEnv& settings,
                                           const std::string& host, bool isAddress, uint16_t port);
 
-// A connected socket. kSystem: the name does not resolve; kPeerLost: nobody is there; kTimeout;
-// kAborted: `stop` came first.
+// Returns a connected socket. kSystem: the name does not resolve; kPeerLost: connection refused or
+// unreachable; kTimeout; kAborted: `stop` came first.
 Result<Fd> connectTo(const SessionId& where, Deadline deadline, const StopSignal* stop = nullptr);
 
-// Waits for one of poll()'s events, at most until the deadline: kTimeout. kAborted: `stop` came
-// first.
+// Waits for one of poll()'s events. kTimeout: the deadline passed; kAborted: `stop` came first.
 Status await(int socket, short events, Deadline deadline, const StopSignal* stop);
 
 }  // namespace mooncake::transfer

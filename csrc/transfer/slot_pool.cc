@@ -21,8 +21,8 @@ SlotPool::Slot SlotPool::tryTake(SlotShare& share) {
   for (;;) {
     uint32_t before = share.underWay_.load(std::memory_order_seq_cst);
     if (!mayTake(share, before)) {
-      // First the wish, then another look: a slot that is given in between is seen here, or its
-      // giver sees the wish.
+      // The wish is set first, then the slots are read again. If a slot is given in between, either
+      // this read sees it or the giver sees the wish.
       auto& lacks = before >= mostOfShare_ ? share.isWanted_ : isWanted_;
       if (std::exchange(wish, &lacks) == &lacks) return Slot::kNone;
       lacks.store(true, std::memory_order_seq_cst);
@@ -36,7 +36,7 @@ SlotPool::Slot SlotPool::tryTake(SlotShare& share) {
       if (free_.compare_exchange_weak(free, free - 1, std::memory_order_seq_cst))
         return Slot::kCounted;
     }
-    // Another driver took the last slot. A third one may have seen the share full in between.
+    // Another driver took the last slot. In between, a third driver may have found the share full.
     give(share, Slot::kUncounted);
     wish = nullptr;
   }

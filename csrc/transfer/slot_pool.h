@@ -10,13 +10,13 @@
 
 namespace mooncake::transfer {
 
-// The slots that transfers with one segment hold. Lives in the segment.
+// The slots that transfers with one segment hold. A member of the segment.
 class SlotShare {
  private:
   friend class SlotPool;
   std::atomic<uint32_t> underWay_{0};  // transfers, with and without a slot of the pool
   std::atomic<bool> isStalled_{false};
-  std::atomic<bool> isWanted_{false};  // a transfer could not begin: the share is used up
+  std::atomic<bool> isWanted_{false};  // a transfer was turned away because the share was used up
   std::atomic<Clock::rep> lastSuccess_{0};
 };
 
@@ -48,9 +48,9 @@ class SlotPool {
   // A transfer has ended well: the segment is not stalled.
   void succeeded(SlotShare& share, Clock::time_point now);
 
-  // A driver that can begin nothing, and has nothing in a counted slot, rests until news. Lives on
-  // the driver's stack while it does. The driver calls tryTake() for all that waits after the
-  // construction: a slot that comes later, and lets one of these begin, rings the bell.
+  // Registers a driver that can begin nothing and holds no counted slot, until it has news. Lives
+  // on the driver's stack. After the construction the driver calls tryTake() for all waiting tasks.
+  // A slot that is freed later, and lets one of them begin, rings the bell.
   class Rest {
    public:
     Rest(SlotPool& pool, Doorbell& bell);
@@ -64,7 +64,7 @@ class SlotPool {
     Doorbell& bell_;
     uint32_t seen_;
   };
-  // Ends every rest: a slot is free, or new transfers wait.
+  // Ends every rest: a slot is free, or new tasks wait.
   void wake() {
     if (resting_.load(std::memory_order_seq_cst) != 0) ringAll();
   }
@@ -75,8 +75,8 @@ class SlotPool {
 
   const uint32_t mostOfShare_;
   const uint32_t alwaysOfShare_;
-  std::atomic<int64_t> free_;          // negative while segments use what they may always have
-  std::atomic<bool> isWanted_{false};  // a transfer could not begin: the pool is used up
+  std::atomic<int64_t> free_;          // negative while segments use their guaranteed sixteenth
+  std::atomic<bool> isWanted_{false};  // a transfer was turned away because the pool was used up
   std::atomic<uint32_t> resting_{0};
   std::atomic<uint32_t> news_{0};
   std::mutex mutex_;  // guards bells_

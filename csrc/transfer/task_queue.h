@@ -12,22 +12,22 @@
 
 namespace mooncake::transfer {
 
-// Tasks that wait for a driver. Segments take turns. Any thread.
+// Tasks that no driver has claimed yet. Segments take turns. Any thread.
 class TaskQueue {
  public:
   struct Claim {
     Batch* batch;  // lives until this task has ended
     Task* task;
-    SlotPool::Slot slot;  // of the task's segment; the driver gives it
+    SlotPool::Slot slot;  // of the task's segment; the driver returns it to the pool
   };
 
-  // What of it was submitted and not begun. More may be submitted while it stands here: push it
-  // again.
+  // Queues the submitted tasks of a batch that are not claimed. Call it after every submission,
+  // also while the batch is queued.
   void push(Batch* batch);
-  // Claims the next task whose segment gets a slot. Nothing if there is none.
+  // Claims the next task whose segment gets a slot; empty if no segment gets one.
   std::optional<Claim> pop(SlotPool& slots);
   bool isEmpty() const;
-  // Sleeps until a task waits. False: stopped.
+  // Blocks until a task waits. Returns false once stopped.
   bool await();
   void stop();
 
@@ -40,7 +40,7 @@ class TaskQueue {
 
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable ready_;
-  std::list<Line> lines_;  // whose turn it is stands in front
+  std::list<Line> lines_;  // the segment whose turn is next is in front
   std::unordered_map<Segment*, std::list<Line>::iterator> bySegment_;
   bool isStopped_ = false;
 };

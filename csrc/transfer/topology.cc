@@ -11,7 +11,7 @@
 namespace mooncake::transfer {
 namespace {
 
-// As JSON.
+// Quotes a JSON string. Drops control characters.
 std::string quoted(const std::string& text) {
   std::string out = "\"";
   for (const char letter : text) {
@@ -48,7 +48,7 @@ NicTopology topologyOf(const std::vector<std::string>& wanted) {
 
 std::string describeLinks(const NicTopology& topology,
                           const std::map<std::string, std::string>& links, bool asJson) {
-  std::map<std::string, std::string> nodes;  // of cards; "-1": not known
+  std::map<std::string, std::string> nodes;  // NUMA node of each card; "-1": not known
   for (const auto& [location, cards] : topology.locations()) {
     const bool isNode = location.starts_with("cpu:");
     for (const std::string& card : cards.preferred)

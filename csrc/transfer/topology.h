@@ -9,22 +9,24 @@
 
 namespace mooncake::transfer {
 
-// The names of a list that commas separate.
+// Splits a list at its commas.
 std::vector<std::string> listOf(const std::string& text);
 
-// JSON: every memory location of this host with [[preferred NICs], [others]], of those in `devices`
-// (names separated by commas; empty: all RDMA devices); MC_CUSTOM_TOPO_JSON wins.
+// Returns JSON: each memory location of this host with [[preferred NICs], [others]]. Lists only
+// NICs named in `devices` (separated by commas; empty: all RDMA devices). MC_CUSTOM_TOPO_JSON
+// overrides it.
 std::string describeTopology(const std::string& devices);
 NicTopology topologyOf(const std::vector<std::string>& devices);
 
-// The cards of a topology and the links to segments, by name, for people or as JSON:
-// {"local_nics": [{"device": ..., ...}], "topology": {...}, "links": {"name": "wire", ...}}. What
-// only an RDMA device has (its GID, port, speed) is left at the values for "not known".
+// Describes the cards of a topology and the links to segments, by name, as text or as JSON:
+// {"local_nics": [{"device": ..., ...}], "topology": {...}, "links": {"name": "wire", ...}}. The
+// GID, port and speed of a card have the values for "not known".
 std::string describeLinks(const NicTopology& topology,
                           const std::map<std::string, std::string>& links, bool asJson);
 
-// The devices of a NIC priority matrix, {"cpu:0": [["preferred", ...], ["other", ...]]}, or of a
-// plain list, separated by commas. kInvalidArgument says where a matrix is wrong.
+// Returns the devices of a NIC priority matrix, {"cpu:0": [["preferred", ...], ["other", ...]]}, or
+// a plain list, separated by commas, as it is. kInvalidArgument: the matrix has an error, which the
+// message locates.
 Result<std::string> devicesOfMatrix(const std::string& text);
 
 }  // namespace mooncake::transfer

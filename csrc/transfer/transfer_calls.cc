@@ -10,12 +10,12 @@ namespace mooncake::transfer {
 namespace {
 
 constexpr size_t kMostWorkers = 4;
-// Beyond its deadline a batch is over as soon as its driver has looked.
+// After its deadline a batch ends as soon as its driver has checked it.
 constexpr auto kGrace = std::chrono::seconds(10);
 
 }  // namespace
 
-// Nothing is added where one of them cannot be.
+// Adds all requests, or none if one of them is invalid.
 Code TransferEngine::add(Batch& batch, std::span<const TransferRequest> requests) {
   const size_t before = batch.submitted.load(std::memory_order_relaxed);
   if (requests.size() > batch.capacity - before) {
@@ -97,13 +97,13 @@ Code TransferEngine::submit(const std::shared_ptr<Batch>& batch,
                               what = std::move(*notification)] {
       if (await(*batch) == kGood) (void)notify(name, what);
     };
-    // Without a thread the caller waits for the transfers.
+    // If no thread can be started, the caller waits for the transfers.
     if (!followUps_.post(notifyAfter).ok()) notifyAfter();
   }
   return kGood;
 }
 
-// Fewer workers than wanted are enough, none is not.
+// Fails only if no worker at all can be started.
 Status TransferEngine::startWorkers() {
   std::lock_guard lock(mutex_);
   if (!workers_.empty() || isClosed_) return {};
@@ -123,7 +123,7 @@ void TransferEngine::work() {
     drivers_.insert(&driver.bell());
   }
   while (queue_.await()) driver.run();
-  driver.run();  // what is left is canceled
+  driver.run();  // cancels the remaining tasks
   std::lock_guard lock(mutex_);
   drivers_.erase(&driver.bell());
 }

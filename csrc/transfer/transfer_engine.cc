@@ -16,9 +16,9 @@
 namespace mooncake::transfer {
 namespace {
 
-// Of a connection that nobody uses, and of what is kept of a peer that is gone.
+// How long an unused connection stays open, and the records of a peer that is gone are kept.
 constexpr auto kIdle = std::chrono::seconds(60);
-constexpr size_t kArenaBytes = size_t(8) << 30;  // of address space; a job may run on it, too
+constexpr size_t kArenaBytes = size_t(8) << 30;  // address space; a job may share this engine
 
 }  // namespace
 
@@ -62,7 +62,7 @@ Status TransferEngine::start(TransferEngineOptions options) {
     if (!host.ok()) return host.status();
     own.host = host->host;
   }
-  // A name in a metadata server need not say where we are.
+  // A name in a metadata server need not be an address of this host.
   const bool isAddress = metadata_->namesAreSessions() || !options.host.empty();
   auto listener = listenForSessions(env_, settings_, own.host, isAddress, port);
   if (!listener.ok()) return listener.status();
@@ -159,7 +159,7 @@ void TransferEngine::close() {
   queue_.stop();
   for (std::thread& worker : workers) worker.join();
   calls_.close();
-  // A batch may have been submitted after its workers had ended: this cancels it.
+  // A batch may have been submitted after its workers ended: this driver cancels it.
   if (driverContext_) Driver(*driverContext_, queue_).run();
   followUps_.stop();
   askers_.stop();
@@ -191,7 +191,7 @@ std::shared_ptr<const Bytes> TransferEngine::describe() {
   std::lock_guard lock(mutex_);
   if (isClosed_) return nullptr;
   if (!description_ || describedVersion_ != version) {
-    // Peers that knew the name ask the metadata server again.
+    // An empty name makes peers that knew this one ask the metadata server again.
     const SegmentDescription all{.name = keeper_->isRetracted() ? std::string() : name(),
                                  .protocol = protocol_,
                                  .endpoint = engine_->endpoint(),

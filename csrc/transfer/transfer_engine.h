@@ -25,42 +25,42 @@ namespace mooncake::transfer {
 
 struct TransferEngineOptions {
   Env env;
-  std::string localName;       // host, or host:port; empty: the first address that leads off it
-  std::string host;            // where peers reach us; empty: the local name's
+  std::string localName;       // host, or host:port; empty: the first address others can reach
+  std::string host;            // where peers reach us; empty: the host of localName
   std::string metadataServer;  // "P2PHANDSHAKE", "http://host:port/metadata"
   std::string protocol = "tcp";
   std::string devices;   // network cards to use, by name, separated by commas; empty: all
   uint16_t rpcPort = 0;  // 0: a free one
 };
 
-// What one engine holds at most.
+// The limits of one engine.
 struct TransferLimits {
   size_t transfers;         // under way at a time
-  size_t ioThreads;         // that carry bulk data over TCP
+  size_t ioThreads;         // for bulk data over TCP
   size_t registrations;     // of memory
-  size_t batchedTransfers;  // of batches that are not released
+  size_t batchedTransfers;  // in batches that are not released
 };
 
-// Reads and writes memory that other engines have registered, by their names. Any thread; a call
-// blocks no longer than its deadline. Errors are codes, each with one line in the log.
+// Reads and writes memory that other engines have registered, by name. Any thread. A call blocks no
+// longer than its deadline. Errors are codes, and each logs one line.
 class TransferEngine {
  public:
-  // In a forked child what this gives refuses every call, and leaves everything alone at its end.
+  // In a forked child the engine refuses every call, and its destructor changes nothing.
   static Result<std::shared_ptr<TransferEngine>> open(TransferEngineOptions options);
   ~TransferEngine();
-  // Transfers under way are canceled; whoever is in a call returns. The first call counts.
+  // Cancels transfers under way and makes callers return. Later calls do nothing.
   void close();
 
-  const std::string& name() const { return directory_->name(); }  // what peers open
-  const std::string& session() const { return session_; }         // host:port of ours
+  const std::string& name() const { return directory_->name(); }  // the name that peers open
+  const std::string& session() const { return session_; }         // host:port of our session port
   uint16_t rpcPort() const { return rpcPort_; }
   const std::string& protocol() const { return protocol_; }
   Engine& engine() { return *engine_; }
   bool hasKey() const { return hasKey_; }
   TransferLimits limits() const;
   EngineCounters counters() const { return engine_->counters(); }
-  // To one user at a time, who may connect and observe its peers: null where another one still has
-  // it. `self` is this engine, and lives as long as what is given.
+  // Lends the Engine to one user at a time, which may connect to peers and observe them. Returns
+  // null while another user holds it. `self` is this engine; the result keeps it alive.
   std::shared_ptr<Engine> lend(const std::shared_ptr<TransferEngine>& self);
   const Env& env() const { return env_; }
 
@@ -74,54 +74,55 @@ class TransferEngine {
     uint64_t bytes;
   };
   Code registerMemory(std::span<const Range> ranges, const std::string& location);  // all or none
-  Code unregisterMemory(std::span<const uint64_t> addresses);  // all that can be; the first error
-  uint64_t allocateManaged(uint64_t bytes);                    // 0: there is none
+  Code unregisterMemory(std::span<const uint64_t> addresses);  // as many as possible; first error
+  uint64_t allocateManaged(uint64_t bytes);                    // 0 on failure
   Code freeManaged(uint64_t address, uint64_t bytes);
   bool holds(uint64_t address, uint64_t bytes) const { return bool(memory_->find(address, bytes)); }
-  // Copies from or to registered memory of our own.
+  // Copy from or to our own registered memory.
   Code writeHere(uint64_t address, ByteView bytes);
   Code readHere(uint64_t address, std::span<std::byte> bytes);
 
   // ---- peers
 
-  // Null: the log says why, and `code` is it.
+  // Returns null on failure: the log says why, and `*code` is the error.
   std::shared_ptr<Segment> openSegment(const std::string& name, Code* code = nullptr);
   std::shared_ptr<Segment> segment(int32_t id) const { return directory_->find(id); }
   Code closeSegment(int32_t id) { return directory_->close(id); }
   Code refresh(Segment& segment);
   Code refreshSegments();
-  // Nobody finds us by name any more.
+  // Deletes our name, so that no new peer finds this engine by it.
   Code retract();
-  // The live wire to each segment that is open.
+  // The live wire to each open segment.
   std::string describeLinks(bool asJson);
   uint64_t firstBuffer(const std::string& name);  // 0: it has none, or cannot be reached
   Code probe(const std::string& name);
-  // Connects to its engine, and has each of our cards reach it: the first transfer waits for none
-  // of that. Nothing is left to do where that has been done, and on wires without cards.
+  // Connects to the segment's engine, and lets each of our cards reach it, so that the first
+  // transfer need not wait for that. Repeating it has no effect, nor has it one on wires without
+  // cards.
   Code warmUp(const std::string& name);
-  // The live wire to it: "tcp", "fabric", "shm", "inproc", "local" for ourselves; empty: it cannot
-  // be reached.
+  // The live wire to a segment: "tcp", "fabric", "shm", "inproc", or "local" for our own. Empty if
+  // it cannot be reached.
   std::string transportTo(const std::string& name);
   Code notify(const std::string& name, const Notification& notification);
   std::vector<Notification> takeNotifications();
 
   // ---- transfers
 
-  // On this thread.
+  // Carries the transfers out on the calling thread.
   Code transfer(std::span<const TransferRequest> requests);
-  // Null: too many transfers wait. It stays until it is released.
+  // Returns null if too many transfers are in batches. The batch stays until release().
   std::shared_ptr<Batch> allocateBatch(size_t capacity);
-  // One thread at a time for each batch. All of them, or none is begun. The notification goes to
-  // the first request's segment when all of the batch has ended well.
+  // Begins all requests, or none if one is invalid. One thread at a time for each batch. When the
+  // whole batch has succeeded, the notification goes to the first request's segment.
   Code submit(const std::shared_ptr<Batch>& batch, std::span<const TransferRequest> requests,
               std::optional<Notification> notification = std::nullopt);
   std::shared_ptr<Batch> batch(uint64_t id) const { return batches_.find(id); }
-  // Until it is over: kGood, or kInvalid when one has failed.
+  // Blocks until the batch is over: kGood, or kInvalid if a transfer has failed.
   Code await(const Batch& batch);
   Code release(uint64_t id);
 
  private:
-  // Whoever is in a call; false where that is refused.
+  // Counts the callers inside the engine; converts to false if the call is refused.
   class Call;
   TransferEngine() = default;
   Status start(TransferEngineOptions options);
@@ -131,7 +132,7 @@ class TransferEngine {
   Status startWorkers();
   std::shared_ptr<const Bytes> describe();
   Deadline deadlineOf(uint64_t bytes) const;
-  // Asked for anew when it has gone.
+  // The segment's peer; if that is gone, asks for the segment's engine again.
   Result<std::shared_ptr<Peer>> livePeer(Segment& segment);
 
   Env env_;
@@ -144,10 +145,10 @@ class TransferEngine {
   uint32_t forkGeneration_ = 0;
   mutable Gate calls_;
   Interrupt stopping_;
-  std::unique_ptr<StopSignal> closing_;  // ends what is asked of peers
+  std::unique_ptr<StopSignal> closing_;  // ends questions to peers
   Doorbell ended_;
   BellPool bells_;
-  // In the order in which they need each other; they go the other way round.
+  // Each member uses those above it, so they are destroyed in reverse order.
   std::unique_ptr<TransportContext> askContext_;
   std::unique_ptr<TransportContext> answerContext_;
   std::shared_ptr<Engine> engine_;
@@ -165,7 +166,7 @@ class TransferEngine {
   TaskQueue queue_;
   Errands followUps_;
   static constexpr size_t kMostAskers = 8;
-  Errands askers_{kMostAskers};  // what drivers ask of peers
+  Errands askers_{kMostAskers};  // run the drivers' questions to peers
 
   std::mutex mutex_;  // guards all below
   bool isClosed_ = false;
