@@ -573,7 +573,7 @@ def starts(me, host, metadata, protocol, ext=None):
         (("127.0.0.1", "redis://127.0.0.1:6379", "tcp"), '"redis".*not available'),
         (("127.0.0.1", "127.0.0.1:6379", "tcp", "redis"), '"redis".*not available'),
         (("192.0.2.1", "P2PHANDSHAKE", "tcp"), "MOONCAKE_HOST_IP"),
-        (("no host", "P2PHANDSHAKE", "tcp"), "the host is none"),
+        (("no host", "P2PHANDSHAKE", "tcp"), "a host has no space"),
         (("127.0.0.1:port", "P2PHANDSHAKE", "tcp"), "a number from 1 to 65535"),
     ],
 )
@@ -850,7 +850,7 @@ def test_strangers_at_the_session_port():
     with harness.Crew(2, **over("tcp", MOONCAKE_LOG_LEVEL="info")) as crew:
         crew.call(engines.serve, meets_strangers)
         for name in ("an HTTP request", "a TLS hello", "these are not the bytes"):
-            assert f"a stranger at the session port: {name}" in crew.log(0), crew.log(0)
+            assert f"connection to the session port is rejected: {name}" in crew.log(0), crew.log(0)
 
 
 def test_a_foreign_peer_is_refused_by_name():

@@ -29,7 +29,7 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-// A routing table of 4096 tokens with top-32, and what else stands in a slot.
+// Room for a routing table of 4096 tokens with top-32, and for the rest of a slot's content.
 constexpr size_t kSlotBytes = size_t(1) << 20;
 constexpr int kMostRanksWithSuchSlots = 64;
 constexpr size_t kArenaBytes = size_t(4) << 30;
@@ -56,7 +56,8 @@ class Work {
     throwIfError(task_->status());
   }
 
-  // Whoever interrupts a call cannot say how it would have ended: the buffer is over.
+  // After an interrupted call no rank can tell how the call would have ended, so the buffer becomes
+  // unusable.
   class Interrupt final : public Interruptible {
    public:
     explicit Interrupt(Group& group) : group_(group) {}
@@ -79,11 +80,11 @@ struct Handle {
   std::shared_ptr<ep::Handle> of;
 };
 
-// Tuples, not classes with properties: of a call with one token each property is one percent.
-// Rows, scales, counts, sources, ranges.
+// Results are tuples, not classes with properties: each property would cost one percent of a call
+// with one token. Rows, scales, counts, sources, ranges.
 using Dispatched = std::tuple<at::Tensor, std::optional<at::Tensor>, at::Tensor, at::Tensor,
                               at::Tensor, Handle, std::shared_ptr<Work>>;
-// What was added up, and what of it is missing.
+// The sums, and for each token whether a contribution is missing.
 using Combined = std::tuple<at::Tensor, at::Tensor, std::shared_ptr<Work>>;
 
 Bytes toBytes(const py::bytes& bytes) {
@@ -103,13 +104,15 @@ Bytes randomKey() {
   return key;
 }
 
-// Ends where the last tensor of its memory is let go of: with Python's lock, which the buffer's
-// thread may be waiting for, or on that thread, which cannot wait for its own end.
+// Makes the buffer's destructor safe on every thread. The last tensor in the buffer's memory may be
+// released with Python's lock held: then the lock is given up, because the buffer's thread may be
+// waiting for it. Or it may be released on the buffer's own thread, which cannot join itself: then
+// another thread destroys the buffer.
 std::shared_ptr<ep::Buffer> withPython(std::shared_ptr<ep::Buffer> buffer) {
   ep::Buffer* const raw = buffer.get();
   return {raw, [buffer = std::move(buffer)](ep::Buffer*) mutable {
             if (buffer->isOwnThread()) {
-              // Without a thread the buffer is kept until the process ends.
+              // If no thread can be started, the buffer is leaked until the process ends.
               auto* const ending = new std::shared_ptr(std::move(buffer));
               auto thread = startThread("mooncake-end", [ending] { delete ending; });
               if (thread.ok()) return thread->detach();
@@ -161,16 +164,15 @@ class EpBuffer {
                       const std::optional<at::Tensor>& activeRanks, int64_t timeoutMicros,
                       bool inBackground, const std::optional<at::Tensor>& addedCounts,
                       const std::optional<at::Tensor>& waits) {
-    TORCH_CHECK_VALUE(x.dim() == 2, "x is of ", x.dim(), " dimensions, due are two");
+    TORCH_CHECK_VALUE(x.dim() == 2, "x has ", x.dim(), " dimensions, expected 2");
     requireTensor(x, "x", at::kBFloat16, {-1, -1});
     TORCH_CHECK_VALUE(maxTokens > 0, "num_max_dispatch_tokens_per_rank is ", maxTokens);
     TORCH_CHECK_VALUE(numExperts > 0, "num_experts is ", numExperts);
     TORCH_CHECK_VALUE(x.size(0) <= maxTokens, "rank ", rank(), " gives ", x.size(0),
                       " tokens, num_max_dispatch_tokens_per_rank is ", maxTokens);
     TORCH_CHECK_VALUE(x.size(1) > 0, "x has no channels");
-    TORCH_CHECK_VALUE(
-        !packsScales || (usesFp8 && roundsScale),
-        "use_ue8m0 needs use_fp8 and round_scale: an exponent is all of a scale then");
+    TORCH_CHECK_VALUE(!packsScales || (usesFp8 && roundsScale),
+                      "use_ue8m0 needs use_fp8 and round_scale: it sends scales as exponents only");
     auto experts = buffer().experts(numExperts);
     throwIfError(experts.status());
     const auto local = int64_t((*experts)->numLocal(rank()));
@@ -242,8 +244,8 @@ class EpBuffer {
     const ep::Handle& of = *handle.of;
     TORCH_CHECK_VALUE(handle.buffer == buffer_, "the handle is of a dispatch of another buffer");
     TORCH_CHECK_VALUE(!(usesLogfmt && zeroCopy),
-                      "use_logfmt and zero_copy: rows that stand in the "
-                      "buffer already are sent as they are");
+                      "use_logfmt and zero_copy exclude each other: zero_copy sends the rows as "
+                      "they are in the buffer");
     const ep::Shape& shape = of.shape;
     const auto local = int64_t(of.experts->numLocal(rank()));
     const int64_t rows = size_ * int64_t(shape.maxTokens), hidden = int64_t(shape.hidden);
@@ -263,8 +265,8 @@ class EpBuffer {
     if (out) requireTensor(*out, "out", at::kBFloat16, {tokens, hidden});
     if (zeroCopy) {
       TORCH_CHECK_VALUE(inPlace_,
-                        "zero_copy: the rows have to be written to what "
-                        "get_next_combine_buffer() gives, since the last call");
+                        "zero_copy: call get_next_combine_buffer() before each combine, and write "
+                        "the rows into the tensor that it returns");
       call.isInPlace = true;
       call.expectedNumber = inPlace_->number;
       call.rowStride = ep::combineRowBytes(shape.hidden);
@@ -281,7 +283,7 @@ class EpBuffer {
     call.handle = handle.of;
     at::Tensor combined = out ? *out : at::empty({tokens, hidden}, at::kBFloat16);
     at::Tensor missing = at::empty({tokens}, at::kBool);
-    // In mode `raise` a tensor of the caller's is as it was when the call ends with a loss.
+    // In mode `raise`, a call that ends with a loss must not change the caller's tensor.
     const at::Tensor sum = out && raises_ ? at::empty_like(*out) : combined;
     call.combined = reinterpret_cast<uint16_t*>(sum.mutable_data_ptr());
     call.missing = missing.mutable_data_ptr<bool>();
@@ -323,7 +325,7 @@ class EpBuffer {
       TORCH_CHECK_VALUE(owners[e] >= 0 && owners[e] < size_, "expert ", e, ": rank ", owners[e],
                         " is none of ", size_);
     }
-    TORCH_CHECK_VALUE(!owners.empty(), "owners of no experts");
+    TORCH_CHECK_VALUE(!owners.empty(), "the list of expert owners is empty");
     buffer().setExperts(std::make_shared<const ep::ExpertMap>(std::move(owners), size_));
   }
 
@@ -359,7 +361,7 @@ class EpBuffer {
   ep::Buffer& buffer() { return *buffer_; }
   int rank() { return buffer_->group().rank(); }
 
-  // A job of its own, whose ranks meet by what Python exchanges.
+  // Makes a job of its own. Its ranks exchange keys and addresses through the Python function.
   std::unique_ptr<Group> found(int rank, int size, size_t bytes, Deadline deadline,
                                const PythonExchange& exchange, const std::string& routeHint,
                                bool raises, const std::optional<InnerTransferEngine>& given,
@@ -415,14 +417,14 @@ class EpBuffer {
     return mask;
   }
 
-  // None: whoever lives is waited for as long as the buffer's timeout is.
+  // Empty: no rank is skipped before the buffer's timeout.
   std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const {
     const std::chrono::duration<double, std::micro> wanted(timeoutMicros);
     if (timeoutMicros <= 0 || wanted >= timeout_) return std::nullopt;
     return std::chrono::duration_cast<Clock::duration>(wanted);
   }
 
-  // A tensor of the buffer's memory, which stays as long as the tensor.
+  // Returns a tensor in the buffer's memory. The tensor keeps the buffer alive.
   at::Tensor inMemory(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides,
                       at::ScalarType dtype) const {
     return at::from_blob(

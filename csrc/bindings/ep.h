@@ -4,7 +4,7 @@
 
 namespace mooncake {
 
-// _C.EpBuffer and what its calls return.
+// Binds _C.EpBuffer and the classes of its results.
 void bindEp(pybind11::module_& m);
 
 }  // namespace mooncake

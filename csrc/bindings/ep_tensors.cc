@@ -8,7 +8,7 @@
 namespace mooncake {
 namespace {
 
-// Negative ones stand for any.
+// "[2, any]": a negative size means any size.
 std::string textOf(at::IntArrayRef sizes) {
   std::string text = "[";
   for (const int64_t size : sizes) {
@@ -18,7 +18,7 @@ std::string textOf(at::IntArrayRef sizes) {
   return text + "]";
 }
 
-// As Python writes it.
+// The dtype's name in Python.
 std::string nameOf(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
@@ -59,10 +59,10 @@ void requireTensor(const at::Tensor& tensor, const char* what, at::ScalarType dt
   TORCH_CHECK_VALUE(tensor.is_cpu(), what, " is on ", tensor.device(),
                     ": this buffer takes CPU tensors (staged=True copies those of a device)");
   TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, what, " is ", nameOf(tensor.scalar_type()),
-                    ", due is ", nameOf(dtype));
+                    ", expected ", nameOf(dtype));
   const bool fits = std::ranges::equal(
       tensor.sizes(), sizes, [](int64_t size, int64_t due) { return due < 0 || size == due; });
-  TORCH_CHECK_VALUE(fits, what, " has the sizes ", textOf(tensor.sizes()), ", due are ",
+  TORCH_CHECK_VALUE(fits, what, " has the sizes ", textOf(tensor.sizes()), ", expected ",
                     textOf(sizes));
   TORCH_CHECK_VALUE(tensor.is_contiguous(), what, " is not contiguous: call .contiguous() on it");
 }

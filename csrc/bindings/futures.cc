@@ -26,8 +26,9 @@ namespace {
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 using MomentPtr = std::shared_ptr<std::atomic<Callbacks::Moment>>;
 
-// What a callback has raised. torch's own future keeps the text only: an error of ours stays what
-// it is, so that the program sees a loss where it waits, for example at the end of a backward.
+// The error that a callback has raised. torch's own future would keep only its text. An error of
+// ours keeps its type, so that the program sees a loss where it waits, for example at the end of a
+// backward.
 std::exception_ptr errorOf(py::error_already_set& raised) {
   if (const std::exception_ptr failure = lastRaisedFailure()) {
     try {
@@ -42,8 +43,8 @@ std::exception_ptr errorOf(py::error_already_set& raised) {
       std::string("Got the following error when running the callback: ") + raised.what()));
 }
 
-// Runs the callback in this thread's turn, else when its turn comes. What follows in a chain of
-// callbacks belongs to the turn of the first.
+// Runs the callback at once if this thread has the turn, else posts it. Later callbacks in a chain
+// belong to the turn of the first.
 void runInTurn(const std::shared_ptr<Callbacks>& callbacks, CallbackOrigin origin,
                std::function<void()> run) {
   auto scoped = [origin, run = std::move(run)] {
@@ -57,8 +58,8 @@ void runInTurn(const std::shared_ptr<Callbacks>& callbacks, CallbackOrigin origi
   }
 }
 
-// A future whose callbacks run one after the other (see Callbacks), not where it is marked. What
-// then() returns is such a future again.
+// A future that runs its callbacks one after the other (see Callbacks), not on the thread that
+// completes it. then() returns such a future, too.
 //
 // The second base makes the conversion to enable_shared_from_this ambiguous: pybind11 would cast
 // torch's one dynamically, which a class without virtual functions does not allow.
@@ -72,7 +73,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
         origin_(origin),
         moment_(std::move(moment)) {}
 
-  // A future whose moment is that in which it is marked.
+  // Makes a future that stamps its moment when it is completed.
   static std::shared_ptr<PythonFuture> make(FuturePtr future,
                                             const std::shared_ptr<Callbacks>& callbacks,
                                             CallbackOrigin origin) {
@@ -88,7 +89,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
       py::gil_scoped_release unlocked;
       if (callbacks_->isCallerInside()) {
         callbacks_->await(*moment_, Deadline::at(Clock::time_point::max()));
-        fut->wait();  // it is being marked
+        fut->wait();  // its completion has begun
       } else {
         const Callbacks::Pause pause;
         fut->wait();
@@ -138,7 +139,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
   }
 
  private:
-  // With Python's lock. `run` is called without it.
+  // Called with Python's lock held. `run` is called without it.
   template <typename Run>
   static void attach(const Pointer& self, py::function callback, Run run) {
     auto guarded = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));

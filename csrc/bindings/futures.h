@@ -4,7 +4,7 @@
 
 namespace mooncake {
 
-// The class of the futures that works of ours give to Python.
+// Binds the class of the futures that our works return to Python.
 void bindFutures(pybind11::module_& m);
 
 class BatchWork;

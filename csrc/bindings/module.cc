@@ -39,7 +39,7 @@ using mooncake::RaisedBySignal;
 
 namespace {
 
-// Goes without Python's lock: see MooncakeBackend::close().
+// Its destructor releases Python's lock: see MooncakeBackend::close().
 class PythonBackend final : public MooncakeBackend {
  public:
   using MooncakeBackend::MooncakeBackend;
@@ -50,14 +50,15 @@ class PythonBackend final : public MooncakeBackend {
     }
   }
 
-  // Hooks run in it, and wait for threads that need Python's lock to write down what was called.
+  // Releases Python's lock. abort() runs hooks, and they wait for threads that need the lock to
+  // record what was called.
   void abort() override {
     std::optional<py::gil_scoped_release> unlocked;
     if (PyGILState_Check()) unlocked.emplace();
     MooncakeBackend::abort();
   }
 
-  // Whether one of them was in no earlier call. With Python's lock.
+  // Returns whether one of these ranks was in no earlier call. Called with Python's lock held.
   bool noteLosses(const std::vector<int>& ranks) {
     const size_t before = noted_.size();
     noted_.insert(ranks.begin(), ranks.end());
@@ -65,8 +66,9 @@ class PythonBackend final : public MooncakeBackend {
   }
 
   bool supportsSplitting() const override { return true; }
-  // Both without `override`: c10d::Backend has them like this since torch 2.9 only. split() is
-  // called on every rank of this group; the new one shares its engine and its job.
+  // split() and merge() lack `override`, because c10d::Backend declares them like this only since
+  // torch 2.9. split() is called on every rank of this group. The new group shares this one's
+  // engine and job.
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) {
@@ -78,7 +80,7 @@ class PythonBackend final : public MooncakeBackend {
                                                 int(ranks.size()), std::move(options), this);
     });
   }
-  // A group of processes that may know nothing of each other yet: a job of its own.
+  // Makes a group of processes that may not know each other yet: a job of its own.
   c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
                                     const c10::intrusive_ptr<Options>& opts, const int& rank,
                                     const int& size) {
@@ -88,7 +90,7 @@ class PythonBackend final : public MooncakeBackend {
   }
 
  private:
-  // torch asks once per type of device, of a backend that has several: one group is for all.
+  // torch asks once for each device type of a backend. All of them get the same group.
   template <typename Make>
   c10::intrusive_ptr<Backend> child(const c10::intrusive_ptr<c10d::Store>& store,
                                     const Options& opts, Make&& make) {
@@ -113,7 +115,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> groupOf(const c10::intrusive_ptr<c10d::St
   return c10::make_intrusive<mooncake::NamedGroup>(store, backend, devices);
 }
 
-// torch's split_group() copies them deeply, which its own class cannot be.
+// torch's split_group() makes deep copies of the options, which its own class does not support.
 class SplitOptions final : public c10d::Backend::Options {
  public:
   explicit SplitOptions(const c10d::Backend::Options& options) : Options(options) {}
@@ -123,7 +125,7 @@ c10::intrusive_ptr<SplitOptions> splitOptionsOf(PythonBackend& backend) {
   return c10::make_intrusive<SplitOptions>(*backend.getBackendOptions());
 }
 
-// What MooncakeBackendOptions.for_group() hands over, on top of the environment.
+// Applies the dict of MooncakeBackendOptions.for_group() over the environment's settings.
 void apply(const py::dict& options, BackendOptions& out) {
   const auto given = [&](const char* key) {
     return options.contains(key) && !options[key].is_none();
@@ -164,7 +166,7 @@ c10::intrusive_ptr<PythonBackend> createBackend(
                      .globalRanks = std::move(globalRanks),
                      .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
                      .env = std::move(*env)};
-  // Those that follow share the first one's.
+  // Later groups share the default group's engine.
   if (world) options.attr("pop")("engine", py::none());
   apply(options, out);
   py::gil_scoped_release unlocked;
@@ -191,7 +193,7 @@ PyObject* pythonClassOf(ErrorCode code) {
   return py::module_::import("mooncake_backend.errors").attr(name).ptr();
 }
 
-// What leaves functions that torch binds without its own handling of errors.
+// Translates exceptions from functions that torch binds without its own handling of errors.
 void raiseFailure(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);
@@ -207,12 +209,12 @@ void checkMessage(const PythonBackend& backend, bool isSend, const at::Tensor& t
   backend.checkMessage(isSend ? c10d::OpType::SEND : c10d::OpType::RECV, {tensor}, peer, tag);
 }
 
-// batch_isend_irecv asks first of all whether to put its messages into one work.
+// batch_isend_irecv reads this first: true puts its messages into one work.
 py::object supportsCoalescing(const py::object& backend) {
   return py::module_::import("mooncake_backend.batches").attr("are_one_work")(backend);
 }
 
-// On Python's main thread, which may have given away the lock.
+// Called on Python's main thread, with or without the lock.
 RaisedBySignal runSignalHandlers() {
 #if PY_VERSION_HEX >= 0x030D0000
   const bool isOver = Py_IsFinalizing();
@@ -232,19 +234,20 @@ RaisedBySignal runSignalHandlers() {
   return result;
 }
 
-// A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
+// While Python ends, it ends every thread that asks for its lock, and the process with it. So
+// callbacks must end first. Returns false if they did not within `seconds`.
 bool drainCompletions(double seconds) {
   const std::chrono::duration<double> most(seconds);
   return mooncake::drainAll(Deadline::after(std::chrono::duration_cast<Clock::duration>(most)));
 }
 
-// How the process ends: by an error, or not.
+// Tells whether the process ends with an error.
 Farewell farewellOf(const std::optional<std::string>& failure) {
   if (failure) return {Farewell::How::kFailed, *failure};
   return {Farewell::How::kEnded, ""};
 }
 
-// torch's own cannot hand it to Python.
+// Replaces torch's exception(), which cannot convert the exception to Python.
 py::object exceptionOf(c10d::Work& work) {
   const std::exception_ptr thrown = work.exception();
   if (!thrown) return py::none();
@@ -261,7 +264,7 @@ py::object exceptionOf(c10d::Work& work) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  // torch's classes must be known before one of ours names them as its base.
+  // torch's classes must be registered before ours name them as bases.
   py::module_::import("torch.distributed");
 
   mooncake::setPythonClasses(&pythonClassOf);
@@ -310,7 +313,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<PythonBackend, c10::intrusive_ptr<PythonBackend>, c10d::Backend>(m, "MooncakeBackend")
       .def_property_readonly("active_ranks", &PythonBackend::activeRanks)
       .def_property_readonly("options", &splitOptionsOf)
-      // Newer torch has it for every backend; 2.8 for none but its own.
+      // torch 2.8 defines it for its own backends only; newer versions for every backend.
       .def("_set_default_timeout", &PythonBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def(
@@ -346,7 +349,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<CollectiveWork, c10::intrusive_ptr<CollectiveWork>, c10d::Work>(m, "CollectiveWork")
       .def("exception", &exceptionOf)
       .def("get_future", [](CollectiveWork& work) { return mooncake::futureOf(work); })
-      .def("is_success", &CollectiveWork::isSuccess)  // torch's own warns
+      .def("is_success", &CollectiveWork::isSuccess)  // torch's own logs a deprecation warning
       .def_property_readonly("contributors", &CollectiveWork::contributors)
       .def_property_readonly("failed_ranks", &CollectiveWork::failedRanks)
       .def_property_readonly("lost_ranks", &CollectiveWork::lostRanks)

@@ -17,7 +17,7 @@ using Addresses = TransferCalls::Addresses;
 using namespace py::literals;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-// An old kind of enumeration: in Python it equals its number.
+// An unscoped enumeration, so that in Python each value equals its number.
 enum PythonOpcode { kPythonRead = 0, kPythonWrite = 1 };
 Opcode opcodeOf(PythonOpcode opcode) {
   return opcode == kPythonRead ? Opcode::kRead : Opcode::kWrite;
@@ -28,7 +28,7 @@ InnerTransferEngine innerOf(const TransferCalls& calls) {
   return {calls.engine()};
 }
 
-// By their names in EngineCounters.
+// Keys are the names in EngineCounters, in snake case.
 py::dict countersOf(const TransferCalls& calls) {
   const EngineCounters now = innerOf(calls).engine->counters();
   return py::dict("opened"_a = now.opened, "reused"_a = now.reused, "active"_a = now.active,
@@ -46,7 +46,7 @@ py::dict limitsOf(const TransferCalls& calls) {
                   "batched_transfers"_a = most.batchedTransfers);
 }
 
-// One buffer is a list of one.
+// Wraps one buffer into lists of length one.
 auto single(Opcode opcode) {
   return [opcode](TransferCalls& calls, const std::string& target, uint64_t buffer, uint64_t remote,
                   uint64_t bytes, const std::string&) {
@@ -142,7 +142,8 @@ void bindMemory(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c) {
       py::arg("source_address"), py::arg("length"));
 }
 
-// There, so that callers find out by the call and not by its absence.
+// Methods of Mooncake that this version lacks. They exist so that a call raises NotImplementedError
+// that says why.
 void bindMissing(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c) {
   for (const char* name : {"transfer_write_on_cuda", "transfer_read_on_cuda",
                            "batch_transfer_write_on_cuda", "batch_transfer_read_on_cuda"}) {
@@ -159,7 +160,9 @@ void bindMissing(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c) {
 std::shared_ptr<Engine> lendForJob(const InnerTransferEngine& inner, std::string& jobKey) {
   TransferEngine& engine = *inner.engine;
   if (!engine.hasKey())
-    throw py::value_error("a transfer engine without a key (MOONCAKE_JOB_KEY) runs no job");
+    throw py::value_error(
+        "the transfer engine has no key, and a job needs one: set MOONCAKE_JOB_KEY before "
+        "initialize()");
   auto lent = engine.lend(inner.engine);
   if (!lent) {
     throw py::value_error(
@@ -191,7 +194,8 @@ void bindTransfer(py::module_& m) {
 
   auto engine = py::class_<TransferCalls, std::shared_ptr<TransferCalls>>(m, "TransferEngine");
   engine.def(py::init([] {
-    // The last reference may go with Python's lock held: whoever closes waits for its threads.
+    // Python may drop the last reference with its lock held. close() waits for threads that may
+    // need the lock.
     return std::shared_ptr<TransferCalls>(new TransferCalls, [](TransferCalls* calls) {
       std::optional<py::gil_scoped_release> unlocked;
       if (PyGILState_Check()) unlocked.emplace();

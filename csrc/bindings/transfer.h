@@ -12,15 +12,16 @@ class TransferEngine;
 }
 class Engine;
 
-// What get_engine() returns, for those who hand an engine on.
+// Result of get_engine(), for programs that hand an engine on.
 struct InnerTransferEngine {
   std::shared_ptr<transfer::TransferEngine> engine;
 };
 
-// For one job at a time: raises where another one runs on it, or where the engine has no key.
+// Lends the engine to one job at a time. Throws if another job uses it, or if it has no key. Sets
+// `jobKey`.
 std::shared_ptr<Engine> lendForJob(const InnerTransferEngine& inner, std::string& jobKey);
 
-// _C.TransferEngine and what its calls take and return.
+// Binds _C.TransferEngine and the classes of its arguments and results.
 void bindTransfer(pybind11::module_& m);
 
 }  // namespace mooncake

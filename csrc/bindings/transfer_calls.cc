@@ -12,7 +12,7 @@ using transfer::TransferRequest;
 
 constexpr const char* kWho = "transfer engine";
 
-// Of the process: Python's interpreter ends once, and has them all closed before.
+// All engines of this process, to be closed before Python's interpreter ends.
 std::mutex openMutex;
 std::vector<std::weak_ptr<TransferEngine>> open;
 
@@ -185,7 +185,8 @@ std::vector<transfer::Notification> TransferCalls::takeNotifications() {
 int TransferCalls::writeHere(uint64_t address, const std::string& bytes, uint64_t length) {
   if (!isReady()) return transfer::kInvalid;
   if (length > bytes.size()) {
-    log(LogLevel::kWarning, kWho, length, " bytes of ", bytes.size(), " are to be written");
+    log(LogLevel::kWarning, kWho, "write_bytes_to_buffer(): length ", length, " exceeds the ",
+        bytes.size(), " bytes given");
     return transfer::kInvalid;
   }
   return engine_->writeHere(address, std::as_bytes(std::span(bytes)).first(length));

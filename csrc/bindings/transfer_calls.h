@@ -10,8 +10,9 @@
 
 namespace mooncake {
 
-// A TransferEngine by the names, defaults and results that callers of Mooncake know: 0 is good, and
-// whatever fails is a negative number, or 0 where a number above 0 is good. Without Python's lock.
+// A TransferEngine with the names, defaults and results of Mooncake's Python class. Success is 0
+// and failure negative; where a positive number is success, failure is 0. Called without Python's
+// lock.
 class TransferCalls {
  public:
   using Notification = transfer::Notification;
@@ -31,7 +32,7 @@ class TransferCalls {
   int registerAll(const Addresses& addresses, const Addresses& bytes, const std::string& location);
   int unregisterAll(const Addresses& addresses);
 
-  // One call for the four kinds: -1 where the lists' lengths differ.
+  // The four kinds of transfer in one call. Returns -1 if the lists differ in length.
   int transfer(const std::string& target, const Addresses& buffers, const Addresses& remote,
                const Addresses& bytes, Opcode opcode,
                const std::optional<Notification>& notification);
@@ -46,13 +47,14 @@ class TransferCalls {
   std::string transportTo(const std::string& name);
   std::vector<Notification> takeNotifications();
   int writeHere(uint64_t address, const std::string& bytes, uint64_t length);
-  // Nothing: that is not registered.
+  // Empty if the range is not registered or not mapped.
   std::optional<std::string> readHere(uint64_t address, uint64_t bytes);
 
   // Null before initialize().
   const std::shared_ptr<transfer::TransferEngine>& engine() const { return engine_; }
 
-  // Those that are still there say goodbye, because the program ends.
+  // Closes every open engine of this process, which tells its peers goodbye. Called when the
+  // program ends.
   static void closeAll();
 
  private:

@@ -42,7 +42,7 @@ Result<SessionId> SessionId::parse(std::string_view text) {
   if (id.host.empty() || id.host.size() > kMostHostBytes) return wrong("the host is missing");
   for (const char c : id.host) {
     const bool isNone = static_cast<unsigned char>(c) <= ' ' || c == '/' || c == '[' || c == ']';
-    if (isNone) return wrong("the host has a character that no host name has");
+    if (isNone) return wrong("a host has no space, slash or bracket");
   }
   if (port.empty()) return id;
   port.remove_prefix(1);

@@ -14,10 +14,10 @@
 
 namespace {
 
-using namespace mooncake;            // of this file, which is all border
-using namespace mooncake::transfer;  // the names below are C's
+using namespace mooncake;            // this file only translates between C and C++
+using namespace mooncake::transfer;  // the names below are those of the C API
 
-// What a handle leads to. The engine is made when its protocol is known.
+// Object behind a transfer_engine_t. The engine is made once its protocol is known.
 struct Handle {
   TransferEngineOptions options;
   std::mutex mutex;  // guards all below
@@ -34,7 +34,7 @@ Code fail(Code code, const std::string& what) {
 
 std::string textOf(const char* text) { return text ? text : ""; }
 
-// Null: there is none, or it has no protocol yet.
+// Null if there is no handle, or if no protocol is installed yet.
 std::shared_ptr<TransferEngine> engineOf(transfer_engine_t handle) {
   if (!handle) return nullptr;
   auto* own = static_cast<Handle*>(handle);
@@ -43,7 +43,7 @@ std::shared_ptr<TransferEngine> engineOf(transfer_engine_t handle) {
   return own->engine;
 }
 
-// Whether uninstallTransport() has let go of all memory and segments already.
+// Whether uninstallTransport() has already released all memory and segments.
 bool hasLetGo(transfer_engine_t handle) {
   if (!handle) return false;
   auto* own = static_cast<Handle*>(handle);
@@ -51,13 +51,13 @@ bool hasLetGo(transfer_engine_t handle) {
   return own->isUninstalled;
 }
 
-// Whether it stands; made at the first call.
+// Makes the engine at the first call. Returns whether it exists with this protocol.
 bool install(Handle& handle, const std::string& protocol, const std::string& devices = "") {
   std::lock_guard lock(handle.mutex);
   if (handle.engine) {
     if (handle.engine->protocol() == protocol) return true;
     (void)fail(kInvalid, "protocol \"" + protocol + "\" cannot be installed beside \"" +
-                             handle.engine->protocol() + "\": an engine has one");
+                             handle.engine->protocol() + "\": an engine has only one protocol");
     return false;
   }
   TransferEngineOptions options = handle.options;
@@ -83,7 +83,8 @@ int submit(transfer_engine_t handle, batch_id_t id, const transfer_request* entr
   for (size_t i = 0; i < count; ++i) {
     const transfer_request& entry = entries[i];
     if (entry.opcode != OPCODE_READ && entry.opcode != OPCODE_WRITE)
-      return fail(kInvalid, "opcode " + std::to_string(entry.opcode) + " is none");
+      return fail(kInvalid,
+                  "opcode " + std::to_string(entry.opcode) + " is neither read nor write");
     auto segment = engine->segment(entry.target_id);
     if (!segment)
       return fail(kInvalid, "segment " + std::to_string(entry.target_id) + " is not open");
@@ -109,7 +110,7 @@ char* copyOf(const std::string& text) {
   return copy;
 }
 
-// Those that say goodbye when the program ends.
+// Engines that say goodbye to their peers when the program exits.
 std::mutex gracefulMutex;
 std::vector<std::weak_ptr<TransferEngine>>& graceful() {
   static std::vector<std::weak_ptr<TransferEngine>> all;
@@ -322,7 +323,7 @@ int genNotifyInEngine(transfer_engine_t engine, uint64_t target_id, notify_msg_t
 
 int getNicLoadStats(transfer_engine_t engine, nic_load_stat_t*, size_t* count) {
   if (!engineOf(engine) || !count) return kInvalid;
-  *count = 0;  // no wire here uses a NIC by its name
+  *count = 0;  // loads are not counted by NIC
   return kGood;
 }
 

@@ -2,8 +2,9 @@
  * csrc/CMakeLists.txt), which needs neither torch nor Python. Types, names and results are those of
  * Mooncake's transfer_engine_c.h.
  *
- * 0 is good and negative is bad, unless stated; the codes are in docs/errors.md, and the log says
- * why. No string or array of the caller's is used after the call. Any thread. */
+ * Calls return 0 on success and a negative code on failure, unless stated otherwise. docs/errors.md
+ * lists the codes, and the log says why a call failed. The engine does not use the caller's strings
+ * and arrays after the call. Any thread. */
 #ifndef TRANSFER_ENGINE_C
 #define TRANSFER_ENGINE_C
 
@@ -34,9 +35,9 @@ typedef void* transport_t;
 
 struct transfer_request {
   int opcode;
-  void* source; /* ours: where a read goes, where a write comes from */
+  void* source; /* local address: target of a read, source of a write */
   segment_id_t target_id;
-  uint64_t target_offset; /* the address in the target's process */
+  uint64_t target_offset; /* address in the target's process */
   uint64_t length;
 };
 typedef struct transfer_request transfer_request_t;
@@ -93,26 +94,26 @@ struct nic_load_stat {
 };
 typedef struct nic_load_stat nic_load_stat_t;
 
-/* What an engine has done, and what is there now. */
+/* What an engine has done since it began, and its state now. */
 struct engine_counters {
-  uint64_t opened;      /* channels to peers that stood up, called or accepted */
-  uint64_t reused;      /* times that one was asked for and stood already */
+  uint64_t opened;      /* channels to peers that were established, by a call or by accepting one */
+  uint64_t reused;      /* times that a channel was wanted and was open already */
   uint64_t active;      /* peers that are connected */
-  uint64_t pending;     /* calls under way */
+  uint64_t pending;     /* calls under way: attempts to connect */
   uint64_t retries;     /* calls after the first one for a channel, and channels made again */
-  uint64_t connections; /* that stand, of all peers */
-  uint64_t collected;   /* connections that were idle, and peers that were gone */
-  uint64_t bytes_read;  /* by transfers of this engine that ended well */
+  uint64_t connections; /* open now, of all peers */
+  uint64_t collected;   /* idle connections that were closed, and ended peers that were forgotten */
+  uint64_t bytes_read;  /* by this engine's transfers that succeeded */
   uint64_t bytes_written;
-  uint64_t cards_read; /* bytes that network cards have moved by themselves, of reads */
+  uint64_t cards_read; /* bytes of reads that network cards have moved by themselves */
   uint64_t cards_written;
-  uint64_t cards_retried; /* that they could not move, and that were sent once more */
+  uint64_t cards_retried; /* bytes that cards could not move and that were sent once more */
 };
 typedef struct engine_counters engine_counters_t;
 
-/* NULL: it cannot be made. `ip_or_host_name` is where peers reach this process; `rpc_port` 0 takes
- * a free port. `auto_discover`: 0 leaves it to installTransport() to choose the protocol; else it
- * is tcp at once. */
+/* Returns NULL on failure. `ip_or_host_name` is the address at which peers reach this process.
+ * `rpc_port` 0 takes a free port. `auto_discover` 0 lets installTransport() choose the protocol;
+ * otherwise the engine is made at once, with tcp. */
 TRANSFER_ENGINE_API transfer_engine_t createTransferEngine(const char* metadata_conn_string,
                                                            const char* local_server_name,
                                                            const char* ip_or_host_name,
@@ -122,20 +123,22 @@ TRANSFER_ENGINE_API int discoverTopology(transfer_engine_t engine);
 /* The session id, host:port, by which peers open this engine. */
 TRANSFER_ENGINE_API int getLocalIpAndPort(transfer_engine_t engine, char* buf_out, size_t buf_len);
 
-/* NULL: that protocol cannot be had. `args` may be NULL; of protocols over network cards args[0] is
- * the cards to use, as text: a NIC priority matrix in JSON, or names separated by commas. */
+/* Returns NULL if the protocol is not available. `args` may be NULL. For protocols over network
+ * cards args[0] names the cards to use, as text: a NIC priority matrix in JSON, or names separated
+ * by commas. */
 TRANSFER_ENGINE_API transport_t installTransport(transfer_engine_t engine, const char* proto,
                                                  void** args);
-/* Closes all segments and unregisters all memory. closeSegment() and the calls that unregister
- * memory give 0 afterwards. */
+/* Closes all segments and unregisters all memory. Afterwards closeSegment() and the calls that
+ * unregister memory return 0. */
 TRANSFER_ENGINE_API int uninstallTransport(transfer_engine_t engine, const char* proto);
 
-/* The id, or negative. LOCAL_SEGMENT is our own. */
+/* Returns the segment's id, or a negative code. LOCAL_SEGMENT is our own. */
 TRANSFER_ENGINE_API segment_id_t openSegment(transfer_engine_t engine, const char* segment_name);
 TRANSFER_ENGINE_API segment_id_t openSegmentNoCache(transfer_engine_t engine,
                                                     const char* segment_name);
 TRANSFER_ENGINE_API int closeSegment(transfer_engine_t engine, segment_id_t segment_id);
-/* Connects to the segment's engine and has each network card reach it. 0 also on other wires. */
+/* Connects to the segment's engine and lets each network card reach it. Returns 0 on wires without
+ * cards, too. */
 TRANSFER_ENGINE_API int warmupEfaSegment(transfer_engine_t engine, const char* segment_name);
 TRANSFER_ENGINE_API int removeLocalSegment(transfer_engine_t engine, const char* segment_name);
 TRANSFER_ENGINE_API int syncSegmentCache(transfer_engine_t engine);
@@ -149,33 +152,33 @@ TRANSFER_ENGINE_API int registerLocalMemoryBatch(transfer_engine_t engine,
 TRANSFER_ENGINE_API int unregisterLocalMemoryBatch(transfer_engine_t engine, void** addr_list,
                                                    size_t addr_len);
 
-/* Room for `batch_size` transfers. */
+/* Makes a batch with room for `batch_size` transfers. */
 TRANSFER_ENGINE_API batch_id_t allocateBatchID(transfer_engine_t engine, size_t batch_size);
 TRANSFER_ENGINE_API int submitTransfer(transfer_engine_t engine, batch_id_t batch_id,
                                        struct transfer_request* entries, size_t count);
-/* The word goes to the first entry's target when all of the batch has ended well. */
+/* When the whole batch has succeeded, the notification goes to the first entry's target. */
 TRANSFER_ENGINE_API int submitTransferWithNotify(transfer_engine_t engine, batch_id_t batch_id,
                                                  struct transfer_request* entries, size_t count,
                                                  notify_msg_t notify_msg);
-/* `task_id`: the how manieth transfer of the batch, from 0. */
+/* `task_id`: index of the transfer in its batch, from 0. */
 TRANSFER_ENGINE_API int getTransferStatus(transfer_engine_t engine, batch_id_t batch_id,
                                           size_t task_id, struct transfer_status* status);
 TRANSFER_ENGINE_API int freeBatchID(transfer_engine_t engine, batch_id_t batch_id);
 
-/* What peers have sent since the last call; NULL: nothing, or no memory. */
+/* Returns the notifications since the last call; NULL if there are none, or no memory. */
 TRANSFER_ENGINE_API notify_msg_t* getNotifsFromEngine(transfer_engine_t engine, int* size);
 TRANSFER_ENGINE_API int freeNotifsMsgBuf(notify_msg_t* msg, int size);
 TRANSFER_ENGINE_API int genNotifyInEngine(transfer_engine_t engine, uint64_t target_id,
                                           notify_msg_t notify_msg);
 
-/* `count`: how many fit, and how many there are. */
+/* `count`: in, the capacity of `stats`; out, the number of entries. */
 TRANSFER_ENGINE_API int getNicLoadStats(transfer_engine_t engine, nic_load_stat_t* stats,
                                         size_t* count);
 TRANSFER_ENGINE_API int getEngineCounters(transfer_engine_t engine, engine_counters_t* counters);
-/* Peers hear a goodbye also where the program ends without destroyTransferEngine(). */
+/* The engine will say goodbye to its peers even if the program exits without destroying it. */
 TRANSFER_ENGINE_API void enableGracefulShutdown(transfer_engine_t engine);
-/* The network cards of this host, and which wire leads to each open segment: lines, or JSON with
- * "local_nics", "topology" and "links". */
+/* Describes the network cards of this host, and the wire to each open segment: as lines, or as JSON
+ * with "local_nics", "topology" and "links". */
 TRANSFER_ENGINE_API int showLinks(transfer_engine_t engine, char* buf_out, size_t buf_len,
                                   int json);
 
