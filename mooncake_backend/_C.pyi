@@ -1,4 +1,4 @@
-"""The compiled part. Everything that the Python files use of it is declared here."""
+"""The compiled extension. Declares everything that the Python files use of it."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -8,11 +8,11 @@ import torch
 from torch._C._distributed_c10d import Backend, Store, Work
 
 class SplitOptions(Backend.Options):
-    """A group's options as torch knows them: what split_group() starts from. A copy, which can be
-    copied deeply."""
+    """A group's options in torch's type, which split_group() copies. Each is a copy of its own, and
+    copy.deepcopy() works on it."""
 
 class MooncakeBackend(Backend):
-    """A group's backend, as torch.distributed sees it."""
+    """The backend of a group, for torch.distributed."""
 
     @property
     def options(self) -> SplitOptions: ...
@@ -21,19 +21,19 @@ class MooncakeBackend(Backend):
         """options["active_ranks"] as given to create_backend: the same tensor."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        """What ProcessGroup.set_timeout() does, which torch 2.8 does not have."""
+        """Implements ProcessGroup.set_timeout(), which torch 2.8 lacks for backends like ours."""
 
     def leave_group(self, failure: str | None) -> None:
-        """The process ends: waits, within the failure timeout, until what was called has
-        ended, here and on those that need us for it. Every later call is refused. `failure`: the
-        program ends by this error, and waits for nobody."""
+        """Called when the process ends. Waits, within the failure timeout, until the calls of this
+        rank have ended, and those of ranks that need this one for them. Every later call is
+        refused. `failure`: the error that ends the program; then nothing is waited for."""
 
     def leave_job(self, failure: str | None) -> None:
-        """Then: leaves all groups that share this one's engine, and says goodbye to the peers, and
-        whether the program ends by an error."""
+        """Called after leave_group(). Leaves all groups that share this one's engine. Tells the
+        peers goodbye, and whether the program ends with an error."""
 
     def evidence(self) -> list[tuple[int, str, str, float]]:
-        """(rank, kind, detail, seconds on CLOCK_MONOTONIC) of each rank that is known to be gone or
+        """(rank, kind, detail, seconds on CLOCK_MONOTONIC) of each rank that has ended or is
         accused of it, in rank order. See mooncake_backend.Evidence."""
 
     def state(self) -> str:
@@ -41,14 +41,14 @@ class MooncakeBackend(Backend):
 
     @property
     def epoch(self) -> int:
-        """Of the job's view, from 1 on."""
+        """Epoch of the job's view, from 1 on."""
 
     @property
     def survivors(self) -> list[int]:
         """Ranks of the group that are in the job's view, in ascending order."""
 
     def note_losses(self, ranks: list[int]) -> bool:
-        """Whether one of them was in no earlier call."""
+        """Returns whether one of these ranks was in no earlier call."""
 
     @property
     def supports_coalescing(self) -> bool:
@@ -58,73 +58,74 @@ class MooncakeBackend(Backend):
         """See mooncake_backend.acknowledge_loss()."""
 
     def check_standing(self) -> None:
-        """Raises what every call raises once this rank is out of the job."""
+        """Raises the error of every later call if this rank is out of the job."""
 
     def check_message(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Raises what a send or a receive with these arguments raises."""
+        """Raises the error that a send or a receive with these arguments would raise."""
 
     @property
     def on_failure(self) -> str:
-        """The mode: "continue" or "raise"."""
+        """Failure mode of the group: "continue" or "raise"."""
 
     def transport_to(self, rank: int) -> str:
-        """The wire to a rank of the group: "shm", "tcp", "inproc" or "self"."""
+        """Wire to a rank of the group: "shm", "tcp", "fabric", "inproc" or "self"."""
 
 class Future(torch._C.Future):
-    """What get_future() of a work returns. Its callbacks run one after the other, in the order in
+    """Result of get_future() of a work. Its callbacks run one after the other, in the order in
     which the operations have ended."""
 
 class CollectiveWork(Work):
-    """What a collective returns. Ranks are ranks of the group, in ascending order; until the
-    operation has ended all lists are empty, and the epoch is 0."""
+    """Work of a collective. Ranks are ranks of the group, in ascending order. Until the operation
+    has ended all lists are empty, and the epoch is 0."""
 
     @property
     def contributors(self) -> list[int]:
-        """Those whose data is in the result."""
+        """Ranks whose data is in the result."""
 
     @property
     def failed_ranks(self) -> list[int]:
-        """All others."""
+        """All other ranks of the group."""
 
     @property
     def lost_ranks(self) -> list[int]:
-        """Of the others, those that contributed to the operation before this one."""
+        """Failed ranks that contributed to the operation before this one."""
 
     @property
     def epoch(self) -> int:
-        """Of the job's view in which the operation ended."""
+        """Epoch of the job's view in which the operation ended."""
 
     @property
     def sequence_number(self) -> int:
-        """From 0 on; in mode "raise" it starts again with the first operation after a loss."""
+        """Number of the operation, from 0 on. In mode "raise" the first operation after a loss is 0
+        again."""
 
     @property
     def max_group_size(self) -> int: ...
 
 class MessageWork(Work):
-    """What a send or a receive returns."""
+    """Work of a send or a receive."""
 
     @property
     def failed_ranks(self) -> list[int]:
-        """The other side, if the message ended because that is lost."""
+        """The other side, if the message ended because that rank is lost."""
 
     @property
     def lost_ranks(self) -> list[int]:
-        """The same."""
+        """Equal to failed_ranks."""
 
     @property
     def max_group_size(self) -> int: ...
 
 class BatchWork(Work):
-    """What a block of _coalescing_manager() with a device ends with: one work for all its calls."""
+    """One work for all calls in a block of _coalescing_manager() with a device."""
 
     @property
     def works(self) -> list[Work]:
-        """One for each call, in their order."""
+        """The works of the calls, in their order."""
 
     @property
     def lost_ranks(self) -> list[int]:
-        """Of any of them."""
+        """Lost ranks of all these works."""
 
     @property
     def max_group_size(self) -> int: ...
@@ -140,40 +141,41 @@ def create_backend(
     options: dict[str, Any],
     world: MooncakeBackend | None,
 ) -> MooncakeBackend:
-    """`world` is the default group's backend if that is ours and this is another group: its engine
+    """`world`: backend of the default group, if that is ours and this is another group; its engine
     is shared. `global_ranks` is empty for the default group."""
 
 def group_of(
     store: Store, backend: MooncakeBackend, devices: list[str]
 ) -> torch.distributed.ProcessGroup:
-    """A group of this backend alone, with its name."""
+    """Makes a process group with only this backend, and with the backend's name."""
 
 def dump_state_on_signal(signal: int) -> None:
     """See mooncake_backend.dump_state_on_signal()."""
 
 def drain_completions(seconds: float) -> bool:
-    """Waits until the threads that drop tensors and run callbacks have nothing left to do, in all
-    groups of this process, for so long at most. Returns whether that is so. For the end of a
-    program: Python ends threads that ask for its lock later, and the process with them."""
+    """Waits, at most `seconds`, until the threads that release tensors and run callbacks are idle
+    in all groups of this process. Returns whether they are. For the end of a program: Python later
+    ends every thread that asks for its lock, and the process with it."""
 
 def build_info() -> dict[str, Any]:
-    """What was built ("version"), for which torch ("torch"), and with which wires ("transports",
-    names in the order in which they are tried)."""
+    """Returns "version" of the build, "torch" that it was built for, and "transports": the names of
+    its wires, in the order in which they are tried."""
 
 def describe_fabric() -> list[tuple[bool, str, str]]:
-    """Which libfabric and network cards there are, and what would be taken: whether it works, what
-    it is about, and a line about it."""
+    """Lists libfabric and the network cards, and which of them an engine would use. Each entry:
+    whether it works, its subject, and a line of text."""
 
 class EpWork:
-    """One dispatch or combine. wait() may be called by any thread, and more than once."""
+    """One dispatch or combine. Any thread may call wait(), and more than once."""
 
     def wait(self) -> None:
-        """Until it has ended; raises its error. The results are valid from then on."""
+        """Blocks until the operation has ended, and raises its error. Afterwards the results are
+        valid."""
 
     def is_completed(self) -> bool: ...
 
 class EpHandle:
-    """What a combine has to know of its dispatch."""
+    """The routing of a dispatch, which its combine needs."""
 
     @property
     def num_experts(self) -> int: ...
@@ -185,13 +187,18 @@ class EpHandle:
 class EpBuffer:
     """Dispatch and combine. Making one is collective over the group.
 
-    engine: to be used for an exchange, in place of one of its own
-    backend: of a group of ours, whose engine is shared; or exchange: called with bytes, returns
-    those of all ranks in rank order; route_hint: the host whose direction tells which address of
-    this one the others reach, without MOONCAKE_HOST_IP
-    raises: a loss is an error of the operation that sees it; otherwise that goes on without
-    renormalize: weights of a token that misses contributions are scaled to their whole sum
-    devices: network cards of an engine of its own, by name; none: as MC_TE_FILTERS says
+    rank, size: place in the group, and its size
+    num_bytes: size of the buffer's memory; see size_hint()
+    timeout: longest time of each operation
+    backend: backend of a group of ours; the buffer shares its engine
+    exchange: for other groups: takes bytes, returns those of all ranks in rank order
+    engine: runs the buffer, together with `exchange`; None: the buffer makes an engine of its own
+    route_hint: host in whose direction the ranks' addresses are chosen, unless MOONCAKE_HOST_IP is
+    set
+    raises: a loss is an error of the operation that sees it; otherwise that operation goes on
+    renormalize: if contributions to a token are missing, the others' weights are scaled up to the
+    full sum
+    devices: network cards of the buffer's own engine, by name; none: as MC_TE_FILTERS says
     """
 
     def __init__(
@@ -211,13 +218,13 @@ class EpBuffer:
     ) -> None: ...
     @staticmethod
     def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-        """Bytes of a buffer that suffices, a multiple of 128."""
+        """Bytes that suffice for a buffer with these sizes, a multiple of 128."""
 
     @property
     def num_bytes(self) -> int: ...
     @property
     def active_ranks(self) -> list[bool]:
-        """Who is in the agreed view."""
+        """Of each rank, whether it is in the agreed view."""
 
     def dispatch(
         self,
@@ -242,18 +249,19 @@ class EpBuffer:
         EpHandle,
         EpWork,
     ]:
-        """active_ranks: read as a mask, written when the operation has ended
+        """active_ranks: int32 [R], read as a mask; lost and skipped ranks are 0 after the operation
         background: returns at once; the results are valid after work.wait()
 
-        Returns, of R ranks, L experts of this rank, T tokens at most from each rank, h channels:
+        Returns, with R ranks, L experts of this rank, T tokens at most from each rank, h channels:
         recv_x: [L, R * T, h], bfloat16 or float8_e4m3fn
-        scales: of FP8: float32 [L, R * T, ceil(h / 128)], or int32 with four exponents in each,
+        scales: with FP8: float32 [L, R * T, ceil(h / 128)], or int32 with four exponents in each,
             [L, R * T, ceil(h / 512)]; the stride along tokens is 1
         recv_count: int32 [L]
         src_info: int32 [L, R * T], the token's number on its rank
-        layout_range: int64 [L, R], how many rows are of that rank in the low 32 bits, where they
-            begin in the high ones
-        the handle for combine, and what waits"""
+        layout_range: int64 [L, R], number of rows from that rank in the low 32 bits, index of the
+            first one in the high 32 bits
+        handle: for combine
+        work: to wait for"""
 
     def combine(
         self,
@@ -270,22 +278,23 @@ class EpBuffer:
         wait_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, EpWork]:
         """Returns combined_x, bfloat16 [n, h], which is `out` if that was given; bool [n], whether
-        a rank that owns one of the token's experts took no part; work."""
+        a rank that owns one of the token's experts did not take part; and the work."""
     def next_combine_buffer(self, handle: EpHandle) -> torch.Tensor:
-        """bfloat16 [L, R * T, h], for zero_copy of the next combine."""
+        """bfloat16 [L, R * T, h], the memory that the next combine sends with zero_copy."""
 
     def set_expert_owners(self, owners: list[int]) -> None:
-        """The rank of each expert; the same on all ranks. Counts from the next dispatch on."""
+        """The rank that owns each expert, the same on all ranks. Takes effect at the next
+        dispatch."""
 
     def mask_rank(self, rank: int, is_masked: bool) -> None: ...
     def masked_ranks(self) -> list[bool]:
-        """Of each rank whether it is masked or lost."""
+        """Of each rank, whether it is masked or lost."""
 
     def unmask_all(self) -> None:
-        """The lost stay lost."""
+        """Removes all masks. Lost ranks stay lost."""
 
     def local_buffer(self) -> torch.Tensor:
-        """uint8 [num_bytes], the memory itself."""
+        """uint8 [num_bytes], the buffer's memory itself."""
 
     def update_members(self) -> None: ...
     def close(self, timeout: timedelta) -> None: ...
@@ -298,7 +307,7 @@ class TransferOpcode:
     def __int__(self) -> int: ...
 
 class TransferNotify:
-    """A word to the engine that a transfer leads to."""
+    """A message to the target engine of a transfer."""
 
     name: str
     msg: str
@@ -308,15 +317,15 @@ class TransferNotify:
     def __init__(self, name: str, msg: str) -> None: ...
 
 class InnerTransferEngine:
-    """What get_engine() returns, for set_transfer_engine()."""
+    """Result of get_engine(), for set_transfer_engine()."""
 
     @property
     def has_key(self) -> bool: ...
 
 class TransferEngine:
-    """Reads and writes memory of other processes. 0 is good, what fails is negative, and the log
-    says why: docs/errors.md. Addresses are ints, of the process in which the memory lies. It has
-    TransferOpcode as an attribute, too."""
+    """Reads and writes memory of other processes. Calls return 0 on success and a negative code on
+    failure, and the log says why: docs/errors.md. Addresses are ints, of the process that owns the
+    memory. The class TransferOpcode is an attribute, too."""
 
     def __init__(self) -> None: ...
     def initialize(
@@ -327,8 +336,8 @@ class TransferEngine:
         device_name: str | None,
         /,
     ) -> int:
-        """`local_hostname`: host, under which others reach this one. `metadata_server`:
-        "P2PHANDSHAKE", or "http://host:port/metadata". `protocol`: "tcp" or "shm"."""
+        """`local_hostname`: host by which others reach this one. `metadata_server`: "P2PHANDSHAKE",
+        or "http://host:port/metadata". `protocol`: "tcp", "shm", "efa", "rdma" or "fabric"."""
 
     def initialize_ext(
         self,
@@ -340,7 +349,7 @@ class TransferEngine:
         /,
     ) -> int: ...
     def get_rpc_port(self) -> int:
-        """Of the session id, host:port, by which others name this engine."""
+        """Port of the session id, host:port, by which others name this engine."""
 
     def get_local_topology(self, device_name: str | None = None) -> str:
         """JSON: location -> [[preferred NICs], [others]]."""
@@ -350,11 +359,11 @@ class TransferEngine:
     def batch_register_memory(
         self, buffer_addresses: list[int], capacities: list[int], location: str = "*"
     ) -> int:
-        """All of them or none."""
+        """Registers all of them, or none if one fails."""
 
     def batch_unregister_memory(self, buffer_addresses: list[int]) -> int: ...
     def allocate_managed_buffer(self, length: int) -> int:
-        """Its address, or 0. Peers of the host map it: the fastest to write to."""
+        """Returns the address, or 0. Peers on this host map it: the fastest memory to write to."""
 
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int: ...
     def write_bytes_to_buffer(self, dest_address: int, src_ptr: bytes, length: int) -> int: ...
@@ -368,7 +377,7 @@ class TransferEngine:
         length: int,
         transport_hint: str = "",
     ) -> int:
-        """Returns when the bytes are in the peer's memory."""
+        """Returns once the data is in the peer's memory."""
 
     def transfer_sync_read(
         self,
@@ -388,7 +397,7 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """`notify` is sent when the bytes are there; it returns when that has arrived, too."""
+        """Sends `notify` after the data. Returns once that has arrived, too."""
 
     def batch_transfer_sync_write(
         self,
@@ -444,7 +453,7 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int: ...
     def get_batch_transfer_status(self, batch_ids: list[int]) -> int:
-        """Waits for all of them, and releases them. -1: one has failed."""
+        """Waits for all batches, and releases them. -1: a transfer has failed."""
 
     def transfer_submit_write(
         self,
@@ -455,33 +464,34 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int: ...
     def transfer_check_status(self, batch_id: int) -> int:
-        """1: done; 0: under way; -1: failed; -2: not in time. Whatever is not 0 releases it."""
+        """1: done; 0: under way; -1: failed; -2: timed out. Except for 0 the batch is released."""
 
     def transfer_write_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
     def transfer_read_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
     def batch_transfer_write_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
     def batch_transfer_read_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
     def get_notifies(self) -> list[TransferNotify]:
-        """What peers have sent since the last call."""
+        """Returns the notifications that have arrived since the last call."""
 
     def send_probe(self, peer_server_name: str) -> int:
-        """Whether an engine answers there."""
+        """0 if an engine of this name answers."""
 
     def get_transport(self, target_hostname: str) -> str:
-        """The live wire: tcp, shm, inproc, local for ourselves; empty: it cannot be reached."""
+        """The live wire: tcp, fabric, shm, inproc, or local for this engine. Empty: unreachable."""
 
     def get_counters(self) -> dict[str, int]:
-        """What the engine has done, and what is there now: docs/transfer-engine.md."""
+        """Counters of work done and of the present state: docs/transfer-engine.md."""
 
     def get_limits(self) -> dict[str, int]:
-        """What it holds at most: transfers (at a time), io_threads, registrations,
+        """Limits of the engine: transfers (at a time), io_threads, registrations,
         batched_transfers."""
 
     def warmup_efa_segment(self, segment_name: str) -> int:
-        """0, and no effect: there is no EFA."""
+        """Connects, and lets each network card of this engine reach the segment. 0 on wires without
+        cards, too."""
 
     def get_engine(self) -> InnerTransferEngine: ...
     def get_engine_ptr(self) -> int: ...
 
 def close_transfer_engines() -> None:
-    """Of the process: those that are still there say goodbye."""
+    """Closes all engines of this process. They tell their peers goodbye."""

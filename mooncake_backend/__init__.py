@@ -1,8 +1,8 @@
 """A fault-tolerant PyTorch c10d backend: `torch.distributed.init_process_group("mooncake")`.
 
-`import torch` imports this file through the `torch.backends` entry point, so it stays light:
-everything else is imported when it is asked for. With TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does
-not import it, and whoever does registers the backends.
+`import torch` imports this file through the `torch.backends` entry point, so it stays light: all
+other modules are imported on first use. With TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not import
+it; then the program's own import registers the backends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
+if TYPE_CHECKING:  # the names that __getattr__ resolves
     from mooncake_backend.distribution import DistributionConflictError
     from mooncake_backend.errors import (
         EvictedError,
@@ -87,7 +87,7 @@ __all__ = [
 
 
 def register_at_import() -> None:
-    """The entry point. An exception here would break `import torch` for everyone: none leaves."""
+    """The entry point. It never raises, because an exception would break `import torch`."""
     try:
         importlib.import_module("mooncake_backend.registration").register()
     except Exception as error:
@@ -104,7 +104,7 @@ if not TYPE_CHECKING:
         return found
 
 
-# Where torch loads no backends by itself, this import is what asks for ours. By now all is defined
-# here: importing torch may come back to this file.
+# If torch loads no backends by itself, this import registers ours. It stands at the end, because
+# importing torch may come back to this file.
 if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
     register_at_import()

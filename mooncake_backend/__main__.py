@@ -1,4 +1,4 @@
-"""python -m mooncake_backend doctor: what works here, and what does not."""
+"""python -m mooncake_backend doctor: checks which parts work on this machine."""
 
 from __future__ import annotations
 

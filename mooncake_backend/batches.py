@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def are_one_work(backend: MooncakeBackend) -> bool:
-    """The backend's `supports_coalescing`. Yes: what is called in a block of _coalescing_manager()
-    ends with one work. batch_isend_irecv() alone asks for it, before its first message, and gets a
-    no: each message has a work of its own then, as callers expect who look up in the list of works
-    which of their peers failed. So torch posts one message after the other, and a wrong one would
-    leave those before it posted. Therefore all of them are checked here."""
+    """The backend's `supports_coalescing`: whether a block of _coalescing_manager() ends with one
+    work. The answer is no for batch_isend_irecv() only, which reads this before its first message.
+    Then each message has its own work, in which callers look up the peers that failed. torch posts
+    the messages one after the other, so a wrong one would leave those before it posted. Therefore
+    all messages are checked here."""
     caller = sys._getframe(1)
     if caller.f_code.co_name != "batch_isend_irecv":
         return True

@@ -1,4 +1,4 @@
-"""Flags as Mooncake's tools take them: with one dash or with two."""
+"""Command-line flags in the style of Mooncake's tools, with one dash or two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 def parse_flags(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Parses `-mode=target` and `-mode target` like `--mode=target`; None: the program's own."""
+    """Parses `-mode=target` and `-mode target` like `--mode=target`. None: sys.argv."""
     given = sys.argv[1:] if arguments is None else arguments
     return parser.parse_args([_with_two_dashes(parser, argument) for argument in given])
 

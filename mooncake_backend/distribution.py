@@ -1,8 +1,8 @@
 """Checks that the top-level package `mooncake` is ours.
 
-The wheel `mooncake-transfer-engine` installs files under the same name. Whichever came last wins,
-file by file, and beside an editable install the other one always wins; a mixture would fail in
-obscure ways.
+The wheel `mooncake-transfer-engine` installs files under the same name. For each file the later
+installation wins, and against an editable install the other wheel always wins. A mixture would fail
+in obscure ways.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def other_owners() -> list[str]:
 
 
 def foreign_modules() -> dict[str, str]:
-    """Modules of ours that `import` would take from elsewhere, and from where. Imports nothing."""
+    """Our modules that `import` would load from another place, and that place. Imports nothing."""
     package = _find_package()
     if package is None:
         return {}
@@ -46,7 +46,7 @@ def foreign_modules() -> dict[str, str]:
 
 @cache
 def check() -> None:
-    """Raises DistributionConflictError, naming the other distribution, if one is in the way."""
+    """Raises DistributionConflictError if another distribution provides one of our modules."""
     foreign = foreign_modules()
     if not foreign:
         return
@@ -73,7 +73,7 @@ def _find_package() -> ModuleSpec | None:
 
 
 def _is_ours(spec: ModuleSpec) -> bool:
-    """Our modules are thin: each is a source file that imports mooncake_backend."""
+    """Each of our modules is a thin source file that imports mooncake_backend."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return False
     try:

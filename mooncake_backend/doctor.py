@@ -1,4 +1,4 @@
-"""Looks at the installation and the machine. Exit code 1 means: groups cannot be made here."""
+"""Checks the installation and the machine. Exit code 1: groups cannot be made here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY_RANKS = 1024
 
 
 class Finding(NamedTuple):
-    state: str  # OK, NOTE: works, but worse; BROKEN
+    state: str  # OK; NOTE: works, but worse; BROKEN
     name: str
     text: str
 
@@ -120,7 +120,8 @@ def _machine() -> Iterator[Finding]:
 
 
 def _descriptors() -> Finding:
-    """Making a group raises the soft limit to the hard one."""
+    """Counts the ranks that the limit on open files allows. Making a group raises the soft limit to
+    the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return Finding(OK, "open files", "as many as there are ranks: there is no hard limit")
@@ -147,7 +148,7 @@ class _Piece(ctypes.Structure):
 
 
 def _read_own_memory() -> None:
-    """Reads this process: shows whether the kernel and its filters know the call at all."""
+    """Reads this process's own memory, to see whether the kernel and its filters allow the call."""
     libc = ctypes.CDLL(None, use_errno=True)
     source, target = ctypes.create_string_buffer(b"mooncake"), ctypes.create_string_buffer(9)
     pieces = [_Piece(ctypes.addressof(buffer), 9) for buffer in (target, source)]
@@ -167,13 +168,13 @@ def _addresses() -> Finding:
 
 
 def _protocol() -> str:
-    """The protocol of the wires that MOONCAKE_TRANSPORTS asks for: only `fabric` has cards."""
+    """The protocol that MOONCAKE_TRANSPORTS implies: only `fabric` uses cards."""
     wires = os.environ.get("MOONCAKE_TRANSPORTS", "").split(",")
     return "fabric" if "fabric" in wires else "tcp"
 
 
 def _transfer_engine(peer: str | None) -> Iterator[Finding]:
-    """An engine by itself: its limits, and the live wire to a peer. Why not is in the log."""
+    """Makes an engine: its limits, and the live wire to a peer. The log says why it fails."""
     from mooncake_backend.transfer import TransferEngine
 
     engine = TransferEngine()
@@ -200,7 +201,7 @@ def _transfer_engine(peer: str | None) -> Iterator[Finding]:
 
 
 def _fabric() -> Iterator[Finding]:
-    """Without a fabric everything else works."""
+    """libfabric and network cards. Without them everything else works."""
     try:
         findings = extension.load().describe_fabric()
     except ValueError as error:
@@ -211,7 +212,7 @@ def _fabric() -> Iterator[Finding]:
 
 
 def _trial() -> Finding:
-    """Two ranks on this host add a number."""
+    """Runs an all_reduce on two ranks of this host."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="mooncake-doctor-") as folder:
         ranks = [

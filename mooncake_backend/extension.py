@@ -1,4 +1,4 @@
-"""Finds and loads the compiled part, mooncake_backend._C."""
+"""Finds and loads the compiled extension, mooncake_backend._C."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LIBRARY = "_C" + EXTENSION_SUFFIXES[0]
 
 
 class Build(NamedTuple):
-    """A compiled extension and what it was built from."""
+    """A compiled extension, and the versions that it was built from."""
 
     path: Path
     version: str
     torch: str
 
     def mismatch(self, torch_version: str) -> str | None:
-        """Why it must not be loaded here, or None."""
+        """Why it must not be loaded in this process, or None."""
         if _minor(self.torch) != _minor(torch_version):
             built = _minor(self.torch)
             return (
@@ -44,10 +44,11 @@ class Build(NamedTuple):
 
 
 def load() -> ModuleType:
-    """The extension; loaded on the first call. ImportError says what is wrong and what to do."""
+    """Returns the extension, and loads it at the first call. ImportError says what is wrong and how
+    to mend it."""
     if NAME in sys.modules:
         return sys.modules[NAME]
-    import torch.distributed  # brings the libraries that the extension links to
+    import torch.distributed  # loads the libraries that the extension links to
 
     build = choose(torch.__version__)
     spec = importlib.util.spec_from_file_location(NAME, build.path)
@@ -61,8 +62,8 @@ def load() -> ModuleType:
 
 
 def choose(torch_version: str) -> Build:
-    """The first build that fits. The record beside the library is read, not the library: with
-    another torch the loader would only name a missing symbol."""
+    """The first build that fits. It is chosen by the record beside the library: loading a library
+    that was built for another torch would only name a missing symbol."""
     found = list(builds())
     if not found:
         raise ImportError(
@@ -76,8 +77,8 @@ def choose(torch_version: str) -> Build:
 
 
 def builds() -> Iterator[Build]:
-    """In this folder; then in the installed distribution, as a source folder shadows the installed
-    package when Python starts in a clone."""
+    """The builds in this folder, then those of the installed distribution. In a clone the source
+    folder shadows the installed package."""
     folders = [Path(__file__).parent]
     for installed in distributions(name=DISTRIBUTION):
         folders.append(Path(str(installed.locate_file("mooncake_backend"))))

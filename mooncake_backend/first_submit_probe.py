@@ -1,4 +1,4 @@
-"""What the first transfer to a peer costs, and how much of it a warm-up takes: Mooncake's tool.
+"""Measures the first transfer to a peer, and how much of its cost a warm-up saves: Mooncake's tool.
 
     efa_first_submit_probe --mode=target
     efa_first_submit_probe --mode=initiator --segment_id=HOST:PORT --warmup=1
@@ -22,7 +22,7 @@ FAILED = 1
 
 def probe(options: argparse.Namespace) -> int:
     if not options.segment_id:
-        raise BenchError("--segment_id is missing: what the target prints behind addr=")
+        raise BenchError("--segment_id is missing: the target prints it after addr=")
     engine, _ = open_engine(options)
     buffer = Buffer(engine, options.buffer_size)
     if options.warmup:

@@ -1,4 +1,4 @@
-"""Makes the backend of a group, and finds it again."""
+"""Makes the backend of a group, and finds it again later."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 def create_group(
     backend_name: str, dist_opts: Any, options: Any = None
 ) -> MooncakeBackend | dist.ProcessGroup:
-    """What torch.distributed calls for each group of ours that this rank is in. A group that has
-    no other backend is named after ours; c10d would call it "custom"."""
+    """Called by torch.distributed for each group of ours that has this rank. If the group has no
+    other backend, it gets our backend's name; c10d would call it "custom"."""
     backend = create_backend(backend_name, dist_opts, options)
     if dist.distributed_c10d._is_barrier_after_init() and (world := _world()) is not None:
         _stand_in_for_the_lost(world, dist_opts)
     devices, bound_device = _asked_for()
-    # Another one is torch's own group, so that it adds the other backends, or wraps this one.
+    # Otherwise torch makes its own group, to which it adds other backends or a wrapper of this one.
     if not devices or get_debug_level() == DebugLevel.DETAIL:
         return backend
     group: dist.ProcessGroup = extension.load().group_of(dist_opts.store, backend, devices)
@@ -41,9 +41,9 @@ def create_group(
 
 
 def _asked_for() -> tuple[list[str], torch.device | None]:
-    """The devices of the group that torch is making, where one backend is for all of them, and the
-    device that it is bound to. torch takes a group from the maker of a backend, but does not tell
-    it whether there are other backends: only its own function knows that."""
+    """The devices of the group that torch is making, if one backend serves all of them, and the
+    device that it is bound to. torch accepts a whole group from the function that makes a backend,
+    but does not tell that function about other backends. Only a frame of torch's has them."""
     local = _locals_of("_new_process_group_helper")
     if (config := local.get("backend_config")) is None:
         return [], None
@@ -60,13 +60,13 @@ def _locals_of(caller: str) -> dict[str, Any]:
 
 
 def _stand_in_for_the_lost(world: MooncakeBackend, dist_opts: Any) -> None:
-    """With TORCH_DIST_INIT_BARRIER=1, new_group() ends in a barrier of torch's own, which counts
-    all ranks in the store: those that are lost, too. The members count for them before they come
-    to it themselves, one member for each."""
+    """With TORCH_DIST_INIT_BARRIER=1, new_group() ends in torch's own barrier, which counts all
+    ranks in the store, lost ones included. Before the members enter it, they count for the lost
+    ranks, one member for each."""
     is_local = _locals_of("_new_group_with_tag").get("use_local_synchronization")
-    if is_local is None:  # not by new_group(): there is no barrier
+    if is_local is None:  # new_group() is not the caller: there is no barrier
         return
-    store = dist_opts.store.underlying_store  # without the device
+    store = dist_opts.store.underlying_store  # without the device's prefix
     ranks = dist_opts.global_ranks_in_group
     if not is_local:
         store, ranks = store.underlying_store, range(world.size())
@@ -103,8 +103,8 @@ def create_backend(backend_name: str, dist_opts: Any, options: Any = None) -> Mo
 
 @functools.cache
 def _leave_at_exit() -> None:
-    """A process that ends without destroy_process_group() ends what it called and says goodbye,
-    while Python still runs; its peers would take it for dead otherwise."""
+    """Makes a process that ends without destroy_process_group() finish its calls and say goodbye,
+    while Python still runs. Otherwise its peers would take it for dead."""
     atexit.register(_leave)
     # Children of multiprocessing end without atexit.
     multiprocessing.util.Finalize(None, _leave, exitpriority=0)
@@ -122,9 +122,9 @@ def _leave() -> None:
 
 
 def _await_callbacks() -> None:
-    """Callbacks of futures, also of groups that were destroyed, run on threads of ours. Python ends
-    a thread that asks for its lock later, and with it the process: so the end of the program waits
-    for callbacks as it does for threads of `threading`. Ctrl-C ends the wait."""
+    """Waits for callbacks of futures, which run on our threads, also those of destroyed groups.
+    Later Python ends every thread that asks for its lock, and the process with it. So the end of
+    the program waits for callbacks as it does for threads of `threading`. Ctrl-C ends the wait."""
     native = extension.load()
     if native.drain_completions(seconds=3):
         return
@@ -136,12 +136,12 @@ def _await_callbacks() -> None:
 
 
 def _failure() -> str | None:
-    """What ends this program, if it is an error that nobody caught."""
-    # In a child of multiprocessing, it is on its way out.
+    """The uncaught error that ends this program, or None."""
+    # In a child of multiprocessing the exception is still being handled.
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return None if error.code in (None, 0) else f"it ended by {error!r}"
-    # Where somebody types, the last error did not end anything.
+    # In an interactive session the last error did not end anything.
     if error is None and not hasattr(sys, "ps1") and not sys.flags.interactive:
         error = getattr(sys, "last_value", None)
     if error is None:
@@ -151,7 +151,7 @@ def _failure() -> str | None:
 
 
 def backend_of(group_or_backend: Any) -> MooncakeBackend:
-    """The backend of a process group, or the given backend itself; both are passed by callers."""
+    """The backend of a process group, or the given backend itself: callers pass both."""
     found = find_backend(group_or_backend)
     if found is None:
         raise ValueError(f"{group_or_backend!r} is neither a mooncake group nor its backend")
@@ -163,19 +163,19 @@ def _options(options: Any) -> MooncakeBackendOptions:
         return MooncakeBackendOptions.from_environment()
     if isinstance(options, MooncakeBackendOptions):
         return options
-    # In a group of several backends, torch hands the options of one of them to all.
+    # For a group of several backends, torch passes the options of one of them to all.
     if isinstance(options, Backend.Options):
         return MooncakeBackendOptions.from_environment()
     raise TypeError(f"pg_options must be MooncakeBackendOptions, not {type(options).__name__}")
 
 
 def _world() -> MooncakeBackend | None:
-    """The default group's backend, whose engine the groups made after it share."""
+    """The default group's backend; later groups share its engine."""
     return find_backend(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def find_backend(group_or_backend: Any) -> MooncakeBackend | None:
-    """The same; None for a group of another backend."""
+    """Like backend_of(), but None for a group of another backend."""
     candidates = [group_or_backend]
     if isinstance(group_or_backend, dist.ProcessGroup):
         candidates = [

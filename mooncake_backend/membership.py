@@ -1,5 +1,5 @@
-"""Who is in a group: the functions of `mooncake.pg`. Each takes a process group or the backend that
-`group._get_backend(device)` returns."""
+"""Membership of a group: the functions of `mooncake.pg`. Each takes a process group, or the backend
+that `group._get_backend(device)` returns."""
 
 from __future__ import annotations
 
@@ -53,21 +53,23 @@ __all__ = [
 
 
 def get_active_ranks(group: Any) -> torch.Tensor:
-    """The group's own int32 tensor (the caller's, if one was given in the options): 1 = active. It
-    is always up to date: written when a rank is lost, before the operation that went on without
-    that rank has ended. Elements beyond the group's size are not touched."""
+    """The group's int32 tensor, or the caller's if the options had one: 1 = active. It is always up
+    to date: a lost rank becomes 0 before the operation that went on without it has ended. Elements
+    beyond the group's size are not touched."""
     return backend_of(group).active_ranks
 
 
 def get_current_epoch(group: Any) -> int:
-    """Counts the changes of who is in the job, from 1 on; the same number means the same ranks."""
+    """Counts the changes of the job's membership, from 1 on. The same number means the same
+    ranks."""
     return backend_of(group).epoch
 
 
 def get_failed_ranks_hint(work: Any) -> torch.Tensor:
-    """int32, as many elements as the group may have ranks: 1 for those that this operation lost,
-    which took part in the one before it; of a message the other side, if that is lost. Empty for a
-    work of another backend; zeros until it has ended."""
+    """int32, with one element for each rank that the group may have. For a collective, 1 marks the
+    ranks that this operation lost, which took part in the one before it. For a message, 1 marks the
+    other side if that is lost. Zeros until the work has ended; empty for a work of another
+    backend."""
     lost = getattr(work, "lost_ranks", None)
     if lost is None:
         return torch.empty(0, dtype=torch.int32)
@@ -77,25 +79,25 @@ def get_failed_ranks_hint(work: Any) -> torch.Tensor:
 
 
 def get_local_success(work: Any) -> bool:
-    """Whether the work has lost no rank and not ended with an error; False for a work of another
-    backend."""
+    """Whether the work has lost no rank and has not ended with an error. False for a work of
+    another backend."""
     lost = getattr(work, "lost_ranks", None)
     return lost == [] and (work.is_success() or not work.is_completed())
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """How the end of a rank is known here. An observation, not yet membership.
+    """How this rank knows the end of another one. An observation, not yet membership.
 
     rank: in the group that was asked
-    kind: "goodbye", it destroyed the job on its side; "ended": its program came to its end without
-    that; "failed": it said that it ends by an error that nobody caught; "exited": the kernel of its
-    host says that the process has ended or cannot go on. All these are certain. The others are
-    suspicions: "unreachable": the connection broke; "refused": and nobody listens there any more;
-    "silent": nothing was heard of it for the failure timeout; "excludes": it goes on without ranks
-    that are in
-    detail: how that is known, in one line
-    monotonic: when, in seconds as time.monotonic() counts them
+    kind: four kinds are certain. "goodbye": it destroyed the job on its side. "ended": its program
+    ended without that. "failed": it announced that an uncaught error ends it. "exited": the kernel
+    of its host says that the process has ended or cannot go on. The others are suspicions.
+    "unreachable": the connection broke. "refused": nothing listens there any more. "silent":
+    nothing was heard of it for the failure timeout. "excludes": it goes on without ranks that are
+    in the view
+    detail: the source of that knowledge, in one line
+    monotonic: time of the observation, in seconds of time.monotonic()
     """
 
     rank: int
@@ -107,24 +109,25 @@ class Evidence:
 
 
 def get_evidence(group: Any) -> list[Evidence]:
-    """Of the ranks of the group that this rank knows to be gone, in rank order."""
+    """Evidence about ranks of the group that have ended or are accused, in rank order."""
     return [Evidence(*cast("Any", seen)) for seen in backend_of(group).evidence()]
 
 
 def acknowledge_loss(group: Any) -> bool:
-    """In mode "raise": operations of the group that are called from now on run, and are the first
-    ones after the loss. To be called on all ranks of the group, where they go on together. Needed
-    only where the thread that calls operations does not get the error itself, or where the ranks
-    have called different numbers of operations since the loss.
+    """In mode "raise": lets the group's operations run again after a loss. The next operation is
+    the
+    first one after the loss. Call it on all ranks of the group, at the point where they go on
+    together. It is needed only if the thread that calls operations does not get the error itself,
+    or if the ranks have called different numbers of operations since the loss.
 
-    Waits until what was called before has ended. Returns whether the group has lost a rank since
-    the last time."""
+    Waits until earlier calls have ended. Returns whether the group has lost a rank since the last
+    time."""
     return backend_of(group).acknowledge_loss()
 
 
 def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:
-    """Of each of these ranks: whether it is in the group's view, and nothing is known here that
-    speaks against it. Local: nobody is asked."""
+    """Of each of these ranks, whether it is in the group's view and no evidence here speaks against
+    it. Local: no rank is asked."""
     backend = backend_of(group)
     for rank in ranks:
         if not 0 <= rank < backend.size():
@@ -136,13 +139,13 @@ def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:
 
 
 def get_num_synced_ranks(group: Any) -> int:
-    """How many ranks of the group get_peer_state() answers True for, this one included."""
+    """Number of ranks for which get_peer_state() is True, this one included."""
     return sum(get_peer_state(group, range(backend_of(group).size())))
 
 
 class SyncAfterFailureStatus(enum.Enum):
     """Reconciled: the survivors have agreed on a loss that was not known at the last call.
-    NoPending: nobody is lost or suspected beyond those. Rejected: see the reason."""
+    NoPending: no further rank is lost or suspected. Rejected: see the reason."""
 
     Reconciled = 0
     NoPending = 1
@@ -160,16 +163,16 @@ _LOOK_AGAIN = 0.002
 
 
 def set_fault_reconciliation_window_us(us: int) -> None:
-    """Microseconds that sync_after_failure() waits at most, 30 seconds if never called. The
-    survivors agree as soon as they have heard of each other: nothing else waits for this time."""
+    """Longest wait of sync_after_failure() in microseconds; 30 seconds if never set. The survivors
+    agree as soon as they have heard of each other: nothing else waits for this time."""
     global _reconciliation_window
     _reconciliation_window = microseconds("set_fault_reconciliation_window_us", us)
 
 
 def sync_after_failure(group: Any) -> SyncAfterFailureResponse:
     """Waits until every rank of the group that is accused here is out of the view, or is cleared.
-    Not needed before the next operation: each waits for that by itself where it has to. After a
-    message to a rank that died it tells when get_active_ranks() says so."""
+    The next operation does not need it: each operation waits by itself if it must. After a message
+    to a dead rank, it tells when get_active_ranks() shows the loss."""
     backend = backend_of(group)
     deadline = time.monotonic() + _reconciliation_window
     while True:
@@ -188,8 +191,8 @@ def sync_after_failure(group: Any) -> SyncAfterFailureResponse:
         if time.monotonic() > deadline:
             who = "; ".join(f"rank {seen.rank}, {seen.kind}: {seen.detail}" for seen in accused)
             reason = (
-                f"after {_reconciliation_window} s the survivors have not agreed on who is lost, "
-                f"but there is evidence against {who}"
+                f"after {_reconciliation_window} s the survivors have not agreed on the lost "
+                f"ranks, but there is evidence against {who}"
             )
             return SyncAfterFailureResponse(SyncAfterFailureStatus.Rejected, reason)
         time.sleep(_LOOK_AGAIN)
@@ -201,12 +204,12 @@ def sync_after_failure(group: Any) -> SyncAfterFailureResponse:
 
 
 def get_preferred_hca(group: Any, location: str) -> str:
-    """The NIC near `location` ("cuda:0"); "" when none is known, and no transport uses one yet."""
+    """The NIC near `location` ("cuda:0"). Always "": no transport chooses NICs by location yet."""
     return ""
 
 
 def not_yet(name: str, missing: str) -> Callable[..., NoReturn]:
-    """A function that other people's code imports, before what it needs is built."""
+    """Makes a function that other programs import, and that raises NotImplementedError."""
 
     def function(*arguments: Any, **named: Any) -> NoReturn:
         raise NotImplementedError(f"{name} is not available in this version: {missing} is missing")

@@ -1,8 +1,8 @@
 """`mooncake_http_metadata_server`: a directory of transfer engines, by name.
 
-Engines that were given "http://host:port/metadata" write down there where they answer. The server
-takes GET, PUT and DELETE of /metadata?key=KEY and keeps values in memory. It needs aiohttp, which
-comes with `pip install 'mooncake-backend[metadata]'`."""
+An engine that is given "http://host:port/metadata" publishes its address there. The server takes
+GET, PUT and DELETE of /metadata?key=KEY, and keeps values in memory. It needs aiohttp, which comes
+with `pip install 'mooncake-backend[metadata]'`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 MOST_CONNECTIONS = 512
 BACKLOG = 512
-# Seconds that a connection has from its begin, or from its last answer, to bring the next request.
+# Longest time, in seconds, from the start of a connection, or from its last answer, to the end of
+# the next request.
 PATIENCE = 20.0
-SMALL = 64 << 10  # bytes; values up to this size need nothing of the budget for moving ones
+SMALL = 64 << 10  # bytes; values up to this size do not count against the budget for moving values
 
 log = logging.getLogger("mooncake_http_metadata_server")
 
@@ -48,8 +49,8 @@ def load_aiohttp() -> ModuleType:
 
 
 class BadRequestsAreQuiet(logging.Filter):
-    """aiohttp logs a traceback for each request that does not parse. Strangers could fill a disk
-    with these, or stop the server at a pipe that is full."""
+    """Drops aiohttp's traceback for each request that does not parse. Otherwise unknown clients
+    could fill a disk with tracebacks, or block the server at a full pipe."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -59,13 +60,13 @@ class BadRequestsAreQuiet(logging.Filter):
 
 
 class Connections:
-    """Every open connection, the longest idle one first. On the thread of the event loop."""
+    """Every open connection, the longest idle one first. Used by the event loop's thread only."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Connection, None] = OrderedDict()
 
     def add(self, connection: Connection) -> None:
-        """Makes room first: a newcomer closes the connection that has been idle longest."""
+        """Adds a connection. If there are too many, closes the one that has been idle longest."""
         while len(self._open) >= MOST_CONNECTIONS:
             longest_idle, _ = self._open.popitem(last=False)
             longest_idle.abort("512 connections are open, and it was idle longest")
@@ -80,8 +81,8 @@ class Connections:
 
 
 class Connection(asyncio.Protocol):
-    """One client. Hands its bytes to aiohttp, and bounds the time that a request may take: aiohttp
-    has no limit for a request whose bytes come slowly, or whose answer nobody reads."""
+    """One client. Passes its bytes to aiohttp, and bounds the time of a request. aiohttp has no
+    limit for a request whose bytes come slowly, nor for an answer that the client does not read."""
 
     def __init__(self, inner: Any, connections: Connections) -> None:
         self._inner = inner
@@ -90,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def await_request(self) -> None:
-        """Starts the time for the next request: at the begin, and after each answer."""
+        """Starts the time for the next request: at the start, and after each answer."""
         if self._timer is not None:
             self._timer.cancel()
         if self._transport is not None:
@@ -136,7 +137,7 @@ class Connection(asyncio.Protocol):
 
 
 class Requests:
-    """Answers requests from a store. On the thread of the event loop."""
+    """Answers requests from a store. Used by the event loop's thread only."""
 
     def __init__(self, web: ModuleType) -> None:
         self._web = web
@@ -176,7 +177,7 @@ class Requests:
             return self._say(answer.status, answer.text)
 
     async def _receive(self, request: web.Request, lease: Lease) -> bytes | web.Response:
-        """The body, or the answer that refuses it."""
+        """Returns the request's body, or the answer that refuses it."""
         body = bytearray()
         if (request.content_length or 0) > metadata_store.MOST_VALUE_BYTES:
             return self._say(413, "a value has up to 1 MiB", closes=True)
@@ -215,8 +216,8 @@ class Requests:
 
 
 async def serve(host: str, port: int, ready: Callable[[int], object], end: asyncio.Event) -> None:
-    """Serves until `end` is set. `ready` gets the port when clients may connect. OSError: nothing
-    can listen there."""
+    """Serves until `end` is set. Calls `ready` with the port once clients may connect. OSError: the
+    address cannot be listened on."""
     web = load_aiohttp()
     application = web.Application(client_max_size=metadata_store.MOST_VALUE_BYTES)
     application.router.add_route("*", "/metadata", Requests(web).answer)
@@ -275,8 +276,8 @@ class KVBootstrapServer:
         self._end: asyncio.Event | None = None
 
     def run(self) -> threading.Thread:
-        """Returns when clients may connect; `port` is then the port in use, also where 0 was given.
-        OSError: nothing can listen there."""
+        """Returns once clients may connect. Afterwards `port` is the port in use, also if 0 was
+        given. OSError: the address cannot be listened on."""
         started: Future[int] = Future()
         self.thread = threading.Thread(
             target=self._serve, args=(started,), name="mooncake-metadata", daemon=True

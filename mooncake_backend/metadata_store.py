@@ -1,4 +1,4 @@
-"""The values of the metadata server, and the bounds on the memory that they take."""
+"""The values of the metadata server, and the limits of their memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MOST_KEY_BYTES = 4096
 MOST_VALUE_BYTES = 1 << 20  # as in Mooncake's server
 MOST_STORED_BYTES = 256 << 20  # of keys and values together, with ENTRY_BYTES for each pair
 MOST_MOVING_BYTES = 64 << 20  # of large values that connections are sending or receiving
-ENTRY_BYTES = 256  # what Python needs to hold a pair, in round numbers
+ENTRY_BYTES = 256  # approximate overhead of a pair in Python
 
 
 class Budget:
-    """Bytes in use, counted by the address of the client that uses them. One address gets half."""
+    """Bytes in use, counted by the client's address. One address may use half of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -24,8 +24,8 @@ class Budget:
         self._by_owner: Counter[str] = Counter()
 
     def change(self, owner: str, count: int, freed: int = 0) -> bool:
-        """Adds `count` bytes for the owner, unless a bound is in the way. `freed` of these bytes
-        replace others, which are still counted."""
+        """Adds `count` bytes for the owner, unless a limit forbids it. `freed` of them replace
+        bytes that are still counted. Returns whether they were added."""
         added = count - freed
         fits = self._all + added <= self._most
         fits = fits and self._by_owner[owner] + added <= self._most // 2
@@ -45,7 +45,7 @@ class Budget:
 
 
 class Lease:
-    """A context manager: the bytes that one request holds of a budget, and frees at its end."""
+    """A context manager: holds a request's bytes of a budget, and frees them at its end."""
 
     def __init__(self, budget: Budget, owner: str) -> None:
         self._budget = budget
@@ -88,8 +88,8 @@ class Answer:
 
 
 class Store:
-    """Keys and values. A key with "rpc_meta" in it names an engine: another value replaces the
-    present one only if the request names the present one by its tag."""
+    """Keys and values. A key that contains "rpc_meta" names an engine. A request replaces its value
+    only if it names the present value by its tag."""
 
     def __init__(self) -> None:
         self._values: dict[str, Value] = {}
@@ -99,7 +99,7 @@ class Store:
         return self._values.get(key)
 
     def put(self, key: str, data: bytes, owner: str, tags: Collection[str] | None) -> Answer:
-        """`tags`: those of the header If-Match; None if the request has no such header."""
+        """`tags`: values of the header If-Match; None if the request has no such header."""
         known = self._values.get(key)
         if mismatch := self._check(known, tags):
             return mismatch

@@ -1,8 +1,8 @@
-"""What a group can be told: MooncakeBackendOptions and process-wide settings.
+"""Settings of a group: MooncakeBackendOptions, and settings for the whole process.
 
-The environment is read by one table, csrc/base/env.cc, when a group is made. Only the two variables
-that programs written for another backend set are read here: they can ask for what this version has
-not, and then making a group says so.
+The table in csrc/base/env.cc reads the environment when a group is made. Only two variables are
+read here, which programs for upstream's backend set. If they ask for a feature that this version
+lacks, making a group raises an error.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 ON_FAILURE = ("continue", "raise")
 LOST_MESSAGES = ("raise", "return")
-# As many ranks as the tests have in one group (tests/cpp/large_group_test.cc).
+# The largest group in the tests (tests/cpp/large_group_test.cc).
 TESTED_RANKS = 64
 
-# What the set_ functions have set: of groups made from then on that do not say it themselves.
+# Values of the set_ functions: defaults of later groups whose options do not set them.
 _settings: dict[str, Any] = {
     "engine": None,
     "host_ip": None,
@@ -28,15 +28,15 @@ _settings: dict[str, Any] = {
     "failure_timeout": None,
     "message_timeout": None,
 }
-# Upstream's default was a tenth of that once, and callers set it. A healthy rank may well be silent
-# for so short a time.
+# Lower bound, in seconds, of set_collective_timeout_us(). Upstream's default was once a tenth of
+# it, and callers still set that. A healthy rank may be silent for so short a time.
 _LEAST_TIMEOUT = 1.0
-# Seconds that a failure timeout may have, as MOONCAKE_FAILURE_TIMEOUT_MS allows.
+# Bounds of a failure timeout in seconds, as for MOONCAKE_FAILURE_TIMEOUT_MS.
 _FAILURE_TIMEOUTS = (0.01, 86400.0)
-# What a timeout in microseconds may be at most: 31 years.
+# Largest timeout in microseconds: 31 years.
 _MOST_MICROSECONDS = 10**15
 
-# What is no setting here, and why. Silence would let a caller rely on it.
+# Settings that this version lacks, and why. If it ignored them, a caller would rely on them.
 _MISSING = {
     "is_extension": "is_extension=True is not available in this version: joining a group that runs "
     "(replacing and adding ranks) is missing. Start the job again with all its ranks",
@@ -62,10 +62,10 @@ def set_host_ip(host: str) -> None:
 
 
 def set_transfer_engine(engine: Any) -> None:
-    """Default groups that are made from now on, and Buffers over groups of other backends, run on
-    this engine: a mooncake.engine.TransferEngine that is initialized and has a key
-    (MOONCAKE_JOB_KEY, the same on all ranks), or what its get_engine() returns. One at a time; all
-    ranks or none. None: each makes its own again."""
+    """Makes later default groups, and later Buffers over groups of other backends, run on this
+    engine. `engine`: an initialized mooncake.engine.TransferEngine with a key (MOONCAKE_JOB_KEY,
+    the same on all ranks), or the result of its get_engine(). One group or Buffer at a time may use
+    it. All ranks must set one, or none. None: each group makes its own engine again."""
     if engine is not None:
         engine = engine.get_engine() if hasattr(engine, "get_engine") else engine
         if not hasattr(engine, "has_key"):
@@ -79,13 +79,14 @@ def set_transfer_engine(engine: Any) -> None:
 
 
 def transfer_engine() -> Any:
-    """What set_transfer_engine() was given, by its get_engine()."""
+    """The engine of set_transfer_engine(), as returned by its get_engine(), or None."""
     return _settings["engine"]
 
 
 def set_device_filter(filters: Iterable[str]) -> None:
-    """The network cards that groups and Buffers made from now on use, by name or address. Overrides
-    MC_TE_FILTERS; none: as that says. Transports without cards do not read it."""
+    """The network cards that later groups and Buffers use, by name or address. Overrides
+    MC_TE_FILTERS; an empty list leaves it to MC_TE_FILTERS. Transports without cards do not read
+    it."""
     names = [filters] if isinstance(filters, str) else list(filters)
     if not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"set_device_filter takes device names, not {names!r}")
@@ -93,27 +94,27 @@ def set_device_filter(filters: Iterable[str]) -> None:
 
 
 def device_filter() -> list[str]:
-    """What set_device_filter() was given."""
+    """The names that set_device_filter() has set."""
     return list(_settings["devices"])
 
 
 def set_collective_timeout_us(us: int) -> None:
-    """Microseconds after which a rank that others wait for, and that gives no sign of life, counts
-    as lost: the failure timeout of later groups whose options do not have one, at least a second.
-    A rank that lives is waited for until the group's timeout."""
+    """Failure timeout, in microseconds, of later groups whose options have none; at least a second.
+    A rank that others wait for, and that gives no sign of life for this time, counts as lost. A
+    rank that lives is waited for until the group's timeout."""
     seconds = max(microseconds("set_collective_timeout_us", us), _LEAST_TIMEOUT)
     _check_failure_timeout(seconds)
     _settings["failure_timeout"] = seconds
 
 
 def set_p2p_timeout_us(us: int) -> None:
-    """Microseconds after which a send or a receive of later groups that has not ended raises.
-    Without it, or with 0, that is the group's timeout."""
+    """Timeout, in microseconds, after which a send or a receive of later groups raises. Without it,
+    or with 0, the group's timeout applies."""
     _settings["message_timeout"] = microseconds("set_p2p_timeout_us", us) or None
 
 
 def microseconds(function: str, us: int) -> float:
-    """In seconds, checked, for a function of this name."""
+    """Checks microseconds, and returns them in seconds. `function` is named in the errors."""
     if not _is_int(us):
         raise TypeError(f"{function} takes microseconds as an int, not {us!r}")
     if us < 0:
@@ -127,17 +128,18 @@ def microseconds(function: str, us: int) -> float:
 class MooncakeBackendOptions:
     """`pg_options` of init_process_group and new_group.
 
-    active_ranks: int32 tensor in which the group shows who is alive, 1 or 0 per rank
-    max_group_size: how many ranks the group may grow to; None is its first size. Groups cannot grow
-    yet, so what it promises ends where the tests do: at 64 ranks
-    is_extension, auto_deactivate_on_failure, auto_sync_on_failure: only the defaults; another value
-    raises NotImplementedError, which says what is missing
+    active_ranks: int32 tensor in which the group marks each rank, 1 = alive, 0 = lost
+    max_group_size: number of ranks that the group may grow to; None is its first size. Groups
+    cannot grow yet, and the limit is the largest tested group: 64 ranks
+    is_extension, auto_deactivate_on_failure, auto_sync_on_failure: only the defaults work; another
+    value raises NotImplementedError, which names the missing feature
     transports: names in order of preference; None allows all
     failure_timeout: seconds after which a silent rank counts as lost, from 0.01 to a day; None is
     the default
-    on_failure: "continue": operations complete over the survivors; "raise": the one that a loss
-    interrupts raises PeerLostError on all of them. The same on all ranks; None is the default
-    lost_messages: what wait() of a send or a receive does when the other side is lost. "raise": it
+    on_failure: "continue": operations complete over the survivors; "raise": an operation that a
+    loss interrupts raises PeerLostError on all survivors. The same on all ranks; None is the
+    default
+    lost_messages: behavior of wait() of a send or a receive whose other side is lost. "raise": it
     raises PeerLostError. "return": it returns, a receive's tensor is zeros, and
     get_local_success(work) is False; only with on_failure "continue". None is "raise", and "return"
     in the class of this name in mooncake.pg
@@ -185,7 +187,7 @@ class MooncakeBackendOptions:
     ) -> None: ...
 
     def __init__(self, *positional: Any, **named: Any) -> None:
-        # Both forms are in use; the type of the first argument tells which one is meant.
+        # Callers use both forms; the type of the first argument tells them apart.
         if positional and _is_int(positional[0]):
             order = [
                 "max_group_size",
@@ -255,7 +257,7 @@ class MooncakeBackendOptions:
 
     @classmethod
     def from_environment(cls) -> MooncakeBackendOptions:
-        """The options of a group that was given none."""
+        """Default options, from the environment, for a group without options."""
         if not env_flag("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE"):
             raise NotImplementedError(
                 "MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE is off and asks for "
@@ -269,8 +271,8 @@ class MooncakeBackendOptions:
         return cls()
 
     def for_group(self, size: int) -> dict[str, Any]:
-        """What the extension gets for a group of `size` ranks; checks what depends on the size, and
-        what was changed since the options were made."""
+        """The options as a dict, for the extension and a group of `size` ranks. Checks the options
+        that depend on the size, and those that were changed since __init__."""
         self._validate()
         capacity = self.max_group_size or size
         if capacity < size:
@@ -302,7 +304,7 @@ class MooncakeBackendOptions:
 
 
 def _check_failure_timeout(seconds: object) -> None:
-    """Not even "never" can be had: a silent rank would hold up all others for ever."""
+    """Not even "never" is allowed: a silent rank would block all others for ever."""
     if seconds is None:
         return
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
@@ -316,9 +318,9 @@ def _check_failure_timeout(seconds: object) -> None:
 
 
 class UpstreamOptions(MooncakeBackendOptions):
-    """`mooncake.pg.MooncakeBackendOptions`. Programs written for upstream wait for a message to or
-    from a lost rank without a handler, and ask get_local_success(work) then: lost_messages is
-    "return" unless it is given."""
+    """`mooncake.pg.MooncakeBackendOptions`. Programs for upstream wait for messages without an
+    exception handler, and then call get_local_success(work). So lost_messages is "return" unless it
+    is given."""
 
     _LOST_MESSAGES = "return"
 

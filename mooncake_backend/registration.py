@@ -1,4 +1,5 @@
-"""Tells torch.distributed the names of the backends; a group's first use loads everything else."""
+"""Registers the backends' names with torch.distributed. A group's first use loads all other
+code."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ BACKENDS = {"mooncake": ("cpu", "cuda"), "mooncake-cpu": ("cpu",)}
 
 
 def register() -> None:
-    """Registers "mooncake" and "mooncake-cpu". Calling it again changes nothing."""
+    """Registers "mooncake" and "mooncake-cpu". Repeating it changes nothing."""
     if not dist.is_available():
         return
     for name, devices in BACKENDS.items():

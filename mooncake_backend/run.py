@@ -1,7 +1,7 @@
-"""mooncake-run, also python -m mooncake_backend.run: torchrun, under which survivors live.
+"""mooncake-run, also python -m mooncake_backend.run: torchrun, but survivors of a death go on.
 
-Everything is torchrun's, whose parser, agent and rendezvous this uses; only what happens when a
-rank dies is not. docs/launching.md.
+It uses torchrun's parser, agent and rendezvous. Only its reaction to a rank's death differs. See
+docs/launching.md.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ def _parser() -> ArgumentParser:
         type=str,
         default="continue",
         metavar="{continue,restart,replace}",
-        help="What happens when a rank dies. continue: nobody else is ended, and the job ends well "
-        "when the others do. restart: torchrun's way, all ranks are ended, and started again up to "
-        "--max-restarts times. replace: a new process takes its place; not there yet, it comes "
-        "with rejoining.",
+        help="Reaction to a rank's death. continue: the other ranks go on, and the job succeeds if "
+        "they do. restart: as torchrun, ends all ranks and starts them again, up to "
+        "--max-restarts times. replace: a new process takes the rank's place; not available yet, "
+        "it comes with rejoining.",
     )
     return parser
 
 
 def _wrong(given: Namespace) -> str | None:
     if given.on_death == "replace":
-        return "--on-death replace is not there yet: it comes with rejoining"
+        return "--on-death replace is not available yet: it comes with rejoining"
     if given.on_death not in AGENTS:
         return f"--on-death must be continue or restart, not {given.on_death!r}"
     if given.on_death == "continue" and given.max_restarts:
-        return "--max-restarts is for --on-death restart: continue starts nobody again"
+        return "--max-restarts is for --on-death restart: continue starts no rank again"
     return None
 
 

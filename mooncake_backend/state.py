@@ -1,4 +1,4 @@
-"""What a group is doing: where to look first when a job hangs (docs/hangs.md)."""
+"""The state of a group: where to look first when a job hangs (docs/hangs.md)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mooncake_backend.group import backend_of
 
 
 def dump_state(group: Any) -> str:
-    """What this rank knows of the group, in words: the operation that it is in, whom it waits for,
-    and how far every rank has come. Reads only; any thread may call it at any time, also while the
-    group is stuck."""
+    """Describes the group as this rank knows it: the operation that it is in, the ranks that it
+    waits for, and the progress of every rank. Only reads. Any thread may call it at any time, also
+    while the group is stuck."""
     return backend_of(group).state()
 
 
 def dump_state_on_signal(signum: int = signal.SIGUSR2) -> None:
-    """From now on the signal has this process write the states of all its groups to stderr. A
-    thread of its own does it, so it works whatever the other threads are stuck in. A signal that
-    has a handler already, or is ignored, raises ValueError and stays as it is."""
+    """Makes the signal write the states of all groups of this process to stderr. A separate thread
+    writes them, so this works even if all other threads are stuck. ValueError, and no change, if
+    the signal has a handler already or is ignored."""
     extension.load().dump_state_on_signal(int(signum))

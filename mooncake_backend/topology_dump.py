@@ -16,7 +16,7 @@ CUSTOM = "MC_CUSTOM_TOPO_JSON"
 
 
 class DumpError(RuntimeError):
-    """The text that is printed instead of a topology."""
+    """The error text that is printed instead of a topology."""
 
 
 def dump(options: argparse.Namespace) -> str:
@@ -30,10 +30,10 @@ def dump(options: argparse.Namespace) -> str:
         if chosen is None:
             raise DumpError(f"--use-custom-topo needs a file in {CUSTOM}, which is not set")
     if chosen is None:
-        # Cards as they are found, whatever the environment says about an engine's.
+        # The cards as discovered: an engine's variables must not change them.
         os.environ.pop(CUSTOM, None)
     else:
-        # An engine only warns of a file that it cannot read, and takes what it finds instead.
+        # An engine only warns of a file that it cannot read, and then uses the discovered cards.
         try:
             json.loads(Path(chosen).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="transfer_engine_topology_dump", description=__doc__)
     add = parser.add_argument
     add("--device-name", default="", help="only these cards, separated by commas")
-    add("--backend", choices=["auto", "te", "tent"], default="auto", help="te is what there is")
+    add("--backend", choices=["auto", "te", "tent"], default="auto", help="only te exists")
     add("--use-custom-topo", action="store_true", help=f"the file that {CUSTOM} names")
     add("--custom-topo-json", metavar="PATH", help="this file")
     try:

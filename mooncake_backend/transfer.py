@@ -1,4 +1,4 @@
-"""What `from mooncake.engine import ...` gives: the transfer engine by itself."""
+"""The names of `from mooncake.engine import ...`: the transfer engine without a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ else:
     TransferEngine = _native.TransferEngine
     TransferNotify = _native.TransferNotify
     TransferOpcode = _native.TransferOpcode
-    # Peers learn that the engines of a program that ends have left.
+    # At the program's end its engines tell their peers that they leave.
     atexit.register(_native.close_transfer_engines)
 
 Read = TransferOpcode.Read
@@ -43,7 +43,7 @@ ReceivedTensor = not_yet("ReceivedTensor", _RPC)
 
 
 class SharedSegment:
-    """Memory that ranks of a host share by GPU handles. Nothing of it is supported."""
+    """Memory that ranks of a host share by GPU handles. Not supported in this version."""
 
     create = staticmethod(not_yet("SharedSegment.create", "memory shared by GPU handles"))
 

@@ -1,9 +1,9 @@
-"""How fast one engine reads from, or writes to, another one: with the flags of Mooncake's tool.
+"""Measures how fast one engine reads from, or writes to, another one: Mooncake's tool.
 
     transfer_engine_bench --mode=target --metadata_server=P2PHANDSHAKE --protocol=tcp
     transfer_engine_bench --metadata_server=P2PHANDSHAKE --protocol=tcp --segment_id=HOST:PORT
 
-The target prints the name under which it is found, and serves until it gets SIGINT or SIGTERM.
+The target prints the name by which peers find it, and serves until it gets SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ UNITS = {"GB": 1e9, "GiB": 2**30, "Gb": 1e9 / 8, "MB": 1e6, "MiB": 2**20, "Mb": 
 UNITS |= {"KB": 1e3, "KiB": 2**10, "Kb": 1e3 / 8}
 PROTOCOLS = ["tcp", "shm", "rdma", "efa", "nvlink", "nvlink_intra", "barex", "hip", "musa"]
 PROTOCOLS += ["sunrise_link", "fabric"]
-# Of a sweep; PARALLEL: threads, and blocks of a batch.
+# A sweep's block sizes; PARALLEL: its pairs of threads, and blocks in a batch.
 BLOCKS = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 PARALLEL = ((1, 1), (1, 16), (4, 32), (16, 128))
 FAILED = 1
 
 
 class BenchError(RuntimeError):
-    """What is said instead of a result."""
+    """The error text that is printed instead of a result."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Load:
 
     @property
     def bytes(self) -> int:
-        """That are under way at once."""
+        """Bytes under way at once."""
         return self.block_size * self.batch_size * self.threads
 
 
@@ -77,7 +77,7 @@ class Buffer:
         self.memory = mmap.mmap(-1, size)
         self._view = (ctypes.c_char * size).from_buffer(self.memory)
         self.address = ctypes.addressof(self._view)
-        ctypes.memset(self.address, 1, size)  # pages are there before anything is measured
+        ctypes.memset(self.address, 1, size)  # touches the pages before anything is measured
         if code := engine.register_memory(self.address, size):
             raise BenchError(f"{size} bytes cannot be registered: {code}")
 
@@ -95,7 +95,7 @@ def size_text(size: int) -> str:
 
 
 def open_engine(options: argparse.Namespace) -> tuple[Any, str]:
-    """The engine and the name under which others find it."""
+    """Returns an engine, and the name by which others find it."""
     from mooncake.engine import TransferEngine
 
     engine = TransferEngine()
@@ -113,7 +113,7 @@ def open_engine(options: argparse.Namespace) -> tuple[Any, str]:
 def serve(
     options: argparse.Namespace, ready: str = "target: {name}, {size} at {address:#x}"
 ) -> int:
-    """Until a signal comes. ready: what is printed when others may begin."""
+    """Serves until a signal comes. ready: format of the line that tells initiators to begin."""
     engine, name = open_engine(options)
     buffer = Buffer(engine, options.buffer_size)
     told = threading.Event()
@@ -130,7 +130,7 @@ def serve(
 def measure(
     engine: Any, segment: str, buffer: Buffer, load: Load, seconds: float, says: Any
 ) -> Result:
-    """Each thread has a batch of its own under way, all the time."""
+    """Runs the load. Each thread always has one batch of its own under way."""
     there = engine.get_first_buffer_address(segment)
     if there == 0:
         raise BenchError(f"{segment} cannot be reached, or has registered nothing")
@@ -146,7 +146,7 @@ def measure(
         mine = [buffer.address + offset for offset in offsets]
         theirs = [there + offset for offset in offsets]
         lengths = [load.block_size] * load.batch_size
-        errors[thread] = transfer(segment, mine, theirs, lengths)  # makes the connections
+        errors[thread] = transfer(segment, mine, theirs, lengths)  # connects, not measured
         go.wait()
         while not end.is_set() and errors[thread] == 0:
             errors[thread] = transfer(segment, mine, theirs, lengths)
@@ -231,7 +231,7 @@ def show(result: Result, options: argparse.Namespace) -> None:
 
 
 def table(results: Sequence[Result], options: argparse.Namespace) -> None:
-    """A line for each block size and number of threads: write, read."""
+    """Prints a line for each block size and number of threads: write, read."""
     found: dict[str, dict[str, str]] = {}
     for result in results:
         found.setdefault(result.load.name(), {})[result.load.operation] = rate(result, options)
@@ -302,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
     add("--report_unit", choices=UNITS, default="GB", help="a second")
     add("--report_precision", type=int, default=2)
     add(
-        "--backend", choices=["classic", "tent"], default="classic", help="classic is what there is"
+        "--backend", choices=["classic", "tent"], default="classic", help="only classic exists"
     )
     add("--use_vram", type=truth, nargs="?", const=True, default=False, help="not without CUDA")
     add("--init_mem", type=truth, nargs="?", const=True, default=True, help="accepted")

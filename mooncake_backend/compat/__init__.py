@@ -1,3 +1,3 @@
-"""The names that code written for `mooncake` imports; every module here only re-exports."""
+"""The names that code written for `mooncake` imports. Every module here only re-exports them."""
 
 from mooncake_backend import __version__ as __version__

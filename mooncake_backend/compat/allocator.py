@@ -1,4 +1,4 @@
-"""`from mooncake.allocator import NVLinkAllocator`: memory of GPUs, of which there is none here."""
+"""`from mooncake.allocator import NVLinkAllocator`: GPU memory, which this version lacks."""
 
 from enum import IntEnum
 

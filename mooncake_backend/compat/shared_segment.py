@@ -8,7 +8,7 @@ create_shared_segment = not_yet("create_shared_segment", "memory shared by GPU h
 
 
 class SharedSegmentError(RuntimeError):
-    """What the functions of this module raise when they fail."""
+    """Raised by the functions of this module when they fail."""
 
 
 __all__ = [
