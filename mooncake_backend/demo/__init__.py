@@ -1,1 +1,1 @@
-"""The main job: a small language model trained with DDP on our own documents, on us and on Gloo."""
+"""Trains a small language model with DDP on our own documents, over our backend and over Gloo."""

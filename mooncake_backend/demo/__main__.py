@@ -1,5 +1,5 @@
-"""python -m mooncake_backend.demo: train on each backend in turn, and on ours once more with a rank
-that is killed; then generate text with a mixture of experts, and kill one of its ranks too."""
+"""python -m mooncake_backend.demo: trains on each backend in turn, and once more on ours while a
+rank is killed. Then generates text with a mixture of experts, and kills one of its ranks, too."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def main() -> int:
     if size < 10_000:
         parser.error(f"{size} characters are too few to learn from: give more files by --text")
 
-    # Rank 0 reports, so it is not the one to kill here; it could be.
+    # Rank 0 reports, so this demo does not kill it. The backend would survive that, too.
     if given.victim == 0 or given.victim >= given.ranks:
         parser.error(f"--victim must be between 1 and {given.ranks - 1}, or -1")
     backends = given.backends.split(",")
     plan: list[tuple[str, Kill | None]] = [(backend, None) for backend in backends]
-    # Other backends do not go on.
+    # Jobs on other backends do not survive a death.
     survives = [backend for backend in backends if backend.startswith("mooncake")]
     if survives and given.victim > 0:
         plan.append((survives[0], Kill(given.victim, given.steps // 2)))

@@ -1,7 +1,7 @@
-"""One rank of the mixture of experts: learns with the others, keeps its share of the experts, and
-generates text from prompts of its own through the experts of all ranks.
+"""One rank of the mixture of experts. It learns with the others and keeps its share of the experts.
+Then it generates text from its own prompts, through the experts of all ranks.
 
-Everything is written to rank-N.jsonl as it happens; rank 0 prints one JSON line per step.
+It writes all results to rank-N.jsonl at once; rank 0 also prints one JSON line per step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shared:
 
     def __init__(self, buffer: Buffer, active: Tensor, experts: Experts) -> None:
         self.buffer, self.active, self.experts = buffer, active, experts
-        # Of the last call, per row: the ranks of the chosen experts; whether one did not answer.
+        # The last call's, per row: ranks of the chosen experts; whether one did not answer.
         self.asked = torch.empty(0)
         self.missing = torch.empty(0)
         self.dies = False  # between dispatch and combine
@@ -76,7 +76,7 @@ class Shared:
 class Rank:
     def __init__(self, text: Text, reports: Path) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # The last tenth is for prompts, and for comparing.
+        # The last tenth is held out: for prompts, and for comparing.
         self.text = text
         self.learnt, self.held_out = text.data.tensor_split([len(text.data) * 9 // 10])
         torch.manual_seed(0)  # the same model on every rank
@@ -118,13 +118,13 @@ class Rank:
         self.model.eval()
 
     def keep_share(self) -> None:
-        """This rank's experts stay; the others are reached through their ranks."""
+        """Keeps this rank's experts; the others are reached through the ranks that keep them."""
         sizes = (BATCH * CONTEXT, WIDTH, self.size, EXPERTS_OF_A_RANK * self.size)
         buffer = Buffer(
             dist.group.WORLD,
             num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint(*sizes),
             low_latency_mode=True,
-            renormalize=True,  # what is left of two experts counts for both
+            renormalize=True,  # if one of two experts is lost, the other counts for both
         )
         first = EXPERTS_OF_A_RANK * self.rank
         for layer in self.layers:
@@ -132,7 +132,7 @@ class Rank:
             layer.keep(slice(first, first + EXPERTS_OF_A_RANK), self.shared[-1])
 
     def avoid_the_lost(self) -> None:
-        """The routers choose among the experts that are left."""
+        """Makes the routers choose only among experts of ranks that live."""
         lost = (self.active == 0).repeat_interleave(EXPERTS_OF_A_RANK)
         for shared in self.shared:
             shared.experts.avoided = lost
@@ -147,7 +147,7 @@ class Rank:
         return torch.stack(losses).mean().item()
 
     def generate(self, kill_at: int | None) -> None:
-        """All sentences at once, a character of each at a time."""
+        """Generates all sentences together, one character of each at a time."""
         starts = torch.tensor(self.text.sentences(len(self.learnt), LOOK_BACK, PROMPT))
         drawn = torch.randint(len(starts), (SENTENCES, 1), generator=self.own)
         index = starts[drawn] + torch.arange(-LOOK_BACK, PROMPT)
@@ -158,7 +158,7 @@ class Rank:
             self.shared[0].dies = place == kill_at
             scores = self.model(symbols, past)[:, -1] / TEMPERATURE
             drawn = torch.multinomial(scores.softmax(-1), 1, generator=self.own)
-            # For the hash: the three before it; keys and values of all are in `past`.
+            # The hash needs the three characters before it; `past` has all keys and values.
             symbols = torch.cat([symbols[:, -LOOK_BACK:], drawn], 1)
             seconds = time.perf_counter() - started
             missing = torch.cat([_last(one.missing) for one in self.shared], 1)
@@ -174,7 +174,7 @@ class Rank:
 
 
 def _last(rows: Tensor) -> Tensor:
-    """[SENTENCES, x] of each sentence's last row: the first call had those of the prompts too."""
+    """[SENTENCES, x]: each sentence's last row. The first call has rows of the prompts, too."""
     return rows.view(SENTENCES, len(rows) // SENTENCES, -1)[:, -1]
 
 

@@ -25,13 +25,13 @@ class Kill:
 
 @dataclass
 class Run:
-    """What one backend did."""
+    """Results of one run on one backend."""
 
     backend: str
     kill: Kill | None = None
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)  # that took part, per step
+    ranks: list[int] = field(default_factory=list)  # number that took part, per step
     endings: str = ""  # the launcher's table
 
     @property
@@ -40,7 +40,7 @@ class Run:
 
 
 class RunError(RuntimeError):
-    """A rank failed or the run took too long; the text has the rank's last words."""
+    """A rank failed or the run took too long. The text has the end of the ranks' logs."""
 
 
 def launch(
@@ -52,7 +52,7 @@ def launch(
     on_step: Callable[[float], None],
     kill: Kill | None = None,
 ) -> Run:
-    """Trains with `ranks` processes within `deadline` seconds; leaves no process behind."""
+    """Trains with `ranks` processes, at most `deadline` seconds; leaves no process behind."""
     run = Run(backend, kill)
     arguments = ["--backend", backend, "--steps", str(steps)]
     if kill:
@@ -77,11 +77,11 @@ def start_ranks(
     name: str,
     on_report: Callable[[dict[str, Any]], None],
 ) -> str:
-    """Runs a module of the demo: on_report gets each line of rank 0. Returns how all ended."""
+    """Runs a module of the demo. on_report gets each line of rank 0. Returns the endings table."""
     with tempfile.TemporaryDirectory(prefix="mooncake-demo-") as folder:
         command = [sys.executable, "-m", "mooncake_backend.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "--log-dir", folder]
-        # stdout is rank 0's; what all ranks write to stderr is kept for the last words.
+        # stdout carries rank 0's reports; the stderr of all ranks is kept for error texts.
         command += ["--local-ranks-filter", "0", "--redirects", "2"]
         command += ["-m", f"mooncake_backend.demo.{module}", *arguments]
         log = Path(folder, "launcher.log")
@@ -92,7 +92,7 @@ def start_ranks(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=launcher_log,
-                # Ctrl-C reaches this process only, which then ends the launcher and so its ranks.
+                # Ctrl-C reaches this process only. It then ends the launcher, which ends its ranks.
                 start_new_session=True,
             )
         try:
@@ -138,7 +138,7 @@ def _follow(
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """Its ranks first: it ends them when it is asked to end, and waits for them up to 30 s."""
+    """Ends the launcher, which first ends its ranks and waits for them up to 30 s."""
     launcher.terminate()
     try:
         launcher.wait(40)

@@ -1,6 +1,6 @@
 """A mixture-of-experts transformer: in each layer, a router chooses two experts for each character.
 
-Experts are computed here while the model learns, and wherever their ranks are afterwards.
+While the model learns, each rank computes all experts. Afterwards each expert runs on its own rank.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from torch.nn import functional
 WIDTH, HEADS, EXPERT_WIDTH, LAYERS, CHOSEN = 128, 4, 128, 2, 2
 EXPERTS_OF_A_RANK = 2
 CONTEXT = 128
-PROMPT, LENGTH = 24, 96  # of a sentence: what is given, what is generated
-# A character is seen with the ones before it, hashed into a table: words are learnt in seconds.
+PROMPT, LENGTH = 24, 96  # characters of a sentence: given, and generated
+# The model sees a character together with those before it, hashed into a table, so that it learns
+# words in seconds.
 LOOK_BACK, TABLE = 3, 8192
-BALANCE = 0.01  # what uneven use of the experts costs
+BALANCE = 0.01  # weight of the loss for uneven use of the experts
 
-# Of rows [n, WIDTH], the chosen experts and their weights, both [n, CHOSEN]: the weighted sum of
-# what the experts answer, [n, WIDTH].
+# Takes rows [n, WIDTH], the chosen experts and their weights, both [n, CHOSEN]. Returns the
+# weighted sum of the experts' answers, [n, WIDTH].
 Exchange = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
 class Past:
-    """Keys and values of the characters before, per layer."""
+    """Keys and values of all previous characters, per layer."""
 
     of_layers: list[tuple[Tensor, Tensor] | None] = field(default_factory=lambda: [None] * LAYERS)
 
@@ -55,7 +56,7 @@ class Attention(nn.Module):
         parts = self.into(self.norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)
         keys, values = past.append(layer, keys, values)
-        # Many characters come first, and then one at a time, which may look at all.
+        # The first call has many characters. Later ones have one, which may attend to all.
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=length > 1
         )
@@ -77,13 +78,13 @@ class Experts(nn.Module):
         self.imbalance = torch.zeros(())
 
     def keep(self, mine: slice, exchange: Exchange) -> None:
-        """The other experts are other ranks' from now on."""
+        """Keeps `mine`; from now on `exchange` computes with the experts of all ranks."""
         self.up = nn.Parameter(self.up[mine].clone())
         self.down = nn.Parameter(self.down[mine].clone())
         self.exchange = exchange
 
     def answer(self, rows_of: list[Tensor]) -> list[Tensor]:
-        """What the experts here make of their rows."""
+        """Applies each expert of this rank to its rows."""
         weights = zip(self.up.unbind(), self.down.unbind(), strict=True)
         return [
             functional.gelu(rows @ up) @ down
@@ -124,7 +125,7 @@ class MixtureModel(nn.Module):
         self.head = nn.Linear(WIDTH, symbols)
 
     def forward(self, symbols: Tensor, past: Past | None = None) -> Tensor:
-        """Scores of what follows: symbols is [b, LOOK_BACK + t] for [b, t, symbols]."""
+        """Scores of the next symbol: symbols [b, LOOK_BACK + t] gives [b, t, symbols]."""
         past = past or Past()
         key = symbols[:, LOOK_BACK:]
         here = slice(len(past), len(past) + key.size(1))
@@ -143,5 +144,5 @@ class MixtureModel(nn.Module):
 
 
 def loss_of(scores: Tensor, symbols: Tensor) -> Tensor:
-    """symbols: [b, LOOK_BACK + t + 1], where scores was made of all but the last one."""
+    """symbols: [b, LOOK_BACK + t + 1]; the scores come from all but the last one."""
     return functional.cross_entropy(scores.flatten(0, 1), symbols[:, LOOK_BACK + 1 :].flatten())

@@ -64,14 +64,15 @@ class Text:
         return "".join(self.alphabet[symbol] for symbol in symbols.tolist())
 
     def sentences(self, first: int, before: int, length: int) -> list[int]:
-        """Where sentences begin, from `first` on, that have so many characters before and after."""
+        """Starts of sentences, from `first` on, with `before` characters before and `length`
+        after."""
         begin, end = max(first, before), len(self.content) - length
         found = [match.start() for match in re.finditer(r"(?<=\s)[A-Z][a-z]* [a-z]", self.content)]
         return [place for place in found if begin <= place < end] or [begin]
 
 
 def documents() -> list[Path]:
-    """The project's own documents in a clone; what is always there, our own sources, elsewhere."""
+    """The project's documents in a clone; otherwise our Python sources, which are always there."""
     package = Path(__file__).resolve().parents[1]
     root = package.parent
     if (root / "docs" / "architecture.md").is_file():
@@ -80,5 +81,5 @@ def documents() -> list[Path]:
 
 
 def die_with_launcher() -> None:
-    """A launcher that was killed cannot stop us."""
+    """Makes the kernel kill this process when its launcher dies: a killed launcher cannot do it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -37,10 +37,10 @@ def table(runs: list[Run], ranks: int) -> Table:
 
 
 def aftermath(run: Run) -> str:
-    """What the death of a rank did to a run."""
+    """Describes how a rank's death affected a run."""
     assert run.kill
     after = next((i for i, n in enumerate(run.ranks) if n < run.ranks[0]), len(run.ranks) - 1)
-    # The kill may fall into the step before the first one without the victim.
+    # The kill may hit the step before the first one without the victim.
     hit = max(run.seconds[run.kill.step + 1 : after + 1] or run.seconds[after:])
     return (
         f"step {run.kill.step}: rank {run.kill.rank} was killed. The other {run.ranks[-1]} ranks "
@@ -86,7 +86,7 @@ def _draw_training(runs: list[Run], loss: Any, speed: Any) -> None:
 
 def _draw_gap(job: Mixture, axis: Any) -> None:
     for one in job.authors:
-        # The first one reads the prompt too.
+        # The first character also includes reading the prompt.
         places = range(1, len(one.seconds))
         label = f"rank {one.rank}" + ("" if one.finished else ", killed")
         axis.plot(places, [1e3 * one.seconds[place] for place in places], label=label)
@@ -102,7 +102,7 @@ def _draw_gap(job: Mixture, axis: Any) -> None:
 
 
 def _draw_sentences(job: Mixture, axis: Any) -> None:
-    """A line for each sentence, from its first character to its last."""
+    """Draws a line for each sentence, from its first character to its last."""
     line, ticks, hits = 0, {}, []
     for one in job.authors:
         first = line

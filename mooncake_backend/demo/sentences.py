@@ -1,5 +1,5 @@
-"""Starts the mixture of experts and reads what every rank wrote: the sentences, and what the death
-of a rank did to them."""
+"""Starts the mixture of experts and reads the files of all ranks: the sentences, and how the death
+of a rank affected them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from mooncake_backend.demo.mixture import EXPERTS_OF_A_RANK
 
 @dataclass
 class Author:
-    """What one rank generated, for each character of all its sentences at once."""
+    """Results of one rank. Lists have an element for each character of all its sentences at
+    once."""
 
     rank: int
     prompts: list[str]
-    characters: list[str]  # one of each sentence
+    characters: list[str]  # one character of each sentence
     seconds: list[float]
-    asked: list[list[list[int]]]  # of each sentence, the ranks of the experts it was sent to
+    asked: list[list[list[int]]]  # per sentence, the ranks of the experts that it was sent to
     missing: list[list[int]]  # the sentences whose experts did not all answer
-    active: list[list[int]]  # the ranks that this one knew to be there
-    loss: dict[str, float]  # per held-out character; a killed rank has none
+    active: list[list[int]]  # 1 for each rank that this one took for alive
+    loss: dict[str, float]  # per held-out character; empty for a killed rank
 
     @property
     def finished(self) -> bool:
@@ -63,7 +64,8 @@ class Mixture:
 
     @property
     def agreed(self) -> bool:
-        """On who is left, at every character, and on the loss to the last bit."""
+        """Whether all survivors saw the same active ranks at each character, and the same loss to
+        the last bit."""
         first, *others = self.survivors
         return all((one.active, one.loss) == (first.active, first.loss) for one in others)
 
@@ -87,7 +89,7 @@ def generate(
 
 def _read(rank: int, path: Path) -> Author:
     text = path.read_text(encoding="utf-8")
-    # A killed rank may leave a part of a line.
+    # A killed rank may leave an incomplete line.
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     written = [line for line in lines if "characters" in line]
     return Author(
@@ -117,7 +119,8 @@ def table(job: Mixture) -> Table:
 
 
 def examples(job: Mixture) -> Iterator[Line]:
-    """A sentence of each rank: the prompt, and red what an expert's answer was missing for."""
+    """A sentence of each rank: its prompt, and in red the characters for which an expert's answer
+    was missing."""
     for one in job.authors:
         number = (one.hits or [0])[0]
         line = Line(f"rank {one.rank}: ")
@@ -131,7 +134,7 @@ def examples(job: Mixture) -> Iterator[Line]:
 
 
 def aftermath(job: Mixture) -> str:
-    """What the death of a rank did to the sentences."""
+    """Describes how a rank's death affected the sentences."""
     loss = job.survivors[0].loss
     if (at := job.killed_at) is None:
         return f"loss per character of held-out text: {loss['whole']:.3f}"

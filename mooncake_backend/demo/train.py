@@ -21,7 +21,7 @@ BATCH = 8
 
 
 def train(text: Text, steps: int, kill_at: int | None) -> None:
-    """kill_at: the step after which this rank dies."""
+    """kill_at: the step after which this rank kills itself."""
     rank = dist.get_rank()
     torch.manual_seed(0)  # the same model for every rank and backend
     model = DistributedDataParallel(CharModel(text.symbols, CONTEXT))
@@ -38,7 +38,7 @@ def train(text: Text, steps: int, kill_at: int | None) -> None:
         mean = loss.detach().clone()
         work = dist.all_reduce(mean, async_op=True)
         work.wait()
-        # Of the ranks that are still there: ours says which they are.
+        # The mean is over the ranks that took part. Our works list them; other backends need all.
         ranks = len(getattr(work, "contributors", range(dist.get_world_size())))
         if rank == 0:
             line = {"step": step, "loss": mean.item() / ranks, "seconds": seconds, "ranks": ranks}

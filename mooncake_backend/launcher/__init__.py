@@ -1,1 +1,1 @@
-"""What mooncake-run adds to torchrun; mooncake_backend/run.py is the command."""
+"""mooncake-run's additions to torchrun. mooncake_backend/run.py is the command."""

@@ -1,4 +1,4 @@
-"""The agents: torchrun's own, which watches and restarts, and one under which survivors live."""
+"""The agents: torchrun's own, which restarts ranks, and one that lets survivors go on."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mooncake_backend.launcher.rendezvous import FixedRendezvous
 
 log = logging.getLogger(__name__)
 
-MESSAGE = 100  # characters of it in the table
+MESSAGE = 100  # most characters of an error message in the table
 
 
 class RestartingAgent(LocalElasticAgent):
-    """torchrun's agent. Writes down how each process ended."""
+    """torchrun's agent, which also records how each process ended."""
 
     def __init__(self, journal: Journal, spec: WorkerSpec, *positional: Any, **named: Any) -> None:
         super().__init__(spec, *positional, **named)
@@ -37,9 +37,9 @@ class RestartingAgent(LocalElasticAgent):
         self.node = 0
         self.attempt = -1
         self.started = 0.0  # wall clock
-        self.began = 0.0  # the same moment on a clock that nobody sets
-        self.failed: dict[int, ProcessFailure] = {}  # of this attempt, by rank
-        self.running: dict[int, int] = {}  # of this attempt, rank by local rank
+        self.began = 0.0  # the same moment on the monotonic clock
+        self.failed: dict[int, ProcessFailure] = {}  # in this attempt, by rank
+        self.running: dict[int, int] = {}  # in this attempt, local rank -> rank
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.running = {}
@@ -48,7 +48,7 @@ class RestartingAgent(LocalElasticAgent):
         self.node = worker_group.group_rank or 0
         self.started, self.began = time.time(), time.monotonic()
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        # By the time at which a rank can miss another one it has long been here.
+        # This runs long before a rank can be held up by the loss of another one.
         for path in torch_parts.error_files(self).values():
             waits.ask(str(path))
         self.running = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
@@ -58,7 +58,8 @@ class RestartingAgent(LocalElasticAgent):
         self.look()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            # All others are stopped by now. One that failed between the two looks comes first.
+            # By now torchrun has stopped all others. A rank that failed between the looks comes
+            # first.
             first = next(iter(result.failures.values()))
             self.look(stopped=True, except_for=None if self.failed else first.local_rank)
         return result
@@ -69,8 +70,8 @@ class RestartingAgent(LocalElasticAgent):
         self.look(stopped=True)
 
     def look(self, stopped: bool = False, except_for: int | None = None) -> list[Ending]:
-        """Writes down which processes have ended since the last look. `stopped`: the launcher ended
-        them, except for this local rank."""
+        """Records the processes that have ended since the last look. `stopped`: the launcher ended
+        them, except for the local rank `except_for`."""
         moment = self.started + time.monotonic() - self.began
         found = []
         for local_rank, process in torch_parts.processes(self).items():
@@ -102,7 +103,7 @@ class RestartingAgent(LocalElasticAgent):
         path = self._error_file(local_rank)
         try:
             return ProcessFailure(local_rank, pid, code, path)
-        except Exception as error:  # it died while it wrote the file
+        except Exception as error:  # the process died while it wrote the file
             log.warning("mooncake-run: the error file %s cannot be read: %r", path, error)
             return ProcessFailure(local_rank, pid, code, "")
 
@@ -111,7 +112,7 @@ class RestartingAgent(LocalElasticAgent):
 
 
 class ContinuingAgent(RestartingAgent):
-    """Under which a dead rank ends nobody: not on its node, and not on the others."""
+    """An agent that ends no other rank when a rank dies, on its own node or on others."""
 
     def __init__(self, journal: Journal, spec: WorkerSpec, *positional: Any, **named: Any) -> None:
         self.rendezvous = FixedRendezvous(spec.rdzv_handler)
@@ -156,7 +157,7 @@ class ContinuingAgent(RestartingAgent):
                     self.notices.died(ending.rank, ending.how())
         if self.running:
             return RunResult(state=WorkerState.HEALTHY)
-        # The others may need our store, and need our ranks to be known.
+        # Other nodes may need our store, and must learn how our ranks ended.
         if not self.nodes.meet(self.journal.endings):
             return RunResult(state=WorkerState.HEALTHY)
         self.journal.others = self.nodes.endings()
@@ -166,7 +167,8 @@ class ContinuingAgent(RestartingAgent):
         return self._result()
 
     def _result(self) -> RunResult:
-        """Of this node's ranks; what counts as a failure is decided for the job."""
+        """The result of this node's ranks. A death is a failure only if all ranks of the job
+        died."""
         everybody = [*self.journal.endings, *self.journal.others]
         ours = {ending.rank for ending in self.journal.endings}
         failed = {ending.rank for ending in failures(everybody)} & ours
@@ -181,7 +183,7 @@ class ContinuingAgent(RestartingAgent):
         )
 
     def _exit_barrier(self) -> None:
-        """The nodes have met already."""
+        """Does nothing: the nodes have met already in Nodes.meet()."""
 
     def _shutdown(self, *positional: Any, **named: Any) -> None:
         super()._shutdown(*positional, **named)
@@ -192,7 +194,8 @@ class ContinuingAgent(RestartingAgent):
 
 
 def first_line(failure: ProcessFailure) -> str:
-    """Of what the process itself said; ProcessFailure makes something up for those that did not."""
+    """First line of the message that the process itself wrote, or "". ProcessFailure invents a
+    message for a process that wrote none."""
     said: Any = failure.error_file_data.get("message", "")
     if isinstance(said, dict):
         said = said.get("message", "")

@@ -1,4 +1,4 @@
-"""How the ranks of a job ended: what is known of each, what it means for the job, and the table."""
+"""How the ranks of a job ended: the records, the job's result, and the table."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ TITLE = "mooncake-run"
 
 @dataclass(frozen=True)
 class Ending:
-    """Of one process.
+    """How one process ended.
 
-    attempt: which start of the job it belonged to, from 0 on
+    attempt: number of the job's start that it belonged to, from 0 on
     code: its exit code; minus the number of the signal that ended it
-    started, ended: seconds since the epoch, on the clock of its host: of use beside times of the
-    same node only
+    started, ended: seconds since the epoch, on the clock of its host: comparable only with times of
+    the same node
     message: the first line of its error file
     stopped: the launcher ended it
-    waits: of each rank that it lost: how many seconds that held up one of its calls at most
+    waits: pairs of a rank that it lost, and the longest time in seconds that this loss held up a
+    call
     node: number of the launcher that saw the end
     """
 
@@ -51,9 +52,9 @@ class Ending:
 
 
 def failures(endings: Iterable[Ending]) -> list[Ending]:
-    """Those that make the job fail: all that died, unless some rank finished. Each rank that died
-    beside one that finished is a loss, which the job was started to survive. No time of an end
-    decides anything: launchers see ends late, and clocks of hosts differ."""
+    """The endings that make the job fail: all of them if no rank finished, else none. If some rank
+    finished, each death beside it is a loss, which the job was started to survive. Times of ends
+    decide nothing: launchers see ends late, and the clocks of hosts differ."""
     endings = list(endings)
     if any(ending.finished for ending in endings):
         return []
@@ -61,8 +62,8 @@ def failures(endings: Iterable[Ending]) -> list[Ending]:
 
 
 def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
-    """Who died when and how, how long the others waited, who finished. `unknown`:
-    what there is to say of ranks whose end nobody saw."""
+    """A table of the ranks that died, when and how, how long the others waited, and which ranks
+    finished. `unknown`: lines about ranks whose launcher has gone."""
     last = max((ending.attempt for ending in endings), default=0)
     headline = _headline([ending for ending in endings if ending.attempt == last])
     if last:
@@ -122,7 +123,7 @@ def _duration(seconds: float) -> str:
 
 
 def _groups(endings: Sequence[Ending], last: int) -> list[tuple[str, ...]]:
-    """Rows of ranks that ended alike on one host."""
+    """Rows of ranks that ended in the same way on one host."""
     alike: dict[tuple[int, bool, str, str], list[Ending]] = {}
     for ending in sorted(endings, key=lambda ending: ending.rank):
         key = (ending.attempt, ending.finished, ending.host, ending.how())
@@ -146,7 +147,7 @@ def _attempt(ending: Ending, last: int) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """0, 1, 2, 5 is "0-2, 5"."""
+    """Ranks 0, 1, 2, 5 become "0-2, 5"."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:
@@ -164,7 +165,7 @@ def _signal_name(number: int) -> str:
 
 
 class Journal:
-    """What a launcher has seen of its ranks."""
+    """The ends of ranks that a launcher has seen, or heard of."""
 
     def __init__(self) -> None:
         self.endings: list[Ending] = []

@@ -1,11 +1,12 @@
 """The launchers of a job's nodes: they tell each other how their ranks ended, and leave together.
 
-Each keeps a line in the job's store, which it rewrites now and then: one whose line stays as it is
-has gone. Whoever's ranks have all ended waits for the others, as its process may hold the store
-that their ranks use. Nobody waits for a launcher that has gone, nor when the store has gone.
+Each launcher keeps a line in the job's store and rewrites it regularly. A launcher whose line does
+not change any more has gone. A launcher whose ranks have all ended waits for the others, because
+its process may hold the store that their ranks use. It does not wait for a launcher that has gone,
+nor if the store has gone.
 
-A thread talks to the store: a call may last until the store's timeout, and the agent must see
-signals and its ranks meanwhile.
+A separate thread talks to the store: a call may last until the store's timeout, and the agent must
+see signals and the ends of its ranks meanwhile.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ POLL = 0.1
 
 @dataclass
 class Line:
-    """What is known of another launcher."""
+    """The last line of another launcher."""
 
     text: bytes = b""
     host: str = ""
     ranks: list[int] = field(default_factory=list)
-    endings: list[Ending] | None = None  # None: its ranks have not all ended
+    endings: list[Ending] | None = None  # None: not all of its ranks have ended
     changed: float = 0.0  # on our clock
 
 
 class Nodes:
-    """interval, attempts: how often a line is rewritten, and after how many of these times without
-    a change its writer has gone. on_cut_off: called on the thread when the store has gone."""
+    """interval: seconds between two rewrites of a line. attempts: number of intervals without a
+    change after which a launcher has gone. on_cut_off: called on the thread when the store has
+    gone."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Nodes:
         self.have_met = threading.Event()
         self.on_cut_off = on_cut_off
         self.is_cut_off = False  # the store cannot be reached any more
-        self._ended = threading.Event()  # our ranks
+        self._ended = threading.Event()  # all ranks of this node have ended
         self._closed = threading.Event()
         self._last_answer = time.monotonic()
         if size == 1:
@@ -73,8 +75,8 @@ class Nodes:
             threading.Thread(target=self._run, name="mooncake-run-nodes", daemon=True).start()
 
     def meet(self, endings: Sequence[Ending]) -> bool:
-        """To be called again and again once our ranks have ended: whether all others' have, or
-        nobody can be waited for."""
+        """Call it repeatedly once all ranks of this node have ended. Returns whether all other
+        nodes' ranks have ended, too, or no node is left to wait for."""
         if not self._ended.is_set():
             self.own["endings"] = [asdict(ending) for ending in endings]
             self._last_answer = time.monotonic()
@@ -87,13 +89,13 @@ class Nodes:
         self._closed.set()
         self._ended.set()
 
-    # ---- what became of the others
+    # ---- results, once the nodes have met
 
     def endings(self) -> list[Ending]:
         return [ending for line in self.lines.values() for ending in line.endings or []]
 
     def is_first(self) -> bool:
-        """Of those whose ranks' ends are known."""
+        """Whether this node is the first one whose ranks' ends are known."""
         return all(node > self.me or line.endings is None for node, line in self.lines.items())
 
     def unknown(self) -> list[str]:
@@ -116,7 +118,7 @@ class Nodes:
                 self._ended.wait(self.interval)
             if not self._closed.is_set():
                 self._meet()
-        except Exception as error:  # of the store; which type differs between versions of torch
+        except Exception as error:  # from the store; its type differs between versions of torch
             self._cut_off(str(error).splitlines()[0])
             self.on_cut_off()
 
@@ -134,7 +136,7 @@ class Nodes:
             if self._closed.wait(POLL):
                 return
         self._read()
-        # Whoever holds the store leaves when the others need it no more.
+        # The launcher that holds the store leaves only when the others do not need it any more.
         self._count("left", 1)
         end = time.monotonic() + self.patience
         while self._count("left") < self.size - len(self._gone()) and time.monotonic() < end:
@@ -166,7 +168,7 @@ class Nodes:
                 line.endings = [Ending(**ending) for ending in said["endings"]]
 
     def _gone(self) -> list[int]:
-        """Whose line has not changed for long, and will not any more."""
+        """Nodes whose line has not changed for so long that their launcher must have gone."""
         now = time.monotonic()
         return [
             node

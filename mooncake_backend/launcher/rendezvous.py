@@ -1,4 +1,4 @@
-"""A rendezvous that is held once."""
+"""A rendezvous that takes place once."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from mooncake_backend.launcher import torch_parts
 
 
 class FixedRendezvous(RendezvousHandler):
-    """Another one's, after which nothing of it can end the job: neither a node that comes later,
-    for which torchrun would restart all ranks, nor the end of the process that holds its state.
+    """Wraps a rendezvous, so that nothing in it can end the job after it took place. Neither a node
+    that comes later can, for which torchrun would restart all ranks, nor the end of the process
+    that holds the rendezvous's state.
 
-    The ranks' store lives in the launcher of node 0, whatever the rendezvous does: in rank 0 it
-    would die with that rank.
+    The ranks' store lives in the launcher of node 0 in any case. In rank 0 it would die with that
+    rank.
     """
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self.inner = inner
-        self.is_cut_off = False  # its store is gone: nobody can be told that it is over
+        self.is_cut_off = False  # its store is gone, so shutdown() cannot tell the other nodes
         self._store: TCPStore | None = None
 
     def keep_alive(self) -> tuple[float, int]:
-        """How often a node gives a sign of life, and how many of them may be missing; what torch
-        takes by default where the rendezvous has no such settings."""
+        """Seconds between a node's signs of life, and number of them that may be missing. If the
+        rendezvous has no such settings, torch's defaults."""
         settings = getattr(self.inner, "settings", None)
         if settings is None:
             return 5.0, 3
         return settings.keep_alive_interval.total_seconds(), settings.keep_alive_max_attempt
 
     def cut_off(self) -> None:
-        """Its store is gone."""
+        """Called when the rendezvous's store is gone."""
         self.is_cut_off = True
         torch_parts.stop_heartbeats(self.inner)
 

@@ -1,7 +1,8 @@
-"""What --run-path starts: a script inside this interpreter, its exception in the error file.
+"""The program behind --run-path: runs a script in this interpreter, and records its exception in
+the error file.
 
-torchrun starts a function for it, whose processes wait for each other at their end. Ranks that may
-die are processes of their own.
+torchrun would call a function in processes that wait for each other at their end. Ranks that may
+die must be independent processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the launcher needs of torch.distributed.elastic beyond its documented classes; nothing else
-in this package uses a private name of torch. Read in torch 2.8.0, 2.11.0 and 2.15.0.
+"""The launcher's uses of torch.distributed.elastic beyond its documented classes. No other file of
+the launcher uses a private name of torch. Checked in torch 2.8.0, 2.11.0 and 2.15.0.
 
-Documented, underscores and all ("Extending the Agent" in torch's manual), and overridden in
-agent.py: SimpleElasticAgent._start_workers, _monitor_workers, _exit_barrier, _shutdown.
+agent.py overrides SimpleElasticAgent._start_workers, _monitor_workers, _exit_barrier, _shutdown.
+These are documented in torch's manual ("Extending the Agent"), underscores included.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.distributed.launcher import api
 
 
 def set_agent(make: Callable[..., LocalElasticAgent]) -> None:
-    """launch_agent() makes its agent by this name, and has no other way to be told of a class."""
+    """launch_agent() looks its agent up by this name; there is no other way to set the class."""
     if not hasattr(api, "LocalElasticAgent"):
         raise RuntimeError("mooncake-run does not know how this version of torch makes its agent")
     api.LocalElasticAgent = make  # type: ignore[misc,assignment]
 
 
 def processes(agent: LocalElasticAgent) -> dict[int, Popen[bytes]]:
-    """By local rank; empty before the first start. The handlers and their `proc` have public names,
-    the agent's way to them has not."""
+    """The processes by local rank; empty before the first start. Only the agent's `_pcontext` is
+    private: the handlers and their `proc` have public names."""
     context = agent._pcontext
     if context is None:
         return {}
@@ -35,14 +35,14 @@ def processes(agent: LocalElasticAgent) -> dict[int, Popen[bytes]]:
 
 
 def stop_heartbeats(rendezvous: RendezvousHandler) -> None:
-    """Of DynamicRendezvousHandler: each of them logs the whole stack of C++ when the store is gone.
-    Waits for the one under way."""
+    """Stops the heartbeats of a DynamicRendezvousHandler: when the store is gone, each of them logs
+    a whole C++ stack. Waits for a heartbeat under way."""
     stop = getattr(rendezvous, "_stop_heartbeats", None)
     if stop is not None:
         stop()
 
 
 def error_files(agent: LocalElasticAgent) -> dict[int, Any]:
-    """By local rank: where a process writes its exception."""
+    """By local rank, the file to which a process writes its exception."""
     context = agent._pcontext
     return {} if context is None else context.error_files

@@ -1,7 +1,7 @@
-"""How long ranks were held up by the loss of others.
+"""How long the loss of ranks held up calls of other ranks.
 
-Beside the error file of each rank lies one to which its backend writes a line for every call that
-a loss held up (csrc/membership/loss_waits.h).
+For each call that a loss held up, a rank's backend writes a line to a file beside the rank's error
+file (csrc/membership/loss_waits.h).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ LINE = re.compile(r"^(\d{1,9}) (\d{1,15})\n", re.MULTILINE)
 
 
 def ask(error_file: str) -> None:
-    """Without the file nothing is written."""
-    with contextlib.suppress(OSError):  # the table does without
+    """Makes the file. The backend writes nothing if there is none."""
+    with contextlib.suppress(OSError):  # the table can do without it
         _beside(error_file).touch(mode=0o600)
 
 
 def read(error_file: str) -> dict[int, float]:
-    """By lost rank: the longest, in seconds. What is no whole line of ours is passed over."""
+    """The longest wait in seconds, by lost rank. Ignores text that is not a whole line of ours."""
     try:
         with _beside(error_file).open(encoding="ascii", errors="replace") as file:
             text = file.read(MOST_BYTES)
