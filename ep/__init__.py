@@ -1,6 +1,6 @@
-"""Expert parallelism, installed as `mooncake.ep`. Has the names of `mooncake.pg` too.
+"""Expert parallelism, installed as `mooncake.ep`. It also has the names of `mooncake.pg`.
 
-Buffer has DeepEP's signatures; that of Mooncake is mooncake.mooncake_ep_buffer.Buffer.
+Buffer has DeepEP's signatures; mooncake.mooncake_ep_buffer.Buffer has Mooncake's.
 """
 
 from mooncake_backend import distribution

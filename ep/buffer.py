@@ -16,25 +16,27 @@ from .events import EventHandle, EventOverlap
 from .runtime import Handle, Hook, OnFailure, Received, Runtime
 
 _ALIGNMENT = 128
-_NORMAL_MODE = "the normal mode of expert parallelism (low_latency_dispatch is there)"
+_NORMAL_MODE = "the normal mode of expert parallelism (low_latency_dispatch is available)"
 
 
 class Buffer:
     """Dispatch and combine in DeepEP's low latency mode. Making one is collective over the group.
 
-    group: a process group of any backend; of ours it shares the connections and who is alive
+    group: a process group of any backend. With a group of ours, the Buffer shares its connections
+    and its view of the active ranks
     num_rdma_bytes: see get_low_latency_rdma_size_hint()
-    comm: instead of a group an mpi4py-like communicator
+    comm: an mpi4py-like communicator instead of a group
     num_nvl_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
-    explicitly_destroy, enable_shrink: accepted, they change nothing. Masks work, and lost ranks are
+    explicitly_destroy, enable_shrink: accepted without effect. Masks work, and lost ranks are
     survived, without enable_shrink too
 
     Beyond DeepEP's:
-    staged: GPU tensors are copied through the CPU; without it they are refused. None: what
-        MOONCAKE_EP_STAGED says, 0 if that is not set
-    timeout: of every operation, the group's own if not given
-    renormalize: a token that misses contributions has its other weights scaled up to the same sum
-    on_failure: "continue" without lost ranks, or "raise"; the group's own if not given
+    staged: copies GPU tensors through the CPU; otherwise they are refused. None: the value of
+        MOONCAKE_EP_STAGED, or 0 if that is not set
+    timeout: longest time of every operation; None: the group's own
+    renormalize: if contributions to a token are missing, its other weights are scaled up to the
+        full sum
+    on_failure: "continue" without lost ranks, or "raise"; None: the group's own
     """
 
     num_sms: int = 20
@@ -98,27 +100,29 @@ class Buffer:
         active_ranks: torch.Tensor | None = None,
         timeout_us: int | None = -1,
     ) -> tuple[Received, torch.Tensor, Handle, EventOverlap, Hook | None]:
-        """Sends each token to the ranks of its experts; all ranks call it.
+        """Sends each token to the ranks of its experts. All ranks call it.
 
         x: bfloat16 [n, h], with n up to num_max_dispatch_tokens_per_rank (T)
         topk_idx: int64 [n, k]; -1 is no expert
         cumulative_local_expert_recv_stats: int32 [L]; the counts are added
         dispatch_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in us
-        use_fp8: rows as float8_e4m3fn, with a float32 scale for each 128 channels
+        use_fp8: sends float8_e4m3fn, with a float32 scale for each 128 channels
         round_scale: scales are powers of two
-        use_ue8m0: four of their exponents in an int32; needs round_scale
-        active_ranks: int32, at least as many elements as ranks: a mask of this call, 0 for ranks to
-            which nothing is sent and from which nothing is taken; 0 afterwards for lost ones
-        timeout_us: who has not called it this long after this rank is skipped, if it lives: it
-            takes no part in this operation, on all ranks, and does again in the next one. -1, 0
-            or None: it is waited for until the Buffer's timeout. One that is lost is waited for
-            only until the survivors know it
+        use_ue8m0: packs four exponents of scales into an int32; needs round_scale
+        active_ranks: int32, at least as many elements as ranks: a mask for this call. A rank with 0
+            gets nothing, and nothing of it is received. Afterwards lost ranks are 0
+        timeout_us: microseconds after this rank's call. A living rank that has not called the
+            operation by then is skipped: it takes no part in this operation, on all ranks, but
+            does in the next one. -1, 0 or None: living ranks are waited for until the Buffer's
+            timeout. A lost rank is waited for only until the survivors know the loss
 
-        Returns (recv_x, recv_count, handle, event, hook): the rows of each of this rank's L
-        experts [L, R * T, h], with FP8 and their scales as a pair; how many they are, int32 [L];
-        what combine needs, (src_info, layout_range, T, h, num_experts); what waits with
-        async_finish; what waits with return_recv_hook. Results of at most two calls are alive at a
-        time.
+        Returns (recv_x, recv_count, handle, event, hook)
+        recv_x: rows of this rank's L experts, [L, R * T, h]; with FP8 a pair of rows and scales
+        recv_count: number of rows of each expert, int32 [L]
+        handle: for combine, (src_info, layout_range, T, h, num_experts)
+        event: waits for the operation if async_finish is set
+        hook: waits for the operation if return_recv_hook is set
+        Only the results of the last two calls are valid.
         """
         return self._low_latency().dispatch(
             x,
@@ -152,11 +156,11 @@ class Buffer:
         active_ranks: torch.Tensor | None = None,
         timeout_us: int | None = -1,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """Brings each token's rows back and adds them, weighted; all ranks call it.
+        """Brings each token's rows back and adds them, weighted. All ranks call it.
 
         x: bfloat16 [L, R * T, h], in the order of recv_x
         topk_idx, topk_weights: [n, k], the weights float32
-        use_logfmt: 10 bits for each channel on the way
+        use_logfmt: sends 10 bits for each channel
         zero_copy: x was written into get_next_low_latency_combine_buffer(handle)
         out: bfloat16 [n, h] for the result
         combine_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in us
@@ -179,25 +183,26 @@ class Buffer:
         )
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
-        """bfloat16 [L, R * T, h]: what is written there, the next combine need not copy."""
+        """bfloat16 [L, R * T, h]: rows written there need no copy in the next combine."""
         return self._low_latency().next_combine_buffer(handle)
 
     @property
     def missing_contributions(self) -> torch.Tensor:
-        """Of the last combine, bool [n]: True for a token one of whose experts is on a rank that
-        took no part, in the dispatch or in the combine. Waits for the combine to end. The event
-        that a combine returns has the same for that combine."""
+        """bool [n] of the last combine. True for a token if one of its experts is on a rank that
+        did
+        not take part in the dispatch or in the combine. Waits for the combine to end. The event of
+        a combine has the same property for that combine."""
         return self._low_latency().missing_contributions()
 
     # ---- masks
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank, or takes it back in: of a masked one nothing is taken, and nothing is sent
-        to it, from the next operation on, on all ranks."""
+        """Masks a rank, or unmasks it. A masked rank gets nothing, and nothing of it is received.
+        Takes effect on all ranks with the next operation."""
         self._low_latency().native.mask_rank(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Writes int32 [R]: 1 for each rank that is masked here or lost, the opposite of
+        """Writes int32 [R]: 1 for each rank that is masked here or lost. The opposite of
         active_ranks."""
         masked = self._low_latency().native.masked_ranks()
         if mask_status.dtype != torch.int32 or mask_status.shape != (self.group_size,):
@@ -208,14 +213,14 @@ class Buffer:
         mask_status.copy_(torch.tensor(masked, dtype=torch.int32))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes all masked ranks back in; those that are lost stay masked."""
+        """Unmasks all masked ranks. Lost ranks stay masked."""
         self._low_latency().native.unmask_all()
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Collective: waits for all ranks, so that the masks are up to date afterwards. Nothing has
-        to be cleaned: operations leave nothing behind that the next one could take for its own."""
+        """Collective: waits for all ranks, so that the masks are up to date afterwards. There is
+        nothing to clean: no operation leaves data that the next one could take for its own."""
         nothing = torch.empty((0, hidden), dtype=torch.bfloat16)
         nowhere = torch.empty((0, 1), dtype=torch.int64)
         self._low_latency().native.dispatch(
@@ -228,7 +233,7 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """num_rdma_bytes that suffice for operations of these sizes."""
+        """Value of num_rdma_bytes that suffices for operations of these sizes."""
         return runtime.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def get_local_buffer_tensor(
@@ -238,8 +243,8 @@ class Buffer:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """The memory of this rank from byte `offset` on, in one dimension or of this size. Between
-        operations it may be overwritten."""
+        """This rank's memory from byte `offset` on, in one dimension, or in `size`. Operations may
+        overwrite it."""
         if not use_rdma_buffer:
             not_yet("get_local_buffer_tensor with use_rdma_buffer=False", _NORMAL_MODE)()
         memory = self._low_latency().native.local_buffer()[offset:]
@@ -260,29 +265,30 @@ class Buffer:
         return None if self._runtime is None else self._runtime.native
 
     def destroy(self) -> None:
-        """Waits for what was called in the background and gives the memory back."""
+        """Waits for operations in the background, and frees the memory."""
         if self._runtime is not None:
             self._runtime.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Nothing is compiled for a GPU."""
+        """False: this version has no GPU code."""
         return False
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Changes num_sms, and nothing else: no GPU is used."""
+        """Changes num_sms. That has no other effect: no GPU is used."""
         if new_num_sms % 2:
             raise ValueError(f"the number of SMs must be even, not {new_num_sms}")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event of what this thread has called so far: nothing is left to wait for."""
+        """An event for the calls of this thread so far. They have ended, so it waits for
+        nothing."""
         return EventOverlap(EventHandle())
 
     def get_comm_stream(self) -> torch.Stream | torch.cpu.Stream:
-        """The stream on which operations run: the caller's."""
+        """The stream on which operations run: the caller's current stream."""
         if torch.cuda.is_available():
             return torch.cuda.current_stream()
         return torch.cpu.current_stream()
@@ -306,14 +312,14 @@ class Buffer:
     def _low_latency(self) -> Runtime:
         if self._runtime is None:
             raise RuntimeError(
-                f"rank {self.rank}: this Buffer was made without low_latency_mode=True, and only "
-                "that mode is there"
+                f"rank {self.rank}: this Buffer was made without low_latency_mode=True, and this "
+                "version has only that mode"
             )
         return self._runtime
 
 
 class ElasticBuffer:
-    """DeepEP 2's second class. Not available: using it says so."""
+    """DeepEP 2's second class. Not available in this version: making one raises an error."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         not_yet("ElasticBuffer", "DeepEP's unified interface")()

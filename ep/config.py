@@ -1,4 +1,4 @@
-"""DeepEP's Config: how the normal mode would be set. Only its sizes can be asked for here."""
+"""DeepEP's Config, the settings of its normal mode. Here only its size hints have a use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 _ALIGNMENT = 128
 _RANKS_PER_HOST = 8
-# Beside a row: top-k indices (int64) and weights (float32) of up to this many experts, and scales.
+# A row in a queue also carries top-k indices (int64) and weights (float32) of up to _MAX_TOPK
+# experts, and scales.
 _MAX_TOPK = 128
 _MAX_SCALES = 128
 
@@ -29,20 +30,20 @@ class Config:
                     raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.num_max_nvl_chunked_send_tokens >= self.num_max_nvl_chunked_recv_tokens:
             raise ValueError(
-                f"{self}: what is sent over NVLink must be less than what may be received"
+                f"{self}: the NVLink send tokens must be fewer than the receive tokens"
             )
         if 2 * self.num_max_rdma_chunked_send_tokens > self.num_max_rdma_chunked_recv_tokens:
             raise ValueError(
-                f"{self}: what is sent over RDMA must be at most half of what may be received"
+                f"{self}: the RDMA send tokens must be at most half of the receive tokens"
             )
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for queues between the ranks of a host."""
+        """Bytes of the queues between ranks of a host."""
         peers = min(num_ranks, _RANKS_PER_HOST)
         return self._queues(peers, self.num_max_nvl_chunked_recv_tokens, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for queues between hosts, in both directions; none for one host."""
+        """Bytes of the queues between hosts, in both directions; 0 for one host."""
         if num_ranks <= _RANKS_PER_HOST:
             return 0
         hosts = -(-num_ranks // _RANKS_PER_HOST)
@@ -54,7 +55,7 @@ class Config:
         return _aligned(channels * peers * tokens * row)
 
 
-# Ranks: what may be sent and received over NVLink, and over RDMA, in a dispatch and in a combine.
+# By number of ranks: send and receive tokens over NVLink, then over RDMA, for dispatch and combine.
 _DISPATCH = {
     2: (24, 256, 6, 128),
     8: (6, 256, 6, 128),
@@ -87,7 +88,8 @@ def combine_config(num_sms: int, num_ranks: int) -> Config:
 
 
 def _config(table: dict[int, tuple[int, int, int, int]], num_sms: int, num_ranks: int) -> Config:
-    """That of the next size in the table: a group that lost a rank has one too."""
+    """The configuration of the next larger size in the table, so that a group that lost a rank has
+    one."""
     sizes = [size for size in table if size >= num_ranks]
     if num_ranks < 1 or not sizes:
         raise ValueError(f"there are configurations for 1 to {max(table)} ranks, not {num_ranks}")

@@ -1,8 +1,8 @@
 """python -m mooncake.ep.deepep PROGRAM ARGS: runs a Python program that imports deep_ep, with the
-Buffer of mooncake.ep. With -m MODULE ARGS a module, as Python does.
+Buffer of mooncake.ep. With -m MODULE ARGS it runs a module, as Python does.
 
-The program and the processes that it starts find `deep_ep` in a folder of this package, which
-stands on PYTHONPATH for them; nothing else does.
+A folder of this package has the module `deep_ep`. It is put on PYTHONPATH for the program and the
+processes that it starts, and only for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"{__doc__}\n{USAGE}")
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), inherited]))
-    # As Python has it: the folder of the program, or where it was started, before PYTHONPATH.
+    # Like Python: first the program's folder, or with -m the current one, then PYTHONPATH.
     first = sys.path[0] if is_module else str(Path(program).resolve().parent)
     sys.path[:1] = [first, str(FOLDER)]
     sys.argv = [program, *given]

@@ -1,4 +1,4 @@
-"""What dispatch and combine return to wait for: an operation, in DeepEP's two classes."""
+"""The objects that wait for a dispatch or a combine, in DeepEP's two classes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LAST_STEPS = threading.Lock()  # two threads may wait for one operation
 class Operation:
     """One dispatch or combine.
 
-    last_steps: what is left to do with the results once they are there
-    missing: of a combine, see Buffer.missing_contributions
+    last_steps: functions to call once the results are there
+    missing: for a combine, see Buffer.missing_contributions
     """
 
     __slots__ = ("_last_steps", "_missing", "_name", "_work")
@@ -42,28 +42,29 @@ class Operation:
         return bool(self._last_steps)
 
     def finish(self) -> None:
-        """Waits; raises the operation's error, each time it is called."""
+        """Waits. Raises the operation's error at each call."""
         with profiled(self._name):
             self.conclude()
 
     def conclude(self) -> None:
-        """The same, not seen by the profiler: nothing is left to wait for."""
+        """Like finish(), but hidden from the profiler: used when the operation has already
+        ended."""
         try:
             self._work.wait()
         finally:
-            # Also after an error: the masks tell who was lost.
+            # Also after an error: the masks then show the lost ranks.
             if self._last_steps:
                 self._take_last_steps()
 
     def _take_last_steps(self) -> None:
-        """Whoever comes second waits until they are done."""
+        """Runs the last steps once. A second thread waits until they are done."""
         with _LAST_STEPS:
             for step in self._last_steps:
                 step()
             self._last_steps = ()
 
     def missing_contributions(self) -> torch.Tensor:
-        """Waits."""
+        """Waits for the operation, and returns its missing contributions."""
         if self._missing is None:
             raise AttributeError("a dispatch has no missing_contributions; a combine has")
         self.finish()
@@ -71,14 +72,15 @@ class Operation:
 
 
 class EventHandle:
-    """Waits for an operation. Without one, as Buffer.capture() makes it, there is nothing to wait
-    for: what a CPU thread has called is done."""
+    """Waits for an operation. An event of Buffer.capture() has none and waits for nothing, because
+    a
+    CPU thread's calls are done when they return."""
 
     def __init__(self, operation: Operation | None = None) -> None:
         self._operation = operation
 
     def current_stream_wait(self) -> None:
-        """The calling thread waits: CPU tensors have no stream."""
+        """Blocks the calling thread, because CPU tensors have no stream."""
         if self._operation is not None:
             self._operation.finish()
 
@@ -86,8 +88,8 @@ class EventHandle:
 
 
 class EventOverlap:
-    """The end of an operation that was called with async_finish=True. `event` is None for all
-    others: they have ended, or a hook waits for them, and waiting here does nothing.
+    """The end of an operation that was called with async_finish=True. For other operations `event`
+    is None and a wait here does nothing: they have ended, or a hook waits for them.
 
         with event:
             work_beside_it()
@@ -111,10 +113,9 @@ class EventOverlap:
 
     @property
     def missing_contributions(self) -> torch.Tensor:
-        """Of a combine: bool [n], see Buffer.missing_contributions; waits for the combine to
-        end."""
+        """bool [n] of a combine, see Buffer.missing_contributions. Waits for the combine to end."""
         if self._operation is None:
-            raise AttributeError("this event is of no combine")
+            raise AttributeError("this event does not belong to a combine")
         return self._operation.missing_contributions()
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
@@ -127,7 +128,7 @@ class EventOverlap:
             self.event = None
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """Called once, at the end of the next wait."""
+        """Calls the hook once, at the end of the next wait."""
         self._hooks += (hook,)
 
     def __call__(self, release_handle: bool = False) -> None:
@@ -146,7 +147,7 @@ class EventOverlap:
 
 
 def profiled(name: str) -> torch.profiler.record_function | _Unprofiled:
-    """A range of torch's profiler, where one runs."""
+    """A range of torch's profiler if that is running, else a context that does nothing."""
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(f"mooncake_ep::{name}")
     return _UNPROFILED

@@ -13,11 +13,11 @@ _EXPONENT_AT = 23  # bits of float32 below the exponent
 
 def cast_to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     """bfloat16 [n, h] -> float8_e4m3fn [n, h] and float32 scales [n, ceil(h / 128)]. The last block
-    may be short, and a NaN is left out where the largest channel is looked for."""
+    may be short. A NaN is ignored when a block's largest channel is determined."""
     blocks = _in_blocks(x.float())
     sizes = blocks.abs().nan_to_num(nan=0.0, posinf=float("inf"))
     amax = sizes.amax(dim=2, keepdim=True).clamp(min=_SMALLEST_AMAX)
-    scales, factors = amax / FP8_MAX, torch.full_like(amax, FP8_MAX) / amax  # not by a reciprocal
+    scales, factors = amax / FP8_MAX, torch.full_like(amax, FP8_MAX) / amax  # not 1 / scales
     if round_scale:
         scales = _round_up_to_power_of_two(scales)
         factors = 1.0 / scales
@@ -26,7 +26,7 @@ def cast_to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def cast_back(cast: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16, from FP8 and float32 or packed scales."""
+    """Converts FP8 with float32 or packed scales to bfloat16."""
     if scales.dtype == torch.int32:
         scales = unpack_ue8m0(scales, -(-cast.size(1) // BLOCK))
     rows = _in_blocks(cast.float()) * scales.unsqueeze(2)
@@ -34,7 +34,7 @@ def cast_back(cast: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:
-    """Exponents of powers of two, four in an int32, the first in the lowest byte."""
+    """Packs the exponents of powers of two, four in an int32, the first one in the lowest byte."""
     exponents = scales.view(torch.int32) >> _EXPONENT_AT
     padded = torch.nn.functional.pad(exponents, (0, -exponents.size(1) % 4))
     return _in_order(padded.to(torch.uint8)).view(torch.int32)
@@ -46,8 +46,8 @@ def unpack_ue8m0(packed: Tensor, count: int) -> Tensor:
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """contiguous() keeps the strides of dimensions without or with one element, and view() refuses
-    them."""
+    """Copies to standard strides. contiguous() keeps the strides of dimensions with at most one
+    element, and view() refuses them."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

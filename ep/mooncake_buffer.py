@@ -15,22 +15,24 @@ from .runtime import Handle, Hook, OnFailure, Received, Runtime
 def get_ep_buffer_size_hint(
     num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
 ) -> int:
-    """Bytes of a Buffer that suffices for dispatches and combines of these sizes."""
+    """Bytes of a Buffer that suffice for dispatches and combines of these sizes."""
     return runtime.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
 
 class Buffer:
     """Dispatch and combine, with Mooncake's signatures. Making one is collective over the group.
 
-    group: a process group of any backend; of ours it shares the connections and who is alive
-    disable_p2p: accepted, changes nothing
+    group: a process group of any backend. With a group of ours, the Buffer shares its connections
+    and its view of the active ranks
+    disable_p2p: accepted without effect
 
     Beyond Mooncake's:
-    staged: GPU tensors are copied through the CPU; without it they are refused. None: what
-        MOONCAKE_EP_STAGED says, 0 if that is not set
-    timeout: of every operation, the group's own if not given
-    renormalize: a token that misses contributions has its other weights scaled up to the same sum
-    on_failure: "continue" without lost ranks, or "raise"; the group's own if not given
+    staged: copies GPU tensors through the CPU; otherwise they are refused. None: the value of
+        MOONCAKE_EP_STAGED, or 0 if that is not set
+    timeout: longest time of every operation; None: the group's own
+    renormalize: if contributions to a token are missing, its other weights are scaled up to the
+        full sum
+    on_failure: "continue" without lost ranks, or "raise"; None: the group's own
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Buffer:
         self.group = self.backend = group
         self.rank, self.group_size = members.rank, members.size
         self.num_ep_buffer_bytes = num_ep_buffer_bytes
-        # There is one path here, so nothing is done differently; callers set it and look at it.
+        # Without effect, because there is only one path here. Callers set it and read it.
         self._use_fallback = False
         self._runtime = Runtime(
             members,
@@ -68,18 +70,19 @@ class Buffer:
 
     @property
     def missing_contributions(self) -> torch.Tensor:
-        """Of the last combine, bool [n]: True for a token one of whose experts is on a rank that
-        took no part, in the dispatch or in the combine. Waits for the combine to end."""
+        """bool [n] of the last combine. True for a token if one of its experts is on a rank that
+        did
+        not take part in the dispatch or in the combine. Waits for the combine to end."""
         return self._runtime.missing_contributions()
 
     def connect(self, is_update: bool = False) -> None:
-        """The constructor has connected already; with is_update the same as update_ep_member()."""
+        """Does nothing: the constructor has connected. With is_update, calls update_ep_member()."""
         if is_update:
             self.update_ep_member()
 
     def update_ep_member(self) -> None:
-        """Raises if this Buffer cannot be used any more. Local: any ranks may call it, and the
-        others need not, as all agree on who is in without it, before the next operation."""
+        """Raises if this Buffer cannot be used any more. Local: any ranks may call it, and others
+        need not. The ranks agree on the active ranks before the next operation without it."""
         self._runtime.native.update_members()
 
     def dispatch(
@@ -94,22 +97,25 @@ class Buffer:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Received, torch.Tensor, Handle, EventOverlap, Hook | None]:
-        """Sends each token to the ranks of its experts; all ranks call it.
+        """Sends each token to the ranks of its experts. All ranks call it.
 
         x: bfloat16 [n, h], with n up to num_max_dispatch_tokens_per_rank (T)
         topk_idx: int64 [n, k]; -1 is no expert
-        active_ranks: int32, at least as many elements as ranks, of which the first ones count:
-            where it is 0, nothing is sent to that rank nor taken from it; it is 0 afterwards for
-            those that were lost. None: all ranks
-        timeout_us: who has not called it this long after this rank is skipped, if it lives: it
-            takes no part in this operation, on all ranks, and does again in the next one. -1, 0
-            or None: it is waited for until the Buffer's timeout. One that is lost is waited for
-            only until the survivors know it
+        active_ranks: int32, at least as many elements as ranks: a mask for this call. A rank with 0
+            gets nothing, and nothing of it is received. Afterwards lost ranks are 0. None: all
+            ranks
+        timeout_us: microseconds after this rank's call. A living rank that has not called the
+            operation by then is skipped: it takes no part in this operation, on all ranks, but
+            does in the next one. -1, 0 or None: living ranks are waited for until the Buffer's
+            timeout. A lost rank is waited for only until the survivors know the loss
         use_fp8: True if None
 
-        Returns (recv_x, recv_count, handle, event, hook): the rows of each of this rank's L
-        experts [L, R * T, h], with FP8 and their scales as a pair; how many they are, int32 [L];
-        what combine needs; what waits with async_finish; what waits with return_recv_hook.
+        Returns (recv_x, recv_count, handle, event, hook)
+        recv_x: rows of this rank's L experts, [L, R * T, h]; with FP8 a pair of rows and scales
+        recv_count: number of rows of each expert, int32 [L]
+        handle: for combine
+        event: waits for the operation if async_finish is set
+        hook: waits for the operation if return_recv_hook is set
         """
         recv_x, recv_count, handle, event, hook = self._runtime.dispatch(
             x,
@@ -137,7 +143,7 @@ class Buffer:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """Brings each token's rows back and adds them, weighted; all ranks call it.
+        """Brings each token's rows back and adds them, weighted. All ranks call it.
 
         x: bfloat16 [L, R * T, h], in the order of recv_x
         topk_idx, topk_weights: [n, k], the weights float32
@@ -161,11 +167,11 @@ class Buffer:
         return combined_x, event, self._hook(hook)
 
     def get_next_combine_buffer(self, handle: Handle) -> torch.Tensor:
-        """bfloat16 [L, R * T, h]: what is written there, the next combine need not copy."""
+        """bfloat16 [L, R * T, h]: rows written there need no copy in the next combine."""
         return self._runtime.next_combine_buffer(handle)
 
     def _hook(self, hook: Hook | None) -> Hook | None:
-        """Upstream's fallback always returns one."""
+        """Returns a hook in any case if _use_fallback is set, as upstream's fallback does."""
         return _nothing_left if hook is None and self._use_fallback else hook
 
 

@@ -1,6 +1,6 @@
-"""What dispatch and combine compute, in plain torch: for readers, and for tests to compare with.
+"""Dispatch and combine in plain torch, for readers, and for tests to compare with.
 
-Every function knows the inputs of all ranks, as lists in rank order, and answers for one of them.
+Every function gets the inputs of all ranks, as lists in rank order, and returns the result of one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from .fp8 import cast_to_fp8, pack_ue8m0
 
 
 def default_owners(num_experts: int, num_ranks: int) -> list[int]:
-    """The rank of each expert: consecutive, the first E % R ranks have one more."""
+    """The rank of each expert. Ranks own consecutive experts; the first E % R ranks own one
+    more."""
     share, rest = divmod(num_experts, num_ranks)
     return [rank for rank in range(num_ranks) for _ in range(share + (rank < rest))]
 
 
 def local_experts(owners: Sequence[int], rank: int) -> list[int]:
-    """In the order in which the rank has them."""
+    """The rank's experts, in their local order."""
     return [expert for expert, owner in enumerate(owners) if owner == rank]
 
 
@@ -50,12 +51,12 @@ def routes(
 
 
 class Received(NamedTuple):
-    """What one expert receives. Only the rows that are there: the real thing has R * T."""
+    """Rows that one expert receives. Only the used rows: the Buffer's tensors have R * T."""
 
     rows: Tensor  # [count, h]
-    scales: Tensor  # of FP8; without columns otherwise
+    scales: Tensor  # with FP8; otherwise without columns
     src_info: list[int]
-    counts: list[int]  # of each source
+    counts: list[int]  # from each source rank
 
 
 def dispatch(
@@ -69,7 +70,7 @@ def dispatch(
     use_ue8m0: bool = False,
     active: Collection[int] | None = None,
 ) -> list[Received]:
-    """For each expert of the rank. active: who takes part, all if None."""
+    """Returns the rows of each expert of the rank. active: ranks that take part; None: all."""
     cast = [cast_to_fp8(rows, round_scale) if use_fp8 else (rows, rows[:, :0]) for rows in x]
     ways = list(routes(topk_idx, owners, range(len(x)) if active is None else active))
     received = []
@@ -97,10 +98,10 @@ def combine(
     still_active: Collection[int] | None = None,
     wanted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x: of each rank what its experts answer, [L, R * T, h]; topk_idx: of each rank, as at the
-    dispatch; topk_weights: of this rank; active, still_active: who took part in the dispatch, and
-    in the combine, all if None; wanted: topk_idx of this rank at the combine, with more of -1
-
+    """x: for each rank its experts' answers, [L, R * T, h]; topk_idx: for each rank, as in the
+    dispatch; topk_weights: of this rank; active, still_active: ranks that took part in the
+    dispatch, and in the combine, None: all; wanted: this rank's topk_idx in the combine, which may
+    have more -1.
 
     Returns bfloat16 [n, h] and the missing contributions, bool [n].
     """

@@ -1,4 +1,4 @@
-"""What stands behind both Buffers: a native buffer, and the group that it is over."""
+"""The common part of both Buffers: a native buffer, and the group that it runs over."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a buffer. A group of ours shares its engine with the buffer; any other only
-    tells the ranks once where the others are."""
+    """The ranks of a buffer. A group of ours shares its engine with the buffer. A group of another
+    backend is used at the start only, to exchange keys and addresses."""
 
     rank: int
     size: int
@@ -49,8 +49,8 @@ class Members:
 
 
 def members_of(group: Any, comm: Any = None) -> Members:
-    """group: a process group, or the backend of one of ours; comm: an mpi4py-like communicator,
-    where there is no group."""
+    """group: a process group, or the backend of one of ours; comm: an mpi4py-like communicator, if
+    group is None."""
     if group is None and comm is None:
         raise ValueError(
             "Buffer needs a group or a comm. dist.group.WORLD is None before init_process_group()"
@@ -83,7 +83,7 @@ def _timeout_of(group: Any) -> timedelta:
 
 
 def _rendezvous_host() -> str:
-    """Of the default group's store; "" where that is no host."""
+    """The host of the default group's store, or "" if it has none."""
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -92,12 +92,13 @@ def _rendezvous_host() -> str:
 
 
 class Handle(tuple[Tensor, Tensor, int, int, int]):
-    """What DeepEP's handle is, (src_info, layout_range, T, hidden, num_experts), and what a combine
-    needs beyond that."""
+    """DeepEP's handle, (src_info, layout_range, T, hidden, num_experts), with further attributes
+    that
+    combine needs."""
 
     native: EpHandle
     staging: NoStaging
-    # The tensor that next_combine_buffer() gave in the place of memory that a GPU cannot write.
+    # Result of next_combine_buffer() if the caller is on a GPU, which cannot write the buffer.
     staged_rows: Tensor | None
 
     def __new__(
@@ -151,7 +152,7 @@ class Runtime:
         return self._native
 
     def close(self) -> None:
-        """Waits for what was called in the background; every later call raises."""
+        """Waits for operations in the background. Every later call raises."""
         buffer, self._native = self._native, None
         if buffer is not None:
             buffer.close(self._timeout)
@@ -299,8 +300,10 @@ class Runtime:
         return Staging(x)
 
     def _is_plain(self, *tensors: Tensor | None) -> bool:
-        """What cannot be said of them here, the native buffer says; subclasses go the long way.
-        A loop and no generator: of a call of one token that is some percent."""
+        """Whether the call needs no staging. The native buffer checks everything else. Subclasses
+        of
+        Tensor take the longer path. A loop, because a generator costs some percent of a call with
+        one token."""
         if self.staged:
             return False
         for tensor in tensors:
@@ -311,8 +314,8 @@ class Runtime:
     def _check_handle(self, operation: str, handle: Any) -> None:
         if not isinstance(handle, Handle):
             raise TypeError(
-                f"rank {self.rank}, {operation}: handle must be what dispatch returned, not "
-                f"{type(handle).__name__}; a copy of its parts does not suffice"
+                f"rank {self.rank}, {operation}: handle must be the object that dispatch returned, "
+                f"not {type(handle).__name__}; a copy of its parts does not suffice"
             )
 
 

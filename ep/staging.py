@@ -1,4 +1,4 @@
-"""Tensors of a GPU on their way through the CPU and back, for Buffer(staged=True)."""
+"""Copies GPU tensors through the CPU and back, for Buffer(staged=True)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def refuse_elsewhere(where: str, **tensors: torch.Tensor | None) -> None:
 
 
 class NoStaging:
-    """CPU tensors are taken as they are. In its own class, so that a call of a few microseconds
-    pays nothing for what others need."""
+    """Uses CPU tensors as they are. A class of its own, so that a call of a few microseconds pays
+    nothing for staging."""
 
     is_needed = False
     device = torch.device("cpu")
@@ -49,9 +49,9 @@ NO_STAGING = NoStaging()
 
 
 class Staging(NoStaging):
-    """The tensors of one call, whose results go where `x` is.
+    """The tensors of one call. Its results go to the device of `x`.
 
-    last_steps: copy what the call wrote, once it has ended
+    last_steps: copy the call's results back, once it has ended
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class Staging(NoStaging):
         return tensor.cpu() if is_elsewhere(tensor) else tensor
 
     def updated(self, tensor: torch.Tensor | None, count: int | None = None) -> torch.Tensor | None:
-        """One that the call reads and writes; only the first `count` elements."""
+        """A tensor that the call reads and writes; only the first `count` elements are written."""
         if not is_elsewhere(tensor):
             return tensor
         here, there = tensor.cpu(), tensor
@@ -75,7 +75,7 @@ class Staging(NoStaging):
         return here
 
     def written(self, result: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        """A result that goes into a tensor of the caller's."""
+        """A result that goes into the caller's tensor, if there is one."""
         if given is None:
             return self.result(result)
         if is_elsewhere(given):

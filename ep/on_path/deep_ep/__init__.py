@@ -1,4 +1,4 @@
-"""DeepEP's names, for programs that `python -m mooncake.ep.deepep` runs; installed nowhere as
+"""DeepEP's names, for programs run by `python -m mooncake.ep.deepep`. Not installed as
 `deep_ep`."""
 
 import torch

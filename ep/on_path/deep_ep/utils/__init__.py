@@ -1,4 +1,4 @@
-"""What programs take from deep_ep.utils."""
+"""The names that programs import from deep_ep.utils."""
 
 from mooncake.ep import EventHandle, EventOverlap
 

@@ -1,4 +1,4 @@
-"""How DeepEP's programs start."""
+"""Starts the process groups of DeepEP's programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 
 def init_dist(local_rank: int, num_local_ranks: int) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Rank, size and a group of all: of this host, or of as many hosts as WORLD_SIZE says, of which
-    this is number RANK. New tensors are bfloat16 from then on."""
+    """Returns the rank, the size and a group of all ranks. WORLD_SIZE is the number of hosts, 1 if
+    it
+    is not set, and RANK the number of this host. Makes bfloat16 the default dtype."""
     hosts, host = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = os.environ.get("MASTER_PORT", "8361")

@@ -10,8 +10,8 @@ Tensor = torch.Tensor
 
 
 def calc_diff(x: Tensor, y: Tensor) -> float:
-    """0 for the same, 1 for what has nothing in common: 1 - 2<x,y> / (<x,x> + <y,y>), with 1 added
-    to both so that zeros count."""
+    """0 for equal tensors, 1 for orthogonal ones: 1 - 2<x,y> / (<x,x> + <y,y>), with 1 added to all
+    elements so that zeros count."""
     x, y = x.double() + 1, y.double() + 1
     return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
 
@@ -23,7 +23,7 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
-    """bfloat16; of scales, or of four exponents in each int32."""
+    """Converts to bfloat16. x_scales: float32 scales, or int32 with four exponents in each."""
     if x_fp8.numel() == 0:
         return x_fp8.bfloat16()
     rows: Tensor = fp8.cast_back(x_fp8, x_scales.reshape(len(x_fp8), -1))
@@ -31,8 +31,8 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
-    """Each row of x, whose values are below num_slots or negative, holds each value only once
-    then, in ascending order, and is filled up with -1."""
+    """Sorts each row of x, keeps each value once, drops negative ones, and fills up with -1. All
+    values must be below num_slots."""
     is_there = torch.zeros(len(x), num_slots + 1, dtype=torch.bool, device=x.device)
     is_there.scatter_(1, torch.where(x < 0, num_slots, x).long(), True)
     slots = torch.arange(num_slots, device=x.device)
@@ -43,13 +43,13 @@ def inplace_unique(x: Tensor, num_slots: int) -> None:
 
 
 def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) -> Tensor:
-    """scores [n, E] as they are for experts of each row's groups, group_idx [n, g], 0 elsewhere."""
+    """scores [n, E] with 0 for all experts outside of a row's groups, group_idx [n, g]."""
     chosen = torch.zeros(len(scores), num_groups, dtype=torch.bool, device=scores.device)
     chosen.scatter_(1, group_idx, True)
     return scores * chosen.repeat_interleave(scores.size(1) // num_groups, dim=1)
 
 
 def hash_tensor(t: Tensor) -> int:
-    """Of its bytes: the sum of 8 at a time."""
+    """The sum of the tensor's bytes, 8 at a time as int64."""
     some = t.flatten().view(torch.uint8)
     return int(torch.nn.functional.pad(some, (0, -len(some) % 8)).view(torch.int64).sum())

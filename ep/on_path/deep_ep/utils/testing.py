@@ -1,4 +1,4 @@
-"""Times, in seconds."""
+"""Measures times, in seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bench(
     num_tests: int = 50,
     post_fn: Callable[[], Any] | None = None,
 ) -> tuple[float, float, float]:
-    """Mean, least and most of the calls after the first ones."""
+    """Mean, least and largest time of the calls after the warm-up."""
     times = []
     for number in range(num_warmups + num_tests):
         begin = time.perf_counter()
@@ -39,8 +39,8 @@ def bench_kineto(
     barrier_comm_profiling: bool = False,
     num_kernels_per_period: int = 1,
 ) -> Any:
-    """Mean of what torch's profiler measured: of each name a number, or with several launches a
-    period a list. Kernels are the calls of Buffer, and the waits of its hooks."""
+    """Mean times from torch's profiler: a number for each name, or a list if a period has several
+    launches. Kernels are the calls of Buffer, and the waits of its hooks."""
     fn()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
