@@ -5,7 +5,7 @@
         --json out.json --plot out.png
 
 All backends live in the same processes and take turns in every cell (see lanes.py), so the noise of
-the machine hits them alike. What ``size`` means for each operation stands in operations.py;
+the machine hits them alike. operations.py defines the meaning of ``size`` for each operation;
 docs/benchmarks.md has the method.
 """
 
@@ -40,7 +40,7 @@ Rows = list[dict[str, Any]]
 
 
 def rank_main(me: Rank) -> None:
-    """What every rank does in a job: all cells, in the order of the sizes."""
+    """Runs all cells on one rank, in the order of the sizes."""
     spec = me.spec
     gc.disable()
     device = spec["device"]
@@ -63,7 +63,7 @@ def rank_main(me: Rank) -> None:
                     cell.check()
                 cell.race(spec["rounds"], spec["turn_s"])
                 with me.turn():
-                    cell.check()  # once more: after thousands of calls all must still be right
+                    cell.check()  # again: after thousands of calls results must still be right
                     rows = cell.results()
                 for row in rows:
                     values = row.pop("rounds_us")
@@ -97,13 +97,13 @@ def run(
     independent: bool = False,
     deadline_s: float = 1800.0,
 ) -> Rows:
-    """Measure all cells for one number of ranks; rows of kind 'cell'.
+    """Measures all cells for one number of ranks; returns rows of kind 'cell'.
 
     mode: 'auto', or 'tcp' (our transports: tcp only; OpenMPI's: self,tcp). With 8 ranks or more,
     the first all_reduce cell of ours also runs on a group of the first half of the ranks, for the
     ratio of 8 ranks to 4.
-    independent: every backend has a job of its own, with processes and tensors of its own; the jobs
-    take turns. No ratio of 8 ranks to 4 then.
+    independent: every backend has its own job, with its own processes and tensors; the jobs take
+    turns. There is no ratio of 8 ranks to 4 then.
     """
     with_floor = backends + [lanes.FLOOR] * (lanes.FLOOR not in backends)
     half_cell = ["all_reduce", sizes[0]]
@@ -140,15 +140,14 @@ def run(
 
 
 def _cell_text(row: dict[str, Any]) -> str:
-    """'p50/min/mean' in microseconds, or what went wrong."""
+    """'p50/min/mean' in microseconds, or 'WRONG' or 'failed'."""
     if row["error"]:
         return "WRONG" if "wrong result" in row["error"] else "failed"
     return "/".join(short(row[field]) for field in ("p50_us", "min_us", "mean_us"))
 
 
 def show(cells: Rows, ours: str | None) -> None:
-    """One table per mode and number of ranks, then what failed, then the summary against the
-    limits."""
+    """Prints a table for each mode and number of ranks, then the failed cells."""
     for (mode, ranks), group in gates.by_job(cells).items():
         backends = list(dict.fromkeys(row["backend"] for row in group if "/" not in row["backend"]))
         headers = ["op", "size", *[f"{name} us" for name in backends]]

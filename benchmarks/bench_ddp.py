@@ -73,7 +73,7 @@ def rank_main(me: Rank) -> None:
     }
     reference = next(iter(parameters.values()))
     for name, values in parameters.items():
-        # Whole bytes of the parameters, folded into one number: equal only where the bits are.
+        # Folds all bytes of the parameters into one number: equal only if all bits are.
         folded = int((values.view(torch.int32).long() * torch.arange(1, values.numel() + 1)).sum())
         same_bits = len(set(me.meeting.exchange(folded))) == 1
         close = all(me.meeting.exchange(torch.allclose(values, reference, rtol=1e-4, atol=1e-6)))
@@ -106,7 +106,7 @@ def run(backends: list[str], ranks: int, rounds: int, layers: int = 24) -> Rows:
 
 
 def judge(rows: Rows, ours: str | None) -> list[Finding]:
-    """Our step against Gloo's."""
+    """Judges the time of our step against Gloo's."""
     times = {row["backend"]: row["p50_ms"] for row in rows}
     if ours not in times or "gloo" not in times:
         return []

@@ -1,16 +1,17 @@
-"""Dispatch and combine, beside the same exchange by all_to_all_single, and beside plain copies.
+"""Measures dispatch and combine, beside the same exchange by all_to_all_single and plain copies.
 
     python benchmarks/bench_ep.py --ranks 2,4 --experts 32,256 --tokens 128,1 --json out.json
     python benchmarks/bench_ep.py --hosts 2 --ranks 4 --experts 32 --tokens 128,1 --lanes gloo
 
-Interleaved in the same processes, slowest rank. The exchange by all_to_all_single sends a row for
-each (token, expert), sorted by expert: counts first, then rows with uneven splits; its combine
-sends them back and adds them up by weight.
+The lanes are interleaved in the same processes; times are those of the slowest rank. The exchange
+by
+all_to_all_single sends a row for each (token, expert), sorted by expert: first the counts, then the
+rows with uneven splits. Its combine sends them back and adds them up by weight.
 
-With --hosts the ranks are spread over network namespaces that links of 1 Gbit/s join
-(tests/hosts.py; needs root), and the payload that must cross is held against what iperf3 gets there
-in the same run: of a dispatch, each token once for each other host that has an expert of it; of a
-combine, a row for each (token, expert).
+With --hosts the ranks are spread over network namespaces, joined by links of 1 Gbit/s
+(tests/hosts.py; needs root). The payload that must cross a link is compared with iperf3's rate in
+the same run. For a dispatch, each token counts once for each other host that has one of its
+experts; for a combine, each (token, expert) counts one row.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 import hosts
 
 Rows = list[dict[str, Any]]
-Phases = tuple[Callable[[], Any], Callable[[Any], Any]]  # dispatch, and combine of what it gave
+Phases = tuple[Callable[[], Any], Callable[[Any], Any]]  # dispatch; combine of its result
 
 EP = "mooncake.ep"
-IN_PLACE = "in place"  # the same, its experts write where the others read: zero_copy
+IN_PLACE = "in place"  # EP with zero_copy: experts write to the memory that the others read
 WATCHED = (
-    "all options"  # the same with all that a program can ask of it for losses: a mask, a limit
+    "all options"  # EP with all options for losses: a mask and a timeout
 )
 COPY = "memcpy"
-SIGNALS = "signals"  # two barriers
-LIMITS = {"gloo": 0.2, "mooncake-cpu": 1.0}  # dispatch and combine together, of the same by these
+SIGNALS = "signals"  # two barriers, without data
+LIMITS = {"gloo": 0.2, "mooncake-cpu": 1.0}  # of EP / lane, for dispatch and combine together
 LEAST_OF_COPY = 0.6
 MOST_OF_SIGNALS, MOST_SMALL_US = 1.5, 60.0  # one token, two ranks
 MOST_FOR_SAFETY = 1.02
@@ -76,7 +77,7 @@ def compiled_sum() -> ctypes.CDLL:
 
 
 def by_all_to_all(group: Any, x: Any, topk_idx: Any, weights: Any, experts: int) -> Phases:
-    """On any backend of torch.distributed."""
+    """The exchange on any backend of torch.distributed."""
     import torch
     import torch.distributed as dist
 
@@ -94,7 +95,7 @@ def by_all_to_all(group: Any, x: Any, topk_idx: Any, weights: Any, experts: int)
         rows = x.index_select(0, order.div(topk, rounding_mode="floor"))
         landed = rows.new_empty(sum(in_splits), x.shape[1])
         dist.all_to_all_single(landed, rows, in_splits, out_splits, group=group)
-        # From (rank, expert) to (expert, rank): what an expert computes on lies together.
+        # From (rank, expert) to (expert, rank): the rows of an expert become contiguous.
         expert_of = torch.arange(each).repeat(size).repeat_interleave(got)
         place = expert_of.argsort(stable=True)
         return landed.index_select(0, place), place, order, in_splits, out_splits
@@ -125,8 +126,9 @@ def by_ep(
     zero_copy: bool = False,
     watched: bool = False,
 ) -> Phases:
-    """The experts' rows come from memory of the caller's, or stand where the others read them: what
-    experts do to write them there is no part of it."""
+    """The experts' rows come from the caller's memory, or with zero_copy from memory that the
+    others
+    read. The time in which experts write them there is not measured."""
     import torch
 
     answers: list[Any] = []
@@ -156,9 +158,9 @@ def by_ep(
 
 
 def by_copies(x: Any, topk_idx: Any, weights: Any, fp8: bool, fused: ctypes.CDLL) -> Phases:
-    """What each rank must move at least, without telling anybody: its share of the rows copied from
-    one place to another, and as many rows added up. Results of two dispatches are alive, so every
-    second copy goes elsewhere."""
+    """The least that each rank must move, without any signal: it copies its share of the rows, and
+    adds up as many rows. The results of two dispatches are valid at a time, so two targets take
+    turns."""
     import torch
 
     tokens, topk = topk_idx.shape
@@ -177,7 +179,7 @@ def by_copies(x: Any, topk_idx: Any, weights: Any, fp8: bool, fused: ctypes.CDLL
     def dispatch() -> None:
         move(next(taken).data_ptr(), whole.data_ptr(), whole.numel())
 
-    def combine(_: Any, rows: Any = rows) -> Any:  # which `starts` points into
+    def combine(_: Any, rows: Any = rows) -> Any:  # keeps `rows` alive: `starts` points into it
         fused.fused_sum(
             starts,
             ctypes.c_void_p(weights.data_ptr()),
@@ -192,7 +194,7 @@ def by_copies(x: Any, topk_idx: Any, weights: Any, fp8: bool, fused: ctypes.CDLL
 
 
 def rank_main(me: Rank) -> None:
-    """For each cell, rounds of all lanes in turn; one row per cell and lane, microseconds."""
+    """Measures all lanes in turn, for each cell; one row per cell and lane, microseconds."""
     import torch
     import torch.distributed as dist
 
@@ -255,7 +257,7 @@ def rank_main(me: Rank) -> None:
 def measure(
     me: Rank, dispatch: Callable[[], Any], combine: Callable[[Any], Any], calls: int
 ) -> dict[str, float]:
-    """Microseconds of a call, slowest rank: each phase by itself, and both back to back."""
+    """Microseconds of a call on the slowest rank: each phase by itself, and both back to back."""
     combine(dispatch())
     took = {}
     me.meeting.barrier()
@@ -279,7 +281,7 @@ def measure(
 
 
 def most_crossing(me: Rank, topk_idx: Any, experts: int, fp8: bool) -> dict[str, int]:
-    """Bytes of rows that a host must send to others, the most of any."""
+    """Bytes of rows that a host must send to others; the largest of all hosts."""
     homes = me.meeting.exchange(me.spec.get("namespaces", [""] * me.size)[me.rank])
     hidden = me.spec["hidden"]
     there, back = dict.fromkeys(homes, 0), dict.fromkeys(homes, 0)
@@ -294,7 +296,7 @@ def most_crossing(me: Rank, topk_idx: Any, experts: int, fp8: bool) -> dict[str,
 
 
 def check(me: Rank, lanes: dict[str, Phases], fp8: bool) -> None:
-    """The lanes that exchange anything agree up to rounding: experts give back what they got."""
+    """Checks that all lanes with data agree up to rounding. The experts return their input."""
     sums = {
         lane: combine(dispatch()).float()
         for lane, (dispatch, combine) in lanes.items()
@@ -307,7 +309,7 @@ def check(me: Rank, lanes: dict[str, Phases], fp8: bool) -> None:
 
 
 def iperf3_bits(net: hosts.Hosts) -> float:
-    """What it gets both ways at once, the slower way, in bit/s."""
+    """iperf3's rate with both directions at once, in bit/s: that of the slower direction."""
     here, there = (["ip", "netns", "exec", net[i].namespace] for i in (0, 1))
     server = iperf.server(net[1].v4[0], there)
     try:
@@ -318,7 +320,7 @@ def iperf3_bits(net: hosts.Hosts) -> float:
 
 
 def run_between_hosts(args: argparse.Namespace) -> Rows:
-    """Cells over a link, and iperf3 before and after them."""
+    """Runs cells over a link, and iperf3 before and after them."""
     rows = []
     for ranks in args.ranks:
         with hosts.Hosts(args.hosts, v6=False) as net:
@@ -362,7 +364,7 @@ def run(args: argparse.Namespace) -> Rows:
 
 
 def cells_of(rows: Rows) -> dict[str, dict[tuple[str, str], float]]:
-    """By cell: (lane, phase) -> the median in microseconds."""
+    """By cell: (lane, phase) -> the median time in microseconds."""
     cells: dict[str, dict[tuple[str, str], float]] = {}
     for row in rows:
         if row["kind"] != "ep":
@@ -442,7 +444,7 @@ def show(rows: Rows) -> None:
 
 
 def plot(path: str | None, rows: Rows) -> None:
-    """A panel for each number of ranks and experts and each format; over tokens."""
+    """Draws a panel for each number of ranks, number of experts and format, over tokens."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         if row["kind"] == "ep" and row["phase"] == "both" and row["lane"] not in (WATCHED, SIGNALS):

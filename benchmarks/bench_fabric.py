@@ -1,15 +1,14 @@
-"""Network cards between two hosts: four links of 1 Gbit/s, each of which is one card of libfabric's
-provider over TCP, beside iperf3 over the same four at once.
+"""Measures network cards between two hosts with four links of 1 Gbit/s, beside iperf3 over all four
+at once. Each link is a card of libfabric's provider over TCP.
 
     python benchmarks/bench_fabric.py --json out.json --plot out.png --gate     # needs root, iperf3
     python benchmarks/bench_fabric.py --parts blocks --rounds 1
     python benchmarks/bench_fabric.py --parts failure --seconds 4
 
-The hosts are network namespaces (tests/hosts.py) and share this machine's processor. What the
-engines tell each other over TCP has a link of its own, as on machines whose cards carry nothing
-else. Parts: `blocks` moves memory by TransferEngine, one block after the other or one large one;
-`failure` takes one link down in the middle of that and brings it back; `groups` is all_reduce and
-a dispatch of experts' rows.
+The hosts are network namespaces (tests/hosts.py) and share this machine's processor. The engines'
+own TCP connections have a separate link, as on machines whose cards carry nothing else. Parts:
+`blocks` moves memory by TransferEngine, as many blocks or one large one; `failure` takes one link
+down meanwhile and brings it back; `groups` is all_reduce and a dispatch of experts' rows.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ LINKS = 4
 LINK_BITS = 10**9
 MTU = 9000
 DEVICES = [f"eth{link}" for link in range(1, LINKS + 1)]  # eth0 is the link of the engines' TCP
-FAILING = 2  # the link that is taken down
+FAILING = 2  # index of the link that is taken down
 ENV = {
     "MOONCAKE_FABRIC_REQUIRE": "tcp;ofi_rxm",
     "MC_TE_FILTERS": ",".join(DEVICES),
     "GLOO_SOCKET_IFNAME": "eth0",
 }
 PARTS = ["blocks", "failure", "groups"]
-LEAST_WITHOUT_ONE, LEAST_WITH_ALL = 0.95, 0.95  # of three links, of four
+LEAST_WITHOUT_ONE, LEAST_WITH_ALL = 0.95, 0.95  # share of three links; of four
 LEAST_OF_BUS = 0.9
-SETTLED_S = {"down": 1.0, "up": 5.0}  # after that the rate counts
+SETTLED_S = {"down": 1.0, "up": 5.0}  # rates are measured this long after the event
 SAMPLE_S = 0.05
-REDUCED, REDUCTIONS = 64 << 20, 5  # calls a round
+REDUCED, REDUCTIONS = 64 << 20, 5  # bytes; calls in a round
 TOKENS, EXPERTS, HIDDEN, TOPK = 128, 32, 7168, 8
 
 
@@ -70,7 +69,7 @@ class Load:
     block: int
     batch: int
     threads: int
-    least: float  # of the four links together
+    least: float  # share of the four links together
 
     @property
     def name(self) -> str:
@@ -79,7 +78,7 @@ class Load:
 
 
 LOADS = [Load(64 << 10, 64, 2, 0.9), Load(1 << 20, 16, 2, 0.975), Load(64 << 20, 1, 1, 0.95)]
-STEADY = Load(1 << 20, 4, 8, 0.95)  # what goes on while a link fails
+STEADY = Load(1 << 20, 4, 8, 0.95)  # runs while a link fails
 BUFFER = max(load.block * load.batch * load.threads for load in [*LOADS, STEADY])
 
 
@@ -87,7 +86,7 @@ BUFFER = max(load.block * load.batch * load.threads for load in [*LOADS, STEADY]
 
 
 def host_of(me: Rank) -> str:
-    """Into this rank's host; its address there."""
+    """Enters this rank's host; returns its address there."""
     enter_namespace(me.spec["namespaces"][me.rank])
     address: str = me.spec["addresses"][me.rank]
     os.environ["MOONCAKE_HOST_IP"] = address
@@ -95,7 +94,7 @@ def host_of(me: Rank) -> str:
 
 
 def engine_of(me: Rank) -> tuple[Any, Any, str]:
-    """An engine, memory that is registered with it, and the name of the target, rank 1."""
+    """Returns an engine, memory registered with it, and the name of the target, rank 1."""
     from mooncake.engine import TransferEngine
     from mooncake_backend.transfer_bench import Buffer
 
@@ -110,7 +109,7 @@ def engine_of(me: Rank) -> tuple[Any, Any, str]:
 
 
 def blocks_main(me: Rank) -> None:
-    """All loads, reading and writing, in turns with iperf3."""
+    """Runs all loads, reading and writing, in turns with iperf3."""
     from mooncake_backend import transfer_bench
 
     engine, buffer, target = engine_of(me)
@@ -148,7 +147,7 @@ def blocks_main(me: Rank) -> None:
 
 
 def failure_main(me: Rank) -> None:
-    """Blocks all the time; one link goes down at one of the ends, and comes back."""
+    """Moves blocks all the time, while a link goes down at one of the ends and comes back."""
     engine, buffer, target = engine_of(me)
     if me.rank == 0:
         for verb, end in me.spec["failures"]:
@@ -162,7 +161,7 @@ def failure_main(me: Rank) -> None:
 def with_failure(
     engine: Any, buffer: Any, target: str, verb: str, namespace: str, seconds: float
 ) -> dict[str, Any]:
-    """One row: bytes that had moved at each moment, and when the link went and came."""
+    """Returns one row: bytes moved until each moment, and when the link went down and up."""
     there = engine.get_first_buffer_address(target)
     call = {"read": engine.batch_transfer_sync_read, "write": engine.batch_transfer_sync_write}
     ended, failed = threading.Event(), [0] * STEADY.threads
@@ -201,7 +200,7 @@ def with_failure(
 
 
 def reduce_main(me: Rank) -> None:
-    """all_reduce of one size, and iperf3 both ways at once."""
+    """Measures all_reduce of one size, and iperf3 in both directions at once."""
     import torch
     import torch.distributed as dist
 
@@ -215,7 +214,7 @@ def reduce_main(me: Rank) -> None:
     for _ in range(me.spec["rounds"]):
         if me.rank == 0:
             rates.append(iperf.bits([link[1] for link in me.spec["links"]], ["--bidir"]))
-        for call in range(1 + REDUCTIONS):  # the first, after a pause of seconds, is not counted
+        for call in range(1 + REDUCTIONS):  # the first one follows a pause and does not count
             tensor.fill_(1)
             me.meeting.barrier()
             spent, start = time.process_time(), time.perf_counter()
@@ -238,7 +237,7 @@ def reduce_main(me: Rank) -> None:
     dist.destroy_process_group()
 
 
-# ---- what runs them
+# ---- starting the ranks
 
 
 def run_part(part: str, args: argparse.Namespace) -> Rows:
@@ -278,14 +277,14 @@ def run_part(part: str, args: argparse.Namespace) -> Rows:
 
 
 def rate_between(series: list[tuple[float, int]], begin: float, end: float) -> float:
-    """bit/s."""
+    """The rate in bit/s between two moments of the series."""
     inside = [(when, moved) for when, moved in series if begin <= when <= end]
     (first, before), (last, after) = inside[0], inside[-1]
     return (after - before) * 8 / (last - first)
 
 
 def phases_of(row: dict[str, Any]) -> dict[str, float]:
-    """Rates with all links, without one, and with all again, once settled."""
+    """Rates with all links, without one, and with all again, each after it has settled."""
     series, events = row["series"], row["events"]
     return {
         "before": rate_between(series, 0.3, events["down"]),
@@ -354,7 +353,7 @@ def show(rows: Rows) -> None:
 
 
 def plot(path: str | None, rows: Rows) -> None:
-    """Rates over time while a link is gone, a panel for each end and verb."""
+    """Draws the rate over time around a link's failure, a panel for each end and verb."""
     failures = [row for row in rows if row["kind"] == "failure"]
     if not path or not failures:
         return

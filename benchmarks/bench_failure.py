@@ -1,13 +1,13 @@
-"""How long a loss takes: from the kill of a random rank, at a random moment of a loop of
-all_reduce, until the last survivor knows of it and until it has a result again.
+"""Measures how long a loss takes: from the kill of a random rank, at a random moment of a loop of
+all_reduce, until the last survivor knows of it, and until that has a result again.
 
     python benchmarks/bench_failure.py --ranks 2,4,8 --sizes 1K,4M --modes shm,tcp --kills 200 \\
         --backends mooncake-cpu,gloo --json out.json --plot out.png --gate
 
-Every kill has a job of its own, of ranks forked from a server (fork_server.py); no rank holds the
+Every kill has its own job, with ranks forked from a server (fork_server.py). No rank holds the
 server of the store, so any of them may die. Backends and modes take turns kill by kill, so the
-noise of the machine hits them alike. Gloo cannot go on: its time is that until every survivor has
-raised.
+noise of the machine hits them alike. Gloo cannot go on: its time ends when every survivor has
+raised an error.
 docs/benchmarks.md has the method.
 """
 
@@ -42,8 +42,8 @@ from fork_server import WARM_UP, Crew, Job, Member, random_moment_s
 from losses import TIMES, Lane
 from ranks import is_registered, run_main
 
-EVIDENCE_WAIT_S = 5.0  # for a survivor's own evidence, once it has gone on
-DEFAULT_TIMEOUT_S = 3.0  # failure_timeout where the action is not stop
+EVIDENCE_WAIT_S = 5.0  # longest wait for a survivor's own evidence, once it has gone on
+DEFAULT_TIMEOUT_S = 3.0  # failure_timeout of all actions but stop
 
 MODES = {"shm": {}, "tcp": {"MOONCAKE_TRANSPORTS": "tcp", "MOONCAKE_HOST_IP": "127.0.0.1"}}
 SIGNALS = {
@@ -61,7 +61,7 @@ Rows = list[dict[str, Any]]
 
 
 def rank_main(me: Member) -> None:
-    """Calls all_reduce until somebody is missing in the result, then tells when and why."""
+    """Calls all_reduce until a rank is missing in the result, then reports when and why."""
     import torch
     import torch.distributed as dist
 
@@ -93,7 +93,7 @@ def rank_main(me: Member) -> None:
         began = time.monotonic()
         try:
             dist.all_reduce(tensor)
-        except Exception as caught:  # for a backend that cannot go on, this is the measurement
+        except Exception as caught:  # the moment to measure for a backend that cannot go on
             error = caught
             break
         now = time.monotonic()
@@ -111,12 +111,12 @@ def rank_main(me: Member) -> None:
             told["again"] = tensor[0].item()
     me.link.send(told)
     if ours:
-        me.link.poll(None)  # stay: a rank that leaves is news to those who are not that far yet
-    del ballast  # gloo leaves: its survivors learn it from each other's broken connections
+        me.link.poll(None)  # stays: if it left, ranks that are not so far would see another loss
+    del ballast  # gloo's ranks leave: others learn of the loss from the broken connections
 
 
 def _evidence(victim: int) -> list[tuple[int, str, float]]:
-    """(rank, kind, when) of all that this rank knows to be gone, the victim surely among them."""
+    """(rank, kind, when) of all evidence on this rank, which must include the victim."""
     import torch.distributed as dist
 
     import mooncake_backend
@@ -141,18 +141,18 @@ def _allow_core_dumps() -> None:
 
 @dataclass(frozen=True)
 class How:
-    """What all kills of a run have in common."""
+    """Settings of all kills of a run."""
 
-    failure_timeout_s: float = 1.0  # of the action stop
-    memory: int = 4 << 30  # of the action big
-    deadline_s: float = 60.0  # from a kill to the last survivor
+    failure_timeout_s: float = 1.0  # for the action stop
+    memory: int = 4 << 30  # bytes, for the action big
+    deadline_s: float = 60.0  # from a kill to the last survivor's report
 
 
 def one_kill(
     crew: Crew, lane: Lane, ranks: int, size: int, action: str, how: How, rng: random.Random
 ) -> dict[str, Any]:
-    """A row of kind 'failure_kill': milliseconds since the kill (action stop: since failure_timeout
-    was over then)."""
+    """Returns a row of kind 'failure_kill': milliseconds since the kill, or for the action stop
+    since the end of failure_timeout."""
     victim, moment_s = rng.randrange(ranks), random_moment_s(rng)
     timeout_s = how.failure_timeout_s if action == "stop" else DEFAULT_TIMEOUT_S
     spec = {
@@ -215,7 +215,7 @@ def one_kill(
 def _outcome(
     lane: Lane, action: str, ranks: int, victim: int, told: dict[int, Any]
 ) -> tuple[str | None, str | None]:
-    """'resumed', 'raised' or 'minority', and what is wrong with it."""
+    """Returns 'resumed', 'raised' or 'minority', and the error, if there is one."""
     for rank, said in told.items():
         if any(accused != victim for accused, _, _ in said["seen"]):
             return None, f"rank {rank} accuses others than {victim}: {said['seen']}"
@@ -224,7 +224,7 @@ def _outcome(
     raised = {said["raised"] for said in told.values()}
     if not lane.ours:
         return ("raised", None) if None not in raised else (None, "went on without a rank")
-    # Of two ranks, the second may not go on upon a mere suspicion of the first.
+    # With two ranks, the second one must not go on if the first one is only suspected.
     suspicion = lane.mode == "tcp" or action == "stop"
     if ranks == 2 and victim == 0 and suspicion and raised == {"MinorityError"}:
         return "minority", None
@@ -237,7 +237,7 @@ def _outcome(
 
 
 def _view_time(log: str) -> float | None:
-    """When the rank took a new view, in seconds since 1970: its log says so."""
+    """When the rank took a new view according to its log, in seconds since 1970."""
     found = VIEW_LINE.search(log)
     if not found:
         return None
@@ -304,7 +304,7 @@ def _one_of(known: Any) -> Any:
 
 
 def _fitting(actions: list[str], memory: int) -> list[str]:
-    """Without those that this machine has not the memory for."""
+    """The actions without `big` if this machine lacks the memory for it."""
     free = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
     if "big" not in actions or not free or int(free[1]) * 1024 > memory * 1.25:
         return actions

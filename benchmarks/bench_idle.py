@@ -1,10 +1,10 @@
-"""CPU time of a rank that waits for a sleeping peer.
+"""Measures the CPU time of a rank that waits for a sleeping peer.
 
     python benchmarks/bench_idle.py --seconds 10 --backends mooncake-cpu,gloo,mpi --json out.json
 
-Rank 0 sleeps, the others are already inside the operation; then rank 0 comes and the result is
-checked. Each backend runs in a job of its own, so that only its own threads count (all threads of
-the process are counted).
+Rank 0 sleeps while the others are already inside the operation. Then rank 0 calls it, too, and the
+result is checked. Each backend runs in its own job, so that only its own threads count (all threads
+of the process are counted).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common import machine_facts, names, print_table, short, write_json_lines
 from gates import Finding
 from ranks import Rank, mpi_missing, run_job, run_main
 
-CPU_LIMIT_S = 0.1  # of a waiting rank, for a wait of 10 s
+CPU_LIMIT_S = 0.1  # for a rank that waits 10 s
 SIZE = 1 << 10
 
 Rows = list[dict[str, Any]]
@@ -43,7 +43,7 @@ def rank_main(me: Rank) -> None:
             if call is None:
                 continue
             operations.fill(op, buffers, 0)
-            call()  # connections and windows are there before the wait
+            call()  # makes connections and windows before the wait
             operations.fill(op, buffers, 1)
             me.meeting.barrier()
             before, start = _cpu_s(), time.monotonic()
@@ -86,7 +86,7 @@ def run(
 
 
 def judge(rows: Rows, ours: str | None) -> list[Finding]:
-    """CPU time of our waiting ranks against the limit."""
+    """Judges the CPU time of our waiting ranks against the limit."""
     used = {
         f"{row['op']} {row['mode']}": row["waiter_cpu_s"] for row in rows if row["backend"] == ours
     }

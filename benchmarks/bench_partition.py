@@ -1,11 +1,12 @@
-"""How long a partition takes to be known: from the cut of a host's link, at a random moment of a
-loop of all_reduce, until the last rank of the smaller side has raised MinorityError, and until the
-last one of the other side has a result again. Both in milliseconds beyond failure_timeout.
+"""Measures how long ranks take to notice a partition. It begins when a host's link is cut, at a
+random moment of a loop of all_reduce. It ends when the last rank of the smaller side has raised
+MinorityError, and when the last one of the other side has a result again. Both times are in
+milliseconds beyond failure_timeout.
 
     python benchmarks/bench_partition.py --layouts 1+1,1+2,2+2,1+3 --cuts 20 --json out.json --gate
 
-Hosts are network namespaces (tests/hosts.py), so it needs root. Nothing else can do this: Gloo
-raises on both sides, and MPI ends them. docs/benchmarks.md has the method.
+Hosts are network namespaces (tests/hosts.py), so it needs root. There is no other backend to
+compare with: Gloo raises on both sides, and MPI ends them. docs/benchmarks.md has the method.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Rows = list[dict[str, Any]]
 
 
 def rank_main(me: Member) -> None:
-    """Calls all_reduce until somebody is missing in the result or it raises, then tells when."""
+    """Calls all_reduce until a rank is missing in the result or it raises, then reports when."""
     import torch
     import torch.distributed as dist
 
@@ -53,9 +54,9 @@ def rank_main(me: Member) -> None:
 
     spec = me.spec
     torch.set_num_threads(1)
-    store = me.open_store(spec["deadline_s"])  # keeps its connection to the host of the crew
+    store = me.open_store(spec["deadline_s"])  # its connection stays in the crew's namespace
     enter_namespace(spec["namespaces"][me.rank])
-    os.environ["MOONCAKE_HOST_IP"] = spec["addresses"][me.rank]  # not that of the way to the store
+    os.environ["MOONCAKE_HOST_IP"] = spec["addresses"][me.rank]  # not the address toward the store
     dist.init_process_group(
         "mooncake-cpu",
         store=store,
@@ -84,7 +85,7 @@ def rank_main(me: Member) -> None:
 
 
 def winners_of(layout: list[int], cut: int) -> list[int]:
-    """Who goes on: the larger part, of equal ones that with rank 0."""
+    """The ranks that go on: the larger side, or of equal sides that with rank 0."""
     host_of = [host for host, ranks in enumerate(layout) for _ in range(ranks)]
     away = [rank for rank, host in enumerate(host_of) if host == cut]
     stay = [rank for rank, host in enumerate(host_of) if host != cut]
@@ -94,7 +95,7 @@ def winners_of(layout: list[int], cut: int) -> list[int]:
 def one_cut(
     crew: Crew, net: hosts.Hosts, layout: list[int], size: int, timeout_s: float, rng: random.Random
 ) -> dict[str, Any]:
-    """A row of kind 'partition_cut'."""
+    """Cuts a random host's link once; returns a row of kind 'partition_cut'."""
     cut, ranks = rng.randrange(len(layout)), sum(layout)
     winners = winners_of(layout, cut)
     homes = [net[host] for host, count in enumerate(layout) for _ in range(count)]

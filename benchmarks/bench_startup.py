@@ -1,12 +1,12 @@
-"""What groups cost: time of init and new_group beside Gloo's, shared memory of many groups,
-resident memory per rank.
+"""Measures the cost of groups: time of init and new_group beside Gloo's, shared memory of many
+groups, resident memory per rank.
 
     python benchmarks/bench_startup.py --ranks 8 --backends mooncake-cpu,gloo --groups 64 \\
         --json out.json
 
-init and new_group are interleaved in the same processes: every round, every backend once. A first
-all_reduce is timed too, for backends that connect late. Memory is measured in a job of its own for
-each backend.
+init and new_group are interleaved in the same processes: every backend once in every round. The
+first all_reduce is timed too, for backends that connect late. Memory is measured in a separate job
+for each backend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ranks import COLLECTIVE_TIMEOUT_S, Rank, is_registered, run_job, run_main
 
 MIB = 1 << 20
 SHARED_LIMIT_MIB = 256  # shared memory of 64 groups of 8 ranks, all ranks together
-RESIDENT_LIMIT_MIB = 96  # above Gloo's, per rank, after all operations
+RESIDENT_LIMIT_MIB = 96  # more than Gloo's, per rank, after all operations
 STEPS = ["init", "init + first all_reduce", "new_group", "new_group + first all_reduce", "destroy"]
 
 Rows = list[dict[str, Any]]
@@ -47,8 +47,8 @@ def _init(me: Rank, backend: str, name: str, store: Any) -> None:
 
 
 def times_main(me: Rank) -> None:
-    """Rounds of init, first all_reduce, new_group, first all_reduce, destroy; one row per backend
-    and step."""
+    """Measures rounds of init, first all_reduce, new_group, first all_reduce, destroy; one row per
+    backend and step."""
     import torch
     import torch.distributed as dist
 
@@ -92,7 +92,7 @@ def times_main(me: Rank) -> None:
             + "  ".join(f"{name} init {short(took_ms[name][-1][0])} ms" for name in order)
         )
     for backend, rounds in took_ms.items():
-        first, *rest = rounds  # the first loads libraries: told apart
+        first, *rest = rounds  # the first one loads libraries, and is shown separately
         for index, step in enumerate(STEPS):
             values = spread([steps[index] for steps in rest], unit="ms")
             row = {"kind": "startup", "ranks": me.size, "backend": backend, "step": step}
@@ -100,8 +100,8 @@ def times_main(me: Rank) -> None:
 
 
 def _use(me: Rank, group: Any, sizes: list[int]) -> None:
-    """Every core operation at every size, once, checked. Above 8 MiB only those in place, for their
-    undo copies."""
+    """Runs every core operation once at every size, and checks it. Above 8 MiB only in-place
+    operations, for their undo copies."""
     for size in sizes:
         for op in operations.CORE if size <= 8 * MIB else ["all_reduce", "broadcast"]:
             buffers = operations.allocate(op, size, me.rank, me.size)
@@ -112,8 +112,8 @@ def _use(me: Rank, group: Any, sizes: list[int]) -> None:
 
 
 def memory_main(me: Rank) -> None:
-    """Resident memory after all operations on one group, then shared memory of many groups that all
-    were used."""
+    """Measures resident memory after all operations on one group, then shared memory of many groups
+    that were all used."""
     import torch.distributed as dist
 
     spec, store = me.spec, me.open_store()
@@ -158,7 +158,7 @@ def run_memory(
 
 
 def judge(rows: Rows, ours: str | None) -> list[Finding]:
-    """The issue's sentences about start and memory."""
+    """Judges the times and memory against their limits."""
     times = {
         (row["backend"], row["step"]): row["p50_ms"] for row in rows if row["kind"] == "startup"
     }
@@ -181,7 +181,7 @@ def judge(rows: Rows, ours: str | None) -> list[Finding]:
 
 
 def show(rows: Rows) -> None:
-    """Two tables."""
+    """Prints two tables, of times and of memory."""
     times = [row for row in rows if row["kind"] == "startup"]
     if times:
         lines = [

@@ -1,11 +1,11 @@
-"""Peers of a transfer engine that are stopped, and their cost for the others.
+"""Measures what stopped peers of a transfer engine cost its other peers.
 
     python benchmarks/bench_stopped_peers.py --stopped 1,8,64 --wires tcp,shm --json out.json --gate
 
-One process measures. A second one holds the healthy target; a third one holds all the targets that
-are stopped (SIGSTOP). Each of these has a batch of 64 writes under way all the time, and a new one
-as soon as that has failed. The healthy target gets single writes of 4 KiB, one after the other, and
-then batches of 64 writes of 64 KiB. Both are measured without and with stopped peers, in turns.
+One process measures. A second one holds the healthy target, and a third one all targets that are
+stopped (SIGSTOP). Each of these always has a batch of 64 writes under way: when one has failed, the
+next one begins. The healthy target gets single writes of 4 KiB, one after the other, and then
+batches of 64 writes of 64 KiB. Both are measured without and with stopped peers, in turns.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _hold(count: int, size: int, pipe: Any) -> None:
 
 
 class Target:
-    """A process with so many engines."""
+    """A process with `count` engines."""
 
     def __init__(self, count: int, size: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ class Target:
         os.kill(self.process.pid or 0, number)
 
     def stop(self) -> None:
-        """Returns when all threads have stopped."""
+        """Returns once all threads have stopped."""
         self.signal(signal.SIGSTOP)
         tasks = Path(f"/proc/{self.process.pid}/task")
         while any(") T " not in (task / "stat").read_text() for task in tasks.iterdir()):
@@ -156,7 +156,7 @@ def run(wire: str, counts: list[int], seconds: float, progress: Progress) -> Row
             quiet.append(_measure(engine, here, live.peers[0], seconds / ROUNDS))
             doomed.stop()
             load = Load(engine, here, doomed.peers)
-            time.sleep(0.1)  # all that may be under way is
+            time.sleep(0.1)  # until all batches are under way
             beside.append(_measure(engine, here, live.peers[0], seconds / ROUNDS))
             doomed.signal(signal.SIGCONT)
             load.stop()

@@ -1,6 +1,7 @@
-"""How fast the engine moves bytes, beside what the machine gives: bare blocking sockets over the
-same buffers (tcp_ceiling.c, best of 1, 2 and 4 streams), iperf3 where it is installed, and, on one
-host without a wire, a memcpy of the same size. All take turns in one run; the ratio is of medians.
+"""Measures how fast the engine moves data, beside the limits of the machine: bare blocking sockets
+over the same buffers (tcp_ceiling.c, best of 1, 2 and 4 streams), iperf3 if it is installed, and,
+on one host without a wire, a memcpy of the same size. All take turns in one run; the ratio is that
+of the medians.
 
     python benchmarks/bench_tcp.py --build build/cpp-none --rounds 5            # loopback
     python benchmarks/bench_tcp.py --build build/cpp-none --hosts               # needs root
@@ -74,7 +75,7 @@ def running(
 
 
 def idle(engine: str, peers: int) -> None:
-    """What a transfer engine with so many peers costs when it has nothing to do, and a first
+    """Measures the cost of an idle transfer engine with many peers, and that of a first
     transfer."""
     environment = {**os.environ, "MC_FORCE_TCP": "1"}
     with running([engine, "targets", str(peers)], env=environment) as targets:
@@ -91,7 +92,7 @@ def idle(engine: str, peers: int) -> None:
 
 
 def reduce(rate: str, rounds: int) -> None:
-    """all_reduce of 64 MiB between two hosts with one rank each."""
+    """Measures all_reduce of 64 MiB between two hosts with one rank each."""
     with hosts.Hosts(2, v6=False) as both:
         limit(both, rate)
         spec = {

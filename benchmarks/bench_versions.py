@@ -1,13 +1,14 @@
-"""What a change costs: two installed versions of this package side by side.
+"""Measures the cost of a change: two installed versions of this package side by side.
 
     pip install --no-deps --target /tmp/before 'git+<repository>@<commit>'
     python benchmarks/bench_versions.py --before /tmp/before --ranks 2,4 -b 64 -e 1M -f 16
 
-One process cannot load both, so each has a job of its own, and the jobs take turns: while one runs,
-the ranks of the other sleep in a read. A round is a turn of each, and its ratio is of these two;
-every second round goes the other way. Where memory lies differs from job to job and moves a cell
-by some percent, and more ranks than cores fall into one of several rhythms; so each cell is
-measured in many pairs of jobs, and the median counts.
+One process cannot load both versions, so each has its own job. The jobs take turns: while one runs,
+the ranks of the other sleep in a read. A round has a turn of each, and gives one ratio; every
+second round has the other order. The place of memory differs between jobs and moves a cell by some
+percent. With more ranks than cores a job falls into one of several rhythms. So each cell is
+measured
+in many pairs of jobs, and the median counts.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from ranks import COLLECTIVE_TIMEOUT_S, JobError, run_main
 
 RATIO_LIMIT = 1.02  # after / before, geometric mean of all cells
 TINY_BYTES = 1 << 10
-TINY_LIMIT_US = 0.3  # after - before, mean of the cells of that size and below; or RATIO_LIMIT
+TINY_LIMIT_US = 0.3  # after - before, mean of cells up to TINY_BYTES; or RATIO_LIMIT
 TURN_DEADLINE_S = 60.0
 Rows = list[dict[str, Any]]
 
 
 def rank_main(me: Member) -> None:
-    """Makes the group, then does what it is told: (operation, size, calls) is one turn."""
+    """Makes the group, then runs the turns that it is told: (operation, size, calls)."""
     import torch.distributed as dist
 
     if me.spec["path"]:
@@ -99,7 +100,7 @@ class Version:
         self.package = self._hear()[0]["package"]
 
     def turn(self, op: str, size: int, calls: int) -> float:
-        """Microseconds per call on the slowest rank: an operation ends when all have it."""
+        """Microseconds per call on the slowest rank: an operation ends when all ranks have it."""
         self._tell((op, size, calls))
         return max(said["us"] for said in self._hear())
 
@@ -123,7 +124,7 @@ class Version:
 
 
 def race(before: Version, after: Version, op: str, size: int, rounds: int, turn_s: float) -> Rows:
-    """One row per round, each with a turn of both."""
+    """Returns one row per round, each with a turn of both versions."""
     per_call_us = max(version.turn(op, size, 4) for version in (before, after))
     calls = round(min(max(turn_s * 1e6 / per_call_us, 2), 5000))
     rows = []
@@ -137,7 +138,7 @@ def race(before: Version, after: Version, op: str, size: int, rounds: int, turn_
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of kind 'round'."""
+    """Yields rows of kind 'round'."""
     env = {"MOONCAKE_TRANSPORTS": "tcp"} if args.tcp else {}
     sizes = size_steps(args.begin, args.end, args.factor)
     cells = [(op, size) for op in args.ops for size in sizes]
@@ -171,12 +172,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def ratio_of(rounds: Rows) -> float:
-    """after / before: the median over the rounds, each round's turns being neighbours."""
+    """after / before: the median over the rounds. The turns of a round follow one another."""
     return statistics.median(row["after_us"] / row["before_us"] for row in rounds)
 
 
 def cells_of(rounds: Rows) -> Rows:
-    """Rows of kind 'cell': of each job the median ratio, of the jobs the median."""
+    """Rows of kind 'cell': the median ratio of each job, and the median of the jobs."""
     by_cell: dict[tuple[int, str, int], dict[int, Rows]] = {}
     for row in rounds:
         jobs = by_cell.setdefault((row["ranks"], row["op"], row["bytes"]), {})
@@ -194,7 +195,7 @@ def cells_of(rounds: Rows) -> Rows:
 
 
 def judge(cells: Rows) -> list[Finding]:
-    """Against the limits of a change that shall cost nothing."""
+    """Judges against the limits of a change that must cost nothing."""
     findings = []
     for ranks in dict.fromkeys(cell["ranks"] for cell in cells):
         of_job = [cell for cell in cells if cell["ranks"] == ranks]
@@ -251,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", help="write JSON lines here")
     parser.add_argument("--gate", action="store_true", help="exit 1 if a limit is broken")
     args = parser.parse_args(argv)
-    # Or torch loads the one that is installed, by itself.
+    # Otherwise torch loads the installed version by itself.
     os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     start, watch, facts = time.monotonic(), OthersWatch(), machine_facts()
     rounds = list(measure(args))

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: sizes, statistics, tables, progress, JSON lines, plots, facts
+"""Helpers of the benchmark scripts: sizes, statistics, tables, progress, JSON lines, plots, facts
 about the machine."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """4194304 -> '4M'; what parse_size reads back."""
+    """4194304 -> '4M', which parse_size() reads back."""
     for suffix in ("G", "M", "K"):
         if size >= UNITS[suffix] and size % UNITS[suffix] == 0:
             return f"{size // UNITS[suffix]}{suffix}"
@@ -49,7 +49,7 @@ def size_steps(begin: int, end: int, factor: int) -> list[int]:
 
 
 def names(text: str) -> list[str]:
-    """'a, b' -> ['a', 'b']; the form of every list on a command line here."""
+    """'a, b' -> ['a', 'b'], the form of every list on a command line here."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -59,7 +59,7 @@ def numbers(text: str) -> list[int]:
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Geometric mean; the right mean for ratios."""
+    """Geometric mean, the right mean for ratios."""
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
@@ -70,7 +70,7 @@ def spread(values: Sequence[float], prefix: str = "", unit: str = "us") -> dict[
 
 
 def percentiles(name: str, values: list[float]) -> dict[str, float | None]:
-    """p50, p90, p99 (the smallest value that so many do not exceed) and max."""
+    """p50, p90, p99 and max. pN is the smallest value that N % of the values do not exceed."""
     ordered = sorted(values)
     facts: dict[str, float | None] = {"p50": statistics.median(ordered) if ordered else None}
     for percent in (90, 99):
@@ -81,13 +81,13 @@ def percentiles(name: str, values: list[float]) -> dict[str, float | None]:
 
 
 def percentile_text(row: dict[str, Any], name: str) -> str:
-    """p50/p90/p99/max of a row, as percentiles() put them there."""
+    """p50/p90/p99/max of a row that has the fields of percentiles()."""
     values = [row[f"{name}_{key}_ms"] for key in ("p50", "p90", "p99", "max")]
     return "/".join(short(value) for value in values) if values[0] is not None else "-"
 
 
 def short(value: float | None) -> str:
-    """Three significant digits, never an exponent: 0.0123, 1.23, 12.3, 123, 12345."""
+    """Three significant digits, without an exponent: 0.0123, 1.23, 12.3, 123, 12345."""
     if value is None:
         return "-"
     if value == 0:
@@ -97,8 +97,8 @@ def short(value: float | None) -> str:
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table for people: rich where it is installed, plain columns otherwise. Numbers to the
-    right."""
+    """Prints a table: with rich if it is installed, otherwise plain columns. Numbers are aligned to
+    the right."""
     if util.find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
@@ -131,7 +131,7 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
 
 
 class Progress:
-    """How far the run is, for people: a bar on a terminal, a line per cell elsewhere."""
+    """Shows the progress of a run: a bar on a terminal, otherwise a line per cell."""
 
     WIDTH = 30
 
@@ -152,7 +152,7 @@ class Progress:
 
 
 def write_json_lines(path: str | None, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON object per line; nothing if no path was asked for."""
+    """Writes one JSON object per line; nothing if path is None."""
     if path:
         Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -161,8 +161,8 @@ Panels = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 def plot_panels(path: str | None, panels: Panels, columns: int, **text: str) -> None:
-    """Log-log lines to a PNG: panels[panel title][line name] = [(x, y), ...]. Says so if matplotlib
-    is missing.
+    """Draws log-log lines into a PNG: panels[panel title][line name] = [(x, y), ...]. Prints a line
+    if matplotlib is missing.
 
     text: title, x, y.
     """
@@ -214,8 +214,8 @@ def plot_panels(path: str | None, panels: Panels, columns: int, **text: str) -> 
 
 
 class OthersWatch:
-    """How much CPU everything else on the machine took while we measured: other work slows who
-    spins most of all."""
+    """Measures the CPU time that other processes took during a run. Other work slows spinning
+    libraries most."""
 
     WORTH_A_WARNING = 0.05  # of all cores
 
@@ -224,7 +224,7 @@ class OthersWatch:
 
     @staticmethod
     def _read() -> tuple[float, float, float]:
-        """Seconds of CPU: all there was, busy or stolen, ours (this process and its ended
+        """Seconds of CPU: all there was; busy or stolen; ours (this process and its ended
         children)."""
         ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
         usages = [
@@ -235,13 +235,13 @@ class OthersWatch:
         return sum(ticks) / hertz, (sum(ticks) - ticks[3] - ticks[4]) / hertz, ours
 
     def share(self) -> float:
-        """Share of all CPU time since the start that others took, 0 to 1. Call it when all children
-        have ended."""
+        """Share of all CPU time since the start that other processes took, 0 to 1. Call it when all
+        children have ended."""
         total, busy, ours = [b - a for a, b in zip(self.start, self._read(), strict=True)]
         return max(0.0, busy - ours) / max(total, 1e-9)
 
     def tell(self) -> float:
-        """Print the share, with a warning where it spoils the numbers; returns it."""
+        """Prints the share, with a warning if it spoils the numbers; returns it."""
         share = self.share()
         spoiled = share > self.WORTH_A_WARNING
         warning = (
@@ -254,7 +254,7 @@ class OthersWatch:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to judge the numbers. Names no path and no host."""
+    """Facts that a reader needs to judge the numbers. No path and no host name."""
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     facts: dict[str, Any] = {
         "kind": "machine",

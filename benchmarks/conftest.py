@@ -1,5 +1,5 @@
-"""pytest options of the benchmarks: ``pytest benchmarks -m perf`` prints and checks results,
-``--gate`` also ratios."""
+"""pytest options of the benchmarks. ``pytest benchmarks -m perf`` prints results and checks them;
+with ``--gate`` it also checks ratios."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def gate(request: pytest.FixtureRequest) -> bool:
-    """Whether ratios count."""
+    """Whether a broken limit fails the test."""
     return request.config.getoption("--gate")

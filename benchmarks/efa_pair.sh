@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The tables of docs/fabric.md on two AWS instances with EFA (p5en, p6), from a clone with tests/setup_env.sh done.
+# Makes the tables of docs/fabric.md on two AWS instances with EFA (p5en, p6), in a clone after tests/setup_env.sh.
 # Usage: efa_pair.sh first HOST    on the instance whose address is HOST, first
 #        efa_pair.sh second HOST   on the other one
-# Results stand on the second one's screen for transfer_engine_bench, on the first one's for fabric_bench.
+# The second instance prints the results of transfer_engine_bench, the first one those of fabric_bench.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,7 @@ bytes=65536,131072,262144,524288,1048576,2097152,4194304
 name=$(hostname -I | cut -d' ' -f1)
 
 export PATH="$PWD/.venv/bin:/opt/amazon/efa/bin:$PATH"
-# Anything but EFA is an error here, and not a slower table.
+# Any provider but EFA is an error, instead of a slower table.
 export MOONCAKE_FABRIC_REQUIRE=efa
 ulimit -l unlimited
 
@@ -32,7 +32,7 @@ step "build"
 cmake -S csrc -B build/efa -G Ninja -DCMAKE_BUILD_TYPE=Release -DMOONCAKE_BUILD_EXTENSION=OFF -DMOONCAKE_BUILD_BENCHMARKS=ON >/dev/null
 cmake --build build/efa --target fabric_bench >/dev/null
 
-# Both sides run the same commands in the same order, and meet at a port of the first one's.
+# Both sides run the same commands in the same order, and meet at a port of the first instance.
 port=18500
 bench() {
   port=$((port + 1))
@@ -47,7 +47,7 @@ bench cards --bytes 65536,1048576,16777216,67108864,1073741824 --depth 64
 bench all-to-all --devices "$one" --bytes 1048576
 bench first-submit --rounds 3
 
-# Through the whole engine. The target ends when the other one has finished.
+# Measures through the whole engine. The target ends when the initiator has finished.
 common=(--metadata_server=P2PHANDSHAKE --protocol=efa --buffer_size=$((4 << 30)))
 meet=$((port + 1))
 if [ "$role" = first ]; then
@@ -56,7 +56,7 @@ if [ "$role" = first ]; then
   target=$!
   trap 'kill "$target" 2>/dev/null' EXIT
   timeout 60 sh -c 'until grep -q "^target: " /tmp/efa_pair.target; do sleep 0.2; done'
-  # Its name goes to the other side, whose end of the conversation says that it has finished.
+  # Sends the target's name to the initiator, which closes the connection when it has finished.
   python - "$meet" <<'PY'
 import socket, sys
 name = open("/tmp/efa_pair.target").read().split("target: ")[1].split(",")[0]

@@ -1,18 +1,20 @@
-// How fast an engine moves bytes to and from another process, for comparison with tcp_ceiling.
+// Measures how fast an engine moves data to and from another process, for comparison with
+// tcp_ceiling.
 //
 //   engine_bench serve WIRE ADDRESS THREADS BUFFER PLACE    (until its input ends)
-//       prints one line: what `run` needs. PLACE: user, or arena, which peers on the host map
+//       prints one line, the last arguments of `run`. PLACE: user, or arena, which peers on the
+//       host map
 //   engine_bench run WIRE ADDRESS THREADS READ|WRITE BUFFER BLOCK TOTAL DEPTH ENDPOINT ADDRESS KEY
 //       DEPTH blocks are under way at a time. Prints bytes per second
 //   engine_bench memcpy BUFFER BLOCK TOTAL
 //   engine_bench targets COUNT                              (until its input ends)
-//       so many transfer engines; prints a line for each: its name, and where its memory begins
+//       makes COUNT transfer engines; prints a line for each: its name, and its memory's address
 //   engine_bench idle SECONDS                               (those lines on its input)
 //       Prints microseconds of a bare TCP connect and of a first transfer, each to a new peer (the
-//       medians), percent of a core that the engine takes when all is done, and resident MiB
+//       medians), percent of a core that the engine takes afterwards, and resident MiB
 //   engine_bench posts BLOCK COUNT
-//       writes of BLOCK bytes to a network card that completes at once, through what all channels
-//       of transport fabric share. Prints posts with their completions per second
+//       writes BLOCK bytes to a network card that completes at once, through the rails that all
+//       channels of transport fabric share. Prints posts with their completions per second
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -176,8 +178,8 @@ int run(char** arguments) {
   const auto peer = orDie(
       engine->open(fromHex(arguments[8]), "the server", Deadline::after(std::chrono::seconds(10))));
   Mover mover(*peer->channel, region, buffer, reads, bell);
-  // Until the data lanes stand, they are asked for again with each. And all of the buffer once: a
-  // page that is mapped at its first use costs more than its copy.
+  // Warm-up: each call asks for missing data lanes until all are open. Then the whole buffer once:
+  // mapping a page at its first use costs more than copying it.
   for (int i = 0; i < 4; ++i) mover.move(block, std::min(total, std::max(block, bytes / 8)), depth);
   mover.move(block, bytes, depth);
   const auto began = Clock::now();
@@ -237,7 +239,7 @@ double residentMiB() {
   return double(resident) * double(::sysconf(_SC_PAGESIZE)) / (1 << 20);
 }
 
-// Names and addresses come on its input.
+// Reads names and addresses of targets from its input.
 int idle(char** arguments) {
   const auto engine = transferEngine();
   const auto buffer = memory(4096);

@@ -1,8 +1,9 @@
-// Routing of a dispatch on one rank: time before any row moves, beside the waits for other ranks.
+// Measures the routing of a dispatch on one rank: the time before any row moves, without waits for
+// other ranks.
 //
 //   ep_routing_bench RANKS RANKS_PER_HOST EXPERTS [TOKENS [TOPK]]
-//       Tables by chance, FP8 rows of 7168 channels. Prints microseconds, the best of many runs:
-//       tokens by host and rank, tables for the others, decoding theirs, reading them, the plan
+//       Random tables, FP8 rows of 7168 channels. Prints microseconds, the best of many runs: lists
+//       of tokens by host and rank, tables for the others, decoding theirs, reading them, the plan
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -26,7 +27,7 @@ constexpr size_t kHidden = 7168;
 constexpr int kUs = 0;
 
 struct Arrival {
-  size_t row;  // its offset
+  size_t row;  // offset of the row
   uint32_t expert, place;
 };
 
@@ -142,7 +143,7 @@ class Routing {
   std::vector<Bytes> published_;  // by rank
   Bytes payload_;
   std::vector<Arrival> arrivals_;
-  size_t checked_ = 0;  // keeps the work from being left out
+  size_t checked_ = 0;  // keeps the compiler from dropping the work
 };
 
 int run(int argc, char** argv) {

@@ -1,9 +1,9 @@
-"""Ranks that start in milliseconds, for benchmarks that need hundreds of jobs.
+"""Starts ranks in milliseconds, for benchmarks that need hundreds of jobs.
 
-A server process imports torch once and forks all ranks. It has one thread, for a child forked from
-a process with threads may find a lock taken for good; therefore the TCPStore's server, which has
-threads, is a child of it too, beside the ranks. No process outlives its crew: the server ends its
-children by their process id, and the kernel ends whose parent is gone.
+A server process imports torch once and forks all ranks. It has one thread, because a child forked
+from a process with threads may find a lock taken for good. The TCPStore's server has threads, so
+it is another child, beside the ranks. No process outlives its crew: the server ends its children
+by process id, and the kernel ends a child whose parent has ended.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any
 
 from ranks import HERE, JobError, die_with_parent
 
-WARM_UP = 3  # operations of every rank before it says that it is ready
-SETTLE_S = 0.05  # from then on to the loss, and up to MOMENT_S more; threads that watch begin late
-MOMENT_S = 0.1
-START_TIMEOUT_S = 300.0  # the server's import of torch, and a job's ranks until they have connected
+WARM_UP = 3  # operations of every rank before it reports that it is ready
+SETTLE_S = 0.05  # shortest time from there to the loss: threads that watch begin late
+MOMENT_S = 0.1  # up to so much is added at random
+START_TIMEOUT_S = 300.0  # for the server's import of torch, and for a job's ranks to connect
 
 
 @dataclass
 class Member:
-    """What a rank's function gets. Its output goes to a file that Job.log() reads, and its working
-    folder is the job's."""
+    """Argument of a rank's function. The rank's output goes to a file that Job.log() reads, and its
+    working folder is the job's."""
 
     rank: int
     size: int
@@ -48,7 +48,7 @@ class Member:
     store_name: str
 
     def open_store(self, timeout_s: float) -> Any:
-        """The job's part of the crew's TCPStore, whose server is none of the ranks."""
+        """The job's part of the crew's TCPStore. No rank holds that store's server."""
         import torch.distributed as dist
 
         timeout = timedelta(seconds=timeout_s)
@@ -57,7 +57,7 @@ class Member:
 
 
 class Job:
-    """Ranks that run one function; their links and process ids, by rank."""
+    """Ranks that run one function, with their links and process ids, by rank."""
 
     def __init__(self, folder: Path, pids: list[int], listener: socket.socket) -> None:
         self.folder, self.pids = folder, pids
@@ -73,7 +73,8 @@ class Job:
         self.links = [by_rank[rank] for rank in range(len(pids))]
 
     def hear(self, ranks: list[int], deadline_s: float) -> dict[int, Any]:
-        """One message of each of the ranks; those that end or say nothing in time are missing."""
+        """Returns one message of each rank. Ranks that end, or send nothing in time, are
+        missing."""
         end, heard = time.monotonic() + deadline_s, {}
         waiting = {self.links[rank]: rank for rank in ranks}
         while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
@@ -84,14 +85,14 @@ class Job:
         return heard
 
     def await_ready(self, deadline_s: float) -> str | None:
-        """Until every rank has said "ready"; else what is wrong."""
+        """Waits until every rank has sent "ready". Returns an error text otherwise."""
         everybody = list(range(len(self.pids)))
         heard = self.hear(everybody, deadline_s)
         ready = [heard.get(rank) for rank in everybody] == ["ready"] * len(everybody)
         return None if ready else self.words(everybody, heard, "not ready")
 
     def words(self, ranks: list[int], heard: dict[int, Any], what: str) -> str:
-        """Of the first rank with which something is wrong."""
+        """An error text about the first rank that failed, or about those that sent nothing."""
         for rank in ranks:
             said = heard.get(rank)
             if isinstance(said, dict) and "error" in said:
@@ -101,20 +102,20 @@ class Job:
         return f"{what}: ranks {silent} {' '.join(last)}".strip()
 
     def log(self, rank: int) -> str:
-        """What the rank wrote to stdout and stderr."""
+        """Output of the rank: stdout and stderr."""
         path = self.folder / f"log-{rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
 
 def random_moment_s(rng: random.Random) -> float:
-    """From the moment at which all ranks are ready to a random one of their loops."""
+    """A random time in seconds, from the moment at which all ranks are ready."""
     return SETTLE_S + rng.uniform(0, MOMENT_S)
 
 
 class Crew:
-    """The server, for as many jobs as wanted, one at a time.
+    """The server, for any number of jobs, one at a time.
 
-    preload: modules of this folder that have the functions of the ranks
+    preload: modules of this folder that have the ranks' functions
     """
 
     def __init__(self, preload: list[str], deadline_s: float = START_TIMEOUT_S) -> None:
@@ -144,9 +145,9 @@ class Crew:
 
     @contextlib.contextmanager
     def job(self, function: str, ranks: int, spec: dict[str, Any], env: dict[str, str]):
-        """Runs ``module:function`` on the ranks; at the end all that are left are killed.
+        """Runs ``module:function`` on the ranks. At the end all ranks that are left are killed.
 
-        env: MOONCAKE_ variables of the ranks; others of that name are unset
+        env: MOONCAKE_ variables of the ranks; other variables of that name are unset
         """
         self.jobs += 1
         folder = self.folder / f"job-{self.jobs}"
@@ -165,7 +166,7 @@ class Crew:
             finally:
                 for link in job.links if job else ():
                     link.close()
-                with contextlib.suppress(OSError):  # the server has ended: the answer says so
+                with contextlib.suppress(OSError):  # if the server has ended, _answer() reports it
                     self.link.send(None)
                 self._answer()
                 shutil.rmtree(folder, ignore_errors=True)
@@ -179,12 +180,12 @@ class Crew:
             raise JobError("the server of the ranks has ended") from None
 
     def close(self) -> None:
-        """Ends the server and all that it started."""
+        """Ends the server and its children."""
         self.link.close()
         try:
             self.server.wait(10)
         except subprocess.TimeoutExpired:
-            self.server.kill()  # its children go with it
+            self.server.kill()  # the kernel ends its children
             self.server.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -194,7 +195,7 @@ class Crew:
 
 def serve(link: Connection, preload: list[str]) -> None:
     """Starts jobs until the crew closes the link."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us hears it and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the crew gets it, too, and ends this server
     import torch.distributed  # noqa: F401
 
     for module in preload:
@@ -217,7 +218,7 @@ def serve(link: Connection, preload: list[str]) -> None:
                 children.append(_fork(_rank, link, rank, what))
             link.send(children)
     except (EOFError, OSError):
-        pass  # the crew is over
+        pass  # the crew has closed the link
     finally:
         children.append(store)
         _end(children)
@@ -239,7 +240,7 @@ def _fork(function: Any, *args: Any) -> int:
 
 def _end(children: list[int]) -> None:
     for pid in children:
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the id cannot be reused
     while children:
         os.waitpid(children.pop(), 0)
 

@@ -1,5 +1,5 @@
-/* The loop that a combine is measured against: bf16 rows times weights, added up in float32. Compiled by
-   bench_ep.py for the machine that it runs on. */
+/* The loop that a combine is compared with: bf16 rows times weights, added up in float32. bench_ep.py compiles
+   it for the machine that it runs on. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>

@@ -1,7 +1,7 @@
-"""The limits of speed, and what a run says about them. Pure: rows in, findings out.
+"""The limits of speed, and the judgement of a run. Pure functions: rows in, findings out.
 
-The floor of a cell is torch's dispatch: the fake backend's row of the same cell (lanes.py says how
-it is measured).
+The floor of a cell is torch's dispatch: the fake backend's row of the same cell (lanes.py has the
+method).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from common import format_size, geomean, print_table, short
 
-GATED_BYTES = 4 << 20  # larger sizes are information
+GATED_BYTES = 4 << 20  # larger sizes have no limit
 MPI_GEOMEAN_LIMIT = 1.25  # ours / (OpenMPI + floor), over all cells, 2 and 4 ranks
 MPI_CELL_LIMIT = 2.0  # the same, each cell
 GLOO_CELL_LIMIT = 1.0  # ours / gloo, each cell
-TCP_GEOMEAN_LIMIT = 2.0  # gloo / ours over all cells, shared memory off; at least
+TCP_GEOMEAN_LIMIT = 2.0  # lower limit of gloo / ours over all cells, without shared memory
 EIGHT_RANKS_LIMIT = 3.0  # smallest all_reduce on 8 ranks / on 4 of them
 
 Rows = list[dict[str, Any]]
@@ -30,11 +30,11 @@ class CellRows:
     rows: dict[str, dict[str, Any]]
 
     def us(self, backend: str) -> float | None:
-        """Median microseconds per call; None where it was not measured."""
+        """Median microseconds per call; None if it was not measured."""
         return self.rows.get(backend, {}).get("p50_us")
 
     def against(self, ours: str, peer: str) -> float | None:
-        """ours / peer; below 1 we are faster."""
+        """ours / peer; below 1 ours is faster."""
         mine, theirs = self.us(ours), self.us(peer)
         return mine / theirs if mine and theirs else None
 
@@ -46,8 +46,7 @@ class CellRows:
 
 @dataclass
 class Finding:
-    """One sentence of the issue, measured. ok is None where there is no limit, or nothing was
-    measured."""
+    """One measured value and its limit. ok is None if there is no limit, or no value."""
 
     name: str
     value: float | None
@@ -83,7 +82,7 @@ def by_cell(job: Rows) -> list[CellRows]:
 
 
 def at_most(name: str, values: dict[str, float], limit: float | None) -> Finding:
-    """The worst of some named values against an upper limit, counting those above it."""
+    """Judges the worst of some named values against an upper limit, and counts those above it."""
     if not values:
         return Finding(name, None, _upper(limit), None, "not measured")
     worst = max(values, key=values.__getitem__)
@@ -97,7 +96,7 @@ def _upper(limit: float | None) -> str:
 
 
 def judge(cells: Rows, ours: str | None) -> list[Finding]:
-    """Every limit that these rows can say something about."""
+    """All findings about limits that these rows allow."""
     findings = []
     for (mode, ranks), job in by_job(cells).items() if ours else ():
         prefix = f"{ranks} ranks" + (" TCP only" if mode == "tcp" else "")
@@ -154,7 +153,7 @@ def _coalesced_ratio(ours: str, key: str, gated: dict[str, CellRows]) -> float |
 
 
 def show(findings: list[Finding], title: str = "summary (ratios of medians)") -> None:
-    """The findings as a table."""
+    """Prints the findings as a table."""
     verdict = {True: "ok", False: "BROKEN", None: "-"}
     if findings:
         lines = [[f.name, short(f.value), f.limit, verdict[f.ok], f.detail] for f in findings]
@@ -162,8 +161,8 @@ def show(findings: list[Finding], title: str = "summary (ratios of medians)") ->
 
 
 def exit_code(cells: Rows, findings: list[Finding], gate: bool) -> int:
-    """1 for a wrong result, always; with gate also for a broken limit, or when no limit could be
-    judged at all."""
+    """1 after a wrong result. With gate also 1 if a limit is broken, or if no limit could be
+    judged."""
     if any(row["error"] for row in cells):
         return 1
     judged = [finding.ok for finding in findings if finding.ok is not None]

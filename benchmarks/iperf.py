@@ -1,4 +1,4 @@
-"""iperf3: what a link carries without us."""
+"""iperf3: the rate of a link without our code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def server(address: str, there: Sequence[str] = ()) -> subprocess.Popen[bytes]:
 
 
 def bits(addresses: list[str], how: list[str], here: Sequence[str] = ()) -> float:
-    """What one at each of the addresses gets in all, in bit/s; both ways at once: the slower."""
+    """The sum of the rates to all addresses, in bit/s. With --bidir, that of the slower
+    direction."""
     command = [*here, "iperf3", "-t", "3", "-O", "1", "-J", "--connect-timeout", "5000", *how, "-c"]
-    for _ in range(20):  # a server may still be busy with the last one
+    for _ in range(20):  # a server may still be busy with the previous client
         clients = [
             subprocess.Popen([*command, address], stdout=subprocess.PIPE, text=True)
             for address in addresses

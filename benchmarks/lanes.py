@@ -1,9 +1,8 @@
-"""A lane is one backend in the race: the group (or communicator) that carries the calls of its
-ranks.
+"""A lane is one backend in the race: the group (or communicator) that carries its ranks' calls.
 
 All lanes live in the same processes, so they share tensors, CPU caches and the noise of the
-machine. A lane's name is a backend's name, or ``mpi``, with ``/K`` behind it for a group of the
-first K ranks only.
+machine. A lane's name is the name of a backend, or ``mpi``. ``/K`` after the name means a group of
+the first K ranks only.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import torch.distributed as dist
 from operations import Buffers, Call
 from ranks import COLLECTIVE_TIMEOUT_S, Rank, is_registered
 
-FLOOR = "fake"  # torch's own backend that moves nothing: what is left is torch's dispatch
+FLOOR = "fake"  # torch's own backend that moves nothing: its time is torch's dispatch
 FLOOR_BYTES = (
     1 << 10
-)  # fake all_gather copies its input; on more than this, the copy would count as dispatch
-CHECKS_IN_A_ROW = 3  # calls without a barrier between them, so that a slot reused too early shows
+)  # fake's all_gather copies its input: a larger copy would count as dispatch
+CHECKS_IN_A_ROW = 3  # calls without a barrier between them, to detect a slot reused too early
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Lane:
     member: bool
     bind: Callable[
         [str, Buffers], Call | None
-    ]  # the call for an operation, None where the lane has none
+    ]  # makes the call for an operation; None if the lane does not have it
 
     @property
     def moves_data(self) -> bool:
@@ -46,7 +45,7 @@ class Lane:
 
 @contextlib.contextmanager
 def open_lanes(me: Rank, lane_names: list[str], alone: bool = False):
-    """Make the world and every lane's group; take all of it down at the end. Gloo only coordinates
+    """Makes the world and every lane's group, and destroys them at the end. Gloo only coordinates
     new_group. alone: there is one lane, and its group is the world."""
     for name in lane_names:
         backend = name.split("/")[0]
@@ -92,7 +91,7 @@ def _open(me: Rank, name: str, timeout: timedelta, alone: bool = False) -> Lane:
 
 @dataclass
 class Entry:
-    """A lane in one cell: its call, and what its turns took."""
+    """A lane in one cell: its call, and the times of its turns."""
 
     lane: Lane
     call: Call | None
@@ -106,7 +105,7 @@ class Cell:
     """One operation at one size: all lanes take turns on the same tensors.
 
     A turn is: barrier (Meeting, no spinning), a few calls that are not timed, then ``calls`` calls
-    timed as one block. Nobody else runs in a lane's turn: the other libraries' threads sleep.
+    timed as one block. No other lane runs meanwhile: the other libraries' threads sleep.
     """
 
     def __init__(self, me: Rank, lanes: list[Lane], operation: str, size: int, device: str = "cpu"):
@@ -132,8 +131,8 @@ class Cell:
         return all(self.me.meeting.exchange(entry.call is not None or not entry.lane.member))
 
     def check(self) -> None:
-        """Compare the results of every lane with the plain model. A lane that fails anywhere leaves
-        the cell."""
+        """Compares the results of every lane with the plain model. A lane that fails on any rank
+        leaves the cell."""
         for entry in self.entries:
             if entry.error:
                 continue
@@ -158,15 +157,15 @@ class Cell:
                     return "wrong result"
         except (
             Exception
-        ) as error:  # any failure of a backend is this cell's result, told in the table
+        ) as error:  # any failure of a backend is this cell's result, and shown in the table
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None
 
     def race(self, rounds: int, turn_s: float, warm_up: int = 4, most_calls: int = 5000) -> None:
-        """Calibrate the number of calls per turn, then let the lanes take turns for some rounds.
+        """Determines the number of calls per turn, then lets the lanes take turns for some rounds.
 
-        turn_s: how long one turn should last, in seconds; a call slower than half of it is still
-        made twice. Each round starts with another lane and every second one goes backwards: no lane
+        turn_s: length of a turn in seconds; a call slower than half of it is still made twice. Each
+        round starts with another lane, and every second round has the reverse order, so no lane
         always follows the same one.
         """
         live = [entry for entry in self.entries if not entry.error]
@@ -187,7 +186,7 @@ class Cell:
                     entry.turns_us.append(self._turn(entry, max(1, entry.calls // 8), entry.calls))
 
     def _turn(self, entry: Entry, warm_up: int, calls: int) -> float:
-        """One lane's turn; microseconds per call on this rank (0 for ranks outside the lane)."""
+        """Runs one lane's turn. Microseconds per call on this rank, 0 on ranks outside the lane."""
         call, settle = entry.call, self.settle
         self.me.meeting.barrier()
         if not entry.lane.member:
@@ -204,9 +203,9 @@ class Cell:
     def results(self) -> list[dict[str, Any]]:
         """One row per lane, the same on all ranks.
 
-        A round counts as its slowest rank: an operation ends when all have it. In the floor's
-        rounds no rank waits for another and the slowest would only tell who got the CPU last, so
-        there the mean over the ranks counts.
+        A round's time is that of its slowest rank, because an operation ends when all ranks have
+        it. In the floor's rounds no rank waits for another one, and the slowest rank is just the
+        last to get the CPU. So the mean over the ranks is used there.
         """
         rows = []
         for entry in self.entries:

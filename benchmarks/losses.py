@@ -1,4 +1,4 @@
-"""What the kills of bench_failure.py say: cells, limits, tables, a plot. Rows in, text out."""
+"""Evaluates the kills of bench_failure.py: cells, limits, tables, a plot. Rows in, text out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESUMED_P50_MS, RESUMED_P99_MS = 30.0, 100.0  # from the kill to the last surviv
 KNOWN_P99_MS = 20.0  # from the kill to the last survivor's evidence, over shared memory
 SILENT_P99_MS = 100.0  # the last survivor's result, beyond failure_timeout
 
-TIMES = ("known_first", "known", "view", "resumed")  # fields with _ms behind them
+TIMES = ("known_first", "known", "view", "resumed")  # names of fields, without _ms
 
 Rows = list[dict[str, Any]]
 
@@ -38,12 +38,12 @@ class Lane:
         return self.backend.startswith("mooncake")
 
     def runs(self, action: str) -> bool:
-        """A silent rank is nothing to Gloo but the timeout of its operations."""
+        """Gloo does not run `stop`: a silent rank only makes its operations time out."""
         return self.ours or action != "stop"
 
 
 def summarize(kills: Rows) -> dict[str, Any]:
-    """A cell of one lane, from its kills. Those that ended in a minority are counted, not timed."""
+    """A cell of one lane, from its kills. Kills with outcome minority are counted, not timed."""
     first = kills[0]
     good = [row for row in kills if not row["error"]]
     timed = [row for row in good if row["outcome"] != "minority"]
@@ -70,10 +70,10 @@ def cells_of(rows: Rows) -> Rows:
 
 
 def judge(rows: Rows, ours: str | None) -> list[Finding]:
-    """The limits of a loss: the median over all kills, the others in each cell.
+    """Judges the limits of a loss: the median over all kills, the other limits in each cell.
 
-    Over TCP alone nobody can tell of a process that still gives back its memory or writes its core
-    dump: there big and segv are information.
+    Over TCP alone no rank can detect the end of a process that still frees its memory or writes its
+    core dump. So big and segv have no limits there.
     """
     cells = [row for row in cells_of(rows) if row["backend"] == ours]
     findings = []
@@ -95,7 +95,7 @@ def judge(rows: Rows, ours: str | None) -> list[Finding]:
 
 
 def _median_of_all(rows: Rows, cells: Rows) -> dict[str, float]:
-    """Of all kills of these cells together: how much there is to do differs too much among them."""
+    """The median over all kills of these cells: the work after a loss differs too much by cell."""
     fields = ("mode", "ranks", "bytes", "backend", "action")
     known = {tuple(row[field] for field in fields) for row in cells}
     values = [
@@ -118,7 +118,7 @@ def _of_cells(cells: Rows, field: str) -> dict[str, float]:
 
 
 def show(rows: Rows) -> None:
-    """One table per action, and one of the parts."""
+    """Prints two tables for each action: times, and their parts."""
     cells = cells_of(rows)
     for action in dict.fromkeys(row["action"] for row in cells):
         chosen = [row for row in cells if row["action"] == action]
@@ -160,7 +160,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def plot(path: str | None, rows: Rows) -> None:
-    """Distributions: one panel per action, number of ranks and size."""
+    """Draws distributions: one panel per action, number of ranks and size."""
     kills = [row for row in rows if row["kind"] == "failure_kill" and not row["error"]]
     if not path or not kills:
         return
@@ -175,7 +175,7 @@ def plot(path: str | None, rows: Rows) -> None:
 
     panels: dict[
         tuple[str, int, int], Rows
-    ] = {}  # actions and sizes below, ranks beside each other
+    ] = {}  # rows: actions and sizes; columns: ranks
     for row in kills:
         panels.setdefault((row["action"], row["bytes"], row["ranks"]), []).append(row)
     order = list(dict.fromkeys(row["action"] for row in kills))

@@ -1,4 +1,4 @@
-"""What processes hold in memory, read from /proc. All values in bytes."""
+"""The memory of processes, read from /proc. All values in bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+\s*(.*)$")
 def shared_memory(pids: list[int]) -> dict[str, int]:
     """Shared memory of a set of processes, each page counted once.
 
-    mapped: sum of Pss over their shared mappings (Pss divides a page by its number of users: their
-    sum counts it once). allocated: pages of every shared file that one of them holds open, mapped
-    or not. total: the larger.
+    mapped: sum of Pss over their shared mappings. Pss divides a page by its number of users, so the
+    sum counts it once. allocated: pages of every shared file that one of them holds open, mapped or
+    not. total: the larger of both.
     """
     mapped, files = 0, {}
     for pid in pids:
@@ -38,8 +38,8 @@ def shared_memory(pids: list[int]) -> dict[str, int]:
 
 
 def resident_memory() -> int:
-    """Resident memory of this process (private and shared pages), after malloc has given back what
-    it can."""
+    """Resident memory of this process (private and shared pages), after malloc has returned free
+    memory."""
     ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmRSS:\s*(\d+) kB", status)[1]) * 1024

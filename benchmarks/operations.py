@@ -1,6 +1,6 @@
 """The measured operations: the same tensors, called through torch.distributed and through MPI.
 
-``size`` is always the bytes of the float32 tensor that one rank passes in:
+``size`` is always the size in bytes of one rank's input, a float32 tensor:
 
     operation           input of a rank   output of a rank
     all_reduce          size, in place    size
@@ -33,18 +33,18 @@ Call = Callable[[], Any]
 
 @dataclass
 class Buffers:
-    """Tensors of one rank for one cell; every backend of the cell uses these very tensors."""
+    """Tensors of one rank for one cell. Every backend of the cell uses the same tensors."""
 
     rank: int
     ranks: int
-    x: torch.Tensor  # what goes in
-    y: torch.Tensor  # what comes out; empty where the operation is in place
+    x: torch.Tensor  # input
+    y: torch.Tensor  # output; empty for an operation in place
     objects: list[Any]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """How to call an operation and what it must give. torch and mpi return a function without
+    """How to call an operation, and its right result. torch and mpi return a function without
     arguments."""
 
     output_items: Callable[[int, int], int]  # (items of the input, ranks) -> items of the output
@@ -61,8 +61,9 @@ def pattern(rank: int, salt: int, items: int) -> torch.Tensor:
 
 
 def allocate(name: str, size: int, rank: int, ranks: int, device: str = "cpu") -> Buffers:
-    """Buffers of zeros for one cell. size: bytes; rounded up to whole elements for every rank (and
-    part)."""
+    """Buffers of zeros for one cell. size: bytes, rounded up so that every rank (and part) has
+    whole
+    elements."""
     step = ranks * PARTS if name.endswith(("_8_calls", "_coalesced")) else ranks
     items = -(-max(1, size // ITEM_BYTES) // step) * step
     outputs = OPERATIONS[name].output_items(items, ranks)
@@ -71,7 +72,7 @@ def allocate(name: str, size: int, rank: int, ranks: int, device: str = "cpu") -
 
 
 def fill(name: str, b: Buffers, salt: int) -> None:
-    """Fresh input of this rank for call number salt; the output is made wrong first."""
+    """Writes this rank's input of call number salt, and a wrong output."""
     b.x.copy_(pattern(b.rank, salt, b.x.numel()))
     if name == "broadcast" and b.rank != 0:
         b.x.fill_(-99)
@@ -79,13 +80,13 @@ def fill(name: str, b: Buffers, salt: int) -> None:
 
 
 def reset(b: Buffers) -> None:
-    """Zeros, so that thousands of sums in place stay finite."""
+    """Writes zeros, so that thousands of sums in place stay finite."""
     b.x.zero_()
     b.y.zero_()
 
 
 def is_right(name: str, b: Buffers, salt: int) -> bool:
-    """Whether this rank holds exactly what the operation of call number salt must give."""
+    """Whether this rank holds exactly the right result of call number salt."""
     operation = OPERATIONS[name]
     return torch.equal(operation.result(b).cpu(), operation.expected(b, salt))
 

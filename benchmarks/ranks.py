@@ -1,10 +1,9 @@
-"""Real processes for benchmarks: start N ranks, let them meet, end them all.
+"""Real processes for benchmarks: starts N ranks, lets them meet, ends them all.
 
 A job is N copies of this file, started by mpirun (then MPI works inside the ranks) or by us. Every
-rank calls one function of a benchmark script, named ``module:function``, with a ``Rank``. Rows that
-rank 0 emits come back to the caller of ``run_job``. Every wait here has a deadline, and no process
-outlives its job: children are ended by their process id, and the kernel ends a rank whose parent is
-gone.
+rank calls one function of a benchmark script, named ``module:function``, with a ``Rank``. run_job
+returns the rows that rank 0 emits. Every wait here has a deadline, and no process outlives its job:
+children are ended by process id, and the kernel ends a rank whose parent has ended.
 """
 
 from __future__ import annotations
@@ -31,22 +30,23 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-MEETING_TIMEOUT_S = 120.0  # how long a rank waits for the others between two turns
+MEETING_TIMEOUT_S = 120.0  # longest wait of a rank for the others between two turns
 COLLECTIVE_TIMEOUT_S = 60.0  # timeout of every process group
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 
 
 class JobError(RuntimeError):
-    """A rank failed, or the job passed its deadline. The text is the first failing rank's
-    traceback."""
+    """A rank failed, or the job passed its deadline. The text is the traceback of the rank that
+    failed first."""
 
 
 class Meeting:
-    """All ranks wait for each other without spinning, over unix sockets: rank 0 hears all, then
+    """Lets all ranks wait for each other without spinning, over unix sockets: rank 0 hears all,
+    then
     answers all.
 
-    It belongs to none of the measured libraries, so each of them pays the same between two turns.
+    It belongs to none of the measured libraries, so each of them has the same cost between turns.
     """
 
     def __init__(self, rank: int, size: int, path: str, timeout_s: float = MEETING_TIMEOUT_S):
@@ -57,7 +57,7 @@ class Meeting:
                 listener.bind(path + ".new")
                 listener.listen(size)
                 listener.settimeout(timeout_s)
-                os.rename(path + ".new", path)  # who sees the name may connect
+                os.rename(path + ".new", path)  # once the name exists, connecting works
                 by_rank = {}
                 for _ in range(size - 1):
                     peer, _ = listener.accept()
@@ -82,7 +82,7 @@ class Meeting:
             self._peers = [hub]
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Returns when every rank has called this."""
         if self.rank == 0:
             for peer in self._peers:
                 self._read(peer, 1)
@@ -93,7 +93,7 @@ class Meeting:
             self._read(self._peers[0], 1)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give one JSON value, get those of all ranks in rank order."""
+        """Sends one JSON value, and returns those of all ranks in rank order."""
         if self.rank != 0:
             self._send(self._peers[0], value)
             return self._receive(self._peers[0])
@@ -125,7 +125,8 @@ class Meeting:
 
 @dataclass
 class Rank:
-    """What a rank function gets: who it is, what to do, the others, and where results go."""
+    """Argument of a rank's function: its rank, its task, the other ranks, and the place of
+    results."""
 
     rank: int
     size: int
@@ -133,11 +134,11 @@ class Rank:
     meeting: Meeting
     mpi: Any  # the mpi4py.MPI module, or None
     rows_path: Path
-    host: socket.socket | None = None  # of rank 0 in a job among others: says when to go on
+    host: socket.socket | None = None  # rank 0 in run_jobs_in_turns: tells when its turn begins
 
     @contextlib.contextmanager
     def turn(self):
-        """The other jobs of run_jobs_in_turns sleep meanwhile. Nothing, in a job by itself."""
+        """Keeps the other jobs of run_jobs_in_turns asleep. No effect in a job of run_job."""
         if not self.spec.get("turns"):
             yield
             return
@@ -150,18 +151,18 @@ class Rank:
             self.host.sendall(b"d")
 
     def emit(self, row: dict[str, Any]) -> None:
-        """Hand one result to the caller of run_job. Only rank 0 writes."""
+        """Sends one result to the caller of run_job. Only rank 0 writes."""
         if self.rank == 0:
             with self.rows_path.open("a") as rows:
                 rows.write(json.dumps(row) + "\n")
 
     def say(self, text: str) -> None:
-        """Progress for people; only rank 0 speaks."""
+        """Prints progress. Only rank 0 writes."""
         if self.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
     def open_store(self):
-        """One TCPStore for the job, held by rank 0, as under torchrun."""
+        """Opens the job's TCPStore. Rank 0 holds its server, as under torchrun."""
         import torch.distributed as dist
 
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
@@ -184,8 +185,8 @@ def mpi_missing() -> str | None:
 
 
 def is_registered(backend: str) -> bool:
-    """Whether torch.distributed knows this backend; gives the package one chance to register
-    itself."""
+    """Whether torch.distributed knows this backend. Imports the package first, so that it can
+    register itself."""
     import torch.distributed as dist
 
     if backend == "fake":
@@ -197,8 +198,8 @@ def is_registered(backend: str) -> bool:
 
 
 def mpirun_command(ranks: int, tcp_only: bool) -> list[str]:
-    """mpirun as a user would start it on one host. More ranks than cores yield the CPU, OpenMPI's
-    own rule."""
+    """mpirun as a user would start it on one host. With more ranks than cores, ranks yield the CPU,
+    as OpenMPI's own rule says."""
     cores = len(os.sched_getaffinity(0))
     command = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
@@ -236,7 +237,7 @@ def _started(
     tcp_only: bool = False,
     env: dict[str, str] | None = None,
 ):
-    """The folder and the processes of a job that runs; they are ended with the context."""
+    """Starts a job; yields its folder and processes. Ends them with the context."""
     with tempfile.TemporaryDirectory(prefix="mcbench-") as folder:
         Path(folder, "job.json").write_text(
             json.dumps({"function": function, "ranks": ranks, "mpi": mpi, "spec": spec})
@@ -277,7 +278,7 @@ def run_job(
     env: dict[str, str] | None = None,
     deadline_s: float = 600.0,
 ) -> list[dict[str, Any]]:
-    """Run ``module:function`` on all ranks and return the rows that rank 0 emitted. Raises
+    """Runs ``module:function`` on all ranks and returns the rows that rank 0 emitted. Raises
     JobError."""
     how = {"mpi": mpi, "tcp_only": tcp_only, "env": env}
     with _started(function, ranks, spec, **how) as (folder, children):
@@ -294,9 +295,9 @@ def run_jobs_in_turns(
     tcp_only: bool = False,
     deadline_s: float = 600.0,
 ) -> list[dict[str, Any]]:
-    """Several jobs that each have their own processes, and of which one runs at a time: each enters
-    ``Rank.turn`` as often as the others. The first one of a round is another one each time, and
-    every second round goes backwards. The rows of all jobs."""
+    """Runs several jobs with separate processes, one at a time. Each enters ``Rank.turn`` as often
+    as the others. Each round starts with another job, and every second round has the reverse order.
+    Returns the rows of all jobs."""
     deadline = time.monotonic() + deadline_s
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mcbench-"))
@@ -317,8 +318,8 @@ def run_jobs_in_turns(
         ]
 
         def patiently(call: Callable[[], Any]) -> Any:
-            """call() has a short timeout: in between, look whether all jobs still run. Nothing
-            where the other end is gone."""
+            """Repeats call(), which has a short timeout. In between, checks that all jobs still
+            run. Returns None if the other end is gone."""
             while True:
                 try:
                     return call()
@@ -342,7 +343,7 @@ def run_jobs_in_turns(
             for host in reversed(order) if number % 2 else order:
                 patiently(lambda host=host: host.sendall(b"g"))
                 if not patiently(lambda host=host: host.recv(1)):
-                    live.remove(host)  # this job is done, or failed: _wait says which
+                    live.remove(host)  # this job is done or has failed: _wait() tells
             number += 1
         for job_folder, children in jobs:
             _wait(children, deadline, deadline_s, job_folder)
@@ -350,8 +351,8 @@ def run_jobs_in_turns(
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Exit status of a script. A failed job prints the failing rank's words, not this process's
-    traceback; SIGTERM cleans up as control-C does."""
+    """Runs a script; returns its exit status. For a failed job it prints the failing rank's
+    traceback, not that of this process. SIGTERM cleans up as control-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return main()
@@ -389,8 +390,8 @@ def _check(
 
 
 def _end(children: list[subprocess.Popen]) -> None:
-    """Ask, wait, then insist: only processes that this job started, by id. mpirun ends its own
-    ranks."""
+    """Sends SIGTERM, waits, then sends SIGKILL: only to processes that this job started, by id.
+    mpirun ends its own ranks."""
     for child in children:
         if child.poll() is None:
             child.terminate()
@@ -403,7 +404,8 @@ def _end(children: list[subprocess.Popen]) -> None:
 
 
 def enter_namespace(namespace: str) -> None:
-    """This thread, and the threads that it starts; what it has connected before stays."""
+    """Moves this thread, and threads that it starts, into a network namespace. Connections that it
+    has made before stay."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns({namespace})")
@@ -423,7 +425,7 @@ def work(folder: str) -> None:
         if job["mpi"]:
             import mpi4py
 
-            # One thread calls MPI: no locks inside, its fastest form.
+            # Only one thread calls MPI: then MPI takes no locks, and is fastest.
             mpi4py.rc.thread_level = "funneled"
             from mpi4py import MPI
 

@@ -1,12 +1,12 @@
-// What TCP gives on this machine: bare blocking send and recv over the buffers that a transfer would
-// use, nothing else. One thread per stream and side.
+// Measures the speed of TCP on this machine: bare blocking send and recv over the buffers that a
+// transfer would use. One thread per stream and side.
 //
 //   tcp_ceiling serve ADDRESS PORT                  (until it is killed)
 //   tcp_ceiling run ADDRESS PORT STREAMS READ|WRITE BUFFER BLOCK TOTAL
 //
-// The buffer is BUFFER bytes on both sides, divided among the streams, and is gone through in blocks
-// until TOTAL bytes have been moved. WRITE: run sends; READ: serve does. A write ends when the other
-// side has said, in one byte, that it has taken all. Prints bytes per second.
+// The buffer has BUFFER bytes on both sides, divided among the streams. Its blocks are moved in
+// turn until TOTAL bytes are done. WRITE: `run` sends; READ: `serve` sends. The receiver
+// acknowledges the end with one byte. Prints bytes per second.
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 struct Order {
-  uint64_t reads, buffer, block, total;  // of one stream
+  uint64_t reads, buffer, block, total;  // for one stream
 };
 
 static void fail(const char* what) {
@@ -59,7 +59,7 @@ static void move(int socket, const struct Order* order, char* buffer, int sends)
     else
       receiveAll(socket, at, order->block);
   }
-  char byte = 0;  // all of it is there
+  char byte = 0;  // acknowledges that all has arrived
   if (sends)
     receiveAll(socket, &byte, 1);
   else

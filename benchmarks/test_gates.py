@@ -1,4 +1,4 @@
-"""The limits and the small helpers, on made-up numbers: no rank is started."""
+"""Tests the limits and the small helpers on made-up numbers. No rank is started."""
 
 from __future__ import annotations
 

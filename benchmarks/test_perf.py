@@ -1,8 +1,8 @@
 """A small version of every benchmark: prints its table and asserts correct results; with --gate,
 the limits too.
 
-Where our backend is not installed, the comparison runs with the others alone, so that the runner
-itself stays tested.
+If our backend is not installed, the comparison runs with the others alone, so that the runner
+itself is still tested.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.perf
 
 @pytest.fixture
 def out(capsys):
-    """Run a function with its output shown, also without -s."""
+    """Runs a function with its output shown, also without -s."""
 
     def shown(function, *args):
         with capsys.disabled():
@@ -58,7 +58,7 @@ def need(ours: str | None) -> str:
 
 
 def hold(findings: list[Finding], gate: bool) -> None:
-    """Fail on broken limits where they count."""
+    """With gate, fails if a limit is broken."""
     broken = [
         f"{f.name} = {f.value:.3g}, limit {f.limit} ({f.detail})" for f in findings if f.ok is False
     ]
@@ -184,10 +184,10 @@ def test_nothing_is_left_of_an_interrupted_run(ours, tmp_path, number):
     )
 
     def ranks() -> list[Path]:
-        """Ranks work in their job's folder."""
+        """Finds the ranks by their working folder, which is in their job's."""
         found = []
         for cwd in Path("/proc").glob("[0-9]*/cwd"):
-            with contextlib.suppress(OSError):  # not ours, or over
+            with contextlib.suppress(OSError):  # another user's process, or it has ended
                 found += [cwd] * cwd.resolve(strict=True).is_relative_to(tmp_path)
         return found
 

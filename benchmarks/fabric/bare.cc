@@ -12,7 +12,7 @@ namespace mooncake::bench {
 namespace {
 
 constexpr size_t kMostDepth = 256;
-// Without one completion: the provider will not bring any more.
+// If nothing completes for so long, the provider is stuck.
 constexpr std::chrono::seconds kPatience{20};
 
 void check(const char* call, ssize_t result) {
@@ -95,7 +95,7 @@ void Bare::postReceive(size_t i) {
                              FI_ADDR_UNSPEC, &receiveContexts_[i]));
 }
 
-// As complete as ours are: the bytes are in the peer's memory.
+// Completes like our own writes: once the data is in the peer's memory.
 ssize_t Bare::write(std::byte* from, size_t bytes, uint64_t offset, void* context) {
   const iovec piece{from, bytes};
   void* descriptor = ::fi_mr_desc(region_);

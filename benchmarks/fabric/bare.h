@@ -14,12 +14,12 @@
 
 namespace mooncake::bench {
 
-// What the provider does by itself: fi_write, fi_read, fi_send and fi_cq_read in a loop, nothing
-// of ours around them. The ceiling for what goes through a Nic.
+// The provider alone: fi_write, fi_read, fi_send and fi_cq_read in a loop, without our code. It is
+// the ceiling for a Nic.
 class Bare {
  public:
-  // The memory is somebody else's: ours and this move the same pages, for what a copy costs
-  // depends on where they lie.
+  // Uses the station's memory: both move the same pages, because the cost of a copy depends on
+  // where they lie.
   Bare(Crew& crew, const FabricEnv& env, Station& station, bool spins);
   ~Bare();
 
@@ -32,7 +32,7 @@ class Bare {
   ssize_t write(std::byte* from, size_t bytes, uint64_t offset, void* context);
 
   Crew& crew_;
-  bool spins_;  // else it sleeps in fi_cq_sread, where the provider can
+  bool spins_;  // false: sleeps in fi_cq_sread, if the provider can
   fid_fabric* fabric_ = nullptr;
   fid_domain* domain_ = nullptr;
   fid_av* addresses_ = nullptr;

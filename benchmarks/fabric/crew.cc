@@ -149,7 +149,7 @@ std::string startOthers(int size, char** arguments) {
     std::vector<char*> pointers;
     for (std::string& word : words) pointers.push_back(word.data());
     pointers.push_back(nullptr);
-    // Nothing has been started yet: there is one thread.
+    // fork() is safe: there is only one thread yet.
     const pid_t child = ::fork();
     if (child < 0) die("fork");
     if (child == 0) {

@@ -19,27 +19,27 @@ inline void orDie(const Status& status) {
   if (!status.ok()) die(status.error().message);
 }
 
-// The processes of one measurement. They tell each other addresses and keys, and wait for each
-// other, over TCP; what is measured goes elsewhere.
+// The processes of one measurement. Over TCP they exchange addresses and keys, and wait for each
+// other. The measured data goes over the cards.
 class Crew {
  public:
-  // Rank 0 listens at HOST:PORT, the others call there, for up to a minute.
+  // Rank 0 listens at HOST:PORT. The others connect there, for up to a minute.
   Crew(int rank, int size, const std::string& meetingPoint);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(size_); }
-  // Everybody's, in the order of ranks.
+  // Returns the messages of all ranks, in rank order.
   std::vector<Bytes> exchange(ByteView mine);
   void barrier() { exchange({}); }
 
  private:
   const int rank_;
   const size_t size_;
-  std::vector<Fd> others_;  // of rank 0: by rank; else: rank 0
+  std::vector<Fd> others_;  // on rank 0: by rank; elsewhere: rank 0
 };
 
-// Starts this program anew for the ranks 1 to `size` - 1, all at a free port of 127.0.0.1, and
-// returns that meeting point. They end with this process.
+// Starts this program again for ranks 1 to `size` - 1, with a free port of 127.0.0.1 as meeting
+// point, and returns that. They end with this process.
 std::string startOthers(int size, char** arguments);
 
 }  // namespace mooncake::bench

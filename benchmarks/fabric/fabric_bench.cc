@@ -1,4 +1,4 @@
-// What network cards do, through our Nic and bare. See usage() and docs/fabric.md.
+// Measures network cards, through our Nic and bare. See usage() and docs/fabric.md.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -240,14 +240,14 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// MB/s that the provider's own tool prints, one block there and back at a time. "-" where it is
-// not installed, or the ranks are not all here.
+// Rate in MB/s according to the provider's own tool, with one block there and back at a time. "-"
+// if it is not installed, or if the ranks are on several hosts.
 std::string pingpong(const Options& options, size_t bytes) {
   if (!options.isLocal || options.env.requiredProvider.empty()) return "-";
   const std::string port = std::to_string(20000 + ::getpid() % 20000);
   const std::string tool = "timeout 20 fi_pingpong -e rdm -I 100 -p '" +
                            options.env.requiredProvider + "' -S " + std::to_string(bytes);
-  // The caller tries until the other one listens.
+  // The client repeats its call until the server listens.
   const std::string command = "{ " + tool + " -B " + port +
                               " >/dev/null 2>&1 & } ; for i in 1 2 3 4 5" + "; do sleep 0.2; " +
                               tool + " -P " + port +

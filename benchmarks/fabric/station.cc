@@ -194,7 +194,7 @@ Station::FirstSubmits Station::firstSubmits(int target) {
       all[c].push_back(orDie(cards_[c]->insert(address)));
   }
   times.insertAll = micros(start);
-  // All pairs at once, as a warm-up does it.
+  // All pairs at once, as in a warm-up.
   left_.assign(1, all.size() * remote.addresses.size());
   const NicBuffer none{memory_.first(1), nullptr};
   start = Clock::now();
