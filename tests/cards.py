@@ -1,5 +1,5 @@
-"""Network cards for tests: libfabric's own provider over TCP stands for them, so the same code runs
-here as on EFA, InfiniBand and RoCE."""
+"""Network cards for tests: libfabric's own provider over TCP, so that the same code runs here as on
+EFA, InfiniBand and RoCE."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engines import LOOPBACK
 
 SOFTWARE = {"MOONCAKE_FABRIC_PROVIDERS": "tcp;ofi_rxm"}
 CARDS = {**SOFTWARE, "MC_TE_FILTERS": LOOPBACK}
-WIRE = {**CARDS, "MOONCAKE_TRANSPORTS": "fabric"}  # no short way within the host
+WIRE = {**CARDS, "MOONCAKE_TRANSPORTS": "fabric"}  # without the wires within a host
 
 
 @functools.cache
 def why_none() -> str | None:
-    """Why libfabric's software provider cannot be had here, or None."""
+    """Why libfabric's software provider is not available here, or None."""
     program = "from mooncake_backend import extension as e; print(e.load().describe_fabric())"
     told = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **CARDS}, capture_output=True,
@@ -28,8 +28,8 @@ def why_none() -> str | None:
 
 
 def over(transports: str) -> dict[str, str]:
-    """The environment of ranks on this host that reach each other by this transport only. Skips
-    the test where there are no cards for it."""
+    """The environment of ranks on this host that reach each other by this transport only. Skips the
+    test if there are no cards for it."""
     if transports != "fabric":
         return {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": LOOPBACK}
     if why := why_none():

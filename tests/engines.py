@@ -1,5 +1,5 @@
-"""Two processes with a transfer engine each, for tests: a target that gives memory and serves until
-it is told to end, and whoever uses it."""
+"""Processes with a transfer engine each, for tests: a target that registers memory and serves until
+it is told to end, and its users."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-# Far from where the kernel puts mappings by itself: a hole there stays one.
+# Far from where the kernel places mappings, so that an unmapped range is not reused.
 _places = itertools.count(1 << 44, 1 << 30)
 _FIXED_NOREPLACE = 0x100000
 
 
 def map_pages(size: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> int:
-    """Memory that unmap_pages() may take away."""
+    """Maps memory that unmap_pages() may unmap."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED_NOREPLACE
     place = next(_places)
     assert _libc.mmap(place, size, protection, flags, -1, 0) == place, "mmap"

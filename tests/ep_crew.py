@@ -1,4 +1,4 @@
-"""Ranks that dispatch and combine, and what they need to compare with the reference."""
+"""Functions of ranks that dispatch and combine, and that compare the results with the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 4
 
 
 class EpCrew:
-    """A crew that is made when a test calls it first."""
+    """A crew that is made at a test's first call."""
 
     def __init__(self, crew: Callable[[], harness.Crew]) -> None:
         self.crew = crew
@@ -40,7 +40,8 @@ def mooncake_buffer(tokens: int, hidden: int, experts: int, **more: Any) -> Moon
 def inputs(
     seed: int, counts: Sequence[int], hidden: int, topk: int, experts: int, duplicates: bool = False
 ) -> list[SimpleNamespace]:
-    """Of every rank: x, topk_idx, weights; the same wherever it is called. A tenth of the choices
+    """For every rank x, topk_idx and weights, the same wherever it is called. A tenth of the
+    choices
     are -1."""
     drawn = torch.Generator().manual_seed(seed)
     of_all = []
@@ -67,7 +68,7 @@ def check_dispatch(
     owners: Sequence[int] | None = None,
     **cast: bool,
 ) -> torch.Tensor:
-    """Bit by bit against the reference. Returns recv_x as bfloat16 rows, zeros where none is."""
+    """Compares with the reference bit by bit. Returns recv_x as bfloat16; unused rows are 0."""
     received, recv_count, handle, _, _ = found
     size, hidden = len(given), given[0].x.size(1)
     owners = owners or reference.default_owners(experts, size)
@@ -122,7 +123,7 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def answers(rows: torch.Tensor, expert: int) -> torch.Tensor:
-    """What an expert makes of its rows: each another thing."""
+    """The answer of an expert to its rows; it differs by expert."""
     return (rows.float() * (1 + expert / 8) + expert / 4).bfloat16()
 
 
@@ -135,7 +136,8 @@ def all_answers(
     owners: Sequence[int] | None = None,
     **cast: bool,
 ) -> list[torch.Tensor]:
-    """Of every rank's experts, [L, R * T, h] in rank order, by the reference alone."""
+    """The answers of every rank's experts, [L, R * T, h] in rank order, from the reference
+    alone."""
     size, hidden = len(given), given[0].x.size(1)
     owners = owners or reference.default_owners(experts, size)
     of_all = []
@@ -190,12 +192,12 @@ def check_combine(
     same_bits(combined, expected)
 
 
-# By rank: whom it masks, or None.
+# By rank: the rank that it masks, or None.
 Masks = Sequence[int | None]
 
 
 def unmasked(masks: Masks) -> list[int]:
-    """Who takes part: whom nobody masks."""
+    """The ranks that take part: no rank masks them."""
     return [rank for rank in range(len(masks)) if rank not in masks]
 
 
@@ -211,8 +213,8 @@ def round_trip(
     zero_copy: bool = False,
     **cast: bool,
 ) -> torch.Tensor:
-    """One dispatch and one combine, all compared: the buffer is in order. masks: in the dispatch,
-    and in the combine; drops: the combine wants no more of what is in this place of top-k"""
+    """Runs one dispatch and one combine and checks both, so the buffer is in order. masks: in the
+    dispatch, and in the combine; drops: the place in top-k that the combine leaves out"""
     mine, size = given[me.rank], len(given)
     cast = {"use_fp8": False, **cast}
     in_dispatch, in_combine = masks or ([None] * size, [None] * size)

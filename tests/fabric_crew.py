@@ -1,5 +1,6 @@
-"""What the ranks of tests of network cards do, apart from the tests: whoever imports those asks
-libfabric which cards there are."""
+"""Functions of the ranks in tests of network cards. They are apart from the tests, because
+importing
+those asks libfabric for its cards."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import engines
 import numpy as np
 from engines import pattern
 
-BYTES, PIECES = 1 << 18, 8  # of moves_until_told()
+BYTES, PIECES = 1 << 18, 8  # for moves_until_told()
 SIZE = 3  # ranks that run lives()
-AREA = 1 << 20  # of a rank's memory, for each of the others
+AREA = 1 << 20  # bytes of a rank's memory for each of the others
 STEPS = 20
 
 
 def moves_until_told(me, addresses):
-    """Rank 1 writes to rank 0 and reads back, other bytes each time; every one of them counts."""
+    """Rank 1 writes to rank 0 and reads back, with other bytes each time, and checks each byte."""
     side = engines.make(protocol="fabric", host=addresses[me.rank], size=BYTES * PIECES)
     if me.rank == 0:
         me.board.set("target", (side.session, side.address))
@@ -44,7 +45,8 @@ def moves_until_told(me, addresses):
 
 
 def lives(me, seed, protocol, address):
-    """Moves bytes to others and back; what fails may only do so because the other was killed."""
+    """Moves bytes to others and back. A transfer may fail only if the test has killed its
+    target."""
     dice = random.Random(f"{seed} {me.rank}")
     side = engines.make(protocol, host=address, size=AREA * (SIZE + 1))
     me.board.set(f"target-{me.rank}", (side.session, side.address))

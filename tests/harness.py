@@ -1,10 +1,8 @@
 """Ranks as real processes, driven by a test.
 
-A Crew is a set of ranks that lives as long as the test wants and runs one function after the
-other on
-all of them; run_ranks() is a crew for one function. Ranks are forked from a server that has
-imported
-torch already, so they start in tens of milliseconds. Whatever happens, no rank outlives its crew.
+A Crew is a set of ranks. They run one function after the other, each on all ranks, for as long as
+the test wants; run_ranks() is a crew for one function. Ranks are forked from a server that has
+imported torch, so they start in tens of milliseconds. In no case does a rank outlive its crew.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ import torch.distributed as dist
 
 from mooncake_backend import registration
 
-# Of one function on all ranks; generous, the machine may be busy.
+# Seconds that one function may take on all ranks; generous, because the machine may be busy.
 DEADLINE = float(os.environ.get("RANKS_DEADLINE", "120"))
-GRACE = 10.0  # how long the others may take once one rank has failed
+GRACE = 10.0  # seconds that the others get once one rank has failed
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "hypothesis"]
 
 _processes = multiprocessing.get_context("forkserver")
@@ -57,7 +55,7 @@ def until(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -
 
 
 class Board:
-    """Facts that ranks and the test tell each other, by name. Files, so that it needs no
+    """Facts that ranks and the test tell each other, by name. Stored in files, so it needs no
     network."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +80,7 @@ class Board:
 
 @dataclass
 class Rank:
-    """What a rank's function gets as its first argument."""
+    """First argument of a rank's function."""
 
     rank: int
     size: int
@@ -130,7 +128,7 @@ class RanksFailedError(AssertionError):
 
 
 def stop_process(pid: int) -> None:
-    """Until the last of its threads has stopped: they go on for a moment after the signal."""
+    """Stops a process. Waits until the last of its threads has stopped, which takes a moment."""
     os.kill(pid, signal.SIGSTOP)
     until(lambda: _thread_states(pid) == {"T"}, f"process {pid} to stop")
 
@@ -141,12 +139,12 @@ def _thread_states(pid: int) -> set[str]:
 
 
 class Crew:
-    """Ranks that run what call() is given, until close().
+    """Ranks that run the functions of call(), until close().
 
     env, rank_env: variables of all ranks, and of single ones by rank; other MOONCAKE_ variables
     are unset
-    namespaces: the network namespace that each rank lives in
-    backend: None makes ranks that are in no process group
+    namespaces: the network namespace of each rank
+    backend: None makes ranks without a process group
     """
 
     def __init__(
@@ -208,7 +206,8 @@ class Crew:
     def call(
         self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE
     ) -> list[Any]:
-        """function(Rank, *args) on every rank; the results in rank order, or RanksFailedError."""
+        """Runs function(Rank, *args) on every rank. Returns the results in rank order, or raises
+        RanksFailedError."""
         self.start(function, *args)
         return self.results(deadline)
 
@@ -221,8 +220,8 @@ class Crew:
                     raise
 
     def results(self, deadline: float = DEADLINE, dead: Sequence[int] = ()) -> list[Any]:
-        """Of what start() started. `dead`: ranks that the test ends; None stands for their result,
-        and nobody waits for it."""
+        """Results of the function that start() started. `dead`: ranks that the test ends. Their
+        result is None, and it is not waited for."""
         outcomes = self.outcomes(deadline, dead)
         if any(outcome.error for outcome in outcomes):
             self.broken = True
@@ -290,7 +289,7 @@ class Crew:
         self.signal(rank, signal.SIGCONT)
 
     def log(self, rank: int) -> str:
-        """What the rank wrote to stdout and stderr."""
+        """Output of the rank: stdout and stderr."""
         path = self._log(rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -300,7 +299,7 @@ class Crew:
     # ---- the end
 
     def close(self) -> None:
-        """Every rank leaves in good order: it destroys its groups and ends with exit code 0."""
+        """Lets every rank destroy its groups and end with exit code 0."""
         try:
             self.call(_leave)
             for rank, link in enumerate(self.links):
@@ -312,7 +311,7 @@ class Crew:
             self.end()
 
     def end(self) -> None:
-        """Ends what is left."""
+        """Kills the ranks that are left."""
         for link in self.links:
             link.close()
         for process in self.processes:
@@ -327,15 +326,15 @@ class Crew:
 def run_ranks(
     size: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, **crew: Any
 ) -> list[Any]:
-    """function(Rank, *args) on a crew of its own."""
+    """Runs function(Rank, *args) on a crew of its own."""
     with Crew(size, **crew) as ranks:
         return ranks.call(function, *args, deadline=deadline)
 
 
 @contextlib.contextmanager
 def starting(size: int, function: Callable[..., Any], *args: Any, **crew: Any) -> Iterator[Crew]:
-    """The same while the ranks run: the test kills, stops and tells them things, then asks for
-    results()."""
+    """Like run_ranks(), but the test goes on while the ranks run: it kills and stops ranks, tells
+    them facts, and then asks for results()."""
     ranks = Crew(size, **crew)
     try:
         ranks.start(function, *args)
@@ -345,7 +344,7 @@ def starting(size: int, function: Callable[..., Any], *args: Any, **crew: Any) -
 
 
 def raised(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[str, str]:
-    """The type and text of what the call raises; it must raise."""
+    """The type and text of the exception that the call must raise."""
     try:
         function(*args, **named)
     except Exception as error:
@@ -354,7 +353,7 @@ def raised(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[str,
 
 
 def set_timeout(seconds: float) -> None:
-    """Of the default group."""
+    """Sets the default group's timeout."""
     timeout = timedelta(seconds=seconds)
     world = dist.group.WORLD
     if hasattr(world, "set_timeout"):
@@ -364,7 +363,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def server_children() -> list[int]:
-    """Processes that were forked and are not gone."""
+    """Processes that the server has forked and that have not ended."""
     pid = forkserver._forkserver._forkserver_pid
     if pid is None:
         return []
@@ -373,7 +372,7 @@ def server_children() -> list[int]:
 
 
 def helper_processes() -> set[int]:
-    """The server and Python's own helper, which live as long as we do."""
+    """The server and Python's own helper, which live as long as this process."""
     pids = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
     return {pid for pid in pids if pid is not None}
 
@@ -382,7 +381,7 @@ def _start_server() -> None:
     if forkserver._forkserver._forkserver_pid is not None:
         return
     _processes.set_forkserver_preload(PRELOAD)
-    # Older Pythons do not hand sys.path to the server, and what is not found is not preloaded.
+    # Older Pythons do not pass sys.path to the server, and modules that it cannot find are skipped.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -445,7 +444,7 @@ def _leave(me: Rank) -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """This thread and those that it starts from now on."""
+    """Moves this thread, and threads that it starts later, into a network namespace."""
     handle = os.open(f"/run/netns/{name}", os.O_RDONLY)
     try:
         if _libc.setns(handle, _CLONE_NEWNET) != 0:

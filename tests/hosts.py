@@ -1,4 +1,4 @@
-"""Hosts on this machine: network namespaces that are joined by bridges. Traffic stays inside."""
+"""Hosts on this machine: network namespaces, joined by bridges. Traffic stays inside."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ ALLOWED_GOVERNORS = "net.ipv4.tcp_allowed_congestion_control"
 
 
 class Hosts:
-    """`count` hosts with a link to each of `networks` networks. A context manager; names carry
-    our pid,
-    so that what a killed run leaves is found and removed by the next one."""
+    """`count` hosts with a link to each of `networks` networks. A context manager. Names contain
+    our pid, so that the next run finds and removes the remains of a killed one."""
 
     def __init__(self, count: int, *, networks: int = 1, v4: bool = True, v6: bool = True) -> None:
         remove_stale()
@@ -75,14 +74,14 @@ class Hosts:
         return self.hosts[index]
 
     def spread(self, size: int) -> list[str]:
-        """The namespace of each of `size` ranks: neighbours share a host, the first host gets
-        the odd one."""
+        """The namespace of each of `size` ranks. Neighbours share a host; the last hosts may get
+        fewer."""
         each = -(-size // len(self.hosts))
         return [self.hosts[rank // each].namespace for rank in range(size)]
 
     def link(self, index: int, up: bool, *, network: int = 0) -> None:
-        """Plugs the host's link into the network's switch, or out of it. Nobody is told: addresses
-        and routes stay."""
+        """Plugs the host's link into the network's switch, or out of it. The host does not notice:
+        its addresses and routes stay."""
         _batch(self.switch, [f"link set p{index}n{network} {'up' if up else 'down'}"])
 
     def set_link(self, index: int, up: bool, *, network: int = 0) -> None:
@@ -91,22 +90,21 @@ class Hosts:
         _batch(self.hosts[index].namespace, [f"link set eth{network} {state}"])
 
     def deafen(self, deaf: int, to: int, yes: bool = True, *, network: int = 0) -> None:
-        """What `to` sends to `deaf` over IPv4 is lost on its way, not what comes back; or is so no
-        longer."""
+        """Drops everything that `to` sends to `deaf` over IPv4, but not the other direction; or
+        stops dropping it."""
         address = self.hosts[deaf].v4[network]
         _batch(
             self.hosts[to].namespace, [f"route {'add' if yes else 'del'} blackhole {address}/32"]
         )
 
     def reset(self, index: int) -> None:
-        """Ends every TCP connection of the host with a reset to both sides; all processes live."""
+        """Ends every TCP connection of the host with a reset to both sides. All processes live."""
         self.hosts[index].run(*RESET)
 
     def limit(self, rate_bits: int, *, network: int = 0) -> None:
-        """What each host sends into the network goes no faster. Connections made from here on are
-        governed by Linux's own default, whatever this machine has chosen, or by reno where a
-        namespace may not use that: BBR takes the pauses of a peer that computes for a slower
-        link."""
+        """Limits the rate at which each host sends into the network. Later connections use Linux's
+        default congestion control, cubic, or reno if a namespace may not use cubic. BBR would take
+        the pauses of a computing peer for a slower link."""
         for index in range(len(self.hosts)):
             allowed = self.hosts[index].run("sysctl", "-n", ALLOWED_GOVERNORS).split()
             governor = "cubic" if "cubic" in allowed else "reno"
@@ -149,7 +147,7 @@ class Hosts:
 
 @cache
 def why_not() -> str | None:
-    """Why there can be no hosts here, or None."""
+    """Why hosts cannot be made here, or None."""
     if os.geteuid() != 0:
         return "not root"
     if shutil.which("ip") is None:

@@ -1,4 +1,4 @@
-"""Calls that a rank is refused by itself, without a word to the others."""
+"""Wrong calls, which a rank refuses by itself, without a message to the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import mooncake_backend
 
 SPLITS = hasattr(dist.ProcessGroup, "split_group")  # since torch 2.9
 KINDS = ("ValueError", "RuntimeError", "NotImplementedError", "TypeError")
-# What is no mistake where nobody else is.
+# Calls that are no mistakes in a group of one rank.
 OF_SEVERAL = [
     "short list", "output size", "input size", "lists", "not divisible", "gathered list",
     "gathered by others", "scattered list", "scattered by others", "short reduction",
@@ -27,7 +27,7 @@ OF_SEVERAL = [
 
 
 class WrapperTensor(torch.Tensor):
-    """A tensor that has no memory of its own, as DTensor and FakeTensor."""
+    """A tensor without memory of its own, like DTensor and FakeTensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> WrapperTensor:
@@ -41,14 +41,14 @@ class WrapperTensor(torch.Tensor):
 
 
 def freed(count: int) -> torch.Tensor:
-    """As FSDP frees a parameter's storage."""
+    """A tensor whose storage was freed, as FSDP does with parameters."""
     tensor = torch.ones(count)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
-    """name: (call, what its error says)."""
+    """name: (call, text that its error must contain)."""
     n, rank = group.size(), group.rank()
     me, other = (dist.get_global_rank(group, r) for r in (rank, (rank + 1) % n))
     stranger = dist.get_world_size() + 7
@@ -233,7 +233,7 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
 
 
 def check(group: Any, number: int | None = None) -> None:
-    """The mistake with that number, or each, is refused with the right words."""
+    """Checks that the mistake with that number, or each, is refused with the right text."""
     mistakes = own_mistakes(group)
     names = [name for name in mistakes if group.size() > 1 or name not in OF_SEVERAL]
     for name in names if number is None else [names[number % len(names)]]:

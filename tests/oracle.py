@@ -1,6 +1,7 @@
-"""What collectives must do, in plain torch and numpy, and one function that checks any of them.
+"""The right results of collectives, in plain torch and numpy, and a function that checks any of
+them.
 
-Contents depend on (seed, rank) only, so every rank knows what every other one contributed.
+Contents depend on (seed, rank) only, so every rank knows the contributions of all others.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ MOVED_ONLY = [
     torch.float8_e8m0fnu,
 ]  # fmt: skip
 LAYOUTS = ["plain", "sliced", "strided", "transposed", "column", "permuted"]
-SURROUNDED = ["sliced", "strided", "column"]  # other elements lie in between or around
-INPUT_LAYOUTS = [*LAYOUTS, "expanded"]  # one element in many places cannot be written
+SURROUNDED = ["sliced", "strided", "column"]  # with other elements in between or around
+INPUT_LAYOUTS = [*LAYOUTS, "expanded"]  # an expanded tensor cannot be an output
 VERBS = [
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter",
@@ -48,14 +49,14 @@ SAME_ON_ALL = [
 def reducible(dtype: torch.dtype, op: str) -> bool:
     if op in ("BAND", "BOR", "BXOR"):
         return dtype in INTEGERS or dtype == torch.bool
-    if dtype in COMPLEX:  # torch itself refuses PRODUCT in all_reduce
+    if dtype in COMPLEX:  # torch itself rejects PRODUCT in all_reduce
         return op in ("SUM", "AVG")
     return dtype in REAL and not (dtype == torch.bool and op == "AVG")
 
 
 def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Integers of the whole range, so that sums wrap; floats of many sizes and both signs."""
-    if count == 0:  # cannot be viewed as another type
+    """Integers of the whole range, so that sums wrap; floats of many magnitudes and both signs."""
+    if count == 0:  # an empty tensor cannot be viewed as another type
         return torch.empty(0, dtype=dtype)
     random = np.random.default_rng([seed, rank])
     if dtype == torch.bool:
@@ -70,7 +71,7 @@ def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tens
 
 
 def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In rank order, in the parts' own precision; half precision through float32, rounded once."""
+    """Reduces in rank order, in the parts' precision. Half precision: in float32, rounded once."""
     dtype = parts[0].dtype
     if dtype == torch.bool:
         stacked = torch.stack(list(parts))
@@ -85,11 +86,11 @@ def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
             result = _COMBINE[op](result, array)
         if op == "AVG":
             divisor = result.dtype.type(len(parts))
-            if dtype.is_complex:  # numpy multiplies with the reciprocal of a complex number
+            if dtype.is_complex:  # numpy multiplies by the reciprocal of a complex number
                 result = (result.view(result.real.dtype) / len(parts)).view(result.dtype)
             elif dtype.is_floating_point:
                 result = result / divisor
-            else:  # towards zero
+            else:  # rounds towards zero
                 result = (result - np.fmod(result, divisor)) // divisor
     return torch.from_numpy(np.ascontiguousarray(result)).to(dtype)
 
@@ -107,7 +108,7 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Placed:
-    """A tensor that lies in memory in some way, with other people's elements around it."""
+    """A tensor with a certain layout in memory, among elements that do not belong to it."""
 
     def __init__(self, values: torch.Tensor, layout: str = "plain") -> None:
         count, dtype = values.numel(), values.dtype
@@ -144,7 +145,8 @@ class Placed:
         self._before = self.base.clone()
 
     def check(self, expected: torch.Tensor, what: str) -> None:
-        """The tensor holds exactly these bits, and nothing around it has changed."""
+        """Checks that the tensor holds exactly these bits, and that no element around it
+        changed."""
         same(self.view.reshape(-1), expected.reshape(-1), what)
         if self.base.numel() < self.view.numel():  # expanded
             return
@@ -156,19 +158,19 @@ class Placed:
 
 
 def _divisor(count: int) -> int:
-    """The largest one that is not above the root."""
+    """The largest divisor that is not above the square root."""
     return next(d for d in range(math.isqrt(max(count, 1)), 0, -1) if count % d == 0)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    # One element or none counts as contiguous whatever its stride is, but cannot be viewed.
+    # A tensor with at most one element counts as contiguous with any stride, but view() rejects it.
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Bit by bit."""
+    """Asserts that both tensors are equal bit by bit."""
     assert found.dtype == expected.dtype, f"{what}: {found.dtype}, expected {expected.dtype}"
     assert found.numel() == expected.numel(), f"{what}: {found.shape}, expected {expected.shape}"
     if torch.equal(bits(found), bits(expected)):
@@ -187,12 +189,12 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def lengths_of(count: int) -> list[int]:
-    """What `count` elements are cut into for a coalesced call."""
+    """Lengths of the tensors into which a coalesced call's `count` elements are cut."""
     return [count // 7, 0, count // 2, count - count // 7 - count // 2]
 
 
 def splits_of(seed: int, size: int, count: int) -> list[list[int]]:
-    """[from][to], each between 0 and 2 * count, every third one 0."""
+    """[from][to], each between 0 and 2 * count; about a third of them 0."""
     random = np.random.default_rng([seed, 77])
     table = random.integers(0, 2 * count + 1, (size, size))
     table[random.integers(0, 3, (size, size)) == 0] = 0
@@ -200,14 +202,14 @@ def splits_of(seed: int, size: int, count: int) -> list[list[int]]:
 
 
 def exercise(verb: str, **named: Any) -> str:
-    """Calls the verb on every rank of the group, checks the result and that nothing else has
-    changed: see start()."""
+    """Calls the verb on every rank of the group, and checks the result, and that nothing else has
+    changed: see _steps()."""
     return start(verb, **named)()
 
 
 def start(verb: str, **named: Any) -> Callable[[], str]:
-    """Calls the verb as _steps() says. What it returns waits for the result, checks it and returns
-    its digest."""
+    """Calls the verb as _steps() does. Returns a function that waits for the result, checks it and
+    returns its digest."""
     steps = _steps(verb, **named)
     next(steps)
 
@@ -235,8 +237,8 @@ def _steps(
     asynchronous: bool = False,
 ) -> Generator[None, None, str]:
     """Calls the verb with `count` elements per rank, yields once, waits if it is asynchronous, and
-    checks the result and that nothing else has changed. Returns a digest of the result, of the
-    root's for reduce and gather."""
+    checks the result, and that nothing else has changed. Returns a digest of the result; for reduce
+    and gather, of the root's result."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     what = f"{verb}({dtype}, {op}, {count} elements, {layout}) on rank {rank} of {size}"
     reduce_op = getattr(dist.ReduceOp, op)
@@ -247,7 +249,7 @@ def _steps(
             return contents(seed, r, min(elements, 1), dtype).expand(elements)
         return contents(seed, r, elements, dtype)
 
-    # What is written to cannot be expanded.
+    # An output cannot be expanded.
     written = "plain" if layout == "expanded" else layout
 
     def placed(values: torch.Tensor, is_output: bool = False) -> Placed:
@@ -330,7 +332,7 @@ def _steps(
                 outputs[r].check(received[r], f"output {r} of {what}")
                 inputs[r].check(pieces[rank][r], f"input {r} of {what}")
         else:
-            # Splits count rows: no layout with two dimensions here.
+            # Splits count rows, so layouts with two dimensions are not used here.
             flat = "plain" if layout in ("transposed", "permuted") else layout
             mine = Placed(given(rank, totals[rank]), flat)
             output = Placed(
@@ -401,7 +403,7 @@ def _coalesced(
     what: str,
     asynchronous: bool,
 ) -> Generator[None, None, str]:
-    """Several tensors of different lengths, and one of another type."""
+    """Checks a coalesced verb with several tensors of different lengths, one of another type."""
     rank, size = group.rank(), group.size()
     lengths = [(length, dtype) for length in lengths_of(count)]
     if reducible(torch.int32, op):
