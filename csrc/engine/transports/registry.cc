@@ -23,7 +23,7 @@ const std::vector<TransportEntry>& transportRegistry() {
 #ifdef MOONCAKE_WITH_SIM
       {"sim",
        [](const TransportContext& context) {
-         return createSimTransport(context, TcpTransport::create);
+         return createSimTransport(context, TcpTransport::create, defaultSimOptions());
        },
        true},
 #endif

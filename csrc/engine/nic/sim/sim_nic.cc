@@ -14,6 +14,7 @@ Bytes SimNic::Message::encode(std::span<const std::byte> data) const {
   ByteWriter out;
   out.put(static_cast<uint8_t>(kind)).put(static_cast<uint8_t>(answer)).put(to).put(toLife);
   out.put(from.index).put(from.life).put(operation).put(key).put(offset).put(length).put(position);
+  out.put(micros);
   return out.putRaw(data).take();
 }
 
@@ -30,6 +31,7 @@ std::optional<SimNic::Message> SimNic::Message::decode(ByteReader& in) {
   message.offset = in.get<uint64_t>();
   message.length = in.get<uint64_t>();
   message.position = in.get<uint64_t>();
+  message.micros = in.get<uint64_t>();
   const bool fits =
       message.position <= message.length && in.left() <= message.length - message.position;
   if (in.failed() || (message.kind != Kind::kPacket && !fits)) return std::nullopt;
@@ -143,9 +145,7 @@ Status SimNic::send(NicPeer peer, NicBuffer header, NicBuffer body, void* contex
     out.owned.insert(out.owned.end(), body.bytes.begin(), body.bytes.end());
     out.header = out.body = {};
     out.sent = 0;
-    out_.emplace(
-        now + std::chrono::microseconds(dice_.below(1000 * options_.odds.lateness.count())),
-        std::move(out));
+    out_.emplace(now + std::chrono::microseconds(drawLateness()), std::move(out));
     return {};
   }
   out.losesCompletion = dice_.once(options_.odds.lost);
@@ -193,29 +193,33 @@ Status SimNic::write(NicPeer peer, NicBuffer source, NicKey to, uint64_t offset,
   const auto now = Clock::now();
   const bool isLate = dice_.once(options_.odds.late) || dice_.once(options_.odds.lateWrites);
   if (isLate) end(number, NicError::kUnreachable, now + dice_.delay());
+  const bool isSlow = !isLate && dice_.once(options_.odds.slowWrites);
+  if (isSlow) operations_[number].deadline += options_.odds.lateness;
   cut({.to = peers_[peer - 1],
        .message = {.kind = Kind::kWrite,
                    .operation = number,
                    .key = to.key,
                    .offset = to.base + offset,
                    .length = source.bytes.size()}},
-      source.bytes, now, isLate);
+      source.bytes, now, isLate, isSlow);
   return {};
 }
 
-// Cuts a write into messages that leave in any order. A late write copies its source, which belongs
-// to the caller again.
-void SimNic::cut(const Out& whole, std::span<const std::byte> data, Time now, bool isLate) {
+uint64_t SimNic::drawLateness() { return dice_.below(1000 * options_.odds.lateness.count()); }
+
+// Into messages that leave in any order. Of one that is late its source is the caller's again.
+// Those of a slow one leave at once, and nothing here holds them up any more.
+void SimNic::cut(const Out& whole, std::span<const std::byte> data, Time now, bool isLate,
+                 bool isSlow) {
   for (uint64_t position = 0; position < data.size() || position == 0;) {
     const auto piece = data.subspan(position, std::min(kMostCarried, data.size() - position));
     Out out = whole;
     out.message.position = position;
     if (isLate) {
       out.owned.assign(piece.begin(), piece.end());
-      out_.emplace(
-          now + std::chrono::microseconds(dice_.below(1000 * options_.odds.lateness.count())),
-          std::move(out));
+      out_.emplace(now + std::chrono::microseconds(drawLateness()), std::move(out));
     } else {
+      if (isSlow) out.message.micros = drawLateness();
       out.header = piece;
       out_.emplace(now + dice_.delay(), std::move(out));
     }
@@ -276,7 +280,10 @@ void SimNic::arrive(const Host& from, ByteView message) {
   std::lock_guard lock(mutex_);
   const auto now = Clock::now();
   if (isClosed_ || isDead(now)) return;
-  in_.emplace(now, In{from, Bytes(message.begin(), message.end())});
+  ByteReader in(message);
+  const auto decoded = Message::decode(in);
+  const auto onItsWay = std::chrono::microseconds(decoded ? decoded->micros : 0);
+  in_.emplace(now + onItsWay, In{from, Bytes(message.begin(), message.end())});
   due_.notify_all();
 }
 

@@ -20,10 +20,11 @@ namespace mooncake {
 struct SimOdds {
   uint32_t failed = 1000;   // of operations: an error, and no byte arrives
   uint32_t late = 2000;     // an error, and all of it arrives afterwards
-  uint32_t lateWrites = 0;  // of writes: the same, in addition
-  uint32_t lost = 2000;     // it arrives, but its completion is lost: the time limit ends it
-  uint32_t storm = 300;     // of new operations: no room for a while
-  uint32_t death = 20'000;  // the card is dead for a while, and messages to it are lost
+  uint32_t lateWrites = 0;  // of writes, besides
+  uint32_t slowWrites = 0;  // of writes: parts of it arrive later, and it ends well behind them
+  uint32_t lost = 2000;     // it arrives, its completion does not: the time limit ends it
+  uint32_t storm = 300;     // of posts: no room, for a while
+  uint32_t death = 20'000;  // the card does nothing for a while, and what comes to it is lost
   std::chrono::milliseconds lateness{20};  // at most
 };
 
@@ -105,9 +106,10 @@ class SimNic final : public Nic {
     Address from;
     uint64_t operation = 0;
     uint64_t key = 0;
-    uint64_t offset = 0;    // of the whole range, in the memory
-    uint64_t length = 0;    // of the whole range
-    uint64_t position = 0;  // of the data in the range
+    uint64_t offset = 0;    // in the memory, of the whole
+    uint64_t length = 0;    // of the whole
+    uint64_t position = 0;  // of the data in it
+    uint64_t micros = 0;    // it spends on the way
     Bytes encode(std::span<const std::byte> data) const;
     static std::optional<Message> decode(ByteReader& in);
   };
@@ -157,7 +159,8 @@ class SimNic final : public Nic {
   void reply(const Host& to, const Message& request, Message answer, ByteView data, Time when);
   std::optional<std::span<std::byte>> reach(const Message& message, uint32_t right);
   void carryDue(Time now);
-  void cut(const Out& whole, std::span<const std::byte> data, Time now, bool isLate);
+  void cut(const Out& whole, std::span<const std::byte> data, Time now, bool isLate, bool isSlow);
+  uint64_t drawLateness();
   Time nextDue() const;
 
   const Options options_;

@@ -24,6 +24,11 @@ class Breaks {
 
 }  // namespace
 
+SimOptions& defaultSimOptions() {
+  static SimOptions options;
+  return options;
+}
+
 Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& context,
                                                       FabricTransport::Create below,
                                                       const SimOptions& options) {

@@ -20,6 +20,9 @@ struct SimOptions {
   std::shared_ptr<SimCards> made = nullptr;  // the cards to use; null: new ones
   FabricChannel::Options channel = {};
 };
+// Options of transport `sim` where an engine creates it. Tests change them before that.
+SimOptions& defaultSimOptions();
+
 Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& context,
                                                       FabricTransport::Create below,
                                                       const SimOptions& options = {});
