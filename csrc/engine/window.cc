@@ -172,6 +172,14 @@ void Window::cancel(const Completion& completion) const {
   }
 }
 
+uint64_t Window::retire(int rank, const RemoteRegion& region) const {
+  return members_[rank].peer->channel->retire(region);
+}
+
+bool Window::isRetired(int rank, uint64_t number) const {
+  return members_[rank].peer->channel->isRetired(number);
+}
+
 const Evidence* Window::disconnection(int rank) const {
   const auto& peer = members_[rank].peer;
   return peer && peer->disconnected.load(std::memory_order_acquire) ? &peer->evidence : nullptr;

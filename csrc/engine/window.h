@@ -75,6 +75,9 @@ class Window {
   Status get(int rank, std::span<const GetRequest> requests) const;
   // Cancels the gets and writes that count at this completion; all have ended when this returns.
   void cancel(const Completion& completion) const;
+  // Channel::retire() and isRetired() of the rank's channel.
+  uint64_t retire(int rank, const RemoteRegion& region) const;
+  bool isRetired(int rank, uint64_t number) const;
 
   // We touch this window no more, and our lease ends. Our part and `more` may still be touched by
   // the others. They are reused once each of them has ended its lease, or its process has ended;

@@ -506,6 +506,13 @@ class FabricCardsAgain : public ConnectedTest {
     });
   }
 
+  // Uses the memory for something else, and looks for late bytes.
+  static bool staysAsItIs(User& user) {
+    std::ranges::fill(user.memory, std::byte{0xee});
+    std::this_thread::sleep_for(2 * kLate.lateness);
+    return std::ranges::all_of(user.memory, [](std::byte b) { return b == std::byte{0xee}; });
+  }
+
   static constexpr SimOdds kLate{.failed = 0,
                                  .late = 0,
                                  .lateWrites = 2,
@@ -513,6 +520,13 @@ class FabricCardsAgain : public ConnectedTest {
                                  .storm = 0,
                                  .death = 0,
                                  .lateness = std::chrono::milliseconds(150)};
+  static auto createUnbroken(bool withdrawalStops) {
+    return [=](const TransportContext& context) {
+      return createSimTransport(
+          context, TcpTransport::create,
+          {.cards = 2, .odds = kLate, .withdrawalStops = withdrawalStops, .breakOdds = 0});
+    };
+  }
   static auto create(const std::shared_ptr<SimCards>& cards, bool withdrawalStops,
                      bool closeEndsReads = true) {
     return [=](const TransportContext& context) {
@@ -602,6 +616,118 @@ TEST_F(FabricCardsAgain, NothingOfAGetOfTheOldOneLands) {
     EXPECT_GT(movedOn(toB), 0u);
     TearDown();
   }
+}
+
+// Half of the writes land up to 150 ms after their end. The owner uses the memory for something
+// else as soon as the peer has confirmed that nothing lands any more. Without that confirmation
+// late bytes must come, or this test could not fail.
+TEST_F(FabricCardsAgain, NothingOfACancelledWriteLandsOnceItIsRetired) {
+  constexpr size_t kEach = 40'000, kSlots = 8;
+  for (const bool stops : {true, false}) {
+    WireEnd a(onLoopback(), createUnbroken(stops)), b(onLoopback(), createUnbroken(stops));
+    connect(a, b);
+    User here(a, kSlots * kEach), there(b, kSlots * kEach);
+    const auto landsLate = [&](bool isRetired) {
+      std::ranges::fill(there.memory, std::byte{0});
+      std::ranges::fill(here.memory, std::byte{1});
+      Completion completion(&bell);
+      for (size_t slot = 0; slot < kSlots; ++slot) {
+        EXPECT_TRUE(toB->write({there.region.remote(), slot * kEach, here.at(slot * kEach, kEach),
+                                &completion})
+                        .ok());
+      }
+      toB->cancel(&completion);
+      EXPECT_TRUE(completion.finished());
+      if (isRetired) {
+        const uint64_t number = toB->retire(there.region.remote());
+        EXPECT_TRUE(eventually([&] { return toB->isRetired(number); }));
+      }
+      return !staysAsItIs(there);
+    };
+    const auto writesByCards = [&] {
+      const uint64_t before = movedOn(toB);
+      Completion completion(&bell);
+      EXPECT_TRUE(toB->write({there.region.remote(), 0, here.at(0, kEach), &completion}).ok());
+      return endOf(completion) == ErrorCode::kOk && movedOn(toB) > before;
+    };
+    size_t late = 0;
+    for (int round = 0; round < 4; ++round) {
+      ASSERT_TRUE(eventually(writesByCards));
+      EXPECT_FALSE(landsLate(/*isRetired=*/true)) << round;
+      ASSERT_TRUE(eventually(writesByCards));
+      late += landsLate(/*isRetired=*/false);
+    }
+    EXPECT_GT(late, 0u);
+    TearDown();
+  }
+}
+
+// The break ends the writes, and cards still carry them out.
+TEST_F(FabricCardsAgain, ARetirementIsConfirmedOnlyWhenTheConnectionStandsAgain) {
+  constexpr size_t kEach = 40'000, kSlots = 8;
+  for (const bool stops : {true, false}) {
+    WireEnd a(onLoopback(), create(nullptr, stops)), b(onLoopback(), create(nullptr, stops));
+    connect(a, b);
+    User here(a, kSlots * kEach), there(b, kSlots * kEach);
+    for (size_t breaks = 0; breaks < 3;) {
+      Completion completion(&bell);
+      Status begun;
+      for (size_t slot = 0; slot < kSlots && begun.ok(); ++slot) {
+        begun = toB->write(
+            {there.region.remote(), slot * kEach, here.at(slot * kEach, kEach), &completion});
+      }
+      const ErrorCode end = endOf(completion);
+      if (begun.ok() && end == ErrorCode::kOk) continue;
+      ++breaks;
+      const uint64_t number = toB->retire(there.region.remote());
+      ASSERT_TRUE(eventually([&] { return a.endedCount() == breaks; }));
+      EXPECT_FALSE(toB->isRetired(number));
+      ASSERT_TRUE(reconnect(a, b).ok());
+      ASSERT_TRUE(eventually([&] { return toB->isRetired(number); }));
+      EXPECT_TRUE(staysAsItIs(there));
+      ASSERT_TRUE(eventually([&] { return b.renewedCount() == breaks; }));
+    }
+    TearDown();
+  }
+}
+
+// Packets that come between restart() and resume() are acknowledged, and land at resume().
+TEST_F(FabricCardsAgain, ARetirementIsConfirmedBehindThePacketsThatAreHeld) {
+  WireEnd a(onLoopback(), createUnbroken(true)), b(onLoopback(), createUnbroken(true));
+  connect(a, b);
+  const auto writer = std::static_pointer_cast<FabricChannel>(toB);
+  const auto owner = std::static_pointer_cast<FabricChannel>(toA);
+  std::promise<void> areAnew;
+  b.loop().post([&] {  // so that `owner` reads the HELLO of `writer` behind its own restart
+    std::promise<void> isAnew;
+    a.loop().post([&] {
+      writer->restart();
+      writer->resume();
+      isAnew.set_value();
+    });
+    isAnew.get_future().wait();
+    owner->restart();
+    areAnew.set_value();
+  });
+  areAnew.get_future().wait();
+  constexpr size_t kSmall = 1000;  // packets carry it
+  User here(a, kSmall), there(b, kSmall);
+  std::ranges::fill(here.memory, std::byte{1});
+  Completion completion(&bell);
+  ASSERT_TRUE(eventually([&] {
+    EXPECT_TRUE(toB->write({there.region.remote(), 0, here.memory, &completion}).ok());
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    return writer->unacknowledged() > 0;
+  }));
+  ASSERT_TRUE(eventually([&] { return writer->unacknowledged() == 0; }));
+  toB->cancel(&completion);
+  const uint64_t number = toB->retire(there.region.remote());
+  std::this_thread::sleep_for(kLate.lateness);
+  EXPECT_FALSE(toB->isRetired(number));
+  EXPECT_FALSE(there.holds(0, here.memory));
+  owner->resume();
+  EXPECT_TRUE(there.holds(0, here.memory));
+  EXPECT_TRUE(eventually([&] { return toB->isRetired(number); }));
 }
 
 // A card that is dead for a while, with writes on it: they leave over the other one.

@@ -102,12 +102,19 @@ class Channel {
   // still end well at the same time. Returns when none of them touches its target or source any
   // more. Bytes of a write that were already sent may still land.
   virtual void cancel(const Completion* completion) = 0;
-  // Shuts out the peer, which may not know it. After this returns, none of its puts or writes lands
-  // here, not even the rest of one that has begun. Its gets fail with kAborted. Our own gets and
-  // writes over a socket end so, too; memory that is mapped here stays readable. Messages still
-  // pass both ways. Does not wait for the peer. If it stores into memory that it maps, one store
-  // may still come late (of a write up to 1 MiB). So memory that it puts into must never be reused,
-  // and memory that it writes into not while hasLateWrites().
+  // Asks the peer to withdraw the keys that its cards granted for `region`. Afterwards no part of a
+  // cancelled write lands there. Returns a number for isRetired().
+  virtual uint64_t retire(const RemoteRegion&) { return 0; }
+  // Whether the peer has confirmed it. Also true once the channel is closed or was made again, or
+  // either end has fenced the other. False while the connection is broken.
+  virtual bool isRetired(uint64_t) { return true; }
+  // The peer is out, and may not know it. From the return of this on no put or write of it lands
+  // here, not even the rest of one that has begun, and none of its gets is served: it is told
+  // kAborted. Our own gets and writes over a socket end so, too; what is mapped here stays
+  // readable. Messages still pass both ways. Does not wait for the peer: where it stores into
+  // memory that it maps, one store that it was in the middle of may still come (of a write up to
+  // 1 MiB), so that memory must not be used again: of puts at all, of writes while
+  // hasLateWrites().
   virtual void fence() = 0;
   // The first half of fence(): no transfer of the peer begins, and those under way are given up.
   // The caller then calls fence(). If several peers are lost, the caller first calls this for all

@@ -13,6 +13,8 @@ constexpr uint64_t kLeastPiece = uint64_t(64) << 10;  // of a transfer that is s
 constexpr size_t kWindow = 64;                        // pieces under way, for each card
 constexpr uint64_t kQuantum = 16;      // of one transfer before the next has its turn
 constexpr size_t kMostGrants = 65536;  // remembered
+// Number of RETIRE that wait for resume(). An honest peer sends a few for each region.
+constexpr size_t kMostHeldRetires = 4096;
 constexpr auto kAskAgain = std::chrono::milliseconds(100);  // where there was nothing to grant
 // For operations to end by themselves before the card is closed for it.
 constexpr auto kGrace = std::chrono::milliseconds(50);
@@ -294,6 +296,7 @@ void FabricChannel::voidKeys(control::Grant& grant, size_t card) {
 
 void FabricChannel::onRetired(uint64_t ticket) {
   std::lock_guard lock(mutex_);
+  for (auto& [number, retiring] : retiring_) retiring.tickets.erase(ticket);
   const auto found = retirements_.extract(ticket);
   if (!found) return;
   for (const LatePiece& piece : found.mapped().pieces) {
@@ -493,7 +496,13 @@ void FabricChannel::onRetire(const control::Retire& retire) {
   uint64_t epoch = 0;
   {
     std::lock_guard lock(mutex_);
-    if (closed_ || fenced_ || !memories_) return;
+    if (closed_ || fenced_) return;
+    // Packets that are held were acknowledged, and land at resume(). The answer comes after them.
+    if (isHeld_) {
+      if (heldRetires_.size() < kMostHeldRetires) heldRetires_.push_back(retire);
+      return;
+    }
+    if (!memories_) return tell(control::encodeNumber(control::Kind::kRetired, retire.ticket));
     epoch = epoch_;
   }
   memories_->takeBackLater(retire.region, retire.card, this,

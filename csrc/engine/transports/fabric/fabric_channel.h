@@ -74,6 +74,8 @@ class FabricChannel final : public Channel,
   Status write(const WriteRequest& request, const RemoteSignal& announcement) override;
   Status send(ByteView message) override;
   void cancel(const Completion* completion) override;
+  uint64_t retire(const RemoteRegion& region) override;
+  bool isRetired(uint64_t number) override;
   void beginFence() override;
   void fence() override;
   void flush() override;
@@ -137,6 +139,12 @@ class FabricChannel final : public Channel,
     std::shared_ptr<control::Grant> grant;  // null: nothing yet
     Clock::time_point askAt;
     bool isAnswered = false;  // also where there is nothing
+  };
+  // A call of retire() that the peer has not confirmed.
+  struct Retiring {
+    uint64_t epoch = 0;
+    uint64_t lastSerial = 0;     // no later packet carries a part of a cancelled write
+    std::set<uint64_t> tickets;  // of RETIRE without an answer
   };
   struct Stopped {
     std::vector<std::shared_ptr<CardTransfer>> transfers;
@@ -301,6 +309,7 @@ class FabricChannel final : public Channel,
   Incoming incoming_;
   bool isHeld_ = false;  // from a restart() until resume()
   std::vector<std::pair<Packet, Bytes>> heldPackets_;
+  std::vector<control::Retire> heldRetires_;
   size_t ackOwed_ = 0;
   Clock::time_point ackDue_;
   size_t answering_ = 0;                    // gets of the peer
@@ -316,7 +325,8 @@ class FabricChannel final : public Channel,
   std::vector<size_t> movingOn_;                              // how many of those, by path
   std::map<uint64_t, Retirement> retirements_;                // by ticket
   std::optional<Clock::time_point> heldUpSince_;
-  uint64_t heldUpBy_ = 0;  // the oldest ticket then
+  uint64_t heldUpBy_ = 0;                  // the oldest ticket then
+  std::map<uint64_t, Retiring> retiring_;  // by number
   uint64_t lastTicket_ = 0;
   bool hasToldUse_ = false;
   uint64_t question_ = 0;  // the last that was asked

@@ -77,10 +77,49 @@ void FabricChannel::cancel(const Completion* completion) {
   awaitStopped(completion);
 }
 
+uint64_t FabricChannel::retire(const RemoteRegion& region) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || fenced_ || isOut_) return 0;
+  const uint64_t number = ++lastTicket_;
+  Retiring& retiring = retiring_[number];
+  retiring.epoch = epoch_;
+  retiring.lastSerial = lastSerial_;
+  if (lost_ || !theirs_) return number;
+  // No later piece uses the keys that the peer withdraws.
+  if (const auto granted = grants_.extract(region.key); granted && granted.mapped().grant) {
+    for (auto& card : granted.mapped().grant->cards) card.clear();
+  }
+  for (size_t card = 0; card < theirs_->rails.size(); ++card) {
+    retiring.tickets.insert(++lastTicket_);
+    tell(control::Retire{
+        .ticket = lastTicket_, .region = region.key, .card = static_cast<uint8_t>(card)}
+             .encode());
+  }
+  return number;
+}
+
+// A peer says HELLO on a new connection only after it has taken back all keys of the old one.
+// Packets that the peer has acknowledged land before it answers RETIRE (onRetire()).
+bool FabricChannel::isRetired(uint64_t number) {
+  std::lock_guard lock(mutex_);
+  const auto found = retiring_.find(number);
+  if (found == retiring_.end()) return true;
+  const Retiring& retiring = found->second;
+  const auto isOnItsWay = [&](const auto& entry) {
+    return entry.first <= retiring.lastSerial && entry.second.kind == Packet::Kind::kWrite;
+  };
+  const bool isAnswered = retiring.tickets.empty() && std::ranges::none_of(sent_, isOnItsWay);
+  const bool isConnected = theirs_ && !lost_;
+  if (!isOut_ && !(isConnected && (retiring.epoch != epoch_ || isAnswered))) return false;
+  retiring_.erase(found);
+  return true;
+}
+
 void FabricChannel::beginFence() {
   std::lock_guard lock(mutex_);
   if (std::exchange(fenced_, true)) return;
   incoming_.clear();
+  retiring_.clear();
   control::Fenced fenced;
   for (const auto& [serial, sent] : sent_) {
     if (sent.kind == Packet::Kind::kWritten && sent.status == Packet::Status::kOk)
@@ -124,6 +163,7 @@ void FabricChannel::close() {
     if ((isFirst = !std::exchange(closed_, true))) {
       rails_->remove(incarnation_);
       dropBulk();
+      retiring_.clear();
       stopped = takeMoving(nullptr);
       finishAll(ErrorCode::kAborted);
       if (below && !isOut_) flushPuts();
@@ -273,6 +313,7 @@ void FabricChannel::restart() {
   incoming_.clear();
   isHeld_ = true;
   heldPackets_.clear();
+  heldRetires_.clear();
   ackOwed_ = 0;
   theirs_.reset();
   isWarm_.clear();
@@ -288,12 +329,17 @@ void FabricChannel::restart() {
 }
 
 void FabricChannel::resume() {
-  std::lock_guard lock(mutex_);
-  isHeld_ = false;
-  const auto packets = std::exchange(heldPackets_, {});
-  if (closed_ || fenced_) return;
-  for (const auto& [packet, data] : packets) land(packet, data);
-  pump(Clock::now());
+  std::vector<control::Retire> retires;
+  {
+    std::lock_guard lock(mutex_);
+    isHeld_ = false;
+    retires = std::exchange(heldRetires_, {});
+    const auto packets = std::exchange(heldPackets_, {});
+    if (closed_ || fenced_) return;
+    for (const auto& [packet, data] : packets) land(packet, data);
+    pump(Clock::now());
+  }
+  for (const control::Retire& retire : retires) onRetire(retire);
 }
 
 }  // namespace mooncake
