@@ -19,7 +19,7 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::unique_ptr<Group> group, siz
       Hosts::meet(*buffer->group_,
                   {.sendBytes = layout.sendBytes(), .region = buffer->landing_.remote()}, deadline);
   if (!hosts.ok()) return hosts.error();
-  buffer->memory_.reset(new Memory{*buffer->group_, *block, layout, std::move(*hosts), {}});
+  buffer->memory_.reset(new Memory{*buffer->group_, *block, layout, std::move(*hosts)});
   buffer->unmaskAll();
   return buffer;
 }

@@ -23,8 +23,6 @@ struct Memory {
   Group::Shared block;  // the buffer's memory, in the arena
   BufferLayout layout;
   Hosts hosts;
-  // Ranks to which we gave up writes that may still arrive: no row is pushed to them again.
-  RankSet lateTo;
 
   std::byte* send(uint64_t number) const { return block.data + layout.send(number); }
   std::byte* recv(uint64_t dispatch) const { return block.data + layout.recv(dispatch); }
@@ -89,9 +87,9 @@ struct Ending {
   RankSet participants;
 };
 
-// Operations of the group, one after the other. A skipped rank ends them as if it had been masked:
-// it receives no rows, and its rows go to no rank.
-Status dispatch(Memory& memory, DispatchCall& call, Ending& ending);
+// Operations of the group, one after the other. Who was skipped ends them as if it had been masked:
+// nothing comes to it, and nothing of it goes anywhere.
+Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending);
 Status combine(const Memory& memory, CombineCall& call, Ending& ending);
 
 }  // namespace mooncake::ep

@@ -29,7 +29,7 @@ namespace {
 
 class Dispatch final : public Algorithm {
  public:
-  Dispatch(Memory& memory, DispatchCall& call, Ending& ending)
+  Dispatch(const Memory& memory, DispatchCall& call, Ending& ending)
       : memory_(memory),
         call_(call),
         ending_(ending),
@@ -67,7 +67,9 @@ class Dispatch final : public Algorithm {
     return op.commit();
   }
 
-  // Writes the results of an operation that the others ran without us.
+  void stop(Operation&) override { given_.stop(); }
+
+  // The others did it without us.
   void endSkipped(const Operation& op) {
     next_.assign(experts_.numLocal(op.rank()), 0);
     ranges_.assign(next_.size() * size_t(op.size()), {});
@@ -401,7 +403,7 @@ class Dispatch final : public Algorithm {
 
 }  // namespace
 
-Status dispatch(Memory& memory, DispatchCall& call, Ending& ending) {
+Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending) {
   const Handle& handle = *call.handle;
   const Call what{
       .verb = Verb::kDispatch,

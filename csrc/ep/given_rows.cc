@@ -9,14 +9,7 @@
 
 namespace mooncake::ep {
 
-namespace {
-
-// Grace for writes that an operation leaves in flight: far more than they need if no path failed.
-constexpr auto kGrace = std::chrono::milliseconds(100);
-
-}  // namespace
-
-GivenRows::GivenRows(Memory& memory, const DispatchCall& call)
+GivenRows::GivenRows(const Memory& memory, const DispatchCall& call)
     : memory_(memory),
       call_(call),
       handle_(*call.handle),
@@ -24,14 +17,8 @@ GivenRows::GivenRows(Memory& memory, const DispatchCall& call)
       experts_(*handle_.experts),
       rowBytes_(dispatchRowBytes(shape_.hidden, call.format)) {}
 
-GivenRows::~GivenRows() {
-  if (!writes_) return;
-  for (const int r : writes_->giveUp(Deadline::after(kGrace))) memory_.lateTo.add(r);
-}
-
 Status GivenRows::stage(Operation& op) {
-  if (writes_) MOONCAKE_TRY(writes_->await());
-  size_t offset = handle_.tokens * rowBytes_;  // end of the own and packed rows
+  size_t offset = handle_.tokens * rowBytes_;  // behind the own and packed rows
   MOONCAKE_TRY(checkEnd(op, offset, memory_.layout.sendBytes()));
   std::byte* const staging = memory_.send(op.number());
   const CopyHint hint = stagingHint(op, handle_.tokens * rowBytes_);
@@ -85,8 +72,7 @@ std::optional<SharedRows::Place> GivenRows::placeFor(const Operation& op,
   const Window& window = op.group().window();
   const bool areWanted = std::ranges::any_of(host, [&](int r) { return call_.mask.contains(r); });
   const bool isGood = place && areWanted && bytes <= kMostPushedBytes &&
-                      op.hadBegunLast(place->by) && !memory_.lateTo.contains(place->by) &&
-                      !window.peerPtr(place->by);
+                      op.hadBegunLast(place->by) && !window.peerPtr(place->by);
   return isGood ? place : std::nullopt;
 }
 

@@ -20,20 +20,13 @@ namespace mooncake::ep {
 // and the receiver does not write there, because it has begun the operation in between. Cards write
 // the rows from where they stand; without cards the rows are put.
 //
-// A fetch is slower. It starts when the last rank has begun. Its request waits on a slow link
-// behind a neighbour's rows in the same direction, and at the owner for a processor. Some rows are
-// fetched all the same. First, so many rows that their requests cost nothing, and that a message
-// about a lost rank would wait behind them. Second, rows for which the receivers' send memory has
-// no room. Third, rows for a rank that was late last time.
-//
-// No write of an earlier attempt may overwrite the rows of a later one. Puts over a stream arrive
-// in order. Cards keep no order, so the writes of an attempt end before the next attempt begins.
-// Writes that are in flight when the operation ends, because a path failed, are given up, and no
-// row is pushed to that rank again.
+// Rows of an earlier attempt must not land on rows of a later one, or of a later operation. A later
+// combine fills all send memory, and a dispatch of another shape has other places. Over a stream
+// puts come in order, ahead of the report that the attempt has stopped. Cards keep no order, so a
+// rank ends its writes before it reports (Writes::end).
 class GivenRows {
  public:
-  GivenRows(Memory& memory, const DispatchCall& call);
-  ~GivenRows();
+  GivenRows(const Memory& memory, const DispatchCall& call);
 
   // Writes the rows, and packs those for ranks that do not map us.
   Status stage(Operation& op);
@@ -46,6 +39,8 @@ class GivenRows {
   size_t write(const Operation& op, int to, ByteView table, std::byte* payload) const;
   // Pushes rows, by puts or by writes of cards. Called once the tables are published.
   Status push(Operation& op);
+  // Ends all writes of the attempt.
+  void stop() { writes_.reset(); }
 
  private:
   // The rows for one rank that does not map us, or for all of its host.
@@ -68,7 +63,7 @@ class GivenRows {
   void writeRow(size_t token, std::byte* to, CopyHint hint) const;
   size_t bytesOf(const Packed& packed) const { return packed.rows(handle_.tokens) * rowBytes_; }
 
-  Memory& memory_;
+  const Memory& memory_;
   const DispatchCall& call_;
   const Handle& handle_;
   const Shape& shape_;

@@ -47,10 +47,11 @@ class SharedRows {
   bool isPackingBounded() const { return areShared_; }
   // The rank of `host` that fetches the rows of `source`, a rank of another host, and their place.
   Place fetched(int source, const std::vector<int>& host) const;
-  // The place into which the source pushes its rows without a request, maybe before it knows that
-  // the others have given up the previous attempt. So it is the same in every attempt, and no other
-  // data ever stands there. Otherwise a late write of an earlier attempt would overwrite another
-  // source's rows. None: there is no room, or that rank takes no part.
+  // Returns the place to which the source puts them before a rank of that host asks. The source
+  // does not know yet whether all other ranks have given up the attempt before, so it has the same
+  // place in every attempt. Otherwise a late put of one source overwrites the rows of another. A
+  // later operation may use the place for anything: see csrc/ep/given_rows.h. Returns none if there
+  // is no room, or if that rank takes no part.
   std::optional<Place> pushed(int source, const std::vector<int>& host) const;
 
  private:

@@ -68,6 +68,7 @@ Status Operation::run(Algorithm& algorithm) {
   if (patience_) waitToSkip(*patience_);
   Status status = attempt(algorithm);
   while (!status.ok() && !isAgreed_) {
+    algorithm.stop(*this);
     auto resolution = resolve(std::move(status));
     if (resolution.kind == FlushAgent::Resolution::Kind::kEnded) {
       algorithm.rollBack(*this, Algorithm::Rollback::kError);
@@ -89,7 +90,10 @@ Status Operation::run(Algorithm& algorithm) {
       status = attempt(algorithm);
     }
   }
-  if (!status.ok()) algorithm.rollBack(*this, Algorithm::Rollback::kError);
+  if (!status.ok()) {
+    algorithm.stop(*this);
+    algorithm.rollBack(*this, Algorithm::Rollback::kError);
+  }
   if (group_.lastView.get() != view_) group_.lastView = kept_ ? kept_ : agent_.view();
   if (status.ok()) group_.lastBegun = number_;
   agent_.end(number_, status);

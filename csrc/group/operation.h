@@ -27,6 +27,9 @@ class Algorithm {
   // another rank has come to the end of this attempt and we have not: all that it needs is there
   // then, or on its way.
   virtual Status complete(Operation& op) = 0;
+  // Ends the writes of an attempt that gave no result; this rank reports that next. No part of them
+  // lands later, because other ranks may reuse that memory as soon as they have the report.
+  virtual void stop(Operation&) {}
   // The attempt is over without a result. Puts back what was overwritten of the inputs, takes back
   // what was announced.
   enum class Rollback { kAgain, kError };
@@ -199,33 +202,43 @@ void copyForPeers(std::byte* to, std::span<const std::byte> from);
 // rank lie side by side.
 void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs);
 
-// Data of one operation, written by cards from where it stands into memory of ranks that told us of
-// it before: as Operation::put(), but it must stay as it is until it has been written. An attempt
-// that is given up leaves some of them under way. So who writes to the same places in each attempt
-// waits before the next one: a rank that is seen to have begun an attempt then has nothing of an
-// earlier one on its way.
+// Data of one operation that cards write from where it stands into memory of ranks that told us of
+// it before. As Operation::put(), but the data must stay as it is until it has been written. Cards
+// keep no order, so an attempt leaves none of its writes under way: Algorithm::stop() calls end().
 class Writes {
  public:
   explicit Writes(Operation& op) : op_(op) {}
-  ~Writes() { giveUp(Deadline::after(Clock::duration::zero())); }
+  ~Writes() { end(); }
   Writes(const Writes&) = delete;
   Writes& operator=(const Writes&) = delete;
 
   // Where Window::hasCards(). The word is stamped when all of it is there.
   Status start(int to, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
                size_t word);
-  // Until all have ended. What did not end well was lost with its connection, or its rank is out:
-  // then nothing of it comes any more.
-  Status await();
-  // Those that have not ended by the deadline end here: the data is the caller's again, and these
-  // ranks are told, as what has left may still come to them.
-  std::vector<int> giveUp(Deadline deadline);
+  // Does nothing more if all writes have landed. Otherwise waits for them until the operation's
+  // deadline: `failure_timeout` at most, 100 ms at least. Then cancels the rest, and waits until
+  // their targets confirm that no part of them comes late. A silent target is lost after
+  // `failure_timeout`, which ends the wait. If a target lives and has not confirmed after ten
+  // failure timeouts, the group fails.
+  void end();
 
  private:
-  bool haveEnded() const;
+  struct Target {
+    Target(const RemoteRegion& region, Doorbell* bell) : region(region), completion(bell) {}
+    bool hasLanded() const {
+      return completion.finished() &&
+             completion.error.load(std::memory_order_acquire) == ErrorCode::kOk;
+    }
+    RemoteRegion region;
+    Completion completion;
+  };
+
+  void giveUp();
+  template <typename IsOver>
+  void wait(Deadline deadline, const IsOver& isOver) const;
 
   Operation& op_;
-  std::map<int, Completion> completions_;  // by rank
+  std::map<std::pair<int, uint64_t>, Target> targets_;  // by rank and region
 };
 
 // Fetches of one operation that are waited for together. None of them touches its target any more

@@ -20,6 +20,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "collectives/collectives.h"
+#include "engine/transports/sim/sim_transport.h"
 #include "ep/calls.h"
 #include "forked_ranks.h"
 
@@ -33,6 +34,7 @@ constexpr int kMostSize = 9;
 constexpr int kMostOperations = 12;
 constexpr size_t kEager = 8 << 10;
 constexpr milliseconds kFailureTimeout{300};
+constexpr milliseconds kSlowest{200};  // that a write of a card takes
 constexpr auto kHang = std::chrono::seconds(20);
 constexpr auto kToMeet = std::chrono::seconds(8);
 constexpr size_t kMostHidden = 100'000;  // tokens do not go with the tables then, nor at once
@@ -79,6 +81,7 @@ struct Case {
   Layout layout;
   std::vector<int> hosts;   // by rank
   bool areByCards = false;  // kMixed: simulated cards connect the hosts
+  bool isSlow = false;      // writes of cards take long enough to be given up
   Experts experts;
   bool raises;
   bool isEarly;  // the first operation may come before the liveness threads
@@ -131,6 +134,7 @@ constexpr Point kPoints[] = {
     {"all-ready", 6, false, Needs::kLargeReduction},
     {"fetched", 6, false, Needs::kLargeReduction},
     {"agree", 2, true, Needs::kRoot},
+    {"end-writes", 3, true, Needs::kWrites},
     {"park", 3, true},
     {"report", 3, true},
     {"tell", 8, true},
@@ -306,7 +310,7 @@ Case drawShrinkingHost(uint64_t seed, Draw& draw) {
   return c;
 }
 
-Case drawCase(uint64_t seed) {
+Case drawUsualCase(uint64_t seed) {
   // By itself, so that the other seeds stay the cases that they are.
   Draw kind(seed * 0x9e3779b97f4a7c15 + 2);
   if (kind.chance(10) || std::getenv("MOONCAKE_TEST_SHRINKS")) return drawShrinkingHost(seed, kind);
@@ -365,6 +369,13 @@ Case drawCase(uint64_t seed) {
   return c;
 }
 
+Case drawCase(uint64_t seed) {
+  Case c = drawUsualCase(seed);
+  Draw writes(seed * 0x9e3779b97f4a7c15 + 3);
+  c.isSlow = (c.layout == Layout::kSim || c.areByCards) && writes.chance(30);
+  return c;
+}
+
 std::string describe(const Case& c) {
   std::ostringstream text;
   text << "MOONCAKE_TEST_CASES=1 MOONCAKE_TEST_SEED=" << c.seed << ": " << c.size << " ranks, "
@@ -374,8 +385,8 @@ std::string describe(const Case& c) {
     for (const int host : c.hosts) text << ' ' << host;
     text << (c.areByCards ? ", by cards)" : ")");
   }
-  text << (c.raises ? ", raise" : ", continue") << (c.isEarly ? ", early" : "") << ", timeout "
-       << c.timeout.count() << " ms";
+  text << (c.isSlow ? ", slow writes" : "") << (c.raises ? ", raise" : ", continue")
+       << (c.isEarly ? ", early" : "") << ", timeout " << c.timeout.count() << " ms";
   if (c.patience.count() > 0) text << ", patience " << c.patience.count() << " ms";
   if (c.experts.isTight())
     text << ", top-" << c.experts.topk << ", send memory of " << c.experts.halfPlaces / 2.0
@@ -776,6 +787,10 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
   options.env.failureTimeout = kFailureTimeout;
   options.env.eagerBytes = kEager;
   options.env.simSeed = c.seed;
+  if (c.isSlow) {
+    defaultSimOptions().odds.slowWrites = 3;
+    defaultSimOptions().odds.lateness = kSlowest;
+  }
   options.env.transports = {"shm", "tcp"};
   if (c.areByCards) options.env.transports = {"shm", "sim"};
   if (c.layout != Layout::kMixed) options.env.transports = {kLayouts[int(c.layout)]};
@@ -808,7 +823,7 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
                                                         kRemoteWrite | kLasting);
   if (!landing.ok()) return;
   ep::Hosts::Memory ours{.sendBytes = layout.sendBytes(), .region = landing->remote()};
-  ep::Memory expertMemory{**group, *block, layout, hostsOf(c, rank, std::move(ours), memory), {}};
+  ep::Memory expertMemory{**group, *block, layout, hostsOf(c, rank, std::move(ours), memory)};
   if (!c.isEarly) awaitSigns(**group, rank, memory.heard);
   for (const Victim& victim : c.victims) {
     if (victim.rank == rank) armFailpoint(victim.point, victim.nth, victim.action, victim.delay);
