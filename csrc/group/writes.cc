@@ -41,12 +41,14 @@ void Writes::giveUp() {
   const auto failureTimeout = group.engine().env().failureTimeout;
   const auto budget = Deadline::after(kBudgets * failureTimeout);
   const auto most = Deadline::after(failureTimeout).earlier(op_.deadline_);
-  const auto least = Deadline::after(kGrace);
-  wait(most.when() > least.when() ? most : least, [&] {
-    return std::ranges::all_of(targets_, [&](const auto& one) {
-      return one.second.completion.finished() || group.isGone(one.first.first);
-    });
-  });
+  const auto isOver = [&](const auto& one) {
+    return one.second.completion.finished() || group.isGone(one.first.first);
+  };
+  const auto isOverOrSkipped = [&](const auto& one) {
+    return isOver(one) || (op_.patience_ && !op_.hasBegun(one.first.first));
+  };
+  wait(Deadline::after(kGrace), [&] { return std::ranges::all_of(targets_, isOver); });
+  wait(most, [&] { return std::ranges::all_of(targets_, isOverOrSkipped); });
   // A write that ended with an error is like one that is cancelled: parts of it may still come. The
   // job does not use the memory of a lost rank any more.
   std::vector<std::pair<int, uint64_t>> retirements;
