@@ -16,9 +16,9 @@
 #include "base/bytes.h"
 #include "base/fd.h"
 
-// A real second process: this very test binary, started anew (fork without exec is no good once
-// there are threads) to run one test that is disabled otherwise. The two talk over two pipes in
-// length-prefixed messages.
+// A real second process: the same test binary, started anew to run one test that is disabled
+// otherwise. (A fork without exec does not work once there are threads.) The two processes exchange
+// length-prefixed messages over two pipes.
 namespace mooncake::testing {
 
 inline void sendMessage(int pipe, ByteView message) {
@@ -26,7 +26,7 @@ inline void sendMessage(int pipe, ByteView message) {
   ASSERT_EQ(::write(pipe, framed.data(), framed.size()), static_cast<ssize_t>(framed.size()));
 }
 
-// Empty at the end of the pipe.
+// Returns the next message; empty at the end of the pipe.
 inline Bytes receiveMessage(int pipe) {
   const auto readAll = [&](void* target, size_t bytes) {
     for (size_t done = 0; done < bytes;) {
@@ -45,9 +45,9 @@ inline Bytes receiveMessage(int pipe) {
 
 class ChildProcess {
  public:
-  // Where a child finds its ends of the pipes.
+  // Descriptors of the pipes in the child.
   static constexpr int kFromParent = 3, kToParent = 4;
-  // The child's end of the conversation: true in a child that was started to run this test.
+  // True in a child that was started to run this test.
   static bool isChild() { return std::getenv("MOONCAKE_TEST_CHILD") != nullptr; }
 
   // `test` is "Suite.DISABLED_Name"; the environment is this process's plus `env`.
@@ -94,8 +94,7 @@ class ChildProcess {
     ::kill(pid_, SIGKILL);
     wait();
   }
-  // Lets go of the pipes, on which a child that has nothing else to do waits, and returns its exit
-  // status.
+  // Closes the pipe to the child, for which an idle child waits. Returns the child's exit status.
   int finish() {
     toChild_.reset();
     return wait();

@@ -9,8 +9,8 @@
 #include <unistd.h>
 #include <vector>
 
-// Where no descriptor is left the sanitizer cannot open the pipe by which it looks whether memory
-// is readable, and takes every object for an invalid one.
+// If no descriptor is left, the sanitizer cannot open the pipe by which it checks whether memory is
+// readable. It then takes every object for an invalid one.
 #ifdef MOONCAKE_SANITIZES_UNDEFINED
 #define SKIP_WHERE_CHECKS_NEED_DESCRIPTORS() GTEST_SKIP() << "UBSan needs descriptors itself"
 #else
@@ -19,7 +19,7 @@
 
 namespace mooncake::test {
 
-// For as long as it lives this process may have only so many descriptors more than it has.
+// While this lives, the process may open only `more` further descriptors.
 class DescriptorLimit {
  public:
   explicit DescriptorLimit(size_t more) {
@@ -31,7 +31,7 @@ class DescriptorLimit {
       return ::fcntl(static_cast<int>(number), F_GETFD) >= 0;
     };
     std::erase_if(numbers, [&](size_t number) { return !isOpen(number); });
-    const size_t highest = *std::ranges::max_element(numbers);  // the limit is one of numbers
+    const size_t highest = *std::ranges::max_element(numbers);  // the limit is on the numbers
     for (size_t number = 0; number < highest; ++number) {
       if (isOpen(number)) continue;
       fillers_.push_back(::fcntl(0, F_DUPFD_CLOEXEC, static_cast<int>(number)));

@@ -19,7 +19,7 @@ namespace mooncake::testing {
 
 constexpr auto kPatience = std::chrono::seconds(20);
 
-// Tests wait for conditions and never for time.
+// Tests wait for conditions, never for a time.
 template <typename Condition>
 ::testing::AssertionResult eventually(Condition&& condition,
                                       std::chrono::nanoseconds patience = kPatience) {
@@ -47,7 +47,7 @@ inline Bytes pattern(size_t bytes, uint64_t seed) {
 
 inline constexpr uint64_t stampOf(uint64_t number) { return number << 16 | 1; }
 
-// What somebody does who connects to one peer and has nothing else to do.
+// Connects to one peer and blocks until the channel stands.
 inline Result<std::shared_ptr<Channel>> connectNow(Transport& transport, const EngineId& peer,
                                                    ByteView endpoint, Deadline deadline) {
   auto connecting = transport.connect(peer, endpoint, deadline);
@@ -73,7 +73,8 @@ inline Result<Handshaken> handshakeNow(Fd socket, const TransportContext& contex
   }
 }
 
-// A window part as engines make it: in the arena, a doorbell in front, registered for both.
+// A part of a window as engines make it: in the arena, beginning with a doorbell, registered for
+// remote reads and writes.
 class Part {
  public:
   Part(Arena& arena, RegionTable& regions, size_t bytes,
@@ -111,7 +112,7 @@ class Part {
   size_t bytes_ = 0;
 };
 
-// One engine's worth of what transports and connections need, and a record of what they reported.
+// The parts of an engine that transports and connections need, and a record of their callbacks.
 class EngineSide {
  public:
   explicit EngineSide(std::string_view key = "the job's key", Env env = {}) {
@@ -123,7 +124,7 @@ class EngineSide {
     auto life = arena_->allocate(sizeof(LifeWord));
     EXPECT_TRUE(life.ok());
     life_ = std::move(*life);
-    new (life_.data()) LifeWord;  // that nobody holds
+    new (life_.data()) LifeWord;  // held by no thread
     loop_ = std::move(*loop);
     const Nonce random = Crypto::randomNonce();
     EngineId id;
@@ -175,7 +176,7 @@ class EngineSide {
     return Part(*arena_, regions_, bytes, rights);
   }
 
-  // The first channel that came from this peer; null if none did in time.
+  // Returns the last channel that this peer connected; null if none came in time.
   std::shared_ptr<Channel> acceptedFrom(const EngineId& peer) {
     std::unique_lock lock(mutex_);
     std::shared_ptr<Channel> found;
@@ -195,7 +196,7 @@ class EngineSide {
     std::lock_guard lock(mutex_);
     return accepted_.size();
   }
-  // How the peer's channel ended: ok when it said goodbye; kTimeout if it did not end in time.
+  // Waits for the end of the peer's channel. Ok: it said goodbye. kTimeout: it did not end in time.
   Status endOf(const EngineId& peer) {
     std::unique_lock lock(mutex_);
     Status how(ErrorCode::kTimeout, "the channel did not end");
@@ -210,7 +211,7 @@ class EngineSide {
     });
     return how;
   }
-  // The first `count` messages of this peer; fewer when they did not come in time.
+  // Returns the first `count` messages of this peer; fewer if they did not come in time.
   std::vector<Bytes> messagesFrom(const EngineId& peer, size_t count) {
     std::unique_lock lock(mutex_);
     std::vector<Bytes> found;

@@ -18,11 +18,11 @@
 
 #include "engine/rendezvous/store.h"
 
-// Ranks that are forked children of the test, so that they can be killed and stopped. What they say
-// stands in memory that they share with it, and outlives them.
+// Ranks that are forked children of the test, so that they can be killed and stopped. Their results
+// are in memory that they share with the test, so the results outlive them.
 namespace mooncake::test {
 
-// fork() copies the one thread that calls it: there must be no other.
+// fork() copies only the thread that calls it, so there must be no other thread.
 inline bool canFork() {
   const auto tasks = std::filesystem::directory_iterator("/proc/self/task");
   return std::distance(begin(tasks), end(tasks)) == 1;
@@ -56,7 +56,8 @@ struct StoreMemory {
   Entry entries[32];
 };
 
-// Ranks that it calls remote cannot be reached over shared memory: what they publish says so.
+// A store that hides the shared-memory endpoint of the ranks that are remote, so that they cannot
+// be reached over shared memory.
 class ForkedStore final : public Store {
  public:
   ForkedStore(StoreMemory& memory, std::vector<bool> isRemote)
@@ -83,7 +84,7 @@ class ForkedStore final : public Store {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
       found.emplace_back(entry->value, entry->value + entry->bytes);
-      // Of a rank, or of the job: who was the first to fail.
+      // Keys end with a rank, except the job's key for the first rank that failed.
       const std::string last = key.substr(key.rfind('/') + 1);
       if (std::isdigit(static_cast<unsigned char>(last[0])) && isRemote_[std::stoul(last)])
         hideSharedMemory(found.back());
@@ -99,7 +100,7 @@ class ForkedStore final : public Store {
     }
     return nullptr;
   }
-  // In the list of its endpoints, by name.
+  // Renames the entry in the list of the member's endpoints.
   static void hideSharedMemory(Bytes& member) {
     constexpr std::string_view kName("\3\0\0\0shm", 7);
     const ByteView name = std::as_bytes(std::span(kName));
@@ -111,7 +112,7 @@ class ForkedStore final : public Store {
   const std::vector<bool> isRemote_;
 };
 
-// One forked child. It ends with us, however we end.
+// One forked child. It is killed when this process ends in any way.
 class ForkedChild {
  public:
   explicit ForkedChild(const std::function<void()>& body) {

@@ -7,7 +7,7 @@
 namespace mooncake::test {
 
 // While this lives, engines of this process that use transport fabric find libfabric's own provider
-// on the loopback device. Made and ended while no other thread reads the environment.
+// on the loopback device. No other thread may read the environment while it is made or destroyed.
 class LoopbackCards {
  public:
   explicit LoopbackCards(const std::vector<std::string>& transports)

@@ -13,12 +13,12 @@
 
 #include "engine/nic/nic.h"
 
-// What every network card must do, written once. A card's test file says
+// Tests that every network card must pass. A card's test file says
 //
 //   struct SimKind {
 //     static Result<std::unique_ptr<Nic>> open();         // a fresh card
 //     static constexpr bool kMovesBytes = true;           // a null card does not
-//     static constexpr bool kChecksKeys = true;           // refuses what it should
+//     static constexpr bool kChecksKeys = true;           // refuses wrong keys and ranges
 //     static constexpr bool kNoticesTheGone = true;       // an operation to a closed card fails
 //     static constexpr std::chrono::milliseconds kTimeout{500};  // the card's own limit
 //   };
@@ -29,7 +29,7 @@ namespace mooncake::testing {
 
 inline constexpr std::chrono::seconds kNicPatience{20};
 
-// A card with what it has completed.
+// A card and its completions.
 struct NicEnd {
   std::unique_ptr<Nic> nic;
   std::deque<NicCompletion> done;
@@ -100,7 +100,7 @@ class NicSuite : public ::testing::Test {
     toA = *peer;
   }
 
-  // Both cards move until it holds.
+  // Polls both cards until the condition holds.
   template <typename Condition>
   bool until(Condition holds, std::chrono::nanoseconds patience = kNicPatience) {
     const auto deadline = Deadline::after(patience);
@@ -114,7 +114,7 @@ class NicSuite : public ::testing::Test {
     return true;
   }
 
-  // The next completion of one end, whichever it is.
+  // Returns the next completion of one end.
   NicCompletion next(NicEnd& end) {
     if (!until([&] { return !end.done.empty(); })) {
       ADD_FAILURE() << "nothing has completed";
@@ -125,7 +125,7 @@ class NicSuite : public ::testing::Test {
     return first;
   }
 
-  // Begins it; full queues are normal.
+  // Tries until the operation has begun: a full queue is no error.
   template <typename Begin>
   void begin(Begin attempt) {
     EXPECT_TRUE(until([&] {
@@ -166,7 +166,7 @@ class NicSuite : public ::testing::Test {
     }
   }
 
-  // What comes right behind a refusal may fail with it, on a card that gives the connection up.
+  // Operations right behind a refused one may fail with it, on a card that closes the connection.
   void expectRecovers(uint64_t seed) {
     NicBlock source(*a.nic, 4096), target(*b.nic, 4096, kBothRights);
     source.fill(seed);
@@ -271,7 +271,7 @@ TYPED_TEST_P(NicSuite, AWrittenOneIsInThePeersMemory) {
       return this->a.nic->write(this->toB, source.all(), target.memory->key(), 64, tagOf(5));
     });
     ASSERT_TRUE(this->until([&] { return !this->a.done.empty(); }));
-    // At this very moment, not a poll of b later.
+    // The data must be there now, before b polls again.
     if (TypeParam::kMovesBytes) {
       EXPECT_TRUE(target.holds(bytes, 64, bytes)) << bytes;
     }
@@ -348,7 +348,8 @@ TYPED_TEST_P(NicSuite, WithoutTheRightItIsRefused) {
   this->expectRecovers(2);
 }
 
-// Nobody polls: the queue fills, says so, and each of those that were taken ends once.
+// No thread polls. So the queue fills and returns kExhausted, and each operation that it took ends
+// once.
 TYPED_TEST_P(NicSuite, AFullQueueSaysSo) {
   if (!this->a.nic->limits().remoteWrite) GTEST_SKIP();
   NicBlock source(*this->a.nic, 64), target(*this->b.nic, 64, kBothRights);
@@ -372,8 +373,8 @@ TYPED_TEST_P(NicSuite, AFullQueueSaysSo) {
   }
 }
 
-// Far more than the depth, from many threads at once: what upstream calls "timed out waiting for
-// CQ drain" has no place to come from.
+// Far more operations than the depth, from many threads at once. Upstream fails here with "timed
+// out waiting for CQ drain".
 TYPED_TEST_P(NicSuite, ManyThreadsTimesBatchAgainstTheDepth) {
   if (!this->a.nic->limits().remoteWrite) GTEST_SKIP();
   constexpr size_t kThreads = 8, kEach = 2000;
@@ -437,7 +438,7 @@ TYPED_TEST_P(NicSuite, CloseCancelsWhatIsUnderWay) {
   EXPECT_TRUE(begun.empty());
 }
 
-// In the middle of it, wherever that is.
+// The close comes at a random point of the write.
 TYPED_TEST_P(NicSuite, CloseWhileAPeerWritesHere) {
   if (!TypeParam::kMovesBytes || !TypeParam::kNoticesTheGone || !this->a.nic->limits().remoteWrite)
     GTEST_SKIP();
@@ -469,7 +470,7 @@ TYPED_TEST_P(NicSuite, CloseWhileAPeerWritesHere) {
   }
 }
 
-// Whatever the card has in hand of them just then.
+// The close comes at different points of the packets' way.
 TYPED_TEST_P(NicSuite, CloseWhileLongPacketsAreUnderWay) {
   if (!TypeParam::kNoticesTheGone) GTEST_SKIP();
   constexpr uintptr_t kPackets = 64;
@@ -483,7 +484,8 @@ TYPED_TEST_P(NicSuite, CloseWhileLongPacketsAreUnderWay) {
     for (uintptr_t i = 0; i < kPackets; ++i)
       begun += this->a.nic->send(this->toB, source.all(), {}, tagOf(i)).ok();
     EXPECT_GT(begun, 0u);
-    // Until the first is there, as the cards connect first, and a little further.
+    // Polls until the first packet is there, because the cards connect first, and then a few times
+    // more.
     ASSERT_TRUE(this->until([&] { return !this->b.done.empty() || !this->a.done.empty(); }));
     for (int i = 0; i < round % 8; ++i) (i % 3 == 0 ? this->a : this->b).poll();
     this->b.nic->close();
@@ -515,7 +517,7 @@ TYPED_TEST_P(NicSuite, AnOperationToWhoIsGoneFailsInTime) {
     EXPECT_EQ(failed.error, NicError::kUnreachable);
     EXPECT_LT(Clock::now() - began, TypeParam::kTimeout * 4 + std::chrono::seconds(2));
   }
-  // The others are as they were.
+  // Operations to other peers work as before.
   auto opened = TypeParam::open();
   ASSERT_TRUE(opened.ok());
   this->b.nic = std::move(*opened);
@@ -538,7 +540,7 @@ TYPED_TEST_P(NicSuite, ARemovedPeerIsNobodyAnyMore) {
   this->expectSendArrives(100, 2);
 }
 
-// What is under way to it ends, one way or the other.
+// Operations that are under way to the peer end, well or cancelled.
 TYPED_TEST_P(NicSuite, RemovalWithOperationsUnderWay) {
   if (!this->a.nic->limits().remoteWrite) GTEST_SKIP();
   NicBlock source(*this->a.nic, 1 << 20), target(*this->b.nic, 1 << 20, kBothRights);
@@ -587,7 +589,7 @@ TYPED_TEST_P(NicSuite, WaitEndsAtADeadlineAtAWakeAndAtACompletion) {
 
   std::atomic<bool> isAwake{false};
   std::thread woken([&] {
-    // Cards without a descriptor come back earlier.
+    // The wait of cards without a descriptor returns earlier.
     const auto deadline = Deadline::after(std::chrono::seconds(10));
     while (!isAwake && !deadline.passed()) this->b.nic->wait(deadline);
     EXPECT_FALSE(deadline.passed());

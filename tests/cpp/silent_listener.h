@@ -11,7 +11,7 @@
 
 namespace mooncake::test {
 
-// Takes connections at a port of 127.0.0.1 and never says a word.
+// Accepts connections at a port of 127.0.0.1 and never sends anything.
 class SilentListener {
  public:
   SilentListener() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
@@ -26,7 +26,7 @@ class SilentListener {
     port_ = ntohs(address.sin_port);
   }
   uint16_t port() const { return port_; }
-  // Somebody has called.
+  // True once a peer has connected.
   bool isCalled() const {
     pollfd one{.fd = socket_.get(), .events = POLLIN, .revents = 0};
     return ::poll(&one, 1, 0) > 0;

@@ -17,14 +17,15 @@
 
 namespace mooncake::test {
 
-// Breaks TCP connections of this process under those who use them, as `ss -K` and a firewall that
-// has forgotten them do.
+// Breaks TCP connections of this process while they are in use, as `ss -K` does, or a firewall that
+// has forgotten them.
 class SocketBreaker {
  public:
   enum class How { kReset, kHangUp };
 
-  // A socket of somebody else's, held so that its number cannot become another file's. Behind the
-  // back of ThreadSanitizer, which takes each number for one thing.
+  // A duplicate of another owner's socket: it stays this socket, even if the owner closes its own
+  // number. Made by system calls that ThreadSanitizer does not see, as it takes each number for one
+  // object.
   class Held {
    public:
     explicit Held(int number) : fd_(static_cast<int>(::syscall(SYS_dup, number))) {}
@@ -42,13 +43,13 @@ class SocketBreaker {
     int fd_;
   };
 
-  // All that are connected; connections within this process count twice.
+  // Returns all connected sockets; a connection within this process counts twice.
   static std::vector<Held> connections() {
     std::vector<Held> found;
     std::vector<int> numbers;
     for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
       numbers.push_back(std::atoi(entry.path().filename().c_str()));
-    // The folder's own is closed by now, and its number is about to be a held one's.
+    // The folder's own descriptor is closed by now. Its number is about to be one of a Held.
     std::erase_if(numbers, [](int number) { return ::syscall(SYS_fcntl, number, F_GETFD) < 0; });
     for (const int number : numbers) {
       Held held(number);
@@ -72,7 +73,7 @@ class SocketBreaker {
       ::syscall(SYS_shutdown, connection.get(), SHUT_RDWR);
       return;
     }
-    // Sends a reset, and whoever uses the socket gets ECONNRESET.
+    // Sends a reset; the users of the socket get ECONNRESET.
     sockaddr nobody{};
     nobody.sa_family = AF_UNSPEC;
     ::syscall(SYS_connect, connection.get(), &nobody, sizeof(nobody));
@@ -85,9 +86,9 @@ class SocketBreaker {
   }
 };
 
-// Breaks one connection after the other, chosen by the seed, until it is destroyed. As a rule it
-// lets those that it broke be made again first: a machine that is slow enough would never come to
-// the end of that.
+// Breaks one connection after the other, chosen by the seed, until it is destroyed. It mostly waits
+// until the broken connections have been made again. Otherwise a slow machine would never have all
+// of its connections.
 class Troublemaker {
  public:
   Troublemaker(uint64_t seed, std::chrono::microseconds least, std::chrono::microseconds most)
@@ -114,7 +115,7 @@ class Troublemaker {
   size_t broken() const { return broken_; }
 
  private:
-  // A handshake takes that much longer: connections that break sooner never carry anything.
+  // Factor by which handshakes are slower. Connections that break sooner never carry anything.
 #ifdef __SANITIZE_THREAD__
   static constexpr int kSlower = 20;
 #else

@@ -4,23 +4,23 @@
 
 namespace mooncake::testing {
 
-// Looks at memory that is just being written, which is no mistake of anybody's.
+// Reads a byte that may be written at the same time; ThreadSanitizer ignores this intended race.
 __attribute__((noinline, no_sanitize("thread"))) inline std::byte peek(const std::byte* at) {
   return *static_cast<const volatile std::byte*>(at);
 }
 
 }  // namespace mooncake::testing
 
-// What every transport must do, written once. A transport's test file says
+// Tests that every transport must pass. A transport's test file says
 //
 //   struct Tcp {
 //     static Result<std::unique_ptr<Transport>> create(const TransportContext& context);
-//     static Env env();  // what its engines run under
+//     static Env env();  // of its engines
 //   };
 //   INSTANTIATE_TYPED_TEST_SUITE_P(Tcp, TransportSuite, Tcp);
 //
-// and adds the tests of what is special to it. Two engines, a and b, live in this process; a
-// connects to b.
+// and adds tests for its special features. Two engines, a and b, live in this process; a connects
+// to b.
 namespace mooncake::testing {
 
 template <typename Wire>
@@ -100,7 +100,7 @@ TYPED_TEST_P(TransportSuite, PutIsAnnouncedInAnotherRegion) {
   EXPECT_TRUE(memory.holds(1024, data));
   EXPECT_TRUE(memory.isZero(kWord, 8)) << "the word of that offset there is data";
 
-  // Late by the word, wherever that is; and neither of the two may be unknown.
+  // Stamps that are too old are dropped, in any region. Neither of the two regions may be unknown.
   (void)this->toB->put({memory.remote(), 1024, pattern(64, 9), {kWord, stampOf(1)}, part.remote()});
   RemoteRegion unknown = part.remote();
   unknown.key += 0x100000;
@@ -213,7 +213,7 @@ TYPED_TEST_P(TransportSuite, MessagesHaveASize) {
   EXPECT_EQ(this->b.messagesFrom(this->a.id(), 1).size(), 1u);
 }
 
-// What a peer sent before it left still counts.
+// Messages that a peer sent before it left still arrive.
 TYPED_TEST_P(TransportSuite, MessagesComeBeforeTheGoodbye) {
   ASSERT_TRUE(this->toB->send(pattern(1000, 1)).ok());
   this->toB->close();
@@ -383,7 +383,7 @@ TYPED_TEST_P(TransportSuite, AFencedPeerChangesNothingAndFetchesNothing) {
   this->toA->fence();
   this->toA->fence();
 
-  // Refused at once where memory is shared, dropped over there where it is not.
+  // With shared memory the puts are refused at once; otherwise the other end drops them.
   (void)this->toB->put({atB.remote(), kData, pattern(100, 2), {kWord, stampOf(2)}});
   (void)this->toB->put({atB.remote(), kData, {}, {kWord, stampOf(3)}});
   Bytes user(10000), target(10000);
@@ -394,7 +394,7 @@ TYPED_TEST_P(TransportSuite, AFencedPeerChangesNothingAndFetchesNothing) {
     ASSERT_TRUE(this->toB->get({remote, 0, target, &completion}).ok());
     EXPECT_EQ(endOf(completion), ErrorCode::kAborted);
   }
-  // It can still be told, and answer; what it put before has been dealt with then.
+  // Messages still go both ways. When they have arrived, the earlier puts have been handled.
   ASSERT_TRUE(this->toB->send(pattern(10, 1)).ok());
   EXPECT_EQ(this->b.messagesFrom(this->a.id(), 1), std::vector<Bytes>{pattern(10, 1)});
   ASSERT_TRUE(this->toA->send(pattern(10, 2)).ok());
@@ -402,7 +402,7 @@ TYPED_TEST_P(TransportSuite, AFencedPeerChangesNothingAndFetchesNothing) {
   EXPECT_TRUE(this->stamped(atB, stampOf(1)));
   EXPECT_TRUE(atB.holds(kData, pattern(100, 1)));
 
-  // What it left in memory that is mapped here can be read.
+  // The fenced peer's memory can still be read, if it is mapped here.
   if (!this->toA->peerArena().empty()) {
     Completion completion(&this->bell);
     ASSERT_TRUE(
@@ -413,7 +413,7 @@ TYPED_TEST_P(TransportSuite, AFencedPeerChangesNothingAndFetchesNothing) {
   EXPECT_EQ(this->a.endedCount() + this->b.endedCount(), 0u) << "the connection stays";
 }
 
-// What is under way when the fence goes down stops where it is.
+// A fence stops transfers that are under way.
 TYPED_TEST_P(TransportSuite, FencingStopsWhatIsUnderWay) {
   if (!this->toA->peerArena().empty())
     GTEST_SKIP() << "the peer stores by itself: a store that it is in the middle of may still come";
@@ -479,7 +479,8 @@ TYPED_TEST_P(TransportSuite, WriteIsAnnouncedWhenItIsThere) {
   }
   uint64_t number = 0;
   for (const size_t bytes : {size_t(0), size_t(1), size_t(4097), size_t(100003), kMost}) {
-    for (const bool lasts : {false, true, true}) {  // packets, also the first time, and cards
+    // A transfer goes by packets; from long-lived memory by cards, from the second time on.
+    for (const bool lasts : {false, true, true}) {
       const Bytes data = pattern(bytes, ++number);
       std::ranges::copy(data, lasting.begin());
       const ByteView from = lasts ? ByteView(lasting).first(bytes) : ByteView(data);
@@ -493,7 +494,7 @@ TYPED_TEST_P(TransportSuite, WriteIsAnnouncedWhenItIsThere) {
       EXPECT_EQ(endOf(completion), ErrorCode::kOk) << bytes;
     }
   }
-  // What does not land is not announced.
+  // A write that is refused is not announced.
   Completion completion(&this->bell);
   ASSERT_TRUE(this->toB
                   ->write({target->remote(), there.size() - 1, lasting, &completion},
@@ -553,7 +554,7 @@ TYPED_TEST_P(TransportSuite, ListsOfSmallTransfers) {
   EXPECT_TRUE(back == data);
 }
 
-// Over days a connection carries more of them than any table of what is missing has room for.
+// Over days, a connection carries more transfers than any table of unfinished ones has room for.
 TYPED_TEST_P(TransportSuite, TransfersWithoutEnd) {
   constexpr size_t kList = 4096, kLists = 9, kBytes = 8;
   Bytes user(kList * kBytes), back(kList * kBytes);
@@ -586,7 +587,7 @@ TYPED_TEST_P(TransportSuite, WriteOutsideFailsAndChangesNothing) {
     const Bytes data = pattern(bytes, 1);
     RemoteRegion unknown = region->remote(), longer = region->remote();
     unknown.key += 0x100000;
-    longer.bytes += 4096;  // what an initiator believes is not what counts
+    longer.bytes += 4096;  // the initiator's idea of the length does not count
     const std::pair<RemoteRegion, uint64_t> wrong[] = {{region->remote(), bytes + 1},
                                                        {region->remote(), ~uint64_t(0) - 10},
                                                        {region->remote(), 2 * bytes + 1},
@@ -626,7 +627,7 @@ TYPED_TEST_P(TransportSuite, WriteToARevokedRegionIsRefused) {
   EXPECT_TRUE(std::ranges::all_of(user, [](std::byte b) { return b == std::byte{0}; }));
 }
 
-// A write of sevens to memory of the owner's that is not in its arena, begun.
+// A write that is under way: sevens, to memory of the owner that is not in its arena.
 struct LongWrite {
   LongWrite(WireEnd& owner, Channel& channel, Doorbell& bell, size_t bytes)
       : user(bytes), data(bytes, std::byte{7}), completion(&bell) {
@@ -667,7 +668,7 @@ TYPED_TEST_P(TransportSuite, CancelEndsTheWritesOfOneCompletion) {
   ASSERT_TRUE(this->toB->write({region->remote(), behind, kept, &other}).ok());
   this->toB->cancel(&cancelled);
   ASSERT_TRUE(cancelled.finished());
-  source.reset();  // under a sanitizer, whoever still reads it is found
+  source.reset();  // a sanitizer finds code that still reads it
   EXPECT_EQ(endOf(other), ErrorCode::kOk);
   EXPECT_TRUE(std::equal(kept.begin(), kept.end(), user.begin() + behind));
 }
@@ -683,12 +684,12 @@ TYPED_TEST_P(TransportSuite, CloseEndsWrites) {
   EXPECT_TRUE(completion.finished());
   EXPECT_FALSE(this->toB->write({region->remote(), 0, *source, &late}).ok());
   EXPECT_TRUE(late.finished());
-  source.reset();  // under a sanitizer, whoever still reads it is found
-  // No goodbye where it would have stood in the middle of a frame.
+  source.reset();  // a sanitizer finds code that still reads it
+  // No goodbye is sent if it would come in the middle of a frame.
   EXPECT_NE(this->b.endOf(this->a.id()).code(), ErrorCode::kTimeout);
 }
 
-// The one that is written to goes half way.
+// The receiver closes its channel in the middle of the write.
 TYPED_TEST_P(TransportSuite, WritesEndWhenThePeerCloses) {
   Bytes user(16 << 20);
   const Bytes data(user.size());
@@ -737,7 +738,7 @@ TYPED_TEST_P(TransportSuite, FencingStopsWritesThatAreUnderWay) {
   EXPECT_EQ(end, seen == write.data ? ErrorCode::kOk : ErrorCode::kAborted);
 }
 
-// The fence or the close is under way on another thread; the completion goes after cancel().
+// While another thread fences or closes, the completion is destroyed right after cancel().
 TYPED_TEST_P(TransportSuite, CancelBesideAnEndWaitsForTheEnd) {
   constexpr size_t kCount = 16, kEach = 1 << 20;
   for (const auto end : {&Channel::fence, &Channel::close}) {

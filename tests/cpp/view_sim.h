@@ -16,9 +16,9 @@
 
 namespace mooncake {
 
-// Many ViewAgreements in one process, with hosts, a network and failure detectors around them. Time
-// is a number, so a schedule of many seconds takes less than a millisecond; everything that is left
-// to chance comes from one seed. After every step the invariants are checked: see failures().
+// Many ViewAgreements in one process, with simulated hosts, network and failure detectors. Time is
+// a number, so a schedule of many seconds takes less than a millisecond. All random choices come
+// from one seed. After every step the invariants are checked: see failures().
 class ViewSim {
  public:
   using Time = std::chrono::microseconds;  // since the start
@@ -31,17 +31,17 @@ class ViewSim {
   struct Network {
     Time minDelay{100};
     Time maxDelay{1000};
-    Time slowDelay{0};  // of one message in ten, if not 0
+    Time slowDelay{0};  // largest delay of one message in ten; 0: no message is slow
     double loss = 0;
     double duplication = 0;
     bool garbles = false;  // bits flip, now and then
-    // A rank sends when it has done all that arrived within so long.
+    // How long a rank gathers news before it sends its report.
     Time gathers{0};
-    Time witnessDelay{2000};   // at most, from an exit until the ranks of its host know
+    Time witnessDelay{2000};   // longest time from an exit until the ranks of its host know
     double lateWitness = 0.1;  // the chance that it takes much longer
   };
 
-  // Ranks of one host stand side by side; links between them never break.
+  // The ranks of a host are consecutive; links between them never break.
   ViewSim(int ranks, int ranksPerHost, Network network, uint64_t seed)
       : network_(network), random_(seed), ranksPerHost_(ranksPerHost) {
     const View first{1, RankSet::firstRanks(ranks)};
@@ -61,14 +61,14 @@ class ViewSim {
   bool chance(double p) { return static_cast<double>(random_() >> 11) * 0x1.0p-53 < p; }
   Time between(Time low, Time high) { return low + Time(below(int((high - low).count()) + 1)); }
 
-  // ---- what goes wrong, each at a time of its own
+  // ---- faults, each at a given time
 
-  // With `afterSends`, it ends while it sends its next reports: the first so many are still sent.
+  // With `afterSends`, the rank dies while it sends its next reports: that many are still sent.
   void killAt(Time when, int rank, int afterSends = 0) {
     push({.when = when, .kind = Kind::kKill, .to = rank, .number = afterSends});
   }
   void leaveAt(Time when, int rank) { push({.when = when, .kind = Kind::kLeave, .to = rank}); }
-  // From `from` to `to` only.
+  // Cuts the link from `from` to `to`, in this direction only.
   void cutAt(Time when, int from, int to, bool down = true) {
     if (!sameHost(from, to))
       push({.when = when, .kind = Kind::kLink, .to = to, .from = from, .number = down});
@@ -80,19 +80,18 @@ class ViewSim {
       }
     }
   }
-  // SIGSTOP, and SIGCONT.
+  // Like SIGSTOP, and SIGCONT at `until`.
   void stopAt(Time when, int rank, Time until) {
     push({.when = when, .kind = Kind::kStop, .to = rank, .number = int(until.count())});
   }
   void suspectAt(Time when, int rank, int other) {
     push({.when = when, .kind = Kind::kSuspect, .to = rank, .from = other});
   }
-  // Somebody without an ear for reports (a launcher that knows of goodbyes) tells a rank of an
-  // exit.
+  // A launcher tells ranks of exits. It knows of goodbyes, but not of reports.
   bool launcherTestifies = false;
-  bool traces = false;  // each step to stderr
+  bool traces = false;  // writes each step to stderr
 
-  // Until nothing happens any more. False: it never ended.
+  // Runs until no event is left. False: the events never ended.
   bool run() {
     constexpr Time kForever{600'000'000};
     const uint64_t tooManySteps = 1'000'000 + 20 * uint64_t(size()) * uint64_t(size());
@@ -107,7 +106,7 @@ class ViewSim {
     return true;
   }
 
-  // ---- what came of it
+  // ---- results
 
   enum class Life { kRunning, kOver, kLeft, kDead };
 
@@ -130,7 +129,7 @@ class ViewSim {
   uint64_t bytes() const { return bytes_; }
   Time lastCommit() const { return lastCommit_; }
 
-  // Everybody who is still running is in the same view, which has nobody else, and knows it.
+  // Checks that all running ranks have committed the same view, with exactly these ranks.
   void expectAgreement() {
     const RankSet all = running();
     all.forEach([&](int r) {
@@ -153,9 +152,9 @@ class ViewSim {
   enum class Kind : uint8_t {
     kReport,
     kGoodbye,
-    kWitness,  // `to` learns that `from` has exited, and what it reported last
-    kTestify,  // the same, but not what it reported
-    kScan,     // `to` looks who is silent
+    kWitness,  // `to` learns that `from` has exited, and gets its last report
+    kTestify,  // the same, without the report
+    kScan,     // `to` looks for silent ranks
     kTick,
     kSend,
     kKill,
@@ -169,7 +168,7 @@ class ViewSim {
     Kind kind;
     int to;
     int from = 0;
-    int number = 0;  // of the report, or what the kind says
+    int number = 0;  // of the report, or another argument of the kind
     uint64_t order = 0;
     bool operator<(const Event& other) const {
       return when != other.when ? when > other.when : order > other.order;
@@ -180,10 +179,10 @@ class ViewSim {
     Life life = Life::kRunning;
     bool minority = false;
     std::optional<ViewActions::Eviction> evicted;
-    int sendsLeft = -1;  // it dies after so many, if not -1
+    int sendsLeft = -1;  // it dies after so many sends; -1: it does not
     Time stoppedUntil{0};
     Time tickAt = kNever;
-    RankSet unsent;               // who is due its report
+    RankSet unsent;               // ranks to which it still has to send its report
     int published = 0;            // its last report, which the ranks of its host can read
     std::vector<bool> linksDown;  // [from]
     std::vector<Time> deafSince;  // [from]
@@ -258,7 +257,7 @@ class ViewSim {
         rank.stoppedUntil = Time(event.number);
         for (int r = 0; r < size(); ++r) {
           hear(r, event.to);
-          // Time in which the detector does not run does not count.
+          // Time in which the detector is stopped does not count.
           Time& since = rank.deafSince[r];
           if (since != kNever) since = rank.stoppedUntil;
         }
@@ -302,7 +301,7 @@ class ViewSim {
           .to = rank});
   }
 
-  // Brings up to date whether `rank` hears `from`.
+  // Updates whether `rank` hears `from`.
   void hear(int rank, int from) {
     if (rank == from) return;
     const Rank& other = ranks_[from];
@@ -320,7 +319,7 @@ class ViewSim {
   void scan(int rank) {
     RankSet silent;
     for (int r = 0; r < size(); ++r) {
-      hear(r, rank);  // it may have been continued
+      hear(r, rank);  // `rank` may have been continued
       const Time since = ranks_[rank].deafSince[r];
       if (r != rank && since != kNever && now_ - since >= kFailureTimeout) silent.add(r);
     }
@@ -364,7 +363,7 @@ class ViewSim {
     Rank& self = ranks_[rank];
     if (self.unsent.empty()) return;
     self.published = keep(self.machine->report());
-    // Who takes out a rank that is alive can be taken out for it.
+    // A rank that takes out a living rank can be taken out in return.
     if (!self.machine->report().suspected.empty()) blamed_.add(rank);
     const size_t bytes = encodeViewReport(self.machine->report()).size();
     bool alive = true;
@@ -382,7 +381,7 @@ class ViewSim {
     const bool isReliable = kind == Kind::kGoodbye || sameHost(from, to);
     if (!isReliable && chance(network_.loss)) return;
     if (network_.garbles && !isReliable && chance(0.02)) {
-      // As a rule it does not decode; if it does, it is the driver's checksum that keeps it away.
+      // A garbled report mostly does not decode. If it does, the driver's checksum rejects it.
       Bytes bytes = encodeViewReport(reports_[report]);
       bytes[random_() % bytes.size()] ^= std::byte(1 << below(8));
       if (auto decoded = decodeViewReport(bytes, size());
@@ -464,8 +463,8 @@ class ViewSim {
   std::priority_queue<Event> queue_;
   std::vector<ViewReport> reports_;
   std::vector<Commit> commits_;  // distinct ones
-  RankSet blamed_;               // whom somebody had a reason to accuse
-  bool suspicious_ = false;      // somebody was suspected who was not known to be gone
+  RankSet blamed_;               // ranks that another one had a reason to accuse
+  bool suspicious_ = false;      // a rank was suspected that was not known to be gone
   Time now_{0};
   Time lastCommit_{0};
   uint64_t order_ = 0;

@@ -4,11 +4,11 @@
 
 #include "engine_side.h"
 
-// What tests of one wire share: engines with nothing but that, and channels between two of them.
+// Shared by the tests of one wire: engines with that wire only, and channels between two of them.
 namespace mooncake::testing {
 
-constexpr size_t kWord = 64;   // where the tests' stamps lie
-constexpr size_t kData = 128;  // where their data begins
+constexpr size_t kWord = 64;   // offset of the tests' stamps
+constexpr size_t kData = 128;  // offset of their data
 
 inline Env onLoopback() {
   Env env;
@@ -35,14 +35,14 @@ inline Result<std::shared_ptr<Channel>> connectNow(const WireEnd& from, const Wi
   return connectNow(*from.transport, to.id(), to.transport->endpoint(), Deadline::after(kPatience));
 }
 
-// Waits for the gets that count here and returns how they ended.
+// Waits for the transfers that count at this completion, and returns how they ended.
 inline ErrorCode endOf(const Completion& completion) {
   EXPECT_TRUE(eventually([&] { return completion.finished(); }));
   return completion.error.load();
 }
 
-// A put that must arrive. On wires that keep order it also shows that what was put before has been
-// dealt with; on others a test that nothing was written can only fail to notice.
+// Makes a put that must arrive. On wires that keep order, all earlier puts have been handled then.
+// On other wires, a test that an earlier put wrote nothing may miss a late write.
 inline void expectPutArrives(Channel& channel, const Part& part, uint64_t number,
                              size_t bytes = 100) {
   const Bytes data = pattern(bytes, number);
@@ -51,7 +51,7 @@ inline void expectPutArrives(Channel& channel, const Part& part, uint64_t number
   EXPECT_TRUE(part.holds(kData, data));
 }
 
-// a has connected to b.
+// A test in which a has connected to b.
 class ConnectedTest : public ::testing::Test {
  protected:
   void connect(const WireEnd& a, WireEnd& b) {
@@ -61,7 +61,7 @@ class ConnectedTest : public ::testing::Test {
     toA = b.acceptedFrom(a.id());
     ASSERT_NE(toA, nullptr);
   }
-  // Once more, on behalf of toB.
+  // Makes the connection of toB again.
   Status reconnect(WireEnd& a, const WireEnd& b, std::chrono::milliseconds patience = kPatience) {
     std::promise<Status> done;
     a.loop().post([&] {
@@ -73,11 +73,11 @@ class ConnectedTest : public ::testing::Test {
   void TearDown() override {
     for (auto* channel : {&toB, &toA}) {
       if (*channel) (*channel)->close();
-      channel->reset();  // before the ends
+      channel->reset();  // before the WireEnds
     }
   }
 
-  // Outlives the channels: they may still look at it when a completion has just finished.
+  // Outlives the channels: they may still use it when a completion has just finished.
   Doorbell bell;
   std::shared_ptr<Channel> toB, toA;
 };
