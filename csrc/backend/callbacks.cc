@@ -10,6 +10,7 @@
 
 #include "backend/completions.h"
 #include "backend/drains.h"
+#include "base/fork.h"
 #include "base/log.h"
 #include "base/thread.h"
 
@@ -37,6 +38,7 @@ struct Callbacks::State final : Drain, std::enable_shared_from_this<State> {
   size_t threads = 0;
   size_t idle = 0;  // of these, wait for something to do
   bool isStopping = false;
+  const uint32_t generation = forkGeneration();
   std::atomic<size_t> unfinished{0};  // posted callbacks that have not ended; read without the lock
 
   // All with the lock.
@@ -155,6 +157,10 @@ bool Callbacks::State::drain(Deadline deadline) {
 Callbacks::Callbacks() : state_(std::make_shared<State>()) { addDrain(state_); }
 
 Callbacks::~Callbacks() {
+  if (state_->generation != forkGeneration()) {
+    new std::shared_ptr<State>(state_);  // see ~Completions()
+    return;
+  }
   std::unique_lock lock(state_->mutex);
   state_->isStopping = true;
   state_->changed.notify_all();

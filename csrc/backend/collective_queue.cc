@@ -85,7 +85,6 @@ void CollectiveQueue::number(CollectiveWork& work) {
 // With the lock: the caller runs it.
 void CollectiveQueue::begins(const CollectiveWork& work) {
   running_ = true;
-  runner_ = std::this_thread::get_id();
   numberBefore_ = group_.lastNumber;
   group_.callsSinceLoss = work.position_ - lossPosition_;
 }
@@ -206,6 +205,8 @@ void CollectiveQueue::runThread() {
   }
 }
 
+thread_local int CollectiveQueue::OperationInterrupt::alive = 0;
+
 void CollectiveQueue::OperationInterrupt::giveUp(const std::string& why) {
   group_.fail({ErrorCode::kAborted, "group '" + group_.name() + "' is over on " +
                                         group_.nameRank(group_.rank()) + ": " + why +
@@ -275,9 +276,6 @@ bool CollectiveQueue::acknowledgeLoss(Deadline deadline) {
   return true;
 }
 
-bool CollectiveQueue::isCallerRunning() {
-  std::lock_guard lock(mutex_);
-  return running_ && runner_ == std::this_thread::get_id();
-}
+bool CollectiveQueue::isCallerInside() { return OperationInterrupt::alive > 0; }
 
 }  // namespace mooncake

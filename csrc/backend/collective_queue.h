@@ -73,8 +73,9 @@ class CollectiveQueue {
   // before. Returns false if there was no loss since the last time. Throws when the deadline
   // passes.
   bool acknowledgeLoss(Deadline deadline);
-  // This thread is in an operation of the group: a signal handler asks.
-  bool isCallerRunning();
+  // Whether this thread runs or awaits an operation of any group. Asked by a signal handler, which
+  // has interrupted it: the groups must outlive the handler then.
+  static bool isCallerInside();
   const std::shared_ptr<Completions>& completions() const { return completions_; }
 
  private:
@@ -85,7 +86,11 @@ class CollectiveQueue {
 
   class OperationInterrupt final : public Interruptible {
    public:
-    explicit OperationInterrupt(Group& group) : group_(group) {}
+    explicit OperationInterrupt(Group& group) : group_(group) { ++alive; }
+    ~OperationInterrupt() { --alive; }
+
+    // Number of these on the calling thread, of any group.
+    static thread_local int alive;
 
    private:
     void giveUp(const std::string& why) override;
@@ -136,7 +141,6 @@ class CollectiveQueue {
   std::shared_ptr<Issuers> issuers_ = std::make_shared<Issuers>();  // in this era
   uint64_t lastIssuer_ = 0;                                         // one of them; 0: none
   bool running_ = false;                                            // somebody runs an operation
-  std::thread::id runner_;                                          // that one
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -7,6 +7,7 @@
 
 #include "backend/drains.h"
 #include "backend/loss.h"
+#include "base/fork.h"
 #include "base/thread.h"
 
 namespace mooncake {
@@ -24,6 +25,7 @@ struct Completions::State final : Drain, std::enable_shared_from_this<State> {
   size_t unfinished = 0;   // posted tasks that have not ended
   bool hasRunner = false;  // a thread comes for the next task
   bool isStopping = false;
+  const uint32_t generation = forkGeneration();
 
   // All with the lock.
   Status start();
@@ -91,6 +93,11 @@ bool Completions::State::drain(Deadline deadline) {
 Completions::Completions() : state_(std::make_shared<State>()) { addDrain(state_); }
 
 Completions::~Completions() {
+  if (state_->generation != forkGeneration()) {
+    // A forked child has no thread that could end, and may have inherited a lock that is held.
+    new std::shared_ptr<State>(state_);
+    return;
+  }
   std::unique_lock lock(state_->mutex);
   while (!state_->hasRunner && !state_->tasks.empty()) state_->runNext(lock);
   state_->isStopping = true;

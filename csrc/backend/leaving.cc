@@ -100,7 +100,7 @@ void MooncakeBackend::close() {
   leaveGroup();
   // The signal handler's own thread may be in a call, and cannot leave it before this returns.
   if (Interruptible::isHandling() && group_ &&
-      (queue_->isCallerRunning() || messages_->messages().drivers() > 0))
+      (CollectiveQueue::isCallerInside() || messages_->messages().drivers() > 0))
     return leakAll();
   // Threads may still be in calls on works of ours. The group has failed: they leave at once.
   if (group_ && !(queue_->stop(Deadline::after(kToGetOut)) && messages_->stop())) {

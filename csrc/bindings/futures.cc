@@ -152,9 +152,17 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
           py::gil_scoped_acquire locked;
           object = py::cast(self);
         }
-        run(guarded->func_, object);
-        py::gil_scoped_acquire locked;
-        object = py::object();
+        std::exception_ptr failure;
+        try {
+          run(guarded->func_, object);
+        } catch (...) {  // the program has set the future that then() returned, for example
+          failure = std::current_exception();
+        }
+        {
+          py::gil_scoped_acquire locked;
+          object = py::object();
+        }
+        if (failure) std::rethrow_exception(failure);
       });
     });
   }
