@@ -55,9 +55,7 @@ Phases = tuple[Callable[[], Any], Callable[[Any], Any]]  # dispatch; combine of 
 
 EP = "mooncake.ep"
 IN_PLACE = "in place"  # EP with zero_copy: experts write to the memory that the others read
-WATCHED = (
-    "all options"  # EP with all options for losses: a mask and a timeout
-)
+WATCHED = "all options"  # EP with all options for losses: a mask and a timeout
 COPY = "memcpy"
 SIGNALS = "signals"  # two barriers, without data
 LIMITS = {"gloo": 0.2, "mooncake-cpu": 1.0}  # of EP / lane, for dispatch and combine together

@@ -21,9 +21,7 @@ from operations import Buffers, Call
 from ranks import COLLECTIVE_TIMEOUT_S, Rank, is_registered
 
 FLOOR = "fake"  # torch's own backend that moves nothing: its time is torch's dispatch
-FLOOR_BYTES = (
-    1 << 10
-)  # fake's all_gather copies its input: a larger copy would count as dispatch
+FLOOR_BYTES = 1 << 10  # fake's all_gather copies its input: a larger copy would count as dispatch
 CHECKS_IN_A_ROW = 3  # calls without a barrier between them, to detect a slot reused too early
 
 

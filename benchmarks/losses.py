@@ -173,9 +173,7 @@ def plot(path: str | None, rows: Rows) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter
 
-    panels: dict[
-        tuple[str, int, int], Rows
-    ] = {}  # rows: actions and sizes; columns: ranks
+    panels: dict[tuple[str, int, int], Rows] = {}  # rows: actions and sizes; columns: ranks
     for row in kills:
         panels.setdefault((row["action"], row["bytes"], row["ranks"]), []).append(row)
     order = list(dict.fromkeys(row["action"] for row in kills))

@@ -70,7 +70,7 @@ class MooncakeBackend(Backend):
     def transport_to(self, rank: int) -> str:
         """Wire to a rank of the group: "shm", "tcp", "fabric", "inproc" or "self"."""
 
-class Future(torch._C.Future):
+class Future(torch._C.Future[Any]):
     """Result of get_future() of a work. Its callbacks run one after the other, in the order in
     which the operations have ended."""
 

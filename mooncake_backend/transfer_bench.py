@@ -301,9 +301,7 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=positive, default=12)
     add("--report_unit", choices=UNITS, default="GB", help="a second")
     add("--report_precision", type=int, default=2)
-    add(
-        "--backend", choices=["classic", "tent"], default="classic", help="only classic exists"
-    )
+    add("--backend", choices=["classic", "tent"], default="classic", help="only classic exists")
     add("--use_vram", type=truth, nargs="?", const=True, default=False, help="not without CUDA")
     add("--init_mem", type=truth, nargs="?", const=True, default=True, help="accepted")
     add("--gpu_id", type=int, default=0, help="accepted")
