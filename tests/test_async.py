@@ -153,6 +153,34 @@ def ordered_on_rank(me, count):
         assert (tensor == number * me.size).all(), (number, tensor[0])
 
 
+def ordered_futures_on_rank(me, rounds):
+    """Rank 1 asks for the second future when both operations have ended, rank 0 before."""
+    for number in range(rounds):
+        called = []
+
+        def call(value, called=called):
+            def callback(future):
+                tensor = torch.full((8,), float(value))
+                called.append((value, tensor, dist.all_reduce(tensor, async_op=True)))
+
+            return callback
+
+        dist.barrier()
+        if me.rank == 0:
+            time.sleep(0.003)  # so that rank 1 waits in the operations
+        works = [dist.all_reduce(torch.ones(8), async_op=True) for _ in range(2)]
+        futures = [works[0].get_future().then(call(1))]
+        if me.rank == 1:
+            while not works[1].is_completed():
+                pass
+        futures.append(works[1].get_future().then(call(2)))
+        for future in futures:
+            future.wait()
+        for value, tensor, work in called:
+            work.wait()
+            assert (tensor == value * me.size).all(), (number, value, tensor[0])
+
+
 def steps_on_rank(me, count):
     """What PowerSGD's gradient hook does with each of many buckets: two operations one after the
     other, each waited for in the callback that calls it."""
@@ -351,6 +379,10 @@ def test_callbacks_that_wait_for_operations(crew, depth):
 
 def test_callbacks_run_in_the_order_of_their_operations(crew):
     crew.call(ordered_on_rank, 12)
+
+
+def test_a_future_of_an_ended_operation_does_not_overtake(crew):
+    crew.call(ordered_futures_on_rank, 100)
 
 
 def test_many_callbacks_that_wait(crew):

@@ -118,7 +118,7 @@ def test_a_stopped_store_holds_init_up_until_its_timeout(has_begun: bool):
         crew.board.set("stopped")
         ends = crew.outcomes(deadline=4 * STOPPED_INIT, dead=[0])
         crew.cont(0)
-        # What the others left behind ends now, and disturbs nobody.
+        # Calls that the other ranks left behind end now, and disturb nobody.
         assert crew.outcomes(dead=[1, 2])[0].error is None
         for end in ends[1:]:
             assert end.error is None, end.text

@@ -49,7 +49,7 @@ def on_rank(me, master):
     if me.rank != LATE:
         check_dispatch(me, found, given, TOKENS, EXPERTS, active=left, **BF16)
         me.board.set(f"through-{me.rank}")
-    # All take part in what comes next, and have their own memory for themselves.
+    # All take part in the next operation, and have their own memory for themselves.
     for _ in range(2):
         check_dispatch(me, dispatch(), given, TOKENS, EXPERTS, **BF16)
     dist.barrier()

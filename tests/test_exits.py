@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import harness
@@ -145,6 +146,29 @@ def test_a_callback_that_takes_long_ends_before_the_program(how):
     assert process.returncode == 0, errors
     assert text == "runs\nhas ended\n"
     assert "waits for a callback" in errors
+
+
+FORKED_CHILD = """
+import os, sys, torch, torch.distributed as dist
+import mooncake_backend
+dist.init_process_group("mooncake-cpu", store=dist.HashStore(), rank=0, world_size=1)
+work = dist.all_reduce(torch.ones(4), async_op=True)
+future = work.get_future()
+future.then(lambda done: None).wait()
+dist.destroy_process_group()
+child = os.fork()
+if child == 0:
+    del future, work
+    os._exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 7)
+"""
+
+
+def test_a_forked_child_drops_works_of_its_parent():
+    """The threads that mark futures and run callbacks are not in the child."""
+    process = run_python(FORKED_CHILD, env=environment("shm"))
+    _, errors = process.communicate(timeout=harness.DEADLINE)
+    assert process.returncode == 0, errors
 
 
 @pytest.mark.parametrize("what", ["dtensor", "fully_shard", "zero"])
@@ -349,13 +373,15 @@ def test_ctrl_c_ends_a_wait(what, transports):
         assert second in (1, 2)  # what rank 0 had given before may be in it
 
 
-def destroying_on_rank(me, what):
+def destroying_on_rank(me, what, exits):
     """Rank 0 destroys the group in a handler that interrupts its own wait."""
     dist.all_reduce(torch.ones(8))
 
     def destroy(*_):
         dist.destroy_process_group()
         me.board.set("destroyed")
+        if exits:
+            sys.exit("as a job's end asks for")
 
     if me.rank == 1:
         me.board.wait("destroyed", 30)
@@ -363,25 +389,41 @@ def destroying_on_rank(me, what):
         return None
     signal.signal(signal.SIGTERM, destroy)
     me.board.set("going")
+    try:
+        return interrupted(what)
+    except SystemExit as exit:
+        return type(exit).__name__, str(exit)
+
+
+def interrupted(what):
     if what == "recv":
         return raised(dist.recv, torch.ones(8), 1)
     if what == "wait":
         work = dist.all_reduce(torch.ones(8), async_op=True)
         return raised(work.wait)
+    if what == "wait beside the thread that runs it":
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        return raised(work.wait, timedelta(minutes=9))
     return raised(dist.all_reduce, torch.ones(8))
 
 
-@pytest.mark.parametrize("what", ["all_reduce", "wait", "recv"])
-def test_destroying_in_a_signal_handler(what):
+@pytest.mark.parametrize("exits", [False, True], ids=["returns", "exits"])
+@pytest.mark.parametrize(
+    "what", ["all_reduce", "wait", "wait beside the thread that runs it", "recv"]
+)
+def test_destroying_in_a_signal_handler(what, exits):
     """It does not wait for the operation that it has interrupted, on its own thread."""
     env = {"MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_FAILURE_TIMEOUT_MS": "60000"}
-    with harness.starting(2, destroying_on_rank, what, env=env, timeout=600.0) as crew:
+    with harness.starting(2, destroying_on_rank, what, exits, env=env, timeout=600.0) as crew:
         crew.board.wait("going")
         until(lambda: sleeps(crew.pid(0)), "rank 0 to wait")
         crew.signal(0, signal.SIGTERM)
         kind, text = crew.results(60)[0]
-        assert kind == "DistBackendError", text
-        assert "destroyed" in text, text
+        if exits:
+            assert (kind, text) == ("SystemExit", "as a job's end asks for")
+        else:
+            assert kind == "DistBackendError", text
+            assert "destroyed" in text, text
 
 
 # ---- import

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import raised, until
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
 import mooncake_backend
@@ -183,6 +184,101 @@ def test_a_shift_after_a_loss_is_named():
     with harness.starting(3, shifted_on_rank, env=RAISE) as crew:
         for kind, text in crew.results(dead=[2])[:2]:
             assert kind == "DistBackendError"
-            assert "rank 0 called its operation 3 after the last loss" in text, text
-            assert "rank 1 called its operation 2 after the last loss" in text, text
+            assert "rank 0 called its operation 3 since the group" in text, text
+            assert "rank 1 called its operation 2 since the group" in text, text
             assert "acknowledge_loss" in text
+
+
+def done_future(me, how, other):
+    """A future that is done before the loss, and is of no collective of the default group."""
+    if how == "other group":
+        return dist.all_reduce(torch.ones(8), async_op=True, group=other).get_future()
+    if how == "message":
+        if me.rank == 2:
+            return None
+        received = dist.irecv(torch.ones(8), 1 - me.rank)
+        dist.isend(torch.ones(8), 1 - me.rank).wait()
+        return received.get_future()
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as batch:
+        dist.all_reduce(torch.ones(8), async_op=True)
+    return batch.works[-1].get_future()
+
+
+def callbacks_around_a_loss_on_rank(me, how):
+    """The first callback runs on rank 0 before its program has seen the loss, on rank 1 afterwards.
+    So its operation ends with the loss on rank 0 only."""
+    other = dist.new_group(list(range(me.size)))
+    dist.barrier()
+    futures = [done_future(me, how, other) for _ in range(2)]
+    for future in futures:
+        if future is not None:
+            future.wait()
+    if me.rank == 2:
+        me.board.wait_all("called", [0, 1])
+        die()
+    lost = dist.all_reduce(torch.ones(8), async_op=True)
+    me.board.set(f"called-{me.rank}")
+    until(lost.is_completed, "the loss")
+    called = []
+
+    def call(number):
+        def callback(future):
+            tensor = torch.full((8,), float(10 * number))
+            called.append((number, tensor, dist.all_reduce(tensor, async_op=True)))
+
+        return callback
+
+    if me.rank == 0:
+        futures[0].then(call(1)).wait()
+    assert raised(lost.wait)[0] == "PeerLostError"
+    if me.rank == 1:
+        futures[0].then(call(1)).wait()
+    futures[1].then(call(2)).wait()
+    for number, tensor, work in called:
+        try:
+            work.wait()
+        except dist.DistError:
+            continue
+        assert (tensor == 20 * number).all(), (number, tensor[0])
+    return True
+
+
+@pytest.mark.parametrize("how", ["other group", "message", "batch"])
+def test_callbacks_of_other_works_do_not_shift(how):
+    with harness.starting(3, callbacks_around_a_loss_on_rank, how, env=RAISE, timeout=10.0) as crew:
+        assert crew.results(dead=[2])[:2] == [True, True]
+
+
+def acknowledged_late_on_rank(me):
+    """The loss has been seen, and a callback of a later operation has still to run on rank 1."""
+    dist.barrier()
+    if me.rank == 2:
+        me.board.wait_all("called", [0, 1])
+        die()
+    lost = dist.all_reduce(torch.ones(8), async_op=True)
+    me.board.set(f"called-{me.rank}")
+    assert raised(lost.wait)[0] == "PeerLostError"
+    called = []
+
+    def callback(future):
+        if me.rank == 1:
+            me.board.wait("called by 0")
+        tensor = torch.full((8,), 100.0)
+        called.append((tensor, dist.all_reduce(tensor, async_op=True)))
+        me.board.set(f"called by {me.rank}")
+
+    first = dist.all_reduce(torch.ones(8), async_op=True)
+    future = first.get_future().then(callback)
+    first.wait()
+    assert mooncake_backend.acknowledge_loss(dist.group.WORLD)
+    last = torch.ones(8)
+    dist.all_reduce(last)
+    future.wait()
+    tensor, work = called[0]
+    work.wait()
+    return tensor[0].item(), last[0].item()
+
+
+def test_a_loss_that_was_seen_is_acknowledged_behind_callbacks():
+    with harness.starting(3, acknowledged_late_on_rank, env=RAISE, timeout=10.0) as crew:
+        assert crew.results(dead=[2])[:2] == [(200, 2)] * 2

@@ -23,7 +23,7 @@ struct Callbacks::State final : Drain, std::enable_shared_from_this<State> {
     const std::atomic<Moment>* until;  // when it may go on
   };
 
-  // Object whose callback the calling thread runs; null: none.
+  // The object of the callback that the calling thread runs; null: none.
   static thread_local State* current;
   // The callback of this thread has given its turn away.
   static thread_local bool isPaused;
@@ -51,6 +51,7 @@ struct Callbacks::State final : Drain, std::enable_shared_from_this<State> {
   bool retakeTurn(std::unique_lock<std::mutex>& lock, Paused& entry, Deadline deadline);
 
   bool isIdle() const override { return unfinished.load() == 0; }
+  bool isCallerInside() const override { return current == this; }
   bool drain(Deadline deadline) override;
 };
 
@@ -149,7 +150,7 @@ bool Callbacks::State::retakeTurn(std::unique_lock<std::mutex>& lock, Paused& en
 }
 
 bool Callbacks::State::drain(Deadline deadline) {
-  if (current == this) return true;
+  if (isCallerInside()) return true;
   std::unique_lock lock(mutex);
   return changed.wait_until(lock, deadline.when(), [&] { return isIdle(); });
 }
@@ -181,9 +182,9 @@ bool Callbacks::isIdle() const { return state_->isIdle(); }
 
 bool Callbacks::drain(Deadline deadline) { return state_->drain(deadline); }
 
-bool Callbacks::isCallerInside() const { return State::current == state_.get(); }
+bool Callbacks::isCallerInside() const { return state_->isCallerInside(); }
 
-// What happens within a callback happens at the moment of that callback.
+// An end that a callback brings about has the moment of that callback.
 void Callbacks::stamp(std::atomic<Moment>& moment) {
   std::lock_guard lock(state_->mutex);
   moment.store(isCallerInside() ? state_->begun : state_->posted, std::memory_order_release);

@@ -36,9 +36,9 @@ class Callbacks {
 
   // The calling thread runs a callback of this object.
   bool isCallerInside() const;
-  // Writes the present moment, where kNever stood: what callbacks await() has happened.
+  // Replaces kNever by the present moment: the end that callbacks await() has come.
   void stamp(std::atomic<Moment>& moment);
-  // The same for what happened when isIdle() was true: it is past for all callbacks.
+  // The same for an end that came while isIdle() was true: it is past for all callbacks.
   void stampPast(std::atomic<Moment>& moment);
   // In a callback: gives the turn away until the moment has been stamped and has come. Returns
   // false if it was not stamped before the deadline.

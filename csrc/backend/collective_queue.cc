@@ -48,7 +48,7 @@ bool CollectiveQueue::stop(Deadline deadline) {
   return true;
 }
 
-// With the lock. What is issued now ends with the loss that is not seen yet. A callback of an
+// With the lock. A new operation ends with the loss as long as that is not seen. A callback of an
 // operation that was called before the loss was seen continues work that the program has given up.
 bool CollectiveQueue::isHeld() {
   if (held_ && held_->loss->isSeen()) release();
@@ -67,14 +67,17 @@ void CollectiveQueue::release() {
   lastIssuer_ = 0;
 }
 
-// With the lock. Calls of callbacks are not counted: how many of them end with a loss differs from
-// rank to rank, also where their order does not.
+// With the lock. Callbacks of this queue's own works are not counted. They run on all ranks in the
+// same order, but the program's calls come between them at different places. Each of them ends with
+// the loss on all ranks or on none, as its work was called before the loss or after it. This is not
+// so for callbacks of other works: of messages, batches, other groups, and torch's own futures.
 void CollectiveQueue::number(CollectiveWork& work) {
   work.number_ = called_++;
   if (!raises_) return;
-  work.isCounted_ = !CallbackScope::isActive();
-  if (work.isCounted_) {
-    ++position_;
+  const bool isCallback = CallbackScope::isActive();
+  work.isCounted_ = !isCallback || CallbackScope::origin().queue != this;
+  if (work.isCounted_) ++position_;
+  if (!isCallback) {
     const uint64_t thread = Issuers::thisThread();
     if (thread != lastIssuer_) issuers_->add(lastIssuer_ = thread);
   }
@@ -260,19 +263,23 @@ uint64_t CollectiveQueue::called() {
 }
 
 bool CollectiveQueue::acknowledgeLoss(Deadline deadline) {
+  // Callbacks of operations before this point call theirs before it, on all ranks.
+  const bool haveRun = completions_->drain(deadline);
   OperationInterrupt interrupt(group_);
   std::unique_lock lock(mutex_);
   while ((running_ || !items_.empty()) && !deadline.passed()) sleep(lock, interrupt, deadline);
   interrupt.rethrow();
-  if (running_ || !items_.empty()) {
+  if (!haveRun || running_ || !items_.empty()) {
     throwError({ErrorCode::kTimeout,
                 "acknowledge_loss on " + group_.nameRank(group_.rank()) +
-                    " timed out: operations that were called before have not ended. wait() for "
-                    "them first"});
+                    " timed out: operations that were called before, or callbacks of their "
+                    "futures, have not ended. wait() for them first"});
   }
   if (std::exchange(isAcknowledged_, true)) return false;
   lossPosition_ = position_;
-  release();
+  called_ = 0;
+  // Otherwise the loss was seen, and a later operation has released the queue.
+  if (held_) release();
   return true;
 }
 

@@ -69,9 +69,9 @@ class CollectiveQueue {
   bool drain(Deadline deadline);
   // How many operations were called since the last loss that the caller has seen.
   uint64_t called();
-  // The last loss counts as seen, and the count of calls begins again. Waits for what was called
-  // before. Returns false if there was no loss since the last time. Throws when the deadline
-  // passes.
+  // Marks the last loss as seen, and begins the count of calls again. Waits until earlier calls and
+  // callbacks have ended. Returns false if there was no loss since the last time. Throws when the
+  // deadline passes.
   bool acknowledgeLoss(Deadline deadline);
   // Whether this thread runs or awaits an operation of any group. Asked by a signal handler, which
   // has interrupted it: the groups must outlive the handler then.

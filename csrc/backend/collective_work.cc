@@ -103,11 +103,16 @@ void CollectiveWork::finish(Ending ending, Completions& completions) {
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   throwIfError(completions()->start());
   std::lock_guard lock(futureMutex_);
-  if (!future_) {
-    future_ =
-        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (finished()) mark(*future_, outputs_, ending_);
+  if (future_) return future_;
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  if (!finished()) return future_;
+  if (completions()->isIdle()) {
+    mark(*future_, outputs_, ending_);
+    return future_;
   }
+  // The futures of operations that ended earlier may still be unmarked. Their callbacks come first.
+  auto self = c10::intrusive_ptr<CollectiveWork>::reclaim_copy(this);
+  completions()->post([self, future = future_] { mark(*future, self->outputs_, self->ending_); });
   return future_;
 }
 

@@ -14,7 +14,7 @@ namespace mooncake {
 
 // Shared with the threads: one outlives its Completions when its own last task drops that.
 struct Completions::State final : Drain, std::enable_shared_from_this<State> {
-  // Object whose thread the calling one is; null: none.
+  // The object to which the calling thread belongs; null: none.
   static thread_local State* home;
   // This thread runs a task, and comes for the next one.
   static thread_local bool isRunner;
@@ -36,6 +36,7 @@ struct Completions::State final : Drain, std::enable_shared_from_this<State> {
     std::lock_guard lock(mutex);
     return unfinished == 0;
   }
+  bool isCallerInside() const override { return home == this; }
   bool drain(Deadline deadline) override;
 };
 
@@ -81,7 +82,7 @@ void Completions::State::runThread(std::unique_lock<std::mutex>& lock) {
 }
 
 bool Completions::State::drain(Deadline deadline) {
-  if (home == this) return true;
+  if (isCallerInside()) return true;
   std::unique_lock lock(mutex);
   if (unfinished == 0) return true;
   if (!start().ok()) {  // nobody else runs them
@@ -118,7 +119,10 @@ void Completions::post(std::function<void()> task) {
   state_->changed.notify_all();
 }
 
+bool Completions::isIdle() const { return state_->isIdle(); }
+
 bool Completions::drain(Deadline deadline) {
+  if (state_->isCallerInside() || callbacks_->isCallerInside()) return true;
   // Each may give work to the other.
   while (!state_->isIdle() || !callbacks_->isIdle()) {
     if (!state_->drain(deadline) || !callbacks_->drain(deadline)) return false;

@@ -9,7 +9,7 @@
 
 namespace mooncake {
 
-// The thread that marks futures and drops tensors, whose Python halves need Python's lock. Python's
+// The thread that marks futures and drops tensors: their Python halves need Python's lock. Python's
 // callbacks of futures run on threads of their own: see callbacks(). A callback that torch itself
 // runs where the future is marked may wait in one of our calls: another thread takes over then.
 class Completions {
@@ -22,7 +22,10 @@ class Completions {
   // One after the other in this order.
   void post(std::function<void()> task);
   const std::shared_ptr<Callbacks>& callbacks() const { return callbacks_; }
-  // Until all that was posted has run, callbacks included, or the deadline has passed.
+  // All posted tasks have ended. Callbacks may still run.
+  bool isIdle() const;
+  // Waits until all posted tasks and callbacks have ended. Returns false if the deadline passes.
+  // Does not wait on a thread that runs one of them.
   bool drain(Deadline deadline);
 
   // The calling thread is about to wait: if it is the one that marks futures, another one does so

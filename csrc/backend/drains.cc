@@ -46,7 +46,8 @@ bool drainAll(Deadline deadline) {
     }
   }
   const auto areIdle = [&] {
-    return std::ranges::all_of(all, [](const auto& drain) { return drain->isIdle(); });
+    return std::ranges::all_of(
+        all, [](const auto& drain) { return drain->isIdle() || drain->isCallerInside(); });
   };
   // One may give work to another.
   while (!areIdle()) {

@@ -29,7 +29,7 @@ using MomentPtr = std::shared_ptr<std::atomic<Callbacks::Moment>>;
 // The error that a callback has raised. torch's own future would keep only its text. An error of
 // ours keeps its type, so that the program sees a loss where it waits, for example at the end of a
 // backward.
-std::exception_ptr errorOf(py::error_already_set& raised) {
+std::exception_ptr errorOf(py::error_already_set& raised) try {
   if (const std::exception_ptr failure = lastRaisedFailure()) {
     try {
       std::rethrow_exception(failure);
@@ -41,6 +41,9 @@ std::exception_ptr errorOf(py::error_already_set& raised) {
   }
   return std::make_exception_ptr(std::runtime_error(
       std::string("Got the following error when running the callback: ") + raised.what()));
+} catch (const std::exception& error) {  // the exception's own text cannot be read
+  return std::make_exception_ptr(std::runtime_error(
+      std::string("a callback raised an error without a text: ") + error.what()));
 }
 
 // Runs the callback at once if this thread has the turn, else posts it. Later callbacks in a chain

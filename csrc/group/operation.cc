@@ -244,11 +244,11 @@ Status Operation::awaitBegun(int rank) {
     std::string text;
     for (const auto& [count, called] : counts) {
       text += (text.empty() ? "" : "; ") + listRanks(group_, called) + " called its operation " +
-              std::to_string(count) + " after the last loss";
+              std::to_string(count) + " since the group began or lost a rank";
     }
     return agree(
         {ErrorCode::kMismatch,
-         "the ranks do not go on with the same operation after a loss: " + text + " (" + who +
+         "the ranks are not at the same operation: " + text + " (" + who +
              "). Nothing was changed; call mooncake_backend.acknowledge_loss(group) on all ranks "
              "where they go on together, then the same operation"});
   }
