@@ -17,7 +17,10 @@ done
 
 tests/setup_env.sh clang-format-14
 export PATH="$PWD/.venv/bin:$PATH"
-command -v ruff mypy >/dev/null || pip install -q -e '.[dev]' --no-build-isolation
+# The tools alone: to install the project with them would build the extension again.
+mapfile -t tools < <(sed -n 's/^dev = \[\(.*\)\].*/\1/p' pyproject.toml | tr ',' '\n' | tr -d ' "')
+# Those of the environment, not others on the path: types need its torch.
+[ -x .venv/bin/ruff ] && [ -x .venv/bin/mypy ] || pip install -q "${tools[@]}"
 python_files=(setup.py csrc mooncake_backend ep tests)
 [ -d benchmarks ] && python_files+=(benchmarks)
 
@@ -35,6 +38,7 @@ format() {
 
 lint() {
   if $fix; then ruff check --fix "${python_files[@]}"; else ruff check "${python_files[@]}"; fi
+  python tests/words.py
 }
 
 types() { mypy; }
