@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the tests: format, lint and types; C++, and a slice of it under the thread sanitizer;
-# Python; torch's own suite. On two cores this takes half an hour. Arguments go to pytest, and then only Python's run.
-# Usage: tests/run.sh [pytest arguments]
-#        tests/run.sh --all   everything: the slow tests, each sanitizer, lifetimes in Python under one of them, torch's
-#                             suite on three torches (hours)
+# Sets everything up and runs the tests. Arguments other than those below go to pytest, and then only Python's tests run.
+# Usage: tests/run.sh                a first look, a quarter of an hour on two cores: C++, Python, a slice of torch's own suite
+#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, sanitizers, the longer tests of Python,
+#                                    all of torch's suite and a slice of it on the newest torch (half an hour)
+#        tests/run.sh --changed      the tests of the rooms that differ from main
+#        tests/run.sh --all          everything: also the slow tests, each sanitizer, lifetimes in Python under one of them,
+#                                    torch's suite on three torches (hours)
 #        tests/run.sh --sanitize address|undefined|thread|address,undefined [ctest arguments]   only the C++ tests
+#        tests/run.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mode=slices sanitizer=
+mode=first
 case ${1-} in
-  --all) mode=all; shift ;;
+  --all | --ci | --changed)
+    mode=${1#--}
+    [ $# = 1 ] || { sed -n '2,10s/^# //p' "$0"; exit 2; } ;;
   --sanitize)
     mode=sanitize sanitizer=${2:?"which sanitizer? address, undefined, thread or address,undefined"}
     shift 2 ;;
@@ -25,8 +30,9 @@ packages=(ccache libgtest-dev iproute2)
 tests/setup_env.sh "${packages[@]}"
 export PATH="$PWD/.venv/bin:$PATH"
 jobs=$(nproc)
+set_up=$SECONDS
 
-step() { printf '\n\033[1m[tests] %s\033[0m (%d s)\n' "$*" "$SECONDS"; }
+step() { printf '\n\033[1m[tests] %s\033[0m (%d s, after %d s of set-up)\n' "$*" $((SECONDS - set_up)) "$set_up"; }
 
 cpp() { # sanitizer or none, then arguments of ctest
   local build=build/cpp-${1//,/-} sanitizer=$1 runner=() # the linker takes a comma in a path for its own
@@ -55,7 +61,7 @@ python_tests() {
 lifetimes() {
   step "Python, lifetimes of memory under the address sanitizer"
   local build=build/python-address overlay=build/python-address/overlay configured settings
-  configured=$(ls -d build/cpython-*-torch"$(python -c 'import torch; print(torch.__version__.split("+")[0])')"*/ | head -n 1)
+  configured=$(ls -d build/cpython-*-torch"$(torch_version)"*/ | head -n 1)
   mapfile -t settings < <(sed -n 's/^\(MOONCAKE_[A-Z0-9_]*\):[A-Z]*=/-D\1=/p' "$configured/CMakeCache.txt")
   cmake -S csrc -B "$build" -G Ninja "${settings[@]}" -DCMAKE_BUILD_TYPE=Release -DMOONCAKE_SANITIZE=address >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
   cmake --build "$build" --target _C -j "$jobs" >"$build.log" 2>&1 || { tail -n 100 "$build.log"; exit 1; }
@@ -69,35 +75,55 @@ lifetimes() {
     python -m pytest -q -p no:cacheprovider tests/test_lifetimes.py
 }
 
-torchs_suite() { # version, then arguments of tests/conformance
-  step "torch's own suite, torch $1"
+torch_version() { python -c 'import torch; print(torch.__version__.split("+")[0])'; }
+
+torchs_suite() { # arguments of tests/conformance
+  step "torch's own suite, torch $(torch_version) $*"
+  python tests/conformance "$@"
+}
+
+other_torchs_suite() { # version, then arguments of tests/conformance
+  step "torch's own suite, torch $*"
   tests/conformance/run.sh "$@"
+}
+
+lint() {
+  step "format, lint, types"
+  tests/lint.sh
 }
 
 case $mode in
   python) exec python -m pytest tests "$@" ;;
   sanitize) cpp "$sanitizer" "$@" ;;
-  slices)
-    step "format, lint, types"
-    tests/lint.sh
+  first)
     cpp none
+    python_tests -m 'not slow and not perf and not ci'
+    torchs_suite --every 8
+    ;;
+  ci)
+    lint
     test_files=$thread_files cpp thread "${thread_slice[@]}"
-    python_tests
-    step "torch's own suite, torch $(python -c 'import torch; print(torch.__version__)')"
-    python tests/conformance
-    torchs_suite 2.15.0 --every 8
+    python_tests -m 'ci and not slow and not perf'
+    torchs_suite
+    other_torchs_suite 2.15.0 --every 8
     # What torch has since then only; the environment is there now.
     step "windows, torch 2.15.0"
     build/torch-2.15.0/bin/python -m pytest -q tests/test_window.py
     ;;
+  changed)
+    mapfile -t chosen < <(python tests/rooms.py)
+    lint
+    [ -z "${chosen[0]}" ] || test_files=${chosen[0]} cpp none
+    [ -z "${chosen[1]}" ] || { step "Python"; python -m pytest ${chosen[1]} -n "$jobs" --dist worksteal -q; }
+    ;;
   all)
-    tests/lint.sh
+    lint
     cpp none
     for sanitizer in thread address,undefined; do cpp "$sanitizer"; done
     python_tests -m 'not perf'
     lifetimes
-    python tests/conformance
-    for version in 2.8.0 2.15.0; do torchs_suite "$version"; done
+    torchs_suite
+    for version in 2.8.0 2.15.0; do other_torchs_suite "$version"; done
     build/torch-2.15.0/bin/python -m pytest -q tests/test_window.py tests/test_lifetimes.py
     docs/models/run.sh --replay 10000
     ;;
