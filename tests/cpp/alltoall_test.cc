@@ -1,4 +1,4 @@
-// What all_to_all sends over messages: to each peer what is for it, and nothing of what is not.
+// Over messages, all_to_all sends to each peer only the part that is for it.
 #include <gtest/gtest.h>
 #include <latch>
 
@@ -12,7 +12,7 @@ namespace {
 constexpr int kRanks = 12;
 
 Ranks overMessages() {
-  // Slots of the least size; hardly ever a beat.
+  // The smallest slots, and very few heartbeats.
   return {.size = kRanks,
           .transports = {"tcp"},
           .eagerBytes = 1,
@@ -23,7 +23,7 @@ std::byte valueAt(int from, int to, size_t index) {
   return static_cast<std::byte>(size_t(from) * 31 + size_t(to) * 7 + index);
 }
 
-// All lengths are the same but for those of `odd`, which are one byte more.
+// All parts have the same length, except for the pairs of `odd`: these have one byte more.
 struct Parts {
   Parts(int rank, size_t bytes, std::function<bool(int from, int to)> odd) {
     for (int r = 0; r < kRanks; ++r) {
@@ -58,14 +58,14 @@ uint64_t receivedBytes(const Group& group) {
 TEST(AlltoallOverMessages, SendsToEachPeerItsOwnPart) {
   constexpr size_t kFrame = wire::kHeaderBytes, kOfSlot = kSlotHeaderBytes - 72;
   constexpr size_t kSums = 16, kLengths = 16;
-  // A put of the slot, and `done` of all.
+  // For each peer: one put of the slot, and one of `done`.
   constexpr size_t kOverhead = kFrame + kOfSlot + kSums + kLengths + kFrame;
   struct Case {
     size_t bytes, expected;
   };
   const Case cases[] = {
       {64, kOverhead + 64},
-      // A region; we are asked for ours, and get a piece and how it ended.
+      // Also a region, a request for our data, one piece, and a frame with the result.
       {2000, kOverhead + sizeof(RemoteRegion) + kFrame + kFrame + 2000 + kFrame},
   };
   std::latch began(kRanks), looked(kRanks), began2(kRanks), looked2(kRanks);
@@ -85,11 +85,11 @@ TEST(AlltoallOverMessages, SendsToEachPeerItsOwnPart) {
       EXPECT_GE(received, (kRanks - 1) * cases[i].expected);
       EXPECT_LE(received, (kRanks - 1) * (cases[i].expected + kFrame)) << "a beat each, at most";
     }
-    done.arrive_and_wait();  // who leaves says so
+    done.arrive_and_wait();  // a rank that leaves sends messages
   });
 }
 
-// Every rank learns of it; whose it is knows the numbers.
+// Every rank gets the error; the two ranks of the pair also get the numbers.
 TEST(AlltoallOverMessages, AMisfitIsEverybodysError) {
   for (const size_t bytes : {64, 2000}) {
     runRanks(overMessages(), [&](Group& group) {

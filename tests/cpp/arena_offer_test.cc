@@ -151,7 +151,7 @@ TEST(UnixSocket, AFullBacklogEndsAtTheDeadline) {
   const std::string name = "mooncake-test-" + Crypto::randomHex(16);
   const auto listener = listenAbstract(name);
   ASSERT_TRUE(listener.ok());
-  ASSERT_EQ(::listen(listener->get(), 0), 0);  // nobody accepts, one may wait
+  ASSERT_EQ(::listen(listener->get(), 0), 0);  // no thread accepts; one connection may wait
   const auto first = connectAbstract(name, Deadline::after(kPatience));
   ASSERT_TRUE(first.ok());
   const auto second = connectAbstract(name, Deadline::after(std::chrono::milliseconds(20)));

@@ -37,7 +37,7 @@ std::unique_ptr<EventLoop> makeLoop() {
   return std::move(*loop);
 }
 
-// What the loop is doing now is over, and so is what was pending before.
+// Waits until the loop's current task and all pending ones are over.
 void drain(EventLoop& loop) {
   std::promise<void> done;
   loop.post([&] { done.set_value(); });
@@ -225,9 +225,9 @@ TEST(EventLoop, ALateEventDoesNotReachTheNextOwnerOfADescriptor) {
   for (const Fd& event : events) loop->remove(event.get());
 }
 
-// The same descriptor number comes and goes while events are under way. After remove() what the
-// handler refers to is gone (the sanitizers watch), and an event must not reach the next owner of
-// the number.
+// The same descriptor number comes and goes while events are under way. After remove() the
+// handler's data is gone (the sanitizers watch), and an event must not reach the next owner of the
+// number.
 TEST(EventLoop, AddAndRemoveInAHurry) {
   const auto loop = makeLoop();
   for (int round = 0; round < 3000; ++round) {

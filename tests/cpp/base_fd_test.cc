@@ -12,7 +12,7 @@ namespace {
 
 bool isOpen(int fd) { return ::fcntl(fd, F_GETFD) >= 0; }
 
-// What the function returns in a forked child.
+// Runs the function in a forked child, and returns its result.
 template <typename Function>
 int inForkedChild(Function&& function) {
   const pid_t child = ::fork();
@@ -30,7 +30,7 @@ TEST(FdTest, IsClosedInForkedChildren) {
             4);
   EXPECT_TRUE(isOpen(first) && isOpen(second));
   other.reset();
-  // The number is somebody else's now.
+  // The number belongs to another file now.
   const int reused = ::fcntl(0, F_DUPFD, second);
   ASSERT_EQ(reused, second);
   EXPECT_EQ(inForkedChild([&] { return int(isOpen(reused)); }), 1);

@@ -35,7 +35,7 @@ TEST(RankCores, LeavesACrowdedCore) {
   RankCores::Word own{0}, other{0};
   RankCores cores(&own, {&other});
   const auto deadline = Deadline::after(std::chrono::seconds(20));
-  // The kernel may move us, too: what we were told must be of this very moment.
+  // The kernel may move us, too, so the core is noted anew in every round.
   bool hasMoved = false;
   while (!hasMoved && !deadline.passed()) {
     cores.note();

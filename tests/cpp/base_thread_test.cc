@@ -1,4 +1,4 @@
-// Where the system has no thread to give, a call that needs one says so.
+// If the system has no thread left, a call that needs one returns an error.
 #include <array>
 #include <atomic>
 #include <fstream>
@@ -22,8 +22,8 @@ constexpr bool isSanitized = true;
 constexpr bool isSanitized = false;
 #endif
 
-// While it stands, this process gets no further thread: there is no room for a stack, and those of
-// threads that have ended are in use.
+// While this lives, the process gets no further thread: there is no address space for a stack, and
+// all stacks of ended threads are in use again.
 class NoMoreThreads {
  public:
   NoMoreThreads() {
@@ -82,7 +82,7 @@ TEST(StartThread, SaysThatThereIsNone) {
   EXPECT_EQ(loop.error().code, ErrorCode::kExhausted);
 }
 
-// It would start its liveness thread later, where no caller can be told.
+// Otherwise the engine would start its liveness thread later, and no caller would get the error.
 TEST(StartThread, AnEngineThatGetsNoneDoesNotConnect) {
   if (isSanitized) GTEST_SKIP() << "the sanitizer has mapped more than any limit";
   Env env;

@@ -106,8 +106,8 @@ TEST(Wait, AnInterruptWakesSleepers) {
   EXPECT_EQ(interrupted, 4);
 }
 
-// A token goes round; whoever has it passes it on and rings. Each pass is a race between a ringer
-// and somebody who is just falling asleep: one lost wake-up and all stand still until the deadline.
+// A token goes round: its holder passes it on and rings. Each pass is a race between the ringer and
+// a player that is just falling asleep. After one lost wake-up, all stand still until the deadline.
 void passTheToken(std::atomic<uint32_t>& token, Doorbell& bell, uint32_t players, uint32_t me,
                   uint32_t rounds, SpinPolicy spin, std::atomic<uint32_t>& failures) {
   Interrupt interrupt;

@@ -1,4 +1,4 @@
-// Every verb on every wire, with ranks as threads: what the sanitizers look at.
+// Every verb on every wire, with ranks as threads, so that the sanitizers see all of them.
 #include "collectives/collectives.h"
 
 #include <atomic>
@@ -149,7 +149,7 @@ TEST_P(CollectivesTest, GatherAndScatterWithEveryRoot) {
   });
 }
 
-// Tensors of any lengths and two types in one operation, on both sides of what a slot holds.
+// Tensors of different lengths and of two types in one operation, below and above a slot's size.
 TEST_P(CollectivesTest, SeveralTensorsInOneOperation) {
   runRanks(ranks(), [](Group& group) {
     const size_t size = size_t(group.size());
@@ -326,10 +326,9 @@ TEST_P(CollectivesTest, MessagesInOrderOfTheirTags) {
   });
 }
 
-// One after the other leaves the group and keeps its engine: the rest go on among themselves, at
-// once.
+// The ranks leave the group one after the other, and keep their engines. The others go on at once.
 TEST_P(CollectivesTest, GoesOnWithoutWhoHasLeft) {
-  std::latch allLeft(ranks().size);  // who leaves the group stays in the job
+  std::latch allLeft(ranks().size);  // a rank that leaves the group stays in the job
   runRanks(ranks(), [&](Group& group) {
     for (int left = group.size(); left > group.rank(); --left) {
       for (const size_t count : {5, 5000}) {
@@ -342,7 +341,7 @@ TEST_P(CollectivesTest, GoesOnWithoutWhoHasLeft) {
         expectOk(allreduce(group, bytesOf(data), kFloatSum, soon()));
         EXPECT_EQ(data, expected) << left;
         EXPECT_EQ(int(group.lastView->active.size()), left);
-        EXPECT_EQ(group.lastView->epoch, 1u);  // nobody is lost
+        EXPECT_EQ(group.lastView->epoch, 1u);  // no rank is lost
       }
       if (left == group.size()) continue;
       auto data = inputOf(group.rank(), 5);
@@ -357,11 +356,12 @@ TEST_P(CollectivesTest, GoesOnWithoutWhoHasLeft) {
   });
 }
 
-// Threads of a rank make groups of the same ranks at once: they share one channel to each.
+// Threads of a rank make groups of the same ranks at once. The groups share one channel to each
+// rank.
 TEST_P(CollectivesTest, GroupsMadeAtOnceShareTheEngines) {
   constexpr int kGroups = 4;
   const Ranks options = ranks();
-  // Each has a membership of its own, and an engine tells only one of them of a break.
+  // Each group has a membership of its own, and an engine reports a break to only one of them.
   if (options.transports == std::vector<std::string>{"sim"}) GTEST_SKIP() << "sim breaks";
   const LoopbackCards cards(options.transports);
   MemoryStore stores[kGroups];

@@ -19,7 +19,7 @@ CrossMemoryProof proofOf(const Nonce& nonce) {
 
 uint64_t addressOf(const void* memory) { return reinterpret_cast<uintptr_t>(memory); }
 
-// This process stands for the peer where that makes no difference to the kernel's call.
+// In most tests this process itself plays the peer: for the system call that makes no difference.
 class CrossMemoryTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -63,7 +63,8 @@ TEST_F(CrossMemoryTest, SaysWhatIsNotThere) {
   EXPECT_EQ(memory_->readAt(addressOf(pages), all), ErrorCode::kRefused) << "cut short";
   EXPECT_EQ(memory_->readAt(addressOf(pages) + 2 * page, all.first(1)), ErrorCode::kRefused);
   EXPECT_EQ(memory_->readAt(0, all.first(1)), ErrorCode::kRefused);
-  // For a get it is "ask the peer": memory of a device, say, is read by its owner only.
+  // For a get, the error means "ask the peer": only its owner can read the memory of a device, for
+  // example.
   EXPECT_EQ(memory_->read({.address = addressOf(pages) + 2 * page, .bytes = 1, .key = 1}, 0,
                           all.first(1)),
             ErrorCode::kUnsupported);
@@ -80,7 +81,7 @@ TEST_F(CrossMemoryTest, RefusesAProcessThatIsNotThePeer) {
   EXPECT_FALSE(CrossMemory::open(::getpid(), proof).ok());
   EXPECT_FALSE(CrossMemory::open(0, proofOf(nonce_)).ok());
   EXPECT_FALSE(CrossMemory::open(-1, proofOf(nonce_)).ok());
-  // The number was handed on while we were connected.
+  // Another process has got the peer's number while we were connected.
   auto late = CrossMemory::open(::getpid(), proofOf(other));
   ASSERT_TRUE(late.ok());
   other = nonce_;
@@ -96,9 +97,9 @@ TEST_F(CrossMemoryTest, SeesThatTheProcessIsGone) {
   if (child == 0) {
     char nothing;
     ::close(ends[1]);
-    ::_exit(static_cast<int>(::read(ends[0], &nothing, 1)));  // until the parent lets go
+    ::_exit(static_cast<int>(::read(ends[0], &nothing, 1)));  // until the parent closes its end
   }
-  const Fd reading(ends[0]);  // not before: forked children do not keep what an Fd owns
+  const Fd reading(ends[0]);  // made after the fork: forked children lose descriptors of an Fd
   Fd writing(ends[1]);
   auto opened =
       CrossMemory::open(child, proofOf(nonce_));  // a fork has the nonce at the same place

@@ -1,5 +1,5 @@
-// The table of tests that EFA's users know from Mooncake, by the same names: a transfer engine over
-// network cards, for which four of libfabric's provider over TCP stand here.
+// Mooncake's tests for EFA, by the same names: a transfer engine over network cards. Here four
+// cards of libfabric's provider over TCP stand in for them.
 #include <cstring>
 #include <future>
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ class EFATransportTest : public ::testing::Test {
     here_ = *here;
     there_ = *there;
   }
-  // Memory on both sides; ours holds a pattern, theirs nothing.
+  // Makes memory on both sides: ours holds a pattern, theirs zeros.
   void give(size_t bytes) {
     source_ = pattern(bytes, 1);
     target_.assign(bytes, std::byte{0});
@@ -186,15 +186,15 @@ TEST_F(EFATransportTest, RepeatedOpenSegment) {
   EXPECT_EQ(here_->counters().opened, 1u);
 }
 
-// "Cannot select device": Mooncake's first edition failed at some sizes of blocks with many
-// threads, where pieces of memory met those of registrations.
+// "Cannot select device": Mooncake's first version failed at some sizes of blocks with many
+// threads, if a block crossed the border between two registrations.
 TEST_F(EFATransportTest, EveryBlockSizeAndThreadCountFindsACard) {
   constexpr size_t kLeast = 4 << 10, kMost = 64 << 20;
   give(kMost + 4096);
   std::mt19937_64 random(7);
   const auto below = [&](uint64_t end) { return random() % end; };
   for (size_t draw = 0; draw < 16; ++draw) {
-    // As many small ones as large ones; the first two are the ends.
+    // Small and large blocks are equally frequent; the first two are the smallest and the largest.
     const size_t bound = kLeast << below(15);
     const size_t each = draw < 2 ? (draw == 0 ? kLeast : kMost)
                                  : std::clamp<size_t>(bound / 2 + below(bound), kLeast, kMost);

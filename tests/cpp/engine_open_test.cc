@@ -14,7 +14,7 @@
 #include "engine_side.h"
 #include "silent_listener.h"
 
-// Peers that come and go, by one side alone.
+// Peers that one side alone opens and forgets.
 namespace mooncake {
 namespace {
 
@@ -49,7 +49,7 @@ std::set<std::string> threadNames() {
   return names;
 }
 
-// The same engine's, as if it listened elsewhere.
+// Returns the endpoint of the same engine with another port.
 Bytes atPort(Bytes endpoint, uint16_t port) {
   const Bytes ofTcp = endpointFor("tcp", endpoint);
   const auto place = std::search(endpoint.begin(), endpoint.end(), ofTcp.begin(), ofTcp.end());
@@ -62,7 +62,7 @@ class EngineOpen : public ::testing::TestWithParam<const char*> {
   std::shared_ptr<Engine> make(size_t dataThreads = 0) {
     return makeEngine(GetParam(), publicKey(), dataThreads);
   }
-  // Bytes go there and come back.
+  // Checks that bytes can be written to the peer, and read back.
   void expectWorks(const std::shared_ptr<Peer>& peer, Engine& owner, size_t bytes = 300000) {
     Bytes there(bytes), back(bytes);
     auto region = owner.regions().add(there.data(), there.size(), kRemoteRead | kRemoteWrite);
@@ -103,7 +103,7 @@ TEST_P(EngineOpen, OneSideIsEnough) {
 TEST_P(EngineOpen, TwoThatOpenEachOtherEndUpWithOneChannel) {
   for (int round = 0; round < 30; ++round) {
     const std::shared_ptr<Engine> engines[2] = {make(), make()};
-    constexpr size_t kThreads = 3;  // of each
+    constexpr size_t kThreads = 3;  // of each engine
     std::barrier start(2 * kThreads);
     std::shared_ptr<Peer> found[2 * kThreads];
     std::vector<std::thread> threads;
@@ -131,7 +131,8 @@ TEST_P(EngineOpen, WhoIsForgottenCanBeOpenedAnew) {
   const auto a = make(), b = make();
   std::shared_ptr<Peer> last;
   for (int round = 0; round < 20; ++round) {
-    // By the same one at once, and now and then by the other one, when that has read the goodbye.
+    // Every third round the other engine opens the peer. It first waits until it has read the
+    // goodbye.
     const auto& from = round % 3 == 2 ? b : a;
     const auto& to = round % 3 == 2 ? a : b;
     if (round % 3 != 1) {
@@ -149,7 +150,7 @@ TEST_P(EngineOpen, WhoIsForgottenCanBeOpenedAnew) {
   }
 }
 
-// Its channel is closed, and the loop has not come to the rest.
+// The peer's channel is closed, but the loop has not finished forget() yet.
 TEST_P(EngineOpen, WhoIsBeingForgottenIsNotFound) {
   const Bytes ofNobody(sizeof(uint64_t), std::byte{77});  // a topic
   const auto a = make(), b = make();
@@ -209,7 +210,7 @@ TEST_P(EngineOpen, StrangersAreRefused) {
   }
 }
 
-// Nobody observes: nobody beats, and no thread watches.
+// Without an observer, there are no heartbeats and no liveness thread.
 TEST_P(EngineOpen, IdlePeersCostNothing) {
   const auto a = make();
   std::vector<std::shared_ptr<Engine>> others;
@@ -335,11 +336,11 @@ TEST_F(IdleConnections, WhatIsKeptOfThoseWhoAreGoneGoes) {
   EXPECT_EQ(a_->counters().collected, 1u);
 }
 
-// An address is kept for a peer that is connected, so that its connection can be made again, and
-// for no other: an engine meets thousands of peers over the months of its life.
+// An engine keeps the addresses of connected peers only, so that it can make their connections
+// again. Over the months of its life it meets thousands of peers.
 class AddressesKept : public ::testing::Test {
  protected:
-  // One that has ended by now.
+  // The endpoint of an engine that has ended.
   static Bytes endpointOfTheDead() { return makeEngine("tcp")->endpoint(); }
   bool eventuallyHas(uint64_t addresses) const {
     return bool(eventually([&] { return engine_->counters().addresses == addresses; }));
@@ -385,7 +386,7 @@ TEST_F(AddressesKept, AreThoseOfRanks) {
   EXPECT_EQ(engine_->counters().addresses, 0u);
 }
 
-// Where a peer listens somebody does who says nothing: the call lasts as long as it may.
+// The call goes to a listener that never answers, so it lasts until its deadline.
 TEST(EngineForget, DoesNotWaitBeyondItsDeadlineForAnotherThreadsCall) {
   const auto a = makeEngine("tcp");
   auto b = makeEngine("tcp");

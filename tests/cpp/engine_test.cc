@@ -44,7 +44,7 @@ class EngineMessages : public ::testing::TestWithParam<const char*> {
 
   Engine& a() { return *engines_[0]; }
   Engine& b() { return *engines_[1]; }
-  // Until all that a has sent to b is there, for whichever topic.
+  // Waits until all messages that a has sent to b have arrived, for any topic.
   void awaitSent() {
     constexpr uint64_t kBehind = kDoor + 1;
     std::atomic<bool> isThere{false};
@@ -141,9 +141,9 @@ TEST_P(EngineMessages, NothingIsHandledAfterTheHandlerIsTakenAway) {
       EXPECT_TRUE(eventually([&] { return *state > 0; }));
     }
     b().closeTopic(kDoor);
-    state.reset();  // ASAN sees who comes later
+    state.reset();  // ASan finds a handler that runs later
   }
-  // And an engine that goes takes its handler along, whoever still sends.
+  // An engine that is destroyed also removes its handler, while the peer still sends.
   auto last = std::make_unique<std::atomic<int>>(0);
   b().openTopic(kDoor, [counted = last.get()](const EngineId&, ByteView) { ++*counted; });
   engines_[1].reset();

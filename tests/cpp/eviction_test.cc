@@ -1,5 +1,5 @@
-// What an evicted rank makes of an operation in which it was stopped for as long as the others
-// needed to go two operations further, or to the end.
+// How an operation ends on a rank that was stopped in it and evicted. Meanwhile the others went two
+// operations further, or to their end.
 #include <gtest/gtest.h>
 #include <memory>
 #include <vector>
@@ -21,15 +21,15 @@ constexpr auto kDeadline = std::chrono::seconds(30);
 
 struct Scene {
   StoreMemory store;
-  bool isHeld;                   // the survivors wait two operations later, until it is resolved
-  std::atomic<int> held;         // survivors that have packed what they give two operations later
-  std::atomic<bool> isResolved;  // the victim has come to an end of its operation, or is to flush
+  bool isHeld;                   // two operations later, the survivors wait for isResolved
+  std::atomic<int> held;         // survivors that have packed their input two operations later
+  std::atomic<bool> isResolved;  // the victim's operation has ended, or begins its flush
   std::atomic<ErrorCode> code;   // how it ended there
-  std::atomic<float> sum;        // what it got
-  std::atomic<int> ended;        // ranks that have ended all that they had to call
+  std::atomic<float> sum;        // the victim's result
+  std::atomic<int> ended;        // ranks that have ended all of their operations
 };
 
-// Of this process: what its observer of failpoints looks at.
+// State of this process, for its observer of failpoints.
 Scene* scene = nullptr;
 int rank = 0;
 std::atomic<int> operation{-1};
@@ -105,7 +105,7 @@ class EvictionTest : public ::testing::TestWithParam<const char*> {
     ranks_[kVictim]->resume();
     await([&] { return memory_->ended == kSize; });
     ASSERT_EQ(memory_->ended, kSize);
-    // What came over messages lies in memory of its own: there it may have been right still.
+    // Over messages the data is in the victim's own memory, so the result may still be right.
     if (memory_->code == ErrorCode::kOk) {
       EXPECT_EQ(memory_->sum, kSize * givenIn(kStoppedIn));
     } else {
@@ -125,7 +125,7 @@ TEST_P(EvictionTest, WhatIsReadTooLateIsNoResult) {
   resumeVictim();
 }
 
-// The word by which they shut it out must outlive their engines.
+// The fence words of the survivors must outlive their engines.
 TEST_P(EvictionTest, NorAfterTheOthersHaveGone) {
   if (!canFork()) GTEST_SKIP() << "threads are left of other tests: run this one by itself";
   start(/*isHeld=*/false);

@@ -1,4 +1,5 @@
-// Bytes that cards move by themselves: they arrive, and nothing of what was given up does.
+// Transfers that cards carry out by themselves. Their bytes arrive; those of transfers that were
+// given up do not.
 #include "engine/nic/libfabric/cards.h"
 #include "engine/stream/wire.h"
 #include "engine/transports/fabric/libfabric_transport.h"
@@ -33,7 +34,7 @@ struct SimThatGoesOn {
     return simWith(context, kNothing, false);
   }
 };
-// Half of what it says has failed arrives afterwards.
+// Half of the operations that the card reports as failed arrive afterwards.
 struct SimThatIsLate {
   static constexpr SimOdds kOdds{.failed = 60, .late = 15, .lost = 60, .storm = 50, .death = 0};
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
@@ -45,7 +46,7 @@ struct SimThatIsLateAndGoesOn {
     return simWith(context, SimThatIsLate::kOdds, false);
   }
 };
-// Gets are writes of the other end.
+// Gets are carried out as writes of the other end.
 struct SimThatIsAsked {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return simWith(context, kNothing, true, false);
@@ -65,7 +66,7 @@ struct TcpRxm {
   }
 };
 
-// Memory that is registered for long.
+// Memory with a long-lived registration.
 struct User {
   User(WireEnd& end, size_t bytes, uint32_t rights = kRemoteRead | kRemoteWrite) : memory(bytes) {
     auto added = end.regions().add(memory.data(), bytes, rights | kLasting);
@@ -104,7 +105,7 @@ class FabricCards : public ConnectedTest {
     const Status begun = channel.get({from.region.remote(), offset, target, &completion});
     return begun.ok() ? endOf(completion) : begun.code();
   }
-  // Until a card has moved one: the first ones are packets, while keys are asked for.
+  // Writes until a card has moved one. The first writes go as packets, while keys are asked for.
   ::testing::AssertionResult goesByCards(const std::shared_ptr<Channel>& channel, User& here,
                                          const User& there) {
     const uint64_t before = movedOn(channel);
@@ -114,7 +115,7 @@ class FabricCards : public ConnectedTest {
     });
   }
 
-  // Of the end that asks, or of the owner.
+  // The fence is that of the end that gets, if `asks`; else that of the memory's owner.
   void getBehindAFence(bool asks) {
     User here(a, 8 * kBig), there(b, 8 * kBig);
     ASSERT_TRUE(goesByCards(toB, here, there));
@@ -178,7 +179,7 @@ using Wires = ::testing::Types<SimThatStops, SimThatGoesOn, SimThatIsLate, SimTh
                                SimThatIsAsked, SimThatIsAskedAndLateAndGoesOn, TcpRxm>;
 TYPED_TEST_SUITE(FabricCards, Wires);
 
-// Each time the cards know it, whatever else begins where it does, and whichever goes first.
+// Cards still move memory after a second registration with the same beginning, and after its end.
 TYPED_TEST(FabricCards, MoveMemoryThatIsAddedTwice) {
   User here(this->a, 2 * kBig), there(this->b, 2 * kBig);
   ASSERT_TRUE(this->goesByCards(this->toB, here, there));
@@ -190,11 +191,10 @@ TYPED_TEST(FabricCards, MoveMemoryThatIsAddedTwice) {
   };
   auto part = this->a.regions().add(whole.data(), kBig, kRemoteRead | kLasting);
   ASSERT_TRUE(part.ok());
-  EXPECT_TRUE(
-      eventually([&] { return moves() > 0; }));  // keys that a late one took are asked for anew
+  // A late write withdraws keys; they are asked for again.
+  EXPECT_TRUE(eventually([&] { return moves() > 0; }));
   part = Error{ErrorCode::kAborted, "let go of"};
-  EXPECT_TRUE(
-      eventually([&] { return moves() > 0; }));  // keys that a late one took are asked for anew
+  EXPECT_TRUE(eventually([&] { return moves() > 0; }));
 }
 
 TYPED_TEST(FabricCards, MoveWhatIsRegisteredAtBothEnds) {
@@ -215,7 +215,7 @@ TYPED_TEST(FabricCards, MoveWhatIsRegisteredAtBothEnds) {
   EXPECT_GT(movedOn(this->toB), 2 * 100'000u);
 }
 
-// By its reads, or by the other end's writes.
+// A card carries out a get by reads, or the other end's card does by writes.
 TYPED_TEST(FabricCards, GetsAreNoPackets) {
   User here(this->a, 2 * kBig), there(this->b, 2 * kBig), landing(this->a, kBig, kLanding);
   const Bytes data = pattern(kBig, 3);
@@ -230,7 +230,7 @@ TYPED_TEST(FabricCards, GetsAreNoPackets) {
   }
 }
 
-// Of what is meant for being fetched into a peer writes nothing that it was not asked for.
+// A peer writes into memory for fetched data only when it is asked to.
 TYPED_TEST(FabricCards, LandingsAreNotWritable) {
   User here(this->a, kBig), there(this->b, kBig), landing(this->b, kBig, kLanding);
   ASSERT_TRUE(this->goesByCards(this->toB, here, there));
@@ -253,7 +253,7 @@ TYPED_TEST(FabricCards, ManyGetsAtOnce) {
       requests.push_back(
           {there.region.remote(), i * kEach, here.at(i * kEach, kEach), &completion});
     }
-    // One is small, and one is not there.
+    // The last one is small; later it is out of range.
     requests.push_back({there.region.remote(), 0, here.at(0, 100), &completion});
     ASSERT_TRUE(this->toB->get(requests).ok());
     EXPECT_EQ(endOf(completion), ErrorCode::kOk);
@@ -343,7 +343,7 @@ TYPED_TEST(FabricCards, NothingLandsBehindAFence) {
   const ErrorCode end = endOf(writes);
   EXPECT_TRUE(end == ErrorCode::kOk || end == ErrorCode::kAborted) << errorCodeName(end);
   EXPECT_EQ(this->write(*this->toB, there, 0, here.at(0, kBig)), ErrorCode::kAborted);
-  // Longer than anything is late.
+  // Longer than any write is late.
   std::this_thread::sleep_for(3 * kNothing.lateness);
   EXPECT_TRUE(std::ranges::all_of(there.memory, [](std::byte b) { return b == std::byte{1}; }));
 }
@@ -436,7 +436,7 @@ TYPED_TEST(FabricCards, CloseEndsWhatIsUnderWay) {
   EXPECT_TRUE(std::ranges::all_of(here.memory, [](std::byte b) { return b == std::byte{1}; }));
 }
 
-// What a card gives up and carries out all the same must not undo what was written since.
+// If the card still carries out a write that was given up, it must not overwrite later writes.
 TYPED_TEST(FabricCards, AWriteThatComesLateLandsNowhere) {
   constexpr size_t kEach = 120'000;
   User here(this->a, 2 * kEach), there(this->b, kEach);
@@ -473,7 +473,7 @@ TYPED_TEST(FabricCards, WhatIsRevokedIsNotReadAnyMore) {
     std::ranges::fill(there.memory, std::byte{7});
     EXPECT_EQ(this->get(*this->toB, there, 0, here.at(0, kBig)), ErrorCode::kOk);
     Completion under(&this->bell);
-    // Of the same memory a second time: the one that lasts stays in every other round.
+    // A second registration of the same memory, not long-lived. The rounds revoke the two in turn.
     auto brief = this->b.regions().add(there.memory.data(), there.memory.size(), kRemoteRead);
     MemoryRegion& revoked = round % 2 == 0 ? there.region : *brief;
     const RemoteRegion remote = revoked.remote();
@@ -495,7 +495,7 @@ TYPED_TEST(FabricCards, WhatIsRevokedIsNotReadAnyMore) {
 
 class FabricCardsAgain : public ConnectedTest {
  protected:
-  // Until cards have moved one.
+  // Gets until a card has moved one.
   ::testing::AssertionResult getsByCards(User& here, const User& there) {
     const uint64_t before = movedOn(toB);
     return eventually([&] {
@@ -543,7 +543,8 @@ class FabricCardsAgain : public ConnectedTest {
   }
 };
 
-// Several are under way when it breaks, and come when others have been written in their place.
+// Several writes are under way when the connection breaks. They come late, when other data has been
+// written in their place.
 TEST_F(FabricCardsAgain, NothingOfTheOldOneLands) {
   for (const bool stops : {true, false}) {
     WireEnd a(onLoopback(), create(nullptr, stops)), b(onLoopback(), create(nullptr, stops));
@@ -580,7 +581,7 @@ TEST_F(FabricCardsAgain, NothingOfTheOldOneLands) {
   }
 }
 
-// The other end writes what we get, and half of that is late.
+// The other end's card writes the data that we get, and half of its writes are late.
 TEST_F(FabricCardsAgain, NothingOfAGetOfTheOldOneLands) {
   for (const bool stops : {true, false}) {
     WireEnd a(onLoopback(), create(nullptr, stops, false));
@@ -759,8 +760,8 @@ TEST_F(FabricCardsAgain, ALinkThatComesBackBringsNothingOld) {
   }
 }
 
-// Of gets that were given up the owner holds only so many: what is asked for beyond them comes as
-// packets, whatever its cards are told to write first.
+// The owner holds only a limited number of gets that were given up. Further gets come as packets,
+// in any order of its cards' writes.
 TEST_F(FabricCardsAgain, AnOwnerKeepsOnlySoManyThatWereGivenUp) {
   const auto cards = std::make_shared<SimCards>();
   const auto with = [](const std::shared_ptr<SimCards>& made) {
@@ -780,8 +781,8 @@ TEST_F(FabricCardsAgain, AnOwnerKeepsOnlySoManyThatWereGivenUp) {
   WireEnd a(onLoopback(), with(std::make_shared<SimCards>())), b(onLoopback(), with(cards));
   connect(a, b);
   constexpr size_t kEach = 20'000;
-  // What is given up has its keys withdrawn, so that each round has memory of its own. The last
-  // one is registered last.
+  // A get that is given up has its keys withdrawn, so each round has memory of its own. The memory
+  // that is used last is registered last.
   User first(a, kEach), second(a, kEach), third(a, kEach), fourth(a, kEach), here(a, kEach);
   User there(b, kEach);
   std::ranges::fill(there.memory, std::byte{7});
@@ -798,19 +799,19 @@ TEST_F(FabricCardsAgain, AnOwnerKeepsOnlySoManyThatWereGivenUp) {
   Completion last(&bell);
   ASSERT_TRUE(toB->get({there.region.remote(), 0, fourth.memory, &last}).ok());
   ASSERT_TRUE(toB->send(Bytes(1)).ok());
-  ASSERT_EQ(b.messagesFrom(a.id(), 1).size(), 1u);  // What was asked for has come before it.
+  ASSERT_EQ(b.messagesFrom(a.id(), 1).size(), 1u);  // the get's request has come before it
   for (size_t card = 0; card < 2; ++card) cards->revive(card);
   EXPECT_EQ(endOf(last), ErrorCode::kOk);
   EXPECT_EQ(movedOn(toB), before);
   EXPECT_EQ(fourth.memory, there.memory);
   for (const User* given : {&first, &second, &third}) EXPECT_EQ(given->memory, Bytes(kEach));
-  // The others have ended, and their place is free again.
+  // The gets that were given up have ended, and their places are free again.
   EXPECT_TRUE(getsByCards(here, there));
   EXPECT_EQ(a.endedCount() + b.endedCount(), 0u);
 }
 
-// What one end has to tell the other cannot leave: whoever waits for the answer would do so for
-// ever, so the connection breaks.
+// A control message cannot leave. The get that needs its answer would wait for ever, so the
+// connection breaks.
 TEST_F(FabricCardsAgain, BreaksWhereThePeerDoesNotReadWhatItIsTold) {
   WireEnd a(onLoopback(), SimThatIsAsked::create), b(onLoopback(), SimThatIsAsked::create);
   connect(a, b);
@@ -818,7 +819,7 @@ TEST_F(FabricCardsAgain, BreaksWhereThePeerDoesNotReadWhatItIsTold) {
   ASSERT_TRUE(getsByCards(here, there));
   std::promise<void> reads;
   b.loop().post([until = reads.get_future().share()] { until.wait(); });
-  for (const size_t bytes : {64 << 10, 1}) {  // until not even a byte is taken
+  for (const size_t bytes : {64 << 10, 1}) {  // until not even one byte is taken
     const Deadline deadline = Deadline::after(kPatience);
     Status sent;
     while (sent.ok() && !deadline.passed()) sent = toB->send(Bytes(bytes));

@@ -4,7 +4,7 @@
 
 #include "engine/transports/fabric/control.h"
 
-// What the two ends of a fabric channel tell each other, from a peer that says anything.
+// Control messages between the ends of a fabric channel, from a peer that may send anything.
 namespace mooncake::control {
 namespace {
 
@@ -15,7 +15,7 @@ Grant someGrant() {
           .cards = {{{0, 100, {11, 0}}, {100, 200, {12, 4096}}}, {}, {{0, 300, {13, 0}}}}};
 }
 
-// Each kind: what encodes it, and what its decoder makes of bytes, encoded again.
+// A message of each kind: encoded, and a function that decodes bytes and encodes the result again.
 struct Sample {
   Bytes right;
   std::function<std::optional<Bytes>(ByteView)> again;
@@ -47,7 +47,7 @@ std::vector<Sample> samples() {
 
 TEST(FabricControlTest, WhatWasEncodedDecodesAndWhatIsCutOffDoesNot) {
   for (const Sample& sample : samples()) {
-    const ByteView fields = ByteView(sample.right).subspan(1);  // behind the kind
+    const ByteView fields = ByteView(sample.right).subspan(1);  // after the kind
     EXPECT_EQ(sample.again(fields), sample.right);
     for (size_t bytes = 0; bytes < fields.size(); ++bytes)
       EXPECT_EQ(sample.again(fields.first(bytes)), std::nullopt) << bytes;

@@ -20,7 +20,7 @@ auto wireOf(bool closeEndsReads) {
   };
 }
 
-// A peer that speaks to a channel of cards by itself, and has a card of its own.
+// A peer that sends its own messages to a channel of cards, and has a card of its own.
 class Stranger {
  public:
   explicit Stranger(WireEnd& owner) : owner_(owner) {
@@ -107,7 +107,7 @@ TEST_P(FabricLandingKeys, AreNotForAPeerThatIsNotAsked) {
     }
     EXPECT_EQ(memory->bytes, Bytes(kBytes));
   }
-  // The same for memory of which anybody in the job may write.
+  // The same for memory that every rank of the job may write.
   const auto grant = stranger.ask(writable.region.remote().key);
   ASSERT_EQ(grant.cards.size(), 1u);
   ASSERT_EQ(grant.cards[0].size(), 1u);

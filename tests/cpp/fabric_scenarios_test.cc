@@ -1,5 +1,5 @@
-// Many short lives of a channel over cards that misbehave, each by its own seed. How many:
-// MOONCAKE_TEST_SCENARIOS, from which seed on: MOONCAKE_TEST_SEED.
+// Many short lives of a channel over cards that misbehave, each by its own seed.
+// MOONCAKE_TEST_SCENARIOS is their number, MOONCAKE_TEST_SEED the first seed.
 #include <cstdlib>
 #include <random>
 
@@ -40,7 +40,7 @@ class Scenario {
       end->wire = std::make_unique<WireEnd>(env, [&](const TransportContext& context) {
         return createSimTransport(context, TcpTransport::create, options);
       });
-      // A part of them are lives of packets alone.
+      // Some of the lives use packets only.
       isByCards_ = isByCards_ || below(2) == 0;
       end->part = std::make_unique<Part>(end->wire->part(
           kPart, kRemoteRead | kRemoteWrite | (isByCards_ ? uint32_t(kLasting) : 0)));
@@ -78,7 +78,7 @@ class Scenario {
     auto inTargets = a_.wire->regions().add(targets.data(), targets.size(), lasting | kLanding);
     auto inWritten = a_.wire->regions().add(written.data(), written.size(), lasting);
     EXPECT_TRUE(inTargets.ok() && inWritten.ok());
-    // So that the keys are there, or on their way.
+    // After this get, the keys are there or on their way.
     Completion first(&bell_);
     EXPECT_TRUE(a_.channel->get({b_.part->remote(), gettable(0), slotOf(targets, 0), &first}).ok());
     EXPECT_EQ(endOf(first), ErrorCode::kOk);

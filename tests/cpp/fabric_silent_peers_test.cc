@@ -90,7 +90,7 @@ class StoppedPeers {
     for (const auto& channel : channels_) channel->close();
   }
 
-  // More than the window of a channel, and than its share of anything.
+  // Puts more than the window of a channel, and more than its share of any resource.
   void putToAll() {
     const Bytes data(kPut);
     for (size_t i = 0; i < channels_.size(); ++i) {

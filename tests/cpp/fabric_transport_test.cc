@@ -1,4 +1,4 @@
-// Transport fabric over what libfabric has on any machine, on the loopback device.
+// Transport fabric over a provider that every machine has, on the loopback device.
 #include "engine/engine.h"
 #include "engine/nic/libfabric/cards.h"
 #include "engine/transports/fabric/libfabric_transport.h"

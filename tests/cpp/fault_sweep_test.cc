@@ -1,9 +1,10 @@
-// Ranks that are killed, stopped or late at every step of every operation and of the flush; what
-// the others made of it is checked afterwards. MOONCAKE_TEST_CASES: how many (1 shows all that its
-// ranks did, 20000 take a quarter of an hour); MOONCAKE_TEST_SEED: of the first one;
-// MOONCAKE_TEST_AT_ONCE: how many run side by side; MOONCAKE_TEST_SKIPS: set, all operations are
-// dispatches and combines that do not wait for who is late. MOONCAKE_TEST_SHRINKS: set, all cases
-// are dispatches on hosts that shrink.
+// Ranks are killed, stopped or late at every step of every operation and of the flush. Afterwards
+// the results of the others are checked. Environment variables:
+//   MOONCAKE_TEST_CASES    number of cases: 1 prints every step, 20000 take 15 minutes
+//   MOONCAKE_TEST_SEED     seed of the first case
+//   MOONCAKE_TEST_AT_ONCE  number of cases that run side by side
+//   MOONCAKE_TEST_SKIPS    if set, all operations are dispatches and combines that skip late ranks
+//   MOONCAKE_TEST_SHRINKS  if set, all cases are dispatches on hosts that shrink
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -37,7 +38,7 @@ constexpr milliseconds kFailureTimeout{300};
 constexpr milliseconds kSlowest{200};  // that a write of a card takes
 constexpr auto kHang = std::chrono::seconds(20);
 constexpr auto kToMeet = std::chrono::seconds(8);
-constexpr size_t kMostHidden = 100'000;  // tokens do not go with the tables then, nor at once
+constexpr size_t kMostHidden = 100'000;  // then tokens go neither with the tables nor at once
 constexpr size_t kAmpleBytes = 32 << 20;
 
 uint64_t numberIn(const char* text, uint64_t otherwise) {
@@ -54,7 +55,7 @@ struct Victim {
   const char* point;
   uint32_t nth;
   FailpointAction action;
-  uint32_t delay = 0;    // kDelay: how long, ms
+  uint32_t delay = 0;    // kDelay: in ms
   int resumeAfter = -1;  // kStop: ms, -1: when the others have ended
 };
 
@@ -65,12 +66,12 @@ struct Step {
   bool isCut;  // several tensors in one call
 };
 
-// What a dispatch gives, and the send memory that it has.
+// The tokens and experts of a dispatch, and its send memory.
 struct Experts {
   size_t tokens = 3;  // of each rank
   int topk = 2;
   int perRank = 2;
-  int halfPlaces = 0;  // of the send memory; a place has room for a rank's tokens. 0: ample
+  int halfPlaces = 0;  // send memory in half places; a place holds a rank's tokens. 0: ample
 
   bool isTight() const { return halfPlaces > 0; }
 };
@@ -86,7 +87,7 @@ struct Case {
   bool raises;
   bool isEarly;  // the first operation may come before the liveness threads
   milliseconds timeout;
-  milliseconds patience{0};  // of a dispatch and a combine; 0: they skip nobody
+  milliseconds patience{0};  // of a dispatch and a combine; 0: they skip no rank
   std::vector<Step> steps;
   std::vector<Victim> victims;
 };
@@ -95,7 +96,7 @@ constexpr Verb kVerbs[] = {Verb::kAllreduce,     Verb::kBroadcast, Verb::kReduce
                            Verb::kReduceScatter, Verb::kAlltoall,  Verb::kBarrier, Verb::kGather,
                            Verb::kScatter,       Verb::kDispatch};  // and its combine
 
-// Where a rank comes by only in some cases, and how often about.
+// Failpoints that ranks reach in some cases only. Point::most: about how often they reach it.
 enum class Needs {
   kNothing,
   kLarge,
@@ -217,11 +218,11 @@ const Point& drawPoint(Draw& draw, const Case& c, bool isFirst) {
   }
 }
 
-// Where a rank is late, so that the others go on without it.
+// Failpoints at which a rank is late, so that the others go on without it.
 constexpr const char* kLateAt[] = {"begin", "copy-out", "ended",   "see-begun",
                                    "park",  "report",   "skipped", "join"};
 
-// Late ranks beside or in place of what else goes wrong, where others do not wait for them.
+// Gives the dispatches of some cases a patience, and adds late ranks to the other faults.
 void drawSkips(Draw& draw, Case& c) {
   const bool areAll = std::getenv("MOONCAKE_TEST_SKIPS") != nullptr;
   for (Step& step : c.steps) {
@@ -243,7 +244,7 @@ void drawSkips(Draw& draw, Case& c) {
   }
 }
 
-// Places that a dispatch needs on these hosts while all ranks are there, and at most in any
+// Number of places that a dispatch needs on these hosts: with all ranks, and the most in any
 // attempt.
 struct PlacesNeeded {
   int whole = 0, most = 0;
@@ -271,7 +272,7 @@ void setHosts(Case& c, const std::vector<int>& hostSizes) {
 }
 
 // Dispatches on hosts that shrink, with send memory that is neither exact nor ample. A rank alone
-// on its host packs about `topk` places of rows, over those of pushed rows where a layout is wrong.
+// on its host packs about `topk` places of rows. If a layout is wrong, they overwrite pushed rows.
 Case drawShrinkingHost(uint64_t seed, Draw& draw) {
   const std::vector<int> kSizes[] = {{3, 1, 1, 1}, {4, 1, 1, 1}, {4, 3, 1}, {3, 3},
                                      {2, 2, 1},    {4, 4, 1},    {4, 4, 1}};
@@ -295,7 +296,7 @@ Case drawShrinkingHost(uint64_t seed, Draw& draw) {
     c.steps.push_back({.verb = Verb::kDispatch, .root = -1, .count = count, .isCut = false});
   const bool isLate = draw.chance(30);
   if (isLate) c.patience = milliseconds(10 + draw.below(50));
-  // At least one rank of the first host is left, and any: the places that are packed over first
+  // One rank of the first host is left, chosen at random: the places that are overwritten first
   // belong to sources of low ranks.
   const int kept = draw.below(sizes.front());
   for (int r = 0; r < sizes.front(); ++r) {
@@ -324,7 +325,7 @@ Case drawUsualCase(uint64_t seed) {
   const Verb verb = draw.oneOf(kVerbs);
   const size_t count = drawCount(draw);
   const bool isMixture = draw.chance(40);
-  // Only a root that stays can be far ahead of the others.
+  // Only a root that all operations share can be far ahead of the others.
   const int root = draw.chance(50) ? draw.below(c.size) : -1;
   for (int i = 6 + draw.below(4); i > 0; --i) {
     Step step{.verb = isMixture ? draw.oneOf(kVerbs) : verb,
@@ -339,7 +340,7 @@ Case drawUsualCase(uint64_t seed) {
   const bool isLate = draw.chance(16);  // timeouts in place of deaths, mostly
   const bool isTimedOut = isLate && draw.chance(70);
   c.timeout = isTimedOut ? milliseconds(60 + draw.below(60)) : milliseconds(20'000);
-  // Who has shown no sign of life yet is not missed.
+  // A rank that has shown no sign of life yet is not missed.
   const bool isStop = !isLate && !c.isEarly && draw.chance(12);
   const int victims = draw.chance(50) ? 1 : 1 + draw.below(c.size - 1);
   std::vector<int> ranks;
@@ -412,14 +413,14 @@ std::string describe(const Case& c) {
   return text.str();
 }
 
-// ---- what a rank does
+// ---- a rank
 
 struct Verdict {
   ErrorCode code;
   uint64_t epoch;
   uint32_t contributors;  // a bit per rank
   uint32_t skipped;       // "
-  uint64_t checksum;      // of what is the same on all
+  uint64_t checksum;      // of the data that is the same on all ranks
   bool isRight;           // for these contributors
   bool areInputsIntact;
   uint32_t micros;
@@ -430,7 +431,7 @@ struct RankLog {
   std::atomic<int> began, ended;
   std::atomic<ErrorCode> standing;  // at its end
   Verdict verdicts[kMostOperations];
-  char broken[200];  // why it could not even begin
+  char broken[200];  // the error, if it could not begin
 };
 
 struct CaseMemory {
@@ -464,7 +465,7 @@ uint64_t checksumOf(const std::vector<float>& values) {
 constexpr Reduction kSum{DType::kFloat32, ReduceKind::kSum};
 constexpr float kStale = -7;
 
-// Calls one operation and says what came of it.
+// Calls one operation and records its result.
 class Caller {
  public:
   Caller(ep::Memory& memory, int index, const Case& c)
@@ -565,8 +566,8 @@ class Caller {
   }
 
  private:
-  // The experts give back what they get, so a token comes back once for each of its experts whose
-  // rank took part.
+  // The experts return their input, so a token comes back once for each of its experts on a rank
+  // that took part.
   Status thereAndBack() {
     const auto handle = std::make_shared<ep::Handle>();
     const size_t tokens = experts_.tokens, topk = size_t(experts_.topk);
@@ -646,7 +647,7 @@ class Caller {
       parts.push_back(bytesOf(values).subspan(at * sizeof(float), count * sizeof(float)));
     return parts;
   }
-  // As one tensor, or as several of different lengths.
+  // Returns the bytes as one tensor, or as several of different lengths.
   std::vector<Buffer> cut(Span bytes) const {
     if (!step_.isCut) return {{bytes, DType::kFloat32}};
     const size_t third = bytes.size() / 12 * 4;
@@ -731,7 +732,8 @@ class Caller {
 
 bool isOut(ErrorCode code) { return code == ErrorCode::kEvicted || code == ErrorCode::kMinority; }
 
-// Who has shown no sign of life yet is not missed, and its end is not certain.
+// Waits until all ranks have seen signs of life of all others. A rank without one is not missed,
+// and its end is not certain.
 void awaitSigns(const Group& group, int rank, std::atomic<int>& heard) {
   const Deadline deadline = Deadline::after(std::chrono::seconds(2));
   for (int r = 0; r < group.size(); ++r) {
@@ -743,7 +745,7 @@ void awaitSigns(const Group& group, int rank, std::atomic<int>& heard) {
   while (heard < group.size() && !deadline.passed()) std::this_thread::sleep_for(milliseconds(1));
 }
 
-// As Hosts::meet() finds it: nobody dies yet.
+// The result of Hosts::meet(). No rank dies before this.
 ep::Hosts hostsOf(const Case& c, int rank, ep::Hosts::Memory ours, CaseMemory& memory) {
   memory.regions[rank] = ours.region;
   ++memory.told;
@@ -763,7 +765,7 @@ ep::Hosts hostsOf(const Case& c, int rank, ep::Hosts::Memory ours, CaseMemory& m
   return ep::Hosts(std::move(all));
 }
 
-// The buffer with the send memory that the case asks for: the least that has it.
+// Size of the smallest buffer that has the send memory of the case.
 size_t expertBytes(const Case& c) {
   if (!c.experts.isTight()) return kAmpleBytes;
   const size_t row = ep::dispatchRowBytes(c.steps.front().count, ep::RowFormat::kBf16);
@@ -774,7 +776,7 @@ size_t expertBytes(const Case& c) {
   return bytes;
 }
 
-// In the child.
+// Runs a rank, in the child.
 void runRank(const Case& c, int rank, CaseMemory& memory) {
   RankLog& log = memory.ranks[rank];
   std::vector<bool> isRemote;
@@ -839,14 +841,14 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
   log.standing = (*group)->usable().code();
 }
 
-// ---- what is checked afterwards
+// ---- checks afterwards
 
 class Checker {
  public:
   Checker(const Case& c, const CaseMemory& memory, const std::vector<int>& statuses)
       : case_(c), memory_(memory), statuses_(statuses) {}
 
-  // What is wrong; empty: nothing.
+  // Returns all problems; empty: none.
   const std::vector<std::string>& check() {
     for (int r = 0; r < case_.size; ++r) sortIn(r);
     if (problems_.empty()) checkWhoIsOut();
@@ -859,7 +861,7 @@ class Checker {
     if (!survivors_.empty() && case_.raises) checkLosses(survivors_.front());
     return problems_;
   }
-  // A rank was taken for dead that was not to be: the machine may have been that slow.
+  // True if a rank was taken for dead by mistake: the machine may have been too slow.
   bool isDisturbed() const { return isDisturbed_; }
 
  private:
@@ -876,8 +878,8 @@ class Checker {
   void problem(const std::string& text) { problems_.push_back(text); }
   static std::string nameOf(int rank) { return "rank " + std::to_string(rank); }
 
-  // The victim had its group, died in its first operation, and this rank had not yet: it is alone,
-  // and may not know for certain that it is.
+  // True if the victim died in its first operation, before this rank had its group. This rank is
+  // alone then, and may not know that for certain.
   bool wasLeftInInit(int r) const {
     return case_.isEarly && log(r).broken[0] && log(r).standing == ErrorCode::kMinority;
   }
@@ -914,7 +916,7 @@ class Checker {
     for (const auto& [r, code] : out_) {
       if (victim(r, FailpointAction::kStop)) continue;
       if (code == ErrorCode::kMinority && canLackQuorum) continue;
-      // The others have left already, and who died counts against it.
+      // The others have left already, and the dead ranks count against its quorum.
       if (code == ErrorCode::kMinority && canDoubt && log(r).ended == int(case_.steps.size()))
         continue;
       isDisturbed_ = true;
@@ -929,14 +931,14 @@ class Checker {
       const std::string what = nameOf(r) + ", operation " + std::to_string(i) + ": ";
       const bool isLoss =
           v.code == ErrorCode::kPeerLost && (case_.raises || case_.steps[size_t(i)].root >= 0);
-      // Only when somebody goes without waiting, because it is out.
+      // Happens only if another rank is out and leaves without waiting.
       if (v.code == ErrorCode::kInputsLost && !out_.empty()) continue;
       const bool isTimeout = v.code == ErrorCode::kTimeout && isLate &&
                              std::string(v.text).find("timed out") != std::string::npos;
       if (v.code != ErrorCode::kOk && !isLoss && !isTimeout && !isOut(v.code))
         problem(what + "unexpected " + errorCodeName(v.code) + ": " + v.text);
       if (!v.isRight) problem(what + "the result is not that of its contributors");
-      // Who is out is promised nothing.
+      // Nothing is promised to a rank that is out.
       if (!v.areInputsIntact && !isOut(v.code) && v.code != ErrorCode::kInputsLost)
         problem(what + "inputs changed, " + errorCodeName(v.code));
       for (int c = 0; c < case_.size; ++c) {
@@ -950,8 +952,8 @@ class Checker {
     }
   }
 
-  // If the rank is dead or out, what it alone has decided last binds nobody: how one operation
-  // ended, and an error of the one after (docs/membership.md, section 5).
+  // If the rank is dead or out, the last decision that it alone has acted on does not bind the
+  // others: the end of one operation, and an error of the next one (docs/membership.md, section 5).
   void checkAgainst(int r, int model, bool isBinding) {
     int ended = log(r).ended;
     if (ended && isOut(log(r).verdicts[ended - 1].code)) --ended;
@@ -962,21 +964,21 @@ class Checker {
                           a.skipped == b.skipped &&
                           (a.code != ErrorCode::kOk || a.checksum == b.checksum);
       if (isSame) continue;
-      // It may have ended it with the old ones, or without those of them that had not begun.
+      // It may have ended it with the old contributors, or without those that had not begun.
       const uint32_t old = a.contributors | a.skipped;
       const bool isMore = (old & b.contributors) == b.contributors;
       const bool isLast =
           i == ended - 1 || (i == ended - 2 && log(r).verdicts[ended - 1].code != ErrorCode::kOk);
       const bool areBothOk = a.code == ErrorCode::kOk && b.code == ErrorCode::kOk;
       if (!isBinding && isLast && (isMore || !areBothOk)) break;
-      // Nobody survived: each may be the one ahead.
+      // No rank survived, so either of the two may be ahead.
       if (survivors_.empty() && i >= std::min<int>(ended, log(model).ended) - 1) continue;
       problem(nameOf(r) + " and " + nameOf(model) + " ended operation " + std::to_string(i) +
               " differently");
     }
   }
 
-  // Mode raise: who contributes changes only across losses, and each loss is told once.
+  // Mode raise: the contributors change only at losses, and each loss is raised once.
   void checkLosses(int r) {
     int losses = 0;
     uint32_t before = (1u << case_.size) - 1;
@@ -1031,7 +1033,7 @@ class RunningCase {
     isStopped_.resize(size_t(case_.size));
   }
 
-  // True when all ranks have ended, or were ended.
+  // True when all ranks have ended, or hang.
   bool look() {
     const auto now = Clock::now();
     size_t ended = 0, stopped = 0;
@@ -1080,7 +1082,7 @@ class RunningCase {
     return found;
   }
 
-  // Operations that went without some.
+  // Number of operations that skipped ranks.
   int skips() const {
     int most = 0;
     for (const RankLog& log : memory_->ranks) {
@@ -1121,7 +1123,7 @@ class RunningCase {
  private:
   const Case case_;
   const SharedWithChildren<CaseMemory> memory_;
-  Clock::time_point progressed_;  // when anybody last began or ended an operation
+  Clock::time_point progressed_;  // when a rank last began or ended an operation
   int progress_ = 0;
   std::vector<ForkedChild> children_;
   std::vector<Clock::time_point> resumeAt_;
@@ -1194,8 +1196,8 @@ TEST(FaultSweep, SurvivorsAgreeOnEveryOperation) {
   }
 }
 
-// Hosts of 4, 4 and 1 ranks whose send memory has room for a dispatch of all ranks, and not for one
-// of every subset. Rank 8 packs its rows while the others push to it.
+// Hosts of 4, 4 and 1 ranks. Their send memory has room for a dispatch of all ranks, but not of
+// every subset. Rank 8 packs its rows while the others push to it.
 class ShrunkHost : public testing::TestWithParam<FailpointAction> {};
 
 TEST_P(ShrunkHost, RowsOfRanksStayApart) {

@@ -14,13 +14,13 @@ class FenceWordsTest : public ::testing::Test {
     auto word = words_->take(process);
     return word.ok() ? *word : nullptr;
   }
-  // All that are left.
+  // Takes all words that are left.
   std::vector<std::shared_ptr<FenceWords::Word>> takeAll() {
     std::vector<std::shared_ptr<FenceWords::Word>> all;
     while (auto word = take()) all.push_back(std::move(word));
     return all;
   }
-  // As the peer sees it.
+  // The word at the peer's address.
   std::atomic<uint32_t>& at(const FenceWords::Word& word) const {
     return *reinterpret_cast<std::atomic<uint32_t>*>(arena_->base() + word.offset());
   }

@@ -1,5 +1,4 @@
-// What an agent makes of the messages of others when they come in another order than they were
-// sent: the test carries them.
+// Agents get messages in another order than they were sent: the test delivers them.
 #include "group/flush_agent.h"
 
 #include <atomic>
@@ -27,8 +26,8 @@ constexpr uint8_t kReport = 1, kEnded = 2, kLeft = 3, kAsk = 4, kRepeat = 5;
 // Groups ended their first operation when they were made.
 constexpr uint64_t kFirst = 2;
 
-// Each agent has a topic of its own, so what it says goes to a topic that the test holds open. Over
-// messages: nobody sees the words of another.
+// Each agent has a topic of its own, so its messages go to a topic that the test holds open. The
+// wire is tcp: no rank maps the words of another.
 class FlushAgentTest : public ::testing::Test {
  protected:
   struct Letter {
@@ -105,7 +104,7 @@ class FlushAgentTest : public ::testing::Test {
     });
   }
 
-  // The oldest of this kind that nobody took yet. Whoever has it may keep it.
+  // Takes the oldest message of this kind. It is lost unless the test delivers it.
   Letter take(int from, int to, uint8_t kind) {
     std::unique_lock lock(mutex_);
     auto found = letters_.end();
@@ -124,8 +123,8 @@ class FlushAgentTest : public ::testing::Test {
     return letter;
   }
 
-  // Until the engine takes no message any more, for it has too many that wait. The loop's thread
-  // stands still meanwhile.
+  // Sends until the engine takes no further message, because too many wait. The loop's thread must
+  // be blocked meanwhile.
   void fillOutbox(int from, int to) {
     Status sent;
     for (size_t bytes = MessageRouter::kMostBytes; bytes > 0; bytes /= 2) {
@@ -135,7 +134,7 @@ class FlushAgentTest : public ::testing::Test {
     EXPECT_EQ(sent.code(), ErrorCode::kExhausted);
   }
 
-  // Returns when the agent has made of it what it makes of it.
+  // Delivers the message, and returns when the agent has handled it.
   void deliver(const Letter& letter) {
     const auto send = [&](ByteView message) {
       const auto sent = group(letter.from)
@@ -144,7 +143,7 @@ class FlushAgentTest : public ::testing::Test {
       ASSERT_TRUE(sent.ok()) << sent.error().message;
     };
     send(letter.message);
-    send(ByteWriter().put(kAsk).take());  // behind it
+    send(ByteWriter().put(kAsk).take());  // arrives after it
     take(letter.to, letter.from, kEnded);
   }
 
@@ -159,7 +158,7 @@ class FlushAgentTest : public ::testing::Test {
   std::list<Letter> letters_;
 };
 
-// Who decides first knows that the others will come to the same, and need not wait for them.
+// The rank that decides first knows that the others will decide the same, and need not wait.
 TEST_F(FlushAgentTest, AFarewellBeforeTheReportSaysHowTheOperationEnded) {
   makeAgents(2);
   ASSERT_TRUE(agent(0).begin(kFirst).ok());
@@ -182,7 +181,7 @@ TEST_F(FlushAgentTest, AFarewellBeforeTheReportSaysHowTheOperationEnded) {
   EXPECT_EQ(agent(0).ended(), kFirst);
 }
 
-// It says what its report says, also of an operation that it has never called.
+// A leave report says the same as the report, also about an operation that its rank never called.
 TEST_F(FlushAgentTest, AFarewellTellsOfOperationsThatItsRankDidNotCall) {
   makeAgents(3);
   ASSERT_TRUE(agent(0).begin(kFirst).ok());
@@ -193,7 +192,7 @@ TEST_F(FlushAgentTest, AFarewellTellsOfOperationsThatItsRankDidNotCall) {
   deliver(take(1, 2, kReport));
   EXPECT_EQ(agent(2).ended(), kFirst);
 
-  // Rank 0 dies: what it wished for is known to rank 2 alone.
+  // Rank 0 dies: only rank 2 knows its abort reason.
   take(2, 1, kReport);
   const View without0{2, RankSet::firstRanks(3) - RankSet{0}};
   agent(1).onView(without0);
@@ -208,7 +207,8 @@ TEST_F(FlushAgentTest, AFarewellTellsOfOperationsThatItsRankDidNotCall) {
   EXPECT_EQ(resolution.status.code(), ErrorCode::kTimeout);
 }
 
-// Who goes on differently from one decision may end the next operation with other contributors.
+// Ranks that go on differently from one decision may end the next operation with different
+// contributors.
 TEST_F(FlushAgentTest, WhoIsInDoesNotDependOnWhatCameFirst) {
   makeAgents(3);
   for (int r = 0; r < 3; ++r) ASSERT_TRUE(agent(r).begin(kFirst).ok());
@@ -247,8 +247,8 @@ TEST_F(FlushAgentTest, WhoIsInDoesNotDependOnWhatCameFirst) {
   }
 }
 
-// Nobody but its rank has the report, and who has it decides without waiting for those who have
-// not.
+// A lost report is known to its own rank only. That rank decides without waiting for the ranks that
+// lack the report.
 TEST_F(FlushAgentTest, AReportThatIsLostComesAgain) {
   makeAgents(2);
   for (int r = 0; r < 2; ++r) ASSERT_TRUE(agent(r).begin(kFirst).ok());
@@ -264,8 +264,8 @@ TEST_F(FlushAgentTest, AReportThatIsLostComesAgain) {
   EXPECT_EQ(gaveUp.get().status.error().message, "too late");
 }
 
-// Who is left out learns it when it calls, and returns when all others have ended the operation:
-// not when one of them has, which may die, and then it runs again.
+// A skipped rank learns it when it calls. It returns when all others have ended the operation. The
+// end on one of them is not enough: if that rank dies, the operation runs again.
 TEST_F(FlushAgentTest, WhoIsSkippedEndsWhenAllOthersHave) {
   makeAgents(3);
   for (int r = 0; r < 2; ++r) {
@@ -307,8 +307,8 @@ TEST_F(FlushAgentTest, WhoIsSkippedEndsWhenAllOthersHave) {
   }
 }
 
-// The flush is heard of while the caller is in an operation, and by the time that the caller is
-// seen to be in none it has ended it: the others would let it run again.
+// The agent hears of the flush while its caller is in an operation. The caller ends it before the
+// agent sees it idle. Without that end in the report, the others would run the operation again.
 TEST_F(FlushAgentTest, AReportSaysWhatTheCallerEndedWhileTheFlushBegan) {
   static std::atomic<FlushAgent*> toEnd;
   makeAgents(2);
@@ -346,7 +346,7 @@ TEST_F(FlushAgentTest, WhoLacksALeaversReportIsToldThatItLeft) {
   EXPECT_EQ(waits.get().status.error().message, "too late");
 }
 
-// A topic that is not open yet keeps what comes for it, but not for ever.
+// Messages for a topic that is not open yet are kept, up to a limit.
 TEST_F(FlushAgentTest, AFloodOfEarlyMessagesCostsNoFlushItsEnd) {
   constexpr uint64_t kTopic = 1000, kBehind = 999;
   makeGroups(2);
@@ -385,7 +385,7 @@ TEST_F(FlushAgentTest, AReportThatTheEngineDoesNotTakeIsSentLater) {
   EXPECT_EQ(agent(1).ended(), kFirst);
 }
 
-// A stamp has no room for another round: all ranks are told, not only who wanted one.
+// A stamp has no room for another round: all ranks get the error, not only the one that wanted it.
 TEST_F(FlushAgentTest, TheLastRoundEndsTheGroupOnAllRanks) {
   makeAgents(2);
   const FlushReport last{.from = 1, .attempt = {0, kMostRounds}, .ended = kFirst - 1};
@@ -406,7 +406,7 @@ TEST_F(FlushAgentTest, TheLastRoundEndsTheGroupOnAllRanks) {
 FlushAgent* watched = nullptr;
 std::atomic<int> sentMessages{0}, sentUnderTheLock{0};
 
-// On a thread of its own, for nobody may take a lock twice.
+// Takes the lock on another thread, because no thread may take a lock twice.
 void takeTheLockBeside(const char* name) {
   if (!watched || std::strcmp(name, "tell") != 0) return;
   ++sentMessages;

@@ -1,5 +1,5 @@
-// What a member does at the edges of a flush, without threads: the models' traces drive the same
-// machine (replay_test.cc), here is what they have no step for.
+// A member at the edges of a flush, without threads. The models' traces drive the same machine
+// (replay_test.cc); here are the cases for which the models have no step.
 #include "membership/flush_machine.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ FlushMessage reportOf(FlushReport report, Kind kind = Kind::kReport) {
 
 const Error kTooLate{ErrorCode::kTimeout, "too late"};
 
-// It binds, but no decision asks for what it said: it is not in the view.
+// The leaver's report binds, but no decision asks for it: the leaver is not in the view.
 TEST(FlushMachine, HowAnOperationEndedOnWhoHasLeftItEndsAlsoBehindAView) {
   FlushMachine machine = machineOf(0, 3);
   machine.parked(1, AbortReason::kNone, {}, kNow);
@@ -108,7 +108,7 @@ TEST(FlushMachine, WhoAsksIsAnsweredWithTheReportOrTheFarewell) {
   EXPECT_EQ(answers[0].message.kind, Kind::kLeft);
 }
 
-// What another one put or reported on account of the last decision may be lost.
+// Puts and reports that a peer sent because of the last decision may be lost.
 TEST(FlushMachine, AConnectionMadeAgainStartsARoundForWhoIsInAnOperation) {
   FlushMachine machine = machineOf(0, 2);
   auto actions = machine.reconnected(1, false, kNow);

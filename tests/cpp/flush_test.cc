@@ -1,4 +1,4 @@
-// What all members conclude from their reports: docs/membership.md, section 3.
+// The conclusion that all members draw from their reports: docs/membership.md, section 3.
 #include "membership/flush.h"
 
 #include <algorithm>
@@ -164,7 +164,7 @@ TEST(Flush, WhoIsBehindByTwoTakesTheFirstAndLearnsOfTheSecond) {
   EXPECT_NE(decision.errorOf(6), nullptr);
 }
 
-// It ends together with those that it is behind in.
+// A rank that is behind ends the operation with the error that it had, and the next one, too.
 TEST(Flush, AnErrorOfTheOperationItselfEndsItForThoseBehindToo) {
   const Error error{ErrorCode::kMismatch, "different calls"};
   const auto reports = reportsOf({{5, true, AbortReason::kNone, {{5, error}}}, {4, true}});
@@ -183,7 +183,7 @@ TEST(Flush, ErrorsThatAllHaveEndedAreNotToldAgain) {
   EXPECT_EQ(decision.failed.front().number, 5u);
 }
 
-// -- who is left out --
+// -- ranks that are left out --
 
 Reporter at(uint64_t number) { return {.ended = number - 1}; }
 Reporter wishing(uint64_t number) { return {.ended = number - 1, .wantsToSkip = true}; }
@@ -193,7 +193,7 @@ TEST(Flush, WhoHasNotBegunIsLeftOutWhenSomebodyWishesIt) {
   EXPECT_TRUE(decide(reportsOf({at(5), before(5)})).leftOut.empty());
   EXPECT_EQ(decide(reportsOf({before(5), wishing(5), at(5), before(5)})).leftOut, (RankSet{0, 3}));
   EXPECT_TRUE(decide(reportsOf({wishing(5), at(5)})).leftOut.empty());
-  // One that ended with an error is all it lacks.
+  // Rank 1 lacks only an operation that ended with an error.
   Reporter ahead = wishing(6);
   ahead.failed = {{5, kLost}};
   EXPECT_EQ(decide(reportsOf({ahead, at(5)})).leftOut, RankSet{1});
@@ -214,7 +214,7 @@ TEST(Flush, AWishOfOneBehindIsVoid) {
 
 TEST(Flush, WhileOneTakesOverNobodyIsLeftOut) {
   EXPECT_TRUE(decide(reportsOf({wishing(6), at(5), before(6)})).leftOut.empty());
-  // It has done so since, and left; others may have its report alone.
+  // Rank 1 has taken it over since, and left. Some ranks may have its report only.
   auto reports = reportsOf({wishing(6), before(6), before(6)});
   reports[1].stoppedAt = 5;
   reports[1].hasBegun = true;
@@ -234,13 +234,13 @@ TEST(Flush, WhoWasLeftOutEndsItWhenAllOthersHave) {
   EXPECT_EQ(decision.endedBy(reports[1]), 4u) << "rank 2 is still to take it over";
 }
 
-// Every rank has its own order in which they come, and its own losses behind it.
+// Reports come in a different order at every rank, and after different losses.
 TEST(Flush, TheOrderOfReportsDoesNotMatter) {
   std::mt19937_64 random(1);
   const auto below = [&](uint64_t end) { return random() % end; };
   for (int round = 0; round < 20'000; ++round) {
     const uint64_t lowest = below(3) * 10;
-    std::vector<FailedOperation> failures;  // how operations ended, for all that ended them
+    std::vector<FailedOperation> failures;  // the same for all ranks that ended the operations
     for (uint64_t number = lowest + 1; number <= lowest + 3; ++number) {
       if (below(2)) failures.push_back({number, {ErrorCode::kMismatch, std::to_string(number)}});
     }
@@ -350,7 +350,7 @@ TEST(FlushReport, FitsAMessageAtItsLargest) {
 TEST(FlushReport, IsRefusedWhenAFieldMakesNoSense) {
   FlushReport report = someReport();
   expectRefused(report, 2);   // no such rank
-  report.attempt.losses = 5;  // of as many ranks
+  report.attempt.losses = 5;  // as many as there are ranks
   expectRefused(report, 5);
 
   report = someReport();
@@ -384,12 +384,12 @@ TEST(FlushReport, IsRefusedWhenAFieldMakesNoSense) {
   expectRefused(report);
 
   report = someReport();
-  report.stoppedAt = 43;  // behind what it can be in
+  report.stoppedAt = 43;  // later than any operation that it can be in
   expectRefused(report);
   report.stoppedAt = 0;
   expectRefused(report);
   report = someReport();
-  report.hasBegun = false;  // and waits for others in it
+  report.hasBegun = false;  // but wishes to skip others in it
   expectRefused(report);
   report = someReport();
   report.skipping.back().number = 42;  // which it has not ended
