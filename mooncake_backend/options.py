@@ -17,7 +17,7 @@ import torch
 
 ON_FAILURE = ("continue", "raise")
 LOST_MESSAGES = ("raise", "return")
-# The largest group in the tests (tests/cpp/large_group_test.cc).
+# The largest group in the tests (tests/cpp/collectives/large_group_test.cc).
 TESTED_RANKS = 64
 
 # Values of the set_ functions: defaults of later groups whose options do not set them.

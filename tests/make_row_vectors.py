@@ -1,4 +1,4 @@
-"""Writes tests/cpp/row_vectors.inc: rows and what becomes of them, byte by byte, for every
+"""Writes tests/cpp/ep/row_vectors.inc: rows and what becomes of them, byte by byte, for every
 implementation of the arithmetic of rows, on CPUs and GPUs. FP8 and bf16 are torch's; weighted sums
 and LogFMT are computed here in exact fractions, each operation rounded to float32.
 Usage: python tests/make_row_vectors.py"""
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-TARGET = Path(__file__).with_name("cpp") / "row_vectors.inc"
+TARGET = Path(__file__).with_name("cpp") / "ep/row_vectors.inc"
 BLOCK = 128
 
 

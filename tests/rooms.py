@@ -72,7 +72,7 @@ def cpp_tests(files: Iterable[str]) -> set[str]:
     """Names of files in tests/cpp, without their ends: those that include a header of a room of
     csrc that has changed, and those that have changed themselves."""
     folder = ROOT / "tests/cpp"
-    everything = {path.stem for path in folder.glob("*.cc")}
+    everything = {path.stem for path in folder.rglob("*.cc")}
     rooms, chosen = set(), set()
     for file in files:
         if match := re.match(r"csrc/(\w+)/", file):
@@ -85,7 +85,7 @@ def cpp_tests(files: Iterable[str]) -> set[str]:
             chosen.add(Path(file).stem)
     if "base" in rooms:
         return everything
-    for path in folder.glob("*.cc"):
+    for path in folder.rglob("*.cc"):
         if rooms & set(re.findall(r'#include "(\w+)/', path.read_text(encoding="utf-8"))):
             chosen.add(path.stem)
     return chosen & everything

@@ -118,7 +118,7 @@ def test_includes_follow_the_arrows():
         ("engine/engine.cc", '#include "engine/transports/tcp/socket.h"'),
         ("engine/transports/shm/shm_transport.cc", '#include "engine/transports/tcp/socket.h"'),
         ("engine/local/local_channel.cc", '#include "engine/transports/shm/cross_memory.h"'),
-        ("membership/view.h", '#include "engine/evidence.h"'),
+        ("membership/view.h", '#include "engine/contract/evidence.h"'),
         ("group/group.cc", "#include <ATen/ATen.h>"),
         ("group/group.cc", '#include "engine/transports/tcp/socket.h"'),
         ("backend/tensors.cc", "#include <pybind11/stl.h>"),
@@ -366,7 +366,7 @@ def test_a_wrong_word_in_backticks_is_found():
 def test_the_example_of_a_collective_is_compiled():
     section = (ROOT / "docs/architecture.md").read_text("utf-8").split("## Add a collective")[1]
     (example,) = re.findall(r"```cpp\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
-    compiled = (ROOT / "tests/cpp/add_collective_test.cc").read_text(encoding="utf-8")
+    compiled = (ROOT / "tests/cpp/collectives/add_collective_test.cc").read_text(encoding="utf-8")
     between = re.search(r"// ---- in docs/architecture.md\n(.*?)// ---- end\n", compiled, re.DOTALL)
     assert between
     assert example == between.group(1)

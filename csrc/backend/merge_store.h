@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/contract/transport.h"
 #include "engine/rendezvous/store.h"
-#include "engine/transports/transport.h"
 
 namespace mooncake {
 

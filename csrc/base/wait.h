@@ -13,8 +13,8 @@ namespace mooncake {
 // any process that maps it, may ring. Ringing costs one load if there is no sleeper.
 //
 // A ringer makes its data visible with a sequentially consistent read-modify-write (the stamp's
-// compare-and-set, see tryStamp in engine/transfer.h) before it calls ring(); a plain or release
-// store is not enough. Why no wake-up is lost is written down in wait.cc.
+// compare-and-set, see tryStamp in engine/contract/transfer.h) before it calls ring(); a plain or
+// release store is not enough. Why no wake-up is lost is written down in wait.cc.
 //
 // If a process is killed while it sleeps, it stays counted in `sleepers`. From then on each ring of
 // this bell costs a system call; nothing else goes wrong.

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "engine/transfer.h"
+#include "engine/contract/transfer.h"
 
 // Point-to-point messages between a pair of ranks. A's part of the window holds the mailbox for
 // messages from B to A, and B's reports about messages from A to B:

@@ -17,16 +17,16 @@
 #include "base/result.h"
 #include "base/stop_signal.h"
 #include "base/wait.h"
-#include "engine/evidence.h"
-#include "engine/liveness.h"
+#include "engine/contract/evidence.h"
+#include "engine/contract/transport.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
-#include "engine/message_router.h"
-#include "engine/outbox.h"
-#include "engine/peer.h"
-#include "engine/reconnector.h"
-#include "engine/transports/transport.h"
+#include "engine/peers/liveness.h"
+#include "engine/peers/message_router.h"
+#include "engine/peers/outbox.h"
+#include "engine/peers/peer.h"
+#include "engine/peers/reconnector.h"
 
 namespace mooncake {
 
@@ -124,8 +124,9 @@ class Engine {
   // `isFree` is called whenever more memory is retired.
   void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree);
 
-  // Messages between the users of a job's engines; each names a topic (engine/message_router.h).
-  // The handler runs on the loop's thread, without a lock, and must not own the engine.
+  // Messages between the users of a job's engines; each names a topic
+  // (engine/peers/message_router.h). The handler runs on the loop's thread, without a lock, and
+  // must not own the engine.
   using OnMessage = MessageRouter::OnMessage;
   void openTopic(uint64_t topic, OnMessage handler) { topics_->open(topic, std::move(handler)); }
   void closeTopic(uint64_t topic) { topics_->close(topic); }

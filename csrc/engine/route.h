@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/transports/transport.h"
+#include "engine/contract/transport.h"
 
 namespace mooncake {
 

@@ -6,12 +6,12 @@
 
 #include "base/bytes.h"
 #include "base/wait.h"
+#include "engine/contract/transfer.h"
 #include "engine/engine.h"
 #include "engine/local/fence_words.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
-#include "engine/transfer.h"
 
 namespace mooncake {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "base/bytes.h"
-#include "engine/transfer.h"
+#include "engine/contract/transfer.h"
 #include "engine/window.h"
 #include "group/call.h"
 #include "membership/flush.h"

@@ -16,7 +16,7 @@
 
 namespace mooncake {
 
-// The topic (engine/message_router.h) of the reports.
+// The topic (engine/peers/message_router.h) of the reports.
 inline constexpr uint64_t kMembershipTopic = 1;
 
 // Drives ViewAgreement: feeds it the evidence and the reports of peers; sends, logs and announces

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "engine/memory/arena.h"
-#include "engine/peer.h"
+#include "engine/peers/peer.h"
 #include "transfer/registered_memory.h"
 
 namespace mooncake::transfer {

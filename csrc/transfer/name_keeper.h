@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/stop_signal.h"
-#include "engine/transports/transport.h"
+#include "engine/contract/transport.h"
 #include "transfer/metadata.h"
 #include "transfer/segment_description.h"
 

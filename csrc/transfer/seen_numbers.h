@@ -5,7 +5,7 @@
 #include <list>
 #include <map>
 
-#include "engine/transports/transport.h"
+#include "engine/contract/transport.h"
 
 namespace mooncake::transfer {
 

@@ -1,7 +1,7 @@
 /* The view of a job as csrc/membership/view_agreement.cc decides it, call by call.
  *
  * view.pml has the rules; this has the code: its sets, its messages, who is sent what and when. So its random traces are
- * replayed against the code (docs/models/run.sh --replay, tests/cpp/replay_test.cc), and after every call both must have
+ * replayed against the code (docs/models/run.sh --replay, tests/cpp/membership/replay_test.cc), and after every call both must have
  * done the same. docs/membership.md, section 8, says which step is which call.
  *
  *   -DN=4      ranks (else 3)        -DCR=1   crashes, any rank, any time       -DWS=1   wrong suspicions, anybody of anybody

@@ -16,7 +16,7 @@
  *   -DPRE=1      the last rank was out before the group was made; each of the others knew that then, or learns it later
  *   -DM_...      one rule broken: must give a counterexample
  *   -DLATE       (traces) the leaver alone decides a timeout, until there is a view
- *   -DTRACE=1    for simulation, 10: so often all over again. Says each step, its rank, k, and what counts of it (tests/cpp/replay_test.cc reads it)
+ *   -DTRACE=1    for simulation, 10: so often all over again. Says each step, its rank, k, and what counts of it (tests/cpp/membership/replay_test.cc reads it)
  *
  * The view layer is given (view.pml) and perfect here: `chain` is what it committed, a growing sequence of removed sets. Each
  * rank hears of it at its own time, and may skip any of it.

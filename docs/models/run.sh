@@ -226,7 +226,7 @@ pick_traces() {
 case ${1:-} in
   --slice)
     make_traces $((10 * $(grep -c . <<<"$traces"))) >"$work/traces" &&
-      pick_traces "$work/traces" >"$here/../../tests/cpp/model_traces.txt"
+      pick_traces "$work/traces" >"$here/../../tests/cpp/membership/model_traces.txt"
     exit ;;
   --replay)
     tests=${3:-$here/../../build/cpp-none/mooncake_tests}

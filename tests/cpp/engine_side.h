@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
+#include "engine/contract/transport.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
 #include "engine/stream/handshake.h"
-#include "engine/transports/transport.h"
 
 namespace mooncake::testing {
 

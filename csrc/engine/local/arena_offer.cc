@@ -7,7 +7,7 @@
 #include <sys/socket.h>
 #include <utility>
 
-#include "engine/life_word.h"
+#include "engine/contract/life_word.h"
 #include "engine/local/unix_socket.h"
 #include "engine/memory/region_table.h"
 

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "engine/transfer.h"
+#include "engine/contract/transfer.h"
 
 namespace mooncake {
 

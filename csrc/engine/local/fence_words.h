@@ -7,9 +7,9 @@
 #include <mutex>
 #include <vector>
 
+#include "engine/contract/transfer.h"
 #include "engine/memory/arena.h"
-#include "engine/peer_process.h"
-#include "engine/transfer.h"
+#include "engine/peers/peer_process.h"
 
 namespace mooncake {
 

@@ -6,12 +6,12 @@
 #include <mutex>
 #include <shared_mutex>
 
+#include "engine/contract/transport.h"
 #include "engine/local/direct_reader.h"
 #include "engine/local/direct_transfers.h"
 #include "engine/local/fence_words.h"
 #include "engine/memory/gate.h"
 #include "engine/stream/stream_connection.h"
-#include "engine/transports/transport.h"
 
 namespace mooncake {
 

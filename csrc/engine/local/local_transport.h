@@ -6,10 +6,10 @@
 #include <sys/types.h>
 #include <vector>
 
+#include "engine/contract/transport.h"
 #include "engine/local/arena_offer.h"
 #include "engine/local/local_channel.h"
 #include "engine/stream/handshake.h"
-#include "engine/transports/transport.h"
 
 namespace mooncake {
 

@@ -5,7 +5,7 @@
 #include <span>
 
 #include "base/bytes.h"
-#include "engine/transfer.h"
+#include "engine/contract/transfer.h"
 
 namespace mooncake {
 

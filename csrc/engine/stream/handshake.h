@@ -6,7 +6,7 @@
 #include "base/deadline.h"
 #include "base/event_loop.h"
 #include "base/fd.h"
-#include "engine/transports/transport.h"
+#include "engine/contract/transport.h"
 
 // Mutual challenge over any stream socket: the first bytes of every connection. Wire form in
 // handshake.cc:

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "base/event_loop.h"
-#include "engine/transports/transport.h"
+#include "engine/contract/transport.h"
 
 namespace mooncake {
 

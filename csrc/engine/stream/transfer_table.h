@@ -5,8 +5,8 @@
 #include <mutex>
 #include <vector>
 
+#include "engine/contract/transfer.h"
 #include "engine/stream/wire.h"
-#include "engine/transfer.h"
 
 namespace mooncake {
 

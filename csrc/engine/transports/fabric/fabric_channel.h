@@ -9,13 +9,13 @@
 #include <set>
 #include <vector>
 
+#include "engine/contract/transport.h"
 #include "engine/packets/incoming.h"
 #include "engine/transports/fabric/card_transfer.h"
 #include "engine/transports/fabric/control.h"
 #include "engine/transports/fabric/paths.h"
 #include "engine/transports/fabric/rails.h"
 #include "engine/transports/fabric/sent_packets.h"
-#include "engine/transports/transport.h"
 
 namespace mooncake {
 

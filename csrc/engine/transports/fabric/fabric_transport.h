@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
+#include "engine/contract/transport.h"
 #include "engine/transports/fabric/fabric_channel.h"
 #include "engine/transports/fabric/rails.h"
-#include "engine/transports/transport.h"
 
 namespace mooncake {
 

@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "engine/transports/transport.h"
+#include "engine/contract/transport.h"
 
 namespace mooncake {
 

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <memory>
 
+#include "engine/contract/transport.h"
 #include "engine/transports/tcp/socket.h"
-#include "engine/transports/transport.h"
 
 namespace mooncake {
 

@@ -1,3 +1,5 @@
+#include "base/wait.h"
+
 #include <gtest/gtest.h>
 #include <memory>
 #include <new>
@@ -7,8 +9,6 @@
 #include <thread>
 #include <unistd.h>
 #include <vector>
-
-#include "base/wait.h"
 
 namespace mooncake {
 namespace {

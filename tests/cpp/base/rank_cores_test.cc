@@ -1,10 +1,11 @@
+#include "base/rank_cores.h"
+
 #include <chrono>
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <thread>
 
 #include "base/deadline.h"
-#include "base/rank_cores.h"
 
 namespace mooncake {
 namespace {

@@ -5,9 +5,9 @@
 #include <optional>
 #include <string>
 
-#include "engine/evidence.h"
-#include "engine/peer_process.h"
-#include "engine/transports/transport.h"
+#include "engine/contract/evidence.h"
+#include "engine/contract/transport.h"
+#include "engine/peers/peer_process.h"
 
 namespace mooncake {
 

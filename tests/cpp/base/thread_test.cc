@@ -1,4 +1,6 @@
 // If the system has no thread left, a call that needs one returns an error.
+#include "base/thread.h"
+
 #include <array>
 #include <atomic>
 #include <fstream>
@@ -10,7 +12,6 @@
 
 #include "base/env.h"
 #include "base/event_loop.h"
-#include "base/thread.h"
 #include "engine/engine.h"
 
 namespace mooncake {

@@ -11,8 +11,8 @@
 
 #include "base/deadline.h"
 #include "base/event_loop.h"
-#include "engine/evidence.h"
-#include "engine/transports/transport.h"
+#include "engine/contract/evidence.h"
+#include "engine/contract/transport.h"
 
 namespace mooncake {
 

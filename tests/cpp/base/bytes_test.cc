@@ -1,10 +1,10 @@
+#include "base/bytes.h"
+
 #include <algorithm>
 #include <array>
 #include <gtest/gtest.h>
 #include <limits>
 #include <random>
-
-#include "base/bytes.h"
 
 namespace mooncake {
 namespace {

@@ -1,7 +1,7 @@
+#include "base/crypto.h"
+
 #include <gtest/gtest.h>
 #include <set>
-
-#include "base/crypto.h"
 
 namespace mooncake {
 namespace {

@@ -1,10 +1,11 @@
+#include "base/env.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <gtest/gtest.h>
 #include <map>
 #include <thread>
 
-#include "base/env.h"
 #include "base/fabric_env.h"
 #include "base/transfer_env.h"
 

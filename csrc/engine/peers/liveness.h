@@ -11,16 +11,16 @@
 #include <thread>
 #include <vector>
 
-#include "engine/life_word.h"
+#include "engine/contract/life_word.h"
+#include "engine/contract/transport.h"
 #include "engine/memory/arena.h"
-#include "engine/peer_process.h"
-#include "engine/transports/transport.h"
+#include "engine/peers/peer_process.h"
 
 namespace mooncake {
 
 // A thread that does three things, none of which can block it. It keeps this engine's life word
-// (engine/life_word.h). It shows the peers on other hosts that we live. It watches all peers: their
-// life words, their beats, and received bytes.
+// (engine/contract/life_word.h). It shows the peers on other hosts that we live. It watches all
+// peers: their life words, their beats, and received bytes.
 //
 // Silence is counted in looks: each adds the time since the last look, up to a few beats. So time
 // in which we did not run ourselves (stopped, starved, suspended) accuses no peer.

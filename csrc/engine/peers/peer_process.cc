@@ -1,4 +1,4 @@
-#include "engine/peer_process.h"
+#include "engine/peers/peer_process.h"
 
 #include <algorithm>
 #include <array>

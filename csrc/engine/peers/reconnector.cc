@@ -1,4 +1,4 @@
-#include "engine/reconnector.h"
+#include "engine/peers/reconnector.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "engine/liveness.h"
+#include "engine/peers/liveness.h"
 
 #include <algorithm>
 #include <cerrno>

@@ -1,4 +1,4 @@
-#include "engine/peer.h"
+#include "engine/peers/peer.h"
 
 namespace mooncake {
 

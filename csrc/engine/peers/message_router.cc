@@ -1,4 +1,4 @@
-#include "engine/message_router.h"
+#include "engine/peers/message_router.h"
 
 #include <utility>
 

@@ -1,7 +1,7 @@
-#include "engine/outbox.h"
+#include "engine/peers/outbox.h"
 
 #include "base/log.h"
-#include "engine/message_router.h"
+#include "engine/peers/message_router.h"
 
 namespace mooncake {
 namespace {

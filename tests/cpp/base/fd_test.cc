@@ -1,10 +1,11 @@
+#include "base/fd.h"
+
 #include <cerrno>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "base/fd.h"
 #include "base/fork.h"
 
 namespace mooncake {

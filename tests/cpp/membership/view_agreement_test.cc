@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <random>
 
-#include "engine/transports/transport.h"
+#include "engine/contract/transport.h"
 #include "view_sim.h"
 
 namespace mooncake {

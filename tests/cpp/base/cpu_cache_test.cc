@@ -1,10 +1,10 @@
+#include "base/cpu_cache.h"
+
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
 #include <string>
 #include <unistd.h>
-
-#include "base/cpu_cache.h"
 
 namespace mooncake {
 namespace {

@@ -5,7 +5,7 @@
 #include <linux/futex.h>
 #include <sys/types.h>
 
-#include "engine/crash_report.h"
+#include "engine/contract/crash_report.h"
 
 namespace mooncake {
 

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "base/event_loop.h"
-#include "engine/transports/transport.h"
+#include "engine/contract/transport.h"
 
 namespace mooncake {
 

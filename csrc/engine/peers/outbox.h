@@ -9,7 +9,7 @@
 #include "base/bytes.h"
 #include "base/event_loop.h"
 #include "base/result.h"
-#include "engine/peer.h"
+#include "engine/peers/peer.h"
 
 namespace mooncake {
 

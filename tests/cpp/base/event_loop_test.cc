@@ -1,3 +1,5 @@
+#include "base/event_loop.h"
+
 #include <array>
 #include <atomic>
 #include <future>
@@ -13,7 +15,6 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "base/event_loop.h"
 
 namespace mooncake {
 namespace {

@@ -1,3 +1,5 @@
+#include "base/log.h"
+
 #include <cctype>
 #include <cerrno>
 #include <fcntl.h>
@@ -7,7 +9,6 @@
 
 #include "base/dtype.h"
 #include "base/fd.h"
-#include "base/log.h"
 #include "base/result.h"
 
 namespace mooncake {
