@@ -16,7 +16,15 @@ import hosts
 import pytest
 from hypothesis import HealthCheck, settings
 
-LAYOUTS = ["shm", "shm-no-cma", "tcp", "mixed", "sim"]
+LAYOUT_NAMES = ["shm", "shm-no-cma", "tcp", "mixed", "sim"]
+
+
+def marks_of(layout: str) -> Any:
+    """A first look at the tests runs the main layouts only."""
+    return () if layout in ("shm", "tcp") else pytest.mark.ci
+
+
+LAYOUTS = [pytest.param(name, marks=marks_of(name)) for name in LAYOUT_NAMES]
 ALL_LAYOUTS = [*LAYOUTS, pytest.param("fabric", marks=pytest.mark.slow)]
 SMALL_EAGER = 4096  # the least that a slot holds, so that both sides of the switch are cheap
 

@@ -205,6 +205,34 @@ def steps_on_rank(me, count):
         assert (future.wait() == (100 + number) * me.size).all()
 
 
+def raced_on_rank(me, name):
+    """A callback and the program each call an all_reduce of one shape. Rank 0 calls that of the
+    callback first, the others that of the program, as with torch's PowerSGD hook of two buckets."""
+    tensors = {who: torch.full((8,), float(me.rank)) for who in ("callback", "program")}
+    works = {}
+
+    def call(who):
+        works[who] = dist.all_reduce(tensors[who], async_op=True)
+        me.board.set(f"{name}-{who}-{me.rank}")
+
+    def callback(future):
+        if me.rank:
+            me.board.wait(f"{name}-program-{me.rank}")
+        call("callback")
+
+    called = dist.all_reduce(torch.ones(8), async_op=True).get_future().then(callback)
+    if me.rank == 0:
+        me.board.wait(f"{name}-callback-0")
+    call("program")
+    called.wait()
+    first = "program" if me.rank else "callback"
+    kind, text = raised(works[first].wait)
+    assert kind == "DistBackendError"
+    assert "rank 0 called it in a callback of a future, rank 1, rank 2 beside such a" in text
+    assert (tensors[first] == me.rank).all()
+    works["callback" if me.rank else "program"].wait()
+
+
 def timed_out_in_callback_on_rank(me, name):
     """A wait that ends by its own timeout, in a callback, takes its turn again."""
     kinds = []
@@ -387,6 +415,10 @@ def test_a_future_of_an_ended_operation_does_not_overtake(crew):
 
 def test_many_callbacks_that_wait(crew):
     crew.call(steps_on_rank, 12)
+
+
+def test_a_race_of_callbacks_and_the_program_is_named(crew):
+    crew.call(raced_on_rank, "raced")
 
 
 def test_a_timeout_in_a_callback(crew):

@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALL_LAYOUTS, LAYOUTS, SMALL_EAGER
+from conftest import ALL_LAYOUTS, LAYOUT_NAMES, SMALL_EAGER, marks_of
 
 SIZES = [1, 2, 3, 4, 5, 8]
 SIM_SIZES = [2, 5]  # where nothing comes at once
@@ -15,7 +15,11 @@ SIM_SIZES = [2, 5]  # where nothing comes at once
 
 @pytest.fixture(
     params=[
-        *((a, n) for a in LAYOUTS for n in (SIM_SIZES if a == "sim" else SIZES)),
+        *(
+            pytest.param((name, n), marks=marks_of(name))
+            for name in LAYOUT_NAMES
+            for n in (SIM_SIZES if name == "sim" else SIZES)
+        ),
         *(pytest.param(("fabric", n), marks=pytest.mark.slow) for n in SIM_SIZES),
     ],
     ids=lambda p: f"{p[0]}-{p[1]}",

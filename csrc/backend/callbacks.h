@@ -28,6 +28,9 @@ class Callbacks {
   Callbacks(const Callbacks&) = delete;
   Callbacks& operator=(const Callbacks&) = delete;
 
+  // To be kept with a callback that was attached to a future, until it has ended.
+  std::shared_ptr<const void> attach();
+  bool areAttached() const;
   void post(std::function<void()> callback);
   // Nothing is posted that has not ended.
   bool isIdle() const;

@@ -1,6 +1,9 @@
 #include "backend/coalescing.h"
 
+#include <string>
 #include <utility>
+
+#include "backend/arguments.h"
 
 namespace mooncake {
 namespace {
@@ -13,7 +16,37 @@ uint64_t thisThread() {
   return number;
 }
 
+// A message of a batch that is not posted yet. torch waits for the batch's work. It waits for this
+// one only if the batch's block ended by an exception: endCoalescing() is not called then.
+class KeptWork final : public c10d::Work {
+ public:
+  KeptWork(int rank, c10d::OpType type, std::weak_ptr<Coalescing::Batch> batch)
+      : Work(rank, type), batch_(std::move(batch)) {}
+
+  bool isCompleted() override { return false; }
+  bool isSuccess() const override { return false; }
+  bool wait(std::chrono::milliseconds) override {
+    if (const auto batch = batch_.lock()) batch->isAbandoned = true;
+    refuse(c10d::opTypeToString(opType_) + " on rank " + std::to_string(rank_) +
+           " was not posted: it belongs to a batch of messages, which are posted together when the "
+           "batch ends. That batch is dropped now. If its block ended by an exception, call again; "
+           "else wait for the batch, after its block");
+  }
+
+ private:
+  const std::weak_ptr<Coalescing::Batch> batch_;
+};
+
 }  // namespace
+
+Coalescing::WorkPtr Coalescing::keep(const std::shared_ptr<Batch>& batch, int rank,
+                                     Batch::KeptMessage message) {
+  const c10d::OpType type = message.type;
+  message.place = batch->works.size();
+  batch->messages.push_back(std::move(message));
+  batch->works.emplace_back();
+  return c10::make_intrusive<KeptWork>(rank, type, batch);
+}
 
 void Coalescing::begin() {
   auto batch = std::make_shared<Batch>();

@@ -25,13 +25,16 @@ class Coalescing {
       at::Tensor tensor;
       int peer;
       int tag;
-      size_t place;  // of its work in `works`
+      size_t place = 0;  // of its work in `works`; keep() sets it
     };
     std::vector<KeptMessage> messages;
     std::vector<WorkPtr> works;            // in the order of the calls; null: a kept message
     std::exception_ptr error;              // the first
     std::atomic<bool> isAbandoned{false};  // a thread waited for one of its messages
   };
+
+  // Keeps a message for the end of its batch, and returns a work that stands for it.
+  static WorkPtr keep(const std::shared_ptr<Batch>& batch, int rank, Batch::KeptMessage message);
 
   // Begins a block of the calling thread. An earlier one that did not end is dropped.
   void begin();

@@ -73,8 +73,11 @@ void CollectiveQueue::release() {
 // so for callbacks of other works: of messages, batches, other groups, and torch's own futures.
 void CollectiveQueue::number(CollectiveWork& work) {
   work.number_ = called_++;
-  if (!raises_) return;
   const bool isCallback = CallbackScope::isActive();
+  work.calledFrom_ = isCallback                                 ? CalledFrom::kCallback
+                     : completions_->callbacks()->areAttached() ? CalledFrom::kBesideCallbacks
+                                                                : CalledFrom::kProgram;
+  if (!raises_) return;
   work.isCounted_ = !isCallback || CallbackScope::origin().queue != this;
   if (work.isCounted_) ++position_;
   if (!isCallback) {
@@ -90,6 +93,7 @@ void CollectiveQueue::begins(const CollectiveWork& work) {
   running_ = true;
   numberBefore_ = group_.lastNumber;
   group_.callsSinceLoss = work.position_ - lossPosition_;
+  group_.calledFrom = work.calledFrom_;
 }
 
 // Without the lock. A call that was refused before it took a number of the group's is not counted:

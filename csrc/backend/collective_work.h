@@ -14,6 +14,7 @@
 #include "backend/errors.h"
 #include "backend/profile.h"
 #include "base/result.h"
+#include "group/call.h"
 #include "group/flush_agent.h"
 
 namespace mooncake {
@@ -88,6 +89,7 @@ class CollectiveWork : public c10d::Work {
   uint64_t era_ = 0;        // of the queue
   uint64_t position_ = 0;   // see CollectiveQueue::number()
   bool isCounted_ = false;  // the call is one of those that the position counts
+  CalledFrom calledFrom_ = CalledFrom::kProgram;
   // Whoever waits may be the last to use it. Null: was already finished when it was made.
   const std::shared_ptr<CollectiveQueue> queue_;
   const std::vector<at::Tensor> outputs_;

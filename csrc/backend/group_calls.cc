@@ -26,35 +26,6 @@ void MooncakeBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wa
   submit(c10d::OpType::BARRIER, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
 }
 
-// A message of a batch that is not posted yet. torch waits for the batch's work. It waits for this
-// one only if the batch's block ended by an exception: endCoalescing() is not called then.
-class MooncakeBackend::KeptWork final : public c10d::Work {
- public:
-  KeptWork(int rank, c10d::OpType type, std::weak_ptr<Coalescing::Batch> batch)
-      : Work(rank, type), batch_(std::move(batch)) {}
-
-  bool isCompleted() override { return false; }
-  bool isSuccess() const override { return false; }
-  bool wait(std::chrono::milliseconds) override {
-    if (const auto batch = batch_.lock()) batch->isAbandoned = true;
-    refuse(c10d::opTypeToString(opType_) + " on rank " + std::to_string(rank_) +
-           " was not posted: it belongs to a batch of messages, which are posted together when the "
-           "batch ends. That batch is dropped now. If its block ended by an exception, call again; "
-           "else wait for the batch, after its block");
-  }
-
- private:
-  const std::weak_ptr<Coalescing::Batch> batch_;
-};
-
-MooncakeBackend::WorkPtr MooncakeBackend::keep(const std::shared_ptr<Coalescing::Batch>& batch,
-                                               c10d::OpType type, const at::Tensor& tensor,
-                                               int peer, int tag) {
-  batch->messages.push_back({type, tensor, peer, tag, batch->works.size()});
-  batch->works.emplace_back();
-  return c10::make_intrusive<KeptWork>(rank_, type, batch);
-}
-
 void MooncakeBackend::startCoalescing() {
   refuseInForkedChild();
   coalescing_.begin();
@@ -98,7 +69,7 @@ std::vector<int> MooncakeBackend::survivors() const {
 }
 
 void MooncakeBackend::checkStanding() const {
-  if (membership_) throwIfError(membership_->standing());
+  if (job_) throwIfError(job_->membership()->standing());
 }
 
 void MooncakeBackend::runAbortHooks() {
@@ -140,7 +111,7 @@ PointToPoint::OnDone MooncakeBackend::tellingOf(uint64_t key) const {
 at::Tensor MooncakeBackend::allocateTensor(long size, at::TensorOptions options) {
   refuseInForkedChild();
   throwIfError(group_->usable());
-  return tensorInArena(*engine_, size, options);
+  return tensorInArena(*job_->engine(), size, options);
 }
 
 c10d::ErrorType MooncakeBackend::getError() {
@@ -191,9 +162,9 @@ BackendOptions MooncakeBackend::optionsOfMerge(const Options& opts) const {
 
 // This rank comes first.
 std::vector<MergeMember> MooncakeBackend::mergeMembers() const {
-  std::vector<MergeMember> members{{.id = engine_->id()}};
+  std::vector<MergeMember> members{{.id = job_->engine()->id()}};
   for (int r = 0; r < size_; ++r) {
-    const auto& peer = membership_->peer(jobRank(r));
+    const auto& peer = job_->membership()->peer(jobRank(r));
     if (!peer) continue;
     MergeMember& member = members.emplace_back(MergeMember{.id = peer->id});
     if (!group_->isGone(r)) continue;

@@ -4,13 +4,11 @@
 #include <atomic>
 
 #include "backend/arguments.h"
-#include "backend/c10d_store.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
 #include "backend/tensors.h"
 #include "base/log.h"
 #include "collectives/mailbox.h"
-#include "engine/rendezvous/generation.h"
 #include "group/group_state.h"
 
 namespace mooncake {
@@ -82,36 +80,28 @@ void show(const GroupView& view, int size, const at::Tensor& mirror) {
 
 MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  BackendOptions options, const MooncakeBackend* world)
-    : Backend(rank, size),
-      options_(std::move(options)),
-      rankZeroStore_(world || rank == 0 ? nullptr : store),
-      inOurWorld_(world != nullptr),
-      job_(world ? world->job_ : std::make_shared<Job>()) {
+    : Backend(rank, size), options_(std::move(options)), inOurWorld_(world != nullptr) {
   checkRanks(options_.globalRanks);
   const Deadline init = deadline(c10d::kUnsetTimeout);
   if (options_.capacity == 0) options_.capacity = size;
   if (!options_.activeRanks.defined()) options_.activeRanks = at::ones({size}, at::kInt);
   if (world) {
-    // A rank that is out of the job makes no groups, and a forked child does not either: it has no
-    // threads of the engine.
+    // A forked child makes no groups: it has no threads of the engine.
     world->refuseInForkedChild();
-    if (job_->hasLeft) throwError({ErrorCode::kAborted, kDestroyed});
-    throwIfError(world->membership_->standing());
-    engine_ = world->engine_;
-    completions_ = world->completions_;
-    group_ = orThrow(Group::createWithin(world->membership_, groupOptions(), init));
+    job_ = world->job_;
+    if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
+    group_ = job_->makeGroup(groupOptions(), init);
   } else {
-    completions_ = std::make_shared<Completions>();
-    beginJob(store, init);
+    job_ = std::make_shared<Job>(rank, size, options_);
+    group_ = job_->begin(store, groupOptions(), init);
     options_.mergeMembers = nullptr;
     options_.launcherKey.clear();  // groups that come from this one have other ranks
   }
-  membership_ = group_->membership();
+  completions_ = job_->completions();
   messages_ = std::make_shared<MessageDriver>(*group_, completions_,
                                               options_.lostMessagesReturn && !options_.env.raises);
   queue_ = std::make_shared<CollectiveQueue>(*group_, options_.env.raises, completions_, hooks_);
-  std::lock_guard lock(job_->mutex);
-  job_->groups.insert(this);
+  job_->add(this, [this](Farewell::How how) { leaveGroup(how); });
 }
 
 GroupOptions MooncakeBackend::groupOptions() const {
@@ -130,7 +120,7 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
                                                   size_t mailboxBytes, bool raises,
                                                   Deadline deadline) const {
   refuseInForkedChild();
-  if (job_->hasLeft) throwError({ErrorCode::kAborted, kDestroyed});
+  if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
   GroupOptions options{.name = options_.groupName + "/" + purpose,
                        .rank = rank_,
                        .size = size_,
@@ -138,46 +128,7 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
                        .slotBytes = slotBytes,
                        .mailboxBytes = mailboxBytes,
                        .raises = raises};
-  return orThrow(Group::createWithin(membership_, std::move(options), deadline));
-}
-
-void MooncakeBackend::beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init) {
-  C10dStore plain(store, init, options_.launcherKey);
-  MergeStore merging(plain, rank_, size_, options_.mergeMembers);
-  Store& shared = options_.mergeMembers ? static_cast<Store&>(merging) : plain;
-  for (;;) {
-    const auto joined = Generation::join(shared, rank_, options_.env.jobKey, init);
-    if (!joined.ok()) throwError(plain.explain(joined.error()));
-    Generation* const generation = joined->get();
-    engine_ = options_.engine;
-    if (!engine_) {
-      EngineOptions engineOptions{.env = options_.env, .logName = "rank " + std::to_string(rank_)};
-      engineOptions.env.routeHint = rendezvousHost(store);
-      engineOptions.jobKey = generation->jobKey();
-      engine_ = orThrow(Engine::create(std::move(engineOptions)));
-    }
-    auto group = Group::create(engine_, *generation, groupOptions(), init);
-    if (group.ok()) {
-      group_ = std::move(*group);
-      return;
-    }
-    const Error error = plain.explain(group.error());
-    // kInterrupted: no rank is in this generation any more, and another one comes. Any other error
-    // does not matter if a successor has come, which is then its cause.
-    if (error.code == ErrorCode::kInterrupted) {
-      const Status successor = generation->awaitSuccessor(init);
-      if (!successor.ok()) throwError(plain.explain(successor.error()));
-    } else if (!generation->hasSuccessor()) {
-      // The goodbye tells the cause to the other ranks, even if the store is gone. An engine that
-      // the caller lent to this job stays.
-      if (!options_.engine) {
-        engine_->leave({Farewell::How::kFailed, "it could not make the group: " + error.message});
-      }
-      // A rank that never joined the group cannot be lost.
-      if (error.code == ErrorCode::kPeerLost) throwError({ErrorCode::kRefused, error.message});
-      throwError(error);
-    }
-  }
+  return job_->makeGroup(std::move(options), deadline);
 }
 
 MooncakeBackend::~MooncakeBackend() { close(); }
@@ -205,7 +156,7 @@ int MooncakeBackend::jobRank(int rank) const {
   return isOfAJob ? options_.globalRanks[rank] : rank;
 }
 
-uint64_t MooncakeBackend::epoch() const { return membership_ ? membership_->view().epoch : 0; }
+uint64_t MooncakeBackend::epoch() const { return job_ ? job_->membership()->view().epoch : 0; }
 
 std::vector<RankEvidence> MooncakeBackend::evidence() const {
   if (!group_) return {};
@@ -491,7 +442,10 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
   refuseInForkedChild();
   return withinBatch([&]() -> WorkPtr {
     checkMessage(type, tensors, peer, tag);
-    if (const auto batch = coalescing_.current()) return keep(batch, type, tensors[0], peer, tag);
+    if (const auto batch = coalescing_.current()) {
+      return Coalescing::keep(batch, rank_,
+                              {.type = type, .tensor = tensors[0], .peer = peer, .tag = tag});
+    }
     return start(type, memoryOf(tensors[0]), peer, tag);
   });
 }

@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -16,19 +15,18 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/version.h>
 
+#include "backend/backend_options.h"
 #include "backend/coalescing.h"
 #include "backend/collective_queue.h"
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
-#include "backend/merge_store.h"
+#include "backend/job.h"
 #include "backend/message_driver.h"
 #include "backend/message_work.h"
 #include "backend/rank_evidence.h"
 #include "backend/tensors.h"
-#include "base/env.h"
 #include "base/fork.h"
 #include "collectives/collectives.h"
-#include "engine/engine.h"
 #include "group/group.h"
 
 // torch has no macro of its own for hooks at the end of an operation.
@@ -37,26 +35,6 @@
 #endif
 
 namespace mooncake {
-
-struct BackendOptions {
-  std::string name;  // "mooncake" or "mooncake-cpu"
-  std::string groupName;
-  std::vector<int> globalRanks;
-  std::chrono::milliseconds timeout;
-  std::optional<std::chrono::milliseconds> messageTimeout;  // none: `timeout`
-  bool lostMessagesReturn = false;  // in mode `continue`: see MessageDriver::lostMessagesReturn()
-  Env env;
-  at::Tensor activeRanks;  // int32, 1 for each active rank; the caller's own when one was given
-  int capacity = 0;        // ranks that the group may grow to; 0: its size
-  // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the
-  // key of a lent engine. When the job ends, the engine stays, without connections to its peers.
-  std::shared_ptr<Engine> engine;
-  // Key of the job's store, without prefixes, under which a launcher names the ranks that died.
-  // Empty: no launcher does.
-  std::string launcherKey;
-  // If groups are merged into this one: the members of the group that this rank comes from.
-  MergeStore::Members mergeMembers;
-};
 
 // A c10d backend over one Group. Checks arguments, hands them to the collectives, and nothing else.
 class MooncakeBackend : public c10d::Backend {
@@ -204,8 +182,6 @@ class MooncakeBackend : public c10d::Backend {
 
   GroupOptions groupOptions() const;
   std::vector<MergeMember> mergeMembers() const;
-  // Makes engine_ and group_.
-  void beginJob(const c10::intrusive_ptr<c10d::Store>& store, Deadline init);
   template <typename Run>
   WorkPtr submit(c10d::OpType type, at::TensorList inputs, std::vector<at::Tensor> outputs,
                  bool async, Run&& run) {
@@ -238,10 +214,7 @@ class MooncakeBackend : public c10d::Backend {
       return nullptr;
     }
   }
-  WorkPtr keep(const std::shared_ptr<Coalescing::Batch>& batch, c10d::OpType type,
-               const at::Tensor& tensor, int peer, int tag);
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
-  void waitForRankZerosExit();
   void leakAll();
   void refuseInForkedChild() const;
   int jobRank(int rank) const;
@@ -249,29 +222,15 @@ class MooncakeBackend : public c10d::Backend {
   Deadline deadline(std::chrono::milliseconds timeout) const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
-  class KeptWork;
-
-  // The groups of this process that share an engine, and therefore one goodbye.
-  struct Job {
-    std::mutex mutex;  // guards `groups`, also while they leave
-    std::set<MooncakeBackend*> groups;
-    std::atomic<bool> hasLeft{false};
-  };
-  void leaveOthersOfJob(Farewell::How how);
-  void sayGoodbye(const Farewell& farewell);
-
   BackendOptions options_;
   Coalescing coalescing_;
   std::mutex abortHooksMutex_;  // guards abortHooks_; hooks run without it
   std::map<int64_t, std::function<void()>> abortHooks_;
   const uint32_t forkGeneration_ = forkGeneration();
-  const c10::intrusive_ptr<c10d::Store> rankZeroStore_;  // for waitForRankZerosExit(); may be null
-  const bool inOurWorld_;                                // made within the job of another group
-  std::shared_ptr<Engine> engine_;
-  std::shared_ptr<Completions> completions_;
+  const bool inOurWorld_;  // made within the job of another group
+  std::shared_ptr<Job> job_;
+  std::shared_ptr<Completions> completions_;  // the job's
   const std::shared_ptr<CompletionHooks> hooks_ = std::make_shared<CompletionHooks>();
-  std::shared_ptr<Membership> membership_;  // of the job; all its groups share it
-  const std::shared_ptr<Job> job_;
   std::mutex leaveMutex_;  // one leaveGroup() at a time
   std::unique_ptr<Group> group_;
   std::shared_ptr<MessageDriver> messages_;

@@ -148,8 +148,9 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
     auto guarded = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
     py::gil_scoped_release unlocked;
     self->fut->addCallback([callbacks = self->callbacks_, origin = self->origin_, self, guarded,
+                            attached = self->callbacks_->attach(),
                             run = std::move(run)](c10::ivalue::Future&) {
-      runInTurn(callbacks, origin, [self, guarded, run] {
+      runInTurn(callbacks, origin, [self, guarded, attached, run] {
         py::object object;
         {
           py::gil_scoped_acquire locked;

@@ -25,6 +25,14 @@ enum class Verb : uint8_t {
   kMeetHosts,
 };
 
+// Where a rank called an operation. The order between the program's calls and those of callbacks is
+// the same on all ranks only if the program waits for the callbacks.
+enum class CalledFrom : uint8_t {
+  kProgram,          // while no callback of a future was attached that had not ended
+  kCallback,         // a callback of a future
+  kBesideCallbacks,  // the program, while there was one
+};
+
 // The call that a rank made. It travels in the header of every operation: if the calls of ranks
 // differ, every rank can name them all. Wire format, 24 bytes.
 struct Call {
@@ -35,7 +43,8 @@ struct Call {
   int32_t root = -1;        // -1: the verb has none
   // Elements per rank. 0 for alltoall: its splits are checked pair by pair. Dispatch and combine:
   // channels of a token.
-  uint64_t count : 48 = 0;
+  uint64_t count : 46 = 0;
+  uint64_t from : 2 = 0;  // a CalledFrom
   // Number of calls that the rank has made since the last loss, modulo 2^16; 0: not counted. It
   // differs between ranks that go on with different operations after a loss.
   uint64_t sinceLoss : 16 = 0;
@@ -46,6 +55,8 @@ struct Call {
   uint32_t lengths = 0;
 
   bool operator==(const Call&) const = default;
+  // The two ranks may go on together with these calls.
+  bool matches(const Call& other) const;
 };
 static_assert(sizeof(Call) == 24);
 

@@ -133,6 +133,7 @@ class Group final : public FlushOwner {
   bool lostInputsOnly = false;
   // Number of calls since the last loss; ranks compare it. 0: not counted.
   uint64_t callsSinceLoss = 0;
+  CalledFrom calledFrom = CalledFrom::kProgram;  // the operation that runs
   // The last operation that ended well here. All ranks of lastView had begun it themselves then.
   // The end of an operation alone does not prove that: an agent also ends operations for a caller
   // that is late.

@@ -36,6 +36,7 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
         Call ours = call;
         ours.fullyMapped = group.window().fullyMapped();
         ours.sinceLoss = group.callsSinceLoss;
+        ours.from = uint64_t(group.calledFrom);
         return ours;
       }()),
       deadline_(deadline),
@@ -222,11 +223,12 @@ size_t Operation::unmapped() const {
 Status Operation::awaitBegun(int rank) {
   MOONCAKE_TRY(awaitStamp(rank, &Slot::begun));
   failpoint("see-begun");
-  if (slot(rank).call == call_) return {};
+  if (slot(rank).call.matches(call_)) return {};
 
   // Not what we called. Everybody learns of it, because everybody compares; say who called what.
   std::map<std::string, std::vector<int>> callers;
   std::map<uint64_t, std::vector<int>> counts;  // ranks by Call::sinceLoss
+  std::vector<int> inCallbacks, besideThem;
   for (const int r : ranks()) {
     MOONCAKE_TRY(awaitStamp(r, &Slot::begun));
     Call theirs = slot(r).call;
@@ -235,6 +237,8 @@ Status Operation::awaitBegun(int rank) {
       text += theirs.fullyMapped ? " over shared memory" : " over messages";
     callers[text].push_back(r);
     counts[theirs.sinceLoss].push_back(r);
+    if (CalledFrom(theirs.from) == CalledFrom::kCallback) inCallbacks.push_back(r);
+    if (CalledFrom(theirs.from) == CalledFrom::kBesideCallbacks) besideThem.push_back(r);
   }
   std::string who;
   for (const auto& [text, called] : callers)
@@ -251,6 +255,15 @@ Status Operation::awaitBegun(int rank) {
          "the ranks are not at the same operation: " + text + " (" + who +
              "). Nothing was changed; call mooncake_backend.acknowledge_loss(group) on all ranks "
              "where they go on together, then the same operation"});
+  }
+  if (!inCallbacks.empty() && !besideThem.empty()) {
+    return agree(
+        {ErrorCode::kMismatch,
+         "the ranks are not at the same operation: " + listRanks(group_, inCallbacks) +
+             " called it in a callback of a future, " + listRanks(group_, besideThem) +
+             " beside such a callback (" + who +
+             "). Nothing was changed; let the program wait for the future that then() returns "
+             "before it calls the next operation"});
   }
   return agree(
       {ErrorCode::kMismatch, "the ranks called different operations: " + who +
@@ -270,7 +283,7 @@ Status Operation::awaitAllBegun(const std::function<void(int)>& onBegun) {
 }
 
 bool Operation::hasBegun(int rank) const {
-  return hasStamp(rank, &Slot::begun) && slot(rank).call == call_;
+  return hasStamp(rank, &Slot::begun) && slot(rank).call.matches(call_);
 }
 
 Result<const std::byte*> Operation::payloadOf(int rank, size_t bytes) const {

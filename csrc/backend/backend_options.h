@@ -1,0 +1,37 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "backend/merge_store.h"
+#include "base/env.h"
+#include "engine/engine.h"
+
+namespace mooncake {
+
+struct BackendOptions {
+  std::string name;  // "mooncake" or "mooncake-cpu"
+  std::string groupName;
+  std::vector<int> globalRanks;
+  std::chrono::milliseconds timeout;
+  std::optional<std::chrono::milliseconds> messageTimeout;  // none: `timeout`
+  bool lostMessagesReturn = false;  // in mode `continue`: see MessageDriver::lostMessagesReturn()
+  Env env;
+  at::Tensor activeRanks;  // int32, 1 for each active rank; the caller's own when one was given
+  int capacity = 0;        // ranks that the group may grow to; 0: its size
+  // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the
+  // key of a lent engine. When the job ends, the engine stays, without connections to its peers.
+  std::shared_ptr<Engine> engine;
+  // Key of the job's store, without prefixes, under which a launcher names the ranks that died.
+  // Empty: no launcher does.
+  std::string launcherKey;
+  // If groups are merged into this one: the members of the group that this rank comes from.
+  MergeStore::Members mergeMembers;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,119 @@
+#include "backend/job.h"
+
+#include <string>
+#include <utility>
+
+#include "backend/c10d_store.h"
+#include "backend/errors.h"
+#include "base/log.h"
+#include "engine/rendezvous/generation.h"
+
+namespace mooncake {
+namespace {
+
+// Rank 0 may live on, and its store, too: they are not waited for longer than this.
+constexpr auto kRankZeroEnds = std::chrono::milliseconds(200);
+constexpr auto kStoreEnds = std::chrono::milliseconds(50);
+
+}  // namespace
+
+Job::Job(int rank, int size, const BackendOptions& options)
+    : rank_(rank),
+      size_(size),
+      env_(options.env),
+      lent_(options.engine),
+      launcherKey_(options.launcherKey),
+      mergeMembers_(options.mergeMembers) {}
+
+std::shared_ptr<Engine> Job::makeEngine(const c10::intrusive_ptr<c10d::Store>& store,
+                                        const Bytes& jobKey) const {
+  EngineOptions options{.env = env_, .logName = "rank " + std::to_string(rank_)};
+  options.env.routeHint = rendezvousHost(store);
+  options.jobKey = jobKey;
+  return orThrow(Engine::create(std::move(options)));
+}
+
+std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
+                                  const GroupOptions& options, Deadline deadline) {
+  if (rank_ != 0) rankZeroStore_ = store;
+  C10dStore plain(store, deadline, launcherKey_);
+  const MergeStore::Members members = std::exchange(mergeMembers_, nullptr);
+  MergeStore merging(plain, rank_, size_, members);
+  Store& shared = members ? static_cast<Store&>(merging) : plain;
+  for (;;) {
+    const auto joined = Generation::join(shared, rank_, env_.jobKey, deadline);
+    if (!joined.ok()) throwError(plain.explain(joined.error()));
+    Generation* const generation = joined->get();
+    engine_ = lent_ ? lent_ : makeEngine(store, generation->jobKey());
+    auto group = Group::create(engine_, *generation, options, deadline);
+    if (group.ok()) {
+      membership_ = (*group)->membership();
+      return std::move(*group);
+    }
+    const Error error = plain.explain(group.error());
+    // kInterrupted: no rank is in this generation any more, and another one comes. Any other error
+    // does not matter if a successor has come, which is then its cause.
+    if (error.code == ErrorCode::kInterrupted) {
+      const Status successor = generation->awaitSuccessor(deadline);
+      if (!successor.ok()) throwError(plain.explain(successor.error()));
+    } else if (!generation->hasSuccessor()) {
+      // The goodbye tells the cause to the other ranks, even if the store is gone. An engine that
+      // the caller lent to this job stays.
+      if (!lent_) {
+        engine_->leave({Farewell::How::kFailed, "it could not make the group: " + error.message});
+      }
+      // A rank that never joined the group cannot be lost.
+      if (error.code == ErrorCode::kPeerLost) throwError({ErrorCode::kRefused, error.message});
+      throwError(error);
+    }
+  }
+}
+
+// A rank that is out of the job makes no groups.
+std::unique_ptr<Group> Job::makeGroup(GroupOptions options, Deadline deadline) const {
+  if (hasLeft_) throwError({ErrorCode::kAborted, "the process group was destroyed"});
+  throwIfError(membership_->standing());
+  return orThrow(Group::createWithin(membership_, std::move(options), deadline));
+}
+
+void Job::add(const void* group, std::function<void(Farewell::How)> leave) {
+  std::lock_guard lock(mutex_);
+  groups_[group] = std::move(leave);
+}
+
+void Job::remove(const void* group) {
+  std::lock_guard lock(mutex_);
+  groups_.erase(group);
+}
+
+void Job::leaveOthers(const void* group, Farewell::How how) {
+  std::lock_guard lock(mutex_);
+  for (const auto& [other, leave] : groups_) {
+    if (other != group) leave(how);
+  }
+}
+
+void Job::awaitRankZerosExit(const Group& group) const {
+  if (!rankZeroStore_) return;
+  Waiter waiter = group.waiter(Deadline::after(kRankZeroEnds));
+  const auto isGone = [&] { return group.window().disconnection(0) != nullptr; };
+  while (waiter.until(isGone) == WaitResult::kInterrupted)
+    waiter.generation = waiter.interrupt.generation();
+  if (isGone()) awaitServersEnd(rankZeroStore_, Deadline::after(kStoreEnds));
+}
+
+void Job::sayGoodbye(const Farewell& farewell) {
+  hasLeft_ = true;
+  if (membership_) membership_->leave();
+  if (!lent_ || farewell.how != Farewell::How::kDestroyed) return engine_->leave(farewell);
+  // The lent engine's owner opens a peer again to which it transfers.
+  const Deadline budget = Deadline::after(env_.failureTimeout);
+  for (int rank = 0; membership_ && rank < membership_->size(); ++rank) {
+    const auto& peer = membership_->peer(rank);
+    if (!peer) continue;
+    const Status forgotten = engine_->forget(peer, budget);
+    if (!forgotten.ok()) log(LogLevel::kInfo, engine_->logName(), forgotten.error().message);
+  }
+}
+
+}  // namespace mooncake

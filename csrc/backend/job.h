@@ -1,0 +1,69 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "backend/backend_options.h"
+#include "backend/completions.h"
+#include "base/deadline.h"
+#include "engine/engine.h"
+#include "group/group.h"
+
+namespace mooncake {
+
+// The groups of this process that share an engine, and with it a membership and one goodbye. Ends
+// with the last of them. Errors are thrown.
+class Job {
+ public:
+  // `rank` and `size` are those of the group that the job begins with.
+  Job(int rank, int size, const BackendOptions& options);
+
+  // Collective over the job's ranks: makes the engine, unless the options lend one, and the first
+  // group. Called once, before all other functions.
+  std::unique_ptr<Group> begin(const c10::intrusive_ptr<c10d::Store>& store,
+                               const GroupOptions& group, Deadline deadline);
+  // Collective over the ranks of the new group, which are ranks of this job.
+  std::unique_ptr<Group> makeGroup(GroupOptions options, Deadline deadline) const;
+
+  // `leave` is called when other groups of the job leave first; any thread.
+  void add(const void* group, std::function<void(Farewell::How)> leave);
+  void remove(const void* group);
+  void leaveOthers(const void* group, Farewell::How how);
+  // Waits a moment until rank 0 has gone, because as a rule it holds the server of the store. Until
+  // that server has ended, the next init_process_group() at the same address would find it.
+  void awaitRankZerosExit(const Group& group) const;
+  // Tells the peers that this rank leaves the job. A lent engine stays, without its connections to
+  // the job's peers.
+  void sayGoodbye(const Farewell& farewell);
+
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
+  const std::shared_ptr<Completions>& completions() const { return completions_; }
+  const std::shared_ptr<Membership>& membership() const { return membership_; }
+
+ private:
+  std::shared_ptr<Engine> makeEngine(const c10::intrusive_ptr<c10d::Store>& store,
+                                     const Bytes& jobKey) const;
+
+  const int rank_;
+  const int size_;
+  const Env env_;
+  const std::shared_ptr<Engine> lent_;
+  const std::string launcherKey_;
+  MergeStore::Members mergeMembers_;  // until begin()
+  // For awaitRankZerosExit(). Null on rank 0: its server ends when the program drops the store.
+  c10::intrusive_ptr<c10d::Store> rankZeroStore_;
+  std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<Completions> completions_ = std::make_shared<Completions>();
+  std::shared_ptr<Membership> membership_;
+  std::mutex mutex_;  // guards groups_, also while they leave
+  std::map<const void*, std::function<void(Farewell::How)>> groups_;
+  std::atomic<bool> hasLeft_{false};
+};
+
+}  // namespace mooncake
