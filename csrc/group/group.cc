@@ -17,7 +17,7 @@ namespace {
 // A part:                       bytes window part (window.cc)  bool raises
 // The version covers all later formats, too: slots, mailboxes, stamps and messages. The group uses
 // the topic of rank 0.
-constexpr uint32_t kMemberVersion = 8;
+constexpr uint32_t kMemberVersion = 9;
 
 // Up to 64 KiB one exchange of slots beats a second round of signals, even with eight ranks on two
 // cores. A slot holds four times that, for operations over messages in which only one rank sends.
