@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "backend/c10d_store.h"
+#include "backend/arguments.h"
 #include "backend/errors.h"
 #include "base/log.h"
 #include "engine/rendezvous/generation.h"
