@@ -22,7 +22,7 @@ bool isKnown(Cause cause) { return cause >= Cause::kExited && cause <= Cause::kE
 bool isConsistent(const ViewReport& report, int ranks) {
   const RankSet out = report.out();
   if (report.from >= ranks || out.end() > ranks || out.contains(report.from)) return false;
-  if (!report.committed.isSubsetOf(out) || !report.resolution.isSubsetOf(report.gone)) return false;
+  if (!report.committed.isSubsetOf(out) || !report.settled.isSubsetOf(report.gone)) return false;
   for (const auto& [rank, cause, by] : report.accusations) {
     if (!isKnown(cause) || by >= ranks) return false;
     if (isCertain(cause) != report.gone.contains(rank)) return false;
@@ -37,7 +37,7 @@ Bytes encodeViewReport(const ViewReport& report) {
   out.put(kVersion).put(static_cast<uint16_t>(report.from));
   report.committed.write(out);
   report.gone.write(out);
-  (report.gone - report.resolution).write(out);
+  (report.gone - report.settled).write(out);
   report.suspected.write(out);
   for (const auto& [rank, cause, by] : report.accusations) {
     out.put(static_cast<uint8_t>(cause)).put(static_cast<uint16_t>(by));
@@ -53,7 +53,7 @@ Result<ViewReport> decodeViewReport(ByteView bytes, int ranks) {
   report.committed = RankSet::read(in);
   report.gone = RankSet::read(in);
   const RankSet unsettled = RankSet::read(in);
-  report.resolution = report.gone - unsettled;
+  report.settled = report.gone - unsettled;
   report.suspected = RankSet::read(in);
   report.out().forEach([&](int rank) {
     const auto cause = static_cast<Cause>(in.get<uint8_t>());
@@ -199,7 +199,7 @@ void ViewAgreement::merge(const ViewReport& report, ViewActions& actions) {
     }
   }
   gone_ |= report.gone;
-  settled_ |= report.resolution;
+  settled_ |= report.settled;
   suspected_ |= report.suspected;  // [share]
   suspected_ -= gone_;
   out_ |= gone_;
@@ -212,7 +212,7 @@ void ViewAgreement::merge(const ViewReport& report, ViewActions& actions) {
 
 // An unsettled rank still counts where a quorum is needed: before it ended, it may have helped
 // another side to exclude us. Its last report may become part of our report only after its end.
-void ViewAgreement::resolve() {
+void ViewAgreement::settle() {
   (lastKnown_ - settled_).forEach([&](int rank) {
     if (reported_[rank].isSubsetOf(out_)) settled_.add(rank);
   });
@@ -250,7 +250,7 @@ void ViewAgreement::commit(const RankSet& out, ViewActions& actions) {
 }
 
 ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) {
-  resolve();
+  settle();
   if (isUndecided() && !mayGoOn()) {
     // Not sent to any rank: the exclusions that cost us the quorum need not cost others theirs.
     over_ = true;
@@ -261,7 +261,7 @@ ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) 
   std::erase_if(heldBack_, [&](const auto& held) { return out_.contains(held.first); });
 
   const bool isNews =
-      gone_ != told_.gone || settled_ != told_.resolution || suspected_ != told_.suspected;
+      gone_ != told_.gone || settled_ != told_.settled || suspected_ != told_.suspected;
   if (isNews || (isUndecided() && now >= toldAt_ + timing_.resend)) {
     // Also sent to ranks that this commit evicts, so that they know.
     actions.sendTo = first_.active - told_.committed - gone_ - RankSet{self_};

@@ -51,10 +51,10 @@ struct Accusation {
 // includes all earlier ones of the same rank: losing, repeating and reordering them does no harm.
 struct ViewReport {
   int from = 0;
-  RankSet committed;   // out of the sender's last view
-  RankSet gone;        // certainly out
-  RankSet resolution;  // gone, and all ranks that its last report excludes are out here, too
-  RankSet suspected;   // out, but not certainly
+  RankSet committed;  // out of the sender's last view
+  RankSet gone;       // certainly out
+  RankSet settled;    // gone, and all ranks that its last report excludes are out here, too
+  RankSet suspected;  // out, but not certainly
   std::vector<Accusation> accusations;  // one for each rank that is out, by rank
 
   RankSet out() const { return gone | suspected; }
@@ -130,7 +130,7 @@ class ViewAgreement {
   void accuse(const RankSet& ranks, Cause cause, ViewActions& actions);
   ViewActions testify(const RankSet& ranks, Cause cause, LastReport last, Clock::time_point now);
   void merge(const ViewReport& report, ViewActions& actions);
-  void resolve();
+  void settle();
   bool mayGoOn() const;
   bool allReported();
   void commit(const RankSet& out, ViewActions& actions);

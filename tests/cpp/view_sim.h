@@ -289,8 +289,7 @@ class ViewSim {
                                      ? reports_[ranks_[event.from].published]
                                      : reports_[event.number];
       std::cerr << ": committed " << text(report.committed) << " gone " << text(report.gone)
-                << " resolution " << text(report.resolution) << " suspected "
-                << text(report.suspected);
+                << " settled " << text(report.settled) << " suspected " << text(report.suspected);
     }
     std::cerr << "\n";
   }

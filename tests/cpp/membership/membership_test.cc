@@ -464,7 +464,7 @@ TEST_P(MembershipInOneProcess, WhoSubscribesLateIsToldWhatHappened) {
 
 TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
   ViewReport report{
-      .from = 1, .gone = {2}, .resolution = {2}, .accusations = {{2, Cause::kExited, 1}}};
+      .from = 1, .gone = {2}, .settled = {2}, .accusations = {{2, Cause::kExited, 1}}};
   const Bytes forged = encodeViewReport(report);
   ASSERT_TRUE(engines[0]->send(*members[0]->peer(2), kMembershipTopic, forged).ok());
   ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipTopic, forged).ok());

@@ -63,7 +63,7 @@ int maskOf(const RankSet& set) {
 
 // As the model writes a report.
 int wordOf(const ViewReport& report) {
-  return maskOf(report.committed) | maskOf(report.gone) << 4 | maskOf(report.resolution) << 8 |
+  return maskOf(report.committed) | maskOf(report.gone) << 4 | maskOf(report.settled) << 8 |
          maskOf(report.suspected) << 12;
 }
 

@@ -72,7 +72,7 @@ ViewReport someReport() {
   return {.from = 3,
           .committed = {1, 70},
           .gone = {1, 5},
-          .resolution = {1},
+          .settled = {1},
           .suspected = {0, 70},
           .accusations = {{0, Cause::kSilent, 3},
                           {1, Cause::kExited, 2},
@@ -146,10 +146,10 @@ View viewOf(int ranks) { return {1, RankSet::firstRanks(ranks)}; }
 ViewAgreement machine(int self, int ranks) { return {self, viewOf(ranks), ViewSim::kTiming}; }
 
 struct Out {
-  RankSet gone, resolution, suspected, committed;
+  RankSet gone, settled, suspected, committed;
 };
 ViewReport reportOf(int from, const Out& out) {
-  ViewReport report{from, out.committed, out.gone, out.resolution, out.suspected, {}};
+  ViewReport report{from, out.committed, out.gone, out.settled, out.suspected, {}};
   report.out().forEach([&](int rank) {
     const bool certain = out.gone.contains(rank);
     report.accusations.push_back({rank, certain ? Cause::kExited : Cause::kSilent, from});
@@ -164,8 +164,8 @@ TEST(ViewAgreement, CommitsWhenAllOthersReportTheSame) {
   EXPECT_EQ(actions.accused, (std::vector<Accusation>{{3, Cause::kExited, 0}}));
   EXPECT_EQ(rank.report().gone, RankSet{3});
   EXPECT_FALSE(actions.commit);
-  EXPECT_FALSE(rank.received(reportOf(1, {.gone = {3}, .resolution = {3}}), kStart).commit);
-  EXPECT_FALSE(rank.received(reportOf(1, {.gone = {3}, .resolution = {3}}), kStart).commit);
+  EXPECT_FALSE(rank.received(reportOf(1, {.gone = {3}, .settled = {3}}), kStart).commit);
+  EXPECT_FALSE(rank.received(reportOf(1, {.gone = {3}, .settled = {3}}), kStart).commit);
   actions = rank.received(reportOf(2, {.suspected = {3}}), kStart);
   ASSERT_TRUE(actions.commit) << "why a rank is out may differ";
   EXPECT_EQ(*actions.commit, (View{2, {0, 1, 2}}));
@@ -176,25 +176,25 @@ TEST(ViewAgreement, CommitsWhenAllOthersReportTheSame) {
 TEST(ViewAgreement, OldAndRepeatedReportsChangeNothing) {
   auto rank = machine(0, 3);
   rank.exited({2}, LastReport::kReceived, kStart);
-  rank.received(reportOf(1, {.gone = {2}, .resolution = {2}}), kStart);
+  rank.received(reportOf(1, {.gone = {2}, .settled = {2}}), kStart);
   EXPECT_EQ(rank.view().epoch, 2u);
-  for (const auto& old : {reportOf(1, {}), reportOf(1, {.gone = {2}, .resolution = {2}}),
+  for (const auto& old : {reportOf(1, {}), reportOf(1, {.gone = {2}, .settled = {2}}),
                           reportOf(1, {.suspected = {2}})}) {
     const auto actions = rank.received(old, kStart);
     EXPECT_FALSE(actions.commit);
     EXPECT_TRUE(actions.accused.empty());
     EXPECT_EQ(actions.sendTo, RankSet{1}) << "it may not know yet";
   }
-  const auto same = reportOf(1, {.gone = {2}, .resolution = {2}, .committed = {2}});
+  const auto same = reportOf(1, {.gone = {2}, .settled = {2}, .committed = {2}});
   EXPECT_TRUE(rank.received(same, kStart).sendTo.empty()) << "nothing left to say";
   EXPECT_TRUE(rank.received(reportOf(7, {}), kStart).sendTo.empty()) << "no rank of the job";
 }
 
 TEST(ViewAgreement, AnOldReportDoesNotTakeBackANewerOne) {
   auto rank = machine(0, 4);
-  rank.received(reportOf(2, {.gone = {3}, .resolution = {3}}), kStart);
+  rank.received(reportOf(2, {.gone = {3}, .settled = {3}}), kStart);
   EXPECT_FALSE(rank.received(reportOf(2, {}), kStart).commit);
-  EXPECT_TRUE(rank.received(reportOf(1, {.gone = {3}, .resolution = {3}}), kStart).commit);
+  EXPECT_TRUE(rank.received(reportOf(1, {.gone = {3}, .settled = {3}}), kStart).commit);
 }
 
 // Whichever of the others it is: who was counted once may have reported more since.
@@ -203,9 +203,9 @@ TEST(ViewAgreement, WhoHasReportedMoreSinceDoesNotCount) {
     auto rank = machine(0, 4);
     const int other = 3 - turncoat;
     rank.exited({3}, LastReport::kReceived, kStart);
-    rank.received(reportOf(turncoat, {.gone = {3}, .resolution = {3}}), kStart);
-    rank.received(reportOf(turncoat, {.gone = {3}, .resolution = {3}, .suspected = {0}}), kStart);
-    EXPECT_FALSE(rank.received(reportOf(other, {.gone = {3}, .resolution = {3}}), kStart).commit);
+    rank.received(reportOf(turncoat, {.gone = {3}, .settled = {3}}), kStart);
+    rank.received(reportOf(turncoat, {.gone = {3}, .settled = {3}, .suspected = {0}}), kStart);
+    EXPECT_FALSE(rank.received(reportOf(other, {.gone = {3}, .settled = {3}}), kStart).commit);
     EXPECT_TRUE(rank.nextTick());
   }
 }
@@ -334,7 +334,7 @@ TEST(ViewAgreement, HalfNeedsTheLowest) {
 
 TEST(ViewAgreement, AnEvictedRankIsToldWhyAndWhen) {
   auto rank = machine(2, 4);
-  ViewReport report = reportOf(1, {.gone = {3}, .resolution = {3}, .suspected = {2}});
+  ViewReport report = reportOf(1, {.gone = {3}, .settled = {3}, .suspected = {2}});
   report.committed = {2, 3};
   report.accusations[0] = {2, Cause::kSilent, 0};
   const auto actions = rank.received(report, kStart);
@@ -385,7 +385,7 @@ TEST(ViewAgreement, ADeadRankThatHelpedAnotherSideStillCounts) {
   second.received(reportOf(3, {.suspected = {1, 2}}), kStart);
   second.exited({3}, LastReport::kReceived, kStart);
   EXPECT_EQ(second.report().gone, RankSet{3});
-  EXPECT_TRUE(second.report().resolution.empty());
+  EXPECT_TRUE(second.report().settled.empty());
   second.suspected({0}, Cause::kSilent, kStart);
   EXPECT_TRUE(second.tick(kStart + kGrace).minority);
 }
@@ -411,12 +411,12 @@ TEST(ViewAgreement, ADeadRankIsSettledOnceItsLastReportIsPartOfOurs) {
     rank.suspected({3}, Cause::kSilent, kStart);
     rank.received(reportOf(3, {.suspected = {0}}), kStart);
     rank.exited({3}, last, kStart);
-    EXPECT_TRUE(rank.report().resolution.empty());
+    EXPECT_TRUE(rank.report().settled.empty());
     rank.suspected({0}, Cause::kSilent, kStart);
     const auto actions = rank.tick(kStart + kGrace);
     EXPECT_EQ(actions.minority, last == LastReport::kUnknown) << "{1, 2} of {0, 1, 2}";
     if (last == LastReport::kReceived) {
-      EXPECT_EQ(rank.report().resolution, RankSet{3});
+      EXPECT_EQ(rank.report().settled, RankSet{3});
     }
   }
 }
@@ -424,13 +424,13 @@ TEST(ViewAgreement, ADeadRankIsSettledOnceItsLastReportIsPartOfOurs) {
 // A death passed on counts as its witness counts it, and only together with the witness'
 // suspicions.
 TEST(ViewAgreement, ADeathPassedOnIsSettledAsItsWitnessSays) {
-  for (const bool resolution : {false, true}) {
+  for (const bool settled : {false, true}) {
     auto rank = machine(1, 4);
     Out out{.gone = {3}};
-    if (resolution) out.resolution = {3};
+    if (settled) out.settled = {3};
     rank.received(reportOf(2, out), kStart);
     rank.suspected({0}, Cause::kSilent, kStart);
-    EXPECT_EQ(rank.tick(kStart + kGrace).minority, !resolution);
+    EXPECT_EQ(rank.tick(kStart + kGrace).minority, !settled);
   }
 }
 
