@@ -20,7 +20,7 @@ namespace mooncake {
 struct Callbacks::State final : Drain, std::enable_shared_from_this<State> {
   // A callback that has given its turn away, until it takes it again.
   struct Paused {
-    const std::atomic<Moment>* until;  // when it may go on
+    const std::atomic<Moment>* until;  // the moment from which it may go on
   };
 
   // The object of the callback that the calling thread runs; null: none.
@@ -36,13 +36,13 @@ struct Callbacks::State final : Drain, std::enable_shared_from_this<State> {
   bool isTaken = false;  // a callback has the turn
   std::list<Paused*> paused;
   size_t threads = 0;
-  size_t idle = 0;  // of these, wait for something to do
+  size_t idle = 0;  // threads that wait for a callback to run
   bool isStopping = false;
   const uint32_t generation = forkGeneration();
   std::atomic<size_t> unfinished{0};  // posted callbacks that have not ended; read without the lock
   std::atomic<size_t> attached{0};    // see attach(); needs no lock
 
-  // All with the lock.
+  // All called with the lock.
   Paused* due() const;
   bool mayBegin() const { return !isTaken && !queue.empty() && !due(); }
   bool offerTurn();

@@ -10,7 +10,7 @@
 
 namespace mooncake {
 
-// Runs the callbacks of futures one at a time, in the order of post(): so that operations which
+// Runs the callbacks of futures one at a time, in the order of post(), so that operations that
 // callbacks call have the same order on all ranks.
 //
 // A callback that waits in one of our calls gives its turn away, and another thread goes on with
@@ -23,7 +23,7 @@ class Callbacks {
   static constexpr Moment kNever = std::numeric_limits<Moment>::max();
 
   Callbacks();
-  // Callbacks that were posted still run, and nothing waits for them.
+  // Callbacks that were posted still run, and the destructor does not wait for them.
   ~Callbacks();
   Callbacks(const Callbacks&) = delete;
   Callbacks& operator=(const Callbacks&) = delete;
@@ -32,22 +32,22 @@ class Callbacks {
   std::shared_ptr<const void> attach();
   bool areAttached() const;
   void post(std::function<void()> callback);
-  // Nothing is posted that has not ended.
+  // True if all posted callbacks have ended.
   bool isIdle() const;
-  // Returns whether that was so before the deadline. Always true in a callback.
+  // Waits until isIdle(). Returns false if the deadline passed first. Always true in a callback.
   bool drain(Deadline deadline);
 
   // The calling thread runs a callback of this object.
   bool isCallerInside() const;
   // Replaces kNever by the present moment: the end that callbacks await() has come.
   void stamp(std::atomic<Moment>& moment);
-  // The same for an end that came while isIdle() was true: it is past for all callbacks.
+  // The same for an end that came while isIdle() was true: all callbacks come after it.
   void stampPast(std::atomic<Moment>& moment);
   // In a callback: gives the turn away until the moment has been stamped and has come. Returns
   // false if it was not stamped before the deadline.
   bool await(const std::atomic<Moment>& moment, Deadline deadline);
 
-  // In a callback, gives the turn away while it lives; nothing elsewhere.
+  // Gives the turn away while it lives, if made in a callback. Elsewhere it does nothing.
   class Pause;
 
  private:

@@ -26,7 +26,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   std::rethrow_exception(exception());
 }
 
-// In a callback nothing is helped along: the order of callbacks depends on their turns.
+// A callback runs no queued operations here: the order of callbacks depends on their turns.
 void CollectiveWork::await(std::chrono::milliseconds timeout) {
   const bool isEndless = timeout <= kNoTimeout;
   const Deadline deadline =

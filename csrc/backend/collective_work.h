@@ -25,16 +25,16 @@ class Completions;
 // How a collective ended.
 struct Ending {
   Status status;
-  std::shared_ptr<Loss> loss;             // `status` is its error
-  std::shared_ptr<const GroupView> view;  // who contributed; null: it never came to that
-  // The view of the operation before it, where it was another one.
+  std::shared_ptr<Loss> loss;             // null, or the loss whose error `status` is
+  std::shared_ptr<const GroupView> view;  // the contributors; null: it never ran
+  // The view of the operation before it, if that was another one.
   std::shared_ptr<const GroupView> before;
 };
 
 // A collective that was called: done or not, and how it ended.
 class CollectiveWork : public c10d::Work {
  public:
-  // `size`: of the group, which may grow to `capacity`. `key`: see CompletionHooks.
+  // `size`: ranks of the group, which may grow to `capacity`. `key`: see CompletionHooks.
   CollectiveWork(int rank, int size, int capacity, c10d::OpType type,
                  std::shared_ptr<CollectiveQueue> queue, std::vector<at::Tensor> outputs,
                  const Profile& profile, uint64_t key)
@@ -48,8 +48,9 @@ class CollectiveWork : public c10d::Work {
   bool isCompleted() override { return finished(); }
   bool isSuccess() const override { return finished() && ending_.status.ok(); }
   std::exception_ptr exception() const override;
-  // Ends when the operation has; helps it along when nobody does. With a timeout of its own it only
-  // waits, and raises when the operation takes longer, which goes on.
+  // Returns when the operation has ended. Without a timeout of its own the caller runs queued
+  // operations itself if no other thread does. With a timeout it only waits, and raises if the
+  // operation takes longer; the operation goes on.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -59,18 +60,18 @@ class CollectiveWork : public c10d::Work {
   bool finished() const { return finished_.load(std::memory_order_acquire); }
   std::string describe() const;  // "ALLREDUCE #7 on rank 0"
 
-  // Ranks of the group, ascending; nobody, and epoch 0, until it is finished.
+  // Ranks of the group, ascending. Empty, and epoch 0, until the operation has finished.
   std::vector<int> contributors() const;
-  std::vector<int> failedRanks() const;  // all others
-  std::vector<int> lostRanks() const;    // of those: contributed to the operation before
-  uint64_t epoch() const;                // of the job's view
+  std::vector<int> failedRanks() const;  // all other ranks
+  std::vector<int> lostRanks() const;    // failed ranks that contributed to the operation before
+  uint64_t epoch() const;                // epoch of the job's view
   int capacity() const { return capacity_; }
   // Without `override`: c10d::Work has it since torch 2.15 only.
   uint64_t getCompletionKey() const { return key_; }
   CallbackOrigin origin() const { return {queue_.get(), era_}; }
-  // Of the engine to which the group belongs.
+  // The completions of the group's engine.
   const std::shared_ptr<Completions>& completions() const;
-  // When it ended, in the order of callbacks.
+  // The moment of its end, in the order of callbacks.
   std::atomic<Callbacks::Moment>& endMoment() { return endMoment_; }
 
  private:
@@ -84,13 +85,14 @@ class CollectiveWork : public c10d::Work {
   const int size_;
   const int capacity_;
   const uint64_t key_;
-  // Set when it is submitted.
+  // Set when the work is submitted.
   uint64_t number_ = 0;
-  uint64_t era_ = 0;        // of the queue
+  uint64_t era_ = 0;        // era of the queue
   uint64_t position_ = 0;   // see CollectiveQueue::number()
   bool isCounted_ = false;  // the call is one of those that the position counts
   CalledFrom calledFrom_ = CalledFrom::kProgram;
-  // Whoever waits may be the last to use it. Null: was already finished when it was made.
+  // Kept alive here, because a waiting caller may be the last user. Null: the work was made
+  // finished.
   const std::shared_ptr<CollectiveQueue> queue_;
   const std::vector<at::Tensor> outputs_;
   Ending ending_;

@@ -11,9 +11,9 @@
 namespace mooncake {
 namespace {
 
-// A fetch that failed although its owner lives: whatever ended it is known by then.
+// How long a fetch that failed waits for the reason, while its owner lives.
 constexpr auto kReasonComes = std::chrono::seconds(1);
-// Each wish costs a flush, and an attempt: who wishes again gives them time.
+// Least patience of a second wish. Each wish costs a flush and an attempt, which need time.
 constexpr auto kLeastPatience = std::chrono::milliseconds(50);
 
 std::string listRanks(const Group& group, const std::vector<int>& ranks) {
@@ -101,7 +101,7 @@ Status Operation::run(Algorithm& algorithm) {
   return status.ok() ? Status() : Status(named(status.error()));
 }
 
-// The others have ended it without us, and nothing of it was published here.
+// The other ranks have ended the operation without us. This rank has published nothing of it.
 void Operation::endSkipped(std::shared_ptr<const GroupView> view) {
   isSkipped_ = true;
   kept_ = group_.lastView = std::move(view);
@@ -153,7 +153,7 @@ FlushAgent::Resolution Operation::resolve(Status why) {
   const bool wishes = std::exchange(wantsToSkip_, false);
   auto resolution = agent_.resolve(number_, called_, abort, std::move(error),
                                    wishes ? FlushAgent::Wish::kSkip : FlushAgent::Wish::kNone);
-  // The time that this took was not given to the operation.
+  // The time of the flush does not count as time of the operation.
   deadline_ = later(deadline_, Clock::now() - start);
   waiter_.deadline = deadline_;
   if (patience_) {
@@ -225,7 +225,7 @@ Status Operation::awaitBegun(int rank) {
   failpoint("see-begun");
   if (slot(rank).call.matches(call_)) return {};
 
-  // Not what we called. Everybody learns of it, because everybody compares; say who called what.
+  // The calls differ. All ranks find that out, because all compare. The error names every call.
   std::map<std::string, std::vector<int>> callers;
   std::map<uint64_t, std::vector<int>> counts;  // ranks by Call::sinceLoss
   std::vector<int> inCallbacks, besideThem;
@@ -343,10 +343,10 @@ Status Operation::commit() const {
   return unlessFenced();
 }
 
-// A rank that the others went on without while it was stopped may have read what they wrote since.
-// As long as a rank counts us in, it changes nothing of its slots that we read, and it fences us
-// before it goes on. So what was read is good if nobody has fenced us yet. Stamps do not say that:
-// a payload is packed before its stamp moves.
+// If this rank was stopped, the others may have gone on without it, and it may have read data of a
+// later operation. As long as a rank counts us in, it does not change the slots that we read, and
+// it fences us before it goes on. So the data that we have read is valid if no rank has fenced us.
+// Stamps do not prove that: a payload is packed before its stamp moves.
 Status Operation::unlessFenced() const {
   std::atomic_thread_fence(std::memory_order_acquire);
   for (const int r : ranks()) {
@@ -362,7 +362,8 @@ void Operation::publishDone() {
 }
 
 Status Operation::commitDone() {
-  // Who has ended it saw our `done`, too, and that of a rank that is out may never come to us.
+  // The rank that has ended it has seen our `done`, too. The `done` of a rank that is out may never
+  // arrive here.
   if (isTaking_) return unlessFenced();
   publishDone();
   for (const int r : ranks()) {
@@ -399,7 +400,8 @@ Status Operation::goOn() const {
   return group_.usable();
 }
 
-// `data` lies in our slot and goes with the stamp to the ranks that do not map it.
+// Stamps the word here, and sends the stamp with `data`, a part of our slot, to the ranks that do
+// not map it.
 void Operation::putStamp(StampWord word, std::span<const std::byte> data) {
   (own_->*word).exchange(stamp_, std::memory_order_seq_cst);
   ringMapped();
@@ -423,7 +425,7 @@ bool Operation::hasStamp(int rank, StampWord word) const {
   return (slots(rank)->*word).load(std::memory_order_acquire) == stamp_;
 }
 
-// As waitUntil(), without a Status in between: every small operation waits here.
+// Like waitUntil(), but without a Status in the loop, because every small operation waits here.
 Status Operation::awaitStamp(int rank, StampWord word) {
   const auto& stamp = slots(rank)->*word;
   for (;;) {
@@ -438,9 +440,9 @@ Status Operation::awaitStamp(int rank, StampWord word) {
   }
 }
 
-// After an interrupt: does it concern us?
+// Called after an interrupt. kInterrupted if it concerns this operation.
 Status Operation::lookUp() {
-  // Before the look, so that the next one interrupts again.
+  // Read before the look, so that a later interrupt ends the next wait.
   waiter_.generation = waiter_.interrupt.generation();
   return goOn();
 }
@@ -462,7 +464,7 @@ Status Operation::timedOut(StampWord word) const {
                                     : ", which began it but did not end it in time")};
 }
 
-// A fetch failed. What its owner has to say comes by other ways: that is waited for first.
+// A fetch failed. Its owner's report or its loss arrives by other ways, and is waited for first.
 Status Operation::explain(Error why) {
   Waiter waiter = waiter_;
   if (why.code != ErrorCode::kPeerLost)
@@ -471,7 +473,7 @@ Status Operation::explain(Error why) {
     MOONCAKE_TRY(lookUp());
     waiter.generation = waiter_.generation;
     if (waiter.until([] { return false; }) != WaitResult::kTimeout) continue;
-    // As long as nobody says that the owner is lost, a connection may be on its way.
+    // As long as the owner does not count as lost, its connection may still be made again.
     return why.code == ErrorCode::kPeerLost ? dataTimedOut() : Status(why);
   }
 }
@@ -495,7 +497,7 @@ Error Operation::named(Error error) const {
 }
 
 void copyForPeers(std::byte* to, std::span<const std::byte> from) {
-  constexpr size_t kFew = 8 << 10;  // cost less than reading them from memory
+  constexpr size_t kFew = 8 << 10;  // below this a plain copy costs less than reads from memory
   if (from.size() > kFew) return copyPastCache(to, from);
   if (!from.empty()) std::memcpy(to, from.data(), from.size());
 }

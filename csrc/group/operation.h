@@ -15,123 +15,127 @@ namespace mooncake {
 
 class Operation;
 
-// What a verb does for an operation. The operation runs it, several times where a rank dies: the
-// rule when a rank may return ok stands in one place (docs/membership.md).
+// The part of an operation that its verb defines. Operation::run() calls it, several times if a
+// rank dies. The rule for when a rank may return ok is in Operation (docs/membership.md).
 class Algorithm {
  public:
   virtual ~Algorithm() = default;
-  // Publishes what we give and goes as far as it can be undone. Every member in op.ranks() calls
-  // op.begin() once.
+  // Publishes this rank's data and does every step that can be undone. Every member in op.ranks()
+  // calls op.begin() once.
   virtual Status publish(Operation& op) = 0;
-  // From there to the result; the last thing it does is one of the two commits. Also called when
-  // another rank has come to the end of this attempt and we have not: all that it needs is there
-  // then, or on its way.
+  // Goes on from there to the result; its last step is one of the two commits. Also called if
+  // another rank has ended this attempt and this rank has not. Then all that it needs has arrived,
+  // or is on its way.
   virtual Status complete(Operation& op) = 0;
   // Ends the writes of an attempt that gave no result; this rank reports that next. No part of them
   // lands later, because other ranks may reuse that memory as soon as they have the report.
   virtual void stop(Operation&) {}
-  // The attempt is over without a result. Puts back what was overwritten of the inputs, takes back
-  // what was announced.
+  // The attempt is over without a result. Restores overwritten inputs, and withdraws announced
+  // regions.
   enum class Rollback { kAgain, kError };
   virtual void rollBack(Operation&, Rollback) {}
 };
 
 // One operation of a group, seen from one rank: the stages that every algorithm is made of.
 //
-//   begin         publish our call with the payload (small) or where it can be fetched (large)
-//   awaitBegun    the same of another rank, checked against our own call
-//   publishReady  our share of the result, or what we fetched for our host, can be read
-//   awaitReady    the same of other ranks
-//   commit        everything that anybody needs for this operation is in memory that outlives us
-//   publishDone   we have what we need, if that is to be said before commitDone
-//   commitDone    every rank has what it needs
+//   begin         publish our call with the payload (small) or the place to fetch it from (large)
+//   awaitBegun    wait for that of another rank, and compare its call with ours
+//   publishReady  our share of the result, or the data that we fetched for our host, can be read
+//   awaitReady    wait for that of other ranks
+//   commit        all data that a rank needs for this operation is in memory that outlives us
+//   publishDone   this rank has all that it needs; optional, before commitDone
+//   commitDone    every rank has all that it needs
 //
-// Every wait ends with kInterrupted when the group is to resolve what happened: the algorithm
-// returns at once, and is called again with what was decided.
+// Every wait ends with kInterrupted if the group has to decide how the operation ends. The
+// algorithm then returns at once, and is called again after the decision.
 class Operation {
  public:
   Operation(Group& group, const Call& call, Deadline deadline);
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // Who has not begun it when this much of it has passed is left out, if all agree: it is not lost,
-  // and takes part in the next one.
+  // Ranks that have not begun the operation after `patience` are left out of it, if all agree. They
+  // are not lost, and take part in the next operation.
   void skipAfter(Clock::duration patience) { patience_ = patience; }
-  // To the end, whatever happens. The error has the operation's name in front.
+  // Runs the operation until it has ended, in any way. The error begins with the operation's name.
   Status run(Algorithm& algorithm);
 
   Group& group() const { return group_; }
   int rank() const { return group_.rank(); }
   int size() const { return group_.size(); }   // of the group
   uint64_t number() const { return number_; }  // from 1 on
-  // Who takes part in this attempt, ascending; these contribute, and nobody else.
+  // The ranks that take part in this attempt, ascending. Only these contribute.
   const std::vector<int>& ranks() const { return view_->active; }
   bool takesPart(int rank) const { return view_->contains(rank); }
-  // Of the others who is left out of it, ascending: they are in the job as before.
+  // The ranks that are left out of this attempt, ascending. They stay in the job.
   const std::vector<int>& skipped() const { return view_->skipped; }
-  // After an end without an error: these ranks() had it without us. complete() was not called.
+  // True after an end without an error, if the ranks() ran the operation without this rank.
+  // complete() was not called.
   bool wasSkipped() const { return isSkipped_; }
-  // The others of them, the next one after us first: so not all ask the same one at once.
+  // All other ranks(), from the next one after us on, so that not all ask the same rank at once.
   std::vector<int> others() const;
 
-  // Our slot's payload, to be filled before begin(); group().slotBytes() long.
+  // The payload of our slot, group().slotBytes() long. Filled before begin().
   std::byte* payload() const { return own_->payload; }
   // Copies into the payload, or the scratch memory of beginSplit().
   void write(std::byte* to, std::span<const std::byte> data) const;
   void announceInput(const RemoteRegion& region) { own_->input = region; }
   Status begin(size_t payloadBytes);
-  // The same, but a rank that does not map us is put what `write` writes for it instead: at most as
-  // much; the length is returned. The operation must end with commitDone() on all ranks, and
-  // isSplit() tells them.
+  // The same, but a rank that does not map us receives a payload of its own. `write` produces it,
+  // at most `payloadBytes`, and returns its length. The operation must end with commitDone() on all
+  // ranks; isSplit() tells them.
   using PayloadFor = std::function<size_t(int rank, std::byte* payload)>;
   Status beginSplit(size_t payloadBytes, const PayloadFor& write);
-  // How many take part that do not map us: so many puts each stage costs.
+  // Number of ranks() that do not map us. Each stage costs a put to each of them.
   size_t unmapped() const;
 
-  // `onBegun` is told of each when it has been seen, in the order of ranks().
+  // Waits until all ranks() have begun, and calls `onBegun` for each, in their order.
   Status awaitAllBegun(const std::function<void(int rank)>& onBegun = {});
-  // What the rank published; only once it has begun.
+  // The slot that the rank has published. Valid once it has begun.
   const Slot& slot(int rank) const { return *slots(rank); }
-  // It was put to us alone, once the rank has begun: see beginSplit().
+  // The rank has put a payload for us alone, see beginSplit(). Valid once it has begun.
   bool isPayloadOurs(int rank) const { return slot(rank).isSplit != 0 && !isMapped(rank); }
   bool isSplit(int rank) const { return slot(rank).isSplit != 0; }
-  // It has begun this attempt, with our call. Does not wait.
+  // The rank has begun this attempt, with our call. Does not wait.
   bool hasBegun(int rank) const;
-  std::vector<int> missing() const;  // have not begun this attempt
-  // The payload when it has exactly this length, else an error that names the rank.
+  std::vector<int> missing() const;  // the ranks() that have not begun this attempt
+  // Returns the payload of the rank. kProtocol if its length is another one; the text names the
+  // rank.
   Result<const std::byte*> payloadOf(int rank, size_t bytes) const;
 
   Status publishReady(const RemoteRegion& result);
   Status awaitAllReady();
   Status awaitReady(std::span<const int> some);
 
-  // Its caller had begun the operation before this one, so it is done with what it wrote for the
-  // one before that. The end of an operation does not say so: see Group::lastBegun.
+  // The rank's caller has begun the operation before this one, so it no longer writes for the one
+  // before that. The end of an operation does not prove that: see Group::lastBegun.
   bool hadBegunLast(int rank) const;
-  // Into memory of a rank that does not map us, which told us of it before; then the word, at an
-  // offset in its part, is stamped, for which it waits. Lost with the connection, as is all that is
-  // put in an attempt.
+  // Puts `data` into memory of a rank that does not map us, which has announced that memory. Then
+  // stamps the word at offset `word` of the rank's part; awaitPut() waits there for it. If the
+  // connection breaks, this and all other puts of the attempt are lost.
   Status put(int to, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
              size_t word);
   Status awaitPut(size_t word);
 
-  // The last step. commit(): of what all have begun, or of what all are ready with.
-  // commitDone(): says that we have what we need, and waits until all say so.
+  // The last step. commit(): for results made from data that all ranks have published, at begin or
+  // as ready. commitDone(): publishes that this rank has all that it needs, and waits until all
+  // ranks have published that.
   Status commit() const;
   Status commitDone();
-  // The first half of it, for who still has something to do with what it has. From here to
-  // commitDone() the algorithm waits for nothing and cannot fail: others may end the operation.
+  // The first half of commitDone(), for algorithms that still process their data. From here to
+  // commitDone() the algorithm must not wait and must not fail: other ranks may end the operation.
   void publishDone();
 
-  // An error that every rank comes to by itself, because it follows from what all have published:
-  // this is how the operation ends. The group goes on.
+  // Ends the operation with an error that every rank finds by itself, because it follows from the
+  // published slots. Returns the error. The group goes on.
   Status agree(Error error);
   Status agreeRootLost(int root);
 
-  // Long work without a wait in it asks now and then.
+  // kInterrupted: this attempt must stop. Other errors: the group has ended. Long work that does
+  // not wait asks now and then.
   Status goOn() const;
-  // kInterrupted: somebody goes on without us. Whoever finds nonsense in what it reads of others
-  // asks before it complains.
+  // kInterrupted: another rank goes on without us, and data that we have read may be wrong. Asked
+  // before wrong data of another rank becomes an error.
   Status unlessFenced() const;
 
  private:
@@ -170,9 +174,9 @@ class Operation {
   const uint64_t number_;
   Slot* const own_;
   const GroupView* view_;
-  std::shared_ptr<const GroupView> kept_;  // the view, once there may be a later one
+  std::shared_ptr<const GroupView> kept_;  // keeps view_, once there may be a later one
   uint64_t stamp_;
-  size_t begunSeen_ = 0;   // of ranks(): these have begun and agree with our call
+  size_t begunSeen_ = 0;   // so many of ranks() have begun and agree with our call
   bool isTaking_ = false;  // another rank has ended this attempt well
   bool isDone_ = false;    // published in this attempt
   bool isAgreed_ = false;
@@ -182,7 +186,7 @@ class Operation {
   bool isSkipped_ = false;
 };
 
-// kTimeout as it is: the caller says what was missing.
+// Waits until `isReady`. Returns kTimeout without a text: the caller names the missing data.
 template <typename IsReady>
 Status Operation::waitUntil(IsReady isReady) {
   for (;;) {
@@ -193,18 +197,18 @@ Status Operation::waitUntil(IsReady isReady) {
   }
 }
 
-// Into memory that other cores have just read, and read again. A plain store first takes each line
-// from their caches, one after the other: for 64 KiB that takes 7 to 28 us, by where the cores are;
-// the copy past the cache takes 2, and they read it in 4.
+// Copies into memory that other cores have just read and will read again. A plain store first takes
+// each line from their caches, one after the other: 7 to 28 us for 64 KiB, depending on the cores.
+// A copy past the cache takes 2 us, and the other cores then read the data in 4 us.
 void copyForPeers(std::byte* to, std::span<const std::byte> from);
 
-// Of who does not take part there is nothing: zeros, never what was there before. The outputs of a
-// rank lie side by side.
+// Fills the outputs of ranks that do not take part with zeros, so that no old contents stay. The
+// outputs of a rank are consecutive in `outputs`.
 void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs);
 
-// Data of one operation that cards write from where it stands into memory of ranks that told us of
-// it before. As Operation::put(), but the data must stay as it is until it has been written. Cards
-// keep no order, so an attempt leaves none of its writes under way: Algorithm::stop() calls end().
+// Writes data of one operation by cards, without a copy, into memory that ranks have announced.
+// Like Operation::put(), but the data must not change until it has been written. Cards keep no
+// order, so an attempt leaves none of its writes under way: Algorithm::stop() calls end().
 class Writes {
  public:
   explicit Writes(Operation& op) : op_(op) {}
@@ -212,7 +216,7 @@ class Writes {
   Writes(const Writes&) = delete;
   Writes& operator=(const Writes&) = delete;
 
-  // Where Window::hasCards(). The word is stamped when all of it is there.
+  // Requires Window::hasCards(). The word is stamped when all data has arrived.
   Status start(int to, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
                size_t word);
   // Does nothing more if all writes have landed. Otherwise waits for them 100 ms, and then until
@@ -241,8 +245,8 @@ class Writes {
   std::map<std::pair<int, uint64_t>, Target> targets_;  // by rank and region
 };
 
-// Fetches of one operation that are waited for together. None of them touches its target any more
-// when this object is gone.
+// Fetches of one operation that are waited for together. The destructor ends them: no fetch touches
+// its target afterwards.
 class Fetches {
  public:
   explicit Fetches(Operation& op) : op_(op), completion_(&op.group().window().bell()) {}
@@ -254,7 +258,7 @@ class Fetches {
     uint64_t offset = 0;
     std::span<std::byte> target;
   };
-  // The region must be one that the rank announced. Many pieces at once cost few system calls.
+  // `region`: one that the rank has announced. Many pieces in one call cost few system calls.
   Status start(int rank, const RemoteRegion& region, std::span<const Piece> pieces);
   Status start(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target) {
     const Piece piece{offset, target};

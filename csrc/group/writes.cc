@@ -8,8 +8,8 @@ namespace {
 
 // Least time for writes to end by themselves. Far more than they need if no path has failed.
 constexpr auto kGrace = std::chrono::milliseconds(100);
-constexpr auto kLook = std::chrono::milliseconds(1);  // between looks at confirmations
-// Failure timeouts in which a peer that lives must have confirmed, as for a flush.
+constexpr auto kLook = std::chrono::milliseconds(1);  // interval between looks at confirmations
+// Number of failure timeouts within which a peer that lives must confirm, as for a flush.
 constexpr int kBudgets = 10;
 
 }  // namespace
@@ -74,7 +74,7 @@ void Writes::giveUp() {
   }
 }
 
-// Until it is over, the deadline has passed or the group has failed.
+// Waits until `isOver`, the deadline, or a failure of the group.
 template <typename IsOver>
 void Writes::wait(Deadline deadline, const IsOver& isOver) const {
   Waiter waiter = op_.waiter_;
