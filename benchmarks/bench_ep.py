@@ -4,9 +4,8 @@
     python benchmarks/bench_ep.py --hosts 2 --ranks 4 --experts 32 --tokens 128,1 --lanes gloo
 
 The lanes are interleaved in the same processes; times are those of the slowest rank. The exchange
-by
-all_to_all_single sends a row for each (token, expert), sorted by expert: first the counts, then the
-rows with uneven splits. Its combine sends them back and adds them up by weight.
+by all_to_all_single sends a row for each (token, expert), sorted by expert: first the counts, then
+the rows with uneven splits. Its combine sends them back and adds them up by weight.
 
 With --hosts the ranks are spread over network namespaces, joined by links of 1 Gbit/s
 (tests/hosts.py; needs root). The payload that must cross a link is compared with iperf3's rate in
@@ -125,8 +124,7 @@ def by_ep(
     watched: bool = False,
 ) -> Phases:
     """The experts' rows come from the caller's memory, or with zero_copy from memory that the
-    others
-    read. The time in which experts write them there is not measured."""
+    others read. The time in which experts write them there is not measured."""
     import torch
 
     answers: list[Any] = []

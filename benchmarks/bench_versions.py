@@ -7,8 +7,7 @@ One process cannot load both versions, so each has its own job. The jobs take tu
 the ranks of the other sleep in a read. A round has a turn of each, and gives one ratio; every
 second round has the other order. The place of memory differs between jobs and moves a cell by some
 percent. With more ranks than cores a job falls into one of several rhythms. So each cell is
-measured
-in many pairs of jobs, and the median counts.
+measured in many pairs of jobs, and the median counts.
 """
 
 from __future__ import annotations

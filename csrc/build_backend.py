@@ -1,10 +1,10 @@
-"""PEP 517 backend: setuptools', plus the search for the torch to build against.
+"""PEP 517 backend: that of setuptools, plus the search for the torch to build against.
 
-The extension fits one torch minor, so the torch that counts is the one it will be imported with.
-An isolated build does not see that torch on its path; `find_torch` asks the interpreters that
-started the build. Only when none of them has one does the isolated environment get its own.
+The extension fits one torch minor, so it is built for the torch that will import it. An isolated
+build does not see that torch on its path; `find_torch` asks the interpreters that started the
+build. The isolated environment gets a torch of its own only if none of them has one.
 
-scikit-build-core would run CMake for us, but what a build requires is a fixed list there: every
+scikit-build-core would run CMake for us, but its list of build requirements is fixed. So every
 isolated build would fetch a torch of its own, and fit that one instead of the target's.
 """
 
@@ -27,7 +27,7 @@ OLDEST_TORCH = "torch>=2.8"
 
 @dataclass(frozen=True)
 class Torch:
-    """A torch found by its files; nothing of it is imported."""
+    """A torch that was found by its files. No part of it is imported."""
 
     path: Path
     version: str
@@ -57,8 +57,9 @@ class Torch:
 
     @property
     def pybind11_definitions(self) -> list[str]:
-        """The pybind11 of torch 2.8 knows torch's classes only in code with its own tag, which
-        would say with which compiler ours is built. The tag of a newer one is the same for all."""
+        """Definitions that give our code the pybind11 tag of this torch. The pybind11 of torch 2.8
+        shares torch's classes only with code of the same tag, and by default the tag names the
+        compiler. In newer torches the tag is the same for all compilers: then the list is empty."""
         library = (self.lib_dir / "libtorch_python.so").read_bytes()
         tag = re.search(rb"__pybind11_internals_v\d+(_[a-z]+)(_[a-z]+)(_cxxabi\d+)__", library)
         if tag is None:
@@ -89,8 +90,9 @@ def _torch_at(path: Path) -> Torch | None:
 
 
 def _interpreters() -> list[str]:
-    """Who may own the target environment. pip isolates by PYTHONPATH and keeps the target's
-    interpreter; `build` makes a new environment, so there it is the active one or a parent's."""
+    """Interpreters that may belong to the target environment. pip isolates by PYTHONPATH and keeps
+    the target's interpreter. `build` makes a new environment: then the target's interpreter is that
+    of the active environment, or of a parent process."""
     found = [sys.executable]
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     if active:
@@ -109,9 +111,9 @@ def _interpreters() -> list[str]:
 
 
 def _program(process: Path) -> str | None:
-    """By the name that it was called by: `exe` names what a virtual environment's link leads to.
-    Searched in the PATH that it was started with: in ours, `build` has put its environment first.
-    """
+    """The path by which the process was called. /proc/PID/exe would name the target of a virtual
+    environment's link. A bare name is searched in the process's own PATH: in our PATH, `build` has
+    put its environment first."""
     name = os.fsdecode((process / "cmdline").read_bytes()).split("\0")[0]
     if "/" in name:
         return str((process / "cwd").readlink() / name)
@@ -121,7 +123,8 @@ def _program(process: Path) -> str | None:
 
 
 def _ask_for_torch(interpreter: str) -> Path | None:
-    """-I undoes pip's isolation. Only the same Python's torch has the right libtorch_python."""
+    """Returns the folder of the interpreter's torch, or None. `-I` undoes pip's isolation. Only a
+    torch of the same Python version has the right libtorch_python."""
     question = (
         "import importlib.util as u, sys; s = u.find_spec('torch');"
         f"print(s.origin if s and sys.version_info[:2] == {tuple(sys.version_info[:2])} else '')"

@@ -189,9 +189,8 @@ class Buffer:
     @property
     def missing_contributions(self) -> torch.Tensor:
         """bool [n] of the last combine. True for a token if one of its experts is on a rank that
-        did
-        not take part in the dispatch or in the combine. Waits for the combine to end. The event of
-        a combine has the same property for that combine."""
+        did not take part in the dispatch or in the combine. Waits for the combine to end. The event
+        of a combine has the same property for that combine."""
         return self._low_latency().missing_contributions()
 
     # ---- masks

@@ -73,8 +73,7 @@ class Operation:
 
 class EventHandle:
     """Waits for an operation. An event of Buffer.capture() has none and waits for nothing, because
-    a
-    CPU thread's calls are done when they return."""
+    a CPU thread's calls are done when they return."""
 
     def __init__(self, operation: Operation | None = None) -> None:
         self._operation = operation

@@ -71,8 +71,7 @@ class Buffer:
     @property
     def missing_contributions(self) -> torch.Tensor:
         """bool [n] of the last combine. True for a token if one of its experts is on a rank that
-        did
-        not take part in the dispatch or in the combine. Waits for the combine to end."""
+        did not take part in the dispatch or in the combine. Waits for the combine to end."""
         return self._runtime.missing_contributions()
 
     def connect(self, is_update: bool = False) -> None:

@@ -301,9 +301,8 @@ class Runtime:
 
     def _is_plain(self, *tensors: Tensor | None) -> bool:
         """Whether the call needs no staging. The native buffer checks everything else. Subclasses
-        of
-        Tensor take the longer path. A loop, because a generator costs some percent of a call with
-        one token."""
+        of Tensor take the longer path. A loop, because a generator costs some percent of a call
+        with one token."""
         if self.staged:
             return False
         for tensor in tensors:

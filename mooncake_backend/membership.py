@@ -115,8 +115,7 @@ def get_evidence(group: Any) -> list[Evidence]:
 
 def acknowledge_loss(group: Any) -> bool:
     """In mode "raise": lets the group's operations run again after a loss. The next operation is
-    the
-    first one after the loss. Call it on all ranks of the group, at the point where they go on
+    the first one after the loss. Call it on all ranks of the group, at the point where they go on
     together. It is needed only if the thread that calls operations does not get the error itself,
     or if the ranks have called different numbers of operations since the loss.
 
@@ -126,8 +125,8 @@ def acknowledge_loss(group: Any) -> bool:
 
 
 def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:
-    """Of each of these ranks, whether it is in the group's view and no evidence here speaks against
-    it. Local: no rank is asked."""
+    """Tells for each of these ranks whether it is in the group's view and not accused here. Local:
+    no rank is asked."""
     backend = backend_of(group)
     for rank in ranks:
         if not 0 <= rank < backend.size():

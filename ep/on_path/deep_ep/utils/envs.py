@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 def init_dist(local_rank: int, num_local_ranks: int) -> tuple[int, int, dist.ProcessGroup | None]:
     """Returns the rank, the size and a group of all ranks. WORLD_SIZE is the number of hosts, 1 if
-    it
-    is not set, and RANK the number of this host. Makes bfloat16 the default dtype."""
+    it is not set, and RANK the number of this host. Makes bfloat16 the default dtype."""
     hosts, host = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = os.environ.get("MASTER_PORT", "8361")
