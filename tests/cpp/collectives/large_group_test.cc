@@ -1,5 +1,5 @@
-// A group as large as is promised (TESTED_RANKS in mooncake_backend/options.py), with ranks as
-// threads.
+// A group of the largest supported size (TESTED_RANKS in mooncake_backend/options.py), with ranks
+// as threads.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kRanks = 64;
 
-// Over tcp fewer: three connections for each pair of ranks, all in one process.
+// Fewer ranks over tcp: each pair has three connections, all in one process.
 struct Size {
   const char* transport;
   int ranks;
@@ -20,7 +20,7 @@ struct Size {
 
 class LargeGroup : public testing::TestWithParam<Size> {};
 
-// Two for each pair of ranks.
+// Whether the process may open two descriptors for each pair of ranks.
 bool hasDescriptors(rlim_t wanted) {
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);

@@ -74,7 +74,7 @@ TEST(ReduceCpuTest, Bits) {
   EXPECT_FALSE(checkReduction({DType::kFloat32, ReduceKind::kBitOr}).ok());
 }
 
-// Real and imaginary parts in turns.
+// Real and imaginary parts alternate.
 TEST(ReduceCpuTest, ComplexNumbers) {
   const std::vector<std::vector<float>> sources = {{1, 2, 0, 1}, {3, -4, 0, 1}};
   EXPECT_EQ(reduceComplex(ReduceKind::kSum, sources), (std::vector<float>{4, -2, 0, 2}));
@@ -106,7 +106,7 @@ TEST(ReduceCpuTest, HalvesSurviveTheRoundTrip) {
   }
 }
 
-// Against the definition: the nearest half, ties to the even one.
+// Compares with the definition: the nearest half, ties to the even one.
 TEST(ReduceCpuTest, HalfSumsAreRoundedToTheNearest) {
   const auto value = [](uint16_t half) {
     const int exponent = (half >> 10) & 31, mantissa = half & 1023;

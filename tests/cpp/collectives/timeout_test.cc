@@ -1,5 +1,5 @@
-// Who waits too long ends the operation for everybody; the group goes on where memory decides
-// (docs/architecture.md, "When a rank dies, today").
+// A rank that waits too long ends the operation on all ranks, and the group goes on
+// (docs/membership.md).
 #include <atomic>
 #include <gtest/gtest.h>
 #include <latch>
@@ -55,7 +55,7 @@ std::atomic<bool> isOver{false};
 TEST(TimeoutTest, BetweenPiecesTheInputsAreLost) {
   static constexpr size_t kCount = (size_t(40) << 20) / sizeof(int32_t);
   isOver = false;
-  // One rank begins the second piece when the other one has given up, and asks how it ends.
+  // One rank begins the second piece after the other one has given up. It asks how the piece ends.
   observeFailpoints([](const char* name) {
     if (std::string_view(name) == "park") isOver = true;
     if (begun < 0 || std::string_view(name) != "begin" || ++begun != 2) return;
@@ -76,7 +76,7 @@ TEST(TimeoutTest, BetweenPiecesTheInputsAreLost) {
   areFailpointsOn = false;
 }
 
-// More than is remembered of how they ended.
+// The rank misses more operations than a rank remembers the ends of.
 TEST(TimeoutTest, WhoIsAwayForManyOperationsFindsThemEnded) {
   constexpr int kMissed = int(kRemembered) + 8;
   std::latch gaveUp(1);

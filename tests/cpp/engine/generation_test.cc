@@ -25,7 +25,7 @@ std::unique_ptr<Generation> join(Store& store, int rank) {
   return std::move(*generation);
 }
 
-// What a rank does to begin a job: again when it had joined an earlier attempt.
+// Begins a job on one rank. Begins again if the rank had joined an earlier attempt.
 std::vector<Bytes> begin(Store& store, int rank, int size, const std::string& mine) {
   for (;;) {
     const auto generation = join(store, rank);
@@ -38,7 +38,7 @@ std::vector<Bytes> begin(Store& store, int rank, int size, const std::string& mi
   }
 }
 
-// Ranks that come before rank 0 does find what the attempt before it left.
+// Ranks that come before rank 0 find the entries that the attempt before it left.
 void expectBegins(Store& store, int size, const std::string& attempt) {
   std::vector<std::thread> threads;
   std::vector<std::vector<Bytes>> found(static_cast<size_t>(size));

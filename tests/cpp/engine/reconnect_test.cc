@@ -1,4 +1,4 @@
-// Connections that break under a job that is well: they are made again, nothing is lost, nobody is
+// Connections break under a healthy job: they are made again, no data is lost, and no rank is
 // accused (docs/architecture.md, "When a connection breaks").
 #include <atomic>
 #include <future>
@@ -73,7 +73,7 @@ TEST_F(TcpRenewal, TheSameChannelGoesOn) {
 
 std::atomic<size_t> lanesAdded{0};
 
-// The others go with it, at both ends, and come again when they are needed.
+// The other lanes close with it, at both ends, and are opened again at need.
 TEST_F(TcpRenewal, OneBrokenLaneIsEnough) {
   constexpr size_t kLarge = 1 << 18, kEnds = 6, kDataEnds = 4;
   lanesAdded = 0;
@@ -103,7 +103,7 @@ TEST_F(TcpRenewal, OneBrokenLaneIsEnough) {
   }
 }
 
-// What breaks at one end only is news to the other when it is called again.
+// A break at one end only: the other end learns of it by the new call.
 TEST_F(TcpRenewal, OverAConnectionThatStillStands) {
   auto atA = a.part(1 << 16), atB = b.part(1 << 16);
   for (uint64_t round = 1; round <= 10; ++round) {
@@ -172,7 +172,7 @@ TEST_F(TcpRenewal, UnderPutsAndGetsOfManyThreads) {
     });
   }
   for (uint64_t round = 1; round <= 50; ++round) {
-    const size_t before = fetched;  // and by now another one is under way
+    const size_t before = fetched;  // another fetch is under way by now
     ASSERT_TRUE(eventually([&] { return fetched > before; }));
     const size_t ended = a.endedCount();
     SocketBreaker::breakAll(round % 2 ? How::kReset : How::kHangUp);
@@ -250,7 +250,7 @@ TEST(EngineReconnects, BothEndsAreToldAndNobodyIsAccused) {
   EXPECT_FALSE(pair.peers[0]->disconnected || pair.peers[1]->disconnected);
 }
 
-// The goodbye takes the new connection: who leaves is not taken for dead.
+// The goodbye takes the new connection, so a rank that leaves does not count as dead.
 TEST(EngineReconnects, BeforeItLeaves) {
   for (int round = 0; round < 10; ++round) {
     Pair pair;
@@ -286,7 +286,7 @@ void expectPeace(const Group& group) {
   EXPECT_TRUE(group.usable().ok());
 }
 
-// Everybody does the same operations; each knows what every result must be.
+// All ranks do the same operations, and each checks every result.
 void operate(Group& group, uint64_t seed, int count) {
   constexpr Reduction kSum{DType::kFloat32, ReduceKind::kSum};
   const auto size = size_t(group.size());
@@ -359,8 +359,8 @@ TEST_P(GroupReconnects, EveryResultIsExact) {
   });
 }
 
-// From before the first rank connects. Connections are broken at times of nobody's choosing, so the
-// number of jobs is what finds the moments that matter.
+// Breaks begin before the first rank connects. They come at random times, so many jobs are needed
+// to hit the critical moments.
 TEST_P(GroupReconnects, ItsStartAsWell) {
   for (int job = 0; job < 10; ++job) {
     SCOPED_TRACE(job);
@@ -379,14 +379,14 @@ TEST_P(GroupReconnects, ItsStartAsWell) {
       operate(group, GetParam(), 3);
       operated.arrive_and_wait();
       expectPeace(group);
-      looked.arrive_and_wait();  // nobody leaves before
+      looked.arrive_and_wait();  // no rank leaves before
     });
     stops = true;
     trouble.join();
   }
 }
 
-// Large and small, both ways between all, each in the order of the sends.
+// Sends large and small messages both ways between all ranks. They arrive in the order of sends.
 void exchange(Group& group, PointToPoint& messages, int count) {
   const auto contentOf = [](int from, int to, int number) {
     const size_t bytes = number % 5 == 0 ? 9000 + size_t(number) * 50 : 8 + size_t(number) % 800;
@@ -417,7 +417,7 @@ void exchange(Group& group, PointToPoint& messages, int count) {
   for (auto& thread : threads) thread.join();
 }
 
-// Of three ranks that have exchanged messages.
+// Checks that none of three ranks has a message left after an exchange.
 void expectNoneLeft(Group& group, PointToPoint& messages) {
   Bytes one(1);
   const int next = (group.rank() + 1) % 3, before = (group.rank() + 2) % 3;
@@ -447,7 +447,7 @@ TEST_P(GroupReconnects, EveryMessageComesOnce) {
   });
 }
 
-// Puts of all sizes and signals between all: who has a signal has what was put before it.
+// Puts of all sizes and signals between all ranks. A rank that has a signal has the puts before it.
 TEST_P(GroupReconnects, EveryPutIsThereWithItsSignal) {
   std::latch ready(3), done(3);
   std::unique_ptr<Troublemaker> trouble;
@@ -477,7 +477,7 @@ TEST_P(GroupReconnects, EveryPutIsThereWithItsSignal) {
       std::copy(expected.end() - 8, expected.end(), expected.begin() + 3);
       ASSERT_TRUE(std::equal(expected.begin(), expected.end(), memory.begin() + kRoom)) << n;
       for (const auto& message : {*one, *two, *signal}) expectDone(message);
-      // They may put again.
+      // Tells the other ranks that they may put again.
       const auto seen = (*window)->signal(before, soon());
       ASSERT_TRUE(seen.ok());
       expectDone((*window)->awaitSignal(next, soon()));
@@ -519,7 +519,7 @@ class SimGroup : public ::testing::TestWithParam<uint64_t> {
 
 TEST_P(SimGroup, EveryResultIsExact) {
   std::atomic<uint32_t> flushes{0};
-  std::latch done(3), seen(3);  // nobody leaves before all have looked
+  std::latch done(3), seen(3);  // no rank leaves before all have looked
   runRanks(ranks(), [&](Group& group) {
     operate(group, GetParam(), 600);
     done.arrive_and_wait();
@@ -545,7 +545,7 @@ TEST_P(SimGroup, EveryMessageComesOnce) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, SimGroup, ::testing::Values(1, 2, 3, 4));
 
-// Who is in no operation, and asks for nothing, is connected again as well.
+// An idle rank, without an operation or a message, is connected again as well.
 TEST(IdleGroup, ReconnectsAsWell) {
   std::latch ready(2), broken(2), sent(2);
   runRanks(overTcp(2), [&](Group& group) {
@@ -553,7 +553,7 @@ TEST(IdleGroup, ReconnectsAsWell) {
     ready.arrive_and_wait();
     Bytes data = pattern(500, 1);
     if (group.rank() == 0) {
-      // Nobody drives the sender's messages any more when its connection breaks.
+      // No thread drives the sender's messages when its connection breaks.
       SocketBreaker::breakAll(How::kReset);
       const auto message = messages.send(data, 1, 1, soon());
       EXPECT_TRUE(messages.wait(*message, soon()));

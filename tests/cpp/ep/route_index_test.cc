@@ -10,14 +10,14 @@
 #include "ep/shared_rows.h"
 #include "ep/token_lists.h"
 
-// The routing of a dispatch reads each table once. Here its results are compared with their plain
-// definitions, which search and count for each rank and each host anew.
+// The routing of a dispatch reads each table once. These tests compare its results with plain
+// definitions, which search and count anew for each rank and each host.
 namespace mooncake::ep {
 namespace {
 
 using Ranks = std::vector<int>;
 
-// The tokens that name an expert of one of these ranks.
+// Returns the tokens that name an expert of one of these ranks.
 std::vector<uint32_t> plainTokensFor(std::span<const int32_t> chosen, size_t topk,
                                      const ExpertMap& experts, const Ranks& ranks) {
   std::vector<uint32_t> tokens;
@@ -59,7 +59,7 @@ std::vector<uint32_t> asVector(std::span<const uint32_t> tokens) {
   return {tokens.begin(), tokens.end()};
 }
 
-// A group by chance: hosts of unequal size, experts spread unevenly, some ranks left out.
+// A random group: hosts of unequal size, experts spread unevenly, some ranks left out.
 struct Draw {
   explicit Draw(unsigned seed) : random(seed) {
     const int numHosts = upTo(1, 6);
@@ -84,7 +84,7 @@ struct Draw {
 
   int upTo(int least, int most) { return std::uniform_int_distribution(least, most)(random); }
 
-  // Names experts more than once, and none.
+  // Some experts are named more than once, and some entries name none.
   std::vector<int32_t> table() {
     std::vector<int32_t> chosen(size_t(upTo(0, 20)) * topk);
     for (int32_t& expert : chosen) {

@@ -9,14 +9,15 @@
 #include "ep/rows.h"
 #include "kernels/common/bf16.h"
 
-// How fast rows are. The table: --gtest_also_run_disabled_tests --gtest_filter=RowCost.*
+// Measures the speed of the row functions. For the table:
+// --gtest_also_run_disabled_tests --gtest_filter=RowCost.*
 namespace mooncake::ep {
 namespace {
 
 constexpr size_t kHidden = 7168, kTokens = 512, kTopK = 8;
 constexpr size_t kRowBytes = kHidden * 2;
 
-// Bytes read and written per second, in GB; the best of several passes, the first one apart.
+// Returns GB read and written per second: the best of several passes, without the first one.
 template <typename Pass>
 double speed(size_t bytes, const Pass& pass) {
   pass();
@@ -47,7 +48,7 @@ TEST(RowCost, DISABLED_Table) {
                                   coded.data() + r * logfmtRowBytes(kHidden));
   }
 
-  // `tokens`: one token again and again stays in the first caches, 512 tokens are beyond them.
+  // One token, again and again, stays in the first caches. 512 tokens exceed them.
   std::printf("%-9s %-16s | %10s %10s %10s\n", "version", "", "1 token", "512 tokens", "memcpy");
   const auto line = [&](const char* version, const char* what, size_t bytesOfToken,
                         const auto& token) {

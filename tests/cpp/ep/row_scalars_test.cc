@@ -8,7 +8,7 @@
 #include "kernels/common/fp8.h"
 #include "kernels/common/logfmt.h"
 
-// The definitions in kernels/common against what their words say.
+// Compares the definitions in kernels/common with plain arithmetic.
 namespace mooncake::ep {
 namespace {
 

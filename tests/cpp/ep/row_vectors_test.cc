@@ -6,7 +6,7 @@
 #include "kernels/common/fp8.h"
 #include "kernels/common/logfmt.h"
 
-// Rows whose results were computed elsewhere, by torch and in exact fractions.
+// Compares with results that torch and exact fractions have computed (row_vectors.inc).
 namespace mooncake::ep {
 namespace {
 

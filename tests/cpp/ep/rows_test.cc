@@ -11,7 +11,7 @@
 #include "kernels/common/fp8.h"
 #include "kernels/common/logfmt.h"
 
-// Every version of the row functions against the definitions in kernels/common.
+// Compares every version of the row functions with the definitions in kernels/common.
 namespace mooncake::ep {
 namespace {
 
@@ -22,7 +22,7 @@ constexpr size_t kHiddens[] = {1, 7, 127, 128, 129, 1000, 7168};
 constexpr std::byte kGuard{0xa5};
 constexpr size_t kGuards = 64;
 
-// The kinds of rows that a model may hand in, and those that it should not.
+// Kinds of rows: those that models pass, and those that they should not pass.
 enum class Kind { kNormal, kWide, kTiny, kZeros, kSpecial, kAnyBits };
 constexpr Kind kKinds[] = {Kind::kNormal, Kind::kWide,    Kind::kTiny,
                            Kind::kZeros,  Kind::kSpecial, Kind::kAnyBits};
@@ -126,8 +126,8 @@ TEST_P(RowsTest, CastsEveryKindOfRowAsDefined) {
     for (const Kind kind : kKinds) expectFp8AsDefined(rows, rowOf(kind, hidden, unsigned(hidden)));
 }
 
-// Under largest values of different mantissas, all values of the 19 octaves below: more than FP8
-// tells apart.
+// For largest values with different mantissas, all values of the 19 octaves below. That is more
+// than FP8 can distinguish.
 TEST_P(RowsTest, CastsEveryValueAsDefined) {
   for (uint16_t largest = 0x3f80; largest < 0x4000; largest += 5) {
     Row row;
@@ -260,7 +260,7 @@ TEST_P(RowsTest, EncodesEveryMagnitudeAsDefined) {
   }
 }
 
-// A magnitude in the middle between those of two codes is rare.
+// A magnitude exactly between two codes is rare.
 TEST_P(RowsTest, TheLowerOfTwoCodesAsNearIsTaken) {
   struct Tie {
     uint16_t smallest, middle, lower;
@@ -301,7 +301,7 @@ TEST_P(RowsTest, CombinesEncodedRowsAsDefined) {
         std::vector<WeightedRow> weighted;
         const auto weights = weightsOf(count);
         for (size_t r = 0; r < count; ++r) {
-          // Rows of two kinds: coded and raw blocks beside each other.
+          // Rows of two kinds, so that coded and raw blocks are mixed.
           const Row row = rowOf(r % 3 == 1 ? Kind::kNormal : kind, hidden, unsigned(r));
           values.push_back(decoded(row));
           rows.encodeLogfmtRow(row.data(), hidden, coded[r].data());
@@ -374,7 +374,7 @@ TEST(Rows, EachRankHasAShareOfItsCache) {
   EXPECT_EQ(shareOfCache(pair, 2, 4), kCache / 4);
   EXPECT_EQ(shareOfCache(all, 64, 8), kCache / 8);     // one cache for all cores
   EXPECT_EQ(shareOfCache(eight, 64, 8), kCache / 2);   // one for each rank
-  EXPECT_EQ(shareOfCache(eight, 64, 20), kCache / 3);  // two or three around each
+  EXPECT_EQ(shareOfCache(eight, 64, 20), kCache / 3);  // two or three ranks for each cache
   EXPECT_EQ(shareOfCache(eight, 4, 4), kCache / 4);    // of its cores we have but these
 }
 

@@ -9,7 +9,7 @@
 namespace mooncake::ep {
 namespace {
 
-// Ranks of a host side by side.
+// Hosts of these sizes, with consecutive ranks.
 std::vector<Hosts::Memory> mappedBy(const std::vector<int>& hostSizes, uint64_t sendBytes = 1) {
   std::vector<Hosts::Memory> mapped;
   int first = 0;
@@ -51,8 +51,8 @@ TEST(Hosts, WhoWasNotThereIsByItself) {
 
 constexpr size_t kRows = 1000;
 
-// All places of rows that come to one rank of a host, each with its source. None is outside of the
-// send memory or among the rows that it gives itself.
+// Returns all places of rows that one rank of a host receives for the host, with their sources.
+// Checks that they are inside the send memory, and not among the rank's own outgoing rows.
 std::map<std::pair<int, size_t>, int> placesOf(const SharedRows& shared,
                                                const std::vector<int>& ranks, size_t bytes,
                                                bool arePushed) {
@@ -60,7 +60,7 @@ std::map<std::pair<int, size_t>, int> placesOf(const SharedRows& shared,
   for (const auto& host : shared.hosts()) {
     for (const int source : ranks) {
       if (std::ranges::binary_search(host, source)) continue;
-      if (!arePushed && host.size() == 1) continue;  // fetches for itself
+      if (!arePushed && host.size() == 1) continue;  // the rank fetches for itself only
       std::optional<SharedRows::Place> place = shared.fetched(source, host);
       if (arePushed) place = shared.pushed(source, host);
       if (!place) continue;
@@ -106,7 +106,7 @@ TEST(SharedRows, APushedPlaceBelongsToItsSourceForEver) {
     for (const auto& host : shared.hosts()) {
       for (const int source : left) {
         if (std::ranges::binary_search(host, source)) continue;
-        // What would come to the lost rank is fetched.
+        // Rows with a place on the lost rank are fetched instead.
         const int was = all.pushed(source, all.hostOf(host.front()))->by;
         EXPECT_EQ(shared.pushed(source, host).has_value(), was != lost);
       }
@@ -114,9 +114,9 @@ TEST(SharedRows, APushedPlaceBelongsToItsSourceForEver) {
   }
 }
 
-// Nor does anybody fetch to where such a one may still come.
+// Such a late push must not overwrite fetched rows either.
 TEST(SharedRows, NothingIsFetchedToAPushedPlace) {
-  const size_t bytes = 5 * kRows;  // as much as any five need
+  const size_t bytes = 5 * kRows;  // five places
   const Hosts hosts(mappedBy({3, 3}, bytes));
   const auto pushed = placesOf({hosts, firstRanks(6), kRows, 0}, firstRanks(6), bytes, true);
   ASSERT_EQ(pushed.size(), 6U);
@@ -136,8 +136,8 @@ TEST(SharedRows, NothingIsFetchedToAPushedPlace) {
 
 TEST(SharedRows, WhereThereIsNoRoomEachRankFetchesItsOwn) {
   for (const size_t roomFor : {2u, 3u, 4u}) {
-    // Two ranks of each host, so one place is for the own rows, one each for the packed, the pushed
-    // and the fetched ones.
+    // Two ranks on each host: one place for the own rows, and one each for packed, pushed and
+    // fetched rows.
     const Hosts hosts(mappedBy({2, 2}, roomFor * kRows));
     const SharedRows shared(hosts, firstRanks(4), kRows, 0);
     EXPECT_EQ(shared.isShared(shared.hosts()[0], 1), roomFor >= 3);
@@ -145,13 +145,13 @@ TEST(SharedRows, WhereThereIsNoRoomEachRankFetchesItsOwn) {
   }
 }
 
-// Everything that may stand in the send memory of one rank in an attempt, in bytes. Own and packed
-// rows are taken at their largest: each rank of an unshared host wants all tokens but one, so that
-// they are copied as long as there is room.
+// A range of bytes that an attempt may use in the send memory of one rank. Own and packed rows have
+// their largest size: each rank of an unshared host wants all tokens but one, so that they are
+// copied as long as there is room.
 struct Interval {
   size_t begin, end;
   const char* what;
-  int rank;  // for which, or of which
+  int rank;  // destination or source of the rows
 };
 
 std::vector<Interval> standingAt(int rank, const SharedRows& attempt, const SharedRows& whole,
@@ -175,7 +175,7 @@ std::vector<Interval> standingAt(int rank, const SharedRows& attempt, const Shar
     }
   }
   EXPECT_LE(at, attempt.ownEnd());
-  // Every source may push, also one that is lost by now: its rows may be on their way.
+  // Every source may push, even a lost one: its rows may still be on their way.
   const auto& wholeHost = whole.hostOf(rank);
   for (const auto& host : whole.hosts()) {
     if (std::ranges::binary_search(host, rank)) continue;
@@ -188,7 +188,7 @@ std::vector<Interval> standingAt(int rank, const SharedRows& attempt, const Shar
   return all;
 }
 
-// Hosts x lost ranks x room, in halves of a place.
+// All combinations of hosts, lost ranks, and room in halves of a place.
 TEST(SharedRows, NothingStandsOnAnythingElseWhoeverIsLost) {
   size_t withPushes = 0, withoutSharing = 0;
   for (const auto& sizes : Ranks{{4, 4, 1},

@@ -1,5 +1,5 @@
 // A dispatch gives up writes of cards while parts of them are on their way. A later operation uses
-// the memory that they are for, and must not find them there.
+// their target memory, and must not find the late parts there.
 #include <barrier>
 #include <bit>
 #include <gtest/gtest.h>
@@ -14,8 +14,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kSlowest{600};  // that a part of a write takes
-constexpr milliseconds kAway{300};     // how long rank 1 is late
+constexpr milliseconds kSlowest{600};  // longest time that a part of a write takes
+constexpr milliseconds kAway{300};     // time by which rank 1 is late
 constexpr milliseconds kTimeout{150};
 constexpr milliseconds kPatience{50};
 constexpr size_t kTokens = 128, kHidden = 4096;
@@ -33,7 +33,7 @@ std::vector<uint16_t> rowsOf(int rank) {
   return rows;
 }
 
-// Every token of a rank goes to both experts of the other rank, which send it back as it is.
+// Every token of a rank goes to both experts of the other rank, which send it back unchanged.
 class Expert {
  public:
   explicit Expert(Group& group) : group_(group) {
@@ -116,8 +116,8 @@ class GivenUpWrites : public ::testing::Test {
   ~GivenUpWrites() override { defaultSimOptions() = {}; }
 
   // Rank 1 is late for a dispatch, so that rank 0 gives up the rows that its cards write there.
-  // Rank 1 then puts its rows of a combine into that memory. Rank 0 fetches them when all that was
-  // on its way has come.
+  // Rank 1 then puts its rows of a combine into that memory. Rank 0 fetches them after all
+  // late parts have arrived.
   static void run(GivenUpBy by, bool withdrawalStops) {
     defaultSimOptions() = {.cards = 2,
                            .odds = {.failed = 0,

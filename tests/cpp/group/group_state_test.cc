@@ -1,4 +1,4 @@
-// What a group says of itself, and what it does when it can count no further; ranks as threads.
+// The description of a group's state, and the end of its counters; ranks as threads.
 #include "group/group_state.h"
 
 #include <barrier>
@@ -45,7 +45,7 @@ TEST_P(GroupState, NamesWhoHasNotCalled) {
                        "rank 2 is in no operation, the last one that it ended is #2; rank 0, "
                        "rank 1 began all_reduce #3, which it has not called\n"));
     } else {
-      // Who has called, too, is not waited for.
+      // Ranks that have called are not named.
       EXPECT_TRUE(eventually([&] {
         text = describeState(group);
         return says(text, " waits in all_reduce #3 for rank 2, which has not called it") &&
@@ -67,11 +67,11 @@ TEST_P(GroupState, NamesWhoHasNotReported) {
   std::latch busy(1), looked(2);
   runRanks({.size = 3, .transports = {GetParam()}}, [&](Group& group) {
     if (group.rank() == 2) {
-      // Busy, so it does not report: as a caller that computes for long.
+      // Busy like a caller that computes for long, so it does not report.
       EXPECT_TRUE(group.agent().begin(2).ok());
       busy.count_down();
       looked.wait();
-      // Else it would end what the others have begun, before it hears that they gave it up.
+      // Otherwise it would end the others' operation before it hears that they gave it up.
       EXPECT_TRUE(eventually([&] { return group.agent().isFrozen(); }));
       group.agent().end(1, {});
       EXPECT_EQ(sumOnes(group).code(), ErrorCode::kTimeout);
@@ -96,7 +96,7 @@ TEST_P(GroupState, NamesWhoHasNotReported) {
   });
 }
 
-// 38 bits of a stamp are its number.
+// A stamp has 38 bits for the number of the operation.
 TEST_P(GroupState, TheLastNumberEndsTheGroupOnAllRanks) {
   std::barrier<> together(2);
   runRanks({.size = 2, .transports = {GetParam()}}, [&](Group& group) {

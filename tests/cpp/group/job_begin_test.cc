@@ -13,7 +13,7 @@
 namespace mooncake::test {
 namespace {
 
-// What `rank` published, with an address of its window that does not decode.
+// Returns the published data of a rank, with a window address that does not decode.
 Bytes withoutWindow(const Bytes& published) {
   ByteReader in(published);
   const auto version = in.get<uint32_t>();
@@ -30,7 +30,7 @@ Bytes withoutWindow(const Bytes& published) {
       .take();
 }
 
-// The endpoint in what a rank published.
+// Returns the endpoint in the published data of a rank.
 Bytes endpointIn(const Bytes& published) {
   ByteReader in(published);
   (void)in.get<uint32_t>();
@@ -38,7 +38,7 @@ Bytes endpointIn(const Bytes& published) {
   return {endpoint.begin(), endpoint.end()};
 }
 
-// The rank that calls all others: of each pair the engine with the smaller id calls.
+// Returns the rank that calls all others. In each pair the engine with the smaller id calls.
 int rankThatCallsAll(const std::vector<Bytes>& published) {
   std::vector<EngineId> ids;
   for (const Bytes& one : published) ids.push_back(*endpointOwner(endpointIn(one)));
@@ -47,11 +47,11 @@ int rankThatCallsAll(const std::vector<Bytes>& published) {
 
 class JobBegin : public testing::TestWithParam<const char*> {
  protected:
-  // What becomes of what all have published, on one rank, before this rank connects; false: the
-  // rank ends here, and its engine with it.
+  // Changes the data that all ranks have published, as one rank sees it, before this rank connects.
+  // Returns false if the rank ends here, and its engine with it.
   using Heard = std::function<bool(int rank, std::vector<Bytes>& published)>;
 
-  // Makes a group of `size` ranks, and returns how that ended on each.
+  // Makes a group of `size` ranks, and returns the status of each rank.
   static std::vector<Status> begin(int size, bool raises, const Heard& heard) {
     MemoryStore store;
     const Ranks ranks{
@@ -109,7 +109,7 @@ TEST_P(JobBegin, ARankThatFailsOnceItIsConnectedFailsAllAndIsNamed) {
   }
 }
 
-// A store may answer one rank late. The failure timeout bounds the silence of a rank, not this.
+// A store may answer one rank late. The failure timeout does not bound this, only a rank's silence.
 TEST_P(JobBegin, ARankThatLearnsTheAddressesLateIsWaitedFor) {
   const auto ends = begin(4, false, [](int rank, const std::vector<Bytes>& all) {
     if (rank == rankThatCallsAll(all)) std::this_thread::sleep_for(std::chrono::milliseconds(1700));
@@ -118,14 +118,14 @@ TEST_P(JobBegin, ARankThatLearnsTheAddressesLateIsWaitedFor) {
   for (const Status& end : ends) EXPECT_TRUE(end.ok()) << end.error().message;
 }
 
-// The deadline of ten minutes is not waited for: the test would run into its own.
+// The end comes before the deadline of ten minutes, or else the test's own deadline passes.
 TEST_P(JobBegin, ARankThatDiesOnceItsAddressIsKnownIsNamedSoon) {
   std::atomic<int> victim{-1};
   const auto ends = begin(3, false, [&](int rank, const std::vector<Bytes>& all) {
     victim = rankThatCallsAll(all);
     return rank != victim;
   });
-  // The others may name each other, too: the first that gives up ends its engine.
+  // The others may also name each other, because the first one that gives up ends its engine.
   for (const Status& end : ends) EXPECT_FALSE(end.ok());
 }
 

@@ -35,7 +35,7 @@ class OneSidedTest : public testing::TestWithParam<std::tuple<Wire, int>> {
   }
 };
 
-// A rank with its messages, and the thread that moves them on while the rank does something else.
+// A rank with its messages, and the thread that drives them while the rank does something else.
 struct Rank {
   explicit Rank(Group& group) : group(group), messages(group) {
     driver = std::thread([this] {
@@ -46,7 +46,7 @@ struct Rank {
     });
   }
   ~Rank() {
-    EXPECT_TRUE(barrier(group, soon()).ok());  // nobody leaves before all are done
+    EXPECT_TRUE(barrier(group, soon()).ok());  // no rank leaves before all are done
     stopping = true;
     driver.join();
     messages.abort({ErrorCode::kAborted, "the end"});
@@ -104,8 +104,8 @@ TEST_P(OneSidedTest, WhoHasASignalHasThePutsBefore) {
       EXPECT_TRUE(std::equal(expected.begin(), expected.end(), memory.begin() + 3)) << round;
       rank.expectDone(one);
       rank.expectDone(two);
-      // Nobody puts over what is just compared. The order comes back to our driver through memory
-      // that is mapped at two addresses, which ThreadSanitizer does not follow: it sees the turn.
+      // No rank may put over the compared bytes. That order reaches our driver through memory that
+      // is mapped at two addresses, which ThreadSanitizer does not follow. It does see the turn.
       rank.messages.progress();
       expectOk(barrier(group, soon()));
     }
@@ -166,7 +166,7 @@ TEST_P(OneSidedTest, EachSignalEndsOneWait) {
   });
 }
 
-// Messages and windows do not hold each other up, and several windows are apart.
+// Messages and windows do not hold each other up, and several windows are independent.
 TEST_P(OneSidedTest, BesideMessagesAndOtherWindows) {
   runRanks(ranks(), [](Group& group) {
     Rank rank(group);
@@ -190,7 +190,7 @@ TEST_P(OneSidedTest, BesideMessagesAndOtherWindows) {
     rank.expectDone(other);
     expectOk(one->close(group, soon()));
     expectOk(two->close(group, soon()));
-    rank.expectDone(rank.messages.signal(rank.next(), 999, soon()));  // nobody has that one
+    rank.expectDone(rank.messages.signal(rank.next(), 999, soon()));  // no rank has this window
   });
 }
 
@@ -212,7 +212,7 @@ TEST_P(OneSidedTest, WhatDoesNotFitIsRefusedAtTheSource) {
   });
 }
 
-// One closes, the others do something else: an error everywhere, and the window goes on.
+// One rank closes, the others do something else: an error on all ranks, and the window goes on.
 TEST_P(OneSidedTest, OtherCallsAreErrorsEverywhere) {
   runRanks(ranks(), [](Group& group) {
     Rank rank(group);
@@ -240,7 +240,7 @@ INSTANTIATE_TEST_SUITE_P(
              std::to_string(std::get<1>(info.param));
     });
 
-// What a peer says is looked at, too: a put that leaves the window touches nothing.
+// A peer's requests are checked: a put beyond the window touches nothing.
 TEST(OneSided, APutThatLeavesTheWindowIsAProtocolError) {
   std::latch done(2);
   runRanks({.size = 2, .transports = {"shm"}}, [&](Group& group) {
@@ -261,7 +261,7 @@ TEST(OneSided, APutThatLeavesTheWindowIsAProtocolError) {
   });
 }
 
-// The target closes its window alone: what comes is dropped, and its source gets its memory back.
+// The target closes its window alone. Later puts are dropped; their source gets its memory back.
 TEST(OneSided, WhatComesForAClosedWindowIsDropped) {
   std::latch closed(2);
   runRanks({.size = 2, .transports = {"tcp"}}, [&](Group& group) {

@@ -1,4 +1,4 @@
-// Who waits for a message while another thread is at the messages.
+// A thread waits for a message while another thread has the turn at the messages.
 #include "collectives/progress_lock.h"
 
 #include <atomic>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// So many receives are looked at in one turn that a message comes meanwhile.
+// Number of receives that one turn looks at, so large that a message arrives meanwhile.
 constexpr uint32_t kOthers = 8000;
 
 TEST(Turns, WhoIsTurnedAwayIsRungForWhenTheTurnEnds) {
@@ -40,8 +40,8 @@ TEST(Turns, WhoIsTurnedAwayIsRungForWhenTheTurnEnds) {
   waiter.join();
 }
 
-// A thread that only posts has the turn, and is past the receive that another one waits for, when
-// its message comes: the one that waits is told when the turn ends.
+// A thread that only posts has the turn, and has passed the receive of a waiting thread when its
+// message arrives. The waiting thread is woken when the turn ends.
 TEST(Turns, WhoWaitsIsToldWhenWhoPostsIsDone) {
   std::atomic<int> posting{0}, received{0};
   runRanks({.size = 2, .transports = {"tcp"}}, [&](Group& group) {
@@ -69,7 +69,7 @@ TEST(Turns, WhoWaitsIsToldWhenWhoPostsIsDone) {
         });
         std::this_thread::sleep_for(10ms);
         posting = round;
-        // The message is under way for some time, too: some turns begin at the right moment.
+        // The message takes some time as well, so that some turns begin at the right moment.
         const auto begin = Clock::now() + (round % 10) * 40us;
         while (Clock::now() < begin) continue;
         others.push_back(messages.receive({}, 1, kOthers + uint32_t(round), soon()));

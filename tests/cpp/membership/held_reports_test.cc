@@ -39,7 +39,8 @@ TEST(HeldReports, OfAnythingElseDoNotWait) {
   EXPECT_FALSE(held.nextTick());
 }
 
-// From the first one on, however often it is said: the connection to who left may have broken.
+// The limit counts from the first report, however often it is sent. The connection to the rank that
+// left may have broken.
 TEST(HeldReports, WaitNoLongerThanTheLimit) {
   HeldReports held(kLimit);
   EXPECT_TRUE(held.keep(reportOf(1, 2, Cause::kLeft), {0}, kStart));

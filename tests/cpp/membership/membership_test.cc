@@ -1,4 +1,4 @@
-// Real engines in processes of their own, which are killed, stopped and told to leave.
+// Real engines in processes of their own, which are killed, stopped, or told to leave.
 #include "membership/membership.h"
 
 #include <array>
@@ -15,19 +15,19 @@ namespace {
 
 enum class Order : uint8_t { kConnect = 1, kTell, kLeave };
 
-// What a rank says of itself.
+// The state that a rank reports to the test.
 struct State {
   uint64_t epoch = 0;
   std::vector<int> active;
-  std::vector<int> ofListener;  // in the last view that was told
-  uint32_t told = 0;            // views
+  std::vector<int> ofListener;  // ranks of the last view that the listener got
+  uint32_t told = 0;            // views that the listener got
   ErrorCode standing = ErrorCode::kOk;
-  ErrorCode over = ErrorCode::kOk;  // as the listener was told
+  ErrorCode over = ErrorCode::kOk;  // the error that the listener got
   std::string why;
   std::vector<Accusation> accusations;
   bool fenced = false;
   bool allKnow = false;
-  uint64_t signs = 0;  // of life, of all peers together
+  uint64_t signs = 0;  // signs of life of all peers together
 };
 
 void putRanks(ByteWriter& out, const RankSet& ranks) { ranks.write(out); }
@@ -51,23 +51,23 @@ struct Recorder final : Membership::Listener {
     over = why.code;
     allKnow = membership->isOver();
   }
-  // Over a socket nothing is asked of a peer any more that is shut out.
+  // Over a socket, a request to a fenced peer ends at once.
   bool isFenced(Peer& peer) {
     if (!peer.channel->peerArena().empty()) return true;
     const Status got = peer.channel->get({{0, 1, 1}, 0, target, &completion});
     return got.code() == ErrorCode::kAborted || got.code() == ErrorCode::kPeerLost;
   }
 
-  Membership* membership = nullptr;  // whose views these are, where fences are of interest
+  Membership* membership = nullptr;  // membership of these views; null: fences are not checked
   std::array<std::byte, 1> target;
   Doorbell bell;
   Completion completion{&bell};
-  bool fenced = true;  // everybody who was out, whenever a view was told
+  bool fenced = true;  // every rank that was out was fenced at each view
   std::mutex mutex;
   View last;
   uint32_t told = 0;
   ErrorCode over = ErrorCode::kOk;
-  bool allKnow = false;  // when we were told that it is over, nobody was served any more
+  bool allKnow = false;  // membership was over already when the listener heard of it
 };
 
 TEST(MembershipChild, DISABLED_Rank) {
@@ -105,7 +105,8 @@ TEST(MembershipChild, DISABLED_Rank) {
         membership = *started;
         recorder.membership = membership.get();
         membership->subscribe(&recorder);
-        // Who has shown no sign of life yet may still be connecting to others, and is not watched.
+        // A peer that has shown no sign of life yet may still be connecting to others. It is not
+        // watched.
         for (const auto& peer : *peers) {
           if (!peer) continue;
           ASSERT_TRUE(eventually([&] { return Liveness::signOf(*peer->channel) != 0; }));
@@ -177,7 +178,7 @@ class Job {
   }
 
   void signal(int rank, int number) { ::kill(child(rank).pid(), number); }
-  // Returns when it stands still.
+  // Returns when the process has stopped.
   void stop(int rank) {
     signal(rank, SIGSTOP);
     int status = 0;
@@ -212,7 +213,8 @@ class Job {
     return state;
   }
 
-  // Until all of these are in just this view; checks that nobody else is accused, and for what.
+  // Waits until all survivors have this view. Checks that exactly these ranks are accused, and the
+  // causes.
   void expectView(const std::vector<int>& survivors, uint64_t epoch,
                   const std::map<int, Cause>& accused) {
     for (const int rank : survivors) {
@@ -267,15 +269,15 @@ TEST(MembershipTest, OneAfterTheOtherUntilOneIsLeft) {
   job.expectView({1}, 4, {{0, Cause::kExited}, {2, Cause::kExited}, {3, Cause::kExited}});
 }
 
-// The last to live has seen all of them exit and read their boards: no quorum is needed.
+// The last rank alive has seen all exits and read all crash reports, so it needs no quorum.
 TEST(MembershipTest, TheHighestOfManyGoesOnAlone) {
   Job job(4, "shm", kLong);
   for (const int rank : {0, 1, 2}) job.signal(rank, SIGKILL);
   job.expectView({3}, 4, {{0, Cause::kExited}, {1, Cause::kExited}, {2, Cause::kExited}});
 }
 
-// Of rank 1 the last word was read: it has helped nobody to go on without rank 0, so that it is no
-// longer counted, and rank 0 is the lower half of what is left.
+// The last word of rank 1 was read: it has helped no rank to go on without rank 0. So it does not
+// count any more, and rank 0 is the lower half of the rest.
 TEST(MembershipTest, WhoseLastWordWasReadIsNotCounted) {
   Job job(4, "shm", 500);
   job.kill(3);
@@ -317,7 +319,7 @@ TEST_P(MembershipWires, AStoppedRankIsSilentAndLearnsThatItIsOut) {
   job.expectView({0, 2}, 2, {{1, Cause::kSilent}});
 }
 
-// A state that is to last: nothing can tell that it has lasted but the clock.
+// Lets a state last for this time. Only the clock can tell that it has lasted.
 void hold(int milliseconds) {
   std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
 }
@@ -329,7 +331,7 @@ TEST_P(MembershipWires, AllStoppedTogetherAccuseNobody) {
     for (const int rank : {0, 1, 2}) job.stop(rank);
     hold(4 * kShort);
     for (const int rank : {2, 0, 1}) job.signal(rank, SIGCONT);
-    hold(2 * kShort);  // long enough to accuse somebody
+    hold(2 * kShort);  // long enough to accuse a rank
   }
   job.expectView({0, 1, 2}, 1, {});
 }
@@ -374,7 +376,7 @@ TEST_P(MembershipWires, OfTwoTheHigherIsInTheMinority) {
 INSTANTIATE_TEST_SUITE_P(Wires, MembershipWires, ::testing::Values("shm", "tcp"),
                          [](const auto& wire) { return std::string(wire.param); });
 
-// Between hosts: nobody there can testify, so it is a suspicion, but there is nothing to wait for.
+// Between hosts no rank can testify, so the death is a suspicion. It is known without a wait.
 TEST(MembershipTest, OverTcpAKilledRankRefuses) {
   Job job(3, "tcp", kLong);
   job.kill(1);
@@ -469,7 +471,7 @@ TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
   ASSERT_TRUE(engines[0]->send(*members[0]->peer(2), kMembershipTopic, forged).ok());
   ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipTopic, forged).ok());
   ASSERT_TRUE(engines[0]->send(*members[0]->peer(1), kMembershipTopic, Bytes(100)).ok());
-  // What comes behind them has been dealt with when the view is there.
+  // Messages of one sender are handled in order: when the view has come, these have been handled.
   engines[0]->leave();
   for (const int rank : {1, 2})
     ASSERT_TRUE(eventually([&] { return members[rank]->view().epoch == 2; }));
@@ -479,7 +481,7 @@ TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
   }
 }
 
-// Ranks that leave together hear that the others go on without them.
+// Ranks that leave together hear that the others go on without them. That is no eviction.
 TEST_P(MembershipInOneProcess, WhoLeavesIsNotToldOff) {
   for (const int rank : {1, 2}) {
     const RankSet out{rank};

@@ -1,11 +1,11 @@
-// Random traces of the models in docs/models, replayed against the code: after every step both must
-// have done the same. The slice beside this file is replayed by default; docs/models/run.sh
-// --replay makes others (spin is needed for that) and names them in MOONCAKE_TEST_TRACES.
+// Replays random traces of the models in docs/models against the code. After every step both must
+// have done the same. The slice beside this file is replayed by default. docs/models/run.sh
+// --replay makes others (this needs spin) and names them in MOONCAKE_TEST_TRACES.
 //
-// Traces begin with a line "# model flags": what spin was given, so that they can be made again; or
-// with "# again": by the same. Then a line for each step: its name, its rank, what the model says
-// of it. The tables kSteps below say what is called for each; docs/membership.md, section 8, has
-// them in words.
+// A trace begins with a line "# model flags", the flags of spin, so that it can be made again, or
+// with "# again": the same flags. Then comes a line for each step: its name, its rank, and the
+// model's data. The tables kSteps below name the call for each step; docs/membership.md, section 8,
+// describes them.
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
@@ -61,7 +61,7 @@ int maskOf(const RankSet& set) {
   return mask;
 }
 
-// As the model writes a report.
+// Encodes a report as the model does.
 int wordOf(const ViewReport& report) {
   return maskOf(report.committed) | maskOf(report.gone) << 4 | maskOf(report.settled) << 8 |
          maskOf(report.suspected) << 12;
@@ -84,7 +84,7 @@ class ViewReplay {
   }
 
  private:
-  // Two clocks in one: nobody's grace is over before `give-up-on` says so.
+  // Two clocks in one: no grace ends before `give-up-on`.
   static constexpr ViewAgreement::Timing kTiming{.grace = std::chrono::hours(1),
                                                  .resend = std::chrono::milliseconds(1)};
   struct Rank {
@@ -92,8 +92,8 @@ class ViewReplay {
 
     ViewAgreement machine;
     Clock::time_point now{};
-    std::map<int, Bytes> told;  // all that it ever reported, by the model's word for it
-    RankSet committed, out;     // as of its last call
+    std::map<int, Bytes> told;  // all its reports, by the model's encoding
+    RankSet committed, out;     // after its last call
   };
 
   void received(const Line& line, int me, int other) {
@@ -145,13 +145,13 @@ class ViewReplay {
   void send(const Line& line, int me, int) {
     EXPECT_EQ(wordOf(ranks_[me].machine.report()), line.hex(2));
   }
-  // What `me` is to receive next, though something older is still under way to it.
+  // `me` is to receive this next, although older reports are still under way to it.
   void overtake(const Line& line, int, int other) {
     EXPECT_EQ(wordOf(ranks_[other].machine.report()), line.hex(2));
   }
   void nothing(const Line&, int, int) {}
 
-  // What the code did; and, at the end of the line, what the model did.
+  // Compares the actions of the code with those of the model, at the end of the line.
   void expectSame(const Line& line, int me, const ViewActions& actions) {
     Rank& rank = ranks_[me];
     const int told = line.hex(4), how = line.decimal(6);
@@ -187,9 +187,8 @@ class ViewReplay {
   std::vector<Rank> ranks_;
 };
 
-// A step may be given to several calls or to none; a call may take several steps. What a step of
-// agreement.pml decides is told by the line of the call that it is part of (`commit`,
-// `evicted`...).
+// A step may map to several calls or to none, and a call may take several steps. Decisions of
+// agreement.pml (`commit`, `evicted`...) are in the line of the call that makes them.
 const ViewReplay::Step ViewReplay::kSteps[] = {
     {"received", &ViewReplay::received}, {"exited", &ViewReplay::exited},
     {"left", &ViewReplay::left},         {"suspected", &ViewReplay::suspected},
@@ -201,10 +200,10 @@ const ViewReplay::Step ViewReplay::kSteps[] = {
 
 // ---- flush.pml: FlushMachine decides
 
-// The driver of a machine for each rank: the callers, and what is told, which waits until the model
-// says that it was heard. What the model takes several steps for, to adopt and to act, the machine
-// does at once: so who has all that it needs decides when the model does, if the model goes through
-// with it, and not at all if the model drops the decision.
+// Drives a machine for each rank: its caller, and its messages, which wait until the model's rank
+// has heard them. The model decides, adopts and acts in several steps, the machine in one. So the
+// machine gets the last report when the model decides, if the model then acts. If the model drops
+// the decision, the machine does not get it.
 class FlushReplay {
  public:
   FlushReplay(int ranks, const std::string& header)
@@ -232,13 +231,13 @@ class FlushReplay {
     (this->*step.play)(line, me);
   }
 
-  // How often each of the ways was gone that the model does not know.
+  // How often each variation that the model does not have was played.
   static inline std::map<std::string, int> ways;
 
  private:
   using AbortReason = FlushReport::AbortReason;
   using Kind = FlushMessage::Kind;
-  // As the model writes how an operation ended.
+  // The model's encoding of the end of an operation.
   enum Verdict { kAgain = 0, kOk = 16, kTimeout = 32, kLost = 48, kAbort = 80 };
 
   struct Letter {
@@ -248,12 +247,12 @@ class FlushReplay {
   struct Rank {
     std::unique_ptr<FlushMachine> machine;
     Clock::time_point now{};
-    uint64_t k = 0;      // how many operations it has ended
-    uint64_t begun = 0;  // the last one that it has begun
-    uint64_t ended = 0;  // and copied out: as the others see it
+    uint64_t k = 0;      // number of operations that it has ended
+    uint64_t begun = 0;  // last operation that it has begun
+    uint64_t ended = 0;  // last operation that it has copied out, as the others see it
     bool isAlive = true;
     std::optional<FlushAction::GoOn>
-        goOn;  // what the machine has decided and the model has not done
+        goOn;  // decision of the machine that the model has not acted on
     std::optional<Error> heeded;
   };
 
@@ -275,14 +274,14 @@ class FlushReplay {
     rank.machine->hasEnded(rank.ended);
     return *rank.machine;
   }
-  // Every nth time, so that traces go different ways.
+  // True every nth time, so that traces differ.
   bool isTurn(const char* way, int n) {
     const bool is = ++turns_ % n == 0;
     ways[way] += is ? 1 : 0;
     return is;
   }
 
-  // What it tells; a report and a farewell are kept until they are heard.
+  // Returns the machine's messages. Keeps its report and its farewell until they are heard.
   std::vector<Letter> take(int me, const FlushActions& actions) {
     std::vector<Letter> letters;
     for (const auto& action : actions) {
@@ -308,14 +307,14 @@ class FlushReplay {
     FlushMachine& there = machine(to);
     return take(to, there.received(from, message, ranks_[size_t(to)].now));
   }
-  // What it answers goes back at once.
+  // Answers go back at once.
   void ask(int me, int other, const FlushMessage& question) {
     for (const Letter& answer : deliver(me, other, question)) {
       EXPECT_EQ(answer.to, me);
       deliver(other, me, answer.message);
     }
   }
-  // It has left, and this rank is in the view that it left in.
+  // The other rank has left, in a view that has this rank.
   bool hasLeft(int other, int me) {
     return left_.contains(other) &&
            std::ranges::binary_search(ranks_[size_t(other)].machine->active(), me);
@@ -345,7 +344,7 @@ class FlushReplay {
     for (const Letter& question : holders()) {
       if (hasLeft(question.to, me)) hearThatLeft(question.to, me);
     }
-    // A dead one, of which the model knows at once.
+    // The remaining holders are dead, which the model knows at once.
     for (const Letter& question : holders())
       EXPECT_FALSE(ranks_[size_t(question.to)].isAlive) << "the slot is not free";
   }
@@ -364,7 +363,7 @@ class FlushReplay {
   void copyOut(const Line&, int me) { ranks_[size_t(me)].ended = ranks_[size_t(me)].k; }
   void gone(const Line& line, int me) {
     take(me, machine(me).leave());
-    if (!left_.contains(me)) {  // nobody is there to be told
+    if (!left_.contains(me)) {  // no rank is left to hear it
       left_[me] = {.kind = Kind::kLeft, .report = {.from = me}};
       return;
     }
@@ -374,7 +373,7 @@ class FlushReplay {
     EXPECT_EQ(last.isOld, line.decimal(4) != 0);
   }
 
-  // -- what begins a flush
+  // -- the beginning of a flush
 
   void expectFrozen(const Line& line, int me) {
     Rank& rank = ranks_[size_t(me)];
@@ -442,7 +441,7 @@ class FlushReplay {
     EXPECT_TRUE(machine(me).wantsReport());
     machine(me).wishesToSkip(ranks_[size_t(me)].k + 1);
   }
-  // It was left out, and all others have ended it.
+  // This rank was left out of the operation, and all others have ended it.
   void skipped(const Line& line, int me) {
     Rank& rank = ranks_[size_t(me)];
     ++rank.k;
@@ -473,7 +472,7 @@ class FlushReplay {
     const Attempt target = attemptIn(line);
     EXPECT_TRUE(machine(me).wantsReport());
     const auto letters = take(me, machine(me).stopped());
-    // Alone, it has nobody to tell.
+    // A rank that is alone sends no report.
     const auto found = reports_.find({target, me});
     if (found == reports_.end()) {
       EXPECT_TRUE(rank.goOn);
@@ -526,7 +525,7 @@ class FlushReplay {
       return;
     }
 
-    // What it would decide, of all that the model has heard.
+    // Computes the decision from all reports that the model's rank has heard.
     std::vector<const FlushReport*> reports;
     for (int r = 0; r < size_; ++r) {
       const auto found = reports_.find({target, r});
@@ -545,7 +544,7 @@ class FlushReplay {
       EXPECT_EQ(error->code, errorOf(static_cast<Verdict>(outcome & ~15), outcome & 15).code);
     }
   }
-  // Or drops what it decides now, because something comes between.
+  // Whether the model acts on this decision. If not, it drops it for another event.
   bool isGoneThroughWith(int me) const {
     for (const Line& line : rest_) {
       if (line.decimal(0) != me) continue;
@@ -553,7 +552,8 @@ class FlushReplay {
     }
     return false;
   }
-  // Or it is lost, and asked for again, where the other has decided and does not say it by itself.
+  // Delivers a report. Sometimes the report counts as lost, and the rank asks for it. Then the other
+  // rank must have decided: before that it sends its report again by itself.
   void hear(int other, int me, Attempt target) {
     Rank& rank = ranks_[size_t(me)];
     Rank& there = ranks_[size_t(other)];
@@ -625,7 +625,7 @@ class FlushReplay {
 
   const int size_;
   const bool raises_;
-  const bool skips_;  // the model has wishes to skip, and reports say who has begun
+  const bool skips_;  // the model has wishes to skip, and its reports have `begun`
   std::vector<Rank> ranks_;
   std::span<const Line> rest_;
   static inline int turns_ = 0;
@@ -655,7 +655,7 @@ const FlushReplay::Step FlushReplay::kSteps[] = {
     {"act", &FlushReplay::act},
     {"crash", &FlushReplay::crash},
     {"evicted", &FlushReplay::crash},
-    // Between the callers: what they read and write is in their windows, and nothing is decided.
+    // Steps between the callers, in their windows. They decide nothing.
     {"see-begun", &FlushReplay::nothing},
     {"all-begun", &FlushReplay::nothing},
     {"fetch", &FlushReplay::nothing},
@@ -669,7 +669,7 @@ const FlushReplay::Step FlushReplay::kSteps[] = {
 
 // ---- traces
 
-// Counts the steps, to tell whether each was ever replayed.
+// Counts the steps, so that the test can check that each was replayed.
 class Traces {
  public:
   explicit Traces(std::istream& in) {
@@ -686,7 +686,7 @@ class Traces {
     play(header, lines);
   }
 
-  std::map<std::string, int> count;  // of a model's name, and of "model step"
+  std::map<std::string, int> count;  // by the model's name, and by "model step"
 
  private:
   void play(const std::string& header, const std::vector<std::string>& lines) {

@@ -51,7 +51,7 @@ TEST(ViewRankSet, WhatIsWrittenIsRead) {
     EXPECT_EQ(RankSet::read(in), set);
     EXPECT_TRUE(in.finish("set").ok());
   }
-  const Bytes zeros(3);  // of another writer: no rank at all
+  const Bytes zeros(3);  // from another writer: no rank
   ByteWriter out;
   out.putBytes(zeros);
   ByteReader in(out.bytes());
@@ -197,7 +197,7 @@ TEST(ViewAgreement, AnOldReportDoesNotTakeBackANewerOne) {
   EXPECT_TRUE(rank.received(reportOf(1, {.gone = {3}, .settled = {3}}), kStart).commit);
 }
 
-// Whichever of the others it is: who was counted once may have reported more since.
+// Holds for each of the others: a rank that counted once may have reported more since.
 TEST(ViewAgreement, WhoHasReportedMoreSinceDoesNotCount) {
   for (const int turncoat : {1, 2}) {
     auto rank = machine(0, 4);
@@ -221,7 +221,8 @@ TEST(ViewAgreement, SendsAgainWhileUndecided) {
 
 TEST(ViewAgreement, AccusingALowerRankWaitsForAGrace) {
   auto rank = machine(2, 5);
-  // The higher ones wait with it: who is deaf accuses all at once, and nobody believes it.
+  // The accusation of a higher rank waits with it. A deaf rank then accuses all at once, and no
+  // rank believes it.
   EXPECT_TRUE(rank.suspected({1, 4}, Cause::kSilent, kStart).sendTo.empty());
   EXPECT_EQ(rank.nextTick(), kStart + kGrace);
   EXPECT_TRUE(rank.tick(kStart + kGrace / 2).accused.empty());
@@ -243,7 +244,7 @@ TEST(ViewAgreement, WhoRefusesIsAccusedAtOnce) {
 TEST(ViewAgreement, WhileOneIsHeldBackTheOthersWaitWithIt) {
   struct {
     const char* name;
-    std::function<void(ViewAgreement&)> first;  // what is held back
+    std::function<void(ViewAgreement&)> first;  // makes the accusation that is held back
     int held;
   } const cases[] = {
       {"silent", [](auto& rank) { rank.suspected({1}, Cause::kSilent, kStart); }, 1},
@@ -286,7 +287,7 @@ TEST(ViewAgreement, WhoIsSuspectedIsNotBelieved) {
 }
 
 TEST(ViewAgreement, TheDeadAreNotBelievedAnyMore) {
-  // Their view binds nobody, and what is still on the wire must not cost anybody anything.
+  // Their view binds no rank, and their reports that are still on the wire must have no effect.
   auto rank = machine(1, 3);
   rank.exited({0}, LastReport::kUnknown, kStart);
   const auto late = reportOf(0, {.suspected = {1, 2}, .committed = {1, 2}});
@@ -357,9 +358,9 @@ TEST(ViewAgreement, WhoEvictsSaysSoAndAnswersWhoComesBack) {
   EXPECT_EQ(rank.report().out(), RankSet{2});
 }
 
-// A view that somebody committed is committed: rank 3, whose report rank 2 misses, may never be
-// heard again. Of five ranks {1, 2} would be the minority; of the four that are left, half with the
-// lowest.
+// A view that one rank has committed is committed. Rank 3, whose report rank 2 lacks, may never be
+// heard again. {1, 2} would be the minority of five ranks. Of the four that are left they are half
+// with the lowest.
 TEST(ViewAgreement, WhatAnotherCommittedIsCommitted) {
   auto rank = machine(2, 5);
   rank.received(reportOf(1, {.suspected = {0}}), kStart);
@@ -371,11 +372,11 @@ TEST(ViewAgreement, WhatAnotherCommittedIsCommitted) {
       rank.received(reportOf(1, {.suspected = {0, 3, 4}, .committed = {0}}), kStart).commit);
 }
 
-// ---- the trap: who counts for a quorum may have helped another side before it died
+// ---- a dead rank may have helped another side before it died, so it counts for the quorum
 
 // Four ranks, {0, 3} cut off from {1, 2}. Rank 3 reports that 1 and 2 are out, which lets 0 go on
-// as half with the lowest; then it dies. If 1 and 2 took it out of those who count, they would be
-// two of three and go on, too.
+// as half with the lowest; then it dies. If 1 and 2 did not count it, they would be two of
+// three and go on, too.
 TEST(ViewAgreement, ADeadRankThatHelpedAnotherSideStillCounts) {
   auto first = machine(0, 4);
   first.suspected({1, 2}, Cause::kSilent, kStart);
@@ -398,7 +399,7 @@ TEST(ViewAgreement, ADeadRankWhoseLastReportIsUnknownStillCounts) {
 
   auto knowing = machine(1, 4);
   knowing.exited({3}, LastReport::kUnknown, kStart);
-  knowing.exited({3}, LastReport::kReceived, kStart);  // later, from who could read it
+  knowing.exited({3}, LastReport::kReceived, kStart);  // later, from a rank that read it
   knowing.suspected({0}, Cause::kSilent, kStart);
   EXPECT_FALSE(knowing.tick(kStart + kGrace).minority);
 }
@@ -447,14 +448,14 @@ TEST(ViewAgreement, WhoLeftAfterItWentOnWithoutUsBinds) {
   EXPECT_TRUE(rank.tick(kStart + kGrace).minority);
 }
 
-// ---- what becomes of whole jobs
+// ---- whole jobs
 
 struct Case {
   const char* name;
   int ranks;
   int perHost;
   std::function<void(ViewSim&)> faults;
-  RankSet running;  // in one view, and nobody else in it
+  RankSet running;  // the ranks of the one view at the end
   RankSet minority;
   RankSet evicted;
 };

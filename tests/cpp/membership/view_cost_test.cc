@@ -4,20 +4,21 @@
 
 #include "view_sim.h"
 
-// What an agreement costs. The table: --gtest_also_run_disabled_tests --gtest_filter=ViewCost.*
+// Measures the cost of an agreement. For the table:
+// --gtest_also_run_disabled_tests --gtest_filter=ViewCost.*
 namespace mooncake {
 namespace {
 
 using Time = ViewSim::Time;
 
 struct Cost {
-  double messages;  // of a survivor
-  double bytes;     // of a survivor
-  double rounds;    // of messages, until the last rank has committed
-  double cpu;       // of a survivor, in milliseconds
+  double messages;  // sent by a survivor
+  double bytes;     // sent by a survivor
+  double rounds;    // rounds of messages, until the last rank has committed
+  double cpu;       // milliseconds of a survivor
 };
 
-// All exits at one instant. The ranks of the host see them at once, the others hear of it.
+// All exits happen at one instant. Ranks of the same host see them at once, others hear of them.
 Cost costOf(int ranks, int perHost, int exits, bool gathers) {
   constexpr Time kExit{10'000}, kOneRound{1000};
   ViewSim::Network network{.minDelay = kOneRound, .maxDelay = kOneRound};
@@ -68,7 +69,7 @@ TEST(ViewCost, DISABLED_Table) {
   }
 }
 
-// More machines than fit in memory: one of them, which hears what the others would say.
+// 4096 machines do not fit in memory. One of them runs, and receives the reports of all others.
 TEST(ViewCost, DISABLED_OneOf4096) {
   constexpr int kRanks = RankSet::kLimit;
   for (const int exits : {1, 8}) {

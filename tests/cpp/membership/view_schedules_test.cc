@@ -5,8 +5,8 @@
 
 #include "view_sim.h"
 
-// Random schedules. MOONCAKE_TEST_SCHEDULES: how many (100000 take half a minute, do that after a
-// change; 1 is printed step by step); MOONCAKE_TEST_SEED: of the first one.
+// Random schedules. MOONCAKE_TEST_SCHEDULES: their number (100000 take half a minute, run them
+// after a change; a single one is printed step by step). MOONCAKE_TEST_SEED: seed of the first one.
 namespace mooncake {
 namespace {
 
@@ -16,20 +16,20 @@ uint64_t numberIn(const char* text, uint64_t otherwise) {
   return text ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
-// From 2 to 64, 8 on average.
+// Returns a size from 2 to 64, 8 on average.
 int drawSize(std::mt19937_64& random) {
   std::geometric_distribution<int> more(1.0 / 7);
   return 2 + std::min(more(random), 62);
 }
 
-constexpr Time kFaults{3'000'000};  // the time in which things go wrong
+constexpr Time kFaults{3'000'000};  // faults begin within this time
 
 struct Schedule {
   ViewSim& sim;
 
   int someRank() const { return sim.below(sim.size()); }
   Time sometime() const { return sim.between(Time(0), kFaults); }
-  // Often close to each other, or to when it is noticed: that is where it gets interesting.
+  // Often close to the other event, or to the moment of its detection. These times are critical.
   Time aboutThen(Time then) const {
     switch (sim.below(4)) {
       case 0:
@@ -54,7 +54,7 @@ struct Schedule {
   }
 };
 
-// Exits and goodbyes only: nobody needs a quorum.
+// Exits and goodbyes only, so no rank needs a quorum.
 void exitsOnly(const Schedule& s) {
   s.sim.launcherTestifies = true;
   RankSet rest = RankSet::firstRanks(s.sim.size());
@@ -69,11 +69,12 @@ void exitsOnly(const Schedule& s) {
     }
   }
   s.sim.run();
-  // Who was to die while it sends may have had nothing to send.
+  // A rank that was to die while it sends may have had nothing to send.
   EXPECT_TRUE(rest.isSubsetOf(s.sim.running()));
 }
 
-// A partition that stays: the side with the quorum goes on, whole, and the other side knows.
+// A partition that stays: all of the side with the quorum goes on, and the other side
+// ends as the minority.
 void partition(const Schedule& s) {
   const RankSet all = RankSet::firstRanks(s.sim.size()), side = s.someHosts();
   s.sim.partitionAt(s.sometime(), side);
@@ -83,7 +84,7 @@ void partition(const Schedule& s) {
   s.expectRunning(sideGoesOn ? side : all - side);
 }
 
-// One link breaks, in one direction or both: it costs one rank.
+// One link breaks, in one direction or both. One rank is lost.
 void brokenLink(const Schedule& s) {
   const int a = s.someRank(), b = s.someRank();
   const Time then = s.sometime();
@@ -108,8 +109,8 @@ void stoppedRank(const Schedule& s) {
   }
 }
 
-// A rank that hears nobody, though all hear it, costs only itself: nobody believes who accuses
-// everybody. (With others on its host it hears these, and they believe it.)
+// A rank that hears no other rank, though all hear it. Only it is lost, because no rank believes an
+// accuser of all. (If other ranks run on its host, it hears these, and they believe it.)
 void deafRank(const Schedule& s) {
   const int rank = s.someRank();
   const Time then = s.sometime();
@@ -165,7 +166,7 @@ void everything(const Schedule& s) {
 struct Kind {
   const char* name;
   void (*play)(const Schedule&);
-  bool networkIsGood;  // what comes of it can be foretold only then
+  bool networkIsGood;  // the outcome can be predicted only with a good network
 };
 constexpr Kind kKinds[] = {
     {"exits only", exitsOnly, false},  {"partition", partition, true},

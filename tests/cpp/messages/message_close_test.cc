@@ -1,4 +1,4 @@
-// Groups that go while threads still wait for messages of theirs. AddressSanitizer tells more.
+// Groups are destroyed while threads wait for their messages. AddressSanitizer finds more.
 #include <gtest/gtest.h>
 #include <latch>
 #include <memory>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWaiters = 3;
 
-// As a group's owner does it, while others have nothing but the message and the PointToPoint.
+// Destroys a group as its owner does, while other threads hold only messages and the PointToPoint.
 void destroyUnderWaiters(std::unique_ptr<Group> group, std::latch& allWait) {
   const auto messages = std::make_shared<PointToPoint>(*group);
   const int other = 1 - group->rank();
@@ -34,13 +34,13 @@ void destroyUnderWaiters(std::unique_ptr<Group> group, std::latch& allWait) {
   messages->abort(why);
   EXPECT_TRUE(messages->close(soon()));
   EXPECT_EQ(messages->drivers(), 0u);
-  group.reset();  // and with it the last reference to the engine, its arena and the doorbell
+  group.reset();  // also the last reference to the engine, its arena and the doorbell
   EXPECT_TRUE(messages->progress());
   for (auto& waiter : waiters) waiter.join();
 }
 
 TEST(MessageClose, WaitsForThoseWhoWait) {
-  // Whoever looks up is late, so that what it looks at would be gone.
+  // Delays the waiting threads at each look, so that they would find the group destroyed.
   for (uint32_t nth = 1; nth <= 2 * kWaiters; ++nth)
     armFailpoint("message-looked", nth, FailpointAction::kDelay, 50);
   MemoryStore store;

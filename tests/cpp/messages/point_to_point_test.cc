@@ -1,4 +1,4 @@
-// Sends and receives whose other side goes, with ranks as threads.
+// Sends and receives while the other rank leaves, with ranks as threads.
 #include "collectives/point_to_point.h"
 
 #include <algorithm>
@@ -128,7 +128,7 @@ class LargeMessages : public testing::TestWithParam<const char*> {
     ASSERT_TRUE(messages.wait(*message, soon()));
     EXPECT_TRUE(message->status().ok()) << message->status().error().message;
   }
-  // Looks for messages until the condition holds, or the test's time is over.
+  // Drives the messages until the condition holds, or the test's time is over.
   template <typename Condition>
   static void driveUntil(PointToPoint& messages, Condition condition) {
     for (const Deadline deadline = soon(); !condition();) {
@@ -139,7 +139,7 @@ class LargeMessages : public testing::TestWithParam<const char*> {
   }
 };
 
-// More than either mailbox has places for.
+// More messages than either mailbox has places for.
 TEST_P(LargeMessages, AreReceivedInAnyOrder) {
   constexpr int kCount = 100;
   run(
@@ -162,7 +162,7 @@ TEST_P(LargeMessages, AreReceivedInAnyOrder) {
       });
 }
 
-// The sender reads no acknowledgement until all were received: those beyond the ring wait here.
+// The sender reads no acknowledgement before all messages are received. Those beyond the ring wait.
 TEST_P(LargeMessages, AcknowledgementsWaitForASenderThatDoesNotLook) {
   constexpr int kCount = 3 * int(kMailboxAcks);
   std::latch received(1);
@@ -190,7 +190,7 @@ TEST_P(LargeMessages, AcknowledgementsWaitForASenderThatDoesNotLook) {
       });
 }
 
-// A send that was given up is named as such, and takes nothing from later ones.
+// The receiver is told that a send was given up. Later sends have their full room.
 TEST_P(LargeMessages, ThatWereGivenUpLeaveRoomForOthers) {
   constexpr int kCount = 3 * int(kMailboxCells + kMailboxAcks);
   std::latch givenUp(1);
@@ -209,7 +209,7 @@ TEST_P(LargeMessages, ThatWereGivenUpLeaveRoomForOthers) {
       },
       [&](Group&, PointToPoint& messages) {
         Bytes data(kBytes);
-        // Takes the announcements out of the mailbox while they come.
+        // This receive takes the announcements out of the mailbox as they arrive.
         const auto later = messages.receive(data, 0, 6, soon());
         driveUntil(messages, [&] { return givenUp.try_wait(); });
         expectOk(messages, later);
@@ -227,7 +227,7 @@ TEST_P(LargeMessages, ThatWereGivenUpLeaveRoomForOthers) {
       });
 }
 
-// A message releases its owner when it ends, however it ends, and not before.
+// A message releases its owner when it ends, in any way, and not before.
 TEST_P(LargeMessages, KeepTheirOwnersUntilTheyEnd) {
   std::latch looked(1);
   run(

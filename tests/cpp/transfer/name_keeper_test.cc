@@ -9,8 +9,8 @@
 
 #include "engine/route.h"
 
-// Keeping a name, against a metadata server in this process that can forget, stall and be written
-// to by others.
+// NameKeeper beside a metadata server in this process, which can forget, stall and be written by
+// others.
 namespace mooncake::transfer {
 namespace {
 
@@ -163,7 +163,7 @@ TEST(NameKeeper, NothingIsPublishedBehindItsRetraction) {
   EXPECT_EQ(server.session(), "");
 }
 
-// The attempt that was under way and the deletion have one deadline.
+// The attempt in flight and the deletion share one deadline.
 TEST(NameKeeper, AStalledServerHoldsARetractionUpForOnePatience) {
   Server server;
   auto options = optionsOf(1);

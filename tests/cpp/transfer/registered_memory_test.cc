@@ -10,8 +10,8 @@ namespace {
 
 uint64_t addressOf(const Bytes& bytes) { return reinterpret_cast<uint64_t>(bytes.data()); }
 
-// A program that registers until it may not any more must not stop transfers, which register memory
-// for their own time.
+// A program that registers up to the limit must not stop transfers, which register memory while
+// they run.
 TEST(RegisteredMemory, AProgramLeavesRoomInTheTable) {
   RegionTable regions;
   RegisteredMemory memory(regions);

@@ -28,7 +28,7 @@ TEST(SeenNumbers, SendersThatComeAndGoTakeNoMoreMemory) {
   for (uint64_t sender = 1; sender <= 10 * SeenNumbers::kMostSenders; ++sender) {
     EXPECT_TRUE(seen.isNew(idOf(sender), 7));
     EXPECT_FALSE(seen.isNew(idOf(sender), 7));
-    // A sender that is heard again and again is not forgotten.
+    // A sender that keeps sending is not forgotten.
     if (sender % 1000 == 0) {
       EXPECT_FALSE(seen.isNew(idOf(kStays), 7));
     }

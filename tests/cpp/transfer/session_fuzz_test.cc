@@ -10,7 +10,7 @@
 #include "transfer/session_socket.h"
 #include "wire_end.h"
 
-// The session port and its decoders against whoever says anything, half of them with the key.
+// Sends random bytes to the session port and its decoders. Half of the clients hold the key.
 // MOONCAKE_FUZZ_FRAMES=1000000 is the long run.
 namespace mooncake::transfer {
 namespace {
@@ -33,7 +33,7 @@ SegmentDescription someSegment(size_t buffers) {
   return segment;
 }
 
-// What was right but for a few bytes: changed, cut off, or added.
+// Returns valid bytes with a few of them changed, cut off, or added.
 Bytes spoiled(Bytes bytes, std::minstd_rand& random) {
   for (size_t i = random() % 4; i-- > 0 && !bytes.empty();)
     bytes[random() % bytes.size()] = std::byte(random());
@@ -57,7 +57,7 @@ TEST(SessionFuzz, WhatDecodesIsWhatWasEncoded) {
   }
 }
 
-// What one of them says of itself must be the same name again for whoever reads it.
+// The text of a session id must parse to the same id.
 TEST(SessionFuzz, BracketsStandAroundAnAddressAndNowhereElse) {
   for (const char* text : {"a[fe80::1]:1", "[a[b]:1", "a]:1", "--[fe80::1%e:h0]:1500"})
     EXPECT_FALSE(SessionId::parse(text).ok()) << text;
@@ -81,7 +81,7 @@ class SessionPort : public ::testing::Test {
     ASSERT_EQ(::listen(listener.get(), 64), 0);
     ASSERT_EQ(::getsockname(listener.get(), generic, &bytes), 0);
     where_ = {"127.0.0.1", ntohs(address.sin_port)};
-    // Answers as the session of an engine does: under an id that all of them have.
+    // Answers as an engine's session does, under the id that all sessions have.
     listens_.reset(new TransportContext{.id = kSessionListener,
                                         .env = onLoopback(),
                                         .jobKey = side_.context().jobKey,
@@ -102,7 +102,7 @@ class SessionPort : public ::testing::Test {
     ASSERT_TRUE(answer.ok()) << answer.error().message;
     EXPECT_EQ(answer->encode(), *all_);
   }
-  // Questions, or anything, until the port hangs up.
+  // Sends questions, or random bytes, until the port hangs up.
   size_t attack(bool holdsKey, size_t most) {
     auto socket = connectTo(where_, Deadline::after(20s));
     if (!socket.ok()) return 0;

@@ -35,7 +35,7 @@ TEST(SlotPool, ASegmentMayAlwaysHaveAFew) {
   std::vector<SlotShare> shares(100);
   for (size_t i = 0; i < shares.size(); ++i)
     EXPECT_EQ(takeAll(pool, shares[i]), i < 2 ? kSize / 2 : kSize / 16);
-  // What they have beyond the pool's size is owed to it.
+  // Slots beyond the pool's size must be returned before the pool gives new ones.
   for (size_t i = 0; i < kSize / 2; ++i) pool.give(shares[0], Slot::kCounted);
   EXPECT_EQ(takeAll(pool, shares[1]), 0u);
   EXPECT_EQ(takeAll(pool, shares[2]), 0u);
@@ -62,18 +62,18 @@ TEST(SlotPool, AStalledSegmentHoldsNothing) {
   }
   EXPECT_EQ(takeAll(pool, other), kSize / 2);
   EXPECT_EQ(takeAll(pool, third), kSize / 2);
-  // They are under way still: no more of them than before.
+  // The transfers are still under way, so the segment gets no more of them.
   EXPECT_EQ(pool.tryTake(stalled), Slot::kNone);
   pool.give(stalled, slots.back());
   EXPECT_EQ(pool.tryTake(stalled), Slot::kUncounted);
   pool.succeeded(stalled, begun + 1s);
   pool.give(stalled, Slot::kUncounted);
-  EXPECT_EQ(pool.tryTake(stalled), Slot::kNone);  // the pool is empty, and it has more than a few
+  EXPECT_EQ(pool.tryTake(stalled), Slot::kNone);  // the pool is empty, its share used
   pool.give(other, Slot::kCounted);
   EXPECT_EQ(pool.tryTake(stalled), Slot::kCounted);
 }
 
-// A long transfer beside short ones that end.
+// A segment has a long transfer, and short ones that end.
 TEST(SlotPool, ASegmentThatGoesOnIsNotStalled) {
   SlotPool pool(kSize);
   SlotShare share;
@@ -84,11 +84,11 @@ TEST(SlotPool, ASegmentThatGoesOnIsNotStalled) {
   EXPECT_EQ(pool.tryTake(share), Slot::kCounted);
 }
 
-// Each rest ends by a slot that another thread gives: without that the test does not end.
+// Each rest ends when another thread gives a slot. Otherwise the test does not end.
 TEST(SlotPool, NobodyRestsBesideAFreeSlot) {
   constexpr size_t kThreads = 4, kRounds = 5'000;
   SlotPool pool(2);
-  SlotShare share;  // one at a time
+  SlotShare share;  // has one slot at a time
   std::atomic<int> inside{0};
   const Interrupt never;
   std::vector<std::thread> threads;

@@ -33,7 +33,7 @@ std::shared_ptr<TransferEngine> makeEngine(const char* transport = "tcp") {
 
 uint64_t addressOf(const Bytes& bytes) { return reinterpret_cast<uint64_t>(bytes.data()); }
 
-// Each call waits at a bell of its own, which is rung when the caller may have gone on already.
+// Each call waits at a bell of its own. It may ring after the caller has gone on.
 TEST(TransferEngineThreads, ManyCallersAtOnce) {
   constexpr size_t kThreads = 4, kRounds = 100, kBytes = 100'000;
   const auto here = makeEngine(), there = makeEngine();
@@ -66,9 +66,9 @@ bool comesTrue(const std::function<bool()>& condition) {
   return true;
 }
 
-// ---- what breaks under a transfer
+// ---- connections that break under a transfer
 
-// One writer, and what it writes into, over TCP.
+// One writer, and its target, over TCP.
 class BrokenTransfer : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -94,7 +94,7 @@ class BrokenTransfer : public ::testing::Test {
   std::shared_ptr<Segment> segment_;
 };
 
-// What is known of the peer stays right: asking it anew is for once in a transfer.
+// The description of the peer stays valid. A transfer may ask for it anew only once.
 TEST_F(BrokenTransfer, ItOutlivesMoreThanOneBreakOfItsConnection) {
   constexpr int kBreaks = 4;
   int outlived = 0;
@@ -112,7 +112,7 @@ TEST_F(BrokenTransfer, ItOutlivesMoreThanOneBreakOfItsConnection) {
   EXPECT_TRUE(target_ == source_);
 }
 
-// Nothing makes the channel again, only asking who is there.
+// The channel is not made again. The transfer asks the peer anew, and gets another channel.
 TEST_F(BrokenTransfer, ItGoesOnOverAnotherChannel) {
   bool wasUnderWay = false;
   const auto deadline = Deadline::after(20s);
@@ -134,7 +134,7 @@ TEST_F(BrokenTransfer, ItGoesOnOverAnotherChannel) {
 
 // ---- closing
 
-// Sets it for as long as this lives.
+// Sets an environment variable while this object lives.
 class Variable {
  public:
   Variable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
@@ -164,7 +164,7 @@ TEST(TransferEngineCloses, WithoutWaitingForWhoeverDoesNotAnswer) {
   EXPECT_EQ(probed.get(), kContext);
 }
 
-// Whatever the moment at which it comes, a batch that was taken ends.
+// A batch that was accepted ends, whenever the engine closes.
 TEST(TransferEngineCloses, NoBatchStaysUnderWayForEver) {
   constexpr size_t kEngines = 100, kThreads = 3, kUnderWay = 4;  // batches of each thread
   const auto there = makeEngine();
@@ -205,12 +205,12 @@ TEST(TransferEngineCloses, NoBatchStaysUnderWayForEver) {
   }
 }
 
-// ---- who was shut out in the middle of a write
+// ---- peers that are shut out in the middle of a write
 
 std::atomic<bool> holdsWrites{false};
 std::atomic<bool> isHeld{false};
 
-// A piece of a write that its process was stopped in.
+// Holds the write at a piece, as if its process were stopped.
 void holdWrite(const char* name) {
   if (std::string_view(name) != "write-piece") return;
   while (holdsWrites) {
@@ -245,7 +245,7 @@ TEST_P(LateWrite, ManagedMemoryIsNotGivenAwayBeforeItsEnd) {
   ASSERT_NE(back, nullptr);
   const auto peer = back->peer(Deadline::after(std::chrono::seconds(5)));
   ASSERT_TRUE(peer.ok());
-  EXPECT_TRUE(owner->engine().lateWriters().empty());  // nobody has shut it out
+  EXPECT_TRUE(owner->engine().lateWriters().empty());  // the peer has not been shut out
   if (GetParam() == Way::kFenced) {
     (*peer)->channel->fence();
   } else {

@@ -13,7 +13,7 @@ namespace {
 TEST(SharedWork, EachPieceIsDoneOnceAndAllAreDoneAtTheEnd) {
   std::vector<std::thread> helpers;
   for (int round = 0; round < 2000; ++round) {
-    std::vector<int> done(round % 17, 0);  // gone when finish() has returned
+    std::vector<int> done(round % 17, 0);  // destroyed when finish() has returned
     const auto work = std::make_shared<SharedWork>(done.size(), [&](size_t i) { ++done[i]; });
     helpers.emplace_back([work] { work->help(); });
     work->finish();

@@ -9,7 +9,7 @@
 namespace mooncake {
 namespace {
 
-// Pages of a program, of which it may unmap some.
+// Pages of a program, which may unmap some of them.
 class Pages {
  public:
   explicit Pages(size_t count, int protection = PROT_READ | PROT_WRITE)

@@ -90,7 +90,7 @@ TEST_F(RegionTableTest, MovingKeepsTheKeyAndAssigningRevokesTheOld) {
   MemoryRegion a = addOrDie(table_, memory_);
   const uint64_t key = a.remote().key;
   MemoryRegion b = std::move(a);
-  EXPECT_FALSE(a);  // NOLINT(bugprone-use-after-move): what a moved-from region says
+  EXPECT_FALSE(a);  // NOLINT(bugprone-use-after-move): tests a moved-from region
   EXPECT_TRUE(table_.open(key, 0, 1, kRemoteRead));
   b = addOrDie(table_, memory_);
   EXPECT_FALSE(table_.open(key, 0, 1, kRemoteRead));
@@ -119,7 +119,7 @@ TEST_F(RegionTableTest, RevokingWaitsForTheLastUser) {
   auto use = std::make_unique<RegionTable::Use>(table_.open(key, 0, 1, kRemoteRead));
   ASSERT_TRUE(*use);
   auto revoked = std::async(std::launch::async, [&] { region.reset(); });
-  // Closed at once, although somebody is still inside.
+  // Closed at once, although a user is still inside.
   const Deadline patience = Deadline::after(10s);
   while (table_.open(key, 0, 1, kRemoteRead) && !patience.passed()) std::this_thread::yield();
   ASSERT_FALSE(patience.passed());
@@ -128,7 +128,7 @@ TEST_F(RegionTableTest, RevokingWaitsForTheLastUser) {
   EXPECT_EQ(revoked.wait_for(10s), std::future_status::ready);
 }
 
-// Under ThreadSanitizer this also shows that a reader never meets the memory's next owner.
+// Under ThreadSanitizer this also shows that a reader never overlaps the memory's next owner.
 TEST_F(RegionTableTest, ReadersAndRevokersMeetInOrder) {
   std::atomic<uint64_t> key{0};
   std::atomic<bool> stop{false};
@@ -146,7 +146,7 @@ TEST_F(RegionTableTest, ReadersAndRevokersMeetInOrder) {
   }
   const Deadline patience = Deadline::after(30s);
   for (int round = 0; round < 2000 || (opened.load() < 1000 && !patience.passed()); ++round) {
-    memory_.fill(std::byte(round));  // nobody may be inside now
+    memory_.fill(std::byte(round));  // no user may be inside now
     const MemoryRegion region = addOrDie(table_, memory_);
     key.store(region.remote().key);
     std::this_thread::yield();
