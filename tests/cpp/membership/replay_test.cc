@@ -552,8 +552,8 @@ class FlushReplay {
     }
     return false;
   }
-  // Delivers a report. Sometimes the report counts as lost, and the rank asks for it. Then the other
-  // rank must have decided: before that it sends its report again by itself.
+  // Delivers a report. Sometimes the report counts as lost, and the rank asks for it. Then the
+  // other rank must have decided: before that it sends its report again by itself.
   void hear(int other, int me, Attempt target) {
     Rank& rank = ranks_[size_t(me)];
     Rank& there = ranks_[size_t(other)];

@@ -67,14 +67,14 @@ TEST(LibfabricLibrary, TurnsTheProvidersOwnSharedMemoryOff) {
   EXPECT_TRUE(variables.contains("FI_EFA_ENABLE_SHM_TRANSFER=0"));
 }
 
-// Before any library was opened: a sanitizer has one of its own.
+// The handler before any library was opened; a sanitizer has one of its own.
 const struct sigaction kAtStart = [] {
   struct sigaction now {};
   ::sigaction(SIGSEGV, nullptr, &now);
   return now;
 }();
 
-// Debian's copy brings libraries that would report crashes in our stead.
+// Debian's copy loads libraries that would install crash handlers of their own.
 TEST(LibfabricLibrary, LeavesTheSignalHandlers) {
   SKIP_WITHOUT_LIBFABRIC();
   struct sigaction now {};
@@ -98,11 +98,11 @@ TEST(LibfabricCards, ARequiredProviderThatIsNotThereFailsClosed) {
   SKIP_WITHOUT_LIBFABRIC();
   if (listLibfabricCards(requiring("efa")).ok()) GTEST_SKIP() << "this machine has EFA";
   FabricEnv env = requiring("efa");
-  env.providers = {"tcp;ofi_rxm"};  // which there is
+  env.providers = {"tcp;ofi_rxm"};  // available
   const std::string refusal = refusalOf(env);
   EXPECT_NE(refusal.find("no network card of provider efa"), std::string::npos) << refusal;
   EXPECT_NE(refusal.find("MOONCAKE_FABRIC_REQUIRE"), std::string::npos) << refusal;
-  EXPECT_NE(refusal.find("tcp;ofi_rxm"), std::string::npos) << refusal;  // what there is
+  EXPECT_NE(refusal.find("tcp;ofi_rxm"), std::string::npos) << refusal;  // the available one
 }
 
 TEST(LibfabricCards, AnUnexpectedProviderIsNotTaken) {
@@ -204,7 +204,7 @@ TEST(LibfabricCards, KeysCannotBeGuessed) {
   EXPECT_EQ(high.size(), 16u);
 }
 
-// ---- GPU memory, played by memory that the processor cannot touch
+// ---- memory that the processor cannot touch, in place of GPU memory
 
 class FakeGpu final : public MemoryPlaces {
  public:
@@ -230,12 +230,12 @@ struct NoGpu final : MemoryPlaces {
   MemoryPlace of(const std::byte*) const override { return {}; }
 };
 
-// libfabric#12328: the provider's own path within a host puts messages together with memcpy, also
-// where the receiver's memory is a GPU's. The first byte that arrives ends the process.
+// libfabric#12328: the provider's own path within a host assembles messages with memcpy, even if
+// the receiver's memory is a GPU's. The first byte that arrives ends the process.
 TEST(LibfabricGpuTrap, DISABLED_ReceivesIntoGpuMemoryOverShm) {
   if (!ChildProcess::isChild()) GTEST_SKIP();
   const FakeGpu gpu;
-  const NoGpu blind;  // nobody says that this is a GPU's
+  const NoGpu blind;  // reports GPU memory as the host's
   const auto env = requiring("shm");
   const auto cards = listLibfabricCards(env);
   ASSERT_TRUE(cards.ok());
@@ -265,14 +265,15 @@ TEST(LibfabricGpuTrap, TheProvidersOwnPathCrashesOnGpuMemory) {
                       {"TSAN_OPTIONS", "handle_segv=0"}});
   const std::string own = std::to_string(child.pid()) + ":";
   const int status = child.finish();
-  // What the provider would have removed at its end.
+  // Removes the files that the provider would have removed at its end.
   for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
     if (entry.path().filename().string().starts_with(own)) std::filesystem::remove(entry.path());
   }
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV) << status;
 }
 
-// We ask where memory lies, and do not let a provider have what it would touch with the processor.
+// Our code asks where memory lies. It refuses memory that the provider would touch with the
+// processor.
 TEST(LibfabricGpuTrap, OursRefusesInstead) {
   SKIP_WITHOUT_LIBFABRIC();
   const FakeGpu gpu;
@@ -292,7 +293,7 @@ TEST(LibfabricGpuTrap, OursRefusesInstead) {
   }
 }
 
-// Provider shm names an endpoint after its process's number, which another container may have, too.
+// Provider shm names an endpoint after its process id, which may exist in another container, too.
 TEST(LibfabricShm, ANameThatIsTakenSaysWhatToDo) {
   SKIP_WITHOUT_LIBFABRIC();
   const auto env = requiring("shm");
@@ -353,7 +354,7 @@ TEST(LinkState, OfARdmaDeviceIsReadFromSysfs) {
   EXPECT_FALSE(unknown.isDown());
 }
 
-// In a network of its own loopback is down at first.
+// In a new network namespace loopback is down at first.
 TEST(LinkState, OfAnInterfaceIsAskedOfTheKernelInItsOwnNetwork) {
   const LinkState outside("lo");
   bool hasNamespaces = false, wasDown = false, isUp = false;

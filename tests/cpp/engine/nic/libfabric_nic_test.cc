@@ -18,7 +18,7 @@ FabricEnv onProvider(const std::string& provider, const std::string& device) {
 Result<std::unique_ptr<Nic>> openFirst(const FabricEnv& env) {
   auto cards = listLibfabricCards(env);
   if (!cards.ok()) {
-    // Every libfabric has this one; the others come and go with its versions.
+    // Every libfabric has this provider. The others depend on its version.
     EXPECT_TRUE(env.requiredProvider != "tcp;ofi_rxm" || !describeLibfabric(env).ok())
         << cards.error().message;
     return cards.error();
@@ -39,8 +39,8 @@ INSTANTIATE_TYPED_TEST_SUITE_P(LibfabricTcpRxm, NicSuite, OverTcp);
 
 struct OverShm : OverTcp {
   static Result<std::unique_ptr<Nic>> open() { return openFirst(onProvider("shm", "")); }
-  // Provider shm 1.17 stops for good at a request that it refuses, and reads the memory of a peer
-  // that is gone: it is for measurements.
+  // Provider shm 1.17 hangs after a request that it refuses, and reads the memory of a peer that is
+  // gone. So it is for measurements only.
   static constexpr bool kChecksKeys = false;
   static constexpr bool kNoticesTheGone = false;
 };
@@ -59,7 +59,7 @@ constexpr const char* kProviderVariable = "MOONCAKE_FABRIC_REQUIRE";
 constexpr const char* kDeviceVariable = "MC_TE_FILTERS";
 constexpr size_t kServedBytes = 1 << 20;
 
-// Serves its memory, and sends back what it is sent, until its parent lets go.
+// Serves its memory, and sends received messages back, until its parent lets go.
 TEST(LibfabricPeer, DISABLED_Serves) {
   if (!ChildProcess::isChild()) GTEST_SKIP();
   const auto env = FabricEnv::read();
@@ -184,7 +184,7 @@ TEST_P(LibfabricProcesses, WriteReadAndEcho) {
   EXPECT_EQ(server.process->finish(), 0);
 }
 
-// Every operation ends, those under way and those that come after; whoever lives is not touched.
+// All operations to a killed peer end, those under way and later ones. Other peers do not notice.
 TEST_P(LibfabricProcesses, AKilledPeerFailsWhatIsUnderWayAndNobodyElse) {
   Server victim, survivor;
   start(victim);
@@ -246,13 +246,14 @@ TEST_P(LibfabricProcesses, AKilledPeerFailsWhatIsUnderWayAndNobodyElse) {
   EXPECT_EQ(survivor.process->finish(), 0);
 }
 
-// Silence, then life: what was given up stays given up, and its late end is taken for nobody's.
+// A peer is stopped, then goes on. Operations that were given up stay so; their late completions
+// are dropped.
 TEST_P(LibfabricProcesses, AStoppedPeerIsGivenUpAndItsLateCompletionsAreNobodys) {
   Server server;
   start(server);
   ASSERT_TRUE(writeWorks(server));
   ::kill(server.process->pid(), SIGSTOP);
-  // It goes on for a moment after the signal was sent.
+  // The process runs on for a moment after the signal was sent.
   ASSERT_TRUE(until([&] {
     siginfo_t stopped{};
     ::waitid(P_PID, id_t(server.process->pid()), &stopped, WSTOPPED | WNOWAIT | WNOHANG);

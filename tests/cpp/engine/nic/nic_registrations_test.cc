@@ -9,7 +9,7 @@
 namespace mooncake::testing {
 namespace {
 
-// A card that registers, up to a limit that it does not tell, and does nothing else.
+// A card that only registers memory, up to a limit that it does not tell.
 class RegisteringNic final : public Nic {
  public:
   RegisteringNic(uint64_t told, uint64_t device) : device_(device) {
@@ -64,7 +64,7 @@ class RegisteringNic final : public Nic {
 
 constexpr uint64_t kMiB = 1 << 20;
 
-// Addresses without memory behind them: nobody looks there.
+// Addresses without memory behind them, which no code reads.
 struct Reserved {
   explicit Reserved(size_t bytes)
       : all(static_cast<std::byte*>(::mmap(nullptr, bytes, PROT_NONE,

@@ -10,7 +10,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A tree as sysfs shows it of a machine with PCIe switches: below each of them GPUs and cards.
+// The sysfs tree of a machine with PCIe switches, with GPUs and cards below each.
 class RecordedTree {
  public:
   RecordedTree() {
@@ -63,8 +63,8 @@ std::string hex(int number) {
   return text;
 }
 
-// Two nodes, four switches on each; below a switch one GPU and `cardsPerGpu` cards. The shape of
-// p5en.48xlarge and p6-b300.48xlarge is 8 GPUs with 2 cards each, of p5.48xlarge 4 each.
+// Two nodes with four switches each; below a switch one GPU and `cardsPerGpu` cards. p5en.48xlarge
+// and p6-b300.48xlarge have 8 GPUs with 2 cards each, p5.48xlarge has 4 cards each.
 struct Machine {
   explicit Machine(int cardsPerGpu, int firstBus) {
     for (int gpu = 0; gpu < 8; ++gpu) {
@@ -143,7 +143,7 @@ TEST(NicTopology, OnlyTheCardsThatAreNamed) {
   const std::string one = machine.cardsOf.at(5).front();
   const auto topology = NicTopology::discover({one}, machine.tree.path());
   EXPECT_EQ(topology.choose("cuda:5", NicSelection::kLocal), std::vector{one});
-  EXPECT_EQ(topology.choose("cpu:0", NicSelection::kLocal), std::vector{one});  // there is no other
+  EXPECT_EQ(topology.choose("cpu:0", NicSelection::kLocal), std::vector{one});  // the only card
   EXPECT_EQ(topology.choose("cpu:9", NicSelection::kLocal), std::vector{one});
 }
 

@@ -1,4 +1,4 @@
-// What cards carry to each other, and how it is put together on arrival.
+// Packets between cards, and their assembly on arrival.
 #include <algorithm>
 #include <functional>
 #include <pthread.h>
@@ -103,7 +103,7 @@ TEST(SerialsTest, EachComesOnce) {
   EXPECT_TRUE(serials.add(4 + Serials::kMostAhead));
 }
 
-// Runs it on a thread with a stack of 512 KiB. A call for each put would take several MiB.
+// Runs `work` on a thread with a stack of 512 KiB. Recursion for each put would need several MiB.
 void runOnASmallStack(const std::function<void()>& work) {
   pthread_attr_t attributes;
   ASSERT_EQ(::pthread_attr_init(&attributes), 0);
@@ -122,7 +122,7 @@ void runOnASmallStack(const std::function<void()>& work) {
 
 class IncomingTest : public ::testing::Test {
  protected:
-  // A put of `bytes` in pieces, to offset 4096 of the part.
+  // Returns a put of `bytes` in pieces, to offset 4096 of the part.
   std::vector<std::pair<Packet, Bytes>> putOf(const Part& part, uint64_t number, size_t bytes,
                                               uint64_t stamp, uint64_t after, size_t piece) {
     const Bytes data = pattern(bytes, number);
@@ -164,7 +164,7 @@ TEST_F(IncomingTest, PutsWithOneWordLandOneAfterTheOther) {
       one.put(packet, data);
       const uint64_t stamp = part.word(64).load();
       EXPECT_GE(stamp, landed);
-      // Between two stamps the next put may be there in part; what is stamped is whole right then.
+      // Between two stamps the next put may be there in part. At its stamp a put is complete.
       if (stamp > landed && stamp == 6) {
         EXPECT_TRUE(part.holds(4096, pattern(5000, 6)));
       }
@@ -188,7 +188,7 @@ TEST_F(IncomingTest, NothingOfALaterPutLandsBeforeTheEarlierOneIsWhole) {
   EXPECT_TRUE(part.holds(4096, pattern(2000, 2)));
 }
 
-// Whoever is late, or outside, holds up nobody.
+// A put that is late, or out of bounds, does not hold up the next one.
 TEST_F(IncomingTest, APutThatIsDroppedLetsTheNextOneLand) {
   auto part = side.part(1 << 16);
   part.word(64).store(1);
@@ -199,7 +199,7 @@ TEST_F(IncomingTest, APutThatIsDroppedLetsTheNextOneLand) {
   EXPECT_TRUE(part.holds(4096, pattern(2000, 2)));
 }
 
-// Each waits for the one before it, and the first one comes last.
+// Each put waits for the one before it, and the first one comes last.
 TEST_F(IncomingTest, AChainOfEmptyPutsLandsWhateverItsLength) {
   constexpr uint64_t kCount = Serials::kMostAhead - 1;
   auto part = side.part(1 << 16);
@@ -219,7 +219,7 @@ TEST_F(IncomingTest, AChainOfEmptyPutsLandsWhateverItsLength) {
   EXPECT_EQ(incoming.bad(), 0u);
 }
 
-// A piece takes memory while it waits, also without data, and also if its number is there already.
+// A waiting piece takes memory, even without data, and even if its number is known already.
 TEST_F(IncomingTest, EmptyPutsThatWaitAreHeldWithinABound) {
   constexpr size_t kMost = (size_t(64) << 20) / Packet::kBytes;
   auto part = side.part(1 << 16);
@@ -280,10 +280,10 @@ TEST_F(IncomingTest, AWriteEndsWithItsLastByteOrWhereItWasCut) {
   Packet cut = piece;
   cut.number = piece.number = 2;
   cut.status = Packet::Status::kAborted;
-  cut.position = 1000;  // so much has left
+  cut.position = 1000;  // bytes that have left
   EXPECT_FALSE(incoming.write(cut, {}));
   EXPECT_FALSE(incoming.write(piece, ByteView(data).first(1000)));
-  // It is forgotten: the number would begin another one.
+  // The write is forgotten: its number begins a new one.
   EXPECT_FALSE(incoming.write(piece, ByteView(data).first(1000)));
   piece.position = 1000;
   EXPECT_EQ(incoming.write(piece, ByteView(data).subspan(1000)), Packet::Status::kOk);

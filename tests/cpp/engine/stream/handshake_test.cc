@@ -22,7 +22,7 @@ HandshakeConnector::Options to(const EngineId& peer, Deadline deadline) {
   return {.peer = peer, .deadline = deadline, .behindProof = {}};
 }
 
-// The passive side's result, once it is there.
+// Returns the passive side's result when the handshake is over.
 std::future<Result<Handshaken>> accept(Fd socket, const EngineSide& side,
                                        Deadline deadline = soon()) {
   auto promise = std::make_shared<std::promise<Result<Handshaken>>>();
@@ -32,7 +32,7 @@ std::future<Result<Handshaken>> accept(Fd socket, const EngineSide& side,
   return future;
 }
 
-// The bytes that a connector sends first, taken from a real one.
+// Returns the first bytes that a real connector sends.
 Bytes helloOf(const EngineSide& connector, const EngineId& peer) {
   auto [ours, theirs] = socketPair();
   ::shutdown(theirs.get(), SHUT_WR);
@@ -42,7 +42,7 @@ Bytes helloOf(const EngineSide& connector, const EngineId& peer) {
   return hello;
 }
 
-// What comes back until the other side hangs up.
+// Returns the bytes that arrive until the other side hangs up.
 Bytes readToEnd(int socket) {
   Bytes all;
   std::byte chunk[256];
@@ -94,7 +94,7 @@ TEST(HandshakeTest, WrongProofIsRefusedByTheAcceptor) {
   std::byte challenge[72];
   ASSERT_EQ(::recv(one.get(), challenge, sizeof(challenge), MSG_WAITALL),
             ssize_t(sizeof(challenge)));
-  // The acceptor's own code sent back to it: what a reflecting attacker would do.
+  // Sends the acceptor's own code back, like an attacker that reflects it.
   ByteWriter proof;
   proof.putRaw(ByteView(hello).first(6)).put(uint16_t(3)).putRaw(ByteView(challenge).last(32));
   ASSERT_EQ(::send(one.get(), proof.bytes().data(), proof.bytes().size(), 0),

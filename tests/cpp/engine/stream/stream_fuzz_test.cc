@@ -8,8 +8,8 @@
 #include "engine/transports/tcp/tcp_transport.h"
 #include "wire_end.h"
 
-// A live listener against peers that send anything: half of them hold the key. No byte outside of
-// what was given for writing changes, and an honest peer is not disturbed.
+// A live listener receives random frames; half of the peers hold the key. No byte outside of the
+// writable memory changes, and an honest peer is not disturbed.
 // MOONCAKE_FUZZ_FRAMES=1000000 is the long run.
 namespace mooncake::testing {
 namespace {
@@ -19,7 +19,7 @@ size_t framesToSend() {
   return asked ? std::strtoull(asked, nullptr, 10) : 20000;
 }
 
-// Of one connection: about one frame in ten ends it, and what is sent behind that is not read.
+// Most frames of one connection. About one frame in ten ends it, and later ones are not read.
 constexpr size_t kMostFrames = 8;
 
 class Fuzzer {
@@ -27,7 +27,7 @@ class Fuzzer {
   Fuzzer(const WireEnd& target, std::vector<RemoteRegion> regions)
       : target_(target), regions_(std::move(regions)) {}
 
-  // What one connection takes before it is closed; frames that were sent.
+  // Sends frames until the connection is closed. Returns the number of frames that were sent.
   size_t attack(const TransportContext& context, bool holdsKey, size_t most) {
     Fd socket = connect();
     if (!socket) return 0;
@@ -64,7 +64,7 @@ class Fuzzer {
     return socket;
   }
 
-  // Nobody reads our answers: what the target cannot send any more must not hold it up.
+  // The test reads no answers, so the target's unsent answers must not hold it up.
   static bool sendAll(int socket, ByteView bytes) {
     while (!bytes.empty()) {
       const ssize_t sent = ::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL);
@@ -120,7 +120,7 @@ class Fuzzer {
       case wire::Kind::kGoodbye:
         if (random_() % 20 != 0) header.kind = wire::Kind::kBeat;
         break;
-      default:  // whose answer is it?
+      default:  // an answer to some request
         header.request = random_() % 20;
         header.length = random_() % 10 ? 0 : bytes;
         if (random_() % 10 != 0)
@@ -157,7 +157,7 @@ TEST(StreamFuzz, NothingOutsideOfWhatWasGivenChanges) {
   };
   auto b = make("the job's key"), honest = make("the job's key"), attacker = make("the job's key");
   constexpr size_t kBytes = 8192;
-  // Keys count up: what the attackers guess lies behind those that they know.
+  // Keys count up, so the keys that attackers guess are larger than those that they know.
   auto honestPart = b->part(kBytes), guardBelow = b->part(kBytes, kRemoteRead),
        given = b->part(kBytes), guardAbove = b->part(kBytes, kRemoteRead);
   const Bytes before = pattern(kBytes, 3);

@@ -26,7 +26,7 @@ std::pair<Fd, Fd> socketPair(int bufferBytes = 0) {
   return {Fd(ends[0]), Fd(ends[1])};
 }
 
-// Over the loopback interface: what unix sockets do not have.
+// Connected sockets over loopback, for options that unix sockets do not have.
 std::pair<Fd, Fd> tcpPair() {
   const Fd listener(::socket(AF_INET, SOCK_STREAM, 0));
   sockaddr_in address{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
@@ -50,7 +50,7 @@ void sendAll(int socket, ByteView bytes) {
   }
 }
 
-// Everything that was sent into this unix socket has been read at the other end.
+// True if the other end has read all bytes that were sent into this unix socket.
 bool isReadEmpty(int socket) {
   int unread = 0;
   return ::ioctl(socket, SIOCOUTQ, &unread) == 0 && unread == 0;
@@ -66,7 +66,7 @@ Bytes putFrame(const RemoteRegion& region, uint64_t offset, ByteView data, Signa
   return frame.take();
 }
 
-// How a connection ended, once.
+// Waits for the end of a connection, which must be reported once.
 class Ending {
  public:
   StreamConnection::Events recorder() {
@@ -88,15 +88,14 @@ class Ending {
   std::atomic<int> count_{0};
 };
 
-// What the loop has read from a socket by now, it has also dealt with when this returns.
+// Returns when the loop has handled all bytes that it has read from sockets by now.
 void awaitHandlers(EventLoop& loop) {
   std::promise<void> done;
   loop.post([&] { done.set_value(); });
   done.get_future().wait();
 }
 
-// A connection on side a; its peer is a second connection on b, or the test itself with a bare
-// socket.
+// A connection on side a. Its peer is a second connection on b, or a bare socket of the test.
 class StreamTest : public ::testing::Test {
  protected:
   void connect(int bufferBytes = 0) {
@@ -166,7 +165,7 @@ TEST_F(StreamTest, PutsAndAnswersShareASmallSocket) {
   EXPECT_TRUE(target == ofA);
 }
 
-// The receiver sleeps until much of a large frame has come, and never for more than still comes.
+// The receiver sleeps until a large part of a frame has come, never for more than the rest.
 TEST_F(StreamTest, ALargePutEndsHoweverItsBytesCome) {
   auto [one, other] = tcpPair();
   toA = StreamConnection::start(std::move(other), b.loop(), b.regions(), endOfB.recorder());
@@ -273,7 +272,7 @@ TEST_F(StreamTest, ShortAndLongAnswersEndTheConnection) {
     Bytes target(100);
     Completion completion(&bell);
     ASSERT_TRUE(connection->get({{}, 0, target, &completion}).ok());
-    const uint64_t request = 0;  // the first of a connection
+    const uint64_t request = 0;  // the first request of a connection
     if (pieceBytes > 0) {
       sendAll(other.get(),
               wire::encode({.kind = wire::Kind::kPiece, .request = request, .length = pieceBytes}));
@@ -341,7 +340,7 @@ TEST_F(StreamTest, GoodbyeIsNoDeath) {
   EXPECT_EQ(endOfA.count(), 0);
 }
 
-// Whoever closes may destroy what onClosed uses.
+// A caller of close() may destroy objects that onClosed uses.
 TEST_F(StreamTest, CloseWaitsForTheEndThatIsBeingReported) {
   auto [one, other] = socketPair();
   std::latch isMade(1), began(1), mayEnd(1);
@@ -361,8 +360,8 @@ TEST_F(StreamTest, CloseWaitsForTheEndThatIsBeingReported) {
   mayEnd.count_down();
 }
 
-// What has left for the socket is overtaken by nothing: a turn that wrote all it could would make
-// the frames of the next moment wait for it.
+// Bytes in the socket cannot be overtaken. A turn that wrote as much as possible would make the
+// next frames wait for it.
 TEST(SendQueueTest, ACallSendsNoMoreThanItMay) {
   constexpr size_t kBytes = size_t(4) << 20, kMost = size_t(64) << 10;
   RegionTable regions;
@@ -386,8 +385,8 @@ TEST(SendQueueTest, ACallSendsNoMoreThanItMay) {
   }
 }
 
-// A request that waited for all the answers before it would make two that fetch from each other
-// take turns.
+// If a request waited for all answers before it, two peers that fetch from each other would take
+// turns.
 TEST(SendQueueTest, AFrameWaitsForOnePieceAtMost) {
   constexpr size_t kAnswer = size_t(4) << 20;
   RegionTable regions;
@@ -412,7 +411,7 @@ TEST(SendQueueTest, AFrameWaitsForOnePieceAtMost) {
   while (!queue.empty()) {
     const ssize_t read = ::recv(there.get(), sent.data() + got, sent.size() - got, 0);
     if (read > 0) got += size_t(read);
-    if (before == 0) before = got;  // what stood in the socket
+    if (before == 0) before = got;  // bytes that were in the socket
     ASSERT_TRUE(queue.sendSome(here.get()).ok());
   }
   size_t beatAt = 0;
@@ -446,8 +445,8 @@ TEST(WireTest, EveryFieldComesBack) {
   EXPECT_EQ(get->length, uint64_t(5) << 32) << "beyond 4 GiB";
 }
 
-// Random bytes, and good frames with a few bytes changed: what decodes encodes to the same bytes
-// again.
+// Random bytes, and good frames with a few bytes changed. Bytes that decode encode to the same
+// bytes again.
 TEST(WireTest, GarbageDecodesToNothingOrToItself) {
   std::mt19937_64 random(20261121);
   size_t accepted = 0;
@@ -467,15 +466,14 @@ TEST(WireTest, GarbageDecodesToNothingOrToItself) {
   EXPECT_LT(accepted, 50000u);
 }
 
-// Whole connections fed with broken frames and garbage, cut anywhere: memory keeps its bytes, and
+// Feeds whole connections with broken frames and garbage, cut anywhere. Memory does not change, and
 // the receiver says why it stopped.
 TEST(FrameReceiverTest, GarbageChangesNoState) {
   EngineSide side;
   auto part = side.part(4096);
   const Bytes before = pattern(4096, 1);
   std::copy(before.begin(), before.end(), part.bytes().begin());
-  part.word(kWord).store(
-      ~uint64_t(0));  // sealed for ever: even the frame that stays whole writes nothing
+  part.word(kWord).store(~uint64_t(0));  // higher than any stamp: even a whole frame writes nothing
   const Bytes sealed(part.bytes().begin(), part.bytes().end());
   std::mt19937_64 random(7);
   for (int stream = 0; stream < 2000; ++stream) {
@@ -506,8 +504,8 @@ TEST(FrameReceiverTest, GarbageChangesNoState) {
   EXPECT_EQ(side.regions().refusals(), 0u);
 }
 
-// Else the end of a frame would be waited for in vain: what the sleeper is not woken for must be
-// less than what still comes.
+// The number of bytes that do not wake the sleeper must be less than the rest of the frame.
+// Otherwise it would wait for the end of the frame in vain.
 TEST(FrameReceiverTest, AwaitsNoMoreThanComes) {
   EngineSide side;
   constexpr size_t kBytes = size_t(1) << 20, kChunk = size_t(150) << 10;

@@ -48,8 +48,8 @@ TEST(Inproc, ReadsUserMemoryWhileItIsRegistered) {
   EXPECT_EQ(get(*toB, remote, target), ErrorCode::kRefused);
 }
 
-// The reader follows pointers into the other engine: under the sanitizers this shows that it never
-// does so late.
+// The reader follows pointers into the other engine. Under the sanitizers this shows that it never
+// does so after the engine's end.
 TEST(Inproc, AnEngineMayEndWhileItIsRead) {
   InprocEnd a;
   for (int round = 0; round < 20; ++round) {
@@ -75,7 +75,7 @@ TEST(Inproc, AnEngineMayEndWhileItIsRead) {
 TEST(Inproc, DoesNotLeadToAnotherProcess) {
   InprocEnd a, b;
   Bytes endpoint = b.transport->endpoint();
-  endpoint[0] ^= std::byte(1);  // the process
+  endpoint[0] ^= std::byte(1);  // another process
   const auto result = connectNow(*a.transport, b.id(), endpoint, Deadline::after(kPatience));
   ASSERT_FALSE(result.ok());
   EXPECT_EQ(result.error().code, ErrorCode::kUnsupported);

@@ -1,4 +1,4 @@
-// Which card leads to a peer: decided without a clock.
+// The choice of paths to a peer, tested without a clock.
 #include "engine/transports/fabric/paths.h"
 
 #include <gtest/gtest.h>
@@ -43,7 +43,7 @@ TEST_F(PathsTest, TheOneWithTheFewestUnderWayIsChosen) {
 
 TEST_F(PathsTest, StallsWhereNothingComesToItsEnd) {
   paths.began(0, at(0));
-  paths.began(0, at(90));  // what comes later does not put it off
+  paths.began(0, at(90));  // a later operation does not postpone the stall
   paths.began(1, at(0));
   paths.began(1, at(0));
   paths.ended(1, at(50), true);
@@ -54,7 +54,7 @@ TEST_F(PathsTest, StallsWhereNothingComesToItsEnd) {
   EXPECT_EQ(paths.stalled(at(151)), (std::vector<size_t>{0, 1}));
   paths.leaveOut(0, at(151));
   EXPECT_EQ(paths.stalled(at(151)), std::vector<size_t>{1});
-  // What moved to another path says nothing of this one.
+  // An operation that moved to another path is no evidence about this one.
   paths.ended(1, at(152), false);
   paths.began(1, at(160));
   EXPECT_EQ(paths.stalled(at(260)), std::vector<size_t>{});

@@ -1,4 +1,4 @@
-// Cards that all channels of an engine share: a channel with operations that never end leaves room.
+// All channels of an engine share its cards. A channel with operations that never end leaves room.
 #include "engine/transports/fabric/rails.h"
 
 #include <deque>
@@ -12,8 +12,8 @@ namespace {
 constexpr size_t kDepth = 32;
 constexpr NicPeer kSilent = 1, kRefused = 2, kHealthy = 3;
 
-// A card that ends operations at once, except those to two peers: to one they never end, and to the
-// other none begins.
+// A card that ends operations at once, except to two peers: to one peer operations never end, and
+// to the other one none begins.
 class PartlyStuckNic final : public Nic {
  public:
   PartlyStuckNic() : below_(kDepth) {}
@@ -59,7 +59,7 @@ class PartlyStuckNic final : public Nic {
 
  private:
   NullNic below_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards all below
   std::vector<void*> stuck_;
   bool isClosed_ = false;
 };
@@ -101,7 +101,7 @@ class RailsTest : public ::testing::Test {
     rails->stop();
     shares.clear();
   }
-  // Of one channel, to that peer.
+  // Sends `count` operations of one channel to the peer.
   void send(size_t count, NicPeer to, RailShare& share, Counts& counts) {
     for (size_t i = 0; i < count; ++i)
       rails->submit(0, std::make_unique<Sending>(to, share, counts));

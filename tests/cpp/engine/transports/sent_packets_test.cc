@@ -1,4 +1,4 @@
-// What is not acknowledged yet, and over which path it leaves again.
+// Packets that are not acknowledged yet, and the paths over which they are sent again.
 #include "engine/transports/fabric/sent_packets.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@ class SentPacketsTest : public ::testing::Test {
   void SetUp() override { paths.reset(kPaths); }
 
   void send(uint64_t serial, size_t path) { sent.add(serial, {.path = path}, now); }
-  // All that waits, as the channel does it; what it went over.
+  // Sends all waiting packets, as the channel does. Returns the number of packets for each path.
   std::vector<size_t> sendAgain() {
     std::vector<size_t> counts(kPaths);
     for (uint64_t from = 0;;) {
@@ -56,7 +56,7 @@ TEST_F(SentPacketsTest, OfAPathThatIsLeftOutGoOverTheOthersEvenly) {
   EXPECT_EQ(sent.waiting(), 30u);
   EXPECT_EQ(sendAgain(), (std::vector<size_t>{10, 0, 10, 10}));
   EXPECT_EQ(sent.waiting(), 0u);
-  // The next one: what was on it twice leaves twice.
+  // The next path fails. Its own packets, and those that had moved to it, are sent again.
   paths.leaveOut(2, now);
   sent.holdBack(2, now);
   EXPECT_EQ(sent.waiting(), 40u);

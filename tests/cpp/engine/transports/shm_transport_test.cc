@@ -36,7 +36,7 @@ struct ShmEnd : WireEnd {
   }
 };
 
-// Memory that costs nothing however large: reading it gives the kernel's page of zeros.
+// Memory of any size that costs nothing: reads give the kernel's page of zeros.
 class SparseMemory {
  public:
   explicit SparseMemory(size_t bytes) : bytes_(bytes) {
@@ -54,7 +54,7 @@ class SparseMemory {
   size_t bytes_;
 };
 
-// A target of any size that costs 2 MiB: the same pages over and over.
+// A target of any size that costs 2 MiB, because it maps the same pages again and again.
 class TiledMemory {
  public:
   explicit TiledMemory(size_t bytes) : room_((bytes + kTile - 1) / kTile * kTile), all_(room_) {
@@ -74,7 +74,7 @@ class TiledMemory {
   SparseMemory all_;
 };
 
-// What the child says of itself: an engine with a window part and with memory outside of its arena.
+// The child's data: an engine with a window part, and memory outside of its arena.
 struct Introduction {
   EngineId id{};
   Bytes endpoint;
@@ -192,7 +192,7 @@ TEST_F(ShmProcessTest, ReadsUserMemoryWithoutCrossMemoryAttach) {
 TEST_F(ShmProcessTest, FallsBackWhenTheKernelBeginsToRefuse) {
   connect(true);
   expectUserMemory();
-  // A filter holds for the thread that asked for it: only its gets are refused.
+  // A filter applies to the thread that installs it, so only its gets are refused.
   auto refused = std::async(std::launch::async, [&] {
     sock_filter program[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
@@ -219,7 +219,7 @@ TEST_F(ShmProcessTest, DeathInTheMiddleOfAGet) {
   Completion completion(&bell_);
   ASSERT_TRUE(channel_->get({peer_.huge, 0, {target.data(), kHugeBytes}, &completion}).ok());
   ASSERT_TRUE(eventually([&] {
-    unsigned char touched = 0;  // by the first bytes that came
+    unsigned char touched = 0;  // set by the first bytes that arrive
     return ::mincore(target.data(), 1, &touched) == 0 && (touched & 1);
   }));
   child_.kill();
@@ -228,7 +228,7 @@ TEST_F(ShmProcessTest, DeathInTheMiddleOfAGet) {
   ASSERT_TRUE(eventually([&] {
     return channel_->put({peer_.part, 1024, {}, {64, stampOf(1)}}).code() == ErrorCode::kPeerLost;
   }));
-  // What it had published is still there.
+  // The published part is still there.
   expectPartIsReadable();
   Bytes late(16);
   EXPECT_EQ(get(peer_.user, 0, late), ErrorCode::kPeerLost);
@@ -284,7 +284,7 @@ TEST_F(ShmProcessTest, DoesNotLeadToAnotherNetworkNamespace) {
   ShmEnd side;
   peer_ = decode(child_.receive());
   auto elsewhere = std::async(std::launch::async, [&]() -> ErrorCode {
-    if (::unshare(CLONE_NEWNET) != 0) return ErrorCode::kOk;  // of this thread only
+    if (::unshare(CLONE_NEWNET) != 0) return ErrorCode::kOk;  // for this thread only
     const auto result =
         connectNow(*side.transport, peer_.id, peer_.endpoint, Deadline::after(kPatience));
     return result.ok() ? ErrorCode::kInvalidArgument : result.error().code;
@@ -294,7 +294,7 @@ TEST_F(ShmProcessTest, DoesNotLeadToAnotherNetworkNamespace) {
   EXPECT_EQ(code, ErrorCode::kUnsupported);
 }
 
-// Memory outside of the arena, whose owner takes it back.
+// The owner revokes memory outside of the arena.
 TEST(Shm, RefusesUserMemoryThatWasRevoked) {
   for (const bool crossMemoryAttach : {true, false}) {
     ShmEnd a(crossMemoryAttach), b;
@@ -327,7 +327,7 @@ TEST(ShmRoom, IsGivenBackByPeersThatLeaveAndIsNotForOthers) {
   constexpr size_t kLeaving = 5;
   ShmEnd a, b, leaving;
   const auto connect = [&] { return connectNow(b, a); };
-  // Peers that say goodbye, while the channels to them stay where they are.
+  // Peers that say goodbye, while the channels to them stay.
   for (size_t i = 0; i < kLeaving; ++i) {
     auto channel = connectNow(leaving, a);
     ASSERT_TRUE(channel.ok()) << channel.error().message;
@@ -337,7 +337,7 @@ TEST(ShmRoom, IsGivenBackByPeersThatLeaveAndIsNotForOthers) {
     ASSERT_TRUE(
         eventually([&] { return back->send(bytesOf("x")).code() == ErrorCode::kPeerLost; }));
   }
-  // Peers that were hung up on, and do not leave.
+  // Peers on which we have hung up, and that do not leave.
   std::vector<std::shared_ptr<Channel>> staying;
   auto channel = connect();
   for (; channel.ok() && staying.size() <= FenceWords::kMost; channel = connect()) {
@@ -349,7 +349,8 @@ TEST(ShmRoom, IsGivenBackByPeersThatLeaveAndIsNotForOthers) {
   EXPECT_EQ(staying.size(), FenceWords::kMost);
   ASSERT_FALSE(channel.ok());
   EXPECT_EQ(channel.error().code, ErrorCode::kUnsupported) << channel.error().message;
-  // Another wire leads there. The channel's objects on our side go, the words stay taken.
+  // Such a peer is reached over another wire. Our channel objects are gone, but the words stay
+  // taken.
   a.forgetAccepted();
   EXPECT_EQ(connect().error().code, ErrorCode::kUnsupported);
   staying.back()->close();

@@ -1,4 +1,4 @@
-// The simulated wire keeps the contract of all wires, and is as bad as it says.
+// The simulated wire keeps the contract of all wires, and has the faults that it promises.
 #include "engine/transports/sim/sim_transport.h"
 
 #include <atomic>
@@ -12,7 +12,7 @@ namespace mooncake::testing {
 namespace {
 
 struct Sim {
-  // Nobody connects again there.
+  // These tests do not connect again.
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return createSimTransport(context, TcpTransport::create, {.breakOdds = 0});
   }
@@ -48,12 +48,12 @@ TEST(SimDiceTest, TheSameSeedDecidesTheSame) {
 
 // ---- the wire
 
-// Looks at what somebody is writing, behind the back of ThreadSanitizer.
+// Reads a byte that another thread may be writing, without ThreadSanitizer's check.
 __attribute__((no_sanitize("thread"))) std::byte peekAt(const std::byte& byte) {
   return *static_cast<const volatile std::byte*>(&byte);
 }
 
-// Two engines' worth, connected; `breakOdds` at the end of a.
+// Two connected ends. `breakOdds` applies at the end of a.
 class SimWire : public ConnectedTest {
  protected:
   void connect(uint32_t breakOdds) { connect({.breakOdds = breakOdds}); }
@@ -73,7 +73,7 @@ class SimWire : public ConnectedTest {
   Status reconnect(std::chrono::milliseconds patience = kPatience) {
     return ConnectedTest::reconnect(*a, *b, patience);
   }
-  // Puts and gets that must end well, as long as `goesOn` says.
+  // Runs puts and gets that must end well, as long as `goesOn`.
   template <typename GoesOn>
   void transferWhile(const Part& part, GoesOn&& goesOn) {
     const Bytes data = pattern(kBytes, 3);
@@ -134,7 +134,7 @@ TEST_F(SimWire, PutsWithOneWordKeepTheirOrder) {
   }
 }
 
-// Data that is there before its stamp, with holes in it, and never the other way round.
+// Data arrives before its stamp, possibly with holes. The stamp never comes first.
 TEST_F(SimWire, PiecesOfAPutComeInAnyOrderAndTheStampLast) {
   connect(0);
   constexpr size_t kBytes = 300'000;
@@ -178,7 +178,7 @@ TEST_F(SimWire, WhatWasPutBeforeCloseArrives) {
   }
 }
 
-// What is lost is lost at one end of a connection whose other end knows nothing of it.
+// Data is lost at one end of a connection, and the other end does not notice.
 TEST_F(SimWire, BreaksAndIsMadeAgain) {
   connect(20);
   constexpr size_t kBytes = 100'000;
@@ -187,7 +187,7 @@ TEST_F(SimWire, BreaksAndIsMadeAgain) {
   std::copy(data.begin(), data.end(), part.bytes().begin() + 4096);
   uint64_t stamp = 0;
   size_t halfPuts = 0, lostGets = 0, lostCompletions = 0;
-  // Until all kinds were seen.
+  // Runs until all kinds were seen.
   const auto isEnough = [&] { return lostGets > 0 && halfPuts + lostCompletions > 0; };
   for (size_t round = 1; round <= 20 || (!isEnough() && round <= 200); ++round) {
     uint64_t before = stamp;
@@ -208,7 +208,7 @@ TEST_F(SimWire, BreaksAndIsMadeAgain) {
       }
     }
     EXPECT_GT(stamp, before);
-    // Refused until it is made again.
+    // Puts are refused until the connection is made again.
     Completion refused(&bell);
     EXPECT_EQ(toB->put({part.remote(), 128, {}, {64, stampOf(stamp + 1)}}).code(),
               ErrorCode::kPeerLost);
@@ -258,7 +258,7 @@ TEST_F(SimWire, ATransferGoesOverAllCards) {
   for (size_t i = 0; i < 3; ++i) EXPECT_GT(cardsOfB->carried(i), 20u) << i;
 }
 
-// Nobody else would keep the other cards busy.
+// No other transfer would keep the other cards busy.
 TEST_F(SimWire, OneOfAMegabyteDoesSoWhenItIsAlone) {
   connect({.cards = 3, .odds = kNothingElse, .breakOdds = 0});
   auto part = b->part(1 << 20);
@@ -269,7 +269,7 @@ TEST_F(SimWire, OneOfAMegabyteDoesSoWhenItIsAlone) {
   for (size_t i = 0; i < 3; ++i) EXPECT_GT(cardsOfB->carried(i), 3u) << i;
 }
 
-// The card says that nothing reaches its peer.
+// The card reports that it does not reach its peer.
 TEST_F(SimWire, ACardThatDiesIsLeftOutAndComesBack) {
   connect({.cards = 2, .odds = kNothingElse, .breakOdds = 0});
   auto part = b->part(kBytes + 4096);
@@ -282,7 +282,7 @@ TEST_F(SimWire, ACardThatDiesIsLeftOutAndComesBack) {
   EXPECT_EQ(a->endedCount() + b->endedCount(), 0u);
 }
 
-// Nobody says anything: what was sent has left, and is nowhere.
+// No error is reported: the packets have left, and never arrive.
 TEST_F(SimWire, ACardThatLosesWhatItIsSentIsLeftOutAndComesBack) {
   connect({.cards = 2,
            .odds = kNothingElse,
@@ -326,7 +326,7 @@ TEST_F(SimWire, WithoutAnyCardTheConnectionBreaks) {
   transferWhile(part, [&] { return stamp_ < 10; });
 }
 
-// A peer that does not answer over TCP either is slow, or gone: that is not for the cards to say.
+// A peer that does not answer over TCP either is slow or gone. The cards do not decide that.
 TEST_F(SimWire, ASilentPeerIsNoBrokenPath) {
   connect({.cards = 1,
            .odds = kNothingElse,
@@ -345,7 +345,7 @@ TEST_F(SimWire, ASilentPeerIsNoBrokenPath) {
   Bytes target(kBytes);
   Completion completion(&bell);
   ASSERT_TRUE(toB->get({part.remote(), 4096, target, &completion}).ok());
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // many limits
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // many times the limit
   EXPECT_FALSE(completion.finished());
   EXPECT_EQ(a->endedCount(), 0u);
   release.set_value();

@@ -63,7 +63,7 @@ class TcpTransportTest : public ::testing::Test {
     EXPECT_TRUE(eventually([&] { return outcomeOf(socket->get()) == 0; }));
     return std::move(*socket);
   }
-  // The other side has hung up, orderly or not.
+  // True if the other side has hung up, in order or not.
   static bool hungUp(const Fd& socket) {
     std::byte byte;
     const ssize_t got = ::recv(socket.get(), &byte, 1, MSG_DONTWAIT);
@@ -116,7 +116,7 @@ size_t connections() { return test::SocketBreaker::connections().size() / 2; }
 class TcpLanes : public ConnectedTest {
  protected:
   void SetUp() override { connect(a, b); }
-  // From the memory of the channel's peer.
+  // Fetches from the memory of the channel's peer.
   void fetch(Channel& channel, const Part& part, size_t bytes) {
     Bytes target(bytes);
     Completion completion(&bell);
@@ -156,7 +156,7 @@ TEST_F(TcpLanes, BeginFenced) {
   ASSERT_TRUE(toB->get({atB.remote(), 0, target, &refused}).ok());
   EXPECT_EQ(endOf(refused), ErrorCode::kAborted);
   ASSERT_TRUE(eventually([&] { return connections() == kAll; }));
-  // Over a data lane, on which nobody was there to be fenced.
+  // The get goes over a data lane that was opened after the fence.
   ASSERT_TRUE(eventually([&] {
     Completion completion(&bell);
     EXPECT_TRUE(toB->get({atB.remote(), 0, target, &completion}).ok());
@@ -190,7 +190,7 @@ TEST_F(TcpTransportTest, AnAcceptorWithoutDescriptorsGoesOnLater) {
     const test::DescriptorLimit limit(1);
     const Fd last = connectBare();
     ASSERT_TRUE(eventually([&] { return hungUp(last); }));
-    // Soon: the acceptor has closed it before it takes its spare descriptor back.
+    // Within a short time: the acceptor closes it before it takes its spare descriptor back.
     Result<Fd> refused = Fd();
     ASSERT_TRUE(eventually([&] {
       refused = beginConnect(addressOf(*side->transport));
@@ -219,8 +219,8 @@ TEST_F(TcpTransportTest, MoreConnectorsThanHandshakesAtATime) {
   (*channel)->close();
 }
 
-// All of the connection's ends within this process are broken when the connector has looked so many
-// times, whatever the acceptor has done by then.
+// All ends of the connection in this process are broken after the connector has looked `looks`
+// times, at any point of the acceptor.
 TEST_F(TcpTransportTest, AHandshakeThatBreaksIsMadeAgain) {
   for (int looks = 0; looks <= 8; ++looks) {
     SCOPED_TRACE(looks);
@@ -239,7 +239,7 @@ TEST_F(TcpTransportTest, AHandshakeThatBreaksIsMadeAgain) {
     ASSERT_TRUE(channel.ok()) << channel.error().message;
     const auto accepted = side->acceptedFrom(other.id());
     ASSERT_NE(accepted, nullptr);
-    // Both ends have the same connections: of the call that came through.
+    // Both ends have the same connections, those of the call that succeeded.
     ASSERT_TRUE((*channel)->send(bytesOf("there")).ok());
     EXPECT_EQ(side->messagesFrom(other.id(), 1), std::vector<Bytes>(1, bytesOf("there")));
     ASSERT_TRUE(accepted->send(bytesOf("and back")).ok());
@@ -286,7 +286,7 @@ TEST_F(TcpTransportTest, NobodyThereIsALostPeer) {
   EXPECT_NE(result.error().message.find(address), std::string::npos) << result.error().message;
 }
 
-// Without an address of its own there is no way to it, and connect() says so at once.
+// Gives loopback its address, or takes it away. Without it connect() fails at once.
 void setLoopback(bool hasAddress) {
   const Fd socket{::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0)};
   ifreq request{};
@@ -300,7 +300,7 @@ void setLoopback(bool hasAddress) {
   ASSERT_EQ(::ioctl(socket.get(), SIOCSIFFLAGS, &request), 0) << std::strerror(errno);
 }
 
-// A thread has a network of its own here, and so have the threads that it starts.
+// The thread, and the threads that it starts, have a network namespace of their own.
 TEST(TcpProbe, IsMadeAgainWhenThereIsNoWay) {
   bool mayUnshare = true;
   std::thread([&] {
