@@ -23,7 +23,9 @@
 #include <vector>
 
 #include "collectives/collectives.h"
+#include "group/fetches.h"
 #include "group/operation.h"
+#include "group/writes.h"
 
 namespace mooncake {
 namespace {

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "collectives/collectives.h"
+#include "group/fetches.h"
 #include "group/operation.h"
 
 namespace mooncake {

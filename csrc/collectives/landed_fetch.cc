@@ -5,6 +5,8 @@
 #include <deque>
 #include <vector>
 
+#include "group/fetches.h"
+
 namespace mooncake {
 namespace {
 

@@ -5,6 +5,8 @@
 #include <limits>
 #include <utility>
 
+#include "group/fetches.h"
+
 namespace mooncake {
 
 Result<uint32_t> OneSided::open(std::span<std::byte> memory) {

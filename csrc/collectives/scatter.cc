@@ -6,6 +6,7 @@
 
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
+#include "group/fetches.h"
 #include "group/operation.h"
 
 namespace mooncake {

@@ -5,6 +5,7 @@
 
 #include "base/failpoint.h"
 #include "collectives/buffers.h"
+#include "group/fetches.h"
 
 namespace mooncake {
 namespace {

@@ -12,7 +12,9 @@
 #include "base/failpoint.h"
 #include "ep/calls.h"
 #include "ep/participants.h"
+#include "group/fetches.h"
 #include "group/operation.h"
+#include "group/writes.h"
 
 namespace mooncake::ep {
 namespace {

@@ -22,6 +22,7 @@
 #include "ep/participants.h"
 #include "ep/route_index.h"
 #include "ep/shared_rows.h"
+#include "group/fetches.h"
 #include "group/operation.h"
 
 namespace mooncake::ep {

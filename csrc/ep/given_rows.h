@@ -9,6 +9,7 @@
 #include "ep/shared_rows.h"
 #include "ep/token_lists.h"
 #include "group/operation.h"
+#include "group/writes.h"
 
 namespace mooncake::ep {
 

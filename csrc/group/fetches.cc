@@ -1,3 +1,5 @@
+#include "group/fetches.h"
+
 #include <array>
 
 #include "base/failpoint.h"
@@ -9,6 +11,8 @@ namespace {
 constexpr size_t kMostAtOnce = 32;  // requests in one call of a channel
 
 }  // namespace
+
+Fetches::Fetches(Operation& op) : op_(op), completion_(&op.group().window().bell()) {}
 
 Fetches::~Fetches() {
   if (!completion_.finished()) op_.group().window().cancel(completion_);

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -205,70 +204,5 @@ void copyForPeers(std::byte* to, std::span<const std::byte> from);
 // Fills the outputs of ranks that do not take part with zeros, so that no old contents stay. The
 // outputs of a rank are consecutive in `outputs`.
 void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs);
-
-// Writes data of one operation by cards, without a copy, into memory that ranks have announced.
-// Like Operation::put(), but the data must not change until it has been written. Cards keep no
-// order, so an attempt leaves none of its writes under way: Algorithm::stop() calls end().
-class Writes {
- public:
-  explicit Writes(Operation& op) : op_(op) {}
-  ~Writes() { end(); }
-  Writes(const Writes&) = delete;
-  Writes& operator=(const Writes&) = delete;
-
-  // Requires Window::hasCards(). The word is stamped when all data has arrived.
-  Status start(int to, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
-               size_t word);
-  // Does nothing more if all writes have landed. Otherwise waits for them 100 ms, and then until
-  // the operation's deadline, `failure_timeout` at most. If ranks can be skipped, those that have
-  // not begun get the 100 ms only. Then cancels the rest, and waits until their targets confirm
-  // that no part of them comes late. A silent target is lost after `failure_timeout`, which ends
-  // the wait. If a target lives and has not confirmed after ten failure timeouts, the group fails.
-  void end();
-
- private:
-  struct Target {
-    Target(const RemoteRegion& region, Doorbell* bell) : region(region), completion(bell) {}
-    bool hasLanded() const {
-      return completion.finished() &&
-             completion.error.load(std::memory_order_acquire) == ErrorCode::kOk;
-    }
-    RemoteRegion region;
-    Completion completion;
-  };
-
-  void giveUp();
-  template <typename IsOver>
-  void wait(Deadline deadline, const IsOver& isOver) const;
-
-  Operation& op_;
-  std::map<std::pair<int, uint64_t>, Target> targets_;  // by rank and region
-};
-
-// Fetches of one operation that are waited for together. The destructor ends them: no fetch touches
-// its target afterwards.
-class Fetches {
- public:
-  explicit Fetches(Operation& op) : op_(op), completion_(&op.group().window().bell()) {}
-  ~Fetches();
-  Fetches(const Fetches&) = delete;
-  Fetches& operator=(const Fetches&) = delete;
-
-  struct Piece {
-    uint64_t offset = 0;
-    std::span<std::byte> target;
-  };
-  // `region`: one that the rank has announced. Many pieces in one call cost few system calls.
-  Status start(int rank, const RemoteRegion& region, std::span<const Piece> pieces);
-  Status start(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target) {
-    const Piece piece{offset, target};
-    return start(rank, region, {&piece, 1});
-  }
-  Status await();
-
- private:
-  Operation& op_;
-  Completion completion_;
-};
 
 }  // namespace mooncake

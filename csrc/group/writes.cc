@@ -1,3 +1,5 @@
+#include "group/writes.h"
+
 #include <algorithm>
 
 #include "base/failpoint.h"
