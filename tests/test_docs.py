@@ -364,10 +364,10 @@ def test_a_wrong_word_in_backticks_is_found():
 
 
 def test_the_example_of_a_collective_is_compiled():
-    section = (ROOT / "docs/architecture.md").read_text("utf-8").split("## Add a collective")[1]
+    section = (ROOT / "docs/extending.md").read_text("utf-8").split("## Add a collective")[1]
     (example,) = re.findall(r"```cpp\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
     compiled = (ROOT / "tests/cpp/collectives/add_collective_test.cc").read_text(encoding="utf-8")
-    between = re.search(r"// ---- in docs/architecture.md\n(.*?)// ---- end\n", compiled, re.DOTALL)
+    between = re.search(r"// ---- in docs/extending.md\n(.*?)// ---- end\n", compiled, re.DOTALL)
     assert between
     assert example == between.group(1)
 

@@ -1,4 +1,4 @@
-// The example of docs/architecture.md, "Add a collective": the page shows what stands between the
+// The example of docs/extending.md, "Add a collective": the page shows what stands between the
 // two marks (tests/test_docs.py compares them).
 #include <algorithm>
 #include <cstring>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr Verb kExscan{200};  // no real verb's number
 
-// ---- in docs/architecture.md
+// ---- in docs/extending.md
 // Eager: one exchange of slots, s bytes to each of the n-1 others. Every rank adds what those
 // before it gave, so no rank waits for another one's sum.
 class Exscan final : public Algorithm {
@@ -42,7 +42,7 @@ class Exscan final : public Algorithm {
         output_[i] += value;
       }
     }
-    return op.commit();  // what others need of us is in slots
+    return op.commit();  // our slot has all that others need
   }
 
  private:
