@@ -261,6 +261,58 @@ def test_what_the_code_calls_a_step_is_one():
             assert marks(path.read_text(encoding="utf-8")) <= steps, name(path)
 
 
+# ---- wire formats, threads, transports, sizes
+
+
+def versions_of_the_code() -> dict[tuple[str, str], str]:
+    return {
+        (str(path.relative_to(CSRC)), constant): number
+        for path in files(".h", ".cc")
+        if path.is_relative_to(CSRC)
+        for constant, number in re.findall(
+            r"\b(k\w*Version) = (\d+);", path.read_text(encoding="utf-8")
+        )
+    }
+
+
+def test_wire_versions_are_listed_as_they_are():
+    page = (ROOT / "docs/wire-formats.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*?\| `([\w./]+)`, `(k\w*Version)` = (\d+) \|", page, re.MULTILINE)
+    assert len(rows) >= 12
+    assert {(path, constant): number for path, constant, number in rows} == versions_of_the_code()
+
+
+def test_threads_are_listed_by_their_names():
+    named = re.compile(
+        r'\b(?:startThread|EventLoop::start|pthread_setname_np)\([^";]*"(mooncake-[a-z]+)"'
+    )
+    given = {
+        thread
+        for path in files(".cc", ".h")
+        if path.is_relative_to(CSRC)
+        for thread in named.findall(path.read_text(encoding="utf-8"))
+    }
+    page = (ROOT / "docs/threads.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(mooncake-[a-z]+)` \|", page.split("## Threads\n")[1], re.MULTILINE)
+    assert len(given) >= 10
+    assert sorted(rows) == sorted(given)
+
+
+def test_transports_are_listed_as_in_the_registry():
+    registry = (CSRC / "engine/transports/registry.cc").read_text(encoding="utf-8")
+    names = re.findall(r'^ +\{"(\w+)",', registry, re.MULTILINE)
+    assert len(names) >= 4
+    architecture = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert re.findall(r"`engine/transports/\{(.*?)\}/`", architecture) == [",".join(names)]
+    item = ENVIRONMENT.read_text("utf-8").split("- `MOONCAKE_TRANSPORTS`: names are")[1]
+    assert re.findall(r"`([a-z]+)`", item.split("\n- ")[0]) == names
+
+
+@pytest.mark.parametrize(("page", "most"), [("docs/architecture.md", 250)])
+def test_pages_are_short(page, most):
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
+
+
 # ---- what documents point at
 
 
