@@ -41,7 +41,10 @@ def main() -> int:
     lines: Counter[str] = Counter()
     riddles: Counter[str] = Counter()
     for name in listed.stdout.split():
-        if Path(name).suffix not in (".cc", ".h", ".cu", ".cuh", ".py") or not (ROOT / name).exists():
+        if (
+            Path(name).suffix not in (".cc", ".h", ".cu", ".cuh", ".py")
+            or not (ROOT / name).exists()
+        ):
             continue
         room = "/".join(name.split("/")[: 2 if name.startswith("csrc/") else 1])
         for number, text in comments(ROOT / name):

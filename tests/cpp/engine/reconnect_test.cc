@@ -1,5 +1,5 @@
 // Connections break under a healthy job: they are made again, no data is lost, and no rank is
-// accused (docs/architecture.md, "When a connection breaks").
+// accused (docs/connections.md, "When a connection breaks").
 #include <atomic>
 #include <future>
 #include <gtest/gtest.h>
