@@ -3,7 +3,6 @@ lock meanwhile."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import time
@@ -226,14 +225,16 @@ def raced_on_rank(me, name):
         me.board.wait(f"{name}-callback-0")
     call("program")
     called.wait()
-    first = "program" if me.rank else "callback"
-    kind, text = raised(works[first].wait)
-    assert kind == "DistBackendError"
-    assert "rank 0 called it in a callback of a future, rank 1, rank 2 beside such a" in text
-    assert (tensors[first] == me.rank).all()
-    # The other two meet next. They are refused, too, if rank 0's callback had not ended.
-    with contextlib.suppress(dist.DistBackendError):
-        works["callback" if me.rank else "program"].wait()
+    places = ["in a callback of a future", "in the program"]
+    for who in ["program", "callback"] if me.rank else ["callback", "program"]:
+        kind, text = raised(works[who].wait)
+        assert kind == "DistBackendError"
+        assert f"rank 0 called it {places[0]}" in text, text
+        assert f"rank 1, rank 2 called it {places[1]}" in text, text
+        assert (tensors[who] == me.rank).all()
+        places.reverse()
+    dist.all_reduce(tensors["program"])
+    assert (tensors["program"] == 3).all()
 
 
 def timed_out_in_callback_on_rank(me, name):
@@ -420,12 +421,18 @@ def test_many_callbacks_that_wait(crew):
     crew.call(steps_on_rank, 12)
 
 
-def test_a_race_of_callbacks_and_the_program_is_named(crew):
-    crew.call(raced_on_rank, "raced")
+def test_a_race_of_callbacks_and_the_program_is_named(layout, two_hosts):
+    with harness.starting(
+        3, raced_on_rank, "raced", **layout_options(layout, 3, two_hosts)
+    ) as crew:
+        crew.results()
 
 
-def test_a_timeout_in_a_callback(crew):
-    crew.call(timed_out_in_callback_on_rank, "timeout-in-callback")
+def test_a_timeout_in_a_callback(layout, two_hosts):
+    with harness.starting(
+        3, timed_out_in_callback_on_rank, "timed-out", **layout_options(layout, 3, two_hosts)
+    ) as crew:
+        crew.results()
 
 
 def threadless_on_rank(me):

@@ -40,7 +40,6 @@ struct Callbacks::State final : Drain, std::enable_shared_from_this<State> {
   bool isStopping = false;
   const uint32_t generation = forkGeneration();
   std::atomic<size_t> unfinished{0};  // posted callbacks that have not ended; read without the lock
-  std::atomic<size_t> attached{0};    // see attach(); needs no lock
 
   // All called with the lock.
   Paused* due() const;
@@ -169,13 +168,6 @@ Callbacks::~Callbacks() {
   // Threads that have nothing to do are gone by then.
   state_->changed.wait(lock, [&] { return state_->idle == 0; });
 }
-
-std::shared_ptr<const void> Callbacks::attach() {
-  state_->attached.fetch_add(1);
-  return {nullptr, [state = state_](const void*) { state->attached.fetch_sub(1); }};
-}
-
-bool Callbacks::areAttached() const { return state_->attached.load() > 0; }
 
 void Callbacks::post(std::function<void()> callback) {
   std::unique_lock lock(state_->mutex);

@@ -28,9 +28,6 @@ class Callbacks {
   Callbacks(const Callbacks&) = delete;
   Callbacks& operator=(const Callbacks&) = delete;
 
-  // To be kept with a callback that was attached to a future, until it has ended.
-  std::shared_ptr<const void> attach();
-  bool areAttached() const;
   void post(std::function<void()> callback);
   // True if all posted callbacks have ended.
   bool isIdle() const;

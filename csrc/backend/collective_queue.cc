@@ -74,13 +74,12 @@ void CollectiveQueue::release() {
 void CollectiveQueue::number(CollectiveWork& work) {
   work.number_ = called_++;
   const bool isCallback = CallbackScope::isActive();
-  work.calledFrom_ = isCallback                                 ? CalledFrom::kCallback
-                     : completions_->callbacks()->areAttached() ? CalledFrom::kBesideCallbacks
-                                                                : CalledFrom::kProgram;
-  if (!raises_) return;
   work.isCounted_ = !isCallback || CallbackScope::origin().queue != this;
+  work.calledFrom_ = !work.isCounted_        ? CalledFrom::kCallback
+                     : attached_->load() > 0 ? CalledFrom::kBesideCallbacks
+                                             : CalledFrom::kProgram;
   if (work.isCounted_) ++position_;
-  if (!isCallback) {
+  if (raises_ && !isCallback) {
     const uint64_t thread = Issuers::thisThread();
     if (thread != lastIssuer_) issuers_->add(lastIssuer_ = thread);
   }

@@ -77,6 +77,8 @@ class CollectiveQueue {
   // has interrupted it: the groups must outlive the handler then.
   static bool isCallerInside();
   const std::shared_ptr<Completions>& completions() const { return completions_; }
+  // Origin of a callback of a work of this queue that was called in that era.
+  CallbackOrigin origin(uint64_t era) const { return {this, era, attached_}; }
 
  private:
   struct Item {
@@ -126,6 +128,8 @@ class CollectiveQueue {
   const bool raises_;
   const std::shared_ptr<Completions> completions_;
   const std::shared_ptr<CompletionHooks> hooks_;
+  // See CallbackOrigin.
+  const std::shared_ptr<std::atomic<size_t>> attached_ = std::make_shared<std::atomic<size_t>>(0);
   std::shared_ptr<const GroupView> lastView_;  // of whoever runs an operation
   uint64_t numberBefore_ = 0;                  // of the group, before the operation that runs
   std::mutex mutex_;                           // guards everything below

@@ -49,6 +49,10 @@ void CollectiveWork::await(std::chrono::milliseconds timeout) {
   }
 }
 
+CallbackOrigin CollectiveWork::origin() const {
+  return queue_ ? queue_->origin(era_) : CallbackOrigin();
+}
+
 const std::shared_ptr<Completions>& CollectiveWork::completions() const {
   return queue_->completions();
 }

@@ -68,7 +68,7 @@ class CollectiveWork : public c10d::Work {
   int capacity() const { return capacity_; }
   // Without `override`: c10d::Work has it since torch 2.15 only.
   uint64_t getCompletionKey() const { return key_; }
-  CallbackOrigin origin() const { return {queue_.get(), era_}; }
+  CallbackOrigin origin() const;
   // The completions of the group's engine.
   const std::shared_ptr<Completions>& completions() const;
   // The moment of its end, in the order of callbacks.

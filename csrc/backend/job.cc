@@ -3,8 +3,8 @@
 #include <string>
 #include <utility>
 
-#include "backend/c10d_store.h"
 #include "backend/arguments.h"
+#include "backend/c10d_store.h"
 #include "backend/errors.h"
 #include "base/log.h"
 #include "engine/rendezvous/generation.h"
@@ -45,7 +45,8 @@ std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
     const auto joined = Generation::join(shared, rank_, env_.jobKey, deadline);
     if (!joined.ok()) throwError(plain.explain(joined.error()));
     Generation* const generation = joined->get();
-    engine_ = lent_ ? lent_ : makeEngine(store, generation->jobKey());
+    engine_ = lent_;  // an engine of an earlier generation ends before the next one is made
+    if (!engine_) engine_ = makeEngine(store, generation->jobKey());
     auto group = Group::create(engine_, *generation, options, deadline);
     if (group.ok()) {
       membership_ = (*group)->membership();

@@ -17,8 +17,16 @@ bool isAutogradsThread() {
 
 }  // namespace
 
+AttachedCallback::AttachedCallback(CallbackOrigin origin) : origin_(std::move(origin)) {
+  if (origin_.attached) origin_.attached->fetch_add(1);
+}
+
+void AttachedCallback::end() {
+  if (!hasEnded_.exchange(true) && origin_.attached) origin_.attached->fetch_sub(1);
+}
+
 CallbackScope::CallbackScope(CallbackOrigin origin)
-    : origin_(origin), outer_(std::exchange(innermostScope, this)) {}
+    : origin_(std::move(origin)), outer_(std::exchange(innermostScope, this)) {}
 
 CallbackScope::~CallbackScope() { innermostScope = outer_; }
 

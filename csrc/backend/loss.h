@@ -14,6 +14,22 @@ namespace mooncake {
 struct CallbackOrigin {
   const void* queue = nullptr;  // the work's CollectiveQueue; null: the work has none
   uint64_t era = 0;             // of that queue, when the work was called
+  // Number of callbacks of that queue's works that have not ended; null: the work has no queue.
+  std::shared_ptr<std::atomic<size_t>> attached = nullptr;
+};
+
+// Counts one callback as attached, until it ends or goes.
+class AttachedCallback {
+ public:
+  explicit AttachedCallback(CallbackOrigin origin);
+  ~AttachedCallback() { end(); }
+  AttachedCallback(const AttachedCallback&) = delete;
+  AttachedCallback& operator=(const AttachedCallback&) = delete;
+  void end();
+
+ private:
+  std::atomic<bool> hasEnded_{false};
+  const CallbackOrigin origin_;
 };
 
 // While one lives, its thread runs callbacks of futures.

@@ -104,41 +104,44 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
   static Pointer thenInTurn(const Pointer& self, py::function callback) {
     auto child = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
     auto result = make(child, self->callbacks_, self->origin_);
-    attach(self, std::move(callback), [child](py::function& call, const py::object& self) {
-      c10::IValue value;
-      std::exception_ptr error;
-      {
-        py::gil_scoped_acquire locked;
-        try {
-          value = torch::jit::toIValue(call(self), c10::PyObjectType::get());
-        } catch (py::error_already_set& raised) {
-          error = errorOf(raised);
-          raised.restore();
-          PyErr_Clear();
-        } catch (const std::exception&) {
-          error = std::current_exception();
-        }
-      }
-      if (error) {
-        child->setError(std::move(error));
-      } else {
-        child->markCompleted(std::move(value));
-      }
-    });
+    attach(self, std::move(callback),
+           [child](py::function& call, const py::object& self, AttachedCallback& attached) {
+             c10::IValue value;
+             std::exception_ptr error;
+             {
+               py::gil_scoped_acquire locked;
+               try {
+                 value = torch::jit::toIValue(call(self), c10::PyObjectType::get());
+               } catch (py::error_already_set& raised) {
+                 error = errorOf(raised);
+                 raised.restore();
+                 PyErr_Clear();
+               } catch (const std::exception&) {
+                 error = std::current_exception();
+               }
+             }
+             attached.end();  // before the program goes on
+             if (error) {
+               child->setError(std::move(error));
+             } else {
+               child->markCompleted(std::move(value));
+             }
+           });
     return result;
   }
 
   static void addDoneCallbackInTurn(const Pointer& self, py::function callback) {
-    attach(self, std::move(callback), [](py::function& call, const py::object& self) {
-      py::gil_scoped_acquire locked;
-      try {
-        call(self);
-      } catch (py::error_already_set& raised) {
-        log(LogLevel::kError, "a callback of a future", "raised: ", raised.what());
-        raised.restore();
-        PyErr_Clear();
-      }
-    });
+    attach(self, std::move(callback),
+           [](py::function& call, const py::object& self, AttachedCallback&) {
+             py::gil_scoped_acquire locked;
+             try {
+               call(self);
+             } catch (py::error_already_set& raised) {
+               log(LogLevel::kError, "a callback of a future", "raised: ", raised.what());
+               raised.restore();
+               PyErr_Clear();
+             }
+           });
   }
 
  private:
@@ -146,10 +149,10 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
   template <typename Run>
   static void attach(const Pointer& self, py::function callback, Run run) {
     auto guarded = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
+    auto attached = std::make_shared<AttachedCallback>(self->origin_);
     py::gil_scoped_release unlocked;
     self->fut->addCallback([callbacks = self->callbacks_, origin = self->origin_, self, guarded,
-                            attached = self->callbacks_->attach(),
-                            run = std::move(run)](c10::ivalue::Future&) {
+                            attached, run = std::move(run)](c10::ivalue::Future&) {
       runInTurn(callbacks, origin, [self, guarded, attached, run] {
         py::object object;
         {
@@ -158,7 +161,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
         }
         std::exception_ptr failure;
         try {
-          run(guarded->func_, object);
+          run(guarded->func_, object, *attached);
         } catch (...) {  // the program has set the future that then() returned, for example
           failure = std::current_exception();
         }

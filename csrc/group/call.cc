@@ -38,14 +38,6 @@ const char* verbName(Verb verb) {
   return "unknown operation";
 }
 
-bool Call::matches(const Call& other) const {
-  Call same = other;
-  same.from = from;
-  if (!(*this == same)) return false;
-  constexpr auto kTwo = uint64_t(CalledFrom::kCallback) | uint64_t(CalledFrom::kBesideCallbacks);
-  return (from | other.from) != kTwo || from == other.from;
-}
-
 std::string describeCall(const Call& call) {
   std::string text = verbName(call.verb);
   if (call.verb == Verb::kBarrier || call.verb == Verb::kDeregisterWindow ||

@@ -25,11 +25,12 @@ enum class Verb : uint8_t {
   kMeetHosts,
 };
 
-// Where a rank called an operation. The order between the program's calls and those of callbacks is
-// the same on all ranks only if the program waits for the callbacks.
+// Where a rank called an operation. Callbacks that count are those of futures of the group's own
+// operations. The order between their calls and the program's is the same on all ranks only if the
+// program waits for the callbacks.
 enum class CalledFrom : uint8_t {
-  kProgram,          // while no callback of a future was attached that had not ended
-  kCallback,         // a callback of a future
+  kProgram,          // while no callback was attached that had not ended
+  kCallback,         // a callback
   kBesideCallbacks,  // the program, while there was one
 };
 
@@ -55,8 +56,6 @@ struct Call {
   uint32_t lengths = 0;
 
   bool operator==(const Call&) const = default;
-  // The two ranks may go on together with these calls.
-  bool matches(const Call& other) const;
 };
 static_assert(sizeof(Call) == 24);
 

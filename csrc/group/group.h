@@ -131,9 +131,14 @@ class Group final : public FlushOwner {
   std::shared_ptr<const GroupView> lastView;  // contributors of the last operation
   // True: the last operation ended with kInputsLost, and its cause is not the loss of a rank.
   bool lostInputsOnly = false;
-  // Number of calls since the last loss; ranks compare it. 0: not counted.
+  // Number of calls since the last loss, or since the group began. 0: not counted. Ranks compare it
+  // in mode `raise`, or once hasMismatched.
   uint64_t callsSinceLoss = 0;
   CalledFrom calledFrom = CalledFrom::kProgram;  // the operation that runs
+  // An operation has ended as a mismatch, as it did on all ranks. From then on ranks compare numbers
+  // of calls and CalledFrom, because later calls may be shifted.
+  bool hasMismatched = false;
+  bool comparesCounts() const { return options_.raises || hasMismatched; }
   // The last operation that ended well here. All ranks of lastView had begun it themselves then.
   // The end of an operation alone does not prove that: an agent also ends operations for a caller
   // that is late.

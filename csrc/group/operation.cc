@@ -74,6 +74,7 @@ Status Operation::run(Algorithm& algorithm) {
     if (resolution.kind == FlushAgent::Resolution::Kind::kEnded) {
       algorithm.rollBack(*this, Algorithm::Rollback::kError);
       if (resolution.view) group_.lastView = std::move(resolution.view);
+      if (resolution.status.code() == ErrorCode::kMismatch) group_.hasMismatched = true;
       return named(resolution.status.error());
     }
     if (resolution.kind == FlushAgent::Resolution::Kind::kSkipped) {
@@ -97,6 +98,7 @@ Status Operation::run(Algorithm& algorithm) {
   }
   if (group_.lastView.get() != view_) group_.lastView = kept_ ? kept_ : agent_.view();
   if (status.ok()) group_.lastBegun = number_;
+  if (status.code() == ErrorCode::kMismatch) group_.hasMismatched = true;
   agent_.end(number_, status);
   return status.ok() ? Status() : Status(named(status.error()));
 }
@@ -127,6 +129,7 @@ Status Operation::attempt(Algorithm& algorithm) {
   view_ = agent_.view().get();
   stamp_ = makeStamp(number_, agent_.attempt());
   begunSeen_ = 0;
+  calledFrom_ = 0;
   isTaking_ = isDone_ = false;
   MOONCAKE_TRY(agent_.awaitSlot(number_));
   MOONCAKE_TRY(goOn());
@@ -220,54 +223,72 @@ size_t Operation::unmapped() const {
   return size_t(std::ranges::count_if(ranks(), [&](int r) { return !isMapped(r); }));
 }
 
+// Numbers of calls and places of calls count only where the ranks compare them.
+bool Operation::isOurCall(const Call& theirs) const {
+  Call same = theirs;
+  if (!group_.comparesCounts()) same.sinceLoss = call_.sinceLoss;
+  if (!group_.hasMismatched) same.from = call_.from;
+  return same == call_;
+}
+
 Status Operation::awaitBegun(int rank) {
   MOONCAKE_TRY(awaitStamp(rank, &Slot::begun));
   failpoint("see-begun");
-  if (slot(rank).call.matches(call_)) return {};
+  const Call& theirs = slot(rank).call;
+  calledFrom_ |= 1u << theirs.from;
+  return isOurCall(theirs) ? Status() : mismatch();
+}
 
-  // The calls differ. All ranks find that out, because all compare. The error names every call.
+// Some rank's call is not ours. Every rank comes here, because each compares all calls with its
+// own. The text says which ranks called what.
+Status Operation::mismatch() {
   std::map<std::string, std::vector<int>> callers;
   std::map<uint64_t, std::vector<int>> counts;  // ranks by Call::sinceLoss
-  std::vector<int> inCallbacks, besideThem;
+  std::map<CalledFrom, std::vector<int>> places;
   for (const int r : ranks()) {
     MOONCAKE_TRY(awaitStamp(r, &Slot::begun));
-    Call theirs = slot(r).call;
+    const Call theirs = slot(r).call;
     std::string text = describeCall(theirs);
     if (theirs.fullyMapped != call_.fullyMapped)
       text += theirs.fullyMapped ? " over shared memory" : " over messages";
     callers[text].push_back(r);
     counts[theirs.sinceLoss].push_back(r);
-    if (CalledFrom(theirs.from) == CalledFrom::kCallback) inCallbacks.push_back(r);
-    if (CalledFrom(theirs.from) == CalledFrom::kBesideCallbacks) besideThem.push_back(r);
+    places[CalledFrom(theirs.from)].push_back(r);
   }
   std::string who;
   for (const auto& [text, called] : callers)
     who += (who.empty() ? "" : "; ") + listRanks(group_, called) + " called " + text;
   if (view_->skipped.empty()) agent_.allBegan(number_);
-  if (counts.size() > 1) {
-    std::string text;
+  const bool areMixed =
+      places.contains(CalledFrom::kCallback) &&
+      (group_.hasMismatched ? places.size() > 1 : places.contains(CalledFrom::kBesideCallbacks));
+  std::string difference;
+  if (group_.comparesCounts() && counts.size() > 1) {
     for (const auto& [count, called] : counts) {
-      text += (text.empty() ? "" : "; ") + listRanks(group_, called) + " called its operation " +
-              std::to_string(count) + " since the group began or lost a rank";
+      difference += (difference.empty() ? "" : "; ") + listRanks(group_, called) +
+                    " called its operation " + std::to_string(count) +
+                    " since the group began or lost a rank";
     }
-    return agree(
-        {ErrorCode::kMismatch,
-         "the ranks are not at the same operation: " + text + " (" + who +
-             "). Nothing was changed; call mooncake_backend.acknowledge_loss(group) on all ranks "
-             "where they go on together, then the same operation"});
+  } else if (areMixed) {
+    for (const auto& [place, called] : places) {
+      difference += (difference.empty() ? "" : "; ") + listRanks(group_, called) +
+                    (place == CalledFrom::kCallback ? " called it in a callback of a future"
+                                                    : " called it in the program");
+    }
+  } else {
+    return agree({ErrorCode::kMismatch,
+                  "the ranks called different operations: " + who +
+                      ". Nothing was changed; make all ranks call the same operation"});
   }
-  if (!inCallbacks.empty() && !besideThem.empty()) {
-    return agree(
-        {ErrorCode::kMismatch,
-         "the ranks are not at the same operation: " + listRanks(group_, inCallbacks) +
-             " called it in a callback of a future, " + listRanks(group_, besideThem) +
-             " beside such a callback (" + who +
-             "). Nothing was changed; let the program wait for the future that then() returns "
-             "before it calls the next operation"});
-  }
+  const bool isShift = !areMixed && !group_.hasMismatched;
   return agree(
-      {ErrorCode::kMismatch, "the ranks called different operations: " + who +
-                                 ". Nothing was changed; make all ranks call the same operation"});
+      {ErrorCode::kMismatch,
+       "the ranks are not at the same operation: " + difference + " (" + who +
+           "). Nothing was changed; " +
+           (isShift ? "call mooncake_backend.acknowledge_loss(group) on all ranks where they go on "
+                      "together, then the same operation"
+                    : "let the program wait for the future that then() returns before it calls the "
+                      "next operation")});
 }
 
 Status Operation::awaitAllBegun(const std::function<void(int)>& onBegun) {
@@ -275,6 +296,9 @@ Status Operation::awaitAllBegun(const std::function<void(int)>& onBegun) {
     MOONCAKE_TRY(awaitBegun(ranks()[begunSeen_]));
     if (onBegun) onBegun(ranks()[begunSeen_]);
   }
+  constexpr unsigned kMixed =
+      1u << unsigned(CalledFrom::kCallback) | 1u << unsigned(CalledFrom::kBesideCallbacks);
+  if ((calledFrom_ & kMixed) == kMixed) return mismatch();
   if (view_->skipped.empty()) agent_.allBegan(number_);
   waiter_.deadline = deadline_;
   waiter_.spin = waiter_.spin.patient();
@@ -283,7 +307,7 @@ Status Operation::awaitAllBegun(const std::function<void(int)>& onBegun) {
 }
 
 bool Operation::hasBegun(int rank) const {
-  return hasStamp(rank, &Slot::begun) && slot(rank).call.matches(call_);
+  return hasStamp(rank, &Slot::begun) && isOurCall(slot(rank).call);
 }
 
 Result<const std::byte*> Operation::payloadOf(int rank, size_t bytes) const {

@@ -149,6 +149,8 @@ class Operation {
   Status attempt(Algorithm& algorithm);
   FlushAgent::Resolution resolve(Status why);
   Status awaitBegun(int rank);
+  bool isOurCall(const Call& theirs) const;
+  Status mismatch();
   void putStamp(StampWord word, std::span<const std::byte> data = {});
   template <typename IsReady>
   Status waitUntil(IsReady isReady);
@@ -175,9 +177,10 @@ class Operation {
   const GroupView* view_;
   std::shared_ptr<const GroupView> kept_;  // keeps view_, once there may be a later one
   uint64_t stamp_;
-  size_t begunSeen_ = 0;   // so many of ranks() have begun and agree with our call
-  bool isTaking_ = false;  // another rank has ended this attempt well
-  bool isDone_ = false;    // published in this attempt
+  size_t begunSeen_ = 0;     // so many of ranks() have begun and agree with our call
+  unsigned calledFrom_ = 0;  // of these: a bit for each CalledFrom
+  bool isTaking_ = false;    // another rank has ended this attempt well
+  bool isDone_ = false;      // published in this attempt
   bool isAgreed_ = false;
   std::optional<Clock::duration> patience_;
   Deadline skipAt_ = Deadline::at(Clock::time_point::max());

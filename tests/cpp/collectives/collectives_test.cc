@@ -280,6 +280,36 @@ TEST_P(CollectivesTest, BarrierHoldsUntilAllHaveCome) {
   });
 }
 
+// Three ranks, so that one of them has the same call as both of the others.
+TEST_P(CollectivesTest, CallsOfCallbacksAndBesideThemAreErrorsEverywhere) {
+  if (ranks().size < 3) GTEST_SKIP() << "needs a rank of each kind";
+  runRanks(ranks(), [](Group& group) {
+    constexpr CalledFrom kPlaces[] = {CalledFrom::kCallback, CalledFrom::kBesideCallbacks,
+                                      CalledFrom::kProgram};
+    for (const size_t count : kCounts) {
+      group.hasMismatched = false;
+      auto data = inputOf(group.rank(), count);
+      // A callback on some ranks and the program on others go together.
+      group.calledFrom = group.rank() == 0 ? CalledFrom::kCallback : CalledFrom::kProgram;
+      expectOk(barrier(group, soon()));
+      group.calledFrom = kPlaces[group.rank() % 3];
+      const Status status = allreduce(group, bytesOf(data), kFloatSum, soon());
+      ASSERT_EQ(status.code(), ErrorCode::kMismatch);
+      EXPECT_NE(status.error().message.find("called it in a callback"), std::string::npos)
+          << status.error().message;
+      EXPECT_EQ(data, inputOf(group.rank(), count));
+      // The next calls may be shifted, so less is allowed.
+      group.calledFrom = group.rank() == 0 ? CalledFrom::kCallback : CalledFrom::kProgram;
+      EXPECT_EQ(barrier(group, soon()).code(), ErrorCode::kMismatch);
+      group.calledFrom = CalledFrom::kProgram;
+      group.callsSinceLoss = group.rank() == 0 ? 2 : 1;
+      EXPECT_EQ(barrier(group, soon()).code(), ErrorCode::kMismatch);
+      group.callsSinceLoss = 0;
+      expectOk(barrier(group, soon()));
+    }
+  });
+}
+
 TEST_P(CollectivesTest, DifferentCallsAreErrorsEverywhereAndTheGroupGoesOn) {
   if (ranks().size < 2) GTEST_SKIP() << "one rank always agrees with itself";
   runRanks(ranks(), [](Group& group) {
