@@ -69,8 +69,8 @@ def python_tests(files: Iterable[str]) -> set[str]:
 
 
 def cpp_tests(files: Iterable[str]) -> set[str]:
-    """Names of files in tests/cpp, without their ends: those that include a header of a room of
-    csrc that has changed, and those that have changed themselves."""
+    """Names of files in tests/cpp, without their ends: those in the folder of a room of csrc that
+    has changed, those that include one of its headers, and those that have changed themselves."""
     folder = ROOT / "tests/cpp"
     everything = {path.stem for path in folder.rglob("*.cc")}
     rooms, chosen = set(), set()
@@ -85,8 +85,15 @@ def cpp_tests(files: Iterable[str]) -> set[str]:
             chosen.add(Path(file).stem)
     if "base" in rooms:
         return everything
+
+    def included(path: Path) -> set[str]:
+        """Rooms, also by way of the tests' own headers."""
+        names = re.findall(r'#include "([\w./]+)"', path.read_text(encoding="utf-8"))
+        own = [folder / name for name in names if (folder / name).exists()]
+        return {name.split("/")[0] for name in names}.union(*map(included, own))
+
     for path in folder.rglob("*.cc"):
-        if rooms & set(re.findall(r'#include "(\w+)/', path.read_text(encoding="utf-8"))):
+        if rooms & {path.relative_to(folder).parts[0], *included(path)}:
             chosen.add(path.stem)
     return chosen & everything
 

@@ -59,8 +59,8 @@ def main() -> int:
     for room in sorted(lines, key=lambda room: -riddles[room]):
         print(f"{room:20} {riddles[room]:5} of {lines[room]:5} lines")
     print(
-        f"{share:.1%} of the comment lines have a subject that nobody can look up, above the ceiling of"
-        f" {CEILING:.0%}: name the rank, the sender, the owner of the region"
+        f"{share:.1%} of the comment lines have a subject that nobody can look up, above the"
+        f" ceiling of {CEILING:.0%}: name the rank, the sender, the owner of the region"
     )
     return 1
 
