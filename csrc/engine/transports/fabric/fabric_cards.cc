@@ -25,7 +25,7 @@ constexpr std::chrono::seconds kMostStop = 3 * kPatience + std::chrono::seconds(
 }  // namespace
 
 // One piece. Holds the channel and the transfer until the card is done with it.
-class FabricChannel::MovePiece final : public NicOperation {
+class FabricChannel::MovePiece final : public RailOperation {
  public:
   MovePiece(std::shared_ptr<FabricChannel> channel, std::shared_ptr<CardTransfer> transfer,
             const CardPiece& what)

@@ -28,7 +28,7 @@ constexpr size_t kMostBulk = 65536;
 
 // Holds the packet and the channel until the card is done with it. That it came through the peer
 // says, not the card.
-class FabricChannel::SendPacket final : public NicOperation {
+class FabricChannel::SendPacket final : public RailOperation {
  public:
   SendPacket(std::shared_ptr<FabricChannel> channel, std::shared_ptr<OutPacket> packet, size_t path,
              RailPeer peer)

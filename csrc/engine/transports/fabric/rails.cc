@@ -120,7 +120,7 @@ RailShare::~RailShare() {
 
 // Under the rail's lock. Ok: it is the card's, until its completion. kInterrupted: its channel has
 // its share, or the card has all that it takes. kExhausted: the card does not take it now.
-Status Rails::start(Rail& rail, NicOperation& operation) {
+Status Rails::start(Rail& rail, RailOperation& operation) {
   const uint64_t generation = operation.generation();
   const bool isOfAnother =
       generation != 0 && generation != rail.generation.load(std::memory_order_relaxed);
@@ -134,7 +134,7 @@ Status Rails::start(Rail& rail, NicOperation& operation) {
 }
 
 // Under the rail's lock: to the card, which has begun it, or to those that failed.
-void Rails::give(Rail& rail, std::unique_ptr<NicOperation> operation, const Status& begun) {
+void Rails::give(Rail& rail, std::unique_ptr<RailOperation> operation, const Status& begun) {
   if (begun.ok()) {
     operation.release();
   } else {
@@ -163,7 +163,7 @@ bool Rails::beginWaiting(Rail& rail) {
   return isRefused;
 }
 
-void Rails::submit(size_t index, std::unique_ptr<NicOperation> operation) {
+void Rails::submit(size_t index, std::unique_ptr<RailOperation> operation) {
   Rail& rail = *rails_[index];
   std::lock_guard lock(rail.mutex);
   if (stopping_.load(std::memory_order_acquire)) return;
@@ -186,7 +186,7 @@ void Rails::submit(size_t index, std::unique_ptr<NicOperation> operation) {
 // True: something waits that the card may take before a completion comes.
 bool Rails::feed(size_t index) {
   Rail& rail = *rails_[index];
-  std::deque<std::unique_ptr<NicOperation>> failed;
+  std::deque<std::unique_ptr<RailOperation>> failed;
   bool waits;
   {
     std::lock_guard lock(rail.mutex);
@@ -264,7 +264,7 @@ size_t Rails::serve(size_t index, std::span<NicCompletion> room) {
       onReceived(index, completion);
       continue;
     }
-    std::unique_ptr<NicOperation> operation(static_cast<NicOperation*>(completion.context));
+    std::unique_ptr<RailOperation> operation(static_cast<RailOperation*>(completion.context));
     {
       std::lock_guard lock(rail.mutex);
       rail.slots.giveBack(operation->share().owners_[index]);

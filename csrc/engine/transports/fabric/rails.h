@@ -18,47 +18,9 @@
 #include "engine/transports/fabric/fair_queue.h"
 #include "engine/transports/fabric/fair_shares.h"
 #include "engine/transports/fabric/packet_pool.h"
+#include "engine/transports/fabric/rail_operation.h"
 
 namespace mooncake {
-
-// A peer's card in the address table of one of ours, until that is renewed.
-struct RailPeer {
-  NicPeer number = 0;
-  uint64_t generation = 0;
-};
-
-class Rails;
-
-// The operations of one channel that each card has under way. Goes before the rails, and after the
-// operations.
-class RailShare {
- public:
-  explicit RailShare(Rails& rails);
-  ~RailShare();
-  RailShare(const RailShare&) = delete;
-  RailShare& operator=(const RailShare&) = delete;
-
- private:
-  friend class Rails;
-  Rails& rails_;
-  std::vector<FairShares::Owner> owners_;  // by rail, guarded by its lock
-};
-
-// What a card is asked to do. A card has it from begin() until its completion, else a queue.
-class NicOperation {
- public:
-  virtual ~NicOperation() = default;
-  // With `this` as the context. Under the rail's lock.
-  virtual Status begin(Nic& nic) = 0;
-  // Once, on a thread that polls, without a lock; also when it never began.
-  virtual void end(const NicCompletion& how) = 0;
-  virtual RailShare& share() const = 0;
-  // It names what only this card knows, and begins with none that follows it. 0: any.
-  virtual uint64_t generation() const { return 0; }
-  // The memory is somebody else's as soon as it has ended: one that the card abandons ends when
-  // that card is closed, which it is at once.
-  virtual bool endsWithTheCard() const { return false; }
-};
 
 // Who takes the packets that are meant for one incarnation.
 class PacketSink {
@@ -109,7 +71,7 @@ class Rails {
   void release(size_t rail, RailPeer peer);
 
   // Any thread, with or without a channel's lock.
-  void submit(size_t rail, std::unique_ptr<NicOperation> operation);
+  void submit(size_t rail, std::unique_ptr<RailOperation> operation);
 
   void add(uint64_t incarnation, std::weak_ptr<PacketSink> sink);
   void remove(uint64_t incarnation);
@@ -156,20 +118,20 @@ class Rails {
     std::map<NicPeer, size_t> peers;  // how often each is in use
     FairShares slots;                 // operations that it has under way
     size_t underWay() const { return limits.sendDepth - slots.left(); }
-    FairQueue<NicOperation> waiting;
-    std::deque<std::unique_ptr<NicOperation>> failed;  // to begin
+    FairQueue<RailOperation> waiting;
+    std::deque<std::unique_ptr<RailOperation>> failed;  // to begin
     // Of the thread that polls.
     std::vector<Receive> receives;
     std::vector<Receive*> unposted;
     // The card may still use their memory: they stay until it is closed. Those that
     // end with it are told then.
-    std::vector<std::pair<std::unique_ptr<NicOperation>, NicCompletion>> abandoned;
+    std::vector<std::pair<std::unique_ptr<RailOperation>, NicCompletion>> abandoned;
     Clock::time_point reopenAt;
   };
 
   explicit Rails(Options options) : options_(std::move(options)) {}
-  Status start(Rail& rail, NicOperation& operation);
-  void give(Rail& rail, std::unique_ptr<NicOperation> operation, const Status& begun);
+  Status start(Rail& rail, RailOperation& operation);
+  void give(Rail& rail, std::unique_ptr<RailOperation> operation, const Status& begun);
   bool beginWaiting(Rail& rail);
   void run(size_t first, size_t step);
   void sleepAtAll(size_t first, size_t step, Clock::time_point until);
@@ -183,7 +145,7 @@ class Rails {
   void closeCard(size_t index);
   void endAll(size_t index);
   bool reopen(size_t index);
-  void keep(Rail& rail, std::unique_ptr<NicOperation> operation, const NicCompletion& how);
+  void keep(Rail& rail, std::unique_ptr<RailOperation> operation, const NicCompletion& how);
 
   static thread_local const Rails* isPolling;  // whose thread this is
 

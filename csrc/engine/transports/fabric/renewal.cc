@@ -105,7 +105,7 @@ void Rails::endAll(size_t index) {
 }
 
 // The card has ended it, and may still use its memory.
-void Rails::keep(Rail& rail, std::unique_ptr<NicOperation> operation, const NicCompletion& how) {
+void Rails::keep(Rail& rail, std::unique_ptr<RailOperation> operation, const NicCompletion& how) {
   if (rail.isClosed) {
     NicCompletion over = how;
     over.abandoned = false;

@@ -68,7 +68,7 @@ struct Counts {
   std::atomic<size_t> begun{0}, ended{0}, failed{0};
 };
 
-class Sending final : public NicOperation {
+class Sending final : public RailOperation {
  public:
   Sending(NicPeer to, RailShare& share, Counts& counts) : to_(to), share_(share), counts_(counts) {}
   Status begin(Nic& nic) override {
