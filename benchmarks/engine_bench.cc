@@ -266,7 +266,7 @@ int idle(char** arguments) {
   return 0;
 }
 
-class Post final : public NicOperation {
+class Post final : public RailOperation {
  public:
   Post(std::span<std::byte> source, std::atomic<uint64_t>& done, RailShare& share)
       : source_(source), done_(done), share_(share) {}

@@ -485,7 +485,7 @@ void FabricChannel::onCard(const control::Card& card) {
   const auto now = Clock::now();
   for (size_t path = 0; path < paths_.count(); ++path) {
     if (path % theirs_->rails.size() != card.index) continue;
-    if (peers_[path]) rails_->release(path, *peers_[path]);
+    if (peers_[path]) (*rails_)[path].release(*peers_[path]);
     peers_[path].reset();
     leaveOut(path, now, "the peer's was opened anew", /*isAnew=*/true);
   }

@@ -15,8 +15,6 @@ namespace {
 
 // As TCP has it.
 constexpr size_t kMostQueuedBytes = size_t(256) << 20;
-// Until a card that has not answered is asked once more.
-constexpr auto kColdPause = std::chrono::milliseconds(100);
 constexpr size_t kMostWords = 4096;  // whose last put is remembered, before those that landed go
 
 }  // namespace
@@ -29,7 +27,7 @@ FabricChannel::FabricChannel(const TransportContext& context, std::shared_ptr<Ra
       memories_(std::move(memories)),
       peer_(peer),
       options_(std::move(options)),
-      buffers_(rails_->pool()),
+      buffers_(rails_->pool().buffers()),
       operations_(*rails_),
       paths_(options_.stallLimit),
       incoming_(context.regions),
@@ -41,7 +39,7 @@ void FabricChannel::attach(std::shared_ptr<Channel> below) {
   std::lock_guard lock(mutex_);
   below_ = std::move(below);
   incarnation_ = newIncarnation();
-  rails_->add(incarnation_, weak_from_this());
+  rails_->sinks().add(incarnation_, weak_from_this());
   sayHello();
   pump(Clock::now());
 }
@@ -240,49 +238,27 @@ void FabricChannel::warmUp(std::span<const RemoteRegion> regions, Deadline deadl
   const Status now = usable();
   if (!now.ok()) return done(now);
   if (fenced_) return done({ErrorCode::kAborted, "the peer is no longer part of the job"});
-  WarmUp& one = warming_.emplace_back(WarmUp{{}, deadline, std::move(done)});
+  std::vector<uint64_t> keys;
   for (const RemoteRegion& region : regions) {
-    if (memories_) one.keys.push_back(region.key);
+    if (memories_) keys.push_back(region.key);
   }
+  warmUp_.add(std::move(keys), deadline, std::move(done));
   if (theirs_) askCold(Clock::now());
-  if (!warming_.empty()) activate();
+  if (warmUp_.hasCallers()) activate();
 }
 
-// Over each path that is up and has answered nothing yet; what is lost is asked again. Those that
-// are left out are probed anyway. And for the keys, of which we tell ours.
+// Also asks for the keys that callers wait for, and tells the peer ours.
 void FabricChannel::askCold(Clock::time_point now) {
-  bool isAnyWarm = false, isAnyCold = false;
-  for (size_t i = 0; i < isWarm_.size(); ++i) {
-    isAnyWarm = isAnyWarm || isWarm_[i];
-    isAnyCold = isAnyCold || (!isWarm_[i] && paths_.isUp(i));
-  }
-  std::erase_if(warming_, [&](WarmUp& one) {
-    std::erase_if(one.keys, [&](uint64_t key) {
-      (void)grantOf(key);
-      return grants_[key].isAnswered;
-    });
-    const bool isWarm = isAnyWarm && !isAnyCold && one.keys.empty();
-    const bool isLate = now >= one.deadline.when();
-    if (isWarm) {
-      one.done({});
-    } else if (isLate) {
-      one.done({ErrorCode::kTimeout, "not every card has reached it in time"});
-    }
-    return isWarm || isLate;
-  });
-  if (now < askColdAt_ || warming_.empty()) return;
-  askColdAt_ = now + kColdPause;
+  const auto isThere = [&](uint64_t key) {
+    (void)grantOf(key);
+    return grants_[key].isAnswered;
+  };
+  if (!warmUp_.look(now, paths_, isThere)) return;
   if (memories_ && !rails_->limits(0).closeEndsReads) {
     for (const uint64_t key : memories_->keys(control::kMostOffers)) offer(key);
   }
-  for (size_t i = 0; i < isWarm_.size(); ++i) {
-    if (!isWarm_[i] && paths_.isUp(i))
-      sendPlain({.kind = Packet::Kind::kProbe, .number = paths_.probe(i)}, i);
-  }
-}
-
-void FabricChannel::endWarmUp(const Status& how) {
-  for (const WarmUp& one : std::exchange(warming_, {})) one.done(how);
+  for (const size_t path : warmUp_.coldOnes(paths_))
+    sendPlain({.kind = Packet::Kind::kProbe, .number = paths_.probe(path)}, path);
 }
 
 // ---- what the peer's end says
@@ -400,8 +376,7 @@ void FabricChannel::onHello(control::Hello hello) {
   theirs_ = std::move(hello);
   paths_.reset(rails_->count());
   peers_.assign(rails_->count(), std::nullopt);
-  isWarm_.assign(rails_->count(), false);
-  askColdAt_ = {};
+  warmUp_.reset(rails_->count());
   if (onPath_) {
     // The first that answers a probe is the first that is up.
     for (size_t i = 0; i < paths_.count(); ++i) paths_.leaveOut(i, Clock::now());

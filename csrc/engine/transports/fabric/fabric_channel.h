@@ -11,11 +11,12 @@
 
 #include "engine/contract/transport.h"
 #include "engine/packets/incoming.h"
+#include "engine/packets/paths.h"
+#include "engine/packets/sent_packets.h"
 #include "engine/transports/fabric/card_transfer.h"
 #include "engine/transports/fabric/control.h"
-#include "engine/transports/fabric/paths.h"
 #include "engine/transports/fabric/rails.h"
-#include "engine/transports/fabric/sent_packets.h"
+#include "engine/transports/fabric/warm_up.h"
 
 namespace mooncake {
 
@@ -243,7 +244,6 @@ class FabricChannel final : public Channel,
   void perhapsBreak();
   void endWait(const Status& how);
   void askCold(Clock::time_point now);
-  void endWarmUp(const Status& how);
   void activate();
   void sayHello();
   void tell(const Bytes& bytes);
@@ -289,14 +289,7 @@ class FabricChannel final : public Channel,
   std::vector<std::optional<RailPeer>> peers_;  // by path, once it was used
   uint64_t turn_ = 0;                           // of the rails
   std::function<void(Status)> onPath_;          // waits for one that leads there
-  std::vector<bool> isWarm_;                    // by path: something has been answered over it
-  struct WarmUp {
-    std::vector<uint64_t> keys;  // that are still to come
-    Deadline deadline;
-    std::function<void(Status)> done;
-  };
-  std::vector<WarmUp> warming_;  // wait for all that work
-  Clock::time_point askColdAt_;  // the others, once more
+  WarmUp warmUp_;
 
   std::deque<Stream> puts_, bulk_;
   bool isBulksTurn_ = false;

@@ -134,7 +134,7 @@ void FabricChannel::beginFence() {
   // buffer, and no operation of a card, waits for it.
   dropSent();
   releasePeers();
-  endWarmUp({ErrorCode::kAborted, "the peer is no longer part of the job"});
+  warmUp_.end({ErrorCode::kAborted, "the peer is no longer part of the job"});
   fencing_ = {.told = std::move(fenced), .stopped = takeMoving(nullptr)};
   finishAll(ErrorCode::kAborted);
 }
@@ -161,7 +161,7 @@ void FabricChannel::close() {
     below = below_;
     hasLeft = hasLeft_;
     if ((isFirst = !std::exchange(closed_, true))) {
-      rails_->remove(incarnation_);
+      rails_->sinks().remove(incarnation_);
       dropBulk();
       retiring_.clear();
       stopped = takeMoving(nullptr);
@@ -171,7 +171,7 @@ void FabricChannel::close() {
       sent_.clear();
       releasePeers();
       endWait({ErrorCode::kAborted, "the channel is closed"});
-      endWarmUp({ErrorCode::kAborted, "the channel is closed"});
+      warmUp_.end({ErrorCode::kAborted, "the channel is closed"});
     }
   }
   stop(stopped, ErrorCode::kAborted);
@@ -224,7 +224,7 @@ void FabricChannel::flushPuts() {
 
 void FabricChannel::releasePeers() {
   for (size_t i = 0; i < peers_.size(); ++i) {
-    if (peers_[i]) rails_->release(i, *peers_[i]);
+    if (peers_[i]) (*rails_)[i].release(*peers_[i]);
   }
   peers_.assign(peers_.size(), std::nullopt);
 }
@@ -234,7 +234,7 @@ void FabricChannel::lose(const Error& why) {
   if (!lost_) lost_ = why;
   dropBulk();
   finishAll(ErrorCode::kPeerLost);
-  endWarmUp(*lost_);
+  warmUp_.end(*lost_);
 }
 
 void FabricChannel::breakOff(const std::string& why) {
@@ -300,7 +300,7 @@ void FabricChannel::restart() {
   if (closed_) return;
   endWait({ErrorCode::kPeerLost, "the connection was made anew"});
   ++epoch_;
-  rails_->remove(incarnation_);
+  rails_->sinks().remove(incarnation_);
   finishAll(ErrorCode::kPeerLost);
   dropBulk();
   puts_.clear();
@@ -316,15 +316,15 @@ void FabricChannel::restart() {
   heldRetires_.clear();
   ackOwed_ = 0;
   theirs_.reset();
-  isWarm_.clear();
-  endWarmUp({ErrorCode::kPeerLost, "the connection was made anew"});
+  warmUp_.reset(0);
+  warmUp_.end({ErrorCode::kPeerLost, "the connection was made anew"});
   releasePeers();
   arriving_.clear();
   lost_.reset();
   standsUntil_ = Clock::now() + kLeastStanding;
   heard_ = below_->lifeSigns();
   incarnation_ = newIncarnation();
-  rails_->add(incarnation_, weak_from_this());
+  rails_->sinks().add(incarnation_, weak_from_this());
   sayHello();
 }
 

@@ -98,7 +98,7 @@ bool FabricChannel::sendNext(std::deque<Stream>& streams, Clock::time_point now)
   auto path = stream.path;
   if (isSplit || !path || !paths_.isUp(*path)) path = paths_.choose(stream.turn + stream.pieces);
   if (!path) return false;
-  const auto packet = OutPacket::make(rails_->pool(), buffers_);
+  const auto packet = OutPacket::make(rails_->pool().buffers(), buffers_);
   if (!packet) return false;  // the next tick tries again
   stream.path = path;
   const uint64_t serial = ++lastSerial_;
@@ -175,7 +175,8 @@ std::optional<RailPeer> FabricChannel::peerAt(size_t path) {
   auto& peer = peers_[path];
   if (peer && peer->generation == rails_->generation(path)) return peer;
   peer.reset();
-  const auto inserted = rails_->insert(path, theirs_->rails[path % theirs_->rails.size()].address);
+  const auto inserted =
+      (*rails_)[path].insert(theirs_->rails[path % theirs_->rails.size()].address);
   if (inserted.ok()) peer = *inserted;
   return peer;
 }
@@ -204,7 +205,8 @@ void FabricChannel::moveSentOut(Clock::time_point now) {
 
 // Without a serial: nothing waits for it. False: there is no buffer for it.
 bool FabricChannel::sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers) {
-  const auto out = theirs_ ? OutPacket::make(rails_->pool(), buffers_, /*isUrgent=*/true) : nullptr;
+  const auto out =
+      theirs_ ? OutPacket::make(rails_->pool().buffers(), buffers_, /*isUrgent=*/true) : nullptr;
   if (!out) return false;
   packet.incarnation = theirs_->incarnation;
   packet.acked = serials_.below();
@@ -286,7 +288,7 @@ void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
       if (theirs_) sendPlain({.kind = Packet::Kind::kProbed, .number = packet.number}, rail);
       break;
     case Packet::Kind::kProbed:
-      if (!isWarm_.empty()) isWarm_[paths_.pathOf(packet.number)] = true;
+      if (paths_.count() > 0) warmUp_.answered(paths_.pathOf(packet.number));
       if (const auto path = paths_.answered(packet.number, now)) {
         log(LogLevel::kInfo, options_.name, "card ", rails_->name(*path),
             " reaches its peer again");
@@ -322,7 +324,7 @@ bool FabricChannel::tick(Clock::time_point now) {
   moveSentOut(now);
   for (const auto& probe : paths_.probes(now))
     sendPlain({.kind = Packet::Kind::kProbe, .number = probe.number}, probe.path);
-  if (!warming_.empty()) askCold(now);
+  if (warmUp_.hasCallers()) askCold(now);
   if (ackOwed_ > 0 && now >= ackDue_) sendAck();
   const auto since = paths_.allOutSince();
   if (!paths_.stalled(now).empty() || (since && now - *since > options_.pathLimit)) ask(now);
@@ -333,7 +335,7 @@ bool FabricChannel::tick(Clock::time_point now) {
   isActive_ = true;  // pump() does not ask for what we say here
   pump(now);
   isActive_ = ackOwed_ > 0 || paths_.hasWork() || !puts_.empty() || !bulk_.empty() ||
-              sent_.waiting() > 0 || !warming_.empty() || !unmoved_.empty() || heldUpSince_;
+              sent_.waiting() > 0 || warmUp_.hasCallers() || !unmoved_.empty() || heldUpSince_;
   return isActive_;
 }
 

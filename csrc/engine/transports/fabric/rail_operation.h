@@ -5,7 +5,7 @@
 
 #include "base/result.h"
 #include "engine/nic/nic.h"
-#include "engine/transports/fabric/fair_shares.h"
+#include "engine/packets/fair_shares.h"
 
 namespace mooncake {
 
@@ -28,7 +28,7 @@ class RailShare {
   RailShare& operator=(const RailShare&) = delete;
 
  private:
-  friend class Rails;
+  friend class Rail;
   Rails& rails_;
   std::vector<FairShares::Owner> owners_;  // by rail; each is guarded by that rail's lock
 };

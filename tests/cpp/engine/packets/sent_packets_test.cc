@@ -1,5 +1,5 @@
 // Packets that are not acknowledged yet, and the paths over which they are sent again.
-#include "engine/transports/fabric/sent_packets.h"
+#include "engine/packets/sent_packets.h"
 
 #include <gtest/gtest.h>
 

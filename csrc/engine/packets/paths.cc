@@ -1,4 +1,4 @@
-#include "engine/transports/fabric/paths.h"
+#include "engine/packets/paths.h"
 
 #include <algorithm>
 

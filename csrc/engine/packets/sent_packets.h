@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "engine/packets/out_packet.h"
 #include "engine/packets/packet.h"
-#include "engine/transports/fabric/packet_pool.h"
-#include "engine/transports/fabric/paths.h"
+#include "engine/packets/paths.h"
 
 namespace mooncake {
 

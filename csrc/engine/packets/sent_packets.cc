@@ -1,4 +1,4 @@
-#include "engine/transports/fabric/sent_packets.h"
+#include "engine/packets/sent_packets.h"
 
 #include <algorithm>
 #include <utility>

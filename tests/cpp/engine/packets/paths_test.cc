@@ -1,5 +1,5 @@
 // The choice of paths to a peer, tested without a clock.
-#include "engine/transports/fabric/paths.h"
+#include "engine/packets/paths.h"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/result.h"
+#include "engine/packets/fair_shares.h"
+
+namespace mooncake {
+
+// Buffers of one size for packets, in one block of memory. A page costs nothing until it is
+// touched, and the buffer that came back last is the next one. Channels share the buffers
+// (FairShares). Any thread.
+class PacketPool {
+ public:
+  // Number of buffers that only urgent packets take, when their channel has its share of the
+  // others. Urgent packets free buffers. Without the reserve, two ends with full pools would wait
+  // for each other's acknowledgements.
+  static constexpr size_t kReserve = 32;
+
+  // The buffers that one channel holds. Lives longer than the channel's packets, and shorter than
+  // the pool.
+  class Share {
+   public:
+    explicit Share(PacketPool& pool);
+    ~Share();
+    Share(const Share&) = delete;
+    Share& operator=(const Share&) = delete;
+
+   private:
+    friend class PacketPool;
+    PacketPool& pool_;
+    FairShares::Owner owner_;  // guarded by the pool's lock, as `urgent_` is
+    size_t urgent_ = 0;        // buffers of the reserve
+  };
+  struct Buffer {
+    std::byte* at = nullptr;  // null: none is left for this share
+    bool isOfReserve = false;
+  };
+
+  static Result<std::unique_ptr<PacketPool>> create(size_t count, size_t bytes);
+  ~PacketPool();
+  PacketPool(const PacketPool&) = delete;
+  PacketPool& operator=(const PacketPool&) = delete;
+
+  size_t count() const { return count_; }
+  size_t bufferBytes() const { return bytes_; }
+  // Returns the memory of all buffers.
+  std::span<std::byte> memory() const { return {base_, count_ * bytes_}; }
+  Buffer take(Share& share, bool isUrgent = false);
+  void giveBack(Share& share, Buffer buffer);
+  // Returns the buffer with this index, in a pool without shares.
+  std::byte* at(size_t index) const { return base_ + index * bytes_; }
+
+ private:
+  PacketPool(std::byte* base, size_t count, size_t bytes);
+
+  std::byte* const base_;
+  const size_t count_, bytes_;
+  mutable std::mutex mutex_;  // guards the members below
+  std::vector<uint32_t> free_;
+  FairShares shares_;
+  size_t reserve_ = kReserve;  // free buffers of the reserve
+};
+
+}  // namespace mooncake
