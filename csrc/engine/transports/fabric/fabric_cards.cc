@@ -78,7 +78,7 @@ std::shared_ptr<CardTransfer> FabricChannel::moveByCards(bool isWrite, bool isOn
       memory.size() > grant->bytes - offset)
     return nullptr;
   const auto transfer = std::make_shared<CardTransfer>();
-  transfer->number = ++lastNumber_;
+  transfer->number = stream_.nextNumber();
   transfer->kind = isWrite ? CardTransfer::Kind::kWrite : CardTransfer::Kind::kRead;
   transfer->key = region.key;
   transfer->offset = offset;
@@ -87,7 +87,7 @@ std::shared_ptr<CardTransfer> FabricChannel::moveByCards(bool isWrite, bool isOn
   transfer->local = std::move(*local);
   transfer->grant = grant;
   transfer->isOneOfFew = isOneOfFew;
-  transfer->turn = turn_++;
+  transfer->turn = stream_.nextRail();
   moving_.emplace(transfer->number, transfer);
   unmoved_.push_back(transfer);
   return transfer;
@@ -106,7 +106,7 @@ std::shared_ptr<control::Grant> FabricChannel::grantOf(uint64_t key) {
 }
 
 void FabricChannel::moveOn(Clock::time_point now) {
-  while (!unmoved_.empty() && underWay_ < kWindow * paths_.count()) {
+  while (!unmoved_.empty() && underWay_ < kWindow * stream_.paths().count()) {
     const auto transfer = unmoved_.front();
     const bool isOver = transfer->end || transfer->position == transfer->memory.size();
     if (!isOver && !movePiece(transfer, now)) return;
@@ -134,13 +134,13 @@ std::optional<FabricChannel::Way> FabricChannel::wayFor(const CardTransfer& tran
                                                         Clock::time_point now) {
   const uint64_t first = transfer.turn + (isSplit ? transfer.pieces : 0);
   std::optional<Way> best;
-  for (size_t i = 0; i < paths_.count(); ++i) {
-    const size_t path = (first + i) % paths_.count();
-    if (!paths_.isUp(path) || !isAble(transfer, path)) continue;
+  for (size_t i = 0; i < stream_.paths().count(); ++i) {
+    const size_t path = (first + i) % stream_.paths().count();
+    if (!stream_.paths().isUp(path) || !isAble(transfer, path)) continue;
     if (best && movingOn_[path] >= movingOn_[best->path]) continue;
     const auto peer = peerAt(path);
     if (!peer) {
-      leaveOut(path, now, "the peer's card has no address here");
+      stream_.leaveOut(path, now, "the peer's card has no address here");
     } else if (peer->generation == transfer.local.cards[path]->generation()) {
       best = {path, *peer};
     }
@@ -148,18 +148,13 @@ std::optional<FabricChannel::Way> FabricChannel::wayFor(const CardTransfer& tran
   return best;
 }
 
-// Where there are many at once the cards share them, and each ends sooner undivided.
-uint64_t FabricChannel::splitBytes(bool isOneOfFew) const {
-  return isOneOfFew ? options_.splitBytes / 16 : options_.splitBytes;
-}
-
 // The next one. False: no path is up.
 bool FabricChannel::movePiece(const std::shared_ptr<CardTransfer>& transfer,
                               Clock::time_point now) {
   const uint64_t all = transfer->memory.size();
-  const bool isSplit = all >= splitBytes(transfer->isOneOfFew);
+  const bool isSplit = all >= stream_.splitBytes(transfer->isOneOfFew);
   const auto way = wayFor(*transfer, isSplit, now);
-  if (paths_.up() == 0) return false;
+  if (stream_.paths().up() == 0) return false;
   ++transfer->open;
   if (!way) {  // the rest of it
     const uint64_t rest = std::exchange(transfer->position, all);
@@ -178,7 +173,7 @@ bool FabricChannel::movePiece(const std::shared_ptr<CardTransfer>& transfer,
   uint64_t bytes =
       std::min({all - transfer->position, kMostPiece, rails_->limits(way->path).mostRmaBytes,
                 from.offset + from.memory->memory().size() - here, to->offset + to->bytes - there});
-  if (isSplit) bytes = std::min(bytes, std::max(kLeastPiece, all / paths_.up() + 1));
+  if (isSplit) bytes = std::min(bytes, std::max(kLeastPiece, all / stream_.paths().up() + 1));
   const CardPiece what{.path = way->path,
                        .card = static_cast<uint8_t>(card),
                        .peer = way->peer,
@@ -206,25 +201,14 @@ void FabricChannel::moveOtherwise(const std::shared_ptr<CardTransfer>& transfer,
 
 void FabricChannel::moveByPackets(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
                                   uint64_t bytes) {
-  const uint64_t number = ++lastNumber_;
   const auto memory = transfer->memory.subspan(position, bytes);
+  const PacketStream::Range there{transfer->key, transfer->offset + position};
   memories_->retried.fetch_add(bytes, std::memory_order_relaxed);
-  transfers_.emplace(number,
-                     Transfer{.target = transfer->writes() ? std::span<std::byte>() : memory,
-                              .completion = transfer->completion,
-                              .whole = transfer->number});
-  Stream stream{.packet = {.kind = transfer->writes() ? Packet::Kind::kWrite : Packet::Kind::kGet,
-                           .number = number,
-                           .key = transfer->key,
-                           .offset = transfer->offset + position,
-                           .length = bytes},
-                .turn = turn_++};
   if (transfer->writes()) {
-    stream.data = memory;
-    stream.completion = transfer->completion;
-    bulk_.push_back(std::move(stream));
+    stream_.write(there, memory, {.completion = transfer->completion, .whole = transfer->number});
   } else {
-    bulk_.push_front(std::move(stream));
+    stream_.get(there,
+                {.target = memory, .completion = transfer->completion, .whole = transfer->number});
   }
 }
 
@@ -263,9 +247,9 @@ void FabricChannel::onPieceFailed(const std::shared_ptr<CardTransfer>& transfer,
                                   const CardPiece& what, bool hasBegun, const NicCompletion& how,
                                   Clock::time_point now) {
   if (hasBegun && how.error != NicError::kRefused) {
-    leaveOut(what.path, now,
-             how.error == NicError::kUnreachable ? "the card could not reach the peer's"
-                                                 : "the card does not work");
+    stream_.leaveOut(what.path, now,
+                     how.error == NicError::kUnreachable ? "the card could not reach the peer's"
+                                                         : "the card does not work");
   } else if (hasBegun) {
     voidKeys(*transfer->grant, what.card);
     grants_.erase(transfer->key);
@@ -332,7 +316,7 @@ void FabricChannel::endIfOver(const std::shared_ptr<CardTransfer>& transfer) {
   if (transfer->open > 0 || !isAllBegun || moving_.erase(transfer->number) == 0) return;
   transfer->local = {};
   if (transfer->kind == CardTransfer::Kind::kServed) return endServed(*transfer);
-  if (!transfer->end) announce(transfer->announcement);
+  if (!transfer->end) stream_.announce(transfer->announcement);
   transfer->completion->end(transfer->end.value_or(ErrorCode::kOk));
 }
 
@@ -483,11 +467,11 @@ void FabricChannel::onCard(const control::Card& card) {
     if (transfer->grant) voidKeys(*transfer->grant, card.index);
   }
   const auto now = Clock::now();
-  for (size_t path = 0; path < paths_.count(); ++path) {
+  for (size_t path = 0; path < stream_.paths().count(); ++path) {
     if (path % theirs_->rails.size() != card.index) continue;
     if (peers_[path]) (*rails_)[path].release(*peers_[path]);
     peers_[path].reset();
-    leaveOut(path, now, "the peer's was opened anew", /*isAnew=*/true);
+    stream_.leaveOut(path, now, "the peer's was opened anew", /*isAnew=*/true);
   }
   pump(now);
 }
@@ -498,7 +482,7 @@ void FabricChannel::onRetire(const control::Retire& retire) {
     std::lock_guard lock(mutex_);
     if (closed_ || fenced_) return;
     // Packets that are held were acknowledged, and land at resume(). The answer comes after them.
-    if (isHeld_) {
+    if (stream_.isHeld()) {
       if (heldRetires_.size() < kMostHeldRetires) heldRetires_.push_back(retire);
       return;
     }
@@ -530,7 +514,7 @@ void FabricChannel::onRenewed(size_t rail) {
   if (rail >= peers_.size() || !theirs_) return;
   peers_[rail].reset();
   const auto now = Clock::now();
-  leaveOut(rail, now, "it was opened anew", /*isAnew=*/true);
+  stream_.leaveOut(rail, now, "it was opened anew", /*isAnew=*/true);
   pump(now);
 }
 

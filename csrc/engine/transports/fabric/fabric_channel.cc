@@ -13,9 +13,15 @@
 namespace mooncake {
 namespace {
 
-// As TCP has it.
-constexpr size_t kMostQueuedBytes = size_t(256) << 20;
-constexpr size_t kMostWords = 4096;  // whose last put is remembered, before those that landed go
+PacketStream::Options streamOptions(const Rails& rails, const FabricChannel::Options& options) {
+  PacketStream::Options made{.name = options.name,
+                             .pathNames = {},
+                             .packetBytes = rails.packetBytes(),
+                             .splitBytes = options.splitBytes,
+                             .stallLimit = options.stallLimit};
+  for (size_t i = 0; i < rails.count(); ++i) made.pathNames.push_back(rails.name(i));
+  return made;
+}
 
 }  // namespace
 
@@ -27,10 +33,8 @@ FabricChannel::FabricChannel(const TransportContext& context, std::shared_ptr<Ra
       memories_(std::move(memories)),
       peer_(peer),
       options_(std::move(options)),
-      buffers_(rails_->pool().buffers()),
       operations_(*rails_),
-      paths_(options_.stallLimit),
-      incoming_(context.regions),
+      stream_(streamOptions(*rails_, options_), context.regions, rails_->pool().buffers()),
       movingOn_(rails_->count()) {}
 
 FabricChannel::~FabricChannel() { close(); }
@@ -51,7 +55,7 @@ bool FabricChannel::isOver() const {
 
 size_t FabricChannel::unacknowledged() const {
   std::lock_guard lock(mutex_);
-  return sent_.size();
+  return stream_.unacknowledged();
 }
 
 uint64_t FabricChannel::lifeSigns() const {
@@ -73,65 +77,20 @@ Status FabricChannel::put(const PutRequest& request) {
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(usable());
   if (isOut_ || fenced_) return {};  // Nothing of it would land, or count.
-  if (queuedBytes_ > 0 && queuedBytes_ + request.data.size() > kMostQueuedBytes)
+  if (!stream_.hasRoomForPut(request.data.size()))
     return {ErrorCode::kExhausted, "256 MiB wait for a peer that does not read"};
-  const uint64_t number = queuePut(request).packet.number;
+  const uint64_t number = stream_.put(request);
   pump(Clock::now());
-  if (!puts_.empty() && puts_.back().packet.number == number) {
-    // What has not left is copied: the caller's memory is his again.
-    Stream& rest = puts_.back();
-    const auto left = rest.data.subspan(rest.packet.position);
-    rest.owned.assign(left.begin(), left.end());
-    rest.ownedFrom = rest.packet.position;
-    rest.data = {};
-    queuedBytes_ += rest.owned.size();
-    activate();
-  }
+  stream_.copyUnsent(number);
   perhapsBreak();  // half of it may have left
   return {};
-}
-
-// Under the lock.
-FabricChannel::Stream& FabricChannel::queuePut(const PutRequest& request) {
-  const uint64_t number = ++lastPut_;
-  if (lastPuts_.size() >= kMostWords) forgetLandedPuts();
-  uint64_t& last = lastPuts_[{request.regionOfSignal().key, request.signal.offset}];
-  return puts_.emplace_back(Stream{.packet = {.kind = Packet::Kind::kPut,
-                                              .number = number,
-                                              .key = request.region.key,
-                                              .offset = request.offset,
-                                              .length = request.data.size(),
-                                              .signal = request.signal,
-                                              .signalKey = request.signalRegion.key,
-                                              .after = std::exchange(last, number)},
-                                   .data = request.data,
-                                   .turn = turn_++});
-}
-
-// Under the lock. What was to land before the word has.
-void FabricChannel::announce(const RemoteSignal& what) {
-  if (what.region.key == 0 || isOut_ || fenced_ || lost_ || closed_) return;
-  queuePut(
-      {.region = what.region, .offset = what.signal.offset, .data = {}, .signal = what.signal});
-}
-
-// Under the lock. Of the puts whose words we remember, those that have landed.
-void FabricChannel::forgetLandedPuts() {
-  uint64_t first = puts_.empty() ? lastPut_ : puts_.front().packet.number;
-  for (const auto& [serial, sent] : sent_) {
-    if (sent.kind == Packet::Kind::kPut) {
-      first = std::min(first, sent.number);
-      break;
-    }
-  }
-  std::erase_if(lastPuts_, [&](const auto& entry) { return entry.second < first; });
 }
 
 // Whether a transfer can begin; ended at once where the peer has shut us out.
 Status FabricChannel::begin(Completion* completion) const {
   MOONCAKE_TRY(usable());
   if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
-  if (transfers_.size() + moving_.size() - serving_ >= wire::kMaxTransfers) {
+  if (stream_.transfers() + moving_.size() - serving_ >= wire::kMaxTransfers) {
     return {ErrorCode::kExhausted,
             std::to_string(wire::kMaxTransfers) + " transfers are under way on this connection"};
   }
@@ -150,7 +109,7 @@ Status FabricChannel::get(std::span<const GetRequest> requests) {
       request.completion->begin();
       request.completion->end(begun.code());
     } else if (!isOut_ && !askForWrite(request, asked)) {
-      beginGet(request, requests.size() < paths_.count());
+      beginGet(request, requests.size() < stream_.paths().count());
     }
   }
   sendFetch(asked);
@@ -164,14 +123,8 @@ void FabricChannel::beginGet(const GetRequest& request, bool isOneOfFew) {
   if (moveByCards(/*isWrite=*/false, isOneOfFew, request.region, request.offset, request.target,
                   request.completion))
     return;
-  const uint64_t number = ++lastNumber_;
-  transfers_.emplace(number, Transfer{.target = request.target, .completion = request.completion});
-  bulk_.push_front({.packet = {.kind = Packet::Kind::kGet,
-                               .number = number,
-                               .key = request.region.key,
-                               .offset = request.offset,
-                               .length = request.target.size()},
-                    .turn = turn_++});
+  stream_.get({request.region.key, request.offset},
+              {.target = request.target, .completion = request.completion});
 }
 
 Status FabricChannel::write(const WriteRequest& request, const RemoteSignal& announcement) {
@@ -188,17 +141,8 @@ Status FabricChannel::write(const WriteRequest& request, const RemoteSignal& ann
                                       request.offset, source, request.completion)) {
     moving->announcement = announcement;
   } else {
-    const uint64_t number = ++lastNumber_;
-    transfers_.emplace(number,
-                       Transfer{.completion = request.completion, .announcement = announcement});
-    bulk_.push_back({.packet = {.kind = Packet::Kind::kWrite,
-                                .number = number,
-                                .key = request.region.key,
-                                .offset = request.offset,
-                                .length = request.source.size()},
-                     .data = request.source,
-                     .completion = request.completion,
-                     .turn = turn_++});
+    stream_.write({request.region.key, request.offset}, request.source,
+                  {.completion = request.completion, .announcement = announcement});
   }
   pump(Clock::now());
   activate();
@@ -244,6 +188,7 @@ void FabricChannel::warmUp(std::span<const RemoteRegion> regions, Deadline deadl
   }
   warmUp_.add(std::move(keys), deadline, std::move(done));
   if (theirs_) askCold(Clock::now());
+  pump(Clock::now());
   if (warmUp_.hasCallers()) activate();
 }
 
@@ -253,12 +198,11 @@ void FabricChannel::askCold(Clock::time_point now) {
     (void)grantOf(key);
     return grants_[key].isAnswered;
   };
-  if (!warmUp_.look(now, paths_, isThere)) return;
+  if (!warmUp_.look(now, stream_.paths(), isThere)) return;
   if (memories_ && !rails_->limits(0).closeEndsReads) {
     for (const uint64_t key : memories_->keys(control::kMostOffers)) offer(key);
   }
-  for (const size_t path : warmUp_.coldOnes(paths_))
-    sendPlain({.kind = Packet::Kind::kProbe, .number = paths_.probe(path)}, path);
+  for (const size_t path : warmUp_.coldOnes(stream_.paths())) stream_.probe(path);
 }
 
 // ---- what the peer's end says
@@ -319,16 +263,15 @@ void FabricChannel::onControl(control::Kind kind, ByteView bytes) {
       if (!isRead(packet)) return;
       std::lock_guard lock(mutex_);
       const bool isForUs = packet->incarnation == incarnation_ || packet->incarnation == 0;
-      if (closed_ || fenced_ || !isForUs || packet->kind != Packet::Kind::kPut) return;
-      if (!serials_.has(packet->serial) && admit(*packet, in.left()))
-        land(*packet, in.getRaw(in.left()));
+      if (!closed_ && isForUs) stream_.receivePut(*packet, in.getRaw(in.left()));
       return;
     }
     case Kind::kAsk:
       if (const auto question = control::decodeNumber(bytes); isRead(question)) {
         std::lock_guard lock(mutex_);
-        const auto& above = serials_.above();
-        tell(control::State{*question, serials_.below(), {above.begin(), above.end()}}.encode());
+        const Serials& come = stream_.serials();
+        tell(control::State{*question, come.below(), {come.above().begin(), come.above().end()}}
+                 .encode());
       }
       return;
     case Kind::kState:
@@ -374,17 +317,13 @@ void FabricChannel::onHello(control::Hello hello) {
                     rails_->provider());
   }
   theirs_ = std::move(hello);
-  paths_.reset(rails_->count());
+  stream_.open(theirs_->incarnation, theirs_->packetBytes);
   peers_.assign(rails_->count(), std::nullopt);
   warmUp_.reset(rails_->count());
-  if (onPath_) {
-    // The first that answers a probe is the first that is up.
-    for (size_t i = 0; i < paths_.count(); ++i) paths_.leaveOut(i, Clock::now());
-  }
+  if (onPath_) stream_.awaitProbes(Clock::now());
   if (theirs_->isFenced) {
     isOut_ = true;
-    dropBulk();
-    dropSent();
+    stream_.shutOut(Clock::now());
     finishAll(ErrorCode::kAborted);
   }
   pump(Clock::now());
@@ -394,9 +333,8 @@ void FabricChannel::onHello(control::Hello hello) {
 void FabricChannel::onFenced(const control::Fenced& fenced) {
   std::lock_guard lock(mutex_);
   isOut_ = true;
+  stream_.shutOut(Clock::now());
   for (const uint64_t written : fenced.written) finish(written, ErrorCode::kOk);
-  dropBulk();
-  dropSent();
   finishAll(ErrorCode::kAborted);
 }
 
@@ -411,9 +349,10 @@ void FabricChannel::onState(const control::State& state) {
   std::lock_guard lock(mutex_);
   if (closed_ || lost_ || !theirs_ || state.question != question_) return;
   const auto now = Clock::now();
-  sent_.acknowledge(state.below, state.above, now);
-  for (const size_t path : paths_.stalled(now)) leaveOut(path, now, "nothing comes through");
-  const auto since = paths_.allOutSince();
+  stream_.acknowledge(state.below, state.above, now);
+  for (const size_t path : stream_.paths().stalled(now))
+    stream_.leaveOut(path, now, "nothing comes through");
+  const auto since = stream_.paths().allOutSince();
   if (since && now - *since > options_.pathLimit && !onPath_)
     return breakOff("no card reaches the peer, which answers over tcp");
   pump(now);

@@ -10,9 +10,7 @@
 #include <vector>
 
 #include "engine/contract/transport.h"
-#include "engine/packets/incoming.h"
-#include "engine/packets/paths.h"
-#include "engine/packets/sent_packets.h"
+#include "engine/packets/packet_stream.h"
 #include "engine/transports/fabric/card_transfer.h"
 #include "engine/transports/fabric/control.h"
 #include "engine/transports/fabric/rails.h"
@@ -117,25 +115,6 @@ class FabricChannel final : public Channel,
  private:
   class SendPacket;
   class MovePiece;
-  // A put, an answer or a write on its way into packets.
-  struct Stream {
-    Packet packet;                    // of the next piece
-    std::span<const std::byte> data;  // of a put or a write: all of it
-    Bytes owned;                      // of a put that waits: from `ownedFrom` on
-    uint64_t ownedFrom = 0;
-    Completion* completion = nullptr;  // of a write
-    uint64_t key = 0, offset = 0;      // of an answer: where it is read
-    uint64_t turn = 0;           // the rail that it begins with, if several have as little to do
-    uint64_t pieces = 0;         // that have left
-    std::optional<size_t> path;  // of the last of them
-  };
-  struct Transfer {
-    std::span<std::byte> target;  // of a get
-    Completion* completion = nullptr;
-    uint64_t arrived = 0;
-    uint64_t whole = 0;         // what it is a piece of, if that is a transfer of cards
-    RemoteSignal announcement;  // of a write
-  };
   struct Granted {
     std::shared_ptr<control::Grant> grant;  // null: nothing yet
     Clock::time_point askAt;
@@ -170,7 +149,6 @@ class FabricChannel final : public Channel,
   void offer(uint64_t key);
   bool serveByCards(const control::Fetch::One& one, bool isOneOfFew,
                     const std::shared_ptr<ServedFetches>& served);
-  uint64_t splitBytes(bool isOneOfFew) const;
   std::shared_ptr<control::Grant> grantOf(uint64_t key);
   void moveOn(Clock::time_point now);
   struct Way {
@@ -196,6 +174,7 @@ class FabricChannel final : public Channel,
   void endIfOver(const std::shared_ptr<CardTransfer>& transfer);
   void endServed(CardTransfer& transfer);
   void endAsked(const std::shared_ptr<CardTransfer>& transfer);
+  bool awaitPackets(uint64_t number);
   bool isHeldUp(Clock::time_point now);
   Stopped takeMoving(const Completion* completion);
   // Without it.
@@ -215,30 +194,12 @@ class FabricChannel final : public Channel,
   Status usable() const;
   Status begin(Completion* completion) const;
   void beginGet(const GetRequest& request, bool isOneOfFew);
-  Stream& queuePut(const PutRequest& request);
-  void announce(const RemoteSignal& what);
-  void forgetLandedPuts();
   void pump(Clock::time_point now);
-  bool sendNext(std::deque<Stream>& streams, Clock::time_point now);
-  size_t fill(Stream& stream, std::span<std::byte> out, uint64_t serial, bool& isLast);
-  void sendAgain(Clock::time_point now);
-  void moveSentOut(Clock::time_point now);
-  std::optional<RailPeer> peerAt(size_t path);
   bool submit(size_t path, const std::shared_ptr<OutPacket>& packet);
-  bool sendPlain(Packet packet, size_t path, const std::vector<uint64_t>& numbers = {});
-  void owe(Clock::time_point now);
-  void sendAck();
-  void leaveOut(size_t path, Clock::time_point now, const std::string& why, bool isAnew = false);
-  bool admit(const Packet& packet, size_t dataBytes);
-  void land(const Packet& packet, ByteView data);
-  void takeAnswer(const Packet& answer, ByteView data);
-  std::map<uint64_t, Transfer>::iterator awaitPackets(uint64_t number);
-  void answerGet(const Packet& get);
-  void answerWrite(const Packet& write, Packet::Status status);
+  std::optional<RailPeer> peerAt(size_t path);
+  void apply(PacketStream::Effect effect, const Packet& packet, ByteView data);
   void finish(uint64_t transfer, ErrorCode code);
   void finishAll(ErrorCode code);
-  void dropBulk();
-  void dropSent();
   void lose(const Error& why);
   void breakOff(const std::string& why);
   void perhapsBreak();
@@ -252,7 +213,6 @@ class FabricChannel final : public Channel,
   void onFenced(const control::Fenced& fenced);
   void onState(const control::State& state);
   void ask(Clock::time_point now);
-  size_t packetBytes() const;
   void onSendFailed(size_t path, uint64_t epoch, const NicCompletion& how);
   void releasePeers();
   static uint64_t newIncarnation();
@@ -264,8 +224,7 @@ class FabricChannel final : public Channel,
   const std::shared_ptr<CardMemories> memories_;
   const EngineId peer_;
   const Options options_;
-  PacketPool::Share buffers_;  // of this channel's packets
-  RailShare operations_;       // of this channel
+  RailShare operations_;  // of this channel
 
   std::mutex sendMutex_;   // keeps the parts of a message together
   std::mutex fenceMutex_;  // whoever fences, too, returns when that is done
@@ -285,30 +244,14 @@ class FabricChannel final : public Channel,
 
   uint64_t incarnation_ = 0;              // ours: packets for us bear it
   std::optional<control::Hello> theirs_;  // none: nothing can leave yet
-  Paths paths_;
+  PacketStream stream_;
   std::vector<std::optional<RailPeer>> peers_;  // by path, once it was used
-  uint64_t turn_ = 0;                           // of the rails
   std::function<void(Status)> onPath_;          // waits for one that leads there
   WarmUp warmUp_;
 
-  std::deque<Stream> puts_, bulk_;
-  bool isBulksTurn_ = false;
-  size_t queuedBytes_ = 0;  // copied for puts that wait
-  uint64_t lastPut_ = 0, lastNumber_ = 0, lastSerial_ = 0;
-  std::map<std::pair<uint64_t, uint64_t>, uint64_t> lastPuts_;  // by key and word
-  SentPackets sent_{paths_};
-
-  Serials serials_;  // of the peer's packets
-  Incoming incoming_;
-  bool isHeld_ = false;  // from a restart() until resume()
-  std::vector<std::pair<Packet, Bytes>> heldPackets_;
   std::vector<control::Retire> heldRetires_;
-  size_t ackOwed_ = 0;
-  Clock::time_point ackDue_;
-  size_t answering_ = 0;                    // gets of the peer
-  std::map<uint64_t, Transfer> transfers_;  // ours
-  std::map<uint64_t, Granted> grants_;      // by region of the peer
-  std::set<uint64_t> offered_;              // regions of ours of which it has keys
+  std::map<uint64_t, Granted> grants_;  // by region of the peer
+  std::set<uint64_t> offered_;          // regions of ours of which it has keys
   std::map<uint64_t, std::shared_ptr<CardTransfer>> moving_;  // ours, and those served
   size_t serving_ = 0;                                        // of them
   std::deque<std::shared_ptr<CardTransfer>> unmoved_;         // of which pieces have not begun
@@ -327,7 +270,6 @@ class FabricChannel final : public Channel,
   Bytes arriving_;  // of a message: of the loop's thread
   std::atomic<uint64_t> received_{0};
   std::atomic<uint64_t> moved_{0};
-  uint64_t bad_ = 0;
 };
 
 }  // namespace mooncake

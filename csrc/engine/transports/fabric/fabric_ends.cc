@@ -24,53 +24,19 @@ uint64_t FabricChannel::newIncarnation() {
 }
 
 void FabricChannel::finish(uint64_t transfer, ErrorCode code) {
-  const auto found = transfers_.extract(transfer);
-  if (!found) return;
-  if (found.mapped().whole != 0) return onPartEnded(found.mapped().whole, code);
-  if (code == ErrorCode::kOk) announce(found.mapped().announcement);
-  found.mapped().completion->end(code);
+  if (const auto part = stream_.finish(transfer, code)) onPartEnded(part->whole, part->code);
 }
 
 void FabricChannel::finishAll(ErrorCode code) {
-  for (const auto& [number, transfer] : std::exchange(transfers_, {})) {
-    if (transfer.whole == 0) {
-      transfer.completion->end(code);
-    } else if (const auto whole = moving_.find(transfer.whole); whole != moving_.end()) {
-      --whole->second->open;
-    }
+  for (const uint64_t number : stream_.finishAll(code)) {
+    if (const auto whole = moving_.find(number); whole != moving_.end()) --whole->second->open;
   }
   giveUpAll(code);
 }
 
-// Sources are not read, nor is the peer answered, any more.
-void FabricChannel::dropBulk() {
-  bulk_.clear();
-  answering_ = 0;
-}
-
-// None of it would land, and nobody acknowledges it.
-void FabricChannel::dropSent() {
-  sent_.drop(Clock::now());
-  puts_.clear();
-  queuedBytes_ = 0;
-}
-
 void FabricChannel::cancel(const Completion* completion) {
   std::unique_lock lock(mutex_);
-  std::erase_if(bulk_, [&](Stream& stream) {
-    if (stream.completion != completion) return false;
-    if (stream.pieces == 0) return true;
-    // The peer is told that no more comes.
-    stream.packet.status = Packet::Status::kAborted;
-    stream.data = {};
-    stream.completion = nullptr;
-    return false;
-  });
-  std::erase_if(transfers_, [&](const auto& entry) {
-    const bool counts = entry.second.completion == completion;
-    if (counts && entry.second.whole == 0) entry.second.completion->end(ErrorCode::kAborted);
-    return counts;
-  });
+  stream_.cancel(completion);
   const Stopped stopped = takeMoving(completion);
   lock.unlock();
   stop(stopped, ErrorCode::kAborted);
@@ -83,7 +49,7 @@ uint64_t FabricChannel::retire(const RemoteRegion& region) {
   const uint64_t number = ++lastTicket_;
   Retiring& retiring = retiring_[number];
   retiring.epoch = epoch_;
-  retiring.lastSerial = lastSerial_;
+  retiring.lastSerial = stream_.lastSerial();
   if (lost_ || !theirs_) return number;
   // No later piece uses the keys that the peer withdraws.
   if (const auto granted = grants_.extract(region.key); granted && granted.mapped().grant) {
@@ -105,10 +71,7 @@ bool FabricChannel::isRetired(uint64_t number) {
   const auto found = retiring_.find(number);
   if (found == retiring_.end()) return true;
   const Retiring& retiring = found->second;
-  const auto isOnItsWay = [&](const auto& entry) {
-    return entry.first <= retiring.lastSerial && entry.second.kind == Packet::Kind::kWrite;
-  };
-  const bool isAnswered = retiring.tickets.empty() && std::ranges::none_of(sent_, isOnItsWay);
+  const bool isAnswered = retiring.tickets.empty() && !stream_.hasWritesUpTo(retiring.lastSerial);
   const bool isConnected = theirs_ && !lost_;
   if (!isOut_ && !(isConnected && (retiring.epoch != epoch_ || isAnswered))) return false;
   retiring_.erase(found);
@@ -118,21 +81,8 @@ bool FabricChannel::isRetired(uint64_t number) {
 void FabricChannel::beginFence() {
   std::lock_guard lock(mutex_);
   if (std::exchange(fenced_, true)) return;
-  incoming_.clear();
   retiring_.clear();
-  control::Fenced fenced;
-  for (const auto& [serial, sent] : sent_) {
-    if (sent.kind == Packet::Kind::kWritten && sent.status == Packet::Status::kOk)
-      fenced.written.push_back(sent.number);
-  }
-  for (const Stream& stream : bulk_) {
-    if (stream.packet.kind == Packet::Kind::kWritten && stream.packet.status == Packet::Status::kOk)
-      fenced.written.push_back(stream.packet.number);
-  }
-  dropBulk();
-  // The list says which writes of the peer have landed. Nothing else has to be proven to it, so no
-  // buffer, and no operation of a card, waits for it.
-  dropSent();
+  control::Fenced fenced{stream_.fence(Clock::now())};
   releasePeers();
   warmUp_.end({ErrorCode::kAborted, "the peer is no longer part of the job"});
   fencing_ = {.told = std::move(fenced), .stopped = takeMoving(nullptr)};
@@ -162,13 +112,11 @@ void FabricChannel::close() {
     hasLeft = hasLeft_;
     if ((isFirst = !std::exchange(closed_, true))) {
       rails_->sinks().remove(incarnation_);
-      dropBulk();
       retiring_.clear();
       stopped = takeMoving(nullptr);
       finishAll(ErrorCode::kAborted);
       if (below && !isOut_) flushPuts();
-      puts_.clear();
-      sent_.clear();
+      stream_.close();
       releasePeers();
       endWait({ErrorCode::kAborted, "the channel is closed"});
       warmUp_.end({ErrorCode::kAborted, "the channel is closed"});
@@ -208,18 +156,8 @@ void FabricChannel::flush() {
 // What was put still arrives, ahead of the goodbye, also what a break of ours holds: one that
 // catches a goodbye is not cured.
 void FabricChannel::flushPuts() {
-  for (const auto& [serial, sent] : sent_) {
-    if (sent.kind == Packet::Kind::kPut)
-      tell(control::withKind(control::Kind::kPacket, sent.packet->bytes()));
-  }
-  Bytes bytes;
-  for (; !puts_.empty(); puts_.pop_front()) {
-    for (bool isLast = false; !isLast;) {
-      bytes.resize(packetBytes());
-      const size_t length = fill(puts_.front(), bytes, ++lastSerial_, isLast);
-      tell(control::withKind(control::Kind::kPacket, ByteView(bytes).first(length)));
-    }
-  }
+  stream_.flushPuts(
+      [this](ByteView bytes) { tell(control::withKind(control::Kind::kPacket, bytes)); });
 }
 
 void FabricChannel::releasePeers() {
@@ -232,7 +170,7 @@ void FabricChannel::releasePeers() {
 // Puts stay for close().
 void FabricChannel::lose(const Error& why) {
   if (!lost_) lost_ = why;
-  dropBulk();
+  stream_.breakOff();
   finishAll(ErrorCode::kPeerLost);
   warmUp_.end(*lost_);
 }
@@ -302,19 +240,9 @@ void FabricChannel::restart() {
   ++epoch_;
   rails_->sinks().remove(incarnation_);
   finishAll(ErrorCode::kPeerLost);
-  dropBulk();
-  puts_.clear();
-  queuedBytes_ = 0;
-  sent_.clear();
-  lastPuts_.clear();
-  lastPut_ = lastSerial_ = 0;
+  stream_.restart();
   offered_.clear();
-  serials_ = {};
-  incoming_.clear();
-  isHeld_ = true;
-  heldPackets_.clear();
   heldRetires_.clear();
-  ackOwed_ = 0;
   theirs_.reset();
   warmUp_.reset(0);
   warmUp_.end({ErrorCode::kPeerLost, "the connection was made anew"});
@@ -332,11 +260,10 @@ void FabricChannel::resume() {
   std::vector<control::Retire> retires;
   {
     std::lock_guard lock(mutex_);
-    isHeld_ = false;
     retires = std::exchange(heldRetires_, {});
-    const auto packets = std::exchange(heldPackets_, {});
+    const auto packets = stream_.release();
     if (closed_ || fenced_) return;
-    for (const auto& [packet, data] : packets) land(packet, data);
+    for (const auto& [packet, data] : packets) apply(stream_.land(packet, data), packet, data);
     pump(Clock::now());
   }
   for (const control::Retire& retire : retires) onRetire(retire);

@@ -22,7 +22,7 @@ bool FabricChannel::askForWrite(const GetRequest& request, control::Fetch& asked
   if (!landing) return false;
   offer(landing->key);
   const auto transfer = std::make_shared<CardTransfer>();
-  transfer->number = ++lastNumber_;
+  transfer->number = stream_.nextNumber();
   transfer->kind = CardTransfer::Kind::kAsked;
   transfer->key = request.region.key;
   transfer->offset = request.offset;
@@ -86,6 +86,18 @@ void FabricChannel::endAsked(const std::shared_ptr<CardTransfer>& transfer) {
   endIfOver(transfer);
 }
 
+// The peer's cards were asked to write the bytes, and cannot: they come as packets. Returns false if
+// that was not asked for.
+bool FabricChannel::awaitPackets(uint64_t number) {
+  const auto asked = moving_.find(number);
+  if (asked == moving_.end() || asked->second->end) return false;
+  CardTransfer& transfer = *asked->second;
+  if (!std::exchange(transfer.awaitsPeer, false)) return false;
+  stream_.expectAnswer(
+      number, {.target = transfer.memory, .completion = transfer.completion, .whole = number});
+  return true;
+}
+
 // ---- their owner
 
 // What the peer wants written into its memory, of ours. By packets where cards cannot: then also a
@@ -100,12 +112,8 @@ void FabricChannel::onFetch(const control::Fetch& fetch) {
           {.number = one.number, .missing = {{.position = 0, .bytes = one.bytes}}});
       continue;
     }
-    if (serveByCards(one, fetch.ones.size() < paths_.count(), served)) continue;
-    answerGet({.kind = Packet::Kind::kGet,
-               .number = one.number,
-               .key = one.region,
-               .offset = one.offset,
-               .length = one.bytes});
+    if (serveByCards(one, fetch.ones.size() < stream_.paths().count(), served)) continue;
+    stream_.answer(one.number, {one.region, one.offset}, one.bytes);
   }
   if (served->open == 0 && !served->answer.ones.empty()) tell(served->answer.encode());
   pump(Clock::now());
@@ -125,7 +133,7 @@ bool FabricChannel::serveByCards(const control::Fetch::One& one, bool isOneOfFew
       one.targetOffset > grant->bytes || one.bytes > grant->bytes - one.targetOffset)
     return false;
   const auto transfer = std::make_shared<CardTransfer>();
-  transfer->number = ++lastNumber_;
+  transfer->number = stream_.nextNumber();
   transfer->kind = CardTransfer::Kind::kServed;
   transfer->key = one.target;
   transfer->offset = one.targetOffset;
@@ -133,7 +141,7 @@ bool FabricChannel::serveByCards(const control::Fetch::One& one, bool isOneOfFew
   transfer->local = std::move(*local);
   transfer->grant = grant;
   transfer->isOneOfFew = isOneOfFew;
-  transfer->turn = turn_++;
+  transfer->turn = stream_.nextRail();
   transfer->served = served;
   transfer->source = std::move(source);
   transfer->told.number = one.number;
@@ -156,7 +164,7 @@ void FabricChannel::endServed(CardTransfer& transfer) {
 
 // Whether the peer has not said a word of something that holds memory here, for too long.
 bool FabricChannel::isHeldUp(Clock::time_point now) {
-  const bool waits = serving_ > 0 && (!retirements_.empty() || paths_.up() == 0);
+  const bool waits = serving_ > 0 && (!retirements_.empty() || stream_.paths().up() == 0);
   const uint64_t oldest = retirements_.empty() ? 0 : retirements_.begin()->first;
   if (!waits || oldest != std::exchange(heldUpBy_, oldest)) heldUpSince_.reset();
   if (waits && !heldUpSince_) heldUpSince_ = now;
