@@ -6,77 +6,75 @@
 #include <span>
 #include <vector>
 
+#include "engine/contract/transfer.h"
 #include "engine/memory/gate.h"
 #include "engine/transports/fabric/card_memories.h"
 #include "engine/transports/fabric/control.h"
 
 namespace mooncake {
 
-// What the peer has asked for at once, and is answered at once.
+// The fetches of one FETCH that our cards serve. They are answered together.
 struct ServedFetches {
-  size_t open = 0;
+  size_t open = 0;  // fetches without an end
   control::Fetched answer;
 };
 
-// A get or a write whose bytes cards move by themselves, in pieces over all cards that lead there.
-// Guarded by its channel's lock, but for what says otherwise.
+// A get or a write whose bytes cards move by themselves, in pieces over all paths that are up.
+// Guarded by its channel's lock, except for the members that say otherwise.
 struct CardTransfer {
   enum class Kind : uint8_t {
     kRead,    // a get: our cards read
-    kAsked,   // a get: the peer's cards write it here, and it says when they have
-    kWrite,   // ours write
-    kServed,  // they write what the peer has asked for
+    kAsked,   // a get: the peer's cards write the bytes here, and the peer says when they have
+    kWrite,   // our cards write
+    kServed,  // our cards write the bytes that the peer has asked for
   };
   uint64_t number = 0;
   Kind kind = Kind::kRead;
-  uint64_t key = 0, offset = 0;           // over there
-  std::span<std::byte> memory;            // here; of a write it is only read
-  Completion* completion = nullptr;       // none where it is served
+  uint64_t key = 0, offset = 0;           // the range in the peer's region
+  std::span<std::byte> memory;            // the range here, which a write only reads
+  Completion* completion = nullptr;       // null in kServed
   RemoteSignal announcement;              // of a write
-  CardMemories::Local local;              // not where the peer's cards do it
-  std::shared_ptr<control::Grant> grant;  // without the cards that it is void for; as `local`
-  bool isOneOfFew = false;                // asked for at once, fewer than there are rails
-  uint64_t turn = 0;                      // the rail that it begins with
-  uint64_t position = 0;                  // behind what has begun
-  uint64_t pieces = 0;                    // that have begun
-  size_t open = 0;                        // pieces that are not over
-  std::optional<ErrorCode> end;           // how, where it does not end well: no piece begins
-  bool awaitsPeer = false;  // one of `open`: the peer has not said yet what became of it
-  bool isTaken = false;     // stop() ends it, on the thread that took it
+  CardMemories::Local local;              // empty in kAsked
+  std::shared_ptr<control::Grant> grant;  // the peer's keys, without void ones; null in kAsked
+  bool isOneOfFew = false;                // one of a list of fewer transfers than there are rails
+  uint64_t firstRail = 0;                 // the rail that it begins with
+  uint64_t position = 0;                  // end of the part that has begun
+  uint64_t pieces = 0;                    // number of pieces that have begun
+  size_t open = 0;                        // number of pieces without an end
+  std::optional<ErrorCode> error;         // set when it is given up: no further piece begins
+  bool awaitsPeer = false;                // one of `open` is the answer of the peer, in kAsked
+  bool isTaken = false;  // CardMover::take() has it; the thread that took it ends it
 
-  // Where it is served.
+  // In kServed.
   std::shared_ptr<ServedFetches> served;
-  RegionTable::Use source;     // of what was asked for; its memory may have been added twice
-  control::Fetched::One told;  // of it
+  RegionTable::Use source;       // keeps the memory; `local` may be of another region with it
+  control::Fetched::One answer;  // for this fetch
 
-  // Any thread. Inside: operations that a card has, of which it may touch the memory.
+  // Any thread. Inside are operations of cards, which may touch the memory.
   Gate gate;
-  // Any thread. On which rails one has begun, a bit each.
+  // Any thread. The rails on which an operation has begun, one bit each.
   std::atomic<uint64_t> rails{0};
 
   bool writes() const { return kind == Kind::kWrite || kind == Kind::kServed; }
+  bool hasAllBegun() const { return error || position == memory.size(); }
 };
 
-// One piece of it, as it is given to a card.
+// One piece of a transfer, for one card.
 struct CardPiece {
-  size_t path = 0;   // our card
-  uint8_t card = 0;  // the peer's
+  std::shared_ptr<CardTransfer> transfer;
+  size_t path = 0;
+  uint8_t card = 0;  // of the peer
   RailPeer peer;
   uint64_t position = 0, bytes = 0;  // in the transfer
   const NicMemory* memory = nullptr;
   NicKey key;
-  uint64_t offset = 0;  // in what the key stands for
+  uint64_t offset = 0;  // in the memory of the key
 };
 
-// A piece that failed and may come late: the peer is asked to see to it that it does not.
+// A piece of a write that failed and may still land.
 struct LatePiece {
   std::shared_ptr<CardTransfer> transfer;
   uint64_t position = 0, bytes = 0;
-};
-struct Retirement {
-  std::shared_ptr<control::Grant> grant;
-  uint8_t card = 0;
-  std::vector<LatePiece> pieces;
 };
 
 }  // namespace mooncake

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,9 @@ enum class Kind : uint8_t {
   kFetched,
 };
 
+// Sends an encoded message to the peer's end.
+using Tell = std::function<void(const Bytes& message)>;
+
 inline constexpr uint8_t kVersion = 3;
 inline constexpr size_t kMostRails = 64;
 inline constexpr size_t kMostNumbers = 4096;  // in one list
@@ -107,6 +111,10 @@ struct Grant {
   uint64_t bytes = 0;                     // of the region
   std::vector<std::vector<Piece>> cards;  // in order, without gaps, all of the region; or none
 
+  // Makes the keys of one card unusable.
+  void voidKeysOf(size_t card) {
+    if (card < cards.size()) cards[card].clear();
+  }
   Bytes encode() const;
   static Result<Grant> decode(ByteView bytes);
 };

@@ -6,12 +6,14 @@
 #include "base/crypto.h"
 #include "base/log.h"
 #include "engine/stream/wire.h"
+#include "engine/transports/fabric/move_piece.h"
+#include "engine/transports/fabric/send_packet.h"
 
-// What is asked, and what the peer's end says. What becomes of packets: fabric_packets.cc, of what
-// cards move by themselves: fabric_cards.cc, and for each other: fabric_fetches.cc; how things end:
-// fabric_ends.cc.
 namespace mooncake {
 namespace {
+
+// Number of RETIRE that wait for resume(). An honest peer sends a few for each region.
+constexpr size_t kMostHeldRetires = 4096;
 
 PacketStream::Options streamOptions(const Rails& rails, const FabricChannel::Options& options) {
   PacketStream::Options made{.name = options.name,
@@ -21,6 +23,14 @@ PacketStream::Options streamOptions(const Rails& rails, const FabricChannel::Opt
                              .stallLimit = options.stallLimit};
   for (size_t i = 0; i < rails.count(); ++i) made.pathNames.push_back(rails.name(i));
   return made;
+}
+
+// Never 0.
+uint64_t newIncarnation() {
+  const Nonce nonce = Crypto::randomNonce();
+  uint64_t number;
+  std::memcpy(&number, nonce.data(), sizeof(number));
+  return number == 0 ? 1 : number;
 }
 
 }  // namespace
@@ -34,23 +44,36 @@ FabricChannel::FabricChannel(const TransportContext& context, std::shared_ptr<Ra
       peer_(peer),
       options_(std::move(options)),
       operations_(*rails_),
+      breaks_(options_.breaks),
       stream_(streamOptions(*rails_, options_), context.regions, rails_->pool().buffers()),
-      movingOn_(rails_->count()) {}
+      cards_(*rails_),
+      keys_(options_.name, memories_, teller()),
+      retirements_(teller()),
+      mover_(options_.name, options_.leastByCard, parts(), teller()),
+      fetches_(options_.leastByCard, options_.servedLimit, parts(), mover_, context.regions,
+               teller()) {}
 
 FabricChannel::~FabricChannel() { close(); }
+
+control::Tell FabricChannel::teller() {
+  return [this](const Bytes& message) { tell(message); };
+}
+
+CardMover::Parts FabricChannel::parts() {
+  return {*rails_, memories_.get(), cards_, keys_, retirements_, stream_};
+}
 
 void FabricChannel::attach(std::shared_ptr<Channel> below) {
   std::lock_guard lock(mutex_);
   below_ = std::move(below);
-  incarnation_ = newIncarnation();
-  rails_->sinks().add(incarnation_, weak_from_this());
-  sayHello();
+  keys_.attach(weak_from_this());
+  beginConnection();
   pump(Clock::now());
 }
 
 bool FabricChannel::isOver() const {
   std::lock_guard lock(mutex_);
-  return closed_ || hasLeft_;
+  return life_.isClosed || life_.hasLeft;
 }
 
 size_t FabricChannel::unacknowledged() const {
@@ -62,12 +85,7 @@ uint64_t FabricChannel::lifeSigns() const {
   return below_->lifeSigns() + received_.load(std::memory_order_relaxed);
 }
 
-Status FabricChannel::usable() const {
-  if (lost_) return *lost_;  // also when it is closed since
-  return closed_ ? Status(ErrorCode::kAborted, "the channel is closed") : Status();
-}
-
-// ---- what is asked
+// ---- requests
 
 Status FabricChannel::put(const PutRequest& request) {
   if (request.data.size() > wire::kMaxPutBytes)
@@ -75,56 +93,53 @@ Status FabricChannel::put(const PutRequest& request) {
   if (!wire::isSignalOffset(request.signal.offset))
     return {ErrorCode::kInvalidArgument, "a signal's word is 8-aligned and behind the doorbell"};
   std::lock_guard lock(mutex_);
-  MOONCAKE_TRY(usable());
-  if (isOut_ || fenced_) return {};  // Nothing of it would land, or count.
+  MOONCAKE_TRY(life_.usable());
+  if (life_.isOut || life_.isFenced) return {};  // it would not land, or not count
   if (!stream_.hasRoomForPut(request.data.size()))
     return {ErrorCode::kExhausted, "256 MiB wait for a peer that does not read"};
   const uint64_t number = stream_.put(request);
   pump(Clock::now());
   stream_.copyUnsent(number);
-  perhapsBreak();  // half of it may have left
+  breakForTests();  // a part of it may have left
   return {};
 }
 
-// Whether a transfer can begin; ended at once where the peer has shut us out.
+// Returns whether a transfer can begin. Ends it at once if the peer has shut us out.
 Status FabricChannel::begin(Completion* completion) const {
-  MOONCAKE_TRY(usable());
-  if (fenced_) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
-  if (stream_.transfers() + moving_.size() - serving_ >= wire::kMaxTransfers) {
+  MOONCAKE_TRY(life_.usable());
+  if (life_.isFenced) return {ErrorCode::kAborted, "the peer is no longer part of the job"};
+  if (stream_.transfers() + mover_.ours() >= wire::kMaxTransfers) {
     return {ErrorCode::kExhausted,
             std::to_string(wire::kMaxTransfers) + " transfers are under way on this connection"};
   }
   completion->begin();
-  if (isOut_) completion->end(ErrorCode::kAborted);
+  if (life_.isOut) completion->end(ErrorCode::kAborted);
   return {};
 }
 
 Status FabricChannel::get(std::span<const GetRequest> requests) {
   std::lock_guard lock(mutex_);
-  control::Fetch asked;
+  const bool areFew = requests.size() < stream_.paths().count();
   for (const GetRequest& request : requests) {
+    const PacketStream::Range there{request.region.key, request.offset};
     const Status begun = begin(request.completion);
     if (!begun.ok()) {
       if (&request == &requests.front()) return begun;
       request.completion->begin();
       request.completion->end(begun.code());
-    } else if (!isOut_ && !askForWrite(request, asked)) {
-      beginGet(request, requests.size() < stream_.paths().count());
+    } else if (!life_.isOut && !fetches_.ask(request) &&
+               !mover_.begin({.isOneOfFew = areFew,
+                              .there = there,
+                              .memory = request.target,
+                              .completion = request.completion})) {
+      stream_.get(there, {.target = request.target, .completion = request.completion});
     }
   }
-  sendFetch(asked);
+  fetches_.send();
   pump(Clock::now());
   activate();
-  for (size_t i = 0; i < requests.size(); ++i) perhapsBreak();
+  for (size_t i = 0; i < requests.size(); ++i) breakForTests();
   return {};
-}
-
-void FabricChannel::beginGet(const GetRequest& request, bool isOneOfFew) {
-  if (moveByCards(/*isWrite=*/false, isOneOfFew, request.region, request.offset, request.target,
-                  request.completion))
-    return;
-  stream_.get({request.region.key, request.offset},
-              {.target = request.target, .completion = request.completion});
 }
 
 Status FabricChannel::write(const WriteRequest& request, const RemoteSignal& announcement) {
@@ -133,20 +148,21 @@ Status FabricChannel::write(const WriteRequest& request, const RemoteSignal& ann
     return {ErrorCode::kInvalidArgument, "a signal's word is 8-aligned and behind the doorbell"};
   std::lock_guard lock(mutex_);
   MOONCAKE_TRY(begin(request.completion));
-  if (isOut_) return {};
-  // Cards only read it.
+  if (life_.isOut) return {};
+  const PacketStream::Range there{request.region.key, request.offset};
+  // Cards only read the source. A peer waits for the announcement, so all cards share the write.
   const std::span source(const_cast<std::byte*>(request.source.data()), request.source.size());
-  // Somebody waits for what is announced, so all cards hurry.
-  if (const auto moving = moveByCards(/*isWrite=*/true, /*isOneOfFew=*/isAnnounced, request.region,
-                                      request.offset, source, request.completion)) {
-    moving->announcement = announcement;
-  } else {
-    stream_.write({request.region.key, request.offset}, request.source,
+  if (!mover_.begin({.isWrite = true,
+                     .isOneOfFew = isAnnounced,
+                     .there = there,
+                     .memory = source,
+                     .completion = request.completion,
+                     .announcement = announcement}))
+    stream_.write(there, request.source,
                   {.completion = request.completion, .announcement = announcement});
-  }
   pump(Clock::now());
   activate();
-  perhapsBreak();
+  breakForTests();
   return {};
 }
 
@@ -155,15 +171,9 @@ Status FabricChannel::send(ByteView message) {
     return {ErrorCode::kInvalidArgument, "a message has 1 byte to 64 KiB"};
   {
     std::lock_guard lock(mutex_);
-    MOONCAKE_TRY(usable());
+    MOONCAKE_TRY(life_.usable());
   }
-  using control::Kind, control::withKind;
-  constexpr size_t kMost = kMaxMessageBytes - 1;
-  std::lock_guard lock(sendMutex_);
-  if (message.size() <= kMost) return below_->send(withKind(Kind::kMessage, message));
-  // Where the second one is not taken, the first one counts for nothing over there.
-  MOONCAKE_TRY(below_->send(withKind(Kind::kBegin, message.first(kMost))));
-  return below_->send(withKind(Kind::kEnd, message.subspan(kMost)));
+  return messages_.send(*below_, message);
 }
 
 Status FabricChannel::carry(ByteView bytes) const {
@@ -179,50 +189,364 @@ Status FabricChannel::carry(ByteView bytes) const {
 void FabricChannel::warmUp(std::span<const RemoteRegion> regions, Deadline deadline,
                            std::function<void(Status)> done) {
   std::lock_guard lock(mutex_);
-  const Status now = usable();
+  const Status now = life_.usable();
   if (!now.ok()) return done(now);
-  if (fenced_) return done({ErrorCode::kAborted, "the peer is no longer part of the job"});
+  if (life_.isFenced) return done({ErrorCode::kAborted, "the peer is no longer part of the job"});
   std::vector<uint64_t> keys;
   for (const RemoteRegion& region : regions) {
     if (memories_) keys.push_back(region.key);
   }
   warmUp_.add(std::move(keys), deadline, std::move(done));
-  if (theirs_) askCold(Clock::now());
+  if (stream_.isOpen()) askCold(Clock::now());
   pump(Clock::now());
   if (warmUp_.hasCallers()) activate();
 }
 
-// Also asks for the keys that callers wait for, and tells the peer ours.
+// Asks for the keys that callers wait for, offers ours to the peer, and probes cold paths.
 void FabricChannel::askCold(Clock::time_point now) {
-  const auto isThere = [&](uint64_t key) {
-    (void)grantOf(key);
-    return grants_[key].isAnswered;
-  };
+  const auto isThere = [this](uint64_t region) { return keys_.isAnswered(region); };
   if (!warmUp_.look(now, stream_.paths(), isThere)) return;
-  if (memories_ && !rails_->limits(0).closeEndsReads) {
-    for (const uint64_t key : memories_->keys(control::kMostOffers)) offer(key);
-  }
+  if (!rails_->limits(0).closeEndsReads) keys_.offerAll();
   for (const size_t path : warmUp_.coldOnes(stream_.paths())) stream_.probe(path);
 }
 
-// ---- what the peer's end says
+// ---- packets and pieces
 
-void FabricChannel::tell(const Bytes& bytes) {
-  // Where the connection has broken we are told. Else the peer does not read, and would wait for
-  // what it never hears: better that the connection breaks.
-  const Status sent = below_ ? below_->send(bytes) : Status();
-  if (sent.ok() || sent.code() == ErrorCode::kPeerLost) return;
-  context_.loop.post([weak = weak_from_this(), why = sent.error().message] {
+void FabricChannel::activate() {
+  if (isActive_ || life_.isClosed) return;
+  isActive_ = true;
+  rails_->activate(shared_from_this());
+}
+
+// Gives cards the packets and pieces that may leave now.
+void FabricChannel::pump(Clock::time_point now) {
+  if (!below_ || !stream_.isOpen() || life_.isClosed) return;
+  const auto leave = [this](size_t path, const auto& packet) { return submit(path, packet); };
+  stream_.sendPlain(leave);
+  if (life_.lost) return;
+  mover_.moveOn(now, [this](CardPiece piece) {
+    const size_t path = piece.path;
+    rails_->submit(path, std::make_unique<MovePiece>(shared_from_this(), std::move(piece)));
+  });
+  stream_.send(now, leave);
+  if (stream_.isBusy() || mover_.isBusy()) activate();
+}
+
+// Returns false if the peer's card cannot be addressed.
+bool FabricChannel::submit(size_t path, const std::shared_ptr<OutPacket>& packet) {
+  const auto peer = cards_.at(path);
+  if (!peer) return false;
+  rails_->submit(path,
+                 std::make_unique<SendPacket>(shared_from_this(), epoch_, packet, path, *peer));
+  return true;
+}
+
+void FabricChannel::onSendFailed(size_t path, uint64_t epoch, const NicCompletion& how) {
+  std::lock_guard lock(mutex_);
+  if (life_.isClosed || life_.lost || life_.isFenced || !stream_.isOpen() || epoch != epoch_)
+    return;
+  const auto now = Clock::now();
+  stream_.leaveOut(path, now,
+                   how.error == NicError::kDevice ? "the card does not work"
+                                                  : "the card could not reach the peer's");
+  pump(now);
+  activate();
+}
+
+void FabricChannel::onMoved(const CardPiece& piece, bool hasBegun, const NicCompletion& how) {
+  std::lock_guard lock(mutex_);
+  const auto now = Clock::now();
+  if (mover_.onMoved(piece, hasBegun, how, now)) received_.fetch_add(1, std::memory_order_relaxed);
+  pump(now);
+}
+
+void FabricChannel::onPacket(size_t rail, const Packet& packet, ByteView data) {
+  std::lock_guard lock(mutex_);
+  if (life_.isClosed || packet.incarnation != incarnation_) return;
+  received_.fetch_add(Packet::kBytes + data.size(), std::memory_order_relaxed);
+  const auto now = Clock::now();
+  apply(stream_.receive(rail, packet, data, now), packet, data);
+  pump(now);
+}
+
+// Deals with the effect of a packet that has arrived.
+void FabricChannel::apply(PacketStream::Effect effect, const Packet& packet, ByteView data) {
+  if (effect.answered) warmUp_.answered(*effect.answered);
+  if (effect.isBack) endWait({});
+  if (effect.isUnexpected && fetches_.awaitPackets(packet.number))
+    effect = stream_.land(packet, data);
+  if (!effect.end) return;
+  // In tests the completion may be lost, though the data has come.
+  if (effect.end->code == ErrorCode::kOk) breakForTests();
+  finish(effect.end->transfer, effect.end->code);
+}
+
+bool FabricChannel::tick(Clock::time_point now) {
+  std::lock_guard lock(mutex_);
+  isActive_ = false;
+  if (life_.isClosed || life_.lost || !stream_.isOpen()) return false;
+  if (life_.isFenced && !onPath_) return false;  // no card has to reach the peer any more
+  stream_.tick(now);
+  if (warmUp_.hasCallers()) askCold(now);
+  const Paths& paths = stream_.paths();
+  const auto since = paths.allOutSince();
+  if (!paths.stalled(now).empty() || (since && now - *since > options_.pathLimit)) ask(now);
+  if (fetches_.isHeldUp(now)) {
+    breakOff("it has not taken what it asked for");
+    return false;
+  }
+  isActive_ = true;  // so that pump() does not call activate(): the return value says it
+  pump(now);
+  isActive_ = stream_.isBusy() || warmUp_.hasCallers() || mover_.isBusy() || fetches_.mayBeHeldUp();
+  return isActive_;
+}
+
+void FabricChannel::onRenewed(size_t rail) {
+  std::lock_guard lock(mutex_);
+  if (life_.isClosed) return;
+  keys_.forgetOffers();
+  tell(control::Card{.index = static_cast<uint8_t>(rail), .address = rails_->address(rail)}
+           .encode());
+  if (!stream_.isOpen()) return;
+  cards_.forget(rail);
+  const auto now = Clock::now();
+  stream_.leaveOut(rail, now, "it was opened anew", /*isAnew=*/true);
+  pump(now);
+}
+
+void FabricChannel::onKeysChanged(uint64_t region) {
+  std::lock_guard lock(mutex_);
+  keys_.forgetOffer(region);
+  if (!life_.isClosed) tell(control::encodeNumber(control::Kind::kChanged, region));
+}
+
+// ---- the end of transfers
+
+void FabricChannel::finish(uint64_t transfer, ErrorCode code) {
+  if (const auto part = stream_.finish(transfer, code)) mover_.onPartEnded(part->whole, part->code);
+}
+
+void FabricChannel::finishAll(ErrorCode code) {
+  auto asked = mover_.giveUpAll(code, stream_.finishAll(code));
+  if (asked.empty()) return;
+  memories_->withdrawLater(this, [weak = weak_from_this(), asked = std::move(asked)] {
     const auto self = weak.lock();
-    if (!self) return;
+    if (!self) return;  // closed, so the transfers have ended
     std::lock_guard lock(self->mutex_);
-    if (!self->closed_) self->breakOff(why);
+    for (const auto& transfer : asked) self->mover_.endAsked(transfer);
   });
 }
 
-void FabricChannel::sayHello() {
+void FabricChannel::cancel(const Completion* completion) {
+  std::unique_lock lock(mutex_);
+  stream_.cancel(completion);
+  const auto taken = mover_.take(completion);
+  lock.unlock();
+  stop(taken);
+  lock.lock();
+  mover_.awaitTaken(lock, completion);
+}
+
+void FabricChannel::stop(const CardMover::Taken& taken) {
+  if (taken.transfers.empty()) return;
+  mover_.release(taken, this);
+  std::lock_guard lock(mutex_);
+  mover_.end(taken, ErrorCode::kAborted);
+}
+
+uint64_t FabricChannel::retire(const RemoteRegion& region) {
+  std::lock_guard lock(mutex_);
+  if (life_.isClosed || life_.isFenced || life_.isOut) return 0;
+  const bool canAsk = stream_.isOpen() && !life_.lost;
+  if (canAsk) keys_.withdraw(region.key);  // no later piece uses keys that the peer takes back
+  return retirements_.begin(region.key, canAsk ? cards_.count() : 0, epoch_, stream_.lastSerial());
+}
+
+// A peer says HELLO on a new connection only after it has taken back all keys of the old one.
+// Packets that the peer has acknowledged land before it answers RETIRE (onRetire()).
+bool FabricChannel::isRetired(uint64_t number) {
+  std::lock_guard lock(mutex_);
+  const auto* call = retirements_.find(number);
+  if (!call) return true;
+  const bool isAnswered = call->tickets.empty() && !stream_.hasWritesUpTo(call->lastSerial);
+  const bool isConnected = stream_.isOpen() && !life_.lost;
+  if (!life_.isOut && !(isConnected && (call->epoch != epoch_ || isAnswered))) return false;
+  retirements_.forget(number);
+  return true;
+}
+
+// ---- the end of the peer, and of the channel
+
+void FabricChannel::beginFence() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(life_.isFenced, true)) return;
+  retirements_.forgetCalls();
+  control::Fenced told{stream_.fence(Clock::now())};
+  cards_.release();
+  warmUp_.end({ErrorCode::kAborted, "the peer is no longer part of the job"});
+  fencing_ = {.told = std::move(told), .taken = mover_.take(nullptr)};
+  finishAll(ErrorCode::kAborted);
+}
+
+void FabricChannel::fence() {
+  std::lock_guard once(fenceMutex_);
+  beginFence();
+  std::unique_lock lock(mutex_);
+  auto begun = std::exchange(fencing_, std::nullopt);
+  if (!begun) return;
+  lock.unlock();
+  if (memories_) memories_->takeBack(this);
+  stop(begun->taken);
+  lock.lock();
+  tell(begun->told.encode());
+}
+
+void FabricChannel::close() {
+  std::shared_ptr<Channel> below;
+  CardMover::Taken taken;
+  bool isFirst = false, hasLeft = false;
+  {
+    std::lock_guard lock(mutex_);
+    below = below_;
+    hasLeft = life_.hasLeft;
+    if ((isFirst = !std::exchange(life_.isClosed, true))) {
+      rails_->sinks().remove(incarnation_);
+      retirements_.forgetCalls();
+      taken = mover_.take(nullptr);
+      finishAll(ErrorCode::kAborted);
+      if (below && !life_.isOut) flushPuts();
+      stream_.close();
+      cards_.release();
+      endWait({ErrorCode::kAborted, "the channel is closed"});
+      warmUp_.end({ErrorCode::kAborted, "the channel is closed"});
+    }
+  }
+  stop(taken);
+  {
+    std::unique_lock lock(mutex_);
+    mover_.awaitTaken(lock, nullptr);
+  }
+  if (isFirst && memories_) {
+    // A peer that has left in peace has nothing under way.
+    if (hasLeft) {
+      memories_->forget(this);
+    } else {
+      memories_->takeBack(this);
+    }
+  }
+  if (below && isFirst) retireWrites(taken);
+  if (below) below->close();
+}
+
+// Asks the peer, ahead of our goodbye, to let none of these writes land late.
+void FabricChannel::retireWrites(const CardMover::Taken& taken) {
+  std::lock_guard lock(mutex_);
+  for (const auto& transfer : taken.transfers) {
+    if (transfer->writes() && transfer->rails.load(std::memory_order_relaxed) != 0)
+      retirements_.ask(transfer->key, transfer->grant->cards.size());
+  }
+}
+
+void FabricChannel::flush() {
+  std::lock_guard lock(mutex_);
+  if (!life_.isClosed && !life_.lost && !life_.isOut && below_) flushPuts();
+}
+
+// Puts arrive over TCP, ahead of the goodbye. So do those that wait because our connection has
+// broken: after a goodbye it is not made again.
+void FabricChannel::flushPuts() {
+  stream_.flushPuts(
+      [this](ByteView bytes) { tell(control::withKind(control::Kind::kPacket, bytes)); });
+}
+
+// ---- breaks, and new connections
+
+// Puts stay for close().
+void FabricChannel::lose(const Error& why) {
+  if (!life_.lost) life_.lost = why;
+  stream_.breakOff();
+  finishAll(ErrorCode::kPeerLost);
+  warmUp_.end(*life_.lost);
+}
+
+void FabricChannel::breakOff(const std::string& why) {
+  if (life_.lost) return;
+  lose({ErrorCode::kPeerLost, why});
+  context_.loop.post([weak = weak_from_this(), why] {
+    if (const auto self = weak.lock()) self->tellOfBreak(why);
+  });
+}
+
+void FabricChannel::tellOfBreak(const std::string& why) {
+  if (isOver()) return;
+  context_.onEnded(peer_, {Evidence::Kind::kUnreachable, why});
+}
+
+void FabricChannel::breakForTests() {
+  if (breaks_.isDue([this] { return below_->lifeSigns(); }))
+    breakOff("the simulated connection broke");
+}
+
+void FabricChannel::onEnded(const Evidence& evidence) {
+  {
+    std::lock_guard lock(mutex_);
+    if (life_.isClosed) return;
+    life_.hasLeft = life_.hasLeft || evidence.isGoodbye();
+    const bool isKnown = life_.lost.has_value();
+    lose({ErrorCode::kPeerLost, evidence.detail});
+    endWait(*life_.lost);
+    if (isKnown && !evidence.isGoodbye()) return;
+  }
+  context_.onEnded(peer_, evidence);
+}
+
+void FabricChannel::restart(Deadline deadline, std::function<void(Status)> onPath) {
+  restart();
+  std::lock_guard lock(mutex_);
+  onPath_ = std::move(onPath);
+  if (life_.isClosed) return endWait({ErrorCode::kAborted, "the channel is closed"});
+  context_.loop.runAt(deadline, [weak = weak_from_this(), epoch = epoch_] {
+    const auto self = weak.lock();
+    if (!self) return;
+    std::lock_guard lock(self->mutex_);
+    if (self->epoch_ == epoch)
+      self->endWait({ErrorCode::kPeerLost, "no card reaches the peer, which answers over tcp"});
+  });
+}
+
+void FabricChannel::endWait(const Status& how) {
+  if (!onPath_) return;
+  if (!how.ok()) lose(how.error());
+  context_.loop.post([onPath = std::exchange(onPath_, nullptr), how] { onPath(how); });
+}
+
+void FabricChannel::restart() {
+  // Before the peer hears of the new connection, its keys are void and its writes land nowhere.
+  if (memories_) memories_->takeBack(this);
+  std::lock_guard lock(mutex_);
+  if (life_.isClosed) return;
+  endWait({ErrorCode::kPeerLost, "the connection was made anew"});
+  ++epoch_;
+  rails_->sinks().remove(incarnation_);
+  finishAll(ErrorCode::kPeerLost);
+  stream_.restart();
+  keys_.forgetOffers();
+  heldRetires_.clear();
+  warmUp_.reset(0);
+  warmUp_.end({ErrorCode::kPeerLost, "the connection was made anew"});
+  cards_.release();
+  messages_.clear();
+  life_.lost.reset();
+  breaks_.restart(Clock::now(), below_->lifeSigns());
+  beginConnection();
+}
+
+// Takes packets with a new incarnation from now on, and says HELLO.
+void FabricChannel::beginConnection() {
+  incarnation_ = newIncarnation();
+  rails_->sinks().add(incarnation_, weak_from_this());
   control::Hello hello{.incarnation = incarnation_,
-                       .isFenced = fenced_,
+                       .isFenced = life_.isFenced,
                        .packetBytes = static_cast<uint32_t>(rails_->packetBytes()),
                        .rails = {}};
   for (size_t i = 0; i < rails_->count(); ++i) {
@@ -232,122 +556,106 @@ void FabricChannel::sayHello() {
   tell(hello.encode());
 }
 
-void FabricChannel::onControl(control::Kind kind, ByteView bytes) {
-  using control::Kind;
-  const auto isRead = [this](const auto& message) {
-    if (!message.ok()) log(LogLevel::kError, options_.name, message.error().message);
-    return message.ok();
-  };
-  switch (kind) {
-    case Kind::kMessage:
-      arriving_.clear();
-      return context_.onMessage(peer_, bytes);
-    case Kind::kBegin:
-      arriving_.assign(bytes.begin(), bytes.end());
-      return;
-    case Kind::kEnd: {
-      if (arriving_.empty()) return;
-      Bytes message = std::exchange(arriving_, {});
-      message.insert(message.end(), bytes.begin(), bytes.end());
-      return context_.onMessage(peer_, message);
-    }
-    case Kind::kHello:
-      if (auto hello = control::Hello::decode(bytes); isRead(hello)) onHello(std::move(*hello));
-      return;
-    case Kind::kFenced:
-      if (const auto fenced = control::Fenced::decode(bytes); isRead(fenced)) onFenced(*fenced);
-      return;
-    case Kind::kPacket: {
-      ByteReader in(bytes);
-      const auto packet = Packet::decode(in);
-      if (!isRead(packet)) return;
-      std::lock_guard lock(mutex_);
-      const bool isForUs = packet->incarnation == incarnation_ || packet->incarnation == 0;
-      if (!closed_ && isForUs) stream_.receivePut(*packet, in.getRaw(in.left()));
-      return;
-    }
-    case Kind::kAsk:
-      if (const auto question = control::decodeNumber(bytes); isRead(question)) {
-        std::lock_guard lock(mutex_);
-        const Serials& come = stream_.serials();
-        tell(control::State{*question, come.below(), {come.above().begin(), come.above().end()}}
-                 .encode());
-      }
-      return;
-    case Kind::kState:
-      if (const auto state = control::State::decode(bytes); isRead(state)) onState(*state);
-      return;
-    case Kind::kResolve:
-      if (const auto key = control::decodeNumber(bytes); isRead(key)) onResolve(*key);
-      return;
-    case Kind::kGrant:
-      if (auto grant = control::Grant::decode(bytes); isRead(grant)) onGrant(std::move(*grant));
-      return;
-    case Kind::kChanged:
-      if (const auto key = control::decodeNumber(bytes); isRead(key)) onChanged(*key);
-      return;
-    case Kind::kCard:
-      if (const auto card = control::Card::decode(bytes); isRead(card)) onCard(*card);
-      return;
-    case Kind::kRetire:
-      if (const auto retire = control::Retire::decode(bytes); isRead(retire)) onRetire(*retire);
-      return;
-    case Kind::kRetired:
-      if (const auto ticket = control::decodeNumber(bytes); isRead(ticket)) onRetired(*ticket);
-      return;
-    case Kind::kFetch:
-      if (const auto fetch = control::Fetch::decode(bytes); isRead(fetch)) onFetch(*fetch);
-      return;
-    case Kind::kFetched:
-      if (const auto fetched = control::Fetched::decode(bytes); isRead(fetched))
-        onFetched(*fetched);
-      return;
-    case Kind::kCarried:
-      return;
+void FabricChannel::resume() {
+  std::vector<control::Retire> retires;
+  {
+    std::lock_guard lock(mutex_);
+    retires = std::exchange(heldRetires_, {});
+    const auto packets = stream_.release();
+    if (life_.isClosed || life_.isFenced) return;
+    for (const auto& [packet, data] : packets) apply(stream_.land(packet, data), packet, data);
+    pump(Clock::now());
   }
-  log(LogLevel::kError, options_.name, "a control message does not decode");
+  for (const control::Retire& retire : retires) onRetire(retire);
+}
+
+// ---- control messages
+
+// If the connection has broken, onEnded() is called. Any other failure breaks it: a peer that does
+// not read would wait for this message without end.
+void FabricChannel::tell(const Bytes& message) {
+  const Status sent = below_ ? below_->send(message) : Status();
+  if (sent.ok() || sent.code() == ErrorCode::kPeerLost) return;
+  context_.loop.post([weak = weak_from_this(), why = sent.error().message] {
+    const auto self = weak.lock();
+    if (!self) return;
+    std::lock_guard lock(self->mutex_);
+    if (!self->life_.isClosed) self->breakOff(why);
+  });
+}
+
+void FabricChannel::onControl(control::Kind kind, ByteView bytes) {
+  const Status read = control::receive(kind, bytes, *this);
+  if (!read.ok()) log(LogLevel::kError, options_.name, read.error().message);
+}
+
+void FabricChannel::onMessage(ByteView message) {
+  messages_.clear();
+  context_.onMessage(peer_, message);
+}
+
+void FabricChannel::onMessageBegin(ByteView part) { messages_.begin(part); }
+
+void FabricChannel::onMessageEnd(ByteView part) {
+  const Bytes message = messages_.end(part);
+  if (!message.empty()) context_.onMessage(peer_, message);
 }
 
 void FabricChannel::onHello(control::Hello hello) {
   std::lock_guard lock(mutex_);
-  if (closed_ || theirs_) return;
-  for (const auto& rail : hello.rails) {
-    if (rail.provider == hello.rails[0].provider && rail.provider == rails_->provider()) continue;
-    return breakOff("its cards are driven by provider " + rail.provider + ", ours by " +
-                    rails_->provider());
+  if (life_.isClosed || stream_.isOpen()) return;
+  std::vector<Bytes> addresses;
+  for (auto& rail : hello.rails) {
+    if (rail.provider != rails_->provider() || rail.provider != hello.rails[0].provider)
+      return breakOff("its cards are driven by provider " + rail.provider + ", ours by " +
+                      rails_->provider());
+    addresses.push_back(std::move(rail.address));
   }
-  theirs_ = std::move(hello);
-  stream_.open(theirs_->incarnation, theirs_->packetBytes);
-  peers_.assign(rails_->count(), std::nullopt);
+  cards_.open(std::move(addresses));
+  stream_.open(hello.incarnation, hello.packetBytes);
   warmUp_.reset(rails_->count());
   if (onPath_) stream_.awaitProbes(Clock::now());
-  if (theirs_->isFenced) {
-    isOut_ = true;
-    stream_.shutOut(Clock::now());
-    finishAll(ErrorCode::kAborted);
-  }
+  if (hello.isFenced) shutOut({});
   pump(Clock::now());
   activate();
 }
 
 void FabricChannel::onFenced(const control::Fenced& fenced) {
   std::lock_guard lock(mutex_);
-  isOut_ = true;
+  shutOut(fenced.written);
+}
+
+// We are out: nothing of ours lands any more, except for these writes, which have.
+void FabricChannel::shutOut(const std::vector<uint64_t>& written) {
+  life_.isOut = true;
   stream_.shutOut(Clock::now());
-  for (const uint64_t written : fenced.written) finish(written, ErrorCode::kOk);
+  for (const uint64_t number : written) finish(number, ErrorCode::kOk);
   finishAll(ErrorCode::kAborted);
 }
 
+void FabricChannel::onPacketMessage(const Packet& packet, ByteView data) {
+  std::lock_guard lock(mutex_);
+  const bool isForUs = packet.incarnation == incarnation_ || packet.incarnation == 0;
+  if (!life_.isClosed && isForUs) stream_.receivePut(packet, data);
+}
+
+// Asks the peer which packets have come.
 void FabricChannel::ask(Clock::time_point now) {
   if (now - askedAt_ < options_.stallLimit / 2) return;
   askedAt_ = now;
   tell(control::encodeNumber(control::Kind::kAsk, ++question_));
 }
 
-// The peer lives: what has not come by now is the path's fault.
+void FabricChannel::onAsk(uint64_t question) {
+  std::lock_guard lock(mutex_);
+  const Serials& come = stream_.serials();
+  tell(control::State{question, come.below(), {come.above().begin(), come.above().end()}}.encode());
+}
+
+// The peer is alive, so packets that have not come by now are the fault of their path.
 void FabricChannel::onState(const control::State& state) {
   std::lock_guard lock(mutex_);
-  if (closed_ || lost_ || !theirs_ || state.question != question_) return;
+  if (life_.isClosed || life_.lost || !stream_.isOpen() || state.question != question_) return;
   const auto now = Clock::now();
   stream_.acknowledge(state.below, state.above, now);
   for (const size_t path : stream_.paths().stalled(now))
@@ -356,6 +664,79 @@ void FabricChannel::onState(const control::State& state) {
   if (since && now - *since > options_.pathLimit && !onPath_)
     return breakOff("no card reaches the peer, which answers over tcp");
   pump(now);
+}
+
+void FabricChannel::onResolve(uint64_t region) {
+  std::lock_guard lock(mutex_);
+  if (!life_.isClosed && !life_.isFenced && !life_.lost) keys_.answer(region);
+}
+
+void FabricChannel::onChanged(uint64_t region) {
+  std::lock_guard lock(mutex_);
+  keys_.forget(region);
+}
+
+void FabricChannel::onGrant(control::Grant grant) {
+  std::lock_guard lock(mutex_);
+  if (!life_.isClosed && !life_.isFenced && stream_.isOpen()) keys_.onGrant(std::move(grant));
+}
+
+// A card of the peer has another address, and its keys are void.
+void FabricChannel::onCard(const control::Card& card) {
+  std::lock_guard lock(mutex_);
+  if (!stream_.isOpen() || card.index >= cards_.count()) return;
+  keys_.forgetAll();
+  mover_.voidKeysOf(card.index);
+  const auto now = Clock::now();
+  for (const size_t path : cards_.move(card.index, card.address))
+    stream_.leaveOut(path, now, "the peer's was opened anew", /*isAnew=*/true);
+  pump(now);
+}
+
+void FabricChannel::onRetire(const control::Retire& retire) {
+  uint64_t epoch = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (life_.isClosed || life_.isFenced) return;
+    // Held packets were acknowledged, and land at resume(). The answer comes after them.
+    if (stream_.isHeld()) {
+      if (heldRetires_.size() < kMostHeldRetires) heldRetires_.push_back(retire);
+      return;
+    }
+    if (!memories_) return tell(control::encodeNumber(control::Kind::kRetired, retire.ticket));
+    epoch = epoch_;
+  }
+  memories_->takeBackLater(retire.region, retire.card, this,
+                           [weak = weak_from_this(), ticket = retire.ticket, epoch] {
+                             const auto self = weak.lock();
+                             if (!self) return;
+                             std::lock_guard lock(self->mutex_);
+                             if (self->epoch_ == epoch && !self->life_.isClosed)
+                               self->tell(control::encodeNumber(control::Kind::kRetired, ticket));
+                           });
+}
+
+void FabricChannel::onRetired(uint64_t ticket) {
+  std::lock_guard lock(mutex_);
+  mover_.onRetired(ticket);
+  pump(Clock::now());
+  activate();
+}
+
+void FabricChannel::onFetch(const control::Fetch& fetch) {
+  std::lock_guard lock(mutex_);
+  if (life_.isClosed || life_.isFenced || life_.lost) return;
+  fetches_.onFetch(fetch);
+  pump(Clock::now());
+  activate();
+}
+
+void FabricChannel::onFetched(const control::Fetched& fetched) {
+  std::lock_guard lock(mutex_);
+  breakForTests();  // in tests the completion may be lost, though the data has come
+  fetches_.onFetched(fetched);
+  pump(Clock::now());
+  activate();
 }
 
 }  // namespace mooncake
