@@ -45,7 +45,7 @@ class Routing {
       DispatchTable table{.tokens = uint32_t(shape.maxTokens),
                           .topk = uint32_t(topk),
                           .packedRows = uint32_t(shape.maxTokens),
-                          .mask = RankSet::firstRanks(shape.numRanks)};
+                          .mask = GroupRanks::firstRanks(shape.numRanks)};
       for (size_t t = 0; t < shape.maxTokens; ++t)
         std::ranges::sample(all, std::back_inserter(table.experts), ptrdiff_t(topk), random);
       if (r == kUs) ours_ = table;
@@ -92,7 +92,7 @@ class Routing {
       if (!decoded.ok()) std::exit(1);
       tables.push_back(std::move(*decoded));
     }
-    RankSet participants = RankSet::firstRanks(shape_.numRanks);
+    GroupRanks participants = GroupRanks::firstRanks(shape_.numRanks);
     for (const DispatchTable& one : tables) participants &= one.mask;
     endStep();
 
@@ -158,7 +158,7 @@ int run(int argc, char** argv) {
   }
   std::vector<Hosts::Memory> memories;
   for (int r = 0; r < numRanks; ++r) {
-    RankSet host;
+    GroupRanks host;
     const int first = r / perHost * perHost;
     for (int other = first; other < std::min(first + perHost, numRanks); ++other) host.add(other);
     memories.push_back({.mapped = host, .sendBytes = uint64_t(1) << 40});

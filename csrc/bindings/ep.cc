@@ -334,14 +334,14 @@ class EpBuffer {
     buffer().mask(rank, isMasked);
   }
   std::vector<bool> maskedRanks() {
-    const RankSet active = buffer().callerMask() & buffer().view();
+    const GroupRanks active = buffer().callerMask() & buffer().view();
     std::vector<bool> masked;
     for (int r = 0; r < size_; ++r) masked.push_back(!active.contains(r));
     return masked;
   }
   void unmaskAll() { buffer().unmaskAll(); }
   std::vector<bool> activeRanks() {
-    const RankSet view = buffer().view();
+    const GroupRanks view = buffer().view();
     std::vector<bool> active;
     for (int r = 0; r < size_; ++r) active.push_back(view.contains(r));
     return active;
@@ -411,8 +411,8 @@ class EpBuffer {
     return std::move(*group);
   }
 
-  RankSet mask(const std::optional<at::Tensor>& activeRanks) {
-    RankSet mask = buffer().callerMask();
+  GroupRanks mask(const std::optional<at::Tensor>& activeRanks) {
+    GroupRanks mask = buffer().callerMask();
     if (activeRanks) mask &= maskOf(*activeRanks, size_);
     return mask;
   }

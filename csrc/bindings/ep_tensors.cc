@@ -73,11 +73,11 @@ std::vector<int32_t> chosenExperts(const at::Tensor& topk, int64_t tokens, int n
   return isWide ? narrow<int64_t>(topk, numExperts) : narrow<int32_t>(topk, numExperts);
 }
 
-RankSet maskOf(const at::Tensor& activeRanks, int size) {
+GroupRanks maskOf(const at::Tensor& activeRanks, int size) {
   requireTensor(activeRanks, "active_ranks", at::kInt, {-1});
   TORCH_CHECK_VALUE(activeRanks.numel() >= size, "active_ranks has ", activeRanks.numel(),
                     " elements for ", size, " ranks");
-  RankSet mask;
+  GroupRanks mask;
   const int32_t* given = activeRanks.const_data_ptr<int32_t>();
   for (int r = 0; r < size; ++r) {
     if (given[r] != 0) mask.add(r);
@@ -85,7 +85,7 @@ RankSet maskOf(const at::Tensor& activeRanks, int size) {
   return mask;
 }
 
-void clearOthers(const at::Tensor& activeRanks, int size, const RankSet& participants) {
+void clearOthers(const at::Tensor& activeRanks, int size, const GroupRanks& participants) {
   int32_t* shown = activeRanks.mutable_data_ptr<int32_t>();
   for (int r = 0; r < size; ++r) {
     if (!participants.contains(r)) shown[r] = 0;

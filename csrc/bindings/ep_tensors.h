@@ -18,8 +18,8 @@ void requireTensor(const at::Tensor& tensor, const char* what, at::ScalarType dt
 // Returns topk_idx, [tokens][top-k] of int64 or int32, as int32: -1, or an expert below numExperts.
 std::vector<int32_t> chosenExperts(const at::Tensor& topk, int64_t tokens, int numExperts);
 // The ranks whose element among the first `size` is not 0.
-RankSet maskOf(const at::Tensor& activeRanks, int size);
+GroupRanks maskOf(const at::Tensor& activeRanks, int size);
 // Writes 0 for each of the first `size` ranks that is not a participant.
-void clearOthers(const at::Tensor& activeRanks, int size, const RankSet& participants);
+void clearOthers(const at::Tensor& activeRanks, int size, const GroupRanks& participants);
 
 }  // namespace mooncake

@@ -81,16 +81,16 @@ Result<Buffer::NextSend> Buffer::nextSend(Deadline deadline) {
 
 void Buffer::mask(int rank, bool isMasked) {
   if (isMasked) {
-    mask_ -= RankSet{rank};
+    mask_ -= GroupRanks{rank};
   } else {
     mask_.add(rank);
   }
 }
 
-void Buffer::unmaskAll() { mask_ = RankSet::firstRanks(group_->size()); }
+void Buffer::unmaskAll() { mask_ = GroupRanks::firstRanks(group_->size()); }
 
-RankSet Buffer::view() const {
-  RankSet active;
+GroupRanks Buffer::view() const {
+  GroupRanks active;
   for (const int r : group_->agent().viewWhenIdle()->active) active.add(r);
   return active;
 }

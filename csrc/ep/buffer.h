@@ -63,9 +63,9 @@ class Buffer {
   // The mask holds the ranks that this rank counts as active; `isMasked` takes a rank out of it.
   void mask(int rank, bool isMasked);
   void unmaskAll();
-  RankSet callerMask() const { return mask_; }
+  GroupRanks callerMask() const { return mask_; }
   // The ranks in the agreed view.
-  RankSet view() const;
+  GroupRanks view() const;
 
   std::shared_ptr<Task> submit(std::function<Status(Memory&)> run, bool inBackground);
   // Waits until the task is done, and calls `nowAndThen`, if not null, ten times a second. Every
@@ -88,7 +88,7 @@ class Buffer {
   MemoryRegion landing_;  // region of the send memory, into which ranks that do not map us put rows
   std::shared_ptr<const ExpertMap> experts_;
   bool isSet_ = false;
-  RankSet mask_;
+  GroupRanks mask_;
   uint64_t dispatches_ = 0;
 
   std::mutex mutex_;  // guards all below

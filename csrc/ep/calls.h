@@ -40,7 +40,7 @@ struct Handle {
 
   // Set by the dispatch when it has ended well.
   uint64_t number = 0;
-  RankSet participants;                     // ranks that took part
+  GroupRanks participants;                  // ranks that took part
   std::vector<CombineTable::Range> ranges;  // [local expert][rank]: the rows that came from it
 };
 
@@ -48,7 +48,7 @@ struct DispatchCall {
   RowFormat format = RowFormat::kBf16;
   bool packsScales = false;     // UE8M0
   const uint16_t* x = nullptr;  // [tokens][hidden]
-  RankSet mask;                 // ranks that the caller counts as active
+  GroupRanks mask;              // ranks that the caller counts as active
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;  // Operation::skipAfter()
   std::shared_ptr<Handle> handle;
@@ -72,7 +72,7 @@ struct CombineCall {
   bool renormalizes = false;
   std::vector<int32_t> chosen;  // [tokens][topk]
   const float* weights = nullptr;
-  RankSet mask;
+  GroupRanks mask;
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;
   std::shared_ptr<Handle> handle;
@@ -84,7 +84,7 @@ struct CombineCall {
 
 // The ranks that took part: in the agreed view, not skipped, and active for all callers.
 struct Ending {
-  RankSet participants;
+  GroupRanks participants;
 };
 
 // Operations of the group, one after the other. Who was skipped ends them as if it had been masked:

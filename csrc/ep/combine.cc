@@ -163,7 +163,7 @@ class Combine final : public Algorithm {
     failpoint("ep-take");
     MOONCAKE_TRY(awaitBegun(op, call_.waits));
     std::vector<std::pair<int, CombineTable>> tables;
-    RankSet participants;
+    GroupRanks participants;
     for (const int r : op.ranks()) {
       auto table = CombineTable::of(op, r, shape_, experts_.numLocal(r), rowBytes_,
                                     call_.usesLogfmt ? rowBytes_ : bf16Bytes(shape_.hidden));
@@ -194,7 +194,7 @@ class Combine final : public Algorithm {
   // Finds the rows for this rank, and starts the fetches. They come in parts, each with the rows of
   // equally many tokens: one part is added up while the next ones arrive.
   Status findRows(Operation& op, const std::vector<std::pair<int, CombineTable>>& tables,
-                  const RankSet& participants, std::deque<Fetches>& fetches) {
+                  const GroupRanks& participants, std::deque<Fetches>& fetches) {
     rows_.assign(size_t(shape_.numExperts), {});
     if (!participants.contains(op.rank())) return {};
     size_t landingBytes = 0, senders = 0;  // senders: experts with rows to fetch

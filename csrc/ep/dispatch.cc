@@ -74,7 +74,7 @@ class Dispatch final : public Algorithm {
   void endSkipped(const Operation& op) {
     next_.assign(experts_.numLocal(op.rank()), 0);
     ranges_.assign(next_.size() * size_t(op.size()), {});
-    RankSet participants;
+    GroupRanks participants;
     for (const int r : op.ranks()) participants.add(r);
     writeHandle(op, participants & call_.mask);
   }
@@ -94,7 +94,7 @@ class Dispatch final : public Algorithm {
     failpoint("ep-take");
     MOONCAKE_TRY(awaitBegun(op, call_.waits));
     Tables tables;
-    RankSet participants;
+    GroupRanks participants;
     arenaOffsets_.assign(size_t(op.size()), 0);
     for (const int r : op.ranks()) {
       auto table = DispatchTable::of(op, r, shape_, rowBytes_);
@@ -150,7 +150,7 @@ class Dispatch final : public Algorithm {
 
   // Starts the fetches. Returns true if rows are shared on any host: then every rank signals
   // `ready` when it has the rows that come to it.
-  Result<bool> findRows(Operation& op, const Tables& tables, const RankSet& participants,
+  Result<bool> findRows(Operation& op, const Tables& tables, const GroupRanks& participants,
                         RouteIndex& routes, std::deque<Piece>& pieces) {
     landed_.assign(size_t(op.size()), {});
     if (!given_.shared()) {
@@ -256,7 +256,7 @@ class Dispatch final : public Algorithm {
     return {};
   }
 
-  Status plan(const Operation& op, const Tables& tables, const RankSet& participants,
+  Status plan(const Operation& op, const Tables& tables, const GroupRanks& participants,
               const RouteIndex& routes) {
     const size_t ours = experts_.numLocal(op.rank()), ranks = size_t(op.size());
     const size_t perExpert = ranks * shape_.maxTokens;
@@ -371,7 +371,7 @@ class Dispatch final : public Algorithm {
     return value;
   }
 
-  void writeHandle(const Operation& op, RankSet participants) {
+  void writeHandle(const Operation& op, GroupRanks participants) {
     const size_t ours = experts_.numLocal(op.rank()), ranks = size_t(op.size());
     for (size_t e = 0; e < ours; ++e) {
       call_.counts[e] = int32_t(next_[e]);

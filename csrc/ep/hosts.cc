@@ -9,7 +9,7 @@
 namespace mooncake::ep {
 namespace {
 
-// Payload, wire form:  RankSet mapped  u64 send bytes  region as everywhere: u64 address, bytes,
+// Payload, wire form:  GroupRanks mapped  u64 send bytes  region as everywhere: u64 address, bytes,
 // key
 class Meet final : public Algorithm {
  public:
@@ -34,7 +34,7 @@ class Meet final : public Algorithm {
       const Bytes copy(slot.payload, slot.payload + bytes);
       ByteReader in(copy);
       Hosts::Memory& its = all[size_t(r)];
-      its.mapped = RankSet::read(in);
+      its.mapped = GroupRanks::read(in);
       its.sendBytes = in.get<uint64_t>();
       its.region.address = in.get<uint64_t>();
       its.region.bytes = in.get<uint64_t>();
@@ -66,7 +66,7 @@ Result<Hosts> Hosts::meet(Group& group, Memory ours, Deadline deadline) {
 }
 
 Hosts::Hosts(std::vector<Memory> all) : all_(std::move(all)), leastSendBytes_(~uint64_t(0)) {
-  RankSet there;
+  GroupRanks there;
   for (size_t r = 0; r < all_.size(); ++r) {
     if (all_[r].mapped.empty()) continue;
     there.add(int(r));
@@ -75,7 +75,7 @@ Hosts::Hosts(std::vector<Memory> all) : all_(std::move(all)), leastSendBytes_(~u
   for (size_t r = 0; r < all_.size(); ++r) {
     // Ranks of one host report the same set. A rank that reports another set is a host of its own,
     // and so is every rank that maps it. So all ranks compute the same hosts.
-    const RankSet ours = all_[r].mapped & there;
+    const GroupRanks ours = all_[r].mapped & there;
     bool isHost = !ours.empty();
     ours.forEach([&](int other) { isHost &= (all_[size_t(other)].mapped & there) == ours; });
     hostOf_.push_back(isHost ? ours.lowest() : int(r));

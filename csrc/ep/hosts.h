@@ -19,7 +19,7 @@ class Hosts {
  public:
   // A rank's description of its buffer.
   struct Memory {
-    RankSet mapped;  // ranks that it maps, itself included; empty: it takes no part
+    GroupRanks mapped;  // ranks that it maps, itself included; empty: it takes no part
     uint64_t sendBytes = 0;
     RemoteRegion region;  // region of the send memory, for puts
   };

@@ -174,7 +174,7 @@ Result<DispatchTable> DispatchTable::decode(ByteView encoded, const Shape& shape
   table.rowsAt = rowsAtOf(in.get<uint8_t>());
   table.packedRows = in.get<uint32_t>();
   table.packedOffset = in.get<uint64_t>();
-  table.mask = RankSet::read(in);
+  table.mask = GroupRanks::read(in);
   const bool isNarrow = shape.numExperts < kNarrowExperts;
   const size_t width = isNarrow ? sizeof(uint16_t) : sizeof(uint32_t);
   const uint64_t count = uint64_t(table.tokens) * table.topk;
@@ -219,7 +219,7 @@ Result<CombineTable> CombineTable::of(const Operation& op, int rank, const Shape
   table.regionRowBytes = in.get<uint32_t>();
   table.rowsAt = rowsAtOf(in.get<uint8_t>());
   table.localExperts = in.get<uint32_t>();
-  table.mask = RankSet::read(in);
+  table.mask = GroupRanks::read(in);
   table.ranges.resize(localExperts * size_t(shape.numRanks));
   const ByteView raw = in.getRaw(table.ranges.size() * sizeof(Range));
   const Status whole = in.finish("table");

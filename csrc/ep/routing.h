@@ -71,7 +71,7 @@ inline bool isPushed(RowsAt at) { return at == RowsAt::kPushed || at == RowsAt::
 //   u32 tokens  u32 top-k  u64 offset of the staging in the sender's arena
 //   u8 rows at  u32 number of rows for the reader, or for its host  u64 their offset in the
 //   sender's region
-//   RankSet mask: the ranks that the caller counts as active
+//   GroupRanks mask: the ranks that the caller counts as active
 //   experts[tokens][top-k]: u16 each, or u32 from 65535 experts on; all bits set: none
 //   zeros up to a multiple of 16, for the rows' alignment
 // then those rows, if they are in the payload.
@@ -82,7 +82,7 @@ struct DispatchTable {
   RowsAt rowsAt = RowsAt::kStaging;
   uint32_t packedRows = 0;
   uint64_t packedOffset = 0;
-  RankSet mask;
+  GroupRanks mask;
   std::vector<int32_t> experts;  // [tokens][topk], kNoExpert or below numExperts
   const std::byte* payloadRows = nullptr;
 
@@ -104,7 +104,7 @@ struct DispatchTable {
 //   u32 bytes of the table, these included
 //   u64 number of the dispatch  u64 offset of the staging in the sender's arena
 //   u64 offset of the rows in the sender's region  u32 bytes of a row there
-//   u8 rows at  u32 local experts  RankSet mask
+//   u8 rows at  u32 local experts  GroupRanks mask
 //   u32 begin, u32 count for [local expert][rank]: the rows for that rank
 //   zeros up to a multiple of 16
 // then the reader's rows in that order, if they are in the payload.
@@ -119,7 +119,7 @@ struct CombineTable {
   uint32_t regionRowBytes = 0;
   RowsAt rowsAt = RowsAt::kStaging;
   uint32_t localExperts = 0;
-  RankSet mask;
+  GroupRanks mask;
   std::vector<Range> ranges;  // [local expert][rank], within the rows of an expert
   const std::byte* payloadRows = nullptr;
 

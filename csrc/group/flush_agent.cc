@@ -85,13 +85,13 @@ FlushAgent::Wait::Wait(FlushAgent& agent, Clock::time_point called)
 }
 
 FlushAgent::Wait::~Wait() {
-  RankSet gone;
+  GroupRanks gone;
   {
     std::lock_guard lock(agent_.mutex_);
     agent_.isWaiting_ = false;
     gone = std::exchange(agent_.gone_, {});
   }
-  if (!gone.empty()) agent_.membership_.heldUp(gone, called_);
+  if (!gone.empty()) agent_.membership_.heldUp(agent_.toJobRanks(gone), called_);
 }
 
 void FlushAgent::take(FlushActions actions) {
@@ -126,7 +126,7 @@ void FlushAgent::take(FlushAction::GoOn& goOn) {
   failpoint("acted");
   if (isWaiting_) {
     for (const int r : allView_->active) {
-      if (!std::ranges::binary_search(goOn.members, r)) gone_.add(options_.jobRanks[size_t(r)]);
+      if (!std::ranges::binary_search(goOn.members, r)) gone_.add(r);
     }
   }
   view_ = allView_ = std::make_shared<GroupView>(
@@ -372,16 +372,19 @@ uint64_t FlushAgent::endedOf(int rank) const {
 
 void FlushAgent::noteMissed(const GroupView& before, const GroupView& now) {
   const auto ranksOf = [](const GroupView& view) {
-    RankSet ranks;
+    GroupRanks ranks;
     for (const int r : view.active) ranks.add(r);
     for (const int r : view.skipped) ranks.add(r);
     return ranks;
   };
-  RankSet missed;
-  (ranksOf(before) - ranksOf(now)).forEach([&](int r) {
-    missed.add(options_.jobRanks[size_t(r)]);
-  });
-  if (!missed.empty()) membership_.missed(missed);
+  const GroupRanks missed = ranksOf(before) - ranksOf(now);
+  if (!missed.empty()) membership_.missed(toJobRanks(missed));
+}
+
+JobRanks FlushAgent::toJobRanks(const GroupRanks& members) const {
+  JobRanks ranks;
+  members.forEach([&](int r) { ranks.add(options_.jobRanks[size_t(r)]); });
+  return ranks;
 }
 
 // -- events of other ranks

@@ -183,13 +183,15 @@ class FlushAgent final : public Membership::Listener,
   Status awaitSlot(uint64_t number, bool isBusy);
   Status awaitDecision();
   Status awaitSkipped();
-  bool haveEnded(const RankSet& ranks, uint64_t number) const;
+  bool haveEnded(const GroupRanks& ranks, uint64_t number) const;
   std::shared_ptr<const GroupView> viewOf(const SkippingOperation& operation) const;
   Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why, Wish wish);
   void awaitLeaveSent(Deadline deadline);
   bool missesLeaverSlowly(uint64_t number) const;
   uint64_t endedOf(int rank) const;
   FlushView viewOf(const View& job) const;
+  // Returns the global ranks of these members.
+  JobRanks toJobRanks(const GroupRanks& members) const;
   void onMessage(const EngineId& from, ByteView message);
 
   FlushOwner& owner_;
@@ -217,7 +219,7 @@ class FlushAgent final : public Membership::Listener,
   std::shared_ptr<const GroupView> allView_;  // of the operations after that one
   bool isResolving_ = false;  // the caller is in an operation, though it may not be busy
   bool isWaiting_ = false;    // the caller waits for a decision
-  RankSet gone_;              // global ranks that the decisions since then go on without
+  GroupRanks gone_;           // members that the decisions since then go on without
   bool isStopped_ = false;
   bool isLooking_ = false;  // the timer of lookAgain() is set
   bool isTicking_ = false;  // the timer of awaitTick() is set

@@ -11,7 +11,7 @@ std::shared_ptr<const GroupView> FlushAgent::viewOf(const SkippingOperation& ope
   return view;
 }
 
-bool FlushAgent::haveEnded(const RankSet& ranks, uint64_t number) const {
+bool FlushAgent::haveEnded(const GroupRanks& ranks, uint64_t number) const {
   bool haveAll = true;
   ranks.forEach([&](int r) { haveAll = haveAll && endedOf(r) >= number; });
   return haveAll;
@@ -25,7 +25,7 @@ Status FlushAgent::awaitSkipped() {
   for (auto ask = Clock::now(); isLeftOut_.load(std::memory_order_acquire);) {
     if (auto usable = owner_.usable(); !usable.ok()) return usable;
     SkippingOperation operation;
-    RankSet awaited;
+    GroupRanks awaited;
     {
       std::lock_guard lock(mutex_);
       operation = machine_.leftOutOf();

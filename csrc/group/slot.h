@@ -68,7 +68,7 @@ constexpr uint64_t stampNumber(uint64_t stamp) {
 constexpr uint64_t kMostOperations = (uint64_t(1) << kStampNumberBits) - 1;
 constexpr uint32_t kMostRounds = (uint32_t(1) << kStampRoundBits) - 1;
 constexpr int kMaxRanks = 1024;
-static_assert(kMaxRanks <= RankSet::kLimit);
+static_assert(kMaxRanks <= GroupRanks::kLimit);
 static_assert(kMaxRanks <= 1 << (64 - kStampNumberBits - kStampRoundBits), "losses fit a stamp");
 
 // Copy of the slot that a rank published at the beginning of an operation. Another rank puts it

@@ -169,8 +169,8 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
   const auto skips = in.get<uint8_t>();
   for (int i = 0; i < skips && !in.failed(); ++i) {
     const auto number = in.get<uint64_t>();
-    RankSet contributors = RankSet::read(in);
-    report.skipping.push_back({number, std::move(contributors), RankSet::read(in)});
+    GroupRanks contributors = GroupRanks::read(in);
+    report.skipping.push_back({number, std::move(contributors), GroupRanks::read(in)});
   }
   MOONCAKE_TRY(in.finish("flush report"));
   const bool ascending =

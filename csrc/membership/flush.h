@@ -33,8 +33,8 @@ struct FailedOperation {
 // An operation that ended well without the `skipped` ranks, which had not begun it in time.
 struct SkippingOperation {
   uint64_t number = 0;
-  RankSet contributors;
-  RankSet skipped;
+  GroupRanks contributors;
+  GroupRanks skipped;
 };
 
 // The report of a rank that has stopped. Operations have numbers from 1 on.
@@ -71,7 +71,7 @@ struct FlushDecision {
   std::vector<FailedOperation> failed;      // below `next`, ended with an error; by number
   std::vector<SkippingOperation> skipping;  // below `next`, ended well without some ranks
   std::vector<uint64_t> unfinished;         // below `next`, begun and not ended by some rank
-  RankSet leftOut;                          // reporting ranks that are left out of `next`
+  GroupRanks leftOut;                       // reporting ranks that are left out of `next`
 
   // Returns the last operation that the reporting rank has ended once it has acted on this
   // decision, without fetching anything. The rank adopts the operation after that, or runs it

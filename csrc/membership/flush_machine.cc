@@ -434,7 +434,7 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
     const auto gone = left_.find(r);
     return gone == left_.end() || gone->second.attempt >= target_;
   });
-  RankSet members;
+  GroupRanks members;
   for (const int r : members_) members.add(r);
   if (!isBehind && !(members & decision.leftOut).empty())
     first_ = {decision.next, members - decision.leftOut, members & decision.leftOut};

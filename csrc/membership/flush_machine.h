@@ -147,7 +147,7 @@ class FlushMachine {
   // The operation that runs without this rank, and its contributors. Number 0: none.
   SkippingOperation leftOutOf() const;
   // Ranks that must have ended the operation first: its contributors that the last decision kept.
-  RankSet awaitedIn(const SkippingOperation& operation) const;
+  GroupRanks awaitedIn(const SkippingOperation& operation) const;
   // How an operation ended that this rank did not end itself: the contributors if this rank was
   // skipped; null if it ended with howEnded(). Forgets this operation and all earlier ones.
   std::optional<SkippingOperation> takeSkipped(uint64_t number);

@@ -8,8 +8,8 @@ SkippingOperation FlushMachine::leftOutOf() const {
   return isOut && !isFrozen_ ? first_ : SkippingOperation();
 }
 
-RankSet FlushMachine::awaitedIn(const SkippingOperation& operation) const {
-  RankSet awaited;
+GroupRanks FlushMachine::awaitedIn(const SkippingOperation& operation) const {
+  GroupRanks awaited;
   for (const int r : decided_) {
     if (operation.contributors.contains(r)) awaited.add(r);
   }

@@ -6,7 +6,7 @@
 namespace mooncake {
 namespace {
 
-bool mustWait(const ViewReport& report, const RankSet& known) {
+bool mustWait(const ViewReport& report, const JobRanks& known) {
   return std::ranges::any_of(report.accusations, [&](const Accusation& one) {
     return isGoodbye(one.cause) && !known.contains(one.rank);
   });
@@ -14,7 +14,7 @@ bool mustWait(const ViewReport& report, const RankSet& known) {
 
 }  // namespace
 
-bool HeldReports::keep(const ViewReport& report, const RankSet& known, Clock::time_point now) {
+bool HeldReports::keep(const ViewReport& report, const JobRanks& known, Clock::time_point now) {
   const auto before = held_.find(report.from);
   if (!mustWait(report, known)) {
     if (before != held_.end()) held_.erase(before);
@@ -28,7 +28,7 @@ bool HeldReports::keep(const ViewReport& report, const RankSet& known, Clock::ti
   return true;
 }
 
-std::vector<ViewReport> HeldReports::take(const RankSet& known, Clock::time_point now) {
+std::vector<ViewReport> HeldReports::take(const JobRanks& known, Clock::time_point now) {
   std::vector<ViewReport> taken;
   std::erase_if(held_, [&](auto& entry) {
     auto& [report, until] = entry.second;

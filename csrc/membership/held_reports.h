@@ -18,9 +18,9 @@ class HeldReports {
   explicit HeldReports(Clock::duration limit) : limit_(limit) {}
 
   // Returns true if the report is held. `known`: ranks from which no goodbye is expected any more.
-  bool keep(const ViewReport& report, const RankSet& known, Clock::time_point now);
+  bool keep(const ViewReport& report, const JobRanks& known, Clock::time_point now);
   // Returns the reports that no longer need to wait.
-  std::vector<ViewReport> take(const RankSet& known, Clock::time_point now);
+  std::vector<ViewReport> take(const JobRanks& known, Clock::time_point now);
   std::optional<Clock::time_point> nextTick() const;
 
  private:

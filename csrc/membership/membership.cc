@@ -28,8 +28,8 @@ constexpr const char* kGaveUp = "it took itself to be on the smaller side and ga
 Result<std::shared_ptr<Membership>> Membership::start(std::shared_ptr<Engine> engine,
                                                       Options options) {
   const auto size = static_cast<int>(options.peers.size());
-  if (size > RankSet::kLimit) {
-    return Error{ErrorCode::kUnsupported, "a job has " + std::to_string(RankSet::kLimit) +
+  if (size > JobRanks::kLimit) {
+    return Error{ErrorCode::kUnsupported, "a job has " + std::to_string(JobRanks::kLimit) +
                                               " ranks at most, not " + std::to_string(size)};
   }
   for (int rank = 0; rank < size; ++rank) {
@@ -55,7 +55,7 @@ Result<std::shared_ptr<Membership>> Membership::start(std::shared_ptr<Engine> en
 Membership::Membership(std::shared_ptr<Engine> engine, Options options)
     : engine_(std::move(engine)),
       options_(std::move(options)),
-      agreement_(options_.rank, {1, RankSet::firstRanks(size())},
+      agreement_(options_.rank, {1, JobRanks::firstRanks(size())},
                  timingFor(options_.failureTimeout)),
       held_(timingFor(options_.failureTimeout).resend),
       view_(agreement_.view()) {
@@ -147,9 +147,9 @@ bool Membership::isLost(int rank) const {
   return found == seen_.end() || found->second.accusation.cause != Cause::kLeft;
 }
 
-void Membership::missed(const RankSet& ranks) {
-  RankSet ended;
-  RankSet gaveUp;
+void Membership::missed(const JobRanks& ranks) {
+  JobRanks ended;
+  JobRanks gaveUp;
   View view;
   {
     std::lock_guard lock(mutex_);
@@ -173,7 +173,7 @@ void Membership::missed(const RankSet& ranks) {
   }
 }
 
-void Membership::heldUp(const RankSet& ranks, Clock::time_point called) const {
+void Membership::heldUp(const JobRanks& ranks, Clock::time_point called) const {
   const auto now = Clock::now();
   std::vector<LossWait> waits;
   {
@@ -193,7 +193,7 @@ void Membership::heldUp(const RankSet& ranks, Clock::time_point called) const {
 // ---- on the loop's thread
 
 void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence) {
-  RankSet ranks;
+  JobRanks ranks;
   for (const EngineId& id : peers) {
     if (const auto found = ranks_.find(id); found != ranks_.end()) ranks.add(found->second);
   }
@@ -202,7 +202,7 @@ void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& 
   takeHeld();
 }
 
-void Membership::judge(const RankSet& ranks, const Evidence& evidence) {
+void Membership::judge(const JobRanks& ranks, const Evidence& evidence) {
   const auto now = Clock::now();
   switch (evidence.kind) {
     case Evidence::Kind::kExited:
@@ -278,8 +278,8 @@ void Membership::onMessage(const EngineId& from, ByteView message) {
 }
 
 // Ranks from which no goodbye is expected any more.
-RankSet Membership::knownOut() const {
-  RankSet known = agreement_.report().out() | RankSet{options_.rank};
+JobRanks Membership::knownOut() const {
+  JobRanks known = agreement_.report().out() | JobRanks{options_.rank};
   for (const auto& [rank, evidence] : evidence_) known.add(rank);
   return known;
 }
@@ -319,7 +319,7 @@ void Membership::publish() {
 
 void Membership::sendReports() {
   isSending_ = false;
-  const RankSet to = std::exchange(sendTo_, {});
+  const JobRanks to = std::exchange(sendTo_, {});
   if (published_.empty()) return;
   to.forEach([&](int rank) {
     if (rank == options_.rank) return;
@@ -378,11 +378,11 @@ std::string Membership::reasonOf(int rank) const {
 }
 
 // "ranks 1, 2 died (process exited), rank 3 left".
-std::string Membership::describe(const RankSet& ranks) const {
-  std::vector<std::pair<std::string, RankSet>> reasons;
+std::string Membership::describe(const JobRanks& ranks) const {
+  std::vector<std::pair<std::string, JobRanks>> reasons;
   ranks.forEach([&](int rank) {
     const std::string reason = reasonOf(rank);
-    auto same = std::ranges::find(reasons, reason, &std::pair<std::string, RankSet>::first);
+    auto same = std::ranges::find(reasons, reason, &std::pair<std::string, JobRanks>::first);
     if (same == reasons.end()) same = reasons.insert(same, {reason, {}});
     same->second.add(rank);
   });
@@ -393,7 +393,7 @@ std::string Membership::describe(const RankSet& ranks) const {
 }
 
 void Membership::commit(const View& view) {
-  RankSet out;
+  JobRanks out;
   bool isLoss = false;
   {
     std::lock_guard lock(mutex_);
@@ -421,7 +421,7 @@ Error Membership::evictedBy(const ViewActions::Eviction& eviction) const {
 }
 
 Error Membership::inMinority() const {
-  RankSet lost;
+  JobRanks lost;
   std::string why;
   {
     std::lock_guard lock(mutex_);

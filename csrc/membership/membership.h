@@ -91,24 +91,24 @@ class Membership {
   bool isLost(int rank) const;
   // An operation has gone on without these ranks. If the program of one just ended, this is the
   // first sign that it is a loss, so it is logged.
-  void missed(const RankSet& ranks);
+  void missed(const JobRanks& ranks);
   // Notes that an operation called at `called` could not go on before now because these ranks are
   // gone. Any thread but the loop's, because it may write to a file.
-  void heldUp(const RankSet& ranks, Clock::time_point called) const;
+  void heldUp(const JobRanks& ranks, Clock::time_point called) const;
 
  private:
   Membership(std::shared_ptr<Engine> engine, Options options);
 
   // ---- all on the loop's thread
   void onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence);
-  void judge(const RankSet& ranks, const Evidence& evidence);
+  void judge(const JobRanks& ranks, const Evidence& evidence);
   void onReconnected(const EngineId& id);
   void onExited(int rank);
   void onLeft(int rank, Cause cause);
   void onFailed(int rank);
   bool readLastReport(int rank);
   void onMessage(const EngineId& from, ByteView message);
-  RankSet knownOut() const;
+  JobRanks knownOut() const;
   void takeHeld();
   void act(const ViewActions& actions);
   void publish();
@@ -119,7 +119,7 @@ class Membership {
   Error inMinority() const;
   void sendReports();
   void armTimer();
-  std::string describe(const RankSet& ranks) const;
+  std::string describe(const JobRanks& ranks) const;
   std::string reasonOf(int rank) const;
   void runOnLoop(std::function<void()> task);
 
@@ -133,7 +133,7 @@ class Membership {
   std::vector<Listener*> listeners_;
   std::map<int, Evidence> evidence_;  // our own evidence, by rank
   Bytes published_;
-  RankSet sendTo_;  // ranks to which the report is due
+  JobRanks sendTo_;  // ranks to which the report is due
   bool isSending_ = false;
   bool isStopped_ = false;
   EventLoop::TimerId timer_ = 0;
@@ -146,7 +146,7 @@ class Membership {
   View view_;
   Status standing_;
   std::map<int, Seen> seen_;
-  RankSet missed_;
+  JobRanks missed_;
 };
 
 }  // namespace mooncake

@@ -12,18 +12,20 @@
 
 namespace mooncake {
 
-// A set of ranks, each below kLimit. A value: small sets of low ranks are small.
-class RankSet {
+// A set of ranks, each below kLimit. A value: small sets of low ranks are small. Sets of different
+// numberings do not convert into each other, and no operator takes both.
+template <typename Numbering>
+class RankSetOf {
  public:
   static constexpr int kLimit = 4096;
 
-  RankSet() = default;
-  RankSet(std::initializer_list<int> ranks) {
+  RankSetOf() = default;
+  RankSetOf(std::initializer_list<int> ranks) {
     for (const int rank : ranks) add(rank);
   }
   // 0, 1, ... count - 1.
-  static RankSet firstRanks(int count) {
-    RankSet set;
+  static RankSetOf firstRanks(int count) {
+    RankSetOf set;
     for (int rank = 0; rank < count; ++rank) set.add(rank);
     return set;
   }
@@ -50,7 +52,7 @@ class RankSet {
     return static_cast<int>(words_.size() * kBits) -
            (words_.empty() ? 0 : std::countl_zero(words_.back()));
   }
-  bool isSubsetOf(const RankSet& other) const {
+  bool isSubsetOf(const RankSetOf& other) const {
     if (words_.size() > other.words_.size()) return false;
     for (size_t i = 0; i < words_.size(); ++i) {
       if ((words_[i] & ~other.words_[i]) != 0) return false;
@@ -63,25 +65,25 @@ class RankSet {
     if (words_.size() <= word) words_.resize(word + 1);
     words_[word] |= uint64_t(1) << (rank % kBits);
   }
-  RankSet& operator|=(const RankSet& other) {
+  RankSetOf& operator|=(const RankSetOf& other) {
     if (words_.size() < other.words_.size()) words_.resize(other.words_.size());
     for (size_t i = 0; i < other.words_.size(); ++i) words_[i] |= other.words_[i];
     return *this;
   }
-  RankSet& operator&=(const RankSet& other) {
+  RankSetOf& operator&=(const RankSetOf& other) {
     words_.resize(std::min(words_.size(), other.words_.size()));
     for (size_t i = 0; i < words_.size(); ++i) words_[i] &= other.words_[i];
     return trim();
   }
-  RankSet& operator-=(const RankSet& other) {
+  RankSetOf& operator-=(const RankSetOf& other) {
     const size_t common = std::min(words_.size(), other.words_.size());
     for (size_t i = 0; i < common; ++i) words_[i] &= ~other.words_[i];
     return trim();
   }
-  friend RankSet operator|(RankSet a, const RankSet& b) { return a |= b; }
-  friend RankSet operator&(RankSet a, const RankSet& b) { return a &= b; }
-  friend RankSet operator-(RankSet a, const RankSet& b) { return a -= b; }
-  bool operator==(const RankSet&) const = default;
+  friend RankSetOf operator|(RankSetOf a, const RankSetOf& b) { return a |= b; }
+  friend RankSetOf operator&(RankSetOf a, const RankSetOf& b) { return a &= b; }
+  friend RankSetOf operator-(RankSetOf a, const RankSetOf& b) { return a -= b; }
+  bool operator==(const RankSetOf&) const = default;
 
   // Visits the ranks in ascending order.
   template <typename Visit>
@@ -95,9 +97,9 @@ class RankSet {
 
   // Wire form: u32 bytes (<= kLimit / 8), then one bit per rank, the lowest first.
   void write(ByteWriter& out) const { out.putBytes(std::as_bytes(std::span(words_))); }
-  static RankSet read(ByteReader& in) {
+  static RankSetOf read(ByteReader& in) {
     const ByteView raw = in.getBytes(kLimit / 8);
-    RankSet set;
+    RankSetOf set;
     set.words_.resize(raw.size() / sizeof(uint64_t) + 1);
     std::ranges::copy(raw, std::as_writable_bytes(std::span(set.words_)).begin());
     return set.trim();
@@ -107,12 +109,18 @@ class RankSet {
   static constexpr unsigned kBits = 64;
 
   // Drops zero words at the end, so that equal sets have equal words.
-  RankSet& trim() {
+  RankSetOf& trim() {
     while (!words_.empty() && words_.back() == 0) words_.pop_back();
     return *this;
   }
 
   std::vector<uint64_t> words_;
 };
+
+// Ranks of the job, by global rank.
+using JobRanks = RankSetOf<struct JobNumbering>;
+// Ranks of one group, by their place in it. The member of a group with place r has the global rank
+// that the group's list of members names at r.
+using GroupRanks = RankSetOf<struct GroupNumbering>;
 
 }  // namespace mooncake

@@ -10,7 +10,7 @@ namespace mooncake {
 // orders views, and no two different views share it.
 struct View {
   uint64_t epoch = 0;
-  RankSet active;  // global ranks
+  JobRanks active;  // global ranks
 
   bool operator==(const View&) const = default;
 };

@@ -20,7 +20,7 @@ bool isCertain(Cause cause) {
 bool isKnown(Cause cause) { return cause >= Cause::kExited && cause <= Cause::kEnded; }
 
 bool isConsistent(const ViewReport& report, int ranks) {
-  const RankSet out = report.out();
+  const JobRanks out = report.out();
   if (report.from >= ranks || out.end() > ranks || out.contains(report.from)) return false;
   if (!report.committed.isSubsetOf(out) || !report.settled.isSubsetOf(report.gone)) return false;
   for (const auto& [rank, cause, by] : report.accusations) {
@@ -50,11 +50,11 @@ Result<ViewReport> decodeViewReport(ByteView bytes, int ranks) {
   const auto version = in.get<uint8_t>();
   ViewReport report;
   report.from = in.get<uint16_t>();
-  report.committed = RankSet::read(in);
-  report.gone = RankSet::read(in);
-  const RankSet unsettled = RankSet::read(in);
+  report.committed = JobRanks::read(in);
+  report.gone = JobRanks::read(in);
+  const JobRanks unsettled = JobRanks::read(in);
   report.settled = report.gone - unsettled;
-  report.suspected = RankSet::read(in);
+  report.suspected = JobRanks::read(in);
   report.out().forEach([&](int rank) {
     const auto cause = static_cast<Cause>(in.get<uint8_t>());
     report.accusations.push_back({rank, cause, in.get<uint16_t>()});
@@ -74,7 +74,7 @@ ViewAgreement::ViewAgreement(int self, View first, Timing timing)
   told_.from = self;
 }
 
-ViewActions ViewAgreement::exited(const RankSet& ranks, LastReport last, Clock::time_point now) {
+ViewActions ViewAgreement::exited(const JobRanks& ranks, LastReport last, Clock::time_point now) {
   return testify(ranks, Cause::kExited, last, now);  // [exited] [certain]
 }
 
@@ -86,11 +86,11 @@ ViewActions ViewAgreement::left(int rank, Clock::time_point now, Cause cause) {
   return testify({rank}, cause, LastReport::kReceived, now);  // [left] [certain]
 }
 
-ViewActions ViewAgreement::testify(const RankSet& ranks, Cause cause, LastReport last,
+ViewActions ViewAgreement::testify(const JobRanks& ranks, Cause cause, LastReport last,
                                    Clock::time_point now) {
   if (over_) return {};
   ViewActions actions;
-  const RankSet members = (ranks & view_.active) - RankSet{self_};
+  const JobRanks members = (ranks & view_.active) - JobRanks{self_};
   members.forEach([&](int rank) {
     if (!gone_.contains(rank)) note({rank, cause, self_}, actions);
   });
@@ -101,10 +101,10 @@ ViewActions ViewAgreement::testify(const RankSet& ranks, Cause cause, LastReport
   return conclude(std::move(actions), now);
 }
 
-ViewActions ViewAgreement::suspected(const RankSet& ranks, Cause cause, Clock::time_point now) {
+ViewActions ViewAgreement::suspected(const JobRanks& ranks, Cause cause, Clock::time_point now) {
   if (over_) return {};
   ViewActions actions;
-  const RankSet members = (ranks & view_.active) - out_ - RankSet{self_};
+  const JobRanks members = (ranks & view_.active) - out_ - JobRanks{self_};
   if (members.empty()) return {};
   // Holds back all or none, also ranks that are found one after the other. If we accused only the
   // higher ranks, the lower ranks would believe it.
@@ -119,7 +119,7 @@ ViewActions ViewAgreement::suspected(const RankSet& ranks, Cause cause, Clock::t
 
 ViewActions ViewAgreement::received(const ViewReport& report, Clock::time_point now) {
   const int from = report.from;
-  const RankSet theirOut = report.out();
+  const JobRanks theirOut = report.out();
   if (over_ || from == self_ || !first_.active.contains(from)) return {};
   if (!theirOut.isSubsetOf(first_.active)) return {};
   ViewActions actions;
@@ -178,12 +178,12 @@ void ViewAgreement::note(const Accusation& accusation, ViewActions& actions) {
   accusations_[accusation.rank] = accusation;
 }
 
-void ViewAgreement::holdBack(const RankSet& ranks, Cause cause, Clock::time_point now) {
+void ViewAgreement::holdBack(const JobRanks& ranks, Cause cause, Clock::time_point now) {
   if (heldBack_.empty()) heldUntil_ = now + timing_.grace;
   ranks.forEach([&](int rank) { heldBack_.try_emplace(rank, cause); });
 }
 
-void ViewAgreement::accuse(const RankSet& ranks, Cause cause, ViewActions& actions) {
+void ViewAgreement::accuse(const JobRanks& ranks, Cause cause, ViewActions& actions) {
   ranks.forEach([&](int rank) { note({rank, cause, self_}, actions); });
   suspected_ |= ranks;
   out_ |= ranks;
@@ -222,8 +222,8 @@ void ViewAgreement::settle() {
 // majority of the last view without its settled ranks, or half of it including the lowest.
 bool ViewAgreement::mayGoOn() const {
   if ((out_ - committed_).isSubsetOf(gone_)) return true;
-  const RankSet live = view_.active - settled_;
-  const RankSet rest = view_.active - out_;
+  const JobRanks live = view_.active - settled_;
+  const JobRanks rest = view_.active - out_;
   const int twice = 2 * rest.count();
   return twice > live.count() || (twice == live.count() && rest.contains(live.lowest()));
 }
@@ -243,7 +243,7 @@ bool ViewAgreement::allReported() {
   return true;
 }
 
-void ViewAgreement::commit(const RankSet& out, ViewActions& actions) {
+void ViewAgreement::commit(const JobRanks& out, ViewActions& actions) {
   committed_ = out;
   view_ = {first_.epoch + static_cast<uint64_t>(out.count()), first_.active - out};
   actions.commit = view_;
@@ -264,7 +264,7 @@ ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) 
       gone_ != told_.gone || settled_ != told_.settled || suspected_ != told_.suspected;
   if (isNews || (isUndecided() && now >= toldAt_ + timing_.resend)) {
     // Also sent to ranks that this commit evicts, so that they know.
-    actions.sendTo = first_.active - told_.committed - gone_ - RankSet{self_};
+    actions.sendTo = first_.active - told_.committed - gone_ - JobRanks{self_};
     toldAt_ = now;
   } else if (committed_ != told_.committed) {
     actions.sendTo = committed_ - told_.committed - gone_;

@@ -51,13 +51,13 @@ struct Accusation {
 // includes all earlier ones of the same rank: losing, repeating and reordering them does no harm.
 struct ViewReport {
   int from = 0;
-  RankSet committed;  // out of the sender's last view
-  RankSet gone;       // certainly out
-  RankSet settled;    // gone, and all ranks that its last report excludes are out here, too
-  RankSet suspected;  // out, but not certainly
+  JobRanks committed;  // out of the sender's last view
+  JobRanks gone;       // certainly out
+  JobRanks settled;    // gone, and all ranks that its last report excludes are out here, too
+  JobRanks suspected;  // out, but not certainly
   std::vector<Accusation> accusations;  // one for each rank that is out, by rank
 
-  RankSet out() const { return gone | suspected; }
+  JobRanks out() const { return gone | suspected; }
   bool operator==(const ViewReport&) const = default;
 };
 
@@ -74,7 +74,7 @@ struct ViewActions {
 
   std::vector<Accusation> accused;  // new here: each is logged once
   std::optional<View> commit;
-  RankSet sendTo;  // report() goes to these
+  JobRanks sendTo;  // report() goes to these
   // Either one ends this rank for good: later events have no effect. The driver then says goodbye,
   // so that no rank waits for this rank's report.
   bool minority = false;
@@ -106,14 +106,14 @@ class ViewAgreement {
 
   ViewAgreement(int self, View first, Timing timing);
 
-  ViewActions exited(const RankSet& ranks, LastReport last, Clock::time_point now);
+  ViewActions exited(const JobRanks& ranks, LastReport last, Clock::time_point now);
   // Call it after received() was given the report of the goodbye. A rank that said goodbye is never
   // passed to exited(), even if only its end was seen.
   ViewActions left(int rank, Clock::time_point now, Cause cause = Cause::kLeft);
   // Holds the accusation back for a grace, unless it is kRefused or all ranks are higher than ours
   // and no others are held back. If one link breaks, only one of its ends then accuses, and the job
   // loses one rank instead of two.
-  ViewActions suspected(const RankSet& ranks, Cause cause, Clock::time_point now);
+  ViewActions suspected(const JobRanks& ranks, Cause cause, Clock::time_point now);
   ViewActions received(const ViewReport& report, Clock::time_point now);
   ViewActions tick(Clock::time_point now);
   // When tick() has work to do if no other event comes first.
@@ -126,31 +126,31 @@ class ViewAgreement {
  private:
   bool isUndecided() const { return committed_ != out_; }
   void note(const Accusation& accusation, ViewActions& actions);
-  void holdBack(const RankSet& ranks, Cause cause, Clock::time_point now);
-  void accuse(const RankSet& ranks, Cause cause, ViewActions& actions);
-  ViewActions testify(const RankSet& ranks, Cause cause, LastReport last, Clock::time_point now);
+  void holdBack(const JobRanks& ranks, Cause cause, Clock::time_point now);
+  void accuse(const JobRanks& ranks, Cause cause, ViewActions& actions);
+  ViewActions testify(const JobRanks& ranks, Cause cause, LastReport last, Clock::time_point now);
   void merge(const ViewReport& report, ViewActions& actions);
   void settle();
   bool mayGoOn() const;
   bool allReported();
-  void commit(const RankSet& out, ViewActions& actions);
+  void commit(const JobRanks& out, ViewActions& actions);
   ViewActions conclude(ViewActions actions, Clock::time_point now);
 
   const int self_;
   const View first_;
   const Timing timing_;
 
-  View view_;          // first_ without committed_
-  RankSet committed_;  // this and the next three: sets of our next report
-  RankSet gone_;
-  RankSet settled_;
-  RankSet suspected_;
-  RankSet out_;                          // gone_ and suspected_
-  RankSet lastKnown_;                    // gone ranks of which reported_ is complete
+  View view_;           // first_ without committed_
+  JobRanks committed_;  // this and the next three: sets of our next report
+  JobRanks gone_;
+  JobRanks settled_;
+  JobRanks suspected_;
+  JobRanks out_;                         // gone_ and suspected_
+  JobRanks lastKnown_;                   // gone ranks of which reported_ is complete
   std::vector<Accusation> accusations_;  // by rank, for the ranks in out_
 
-  std::vector<RankSet> reported_;  // by rank: all ranks that it ever reported to be out
-  RankSet counted_;  // all ranks below firstMissing_ that count have reported this set
+  std::vector<JobRanks> reported_;  // by rank: all ranks that it ever reported to be out
+  JobRanks counted_;  // all ranks below firstMissing_ that count have reported this set
   int firstMissing_ = 0;
   ViewReport told_;
   Clock::time_point toldAt_{};

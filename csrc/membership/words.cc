@@ -25,7 +25,7 @@ const char* nameOf(Cause cause) {
   return "?";
 }
 
-std::string listOf(const RankSet& ranks) {
+std::string listOf(const JobRanks& ranks) {
   std::string text = ranks.count() == 1 ? "rank " : "ranks ";
   bool isFirst = true;
   for (int first = 0; first < ranks.end(); ++first) {

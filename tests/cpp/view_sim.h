@@ -44,7 +44,7 @@ class ViewSim {
   // The ranks of a host are consecutive; links between them never break.
   ViewSim(int ranks, int ranksPerHost, Network network, uint64_t seed)
       : network_(network), random_(seed), ranksPerHost_(ranksPerHost) {
-    const View first{1, RankSet::firstRanks(ranks)};
+    const View first{1, JobRanks::firstRanks(ranks)};
     for (int r = 0; r < ranks; ++r) {
       ranks_.push_back({.machine = std::make_unique<ViewAgreement>(r, first, kTiming)});
       ranks_[r].published = keep(ranks_[r].machine->report());
@@ -73,7 +73,7 @@ class ViewSim {
     if (!sameHost(from, to))
       push({.when = when, .kind = Kind::kLink, .to = to, .from = from, .number = down});
   }
-  void partitionAt(Time when, const RankSet& side, bool down = true) {
+  void partitionAt(Time when, const JobRanks& side, bool down = true) {
     for (int a = 0; a < size(); ++a) {
       for (int b = 0; b < size(); ++b) {
         if (side.contains(a) != side.contains(b)) cutAt(when, a, b, down);
@@ -116,8 +116,8 @@ class ViewSim {
   const std::optional<ViewActions::Eviction>& evicted(int rank) const {
     return ranks_[rank].evicted;
   }
-  RankSet running() const {
-    RankSet set;
+  JobRanks running() const {
+    JobRanks set;
     for (int r = 0; r < size(); ++r) {
       if (life(r) == Life::kRunning) set.add(r);
     }
@@ -131,7 +131,7 @@ class ViewSim {
 
   // Checks that all running ranks have committed the same view, with exactly these ranks.
   void expectAgreement() {
-    const RankSet all = running();
+    const JobRanks all = running();
     all.forEach([&](int r) {
       if (machine(r).nextTick()) fail("rank " + std::to_string(r) + " is still undecided");
       if (machine(r).view().active != all)
@@ -140,7 +140,7 @@ class ViewSim {
     });
   }
 
-  static std::string text(const RankSet& set) {
+  static std::string text(const JobRanks& set) {
     std::string out;
     set.forEach([&](int rank) { out += (out.empty() ? "{" : ",") + std::to_string(rank); });
     return out.empty() ? "{}" : out + "}";
@@ -182,15 +182,15 @@ class ViewSim {
     int sendsLeft = -1;  // it dies after so many sends; -1: it does not
     Time stoppedUntil{0};
     Time tickAt = kNever;
-    RankSet unsent;               // ranks to which it still has to send its report
+    JobRanks unsent;              // ranks to which it still has to send its report
     int published = 0;            // its last report, which the ranks of its host can read
     std::vector<bool> linksDown;  // [from]
     std::vector<Time> deafSince;  // [from]
     std::vector<Accusation> accused;
   };
   struct Commit {
-    RankSet out;
-    RankSet by;
+    JobRanks out;
+    JobRanks by;
   };
 
   void push(Event event) {
@@ -316,7 +316,7 @@ class ViewSim {
   }
 
   void scan(int rank) {
-    RankSet silent;
+    JobRanks silent;
     for (int r = 0; r < size(); ++r) {
       hear(r, rank);  // `rank` may have been continued
       const Time since = ranks_[rank].deafSince[r];
@@ -426,7 +426,7 @@ class ViewSim {
 
   void committed(int rank, const View& view) {
     lastCommit_ = now_;
-    const RankSet out = RankSet::firstRanks(size()) - view.active;
+    const JobRanks out = JobRanks::firstRanks(size()) - view.active;
     const std::string name = "rank " + std::to_string(rank) + " commits " + text(view.active);
     if (view.epoch != 1u + out.count()) fail(name + " with a wrong epoch");
     if (!view.active.contains(rank)) fail(name + " without itself");
@@ -440,7 +440,7 @@ class ViewSim {
       bool binds = false;
       other.by.forEach([&](int r) { binds = binds || life(r) != Life::kDead; });
       if (binds && !other.out.isSubsetOf(out) && !out.isSubsetOf(other.out))
-        fail(name + " against " + text(RankSet::firstRanks(size()) - other.out) + " of " +
+        fail(name + " against " + text(JobRanks::firstRanks(size()) - other.out) + " of " +
              text(other.by));
     }
     if (!known) known = &commits_.emplace_back(Commit{out, {}});
@@ -462,7 +462,7 @@ class ViewSim {
   std::priority_queue<Event> queue_;
   std::vector<ViewReport> reports_;
   std::vector<Commit> commits_;  // distinct ones
-  RankSet blamed_;               // ranks that another one had a reason to accuse
+  JobRanks blamed_;              // ranks that another one had a reason to accuse
   bool suspicious_ = false;      // a rank was suspected that was not known to be gone
   Time now_{0};
   Time lastCommit_{0};

@@ -66,7 +66,7 @@ struct Draw {
     std::vector<Hosts::Memory> memories;
     for (int h = 0; h < numHosts; ++h) {
       const int first = int(memories.size()), size = upTo(1, 5);
-      RankSet host;
+      GroupRanks host;
       for (int r = first; r < first + size; ++r) host.add(r);
       memories.insert(memories.end(), size_t(size), {.mapped = host, .sendBytes = 1 << 20});
     }

@@ -14,7 +14,7 @@ std::vector<Hosts::Memory> mappedBy(const std::vector<int>& hostSizes, uint64_t 
   std::vector<Hosts::Memory> mapped;
   int first = 0;
   for (const int size : hostSizes) {
-    RankSet host;
+    GroupRanks host;
     for (int r = first; r < first + size; ++r) host.add(r);
     mapped.insert(mapped.end(), size_t(size), {.mapped = host, .sendBytes = sendBytes});
     first += size;

@@ -589,7 +589,7 @@ class Caller {
     std::vector<int64_t> ranges(local * ranks);
     ep::DispatchCall there;
     there.x = x.data();
-    there.mask = RankSet::firstRanks(group_.size());
+    there.mask = GroupRanks::firstRanks(group_.size());
     there.deadline = deadline_;
     there.patience = patience_;
     there.handle = handle;
@@ -753,7 +753,7 @@ ep::Hosts hostsOf(const Case& c, int rank, ep::Hosts::Memory ours, CaseMemory& m
   while (memory.told < c.size && !deadline.passed()) std::this_thread::sleep_for(milliseconds(1));
   std::vector<ep::Hosts::Memory> all;
   for (int r = 0; r < c.size; ++r) {
-    RankSet& mapped = all.emplace_back(ours).mapped;
+    GroupRanks& mapped = all.emplace_back(ours).mapped;
     all.back().region = memory.regions[r];
     for (int other = 0; other < c.size; ++other) {
       const bool isNear =

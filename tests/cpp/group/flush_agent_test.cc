@@ -194,7 +194,7 @@ TEST_F(FlushAgentTest, AFarewellTellsOfOperationsThatItsRankDidNotCall) {
 
   // Rank 0 dies: only rank 2 knows its abort reason.
   take(2, 1, kReport);
-  const View without0{2, RankSet::firstRanks(3) - RankSet{0}};
+  const View without0{2, JobRanks::firstRanks(3) - JobRanks{0}};
   agent(1).onView(without0);
   agent(2).onView(without0);
   deliver(take(1, 2, kReport));

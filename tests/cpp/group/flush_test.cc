@@ -191,12 +191,13 @@ Reporter before(uint64_t number) { return {.ended = number - 1, .hasBegun = fals
 
 TEST(Flush, WhoHasNotBegunIsLeftOutWhenSomebodyWishesIt) {
   EXPECT_TRUE(decide(reportsOf({at(5), before(5)})).leftOut.empty());
-  EXPECT_EQ(decide(reportsOf({before(5), wishing(5), at(5), before(5)})).leftOut, (RankSet{0, 3}));
+  EXPECT_EQ(decide(reportsOf({before(5), wishing(5), at(5), before(5)})).leftOut,
+            (GroupRanks{0, 3}));
   EXPECT_TRUE(decide(reportsOf({wishing(5), at(5)})).leftOut.empty());
   // Rank 1 lacks only an operation that ended with an error.
   Reporter ahead = wishing(6);
   ahead.failed = {{5, kLost}};
-  EXPECT_EQ(decide(reportsOf({ahead, at(5)})).leftOut, RankSet{1});
+  EXPECT_EQ(decide(reportsOf({ahead, at(5)})).leftOut, GroupRanks{1});
 }
 
 TEST(Flush, NobodyIsLeftOutOfWhatEnds) {
@@ -226,7 +227,7 @@ TEST(Flush, WhoWasLeftOutEndsItWhenAllOthersHave) {
   auto decision = decide(reports);
   EXPECT_TRUE(decision.isEndedByAll(5));
   EXPECT_EQ(decision.endedBy(reports[1]), 5u);
-  EXPECT_EQ(decision.leftOut, RankSet{1}) << "of the next one, too";
+  EXPECT_EQ(decision.leftOut, GroupRanks{1}) << "of the next one, too";
 
   reports = reportsOf({at(6), before(5), at(5)});
   decision = decide(reports);

@@ -65,7 +65,7 @@ class Expert {
                      std::optional<Clock::duration> patience = std::nullopt) {
     ep::DispatchCall call;
     call.x = x.data();
-    call.mask = RankSet::firstRanks(2);
+    call.mask = GroupRanks::firstRanks(2);
     call.deadline = deadline;
     call.patience = patience;
     call.handle = handle;
@@ -91,7 +91,7 @@ class Expert {
     call.rowStride = 2 * kHidden;
     call.chosen = handle->chosen;
     call.weights = weights.data();
-    call.mask = RankSet::firstRanks(2);
+    call.mask = GroupRanks::firstRanks(2);
     call.deadline = soon();
     call.handle = handle;
     call.combined = combined.data();

@@ -13,8 +13,8 @@ constexpr milliseconds kLimit(100);
 ViewReport reportOf(int from, int rank, Cause cause) {
   const bool isCertain = cause == Cause::kExited || isGoodbye(cause);
   return {.from = from,
-          .gone = isCertain ? RankSet{rank} : RankSet(),
-          .suspected = isCertain ? RankSet() : RankSet{rank},
+          .gone = isCertain ? JobRanks{rank} : JobRanks(),
+          .suspected = isCertain ? JobRanks() : JobRanks{rank},
           .accusations = {{rank, cause, from}}};
 }
 

@@ -30,10 +30,10 @@ struct State {
   uint64_t signs = 0;  // signs of life of all peers together
 };
 
-void putRanks(ByteWriter& out, const RankSet& ranks) { ranks.write(out); }
+void putRanks(ByteWriter& out, const JobRanks& ranks) { ranks.write(out); }
 std::vector<int> getRanks(ByteReader& in) {
   std::vector<int> ranks;
-  RankSet::read(in).forEach([&](int rank) { ranks.push_back(rank); });
+  JobRanks::read(in).forEach([&](int rank) { ranks.push_back(rank); });
   return ranks;
 }
 
@@ -476,7 +476,7 @@ TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
   for (const int rank : {1, 2})
     ASSERT_TRUE(eventually([&] { return members[rank]->view().epoch == 2; }));
   for (const int rank : {1, 2}) {
-    EXPECT_EQ(members[rank]->view().active, (RankSet{1, 2}));
+    EXPECT_EQ(members[rank]->view().active, (JobRanks{1, 2}));
     EXPECT_TRUE(members[rank]->standing().ok());
   }
 }
@@ -484,7 +484,7 @@ TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
 // Ranks that leave together hear that the others go on without them. That is no eviction.
 TEST_P(MembershipInOneProcess, WhoLeavesIsNotToldOff) {
   for (const int rank : {1, 2}) {
-    const RankSet out{rank};
+    const JobRanks out{rank};
     const Bytes report = encodeViewReport(
         {.from = 0, .committed = out, .gone = out, .accusations = {{rank, Cause::kLeft, 0}}});
     if (rank == 2) members[2]->leave();

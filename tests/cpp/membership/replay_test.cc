@@ -47,15 +47,16 @@ bool says(const std::string& header, const std::string& flag) {
 
 // ---- agreement.pml: ViewAgreement decides
 
-RankSet setOf(int mask) {
-  RankSet set;
+JobRanks setOf(int mask) {
+  JobRanks set;
   for (int r = 0; mask >> r != 0; ++r) {
     if ((mask >> r & 1) != 0) set.add(r);
   }
   return set;
 }
 
-int maskOf(const RankSet& set) {
+template <typename Numbering>
+int maskOf(const RankSetOf<Numbering>& set) {
   int mask = 0;
   set.forEach([&](int rank) { mask |= 1 << rank; });
   return mask;
@@ -69,7 +70,7 @@ int wordOf(const ViewReport& report) {
 
 class ViewReplay {
  public:
-  explicit ViewReplay(int ranks) : all_(RankSet::firstRanks(ranks)) {
+  explicit ViewReplay(int ranks) : all_(JobRanks::firstRanks(ranks)) {
     for (int r = 0; r < ranks; ++r) ranks_.emplace_back(r, View{1, all_});
   }
 
@@ -92,8 +93,8 @@ class ViewReplay {
 
     ViewAgreement machine;
     Clock::time_point now{};
-    std::map<int, Bytes> told;  // all its reports, by the model's encoding
-    RankSet committed, out;     // after its last call
+    std::map<int, Bytes> told;  // all that it ever reported, by the model's word for it
+    JobRanks committed, out;    // as of its last call
   };
 
   void received(const Line& line, int me, int other) {
@@ -155,7 +156,7 @@ class ViewReplay {
   void expectSame(const Line& line, int me, const ViewActions& actions) {
     Rank& rank = ranks_[me];
     const int told = line.hex(4), how = line.decimal(6);
-    const RankSet sendTo = setOf(line.hex(3)), committed = setOf(line.hex(5));
+    const JobRanks sendTo = setOf(line.hex(3)), committed = setOf(line.hex(5));
     const ViewReport& report = rank.machine.report();
     EXPECT_EQ(maskOf(actions.sendTo), maskOf(sendTo)) << "to whom it reports";
     EXPECT_EQ(wordOf(report), told) << "what it reports";
@@ -175,7 +176,7 @@ class ViewReplay {
     EXPECT_EQ(rank.machine.nextTick().has_value(), waits) << "whether it waits for something";
     if (how == 0) {
       // Each is logged once.
-      RankSet accused;
+      JobRanks accused;
       for (const Accusation& one : actions.accused) accused.add(one.rank);
       EXPECT_EQ(maskOf(accused), maskOf(report.out() - rank.out)) << "whom it accuses";
       rank.out = report.out();
@@ -183,7 +184,7 @@ class ViewReplay {
     rank.told.emplace(told, encodeViewReport(report));
   }
 
-  const RankSet all_;
+  const JobRanks all_;
   std::vector<Rank> ranks_;
 };
 

@@ -3,6 +3,7 @@
 #include <functional>
 #include <gtest/gtest.h>
 #include <random>
+#include <type_traits>
 
 #include "engine/contract/transport.h"
 #include "view_sim.h"
@@ -19,23 +20,32 @@ constexpr auto kResend = ViewSim::kTiming.resend;
 
 // ---- sets and their wire form
 
+template <typename A, typename B>
+concept MayJoin = requires(A a, const B& b) {
+  a |= b;
+};
+static_assert(MayJoin<JobRanks, JobRanks> && !MayJoin<JobRanks, GroupRanks>);
+static_assert(MayJoin<GroupRanks, GroupRanks> && !MayJoin<GroupRanks, JobRanks>);
+static_assert(!std::is_constructible_v<JobRanks, GroupRanks>);
+static_assert(!std::is_constructible_v<GroupRanks, JobRanks>);
+
 TEST(ViewRankSet, IsASet) {
-  RankSet set{3, 64, 4095};
+  JobRanks set{3, 64, 4095};
   EXPECT_TRUE(set.contains(64));
   EXPECT_FALSE(set.contains(4));
   EXPECT_FALSE(set.contains(4096));
   EXPECT_FALSE(set.contains(-1));
   EXPECT_EQ(set.count(), 3);
   EXPECT_EQ(set.lowest(), 3);
-  EXPECT_EQ((RankSet{64, 100}.lowest()), 64);
+  EXPECT_EQ((JobRanks{64, 100}.lowest()), 64);
   EXPECT_EQ(set.end(), 4096);
-  EXPECT_EQ((RankSet{63}.end()), 64);
-  EXPECT_EQ(RankSet{}.end(), 0);
-  EXPECT_EQ(set - (RankSet{64, 4095}), RankSet{3}) << "equal sets are equal, whatever they held";
-  EXPECT_EQ((set & RankSet{64, 65}), RankSet{64});
-  EXPECT_EQ((set | RankSet{4}), (RankSet{3, 4, 64, 4095}));
-  EXPECT_TRUE(RankSet{3}.isSubsetOf(set));
-  EXPECT_FALSE(set.isSubsetOf(RankSet{3}));
+  EXPECT_EQ((JobRanks{63}.end()), 64);
+  EXPECT_EQ(JobRanks{}.end(), 0);
+  EXPECT_EQ(set - (JobRanks{64, 4095}), JobRanks{3}) << "equal sets are equal, whatever they held";
+  EXPECT_EQ((set & JobRanks{64, 65}), JobRanks{64});
+  EXPECT_EQ((set | JobRanks{4}), (JobRanks{3, 4, 64, 4095}));
+  EXPECT_TRUE(JobRanks{3}.isSubsetOf(set));
+  EXPECT_FALSE(set.isSubsetOf(JobRanks{3}));
   EXPECT_TRUE((set - set).empty());
   std::vector<int> seen;
   set.forEach([&](int rank) { seen.push_back(rank); });
@@ -43,26 +53,26 @@ TEST(ViewRankSet, IsASet) {
 }
 
 TEST(ViewRankSet, WhatIsWrittenIsRead) {
-  for (const RankSet& set : {RankSet{}, RankSet{0}, RankSet{7, 8}, RankSet{64}, RankSet{0, 4095},
-                             RankSet::firstRanks(4096)}) {
+  for (const JobRanks& set : {JobRanks{}, JobRanks{0}, JobRanks{7, 8}, JobRanks{64},
+                              JobRanks{0, 4095}, JobRanks::firstRanks(4096)}) {
     ByteWriter out;
     set.write(out);
     ByteReader in(out.bytes());
-    EXPECT_EQ(RankSet::read(in), set);
+    EXPECT_EQ(JobRanks::read(in), set);
     EXPECT_TRUE(in.finish("set").ok());
   }
   const Bytes zeros(3);  // from another writer: no rank
   ByteWriter out;
   out.putBytes(zeros);
   ByteReader in(out.bytes());
-  EXPECT_EQ(RankSet::read(in), RankSet{});
+  EXPECT_EQ(JobRanks::read(in), JobRanks{});
 }
 
 TEST(ViewRankSet, IsBounded) {
   ByteWriter out;
-  out.putBytes(Bytes(RankSet::kLimit / 8 + 1));
+  out.putBytes(Bytes(JobRanks::kLimit / 8 + 1));
   ByteReader in(out.bytes());
-  EXPECT_TRUE(RankSet::read(in).empty());
+  EXPECT_TRUE(JobRanks::read(in).empty());
   EXPECT_TRUE(in.failed());
 }
 
@@ -82,7 +92,7 @@ ViewReport someReport() {
 
 TEST(ViewReport, WhatIsWrittenIsRead) {
   for (const ViewReport& report : {ViewReport{.from = 4095}, someReport()}) {
-    const auto read = decodeViewReport(encodeViewReport(report), RankSet::kLimit);
+    const auto read = decodeViewReport(encodeViewReport(report), JobRanks::kLimit);
     ASSERT_TRUE(read.ok()) << read.error().message;
     EXPECT_EQ(*read, report);
   }
@@ -129,7 +139,7 @@ TEST(ViewReport, AnyBytesAreRefusedOrMakeSense) {
 }
 
 TEST(ViewReport, TheLongestFitsIntoAControlMessage) {
-  ViewReport report{.from = RankSet::kLimit - 1};
+  ViewReport report{.from = JobRanks::kLimit - 1};
   for (int rank = 0; rank < report.from; ++rank) {
     (rank % 2 == 0 ? report.gone : report.suspected).add(rank);
     report.accusations.push_back({rank, rank % 2 == 0 ? Cause::kExited : Cause::kSilent, rank});
@@ -137,16 +147,16 @@ TEST(ViewReport, TheLongestFitsIntoAControlMessage) {
   report.committed = report.out();
   const Bytes bytes = encodeViewReport(report);
   EXPECT_LE(bytes.size(), Channel::kMaxMessageBytes);
-  EXPECT_TRUE(decodeViewReport(bytes, RankSet::kLimit).ok());
+  EXPECT_TRUE(decodeViewReport(bytes, JobRanks::kLimit).ok());
 }
 
 // ---- one machine by hand
 
-View viewOf(int ranks) { return {1, RankSet::firstRanks(ranks)}; }
+View viewOf(int ranks) { return {1, JobRanks::firstRanks(ranks)}; }
 ViewAgreement machine(int self, int ranks) { return {self, viewOf(ranks), ViewSim::kTiming}; }
 
 struct Out {
-  RankSet gone, settled, suspected, committed;
+  JobRanks gone, settled, suspected, committed;
 };
 ViewReport reportOf(int from, const Out& out) {
   ViewReport report{from, out.committed, out.gone, out.settled, out.suspected, {}};
@@ -160,9 +170,9 @@ ViewReport reportOf(int from, const Out& out) {
 TEST(ViewAgreement, CommitsWhenAllOthersReportTheSame) {
   auto rank = machine(0, 4);
   auto actions = rank.exited({3}, LastReport::kReceived, kStart);
-  EXPECT_EQ(actions.sendTo, (RankSet{1, 2}));
+  EXPECT_EQ(actions.sendTo, (JobRanks{1, 2}));
   EXPECT_EQ(actions.accused, (std::vector<Accusation>{{3, Cause::kExited, 0}}));
-  EXPECT_EQ(rank.report().gone, RankSet{3});
+  EXPECT_EQ(rank.report().gone, JobRanks{3});
   EXPECT_FALSE(actions.commit);
   EXPECT_FALSE(rank.received(reportOf(1, {.gone = {3}, .settled = {3}}), kStart).commit);
   EXPECT_FALSE(rank.received(reportOf(1, {.gone = {3}, .settled = {3}}), kStart).commit);
@@ -183,7 +193,7 @@ TEST(ViewAgreement, OldAndRepeatedReportsChangeNothing) {
     const auto actions = rank.received(old, kStart);
     EXPECT_FALSE(actions.commit);
     EXPECT_TRUE(actions.accused.empty());
-    EXPECT_EQ(actions.sendTo, RankSet{1}) << "it may not know yet";
+    EXPECT_EQ(actions.sendTo, JobRanks{1}) << "it may not know yet";
   }
   const auto same = reportOf(1, {.gone = {2}, .settled = {2}, .committed = {2}});
   EXPECT_TRUE(rank.received(same, kStart).sendTo.empty()) << "nothing left to say";
@@ -215,7 +225,7 @@ TEST(ViewAgreement, SendsAgainWhileUndecided) {
   rank.exited({2}, LastReport::kReceived, kStart);
   EXPECT_EQ(rank.nextTick(), kStart + kResend);
   EXPECT_TRUE(rank.tick(kStart + kResend / 2).sendTo.empty());
-  EXPECT_EQ(rank.tick(kStart + kResend).sendTo, RankSet{1});
+  EXPECT_EQ(rank.tick(kStart + kResend).sendTo, JobRanks{1});
   EXPECT_EQ(rank.nextTick(), kStart + 2 * kResend);
 }
 
@@ -229,8 +239,8 @@ TEST(ViewAgreement, AccusingALowerRankWaitsForAGrace) {
   const auto actions = rank.tick(kStart + kGrace);
   EXPECT_EQ(actions.accused,
             (std::vector<Accusation>{{1, Cause::kSilent, 2}, {4, Cause::kSilent, 2}}));
-  EXPECT_EQ(actions.sendTo, (RankSet{0, 1, 3, 4})) << "the accused learn of it";
-  EXPECT_EQ(machine(2, 5).suspected({4}, Cause::kRefused, kStart).sendTo, (RankSet{0, 1, 3, 4}));
+  EXPECT_EQ(actions.sendTo, (JobRanks{0, 1, 3, 4})) << "the accused learn of it";
+  EXPECT_EQ(machine(2, 5).suspected({4}, Cause::kRefused, kStart).sendTo, (JobRanks{0, 1, 3, 4}));
 }
 
 TEST(ViewAgreement, WhoRefusesIsAccusedAtOnce) {
@@ -259,7 +269,7 @@ TEST(ViewAgreement, WhileOneIsHeldBackTheOthersWaitWithIt) {
     EXPECT_TRUE(actions.accused.empty());
     EXPECT_TRUE(actions.sendTo.empty());
     rank.tick(kStart + kGrace);
-    EXPECT_EQ(rank.report().suspected, (RankSet{c.held, 5}));
+    EXPECT_EQ(rank.report().suspected, (JobRanks{c.held, 5}));
   }
 }
 
@@ -276,14 +286,14 @@ TEST(ViewAgreement, WhoTakesUsOutIsNotBelieved) {
   EXPECT_TRUE(rank.received(reportOf(0, {.suspected = {1, 4}}), kStart).sendTo.empty());
   const auto actions = rank.tick(kStart + kGrace);
   EXPECT_EQ(actions.accused, (std::vector<Accusation>{{0, Cause::kExcludes, 1}}));
-  EXPECT_EQ(rank.report().suspected, RankSet{0});
+  EXPECT_EQ(rank.report().suspected, JobRanks{0});
 }
 
 TEST(ViewAgreement, WhoIsSuspectedIsNotBelieved) {
   auto rank = machine(0, 5);
   rank.suspected({1}, Cause::kSilent, kStart);
   EXPECT_TRUE(rank.received(reportOf(1, {.suspected = {4}}), kStart).accused.empty());
-  EXPECT_EQ(rank.report().suspected, RankSet{1});
+  EXPECT_EQ(rank.report().suspected, JobRanks{1});
 }
 
 TEST(ViewAgreement, TheDeadAreNotBelievedAnyMore) {
@@ -293,7 +303,7 @@ TEST(ViewAgreement, TheDeadAreNotBelievedAnyMore) {
   const auto late = reportOf(0, {.suspected = {1, 2}, .committed = {1, 2}});
   EXPECT_FALSE(rank.received(late, kStart).evicted);
   rank.received(reportOf(0, {.suspected = {2}}), kStart);
-  EXPECT_EQ(rank.report().out(), RankSet{0});
+  EXPECT_EQ(rank.report().out(), JobRanks{0});
   EXPECT_EQ(rank.nextTick(), kStart + kResend) << "nothing is held back";
 }
 
@@ -305,7 +315,7 @@ TEST(ViewAgreement, CertainReplacesSuspicion) {
   EXPECT_EQ(*actions.commit, (View{2, {1}}));
   auto other = machine(0, 4);
   other.suspected({3}, Cause::kSilent, kStart);
-  EXPECT_EQ(other.exited({3}, LastReport::kReceived, kStart).sendTo, (RankSet{1, 2}));
+  EXPECT_EQ(other.exited({3}, LastReport::kReceived, kStart).sendTo, (JobRanks{1, 2}));
   EXPECT_EQ(other.report().accusations[0].cause, Cause::kExited);
   EXPECT_TRUE(other.report().suspected.empty());
 }
@@ -351,11 +361,11 @@ TEST(ViewAgreement, WhoEvictsSaysSoAndAnswersWhoComesBack) {
   rank.suspected({2}, Cause::kSilent, kStart);
   const auto actions = rank.received(reportOf(1, {.suspected = {2}}), kStart);
   ASSERT_TRUE(actions.commit);
-  EXPECT_EQ(actions.sendTo, RankSet{2});
-  EXPECT_EQ(rank.report().committed, RankSet{2});
+  EXPECT_EQ(actions.sendTo, JobRanks{2});
+  EXPECT_EQ(rank.report().committed, JobRanks{2});
   const auto back = rank.received(reportOf(2, {.suspected = {0, 1}}), kStart);
-  EXPECT_EQ(back.sendTo, RankSet{2});
-  EXPECT_EQ(rank.report().out(), RankSet{2});
+  EXPECT_EQ(back.sendTo, JobRanks{2});
+  EXPECT_EQ(rank.report().out(), JobRanks{2});
 }
 
 // A view that one rank has committed is committed. Rank 3, whose report rank 2 lacks, may never be
@@ -385,7 +395,7 @@ TEST(ViewAgreement, ADeadRankThatHelpedAnotherSideStillCounts) {
   auto second = machine(1, 4);
   second.received(reportOf(3, {.suspected = {1, 2}}), kStart);
   second.exited({3}, LastReport::kReceived, kStart);
-  EXPECT_EQ(second.report().gone, RankSet{3});
+  EXPECT_EQ(second.report().gone, JobRanks{3});
   EXPECT_TRUE(second.report().settled.empty());
   second.suspected({0}, Cause::kSilent, kStart);
   EXPECT_TRUE(second.tick(kStart + kGrace).minority);
@@ -417,7 +427,7 @@ TEST(ViewAgreement, ADeadRankIsSettledOnceItsLastReportIsPartOfOurs) {
     const auto actions = rank.tick(kStart + kGrace);
     EXPECT_EQ(actions.minority, last == LastReport::kUnknown) << "{1, 2} of {0, 1, 2}";
     if (last == LastReport::kReceived) {
-      EXPECT_EQ(rank.report().settled, RankSet{3});
+      EXPECT_EQ(rank.report().settled, JobRanks{3});
     }
   }
 }
@@ -455,9 +465,9 @@ struct Case {
   int ranks;
   int perHost;
   std::function<void(ViewSim&)> faults;
-  RankSet running;  // the ranks of the one view at the end
-  RankSet minority;
-  RankSet evicted;
+  JobRanks running;  // in one view, and nobody else in it
+  JobRanks minority;
+  JobRanks evicted;
 };
 
 constexpr Time kThen{1000}, kLater{2000}, kMuchLater{5'000'000};
@@ -608,7 +618,7 @@ TEST(ViewAgreement, NamedCases) {
     EXPECT_TRUE(sim.run());
     if (sim.failures().empty()) sim.expectAgreement();
     for (const std::string& failure : sim.failures()) ADD_FAILURE() << failure;
-    RankSet minority, evicted;
+    JobRanks minority, evicted;
     for (int r = 0; r < c.ranks; ++r) {
       if (sim.inMinority(r)) minority.add(r);
       if (sim.evicted(r)) evicted.add(r);

@@ -71,15 +71,15 @@ TEST(ViewCost, DISABLED_Table) {
 
 // 4096 machines do not fit in memory. One of them runs, and receives the reports of all others.
 TEST(ViewCost, DISABLED_OneOf4096) {
-  constexpr int kRanks = RankSet::kLimit;
+  constexpr int kRanks = JobRanks::kLimit;
   for (const int exits : {1, 8}) {
-    RankSet dead;
+    JobRanks dead;
     for (int i = 1; i <= exits; ++i) dead.add(i * (kRanks / exits) - 1);
-    ViewAgreement rank(0, {1, RankSet::firstRanks(kRanks)}, ViewSim::kTiming);
+    ViewAgreement rank(0, {1, JobRanks::firstRanks(kRanks)}, ViewSim::kTiming);
     const auto start = std::chrono::steady_clock::now();
     auto actions = rank.exited(dead, ViewAgreement::LastReport::kReceived, {});
     const Bytes report = encodeViewReport(rank.report());
-    const RankSet others = actions.sendTo;
+    const JobRanks others = actions.sendTo;
     others.forEach([&](int r) {
       auto theirs = decodeViewReport(report, kRanks);
       theirs->from = r;

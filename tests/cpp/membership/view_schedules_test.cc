@@ -40,8 +40,8 @@ struct Schedule {
         return then + sim.between(Time(0), Time(5000));
     }
   }
-  RankSet someHosts() const {
-    RankSet side;
+  JobRanks someHosts() const {
+    JobRanks side;
     bool in = false;
     for (int r = 0; r < sim.size(); ++r) {
       if (r == 0 || !sim.sameHost(r, r - 1)) in = sim.chance(0.5);
@@ -49,7 +49,7 @@ struct Schedule {
     }
     return side;
   }
-  void expectRunning(const RankSet& expected) const {
+  void expectRunning(const JobRanks& expected) const {
     EXPECT_EQ(ViewSim::text(sim.running()), ViewSim::text(expected));
   }
 };
@@ -57,11 +57,11 @@ struct Schedule {
 // Exits and goodbyes only, so no rank needs a quorum.
 void exitsOnly(const Schedule& s) {
   s.sim.launcherTestifies = true;
-  RankSet rest = RankSet::firstRanks(s.sim.size());
+  JobRanks rest = JobRanks::firstRanks(s.sim.size());
   const Time then = s.sometime();
   for (int i = s.sim.below(s.sim.size()); i > 0; --i) {
     const int rank = s.someRank();
-    rest -= RankSet{rank};
+    rest -= JobRanks{rank};
     if (s.sim.chance(0.2)) {
       s.sim.leaveAt(s.aboutThen(then), rank);
     } else {
@@ -76,7 +76,7 @@ void exitsOnly(const Schedule& s) {
 // A partition that stays: all of the side with the quorum goes on, and the other side
 // ends as the minority.
 void partition(const Schedule& s) {
-  const RankSet all = RankSet::firstRanks(s.sim.size()), side = s.someHosts();
+  const JobRanks all = JobRanks::firstRanks(s.sim.size()), side = s.someHosts();
   s.sim.partitionAt(s.sometime(), side);
   s.sim.run();
   const int twice = 2 * side.count() - s.sim.size();
@@ -102,9 +102,9 @@ void stoppedRank(const Schedule& s) {
   s.sim.stopAt(then, rank, then + pause);
   s.sim.run();
   if (pause < ViewSim::kFailureTimeout) {
-    s.expectRunning(RankSet::firstRanks(s.sim.size()));
+    s.expectRunning(JobRanks::firstRanks(s.sim.size()));
   } else if (pause > ViewSim::kFailureTimeout + Time(200'000) && (s.sim.size() > 2 || rank == 1)) {
-    s.expectRunning(RankSet::firstRanks(s.sim.size()) - RankSet{rank});
+    s.expectRunning(JobRanks::firstRanks(s.sim.size()) - JobRanks{rank});
     EXPECT_TRUE(s.sim.evicted(rank));
   }
 }
@@ -117,7 +117,7 @@ void deafRank(const Schedule& s) {
   for (int r = 0; r < s.sim.size(); ++r) s.sim.cutAt(then, r, rank);
   s.sim.run();
   if (s.sim.size() > 2 && !s.sim.sameHost(0, 1))
-    s.expectRunning(RankSet::firstRanks(s.sim.size()) - RankSet{rank});
+    s.expectRunning(JobRanks::firstRanks(s.sim.size()) - JobRanks{rank});
 }
 
 void everything(const Schedule& s) {
@@ -141,7 +141,7 @@ void everything(const Schedule& s) {
         break;
       case 4:
       case 5: {
-        const RankSet side = s.someHosts();
+        const JobRanks side = s.someHosts();
         sim.partitionAt(when, side);
         if (sim.chance(0.5)) sim.partitionAt(until, side, false);
         break;
