@@ -75,7 +75,7 @@ std::span<std::byte> memory(size_t bytes) {
 }
 
 std::shared_ptr<Engine> engineOf(const std::string& wire, const std::string& host, size_t threads) {
-  EngineOptions options{.env = orDie(Env::read()),
+  EngineOptions options{.env = orDie(EngineEnv::read()),
                         .jobKey = Bytes(32, std::byte{1}),
                         .logName = "bench",
                         .dataThreads = threads,
@@ -201,7 +201,7 @@ int copy(char** arguments) {
 
 std::shared_ptr<transfer::TransferEngine> transferEngine() {
   transfer::TransferEngineOptions options{
-      .env = orDie(Env::read()), .localName = "127.0.0.1", .metadataServer = "P2PHANDSHAKE"};
+      .env = orDie(EngineEnv::read()), .localName = "127.0.0.1", .metadataServer = "P2PHANDSHAKE"};
   return orDie(transfer::TransferEngine::open(std::move(options)));
 }
 

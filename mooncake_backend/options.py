@@ -1,8 +1,8 @@
 """Settings of a group: MooncakeBackendOptions, and settings for the whole process.
 
-The table in csrc/base/env.cc reads the environment when a group is made. Only two variables are
-read here, which programs for upstream's backend set. If they ask for a feature that this version
-lacks, making a group raises an error.
+Native code reads our variables when a group is made (docs/environment.md). Only two are read here,
+which programs for upstream's backend set. If they ask for a feature that this version lacks, making
+a group raises an error.
 """
 
 from __future__ import annotations

@@ -136,16 +136,34 @@ def test_a_wrong_include_is_found(path, line):
 # ---- environment variables
 
 
-def native_table() -> list[tuple[str, str, str]]:
-    """envTable() of csrc/base/env.cc: name, default, meaning."""
-    text = (CSRC / "base/env.cc").read_text(encoding="utf-8")
+def rows_of_tables(text: str) -> list[tuple[str, str, str]]:
+    """Name, default and meaning of the variables in a source file's tables of EnvEntry."""
     literal = r'"(?:[^"\\]|\\.)*"'
-    entries = re.findall(rf"\{{\{{({literal}),\s*({literal}),\s*((?:{literal}\s*)+)\}}", text)
-    return [tuple("".join(re.findall(r'"(.*?)"', part)) for part in entry) for entry in entries]
+    rows = []
+    for table in re.findall(r"^constexpr EnvEntry<\w+> \w+\[\] = \{\n(.*?)^\};", text, re.M | re.S):
+        entries = re.findall(
+            rf"^    \{{\{{({literal}),\s*({literal}),\s*((?:{literal}\s*)+)\}}", table, re.M
+        )
+        assert len(entries) == len(re.findall(r"^    \{", table, re.M)), table
+        rows += [
+            tuple("".join(re.findall(r'"(.*?)"', part)) for part in entry) for entry in entries
+        ]
+    return rows
+
+
+def native_tables() -> dict[str, list[tuple[str, str, str]]]:
+    """The variables that the rooms of csrc read, by the file of their table."""
+    return {
+        name(path): rows
+        for room in ROOMS
+        for path in sorted((CSRC / room).rglob("*.cc"))
+        if (rows := rows_of_tables(path.read_text(encoding="utf-8")))
+    }
 
 
 def native_rows() -> str:
-    rows = [f"| `{name}` | {value} | {meaning} |" for name, value, meaning in native_table()]
+    table = [row for rows in native_tables().values() for row in rows]
+    rows = [f"| `{name}` | {value} | {meaning} |" for name, value, meaning in table]
     return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
 
 
@@ -168,7 +186,7 @@ READS = {
 
 def variables_read() -> dict[str, str]:
     """Every variable that a file of ours reads, and one file that does."""
-    found = {variable: "csrc/base/env.cc" for variable, _, _ in native_table()}
+    found = {variable: file for file, rows in native_tables().items() for variable, _, _ in rows}
     for path in files(*READS):
         if path == Path(__file__).resolve() or path.name == "LICENSE":
             continue
@@ -178,7 +196,7 @@ def variables_read() -> dict[str, str]:
 
 
 def test_native_variables_are_listed_as_they_are():
-    assert len(native_table()) >= 8
+    assert len(native_tables()) >= 7
     assert written_native_rows().group(2).strip() == native_rows(), "run: python tests/test_docs.py"
 
 
@@ -191,10 +209,12 @@ def test_every_variable_is_listed_and_every_listed_one_is_read():
     assert not listed - read.keys(), "nobody reads them any more"
 
 
-def test_only_env_cc_reads_the_environment_of_the_core():
+def test_the_core_reads_the_environment_through_tables_only():
     for path in files(".h", ".cc"):
-        if path.is_relative_to(CSRC) and path != CSRC / "base/env.cc":
-            assert "getenv" not in path.read_text(encoding="utf-8"), name(path)
+        if path.is_relative_to(CSRC) and path.with_suffix("") != CSRC / "base/env":
+            text = path.read_text(encoding="utf-8")
+            assert not re.search("getenv|envValue", text), name(path)
+            assert bool(rows_of_tables(text)) == ("EnvEntry" in text), name(path)
 
 
 # ---- steps of the models

@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "base/fabric_env.h"
+#include "engine/nic/fabric_env.h"
 #include "fabric/crew.h"
 #include "fabric/station.h"
 

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "base/fabric_env.h"
+#include "engine/nic/fabric_env.h"
 #include "engine/nic/nic.h"
 #include "fabric/crew.h"
 

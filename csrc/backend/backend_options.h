@@ -9,8 +9,9 @@
 #include <ATen/core/Tensor.h>
 
 #include "backend/merge_store.h"
-#include "base/env.h"
 #include "engine/engine.h"
+#include "engine/env.h"
+#include "group/group_env.h"
 
 namespace mooncake {
 
@@ -21,7 +22,9 @@ struct BackendOptions {
   std::chrono::milliseconds timeout;
   std::optional<std::chrono::milliseconds> messageTimeout;  // none: `timeout`
   bool lostMessagesReturn = false;  // in mode `continue`: see MessageDriver::lostMessagesReturn()
-  Env env;
+  EngineEnv env;
+  GroupEnv groupEnv;       // of all groups of the job
+  bool raises = false;     // mode `raise`: a loss ends one operation
   at::Tensor activeRanks;  // int32, 1 for each active rank; the caller's own when one was given
   int capacity = 0;        // ranks that the group may grow to; 0: its size
   // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the

@@ -52,7 +52,7 @@ class Job {
 
   const int rank_;
   const int size_;
-  const Env env_;
+  const EngineEnv env_;
   const std::shared_ptr<Engine> lent_;
   const std::string launcherKey_;
   MergeStore::Members mergeMembers_;  // until begin()

@@ -90,6 +90,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     world->refuseInForkedChild();
     job_ = world->job_;
     if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
+    options_.groupEnv = world->options_.groupEnv;
     group_ = job_->makeGroup(groupOptions(), init);
   } else {
     job_ = std::make_shared<Job>(rank, size, options_);
@@ -99,8 +100,8 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   }
   completions_ = job_->completions();
   messages_ = std::make_shared<MessageDriver>(*group_, completions_,
-                                              options_.lostMessagesReturn && !options_.env.raises);
-  queue_ = std::make_shared<CollectiveQueue>(*group_, options_.env.raises, completions_, hooks_);
+                                              options_.lostMessagesReturn && !options_.raises);
+  queue_ = std::make_shared<CollectiveQueue>(*group_, options_.raises, completions_, hooks_);
   job_->add(this, [this](Farewell::How how) { leaveGroup(how); });
 }
 
@@ -109,8 +110,9 @@ GroupOptions MooncakeBackend::groupOptions() const {
           .rank = rank_,
           .size = size_,
           .globalRanks = options_.globalRanks,
+          .env = options_.groupEnv,
           .mailboxBytes = kMailboxBytes,
-          .raises = options_.env.raises,
+          .raises = options_.raises,
           .onView = [mirror = options_.activeRanks, size = size_](const GroupView& view) {
             show(view, size, mirror);
           }};
@@ -125,6 +127,7 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
                        .rank = rank_,
                        .size = size_,
                        .globalRanks = options_.globalRanks,
+                       .env = options_.groupEnv,
                        .slotBytes = slotBytes,
                        .mailboxBytes = mailboxBytes,
                        .raises = raises};

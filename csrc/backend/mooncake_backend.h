@@ -28,6 +28,7 @@
 #include "base/fork.h"
 #include "collectives/collectives.h"
 #include "group/group.h"
+#include "group/group_env.h"
 
 // torch has no macro of its own for hooks at the end of an operation.
 #if defined(C10D_BACKEND_HAS_HOOKS) && (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15)
@@ -160,7 +161,7 @@ class MooncakeBackend : public c10d::Backend {
     return {};
   }
   const BackendOptions& options() const { return options_; }
-  const char* onFailure() const { return options_.env.raises ? "raise" : "continue"; }
+  const char* onFailure() const { return options_.raises ? "raise" : "continue"; }
   uint64_t epoch() const;  // of the job's view
   std::vector<RankEvidence> evidence() const;
   // Ranks that are in the last view, as activeRanks() shows them, and have not left the group.

@@ -8,7 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "base/env.h"
+#include "base/log_env.h"
 
 namespace mooncake {
 namespace {
@@ -29,9 +29,8 @@ std::string now() {
 }
 
 LogLevel levelOfProcess() {
-  const auto env = Env::read();  // an error here is reported when an engine is made
-  return env.ok() ? logLevelFromName(env->logLevel).value_or(LogLevel::kWarning)
-                  : LogLevel::kWarning;
+  const auto env = LogEnv::read();  // an error here is reported when an engine is made
+  return env.ok() ? env->level : LogLevel::kWarning;
 }
 
 }  // namespace

@@ -366,14 +366,15 @@ class EpBuffer {
                                const PythonExchange& exchange, const std::string& routeHint,
                                bool raises, const std::optional<InnerTransferEngine>& given,
                                const std::vector<std::string>& devices) const {
-    auto env = Env::read();
+    auto env = EngineEnv::read();
     throwIfError(env.status());
+    const auto groupEnv = GroupEnv::read();
+    throwIfError(groupEnv.status());
     std::string givenKey;
     const auto lent = given ? lendForJob(*given, givenKey) : nullptr;
     if (lent) env->jobKey = std::move(givenKey);
     env->routeHint = routeHint;
     env->fabricDevices = devices;
-    env->raises = raises;
     const Bytes ours = env->jobKey ? Bytes() : randomKey();
     const auto keys = exchange(toPython(ours));
     Bytes key = keys.empty() ? Bytes() : toBytes(keys.front());
@@ -403,6 +404,7 @@ class EpBuffer {
                                {.name = "ep",
                                 .rank = rank,
                                 .size = size,
+                                .env = *groupEnv,
                                 .slotBytes = slotBytesFor(size),
                                 .mailboxBytes = ep::kMailboxBytes,
                                 .raises = raises},

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "backend/backend_env.h"
 #include "backend/batch_work.h"
 #include "backend/collective_work.h"
 #include "backend/completions.h"
@@ -20,8 +21,11 @@
 #include "bindings/ep.h"
 #include "bindings/futures.h"
 #include "bindings/transfer.h"
+#include "engine/env.h"
+#include "engine/nic/fabric_env.h"
 #include "engine/nic/libfabric/report.h"
 #include "engine/transports/registry.h"
+#include "group/group_env.h"
 #include "group/group_state.h"
 
 namespace py = pybind11;
@@ -142,7 +146,7 @@ void apply(const py::dict& options, BackendOptions& out) {
   }
   if (given("launcher_key")) out.launcherKey = options["launcher_key"].cast<std::string>();
   if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
-  if (given("on_failure")) out.env.raises = options["on_failure"].cast<std::string>() == "raise";
+  if (given("on_failure")) out.raises = options["on_failure"].cast<std::string>() == "raise";
   if (given("lost_messages"))
     out.lostMessagesReturn = options["lost_messages"].cast<std::string>() == "return";
   if (given("failure_timeout")) {
@@ -159,13 +163,19 @@ c10::intrusive_ptr<PythonBackend> createBackend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::vector<int> globalRanks,
     std::string groupId, std::chrono::duration<double> timeout, std::string backendName,
     const py::dict& options, const std::optional<c10::intrusive_ptr<PythonBackend>>& world) {
-  auto env = mooncake::Env::read();
+  auto env = mooncake::EngineEnv::read();
   if (!env.ok()) mooncake::throwError(env.error());
+  const auto groupEnv = mooncake::GroupEnv::read();
+  if (!groupEnv.ok()) mooncake::throwError(groupEnv.error());
+  const auto backendEnv = mooncake::BackendEnv::read();
+  if (!backendEnv.ok()) mooncake::throwError(backendEnv.error());
   BackendOptions out{.name = std::move(backendName),
                      .groupName = std::move(groupId),
                      .globalRanks = std::move(globalRanks),
                      .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
-                     .env = std::move(*env)};
+                     .env = std::move(*env),
+                     .groupEnv = *groupEnv,
+                     .raises = backendEnv->raises};
   // Later groups share the default group's engine.
   if (world) options.attr("pop")("engine", py::none());
   apply(options, out);

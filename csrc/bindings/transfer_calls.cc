@@ -51,7 +51,7 @@ int TransferCalls::initialize(const std::string& localName, const std::string& m
     return int(transfer::kInvalid);
   };
   if (engine_) return fail("this engine is initialized already");
-  auto env = Env::read();
+  auto env = EngineEnv::read();
   if (!env.ok()) return fail(env.error().message);
   auto engine = TransferEngine::open({.env = std::move(*env),
                                       .localName = localName,

@@ -15,7 +15,7 @@ namespace {
 
 // Returns the transports to use, best first: all that are built in, or those that the environment
 // names, in that order.
-Result<std::vector<const TransportEntry*>> chooseTransports(const Env& env) {
+Result<std::vector<const TransportEntry*>> chooseTransports(const EngineEnv& env) {
   std::vector<const TransportEntry*> chosen;
   const auto& registry = transportRegistry();
   if (env.transports.empty()) {

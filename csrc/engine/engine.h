@@ -12,13 +12,13 @@
 #include <vector>
 
 #include "base/crypto.h"
-#include "base/env.h"
 #include "base/event_loop.h"
 #include "base/result.h"
 #include "base/stop_signal.h"
 #include "base/wait.h"
 #include "engine/contract/evidence.h"
 #include "engine/contract/transport.h"
+#include "engine/env.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
@@ -31,7 +31,7 @@
 namespace mooncake {
 
 struct EngineOptions {
-  Env env;
+  EngineEnv env;
   Bytes jobKey;         // the job's key; every connection starts with a mutual challenge under it
   std::string logName;  // this engine's name in the log, such as "rank 3"
   size_t arenaBytes = size_t(4) << 30;  // of address space, not of memory
@@ -82,7 +82,7 @@ class Engine {
   ~Engine();
 
   const EngineId& id() const { return context_->id; }
-  const Env& env() const { return options_.env; }
+  const EngineEnv& env() const { return options_.env; }
   const std::string& logName() const { return options_.logName; }
   Arena& arena() { return *arena_; }
   // The arena, for users that keep its memory longer than the engine.

@@ -18,7 +18,7 @@ constexpr milliseconds kLookAgain(1);
 // answers, and the job's view takes out any other. The limit is for the case that neither happens.
 constexpr int kBudgets = 10;
 
-milliseconds resendAfter(const Env& env) {
+milliseconds resendAfter(const EngineEnv& env) {
   return std::clamp(env.failureTimeout / 10, milliseconds(50), milliseconds(500));
 }
 
@@ -284,7 +284,7 @@ Status FlushAgent::awaitSlot(uint64_t number) { return awaitSlot(number, true); 
 
 Status FlushAgent::awaitSlot(uint64_t number, bool isBusy) {
   if (number <= 2 || allBegan_ + 1 >= number) return {};
-  const Env& env = membership_.engine().env();
+  const EngineEnv& env = membership_.engine().env();
   // The operation's deadline does not count here: the other members are copying, or soon out of the
   // view.
   const auto budget = Deadline::after(kBudgets * env.failureTimeout);

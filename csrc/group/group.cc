@@ -8,6 +8,7 @@
 
 #include "engine/rendezvous/address_book.h"
 #include "group/barrier.h"
+#include "membership/membership_env.h"
 
 namespace mooncake {
 namespace {
@@ -36,7 +37,7 @@ uint64_t randomNumber() {
   return uint64_t(source()) << 32 | source();
 }
 
-size_t chooseSlotBytes(const Env& env, int size) {
+size_t chooseSlotBytes(const GroupEnv& env, int size) {
   const size_t wanted =
       env.eagerBytes ? env.eagerBytes
                      : std::bit_floor(std::min(kInboxBudget / (2 * size_t(size)), kSlotBytes));
@@ -119,8 +120,8 @@ Result<std::unique_ptr<Group>> Group::prepare(std::shared_ptr<Engine> engine,
     return Error{ErrorCode::kUnsupported, "a group of " + std::to_string(size) +
                                               " ranks; the most is " + std::to_string(kMaxRanks)};
   }
-  const size_t slotBytes = std::max(chooseSlotBytes(engine->env(), size), options.slotBytes);
-  const size_t eagerBytes = engine->env().eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
+  const size_t slotBytes = std::max(chooseSlotBytes(options.env, size), options.slotBytes);
+  const size_t eagerBytes = options.env.eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
   const PartLayout layout(size, slotBytes, options.mailboxBytes);
   std::unique_ptr<Group> group(new Group(std::move(options), layout, slotBytes, eagerBytes));
   auto window = Window::create(std::move(engine), layout.bytes());
@@ -182,11 +183,13 @@ Result<Group::Meeting> Group::meet(const Exchange& exchange, Deadline deadline) 
   }
   auto peers = engine().connect(endpoints, deadline);
   if (!peers.ok()) return peers.error();
+  auto env = MembershipEnv::read();
+  if (!env.ok()) return env.error();
   auto membership =
       Membership::start(window_->sharedEngine(), {.rank = rank(),
                                                   .peers = *peers,
                                                   .failureTimeout = engine().env().failureTimeout,
-                                                  .waitsFile = engine().env().waitsFile});
+                                                  .waitsFile = std::move(env->waitsFile)});
   if (!membership.ok()) return membership.error();
   membership_ = std::move(*membership);
   meeting.peers = std::move(*peers);

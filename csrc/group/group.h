@@ -15,6 +15,7 @@
 #include "engine/rendezvous/store.h"
 #include "engine/window.h"
 #include "group/flush_agent.h"
+#include "group/group_env.h"
 #include "group/group_state.h"
 #include "group/slot.h"
 #include "membership/member_exchange.h"
@@ -26,6 +27,7 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
+  GroupEnv env;                  // the same on all members
   size_t slotBytes = 0;          // least bytes of a slot's payload; 0: as the environment says
   size_t mailboxBytes = 0;       // of one mailbox; point-to-point defines its layout
   bool raises = false;  // mode `raise`: the loss of a member ends one operation on all survivors

@@ -5,7 +5,7 @@
 
 #include "base/deadline.h"
 #include "base/result.h"
-#include "base/transfer_env.h"
+#include "transfer/transfer_env.h"
 
 namespace mooncake::transfer {
 

@@ -31,7 +31,7 @@ const CardProtocol* cardProtocol(const std::string& protocol) {
 }
 
 // Sets the provider for the engine's transport. Fails if this host has no such card.
-Status selectCards(Env& env, const CardProtocol& protocol) {
+Status selectCards(EngineEnv& env, const CardProtocol& protocol) {
   env.fabricProvider = protocol.provider;
   env.fabricProviderWish = std::string("protocol ") + protocol.name;
   const auto fabric = FabricEnv::read(env);
@@ -39,7 +39,7 @@ Status selectCards(Env& env, const CardProtocol& protocol) {
   return listLibfabricCards(*fabric).status();
 }
 
-Status select(Env& env, const std::string& protocol) {
+Status select(EngineEnv& env, const std::string& protocol) {
   if (protocol == "tcp" || protocol == "shm") return {};
   if (const CardProtocol* cards = cardProtocol(protocol)) return selectCards(env, *cards);
   std::string why = "no protocol is called so";
@@ -66,7 +66,7 @@ std::vector<std::string> wiresOf(const std::string& protocol, bool forcesTcp) {
 
 bool usesCards(const std::string& protocol) { return cardProtocol(protocol) != nullptr; }
 
-Result<std::string> selectProtocol(Env& env, const TransferEnv& settings,
+Result<std::string> selectProtocol(EngineEnv& env, const TransferEnv& settings,
                                    const std::string& protocol, const std::string& logName) {
   std::string chosen = protocol;
   const bool isForced = settings.forcesTcp && protocol != "tcp" && protocol != "shm";

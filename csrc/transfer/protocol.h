@@ -2,9 +2,9 @@
 
 #include <string>
 
-#include "base/env.h"
 #include "base/result.h"
-#include "base/transfer_env.h"
+#include "engine/env.h"
+#include "transfer/transfer_env.h"
 
 namespace mooncake::transfer {
 
@@ -15,7 +15,7 @@ namespace mooncake::transfer {
 // - `fabric`: the cards that the MOONCAKE_FABRIC_ variables select, and the wires within a host.
 // kUnsupported: the protocol is not available; the message says why and lists the alternatives.
 // With settings.allowsFallback tcp is used instead, and that is logged.
-Result<std::string> selectProtocol(Env& env, const TransferEnv& settings,
+Result<std::string> selectProtocol(EngineEnv& env, const TransferEnv& settings,
                                    const std::string& protocol, const std::string& logName);
 
 // Whether this protocol moves data over network cards.

@@ -151,7 +151,7 @@ Status await(int socket, short events, Deadline deadline, const StopSignal* stop
   }
 }
 
-Result<SessionListener> listenForSessions(const Env& env, const TransferEnv& settings,
+Result<SessionListener> listenForSessions(const EngineEnv& env, const TransferEnv& settings,
                                           const std::string& host, bool isAddress, uint16_t port) {
   const uint16_t least = port ? port : settings.leastRpcPort,
                  most = port ? port : settings.mostRpcPort;

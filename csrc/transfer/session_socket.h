@@ -4,12 +4,12 @@
 #include <string>
 
 #include "base/deadline.h"
-#include "base/env.h"
 #include "base/fd.h"
 #include "base/result.h"
 #include "base/stop_signal.h"
-#include "base/transfer_env.h"
+#include "engine/env.h"
 #include "transfer/session_id.h"
+#include "transfer/transfer_env.h"
 
 namespace mooncake::transfer {
 
@@ -23,7 +23,7 @@ struct SessionListener {
 // of `host` if it is ours, else the first address that other hosts can reach. With `isAddress`, a
 // numeric `host` that is not ours is refused. `port` 0 means a random free port from
 // settings.leastRpcPort to mostRpcPort.
-Result<SessionListener> listenForSessions(const Env& env, const TransferEnv& settings,
+Result<SessionListener> listenForSessions(const EngineEnv& env, const TransferEnv& settings,
                                           const std::string& host, bool isAddress, uint16_t port);
 
 // Returns a connected socket. kSystem: the name does not resolve; kPeerLost: connection refused or

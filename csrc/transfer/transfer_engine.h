@@ -24,7 +24,7 @@
 namespace mooncake::transfer {
 
 struct TransferEngineOptions {
-  Env env;
+  EngineEnv env;
   std::string localName;       // host, or host:port; empty: the first address others can reach
   std::string host;            // where peers reach us; empty: the host of localName
   std::string metadataServer;  // "P2PHANDSHAKE", "http://host:port/metadata"
@@ -62,7 +62,7 @@ class TransferEngine {
   // Lends the Engine to one user at a time, which may connect to peers and observe them. Returns
   // null while another user holds it. `self` is this engine; the result keeps it alive.
   std::shared_ptr<Engine> lend(const std::shared_ptr<TransferEngine>& self);
-  const Env& env() const { return env_; }
+  const EngineEnv& env() const { return env_; }
 
   // ---- memory
 
@@ -135,7 +135,7 @@ class TransferEngine {
   // The segment's peer; if that is gone, asks for the segment's engine again.
   Result<std::shared_ptr<Peer>> livePeer(Segment& segment);
 
-  Env env_;
+  EngineEnv env_;
   TransferEnv settings_;
   std::string protocol_;
   std::string logName_;

@@ -115,7 +115,7 @@ class Part {
 // The parts of an engine that transports and connections need, and a record of their callbacks.
 class EngineSide {
  public:
-  explicit EngineSide(std::string_view key = "the job's key", Env env = {}) {
+  explicit EngineSide(std::string_view key = "the job's key", EngineEnv env = {}) {
     auto arena = Arena::create(size_t(1) << 30);
     auto loop = EventLoop::start("test-io");
     auto crypto = Crypto::load();

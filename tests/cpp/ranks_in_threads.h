@@ -59,11 +59,10 @@ struct Ranks {
   uint64_t simSeed = 1;
 };
 
-inline Env envOf(const Ranks& ranks) {
-  Env env;
+inline EngineEnv envOf(const Ranks& ranks) {
+  EngineEnv env;
   env.transports = ranks.transports;
   env.crossMemoryAttach = ranks.crossMemoryAttach;
-  env.eagerBytes = ranks.eagerBytes;
   env.failureTimeout = ranks.failureTimeout;
   env.simSeed = ranks.simSeed;
   return env;
@@ -83,10 +82,13 @@ inline void runRanks(const Ranks& ranks, const std::function<void(Group&)>& body
       options.jobKey = Bytes(32, std::byte{7});
       auto engine = Engine::create(std::move(options));
       ASSERT_TRUE(engine.ok()) << engine.error().message;
-      auto group = Group::create(
-          *engine, store,
-          {.name = "test", .rank = rank, .size = ranks.size, .mailboxBytes = kMailboxBytes},
-          deadline);
+      auto group = Group::create(*engine, store,
+                                 {.name = "test",
+                                  .rank = rank,
+                                  .size = ranks.size,
+                                  .env = {.eagerBytes = ranks.eagerBytes},
+                                  .mailboxBytes = kMailboxBytes},
+                                 deadline);
       ASSERT_TRUE(group.ok()) << group.error().message;
       body(**group);
       (*group)->leave(Deadline::after(std::chrono::seconds(30)));

@@ -15,7 +15,7 @@ __attribute__((noinline, no_sanitize("thread"))) inline std::byte peek(const std
 //
 //   struct Tcp {
 //     static Result<std::unique_ptr<Transport>> create(const TransportContext& context);
-//     static Env env();  // of its engines
+//     static EngineEnv env();  // of its engines
 //   };
 //   INSTANTIATE_TYPED_TEST_SUITE_P(Tcp, TransportSuite, Tcp);
 //

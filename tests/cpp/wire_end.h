@@ -10,15 +10,15 @@ namespace mooncake::testing {
 constexpr size_t kWord = 64;   // offset of the tests' stamps
 constexpr size_t kData = 128;  // offset of their data
 
-inline Env onLoopback() {
-  Env env;
+inline EngineEnv onLoopback() {
+  EngineEnv env;
   env.hostIp = "127.0.0.1";
   return env;
 }
 
 struct WireEnd : EngineSide {
   template <typename Create>
-  WireEnd(Env env, Create create, std::string_view key = "the job's key")
+  WireEnd(EngineEnv env, Create create, std::string_view key = "the job's key")
       : EngineSide(key, std::move(env)) {
     auto created = create(context());
     if (!created.ok()) ADD_FAILURE() << created.error().message;

@@ -13,11 +13,11 @@
 #include "base/bytes.h"
 #include "base/crypto.h"
 #include "base/deadline.h"
-#include "base/env.h"
 #include "base/event_loop.h"
 #include "base/result.h"
 #include "engine/contract/channel.h"
 #include "engine/contract/evidence.h"
+#include "engine/env.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
 
@@ -44,7 +44,7 @@ class Connecting {
 // The parts of its engine that a transport may use. Outlives the transport.
 struct TransportContext {
   EngineId id;
-  Env env;
+  EngineEnv env;
   Bytes jobKey;  // never empty
   std::shared_ptr<const Crypto> crypto;
   RegionTable& regions;

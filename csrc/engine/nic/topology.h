@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "base/fabric_env.h"
+#include "engine/nic/fabric_env.h"
 
 namespace mooncake {
 

@@ -130,7 +130,7 @@ extern "C" {
 transfer_engine_t createTransferEngine(const char* metadata_conn_string,
                                        const char* local_server_name, const char* ip_or_host_name,
                                        uint64_t rpc_port, int auto_discover) {
-  auto env = Env::read();
+  auto env = EngineEnv::read();
   if (!env.ok() || !metadata_conn_string || !local_server_name || rpc_port > UINT16_MAX) {
     (void)fail(kInvalid, env.ok() ? "an engine needs a metadata server, a name, and a port"
                                   : env.error().message);

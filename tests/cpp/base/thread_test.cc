@@ -86,7 +86,7 @@ TEST(StartThread, SaysThatThereIsNone) {
 // Otherwise the engine would start its liveness thread later, and no caller would get the error.
 TEST(StartThread, AnEngineThatGetsNoneDoesNotConnect) {
   if (isSanitized) GTEST_SKIP() << "the sanitizer has mapped more than any limit";
-  Env env;
+  EngineEnv env;
   env.transports = {"inproc"};
   EngineOptions options{.env = env, .logName = "test", .arenaBytes = size_t(1) << 24};
   options.jobKey = Bytes(32, std::byte{7});

@@ -409,10 +409,13 @@ TEST_P(CollectivesTest, GroupsMadeAtOnceShareTheEngines) {
   for (int g = 0; g < kGroups; ++g) {
     for (int rank = 0; rank < options.size; ++rank) {
       threads.emplace_back([&, g, rank] {
-        auto group = Group::create(
-            engines[size_t(rank)], stores[g],
-            {.name = "test", .rank = rank, .size = options.size, .mailboxBytes = kMailboxBytes},
-            soon());
+        auto group = Group::create(engines[size_t(rank)], stores[g],
+                                   {.name = "test",
+                                    .rank = rank,
+                                    .size = options.size,
+                                    .env = {.eagerBytes = options.eagerBytes},
+                                    .mailboxBytes = kMailboxBytes},
+                                   soon());
         ASSERT_TRUE(group.ok()) << group.error().message;
         for (int r = 1; rank == 0 && r < options.size; ++r)
           peers[g].push_back((*group)->window().peer(r));

@@ -787,7 +787,6 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
                         .logName = "rank " + std::to_string(rank),
                         .arenaBytes = size_t(1) << 30};
   options.env.failureTimeout = kFailureTimeout;
-  options.env.eagerBytes = kEager;
   options.env.simSeed = c.seed;
   if (c.isSlow) {
     defaultSimOptions().odds.slowWrites = 3;
@@ -805,6 +804,7 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
                              {.name = "sweep",
                               .rank = rank,
                               .size = c.size,
+                              .env = {.eagerBytes = kEager},
                               .mailboxBytes = ep::kMailboxBytes,
                               .raises = c.raises},
                              Deadline::after(kToMeet));

@@ -72,7 +72,7 @@ struct Recorder final : Membership::Listener {
 
 TEST(MembershipChild, DISABLED_Rank) {
   if (!ChildProcess::isChild()) GTEST_SKIP() << "runs in children of other tests";
-  auto env = Env::read();
+  auto env = EngineEnv::read();
   ASSERT_TRUE(env.ok());
   if (!env->hostIp) env->hostIp = "127.0.0.1";
   const auto failureTimeout = env->failureTimeout;

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "base/fabric_env.h"
 #include "engine/nic/device_memory.h"
+#include "engine/nic/fabric_env.h"
 #include "engine/nic/nic.h"
 
 // The entry to libfabric. Its callers do not need libfabric's headers. In a build without them

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "base/fabric_env.h"
 #include "base/fd.h"
+#include "engine/nic/fabric_env.h"
 #include "engine/nic/libfabric/endpoint.h"
 #include "engine/nic/libfabric/link_state.h"
 #include "engine/nic/libfabric/memory.h"

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "base/fabric_env.h"
+#include "engine/nic/fabric_env.h"
 #include "engine/transports/fabric/fabric_transport.h"
 
 namespace mooncake {

@@ -17,7 +17,7 @@ uint64_t numberIn(const char* text, uint64_t otherwise) {
 class Scenario {
  public:
   explicit Scenario(uint64_t seed) : random_(seed) {
-    Env env = onLoopback();
+    EngineEnv env = onLoopback();
     env.simSeed = seed;
     for (End* end : {&a_, &b_}) {
       end->cards = std::make_shared<SimCards>();

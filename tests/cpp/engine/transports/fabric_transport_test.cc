@@ -19,7 +19,7 @@ struct FabricTcpRxm {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return createLibfabricTransport(context, TcpTransport::create, onLoopbackOf("tcp;ofi_rxm"));
   }
-  static Env env() { return onLoopback(); }
+  static EngineEnv env() { return onLoopback(); }
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(FabricTcpRxm, TransportSuite, FabricTcpRxm);
 

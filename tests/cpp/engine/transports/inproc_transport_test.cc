@@ -13,7 +13,7 @@ struct Inproc {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return InprocTransport::create(context);
   }
-  static Env env() { return {}; }
+  static EngineEnv env() { return {}; }
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(Inproc, TransportSuite, Inproc);
 

@@ -21,7 +21,7 @@ struct Shm {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return ShmTransport::create(context);
   }
-  static Env env() { return {}; }
+  static EngineEnv env() { return {}; }
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(Shm, TransportSuite, Shm);
 
@@ -29,8 +29,8 @@ struct ShmEnd : WireEnd {
   explicit ShmEnd(bool crossMemoryAttach = true)
       : WireEnd(envWith(crossMemoryAttach), ShmTransport::create) {}
 
-  static Env envWith(bool crossMemoryAttach) {
-    Env env;
+  static EngineEnv envWith(bool crossMemoryAttach) {
+    EngineEnv env;
     env.crossMemoryAttach = crossMemoryAttach;
     return env;
   }

@@ -16,13 +16,13 @@ struct Sim {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return createSimTransport(context, TcpTransport::create, {.breakOdds = 0});
   }
-  static Env env() { return onLoopback(); }
+  static EngineEnv env() { return onLoopback(); }
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(Sim, TransportSuite, Sim);
 
 struct SimOtherSeed : Sim {
-  static Env env() {
-    Env env = Sim::env();
+  static EngineEnv env() {
+    EngineEnv env = Sim::env();
     env.simSeed = 20261121;
     return env;
   }

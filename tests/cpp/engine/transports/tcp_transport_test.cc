@@ -23,13 +23,13 @@ struct Tcp {
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context) {
     return TcpTransport::create(context);
   }
-  static Env env() { return onLoopback(); }
+  static EngineEnv env() { return onLoopback(); }
 };
 INSTANTIATE_TYPED_TEST_SUITE_P(Tcp, TransportSuite, Tcp);
 
 struct TcpOneLane : Tcp {
-  static Env env() {
-    Env env = Tcp::env();
+  static EngineEnv env() {
+    EngineEnv env = Tcp::env();
     env.tcpConnections = 0;
     return env;
   }
@@ -53,7 +53,7 @@ Deadline soon() { return Deadline::after(kPatience); }
 class TcpTransportTest : public ::testing::Test {
  protected:
   void listen(std::chrono::milliseconds failureTimeout) {
-    Env env = Tcp::env();
+    EngineEnv env = Tcp::env();
     env.failureTimeout = failureTimeout;
     side = std::make_unique<WireEnd>(env, Tcp::create);
   }

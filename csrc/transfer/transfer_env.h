@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
-#include "base/result.h"
+#include "base/env.h"
 
 namespace mooncake {
 
-// Variables that concern only a transfer engine, read when one is made. They are in the table of
-// base/env.h. An empty variable counts as not set here, too.
+// Settings of a transfer engine, read when one is made.
 struct TransferEnv {
   std::chrono::seconds timeout{30};           // MC_TRANSFER_TIMEOUT: plus 1 ns for each byte
   std::chrono::seconds sessionTimeout{5};     // MC_HANDSHAKE_CONNECT_TIMEOUT
@@ -27,6 +27,7 @@ struct TransferEnv {
 
   // kInvalidArgument names the variable, its value and what is allowed.
   static Result<TransferEnv> read();
+  static std::vector<EnvVariable> variables();
 };
 
 }  // namespace mooncake

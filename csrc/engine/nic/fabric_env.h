@@ -7,14 +7,14 @@
 #include <vector>
 
 #include "base/env.h"
-#include "base/result.h"
 
 namespace mooncake {
 
 enum class NicSelection { kAll, kLocal };
 
-// Variables that concern only network cards, read when an engine opens some. They are in the table
-// of base/env.h. An empty variable counts as not set here, too.
+struct EngineEnv;
+
+// Settings of network cards, read when an engine opens some.
 struct FabricEnv {
   std::string libfabricPath;                                   // MOONCAKE_LIBFABRIC
   std::vector<std::string> providers{"efa", "verbs;ofi_rxm"};  // MOONCAKE_FABRIC_PROVIDERS
@@ -33,7 +33,8 @@ struct FabricEnv {
   // kInvalidArgument names the variable, its value and what is allowed.
   static Result<FabricEnv> read();
   // Also applies the settings in `told`. kUnsupported: the variables contradict them.
-  static Result<FabricEnv> read(const Env& told);
+  static Result<FabricEnv> read(const EngineEnv& told);
+  static std::vector<EnvVariable> variables();
 };
 
 }  // namespace mooncake
