@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "group": {"base", "engine", "membership"},
     "collectives": {"base", "engine", "membership", "group"},
     "ep": {"base", "engine", "membership", "group", "kernels"},
-    "backend": {"base", "engine", "membership", "group", "collectives"},
+    "backend": {"base", "engine", "membership", "group", "collectives", "ep"},
     "bindings": {
         "base",
         "engine",

@@ -343,7 +343,7 @@ class Dispatch final : public Algorithm {
     for (size_t e = 0; e < rows.size(); ++e) rows[e].reserve(next_[e]);
     for (const Arrival& arrival : arrivals_) rows[arrival.expert].push_back(arrival.row);
     const size_t scales = scalesOf(shape_.hidden);
-    const size_t words = call_.packsScales ? (scales + 3) / 4 : scales;
+    const size_t words = scaleWordsOf(shape_.hidden, call_.packsScales);
     constexpr size_t kRows = 64 / sizeof(uint32_t);
     for (size_t e = 0; e < rows.size(); ++e) {
       for (size_t begin = 0; begin < rows[e].size(); begin += kRows) {

@@ -43,6 +43,10 @@ inline size_t dispatchRowBytes(size_t hidden, RowFormat format) {
 inline size_t combineRowBytes(size_t hidden) {
   return roundUp(std::max(bf16Bytes(hidden), logfmtRowBytes(hidden)), 16);
 }
+// Words of the scales of one row that a dispatch returns: float32, or UE8M0, four in an int32.
+constexpr size_t scaleWordsOf(size_t hidden, bool packsScales) {
+  return packsScales ? (scalesOf(hidden) + 3) / 4 : scalesOf(hidden);
+}
 // Bytes of one row that a dispatch returns, its scales included.
 inline size_t receivedRowBytes(size_t hidden) {
   return std::max(bf16Bytes(hidden), hidden + scaleBytes(hidden));
@@ -59,6 +63,8 @@ class BufferLayout {
   size_t send(uint64_t number) const { return (number & 1) * send_; }
   size_t recv(uint64_t dispatch) const { return 2 * send_ + (dispatch & 1) * recv_; }
 
+  // Offset of the scales in receive memory, behind this many rows of FP8.
+  static size_t scalesOffset(size_t rows, size_t hidden) { return roundUp(rows * hidden, 64); }
   // Least send and receive memory for the rows of this many experts.
   static size_t sendNeed(const Shape& shape, size_t localExperts) {
     const size_t rows = localExperts * size_t(shape.numRanks) * shape.maxTokens;
@@ -86,6 +92,10 @@ class BufferLayout {
 // Most puts in which one rank pushes its rows. Each put has a word in the mailboxes of the group.
 inline constexpr size_t kMostPushes = 16;
 inline constexpr size_t kMailboxBytes = kMostPushes * sizeof(uint64_t);
+// Least bytes of a slot's payload in the group of a buffer, 0: as the group chooses. Up to 64 ranks
+// there is room for a routing table of 4096 tokens with top-32, and for the rest of a slot's
+// content.
+constexpr size_t slotBytesFor(int numRanks) { return numRanks <= 64 ? size_t(1) << 20 : 0; }
 inline constexpr size_t kMostPushedBytes = size_t(4) << 20;
 // Bytes of one push, in whole rows: one push is copied while the next ones arrive. Cards push few
 // pieces, because each costs an answer, which queues behind all traffic in the other direction.

@@ -1,4 +1,4 @@
-#include "bindings/ep_tensors.h"
+#include "backend/ep_tensors.h"
 
 #include <algorithm>
 #include <cctype>
