@@ -30,13 +30,7 @@ class Buffer:
     explicitly_destroy, enable_shrink: accepted without effect. Masks work, and lost ranks are
     survived, without enable_shrink too
 
-    Beyond DeepEP's:
-    staged: copies GPU tensors through the CPU; otherwise they are refused. None: the value of
-        MOONCAKE_EP_STAGED, or 0 if that is not set
-    timeout: longest time of every operation; None: the group's own
-    renormalize: if contributions to a token are missing, its other weights are scaled up to the
-        full sum
-    on_failure: "continue" without lost ranks, or "raise"; None: the group's own
+    staged, timeout, renormalize, on_failure: beyond DeepEP's; see mooncake.ep.runtime.Runtime
     """
 
     num_sms: int = 20
@@ -189,8 +183,8 @@ class Buffer:
     @property
     def missing_contributions(self) -> torch.Tensor:
         """bool [n] of the last combine. True for a token if one of its experts is on a rank that
-        did not take part in the dispatch or in the combine. Waits for the combine to end. The event
-        of a combine has the same property for that combine."""
+        did not take part in the dispatch or in the combine. Waits for the combine to end. The
+        event of a combine has the same property for that combine."""
         return self._low_latency().missing_contributions()
 
     # ---- masks

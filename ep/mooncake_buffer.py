@@ -26,13 +26,7 @@ class Buffer:
     and its view of the active ranks
     disable_p2p: accepted without effect
 
-    Beyond Mooncake's:
-    staged: copies GPU tensors through the CPU; otherwise they are refused. None: the value of
-        MOONCAKE_EP_STAGED, or 0 if that is not set
-    timeout: longest time of every operation; None: the group's own
-    renormalize: if contributions to a token are missing, its other weights are scaled up to the
-        full sum
-    on_failure: "continue" without lost ranks, or "raise"; None: the group's own
+    staged, timeout, renormalize, on_failure: beyond Mooncake's; see mooncake.ep.runtime.Runtime
     """
 
     def __init__(

@@ -93,8 +93,7 @@ def _rendezvous_host() -> str:
 
 class Handle(tuple[Tensor, Tensor, int, int, int]):
     """DeepEP's handle, (src_info, layout_range, T, hidden, num_experts), with further attributes
-    that
-    combine needs."""
+    that combine needs."""
 
     native: EpHandle
     staging: NoStaging
@@ -112,7 +111,15 @@ class Handle(tuple[Tensor, Tensor, int, int, int]):
 
 
 class Runtime:
-    """One native buffer."""
+    """One native buffer, and the options that both Buffers have beyond upstream's:
+
+    staged: copies GPU tensors through the CPU; otherwise they are refused. None: the value of
+        MOONCAKE_EP_STAGED, or 0 if that is not set
+    timeout: longest time of every operation; None: the group's own
+    renormalize: if contributions to a token are missing, its other weights are scaled up to the
+        full sum
+    on_failure: "continue" without lost ranks, or "raise"; None: the group's own
+    """
 
     def __init__(
         self,
