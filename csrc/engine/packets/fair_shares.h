@@ -7,15 +7,15 @@
 namespace mooncake {
 
 // Places that any number of owners share. Half of them belong to the owners, in equal parts: an
-// owner that gives nothing back takes none of the part of another. The other half serves those that
-// want more: an owner gets one of these while it has fewer of them than `kShareOfLeft` times those
-// that are left. With more owners than half of the places the parts are empty: that half then goes
-// to owners that have none, one place each. Not thread-safe.
+// owner that gives nothing back takes no place of another owner's part. From the other half an
+// owner gets a place while it has fewer of them than `kShareOfLeft` times the free ones. With more
+// owners than half of the places the parts are empty. That half then goes to owners without a
+// place, one each. Not thread-safe.
 class FairShares {
  public:
   static constexpr size_t kShareOfLeft = 2;
 
-  // One owner's count. Stays where it is from add() to remove().
+  // The number of places of one owner. Its address must not change from add() to remove().
   class Owner {
    public:
     size_t held() const { return held_; }
@@ -63,8 +63,8 @@ class FairShares {
 
   const size_t places_;
   size_t left_;
-  size_t part_ = 0;  // of each owner
-  size_t owed_ = 0;  // of all parts, places that are not taken
+  size_t part_ = 0;  // places that belong to each owner
+  size_t owed_ = 0;  // free places of all parts
   std::vector<Owner*> owners_;
 };
 

@@ -39,7 +39,7 @@ bool Paths::leaveOut(size_t index, Clock::time_point now) {
   if (!path.isUp) return false;
   path.isUp = false;
   path.nextProbe = now;
-  // One that comes and goes is asked less and less.
+  // A path that comes and goes is probed less and less.
   path.pause = std::clamp<Clock::duration>(2 * path.pause, kLeastPause, kMostPause);
   path.firstProbe = lastProbe_ + 1;
   if (up() == 0) allOutSince_ = now;
@@ -79,7 +79,7 @@ std::optional<size_t> Paths::answered(uint64_t probe, Clock::time_point now) {
   if (paths_.empty()) return std::nullopt;
   const size_t index = probe % paths_.size();
   Path& path = paths_[index];
-  // An answer to one that was asked before it was left out says nothing.
+  // An answer to a probe from before the path was left out says nothing.
   if (path.isUp || probe / paths_.size() < path.firstProbe) return std::nullopt;
   path.isUp = true;
   path.progress = now;

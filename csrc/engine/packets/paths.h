@@ -9,11 +9,11 @@
 
 namespace mooncake {
 
-// Which of our cards lead to one peer at the moment. Decides only: time comes in from outside.
+// The paths from our cards to one peer, one for each card, and which of them are up. Decides only:
+// the time comes in from outside.
 //
-// A path on which something fails, or on which something is under way and nothing comes to its end
-// for the stall limit, is left out: nothing is sent there but probes, and it comes back when one is
-// answered.
+// A path is left out if a packet on it fails, or if it has packets in flight and none arrives for
+// the stall limit. Only probes are sent over it then, and it is up again when one is answered.
 class Paths {
  public:
   static constexpr Clock::duration kLeastPause = std::chrono::milliseconds(2);  // between probes
@@ -24,36 +24,36 @@ class Paths {
   void reset(size_t count);
   size_t count() const { return paths_.size(); }
 
-  // Of those that are up the one with the fewest under way: where cards or links are not equally
-  // fast, the slower one gets less. Of several the first from this one on, around the corner.
+  // Returns the path with the fewest packets in flight, of those that are up: a slower card or link
+  // gets less. Of several equal ones the first from `from` on, cyclically. None: no path is up.
   std::optional<size_t> choose(uint64_t from) const;
   bool isUp(size_t path) const { return paths_[path].isUp; }
   size_t up() const;
-  // From when no path has been up, if none is.
+  // Returns since when no path has been up, if none is.
   std::optional<Clock::time_point> allOutSince() const { return allOutSince_; }
 
-  // Something is under way there, or not any more; `cameThrough`: it, or anything, has arrived.
+  // Count the packets in flight on a path. `cameThrough`: the peer has got one.
   void began(size_t path, Clock::time_point now);
   void ended(size_t path, Clock::time_point now, bool cameThrough);
 
-  // True: it was up.
+  // Returns whether the path was up.
   bool leaveOut(size_t path, Clock::time_point now);
-  // Its card, or the peer's, was opened anew: what has been wrong there says nothing any more.
+  // The same, when one of its cards was opened anew: earlier failures count no more.
   bool startAnew(size_t path, Clock::time_point now);
-  // Those that are up and have stalled.
+  // Returns the paths that are up and have stalled.
   std::vector<size_t> stalled(Clock::time_point now) const;
 
   struct Probe {
     size_t path;
     uint64_t number;
   };
-  // That are due; numbers are never 0.
+  // Returns the probes of paths that are left out that are due now. Their numbers are never 0.
   std::vector<Probe> probes(Clock::time_point now);
-  // Of a path that may be up: its answer brings nothing back.
+  // Returns the number of a probe for a path that may be up. Its answer brings no path back.
   uint64_t probe(size_t path) { return ++lastProbe_ * paths_.size() + path; }
-  // The path of any probe of ours, answered or not. Not while there are none.
+  // Returns the path of a probe of ours. Not while there are no paths.
   size_t pathOf(uint64_t probe) const { return probe % paths_.size(); }
-  // Which path comes back by it, if one does.
+  // Takes the answer to a probe. Returns the path that is up again by it, if any.
   std::optional<size_t> answered(uint64_t probe, Clock::time_point now);
   bool hasWork() const;
 
@@ -64,7 +64,7 @@ class Paths {
     Clock::time_point progress;
     Clock::time_point nextProbe;
     Clock::duration pause = kLeastPause;
-    uint64_t firstProbe = 0;  // that counts
+    uint64_t firstProbe = 0;  // answers to earlier probes say nothing
   };
   const Clock::duration stallLimit_;
   std::vector<Path> paths_;

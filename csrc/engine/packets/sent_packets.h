@@ -14,8 +14,9 @@
 
 namespace mooncake {
 
-// What has left for one peer and is not acknowledged yet, by serial. What is on a path that is left
-// out waits for another one, and leaves again. Decides only: time comes in from outside.
+// The packets for one peer that have left and are not acknowledged yet, by serial. If their path is
+// left out, they wait for another one and leave again. Decides only: the time comes in from
+// outside.
 class SentPackets {
  public:
   struct Sent {
@@ -24,10 +25,10 @@ class SentPackets {
     Packet::Kind kind = Packet::Kind::kPut;
     Packet::Status status = Packet::Status::kOk;
     uint64_t number = 0;
-    bool waits = false;  // for a path
+    bool waits = false;  // for another path
   };
 
-  // `paths` are told what is under way on each.
+  // `paths` counts the packets in flight on each path.
   explicit SentPackets(Paths& paths) : paths_(paths) {}
 
   size_t size() const { return sent_.size(); }
@@ -39,17 +40,17 @@ class SentPackets {
   void add(uint64_t serial, Sent sent, Clock::time_point now);
   void acknowledge(uint64_t below, const std::vector<uint64_t>& above, Clock::time_point now);
   void holdBack(size_t path, Clock::time_point now);
-  // The first that waits, from this serial on.
+  // Returns the first packet that waits, from this serial on.
   std::optional<uint64_t> firstWaiting(uint64_t from) const;
   const Sent& at(uint64_t serial) const { return sent_.at(serial); }
   const Sent& moveTo(size_t path, uint64_t serial, Clock::time_point now);
-  // When the peer has acknowledged something last; if everything was acknowledged then, when the
-  // first packet left after that.
+  // Returns when the peer has last acknowledged a packet. If it had acknowledged all then: when the
+  // next packet left.
   Clock::time_point progress() const { return progress_; }
 
-  // Nobody acknowledges it any more.
+  // Drops all packets: they will not be acknowledged.
   void drop(Clock::time_point now);
-  // The same where the paths begin anew.
+  // The same, without a word to the paths, which begin anew.
   void clear();
 
  private:

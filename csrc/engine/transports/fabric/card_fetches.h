@@ -11,9 +11,9 @@
 
 namespace mooncake {
 
-// Gets whose bytes the cards of their owner write, because the cards of the asking end do not read:
-// FETCH asks, the owner writes, FETCHED says that it has. Has both ends. Bytes that the owner's
-// cards cannot write come as packets. Under the channel's lock.
+// Gets that the cards of the owner serve, because the cards of the asking end do not read: FETCH
+// asks, the owner's cards write, FETCHED says that they have. This class has both ends. Bytes that
+// the owner's cards cannot write come as packets. Under the channel's lock.
 class CardFetches {
  public:
   CardFetches(size_t leastByCard, Clock::duration servedLimit, const CardMover::Parts& parts,

@@ -10,13 +10,14 @@
 namespace mooncake {
 namespace {
 
-// For operations of ours that hold a registration to end: pieces of at most 1 MiB.
+// How long operations of ours may hold a registration: they move at most 1 MiB each.
 constexpr auto kGrace = std::chrono::milliseconds(50);
 constexpr auto kLook = std::chrono::microseconds(50);
-// Below it a thread costs more than what it saves.
+// Least size of a region that is registered by several threads. With a smaller one they cost more
+// than they save.
 constexpr size_t kParallelFrom = size_t(1) << 20;
 
-// Rights by which cards of peers may write, with kLanding those that are asked to.
+// Rights by which cards of peers may write. With kLanding only peers that were asked to.
 constexpr uint32_t kWritten = kRemoteWrite | kLanding;
 
 uint32_t accessOf(uint32_t rights) {
@@ -54,7 +55,7 @@ void CardMemories::stop() {
   tasks.swap(tasks_);
 }
 
-// ---- what is registered
+// ---- registered regions
 
 std::shared_ptr<const CardMemories::OnCard> CardMemories::registerWith(size_t card,
                                                                        std::span<std::byte> memory,
@@ -65,8 +66,8 @@ std::shared_ptr<const CardMemories::OnCard> CardMemories::registerWith(size_t ca
   auto made = std::make_shared<OnCard>(nic, generation);
   const NicLimits& limits = nic->limits();
   if (limits.mostRmaBytes == 0) return made;
-  // Two registrations where the keys of peers that are asked allow more than those of the others.
-  // A card that reads by itself asks no peer, and no key of it allows a peer to write.
+  // Two registrations if the keys of a peer that is asked must allow more than other keys. Cards
+  // that read by themselves ask no peer, so no key of theirs has to allow that.
   const bool lands = !limits.closeEndsReads && (rights & kWritten) != 0;
   const bool isApart = lands && (rights & kRemoteWrite) == 0;
   auto registered = NicRegistrations({nic.get()}).add(memory, accessOf(rights & ~kLanding));
@@ -97,7 +98,8 @@ void CardMemories::onAdded(uint64_t key, std::span<std::byte> memory, uint32_t r
     BlockedSignals blocked;
     try {
       for (; onThreads + 1 < rails_->count(); ++onThreads) threads.emplace_back(one, onThreads);
-    } catch (const std::system_error&) {  // no more threads to be had: the rest one by one
+    } catch (const std::system_error&) {
+      // No more threads: this thread registers with the other cards.
     }
   }
   for (size_t card = onThreads; card < rails_->count(); ++card) one(card);
@@ -119,7 +121,8 @@ bool CardMemories::isStale(const Region& region, size_t card) const {
   return !on || on->generation() != rails_->generation(card);
 }
 
-// Of those that begin last before it, one with any of these rights; 0: with whichever.
+// Returns a region around the range with one of these rights; 0: with any rights. Looks at regions
+// that begin at the nearest address.
 const CardMemories::Region* CardMemories::regionOf(std::span<const std::byte> range,
                                                    uint32_t rights, uint64_t& key) const {
   const auto behind = byAddress_.upper_bound(range.data());
@@ -168,7 +171,7 @@ std::vector<uint64_t> CardMemories::keys(size_t most) {
   return keys;
 }
 
-// ---- who was told
+// ---- holders of keys
 
 control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder,
                                    bool isAsked) {
@@ -177,7 +180,7 @@ control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder
   const auto found = regions_.find(key);
   if (found == regions_.end() || isStopped_) return grant;
   Region& region = found->second;
-  // Also one that is just being revoked counts as gone.
+  // A region that is just being revoked counts as gone.
   if (!table_.open(key, 0, region.memory.size(), 0)) return grant;
   const uint32_t landing = isAsked ? uint32_t(kLanding) : 0;
   grant.rights = region.rights & (kRemoteRead | kRemoteWrite | landing);
@@ -230,7 +233,7 @@ void CardMemories::detach(Region& region, size_t card, Detached& detached) {
                            .stopsByItself = rails_->limits(card).withdrawalStops});
 }
 
-// When it returns nothing that was detached by anybody before can be reached any more.
+// When it returns, no registration can be reached any more that any thread detached before.
 void CardMemories::finish(Detached detached) {
   std::vector<Rails::Retired> retire;
   for (auto& one : detached.ones) {
@@ -249,7 +252,7 @@ void CardMemories::finish(Detached detached) {
   std::unique_lock lock(mutex_);
   unfinished_.erase(detached.number);
   changed_.notify_all();
-  if (rails_->isPolledHere()) return;  // the cards that others wait for are closed here
+  if (rails_->isPolledHere()) return;  // this thread has to close the cards of other waits
   changed_.wait(lock, [&] {
     return unfinished_.empty() || *unfinished_.begin() > detached.number || isStopped_;
   });
@@ -304,8 +307,8 @@ void CardMemories::takeBackLater(uint64_t key, size_t card, const KeyHolder* hol
   finishLater(std::move(detached), std::move(done));
 }
 
-// Under the lock that its number was taken under: finish() waits for all with smaller numbers, so
-// none of them may stand behind it.
+// Called under the same lock as begin(), so that tasks stand in the order of their numbers:
+// finish() waits for all smaller ones, which must not stand behind it.
 void CardMemories::finishLater(Detached detached, std::function<void()> done) {
   enqueue([this, done = std::move(done),
            detached = std::make_shared<Detached>(std::move(detached))]() mutable {
@@ -333,7 +336,7 @@ void CardMemories::onRevoked(uint64_t key) {
   finish(std::move(detached));
 }
 
-// ---- on a thread of its own
+// ---- the thread mooncake-reg
 
 void CardMemories::post(std::function<void()> task) {
   std::lock_guard lock(mutex_);
@@ -350,7 +353,7 @@ void CardMemories::enqueue(std::function<void()> task) {
     thread_ = std::thread([this] { run(); });
     ::pthread_setname_np(thread_.native_handle(), "mooncake-reg");
   } catch (const std::system_error&) {
-    // The next one tries again. Who waits for the end of something does so until it is reconnected.
+    // The next task tries again. A peer that waits for a task waits until it is reconnected.
     log(LogLevel::kError, name_, "cannot start a thread that registers memory");
   }
 }
@@ -371,7 +374,7 @@ void CardMemories::run() {
   }
 }
 
-// Whatever is not registered with a card as that was opened last. Holders are told.
+// Registers all regions with the cards that were opened anew, and tells the holders.
 void CardMemories::refresh() {
   std::unique_lock lock(mutex_);
   for (uint64_t next = 0; !isStopped_;) {
@@ -385,7 +388,7 @@ void CardMemories::refresh() {
       if (!isStale(region->second, card)) continue;
       const auto memory = region->second.memory;
       const uint32_t rights = region->second.rights;
-      const auto use = table_.open(key, 0, memory.size(), 0);  // it stays for as long as it takes
+      const auto use = table_.open(key, 0, memory.size(), 0);  // keeps the region meanwhile
       if (!use) break;
       lock.unlock();
       auto made = registerWith(card, memory, rights);

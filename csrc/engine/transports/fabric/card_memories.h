@@ -18,26 +18,27 @@
 
 namespace mooncake {
 
-// A peer's end here, which was told keys.
+// Our end of a channel to a peer that was told keys.
 class KeyHolder {
  public:
   virtual ~KeyHolder() = default;
-  // What it was told of that region is void, or there is more: the peer asks anew. Any thread.
+  // The keys of this region that the peer was told are void, or there are more keys: the peer has
+  // to ask again. Any thread.
   virtual void onKeysChanged(uint64_t region) = 0;
 };
 
-// What the cards know of this engine's memory: the regions that last, each registered once with all
-// cards, and who was told under which keys. Keys are told by the owner, for regions that are there
-// and with their rights; they are taken back when the region is revoked, when a holder is fenced or
-// begins anew, and when a holder says that something it has written may come late. Where a card
-// cannot promise that nothing lands under a key that is gone, or where an operation of ours still
-// holds the registration, the card is closed and opened anew. Any thread.
+// The long-lived regions of this engine, each registered once with every card, and the holders of
+// their keys. Only the owner tells keys, for regions that are in the table and with their rights.
+// It takes them back in three cases: the region is revoked, a holder is fenced or begins a new
+// connection, or a holder reports that a write of it may land late. A card is closed and opened
+// anew if data may still land under a key that is gone, or if an operation of ours still holds the
+// registration. Any thread.
 class CardMemories final : public RegionWatcher {
  public:
   CardMemories(RegionTable& regions, std::shared_ptr<Rails> rails, const char* name);
   ~CardMemories() override;
 
-  // One region with one card, as that was opened last.
+  // The registration of one region with one card, in one generation of that card.
   class OnCard {
    public:
     OnCard(std::shared_ptr<Nic> nic, uint64_t generation)
@@ -47,45 +48,48 @@ class CardMemories final : public RegionWatcher {
     OnCard& operator=(const OnCard&) = delete;
 
     uint64_t generation() const { return generation_; }
-    // Null: the card did not take it.
+    // Null: the card did not accept the region.
     const NicRegistration* memory() const { return memory_.get(); }
-    // The registration with keys that also allow an asked peer to write. Null: there is none.
+    // The registration with keys that also allow a peer to write that was asked to. Null: there is
+    // none.
     const NicRegistration* landing() const { return landing_.get(); }
 
    private:
     friend class CardMemories;
-    const std::shared_ptr<Nic> nic_;  // there for as long as something is registered with it
+    const std::shared_ptr<Nic> nic_;  // must live longer than the registrations
     const uint64_t generation_;
     std::shared_ptr<const NicRegistration> memory_, landing_;
     const std::shared_ptr<std::atomic<bool>> isGone_ = std::make_shared<std::atomic<bool>>(false);
   };
-  // A range here that operations of ours may name, and what keeps it.
+  // A range here that operations of ours may name. It stays registered while this object lives.
   struct Local {
     RegionTable::Use use;
     uint64_t offset = 0;                               // of the range in the region
-    std::vector<std::shared_ptr<const OnCard>> cards;  // null: not with this one
+    std::vector<std::shared_ptr<const OnCard>> cards;  // null: not registered with this card
   };
+  // Returns none if the range is not in a registered region.
   std::optional<Local> find(std::span<const std::byte> range);
-  // A range here into which a peer may be asked to write, as it names it.
+  // A range here into which a peer may be asked to write, as the peer names it.
   struct Landing {
     uint64_t key = 0, offset = 0;
   };
   std::optional<Landing> landing(std::span<const std::byte> range);
-  // Keys of the regions with kRemoteWrite.
+  // Returns keys of regions with kRemoteWrite, at most this many.
   std::vector<uint64_t> keys(size_t most);
 
-  // Returns the keys of a region for a peer, those of kLanding only if the peer is asked to write
-  // there. The peer is a holder from now on, until its keys are taken back, or until forget(): it
-  // has left in peace, and nothing of it is under way.
+  // Returns the card keys of a region for a peer, those of kLanding only if the peer is asked to
+  // write there. The peer is a holder from now on, until takeBack() or forget().
   control::Grant grant(uint64_t key, const std::shared_ptr<KeyHolder>& holder, bool isAsked);
+  // Takes back all keys of a holder. When it returns, nothing lands or is read under them any more.
   void takeBack(const KeyHolder* holder);
-  // The same, but it stays a holder: it hears of new keys when there are some.
+  // The same, but the peer stays a holder, and hears of new keys.
   void withdraw(const KeyHolder* holder);
-  // That, without waiting: `done` runs on another thread, unless the cards are closed for good.
+  // Withdraws without waiting. `done` runs on another thread, unless the cards are closed for good.
   void withdrawLater(const KeyHolder* holder, std::function<void()> done);
+  // Forgets a holder that has left in peace, so that none of its operations is under way.
   void forget(const KeyHolder* holder);
-  // Of one region and card. `done` runs on another thread when nothing lands there any more that
-  // was begun under a key that anybody was told before.
+  // Takes back the keys of one region for one card. `done` runs on another thread when no operation
+  // that began under earlier keys lands there any more.
   void takeBackLater(uint64_t key, size_t card, const KeyHolder* holder,
                      std::function<void()> done);
 
@@ -93,10 +97,10 @@ class CardMemories final : public RegionWatcher {
   void onRevoked(uint64_t key) override;
   void onRenewal() { post(nullptr); }
 
-  // Of all channels: CardCounters.
+  // Bytes of all channels, for CardCounters.
   std::atomic<uint64_t> read{0}, written{0}, retried{0};
 
-  // The cards are about to be closed for good: nothing is registered, or taken back, any more.
+  // Ends all registrations, before the cards are closed for good. Later calls do nothing.
   void stop();
 
  private:
@@ -110,7 +114,7 @@ class CardMemories final : public RegionWatcher {
     std::vector<std::shared_ptr<const OnCard>> cards;
     std::map<const KeyHolder*, Holder> holders;
   };
-  // What was taken out of the table and may still be reached.
+  // Registrations that were taken out of the table and may still be reached.
   struct Detached {
     struct One {
       Rails::Retired card;
@@ -141,16 +145,16 @@ class CardMemories final : public RegionWatcher {
   const std::shared_ptr<Rails> rails_;
   const char* const name_;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards all members below
   std::condition_variable changed_;
   bool isStopped_ = false;
   bool hasToldFailure_ = false, hasToldUse_ = false;
   std::map<uint64_t, Region> regions_;                   // by key
-  std::multimap<const std::byte*, uint64_t> byAddress_;  // keys: memory may be added twice
+  std::multimap<const std::byte*, uint64_t> byAddress_;  // keys; memory may be added twice
   uint64_t lastDetached_ = 0;
-  std::set<uint64_t> unfinished_;  // of those
+  std::set<uint64_t> unfinished_;  // numbers of Detached
   std::deque<std::function<void()>> tasks_;
-  std::thread thread_;  // registers anew, and waits for cards, for those who must not
+  std::thread thread_;  // registers anew, and waits for cards instead of threads that must not wait
 };
 
 }  // namespace mooncake

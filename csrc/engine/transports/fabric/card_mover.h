@@ -19,8 +19,8 @@
 
 namespace mooncake {
 
-// Transfers whose bytes cards move by themselves: cuts them into pieces, and decides about pieces
-// that fail. Such a piece goes as packets, or is left to the peer that has asked for it. A failed
+// The transfers that cards move by themselves: cuts them into pieces, and decides about pieces that
+// fail. Such a piece goes as packets, or is left to the peer that has asked for it. A failed
 // write goes again only when it cannot land late any more. Pieces go out to a function of the
 // caller. Under the channel's lock, except for the members that say otherwise.
 class CardMover {

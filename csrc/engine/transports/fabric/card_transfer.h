@@ -19,8 +19,8 @@ struct ServedFetches {
   control::Fetched answer;
 };
 
-// A get or a write whose bytes cards move by themselves, in pieces over all paths that are up.
-// Guarded by its channel's lock, except for the members that say otherwise.
+// A get or a write that cards move by themselves, in pieces over all paths that are up. Guarded by
+// its channel's lock, except for the members that say otherwise.
 struct CardTransfer {
   enum class Kind : uint8_t {
     kRead,    // a get: our cards read

@@ -8,34 +8,34 @@
 #include "base/bytes.h"
 #include "engine/nic/nic.h"
 
-// What the two ends of a fabric channel tell each other over the TCP channel beneath: one byte that
-// says what it is, then the fields. Version 3, in HELLO.
+// The messages that the two ends of a fabric channel send each other over the TCP channel below:
+// one byte for the kind, then the fields. Version 3, in HELLO. Region keys are those of the
+// RegionTable.
 //
-//   MESSAGE   a whole message for whoever runs the engine over there
-//   BEGIN     the first part of one that does not fit beside the byte; END is behind it
-//   END
-//   HELLO     u8 version  u64 incarnation  bool fenced  u32 most bytes of a packet  u8 rails  rails
-//   x { string name, string
-//             provider, bytes address }: the first that is told over a connection
-//   FENCED    u32 count  count x u64: you are out; of what you have written, these have landed
-//   PACKET    a packet that did not leave before the end
+//   MESSAGE   a whole message for the user of the peer's engine
+//   BEGIN     the first part of a message that does not fit beside the kind
+//   END       the second part of it
+//   HELLO     u8 version  u64 incarnation  bool fenced  u32 bytes of a packet buffer  u8 rails
+//             rails x { string name  string provider  bytes address }: the first message of a
+//             connection
+//   FENCED    u32 count  count x u64: you are out. These writes of yours have landed
+//   PACKET    a packet of a put that did not leave before the sender's end
 //   ASK       u64 question: which of my packets have come?
-//   STATE     u64 question  u64 below  u32 count  count x u64: these, and all below
-//   RESOLVE   u64 region key: under which keys do your cards let mine reach it?
-//   GRANT     (asked for, or not) u64 region key  u32 rights  u64 bytes  u8 cards  cards x { u16
-//   pieces  pieces x
-//             { u64 offset  u64 bytes  u64 key  u64 base } }: no piece where one does not
-//   CHANGED   u64 region key: what I granted is good for nothing, or there is more: ask anew
-//   CARD      u8 card  bytes address: mine has been opened anew, what was granted for it is void
-//   RETIRE    u64 ticket  u64 region key  u8 card: what I have written there must not land any more
-//   RETIRED   u64 ticket: it does not
-//   FETCH     u16 count  count x { u64 number  u64 region key  u64 offset  u64 bytes  u64 our
-//             region's key  u64 offset there }: write these bytes of yours there, by your cards
-//   FETCHED   u16 count  count x { u64 number  u8 parts  parts x { u64 position  u64 bytes } }:
-//   they
-//             are there, but for these parts of them. What cards cannot do at all is answered as if
-//             it had been asked for by a packet
-//   CARRIED   of cards that are simulated: what one of them would have sent by itself
+//   STATE     u64 question  u64 below  u32 count  count x u64: these serials, and all below
+//   RESOLVE   u64 region key: which keys may my cards use for this region?
+//   GRANT     u64 region key  u32 rights  u64 bytes  u8 cards
+//             cards x { u16 pieces  pieces x { u64 offset  u64 bytes  u64 key  u64 base } }: these.
+//             A card without pieces does not reach the region. Also sent without a RESOLVE
+//   CHANGED   u64 region key: my GRANT for it is void, or there are more keys. Ask again
+//   CARD      u8 card  bytes address: this card was opened anew, and its keys are void
+//   RETIRE    u64 ticket  u64 region key  u8 card: my writes there must not land any more
+//   RETIRED   u64 ticket: they do not
+//   FETCH     u16 count  count x { u64 number  u64 region key  u64 offset  u64 bytes
+//             u64 key of my region  u64 offset in it }: let your cards write these bytes there
+//   FETCHED   u16 count  count x { u64 number  u8 parts  parts x { u64 position  u64 bytes } }: the
+//             bytes are there, except for these parts. A fetch that cards cannot serve at all is
+//             answered with packets, as a get
+//   CARRIED   bytes that a simulated card sends by itself
 namespace mooncake::control {
 
 enum class Kind : uint8_t {
@@ -65,9 +65,9 @@ inline constexpr uint8_t kVersion = 3;
 inline constexpr size_t kMostRails = 64;
 inline constexpr size_t kMostNumbers = 4096;  // in one list
 inline constexpr size_t kMostPieces = 1900;   // in one grant: a message has 64 KiB
-inline constexpr size_t kMostOffers = 1024;   // grants that were not asked for, and are kept
+inline constexpr size_t kMostOffers = 1024;   // grants that are kept without a RESOLVE
 inline constexpr size_t kMostFetches = 512;   // in one message
-inline constexpr size_t kMostParts = 4;       // of one fetch
+inline constexpr size_t kMostParts = 4;       // missing ones of one fetch
 
 struct Hello {
   struct Rail {
@@ -76,8 +76,8 @@ struct Hello {
     Bytes address;
   };
   uint64_t incarnation = 0;
-  bool isFenced = false;     // you are out
-  uint32_t packetBytes = 0;  // that our buffers hold
+  bool isFenced = false;     // the receiver is out
+  uint32_t packetBytes = 0;  // length of the sender's buffers
   std::vector<Rail> rails;
 
   Bytes encode() const;
@@ -155,7 +155,7 @@ struct Fetched {
   struct One {
     uint64_t number = 0;
     std::vector<Part> missing;
-    // More than can be told become one that has them all.
+    // Adds a missing part. If there are too many, one part around all of them takes their place.
     void miss(Part part);
   };
   std::vector<One> ones;
@@ -164,11 +164,11 @@ struct Fetched {
   static Result<Fetched> decode(ByteView bytes);
 };
 
-// Those with one number: a question, the key of a region, a ticket.
+// Messages of one number: a question, the key of a region, a ticket.
 Bytes encodeNumber(Kind kind, uint64_t number);
 Result<uint64_t> decodeNumber(ByteView bytes);
 
-// Of those without fields of their own.
+// Puts the kind before bytes that are a message without fields.
 Bytes withKind(Kind kind, ByteView bytes);
 
 }  // namespace mooncake::control

@@ -66,8 +66,8 @@ class FabricChannel final : public Channel,
   bool isMadeAgain() const override { return true; }
   uint64_t lifeSigns() const override;
   void beat() override { below_->beat(); }
-  // Waits until each of our cards has reached the peer's or is left out, and one has. Also exchanges
-  // the keys of `regions`, and of this side's long-lived regions.
+  // Waits until each of our cards has reached the peer's or is left out, and one has. Also
+  // exchanges the keys of `regions`, and of this side's long-lived regions.
   void warmUp(std::span<const RemoteRegion> regions, Deadline deadline,
               std::function<void(Status)> done) override;
   bool hasCards() const override { return memories_ != nullptr; }

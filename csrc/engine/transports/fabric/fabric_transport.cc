@@ -8,7 +8,7 @@
 
 namespace mooncake {
 
-// Which end of a channel a peer's messages are for: the one that was made last and is still there.
+// The channels by peer. Messages of a peer are for the channel that was made last and still lives.
 class FabricTransport::Channels {
  public:
   void add(const EngineId& peer, const std::shared_ptr<FabricChannel>& channel, bool isOurs) {
@@ -44,7 +44,7 @@ class FabricTransport::Channels {
     std::weak_ptr<FabricChannel> channel;
     bool isOurs = false;
   };
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the member below
   std::map<EngineId, std::vector<One>> channels_;
 };
 
@@ -144,7 +144,7 @@ Result<std::unique_ptr<Connecting>> FabricTransport::connect(const EngineId& pee
                                                              ByteView endpoint, Deadline deadline) {
   auto below = below_->connect(peer, endpoint, deadline);
   if (!below.ok()) return below.error();
-  // Before the connection stands: its messages may come before we look.
+  // The channel is made before the connection stands, because its messages may come at once.
   return std::unique_ptr<Connecting>(new FabricConnecting(std::move(*below), make(peer, true)));
 }
 

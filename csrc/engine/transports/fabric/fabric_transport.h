@@ -11,27 +11,27 @@
 
 namespace mooncake {
 
-// Network cards beside a wire that keeps order. Beneath each channel stands one of that wire: it
-// brings handshake and key, messages and beats, the goodbye, the question whether somebody listens
-// and the making again of what broke. The bytes go over the cards, which all channels share.
+// Network cards beside a wire that keeps order. Each channel is built on a channel of that wire,
+// which provides handshake and key, messages, beats and the goodbye. It also tells whether the peer
+// still listens, and makes broken connections again. The data goes over the cards, which all
+// channels share.
 class FabricTransport final : public Transport {
  public:
   using Create = Result<std::unique_ptr<Transport>> (*)(const TransportContext& context);
   using Nics = std::vector<std::unique_ptr<Nic>>;
-  // To the peer's end of the wire beneath; kPeerLost: there is none.
+  // Sends bytes to the peer's end of the wire below. kPeerLost: there is no channel to it.
   using Carry = std::function<Status(const EngineId& peer, ByteView bytes)>;
 
   struct Options {
-    FabricChannel::Options channel;  // its name is the transport's
-    size_t threads = 1;              // that poll; 0: one for each card
-    // The cards. Those that are simulated use `carry`, on any thread and with no lock of ours that
-    // it takes.
+    FabricChannel::Options channel;  // its name is also the transport's
+    size_t threads = 1;              // number of polling threads; 0: one for each card
+    // Makes the cards. Simulated cards call `carry`, on any thread, but with no lock that it takes.
     std::function<Result<Nics>(Carry carry)> makeNics;
-    // One of them anew, when it was closed.
+    // Opens one of them anew, after it was closed.
     std::function<Result<std::unique_ptr<Nic>>(size_t index)> reopen = nullptr;
-    // What a peer's card has carried. On the loop's thread.
+    // Takes the bytes that a peer's card has carried. On the loop's thread.
     std::function<void(const EngineId& peer, ByteView bytes)> onCarried = nullptr;
-    // Of each channel; `isOurs`: we called. For tests. Any thread.
+    // For tests: changes the options of each channel; `isOurs`: this side has called. Any thread.
     std::function<FabricChannel::Options(FabricChannel::Options, bool isOurs)> adapt = nullptr;
   };
   static Result<std::unique_ptr<Transport>> create(const TransportContext& context, Create below,
@@ -58,7 +58,7 @@ class FabricTransport final : public Transport {
   Options options_;
   const TransportContext& context_;
   const std::shared_ptr<Channels> channels_;
-  TransportContext inner_;  // of the wire below
+  TransportContext inner_;  // for the wire below
   std::shared_ptr<Rails> rails_;
   std::shared_ptr<CardMemories> memories_;
   std::unique_ptr<Transport> below_;

@@ -7,7 +7,8 @@
 
 namespace mooncake {
 
-// What waits for room, each owner's in order and the owners in turn. Not thread-safe.
+// Items of several owners that wait for room: each owner's in order, and the owners in turn. Not
+// thread-safe.
 template <typename T>
 class FairQueue {
  public:

@@ -5,8 +5,8 @@
 
 namespace mooncake {
 
-// Transport fabric over the cards that libfabric has, as the variables choose them. kUnsupported
-// says what is missing: never another wire instead.
+// Creates transport fabric over the cards of libfabric that the environment selects. kUnsupported
+// says what is missing. There is no silent use of another wire.
 Result<std::unique_ptr<Transport>> createLibfabricTransport(const TransportContext& context,
                                                             FabricTransport::Create below);
 Result<std::unique_ptr<Transport>> createLibfabricTransport(const TransportContext& context,

@@ -22,9 +22,8 @@ class PeerKeys {
   // Sets this end of the channel, which holds the keys that the peer is told.
   void attach(std::weak_ptr<KeyHolder> holder) { holder_ = std::move(holder); }
 
-  // ---- keys of the peer
-  // Returns the keys of a region of the peer. Null: there are none, and the peer is asked, unless it
-  // was asked in the last 100 ms.
+  // ---- keys of the peer Returns the keys of a region of the peer. Null: there are none, and the
+  // peer is asked, unless it was asked in the last 100 ms.
   std::shared_ptr<control::Grant> find(uint64_t region);
   // Returns whether the peer has answered for this region. Asks it if not.
   bool isAnswered(uint64_t region);
