@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 import ep_crew
+import harness
 import pytest
 import torch
 import torch.distributed as dist
@@ -330,6 +331,24 @@ def subgroup_on_rank(me):
 
 def test_a_part_of_the_ranks(ep):
     ep.call(subgroup_on_rank)
+
+
+def own_job_on_rank(me):
+    """A group of ours beside a default group of another backend: its job has other ranks."""
+    members = [3, 1]
+    group = dist.new_group(members, backend="mooncake")
+    if me.rank in members:
+        buffer = ep_crew.deepep_buffer(3, 256, 5, group)
+        me.rank = group.rank()
+        inputs = ep_crew.inputs(1, [3, 2], 256, 2, 5)
+        for _ in range(2):
+            round_trip(me, buffer, inputs, 3, 5)
+        buffer.destroy()
+    dist.barrier()
+
+
+def test_a_group_of_ours_beside_another_backend():
+    harness.run_ranks(SIZE, own_job_on_rank, backend="gloo")
 
 
 # ---- masks

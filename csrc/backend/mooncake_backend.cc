@@ -123,10 +123,12 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
                                                   Deadline deadline) const {
   refuseInForkedChild();
   if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
+  // createWithin() takes the global ranks for ranks of the job. In a job of its own, a group has
+  // other ranks.
   GroupOptions options{.name = options_.groupName + "/" + purpose,
                        .rank = rank_,
                        .size = size_,
-                       .globalRanks = options_.globalRanks,
+                       .globalRanks = inOurWorld_ ? options_.globalRanks : std::vector<int>(),
                        .env = options_.groupEnv,
                        .slotBytes = slotBytes,
                        .mailboxBytes = mailboxBytes,

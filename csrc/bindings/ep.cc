@@ -98,10 +98,9 @@ std::unique_ptr<Group> makeGroupOfOwnJob(ep::OwnJobOptions options, const Exchan
 
 std::unique_ptr<EpBuffer> makeBuffer(
     int rank, int size, size_t bytes, Seconds timeout,
-    const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend,
-    const std::optional<Exchange>& exchange, const std::string& routeHint, bool renormalizes,
-    bool raises, const std::optional<InnerTransferEngine>& engine,
-    const std::vector<std::string>& devices) {
+    const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend, const Exchange& exchange,
+    const std::string& routeHint, bool renormalizes, bool raises,
+    const std::optional<InnerTransferEngine>& engine, const std::vector<std::string>& devices) {
   const Deadline deadline = EpBuffer::deadlineIn(timeout);
   std::unique_ptr<Group> group;
   if (backend) {
@@ -113,7 +112,7 @@ std::unique_ptr<EpBuffer> makeBuffer(
                                .raises = raises,
                                .routeHint = routeHint,
                                .devices = devices},
-                              *exchange, engine, deadline);
+                              exchange, engine, deadline);
   } else {
     throw py::value_error("either a backend or an exchange is needed");
   }
