@@ -28,6 +28,28 @@ LAYOUTS = [pytest.param(name, marks=marks_of(name)) for name in LAYOUT_NAMES]
 ALL_LAYOUTS = [*LAYOUTS, pytest.param("fabric", marks=pytest.mark.slow)]
 SMALL_EAGER = 4096  # the least that a slot holds, so that both sides of the switch are cheap
 
+# Files of tests that take long, beside the layouts above: tests/run.sh --ci runs them.
+LONGER = [
+    "demo",
+    "ecosystem",
+    "ep_deepep",
+    "ep_docs",
+    "ep_failures",
+    "ep_slow_link",
+    "exits",
+    "fabric_links",
+    "first_submit_probe",
+    "groups_fabric",
+    "launcher",
+    "lifetimes",
+    "partitions",
+    "restarts",
+    "seen_losses",
+    "transfer_bench",
+    "transfer_fabric",
+    "transfer_faults",
+]
+
 settings.register_profile(
     "ci", max_examples=100, deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -51,6 +73,13 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
     near = {"MOONCAKE_TRANSPORTS": "shm,tcp"}
     far = {"MOONCAKE_TRANSPORTS": "tcp"}
     return {"env": env, "rank_env": {r: near if r < 2 else far for r in range(size)}}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in LONGER:
+            item.add_marker(pytest.mark.ci)
 
 
 @pytest.fixture(scope="session")

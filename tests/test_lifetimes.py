@@ -19,7 +19,7 @@ from conftest import layout_options
 from harness import raised, until
 
 SMALL, LARGE = 1000, 300_000  # bytes; a message of more than 8 KiB is fetched
-LAYOUTS = ["shm", "shm-no-cma", "tcp"]
+LAYOUTS = ["shm", pytest.param("shm-no-cma", marks=pytest.mark.slow), "tcp"]
 PEER = 1
 
 

@@ -312,7 +312,7 @@ class TestOptions:
             MooncakeBackendOptions(1024).for_group(4)
         # A group that is so large does not grow.
         assert MooncakeBackendOptions(1024).for_group(1024)["max_group_size"] == 1024
-        tested = Path(__file__).parent / "cpp/large_group_test.cc"
+        tested = Path(__file__).parent / "cpp/collectives/large_group_test.cc"
         assert f"constexpr int kRanks = {TESTED_RANKS};" in tested.read_text(encoding="utf-8")
 
     def test_environment_is_read_when_no_options_are_given(self, monkeypatch):
