@@ -235,7 +235,7 @@ def errors_on_rank(me):
         (window.put, (torch.ones(11), 1, 0, False), "rank 1 registered 40 bytes"),
         (window.put, (torch.ones(1, dtype=torch.float64), 1, 0, False), "the window's is Float"),
         (window.put, (torch.ones(1, device="meta"), 1, 0, False), "meta"),
-        (backend.allocate_tensor, (), "elements"),
+        (backend.allocate_tensor, (), "negative"),
     ]
     for call, args, words in wrong:
         if call == backend.allocate_tensor:

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/result.h"
+
+// The contract with the accelerators of a process. Knows neither torch nor a vendor's headers.
+namespace mooncake {
+
+enum class MemoryKind : uint8_t {
+  kHost,    // pageable
+  kPinned,  // host memory that devices copy from and to asynchronously
+  kDevice,
+};
+
+struct MemoryPlace {
+  MemoryKind kind = MemoryKind::kHost;
+  int device = -1;  // the owner of kDevice memory
+};
+
+// A stream of the program or of this library. `handle` is the vendor's: a CUstream, for example.
+struct DeviceStream {
+  int device = 0;
+  void* handle = nullptr;
+};
+
+// A word in pinned memory that a stream and the host share. It counts upwards and may wrap.
+using StreamWord = std::atomic<uint32_t>;
+
+class DeviceEvent {
+ public:
+  virtual ~DeviceEvent() = default;
+  virtual Status record(DeviceStream stream) = 0;
+  // Makes the stream wait for the last record() before this call. The host does not wait.
+  virtual Status block(DeviceStream stream) = 0;
+  virtual Result<bool> hasHappened() = 0;
+};
+
+// Memory of a device that other processes of the host may map.
+struct ExportedMemory {
+  int device = 0;
+  std::string handle;   // opaque bytes of the vendor's, at most 64
+  uint64_t offset = 0;  // of the address within the exported allocation
+  uint64_t bytes = 0;   // from the address to the allocation's end
+};
+
+// Every function but those of names and counts may return kSystem once the device's context is
+// lost, and does so for good. Thread-safe. Only the threads of callers enter it; no function waits
+// for a stream unless its comment says so.
+class Accelerator {
+ public:
+  virtual ~Accelerator() = default;
+
+  virtual const char* name() const = 0;  // "host", "cuda", "fake"
+  virtual int deviceCount() const = 0;
+
+  // Returns the kind of the memory, without making a context on any device.
+  virtual Result<MemoryPlace> placeOf(const void* address) = 0;
+  // Pinned memory that devices of this process can reach at its own address. freePinned() does not
+  // wait: the memory stays valid until the work that streams hold at that moment is over.
+  virtual Result<std::span<std::byte>> allocatePinned(size_t bytes) = 0;
+  virtual void freePinned(std::span<std::byte> memory) = 0;
+
+  virtual Result<DeviceStream> createStream(int device) = 0;
+  // The stream's work still runs.
+  virtual void destroyStream(DeviceStream stream) = 0;
+  // Waits on the host until the stream's work so far is over.
+  virtual Status synchronize(DeviceStream stream) = 0;
+  virtual Result<std::unique_ptr<DeviceEvent>> createEvent(int device) = 0;
+
+  // Enqueues a copy between any two places. Pageable memory makes it wait on the host.
+  virtual Status copy(DeviceStream stream, void* to, const void* from, size_t bytes) = 0;
+
+  // False: streams of the device know no words, and the two functions return kUnsupported.
+  virtual bool hasStreamWords(int device) const = 0;
+  // Enqueues a store of `value`, which a thread of the host sees after all earlier work.
+  virtual Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) = 0;
+  // Enqueues a wait until `word` has reached `value`: int32_t(*word - value) >= 0.
+  virtual Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) = 0;
+
+  // Whether the stream's calls are recorded into a graph and not run.
+  virtual Result<bool> isCapturing(DeviceStream stream) = 0;
+
+  // kUnsupported if other processes cannot map memory of this kind; the text says why.
+  virtual Result<ExportedMemory> exportMemory(const void* address) = 0;
+  // Maps memory of another process. The address stays valid until closeMemory().
+  virtual Result<void*> importMemory(const ExportedMemory& memory) = 0;
+  virtual Status closeMemory(const ExportedMemory& memory, void* address) = 0;
+};
+
+}  // namespace mooncake
