@@ -225,6 +225,8 @@ size_t Operation::unmapped() const {
 
 // Numbers of calls and places of calls count only where the ranks compare them.
 bool Operation::isOurCall(const Call& theirs) const {
+  if (theirs == call_) [[likely]]
+    return true;
   Call same = theirs;
   if (!group_.comparesCounts()) same.sinceLoss = call_.sinceLoss;
   if (!group_.hasMismatched) same.from = call_.from;
