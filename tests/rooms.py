@@ -23,6 +23,7 @@ ROOMS = {
     "csrc/backend": f"{COLLECTIVES} {MESSAGES} callers ecosystem exits hangs supported",
     "csrc/transfer": "transfer*",
     "csrc/engine": f"{COLLECTIVES} {ENGINE}",
+    "csrc/device": "",
     "csrc/ep": EP,
     "kernels": f"kernels {EP}",
     "ep": EP,

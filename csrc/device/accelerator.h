@@ -50,8 +50,8 @@ struct ExportedMemory {
 };
 
 // Every function but those of names and counts may return kSystem once the device's context is
-// lost, and does so for good. Thread-safe. Only the threads of callers enter it; no function waits
-// for a stream unless its comment says so.
+// lost, and does so for good; in a forked child it returns kAborted. Thread-safe. Only the threads of
+// callers enter it; no function waits for a stream unless its comment says so.
 class Accelerator {
  public:
   virtual ~Accelerator() = default;
