@@ -43,7 +43,6 @@ class DeviceEvent {
 
 // Memory of a device that other processes of the host may map.
 struct ExportedMemory {
-  int device = 0;
   std::string handle;   // opaque bytes of the vendor's, at most 64
   uint64_t offset = 0;  // of the address within the exported allocation
   uint64_t bytes = 0;   // from the address to the allocation's end
@@ -88,9 +87,10 @@ class Accelerator {
 
   // kUnsupported if other processes cannot map memory of this kind; the text says why.
   virtual Result<ExportedMemory> exportMemory(const void* address) = 0;
-  // Maps memory of another process. The address stays valid until closeMemory().
-  virtual Result<void*> importMemory(const ExportedMemory& memory) = 0;
-  virtual Status closeMemory(const ExportedMemory& memory, void* address) = 0;
+  // Maps memory of another process, for work of `device`, which is one of this process's own: the
+  // exporter may number devices otherwise. The address stays valid until closeMemory().
+  virtual Result<void*> importMemory(const ExportedMemory& memory, int device) = 0;
+  virtual Status closeMemory(void* address) = 0;
 };
 
 }  // namespace mooncake

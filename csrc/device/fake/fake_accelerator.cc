@@ -331,20 +331,19 @@ Result<ExportedMemory> FakeAccelerator::exportMemory(const void* address) {
   return exported;
 }
 
-Result<void*> FakeAccelerator::importMemory(const ExportedMemory& memory) {
+Result<void*> FakeAccelerator::importMemory(const ExportedMemory& memory, int device) {
   MOONCAKE_TRY(enter("importMemory"));
-  MOONCAKE_TRY(checkDevice("importMemory", memory.device));
-  auto address = memory_.importMemory(memory);
+  MOONCAKE_TRY(checkDevice("importMemory", device));
+  auto address = memory_.importMemory(memory, device);
   if (!address.ok()) return failed("importMemory", address.error());
   return address;
 }
 
-Status FakeAccelerator::closeMemory(const ExportedMemory& memory, void* address) {
+Status FakeAccelerator::closeMemory(void* address) {
   MOONCAKE_TRY(enter("closeMemory"));
-  const void* const start = static_cast<std::byte*>(address) - memory.offset;
-  if (memory_.release(start, FakeMemory::Origin::kImported)) return {};
+  if (memory_.release(address, FakeMemory::Origin::kImported)) return {};
   return failed("closeMemory", ErrorCode::kInvalidArgument,
-                "the address is none that importMemory() has returned for this memory");
+                "no open memory is at this address of importMemory()");
 }
 
 Status FakeAccelerator::enqueue(DeviceStream stream, std::function<void()> task) {

@@ -42,8 +42,8 @@ class FakeAccelerator final : public FakeDevices {
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Result<bool> isCapturing(DeviceStream stream) override;
   Result<ExportedMemory> exportMemory(const void* address) override;
-  Result<void*> importMemory(const ExportedMemory& memory) override;
-  Status closeMemory(const ExportedMemory& memory, void* address) override;
+  Result<void*> importMemory(const ExportedMemory& memory, int device) override;
+  Status closeMemory(void* address) override;
 
   Status enqueue(DeviceStream stream, std::function<void()> task) override;
   DeviceStream defaultStream(int device) override;

@@ -155,13 +155,12 @@ Result<ExportedMemory> FakeMemory::exportMemory(const void* address) {
                            .take();
   const uint64_t offset = numberOf(address) - found->first;
   return ExportedMemory{
-      .device = block.device,
       .handle = std::string(reinterpret_cast<const char*>(handle.data()), handle.size()),
       .offset = offset,
       .bytes = block.bytes - offset};
 }
 
-Result<void*> FakeMemory::importMemory(const ExportedMemory& memory) {
+Result<void*> FakeMemory::importMemory(const ExportedMemory& memory, int device) {
   ByteReader in(std::as_bytes(std::span(memory.handle)));
   const auto process = in.get<uint32_t>();
   const auto number = in.get<uint32_t>();
@@ -187,15 +186,19 @@ Result<void*> FakeMemory::importMemory(const ExportedMemory& memory) {
   std::lock_guard lock(mutex_);
   void* const start = add({.mapping = std::move(*mapping),
                            .origin = Origin::kImported,
-                           .device = memory.device,
-                           .bytes = bytes});
+                           .device = device,
+                           .bytes = bytes,
+                           .offset = memory.offset});
   return static_cast<void*>(static_cast<std::byte*>(start) + memory.offset);
 }
 
-std::shared_ptr<void> FakeMemory::release(const void* start, Origin origin) {
+std::shared_ptr<void> FakeMemory::release(const void* address, Origin origin) {
   std::lock_guard lock(mutex_);
-  const auto found = blocks_.find(numberOf(start));
-  if (found == blocks_.end() || found->second.origin != origin) return nullptr;
+  const auto found = find(address);
+  if (found == blocks_.end() || found->second.origin != origin ||
+      found->first + found->second.offset != numberOf(address)) {
+    return nullptr;
+  }
   if (origin == Origin::kAllocated) allocated_ -= found->second.bytes;
   std::shared_ptr<void> mapping = std::move(found->second.mapping);
   blocks_.erase(found);

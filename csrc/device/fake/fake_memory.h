@@ -30,11 +30,12 @@ class FakeMemory {
   Status checkRange(const void* address, size_t bytes);
 
   Result<ExportedMemory> exportMemory(const void* address);
-  Result<void*> importMemory(const ExportedMemory& memory);
+  Result<void*> importMemory(const ExportedMemory& memory, int device);
 
   enum class Origin : uint8_t { kAllocated, kPinned, kImported };
   // Forgets the memory, and returns the object that keeps it mapped. Null: there is no such memory.
-  std::shared_ptr<void> release(const void* start, Origin origin);
+  // `address` is the one that was returned for the memory.
+  std::shared_ptr<void> release(const void* address, Origin origin);
 
  private:
   class Mapping;
@@ -44,6 +45,7 @@ class FakeMemory {
     int device = -1;
     size_t bytes = 0;         // that were asked for
     uint64_t fileOffset = 0;  // in the device's memfd
+    size_t offset = 0;        // of the address that was returned: imported memory begins before it
   };
   using Blocks = std::map<uintptr_t, Block>;  // by start
 

@@ -217,8 +217,8 @@ std::vector<std::string> failing(FakeDevices& devices, ErrorCode code,
   call("awaitWord", [&] { return devices.awaitWord(stream, word, 0); });
   call("isCapturing", [&] { return devices.isCapturing(stream).status(); });
   call("exportMemory", [&] { return devices.exportMemory(memory.data()).status(); });
-  call("importMemory", [&] { return devices.importMemory({}).status(); });
-  call("closeMemory", [&] { return devices.closeMemory({}, nullptr); });
+  call("importMemory", [&] { return devices.importMemory({}, 0).status(); });
+  call("closeMemory", [&] { return devices.closeMemory(nullptr); });
   call("enqueue", [&] { return devices.enqueue(stream, [] {}); });
   call("allocate", [&] { return devices.allocate(0, 1).status(); });
   call("beginCapture", [&] { return devices.beginCapture(devices.defaultStream(1)); });
@@ -403,11 +403,11 @@ TEST(FakeDevicesProcess, DISABLED_Importer) {
   if (!ChildProcess::isChild()) GTEST_SKIP();
   const Bytes message = receiveMessage(ChildProcess::kFromParent);
   ByteReader in(message);
-  ExportedMemory memory{.device = in.get<int32_t>(), .handle = in.getString(64)};
+  ExportedMemory memory{.handle = in.getString(64)};
   memory.offset = in.get<uint64_t>();
   memory.bytes = in.get<uint64_t>();
   ASSERT_TRUE(in.finish("exported memory").ok());
-  const auto imported = valueOf(fakeDevices().importMemory(memory));
+  const auto imported = valueOf(fakeDevices().importMemory(memory, 1));
   ASSERT_NE(imported, nullptr);
   const auto place = valueOf(fakeDevices().placeOf(imported));
   EXPECT_EQ(place.kind, MemoryKind::kDevice);
@@ -420,27 +420,24 @@ TEST(FakeDevicesProcess, DISABLED_Importer) {
             ErrorCode::kInvalidArgument);
   EXPECT_OK(fakeDevices().copy(stream, imported, answer.data(), 16));
   EXPECT_OK(fakeDevices().synchronize(stream));
-  EXPECT_OK(fakeDevices().closeMemory(memory, imported));
-  EXPECT_EQ(fakeDevices().closeMemory(memory, imported).code(), ErrorCode::kInvalidArgument);
+  auto* const beside = static_cast<std::byte*>(imported) + 1;
+  EXPECT_EQ(fakeDevices().closeMemory(beside).code(), ErrorCode::kInvalidArgument);
+  EXPECT_OK(fakeDevices().closeMemory(imported));
+  EXPECT_EQ(fakeDevices().closeMemory(imported).code(), ErrorCode::kInvalidArgument);
   sendMessage(ChildProcess::kToParent, Bytes(1));
 }
 
 Bytes messageOf(const ExportedMemory& memory) {
-  return ByteWriter()
-      .put(static_cast<int32_t>(memory.device))
-      .putString(memory.handle)
-      .put(memory.offset)
-      .put(memory.bytes)
-      .take();
+  return ByteWriter().putString(memory.handle).put(memory.offset).put(memory.bytes).take();
 }
 
 TEST_F(FakeDevicesTest, ExportedMemoryIsSharedBetweenProcesses) {
-  valueOf(devices->allocate(1, 4096));
-  const auto memory = valueOf(devices->allocate(1, 10000));
+  valueOf(devices->allocate(0, 4096));
+  const auto memory = valueOf(devices->allocate(0, 10000));
   std::memcpy(&memory[5000], "from the parent", 16);
   const auto exported = valueOf(devices->exportMemory(&memory[5000]));
   EXPECT_EQ(exported.bytes, 5000u);
-  EXPECT_EQ(devices->importMemory(exported).status().code(), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(devices->importMemory(exported, 0).status().code(), ErrorCode::kInvalidArgument);
   ChildProcess child("FakeDevicesProcess.DISABLED_Importer");
   child.send(messageOf(exported));
   EXPECT_EQ(child.receive().size(), 1u);
@@ -452,9 +449,9 @@ TEST_F(FakeDevicesTest, AHandleOfAnEndedProcessIsRefused) {
   const auto memory = valueOf(devices->allocate(0, 4096));
   auto exported = valueOf(devices->exportMemory(memory.data()));
   exported.handle[0] ^= 1;  // another process
-  EXPECT_FALSE(devices->importMemory(exported).ok());
+  EXPECT_FALSE(devices->importMemory(exported, 0).ok());
   exported.handle.pop_back();
-  EXPECT_EQ(devices->importMemory(exported).status().code(), ErrorCode::kProtocol);
+  EXPECT_EQ(devices->importMemory(exported, 0).status().code(), ErrorCode::kProtocol);
 }
 
 // A stream that waits for a word must not keep the process from its end.
