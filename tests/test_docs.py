@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "backend": {"base", "engine", "membership", "group", "collectives", "ep"},
     "bindings": {
         "base",
+        "device",
         "engine",
         "transfer",
         "membership",

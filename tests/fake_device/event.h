@@ -20,8 +20,8 @@ class Event {
   void block(const c10::Stream& stream);
   bool hasHappened();
   void synchronize();
-  // Returns the milliseconds between two events, both timed. Fails unless both have happened.
-  double millisecondsUntil(Event& later);
+  // Returns the milliseconds between two events, which are timed and have happened: torch checks.
+  double millisecondsUntil(const Event& later) const;
 
  private:
   c10::DeviceIndex device_;

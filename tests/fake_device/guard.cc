@@ -74,7 +74,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event) eventOf(event)->synchronize();
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
-    TORCH_CHECK(start && end, "fake device: both events must be recorded");
     return eventOf(start)->millisecondsUntil(*eventOf(end));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {

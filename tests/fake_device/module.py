@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fake_device import native
+from fake_device.native import extension
 
 _KIND = "fake"
 
@@ -43,7 +43,7 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    return native.current_device()
+    return extension.current_device()
 
 
 def _index(device: Any = None) -> int:
@@ -58,7 +58,7 @@ def _index(device: Any = None) -> int:
 
 
 def set_device(device: Any) -> None:
-    native.set_device(_index(device))
+    extension.set_device(_index(device))
 
 
 @contextlib.contextmanager
@@ -147,11 +147,11 @@ StreamContext = stream
 
 
 def empty_cache() -> None:
-    native.empty_cache()
+    extension.empty_cache()
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    return native.memory_stats(_index(device))
+    return extension.memory_stats(_index(device))
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -171,32 +171,32 @@ def max_memory_reserved(device: Any = None) -> int:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    native.reset_peak_memory_stats(_index(device))
+    extension.reset_peak_memory_stats(_index(device))
 
 
 # ---- random numbers
 
 
 def manual_seed(seed: int) -> None:
-    native.seed(current_device(), int(seed) % 2**64)
+    extension.seed(current_device(), int(seed) % 2**64)
 
 
 def manual_seed_all(seed: int) -> None:
     for index in range(device_count()):
-        native.seed(index, int(seed) % 2**64)
+        extension.seed(index, int(seed) % 2**64)
 
 
 def initial_seed() -> int:
-    return native.random_state(current_device())[0]
+    return extension.random_state(current_device())[0]
 
 
 def get_rng_state(device: Any = _KIND) -> torch.Tensor:
-    state = struct.pack("=QQ", *native.random_state(_index(device)))
+    state = struct.pack("=QQ", *extension.random_state(_index(device)))
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def set_rng_state(state: torch.Tensor, device: Any = _KIND) -> None:
-    native.set_random_state(_index(device), *struct.unpack("=QQ", bytes(state.cpu().tolist())))
+    extension.set_random_state(_index(device), *struct.unpack("=QQ", bytes(state.cpu().tolist())))
 
 
 def get_rng_state_all() -> list[torch.Tensor]:

@@ -84,8 +84,6 @@ def compile_into(folder: Path, library: Path) -> None:
     if ninja:
         generator = ["-G", "Ninja"]
         definitions["CMAKE_MAKE_PROGRAM"] = ninja
-    if ccache := tool("ccache"):
-        definitions["CMAKE_CXX_COMPILER_LAUNCHER"] = ccache
     settings = [f"-D{name}={value}" for name, value in definitions.items()]
     run(cmake, "-S", str(HERE), "-B", str(folder), *generator, *settings)
     run(cmake, "--build", str(folder), "-j", str(len(os.sched_getaffinity(0))))
