@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_device import building
-from harness import raised
+from harness import raised, until
 
 BODIES: dict[str, Callable[[], None]] = {}
 control: Any = None  # the module, in the other process
@@ -73,6 +73,11 @@ def first(tensor: torch.Tensor) -> Any:
     return tensor.cpu().flatten()[0].item()
 
 
+def is_asleep(thread: threading.Thread) -> bool:
+    stat = Path(f"/proc/self/task/{thread.native_id}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "S"
+
+
 # ---- copies
 
 
@@ -99,12 +104,16 @@ def test_a_copy_from_pinned_memory_reads_it_later():
 
 @on_device
 def test_a_copy_that_blocks_is_over_when_it_returns():
-    host = torch.ones(SIZE, pin_memory=True)
-    there = host.to("fake")
-    host.fill_(2)
-    assert first(there) == 1
-    host.copy_(there)
-    assert host[0] == 1
+    host, there = torch.zeros(SIZE, pin_memory=True), zeros()
+    for step in range(1, 20):
+        busy = [zeros(1 << 20).fill_(step) for _ in range(10)]
+        there.fill_(step)
+        host.copy_(there)
+        assert host[0] == step
+        busy[0].fill_(0)
+        there.copy_(host)
+        host.fill_(0)
+        assert first(there) == step
 
 
 @on_device
@@ -252,6 +261,29 @@ def test_the_current_stream_is_the_threads_own():
         assert here() == side
     assert seen == [torch.fake.default_stream()]
     assert here() == torch.fake.default_stream()
+
+
+@on_device
+def test_waits_release_pythons_lock():
+    x, event = zeros(), torch.Event(device="fake")
+    waits = (
+        x.cpu,
+        x[0].item,
+        x.exp,
+        here().synchronize,
+        event.synchronize,
+        torch.accelerator.synchronize,
+        torch.fake.synchronize,
+    )
+    for wait in waits:
+        thread = threading.Thread(target=wait)
+        with held() as gate:
+            event.record()
+            thread.start()
+            until(lambda thread=thread: is_asleep(thread), "the thread to wait")
+            gate.open()
+            thread.join(harness.DEADLINE)
+            assert not thread.is_alive()
 
 
 # ---- memory

@@ -34,4 +34,6 @@ def register() -> ModuleType:
         module = importlib.import_module("fake_device.module")
         torch._register_device_module("fake", module)
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+        # Until torch has met the device, torch.accelerator.synchronize() does nothing.
+        torch.empty(0, device="fake")
     return control

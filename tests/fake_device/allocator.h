@@ -40,7 +40,7 @@ class Allocator final : public AllocatorBase {
   void beginGraph(const c10::Stream& stream);
   void endGraph(const c10::Stream& stream);
 
-  // These lack `override`, because torch declares them since 2.9.
+  // These lack `override`, because torch 2.8 does not declare them.
   bool initialized() { return true; }
   void emptyCache(std::pair<unsigned long long, unsigned long long> pool = {0, 0});
   void recordStream(const c10::DataPtr& memory, c10::Stream stream) { recordUse(memory, stream); }

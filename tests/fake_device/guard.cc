@@ -80,7 +80,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     delete eventOf(event);
   }
 
-  // These lack `override`, because torch declares them since 2.9 and since 2.12.
+  // These lack `override`, because older torches do not declare them.
   void* getStreamNativeHandle(const c10::Stream stream) const {
     return nativeStream(stream).handle;
   }

@@ -9,21 +9,21 @@ namespace fake_device {
 
 namespace {
 
-constexpr c10::StreamId kPool = 8;  // streams of each priority
+constexpr size_t kPool = 8;  // streams of each priority
 
-struct DeviceStreams {
-  std::array<void*, 1 + 2 * kPool> handles{};  // by number; null: not created yet
-  std::array<c10::StreamId, 2> next{};         // by priority
+struct Pool {
+  std::array<void*, kPool> handles{};  // null: not created yet
+  size_t next = 0;
 };
 
-struct Streams {
+struct Pools {
   std::mutex mutex;
-  std::array<DeviceStreams, kDevices> of;
+  std::array<std::array<Pool, 2>, kDevices> of;  // by device and priority
 };
 
 // Never destroyed: threads may use streams while the process exits.
-Streams& streams() {
-  static auto* const all = new Streams;
+Pools& pools() {
+  static auto* const all = new Pools;
   return *all;
 }
 
@@ -65,26 +65,16 @@ c10::Stream defaultStream(c10::DeviceIndex device) {
 
 c10::Stream poolStream(c10::DeviceIndex device, bool highPriority) {
   checkIndex(device);
-  const std::lock_guard lock(streams().mutex);
-  c10::StreamId& next = streams().of[device].next[highPriority];
-  const c10::StreamId number = 1 + highPriority * kPool + next;
-  next = (next + 1) % kPool;
-  return streamNumber(device, number);
+  const std::lock_guard lock(pools().mutex);
+  Pool& pool = pools().of[device][highPriority];
+  void*& handle = pool.handles[pool.next];
+  if (handle == nullptr) handle = valueOf(devices().createStream(device)).handle;
+  pool.next = (pool.next + 1) % kPool;
+  return streamNumber(device, reinterpret_cast<c10::StreamId>(handle));
 }
 
 mooncake::DeviceStream nativeStream(const c10::Stream& stream) {
-  const c10::DeviceIndex device = stream.device_index();
-  checkIndex(device);
-  const std::lock_guard lock(streams().mutex);
-  auto& handles = streams().of[device].handles;
-  TORCH_CHECK(stream.id() >= 0 && stream.id() < c10::StreamId(handles.size()),
-              "fake device: no stream ", stream.id());
-  void*& handle = handles[stream.id()];
-  if (handle == nullptr) {
-    handle = stream.id() == 0 ? devices().defaultStream(device).handle
-                              : valueOf(devices().createStream(device)).handle;
-  }
-  return {device, handle};
+  return {stream.device_index(), reinterpret_cast<void*>(stream.id())};
 }
 
 void enqueue(const c10::Stream& stream, std::function<void()> work) {

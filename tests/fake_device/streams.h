@@ -6,8 +6,8 @@
 
 #include "devices.h"
 
-// torch's streams. Number 0 is a device's default stream; the others come from a pool, and each is
-// created when it is first given out.
+// torch's streams. A stream's number is its handle, so any stream of the devices is one of torch's,
+// too. Number 0 is a device's default stream.
 namespace fake_device {
 
 // The current device and the current stream of each device are the thread's own.
@@ -17,7 +17,8 @@ c10::Stream currentStream(c10::DeviceIndex device);
 void setCurrentStream(const c10::Stream& stream);
 
 c10::Stream defaultStream(c10::DeviceIndex device);
-// Returns one of 8 streams, in turn: a ninth caller shares the first one's stream.
+// Returns one of 8 streams, in turn: a ninth caller shares the first one's stream. Each is created
+// when it is first given out.
 c10::Stream poolStream(c10::DeviceIndex device, bool highPriority);
 
 mooncake::DeviceStream nativeStream(const c10::Stream& stream);
