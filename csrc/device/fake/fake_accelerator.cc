@@ -123,7 +123,7 @@ void FakeAccelerator::end(const std::string& reason, Deadline deadline) {
     for (auto& [key, lane] : lanes_) all.push_back(lane.stream);
     all.insert(all.end(), closing_.begin(), closing_.end());
   }
-  for (auto& stream : all) stream->awaitEnd(deadline);
+  for (auto& stream : all) stream->join(deadline);
 }
 
 Status FakeAccelerator::enter(const char* call) {

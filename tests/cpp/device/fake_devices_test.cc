@@ -1,5 +1,6 @@
 #include "device/fake/fake_devices.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <future>
@@ -448,8 +449,17 @@ TEST_F(FakeDevicesTest, ExportedMemoryIsSharedBetweenProcesses) {
 TEST_F(FakeDevicesTest, AHandleOfAnEndedProcessIsRefused) {
   const auto memory = valueOf(devices->allocate(0, 4096));
   auto exported = valueOf(devices->exportMemory(memory.data()));
-  exported.handle[0] ^= 1;  // another process
-  EXPECT_FALSE(devices->importMemory(exported, 0).ok());
+  const auto setProcess = [&](int32_t process) {
+    std::memcpy(exported.handle.data(), &process, sizeof(process));
+  };
+  setProcess(0x7fffffff);
+  EXPECT_EQ(devices->importMemory(exported, 0).status().code(), ErrorCode::kSystem);
+  // Another process, which has another file under the number.
+  ChildProcess child("FakeDevicesProcess.DISABLED_Importer");
+  setProcess(child.pid());
+  const int32_t number = ChildProcess::kFromParent;
+  std::memcpy(&exported.handle[4], &number, sizeof(number));
+  EXPECT_EQ(devices->importMemory(exported, 0).status().code(), ErrorCode::kInvalidArgument);
   exported.handle.pop_back();
   EXPECT_EQ(devices->importMemory(exported, 0).status().code(), ErrorCode::kProtocol);
 }
