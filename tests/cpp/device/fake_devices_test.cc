@@ -270,6 +270,9 @@ TEST_F(FakeDevicesTest, DestroyedDevicesDropWorkThatWaits) {
   EXPECT_OK(event->block(stream));
   EXPECT_OK(devices->awaitWord(gone, word, 1));
   devices->destroyStream(gone);
+  const auto memory = valueOf(devices->allocate(0, 64));
+  std::shared_ptr<void> owned(memory.data(), [&, memory](void*) { devices->free(memory); });
+  EXPECT_OK(devices->enqueue(stream, [owned = std::move(owned)] {}));
   // The fixture's end must not hang.
 }
 
