@@ -9,7 +9,7 @@ namespace mooncake {
 
 // Opens the driver of NVIDIA's devices (libcuda.so.1), and makes no context on any of them.
 // kUnsupported: this machine has no driver or no device, the driver is too old, or this build has no
-// cuda.h. The accelerator, and whatever it has given out, must not be used at the program's end.
+// cuda.h. Calls fail with kSystem once the driver has shut down at the program's end.
 Result<std::unique_ptr<Accelerator>> openCuda();
 
 }  // namespace mooncake
