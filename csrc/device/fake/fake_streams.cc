@@ -112,7 +112,7 @@ Result<std::shared_ptr<FakeMark>> FakeStreams::mark(DeviceStream id) {
   if (const auto& capture = (*lane)->capture)
     return std::make_shared<FakeMark>(capture, capture->placeOf(*(*lane)->stream));
   auto mark = std::make_shared<FakeMark>();
-  MOONCAKE_TRY((*lane)->stream->enqueue(FakeMark::task(mark)));
+  MOONCAKE_TRY((*lane)->stream->enqueue(FakeMark::recordTask(mark)));
   return mark;
 }
 
@@ -122,11 +122,7 @@ Status FakeStreams::await(DeviceStream id, const std::shared_ptr<FakeMark>& mark
   if (!found.ok()) return found.error();
   Lane& lane = **found;
   const auto& recorded = mark->capture();
-  if (!recorded && !lane.capture) {
-    return lane.stream->enqueue([mark](FakeStream& waits) {
-      if (!mark->await()) waits.halt();
-    });
-  }
+  if (!recorded && !lane.capture) return lane.stream->enqueue(FakeMark::waitTask(mark));
   if (!recorded) {
     lane.capture->spoil(lane.stream->name() + " was to wait for work outside of the capture");
     return refused("the event was recorded outside of the capture of " + lane.stream->name());

@@ -373,6 +373,10 @@ TEST_F(CudaPinnedTest, AFreedBlockIsGivenOutAgain) {
   EXPECT_EQ(first.size(), 5000u);
   cuda->freePinned(first);
   EXPECT_NE(allocate(100).data(), first.data());  // has a smaller size
+  for (int round = 0; round < 2; ++round) {
+    EXPECT_EQ(allocate(8192).data(), first.data());
+    cuda->freePinned(first);
+  }
   EXPECT_EQ(allocate(8192).data(), first.data());
   EXPECT_NE(allocate(8192).data(), first.data());
   EXPECT_EQ(driver.countOf("cuMemHostAlloc"), 3);
@@ -395,6 +399,24 @@ TEST_F(CudaPinnedTest, ABlockWaitsForAllStreamsThatUsedIt) {
   EXPECT_EQ(allocate().data(), block.data());
   EXPECT_EQ(driver.recorded.size(), 0u);
   EXPECT_EQ(driver.countOf("cuEventCreate"), driver.countOf("cuEventDestroy"));
+}
+
+TEST_F(CudaPinnedTest, EveryUseOfABlockIsNoticed) {
+  const DeviceStream stream = streamOf(0);
+  driver.busy = {handle(stream)};
+  const auto use = [&](int kind, std::span<std::byte> block) {
+    auto* const word = reinterpret_cast<StreamWord*>(&block[4092]);
+    if (kind == 0) return cuda->copy(stream, &block[4095], at(kMemory), 1);
+    if (kind == 1) return cuda->copy(stream, at(kMemory), &block[4095], 1);
+    if (kind == 2) return cuda->writeWord(stream, word, 1);
+    return cuda->awaitWord(stream, word, 1);
+  };
+  for (int kind = 0; kind < 4; ++kind) {
+    const auto block = allocate();
+    EXPECT_OK(use(kind, block));
+    cuda->freePinned(block);
+    EXPECT_EQ(driver.recorded.size(), size_t(kind) + 1);
+  }
 }
 
 TEST_F(CudaPinnedTest, WorkAfterTheEndOfABlockIsNotWaitedFor) {
