@@ -23,7 +23,8 @@ struct MemoryPlace {
   int device = -1;  // the owner of kDevice memory
 };
 
-// A stream of the program or of this library. `handle` is the vendor's: a CUstream, for example.
+// A stream of the program or of this library. `handle` is the vendor's: a CUstream, for example. A
+// stream of the program outlives the pinned memory that calls on it use.
 struct DeviceStream {
   int device = 0;
   void* handle = nullptr;
@@ -60,7 +61,8 @@ class Accelerator {
 
   // Returns the kind of the memory, without making a context on any device.
   virtual Result<MemoryPlace> placeOf(const void* address) = 0;
-  // Pinned memory that devices of this process can reach at its own address. freePinned() does not
+  // Pinned memory that devices of this process can reach at its own address. Slow, and the driver may
+  // wait for a device: to be called ahead of work that waits for the caller. freePinned() does not
   // wait: the memory stays valid until the work that streams hold at that moment is over.
   virtual Result<std::span<std::byte>> allocatePinned(size_t bytes) = 0;
   virtual void freePinned(std::span<std::byte> memory) = 0;

@@ -1,12 +1,11 @@
 #include "device/fake/fake_accelerator.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "base/log.h"
-#include "device/fake/fake_mark.h"
 
 namespace mooncake {
 namespace {
@@ -18,8 +17,16 @@ Error failed(const char* call, ErrorCode code, const std::string& cause) {
   return {code, std::string("fake ") + call + ": " + cause};
 }
 
-Error failed(const char* call, const Error& error) {
-  return failed(call, error.code, error.message);
+// Adds the call to the error's text.
+Status named(const char* call, Status status) {
+  if (status.ok()) return status;
+  return failed(call, status.code(), status.error().message);
+}
+
+template <typename T>
+Result<T> named(const char* call, Result<T> result) {
+  if (result.ok()) return result;
+  return failed(call, result.error().code, result.error().message);
 }
 
 }  // namespace
@@ -36,94 +43,47 @@ class FakeAccelerator::Event final : public DeviceEvent {
                     "the event is of device " + std::to_string(device_) + ", and the stream of " +
                         std::to_string(stream.device));
     }
-    std::lock_guard lock(devices_.mutex_);
-    const auto lane = devices_.find("record", stream);
-    if (!lane.ok()) return lane.error();
-    if (const auto& capture = (*lane)->capture) {
-      mark_ = std::make_shared<FakeMark>(capture, capture->placeOf(*(*lane)->stream));
-      return {};
-    }
-    auto mark = std::make_shared<FakeMark>();
-    MOONCAKE_TRY((*lane)->stream->enqueue(FakeMark::task(mark)));
-    mark_ = std::move(mark);
+    std::lock_guard lock(mutex_);
+    auto made = named("record", devices_.streams_.mark(stream));
+    if (!made.ok()) return made.error();
+    mark_ = std::move(*made);
     return {};
   }
 
   Status block(DeviceStream stream) override {
     MOONCAKE_TRY(devices_.enter("block"));
-    std::lock_guard lock(devices_.mutex_);
-    const auto found = devices_.find("block", stream);
-    if (!found.ok()) return found.error();
-    if (!mark_) return {};
-    Lane& lane = **found;
-    const auto& recorded = mark_->capture();
-    if (!recorded && !lane.capture) {
-      return lane.stream->enqueue([mark = mark_](FakeStream& waits) {
-        if (!mark->await()) waits.halt();
-      });
-    }
-    if (!recorded) {
-      lane.capture->spoil(lane.stream->name() + " was to wait for work outside of the capture");
-      return failed("block", ErrorCode::kInvalidArgument,
-                    "the event was recorded outside of the capture of " + lane.stream->name());
-    }
-    if (lane.capture && lane.capture != recorded) {
-      lane.capture->spoil(lane.stream->name() + " was to wait for another capture");
-      return failed("block", ErrorCode::kInvalidArgument,
-                    "the event belongs to another capture than " + lane.stream->name());
-    }
-    if (!devices_.isOn(recorded)) {
-      return failed("block", ErrorCode::kInvalidArgument,
-                    "the event was recorded in a capture that is over");
-    }
-    lane.capture = recorded;
-    recorded->join(*lane.stream, mark_->place());
-    return {};
+    std::lock_guard lock(mutex_);
+    return mark_ ? named("block", devices_.streams_.await(stream, mark_)) : Status();
   }
 
   Result<bool> hasHappened() override {
     MOONCAKE_TRY(devices_.enter("hasHappened"));
-    std::lock_guard lock(devices_.mutex_);
+    std::lock_guard lock(mutex_);
     if (!mark_) return true;
-    if (mark_->capture()) {
-      return failed("hasHappened", ErrorCode::kInvalidArgument,
-                    "the event was recorded in a capture, whose work does not run");
-    }
-    return mark_->hasHappened();
+    if (!mark_->capture()) return mark_->hasHappened();
+    return failed("hasHappened", ErrorCode::kInvalidArgument,
+                  "the event was recorded in a capture, whose work does not run");
   }
 
  private:
   FakeAccelerator& devices_;
   const int device_;
-  std::shared_ptr<FakeMark> mark_;  // of the last record(); null: none yet. Under devices_.mutex_
+  std::mutex mutex_;                // guards mark_
+  std::shared_ptr<FakeMark> mark_;  // of the last record(); null: none yet
 };
 
-FakeAccelerator::FakeAccelerator() {
-  for (int device = 0; device < deviceCount(); ++device) {
-    const DeviceStream first = defaultStream(device);
-    lanes_[{device, first.handle}].stream = std::make_shared<FakeStream>(first);
-  }
-}
-
-FakeAccelerator::~FakeAccelerator() { halt("the devices are destroyed"); }
-
 void FakeAccelerator::halt(const std::string& reason) {
-  std::lock_guard lock(mutex_);
-  if (ended_.empty()) ended_ = reason;
-  for (auto& [key, lane] : lanes_) lane.stream->halt();
-  for (auto& stream : closing_) stream->halt();
-}
-
-void FakeAccelerator::end(const std::string& reason, Deadline deadline) {
-  if (isForked()) return;
-  halt(reason);
-  std::vector<std::shared_ptr<FakeStream>> all;
   {
     std::lock_guard lock(mutex_);
-    for (auto& [key, lane] : lanes_) all.push_back(lane.stream);
-    all.insert(all.end(), closing_.begin(), closing_.end());
+    if (ended_.empty()) ended_ = reason;
   }
-  for (auto& stream : all) stream->awaitEnd(deadline);
+  streams_.halt();
+}
+
+void FakeAccelerator::end(Deadline deadline) {
+  if (isForked()) return;
+  halt("the process ends");
+  streams_.join(deadline);
 }
 
 Status FakeAccelerator::enter(const char* call) {
@@ -145,33 +105,6 @@ Status FakeAccelerator::checkDevice(const char* call, int device) const {
                 "there is no device " + std::to_string(device) + ", but 0 and 1");
 }
 
-Result<FakeAccelerator::Lane*> FakeAccelerator::find(const char* call, DeviceStream stream) {
-  const auto found = lanes_.find({stream.device, stream.handle});
-  if (found != lanes_.end()) return &found->second;
-  return failed(call, ErrorCode::kInvalidArgument,
-                "device " + std::to_string(stream.device) + " has no stream " +
-                    std::to_string(reinterpret_cast<uintptr_t>(stream.handle)) +
-                    "; it may have been destroyed");
-}
-
-bool FakeAccelerator::isOn(const std::shared_ptr<FakeCapture>& capture) const {
-  return std::ranges::any_of(lanes_,
-                             [&](const auto& entry) { return entry.second.capture == capture; });
-}
-
-std::vector<FakeStream::Task> FakeAccelerator::finish(const std::shared_ptr<FakeCapture>& capture) {
-  for (auto& [key, lane] : lanes_) {
-    if (lane.capture == capture) lane.capture = nullptr;
-  }
-  return capture->takeTasks();
-}
-
-Status FakeAccelerator::add(Lane& lane, FakeStream::Task&& task) {
-  if (!lane.capture) return lane.stream->enqueue(std::move(task));
-  lane.capture->add(*lane.stream, std::move(task));
-  return {};
-}
-
 Result<MemoryPlace> FakeAccelerator::placeOf(const void* address) {
   MOONCAKE_TRY(enter("placeOf"));
   return memory_.placeOf(address);
@@ -179,9 +112,7 @@ Result<MemoryPlace> FakeAccelerator::placeOf(const void* address) {
 
 Result<std::span<std::byte>> FakeAccelerator::allocatePinned(size_t bytes) {
   MOONCAKE_TRY(enter("allocatePinned"));
-  auto memory = memory_.allocatePinned(bytes);
-  if (!memory.ok()) return failed("allocatePinned", memory.error());
-  return memory;
+  return named("allocatePinned", memory_.allocatePinned(bytes));
 }
 
 void FakeAccelerator::freePinned(std::span<std::byte> memory) {
@@ -191,9 +122,7 @@ void FakeAccelerator::freePinned(std::span<std::byte> memory) {
 Result<std::span<std::byte>> FakeAccelerator::allocate(int device, size_t bytes) {
   MOONCAKE_TRY(enter("allocate"));
   MOONCAKE_TRY(checkDevice("allocate", device));
-  auto memory = memory_.allocate(device, bytes);
-  if (!memory.ok()) return failed("allocate", memory.error());
-  return memory;
+  return named("allocate", memory_.allocate(device, bytes));
 }
 
 void FakeAccelerator::free(std::span<std::byte> memory) {
@@ -203,61 +132,25 @@ void FakeAccelerator::free(std::span<std::byte> memory) {
 void FakeAccelerator::retire(const char* call, const void* start, FakeMemory::Origin origin) {
   if (isForked()) return;
   const std::shared_ptr<void> mapping = memory_.release(start, origin);
-  if (!mapping) {
-    log(LogLevel::kError, "fake", call, ": there is no such allocation at ", start);
-    return;
-  }
-  std::lock_guard lock(mutex_);
-  for (auto& [key, lane] : lanes_) lane.stream->retain(mapping);
-  for (auto& stream : closing_) stream->retain(mapping);
+  if (mapping) return streams_.retain(mapping);
+  log(LogLevel::kError, "device", "fake ", call, ": there is no such allocation at ", start);
 }
 
 Result<DeviceStream> FakeAccelerator::createStream(int device) {
   MOONCAKE_TRY(enter("createStream"));
   MOONCAKE_TRY(checkDevice("createStream", device));
-  std::lock_guard lock(mutex_);
-  std::erase_if(closing_, [](const auto& stream) { return stream->hasEnded(); });
-  const DeviceStream made{.device = device, .handle = reinterpret_cast<void*>(++lastStream_)};
-  lanes_[{device, made.handle}].stream = std::make_shared<FakeStream>(made);
-  return made;
+  return streams_.create(device);
 }
 
 void FakeAccelerator::destroyStream(DeviceStream stream) {
-  if (isForked()) return;
-  Graph dropped;  // goes after the lock
-  std::lock_guard lock(mutex_);
-  const auto found = lanes_.find({stream.device, stream.handle});
-  if (found == lanes_.end() || stream.handle == nullptr) {
-    log(LogLevel::kError, "fake", "destroyStream: there is no such stream of device ",
-        stream.device, ", or it is the default one");
-    return;
-  }
-  Lane& lane = found->second;
-  if (const auto capture = lane.capture) {
-    capture->spoil(lane.stream->name() + " was destroyed");
-    if (capture->beganOn(*lane.stream)) dropped = finish(capture);
-  }
-  lane.stream->close();
-  closing_.push_back(std::move(lane.stream));
-  lanes_.erase(found);
+  if (isForked() || streams_.destroy(stream)) return;
+  log(LogLevel::kError, "device", "fake destroyStream: there is no such stream of device ",
+      stream.device, ", or it is the default one");
 }
 
 Status FakeAccelerator::synchronize(DeviceStream stream) {
   MOONCAKE_TRY(enter("synchronize"));
-  std::shared_ptr<FakeStream> waited;
-  {
-    std::lock_guard lock(mutex_);
-    const auto lane = find("synchronize", stream);
-    if (!lane.ok()) return lane.error();
-    waited = (*lane)->stream;
-    if ((*lane)->capture) {
-      (*lane)->capture->spoil("the host was to wait for " + waited->name());
-      return failed("synchronize", ErrorCode::kInvalidArgument,
-                    "a capture is on, so the work of " + waited->name() + " does not run");
-    }
-  }
-  const Status over = waited->synchronize();
-  return over.ok() ? over : failed("synchronize", over.error());
+  return named("synchronize", streams_.synchronize(stream));
 }
 
 Result<std::unique_ptr<DeviceEvent>> FakeAccelerator::createEvent(int device) {
@@ -268,75 +161,54 @@ Result<std::unique_ptr<DeviceEvent>> FakeAccelerator::createEvent(int device) {
 
 Status FakeAccelerator::copy(DeviceStream stream, void* to, const void* from, size_t bytes) {
   MOONCAKE_TRY(enter("copy"));
-  for (const void* end : {static_cast<const void*>(to), from}) {
-    if (const Status fits = memory_.checkRange(end, bytes); !fits.ok())
-      return failed("copy", fits.error());
-  }
+  MOONCAKE_TRY(named("copy", memory_.checkRange(to, bytes)));
+  MOONCAKE_TRY(named("copy", memory_.checkRange(from, bytes)));
   const bool isPageable = memory_.placeOf(to).kind == MemoryKind::kHost ||
                           memory_.placeOf(from).kind == MemoryKind::kHost;
-  std::shared_ptr<FakeStream> waited;
-  {
-    std::lock_guard lock(mutex_);
-    const auto lane = find("copy", stream);
-    if (!lane.ok()) return lane.error();
-    MOONCAKE_TRY(add(**lane, [=](FakeStream&) {
-      if (bytes != 0) std::memcpy(to, from, bytes);
-    }));
-    if (isPageable && !(*lane)->capture) waited = (*lane)->stream;
-  }
-  if (!waited) return {};
-  const Status over = waited->synchronize();
-  return over.ok() ? over : failed("copy", over.error());
+  MOONCAKE_TRY(named("copy", streams_.add(stream, [=](FakeStream&) {
+    if (bytes != 0) std::memcpy(to, from, bytes);
+  })));
+  const auto capturing = streams_.isCapturing(stream);
+  if (!isPageable || !capturing.ok() || *capturing) return capturing.status();
+  return named("copy", streams_.synchronize(stream));
 }
 
 bool FakeAccelerator::hasStreamWords(int device) const {
   return device >= 0 && device < deviceCount();
 }
 
-Status FakeAccelerator::enqueueWord(const char* call, DeviceStream stream, StreamWord* word,
-                                    FakeStream::Task&& task) {
+Status FakeAccelerator::addWord(const char* call, DeviceStream stream, StreamWord* word,
+                                FakeStream::Task&& task) {
   MOONCAKE_TRY(enter(call));
-  if (memory_.placeOf(word).kind != MemoryKind::kPinned) {
-    return failed(call, ErrorCode::kInvalidArgument,
-                  "the word does not lie in memory of allocatePinned()");
-  }
-  std::lock_guard lock(mutex_);
-  const auto lane = find(call, stream);
-  if (!lane.ok()) return lane.error();
-  return add(**lane, std::move(task));
+  if (memory_.placeOf(word).kind == MemoryKind::kPinned)
+    return named(call, streams_.add(stream, std::move(task)));
+  return failed(call, ErrorCode::kInvalidArgument,
+                "the word does not lie in memory of allocatePinned()");
 }
 
 Status FakeAccelerator::writeWord(DeviceStream stream, StreamWord* word, uint32_t value) {
-  return enqueueWord("writeWord", stream, word,
-                     [=](FakeStream&) { word->store(value, std::memory_order_release); });
+  return addWord("writeWord", stream, word,
+                 [=](FakeStream&) { word->store(value, std::memory_order_release); });
 }
 
 Status FakeAccelerator::awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) {
-  return enqueueWord("awaitWord", stream, word,
-                     [=](FakeStream& runs) { runs.awaitWord(word, value); });
+  return addWord("awaitWord", stream, word, [=](FakeStream& runs) { runs.awaitWord(word, value); });
 }
 
 Result<bool> FakeAccelerator::isCapturing(DeviceStream stream) {
   MOONCAKE_TRY(enter("isCapturing"));
-  std::lock_guard lock(mutex_);
-  const auto lane = find("isCapturing", stream);
-  if (!lane.ok()) return lane.error();
-  return (*lane)->capture != nullptr;
+  return named("isCapturing", streams_.isCapturing(stream));
 }
 
 Result<ExportedMemory> FakeAccelerator::exportMemory(const void* address) {
   MOONCAKE_TRY(enter("exportMemory"));
-  auto exported = memory_.exportMemory(address);
-  if (!exported.ok()) return failed("exportMemory", exported.error());
-  return exported;
+  return named("exportMemory", memory_.exportMemory(address));
 }
 
 Result<void*> FakeAccelerator::importMemory(const ExportedMemory& memory, int device) {
   MOONCAKE_TRY(enter("importMemory"));
   MOONCAKE_TRY(checkDevice("importMemory", device));
-  auto address = memory_.importMemory(memory, device);
-  if (!address.ok()) return failed("importMemory", address.error());
-  return address;
+  return named("importMemory", memory_.importMemory(memory, device));
 }
 
 Status FakeAccelerator::closeMemory(void* address) {
@@ -348,11 +220,7 @@ Status FakeAccelerator::closeMemory(void* address) {
 
 Status FakeAccelerator::enqueue(DeviceStream stream, std::function<void()> task) {
   MOONCAKE_TRY(enter("enqueue"));
-  FakeStream::Task work = [task = std::move(task)](FakeStream&) { task(); };
-  std::lock_guard lock(mutex_);
-  const auto lane = find("enqueue", stream);
-  if (!lane.ok()) return lane.error();
-  return add(**lane, std::move(work));
+  return named("enqueue", streams_.add(stream, [task = std::move(task)](FakeStream&) { task(); }));
 }
 
 DeviceStream FakeAccelerator::defaultStream(int device) {
@@ -360,21 +228,10 @@ DeviceStream FakeAccelerator::defaultStream(int device) {
 }
 
 std::vector<DeviceStream> FakeAccelerator::streams(int device) {
-  std::vector<DeviceStream> found;
-  if (isForked()) return found;
-  std::lock_guard lock(mutex_);
-  for (const auto& [key, lane] : lanes_) {
-    if (key.first == device) found.push_back(lane.stream->id());
-  }
-  return found;
+  return isForked() ? std::vector<DeviceStream>() : streams_.list(device);
 }
 
-bool FakeAccelerator::isIdle(DeviceStream stream) {
-  if (isForked()) return true;
-  std::lock_guard lock(mutex_);
-  const auto found = lanes_.find({stream.device, stream.handle});
-  return found == lanes_.end() || found->second.stream->isIdle();
-}
+bool FakeAccelerator::isIdle(DeviceStream stream) { return isForked() || streams_.isIdle(stream); }
 
 Status FakeAccelerator::inject(FakeFailure failure) { return failures_.add(std::move(failure)); }
 
@@ -386,55 +243,23 @@ void FakeAccelerator::limitMemory(size_t bytes) { memory_.limit(bytes); }
 
 Status FakeAccelerator::beginCapture(DeviceStream stream) {
   MOONCAKE_TRY(enter("beginCapture"));
-  std::lock_guard lock(mutex_);
-  const auto lane = find("beginCapture", stream);
-  if (!lane.ok()) return lane.error();
-  const FakeStream& origin = *(*lane)->stream;
-  if ((*lane)->capture) {
-    return failed("beginCapture", ErrorCode::kInvalidArgument,
-                  "a capture of " + origin.name() + " is on");
-  }
-  (*lane)->capture = std::make_shared<FakeCapture>(origin);
-  return {};
+  return named("beginCapture", streams_.beginCapture(stream));
 }
 
 Result<uint64_t> FakeAccelerator::endCapture(DeviceStream stream) {
   MOONCAKE_TRY(enter("endCapture"));
-  Graph tasks;  // if they are dropped, they go after the lock
-  std::lock_guard lock(mutex_);
-  const auto lane = find("endCapture", stream);
-  if (!lane.ok()) return lane.error();
-  const auto capture = (*lane)->capture;
-  if (!capture || !capture->beganOn(*(*lane)->stream)) {
-    return failed("endCapture", ErrorCode::kInvalidArgument,
-                  "no capture began on " + (*lane)->stream->name());
-  }
-  tasks = finish(capture);
-  if (const Status valid = capture->check(); !valid.ok())
-    return failed("endCapture", valid.error());
-  graphs_.push_back(std::make_shared<const Graph>(std::move(tasks)));
-  return graphs_.size() - 1;
+  return named("endCapture", streams_.endCapture(stream));
 }
 
 Status FakeAccelerator::replay(uint64_t graph, DeviceStream stream) {
   MOONCAKE_TRY(enter("replay"));
-  std::lock_guard lock(mutex_);
-  const auto lane = find("replay", stream);
-  if (!lane.ok()) return lane.error();
-  if (graph >= graphs_.size() || (*lane)->capture) {
-    return failed("replay", ErrorCode::kInvalidArgument,
-                  "there is no such graph, or the stream captures");
-  }
-  for (const FakeStream::Task& task : *graphs_[graph])
-    MOONCAKE_TRY((*lane)->stream->enqueue(FakeStream::Task(task)));
-  return {};
+  return named("replay", streams_.replay(graph, stream));
 }
 
 FakeDevices& fakeDevices() {
   static FakeAccelerator* const devices = [] {
-    static FakeAccelerator* made =
-        new FakeAccelerator;  // never destroyed: threads use it to the end
-    std::atexit([] { made->end("the process ends", Deadline::after(kPatienceAtExit)); });
+    static FakeAccelerator* const made = new FakeAccelerator;  // never destroyed: threads use it
+    std::atexit([] { made->end(Deadline::after(kPatienceAtExit)); });
     return made;
   }();
   return *devices;

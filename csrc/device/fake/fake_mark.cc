@@ -4,10 +4,6 @@
 
 namespace mooncake {
 
-void FakeMark::happen() { end(State::kHappened); }
-
-void FakeMark::drop() { end(State::kDropped); }
-
 void FakeMark::end(State state) {
   std::lock_guard lock(mutex_);
   if (state_ != State::kAhead) return;
@@ -20,16 +16,22 @@ bool FakeMark::hasHappened() {
   return state_ == State::kHappened;
 }
 
-bool FakeMark::await() {
+FakeMark::State FakeMark::awaitEnd() {
   std::unique_lock lock(mutex_);
   ended_.wait(lock, [&] { return state_ != State::kAhead; });
-  return state_ == State::kHappened;
+  return state_;
 }
 
-FakeStream::Task FakeMark::task(std::shared_ptr<FakeMark> mark) {
-  // Called when the last copy of the task goes.
-  std::shared_ptr<FakeMark> dropped(mark.get(), [mark](FakeMark*) { mark->drop(); });
-  return [dropped = std::move(dropped)](FakeStream&) { dropped->happen(); };
+FakeStream::Task FakeMark::recordTask(std::shared_ptr<FakeMark> mark) {
+  // The deleter runs when the last copy of the task goes.
+  std::shared_ptr<FakeMark> held(mark.get(), [mark](FakeMark*) { mark->end(State::kDropped); });
+  return [held = std::move(held)](FakeStream&) { held->end(State::kHappened); };
+}
+
+FakeStream::Task FakeMark::waitTask(std::shared_ptr<FakeMark> mark) {
+  return [mark = std::move(mark)](FakeStream& waiting) {
+    if (mark->awaitEnd() == State::kDropped) waiting.halt();
+  };
 }
 
 }  // namespace mooncake

@@ -20,19 +20,18 @@ class FakeMark {
   const std::shared_ptr<FakeCapture>& capture() const { return capture_; }
   const FakeCapture::Place& place() const { return place_; }
 
-  void happen();
-  void drop();
   bool hasHappened();
-  // Waits for the end. Returns false if the mark was dropped: its stream was halted, and the waiting
-  // one must not go on. Only the threads of streams call this: each has work that ends, or is halted.
-  bool await();
-
-  // Returns the task that makes the mark happen. If it goes without having run, it drops the mark.
-  static FakeStream::Task task(std::shared_ptr<FakeMark> mark);
+  // The tasks of the stream that records the event, and of one that waits for it. If the first goes
+  // without having run, the mark is dropped: its stream was halted. Then the second halts its own
+  // stream, which must not go on.
+  static FakeStream::Task recordTask(std::shared_ptr<FakeMark> mark);
+  static FakeStream::Task waitTask(std::shared_ptr<FakeMark> mark);
 
  private:
   enum class State { kAhead, kHappened, kDropped };
+  // Only the first end counts.
   void end(State state);
+  State awaitEnd();
 
   const std::shared_ptr<FakeCapture> capture_;
   const FakeCapture::Place place_;

@@ -73,9 +73,11 @@ bool FakeStream::hasEnded() {
   return isOver_ || !thread_.joinable();
 }
 
-void FakeStream::awaitEnd(Deadline deadline) {
+void FakeStream::join(Deadline deadline) {
   std::unique_lock lock(mutex_);
-  changed_.wait_until(lock, deadline.when(), [&] { return isOver_ || !thread_.joinable(); });
+  if (!thread_.joinable() || thread_.get_id() == std::this_thread::get_id()) return;
+  // A thread that is over takes the lock no more.
+  if (changed_.wait_until(lock, deadline.when(), [&] { return isOver_; })) thread_.join();
 }
 
 bool FakeStream::awaitWord(const StreamWord* word, uint32_t value) {

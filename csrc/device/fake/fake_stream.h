@@ -43,7 +43,8 @@ class FakeStream {
   void halt();
   // The thread is over, or was never there.
   bool hasEnded();
-  void awaitEnd(Deadline deadline);
+  // Waits for the end of the thread, at most until the deadline.
+  void join(Deadline deadline);
 
   // For tasks, on this stream's thread: waits until int32_t(*word - value) >= 0. The host need not
   // notify the word. Returns false if halt() comes first.

@@ -1,5 +1,6 @@
 #include "device/fake/fake_devices.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <future>
@@ -143,6 +144,16 @@ TEST_F(FakeDevicesTest, RangesBeyondAnAllocationAreRefused) {
   EXPECT_EQ(valueOf(devices->placeOf(memory.data() + 100)).kind, MemoryKind::kHost);
 }
 
+TEST_F(FakeDevicesTest, AllocationsLieApart) {
+  std::vector<std::span<std::byte>> all;
+  for (int i = 0; i < 4; ++i) all.push_back(valueOf(devices->allocate(i % 2, 5000)));
+  for (size_t i = 0; i < all.size(); ++i) std::memset(all[i].data(), int(i) + 1, all[i].size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    EXPECT_EQ(all[i].front(), std::byte(i + 1));
+    EXPECT_EQ(all[i].back(), std::byte(i + 1));
+  }
+}
+
 TEST_F(FakeDevicesTest, AWordLiesInPinnedMemory) {
   StreamWord word{0};
   EXPECT_EQ(devices->writeWord(stream, &word, 1).code(), ErrorCode::kInvalidArgument);
@@ -269,6 +280,9 @@ TEST_F(FakeDevicesTest, DestroyedDevicesDropWorkThatWaits) {
   EXPECT_OK(event->block(stream));
   EXPECT_OK(devices->awaitWord(gone, word, 1));
   devices->destroyStream(gone);
+  const auto memory = valueOf(devices->allocate(0, 64));
+  std::shared_ptr<void> owned(memory.data(), [&, memory](void*) { devices->free(memory); });
+  EXPECT_OK(devices->enqueue(stream, [owned = std::move(owned)] {}));
   // The fixture's end must not hang.
 }
 
@@ -326,7 +340,8 @@ TEST_F(FakeDevicesTest, ACaptureRunsNothingUntilItIsReplayed) {
 
 TEST_F(FakeDevicesTest, AStreamJoinsACaptureByAnEvent) {
   const DeviceStream other = valueOf(devices->createStream(0));
-  const auto forked = valueOf(devices->createEvent(0)), joined = valueOf(devices->createEvent(0));
+  const auto forked = valueOf(devices->createEvent(0)), joined = valueOf(devices->createEvent(0)),
+             early = valueOf(devices->createEvent(0));
   std::vector<int> order;
   EXPECT_OK(devices->beginCapture(stream));
   EXPECT_OK(devices->enqueue(stream, [&] { order.push_back(1); }));
@@ -335,9 +350,12 @@ TEST_F(FakeDevicesTest, AStreamJoinsACaptureByAnEvent) {
   EXPECT_OK(forked->block(other));
   EXPECT_TRUE(valueOf(devices->isCapturing(other)));
   EXPECT_OK(devices->enqueue(other, [&] { order.push_back(2); }));
+  EXPECT_OK(early->record(other));
+  EXPECT_OK(devices->enqueue(other, [&] { order.push_back(3); }));
   EXPECT_OK(joined->record(other));
   EXPECT_OK(joined->block(stream));
-  EXPECT_OK(devices->enqueue(stream, [&] { order.push_back(3); }));
+  EXPECT_OK(early->block(stream));  // takes nothing back
+  EXPECT_OK(devices->enqueue(stream, [&] { order.push_back(4); }));
   EXPECT_EQ(devices->endCapture(other).status().code(), ErrorCode::kInvalidArgument);
   const uint64_t graph = valueOf(devices->endCapture(stream));
   EXPECT_FALSE(valueOf(devices->isCapturing(other)));
@@ -345,7 +363,7 @@ TEST_F(FakeDevicesTest, AStreamJoinsACaptureByAnEvent) {
   EXPECT_EQ(forked->block(other).code(), ErrorCode::kInvalidArgument);  // its capture is over
   EXPECT_OK(devices->replay(graph, stream));
   EXPECT_OK(devices->synchronize(stream));
-  EXPECT_EQ(order, (std::vector{1, 2, 3}));
+  EXPECT_EQ(order, (std::vector{1, 2, 3, 4}));
   EXPECT_OK(forked->record(stream));
   EXPECT_TRUE(eventually([&] { return valueOf(forked->hasHappened()); }));
 }
@@ -448,8 +466,17 @@ TEST_F(FakeDevicesTest, ExportedMemoryIsSharedBetweenProcesses) {
 TEST_F(FakeDevicesTest, AHandleOfAnEndedProcessIsRefused) {
   const auto memory = valueOf(devices->allocate(0, 4096));
   auto exported = valueOf(devices->exportMemory(memory.data()));
-  exported.handle[0] ^= 1;  // another process
-  EXPECT_FALSE(devices->importMemory(exported, 0).ok());
+  const auto setProcess = [&](int32_t process) {
+    std::memcpy(exported.handle.data(), &process, sizeof(process));
+  };
+  setProcess(0x7fffffff);
+  EXPECT_EQ(devices->importMemory(exported, 0).status().code(), ErrorCode::kSystem);
+  // Another process, which has another file under the number.
+  ChildProcess child("FakeDevicesProcess.DISABLED_Importer");
+  setProcess(child.pid());
+  const int32_t number = ChildProcess::kFromParent;
+  std::memcpy(&exported.handle[4], &number, sizeof(number));
+  EXPECT_EQ(devices->importMemory(exported, 0).status().code(), ErrorCode::kInvalidArgument);
   exported.handle.pop_back();
   EXPECT_EQ(devices->importMemory(exported, 0).status().code(), ErrorCode::kProtocol);
 }
