@@ -11,6 +11,7 @@ from typing import Any
 
 import cards
 import ep_crew
+import fake_device
 import harness
 import hosts
 import pytest
@@ -59,6 +60,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict[str, Any]:
     """What a Crew needs for the layout."""
+    if layout == "fake":  # ranks that register the device keep it, so they are no other layout's
+        fake_device.build()
+        return {"backend": None}
     env = {"MOONCAKE_EAGER_BYTES": str(SMALL_EAGER)}
     if layout == "shm":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}

@@ -20,6 +20,7 @@ FOLDERS = (".ci", "benchmarks", "csrc", "docs", "ep", "kernels", "mooncake_backe
 # A room and what it may include, itself apart (docs/architecture.md).
 ROOMS: dict[str, set[str]] = {
     "base": set(),
+    "device": {"base"},
     "engine": {"base"},
     "transfer": {"base", "engine"},
     "membership": {"base", "engine"},
@@ -29,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "backend": {"base", "engine", "membership", "group", "collectives", "ep"},
     "bindings": {
         "base",
+        "device",
         "engine",
         "transfer",
         "membership",

@@ -536,7 +536,8 @@ class TestInstall:
             names = archive.namelist()
             library = f"mooncake_backend/{LIBRARY}"
             assert str(clone).encode() not in archive.read(library)
-            assert b"SimTransport" not in archive.read(library), "sim is for tests only"
+            for name in (b"SimTransport", b"FakeDevices"):
+                assert name not in archive.read(library), f"{name} is for tests only"
             c_library = "mooncake_backend/lib/libtransfer_engine.so"
             assert str(clone).encode() not in archive.read(c_library)
         for name in (

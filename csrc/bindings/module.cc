@@ -19,6 +19,7 @@
 #include "backend/named_group.h"
 #include "backend/signals.h"
 #include "bindings/ep.h"
+#include "bindings/fake_devices.h"
 #include "bindings/futures.h"
 #include "bindings/transfer.h"
 #include "engine/env.h"
@@ -355,6 +356,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   mooncake::bindTransfer(m);
   mooncake::bindEp(m);
   mooncake::bindFutures(m);
+#ifdef MOONCAKE_WITH_SIM
+  mooncake::bindFakeDevices(m);
+#endif
 
   py::class_<CollectiveWork, c10::intrusive_ptr<CollectiveWork>, c10d::Work>(m, "CollectiveWork")
       .def("exception", &exceptionOf)

@@ -23,7 +23,8 @@ struct MemoryPlace {
   int device = -1;  // the owner of kDevice memory
 };
 
-// A stream of the program or of this library. `handle` is the vendor's: a CUstream, for example.
+// A stream of the program or of this library. `handle` is the vendor's: a CUstream, for example. A
+// stream of the program outlives the pinned memory that calls on it use.
 struct DeviceStream {
   int device = 0;
   void* handle = nullptr;
@@ -43,15 +44,14 @@ class DeviceEvent {
 
 // Memory of a device that other processes of the host may map.
 struct ExportedMemory {
-  int device = 0;
   std::string handle;   // opaque bytes of the vendor's, at most 64
   uint64_t offset = 0;  // of the address within the exported allocation
   uint64_t bytes = 0;   // from the address to the allocation's end
 };
 
 // Every function but those of names and counts may return kSystem once the device's context is
-// lost, and does so for good. Thread-safe. Only the threads of callers enter it; no function waits
-// for a stream unless its comment says so.
+// lost, and does so for good; in a forked child it returns kAborted. Thread-safe. Only the threads of
+// callers enter it; no function waits for a stream unless its comment says so.
 class Accelerator {
  public:
   virtual ~Accelerator() = default;
@@ -61,7 +61,8 @@ class Accelerator {
 
   // Returns the kind of the memory, without making a context on any device.
   virtual Result<MemoryPlace> placeOf(const void* address) = 0;
-  // Pinned memory that devices of this process can reach at its own address. freePinned() does not
+  // Pinned memory that devices of this process can reach at its own address. Slow, and the driver may
+  // wait for a device: to be called ahead of work that waits for the caller. freePinned() does not
   // wait: the memory stays valid until the work that streams hold at that moment is over.
   virtual Result<std::span<std::byte>> allocatePinned(size_t bytes) = 0;
   virtual void freePinned(std::span<std::byte> memory) = 0;
@@ -88,9 +89,10 @@ class Accelerator {
 
   // kUnsupported if other processes cannot map memory of this kind; the text says why.
   virtual Result<ExportedMemory> exportMemory(const void* address) = 0;
-  // Maps memory of another process. The address stays valid until closeMemory().
-  virtual Result<void*> importMemory(const ExportedMemory& memory) = 0;
-  virtual Status closeMemory(const ExportedMemory& memory, void* address) = 0;
+  // Maps memory of another process, for work of `device`, which is one of this process's own: the
+  // exporter may number devices otherwise. The address stays valid until closeMemory().
+  virtual Result<void*> importMemory(const ExportedMemory& memory, int device) = 0;
+  virtual Status closeMemory(void* address) = 0;
 };
 
 }  // namespace mooncake

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -10,7 +11,8 @@
 #include "device/accelerator.h"
 
 // Devices for tests. Their memory is memory of the host and each stream is a thread, so work runs
-// later than the call that enqueued it, as on an accelerator. No part of a released wheel.
+// later than the call that enqueued it, as on an accelerator. No part of a released wheel. In a
+// forked child every call returns kAborted, because the streams' threads are not there.
 namespace mooncake {
 
 // Makes calls fail on purpose. `call` is the function's name in accelerator.h; it fails from its
@@ -24,8 +26,9 @@ struct FakeFailure {
 
 class FakeDevices : public Accelerator {
  public:
-  // Enqueues any work. The task must not throw.
+  // Enqueues any work. The task must not throw, and must not wait for a stream of these devices.
   virtual Status enqueue(DeviceStream stream, std::function<void()> task) = 0;
+  // Its handle is null, as in CUDA.
   virtual DeviceStream defaultStream(int device) = 0;
   // All streams of the device that are not destroyed, the default one first.
   virtual std::vector<DeviceStream> streams(int device) = 0;
@@ -33,21 +36,31 @@ class FakeDevices : public Accelerator {
 
   // Memory that the other functions take for the device's. Its contents are undefined.
   virtual Result<std::span<std::byte>> allocate(int device, size_t bytes) = 0;
+  // Does not wait, like freePinned(). After the streams' work so far, touching the memory is a
+  // segmentation fault.
   virtual void free(std::span<std::byte> memory) = 0;
 
-  virtual void inject(FakeFailure failure) = 0;
+  // kInvalidArgument: no function has this name, or it cannot fail.
+  virtual Status inject(FakeFailure failure) = 0;
   // From here on every call returns kSystem, and work that streams hold does not run any more.
   virtual void loseContext() = 0;
   // The bytes of device memory that allocate() gives at most; allocate() returns kExhausted beyond.
   virtual void limitMemory(size_t bytes) = 0;
-  // Calls on the stream are recorded and not run until endCapture(). replay() enqueues them.
+  // Calls on the stream are recorded and not run until endCapture(). A stream joins the capture if
+  // it blocks on an event that was recorded in it; the stream that began must block on the others'
+  // last work before endCapture(). Waits on the host and events from outside spoil a capture.
   virtual Status beginCapture(DeviceStream stream) = 0;
   virtual Result<uint64_t> endCapture(DeviceStream stream) = 0;
+  // Enqueues the work of a graph, in the order of the calls.
   virtual Status replay(uint64_t graph, DeviceStream stream) = 0;
 };
 
-// The fake devices of this process, two of them. The number of streams' threads is that of the
-// streams in use.
+// The fake devices of this process, two of them. A stream has a thread from its first work on. At
+// the end of the process, work that has not begun is dropped.
 FakeDevices& fakeDevices();
+
+// Two more, for a test that loses their context, say. The destructor drops work that has not begun
+// and waits for the rest.
+std::unique_ptr<FakeDevices> makeFakeDevices();
 
 }  // namespace mooncake

@@ -25,14 +25,14 @@ class DriverMemoryPlaces final : public MemoryPlaces {
  public:
   bool hasDevice() const override { return driver() != nullptr; }
 
-  MemoryPlace of(const std::byte* memory) const override {
+  NicMemoryPlace of(const std::byte* memory) const override {
     const PointerGetAttribute ask = driver();
     const auto pointer = reinterpret_cast<uintptr_t>(memory);
     unsigned type = 0;
     // An error means that the driver does not know the memory.
     if (ask == nullptr || ask(&type, kMemoryTypeAttribute, pointer) != 0 || type != kDeviceMemory)
       return {};
-    MemoryPlace place{.isCuda = true};
+    NicMemoryPlace place{.isCuda = true};
     ask(&place.device, kDeviceOrdinalAttribute, pointer);
     return place;
   }

@@ -38,7 +38,7 @@ void* LibfabricMemories::descriptorOf(const NicMemory& memory) {
 
 Result<std::unique_ptr<NicMemory>> LibfabricMemories::add(std::span<std::byte> memory,
                                                           uint32_t access) {
-  const MemoryPlace place = places_.of(memory.data());
+  const NicMemoryPlace place = places_.of(memory.data());
   std::lock_guard lock(mutex_);
   if (isClosed_) return Error{ErrorCode::kAborted, "the network card is closed"};
   const fi_info& info = endpoint_.info();
@@ -58,7 +58,7 @@ Result<std::unique_ptr<NicMemory>> LibfabricMemories::add(std::span<std::byte> m
 }
 
 Result<fid_mr*> LibfabricMemories::make(std::span<std::byte> memory, uint32_t access,
-                                        MemoryPlace place) {
+                                        NicMemoryPlace place) {
   const auto has = [&](NicAccess right) { return (access & static_cast<uint32_t>(right)) != 0; };
   const iovec range{memory.data(), memory.size()};
   fi_mr_attr attributes{};

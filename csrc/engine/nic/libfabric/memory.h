@@ -24,7 +24,7 @@ class LibfabricMemories : public std::enable_shared_from_this<LibfabricMemories>
 
  private:
   class Memory;
-  Result<fid_mr*> make(std::span<std::byte> memory, uint32_t access, MemoryPlace place);
+  Result<fid_mr*> make(std::span<std::byte> memory, uint32_t access, NicMemoryPlace place);
   uint64_t randomKey() const;
 
   LibfabricEndpoint& endpoint_;

@@ -214,7 +214,7 @@ class FakeGpu final : public MemoryPlaces {
                 kBytes) {}
   ~FakeGpu() override { ::munmap(memory_.data(), kBytes); }
   bool hasDevice() const override { return true; }
-  MemoryPlace of(const std::byte* at) const override {
+  NicMemoryPlace of(const std::byte* at) const override {
     return {.isCuda = at >= memory_.data() && at < memory_.data() + kBytes};
   }
   std::span<std::byte> memory() const { return memory_; }
@@ -227,7 +227,7 @@ class FakeGpu final : public MemoryPlaces {
 
 struct NoGpu final : MemoryPlaces {
   bool hasDevice() const override { return false; }
-  MemoryPlace of(const std::byte*) const override { return {}; }
+  NicMemoryPlace of(const std::byte*) const override { return {}; }
 };
 
 // libfabric#12328: the provider's own path within a host assembles messages with memcpy, even if

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "device/accelerator.h"
+#include "device/cuda/cuda_contexts.h"
+#include "device/cuda/cuda_pinned_pool.h"
+
+namespace mooncake {
+
+// NVIDIA's devices, by the functions of a table.
+class CudaAccelerator final : public Accelerator {
+ public:
+  // `driver` outlives the accelerator.
+  static Result<std::unique_ptr<CudaAccelerator>> make(const CudaDriver& driver);
+
+  const char* name() const override { return "cuda"; }
+  int deviceCount() const override { return contexts_->count(); }
+  Result<MemoryPlace> placeOf(const void* address) override;
+  Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
+  void freePinned(std::span<std::byte> memory) override;
+  Result<DeviceStream> createStream(int device) override;
+  void destroyStream(DeviceStream stream) override;
+  Status synchronize(DeviceStream stream) override;
+  Result<std::unique_ptr<DeviceEvent>> createEvent(int device) override;
+  Status copy(DeviceStream stream, void* to, const void* from, size_t bytes) override;
+  bool hasStreamWords(int device) const override;
+  Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  Result<bool> isCapturing(DeviceStream stream) override;
+  Result<ExportedMemory> exportMemory(const void* address) override;
+  Result<void*> importMemory(const ExportedMemory& memory, int device) override;
+  Status closeMemory(void* address) override;
+
+ private:
+  class Event;
+  // Memory of another process. The driver maps an allocation once for all imports of it.
+  struct Import {
+    int device = 0;
+    size_t bytes = 0;
+    size_t count = 0;
+  };
+  explicit CudaAccelerator(std::unique_ptr<CudaContexts> contexts);
+
+  // Calls the driver with the stream's context. The name of its function is for errors.
+  template <typename Call>
+  Status run(const char* function, DeviceStream stream, Call call);
+  // Calls the driver with the context of a device that the program uses.
+  template <typename Call>
+  Status runOn(const char* function, int device, Call call);
+
+  const std::unique_ptr<CudaContexts> contexts_;
+  const CudaDriver& driver_;
+  CudaPinnedPool pinned_;
+
+  std::mutex importsMutex_;
+  std::map<CUdeviceptr, Import> imports_;  // by the allocation's start in this process
+};
+
+}  // namespace mooncake

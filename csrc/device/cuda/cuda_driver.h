@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cuda.h>
+
+#include "base/result.h"
+
+// cuda.h names the version of each function by a macro: cuMemFree is cuMemFree_v2. The macro below
+// gives F these names.
+#define MOONCAKE_CUDA_FUNCTIONS(F)     \
+  F(cuInit)                            \
+  F(cuGetErrorName)                    \
+  F(cuGetErrorString)                  \
+  F(cuDeviceGet)                       \
+  F(cuDeviceGetCount)                  \
+  F(cuDevicePrimaryCtxGetState)        \
+  F(cuDevicePrimaryCtxRetain)          \
+  F(cuCtxGetCurrent)                   \
+  F(cuCtxGetDevice)                    \
+  F(cuCtxPushCurrent)                  \
+  F(cuCtxPopCurrent)                   \
+  F(cuThreadExchangeStreamCaptureMode) \
+  F(cuPointerGetAttributes)            \
+  F(cuMemHostAlloc)                    \
+  F(cuMemGetAddressRange)              \
+  F(cuMemcpyAsync)                     \
+  F(cuStreamCreate)                    \
+  F(cuStreamDestroy)                   \
+  F(cuStreamSynchronize)               \
+  F(cuStreamIsCapturing)               \
+  F(cuStreamWaitEvent)                 \
+  F(cuStreamWriteValue32)              \
+  F(cuStreamWaitValue32)               \
+  F(cuEventCreate)                     \
+  F(cuEventRecord)                     \
+  F(cuEventQuery)                      \
+  F(cuEventDestroy)                    \
+  F(cuIpcGetMemHandle)                 \
+  F(cuIpcOpenMemHandle)                \
+  F(cuIpcCloseMemHandle)
+
+namespace mooncake {
+
+// The functions of the driver that this library calls. They are found at run time, so that it loads
+// on machines without a driver. Tests fill a table with functions of their own.
+struct CudaDriver {
+#define MOONCAKE_CUDA_FIELD(function) decltype(&::function) function = nullptr;
+  MOONCAKE_CUDA_FUNCTIONS(MOONCAKE_CUDA_FIELD)
+#undef MOONCAKE_CUDA_FIELD
+
+  // Loads the library, which stays loaded. kUnsupported if it is not there or lacks a function.
+  static Result<CudaDriver> load(const char* library = "libcuda.so.1");
+};
+
+}  // namespace mooncake

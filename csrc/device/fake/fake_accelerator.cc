@@ -1,0 +1,270 @@
+#include "device/fake/fake_accelerator.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "base/log.h"
+
+namespace mooncake {
+namespace {
+
+// How long the end of the process waits for a task that runs.
+constexpr std::chrono::seconds kPatienceAtExit{1};
+
+Error failed(const char* call, ErrorCode code, const std::string& cause) {
+  return {code, std::string("fake ") + call + ": " + cause};
+}
+
+// Adds the call to the error's text.
+Status named(const char* call, Status status) {
+  if (status.ok()) return status;
+  return failed(call, status.code(), status.error().message);
+}
+
+template <typename T>
+Result<T> named(const char* call, Result<T> result) {
+  if (result.ok()) return result;
+  return failed(call, result.error().code, result.error().message);
+}
+
+}  // namespace
+
+// Each record() makes a new mark, so that a wait keeps to the record before it.
+class FakeAccelerator::Event final : public DeviceEvent {
+ public:
+  Event(FakeAccelerator& devices, int device) : devices_(devices), device_(device) {}
+
+  Status record(DeviceStream stream) override {
+    MOONCAKE_TRY(devices_.enter("record"));
+    if (stream.device != device_) {
+      return failed("record", ErrorCode::kInvalidArgument,
+                    "the event is of device " + std::to_string(device_) + ", and the stream of " +
+                        std::to_string(stream.device));
+    }
+    std::lock_guard lock(mutex_);
+    auto made = named("record", devices_.streams_.mark(stream));
+    if (!made.ok()) return made.error();
+    mark_ = std::move(*made);
+    return {};
+  }
+
+  Status block(DeviceStream stream) override {
+    MOONCAKE_TRY(devices_.enter("block"));
+    std::lock_guard lock(mutex_);
+    return mark_ ? named("block", devices_.streams_.await(stream, mark_)) : Status();
+  }
+
+  Result<bool> hasHappened() override {
+    MOONCAKE_TRY(devices_.enter("hasHappened"));
+    std::lock_guard lock(mutex_);
+    if (!mark_) return true;
+    if (!mark_->capture()) return mark_->hasHappened();
+    return failed("hasHappened", ErrorCode::kInvalidArgument,
+                  "the event was recorded in a capture, whose work does not run");
+  }
+
+ private:
+  FakeAccelerator& devices_;
+  const int device_;
+  std::mutex mutex_;                // guards mark_
+  std::shared_ptr<FakeMark> mark_;  // of the last record(); null: none yet
+};
+
+void FakeAccelerator::halt(const std::string& reason) {
+  {
+    std::lock_guard lock(mutex_);
+    if (ended_.empty()) ended_ = reason;
+  }
+  streams_.halt();
+}
+
+void FakeAccelerator::end(Deadline deadline) {
+  if (isForked()) return;
+  halt("the process ends");
+  streams_.join(deadline);
+}
+
+Status FakeAccelerator::enter(const char* call) {
+  if (isForked()) {
+    return failed(call, ErrorCode::kAborted,
+                  "the devices belong to the process that this one was forked from. Start the "
+                  "process anew (spawn) to use them");
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (!ended_.empty()) return failed(call, ErrorCode::kSystem, ended_);
+  }
+  return failures_.count(call);
+}
+
+Status FakeAccelerator::checkDevice(const char* call, int device) const {
+  if (device >= 0 && device < deviceCount()) return {};
+  return failed(call, ErrorCode::kInvalidArgument,
+                "there is no device " + std::to_string(device) + ", but 0 and 1");
+}
+
+Result<MemoryPlace> FakeAccelerator::placeOf(const void* address) {
+  MOONCAKE_TRY(enter("placeOf"));
+  return memory_.placeOf(address);
+}
+
+Result<std::span<std::byte>> FakeAccelerator::allocatePinned(size_t bytes) {
+  MOONCAKE_TRY(enter("allocatePinned"));
+  return named("allocatePinned", memory_.allocatePinned(bytes));
+}
+
+void FakeAccelerator::freePinned(std::span<std::byte> memory) {
+  retire("freePinned", memory.data(), FakeMemory::Origin::kPinned);
+}
+
+Result<std::span<std::byte>> FakeAccelerator::allocate(int device, size_t bytes) {
+  MOONCAKE_TRY(enter("allocate"));
+  MOONCAKE_TRY(checkDevice("allocate", device));
+  return named("allocate", memory_.allocate(device, bytes));
+}
+
+void FakeAccelerator::free(std::span<std::byte> memory) {
+  retire("free", memory.data(), FakeMemory::Origin::kAllocated);
+}
+
+void FakeAccelerator::retire(const char* call, const void* start, FakeMemory::Origin origin) {
+  if (isForked()) return;
+  const std::shared_ptr<void> mapping = memory_.release(start, origin);
+  if (mapping) return streams_.retain(mapping);
+  log(LogLevel::kError, "device", "fake ", call, ": there is no such allocation at ", start);
+}
+
+Result<DeviceStream> FakeAccelerator::createStream(int device) {
+  MOONCAKE_TRY(enter("createStream"));
+  MOONCAKE_TRY(checkDevice("createStream", device));
+  return streams_.create(device);
+}
+
+void FakeAccelerator::destroyStream(DeviceStream stream) {
+  if (isForked() || streams_.destroy(stream)) return;
+  log(LogLevel::kError, "device", "fake destroyStream: there is no such stream of device ",
+      stream.device, ", or it is the default one");
+}
+
+Status FakeAccelerator::synchronize(DeviceStream stream) {
+  MOONCAKE_TRY(enter("synchronize"));
+  return named("synchronize", streams_.synchronize(stream));
+}
+
+Result<std::unique_ptr<DeviceEvent>> FakeAccelerator::createEvent(int device) {
+  MOONCAKE_TRY(enter("createEvent"));
+  MOONCAKE_TRY(checkDevice("createEvent", device));
+  return std::unique_ptr<DeviceEvent>(std::make_unique<Event>(*this, device));
+}
+
+Status FakeAccelerator::copy(DeviceStream stream, void* to, const void* from, size_t bytes) {
+  MOONCAKE_TRY(enter("copy"));
+  MOONCAKE_TRY(named("copy", memory_.checkRange(to, bytes)));
+  MOONCAKE_TRY(named("copy", memory_.checkRange(from, bytes)));
+  const bool isPageable = memory_.placeOf(to).kind == MemoryKind::kHost ||
+                          memory_.placeOf(from).kind == MemoryKind::kHost;
+  MOONCAKE_TRY(named("copy", streams_.add(stream, [=](FakeStream&) {
+    if (bytes != 0) std::memcpy(to, from, bytes);
+  })));
+  const auto capturing = streams_.isCapturing(stream);
+  if (!isPageable || !capturing.ok() || *capturing) return capturing.status();
+  return named("copy", streams_.synchronize(stream));
+}
+
+bool FakeAccelerator::hasStreamWords(int device) const {
+  return device >= 0 && device < deviceCount();
+}
+
+Status FakeAccelerator::addWord(const char* call, DeviceStream stream, StreamWord* word,
+                                FakeStream::Task&& task) {
+  MOONCAKE_TRY(enter(call));
+  if (memory_.placeOf(word).kind == MemoryKind::kPinned)
+    return named(call, streams_.add(stream, std::move(task)));
+  return failed(call, ErrorCode::kInvalidArgument,
+                "the word does not lie in memory of allocatePinned()");
+}
+
+Status FakeAccelerator::writeWord(DeviceStream stream, StreamWord* word, uint32_t value) {
+  return addWord("writeWord", stream, word,
+                 [=](FakeStream&) { word->store(value, std::memory_order_release); });
+}
+
+Status FakeAccelerator::awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) {
+  return addWord("awaitWord", stream, word, [=](FakeStream& runs) { runs.awaitWord(word, value); });
+}
+
+Result<bool> FakeAccelerator::isCapturing(DeviceStream stream) {
+  MOONCAKE_TRY(enter("isCapturing"));
+  return named("isCapturing", streams_.isCapturing(stream));
+}
+
+Result<ExportedMemory> FakeAccelerator::exportMemory(const void* address) {
+  MOONCAKE_TRY(enter("exportMemory"));
+  return named("exportMemory", memory_.exportMemory(address));
+}
+
+Result<void*> FakeAccelerator::importMemory(const ExportedMemory& memory, int device) {
+  MOONCAKE_TRY(enter("importMemory"));
+  MOONCAKE_TRY(checkDevice("importMemory", device));
+  return named("importMemory", memory_.importMemory(memory, device));
+}
+
+Status FakeAccelerator::closeMemory(void* address) {
+  MOONCAKE_TRY(enter("closeMemory"));
+  if (memory_.release(address, FakeMemory::Origin::kImported)) return {};
+  return failed("closeMemory", ErrorCode::kInvalidArgument,
+                "no open memory is at this address of importMemory()");
+}
+
+Status FakeAccelerator::enqueue(DeviceStream stream, std::function<void()> task) {
+  MOONCAKE_TRY(enter("enqueue"));
+  return named("enqueue", streams_.add(stream, [task = std::move(task)](FakeStream&) { task(); }));
+}
+
+DeviceStream FakeAccelerator::defaultStream(int device) {
+  return {.device = device, .handle = nullptr};
+}
+
+std::vector<DeviceStream> FakeAccelerator::streams(int device) {
+  return isForked() ? std::vector<DeviceStream>() : streams_.list(device);
+}
+
+bool FakeAccelerator::isIdle(DeviceStream stream) { return isForked() || streams_.isIdle(stream); }
+
+Status FakeAccelerator::inject(FakeFailure failure) { return failures_.add(std::move(failure)); }
+
+void FakeAccelerator::loseContext() {
+  if (!isForked()) halt("the context of the device is lost, for good. Start the process anew");
+}
+
+void FakeAccelerator::limitMemory(size_t bytes) { memory_.limit(bytes); }
+
+Status FakeAccelerator::beginCapture(DeviceStream stream) {
+  MOONCAKE_TRY(enter("beginCapture"));
+  return named("beginCapture", streams_.beginCapture(stream));
+}
+
+Result<uint64_t> FakeAccelerator::endCapture(DeviceStream stream) {
+  MOONCAKE_TRY(enter("endCapture"));
+  return named("endCapture", streams_.endCapture(stream));
+}
+
+Status FakeAccelerator::replay(uint64_t graph, DeviceStream stream) {
+  MOONCAKE_TRY(enter("replay"));
+  return named("replay", streams_.replay(graph, stream));
+}
+
+FakeDevices& fakeDevices() {
+  static FakeAccelerator* const devices = [] {
+    static FakeAccelerator* const made = new FakeAccelerator;  // never destroyed: threads use it
+    std::atexit([] { made->end(Deadline::after(kPatienceAtExit)); });
+    return made;
+  }();
+  return *devices;
+}
+
+std::unique_ptr<FakeDevices> makeFakeDevices() { return std::make_unique<FakeAccelerator>(); }
+
+}  // namespace mooncake

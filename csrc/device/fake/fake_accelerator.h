@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fork.h"
+#include "device/fake/fake_devices.h"
+#include "device/fake/fake_failures.h"
+#include "device/fake/fake_memory.h"
+#include "device/fake/fake_streams.h"
+
+namespace mooncake {
+
+// Puts memory, streams and injected failures together.
+class FakeAccelerator final : public FakeDevices {
+ public:
+  const char* name() const override { return "fake"; }
+  int deviceCount() const override { return FakeMemory::kDevices; }
+  Result<MemoryPlace> placeOf(const void* address) override;
+  Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
+  void freePinned(std::span<std::byte> memory) override;
+  Result<DeviceStream> createStream(int device) override;
+  void destroyStream(DeviceStream stream) override;
+  Status synchronize(DeviceStream stream) override;
+  Result<std::unique_ptr<DeviceEvent>> createEvent(int device) override;
+  Status copy(DeviceStream stream, void* to, const void* from, size_t bytes) override;
+  bool hasStreamWords(int device) const override;
+  Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  Result<bool> isCapturing(DeviceStream stream) override;
+  Result<ExportedMemory> exportMemory(const void* address) override;
+  Result<void*> importMemory(const ExportedMemory& memory, int device) override;
+  Status closeMemory(void* address) override;
+
+  Status enqueue(DeviceStream stream, std::function<void()> task) override;
+  DeviceStream defaultStream(int device) override;
+  std::vector<DeviceStream> streams(int device) override;
+  bool isIdle(DeviceStream stream) override;
+  Result<std::span<std::byte>> allocate(int device, size_t bytes) override;
+  void free(std::span<std::byte> memory) override;
+  Status inject(FakeFailure failure) override;
+  void loseContext() override;
+  void limitMemory(size_t bytes) override;
+  Status beginCapture(DeviceStream stream) override;
+  Result<uint64_t> endCapture(DeviceStream stream) override;
+  Status replay(uint64_t graph, DeviceStream stream) override;
+
+  // Ends the streams with the process: later calls fail, and work that runs is awaited until the
+  // deadline.
+  void end(Deadline deadline);
+
+ private:
+  class Event;
+
+  bool isForked() const { return forkGeneration_ != forkGeneration(); }
+  // Every function that can fail begins with this.
+  Status enter(const char* call);
+  Status checkDevice(const char* call, int device) const;
+  Status addWord(const char* call, DeviceStream stream, StreamWord* word, FakeStream::Task&& task);
+  // Unmaps the memory once the work that streams hold now is over.
+  void retire(const char* call, const void* start, FakeMemory::Origin origin);
+  // Later calls fail for this reason.
+  void halt(const std::string& reason);
+
+  const uint32_t forkGeneration_ = forkGeneration();
+  FakeMemory memory_;
+  FakeFailures failures_;
+
+  std::mutex mutex_;   // guards ended_
+  std::string ended_;  // the reason why calls fail; empty: none
+
+  FakeStreams streams_{FakeMemory::kDevices};  // ends first: its work uses the rest
+};
+
+}  // namespace mooncake

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "base/result.h"
+#include "device/fake/fake_devices.h"
+
+namespace mooncake {
+
+// The failures that a test has injected. Thread-safe.
+class FakeFailures {
+ public:
+  // kInvalidArgument if no function that can fail has this name.
+  Status add(FakeFailure failure);
+  // Counts a call, and returns the error that it has to return.
+  Status count(std::string_view call);
+
+ private:
+  std::mutex mutex_;  // guards failures_
+  std::vector<FakeFailure> failures_;
+};
+
+}  // namespace mooncake

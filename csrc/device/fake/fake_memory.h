@@ -1,0 +1,67 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+
+#include "base/fd.h"
+#include "base/result.h"
+#include "device/accelerator.h"
+
+namespace mooncake {
+
+// The memory of fake devices. Each device has one memfd, which other processes open by way of /proc,
+// and each allocation a range and a mapping of its own. Thread-safe.
+class FakeMemory {
+ public:
+  static constexpr int kDevices = 2;
+
+  // kExhausted above the limit.
+  Result<std::span<std::byte>> allocate(int device, size_t bytes);
+  Result<std::span<std::byte>> allocatePinned(size_t bytes);
+  void limit(size_t bytes);
+
+  MemoryPlace placeOf(const void* address);
+  // kInvalidArgument if the range begins in memory of ours and ends outside.
+  Status checkRange(const void* address, size_t bytes);
+
+  Result<ExportedMemory> exportMemory(const void* address);
+  Result<void*> importMemory(const ExportedMemory& memory, int device);
+
+  enum class Origin : uint8_t { kAllocated, kPinned, kImported };
+  // Forgets the memory, and returns the object that keeps it mapped. Null: there is no such memory.
+  // `address` is the one that was returned for the memory.
+  std::shared_ptr<void> release(const void* address, Origin origin);
+
+ private:
+  class Mapping;
+  struct Block {
+    std::shared_ptr<Mapping> mapping;
+    Origin origin = Origin::kAllocated;
+    int device = -1;
+    size_t bytes = 0;         // that were asked for
+    uint64_t fileOffset = 0;  // in the device's memfd
+    size_t offset = 0;        // of the address that was returned: imported memory begins before it
+  };
+  using Blocks = std::map<uintptr_t, Block>;  // by start
+
+  // Under the lock. Returns the block that holds the address, or end().
+  Blocks::iterator find(const void* address);
+  void* add(Block block);
+
+  std::mutex mutex_;  // guards the fields below
+  Blocks blocks_;
+  size_t limit_ = SIZE_MAX;
+  size_t allocated_ = 0;
+  struct DeviceFile {
+    std::shared_ptr<Fd> fd;
+    uint64_t bytes = 0;  // ranges are never used again, so a stale handle leads to no other memory
+  };
+  std::array<DeviceFile, kDevices> files_;
+};
+
+}  // namespace mooncake

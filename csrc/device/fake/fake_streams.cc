@@ -1,0 +1,204 @@
+#include "device/fake/fake_streams.h"
+
+#include <algorithm>
+#include <string>
+
+namespace mooncake {
+namespace {
+
+Error refused(std::string cause) { return {ErrorCode::kInvalidArgument, std::move(cause)}; }
+
+}  // namespace
+
+FakeStreams::FakeStreams(int devices) {
+  for (int device = 0; device < devices; ++device) {
+    const DeviceStream first{.device = device, .handle = nullptr};
+    lanes_[{device, nullptr}].stream = std::make_shared<FakeStream>(first);
+  }
+}
+
+FakeStreams::~FakeStreams() {
+  halt();
+  join(Deadline::at(Clock::time_point::max()));
+}
+
+Result<FakeStreams::Lane*> FakeStreams::find(DeviceStream id) {
+  const auto found = lanes_.find({id.device, id.handle});
+  if (found != lanes_.end()) return &found->second;
+  return refused("device " + std::to_string(id.device) + " has no stream " +
+                 std::to_string(reinterpret_cast<uintptr_t>(id.handle)) +
+                 "; it may have been destroyed");
+}
+
+bool FakeStreams::isOn(const std::shared_ptr<FakeCapture>& capture) const {
+  return std::ranges::any_of(lanes_,
+                             [&](const auto& entry) { return entry.second.capture == capture; });
+}
+
+FakeStreams::Graph FakeStreams::finish(const std::shared_ptr<FakeCapture>& capture) {
+  for (auto& [key, lane] : lanes_) {
+    if (lane.capture == capture) lane.capture = nullptr;
+  }
+  return capture->takeTasks();
+}
+
+DeviceStream FakeStreams::create(int device) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(closing_, [](const auto& stream) { return stream->hasEnded(); });
+  const DeviceStream made{.device = device, .handle = reinterpret_cast<void*>(++lastStream_)};
+  lanes_[{device, made.handle}].stream = std::make_shared<FakeStream>(made);
+  return made;
+}
+
+bool FakeStreams::destroy(DeviceStream id) {
+  Graph dropped;  // goes after the lock
+  std::lock_guard lock(mutex_);
+  const auto found = lanes_.find({id.device, id.handle});
+  if (found == lanes_.end() || id.handle == nullptr) return false;
+  Lane& lane = found->second;
+  if (const auto capture = lane.capture) {
+    capture->spoil(lane.stream->name() + " was destroyed");
+    if (capture->beganOn(*lane.stream)) dropped = finish(capture);
+  }
+  lane.stream->close();
+  closing_.push_back(std::move(lane.stream));
+  lanes_.erase(found);
+  return true;
+}
+
+std::vector<DeviceStream> FakeStreams::list(int device) {
+  std::vector<DeviceStream> found;
+  std::lock_guard lock(mutex_);
+  for (const auto& [key, lane] : lanes_) {
+    if (key.first == device) found.push_back(lane.stream->id());
+  }
+  return found;
+}
+
+bool FakeStreams::isIdle(DeviceStream id) {
+  std::lock_guard lock(mutex_);
+  const auto lane = find(id);
+  return !lane.ok() || (*lane)->stream->isIdle();
+}
+
+Status FakeStreams::add(DeviceStream id, FakeStream::Task&& task) {
+  std::lock_guard lock(mutex_);
+  const auto lane = find(id);
+  if (!lane.ok()) return lane.error();
+  if (!(*lane)->capture) return (*lane)->stream->enqueue(std::move(task));
+  (*lane)->capture->add(*(*lane)->stream, std::move(task));
+  return {};
+}
+
+Status FakeStreams::synchronize(DeviceStream id) {
+  std::shared_ptr<FakeStream> stream;
+  {
+    std::lock_guard lock(mutex_);
+    const auto lane = find(id);
+    if (!lane.ok()) return lane.error();
+    stream = (*lane)->stream;
+    if ((*lane)->capture) {
+      (*lane)->capture->spoil("the host was to wait for " + stream->name());
+      return refused("a capture is on, so the work of " + stream->name() + " does not run");
+    }
+  }
+  return stream->synchronize();
+}
+
+Result<std::shared_ptr<FakeMark>> FakeStreams::mark(DeviceStream id) {
+  std::lock_guard lock(mutex_);
+  const auto lane = find(id);
+  if (!lane.ok()) return lane.error();
+  if (const auto& capture = (*lane)->capture)
+    return std::make_shared<FakeMark>(capture, capture->placeOf(*(*lane)->stream));
+  auto mark = std::make_shared<FakeMark>();
+  MOONCAKE_TRY((*lane)->stream->enqueue(FakeMark::recordTask(mark)));
+  return mark;
+}
+
+Status FakeStreams::await(DeviceStream id, const std::shared_ptr<FakeMark>& mark) {
+  std::lock_guard lock(mutex_);
+  const auto found = find(id);
+  if (!found.ok()) return found.error();
+  Lane& lane = **found;
+  const auto& recorded = mark->capture();
+  if (!recorded && !lane.capture) return lane.stream->enqueue(FakeMark::waitTask(mark));
+  if (!recorded) {
+    lane.capture->spoil(lane.stream->name() + " was to wait for work outside of the capture");
+    return refused("the event was recorded outside of the capture of " + lane.stream->name());
+  }
+  if (lane.capture && lane.capture != recorded) {
+    lane.capture->spoil(lane.stream->name() + " was to wait for another capture");
+    return refused("the event belongs to another capture than " + lane.stream->name());
+  }
+  if (!isOn(recorded)) return refused("the event was recorded in a capture that is over");
+  lane.capture = recorded;
+  recorded->join(*lane.stream, mark->place());
+  return {};
+}
+
+void FakeStreams::retain(const std::shared_ptr<void>& object) {
+  std::lock_guard lock(mutex_);
+  for (auto& [key, lane] : lanes_) lane.stream->retain(object);
+  for (auto& stream : closing_) stream->retain(object);
+}
+
+Result<bool> FakeStreams::isCapturing(DeviceStream id) {
+  std::lock_guard lock(mutex_);
+  const auto lane = find(id);
+  if (!lane.ok()) return lane.error();
+  return (*lane)->capture != nullptr;
+}
+
+Status FakeStreams::beginCapture(DeviceStream id) {
+  std::lock_guard lock(mutex_);
+  const auto lane = find(id);
+  if (!lane.ok()) return lane.error();
+  const FakeStream& origin = *(*lane)->stream;
+  if ((*lane)->capture) return refused("a capture of " + origin.name() + " is on");
+  (*lane)->capture = std::make_shared<FakeCapture>(origin);
+  return {};
+}
+
+Result<uint64_t> FakeStreams::endCapture(DeviceStream id) {
+  Graph tasks;  // if they are dropped, they go after the lock
+  std::lock_guard lock(mutex_);
+  const auto lane = find(id);
+  if (!lane.ok()) return lane.error();
+  const auto capture = (*lane)->capture;
+  if (!capture || !capture->beganOn(*(*lane)->stream))
+    return refused("no capture began on " + (*lane)->stream->name());
+  tasks = finish(capture);
+  MOONCAKE_TRY(capture->check());
+  graphs_.push_back(std::move(tasks));
+  return graphs_.size() - 1;
+}
+
+Status FakeStreams::replay(uint64_t graph, DeviceStream id) {
+  std::lock_guard lock(mutex_);
+  const auto lane = find(id);
+  if (!lane.ok()) return lane.error();
+  if (graph >= graphs_.size()) return refused("there is no graph " + std::to_string(graph));
+  if ((*lane)->capture) return refused("a capture of " + (*lane)->stream->name() + " is on");
+  for (const FakeStream::Task& task : graphs_[graph])
+    MOONCAKE_TRY((*lane)->stream->enqueue(FakeStream::Task(task)));
+  return {};
+}
+
+void FakeStreams::halt() {
+  std::lock_guard lock(mutex_);
+  for (auto& [key, lane] : lanes_) lane.stream->halt();
+  for (auto& stream : closing_) stream->halt();
+}
+
+void FakeStreams::join(Deadline deadline) {
+  std::vector<std::shared_ptr<FakeStream>> all;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [key, lane] : lanes_) all.push_back(lane.stream);
+    all.insert(all.end(), closing_.begin(), closing_.end());
+  }
+  for (auto& stream : all) stream->join(deadline);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/result.h"
+#include "device/accelerator.h"
+#include "device/fake/fake_capture.h"
+#include "device/fake/fake_mark.h"
+#include "device/fake/fake_stream.h"
+
+namespace mooncake {
+
+// The streams of fake devices and the captures that are on. Thread-safe. Drops no task under its
+// lock, as the objects of a task may come back here when they go.
+class FakeStreams {
+ public:
+  explicit FakeStreams(int devices);  // each with a default stream, whose handle is null
+  // halt(), and waits for the work that runs: its objects may still come here.
+  ~FakeStreams();
+  FakeStreams(const FakeStreams&) = delete;
+  FakeStreams& operator=(const FakeStreams&) = delete;
+
+  DeviceStream create(int device);
+  // Returns false if there is no such stream, or it is a default one.
+  bool destroy(DeviceStream id);
+  // The streams of the device that are not destroyed, the default one first.
+  std::vector<DeviceStream> list(int device);
+  bool isIdle(DeviceStream id);
+
+  // Enqueues the task, or adds it to the capture that is on.
+  Status add(DeviceStream id, FakeStream::Task&& task);
+  // Waits for the work so far. A capture that is on is spoiled by that.
+  Status synchronize(DeviceStream id);
+  // Marks the point behind the work so far.
+  Result<std::shared_ptr<FakeMark>> mark(DeviceStream id);
+  // Later work waits for the mark. The stream joins the capture of the mark.
+  Status await(DeviceStream id, const std::shared_ptr<FakeMark>& mark);
+  // Keeps the object until the work so far of all streams is over.
+  void retain(const std::shared_ptr<void>& object);
+
+  Result<bool> isCapturing(DeviceStream id);
+  Status beginCapture(DeviceStream id);
+  // Returns the number of the graph.
+  Result<uint64_t> endCapture(DeviceStream id);
+  Status replay(uint64_t graph, DeviceStream id);
+
+  // Drops the work of all streams that has not begun.
+  void halt();
+  // After halt(): waits for the work that runs.
+  void join(Deadline deadline);
+
+ private:
+  struct Lane {
+    std::shared_ptr<FakeStream> stream;
+    std::shared_ptr<FakeCapture> capture;  // null: none is on
+  };
+  using Graph = std::vector<FakeStream::Task>;
+
+  // All under the lock.
+  Result<Lane*> find(DeviceStream id);
+  bool isOn(const std::shared_ptr<FakeCapture>& capture) const;
+  // Takes all streams out of the capture, and returns its tasks.
+  Graph finish(const std::shared_ptr<FakeCapture>& capture);
+
+  std::mutex mutex_;  // guards the fields below
+  std::map<std::pair<int, void*>, Lane> lanes_;
+  std::list<std::shared_ptr<FakeStream>> closing_;  // destroyed, and their work still runs
+  uintptr_t lastStream_ = 0;
+  std::vector<Graph> graphs_;
+};
+
+}  // namespace mooncake

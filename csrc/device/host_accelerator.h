@@ -1,0 +1,30 @@
+#pragma once
+
+#include "device/accelerator.h"
+
+namespace mooncake {
+
+// A machine without devices. A copy is a memcpy() before the call returns, on any stream; functions
+// that need a device return kUnsupported. Works in forked children, too.
+class HostAccelerator final : public Accelerator {
+ public:
+  const char* name() const override { return "host"; }
+  int deviceCount() const override { return 0; }
+  Result<MemoryPlace> placeOf(const void* address) override;
+  Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
+  void freePinned(std::span<std::byte> memory) override;
+  Result<DeviceStream> createStream(int device) override;
+  void destroyStream(DeviceStream stream) override;
+  Status synchronize(DeviceStream stream) override;
+  Result<std::unique_ptr<DeviceEvent>> createEvent(int device) override;
+  Status copy(DeviceStream stream, void* to, const void* from, size_t bytes) override;
+  bool hasStreamWords(int device) const override;
+  Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  Result<bool> isCapturing(DeviceStream stream) override;
+  Result<ExportedMemory> exportMemory(const void* address) override;
+  Result<void*> importMemory(const ExportedMemory& memory, int device) override;
+  Status closeMemory(void* address) override;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,55 @@
+"""By which tests hold streams, record graphs, and let devices fail."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from fake_device.native import extension
+
+# inject(call, n=1, times=1, code="system"): calls of this name in csrc/device/accelerator.h fail,
+# from the n-th on.
+inject = extension.inject
+# lose_context(): every later call fails, and work that streams hold does not run.
+lose_context = extension.lose_context
+# limit_memory(bytes): allocations beyond it fail.
+limit_memory = extension.limit_memory
+
+
+@contextlib.contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[extension.Gate]:
+    """Holds a stream, the current one by default: its work from here on runs only after the block,
+    or after open() of the gate that the block gets. Until then nothing may wait for the stream."""
+    stream = stream or torch.accelerator.current_stream()
+    gate = extension.Gate(stream.device_index, stream.stream_id)
+    try:
+        yield gate
+    finally:
+        gate.open()
+
+
+class Graph:
+    """Work of a stream that was recorded, to be run again."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def replay(self) -> None:
+        """Enqueues the work on the current stream."""
+        stream = torch.accelerator.current_stream()
+        extension.replay_graph(self.number, stream.device_index, stream.stream_id)
+
+
+@contextlib.contextmanager
+def recorded(stream: torch.Stream) -> Iterator[Graph]:
+    """Makes the stream the current one, and records its work into a graph in place of running
+    it."""
+    graph = Graph()
+    with stream:
+        extension.begin_graph(stream.device_index, stream.stream_id)
+        try:
+            yield graph
+        finally:
+            graph.number = extension.end_graph(stream.device_index, stream.stream_id)

@@ -1,0 +1,15 @@
+#include "launch.h"
+
+#include <ATen/ops/from_blob.h>
+
+namespace fake_device {
+
+at::Tensor hostView(const at::Tensor& tensor) {
+  at::Tensor view = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                                  tensor.options().device(at::kCPU));
+  view._set_conj(tensor.is_conj());
+  view._set_neg(tensor.is_neg());
+  return view;
+}
+
+}  // namespace fake_device
