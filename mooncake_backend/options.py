@@ -284,7 +284,7 @@ class MooncakeBackendOptions:
             )
         ranks = self.active_ranks
         if ranks is None:
-            ranks = torch.ones(capacity, dtype=torch.int32)
+            ranks = torch.ones(capacity, dtype=torch.int32, device="cpu")
         elif ranks.numel() < capacity:
             raise ValueError(
                 f"active_ranks has {ranks.numel()} elements, the group may have {capacity} ranks"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cards
+import devices
 import ep_crew
 import fake_device
 import harness
@@ -22,11 +23,17 @@ LAYOUT_NAMES = ["shm", "shm-no-cma", "tcp", "mixed", "sim"]
 
 def marks_of(layout: str) -> Any:
     """A first look at the tests runs the main layouts only."""
+    if layout == "shm-no-cma":
+        return pytest.mark.slow
     return () if layout in ("shm", "tcp") else pytest.mark.ci
 
 
 LAYOUTS = [pytest.param(name, marks=marks_of(name)) for name in LAYOUT_NAMES]
+# Over shm, with tensors of a device.
+DEVICE_LAYOUT = pytest.param("device", marks=pytest.mark.ci)
 ALL_LAYOUTS = [*LAYOUTS, pytest.param("fabric", marks=pytest.mark.slow)]
+# Tensors of layout `device` are on this one.
+DEVICE = os.environ.get(devices.VARIABLE, "fake")
 SMALL_EAGER = 4096  # the least that a slot holds, so that both sides of the switch are cheap
 
 # Files of tests that take long, beside the layouts above: tests/run.sh --ci runs them.
@@ -66,6 +73,8 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
     env = {"MOONCAKE_EAGER_BYTES": str(SMALL_EAGER)}
     if layout == "shm":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
+    if layout == "device":
+        return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: DEVICE}}
     if layout == "shm-no-cma":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_CMA": "0"}}
     if layout in ("tcp", "sim", "fabric"):

@@ -26,6 +26,7 @@ from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import devices
 import torch
 import torch.distributed as dist
 
@@ -97,7 +98,7 @@ class Rank:
         self, backend: str = "mooncake", timeout: float = DEADLINE, name: str = "store"
     ) -> None:
         dist.init_process_group(
-            backend,
+            devices.served_by(backend),
             store=self.store(name),
             rank=self.rank,
             world_size=self.size,
@@ -415,6 +416,7 @@ def _serve(
     os.environ.update(settings)
     torch.set_num_threads(1)
     registration.register()
+    devices.use(me.rank)
     while True:
         try:
             function, args = link.recv()

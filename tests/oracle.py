@@ -56,6 +56,10 @@ def reducible(dtype: torch.dtype, op: str) -> bool:
 
 def contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Integers of the whole range, so that sums wrap; floats of many magnitudes and both signs."""
+    return _contents(seed, rank, count, dtype).to(torch.get_default_device())
+
+
+def _contents(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     if count == 0:  # an empty tensor cannot be viewed as another type
         return torch.empty(0, dtype=dtype)
     random = np.random.default_rng([seed, rank])
@@ -79,7 +83,7 @@ def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
             return stacked.sum(0) % 2 == 1
         return stacked.any(0) if op in ("SUM", "MAX", "BOR") else stacked.all(0)
     wide = dtype.is_floating_point and dtype.itemsize == 2
-    arrays = [(part.float() if wide else part).numpy() for part in parts]
+    arrays = [(part.float() if wide else part).cpu().numpy() for part in parts]
     result = arrays[0].copy()
     with np.errstate(all="ignore"):
         for array in arrays[1:]:
@@ -92,7 +96,8 @@ def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
                 result = result / divisor
             else:  # rounds towards zero
                 result = (result - np.fmod(result, divisor)) // divisor
-    return torch.from_numpy(np.ascontiguousarray(result)).to(dtype)
+    found = torch.from_numpy(np.ascontiguousarray(result)).to(dtype)
+    return found.to(torch.get_default_device())
 
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
@@ -185,7 +190,7 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(bits(tensor).numpy()).hexdigest()[:16]
+    return hashlib.sha256(bits(tensor).cpu().numpy()).hexdigest()[:16]
 
 
 def lengths_of(count: int) -> list[int]:

@@ -7,10 +7,10 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALL_LAYOUTS, LAYOUT_NAMES, SMALL_EAGER, marks_of
+from conftest import ALL_LAYOUTS, DEVICE_LAYOUT, LAYOUT_NAMES, SMALL_EAGER, marks_of
 
 SIZES = [1, 2, 3, 4, 5, 8]
-SIM_SIZES = [2, 5]  # where nothing comes at once
+SIM_SIZES = [2, 5]  # where nothing comes at once, and on a device
 
 
 @pytest.fixture(
@@ -21,6 +21,7 @@ SIM_SIZES = [2, 5]  # where nothing comes at once
             for n in (SIM_SIZES if name == "sim" else SIZES)
         ),
         *(pytest.param(("fabric", n), marks=pytest.mark.slow) for n in SIM_SIZES),
+        *(pytest.param(("device", n), marks=pytest.mark.ci) for n in SIM_SIZES),
     ],
     ids=lambda p: f"{p[0]}-{p[1]}",
     scope="module",
@@ -34,7 +35,7 @@ def crew(spec, crews):
     return crews.get(*spec)
 
 
-@pytest.fixture(params=ALL_LAYOUTS, scope="module")
+@pytest.fixture(params=[*ALL_LAYOUTS, DEVICE_LAYOUT], scope="module")
 def layout(request):
     return request.param
 
@@ -257,7 +258,8 @@ def test_layouts_use_the_transports_that_they_name(spec, crew):
     table = crew.call(transports_on_rank)
     for a in range(size):
         for b in range(size):
-            near = layout.startswith("shm") or (layout == "mixed" and _share_a_host(crew, a, b))
+            near = layout in ("shm", "shm-no-cma", "device")
+            near = near or (layout == "mixed" and _share_a_host(crew, a, b))
             far = layout if layout in ("sim", "fabric") else "tcp"
             expected = "self" if a == b else "shm" if near else far
             assert table[a][b] == expected, (a, b)

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LAYOUTS, layout_options
+from conftest import DEVICE_LAYOUT, LAYOUTS, layout_options
 from harness import raised, until
 
 import mooncake_backend
@@ -19,7 +19,7 @@ CELL = 8192  # a message up to this size travels in a cell of the mailbox, a lar
 SIZES = [0, 1, 4, CELL - 4, CELL, CELL + 4, 100_000, 3_000_000]
 
 
-@pytest.fixture(params=LAYOUTS, scope="module")
+@pytest.fixture(params=[*LAYOUTS, DEVICE_LAYOUT], scope="module")
 def layout(request):
     return request.param
 

@@ -93,6 +93,10 @@ void checkSameType(const at::Tensor& output, const at::Tensor& input, const char
 
 void checkOutput(const at::Tensor& tensor, const char* what) {
   throwIfError(checkTensor(tensor, what));
+  refuseOwnOverlap(tensor, what);
+}
+
+void refuseOwnOverlap(const at::Tensor& tensor, const char* what) {
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
     refuse(std::string(what) + " has several elements in one place: use clone()");
 }
@@ -200,7 +204,7 @@ bool shareElements(std::span<const Place> places) {
 void checkApart(const std::vector<at::Tensor>& outputs, const char* operation) {
   std::vector<Place> places;
   for (const at::Tensor& output : outputs) {
-    checkOutput(output, operation);
+    refuseOwnOverlap(output, operation);
     if (output.numel() > 0) places.push_back({extentOf(output), &output});
   }
   std::ranges::sort(places, {}, [](const Place& place) { return place.extent.data(); });

@@ -32,6 +32,8 @@ std::string sizesOf(const at::Tensor& tensor);
 void checkSameType(const at::Tensor& output, const at::Tensor& input, const char* operation);
 // Checks a tensor that the operation writes: no two of its elements may share memory.
 void checkOutput(const at::Tensor& tensor, const char* what);
+// Refuses a tensor with two elements in one place. The device does not matter.
+void refuseOwnOverlap(const at::Tensor& tensor, const char* what);
 // Checks a tensor that the operation writes on some ranks only.
 void checkUsed(const at::Tensor& tensor, bool isWritten, const char* what);
 // Checks a list with one tensor for each rank: all have the type of `like`, and its number of
@@ -42,7 +44,8 @@ void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& l
 void checkEachRank(const std::vector<at::Tensor>& tensors, const at::Tensor& own, int rank,
                    int size, const char* operation, const char* role);
 bool areAlike(const std::vector<at::Tensor>& tensors);  // in size
-// Refuses outputs that share memory with each other.
+// Refuses outputs that share memory with each other or with themselves, on any device. They are
+// tensors that the operation takes.
 void checkApart(const std::vector<at::Tensor>& outputs, const char* operation);
 
 }  // namespace mooncake

@@ -16,6 +16,9 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
     {{"MOONCAKE_ON_FAILURE", "continue",
       "What a loss does to the operation that it interrupts: continue or raise"},
      parseOnFailure},
+    {{"MOONCAKE_STREAM_WORDS", "0",
+      "1: wait() for tensors of a device makes the stream wait, and not the host"},
+     flagInto<&BackendEnv::streamWords>},
 };
 
 }  // namespace

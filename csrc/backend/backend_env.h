@@ -6,7 +6,8 @@ namespace mooncake {
 
 // Settings of a backend, for a group whose options do not say otherwise.
 struct BackendEnv {
-  bool raises = false;  // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
+  bool raises = false;       // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
+  bool streamWords = false;  // MOONCAKE_STREAM_WORDS: see StreamStaging
 
   // kInvalidArgument names the variable, its value and what is allowed.
   static Result<BackendEnv> read();

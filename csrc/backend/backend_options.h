@@ -23,10 +23,11 @@ struct BackendOptions {
   std::optional<std::chrono::milliseconds> messageTimeout;  // none: `timeout`
   bool lostMessagesReturn = false;  // in mode `continue`: see MessageDriver::lostMessagesReturn()
   EngineEnv env;
-  GroupEnv groupEnv;       // of all groups of the job
-  bool raises = false;     // mode `raise`: a loss ends one operation
-  at::Tensor activeRanks;  // int32, 1 for each active rank; the caller's own when one was given
-  int capacity = 0;        // ranks that the group may grow to; 0: its size
+  GroupEnv groupEnv;         // of all groups of the job
+  bool raises = false;       // mode `raise`: a loss ends one operation
+  bool streamWords = false;  // see StreamStaging
+  at::Tensor activeRanks;    // int32, 1 for each active rank; the caller's own when one was given
+  int capacity = 0;          // ranks that the group may grow to; 0: its size
   // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the
   // key of a lent engine. When the job ends, the engine stays, without connections to its peers.
   std::shared_ptr<Engine> engine;

@@ -12,6 +12,8 @@
 
 namespace mooncake {
 
+class Staging;
+
 // Blocks between startCoalescing() and endCoalescing(). Each thread has its own: the calls of
 // another thread never land in it.
 class Coalescing {
@@ -28,8 +30,11 @@ class Coalescing {
       size_t place = 0;  // of its work in `works`; keep() sets it
     };
     std::vector<KeptMessage> messages;
-    std::vector<WorkPtr> works;            // in the order of the calls; null: a kept message
-    std::exception_ptr error;              // the first
+    std::vector<WorkPtr> works;  // in the order of the calls; null: a kept message
+    std::exception_ptr error;    // the first
+    // Of the calls with tensors of a device, in their order.
+    std::vector<std::shared_ptr<Staging>> stagings;
+    std::vector<at::Tensor> outputs;       // of these calls
     std::atomic<bool> isAbandoned{false};  // a thread waited for one of its messages
   };
 

@@ -65,6 +65,8 @@ class CollectiveWork : public c10d::Work {
   std::vector<int> failedRanks() const;  // all other ranks
   std::vector<int> lostRanks() const;    // failed ranks that contributed to the operation before
   uint64_t epoch() const;                // epoch of the job's view
+  // The operation ended with a loss that the program has seen, here or in another operation.
+  bool isLossSeen() const { return finished() && ending_.loss && ending_.loss->isSeen(); }
   int capacity() const { return capacity_; }
   // Without `override`: c10d::Work has it since torch 2.15 only.
   uint64_t getCompletionKey() const { return key_; }

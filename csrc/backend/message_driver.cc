@@ -71,8 +71,8 @@ void MessageDriver::whenFinished(std::shared_ptr<Message> message, std::function
 
 // With the lock.
 void MessageDriver::notifyFinished() {
-  const auto finished = std::partition(waiting_.begin(), waiting_.end(),
-                                       [](const auto& w) { return !w.first->finished(); });
+  const auto finished = std::stable_partition(waiting_.begin(), waiting_.end(),
+                                              [](const auto& w) { return !w.first->finished(); });
   for (auto it = finished; it != waiting_.end(); ++it) completions_->post(std::move(it->second));
   waiting_.erase(finished, waiting_.end());
 }

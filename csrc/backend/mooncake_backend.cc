@@ -398,7 +398,9 @@ void MooncakeBackend::checkMessage(c10d::OpType type, const std::vector<at::Tens
   const bool isSend = type == c10d::OpType::SEND;
   const char* name = isSend ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, name);
-  checkUsed(tensor, !isSend, isSend ? "the tensor of send" : "the tensor of recv");
+  const char* what = isSend ? "the tensor of send" : "the tensor of recv";
+  throwIfError(checkDense(tensor, what));
+  if (!isSend) refuseOwnOverlap(tensor, what);
   if (peer != PointToPoint::kAnySource) {
     if (peer < 0 || peer >= size_)
       refuse(std::string(name) + ": rank " + std::to_string(peer) + " is not in a group of " +
@@ -447,6 +449,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
   refuseInForkedChild();
   return withinBatch([&]() -> WorkPtr {
     checkMessage(type, tensors, peer, tag);
+    throwIfError(checkTensor(tensors[0], "the tensor of a message"));
     if (const auto batch = coalescing_.current()) {
       return Coalescing::keep(batch, rank_,
                               {.type = type, .tensor = tensors[0], .peer = peer, .tag = tag});

@@ -20,6 +20,7 @@
 #include "backend/collective_queue.h"
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
+#include "backend/device/staging.h"
 #include "backend/job.h"
 #include "backend/message_driver.h"
 #include "backend/message_work.h"
@@ -170,7 +171,7 @@ class MooncakeBackend : public c10d::Backend {
   bool acknowledgeLoss();
   // Throws the error of every later call, if this rank is out of the job.
   void checkStanding() const;
-  // Throws the error of send() or recv() for these arguments, if they are wrong.
+  // Throws the error of send() or recv() for these arguments, if they are wrong on any device.
   void checkMessage(c10d::OpType type, const std::vector<at::Tensor>& tensors, int peer,
                     int tag) const;
   // Describes the state of the group in words: see describeState().
@@ -178,30 +179,9 @@ class MooncakeBackend : public c10d::Backend {
   // "shm", "tcp", ...: the wire to a rank.
   std::string transportTo(int rank) const;
 
- private:
-  static constexpr const char* kDestroyed = "the process group was destroyed";
-
-  GroupOptions groupOptions() const;
-  std::vector<MergeMember> mergeMembers() const;
-  template <typename Run>
-  WorkPtr submit(c10d::OpType type, at::TensorList inputs, std::vector<at::Tensor> outputs,
-                 bool async, Run&& run) {
-    refuseInForkedChild();
-    auto work = c10::make_intrusive<CollectiveWork>(
-        rank_, size_, options_.capacity, type, queue_, std::move(outputs),
-        profileOf(options_.name, type, inputs), hooks_->newKey());
-    queue_->submit(work, async, std::forward<Run>(run));
-    if (const auto batch = coalescing_.current()) batch->works.push_back(work);
-    return work;
-  }
-  friend class TorchWindow;
-  void runAbortHooks();
-  PointToPoint::OnDone tellingOf(uint64_t key) const;
-  WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
-  WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
-  std::shared_ptr<MessageMemory> memoryOf(const at::Tensor& tensor) const;
-  c10::intrusive_ptr<MessageWork> start(c10d::OpType type, std::shared_ptr<MessageMemory> memory,
-                                        int peer, int tag);
+ protected:
+  // The batch of the calling thread; null outside of one.
+  std::shared_ptr<Coalescing::Batch> openBatch() { return coalescing_.current(); }
   // Runs a call that torch makes between startCoalescing() and endCoalescing(). Keeps its error for
   // endCoalescing(), which raises it and so ends the batch.
   template <typename Call>
@@ -215,16 +195,55 @@ class MooncakeBackend : public c10d::Backend {
       return nullptr;
     }
   }
+  Group& group() { return *group_; }
+  void refuseInForkedChild() const;
+  // Returns the group's timeout for kUnsetTimeout.
+  std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
+
+ private:
+  static constexpr const char* kDestroyed = "the process group was destroyed";
+
+  GroupOptions groupOptions() const;
+  std::vector<MergeMember> mergeMembers() const;
+  template <typename Run>
+  WorkPtr submit(c10d::OpType type, at::TensorList inputs, std::vector<at::Tensor> outputs,
+                 bool async, Run&& run) {
+    refuseInForkedChild();
+    auto work = c10::make_intrusive<CollectiveWork>(
+        rank_, size_, options_.capacity, type, queue_, std::move(outputs),
+        profileOf(options_.name, type, inputs), hooks_->newKey());
+    if (const auto staging = Staging::takeCurrent()) {
+      // No other call may come between the mark and the place in the queue.
+      std::unique_lock<std::mutex> order(orderMutex_, std::defer_lock);
+      if (staging->isOrdered()) order.lock();
+      const auto turn = std::make_shared<StagedTurn>(staging);
+      staging->mark();
+      queue_->submit(
+          work, async || staging->isOrdered(),
+          [this, turn, run = std::forward<Run>(run)] { return turn->run(*group_, run); });
+    } else {
+      queue_->submit(work, async, std::forward<Run>(run));
+    }
+    if (const auto batch = coalescing_.current()) batch->works.push_back(work);
+    return work;
+  }
+  friend class TorchWindow;
+  void runAbortHooks();
+  PointToPoint::OnDone tellingOf(uint64_t key) const;
+  WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
+  WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
+  std::shared_ptr<MessageMemory> memoryOf(const at::Tensor& tensor) const;
+  c10::intrusive_ptr<MessageWork> start(c10d::OpType type, std::shared_ptr<MessageMemory> memory,
+                                        int peer, int tag);
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
   void leakAll();
-  void refuseInForkedChild() const;
   int jobRank(int rank) const;
   int root(int64_t root, int64_t rootTensor, const char* operation) const;
   Deadline deadline(std::chrono::milliseconds timeout) const;
-  std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
   BackendOptions options_;
   Coalescing coalescing_;
+  std::mutex orderMutex_;       // held from the mark of an ordered staging to its place in queue_
   std::mutex abortHooksMutex_;  // guards abortHooks_; hooks run without it
   std::map<int64_t, std::function<void()>> abortHooks_;
   const uint32_t forkGeneration_ = forkGeneration();

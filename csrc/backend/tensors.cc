@@ -57,20 +57,9 @@ Result<DType> dtypeOf(const at::Tensor& tensor) {
   }
 }
 
-Status checkTensor(const at::Tensor& tensor, const char* what) {
+Status checkDense(const at::Tensor& tensor, const char* what) {
   if (!tensor.defined())
     return Error{ErrorCode::kInvalidArgument, std::string(what) + " is undefined"};
-  if (tensor.is_cuda()) {
-    return Error{ErrorCode::kUnsupported,
-                 std::string(what) +
-                     " is a CUDA tensor: this version of the mooncake backend "
-                     "moves CPU tensors only. Use tensor.cpu(), or another backend for CUDA, "
-                     "e.g. init_process_group(\"cpu:mooncake,cuda:nccl\")"};
-  }
-  if (!tensor.is_cpu()) {
-    return Error{ErrorCode::kInvalidArgument,
-                 std::string(what) + " is on " + tensor.device().str() + ", must be a CPU tensor"};
-  }
   if (tensor.is_nested() || tensor.layout() != at::kStrided) {
     return Error{ErrorCode::kInvalidArgument,
                  c10::str(what, tensor.is_nested() ? " is nested, of layout " : " has the layout ",
@@ -89,6 +78,14 @@ Status checkTensor(const at::Tensor& tensor, const char* what) {
                      "or its storage was freed"};
   }
   return {};
+}
+
+Status checkTensor(const at::Tensor& tensor, const char* what) {
+  if (tensor.defined() && !tensor.is_cpu()) {
+    return Error{ErrorCode::kInvalidArgument,
+                 std::string(what) + " is on " + tensor.device().str() + ", must be a CPU tensor"};
+  }
+  return checkDense(tensor, what);
 }
 
 PlainWrites::PlainWrites(const at::Tensor& tensor) {

@@ -17,8 +17,10 @@ namespace mooncake {
 // kInvalidArgument for a type that the wire does not know.
 Result<DType> dtypeOf(const at::Tensor& tensor);
 
-// Refuses tensors that no operation can take: not on the CPU, not strided (sparse, nested),
-// quantized, without memory, not defined. `what` names the argument.
+// Refuses tensors that no operation can take, on any device: not defined, not strided (sparse,
+// nested), quantized, without memory. `what` names the argument.
+Status checkDense(const at::Tensor& tensor, const char* what);
+// The same, and refuses tensors that are not the CPU's.
 Status checkTensor(const at::Tensor& tensor, const char* what);
 
 // The bytes of a contiguous tensor.

@@ -3,16 +3,22 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "backend/batch_work.h"
 #include "backend/callbacks.h"
 #include "backend/collective_work.h"
 #include "backend/completions.h"
+#include "backend/device/device_work.h"
 #include "backend/errors.h"
 #include "backend/loss.h"
 #include "backend/message_work.h"
@@ -61,6 +67,27 @@ void runInTurn(const std::shared_ptr<Callbacks>& callbacks, CallbackOrigin origi
   }
 }
 
+// For a future whose value lies on devices: while this lives, the thread has streams of its own
+// there, which wait for the value, as torch's callbacks have.
+class OnFreshStreams {
+ public:
+  explicit OnFreshStreams(c10::ivalue::Future& completed) {
+    const std::vector<c10::Device>& devices = completed.devices();
+    if (devices.empty()) return;
+    const c10::impl::VirtualGuardImpl guard(devices[0].type());
+    std::vector<c10::Stream> streams;
+    for (const c10::Device& device : devices)
+      streams.push_back(guard.getStreamFromGlobalPool(device));
+    device_.reset_device(devices[0]);
+    streams_.emplace(streams);
+    completed.wait();
+  }
+
+ private:
+  c10::OptionalDeviceGuard device_;
+  std::optional<c10::MultiStreamGuard> streams_;
+};
+
 // A future that runs its callbacks one after the other (see Callbacks), not on the thread that
 // completes it. then() returns such a future, too.
 //
@@ -102,7 +129,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
   }
 
   static Pointer thenInTurn(const Pointer& self, py::function callback) {
-    auto child = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
+    auto child = self->fut->createInstance(c10::PyObjectType::get());  // of the same devices
     auto result = make(child, self->callbacks_, self->origin_);
     attach(self, std::move(callback),
            [child](py::function& call, const py::object& self, AttachedCallback& attached) {
@@ -124,7 +151,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
              if (error) {
                child->setError(std::move(error));
              } else {
-               child->markCompleted(std::move(value));
+               complete(*child, std::move(value));
              }
            });
     return result;
@@ -145,6 +172,22 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
   }
 
  private:
+  // torch looks for the tensors in a value that lies on devices, and refuses a value that it cannot
+  // take apart, such as a Work.
+  static void complete(c10::ivalue::Future& future, c10::IValue value) {
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+    if (!future.devices().empty() && value.isPyObject()) {
+      py::gil_scoped_acquire locked;
+      try {
+        for (const at::Tensor& tensor : value.toPyObjectHolder()->extractTensors())
+          storages.push_back(tensor.storage().getWeakStorageImpl());
+      } catch (const std::exception&) {
+        PyErr_Clear();
+      }
+    }
+    future.markCompleted(std::move(value), std::move(storages));
+  }
+
   // Called with Python's lock held. `run` is called without it.
   template <typename Run>
   static void attach(const Pointer& self, py::function callback, Run run) {
@@ -159,6 +202,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
           py::gil_scoped_acquire locked;
           object = py::cast(self);
         }
+        const OnFreshStreams streams(*self->fut);
         std::exception_ptr failure;
         try {
           run(guarded->func_, object, *attached);
@@ -196,6 +240,21 @@ py::object futureOf(BatchWork& work) {
   auto future = work.getFuture();
   const std::shared_ptr<Completions> completions = work.completions();
   if (!completions) return py::cast(std::make_shared<torch::jit::PythonFutureWrapper>(future));
+  return py::cast(PythonFuture::make(std::move(future), completions->callbacks(), {}));
+}
+
+py::object futureOf(DeviceWork& work) {
+  auto future = work.getFuture();
+  if (auto* collective = dynamic_cast<CollectiveWork*>(work.host().get())) {
+    auto self = c10::intrusive_ptr<CollectiveWork>::reclaim_copy(collective);
+    const MomentPtr moment(&collective->endMoment(), [self](auto*) {});
+    return py::cast(std::make_shared<PythonFuture>(
+        std::move(future), collective->completions()->callbacks(), collective->origin(), moment));
+  }
+  std::shared_ptr<Completions> completions;
+  if (auto* message = dynamic_cast<MessageWork*>(work.host().get()))
+    completions = message->completions();
+  if (auto* batch = dynamic_cast<BatchWork*>(work.host().get())) completions = batch->completions();
   return py::cast(PythonFuture::make(std::move(future), completions->callbacks(), {}));
 }
 

@@ -12,6 +12,7 @@
 #include "backend/batch_work.h"
 #include "backend/collective_work.h"
 #include "backend/completions.h"
+#include "backend/device/device_backend.h"
 #include "backend/drains.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
@@ -35,6 +36,8 @@ using mooncake::BatchWork;
 using mooncake::Clock;
 using mooncake::CollectiveWork;
 using mooncake::Deadline;
+using mooncake::DeviceBackend;
+using mooncake::DeviceWork;
 using mooncake::ErrorCode;
 using mooncake::FailureError;
 using mooncake::Farewell;
@@ -45,9 +48,9 @@ using mooncake::RaisedBySignal;
 namespace {
 
 // Its destructor releases Python's lock: see MooncakeBackend::close().
-class PythonBackend final : public MooncakeBackend {
+class PythonBackend final : public DeviceBackend {
  public:
-  using MooncakeBackend::MooncakeBackend;
+  using DeviceBackend::DeviceBackend;
   ~PythonBackend() override {
     if (PyGILState_Check()) {
       py::gil_scoped_release unlocked;
@@ -176,7 +179,8 @@ c10::intrusive_ptr<PythonBackend> createBackend(
                      .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
                      .env = std::move(*env),
                      .groupEnv = *groupEnv,
-                     .raises = backendEnv->raises};
+                     .raises = backendEnv->raises,
+                     .streamWords = backendEnv->streamWords};
   // Later groups share the default group's engine.
   if (world) options.attr("pop")("engine", py::none());
   apply(options, out);
@@ -269,6 +273,20 @@ py::object exceptionOf(c10d::Work& work) {
   } catch (const c10::Error& error) {
     return py::module_::import("torch.distributed")
         .attr("DistBackendError")(error.what_without_backtrace());
+  }
+}
+
+// An operation on tensors of a device answers as the one on the host that it consists of.
+void bindDeviceWork(py::module_& m) {
+  py::class_<DeviceWork, c10::intrusive_ptr<DeviceWork>, c10d::Work> type(m, "DeviceWork");
+  type.def("exception", &exceptionOf)
+      .def("get_future", [](DeviceWork& work) { return mooncake::futureOf(work); })
+      .def("is_success", &DeviceWork::isSuccess);
+  for (const char* name : {"works", "contributors", "failed_ranks", "lost_ranks", "epoch",
+                           "sequence_number", "max_group_size"}) {
+    type.def_property_readonly(name, [name](const DeviceWork& work) -> py::object {
+      return py::cast(work.host()).attr(name);
+    });
   }
 }
 
@@ -384,4 +402,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("works", &BatchWork::works)
       .def_property_readonly("lost_ranks", &BatchWork::lostRanks)
       .def_property_readonly("max_group_size", &BatchWork::capacity);
+  bindDeviceWork(m);
 }

@@ -1,0 +1,354 @@
+#include "backend/device/device_backend.h"
+
+#include <utility>
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "backend/arguments.h"
+#include "backend/device/host_staging.h"
+#include "backend/device/stream_staging.h"
+#include "base/log.h"
+
+namespace mooncake {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+bool isOfDevice(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_cpu() && !tensor.is_meta() &&
+         c10::impl::hasDeviceGuardImpl(tensor.device().type());
+}
+
+const at::Tensor* firstDefined(at::TensorList tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined()) return &tensor;
+  }
+  return nullptr;
+}
+
+Tensors flat(const std::vector<Tensors>& lists) {
+  Tensors all;
+  for (const Tensors& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+Tensors inputs(Staging& staging, const Tensors& tensors, const char* what) {
+  Tensors copies;
+  for (const at::Tensor& tensor : tensors) copies.push_back(staging.input(tensor, what));
+  return copies;
+}
+
+Tensors outputs(Staging& staging, const Tensors& tensors, const char* what) {
+  Tensors copies;
+  for (const at::Tensor& tensor : tensors) copies.push_back(staging.output(tensor, what));
+  return copies;
+}
+
+// If the caller drops the work, received data must still reach their tensors.
+void giveBackWhenDone(c10d::Work& work, std::vector<std::shared_ptr<Staging>> stagings) {
+  work.getFuture()->addCallback([stagings = std::move(stagings)](c10::ivalue::Future& future) {
+    if (future.hasError()) return;
+    for (const auto& staging : stagings) {
+      try {
+        staging->giveBack();
+      } catch (const std::exception&) {
+        // Of torch. wait() copies again, and raises.
+      }
+    }
+  });
+}
+
+std::vector<Tensors> inputs(Staging& staging, const std::vector<Tensors>& lists, const char* what) {
+  std::vector<Tensors> copies;
+  for (const Tensors& list : lists) copies.push_back(inputs(staging, list, what));
+  return copies;
+}
+
+// Outputs of one operation. On the device, no two of them may share memory.
+std::vector<Tensors> outputs(Staging& staging, const std::vector<Tensors>& lists,
+                             const char* what) {
+  std::vector<Tensors> copies;
+  for (const Tensors& list : lists) copies.push_back(outputs(staging, list, what));
+  checkApart(flat(lists), what);
+  return copies;
+}
+
+}  // namespace
+
+const DeviceBackend::Streams& DeviceBackend::streamsOn(const c10::Device& device) {
+  refuseInForkedChild();
+  std::lock_guard lock(streamsMutex_);
+  lastDevice_ = device;
+  const auto key = std::make_pair(device.type(), device.index());
+  const auto known = streams_.find(key);
+  if (known != streams_.end()) return known->second;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const auto newStream = [&] {
+    return guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  };
+  Streams streams{.collectives = newStream(), .words = nullptr, .messages = newStream()};
+  if (options().streamWords) streams.words = orThrow(StreamWords::make(streams.collectives));
+  return streams_.emplace(key, std::move(streams)).first->second;
+}
+
+std::shared_ptr<Staging> DeviceBackend::stagingOn(const c10::Device& device,
+                                                  std::chrono::milliseconds timeout) {
+  const Streams& streams = streamsOn(device);
+  if (streams.words) {
+    return std::make_shared<StreamStaging>(streams.collectives, effective(timeout), streams.words);
+  }
+  return std::make_shared<HostStaging>(streams.collectives, effective(timeout));
+}
+
+std::shared_ptr<Staging> DeviceBackend::stagingFor(at::TensorList tensors,
+                                                   std::chrono::milliseconds timeout) {
+  const at::Tensor* const first = firstDefined(tensors);
+  return first && isOfDevice(*first) ? stagingOn(first->device(), timeout) : nullptr;
+}
+
+std::shared_ptr<Staging> DeviceBackend::messageStagingFor(at::TensorList tensors) {
+  const at::Tensor* const first = firstDefined(tensors);
+  if (!first || !isOfDevice(*first)) return nullptr;
+  return std::make_shared<HostStaging>(streamsOn(first->device()).messages,
+                                       effective(c10d::kUnsetTimeout));
+}
+
+DeviceBackend::WorkPtr DeviceBackend::deviceWork(const std::shared_ptr<Staging>& staging,
+                                                 Tensors outputs, WorkPtr host) {
+  const auto batch = openBatch();
+  if (batch) {
+    batch->stagings.push_back(staging);
+    batch->outputs.insert(batch->outputs.end(), outputs.begin(), outputs.end());
+  }
+  if (!host) return nullptr;  // a call of a batch, which raises at the batch's end
+  const c10d::OpType type = host->retrieveOpType();
+  auto isRaised = staging->isOrdered() && !batch ? unseen_.add(host) : nullptr;
+  return c10::make_intrusive<DeviceWork>(rank_, type, std::move(host),
+                                         std::vector<std::shared_ptr<Staging>>{staging},
+                                         std::move(outputs), std::move(isRaised));
+}
+
+template <typename Call>
+DeviceBackend::WorkPtr DeviceBackend::staged(const std::shared_ptr<Staging>& staging,
+                                             Tensors outputs, Call&& call) {
+  unseen_.raise();
+  WorkPtr host;
+  {
+    const Staging::Scope scope(staging);
+    host = call();
+  }
+  return deviceWork(staging, std::move(outputs), std::move(host));
+}
+
+DeviceBackend::WorkPtr DeviceBackend::allreduce(Tensors& tensors,
+                                                const c10d::AllreduceOptions& opts) {
+  const auto staging = stagingFor(tensors, opts.timeout);
+  if (!staging) return MooncakeBackend::allreduce(tensors, opts);
+  Tensors host;
+  for (const at::Tensor& tensor : tensors)
+    host.push_back(staging->inOut(tensor, "the tensor of all_reduce"));
+  return staged(staging, tensors, [&] { return MooncakeBackend::allreduce(host, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::broadcast(Tensors& tensors,
+                                                const c10d::BroadcastOptions& opts) {
+  const auto staging = stagingFor(tensors, opts.timeout);
+  if (!staging) return MooncakeBackend::broadcast(tensors, opts);
+  constexpr const char* kWhat = "the tensor of broadcast";
+  Tensors host =
+      opts.rootRank == rank_ ? inputs(*staging, tensors, kWhat) : outputs(*staging, tensors, kWhat);
+  return staged(staging, tensors, [&] { return MooncakeBackend::broadcast(host, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const auto staging = stagingFor(tensors, opts.timeout);
+  if (!staging) return MooncakeBackend::reduce(tensors, opts);
+  constexpr const char* kWhat = "the tensor of reduce";
+  Tensors host;
+  for (const at::Tensor& tensor : tensors) {
+    host.push_back(opts.rootRank == rank_ ? staging->inOut(tensor, kWhat)
+                                          : staging->input(tensor, kWhat));
+  }
+  return staged(staging, tensors, [&] { return MooncakeBackend::reduce(host, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::allgather(std::vector<Tensors>& outs, Tensors& ins,
+                                                const c10d::AllgatherOptions& opts) {
+  const auto staging = stagingFor(ins, opts.timeout);
+  if (!staging) return MooncakeBackend::allgather(outs, ins, opts);
+  Tensors hostIn = inputs(*staging, ins, "the input of all_gather");
+  std::vector<Tensors> hostOut = outputs(*staging, outs, "an output of all_gather");
+  return staged(staging, flat(outs),
+                [&] { return MooncakeBackend::allgather(hostOut, hostIn, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::AllgatherOptions& opts) {
+  const auto staging = stagingFor(input, opts.timeout);
+  if (!staging) return MooncakeBackend::_allgather_base(output, input, opts);
+  at::Tensor hostIn = staging->input(input, "the input of all_gather_into_tensor");
+  at::Tensor hostOut = staging->output(output, "the output of all_gather_into_tensor");
+  return staged(staging, {output},
+                [&] { return MooncakeBackend::_allgather_base(hostOut, hostIn, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                           const c10d::ReduceScatterOptions& opts) {
+  const auto staging = stagingFor(input, opts.timeout);
+  if (!staging) return MooncakeBackend::_reduce_scatter_base(output, input, opts);
+  at::Tensor hostIn = staging->input(input, "the input of reduce_scatter_tensor");
+  at::Tensor hostOut = staging->output(output, "the output of reduce_scatter_tensor");
+  return staged(staging, {output},
+                [&] { return MooncakeBackend::_reduce_scatter_base(hostOut, hostIn, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::alltoall(Tensors& outs, Tensors& ins,
+                                               const c10d::AllToAllOptions& opts) {
+  const auto staging = stagingFor(ins, opts.timeout);
+  if (!staging) return MooncakeBackend::alltoall(outs, ins, opts);
+  Tensors hostIn = inputs(*staging, ins, "an input of all_to_all");
+  std::vector<Tensors> hostOut =
+      outputs(*staging, std::vector<Tensors>{outs}, "an output of all_to_all");
+  return staged(staging, outs, [&] { return MooncakeBackend::alltoall(hostOut[0], hostIn, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                    std::vector<int64_t>& outputSplits,
+                                                    std::vector<int64_t>& inputSplits,
+                                                    const c10d::AllToAllOptions& opts) {
+  const auto staging = stagingFor(input, opts.timeout);
+  if (!staging)
+    return MooncakeBackend::alltoall_base(output, input, outputSplits, inputSplits, opts);
+  at::Tensor hostIn = staging->input(input, "the input of all_to_all_single");
+  at::Tensor hostOut = staging->output(output, "the output of all_to_all_single");
+  return staged(staging, {output}, [&] {
+    return MooncakeBackend::alltoall_base(hostOut, hostIn, outputSplits, inputSplits, opts);
+  });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::barrier(const c10d::BarrierOptions& opts) {
+  std::optional<c10::Device> device = opts.device;
+  if (!device || device->is_cpu()) {  // torch names the CPU for a group of several device types
+    std::lock_guard lock(streamsMutex_);
+    device = lastDevice_;
+  }
+  if (!device || device->is_cpu()) return MooncakeBackend::barrier(opts);
+  if (!device->has_index()) device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
+  return staged(stagingOn(*device, opts.timeout), {},
+                [&] { return MooncakeBackend::barrier(opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::gather(std::vector<Tensors>& outs, Tensors& ins,
+                                             const c10d::GatherOptions& opts) {
+  const auto staging = stagingFor(ins, opts.timeout);
+  if (!staging) return MooncakeBackend::gather(outs, ins, opts);
+  Tensors hostIn = inputs(*staging, ins, "the input of gather");
+  std::vector<Tensors> hostOut = outputs(*staging, outs, "an output of gather");
+  return staged(staging, flat(outs),
+                [&] { return MooncakeBackend::gather(hostOut, hostIn, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::scatter(Tensors& outs, std::vector<Tensors>& ins,
+                                              const c10d::ScatterOptions& opts) {
+  const auto staging = stagingFor(outs, opts.timeout);
+  if (!staging) return MooncakeBackend::scatter(outs, ins, opts);
+  std::vector<Tensors> hostIn = inputs(*staging, ins, "an input of scatter");
+  Tensors hostOut = outputs(*staging, outs, "the output of scatter");
+  return staged(staging, outs, [&] { return MooncakeBackend::scatter(hostOut, hostIn, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::reduce_scatter(Tensors& outs, std::vector<Tensors>& ins,
+                                                     const c10d::ReduceScatterOptions& opts) {
+  const auto staging = stagingFor(outs, opts.timeout);
+  if (!staging) return MooncakeBackend::reduce_scatter(outs, ins, opts);
+  std::vector<Tensors> hostIn = inputs(*staging, ins, "an input of reduce_scatter");
+  Tensors hostOut = outputs(*staging, outs, "the output of reduce_scatter");
+  return staged(staging, outs,
+                [&] { return MooncakeBackend::reduce_scatter(hostOut, hostIn, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  const auto staging = stagingFor(tensors, opts.timeout);
+  if (!staging) return MooncakeBackend::allreduce_coalesced(tensors, opts);
+  Tensors host;
+  for (const at::Tensor& tensor : tensors)
+    host.push_back(staging->inOut(tensor, "a tensor of all_reduce_coalesced"));
+  return staged(staging, tensors, [&] { return MooncakeBackend::allreduce_coalesced(host, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::allgather_coalesced(std::vector<Tensors>& outs, Tensors& ins,
+                                                          const c10d::AllgatherOptions& opts) {
+  const auto staging = stagingFor(ins, opts.timeout);
+  if (!staging) return MooncakeBackend::allgather_coalesced(outs, ins, opts);
+  Tensors hostIn = inputs(*staging, ins, "an input of all_gather_coalesced");
+  std::vector<Tensors> hostOut = outputs(*staging, outs, "an output of all_gather_coalesced");
+  return staged(staging, flat(outs),
+                [&] { return MooncakeBackend::allgather_coalesced(hostOut, hostIn, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::allgather_into_tensor_coalesced(
+    Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& opts) {
+  const auto staging = stagingFor(ins, opts.timeout);
+  if (!staging) return MooncakeBackend::allgather_into_tensor_coalesced(outs, ins, opts);
+  Tensors hostIn = inputs(*staging, ins, "an input of all_gather_into_tensor_coalesced");
+  std::vector<Tensors> hostOut = outputs(*staging, std::vector<Tensors>{outs},
+                                         "an output of all_gather_into_tensor_coalesced");
+  return staged(staging, outs, [&] {
+    return MooncakeBackend::allgather_into_tensor_coalesced(hostOut[0], hostIn, opts);
+  });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& opts) {
+  const auto staging = stagingFor(ins, opts.timeout);
+  if (!staging) return MooncakeBackend::reduce_scatter_tensor_coalesced(outs, ins, opts);
+  Tensors hostIn = inputs(*staging, ins, "an input of reduce_scatter_tensor_coalesced");
+  std::vector<Tensors> hostOut =
+      outputs(*staging, std::vector<Tensors>{outs}, "an output of reduce_scatter_tensor_coalesced");
+  return staged(staging, outs, [&] {
+    return MooncakeBackend::reduce_scatter_tensor_coalesced(hostOut[0], hostIn, opts);
+  });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::endCoalescing() {
+  const auto batch = openBatch();
+  WorkPtr host = MooncakeBackend::endCoalescing();
+  if (!batch || batch->stagings.empty()) return host;
+  giveBackWhenDone(*host, batch->stagings);
+  return c10::make_intrusive<DeviceWork>(rank_, c10d::OpType::COALESCED, std::move(host),
+                                         std::move(batch->stagings), std::move(batch->outputs),
+                                         nullptr);
+}
+
+DeviceBackend::WorkPtr DeviceBackend::send(Tensors& tensors, int to, int tag) {
+  const auto staging = messageStagingFor(tensors);
+  if (!staging) return MooncakeBackend::send(tensors, to, tag);
+  Tensors host = inputs(*staging, tensors, "the tensor of send");
+  checkMessage(c10d::OpType::SEND, host, to, tag);
+  staging->mark();
+  throwIfError(staging->fetch(group()));
+  return deviceWork(staging, tensors, MooncakeBackend::send(host, to, tag));
+}
+
+template <typename Receive>
+DeviceBackend::WorkPtr DeviceBackend::receive(Tensors& tensors, Receive&& receive) {
+  const auto staging = messageStagingFor(tensors);
+  if (!staging) return receive(tensors);
+  Tensors host = outputs(*staging, tensors, "the tensor of recv");
+  staging->mark();
+  WorkPtr work = receive(host);
+  if (work && !openBatch()) giveBackWhenDone(*work, {staging});  // a batch does it itself
+  return deviceWork(staging, tensors, std::move(work));
+}
+
+DeviceBackend::WorkPtr DeviceBackend::recv(Tensors& tensors, int from, int tag) {
+  return receive(tensors, [&](Tensors& host) { return MooncakeBackend::recv(host, from, tag); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::recvAnysource(Tensors& tensors, int tag) {
+  return receive(tensors, [&](Tensors& host) { return MooncakeBackend::recvAnysource(host, tag); });
+}
+
+}  // namespace mooncake

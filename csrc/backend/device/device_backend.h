@@ -1,0 +1,97 @@
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "backend/device/device_work.h"
+#include "backend/device/staging.h"
+#include "backend/device/stream_words.h"
+#include "backend/mooncake_backend.h"
+
+namespace mooncake {
+
+// A MooncakeBackend that also takes tensors of devices: each call runs on copies in pinned host
+// memory, see Staging. Calls with CPU tensors go to the base as they are.
+class DeviceBackend : public MooncakeBackend {
+ public:
+  using MooncakeBackend::MooncakeBackend;
+
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                    const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                   const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& outputSplits,
+                        std::vector<int64_t>& inputSplits,
+                        const c10d::AllToAllOptions& opts) override;
+  // Also waits for the work of the caller's stream: on the device that the options name, else on
+  // that of the group's last call with tensors of a device.
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                 const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                  const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs,
+                         std::vector<std::vector<at::Tensor>>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                              std::vector<at::Tensor>& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr endCoalescing() override;
+  // Waits on the host until the tensor's data are there: earlier work on the caller's stream
+  // included.
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override;
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+
+ private:
+  // Null if the first tensor that is defined is the CPU's, or there is none: the base then checks
+  // the arguments.
+  std::shared_ptr<Staging> stagingFor(at::TensorList tensors, std::chrono::milliseconds timeout);
+  std::shared_ptr<Staging> stagingOn(const c10::Device& device, std::chrono::milliseconds timeout);
+  // The same for messages. They have a stream of their own, because a collective under way may wait
+  // on its stream for a rank that waits for a message.
+  std::shared_ptr<Staging> messageStagingFor(at::TensorList tensors);
+  // Makes the base's call on the copies.
+  template <typename Call>
+  WorkPtr staged(const std::shared_ptr<Staging>& staging, std::vector<at::Tensor> outputs,
+                 Call&& call);
+  WorkPtr deviceWork(const std::shared_ptr<Staging>& staging, std::vector<at::Tensor> outputs,
+                     WorkPtr host);
+  template <typename Receive>
+  WorkPtr receive(std::vector<at::Tensor>& tensors, Receive&& receive);
+
+  // The group's streams on one device.
+  struct Streams {
+    c10::Stream collectives;
+    std::shared_ptr<StreamWords> words;  // null: without MOONCAKE_STREAM_WORDS
+    c10::Stream messages;
+  };
+  const Streams& streamsOn(const c10::Device& device);
+
+  UnseenErrors unseen_;
+  std::mutex streamsMutex_;  // guards the two below
+  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, Streams> streams_;
+  std::optional<c10::Device> lastDevice_;  // of the last call with tensors of a device
+};
+
+}  // namespace mooncake

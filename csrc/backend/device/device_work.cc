@@ -1,0 +1,99 @@
+#include "backend/device/device_work.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/core/StreamGuard.h>
+
+namespace mooncake {
+
+DeviceWork::DeviceWork(int rank, c10d::OpType type, WorkPtr host,
+                       std::vector<std::shared_ptr<Staging>> stagings,
+                       std::vector<at::Tensor> outputs, UnseenErrors::Flag isRaised)
+    : Work(rank, type),
+      host_(std::move(host)),
+      stagings_(std::move(stagings)),
+      outputs_(std::move(outputs)),
+      isRaised_(std::move(isRaised)) {}
+
+bool DeviceWork::isCompleted() {
+  if (!host_->isCompleted()) return false;
+  return !host_->isSuccess() ||
+         std::ranges::all_of(stagings_, [](const auto& staging) { return staging->isOver(); });
+}
+
+bool DeviceWork::isSuccess() const {
+  return host_->isSuccess() &&
+         std::ranges::all_of(stagings_, [](const auto& staging) { return staging->isOver(); });
+}
+
+std::exception_ptr DeviceWork::exception() const {
+  std::exception_ptr error = host_->exception();
+  if (error && isRaised_) isRaised_->store(true);
+  return error;
+}
+
+bool DeviceWork::wait(std::chrono::milliseconds timeout) {
+  if (waitsOnHost() || host_->isCompleted()) {
+    try {
+      host_->wait(timeout);
+    } catch (...) {
+      if (isRaised_ && host_->isCompleted()) isRaised_->store(true);
+      // An ordered staging copies the outputs in any case. Later work of the program comes after.
+      if (!waitsOnHost()) block();
+      throw;
+    }
+    for (const auto& staging : stagings_) staging->giveBack();  // of messages; else it was done
+  }
+  block();
+  return true;
+}
+
+bool DeviceWork::waitsOnHost() const {
+  // The program wants the host to wait for a barrier. A batch may hold calls without a staging.
+  return opType_ == c10d::OpType::BARRIER || opType_ == c10d::OpType::COALESCED ||
+         !std::ranges::all_of(stagings_, [](const auto& staging) { return staging->isOrdered(); });
+}
+
+void DeviceWork::block() const {
+  for (const auto& staging : stagings_) staging->block();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
+  std::vector<c10::Device> devices;
+  for (const auto& staging : stagings_) devices.push_back(staging->stream().device());
+  const auto type = c10::ListType::create(c10::TensorType::get());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(type, std::move(devices));
+  if (host_->isCompleted() && !host_->isSuccess()) {
+    future->setError(exception());
+    return future;
+  }
+  if (!waitsOnHost()) {
+    // It is complete at once, at a position in a stream that comes after the outputs.
+    const c10::StreamGuard on(stagings_.back()->anotherStream());
+    block();
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+  }
+  host_->getFuture()->addCallback(
+      [future, stagings = stagings_, outputs = outputs_](c10::ivalue::Future& host) {
+        if (host.hasError()) {
+          future->setError(host.exception_ptr());
+          return;
+        }
+        try {
+          // The future records the position of the current stream.
+          const c10::StreamGuard on(stagings.back()->stream());
+          for (const auto& staging : stagings) {
+            staging->giveBack();
+            staging->block();
+          }
+          future->markCompleted(c10::IValue(outputs));
+        } catch (const std::exception&) {  // of torch, on a thread of ours
+          future->setErrorIfNeeded(std::current_exception());
+        }
+      });
+  return future;
+}
+
+}  // namespace mooncake

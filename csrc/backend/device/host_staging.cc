@@ -1,0 +1,38 @@
+#include "backend/device/host_staging.h"
+
+namespace mooncake {
+
+Status HostStaging::fetch(Group& group) {
+  reached().block(stream());
+  copyIn(stream());
+  c10::Event copied(stream().device_type());
+  copied.record(stream());
+  return awaitOnHost(group, [&] { return copied.query(); });
+}
+
+void HostStaging::giveBack() {
+  std::lock_guard lock(mutex_);
+  if (isEnded_) return;
+  reached().block(stream());  // without fetch(), for a receive
+  copyOut();
+  done_.record(stream());
+  isGiven_ = isEnded_ = true;  // not if torch has thrown: a later call copies again
+}
+
+void HostStaging::abandon() {
+  std::lock_guard lock(mutex_);
+  isEnded_ = true;
+}
+
+bool HostStaging::isOver() const {
+  if (!hasOutputs()) return true;  // a send, for example
+  std::lock_guard lock(mutex_);
+  return isGiven_ && done_.query();
+}
+
+void HostStaging::block() const {
+  std::lock_guard lock(mutex_);
+  if (isGiven_) done_.block(callersStream());
+}
+
+}  // namespace mooncake

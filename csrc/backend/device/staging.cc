@@ -1,0 +1,155 @@
+#include "backend/device/staging.h"
+
+#include <algorithm>
+#include <thread>
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "backend/arguments.h"
+#include "backend/device/accelerator_of.h"
+#include "backend/tensors.h"
+#include "group/group.h"
+
+namespace mooncake {
+namespace {
+
+thread_local std::shared_ptr<Staging> currentStaging;
+
+c10::impl::VirtualGuardImpl guardOf(const c10::Stream& stream) {
+  return c10::impl::VirtualGuardImpl(stream.device_type());
+}
+
+// The allocator may give the tensor's memory to another stream once the caller drops it.
+void keepUntilPassed(const at::Tensor& tensor, const c10::Stream& stream) {
+  guardOf(stream).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+}  // namespace
+
+at::Tensor Staging::input(const at::Tensor& tensor, const char* what) {
+  return add(tensor, what, true, false);
+}
+
+at::Tensor Staging::output(const at::Tensor& tensor, const char* what) {
+  return add(tensor, what, false, true);
+}
+
+at::Tensor Staging::inOut(const at::Tensor& tensor, const char* what) {
+  return add(tensor, what, true, true);
+}
+
+at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput) {
+  throwIfError(checkDense(tensor, what));
+  if (tensor.device() != stream_.device()) {
+    refuse(std::string(what) + " is on " + tensor.device().str() +
+           ", another tensor of the call on " + stream_.device().str() +
+           "; an operation takes tensors of one device");
+  }
+  if (isOutput) refuseOwnOverlap(tensor, what);
+  const at::NoGradGuard plain;
+  const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(true);
+  return copies_
+      .emplace_back(Copy{tensor.detach(), at::empty(tensor.sizes(), options), isInput, isOutput})
+      .host;
+}
+
+c10::Stream Staging::callersStream() const { return guardOf(stream_).getStream(stream_.device()); }
+
+c10::Stream Staging::anotherStream() const {
+  return guardOf(stream_).getStreamFromGlobalPool(stream_.device());
+}
+
+void Staging::markReached() {
+  reached_.emplace(stream_.device_type());
+  const c10::Stream callers = callersStream();
+  refuseCapture(callers);
+  reached_->record(callers);
+}
+
+void Staging::copyToHost(const Copy& copy) const {
+  const PlainWrites plain(copy.host);
+  // torch conjugates and negates the copy on the host, without a wait for an asynchronous one.
+  const at::Tensor source = copy.device.resolve_conj().resolve_neg();
+  copy.host.copy_(source, /*non_blocking=*/true);
+}
+
+void Staging::copyIn(const c10::Stream& stream) const {
+  const c10::StreamGuard on(stream);
+  for (const Copy& copy : copies_) {
+    if (copy.isInput) copyToHost(copy);
+    keepUntilPassed(copy.device, stream);
+  }
+}
+
+void Staging::keepOutputs(const c10::Stream& stream) const {
+  const c10::StreamGuard on(stream);
+  for (const Copy& copy : copies_) {
+    if (copy.isOutput) copyToHost(copy);
+  }
+}
+
+bool Staging::hasOutputs() const {
+  return std::ranges::any_of(copies_, [](const Copy& copy) { return copy.isOutput; });
+}
+
+void Staging::copyOut() const {
+  const c10::StreamGuard on(stream_);
+  for (const Copy& copy : copies_) {
+    if (!copy.isOutput) continue;
+    const PlainWrites plain(copy.device);
+    copy.device.copy_(copy.host, /*non_blocking=*/true);
+    keepUntilPassed(copy.device, stream_);
+  }
+}
+
+Error Staging::lateError(const Group& group) const {
+  return {ErrorCode::kTimeout,
+          stream_.device().str() + " on " + group.nameRank(group.rank()) +
+              " has not come to the operation after " + std::to_string(limit_.count()) +
+              " ms: earlier work on the caller's stream still runs. Give the group a longer "
+              "timeout, or find the work that hangs"};
+}
+
+Status Staging::awaitOnHost(Group& group, const std::function<bool()>& ready) const {
+  // A copy of a few kilobytes is over within the first looks. Longer waits leave the core to other
+  // threads, for pauses that grow.
+  constexpr int kBusyLooks = 100;
+  constexpr std::chrono::microseconds kLongestPause(200);
+  const c10::DeviceGuard on(stream_.device());  // else a query may make a context on device 0
+  const Deadline deadline = Deadline::after(limit_);
+  std::chrono::microseconds pause(1);
+  for (int look = 0; !ready(); ++look) {
+    MOONCAKE_TRY(group.usable());
+    if (deadline.passed()) return lateError(group);
+    if (look < kBusyLooks) {
+      std::this_thread::yield();
+      continue;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestPause);
+  }
+  return {};
+}
+
+std::shared_ptr<Staging> Staging::takeCurrent() { return std::exchange(currentStaging, nullptr); }
+
+Status StagedTurn::fetch(Group& group) {
+  Status status;
+  try {
+    status = staging_->fetch(group);
+  } catch (const std::exception& error) {
+    status = {ErrorCode::kSystem, "the inputs of an operation could not be copied from " +
+                                      staging_->stream().device().str() + ": " + error.what()};
+  }
+  if (!status.ok()) group.fail(status.error());
+  return status;
+}
+
+Staging::Scope::Scope(std::shared_ptr<Staging> staging)
+    : outer_(std::exchange(currentStaging, std::move(staging))) {}
+
+Staging::Scope::~Scope() { currentStaging = std::move(outer_); }
+
+}  // namespace mooncake

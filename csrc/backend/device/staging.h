@@ -1,0 +1,142 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include "base/deadline.h"
+#include "base/result.h"
+
+namespace mooncake {
+
+class Group;
+
+// One operation on tensors of a device. It works on copies in pinned host memory, and this class
+// moves the data between the two, on a stream of the group. In the order of the calls:
+//
+//   mark()       the caller's stream has reached the operation here
+//   fetch()      the inputs are in host memory; on the thread that runs the operation
+//   giveBack()   the results are in host memory and may go to the device; on the same thread
+//   block()      the caller's stream waits for the outputs
+//
+// An operation that ends without results is abandoned: then its outputs keep their contents.
+//
+// HostStaging works with every device that torch has streams and events for. StreamStaging needs
+// streams that know words, and enqueues everything at the call.
+class Staging {
+ public:
+  virtual ~Staging() = default;
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  // Each returns the copy of a tensor that operations on the host use in its place: contiguous,
+  // with the tensor's shape and type. Throws if the tensor is of another device, or of a kind that
+  // no operation takes. `what` names it in the error.
+  at::Tensor input(const at::Tensor& tensor, const char* what);
+  at::Tensor output(const at::Tensor& tensor, const char* what);
+  at::Tensor inOut(const at::Tensor& tensor, const char* what);
+
+  // Called once, after the copies were made and before the operation can begin. Throws; refuses a
+  // stream whose calls are being recorded into a graph.
+  virtual void mark() = 0;
+  // True: from mark() on, operations must begin in the order of their marks.
+  virtual bool isOrdered() const = 0;
+  // Waits on the host. kTimeout if earlier work of the caller's stream takes longer than `limit`.
+  // Returns the group's error if that ends meanwhile. Throws what torch throws.
+  virtual Status fetch(Group& group) = 0;
+  // Thread-safe. Later calls do nothing, and neither do those of abandon().
+  virtual void giveBack() = 0;
+  virtual void abandon() = 0;
+  // True once the device has the outputs.
+  virtual bool isOver() const = 0;
+  // Makes the current stream of the device wait for the outputs. A staging that is not ordered must
+  // have been given back.
+  virtual void block() const = 0;
+
+  const c10::Stream& stream() const { return stream_; }
+  c10::Stream anotherStream() const;  // one of the device's pool
+
+  // Returns the staging of the call that this thread makes, once; null for operations on CPU
+  // tensors. A signal handler that runs inside of the call makes calls of its own.
+  static std::shared_ptr<Staging> takeCurrent();
+  class Scope {
+   public:
+    explicit Scope(std::shared_ptr<Staging> staging);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    std::shared_ptr<Staging> outer_;
+  };
+
+ protected:
+  // `stream`: the group's, for copies.
+  Staging(const c10::Stream& stream, std::chrono::milliseconds limit)
+      : stream_(stream), limit_(limit) {}
+
+  // Marks the position of the caller's stream.
+  void markReached();
+  const c10::Event& reached() const { return *reached_; }
+  std::chrono::milliseconds limit() const { return limit_; }
+  // Enqueues the copies to or from the host on a stream.
+  void copyIn(const c10::Stream& stream) const;
+  void copyOut() const;
+  // Enqueues copies of the outputs' present contents, to the host.
+  void keepOutputs(const c10::Stream& stream) const;
+  bool hasOutputs() const;
+  c10::Stream callersStream() const;
+  // Waits on the host for a condition, for as long as the limit says.
+  Status awaitOnHost(Group& group, const std::function<bool()>& ready) const;
+
+ private:
+  struct Copy {
+    at::Tensor device;
+    at::Tensor host;
+    bool isInput = false;
+    bool isOutput = false;
+  };
+
+  at::Tensor add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput);
+  void copyToHost(const Copy& copy) const;
+  Error lateError(const Group& group) const;
+
+  const c10::Stream stream_;
+  const std::chrono::milliseconds limit_;
+  std::vector<Copy> copies_;
+  std::optional<c10::Event> reached_;
+};
+
+// Runs an operation between fetch() and giveBack(). If it ends without results, or never runs, the
+// staging is abandoned.
+class StagedTurn {
+ public:
+  explicit StagedTurn(std::shared_ptr<Staging> staging) : staging_(std::move(staging)) {}
+  ~StagedTurn() { staging_->abandon(); }
+  StagedTurn(const StagedTurn&) = delete;
+  StagedTurn& operator=(const StagedTurn&) = delete;
+
+  template <typename Run>
+  Status run(Group& group, const Run& operation) {
+    Status status = fetch(group);
+    if (status.ok()) status = operation();
+    status.ok() ? staging_->giveBack() : staging_->abandon();
+    return status;
+  }
+
+ private:
+  // If the inputs cannot be had, this rank does not begin an operation that the others wait for.
+  // They must not take its next one for that, so the group ends here.
+  Status fetch(Group& group);
+
+  const std::shared_ptr<Staging> staging_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,55 @@
+#include "backend/device/stream_words.h"
+
+#include <new>
+#include <string>
+
+#include "backend/device/accelerator_of.h"
+
+namespace mooncake {
+Result<std::shared_ptr<StreamWords>> StreamWords::make(const c10::Stream& stream) {
+  auto accelerator = acceleratorOf(stream.device_type());
+  if (!accelerator.ok()) return accelerator.error();
+  const auto native = nativeStream(stream);
+  if (!native.ok()) return native.error();
+  if (!(*accelerator)->hasStreamWords(native->device))
+    return {ErrorCode::kUnsupported, "streams of " + stream.device().str() + " know no words"};
+  auto memory = (*accelerator)->allocatePinned(sizeof(Memory));
+  if (!memory.ok()) return memory.error();
+  return std::shared_ptr<StreamWords>(new StreamWords(**accelerator, *native, *memory));
+}
+
+StreamWords::StreamWords(Accelerator& accelerator, DeviceStream stream, std::span<std::byte> memory)
+    : accelerator_(accelerator),
+      stream_(stream),
+      bytes_(memory),
+      memory_(*new (memory.data()) Memory) {
+  // As if the operations before the first one were over.
+  for (uint32_t i = 0; i < kWords; ++i) memory_.released[i] = i == 0 ? 0 : i - uint32_t(kWords);
+}
+
+StreamWords::~StreamWords() { accelerator_.freePinned(bytes_); }
+
+std::optional<uint32_t> StreamWords::next() {
+  std::lock_guard lock(mutex_);
+  // The word's last operation is past its wait once the stream has told a later one.
+  if (next_ - memory_.told.load(std::memory_order_acquire) >= kWords) return std::nullopt;
+  return next_++;
+}
+
+Status StreamWords::tell(uint32_t number) {
+  return accelerator_.writeWord(stream_, &memory_.told, number);
+}
+
+Status StreamWords::await(uint32_t number) {
+  return accelerator_.awaitWord(stream_, &memory_.released[number % kWords], number);
+}
+
+bool StreamWords::isTold(uint32_t number) const {
+  return int32_t(memory_.told.load(std::memory_order_acquire) - number) >= 0;
+}
+
+void StreamWords::release(uint32_t number) {
+  memory_.released[number % kWords].store(number, std::memory_order_release);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,34 @@
+"""The device that a rank's functions make their tensors on. TEST_DEVICE names it: "fake"
+(tests/fake_device), or a type that torch has itself, such as "cuda". Without it, it is the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+VARIABLE = "TEST_DEVICE"
+
+
+def kind() -> str:
+    return os.environ.get(VARIABLE, "cpu")
+
+
+def use(rank: int) -> None:
+    """Makes the rank's device the default of everything that makes tensors."""
+    if kind() == "cpu":
+        return
+    if kind() == "fake":
+        import fake_device
+
+        fake_device.register()
+    index = rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    torch.set_default_device(torch.device(kind(), index))
+
+
+def served_by(backend: str) -> str:
+    """The name for init_process_group() of a group that serves the CPU and the device."""
+    if kind() in ("cpu", "cuda") or ":" in backend:
+        return backend
+    return f"cpu:{backend},{kind()}:{backend}"

@@ -1,0 +1,364 @@
+"""Operations on device tensors: the streams of their results, and their ends when a rank is lost.
+What they compute is in the suites that run on layout `device`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import devices
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+from harness import until
+
+SIZE = 3
+SHARED = {"MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: "fake"}
+# Without words, wait() waits on the host.
+FORMS = ["words", "host"]
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    return request.param
+
+
+def crew(form, size=SIZE, **options):
+    env = {**SHARED, "MOONCAKE_STREAM_WORDS": str(int(form == "words")), **options.pop("env", {})}
+    return harness.Crew(size, env=env, **options)
+
+
+def held():
+    from fake_device import control
+
+    return control.held()
+
+
+def total(size):
+    return float(sum(range(1, size + 1)))
+
+
+# ---- streams
+
+
+def wait_orders_the_stream(me, waits_on_host):
+    """wait() puts the results before later work of the current stream. With words it returns while
+    the operation has not even begun."""
+    tensor = torch.full((1000,), float(me.rank + 1))
+    with held() as gate:
+        work = dist.all_reduce(tensor, async_op=True)
+        if waits_on_host:
+            gate.open()
+        work.wait()
+        result = tensor.clone()
+        assert waits_on_host or not work.is_completed()
+    assert result.tolist() == [total(me.size)] * 1000
+    until(work.is_completed, "the end of the operation")
+    assert work.is_success()
+
+
+def without_wait_the_old_data(me):
+    """A stream that does not wait reads what was there before: nothing else may order it."""
+    tensor = torch.full((1000,), float(me.rank + 1))
+    torch.accelerator.synchronize()
+    dist.barrier()
+    other = torch.Stream(device=torch.accelerator.current_accelerator())
+    with held():
+        work = dist.all_reduce(tensor, async_op=True)
+        with other:
+            early = tensor.clone()
+        other.synchronize()
+    assert early.tolist() == [float(me.rank + 1)] * 1000
+    work.wait()
+    assert tensor.tolist() == [total(me.size)] * 1000
+
+
+def calls_in_a_row(me):
+    """Each operation reads the results of the one before it, without a wait between them."""
+    tensor = torch.full((100,), 1.0)
+    with contextlib.nullcontext() if os.environ["MOONCAKE_STREAM_WORDS"] == "0" else held():
+        works = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
+        gathered = torch.empty(me.size * 100)
+        works.append(dist.all_gather_into_tensor(gathered, tensor, async_op=True))
+    for work in works:
+        work.wait()
+    assert gathered.tolist() == [float(me.size**4)] * 100 * me.size
+
+
+def several_streams(me):
+    """The order of a group's operations is that of the calls, whatever their streams wait for."""
+    streams = [torch.Stream(device=torch.accelerator.current_accelerator()) for _ in range(3)]
+    tensors, works = [], []
+    for round in range(12):
+        with streams[round % 3]:
+            tensors.append(torch.full((300,), float(me.rank + round)))
+            works.append(dist.all_reduce(tensors[-1], async_op=True))
+    # The first stream waits for the last operation, and so for all others.
+    for work in reversed(works):
+        work.wait()
+    for round, tensor in enumerate(tensors):
+        expected = float(sum(r + round for r in range(me.size)))
+        assert tensor.tolist() == [expected] * 300
+
+
+def callbacks_on_streams(me):
+    tensor = torch.full((1000,), float(me.rank + 1))
+    future = dist.all_reduce(tensor, async_op=True).get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    assert doubled.wait().tolist() == [2 * total(me.size)] * 1000
+
+
+def dropped_tensors(me):
+    """The inputs and outputs of operations under way outlive the caller's references."""
+    kept = []
+    for round in range(20):
+        tensor = torch.full((5000,), float(me.rank + round))
+        output = torch.empty(me.size * 5000)
+        work = dist.all_gather_into_tensor(output, tensor, async_op=True)
+        del tensor
+        torch.full((5000,), -1.0)  # in the memory of the input, were that free
+        work.wait()
+        kept.append(output.view(me.size, 5000))
+        del output, work
+    for round, rows in enumerate(kept):
+        for r in range(me.size):
+            assert rows[r].tolist() == [float(r + round)] * 5000
+
+
+def messages(me):
+    right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    given = torch.arange(1000.0) + me.rank
+    taken = torch.empty(1000)
+    operations = [dist.P2POp(dist.isend, given, right), dist.P2POp(dist.irecv, taken, left)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(taken, torch.arange(1000.0) + left)
+    # A message that another rank needs before it comes to a collective under way here.
+    if me.rank == 0:
+        tensor = torch.ones(10)
+        work = dist.all_reduce(tensor, async_op=True)
+        dist.send(given, 1)
+        work.wait()
+    else:
+        if me.rank == 1:
+            dist.recv(taken, 0)
+            assert torch.equal(taken, torch.arange(1000.0))
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(me.size)] * 10
+
+
+def barrier_waits_for_the_stream(me):
+    flag = torch.zeros(1, device="cpu").pin_memory()
+    dist.all_reduce(torch.ones(1))  # the group knows of the device
+    with held() as gate:
+        flag.copy_(torch.ones(1), non_blocking=True)
+        work = dist.barrier(async_op=True)
+        assert not work.is_completed()
+        gate.open()
+        work.wait()
+    assert flag.item() == 1
+
+
+def refused(me):
+    there = torch.accelerator.current_device_index()
+    other = torch.ones(4, device=torch.device("fake", 1 - there))
+    kind, text = harness.raised(dist.all_gather, [torch.empty(4)] * me.size, other)
+    assert kind == "ValueError", text
+    assert "tensors of one device" in text
+    kind, text = harness.raised(
+        dist.all_gather_into_tensor, torch.empty(me.size * 4), torch.ones(4, device="cpu")
+    )
+    assert (kind, "must be a CPU tensor" in text) == ("ValueError", True), text
+    shared = torch.empty(4)
+    kind, text = harness.raised(dist.all_gather, [shared] * me.size, torch.ones(4))
+    assert (kind, "share memory" in text) == ("ValueError", True), text
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(me.size)] * 3
+
+
+ON_ALL = [
+    without_wait_the_old_data,
+    calls_in_a_row,
+    several_streams,
+    callbacks_on_streams,
+    dropped_tensors,
+    messages,
+    barrier_waits_for_the_stream,
+    refused,
+]
+
+
+@pytest.fixture(scope="module")
+def both_forms():
+    made = {}
+    yield lambda form: made.setdefault(form, crew(form))
+    for one in made.values():
+        one.close()
+
+
+@pytest.mark.parametrize("function", ON_ALL, ids=lambda f: f.__name__)
+def test_streams(form, function):
+    with crew(form) as ranks:
+        ranks.call(function)
+
+
+def test_wait_orders_the_stream(form):
+    with crew(form) as ranks:
+        ranks.call(wait_orders_the_stream, form == "host")
+
+
+# ---- losses
+
+
+def killed_between(me, rounds):
+    results = []
+    for round in range(rounds):
+        tensor = torch.full((20_000,), float((me.rank + 1) * (round + 1)))
+        dist.all_reduce(tensor)
+        results.append(tensor[0].item())
+        if round == 3:
+            me.board.set(f"running-{me.rank}")
+    torch.accelerator.synchronize()
+    return results
+
+
+def test_a_killed_rank_is_left_out(form):
+    """The survivors go on, with the same results, and no stream waits for ever."""
+    rounds = 3000
+    with crew(form) as ranks:
+        ranks.start(killed_between, rounds)
+        ranks.board.wait_all("running", range(SIZE))
+        ranks.signal(2, signal.SIGKILL)
+        first, second, _ = ranks.results(dead=[2])
+        ranks.broken = True
+    assert first == second
+    assert first[0] == total(SIZE)
+    assert first[-1] == total(2) * rounds
+
+
+def loss_in_mode_raise(me):
+    """The error comes where the program looks: wait(), or the next call."""
+    from mooncake_backend import PeerLostError, acknowledge_loss
+
+    dist.barrier()
+    if me.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    output = torch.full((me.size * 10,), -7.0)
+    with pytest.raises(PeerLostError):
+        for _ in range(1000):
+            dist.all_gather_into_tensor(output, torch.full((10,), float(me.rank)))
+    torch.accelerator.synchronize()
+    # With words the ranks have gone on for different numbers of calls.
+    acknowledge_loss(dist.group.WORLD)
+    kept = output.tolist()
+    assert kept in ([-7.0] * 30, [0.0] * 10 + [1.0] * 10 + [2.0] * 10), kept
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 10
+
+
+def test_a_loss_is_raised(form):
+    with crew(form, env={"MOONCAKE_ON_FAILURE": "raise"}) as ranks:
+        ranks.start(loss_in_mode_raise)
+        ranks.results(dead=[2])
+        ranks.broken = True
+
+
+def mismatch_comes_with_the_next_call(me):
+    output = torch.full((me.size * 8,), -7.0)
+    tensor = torch.ones(8)
+    with held() as gate:
+        if me.rank == 0:
+            work = dist.all_reduce(tensor, async_op=True)
+        else:
+            work = dist.all_gather_into_tensor(output, tensor, async_op=True)
+        work.wait()
+        gate.open()
+    torch.accelerator.synchronize()  # the stream goes on
+    until(lambda: work.exception() is not None, "the error")
+    kind, text = harness.raised(work.wait)
+    assert "different operations" in text, (kind, text)
+    assert output.tolist() == [-7.0] * 8 * me.size
+    assert tensor.tolist() == [1.0] * 8
+    del work
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(me.size)] * 8
+
+
+def test_outputs_of_a_failed_operation_are_kept():
+    with crew("words") as ranks:
+        ranks.call(mismatch_comes_with_the_next_call)
+
+
+def unseen_error(me):
+    tensor = torch.ones(8)
+    with held() as gate:
+        operation = dist.all_reduce if me.rank == 0 else dist.broadcast
+        operation(tensor, *([] if me.rank == 0 else [0]), async_op=True).wait()
+        gate.open()
+    torch.accelerator.synchronize()
+    for _ in range(2):  # the operation ends somewhat later than the stream goes on
+        kind, text = harness.raised(until, lambda: dist.all_reduce(tensor) or False, "the error", 5)
+        break
+    assert "different operations" in text, (kind, text)
+
+
+def test_an_error_that_no_wait_has_seen_ends_the_next_call():
+    with crew("words") as ranks:
+        ranks.call(unseen_error)
+        ranks.broken = True
+
+
+def stuck_stream(me):
+    """A stream that does not come to the operation in time: an error that says so."""
+    tensor = torch.ones(8)
+    with held() as gate:
+        work = dist.all_reduce(tensor, async_op=True)
+        until(lambda: work.exception() is not None, "the error")
+        kind, text = harness.raised(work.wait)
+        assert "has not come to the operation after 500 ms" in text, (kind, text)
+        gate.open()
+    torch.accelerator.synchronize()
+
+
+def test_a_stream_that_hangs_is_named():
+    with crew("words", timeout=0.5) as ranks:
+        ranks.call(stuck_stream)
+        ranks.broken = True
+
+
+# ---- training
+
+
+def trains(me, kind):
+    from torch.nn.parallel import DistributedDataParallel
+
+    losses = []
+    for device in ("cpu", kind):
+        torch.manual_seed(1)
+        with torch.device("cpu"):
+            model = torch.nn.Sequential(
+                torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+            )
+            data = torch.rand(30, 8, 16) + me.rank
+        model = DistributedDataParallel(model.to(device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run = []
+        for batch in data.to(device):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.append(loss.item())
+        losses.append(run)
+    assert losses[0] == losses[1]
+    return losses[0]
+
+
+def test_ddp_trains_as_on_the_cpu(form):
+    with crew(form) as ranks:
+        ranks.call(trains, "fake")
