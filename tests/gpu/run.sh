@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds, imports and reports the GPU. Where there is none it says so and succeeds.
+# Builds, imports and reports the GPU, and runs the suites of layout `device` on it. Where there is none it says so and succeeds.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -18,3 +18,7 @@ print("extension", extension.load().build_info())
 assert torch.cuda.is_available(), "nvidia-smi shows a GPU, but torch cannot use it"
 print("one addition on the GPU:", (torch.ones(4, device="cuda") + 1).sum().item(), "(8 expected)")
 PYTHON
+
+# Ranks share the GPU if there are fewer than ranks.
+TEST_DEVICE=cuda .venv/bin/python -m pytest -q -k device tests/test_collectives.py tests/test_async.py \
+  tests/test_groups.py tests/test_point_to_point.py
