@@ -650,7 +650,7 @@ def test_recorded_work_runs_when_it_is_replayed():
     assert all(first(other) == 1 for other in others)  # the graph has memory of its own
 
 
-# ---- what torch's wrappers ask of a device
+# ---- torch's wrappers
 
 
 class Alone(dist.ProcessGroup):

@@ -1,4 +1,4 @@
-"""By which tests hold streams, record graphs, and let devices fail."""
+"""Holds streams, records graphs, and lets devices fail: for tests."""
 
 from __future__ import annotations
 

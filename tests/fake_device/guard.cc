@@ -8,7 +8,7 @@ namespace fake_device {
 
 namespace {
 
-// What torch asks of a device type: its devices, streams and events. Stateless.
+// The devices, streams and events of the device type, for torch. Stateless.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   static constexpr c10::DeviceType static_type = kType;

@@ -9,7 +9,7 @@ namespace fake_device {
 
 namespace {
 
-// What torch asks of an accelerator. Stateless.
+// The functions that torch asks of an accelerator. Stateless.
 class Hooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
