@@ -192,14 +192,6 @@ ON_ALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def both_forms():
-    made = {}
-    yield lambda form: made.setdefault(form, crew(form))
-    for one in made.values():
-        one.close()
-
-
 @pytest.mark.parametrize("function", ON_ALL, ids=lambda f: f.__name__)
 def test_streams(form, function):
     with crew(form) as ranks:
