@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "group": {"base", "engine", "membership"},
     "collectives": {"base", "engine", "membership", "group"},
     "ep": {"base", "engine", "membership", "group", "kernels"},
-    "backend": {"base", "engine", "membership", "group", "collectives", "ep"},
+    "backend": {"base", "device", "engine", "membership", "group", "collectives", "ep"},
     "bindings": {
         "base",
         "device",
