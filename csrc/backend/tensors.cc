@@ -60,6 +60,8 @@ Result<DType> dtypeOf(const at::Tensor& tensor) {
 Status checkDense(const at::Tensor& tensor, const char* what) {
   if (!tensor.defined())
     return Error{ErrorCode::kInvalidArgument, std::string(what) + " is undefined"};
+  if (tensor.is_meta())
+    return Error{ErrorCode::kInvalidArgument, std::string(what) + " is on meta, without data"};
   if (tensor.is_nested() || tensor.layout() != at::kStrided) {
     return Error{ErrorCode::kInvalidArgument,
                  c10::str(what, tensor.is_nested() ? " is nested, of layout " : " has the layout ",
