@@ -74,6 +74,7 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
     if layout == "shm":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
     if layout == "device":
+        devices.prepare(DEVICE)
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: DEVICE}}
     if layout == "shm-no-cma":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_CMA": "0"}}

@@ -14,6 +14,14 @@ def kind() -> str:
     return os.environ.get(VARIABLE, "cpu")
 
 
+def prepare(kind: str) -> None:
+    """Builds what ranks need for the device, before their deadlines begin."""
+    if kind == "fake":
+        import fake_device
+
+        fake_device.build()
+
+
 def use(rank: int) -> None:
     """Makes the rank's device the default of everything that makes tensors."""
     if kind() == "cpu":
