@@ -423,7 +423,7 @@ def test_many_callbacks_that_wait(crew):
 
 def test_a_race_of_callbacks_and_the_program_is_named(layout, two_hosts):
     if layout == "device":
-        pytest.skip("see the future's callbacks in test_device.py")
+        pytest.skip("not on a device yet: the error comes with a later call there")
     with harness.starting(
         3, raced_on_rank, "raced", **layout_options(layout, 3, two_hosts)
     ) as crew:

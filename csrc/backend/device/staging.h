@@ -49,7 +49,7 @@ class Staging {
   // True: from mark() on, operations must begin in the order of their marks.
   virtual bool isOrdered() const = 0;
   // Waits on the host. kTimeout if earlier work of the caller's stream takes longer than `limit`.
-  // Returns the group's error if that ends meanwhile. Throws what torch throws.
+  // Returns the group's error if that ends meanwhile. Throws torch's errors.
   virtual Status fetch(Group& group) = 0;
   // Thread-safe. Later calls do nothing, and neither do those of abandon().
   virtual void giveBack() = 0;
