@@ -106,9 +106,9 @@ case $mode in
     python_tests -m 'ci and not slow and not perf'
     torchs_suite --every 3
     other_torchs_suite 2.15.0 --every 8
-    # What torch has since then only; the environment is there now.
+    # What torch has since then only; the environment is there now. `python -m` would find the clone's own _C first.
     step "windows, torch 2.15.0"
-    build/torch-2.15.0/bin/python -m pytest -q tests/test_window.py
+    build/torch-2.15.0/bin/pytest -q tests/test_window.py
     ;;
   changed)
     mapfile -t chosen < <(python tests/rooms.py)
@@ -124,7 +124,7 @@ case $mode in
     lifetimes
     torchs_suite
     for version in 2.8.0 2.15.0; do other_torchs_suite "$version"; done
-    build/torch-2.15.0/bin/python -m pytest -q tests/test_window.py tests/test_lifetimes.py
+    build/torch-2.15.0/bin/pytest -q tests/test_window.py tests/test_lifetimes.py
     docs/models/run.sh --replay 10000
     ;;
 esac

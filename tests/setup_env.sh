@@ -103,7 +103,13 @@ built=$({ echo "$torch"; has_libfabric && echo libfabric; sources; } | checksum)
 if ! is_current build.stamp "$built"; then
   say "building the extension"
   log=$venv/build.log
-  if [ "$venv" = .venv ]; then what=(-e '.[test,demo]'); else what=("$(copy_of_clone)[test]"); fi
+  if [ "$venv" = .venv ]; then
+    what=(-e '.[test,demo]')
+  else
+    what=("$(copy_of_clone)[test]")
+    # So the compiler's cache sees the paths of the clone, and what no torch is in is not compiled again.
+    export CCACHE_BASEDIR=$PWD/$venv/source
+  fi
   MOONCAKE_BUILD_SIM=1 "$venv/bin/pip" install -v --no-build-isolation "${what[@]}" 2>&1 |
     tee "$log" | grep --line-buffered -E '\[[0-9]+/[0-9]+\]|^Successfully' >&2 ||
     { tail -n 100 "$log" >&2; say "the build failed; all of its output is in $log"; exit 1; }
