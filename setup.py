@@ -58,6 +58,7 @@ class CMakeBuild(build_ext):
             "MOONCAKE_TORCH_VERSION": TORCH.version,
             "MOONCAKE_TORCH_INCLUDE_DIRS": ";".join(map(str, TORCH.include_dirs)),
             "MOONCAKE_TORCH_LIB_DIR": TORCH.lib_dir,
+            "MOONCAKE_CUDA_INCLUDE_HINTS": ";".join(map(str, TORCH.cuda_include_dirs)),
             "MOONCAKE_TORCH_CXX11_ABI": TORCH.cxx11_abi,
             "MOONCAKE_PYBIND11_DEFINITIONS": ";".join(TORCH.pybind11_definitions),
             "MOONCAKE_PYTHON_INCLUDE_DIR": sysconfig.get_path("include"),

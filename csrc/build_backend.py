@@ -42,6 +42,11 @@ class Torch:
         return [include, include / "torch/csrc/api/include"]
 
     @property
+    def cuda_include_dirs(self) -> list[Path]:
+        """Where the wheels that torch needs for CUDA have cuda.h; none for a torch without CUDA."""
+        return sorted(path.parent for path in self.path.parent.glob("nvidia/*/include/cuda.h"))
+
+    @property
     def lib_dir(self) -> Path:
         return self.path / "lib"
 

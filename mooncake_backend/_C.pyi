@@ -20,6 +20,10 @@ class MooncakeBackend(Backend):
     def active_ranks(self) -> torch.Tensor:
         """options["active_ranks"] as given to create_backend: the same tensor."""
 
+    @property
+    def active_ranks_on_host(self) -> torch.Tensor:
+        """active_ranks, or its twin in pinned memory if that is a device's."""
+
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Implements ProcessGroup.set_timeout(), which torch 2.8 lacks for backends like ours."""
 
@@ -164,6 +168,9 @@ def build_info() -> dict[str, Any]:
 def describe_fabric() -> list[tuple[bool, str, str]]:
     """Lists libfabric and the network cards, and which of them an engine would use. Each entry:
     whether it works, its subject, and a line of text."""
+
+def describe_accelerators() -> list[tuple[bool, str, str]]:
+    """Lists the drivers of devices, as describe_fabric() lists cards."""
 
 class EpWork:
     """One dispatch or combine. Any thread may call wait(), and more than once."""

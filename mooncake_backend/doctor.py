@@ -48,6 +48,7 @@ def _findings(trial: bool, peer: str | None) -> Iterator[Finding]:
     yield from _machine()
     yield _addresses()
     if built:
+        yield from _accelerators()
         yield from _fabric()
     if trial and built:
         yield _trial()
@@ -208,6 +209,12 @@ def _fabric() -> Iterator[Finding]:
         yield Finding(BROKEN, "network cards", str(error))
         return
     for works, name, text in findings:
+        yield Finding(OK if works else NOTE, name, text)
+
+
+def _accelerators() -> Iterator[Finding]:
+    """Drivers of devices. Without them everything else works."""
+    for works, name, text in extension.load().describe_accelerators():
         yield Finding(OK if works else NOTE, name, text)
 
 

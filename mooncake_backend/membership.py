@@ -52,11 +52,16 @@ __all__ = [
 ]
 
 
-def get_active_ranks(group: Any) -> torch.Tensor:
-    """The group's int32 tensor, or the caller's if the options had one: 1 = active. It is always up
-    to date: a lost rank becomes 0 before the operation that went on without it has ended. Elements
-    beyond the group's size are not touched."""
-    return backend_of(group).active_ranks
+def get_active_ranks(group: Any, *, on_host: bool = False) -> torch.Tensor:
+    """The group's int32 tensor, or the caller's if the options had one: 1 = active. A lost rank
+    becomes 0 before the operation that went on without it has ended. Elements beyond the group's
+    size are not touched.
+
+    A tensor of a device is brought up to date by operations on tensors of the device, and by this
+    call. on_host: its twin in pinned host memory, int32 [the group's size], which is always up to
+    date and is read without waiting for the device; a tensor of the CPU is returned as it is."""
+    backend = backend_of(group)
+    return backend.active_ranks_on_host if on_host else backend.active_ranks
 
 
 def get_current_epoch(group: Any) -> int:

@@ -95,7 +95,11 @@ class Rank:
         return dist.FileStore(str(self.folder / name), self.size)
 
     def init(
-        self, backend: str = "mooncake", timeout: float = DEADLINE, name: str = "store"
+        self,
+        backend: str = "mooncake",
+        timeout: float = DEADLINE,
+        name: str = "store",
+        options: Any = None,
     ) -> None:
         dist.init_process_group(
             devices.served_by(backend),
@@ -103,6 +107,7 @@ class Rank:
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=timeout),
+            pg_options=options,
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from datetime import timedelta
 
 import devices
 import harness
@@ -104,6 +105,20 @@ def several_streams(me):
         assert tensor.tolist() == [expected] * 300
 
 
+def groups_in_any_order(me):
+    """The streams of groups are their own: no group's operation waits behind another group's."""
+    groups = [dist.new_group() for _ in range(2)]
+    tensors = [torch.full((100,), float(me.rank + g)) for g in range(2)]
+    order = [0, 1] if me.rank == 0 else [1, 0]
+    works = [dist.all_reduce(tensors[g], group=groups[g], async_op=True) for g in order]
+    for work in works:
+        work.wait()
+    for g, tensor in enumerate(tensors):
+        assert tensor.tolist() == [float(sum(r + g for r in range(me.size)))] * 100
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
 def callbacks_on_streams(me):
     tensor = torch.full((1000,), float(me.rank + 1))
     future = dist.all_reduce(tensor, async_op=True).get_future()
@@ -181,15 +196,44 @@ def refused(me):
     assert tensor.tolist() == [float(me.size)] * 3
 
 
+def refused_in_a_capture(me):
+    from fake_device import control
+
+    tensor = torch.ones(3)
+    torch.accelerator.synchronize()
+    stream = torch.Stream(device=torch.accelerator.current_accelerator())
+    with control.recorded(stream):
+        for call, reason in (
+            (lambda: dist.all_reduce(tensor), "an operation between ranks cannot be recorded"),
+            (dist.new_group, "the construction of a process group cannot be recorded"),
+        ):
+            kind, text = harness.raised(call)
+            assert "is being recorded into a graph" in text, (kind, text)
+            assert reason in text, (kind, text)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(me.size)] * 3
+
+
+def premultiplied_by_a_tensor(me):
+    """A factor that is a tensor of the device."""
+    factor = torch.full((1,), 2.0)
+    tensor = torch.full((10,), float(me.rank + 1))
+    dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(factor))
+    assert tensor.tolist() == [2 * total(me.size)] * 10
+
+
 ON_ALL = [
     without_wait_the_old_data,
     calls_in_a_row,
     several_streams,
+    groups_in_any_order,
     callbacks_on_streams,
     dropped_tensors,
     messages,
     barrier_waits_for_the_stream,
     refused,
+    refused_in_a_capture,
+    premultiplied_by_a_tensor,
 ]
 
 
@@ -204,7 +248,107 @@ def test_wait_orders_the_stream(form):
         ranks.call(wait_orders_the_stream, form == "host")
 
 
+def waits_for_the_outputs(me):
+    tensor = torch.full((1000,), float(me.rank + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    with held() as gate:  # the copies cannot end: no result is taken for one that is there
+        work = dist.all_reduce(tensor, async_op=True)
+        kind, text = harness.raised(work.wait, timedelta(milliseconds=100))
+        gate.open()
+    assert "100 ms" in text or "after the timeout" in text, (kind, text)
+    work.wait()
+    assert tensor.tolist() == [total(me.size) * me.size] * 1000
+
+
+def test_wait_that_blocks(form):
+    with crew(form, env={"MOONCAKE_BLOCKING_WAIT": "1"}) as ranks:
+        ranks.call(waits_for_the_outputs)
+
+
 # ---- losses
+
+STEPS = ["marked", "copies-in", "words", "fetched", "ran", "given-back"]
+ROUNDS = 12
+PASS = 5  # of the step at which a rank ends
+
+
+def ends_at_a_step(me, victim, step, stops):
+    from mooncake_backend import _C, get_active_ranks
+
+    if me.rank == victim:
+        _C.arm_failpoint(f"stage-{step}", PASS, stops)
+    results = []
+    for round in range(ROUNDS):
+        tensor = torch.full((5000,), float((me.rank + 1) * (round + 1)))
+        dist.all_reduce(tensor)
+        results.append(set(tensor.tolist()))
+    torch.accelerator.synchronize()
+    return results, get_active_ranks(dist.group.WORLD).tolist()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("stops", [False, True], ids=["killed", "stopped"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_ends_between_two_steps(form, step, stops, victim):
+    """The survivors have the same result of each operation: that of all ranks, or that of the
+    survivors. No stream is left waiting."""
+    if form == "host" and step == "words":
+        pytest.skip("only streams with words have this step")
+    env = {"MOONCAKE_FAILURE_TIMEOUT_MS": "500"}
+    with crew(form, env=env) as ranks:
+        ranks.start(ends_at_a_step, victim, step, stops)
+        outcomes = [one for one in ranks.results(dead=[victim]) if one]
+        ranks.broken = True
+    assert outcomes[0] == outcomes[1]
+    results, active = outcomes[0]
+    assert active == [int(rank != victim) for rank in range(SIZE)]
+    lost = 0
+    for round, seen in enumerate(results):
+        of_all, of_survivors = (
+            (round + 1) * total(SIZE),
+            (round + 1) * (total(SIZE) - (victim + 1)),
+        )
+        assert seen in ({of_all}, {of_survivors}), (round, seen)
+        assert seen == {of_survivors} or not lost, "a lost rank took part"
+        lost += seen == {of_survivors}
+    assert ROUNDS - PASS <= lost <= ROUNDS - PASS + 1
+
+
+def shows_active_ranks(me):
+    """The tensor of the device shows a loss before the outputs of the operation are there."""
+    import mooncake_backend
+
+    active = torch.zeros(me.size + 1, dtype=torch.int32)
+    me.init(options=mooncake_backend.MooncakeBackendOptions(active_ranks=active))
+    shown = mooncake_backend.get_active_ranks(dist.group.WORLD)
+    on_host = mooncake_backend.get_active_ranks(dist.group.WORLD, on_host=True)
+    assert shown is active or shown.data_ptr() == active.data_ptr()
+    assert active.tolist() == [1] * me.size + [0]
+    assert on_host.device.type == "cpu"
+    assert on_host.is_pinned()
+    dist.barrier()
+    if me.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor = torch.ones(10)
+    while True:
+        tensor.fill_(1)
+        dist.all_reduce(tensor)
+        seen = active.clone()
+        if tensor[0].item() == 2:
+            break
+    assert seen.tolist() == [1, 1, 0, 0]
+    assert on_host.tolist() == [1, 1, 0]
+
+
+def test_active_ranks_on_the_device(form):
+    with crew(form, backend=None) as ranks:
+        ranks.start(shows_active_ranks)
+        ranks.results(dead=[2])
+        ranks.broken = True
 
 
 def killed_between(me, rounds):
@@ -291,20 +435,44 @@ def test_outputs_of_a_failed_operation_are_kept():
 
 
 def unseen_error(me):
-    tensor = torch.ones(8)
+    """The wait() of a later call raises it, once. That call is made, so the ranks stay together."""
     with held() as gate:
         operation = dist.all_reduce if me.rank == 0 else dist.broadcast
-        operation(tensor, *([] if me.rank == 0 else [0]), async_op=True).wait()
+        first = operation(torch.ones(8), *([] if me.rank == 0 else [0]), async_op=True)
+        first.wait()
         gate.open()
-    torch.accelerator.synchronize()
-    kind, text = harness.raised(until, lambda: dist.all_reduce(tensor), "the error", 5)
+    until(first.is_completed, "the end of the operation")
+    tensor = torch.full((8,), float(me.rank + 1))
+    kind, text = harness.raised(dist.all_reduce, tensor)
     assert "different operations" in text, (kind, text)
+    assert tensor.tolist() == [total(me.size)] * 8
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [total(me.size) * me.size] * 8
 
 
-def test_an_error_that_no_wait_has_seen_ends_the_next_call():
+def test_an_error_that_no_wait_has_seen_is_raised_by_the_next_one():
     with crew("words") as ranks:
         ranks.call(unseen_error)
+
+
+def error_nobody_asked_for(me):
+    operation = dist.all_reduce if me.rank == 0 else dist.broadcast
+    with held() as gate:
+        work = operation(torch.ones(8), *([] if me.rank == 0 else [0]), async_op=True)
+        work.wait()
+        gate.open()
+    until(work.is_completed, "the end of the operation")
+    del work
+    dist.destroy_process_group()
+
+
+def test_an_error_that_no_call_has_raised_is_logged():
+    with crew("words") as ranks:
+        ranks.call(error_nobody_asked_for)
         ranks.broken = True
+        logged = ranks.log(0)
+    assert "no later call raised the error" in logged
+    assert "different operations" in logged
 
 
 def stuck_stream(me):

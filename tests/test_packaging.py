@@ -429,6 +429,13 @@ class TestDoctor:
         monkeypatch.setenv("MC_EFA_NIC_SELECTION", "some")
         assert "BROKEN" in found()["network cards"]
 
+    def test_it_tells_what_drives_devices(self):
+        lines: list[str] = []
+        doctor.examine(trial=False, show=lines.append)
+        (line,) = [line for line in lines if "CUDA devices" in line]
+        works = extension.load().describe_accelerators()[0][0]
+        assert line.split()[0] == ("ok" if works else "note")
+
     def test_a_missing_extension_is_broken(self, monkeypatch):
         monkeypatch.setattr(extension, "builds", lambda: iter(()))
         monkeypatch.delitem(sys.modules, extension.NAME, raising=False)

@@ -16,9 +16,16 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
     {{"MOONCAKE_ON_FAILURE", "continue",
       "What a loss does to the operation that it interrupts: continue or raise"},
      parseOnFailure},
-    {{"MOONCAKE_STREAM_WORDS", "0",
-      "1: wait() for tensors of a device makes the stream wait, and not the host"},
+    {{"MOONCAKE_STREAM_WORDS", "1",
+      "0: wait() for tensors of a device waits on the host for the operation, as it does where the "
+      "device's streams know no words"},
      flagInto<&BackendEnv::streamWords>},
+    {{"MOONCAKE_PINNED_CACHE", "536870912",
+      "Bytes of pinned memory per device that wait for the next operation on the device's tensors"},
+     numberInto<&BackendEnv::pinnedCache, 0, uint64_t(1) << 40>},
+    {{"MOONCAKE_BLOCKING_WAIT", "0",
+      "1: wait() for tensors of a device waits on the host until the outputs are there"},
+     flagInto<&BackendEnv::blockingWait>},
 };
 
 }  // namespace

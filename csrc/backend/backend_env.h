@@ -6,8 +6,10 @@ namespace mooncake {
 
 // Settings of a backend, for a group whose options do not say otherwise.
 struct BackendEnv {
-  bool raises = false;       // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
-  bool streamWords = false;  // MOONCAKE_STREAM_WORDS: see StreamStaging
+  bool raises = false;                     // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
+  bool streamWords = true;                 // MOONCAKE_STREAM_WORDS: see StreamStaging
+  size_t pinnedCache = size_t{512} << 20;  // MOONCAKE_PINNED_CACHE
+  bool blockingWait = false;               // MOONCAKE_BLOCKING_WAIT
 
   // kInvalidArgument names the variable, its value and what is allowed.
   static Result<BackendEnv> read();

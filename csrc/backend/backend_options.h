@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "backend/device/group_streams.h"
 #include "backend/merge_store.h"
 #include "engine/engine.h"
 #include "engine/env.h"
@@ -23,11 +24,12 @@ struct BackendOptions {
   std::optional<std::chrono::milliseconds> messageTimeout;  // none: `timeout`
   bool lostMessagesReturn = false;  // in mode `continue`: see MessageDriver::lostMessagesReturn()
   EngineEnv env;
-  GroupEnv groupEnv;         // of all groups of the job
-  bool raises = false;       // mode `raise`: a loss ends one operation
-  bool streamWords = false;  // see StreamStaging
-  at::Tensor activeRanks;    // int32, 1 for each active rank; the caller's own when one was given
-  int capacity = 0;          // ranks that the group may grow to; 0: its size
+  GroupEnv groupEnv;    // of all groups of the job
+  bool raises = false;  // mode `raise`: a loss ends one operation
+  GroupStreams::Settings streams;
+  bool blockingWait = false;  // wait() for tensors of a device waits on the host for the outputs
+  at::Tensor activeRanks;     // int32, 1 for each active rank; the caller's own when one was given
+  int capacity = 0;           // ranks that the group may grow to; 0: its size
   // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the
   // key of a lent engine. When the job ends, the engine stays, without connections to its peers.
   std::shared_ptr<Engine> engine;

@@ -1,7 +1,6 @@
 #include "backend/mooncake_backend.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "backend/arguments.h"
 #include "backend/errors.h"
@@ -56,26 +55,6 @@ void checkRanks(std::vector<int> ranks) {
     refuse("rank " + std::to_string(*twice) + " stands twice in the list of the group's ranks");
 }
 
-// Writes 1 (active) or 0 for each rank of the group to the first elements of the tensor. Any
-// thread, without Python's lock. A concurrent reader sees each element before or after the change.
-void show(const GroupView& view, int size, const at::Tensor& mirror) {
-  if (mirror.is_cpu()) {
-    int32_t* elements = mirror.mutable_data_ptr<int32_t>();
-    for (int r = 0; r < size; ++r) {
-      std::atomic_ref<int32_t>(elements[r]).store(view.contains(r), std::memory_order_release);
-    }
-    return;
-  }
-  // Must neither wait for the device nor throw.
-  try {
-    at::Tensor staged = at::empty({size}, at::TensorOptions(at::kInt).pinned_memory(true));
-    show(view, size, staged);
-    mirror.narrow(0, 0, size).copy_(staged, /*non_blocking=*/true);
-  } catch (const std::exception& error) {
-    log(LogLevel::kError, "active_ranks", "cannot be copied to the device: ", error.what());
-  }
-}
-
 }  // namespace
 
 MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -84,7 +63,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   checkRanks(options_.globalRanks);
   const Deadline init = deadline(c10d::kUnsetTimeout);
   if (options_.capacity == 0) options_.capacity = size;
-  if (!options_.activeRanks.defined()) options_.activeRanks = at::ones({size}, at::kInt);
+  activeRanks_ = std::make_shared<ActiveRanks>(options_.activeRanks, size);
   if (world) {
     // A forked child makes no groups: it has no threads of the engine.
     world->refuseInForkedChild();
@@ -103,6 +82,7 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
                                               options_.lostMessagesReturn && !options_.raises);
   queue_ = std::make_shared<CollectiveQueue>(*group_, options_.raises, completions_, hooks_);
   job_->add(this, [this](Farewell::How how) { leaveGroup(how); });
+  activeRanks_->push();
 }
 
 GroupOptions MooncakeBackend::groupOptions() const {
@@ -113,9 +93,7 @@ GroupOptions MooncakeBackend::groupOptions() const {
           .env = options_.groupEnv,
           .mailboxBytes = kMailboxBytes,
           .raises = options_.raises,
-          .onView = [mirror = options_.activeRanks, size = size_](const GroupView& view) {
-            show(view, size, mirror);
-          }};
+          .onView = [ranks = activeRanks_](const GroupView& view) { ranks->show(view); }};
 }
 
 std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, size_t slotBytes,
@@ -134,6 +112,11 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
                        .mailboxBytes = mailboxBytes,
                        .raises = raises};
   return job_->makeGroup(std::move(options), deadline);
+}
+
+at::Tensor MooncakeBackend::activeRanks() const {
+  activeRanks_->push();
+  return activeRanks_->tensor();
 }
 
 MooncakeBackend::~MooncakeBackend() { close(); }

@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/version.h>
 
+#include "backend/active_ranks.h"
 #include "backend/backend_options.h"
 #include "backend/coalescing.h"
 #include "backend/collective_queue.h"
@@ -150,7 +151,9 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
-  at::Tensor activeRanks() const { return options_.activeRanks; }
+  // Brings the tensor up to date.
+  at::Tensor activeRanks() const;
+  at::Tensor activeRanksOnHost() const { return activeRanks_->onHost(); }
   // Options for a group of these ranks of this group; the list is the new group's rank order.
   BackendOptions optionsOfSplit(const std::vector<int>& ranks, const Options& opts) const;
   // Options for a group that this one is merged into. Only used while this group lives.
@@ -218,9 +221,14 @@ class MooncakeBackend : public c10d::Backend {
       if (staging->isOrdered()) order.lock();
       const auto turn = std::make_shared<StagedTurn>(staging);
       staging->mark();
-      queue_->submit(
-          work, async || staging->isOrdered(),
-          [this, turn, run = std::forward<Run>(run)] { return turn->run(*group_, run); });
+      queue_->submit(work, async || staging->isOrdered(),
+                     [this, turn, run = std::forward<Run>(run)] {
+                       return turn->run(*group_, [&] {
+                         Status status = run();
+                         activeRanks_->push();  // ahead of the outputs
+                         return status;
+                       });
+                     });
     } else {
       queue_->submit(work, async, std::forward<Run>(run));
     }
@@ -242,6 +250,7 @@ class MooncakeBackend : public c10d::Backend {
   Deadline deadline(std::chrono::milliseconds timeout) const;
 
   BackendOptions options_;
+  std::shared_ptr<ActiveRanks> activeRanks_;
   Coalescing coalescing_;
   std::mutex orderMutex_;       // held from the mark of an ordered staging to its place in queue_
   std::mutex abortHooksMutex_;  // guards abortHooks_; hooks run without it

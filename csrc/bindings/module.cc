@@ -2,6 +2,7 @@
 #include <optional>
 #include <set>
 
+#include <ATen/DeviceAccelerator.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -12,6 +13,7 @@
 #include "backend/batch_work.h"
 #include "backend/collective_work.h"
 #include "backend/completions.h"
+#include "backend/device/accelerator_of.h"
 #include "backend/device/device_backend.h"
 #include "backend/drains.h"
 #include "backend/errors.h"
@@ -20,9 +22,10 @@
 #include "backend/named_group.h"
 #include "backend/signals.h"
 #include "bindings/ep.h"
-#include "bindings/fake_devices.h"
+#include "bindings/for_tests.h"
 #include "bindings/futures.h"
 #include "bindings/transfer.h"
+#include "device/accelerators.h"
 #include "engine/env.h"
 #include "engine/nic/fabric_env.h"
 #include "engine/nic/libfabric/report.h"
@@ -163,24 +166,40 @@ void apply(const py::dict& options, BackendOptions& out) {
   }
 }
 
+void refuseCapturedConstruction() {
+  const auto type = at::getAccelerator();
+  if (!type) return;
+  // A device that the program does not use must not be initialised for this.
+  const py::module_ torch = py::module_::import("torch");
+  const std::string name = c10::DeviceTypeName(*type, /*lower_case=*/true);
+  const py::object module = py::getattr(torch, name.c_str(), py::none());
+  if (!py::hasattr(module, "is_initialized") || !module.attr("is_initialized")().cast<bool>())
+    return;
+  mooncake::refuseCapture(at::accelerator::getCurrentStream(at::accelerator::getDeviceIndex()),
+                          "the construction of a process group cannot be recorded");
+}
+
 c10::intrusive_ptr<PythonBackend> createBackend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::vector<int> globalRanks,
     std::string groupId, std::chrono::duration<double> timeout, std::string backendName,
     const py::dict& options, const std::optional<c10::intrusive_ptr<PythonBackend>>& world) {
+  refuseCapturedConstruction();
   auto env = mooncake::EngineEnv::read();
   if (!env.ok()) mooncake::throwError(env.error());
   const auto groupEnv = mooncake::GroupEnv::read();
   if (!groupEnv.ok()) mooncake::throwError(groupEnv.error());
   const auto backendEnv = mooncake::BackendEnv::read();
   if (!backendEnv.ok()) mooncake::throwError(backendEnv.error());
-  BackendOptions out{.name = std::move(backendName),
-                     .groupName = std::move(groupId),
-                     .globalRanks = std::move(globalRanks),
-                     .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
-                     .env = std::move(*env),
-                     .groupEnv = *groupEnv,
-                     .raises = backendEnv->raises,
-                     .streamWords = backendEnv->streamWords};
+  BackendOptions out{
+      .name = std::move(backendName),
+      .groupName = std::move(groupId),
+      .globalRanks = std::move(globalRanks),
+      .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
+      .env = std::move(*env),
+      .groupEnv = *groupEnv,
+      .raises = backendEnv->raises,
+      .streams = {.words = backendEnv->streamWords, .pinnedCache = backendEnv->pinnedCache},
+      .blockingWait = backendEnv->blockingWait};
   // Later groups share the default group's engine.
   if (world) options.attr("pop")("engine", py::none());
   apply(options, out);
@@ -321,6 +340,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       findings.emplace_back(works, subject, text);
     return findings;
   });
+  // (it works, its name, what it has or lacks)
+  m.def("describe_accelerators", [] {
+    std::vector<std::tuple<bool, std::string, std::string>> findings;
+    const auto cuda = mooncake::openAccelerator("cuda");
+    findings.emplace_back(cuda.ok(), "CUDA devices",
+                          cuda.ok() ? std::to_string((*cuda)->deviceCount()) +
+                                          "; their tensors go through pinned host memory"
+                                    : cuda.error().message);
+    return findings;
+  });
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("global_ranks"), py::arg("group_id"), py::arg("timeout"), py::arg("backend_name"),
         py::arg("options"), py::arg("world"));
@@ -340,7 +369,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__deepcopy__", copied);
 
   py::class_<PythonBackend, c10::intrusive_ptr<PythonBackend>, c10d::Backend>(m, "MooncakeBackend")
-      .def_property_readonly("active_ranks", &PythonBackend::activeRanks)
+      .def_property_readonly(
+          "active_ranks",
+          py::cpp_function([](const PythonBackend& backend) { return backend.activeRanks(); },
+                           py::call_guard<py::gil_scoped_release>()))
+      .def_property_readonly("active_ranks_on_host", &PythonBackend::activeRanksOnHost)
       .def_property_readonly("options", &splitOptionsOf)
       // torch 2.8 defines it for its own backends only; newer versions for every backend.
       .def("_set_default_timeout", &PythonBackend::setTimeout, py::arg("timeout"),
@@ -375,7 +408,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   mooncake::bindEp(m);
   mooncake::bindFutures(m);
 #ifdef MOONCAKE_WITH_SIM
-  mooncake::bindFakeDevices(m);
+  mooncake::bindForTests(m);
 #endif
 
   py::class_<CollectiveWork, c10::intrusive_ptr<CollectiveWork>, c10d::Work>(m, "CollectiveWork")

@@ -37,7 +37,7 @@ Result<DeviceStream> nativeStream(const c10::Stream& stream) {
   return native;
 }
 
-void refuseCapture(const c10::Stream& stream) {
+void refuseCapture(const c10::Stream& stream, const char* what) {
   const auto accelerator = acceleratorOf(stream.device_type());
   if (!accelerator.ok()) return;
   const auto native = nativeStream(stream);
@@ -45,10 +45,9 @@ void refuseCapture(const c10::Stream& stream) {
   const auto isCapturing = (*accelerator)->isCapturing(*native);
   throwIfError(isCapturing.status());
   if (*isCapturing) {
-    throwError({ErrorCode::kUnsupported,
-                "the stream of " + stream.device().str() +
-                    " is being recorded into a graph, and an operation between ranks cannot be "
-                    "recorded yet. Call it outside of the capture"});
+    throwError({ErrorCode::kUnsupported, "the stream of " + stream.device().str() +
+                                             " is being recorded into a graph, and " + what +
+                                             ". Call it outside of the capture"});
   }
 }
 

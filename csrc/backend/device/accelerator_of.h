@@ -11,7 +11,7 @@ namespace mooncake {
 Result<Accelerator*> acceleratorOf(c10::DeviceType type);
 // Returns the stream as its accelerator knows it. kUnsupported: this torch does not tell handles.
 Result<DeviceStream> nativeStream(const c10::Stream& stream);
-// Throws if the stream's calls are being recorded into a graph.
-void refuseCapture(const c10::Stream& stream);
+// Throws if the stream's calls are being recorded into a graph. `what` follows "and" in the error.
+void refuseCapture(const c10::Stream& stream, const char* what);
 
 }  // namespace mooncake

@@ -76,29 +76,34 @@ std::vector<Tensors> outputs(Staging& staging, const std::vector<Tensors>& lists
 
 }  // namespace
 
-const DeviceBackend::Streams& DeviceBackend::streamsOn(const c10::Device& device) {
+void DeviceBackend::shutdown() {
+  MooncakeBackend::shutdown();
+  const UnseenErrors::Unseen unseen = unseen_.first();
+  if (!unseen.error || unseen.isRaised->exchange(true)) return;
+  try {
+    std::rethrow_exception(unseen.error);
+  } catch (const std::exception& error) {
+    log(LogLevel::kError, "group '" + options().groupName + "'",
+        std::string(
+            "an operation failed after its wait() had returned, and no later call raised ") +
+            "the error: " + error.what());
+  }
+}
+
+std::shared_ptr<GroupStreams> DeviceBackend::streamsOn(const c10::Device& device) {
   refuseInForkedChild();
   std::lock_guard lock(streamsMutex_);
   lastDevice_ = device;
-  const auto key = std::make_pair(device.type(), device.index());
-  const auto known = streams_.find(key);
-  if (known != streams_.end()) return known->second;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  const auto newStream = [&] {
-    return guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  };
-  Streams streams{.collectives = newStream(), .words = nullptr, .messages = newStream()};
-  if (options().streamWords) streams.words = orThrow(StreamWords::make(streams.collectives));
-  return streams_.emplace(key, std::move(streams)).first->second;
+  auto& streams = streams_[{device.type(), device.index()}];
+  if (!streams) streams = std::make_shared<GroupStreams>(device, options().streams);
+  return streams;
 }
 
 std::shared_ptr<Staging> DeviceBackend::stagingOn(const c10::Device& device,
                                                   std::chrono::milliseconds timeout) {
-  const Streams& streams = streamsOn(device);
-  if (streams.words) {
-    return std::make_shared<StreamStaging>(streams.collectives, effective(timeout), streams.words);
-  }
-  return std::make_shared<HostStaging>(streams.collectives, effective(timeout));
+  const auto streams = streamsOn(device);
+  if (streams->words()) return std::make_shared<StreamStaging>(streams, effective(timeout));
+  return std::make_shared<HostStaging>(streams, streams->collectives(), effective(timeout));
 }
 
 std::shared_ptr<Staging> DeviceBackend::stagingFor(at::TensorList tensors,
@@ -110,7 +115,8 @@ std::shared_ptr<Staging> DeviceBackend::stagingFor(at::TensorList tensors,
 std::shared_ptr<Staging> DeviceBackend::messageStagingFor(at::TensorList tensors) {
   const at::Tensor* const first = firstDefined(tensors);
   if (!first || !isOfDevice(*first)) return nullptr;
-  return std::make_shared<HostStaging>(streamsOn(first->device()).messages,
+  const auto streams = streamsOn(first->device());
+  return std::make_shared<HostStaging>(streams, streams->messages(),
                                        effective(c10d::kUnsetTimeout));
 }
 
@@ -123,16 +129,19 @@ DeviceBackend::WorkPtr DeviceBackend::deviceWork(const std::shared_ptr<Staging>&
   }
   if (!host) return nullptr;  // a call of a batch, which raises at the batch's end
   const c10d::OpType type = host->retrieveOpType();
-  auto isRaised = staging->isOrdered() && !batch ? unseen_.add(host) : nullptr;
+  DeviceWork::Waiting waiting{.blocks = options().blockingWait};
+  if (!batch) {  // else the batch's work is the one that is waited for
+    waiting.earlier = unseen_.first();
+    if (staging->isOrdered()) waiting.isRaised = unseen_.add(host);
+  }
   return c10::make_intrusive<DeviceWork>(rank_, type, std::move(host),
                                          std::vector<std::shared_ptr<Staging>>{staging},
-                                         std::move(outputs), std::move(isRaised));
+                                         std::move(outputs), std::move(waiting));
 }
 
 template <typename Call>
 DeviceBackend::WorkPtr DeviceBackend::staged(const std::shared_ptr<Staging>& staging,
                                              Tensors outputs, Call&& call) {
-  unseen_.raise();
   WorkPtr host;
   {
     const Staging::Scope scope(staging);
@@ -317,9 +326,10 @@ DeviceBackend::WorkPtr DeviceBackend::endCoalescing() {
   WorkPtr host = MooncakeBackend::endCoalescing();
   if (!batch || batch->stagings.empty()) return host;
   giveBackWhenDone(*host, batch->stagings);
+  DeviceWork::Waiting waiting{.earlier = unseen_.first(), .blocks = options().blockingWait};
   return c10::make_intrusive<DeviceWork>(rank_, c10d::OpType::COALESCED, std::move(host),
                                          std::move(batch->stagings), std::move(batch->outputs),
-                                         nullptr);
+                                         std::move(waiting));
 }
 
 DeviceBackend::WorkPtr DeviceBackend::send(Tensors& tensors, int to, int tag) {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "backend/device/device_work.h"
+#include "backend/device/group_streams.h"
 #include "backend/device/staging.h"
-#include "backend/device/stream_words.h"
 #include "backend/mooncake_backend.h"
 
 namespace mooncake {
@@ -20,6 +20,9 @@ namespace mooncake {
 class DeviceBackend : public MooncakeBackend {
  public:
   using MooncakeBackend::MooncakeBackend;
+
+  // Also logs an error that no call has raised.
+  void shutdown() override;
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override;
@@ -80,17 +83,11 @@ class DeviceBackend : public MooncakeBackend {
   template <typename Receive>
   WorkPtr receive(std::vector<at::Tensor>& tensors, Receive&& receive);
 
-  // The group's streams on one device.
-  struct Streams {
-    c10::Stream collectives;
-    std::shared_ptr<StreamWords> words;  // null: without MOONCAKE_STREAM_WORDS
-    c10::Stream messages;
-  };
-  const Streams& streamsOn(const c10::Device& device);
+  std::shared_ptr<GroupStreams> streamsOn(const c10::Device& device);
 
   UnseenErrors unseen_;
   std::mutex streamsMutex_;  // guards the two below
-  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, Streams> streams_;
+  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;
   std::optional<c10::Device> lastDevice_;  // of the last call with tensors of a device
 };
 

@@ -1,20 +1,31 @@
 #include "backend/device/device_work.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
+#include "backend/device/group_streams.h"
+#include "backend/errors.h"
+
 namespace mooncake {
+namespace {
+
+constexpr std::chrono::microseconds kPause(50);
+constexpr auto kEndless = std::chrono::milliseconds::max();
+
+}  // namespace
 
 DeviceWork::DeviceWork(int rank, c10d::OpType type, WorkPtr host,
                        std::vector<std::shared_ptr<Staging>> stagings,
-                       std::vector<at::Tensor> outputs, UnseenErrors::Flag isRaised)
+                       std::vector<at::Tensor> outputs, Waiting waiting)
     : Work(rank, type),
       host_(std::move(host)),
       stagings_(std::move(stagings)),
       outputs_(std::move(outputs)),
-      isRaised_(std::move(isRaised)) {}
+      waiting_(std::move(waiting)) {}
 
 bool DeviceWork::isCompleted() {
   if (!host_->isCompleted()) return false;
@@ -29,24 +40,34 @@ bool DeviceWork::isSuccess() const {
 
 std::exception_ptr DeviceWork::exception() const {
   std::exception_ptr error = host_->exception();
-  if (error && isRaised_) isRaised_->store(true);
+  if (error && waiting_.isRaised) *waiting_.isRaised = true;
   return error;
 }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
-  if (waitsOnHost() || host_->isCompleted()) {
-    try {
-      host_->wait(timeout);
-    } catch (...) {
-      if (isRaised_ && host_->isCompleted()) isRaised_->store(true);
-      // An ordered staging copies the outputs in any case. Later work of the program comes after.
-      if (!waitsOnHost()) block();
-      throw;
-    }
-    for (const auto& staging : stagings_) staging->giveBack();  // of messages; else it was done
+  const Deadline deadline = Deadline::after(timeout == kNoTimeout ? kEndless : timeout);
+  const UnseenErrors::Unseen& earlier = waiting_.earlier;
+  if (earlier.error && !earlier.isRaised->exchange(true)) {
+    // The error of this operation, if there is one, stays for the next call.
+    if (!waitsOnHost()) block();
+    std::rethrow_exception(earlier.error);
   }
+  if (waitsOnHost() || waiting_.blocks || host_->isCompleted()) awaitHost(timeout);
   block();
+  if (waiting_.blocks) awaitOutputs(deadline);
   return true;
+}
+
+void DeviceWork::awaitHost(std::chrono::milliseconds timeout) {
+  try {
+    host_->wait(timeout);
+  } catch (...) {
+    if (waiting_.isRaised && host_->isCompleted()) *waiting_.isRaised = true;
+    // An ordered staging copies the outputs in any case. Later work of the program comes after.
+    if (!waitsOnHost()) block();
+    throw;
+  }
+  for (const auto& staging : stagings_) staging->giveBack();  // of messages; else it was done
 }
 
 bool DeviceWork::waitsOnHost() const {
@@ -57,6 +78,20 @@ bool DeviceWork::waitsOnHost() const {
 
 void DeviceWork::block() const {
   for (const auto& staging : stagings_) staging->block();
+}
+
+void DeviceWork::awaitOutputs(Deadline deadline) const {
+  for (const auto& staging : stagings_) {
+    const c10::DeviceGuard on(staging->stream().device());
+    while (!staging->isOver()) {
+      if (deadline.passed()) {
+        throwError({ErrorCode::kTimeout,
+                    "the outputs of an operation are not on " + staging->stream().device().str() +
+                        " after the timeout of wait(): earlier work of the device still runs"});
+      }
+      std::this_thread::sleep_for(kPause);
+    }
+  }
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
@@ -70,7 +105,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   }
   if (!waitsOnHost()) {
     // It is complete at once, at a position in a stream that comes after the outputs.
-    const c10::StreamGuard on(stagings_.back()->anotherStream());
+    const c10::StreamGuard on(stagings_.back()->streams().callbacks());
     block();
     future->markCompleted(c10::IValue(outputs_));
     return future;

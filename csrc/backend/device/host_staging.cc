@@ -1,10 +1,18 @@
 #include "backend/device/host_staging.h"
 
+#include "base/failpoint.h"
+
 namespace mooncake {
+
+void HostStaging::mark() {
+  markReached();
+  failpoint("stage-marked");
+}
 
 Status HostStaging::fetch(Group& group) {
   reached().block(stream());
   copyIn(stream());
+  failpoint("stage-copies-in");
   c10::Event copied(stream().device_type());
   copied.record(stream());
   return awaitOnHost(group, [&] { return copied.query(); });

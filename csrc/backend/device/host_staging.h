@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
+#include <utility>
 
 #include "backend/device/staging.h"
 
@@ -12,10 +14,11 @@ namespace mooncake {
 // An operation reads the outputs of the one before it, because its copies are enqueued later.
 class HostStaging final : public Staging {
  public:
-  HostStaging(const c10::Stream& stream, std::chrono::milliseconds limit)
-      : Staging(stream, limit), done_(stream.device_type()) {}
+  HostStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& stream,
+              std::chrono::milliseconds limit)
+      : Staging(std::move(streams), stream, limit), done_(stream.device_type()) {}
 
-  void mark() override { markReached(); }
+  void mark() override;
   bool isOrdered() const override { return false; }
   Status fetch(Group& group) override;
   void giveBack() override;

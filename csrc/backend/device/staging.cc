@@ -9,6 +9,7 @@
 
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
+#include "backend/device/group_streams.h"
 #include "backend/tensors.h"
 #include "group/group.h"
 
@@ -49,22 +50,31 @@ at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput
   }
   if (isOutput) refuseOwnOverlap(tensor, what);
   const at::NoGradGuard plain;
-  const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(true);
-  return copies_
-      .emplace_back(Copy{tensor.detach(), at::empty(tensor.sizes(), options), isInput, isOutput})
-      .host;
+  return copies_.emplace_back(Copy{tensor.detach(), emptyOnHost(tensor), isInput, isOutput}).host;
 }
+
+at::Tensor Staging::emptyOnHost(const at::Tensor& tensor) const {
+  const auto options = at::TensorOptions(tensor.scalar_type()).device(at::kCPU);
+  PinnedPool* const pool = streams_->pinned();
+  if (!pool) return at::empty(tensor.sizes(), options.pinned_memory(true));
+  const auto piece = std::make_shared<PinnedPool::Piece>(orThrow(pool->take(tensor.nbytes())));
+  // All copies are on this stream, or were waited for.
+  const auto giveBack = [pool, piece, stream = OwnStream::nativeOf(stream_)](void*) {
+    pool->giveBack(std::move(*piece), stream);
+  };
+  return at::from_blob(piece->memory.data(), tensor.sizes(), giveBack, options);
+}
+
+void Staging::leak() const { new std::vector<Copy>(copies_); }
 
 c10::Stream Staging::callersStream() const { return guardOf(stream_).getStream(stream_.device()); }
-
-c10::Stream Staging::anotherStream() const {
-  return guardOf(stream_).getStreamFromGlobalPool(stream_.device());
-}
 
 void Staging::markReached() {
   reached_.emplace(stream_.device_type());
   const c10::Stream callers = callersStream();
-  refuseCapture(callers);
+  refuseCapture(callers,
+                "an operation between ranks cannot be recorded: its replays would have to be "
+                "counted on the device");
   reached_->record(callers);
 }
 

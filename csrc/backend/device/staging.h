@@ -12,11 +12,13 @@
 #include <c10/core/Stream.h>
 
 #include "base/deadline.h"
+#include "base/failpoint.h"
 #include "base/result.h"
 
 namespace mooncake {
 
 class Group;
+class GroupStreams;
 
 // One operation on tensors of a device. It works on copies in pinned host memory, and this class
 // moves the data between the two, on a stream of the group. In the order of the calls:
@@ -61,7 +63,7 @@ class Staging {
   virtual void block() const = 0;
 
   const c10::Stream& stream() const { return stream_; }
-  c10::Stream anotherStream() const;  // one of the device's pool
+  GroupStreams& streams() const { return *streams_; }
 
   // Returns the staging of the call that this thread makes, once; null for operations on CPU
   // tensors. A signal handler that runs inside of the call makes calls of its own.
@@ -78,9 +80,10 @@ class Staging {
   };
 
  protected:
-  // `stream`: the group's, for copies.
-  Staging(const c10::Stream& stream, std::chrono::milliseconds limit)
-      : stream_(stream), limit_(limit) {}
+  // `stream`: the one of `streams` for the copies.
+  Staging(std::shared_ptr<GroupStreams> streams, const c10::Stream& stream,
+          std::chrono::milliseconds limit)
+      : streams_(std::move(streams)), stream_(stream), limit_(limit) {}
 
   // Marks the position of the caller's stream.
   void markReached();
@@ -91,6 +94,8 @@ class Staging {
   void copyOut() const;
   // Enqueues copies of the outputs' present contents, to the host.
   void keepOutputs(const c10::Stream& stream) const;
+  // Keeps the memory of the copies for good: a stream may write to it at any time.
+  void leak() const;
   bool hasOutputs() const;
   c10::Stream callersStream() const;
   // Waits on the host for a condition, for as long as the limit says.
@@ -105,9 +110,11 @@ class Staging {
   };
 
   at::Tensor add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput);
+  at::Tensor emptyOnHost(const at::Tensor& tensor) const;
   void copyToHost(const Copy& copy) const;
   Error lateError(const Group& group) const;
 
+  const std::shared_ptr<GroupStreams> streams_;
   const c10::Stream stream_;
   const std::chrono::milliseconds limit_;
   std::vector<Copy> copies_;
@@ -126,8 +133,11 @@ class StagedTurn {
   template <typename Run>
   Status run(Group& group, const Run& operation) {
     Status status = fetch(group);
+    failpoint("stage-fetched");
     if (status.ok()) status = operation();
+    failpoint("stage-ran");
     status.ok() ? staging_->giveBack() : staging_->abandon();
+    failpoint("stage-given-back");
     return status;
   }
 

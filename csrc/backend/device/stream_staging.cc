@@ -5,7 +5,9 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include "backend/device/await_event.h"
 #include "backend/errors.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 
 namespace mooncake {
@@ -13,25 +15,20 @@ namespace {
 
 constexpr auto kRescueLimit = std::chrono::seconds(1);
 
-bool awaitEvent(const c10::Event& event, Deadline deadline) {
-  while (!event.query()) {
-    if (deadline.passed()) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  return true;
-}
-
 }  // namespace
 
 void StreamStaging::mark() {
   markReached();
   number_ = nextNumber();
   isMarked_ = true;
+  failpoint("stage-marked");
   reached().block(stream());
   copyIn(stream());
   copied_.record(stream());
-  throwIfError(words_->tell(number_));
-  throwIfError(words_->await(number_));
+  failpoint("stage-copies-in");
+  throwIfError(words().tell(number_));
+  throwIfError(words().await(number_));
+  failpoint("stage-words");
   copyOut();
   done_.record(stream());
 }
@@ -40,7 +37,7 @@ void StreamStaging::mark() {
 uint32_t StreamStaging::nextNumber() const {
   const Deadline deadline = Deadline::after(limit());
   for (;;) {
-    if (const auto number = words_->next()) return *number;
+    if (const auto number = words().next()) return *number;
     if (deadline.passed()) {
       throwError({ErrorCode::kExhausted, "too many operations are under way on a stream of " +
                                              stream().device().str() +
@@ -51,12 +48,12 @@ uint32_t StreamStaging::nextNumber() const {
 }
 
 Status StreamStaging::fetch(Group& group) {
-  return awaitOnHost(group, [&] { return words_->isTold(number_); });
+  return awaitOnHost(group, [&] { return words().isTold(number_); });
 }
 
 void StreamStaging::giveBack() {
   std::lock_guard lock(mutex_);
-  if (!std::exchange(isEnded_, true)) words_->release(number_);
+  if (!std::exchange(isEnded_, true)) words().release(number_);
 }
 
 void StreamStaging::abandon() {
@@ -67,19 +64,26 @@ void StreamStaging::abandon() {
         "the outputs of an operation that failed are undefined: earlier work on the caller's "
         "stream still runs, or the device failed");
   }
-  words_->release(number_);
+  words().release(number_);
 }
 
 bool StreamStaging::fetchOutputs() const try {
   const c10::DeviceGuard on(stream().device());
-  const Deadline deadline = Deadline::after(kRescueLimit);
-  // The host waits for this, and no stream: other operations may use the stream below.
-  if (!awaitEvent(copied_, deadline)) return false;
-  const c10::Stream beside = anotherStream();
-  keepOutputs(beside);
-  c10::Event fetched(beside.device_type());
-  fetched.record(beside);
-  return awaitEvent(fetched, deadline);
+  const bool wasStuck = streams().isStuck();
+  const auto limit = wasStuck ? std::chrono::seconds(0) : kRescueLimit;
+  const Deadline deadline = Deadline::after(limit);
+  // The host waits for this, and no stream: `rescue` serves all operations of the group.
+  if (!awaitEvent(copied_, deadline)) {
+    streams().isStuck() = true;
+    return false;
+  }
+  const c10::Stream& rescue = streams().rescue();
+  keepOutputs(rescue);
+  c10::Event fetched(rescue.device_type());
+  fetched.record(rescue);
+  const bool isFetched = awaitEvent(fetched, Deadline::after(kRescueLimit));
+  if (!isFetched) leak();
+  return isFetched;
 } catch (const std::exception&) {  // of torch: the device's context is lost, for example
   return false;
 }

@@ -1,21 +1,14 @@
 #include "backend/device/stream_words.h"
 
 #include <new>
-#include <string>
-
-#include "backend/device/accelerator_of.h"
 
 namespace mooncake {
-Result<std::shared_ptr<StreamWords>> StreamWords::make(const c10::Stream& stream) {
-  auto accelerator = acceleratorOf(stream.device_type());
-  if (!accelerator.ok()) return accelerator.error();
-  const auto native = nativeStream(stream);
-  if (!native.ok()) return native.error();
-  if (!(*accelerator)->hasStreamWords(native->device))
-    return {ErrorCode::kUnsupported, "streams of " + stream.device().str() + " know no words"};
-  auto memory = (*accelerator)->allocatePinned(sizeof(Memory));
+
+Result<std::unique_ptr<StreamWords>> StreamWords::make(Accelerator& accelerator,
+                                                       DeviceStream stream) {
+  auto memory = accelerator.allocatePinned(sizeof(Memory));
   if (!memory.ok()) return memory.error();
-  return std::shared_ptr<StreamWords>(new StreamWords(**accelerator, *native, *memory));
+  return std::unique_ptr<StreamWords>(new StreamWords(accelerator, stream, *memory));
 }
 
 StreamWords::StreamWords(Accelerator& accelerator, DeviceStream stream, std::span<std::byte> memory)

@@ -5,8 +5,6 @@
 #include <optional>
 #include <span>
 
-#include <c10/core/Stream.h>
-
 #include "base/result.h"
 #include "device/accelerator.h"
 
@@ -16,8 +14,8 @@ namespace mooncake {
 // other. Each operation on the stream has a number, from 1 on, and may wrap.
 class StreamWords {
  public:
-  // kUnsupported: no accelerator, or its streams know no words.
-  static Result<std::shared_ptr<StreamWords>> make(const c10::Stream& stream);
+  // For a stream that knows words.
+  static Result<std::unique_ptr<StreamWords>> make(Accelerator& accelerator, DeviceStream stream);
   ~StreamWords();
   StreamWords(const StreamWords&) = delete;
   StreamWords& operator=(const StreamWords&) = delete;

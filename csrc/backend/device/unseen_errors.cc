@@ -1,11 +1,19 @@
 #include "backend/device/unseen_errors.h"
 
-#include <exception>
 #include <utility>
 
 #include "backend/collective_work.h"
 
 namespace mooncake {
+namespace {
+
+// Somebody who waits for another work of the group has seen the loss.
+bool isLossSeen(const c10d::Work& work) {
+  const auto* const collective = dynamic_cast<const CollectiveWork*>(&work);
+  return collective && collective->isLossSeen();
+}
+
+}  // namespace
 
 UnseenErrors::Flag UnseenErrors::add(WorkPtr work) {
   auto flag = std::make_shared<std::atomic<bool>>(false);
@@ -14,22 +22,17 @@ UnseenErrors::Flag UnseenErrors::add(WorkPtr work) {
   return flag;
 }
 
-void UnseenErrors::raise() {
+UnseenErrors::Unseen UnseenErrors::first() {
   std::deque<Entry> ended;  // dropped without the lock
-  std::exception_ptr first;
-  {
-    std::lock_guard lock(mutex_);
-    while (!entries_.empty() && entries_.front().work->isCompleted()) {
-      Entry& entry = ended.emplace_back(std::move(entries_.front()));
-      entries_.pop_front();
-      const auto* collective = dynamic_cast<const CollectiveWork*>(entry.work.get());
-      if (first || entry.work->isSuccess() || entry.isRaised->exchange(true) ||
-          (collective && collective->isLossSeen()))
-        continue;
-      first = entry.work->exception();
-    }
+  std::lock_guard lock(mutex_);
+  if (first_.error && *first_.isRaised) first_ = {};
+  while (!entries_.empty() && entries_.front().work->isCompleted()) {
+    Entry& entry = ended.emplace_back(std::move(entries_.front()));
+    entries_.pop_front();
+    if (!first_.error && !entry.work->isSuccess() && !*entry.isRaised && !isLossSeen(*entry.work))
+      first_ = {entry.work->exception(), entry.isRaised};
   }
-  if (first) std::rethrow_exception(first);
+  return first_;
 }
 
 }  // namespace mooncake

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 
@@ -9,25 +10,32 @@
 
 namespace mooncake {
 
-// Operations whose wait() may have returned before they ended. The error of one that failed later
-// is raised by the next call of the group.
+// Operations whose wait() may have returned before they ended. The first error that no caller has
+// raised goes to the works of later calls, which raise it in their wait().
 class UnseenErrors {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Flag = std::shared_ptr<std::atomic<bool>>;
 
+  struct Unseen {
+    std::exception_ptr error;
+    Flag isRaised;  // set by the caller that raises it
+  };
+
   // Watches an operation until it has ended. The caller sets the flag when it raises its error.
   Flag add(WorkPtr work);
-  // Throws the first error that no caller has raised. Forgets operations that have ended.
-  void raise();
+  // Returns the first error that no caller has raised, or one without an error. Forgets operations
+  // that have ended.
+  Unseen first();
 
  private:
+  std::mutex mutex_;  // guards everything below
   struct Entry {
     WorkPtr work;
     Flag isRaised;
   };
-  std::mutex mutex_;  // guards entries_
   std::deque<Entry> entries_;
+  Unseen first_;
 };
 
 }  // namespace mooncake

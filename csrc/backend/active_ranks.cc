@@ -1,0 +1,77 @@
+#include "backend/active_ranks.h"
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "backend/device/await_event.h"
+#include "base/log.h"
+
+namespace mooncake {
+namespace {
+
+constexpr std::chrono::seconds kPushLimit(1);
+
+at::Tensor ones(int size, bool isPinned) {
+  return at::ones({size}, at::TensorOptions(at::kInt).device(at::kCPU).pinned_memory(isPinned));
+}
+
+}  // namespace
+
+ActiveRanks::ActiveRanks(at::Tensor shown, int size)
+    : size_(size),
+      shown_(shown.defined() ? std::move(shown) : ones(size, false)),
+      host_(shown_.is_cpu() ? shown_ : ones(size, true)) {
+  if (shown_.is_cpu()) return;
+  isFilled_.emplace(shown_.device().type());
+  isFilled_->record(c10::impl::VirtualGuardImpl(shown_.device().type()).getStream(shown_.device()));
+}
+
+void ActiveRanks::show(const GroupView& view) {
+  int32_t* const elements = host_.mutable_data_ptr<int32_t>();
+  for (int r = 0; r < size_; ++r) {
+    std::atomic_ref<int32_t>(elements[r]).store(view.contains(r), std::memory_order_release);
+  }
+  changes_.fetch_add(1, std::memory_order_release);
+}
+
+void ActiveRanks::push() {
+  if (shown_.is_cpu()) return;
+  std::lock_guard lock(mutex_);
+  const uint64_t changes = changes_.load(std::memory_order_acquire);
+  if (changes == pushed_) return;
+  try {
+    copyToDevice();
+    pushed_ = changes;
+  } catch (const std::exception& error) {
+    log(LogLevel::kError, "active_ranks", "cannot be copied to ", shown_.device().str(), ": ",
+        error.what());
+  }
+}
+
+void ActiveRanks::copyToDevice() {
+  const c10::DeviceGuard device(shown_.device());
+  const c10::StreamGuard on(stream().stream());
+  shown_.narrow(0, 0, size_).copy_(host_, /*non_blocking=*/true);
+  c10::Event copied(shown_.device().type());
+  copied.record(stream_->stream());
+  if (!awaitEvent(copied, Deadline::after(kPushLimit)))
+    throw std::runtime_error("the device has not copied it within a second");
+}
+
+const OwnStream& ActiveRanks::stream() {
+  if (!stream_) {
+    stream_.emplace(shown_.device());
+    isFilled_->block(stream_->stream());
+  }
+  return *stream_;
+}
+
+}  // namespace mooncake

@@ -1,0 +1,41 @@
+#include "backend/device/group_streams.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "backend/arguments.h"
+
+namespace mooncake {
+namespace {
+
+std::unique_ptr<StreamWords> wordsFor(const OwnStream& stream) {
+  Accelerator* const accelerator = stream.accelerator();
+  if (!accelerator || !accelerator->hasStreamWords(stream.stream().device_index())) return nullptr;
+  return orThrow(StreamWords::make(*accelerator, stream.native()));
+}
+
+// Lives until the process ends, as tensors of its memory may.
+PinnedPool* poolOf(const OwnStream& stream, size_t limit) {
+  static std::mutex mutex;
+  static auto* const pools = new std::map<std::pair<Accelerator*, int>, PinnedPool*>;
+  Accelerator* const accelerator = stream.accelerator();
+  if (!accelerator) return nullptr;
+  const int device = stream.stream().device_index();
+  std::lock_guard lock(mutex);
+  PinnedPool*& pool = (*pools)[{accelerator, device}];
+  if (!pool) pool = new PinnedPool(*accelerator, device, limit);
+  return pool;
+}
+
+}  // namespace
+
+GroupStreams::GroupStreams(const c10::Device& device, const Settings& settings)
+    : collectives_(device),
+      messages_(device),
+      callbacks_(device),
+      rescue_(device),
+      words_(settings.words ? wordsFor(collectives_) : nullptr),
+      pinned_(poolOf(collectives_, settings.pinnedCache)) {}
+
+}  // namespace mooncake

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <optional>
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include "device/accelerator.h"
+
+namespace mooncake {
+
+// A stream for one owner at a time. It comes back when the owner goes, and is never destroyed:
+// torch's allocators remember the streams that have used their memory.
+class OwnStream {
+ public:
+  // Throws if the device has no more of them, or its context is lost. Without an accelerator for the
+  // device, it is a stream of torch's pool, where other owners may have it too.
+  explicit OwnStream(const c10::Device& device);
+  ~OwnStream();
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+  const c10::Stream& stream() const { return stream_; }
+  // Null: no accelerator drives the device.
+  Accelerator* accelerator() const { return accelerator_; }
+  DeviceStream native() const { return nativeOf(stream_); }
+
+  // Returns the accelerator's name of a stream that an owner with an accelerator has.
+  static DeviceStream nativeOf(const c10::Stream& stream);
+
+ private:
+  Accelerator* const accelerator_;
+  const c10::Stream stream_;
+};
+
+}  // namespace mooncake
