@@ -22,14 +22,19 @@ def prepare(kind: str) -> None:
         fake_device.build()
 
 
+def register(kind: str) -> None:
+    """Makes torch know the device."""
+    if kind == "fake":
+        import fake_device
+
+        fake_device.register()
+
+
 def use(rank: int) -> None:
     """Makes the rank's device the default of everything that makes tensors."""
     if kind() == "cpu":
         return
-    if kind() == "fake":
-        import fake_device
-
-        fake_device.register()
+    register(kind())
     index = rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
     torch.set_default_device(torch.device(kind(), index))

@@ -1,15 +1,17 @@
-"""What programs put on top of torch.distributed, on mooncake-cpu: the numbers are those of one
-process that has all of the data."""
+"""What programs put on top of torch.distributed, with tensors of the CPU and of a device: the
+numbers are those of one process that has all of the data."""
 
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import devices
 import harness
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 SIZE = 4
 ROWS = 3  # of each rank's batch
 LEARNING_RATE = 0.1
+DEVICE = os.environ.get(devices.VARIABLE, "fake")
 
 
 def model() -> nn.Module:
@@ -31,11 +34,11 @@ def model() -> nn.Module:
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The same on every rank: input and target of all ranks' rows."""
-    generator = torch.Generator().manual_seed(2)
+    generator, device = torch.Generator().manual_seed(2), torch.get_default_device()
     return [
         (
-            torch.randn(SIZE * ROWS, 8, generator=generator),
-            torch.randn(SIZE * ROWS, SIZE, generator=generator),
+            torch.randn(SIZE * ROWS, 8, generator=generator, device="cpu").to(device),
+            torch.randn(SIZE * ROWS, SIZE, generator=generator, device="cpu").to(device),
         )
         for _ in range(count)
     ]
@@ -65,7 +68,16 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 def on_ranks(function: Callable[..., None], *args: Any, **crew: Any) -> None:
-    harness.run_ranks(SIZE, function, *args, backend="mooncake-cpu", **crew)
+    harness.run_ranks(SIZE, function, *args, **{"backend": "mooncake-cpu", **crew})
+
+
+@pytest.fixture(params=["cpu", DEVICE])
+def place(request) -> dict[str, Any]:
+    """Options of on_ranks()."""
+    if request.param == "cpu":
+        return {}
+    devices.prepare(DEVICE)
+    return {"backend": "mooncake", "env": {devices.VARIABLE: DEVICE}}
 
 
 # ---- DDP
@@ -90,11 +102,11 @@ def ddp(me: harness.Rank, hook: Callable[..., Any] | None, tolerance: float) -> 
 
 
 @pytest.mark.parametrize("hook", ["none", "halves", "fp16"])
-def test_ddp_learns_what_one_process_does(hook):
+def test_ddp_learns_what_one_process_does(hook, place):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     hooks = {"none": None, "halves": halves, "fp16": default_hooks.fp16_compress_hook}
-    on_ranks(ddp, hooks[hook], 1e-2 if hook == "fp16" else 1e-5)
+    on_ranks(ddp, hooks[hook], 1e-2 if hook == "fp16" else 1e-5, **place)
 
 
 def ddp_join(me: harness.Rank) -> None:
@@ -112,8 +124,28 @@ def ddp_join(me: harness.Rank) -> None:
     assert_same(got, [parameter.detach() for parameter in one.parameters()])
 
 
-def test_ddp_joins_ranks_that_run_out_of_inputs():
-    on_ranks(ddp_join)
+def test_ddp_joins_ranks_that_run_out_of_inputs(place):
+    on_ranks(ddp_join, **place)
+
+
+def zero(me: harness.Rank) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    one = model()
+    many = DistributedDataParallel(copy.deepcopy(one))
+    data = batches(5)
+    whole = torch.optim.AdamW(one.parameters(), lr=LEARNING_RATE)
+    parts = ZeroRedundancyOptimizer(many.parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
+    for batch in data:
+        for trained, rows, optimizer in ((one, slice(None), whole), (many, mine(me.rank), parts)):
+            optimizer.zero_grad()
+            loss(trained, rows, batch).backward()
+            optimizer.step()
+    assert_same(list(many.parameters()), list(one.parameters()), 1e-4)
+
+
+def test_zero_learns_what_one_process_does(place):
+    on_ranks(zero, **place)
 
 
 # ---- FSDP2, DTensor, functional collectives
@@ -125,7 +157,7 @@ def fsdp(me: harness.Rank) -> None:
 
     one = model()
     sharded = copy.deepcopy(one)
-    mesh = init_device_mesh("cpu", (SIZE,))
+    mesh = init_device_mesh(devices.kind(), (SIZE,))
     for layer in sharded:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -135,15 +167,15 @@ def fsdp(me: harness.Rank) -> None:
     assert_same(got, train(one, slice(None), data))
 
 
-def test_fsdp_learns_what_one_process_does():
-    on_ranks(fsdp)
+def test_fsdp_learns_what_one_process_does(place):
+    on_ranks(fsdp, **place)
 
 
 def dtensor(me: harness.Rank) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    mesh = init_device_mesh(devices.kind(), (2, 2), mesh_dim_names=("rows", "columns"))
     torch.manual_seed(3)
     a, b = torch.randn(8, 12), torch.randn(12, 6)
     left = distribute_tensor(a, mesh, [Shard(0), Shard(1)])
@@ -155,8 +187,8 @@ def dtensor(me: harness.Rank) -> None:
     assert_same(product.sum().full_tensor(), (a @ b).sum(), 1e-4)
 
 
-def test_dtensor_multiplies_and_redistributes():
-    on_ranks(dtensor)
+def test_dtensor_multiplies_and_redistributes(place):
+    on_ranks(dtensor, **place)
 
 
 def functional(me: harness.Rank) -> None:
@@ -182,8 +214,8 @@ def functional(me: harness.Rank) -> None:
     assert_same(leaf.grad, 2 * SIZE * own)
 
 
-def test_functional_collectives():
-    on_ranks(functional)
+def test_functional_collectives(place):
+    on_ranks(functional, **place)
 
 
 def compiled(me: harness.Rank) -> None:
@@ -216,7 +248,7 @@ def pipeline(me: harness.Rank, schedule: str) -> None:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(SIZE)]
     x, target = torch.randn(16, 8), torch.randn(16, 8)
     whole = nn.Sequential(*copy.deepcopy(layers))
-    stage = pipelining.PipelineStage(layers[me.rank], me.rank, SIZE, torch.device("cpu"))
+    stage = pipelining.PipelineStage(layers[me.rank], me.rank, SIZE, torch.get_default_device())
     run = getattr(pipelining, schedule)(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
     if me.rank == 0:
         run.step(x)
@@ -233,8 +265,8 @@ def pipeline(me: harness.Rank, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
-def test_a_pipeline_computes_what_one_process_does(schedule):
-    on_ranks(pipeline, schedule)
+def test_a_pipeline_computes_what_one_process_does(schedule, place):
+    on_ranks(pipeline, schedule, **place)
 
 
 # ---- checkpoints

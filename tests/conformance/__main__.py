@@ -3,10 +3,11 @@
     python tests/conformance                   whatever passes on Gloo must pass on mooncake-cpu
     python tests/conformance NAME ...          some of its tests
     python tests/conformance --every 8         each eighth: a smoke test of another torch
+    python tests/conformance --device fake     the same with tensors of a device, beside CPU tensors
     python tests/conformance --alone --backend fake   what torch's backend passes that moves nothing
 
-What passes is not run on Gloo: only the others can be wrong. All that a failed test has to say is
-in build/conformance/.
+What passes is not run on the reference: only the others can be wrong. All that a failed test has to
+say is in build/conformance/.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ def run_one(name: str, log: Path) -> Outcome:
     return Outcome(name, "passed", "", seconds)
 
 
-def work(link: connection.Connection, backend: str) -> None:
+def work(link: connection.Connection, backend: str, device: str | None) -> None:
     """A process that runs the tests whose names it is sent, one after the other."""
     suite.end_with_parent()
-    suite.use(backend)
+    suite.use(backend, device)
     with tempfile.NamedTemporaryFile(prefix="mooncake-conformance-") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -86,13 +87,13 @@ def work(link: connection.Connection, backend: str) -> None:
             link.send(run_one(name, Path(log.name)))
 
 
-def run(names: Sequence[str], backend: str, jobs: int) -> Iterator[Outcome]:
+def run(names: Sequence[str], backend: str, jobs: int, device: str | None) -> Iterator[Outcome]:
     """The outcomes, as they come."""
     waiting = list(reversed(names))
     links: list[connection.Connection] = []
     for _ in range(min(jobs, len(names))):
         here, there = _fork.Pipe()
-        _fork.Process(target=work, args=(there, backend)).start()
+        _fork.Process(target=work, args=(there, backend, device)).start()
         there.close()
         here.send(waiting.pop())
         links.append(here)
@@ -107,11 +108,13 @@ def run(names: Sequence[str], backend: str, jobs: int) -> Iterator[Outcome]:
             yield outcome
 
 
-def run_and_show(names: Sequence[str], backend: str, jobs: int) -> dict[str, Outcome]:
+def run_and_show(
+    names: Sequence[str], backend: str, jobs: int, device: str | None = None
+) -> dict[str, Outcome]:
     LOGS.mkdir(parents=True, exist_ok=True)
     outcomes = {}
-    with open(LOGS / f"{backend}.log", "w", encoding="utf-8") as log:
-        for outcome in run(names, backend, jobs):
+    with open(LOGS / f"{backend.replace(':', '-')}.log", "w", encoding="utf-8") as log:
+        for outcome in run(names, backend, jobs, device):
             outcomes[outcome.name] = outcome
             print(f"{backend}: {outcome}", flush=True)
             print(f"==== {outcome}\n{outcome.text}", file=log, flush=True)
@@ -119,9 +122,11 @@ def run_and_show(names: Sequence[str], backend: str, jobs: int) -> dict[str, Out
 
 
 def verdict(
-    outcomes: dict[str, Outcome], on_gloo: Callable[[list[str]], dict[str, Outcome]]
+    outcomes: dict[str, Outcome],
+    on_reference: Callable[[list[str]], dict[str, Outcome]],
+    reference: str,
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """The names by what became of them, and those that pass on Gloo only."""
+    """The names by what became of them, and those that pass on the reference only."""
     kinds = collections.defaultdict(list)
     missed = []
     for name, outcome in sorted(outcomes.items()):
@@ -132,8 +137,9 @@ def verdict(
         else:
             missed.append(name)
     wrong = []
-    for name, outcome in sorted(on_gloo(missed).items()):
-        kind = "passed on Gloo only" if outcome.status == "passed" else "not on Gloo either"
+    for name, outcome in sorted(on_reference(missed).items()):
+        passed = outcome.status == "passed"
+        kind = f"passed on {reference} only" if passed else f"not on {reference} either"
         kinds[kind].append(name)
         if outcome.status == "passed":
             wrong.append(name)
@@ -146,22 +152,31 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--backend", default="mooncake-cpu")
+    parser.add_argument(
+        "--device", help="whatever passes on CPU tensors must pass on this device's"
+    )
     parser.add_argument("--alone", action="store_true", help="do not run on Gloo what fails")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)) + 1)
     options = parser.parse_args()
     names = options.names or suite.names()[:: options.every]
 
-    outcomes = run_and_show(names, options.backend, options.jobs)
+    backend, reference = options.backend, "gloo"
+    if options.device:
+        suite.devices.prepare(options.device)
+        backend, reference = f"cpu:{backend},{options.device}:{backend}", backend
+    outcomes = run_and_show(names, backend, options.jobs, options.device)
     if options.alone:
         counts = collections.Counter(outcome.status for outcome in outcomes.values())
-        print(f"{options.backend}, torch {torch.__version__}: {dict(counts)}")
+        print(f"{backend}, torch {torch.__version__}: {dict(counts)}")
         return
-    kinds, wrong = verdict(outcomes, lambda some: run_and_show(some, "gloo", options.jobs))
+    kinds, wrong = verdict(
+        outcomes, lambda some: run_and_show(some, reference, options.jobs), reference
+    )
     counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items())
-    print(f"{options.backend}, torch {torch.__version__}: {counts}, of {len(names)} tests of torch")
+    print(f"{backend}, torch {torch.__version__}: {counts}, of {len(names)} tests of torch")
     for name in wrong:
-        print(f"passed on Gloo only: {outcomes[name]}")
+        print(f"passed on {reference} only: {outcomes[name]}")
     sys.exit(bool(wrong))
 
 

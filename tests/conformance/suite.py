@@ -22,10 +22,15 @@ from typing import Any
 
 import all_reduce_check
 import on_cpu
+import on_device
 import torch
 import torch.distributed as dist
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import devices
+
 WORLD_SIZE = 4
+device: str | None = None  # of the tensors; None: the CPU
 # Longer than torch's, for a machine that does other things, too. Seconds.
 DEADLINE = int(os.environ.get("RANKS_DEADLINE", "120"))
 OPERATION_TIMEOUT = 2 * DEADLINE
@@ -119,7 +124,12 @@ class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._
         end_with_parent()
         torch.set_num_threads(1)
         all_reduce_check.begin(rank, os.environ["TEMP_DIR"])
-        with on_cpu.everything():
+        if device is None:
+            where = on_cpu.everything()
+        else:
+            devices.register(device)
+            where = on_device.everything(device, rank)
+        with where:
             super()._run(rank, *args, **named)
 
 
@@ -139,8 +149,10 @@ class _LikeGloo(str):
         return not self == other
 
 
-def use(backend: str) -> None:
-    """The tests run on this backend from now on."""
+def use(backend: str, on: str | None = None) -> None:
+    """The tests run on this backend from now on, with tensors of the CPU or of the device `on`."""
+    global device
+    device = on
     os.environ.update(BACKEND=backend)
     distributed_test.BACKEND = _LikeGloo(backend)
     for profiled in (
