@@ -31,6 +31,8 @@ def marks_of(layout: str) -> Any:
 LAYOUTS = [pytest.param(name, marks=marks_of(name)) for name in LAYOUT_NAMES]
 # Over shm, with tensors of a device.
 DEVICE_LAYOUT = pytest.param("device", marks=pytest.mark.ci)
+# Where tests want the error of an operation from its own wait().
+BLOCKING_DEVICE_LAYOUT = pytest.param("device-blocking", marks=pytest.mark.ci)
 ALL_LAYOUTS = [*LAYOUTS, pytest.param("fabric", marks=pytest.mark.slow)]
 # Tensors of layout `device` are on this one.
 DEVICE = os.environ.get(devices.VARIABLE, "fake")
@@ -73,9 +75,10 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
     env = {"MOONCAKE_EAGER_BYTES": str(SMALL_EAGER)}
     if layout == "shm":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
-    if layout == "device":
+    if layout.startswith("device"):
         devices.prepare(DEVICE)
-        return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: DEVICE}}
+        env = {**env, "MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: DEVICE}
+        return {"env": {**env, "MOONCAKE_BLOCKING_WAIT": str(int(layout == "device-blocking"))}}
     if layout == "shm-no-cma":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_CMA": "0"}}
     if layout in ("tcp", "sim", "fabric"):

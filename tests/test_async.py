@@ -13,14 +13,14 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALL_LAYOUTS, DEVICE_LAYOUT, layout_options
+from conftest import ALL_LAYOUTS, BLOCKING_DEVICE_LAYOUT, layout_options
 from harness import raised, until
 from torch.nn.parallel import DistributedDataParallel
 
 COUNTS = [8, 50_000]  # small and large
 
 
-@pytest.fixture(params=[*ALL_LAYOUTS, DEVICE_LAYOUT], scope="module")
+@pytest.fixture(params=[*ALL_LAYOUTS, BLOCKING_DEVICE_LAYOUT], scope="module")
 def layout(request):
     return request.param
 
@@ -422,8 +422,6 @@ def test_many_callbacks_that_wait(crew):
 
 
 def test_a_race_of_callbacks_and_the_program_is_named(layout, two_hosts):
-    if layout == "device":
-        pytest.skip("not on a device yet: the error comes with a later call there")
     with harness.starting(
         3, raced_on_rank, "raced", **layout_options(layout, 3, two_hosts)
     ) as crew:

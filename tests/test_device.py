@@ -126,6 +126,20 @@ def callbacks_on_streams(me):
     assert doubled.wait().tolist() == [2 * total(me.size)] * 1000
 
 
+def one_callback_of_several(me):
+    """Its parts are waited for one by one, as torch asks."""
+    for round in range(20):
+        buffer = torch.full((2000,), float(me.rank + round))
+        futures = [
+            dist.all_reduce(half, async_op=True).get_future() for half in buffer.div_(2).chunk(2)
+        ]
+        done = torch.futures.collect_all(futures)
+        for part in done.then(lambda parts: parts.value()).wait():
+            part.wait()
+        expected = sum(r + round for r in range(me.size)) / 2
+        assert buffer.tolist() == [expected] * 2000, round
+
+
 def dropped_tensors(me):
     """The inputs and outputs of operations under way outlive the caller's references."""
     kept = []
@@ -228,6 +242,7 @@ ON_ALL = [
     several_streams,
     groups_in_any_order,
     callbacks_on_streams,
+    one_callback_of_several,
     dropped_tensors,
     messages,
     barrier_waits_for_the_stream,

@@ -19,13 +19,13 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALL_LAYOUTS, DEVICE_LAYOUT, layout_options
+from conftest import ALL_LAYOUTS, BLOCKING_DEVICE_LAYOUT, layout_options
 from harness import raised
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(params=[*ALL_LAYOUTS, DEVICE_LAYOUT], scope="module")
+@pytest.fixture(params=[*ALL_LAYOUTS, BLOCKING_DEVICE_LAYOUT], scope="module")
 def layout(request):
     return request.param
 
