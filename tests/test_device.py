@@ -126,6 +126,52 @@ def callbacks_on_streams(me):
     assert doubled.wait().tolist() == [2 * total(me.size)] * 1000
 
 
+def callbacks_in_the_programs_order(me):
+    """With words a callback runs where it is attached, so the operations that it calls come between
+    the program's on all ranks alike."""
+    if os.environ["MOONCAKE_STREAM_WORDS"] == "0":
+        return
+    tensor, order = torch.ones(100), []
+
+    def callback(future):
+        order.append("callback")
+        return dist.all_reduce(tensor, async_op=True)
+
+    for round in range(10):
+        first = dist.all_reduce(torch.ones(100), async_op=True)
+        if me.rank == round % me.size:
+            until(first.is_completed, "the end of the operation")
+        called = first.get_future().then(callback)
+        order.append("program")
+        dist.all_reduce(torch.zeros(100))
+        called.wait().wait()
+    assert order == ["callback", "program"] * 10
+    assert tensor.tolist() == [float(me.size**10)] * 100
+
+
+def batch_that_is_refused(me):
+    """A call that is refused ends its batch."""
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    there = torch.accelerator.current_device_index()
+
+    def refused():
+        with _coalescing_manager(device=torch.device("fake", there)):
+            dist.all_reduce(torch.ones(4))
+            dist.all_reduce(torch.ones(4, device=torch.device("fake", 1 - there)))
+
+    kind, text = harness.raised(refused)
+    assert (kind, "tensors of one device" in text) == ("ValueError", True), text
+    tensor = torch.full((3,), float(me.rank))
+    if me.rank == 0:
+        dist.send(tensor, 1)
+    if me.rank == 1:
+        dist.recv(tensor, 0)
+        assert tensor.tolist() == [0.0] * 3
+    dist.all_reduce(tensor.fill_(1))
+    assert tensor.tolist() == [float(me.size)] * 3
+
+
 def one_callback_of_several(me):
     """Its parts are waited for one by one, as torch asks."""
     for round in range(20):
@@ -242,6 +288,8 @@ ON_ALL = [
     several_streams,
     groups_in_any_order,
     callbacks_on_streams,
+    callbacks_in_the_programs_order,
+    batch_that_is_refused,
     one_callback_of_several,
     dropped_tensors,
     messages,
@@ -468,6 +516,26 @@ def unseen_error(me):
 def test_an_error_that_no_wait_has_seen_is_raised_by_the_next_one():
     with crew("words") as ranks:
         ranks.call(unseen_error)
+
+
+def unseen_error_in_a_future(me):
+    """DDP looks at futures only."""
+    with held() as gate:
+        operation = dist.all_reduce if me.rank == 0 else dist.broadcast
+        first = operation(torch.ones(8), *([] if me.rank == 0 else [0]), async_op=True)
+        first.get_future().wait()
+        gate.open()
+    until(first.is_completed, "the end of the operation")
+    tensor = torch.full((8,), float(me.rank + 1))
+    kind, text = harness.raised(dist.all_reduce(tensor, async_op=True).get_future().wait)
+    assert "different operations" in text, (kind, text)
+    dist.all_reduce(tensor, async_op=True).get_future().wait()
+    assert tensor.tolist() == [total(me.size) * me.size] * 8
+
+
+def test_an_error_that_no_wait_has_seen_is_raised_by_the_next_future():
+    with crew("words") as ranks:
+        ranks.call(unseen_error_in_a_future)
 
 
 def error_nobody_asked_for(me):

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "backend/device/group_streams.h"
+#include "backend/device/stream_settings.h"
 #include "backend/merge_store.h"
 #include "engine/engine.h"
 #include "engine/env.h"
@@ -26,7 +26,7 @@ struct BackendOptions {
   EngineEnv env;
   GroupEnv groupEnv;    // of all groups of the job
   bool raises = false;  // mode `raise`: a loss ends one operation
-  GroupStreams::Settings streams;
+  StreamSettings streams;
   bool blockingWait = false;  // wait() for tensors of a device waits on the host for the outputs
   at::Tensor activeRanks;     // int32, 1 for each active rank; the caller's own when one was given
   int capacity = 0;           // ranks that the group may grow to; 0: its size

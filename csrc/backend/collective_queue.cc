@@ -281,6 +281,7 @@ bool CollectiveQueue::acknowledgeLoss(Deadline deadline) {
   if (std::exchange(isAcknowledged_, true)) return false;
   lossPosition_ = position_;
   called_ = 0;
+  if (last_ && last_->loss) last_->loss->acknowledge();
   // Otherwise the loss was seen, and a later operation has released the queue.
   if (held_) release();
   return true;

@@ -20,6 +20,10 @@ std::exception_ptr CollectiveWork::exception() const {
   return exceptionOf(ending_);
 }
 
+std::exception_ptr CollectiveWork::heldException() const {
+  return finished() && !ending_.status.ok() ? exceptionOf(ending_) : nullptr;
+}
+
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   await(timeout);
   if (ending_.status.ok()) return true;

@@ -76,6 +76,8 @@ class Loss {
   // The calling thread is handed the exception. The loss counts as seen if this thread calls
   // operations of the group, and is not in a callback: the program may still be calling then.
   void noteRaised() noexcept;
+  // The program has marked it as seen.
+  void acknowledge() { isSeen_.store(true, std::memory_order_release); }
   bool isSeen() const { return isSeen_.load(std::memory_order_acquire); }
 
  private:

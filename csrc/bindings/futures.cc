@@ -96,20 +96,23 @@ class OnFreshStreams {
 class PythonFuture final : public torch::jit::PythonFutureWrapper,
                            public std::enable_shared_from_this<PythonFuture> {
  public:
+  // `isAtOnce`: the future is complete from the beginning, on all ranks. Then its callbacks run where
+  // they are attached, in the order of the program, as those of CUDA's futures do.
   PythonFuture(FuturePtr future, std::shared_ptr<Callbacks> callbacks, CallbackOrigin origin,
-               MomentPtr moment)
+               MomentPtr moment, bool isAtOnce)
       : PythonFutureWrapper(std::move(future)),
         callbacks_(std::move(callbacks)),
         origin_(origin),
-        moment_(std::move(moment)) {}
+        moment_(std::move(moment)),
+        isAtOnce_(isAtOnce) {}
 
   // Makes a future that stamps its moment when it is completed.
   static std::shared_ptr<PythonFuture> make(FuturePtr future,
                                             const std::shared_ptr<Callbacks>& callbacks,
-                                            CallbackOrigin origin) {
+                                            CallbackOrigin origin, bool isAtOnce) {
     auto moment = std::make_shared<std::atomic<Callbacks::Moment>>(Callbacks::kNever);
     future->addCallback([callbacks, moment](c10::ivalue::Future&) { callbacks->stamp(*moment); });
-    return std::make_shared<PythonFuture>(std::move(future), callbacks, origin, moment);
+    return std::make_shared<PythonFuture>(std::move(future), callbacks, origin, moment, isAtOnce);
   }
 
   using Pointer = std::shared_ptr<PythonFuture>;
@@ -117,7 +120,9 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
   py::object waitInTurn() {
     {
       py::gil_scoped_release unlocked;
-      if (callbacks_->isCallerInside()) {
+      if (isAtOnce_) {
+        fut->wait();
+      } else if (callbacks_->isCallerInside()) {
         callbacks_->await(*moment_, Deadline::at(Clock::time_point::max()));
         fut->wait();  // its completion has begun
       } else {
@@ -130,7 +135,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
 
   static Pointer thenInTurn(const Pointer& self, py::function callback) {
     auto child = self->fut->createInstance(c10::PyObjectType::get());  // of the same devices
-    auto result = make(child, self->callbacks_, self->origin_);
+    auto result = make(child, self->callbacks_, self->origin_, self->isAtOnce_);
     attach(self, std::move(callback),
            [child](py::function& call, const py::object& self, AttachedCallback& attached) {
              c10::IValue value;
@@ -196,14 +201,19 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
     py::gil_scoped_release unlocked;
     self->fut->addCallback([callbacks = self->callbacks_, origin = self->origin_, self, guarded,
                             attached, run = std::move(run)](c10::ivalue::Future&) {
-      runInTurn(callbacks, origin, [self, guarded, attached, run] {
+      auto call = [self, guarded, attached, run] {
         py::object object;
         {
           py::gil_scoped_acquire locked;
           object = py::cast(self);
         }
-        const OnFreshStreams streams(*self->fut);
         std::exception_ptr failure;
+        std::optional<OnFreshStreams> streams;
+        try {
+          streams.emplace(*self->fut);
+        } catch (const std::exception&) {
+          // The device's context is lost. The callback meets that error itself.
+        }
         try {
           run(guarded->func_, object, *attached);
         } catch (...) {  // the program has set the future that then() returned, for example
@@ -214,13 +224,15 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
           object = py::object();
         }
         if (failure) std::rethrow_exception(failure);
-      });
+      };
+      self->isAtOnce_ ? call() : runInTurn(callbacks, origin, std::move(call));
     });
   }
 
   const std::shared_ptr<Callbacks> callbacks_;
   const CallbackOrigin origin_;
   const MomentPtr moment_;
+  const bool isAtOnce_;
 };
 
 }  // namespace
@@ -229,18 +241,18 @@ py::object futureOf(CollectiveWork& work) {
   auto self = c10::intrusive_ptr<CollectiveWork>::reclaim_copy(&work);
   const MomentPtr moment(&work.endMoment(), [self](auto*) {});
   return py::cast(std::make_shared<PythonFuture>(work.getFuture(), work.completions()->callbacks(),
-                                                 work.origin(), moment));
+                                                 work.origin(), moment, false));
 }
 
 py::object futureOf(MessageWork& work) {
-  return py::cast(PythonFuture::make(work.getFuture(), work.completions()->callbacks(), {}));
+  return py::cast(PythonFuture::make(work.getFuture(), work.completions()->callbacks(), {}, false));
 }
 
 py::object futureOf(BatchWork& work) {
   auto future = work.getFuture();
   const std::shared_ptr<Completions> completions = work.completions();
   if (!completions) return py::cast(std::make_shared<torch::jit::PythonFutureWrapper>(future));
-  return py::cast(PythonFuture::make(std::move(future), completions->callbacks(), {}));
+  return py::cast(PythonFuture::make(std::move(future), completions->callbacks(), {}, false));
 }
 
 py::object futureOf(DeviceWork& work) {
@@ -248,14 +260,15 @@ py::object futureOf(DeviceWork& work) {
   if (auto* collective = dynamic_cast<CollectiveWork*>(work.host().get())) {
     auto self = c10::intrusive_ptr<CollectiveWork>::reclaim_copy(collective);
     const MomentPtr moment(&collective->endMoment(), [self](auto*) {});
-    return py::cast(std::make_shared<PythonFuture>(
-        std::move(future), collective->completions()->callbacks(), collective->origin(), moment));
+    return py::cast(
+        std::make_shared<PythonFuture>(std::move(future), collective->completions()->callbacks(),
+                                       collective->origin(), moment, !work.waitsOnHost()));
   }
   std::shared_ptr<Completions> completions;
   if (auto* message = dynamic_cast<MessageWork*>(work.host().get()))
     completions = message->completions();
   if (auto* batch = dynamic_cast<BatchWork*>(work.host().get())) completions = batch->completions();
-  return py::cast(PythonFuture::make(std::move(future), completions->callbacks(), {}));
+  return py::cast(PythonFuture::make(std::move(future), completions->callbacks(), {}, false));
 }
 
 void bindFutures(py::module_& m) {

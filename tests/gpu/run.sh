@@ -1,15 +1,29 @@
 #!/usr/bin/env bash
-# Builds, imports and reports the GPU, and runs the suites of layout `device` on it. Where there is none it says so and succeeds.
+# What a GPU can show, in parts of some minutes each. Where there is none it says so and succeeds.
+# Usage: tests/gpu/run.sh [driver] [suites] [speed]   without arguments: all three
+#   driver   the seam to CUDA's driver, function by function (C++)
+#   suites   the suites of device tensors, with tensors of CUDA
+#   speed    all_reduce of CUDA tensors beside its parts, beside NCCL and Gloo
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(driver suites speed)
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
   echo "no GPU on this machine: nothing to run"
   exit 0
 fi
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
-tests/setup_env.sh
-.venv/bin/python - <<'PYTHON'
+
+# A machine without a network brings torch and the tools itself.
+if [ ! -e .venv/torch.stamp ] && python3 -c 'import aiohttp, hypothesis, numpy, pytest, setuptools, torch, xdist' 2>/dev/null; then
+  [ -x .venv/bin/python ] || python3 -m venv --system-site-packages .venv
+  MOONCAKE_BUILD_SIM=1 .venv/bin/python -m pip install -q --no-index --no-build-isolation --no-deps -e .
+else
+  tests/setup_env.sh
+fi
+export PATH="$PWD/.venv/bin:$PATH"
+python - <<'PYTHON'
 import torch
 from mooncake_backend import extension
 
@@ -17,8 +31,33 @@ print("torch", torch.__version__, "sees", torch.cuda.device_count(), "CUDA devic
 print("extension", extension.load().build_info())
 assert torch.cuda.is_available(), "nvidia-smi shows a GPU, but torch cannot use it"
 print("one addition on the GPU:", (torch.ones(4, device="cuda") + 1).sum().item(), "(8 expected)")
+works, _, text = extension.load().describe_accelerators()[0]
+assert works, text
 PYTHON
 
+driver() {
+  cmake -S csrc -B build/cpp-gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DMOONCAKE_BUILD_TESTS=ON \
+    -DMOONCAKE_BUILD_EXTENSION=OFF -DMOONCAKE_TEST_FILES='cuda_driver|cuda_accelerator' >build/cpp-gpu.log
+  cmake --build build/cpp-gpu --target mooncake_tests -j "$(nproc)" >>build/cpp-gpu.log
+  build/cpp-gpu/mooncake_tests --gtest_filter='*Cuda*' --gtest_brief=1
+}
+
 # Ranks share the GPU if there are fewer than ranks.
-TEST_DEVICE=cuda .venv/bin/python -m pytest -q -k device tests/test_collectives.py tests/test_async.py \
-  tests/test_groups.py tests/test_point_to_point.py
+suites() {
+  TEST_DEVICE=cuda python -m pytest -q -n 4 -m '' -k "device or cuda" tests/test_collectives.py tests/test_async.py \
+    tests/test_groups.py tests/test_point_to_point.py tests/test_ecosystem.py
+}
+
+# NCCL puts several ranks on one GPU only when it is told to.
+speed() {
+  export NCCL_MULTI_RANK_GPU_ENABLE=1
+  python benchmarks/bench_device.py --device cuda -b 1K -e 64M -f 16 --ranks 2,4
+  python benchmarks/bench_collectives.py --device cuda -b 1K -e 16M -f 16 --ranks 2,4 --ops all_reduce \
+    --backends mooncake,nccl,gloo
+}
+
+mkdir -p build
+for part in "${parts[@]}"; do
+  printf '\n\033[1m[gpu] %s\033[0m\n' "$part"
+  time "$part"
+done

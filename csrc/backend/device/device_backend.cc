@@ -132,7 +132,10 @@ DeviceBackend::WorkPtr DeviceBackend::deviceWork(const std::shared_ptr<Staging>&
   DeviceWork::Waiting waiting{.blocks = options().blockingWait};
   if (!batch) {  // else the batch's work is the one that is waited for
     waiting.earlier = unseen_.first();
-    if (staging->isOrdered()) waiting.isRaised = unseen_.add(host);
+    if (staging->isOrdered()) {
+      if (auto work = c10::dynamic_intrusive_pointer_cast<CollectiveWork>(host))
+        waiting.isRaised = unseen_.add(std::move(work));
+    }
   }
   return c10::make_intrusive<DeviceWork>(rank_, type, std::move(host),
                                          std::vector<std::shared_ptr<Staging>>{staging},
@@ -279,12 +282,15 @@ DeviceBackend::WorkPtr DeviceBackend::reduce_scatter(Tensors& outs, std::vector<
 
 DeviceBackend::WorkPtr DeviceBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  const auto staging = stagingFor(tensors, opts.timeout);
-  if (!staging) return MooncakeBackend::allreduce_coalesced(tensors, opts);
-  Tensors host;
-  for (const at::Tensor& tensor : tensors)
-    host.push_back(staging->inOut(tensor, "a tensor of all_reduce_coalesced"));
-  return staged(staging, tensors, [&] { return MooncakeBackend::allreduce_coalesced(host, opts); });
+  return withinBatch([&]() -> WorkPtr {
+    const auto staging = stagingFor(tensors, opts.timeout);
+    if (!staging) return MooncakeBackend::allreduce_coalesced(tensors, opts);
+    Tensors host;
+    for (const at::Tensor& tensor : tensors)
+      host.push_back(staging->inOut(tensor, "a tensor of all_reduce_coalesced"));
+    return staged(staging, tensors,
+                  [&] { return MooncakeBackend::allreduce_coalesced(host, opts); });
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::allgather_coalesced(std::vector<Tensors>& outs, Tensors& ins,
@@ -299,25 +305,29 @@ DeviceBackend::WorkPtr DeviceBackend::allgather_coalesced(std::vector<Tensors>& 
 
 DeviceBackend::WorkPtr DeviceBackend::allgather_into_tensor_coalesced(
     Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& opts) {
-  const auto staging = stagingFor(ins, opts.timeout);
-  if (!staging) return MooncakeBackend::allgather_into_tensor_coalesced(outs, ins, opts);
-  Tensors hostIn = inputs(*staging, ins, "an input of all_gather_into_tensor_coalesced");
-  std::vector<Tensors> hostOut = outputs(*staging, std::vector<Tensors>{outs},
-                                         "an output of all_gather_into_tensor_coalesced");
-  return staged(staging, outs, [&] {
-    return MooncakeBackend::allgather_into_tensor_coalesced(hostOut[0], hostIn, opts);
+  return withinBatch([&]() -> WorkPtr {
+    const auto staging = stagingFor(ins, opts.timeout);
+    if (!staging) return MooncakeBackend::allgather_into_tensor_coalesced(outs, ins, opts);
+    Tensors hostIn = inputs(*staging, ins, "an input of all_gather_into_tensor_coalesced");
+    std::vector<Tensors> hostOut = outputs(*staging, std::vector<Tensors>{outs},
+                                           "an output of all_gather_into_tensor_coalesced");
+    return staged(staging, outs, [&] {
+      return MooncakeBackend::allgather_into_tensor_coalesced(hostOut[0], hostIn, opts);
+    });
   });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::reduce_scatter_tensor_coalesced(
     Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& opts) {
-  const auto staging = stagingFor(ins, opts.timeout);
-  if (!staging) return MooncakeBackend::reduce_scatter_tensor_coalesced(outs, ins, opts);
-  Tensors hostIn = inputs(*staging, ins, "an input of reduce_scatter_tensor_coalesced");
-  std::vector<Tensors> hostOut =
-      outputs(*staging, std::vector<Tensors>{outs}, "an output of reduce_scatter_tensor_coalesced");
-  return staged(staging, outs, [&] {
-    return MooncakeBackend::reduce_scatter_tensor_coalesced(hostOut[0], hostIn, opts);
+  return withinBatch([&]() -> WorkPtr {
+    const auto staging = stagingFor(ins, opts.timeout);
+    if (!staging) return MooncakeBackend::reduce_scatter_tensor_coalesced(outs, ins, opts);
+    Tensors hostIn = inputs(*staging, ins, "an input of reduce_scatter_tensor_coalesced");
+    std::vector<Tensors> hostOut = outputs(*staging, std::vector<Tensors>{outs},
+                                           "an output of reduce_scatter_tensor_coalesced");
+    return staged(staging, outs, [&] {
+      return MooncakeBackend::reduce_scatter_tensor_coalesced(hostOut[0], hostIn, opts);
+    });
   });
 }
 
@@ -333,24 +343,28 @@ DeviceBackend::WorkPtr DeviceBackend::endCoalescing() {
 }
 
 DeviceBackend::WorkPtr DeviceBackend::send(Tensors& tensors, int to, int tag) {
-  const auto staging = messageStagingFor(tensors);
-  if (!staging) return MooncakeBackend::send(tensors, to, tag);
-  Tensors host = inputs(*staging, tensors, "the tensor of send");
-  checkMessage(c10d::OpType::SEND, host, to, tag);
-  staging->mark();
-  throwIfError(staging->fetch(group()));
-  return deviceWork(staging, tensors, MooncakeBackend::send(host, to, tag));
+  return withinBatch([&]() -> WorkPtr {
+    const auto staging = messageStagingFor(tensors);
+    if (!staging) return MooncakeBackend::send(tensors, to, tag);
+    Tensors host = inputs(*staging, tensors, "the tensor of send");
+    checkMessage(c10d::OpType::SEND, host, to, tag);
+    staging->mark();
+    throwIfError(staging->fetch(group()));
+    return deviceWork(staging, tensors, MooncakeBackend::send(host, to, tag));
+  });
 }
 
 template <typename Receive>
 DeviceBackend::WorkPtr DeviceBackend::receive(Tensors& tensors, Receive&& receive) {
-  const auto staging = messageStagingFor(tensors);
-  if (!staging) return receive(tensors);
-  Tensors host = outputs(*staging, tensors, "the tensor of recv");
-  staging->mark();
-  WorkPtr work = receive(host);
-  if (work && !openBatch()) giveBackWhenDone(*work, {staging});  // a batch does it itself
-  return deviceWork(staging, tensors, std::move(work));
+  return withinBatch([&]() -> WorkPtr {
+    const auto staging = messageStagingFor(tensors);
+    if (!staging) return receive(tensors);
+    Tensors host = outputs(*staging, tensors, "the tensor of recv");
+    staging->mark();
+    WorkPtr work = receive(host);
+    if (work && !openBatch()) giveBackWhenDone(*work, {staging});  // a batch does it itself
+    return deviceWork(staging, tensors, std::move(work));
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::recv(Tensors& tensors, int from, int tag) {

@@ -46,16 +46,20 @@ std::exception_ptr DeviceWork::exception() const {
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout == kNoTimeout ? kEndless : timeout);
-  const UnseenErrors::Unseen& earlier = waiting_.earlier;
-  if (earlier.error && !earlier.isRaised->exchange(true)) {
+  if (const auto error = takeEarlier()) {
     // The error of this operation, if there is one, stays for the next call.
-    if (!waitsOnHost()) block();
-    std::rethrow_exception(earlier.error);
+    block();
+    std::rethrow_exception(error);
   }
   if (waitsOnHost() || waiting_.blocks || host_->isCompleted()) awaitHost(timeout);
   block();
   if (waiting_.blocks) awaitOutputs(deadline);
   return true;
+}
+
+std::exception_ptr DeviceWork::takeEarlier() {
+  const UnseenErrors::Unseen& earlier = waiting_.earlier;
+  return earlier.error && !earlier.isRaised->exchange(true) ? earlier.error : nullptr;
 }
 
 void DeviceWork::awaitHost(std::chrono::milliseconds timeout) {
@@ -64,7 +68,7 @@ void DeviceWork::awaitHost(std::chrono::milliseconds timeout) {
   } catch (...) {
     if (waiting_.isRaised && host_->isCompleted()) *waiting_.isRaised = true;
     // An ordered staging copies the outputs in any case. Later work of the program comes after.
-    if (!waitsOnHost()) block();
+    block();
     throw;
   }
   for (const auto& staging : stagings_) staging->giveBack();  // of messages; else it was done
@@ -99,6 +103,10 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   for (const auto& staging : stagings_) devices.push_back(staging->stream().device());
   const auto type = c10::ListType::create(c10::TensorType::get());
   auto future = c10::make_intrusive<c10::ivalue::Future>(type, std::move(devices));
+  if (const auto error = takeEarlier()) {
+    future->setError(error);
+    return future;
+  }
   if (host_->isCompleted() && !host_->isSuccess()) {
     future->setError(exception());
     return future;
@@ -110,24 +118,25 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
     future->markCompleted(c10::IValue(outputs_));
     return future;
   }
-  host_->getFuture()->addCallback(
-      [future, stagings = stagings_, outputs = outputs_](c10::ivalue::Future& host) {
-        if (host.hasError()) {
-          future->setError(host.exception_ptr());
-          return;
-        }
-        try {
-          // The future records the position of the current stream.
-          const c10::StreamGuard on(stagings.back()->stream());
-          for (const auto& staging : stagings) {
-            staging->giveBack();
-            staging->block();
-          }
-          future->markCompleted(c10::IValue(outputs));
-        } catch (const std::exception&) {  // of torch, on a thread of ours
-          future->setErrorIfNeeded(std::current_exception());
-        }
-      });
+  host_->getFuture()->addCallback([future, stagings = stagings_, outputs = outputs_,
+                                   isRaised = waiting_.isRaised](c10::ivalue::Future& host) {
+    if (host.hasError()) {
+      if (isRaised) *isRaised = true;
+      future->setError(host.exception_ptr());
+      return;
+    }
+    try {
+      // The future records the position of the current stream.
+      const c10::StreamGuard on(stagings.back()->stream());
+      for (const auto& staging : stagings) {
+        staging->giveBack();
+        staging->block();
+      }
+      future->markCompleted(c10::IValue(outputs));
+    } catch (const std::exception&) {  // of torch, on a thread of ours
+      future->setErrorIfNeeded(std::current_exception());
+    }
+  });
   return future;
 }
 

@@ -43,13 +43,18 @@ class DeviceWork : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   int sourceRank() const override { return host_->sourceRank(); }
   uint64_t getSequencenumber() const override { return host_->getSequencenumber(); }
-  // Its callbacks run on streams that wait for the outputs.
+  // Its callbacks run on streams that wait for the outputs. It raises the error of an earlier
+  // operation that nobody has raised.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+  // False: wait() and the future are through at once, and the streams wait.
+  bool waitsOnHost() const;
 
   const WorkPtr& host() const { return host_; }
 
  private:
-  bool waitsOnHost() const;
+  // Returns the error that waiting_.earlier has for this operation to raise; null: none.
+  std::exception_ptr takeEarlier();
   void awaitHost(std::chrono::milliseconds timeout);
   void block() const;
   void awaitOutputs(Deadline deadline) const;

@@ -30,11 +30,10 @@ PinnedPool* poolOf(const OwnStream& stream, size_t limit) {
 
 }  // namespace
 
-GroupStreams::GroupStreams(const c10::Device& device, const Settings& settings)
+GroupStreams::GroupStreams(const c10::Device& device, const StreamSettings& settings)
     : collectives_(device),
       messages_(device),
       callbacks_(device),
-      rescue_(device),
       words_(settings.words ? wordsFor(collectives_) : nullptr),
       pinned_(poolOf(collectives_, settings.pinnedCache)) {}
 

@@ -1,8 +1,14 @@
 #include "backend/device/host_staging.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include "base/failpoint.h"
 
 namespace mooncake {
+
+HostStaging::~HostStaging() {
+  dropOnDevice([&] { done_.reset(); });
+}
 
 void HostStaging::mark() {
   markReached();
@@ -10,6 +16,7 @@ void HostStaging::mark() {
 }
 
 Status HostStaging::fetch(Group& group) {
+  const c10::DeviceGuard on(stream().device());
   reached().block(stream());
   copyIn(stream());
   failpoint("stage-copies-in");
@@ -21,9 +28,10 @@ Status HostStaging::fetch(Group& group) {
 void HostStaging::giveBack() {
   std::lock_guard lock(mutex_);
   if (isEnded_) return;
+  const c10::DeviceGuard on(stream().device());
   reached().block(stream());  // without fetch(), for a receive
   copyOut();
-  done_.record(stream());
+  done_->record(stream());
   isGiven_ = isEnded_ = true;  // not if torch has thrown: a later call copies again
 }
 
@@ -35,12 +43,12 @@ void HostStaging::abandon() {
 bool HostStaging::isOver() const {
   if (!hasOutputs()) return true;  // a send, for example
   std::lock_guard lock(mutex_);
-  return isGiven_ && done_.query();
+  return isGiven_ && done_->query();
 }
 
 void HostStaging::block() const {
   std::lock_guard lock(mutex_);
-  if (isGiven_) done_.block(callersStream());
+  if (isGiven_) done_->block(callersStream());
 }
 
 }  // namespace mooncake

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "backend/device/staging.h"
@@ -16,7 +17,8 @@ class HostStaging final : public Staging {
  public:
   HostStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& stream,
               std::chrono::milliseconds limit)
-      : Staging(std::move(streams), stream, limit), done_(stream.device_type()) {}
+      : Staging(std::move(streams), stream, limit), done_(std::in_place, stream.device_type()) {}
+  ~HostStaging() override;
 
   void mark() override;
   bool isOrdered() const override { return false; }
@@ -30,7 +32,7 @@ class HostStaging final : public Staging {
   mutable std::mutex mutex_;  // guards everything below
   bool isEnded_ = false;      // given back or abandoned
   bool isGiven_ = false;
-  c10::Event done_;
+  std::optional<c10::Event> done_;  // none in the destructor
 };
 
 }  // namespace mooncake

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "backend/arguments.h"
@@ -61,13 +62,20 @@ c10::Stream streamOn(const c10::Device& device, Accelerator* accelerator) {
   return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(made.handle));
 }
 
+bool isIdle(const c10::Stream& stream) try {
+  const c10::DeviceGuard on(stream.device());
+  return c10::impl::VirtualGuardImpl(stream.device_type()).queryStream(stream);
+} catch (const std::exception&) {  // of torch: the context is lost
+  return false;
+}
+
 }  // namespace
 
 OwnStream::OwnStream(const c10::Device& device)
     : accelerator_(driverOf(device)), stream_(streamOn(device, accelerator_)) {}
 
 OwnStream::~OwnStream() {
-  if (!accelerator_) return;
+  if (!accelerator_ || !isIdle(stream_)) return;
   FreeStreams& free = freeStreams();
   std::lock_guard lock(free.mutex);
   free.byDevice[keyOf(stream_.device())].push_back(stream_);

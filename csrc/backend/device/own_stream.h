@@ -9,8 +9,9 @@
 
 namespace mooncake {
 
-// A stream for one owner at a time. It comes back when the owner goes, and is never destroyed:
-// torch's allocators remember the streams that have used their memory.
+// A stream for one owner at a time. When the owner goes, the next one has it, unless work of the
+// first still runs. It is never destroyed: torch's allocators remember the streams that have used
+// their memory.
 class OwnStream {
  public:
   // Throws if the device has no more of them, or its context is lost. Without an accelerator for the

@@ -65,7 +65,22 @@ at::Tensor Staging::emptyOnHost(const at::Tensor& tensor) const {
   return at::from_blob(piece->memory.data(), tensor.sizes(), giveBack, options);
 }
 
-void Staging::leak() const { new std::vector<Copy>(copies_); }
+Staging::~Staging() {
+  dropOnDevice([&] {
+    reached_.reset();
+    copies_.clear();
+  });
+}
+
+void Staging::dropOnDevice(const std::function<void()>& drop) const noexcept {
+  c10::OptionalDeviceGuard on;
+  try {
+    on.reset_device(stream_.device());
+  } catch (const std::exception&) {
+    // The context is lost, so that no other one is made either.
+  }
+  drop();
+}
 
 c10::Stream Staging::callersStream() const { return guardOf(stream_).getStream(stream_.device()); }
 
@@ -139,6 +154,7 @@ Status Staging::awaitOnHost(Group& group, const std::function<bool()>& ready) co
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongestPause);
+    (void)reached_->query();  // throws if the device's context is lost
   }
   return {};
 }

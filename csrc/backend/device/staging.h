@@ -34,7 +34,9 @@ class GroupStreams;
 // streams that know words, and enqueues everything at the call.
 class Staging {
  public:
-  virtual ~Staging() = default;
+  // Drops what belongs to the device while that is the current one: torch would make a context on
+  // another device.
+  virtual ~Staging();
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
@@ -87,6 +89,8 @@ class Staging {
 
   // Marks the position of the caller's stream.
   void markReached();
+  // For destructors: drops something while the device is the current one, if it can be that.
+  void dropOnDevice(const std::function<void()>& drop) const noexcept;
   const c10::Event& reached() const { return *reached_; }
   std::chrono::milliseconds limit() const { return limit_; }
   // Enqueues the copies to or from the host on a stream.
@@ -94,8 +98,6 @@ class Staging {
   void copyOut() const;
   // Enqueues copies of the outputs' present contents, to the host.
   void keepOutputs(const c10::Stream& stream) const;
-  // Keeps the memory of the copies for good: a stream may write to it at any time.
-  void leak() const;
   bool hasOutputs() const;
   c10::Stream callersStream() const;
   // Waits on the host for a condition, for as long as the limit says.

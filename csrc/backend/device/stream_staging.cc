@@ -5,17 +5,11 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include "backend/device/await_event.h"
 #include "backend/errors.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 
 namespace mooncake {
-namespace {
-
-constexpr auto kRescueLimit = std::chrono::seconds(1);
-
-}  // namespace
 
 void StreamStaging::mark() {
   markReached();
@@ -24,13 +18,13 @@ void StreamStaging::mark() {
   failpoint("stage-marked");
   reached().block(stream());
   copyIn(stream());
-  copied_.record(stream());
+  copied_->record(stream());
   failpoint("stage-copies-in");
   throwIfError(words().tell(number_));
   throwIfError(words().await(number_));
   failpoint("stage-words");
   copyOut();
-  done_.record(stream());
+  done_->record(stream());
 }
 
 // Waits on the host while too many operations are under way.
@@ -59,33 +53,31 @@ void StreamStaging::giveBack() {
 void StreamStaging::abandon() {
   std::lock_guard lock(mutex_);
   if (std::exchange(isEnded_, true) || !isMarked_) return;
-  if (!fetchOutputs()) {
+  try {
+    enqueueRescue();
+    return;
+  } catch (const std::exception& error) {  // of torch, or the driver's: a lost context, for example
     log(LogLevel::kWarning, stream().device().str(),
-        "the outputs of an operation that failed are undefined: earlier work on the caller's "
-        "stream still runs, or the device failed");
+        "the outputs of an operation that failed are undefined: ", error.what());
   }
   words().release(number_);
 }
 
-bool StreamStaging::fetchOutputs() const try {
+// Not a stream that several operations share: the rescue of a later one may come first, and waits
+// until this one is over.
+void StreamStaging::enqueueRescue() {
   const c10::DeviceGuard on(stream().device());
-  const bool wasStuck = streams().isStuck();
-  const auto limit = wasStuck ? std::chrono::seconds(0) : kRescueLimit;
-  const Deadline deadline = Deadline::after(limit);
-  // The host waits for this, and no stream: `rescue` serves all operations of the group.
-  if (!awaitEvent(copied_, deadline)) {
-    streams().isStuck() = true;
-    return false;
-  }
-  const c10::Stream& rescue = streams().rescue();
+  const c10::Stream& rescue = rescue_.emplace(stream().device()).stream();
+  copied_->block(rescue);
   keepOutputs(rescue);
-  c10::Event fetched(rescue.device_type());
-  fetched.record(rescue);
-  const bool isFetched = awaitEvent(fetched, Deadline::after(kRescueLimit));
-  if (!isFetched) leak();
-  return isFetched;
-} catch (const std::exception&) {  // of torch: the device's context is lost, for example
-  return false;
+  throwIfError(words().releaseFrom(rescue_->native(), number_));
+}
+
+StreamStaging::~StreamStaging() {
+  dropOnDevice([&] {
+    copied_.reset();
+    done_.reset();
+  });
 }
 
 }  // namespace mooncake

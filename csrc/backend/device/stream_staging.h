@@ -3,6 +3,8 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
 
 #include "backend/device/group_streams.h"
 #include "backend/device/staging.h"
@@ -16,32 +18,34 @@ class StreamStaging final : public Staging {
   // The streams must have words.
   StreamStaging(const std::shared_ptr<GroupStreams>& streams, std::chrono::milliseconds limit)
       : Staging(streams, streams->collectives(), limit),
-        copied_(stream().device_type()),
-        done_(stream().device_type()) {}
+        copied_(std::in_place, stream().device_type()),
+        done_(std::in_place, stream().device_type()) {}
+  ~StreamStaging() override;
 
   void mark() override;
   bool isOrdered() const override { return true; }
   Status fetch(Group& group) override;
   void giveBack() override;
-  // The stream copies the outputs in any case, so their present contents are fetched first. That
-  // waits on the host until the stream has come to the operation, for a second at most. If it has
-  // not, the outputs are undefined, and later operations of the stream do not wait for it.
+  // The stream copies the outputs in any case, so another stream fetches their present contents
+  // first, when the stream has come to the operation. Does not wait. If the device fails, the
+  // outputs are undefined.
   void abandon() override;
-  bool isOver() const override { return done_.query(); }
-  void block() const override { done_.block(callersStream()); }
+  bool isOver() const override { return done_->query(); }
+  void block() const override { done_->block(callersStream()); }
 
  private:
   StreamWords& words() const { return *streams().words(); }
   uint32_t nextNumber() const;
-  // Copies the outputs to the host. Returns false if that fails or takes too long.
-  bool fetchOutputs() const;
+  void enqueueRescue();
 
   uint32_t number_ = 0;
   bool isMarked_ = false;  // the number is taken, and the stream may wait for it
-  c10::Event copied_;      // the inputs are there
-  c10::Event done_;
+  // None in the destructor: see ~Staging().
+  std::optional<c10::Event> copied_;  // the inputs are there
+  std::optional<c10::Event> done_;
   std::mutex mutex_;  // guards isEnded_
   bool isEnded_ = false;
+  std::optional<OwnStream> rescue_;  // of an operation that failed
 };
 
 }  // namespace mooncake

@@ -2,18 +2,7 @@
 
 #include <utility>
 
-#include "backend/collective_work.h"
-
 namespace mooncake {
-namespace {
-
-// Somebody who waits for another work of the group has seen the loss.
-bool isLossSeen(const c10d::Work& work) {
-  const auto* const collective = dynamic_cast<const CollectiveWork*>(&work);
-  return collective && collective->isLossSeen();
-}
-
-}  // namespace
 
 UnseenErrors::Flag UnseenErrors::add(WorkPtr work) {
   auto flag = std::make_shared<std::atomic<bool>>(false);
@@ -25,14 +14,18 @@ UnseenErrors::Flag UnseenErrors::add(WorkPtr work) {
 UnseenErrors::Unseen UnseenErrors::first() {
   std::deque<Entry> ended;  // dropped without the lock
   std::lock_guard lock(mutex_);
-  if (first_.error && *first_.isRaised) first_ = {};
+  // A loss that the program has seen elsewhere is not raised again.
+  const auto isUnseen = [](const Entry& entry) {
+    return !entry.work->isSuccess() && !*entry.isRaised && !entry.work->isLossSeen();
+  };
+  if (first_.work && !isUnseen(first_)) ended.push_back(std::exchange(first_, {}));
   while (!entries_.empty() && entries_.front().work->isCompleted()) {
-    Entry& entry = ended.emplace_back(std::move(entries_.front()));
+    Entry entry = std::move(entries_.front());
     entries_.pop_front();
-    if (!first_.error && !entry.work->isSuccess() && !*entry.isRaised && !isLossSeen(*entry.work))
-      first_ = {entry.work->exception(), entry.isRaised};
+    (first_.work || !isUnseen(entry) ? ended.emplace_back() : first_) = std::move(entry);
   }
-  return first_;
+  if (!first_.work) return {};
+  return {first_.work->heldException(), first_.isRaised};
 }
 
 }  // namespace mooncake

@@ -6,7 +6,7 @@
 #include <memory>
 #include <mutex>
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
+#include "backend/collective_work.h"
 
 namespace mooncake {
 
@@ -14,7 +14,7 @@ namespace mooncake {
 // raised goes to the works of later calls, which raise it in their wait().
 class UnseenErrors {
  public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using WorkPtr = c10::intrusive_ptr<CollectiveWork>;
   using Flag = std::shared_ptr<std::atomic<bool>>;
 
   struct Unseen {
@@ -35,7 +35,7 @@ class UnseenErrors {
     Flag isRaised;
   };
   std::deque<Entry> entries_;
-  Unseen first_;
+  Entry first_;  // the operation whose error is not raised yet; none: null
 };
 
 }  // namespace mooncake

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <cstddef>
+
+namespace mooncake {
+
+// Of GroupStreams.
+struct StreamSettings {
+  bool words = true;       // collectives use them, where the device's streams know words
+  size_t pinnedCache = 0;  // bytes; those of the first group that uses the device count
+};
+
+}  // namespace mooncake
