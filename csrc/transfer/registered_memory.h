@@ -22,6 +22,7 @@ struct RegisteredBuffer {
   uint64_t order = 0;   // of registration
   bool isOurs = false;  // allocated by the engine, not by the program
   bool isWritable = true;
+  MemoryOwner owner;  // the device that owns the memory
 };
 
 // The memory that the program has registered, by address. Ranges do not overlap. Any thread.

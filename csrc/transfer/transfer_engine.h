@@ -160,6 +160,7 @@ class TransferEngine {
   std::unique_ptr<SegmentContext> segmentContext_;
   std::unique_ptr<Directory> directory_;
   std::unique_ptr<SlotPool> slots_;
+  LocalCopier copier_;
   std::unique_ptr<DriverContext> driverContext_;
   std::shared_ptr<SessionServer> server_;
   BatchTable batches_;
