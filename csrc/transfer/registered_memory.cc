@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/memory/device_copies.h"
 #include "engine/memory/program_memory.h"
 #include "engine/nic/device_memory.h"
 
@@ -54,6 +55,8 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
       return kInvalid;
     }
     owner = *found;
+    if (owner && prepared_.insert(owner.accelerator).second)
+      DeviceCopies::prepare(*owner.accelerator);
     // The kernel's page protection does not cover memory of devices. A card may reach memory of a GPU
     // in a build without an accelerator for it, too.
     if (!owner && !MemoryPlaces::real().of(memory).isCuda) protection = protectionOf(memory, bytes);

@@ -161,6 +161,7 @@ void TransferEngine::close() {
   calls_.close();
   // A batch may have been submitted after its workers ended: this driver cancels it.
   if (driverContext_) Driver(*driverContext_, queue_).run();
+  onStreams_.stop();  // every transfer is over
   followUps_.stop();
   askers_.stop();
   if (keeper_) keeper_->retract();

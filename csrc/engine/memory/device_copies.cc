@@ -14,6 +14,17 @@ DeviceCopies::~DeviceCopies() {
   }
 }
 
+void DeviceCopies::prepare(Accelerator& accelerator) {
+  constexpr size_t kDirections = 2, kConnections = 16;
+  std::vector<std::span<std::byte>> all;
+  while (all.size() < kDirections * kConnections) {
+    const auto memory = accelerator.allocatePinned(kBuffers * kBufferBytes);
+    if (!memory.ok()) break;  // a transfer that lacks memory says so
+    all.push_back(*memory);
+  }
+  for (const auto& memory : all) accelerator.freePinned(memory);
+}
+
 DeviceCopies::Device* DeviceCopies::find(const MemoryOwner& owner) const {
   const auto found = std::find_if(devices_.begin(), devices_.end(),
                                   [&](const auto& device) { return device->owner == owner; });

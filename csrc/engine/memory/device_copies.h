@@ -50,6 +50,10 @@ class DeviceCopies {
   DeviceCopies(const DeviceCopies&) = delete;
   DeviceCopies& operator=(const DeviceCopies&) = delete;
 
+  // Allocates pinned memory for 16 connections and frees it again, so that the accelerator has it at
+  // hand. A later allocation may wait for a stream, which may wait for a transfer.
+  static void prepare(Accelerator& accelerator);
+
   // Lends a buffer for copies of this device. Null: all of them are lent, or their copies are still
   // under way. The first call for a device allocates, and fails as Accelerator::allocatePinned().
   Result<Copy*> lend(const MemoryOwner& device);
