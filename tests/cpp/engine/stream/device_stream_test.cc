@@ -337,7 +337,7 @@ class HeldCopyTest : public DeviceStreamTest, public ::testing::WithParamInterfa
     EXPECT_FALSE(outcome_.ended());
     hold_->open();
     returned.get();
-    EXPECT_TRUE(outcome_.ended());
+    EXPECT_TRUE(eventually([&] { return outcome_.ended(); }));
     EXPECT_EQ(outcome_.code(), ErrorCode::kAborted);
   }
 
@@ -403,6 +403,19 @@ TEST_P(HeldOwnerTest, UnregisteringWaitsForIt) {
   returned.get();
   there.fill(pattern(kBytes, 3));
   EXPECT_TRUE(eventually([&] { return outcome.ended(); }));
+  EXPECT_TRUE(there.copy() == pattern(kBytes, 3));
+}
+
+TEST_P(HeldOwnerTest, FencingItsPeerWaitsForIt) {
+  warmUp(-1, 1, isWrite());
+  Memory here(*devices_, -1, kBytes), there(*devices_, 1, kBytes);
+  const MemoryRegion region = there.region(b_.regions());
+  hold_.emplace(*devices_, 1);
+  ASSERT_TRUE(DeviceStreamTest::begin(outcome_, here, region.remote(), isWrite()).ok());
+  turnLoops();
+  expectToWait([&] { pair_->atB->fence(); });
+  there.fill(pattern(kBytes, 3));
+  turnLoops();
   EXPECT_TRUE(there.copy() == pattern(kBytes, 3));
 }
 
