@@ -1,19 +1,12 @@
 #include "device/memory_owner.h"
 
-#include <dlfcn.h>
 #include <string>
 
 #include "device/accelerators.h"
+#include "device/cuda/driver_loaded.h"
 
 namespace mooncake {
 namespace {
-
-bool isLoaded(const char* library) {
-  void* const handle = ::dlopen(library, RTLD_NOW | RTLD_NOLOAD | RTLD_LOCAL);
-  if (handle == nullptr) return false;
-  ::dlclose(handle);  // drops the count that RTLD_NOLOAD took; the library stays loaded
-  return true;
-}
 
 // In a forked child kAborted says that the devices belong to the parent: no memory here is theirs.
 Result<MemoryOwner> ask(Accelerator& accelerator, const void* address) {
@@ -32,7 +25,7 @@ Result<MemoryOwner> ownerOf(const void* address) {
     if (!owner.ok() || *owner) return owner;
   }
 #endif
-  if (!isLoaded("libcuda.so.1")) return MemoryOwner{};
+  if (!isCudaLoaded()) return MemoryOwner{};
   const auto cuda = openAccelerator("cuda");
   // A driver that cannot be opened has given no memory to this process.
   return cuda.ok() ? ask(**cuda, address) : MemoryOwner{};

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "device/cuda/driver_loaded.h"
 #include "engine/memory/device_copies.h"
 #include "engine/memory/program_memory.h"
 #include "engine/nic/device_memory.h"
@@ -59,7 +60,8 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
       DeviceCopies::prepare(*owner.accelerator);
     // The kernel's page protection does not cover memory of devices. A card may reach memory of a GPU
     // in a build without an accelerator for it, too.
-    if (!owner && !MemoryPlaces::real().of(memory).isCuda) protection = protectionOf(memory, bytes);
+    const bool isOfDevice = owner || (isCudaLoaded() && MemoryPlaces::real().of(memory).isCuda);
+    if (!isOfDevice) protection = protectionOf(memory, bytes);
   }
   if (!protection.isReadable) {
     why = describe(address, bytes) + " is not mapped in this process, or must not be read";
