@@ -7,11 +7,14 @@ of the medians.
     python benchmarks/bench_tcp.py --build build/cpp-none --hosts               # needs root
     python benchmarks/bench_tcp.py --build build/cpp-none --hosts --rate 1gbit --total 268435456
     python benchmarks/bench_tcp.py --build build/cpp-none --wire shm --place arena
+    python benchmarks/bench_tcp.py --build build/cpp --device    # beside memory of a fake device
     python benchmarks/bench_tcp.py --build build/cpp-none --blocks 65536,1048576 --plot tcp.png
     python benchmarks/bench_tcp.py --build build/cpp-none --idle 100    # peers that do nothing
     python benchmarks/bench_tcp.py --reduce 1gbit     # all_reduce of 64 MiB over such a link
 
-`--build` is a build folder of csrc (its libmooncake_core.a is used). The two hosts are network
+`--build` is a build folder of csrc (its libmooncake_core.a is used); for `--device` it is one with
+MOONCAKE_WITH_SIM. A copy from or to a fake device is a memcpy on a thread of its own, so it needs a
+free core at each end. The two hosts are network
 namespaces (tests/hosts.py).
 """
 
@@ -119,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--build", type=Path, help="needed but for --reduce")
     parser.add_argument("--wire", default="tcp")
     parser.add_argument("--place", default="user", choices=["user", "arena"])
+    parser.add_argument("--device", action="store_true", help="also memory of a fake device")
     parser.add_argument("--hosts", action="store_true", help="two hosts of the tests")
     parser.add_argument("--rate", help="of the link between them, as tc writes it")
     parser.add_argument("--blocks", default="1048576,65536")
@@ -163,7 +167,12 @@ def main(argv: list[str] | None = None) -> int:
         serving = [engine, "serve", options.wire, address, threads, buffer, options.place]
         server = stack.enter_context(running([*there, *serving]))
         assert server.stdout
-        where = server.stdout.readline().split()
+        where = {"engine": ["user", *server.stdout.readline().split()]}
+        if options.device:
+            serving[-1] = "fake"
+            server = stack.enter_context(running([*there, *serving]))
+            assert server.stdout
+            where["device"] = ["fake", *server.stdout.readline().split()]
         time.sleep(0.2)
 
         for block in options.blocks.split(","):
@@ -177,8 +186,10 @@ def main(argv: list[str] | None = None) -> int:
                     ]
                     rows["ceiling"].append(max(bare))
                     depth = str(max(4, options.inflight // int(block)))
-                    run = [engine, "run", options.wire, own, threads, *move, depth, *where]
-                    rows["engine"].append(float(output_of([*here, *run])))
+                    run = [engine, "run", options.wire, own, threads, *move, depth]
+                    for name, peer in where.items():
+                        rate = float(output_of([*here, *run, *peer]))
+                        rows.setdefault(name, []).append(rate)
                     copy = [engine, "memcpy", buffer, block, str(options.total)]
                     rows["memcpy"].append(float(output_of(copy)))
                     for streams in (1, 16) if has_iperf else ():
@@ -195,7 +206,11 @@ def main(argv: list[str] | None = None) -> int:
                     *(
                         f"{middle['engine'] / value:.3f} x {name}"
                         for name, value in middle.items()
-                        if name != "engine"
+                        if name not in ("engine", "device")
+                    ),
+                    *(
+                        f"device {middle['device'] / middle['engine']:.3f} x engine"
+                        for _ in range(options.device)
                     ),
                     flush=True,
                 )

@@ -3,9 +3,10 @@
 //
 //   engine_bench serve WIRE ADDRESS THREADS BUFFER PLACE    (until its input ends)
 //       prints one line, the last arguments of `run`. PLACE: user, or arena, which peers on the
-//       host map
-//   engine_bench run WIRE ADDRESS THREADS READ|WRITE BUFFER BLOCK TOTAL DEPTH ENDPOINT ADDRESS KEY
-//       DEPTH blocks are under way at a time. Prints bytes per second
+//       host map, or fake, memory of a fake device
+//   engine_bench run WIRE ADDRESS THREADS READ|WRITE BUFFER BLOCK TOTAL DEPTH PLACE \
+//                    ENDPOINT ADDRESS KEY
+//       DEPTH blocks are under way at a time. PLACE: user or fake. Prints bytes per second
 //   engine_bench memcpy BUFFER BLOCK TOTAL
 //   engine_bench targets COUNT                              (until its input ends)
 //       makes COUNT transfer engines; prints a line for each: its name, and its memory's address
@@ -29,6 +30,9 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "device/accelerators.h"
+#include "device/fake/fake_devices.h"
+#include "device/memory_owner.h"
 #include "engine/engine.h"
 #include "engine/nic/null/null_nic.h"
 #include "engine/transports/fabric/rails.h"
@@ -74,6 +78,20 @@ std::span<std::byte> memory(size_t bytes) {
   return {static_cast<std::byte*>(at), bytes};
 }
 
+struct Memory {
+  std::span<std::byte> bytes;
+  MemoryOwner owner;
+};
+
+// `place`: user, or fake, the first fake device of a build that has them.
+Memory memoryIn(std::string_view place, size_t bytes) {
+  if (place != "fake") return {memory(bytes), {}};
+  auto* const fake = static_cast<FakeDevices*>(orDie(openAccelerator("fake")));
+  const auto allocated = orDie(fake->allocate(0, bytes));
+  std::memset(allocated.data(), 1, bytes);
+  return {allocated, {.accelerator = fake, .device = 0}};
+}
+
 std::shared_ptr<Engine> engineOf(const std::string& wire, const std::string& host, size_t threads) {
   EngineOptions options{.env = orDie(EngineEnv::read()),
                         .jobKey = Bytes(32, std::byte{1}),
@@ -89,15 +107,16 @@ int serve(char** arguments) {
   const auto engine = engineOf(arguments[0], arguments[1], std::stoul(arguments[2]));
   const size_t bytes = std::stoull(arguments[3]);
   ArenaBlock block;
-  std::span<std::byte> place;
+  Memory place;
   if (std::string_view(arguments[4]) == "arena") {
     block = orDie(engine->arena().allocate(bytes));
     std::memset(block.data(), 1, bytes);
-    place = {block.data(), bytes};
+    place = {{block.data(), bytes}, {}};
   } else {
-    place = memory(bytes);
+    place = memoryIn(arguments[4], bytes);
   }
-  const auto region = orDie(engine->regions().add(place.data(), bytes, kRemoteRead | kRemoteWrite));
+  const auto region = orDie(
+      engine->regions().add(place.bytes.data(), bytes, kRemoteRead | kRemoteWrite, place.owner));
   std::cout << hexOf(engine->endpoint()) << ' ' << region.remote().address << ' '
             << region.remote().key << std::endl;
   std::string line;
@@ -115,8 +134,7 @@ struct Batch {
 
 class Mover {
  public:
-  Mover(Channel& channel, RemoteRegion region, std::span<std::byte> buffer, bool reads,
-        Doorbell& bell)
+  Mover(Channel& channel, RemoteRegion region, const Memory& buffer, bool reads, Doorbell& bell)
       : channel_(channel), region_(region), buffer_(buffer), reads_(reads), bell_(bell) {}
 
   void move(size_t block, size_t total, size_t depth) {
@@ -132,12 +150,12 @@ class Mover {
       batch.gets.clear();
       batch.writes.clear();
       for (size_t i = 0; i < each && done < total; ++i, done += block) {
-        const size_t at = done % buffer_.size();
-        const auto piece = buffer_.subspan(at, block);
+        const size_t at = done % buffer_.bytes.size();
+        const auto piece = buffer_.bytes.subspan(at, block);
         if (reads_) {
-          batch.gets.push_back({region_, at, piece, &batch.completion});
+          batch.gets.push_back({region_, at, piece, &batch.completion, false, buffer_.owner});
         } else {
-          batch.writes.push_back({region_, at, piece, &batch.completion});
+          batch.writes.push_back({region_, at, piece, &batch.completion, false, buffer_.owner});
         }
       }
       orDie(reads_ ? channel_.get(std::span<const GetRequest>(batch.gets))
@@ -157,7 +175,7 @@ class Mover {
 
   Channel& channel_;
   const RemoteRegion region_;
-  const std::span<std::byte> buffer_;
+  const Memory buffer_;
   const bool reads_;
   Doorbell& bell_;  // outlives the channel
   const Interrupt never_;
@@ -173,10 +191,10 @@ int run(char** arguments) {
   const bool reads = std::string_view(arguments[3]) == "READ";
   const size_t bytes = std::stoull(arguments[4]), block = std::stoull(arguments[5]);
   const size_t total = std::stoull(arguments[6]), depth = std::stoull(arguments[7]);
-  const RemoteRegion region{std::stoull(arguments[9]), bytes, std::stoull(arguments[10])};
-  const auto buffer = memory(bytes);
+  const RemoteRegion region{std::stoull(arguments[10]), bytes, std::stoull(arguments[11])};
+  const Memory buffer = memoryIn(arguments[8], bytes);
   const auto peer = orDie(
-      engine->open(fromHex(arguments[8]), "the server", Deadline::after(std::chrono::seconds(10))));
+      engine->open(fromHex(arguments[9]), "the server", Deadline::after(std::chrono::seconds(10))));
   Mover mover(*peer->channel, region, buffer, reads, bell);
   // Warm-up: each call asks for missing data lanes until all are open. Then the whole buffer once:
   // mapping a page at its first use costs more than copying it.
@@ -309,7 +327,7 @@ int posts(char** arguments) {
 int main(int count, char** arguments) {
   const std::string_view what = count > 1 ? arguments[1] : "";
   if (what == "serve" && count == 7) return mooncake::serve(arguments + 2);
-  if (what == "run" && count == 13) return mooncake::run(arguments + 2);
+  if (what == "run" && count == 14) return mooncake::run(arguments + 2);
   if (what == "memcpy" && count == 5) return mooncake::copy(arguments + 2);
   if (what == "targets" && count == 3) return mooncake::targets(arguments + 2);
   if (what == "idle" && count == 3) return mooncake::idle(arguments + 2);

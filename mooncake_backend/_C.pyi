@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch._C._distributed_c10d import Backend, Store, Work
@@ -473,10 +473,45 @@ class TransferEngine:
     def transfer_check_status(self, batch_id: int) -> int:
         """1: done; 0: under way; -1: failed; -2: timed out. Except for 0 the batch is released."""
 
-    def transfer_write_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
-    def transfer_read_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
-    def batch_transfer_write_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
-    def batch_transfer_read_on_cuda(self, *arguments: object, **named: object) -> NoReturn: ...
+    def transfer_write_on_cuda(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        stream_ptr: int = 0,
+        transport_hint: str = "",
+    ) -> None:
+        """The transfer begins when the stream comes to it, and the stream goes on when it is over.
+        A failure is raised by the next such call."""
+
+    def transfer_read_on_cuda(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        stream_ptr: int = 0,
+        transport_hint: str = "",
+    ) -> None: ...
+    def batch_transfer_write_on_cuda(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        stream_ptr: int = 0,
+        transport_hint: str = "",
+    ) -> None: ...
+    def batch_transfer_read_on_cuda(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        stream_ptr: int = 0,
+        transport_hint: str = "",
+    ) -> None: ...
     def get_notifies(self) -> list[TransferNotify]:
         """Returns the notifications that have arrived since the last call."""
 

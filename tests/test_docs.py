@@ -21,8 +21,8 @@ FOLDERS = (".ci", "benchmarks", "csrc", "docs", "ep", "kernels", "mooncake_backe
 ROOMS: dict[str, set[str]] = {
     "base": set(),
     "device": {"base"},
-    "engine": {"base"},
-    "transfer": {"base", "engine"},
+    "engine": {"base", "device"},
+    "transfer": {"base", "device", "engine"},
     "membership": {"base", "engine"},
     "group": {"base", "engine", "membership"},
     "collectives": {"base", "engine", "membership", "group"},

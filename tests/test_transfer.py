@@ -528,10 +528,10 @@ def names(me):
     assert engine.get_local_topology(device_name="mlx5_9") == engine.get_local_topology("mlx5_9")
     assert engine.get_engine_ptr() != 0
     assert type(engine.get_engine()).__name__ == "InnerTransferEngine"
-    for name in ("transfer_write_on_cuda", "batch_transfer_read_on_cuda"):
-        assert raised(getattr(engine, name), side.session, a, a, 8, stream_ptr=0)[0] == (
-            "NotImplementedError"
-        )
+    for name in ("transfer_write_on_cuda", "transfer_read_on_cuda"):
+        assert raised(getattr(engine, name), **to, **one, stream_ptr=0)[0] == "RuntimeError"
+    for name in ("batch_transfer_write_on_cuda", "batch_transfer_read_on_cuda"):
+        assert raised(getattr(engine, name), **to, **all_, stream_ptr=0)[0] == "RuntimeError"
     assert "SharedSegment.create" in raised(module.SharedSegment.create, "x", 8, 1, 0)[1]
     assert not module.SharedSegment.supported(True, False)
     assert raised(module.RpcInterface)[0] == "NotImplementedError"

@@ -1,5 +1,8 @@
 #include "bindings/transfer.h"
 
+#include <stdexcept>
+#include <utility>
+
 #include <pybind11/stl.h>
 
 #include "bindings/transfer_calls.h"
@@ -142,16 +145,32 @@ void bindMemory(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c) {
       py::arg("source_address"), py::arg("length"));
 }
 
-// Methods of Mooncake that this version lacks. They exist so that a call raises NotImplementedError
-// that says why.
-void bindMissing(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c) {
-  for (const char* name : {"transfer_write_on_cuda", "transfer_read_on_cuda",
-                           "batch_transfer_write_on_cuda", "batch_transfer_read_on_cuda"}) {
-    c.def(name, [name = std::string(name)](TransferCalls&, const py::args&, const py::kwargs&) {
-      PyErr_SetString(PyExc_NotImplementedError,
-                      (name + "() is not available: this build moves no CUDA memory").c_str());
-      throw py::error_already_set();
-    });
+// Transfers in the order of a stream, whose handle is a number. They raise RuntimeError.
+void bindStreams(py::class_<TransferCalls, std::shared_ptr<TransferCalls>>& c) {
+  const auto throwIf = [](const Status& failed) {
+    if (!failed.ok()) throw std::runtime_error(failed.error().message);
+  };
+  const auto target = py::arg("target_hostname");
+  const auto stream = py::arg("stream_ptr") = 0, hint = py::arg("transport_hint") = "";
+  for (const auto& [verb, opcode] : {std::pair("write", Opcode::kWrite), {"read", Opcode::kRead}}) {
+    const std::string name = std::string("transfer_") + verb + "_on_cuda";
+    c.def(
+        name.c_str(),
+        [throwIf, opcode = opcode](TransferCalls& calls, const std::string& to, uint64_t buffer,
+                                   uint64_t remote, uint64_t bytes, uint64_t on,
+                                   const std::string&) {
+          throwIf(calls.transferOnStream(to, {buffer}, {remote}, {bytes}, opcode, on));
+        },
+        target, py::arg("buffer"), py::arg("peer_buffer_address"), py::arg("length"), stream, hint,
+        Unlocked());
+    c.def(("batch_" + name).c_str(),
+          [throwIf, opcode = opcode](TransferCalls& calls, const std::string& to,
+                                     const Addresses& buffers, const Addresses& remotes,
+                                     const Addresses& lengths, uint64_t on, const std::string&) {
+            throwIf(calls.transferOnStream(to, buffers, remotes, lengths, opcode, on));
+          },
+          target, py::arg("buffers"), py::arg("peer_buffer_addresses"), py::arg("lengths"), stream,
+          hint, Unlocked());
   }
 }
 
@@ -217,7 +236,7 @@ void bindTransfer(py::module_& m) {
   engine.def("get_rpc_port", &TransferCalls::rpcPort);
   bindMemory(engine);
   bindTransfers(engine);
-  bindMissing(engine);
+  bindStreams(engine);
   engine.def(
       "get_local_topology",
       [](TransferCalls&, const std::optional<std::string>& devices) {

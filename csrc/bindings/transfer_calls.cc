@@ -142,6 +142,16 @@ uint64_t TransferCalls::submit(const std::string& target, const Addresses& buffe
   return 0;
 }
 
+Status TransferCalls::transferOnStream(const std::string& target, const Addresses& buffers,
+                                       const Addresses& remote, const Addresses& bytes,
+                                       Opcode opcode, uint64_t stream) {
+  auto all = requests(target, buffers, remote, bytes, opcode);
+  if (all) return engine_->transferOnStream(reinterpret_cast<void*>(stream), std::move(*all));
+  return {ErrorCode::kInvalidArgument,
+          "a transfer on a stream cannot begin: \"" + target +
+              "\" cannot be opened, or the lists differ in length. The log says which"};
+}
+
 int TransferCalls::awaitAll(const std::vector<uint64_t>& batches) {
   if (!isReady()) return transfer::kInvalid;
   int result = 0;

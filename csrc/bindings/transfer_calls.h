@@ -38,6 +38,10 @@ class TransferCalls {
                const std::optional<Notification>& notification);
   uint64_t submit(const std::string& target, const Addresses& buffers, const Addresses& remote,
                   const Addresses& bytes, Opcode opcode);
+  // Ordered on the stream: see TransferEngine::transferOnStream().
+  Status transferOnStream(const std::string& target, const Addresses& buffers,
+                          const Addresses& remote, const Addresses& bytes, Opcode opcode,
+                          uint64_t stream);
   int awaitAll(const std::vector<uint64_t>& batches);
   int check(uint64_t batch);
 

@@ -105,7 +105,7 @@ void Driver::begin(Flight& flight) {
   const Status placed = place(flight);
   if (!placed.ok()) return onError(flight, placed.error());
   if (!flight.place.peer) return copyHere(flight);
-  flight.completion.error.store(ErrorCode::kOk, std::memory_order_relaxed);
+  flight.completion.reset();
   flight.stage = Flight::Stage::kDue;
   due_.push_back(&flight);
 }
@@ -159,7 +159,8 @@ void Driver::hand(std::span<Flight* const> flights, std::vector<Request>& reques
                         flight->place.offset,
                         {local, asked.bytes},
                         &flight->completion,
-                        !flight->claim.task->memory->isOurs});
+                        !flight->claim.task->memory->isOurs,
+                        flight->claim.task->memory->owner});
   }
   const std::shared_ptr<Peer> peer = flights.front()->place.peer;
   Channel& channel = *peer->channel;
@@ -181,9 +182,12 @@ void Driver::copyHere(Flight& flight) {
       context_.engine.regions().open(flight.place.region.key, flight.place.offset, request.bytes,
                                      isRead ? kRemoteRead : kRemoteWrite);
   if (!use) return end(flight, TaskState::kFailed, "the memory is not registered any more");
-  auto* local = reinterpret_cast<std::byte*>(request.local);
-  if (!copyIfMapped(isRead ? local : use.data(), isRead ? use.data() : local, request.bytes))
-    return end(flight, TaskState::kFailed, kNotMapped);
+  const LocalMemory local{reinterpret_cast<std::byte*>(request.local),
+                          flight.claim.task->memory->owner};
+  const LocalMemory remote{use.data(), use.owner()};
+  const Status copied = isRead ? context_.copier.copy(local, remote, request.bytes)
+                               : context_.copier.copy(remote, local, request.bytes);
+  if (!copied.ok()) return end(flight, TaskState::kFailed, copied.error().message);
   end(flight, TaskState::kCompleted);
 }
 
@@ -212,7 +216,9 @@ bool Driver::collect() {
       context_.slots.succeeded(flight->claim.task->request.segment->slots(), *now);
       end(*flight, TaskState::kCompleted);
     } else {
-      onError(*flight, {code, code == ErrorCode::kInvalidArgument
+      const std::string& cause = flight->completion.why;
+      onError(*flight, {code, !cause.empty() ? cause
+                              : code == ErrorCode::kInvalidArgument
                                   ? kNotMapped
                                   : std::string("the transfer ended with ") + errorCodeName(code)});
     }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "device/cuda/driver_loaded.h"
+#include "engine/memory/device_copies.h"
 #include "engine/memory/program_memory.h"
 #include "engine/nic/device_memory.h"
 
@@ -45,10 +47,22 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
     }
   }
   auto* const memory = reinterpret_cast<std::byte*>(address);
+  MemoryOwner owner;
   Protection protection{true, true};
-  // The kernel's page protection does not cover GPU memory.
-  if (!options.isOurs && !MemoryPlaces::real().of(memory).isCuda)
-    protection = protectionOf(memory, bytes);
+  if (!options.isOurs) {
+    const auto found = ownerOf(memory, bytes);
+    if (!found.ok()) {
+      why = describe(address, bytes) + ": " + found.error().message;
+      return kInvalid;
+    }
+    owner = *found;
+    if (owner && prepared_.insert(owner.accelerator).second)
+      DeviceCopies::prepare(*owner.accelerator);
+    // The kernel's page protection does not cover memory of devices. A card may reach memory of a GPU
+    // in a build without an accelerator for it, too.
+    const bool isOfDevice = owner || (isCudaLoaded() && MemoryPlaces::real().of(memory).isCuda);
+    if (!isOfDevice) protection = protectionOf(memory, bytes);
+  }
   if (!protection.isReadable) {
     why = describe(address, bytes) + " is not mapped in this process, or must not be read";
     return kInvalid;
@@ -56,7 +70,8 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
   uint32_t rights = 0;
   if (options.isRemoteAccessible)
     rights = protection.isWritable ? kRemoteRead | kRemoteWrite : kRemoteRead;
-  auto region = regions_.add(memory, bytes, rights | kLasting | (options.isOurs ? 0 : kOfProgram));
+  auto region =
+      regions_.add(memory, bytes, rights | kLasting | (options.isOurs ? 0 : kOfProgram), owner);
   if (!region.ok()) {
     why = region.error().message;
     return kMemory;
@@ -67,6 +82,7 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
   buffer->location = std::move(options.location);
   buffer->isOurs = options.isOurs;
   buffer->isWritable = protection.isWritable;
+  buffer->owner = owner;
   std::unique_lock lock(mutex_);
   buffer->order = ++version_;
   buffers_.emplace(address, std::move(buffer));

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <shared_mutex>
 #include <string>
 #include <vector>
@@ -22,6 +23,7 @@ struct RegisteredBuffer {
   uint64_t order = 0;   // of registration
   bool isOurs = false;  // allocated by the engine, not by the program
   bool isWritable = true;
+  MemoryOwner owner;  // the device that owns the memory
 };
 
 // The memory that the program has registered, by address. Ranges do not overlap. Any thread.
@@ -53,8 +55,9 @@ class RegisteredMemory {
  private:
   RegionTable& regions_;
   // Serializes add(). Registering with network cards may take seconds; transfers go on meanwhile.
-  std::mutex addingMutex_;
-  mutable std::shared_mutex mutex_;                                // guards all below
+  std::mutex addingMutex_;           // also guards prepared_
+  std::set<Accelerator*> prepared_;  // have pinned memory for connections
+  mutable std::shared_mutex mutex_;  // guards all below
   std::map<uint64_t, std::shared_ptr<RegisteredBuffer>> buffers_;  // by address
   uint64_t version_ = 0;
 };

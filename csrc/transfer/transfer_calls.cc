@@ -103,6 +103,34 @@ Code TransferEngine::submit(const std::shared_ptr<Batch>& batch,
   return kGood;
 }
 
+std::shared_ptr<Batch> TransferEngine::beginBatch(std::span<const TransferRequest> requests) {
+  auto batch = allocateBatch(std::max<size_t>(1, requests.size()));
+  if (!batch || submit(batch, requests) == kGood) return batch;
+  (void)release(batch->id);
+  return nullptr;
+}
+
+Status TransferEngine::transferOnStream(void* stream, std::vector<TransferRequest> requests) {
+  const Call call(*this);
+  if (!call) return {ErrorCode::kAborted, "the engine is closed"};
+  MemoryOwner device;
+  for (const TransferRequest& request : requests) {
+    if (request.bytes == 0) continue;
+    const auto buffer = memory_->find(request.local, request.bytes);
+    if (!buffer) {
+      return {ErrorCode::kInvalidArgument,
+              "a transfer on a stream from or to memory that is not "
+              "registered with this engine: register it first"};
+    }
+    if (!device) device = buffer->owner;
+  }
+  if (device) return onStreams_.enqueue(device, stream, std::move(requests));
+  return {
+      ErrorCode::kInvalidArgument,
+      "a transfer on a stream whose buffers are memory of the host: the stream's device is that "
+      "of a buffer. Synchronize the stream and call transfer_sync_..."};
+}
+
 // Fails only if no worker at all can be started.
 Status TransferEngine::startWorkers() {
   std::lock_guard lock(mutex_);

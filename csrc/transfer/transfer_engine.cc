@@ -7,7 +7,6 @@
 
 #include "base/fork.h"
 #include "base/log.h"
-#include "engine/memory/program_memory.h"
 #include "transfer/call_guard.h"
 #include "transfer/protocol.h"
 #include "transfer/session_socket.h"
@@ -121,7 +120,8 @@ Status TransferEngine::start(TransferEngineOptions options) {
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
   slots_ = std::make_unique<SlotPool>(settings_.mostTransfers);
   driverContext_.reset(new DriverContext{*engine_, *slots_, askers_, stopping_,
-                                         stopping_.generation(), ended_, bells_, logName_});
+                                         stopping_.generation(), ended_, bells_, copier_,
+                                         logName_});
   auto incarnation = incarnationOf(engine_->endpoint());
   if (!incarnation.ok()) return incarnation.status();
   keeper_ = std::make_unique<NameKeeper>(
@@ -161,6 +161,7 @@ void TransferEngine::close() {
   calls_.close();
   // A batch may have been submitted after its workers ended: this driver cancels it.
   if (driverContext_) Driver(*driverContext_, queue_).run();
+  onStreams_.stop();  // every transfer is over
   followUps_.stop();
   askers_.stop();
   if (keeper_) keeper_->retract();
@@ -272,10 +273,10 @@ Code TransferEngine::writeHere(uint64_t address, ByteView bytes) {
   if (!call) return kContext;
   const auto buffer = memory_->find(address, bytes.size());
   if (!buffer) return fail(kNotRegistered, "bytes are written to memory that is not registered");
-  if (!buffer->isWritable ||
-      !copyIfMapped(reinterpret_cast<void*>(address), bytes.data(), bytes.size()))
-    return fail(kInvalid, "bytes are written to memory that is not mapped, or read-only");
-  return kGood;
+  if (!buffer->isWritable) return fail(kInvalid, "bytes are written to memory that is read-only");
+  const Status copied = copier_.copy({reinterpret_cast<std::byte*>(address), buffer->owner},
+                                     {const_cast<std::byte*>(bytes.data()), {}}, bytes.size());
+  return copied.ok() ? kGood : fail(kInvalid, "bytes are not written: " + copied.error().message);
 }
 
 Code TransferEngine::readHere(uint64_t address, std::span<std::byte> bytes) {
@@ -283,9 +284,9 @@ Code TransferEngine::readHere(uint64_t address, std::span<std::byte> bytes) {
   if (!call) return kContext;
   const auto buffer = memory_->find(address, bytes.size());
   if (!buffer) return fail(kNotRegistered, "bytes are read from memory that is not registered");
-  if (!copyIfMapped(bytes.data(), reinterpret_cast<const void*>(address), bytes.size()))
-    return fail(kInvalid, "bytes are read from memory that is not mapped");
-  return kGood;
+  const Status copied = copier_.copy(
+      {bytes.data(), {}}, {reinterpret_cast<std::byte*>(address), buffer->owner}, bytes.size());
+  return copied.ok() ? kGood : fail(kInvalid, "bytes are not read: " + copied.error().message);
 }
 
 // ---- peers

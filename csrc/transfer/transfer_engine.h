@@ -20,6 +20,7 @@
 #include "transfer/name_keeper.h"
 #include "transfer/notifications.h"
 #include "transfer/session_server.h"
+#include "transfer/stream_transfers.h"
 
 namespace mooncake::transfer {
 
@@ -116,6 +117,10 @@ class TransferEngine {
   // whole batch has succeeded, the notification goes to the first request's segment.
   Code submit(const std::shared_ptr<Batch>& batch, std::span<const TransferRequest> requests,
               std::optional<Notification> notification = std::nullopt);
+  // Enqueues the transfers on a stream of the device that owns the first request's buffer with an
+  // owner: they begin when the stream comes there, and it goes on when they are over. If one of them
+  // fails, the log says why, the stream goes on, and the next call returns an error.
+  Status transferOnStream(void* stream, std::vector<TransferRequest> requests);
   std::shared_ptr<Batch> batch(uint64_t id) const { return batches_.find(id); }
   // Blocks until the batch is over: kGood, or kInvalid if a transfer has failed.
   Code await(const Batch& batch);
@@ -127,6 +132,7 @@ class TransferEngine {
   TransferEngine() = default;
   Status start(TransferEngineOptions options);
   Code fail(Code code, const std::string& what) const;
+  std::shared_ptr<Batch> beginBatch(std::span<const TransferRequest> requests);
   Code add(Batch& batch, std::span<const TransferRequest> requests);
   void work();
   Status startWorkers();
@@ -160,6 +166,10 @@ class TransferEngine {
   std::unique_ptr<SegmentContext> segmentContext_;
   std::unique_ptr<Directory> directory_;
   std::unique_ptr<SlotPool> slots_;
+  LocalCopier copier_;
+  StreamTransfers onStreams_{
+      {.begin = [this](std::span<const TransferRequest> all) { return beginBatch(all); },
+       .release = [this](const Batch& batch) { (void)batches_.release(batch.id); }}};
   std::unique_ptr<DriverContext> driverContext_;
   std::shared_ptr<SessionServer> server_;
   BatchTable batches_;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "base/result.h"
 #include "base/wait.h"
@@ -60,6 +61,7 @@ struct Completion {
   explicit Completion(Doorbell* bell) : bell(bell) {}
   std::atomic<uint32_t> pending{0};
   std::atomic<ErrorCode> error{ErrorCode::kOk};  // of the first transfer that failed
+  std::string why;                               // its cause, if the wire knows more than the code
   Doorbell* bell;
 
   void begin() { pending.fetch_add(1, std::memory_order_relaxed); }
@@ -68,10 +70,26 @@ struct Completion {
       auto none = ErrorCode::kOk;
       error.compare_exchange_strong(none, code);
     }
+    leave();
+  }
+  void end(const Error& failure) {
+    auto none = ErrorCode::kOk;
+    // Only the first failure writes the text, and before it counts as ended.
+    if (error.compare_exchange_strong(none, failure.code)) why = failure.message;
+    leave();
+  }
+  bool finished() const { return pending.load(std::memory_order_acquire) == 0; }
+  // For the next transfer, once this one has finished.
+  void reset() {
+    error.store(ErrorCode::kOk, std::memory_order_relaxed);
+    why.clear();
+  }
+
+ private:
+  void leave() {
     Doorbell* toRing = bell;  // *this may be gone as soon as pending is 0
     if (pending.fetch_sub(1, std::memory_order_seq_cst) == 1) toRing->ring();
   }
-  bool finished() const { return pending.load(std::memory_order_acquire) == 0; }
 };
 
 // A get of bytes of a peer's registered memory into memory here. `target` and `completion` belong
@@ -82,6 +100,7 @@ struct GetRequest {
   std::span<std::byte> target;
   Completion* completion = nullptr;
   bool isOfProgram = false;  // `target` may be unmapped: the get then ends with kInvalidArgument
+  MemoryOwner owner = {};    // the device that owns `target`
 };
 
 // A write of bytes from here into memory that the peer registered with kRemoteWrite. `source` and
@@ -93,6 +112,7 @@ struct WriteRequest {
   std::span<const std::byte> source;
   Completion* completion = nullptr;
   bool isOfProgram = false;  // see GetRequest
+  MemoryOwner owner = {};    // the device that owns `source`
 };
 
 }  // namespace mooncake

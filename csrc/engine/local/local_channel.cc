@@ -186,6 +186,7 @@ Status LocalChannel::getShared(std::span<const GetRequest> requests) {
 
 ErrorCode LocalChannel::mayReadHere(const GetRequest& request) const {
   if (!mapped(request.region) && !peer_.reader) return ErrorCode::kUnsupported;
+  if (request.owner || isOfDevice(request.region)) return ErrorCode::kUnsupported;
   return permission(request.region.key, kRemoteRead);
 }
 
@@ -226,6 +227,8 @@ Status LocalChannel::write(const WriteRequest& request) {
   const DirectTransfers::Running running(transfers_, request.completion);
   if (!running) return {ErrorCode::kAborted, "the channel is closed"};
   if (ended_.load(std::memory_order_acquire)) return why_;
+  // As below, the stream takes it over while it still counts as running.
+  if (request.owner || isOfDevice(request.region)) return stream_->write(request);
   if (std::byte* const region = mapped(request.region)) {
     const ErrorCode code = writeHere(request, region, running);
     request.completion->begin();
@@ -315,6 +318,7 @@ ErrorCode LocalChannel::pullPiece(const PullRequest& request, uint64_t done, siz
   if (refusesPulls_) return ErrorCode::kAborted;
   const auto use = context_.regions.open(request.key, request.offset, request.length, kRemoteWrite);
   if (!use) return ErrorCode::kRefused;
+  if (use.owner() || isOfDevice(request.source)) return ErrorCode::kUnsupported;
   const auto allowed = [&] { return permission(request.source.key, kRemoteRead); };
   if (const auto code = allowed(); code != ErrorCode::kOk) return ErrorCode::kAborted;
   const auto code = readPiece(request.source, done, {use.data() + done, bytes}, use.isOfProgram());
@@ -404,6 +408,12 @@ ErrorCode LocalChannel::permission(uint64_t key, uint32_t right) const {
     return ErrorCode::kAborted;
   const auto& mirror = *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
   return mirror.allows(key, right) ? ErrorCode::kOk : ErrorCode::kRefused;
+}
+
+// Memory of a device goes over the stream, whose ends copy it.
+bool LocalChannel::isOfDevice(const RemoteRegion& region) const {
+  const auto& mirror = *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
+  return mirror.isOfDevice(region.key);
 }
 
 // Returns the start of the region in the mapping; null: it does not lie in the arena.

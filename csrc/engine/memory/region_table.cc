@@ -46,7 +46,9 @@ RegionTable::~RegionTable() {
   for (auto& block : blocks_) delete block.load(std::memory_order_relaxed);
 }
 
-Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t rights) {
+Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t rights,
+                                      MemoryOwner owner) {
+  if (owner) rights |= kOfDevice;
   const auto start = reinterpret_cast<uintptr_t>(address);
   if ((!address && bytes != 0) || start + bytes < start) {
     return Error{ErrorCode::kInvalidArgument,
@@ -73,6 +75,7 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
   entry.address = static_cast<std::byte*>(address);
   entry.bytes = bytes;
   entry.rights = rights;
+  entry.owner = owner;
   // The fields are written before the word, so a caller of open() sees them.
   entry.word.store(generation << 32, std::memory_order_release);
   mirror(index, generation << 32 | rights);
@@ -111,6 +114,7 @@ RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes
   use.regionStart_ = entry.address;
   use.data_ = entry.address + offset;
   use.isOfProgram_ = (entry.rights & kOfProgram) != 0;
+  use.owner_ = entry.owner;
   return use;
 }
 
@@ -193,7 +197,8 @@ RegionTable::Use::Use(Use&& other) noexcept
       entry_(other.entry_),
       data_(other.data_),
       regionStart_(other.regionStart_),
-      isOfProgram_(other.isOfProgram_) {}
+      isOfProgram_(other.isOfProgram_),
+      owner_(other.owner_) {}
 
 RegionTable::Use& RegionTable::Use::operator=(Use&& other) noexcept {
   if (this == &other) return *this;
@@ -203,6 +208,7 @@ RegionTable::Use& RegionTable::Use::operator=(Use&& other) noexcept {
   data_ = other.data_;
   regionStart_ = other.regionStart_;
   isOfProgram_ = other.isOfProgram_;
+  owner_ = other.owner_;
   return *this;
 }
 

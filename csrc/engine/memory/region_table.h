@@ -12,6 +12,7 @@
 
 #include "base/result.h"
 #include "base/wait.h"
+#include "device/memory_owner.h"
 #include "engine/memory/arena.h"
 
 namespace mooncake {
@@ -36,6 +37,8 @@ enum RegionRights : uint32_t {
   kLanding = 8,
   // Not a right: the program owns the memory and may unmap it (engine/memory/program_memory.h).
   kOfProgram = 16,
+  // Not a right: a device owns the memory, and only the owner's engine reaches it. add() sets it.
+  kOfDevice = 32,
 };
 
 // Prepares long-lived memory: registers it with network cards.
@@ -83,6 +86,8 @@ class MemoryRegion {
 class RegionMirror {
  public:
   bool allows(uint64_t key, uint32_t right) const;
+  // Returns whether a device owns the region's memory, so that its engine must be asked.
+  bool isOfDevice(uint64_t key) const { return allows(key, kOfDevice); }
 
  private:
   friend class RegionTable;
@@ -103,7 +108,7 @@ class RegionTable {
   ~RegionTable();
 
   // kExhausted: every entry is taken.
-  Result<MemoryRegion> add(void* address, size_t bytes, uint32_t rights);
+  Result<MemoryRegion> add(void* address, size_t bytes, uint32_t rights, MemoryOwner owner = {});
 
   // Holds a range of a region open until it is destroyed.
   class Use {
@@ -115,6 +120,9 @@ class RegionTable {
     std::byte* data() const { return data_; }
     std::byte* regionStart() const { return regionStart_; }
     bool isOfProgram() const { return isOfProgram_; }
+    const MemoryOwner& owner() const {
+      return owner_;
+    }  // a device: data() is not for load and store
     explicit operator bool() const { return table_ != nullptr; }
 
    private:
@@ -124,6 +132,7 @@ class RegionTable {
     std::byte* data_ = nullptr;
     std::byte* regionStart_ = nullptr;
     bool isOfProgram_ = false;
+    MemoryOwner owner_;
   };
   // Returns an empty Use and counts the refusal in these cases: the key is unknown or revoked, the
   // range leaves the region (also by overflow), or the right is missing.
@@ -148,6 +157,7 @@ class RegionTable {
     std::byte* address = nullptr;
     uint64_t bytes = 0;
     uint32_t rights = 0;
+    MemoryOwner owner;
   };
   static constexpr size_t kBlockEntries = 1024;
   using Block = std::array<Entry, kBlockEntries>;

@@ -39,7 +39,16 @@ bool isAligned(const std::byte* address) { return reinterpret_cast<uintptr_t>(ad
 
 Result<FrameReceiver::Stop> FrameReceiver::receive(int socket, size_t budget) {
   size_t taken = 0;
-  for (bool drained = false; taken < budget && !drained;) {
+  endLanded();
+  if (isBlocked()) return Stop::kDrained;
+  blockedBy_ = {};
+  if (!unread_.empty()) {
+    reading_.swap(unread_);
+    unread_.clear();
+    MOONCAKE_TRY(consume(reading_));
+    if (goodbye_) return Stop::kGoodbye;
+  }
+  for (bool drained = false; taken < budget && !drained && !blockedBy_;) {
     const auto got = readSome(socket, budget - taken, drained);
     if (!got.ok()) return got.error();
     taken += *got;
@@ -66,6 +75,7 @@ void FrameReceiver::awaitRest(int socket, size_t taken) {
 Result<size_t> FrameReceiver::readSome(int socket, size_t budget, bool& drained) {
   Sink sink;
   if (inFrame_) sink = openSink(std::min<uint64_t>(left_, budget));
+  if (blockedBy_) return size_t(0);
   std::span<std::byte> buffer = threadsBuffer();
   std::memcpy(buffer.data(), start_.data(), kept_);  // start_ is empty inside a payload
   const bool isDropping = inFrame_ && left_ > 0 && !sink.data;
@@ -126,6 +136,10 @@ Status FrameReceiver::consume(ByteView bytes) {
     }
     while (left_ > 0 && !bytes.empty()) {
       const Sink sink = openSink(std::min<uint64_t>(left_, bytes.size()));
+      if (blockedBy_) {
+        unread_.assign(bytes.begin(), bytes.end());
+        return {};
+      }
       const size_t taken = sink.data ? sink.bytes : std::min<uint64_t>(left_, bytes.size());
       if (sink.data && !copy(sink, bytes.first(taken))) onFault();
       bytes = bytes.subspan(taken);
@@ -156,7 +170,8 @@ Status FrameReceiver::beginFrame(ByteView bytes) {
 
 Status FrameReceiver::beginPiece() {
   const TransferTable::Transfer* get = transfers_.find(frame_.request);
-  if (!get || get->isWrite) return protocolError("an answer came that nobody asked for");
+  if (!get || get->isWrite || get->isAnswered)
+    return protocolError("an answer came that nobody asked for");
   if (frame_.offset != get->received || frame_.length > get->bytes - get->received) {
     return protocolError("an answer's piece does not fit");
   }
@@ -170,6 +185,7 @@ Status FrameReceiver::beginWrite() {
     isWriting_ = true;
     write_ = frame_;
     written_ = 0;
+    ++writes_;
     writeStatus_ = refusesWrites_ ? wire::AnswerStatus::kAborted : wire::AnswerStatus::kOk;
     // Opens the whole range first: a write that leaves the region changes nothing, not even the
     // part inside.
@@ -194,7 +210,8 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
   if (dropped_ || left_ == 0) return {};
   if (frame_.kind == wire::Kind::kPiece) {
     const TransferTable::Transfer* get = transfers_.find(frame_.request);
-    if (!get->completion) return {};  // cancelled
+    if (!get->completion || get->failure.code != ErrorCode::kOk) return {};  // cancelled, or failed
+    if (get->owner) return openBuffer(get->owner, room);
     return {get->target + get->received, room, {}, get->isOfProgram};
   }
   if (frame_.kind == wire::Kind::kMessage) {
@@ -207,12 +224,13 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
       refuse("write");
       return {};
     }
+    if (use.owner()) return openBuffer(use.owner(), room);
     std::byte* data = use.data() + written_ + (frame_.length - left_);
     const bool isOfProgram = use.isOfProgram();
     return {data, room, std::move(use), isOfProgram};
   }
   const RegionTable::Use signal = openSignal();
-  if (!signal || signal.isOfProgram() || !isAligned(signal.data())) {
+  if (!signal || signal.isOfProgram() || signal.owner() || !isAligned(signal.data())) {
     refuse("put");
     return {};
   }
@@ -223,7 +241,7 @@ FrameReceiver::Sink FrameReceiver::openSink(size_t room) {
   const uint64_t position = frame_.length - left_;
   // Opens the whole range: a put that leaves the region writes nothing, not even the part inside.
   RegionTable::Use use = regions_.open(frame_.key, frame_.offset, frame_.length, kRemoteWrite);
-  if (!use || frame_.offset < sizeof(Doorbell)) {
+  if (!use || use.owner() || frame_.offset < sizeof(Doorbell)) {
     refuse("put");
     return {};
   }
@@ -238,7 +256,7 @@ Status FrameReceiver::endFrame() {
     case wire::Kind::kPut: {
       if (dropped_) return {};
       const RegionTable::Use use = openSignal();
-      if (!use || use.isOfProgram() || !isAligned(use.data())) {
+      if (!use || use.isOfProgram() || use.owner() || !isAligned(use.data())) {
         refuse("put");
         return {};
       }
@@ -250,10 +268,12 @@ Status FrameReceiver::endFrame() {
       if (!events_.onGet(frame_)) return protocolError("the peer has too many gets under way");
       return {};
     case wire::Kind::kPiece:
+      landPiece();
       return {};
     case wire::Kind::kAnswer:
       return endAnswer();
     case wire::Kind::kWrite:
+      landWrite();
       endWrite();
       return {};
     case wire::Kind::kPull:
@@ -279,29 +299,37 @@ Status FrameReceiver::endFrame() {
 }
 
 Status FrameReceiver::endAnswer() {
-  const TransferTable::Transfer* transfer = transfers_.find(frame_.request);
+  TransferTable::Transfer* transfer = transfers_.find(frame_.request);
   if (transfer && !transfers_.isAnswerable(*transfer)) events_.awaitSender();
-  if (!transfer || !transfers_.isAnswerable(*transfer))
+  if (!transfer || !transfers_.isAnswerable(*transfer) || transfer->isAnswered)
     return protocolError("an answer came that nobody asked for");
-  switch (frame_.status) {
-    case wire::AnswerStatus::kOk:
-      if (!transfer->isWrite && transfer->received != transfer->bytes)
-        return protocolError("an answer ended too early");
-      transfers_.finish(frame_.request, ErrorCode::kOk);
-      return {};
-    case wire::AnswerStatus::kRefused:
-      transfers_.finish(frame_.request, ErrorCode::kRefused);
-      return {};
-    case wire::AnswerStatus::kAborted:
-      transfers_.finish(frame_.request, ErrorCode::kAborted);
-      return {};
-    case wire::AnswerStatus::kUnsupported:
-      if (!transfer->isWrite || !events_.onUnpullable)
-        return protocolError("an answer came that nobody asked for");
-      events_.onUnpullable(frame_.request);
-      return {};
+  if (frame_.status == wire::AnswerStatus::kUnsupported) {
+    if (!transfer->isWrite || !events_.onUnpullable)
+      return protocolError("an answer came that nobody asked for");
+    events_.onUnpullable(frame_.request);
+    return {};
+  }
+  const bool isOk = frame_.status == wire::AnswerStatus::kOk;
+  if (isOk && !transfer->isWrite && transfer->received != transfer->bytes)
+    return protocolError("an answer ended too early");
+  if (!transfer->isWrite && landings_.keep({.isWrite = false, .number = frame_.request},
+                                           {.request = frame_.request, .status = frame_.status})) {
+    transfer->isAnswered = true;
+  } else {
+    finish(frame_.request, frame_.status);
   }
   return {};
+}
+
+void FrameReceiver::finish(uint64_t request, wire::AnswerStatus status) {
+  if (status == wire::AnswerStatus::kDeviceFailed) {
+    transfers_.failLater(
+        request,
+        {ErrorCode::kSystem, "a device of the peer could not copy its memory: its log says why"});
+  }
+  transfers_.finish(request, status == wire::AnswerStatus::kOk        ? ErrorCode::kOk
+                             : status == wire::AnswerStatus::kRefused ? ErrorCode::kRefused
+                                                                      : ErrorCode::kAborted);
 }
 
 void FrameReceiver::endWrite() {
@@ -311,7 +339,88 @@ void FrameReceiver::endWrite() {
   if (isGivenUp && writeStatus_ == wire::AnswerStatus::kOk)
     writeStatus_ = wire::AnswerStatus::kAborted;
   isWriting_ = false;
+  if (landings_.keep({.isWrite = true, .number = writes_},
+                     {.request = write_.request, .status = writeStatus_}))
+    return;
   events_.onWritten(write_.request, writeStatus_);
+}
+
+// The buffer for the payload of a device. Without one that is free, sets blockedBy_.
+FrameReceiver::Sink FrameReceiver::openBuffer(const MemoryOwner& device, size_t room) {
+  const auto buffer = landings_.buffer(device);
+  if (!buffer.ok()) {
+    failOfDevice(buffer.error());
+    return {};
+  }
+  if (!*buffer) {
+    blockedBy_ = device;
+    return {};
+  }
+  return {*buffer + (frame_.length - left_), room, {}, false};
+}
+
+void FrameReceiver::landPiece() {
+  if (!landings_.hasBuffer()) return;
+  const TransferTable::Transfer& get = *transfers_.find(frame_.request);
+  if (!get.completion || get.failure.code != ErrorCode::kOk) return landings_.drop();
+  const Status begun =
+      landings_.land({.isWrite = false, .number = frame_.request}, get.target + frame_.offset,
+                     frame_.length, {}, get.completion);
+  if (!begun.ok()) failOfDevice(begun.error());
+}
+
+void FrameReceiver::landWrite() {
+  if (!landings_.hasBuffer()) return;
+  if (writeStatus_ != wire::AnswerStatus::kOk) return landings_.drop();
+  auto use = regions_.open(write_.key, write_.offset, write_.stamp, kRemoteWrite);
+  if (!use) {  // revoked while the payload came
+    landings_.drop();
+    return refuse("write");
+  }
+  std::byte* const target = use.data() + written_;
+  const Status begun = landings_.land({.isWrite = true, .number = writes_}, target, frame_.length,
+                                      std::move(use), nullptr);
+  if (!begun.ok()) failOfDevice(begun.error());
+}
+
+void FrameReceiver::endLanded() {
+  while (const auto landed = landings_.next()) {
+    const Landings::Transfer& transfer = landed->transfer;
+    auto ending = landed->ending;
+    if (landed->failure && transfer.isWrite) {
+      logOfDevice(*landed->failure);
+      if (ending) {
+        ending->status = wire::AnswerStatus::kDeviceFailed;
+      } else if (!landings_.setEnding(transfer, wire::AnswerStatus::kDeviceFailed)) {
+        writeStatus_ = wire::AnswerStatus::kDeviceFailed;  // the write is still arriving
+      }
+    } else if (landed->failure) {
+      transfers_.failLater(transfer.number, {ErrorCode::kSystem, landed->failure->message});
+    }
+    if (!ending) continue;
+    if (transfer.isWrite) {
+      events_.onWritten(ending->request, ending->status);
+    } else {
+      finish(ending->request, ending->status);
+    }
+  }
+}
+
+// The frame's payload cannot be copied to the device. Drops the rest of the transfer.
+void FrameReceiver::failOfDevice(const Error& cause) {
+  if (frame_.kind == wire::Kind::kPiece) {
+    transfers_.failLater(frame_.request, {ErrorCode::kSystem, cause.message});
+  } else {
+    writeStatus_ = wire::AnswerStatus::kDeviceFailed;
+    logOfDevice(cause);
+  }
+}
+
+void FrameReceiver::logOfDevice(const Error& cause) {
+  if (std::exchange(loggedDevice_, true)) return;
+  log(LogLevel::kWarning, "stream",
+      "a write of a peer ends: memory of a device cannot be written: ", cause.message,
+      ". Further ones on this connection are not logged");
 }
 
 bool FrameReceiver::copy(const Sink& sink, ByteView bytes) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/memory/region_table.h"
+#include "engine/stream/landings.h"
 #include "engine/stream/transfer_table.h"
 #include "engine/stream/wire.h"
 
@@ -16,6 +17,9 @@ namespace mooncake {
 // A region is opened for each system call and not held in between, as in SendQueue. If memory is
 // revoked while a put arrives, no further byte is written, and the put's rest is read and dropped.
 // If memory is not mapped, the arriving transfer ends the same way. The connection goes on.
+//
+// Payloads for a device arrive in pinned buffers. If none is free, nothing more is read until a copy
+// to the device has ended. A transfer ends, and is answered, after its last copy.
 class FrameReceiver {
  public:
   // All of them run under the receive lock.
@@ -32,6 +36,18 @@ class FrameReceiver {
 
   FrameReceiver(RegionTable& regions, TransferTable& transfers, Events events)
       : regions_(regions), transfers_(transfers), events_(std::move(events)) {}
+
+  // Ends the transfers whose copies to devices have ended.
+  void endLanded();
+  // Copies to devices. The caller looks for those that have ended, by endLanded().
+  DeviceCopies& copies() { return landings_.copies(); }
+  // For a connection that has ended, when no copy is under way.
+  void freeCopies() {
+    landings_.clear();
+    landings_.copies().free();
+  }
+  // Returns whether receive() reads nothing before a copy to a device has ended.
+  bool isBlocked() { return blockedBy_ && !copies().hasRoom(blockedBy_); }
 
   enum class Stop { kDrained, kBudget, kGoodbye };
   // Returns the messages that have arrived since the last call.
@@ -54,6 +70,9 @@ class FrameReceiver {
     leastReadable_ = 1;
     arriving_.clear();
     messages_.clear();
+    landings_.clear();
+    unread_.clear();
+    blockedBy_ = {};
   }
   // Number of all bytes ever received. Any thread.
   uint64_t receivedBytes() const { return received_.load(std::memory_order_relaxed); }
@@ -70,6 +89,12 @@ class FrameReceiver {
     bool isOfProgram = false;  // the memory may be unmapped
   };
   Sink openSink(size_t room);
+  Sink openBuffer(const MemoryOwner& device, size_t room);
+  void landPiece();
+  void landWrite();
+  void failOfDevice(const Error& cause);
+  void logOfDevice(const Error& cause);
+  void finish(uint64_t get, wire::AnswerStatus status);
   bool copy(const Sink& sink, ByteView bytes);
   void onFault();
   RegionTable::Use openSignal();
@@ -108,12 +133,19 @@ class FrameReceiver {
   wire::Header write_;
   uint64_t written_ = 0;
   wire::AnswerStatus writeStatus_ = wire::AnswerStatus::kOk;
+  uint64_t writes_ = 0;  // number of the peer's writes so far, with this one
+
+  Landings landings_;
+  MemoryOwner blockedBy_;  // the device whose buffers were all in use
+  Bytes unread_;           // bytes from the socket that wait for a buffer
+  Bytes reading_;          // the same while they are consumed
   std::atomic<uint64_t> received_{0};
   bool goodbye_ = false;
   bool lanesWanted_ = false;
   bool retired_ = false;
   bool loggedRefusal_ = false;
   bool loggedFault_ = false;
+  bool loggedDevice_ = false;
 };
 
 }  // namespace mooncake

@@ -64,6 +64,27 @@ Status SendQueue::send(int socket, const wire::Header& header, ByteView payload)
   return {};
 }
 
+Status SendQueue::send(int socket, const PutRequest& request) {
+  if (request.data.size() > wire::kMaxPutBytes) {
+    return {ErrorCode::kInvalidArgument,
+            "a put takes at most 64 MiB, not " + std::to_string(request.data.size())};
+  }
+  if (!wire::isSignalOffset(request.signal.offset)) {
+    return {ErrorCode::kInvalidArgument,
+            "a signal's word is 8-aligned and behind the doorbell, not at " +
+                std::to_string(request.signal.offset)};
+  }
+  wire::Header header;
+  header.kind = wire::Kind::kPut;
+  header.request = request.signalRegion.key;
+  header.key = request.region.key;
+  header.offset = request.offset;
+  header.length = request.data.size();
+  header.signalOffset = request.signal.offset;
+  header.stamp = request.signal.stamp;
+  return send(socket, header, request.data);
+}
+
 void SendQueue::add(const wire::Header& header) {
   const wire::HeaderBytes head = wire::encode(header);
   frameBytes_ += head.size();
@@ -80,34 +101,47 @@ void SendQueue::add(const wire::Header& header) {
 bool SendQueue::answer(const wire::Header& get) {
   if (answers_ == wire::kMaxTransfers) return false;
   auto status = wire::AnswerStatus::kOk;
+  MemoryOwner owner;
   if (abortsAnswers_) {
     status = wire::AnswerStatus::kAborted;
-  } else if (!regions_.open(get.key, get.offset, get.length, kRemoteRead)) {
+  } else if (const auto use = regions_.open(get.key, get.offset, get.length, kRemoteRead)) {
+    owner = use.owner();
+  } else {
     status = wire::AnswerStatus::kRefused;
   }
   ++answers_;
-  jobs_.push({.request = get.request,
-              .key = get.key,
-              .offset = get.offset,
-              .length = get.length,
-              .status = status});
+  add({.request = get.request,
+       .key = get.key,
+       .offset = get.offset,
+       .length = get.length,
+       .status = status,
+       .owner = owner});
   return true;
 }
 
 void SendQueue::write(uint64_t number, const WriteRequest& request) {
-  jobs_.push({.isWrite = true,
-              .request = number,
-              .key = request.region.key,
-              .offset = request.offset,
-              .length = request.source.size(),
-              .source = request.source.data(),
-              .completion = request.completion});
+  add({.isWrite = true,
+       .request = number,
+       .key = request.region.key,
+       .offset = request.offset,
+       .length = request.source.size(),
+       .source = request.source.data(),
+       .completion = request.completion,
+       .owner = request.owner});
+}
+
+void SendQueue::add(Job job) {
+  job.number = ++lastNumber_;
+  if (job.owner) ++ofDevices_;
+  jobs_.push(job);
 }
 
 void SendQueue::abortAnswers() {
   abortsAnswers_ = true;
   for (size_t i = 0; i < jobs_.size(); ++i) {
-    if (!jobs_[i].isWrite) jobs_[i].status = wire::AnswerStatus::kAborted;
+    if (jobs_[i].isWrite) continue;
+    jobs_[i].status = wire::AnswerStatus::kAborted;
+    dropCopies(jobs_[i]);
   }
 }
 
@@ -117,6 +151,7 @@ void SendQueue::cancelWrites(const Completion* completion) {
     if (!job.isWrite || (completion && job.completion != completion)) continue;
     job.status = wire::AnswerStatus::kAborted;
     job.source = nullptr;
+    dropCopies(job);
   }
 }
 
@@ -150,14 +185,16 @@ Result<size_t> SendQueue::sendFrames(int socket) {
 Result<size_t> SendQueue::sendJobs(int socket, size_t most, size_t mostPieces) {
   std::array<Planned, kMaxPieces> plan;
   std::array<iovec, 2 * kMaxPieces> parts;
-  size_t pieces = 0, count = 0, bytes = 0;
+  size_t pieces = 0, count = 0, bytes = 0, ahead = 0;
+  copyAhead();
   uint64_t begun = jobs_.front().begun;
   for (size_t j = 0; j < jobs_.size() && pieces < mostPieces && bytes < most;) {
     Job& job = jobs_[j];
     Planned& planned = plan[pieces];
     const bool goesOn = pieces == 0 && piece_;
+    if (job.owner && !goesOn && !isReady(job, begun, ahead)) break;
     planned.piece = goesOn ? *piece_ : pieceOf(job, begun);
-    const std::byte* payload = payloadOf(job, planned, most - bytes);
+    const std::byte* payload = payloadOf(job, planned, most - bytes, ahead);
     if (!goesOn && job.status != wire::AnswerStatus::kOk) {  // payloadOf() may just have changed it
       planned.piece = pieceOf(job, begun);
       planned.payload = 0;
@@ -179,6 +216,7 @@ Result<size_t> SendQueue::sendJobs(int socket, size_t most, size_t mostPieces) {
       begun = 0;  // only the first job can have begun
     }
   }
+  if (pieces == 0) return size_t(0);  // the first one awaits its copy
   const auto written = writeSome(socket, parts.data(), count);
   if (written.ok()) {
     commit({plan.data(), pieces}, *written);
@@ -202,11 +240,15 @@ void SendQueue::failFirstJob() {
 }
 
 // Returns the piece's bytes, valid as long as the plan; sets their number, at most `most`.
-const std::byte* SendQueue::payloadOf(Job& job, Planned& planned, size_t most) {
+const std::byte* SendQueue::payloadOf(Job& job, Planned& planned, size_t most, size_t& ahead) {
   const Piece& piece = planned.piece;
   planned.payload = std::min<uint64_t>(piece.left, most);
   if (piece.left == 0) return nullptr;
   if (job.status == wire::AnswerStatus::kOk) {
+    if (job.owner) {
+      planned.copy = ahead_[ahead++].copy;
+      return planned.copy->buffer() + (planned.copy->bytes() - piece.left);
+    }
     if (job.isWrite) return job.source + piece.position;
     planned.use = regions_.open(job.key, job.offset + piece.position, planned.payload, kRemoteRead);
     if (planned.use) return planned.use.data();
@@ -234,6 +276,10 @@ void SendQueue::commit(std::span<Planned> plan, size_t sent) {
       piece_ = piece;
       return;
     }
+    if (planned.copy) {
+      copies_.giveBack(*planned.copy);
+      ahead_.pop();
+    }
     if (piece.last) endJob();
   }
 }
@@ -245,7 +291,104 @@ void SendQueue::endJob() {
   } else {
     --answers_;
   }
+  if (job.owner) --ofDevices_;
   jobs_.pop();
+}
+
+// Begins the copies of the next pieces, as far as there are buffers.
+void SendQueue::copyAhead() {
+  if (ofDevices_ == 0) return;
+  copies_.look();
+  const size_t most = std::min(jobs_.size(), kMaxPieces);
+  for (size_t j = 0; j < most; ++j) {
+    Job& job = jobs_[j];
+    if (!job.owner) continue;
+    if (const Error* failure = failureOf(job)) failOfDevice(job, *failure);
+    while (job.status == wire::AnswerStatus::kOk && job.copied < job.length) {
+      if (!copyNext(job)) return;
+    }
+  }
+}
+
+// Returns the failure of a copy whose piece has not been sent; null: there is none.
+const Error* SendQueue::failureOf(const Job& job) {
+  for (size_t i = 0; i < ahead_.size(); ++i) {
+    const DeviceCopies::Copy& copy = *ahead_[i].copy;
+    if (ahead_[i].job == job.number && copy.state() == DeviceCopies::Copy::State::kFailed)
+      return &copy.failure();
+  }
+  return nullptr;
+}
+
+// Returns false if no buffer is free. Later pieces must not take it before this one.
+bool SendQueue::copyNext(Job& job) {
+  const auto lent = copies_.lend(job.owner);
+  if (!lent.ok()) {
+    failOfDevice(job, lent.error());
+    return true;
+  }
+  if (!*lent) return false;
+  DeviceCopies::Copy& copy = **lent;
+  const size_t bytes = std::min(job.length - job.copied, wire::kMaxPieceBytes);
+  DeviceCopies::Origin origin{.completion = job.completion, .transfer = job.number};
+  const std::byte* from = nullptr;
+  if (job.isWrite) {
+    from = job.source + job.copied;
+  } else if ((origin.use = regions_.open(job.key, job.offset + job.copied, bytes, kRemoteRead))) {
+    from = origin.use.data();
+  } else {  // revoked half-way
+    copies_.giveBack(copy);
+    dropCopies(job);
+    job.status = wire::AnswerStatus::kRefused;
+    return true;
+  }
+  if (const Status begun = copies_.toBuffer(copy, from, bytes, std::move(origin)); !begun.ok()) {
+    copies_.giveBack(copy);
+    failOfDevice(job, begun.error());
+    return true;
+  }
+  ahead_.push({&copy, job.number});
+  job.copied += bytes;
+  return true;
+}
+
+// No piece of the job has begun whose copy has not ended, so none has to be filled up.
+void SendQueue::failOfDevice(Job& job, const Error& cause) {
+  job.status = job.isWrite ? wire::AnswerStatus::kAborted : wire::AnswerStatus::kDeviceFailed;
+  job.source = nullptr;
+  dropCopies(job);
+  if (job.isWrite) transfers_.failLater(job.request, {ErrorCode::kSystem, cause.message});
+  if (std::exchange(loggedDevice_, true)) return;
+  log(LogLevel::kWarning, "stream", "a ", job.isWrite ? "write to" : "read by",
+      " a peer ends: memory of device ", job.owner.device, " cannot be copied: ", cause.message,
+      ". Further ones on this connection are not logged");
+}
+
+void SendQueue::dropCopies(const Job& job) {
+  if (!job.owner) return;
+  for (size_t left = ahead_.size(); left > 0; --left) {
+    const Ahead one = ahead_.front();
+    ahead_.pop();
+    if (one.job == job.number) {
+      copies_.giveBack(*one.copy);
+    } else {
+      ahead_.push(one);
+    }
+  }
+}
+
+// Returns whether the job's piece at `begun` can be sent; `ahead` is the place of its copy. A job that
+// has failed ends only when no copy of it is under way.
+bool SendQueue::isReady(const Job& job, uint64_t begun, size_t ahead) {
+  if (job.status != wire::AnswerStatus::kOk) return !copies_.isUnderWay(job.number);
+  if (begun == job.length) return true;  // nothing but the end is left
+  return ahead < ahead_.size() && ahead_[ahead].job == job.number &&
+         ahead_[ahead].copy->state() == DeviceCopies::Copy::State::kDone;
+}
+
+bool SendQueue::awaitsCopy() {
+  return frames_.empty() && !jobs_.empty() && !piece_ && jobs_.front().owner &&
+         !isReady(jobs_.front(), jobs_.front().begun, 0);
 }
 
 SendQueue::Piece SendQueue::pieceOf(const Job& job, uint64_t begun) const {
@@ -279,6 +422,8 @@ void SendQueue::clear() {
   jobs_.clear();
   answers_ = 0;
   piece_.reset();
+  for (; !ahead_.empty(); ahead_.pop()) copies_.giveBack(*ahead_.front().copy);
+  ofDevices_ = 0;
 }
 
 }  // namespace mooncake

@@ -12,7 +12,8 @@ Result<uint64_t> TransferTable::add(const GetRequest& request) {
   return add(Transfer{.target = request.target.data(),
                       .bytes = request.target.size(),
                       .completion = request.completion,
-                      .isOfProgram = request.isOfProgram});
+                      .isOfProgram = request.isOfProgram,
+                      .owner = request.owner});
 }
 
 Result<uint64_t> TransferTable::add(const WriteRequest& request) {
@@ -85,6 +86,7 @@ WriteRequest TransferTable::sendInstead(uint64_t pull) {
 void TransferTable::finish(uint64_t request, ErrorCode code) {
   const uint32_t slot = static_cast<uint32_t>(request);
   Completion* completion;
+  Error failure;
   {
     MemoryRegion source;  // destroyed without the lock, and before the completion ends
     std::lock_guard lock(mutex_);
@@ -92,11 +94,21 @@ void TransferTable::finish(uint64_t request, ErrorCode code) {
     unanswered_.fetch_sub(transfer.bytes - transfer.received, std::memory_order_relaxed);
     completion = std::exchange(transfer.completion, nullptr);
     source = std::move(transfer.source);
+    failure = std::exchange(transfer.failure, {});
     transfer.used = false;
     ++transfer.generation;
     free_.push_back(slot);
   }
-  if (completion) completion->end(code);
+  if (!completion) return;
+  failure.code == ErrorCode::kOk ? completion->end(code) : completion->end(failure);
+}
+
+void TransferTable::failLater(uint64_t request, const Error& failure) {
+  std::lock_guard lock(mutex_);
+  Transfer& transfer = transfers_[static_cast<uint32_t>(request)];
+  if (transfer.used && transfer.generation == request >> 32 &&
+      transfer.failure.code == ErrorCode::kOk)
+    transfer.failure = failure;
 }
 
 void TransferTable::fail(uint64_t request, ErrorCode code) {
@@ -110,12 +122,16 @@ void TransferTable::fail(uint64_t request, ErrorCode code) {
   if (completion) completion->end(code);
 }
 
-void TransferTable::cancel(const Completion* completion, ErrorCode code) {
-  endThose([&](const Transfer& transfer) { return transfer.completion == completion; }, code);
+std::vector<Completion*> TransferTable::withdraw(const Completion* completion) {
+  return withdrawThose([&](const Transfer& transfer) { return transfer.completion == completion; });
+}
+
+std::vector<Completion*> TransferTable::withdrawAll() {
+  return withdrawThose([](const Transfer&) { return true; });
 }
 
 void TransferTable::cancelAll(ErrorCode code) {
-  endThose([](const Transfer&) { return true; }, code);
+  for (Completion* completion : withdrawAll()) completion->end(code);
 }
 
 bool TransferTable::isEmpty() {
@@ -137,19 +153,18 @@ void TransferTable::forget() {
 }
 
 template <typename Which>
-void TransferTable::endThose(Which&& which, ErrorCode code) {
-  std::vector<MemoryRegion> sources;
-  std::vector<Completion*> ended;
+std::vector<Completion*> TransferTable::withdrawThose(Which&& which) {
+  std::vector<Completion*> withdrawn;
+  std::vector<MemoryRegion> sources;  // destroyed before the owners of that memory are told
   {
     std::lock_guard lock(mutex_);
     for (Transfer& transfer : transfers_) {
       if (!transfer.completion || !which(transfer)) continue;
-      ended.push_back(std::exchange(transfer.completion, nullptr));
+      withdrawn.push_back(std::exchange(transfer.completion, nullptr));
       if (transfer.source) sources.push_back(std::move(transfer.source));
     }
   }
-  sources.clear();  // before the owners of that memory are told
-  for (Completion* completion : ended) completion->end(code);
+  return withdrawn;
 }
 
 }  // namespace mooncake

@@ -25,6 +25,9 @@ class TransferTable {
     bool used = false;
     bool isWrite = false;
     bool isOfProgram = false;  // the target may be unmapped
+    MemoryOwner owner = {};    // the device of a get's target
+    bool isAnswered = false;   // ends as soon as its copies to the device have ended
+    Error failure = {};        // the cause, if a copy from or to a device has failed
     // For a write: all of it has been handed to the socket. An answer before that is a protocol
     // error.
     bool hasLeft = false;
@@ -48,12 +51,17 @@ class TransferTable {
   // nothing.
   WriteRequest sendInstead(uint64_t pull);
   void finish(uint64_t request, ErrorCode code);
+  // Notes that a copy from or to a device has failed. The transfer ends with that, and not before
+  // finish(): other copies of it may be under way.
+  void failLater(uint64_t request, const Error& failure);
   // Ends a transfer whose memory here is not mapped. Its slot stays taken until the answer has
   // come.
   void fail(uint64_t request, ErrorCode code);
-  // Ends the transfers that count at this completion. Their slots stay taken until the answers have
-  // come.
-  void cancel(const Completion* completion, ErrorCode code);
+  // Withdraw the transfers that count at this completion, or all of them: no byte of an answer is
+  // written any more. The caller ends the completions that are returned, once no copy of theirs is
+  // under way. The slots stay taken until the answers have come.
+  std::vector<Completion*> withdraw(const Completion* completion);
+  std::vector<Completion*> withdrawAll();
   void cancelAll(ErrorCode code);
   // For a new connection: no answer to an earlier request comes any more.
   void forget();
@@ -65,7 +73,7 @@ class TransferTable {
  private:
   Result<uint64_t> add(Transfer transfer);
   template <typename Which>
-  void endThose(Which&& which, ErrorCode code);
+  std::vector<Completion*> withdrawThose(Which&& which);
 
   std::mutex mutex_;  // guards transfers_ and free_; the targets belong to the receiving side
   std::deque<Transfer> transfers_;

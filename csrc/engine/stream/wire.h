@@ -8,7 +8,7 @@
 #include "base/bytes.h"
 #include "base/wait.h"
 
-// The frames of a stream connection, version 4. Every frame starts with 56 bytes, little-endian;
+// The frames of a stream connection, version 5. Every frame starts with 56 bytes, little-endian;
 // fields that a kind does not use are zero, and a decoder refuses other values.
 //
 //    0      2         3      4        8         16    24       32       40              48
@@ -43,7 +43,7 @@
 namespace mooncake::wire {
 
 inline constexpr uint16_t kMark = 0x4d4b;  // "KM" on the wire
-inline constexpr uint8_t kVersion = 4;
+inline constexpr uint8_t kVersion = 5;
 inline constexpr size_t kHeaderBytes = 56;
 inline constexpr uint64_t kMaxPutBytes = uint64_t(64) << 20;
 inline constexpr uint64_t kMaxPieceBytes = uint64_t(256) << 10;
@@ -65,7 +65,14 @@ enum class Kind : uint8_t {
   kRetire,
 };
 // kUnsupported: the receiver of a PULL cannot reach that memory; the bytes must be sent.
-enum class AnswerStatus : uint32_t { kOk = 0, kRefused = 1, kAborted = 2, kUnsupported = 3 };
+// kDeviceFailed: the device that owns the memory could not copy.
+enum class AnswerStatus : uint32_t {
+  kOk = 0,
+  kRefused = 1,
+  kAborted = 2,
+  kUnsupported = 3,
+  kDeviceFailed = 4,
+};
 
 struct Header {
   Kind kind = Kind::kGoodbye;
@@ -77,6 +84,19 @@ struct Header {
   uint64_t signalOffset = 0;
   uint64_t stamp = 0;
 };
+
+inline AnswerStatus statusOf(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kOk:
+      return AnswerStatus::kOk;
+    case ErrorCode::kRefused:
+      return AnswerStatus::kRefused;
+    case ErrorCode::kUnsupported:
+      return AnswerStatus::kUnsupported;
+    default:
+      return AnswerStatus::kAborted;
+  }
+}
 
 using HeaderBytes = std::array<std::byte, kHeaderBytes>;
 
@@ -121,7 +141,7 @@ inline bool isWellFormed(const Header& h) {
       return noStatus && noSignal && h.key == 0 && h.length > 0 && h.length <= kMaxPieceBytes;
     case Kind::kAnswer:
       return noSignal && h.key == 0 && h.offset == 0 && h.length == 0 &&
-             h.status <= AnswerStatus::kUnsupported;
+             h.status <= AnswerStatus::kDeviceFailed;
     case Kind::kWrite: {
       const uint64_t position = h.signalOffset, whole = h.stamp;
       if (position > whole) return false;

@@ -25,6 +25,13 @@ constexpr auto kDraining = std::chrono::milliseconds(100);
 std::span<std::byte> memoryOf(const GetRequest& request) { return request.target; }
 std::span<const std::byte> memoryOf(const WriteRequest& request) { return request.source; }
 
+void cutTo(GetRequest& request, size_t at, size_t length) {
+  request.target = request.target.subspan(at, length);
+}
+void cutTo(WriteRequest& request, size_t at, size_t length) {
+  request.source = request.source.subspan(at, length);
+}
+
 Status begin(StreamConnection& lane, std::span<const GetRequest> some) { return lane.get(some); }
 Status begin(StreamConnection& lane, std::span<const WriteRequest> some) {
   return lane.write(some);
@@ -143,8 +150,9 @@ Status TcpChannel::transfer(const Request& request) {
   const size_t step = (bytes / pieces + 4095) / 4096 * 4096;
   for (size_t i = 0, at = 0; at < bytes; ++i, at += step) {
     const size_t length = std::min(step, bytes - at);
-    const Request piece{request.region, request.offset + at, memoryOf(request).subspan(at, length),
-                        request.completion};
+    Request piece = request;
+    piece.offset += at;
+    cutTo(piece, at, length);
     const Status begun = beginOn(*data[i], std::span<const Request>(&piece, 1));
     if (begun.ok()) continue;
     if (i == 0) return begun;

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "device/memory_owner.h"
+#include "transfer/batch.h"
+
+namespace mooncake::transfer {
+
+// Transfers in the order of a program's stream: they begin when the stream comes to them, and the
+// stream goes on when they are over. The host does not wait. Stream and host tell each other by words
+// in pinned memory, which the thread mooncake-order looks at. Any thread.
+class StreamTransfers {
+ public:
+  struct Calls {
+    // Begins the transfers. Null: they cannot begin, and the log says why.
+    std::function<std::shared_ptr<Batch>(std::span<const TransferRequest>)> begin;
+    std::function<void(const Batch&)> release;
+  };
+  explicit StreamTransfers(Calls calls) : calls_(std::move(calls)) {}
+  ~StreamTransfers() { stop(); }
+
+  // Enqueues them on a stream of the device. First returns the failure of an earlier call, once.
+  // kUnsupported: streams of the device know no words, or this one is being recorded into a graph.
+  Status enqueue(const MemoryOwner& device, void* stream, std::vector<TransferRequest> requests);
+  // Lets all streams go on and ends the thread. Transfers that have not begun never do.
+  void stop();
+
+ private:
+  // A pair of words. They only count upwards, so a stream that still waits for an earlier number
+  // passes when the pair is used again.
+  struct alignas(64) Words {
+    StreamWord told{0};      // by the stream: it has come here
+    StreamWord released{0};  // by the host: the transfers are over
+  };
+  // Pinned memory of one accelerator. It lives as long as this object.
+  struct Block {
+    Accelerator* accelerator = nullptr;
+    std::span<std::byte> memory;
+    std::vector<Words*> idle;
+  };
+  struct Order {
+    Block* block = nullptr;
+    Words* words = nullptr;
+    uint32_t number = 0;
+    std::vector<TransferRequest> requests;
+    std::shared_ptr<Batch> batch;  // null: the stream has not come here
+  };
+  static constexpr size_t kPairs = 256;  // in one block
+
+  // Under the lock.
+  Result<Block*> blockOf(Accelerator& accelerator);
+  Status start();
+  void run();
+  bool advance(Order& order);
+  void end(Order& order);
+
+  const Calls calls_;
+  std::mutex mutex_;  // guards the fields below
+  std::condition_variable changed_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::deque<Order> orders_;
+  Status failure_;  // of an order that has ended
+  bool isStopped_ = false;
+  std::thread thread_;
+};
+
+}  // namespace mooncake::transfer
