@@ -17,6 +17,7 @@ void HostStaging::giveBack() {
   copyOut();
   done_.record(stream());
   isGiven_ = isEnded_ = true;  // not if torch has thrown: a later call copies again
+  forgetTensors();
 }
 
 void HostStaging::abandon() {
@@ -33,6 +34,11 @@ bool HostStaging::isOver() const {
 void HostStaging::block() const {
   std::lock_guard lock(mutex_);
   if (isGiven_) done_.block(callersStream());
+}
+
+void HostStaging::synchronize() const {
+  std::lock_guard lock(mutex_);
+  if (isGiven_) done_.synchronize();
 }
 
 }  // namespace mooncake
