@@ -276,7 +276,9 @@ class Buffer:
         device = current_device()
         if device is None:
             return torch.cpu.current_stream()
-        native = self._low_latency().native.stream_on(device)
+        if self._runtime is None:
+            return torch.accelerator.current_stream(device)
+        native = self._runtime.native.stream_on(device)
         stream: torch.Stream = torch.get_device_module(device).Stream(
             stream_id=native.stream_id,
             device_index=native.device_index,

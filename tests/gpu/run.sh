@@ -21,4 +21,4 @@ PYTHON
 
 # Ranks share the GPU if there are fewer than ranks.
 TEST_DEVICE=cuda .venv/bin/python -m pytest -q -k device tests/test_collectives.py tests/test_async.py \
-  tests/test_groups.py tests/test_point_to_point.py
+  tests/test_groups.py tests/test_point_to_point.py tests/test_ep_buffer.py tests/test_ep_shapes.py tests/test_ep_callers.py
