@@ -108,7 +108,7 @@ class EpBuffer {
   void setExpertOwners(std::vector<int> owners);
   void maskRank(int rank, bool isMasked);
   void unmaskAll() { buffer_->unmaskAll(); }
-  // Writes to int32 [ranks]: 1 for each rank that this rank masks, or that is not in the agreed view.
+  // Writes int32 [ranks]: 1 for each rank that this rank masks or that is not in the agreed view.
   // A tensor of a device is written in the order of its current stream. Without Python's lock.
   void showMaskedRanks(const at::Tensor& shown);
   // By rank: in the agreed view. Waits for no device.
