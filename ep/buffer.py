@@ -12,7 +12,7 @@ from mooncake_backend.membership import not_yet
 
 from . import runtime
 from .config import Config, combine_config, dispatch_config
-from .events import EventHandle, EventOverlap
+from .events import EventHandle, EventOverlap, current_device
 from .runtime import Handle, Hook, OnFailure, Received, Runtime
 
 _ALIGNMENT = 128
@@ -30,7 +30,7 @@ class Buffer:
     explicitly_destroy, enable_shrink: accepted without effect. Masks work, and lost ranks are
     survived, without enable_shrink too
 
-    staged, timeout, renormalize, on_failure: beyond DeepEP's; see mooncake.ep.runtime.Runtime
+    timeout, renormalize, on_failure: beyond DeepEP's; see mooncake.ep.runtime.Runtime
     """
 
     num_sms: int = 20
@@ -48,7 +48,6 @@ class Buffer:
         enable_shrink: bool = False,
         comm: Any = None,
         *,
-        staged: bool | None = None,
         timeout: timedelta | None = None,
         renormalize: bool = False,
         on_failure: OnFailure | None = None,
@@ -69,7 +68,6 @@ class Buffer:
             self._runtime = Runtime(
                 members,
                 num_rdma_bytes,
-                staged=staged,
                 timeout=timeout,
                 renormalize=renormalize,
                 on_failure=on_failure,
@@ -197,13 +195,7 @@ class Buffer:
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Writes int32 [R]: 1 for each rank that is masked here or lost. The opposite of
         active_ranks."""
-        masked = self._low_latency().native.masked_ranks()
-        if mask_status.dtype != torch.int32 or mask_status.shape != (self.group_size,):
-            raise ValueError(
-                f"mask_status must be int32 [{self.group_size}], "
-                f"not {mask_status.dtype} {list(mask_status.shape)}"
-            )
-        mask_status.copy_(torch.tensor(masked, dtype=torch.int32))
+        self._low_latency().native.show_masked_ranks(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks all masked ranks. Lost ranks stay masked."""
@@ -276,15 +268,23 @@ class Buffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event for the calls of this thread so far. They have ended, so it waits for
-        nothing."""
+        """An event at the present place of the current stream."""
         return EventOverlap(EventHandle())
 
     def get_comm_stream(self) -> torch.Stream | torch.cpu.Stream:
-        """The stream on which operations run: the caller's current stream."""
-        if torch.cuda.is_available():
-            return torch.cuda.current_stream()
-        return torch.cpu.current_stream()
+        """The stream of the copies from and to the current device. Without devices, the CPU's."""
+        device = current_device()
+        if device is None:
+            return torch.cpu.current_stream()
+        if self._runtime is None:
+            return torch.accelerator.current_stream(device)
+        native = self._runtime.native.stream_on(device)
+        stream: torch.Stream = torch.get_device_module(device).Stream(
+            stream_id=native.stream_id,
+            device_index=native.device_index,
+            device_type=native.device_type,
+        )
+        return stream
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:

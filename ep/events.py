@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,55 +12,39 @@ if TYPE_CHECKING:
     from mooncake_backend._C import EpWork
 
 
-_LAST_STEPS = threading.Lock()  # two threads may wait for one operation
+def current_device() -> torch.device | None:
+    """The current device of the accelerator that the program uses; None: it uses none."""
+    find = getattr(getattr(torch, "accelerator", None), "current_accelerator", lambda: None)
+    kind = find()
+    if kind is None:
+        return None
+    module = torch.get_device_module(kind)
+    if not module.is_available() or not module.is_initialized():
+        return None
+    return torch.device(kind.type, module.current_device())
 
 
 class Operation:
     """One dispatch or combine.
 
-    last_steps: functions to call once the results are there
     missing: for a combine, see Buffer.missing_contributions
     """
 
-    __slots__ = ("_last_steps", "_missing", "_name", "_work")
+    __slots__ = ("_missing", "_name", "_work")
 
-    def __init__(
-        self,
-        name: str,
-        work: EpWork,
-        last_steps: tuple[Callable[[], None], ...],
-        missing: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, name: str, work: EpWork, missing: torch.Tensor | None = None) -> None:
         self._name = name
         self._work = work
-        self._last_steps = last_steps
         self._missing = missing
 
-    @property
-    def has_last_steps(self) -> bool:
-        return bool(self._last_steps)
-
     def finish(self) -> None:
-        """Waits. Raises the operation's error at each call."""
+        """Waits, see EpWork.wait(). Raises the operation's error at each call."""
         with profiled(self._name):
-            self.conclude()
-
-    def conclude(self) -> None:
-        """Like finish(), but hidden from the profiler: used when the operation has already
-        ended."""
-        try:
             self._work.wait()
-        finally:
-            # Also after an error: the masks then show the lost ranks.
-            if self._last_steps:
-                self._take_last_steps()
 
-    def _take_last_steps(self) -> None:
-        """Runs the last steps once. A second thread waits until they are done."""
-        with _LAST_STEPS:
-            for step in self._last_steps:
-                step()
-            self._last_steps = ()
+    def synchronize(self) -> None:
+        """Waits on the host until the results are there."""
+        self._work.synchronize()
 
     def missing_contributions(self) -> torch.Tensor:
         """Waits for the operation, and returns its missing contributions."""
@@ -72,18 +55,31 @@ class Operation:
 
 
 class EventHandle:
-    """Waits for an operation. An event of Buffer.capture() has none and waits for nothing, because
-    a CPU thread's calls are done when they return."""
+    """The end of an operation. Without one, as Buffer.capture() makes it: the place at which the
+    current stream was then. The calls of a CPU thread are done when they return."""
 
     def __init__(self, operation: Operation | None = None) -> None:
         self._operation = operation
+        self._place: torch.Event | None = None
+        device = current_device() if operation is None else None
+        if device is not None:
+            self._place = torch.Event(device)
+            self._place.record(torch.accelerator.current_stream(device))
 
     def current_stream_wait(self) -> None:
-        """Blocks the calling thread, because CPU tensors have no stream."""
+        """Makes the current stream wait. Blocks the calling thread until an operation with CPU
+        tensors has ended; one with tensors of a device, unless its streams know words."""
         if self._operation is not None:
             self._operation.finish()
+        if self._place is not None:
+            torch.accelerator.current_stream(self._place.device).wait_event(self._place)
 
-    synchronize = current_stream_wait
+    def synchronize(self) -> None:
+        """Blocks the calling thread until the results of the operation are there."""
+        if self._operation is not None:
+            self._operation.synchronize()
+        if self._place is not None:
+            self._place.synchronize()
 
 
 class EventOverlap:

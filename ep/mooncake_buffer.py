@@ -26,7 +26,7 @@ class Buffer:
     and its view of the active ranks
     disable_p2p: accepted without effect
 
-    staged, timeout, renormalize, on_failure: beyond Mooncake's; see mooncake.ep.runtime.Runtime
+    timeout, renormalize, on_failure: beyond Mooncake's; see mooncake.ep.runtime.Runtime
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class Buffer:
         num_ep_buffer_bytes: int = 0,
         disable_p2p: bool = False,
         *,
-        staged: bool | None = None,
         timeout: timedelta | None = None,
         renormalize: bool = False,
         on_failure: OnFailure | None = None,
@@ -49,7 +48,6 @@ class Buffer:
         self._runtime = Runtime(
             members,
             num_ep_buffer_bytes,
-            staged=staged,
             timeout=timeout,
             renormalize=renormalize,
             on_failure=on_failure,

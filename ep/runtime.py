@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from mooncake_backend import extension
 from mooncake_backend.group import find_backend
-from mooncake_backend.options import ON_FAILURE, device_filter, env_flag, transfer_engine
+from mooncake_backend.options import ON_FAILURE, device_filter, transfer_engine
 
 from .events import EventOverlap, Operation, profiled
-from .staging import NO_STAGING, NoStaging, Staging, is_elsewhere, refuse_elsewhere
 
 if TYPE_CHECKING:
     from mooncake_backend._C import EpBuffer, EpHandle, MooncakeBackend
@@ -96,25 +95,16 @@ class Handle(tuple[Tensor, Tensor, int, int, int]):
     that combine needs."""
 
     native: EpHandle
-    staging: NoStaging
-    # Result of next_combine_buffer() if the caller is on a GPU, which cannot write the buffer.
-    staged_rows: Tensor | None
 
-    def __new__(
-        cls, parts: tuple[Tensor, Tensor, int, int, int], native: EpHandle, staging: NoStaging
-    ) -> Handle:
+    def __new__(cls, parts: tuple[Tensor, Tensor, int, int, int], native: EpHandle) -> Handle:
         handle = super().__new__(cls, parts)
         handle.native = native
-        handle.staging = staging
-        handle.staged_rows = None
         return handle
 
 
 class Runtime:
     """One native buffer, and the options that both Buffers have beyond upstream's:
 
-    staged: copies GPU tensors through the CPU; otherwise they are refused. None: the value of
-        MOONCAKE_EP_STAGED, or 0 if that is not set
     timeout: longest time of every operation; None: the group's own
     renormalize: if contributions to a token are missing, its other weights are scaled up to the
         full sum
@@ -126,7 +116,6 @@ class Runtime:
         members: Members,
         num_bytes: int,
         *,
-        staged: bool | None,
         timeout: timedelta | None,
         renormalize: bool,
         on_failure: OnFailure | None,
@@ -135,7 +124,6 @@ class Runtime:
             raise ValueError(f"on_failure is {on_failure!r}, not one of {ON_FAILURE}")
         mode = on_failure or (members.backend.on_failure if members.backend else "continue")
         self.rank, self.size = members.rank, members.size
-        self.staged = env_flag("MOONCAKE_EP_STAGED", "0") if staged is None else staged
         self._timeout = timeout or members.timeout
         self._last_combine: Operation | None = None
         self._native: EpBuffer | None = native()(
@@ -182,21 +170,8 @@ class Runtime:
         wait_stats: Tensor | None = None,
     ) -> tuple[Received, Tensor, Handle, EventOverlap, Hook | None]:
         _check_one_way_to_wait(async_finish, return_recv_hook)
-        is_plain = self._is_plain(x, topk_idx, active_ranks, cumulative_recv_stats, wait_stats)
-        staging = NO_STAGING
-        if not is_plain:
-            staging = self._staging(
-                "dispatch",
-                x=x,
-                topk_idx=topk_idx,
-                active_ranks=active_ranks,
-                cumulative_recv_stats=cumulative_recv_stats,
-                wait_stats=wait_stats,
-            )
-            x, topk_idx = staging.read(x), staging.read(topk_idx)
-            active_ranks = staging.updated(active_ranks, self.size)
-            cumulative_recv_stats = staging.updated(cumulative_recv_stats)
-            wait_stats = staging.updated(wait_stats)
+        if not (isinstance(x, Tensor) and isinstance(topk_idx, Tensor)):
+            raise self._no_tensor("dispatch", x=x, topk_idx=topk_idx)
         with profiled("dispatch"):
             rows, scales, counts, sources, ranges, native, work = self.native.dispatch(
                 x,
@@ -212,14 +187,10 @@ class Runtime:
                 cumulative_recv_stats,
                 wait_stats,
             )
-        if staging.is_needed:
-            rows, counts = staging.result(rows), staging.result(counts)
-            sources, ranges = staging.result(sources), staging.result(ranges)
-            scales = None if scales is None else staging.result(scales)
         recv_x: Received = rows if scales is None else (rows, scales)
         parts = (sources, ranges, num_max_tokens, x.size(1), num_experts)
-        handle = Handle(parts, native, staging)
-        operation = Operation("dispatch", work, staging.last_steps)
+        handle = Handle(parts, native)
+        operation = Operation("dispatch", work)
         return recv_x, counts, handle, *_waits(operation, async_finish, return_recv_hook)
 
     def combine(
@@ -240,27 +211,9 @@ class Runtime:
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         _check_one_way_to_wait(async_finish, return_recv_hook)
         self._check_handle("combine", handle)
-        is_plain = self._is_plain(x, topk_idx, topk_weights, out, active_ranks, wait_stats)
-        staging, result = NO_STAGING, out
-        if not is_plain:
-            staging = self._staging(
-                "combine",
-                x=x,
-                topk_idx=topk_idx,
-                topk_weights=topk_weights,
-                out=out,
-                active_ranks=active_ranks,
-                wait_stats=wait_stats,
-            )
-            if zero_copy and staging.is_needed:
-                rows = self.native.next_combine_buffer(handle.native)
-                rows.copy_(x if handle.staged_rows is None else handle.staged_rows)
-                x = rows
-            x, topk_idx = staging.read(x), staging.read(topk_idx)
-            topk_weights = staging.read(topk_weights)
-            active_ranks = staging.updated(active_ranks, self.size)
-            wait_stats = staging.updated(wait_stats)
-            result = None if is_elsewhere(out) else out
+        are_tensors = isinstance(x, Tensor) and isinstance(topk_idx, Tensor)
+        if not (are_tensors and isinstance(topk_weights, Tensor)):
+            raise self._no_tensor("combine", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         with profiled("combine"):
             combined_x, missing, work = self.native.combine(
                 x,
@@ -269,53 +222,30 @@ class Runtime:
                 handle.native,
                 use_logfmt,
                 zero_copy,
-                result,
+                out,
                 active_ranks,
                 timeout_us or -1,
                 async_finish or return_recv_hook,
                 wait_stats,
             )
-        if not is_plain:
-            combined_x = staging.written(combined_x, out)
-            missing = staging.result(missing)
-        operation = Operation("combine", work, staging.last_steps, missing)
+        operation = Operation("combine", work, missing)
         self._last_combine = operation
         return combined_x, *_waits(operation, async_finish, return_recv_hook)
 
     def next_combine_buffer(self, handle: Handle) -> Tensor:
         self._check_handle("get_next_combine_buffer", handle)
-        rows = self.native.next_combine_buffer(handle.native)
-        if handle.staging.is_needed:
-            handle.staged_rows = torch.empty_like(rows, device=handle.staging.device)
-            return handle.staged_rows
-        return rows
+        return self.native.next_combine_buffer(handle.native)
 
     def missing_contributions(self) -> Tensor:
         if self._last_combine is None:
             raise RuntimeError(f"rank {self.rank}: this Buffer has combined nothing yet")
         return self._last_combine.missing_contributions()
 
-    def _staging(self, operation: str, **tensors: Tensor | None) -> Staging:
-        where = f"rank {self.rank}, {operation}"
-        for name in ("x", "topk_idx", "topk_weights"):
-            if name in tensors and not isinstance(tensors[name], Tensor):
-                raise TypeError(f"{where}: {name} must be a tensor, not {type(tensors[name])}")
-        if not self.staged:
-            refuse_elsewhere(where, **tensors)
-        x = tensors["x"]
-        assert x is not None
-        return Staging(x)
-
-    def _is_plain(self, *tensors: Tensor | None) -> bool:
-        """Whether the call needs no staging. The native buffer checks everything else. Subclasses
-        of Tensor take the longer path. A loop, because a generator costs some percent of a call
-        with one token."""
-        if self.staged:
-            return False
-        for tensor in tensors:
-            if tensor is not None and not (type(tensor) is Tensor and tensor.is_cpu):
-                return False
-        return True
+    def _no_tensor(self, operation: str, **given: Any) -> TypeError:
+        name, value = next(one for one in given.items() if not isinstance(one[1], Tensor))
+        return TypeError(
+            f"rank {self.rank}, {operation}: {name} must be a tensor, not {type(value).__name__}"
+        )
 
     def _check_handle(self, operation: str, handle: Any) -> None:
         if not isinstance(handle, Handle):
@@ -333,7 +263,5 @@ def _check_one_way_to_wait(async_finish: bool, return_recv_hook: bool) -> None:
 def _waits(
     operation: Operation, async_finish: bool, return_recv_hook: bool
 ) -> tuple[EventOverlap, Hook | None]:
-    if not async_finish and not return_recv_hook and operation.has_last_steps:
-        operation.conclude()
     event = EventOverlap.of(operation, asynchronous=async_finish)
     return event, operation.finish if return_recv_hook else None

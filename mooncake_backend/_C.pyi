@@ -177,7 +177,11 @@ class EpWork:
 
     def wait(self) -> None:
         """Blocks until the operation has ended, and raises its error. Afterwards the results are
-        valid."""
+        valid. Results on a device are valid for the current stream; if its streams know words, this
+        neither blocks nor raises errors of operations that still run."""
+
+    def synchronize(self) -> None:
+        """Blocks until the results are there, on a device too. Raises the operation's error."""
 
     def is_completed(self) -> bool: ...
 
@@ -294,14 +298,18 @@ class EpBuffer:
         dispatch."""
 
     def mask_rank(self, rank: int, is_masked: bool) -> None: ...
-    def masked_ranks(self) -> list[bool]:
-        """Of each rank, whether it is masked or lost."""
+    def show_masked_ranks(self, shown: torch.Tensor) -> None:
+        """Writes int32 [R]: 1 for each rank that is masked or lost. On a device in the order of the
+        current stream."""
 
     def unmask_all(self) -> None:
         """Removes all masks. Lost ranks stay lost."""
 
     def local_buffer(self) -> torch.Tensor:
         """uint8 [num_bytes], the buffer's memory itself."""
+
+    def stream_on(self, device: torch.device) -> torch.Stream:
+        """The stream of the copies from and to the device."""
 
     def update_members(self) -> None: ...
     def close(self, timeout: timedelta) -> None: ...

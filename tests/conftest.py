@@ -147,10 +147,10 @@ def crews(two_hosts: Callable[[], hosts.Hosts]) -> Iterator[Crews]:
     crews.close()
 
 
-@pytest.fixture
-def ep(crews: Crews) -> ep_crew.EpCrew:
+@pytest.fixture(params=["shm", DEVICE_LAYOUT])
+def ep(crews: Crews, request: pytest.FixtureRequest) -> ep_crew.EpCrew:
     """Four ranks for expert parallelism."""
-    return ep_crew.EpCrew(lambda: crews.get("shm", ep_crew.SIZE))
+    return ep_crew.EpCrew(request.param, lambda: crews.get(request.param, ep_crew.SIZE))
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ SIZE = 4
 class EpCrew:
     """A crew that is made at a test's first call."""
 
-    def __init__(self, crew: Callable[[], harness.Crew]) -> None:
+    def __init__(self, layout: str, crew: Callable[[], harness.Crew]) -> None:
+        self.layout = layout
         self.crew = crew
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -41,20 +42,33 @@ def inputs(
     seed: int, counts: Sequence[int], hidden: int, topk: int, experts: int, duplicates: bool = False
 ) -> list[SimpleNamespace]:
     """For every rank x, topk_idx and weights, the same wherever it is called. A tenth of the
-    choices
-    are -1."""
+    choices are -1. On the default device."""
     drawn = torch.Generator().manual_seed(seed)
-    of_all = []
-    for count in counts:
-        x = torch.randn(count, hidden, generator=drawn).bfloat16()
-        if duplicates or topk > experts:
-            idx = torch.randint(0, experts, (count, topk), generator=drawn)
-        else:
-            idx = torch.rand(count, experts, generator=drawn).topk(topk, dim=1).indices
-        idx[torch.rand(count, topk, generator=drawn) < 0.1] = -1
-        weights = torch.rand(count, topk, generator=drawn) + 0.1
-        of_all.append(SimpleNamespace(x=x, topk_idx=idx, weights=weights))
-    return of_all
+    of_all, there = [], torch.get_default_device()
+    with torch.device("cpu"):
+        for count in counts:
+            x = torch.randn(count, hidden, generator=drawn).bfloat16()
+            if duplicates or topk > experts:
+                idx = torch.randint(0, experts, (count, topk), generator=drawn)
+            else:
+                idx = torch.rand(count, experts, generator=drawn).topk(topk, dim=1).indices
+            idx[torch.rand(count, topk, generator=drawn) < 0.1] = -1
+            weights = torch.rand(count, topk, generator=drawn) + 0.1
+            of_all.append(SimpleNamespace(x=x, topk_idx=idx, weights=weights))
+    return [moved(one, there) for one in of_all]
+
+
+def moved(given: SimpleNamespace, device: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{name: one.to(device) for name, one in vars(given).items()})
+
+
+def on_cpu(given: Sequence[SimpleNamespace]) -> list[SimpleNamespace]:
+    return [moved(one, "cpu") for one in given]
+
+
+def are_at_home(*tensors: torch.Tensor) -> bool:
+    """Results are on the device that the inputs are on."""
+    return all(tensor.device == torch.get_default_device() for tensor in tensors)
 
 
 def check_dispatch(
@@ -72,10 +86,12 @@ def check_dispatch(
     received, recv_count, handle, _, _ = found
     size, hidden = len(given), given[0].x.size(1)
     owners = owners or reference.default_owners(experts, size)
-    expected = reference.dispatch(
-        me.rank, [one.x for one in given], [one.topk_idx for one in given], owners,
-        active=active, **cast,
-    )  # fmt: skip
+    there, given = torch.get_default_device(), on_cpu(given)
+    with torch.device("cpu"):
+        expected = reference.dispatch(
+            me.rank, [one.x for one in given], [one.topk_idx for one in given], owners,
+            active=active, **cast,
+        )  # fmt: skip
     recv_x, scales = received if isinstance(received, tuple) else (received, None)
     assert (scales is not None) == cast.get("use_fp8", False)
     shape = (len(expected), size * tokens, hidden)
@@ -92,8 +108,14 @@ def check_dispatch(
     assert (src_info.dtype, tuple(src_info.shape)) == (torch.int32, shape[:2])
     assert (layout_range.dtype, tuple(layout_range.shape)) == (torch.int64, (shape[0], size))
     assert (recv_count.dtype, recv_count.shape) == (torch.int32, shape[:1])
+    assert are_at_home(recv_x, recv_count, src_info, layout_range)
+    recv_x, recv_count = recv_x.cpu(), recv_count.cpu()
+    src_info, layout_range = src_info.cpu(), layout_range.cpu()
+    if scales is not None:
+        assert are_at_home(scales)
+        scales = scales.cpu()
 
-    rows = torch.zeros(shape, dtype=torch.bfloat16)
+    rows = torch.zeros(shape, dtype=torch.bfloat16, device="cpu")
     for local, one in enumerate(expected):
         count = int(recv_count[local])
         assert count == len(one.rows)
@@ -109,14 +131,14 @@ def check_dispatch(
             rows[local, :count] = fp8.cast_back(one.rows, one.scales)
         else:
             rows[local, :count] = one.rows
-    return rows
+    return rows.to(there)
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     a, b = (
-        one.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        one.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8)
         for one in (found, expected)
     )
     assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} bytes differ"
@@ -136,23 +158,24 @@ def all_answers(
     owners: Sequence[int] | None = None,
     **cast: bool,
 ) -> list[torch.Tensor]:
-    """The answers of every rank's experts, [L, R * T, h] in rank order, from the reference
-    alone."""
+    """The answers of every rank's experts, [L, R * T, h] in rank order, from the reference alone.
+    On the CPU."""
     size, hidden = len(given), given[0].x.size(1)
     owners = owners or reference.default_owners(experts, size)
-    of_all = []
-    for rank in range(size):
-        mine = reference.local_experts(owners, rank)
-        rows = torch.zeros(len(mine), size * tokens, hidden, dtype=torch.bfloat16)
-        for local, one in enumerate(
-            reference.dispatch(
-                rank, [one.x for one in given], [one.topk_idx for one in given], owners,
-                active=active, **cast,
-            )
-        ):  # fmt: skip
-            back = fp8.cast_back(one.rows, one.scales) if one.scales.size(1) else one.rows
-            rows[local, : len(back)] = answers(back, mine[local])
-        of_all.append(rows)
+    of_all, given = [], on_cpu(given)
+    with torch.device("cpu"):
+        for rank in range(size):
+            mine = reference.local_experts(owners, rank)
+            rows = torch.zeros(len(mine), size * tokens, hidden, dtype=torch.bfloat16)
+            for local, one in enumerate(
+                reference.dispatch(
+                    rank, [one.x for one in given], [one.topk_idx for one in given], owners,
+                    active=active, **cast,
+                )
+            ):  # fmt: skip
+                back = fp8.cast_back(one.rows, one.scales) if one.scales.size(1) else one.rows
+                rows[local, : len(back)] = answers(back, mine[local])
+            of_all.append(rows)
     return of_all
 
 
@@ -177,16 +200,19 @@ def check_combine(
     **cast: bool,
 ) -> None:
     owners = owners or reference.default_owners(experts, len(given))
-    expected, lacks = reference.combine(
-        me.rank,
-        all_answers(given, tokens, experts, active=active, owners=owners, **cast),
-        [one.topk_idx for one in given],
-        given[me.rank].weights,
-        owners,
-        active=active,
-        still_active=still_active,
-        wanted=wanted,
-    )
+    assert are_at_home(combined, missing)
+    given = on_cpu(given)
+    with torch.device("cpu"):
+        expected, lacks = reference.combine(
+            me.rank,
+            all_answers(given, tokens, experts, active=active, owners=owners, **cast),
+            [one.topk_idx for one in given],
+            given[me.rank].weights,
+            owners,
+            active=active,
+            still_active=still_active,
+            wanted=None if wanted is None else wanted.cpu(),
+        )
     assert missing.dtype == torch.bool
     assert missing.tolist() == lacks.tolist()
     same_bits(combined, expected)

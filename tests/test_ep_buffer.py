@@ -34,12 +34,13 @@ def coded_x(me):
 
 def random_routes(me, seed):
     drawn = torch.Generator().manual_seed(seed * SIZE + me.rank)
-    scores = torch.randn(TOKENS, EXPERTS, generator=drawn).abs() + 1
+    scores = torch.randn(TOKENS, EXPERTS, generator=drawn, device="cpu").abs() + 1
     topk_idx = torch.topk(scores, TOPK, dim=-1).indices
-    topk_weights = torch.randn(TOKENS, TOPK, generator=drawn).abs()
+    topk_weights = torch.randn(TOKENS, TOPK, generator=drawn, device="cpu").abs()
     for token in range(0, TOKENS, 3):
         topk_idx[token, token % TOPK] = -1
-    return topk_idx, topk_weights
+    there = torch.get_default_device()
+    return topk_idx.to(there), topk_weights.to(there)
 
 
 def check_rows(me, recv_x, recv_count, handle, all_topk_idx, is_coded, is_rounded):
@@ -93,10 +94,11 @@ def low_latency_once(me, buffer, cast, use_logfmt):
     all_topk_idx = torch.empty(SIZE, TOKENS, TOPK, dtype=torch.int64)
     dist.all_gather_into_tensor(all_topk_idx, topk_idx)
     sums = topk_weights.masked_fill(topk_idx == -1, 0).sum(dim=1, keepdim=True)
-    noise = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(me.rank)) * 0.1
+    drawn = torch.Generator().manual_seed(me.rank)
+    noise = torch.randn(TOKENS, HIDDEN, generator=drawn, device="cpu").bfloat16() * 0.1
     is_rounded = cast.get("round_scale", False)
     digest = 0
-    for x in (coded_x(me), noise.bfloat16()):
+    for x in (coded_x(me), noise.to(torch.get_default_device())):
         for hooked in (False, True):
             how = {"async_finish": not hooked, "return_recv_hook": hooked}
             stats = torch.zeros(EXPERTS // SIZE, dtype=torch.int32)
@@ -523,80 +525,6 @@ def renormalized_on_rank(me):
 
 def test_renormalized_weights(ep):
     ep.call(renormalized_on_rank)
-
-
-# ---- tensors that are not on the CPU
-
-
-class Far(torch.Tensor):
-    """Stands for a tensor of a GPU."""
-
-
-def staged_on_rank(me):
-    from mooncake.ep import staging
-
-    before = staging.is_elsewhere, torch.Tensor.cpu
-    from mooncake.ep import runtime
-
-    is_far = lambda tensor: isinstance(tensor, Far)  # noqa: E731
-    staging.is_elsewhere = runtime.is_elsewhere = is_far
-    torch.Tensor.cpu = lambda tensor: tensor.as_subclass(torch.Tensor).clone()
-    try:
-        staged_round_trips(me)
-    finally:
-        staging.is_elsewhere = runtime.is_elsewhere = before[0]
-        torch.Tensor.cpu = before[1]
-
-
-def far(tensor):
-    return tensor.clone().as_subclass(Far)
-
-
-def staged_round_trips(me):
-    inputs = ep_crew.inputs(9, [4, 2, 3, 4], 256, 3, EXPERTS)
-    mine = inputs[me.rank]
-    x, topk_idx, weights = far(mine.x), far(mine.topk_idx), far(mine.weights)
-    buffer = ep_crew.deepep_buffer(4, 256, EXPERTS)
-    kind, text = raised(buffer.low_latency_dispatch, x, topk_idx, 4, EXPERTS)
-    assert kind == "ValueError"
-    assert f"rank {me.rank}" in text
-    assert "staged=True" in text
-    round_trip(me, buffer, inputs, 4, EXPERTS)
-    buffer.destroy()
-    buffer = ep_crew.deepep_buffer(4, 256, EXPERTS, staged=True)
-    stats = far(torch.zeros(EXPERTS // SIZE, dtype=torch.int32))
-    status = far(torch.full((SIZE,), 9, dtype=torch.int32))
-    for how in ({}, {"async_finish": True}, {"return_recv_hook": True}):
-        for use_fp8 in (False, True):
-            ranks = far(torch.tensor([1] * SIZE + [5], dtype=torch.int32))
-            found = buffer.low_latency_dispatch(
-                x, topk_idx, 4, EXPERTS, stats.zero_(), use_fp8=use_fp8, active_ranks=ranks, **how
-            )
-            wait(found[3], found[4], **how)
-            rows = check_dispatch(me, found, inputs, 4, EXPERTS, use_fp8=use_fp8)
-            assert torch.equal(stats, found[1])
-            for zero_copy in (False, True):
-                given = my_answers(me, rows, OWNERS)
-                if zero_copy:
-                    buffer.get_next_low_latency_combine_buffer(found[2]).copy_(given)
-                    given = torch.zeros_like(given)
-                out = far(torch.zeros(len(x), 256, dtype=torch.bfloat16))
-                combined, event, hook = buffer.low_latency_combine(
-                    far(given), topk_idx, weights, found[2], zero_copy=zero_copy, out=out, **how
-                )
-                wait(event, hook, **how)
-                assert combined is out
-                missing = event.missing_contributions
-                check_combine(me, out, missing, inputs, 4, EXPERTS, use_fp8=use_fp8)
-            assert ranks.tolist() == [1] * SIZE + [5]
-    buffer.low_latency_query_mask_buffer(status)
-    assert status.tolist() == [0] * SIZE
-    round_trip(me, buffer, inputs, 4, EXPERTS)
-    buffer.destroy()
-
-
-def test_tensors_elsewhere_go_through_the_cpu(ep):
-    ep.call(staged_on_rank)
 
 
 def test_same_bits_finds_a_wrong_bit():

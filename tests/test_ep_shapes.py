@@ -89,14 +89,14 @@ def cases(draw):
 @settings(max_examples=EXAMPLES)
 @given(case=cases())
 def test_shapes(ep, case):
-    ep.call(on_rank, "shm", case)
+    ep.call(on_rank, ep.layout, case)
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @settings(max_examples=EXAMPLES)
 @given(case=cases())
 def test_shapes_over_wires(layout, crews, case):
-    native = ep_crew.EpCrew(lambda: crews.get(layout, SIZE))
+    native = ep_crew.EpCrew(layout, lambda: crews.get(layout, SIZE))
     native.call(on_rank, layout, case)
 
 
@@ -158,7 +158,7 @@ LARGE = {"tokens": 24, "seed": 5}
 def test_what_does_not_go_with_a_table(layout, crews, counts, cast):
     """Rows that are pushed, or fetched where there is no room for that; between hosts they come to
     one rank for all of its host."""
-    native = ep_crew.EpCrew(lambda: crews.get(layout, SIZE))
+    native = ep_crew.EpCrew(layout, lambda: crews.get(layout, SIZE))
     for experts, hidden in ((8, 7168), (3, 4096)):
         case = {**LARGE, "experts": experts, "hidden": hidden, "counts": counts, "cast": cast}
         native.call(large_on_rank, {**case, "topk": min(4, experts)})
@@ -167,7 +167,7 @@ def test_what_does_not_go_with_a_table(layout, crews, counts, cast):
 @pytest.mark.parametrize("layout", ["mixed", "tcp"])
 def test_more_than_is_pushed(layout, crews):
     """5 MB for a host: they are fetched, by one rank for all of its host."""
-    native = ep_crew.EpCrew(lambda: crews.get(layout, SIZE))
+    native = ep_crew.EpCrew(layout, lambda: crews.get(layout, SIZE))
     case = {**LARGE, "experts": 4, "hidden": 100_000, "counts": [24, 24, 0, 24], "topk": 4}
     native.call(large_on_rank, {**case, "cast": CASTS[0]})
 

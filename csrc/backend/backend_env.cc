@@ -20,6 +20,9 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "0: wait() for tensors of a device waits on the host for the operation, as it does where the "
       "device's streams know no words"},
      flagInto<&BackendEnv::streamWords>},
+    {{"MOONCAKE_EP_STREAM_WORDS", "0",
+      "1: no wait of an EP Buffer for tensors of a device waits on the host"},
+     flagInto<&BackendEnv::epStreamWords>},
     {{"MOONCAKE_PINNED_CACHE", "536870912",
       "Bytes of pinned memory per device that wait for the next operation on the device's tensors"},
      numberInto<&BackendEnv::pinnedCache, 0, uint64_t(1) << 40>},

@@ -1,38 +1,52 @@
 #include "backend/ep_buffer.h"
 
-#include <cstring>
 #include <string>
 #include <utility>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
+#include "backend/arguments.h"
+#include "backend/ep_interrupt.h"
 #include "backend/ep_tensors.h"
 #include "backend/errors.h"
 #include "backend/mooncake_backend.h"
-#include "backend/signals.h"
 #include "ep/calls.h"
 #include "ep/layout.h"
 
 namespace mooncake {
 namespace {
 
-// After an interrupted call no rank can tell how the call would have ended, so the buffer becomes
-// unusable.
-class CallInterrupt final : public Interruptible {
+// The tensors of one call as its run needs them: as they are, or copies in host memory.
+class HostTensors {
  public:
-  explicit CallInterrupt(Group& group) : group_(group) {}
+  explicit HostTensors(Staging* staging) : staging_(staging) {}
+
+  at::Tensor input(const at::Tensor& given, const char* what) const {
+    return staging_ ? staging_->input(given, what) : given;
+  }
+  at::Tensor output(const at::Tensor& made, const char* what) const {
+    return staging_ ? staging_->output(made, what) : made;
+  }
+  at::Tensor inOut(const at::Tensor& given, const char* what) const {
+    return staging_ ? staging_->inOut(given, what) : given;
+  }
 
  private:
-  void giveUp(const std::string& why) override {
-    group_.fail(
-        {ErrorCode::kAborted, "a call was interrupted by " + why + ": make the buffer again"});
-  }
-  Group& group_;
+  Staging* const staging_;  // null: CPU tensors
 };
 
-at::Tensor orEmpty(const std::optional<at::Tensor>& tensor) {
-  return tensor.value_or(at::Tensor());
+at::Tensor emptyOn(const c10::Device& device, at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::empty(sizes, at::TensorOptions(dtype).device(device));
+}
+
+// Number of rows that each expert of this rank received. Empty: the dispatch has not ended well.
+std::vector<int64_t> rowsByExpert(const ep::Handle& handle) {
+  if (!handle.isDone.load(std::memory_order_acquire)) return {};
+  const auto ranks = size_t(handle.shape.numRanks);
+  std::vector<int64_t> rows(handle.ranges.size() / ranks);
+  for (size_t i = 0; i < handle.ranges.size(); ++i) rows[i / ranks] += handle.ranges[i].count;
+  return rows;
 }
 
 }  // namespace
@@ -42,169 +56,239 @@ std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Dea
                         deadline);
 }
 
-void EpWork::wait() {
-  CallInterrupt interrupt(buffer_->group());
-  buffer_->await(*task_, [&] { interrupt.onSleep(); });
-  interrupt.rethrow();
-  throwIfError(task_->status());
+EpBuffer::EpBuffer(std::shared_ptr<ep::Buffer> buffer, Options options)
+    : size_(buffer->group().size()),
+      options_(options),
+      buffer_(std::move(buffer)),
+      streams_({.words = options.streams.words && !options.raises,
+                .pinnedCache = options.streams.pinnedCache},
+               std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout)) {}
+
+std::shared_ptr<Staging> EpBuffer::stagingFor(const c10::Device& device) {
+  return device.is_cpu() ? nullptr : streams_.stagingOn(device);
 }
 
-EpBuffer::Dispatch EpBuffer::dispatch(const DispatchArguments& given) {
+void EpBuffer::checkDispatch(const DispatchArguments& given) const {
   const at::Tensor& x = given.x;
-  const int64_t maxTokens = given.maxTokens;
+  const c10::Device device = x.device();
+  requireDevice(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 2, "x has ", x.dim(), " dimensions, expected 2");
-  requireTensor(x, "x", at::kBFloat16, {-1, -1});
-  TORCH_CHECK_VALUE(maxTokens > 0, "num_max_dispatch_tokens_per_rank is ", maxTokens);
+  requireTensor(x, "x", device, at::kBFloat16, {-1, -1});
+  TORCH_CHECK_VALUE(given.maxTokens > 0, "num_max_dispatch_tokens_per_rank is ", given.maxTokens);
   TORCH_CHECK_VALUE(given.numExperts > 0, "num_experts is ", given.numExperts);
-  TORCH_CHECK_VALUE(x.size(0) <= maxTokens, "rank ", rank(), " gives ", x.size(0),
-                    " tokens, num_max_dispatch_tokens_per_rank is ", maxTokens);
+  TORCH_CHECK_VALUE(x.size(0) <= given.maxTokens, "rank ", rank(), " gives ", x.size(0),
+                    " tokens, num_max_dispatch_tokens_per_rank is ", given.maxTokens);
   TORCH_CHECK_VALUE(x.size(1) > 0, "x has no channels");
   TORCH_CHECK_VALUE(!given.packsScales || (given.usesFp8 && given.roundsScale),
                     "use_ue8m0 needs use_fp8 and round_scale: it sends scales as exponents only");
-  auto experts = buffer_->experts(given.numExperts);
-  throwIfError(experts.status());
-  const auto local = int64_t((*experts)->numLocal(rank()));
+  requireChoices(given.topk, device, x.size(0));
+  if (given.activeRanks) requireMask(*given.activeRanks, device, size_);
+  if (given.waits) requireTensor(*given.waits, "wait stats", device, at::kLong, {size_});
+}
 
+EpBuffer::Dispatch EpBuffer::dispatch(const DispatchArguments& given) {
+  checkDispatch(given);
+  const at::Tensor& x = given.x;
+  const c10::Device device = x.device();
+  const auto experts = orThrow(buffer_->experts(given.numExperts));
+  const auto local = int64_t(experts->numLocal(rank()));
+  if (given.addedCounts)
+    requireTensor(*given.addedCounts, "cumulative stats", device, at::kInt, {local});
   const auto handle = std::make_shared<ep::Handle>();
-  handle->shape = {size_, given.numExperts, size_t(maxTokens), size_t(x.size(1))};
-  handle->experts = *experts;
+  handle->shape = {size_, given.numExperts, size_t(given.maxTokens), size_t(x.size(1))};
+  handle->experts = experts;
   handle->tokens = size_t(x.size(0));
-  handle->chosen = chosenExperts(given.topk, x.size(0), given.numExperts);
   handle->topk = size_t(given.topk.size(1));
-  throwIfError(ep::checkRepeated(**experts, handle->chosen, size_t(maxTokens), rank()));
-  throwIfError(buffer_->checkRoom(handle->shape, **experts));
+  throwIfError(buffer_->checkRoom(handle->shape, *experts));
   throwIfError(buffer_->checkTable(handle->tokens, handle->topk, given.numExperts));
-  ep::DispatchCall call;
-  call.mask = mask(given.activeRanks);
-  if (given.addedCounts) requireTensor(*given.addedCounts, "cumulative stats", at::kInt, {local});
-  if (given.waits) requireTensor(*given.waits, "wait stats", at::kLong, {size_});
 
-  const int64_t rows = size_ * maxTokens, hidden = x.size(1);
+  const auto staging = stagingFor(device);
+  const HostTensors host(staging.get());
+  const auto run = std::make_shared<DispatchRun>();
+  run->rank = rank();
+  run->topk = host.input(given.topk, "topk_idx");
+  if (given.activeRanks)
+    run->activeRanks = host.inOut(given.activeRanks->narrow(0, 0, size_), "active_ranks");
+  ep::DispatchCall& call = run->call;
   call.format = !given.usesFp8      ? ep::RowFormat::kBf16
                 : given.roundsScale ? ep::RowFormat::kFp8Rounded
                                     : ep::RowFormat::kFp8;
   call.packsScales = given.packsScales;
-  call.handle = handle;
-  call.deadline = deadlineIn(options_.timeout);
+  call.mask = buffer_->callerMask();
   call.patience = patienceOf(given.timeoutMicros);
-  call.x = reinterpret_cast<const uint16_t*>(x.const_data_ptr());
-  call.rows = buffer_->nextRecv();
-  Dispatch made;
-  made.rows = inMemory(call.rows, {local, rows, hidden}, {rows * hidden, hidden, 1},
-                       given.usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16);
-  if (given.usesFp8) {
-    const auto words = int64_t(ep::scaleWordsOf(size_t(hidden), given.packsScales));
-    call.scales = call.rows + ep::BufferLayout::scalesOffset(size_t(local * rows), size_t(hidden));
-    made.scales = inMemory(call.scales, {local, rows, words}, {words * rows, 1, rows},
-                           given.packsScales ? at::kInt : at::kFloat);
-  }
-  made.counts = at::empty({local}, at::kInt);
-  made.sources = at::empty({local, rows}, at::kInt);
-  made.ranges = at::empty({local, size_}, at::kLong);
-  made.handle = {buffer_, handle};
-  call.counts = made.counts.mutable_data_ptr<int32_t>();
-  call.sources = made.sources.mutable_data_ptr<int32_t>();
-  call.ranges = made.ranges.mutable_data_ptr<int64_t>();
-  if (given.addedCounts) call.addedCounts = given.addedCounts->mutable_data_ptr<int32_t>();
-  if (given.waits) call.waits = given.waits->mutable_data_ptr<int64_t>();
-  made.run = [call = std::move(call), activeRanks = given.activeRanks, size = size_,
-              kept = std::vector<at::Tensor>{x, made.counts, made.sources, made.ranges,
-                                             orEmpty(given.addedCounts), orEmpty(given.waits)}](
-                 ep::Memory& memory) mutable -> Status {
-    ep::Ending ending;
-    MOONCAKE_TRY(ep::dispatch(memory, call, ending));
-    if (activeRanks) clearOthers(*activeRanks, size, ending.participants);
-    return Status();
-  };
+  call.handle = handle;
+  if (!staging) throwIfError(run->read());
+
+  Dispatch made{.handle = {buffer_, handle, device}, .call = {run, staging}};
+  made.counts = emptyOn(device, {local}, at::kInt);
+  made.sources = emptyOn(device, {local, size_ * given.maxTokens}, at::kInt);
+  made.ranges = emptyOn(device, {local, size_}, at::kLong);
+  run->x = host.input(x, "x");
+  run->counts = host.output(made.counts, "recv_count");
+  run->sources = host.output(made.sources, "src_info");
+  run->ranges = host.output(made.ranges, "layout_range");
+  if (given.addedCounts) run->addedCounts = host.inOut(*given.addedCounts, "cumulative stats");
+  if (given.waits) run->waits = host.inOut(*given.waits, "wait stats");
+  staging ? makeStagedRows(made, *run) : makeRows(made, *run);
   return made;
 }
 
-EpBuffer::Combine EpBuffer::combine(const CombineArguments& given) {
+// Rows in the buffer's own memory.
+void EpBuffer::makeRows(Dispatch& made, DispatchRun& run) {
+  ep::DispatchCall& call = run.call;
+  const auto [local, rows, hidden] = sizesOfRows(*call.handle);
+  const bool usesFp8 = call.format != ep::RowFormat::kBf16;
+  call.rows = buffer_->nextRecv();
+  made.rows = inMemory(call.rows, {local, rows, hidden}, {rows * hidden, hidden, 1},
+                       usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16);
+  if (!usesFp8) return;
+  const auto words = int64_t(ep::scaleWordsOf(size_t(hidden), call.packsScales));
+  call.scales = call.rows + ep::BufferLayout::scalesOffset(size_t(local * rows), size_t(hidden));
+  made.scales = inMemory(call.scales, {local, rows, words}, {words * rows, 1, rows},
+                         call.packsScales ? at::kInt : at::kFloat);
+}
+
+// Rows in pinned memory, from which they are copied to the device.
+void EpBuffer::makeStagedRows(Dispatch& made, DispatchRun& run) {
+  ep::DispatchCall& call = run.call;
+  const c10::Device device = made.handle.device;
+  const auto [local, rows, hidden] = sizesOfRows(*call.handle);
+  const bool usesFp8 = call.format != ep::RowFormat::kBf16;
+  made.rows = emptyOn(device, {local, rows, hidden}, usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16);
+  const at::Tensor host = made.call.staging->output(
+      made.rows, "recv_x", [handle = call.handle] { return rowsByExpert(*handle); });
+  run.kept.push_back(host);
+  call.rows = static_cast<std::byte*>(host.mutable_data_ptr());
+  if (!usesFp8) return;
+  const auto words = int64_t(ep::scaleWordsOf(size_t(hidden), call.packsScales));
+  const at::Tensor scales =
+      emptyOn(device, {local, words, rows}, call.packsScales ? at::kInt : at::kFloat);
+  made.scales = scales.transpose(1, 2);
+  run.kept.push_back(made.call.staging->output(scales, "the scales of recv_x"));
+  call.scales = static_cast<std::byte*>(run.kept.back().mutable_data_ptr());
+}
+
+void EpBuffer::checkCombine(const CombineArguments& given) const {
   const ep::Handle& of = *given.handle.dispatch;
+  const c10::Device& device = given.handle.device;
   TORCH_CHECK_VALUE(given.handle.buffer == buffer_,
                     "the handle is of a dispatch of another buffer");
   TORCH_CHECK_VALUE(!(given.usesLogfmt && given.zeroCopy),
                     "use_logfmt and zero_copy exclude each other: zero_copy sends the rows as they "
                     "are in the buffer");
-  const ep::Shape& shape = of.shape;
-  const auto local = int64_t(of.experts->numLocal(rank()));
-  const int64_t rows = size_ * int64_t(shape.maxTokens), hidden = int64_t(shape.hidden);
+  const auto [local, rows, hidden] = sizesOfRows(of);
   const auto tokens = int64_t(of.tokens), topks = int64_t(of.topk);
-  requireTensor(given.weights, "topk_weights", at::kFloat, {tokens, topks});
-  ep::CombineCall call;
-  call.chosen = chosenExperts(given.topk, tokens, shape.numExperts);
+  requireTensor(given.weights, "topk_weights", device, at::kFloat, {tokens, topks});
+  requireChoices(given.topk, device, tokens);
   TORCH_CHECK_VALUE(given.topk.size(1) == topks, "topk_idx has ", given.topk.size(1),
                     " experts per token, the dispatch had ", topks);
-  for (size_t i = 0; i < call.chosen.size(); ++i) {
-    TORCH_CHECK_VALUE(call.chosen[i] == of.chosen[i] || call.chosen[i] == ep::kNoExpert,
-                      "topk_idx: token ", i / of.topk, " chooses expert ", call.chosen[i],
-                      ", at its dispatch it chose ", of.chosen[i]);
-  }
-  call.mask = mask(given.activeRanks);
-  if (given.waits) requireTensor(*given.waits, "wait stats", at::kLong, {size_});
-  if (given.out) requireTensor(*given.out, "out", at::kBFloat16, {tokens, hidden});
+  if (given.activeRanks) requireMask(*given.activeRanks, device, size_);
+  if (given.waits) requireTensor(*given.waits, "wait stats", device, at::kLong, {size_});
+  if (given.out) requireTensor(*given.out, "out", device, at::kBFloat16, {tokens, hidden});
   if (given.zeroCopy) {
-    TORCH_CHECK_VALUE(inPlace_,
+    TORCH_CHECK_VALUE(device.is_cpu() ? inPlace_.has_value() : inPlaceOnDevice_.has_value(),
                       "zero_copy: call get_next_combine_buffer() before each combine, and write "
                       "the rows into the tensor that it returns");
-    call.isInPlace = true;
-    call.expectedNumber = inPlace_->number;
-    call.rowStride = ep::combineRowBytes(shape.hidden);
-    call.x = inPlace_->data;
-  } else {
-    requireTensor(given.x, "x", at::kBFloat16, {local, rows, hidden});
-    call.rowStride = ep::bf16Bytes(shape.hidden);
-    call.x = static_cast<const std::byte*>(given.x.const_data_ptr());
   }
+  if (!given.zeroCopy || !device.is_cpu()) {
+    requireTensor(given.zeroCopy ? *inPlaceOnDevice_ : given.x, "x", device, at::kBFloat16,
+                  {local, rows, hidden});
+  }
+}
+
+EpBuffer::Combine EpBuffer::combine(const CombineArguments& given) {
+  checkCombine(given);
+  const auto handle = given.handle.dispatch;
+  const c10::Device& device = given.handle.device;
+  const auto tokens = int64_t(handle->tokens), hidden = int64_t(handle->shape.hidden);
+  const auto staging = stagingFor(device);
+  const HostTensors host(staging.get());
+  const auto run = std::make_shared<CombineRun>();
+  run->topk = host.input(given.topk, "topk_idx");
+  if (given.activeRanks)
+    run->activeRanks = host.inOut(given.activeRanks->narrow(0, 0, size_), "active_ranks");
+  ep::CombineCall& call = run->call;
+  call.mask = buffer_->callerMask();
   call.usesLogfmt = given.usesLogfmt;
   call.renormalizes = options_.renormalizes;
-  call.weights = given.weights.const_data_ptr<float>();
-  call.deadline = deadlineIn(options_.timeout);
   call.patience = patienceOf(given.timeoutMicros);
-  call.handle = given.handle.dispatch;
-  Combine made;
-  made.sums = given.out ? *given.out : at::empty({tokens, hidden}, at::kBFloat16);
-  made.missing = at::empty({tokens}, at::kBool);
+  call.handle = handle;
+  if (!staging) throwIfError(run->read());
+
+  call.rowStride = ep::bf16Bytes(handle->shape.hidden);
+  if (staging) {
+    run->x = staging->input(given.zeroCopy ? *inPlaceOnDevice_ : given.x, "x",
+                            [handle] { return rowsByExpert(*handle); });
+  } else if (given.zeroCopy) {
+    call.isInPlace = true;
+    call.expectedNumber = inPlace_->number;
+    call.rowStride = ep::combineRowBytes(handle->shape.hidden);
+    call.x = inPlace_->data;
+  } else {
+    run->x = given.x;
+  }
+  Combine made{.sums = given.out ? *given.out : emptyOn(device, {tokens, hidden}, at::kBFloat16),
+               .missing = emptyOn(device, {tokens}, at::kBool),
+               .call = {run, staging}};
+  run->weights = host.input(given.weights, "topk_weights");
+  run->target = run->sums = host.output(made.sums, "out");
   // In mode `raise`, a call that ends with a loss must not change the caller's tensor.
-  const at::Tensor sum = given.out && options_.raises ? at::empty_like(*given.out) : made.sums;
-  call.combined = reinterpret_cast<uint16_t*>(sum.mutable_data_ptr());
-  call.missing = made.missing.mutable_data_ptr<bool>();
-  if (given.waits) call.waits = given.waits->mutable_data_ptr<int64_t>();
+  if (given.out && options_.raises && !staging) run->sums = at::empty_like(*given.out);
+  run->missing = host.output(made.missing, "missing_contributions");
+  if (given.waits) run->waits = host.inOut(*given.waits, "wait stats");
   inPlace_.reset();
-  made.run =
-      [call = std::move(call), activeRanks = given.activeRanks, size = size_, sum,
-       target = made.sums,
-       kept = std::vector<at::Tensor>{given.x, given.weights, made.missing, orEmpty(given.waits)}](
-          const ep::Memory& memory) mutable -> Status {
-    ep::Ending ending;
-    MOONCAKE_TRY(ep::combine(memory, call, ending));
-    if (!sum.is_same(target))
-      std::memcpy(target.mutable_data_ptr(), sum.const_data_ptr(), sum.nbytes());
-    if (activeRanks) clearOthers(*activeRanks, size, ending.participants);
-    return Status();
-  };
+  inPlaceOnDevice_.reset();
   return made;
 }
 
-std::shared_ptr<EpWork> EpBuffer::submit(Run run, bool inBackground) {
-  CallInterrupt interrupt(buffer_->group());
-  auto task = buffer_->submit(std::move(run), inBackground);
+std::function<Status(ep::Memory&)> EpBuffer::runOf(Call call) const {
+  if (!call.staging) {
+    return [run = std::move(call.run), deadline = deadlineIn(options_.timeout)](
+               ep::Memory& memory) { return run->run(memory, {}, deadline); };
+  }
+  return
+      [run = std::move(call.run), limit = options_.timeout, endsGroup = call.staging->isOrdered(),
+       turn = std::make_shared<StagedTurn>(std::move(call.staging))](ep::Memory& memory) {
+        Status inputs = turn->fetch(memory.group);
+        if (inputs.ok()) inputs = run->read();
+        Status status = turn->end(run->run(memory, inputs, deadlineIn(limit)));
+        if (!status.ok() && endsGroup) memory.group.fail(status.error());
+        return status;
+      };
+}
+
+std::shared_ptr<EpWork> EpBuffer::submit(Call call, bool inBackground) {
+  EpInterrupt interrupt(buffer_->group());
+  const auto staging = call.staging;
+  const bool isOrdered = staging && staging->isOrdered();
+  if (isOrdered) throwIfError(buffer_->group().usable());
+  auto run = runOf(std::move(call));
+  std::shared_ptr<ep::Task> task;
+  {
+    // No other call may come between the mark and the place in the queue.
+    std::unique_lock order(orderMutex_, std::defer_lock);
+    if (isOrdered) order.lock();
+    if (staging) staging->mark();
+    task = buffer_->submit(std::move(run), inBackground || isOrdered);
+  }
   interrupt.rethrow();
-  if (!inBackground) throwIfError(task->status());
-  return std::make_shared<EpWork>(buffer_, std::move(task));
+  if (!inBackground && !isOrdered) throwIfError(task->status());
+  if (!inBackground && staging) staging->block();
+  return std::make_shared<EpWork>(buffer_, std::move(task), staging);
 }
 
 at::Tensor EpBuffer::nextCombineBuffer(const EpHandle& handle) {
   TORCH_CHECK_VALUE(handle.buffer == buffer_, "the handle is of a dispatch of another buffer");
+  const auto [local, rows, hidden] = sizesOfRows(*handle.dispatch);
+  if (!handle.device.is_cpu()) {
+    inPlaceOnDevice_ = emptyOn(handle.device, {local, rows, hidden}, at::kBFloat16);
+    return *inPlaceOnDevice_;
+  }
   auto next = buffer_->nextSend(deadlineIn(options_.timeout));
   throwIfError(next.status());
   inPlace_ = *next;
-  const ep::Shape& shape = handle.dispatch->shape;
-  const auto local = int64_t(handle.dispatch->experts->numLocal(rank()));
-  const int64_t rows = size_ * int64_t(shape.maxTokens);
-  const auto stride = int64_t(ep::combineRowBytes(shape.hidden) / sizeof(uint16_t));
-  return inMemory(inPlace_->data, {local, rows, int64_t(shape.hidden)}, {rows * stride, stride, 1},
-                  at::kBFloat16);
+  const auto stride = int64_t(ep::combineRowBytes(size_t(hidden)) / sizeof(uint16_t));
+  return inMemory(inPlace_->data, {local, rows, hidden}, {rows * stride, stride, 1}, at::kBFloat16);
 }
 
 void EpBuffer::setExpertOwners(std::vector<int> owners) {
@@ -221,11 +305,23 @@ void EpBuffer::maskRank(int rank, bool isMasked) {
   buffer_->mask(rank, isMasked);
 }
 
-std::vector<bool> EpBuffer::maskedRanks() const {
-  const GroupRanks active = buffer_->callerMask() & buffer_->view();
-  std::vector<bool> masked;
-  for (int r = 0; r < size_; ++r) masked.push_back(!active.contains(r));
-  return masked;
+void EpBuffer::showMaskedRanks(const at::Tensor& shown) {
+  requireDevice(shown, "mask_status");
+  requireTensor(shown, "mask_status", shown.device(), at::kInt, {size_});
+  const auto staging = stagingFor(shown.device());
+  const HostTensors host(staging.get());
+  const auto run =
+      std::make_shared<MaskRun>(host.output(shown, "mask_status"), buffer_->callerMask());
+  if (staging && staging->isOrdered()) {
+    submit({run, staging}, /*inBackground=*/false);
+    return;
+  }
+  // Calls under way are not waited for.
+  if (staging) staging->mark();
+  run->show(buffer_->group());
+  if (!staging) return;
+  staging->giveBack();
+  staging->block();
 }
 
 std::vector<bool> EpBuffer::activeRanks() const {
@@ -252,11 +348,10 @@ Deadline EpBuffer::deadlineIn(Seconds timeout) {
   return Deadline::after(std::chrono::duration_cast<Clock::duration>(timeout));
 }
 
-// The ranks that this rank counts as active in a call.
-GroupRanks EpBuffer::mask(const std::optional<at::Tensor>& activeRanks) const {
-  GroupRanks mask = buffer_->callerMask();
-  if (activeRanks) mask &= maskOf(*activeRanks, size_);
-  return mask;
+EpBuffer::RowSizes EpBuffer::sizesOfRows(const ep::Handle& handle) const {
+  return {.local = int64_t(handle.experts->numLocal(rank())),
+          .rows = size_ * int64_t(handle.shape.maxTokens),
+          .hidden = int64_t(handle.shape.hidden)};
 }
 
 // Empty: no rank is skipped before the buffer's timeout.

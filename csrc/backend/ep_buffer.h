@@ -5,11 +5,15 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "backend/device/staging_streams.h"
+#include "backend/ep_run.h"
+#include "backend/ep_work.h"
 #include "base/deadline.h"
 #include "base/result.h"
 #include "ep/buffer.h"
@@ -18,42 +22,33 @@ namespace mooncake {
 
 class MooncakeBackend;
 
-// A dispatch or combine that was submitted.
-class EpWork {
- public:
-  EpWork(std::shared_ptr<ep::Buffer> buffer, std::shared_ptr<ep::Task> task)
-      : buffer_(std::move(buffer)), task_(std::move(task)) {}
-
-  bool isCompleted() const { return task_->isDone(); }
-  // Throws the error of the call. Without Python's lock.
-  void wait();
-
- private:
-  const std::shared_ptr<ep::Buffer> buffer_;
-  const std::shared_ptr<ep::Task> task_;
-};
-
 // A dispatch, for the combine of its rows.
 struct EpHandle {
   std::shared_ptr<ep::Buffer> buffer;
   std::shared_ptr<ep::Handle> dispatch;
+  c10::Device device;  // the tensors of the dispatch are on it, and those of its combines
 };
 
 // Makes the group of a buffer over a group of ours. Collective over the group. Throws.
 std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Deadline deadline);
 
 // Dispatch and combine of tensors over an ep::Buffer. Checks the tensors that callers give, before
-// anything is sent, and makes the tensors of the results. One thread calls. All functions throw.
+// anything is sent, and makes the tensors of the results. Calls with tensors of a device run on
+// copies in pinned host memory, see Staging. One thread calls. All functions throw.
 class EpBuffer {
  public:
   using Seconds = std::chrono::duration<double>;
   struct Options {
     Seconds timeout{};  // longest time of a call
     bool renormalizes = false;
-    bool raises = false;  // mode `raise`
+    bool raises = false;     // mode `raise`
+    StreamSettings streams;  // in mode `raise` without words
   };
-  // A checked call, for submit(). Keeps its tensors alive.
-  using Run = std::function<Status(ep::Memory&)>;
+  // A checked call, for submit().
+  struct Call {
+    std::shared_ptr<EpRun> run;
+    std::shared_ptr<Staging> staging;  // null: CPU tensors, which `run` has read
+  };
 
   struct DispatchArguments {
     const at::Tensor& x;
@@ -68,13 +63,13 @@ class EpBuffer {
     const std::optional<at::Tensor>& addedCounts;
     const std::optional<at::Tensor>& waits;
   };
-  // Tensors of ep::DispatchCall. They are filled when `run` has ended.
+  // Tensors of ep::DispatchCall. They are filled when the call has ended.
   struct Dispatch {
     at::Tensor rows;
     std::optional<at::Tensor> scales;
     at::Tensor counts, sources, ranges;
     EpHandle handle;
-    Run run;
+    Call call;
   };
 
   struct CombineArguments {
@@ -92,28 +87,35 @@ class EpBuffer {
   struct Combine {
     at::Tensor sums;
     at::Tensor missing;  // by token: a contribution is missing
-    Run run;
+    Call call;
   };
 
-  EpBuffer(std::shared_ptr<ep::Buffer> buffer, Options options)
-      : size_(buffer->group().size()), options_(options), buffer_(std::move(buffer)) {}
+  EpBuffer(std::shared_ptr<ep::Buffer> buffer, Options options);
 
   Dispatch dispatch(const DispatchArguments& given);
   Combine combine(const CombineArguments& given);
   // Runs the call, or with `inBackground` queues it for the buffer's thread. Without Python's lock.
-  std::shared_ptr<EpWork> submit(Run run, bool inBackground);
-  // Memory for the rows of the next combine. Waits until no rank reads or writes there. Without
-  // Python's lock.
+  //
+  // Tensors of a device: the call begins where the current stream is now. That stream waits for the
+  // results, or with `inBackground` when EpWork::wait() says so. Streams that know words let no
+  // caller wait on the host; then a call that fails ends the buffer, because later calls were made
+  // before anything could be told.
+  std::shared_ptr<EpWork> submit(Call call, bool inBackground);
+  // Memory for the rows of the next combine. On the CPU it is the memory that other ranks read.
+  // Waits until no rank reads or writes there. Without Python's lock.
   at::Tensor nextCombineBuffer(const EpHandle& handle);
 
   void setExpertOwners(std::vector<int> owners);
   void maskRank(int rank, bool isMasked);
   void unmaskAll() { buffer_->unmaskAll(); }
-  // By rank: masked by this rank, or not in the agreed view.
-  std::vector<bool> maskedRanks() const;
-  // By rank: in the agreed view.
+  // Writes int32 [ranks]: 1 for each rank that this rank masks or that is not in the agreed view.
+  // A tensor of a device is written in the order of its current stream. Without Python's lock.
+  void showMaskedRanks(const at::Tensor& shown);
+  // By rank: in the agreed view. Waits for no device.
   std::vector<bool> activeRanks() const;
   at::Tensor localBuffer() const;
+  // The stream of the copies from and to the device.
+  c10::Stream streamOn(const c10::Device& device) { return streams_.streamOn(device); }
   size_t numBytes() const { return buffer_->bytes(); }
   void updateMembers() const;
   // Without Python's lock.
@@ -125,15 +127,28 @@ class EpBuffer {
 
  private:
   int rank() const { return buffer_->group().rank(); }
-  GroupRanks mask(const std::optional<at::Tensor>& activeRanks) const;
+  void checkDispatch(const DispatchArguments& given) const;
+  void checkCombine(const CombineArguments& given) const;
+  struct RowSizes {
+    int64_t local, rows, hidden;
+  };
+  RowSizes sizesOfRows(const ep::Handle& handle) const;
   std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const;
+  std::shared_ptr<Staging> stagingFor(const c10::Device& device);
+  void makeRows(Dispatch& made, DispatchRun& run);
+  void makeStagedRows(Dispatch& made, DispatchRun& run);
+  std::function<Status(ep::Memory&)> runOf(Call call) const;
   at::Tensor inMemory(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides,
                       at::ScalarType dtype) const;
 
   const int size_;
   const Options options_;
   const std::shared_ptr<ep::Buffer> buffer_;
+  StagingStreams streams_;
+  std::mutex orderMutex_;  // held from the mark of an ordered staging to its place in the queue
+  // The results of nextCombineBuffer(), until the next combine.
   std::optional<ep::Buffer::NextSend> inPlace_;
+  std::optional<at::Tensor> inPlaceOnDevice_;
 };
 
 }  // namespace mooncake

@@ -5,6 +5,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "backend/device/staging_streams.h"
+
 namespace mooncake {
 namespace {
 
@@ -40,13 +42,16 @@ std::string nameOf(at::ScalarType type) {
 }
 
 template <typename Number>
-std::vector<int32_t> narrow(const at::Tensor& topk, int numExperts) {
+Result<std::vector<int32_t>> narrow(const at::Tensor& topk, int numExperts) {
   std::vector<int32_t> chosen(size_t(topk.numel()));
   const Number* given = topk.const_data_ptr<Number>();
   for (size_t i = 0; i < chosen.size(); ++i) {
-    TORCH_CHECK_VALUE(given[i] >= -1 && given[i] < numExperts, "topk_idx: token ",
-                      i / size_t(topk.size(1)), " chooses expert ", given[i], " of ", numExperts,
-                      ": -1 stands for none");
+    if (given[i] < -1 || given[i] >= numExperts) {
+      return Error{ErrorCode::kInvalidArgument,
+                   "topk_idx: token " + std::to_string(i / size_t(topk.size(1))) +
+                       " chooses expert " + std::to_string(given[i]) + " of " +
+                       std::to_string(numExperts) + ": -1 stands for none"};
+    }
     chosen[i] = int32_t(given[i]);
   }
   return chosen;
@@ -54,10 +59,15 @@ std::vector<int32_t> narrow(const at::Tensor& topk, int numExperts) {
 
 }  // namespace
 
-void requireTensor(const at::Tensor& tensor, const char* what, at::ScalarType dtype,
-                   std::initializer_list<int64_t> sizes) {
-  TORCH_CHECK_VALUE(tensor.is_cpu(), what, " is on ", tensor.device(),
-                    ": this buffer takes CPU tensors (staged=True copies those of a device)");
+void requireDevice(const at::Tensor& tensor, const char* what) {
+  TORCH_CHECK_VALUE(tensor.is_cpu() || isStaged(tensor.device()), what, " is on ", tensor.device(),
+                    ": a buffer takes tensors of the CPU, and of devices with streams");
+}
+
+void requireTensor(const at::Tensor& tensor, const char* what, const c10::Device& device,
+                   at::ScalarType dtype, std::initializer_list<int64_t> sizes) {
+  TORCH_CHECK_VALUE(tensor.device() == device, what, " is on ", tensor.device(),
+                    ", and the call is on ", device, ": give tensors of one device");
   TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, what, " is ", nameOf(tensor.scalar_type()),
                     ", expected ", nameOf(dtype));
   const bool fits = std::ranges::equal(
@@ -67,16 +77,23 @@ void requireTensor(const at::Tensor& tensor, const char* what, at::ScalarType dt
   TORCH_CHECK_VALUE(tensor.is_contiguous(), what, " is not contiguous: call .contiguous() on it");
 }
 
-std::vector<int32_t> chosenExperts(const at::Tensor& topk, int64_t tokens, int numExperts) {
+void requireChoices(const at::Tensor& topk, const c10::Device& device, int64_t tokens) {
   const bool isWide = topk.scalar_type() == at::kLong;
-  requireTensor(topk, "topk_idx", isWide ? at::kLong : at::kInt, {tokens, -1});
-  return isWide ? narrow<int64_t>(topk, numExperts) : narrow<int32_t>(topk, numExperts);
+  requireTensor(topk, "topk_idx", device, isWide ? at::kLong : at::kInt, {tokens, -1});
+}
+
+void requireMask(const at::Tensor& activeRanks, const c10::Device& device, int size) {
+  requireTensor(activeRanks, "active_ranks", device, at::kInt, {-1});
+  TORCH_CHECK_VALUE(activeRanks.numel() >= size, "active_ranks has ", activeRanks.numel(),
+                    " elements for ", size, " ranks");
+}
+
+Result<std::vector<int32_t>> chosenExperts(const at::Tensor& topk, int numExperts) {
+  return topk.scalar_type() == at::kLong ? narrow<int64_t>(topk, numExperts)
+                                         : narrow<int32_t>(topk, numExperts);
 }
 
 GroupRanks maskOf(const at::Tensor& activeRanks, int size) {
-  requireTensor(activeRanks, "active_ranks", at::kInt, {-1});
-  TORCH_CHECK_VALUE(activeRanks.numel() >= size, "active_ranks has ", activeRanks.numel(),
-                    " elements for ", size, " ranks");
   GroupRanks mask;
   const int32_t* given = activeRanks.const_data_ptr<int32_t>();
   for (int r = 0; r < size; ++r) {

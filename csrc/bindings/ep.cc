@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "backend/arguments.h"
+#include "backend/backend_env.h"
 #include "backend/ep_buffer.h"
 #include "backend/mooncake_backend.h"
 #include "base/log.h"
@@ -102,6 +103,7 @@ std::unique_ptr<EpBuffer> makeBuffer(
     const std::string& routeHint, bool renormalizes, bool raises,
     const std::optional<InnerTransferEngine>& engine, const std::vector<std::string>& devices) {
   const Deadline deadline = EpBuffer::deadlineIn(timeout);
+  const auto env = orThrow(BackendEnv::read());
   std::unique_ptr<Group> group;
   if (backend) {
     group = makeGroupOfOurs(**backend, raises, deadline);
@@ -120,12 +122,15 @@ std::unique_ptr<EpBuffer> makeBuffer(
   auto buffer = orThrow(ep::Buffer::create(std::move(group), bytes, deadline));
   return std::make_unique<EpBuffer>(
       withPython(std::move(buffer)),
-      EpBuffer::Options{.timeout = timeout, .renormalizes = renormalizes, .raises = raises});
+      EpBuffer::Options{.timeout = timeout,
+                        .renormalizes = renormalizes,
+                        .raises = raises,
+                        .streams = {.words = env.epStreamWords, .pinnedCache = env.pinnedCache}});
 }
 
-std::shared_ptr<EpWork> submit(EpBuffer& buffer, EpBuffer::Run run, bool inBackground) {
+std::shared_ptr<EpWork> submit(EpBuffer& buffer, EpBuffer::Call call, bool inBackground) {
   py::gil_scoped_release unlocked;
-  return buffer.submit(std::move(run), inBackground);
+  return buffer.submit(std::move(call), inBackground);
 }
 
 Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
@@ -143,7 +148,7 @@ Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& top
                                .timeoutMicros = timeoutMicros,
                                .addedCounts = addedCounts,
                                .waits = waits});
-  auto work = submit(buffer, std::move(made.run), inBackground);
+  auto work = submit(buffer, std::move(made.call), inBackground);
   return {std::move(made.rows),    std::move(made.scales), std::move(made.counts),
           std::move(made.sources), std::move(made.ranges), std::move(made.handle),
           std::move(work)};
@@ -163,7 +168,7 @@ Combined combine(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
                               .activeRanks = activeRanks,
                               .timeoutMicros = timeoutMicros,
                               .waits = waits});
-  auto work = submit(buffer, std::move(made.run), inBackground);
+  auto work = submit(buffer, std::move(made.call), inBackground);
   return {std::move(made.sums), std::move(made.missing), std::move(work)};
 }
 
@@ -173,6 +178,7 @@ void bindEp(py::module_& m) {
   using WithoutLock = py::call_guard<py::gil_scoped_release>;
   py::class_<EpWork, std::shared_ptr<EpWork>>(m, "EpWork")
       .def("wait", &EpWork::wait, WithoutLock())
+      .def("synchronize", &EpWork::synchronize, WithoutLock())
       .def("is_completed", &EpWork::isCompleted);
   const auto shapeOf = [](const EpHandle& handle) -> const ep::Shape& {
     return handle.dispatch->shape;
@@ -203,9 +209,10 @@ void bindEp(py::module_& m) {
       .def("next_combine_buffer", &EpBuffer::nextCombineBuffer, WithoutLock(), py::arg("handle"))
       .def("set_expert_owners", &EpBuffer::setExpertOwners, py::arg("owners"))
       .def("mask_rank", &EpBuffer::maskRank, py::arg("rank"), py::arg("is_masked"))
-      .def("masked_ranks", &EpBuffer::maskedRanks)
+      .def("show_masked_ranks", &EpBuffer::showMaskedRanks, WithoutLock(), py::arg("shown"))
       .def("unmask_all", &EpBuffer::unmaskAll)
       .def("local_buffer", &EpBuffer::localBuffer)
+      .def("stream_on", &EpBuffer::streamOn, py::arg("device"))
       .def_property_readonly("num_bytes", &EpBuffer::numBytes)
       .def_property_readonly("active_ranks", &EpBuffer::activeRanks)
       .def("update_members", &EpBuffer::updateMembers)

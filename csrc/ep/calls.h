@@ -15,6 +15,8 @@
 #include "group/group.h"
 
 // Arguments and results of dispatch and combine. The caller keeps all memory until the call ends.
+// `inputs` of a call: an error if this rank has no inputs for it. The call then ends with this error
+// on all ranks, and the buffer goes on.
 namespace mooncake::ep {
 
 // Memory that all calls of a buffer use.
@@ -45,6 +47,7 @@ struct Handle {
 };
 
 struct DispatchCall {
+  Status inputs;
   RowFormat format = RowFormat::kBf16;
   bool packsScales = false;     // UE8M0
   const uint16_t* x = nullptr;  // [tokens][hidden]
@@ -64,6 +67,7 @@ struct DispatchCall {
 };
 
 struct CombineCall {
+  Status inputs;
   const std::byte* x = nullptr;  // [local expert][rank * T + place] rows of bf16
   size_t rowStride = 0;          // bytes
   bool isInPlace = false;        // x is the send memory of this operation

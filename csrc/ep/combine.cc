@@ -32,6 +32,7 @@ class Combine final : public Algorithm {
         perExpert_(size_t(shape_.numRanks) * shape_.maxTokens) {}
 
   Status publish(Operation& op) override {
+    MOONCAKE_TRY(call_.inputs);
     MOONCAKE_TRY(announceRows(op));
     stage(op);
     CombineTable table{.dispatch = handle_.number,

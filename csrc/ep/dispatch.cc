@@ -41,6 +41,7 @@ class Dispatch final : public Algorithm {
         given_(memory, call) {}
 
   Status publish(Operation& op) override {
+    MOONCAKE_TRY(call_.inputs);
     MOONCAKE_TRY(given_.stage(op));
     DispatchTable table{.tokens = uint32_t(handle_.tokens),
                         .topk = uint32_t(handle_.topk),

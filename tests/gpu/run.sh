@@ -45,7 +45,8 @@ driver() {
 # Ranks share the GPU if there are fewer than ranks.
 suites() {
   TEST_DEVICE=cuda python -m pytest -q -n 4 -m '' -k "device or cuda" tests/test_collectives.py tests/test_async.py \
-    tests/test_groups.py tests/test_point_to_point.py tests/test_ecosystem.py
+    tests/test_groups.py tests/test_point_to_point.py tests/test_ecosystem.py \
+    tests/test_ep_buffer.py tests/test_ep_shapes.py tests/test_ep_callers.py
 }
 
 # NCCL puts several ranks on one GPU only when it is told to.

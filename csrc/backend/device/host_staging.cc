@@ -33,6 +33,7 @@ void HostStaging::giveBack() {
   copyOut();
   done_->record(stream());
   isGiven_ = isEnded_ = true;  // not if torch has thrown: a later call copies again
+  forgetTensors();
 }
 
 void HostStaging::abandon() {
@@ -49,6 +50,11 @@ bool HostStaging::isOver() const {
 void HostStaging::block() const {
   std::lock_guard lock(mutex_);
   if (isGiven_) done_->block(callersStream());
+}
+
+void HostStaging::synchronize() const {
+  std::lock_guard lock(mutex_);
+  if (isGiven_) done_->synchronize();
 }
 
 }  // namespace mooncake

@@ -27,6 +27,7 @@ class HostStaging final : public Staging {
   void abandon() override;
   bool isOver() const override;
   void block() const override;
+  void synchronize() const override;
 
  private:
   mutable std::mutex mutex_;  // guards everything below

@@ -29,19 +29,20 @@ void keepUntilPassed(const at::Tensor& tensor, const c10::Stream& stream) {
 
 }  // namespace
 
-at::Tensor Staging::input(const at::Tensor& tensor, const char* what) {
-  return add(tensor, what, true, false);
+at::Tensor Staging::input(const at::Tensor& tensor, const char* what, UsedRows used) {
+  return add(tensor, what, true, false, std::move(used));
 }
 
-at::Tensor Staging::output(const at::Tensor& tensor, const char* what) {
-  return add(tensor, what, false, true);
+at::Tensor Staging::output(const at::Tensor& tensor, const char* what, UsedRows used) {
+  return add(tensor, what, false, true, std::move(used));
 }
 
 at::Tensor Staging::inOut(const at::Tensor& tensor, const char* what) {
-  return add(tensor, what, true, true);
+  return add(tensor, what, true, true, {});
 }
 
-at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput) {
+at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput,
+                        UsedRows used) {
   throwIfError(checkDense(tensor, what));
   if (tensor.device() != stream_.device()) {
     refuse(std::string(what) + " is on " + tensor.device().str() +
@@ -50,7 +51,10 @@ at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput
   }
   if (isOutput) refuseOwnOverlap(tensor, what);
   const at::NoGradGuard plain;
-  return copies_.emplace_back(Copy{tensor.detach(), emptyOnHost(tensor), isInput, isOutput}).host;
+  const at::Tensor host = emptyOnHost(tensor);
+  copies_.push_back({tensor.detach(), host, isInput, isOutput, std::move(used)});
+  hasOutputs_ |= isOutput;
+  return host;
 }
 
 at::Tensor Staging::emptyOnHost(const at::Tensor& tensor) const {
@@ -93,11 +97,25 @@ void Staging::markReached() {
   reached_->record(callers);
 }
 
+template <typename Visit>
+void Staging::forParts(const Copy& copy, const Visit& visit) const {
+  if (!copy.used || isOrdered()) return visit(copy.device, copy.host);
+  const std::vector<int64_t> used = copy.used();
+  for (size_t block = 0; block < used.size(); ++block) {
+    if (used[block] == 0) continue;
+    const auto part = [&](const at::Tensor& all) {
+      return all.select(0, int64_t(block)).narrow(0, 0, used[block]);
+    };
+    visit(part(copy.device), part(copy.host));
+  }
+}
+
 void Staging::copyToHost(const Copy& copy) const {
   const PlainWrites plain(copy.host);
-  // torch conjugates and negates the copy on the host, without a wait for an asynchronous one.
-  const at::Tensor source = copy.device.resolve_conj().resolve_neg();
-  copy.host.copy_(source, /*non_blocking=*/true);
+  forParts(copy, [](const at::Tensor& device, const at::Tensor& host) {
+    // torch conjugates and negates the copy on the host, without a wait for an asynchronous one.
+    host.copy_(device.resolve_conj().resolve_neg(), /*non_blocking=*/true);
+  });
 }
 
 void Staging::copyIn(const c10::Stream& stream) const {
@@ -115,16 +133,14 @@ void Staging::keepOutputs(const c10::Stream& stream) const {
   }
 }
 
-bool Staging::hasOutputs() const {
-  return std::ranges::any_of(copies_, [](const Copy& copy) { return copy.isOutput; });
-}
-
 void Staging::copyOut() const {
   const c10::StreamGuard on(stream_);
   for (const Copy& copy : copies_) {
     if (!copy.isOutput) continue;
     const PlainWrites plain(copy.device);
-    copy.device.copy_(copy.host, /*non_blocking=*/true);
+    forParts(copy, [](const at::Tensor& device, const at::Tensor& host) {
+      device.copy_(host, /*non_blocking=*/true);
+    });
     keepUntilPassed(copy.device, stream_);
   }
 }
@@ -162,15 +178,32 @@ Status Staging::awaitOnHost(Group& group, const std::function<bool()>& ready) co
 std::shared_ptr<Staging> Staging::takeCurrent() { return std::exchange(currentStaging, nullptr); }
 
 Status StagedTurn::fetch(Group& group) {
-  Status status;
   try {
-    status = staging_->fetch(group);
+    return staging_->fetch(group);
   } catch (const std::exception& error) {
-    status = {ErrorCode::kSystem, "the inputs of an operation could not be copied from " +
-                                      staging_->stream().device().str() + ": " + error.what()};
+    return {ErrorCode::kSystem, "the inputs of an operation could not be copied from " +
+                                    staging_->stream().device().str() + ": " + error.what()};
   }
+}
+
+Status StagedTurn::fetchOrFail(Group& group) {
+  Status status = fetch(group);
   if (!status.ok()) group.fail(status.error());
   return status;
+}
+
+Status StagedTurn::end(Status status) {
+  if (!status.ok()) {
+    staging_->abandon();
+    return status;
+  }
+  try {
+    staging_->giveBack();
+    return status;
+  } catch (const std::exception& error) {
+    return {ErrorCode::kSystem, "the results of an operation could not be copied to " +
+                                    staging_->stream().device().str() + ": " + error.what()};
+  }
 }
 
 Staging::Scope::Scope(std::shared_ptr<Staging> staging)

@@ -43,9 +43,15 @@ class Staging {
   // Each returns the copy of a tensor that operations on the host use in its place: contiguous,
   // with the tensor's shape and type. Throws if the tensor is of another device, or of a kind that
   // no operation takes. `what` names it in the error.
-  at::Tensor input(const at::Tensor& tensor, const char* what);
-  at::Tensor output(const at::Tensor& tensor, const char* what);
+  at::Tensor input(const at::Tensor& tensor, const char* what) { return input(tensor, what, {}); }
+  at::Tensor output(const at::Tensor& tensor, const char* what) { return output(tensor, what, {}); }
   at::Tensor inOut(const at::Tensor& tensor, const char* what);
+  // Returns how many rows at the beginning of each block of a tensor [blocks, rows, ...] are used.
+  // The others are not copied. Called when the copy is enqueued. An ordered staging enqueues it at
+  // the call, when the numbers are not known yet, and copies all.
+  using UsedRows = std::function<std::vector<int64_t>()>;
+  at::Tensor input(const at::Tensor& tensor, const char* what, UsedRows used);
+  at::Tensor output(const at::Tensor& tensor, const char* what, UsedRows used);
 
   // Called once, after the copies were made and before the operation can begin. Throws; refuses a
   // stream whose calls are being recorded into a graph.
@@ -63,6 +69,8 @@ class Staging {
   // Makes the current stream of the device wait for the outputs. A staging that is not ordered must
   // have been given back.
   virtual void block() const = 0;
+  // Waits on the host for the outputs, once they were given back: for copies on our stream.
+  virtual void synchronize() const = 0;
 
   const c10::Stream& stream() const { return stream_; }
   GroupStreams& streams() const { return *streams_; }
@@ -98,7 +106,9 @@ class Staging {
   void copyOut() const;
   // Enqueues copies of the outputs' present contents, to the host.
   void keepOutputs(const c10::Stream& stream) const;
-  bool hasOutputs() const;
+  bool hasOutputs() const { return hasOutputs_; }
+  // Drops the tensors, once every copy is enqueued. The allocators keep the memory for the streams.
+  void forgetTensors() { copies_.clear(); }
   c10::Stream callersStream() const;
   // Waits on the host for a condition, for as long as the limit says.
   Status awaitOnHost(Group& group, const std::function<bool()>& ready) const;
@@ -109,10 +119,15 @@ class Staging {
     at::Tensor host;
     bool isInput = false;
     bool isOutput = false;
+    UsedRows used;  // empty: all are copied
   };
 
-  at::Tensor add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput);
+  at::Tensor add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput,
+                 UsedRows used);
   at::Tensor emptyOnHost(const at::Tensor& tensor) const;
+  // Calls visit(device, host) for each part of the tensor that is copied.
+  template <typename Visit>
+  void forParts(const Copy& copy, const Visit& visit) const;
   void copyToHost(const Copy& copy) const;
   Error lateError(const Group& group) const;
 
@@ -120,6 +135,7 @@ class Staging {
   const c10::Stream stream_;
   const std::chrono::milliseconds limit_;
   std::vector<Copy> copies_;
+  bool hasOutputs_ = false;
   std::optional<c10::Event> reached_;
 };
 
@@ -132,21 +148,26 @@ class StagedTurn {
   StagedTurn(const StagedTurn&) = delete;
   StagedTurn& operator=(const StagedTurn&) = delete;
 
+  // If the inputs cannot be had, this rank does not begin an operation that the others wait for.
+  // They must not take its next one for that, so the group ends here.
   template <typename Run>
   Status run(Group& group, const Run& operation) {
-    Status status = fetch(group);
+    const Status fetched = fetchOrFail(group);
     failpoint("stage-fetched");
-    if (status.ok()) status = operation();
+    Status status = fetched.ok() ? operation() : fetched;
     failpoint("stage-ran");
-    status.ok() ? staging_->giveBack() : staging_->abandon();
+    status = end(std::move(status));
     failpoint("stage-given-back");
     return status;
   }
+  // The two halves of run(), for operations that end with an error on all ranks if the inputs of
+  // one cannot be had. Neither throws.
+  Status fetch(Group& group);
+  // Gives the results back if the status is ok, else abandons them. Returns how that went.
+  Status end(Status status);
 
  private:
-  // If the inputs cannot be had, this rank does not begin an operation that the others wait for.
-  // They must not take its next one for that, so the group ends here.
-  Status fetch(Group& group);
+  Status fetchOrFail(Group& group);
 
   const std::shared_ptr<Staging> staging_;
 };

@@ -47,7 +47,9 @@ Status StreamStaging::fetch(Group& group) {
 
 void StreamStaging::giveBack() {
   std::lock_guard lock(mutex_);
-  if (!std::exchange(isEnded_, true)) words().release(number_);
+  if (std::exchange(isEnded_, true)) return;
+  words().release(number_);
+  forgetTensors();
 }
 
 void StreamStaging::abandon() {

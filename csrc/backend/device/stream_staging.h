@@ -32,6 +32,7 @@ class StreamStaging final : public Staging {
   void abandon() override;
   bool isOver() const override { return done_->query(); }
   void block() const override { done_->block(callersStream()); }
+  void synchronize() const override { done_->synchronize(); }
 
  private:
   StreamWords& words() const { return *streams().words(); }

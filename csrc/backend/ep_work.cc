@@ -1,0 +1,34 @@
+#include "backend/ep_work.h"
+
+#include "backend/ep_interrupt.h"
+#include "backend/errors.h"
+
+namespace mooncake {
+
+bool EpWork::isCompleted() const {
+  if (!task_->isDone()) return false;
+  return !staging_ || !task_->status().ok() || staging_->isOver();
+}
+
+void EpWork::awaitOnHost() {
+  EpInterrupt interrupt(buffer_->group());
+  buffer_->await(*task_, [&] { interrupt.onSleep(); });
+  interrupt.rethrow();
+  throwIfError(task_->status());
+}
+
+void EpWork::wait() {
+  const bool isOrdered = staging_ && staging_->isOrdered();
+  // The stream goes on after an error, too, and what the program calls next comes after that.
+  if (isOrdered) staging_->block();
+  if (isOrdered && !task_->isDone()) return;
+  awaitOnHost();
+  if (staging_ && !isOrdered) staging_->block();
+}
+
+void EpWork::synchronize() {
+  awaitOnHost();
+  if (staging_) staging_->synchronize();
+}
+
+}  // namespace mooncake
