@@ -33,7 +33,11 @@ def form(request):
 
 def crew(form, size=SIZE, **options):
     devices.prepare("fake")
-    env = {**SHARED, "MOONCAKE_EP_STREAM_WORDS": str(int(form == "words")), **options.pop("env", {})}
+    env = {
+        **SHARED,
+        "MOONCAKE_EP_STREAM_WORDS": str(int(form == "words")),
+        **options.pop("env", {}),
+    }
     return harness.Crew(size, env=env, **options)
 
 
