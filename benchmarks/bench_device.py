@@ -56,7 +56,7 @@ def _open_device(kind: str, rank: int) -> Any:
 
 
 def _parts(device: Any, size: int) -> dict[str, Callable[[], None]]:
-    """The device's operation until its results are there, then what it consists of. `call` is the
+    """The device's operation until its results are there, then its parts. `call` is the
     time until the caller may go on: the results are not there yet."""
     import torch
     import torch.distributed as dist

@@ -106,7 +106,7 @@ case $mode in
     python_tests -m 'ci and not slow and not perf'
     torchs_suite --every 3
     other_torchs_suite 2.15.0 --every 8
-    # What torch has since then only; the environment is there now. `python -m` would find the clone's own _C first.
+    # Torch has windows since then only; the environment is there now. `python -m` would find the clone's own _C first.
     step "windows, torch 2.15.0"
     build/torch-2.15.0/bin/pytest -q tests/test_window.py
     ;;

@@ -107,7 +107,7 @@ if ! is_current build.stamp "$built"; then
     what=(-e '.[test,demo]')
   else
     what=("$(copy_of_clone)[test]")
-    # So the compiler's cache sees the paths of the clone, and what no torch is in is not compiled again.
+    # So the compiler's cache sees the paths of the clone, and files without torch are not compiled again.
     export CCACHE_BASEDIR=$PWD/$venv/source
   fi
   MOONCAKE_BUILD_SIM=1 "$venv/bin/pip" install -v --no-build-isolation "${what[@]}" 2>&1 |

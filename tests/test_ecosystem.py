@@ -1,4 +1,4 @@
-"""What programs put on top of torch.distributed, with tensors of the CPU and of a device: the
+"""Libraries on top of torch.distributed, with tensors of the CPU and of a device: the
 numbers are those of one process that has all of the data."""
 
 from __future__ import annotations

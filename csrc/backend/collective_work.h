@@ -48,7 +48,7 @@ class CollectiveWork : public c10d::Work {
   bool isCompleted() override { return finished(); }
   bool isSuccess() const override { return finished() && ending_.status.ok(); }
   std::exception_ptr exception() const override;
-  // The same, for one who does not hand it to the program yet.
+  // The same, while it is not handed to the program yet.
   std::exception_ptr heldException() const;
   // Returns when the operation has ended. Without a timeout of its own the caller runs queued
   // operations itself if no other thread does. With a timeout it only waits, and raises if the

@@ -4,7 +4,7 @@
 
 namespace mooncake {
 
-// Binds what only tests use. A build for tests has it; no released wheel does.
+// Binds functions for tests. A build for tests has it; no released wheel does.
 //
 //   fake_devices()                       a capsule "mooncake.FakeDevices" with the process's
 //                                        `FakeDevices*`, which is valid until the process ends

@@ -340,7 +340,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       findings.emplace_back(works, subject, text);
     return findings;
   });
-  // (it works, its name, what it has or lacks)
+  // (it works, its name, its devices or the reason)
   m.def("describe_accelerators", [] {
     std::vector<std::tuple<bool, std::string, std::string>> findings;
     const auto cuda = mooncake::openAccelerator("cuda");

@@ -19,7 +19,7 @@ class PinnedPool {
   // uses. It frees the ones that were used longest ago. The accelerator outlives the pool.
   PinnedPool(Accelerator& accelerator, int device, size_t idleLimit)
       : accelerator_(accelerator), device_(device), idleLimit_(idleLimit) {}
-  // Frees what is idle. Every piece must have been given back.
+  // Frees the idle pieces. Every piece must have been given back.
   ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;

@@ -1,5 +1,5 @@
-"""Code written for CUDA, run on another device: what would go to a GPU goes there, and so does what
-a test makes on the CPU."""
+"""Code written for CUDA, run on another device: tensors that would go to a GPU go there, and so do
+those that a test makes on the CPU."""
 
 from __future__ import annotations
 

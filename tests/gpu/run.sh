@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a GPU can show, in parts of some minutes each. Where there is none it says so and succeeds.
+# Tests and timings on a GPU, in parts of some minutes each. Where there is none it says so and succeeds.
 # Usage: tests/gpu/run.sh [driver] [suites] [speed]   without arguments: all three
 #   driver   the seam to CUDA's driver, function by function (C++)
 #   suites   the suites of device tensors, with tensors of CUDA

@@ -34,7 +34,7 @@ class GroupStreams;
 // streams that know words, and enqueues everything at the call.
 class Staging {
  public:
-  // Drops what belongs to the device while that is the current one: torch would make a context on
+  // Drops tensors and events while their device is the current one: torch would make a context on
   // another device.
   virtual ~Staging();
   Staging(const Staging&) = delete;

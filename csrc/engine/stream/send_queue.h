@@ -22,7 +22,7 @@ namespace mooncake {
 // point into the caller's memory until they have left or were cancelled.
 //
 // Memory of a device is copied to pinned buffers ahead, piece by piece in the order of sending. A
-// piece leaves when its copy has ended, and what is queued behind it waits. The region, or the
+// piece leaves when its copy has ended, and the frames behind it wait. The region, or the
 // write's completion, is held while a copy is under way, and not while its bytes wait for the peer.
 class SendQueue {
  public:
