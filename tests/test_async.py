@@ -339,6 +339,8 @@ def gil_on_rank(me, name, what):
         thread.start()
         blocked.set()
         calls[what]()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # a call with a device's tensors waits on the stream
         # Nobody came before the count was over, so it ran while we waited.
         assert len(steps) == 10_000
         thread.join()

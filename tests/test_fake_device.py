@@ -309,16 +309,21 @@ def test_memory_that_a_recorded_stream_uses_is_not_used_again():
 
 
 @on_device
-def test_freed_memory_is_garbage_at_its_streams_place():
+def test_freed_memory_is_garbage_once_its_stream_allocates_again():
     side = torch.Stream(device="fake")
-    x = zeros()
-    with held(side):
-        with side:
-            late = x + 0
-        del x
+    for allocates, expected in ((False, 7), (True, GARBAGE)):
+        x = zeros().fill_(7)
         here().synchronize()
-    with side:
-        assert first(late) == pytest.approx(GARBAGE)
+        with held(side):
+            with side:
+                late = x + 0
+            del x
+            if allocates:
+                other = torch.empty(3, device="fake")  # of another size
+            here().synchronize()
+        with side:
+            assert first(late) == pytest.approx(expected)
+    del other
     # The stream's own work before the end is done with right data.
     x = zeros().fill_(3)
     with held():

@@ -16,10 +16,9 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
     {{"MOONCAKE_ON_FAILURE", "continue",
       "What a loss does to the operation that it interrupts: continue or raise"},
      parseOnFailure},
-    {{"MOONCAKE_STREAM_WORDS", "0",
-      "1: wait() for tensors of a device makes the stream wait, and not the host, where the "
-      "device's "
-      "streams know words"},
+    {{"MOONCAKE_STREAM_WORDS", "1",
+      "0: wait() for tensors of a device waits on the host for the operation, and only then makes "
+      "the stream wait for the copies"},
      flagInto<&BackendEnv::streamWords>},
     {{"MOONCAKE_EP_STREAM_WORDS", "0",
       "1: no wait of an EP Buffer for tensors of a device waits on the host"},

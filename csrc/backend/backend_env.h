@@ -7,7 +7,7 @@ namespace mooncake {
 // Settings of a backend, for a group whose options do not say otherwise.
 struct BackendEnv {
   bool raises = false;                     // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
-  bool streamWords = false;                // MOONCAKE_STREAM_WORDS: see StreamStaging
+  bool streamWords = true;                 // MOONCAKE_STREAM_WORDS: see StreamStaging
   bool epStreamWords = false;              // MOONCAKE_EP_STREAM_WORDS: the same for Buffers
   size_t pinnedCache = size_t{512} << 20;  // MOONCAKE_PINNED_CACHE
   bool blockingWait = false;               // MOONCAKE_BLOCKING_WAIT

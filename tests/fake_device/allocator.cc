@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include <c10/util/Exception.h>
 
@@ -26,6 +27,7 @@ c10::DataPtr Allocator::allocate(size_t bytes) {
   if (bytes == 0) return {nullptr, stream.device()};
   const std::lock_guard lock(mutex_);
   cachePassed();
+  overwriteCached(stream);
   const size_t rounded = (bytes + kGranule - 1) / kGranule * kGranule;
   Block* block = takeCached(stream, rounded);
   if (block == nullptr) block = make(stream, rounded);
@@ -58,7 +60,8 @@ void Allocator::release(void* block) {
   all.free(static_cast<Block*>(block));
 }
 
-void Allocator::overwrite(const Block& block) {
+void Allocator::overwrite(Block& block) {
+  block.isOverwritten = true;
   // Fails once the context is lost. Then no stream uses the memory any more.
   (void)devices().enqueue(nativeStream(block.stream), [memory = block.memory] {
     std::memset(memory.data(), kGarbage, memory.size());
@@ -71,6 +74,17 @@ uint64_t Allocator::graphOf(const c10::Stream& stream) const {
   if (found != graphs_.end()) return found->second;
   const auto joined = devices().isCapturing(nativeStream(stream));  // by an event of a graph's
   return joined.ok() && *joined ? lastGraph_ : 0;
+}
+
+// If the stream is recorded, the task that overwrites is part of the graph, and each replay runs it
+// again: right for the graph's own memory, and wrong for memory that others may have by then.
+void Allocator::overwriteCached(const c10::Stream& stream) {
+  const StreamKey key = keyOf(stream);
+  const uint64_t graph = graphOf(stream);
+  const auto end = cached_.upper_bound({key, graph, std::numeric_limits<size_t>::max()});
+  for (auto next = cached_.lower_bound({key, graph, 0}); next != end; ++next) {
+    if (!next->second->isOverwritten) overwrite(*next->second);
+  }
 }
 
 Allocator::Block* Allocator::takeCached(const c10::Stream& stream, size_t bytes) {
@@ -93,7 +107,7 @@ Allocator::Block* Allocator::make(const c10::Stream& stream, size_t bytes) {
     TORCH_CHECK_WITH(OutOfMemoryError, memory.ok(), "fake device: out of memory on device ",
                      int(device), ": ", memory.error().message);
   }
-  auto* const block = new Block{valueOf(std::move(memory)), stream, graphOf(stream), 0, {}};
+  auto* const block = new Block{valueOf(std::move(memory)), stream, graphOf(stream), 0, false, {}};
   overwrite(*block);
   ++stats.num_device_alloc;
   stats.segment[0].increase(1);
@@ -126,9 +140,7 @@ void Allocator::cache(Block* block) {
   Stats& stats = stats_[block->stream.device_index()];
   stats.active[0].decrease(1);
   stats.active_bytes[0].decrease(block->memory.size());
-  // If the stream is recorded, a task of ours is part of the graph, and each replay overwrites the
-  // memory: right if it is this graph's own, and wrong for memory that others may have by then.
-  if (graphOf(block->stream) == block->graph) overwrite(*block);
+  block->isOverwritten = false;
   cached_.insert({{keyOf(block->stream), block->graph, block->memory.size()}, block});
 }
 

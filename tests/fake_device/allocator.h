@@ -25,9 +25,11 @@ using AllocatorBase = c10::DeviceAllocator;
 
 // Device memory for torch, in the order of streams, as CUDA's caching allocator. The stream that
 // memory was allocated on may use it again as soon as it is freed. Other streams that use it must
-// be recorded; then it is used again when they have passed their work so far. Freed memory and new
-// memory is overwritten on its stream, so a stream that reads it too late reads garbage.
-// Thread-safe.
+// be recorded; then it is used again when they have passed their work so far. New memory is
+// overwritten on its stream, and so is freed memory when its stream allocates again, whatever the
+// size: a stream that reads it too late reads garbage. Not as soon as it is freed: a program may
+// free memory that another stream still reads if the memory's stream waits for that one before it
+// allocates, as torch's FSDP2 does. Thread-safe.
 class Allocator final : public AllocatorBase {
  public:
   // Allocates for the current stream. Raises OutOfMemoryError if the device has no memory left.
@@ -55,6 +57,7 @@ class Allocator final : public AllocatorBase {
     c10::Stream stream;             // the order in which the memory is used again
     uint64_t graph;                 // the graph that owns the memory; 0: none
     size_t requested;               // bytes
+    bool isOverwritten;             // since it was freed
     std::vector<c10::Stream> uses;  // other streams that were recorded
   };
   struct Awaited {
@@ -66,10 +69,11 @@ class Allocator final : public AllocatorBase {
 
   static StreamKey keyOf(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
   static void release(void* block);  // deleter of a DataPtr
-  static void overwrite(const Block& block);
+  static void overwrite(Block& block);
 
   // The functions below are called with the lock held.
   uint64_t graphOf(const c10::Stream& stream) const;
+  void overwriteCached(const c10::Stream& stream);
   Block* takeCached(const c10::Stream& stream, size_t bytes);
   Block* make(const c10::Stream& stream, size_t bytes);
   void free(Block* block);
