@@ -4,9 +4,9 @@
 #include <set>
 
 #include <ATen/core/ivalue.h>
-#include <torch/csrc/Exceptions.h>
 
 #include "backend/collective_work.h"
+#include "backend/errors.h"
 #include "backend/message_work.h"
 #include "base/deadline.h"
 
@@ -47,14 +47,16 @@ bool BatchWork::wait(std::chrono::milliseconds timeout) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left());
     try {
       work->wait(timeout <= kNoTimeout ? kNoTimeout : std::max(left, kLeastTimeout));
-    } catch (const python_error&) {  // raised by a signal handler: no longer waits for messages
-      first = std::current_exception();
-      for (const WorkPtr& other : works_) {
-        if (auto* message = dynamic_cast<MessageWork*>(other.get()))
-          message->cancel({ErrorCode::kAborted, "the wait for its batch was interrupted"});
-      }
     } catch (...) {
-      if (!first) first = std::current_exception();
+      const std::exception_ptr error = std::current_exception();
+      if (isOfPython(error)) {  // raised by a signal's handler: no longer waits for messages
+        first = error;
+        for (const WorkPtr& other : works_) {
+          if (auto* message = dynamic_cast<MessageWork*>(other.get()))
+            message->cancel({ErrorCode::kAborted, "the wait for its batch was interrupted"});
+        }
+      }
+      if (!first) first = error;
     }
   }
   if (first) std::rethrow_exception(first);

@@ -1,12 +1,11 @@
 #include "backend/errors.h"
 
-#include <utility>
+#include <c10/util/Exception.h>
+
+#include "backend/failure_error.h"
 
 namespace mooncake {
 namespace {
-
-PythonClasses pythonClasses = nullptr;
-thread_local std::exception_ptr lastRaised;
 
 template <typename Throw>
 std::exception_ptr caught(Throw&& thrower) {
@@ -19,15 +18,6 @@ std::exception_ptr caught(Throw&& thrower) {
 }
 
 }  // namespace
-
-void setPythonClasses(PythonClasses classes) { pythonClasses = classes; }
-
-PyObject* FailureError::python_type() {
-  lastRaised = std::make_exception_ptr(FailureError(*this));
-  return pythonClasses(code_);
-}
-
-std::exception_ptr lastRaisedFailure() { return lastRaised; }
 
 void throwError(const Error& error) {
   switch (error.code) {
@@ -55,6 +45,16 @@ std::exception_ptr toException(const Error& error) {
 
 std::exception_ptr toException(const std::shared_ptr<Loss>& loss) {
   return caught([&] { throw FailureError(loss->error(), loss); });
+}
+
+bool isOfPython(const std::exception_ptr& exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const python_error&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 }  // namespace mooncake

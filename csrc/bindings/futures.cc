@@ -20,6 +20,7 @@
 #include "backend/completions.h"
 #include "backend/device/device_work.h"
 #include "backend/errors.h"
+#include "backend/failure_error.h"
 #include "backend/loss.h"
 #include "backend/message_work.h"
 #include "base/log.h"

@@ -17,6 +17,7 @@
 #include "backend/device/device_backend.h"
 #include "backend/drains.h"
 #include "backend/errors.h"
+#include "backend/failure_error.h"
 #include "backend/message_work.h"
 #include "backend/mooncake_backend.h"
 #include "backend/named_group.h"
