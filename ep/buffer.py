@@ -13,20 +13,24 @@ from mooncake_backend.membership import not_yet
 from . import runtime
 from .config import Config, combine_config, dispatch_config
 from .events import EventHandle, EventOverlap, current_device
+from .layout import Layout, layout_of
+from .normal import NormalMode, Participation, Rows, Shown
+from .normal_handle import NormalHandle
 from .runtime import Handle, Hook, OnFailure, Received, Runtime
 
 _ALIGNMENT = 128
-_NORMAL_MODE = "the normal mode of expert parallelism (low_latency_dispatch is available)"
 
 
 class Buffer:
-    """Dispatch and combine in DeepEP's low latency mode. Making one is collective over the group.
+    """Dispatch and combine in both of DeepEP's modes. Making one is collective over the group.
 
     group: a process group of any backend. With a group of ours, the Buffer shares its connections
     and its view of the active ranks
-    num_rdma_bytes: see get_low_latency_rdma_size_hint()
+    num_nvl_bytes: memory of the normal mode. Calls that need more run in several pieces
+    num_rdma_bytes: memory of the low latency mode, see get_low_latency_rdma_size_hint(); without
+    low_latency_mode, more memory of the normal mode
     comm: an mpi4py-like communicator instead of a group
-    num_nvl_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
+    num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
     explicitly_destroy, enable_shrink: accepted without effect. Masks work, and lost ranks are
     survived, without enable_shrink too
 
@@ -64,6 +68,10 @@ class Buffer:
         self.enable_shrink = enable_shrink
         self.nvshmem_qp_depth = 1024
         self._runtime: Runtime | None = None
+        self._normal_runtime: Runtime | None = None
+        self._normal: NormalMode | None = None
+        self._has_combined_normally = False
+        normal_bytes = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
         if low_latency_mode:
             self._runtime = Runtime(
                 members,
@@ -72,6 +80,16 @@ class Buffer:
                 renormalize=renormalize,
                 on_failure=on_failure,
             )
+        if normal_bytes > 0:
+            self._normal_runtime = Runtime(
+                members,
+                normal_bytes,
+                timeout=timeout,
+                renormalize=False,
+                on_failure=on_failure,
+                has_results=False,
+            )
+            self._normal = NormalMode(self._normal_runtime)
 
     # ---- dispatch and combine
 
@@ -159,6 +177,7 @@ class Buffer:
 
         Returns (combined_x, event, hook), combined_x is bfloat16 [n, h].
         """
+        self._has_combined_normally = False
         return self._low_latency().combine(
             x,
             topk_idx,
@@ -183,6 +202,8 @@ class Buffer:
         """bool [n] of the last combine. True for a token if one of its experts is on a rank that
         did not take part in the dispatch or in the combine. Waits for the combine to end. The
         event of a combine has the same property for that combine."""
+        if self._has_combined_normally:
+            return self._normal_mode().missing_contributions()
         return self._low_latency().missing_contributions()
 
     # ---- masks
@@ -230,9 +251,12 @@ class Buffer:
     ) -> torch.Tensor:
         """This rank's memory from byte `offset` on, in one dimension, or in `size`. Operations may
         overwrite it."""
-        if not use_rdma_buffer:
-            not_yet("get_local_buffer_tensor with use_rdma_buffer=False", _NORMAL_MODE)()
-        memory = self._low_latency().native.local_buffer()[offset:]
+        if use_rdma_buffer:
+            memory = self._low_latency().native.local_buffer()[offset:]
+        else:
+            self._normal_mode()
+            assert self._normal_runtime is not None
+            memory = self._normal_runtime.native.local_buffer()[offset:]
         elements = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
         if size is None:
             return elements
@@ -246,13 +270,15 @@ class Buffer:
 
     @property
     def runtime(self) -> Any:
-        """The native buffer; None without low_latency_mode."""
-        return None if self._runtime is None else self._runtime.native
+        """The native buffer: that of the low latency mode, or else that of the normal mode."""
+        found = self._runtime or self._normal_runtime
+        return None if found is None else found.native
 
     def destroy(self) -> None:
         """Waits for operations in the background, and frees the memory."""
-        if self._runtime is not None:
-            self._runtime.close()
+        for one in (self._runtime, self._normal_runtime):
+            if one is not None:
+                one.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -296,19 +322,152 @@ class Buffer:
 
     # ---- the normal mode
 
-    get_dispatch_layout = not_yet("Buffer.get_dispatch_layout", _NORMAL_MODE)
-    dispatch = not_yet("Buffer.dispatch", _NORMAL_MODE)
-    combine = not_yet("Buffer.combine", _NORMAL_MODE)
-    internode_dispatch = not_yet("Buffer.internode_dispatch", _NORMAL_MODE)
-    internode_combine = not_yet("Buffer.internode_combine", _NORMAL_MODE)
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts the tokens for each rank and expert. Sends nothing.
+
+        topk_idx: int64 or int32 [n, k]; -1 is no expert
+
+        Returns (num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert,
+        is_token_in_rank, event): int32 [R], int32 [ceil(R / 8)] or None up to 8 ranks, int32 [E],
+        bool [n, R].
+        """
+        if previous_event is not None:
+            previous_event.current_stream_wait()
+        found = layout_of(topk_idx, num_experts, self.group_size)
+        return (
+            found.num_tokens_per_rank,
+            found.num_tokens_per_rdma_rank,
+            found.num_tokens_per_expert,
+            found.is_token_in_rank,
+            _ended(async_finish),
+        )
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int | None = -1,
+    ) -> tuple[
+        Rows,
+        torch.Tensor | None,
+        torch.Tensor | None,
+        list[int] | None,
+        NormalHandle,
+        EventOverlap,
+    ]:
+        """Sends each token once to each rank that has one of its experts. All ranks call it.
+
+        x: [n, h], bfloat16, or FP8 and its scales [n, any], which are sent as they are
+        handle: of an earlier dispatch, whose way the tokens take again. Then the four layouts and
+            topk are not used
+        num_tokens_per_rank, ..., num_tokens_per_expert: of get_dispatch_layout()
+        topk_idx, topk_weights: [n, k], the weights float32; both or none
+        expert_alignment: the numbers of tokens per expert are rounded up to a multiple of it
+        num_worst_tokens: if not 0, the results have so many rows; those behind the received ones
+            have -1 in recv_topk_idx
+        active_ranks, timeout_us: as in low_latency_dispatch(); a dispatch has two steps, so ranks
+            that are late may be waited for twice
+
+        Returns (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
+        event). Rows are in the order of source rank and token. recv_topk_idx has numbers among this
+        rank's experts, and -1 for others. With a handle the second to fourth are None. The call
+        returns when it has ended; `async_finish` only adds an event.
+        """
+        if previous_event is not None:
+            previous_event.current_stream_wait()
+        who = Participation(active_ranks, timeout_us or -1)
+        if handle is not None:
+            again, handle = self._normal_mode().dispatch_again(x, handle, who)
+            return again, None, None, None, handle, _ended(async_finish)
+        if is_token_in_rank is None or num_tokens_per_expert is None:
+            raise ValueError("dispatch needs a handle or the results of get_dispatch_layout()")
+        if num_tokens_per_rank is None:
+            num_tokens_per_rank = is_token_in_rank.sum(0)
+        layout = Layout(
+            num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank
+        )
+        settings = config or Buffer.get_dispatch_config(self.group_size)
+        shown = Shown(expert_alignment, num_worst_tokens, max(1, settings.num_sms // 2))
+        found = self._normal_mode().dispatch(x, layout, topk_idx, topk_weights, shown, who)
+        return (
+            found.rows, found.topk_idx, found.topk_weights, found.num_per_expert, found.handle,
+            _ended(async_finish),
+        )  # fmt: skip
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int | None = -1,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Brings the rows back and adds those of each token, without weights. All ranks call it.
+
+        x: bfloat16 [rows, h], in the order of recv_x; further rows are not read
+        topk_weights: float32 [rows, k], summed beside the rows
+        bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
+
+        Returns (combined_x, combined_topk_weights, event): bfloat16 [n, h] and float32 [n, k] or
+        None. Sums are made in float32 in the order of ranks, and rounded once.
+        """
+        self._has_combined_normally = True
+        if previous_event is not None:
+            previous_event.current_stream_wait()
+        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
+        who = Participation(active_ranks, timeout_us or -1)
+        return self._normal_mode().combine(x, handle, topk_weights, biases, who, async_finish)
+
+    # One path serves all hosts: these have the same signatures and results.
+    internode_dispatch = dispatch
+    internode_combine = combine
 
     def _low_latency(self) -> Runtime:
         if self._runtime is None:
             raise RuntimeError(
-                f"rank {self.rank}: this Buffer was made without low_latency_mode=True, and this "
-                "version has only that mode"
+                f"rank {self.rank}: this Buffer was made without low_latency_mode=True"
             )
         return self._runtime
+
+    def _normal_mode(self) -> NormalMode:
+        if self._normal is None:
+            raise RuntimeError(
+                f"rank {self.rank}: this Buffer has no memory for the normal mode: make it with "
+                "num_nvl_bytes"
+            )
+        return self._normal
+
+
+def _ended(async_finish: bool) -> EventOverlap:
+    """The event of a call that has ended."""
+    return EventOverlap(EventHandle() if async_finish else None)
 
 
 class ElasticBuffer:

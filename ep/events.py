@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from mooncake_backend._C import EpWork
 
 
 def current_device() -> torch.device | None:
@@ -24,6 +21,13 @@ def current_device() -> torch.device | None:
     return torch.device(kind.type, module.current_device())
 
 
+class Work(Protocol):
+    """What waits for a native call, as EpWork does."""
+
+    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
 class Operation:
     """One dispatch or combine.
 
@@ -32,7 +36,7 @@ class Operation:
 
     __slots__ = ("_missing", "_name", "_work")
 
-    def __init__(self, name: str, work: EpWork, missing: torch.Tensor | None = None) -> None:
+    def __init__(self, name: str, work: Work, missing: torch.Tensor | None = None) -> None:
         self._name = name
         self._work = work
         self._missing = missing

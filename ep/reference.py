@@ -50,6 +50,60 @@ def routes(
         yield from (Route(expert, row, *found) for row, found in enumerate(rows))
 
 
+# ---- the normal mode
+
+
+def normal_rows(
+    topk_idx: Sequence[Tensor], owners: Sequence[int], rank: int, active: Collection[int]
+) -> list[tuple[int, int]]:
+    """(source, token) of each row that the rank receives, in their order."""
+    mine = torch.tensor(local_experts(owners, rank), dtype=torch.int64, device="cpu")
+    return [
+        (source, token)
+        for source, chosen in enumerate(topk_idx)
+        if {source, rank} <= set(active)
+        for token in torch.isin(chosen.long(), mine).any(dim=1).nonzero().flatten().tolist()
+    ]
+
+
+def normal_combine(
+    rank: int,
+    x: Sequence[Tensor],
+    topk_idx: Sequence[Tensor],
+    owners: Sequence[int],
+    *,
+    active: Collection[int] | None = None,
+    still_active: Collection[int] | None = None,
+    biases: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """x: for each rank its rows, in the order of normal_rows(); active, still_active: ranks that
+    took part in the dispatch, and in the combine.
+
+    Returns the sums in the dtype of x, and the missing contributions, bool [n].
+    """
+    everybody = range(len(x))
+    first = set(everybody if active is None else active)
+    both = first & set(everybody if still_active is None else still_active)
+    tokens = len(topk_idx[rank])
+    total = torch.zeros(tokens, x[rank].size(1), dtype=torch.float32)
+    missing = torch.zeros(tokens, dtype=torch.bool)
+    for bias in biases:
+        total += bias.float()
+    for other in everybody:
+        rows = normal_rows(topk_idx, owners, other, first if other in first else everybody)
+        for place, (source, token) in enumerate(rows):
+            if source != rank:
+                continue
+            if {rank, other} <= both:
+                total[token] += x[other][place].float()
+            else:
+                missing[token] = True
+    return total.to(x[rank].dtype), missing
+
+
+# ---- the low latency mode
+
+
 class Received(NamedTuple):
     """Rows that one expert receives. Only the used rows: the Buffer's tensors have R * T."""
 

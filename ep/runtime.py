@@ -109,6 +109,7 @@ class Runtime:
     renormalize: if contributions to a token are missing, its other weights are scaled up to the
         full sum
     on_failure: "continue" without lost ranks, or "raise"; None: the group's own
+    has_results: the buffer's memory also holds the rows that dispatches return
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Runtime:
         timeout: timedelta | None,
         renormalize: bool,
         on_failure: OnFailure | None,
+        has_results: bool = True,
     ) -> None:
         if on_failure not in (None, *ON_FAILURE):
             raise ValueError(f"on_failure is {on_failure!r}, not one of {ON_FAILURE}")
@@ -138,6 +140,7 @@ class Runtime:
             raises=mode == "raise",
             engine=transfer_engine() if members.backend is None else None,
             devices=device_filter(),
+            has_results=has_results,
         )
 
     @property

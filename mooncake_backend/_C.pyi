@@ -210,6 +210,7 @@ class EpBuffer:
     renormalize: if contributions to a token are missing, the others' weights are scaled up to the
     full sum
     devices: network cards of the buffer's own engine, by name; none: as MC_TE_FILTERS says
+    has_results: part of the memory holds the rows that dispatch() returns
     """
 
     def __init__(
@@ -226,6 +227,7 @@ class EpBuffer:
         raises: bool = False,
         engine: InnerTransferEngine | None = None,
         devices: Sequence[str] = (),
+        has_results: bool = True,
     ) -> None: ...
     @staticmethod
     def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
@@ -236,6 +238,56 @@ class EpBuffer:
     @property
     def active_ranks(self) -> list[bool]:
         """Of each rank, whether it is in the agreed view."""
+
+    def most_tokens(self, field_bytes: Sequence[int], hidden: int, extras: int) -> int:
+        """The most tokens of a rank for which dispatch_tokens() and combine_tokens() have room."""
+
+    def count_tokens(
+        self, numbers: list[int], active_ranks: torch.Tensor | None = None, timeout_us: int = -1
+    ) -> tuple[list[list[int]], list[bool]]:
+        """Collective. Returns the numbers of each rank, below 2**32 and as many on all ranks, and
+        the ranks that took part. The numbers of others are 0."""
+
+    def dispatch_tokens(
+        self,
+        fields: list[torch.Tensor],
+        is_token_in_rank: torch.Tensor,
+        num_max_tokens: int,
+        hidden: int,
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[bool], EpHandle]:
+        """Collective. CPU tensors only.
+
+        fields: [n, any] each, of any dtype: the parts of each token's row
+        is_token_in_rank: bool [n, R]
+        hidden: channels of the rows that combine_tokens() brings back
+
+        Returns the fields of the received rows, in the order of rank and token; their tokens'
+        numbers there, int32; how many rows came from the ranks up to each, int32 [R]; the ranks
+        that took part; the handle.
+        """
+
+    def combine_tokens(
+        self,
+        x: torch.Tensor,
+        handle: EpHandle,
+        out: torch.Tensor,
+        missing: torch.Tensor,
+        extras: torch.Tensor | None = None,
+        extra_sums: torch.Tensor | None = None,
+        biases: list[torch.Tensor] = ...,
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+        background: bool = False,
+    ) -> EpWork:
+        """Collective. CPU tensors only; out, missing and extra_sums are written.
+
+        x: bfloat16 [rows, h]; out: bfloat16 [n, h]
+        missing: bool [n], see Buffer.missing_contributions
+        extras, extra_sums: float32 [rows, any], and their sums [n, any]
+        biases: bfloat16 [n, h] each, where the sums begin
+        """
 
     def dispatch(
         self,

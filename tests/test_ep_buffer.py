@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ep_crew import SIZE, check_combine, check_dispatch, my_answers, round_trip, same_bits
 from harness import raised, until
 
-from mooncake.ep import reference
+from mooncake.ep import Buffer, reference
 from mooncake.ep.on_path.deep_ep.utils import math as deep_ep_math
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 24, 512, 4, 8
@@ -491,7 +491,10 @@ def memory_on_rank(me):
     kind, text = raised(buffer.get_local_buffer_tensor, torch.int16, much, use_rdma_buffer=True)
     assert kind == "ValueError"
     assert str(much[0]) in text
-    assert raised(buffer.get_local_buffer_tensor, torch.int8)[0] == "NotImplementedError"
+    kind, text = raised(buffer.get_local_buffer_tensor, torch.int8)
+    assert (kind, "num_nvl_bytes" in text) == ("RuntimeError", True)
+    normal = Buffer(dist.group.WORLD, num_nvl_bytes=1280)
+    assert normal.get_local_buffer_tensor(torch.int8).numel() == 1280
     buffer.destroy()
 
 

@@ -261,7 +261,7 @@ def test_vllm_with_deepep(ep):
 
 
 def vllm_high_throughput_on_rank(me):
-    """Of the normal mode everything up to the first call works; that says what is missing."""
+    """vLLM's backend for prefill: one buffer, two micro batches under way."""
     from mooncake.ep.on_path import deep_ep
 
     buffer = deep_ep.Buffer(
@@ -270,17 +270,78 @@ def vllm_high_throughput_on_rank(me):
     )  # fmt: skip
     before = deep_ep.Buffer.num_sms
     deep_ep.Buffer.set_num_sms(before)
-    assert buffer.capture().event is not None
-    topk_idx = torch.zeros(3, 2, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match=r"Buffer.get_dispatch_layout .* normal mode"):
-        buffer.get_dispatch_layout(
-            topk_idx=topk_idx, num_experts=4, previous_event=None, async_finish=False,
-            allocate_on_comm_stream=False,
+    handles = []
+    for number in (1, 2):
+        _, mine = batch(me, number)
+        previous_event = buffer.capture()
+        per_rank, per_rdma_rank, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
+            topk_idx=mine.topk_idx, num_experts=EXPERTS, previous_event=previous_event,
+            async_finish=False, allocate_on_comm_stream=False,
         )  # fmt: skip
+        token_data, topk_ids, topk_weights, per_expert_list, handle, event = buffer.dispatch(
+            x=mine.x, handle=None, num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank, is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert, topk_idx=mine.topk_idx, topk_weights=mine.weights,
+            expert_alignment=1, config=deep_ep.Buffer.get_dispatch_config(me.size),
+            previous_event=previous_event, async_finish=True, allocate_on_comm_stream=False,
+        )  # fmt: skip
+        if event.event is not None:
+            event.current_stream_wait()
+        assert sum(per_expert_list) == (topk_ids >= 0).sum()
+        handles.append((mine, handle, token_data, topk_ids, topk_weights))
+    for mine, handle, token_data, topk_ids, topk_weights in handles:
+        # Each expert gives the row itself; the weights are applied before the combine.
+        scale = topk_weights.sum(dim=1, keepdim=True)
+        combined, _, event = buffer.combine(
+            x=(token_data * scale).bfloat16(), handle=handle, topk_weights=None,
+            config=deep_ep.Buffer.get_combine_config(me.size), previous_event=buffer.capture(),
+            async_finish=True, allocate_on_comm_stream=False,
+        )  # fmt: skip
+        event.current_stream_wait()
+        scale = mine.weights.masked_fill(mine.topk_idx < 0, 0).sum(dim=1, keepdim=True)
+        torch.testing.assert_close(combined, (mine.x * scale).bfloat16(), rtol=0.05, atol=0.05)
+        assert (topk_ids < EXPERTS // SIZE + 1).all()
     with pytest.raises(RuntimeError, match="low_latency_mode=True"):
-        buffer.low_latency_dispatch(torch.zeros(3, 8, dtype=torch.bfloat16), topk_idx, 3, 4)
+        buffer.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS)
     buffer.destroy()
 
 
 def test_vllm_in_normal_mode(ep):
     ep.call(vllm_high_throughput_on_rank)
+
+
+def sglang_normal_on_rank(me):
+    """SGLang's dispatcher for prefill with DeepEP: FP8, aligned numbers for its matrix products."""
+    from mooncake.ep import fp8
+    from mooncake.ep.on_path import deep_ep
+
+    buffer = deep_ep.Buffer(dist.group.WORLD, 2**24, 0, low_latency_mode=False)
+    _, mine = batch(me, 3)
+    there = mine.x.device
+    x = tuple(one.to(there) for one in fp8.cast_to_fp8(mine.x.cpu(), False))
+    previous_event = deep_ep.Buffer.capture()
+    per_rank, per_rdma_rank, per_expert, is_in_rank, previous_event = buffer.get_dispatch_layout(
+        mine.topk_idx, EXPERTS, previous_event=previous_event, async_finish=True,
+        allocate_on_comm_stream=previous_event is not None,
+    )  # fmt: skip
+    recv_x, _, _, counts, handle, event = buffer.dispatch(
+        x, topk_idx=mine.topk_idx, topk_weights=mine.weights, num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_rdma_rank, is_token_in_rank=is_in_rank,
+        num_tokens_per_expert=per_expert, previous_event=previous_event, async_finish=True,
+        allocate_on_comm_stream=True, expert_alignment=128,
+        config=deep_ep.Config(num_sms=24),
+    )  # fmt: skip
+    event.current_stream_wait()
+    assert all(count % 128 == 0 for count in counts)
+    rows = recv_x[0].cpu().float().unflatten(1, (-1, 128)) * recv_x[1].cpu().unsqueeze(2)
+    combined, _, event = buffer.combine(
+        rows.flatten(1).bfloat16().to(there), handle, async_finish=True,
+        previous_event=deep_ep.Buffer.capture(), allocate_on_comm_stream=True,
+    )  # fmt: skip
+    event.current_stream_wait()
+    copies = is_in_rank.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(combined.float(), (mine.x * copies).float(), rtol=0.1, atol=0.1)
+
+
+def test_sglang_in_normal_mode(ep):
+    ep.call(sglang_normal_on_rank)

@@ -46,6 +46,17 @@ def test_the_program_for_deepeps_users_survives_a_kill(tmp_path):
     assert len(shown) == 7
 
 
+def test_the_program_of_the_normal_mode_survives_a_kill(tmp_path):
+    (tmp_path / "prefill.py").write_text(block("python", "<!-- prefill.py"))
+    printed = run(tmp_path, "--standalone", "--nproc-per-node", "4", "prefill.py")
+    found = re.findall(r"rank (\d), step (\d): (\d+) rows, (\d+) tokens miss an expert", printed)
+    calls = sorted(rank + step for rank, step, *_ in found)
+    assert calls == ["00", "01", "10", "11", "20", "21", "30"]
+    # Four ranks have a quarter of the experts each; a token has two of them.
+    assert all(int(missing) == 0 for _, step, _, missing in found if step == "0")
+    assert all(0 < int(missing) < 64 for _, step, _, missing in found if step == "1")
+
+
 def test_the_program_for_mooncakes_users(tmp_path):
     (tmp_path / "routed.py").write_text(block("python", "<!-- routed.py"))
     printed = run(tmp_path, "--standalone", "--nproc-per-node", "4", "routed.py")

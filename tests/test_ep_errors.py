@@ -368,13 +368,15 @@ def test_what_a_buffer_cannot_be_made_of():
                 Buffer(group, **named)
         with pytest.raises(ValueError, match="on_failure"):
             Buffer(group, low_latency_mode=True, on_failure="rise")
-        normal = Buffer(group, num_nvl_bytes=1280)
-        assert normal.runtime is None
-        names = ("dispatch", "combine", "get_dispatch_layout", "internode_dispatch")
-        for name in (*names, "internode_combine"):
-            with pytest.raises(NotImplementedError, match=rf"Buffer\.{name} .*normal mode"):
-                getattr(normal, name)(torch.zeros(3))
-        normal.destroy()
+        without = Buffer(group)
+        assert without.runtime is None
+        topk_idx = torch.zeros(3, 1, dtype=torch.int64)
+        _, _, per_expert, is_in_rank, _ = without.get_dispatch_layout(topk_idx, 2)
+        with pytest.raises(RuntimeError, match="no memory for the normal mode"):
+            without.dispatch(
+                torch.zeros(3, 4), is_token_in_rank=is_in_rank, num_tokens_per_expert=per_expert
+            )
+        without.destroy()
     finally:
         dist.destroy_process_group()
 

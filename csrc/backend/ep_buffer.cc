@@ -354,7 +354,6 @@ EpBuffer::RowSizes EpBuffer::sizesOfRows(const ep::Handle& handle) const {
           .hidden = int64_t(handle.shape.hidden)};
 }
 
-// Empty: no rank is skipped before the buffer's timeout.
 std::optional<Clock::duration> EpBuffer::patienceOf(int64_t timeoutMicros) const {
   const std::chrono::duration<double, std::micro> wanted(timeoutMicros);
   if (timeoutMicros <= 0 || wanted >= options_.timeout) return std::nullopt;

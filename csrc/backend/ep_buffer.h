@@ -117,6 +117,9 @@ class EpBuffer {
   // The stream of the copies from and to the device.
   c10::Stream streamOn(const c10::Device& device) { return streams_.streamOn(device); }
   size_t numBytes() const { return buffer_->bytes(); }
+  const std::shared_ptr<ep::Buffer>& buffer() const { return buffer_; }
+  // For Operation::skipAfter(). Empty: no rank is skipped before the buffer's timeout.
+  std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const;
   void updateMembers() const;
   // Without Python's lock.
   void close(Seconds timeout);
@@ -133,7 +136,6 @@ class EpBuffer {
     int64_t local, rows, hidden;
   };
   RowSizes sizesOfRows(const ep::Handle& handle) const;
-  std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const;
   std::shared_ptr<Staging> stagingFor(const c10::Device& device);
   void makeRows(Dispatch& made, DispatchRun& run);
   void makeStagedRows(Dispatch& made, DispatchRun& run);

@@ -14,6 +14,7 @@
 #include "backend/arguments.h"
 #include "backend/backend_env.h"
 #include "backend/ep_buffer.h"
+#include "backend/ep_normal.h"
 #include "backend/mooncake_backend.h"
 #include "base/log.h"
 #include "base/thread.h"
@@ -101,7 +102,8 @@ std::unique_ptr<EpBuffer> makeBuffer(
     int rank, int size, size_t bytes, Seconds timeout,
     const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend, const Exchange& exchange,
     const std::string& routeHint, bool renormalizes, bool raises,
-    const std::optional<InnerTransferEngine>& engine, const std::vector<std::string>& devices) {
+    const std::optional<InnerTransferEngine>& engine, const std::vector<std::string>& devices,
+    bool hasResults) {
   const Deadline deadline = EpBuffer::deadlineIn(timeout);
   const auto env = orThrow(BackendEnv::read());
   std::unique_ptr<Group> group;
@@ -119,7 +121,7 @@ std::unique_ptr<EpBuffer> makeBuffer(
     throw py::value_error("either a backend or an exchange is needed");
   }
   py::gil_scoped_release unlocked;
-  auto buffer = orThrow(ep::Buffer::create(std::move(group), bytes, deadline));
+  auto buffer = orThrow(ep::Buffer::create(std::move(group), bytes, deadline, hasResults));
   return std::make_unique<EpBuffer>(
       withPython(std::move(buffer)),
       EpBuffer::Options{.timeout = timeout,
@@ -172,6 +174,71 @@ Combined combine(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
   return {std::move(made.sums), std::move(made.missing), std::move(work)};
 }
 
+// ---- the normal mode
+
+using Counted = std::pair<std::vector<std::vector<uint32_t>>, std::vector<bool>>;
+// Fields, sources, ends, participants.
+using DispatchedTokens =
+    std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor, std::vector<bool>, EpHandle>;
+
+Counted countTokens(EpBuffer& buffer, std::vector<uint32_t> numbers, const MaybeTensor& activeRanks,
+                    int64_t timeoutMicros) {
+  py::gil_scoped_release unlocked;
+  auto counted = EpNormal(buffer).count(std::move(numbers), activeRanks, timeoutMicros);
+  return {std::move(counted.numbers), std::move(counted.participants)};
+}
+
+DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>& fields,
+                                const at::Tensor& isInRank, int64_t maxTokens, int64_t hidden,
+                                const MaybeTensor& activeRanks, int64_t timeoutMicros) {
+  py::gil_scoped_release unlocked;
+  auto made = EpNormal(buffer).dispatch({.fields = fields,
+                                         .isInRank = isInRank,
+                                         .maxTokens = maxTokens,
+                                         .hidden = hidden,
+                                         .activeRanks = activeRanks,
+                                         .timeoutMicros = timeoutMicros});
+  return {std::move(made.fields), std::move(made.sources), std::move(made.ends),
+          std::move(made.participants), std::move(made.handle)};
+}
+
+std::shared_ptr<EpWork> combineTokens(EpBuffer& buffer, const at::Tensor& x, const EpHandle& handle,
+                                      const at::Tensor& sums, const at::Tensor& missing,
+                                      const MaybeTensor& extras, const MaybeTensor& extraSums,
+                                      const std::vector<at::Tensor>& biases,
+                                      const MaybeTensor& activeRanks, int64_t timeoutMicros,
+                                      bool inBackground) {
+  auto call = EpNormal(buffer).combine({.x = x,
+                                        .handle = handle,
+                                        .extras = extras,
+                                        .biases = biases,
+                                        .sums = sums,
+                                        .extraSums = extraSums,
+                                        .missing = missing,
+                                        .activeRanks = activeRanks,
+                                        .timeoutMicros = timeoutMicros});
+  return submit(buffer, std::move(call), inBackground);
+}
+
+void bindNormalMode(py::class_<EpBuffer>& buffer) {
+  const auto none = py::none();
+  buffer
+      .def(
+          "most_tokens",
+          [](EpBuffer& ours, const std::vector<int64_t>& fieldBytes, int64_t hidden,
+             int64_t extras) { return EpNormal(ours).mostTokens(fieldBytes, hidden, extras); },
+          py::arg("field_bytes"), py::arg("hidden"), py::arg("extras"))
+      .def("count_tokens", &countTokens, py::arg("numbers"), py::arg("active_ranks") = none,
+           py::arg("timeout_us") = -1)
+      .def("dispatch_tokens", &dispatchTokens, py::arg("fields"), py::arg("is_token_in_rank"),
+           py::arg("num_max_tokens"), py::arg("hidden"), py::arg("active_ranks") = none,
+           py::arg("timeout_us") = -1)
+      .def("combine_tokens", &combineTokens, py::arg("x"), py::arg("handle"), py::arg("out"),
+           py::arg("missing"), py::arg("extras") = none, py::arg("extra_sums") = none,
+           py::arg("biases") = std::vector<at::Tensor>(), py::arg("active_ranks") = none,
+           py::arg("timeout_us") = -1, py::arg("background") = false);
+}
+
 }  // namespace
 
 void bindEp(py::module_& m) {
@@ -190,11 +257,14 @@ void bindEp(py::module_& m) {
                              [=](const EpHandle& h) { return shapeOf(h).maxTokens; })
       .def_property_readonly("hidden", [=](const EpHandle& h) { return shapeOf(h).hidden; });
   const auto none = py::none();
-  py::class_<EpBuffer>(m, "EpBuffer")
+  py::class_<EpBuffer> buffer(m, "EpBuffer");
+  bindNormalMode(buffer);
+  buffer
       .def(py::init(&makeBuffer), py::arg("rank"), py::arg("size"), py::arg("num_bytes"),
            py::arg("timeout"), py::kw_only(), py::arg("backend") = none, py::arg("exchange") = none,
            py::arg("route_hint") = "", py::arg("renormalize") = false, py::arg("raises") = false,
-           py::arg("engine") = none, py::arg("devices") = std::vector<std::string>())
+           py::arg("engine") = none, py::arg("devices") = std::vector<std::string>(),
+           py::arg("has_results") = true)
       .def_static("size_hint", &EpBuffer::sizeHint, py::arg("num_max_tokens"), py::arg("hidden"),
                   py::arg("num_ranks"), py::arg("num_experts"))
       .def("dispatch", &dispatch, py::arg("x"), py::arg("topk_idx"), py::arg("num_max_tokens"),

@@ -2,15 +2,16 @@
 
 #include "base/thread.h"
 #include "base/wait.h"
+#include "ep/shared_rows.h"
 
 namespace mooncake::ep {
 
 Result<std::shared_ptr<Buffer>> Buffer::create(std::unique_ptr<Group> group, size_t bytes,
-                                               Deadline deadline) {
+                                               Deadline deadline, bool hasResults) {
   std::shared_ptr<Buffer> buffer(new Buffer(std::move(group), bytes));
   auto block = buffer->group_->reserve(std::max<size_t>(bytes, 1));
   if (!block.ok()) return block.error();
-  const BufferLayout layout(bytes);
+  const BufferLayout layout(bytes, hasResults);
   auto landing = buffer->group_->engine().regions().add(block->data, 2 * layout.sendBytes(),
                                                         kRemoteWrite | kLasting);
   if (!landing.ok()) return landing.error();
@@ -167,6 +168,18 @@ Status Buffer::checkTable(size_t tokens, size_t topk, int numExperts) const {
                                            std::to_string(topk) + " has " + std::to_string(bytes) +
                                            " bytes, there is room for " + std::to_string(room) +
                                            ": dispatch fewer tokens at a time"};
+}
+
+size_t Buffer::mostTokens(size_t rowBytes, size_t hidden, size_t extras) const {
+  const size_t ranks = size_t(group_->size());
+  const size_t send = memory_->hosts.leastSendBytes();
+  // Between hosts, places for rows that ranks share save traffic. One place has to suffice.
+  const size_t shared = send / (SharedRows::mostPlaces(memory_->hosts) * rowBytes);
+  const size_t given = shared > 0 ? shared : send / rowBytes;
+  const size_t back = send / (ranks * normalCombineRowBytes(hidden, extras));
+  const size_t table = group_->slotBytes() - mostInlineBytes(*group_) -
+                       DispatchTable::bytesFor(0, 0, int(ranks), int(ranks));
+  return std::min({given, back, table / (sizeof(uint16_t) * ranks)});
 }
 
 void Buffer::close(Deadline deadline) {

@@ -32,14 +32,21 @@ class Task {
 // buffer's thread: then a caller that fetches its result late holds up no rank. One thread calls.
 class Buffer {
  public:
-  // Collective over the group.
+  // Collective over the group. `hasResults`: see BufferLayout.
   static Result<std::shared_ptr<Buffer>> create(std::unique_ptr<Group> group, size_t bytes,
-                                                Deadline deadline);
+                                                Deadline deadline, bool hasResults = true);
   ~Buffer();
 
   Group& group() const { return *group_; }
   size_t bytes() const { return bytes_; }
   std::byte* data() const { return memory_->block.data; }
+  // The most tokens of a rank for which a dispatch of the normal mode, and the combine of its rows,
+  // have room, wherever the tokens go. `rowBytes`: of the dispatch. 0: not even for one.
+  size_t mostTokens(size_t rowBytes, size_t hidden, size_t extras) const;
+  // Room for the rows that this rank gives to one combine of the normal mode.
+  bool hasRoomForSums(size_t rows, size_t hidden, size_t extras) const {
+    return rows * normalCombineRowBytes(hidden, extras) <= memory_->layout.sendBytes();
+  }
 
   // Sets the owners of experts from the next dispatch on. All ranks set the same.
   void setExperts(std::shared_ptr<const ExpertMap> experts);

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -46,6 +47,16 @@ struct Handle {
   std::vector<CombineTable::Range> ranges;  // [local expert][rank]: the rows that came from it
 };
 
+// A part of each token's row in the normal mode, such as its channels, its scales or its weights.
+// It arrives as it was.
+struct Field {
+  const std::byte* from = nullptr;  // [tokens][bytes]
+  size_t bytes = 0;
+  std::byte* to = nullptr;  // [rows][bytes], set by DispatchCall::makeRoom
+};
+// Bytes of a field in a sent row.
+constexpr size_t sentBytes(const Field& field) { return roundUp(field.bytes, 16); }
+
 struct DispatchCall {
   Status inputs;
   RowFormat format = RowFormat::kBf16;
@@ -55,6 +66,13 @@ struct DispatchCall {
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;  // Operation::skipAfter()
   std::shared_ptr<Handle> handle;
+  // Of kFields. Then the experts are the ranks themselves, so each rank has one expert.
+  std::vector<Field> fields;
+  // Of kFields: makes memory for this many rows, which sets Field::to and `sources`. Called once
+  // the tables of all ranks are here, and again if the operation begins anew after a loss.
+  std::function<Status(size_t rows)> makeRoom;
+
+  size_t rowBytes() const;  // in sent form
 
   // Results; rows are [local expert][rank * T + place].
   std::byte* rows = nullptr;       // hidden channels each
@@ -69,6 +87,7 @@ struct DispatchCall {
 struct CombineCall {
   Status inputs;
   const std::byte* x = nullptr;  // [local expert][rank * T + place] rows of bf16
+  std::optional<size_t> rows;    // number of rows in x, if they end with the last used one
   size_t rowStride = 0;          // bytes
   bool isInPlace = false;        // x is the send memory of this operation
   uint64_t expectedNumber = 0;   // number of that operation, if isInPlace
@@ -80,6 +99,13 @@ struct CombineCall {
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;
   std::shared_ptr<Handle> handle;
+
+  // Rows that are added to those of the experts, before them.
+  std::vector<const uint16_t*> biases;  // [tokens][hidden] each
+  // Further numbers of each row, which are summed without weights.
+  size_t extras = 0;                    // of a row
+  const float* extrasOfRows = nullptr;  // as x: [row][extras]
+  float* extraSums = nullptr;           // [tokens][extras]
 
   uint16_t* combined = nullptr;  // [tokens][hidden]
   bool* missing = nullptr;       // by token

@@ -28,7 +28,8 @@ class Combine final : public Algorithm {
         handle_(*call.handle),
         shape_(handle_.shape),
         experts_(*handle_.experts),
-        rowBytes_(combineRowBytes(shape_.hidden)),
+        extrasAt_(combineRowBytes(shape_.hidden)),
+        rowBytes_(normalCombineRowBytes(shape_.hidden, call.extras)),
         perExpert_(size_t(shape_.numRanks) * shape_.maxTokens) {}
 
   Status publish(Operation& op) override {
@@ -85,11 +86,11 @@ class Combine final : public Algorithm {
 
   // Announces the memory from which ranks that do not map us fetch.
   Status announceRows(Operation& op) {
-    areBare_ =
-        op.unmapped() > 0 && !call_.isInPlace && !call_.usesLogfmt && !memory_.group.usesCards();
+    areBare_ = op.unmapped() > 0 && !call_.isInPlace && !call_.usesLogfmt && call_.extras == 0 &&
+               !memory_.group.usesCards();
     op.announceInput(memory_.block.region);
     if (!areBare_) return {};
-    const size_t rows = experts_.numLocal(op.rank()) * perExpert_;
+    const size_t rows = call_.rows.value_or(experts_.numLocal(op.rank()) * perExpert_);
     auto region = memory_.group.engine().regions().add(const_cast<std::byte*>(call_.x),
                                                        rows * call_.rowStride, kRemoteRead);
     if (!region.ok()) return region.error();
@@ -115,6 +116,8 @@ class Combine final : public Algorithm {
         } else {
           copyRow(to, from, bf16Bytes(shape_.hidden), hint);
         }
+        if (call_.extras > 0)
+          std::memcpy(to + extrasAt_, call_.extrasOfRows + row * call_.extras, extraBytes());
       });
     }
   }
@@ -156,6 +159,8 @@ class Combine final : public Algorithm {
   struct Rows {
     const std::byte* begin = nullptr;
     size_t stride = 0;
+    const std::byte* extras = nullptr;  // of the first row
+    size_t extraStride = 0;
     uint32_t count = 0;
     uint32_t used = 0;
   };
@@ -166,8 +171,9 @@ class Combine final : public Algorithm {
     std::vector<std::pair<int, CombineTable>> tables;
     GroupRanks participants;
     for (const int r : op.ranks()) {
-      auto table = CombineTable::of(op, r, shape_, experts_.numLocal(r), rowBytes_,
-                                    call_.usesLogfmt ? rowBytes_ : bf16Bytes(shape_.hidden));
+      auto table = CombineTable::of(
+          op, r, shape_, experts_.numLocal(r), rowBytes_,
+          call_.usesLogfmt || call_.extras > 0 ? rowBytes_ : bf16Bytes(shape_.hidden));
       if (!table.ok()) return table.error();
       if (table->dispatch != handle_.number) {
         return op.agree({ErrorCode::kMismatch,
@@ -238,6 +244,11 @@ class Combine final : public Algorithm {
           rows.begin = op.group().window().peerArena(r, offset, bytes);
           if (!rows.begin) return nonsense(op, r, "announced rows outside of its memory");
         }
+        const bool areOwn = r == op.rank();
+        rows.extras =
+            areOwn ? reinterpret_cast<const std::byte*>(call_.extrasOfRows + first * call_.extras)
+                   : rows.begin + extrasAt_;
+        rows.extraStride = areOwn ? extraBytes() : rows.stride;
       }
     }
     if (fetched.empty()) return {};
@@ -313,6 +324,9 @@ class Combine final : public Algorithm {
     std::vector<WeightedRow> summands;
     for (size_t t = begin; t < end; ++t) {
       summands.clear();
+      for (const uint16_t* bias : call_.biases) summands.push_back({bias + t * shape_.hidden, 1});
+      float* const extraSums = call_.extraSums + t * call_.extras;
+      std::fill_n(extraSums, call_.extras, 0.0f);
       bool isMissing = false;
       float wanted = 0, arrived = 0;
       for (size_t j = 0; j < topk; ++j) {
@@ -328,13 +342,15 @@ class Combine final : public Algorithm {
         }
         if (rows.used == rows.count)
           return nonsense(op, experts_.owner(sent), "gives fewer rows than it was sent");
-        const std::byte* row = rows.begin + rows.used++ * rows.stride;
+        const size_t index = rows.used++;
         if (!isWanted) continue;
         arrived += call_.weights[place];
-        summands.push_back({row, call_.weights[place]});
+        summands.push_back({rows.begin + index * rows.stride, call_.weights[place]});
+        addExtras(rows.extras + index * rows.extraStride, extraSums);
       }
       if (isMissing && call_.renormalizes && arrived != 0) {
-        for (WeightedRow& summand : summands) summand.weight *= wanted / arrived;
+        for (WeightedRow& summand : std::span(summands).subspan(call_.biases.size()))
+          summand.weight *= wanted / arrived;
       }
       uint16_t* const out = call_.combined + t * shape_.hidden;
       if (call_.usesLogfmt) {
@@ -347,12 +363,22 @@ class Combine final : public Algorithm {
     return {};
   }
 
+  size_t extraBytes() const { return call_.extras * sizeof(float); }
+  void addExtras(const std::byte* from, float* sums) const {
+    for (size_t i = 0; i < call_.extras; ++i) {
+      float value;
+      std::memcpy(&value, from + i * sizeof(value), sizeof(value));
+      sums[i] += value;
+    }
+  }
+
   const Memory& memory_;
   CombineCall& call_;
   Ending& ending_;
   const Handle& handle_;
   const Shape& shape_;
   const ExpertMap& experts_;
+  const size_t extrasAt_;  // offset of the further numbers in a row
   const size_t rowBytes_;
   const size_t perExpert_;
   std::vector<Rows> rows_;  // by expert
@@ -375,12 +401,13 @@ Status combine(const Memory& memory, CombineCall& call, Ending& ending) {
             "combine: the buffer that the rows were written to belongs to another operation: call "
             "combine before anything else is called on this buffer"};
   }
-  const Call what{.verb = Verb::kCombine,
-                  .dtype = DType::kBFloat16,
-                  .root = handle.shape.numExperts,
-                  .count = handle.shape.hidden,
-                  .tensors = uint32_t(handle.shape.maxTokens),
-                  .lengths = handle.experts->hash() + (call.usesLogfmt ? 1 : 0)};
+  const Call what{
+      .verb = Verb::kCombine,
+      .dtype = DType::kBFloat16,
+      .root = handle.shape.numExperts,
+      .count = handle.shape.hidden,
+      .tensors = uint32_t(handle.shape.maxTokens),
+      .lengths = handle.experts->hash() + (call.usesLogfmt ? 1 : 0) + 2 * uint32_t(call.extras)};
   Combine combine(memory, call, ending);
   Operation op(memory.group, what, call.deadline);
   if (call.patience) op.skipAfter(*call.patience);

@@ -37,7 +37,7 @@ class Dispatch final : public Algorithm {
         handle_(*call.handle),
         shape_(handle_.shape),
         experts_(*handle_.experts),
-        rowBytes_(dispatchRowBytes(shape_.hidden, call.format)),
+        rowBytes_(call.rowBytes()),
         given_(memory, call) {}
 
   Status publish(Operation& op) override {
@@ -72,12 +72,15 @@ class Dispatch final : public Algorithm {
   void stop(Operation&) override { given_.stop(); }
 
   // The others did it without us.
-  void endSkipped(const Operation& op) {
+  Status endSkipped(const Operation& op) {
     next_.assign(experts_.numLocal(op.rank()), 0);
+    arrivals_.clear();
+    MOONCAKE_TRY(makeRoom());
     ranges_.assign(next_.size() * size_t(op.size()), {});
     GroupRanks participants;
     for (const int r : op.ranks()) participants.add(r);
     writeHandle(op, participants & call_.mask);
+    return {};
   }
 
  private:
@@ -89,6 +92,7 @@ class Dispatch final : public Algorithm {
     const std::byte* row;  // in sent form
     uint32_t expert;       // local
     uint32_t place;
+    uint32_t token;  // at its rank
   };
 
   Status take(Operation& op) {
@@ -111,6 +115,7 @@ class Dispatch final : public Algorithm {
     const auto areAnyShared = findRows(op, tables, participants, routes, pieces);
     if (!areAnyShared.ok()) return areAnyShared.error();
     MOONCAKE_TRY(plan(op, tables, participants, routes));
+    MOONCAKE_TRY(makeRoom());
     hint_ = copyHint(arrivals_.size() * channelBytes(), ranksOfHost(op));
     copyRows(Arrival::kHere);  // while the other rows arrive
     size_t copied = 0;         // index of the next arrival
@@ -126,7 +131,7 @@ class Dispatch final : public Algorithm {
       MOONCAKE_TRY(op.awaitReady(given_.shared()->hostOf(op.rank())));
       copyRows(Arrival::kByNeighbour);
     }
-    if (call_.format != RowFormat::kBf16) copyScales();
+    if (isCast()) copyScales();
     writeHandle(op, std::move(participants));
     return {};
   }
@@ -290,9 +295,21 @@ class Dispatch final : public Algorithm {
       const size_t packed = isForHost ? inHost : inRank;
       const size_t index = landed && !areAll ? packed : token;
       if (next_[e] == perExpert || (landed && index >= table.packedRows)) return nonsense(op, from);
-      call_.sources[e * perExpert + next_[e]] = int32_t(token);
-      arrivals_.push_back({way, (landed ? landed : staging) + index * rowBytes_, e, next_[e]++});
+      arrivals_.push_back(
+          {way, (landed ? landed : staging) + index * rowBytes_, e, next_[e]++, token});
     }
+    return {};
+  }
+
+  // The place of the row among those of all our experts.
+  size_t placeOf(const Arrival& arrival) const {
+    return arrival.expert * size_t(shape_.numRanks) * shape_.maxTokens + arrival.place;
+  }
+
+  Status makeRoom() const {
+    if (call_.makeRoom) MOONCAKE_TRY(call_.makeRoom(arrivals_.size()));
+    for (const Arrival& arrival : arrivals_)
+      call_.sources[placeOf(arrival)] = int32_t(arrival.token);
     return {};
   }
 
@@ -322,18 +339,31 @@ class Dispatch final : public Algorithm {
     return next;
   }
 
+  bool isCast() const {
+    return call_.format == RowFormat::kFp8 || call_.format == RowFormat::kFp8Rounded;
+  }
   size_t channelBytes() const {
-    return call_.format == RowFormat::kBf16 ? bf16Bytes(shape_.hidden) : shape_.hidden;
+    if (call_.format == RowFormat::kFields) return rowBytes_;
+    return isCast() ? shape_.hidden : bf16Bytes(shape_.hidden);
+  }
+
+  void copyFields(const Arrival& arrival) const {
+    const std::byte* from = arrival.row;
+    for (const Field& field : call_.fields) {
+      const bool isLarge = field.bytes >= kLeastStreamedBytes;
+      copyRow(field.to + arrival.place * field.bytes, from, field.bytes,
+              isLarge ? hint_ : CopyHint::kCached);
+      from += sentBytes(field);
+    }
   }
 
   void copyArrival(const Arrival& arrival) const {
-    const size_t perExpert = size_t(shape_.numRanks) * shape_.maxTokens;
+    if (call_.format == RowFormat::kFields) return copyFields(arrival);
     const size_t channels = channelBytes();
-    const size_t skip = call_.format == RowFormat::kBf16 ? 0 : scaleBytes(shape_.hidden);
+    const size_t skip = isCast() ? scaleBytes(shape_.hidden) : 0;
     // The scales stand in front of the row and are read last, by then from our cache.
     for (size_t at = 0; at < skip; at += 64) __builtin_prefetch(arrival.row + at);
-    const size_t row = arrival.expert * perExpert + arrival.place;
-    copyRow(call_.rows + row * channels, arrival.row + skip, channels, hint_);
+    copyRow(call_.rows + placeOf(arrival) * channels, arrival.row + skip, channels, hint_);
   }
 
   // Copies the scales to where rows lie side by side, as matrix products need them: one cache line
@@ -405,20 +435,29 @@ class Dispatch final : public Algorithm {
 
 }  // namespace
 
+size_t DispatchCall::rowBytes() const {
+  if (format != RowFormat::kFields) return dispatchRowBytes(handle->shape.hidden, format);
+  size_t bytes = 0;
+  for (const Field& field : fields) bytes += sentBytes(field);
+  return bytes;
+}
+
 Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending) {
   const Handle& handle = *call.handle;
-  const Call what{
-      .verb = Verb::kDispatch,
-      .dtype = call.format == RowFormat::kBf16 ? DType::kBFloat16 : DType::kFloat8E4M3FN,
-      .root = handle.shape.numExperts,
-      .count = handle.shape.hidden,
-      .tensors = uint32_t(handle.shape.maxTokens),
-      .lengths = handle.experts->hash() + uint32_t(call.format)};
+  const bool hasFields = call.format == RowFormat::kFields;
+  const Call what{.verb = Verb::kDispatch,
+                  .dtype = hasFields                         ? DType::kUInt8
+                           : call.format == RowFormat::kBf16 ? DType::kBFloat16
+                                                             : DType::kFloat8E4M3FN,
+                  .root = handle.shape.numExperts,
+                  .count = hasFields ? call.rowBytes() : handle.shape.hidden,
+                  .tensors = uint32_t(handle.shape.maxTokens),
+                  .lengths = handle.experts->hash() + uint32_t(call.format)};
   Operation op(memory.group, what, call.deadline);
   Dispatch dispatch(memory, call, ending);  // destroyed first: it has writes of the operation
   if (call.patience) op.skipAfter(*call.patience);
   MOONCAKE_TRY(op.run(dispatch));
-  if (op.wasSkipped()) dispatch.endSkipped(op);
+  if (op.wasSkipped()) MOONCAKE_TRY(dispatch.endSkipped(op));
   if (call.addedCounts) {
     for (size_t e = 0; e < handle.experts->numLocal(memory.group.rank()); ++e)
       call.addedCounts[e] += call.counts[e];

@@ -15,7 +15,7 @@ GivenRows::GivenRows(const Memory& memory, const DispatchCall& call)
       handle_(*call.handle),
       shape_(handle_.shape),
       experts_(*handle_.experts),
-      rowBytes_(dispatchRowBytes(shape_.hidden, call.format)) {}
+      rowBytes_(call.rowBytes()) {}
 
 Status GivenRows::stage(Operation& op) {
   size_t offset = handle_.tokens * rowBytes_;  // behind the own and packed rows
@@ -161,6 +161,15 @@ bool GivenRows::isChosen(size_t token) const {
 }
 
 void GivenRows::writeRow(size_t token, std::byte* to, CopyHint hint) const {
+  if (call_.format == RowFormat::kFields) {
+    for (const Field& field : call_.fields) {
+      const bool isLarge = field.bytes >= kLeastStreamedBytes;
+      copyRow(to, field.from + token * field.bytes, field.bytes,
+              isLarge ? hint : CopyHint::kCached);
+      to += sentBytes(field);
+    }
+    return;
+  }
   const uint16_t* row = call_.x + token * shape_.hidden;
   if (call_.format == RowFormat::kBf16) {
     copyRow(to, row, bf16Bytes(shape_.hidden), hint);

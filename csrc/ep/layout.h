@@ -18,10 +18,18 @@
 //   recv 0, recv 1   the result of a dispatch, [local expert][rank * T + place] rows. Dispatches
 //                    take turns: two results are alive at a time
 //
-// A row in sent form: bf16 as it is, or scales (float32) | e4m3 channels.
+// A row in sent form: bf16 as it is, or scales (float32) | e4m3 channels, or fields.
+//
+// Results of the normal mode are tensors of the caller. Then there is no receive memory, and all is
+// send memory.
 namespace mooncake::ep {
 
-enum class RowFormat : uint8_t { kBf16 = 0, kFp8 = 1, kFp8Rounded = 2 };
+enum class RowFormat : uint8_t {
+  kBf16 = 0,
+  kFp8 = 1,
+  kFp8Rounded = 2,
+  kFields = 3,  // the fields of a call of the normal mode, side by side
+};
 
 constexpr size_t roundUp(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -43,6 +51,10 @@ inline size_t dispatchRowBytes(size_t hidden, RowFormat format) {
 inline size_t combineRowBytes(size_t hidden) {
   return roundUp(std::max(bf16Bytes(hidden), logfmtRowBytes(hidden)), 16);
 }
+// The same with further numbers of each row, which are summed beside it.
+inline size_t normalCombineRowBytes(size_t hidden, size_t extras) {
+  return combineRowBytes(hidden) + roundUp(extras * sizeof(float), 16);
+}
 // Words of the scales of one row that a dispatch returns: float32, or UE8M0, four in an int32.
 constexpr size_t scaleWordsOf(size_t hidden, bool packsScales) {
   return packsScales ? (scalesOf(hidden) + 3) / 4 : scalesOf(hidden);
@@ -55,8 +67,9 @@ inline size_t receivedRowBytes(size_t hidden) {
 // Rows in send memory carry eight more bytes for a block of 128 channels than results do: 33 to 32.
 class BufferLayout {
  public:
-  explicit BufferLayout(size_t bytes)
-      : send_(bytes / 2 * 33 / 65 / kLine * kLine), recv_((bytes / 2 - send_) / kLine * kLine) {}
+  explicit BufferLayout(size_t bytes, bool hasResults = true)
+      : send_((hasResults ? bytes / 2 * 33 / 65 : bytes / 2) / kLine * kLine),
+        recv_((bytes / 2 - send_) / kLine * kLine) {}
 
   size_t sendBytes() const { return send_; }
   size_t recvBytes() const { return recv_; }

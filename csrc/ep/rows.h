@@ -37,6 +37,9 @@ size_t shareOfCache(const CpuCache& cache, size_t cores, int ranks);
 // other. 56 KiB take up to 25 us that way, and 5 us past the caches.
 CopyHint copyHintForPeers(size_t bytes, int ranks);
 
+// A copy past the caches ends with a fence, which costs as much as copying a few hundred bytes.
+inline constexpr size_t kLeastStreamedBytes = 1024;
+
 // Stores after the return are seen after the row, with either hint.
 void copyRow(void* to, const void* from, size_t bytes, CopyHint hint);
 

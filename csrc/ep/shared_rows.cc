@@ -53,6 +53,11 @@ SharedRows::SharedRows(const Hosts& hosts, const std::vector<int>& ranks, size_t
   ownEnd_ = areShared_ ? own * rowsBytes_ : hosts.leastSendBytes();
 }
 
+size_t SharedRows::mostPlaces(const Hosts& hosts) {
+  const auto& all = hosts.all()->hosts();
+  return all.size() + mostPushed(all) + mostFetched(all);
+}
+
 // Deals the sources of other hosts out to the ranks of this host in turn.
 SharedRows::Place SharedRows::place(int source, int hostMember, const HostTable& table) {
   const auto& host = table.hostOf(hostMember);

@@ -28,6 +28,9 @@ class SharedRows {
   SharedRows(const Hosts& hosts, const std::vector<int>& ranks, size_t rowsBytes,
              size_t mostInlineRows);
 
+  // Number of places, each of the most tokens of a rank, that a dispatch can use at most.
+  static size_t mostPlaces(const Hosts& hosts);
+
   // The ranks of the attempt.
   const HostTable& table() const { return *table_; }
   const std::vector<std::vector<int>>& hosts() const { return table_->hosts(); }

@@ -34,6 +34,8 @@ const char* verbName(Verb verb) {
       return "combine";
     case Verb::kMeetHosts:
       return "mooncake.ep.Buffer";
+    case Verb::kCountTokens:
+      return "dispatch's count of tokens";
   }
   return "unknown operation";
 }

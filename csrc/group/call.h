@@ -23,6 +23,7 @@ enum class Verb : uint8_t {
   kDispatch,
   kCombine,
   kMeetHosts,
+  kCountTokens,
 };
 
 // Where a rank called an operation. Callbacks that count are those of futures of the group's own

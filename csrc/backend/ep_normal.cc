@@ -1,0 +1,240 @@
+#include "backend/ep_normal.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+
+#include "backend/ep_tensors.h"
+#include "backend/errors.h"
+#include "ep/census.h"
+
+namespace mooncake {
+namespace {
+
+std::vector<bool> flagsOf(const GroupRanks& ranks, int size) {
+  std::vector<bool> flags;
+  for (int r = 0; r < size; ++r) flags.push_back(ranks.contains(r));
+  return flags;
+}
+
+// What the calls of the normal mode have in common.
+class NormalRun : public EpRun {
+ public:
+  Status read() override { return {}; }
+
+  std::optional<at::Tensor> activeRanks;
+  GroupRanks mask;
+  std::optional<Clock::duration> patience;
+  ep::Ending ending;
+
+ protected:
+  Status ended(Status status, const ep::Memory& memory) const {
+    MOONCAKE_TRY(std::move(status));
+    if (activeRanks) clearOthers(*activeRanks, memory.group.size(), ending.participants);
+    return {};
+  }
+};
+
+class CountRun final : public NormalRun {
+ public:
+  Status run(const ep::Memory& memory, const Status& inputs, Deadline deadline) override {
+    census.inputs = inputs;
+    census.mask = mask;
+    census.deadline = deadline;
+    census.patience = patience;
+    return ended(ep::count(memory, census, ending), memory);
+  }
+
+  ep::Census census;
+};
+
+class TokensRun final : public NormalRun {
+ public:
+  Status run(const ep::Memory& memory, const Status& inputs, Deadline deadline) override {
+    const int size = memory.group.size();
+    int32_t count = 0;
+    std::vector<int64_t> ranges(static_cast<size_t>(size));
+    call.inputs = inputs;
+    call.mask = mask;
+    call.deadline = deadline;
+    call.patience = patience;
+    call.counts = &count;
+    call.ranges = ranges.data();
+    call.makeRoom = [this](size_t rows) { return makeRoom(int64_t(rows)); };
+    MOONCAKE_TRY(ended(ep::dispatch(memory, call, ending), memory));
+    ends = at::empty({size}, at::kInt);
+    int64_t end = 0;
+    for (int r = 0; r < size; ++r) {
+      end += ranges[size_t(r)] & 0xffffffff;
+      ends.mutable_data_ptr<int32_t>()[r] = int32_t(end);
+    }
+    return {};
+  }
+
+  ep::DispatchCall call;
+  std::vector<at::Tensor> given, made;
+  at::Tensor sources, ends;
+
+ private:
+  Status makeRoom(int64_t rows) {
+    try {
+      made.clear();
+      for (size_t i = 0; i < given.size(); ++i) {
+        made.push_back(at::empty({rows, given[i].size(1)}, given[i].options()));
+        call.fields[i].to = static_cast<std::byte*>(made[i].mutable_data_ptr());
+      }
+      sources = at::empty({rows}, at::kInt);
+      call.sources = sources.mutable_data_ptr<int32_t>();
+      return {};
+    } catch (const std::exception& error) {
+      return {ErrorCode::kExhausted,
+              "dispatch: no memory for " + std::to_string(rows) + " rows: " + error.what()};
+    }
+  }
+};
+
+class SumsRun final : public NormalRun {
+ public:
+  Status run(const ep::Memory& memory, const Status& inputs, Deadline deadline) override {
+    call.inputs = inputs;
+    call.mask = mask;
+    call.deadline = deadline;
+    call.patience = patience;
+    return ended(ep::combine(memory, call, ending), memory);
+  }
+
+  ep::CombineCall call;
+  std::vector<float> weights;
+  std::vector<at::Tensor> kept;
+};
+
+void fillIn(NormalRun& run, EpBuffer& buffer, const std::optional<at::Tensor>& activeRanks,
+            int64_t timeoutMicros) {
+  const int size = buffer.buffer()->group().size();
+  run.mask = buffer.buffer()->callerMask();
+  run.patience = buffer.patienceOf(timeoutMicros);
+  if (!activeRanks) return;
+  requireMask(*activeRanks, c10::kCPU, size);
+  run.activeRanks = activeRanks->narrow(0, 0, size);
+  run.mask &= maskOf(*activeRanks, size);
+}
+
+// The ranks of each token, -1 behind them: [token][`most`].
+std::vector<int32_t> ranksOf(const at::Tensor& isInRank, size_t& most) {
+  const auto tokens = size_t(isInRank.size(0)), ranks = size_t(isInRank.size(1));
+  const bool* const flags = isInRank.const_data_ptr<bool>();
+  most = 1;
+  for (size_t t = 0; t < tokens; ++t)
+    most = std::max<size_t>(most,
+                            size_t(std::count(flags + t * ranks, flags + (t + 1) * ranks, true)));
+  std::vector<int32_t> chosen(tokens * most, ep::kNoExpert);
+  for (size_t t = 0; t < tokens; ++t) {
+    int32_t* next = chosen.data() + t * most;
+    for (size_t r = 0; r < ranks; ++r) {
+      if (flags[t * ranks + r]) *next++ = int32_t(r);
+    }
+  }
+  return chosen;
+}
+
+}  // namespace
+
+EpNormal::Count EpNormal::count(std::vector<uint32_t> numbers,
+                                const std::optional<at::Tensor>& activeRanks,
+                                int64_t timeoutMicros) {
+  const int size = buffer_.buffer()->group().size();
+  const auto run = std::make_shared<CountRun>();
+  fillIn(*run, buffer_, activeRanks, timeoutMicros);
+  run->census.numbers = std::move(numbers);
+  buffer_.submit({run, nullptr}, /*inBackground=*/false);
+  return {std::move(run->census.all), flagsOf(run->ending.participants, size)};
+}
+
+EpNormal::Dispatch EpNormal::dispatch(const DispatchArguments& given) {
+  const auto& buffer = buffer_.buffer();
+  const int size = buffer->group().size();
+  const int64_t tokens = given.isInRank.size(0);
+  requireTensor(given.isInRank, "is_token_in_rank", c10::kCPU, at::kBool, {-1, size});
+  TORCH_CHECK_VALUE(tokens <= given.maxTokens, "rank ", buffer->group().rank(), " gives ", tokens,
+                    " tokens of at most ", given.maxTokens);
+  const auto run = std::make_shared<TokensRun>();
+  ep::DispatchCall& call = run->call;
+  call.format = ep::RowFormat::kFields;
+  for (const at::Tensor& field : given.fields) {
+    requireTensor(field, "a field", c10::kCPU, field.scalar_type(), {tokens, -1});
+    call.fields.push_back({.from = static_cast<const std::byte*>(field.const_data_ptr()),
+                           .bytes = size_t(field.size(1)) * field.itemsize()});
+  }
+  run->given = given.fields;
+  const auto handle = std::make_shared<ep::Handle>();
+  handle->shape = {size, size, size_t(given.maxTokens), size_t(given.hidden)};
+  handle->experts = std::make_shared<const ep::ExpertMap>(size, size);
+  handle->tokens = size_t(tokens);
+  handle->chosen = ranksOf(given.isInRank, handle->topk);
+  call.handle = handle;
+  fillIn(*run, buffer_, given.activeRanks, given.timeoutMicros);
+  buffer_.submit({run, nullptr}, /*inBackground=*/false);
+  return {.fields = std::move(run->made),
+          .sources = std::move(run->sources),
+          .ends = std::move(run->ends),
+          .participants = flagsOf(run->ending.participants, size),
+          .handle = {buffer, handle, c10::kCPU}};
+}
+
+EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
+  const auto& buffer = buffer_.buffer();
+  TORCH_CHECK_VALUE(given.handle.buffer == buffer, "the handle is of a dispatch of another buffer");
+  const auto handle = given.handle.dispatch;
+  const auto hidden = int64_t(handle->shape.hidden), tokens = int64_t(handle->tokens);
+  size_t rows = 0;
+  for (const auto& range : handle->ranges) rows += range.count;
+  requireTensor(given.x, "x", c10::kCPU, at::kBFloat16, {int64_t(rows), hidden});
+  requireTensor(given.sums, "combined_x", c10::kCPU, at::kBFloat16, {tokens, hidden});
+  const size_t extras = given.extras ? size_t(given.extras->size(1)) : 0;
+  TORCH_CHECK_VALUE(buffer->hasRoomForSums(rows, handle->shape.hidden, extras), "combine: ", rows,
+                    " rows with ", extras,
+                    " weights each do not fit into the buffer's memory: ", "make it larger");
+  const auto run = std::make_shared<SumsRun>();
+  ep::CombineCall& call = run->call;
+  call.x = static_cast<const std::byte*>(given.x.const_data_ptr());
+  call.rows = rows;
+  call.rowStride = ep::bf16Bytes(handle->shape.hidden);
+  call.chosen = handle->chosen;
+  call.handle = handle;
+  call.combined = static_cast<uint16_t*>(given.sums.mutable_data_ptr());
+  run->kept = given.biases;
+  for (const at::Tensor& bias : given.biases) {
+    requireTensor(bias, "bias", c10::kCPU, at::kBFloat16, {tokens, hidden});
+    call.biases.push_back(static_cast<const uint16_t*>(bias.const_data_ptr()));
+  }
+  if (given.extras) {
+    requireTensor(*given.extras, "topk_weights", c10::kCPU, at::kFloat,
+                  {int64_t(rows), int64_t(extras)});
+    requireTensor(*given.extraSums, "combined_topk_weights", c10::kCPU, at::kFloat,
+                  {tokens, int64_t(extras)});
+    call.extras = extras;
+    call.extrasOfRows = given.extras->const_data_ptr<float>();
+    call.extraSums = given.extraSums->mutable_data_ptr<float>();
+    run->kept.insert(run->kept.end(), {*given.extras, *given.extraSums});
+  }
+  requireTensor(given.missing, "missing_contributions", c10::kCPU, at::kBool, {tokens});
+  call.missing = given.missing.mutable_data_ptr<bool>();
+  run->kept.insert(run->kept.end(), {given.x, given.sums, given.missing});
+  run->weights.assign(handle->chosen.size(), 1);
+  call.weights = run->weights.data();
+  fillIn(*run, buffer_, given.activeRanks, given.timeoutMicros);
+  return {run, nullptr};
+}
+
+int64_t EpNormal::mostTokens(const std::vector<int64_t>& fieldBytes, int64_t hidden,
+                             int64_t extras) const {
+  size_t rowBytes = 0;
+  for (const int64_t bytes : fieldBytes) rowBytes += ep::sentBytes({.bytes = size_t(bytes)});
+  return int64_t(
+      buffer_.buffer()->mostTokens(std::max<size_t>(rowBytes, 1), size_t(hidden), size_t(extras)));
+}
+
+}  // namespace mooncake

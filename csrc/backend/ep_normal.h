@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "backend/ep_buffer.h"
+
+namespace mooncake {
+
+// DeepEP's normal mode over an EpBuffer: a token's row goes once to each rank that has one of its
+// experts, and the results have the sizes that the tokens of all ranks add up to. Tensors are the
+// CPU's and contiguous. One thread calls. All functions throw.
+class EpNormal {
+ public:
+  explicit EpNormal(EpBuffer& buffer) : buffer_(buffer) {}
+
+  // The numbers that each rank gave, and the ranks that took part.
+  struct Count {
+    std::vector<std::vector<uint32_t>> numbers;
+    std::vector<bool> participants;
+  };
+  Count count(std::vector<uint32_t> numbers, const std::optional<at::Tensor>& activeRanks,
+              int64_t timeoutMicros);
+
+  struct DispatchArguments {
+    const std::vector<at::Tensor>& fields;  // [tokens][any]: the parts of each token's row
+    const at::Tensor& isInRank;             // bool [tokens][ranks]
+    int64_t maxTokens;                      // of one rank; the same on all ranks
+    int64_t hidden;                         // channels of the rows that the combine brings back
+    const std::optional<at::Tensor>& activeRanks;
+    int64_t timeoutMicros;
+  };
+  // The rows in the order of rank and token.
+  struct Dispatch {
+    std::vector<at::Tensor> fields;  // [rows][any]
+    at::Tensor sources;              // int32 [rows]: index of the token at its rank
+    at::Tensor ends;                 // int32 [ranks]: the rows up to those of the rank, inclusive
+    std::vector<bool> participants;
+    EpHandle handle;
+  };
+  // Waits for its end. Without Python's lock.
+  Dispatch dispatch(const DispatchArguments& given);
+
+  struct CombineArguments {
+    const at::Tensor& x;  // bfloat16 [rows][hidden]
+    const EpHandle& handle;
+    const std::optional<at::Tensor>& extras;  // float32 [rows][any]
+    const std::vector<at::Tensor>& biases;    // bfloat16 [tokens][hidden]
+    // Outputs: bfloat16 [tokens][hidden], float32 [tokens][any], and bool [tokens]: a rank that had
+    // the token did not take part.
+    const at::Tensor& sums;
+    const std::optional<at::Tensor>& extraSums;
+    const at::Tensor& missing;
+    const std::optional<at::Tensor>& activeRanks;
+    int64_t timeoutMicros;
+  };
+  EpBuffer::Call combine(const CombineArguments& given);
+
+  // See ep::Buffer::mostTokens().
+  int64_t mostTokens(const std::vector<int64_t>& fieldBytes, int64_t hidden, int64_t extras) const;
+
+ private:
+  EpBuffer& buffer_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "base/deadline.h"
+#include "ep/calls.h"
+
+namespace mooncake::ep {
+
+// Tells every rank the numbers of all others, ahead of a dispatch of the normal mode: no rank knows
+// how many tokens the others have, and its layout depends on the most of them.
+struct Census {
+  Status inputs;                  // see calls.h
+  std::vector<uint32_t> numbers;  // as many on every rank
+  GroupRanks mask;                // ranks that the caller counts as active
+  Deadline deadline = Deadline::at(Clock::time_point::max());
+  std::optional<Clock::duration> patience;  // Operation::skipAfter()
+
+  std::vector<std::vector<uint32_t>> all;  // result, by rank; zeros for ranks that took no part
+};
+Status count(const Memory& memory, Census& census, Ending& ending);
+
+}  // namespace mooncake::ep

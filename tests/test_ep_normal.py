@@ -1,0 +1,438 @@
+"""Buffer's normal mode: what DeepEP's tests check, bit by bit, and losses between its steps."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import ep_crew
+import harness
+import hosts
+import pytest
+import torch
+import torch.distributed as dist
+from harness import raised
+
+from mooncake.ep import Buffer, reference
+from mooncake_backend import extension
+
+SIZE, HIDDEN, TOPK = 4, 96, 3
+
+
+def drawn(seed: int, counts: Any, experts: int, topk: int = TOPK, hidden: int = HIDDEN) -> Any:
+    return ep_crew.inputs(seed, counts, hidden, topk, experts)
+
+
+def owners_of(experts: int, size: int) -> list[int]:
+    return reference.default_owners(experts, size)
+
+
+def layout(buffer: Buffer, topk_idx: torch.Tensor, experts: int) -> dict[str, Any]:
+    found = buffer.get_dispatch_layout(topk_idx, experts)
+    names = (
+        "num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert",
+        "is_token_in_rank",
+    )  # fmt: skip
+    return dict(zip(names, found, strict=False))
+
+
+def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Something of FP8's form; the scales stand column by column, as programs give them."""
+    scales = torch.rand(3, len(x), generator=torch.Generator().manual_seed(1)).t()
+    return x.to(torch.float8_e4m3fn), scales
+
+
+def check_dispatch(
+    me: harness.Rank, found: Any, given: list[SimpleNamespace], experts: int, active: Any = None
+) -> torch.Tensor:
+    size = len(given)
+    active = range(size) if active is None else active
+    owners = owners_of(experts, size)
+    recv_x, recv_topk_idx, recv_weights, per_expert, handle, _ = found
+    ways = reference.normal_rows([one.topk_idx for one in given], owners, me.rank, active)
+    expected = [given[source].x[token] for source, token in ways]
+    if isinstance(recv_x, tuple):
+        recv_x, scales = recv_x
+        casts = [scaled(one.x) for one in given]
+        assert recv_x.dtype == torch.float8_e4m3fn
+        recv_x = recv_x.float()
+        expected = [casts[source][0].float()[token] for source, token in ways]
+        for row, (source, token) in zip(scales, ways, strict=True):
+            assert torch.equal(row, casts[source][1][token])
+    assert recv_x.is_contiguous()
+    assert len(recv_x) == len(ways)
+    if ways:
+        assert torch.equal(recv_x, torch.stack(expected))
+    mine = reference.local_experts(owners, me.rank)
+    counts = [0] * len(mine)
+    for row, (source, token) in enumerate(ways):
+        local = [mine.index(e) if e in mine else -1 for e in given[source].topk_idx[token].tolist()]
+        for one in local:
+            if one >= 0:
+                counts[one] += 1
+        if recv_topk_idx is not None:
+            assert recv_topk_idx[row].tolist() == local
+            weights = given[source].weights[token]
+            here = torch.tensor(local) >= 0
+            assert torch.equal(recv_weights[row], weights.masked_fill(~here, 0))
+    if per_expert is not None:
+        assert per_expert == counts
+    prefix, _, recv_channels, src_idx, is_in_rank, send_head = handle
+    assert src_idx.tolist() == [token for _, token in ways]
+    ends = [sum(source <= rank for source, _ in ways) for rank in range(size)]
+    assert prefix[:, me.rank].tolist() == ends
+    assert is_in_rank.dtype == torch.bool
+    assert ((send_head >= 0) == is_in_rank).all()
+    assert recv_channels.shape == (size, 10)
+    return recv_x
+
+
+def check_combine(
+    me: harness.Rank,
+    found: Any,
+    answers: list[torch.Tensor],
+    given: list[SimpleNamespace],
+    experts: int,
+    missing: torch.Tensor,
+    **how: Any,
+) -> None:
+    combined, _, _ = found
+    expected, lacks = reference.normal_combine(
+        me.rank, answers, [one.topk_idx for one in given], owners_of(experts, len(given)), **how
+    )
+    assert torch.equal(missing, lacks)
+    assert torch.equal(combined, expected)
+
+
+def answers_of(given: Any, experts: int, active: Any = None) -> list[torch.Tensor]:
+    """What each rank makes of its rows; every rank can compute those of all."""
+    size = len(given)
+    everybody = range(size)
+    active = everybody if active is None else active
+    owners, made = owners_of(experts, size), []
+    for rank in everybody:
+        ways = reference.normal_rows(
+            [one.topk_idx for one in given], owners, rank, active if rank in active else everybody
+        )
+        rows = [given[source].x[token] * (rank + 2) for source, token in ways]
+        made.append(torch.stack(rows) if rows else torch.empty(0, given[0].x.size(1)).bfloat16())
+    return made
+
+
+def round_trip(me: harness.Rank, counts: Any, experts: int, num_bytes: int, how: str) -> None:
+    buffer = Buffer(dist.group.WORLD, num_bytes, explicitly_destroy=True)
+    for seed in range(3):
+        given = drawn(seed, counts, experts)
+        mine = given[me.rank]
+        x = scaled(mine.x) if how == "fp8" else mine.x
+        topk = {} if how == "bare" else {"topk_idx": mine.topk_idx, "topk_weights": mine.weights}
+        event = buffer.capture() if how == "async" else None
+        found = buffer.dispatch(
+            x, **layout(buffer, mine.topk_idx, experts), **topk,
+            previous_event=event, async_finish=how == "async",
+        )  # fmt: skip
+        assert (found[5].event is not None) == (how == "async")
+        check_dispatch(me, found, given, experts)
+        handle = found[4]
+        answers = answers_of(given, experts)
+        own = answers[me.rank]
+        biases = {
+            "bias": mine.x.flip(0), "biases": (mine.x.flip(0), mine.x * 3),
+        }.get(how)  # fmt: skip
+        weights = found[2]
+        combined = buffer.combine(
+            own, handle, topk_weights=weights, bias=biases, async_finish=how == "async"
+        )
+        combined[2].current_stream_wait()
+        summed = biases if isinstance(biases, tuple) else () if biases is None else (biases,)
+        check_combine(
+            me, combined, answers, given, experts, buffer.missing_contributions, biases=summed
+        )
+        if weights is not None:
+            assert torch.equal(combined[1], mine.weights.masked_fill(mine.topk_idx < 0, 0))
+        # The same way again.
+        again = buffer.dispatch(x, handle=handle)
+        assert again[1:4] == (None, None, None)
+        first = found[0][0] if how == "fp8" else found[0]
+        second = again[0][0] if how == "fp8" else again[0]
+        assert torch.equal(first.float(), second.float())
+        combined = buffer.combine(own, again[4])
+        check_combine(me, combined, answers, given, experts, buffer.missing_contributions)
+    buffer.destroy()
+
+
+WAYS = ["bare", "topk", "fp8", "bias", "biases", "async"]
+AMPLE = 1 << 20
+# One token: a row, and in the combine one for each rank. Calls then run in several pieces.
+LITTLE = 8 * 4 * 1024
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("num_bytes", [AMPLE, LITTLE])
+@pytest.mark.parametrize("layout", ["shm", "tcp", "hosts", "device"])
+def test_round_trips_are_bit_exact(layout, num_bytes, how, crews):
+    ranks = crews.get(layout, SIZE)
+    ranks.call(round_trip, [40, 0, 33, 61], 8, num_bytes, how)
+    ranks.call(round_trip, [17, 80, 1, 5], 9, num_bytes, how)
+
+
+@pytest.mark.parametrize("ranks_of_hosts", [[2, 1, 1], [3, 1]])
+def test_round_trips_over_unequal_hosts(ranks_of_hosts):
+    if why := hosts.why_not():
+        pytest.skip(why)
+    with hosts.Hosts(len(ranks_of_hosts)) as made:
+        where = [
+            host.namespace
+            for host, count in zip(made.hosts, ranks_of_hosts, strict=True)
+            for _ in range(count)
+        ]
+        with harness.Crew(SIZE, namespaces=where) as ranks:
+            ranks.call(round_trip, [40, 0, 33, 61], 9, AMPLE, "topk")
+            ranks.call(round_trip, [40, 90, 33, 61], 8, LITTLE, "fp8")
+
+
+# ---- what DeepEP's own program checks
+
+
+def is_of_ranks(rows: torch.Tensor, ends: torch.Tensor) -> None:
+    """Each row has the number of the rank that it came from in all of its elements."""
+    assert torch.equal(rows.amin(dim=1), rows.amax(dim=1))
+    begin = 0
+    for rank, end in enumerate(ends.tolist()):
+        assert (rows[begin:end] == rank).all()
+        begin = end
+    assert begin == len(rows)
+
+
+def deepep_on_rank(me: harness.Rank) -> None:
+    from mooncake.ep.on_path.deep_ep.utils.math import (
+        calc_diff,
+        per_token_cast_back,
+        per_token_cast_to_fp8,
+    )  # fmt: skip
+
+    tokens, hidden, topk, experts = 64, 256, 4, 16
+    torch.set_default_dtype(torch.bfloat16)  # as its programs do
+    buffer = Buffer(dist.group.WORLD, 1 << 22, 0, low_latency_mode=False)
+    generator = torch.Generator().manual_seed(me.rank)
+    plain = torch.ones(tokens, hidden) * me.rank
+    noise = torch.randn(tokens, hidden, generator=generator)
+    scores = torch.rand(tokens, experts, generator=generator, dtype=torch.float32)
+    topk_idx = scores.topk(topk, dim=1, sorted=False).indices
+    ranked = torch.full((tokens, topk), float(me.rank), dtype=torch.float32)
+    drawn_weights = torch.randn(tokens, topk, generator=generator, dtype=torch.float32)
+    where = layout(buffer, topk_idx, experts)
+    copies = where["is_token_in_rank"].sum(dim=1, keepdim=True)
+    of_all = torch.empty(me.size * tokens, topk, dtype=torch.int64)
+    dist.all_gather_into_tensor(of_all, topk_idx)
+    for previous in (False, True):
+        for is_async in (False, True):
+            for x in (noise, plain, per_token_cast_to_fp8(plain)):
+                for has_topk in (False, True):
+                    weights = drawn_weights if x is noise else ranked
+                    more: dict[str, Any] = {"async_finish": is_async}
+                    if previous:
+                        more["previous_event"] = buffer.capture()
+                    given = {"topk_idx": topk_idx, "topk_weights": weights} if has_topk else {}
+                    recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+                        x, **where, **given, **more
+                    )
+                    event.current_stream_wait()
+                    rows = per_token_cast_back(*recv_x) if isinstance(recv_x, tuple) else recv_x
+                    share = experts // me.size
+                    for local, count in enumerate(counts):
+                        assert count == (of_all == me.rank * share + local).sum()
+                        assert not has_topk or (recv_idx == local).sum() == count
+                    if x is not noise:
+                        is_of_ranks(rows, handle[0][:, me.rank])
+                    if has_topk and x is not noise:
+                        largest = recv_weights.amax(dim=1, keepdim=True).expand_as(recv_weights)
+                        recv_weights = torch.where(recv_idx == -1, largest, recv_weights)
+                        is_of_ranks(recv_weights, handle[0][:, me.rank])
+                    if not has_topk:
+                        again = buffer.dispatch(x, handle=handle, **more)
+                        again[5].current_stream_wait()
+                    combined, sums, event = buffer.combine(
+                        rows, handle, topk_weights=recv_weights, **more
+                    )
+                    event.current_stream_wait()
+                    expected = noise if x is noise else plain
+                    assert calc_diff(combined.float() / copies, expected) < 5e-6
+                    if has_topk:
+                        found = sums if x is noise else sums / copies
+                        assert calc_diff(found, weights) < 1e-9
+    buffer.destroy()
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_checks_of_deepeps_program(crews):
+    crews.get("shm", SIZE).call(deepep_on_rank)
+
+
+# ---- numbers, formats, errors
+
+
+def worst_tokens_on_rank(me: harness.Rank) -> None:
+    experts, counts = 8, [5, 9, 0, 12]
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    given = drawn(4, counts, experts)
+    mine = given[me.rank]
+    call = {
+        **layout(buffer, mine.topk_idx, experts),
+        "topk_idx": mine.topk_idx, "topk_weights": mine.weights,
+    }  # fmt: skip
+    exact = buffer.dispatch(mine.x, **call, expert_alignment=16)
+    rows = len(exact[0])
+    plain = buffer.dispatch(mine.x, **call)
+    assert exact[3] == [-(-count // 16) * 16 for count in plain[3]]
+    worst = buffer.dispatch(mine.x, **call, num_worst_tokens=100)
+    assert worst[3] == []
+    assert [len(one) for one in worst[:3]] == [100] * 3
+    assert torch.equal(worst[0][:rows], exact[0])
+    assert torch.equal(worst[1][:rows], exact[1])
+    assert (worst[1][rows:] == -1).all()
+    combined = buffer.combine(worst[0], worst[4], topk_weights=worst[2])
+    expected = buffer.combine(exact[0], exact[4], topk_weights=exact[2])
+    assert torch.equal(combined[0], expected[0])
+    assert torch.equal(combined[1], expected[1])
+    assert not buffer.missing_contributions.any()
+
+
+def test_worst_numbers_of_tokens_and_alignment(crews):
+    crews.get("shm", SIZE).call(worst_tokens_on_rank)
+
+
+def errors_on_rank(me: harness.Rank) -> None:
+    experts = 8
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    mine = drawn(5, [6] * SIZE, experts)[me.rank]
+    call = layout(buffer, mine.topk_idx, experts)
+    cases: list[tuple[str, Any]] = [
+        ("get_dispatch_layout", lambda: buffer.dispatch(mine.x)),
+        ("both or none", lambda: buffer.dispatch(mine.x, **call, topk_idx=mine.topk_idx)),
+        ("topk_weights must be float32", lambda: buffer.dispatch(
+            mine.x, **call, topk_idx=mine.topk_idx, topk_weights=mine.weights.double())),
+        ("needs topk_idx", lambda: buffer.dispatch(mine.x, **call, num_worst_tokens=9)),
+        ("is_token_in_rank has the sizes", lambda: buffer.dispatch(mine.x[:3], **call)),
+        ("expert 8 of 8", lambda: buffer.get_dispatch_layout(mine.topk_idx * 0 + 8, experts)),
+    ]  # fmt: skip
+    for text, function in cases:
+        kind, message = raised(function)
+        assert (kind, text in message) == ("ValueError", True), (text, message)
+    found = buffer.dispatch(mine.x, **call)
+    handle = found[4]
+    other = Buffer(dist.group.WORLD, AMPLE)
+    for text, function in [
+        ("another buffer", lambda: other.combine(found[0], handle)),
+        ("rows, the dispatch received", lambda: buffer.combine(found[0][1:], handle)),
+        ("x is float32", lambda: buffer.combine(found[0].float(), handle)),
+        ("the handle's dispatch were", lambda: buffer.dispatch(mine.x[:2], handle=handle)),
+    ]:
+        kind, message = raised(function)
+        assert (kind, text in message) == ("ValueError", True), (text, message)
+    low_latency = ep_crew.deepep_buffer(8, HIDDEN, experts)
+    assert "num_nvl_bytes" in raised(low_latency.dispatch, mine.x, handle=handle)[1]
+    text = raised(buffer.low_latency_dispatch, mine.x, mine.topk_idx, 8, experts)[1]
+    assert "low_latency_mode" in text
+    tiny = Buffer(dist.group.WORLD, 128)
+    assert "too few for one token" in raised(lambda: tiny.dispatch(mine.x, **call))[1]
+    # Nothing of it is left.
+    combined = buffer.combine(found[0], handle)
+    assert not buffer.missing_contributions.any()
+    assert len(combined[0]) == 6
+
+
+def test_errors_send_nothing(crews):
+    crews.get("shm", SIZE).call(errors_on_rank)
+
+
+def both_modes_on_rank(me: harness.Rank) -> None:
+    """Low latency calls on the same buffer."""
+    tokens, experts = 12, 8
+    size = Buffer.get_low_latency_rdma_size_hint(tokens, HIDDEN, SIZE, experts)
+    buffer = Buffer(dist.group.WORLD, AMPLE, size, low_latency_mode=True)
+    for seed in range(2):
+        given = drawn(seed, [tokens] * SIZE, experts)
+        mine = given[me.rank]
+        found = buffer.dispatch(
+            mine.x, **layout(buffer, mine.topk_idx, experts),
+            topk_idx=mine.topk_idx, topk_weights=mine.weights,
+        )  # fmt: skip
+        check_dispatch(me, found, given, experts)
+        ep_crew.round_trip(me, buffer, given, tokens, experts, use_fp8=False)
+        answers = answers_of(given, experts)
+        combined = buffer.combine(answers[me.rank], found[4])
+        check_combine(me, combined, answers, given, experts, buffer.missing_contributions)
+
+
+def test_both_modes_of_one_buffer(crews):
+    crews.get("shm", SIZE).call(both_modes_on_rank)
+
+
+# ---- ranks that die, are late or are masked
+
+
+def survivors_on_rank(me: harness.Rank, victim: int, where: str, num_bytes: int) -> tuple[int, ...]:
+    experts, counts = 9, [40, 70, 33, 61]
+    buffer = Buffer(dist.group.WORLD, num_bytes)
+    given = drawn(7, counts, experts)
+    mine = given[me.rank]
+
+    def dies(place: str) -> None:
+        if (me.rank, where) == (victim, place):
+            signal.raise_signal(signal.SIGKILL)
+
+    def dispatch() -> Any:
+        return buffer.dispatch(
+            mine.x, **layout(buffer, mine.topk_idx, experts),
+            topk_idx=mine.topk_idx, topk_weights=mine.weights,
+        )  # fmt: skip
+
+    everybody = range(SIZE)
+    left = [rank for rank in everybody if rank != victim]
+    before = dispatch()
+    check_dispatch(me, before, given, experts)
+    me.board.set(f"ready-{me.rank}")
+    me.board.wait_all("ready", everybody)
+    if where == "take" and me.rank == victim:
+        extension.load().arm_failpoint("ep-take", 1, False)
+    dies("dispatch")
+    found, active = before, tuple(everybody)
+    if where in ("dispatch", "take"):
+        found = dispatch()
+        # If it dies after it has given its rows, they may still count.
+        there = found[4].route.participants
+        active = tuple(rank for rank in everybody if there[rank])
+        assert set(active) >= set(left)
+        assert where == "take" or victim not in active
+        check_dispatch(me, found, given, experts, active=active)
+    dies("combine")
+    answers = answers_of(given, experts, active)
+    combined = buffer.combine(answers[me.rank], found[4], topk_weights=found[2])
+    check_combine(
+        me, combined, answers, given, experts, buffer.missing_contributions,
+        active=active, still_active=left,
+    )  # fmt: skip
+    # A handle from before the loss works among the ranks that are left.
+    again = buffer.dispatch(mine.x, handle=before[4])
+    answers = answers_of(given, experts, left)
+    ways = reference.normal_rows(
+        [one.topk_idx for one in given], owners_of(experts, SIZE), me.rank, left
+    )
+    assert torch.equal(again[0], torch.stack([given[source].x[token] for source, token in ways]))
+    combined = buffer.combine(answers[me.rank], again[4])
+    check_combine(
+        me, combined, answers, given, experts, buffer.missing_contributions,
+        active=left, still_active=left,
+    )  # fmt: skip
+    return active
+
+
+@pytest.mark.parametrize("num_bytes", [AMPLE, LITTLE])
+@pytest.mark.parametrize("where", ["dispatch", "take", "combine"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_agree(victim, where, num_bytes):
+    with harness.starting(SIZE, survivors_on_rank, victim, where, num_bytes) as ranks:
+        results = ranks.results(dead=[victim])
+    assert len({result for rank, result in enumerate(results) if rank != victim}) == 1
