@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,8 @@ class Buffer:
 
     group: a process group of any backend. With a group of ours, the Buffer shares its connections
     and its view of the active ranks
-    num_nvl_bytes: memory of the normal mode. Calls that need more run in several pieces
+    num_nvl_bytes: memory of the normal mode. Calls that need more run in several pieces. With
+    low_latency_mode the first call of the normal mode takes the memory and makes connections
     num_rdma_bytes: memory of the low latency mode, see get_low_latency_rdma_size_hint(); without
     low_latency_mode, more memory of the normal mode
     comm: an mpi4py-like communicator instead of a group
@@ -71,7 +72,7 @@ class Buffer:
         self._normal_runtime: Runtime | None = None
         self._normal: NormalMode | None = None
         self._has_combined_normally = False
-        normal_bytes = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
+        self._make_normal: Callable[[], Runtime] | None = None
         if low_latency_mode:
             self._runtime = Runtime(
                 members,
@@ -80,16 +81,19 @@ class Buffer:
                 renormalize=renormalize,
                 on_failure=on_failure,
             )
+        normal_bytes = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
         if normal_bytes > 0:
-            self._normal_runtime = Runtime(
+            self._make_normal = lambda: Runtime(
                 members,
                 normal_bytes,
                 timeout=timeout,
                 renormalize=False,
                 on_failure=on_failure,
-                has_results=False,
+                is_normal=True,
+                borrows_engine=not low_latency_mode,
             )
-            self._normal = NormalMode(self._normal_runtime)
+        if not low_latency_mode and self._make_normal is not None:
+            self._normal_mode()
 
     # ---- dispatch and combine
 
@@ -177,8 +181,7 @@ class Buffer:
 
         Returns (combined_x, event, hook), combined_x is bfloat16 [n, h].
         """
-        self._has_combined_normally = False
-        return self._low_latency().combine(
+        found = self._low_latency().combine(
             x,
             topk_idx,
             topk_weights,
@@ -192,6 +195,8 @@ class Buffer:
             return_recv_hook=return_recv_hook,
             wait_stats=combine_wait_recv_cost_stats,
         )
+        self._has_combined_normally = False
+        return found
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
         """bfloat16 [L, R * T, h]: rows written there need no copy in the next combine."""
@@ -276,9 +281,13 @@ class Buffer:
 
     def destroy(self) -> None:
         """Waits for operations in the background, and frees the memory."""
-        for one in (self._runtime, self._normal_runtime):
-            if one is not None:
-                one.close()
+        self._make_normal = None
+        try:
+            if self._runtime is not None:
+                self._runtime.close()
+        finally:
+            if self._normal_runtime is not None:
+                self._normal_runtime.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -373,7 +382,7 @@ class Buffer:
         torch.Tensor | None,
         torch.Tensor | None,
         list[int] | None,
-        NormalHandle,
+        NormalHandle | None,
         EventOverlap,
     ]:
         """Sends each token once to each rank that has one of its experts. All ranks call it.
@@ -386,20 +395,21 @@ class Buffer:
         expert_alignment: the numbers of tokens per expert are rounded up to a multiple of it
         num_worst_tokens: if not 0, the results have so many rows; those behind the received ones
             have -1 in recv_topk_idx
-        active_ranks, timeout_us: as in low_latency_dispatch(); a dispatch has two steps, so ranks
-            that are late may be waited for twice
+        active_ranks, timeout_us: as in low_latency_dispatch(), a timeout on all ranks or on none.
+            A dispatch has two steps, so ranks that are late may be waited for twice
 
         Returns (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
         event). Rows are in the order of source rank and token. recv_topk_idx has numbers among this
-        rank's experts, and -1 for others. With a handle the second to fourth are None. The call
+        rank's experts, and -1 for others. With a handle the second to fifth are None, and rows have
+        the places of the handle's dispatch: those of ranks that have gone since are zeros. The call
         returns when it has ended; `async_finish` only adds an event.
         """
         if previous_event is not None:
             previous_event.current_stream_wait()
         who = Participation(active_ranks, timeout_us or -1)
         if handle is not None:
-            again, handle = self._normal_mode().dispatch_again(x, handle, who)
-            return again, None, None, None, handle, _ended(async_finish)
+            again = self._normal_mode().dispatch_again(x, handle, who)
+            return again, None, None, None, None, _ended(async_finish)
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise ValueError("dispatch needs a handle or the results of get_dispatch_layout()")
         if num_tokens_per_rank is None:
@@ -457,11 +467,16 @@ class Buffer:
         return self._runtime
 
     def _normal_mode(self) -> NormalMode:
+        """In low latency mode it is made by the first call: programs give num_nvl_bytes there that
+        they do not use."""
         if self._normal is None:
-            raise RuntimeError(
-                f"rank {self.rank}: this Buffer has no memory for the normal mode: make it with "
-                "num_nvl_bytes"
-            )
+            if self._make_normal is None:
+                raise RuntimeError(
+                    f"rank {self.rank}: this Buffer has no memory for the normal mode: make it "
+                    "with num_nvl_bytes"
+                )
+            self._normal_runtime = self._make_normal()
+            self._normal = NormalMode(self._normal_runtime)
         return self._normal
 
 

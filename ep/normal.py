@@ -30,6 +30,14 @@ class Participation:
     active_ranks: Tensor | None
     timeout_us: int
 
+    def check(self, size: int) -> None:
+        given = self.active_ranks
+        if given is not None and (given.dtype != torch.int32 or given.numel() < size):
+            raise ValueError(
+                f"active_ranks must be int32 with an element for each of {size} ranks, not "
+                f"{given.dtype} with {given.numel()}"
+            )
+
     def among(self, participants: Tensor) -> Tensor:
         """int32 [R]: those of `participants` that the caller does not mask."""
         mask = participants.int()
@@ -62,18 +70,24 @@ class Received:
 
 
 class Works:
-    """The works of the pieces of one combine."""
+    """The pieces of one combine: their works, and the masks that show who took part in each."""
 
-    def __init__(self, works: Sequence[EpWork]) -> None:
+    def __init__(
+        self, works: Sequence[EpWork], masks: Sequence[Tensor], who: Participation
+    ) -> None:
         self._works = works
+        self._masks: Sequence[Tensor] = masks
+        self._who = who
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        if self._masks:
+            self._who.show(torch.stack(list(self._masks)).all(dim=0))
+            self._masks = ()
 
     def synchronize(self) -> None:
-        for work in self._works:
-            work.synchronize()
+        self.wait()
 
 
 class NormalMode:
@@ -96,8 +110,9 @@ class NormalMode:
         who: Participation,
     ) -> Received:
         size, rank = self._runtime.size, self._runtime.rank
+        who.check(size)
         fields, home = _fields_of(x), _fields_of(x)[0].device
-        num_fields, tokens = len(fields), len(fields[0])
+        tokens = len(fields[0])
         if topk_idx is not None and topk_weights is not None:
             _check_topk(topk_idx, topk_weights, tokens)
             fields += [topk_idx, topk_weights]
@@ -121,8 +136,22 @@ class NormalMode:
             )
             counts = torch.tensor(numbers, dtype=torch.int64, device=CPU)
             most_tokens = int(counts[:, 0].max())
-            arrived = self._send(_on_host(fields), is_in_rank, most_tokens, participants, who)
-        counts[~torch.tensor(arrived.route.participants, device=CPU)] = 0
+            is_there = torch.tensor(participants, dtype=torch.bool, device=CPU)
+            most_rows = int(counts[is_there, 1 : 1 + size].sum(0).max()) if is_there.any() else 0
+            error = ""
+            if 0 < shown.num_worst_tokens < most_rows:
+                error = (
+                    f"a rank receives {most_rows} tokens, num_worst_tokens is "
+                    f"{shown.num_worst_tokens} on rank {rank}"
+                )
+            arrived = self._send(
+                _on_host(fields), is_in_rank, most_tokens, participants, who, error
+            )
+        counts[rank, 0] = tokens  # a rank that was skipped has no numbers
+        is_there = torch.tensor(arrived.route.participants, dtype=torch.bool, device=CPU)
+        counts[~is_there, 1:] = 0
+        if not is_there[rank]:
+            counts[:, 1:] = 0
         owners = torch.tensor(
             reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
         )
@@ -131,11 +160,6 @@ class NormalMode:
         per_expert = [-(-count // align) * align for count in experts]
         found, num_rows = list(arrived.fields), arrived.route.num_rows
         if shown.num_worst_tokens > 0:
-            if num_rows > shown.num_worst_tokens:
-                raise ValueError(
-                    f"rank {rank} receives {num_rows} tokens, num_worst_tokens is "
-                    f"{shown.num_worst_tokens}"
-                )
             per_expert = []
             found = [padded(one, shown.num_worst_tokens) for one in found]
         recv_idx = recv_weights = None
@@ -146,13 +170,11 @@ class NormalMode:
             recv_weights = found[-1].masked_fill(local < 0, 0).to(home)
         parts = handle_parts(arrived, counts, rank, shown.num_channels, shown.num_worst_tokens)
         handle = NormalHandle([part.to(home) for part in parts], arrived.route)
-        return Received(
-            _rows_of(found[:num_fields], home), recv_idx, recv_weights, per_expert, handle
-        )
+        return Received(_rows_like(x, found), recv_idx, recv_weights, per_expert, handle)
 
-    def dispatch_again(
-        self, x: Rows, handle: NormalHandle, who: Participation
-    ) -> tuple[Rows, NormalHandle]:
+    def dispatch_again(self, x: Rows, handle: NormalHandle, who: Participation) -> Rows:
+        """Rows in the places of the handle's dispatch; zeros from ranks that have gone since."""
+        who.check(self._runtime.size)
         route, fields = self._route_of(handle), _fields_of(x)
         if len(fields[0]) != route.tokens:
             raise ValueError(
@@ -162,8 +184,7 @@ class NormalMode:
             arrived = self._send(
                 _on_host(fields), route.is_token_in_rank, route.most_tokens, route.participants, who
             )
-        home = fields[0].device
-        return _rows_of(arrived.fields, home), NormalHandle(handle, arrived.route)
+        return _rows_like(x, arrived.as_of(route))
 
     def _send(
         self,
@@ -172,9 +193,14 @@ class NormalMode:
         most_tokens: int,
         participants: Sequence[bool],
         who: Participation,
+        error: str = "",
     ) -> Arrived:
         """Dispatches in as many pieces as the buffer's memory asks for. All ranks compute the same
-        number, and each piece has the same tokens of every rank."""
+        number, and each piece has the same tokens of every rank. A rank that was skipped does not
+        know the others' numbers, so there is one piece where ranks may be skipped.
+
+        error: ends the call on all ranks
+        """
         native, tokens, hidden = self._runtime.native, len(fields[0]), fields[0].size(1)
         weights = fields[-1].size(1) if len(fields) > 2 else _MOST_WEIGHTS
         room = native.most_tokens(
@@ -185,8 +211,15 @@ class NormalMode:
                 f"rank {self._runtime.rank}: the normal mode has {native.num_bytes} bytes, too few "
                 f"for one token of each of {self._runtime.size} ranks: make num_nvl_bytes larger"
             )
-        count = max(1, -(-most_tokens // room))
-        step = max(1, -(-most_tokens // count))
+        count = 1 if who.timeout_us > 0 else max(1, -(-most_tokens // room))
+        step = room if who.timeout_us > 0 else max(1, -(-most_tokens // count))
+        if tokens > count * step:
+            error = error or (
+                f"rank {self._runtime.rank} has {tokens} tokens. With timeout_us they all go at "
+                f"once, and the memory of the normal mode has room for {room}: make num_nvl_bytes "
+                "larger"
+            )
+            tokens = 0
         there = torch.tensor(participants, dtype=torch.bool, device=CPU)
         bounds, found = [], []
         for number in range(count):
@@ -195,7 +228,7 @@ class NormalMode:
             mask = who.among(there)
             found.append(
                 native.dispatch_tokens(
-                    some, is_in_rank[begin:end], step, hidden, mask, who.timeout_us
+                    some, is_in_rank[begin:end], step, hidden, mask, who.timeout_us, error
                 )
             )
             bounds.append((begin, end))
@@ -205,17 +238,17 @@ class NormalMode:
             rows, sources, ends, _, handle = found[0]
             pieces = [Piece(0, tokens, handle, None)]
         else:
-            rows, sources, ends, of_pieces = _joined(found, step, there)
+            rows, sources, ends, of_pieces = _joined(found, step, there, self._runtime.rank)
             handles = [one[4] for one in found]
             pieces = [
                 Piece(*bound, handle, of_piece)
                 for bound, handle, of_piece in zip(bounds, handles, of_pieces, strict=True)
             ]
         route = Route(
-            self._runtime, tokens, hidden, most_tokens, len(sources), is_in_rank,
+            self._runtime, tokens, hidden, most_tokens, weights, ends, is_in_rank,
             there.tolist(), pieces,
         )  # fmt: skip
-        return Arrived(rows, sources, ends, route)
+        return Arrived(rows, sources, route)
 
     # ---- combine
 
@@ -228,7 +261,13 @@ class NormalMode:
         who: Participation,
         async_finish: bool,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        who.check(self._runtime.size)
         route, home = self._route_of(handle), x.device
+        if topk_weights is not None and topk_weights.size(1) > route.most_weights:
+            raise ValueError(
+                f"topk_weights has {topk_weights.size(1)} columns, there is room for "
+                f"{route.most_weights} after the handle's dispatch"
+            )
         if len(x) < route.num_rows:
             raise ValueError(f"x has {len(x)} rows, the dispatch received {route.num_rows}")
         x, *on_host = _on_host([x, *biases])
@@ -240,13 +279,13 @@ class NormalMode:
             sizes = (route.tokens, weights.size(1))
             weight_sums = torch.empty(sizes, dtype=torch.float32, device=CPU)
         there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
-        mask = who.among(there)
-        works = []
+        masks = [who.among(there) for _ in route.pieces]
+        works, error = [], None
         with profiled("combine"):
-            for piece in route.pieces:
+            for piece, mask in zip(route.pieces, masks, strict=True):
                 tokens = slice(piece.begin, piece.end)
-                works.append(
-                    self._runtime.native.combine_tokens(
+                try:
+                    work = self._runtime.native.combine_tokens(
                         piece.of(x, route.num_rows),
                         piece.native,
                         sums[tokens],
@@ -258,8 +297,16 @@ class NormalMode:
                         who.timeout_us,
                         async_finish and home.type == "cpu",
                     )
-                )
-        operation = Operation("combine", Works(works), missing.to(home))
+                    works.append(work)
+                except RuntimeError as failure:
+                    # The other pieces run, as they do on a rank that called with async_finish.
+                    error = error or failure
+        if error is not None:
+            raise error
+        done = Works(works, masks, who)
+        if not async_finish or home.type != "cpu":
+            done.wait()
+        operation = Operation("combine", done, missing.to(home))
         self._last_combine = operation
         event = EventOverlap.of(operation, asynchronous=async_finish)
         return sums.to(home), None if weight_sums is None else weight_sums.to(home), event
@@ -283,19 +330,24 @@ class NormalMode:
 def _fields_of(x: Any) -> list[Tensor]:
     """The rows, and their scales if there are any."""
     fields = list(x) if isinstance(x, tuple) else [x]
+    if len(fields) == 2 and isinstance(fields[1], Tensor) and fields[1].dim() == 1:
+        fields[1] = fields[1].unsqueeze(1)  # a scale for each token
     for name, one in zip(("x", "the scales of x"), fields, strict=False):
         if not isinstance(one, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(one).__name__}")
-        if one.dim() != 2:
-            raise ValueError(f"{name} has {one.dim()} dimensions, expected 2")
+        if one.dim() != 2 or one.size(1) == 0:
+            raise ValueError(f"{name} has the sizes {list(one.shape)}, expected [n, h]")
     if len({len(one) for one in fields}) > 1:
         raise ValueError(f"x has {len(fields[0])} tokens, and scales for {len(fields[-1])}")
     return fields
 
 
-def _rows_of(fields: Sequence[Tensor], home: torch.device) -> Rows:
-    moved = [one.to(home) for one in fields]
-    return moved[0] if len(moved) == 1 else (moved[0], moved[1])
+def _rows_like(x: Rows, fields: Sequence[Tensor]) -> Rows:
+    """The fields in the form and on the device of the given rows."""
+    if not isinstance(x, tuple):
+        return fields[0].to(x.device)
+    scales = fields[1].to(x[0].device)
+    return fields[0].to(x[0].device), scales.squeeze(1) if x[1].dim() == 1 else scales
 
 
 def _check_topk(topk_idx: Tensor, topk_weights: Tensor, tokens: int) -> None:
@@ -304,8 +356,8 @@ def _check_topk(topk_idx: Tensor, topk_weights: Tensor, tokens: int) -> None:
             f"topk_weights must be float32 {list(topk_idx.shape)}, not {topk_weights.dtype} "
             f"{list(topk_weights.shape)}"
         )
-    if len(topk_idx) != tokens:
-        raise ValueError(f"topk_idx has {len(topk_idx)} tokens, x has {tokens}")
+    if topk_idx.dim() != 2 or len(topk_idx) != tokens or topk_idx.size(1) == 0:
+        raise ValueError(f"topk_idx has the sizes {list(topk_idx.shape)}, x has {tokens} tokens")
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -321,7 +373,7 @@ def _local(chosen: Tensor, owners: Tensor, rank: int) -> Tensor:
 
 
 def _joined(
-    found: Sequence[Any], step: int, there: Tensor
+    found: Sequence[Any], step: int, there: Tensor, rank: int
 ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor]]:
     """The rows of all pieces in the order of rank and token, without those of ranks that have gone
     since. Also the places of each piece's rows among them."""
@@ -333,7 +385,7 @@ def _joined(
         tokens.append(sources.long() + number * step)
     all_ranks, all_tokens = torch.cat(ranks), torch.cat(tokens)
     order = torch.argsort(all_ranks * (len(found) * step) + all_tokens)
-    order = order[there[all_ranks[order]]]
+    order = order[there[all_ranks[order]] & there[rank]]
     places = torch.full((len(all_ranks),), -1, dtype=torch.int64, device=CPU)
     places[order] = torch.arange(len(order), device=CPU)
     fields = [torch.cat(parts)[order] for parts in zip(*(one[0] for one in found), strict=True)]

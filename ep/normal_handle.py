@@ -31,8 +31,9 @@ class Piece:
         """The piece's rows of x, zeros for those that were left out."""
         if self.rows is None:
             return x[:num_rows]
-        rows = x[self.rows.clamp(min=0)]
-        rows[self.rows < 0] = 0
+        rows = x.new_zeros((len(self.rows), x.size(1)))
+        are_left = self.rows >= 0
+        rows[are_left] = x[self.rows[are_left]]
         return rows
 
 
@@ -44,10 +45,15 @@ class Route:
     tokens: int
     hidden: int
     most_tokens: int  # of one rank
-    num_rows: int
+    most_weights: int  # of a token, for which the combine has room
+    ends: Tensor  # int32 [R]: the rows up to those of the rank, inclusive
     is_token_in_rank: Tensor
     participants: Sequence[bool]
     pieces: Sequence[Piece]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.ends[-1])
 
 
 class NormalHandle(tuple[Any, ...]):
@@ -67,8 +73,21 @@ class Arrived:
 
     fields: Sequence[Tensor]
     sources: Tensor  # int32: index of the token at its rank
-    ends: Tensor  # int32 [R]: the rows up to those of the rank, inclusive
     route: Route
+
+    def as_of(self, route: Route) -> list[Tensor]:
+        """The fields in the places of an earlier dispatch's rows. The rows of ranks that have gone
+        since are zeros."""
+        before, now = counts_of(route.ends), counts_of(self.route.ends)
+        if torch.equal(before, now):
+            return list(self.fields)
+        are_here = torch.repeat_interleave(now == before, before)
+        whole = []
+        for field in self.fields:
+            rows = field.new_zeros((route.num_rows, field.size(1)))
+            rows[are_here] = field
+            whole.append(rows)
+        return whole
 
 
 def padded(rows: Tensor, count: int) -> Tensor:
@@ -88,12 +107,12 @@ def handle_parts(
     arrived: Arrived, counts: Tensor, rank: int, num_channels: int, num_worst_tokens: int
 ) -> list[Tensor]:
     """The entries of DeepEP's handle. A channel there is a part of each rank's tokens: those from
-    c * ceil(n / C) on. counts: by rank, tokens | tokens for each rank | tokens for each expert."""
+    c * ceil(n / C) on. counts: by rank, tokens | tokens for each rank."""
     size = len(counts)
     is_in_rank = arrived.route.is_token_in_rank
     tokens = len(is_in_rank)
     prefix = counts[:, 1 : 1 + size].cumsum(0).int()
-    prefix[:, rank] = arrived.ends
+    prefix[:, rank] = arrived.route.ends
     steps = -(-counts[:, 0] // num_channels)
     begins = steps[rank] * torch.arange(num_channels + 1, device=CPU)
     before = torch.zeros((tokens + 1, size), dtype=torch.int32, device=CPU)
@@ -103,7 +122,7 @@ def handle_parts(
     first = torch.arange(tokens, device=CPU) // max(int(steps[rank]), 1)
     send_head = (before[:-1] - at[first]).masked_fill(~is_in_rank, -1)
     # The rows of each rank that are ahead of each of its channels.
-    lengths = counts_of(arrived.ends)
+    lengths = counts_of(arrived.route.ends)
     sources = torch.repeat_interleave(torch.arange(size, device=CPU), lengths)
     channels = arrived.sources.long() // steps[sources].clamp(min=1)
     received = torch.zeros((size, num_channels), dtype=torch.int64, device=CPU)
@@ -131,5 +150,5 @@ def handle_parts(
     return [
         is_in_rank, at_hosts[1:].t().contiguous(), channel_prefix,
         (by_host.cumsum(1) - by_host).int(), rdma_prefix.cumsum(0).int(), recv_channel_prefix,
-        arrived.ends, recv_src_idx, rdma_send_head, send_head,
+        arrived.route.ends, recv_src_idx, rdma_send_head, send_head,
     ]  # fmt: skip

@@ -109,7 +109,9 @@ class Runtime:
     renormalize: if contributions to a token are missing, its other weights are scaled up to the
         full sum
     on_failure: "continue" without lost ranks, or "raise"; None: the group's own
-    has_results: the buffer's memory also holds the rows that dispatches return
+    is_normal: for the normal mode, whose results are not in the buffer's memory
+    borrows_engine: runs on the engine of set_transfer_engine(), which serves one buffer of a group
+    that is not ours
     """
 
     def __init__(
@@ -120,7 +122,8 @@ class Runtime:
         timeout: timedelta | None,
         renormalize: bool,
         on_failure: OnFailure | None,
-        has_results: bool = True,
+        is_normal: bool = False,
+        borrows_engine: bool = True,
     ) -> None:
         if on_failure not in (None, *ON_FAILURE):
             raise ValueError(f"on_failure is {on_failure!r}, not one of {ON_FAILURE}")
@@ -138,9 +141,9 @@ class Runtime:
             route_hint=members.route_hint,
             renormalize=renormalize,
             raises=mode == "raise",
-            engine=transfer_engine() if members.backend is None else None,
+            engine=transfer_engine() if members.backend is None and borrows_engine else None,
             devices=device_filter(),
-            has_results=has_results,
+            has_results=not is_normal,
         )
 
     @property

@@ -256,12 +256,14 @@ class EpBuffer:
         hidden: int,
         active_ranks: torch.Tensor | None = None,
         timeout_us: int = -1,
+        error: str = "",
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[bool], EpHandle]:
         """Collective. CPU tensors only.
 
         fields: [n, any] each, of any dtype: the parts of each token's row
         is_token_in_rank: bool [n, R]
         hidden: channels of the rows that combine_tokens() brings back
+        error: if not empty, ends the call on all ranks as a ValueError
 
         Returns the fields of the received rows, in the order of rank and token; their tokens'
         numbers there, int32; how many rows came from the ranks up to each, int32 [R]; the ranks

@@ -45,6 +45,7 @@ LONGER = [
     "ep_deepep",
     "ep_docs",
     "ep_failures",
+    "ep_normal",
     "ep_slow_link",
     "exits",
     "fabric_links",

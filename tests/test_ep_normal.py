@@ -153,11 +153,11 @@ def round_trip(me: harness.Rank, counts: Any, experts: int, num_bytes: int, how:
             assert torch.equal(combined[1], mine.weights.masked_fill(mine.topk_idx < 0, 0))
         # The same way again.
         again = buffer.dispatch(x, handle=handle)
-        assert again[1:4] == (None, None, None)
+        assert again[1:5] == (None, None, None, None)
         first = found[0][0] if how == "fp8" else found[0]
         second = again[0][0] if how == "fp8" else again[0]
         assert torch.equal(first.float(), second.float())
-        combined = buffer.combine(own, again[4])
+        combined = buffer.combine(own, handle)
         check_combine(me, combined, answers, given, experts, buffer.missing_contributions)
     buffer.destroy()
 
@@ -286,6 +286,10 @@ def worst_tokens_on_rank(me: harness.Rank) -> None:
     rows = len(exact[0])
     plain = buffer.dispatch(mine.x, **call)
     assert exact[3] == [-(-count // 16) * 16 for count in plain[3]]
+    # One rank's limit ends the call on all ranks.
+    few = {"num_worst_tokens": 2 if me.rank == 1 else 100}
+    kind, text = raised(buffer.dispatch, mine.x, **call, **few)
+    assert (kind, "num_worst_tokens is 2" in text) == ("ValueError", True), text
     worst = buffer.dispatch(mine.x, **call, num_worst_tokens=100)
     assert worst[3] == []
     assert [len(one) for one in worst[:3]] == [100] * 3
@@ -395,17 +399,17 @@ def survivors_on_rank(me: harness.Rank, victim: int, where: str, num_bytes: int)
     check_dispatch(me, before, given, experts)
     me.board.set(f"ready-{me.rank}")
     me.board.wait_all("ready", everybody)
-    if where == "take" and me.rank == victim:
-        extension.load().arm_failpoint("ep-take", 1, False)
+    if where in ("take", "later piece") and me.rank == victim:
+        extension.load().arm_failpoint("ep-take", 1 if where == "take" else 3, False)
     dies("dispatch")
     found, active = before, tuple(everybody)
-    if where in ("dispatch", "take"):
+    if where in ("dispatch", "take", "later piece"):
         found = dispatch()
         # If it dies after it has given its rows, they may still count.
         there = found[4].route.participants
         active = tuple(rank for rank in everybody if there[rank])
         assert set(active) >= set(left)
-        assert where == "take" or victim not in active
+        assert where != "dispatch" or victim not in active
         check_dispatch(me, found, given, experts, active=active)
     dies("combine")
     answers = answers_of(given, experts, active)
@@ -415,24 +419,145 @@ def survivors_on_rank(me: harness.Rank, victim: int, where: str, num_bytes: int)
         active=active, still_active=left,
     )  # fmt: skip
     # A handle from before the loss works among the ranks that are left.
-    again = buffer.dispatch(mine.x, handle=before[4])
-    answers = answers_of(given, experts, left)
+    again = buffer.dispatch(mine.x, handle=before[4])[0]
     ways = reference.normal_rows(
-        [one.topk_idx for one in given], owners_of(experts, SIZE), me.rank, left
+        [one.topk_idx for one in given], owners_of(experts, SIZE), me.rank, everybody
     )
-    assert torch.equal(again[0], torch.stack([given[source].x[token] for source, token in ways]))
-    combined = buffer.combine(answers[me.rank], again[4])
+    assert len(again) == len(ways)
+    for row, (source, token) in zip(again, ways, strict=True):
+        assert torch.equal(row, given[source].x[token] * (source != victim))
+    answers = answers_of(given, experts)
+    ranks = torch.ones(SIZE, dtype=torch.int32)
+    combined = buffer.combine(answers[me.rank], before[4], active_ranks=ranks)
+    assert ranks.tolist() == [int(rank in left) for rank in everybody]
     check_combine(
-        me, combined, answers, given, experts, buffer.missing_contributions,
-        active=left, still_active=left,
-    )  # fmt: skip
+        me, combined, answers, given, experts, buffer.missing_contributions, still_active=left
+    )
     return active
 
 
-@pytest.mark.parametrize("num_bytes", [AMPLE, LITTLE])
-@pytest.mark.parametrize("where", ["dispatch", "take", "combine"])
+@pytest.mark.parametrize(
+    ("where", "num_bytes"),
+    [(where, room) for where in ("dispatch", "take", "combine") for room in (AMPLE, LITTLE)]
+    + [("later piece", LITTLE)],
+)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_survivors_agree(victim, where, num_bytes):
     with harness.starting(SIZE, survivors_on_rank, victim, where, num_bytes) as ranks:
         results = ranks.results(dead=[victim])
     assert len({result for rank, result in enumerate(results) if rank != victim}) == 1
+
+
+def masked_on_rank(me: harness.Rank, masked: int, num_bytes: int) -> None:
+    """Rank 0 masks a rank, which has the most tokens: for this call, then for no other."""
+    experts, counts = 9, [40, 70, 33, 61]
+    counts[masked] = 90
+    buffer = Buffer(dist.group.WORLD, num_bytes)
+    given = drawn(8, counts, experts)
+    mine = given[me.rank]
+    where = layout(buffer, mine.topk_idx, experts)
+    topk = {"topk_idx": mine.topk_idx, "topk_weights": mine.weights}
+    left = [rank for rank in range(SIZE) if rank != masked]
+    mask = torch.ones(SIZE, dtype=torch.int32)
+    if me.rank == 0:
+        mask[masked] = 0
+    found = buffer.dispatch(mine.x, **where, **topk, active_ranks=mask)
+    assert mask.tolist() == [int(rank in left) for rank in range(SIZE)]
+    if me.rank == masked:
+        assert len(found[0]) == 0
+        assert sum(found[3]) == 0
+    else:
+        check_dispatch(me, found, given, experts, active=left)
+    answers = answers_of(given, experts, left)
+    own = answers[me.rank] if me.rank != masked else found[0]
+    combined = buffer.combine(own, found[4])
+    missing = buffer.missing_contributions
+    if me.rank == masked:
+        assert torch.equal(missing, where["is_token_in_rank"].any(dim=1))
+        assert not combined[0].any()
+    else:
+        check_combine(
+            me, combined, answers, given, experts, missing, active=left, still_active=left
+        )
+    found = buffer.dispatch(mine.x, **where, **topk)
+    check_dispatch(me, found, given, experts)
+    # Masked for the combine only.
+    answers = answers_of(given, experts)
+    mask = torch.ones(SIZE, dtype=torch.int32)
+    if me.rank == 0:
+        mask[masked] = 0
+    combined = buffer.combine(answers[me.rank], found[4], active_ranks=mask, async_finish=True)
+    combined[2].current_stream_wait()
+    assert mask.tolist() == [int(rank in left) for rank in range(SIZE)]
+    if me.rank != masked:
+        check_combine(
+            me, combined, answers, given, experts, buffer.missing_contributions, still_active=left
+        )
+    kind, text = raised(buffer.combine, answers[me.rank], found[4], active_ranks=mask[:2])
+    assert (kind, "for each of 4 ranks" in text) == ("ValueError", True), text
+
+
+@pytest.mark.parametrize("num_bytes", [AMPLE, LITTLE])
+@pytest.mark.parametrize("masked", [0, 3])
+def test_masked_ranks(masked, num_bytes, crews):
+    crews.get("shm", SIZE).call(masked_on_rank, masked, num_bytes)
+
+
+def late_on_rank(me: harness.Rank, name: str, late: int) -> None:
+    experts, counts = 9, [40, 70, 33, 61]
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    given = drawn(9, counts, experts)
+    mine = given[me.rank]
+    where = layout(buffer, mine.topk_idx, experts)
+    topk = {"topk_idx": mine.topk_idx, "topk_weights": mine.weights}
+    left = [rank for rank in range(SIZE) if rank != late]
+    answers = answers_of(given, experts, left)
+    if me.rank == late:
+        me.board.wait_all(f"{name}-done", left)
+        found = buffer.dispatch(mine.x, **where, **topk, timeout_us=50_000)
+        assert len(found[0]) == sum(found[3]) == 0
+        combined = buffer.combine(found[0], found[4], timeout_us=50_000)
+        assert torch.equal(buffer.missing_contributions, where["is_token_in_rank"].any(dim=1))
+        assert not combined[0].any()
+    else:
+        mask = torch.ones(SIZE, dtype=torch.int32)
+        found = buffer.dispatch(mine.x, **where, **topk, timeout_us=50_000, active_ranks=mask)
+        assert mask.tolist() == [int(rank in left) for rank in range(SIZE)]
+        check_dispatch(me, found, given, experts, active=left)
+        combined = buffer.combine(answers[me.rank], found[4], timeout_us=50_000)
+        check_combine(
+            me, combined, answers, given, experts, buffer.missing_contributions,
+            active=left, still_active=left,
+        )  # fmt: skip
+        me.board.set(f"{name}-done-{me.rank}")
+    # It takes part again.
+    found = buffer.dispatch(mine.x, **where, **topk, timeout_us=20_000_000)
+    check_dispatch(me, found, given, experts)
+    little = Buffer(dist.group.WORLD, LITTLE)
+    kind, text = raised(little.dispatch, mine.x, **where, **topk, timeout_us=20_000_000)
+    assert (kind, "With timeout_us they all go at once" in text) == ("ValueError", True), text
+    check_dispatch(me, little.dispatch(mine.x, **where, **topk), given, experts)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_late_ranks_are_skipped(late, crews):
+    crews.get("shm", SIZE).call(late_on_rank, f"late{late}", late)
+
+
+def different_on_rank(me: harness.Rank) -> None:
+    """Rows of the same size with other fields are an error on all ranks."""
+    experts = 8
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    mine = drawn(5, [6] * SIZE, experts)[me.rank]
+    topk = 3 if me.rank == 0 else 4  # 24 and 32 bytes, both sent as 32
+    topk_idx = mine.topk_idx[:, :1].expand(-1, topk).contiguous()
+    weights = mine.weights[:, :1].expand(-1, topk).contiguous()
+    call = {**layout(buffer, topk_idx, experts), "topk_idx": topk_idx, "topk_weights": weights}
+    kind, text = raised(buffer.dispatch, mine.x, **call)
+    assert (kind, "the ranks called different operations" in text) == ("DistBackendError", True), (
+        text
+    )
+
+
+def test_different_fields_are_named(crews):
+    crews.get("shm", SIZE).call(different_on_rank)

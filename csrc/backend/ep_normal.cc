@@ -57,13 +57,13 @@ class TokensRun final : public NormalRun {
     const int size = memory.group.size();
     int32_t count = 0;
     std::vector<int64_t> ranges(static_cast<size_t>(size));
-    call.inputs = inputs;
+    call.inputs = error.empty() ? inputs : Status(ErrorCode::kInvalidArgument, error);
     call.mask = mask;
     call.deadline = deadline;
     call.patience = patience;
     call.counts = &count;
     call.ranges = ranges.data();
-    call.makeRoom = [this](size_t rows) { return makeRoom(int64_t(rows)); };
+    call.makeRoom = [&](size_t rows) { return makeRoom(memory.group, int64_t(rows)); };
     MOONCAKE_TRY(ended(ep::dispatch(memory, call, ending), memory));
     ends = at::empty({size}, at::kInt);
     int64_t end = 0;
@@ -75,11 +75,14 @@ class TokensRun final : public NormalRun {
   }
 
   ep::DispatchCall call;
+  std::string error;
   std::vector<at::Tensor> given, made;
   at::Tensor sources, ends;
 
  private:
-  Status makeRoom(int64_t rows) {
+  // Other ranks may have ended the operation, and this rank would try again without end. So it
+  // leaves the group.
+  Status makeRoom(Group& group, int64_t rows) {
     try {
       made.clear();
       for (size_t i = 0; i < given.size(); ++i) {
@@ -90,8 +93,10 @@ class TokensRun final : public NormalRun {
       call.sources = sources.mutable_data_ptr<int32_t>();
       return {};
     } catch (const std::exception& error) {
-      return {ErrorCode::kExhausted,
-              "dispatch: no memory for " + std::to_string(rows) + " rows: " + error.what()};
+      const Error why{ErrorCode::kExhausted,
+                      "dispatch: no memory for " + std::to_string(rows) + " rows: " + error.what()};
+      group.fail(why);
+      return why;
     }
   }
 };
@@ -169,6 +174,7 @@ EpNormal::Dispatch EpNormal::dispatch(const DispatchArguments& given) {
                            .bytes = size_t(field.size(1)) * field.itemsize()});
   }
   run->given = given.fields;
+  run->error = given.error;
   const auto handle = std::make_shared<ep::Handle>();
   handle->shape = {size, size, size_t(given.maxTokens), size_t(given.hidden)};
   handle->experts = std::make_shared<const ep::ExpertMap>(size, size);

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -32,6 +33,7 @@ class EpNormal {
     int64_t hidden;                         // channels of the rows that the combine brings back
     const std::optional<at::Tensor>& activeRanks;
     int64_t timeoutMicros;
+    const std::string& error;  // not empty: ends the call on all ranks, as an invalid argument
   };
   // The rows in the order of rank and token.
   struct Dispatch {

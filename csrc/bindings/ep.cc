@@ -190,14 +190,16 @@ Counted countTokens(EpBuffer& buffer, std::vector<uint32_t> numbers, const Maybe
 
 DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>& fields,
                                 const at::Tensor& isInRank, int64_t maxTokens, int64_t hidden,
-                                const MaybeTensor& activeRanks, int64_t timeoutMicros) {
+                                const MaybeTensor& activeRanks, int64_t timeoutMicros,
+                                const std::string& error) {
   py::gil_scoped_release unlocked;
   auto made = EpNormal(buffer).dispatch({.fields = fields,
                                          .isInRank = isInRank,
                                          .maxTokens = maxTokens,
                                          .hidden = hidden,
                                          .activeRanks = activeRanks,
-                                         .timeoutMicros = timeoutMicros});
+                                         .timeoutMicros = timeoutMicros,
+                                         .error = error});
   return {std::move(made.fields), std::move(made.sources), std::move(made.ends),
           std::move(made.participants), std::move(made.handle)};
 }
@@ -232,7 +234,7 @@ void bindNormalMode(py::class_<EpBuffer>& buffer) {
            py::arg("timeout_us") = -1)
       .def("dispatch_tokens", &dispatchTokens, py::arg("fields"), py::arg("is_token_in_rank"),
            py::arg("num_max_tokens"), py::arg("hidden"), py::arg("active_ranks") = none,
-           py::arg("timeout_us") = -1)
+           py::arg("timeout_us") = -1, py::arg("error") = "")
       .def("combine_tokens", &combineTokens, py::arg("x"), py::arg("handle"), py::arg("out"),
            py::arg("missing"), py::arg("extras") = none, py::arg("extra_sums") = none,
            py::arg("biases") = std::vector<at::Tensor>(), py::arg("active_ranks") = none,

@@ -173,9 +173,11 @@ Status Buffer::checkTable(size_t tokens, size_t topk, int numExperts) const {
 size_t Buffer::mostTokens(size_t rowBytes, size_t hidden, size_t extras) const {
   const size_t ranks = size_t(group_->size());
   const size_t send = memory_->hosts.leastSendBytes();
-  // Between hosts, places for rows that ranks share save traffic. One place has to suffice.
+  // Between hosts, places for rows that ranks share save traffic, unless they make pieces so small
+  // that their number costs more. One place has to suffice.
+  constexpr size_t kLeastShared = 64;
   const size_t shared = send / (SharedRows::mostPlaces(memory_->hosts) * rowBytes);
-  const size_t given = shared > 0 ? shared : send / rowBytes;
+  const size_t given = shared >= kLeastShared ? shared : send / rowBytes;
   const size_t back = send / (ranks * normalCombineRowBytes(hidden, extras));
   const size_t table = group_->slotBytes() - mostInlineBytes(*group_) -
                        DispatchTable::bytesFor(0, 0, int(ranks), int(ranks));

@@ -41,9 +41,6 @@ class Count final : public Algorithm {
       }
       std::ranges::copy(raw, std::as_writable_bytes(std::span(all[size_t(r)])).begin());
     }
-    for (size_t r = 0; r < all.size(); ++r) {
-      if (!participants.contains(int(r))) all[r].assign(count, 0);
-    }
     census_.all = std::move(all);
     ending_.participants = std::move(participants);
     return op.commit();

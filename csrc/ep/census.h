@@ -18,7 +18,8 @@ struct Census {
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;  // Operation::skipAfter()
 
-  std::vector<std::vector<uint32_t>> all;  // result, by rank; zeros for ranks that took no part
+  // Result, by rank. Also of masked ranks, since they follow the same layout; zeros for all others.
+  std::vector<std::vector<uint32_t>> all;
 };
 Status count(const Memory& memory, Census& census, Ending& ending);
 

@@ -435,6 +435,18 @@ class Dispatch final : public Algorithm {
 
 }  // namespace
 
+namespace {
+
+// Rows of the same size may have other fields. FNV-1a.
+uint32_t hashOf(const DispatchCall& call) {
+  if (call.fields.empty()) return 0;
+  uint32_t hash = (2166136261u ^ uint32_t(call.handle->shape.hidden)) * 16777619u;
+  for (const Field& field : call.fields) hash = (hash ^ uint32_t(field.bytes)) * 16777619u;
+  return hash;
+}
+
+}  // namespace
+
 size_t DispatchCall::rowBytes() const {
   if (format != RowFormat::kFields) return dispatchRowBytes(handle->shape.hidden, format);
   size_t bytes = 0;
@@ -452,7 +464,7 @@ Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending) {
                   .root = handle.shape.numExperts,
                   .count = hasFields ? call.rowBytes() : handle.shape.hidden,
                   .tensors = uint32_t(handle.shape.maxTokens),
-                  .lengths = handle.experts->hash() + uint32_t(call.format)};
+                  .lengths = handle.experts->hash() + uint32_t(call.format) + hashOf(call)};
   Operation op(memory.group, what, call.deadline);
   Dispatch dispatch(memory, call, ending);  // destroyed first: it has writes of the operation
   if (call.patience) op.skipAfter(*call.patience);

@@ -49,9 +49,10 @@ std::string describeCall(const Call& call) {
   if (call.verb == Verb::kDispatch || call.verb == Verb::kCombine) {
     char which[16];
     std::snprintf(which, sizeof(which), "%08x", call.lengths);
-    return text + ", hidden " + std::to_string(call.count) + ", " + std::to_string(call.root) +
-           " experts, at most " + std::to_string(call.tensors) + " tokens per rank, options #" +
-           which + ")";
+    const bool hasFields = call.verb == Verb::kDispatch && call.dtype == DType::kUInt8;
+    return text + (hasFields ? ", row bytes " : ", hidden ") + std::to_string(call.count) + ", " +
+           std::to_string(call.root) + " experts, at most " + std::to_string(call.tensors) +
+           " tokens per rank, options #" + which + ")";
   }
   if (call.verb != Verb::kAlltoall && call.verb != Verb::kRegisterWindow)
     text += ", " + std::to_string(call.count) + " elements per rank";

@@ -44,7 +44,7 @@ struct Call {
   uint8_t fullyMapped = 0;  // which protocol the caller will follow, see operation.h
   int32_t root = -1;        // -1: the verb has none
   // Elements per rank. 0 for alltoall: its splits are checked pair by pair. Dispatch and combine:
-  // channels of a token.
+  // channels of a token, or bytes of its row.
   uint64_t count : 46 = 0;
   uint64_t from : 2 = 0;  // a CalledFrom
   // Number of calls that the rank has made since the last loss, modulo 2^16; 0: not counted. It
