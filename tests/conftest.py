@@ -47,6 +47,7 @@ LONGER = [
     "ep_failures",
     "ep_normal",
     "ep_slow_link",
+    "ep_training",
     "exits",
     "fabric_links",
     "first_submit_probe",
