@@ -2,7 +2,7 @@
 # Sets everything up and runs the tests. Arguments other than those below go to pytest, and then only Python's tests run.
 # Usage: tests/run.sh                a first look, a quarter of an hour on two cores: C++, Python, a slice of torch's own suite
 #        tests/run.sh --ci           the rest of what CI runs: format, lint and types, sanitizers, the longer tests of Python,
-#                                    a third of torch's suite, a slice of it on the newest torch (half an hour)
+#                                    a quarter of torch's suite, slices of it on a device and on the newest torch (half an hour)
 #        tests/run.sh --changed      the tests of the rooms that differ from main
 #        tests/run.sh --all          everything: also the slow tests, each sanitizer, lifetimes in Python under one of them,
 #                                    torch's suite on three torches (hours)
@@ -104,7 +104,8 @@ case $mode in
     lint
     test_files=$thread_files cpp thread "${thread_slice[@]}"
     python_tests -m 'ci and not slow and not perf'
-    torchs_suite --every 3
+    torchs_suite --every 4
+    torchs_suite --device fake --every 8
     other_torchs_suite 2.15.0 --every 8
     # Torch has windows since then only; the environment is there now. `python -m` would find the clone's own _C first.
     step "windows, torch 2.15.0"

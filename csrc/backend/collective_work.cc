@@ -89,9 +89,13 @@ uint64_t CollectiveWork::epoch() const {
   return finished() && ending_.view ? ending_.view->epoch : 0;
 }
 
+void CollectiveWork::endProfile() {
+  if (!isProfileEnded_.exchange(true) && recordFunctionEndCallback_) recordFunctionEndCallback_();
+}
+
 void CollectiveWork::finish(Ending ending, Completions& completions) {
   ending_ = std::move(ending);
-  if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+  endProfile();
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     // Either getFuture() sees that we have finished, or we see its future.

@@ -70,6 +70,8 @@ class CollectiveWork : public c10d::Work {
   // The operation ended with a loss that the program has seen, here or in another operation.
   bool isLossSeen() const { return finished() && ending_.loss && ending_.loss->isSeen(); }
   int capacity() const { return capacity_; }
+  // Ends the call's event for torch's profiler, if the end of the operation has not done so.
+  void endProfile();
   // Without `override`: c10d::Work has it since torch 2.15 only.
   uint64_t getCompletionKey() const { return key_; }
   CallbackOrigin origin() const;
@@ -101,6 +103,7 @@ class CollectiveWork : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
   Ending ending_;
   std::atomic<bool> finished_{false};
+  std::atomic<bool> isProfileEnded_{false};
   std::atomic<Callbacks::Moment> endMoment_{Callbacks::kNever};
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;

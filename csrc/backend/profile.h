@@ -9,7 +9,8 @@
 
 namespace mooncake {
 
-// A call's event for torch's profiler. It begins with the call and ends when the call has finished.
+// A call's event for torch's profiler. It begins with the call and ends when the operation has
+// finished, or when it has been enqueued on a stream.
 // Empty while no profiler runs.
 struct Profile {
   std::string name;  // "mooncake-cpu:all_reduce"

@@ -41,12 +41,12 @@ class _Call:
         self.folder, self.ranks, self.tensor, self.op = folder, ranks, tensor, op
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"{me}.draft"
-        torch.save(tensor.detach(), draft)
+        torch.save(tensor.detach().cpu(), draft)
         draft.rename(folder / str(me))
 
     def check(self) -> None:
         inputs = [self._input(rank) for rank in self.ranks]
-        expected, actual = model(inputs, self.op), self.tensor.detach()
+        expected, actual = model(inputs, self.op), self.tensor.detach().cpu()
         if actual.is_sparse:
             expected, actual = expected.to_dense(), actual.to_dense()
         torch.testing.assert_close(actual, expected)

@@ -149,12 +149,26 @@ class _LikeGloo(str):
         return not self == other
 
 
+class _ForEvents(str):
+    """Backends by device. In a longer text only the last one's name, with which events of the
+    profiler begin."""
+
+    def __add__(self, other: str) -> str:
+        return f"{self}{other}"
+
+    def __format__(self, spec: str) -> str:
+        return self.rsplit(":", 1)[1]
+
+
 def use(backend: str, on: str | None = None) -> None:
     """The tests run on this backend from now on, with tensors of the CPU or of the device `on`."""
     global device
     device = on
     os.environ.update(BACKEND=backend)
     distributed_test.BACKEND = _LikeGloo(backend)
+    if on is not None:
+        find = dist.get_backend
+        dist.get_backend = lambda group=None: _ForEvents(find(group))
     for profiled in (
         distributed_test.PROFILING_SUPPORTED_BACKENDS,
         distributed_test.CUDA_PROFILING_SUPPORTED_BACKENDS,

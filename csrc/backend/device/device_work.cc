@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
+#include "backend/collective_work.h"
 #include "backend/device/group_streams.h"
 #include "backend/errors.h"
 
@@ -25,7 +26,11 @@ DeviceWork::DeviceWork(int rank, c10d::OpType type, WorkPtr host,
       host_(std::move(host)),
       stagings_(std::move(stagings)),
       outputs_(std::move(outputs)),
-      waiting_(std::move(waiting)) {}
+      waiting_(std::move(waiting)) {
+  // The program is through with the call when it has been enqueued, and may stop its profiler.
+  auto* const collective = dynamic_cast<CollectiveWork*>(host_.get());
+  if (collective && !waitsOnHost()) collective->endProfile();
+}
 
 bool DeviceWork::isCompleted() {
   if (!host_->isCompleted()) return false;
