@@ -30,7 +30,7 @@ OURS, FOREIGN = "mooncake", "gloo"
 
 
 # The last two: over shm, with tensors of a device.
-WIRES = ["shm", "tcp", "fabric", "device", "device-words"]
+WIRES = ["shm", "tcp", "fabric", "device", pytest.param("device-words", marks=pytest.mark.slow)]
 
 
 def over(transports, **more):

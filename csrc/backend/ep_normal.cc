@@ -9,6 +9,7 @@
 
 #include "backend/ep_tensors.h"
 #include "backend/errors.h"
+#include "base/huge_pages.h"
 #include "ep/census.h"
 
 namespace mooncake {
@@ -87,6 +88,7 @@ class TokensRun final : public NormalRun {
       made.clear();
       for (size_t i = 0; i < given.size(); ++i) {
         made.push_back(at::empty({rows, given[i].size(1)}, given[i].options()));
+        adviseHugePages(made[i].mutable_data_ptr(), made[i].nbytes());
         call.fields[i].to = static_cast<std::byte*>(made[i].mutable_data_ptr());
       }
       sources = at::empty({rows}, at::kInt);
