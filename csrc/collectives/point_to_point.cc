@@ -274,8 +274,10 @@ bool PointToPoint::advanceReceive(Message& message) {
     if (code == ErrorCode::kOk) {
       acknowledge(message.peer_, message.number_);
       end(message, {});
-    } else if (code == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) {
-      // The connection broke. It may have been made again since the fetch began.
+    } else if ((code == ErrorCode::kPeerLost || code == ErrorCode::kAborted) &&
+               !group_.isGone(message.peer_)) {
+      // The connection broke. It may have been made again since the fetch began. Or the peer has
+      // fenced us: then the view that excludes us is on its way.
       return pairs_[message.peer_].reconnections != message.reconnections_ && fetch(message);
     } else if (group_.isGone(message.peer_) || pairs_[message.peer_].left) {
       end(message,
@@ -403,7 +405,9 @@ std::string PointToPoint::whatIsMissing(const Message& message) {
     case Kind::kSend:
       return "the other side did not receive" + tag;
     case Kind::kReceive:
-      return "the other side did not send" + tag;
+      return message.fetch_ ? "the other side announced" + tag +
+                                  ", but its content did not come. It is kept: receive again"
+                            : "the other side did not send" + tag;
     case Kind::kPut:
     case Kind::kSignal:
       return "the other side did not take it; is its process stopped, or its window gone?";

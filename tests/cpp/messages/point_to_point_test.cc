@@ -28,6 +28,7 @@ void expectLost(const std::shared_ptr<Message>& message, const std::string& why)
 }
 
 constexpr ErrorCode kEnd = ErrorCode::kAborted;
+constexpr std::chrono::milliseconds kABit(300);
 
 // A rank leaves a group when its messages are aborted. Its engine and its job go on.
 TEST_P(MessagesToWhoLeaves, WhatWasSentBeforeArrivesAndThenReceivesEnd) {
@@ -263,6 +264,41 @@ TEST_P(LargeMessages, KeepTheirOwnersUntilTheyEnd) {
         data.reset();
         EXPECT_TRUE(seen.expired()) << "after its end";
       });
+}
+
+// A rank that comes back may be fenced before it learns that the job goes on without it. Only the
+// view says so: until then its receive waits, and does not end with a broken fetch.
+TEST_P(LargeMessages, FromARankThatFencedUsWaitForTheView) {
+  std::latch fenced(1), done(2);
+  runRanks({.size = 2, .transports = {GetParam()}}, [&](Group& group) {
+    PointToPoint messages(group);
+    const Bytes data = contents(kBytes, 5);
+    if (group.rank() == 0) {
+      const auto sent = messages.send(data, 1, 0, soon());
+      driveUntil(messages, [&] { return sent->wasSent(); });
+      group.window().peer(1)->channel->fence();
+      fenced.count_down();
+      done.arrive_and_wait();
+    } else {
+      Bytes never(1), target(kBytes);
+      // Takes in the announcement, which a fence may drop on its way.
+      const auto other = messages.receive(never, 0, 7, Deadline::after(kABit));
+      EXPECT_FALSE(messages.wait(*other, Deadline::after(kABit)) && other->status().ok());
+      fenced.wait();
+      const auto received = messages.receive(target, 0, 0, Deadline::after(kABit));
+      EXPECT_TRUE(messages.wait(*received, soon()));
+      if (received->status().ok()) {  // where the sender's memory can be read
+        EXPECT_EQ(target, data);
+      } else {
+        EXPECT_EQ(received->status().code(), ErrorCode::kTimeout)
+            << received->status().error().message;
+      }
+      messages.abort({kEnd, "left"});
+      group.fail({kEnd, "left"});
+      done.arrive_and_wait();
+    }
+    messages.abort({kEnd, "the end"});
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, LargeMessages,
