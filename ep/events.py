@@ -22,7 +22,7 @@ def current_device() -> torch.device | None:
 
 
 class Work(Protocol):
-    """What waits for a native call, as EpWork does."""
+    """The waits for a native call, as EpWork has them."""
 
     def wait(self) -> None: ...
     def synchronize(self) -> None: ...

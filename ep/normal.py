@@ -25,7 +25,7 @@ _MOST_WEIGHTS = 32  # of a token, for which there is room in a combine after a d
 
 @dataclass(frozen=True)
 class Participation:
-    """Who takes part in a call, see Buffer.low_latency_dispatch()."""
+    """The ranks that take part in a call, see Buffer.low_latency_dispatch()."""
 
     active_ranks: Tensor | None
     timeout_us: int
@@ -70,7 +70,7 @@ class Received:
 
 
 class Works:
-    """The pieces of one combine: their works, and the masks that show who took part in each."""
+    """The pieces of one combine: their works, and the masks that show each one's participants."""
 
     def __init__(
         self, works: Sequence[EpWork], masks: Sequence[Tensor], who: Participation

@@ -1,4 +1,4 @@
-"""The handle of a dispatch of the normal mode: DeepEP's entries, and what its combine needs."""
+"""The handle of a dispatch of the normal mode: DeepEP's entries, and the route for its combine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffer's normal mode: what DeepEP's tests check, bit by bit, and losses between its steps."""
+"""Buffer's normal mode: the checks of DeepEP's tests, bit by bit, and losses between its steps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_combine(
 
 
 def answers_of(given: Any, experts: int, active: Any = None) -> list[torch.Tensor]:
-    """What each rank makes of its rows; every rank can compute those of all."""
+    """The answers of each rank to its rows; every rank can compute those of all."""
     size = len(given)
     everybody = range(size)
     active = everybody if active is None else active
@@ -192,7 +192,7 @@ def test_round_trips_over_unequal_hosts(ranks_of_hosts):
             ranks.call(round_trip, [40, 90, 33, 61], 8, LITTLE, "fp8")
 
 
-# ---- what DeepEP's own program checks
+# ---- the checks of DeepEP's own program
 
 
 def is_of_ranks(rows: torch.Tensor, ends: torch.Tensor) -> None:

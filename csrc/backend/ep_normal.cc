@@ -21,7 +21,7 @@ std::vector<bool> flagsOf(const GroupRanks& ranks, int size) {
   return flags;
 }
 
-// What the calls of the normal mode have in common.
+// The common part of the calls of the normal mode.
 class NormalRun : public EpRun {
  public:
   Status read() override { return {}; }
@@ -32,6 +32,13 @@ class NormalRun : public EpRun {
   ep::Ending ending;
 
  protected:
+  template <typename Call>
+  void fillIn(Call& call, const Status& inputs, Deadline deadline) const {
+    call.inputs = inputs;
+    call.mask = mask;
+    call.deadline = deadline;
+    call.patience = patience;
+  }
   Status ended(Status status, const ep::Memory& memory) const {
     MOONCAKE_TRY(std::move(status));
     if (activeRanks) clearOthers(*activeRanks, memory.group.size(), ending.participants);
@@ -42,10 +49,7 @@ class NormalRun : public EpRun {
 class CountRun final : public NormalRun {
  public:
   Status run(const ep::Memory& memory, const Status& inputs, Deadline deadline) override {
-    census.inputs = inputs;
-    census.mask = mask;
-    census.deadline = deadline;
-    census.patience = patience;
+    fillIn(census, inputs, deadline);
     return ended(ep::count(memory, census, ending), memory);
   }
 
@@ -58,10 +62,7 @@ class TokensRun final : public NormalRun {
     const int size = memory.group.size();
     int32_t count = 0;
     std::vector<int64_t> ranges(static_cast<size_t>(size));
-    call.inputs = error.empty() ? inputs : Status(ErrorCode::kInvalidArgument, error);
-    call.mask = mask;
-    call.deadline = deadline;
-    call.patience = patience;
+    fillIn(call, error.empty() ? inputs : Status(ErrorCode::kInvalidArgument, error), deadline);
     call.counts = &count;
     call.ranges = ranges.data();
     call.makeRoom = [&](size_t rows) { return makeRoom(memory.group, int64_t(rows)); };
@@ -106,10 +107,7 @@ class TokensRun final : public NormalRun {
 class SumsRun final : public NormalRun {
  public:
   Status run(const ep::Memory& memory, const Status& inputs, Deadline deadline) override {
-    call.inputs = inputs;
-    call.mask = mask;
-    call.deadline = deadline;
-    call.patience = patience;
+    fillIn(call, inputs, deadline);
     return ended(ep::combine(memory, call, ending), memory);
   }
 
@@ -118,8 +116,8 @@ class SumsRun final : public NormalRun {
   std::vector<at::Tensor> kept;
 };
 
-void fillIn(NormalRun& run, EpBuffer& buffer, const std::optional<at::Tensor>& activeRanks,
-            int64_t timeoutMicros) {
+void setParticipation(NormalRun& run, EpBuffer& buffer,
+                      const std::optional<at::Tensor>& activeRanks, int64_t timeoutMicros) {
   const int size = buffer.buffer()->group().size();
   run.mask = buffer.buffer()->callerMask();
   run.patience = buffer.patienceOf(timeoutMicros);
@@ -154,7 +152,7 @@ EpNormal::Count EpNormal::count(std::vector<uint32_t> numbers,
                                 int64_t timeoutMicros) {
   const int size = buffer_.buffer()->group().size();
   const auto run = std::make_shared<CountRun>();
-  fillIn(*run, buffer_, activeRanks, timeoutMicros);
+  setParticipation(*run, buffer_, activeRanks, timeoutMicros);
   run->census.numbers = std::move(numbers);
   buffer_.submit({run, nullptr}, /*inBackground=*/false);
   return {std::move(run->census.all), flagsOf(run->ending.participants, size)};
@@ -183,7 +181,7 @@ EpNormal::Dispatch EpNormal::dispatch(const DispatchArguments& given) {
   handle->tokens = size_t(tokens);
   handle->chosen = ranksOf(given.isInRank, handle->topk);
   call.handle = handle;
-  fillIn(*run, buffer_, given.activeRanks, given.timeoutMicros);
+  setParticipation(*run, buffer_, given.activeRanks, given.timeoutMicros);
   buffer_.submit({run, nullptr}, /*inBackground=*/false);
   return {.fields = std::move(run->made),
           .sources = std::move(run->sources),
@@ -233,7 +231,7 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
   run->kept.insert(run->kept.end(), {given.x, given.sums, given.missing});
   run->weights.assign(handle->chosen.size(), 1);
   call.weights = run->weights.data();
-  fillIn(*run, buffer_, given.activeRanks, given.timeoutMicros);
+  setParticipation(*run, buffer_, given.activeRanks, given.timeoutMicros);
   return {run, nullptr};
 }
 
