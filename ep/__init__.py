@@ -10,17 +10,26 @@ distribution.check()
 from mooncake.pg import *  # noqa: E402, F403
 from mooncake.pg import __all__ as _pg_names  # noqa: E402
 
-from .buffer import Buffer, ElasticBuffer  # noqa: E402
+from .buffer import Buffer  # noqa: E402
 from .config import Config  # noqa: E402
+from .elastic import (  # noqa: E402
+    ElasticBuffer,
+    get_logical_domain_size,
+    get_physical_domain_size,
+)
+from .elastic_handle import EPHandle  # noqa: E402
 from .events import EventHandle, EventOverlap  # noqa: E402
 from .mooncake_buffer import get_ep_buffer_size_hint  # noqa: E402
 
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "get_ep_buffer_size_hint",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
 ]
 __all__ += _pg_names

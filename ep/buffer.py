@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from mooncake_backend.membership import not_yet
-
-from . import runtime
+from . import normal, runtime
 from .config import Config, combine_config, dispatch_config
 from .events import EventHandle, EventOverlap, current_device
+from .exchange import Exchange, Participation, Rows
 from .layout import Layout, layout_of
-from .normal import NormalMode, Participation, Rows, Shown
+from .normal import Shown
 from .normal_handle import NormalHandle
 from .runtime import Handle, Hook, OnFailure, Received, Runtime
 
@@ -70,7 +69,7 @@ class Buffer:
         self.nvshmem_qp_depth = 1024
         self._runtime: Runtime | None = None
         self._normal_runtime: Runtime | None = None
-        self._normal: NormalMode | None = None
+        self._normal: Exchange | None = None
         self._has_combined_normally = False
         self._make_normal: Callable[[], Runtime] | None = None
         if low_latency_mode:
@@ -408,7 +407,7 @@ class Buffer:
             previous_event.current_stream_wait()
         who = Participation(active_ranks, timeout_us or -1)
         if handle is not None:
-            again = self._normal_mode().dispatch_again(x, handle, who)
+            again = normal.dispatch_again(self._normal_mode(), x, handle, who)
             return again, None, None, None, None, _ended(async_finish)
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise ValueError("dispatch needs a handle or the results of get_dispatch_layout()")
@@ -419,7 +418,7 @@ class Buffer:
         )
         settings = config or Buffer.get_dispatch_config(self.group_size)
         shown = Shown(expert_alignment, num_worst_tokens, max(1, settings.num_sms // 2))
-        found = self._normal_mode().dispatch(x, layout, topk_idx, topk_weights, shown, who)
+        found = normal.dispatch(self._normal_mode(), x, layout, topk_idx, topk_weights, shown, who)
         return (
             found.rows, found.topk_idx, found.topk_weights, found.num_per_expert, found.handle,
             _ended(async_finish),
@@ -453,7 +452,9 @@ class Buffer:
             previous_event.current_stream_wait()
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
         who = Participation(active_ranks, timeout_us or -1)
-        return self._normal_mode().combine(x, handle, topk_weights, biases, who, async_finish)
+        exchange = self._normal_mode()
+        route = normal.route_of(exchange, handle)
+        return exchange.combine(x, route, topk_weights, biases, who, async_finish)
 
     # One path serves all hosts: these have the same signatures and results.
     internode_dispatch = dispatch
@@ -466,7 +467,7 @@ class Buffer:
             )
         return self._runtime
 
-    def _normal_mode(self) -> NormalMode:
+    def _normal_mode(self) -> Exchange:
         """In low latency mode it is made by the first call: programs give num_nvl_bytes there that
         they do not use."""
         if self._normal is None:
@@ -476,17 +477,10 @@ class Buffer:
                     "with num_nvl_bytes"
                 )
             self._normal_runtime = self._make_normal()
-            self._normal = NormalMode(self._normal_runtime)
+            self._normal = Exchange(self._normal_runtime)
         return self._normal
 
 
 def _ended(async_finish: bool) -> EventOverlap:
     """The event of a call that has ended."""
     return EventOverlap(EventHandle() if async_finish else None)
-
-
-class ElasticBuffer:
-    """DeepEP 2's second class. Not available in this version: making one raises an error."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        not_yet("ElasticBuffer", "DeepEP's unified interface")()

@@ -21,6 +21,12 @@ def current_device() -> torch.device | None:
     return torch.device(kind.type, module.current_device())
 
 
+def current_stream() -> torch.Stream | None:
+    """That of the current device; None: the program uses none."""
+    device = current_device()
+    return None if device is None else torch.accelerator.current_stream(device)
+
+
 class Work(Protocol):
     """The waits for a native call, as EpWork has them."""
 

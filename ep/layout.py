@@ -43,3 +43,38 @@ def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
         of_hosts = is_token_in_rank.split(RANKS_PER_RDMA_RANK, dim=1)
         per_rdma_rank = torch.stack([one.any(dim=1).sum() for one in of_hosts]).int()
     return Layout(is_token_in_rank.sum(0).int(), per_rdma_rank, experts.int(), is_token_in_rank)
+
+
+def ranks_of(is_token_in_rank: Tensor) -> Tensor:
+    """bool [n, R] -> int32 [n, any]: the ranks of each token in their order, -1 behind them."""
+    tokens, ranks = is_token_in_rank.nonzero(as_tuple=True)
+    counts = is_token_in_rank.sum(1)
+    places = torch.arange(len(tokens), device=CPU) - (counts.cumsum(0) - counts)[tokens]
+    most = max(1, int(counts.max())) if len(counts) > 0 else 1
+    found = torch.full((len(counts), most), -1, dtype=torch.int32, device=CPU)
+    found[tokens, places] = ranks.int()
+    return found
+
+
+def layout_by_topk(
+    topk_idx: Tensor, owners: Tensor, num_ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """topk_idx: int64 [n, k], -1 is no expert; owners: int64 [E], the rank of each expert
+
+    Returns
+    is_token_in_rank: bool [n, R]
+    token_ranks: int32 [n, any]: the ranks of each token in the order of their last places in
+        top-k, -1 behind them
+    masters: int32 [n, k]: the rank at its last place, -1 elsewhere
+    """
+    tokens, topk = topk_idx.shape
+    ranks = owners[topk_idx.clamp(min=0)].masked_fill(topk_idx < 0, -1)
+    is_later = torch.ones((topk, topk), dtype=torch.bool, device=CPU).triu(1)
+    is_again = ((ranks.unsqueeze(2) == ranks.unsqueeze(1)) & is_later).any(dim=2)
+    masters = ranks.masked_fill(is_again, -1).int()
+    is_in_rank = torch.zeros((tokens, num_ranks + 1), dtype=torch.bool, device=CPU)
+    is_in_rank.scatter_(1, ranks.masked_fill(ranks < 0, num_ranks), True)
+    is_in_rank = is_in_rank[:, :num_ranks].contiguous()
+    most = max(1, int(is_in_rank.sum(1).max())) if tokens > 0 else 1
+    order = torch.argsort((masters < 0).int(), dim=1, stable=True)
+    return is_in_rank, masters.gather(1, order)[:, :most].contiguous(), masters

@@ -13,7 +13,7 @@ from .layout import CPU, RANKS_PER_RDMA_RANK
 if TYPE_CHECKING:
     from mooncake_backend._C import EpHandle
 
-    from .runtime import Runtime
+    from .exchange import Counts, Exchange, Sent
 
 Tensor = torch.Tensor
 
@@ -41,13 +41,13 @@ class Piece:
 class Route:
     """The way of a dispatch's rows."""
 
-    runtime: Runtime
+    exchange: Exchange
     tokens: int
     hidden: int
     most_tokens: int  # of one rank
     most_weights: int  # of a token, for which the combine has room
     ends: Tensor  # int32 [R]: the rows up to those of the rank, inclusive
-    is_token_in_rank: Tensor
+    sent: Sent
     participants: Sequence[bool]
     pieces: Sequence[Piece]
 
@@ -104,16 +104,16 @@ def counts_of(ends: Tensor) -> Tensor:
 
 
 def handle_parts(
-    arrived: Arrived, counts: Tensor, rank: int, num_channels: int, num_worst_tokens: int
+    arrived: Arrived, counts: Counts, rank: int, num_channels: int, num_worst_tokens: int
 ) -> list[Tensor]:
     """The entries of DeepEP's handle. A channel there is a part of each rank's tokens: those from
-    c * ceil(n / C) on. counts: by rank, tokens | tokens for each rank."""
-    size = len(counts)
-    is_in_rank = arrived.route.is_token_in_rank
+    c * ceil(n / C) on."""
+    size = len(counts.tokens)
+    is_in_rank = arrived.route.sent.is_token_in_rank
     tokens = len(is_in_rank)
-    prefix = counts[:, 1 : 1 + size].cumsum(0).int()
+    prefix = counts.for_ranks.cumsum(0).int()
     prefix[:, rank] = arrived.route.ends
-    steps = -(-counts[:, 0] // num_channels)
+    steps = -(-counts.tokens // num_channels)
     begins = steps[rank] * torch.arange(num_channels + 1, device=CPU)
     before = torch.zeros((tokens + 1, size), dtype=torch.int32, device=CPU)
     before[1:] = is_in_rank.int().cumsum(0)

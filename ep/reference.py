@@ -101,6 +101,82 @@ def normal_combine(
     return total.to(x[rank].dtype), missing
 
 
+# ---- ElasticBuffer, which dispatches the same rows
+
+
+def expanded_rows(
+    topk_idx: Sequence[Tensor],
+    owners: Sequence[int],
+    rank: int,
+    active: Collection[int],
+    alignment: int,
+) -> tuple[list[list[int]], list[int]]:
+    """The expanded row of each choice of each row of normal_rows(), -1 is none; and for each expert
+    the row behind its last one."""
+    rows = normal_rows(topk_idx, owners, rank, active)
+    slots = [[-1] * topk_idx[source].size(1) for source, _ in rows]
+    ends, begin = [], 0
+    for expert in local_experts(owners, rank):
+        end = begin
+        for row, (source, token) in enumerate(rows):
+            for place, chosen in enumerate(topk_idx[source][token].tolist()):
+                if chosen == expert:
+                    slots[row][place], end = end, end + 1
+        ends.append(end)
+        begin = -(-end // alignment) * alignment
+    return slots, ends
+
+
+def elastic_combine(
+    rank: int,
+    x: Sequence[Tensor],
+    topk_idx: Sequence[Tensor],
+    owners: Sequence[int],
+    *,
+    active: Collection[int] | None = None,
+    still_active: Collection[int] | None = None,
+    biases: Sequence[Tensor] = (),
+    rounds_once: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x: for each rank the answers to its rows, in the order of normal_rows(): [rows, h], or
+    [rows, k, h] of an expanded dispatch. rounds_once: without allow_multiple_reduction.
+
+    Returns the sums in the dtype of x, and the missing contributions, bool [n].
+    """
+    everybody = range(len(x))
+    first = set(everybody if active is None else active)
+    both = first & set(everybody if still_active is None else still_active)
+    found: dict[tuple[int, int, int], Tensor] = {}  # by expert's rank, source and token
+    for other in everybody:
+        rows = normal_rows(topk_idx, owners, other, first if other in first else everybody)
+        found |= {(other, *way): x[other][row] for row, way in enumerate(rows)}
+    total = torch.zeros(len(topk_idx[rank]), x[rank].size(-1), dtype=torch.float32)
+    missing = torch.zeros(len(total), dtype=torch.bool)
+    for bias in biases:
+        total += bias.float()
+    for token, chosen in enumerate(topk_idx[rank].tolist()):
+        ranks = [owners[expert] if expert >= 0 else -1 for expert in chosen]
+        for place, other in enumerate(ranks):
+            if other < 0:
+                continue
+            if not {rank, other} <= both:
+                missing[token] = True
+                continue
+            answer = found[other, rank, token]
+            is_last = other not in ranks[place + 1 :]
+            if answer.dim() == 1:
+                total[token] += answer.float() * is_last
+            elif rounds_once:
+                total[token] += answer[place].float()
+            elif is_last:
+                partial = torch.zeros_like(total[token])
+                for earlier in range(place + 1):
+                    if ranks[earlier] == other:
+                        partial += answer[earlier].float()
+                total[token] += partial.to(answer.dtype).float()
+    return total.to(x[rank].dtype), missing
+
+
 # ---- the low latency mode
 
 

@@ -236,6 +236,10 @@ class EpBuffer:
     @property
     def num_bytes(self) -> int: ...
     @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host: those that map each other's memory."""
+
+    @property
     def active_ranks(self) -> list[bool]:
         """Of each rank, whether it is in the agreed view."""
 
@@ -251,7 +255,7 @@ class EpBuffer:
     def dispatch_tokens(
         self,
         fields: list[torch.Tensor],
-        is_token_in_rank: torch.Tensor,
+        token_ranks: torch.Tensor,
         num_max_tokens: int,
         hidden: int,
         active_ranks: torch.Tensor | None = None,
@@ -261,7 +265,8 @@ class EpBuffer:
         """Collective. CPU tensors only.
 
         fields: [n, any] each, of any dtype: the parts of each token's row
-        is_token_in_rank: bool [n, R]
+        token_ranks: int32 [n, any]: the ranks of each token, in the order in which
+            combine_tokens() adds their rows; -1 is none, in any place
         hidden: channels of the rows that combine_tokens() brings back
         error: if not empty, ends the call on all ranks as a ValueError
 

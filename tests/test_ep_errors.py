@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ep_crew import SIZE, round_trip
 from harness import raised
 
-from mooncake.ep import Buffer, ElasticBuffer, reference
+from mooncake.ep import Buffer, reference
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 4, 256, 3, 8
 LOCAL = EXPERTS // SIZE
@@ -384,8 +384,3 @@ def test_what_a_buffer_cannot_be_made_of():
 def single_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.group.WORLD
-
-
-def test_elastic_buffer_says_that_it_is_missing():
-    with pytest.raises(NotImplementedError, match="ElasticBuffer"):
-        ElasticBuffer(group=None, num_max_tokens_per_rank=3)

@@ -127,22 +127,19 @@ void setParticipation(NormalRun& run, EpBuffer& buffer,
   run.mask &= maskOf(*activeRanks, size);
 }
 
-// The ranks of each token, -1 behind them: [token][`most`].
-std::vector<int32_t> ranksOf(const at::Tensor& isInRank, size_t& most) {
-  const auto tokens = size_t(isInRank.size(0)), ranks = size_t(isInRank.size(1));
-  const bool* const flags = isInRank.const_data_ptr<bool>();
-  most = 1;
-  for (size_t t = 0; t < tokens; ++t)
-    most = std::max<size_t>(most,
-                            size_t(std::count(flags + t * ranks, flags + (t + 1) * ranks, true)));
-  std::vector<int32_t> chosen(tokens * most, ep::kNoExpert);
+// Throws unless each token names ranks of the group, and each once.
+void requireRanks(const at::Tensor& ranks, int size) {
+  const auto tokens = size_t(ranks.size(0)), most = size_t(ranks.size(1));
   for (size_t t = 0; t < tokens; ++t) {
-    int32_t* next = chosen.data() + t * most;
-    for (size_t r = 0; r < ranks; ++r) {
-      if (flags[t * ranks + r]) *next++ = int32_t(r);
+    const int32_t* const of = ranks.const_data_ptr<int32_t>() + t * most;
+    for (size_t i = 0; i < most; ++i) {
+      if (of[i] == ep::kNoExpert) continue;
+      TORCH_CHECK_VALUE(of[i] >= 0 && of[i] < size, "token ", t, " names rank ", of[i], " of ",
+                        size);
+      TORCH_CHECK_VALUE(std::find(of, of + i, of[i]) == of + i, "token ", t, " names rank ", of[i],
+                        " twice");
     }
   }
-  return chosen;
 }
 
 }  // namespace
@@ -161,8 +158,9 @@ EpNormal::Count EpNormal::count(std::vector<uint32_t> numbers,
 EpNormal::Dispatch EpNormal::dispatch(const DispatchArguments& given) {
   const auto& buffer = buffer_.buffer();
   const int size = buffer->group().size();
-  const int64_t tokens = given.isInRank.size(0);
-  requireTensor(given.isInRank, "is_token_in_rank", c10::kCPU, at::kBool, {-1, size});
+  const int64_t tokens = given.ranks.size(0);
+  requireTensor(given.ranks, "token_ranks", c10::kCPU, at::kInt, {-1, -1});
+  requireRanks(given.ranks, size);
   TORCH_CHECK_VALUE(tokens <= given.maxTokens, "rank ", buffer->group().rank(), " gives ", tokens,
                     " tokens of at most ", given.maxTokens);
   const auto run = std::make_shared<TokensRun>();
@@ -179,7 +177,9 @@ EpNormal::Dispatch EpNormal::dispatch(const DispatchArguments& given) {
   handle->shape = {size, size, size_t(given.maxTokens), size_t(given.hidden)};
   handle->experts = std::make_shared<const ep::ExpertMap>(size, size);
   handle->tokens = size_t(tokens);
-  handle->chosen = ranksOf(given.isInRank, handle->topk);
+  handle->topk = size_t(given.ranks.size(1));
+  const int32_t* const ranks = given.ranks.const_data_ptr<int32_t>();
+  handle->chosen.assign(ranks, ranks + given.ranks.numel());
   call.handle = handle;
   setParticipation(*run, buffer_, given.activeRanks, given.timeoutMicros);
   buffer_.submit({run, nullptr}, /*inBackground=*/false);

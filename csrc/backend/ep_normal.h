@@ -28,9 +28,11 @@ class EpNormal {
 
   struct DispatchArguments {
     const std::vector<at::Tensor>& fields;  // [tokens][any]: the parts of each token's row
-    const at::Tensor& isInRank;             // bool [tokens][ranks]
-    int64_t maxTokens;                      // of one rank; the same on all ranks
-    int64_t hidden;                         // channels of the rows that the combine brings back
+    // int32 [tokens][any]: the ranks of each token, in the order in which the combine adds their
+    // rows. -1 is none, in any place.
+    const at::Tensor& ranks;
+    int64_t maxTokens;  // of one rank; the same on all ranks
+    int64_t hidden;     // channels of the rows that the combine brings back
     const std::optional<at::Tensor>& activeRanks;
     int64_t timeoutMicros;
     const std::string& error;  // not empty: ends the call on all ranks, as an invalid argument

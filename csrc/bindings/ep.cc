@@ -189,12 +189,12 @@ Counted countTokens(EpBuffer& buffer, std::vector<uint32_t> numbers, const Maybe
 }
 
 DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>& fields,
-                                const at::Tensor& isInRank, int64_t maxTokens, int64_t hidden,
+                                const at::Tensor& ranks, int64_t maxTokens, int64_t hidden,
                                 const MaybeTensor& activeRanks, int64_t timeoutMicros,
                                 const std::string& error) {
   py::gil_scoped_release unlocked;
   auto made = EpNormal(buffer).dispatch({.fields = fields,
-                                         .isInRank = isInRank,
+                                         .ranks = ranks,
                                          .maxTokens = maxTokens,
                                          .hidden = hidden,
                                          .activeRanks = activeRanks,
@@ -232,7 +232,7 @@ void bindNormalMode(py::class_<EpBuffer>& buffer) {
           py::arg("field_bytes"), py::arg("hidden"), py::arg("extras"))
       .def("count_tokens", &countTokens, py::arg("numbers"), py::arg("active_ranks") = none,
            py::arg("timeout_us") = -1)
-      .def("dispatch_tokens", &dispatchTokens, py::arg("fields"), py::arg("is_token_in_rank"),
+      .def("dispatch_tokens", &dispatchTokens, py::arg("fields"), py::arg("token_ranks"),
            py::arg("num_max_tokens"), py::arg("hidden"), py::arg("active_ranks") = none,
            py::arg("timeout_us") = -1, py::arg("error") = "")
       .def("combine_tokens", &combineTokens, py::arg("x"), py::arg("handle"), py::arg("out"),
@@ -286,6 +286,8 @@ void bindEp(py::module_& m) {
       .def("local_buffer", &EpBuffer::localBuffer)
       .def("stream_on", &EpBuffer::streamOn, py::arg("device"))
       .def_property_readonly("num_bytes", &EpBuffer::numBytes)
+      .def_property_readonly("hosts",
+                             [](const EpBuffer& b) { return b.buffer()->hosts().splitAll(); })
       .def_property_readonly("active_ranks", &EpBuffer::activeRanks)
       .def("update_members", &EpBuffer::updateMembers)
       .def("close", &EpBuffer::close, WithoutLock(), py::arg("timeout"));

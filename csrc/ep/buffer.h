@@ -38,6 +38,7 @@ class Buffer {
   ~Buffer();
 
   Group& group() const { return *group_; }
+  const Hosts& hosts() const { return memory_->hosts; }
   size_t bytes() const { return bytes_; }
   std::byte* data() const { return memory_->block.data; }
   // The most tokens of a rank for which a dispatch of the normal mode, and the combine of its rows,

@@ -1,0 +1,79 @@
+"""EPHandle: what a dispatch of ElasticBuffer returns for its combine, with DeepEP's attributes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .exchange import Counts
+from .expansion import Expansion
+from .layout import CPU
+from .normal_handle import Arrived, Route, counts_of
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Way:
+    """The parts of a handle that are not DeepEP's. Kept apart, since programs change those."""
+
+    route: Route
+    local: Tensor  # [rows, k] on the host: numbers of the rank's experts, -1 is none
+    expansion: Expansion | None
+    tokens: Tensor  # int64 [rows]: index of the token at its rank
+
+
+@dataclass
+class EPHandle:
+    """T is num_max_tokens_per_rank, R the number of ranks, L that of this rank's experts. Rows are
+    the received tokens; without do_cpu_sync there are R * T, and those behind the received ones
+    mean nothing."""
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor  # [n, k], as given
+    num_recv_tokens: int  # rows
+    num_expanded_tokens: int  # rows of the expanded form, 0 without do_expand
+    num_recv_tokens_per_expert_list: list[int]  # aligned; empty without do_cpu_sync
+    # int32 [R]: the rows up to those of the rank, inclusive
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    # int32 [L]: inclusive sums of aligned counts. With do_expand: the row behind the expert's last
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor  # int32 [L]
+    # int32 [rows, k + 2]: source rank * T + token | source rank * k + the last place in top-k that
+    # is this rank's | with do_expand, the row of each choice, -1 is none
+    recv_src_metadata: Tensor
+    # int32 [n, k]: the token's row at the rank of a choice, in the last choice there; else -1
+    dst_buffer_slot_idx: Tensor
+    token_metadata_at_forward: None = None  # of DeepEP's hybrid mode
+    channel_linked_list: None = None
+    way: Way = field(kw_only=True, repr=False)
+
+
+def metadata_of(arrived: Arrived, way: Way, most_tokens: int, count: int) -> Tensor:
+    """EPHandle.recv_src_metadata with `count` rows."""
+    topk, ends = way.local.size(1), arrived.route.ends
+    sources = torch.repeat_interleave(torch.arange(len(ends), device=CPU), counts_of(ends))
+    found = torch.full((count, topk + 2), -1, dtype=torch.int32, device=CPU)
+    rows = found[: len(way.local)]
+    rows[:, 0] = (sources * most_tokens + way.tokens).int()
+    places = (way.local >= 0).int() * torch.arange(1, topk + 1, device=CPU)
+    rows[:, 1] = (sources * topk + places.amax(1) - 1).int()
+    if way.expansion is not None:
+        rows[:, 2:] = way.expansion.slots
+    return found
+
+
+def places_at_ranks(masters: Tensor, route: Route, counts: Counts, rank: int) -> Tensor:
+    """EPHandle.dst_buffer_slot_idx. masters: see layout_by_topk()"""
+    is_in_rank = route.sent.is_token_in_rank.long()
+    of_ranks_before = counts.for_ranks[:rank].sum(0)
+    places = of_ranks_before + is_in_rank.cumsum(0) - is_in_rank  # [n, R]
+    there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
+    found = places.gather(1, masters.clamp(min=0).long())
+    is_none = (masters < 0) | ~there[masters.clamp(min=0).long()]
+    return found.masked_fill(is_none, -1).int()

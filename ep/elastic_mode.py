@@ -1,0 +1,276 @@
+"""The calls of ElasticBuffer over an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import reference
+from .elastic_handle import EPHandle, Way, metadata_of, places_at_ranks
+from .events import EventOverlap
+from .exchange import (
+    Counts,
+    Exchange,
+    Participation,
+    Rows,
+    Sent,
+    Works,
+    check_topk,
+    fields_of,
+    local_experts_of,
+)
+from .expansion import Expansion, aligned
+from .layout import CPU, layout_by_topk
+from .normal_handle import Arrived, counts_of
+
+Tensor = torch.Tensor
+_SCALE_ALIGNMENT = 16  # bytes, of a column of scales
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a dispatch's results, see ElasticBuffer.dispatch()."""
+
+    num_experts: int
+    num_max_tokens_per_rank: int
+    expert_alignment: int
+    num_sms: int
+    do_handle_copy: bool
+    do_cpu_sync: bool
+    do_expand: bool
+
+
+@dataclass(frozen=True)
+class Received:
+    rows: Rows
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    handle: EPHandle
+
+
+def dispatch(
+    exchange: Exchange,
+    x: Rows,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    form: Form,
+    are_scales_by_column: bool,
+    who: Participation,
+) -> Received:
+    size, rank, most = exchange.runtime.size, exchange.runtime.rank, form.num_max_tokens_per_rank
+    fields = fields_of(x)
+    home, num_parts = fields[0].device, len(fields)
+    check_topk(topk_idx, topk_weights, len(fields[0]))
+    chosen = topk_idx.to(CPU).long()
+    if bool((chosen >= form.num_experts).any()):
+        raise ValueError(f"topk_idx names expert {int(chosen.max())} of {form.num_experts}")
+    owners = torch.tensor(
+        reference.default_owners(form.num_experts, size), dtype=torch.int64, device=CPU
+    )
+    is_in_rank, token_ranks, masters = layout_by_topk(chosen, owners, size)
+    per_expert = torch.bincount(chosen[chosen >= 0], minlength=form.num_experts)
+    fields += [topk_idx] if topk_weights is None else [topk_idx, topk_weights]
+
+    def refuse(counts: Counts) -> str:
+        found = int(counts.tokens.max())
+        return f"a rank has {found} tokens, num_max_tokens_per_rank is {most}" * (found > most)
+
+    arrived, counts = exchange.dispatch(
+        Sent(fields, is_in_rank, token_ranks, per_expert),
+        who,
+        agreed=[most],
+        weights=topk_idx.size(1),
+        refuse=refuse,
+    )
+    local = local_experts_of(arrived.fields[num_parts], owners, rank)
+    num_local = int((owners == rank).sum())
+    expansion = Expansion(local, num_local, form.expert_alignment) if form.do_expand else None
+    way = Way(arrived.route, local, expansion, arrived.sources.long())
+    slots = places_at_ranks(masters, arrived.route, counts, rank)
+    handle = _handle(arrived, way, num_local, topk_idx, slots, form)
+    weights = arrived.fields[-1] if topk_weights is not None else None
+    return _received(x, arrived.fields[:num_parts], weights, handle, are_scales_by_column, home)
+
+
+def dispatch_again(
+    exchange: Exchange,
+    x: Rows,
+    topk_weights: Tensor | None,
+    handle: EPHandle,
+    are_scales_by_column: bool,
+    who: Participation,
+) -> Received:
+    """Rows in the places of the handle's dispatch; zeros from ranks that have gone since."""
+    route, fields = way_of(exchange, handle).route, fields_of(x)
+    home, num_parts = fields[0].device, len(fields)
+    if topk_weights is not None:
+        check_topk(handle.topk_idx, topk_weights, len(fields[0]))
+        fields.append(topk_weights)
+    received = exchange.dispatch_again(fields, route, who).as_of(route)
+    weights = received[-1] if topk_weights is not None else None
+    return _received(x, received[:num_parts], weights, handle, are_scales_by_column, home)
+
+
+def combine(
+    exchange: Exchange,
+    x: Tensor,
+    handle: EPHandle,
+    topk_weights: Tensor | None,
+    biases: Sequence[Tensor],
+    adds_at_experts: bool,
+    who: Participation,
+    async_finish: bool,
+) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    """adds_at_experts: ElasticBuffer's allow_multiple_reduction"""
+    way, home = way_of(exchange, handle), x.device
+    expansion = way.expansion
+    if expansion is not None:
+        if len(x) < expansion.num_rows:
+            raise ValueError(f"x has {len(x)} rows, the dispatch made {expansion.num_rows}")
+        if not adds_at_experts:
+            if topk_weights is not None:
+                raise ValueError(
+                    "the combine of an expanded dispatch takes topk_weights only with "
+                    "allow_multiple_reduction"
+                )
+            return _combine_by_choice(exchange, x, handle, biases, who, async_finish)
+        x = expansion.fold(x.to(CPU)).to(home)
+        if topk_weights is not None:
+            topk_weights = expansion.fold_weights(topk_weights.to(CPU)).to(home)
+    return exchange.combine(x, way.route, topk_weights, biases, who, async_finish)
+
+
+def way_of(exchange: Exchange, handle: Any) -> Way:
+    if not isinstance(handle, EPHandle):
+        raise TypeError(
+            f"rank {exchange.runtime.rank}: handle must be the EPHandle that dispatch returned, "
+            f"not {type(handle).__name__}"
+        )
+    exchange.check_route(handle.way.route)
+    return handle.way
+
+
+def _handle(
+    arrived: Arrived, way: Way, num_local: int, topk_idx: Tensor, slots: Tensor, form: Form
+) -> EPHandle:
+    most, align = form.num_max_tokens_per_rank, form.expert_alignment
+    counts = torch.bincount(way.local[way.local >= 0].long(), minlength=num_local)
+    room = -(-counts // align) * align
+    num_rows, num_expanded, ends = arrived.route.num_rows, 0, room.cumsum(0)
+    if way.expansion is not None:
+        ends, num_expanded = way.expansion.ends, way.expansion.num_rows
+    if not form.do_cpu_sync:
+        num_rows = len(arrived.route.ends) * most
+        if way.expansion is not None:
+            choices = num_rows * min(topk_idx.size(1), num_local)
+            num_expanded = aligned(choices + (align - 1) * num_local, align)
+    home = topk_idx.device
+    return EPHandle(
+        form.do_expand,
+        form.num_experts,
+        align,
+        most,
+        form.num_sms,
+        topk_idx.clone() if form.do_handle_copy else topk_idx,
+        num_rows,
+        num_expanded,
+        room.tolist() if form.do_cpu_sync else [],
+        arrived.route.ends.to(home),
+        ends.int().to(home),
+        counts.int().to(home),
+        metadata_of(arrived, way, most, num_rows).to(home),
+        slots.to(home),
+        way=way,
+    )
+
+
+def _received(
+    x: Rows,
+    fields: Sequence[Tensor],
+    weights: Tensor | None,
+    handle: EPHandle,
+    are_scales_by_column: bool,
+    home: torch.device,
+) -> Received:
+    """The fields and the weights of the received tokens, in the form of the handle's dispatch."""
+    local, expansion = handle.way.local, handle.way.expansion
+    shown_topk: Tensor | None = None
+    if expansion is not None:
+        count = handle.num_expanded_tokens
+        fields = [expansion.expand(one, count) for one in fields]
+        if weights is not None:
+            weights = expansion.expand_weights(weights, count)
+    else:
+        count = handle.num_recv_tokens
+        fields = [_longer(one, count) for one in fields]
+        shown_topk = _longer(local, count, -1).to(home)
+        if weights is not None:
+            weights = _longer(weights.masked_fill(local < 0, 0), count, 0)
+    rows: Rows = fields[0].to(home)
+    if isinstance(x, tuple):
+        scales = _by_column(fields[1]) if are_scales_by_column else fields[1]
+        rows = fields[0].to(home), scales.to(home)
+    return Received(rows, shown_topk, None if weights is None else weights.to(home), handle)
+
+
+def _combine_by_choice(
+    exchange: Exchange,
+    x: Tensor,
+    handle: EPHandle,
+    biases: Sequence[Tensor],
+    who: Participation,
+    async_finish: bool,
+) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    """Each expert's row goes to the rank of its token, which adds all of them in the order of
+    top-k."""
+    route, expansion, home = handle.way.route, handle.way.expansion, x.device
+    assert expansion is not None
+    size, topk = len(route.ends), expansion.slots.size(1)
+    rows, places = (expansion.slots >= 0).nonzero(as_tuple=True)
+    sources = torch.repeat_interleave(torch.arange(size, device=CPU), counts_of(route.ends))[rows]
+    choices = handle.way.tokens[rows] * topk + places
+    back, _ = exchange.dispatch(
+        Sent(
+            [x.to(CPU)[expansion.slots[rows, places]], choices.int().unsqueeze(1)],
+            torch.nn.functional.one_hot(sources, size).bool(),
+            sources.int().unsqueeze(1),
+            torch.zeros(0, dtype=torch.int64, device=CPU),
+        ),
+        who,
+    )
+    returned, numbers = back.fields[0], back.fields[1].flatten().long()
+    row_of = torch.full((route.tokens * topk,), -1, dtype=torch.int64, device=CPU)
+    row_of[numbers] = torch.arange(len(numbers), device=CPU)
+    row_of = row_of.view(route.tokens, topk)
+    sums = torch.zeros((route.tokens, route.hidden), dtype=torch.float32, device=CPU)
+    for bias in biases:
+        sums += bias.to(CPU).float()
+    for found in row_of.t():
+        here = (found >= 0).nonzero().flatten()
+        sums[here] += returned[found[here]].float()
+    chosen = handle.topk_idx.to(CPU)
+    missing = ((chosen >= 0) & (row_of < 0)).any(dim=1).to(home)
+    event = exchange.ended("combine", Works([], [], who), missing, async_finish)
+    return sums.bfloat16().to(home), None, event
+
+
+def _longer(rows: Tensor, count: int, filler: int | None = None) -> Tensor:
+    """The rows, and further ones up to `count`: not written, or filled."""
+    if len(rows) == count:
+        return rows
+    sizes = (count, *rows.shape[1:])
+    whole = rows.new_empty(sizes) if filler is None else rows.new_full(sizes, filler)
+    whole[: len(rows)] = rows
+    return whole
+
+
+def _by_column(scales: Tensor) -> Tensor:
+    """The same values, column by column. Columns begin at multiples of 16 bytes."""
+    count, columns = scales.shape
+    step = aligned(count, _SCALE_ALIGNMENT // scales.dtype.itemsize)
+    whole = scales.new_empty((columns, step))
+    whole[:, :count] = scales.t()
+    return whole[:, :count].t()

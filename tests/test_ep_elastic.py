@@ -1,0 +1,460 @@
+"""ElasticBuffer, bit by bit against mooncake.ep.reference, and losses between its steps."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import ep_crew
+import harness
+import hosts
+import pytest
+import torch
+import torch.distributed as dist
+from harness import raised
+
+from mooncake.ep import ElasticBuffer, EPHandle, reference
+from mooncake_backend import extension
+
+SIZE, HIDDEN, TOPK, MOST = 4, 256, 3, 96
+AMPLE, LITTLE = 4 << 20, 2 << 20  # LITTLE takes large calls in pieces
+
+
+class Form(NamedTuple):
+    expand: bool
+    sync: bool
+    alignment: int
+    fp8: bool
+
+    def arguments(self, experts: int) -> dict[str, Any]:
+        return {
+            "num_experts": experts,
+            "num_max_tokens_per_rank": MOST,
+            "expert_alignment": self.alignment,
+            "do_expand": self.expand,
+            "do_cpu_sync": self.sync,
+        }
+
+
+FORMS = [Form(*one) for one in itertools.product((False, True), (True, False), (1, 16), (False,))]
+FORMS += [Form(False, True, 1, True), Form(True, True, 16, True), Form(True, False, 1, True)]
+
+
+def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = torch.rand(3, len(x), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    return x.to(torch.float8_e4m3fn), scales.t().to(x.device)
+
+
+def local_of(chosen: torch.Tensor, mine: list[int]) -> list[int]:
+    return [mine.index(one) if one in mine else -1 for one in chosen.tolist()]
+
+
+class Expected:
+    """What a rank receives."""
+
+    def __init__(self, rank: int, given: Any, experts: int, active: Any = None) -> None:
+        self.rank, self.size, self.given = rank, len(given), ep_crew.on_cpu(given)
+        self.active = range(self.size) if active is None else active
+        self.chosen = [one.topk_idx for one in self.given]
+        self.owners = reference.default_owners(experts, self.size)
+        self.rows = reference.normal_rows(self.chosen, self.owners, rank, self.active)
+        self.mine = reference.local_experts(self.owners, rank)
+        self.local = [
+            local_of(self.chosen[source][token], self.mine) for source, token in self.rows
+        ]
+
+    def of(self, what: Any) -> list[torch.Tensor]:
+        return [what(self.given[source])[token] for source, token in self.rows]
+
+
+def check_dispatch(found: Any, form: Form, expected: Expected) -> None:
+    recv_x, recv_idx, recv_weights, handle, _ = found
+    rows, rank, size = expected.rows, expected.rank, expected.size
+    count = len(rows) if form.sync else size * MOST
+    counts = [sum(one.count(e) for one in expected.local) for e in range(len(expected.mine))]
+    room = [-(-one // form.alignment) * form.alignment for one in counts]
+    assert (handle.do_expand, handle.expert_alignment) == (form.expand, form.alignment)
+    assert handle.num_recv_tokens == count
+    assert handle.num_recv_tokens_per_expert_list == (room if form.sync else [])
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
+    ends = [sum(source <= r for source, _ in rows) for r in range(size)]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == ends
+    metadata = handle.recv_src_metadata.cpu()
+    assert (metadata.dtype, tuple(metadata.shape)) == (torch.int32, (count, TOPK + 2))
+    metadata = metadata[: len(rows)]
+    assert metadata[:, 0].tolist() == [source * MOST + token for source, token in rows]
+    for (source, _), local, row in zip(rows, expected.local, metadata[:, 1].tolist(), strict=True):
+        assert row == source * TOPK + max(p for p, one in enumerate(local) if one >= 0)
+    fields = {"x": recv_x}
+    parts = {"x": expected.of(lambda one: one.x)}
+    if form.fp8:
+        fields = dict(zip(("x", "scales"), recv_x, strict=True))
+        parts["x"] = expected.of(lambda one: cast(one.x)[0].float())
+        parts["scales"] = expected.of(lambda one: cast(one.x)[1])
+    assert ep_crew.are_at_home(recv_weights, *fields.values())
+    weights = expected.of(lambda one: one.weights)
+    if not form.expand:
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == list(itertools.accumulate(room))
+        assert tuple(recv_idx.shape) == tuple(recv_weights.shape) == (count, TOPK)
+        assert recv_idx[: len(rows)].tolist() == expected.local
+        assert (recv_idx[len(rows) :] == -1).all()
+        for row, local in enumerate(expected.local):
+            here = torch.tensor(local, device="cpu") >= 0
+            assert torch.equal(recv_weights[row].cpu(), weights[row].masked_fill(~here, 0))
+        for name, rows_of in parts.items():
+            assert len(fields[name]) == count
+            got = fields[name][: len(rows)].cpu()
+            if rows_of:
+                assert torch.equal(got.float(), torch.stack(rows_of).float()), name
+        return
+    assert recv_idx is None
+    slots, ends = reference.expanded_rows(
+        expected.chosen, expected.owners, rank, expected.active, form.alignment
+    )
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+    assert metadata[:, 2:].tolist() == slots
+    total = sum(room)
+    if not form.sync:
+        worst = size * MOST * min(TOPK, len(counts)) + (form.alignment - 1) * len(counts)
+        total = -(-worst // form.alignment) * form.alignment
+    assert tuple(recv_weights.shape) == (total,)
+    used = set()
+    for row, of_choices in enumerate(slots):
+        for place, slot in enumerate(of_choices):
+            if slot < 0:
+                continue
+            used.add(slot)
+            assert recv_weights[slot].item() == weights[row][place].item()
+            for name, rows_of in parts.items():
+                assert torch.equal(fields[name][slot].cpu().float(), rows_of[row].float()), name
+    gaps = sorted(set(range(sum(room))) - used)
+    assert not recv_weights.cpu()[gaps].any()
+    for field in fields.values():
+        assert len(field) == total
+        assert not field[: sum(room)].cpu().float()[gaps].any()
+
+
+def answers_of(given: Any, experts: int, expand: bool, active: Any = None) -> list[torch.Tensor]:
+    """The answers of each rank to its rows, with `expand` one for each choice."""
+    made = []
+    for rank in range(len(given)):
+        there = active if active is None or rank in active else None
+        expected = Expected(rank, given, experts, there)
+        rows = [one * (rank + 2) for one in expected.of(lambda one: one.x)]
+        if expand:
+            rows = [torch.stack([row * (place + 3) for place in range(TOPK)]) for row in rows]
+        shape = (0, TOPK, HIDDEN) if expand else (0, HIDDEN)
+        empty = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+        made.append(torch.stack(rows) if rows else empty)
+    return made
+
+
+def given_to_combine(answers: torch.Tensor, handle: EPHandle) -> torch.Tensor:
+    """The answers in the places of the received rows; other rows are NaN."""
+    count = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
+    x = torch.full((count, HIDDEN), float("nan"), dtype=torch.bfloat16, device="cpu")
+    if handle.do_expand:
+        slots = handle.recv_src_metadata[: len(answers), 2:].cpu()
+        x[slots[slots >= 0].long()] = answers[slots >= 0]
+    else:
+        x[: len(answers)] = answers
+    return x.to(torch.get_default_device())
+
+
+def check_combine(
+    buffer: ElasticBuffer, combined: Any, answers: Any, expected: Expected, **how: Any
+) -> None:
+    with torch.device("cpu"):
+        sums, missing = reference.elastic_combine(
+            expected.rank, answers, expected.chosen, expected.owners, **how
+        )
+    assert ep_crew.are_at_home(combined[0])
+    assert torch.equal(buffer.missing_contributions.cpu(), missing)
+    assert torch.equal(combined[0].cpu(), sums)
+
+
+def round_trip(me: harness.Rank, counts: Any, experts: int, num_bytes: int, once: bool) -> None:
+    buffer = ElasticBuffer(dist.group.WORLD, num_bytes, allow_multiple_reduction=not once)
+    assert buffer.get_logical_domain_size() == (1, SIZE)
+    for number, form in enumerate(FORMS):
+        given = ep_crew.inputs(number, counts, HIDDEN, TOPK, experts)
+        mine, expected = given[me.rank], Expected(me.rank, given, experts)
+        x = cast(mine.x) if form.fp8 else mine.x
+        is_async = number % 2 == 1
+        stats = torch.ones(len(expected.mine), dtype=torch.int32)
+        found = buffer.dispatch(
+            x, mine.topk_idx, mine.weights, stats, **form.arguments(experts),
+            previous_event=buffer.capture(), allocate_on_comm_stream=True,
+            async_with_compute_stream=is_async, use_tma_aligned_col_major_sf=True,
+        )  # fmt: skip
+        assert (found[4].event is not None) == is_async
+        found[4].current_stream_wait()
+        check_dispatch(found, form, expected)
+        handle = found[3]
+        received = handle.num_unaligned_recv_tokens_per_expert
+        assert torch.equal(stats, received + 1)
+        if form.fp8:
+            assert found[0][1].stride(0) == 1 or len(found[0][1]) < 2
+        all_answers = answers_of(given, experts, form.expand)
+        rows = given_to_combine(all_answers[me.rank], handle)
+        mine_on_cpu = expected.given[me.rank]
+        biases = [(), (mine.x.flip(0),), (mine.x.flip(0), mine.x * 3)][number % 3]
+        bias = biases if len(biases) == 2 else biases[0] if biases else None
+        weights = found[2] if not (form.expand and once) else None
+        combined = buffer.combine(rows, handle, weights, bias, async_with_compute_stream=is_async)
+        combined[2].current_stream_wait()
+        check_combine(
+            buffer, combined, all_answers, expected,
+            biases=[one.cpu() for one in biases], rounds_once=once,
+        )  # fmt: skip
+        if weights is not None:
+            sent = mine_on_cpu.weights.masked_fill(mine_on_cpu.topk_idx < 0, 0)
+            assert torch.equal(combined[1].cpu(), sent)
+        # The same way again.
+        again = buffer.dispatch(
+            x, topk_weights=mine.weights, handle=handle, do_expand=form.expand,
+            do_zero_padding=form.expand,
+        )  # fmt: skip
+        assert again[3] is handle
+        check_dispatch(again, form, expected)
+        bare = buffer.dispatch(x, handle=handle, do_expand=form.expand)
+        assert bare[2] is None
+    buffer.barrier()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("num_bytes", [AMPLE, LITTLE])
+@pytest.mark.parametrize("layout", ["shm", "tcp", "hosts", "device"])
+def test_round_trips_are_bit_exact(layout, num_bytes, once, crews):
+    ranks = crews.get(layout, SIZE)
+    ranks.call(round_trip, [40, 0, 33, 61], 8, num_bytes, once)
+    ranks.call(round_trip, [17, 80, 1, 96], 9, num_bytes, once)
+
+
+def domains_on_rank(me: harness.Rank, expected: Any) -> None:
+    buffer = ElasticBuffer(dist.group.WORLD, LITTLE)
+    assert buffer.get_physical_domain_size() == expected
+    assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_hosts", "expected"), [([2, 2], (2, 2)), ([3, 1], (4, 1)), ([2, 1, 1], (4, 1))]
+)
+def test_round_trips_over_hosts(ranks_of_hosts, expected):
+    if why := hosts.why_not():
+        pytest.skip(why)
+    with hosts.Hosts(len(ranks_of_hosts)) as made:
+        where = [
+            host.namespace
+            for host, count in zip(made.hosts, ranks_of_hosts, strict=True)
+            for _ in range(count)
+        ]
+        with harness.Crew(SIZE, namespaces=where) as ranks:
+            ranks.call(domains_on_rank, expected)
+            ranks.call(round_trip, [40, 0, 33, 61], 9, AMPLE, False)
+            ranks.call(round_trip, [40, 90, 33, 61], 8, LITTLE, True)
+
+
+def handle_on_rank(me: harness.Rank) -> None:
+    """do_handle_copy, and the places at other ranks."""
+    experts, buffer = 8, ElasticBuffer(dist.group.WORLD, LITTLE, num_max_tokens_per_rank=MOST)
+    given = ep_crew.inputs(3, [20, 31, 1, 44], HIDDEN, TOPK, experts)
+    mine = given[me.rank]
+    owners = reference.default_owners(experts, SIZE)
+    for copies in (True, False):
+        *_, handle, _ = buffer.dispatch(
+            mine.x, mine.topk_idx, num_experts=experts, do_handle_copy=copies
+        )
+        assert (handle.topk_idx.data_ptr() != mine.topk_idx.data_ptr()) == copies
+        assert torch.equal(handle.topk_idx, mine.topk_idx)
+        chosen = [one.topk_idx for one in given]
+        rows = [reference.normal_rows(chosen, owners, rank, range(SIZE)) for rank in range(SIZE)]
+        for token, experts_of_token in enumerate(mine.topk_idx.tolist()):
+            ranks = [owners[one] if one >= 0 else -1 for one in experts_of_token]
+            for place, rank in enumerate(ranks):
+                is_master = rank >= 0 and rank not in ranks[place + 1 :]
+                expected = rows[rank].index((me.rank, token)) if is_master else -1
+                assert handle.dst_buffer_slot_idx[token, place] == expected
+
+
+def test_handles(crews):
+    crews.get("shm", SIZE).call(handle_on_rank)
+
+
+def errors_on_rank(me: harness.Rank) -> None:
+    experts = 8
+    make = ElasticBuffer
+    buffer = make(dist.group.WORLD, LITTLE, num_max_tokens_per_rank=MOST)
+    once = make(dist.group.WORLD, LITTLE, allow_multiple_reduction=False)
+    mine = ep_crew.inputs(4, [6] * SIZE, HIDDEN, TOPK, experts)[me.rank]
+    call = {"topk_idx": mine.topk_idx, "topk_weights": mine.weights, "num_experts": experts}
+    recv_x, _, weights, handle, _ = buffer.dispatch(mine.x, **call, do_expand=True)
+    *_, other, _ = once.dispatch(mine.x, **call, num_max_tokens_per_rank=MOST, do_expand=True)
+    few = {**call, "num_max_tokens_per_rank": 5}
+    differing = {**call, "num_max_tokens_per_rank": 90 + me.rank}
+    empty = torch.zeros(0, HIDDEN).bfloat16()
+    for function, kind, text in [
+        (lambda: make(dist.group.WORLD), "ValueError", "give num_bytes, or"),
+        (lambda: make(dist.group.WORLD, 128), "ValueError", "multiple of 2097152"),
+        (lambda: make(dist.group.WORLD, num_cpu_bytes=1), "NotImplementedError", "Engram"),
+        (lambda: buffer.engram_fetch(weights), "NotImplementedError", "engram_fetch"),
+        (lambda: buffer.pp_send(weights, 1), "NotImplementedError", "pp_send"),
+        (lambda: buffer.all_gather(weights), "NotImplementedError", "all_gather"),
+        (lambda: buffer.dispatch(mine.x), "ValueError", "needs a handle, or topk_idx"),
+        (lambda: once.dispatch(mine.x, **call), "ValueError", "num_max_tokens_per_rank"),
+        (lambda: buffer.dispatch(mine.x, **few), "ValueError", "a rank has 6 tokens"),
+        (lambda: buffer.dispatch(mine.x, **differing), "ValueError", "different settings: [[90]"),
+        (lambda: buffer.dispatch(mine.x, **{**call, "num_experts": 3}), "ValueError", "of 3"),
+        (lambda: buffer.dispatch(mine.x, **call, do_zero_padding=True), "ValueError", "do_expand"),
+        (lambda: buffer.dispatch(mine.x, handle=handle), "ValueError", "do_expand is False"),
+        (
+            lambda: buffer.dispatch(mine.x, handle=handle, do_expand=True, num_experts=9),
+            "ValueError", "num_experts is 9",
+        ),
+        (lambda: buffer.dispatch(mine.x, mine.topk_idx, handle=handle), "ValueError", "its own"),
+        (
+            lambda: buffer.dispatch(mine.x[1:], handle=handle, do_expand=True),
+            "ValueError", "the handle's dispatch were 6",
+        ),
+        (lambda: buffer.dispatch(mine.x, handle=(1,)), "TypeError", "EPHandle"),
+        (lambda: buffer.combine(recv_x, other), "ValueError", "another buffer"),
+        (lambda: buffer.combine(empty, handle), "ValueError", "the dispatch made"),
+        (lambda: once.combine(recv_x, other, weights), "ValueError", "allow_multiple_reduction"),
+        (lambda: buffer.get_theoretical_num_sms(8, 2, 1), "ValueError", "num_scaleout_topk"),
+    ]:  # fmt: skip
+        found, message = raised(function)
+        assert (found, text in message) == (kind, True), (text, message)
+    # Nothing of it is left.
+    buffer.combine(recv_x, handle, weights)
+    assert not buffer.missing_contributions.any()
+
+
+def test_errors_send_nothing(crews):
+    crews.get("shm", SIZE).call(errors_on_rank)
+
+
+# ---- ranks that die, are late or are masked
+
+
+def survivors_on_rank(
+    me: harness.Rank, victim: int, where: str, num_bytes: int, form: Form, once: bool
+) -> tuple[int, ...]:
+    experts, counts = 9, [40, 70, 33, 61]
+    buffer = ElasticBuffer(dist.group.WORLD, num_bytes, allow_multiple_reduction=not once)
+    given = ep_crew.inputs(7, counts, HIDDEN, TOPK, experts)
+    mine, everybody = given[me.rank], range(SIZE)
+    left = [rank for rank in everybody if rank != victim]
+
+    def dispatch() -> Any:
+        return buffer.dispatch(mine.x, mine.topk_idx, mine.weights, **form.arguments(experts))
+
+    def dies(place: str) -> None:
+        if (me.rank, where) == (victim, place):
+            signal.raise_signal(signal.SIGKILL)
+
+    before = dispatch()
+    check_dispatch(before, form, Expected(me.rank, given, experts))
+    me.board.set(f"ready-{me.rank}")
+    me.board.wait_all("ready", everybody)
+    if where == "take" and me.rank == victim:
+        extension.load().arm_failpoint("ep-take", 1, False)
+    dies("dispatch")
+    found, active = before, tuple(everybody)
+    if where in ("dispatch", "take"):
+        found = dispatch()
+        # If it dies after it has given its rows, they may still count.
+        there = found[3].way.route.participants
+        active = tuple(rank for rank in everybody if there[rank])
+        assert set(active) >= set(left)
+        check_dispatch(found, form, Expected(me.rank, given, experts, active))
+    dies("combine")
+    answers = answers_of(given, experts, form.expand, active)
+    expected = Expected(me.rank, given, experts, active)
+    combined = buffer.combine(given_to_combine(answers[me.rank], found[3]), found[3])
+    how = {"still_active": left, "rounds_once": once}
+    check_combine(buffer, combined, answers, expected, active=active, **how)
+    # A handle from before the loss works among the ranks that are left.
+    again = buffer.dispatch(
+        mine.x, topk_weights=mine.weights, handle=before[3], do_expand=form.expand
+    )
+    lost = [
+        SimpleNamespace(
+            x=one.x * (rank != victim),
+            topk_idx=one.topk_idx,
+            weights=one.weights * (rank != victim),
+        )
+        for rank, one in enumerate(given)
+    ]
+    check_dispatch(again, form, Expected(me.rank, lost, experts))
+    answers = answers_of(given, experts, form.expand)
+    ranks = torch.ones(SIZE, dtype=torch.int32)
+    rows = given_to_combine(answers[me.rank], before[3])
+    combined = buffer.combine(rows, before[3], active_ranks=ranks)
+    assert ranks.tolist() == [int(rank in left) for rank in everybody]
+    check_combine(buffer, combined, answers, Expected(me.rank, given, experts), **how)
+    return active
+
+
+@pytest.mark.parametrize(
+    ("form", "once"),
+    [(Form(False, True, 1, False), False), (Form(True, False, 16, False), False),
+     (Form(True, True, 1, False), True)],
+    ids=["compact", "expanded", "once"],
+)  # fmt: skip
+@pytest.mark.parametrize("num_bytes", [AMPLE, LITTLE])
+@pytest.mark.parametrize("where", ["dispatch", "take", "combine"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_agree(victim, where, num_bytes, form, once):
+    with harness.starting(SIZE, survivors_on_rank, victim, where, num_bytes, form, once) as ranks:
+        results = ranks.results(dead=[victim])
+    assert len({result for rank, result in enumerate(results) if rank != victim}) == 1
+
+
+def absent_on_rank(me: harness.Rank, name: str, absent: int, late: bool, once: bool) -> None:
+    """A rank is masked by rank 0, or late for a call with a timeout. Then it takes part again."""
+    experts, counts = 9, [40, 70, 33, 61]
+    buffer = ElasticBuffer(dist.group.WORLD, AMPLE, allow_multiple_reduction=not once)
+    given = ep_crew.inputs(8, counts, HIDDEN, TOPK, experts)
+    mine, left = given[me.rank], [rank for rank in range(SIZE) if rank != absent]
+    form = Form(once, True, 1, False)
+    topk = (mine.topk_idx, mine.weights)
+    mask = torch.ones(SIZE, dtype=torch.int32)
+    how: dict[str, Any] = {"active_ranks": mask}
+    if late:
+        how["timeout_us"] = 50_000
+    elif me.rank == 0:
+        mask[absent] = 0
+    if late and me.rank == absent:
+        me.board.wait_all(f"{name}-done", left)
+    found = buffer.dispatch(mine.x, *topk, **form.arguments(experts), **how)
+    handle, missing_all = found[3], (mine.topk_idx >= 0).any(dim=1)
+    answers = answers_of(given, experts, form.expand, left)
+    expected = Expected(me.rank, given, experts, left)
+    if me.rank == absent:
+        assert handle.num_recv_tokens == 0
+        combined = buffer.combine(found[0], handle, **how)
+        assert torch.equal(buffer.missing_contributions, missing_all)
+        assert not combined[0].any()
+    else:
+        assert mask.tolist() == [int(rank in left) for rank in range(SIZE)]
+        check_dispatch(found, form, expected)
+        rows = given_to_combine(answers[me.rank], handle)
+        combined = buffer.combine(rows, handle, **how)
+        check_combine(
+            buffer, combined, answers, expected, active=left, still_active=left, rounds_once=once
+        )
+    me.board.set(f"{name}-done-{me.rank}")
+    found = buffer.dispatch(mine.x, *topk, **form.arguments(experts))
+    check_dispatch(found, form, Expected(me.rank, given, experts))
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("absent", [0, 3])
+def test_absent_ranks(absent, late, once, crews):
+    if late or absent:  # rank 0 does not mask itself
+        name = f"elastic-{absent}-{late}-{once}"
+        crews.get("shm", SIZE).call(absent_on_rank, name, absent, late, once)
