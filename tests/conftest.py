@@ -44,6 +44,7 @@ LONGER = [
     "ecosystem",
     "ep_deepep",
     "ep_docs",
+    "ep_elastic",
     "ep_failures",
     "ep_normal",
     "ep_slow_link",

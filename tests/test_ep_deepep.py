@@ -6,13 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 
 import harness
 import pytest
 import torch
 
 from mooncake.ep import Buffer, Config, EventHandle, EventOverlap, fp8
-from mooncake.ep.on_path.deep_ep.utils import math, testing
+from mooncake.ep.on_path.deep_ep.utils import gate, math, semantic, testing
 from mooncake_backend import extension
 
 IMPORTS = """
@@ -79,6 +80,53 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(loop, args=(int(sys.argv[1]),), nprocs=int(sys.argv[1]))
 """
 
+ELASTIC = """
+import sys, torch, torch.distributed as dist, deep_ep
+from deep_ep.utils import gate, refs
+from deep_ep.utils.envs import dist_print, init_dist, init_seed, get_global_seed, get_local_seed
+from deep_ep.utils.math import align
+
+def loop(local_rank, num_local_ranks):
+    rank, num_ranks, group = init_dist(local_rank, num_local_ranks, seed=3)
+    assert (get_global_seed(), get_local_seed()) == (3, 3 + rank)
+    tokens, most, hidden, topk, experts = 20 + rank, 30, 256, 4, 8 * num_ranks
+    for once in (False, True):
+        buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=most, hidden=hidden,
+                                       num_topk=topk, allow_multiple_reduction=not once)
+        scores = gate.get_unbalanced_scores(tokens, experts, num_ranks, topk, 1.5, once)
+        weights, topk_idx = scores.topk(topk, dim=1)
+        x, bias = torch.randn(2, tokens, hidden).unbind()
+        ref_x, ref_idx, ref_weights, ref_sources, ref_counts = refs.dispatch(
+            x, topk_idx, weights, most, experts)
+        recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(
+            x, topk_idx, weights, num_experts=experts)
+        assert torch.equal(recv_x, ref_x) and torch.equal(recv_idx, ref_idx)
+        assert torch.equal(recv_weights, ref_weights.masked_fill(ref_idx < 0, 0))
+        assert torch.equal(handle.recv_src_metadata[:, 0], ref_sources)
+        ends = handle.psum_num_recv_tokens_per_scaleup_rank
+        assert torch.equal(ends, ref_counts.cumsum(0))
+        _, _, recv_weights, handle, _ = buffer.dispatch(
+            x, topk_idx, weights, num_experts=experts, do_expand=True, expert_alignment=4)
+        y = refs.generate_pre_combine_data(ref_sources, most, topk, hidden)
+        assert 0 < y.float().std()
+        slots = handle.recv_src_metadata[:, 2:]
+        rows = torch.zeros(handle.num_expanded_tokens, hidden)
+        rows[slots[slots >= 0]] = y[slots >= 0]
+        combined, _, _ = buffer.combine(rows, handle, bias=bias)
+        own = torch.arange(tokens) + rank * most
+        every = refs.generate_pre_combine_data(own, most, topk, hidden)
+        levels = (False, False) if once else (True, False)
+        expected = refs.combine(every, topk_idx, 1, num_ranks, experts, bias, *levels)
+        assert torch.equal(combined, expected)
+        buffer.destroy()
+    dist_print(f"rank {rank} of {num_ranks} is through")
+    dist_print("once", once_in_node=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(loop, args=(int(sys.argv[1]),), nprocs=int(sys.argv[1]))
+"""
+
 
 def run(folder, *arguments, **environment):
     return subprocess.run(
@@ -97,6 +145,7 @@ def folder(tmp_path):
     home.mkdir()
     (home / "imports.py").write_text(IMPORTS)
     (home / "spawns.py").write_text(SPAWNS)
+    (home / "elastic.py").write_text(ELASTIC)
     (home / "helper_of_program.py").write_text("here = 'with its neighbours'\n")
     return tmp_path
 
@@ -133,7 +182,8 @@ def test_nothing_is_installed_as_deep_ep(tmp_path):
     assert done.stdout == "None\n", done.stderr
 
 
-def test_ranks_that_the_program_spawns(folder):
+@pytest.mark.parametrize(("program", "more"), [("spawns", []), ("elastic", ["once"])])
+def test_ranks_that_the_program_spawns(folder, program, more):
     if not hasattr(extension.load(), "EpBuffer"):
         pytest.skip("the extension has no EpBuffer")
     with socket.socket() as free:
@@ -142,15 +192,13 @@ def test_ranks_that_the_program_spawns(folder):
     clean = dict.fromkeys(("WORLD_SIZE", "RANK"))
     environment = {key: value for key, value in os.environ.items() if key not in clean}
     done = subprocess.run(
-        [sys.executable, "-m", "mooncake.ep.deepep", "programs/spawns.py", "3"],
+        [sys.executable, "-m", "mooncake.ep.deepep", f"programs/{program}.py", "3"],
         cwd=folder, env={**environment, "MASTER_PORT": port}, capture_output=True, text=True,
         timeout=harness.DEADLINE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")) == ["", *(f"rank {r} of 3 is through" for r in range(3))]
-
-
-# ---- deep_ep.utils
+    through = [f"rank {r} of 3 is through" for r in range(3)]
+    assert sorted(done.stdout.split()) == sorted(" ".join(more + through).split())
 
 
 def test_calc_diff():
@@ -185,6 +233,42 @@ def test_scales_are_the_least_powers_of_two_that_suffice():
     _, scales = fp8.cast_to_fp8(x)
     expected = x.float().clamp(min=1e-4) / 448
     assert torch.equal(scales, expected)
+
+
+def test_sizes():
+    assert (math.align(9, 4), math.align(8, 4), math.ceil_div(9, 4)) == (12, 8, 3)
+    assert (math.safe_div(0, 0), math.safe_div(3, 2)) == (0, 1.5)
+    with pytest.raises(ZeroDivisionError):
+        math.safe_div(1, 0)
+    pair = (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64))
+    assert math.count_bytes(pair, None, [torch.zeros(5, dtype=torch.uint8)]) == 24 + 16 + 5
+
+
+@pytest.mark.parametrize(("ratio", "precise"), [(1.0, False), (3.0, False), (3.0, True)])
+def test_unbalanced_scores(ratio, precise):
+    ranks, per_rank, topk = 4, 8, 2
+    scores = gate.get_unbalanced_scores(4000, ranks * per_rank, ranks, topk, ratio, precise)
+    chosen = scores.topk(topk, dim=1).indices // per_rank
+    counts = torch.nn.functional.one_hot(chosen, ranks).amax(1).sum(0).tolist()
+    allowed = 0.01 if precise else 0.15
+    assert abs(counts[0] / (sum(counts[1:]) / 3) / ratio - 1) < allowed, counts
+
+
+def test_a_cache_does_not_keep_its_objects():
+    class Owner:
+        calls = 0
+
+        @semantic.weak_lru(maxsize=None)
+        def double(self, number):
+            self.calls += 1
+            return 2 * number
+
+    owner = Owner()
+    assert [owner.double(3), owner.double(3), owner.double(4), owner.calls] == [6, 6, 8, 2]
+    seen = weakref.ref(owner)
+    del owner
+    assert seen() is None
+    assert (semantic.value_or(None, 3), semantic.value_or(0, 3)) == (3, 0)
 
 
 def test_unique_rows():

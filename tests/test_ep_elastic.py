@@ -16,6 +16,8 @@ import torch.distributed as dist
 from harness import raised
 
 from mooncake.ep import ElasticBuffer, EPHandle, reference
+from mooncake.mooncake_elastic_buffer import ElasticBuffer as MooncakeElasticBuffer
+from mooncake.mooncake_elastic_buffer import EPHandle as MooncakeHandle
 from mooncake_backend import extension
 
 SIZE, HIDDEN, TOPK, MOST = 4, 256, 3, 96
@@ -334,6 +336,44 @@ def errors_on_rank(me: harness.Rank) -> None:
 
 def test_errors_send_nothing(crews):
     crews.get("shm", SIZE).call(errors_on_rank)
+
+
+def mooncake_on_rank(me: harness.Rank) -> None:
+    """Mooncake's class of the same name."""
+    experts = 9
+    buffer = MooncakeElasticBuffer(dist.group.WORLD, AMPLE)
+    assert (buffer.rank_idx, buffer.num_ranks) == (me.rank, SIZE)
+    given = ep_crew.inputs(5, [40, 12, 33, 61], HIDDEN, TOPK, experts)
+    mine, expected = given[me.rank], Expected(me.rank, given, experts)
+    for form in (Form(False, True, 1, False), Form(True, False, 16, False)):
+        found = buffer.dispatch(mine.x, mine.topk_idx, mine.weights, **form.arguments(experts))
+        handle = found[3]
+        assert isinstance(handle, MooncakeHandle)
+        assert handle.native_handle
+        assert found[1][: len(expected.rows)].tolist() == expected.local
+        shown = (found[0], None if form.expand else found[1], *found[2:])
+        check_dispatch(shown, form, expected)
+        answers = answers_of(given, experts, form.expand)
+        combined = buffer.combine(given_to_combine(answers[me.rank], handle), handle, found[2])
+        assert combined[1] is None
+        check_combine(buffer, combined, answers, expected)
+        assert buffer.dispatch(mine.x, handle=handle, do_expand=form.expand)[3] is handle
+    buffer.update_ep_member()
+    for call in (
+        lambda: buffer.dispatch(mine.x, handle=handle, do_expand=True),
+        lambda: buffer.combine(found[0], handle),
+    ):
+        kind, text = raised(call)
+        assert (kind, "obsolete NCCL ElasticBuffer generation" in text) == ("RuntimeError", True)
+    for how in ({"allow_multiple_reduction": False}, {"transport": "nccl"}):
+        kind, _ = raised(lambda how=how: MooncakeElasticBuffer(dist.group.WORLD, AMPLE, **how))
+        assert kind == "NotImplementedError"
+    buffer.barrier()
+    buffer.destroy()
+
+
+def test_mooncakes_class(crews):
+    crews.get("shm", SIZE).call(mooncake_on_rank)
 
 
 # ---- ranks that die, are late or are masked

@@ -396,9 +396,12 @@ for name in ('MooncakeBackendOptions set_device_filter set_host_ip get_active_ra
 assert ep.get_ep_buffer_size_hint is Buffer.get_ep_buffer_size_hint
 for name in 'dispatch combine connect update_ep_member get_next_combine_buffer'.split():
     assert callable(getattr(Buffer, name)), name
-for name in 'Buffer Config ElasticBuffer EventHandle EventOverlap'.split():
+for name in 'Buffer Config ElasticBuffer EPHandle EventHandle EventOverlap'.split():
     assert callable(getattr(ep, name)), name
 from mooncake.allocator import BarexAllocator, NVLinkAllocator
+from mooncake.mooncake_elastic_buffer import ElasticBuffer, EPHandle, EventOverlap
+for name in 'dispatch combine update_ep_member destroy barrier get_buffer_size_hint'.split():
+    assert callable(getattr(ElasticBuffer, name)), name
 print('fine')
 """,
             tmp_path, cwd=tmp_path,

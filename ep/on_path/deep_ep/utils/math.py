@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mooncake.ep import fp8
@@ -14,6 +16,31 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
     elements so that zeros count."""
     x, y = x.double() + 1, y.double() + 1
     return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
+
+
+def ceil_div(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """The least multiple of y from x on."""
+    return ceil_div(x, y) * y
+
+
+def safe_div(a: float, b: float) -> float:
+    """a / b, and 0 for 0 / 0."""
+    return 0 if a == 0 and b == 0 else a / b
+
+
+def count_bytes(*tensors: Any) -> int:
+    """Of tensors, and of those in tuples and lists; None counts as 0."""
+    total = 0
+    for one in tensors:
+        if isinstance(one, (tuple, list)):
+            total += count_bytes(*one)
+        elif one is not None:
+            total += one.numel() * one.element_size()
+    return total
 
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,8 @@ def bench_kineto(
     trace_path: str | None = None,
     barrier_comm_profiling: bool = False,
     num_kernels_per_period: int = 1,
+    barrier: Callable[[], Any] = dist.barrier,
+    flush_l2: bool = True,
 ) -> Any:
     """Mean times from torch's profiler: a number for each name, or a list if a period has several
     launches. Kernels are the calls of Buffer, and the waits of its hooks."""
@@ -47,7 +49,7 @@ def bench_kineto(
     ) as profiler:
         for _ in range(num_tests):
             if barrier_comm_profiling:
-                dist.barrier()
+                barrier()
             fn()
     if trace_path is not None:
         profiler.export_chrome_trace(trace_path)
