@@ -11,7 +11,7 @@ import torch
 
 from .events import EventOverlap, Operation, profiled
 from .layout import CPU
-from .normal_handle import Arrived, Piece, Route, counts_of
+from .normal_handle import Arrived, Joined, Piece, Route, counts_of
 
 if TYPE_CHECKING:
     from mooncake_backend._C import EpWork
@@ -143,7 +143,9 @@ class Exchange:
                 _on_host(sent.fields),
                 sent,
                 int(counts.tokens.max()),
+                most_rows,
                 weights or _MOST_WEIGHTS,
+                counts.for_ranks[:, rank],
                 participants,
                 who,
                 error,
@@ -164,8 +166,8 @@ class Exchange:
             )
         with profiled("dispatch"):
             return self._send(
-                _on_host(fields), route.sent, route.most_tokens, route.most_weights,
-                route.participants, who,
+                _on_host(fields), route.sent, route.most_tokens, route.most_rows,
+                route.most_weights, counts_of(route.ends), route.participants, who,
             )  # fmt: skip
 
     def _send(
@@ -173,7 +175,9 @@ class Exchange:
         fields: list[Tensor],
         sent: Sent,
         most_tokens: int,
+        most_rows: int,
         weights: int,
+        expected: Tensor,
         participants: Sequence[bool],
         who: Participation,
         error: str = "",
@@ -182,19 +186,25 @@ class Exchange:
         number, and each piece has the same tokens of every rank. A rank that was skipped does not
         know the others' numbers, so there is one piece where ranks may be skipped.
 
+        expected: int64 [R]: the rows that come from each rank if all are left
         error: ends the call on all ranks
         """
         native, tokens, hidden = self.runtime.native, len(fields[0]), fields[0].size(1)
-        room = native.most_tokens(
-            [one.size(1) * one.dtype.itemsize for one in fields], hidden, weights
+        sizes = [one.size(1) * one.dtype.itemsize for one in fields]
+        # Wherever the tokens go: a piece may have more rows than its share.
+        room = native.most_tokens(sizes, hidden, weights, self.runtime.size)
+        fits_at_once = most_tokens <= native.most_tokens(
+            sizes, hidden, weights, max(most_rows, 1) / max(most_tokens, 1)
         )
         if room <= 0:
             raise ValueError(
                 f"rank {self.runtime.rank}: the buffer has {native.num_bytes} bytes, too few for "
                 f"one token of each of {self.runtime.size} ranks: make it larger"
             )
-        count = 1 if who.timeout_us > 0 else max(1, -(-most_tokens // room))
-        step = room if who.timeout_us > 0 else max(1, -(-most_tokens // count))
+        count, step = 1, room
+        if who.timeout_us <= 0:
+            count = 1 if fits_at_once else max(1, -(-most_tokens // room))
+            step = max(1, -(-most_tokens // count))
         if tokens > count * step:
             error = error or (
                 f"rank {self.runtime.rank} has {tokens} tokens. With timeout_us they all go at "
@@ -202,31 +212,39 @@ class Exchange:
             )
             tokens = 0
         there = torch.tensor(participants, dtype=torch.bool, device=CPU)
-        bounds, found = [], []
-        for number in range(count):
-            begin, end = min(number * step, tokens), min((number + 1) * step, tokens)
-            some = [one[begin:end] for one in fields]
-            mask = who.among(there)
-            found.append(
-                native.dispatch_tokens(
-                    some, sent.token_ranks[begin:end], step, hidden, mask, who.timeout_us, error
-                )
-            )
-            bounds.append((begin, end))
-            there = there & torch.tensor(found[-1][3], dtype=torch.bool, device=CPU)
-        who.show(there)
         if count == 1:
-            rows, sources, ends, _, handle = found[0]
-            pieces = [Piece(0, tokens, handle, None)]
+            rows, sources, ends, participants, handle = native.dispatch_tokens(
+                [one[:tokens] for one in fields], sent.token_ranks[:tokens], step, hidden,
+                who.among(there), who.timeout_us, error,
+            )  # fmt: skip
+            assert sources is not None
+            there &= torch.tensor(participants, dtype=torch.bool, device=CPU)
+            pieces = [Piece(0, tokens, handle)]
         else:
-            rows, sources, ends, of_pieces = _joined(found, step, there, self.runtime.rank)
-            handles = [one[4] for one in found]
-            pieces = [
-                Piece(*bound, handle, of_piece)
-                for bound, handle, of_piece in zip(bounds, handles, of_pieces, strict=True)
-            ]
+            expected = expected * (there & there[self.runtime.rank])
+            joined = Joined(native, fields, expected)
+            for number in range(count):
+                begin, end = min(number * step, tokens), min((number + 1) * step, tokens)
+                *_, ends, participants, handle = native.dispatch_tokens(
+                    [one[begin:end] for one in fields], sent.token_ranks[begin:end], step, hidden,
+                    who.among(there), who.timeout_us, error, joined.into, joined.filled.tolist(),
+                    joined.ends.tolist(),
+                )  # fmt: skip
+                joined.add(begin, end, number * step, handle, counts_of(ends))
+                there &= torch.tensor(participants, dtype=torch.bool, device=CPU)
+            rows, sources, ends, pieces = joined.among(there & there[self.runtime.rank])
+        who.show(there)
         route = Route(
-            self, tokens, hidden, most_tokens, weights, ends, sent, there.tolist(), pieces
+            self,
+            tokens,
+            hidden,
+            most_tokens,
+            most_rows,
+            weights,
+            ends,
+            sent,
+            there.tolist(),
+            pieces,
         )
         return Arrived(rows, sources, route)
 
@@ -252,7 +270,7 @@ class Exchange:
         if len(x) < route.num_rows:
             raise ValueError(f"x has {len(x)} rows, the dispatch received {route.num_rows}")
         x, *on_host = _on_host([x, *biases])
-        sums = torch.empty((route.tokens, route.hidden), dtype=torch.bfloat16, device=CPU)
+        sums = self.runtime.native.new_result([route.tokens, route.hidden], x)
         missing = torch.empty(route.tokens, dtype=torch.bool, device=CPU)
         weights = weight_sums = None
         if topk_weights is not None:
@@ -267,16 +285,17 @@ class Exchange:
                 tokens = slice(piece.begin, piece.end)
                 try:
                     work = self.runtime.native.combine_tokens(
-                        piece.of(x, route.num_rows),
+                        piece.of(x[: route.num_rows]),
                         piece.native,
                         sums[tokens],
                         missing[tokens],
-                        None if weights is None else piece.of(weights, route.num_rows),
+                        None if weights is None else piece.of(weights[: route.num_rows]),
                         None if weight_sums is None else weight_sums[tokens],
                         [one[tokens] for one in on_host],
                         mask,
                         who.timeout_us,
                         async_finish and home.type == "cpu",
+                        list(piece.first_rows),
                     )
                     works.append(work)
                 except RuntimeError as failure:
@@ -350,28 +369,3 @@ def _disagreement(agreed: Tensor, there: Tensor) -> str:
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [one.to(CPU).contiguous() for one in tensors]
-
-
-def _joined(
-    found: Sequence[tuple[list[Tensor], Tensor, Tensor, list[bool], object]],
-    step: int,
-    there: Tensor,
-    rank: int,
-) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor]]:
-    """The rows of all pieces in the order of rank and token, without those of ranks that have gone
-    since. Also the places of each piece's rows among them."""
-    size = len(there)
-    ranks, tokens = [], []
-    for number, (_, sources, ends, _, _) in enumerate(found):
-        everybody = torch.arange(size, device=CPU)
-        ranks.append(torch.repeat_interleave(everybody, counts_of(ends)))
-        tokens.append(sources.long() + number * step)
-    all_ranks, all_tokens = torch.cat(ranks), torch.cat(tokens)
-    order = torch.argsort(all_ranks * (len(found) * step) + all_tokens)
-    order = order[there[all_ranks[order]] & there[rank]]
-    places = torch.full((len(all_ranks),), -1, dtype=torch.int64, device=CPU)
-    places[order] = torch.arange(len(order), device=CPU)
-    fields = [torch.cat(parts)[order] for parts in zip(*(one[0] for one in found), strict=True)]
-    ends = torch.bincount(all_ranks[order], minlength=size).cumsum(0).int()
-    lengths = [len(one) for one in ranks]
-    return fields, all_tokens[order].int(), ends, list(places.split(lengths))

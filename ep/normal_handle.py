@@ -11,7 +11,7 @@ import torch
 from .layout import CPU, RANKS_PER_RDMA_RANK
 
 if TYPE_CHECKING:
-    from mooncake_backend._C import EpHandle
+    from mooncake_backend._C import EpBuffer, EpHandle
 
     from .exchange import Counts, Exchange, Sent
 
@@ -20,21 +20,75 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """One native dispatch: the tokens from `begin` to `end` of each rank."""
+    """One native dispatch: the tokens from `begin` to `end` of each rank. Without first_rows and
+    rows it has all rows of the call."""
 
     begin: int
     end: int
     native: EpHandle
-    rows: Tensor | None  # its rows among all, -1: left out since; None: these are all rows
+    first_rows: Sequence[int] = ()  # by rank: where its rows begin among all of the call
+    rows: Tensor | None = None  # its rows among all, -1: of a rank that has gone since
 
-    def of(self, x: Tensor, num_rows: int) -> Tensor:
-        """The piece's rows of x, zeros for those that were left out."""
+    def of(self, x: Tensor) -> Tensor:
+        """What combine_tokens() gets for the piece, of all rows."""
         if self.rows is None:
-            return x[:num_rows]
-        rows = x.new_zeros((len(self.rows), x.size(1)))
+            return x
+        found = x.new_zeros((len(self.rows), x.size(1)))
         are_left = self.rows >= 0
-        rows[are_left] = x[self.rows[are_left]]
-        return rows
+        found[are_left] = x[self.rows[are_left]]
+        return found
+
+
+class Joined:
+    """The rows of a dispatch in pieces, in the order of rank and token.
+
+    expected: int64 [R]: the rows that come from each rank in all pieces
+    """
+
+    def __init__(self, native: EpBuffer, fields: Sequence[Tensor], expected: Tensor) -> None:
+        self.ends = expected.cumsum(0)
+        self._begins = self.ends - expected
+        self.filled = self._begins.clone()  # behind the rows of each rank that are there
+        count = int(self.ends[-1])
+        self.into = [native.new_result([count, one.size(1)], one) for one in fields]
+        self._sources = torch.zeros(count, dtype=torch.int32, device=CPU)
+        self.into.append(self._sources)
+        self._pieces: list[Piece] = []
+        self._counts: list[Tensor] = []
+        self._first_tokens: list[int] = []
+
+    def add(self, begin: int, end: int, first_token: int, native: EpHandle, counts: Tensor) -> None:
+        """The next piece: the tokens from `first_token` on of each rank. counts: int64 [R]"""
+        self._pieces.append(Piece(begin, end, native, self.filled.tolist()))
+        self._counts.append(counts)
+        self._first_tokens.append(first_token)
+        self.filled += counts
+
+    def among(self, there: Tensor) -> tuple[list[Tensor], Tensor, Tensor, list[Piece]]:
+        """Fields, sources, and the ends of each rank's rows, without rows of ranks that have gone
+        since; and the pieces."""
+        counts = torch.stack(self._counts, dim=1)  # [R, pieces]
+        offsets = torch.tensor(self._first_tokens, dtype=torch.int32, device=CPU).repeat(
+            len(counts)
+        )
+        if torch.equal(self.filled, self.ends) and bool(there[counts.sum(1) > 0].all()):
+            self._sources += torch.repeat_interleave(offsets, counts.flatten())
+            return self.into[:-1], self._sources, self.ends.int(), self._pieces
+        ranks = torch.repeat_interleave(
+            torch.arange(len(there), device=CPU), self.ends - self._begins
+        )
+        keep = there[ranks].nonzero().flatten()
+        places = torch.full((len(ranks),), -1, dtype=torch.int64, device=CPU)
+        places[keep] = torch.arange(len(keep), device=CPU)
+        left = counts * there.unsqueeze(1)
+        sources = self._sources[keep] + torch.repeat_interleave(offsets, left.flatten())
+        pieces = []
+        for piece, of_ranks in zip(self._pieces, self._counts, strict=True):
+            first = torch.tensor(piece.first_rows, dtype=torch.int64, device=CPU)
+            steps = torch.arange(int(of_ranks.sum()), device=CPU)
+            begins = torch.repeat_interleave(first - of_ranks.cumsum(0) + of_ranks, of_ranks)
+            pieces.append(Piece(piece.begin, piece.end, piece.native, (), places[begins + steps]))
+        return [one[keep] for one in self.into[:-1]], sources, left.sum(1).cumsum(0).int(), pieces
 
 
 @dataclass(frozen=True)
@@ -45,6 +99,7 @@ class Route:
     tokens: int
     hidden: int
     most_tokens: int  # of one rank
+    most_rows: int  # that one rank receives
     most_weights: int  # of a token, for which the combine has room
     ends: Tensor  # int32 [R]: the rows up to those of the rank, inclusive
     sent: Sent

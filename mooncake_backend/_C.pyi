@@ -243,8 +243,17 @@ class EpBuffer:
     def active_ranks(self) -> list[bool]:
         """Of each rank, whether it is in the agreed view."""
 
-    def most_tokens(self, field_bytes: Sequence[int], hidden: int, extras: int) -> int:
-        """The most tokens of a rank for which dispatch_tokens() and combine_tokens() have room."""
+    def most_tokens(
+        self, field_bytes: Sequence[int], hidden: int, extras: int, rows_per_token: float
+    ) -> int:
+        """The most tokens of a rank for which dispatch_tokens() and combine_tokens() have room.
+
+        rows_per_token: the most rows that a rank receives, for each token that a rank may have
+        """
+
+    def new_result(self, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor of these sizes, not initialised. A large one reuses memory of results that
+        the program has dropped."""
 
     def count_tokens(
         self, numbers: list[int], active_ranks: torch.Tensor | None = None, timeout_us: int = -1
@@ -261,7 +270,10 @@ class EpBuffer:
         active_ranks: torch.Tensor | None = None,
         timeout_us: int = -1,
         error: str = "",
-    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[bool], EpHandle]:
+        into: list[torch.Tensor] = ...,
+        begins: list[int] = ...,
+        ends: list[int] = ...,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor, list[bool], EpHandle]:
         """Collective. CPU tensors only.
 
         fields: [n, any] each, of any dtype: the parts of each token's row
@@ -269,6 +281,8 @@ class EpBuffer:
             combine_tokens() adds their rows; -1 is none, in any place
         hidden: channels of the rows that combine_tokens() brings back
         error: if not empty, ends the call on all ranks as a ValueError
+        into: fields [any, any] and the tokens' numbers, int32 [any], if the rows go there: those of
+            rank r to the places from begins[r] up to ends[r]. They are not returned then
 
         Returns the fields of the received rows, in the order of rank and token; their tokens'
         numbers there, int32; how many rows came from the ranks up to each, int32 [R]; the ranks
@@ -287,8 +301,12 @@ class EpBuffer:
         active_ranks: torch.Tensor | None = None,
         timeout_us: int = -1,
         background: bool = False,
+        first_rows: list[int] = ...,
     ) -> EpWork:
         """Collective. CPU tensors only; out, missing and extra_sums are written.
+
+        first_rows: [R]: where in x and extras the rows that came from each rank begin. Without it
+            they have the rows of the handle's dispatch only
 
         x: bfloat16 [rows, h]; out: bfloat16 [n, h]
         missing: bool [n], see Buffer.missing_contributions

@@ -46,15 +46,28 @@ def test_the_program_for_deepeps_users_survives_a_kill(tmp_path):
     assert len(shown) == 7
 
 
-def test_the_program_of_the_normal_mode_survives_a_kill(tmp_path):
-    (tmp_path / "prefill.py").write_text(block("python", "<!-- prefill.py"))
-    printed = run(tmp_path, "--standalone", "--nproc-per-node", "4", "prefill.py")
+@pytest.mark.parametrize("program", ["prefill", "elastic"])
+def test_programs_of_the_normal_mode_survive_a_kill(tmp_path, program):
+    (tmp_path / f"{program}.py").write_text(block("python", f"<!-- {program}.py"))
+    printed = run(tmp_path, "--standalone", "--nproc-per-node", "4", f"{program}.py")
     found = re.findall(r"rank (\d), step (\d): (\d+) rows, (\d+) tokens miss an expert", printed)
     calls = sorted(rank + step for rank, step, *_ in found)
     assert calls == ["00", "01", "10", "11", "20", "21", "30"]
     # Four ranks have a quarter of the experts each; a token has two of them.
     assert all(int(missing) == 0 for _, step, _, missing in found if step == "0")
     assert all(0 < int(missing) < 64 for _, step, _, missing in found if step == "1")
+
+
+def test_the_program_that_trains_survives_a_kill(tmp_path):
+    (tmp_path / "train_experts.py").write_text(block("python", "<!-- train_experts.py"))
+    printed = run(tmp_path, "--standalone", "--nproc-per-node", "4", "train_experts.py")
+    found = re.findall(r"step (\d): loss (\S+) over (\d+) of 64 tokens", printed)
+    assert [int(step) for step, *_ in found] == list(range(10))
+    losses, tokens = [float(one) for _, one, _ in found], [int(one) for *_, one in found]
+    assert losses[4] < losses[0]
+    assert losses[9] < losses[4]
+    assert tokens[:5] == [64] * 5
+    assert all(0 < count < 64 for count in tokens[5:])
 
 
 def test_the_program_for_mooncakes_users(tmp_path):

@@ -60,6 +60,7 @@ EpBuffer::EpBuffer(std::shared_ptr<ep::Buffer> buffer, Options options)
     : size_(buffer->group().size()),
       options_(options),
       buffer_(std::move(buffer)),
+      results_(BlockCache::make(buffer_->bytes())),
       streams_({.words = options.streams.words && !options.raises,
                 .pinnedCache = options.streams.pinnedCache},
                std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout)) {}

@@ -14,6 +14,7 @@
 #include "backend/device/staging_streams.h"
 #include "backend/ep_run.h"
 #include "backend/ep_work.h"
+#include "base/block_cache.h"
 #include "base/deadline.h"
 #include "base/result.h"
 #include "ep/buffer.h"
@@ -118,6 +119,8 @@ class EpBuffer {
   c10::Stream streamOn(const c10::Device& device) { return streams_.streamOn(device); }
   size_t numBytes() const { return buffer_->bytes(); }
   const std::shared_ptr<ep::Buffer>& buffer() const { return buffer_; }
+  // Memory for the results of calls, see newResult().
+  const std::shared_ptr<BlockCache>& results() const { return results_; }
   // For Operation::skipAfter(). Empty: no rank is skipped before the buffer's timeout.
   std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const;
   void updateMembers() const;
@@ -146,6 +149,7 @@ class EpBuffer {
   const int size_;
   const Options options_;
   const std::shared_ptr<ep::Buffer> buffer_;
+  const std::shared_ptr<BlockCache> results_;  // keeps at most as much as the buffer has
   StagingStreams streams_;
   std::mutex orderMutex_;  // held from the mark of an ordered staging to its place in the queue
   // The results of nextCombineBuffer(), until the next combine.

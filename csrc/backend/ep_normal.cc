@@ -9,7 +9,6 @@
 
 #include "backend/ep_tensors.h"
 #include "backend/errors.h"
-#include "base/huge_pages.h"
 #include "ep/census.h"
 
 namespace mooncake {
@@ -78,6 +77,8 @@ class TokensRun final : public NormalRun {
 
   ep::DispatchCall call;
   std::string error;
+  std::shared_ptr<BlockCache> memory;  // of the results
+  bool isPlaced = false;               // the results have their memory already
   std::vector<at::Tensor> given, made;
   at::Tensor sources, ends;
 
@@ -85,11 +86,11 @@ class TokensRun final : public NormalRun {
   // Other ranks may have ended the operation, and this rank would try again without end. So it
   // leaves the group.
   Status makeRoom(Group& group, int64_t rows) {
+    if (isPlaced) return {};
     try {
       made.clear();
       for (size_t i = 0; i < given.size(); ++i) {
-        made.push_back(at::empty({rows, given[i].size(1)}, given[i].options()));
-        adviseHugePages(made[i].mutable_data_ptr(), made[i].nbytes());
+        made.push_back(newResult(*memory, {rows, given[i].size(1)}, given[i].scalar_type()));
         call.fields[i].to = static_cast<std::byte*>(made[i].mutable_data_ptr());
       }
       sources = at::empty({rows}, at::kInt);
@@ -142,6 +143,31 @@ void requireRanks(const at::Tensor& ranks, int size) {
   }
 }
 
+// Results that go into tensors of the caller.
+void placeResults(TokensRun& run, const EpNormal::DispatchArguments& given, int size) {
+  const size_t fields = given.fields.size();
+  TORCH_CHECK_VALUE(given.into.size() == fields + 1, "into has ", given.into.size(),
+                    " tensors, expected ", fields + 1);
+  TORCH_CHECK_VALUE(given.begins.size() == size_t(size) && given.ends.size() == size_t(size),
+                    "into needs the places of ", size, " ranks");
+  const at::Tensor& sources = given.into.back();
+  requireTensor(sources, "the sources", c10::kCPU, at::kInt, {-1});
+  const int64_t rows = sources.size(0);
+  for (size_t r = 0; r < size_t(size); ++r) {
+    const int64_t begin = given.begins[r], end = given.ends[r];
+    TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= rows, "the rows of rank ", r,
+                      " have the places from ", begin, " to ", end, " of ", rows);
+    run.call.places.push_back({size_t(begin), size_t(end)});
+  }
+  for (size_t i = 0; i < fields; ++i) {
+    requireTensor(given.into[i], "a result", c10::kCPU, given.fields[i].scalar_type(),
+                  {rows, given.fields[i].size(1)});
+    run.call.fields[i].to = static_cast<std::byte*>(given.into[i].mutable_data_ptr());
+  }
+  run.call.sources = sources.mutable_data_ptr<int32_t>();
+  run.isPlaced = true;
+}
+
 }  // namespace
 
 EpNormal::Count EpNormal::count(std::vector<uint32_t> numbers,
@@ -172,6 +198,8 @@ EpNormal::Dispatch EpNormal::dispatch(const DispatchArguments& given) {
                            .bytes = size_t(field.size(1)) * field.itemsize()});
   }
   run->given = given.fields;
+  run->memory = buffer_.results();
+  if (!given.into.empty()) placeResults(*run, given, size);
   run->error = given.error;
   const auto handle = std::make_shared<ep::Handle>();
   handle->shape = {size, size, size_t(given.maxTokens), size_t(given.hidden)};
@@ -197,7 +225,9 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
   const auto hidden = int64_t(handle->shape.hidden), tokens = int64_t(handle->tokens);
   size_t rows = 0;
   for (const auto& range : handle->ranges) rows += range.count;
-  requireTensor(given.x, "x", c10::kCPU, at::kBFloat16, {int64_t(rows), hidden});
+  const bool hasMore = !given.firstRows.empty();
+  const int64_t xRows = hasMore ? given.x.size(0) : int64_t(rows);
+  requireTensor(given.x, "x", c10::kCPU, at::kBFloat16, {xRows, hidden});
   requireTensor(given.sums, "combined_x", c10::kCPU, at::kBFloat16, {tokens, hidden});
   const size_t extras = given.extras ? size_t(given.extras->size(1)) : 0;
   TORCH_CHECK_VALUE(buffer->hasRoomForSums(rows, handle->shape.hidden, extras), "combine: ", rows,
@@ -207,6 +237,16 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
   ep::CombineCall& call = run->call;
   call.x = static_cast<const std::byte*>(given.x.const_data_ptr());
   call.rows = rows;
+  if (hasMore) {
+    TORCH_CHECK_VALUE(given.firstRows.size() == handle->ranges.size(), "first_rows has ",
+                      given.firstRows.size(), " places, expected ", handle->ranges.size());
+    for (size_t r = 0; r < given.firstRows.size(); ++r) {
+      const int64_t first = given.firstRows[r];
+      TORCH_CHECK_VALUE(0 <= first && first + int64_t(handle->ranges[r].count) <= xRows,
+                        "the rows of rank ", r, " begin at ", first, " of ", xRows);
+      call.firstRows.push_back(size_t(first));
+    }
+  }
   call.rowStride = ep::bf16Bytes(handle->shape.hidden);
   call.chosen = handle->chosen;
   call.handle = handle;
@@ -217,8 +257,7 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
     call.biases.push_back(static_cast<const uint16_t*>(bias.const_data_ptr()));
   }
   if (given.extras) {
-    requireTensor(*given.extras, "topk_weights", c10::kCPU, at::kFloat,
-                  {int64_t(rows), int64_t(extras)});
+    requireTensor(*given.extras, "topk_weights", c10::kCPU, at::kFloat, {xRows, int64_t(extras)});
     requireTensor(*given.extraSums, "combined_topk_weights", c10::kCPU, at::kFloat,
                   {tokens, int64_t(extras)});
     call.extras = extras;
@@ -235,12 +274,12 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
   return {run, nullptr};
 }
 
-int64_t EpNormal::mostTokens(const std::vector<int64_t>& fieldBytes, int64_t hidden,
-                             int64_t extras) const {
+int64_t EpNormal::mostTokens(const std::vector<int64_t>& fieldBytes, int64_t hidden, int64_t extras,
+                             double rowsPerToken) const {
   size_t rowBytes = 0;
   for (const int64_t bytes : fieldBytes) rowBytes += ep::sentBytes({.bytes = size_t(bytes)});
-  return int64_t(
-      buffer_.buffer()->mostTokens(std::max<size_t>(rowBytes, 1), size_t(hidden), size_t(extras)));
+  return int64_t(buffer_.buffer()->mostTokens(std::max<size_t>(rowBytes, 1), size_t(hidden),
+                                              size_t(extras), rowsPerToken));
 }
 
 }  // namespace mooncake

@@ -36,8 +36,13 @@ class EpNormal {
     const std::optional<at::Tensor>& activeRanks;
     int64_t timeoutMicros;
     const std::string& error;  // not empty: ends the call on all ranks, as an invalid argument
+    // Not empty: the rows go there, into fields and int32 [any], the sources; those of rank r to
+    // the places from begins[r] up to ends[r].
+    const std::vector<at::Tensor>& into;
+    const std::vector<int64_t>& begins;
+    const std::vector<int64_t>& ends;
   };
-  // The rows in the order of rank and token.
+  // The rows in the order of rank and token. With `into`, `fields` and `sources` are empty.
   struct Dispatch {
     std::vector<at::Tensor> fields;  // [rows][any]
     at::Tensor sources;              // int32 [rows]: index of the token at its rank
@@ -50,6 +55,9 @@ class EpNormal {
 
   struct CombineArguments {
     const at::Tensor& x;  // bfloat16 [rows][hidden]
+    // Not empty, by rank: the place in x of the first row that came from it. Then x and extras have
+    // further rows.
+    const std::vector<int64_t>& firstRows;
     const EpHandle& handle;
     const std::optional<at::Tensor>& extras;  // float32 [rows][any]
     const std::vector<at::Tensor>& biases;    // bfloat16 [tokens][hidden]
@@ -64,7 +72,8 @@ class EpNormal {
   EpBuffer::Call combine(const CombineArguments& given);
 
   // See ep::Buffer::mostTokens().
-  int64_t mostTokens(const std::vector<int64_t>& fieldBytes, int64_t hidden, int64_t extras) const;
+  int64_t mostTokens(const std::vector<int64_t>& fieldBytes, int64_t hidden, int64_t extras,
+                     double rowsPerToken) const;
 
  private:
   EpBuffer& buffer_;

@@ -109,4 +109,15 @@ void clearOthers(const at::Tensor& activeRanks, int size, const GroupRanks& part
   }
 }
 
+at::Tensor newResult(BlockCache& cache, at::IntArrayRef sizes, at::ScalarType dtype) {
+  constexpr size_t kLeastBytes = size_t(1) << 20;
+  const size_t bytes = size_t(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  if (bytes < kLeastBytes) return at::empty(sizes, dtype);
+  auto block = cache.take(bytes);
+  TORCH_CHECK_WITH(OutOfMemoryError, block, "no memory for a result of ", bytes, " bytes");
+  std::byte* const data = block.get();
+  return at::from_blob(
+      data, sizes, [block = std::move(block)](void*) mutable { block.reset(); }, dtype);
+}
+
 }  // namespace mooncake

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "base/block_cache.h"
 #include "base/result.h"
 #include "membership/rank_set.h"
 
@@ -30,5 +31,8 @@ Result<std::vector<int32_t>> chosenExperts(const at::Tensor& topk, int numExpert
 GroupRanks maskOf(const at::Tensor& activeRanks, int size);
 // Writes 0 for each of the first `size` ranks that is not a participant.
 void clearOthers(const at::Tensor& activeRanks, int size, const GroupRanks& participants);
+
+// A tensor of the CPU, not initialised. A large one has a block of the cache.
+at::Tensor newResult(BlockCache& cache, at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace mooncake

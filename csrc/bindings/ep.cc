@@ -15,6 +15,7 @@
 #include "backend/backend_env.h"
 #include "backend/ep_buffer.h"
 #include "backend/ep_normal.h"
+#include "backend/ep_tensors.h"
 #include "backend/mooncake_backend.h"
 #include "base/log.h"
 #include "base/thread.h"
@@ -191,7 +192,9 @@ Counted countTokens(EpBuffer& buffer, std::vector<uint32_t> numbers, const Maybe
 DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>& fields,
                                 const at::Tensor& ranks, int64_t maxTokens, int64_t hidden,
                                 const MaybeTensor& activeRanks, int64_t timeoutMicros,
-                                const std::string& error) {
+                                const std::string& error, const std::vector<at::Tensor>& into,
+                                const std::vector<int64_t>& begins,
+                                const std::vector<int64_t>& ends) {
   py::gil_scoped_release unlocked;
   auto made = EpNormal(buffer).dispatch({.fields = fields,
                                          .ranks = ranks,
@@ -199,7 +202,10 @@ DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>&
                                          .hidden = hidden,
                                          .activeRanks = activeRanks,
                                          .timeoutMicros = timeoutMicros,
-                                         .error = error});
+                                         .error = error,
+                                         .into = into,
+                                         .begins = begins,
+                                         .ends = ends});
   return {std::move(made.fields), std::move(made.sources), std::move(made.ends),
           std::move(made.participants), std::move(made.handle)};
 }
@@ -209,8 +215,9 @@ std::shared_ptr<EpWork> combineTokens(EpBuffer& buffer, const at::Tensor& x, con
                                       const MaybeTensor& extras, const MaybeTensor& extraSums,
                                       const std::vector<at::Tensor>& biases,
                                       const MaybeTensor& activeRanks, int64_t timeoutMicros,
-                                      bool inBackground) {
+                                      bool inBackground, const std::vector<int64_t>& firstRows) {
   auto call = EpNormal(buffer).combine({.x = x,
+                                        .firstRows = firstRows,
                                         .handle = handle,
                                         .extras = extras,
                                         .biases = biases,
@@ -227,18 +234,29 @@ void bindNormalMode(py::class_<EpBuffer>& buffer) {
   buffer
       .def(
           "most_tokens",
-          [](EpBuffer& ours, const std::vector<int64_t>& fieldBytes, int64_t hidden,
-             int64_t extras) { return EpNormal(ours).mostTokens(fieldBytes, hidden, extras); },
-          py::arg("field_bytes"), py::arg("hidden"), py::arg("extras"))
+          [](EpBuffer& ours, const std::vector<int64_t>& fieldBytes, int64_t hidden, int64_t extras,
+             double rowsPerToken) {
+            return EpNormal(ours).mostTokens(fieldBytes, hidden, extras, rowsPerToken);
+          },
+          py::arg("field_bytes"), py::arg("hidden"), py::arg("extras"), py::arg("rows_per_token"))
+      .def(
+          "new_result",
+          [](EpBuffer& ours, const std::vector<int64_t>& sizes, const at::Tensor& like) {
+            return newResult(*ours.results(), sizes, like.scalar_type());
+          },
+          py::arg("sizes"), py::arg("like"))
       .def("count_tokens", &countTokens, py::arg("numbers"), py::arg("active_ranks") = none,
            py::arg("timeout_us") = -1)
       .def("dispatch_tokens", &dispatchTokens, py::arg("fields"), py::arg("token_ranks"),
            py::arg("num_max_tokens"), py::arg("hidden"), py::arg("active_ranks") = none,
-           py::arg("timeout_us") = -1, py::arg("error") = "")
+           py::arg("timeout_us") = -1, py::arg("error") = "",
+           py::arg("into") = std::vector<at::Tensor>(), py::arg("begins") = std::vector<int64_t>(),
+           py::arg("ends") = std::vector<int64_t>())
       .def("combine_tokens", &combineTokens, py::arg("x"), py::arg("handle"), py::arg("out"),
            py::arg("missing"), py::arg("extras") = none, py::arg("extra_sums") = none,
            py::arg("biases") = std::vector<at::Tensor>(), py::arg("active_ranks") = none,
-           py::arg("timeout_us") = -1, py::arg("background") = false);
+           py::arg("timeout_us") = -1, py::arg("background") = false,
+           py::arg("first_rows") = std::vector<int64_t>());
 }
 
 }  // namespace

@@ -170,7 +170,8 @@ Status Buffer::checkTable(size_t tokens, size_t topk, int numExperts) const {
                                            ": dispatch fewer tokens at a time"};
 }
 
-size_t Buffer::mostTokens(size_t rowBytes, size_t hidden, size_t extras) const {
+size_t Buffer::mostTokens(size_t rowBytes, size_t hidden, size_t extras,
+                          double rowsPerToken) const {
   const size_t ranks = size_t(group_->size());
   const size_t send = memory_->hosts.leastSendBytes();
   // Between hosts, places for rows that ranks share save traffic, unless they make pieces so small
@@ -178,7 +179,7 @@ size_t Buffer::mostTokens(size_t rowBytes, size_t hidden, size_t extras) const {
   constexpr size_t kLeastShared = 64;
   const size_t shared = send / (SharedRows::mostPlaces(memory_->hosts) * rowBytes);
   const size_t given = shared >= kLeastShared ? shared : send / rowBytes;
-  const size_t back = send / (ranks * normalCombineRowBytes(hidden, extras));
+  const auto back = size_t(double(send / normalCombineRowBytes(hidden, extras)) / rowsPerToken);
   const size_t table = group_->slotBytes() - mostInlineBytes(*group_) -
                        DispatchTable::bytesFor(0, 0, int(ranks), int(ranks));
   return std::min({given, back, table / (sizeof(uint16_t) * ranks)});

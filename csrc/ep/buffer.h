@@ -42,8 +42,10 @@ class Buffer {
   size_t bytes() const { return bytes_; }
   std::byte* data() const { return memory_->block.data; }
   // The most tokens of a rank for which a dispatch of the normal mode, and the combine of its rows,
-  // have room, wherever the tokens go. `rowBytes`: of the dispatch. 0: not even for one.
-  size_t mostTokens(size_t rowBytes, size_t hidden, size_t extras) const;
+  // have room. `rowBytes`: of the dispatch. `rowsPerToken`: the most rows that a rank receives, for
+  // each token that each rank may have: the number of ranks if tokens may go anywhere. 0: not even
+  // one token.
+  size_t mostTokens(size_t rowBytes, size_t hidden, size_t extras, double rowsPerToken) const;
   // Room for the rows that this rank gives to one combine of the normal mode.
   bool hasRoomForSums(size_t rows, size_t hidden, size_t extras) const {
     return rows * normalCombineRowBytes(hidden, extras) <= memory_->layout.sendBytes();

@@ -68,6 +68,12 @@ struct DispatchCall {
   std::shared_ptr<Handle> handle;
   // Of kFields. Then the experts are the ranks themselves, so each rank has one expert.
   std::vector<Field> fields;
+  // Of kFields, by rank: the places of its rows, where fields and `sources` have those of several
+  // calls. Empty: all rows stand side by side.
+  struct Places {
+    size_t begin = 0, end = 0;
+  };
+  std::vector<Places> places;
   // Of kFields: makes memory for this many rows, which sets Field::to and `sources`. Called once
   // the tables of all ranks are here, and again if the operation begins anew after a loss.
   std::function<Status(size_t rows)> makeRoom;
@@ -88,9 +94,12 @@ struct CombineCall {
   Status inputs;
   const std::byte* x = nullptr;  // [local expert][rank * T + place] rows of bf16
   std::optional<size_t> rows;    // number of rows in x, if they end with the last used one
-  size_t rowStride = 0;          // bytes
-  bool isInPlace = false;        // x is the send memory of this operation
-  uint64_t expectedNumber = 0;   // number of that operation, if isInPlace
+  // After a dispatch of kFields, by rank: the place in x of the first row that came from it. Empty:
+  // x has the rows of this dispatch only.
+  std::vector<size_t> firstRows;
+  size_t rowStride = 0;         // bytes
+  bool isInPlace = false;       // x is the send memory of this operation
+  uint64_t expectedNumber = 0;  // number of that operation, if isInPlace
   bool usesLogfmt = false;
   bool renormalizes = false;
   std::vector<int32_t> chosen;  // [tokens][topk]

@@ -84,10 +84,16 @@ class Combine final : public Algorithm {
     }
   }
 
+  // The place in x of a row that came from the rank.
+  size_t inX(int rank, size_t row) const {
+    if (call_.firstRows.empty()) return row;
+    return call_.firstRows[size_t(rank)] + (row - handle_.ranges[size_t(rank)].begin);
+  }
+
   // Announces the memory from which ranks that do not map us fetch.
   Status announceRows(Operation& op) {
     areBare_ = op.unmapped() > 0 && !call_.isInPlace && !call_.usesLogfmt && call_.extras == 0 &&
-               !memory_.group.usesCards();
+               call_.firstRows.empty() && !memory_.group.usesCards();
     op.announceInput(memory_.block.region);
     if (!areBare_) return {};
     const size_t rows = call_.rows.value_or(experts_.numLocal(op.rank()) * perExpert_);
@@ -109,7 +115,7 @@ class Combine final : public Algorithm {
       if (r == op.rank() && !call_.usesLogfmt) continue;  // own rows are read in place
       if (areBare_ && !memory_.group.window().peerPtr(r)) continue;
       forRowsOf(r, [&](size_t row) {
-        const std::byte* from = call_.x + row * call_.rowStride;
+        const std::byte* from = call_.x + inX(r, row) * call_.rowStride;
         std::byte* to = staging + row * rowBytes_;
         if (call_.usesLogfmt) {
           encodeLogfmtRow(reinterpret_cast<const uint16_t*>(from), shape_.hidden, to);
@@ -117,7 +123,8 @@ class Combine final : public Algorithm {
           copyRow(to, from, bf16Bytes(shape_.hidden), hint);
         }
         if (call_.extras > 0)
-          std::memcpy(to + extrasAt_, call_.extrasOfRows + row * call_.extras, extraBytes());
+          std::memcpy(to + extrasAt_, call_.extrasOfRows + inX(r, row) * call_.extras,
+                      extraBytes());
       });
     }
   }
@@ -224,12 +231,13 @@ class Combine final : public Algorithm {
         const size_t local = size_t(experts_.local(e));
         const auto& range = table.ranges[local * size_t(shape_.numRanks) + size_t(op.rank())];
         const size_t first = local * perExpert_ + range.begin, bytes = range.count * rowBytes_;
+        const size_t ownFirst = inX(op.rank(), first);  // if these rows are our own
         Rows& rows = rows_[size_t(e)];
         rows.count = range.count;
         rows.stride = rowBytes_;
         if (r == op.rank() && !call_.usesLogfmt) {
           rows.stride = call_.rowStride;
-          rows.begin = call_.x + first * rows.stride;
+          rows.begin = call_.x + ownFirst * rows.stride;
         } else if (isFetched(r, table)) {
           rows.stride = table.regionRowBytes;
           const std::span target(at, range.count * rows.stride);
@@ -246,8 +254,9 @@ class Combine final : public Algorithm {
         }
         const bool areOwn = r == op.rank();
         rows.extras =
-            areOwn ? reinterpret_cast<const std::byte*>(call_.extrasOfRows + first * call_.extras)
-                   : rows.begin + extrasAt_;
+            areOwn
+                ? reinterpret_cast<const std::byte*>(call_.extrasOfRows + ownFirst * call_.extras)
+                : rows.begin + extrasAt_;
         rows.extraStride = areOwn ? extraBytes() : rows.stride;
       }
     }

@@ -295,8 +295,14 @@ class Dispatch final : public Algorithm {
       const size_t packed = isForHost ? inHost : inRank;
       const size_t index = landed && !areAll ? packed : token;
       if (next_[e] == perExpert || (landed && index >= table.packedRows)) return nonsense(op, from);
+      size_t place = next_[e]++;
+      if (!call_.places.empty()) {  // there is one expert
+        const auto& [begin, end] = call_.places[size_t(from)];
+        place = begin + (place - ranges_[size_t(from)].begin);
+        if (place >= end) return nonsense(op, from);
+      }
       arrivals_.push_back(
-          {way, (landed ? landed : staging) + index * rowBytes_, e, next_[e]++, token});
+          {way, (landed ? landed : staging) + index * rowBytes_, e, uint32_t(place), token});
     }
     return {};
   }
