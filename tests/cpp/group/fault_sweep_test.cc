@@ -5,6 +5,7 @@
 //   MOONCAKE_TEST_AT_ONCE  number of cases that run side by side
 //   MOONCAKE_TEST_SKIPS    if set, all operations are dispatches and combines that skip late ranks
 //   MOONCAKE_TEST_SHRINKS  if set, all cases are dispatches on hosts that shrink
+//   MOONCAKE_TEST_NORMAL   if set, all dispatches are those of the normal mode
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -71,7 +72,8 @@ struct Experts {
   size_t tokens = 3;  // of each rank
   int topk = 2;
   int perRank = 2;
-  int halfPlaces = 0;  // send memory in half places; a place holds a rank's tokens. 0: ample
+  int halfPlaces = 0;     // send memory in half places; a place holds a rank's tokens. 0: ample
+  bool areRanks = false;  // in the normal mode: a token goes to ranks, and its row has fields
 
   bool isTight() const { return halfPlaces > 0; }
 };
@@ -221,6 +223,15 @@ const Point& drawPoint(Draw& draw, const Case& c, bool isFirst) {
 // Failpoints at which a rank is late, so that the others go on without it.
 constexpr const char* kLateAt[] = {"begin", "copy-out", "ended",   "see-begun",
                                    "park",  "report",   "skipped", "join"};
+
+// Makes the dispatches of some cases those of the normal mode.
+void drawNormalMode(Draw& draw, Case& c) {
+  if (!draw.chance(40) && !std::getenv("MOONCAKE_TEST_NORMAL")) return;
+  c.experts.areRanks = true;
+  c.experts.perRank = 1;
+  c.experts.topk = std::min(c.experts.topk, c.size);
+  if (c.experts.isTight()) ++c.experts.halfPlaces;  // rows are a little larger
+}
 
 // Gives the dispatches of some cases a patience, and adds late ranks to the other faults.
 void drawSkips(Draw& draw, Case& c) {
@@ -372,6 +383,8 @@ Case drawUsualCase(uint64_t seed) {
 
 Case drawCase(uint64_t seed) {
   Case c = drawUsualCase(seed);
+  Draw rows(seed * 0x9e3779b97f4a7c15 + 4);
+  drawNormalMode(rows, c);
   Draw writes(seed * 0x9e3779b97f4a7c15 + 3);
   c.isSlow = (c.layout == Layout::kSim || c.areByCards) && writes.chance(30);
   return c;
@@ -392,7 +405,7 @@ std::string describe(const Case& c) {
   if (c.experts.isTight())
     text << ", top-" << c.experts.topk << ", send memory of " << c.experts.halfPlaces / 2.0
          << " places";
-  text << ';';
+  text << (c.experts.areRanks ? ", normal mode;" : ";");
   for (const Victim& victim : c.victims) {
     text << " rank " << victim.rank;
     if (victim.action == FailpointAction::kKill) text << " is killed";
@@ -541,7 +554,7 @@ class Caller {
         break;
       }
       case Verb::kDispatch:
-        status_ = thereAndBack();
+        status_ = experts_.areRanks ? normalThereAndBack() : thereAndBack();
         break;
       default:
         status_ = barrier(group_, deadline_);
@@ -630,6 +643,103 @@ class Caller {
     }
     return {};
   }
+
+  // The same in the normal mode: a rank receives a token once, and its answer is the token. The rows
+  // of ranks stand apart, as those of a call in several pieces do.
+  Status normalThereAndBack() {
+    const auto handle = std::make_shared<ep::Handle>();
+    const size_t tokens = experts_.tokens, topk = size_t(experts_.topk);
+    const size_t ranks = size_t(group_.size());
+    handle->shape = {group_.size(), group_.size(), tokens, std::min(step_.count, kMostHidden)};
+    handle->experts = std::make_shared<const ep::ExpertMap>(group_.size(), group_.size());
+    handle->tokens = tokens;
+    handle->topk = topk;
+    for (int t = 0; t < int(tokens); ++t) {
+      for (int j = 0; j < experts_.topk; ++j)
+        handle->chosen.push_back((group_.rank() + t + j) % group_.size());
+    }
+    const size_t hidden = handle->shape.hidden, room = tokens + 1;
+    std::vector<uint16_t> x = tokensOf(group_.rank(), tokens * hidden), back(tokens * hidden);
+    std::vector<uint32_t> numbers;
+    for (size_t t = 0; t < tokens; ++t) numbers.push_back(numberOf(group_.rank(), t));
+    std::vector<uint16_t> rows(ranks * room * hidden);
+    std::vector<uint32_t> arrived(ranks * room);
+    std::vector<int32_t> sources(ranks * room);
+    int32_t count = 0;
+    std::vector<int64_t> ranges(ranks);
+    ep::DispatchCall there;
+    there.format = ep::RowFormat::kFields;
+    there.fields = {{reinterpret_cast<const std::byte*>(x.data()), 2 * hidden,
+                     reinterpret_cast<std::byte*>(rows.data())},
+                    {reinterpret_cast<const std::byte*>(numbers.data()), sizeof(uint32_t),
+                     reinterpret_cast<std::byte*>(arrived.data())}};
+    for (size_t r = 0; r < ranks; ++r) there.places.push_back({r * room, r * room + tokens});
+    there.mask = GroupRanks::firstRanks(group_.size());
+    there.deadline = deadline_;
+    there.patience = patience_;
+    there.handle = handle;
+    there.counts = &count;
+    there.sources = sources.data();
+    there.ranges = ranges.data();
+    ep::Ending ending;
+    MOONCAKE_TRY(ep::dispatch(memory_, there, ending));
+    ending.participants.forEach([&](int r) { tookPart_ |= uint64_t(1) << r; });
+    for (size_t r = 0; r < ranks; ++r) {
+      const std::vector<uint16_t> sent = tokensOf(int(r), tokens * hidden);
+      for (size_t i = 0; i < size_t(ranges[r] & 0xffffffff); ++i) {
+        const size_t row = r * room + i, token = size_t(sources[row]);
+        areTokensRight_ =
+            areTokensRight_ && token < tokens && arrived[row] == numberOf(int(r), token) &&
+            std::equal(&rows[row * hidden], &rows[row * hidden] + hidden, &sent[token * hidden]);
+      }
+    }
+    ending = {};
+    const auto missing = std::make_unique<bool[]>(tokens);
+    const std::vector<float> weights(topk * tokens, 1);
+    std::vector<float> extras(ranks * room), extraSums(tokens);
+    for (size_t i = 0; i < extras.size(); ++i) extras[i] = float(arrived[i]);
+    ep::CombineCall home;
+    home.x = reinterpret_cast<const std::byte*>(rows.data());
+    home.rows = ranks * room;
+    home.rowStride = 2 * hidden;
+    for (size_t r = 0; r < ranks; ++r) home.firstRows.push_back(r * room);
+    home.extras = 1;
+    home.extrasOfRows = extras.data();
+    home.extraSums = extraSums.data();
+    home.chosen = handle->chosen;
+    home.weights = weights.data();
+    home.mask = there.mask;
+    home.deadline = deadline_;
+    home.patience = patience_;
+    home.handle = handle;
+    home.combined = back.data();
+    home.missing = missing.get();
+    MOONCAKE_TRY(ep::combine(memory_, home, ending));
+    ending.participants.forEach([&](int r) { tookPart_ |= uint64_t(1) << (32 + r); });
+    const bool areWeIn = ending.participants.contains(group_.rank());
+    for (size_t t = 0; t < tokens; ++t) {
+      int times = 0;
+      for (size_t j = 0; j < topk; ++j)
+        times += areWeIn && ending.participants.contains(handle->chosen[t * topk + j]);
+      areTokensRight_ = areTokensRight_ && missing[t] == (times < experts_.topk) &&
+                        extraSums[t] == float(times) * float(numbers[t]);
+      for (size_t i = t * hidden; i < (t + 1) * hidden; ++i) {
+        areTokensRight_ =
+            areTokensRight_ && back[i] == toBf16(float(times) * valueOf(group_.rank(), index_, i));
+      }
+    }
+    return {};
+  }
+  std::vector<uint16_t> tokensOf(int rank, size_t count) const {
+    std::vector<uint16_t> tokens;
+    for (size_t i = 0; i < count; ++i)
+      tokens.push_back(uint16_t(std::bit_cast<uint32_t>(valueOf(rank, index_, i)) >> 16));
+    return tokens;
+  }
+  static uint32_t numberOf(int rank, size_t token) {
+    return uint32_t(1000 * rank + int(token) + 1);
+  }
+
   int numExperts() const { return experts_.perRank * group_.size(); }
   int expertOf(int token, int place) const {
     if (experts_.isTight()) return (group_.rank() + token + place) % numExperts();
