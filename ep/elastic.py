@@ -19,7 +19,7 @@ from .expansion import aligned
 from .runtime import OnFailure, Runtime
 
 Tensor = torch.Tensor
-_ALIGNMENT = 2 << 20  # of a buffer's size, as DeepEP's
+_ALIGNMENT = 2 << 20  # a buffer's size is a multiple of it, as in DeepEP
 
 
 class ElasticBuffer:
@@ -27,17 +27,18 @@ class ElasticBuffer:
 
     group: a process group of any backend. With a group of ours, the buffer shares its connections
     and its view of the active ranks
-    num_bytes: memory, a multiple of 2 MiB. Calls that need more run in several pieces. None: of
-    get_buffer_size_hint() for the next four
+    num_bytes: memory, a multiple of 2 MiB. Calls that need more run in several pieces. None:
+    get_buffer_size_hint() of num_max_tokens_per_rank, hidden and num_topk
+    num_cpu_bytes: must be 0
     num_max_tokens_per_rank: most tokens of a rank in a call (T), unless the call gives another
     num_cpu_timeout_secs: longest time of every operation
     allow_multiple_reduction: False: the combine of an expanded dispatch rounds once, and sends each
     expert's row by itself
     deterministic, allow_hybrid_mode, prefer_overlap_with_compute, sl_idx, num_allocated_qps,
-    num_gpu_timeout_secs, explicitly_destroy: accepted without effect. Rows and sums always have the
-    same order, whatever the hosts
+    num_gpu_timeout_secs, use_fp8_dispatch, explicitly_destroy: accepted without effect. Rows and
+    sums have the same order in every run and on any hosts
 
-    timeout, on_failure: beyond DeepEP's; see mooncake.ep.runtime.Runtime. timeout goes before
+    timeout, on_failure: beyond DeepEP's; see mooncake.ep.runtime.Runtime. timeout replaces
     num_cpu_timeout_secs
     """
 
@@ -126,10 +127,13 @@ class ElasticBuffer:
         topk_idx: int64 or int32 [n, k]; -1 is no expert; topk_weights: float32 [n, k]
         cumulative_local_expert_recv_stats: int32 [L]; the counts are added
         num_max_tokens_per_rank: the same on all ranks (T)
-        expert_alignment: the rows of an expert are counted as a multiple of it. With do_expand they
-            begin at one, and those between experts are zeros, also without do_zero_padding
-        handle: of an earlier dispatch, whose way the tokens take again; in place of topk_idx
-        do_handle_copy: the handle has a copy of topk_idx
+        expert_alignment: the count of each expert is rounded up to a multiple of it. With do_expand
+            each expert's rows begin at such a multiple, and rows between experts are zeros, also
+            without do_zero_padding
+        handle: that of an earlier dispatch: the tokens go to the same ranks and rows again. It
+            replaces topk_idx
+        do_handle_copy: the handle keeps a copy of topk_idx. False: it keeps the tensor itself, so
+            do not change it
         do_cpu_sync: the results have as many rows as were received. False: R * T, or with do_expand
             the most that there can be; those behind the received ones are not written. None: True
             without a handle, and with one as in its dispatch
@@ -210,15 +214,17 @@ class ElasticBuffer:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Brings the rows back and adds those of each token, without weights. All ranks call it.
 
-        x: bfloat16 [rows, h], in the order of recv_x; further rows are not read
+        x: bfloat16 [rows, h], in the order of recv_x; rows behind the received ones are not read
         topk_weights: float32, in the form of recv_topk_weights; brought back beside the rows
+        async_with_compute_stream: with CPU tensors the call returns before it has ended. Do not
+            read the results, or change x, before `event.current_stream_wait()`
         bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
 
         Returns (combined_x, combined_topk_weights, event): bfloat16 [n, h] and float32 [n, k] or
-        None. Sums are made in float32, in the order of the ranks' last places in top-k, and rounded
-        once. Where an expanded dispatch has several rows of a token for one rank, that rank adds
-        them in the order of top-k, and rounds; without allow_multiple_reduction there is one sum
-        for all, in the order of top-k.
+        None. Sums are made in float32, in the order of the last place in top-k at which each rank
+        occurs, and rounded once. Before that each rank adds its rows of a token of an expanded
+        dispatch, in the order of top-k, and rounds. Without allow_multiple_reduction all rows of
+        such a token are added in the order of top-k, and rounded once.
         """
         for event in (previous_event, previous_event_before_epilogue):
             if event is not None:
@@ -274,8 +280,8 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """The SMs of a GPU whose copies keep up with its links: an even number from 4 on. Here it
-        has no effect.
+        """The SMs of a GPU whose copies keep up with its links: an even number, at least 4. Here
+        it has no effect.
 
         nvlink_gbs, rdma_gbs: bandwidths in GB/s; 0: 400 and 50
         sm_read_gbs, sm_write_gbs: those of an SM
@@ -327,7 +333,7 @@ class ElasticBuffer:
         """Waits for operations in the background, and frees the memory."""
         self._runtime.close()
 
-    # ---- not for experts
+    # ---- not supported
 
     _ENGRAM, _PIPELINE, _SESSIONS = "Engram", "sends between stages", "all-gather sessions"
     get_engram_storage_size_hint = staticmethod(not_yet("get_engram_storage_size_hint", _ENGRAM))

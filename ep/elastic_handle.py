@@ -1,4 +1,4 @@
-"""EPHandle: what a dispatch of ElasticBuffer returns for its combine, with DeepEP's attributes."""
+"""EPHandle: the handle that ElasticBuffer.dispatch() returns and combine() takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Way:
-    """The parts of a handle that are not DeepEP's. Kept apart, since programs change those."""
+    """The parts of a handle that are not DeepEP's. Kept apart, because programs change DeepEP's."""
 
     route: Route
     local: Tensor  # [rows, k] on the host: numbers of the rank's experts, -1 is none
@@ -26,9 +26,9 @@ class Way:
 
 @dataclass
 class EPHandle:
-    """T is num_max_tokens_per_rank, R the number of ranks, L that of this rank's experts. Rows are
-    the received tokens; without do_cpu_sync there are R * T, and those behind the received ones
-    mean nothing."""
+    """DeepEP's attributes. T is num_max_tokens_per_rank, R the number of ranks, L the number of
+    experts of this rank. Rows are the received tokens. Without do_cpu_sync there are R * T rows;
+    those behind the received ones have undefined contents."""
 
     do_expand: bool
     num_experts: int
@@ -39,17 +39,17 @@ class EPHandle:
     num_recv_tokens: int  # rows
     num_expanded_tokens: int  # rows of the expanded form, 0 without do_expand
     num_recv_tokens_per_expert_list: list[int]  # aligned; empty without do_cpu_sync
-    # int32 [R]: the rows up to those of the rank, inclusive
+    # int32 [R]: number of rows from the ranks 0 to r
     psum_num_recv_tokens_per_scaleup_rank: Tensor
     # int32 [L]: inclusive sums of aligned counts. With do_expand: the row behind the expert's last
     psum_num_recv_tokens_per_expert: Tensor
     num_unaligned_recv_tokens_per_expert: Tensor  # int32 [L]
-    # int32 [rows, k + 2]: source rank * T + token | source rank * k + the last place in top-k that
-    # is this rank's | with do_expand, the row of each choice, -1 is none
+    # int32 [rows, k + 2]: source rank * T + token | source rank * k + the last place in top-k
+    # that names an expert of this rank | with do_expand, the row of each choice, -1 is none
     recv_src_metadata: Tensor
     # int32 [n, k]: the token's row at the rank of a choice, in the last choice there; else -1
     dst_buffer_slot_idx: Tensor
-    token_metadata_at_forward: None = None  # of DeepEP's hybrid mode
+    token_metadata_at_forward: None = None  # DeepEP's hybrid mode uses it
     channel_linked_list: None = None
     way: Way = field(kw_only=True, repr=False)
 

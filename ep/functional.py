@@ -39,10 +39,10 @@ def dispatch(
 
     x: bfloat16 [n, h]
     topk_idx: int64 or int32 [n, k], -1 is no expert; topk_weights: float32 [n, k]
-    how: further arguments of Buffer.dispatch()
+    how: further arguments of Buffer.dispatch(), for the forward only
 
-    The gradient of a token's row is the sum of those of its copies, in float32, rounded to
-    bfloat16. That of a weight is the one of the copy whose rank has the expert.
+    The gradient of a token is the float32 sum of its copies' gradients, rounded to bfloat16. The
+    gradient of a weight comes from the rank that owns the expert.
     """
     per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
         topk_idx, num_experts
@@ -64,7 +64,7 @@ def combine(buffer: Buffer, x: Tensor, handle: NormalHandle, **how: Any) -> Tens
     """Brings the rows back and adds those of each token. All ranks call it.
 
     x: bfloat16 [rows, h], in the order of Dispatched.rows
-    how: further arguments of Buffer.combine()
+    how: further arguments of Buffer.combine(), for the forward only. A bias gets no gradient
 
     Returns bfloat16 [n, h]. Each row of x has the gradient of its token.
     """

@@ -25,8 +25,8 @@ class EPHandle(elastic_handle.EPHandle):
 class ElasticBuffer(elastic.ElasticBuffer):
     """mooncake.ep.ElasticBuffer with Mooncake's arguments. Making one is collective over the group.
 
-    allow_multiple_reduction: only True
-    transport: only "auto"
+    allow_multiple_reduction: must be True
+    transport: must be "auto"
     The other arguments are those of mooncake.ep.ElasticBuffer.
     """
 
@@ -53,7 +53,9 @@ class ElasticBuffer(elastic.ElasticBuffer):
         on_failure: OnFailure | None = None,
     ) -> None:
         if not allow_multiple_reduction:
-            raise NotImplementedError("allow_multiple_reduction=False: mooncake.ep.ElasticBuffer")
+            raise NotImplementedError(
+                "allow_multiple_reduction=False: use mooncake.ep.ElasticBuffer"
+            )
         if transport.strip().lower() != "auto":
             raise NotImplementedError(
                 f"transport={transport!r}: the buffer runs over the engine's transports. Leave it "
@@ -83,8 +85,8 @@ class ElasticBuffer(elastic.ElasticBuffer):
 
     def update_ep_member(self) -> None:
         """Begins a new generation: handles of earlier dispatches are refused from now on. Raises if
-        this buffer cannot be used any more. Local: the ranks agree on the active ranks before the
-        next operation without it."""
+        this buffer cannot be used any more. A local call: the ranks agree on the active ranks
+        before the next operation even without it."""
         self.runtime.update_members()
         self._generation += 1
 
