@@ -315,21 +315,18 @@ def iperf3_bits(net: hosts.Hosts) -> float:
         server.wait()
 
 
-def run_between_hosts(args: argparse.Namespace) -> Rows:
-    """Runs cells over a link, and iperf3 before and after them."""
-    rows = []
-    for ranks in args.ranks:
-        with hosts.Hosts(args.hosts, v6=False) as net:
-            net.limit(LINK_BITS)
-            namespaces = net.spread(ranks)
-            address = {host.namespace: host.v4[0] for host in net.hosts}
-            where = {"namespaces": namespaces, "addresses": [address[name] for name in namespaces]}
-            rates = [iperf3_bits(net)]
-            rows += run_job("bench_ep:rank_main", ranks, {**spec_of(args), **where})
-            rates.append(iperf3_bits(net))
-            link = {"kind": "link", "ranks": ranks, "error": None}
-            rows.append({**link, "iperf3_bits": statistics.mean(rates)})
-    return rows
+def run_over_links(function: str, ranks: int, count: int, spec: dict[str, Any]) -> Rows:
+    """Runs a job over hosts that links of 1 Gbit/s join, and iperf3 before and after it."""
+    with hosts.Hosts(count, v6=False) as net:
+        net.limit(LINK_BITS)
+        namespaces = net.spread(ranks)
+        address = {host.namespace: host.v4[0] for host in net.hosts}
+        where = {"namespaces": namespaces, "addresses": [address[name] for name in namespaces]}
+        rates = [iperf3_bits(net)]
+        rows = run_job(function, ranks, {**spec, **where})
+        rates.append(iperf3_bits(net))
+    link = {"kind": "link", "ranks": ranks, "error": None}
+    return [*rows, {**link, "iperf3_bits": statistics.mean(rates)}]
 
 
 def spec_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -351,7 +348,10 @@ def spec_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> Rows:
     if args.hosts:
-        return run_between_hosts(args)
+        rows = []
+        for ranks in args.ranks:
+            rows += run_over_links("bench_ep:rank_main", ranks, args.hosts, spec_of(args))
+        return rows
     progress, rows = Progress(len(args.ranks)), []
     for ranks in args.ranks:
         progress.step(f"{ranks} ranks")

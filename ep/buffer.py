@@ -11,7 +11,7 @@ import torch
 from . import normal, runtime
 from .config import Config, combine_config, dispatch_config
 from .events import EventHandle, EventOverlap, current_device
-from .exchange import Exchange, Participation, Rows
+from .exchange import Exchange, Rows
 from .layout import Layout, layout_of
 from .normal import Shown
 from .normal_handle import NormalHandle
@@ -405,9 +405,10 @@ class Buffer:
         """
         if previous_event is not None:
             previous_event.current_stream_wait()
-        who = Participation(active_ranks, timeout_us or -1)
+        exchange = self._normal_mode()
+        who = exchange.participation(active_ranks, timeout_us)
         if handle is not None:
-            again = normal.dispatch_again(self._normal_mode(), x, handle, who)
+            again = normal.dispatch_again(exchange, x, handle, who)
             return again, None, None, None, None, _ended(async_finish)
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise ValueError("dispatch needs a handle or the results of get_dispatch_layout()")
@@ -451,8 +452,8 @@ class Buffer:
         if previous_event is not None:
             previous_event.current_stream_wait()
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
-        who = Participation(active_ranks, timeout_us or -1)
         exchange = self._normal_mode()
+        who = exchange.participation(active_ranks, timeout_us)
         route = normal.route_of(exchange, handle)
         return exchange.combine(x, route, topk_weights, biases, who, async_finish)
 

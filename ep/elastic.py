@@ -14,11 +14,12 @@ from . import elastic_mode, runtime
 from .elastic_handle import EPHandle
 from .elastic_mode import Form
 from .events import EventHandle, EventOverlap, current_stream
-from .exchange import Exchange, Participation, Rows
+from .exchange import Exchange, Rows
 from .expansion import aligned
 from .runtime import OnFailure, Runtime
 
 Tensor = torch.Tensor
+_MOST_SMS = 128
 _ALIGNMENT = 2 << 20  # a buffer's size is a multiple of it, as in DeepEP
 
 
@@ -152,7 +153,7 @@ class ElasticBuffer:
                 event.current_stream_wait()
         if do_zero_padding and not do_expand:
             raise ValueError("do_zero_padding needs do_expand")
-        who = Participation(active_ranks, timeout_us or -1)
+        who = self._exchange.participation(active_ranks, timeout_us)
         by_column = use_tma_aligned_col_major_sf
         if handle is not None:
             elastic_mode.way_of(self._exchange, handle)
@@ -237,7 +238,7 @@ class ElasticBuffer:
             topk_weights,
             biases,
             self.allow_multiple_reduction,
-            Participation(active_ranks, timeout_us or -1),
+            self._exchange.participation(active_ranks, timeout_us),
             async_with_compute_stream,
         )
 
@@ -299,7 +300,7 @@ class ElasticBuffer:
         )
         count = 1.25 * max(link / copies / sm_read_gbs, link / sm_write_gbs)
         least = 4 if self.prefer_overlap_with_compute else 64
-        return aligned(max(least, math.ceil(count)), 2)
+        return min(aligned(max(least, math.ceil(count)), 2), _MOST_SMS)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """The queue pairs of a GPU's network card for this many SMs. Here it has no effect."""

@@ -75,5 +75,5 @@ def places_at_ranks(masters: Tensor, route: Route, counts: Counts, rank: int) ->
     places = of_ranks_before + is_in_rank.cumsum(0) - is_in_rank  # [n, R]
     there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
     found = places.gather(1, masters.clamp(min=0).long())
-    is_none = (masters < 0) | ~there[masters.clamp(min=0).long()]
+    is_none = (masters < 0) | ~there[masters.clamp(min=0).long()] | ~there[rank]
     return found.masked_fill(is_none, -1).int()

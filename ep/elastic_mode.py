@@ -65,8 +65,9 @@ def dispatch(
     home, num_parts = fields[0].device, len(fields)
     check_topk(topk_idx, topk_weights, len(fields[0]))
     chosen = topk_idx.to(CPU).long()
-    if bool((chosen >= form.num_experts).any()):
-        raise ValueError(f"topk_idx names expert {int(chosen.max())} of {form.num_experts}")
+    wrong = chosen[(chosen < -1) | (chosen >= form.num_experts)]
+    if len(wrong) > 0:
+        chosen = chosen.masked_fill((chosen < -1) | (chosen >= form.num_experts), -1)
     owners = torch.tensor(
         reference.default_owners(form.num_experts, size), dtype=torch.int64, device=CPU
     )
@@ -75,6 +76,8 @@ def dispatch(
     fields += [topk_idx] if topk_weights is None else [topk_idx, topk_weights]
 
     def refuse(counts: Counts) -> str:
+        if len(wrong) > 0:
+            return f"rank {rank}: topk_idx names expert {int(wrong[0])} of {form.num_experts}"
         found = int(counts.tokens.max())
         return f"a rank has {found} tokens, num_max_tokens_per_rank is {most}" * (found > most)
 
@@ -166,7 +169,8 @@ def _handle(
         num_rows = len(arrived.route.ends) * most
         if way.expansion is not None:
             choices = num_rows * min(topk_idx.size(1), num_local)
-            num_expanded = aligned(choices + (align - 1) * num_local, align)
+            # More, if a token names an expert several times.
+            num_expanded = max(num_expanded, aligned(choices + (align - 1) * num_local, align))
     home = topk_idx.device
     return EPHandle(
         form.do_expand,
@@ -178,7 +182,7 @@ def _handle(
         num_rows,
         num_expanded,
         room.tolist() if form.do_cpu_sync else [],
-        arrived.route.ends.to(home),
+        arrived.route.ends.to(home, copy=True),
         ends.int().to(home),
         counts.int().to(home),
         metadata_of(arrived, way, most, num_rows).to(home),
@@ -206,16 +210,19 @@ def _received(
     else:
         count = handle.num_recv_tokens
         fields = [_longer(one, count) for one in fields]
-        shown_topk = _longer(local, count, -1).to(home)
+        shown_topk = _longer(local, count, -1).to(home, copy=True)
         if weights is not None:
             weights = _longer(weights.masked_fill(local < 0, 0), count, 0)
     rows: Rows = fields[0].to(home)
     if isinstance(x, tuple):
         scales = _by_column(fields[1]) if are_scales_by_column else fields[1]
+        if x[1].dim() == 1:
+            scales = scales.squeeze(1)
         rows = fields[0].to(home), scales.to(home)
     return Received(rows, shown_topk, None if weights is None else weights.to(home), handle)
 
 
+@torch.no_grad()
 def _combine_by_choice(
     exchange: Exchange,
     x: Tensor,
@@ -232,6 +239,8 @@ def _combine_by_choice(
     rows, places = (expansion.slots >= 0).nonzero(as_tuple=True)
     sources = torch.repeat_interleave(torch.arange(size, device=CPU), counts_of(route.ends))[rows]
     choices = handle.way.tokens[rows] * topk + places
+    there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
+    mask = who.among(there)
     back, _ = exchange.dispatch(
         Sent(
             [x.to(CPU)[expansion.slots[rows, places]], choices.int().unsqueeze(1)],
@@ -239,8 +248,12 @@ def _combine_by_choice(
             sources.int().unsqueeze(1),
             torch.zeros(0, dtype=torch.int64, device=CPU),
         ),
-        who,
+        Participation(mask, who.timeout_us),
+        # All ranks combine the rows of the same dispatch.
+        agreed=[route.pieces[0].native.number % 2**32],
+        weights=1,
     )
+    who.show(mask != 0)
     returned, numbers = back.fields[0], back.fields[1].flatten().long()
     row_of = torch.full((route.tokens * topk,), -1, dtype=torch.int64, device=CPU)
     row_of[numbers] = torch.arange(len(numbers), device=CPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,6 +158,12 @@ class Exchange:
         counts.for_experts[gone] = 0
         return arrived, counts
 
+    def participation(self, active_ranks: Tensor | None, timeout_us: int | None) -> Participation:
+        """A timeout beyond the buffer's own skips nobody."""
+        own = self.runtime.timeout // timedelta(microseconds=1)
+        is_short = timeout_us is not None and 0 < timeout_us < own
+        return Participation(active_ranks, timeout_us if is_short and timeout_us else -1)
+
     def dispatch_again(self, fields: Sequence[Tensor], route: Route, who: Participation) -> Arrived:
         """Sends other rows the same way."""
         who.check(self.runtime.size)
@@ -222,7 +229,7 @@ class Exchange:
             pieces = [Piece(0, tokens, handle)]
         else:
             expected = expected * (there & there[self.runtime.rank])
-            joined = Joined(native, fields, expected)
+            joined = self._room_for(fields, expected, sent, step, who.among(there))
             for number in range(count):
                 begin, end = min(number * step, tokens), min((number + 1) * step, tokens)
                 *_, ends, participants, handle = native.dispatch_tokens(
@@ -234,6 +241,8 @@ class Exchange:
                 there &= torch.tensor(participants, dtype=torch.bool, device=CPU)
             rows, sources, ends, pieces = joined.among(there & there[self.runtime.rank])
         who.show(there)
+        if who.timeout_us > 0:  # numbers that a rank that was skipped knows, too
+            most_tokens, most_rows = step, step * self.runtime.size
         route = Route(
             self,
             tokens,
@@ -247,6 +256,21 @@ class Exchange:
             pieces,
         )
         return Arrived(rows, sources, route)
+
+    def _room_for(
+        self, fields: Sequence[Tensor], expected: Tensor, sent: Sent, step: int, mask: Tensor
+    ) -> Joined:
+        """Ends the call on all ranks if this rank has no memory."""
+        native = self.runtime.native
+        try:
+            return Joined(native, fields, expected)
+        except RuntimeError as failure:
+            why = f"rank {self.runtime.rank}: no memory for {int(expected.sum())} rows: {failure}"
+            nothing = [one[:0] for one in fields]
+            native.dispatch_tokens(
+                nothing, sent.token_ranks[:0], step, fields[0].size(1), mask, -1, why
+            )
+            raise
 
     # ---- combine
 
@@ -357,7 +381,7 @@ def local_experts_of(chosen: Tensor, owners: Tensor, rank: int) -> Tensor:
     numbers = torch.full((len(owners) + 1,), -1, dtype=chosen.dtype, device=CPU)
     mine = (owners == rank).nonzero().flatten()
     numbers[mine] = torch.arange(len(mine), dtype=chosen.dtype, device=CPU)
-    return numbers[chosen.long()]  # -1 finds the last one
+    return numbers[chosen.long().clamp(min=-1)]  # -1 finds the last one
 
 
 def _disagreement(agreed: Tensor, there: Tensor) -> str:

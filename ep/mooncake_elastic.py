@@ -129,7 +129,7 @@ class ElasticBuffer(elastic.ElasticBuffer):
             parts = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
             handle = EPHandle(**parts, generation=self._generation)
         if recv_topk_idx is None:
-            recv_topk_idx = found.way.local.to(found.topk_idx.device)
+            recv_topk_idx = found.way.local.to(found.topk_idx.device, copy=True)
         return recv_x, recv_topk_idx, weights, handle, event
 
     def combine(  # type: ignore[override]

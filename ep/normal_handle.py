@@ -88,7 +88,8 @@ class Joined:
             steps = torch.arange(int(of_ranks.sum()), device=CPU)
             begins = torch.repeat_interleave(first - of_ranks.cumsum(0) + of_ranks, of_ranks)
             pieces.append(Piece(piece.begin, piece.end, piece.native, (), places[begins + steps]))
-        return [one[keep] for one in self.into[:-1]], sources, left.sum(1).cumsum(0).int(), pieces
+        fields = [_bytes(one)[keep].view(one.dtype) for one in self.into[:-1]]
+        return fields, sources, left.sum(1).cumsum(0).int(), pieces
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,14 @@ class Arrived:
         whole = []
         for field in self.fields:
             rows = field.new_zeros((route.num_rows, field.size(1)))
-            rows[are_here] = field
+            _bytes(rows)[are_here] = _bytes(field)
             whole.append(rows)
         return whole
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Not every dtype of FP8 can be indexed."""
+    return rows.view(torch.uint8)
 
 
 def padded(rows: Tensor, count: int) -> Tensor:
@@ -205,5 +211,5 @@ def handle_parts(
     return [
         is_in_rank, at_hosts[1:].t().contiguous(), channel_prefix,
         (by_host.cumsum(1) - by_host).int(), rdma_prefix.cumsum(0).int(), recv_channel_prefix,
-        arrived.route.ends, recv_src_idx, rdma_send_head, send_head,
+        arrived.route.ends.clone(), recv_src_idx, rdma_send_head, send_head,
     ]  # fmt: skip

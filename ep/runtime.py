@@ -129,13 +129,13 @@ class Runtime:
             raise ValueError(f"on_failure is {on_failure!r}, not one of {ON_FAILURE}")
         mode = on_failure or (members.backend.on_failure if members.backend else "continue")
         self.rank, self.size = members.rank, members.size
-        self._timeout = timeout or members.timeout
+        self.timeout = timeout or members.timeout
         self._last_combine: Operation | None = None
         self._native: EpBuffer | None = native()(
             members.rank,
             members.size,
             num_bytes,
-            self._timeout,
+            self.timeout,
             backend=members.backend,
             exchange=members.exchange,
             route_hint=members.route_hint,
@@ -156,7 +156,7 @@ class Runtime:
         """Waits for operations in the background. Every later call raises."""
         buffer, self._native = self._native, None
         if buffer is not None:
-            buffer.close(self._timeout)
+            buffer.close(self.timeout)
 
     def dispatch(
         self,

@@ -189,6 +189,10 @@ class EpHandle:
     """The routing of a dispatch, which its combine needs."""
 
     @property
+    def number(self) -> int:
+        """Of the operation; the same on all ranks."""
+
+    @property
     def num_experts(self) -> int: ...
     @property
     def num_max_tokens(self) -> int: ...

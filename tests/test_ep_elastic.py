@@ -21,7 +21,8 @@ from mooncake.mooncake_elastic_buffer import EPHandle as MooncakeHandle
 from mooncake_backend import extension
 
 SIZE, HIDDEN, TOPK, MOST = 4, 256, 3, 96
-AMPLE, LITTLE = 4 << 20, 2 << 20  # LITTLE takes large calls in pieces
+AMPLE, LITTLE = 4 << 20, 2 << 20
+LONG = 4096  # channels with which large calls run in pieces in LITTLE
 
 
 class Form(NamedTuple):
@@ -120,7 +121,7 @@ def check_dispatch(found: Any, form: Form, expected: Expected) -> None:
     total = sum(room)
     if not form.sync:
         worst = size * MOST * min(TOPK, len(counts)) + (form.alignment - 1) * len(counts)
-        total = -(-worst // form.alignment) * form.alignment
+        total = max(sum(room), -(-worst // form.alignment) * form.alignment)
     assert tuple(recv_weights.shape) == (total,)
     used = set()
     for row, of_choices in enumerate(slots):
@@ -147,7 +148,8 @@ def answers_of(given: Any, experts: int, expand: bool, active: Any = None) -> li
         rows = [one * (rank + 2) for one in expected.of(lambda one: one.x)]
         if expand:
             rows = [torch.stack([row * (place + 3) for place in range(TOPK)]) for row in rows]
-        shape = (0, TOPK, HIDDEN) if expand else (0, HIDDEN)
+        hidden = given[0].x.size(1)
+        shape = (0, TOPK, hidden) if expand else (0, hidden)
         empty = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         made.append(torch.stack(rows) if rows else empty)
     return made
@@ -156,7 +158,8 @@ def answers_of(given: Any, experts: int, expand: bool, active: Any = None) -> li
 def given_to_combine(answers: torch.Tensor, handle: EPHandle) -> torch.Tensor:
     """The answers in the places of the received rows; other rows are NaN."""
     count = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
-    x = torch.full((count, HIDDEN), float("nan"), dtype=torch.bfloat16, device="cpu")
+    hidden = answers.size(-1)
+    x = torch.full((count, hidden), float("nan"), dtype=torch.bfloat16, device="cpu")
     if handle.do_expand:
         slots = handle.recv_src_metadata[: len(answers), 2:].cpu()
         x[slots[slots >= 0].long()] = answers[slots >= 0]
@@ -177,11 +180,19 @@ def check_combine(
     assert torch.equal(combined[0].cpu(), sums)
 
 
-def round_trip(me: harness.Rank, counts: Any, experts: int, num_bytes: int, once: bool) -> None:
+def round_trip(
+    me: harness.Rank,
+    counts: Any,
+    experts: int,
+    num_bytes: int,
+    once: bool,
+    duplicates: bool = False,
+) -> None:
     buffer = ElasticBuffer(dist.group.WORLD, num_bytes, allow_multiple_reduction=not once)
     assert buffer.get_logical_domain_size() == (1, SIZE)
+    hidden = LONG if num_bytes == LITTLE else HIDDEN
     for number, form in enumerate(FORMS):
-        given = ep_crew.inputs(number, counts, HIDDEN, TOPK, experts)
+        given = ep_crew.inputs(number, counts, hidden, TOPK, experts, duplicates)
         mine, expected = given[me.rank], Expected(me.rank, given, experts)
         x = cast(mine.x) if form.fp8 else mine.x
         is_async = number % 2 == 1
@@ -195,6 +206,8 @@ def round_trip(me: harness.Rank, counts: Any, experts: int, num_bytes: int, once
         found[4].current_stream_wait()
         check_dispatch(found, form, expected)
         handle = found[3]
+        if num_bytes == LITTLE and max(counts) == MOST:
+            assert len(handle.way.route.pieces) > 1
         received = handle.num_unaligned_recv_tokens_per_expert
         assert torch.equal(stats, received + 1)
         if form.fp8:
@@ -221,6 +234,11 @@ def round_trip(me: harness.Rank, counts: Any, experts: int, num_bytes: int, once
         )  # fmt: skip
         assert again[3] is handle
         check_dispatch(again, form, expected)
+        # What a program does to its results changes nothing for the handle.
+        if not form.expand:
+            found[1].add_(100)
+            again = buffer.dispatch(x, topk_weights=mine.weights, handle=handle)
+            check_dispatch(again, form, expected)
         bare = buffer.dispatch(x, handle=handle, do_expand=form.expand)
         assert bare[2] is None
     buffer.barrier()
@@ -234,6 +252,11 @@ def test_round_trips_are_bit_exact(layout, num_bytes, once, crews):
     ranks = crews.get(layout, SIZE)
     ranks.call(round_trip, [40, 0, 33, 61], 8, num_bytes, once)
     ranks.call(round_trip, [17, 80, 1, 96], 9, num_bytes, once)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_an_expert_named_twice(once, crews):
+    crews.get("shm", SIZE).call(round_trip, [40, 0, 33, 61], 3, AMPLE, once, True)
 
 
 def domains_on_rank(me: harness.Rank, expected: Any) -> None:
@@ -295,7 +318,10 @@ def errors_on_rank(me: harness.Rank) -> None:
     call = {"topk_idx": mine.topk_idx, "topk_weights": mine.weights, "num_experts": experts}
     recv_x, _, weights, handle, _ = buffer.dispatch(mine.x, **call, do_expand=True)
     *_, other, _ = once.dispatch(mine.x, **call, num_max_tokens_per_rank=MOST, do_expand=True)
+    *_, later, _ = once.dispatch(mine.x, **call, num_max_tokens_per_rank=MOST, do_expand=True)
     few = {**call, "num_max_tokens_per_rank": 5}
+    ghost = mine.topk_idx.clone()
+    ghost[0] = -2 if me.rank == 1 else 0
     differing = {**call, "num_max_tokens_per_rank": 90 + me.rank}
     empty = torch.zeros(0, HIDDEN).bfloat16()
     for function, kind, text in [
@@ -310,6 +336,14 @@ def errors_on_rank(me: harness.Rank) -> None:
         (lambda: buffer.dispatch(mine.x, **few), "ValueError", "a rank has 6 tokens"),
         (lambda: buffer.dispatch(mine.x, **differing), "ValueError", "different settings: [[90]"),
         (lambda: buffer.dispatch(mine.x, **{**call, "num_experts": 3}), "ValueError", "of 3"),
+        (
+            lambda: buffer.dispatch(mine.x, **{**call, "topk_idx": ghost}),
+            "ValueError", "rank 1: topk_idx names expert -2 of 8",
+        ),
+        (
+            lambda: once.combine(recv_x, (other, later)[me.rank % 2]),
+            "ValueError", "different settings",
+        ),
         (lambda: buffer.dispatch(mine.x, **call, do_zero_padding=True), "ValueError", "do_expand"),
         (lambda: buffer.dispatch(mine.x, handle=handle), "ValueError", "do_expand is False"),
         (
@@ -376,6 +410,51 @@ def test_mooncakes_class(crews):
     crews.get("shm", SIZE).call(mooncake_on_rank)
 
 
+def memory_on_rank(me: harness.Rank) -> None:
+    """The memory of results that the program has dropped serves again."""
+    buffer = ElasticBuffer(dist.group.WORLD, 16 << 20, num_max_tokens_per_rank=MOST)
+    mine = ep_crew.inputs(6, [MOST] * SIZE, 8192, TOPK, 8)[me.rank]
+    rows, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=8)
+    where = []
+    for _ in range(3):
+        rows = buffer.dispatch(mine.x, handle=handle)[0]
+        combined = buffer.combine(rows, handle, async_with_compute_stream=True)
+        combined[2].current_stream_wait()
+        where.append((rows.data_ptr(), combined[0].data_ptr()))
+        expected = rows.clone()
+        kept = buffer.dispatch(mine.x * 2, handle=handle)[0]
+        assert torch.equal(rows, expected)
+        assert torch.equal(kept, expected * 2)
+        del rows, combined, kept
+    assert where[1] == where[2], where
+
+
+def test_results_reuse_memory(crews):
+    crews.get("shm", SIZE).call(memory_on_rank)
+
+
+def exponents_on_rank(me: harness.Rank) -> None:
+    """Scales of a dtype that torch cannot index, from a rank that is masked afterwards."""
+    buffer = ElasticBuffer(dist.group.WORLD, LITTLE, num_max_tokens_per_rank=MOST)
+    given = ep_crew.inputs(7, [40, 12, 33, 61], HIDDEN, TOPK, 9)
+    mine = given[me.rank]
+    scales = torch.full((len(mine.x), 2), 2.0).to(torch.float8_e8m0fnu)
+    x = (mine.x.to(torch.float8_e4m3fn), scales)
+    *_, handle, _ = buffer.dispatch(x, mine.topk_idx, num_experts=9)
+    mask = torch.tensor([1, 1, 1, 0], dtype=torch.int32)
+    rows, found = buffer.dispatch(x, handle=handle, active_ranks=mask)[0]
+    expected = Expected(me.rank, given, 9)
+    for row, scale, (source, token) in zip(rows, found, expected.rows, strict=True):
+        is_there = 3 not in (source, me.rank)
+        sent = given[source].x[token].to(torch.float8_e4m3fn).float()
+        assert torch.equal(row.float(), sent * is_there)
+        assert (scale.view(torch.uint8) != 0).all() == is_there
+
+
+def test_dtypes_that_torch_cannot_index(crews):
+    crews.get("shm", SIZE).call(exponents_on_rank)
+
+
 # ---- ranks that die, are late or are masked
 
 
@@ -384,7 +463,8 @@ def survivors_on_rank(
 ) -> tuple[int, ...]:
     experts, counts = 9, [40, 70, 33, 61]
     buffer = ElasticBuffer(dist.group.WORLD, num_bytes, allow_multiple_reduction=not once)
-    given = ep_crew.inputs(7, counts, HIDDEN, TOPK, experts)
+    hidden = LONG if num_bytes == LITTLE else HIDDEN
+    given = ep_crew.inputs(7, counts, hidden, TOPK, experts)
     mine, everybody = given[me.rank], range(SIZE)
     left = [rank for rank in everybody if rank != victim]
 
@@ -475,6 +555,7 @@ def absent_on_rank(me: harness.Rank, name: str, absent: int, late: bool, once: b
     expected = Expected(me.rank, given, experts, left)
     if me.rank == absent:
         assert handle.num_recv_tokens == 0
+        assert (handle.dst_buffer_slot_idx == -1).all()
         combined = buffer.combine(found[0], handle, **how)
         assert torch.equal(buffer.missing_contributions, missing_all)
         assert not combined[0].any()
@@ -487,6 +568,10 @@ def absent_on_rank(me: harness.Rank, name: str, absent: int, late: bool, once: b
             buffer, combined, answers, expected, active=left, still_active=left, rounds_once=once
         )
     me.board.set(f"{name}-done-{me.rank}")
+    # The handle works without the timeout, too.
+    again = buffer.dispatch(mine.x, topk_weights=mine.weights, handle=handle, do_expand=form.expand)
+    if me.rank != absent:
+        check_dispatch(again, form, expected)
     found = buffer.dispatch(mine.x, *topk, **form.arguments(experts))
     check_dispatch(found, form, Expected(me.rank, given, experts))
 

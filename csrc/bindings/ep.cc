@@ -271,6 +271,7 @@ void bindEp(py::module_& m) {
     return handle.dispatch->shape;
   };
   py::class_<EpHandle>(m, "EpHandle")
+      .def_property_readonly("number", [](const EpHandle& h) { return h.dispatch->number; })
       .def_property_readonly("num_experts",
                              [=](const EpHandle& h) { return shapeOf(h).numExperts; })
       .def_property_readonly("num_max_tokens",

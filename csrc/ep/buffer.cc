@@ -107,7 +107,7 @@ std::shared_ptr<Task> Buffer::submit(std::function<Status(Memory&)> run, bool in
   if (!inBackground && !isRunning_ && tasks_.empty()) {
     isRunning_ = true;
     lock.unlock();
-    finish(*task, task->run_());
+    carryOut(*task);
     return task;
   }
   if (!thread_.joinable()) {
@@ -126,12 +126,16 @@ std::shared_ptr<Task> Buffer::submit(std::function<Status(Memory&)> run, bool in
   return task;
 }
 
-void Buffer::finish(Task& task, Status status) {
-  task.status_ = std::move(status);
-  std::lock_guard lock(mutex_);
-  task.isDone_.store(true, std::memory_order_release);
-  isRunning_ = false;
-  changed_.notify_all();
+void Buffer::carryOut(Task& task) {
+  task.status_ = task.run_();
+  {
+    std::lock_guard lock(mutex_);
+    task.isDone_.store(true, std::memory_order_release);
+    isRunning_ = false;
+    changed_.notify_all();
+  }
+  // Gives the call's memory back, though its work may live on. May wait for Python's lock.
+  task.run_ = nullptr;
 }
 
 void Buffer::runThread() {
@@ -143,8 +147,8 @@ void Buffer::runThread() {
     tasks_.pop_front();
     isRunning_ = true;
     lock.unlock();
-    finish(*task, task->run_());
-    task.reset();  // may give memory back, and wait for Python's lock to do so
+    carryOut(*task);
+    task.reset();
     lock.lock();
   }
 }

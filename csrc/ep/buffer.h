@@ -90,7 +90,7 @@ class Buffer {
  private:
   Buffer(std::unique_ptr<Group> group, size_t bytes) : group_(std::move(group)), bytes_(bytes) {}
   void runThread();
-  void finish(Task& task, Status status);
+  void carryOut(Task& task);
 
   const std::unique_ptr<Group> group_;
   const size_t bytes_;
