@@ -269,13 +269,14 @@ TEST_P(LargeMessages, KeepTheirOwnersUntilTheyEnd) {
 // A rank that comes back may be fenced before it learns that the job goes on without it. Only the
 // view says so: until then its receive waits, and does not end with a broken fetch.
 TEST_P(LargeMessages, FromARankThatFencedUsWaitForTheView) {
-  std::latch fenced(1), done(2);
+  std::latch begun(1), fenced(1), done(2);
   runRanks({.size = 2, .transports = {GetParam()}}, [&](Group& group) {
     PointToPoint messages(group);
     const Bytes data = contents(kBytes, 5);
     if (group.rank() == 0) {
       const auto sent = messages.send(data, 1, 0, soon());
       driveUntil(messages, [&] { return sent->wasSent(); });
+      begun.wait();
       group.window().peer(1)->channel->fence();
       fenced.count_down();
       done.arrive_and_wait();
@@ -284,6 +285,7 @@ TEST_P(LargeMessages, FromARankThatFencedUsWaitForTheView) {
       // Takes in the announcement, which a fence may drop on its way.
       const auto other = messages.receive(never, 0, 7, Deadline::after(kABit));
       EXPECT_FALSE(messages.wait(*other, Deadline::after(kABit)) && other->status().ok());
+      begun.count_down();
       fenced.wait();
       const auto received = messages.receive(target, 0, 0, Deadline::after(kABit));
       EXPECT_TRUE(messages.wait(*received, soon()));
