@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from harness import raised
 
-from mooncake.ep import ElasticBuffer, EPHandle, reference
+from mooncake.ep import Buffer, ElasticBuffer, EPHandle, reference
 from mooncake.mooncake_elastic_buffer import ElasticBuffer as MooncakeElasticBuffer
 from mooncake.mooncake_elastic_buffer import EPHandle as MooncakeHandle
 from mooncake_backend import extension
@@ -408,6 +408,62 @@ def mooncake_on_rank(me: harness.Rank) -> None:
 
 def test_mooncakes_class(crews):
     crews.get("shm", SIZE).call(mooncake_on_rank)
+
+
+def edges_on_rank(me: harness.Rank, tokens: Any, hidden: int, topk: int, experts: int) -> None:
+    """Both classes, with experts that return what they get: a token comes back once from each rank
+    that has one of its experts."""
+    drawn = torch.Generator().manual_seed(me.rank)
+    count = tokens[me.rank]
+    x = torch.randint(-8, 8, (count, hidden), generator=drawn).bfloat16()
+    if topk == 1:  # one expert has all tokens
+        topk_idx = torch.full((count, 1), experts - 1)
+    else:
+        topk_idx = torch.rand(count, experts, generator=drawn).topk(topk, dim=1).indices
+    weights = torch.rand(count, topk, generator=drawn)
+    owners = torch.tensor(reference.default_owners(experts, SIZE))
+    copies = torch.nn.functional.one_hot(owners[topk_idx], SIZE).amax(1).sum(1, keepdim=True)
+    elastic = ElasticBuffer(
+        dist.group.WORLD, num_max_tokens_per_rank=max(1, *tokens), hidden=hidden, num_topk=topk
+    )
+    for expand in (False, True):
+        rows, _, recv_weights, handle, _ = elastic.dispatch(
+            x, topk_idx, weights, num_experts=experts, do_expand=expand
+        )
+        answers = rows
+        if expand:  # one choice of each row answers
+            slots = handle.recv_src_metadata[:, 2:].long()
+            first = slots.gather(1, (slots >= 0).int().argmax(1, keepdim=True)).flatten()
+            answers = torch.zeros_like(rows)
+            answers[first] = rows[first]
+        combined, combined_weights, _ = elastic.combine(answers, handle, recv_weights)
+        assert torch.equal(combined, x * copies)
+        assert torch.equal(combined_weights, weights)
+    normal = Buffer(dist.group.WORLD, elastic.num_bytes)
+    _, _, per_expert, is_in_rank, _ = normal.get_dispatch_layout(topk_idx, experts)
+    rows, _, recv_weights, counts, handle, _ = normal.dispatch(
+        x, is_token_in_rank=is_in_rank, num_tokens_per_expert=per_expert,
+        topk_idx=topk_idx, topk_weights=weights,
+    )  # fmt: skip
+    assert len(counts) == int((owners == me.rank).sum())
+    combined, combined_weights, _ = normal.combine(rows, handle, topk_weights=recv_weights)
+    assert torch.equal(combined, x * copies)
+    assert torch.equal(combined_weights, weights)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "topk", "experts"),
+    [
+        ([8192, 8192, 0, 8191], 24, 8, 13),
+        ([100, 3, 0, 7], 7, 32, 41),
+        ([50, 60, 70, 80], 130, 1, 5),
+        ([0, 0, 0, 0], 16, 2, 4),
+        ([9, 8, 7, 6], 33, 2, 3),  # a rank without experts
+    ],
+    ids=["tokens", "topk", "one expert", "nothing", "few experts"],
+)
+def test_shapes_at_the_edges(tokens, hidden, topk, experts, crews):
+    crews.get("shm", SIZE).call(edges_on_rank, tokens, hidden, topk, experts)
 
 
 def memory_on_rank(me: harness.Rank) -> None:
