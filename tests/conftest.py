@@ -22,8 +22,9 @@ LAYOUT_NAMES = ["shm", "shm-no-cma", "tcp", "mixed", "sim"]
 
 
 def marks_of(layout: str) -> Any:
-    """A first look at the tests runs the main layouts only."""
-    if layout == "shm-no-cma":
+    """A first look at the tests runs the main layouts only. Simulated cards, and a system that
+    forbids reads of other processes, have their tests in C++; here they are slow."""
+    if layout in ("shm-no-cma", "sim"):
         return pytest.mark.slow
     return () if layout in ("shm", "tcp") else pytest.mark.ci
 

@@ -310,6 +310,68 @@ def test_vllm_in_normal_mode(ep):
     ep.call(vllm_high_throughput_on_rank)
 
 
+def vllm_elastic_on_rank(me):
+    """DeepEP 2's class: rows for each expert in decoding, for each token in prefill."""
+    import mooncake.ep as deep_ep
+
+    buffer = deep_ep.ElasticBuffer(
+        group=dist.group.WORLD,
+        num_max_tokens_per_rank=64,
+        hidden=HIDDEN,
+        num_topk=TOPK,
+        use_fp8_dispatch=False,
+        allow_hybrid_mode=True,
+        prefer_overlap_with_compute=True,
+        allow_multiple_reduction=True,
+        num_cpu_timeout_secs=1800,
+        num_gpu_timeout_secs=1800,
+        explicitly_destroy=True,
+    )
+    assert buffer.get_theoretical_num_sms(num_experts=EXPERTS, num_topk=TOPK) >= 4
+    for number, (most, do_expand) in enumerate(((16, True), (64, False), (32, True))):
+        _, mine = batch(me, number)
+        recv_x, recv_topk_idx, recv_weights, handle, _ = buffer.dispatch(
+            x=mine.x,
+            topk_idx=mine.topk_idx,
+            topk_weights=mine.weights,
+            num_experts=EXPERTS,
+            num_max_tokens_per_rank=most,  # a power of two, by the batch
+            do_expand=do_expand,
+            do_cpu_sync=do_expand,
+            async_with_compute_stream=False,
+        )
+        assert (recv_topk_idx is None) == do_expand
+        rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        local = EXPERTS // SIZE
+        answers = torch.zeros_like(recv_x)
+        if do_expand:
+            counts = handle.num_recv_tokens_per_expert_list
+            assert (len(counts), sum(counts)) == (local, len(recv_x))
+            scales = torch.arange(local).repeat_interleave(torch.tensor(counts)) + 1
+            answers = (recv_x.float() * (scales * recv_weights).unsqueeze(1)).bfloat16()
+        else:
+            assert handle.num_recv_tokens_per_expert_list == []
+            used = recv_topk_idx[:rows]
+            scales = ((used + 1) * (used >= 0) * recv_weights[:rows]).sum(1, keepdim=True)
+            answers[:rows] = (recv_x[:rows].float() * scales).bfloat16()
+        combined, _, event = buffer.combine(
+            x=answers,
+            handle=handle,
+            topk_weights=None,
+            async_with_compute_stream=True,
+            allocate_on_comm_stream=False,
+        )
+        event.current_stream_wait()
+        there = mine.topk_idx >= 0
+        scales = ((mine.topk_idx % local + 1) * there * mine.weights).sum(1, keepdim=True)
+        torch.testing.assert_close(combined.float(), mine.x.float() * scales, rtol=0.03, atol=0.05)
+    buffer.destroy()
+
+
+def test_vllm_with_deepep_2(ep):
+    ep.call(vllm_elastic_on_rank)
+
+
 def sglang_normal_on_rank(me):
     """SGLang's dispatcher for prefill with DeepEP: FP8, aligned numbers for its matrix products."""
     from mooncake.ep import fp8
