@@ -27,8 +27,7 @@ from datetime import timedelta
 from typing import Any
 
 import gates
-import hosts
-from bench_ep import run_over_links
+from bench_ep import hosts, run_over_links
 from common import machine_facts, numbers, print_table, short, spread, write_json_lines
 from gates import Finding
 from ranks import COLLECTIVE_TIMEOUT_S, Rank, enter_namespace, run_job, run_main
@@ -138,9 +137,6 @@ def _crossing(me: Rank, is_in_rank: Any) -> dict[str, int]:
 
 
 def rank_main(me: Rank) -> None:
-    if "namespaces" in me.spec:
-        enter_namespace(me.spec["namespaces"][me.rank])
-        os.environ["MOONCAKE_HOST_IP"] = me.spec["addresses"][me.rank]
     import torch
     import torch.distributed as dist
 
@@ -148,6 +144,9 @@ def rank_main(me: Rank) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     store = me.open_store()
+    if "namespaces" in me.spec:
+        enter_namespace(me.spec["namespaces"][me.rank])
+        os.environ["MOONCAKE_HOST_IP"] = me.spec["addresses"][me.rank]
     dist.init_process_group(
         "mooncake-cpu", store=store, rank=me.rank, world_size=me.size, timeout=timeout
     )

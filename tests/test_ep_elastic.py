@@ -191,7 +191,8 @@ def round_trip(
     buffer = ElasticBuffer(dist.group.WORLD, num_bytes, allow_multiple_reduction=not once)
     assert buffer.get_logical_domain_size() == (1, SIZE)
     hidden = LONG if num_bytes == LITTLE else HIDDEN
-    for number, form in enumerate(FORMS):
+    forms = FORMS[::3] if num_bytes == LITTLE else FORMS  # long rows take long to compare
+    for number, form in enumerate(forms):
         given = ep_crew.inputs(number, counts, hidden, TOPK, experts, duplicates)
         mine, expected = given[me.rank], Expected(me.rank, given, experts)
         x = cast(mine.x) if form.fp8 else mine.x
