@@ -201,10 +201,13 @@ def _received(
 ) -> Received:
     """The fields and the weights of the received tokens, in the form of the handle's dispatch."""
     local, expansion = handle.way.local, handle.way.expansion
+    native = handle.way.route.exchange.runtime.native
     shown_topk: Tensor | None = None
     if expansion is not None:
         count = handle.num_expanded_tokens
-        fields = [expansion.expand(one, count) for one in fields]
+        fields = [
+            expansion.expand(one, native.new_result([count, one.size(1)], one)) for one in fields
+        ]
         if weights is not None:
             weights = expansion.expand_weights(weights, count)
     else:

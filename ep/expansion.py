@@ -41,18 +41,16 @@ class Expansion:
             places, max(1, local.size(1)), rounding_mode="floor"
         )
 
-    def expand(self, field: Tensor, count: int) -> Tensor:
-        """[rows, any] -> [count, any]. Rows between the experts are zeros; those from num_rows on
-        are not written."""
-        out = field.new_empty((count, *field.shape[1:]))
+    def expand(self, field: Tensor, out: Tensor) -> Tensor:
+        """[rows, any] -> out [count, any]. Rows between the experts are zeros; those from num_rows
+        on are not written."""
         whole = out[: self.num_rows]
-        gaps = self._sources < 0
         if len(field) == 0:
             whole.zero_()
             return out
         # As bytes: not every dtype of FP8 can be indexed.
         torch.index_select(_bytes(field), 0, self._sources.clamp(min=0), out=_bytes(whole))
-        _bytes(whole)[gaps] = 0
+        _bytes(whole)[self._sources < 0] = 0
         return out
 
     def expand_weights(self, weights: Tensor, count: int) -> Tensor:

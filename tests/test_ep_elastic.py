@@ -235,7 +235,7 @@ def round_trip(
         )  # fmt: skip
         assert again[3] is handle
         check_dispatch(again, form, expected)
-        # What a program does to its results changes nothing for the handle.
+        # A program may change its results: the handle stays as it is.
         if not form.expand:
             found[1].add_(100)
             again = buffer.dispatch(x, topk_weights=mine.weights, handle=handle)
