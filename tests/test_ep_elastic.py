@@ -22,6 +22,8 @@ from mooncake_backend import extension
 
 SIZE, HIDDEN, TOPK, MOST = 4, 256, 3, 96
 AMPLE, LITTLE = 4 << 20, 2 << 20
+# Of answers: with these a sum has other bits in another order.
+FACTORS = [3.0, 2.0**25, -(2.0**25), 5.0]
 LONG = 4096  # channels with which large calls run in pieces in LITTLE
 
 
@@ -145,9 +147,9 @@ def answers_of(given: Any, experts: int, expand: bool, active: Any = None) -> li
     for rank in range(len(given)):
         there = active if active is None or rank in active else None
         expected = Expected(rank, given, experts, there)
-        rows = [one * (rank + 2) for one in expected.of(lambda one: one.x)]
+        rows = [one * FACTORS[rank] for one in expected.of(lambda one: one.x)]
         if expand:
-            rows = [torch.stack([row * (place + 3) for place in range(TOPK)]) for row in rows]
+            rows = [torch.stack([row * FACTORS[place] for place in range(TOPK)]) for row in rows]
         hidden = given[0].x.size(1)
         shape = (0, TOPK, hidden) if expand else (0, hidden)
         empty = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
@@ -536,11 +538,11 @@ def survivors_on_rank(
     check_dispatch(before, form, Expected(me.rank, given, experts))
     me.board.set(f"ready-{me.rank}")
     me.board.wait_all("ready", everybody)
-    if where == "take" and me.rank == victim:
-        extension.load().arm_failpoint("ep-take", 1, False)
+    if where in ("take", "later piece") and me.rank == victim:
+        extension.load().arm_failpoint("ep-take", 1 if where == "take" else 2, False)
     dies("dispatch")
     found, active = before, tuple(everybody)
-    if where in ("dispatch", "take"):
+    if where in ("dispatch", "take", "later piece"):
         found = dispatch()
         # If it dies after it has given its rows, they may still count.
         there = found[3].way.route.participants
@@ -581,8 +583,11 @@ def survivors_on_rank(
      (Form(True, True, 1, False), True)],
     ids=["compact", "expanded", "once"],
 )  # fmt: skip
-@pytest.mark.parametrize("num_bytes", [AMPLE, LITTLE])
-@pytest.mark.parametrize("where", ["dispatch", "take", "combine"])
+@pytest.mark.parametrize(
+    ("where", "num_bytes"),
+    [(where, room) for where in ("dispatch", "take", "combine") for room in (AMPLE, LITTLE)]
+    + [("later piece", LITTLE)],
+)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_survivors_agree(victim, where, num_bytes, form, once):
     with harness.starting(SIZE, survivors_on_rank, victim, where, num_bytes, form, once) as ranks:
