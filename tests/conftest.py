@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,27 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
     return {"env": env, "rank_env": {r: near if r < 2 else far for r in range(size)}}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--turn",
+        metavar="N/M",
+        default="0/1",
+        help="of the tests marked ci, only each M-th by a hash of its name, counted from N",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    turn, turns = map(int, config.getoption("--turn").split("/"))
+    chosen: list[pytest.Item] = []
+    others: list[pytest.Item] = []
     for item in items:
         if item.path.stem.removeprefix("test_") in LONGER:
             item.add_marker(pytest.mark.ci)
+        others_turn = (zlib.crc32(item.nodeid.encode()) - turn) % turns != 0
+        (others if others_turn and item.get_closest_marker("ci") else chosen).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")
