@@ -8,7 +8,7 @@ at once. Each link is a card of libfabric's provider over TCP.
 The hosts are network namespaces (tests/hosts.py) and share this machine's processor. The engines'
 own TCP connections have a separate link, as on machines whose cards carry nothing else. Parts:
 `blocks` moves memory by TransferEngine, as many blocks or one large one; `failure` takes one link
-down meanwhile and brings it back; `groups` is all_reduce and a dispatch of experts' rows.
+down meanwhile and brings it back; `groups` is all_reduce, and dispatch and combine of experts' rows in both modes.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ SETTLED_S = {"down": 1.0, "up": 5.0}  # rates are measured this long after the e
 SAMPLE_S = 0.05
 REDUCED, REDUCTIONS = 64 << 20, 5  # bytes; calls in a round
 TOKENS, EXPERTS, HIDDEN, TOPK = 128, 32, 7168, 8
+PREFILL_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -264,15 +265,19 @@ def run_part(part: str, args: argparse.Namespace) -> Rows:
         rows = run_job("bench_fabric:reduce_main", 2, where, env=env)
         cell = {"tokens": TOKENS, "experts": EXPERTS, "format": "bf16"}
         spec = {**where, "cells": [cell], "lanes": [], "calls": 64, "hidden": HIDDEN, "topk": TOPK}
+        both = rows[0]["iperf3_bits"]
+
+        def add(phase: str, tokens: int, bits: float) -> None:
+            what = f"{phase}, {tokens} tokens x {HIDDEN}"
+            row = {"kind": "groups", "what": what, "bits": bits, "iperf3_bits": both}
+            rows.append({**row, "cores": None, "error": None})
+
         for row in run_job("bench_ep:rank_main", 2, spec, env=env):
             if row["lane"] == "mooncake.ep" and row["phase"] in ("dispatch", "combine"):
-                bits = row["crossing_bytes"] * 8 / (row["p50_us"] * 1e-6)
-                what = f"{row['phase']}, {TOKENS} tokens x {HIDDEN}"
-                both = rows[0]["iperf3_bits"]
-                rows.append(
-                    {"kind": "groups", "what": what, "bits": bits, "iperf3_bits": both,
-                     "cores": None, "error": None}
-                )  # fmt: skip
+                add(row["phase"], TOKENS, row["crossing_bytes"] * 8 / (row["p50_us"] * 1e-6))
+        normal = {**where, "tokens": [PREFILL_TOKENS]}
+        for row in run_job("bench_ep_normal:rank_main", 2, normal, env=env):
+            add(row["what"], row["tokens"], row["bits"])
         return rows
 
 

@@ -406,9 +406,9 @@ class Buffer:
         if previous_event is not None:
             previous_event.current_stream_wait()
         exchange = self._normal_mode()
-        who = exchange.participation(active_ranks, timeout_us)
+        participation = exchange.participation(active_ranks, timeout_us)
         if handle is not None:
-            again = normal.dispatch_again(exchange, x, handle, who)
+            again = normal.dispatch_again(exchange, x, handle, participation)
             return again, None, None, None, None, _ended(async_finish)
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise ValueError("dispatch needs a handle or the results of get_dispatch_layout()")
@@ -419,7 +419,9 @@ class Buffer:
         )
         settings = config or Buffer.get_dispatch_config(self.group_size)
         shown = Shown(expert_alignment, num_worst_tokens, max(1, settings.num_sms // 2))
-        found = normal.dispatch(self._normal_mode(), x, layout, topk_idx, topk_weights, shown, who)
+        found = normal.dispatch(
+            self._normal_mode(), x, layout, topk_idx, topk_weights, shown, participation
+        )
         return (
             found.rows, found.topk_idx, found.topk_weights, found.num_per_expert, found.handle,
             _ended(async_finish),
@@ -453,9 +455,9 @@ class Buffer:
             previous_event.current_stream_wait()
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
         exchange = self._normal_mode()
-        who = exchange.participation(active_ranks, timeout_us)
+        participation = exchange.participation(active_ranks, timeout_us)
         route = normal.route_of(exchange, handle)
-        return exchange.combine(x, route, topk_weights, biases, who, async_finish)
+        return exchange.combine(x, route, topk_weights, biases, participation, async_finish)
 
     # One path serves all hosts: these have the same signatures and results.
     internode_dispatch = dispatch

@@ -153,7 +153,7 @@ class ElasticBuffer:
                 event.current_stream_wait()
         if do_zero_padding and not do_expand:
             raise ValueError("do_zero_padding needs do_expand")
-        who = self._exchange.participation(active_ranks, timeout_us)
+        participation = self._exchange.participation(active_ranks, timeout_us)
         by_column = use_tma_aligned_col_major_sf
         if handle is not None:
             elastic_mode.way_of(self._exchange, handle)
@@ -169,7 +169,7 @@ class ElasticBuffer:
                 expert_alignment=expert_alignment,
             )
             found = elastic_mode.dispatch_again(
-                self._exchange, x, topk_weights, handle, by_column, who
+                self._exchange, x, topk_weights, handle, by_column, participation
             )
         else:
             if topk_idx is None or num_experts is None:
@@ -189,7 +189,7 @@ class ElasticBuffer:
                 do_expand,
             )
             found = elastic_mode.dispatch(
-                self._exchange, x, topk_idx, topk_weights, form, by_column, who
+                self._exchange, x, topk_idx, topk_weights, form, by_column, participation
             )
         stats = cumulative_local_expert_recv_stats
         if stats is not None:

@@ -58,7 +58,7 @@ def dispatch(
     topk_weights: Tensor | None,
     form: Form,
     are_scales_by_column: bool,
-    who: Participation,
+    participation: Participation,
 ) -> Received:
     size, rank, most = exchange.runtime.size, exchange.runtime.rank, form.num_max_tokens_per_rank
     fields = fields_of(x)
@@ -83,7 +83,7 @@ def dispatch(
 
     arrived, counts = exchange.dispatch(
         Sent(fields, is_in_rank, token_ranks, per_expert),
-        who,
+        participation,
         agreed=[most],
         weights=topk_idx.size(1),
         refuse=refuse,
@@ -104,7 +104,7 @@ def dispatch_again(
     topk_weights: Tensor | None,
     handle: EPHandle,
     are_scales_by_column: bool,
-    who: Participation,
+    participation: Participation,
 ) -> Received:
     """Rows in the places of the handle's dispatch; zeros from ranks that have gone since."""
     route, fields = way_of(exchange, handle).route, fields_of(x)
@@ -112,7 +112,7 @@ def dispatch_again(
     if topk_weights is not None:
         check_topk(handle.topk_idx, topk_weights, len(fields[0]))
         fields.append(topk_weights)
-    received = exchange.dispatch_again(fields, route, who).as_of(route)
+    received = exchange.dispatch_again(fields, route, participation).as_of(route)
     weights = received[-1] if topk_weights is not None else None
     return _received(x, received[:num_parts], weights, handle, are_scales_by_column, home)
 
@@ -124,7 +124,7 @@ def combine(
     topk_weights: Tensor | None,
     biases: Sequence[Tensor],
     adds_at_experts: bool,
-    who: Participation,
+    participation: Participation,
     async_finish: bool,
 ) -> tuple[Tensor, Tensor | None, EventOverlap]:
     """adds_at_experts: ElasticBuffer's allow_multiple_reduction"""
@@ -139,11 +139,11 @@ def combine(
                     "the combine of an expanded dispatch takes topk_weights only with "
                     "allow_multiple_reduction"
                 )
-            return _combine_by_choice(exchange, x, handle, biases, who, async_finish)
+            return _combine_by_choice(exchange, x, handle, biases, participation, async_finish)
         x = expansion.fold(x.to(CPU)).to(home)
         if topk_weights is not None:
             topk_weights = expansion.fold_weights(topk_weights.to(CPU)).to(home)
-    return exchange.combine(x, way.route, topk_weights, biases, who, async_finish)
+    return exchange.combine(x, way.route, topk_weights, biases, participation, async_finish)
 
 
 def way_of(exchange: Exchange, handle: Any) -> Way:
@@ -231,7 +231,7 @@ def _combine_by_choice(
     x: Tensor,
     handle: EPHandle,
     biases: Sequence[Tensor],
-    who: Participation,
+    participation: Participation,
     async_finish: bool,
 ) -> tuple[Tensor, Tensor | None, EventOverlap]:
     """Each expert's row goes to the rank of its token, which adds all of them in the order of
@@ -243,7 +243,7 @@ def _combine_by_choice(
     sources = torch.repeat_interleave(torch.arange(size, device=CPU), counts_of(route.ends))[rows]
     choices = handle.way.tokens[rows] * topk + places
     there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
-    mask = who.among(there)
+    mask = participation.among(there)
     back, _ = exchange.dispatch(
         Sent(
             [x.to(CPU)[expansion.slots[rows, places]], choices.int().unsqueeze(1)],
@@ -251,12 +251,12 @@ def _combine_by_choice(
             sources.int().unsqueeze(1),
             torch.zeros(0, dtype=torch.int64, device=CPU),
         ),
-        Participation(mask, who.timeout_us),
+        Participation(mask, participation.timeout_us),
         # All ranks combine the rows of the same dispatch.
         agreed=[route.pieces[0].native.number % 2**32],
         weights=1,
     )
-    who.show(mask != 0)
+    participation.show(mask != 0)
     returned, numbers = back.fields[0], back.fields[1].flatten().long()
     row_of = torch.full((route.tokens * topk,), -1, dtype=torch.int64, device=CPU)
     row_of[numbers] = torch.arange(len(numbers), device=CPU)
@@ -269,7 +269,7 @@ def _combine_by_choice(
         sums[here] += returned[found[here]].float()
     chosen = handle.topk_idx.to(CPU)
     missing = ((chosen >= 0) & (row_of < 0)).any(dim=1).to(home)
-    event = exchange.ended("combine", Works([], [], who), missing, async_finish)
+    event = exchange.ended("combine", Works([], [], participation), missing, async_finish)
     return sums.bfloat16().to(home), None, event
 
 

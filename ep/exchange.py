@@ -78,17 +78,17 @@ class Works:
     """The pieces of one combine: their works, and the masks that show each one's participants."""
 
     def __init__(
-        self, works: Sequence[EpWork], masks: Sequence[Tensor], who: Participation
+        self, works: Sequence[EpWork], masks: Sequence[Tensor], participation: Participation
     ) -> None:
         self._works = works
         self._masks: Sequence[Tensor] = masks
-        self._who = who
+        self._participation = participation
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
         if self._masks:
-            self._who.show(torch.stack(list(self._masks)).all(dim=0))
+            self._participation.show(torch.stack(list(self._masks)).all(dim=0))
             self._masks = ()
 
     def synchronize(self) -> None:
@@ -108,7 +108,7 @@ class Exchange:
     def dispatch(
         self,
         sent: Sent,
-        who: Participation,
+        participation: Participation,
         *,
         agreed: Sequence[int] = (),
         weights: int | None = None,
@@ -119,7 +119,7 @@ class Exchange:
         refuse: a reason against the call, which then ends with it on all ranks; "": none
         """
         size, rank = self.runtime.size, self.runtime.rank
-        who.check(size)
+        participation.check(size)
         tokens = len(sent.token_ranks)
         everybody = torch.ones(size, dtype=torch.bool, device=CPU)
         num_experts = len(sent.num_tokens_per_expert)
@@ -131,8 +131,8 @@ class Exchange:
                     *sent.num_tokens_per_expert.tolist(),
                     *agreed,
                 ],
-                who.among(everybody),
-                who.timeout_us,
+                participation.among(everybody),
+                participation.timeout_us,
             )
             table = torch.tensor(numbers, dtype=torch.int64, device=CPU)
             parts = table.split([1, size, num_experts, len(agreed)], dim=1)
@@ -148,7 +148,7 @@ class Exchange:
                 weights or _MOST_WEIGHTS,
                 counts.for_ranks[:, rank],
                 participants,
-                who,
+                participation,
                 error,
             )
         counts.tokens[rank] = tokens  # a rank that was skipped has no numbers
@@ -164,9 +164,11 @@ class Exchange:
         is_short = timeout_us is not None and 0 < timeout_us < own
         return Participation(active_ranks, timeout_us if is_short and timeout_us else -1)
 
-    def dispatch_again(self, fields: Sequence[Tensor], route: Route, who: Participation) -> Arrived:
+    def dispatch_again(
+        self, fields: Sequence[Tensor], route: Route, participation: Participation
+    ) -> Arrived:
         """Sends other rows the same way."""
-        who.check(self.runtime.size)
+        participation.check(self.runtime.size)
         if len(fields[0]) != route.tokens:
             raise ValueError(
                 f"x has {len(fields[0])} tokens, those of the handle's dispatch were {route.tokens}"
@@ -174,7 +176,7 @@ class Exchange:
         with profiled("dispatch"):
             return self._send(
                 _on_host(fields), route.sent, route.most_tokens, route.most_rows,
-                route.most_weights, counts_of(route.ends), route.participants, who,
+                route.most_weights, counts_of(route.ends), route.participants, participation,
             )  # fmt: skip
 
     def _send(
@@ -186,7 +188,7 @@ class Exchange:
         weights: int,
         expected: Tensor,
         participants: Sequence[bool],
-        who: Participation,
+        participation: Participation,
         error: str = "",
     ) -> Arrived:
         """Dispatches in as many pieces as the buffer's memory asks for. All ranks compute the same
@@ -209,7 +211,7 @@ class Exchange:
                 f"one token of each of {self.runtime.size} ranks: make it larger"
             )
         count, step = 1, room
-        if who.timeout_us <= 0:
+        if participation.timeout_us <= 0:
             count = 1 if fits_at_once else max(1, -(-most_tokens // room))
             step = max(1, -(-most_tokens // count))
         if tokens > count * step:
@@ -222,26 +224,26 @@ class Exchange:
         if count == 1:
             rows, sources, ends, participants, handle = native.dispatch_tokens(
                 [one[:tokens] for one in fields], sent.token_ranks[:tokens], step, hidden,
-                who.among(there), who.timeout_us, error,
+                participation.among(there), participation.timeout_us, error,
             )  # fmt: skip
             assert sources is not None
             there &= torch.tensor(participants, dtype=torch.bool, device=CPU)
             pieces = [Piece(0, tokens, handle)]
         else:
             expected = expected * (there & there[self.runtime.rank])
-            joined = self._room_for(fields, expected, sent, step, who.among(there))
+            joined = self._room_for(fields, expected, sent, step, participation.among(there))
             for number in range(count):
                 begin, end = min(number * step, tokens), min((number + 1) * step, tokens)
                 *_, ends, participants, handle = native.dispatch_tokens(
                     [one[begin:end] for one in fields], sent.token_ranks[begin:end], step, hidden,
-                    who.among(there), who.timeout_us, error, joined.into, joined.filled.tolist(),
-                    joined.ends.tolist(),
+                    participation.among(there), participation.timeout_us, error, joined.into,
+                    joined.filled.tolist(), joined.ends.tolist(),
                 )  # fmt: skip
                 joined.add(begin, end, number * step, handle, counts_of(ends))
                 there &= torch.tensor(participants, dtype=torch.bool, device=CPU)
             rows, sources, ends, pieces = joined.among(there & there[self.runtime.rank])
-        who.show(there)
-        if who.timeout_us > 0:  # numbers that a rank that was skipped knows, too
+        participation.show(there)
+        if participation.timeout_us > 0:  # numbers that a rank that was skipped knows, too
             most_tokens, most_rows = step, step * self.runtime.size
         route = Route(
             self,
@@ -280,11 +282,11 @@ class Exchange:
         route: Route,
         topk_weights: Tensor | None,
         biases: Sequence[Tensor],
-        who: Participation,
+        participation: Participation,
         async_finish: bool,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """See Buffer.combine(). async_finish: returns before the end where x is the CPU's."""
-        who.check(self.runtime.size)
+        participation.check(self.runtime.size)
         home = x.device
         if topk_weights is not None and topk_weights.size(1) > route.most_weights:
             raise ValueError(
@@ -302,7 +304,7 @@ class Exchange:
             sizes = (route.tokens, weights.size(1))
             weight_sums = torch.empty(sizes, dtype=torch.float32, device=CPU)
         there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
-        masks = [who.among(there) for _ in route.pieces]
+        masks = [participation.among(there) for _ in route.pieces]
         works, error = [], None
         with profiled("combine"):
             for piece, mask in zip(route.pieces, masks, strict=True):
@@ -317,7 +319,7 @@ class Exchange:
                         None if weight_sums is None else weight_sums[tokens],
                         [one[tokens] for one in on_host],
                         mask,
-                        who.timeout_us,
+                        participation.timeout_us,
                         async_finish and home.type == "cpu",
                         list(piece.first_rows),
                     )
@@ -327,7 +329,7 @@ class Exchange:
                     error = error or failure
         if error is not None:
             raise error
-        done = Works(works, masks, who)
+        done = Works(works, masks, participation)
         if not async_finish or home.type != "cpu":
             done.wait()
         event = self.ended("combine", done, missing.to(home), async_finish)

@@ -49,7 +49,7 @@ def dispatch(
     topk_idx: Tensor | None,
     topk_weights: Tensor | None,
     shown: Shown,
-    who: Participation,
+    participation: Participation,
 ) -> Received:
     size, rank = exchange.runtime.size, exchange.runtime.rank
     fields = fields_of(x)
@@ -77,7 +77,7 @@ def dispatch(
 
     sent = Sent(fields, is_in_rank, ranks_of(is_in_rank), layout.num_tokens_per_expert)
     weights = None if topk_weights is None else topk_weights.size(1)
-    arrived, counts = exchange.dispatch(sent, who, weights=weights, refuse=refuse)
+    arrived, counts = exchange.dispatch(sent, participation, weights=weights, refuse=refuse)
     num_experts = len(layout.num_tokens_per_expert)
     owners = torch.tensor(
         reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
@@ -100,10 +100,10 @@ def dispatch(
     return Received(_rows_like(x, found), recv_idx, recv_weights, per_expert, handle)
 
 
-def dispatch_again(exchange: Exchange, x: Rows, handle: Any, who: Participation) -> Rows:
+def dispatch_again(exchange: Exchange, x: Rows, handle: Any, participation: Participation) -> Rows:
     """Rows in the places of the handle's dispatch; zeros from ranks that have gone since."""
     route = route_of(exchange, handle)
-    return _rows_like(x, exchange.dispatch_again(fields_of(x), route, who).as_of(route))
+    return _rows_like(x, exchange.dispatch_again(fields_of(x), route, participation).as_of(route))
 
 
 def route_of(exchange: Exchange, handle: Any) -> Route:
