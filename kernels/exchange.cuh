@@ -1,0 +1,202 @@
+#pragma once
+
+#include "kernels/copy.cuh"
+#include "kernels/device.h"
+#include "kernels/group_state.h"
+
+// One operation of a group on GPUs of one host: each rank publishes its input in memory that all
+// ranks map, signals that, waits for the others' signals, and computes its result from their
+// memory. This memory outlives its owner. So once one rank has ended an operation, every other rank
+// can end it with the same data.
+//
+// A kernel does not wait for a lost or late rank for long. It stops, tells the host which ranks it
+// misses, and waits for a decision with a deadline of its own. All blocks but one end, and that one
+// redoes the whole operation if the host decides so.
+namespace mooncake::kernels {
+
+struct Exchange {
+  GroupState* state;
+  const unsigned char* input;
+  size_t bytes;   // of the input, at most the state's halfBytes
+  uint32_t call;  // a hash of the call, which must be equal on all ranks
+};
+
+// The part of a block: [begin, end) of `count`.
+struct Part {
+  size_t begin, end;
+};
+MC_DEVICE Part partOf(size_t count, unsigned block, unsigned blocks, size_t unit) {
+  const size_t units = (count + unit - 1) / unit;
+  const size_t begin = units * block / blocks * unit, end = units * (block + 1) / blocks * unit;
+  return {begin < count ? begin : count, end < count ? end : count};
+}
+
+MC_DEVICE bool has(uint64_t ranks, int rank) { return ranks >> rank & 1; }
+
+// Memory that a rank has published for the operation.
+MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint32_t number) {
+  return state.data[rank] + (number & 1) * state.halfBytes;
+}
+
+// Publishes this block's part of the input, and signals it to the ranks that take part.
+MC_DEVICE void publish(const Exchange& exchange, uint32_t number) {
+  const GroupState& state = *exchange.state;
+  const Part part = partOf(exchange.bytes, blockIdx.x, gridDim.x, 1024);
+  unsigned char* const own = published(state, state.rank, number);
+  copyBytes(own + part.begin, exchange.input + part.begin, part.end - part.begin);
+  __syncthreads();
+  const int peer = int(threadIdx.x);
+  if (peer < state.ranks && has(state.active, peer)) {
+    storeReleaseSystem(&state.signals[peer]->words[blockIdx.x][state.rank],
+                       uint64_t(number) << 32 | exchange.call);
+  }
+}
+
+enum class Waited : uint32_t { kArrived, kStopped, kMismatch };
+
+// Waits until the rank has signalled its part for the block.
+MC_DEVICE Waited awaitSignal(const Exchange& exchange, uint32_t number, unsigned block, int peer,
+                             uint64_t deadline) {
+  const GroupState& state = *exchange.state;
+  const uint64_t* const word = &state.signals[state.rank]->words[block][peer];
+  for (;;) {
+    const uint64_t signal = loadAcquireSystem(word);
+    const int32_t ahead = int32_t(uint32_t(signal >> 32) - number);
+    // The signal of a later operation: the rank has ended this one, and has compared the calls.
+    if (ahead > 0) return Waited::kArrived;
+    if (ahead == 0) return uint32_t(signal) == exchange.call ? Waited::kArrived : Waited::kMismatch;
+    if (now() > deadline || loadRelaxedSystem(&state.host->stop) != state.generation)
+      return Waited::kStopped;
+    relax();
+  }
+}
+
+// Shared memory of a block.
+struct BlockState {
+  Waited waited[kMaxBlocks * kMaxRanks];
+  uint32_t arrived;  // of all blocks; see GroupState
+  uint32_t decision;
+  uint64_t missing;  // bits of the ranks that a wait has not seen
+  int mismatched;    // a rank whose call differs; -1: none
+};
+
+// Waits until all blocks of all ranks that take part, also of this one, have published their parts.
+// Returns the same on all threads of the block. If false, `shared` says why.
+MC_DEVICE bool awaitAll(const Exchange& exchange, uint32_t number, uint64_t active,
+                        uint64_t deadline, BlockState& shared) {
+  const unsigned ranks = unsigned(exchange.state->ranks), signals = gridDim.x * ranks;
+  bool haveArrived = true;
+  for (unsigned i = threadIdx.x; i < signals; i += blockDim.x) {
+    const int peer = int(i % ranks);
+    shared.waited[i] = has(active, peer) ? awaitSignal(exchange, number, i / ranks, peer, deadline)
+                                         : Waited::kArrived;
+    haveArrived = haveArrived && shared.waited[i] == Waited::kArrived;
+  }
+  if (__syncthreads_and(haveArrived)) return true;
+  if (threadIdx.x == 0) {
+    shared.missing = 0;
+    shared.mismatched = -1;
+    for (unsigned i = 0; i < signals; ++i) {
+      if (shared.waited[i] == Waited::kStopped) shared.missing |= uint64_t(1) << i % ranks;
+      if (shared.waited[i] == Waited::kMismatch) shared.mismatched = int(i % ranks);
+    }
+  }
+  __syncthreads();
+  return false;
+}
+
+// The functions below are called by one thread of the last block.
+
+MC_DEVICE void endOperation(GroupState& state, uint32_t number) {
+  state.done = number;
+  storeRelaxedSystem(&state.host->done, number);
+}
+
+MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
+  state.failed = uint32_t(failure);
+  state.host->failedRank = uint32_t(rank);
+  storeReleaseSystem(&state.host->failed, uint32_t(failure));
+}
+
+// Tells the host that this kernel has stopped, and waits for its decision, which takes effect.
+// kRefuse if none comes.
+MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t deadline) {
+  HostWords& host = *state.host;
+  const uint32_t next = state.generation + 1;
+  host.missing = missing;
+  storeReleaseSystem(&host.stopped, next);
+  while (loadAcquireSystem(&host.decided) != next) {
+    if (now() > deadline) {
+      failGroup(state, Failure::kUndecided, state.rank);
+      return Decision::kRefuse;
+    }
+    relax();
+  }
+  const Decision decision = Decision(host.decision);
+  if (decision == Decision::kRefuse) failGroup(state, Failure::kRefused, state.rank);
+  state.active = host.active;
+  state.generation = next;
+  return decision;
+}
+
+// Asks the host how a stopped operation goes on. The decision takes effect.
+MC_DEVICE Decision decide(GroupState& state, const BlockState& shared, uint64_t deadline) {
+  if (shared.mismatched < 0) return awaitDecision(state, shared.missing, deadline);
+  failGroup(state, Failure::kMismatch, shared.mismatched);
+  return Decision::kRefuse;
+}
+
+// Ends the operation in the place of blocks that have stopped. Only the last block calls this.
+template <typename Consume>
+MC_DEVICE void endAlone(const Exchange& exchange, const Consume& consume, uint32_t number,
+                        BlockState& shared) {
+  GroupState& state = *exchange.state;
+  const uint64_t deadline = now() + state.decisionNs;
+  bool isComplete = false;
+  while (!isComplete) {
+    const uint64_t active = state.active;
+    Decision decision = Decision::kGoOn;
+    isComplete = awaitAll(exchange, number, active, deadline, shared);
+    if (!isComplete) {
+      if (threadIdx.x == 0) shared.decision = uint32_t(decide(state, shared, deadline));
+      __syncthreads();
+      decision = Decision(shared.decision);
+      if (decision == Decision::kRefuse) return;
+      isComplete = decision == Decision::kTake;
+    }
+    for (unsigned block = 0; isComplete && block < gridDim.x; ++block)
+      consume(state, number, active, block);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) endOperation(state, number);
+}
+
+// The whole operation. `consume(state, number, active, block)` computes the block's part of the
+// result from the memory of the ranks in `active`, with all threads of a block.
+template <typename Consume>
+MC_DEVICE void exchangeAll(const Exchange& exchange, const Consume& consume) {
+  MC_SHARED(BlockState, shared);
+  GroupState& state = *exchange.state;
+  if (state.failed) return;
+  const uint32_t number = state.done + 1;
+  const uint64_t active = state.active;
+  publish(exchange, number);
+  const uint64_t deadline = now() + state.patienceNs;
+  const bool hasArrived = awaitAll(exchange, number, active, deadline, shared);
+  if (hasArrived) consume(state, number, active, blockIdx.x);
+  __syncthreads();
+  constexpr uint32_t kStopped = 1u << 16;
+  const uint32_t mine = hasArrived ? 1 : 1 + kStopped;
+  if (threadIdx.x == 0) shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
+  __syncthreads();
+  const uint32_t arrived = shared.arrived;
+  if (arrived % kStopped != gridDim.x) return;
+  if (threadIdx.x == 0) storeRelaxedDevice(&state.arrived, 0);
+  if (arrived >= kStopped) {
+    endAlone(exchange, consume, number, shared);
+  } else if (threadIdx.x == 0) {
+    endOperation(state, number);
+  }
+}
+
+}  // namespace mooncake::kernels

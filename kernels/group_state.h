@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// What the kernels of a group of ranks on one host share with each other and with their hosts.
+// Plain data: a host fills it in before the first kernel.
+namespace mooncake::kernels {
+
+constexpr int kMaxRanks = 32;   // of a group
+constexpr int kMaxBlocks = 16;  // of a kernel
+
+// A word for each block and source in memory of the receiving rank, which only the source writes:
+// the number of its operation, and below it a hash of its call.
+struct Signals {
+  uint64_t words[kMaxBlocks][kMaxRanks];
+};
+
+// The host's decision about an operation that did not end by itself.
+enum class Decision : uint32_t {
+  kGoOn,   // without the ranks that are lost
+  kTake,   // with all ranks, because another rank has ended it so: their data are all there
+  kRefuse  // the group has ended: so do this operation and all later ones, without a result
+};
+
+// Memory of the host that the device maps. Each word has one writer.
+struct HostWords {
+  // Written by the host. A kernel that waits stops once `stop` is another than the group's
+  // generation. Then the host decides, and sets `decided` to that generation last.
+  uint32_t stop = 0;
+  uint32_t decided = 0;
+  uint32_t decision = 0;
+  uint64_t active = 0;  // bits of the ranks that go on
+
+  // Written by kernels. `stopped` is the generation at which a kernel has stopped, written last.
+  uint32_t stopped = 0;
+  uint32_t done = 0;     // number of the last operation that has ended
+  uint64_t missing = 0;  // bits of the ranks that the stopped operation waits for
+  uint32_t failed = 0;   // a Failure
+  uint32_t failedRank = 0;
+};
+
+enum class Failure : uint32_t {
+  kNone,
+  kMismatch,   // failedRank has called another operation
+  kUndecided,  // the host did not decide in time
+  kRefused,
+};
+
+// Memory of the rank's own device. Kernels of a group run one after the other on it, so only the
+// blocks of one kernel share its words.
+struct GroupState {
+  int rank = 0;
+  int ranks = 0;
+  uint64_t active = 0;      // bits of the ranks that take part
+  uint32_t generation = 0;  // counts the host's decisions
+  uint32_t done = 0;        // number of the last operation that has ended
+  uint32_t failed = 0;      // a Failure: later operations do nothing
+  uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
+
+  // A kernel that waits stops by itself after patienceNs, and gives up so long after it has stopped.
+  uint64_t patienceNs = 0;
+  uint64_t decisionNs = 0;
+
+  // Of each rank, at this device's addresses: two halves of `halfBytes`, one for each of two
+  // consecutive operations.
+  size_t halfBytes = 0;
+  unsigned char* data[kMaxRanks] = {};
+  Signals* signals[kMaxRanks] = {};
+  HostWords* host = nullptr;
+};
+
+}  // namespace mooncake::kernels

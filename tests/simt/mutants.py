@@ -1,0 +1,162 @@
+"""Plants a defect in a copy of the kernels, one at a time, and runs their suites. Each must fail.
+
+tests/simt/run.sh mutants
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build"
+COMPILER = os.environ.get("CXX", "clang++")
+FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=off", "-w"]
+BY_FLAVOUR = {"plain": [], "thread": ["-fsanitize=thread"]}
+
+
+@dataclass
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+EXCHANGE, COLLECTIVES, COPY = "exchange.cuh", "collectives.cuh", "copy.cuh"
+SIGNAL = """    storeReleaseSystem(&state.signals[peer]->words[blockIdx.x][state.rank],"""
+MUTANTS = [
+    Mutant("the signal is relaxed", EXCHANGE, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
+    Mutant("the signal has device scope", EXCHANGE, SIGNAL, SIGNAL.replace("System", "Device")),
+    Mutant(
+        "the wait is relaxed",
+        EXCHANGE,
+        "const uint64_t signal = loadAcquireSystem(word)",
+        "const uint64_t signal = loadRelaxedSystem(word)",
+    ),
+    Mutant("one buffer for two operations", EXCHANGE, "(number & 1) * state.halfBytes", "0"),
+    Mutant(
+        "no barrier before the signal",
+        EXCHANGE,
+        "part.end - part.begin);\n  __syncthreads();",
+        "part.end - part.begin);",
+    ),
+    Mutant(
+        "waits for the signals of one block only",
+        EXCHANGE,
+        "signals = gridDim.x * ranks;",
+        "signals = ranks;",
+    ),
+    Mutant(
+        "no barrier before the block has ended",
+        EXCHANGE,
+        "consume(state, number, active, blockIdx.x);\n  __syncthreads();",
+        "consume(state, number, active, blockIdx.x);",
+    ),
+    Mutant("the count of ended blocks is relaxed", EXCHANGE, "addAcqRelDevice", "addRelaxedDevice"),
+    Mutant(
+        "the count of ended blocks is kept", EXCHANGE, "storeRelaxedDevice(&state.arrived, 0)", ""
+    ),
+    Mutant(
+        "the host's decision is read relaxed",
+        EXCHANGE,
+        "loadAcquireSystem(&host.decided)",
+        "loadRelaxedSystem(&host.decided)",
+    ),
+    Mutant(
+        "the stop is told relaxed",
+        EXCHANGE,
+        "storeReleaseSystem(&host.stopped",
+        "storeRelaxedSystem(&host.stopped",
+    ),
+    Mutant(
+        "the stop is told before the ranks",
+        EXCHANGE,
+        "  host.missing = missing;\n  storeReleaseSystem(&host.stopped, next);",
+        "  storeReleaseSystem(&host.stopped, next);\n  host.missing = missing;",
+    ),
+    Mutant("the decision changes no ranks", EXCHANGE, "  state.active = host.active;\n", ""),
+    Mutant(
+        "takes with the new ranks",
+        EXCHANGE,
+        "const uint64_t active = state.active;\n    Decision",
+        "const uint64_t& active = state.active;\n    Decision",
+    ),
+    Mutant(
+        "goes on with blocks that have ended before",
+        EXCHANGE,
+        "isComplete && block < gridDim.x",
+        "isComplete && block < 1",
+    ),
+    Mutant(
+        "no deadline without a host",
+        EXCHANGE,
+        "    if (now() > deadline) {\n      failGroup",
+        "    if (false) {\n      failGroup",
+    ),
+    Mutant(
+        "a kernel runs in a group that has ended", EXCHANGE, "  if (state.failed) return;\n", ""
+    ),
+    Mutant("calls are not compared", EXCHANGE, "uint32_t(signal) == exchange.call ?", "true ?"),
+    Mutant(
+        "the sum leaves out the first rank",
+        COLLECTIVES,
+        "bool isFirst = true;\n  for (int rank = 0;",
+        "bool isFirst = true;\n  for (int rank = 1;",
+    ),
+    Mutant(
+        "parts overlap at their ends",
+        COLLECTIVES,
+        "for (size_t i = end + threadIdx.x; i < part.end;",
+        "for (size_t i = end + threadIdx.x; i < part.end + 1;",
+    ),
+    Mutant("lost ranks' places keep old contents", COLLECTIVES, "zeroBytes(target, bytes)", ""),
+    Mutant("the rest of a copy is left out", COPY, "bytes - copied", "0"),
+]
+
+
+def run(flavour: str, folder: Path) -> bool:
+    """True if the suite fails."""
+    tests = ROOT / "tests/simt/tests"
+    sources = [tests / name for name in ("collectives_test.cc", "virtual_group.cc", "races.cc")]
+    program = folder / flavour
+    command = [COMPILER, *FLAGS, *BY_FLAVOUR[flavour], f"-I{folder}", f"-I{ROOT}", f"-I{tests}",
+               *map(str, sources), str(BUILD / f"simt-{flavour}/libsimt.a"), "-lgtest",
+               "-lgtest_main", "-lpthread", "-o", str(program)]  # fmt: skip
+    subprocess.run(command, check=True)
+    env = {**os.environ, "TSAN_OPTIONS": f"log_path={folder}/races"}
+    done = subprocess.run([str(program), "--gtest_fail_fast"], env=env, capture_output=True)
+    return done.returncode != 0
+
+
+def survives(numbered: tuple[int, Mutant]) -> str | None:
+    """The mutant's name, if no suite finds it."""
+    number, mutant = numbered
+    folder = BUILD / f"mutants/{number}"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "kernels", folder / "kernels")
+    file = folder / "kernels" / mutant.file
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        return f"{mutant.name}: its text is not in {mutant.file} once"
+    file.write_text(text.replace(mutant.old, mutant.new))
+    finder = next((flavour for flavour in BY_FLAVOUR if run(flavour, folder)), None)
+    print(f"{mutant.name}: {'found by ' + finder if finder else 'NOT FOUND'}", flush=True)
+    return None if finder else mutant.name
+
+
+def main() -> int:
+    chosen = [one for one in enumerate(MUTANTS) if not sys.argv[1:] or str(one[0]) in sys.argv[1:]]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        left = [name for name in pool.map(survives, chosen) if name]
+    print(f"{len(chosen) - len(left)} of {len(chosen)} mutants found")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+#include "virtual_group.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "tests/simt/sanitizers.h"
+
+namespace mooncake::kernels {
+
+VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
+    : world_(world), shape_(shape) {
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    memory_.push_back(std::make_unique<Memory>());
+    memory_.back()->data.assign(2 * shape.halfBytes, 0xee);
+  }
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    Memory& own = *memory_[size_t(rank)];
+    own.state.rank = rank;
+    own.state.ranks = shape.ranks;
+    own.state.active = (uint64_t(1) << shape.ranks) - 1;
+    own.state.patienceNs = shape.patienceNs;
+    own.state.decisionNs = shape.decisionNs;
+    own.state.halfBytes = shape.halfBytes;
+    own.state.host = &own.host;
+    for (int peer = 0; peer < shape.ranks; ++peer) {
+      own.state.data[peer] = memory_[size_t(peer)]->data.data();
+      own.state.signals[peer] = &memory_[size_t(peer)]->signals;
+    }
+    world.own(rank, own.data.data(), own.data.size());
+    world.own(rank, &own.signals, sizeof(own.signals));
+    world.own(rank, &own.host, sizeof(own.host), simt::MemoryOwner::kHost);
+  }
+}
+
+void VirtualGroup::call(int rank, const std::string& name, const void* input, size_t bytes,
+                        uint32_t call, Kernel kernel) {
+  Memory& own = *memory_[size_t(rank)];
+  const Exchange exchange{&own.state, static_cast<const unsigned char*>(input), bytes, call};
+  ++own.called;
+  world_.launch(rank, 0, name, {shape_.blocks}, {shape_.threads}, 0,
+                [kernel = std::move(kernel), exchange] { kernel(exchange); });
+}
+
+void VirtualGroup::kill(int rank, uint64_t afterAtomics) {
+  world_.kill(rank, afterAtomics);
+  killed_ |= uint64_t(1) << rank;
+}
+
+void VirtualGroup::start() {
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    Memory* const own = memory_[size_t(rank)].get();
+    world_.launch(rank, 0, "acknowledge", {}, {}, 0, [own] {
+      acknowledge(own->state);
+      storeReleaseSystem(&own->isOver, 1);
+    });
+    if (shape_.hosts != Hosts::kNone) world_.host(rank, "host", [this, rank] { runHost(rank); });
+  }
+}
+
+bool VirtualGroup::isLost(int rank) const { return world_.isKilled(rank); }
+
+const VirtualGroup::Agreement* VirtualGroup::agreed(uint32_t generation) const {
+  const simt::sanitizers::Ignored ignored;
+  return agreements_.size() < generation ? nullptr : &agreements_[generation - 1];
+}
+
+// Returns null until all living ranks have stopped. All hosts share one thread, so the first one
+// that finds this decides for all. A rank that is killed later is lost in the next generation.
+const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
+  Agreement agreement{0, 0};
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    if (isLost(rank)) continue;
+    const Memory& theirs = *memory_[size_t(rank)];
+    const bool isOver = loadAcquireSystem(&theirs.isOver);  // nothing is left to stop
+    if (!isOver && loadAcquireSystem(&theirs.host.stopped) < generation) return agreed(generation);
+  }
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    if (isLost(rank)) continue;
+    agreement.active |= uint64_t(1) << rank;
+    agreement.lastOld =
+        std::max(agreement.lastOld, loadRelaxedSystem(&memory_[size_t(rank)]->host.done));
+  }
+  // Another host may have decided while this one looked.
+  const simt::sanitizers::Ignored ignored;
+  if (agreements_.size() < generation) agreements_.push_back(agreement);
+  return &agreements_[generation - 1];
+}
+
+void VirtualGroup::runHost(int rank) {
+  Memory& own = *memory_[size_t(rank)];
+  HostWords& host = own.host;
+  uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
+  uint32_t generation = 0;
+  const auto hasLost = [&] {
+    for (int peer = 0; peer < shape_.ranks; ++peer)
+      if (has(active, peer) && isLost(peer)) return true;
+    return false;
+  };
+  while (!loadAcquireSystem(&own.isOver)) {
+    if (!hasLost()) {
+      relax();
+      continue;
+    }
+    storeRelaxedSystem(&host.stop, ++generation);
+    while (loadAcquireSystem(&host.stopped) != generation) {
+      if (loadAcquireSystem(&own.isOver)) return;
+      relax();
+    }
+    const Agreement* agreement = nullptr;
+    while (!(agreement = agree(generation))) relax();
+    const bool isBehind = loadRelaxedSystem(&host.done) < agreement->lastOld;
+    host.active = active = agreement->active;
+    const Decision decision = shape_.hosts == Hosts::kRefuse ? Decision::kRefuse
+                              : isBehind                     ? Decision::kTake
+                                                             : Decision::kGoOn;
+    {
+      const simt::sanitizers::Ignored ignored;
+      ++decided_[size_t(decision)];
+    }
+    host.decision = uint32_t(decision);
+    storeReleaseSystem(&host.decided, generation);
+  }
+}
+
+uint64_t VirtualGroup::contributors(uint32_t number) const {
+  uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
+  for (const Agreement& agreement : agreements_)
+    if (number > agreement.lastOld) active = agreement.active;
+  return active;
+}
+
+}  // namespace mooncake::kernels

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/collectives.cuh"
+#include "tests/simt/world.h"
+
+namespace mooncake::kernels {
+
+// A host that decides for a group of virtual ranks. When a rank is lost, each survivor's host stops
+// its kernels; the host that comes last decides for all.
+enum class Hosts : uint8_t {
+  kNone,    // kernels get no decision
+  kDecide,  // survivors go on
+  kRefuse,  // the loss ends the group
+};
+
+struct GroupShape {
+  int ranks = 2;
+  unsigned blocks = 2;
+  unsigned threads = 64;
+  size_t halfBytes = 4096;
+  Hosts hosts = Hosts::kDecide;
+  uint64_t patienceNs = 2'000'000;
+  uint64_t decisionNs = 400'000'000;
+};
+
+// Ranks of one group with the memory that their kernels share, and their hosts.
+class VirtualGroup {
+ public:
+  VirtualGroup(simt::World& world, const GroupShape& shape);
+
+  // The rank's next operation on its stream.
+  using Kernel = std::function<void(const Exchange&)>;
+  void call(int rank, const std::string& name, const void* input, size_t bytes, uint32_t call,
+            Kernel kernel);
+  // The rank dies after so many atomic accesses of its kernels and host. Its host never learns it.
+  void kill(int rank, uint64_t afterAtomics);
+  // After the last call: the hosts' threads, which end with the kernels.
+  void start();
+
+  // How often hosts of this group have decided so.
+  unsigned decided(Decision decision) const { return decided_[size_t(decision)]; }
+  // The ranks that took part in an operation, by the hosts' decisions.
+  uint64_t contributors(uint32_t number) const;
+  bool isKilled(int rank) const { return killed_ >> rank & 1; }
+  const GroupState& state(int rank) const { return memory_[size_t(rank)]->state; }
+  const HostWords& host(int rank) const { return memory_[size_t(rank)]->host; }
+  uint32_t called(int rank) const { return memory_[size_t(rank)]->called; }
+
+ private:
+  struct Memory {
+    GroupState state;
+    HostWords host;
+    Signals signals{};
+    std::vector<unsigned char> data;
+    uint32_t called = 0;
+    uint32_t isOver = 0;  // all of the rank's kernels have ended
+  };
+  struct Agreement {
+    uint32_t lastOld;  // number of the last operation with the ranks before
+    uint64_t active;
+  };
+
+  void runHost(int rank);
+  bool isLost(int rank) const;
+  const Agreement* agree(uint32_t generation);
+  const Agreement* agreed(uint32_t generation) const;
+
+  simt::World& world_;
+  const GroupShape shape_;
+  std::vector<std::unique_ptr<Memory>> memory_;
+  uint64_t killed_ = 0;
+  unsigned decided_[3] = {};
+  std::deque<Agreement> agreements_;  // by generation, from 1 on
+};
+
+}  // namespace mooncake::kernels
