@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <sys/mman.h>
-#include <vector>
 
 namespace mooncake {
 namespace {
@@ -44,18 +43,33 @@ size_t BlockCache::idleBytes() const {
 }
 
 void BlockCache::giveBack(Block block) {
-  std::vector<Block> freed;
+  std::list<Block> freed;
   {
     std::lock_guard lock(mutex_);
     idle_.push_back(block);
     idleBytes_ += block.bytes;
-    while (idleBytes_ > mostIdle_) {
-      freed.push_back(idle_.front());
-      idleBytes_ -= idle_.front().bytes;
-      idle_.pop_front();
-    }
+    freed = takeSurplus();
   }
   for (const Block& one : freed) unmap(one);
+}
+
+void BlockCache::close() {
+  std::list<Block> freed;
+  {
+    std::lock_guard lock(mutex_);
+    mostIdle_ = 0;
+    freed = takeSurplus();
+  }
+  for (const Block& one : freed) unmap(one);
+}
+
+std::list<BlockCache::Block> BlockCache::takeSurplus() {
+  std::list<Block> surplus;
+  while (idleBytes_ > mostIdle_) {
+    idleBytes_ -= idle_.front().bytes;
+    surplus.splice(surplus.end(), idle_, idle_.begin());
+  }
+  return surplus;
 }
 
 // In huge pages, where the kernel has some to give: fresh memory is mapped faster.

@@ -25,6 +25,8 @@ class BlockCache : public std::enable_shared_from_this<BlockCache> {
   // which may outlive all others of the cache. Null: there is no memory.
   std::shared_ptr<std::byte> take(size_t bytes);
   size_t idleBytes() const;
+  // Frees the idle blocks. From now on a block that comes back is freed at once.
+  void close();
 
  private:
   struct Block {
@@ -33,12 +35,14 @@ class BlockCache : public std::enable_shared_from_this<BlockCache> {
   };
   explicit BlockCache(size_t mostIdle) : mostIdle_(mostIdle) {}
   void giveBack(Block block);
+  // Removes idle blocks beyond the limit, those given back first. With the mutex held.
+  std::list<Block> takeSurplus();
   static Block map(size_t bytes);
   static void unmap(const Block& block);
 
-  const size_t mostIdle_;
   mutable std::mutex mutex_;  // guards all below
-  std::list<Block> idle_;     // given back last: at the back
+  size_t mostIdle_;
+  std::list<Block> idle_;  // given back last: at the back
   size_t idleBytes_ = 0;
 };
 

@@ -46,6 +46,19 @@ TEST(BlockCache, BlocksOutliveTheCachesOwner) {
   EXPECT_TRUE(seen.expired());
 }
 
+TEST(BlockCache, CloseFreesTheIdleBlocks) {
+  const auto cache = BlockCache::make(64 * kMiB);
+  auto kept = cache->take(4 * kMiB);
+  cache->take(8 * kMiB).reset();
+  EXPECT_GE(cache->idleBytes(), 8 * kMiB);
+  cache->close();
+  EXPECT_EQ(cache->idleBytes(), 0u);
+  std::memset(kept.get(), 3, 4 * kMiB);
+  kept.reset();
+  EXPECT_EQ(cache->idleBytes(), 0u) << "a block that comes back is freed, too";
+  EXPECT_NE(cache->take(kMiB), nullptr);
+}
+
 TEST(BlockCache, OfSeveralThreads) {
   const auto cache = BlockCache::make(8 * kMiB);
   std::vector<std::thread> threads;
