@@ -1,7 +1,8 @@
-"""Buffer: dispatch and combine, with DeepEP's signatures."""
+"""Buffer: dispatch and combine, with the signatures of DeepEP's `deep_ep.Buffer`."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 
 from . import normal, runtime
+from .arguments import Rows
 from .config import Config, combine_config, dispatch_config
 from .events import EventHandle, EventOverlap, current_device
-from .exchange import Exchange, Rows
-from .layout import Layout, layout_of
+from .exchange import Exchange
+from .layout import layout_of
 from .normal import Shown
 from .normal_handle import NormalHandle
 from .runtime import Handle, Hook, OnFailure, Received, Runtime
@@ -21,20 +23,29 @@ _ALIGNMENT = 128
 
 
 class Buffer:
-    """Dispatch and combine in both of DeepEP's modes. Making one is collective over the group.
+    """Dispatch and combine in both of DeepEP's modes. Making one is collective over the group. In
+    all shapes n is the number of this rank's tokens, h their channels, k the experts of a token
+    (top-k), R the number of ranks, E that of all experts, L that of this rank's experts.
 
     group: a process group of any backend. With a group of ours, the Buffer shares its connections
     and its view of the active ranks
-    num_nvl_bytes: memory of the normal mode. Calls that need more run in several pieces. With
-    low_latency_mode the first call of the normal mode takes the memory and makes connections
-    num_rdma_bytes: memory of the low latency mode, see get_low_latency_rdma_size_hint(); without
-    low_latency_mode, more memory of the normal mode
+    num_nvl_bytes: bytes of the normal mode, a multiple of 128. Calls that need more run in several
+    pieces. With low_latency_mode the first call of the normal mode takes the memory and makes
+    connections
+    num_rdma_bytes: bytes of the low latency mode, a multiple of 128, see
+    get_low_latency_rdma_size_hint(); without low_latency_mode, more memory of the normal mode
     comm: an mpi4py-like communicator instead of a group
     num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
     explicitly_destroy, enable_shrink: accepted without effect. Masks work, and lost ranks are
     survived, without enable_shrink too
 
     timeout, renormalize, on_failure: beyond DeepEP's; see mooncake.ep.runtime.Runtime
+
+    Calls raise ValueError or TypeError for wrong arguments, DistBackendError for an operation that
+    timed out or that the ranks called differently, and PeerLostError for a loss with on_failure
+    "raise". In the normal mode these are errors of the call on all ranks, and the Buffer goes on.
+    In the low latency mode wrong arguments are an error of their caller alone, and nothing is sent.
+    After destroy() calls raise RuntimeError.
     """
 
     num_sms: int = 20
@@ -119,9 +130,12 @@ class Buffer:
         topk_idx: int64 [n, k]; -1 is no expert
         cumulative_local_expert_recv_stats: int32 [L]; the counts are added
         dispatch_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in us
+        num_experts: of all ranks (E), the same on all ranks, as T is
         use_fp8: sends float8_e4m3fn, with a float32 scale for each 128 channels
         round_scale: scales are powers of two
         use_ue8m0: packs four exponents of scales into an int32; needs round_scale
+        async_finish, return_recv_hook: the call returns at once, and `event` or `hook` waits. Not
+            both
         active_ranks: int32, at least as many elements as ranks: a mask for this call. A rank with 0
             gets nothing, and nothing of it is received. Afterwards lost ranks are 0
         timeout_us: microseconds after this rank's call. A living rank that has not called the
@@ -130,8 +144,10 @@ class Buffer:
             timeout. A lost rank is waited for only until the survivors know the loss
 
         Returns (recv_x, recv_count, handle, event, hook)
-        recv_x: rows of this rank's L experts, [L, R * T, h]; with FP8 a pair of rows and scales
-        recv_count: number of rows of each expert, int32 [L]
+        recv_x: rows of this rank's L experts, bfloat16 [L, R * T, h]. With FP8 a pair of
+            float8_e4m3fn rows and scales, float32 [L, R * T, ceil(h / 128)], or int32
+            [L, R * T, ceil(h / 512)] with use_ue8m0
+        recv_count: number of rows of each expert, int32 [L]; those behind them are undefined
         handle: for combine, (src_info, layout_range, T, h, num_experts)
         event: waits for the operation if async_finish is set
         hook: waits for the operation if return_recv_hook is set
@@ -172,8 +188,10 @@ class Buffer:
         """Brings each token's rows back and adds them, weighted. All ranks call it.
 
         x: bfloat16 [L, R * T, h], in the order of recv_x
-        topk_idx, topk_weights: [n, k], the weights float32
-        use_logfmt: sends 10 bits for each channel
+        topk_idx, topk_weights: [n, k], int64 as in the dispatch, or -1 for a contribution that is
+            not wanted; the weights float32
+        handle: that of the dispatch; it serves any number of combines
+        use_logfmt: sends 10 bits for each channel; not with zero_copy
         zero_copy: x was written into get_next_low_latency_combine_buffer(handle)
         out: bfloat16 [n, h] for the result
         combine_wait_recv_cost_stats: int64 [R]; the time waited for each rank is added, in us
@@ -218,8 +236,8 @@ class Buffer:
         self._low_latency().native.mask_rank(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Writes int32 [R]: 1 for each rank that is masked here or lost. The opposite of
-        active_ranks."""
+        """Writes int32 [R] to mask_status: 1 for each rank that is masked here or lost. The
+        opposite of active_ranks."""
         self._low_latency().native.show_masked_ranks(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
@@ -254,7 +272,11 @@ class Buffer:
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
         """This rank's memory from byte `offset` on, in one dimension, or in `size`. Operations may
-        overwrite it."""
+        overwrite it.
+
+        use_rdma_buffer: the memory of the low latency mode; False: that of the normal mode
+        ValueError: `size` has more elements than there are from `offset` on
+        """
         if use_rdma_buffer:
             memory = self._low_latency().native.local_buffer()[offset:]
         else:
@@ -279,7 +301,9 @@ class Buffer:
         return None if found is None else found.native
 
     def destroy(self) -> None:
-        """Waits for operations in the background, and frees the memory."""
+        """Waits for operations in the background, and frees the memory, also that kept for results.
+        Results that the program has stay valid, except those in the Buffer's memory: recv_x of the
+        low latency mode keeps it alive."""
         self._make_normal = None
         try:
             if self._runtime is not None:
@@ -322,10 +346,12 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
+        """DeepEP's settings of a dispatch for up to 160 ranks. Beyond: ValueError."""
         return dispatch_config(Buffer.num_sms, num_ranks)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
+        """DeepEP's settings of a combine, see get_dispatch_config()."""
         return combine_config(Buffer.num_sms, num_ranks)
 
     # ---- the normal mode
@@ -341,10 +367,13 @@ class Buffer:
         """Counts the tokens for each rank and expert. Sends nothing.
 
         topk_idx: int64 or int32 [n, k]; -1 is no expert
+        previous_event: is waited for first
+        async_finish: adds an event; the results are there when the call returns
+        allocate_on_comm_stream: without effect
 
         Returns (num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert,
         is_token_in_rank, event): int32 [R], int32 [ceil(R / 8)] or None up to 8 ranks, int32 [E],
-        bool [n, R].
+        bool [n, R]. ValueError, on this rank only: topk_idx names an expert from num_experts on.
         """
         if previous_event is not None:
             previous_event.current_stream_wait()
@@ -386,42 +415,45 @@ class Buffer:
     ]:
         """Sends each token once to each rank that has one of its experts. All ranks call it.
 
-        x: [n, h], bfloat16, or FP8 and its scales [n, any], which are sent as they are
+        x: [n, h] of any dtype, bfloat16 as a rule, or a pair of such rows (FP8) and their scales,
+            [n, any] or [n], which are sent as they are. Dtypes, h and k are the same on all ranks
         handle: of an earlier dispatch, whose way the tokens take again. Then the four layouts and
             topk are not used
-        num_tokens_per_rank, ..., num_tokens_per_expert: of get_dispatch_layout()
-        topk_idx, topk_weights: [n, k], the weights float32; both or none
+        is_token_in_rank, num_tokens_per_expert: bool [n, R] and int32 [E], of
+            get_dispatch_layout(). num_tokens_per_rank and num_tokens_per_rdma_rank are not needed
+        topk_idx, topk_weights: int64 or int32 [n, k], and float32 [n, k]; both or none
         expert_alignment: the numbers of tokens per expert are rounded up to a multiple of it
         num_worst_tokens: if not 0, the results have so many rows; those behind the received ones
-            have -1 in recv_topk_idx
+            have -1 in recv_topk_idx. Fewer than a rank receives is a ValueError
+        config: decides the number of channels of DeepEP's handle
+        previous_event: is waited for first
+        allocate_on_comm_stream: without effect
         active_ranks, timeout_us: as in low_latency_dispatch(), a timeout on all ranks or on none.
             A dispatch has two steps, so ranks that are late may be waited for twice
 
         Returns (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
-        event). Rows are in the order of source rank and token. recv_topk_idx has numbers among this
-        rank's experts, and -1 for others. With a handle the second to fifth are None, and rows have
-        the places of the handle's dispatch: those of ranks that have gone since are zeros. The call
-        returns when it has ended; `async_finish` only adds an event.
+        event): [rows, h], [rows, k], float32 [rows, k], a list of L. Rows are in the order of
+        source rank and token. recv_topk_idx has numbers among this rank's experts, and -1 for
+        others. With a handle the second to fifth are None, and rows have the places of the handle's
+        dispatch: those of ranks that have gone since are zeros. The call returns when it has ended;
+        `async_finish` only adds an event.
         """
-        if previous_event is not None:
-            previous_event.current_stream_wait()
         exchange = self._normal_mode()
-        participation = exchange.participation(active_ranks, timeout_us)
-        if handle is not None:
-            again = normal.dispatch_again(exchange, x, handle, participation)
-            return again, None, None, None, None, _ended(async_finish)
-        if is_token_in_rank is None or num_tokens_per_expert is None:
-            raise ValueError("dispatch needs a handle or the results of get_dispatch_layout()")
-        if num_tokens_per_rank is None:
-            num_tokens_per_rank = is_token_in_rank.sum(0)
-        layout = Layout(
-            num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank
-        )
-        settings = config or Buffer.get_dispatch_config(self.group_size)
-        shown = Shown(expert_alignment, num_worst_tokens, max(1, settings.num_sms // 2))
-        found = normal.dispatch(
-            self._normal_mode(), x, layout, topk_idx, topk_weights, shown, participation
-        )
+        with exchange.call("dispatch", steps=1 if handle is not None else 2):
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            participation = exchange.participation(active_ranks, timeout_us)
+            if handle is not None:
+                again = normal.dispatch_again(exchange, x, handle, participation)
+                return again, None, None, None, None, _ended(async_finish)
+            if is_token_in_rank is None or num_tokens_per_expert is None:
+                raise ValueError("give a handle, or the results of get_dispatch_layout()")
+            num_sms = Buffer.num_sms if config is None else config.num_sms
+            shown = Shown(expert_alignment, num_worst_tokens, max(1, num_sms // 2))
+            found = normal.dispatch(
+                exchange, x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights,
+                shown, participation,
+            )  # fmt: skip
         return (
             found.rows, found.topk_idx, found.topk_weights, found.num_per_expert, found.handle,
             _ended(async_finish),
@@ -446,18 +478,25 @@ class Buffer:
         x: bfloat16 [rows, h], in the order of recv_x; further rows are not read
         topk_weights: float32 [rows, k], summed beside the rows
         bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
+        previous_event: is waited for first
+        async_finish: with CPU tensors the call returns before it has ended. Do not read the
+            results, or change x, before `event.current_stream_wait()`, which raises its errors
+        active_ranks, timeout_us: as in low_latency_dispatch(), a timeout on all ranks or on none
+        config, allocate_on_comm_stream: without effect
 
         Returns (combined_x, combined_topk_weights, event): bfloat16 [n, h] and float32 [n, k] or
-        None. Sums are made in float32 in the order of ranks, and rounded once.
+        None. Sums are made in float32 in the order of ranks, and rounded once. The handle serves
+        any number of combines, also after a loss or an error.
         """
-        self._has_combined_normally = True
-        if previous_event is not None:
-            previous_event.current_stream_wait()
-        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
         exchange = self._normal_mode()
-        participation = exchange.participation(active_ranks, timeout_us)
-        route = normal.route_of(exchange, handle)
-        return exchange.combine(x, route, topk_weights, biases, participation, async_finish)
+        self._has_combined_normally = True
+        with exchange.call("combine"):
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
+            participation = exchange.participation(active_ranks, timeout_us)
+            route = normal.route_of(exchange, handle)
+            return exchange.combine(x, route, topk_weights, biases, participation, async_finish)
 
     # One path serves all hosts: these have the same signatures and results.
     internode_dispatch = dispatch
@@ -469,6 +508,10 @@ class Buffer:
                 f"rank {self.rank}: this Buffer was made without low_latency_mode=True"
             )
         return self._runtime
+
+    def call_of_normal_mode(self, name: str, steps: int) -> contextlib.AbstractContextManager[None]:
+        """For calls that are made of others: see Exchange.call()."""
+        return self._normal_mode().call(name, steps)
 
     def _normal_mode(self) -> Exchange:
         """In low latency mode it is made by the first call: programs give num_nvl_bytes there that

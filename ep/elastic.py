@@ -10,11 +10,12 @@ import torch
 
 from mooncake_backend.membership import not_yet
 
-from . import elastic_mode, runtime
+from . import elastic_mode, reference, runtime
+from .arguments import Rows, check_number, check_sizes, check_tensor
 from .elastic_handle import EPHandle
 from .elastic_mode import Form
 from .events import EventHandle, EventOverlap, current_stream
-from .exchange import Exchange, Rows
+from .exchange import Exchange
 from .expansion import aligned
 from .runtime import OnFailure, Runtime
 
@@ -24,15 +25,18 @@ _ALIGNMENT = 2 << 20  # a buffer's size is a multiple of it, as in DeepEP
 
 
 class ElasticBuffer:
-    """Dispatch and combine of DeepEP 2. Making one is collective over the group.
+    """Dispatch and combine with the signatures of DeepEP 2's `deep_ep.ElasticBuffer`. Making one is
+    collective over the group. In all shapes n is the number of this rank's tokens, h their
+    channels, k the experts of a token, R the number of ranks, L that of this rank's experts.
 
     group: a process group of any backend. With a group of ours, the buffer shares its connections
     and its view of the active ranks
-    num_bytes: memory, a multiple of 2 MiB. Calls that need more run in several pieces. None:
-    get_buffer_size_hint() of num_max_tokens_per_rank, hidden and num_topk
+    num_bytes: bytes of memory, a multiple of 2 MiB. Calls that need more run in several pieces.
+    None: get_buffer_size_hint() of num_max_tokens_per_rank, hidden and num_topk
     num_cpu_bytes: must be 0
     num_max_tokens_per_rank: most tokens of a rank in a call (T), unless the call gives another
-    num_cpu_timeout_secs: longest time of every operation
+    hidden, num_topk: channels of a token, and its experts, for num_bytes None
+    num_cpu_timeout_secs: longest time of every operation, in seconds
     allow_multiple_reduction: False: the combine of an expanded dispatch rounds once, and sends each
     expert's row by itself
     deterministic, allow_hybrid_mode, prefer_overlap_with_compute, sl_idx, num_allocated_qps,
@@ -41,6 +45,9 @@ class ElasticBuffer:
 
     timeout, on_failure: beyond DeepEP's; see mooncake.ep.runtime.Runtime. timeout replaces
     num_cpu_timeout_secs
+
+    Errors are those of mooncake.ep.Buffer's normal mode: a call raises on all ranks, and the buffer
+    goes on.
     """
 
     def __init__(
@@ -124,10 +131,14 @@ class ElasticBuffer:
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         """Sends each token once to each rank that has one of its experts. All ranks call it.
 
-        x: [n, h], bfloat16, or FP8 and its scales [n, any], which are sent as they are
+        x: [n, h] of any dtype, bfloat16 as a rule, or a pair of such rows (FP8) and their scales,
+            [n, any] or [n], which are sent as they are. Dtypes, h and k are the same on all ranks
         topk_idx: int64 or int32 [n, k]; -1 is no expert; topk_weights: float32 [n, k]
         cumulative_local_expert_recv_stats: int32 [L]; the counts are added
-        num_max_tokens_per_rank: the same on all ranks (T)
+        num_experts: of all ranks; needed without a handle
+        num_max_tokens_per_rank: the same on all ranks (T); None: the buffer's
+        num_sms: kept in the handle; num_qps, allocate_on_comm_stream: without effect
+        previous_event, previous_event_before_epilogue: are waited for first
         expert_alignment: the count of each expert is rounded up to a multiple of it. With do_expand
             each expert's rows begin at such a multiple, and rows between experts are zeros, also
             without do_zero_padding
@@ -148,50 +159,52 @@ class ElasticBuffer:
         handle, rows of ranks that have gone since its dispatch are zeros. The call returns when it
         has ended; `async_with_compute_stream` only adds an event.
         """
-        for event in (previous_event, previous_event_before_epilogue):
-            if event is not None:
-                event.current_stream_wait()
-        if do_zero_padding and not do_expand:
-            raise ValueError("do_zero_padding needs do_expand")
-        participation = self._exchange.participation(active_ranks, timeout_us)
-        by_column = use_tma_aligned_col_major_sf
-        if handle is not None:
-            elastic_mode.way_of(self._exchange, handle)
-            if topk_idx is not None:
-                raise ValueError("give either topk_idx or a handle: the handle has its own")
-            if do_cpu_sync:
-                raise ValueError("do_cpu_sync has no use with a handle: it has the sizes already")
-            _check_same(
-                handle,
-                do_expand=do_expand,
-                num_experts=num_experts,
-                num_max_tokens_per_rank=num_max_tokens_per_rank,
-                expert_alignment=expert_alignment,
-            )
-            found = elastic_mode.dispatch_again(
-                self._exchange, x, topk_weights, handle, by_column, participation
-            )
-        else:
-            if topk_idx is None or num_experts is None:
-                raise ValueError("dispatch needs a handle, or topk_idx and num_experts")
-            most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-            if most <= 0:
-                raise ValueError(
-                    "dispatch needs num_max_tokens_per_rank, in the call or the buffer"
+        with self._exchange.call("dispatch", steps=1 if handle is not None else 2):
+            for event in (previous_event, previous_event_before_epilogue):
+                if event is not None:
+                    event.current_stream_wait()
+            if do_zero_padding and not do_expand:
+                raise ValueError("do_zero_padding needs do_expand")
+            participation = self._exchange.participation(active_ranks, timeout_us)
+            by_column, stats = use_tma_aligned_col_major_sf, cumulative_local_expert_recv_stats
+            if handle is not None:
+                self._check_handle(handle)
+                if topk_idx is not None:
+                    raise ValueError("give either topk_idx or a handle: the handle has its own")
+                if do_cpu_sync:
+                    raise ValueError("do_cpu_sync has no use with a handle: it has the sizes")
+                _check_same(
+                    handle,
+                    do_expand=do_expand,
+                    num_experts=num_experts,
+                    num_max_tokens_per_rank=num_max_tokens_per_rank,
+                    expert_alignment=expert_alignment,
                 )
-            form = Form(
-                num_experts,
-                most,
-                expert_alignment or 1,
-                num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.size(1)),
-                do_handle_copy,
-                do_cpu_sync is not False,
-                do_expand,
-            )
-            found = elastic_mode.dispatch(
-                self._exchange, x, topk_idx, topk_weights, form, by_column, participation
-            )
-        stats = cumulative_local_expert_recv_stats
+                self._check_stats(stats, handle.num_experts)
+                found = elastic_mode.dispatch_again(
+                    self._exchange, x, topk_weights, handle, by_column, participation
+                )
+            else:
+                if topk_idx is None or num_experts is None:
+                    raise ValueError("give a handle, or topk_idx and num_experts")
+                check_tensor("topk_idx", topk_idx)
+                check_number("num_experts", num_experts, 1)
+                most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+                if most == 0:
+                    raise ValueError("give num_max_tokens_per_rank, in the call or to the buffer")
+                form = Form(
+                    num_experts,
+                    most,
+                    1 if expert_alignment is None else expert_alignment,
+                    num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.size(-1)),
+                    do_handle_copy,
+                    do_cpu_sync is not False,
+                    do_expand,
+                )
+                self._check_stats(stats, num_experts)
+                found = elastic_mode.dispatch(
+                    self._exchange, x, topk_idx, topk_weights, form, by_column, participation
+                )
         if stats is not None:
             stats += found.handle.num_unaligned_recv_tokens_per_expert.to(stats.device)
         ended = EventOverlap(EventHandle() if async_with_compute_stream else None)
@@ -218,8 +231,11 @@ class ElasticBuffer:
         x: bfloat16 [rows, h], in the order of recv_x; rows behind the received ones are not read
         topk_weights: float32, in the form of recv_topk_weights; brought back beside the rows
         async_with_compute_stream: with CPU tensors the call returns before it has ended. Do not
-            read the results, or change x, before `event.current_stream_wait()`
+            read the results, or change x, before `event.current_stream_wait()`, which raises its
+            errors. Without allow_multiple_reduction the combine of an expanded dispatch has ended
         bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
+        active_ranks, timeout_us: beyond DeepEP's, see Buffer.combine()
+        num_sms, num_qps, allocate_on_comm_stream: without effect
 
         Returns (combined_x, combined_topk_weights, event): bfloat16 [n, h] and float32 [n, k] or
         None. Sums are made in float32, in the order of the last place in top-k at which each rank
@@ -227,25 +243,37 @@ class ElasticBuffer:
         dispatch, in the order of top-k, and rounds. Without allow_multiple_reduction all rows of
         such a token are added in the order of top-k, and rounded once.
         """
-        for event in (previous_event, previous_event_before_epilogue):
-            if event is not None:
-                event.current_stream_wait()
-        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
-        return elastic_mode.combine(
-            self._exchange,
-            x,
-            handle,
-            topk_weights,
-            biases,
-            self.allow_multiple_reduction,
-            self._exchange.participation(active_ranks, timeout_us),
-            async_with_compute_stream,
-        )
+        is_expanded = getattr(handle, "do_expand", True)
+        rounds_once = is_expanded and not self.allow_multiple_reduction
+        with self._exchange.call("combine", steps=2 if rounds_once else 1):
+            for event in (previous_event, previous_event_before_epilogue):
+                if event is not None:
+                    event.current_stream_wait()
+            self._check_handle(handle)
+            return elastic_mode.combine(
+                self._exchange,
+                x,
+                handle,
+                topk_weights,
+                [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias],
+                self.allow_multiple_reduction,
+                self._exchange.participation(active_ranks, timeout_us),
+                async_with_compute_stream,
+            )
 
     @property
     def missing_contributions(self) -> Tensor:
         """bool [n] of the last combine, see Buffer.missing_contributions."""
         return self._exchange.missing_contributions()
+
+    def _check_handle(self, handle: Any) -> None:
+        elastic_mode.way_of(self._exchange, handle)
+
+    def _check_stats(self, stats: Any, num_experts: int) -> None:
+        if stats is not None:
+            owners = reference.default_owners(num_experts, self.num_ranks)
+            name = "cumulative_local_expert_recv_stats"
+            check_sizes(name, stats, torch.int32, (owners.count(self.rank_idx),))
 
     # ---- settings
 
@@ -331,7 +359,8 @@ class ElasticBuffer:
         return self._runtime.native
 
     def destroy(self) -> None:
-        """Waits for operations in the background, and frees the memory."""
+        """Waits for operations in the background, and frees the memory, also that kept for results.
+        Results that the program has stay valid."""
         self._runtime.close()
 
     # ---- not supported

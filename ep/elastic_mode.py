@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from . import reference
-from .elastic_handle import EPHandle, Way, metadata_of, places_at_ranks
-from .events import EventOverlap
-from .exchange import (
-    Counts,
-    Exchange,
-    Participation,
+from .arguments import (
     Rows,
-    Sent,
-    Works,
+    check_experts,
+    check_number,
+    check_sizes,
+    check_sums,
     check_topk,
     fields_of,
-    local_experts_of,
+    form_of,
 )
+from .elastic_handle import EPHandle, Way, metadata_of, places_at_ranks
+from .events import EventOverlap
+from .exchange import Exchange, Participation, Sent, Works, local_experts_of
 from .expansion import Expansion, aligned
 from .layout import CPU, layout_by_topk
 from .normal_handle import Arrived, counts_of
@@ -42,6 +42,14 @@ class Form:
     do_cpu_sync: bool
     do_expand: bool
 
+    def check(self, tokens: int) -> None:
+        check_number("expert_alignment", self.expert_alignment, 1)
+        check_number("num_max_tokens_per_rank", self.num_max_tokens_per_rank, 1)
+        if tokens > self.num_max_tokens_per_rank:
+            raise ValueError(
+                f"x has {tokens} tokens, num_max_tokens_per_rank is {self.num_max_tokens_per_rank}"
+            )
+
 
 @dataclass(frozen=True)
 class Received:
@@ -60,33 +68,26 @@ def dispatch(
     are_scales_by_column: bool,
     participation: Participation,
 ) -> Received:
-    size, rank, most = exchange.runtime.size, exchange.runtime.rank, form.num_max_tokens_per_rank
+    size, rank = exchange.runtime.size, exchange.runtime.rank
     fields = fields_of(x)
     home, num_parts = fields[0].device, len(fields)
+    form.check(len(fields[0]))
     check_topk(topk_idx, topk_weights, len(fields[0]))
     chosen = topk_idx.to(CPU).long()
-    wrong = chosen[(chosen < -1) | (chosen >= form.num_experts)]
-    if len(wrong) > 0:
-        chosen = chosen.masked_fill((chosen < -1) | (chosen >= form.num_experts), -1)
+    check_experts(chosen, form.num_experts)
     owners = torch.tensor(
         reference.default_owners(form.num_experts, size), dtype=torch.int64, device=CPU
     )
     is_in_rank, token_ranks, masters = layout_by_topk(chosen, owners, size)
     per_expert = torch.bincount(chosen[chosen >= 0], minlength=form.num_experts)
+    scales = fields[1] if len(fields) > 1 else None
+    agreed = form_of([fields[0], scales, topk_idx, topk_weights])
     fields += [topk_idx] if topk_weights is None else [topk_idx, topk_weights]
-
-    def refuse(counts: Counts) -> str:
-        if len(wrong) > 0:
-            return f"rank {rank}: topk_idx names expert {int(wrong[0])} of {form.num_experts}"
-        found = int(counts.tokens.max())
-        return f"a rank has {found} tokens, num_max_tokens_per_rank is {most}" * (found > most)
-
     arrived, counts = exchange.dispatch(
         Sent(fields, is_in_rank, token_ranks, per_expert),
         participation,
-        agreed=[most],
+        agreed={"num_max_tokens_per_rank": [form.num_max_tokens_per_rank], **agreed},
         weights=topk_idx.size(1),
-        refuse=refuse,
     )
     local = local_experts_of(arrived.fields[num_parts], owners, rank)
     num_local = int((owners == rank).sum())
@@ -128,11 +129,18 @@ def combine(
     async_finish: bool,
 ) -> tuple[Tensor, Tensor | None, EventOverlap]:
     """adds_at_experts: ElasticBuffer's allow_multiple_reduction"""
-    way, home = way_of(exchange, handle), x.device
-    expansion = way.expansion
+    way = way_of(exchange, handle)
+    expansion, route = way.expansion, way.route
+    least = route.num_rows if expansion is None else expansion.num_rows
+    check_sums(x, least, route.hidden, biases, route.tokens)
+    home = x.device
     if expansion is not None:
-        if len(x) < expansion.num_rows:
-            raise ValueError(f"x has {len(x)} rows, the dispatch made {expansion.num_rows}")
+        if topk_weights is not None:
+            check_sizes("topk_weights", topk_weights, torch.float32, (-1,))
+            if len(topk_weights) < least:
+                raise ValueError(
+                    f"topk_weights has {len(topk_weights)} elements, the dispatch made {least} rows"
+                )
         if not adds_at_experts:
             if topk_weights is not None:
                 raise ValueError(
@@ -149,8 +157,7 @@ def combine(
 def way_of(exchange: Exchange, handle: Any) -> Way:
     if not isinstance(handle, EPHandle):
         raise TypeError(
-            f"rank {exchange.runtime.rank}: handle must be the EPHandle that dispatch returned, "
-            f"not {type(handle).__name__}"
+            f"handle must be the EPHandle that dispatch returned, not {type(handle).__name__}"
         )
     exchange.check_route(handle.way.route)
     return handle.way
@@ -242,6 +249,7 @@ def _combine_by_choice(
     rows, places = (expansion.slots >= 0).nonzero(as_tuple=True)
     sources = torch.repeat_interleave(torch.arange(size, device=CPU), counts_of(route.ends))[rows]
     choices = handle.way.tokens[rows] * topk + places
+    participation.check(size)
     there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
     mask = participation.among(there)
     back, _ = exchange.dispatch(
@@ -253,7 +261,7 @@ def _combine_by_choice(
         ),
         Participation(mask, participation.timeout_us),
         # All ranks combine the rows of the same dispatch.
-        agreed=[route.pieces[0].native.number % 2**32],
+        agreed={"the handle's dispatch": [route.number % 2**32]},
         weights=1,
     )
     participation.show(mask != 0)

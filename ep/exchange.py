@@ -3,13 +3,16 @@ ElasticBuffer give the results their own forms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
+from .arguments import Agreed, check_sizes, check_sums, check_tensor, difference
 from .events import EventOverlap, Operation, profiled
 from .layout import CPU
 from .normal_handle import Arrived, Joined, Piece, Route, counts_of
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 Tensor = torch.Tensor
-Rows = Tensor | tuple[Tensor, Tensor]
 _MOST_WEIGHTS = 32  # of a token, for which there is room in a combine after a dispatch without any
 
 
@@ -33,10 +35,13 @@ class Participation:
 
     def check(self, size: int) -> None:
         given = self.active_ranks
-        if given is not None and (given.dtype != torch.int32 or given.numel() < size):
+        if given is None:
+            return
+        check_tensor("active_ranks", given)
+        if given.dtype != torch.int32 or given.dim() != 1 or len(given) < size:
             raise ValueError(
                 f"active_ranks must be int32 with an element for each of {size} ranks, not "
-                f"{given.dtype} with {given.numel()}"
+                f"{given.dtype} {list(given.shape)}"
             )
 
     def among(self, participants: Tensor) -> Tensor:
@@ -70,7 +75,6 @@ class Counts:
     tokens: Tensor  # int64 [R]
     for_ranks: Tensor  # int64 [R, R]: tokens of each rank for each rank
     for_experts: Tensor  # int64 [R, E]: tokens of each rank for each expert
-    agreed: Tensor  # int64 [R, any]: numbers that have to be equal on all ranks
     most_rows: int  # that a rank receives
 
 
@@ -102,6 +106,50 @@ class Exchange:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._last_combine: Operation | None = None
+        self._steps_due = 0  # see call()
+
+    @contextlib.contextmanager
+    def call(self, name: str, steps: int = 1) -> Iterator[None]:
+        """Around a dispatch or a combine, with the checks of its arguments. If it raises while the
+        other ranks wait for this one, the call ends on all ranks, with the error's text.
+
+        steps: operations of the call, if it does not run in pieces
+        """
+        self._steps_due = steps
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            if self._steps_due == 0:  # an error of all ranks
+                raise
+            text = f"{name}: {error}"
+            self._announce(text)
+            raise type(error)(f"rank {self.runtime.rank}, {text}") from error
+        except Exception as error:
+            if self._steps_due > 0:
+                self._announce(f"{name}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._steps_due = 0
+
+    def _announce(self, why: str) -> None:
+        """Ends with this error the operation for which the other ranks wait. They may have skipped
+        this rank there: then they wait in the next operation of the call."""
+        nothing = torch.empty((0, 1), dtype=torch.int32, device=CPU)
+        for _ in range(self._steps_due):
+            with contextlib.suppress(ValueError):
+                self.runtime.native.dispatch_tokens([], nothing, 1, 1, None, -1, why)
+                continue
+            return
+
+    @contextlib.contextmanager
+    def _step(self, more: int = 0) -> Iterator[None]:
+        """Around an operation of a call: its errors are those of all ranks.
+
+        more: operations of the call that are due behind it
+        """
+        self._steps_due = 0
+        yield
+        self._steps_due = more
 
     # ---- dispatch
 
@@ -110,11 +158,11 @@ class Exchange:
         sent: Sent,
         participation: Participation,
         *,
-        agreed: Sequence[int] = (),
+        agreed: Agreed | None = None,
         weights: int | None = None,
         refuse: Callable[[Counts], str] = lambda _: "",
     ) -> tuple[Arrived, Counts]:
-        """agreed: non-negative numbers that all ranks have to give alike
+        """agreed: non-negative numbers that all ranks have to give alike, by the argument's name
         weights: of a token, for which the combine gets room; None: as many as top-k may be
         refuse: a reason against the call, which then ends with it on all ranks; "": none
         """
@@ -123,25 +171,31 @@ class Exchange:
         tokens = len(sent.token_ranks)
         everybody = torch.ones(size, dtype=torch.bool, device=CPU)
         num_experts = len(sent.num_tokens_per_expert)
+        agreed = agreed or {}
+        same = [number for numbers in agreed.values() for number in numbers]
         with profiled("dispatch"):
-            numbers, participants = self.runtime.native.count_tokens(
-                [
-                    tokens,
-                    *sent.is_token_in_rank.sum(0).tolist(),
-                    *sent.num_tokens_per_expert.tolist(),
-                    *agreed,
-                ],
-                participation.among(everybody),
-                participation.timeout_us,
-            )
+            fields = _on_host(sent.fields)
+            mine = [
+                tokens,
+                *sent.is_token_in_rank.sum(0).tolist(),
+                *sent.num_tokens_per_expert.tolist(),
+                *same,
+            ]
+            mask = participation.among(everybody)
+            with self._step(more=1):
+                numbers, participants = self.runtime.native.count_tokens(
+                    mine, mask, participation.timeout_us
+                )
             table = torch.tensor(numbers, dtype=torch.int64, device=CPU)
-            parts = table.split([1, size, num_experts, len(agreed)], dim=1)
+            parts = table.split([1, size, num_experts, len(same)], dim=1)
             there = torch.tensor(participants, dtype=torch.bool, device=CPU)
             most_rows = int(parts[1][there].sum(0).max()) if there.any() else 0
-            counts = Counts(parts[0].flatten(), parts[1], parts[2], parts[3], most_rows)
-            error = refuse(counts) or _disagreement(counts.agreed, there)
+            counts = Counts(parts[0].flatten(), parts[1], parts[2], most_rows)
+            ranks = there.nonzero().flatten().tolist() if there[rank] else []
+            if error := difference(agreed, parts[3].tolist(), ranks) or refuse(counts):
+                raise ValueError(error)
             arrived = self._send(
-                _on_host(sent.fields),
+                fields,
                 sent,
                 int(counts.tokens.max()),
                 most_rows,
@@ -149,7 +203,6 @@ class Exchange:
                 counts.for_ranks[:, rank],
                 participants,
                 participation,
-                error,
             )
         counts.tokens[rank] = tokens  # a rank that was skipped has no numbers
         there = torch.tensor(arrived.route.participants, dtype=torch.bool, device=CPU)
@@ -173,10 +226,13 @@ class Exchange:
             raise ValueError(
                 f"x has {len(fields[0])} tokens, those of the handle's dispatch were {route.tokens}"
             )
+        # The native call compares only the bytes of a row.
+        same = repr([(one.dtype, one.size(1)) for one in fields] + [route.number]).encode()
         with profiled("dispatch"):
             return self._send(
                 _on_host(fields), route.sent, route.most_tokens, route.most_rows,
                 route.most_weights, counts_of(route.ends), route.participants, participation,
+                agreed=zlib.crc32(same),
             )  # fmt: skip
 
     def _send(
@@ -189,14 +245,14 @@ class Exchange:
         expected: Tensor,
         participants: Sequence[bool],
         participation: Participation,
-        error: str = "",
+        agreed: int = 0,
     ) -> Arrived:
         """Dispatches in as many pieces as the buffer's memory asks for. All ranks compute the same
         number, and each piece has the same tokens of every rank. A rank that was skipped does not
         know the others' numbers, so there is one piece where ranks may be skipped.
 
         expected: int64 [R]: the rows that come from each rank if all are left
-        error: ends the call on all ranks
+        agreed: see EpBuffer.dispatch_tokens()
         """
         native, tokens, hidden = self.runtime.native, len(fields[0]), fields[0].size(1)
         sizes = [one.size(1) * one.dtype.itemsize for one in fields]
@@ -207,38 +263,41 @@ class Exchange:
         )
         if room <= 0:
             raise ValueError(
-                f"rank {self.runtime.rank}: the buffer has {native.num_bytes} bytes, too few for "
-                f"one token of each of {self.runtime.size} ranks: make it larger"
+                f"the buffer has {native.num_bytes} bytes, too few for one token of each of "
+                f"{self.runtime.size} ranks: make it larger"
             )
         count, step = 1, room
         if participation.timeout_us <= 0:
             count = 1 if fits_at_once else max(1, -(-most_tokens // room))
             step = max(1, -(-most_tokens // count))
         if tokens > count * step:
-            error = error or (
-                f"rank {self.runtime.rank} has {tokens} tokens. With timeout_us they all go at "
-                f"once, and the buffer has room for {room}: make it larger"
+            raise ValueError(
+                f"x has {tokens} tokens. With timeout_us they all go at once, and the buffer has "
+                f"room for {room}: make it larger"
             )
-            tokens = 0
         there = torch.tensor(participants, dtype=torch.bool, device=CPU)
         if count == 1:
-            rows, sources, ends, participants, handle = native.dispatch_tokens(
-                [one[:tokens] for one in fields], sent.token_ranks[:tokens], step, hidden,
-                participation.among(there), participation.timeout_us, error,
-            )  # fmt: skip
+            mask = participation.among(there)
+            with self._step():
+                rows, sources, ends, participants, handle = native.dispatch_tokens(
+                    fields, sent.token_ranks, step, hidden, mask, participation.timeout_us,
+                    agreed=agreed,
+                )  # fmt: skip
             assert sources is not None
             there &= torch.tensor(participants, dtype=torch.bool, device=CPU)
             pieces = [Piece(0, tokens, handle)]
         else:
             expected = expected * (there & there[self.runtime.rank])
-            joined = self._room_for(fields, expected, sent, step, participation.among(there))
+            joined = Joined(native, fields, expected)
             for number in range(count):
                 begin, end = min(number * step, tokens), min((number + 1) * step, tokens)
-                *_, ends, participants, handle = native.dispatch_tokens(
-                    [one[begin:end] for one in fields], sent.token_ranks[begin:end], step, hidden,
-                    participation.among(there), participation.timeout_us, error, joined.into,
-                    joined.filled.tolist(), joined.ends.tolist(),
-                )  # fmt: skip
+                mask, parts = participation.among(there), [one[begin:end] for one in fields]
+                begins, most_ends = joined.filled.tolist(), joined.ends.tolist()
+                with self._step(more=int(number + 1 < count)):
+                    *_, ends, participants, handle = native.dispatch_tokens(
+                        parts, sent.token_ranks[begin:end], step, hidden, mask,
+                        participation.timeout_us, "", joined.into, begins, most_ends, agreed,
+                    )  # fmt: skip
                 joined.add(begin, end, number * step, handle, counts_of(ends))
                 there &= torch.tensor(participants, dtype=torch.bool, device=CPU)
             rows, sources, ends, pieces = joined.among(there & there[self.runtime.rank])
@@ -259,21 +318,6 @@ class Exchange:
         )
         return Arrived(rows, sources, route)
 
-    def _room_for(
-        self, fields: Sequence[Tensor], expected: Tensor, sent: Sent, step: int, mask: Tensor
-    ) -> Joined:
-        """Ends the call on all ranks if this rank has no memory."""
-        native = self.runtime.native
-        try:
-            return Joined(native, fields, expected)
-        except RuntimeError as failure:
-            why = f"rank {self.runtime.rank}: no memory for {int(expected.sum())} rows: {failure}"
-            nothing = [one[:0] for one in fields]
-            native.dispatch_tokens(
-                nothing, sent.token_ranks[:0], step, fields[0].size(1), mask, -1, why
-            )
-            raise
-
     # ---- combine
 
     def combine(
@@ -287,14 +331,11 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """See Buffer.combine(). async_finish: returns before the end where x is the CPU's."""
         participation.check(self.runtime.size)
+        check_sums(x, route.num_rows, route.hidden, biases, route.tokens)
         home = x.device
-        if topk_weights is not None and topk_weights.size(1) > route.most_weights:
-            raise ValueError(
-                f"topk_weights has {topk_weights.size(1)} columns, there is room for "
-                f"{route.most_weights} after the handle's dispatch"
-            )
-        if len(x) < route.num_rows:
-            raise ValueError(f"x has {len(x)} rows, the dispatch received {route.num_rows}")
+        if topk_weights is not None:
+            check_sizes("topk_weights", topk_weights, torch.float32, (-1, -1))
+            _check_weights(topk_weights, route)
         x, *on_host = _on_host([x, *biases])
         sums = self.runtime.native.new_result([route.tokens, route.hidden], x)
         missing = torch.empty(route.tokens, dtype=torch.bool, device=CPU)
@@ -305,30 +346,29 @@ class Exchange:
             weight_sums = torch.empty(sizes, dtype=torch.float32, device=CPU)
         there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
         masks = [participation.among(there) for _ in route.pieces]
-        works, error = [], None
-        with profiled("combine"):
-            for piece, mask in zip(route.pieces, masks, strict=True):
+        rows = [piece.of(x[: route.num_rows]) for piece in route.pieces]
+        of_rows: list[Tensor | None] = [None for _ in route.pieces]
+        if weights is not None:
+            of_rows = [piece.of(weights[: route.num_rows]) for piece in route.pieces]
+        works: list[EpWork] = []
+        with profiled("combine"), self._step():
+            for number, piece in enumerate(route.pieces):
                 tokens = slice(piece.begin, piece.end)
-                try:
-                    work = self.runtime.native.combine_tokens(
-                        piece.of(x[: route.num_rows]),
-                        piece.native,
-                        sums[tokens],
-                        missing[tokens],
-                        None if weights is None else piece.of(weights[: route.num_rows]),
-                        None if weight_sums is None else weight_sums[tokens],
-                        [one[tokens] for one in on_host],
-                        mask,
-                        participation.timeout_us,
-                        async_finish and home.type == "cpu",
-                        list(piece.first_rows),
-                    )
-                    works.append(work)
-                except RuntimeError as failure:
-                    # The other pieces run, as they do on a rank that called with async_finish.
-                    error = error or failure
-        if error is not None:
-            raise error
+                work = self.runtime.native.combine_tokens(
+                    rows[number],
+                    piece.native,
+                    sums[tokens],
+                    missing[tokens],
+                    of_rows[number],
+                    None if weight_sums is None else weight_sums[tokens],
+                    [one[tokens] for one in on_host],
+                    masks[number],
+                    participation.timeout_us,
+                    async_finish and home.type == "cpu",
+                    list(piece.first_rows),
+                    works[-1] if works else None,
+                )
+                works.append(work)
         done = Works(works, masks, participation)
         if not async_finish or home.type != "cpu":
             done.wait()
@@ -351,33 +391,6 @@ class Exchange:
             raise ValueError("the handle is of a dispatch of another buffer")
 
 
-def fields_of(x: Rows) -> list[Tensor]:
-    """The rows, and their scales if there are any."""
-    fields = list(x) if isinstance(x, tuple) else [x]
-    if len(fields) == 2 and isinstance(fields[1], Tensor) and fields[1].dim() == 1:
-        fields[1] = fields[1].unsqueeze(1)  # a scale for each token
-    for name, one in zip(("x", "the scales of x"), fields, strict=False):
-        if not isinstance(one, Tensor):
-            raise TypeError(f"{name} must be a tensor, not {type(one).__name__}")
-        if one.dim() != 2 or one.size(1) == 0:
-            raise ValueError(f"{name} has the sizes {list(one.shape)}, expected [n, h]")
-    if len({len(one) for one in fields}) > 1:
-        raise ValueError(f"x has {len(fields[0])} tokens, and scales for {len(fields[-1])}")
-    return fields
-
-
-def check_topk(topk_idx: Tensor, topk_weights: Tensor | None, tokens: int) -> None:
-    if topk_weights is not None and (
-        topk_weights.dtype != torch.float32 or topk_weights.shape != topk_idx.shape
-    ):
-        raise ValueError(
-            f"topk_weights must be float32 {list(topk_idx.shape)}, not {topk_weights.dtype} "
-            f"{list(topk_weights.shape)}"
-        )
-    if topk_idx.dim() != 2 or len(topk_idx) != tokens or topk_idx.size(1) == 0:
-        raise ValueError(f"topk_idx has the sizes {list(topk_idx.shape)}, x has {tokens} tokens")
-
-
 def local_experts_of(chosen: Tensor, owners: Tensor, rank: int) -> Tensor:
     """Experts as numbers among those of the rank; -1 for all others."""
     numbers = torch.full((len(owners) + 1,), -1, dtype=chosen.dtype, device=CPU)
@@ -386,12 +399,19 @@ def local_experts_of(chosen: Tensor, owners: Tensor, rank: int) -> Tensor:
     return numbers[chosen.long().clamp(min=-1)]  # -1 finds the last one
 
 
-def _disagreement(agreed: Tensor, there: Tensor) -> str:
-    given = agreed[there]
-    if len(given) == 0 or (given == given[0]).all():
-        return ""
-    return f"the ranks give different settings: {given.unique(dim=0).tolist()}"
-
-
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [one.to(CPU).contiguous() for one in tensors]
+    """Tensors whose memory has their values: torch marks some as conjugated or negated instead."""
+    return [one.to(CPU).resolve_conj().resolve_neg().contiguous() for one in tensors]
+
+
+def _check_weights(topk_weights: Tensor, route: Route) -> None:
+    """Refuses columns beyond the room, and too few rows."""
+    if topk_weights.size(1) > route.most_weights:
+        raise ValueError(
+            f"topk_weights has {topk_weights.size(1)} columns, there is room for "
+            f"{route.most_weights} after the handle's dispatch"
+        )
+    if len(topk_weights) < route.num_rows:
+        raise ValueError(
+            f"topk_weights has {len(topk_weights)} rows, the dispatch received {route.num_rows}"
+        )

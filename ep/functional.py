@@ -18,12 +18,12 @@ Tensor = torch.Tensor
 
 
 class Dispatched(NamedTuple):
-    """See Buffer.dispatch()."""
+    """The results of dispatch(), see Buffer.dispatch(). k: top-k"""
 
     rows: Tensor  # bfloat16 [rows, h], with gradients
     topk_idx: Tensor  # [rows, k], numbers among this rank's experts, or -1
     topk_weights: Tensor  # float32 [rows, k], with gradients
-    num_per_expert: list[int]
+    num_per_expert: list[int]  # rows of each of this rank's experts
     handle: NormalHandle
 
 
@@ -35,7 +35,8 @@ def dispatch(
     num_experts: int,
     **how: Any,
 ) -> Dispatched:
-    """Sends each token to the ranks of its experts. All ranks call it.
+    """Sends each token to the ranks of its experts. All ranks call it. Errors are those of
+    Buffer.dispatch(), on all ranks.
 
     x: bfloat16 [n, h]
     topk_idx: int64 or int32 [n, k], -1 is no expert; topk_weights: float32 [n, k]
@@ -44,9 +45,10 @@ def dispatch(
     The gradient of a token is the float32 sum of its copies' gradients, rounded to bfloat16. The
     gradient of a weight comes from the rank that owns the expert.
     """
-    per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
-        topk_idx, num_experts
-    )
+    with buffer.call_of_normal_mode("dispatch", steps=2):
+        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
+            topk_idx, num_experts
+        )
     call = {
         "num_tokens_per_rank": per_rank,
         "num_tokens_per_rdma_rank": per_rdma_rank,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from . import elastic, elastic_handle
+from .arguments import Rows
 from .events import EventOverlap
-from .exchange import Rows
 from .runtime import OnFailure
 
 Tensor = torch.Tensor
@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass
 class EPHandle(elastic_handle.EPHandle):
+    """mooncake.ep.EPHandle with Mooncake's further attributes."""
+
     native_handle: bool = True
     generation: int = 0  # see ElasticBuffer.update_ep_member()
 
@@ -108,8 +110,6 @@ class ElasticBuffer(elastic.ElasticBuffer):
         timeout_us: int | None = -1,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         """As mooncake.ep.ElasticBuffer.dispatch(). recv_topk_idx is there with do_expand, too."""
-        if handle is not None:
-            self._check_generation(handle)
         recv_x, recv_topk_idx, weights, found, event = super().dispatch(
             x,
             topk_idx,
@@ -144,7 +144,6 @@ class ElasticBuffer(elastic.ElasticBuffer):
         timeout_us: int | None = -1,
     ) -> tuple[Tensor, None, EventOverlap]:
         """As mooncake.ep.ElasticBuffer.combine(), without weights: topk_weights has no effect."""
-        self._check_generation(handle)
         combined, _, event = super().combine(
             x,
             handle,
@@ -154,7 +153,7 @@ class ElasticBuffer(elastic.ElasticBuffer):
         )
         return combined, None, event
 
-    def _check_generation(self, handle: Any) -> None:
+    def _check_handle(self, handle: Any) -> None:
         generation = getattr(handle, "generation", None)
         if generation != self._generation:
             raise RuntimeError(
@@ -162,3 +161,4 @@ class ElasticBuffer(elastic.ElasticBuffer):
                 f"{generation}, and this is {self._generation}: update_ep_member() was called "
                 "since. Dispatch again. (Mooncake: obsolete NCCL ElasticBuffer generation)"
             )
+        super()._check_handle(handle)

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 
 from . import reference
-from .exchange import (
-    Counts,
-    Exchange,
-    Participation,
+from .arguments import (
     Rows,
-    Sent,
+    check_experts,
+    check_number,
+    check_sizes,
+    check_tensor,
     check_topk,
     fields_of,
-    local_experts_of,
+    form_of,
 )
-from .layout import CPU, Layout, ranks_of
+from .exchange import Counts, Exchange, Participation, Sent, local_experts_of
+from .layout import CPU, ranks_of
 from .normal_handle import NormalHandle, Route, handle_parts, padded
 
 Tensor = torch.Tensor
@@ -31,6 +32,10 @@ class Shown:
     expert_alignment: int
     num_worst_tokens: int
     num_channels: int
+
+    def check(self) -> None:
+        check_number("expert_alignment", self.expert_alignment, 1)
+        check_number("num_worst_tokens", self.num_worst_tokens, 0)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Received:
 def dispatch(
     exchange: Exchange,
     x: Rows,
-    layout: Layout,
+    is_token_in_rank: Tensor,
+    num_tokens_per_expert: Tensor,
     topk_idx: Tensor | None,
     topk_weights: Tensor | None,
     shown: Shown,
@@ -54,18 +60,20 @@ def dispatch(
     size, rank = exchange.runtime.size, exchange.runtime.rank
     fields = fields_of(x)
     home, tokens = fields[0].device, len(fields[0])
+    shown.check()
+    per_expert_here = _checked_counts(num_tokens_per_expert)
+    scales = fields[1] if len(fields) > 1 else None
     if topk_idx is not None and topk_weights is not None:
         check_topk(topk_idx, topk_weights, tokens)
+        check_experts(topk_idx.clamp(min=-1), len(per_expert_here))
         fields += [topk_idx, topk_weights]
     elif topk_idx is not None or topk_weights is not None:
         raise ValueError("topk_idx and topk_weights belong together: give both or none")
     elif shown.num_worst_tokens > 0:
         raise ValueError("num_worst_tokens needs topk_idx and topk_weights")
-    is_in_rank = layout.is_token_in_rank.to(CPU).contiguous()
-    if tuple(is_in_rank.shape) != (tokens, size):
-        raise ValueError(
-            f"is_token_in_rank has the sizes {list(is_in_rank.shape)}, expected {[tokens, size]}"
-        )
+    agreed = form_of([fields[0], scales, topk_idx, topk_weights])
+    check_sizes("is_token_in_rank", is_token_in_rank, torch.bool, (tokens, size))
+    is_in_rank = is_token_in_rank.to(CPU).contiguous()
 
     def refuse(counts: Counts) -> str:
         if not 0 < shown.num_worst_tokens < counts.most_rows:
@@ -75,10 +83,12 @@ def dispatch(
             f"{shown.num_worst_tokens} on rank {rank}"
         )
 
-    sent = Sent(fields, is_in_rank, ranks_of(is_in_rank), layout.num_tokens_per_expert)
+    sent = Sent(fields, is_in_rank, ranks_of(is_in_rank), per_expert_here)
     weights = None if topk_weights is None else topk_weights.size(1)
-    arrived, counts = exchange.dispatch(sent, participation, weights=weights, refuse=refuse)
-    num_experts = len(layout.num_tokens_per_expert)
+    arrived, counts = exchange.dispatch(
+        sent, participation, agreed=agreed, weights=weights, refuse=refuse
+    )
+    num_experts = len(per_expert_here)
     owners = torch.tensor(
         reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
     )
@@ -109,11 +119,24 @@ def dispatch_again(exchange: Exchange, x: Rows, handle: Any, participation: Part
 def route_of(exchange: Exchange, handle: Any) -> Route:
     if not isinstance(handle, NormalHandle):
         raise TypeError(
-            f"rank {exchange.runtime.rank}: handle must be the object that dispatch returned, not "
+            "handle must be the object that dispatch returned, not "
             f"{type(handle).__name__}; a copy of its parts does not suffice"
         )
     exchange.check_route(handle.route)
     return handle.route
+
+
+def _checked_counts(num_tokens_per_expert: Any) -> Tensor:
+    """num_tokens_per_expert on the host."""
+    check_tensor("num_tokens_per_expert", num_tokens_per_expert)
+    counts: Tensor = num_tokens_per_expert.to(CPU)
+    if counts.dim() != 1 or counts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"num_tokens_per_expert is {counts.dtype} {list(counts.shape)}, expected int32 [E]"
+        )
+    if bool((counts < 0).any()):
+        raise ValueError(f"num_tokens_per_expert has the number {int(counts.min())}")
+    return counts
 
 
 def _rows_like(x: Rows, fields: list[Tensor]) -> Rows:

@@ -108,6 +108,11 @@ class Route:
     pieces: Sequence[Piece]
 
     @property
+    def number(self) -> int:
+        """Of the dispatch: the same on all ranks."""
+        return self.pieces[0].native.number
+
+    @property
     def num_rows(self) -> int:
         return int(self.ends[-1])
 

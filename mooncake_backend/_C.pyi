@@ -277,6 +277,7 @@ class EpBuffer:
         into: list[torch.Tensor] = ...,
         begins: list[int] = ...,
         ends: list[int] = ...,
+        agreed: int = 0,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor, list[bool], EpHandle]:
         """Collective. CPU tensors only.
 
@@ -287,6 +288,7 @@ class EpBuffer:
         error: if not empty, ends the call on all ranks as a ValueError
         into: fields [any, any] and the tokens' numbers, int32 [any], if the rows go there: those of
             rank r to the places from begins[r] up to ends[r]. They are not returned then
+        agreed: any number below 2**32; ranks that give different ones get an error
 
         Returns the fields of the received rows, in the order of rank and token; their tokens'
         numbers there, int32; how many rows came from the ranks up to each, int32 [R]; the ranks
@@ -306,11 +308,14 @@ class EpBuffer:
         timeout_us: int = -1,
         background: bool = False,
         first_rows: list[int] = ...,
+        after: EpWork | None = None,
     ) -> EpWork:
         """Collective. CPU tensors only; out, missing and extra_sums are written.
 
         first_rows: [R]: where in x and extras the rows that came from each rank begin. Without it
             they have the rows of the handle's dispatch only
+        after: an earlier call that this one continues. If that fails, this one ends with its error
+            and sends nothing
 
         x: bfloat16 [rows, h]; out: bfloat16 [n, h]
         missing: bool [n], see Buffer.missing_contributions

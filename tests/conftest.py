@@ -48,6 +48,7 @@ LONGER = [
     "ep_docs",
     "ep_elastic",
     "ep_failures",
+    "ep_mistakes",
     "ep_normal",
     "ep_slow_link",
     "ep_training",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import harness
+import hosts
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +17,21 @@ from mooncake.ep import Buffer, fp8, reference
 from mooncake.mooncake_ep_buffer import Buffer as MooncakeBuffer
 
 SIZE = 4
+
+
+@contextlib.contextmanager
+def over_hosts(ranks_of_hosts: Sequence[int]) -> Iterator[harness.Crew]:
+    """A crew over so many hosts, with so many ranks on each."""
+    if why := hosts.why_not():
+        pytest.skip(why)
+    with hosts.Hosts(len(ranks_of_hosts)) as made:
+        where = [
+            host.namespace
+            for host, count in zip(made.hosts, ranks_of_hosts, strict=True)
+            for _ in range(count)
+        ]
+        with harness.Crew(len(where), namespaces=where) as ranks:
+            yield ranks
 
 
 class EpCrew:
@@ -56,6 +74,12 @@ def inputs(
             weights = torch.rand(count, topk, generator=drawn) + 0.1
             of_all.append(SimpleNamespace(x=x, topk_idx=idx, weights=weights))
     return [moved(one, there) for one in of_all]
+
+
+def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Something of FP8's form; the scales stand column by column, as programs give them."""
+    scales = torch.rand(3, len(x), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    return x.to(torch.float8_e4m3fn), scales.t().to(x.device)
 
 
 def moved(given: SimpleNamespace, device: Any) -> SimpleNamespace:

@@ -258,12 +258,18 @@ std::function<Status(ep::Memory&)> EpBuffer::runOf(Call call) const {
       };
 }
 
-std::shared_ptr<EpWork> EpBuffer::submit(Call call, bool inBackground) {
+std::shared_ptr<EpWork> EpBuffer::submit(Call call, bool inBackground,
+                                         const std::shared_ptr<EpWork>& after) {
   EpInterrupt interrupt(buffer_->group());
   const auto staging = call.staging;
   const bool isOrdered = staging && staging->isOrdered();
   if (isOrdered) throwIfError(buffer_->group().usable());
   auto run = runOf(std::move(call));
+  if (after) {
+    run = [run = std::move(run), before = after->task()](ep::Memory& memory) {
+      return before->status().ok() ? run(memory) : before->status();
+    };
+  }
   std::shared_ptr<ep::Task> task;
   {
     // No other call may come between the mark and the place in the queue.
@@ -338,7 +344,10 @@ at::Tensor EpBuffer::localBuffer() const {
 
 void EpBuffer::updateMembers() const { throwIfError(buffer_->group().usable()); }
 
-void EpBuffer::close(Seconds timeout) { buffer_->close(deadlineIn(timeout)); }
+void EpBuffer::close(Seconds timeout) {
+  buffer_->close(deadlineIn(timeout));
+  results_->close();
+}
 
 size_t EpBuffer::sizeHint(size_t maxTokens, size_t hidden, int ranks, int experts) {
   TORCH_CHECK_VALUE(ranks > 0 && experts > 0, "at least one rank and one expert");

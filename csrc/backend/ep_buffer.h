@@ -92,16 +92,21 @@ class EpBuffer {
   };
 
   EpBuffer(std::shared_ptr<ep::Buffer> buffer, Options options);
+  ~EpBuffer() { results_->close(); }
 
   Dispatch dispatch(const DispatchArguments& given);
   Combine combine(const CombineArguments& given);
   // Runs the call, or with `inBackground` queues it for the buffer's thread. Without Python's lock.
   //
+  // `after`: an earlier call that this one continues, or null. If it fails, this call ends with the
+  // same error and sends nothing, as on all ranks.
+  //
   // Tensors of a device: the call begins where the current stream is now. That stream waits for the
   // results, or with `inBackground` when EpWork::wait() says so. Streams that know words let no
   // caller wait on the host; then a call that fails ends the buffer, because later calls were made
   // before anything could be told.
-  std::shared_ptr<EpWork> submit(Call call, bool inBackground);
+  std::shared_ptr<EpWork> submit(Call call, bool inBackground,
+                                 const std::shared_ptr<EpWork>& after = nullptr);
   // Memory for the rows of the next combine. On the CPU it is the memory that other ranks read.
   // Waits until no rank reads or writes there. Without Python's lock.
   at::Tensor nextCombineBuffer(const EpHandle& handle);
@@ -124,7 +129,8 @@ class EpBuffer {
   // For Operation::skipAfter(). Empty: no rank is skipped before the buffer's timeout.
   std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const;
   void updateMembers() const;
-  // Without Python's lock.
+  // Also frees the memory kept for results. Results that the program has stay valid. Without
+  // Python's lock.
   void close(Seconds timeout);
 
   // Bytes of a buffer for these sizes.

@@ -201,6 +201,7 @@ EpNormal::Dispatch EpNormal::dispatch(const DispatchArguments& given) {
   run->memory = buffer_.results();
   if (!given.into.empty()) placeResults(*run, given, size);
   run->error = given.error;
+  call.agreed = given.agreed;
   const auto handle = std::make_shared<ep::Handle>();
   handle->shape = {size, size, size_t(given.maxTokens), size_t(given.hidden)};
   handle->experts = std::make_shared<const ep::ExpertMap>(size, size);

@@ -41,6 +41,7 @@ class EpNormal {
     const std::vector<at::Tensor>& into;
     const std::vector<int64_t>& begins;
     const std::vector<int64_t>& ends;
+    uint32_t agreed;  // any number; ranks that give different ones get an error
   };
   // The rows in the order of rank and token. With `into`, `fields` and `sources` are empty.
   struct Dispatch {

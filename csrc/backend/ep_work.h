@@ -15,6 +15,7 @@ class EpWork {
          std::shared_ptr<Staging> staging)
       : buffer_(std::move(buffer)), task_(std::move(task)), staging_(std::move(staging)) {}
 
+  const std::shared_ptr<ep::Task>& task() const { return task_; }
   // True once the results are where they belong, or the call has failed.
   bool isCompleted() const;
   // Throws the error of the call. For tensors of a device, makes the current stream wait for the

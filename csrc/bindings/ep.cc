@@ -194,7 +194,7 @@ DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>&
                                 const MaybeTensor& activeRanks, int64_t timeoutMicros,
                                 const std::string& error, const std::vector<at::Tensor>& into,
                                 const std::vector<int64_t>& begins,
-                                const std::vector<int64_t>& ends) {
+                                const std::vector<int64_t>& ends, uint32_t agreed) {
   py::gil_scoped_release unlocked;
   auto made = EpNormal(buffer).dispatch({.fields = fields,
                                          .ranks = ranks,
@@ -205,7 +205,8 @@ DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>&
                                          .error = error,
                                          .into = into,
                                          .begins = begins,
-                                         .ends = ends});
+                                         .ends = ends,
+                                         .agreed = agreed});
   return {std::move(made.fields), std::move(made.sources), std::move(made.ends),
           std::move(made.participants), std::move(made.handle)};
 }
@@ -215,7 +216,8 @@ std::shared_ptr<EpWork> combineTokens(EpBuffer& buffer, const at::Tensor& x, con
                                       const MaybeTensor& extras, const MaybeTensor& extraSums,
                                       const std::vector<at::Tensor>& biases,
                                       const MaybeTensor& activeRanks, int64_t timeoutMicros,
-                                      bool inBackground, const std::vector<int64_t>& firstRows) {
+                                      bool inBackground, const std::vector<int64_t>& firstRows,
+                                      const std::shared_ptr<EpWork>& after) {
   auto call = EpNormal(buffer).combine({.x = x,
                                         .firstRows = firstRows,
                                         .handle = handle,
@@ -226,7 +228,8 @@ std::shared_ptr<EpWork> combineTokens(EpBuffer& buffer, const at::Tensor& x, con
                                         .missing = missing,
                                         .activeRanks = activeRanks,
                                         .timeoutMicros = timeoutMicros});
-  return submit(buffer, std::move(call), inBackground);
+  py::gil_scoped_release unlocked;
+  return buffer.submit(std::move(call), inBackground, after);
 }
 
 void bindNormalMode(py::class_<EpBuffer>& buffer) {
@@ -251,12 +254,12 @@ void bindNormalMode(py::class_<EpBuffer>& buffer) {
            py::arg("num_max_tokens"), py::arg("hidden"), py::arg("active_ranks") = none,
            py::arg("timeout_us") = -1, py::arg("error") = "",
            py::arg("into") = std::vector<at::Tensor>(), py::arg("begins") = std::vector<int64_t>(),
-           py::arg("ends") = std::vector<int64_t>())
+           py::arg("ends") = std::vector<int64_t>(), py::arg("agreed") = 0)
       .def("combine_tokens", &combineTokens, py::arg("x"), py::arg("handle"), py::arg("out"),
            py::arg("missing"), py::arg("extras") = none, py::arg("extra_sums") = none,
            py::arg("biases") = std::vector<at::Tensor>(), py::arg("active_ranks") = none,
            py::arg("timeout_us") = -1, py::arg("background") = false,
-           py::arg("first_rows") = std::vector<int64_t>());
+           py::arg("first_rows") = std::vector<int64_t>(), py::arg("after") = none);
 }
 
 }  // namespace

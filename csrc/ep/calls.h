@@ -68,6 +68,7 @@ struct DispatchCall {
   std::shared_ptr<Handle> handle;
   // Of kFields. Then the experts are the ranks themselves, so each rank has one expert.
   std::vector<Field> fields;
+  uint32_t agreed = 0;  // of kFields: a number that must be the same on all ranks
   // Of kFields, by rank: the places of its rows, where fields and `sources` have those of several
   // calls. Empty: all rows stand side by side.
   struct Places {

@@ -63,9 +63,9 @@ class Count final : public Algorithm {
 
 Status count(const Memory& memory, Census& census, Ending& ending) {
   if (census.numbers.size() * sizeof(uint32_t) > memory.group.slotBytes() / 2) {
-    return {ErrorCode::kInvalidArgument, "dispatch: numbers of " +
-                                             std::to_string(census.numbers.size()) +
-                                             " ranks and experts do not fit into a slot"};
+    census.inputs = {ErrorCode::kInvalidArgument, "dispatch: numbers of " +
+                                                      std::to_string(census.numbers.size()) +
+                                                      " ranks and experts do not fit into a slot"};
   }
   const Call what{
       .verb = Verb::kCountTokens, .dtype = DType::kUInt32, .count = census.numbers.size()};

@@ -447,6 +447,7 @@ namespace {
 uint32_t hashOf(const DispatchCall& call) {
   if (call.fields.empty()) return 0;
   uint32_t hash = (2166136261u ^ uint32_t(call.handle->shape.hidden)) * 16777619u;
+  hash = (hash ^ call.agreed) * 16777619u;
   for (const Field& field : call.fields) hash = (hash ^ uint32_t(field.bytes)) * 16777619u;
   return hash;
 }

@@ -1,0 +1,142 @@
+"""Checks of the arguments of the normal mode and of ElasticBuffer. Errors do not name the rank and
+the operation: Exchange.call() adds them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+Rows = Tensor | tuple[Tensor, Tensor]
+_DTYPES = {
+    zlib.crc32(str(one).encode()): str(one).removeprefix("torch.")
+    for one in vars(torch).values()
+    if isinstance(one, torch.dtype)
+}
+
+
+def check_tensor(name: str, given: Any) -> None:
+    """Refuses all that has no rows in memory of the host or of a device."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(given).__name__}")
+    if given.layout != torch.strided or given.is_meta or given.is_quantized:
+        kind = "quantized" if given.is_quantized else str(given.layout)
+        raise ValueError(f"{name} is {kind} on {given.device}: give a plain tensor with memory")
+
+
+def check_sizes(name: str, given: Any, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    """Refuses all but a tensor of this dtype and of these sizes; -1 is any size."""
+    check_tensor(name, given)
+    fits = len(sizes) == given.dim() and all(
+        due in (-1, size) for due, size in zip(sizes, given.shape, strict=True)
+    )
+    if given.dtype != dtype or not fits:
+        wanted = ", ".join("any" if size < 0 else str(size) for size in sizes)
+        raise ValueError(
+            f"{name} is {_name(given.dtype)} {list(given.shape)}, expected {_name(dtype)} "
+            f"[{wanted}]"
+        )
+
+
+def check_number(name: str, given: Any, least: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"{name} must be an int, not {type(given).__name__}")
+    if given < least:
+        raise ValueError(f"{name} is {given}, the least is {least}")
+
+
+def fields_of(x: Rows) -> list[Tensor]:
+    """The rows, and their scales if there are any."""
+    fields = list(x) if isinstance(x, tuple) else [x]
+    if isinstance(x, tuple) and len(x) != 2:
+        raise ValueError(f"x has {len(x)} parts: give rows, or a pair of rows and scales")
+    for name, one in zip(("x", "the scales of x"), fields, strict=False):
+        check_tensor(name, one)
+    if len(fields) == 2 and fields[1].dim() == 1:
+        fields[1] = fields[1].unsqueeze(1)  # a scale for each token
+    for name, one in zip(("x", "the scales of x"), fields, strict=False):
+        if one.dim() != 2 or one.size(1) == 0:
+            raise ValueError(f"{name} has the sizes {list(one.shape)}, expected [n, h]")
+    if len({len(one) for one in fields}) > 1:
+        raise ValueError(f"x has {len(fields[0])} tokens, and scales for {len(fields[-1])}")
+    return fields
+
+
+def check_topk(topk_idx: Tensor, topk_weights: Tensor | None, tokens: int) -> None:
+    check_tensor("topk_idx", topk_idx)
+    if topk_idx.dim() != 2 or len(topk_idx) != tokens or topk_idx.size(1) == 0:
+        raise ValueError(f"topk_idx has the sizes {list(topk_idx.shape)}, x has {tokens} tokens")
+    if topk_idx.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"topk_idx is {_name(topk_idx.dtype)}, expected int64 or int32")
+    if topk_weights is not None:
+        check_sizes("topk_weights", topk_weights, torch.float32, topk_idx.shape)
+
+
+def check_experts(topk_idx: Tensor, num_experts: int) -> None:
+    """Refuses numbers that are neither an expert's nor -1."""
+    wrong = topk_idx[(topk_idx < -1) | (topk_idx >= num_experts)]
+    if len(wrong) > 0:
+        raise ValueError(
+            f"topk_idx names expert {int(wrong[0])} of {num_experts}: -1 stands for none"
+        )
+
+
+def check_sums(x: Tensor, least: int, hidden: int, biases: Sequence[Tensor], tokens: int) -> None:
+    """The rows and the biases of a combine. least: rows of its dispatch"""
+    check_sizes("x", x, torch.bfloat16, (-1, hidden))
+    if len(x) < least:
+        raise ValueError(f"x has {len(x)} rows, the dispatch received {least}")
+    if len(biases) > 2:
+        raise ValueError(f"bias has {len(biases)} tensors: give one, or two")
+    for one in biases:
+        check_sizes("bias", one, torch.bfloat16, (tokens, hidden))
+
+
+# ---- arguments that have to be the same on all ranks
+
+Agreed = dict[str, Sequence[int]]
+
+
+def form_of(fields: Sequence[Tensor | None]) -> Agreed:
+    """The dtypes and columns of a dispatch's tensors, for difference()."""
+    names = ("x", "the scales of x", "topk_idx", "topk_weights")
+    forms: Agreed = {}
+    for name, one in zip(names, fields, strict=True):
+        known = (0, 0) if one is None else (zlib.crc32(str(one.dtype).encode()), one.size(1))
+        forms[name] = known
+    return forms
+
+
+def difference(agreed: Agreed, table: Sequence[Sequence[int]], there: Sequence[int]) -> str:
+    """Names the first argument that differs, and each rank's value; "": all are the same.
+
+    table: by rank, the numbers of all arguments side by side
+    there: the ranks that take part
+    """
+    begin = 0
+    for name, numbers in agreed.items():
+        by_value: dict[tuple[int, ...], list[str]] = {}
+        for rank in there:
+            value = tuple(table[rank][begin : begin + len(numbers)])
+            by_value.setdefault(value, []).append(str(rank))
+        begin += len(numbers)
+        if len(by_value) > 1:
+            of_ranks = [
+                f"{_shown(value)} on rank {', '.join(ranks)}" for value, ranks in by_value.items()
+            ]
+            return f"{name} differs between the ranks: {'; '.join(of_ranks)}"
+    return ""
+
+
+def _shown(value: tuple[int, ...]) -> str:
+    if len(value) == 1:
+        return str(value[0])
+    dtype, columns = value
+    return f"{_DTYPES.get(dtype, 'another dtype')} [n, {columns}]" if columns else "none"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
