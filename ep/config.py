@@ -14,6 +14,9 @@ _MAX_SCALES = 128
 
 @dataclass(frozen=True)
 class Config:
+    """DeepEP's attributes. Tokens are those of a queue between two ranks of a host (nvl) or two
+    hosts (rdma). ValueError: a number that DeepEP refuses, too."""
+
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
@@ -38,12 +41,18 @@ class Config:
             )
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes of the queues between ranks of a host."""
+        """Bytes of the queues between ranks of a host.
+
+        hidden_bytes: of the channels of a token
+        """
         peers = min(num_ranks, _RANKS_PER_HOST)
         return self._queues(peers, self.num_max_nvl_chunked_recv_tokens, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes of the queues between hosts, in both directions; 0 for one host."""
+        """Bytes of the queues between hosts of 8 ranks, in both directions; 0 for one host.
+
+        hidden_bytes: of the channels of a token
+        """
         if num_ranks <= _RANKS_PER_HOST:
             return 0
         hosts = -(-num_ranks // _RANKS_PER_HOST)

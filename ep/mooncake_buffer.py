@@ -24,9 +24,12 @@ class Buffer:
 
     group: a process group of any backend. With a group of ours, the Buffer shares its connections
     and its view of the active ranks
+    num_ep_buffer_bytes: bytes of memory, see get_ep_buffer_size_hint()
     disable_p2p: accepted without effect
 
     timeout, renormalize, on_failure: beyond Mooncake's; see mooncake.ep.runtime.Runtime
+
+    Shapes and errors are those of mooncake.ep.Buffer's low latency mode.
     """
 
     def __init__(
@@ -99,10 +102,12 @@ class Buffer:
             operation by then is skipped: it takes no part in this operation, on all ranks, but
             does in the next one. -1, 0 or None: living ranks are waited for until the Buffer's
             timeout. A lost rank is waited for only until the survivors know the loss
-        use_fp8: True if None
+        num_experts: of all ranks, the same on all ranks
+        use_fp8: sends float8_e4m3fn, with a float32 scale for each 128 channels; True if None
 
         Returns (recv_x, recv_count, handle, event, hook)
-        recv_x: rows of this rank's L experts, [L, R * T, h]; with FP8 a pair of rows and scales
+        recv_x: rows of this rank's L experts, bfloat16 [L, R * T, h]. With FP8 a pair of
+            float8_e4m3fn rows and scales, float32 [L, R * T, ceil(h / 128)]
         recv_count: number of rows of each expert, int32 [L]
         handle: for combine
         event: waits for the operation if async_finish is set
