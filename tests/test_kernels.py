@@ -1,11 +1,13 @@
-"""kernels/common: its vectors are what their generator writes, and nvcc takes its headers."""
+"""kernels/: the vectors of kernels/common are what their generator writes, nvcc takes its headers,
+and no kernel spills registers."""
 
 from __future__ import annotations
 
-import shutil
+import re
 import subprocess
 from pathlib import Path
 
+import kernel_resources
 import make_row_vectors
 import pytest
 
@@ -35,7 +37,10 @@ def test_vectors_are_what_their_generator_writes():
     )
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+needs_nvcc = pytest.mark.skipif(kernel_resources.NVCC is None, reason="no nvcc")
+
+
+@needs_nvcc
 def test_nvcc_takes_the_headers(tmp_path):
     headers = sorted(header.relative_to(ROOT) for header in COMMON.glob("*.h"))
     assert headers
@@ -43,9 +48,77 @@ def test_nvcc_takes_the_headers(tmp_path):
     source.write_text("".join(f'#include "{header}"\n' for header in headers) + KERNEL)
     flags = ["-std=c++17", "-arch=sm_90", "-Werror", "all-warnings", f"-I{ROOT}"]
     done = subprocess.run(
-        ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "everything.o")],
+        [
+            str(kernel_resources.NVCC),
+            *flags,
+            "-c",
+            str(source),
+            "-o",
+            str(tmp_path / "everything.o"),
+        ],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- kernels
+
+
+@pytest.fixture(scope="module")
+def resources() -> list[kernel_resources.Resources]:
+    return kernel_resources.parse(kernel_resources.compile_kernels())
+
+
+@needs_nvcc
+def test_no_kernel_spills(resources):
+    """A kernel with a stack needs local memory, and to make room for that the driver may wait for
+    kernels that run."""
+    assert [found for found in resources if found.spilled or found.stack] == []
+
+
+@needs_nvcc
+def test_the_report_of_resources_is_up_to_date(resources):
+    written = kernel_resources.TARGET.read_text()
+    version = kernel_resources.compiler()
+    if not written.startswith(f"{version};"):
+        pytest.skip(f"{version} may give other numbers")
+    assert written == kernel_resources.text(version, resources), "run tests/kernel_resources.py"
+
+
+@needs_nvcc
+def test_every_kernel_has_its_number(resources):
+    header = (ROOT / "kernels/kernel_id.h").read_text()
+    names = re.findall(r'^    "(\w+)",$', header, re.M)
+    enumerators = re.findall(r"^  (k\w+),$", header, re.M)
+    assert names
+    assert sorted(names) == sorted({found.kernel for found in resources})
+    camel = ["k" + "".join(map(str.capitalize, name.split("_")[1:])) for name in names]
+    assert enumerators == camel
+
+
+SPILLING = """
+extern "C" __global__ void __launch_bounds__(1024, 2) spills(float* data) {
+  float kept[96];
+  for (int i = 0; i < 96; ++i) kept[i] = data[i * blockDim.x + threadIdx.x];
+  __syncthreads();
+  for (int i = 0; i < 96; ++i) data[(95 - i) * blockDim.x + threadIdx.x] = kept[i] * kept[95 - i];
+}
+extern "C" __global__ void shares(float* data) {
+  __shared__ float there[64];
+  there[threadIdx.x] = data[threadIdx.x];
+  __syncthreads();
+  data[threadIdx.x] = there[63 - threadIdx.x];
+}
+"""
+
+
+@needs_nvcc
+def test_spills_and_shared_memory_are_seen(tmp_path):
+    source = tmp_path / "spilling.cu"
+    source.write_text(SPILLING)
+    found = kernel_resources.parse(kernel_resources.compile_kernels(source))
+    assert [one.kernel for one in found] == ["shares"] * 3 + ["spills"] * 3
+    assert all(one.spilled and one.stack for one in found[3:])
+    assert all(one.shared >= 256 and not one.spilled for one in found[:3])
