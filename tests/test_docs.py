@@ -20,7 +20,7 @@ FOLDERS = (".ci", "benchmarks", "csrc", "docs", "ep", "kernels", "mooncake_backe
 # A room and what it may include, itself apart (docs/architecture.md).
 ROOMS: dict[str, set[str]] = {
     "base": set(),
-    "device": {"base"},
+    "device": {"base", "kernels"},
     "engine": {"base", "device"},
     "transfer": {"base", "device", "engine"},
     "membership": {"base", "engine"},

@@ -12,6 +12,10 @@
 // The contract with the accelerators of a process. Knows neither torch nor a vendor's headers.
 namespace mooncake {
 
+class PeerMemory;     // device/peer_memory.h
+struct KernelLaunch;  // device/kernel_launch.h, and KernelRoom
+struct KernelRoom;
+
 enum class MemoryKind : uint8_t {
   kHost,    // pageable
   kPinned,  // host memory that devices copy from and to asynchronously
@@ -58,6 +62,8 @@ class Accelerator {
 
   virtual const char* name() const = 0;  // "host", "cuda", "fake"
   virtual int deviceCount() const = 0;
+  // Returns a line of text about the driver (device -1) or a device, for a person to read.
+  virtual Result<std::string> describe(int device) = 0;
 
   // Returns the kind of the memory, without making a context on any device.
   virtual Result<MemoryPlace> placeOf(const void* address) = 0;
@@ -87,12 +93,25 @@ class Accelerator {
   // Whether the stream's calls are recorded into a graph and not run.
   virtual Result<bool> isCapturing(DeviceStream stream) = 0;
 
+  // Loads all kernels of this library on the device. A kernel that is loaded later waits for those
+  // that run, which may wait for it: so this comes ahead of any launch. kUnsupported: this build has
+  // no kernels, or none that runs on the device.
+  virtual Status prepareKernels(int device) = 0;
+  // Returns how many blocks of such a launch run at once on the device.
+  virtual Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) = 0;
+  // Enqueues a kernel. Pinned memory that it uses must not be freed before it has run. For
+  // kInvalidArgument, prepareKernels() has not been called, or the launch exceeds the device's limits.
+  virtual Status launch(DeviceStream stream, const KernelLaunch& launch) = 0;
+
   // kUnsupported if other processes cannot map memory of this kind; the text says why.
   virtual Result<ExportedMemory> exportMemory(const void* address) = 0;
   // Maps memory of another process, for work of `device`, which is one of this process's own: the
   // exporter may number devices otherwise. The address stays valid until closeMemory().
   virtual Result<void*> importMemory(const ExportedMemory& memory, int device) = 0;
   virtual Status closeMemory(void* address) = 0;
+
+  // Memory that is made to be shared, and that outlives its process. Null: there are no devices.
+  virtual PeerMemory* peerMemory() = 0;
 };
 
 }  // namespace mooncake

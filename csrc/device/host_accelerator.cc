@@ -12,6 +12,10 @@ Error noDevice(const char* call) {
 
 }  // namespace
 
+Result<std::string> HostAccelerator::describe(int) {
+  return std::string("host memory, without devices");
+}
+
 Result<MemoryPlace> HostAccelerator::placeOf(const void*) { return MemoryPlace{}; }
 
 Result<std::span<std::byte>> HostAccelerator::allocatePinned(size_t) {
@@ -46,6 +50,14 @@ Status HostAccelerator::awaitWord(DeviceStream, StreamWord*, uint32_t) {
 }
 
 Result<bool> HostAccelerator::isCapturing(DeviceStream) { return noDevice("isCapturing"); }
+
+Status HostAccelerator::prepareKernels(int) { return noDevice("prepareKernels"); }
+
+Result<KernelRoom> HostAccelerator::roomFor(const KernelLaunch&, int) {
+  return noDevice("roomFor");
+}
+
+Status HostAccelerator::launch(DeviceStream, const KernelLaunch&) { return noDevice("launch"); }
 
 Result<ExportedMemory> HostAccelerator::exportMemory(const void*) {
   return noDevice("exportMemory");

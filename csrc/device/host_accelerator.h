@@ -1,6 +1,8 @@
 #pragma once
 
 #include "device/accelerator.h"
+#include "device/kernel_launch.h"
+#include "device/peer_memory.h"
 
 namespace mooncake {
 
@@ -10,6 +12,7 @@ class HostAccelerator final : public Accelerator {
  public:
   const char* name() const override { return "host"; }
   int deviceCount() const override { return 0; }
+  Result<std::string> describe(int device) override;
   Result<MemoryPlace> placeOf(const void* address) override;
   Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
   void freePinned(std::span<std::byte> memory) override;
@@ -22,9 +25,13 @@ class HostAccelerator final : public Accelerator {
   Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Result<bool> isCapturing(DeviceStream stream) override;
+  Status prepareKernels(int device) override;
+  Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) override;
+  Status launch(DeviceStream stream, const KernelLaunch& launch) override;
   Result<ExportedMemory> exportMemory(const void* address) override;
   Result<void*> importMemory(const ExportedMemory& memory, int device) override;
   Status closeMemory(void* address) override;
+  PeerMemory* peerMemory() override { return nullptr; }
 };
 
 }  // namespace mooncake

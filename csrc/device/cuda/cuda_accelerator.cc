@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "device/cuda/cuda_scope.h"
+#include "device/cuda/kernel_image.h"
 #include "device/cuda/open_cuda.h"
 
 namespace mooncake {
@@ -72,31 +73,48 @@ class CudaAccelerator::Event final : public DeviceEvent {
   const CUevent event_;
 };
 
-Result<std::unique_ptr<CudaAccelerator>> CudaAccelerator::make(const CudaDriver& driver) {
+Result<std::unique_ptr<CudaAccelerator>> CudaAccelerator::make(const CudaDriver& driver,
+                                                               std::span<const std::byte> kernels) {
   auto contexts = CudaContexts::make(driver);
   if (!contexts.ok()) return contexts.error();
-  return std::unique_ptr<CudaAccelerator>(new CudaAccelerator(std::move(*contexts)));
+  return std::unique_ptr<CudaAccelerator>(new CudaAccelerator(std::move(*contexts), kernels));
 }
 
-CudaAccelerator::CudaAccelerator(std::unique_ptr<CudaContexts> contexts)
-    : contexts_(std::move(contexts)), driver_(contexts_->driver()), pinned_(*contexts_) {}
+CudaAccelerator::CudaAccelerator(std::unique_ptr<CudaContexts> contexts,
+                                 std::span<const std::byte> kernels)
+    : contexts_(std::move(contexts)),
+      driver_(contexts_->driver()),
+      pinned_(*contexts_),
+      kernels_(*contexts_, kernels),
+      peers_(*contexts_) {}
 
 template <typename Call>
 Status CudaAccelerator::run(const char* function, DeviceStream stream, Call call) {
-  const auto context = contexts_->chosen(stream.device);
-  if (!context.ok()) return context.error();
-  const CudaScope scope(*contexts_, stream.device, *context);
-  MOONCAKE_TRY(scope.status());
-  return contexts_->check(function, stream.device, call());
+  return callIn(contexts_->chosen(stream.device), *contexts_, function, stream.device, call);
 }
 
 template <typename Call>
 Status CudaAccelerator::runOn(const char* function, int device, Call call) {
-  const auto context = contexts_->inUse(device);
-  if (!context.ok()) return context.error();
-  const CudaScope scope(*contexts_, device, *context);
-  MOONCAKE_TRY(scope.status());
-  return contexts_->check(function, device, call());
+  return callIn(contexts_->inUse(device), *contexts_, function, device, call);
+}
+
+Result<std::string> CudaAccelerator::describe(int device) {
+  if (device < 0) {
+    int version = 0;
+    MOONCAKE_TRY(contexts_->check("cuDriverGetVersion", -1, driver_.cuDriverGetVersion(&version)));
+    return "driver for CUDA " + std::to_string(version / 1000) + "." +
+           std::to_string(version % 1000 / 10);
+  }
+  const auto handle = contexts_->handleOf(device);
+  if (!handle.ok()) return handle.error();
+  std::array<char, 128> name{};
+  MOONCAKE_TRY(contexts_->check("cuDeviceGetName", device,
+                                driver_.cuDeviceGetName(name.data(), name.size() - 1, *handle)));
+  const auto major = contexts_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+  if (!major.ok()) return major.error();
+  const auto minor = contexts_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+  if (!minor.ok()) return minor.error();
+  return std::string(name.data()) + ", sm_" + std::to_string(*major) + std::to_string(*minor);
 }
 
 Result<MemoryPlace> CudaAccelerator::placeOf(const void* address) {
@@ -181,6 +199,16 @@ Result<bool> CudaAccelerator::isCapturing(DeviceStream stream) {
   return capture != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
+Status CudaAccelerator::prepareKernels(int device) { return kernels_.prepare(device); }
+
+Result<KernelRoom> CudaAccelerator::roomFor(const KernelLaunch& launch, int device) {
+  return kernels_.roomFor(launch, device);
+}
+
+Status CudaAccelerator::launch(DeviceStream stream, const KernelLaunch& launch) {
+  return kernels_.launch(stream, launch);
+}
+
 Result<ExportedMemory> CudaAccelerator::exportMemory(const void* address) {
   MOONCAKE_TRY(contexts_->checkProcess());
   PointerAttributes found;
@@ -254,7 +282,7 @@ Result<std::unique_ptr<Accelerator>> openCuda() {
   const auto loaded = CudaDriver::load();
   if (!loaded.ok()) return loaded.error();
   static const CudaDriver driver = *loaded;
-  auto made = CudaAccelerator::make(driver);
+  auto made = CudaAccelerator::make(driver, kernelImage());
   if (!made.ok()) return made.error();
   return std::unique_ptr<Accelerator>(std::move(*made));
 }

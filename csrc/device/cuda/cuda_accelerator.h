@@ -6,6 +6,8 @@
 
 #include "device/accelerator.h"
 #include "device/cuda/cuda_contexts.h"
+#include "device/cuda/cuda_kernels.h"
+#include "device/cuda/cuda_peer_memory.h"
 #include "device/cuda/cuda_pinned_pool.h"
 
 namespace mooncake {
@@ -13,11 +15,13 @@ namespace mooncake {
 // NVIDIA's devices, by the functions of a table.
 class CudaAccelerator final : public Accelerator {
  public:
-  // `driver` outlives the accelerator.
-  static Result<std::unique_ptr<CudaAccelerator>> make(const CudaDriver& driver);
+  // `driver` outlives the accelerator, and so does `kernels`: the fatbin, empty if there is none.
+  static Result<std::unique_ptr<CudaAccelerator>> make(const CudaDriver& driver,
+                                                       std::span<const std::byte> kernels);
 
   const char* name() const override { return "cuda"; }
   int deviceCount() const override { return contexts_->count(); }
+  Result<std::string> describe(int device) override;
   Result<MemoryPlace> placeOf(const void* address) override;
   Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
   void freePinned(std::span<std::byte> memory) override;
@@ -30,9 +34,13 @@ class CudaAccelerator final : public Accelerator {
   Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Result<bool> isCapturing(DeviceStream stream) override;
+  Status prepareKernels(int device) override;
+  Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) override;
+  Status launch(DeviceStream stream, const KernelLaunch& launch) override;
   Result<ExportedMemory> exportMemory(const void* address) override;
   Result<void*> importMemory(const ExportedMemory& memory, int device) override;
   Status closeMemory(void* address) override;
+  PeerMemory* peerMemory() override { return &peers_; }
 
  private:
   class Event;
@@ -42,7 +50,7 @@ class CudaAccelerator final : public Accelerator {
     size_t bytes = 0;
     size_t count = 0;
   };
-  explicit CudaAccelerator(std::unique_ptr<CudaContexts> contexts);
+  CudaAccelerator(std::unique_ptr<CudaContexts> contexts, std::span<const std::byte> kernels);
 
   // Calls the driver with the stream's context. The name of its function is for errors.
   template <typename Call>
@@ -54,6 +62,8 @@ class CudaAccelerator final : public Accelerator {
   const std::unique_ptr<CudaContexts> contexts_;
   const CudaDriver& driver_;
   CudaPinnedPool pinned_;
+  CudaKernels kernels_;
+  CudaPeerMemory peers_;
 
   std::mutex importsMutex_;
   std::map<CUdeviceptr, Import> imports_;  // by the allocation's start in this process

@@ -105,6 +105,22 @@ Result<int> CudaContexts::anyInUse() {
                "first (torch.cuda.set_device, and a tensor on it)"};
 }
 
+Result<CUdevice> CudaContexts::handleOf(int device) {
+  MOONCAKE_TRY(checkProcess());  // before the lock: another thread may have held it
+  std::lock_guard lock(mutex_);
+  MOONCAKE_TRY(checkUsable(device));
+  return devices_[static_cast<size_t>(device)].handle;
+}
+
+Result<int> CudaContexts::attribute(CUdevice_attribute attribute, int device) {
+  const auto handle = handleOf(device);
+  if (!handle.ok()) return handle.error();
+  int value = 0;
+  MOONCAKE_TRY(failed("cuDeviceGetAttribute", device,
+                      driver_.cuDeviceGetAttribute(&value, attribute, *handle)));
+  return value;
+}
+
 Status CudaContexts::failed(const char* function, int device, CUresult result) const {
   if (result == CUDA_SUCCESS) return {};
   std::string subject = std::string("cuda: ") + function;

@@ -34,6 +34,10 @@ class CudaContexts {
   // Returns the device of the thread's current context, else the first one with a context.
   Result<int> anyInUse();
 
+  // Both make no context.
+  Result<CUdevice> handleOf(int device);
+  Result<int> attribute(CUdevice_attribute attribute, int device);
+
   // Returns the error of a call to the driver. A lost context is remembered, and logged once.
   // `device` is -1 if the call was for none.
   Status check(const char* function, int device, CUresult result);

@@ -12,6 +12,10 @@
   F(cuGetErrorString)                  \
   F(cuDeviceGet)                       \
   F(cuDeviceGetCount)                  \
+  F(cuDeviceGetAttribute)              \
+  F(cuDeviceGetName)                   \
+  F(cuDeviceCanAccessPeer)             \
+  F(cuDriverGetVersion)                \
   F(cuDevicePrimaryCtxGetState)        \
   F(cuDevicePrimaryCtxRetain)          \
   F(cuCtxGetCurrent)                   \
@@ -36,7 +40,24 @@
   F(cuEventDestroy)                    \
   F(cuIpcGetMemHandle)                 \
   F(cuIpcOpenMemHandle)                \
-  F(cuIpcCloseMemHandle)
+  F(cuIpcCloseMemHandle)               \
+  F(cuMemGetAllocationGranularity)     \
+  F(cuMemCreate)                       \
+  F(cuMemRelease)                      \
+  F(cuMemAddressReserve)               \
+  F(cuMemAddressFree)                  \
+  F(cuMemMap)                          \
+  F(cuMemUnmap)                        \
+  F(cuMemSetAccess)                    \
+  F(cuMemExportToShareableHandle)      \
+  F(cuMemImportFromShareableHandle)    \
+  F(cuLibraryLoadData)                 \
+  F(cuLibraryGetKernel)                \
+  F(cuKernelGetFunction)               \
+  F(cuFuncGetAttribute)                \
+  F(cuFuncSetAttribute)                \
+  F(cuLaunchKernelEx)                  \
+  F(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 
 namespace mooncake {
 

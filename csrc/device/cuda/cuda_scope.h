@@ -24,4 +24,14 @@ class CudaScope {
   Status status_;
 };
 
+// Calls the driver with `context`, or returns the error of it. `function` is the name for errors.
+template <typename Call>
+Status callIn(const Result<CUcontext>& context, CudaContexts& contexts, const char* function,
+              int device, Call call) {
+  if (!context.ok()) return context.error();
+  const CudaScope scope(contexts, device, *context);
+  MOONCAKE_TRY(scope.status());
+  return contexts.check(function, device, call());
+}
+
 }  // namespace mooncake

@@ -25,8 +25,8 @@ Status named(const char* call, Status status) {
 
 template <typename T>
 Result<T> named(const char* call, Result<T> result) {
-  if (result.ok()) return result;
-  return failed(call, result.error().code, result.error().message);
+  if (!result.ok()) return failed(call, result.error().code, result.error().message);
+  return result;
 }
 
 }  // namespace
@@ -103,6 +103,13 @@ Status FakeAccelerator::checkDevice(const char* call, int device) const {
   if (device >= 0 && device < deviceCount()) return {};
   return failed(call, ErrorCode::kInvalidArgument,
                 "there is no device " + std::to_string(device) + ", but 0 and 1");
+}
+
+Result<std::string> FakeAccelerator::describe(int device) {
+  MOONCAKE_TRY(enter("describe"));
+  if (device < 0) return std::string("fake driver");
+  MOONCAKE_TRY(checkDevice("describe", device));
+  return std::string("fake device");
 }
 
 Result<MemoryPlace> FakeAccelerator::placeOf(const void* address) {
@@ -200,6 +207,30 @@ Result<bool> FakeAccelerator::isCapturing(DeviceStream stream) {
   return named("isCapturing", streams_.isCapturing(stream));
 }
 
+Status FakeAccelerator::prepareKernels(int device) {
+  MOONCAKE_TRY(enter("prepareKernels"));
+  MOONCAKE_TRY(checkDevice("prepareKernels", device));
+  return named("prepareKernels", kernels_.prepare(device));
+}
+
+Result<KernelRoom> FakeAccelerator::roomFor(const KernelLaunch& launch, int device) {
+  MOONCAKE_TRY(enter("roomFor"));
+  MOONCAKE_TRY(checkDevice("roomFor", device));
+  return named("roomFor", kernels_.roomFor(launch, device));
+}
+
+Status FakeAccelerator::launch(DeviceStream stream, const KernelLaunch& launch) {
+  MOONCAKE_TRY(enter("launch"));
+  auto work = kernels_.bind(stream, launch);
+  if (!work.ok()) return named("launch", work.status());
+  return named("launch", streams_.add(stream, [this, work = std::move(*work)](FakeStream&) {
+    const Status ran = work();
+    if (!ran.ok()) halt("the context of the device is lost, for good: " + ran.error().message);
+  }));
+}
+
+void FakeAccelerator::setKernels(FakeKernels kernels) { kernels_.set(std::move(kernels)); }
+
 Result<ExportedMemory> FakeAccelerator::exportMemory(const void* address) {
   MOONCAKE_TRY(enter("exportMemory"));
   return named("exportMemory", memory_.exportMemory(address));
@@ -216,6 +247,39 @@ Status FakeAccelerator::closeMemory(void* address) {
   if (memory_.release(address, FakeMemory::Origin::kImported)) return {};
   return failed("closeMemory", ErrorCode::kInvalidArgument,
                 "no open memory is at this address of importMemory()");
+}
+
+Status FakeAccelerator::checkSharing(int device) {
+  MOONCAKE_TRY(enter("checkSharing"));
+  return checkDevice("checkSharing", device);
+}
+
+Result<PeerMemory::Allocation> FakeAccelerator::allocateShared(int device, size_t bytes) {
+  MOONCAKE_TRY(enter("allocateShared"));
+  MOONCAKE_TRY(checkDevice("allocateShared", device));
+  return named("allocateShared", memory_.allocateShared(device, bytes));
+}
+
+Result<std::span<std::byte>> FakeAccelerator::mapShared(const Fd& descriptor, size_t bytes,
+                                                        int device) {
+  MOONCAKE_TRY(enter("mapShared"));
+  MOONCAKE_TRY(checkDevice("mapShared", device));
+  return named("mapShared", memory_.mapShared(descriptor, bytes, device));
+}
+
+// At once, unlike free(): work that still uses the memory faults, as on a GPU.
+Status FakeAccelerator::unmapShared(std::span<std::byte> memory) {
+  MOONCAKE_TRY(enter("unmapShared"));
+  if (memory_.release(memory.data(), FakeMemory::Origin::kShared)) return {};
+  return failed("unmapShared", ErrorCode::kInvalidArgument,
+                "no shared memory is mapped at this address. It may have been unmapped");
+}
+
+Result<bool> FakeAccelerator::canAccessPeer(int device, int peer) {
+  MOONCAKE_TRY(enter("canAccessPeer"));
+  MOONCAKE_TRY(checkDevice("canAccessPeer", device));
+  MOONCAKE_TRY(checkDevice("canAccessPeer", peer));
+  return true;
 }
 
 Status FakeAccelerator::enqueue(DeviceStream stream, std::function<void()> task) {

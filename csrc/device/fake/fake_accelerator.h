@@ -11,16 +11,18 @@
 #include "base/fork.h"
 #include "device/fake/fake_devices.h"
 #include "device/fake/fake_failures.h"
+#include "device/fake/fake_kernel_table.h"
 #include "device/fake/fake_memory.h"
 #include "device/fake/fake_streams.h"
 
 namespace mooncake {
 
 // Puts memory, streams and injected failures together.
-class FakeAccelerator final : public FakeDevices {
+class FakeAccelerator final : public FakeDevices, public PeerMemory {
  public:
   const char* name() const override { return "fake"; }
   int deviceCount() const override { return FakeMemory::kDevices; }
+  Result<std::string> describe(int device) override;
   Result<MemoryPlace> placeOf(const void* address) override;
   Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
   void freePinned(std::span<std::byte> memory) override;
@@ -33,9 +35,19 @@ class FakeAccelerator final : public FakeDevices {
   Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Result<bool> isCapturing(DeviceStream stream) override;
+  Status prepareKernels(int device) override;
+  Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) override;
+  Status launch(DeviceStream stream, const KernelLaunch& launch) override;
   Result<ExportedMemory> exportMemory(const void* address) override;
   Result<void*> importMemory(const ExportedMemory& memory, int device) override;
   Status closeMemory(void* address) override;
+  PeerMemory* peerMemory() override { return this; }
+
+  Status checkSharing(int device) override;
+  Result<Allocation> allocateShared(int device, size_t bytes) override;
+  Result<std::span<std::byte>> mapShared(const Fd& descriptor, size_t bytes, int device) override;
+  Status unmapShared(std::span<std::byte> memory) override;
+  Result<bool> canAccessPeer(int device, int peer) override;
 
   Status enqueue(DeviceStream stream, std::function<void()> task) override;
   DeviceStream defaultStream(int device) override;
@@ -43,6 +55,7 @@ class FakeAccelerator final : public FakeDevices {
   bool isIdle(DeviceStream stream) override;
   Result<std::span<std::byte>> allocate(int device, size_t bytes) override;
   void free(std::span<std::byte> memory) override;
+  void setKernels(FakeKernels kernels) override;
   Status inject(FakeFailure failure) override;
   void loseContext() override;
   void limitMemory(size_t bytes) override;
@@ -70,6 +83,7 @@ class FakeAccelerator final : public FakeDevices {
   const uint32_t forkGeneration_ = forkGeneration();
   FakeMemory memory_;
   FakeFailures failures_;
+  FakeKernelTable kernels_;
 
   std::mutex mutex_;   // guards ended_
   std::string ended_;  // the reason why calls fail; empty: none

@@ -9,19 +9,29 @@
 #include <vector>
 
 #include "device/accelerator.h"
+#include "device/kernel_launch.h"
+#include "device/peer_memory.h"
 
 // Devices for tests. Their memory is memory of the host and each stream is a thread, so work runs
 // later than the call that enqueued it, as on an accelerator. No part of a released wheel. In a
 // forked child every call returns kAborted, because the streams' threads are not there.
 namespace mooncake {
 
-// Makes calls fail on purpose. `call` is the function's name in accelerator.h; it fails from its
-// n-th call on (1: the next one), `times` times.
+// Makes calls fail on purpose. `call` is the function's name in accelerator.h, peer_memory.h or
+// here; it fails from its n-th call on (1: the next one), `times` times.
 struct FakeFailure {
   std::string call;
   uint64_t n = 1;
   uint64_t times = 1;
   ErrorCode code = ErrorCode::kSystem;
+};
+
+// Stand-ins for the kernels of this library.
+struct FakeKernels {
+  // Does the work of a launch, on the stream's thread. An error loses the devices' context, as an
+  // illegal address does on a GPU.
+  std::function<Status(DeviceStream, const KernelLaunch&)> run;
+  KernelRoom room{.multiprocessors = 4, .blocksEach = 2};  // for every launch
 };
 
 class FakeDevices : public Accelerator {
@@ -40,11 +50,15 @@ class FakeDevices : public Accelerator {
   // segmentation fault.
   virtual void free(std::span<std::byte> memory) = 0;
 
+  // Without them launch() and its kin return kUnsupported. Work that is enqueued keeps the old ones.
+  virtual void setKernels(FakeKernels kernels) = 0;
+
   // kInvalidArgument: no function has this name, or it cannot fail.
   virtual Status inject(FakeFailure failure) = 0;
   // From here on every call returns kSystem, and work that streams hold does not run any more.
   virtual void loseContext() = 0;
-  // The bytes of device memory that allocate() gives at most; allocate() returns kExhausted beyond.
+  // The bytes of device memory that allocate() and allocateShared() give at most; beyond, they return
+  // kExhausted.
   virtual void limitMemory(size_t bytes) = 0;
   // Calls on the stream are recorded and not run until endCapture(). A stream joins the capture if
   // it blocks on an event that was recorded in it; the stream that began must block on the others'

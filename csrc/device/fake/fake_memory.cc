@@ -72,14 +72,17 @@ FakeMemory::Blocks::iterator FakeMemory::find(const void* address) {
   return numberOf(address) - after->first < after->second.bytes ? after : blocks_.end();
 }
 
+Status FakeMemory::checkLimit(size_t bytes) const {
+  if (bytes == 0) return {ErrorCode::kInvalidArgument, "an allocation of 0 bytes"};
+  if (bytes <= limit_ && allocated_ <= limit_ - bytes) return {};
+  return {ErrorCode::kExhausted,
+          "no " + std::to_string(bytes) + " bytes of device memory are left: " +
+              std::to_string(allocated_) + " of " + std::to_string(limit_) + " are in use"};
+}
+
 Result<std::span<std::byte>> FakeMemory::allocate(int device, size_t bytes) {
-  if (bytes == 0) return Error{ErrorCode::kInvalidArgument, "an allocation of 0 bytes"};
   std::lock_guard lock(mutex_);
-  if (bytes > limit_ || allocated_ > limit_ - bytes) {
-    return Error{ErrorCode::kExhausted,
-                 "no " + std::to_string(bytes) + " bytes of device memory are left: " +
-                     std::to_string(allocated_) + " of " + std::to_string(limit_) + " are in use"};
-  }
+  MOONCAKE_TRY(checkLimit(bytes));
   DeviceFile& file = files_[static_cast<size_t>(device)];
   if (!file.fd) {
     const int fd = ::memfd_create("fake device", MFD_CLOEXEC);
@@ -98,6 +101,7 @@ Result<std::span<std::byte>> FakeMemory::allocate(int device, size_t bytes) {
                            .origin = Origin::kAllocated,
                            .device = device,
                            .bytes = bytes,
+                           .charged = bytes,
                            .fileOffset = offset});
   return std::span(static_cast<std::byte*>(start), bytes);
 }
@@ -192,6 +196,47 @@ Result<void*> FakeMemory::importMemory(const ExportedMemory& memory, int device)
   return static_cast<void*>(static_cast<std::byte*>(start) + memory.offset);
 }
 
+Result<PeerMemory::Allocation> FakeMemory::allocateShared(int device, size_t asked) {
+  const size_t bytes = pages(asked);
+  std::lock_guard lock(mutex_);
+  MOONCAKE_TRY(checkLimit(bytes));
+  Fd file(::memfd_create("fake peer memory", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file) return systemError("memfd_create", errno);
+  if (::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0)
+    return systemError("ftruncate(memfd)", errno);
+  // A process that maps it would die if it shrank.
+  if (::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    return systemError("fcntl(F_ADD_SEALS)", errno);
+  auto mapping = Mapping::make(file.get(), 0, bytes, nullptr);
+  if (!mapping.ok()) return mapping.error();
+  allocated_ += bytes;
+  void* const start = add({.mapping = std::move(*mapping),
+                           .origin = Origin::kShared,
+                           .device = device,
+                           .bytes = bytes,
+                           .charged = bytes});
+  return PeerMemory::Allocation{.memory = std::span(static_cast<std::byte*>(start), bytes),
+                                .descriptor = std::move(file)};
+}
+
+Result<std::span<std::byte>> FakeMemory::mapShared(const Fd& descriptor, size_t bytes, int device) {
+  struct stat file {};
+  const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
+  if (::fstat(descriptor.get(), &file) != 0) return systemError("fstat of peer memory", errno);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || static_cast<size_t>(file.st_size) != bytes) {
+    return Error{ErrorCode::kInvalidArgument,
+                 "the descriptor is none of " + std::to_string(bytes) + " bytes of peer memory"};
+  }
+  auto mapping = Mapping::make(descriptor.get(), 0, bytes, nullptr);
+  if (!mapping.ok()) return mapping.error();
+  std::lock_guard lock(mutex_);
+  void* const start = add({.mapping = std::move(*mapping),
+                           .origin = Origin::kShared,
+                           .device = device,
+                           .bytes = bytes});
+  return std::span(static_cast<std::byte*>(start), bytes);
+}
+
 std::shared_ptr<void> FakeMemory::release(const void* address, Origin origin) {
   std::lock_guard lock(mutex_);
   const auto found = find(address);
@@ -199,7 +244,7 @@ std::shared_ptr<void> FakeMemory::release(const void* address, Origin origin) {
       found->first + found->second.offset != numberOf(address)) {
     return nullptr;
   }
-  if (origin == Origin::kAllocated) allocated_ -= found->second.bytes;
+  allocated_ -= found->second.charged;
   std::shared_ptr<void> mapping = std::move(found->second.mapping);
   blocks_.erase(found);
   return mapping;

@@ -11,11 +11,13 @@
 #include "base/fd.h"
 #include "base/result.h"
 #include "device/accelerator.h"
+#include "device/peer_memory.h"
 
 namespace mooncake {
 
 // The memory of fake devices. Each device has one memfd, which other processes open by way of /proc,
-// and each allocation a range and a mapping of its own. Thread-safe.
+// and each allocation a range and a mapping of its own. Shared memory has a memfd for each allocation,
+// which is handed over. Thread-safe.
 class FakeMemory {
  public:
   static constexpr int kDevices = 2;
@@ -32,7 +34,11 @@ class FakeMemory {
   Result<ExportedMemory> exportMemory(const void* address);
   Result<void*> importMemory(const ExportedMemory& memory, int device);
 
-  enum class Origin : uint8_t { kAllocated, kPinned, kImported };
+  // PeerMemory's functions of the same names.
+  Result<PeerMemory::Allocation> allocateShared(int device, size_t bytes);
+  Result<std::span<std::byte>> mapShared(const Fd& descriptor, size_t bytes, int device);
+
+  enum class Origin : uint8_t { kAllocated, kPinned, kImported, kShared };
   // Forgets the memory, and returns the object that keeps it mapped. Null: there is no such memory.
   // `address` is the one that was returned for the memory.
   std::shared_ptr<void> release(const void* address, Origin origin);
@@ -44,6 +50,7 @@ class FakeMemory {
     Origin origin = Origin::kAllocated;
     int device = -1;
     size_t bytes = 0;         // that were asked for
+    size_t charged = 0;       // of them, bytes that count towards the limit
     uint64_t fileOffset = 0;  // in the device's memfd
     size_t offset = 0;        // of the address that was returned: imported memory begins before it
   };
@@ -52,6 +59,7 @@ class FakeMemory {
   // Under the lock. Returns the block that holds the address, or end().
   Blocks::iterator find(const void* address);
   void* add(Block block);
+  Status checkLimit(size_t bytes) const;
 
   std::mutex mutex_;  // guards the fields below
   Blocks blocks_;

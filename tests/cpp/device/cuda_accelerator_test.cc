@@ -20,7 +20,7 @@ class CudaAcceleratorTest : public ::testing::Test {
     open();
   }
   void open() {
-    auto made = CudaAccelerator::make(driver.table);
+    auto made = CudaAccelerator::make(driver.table, {});
     ASSERT_TRUE(made.ok()) << made.error().message;
     cuda = std::move(*made);
   }
@@ -50,13 +50,13 @@ TEST_F(CudaAcceleratorTest, OpeningMakesNoContext) {
 
 TEST_F(CudaAcceleratorTest, ADriverWithoutADeviceIsUnsupported) {
   driver.results["cuInit"] = CUDA_ERROR_NO_DEVICE;
-  auto made = CudaAccelerator::make(driver.table);
+  auto made = CudaAccelerator::make(driver.table, {});
   ASSERT_FALSE(made.ok());
   EXPECT_EQ(made.error().code, ErrorCode::kUnsupported);
   EXPECT_EQ(made.error().message, "cuda: cuInit: CUDA_ERROR_OTHER (as the driver says it)");
   driver.results.clear();
   driver.devices = 0;
-  EXPECT_EQ(CudaAccelerator::make(driver.table).status().code(), ErrorCode::kUnsupported);
+  EXPECT_EQ(CudaAccelerator::make(driver.table, {}).status().code(), ErrorCode::kUnsupported);
 }
 
 // ---- contexts

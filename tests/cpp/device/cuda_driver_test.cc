@@ -79,7 +79,7 @@ constexpr const char* kStub = "/usr/local/cuda/lib64/stubs/libcuda.so";
 TEST(CudaDriverTest, DISABLED_TheStubHasAllFunctions) {
   const auto loaded = CudaDriver::load(kStub);
   ASSERT_TRUE(loaded.ok()) << loaded.error().message;
-  const auto made = CudaAccelerator::make(*loaded);
+  const auto made = CudaAccelerator::make(*loaded, {});
   ASSERT_FALSE(made.ok());
   EXPECT_EQ(made.error().code, ErrorCode::kUnsupported);
   EXPECT_NE(made.error().message.find("toolkit's stub"), std::string::npos) << made.error().message;

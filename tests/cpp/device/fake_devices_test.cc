@@ -230,6 +230,16 @@ std::vector<std::string> failing(FakeDevices& devices, ErrorCode code,
   call("exportMemory", [&] { return devices.exportMemory(memory.data()).status(); });
   call("importMemory", [&] { return devices.importMemory({}, 0).status(); });
   call("closeMemory", [&] { return devices.closeMemory(nullptr); });
+  call("describe", [&] { return devices.describe(0).status(); });
+  call("prepareKernels", [&] { return devices.prepareKernels(0); });
+  call("roomFor", [&] { return devices.roomFor({}, 0).status(); });
+  call("launch", [&] { return devices.launch(stream, {}); });
+  PeerMemory& peers = *devices.peerMemory();
+  call("checkSharing", [&] { return peers.checkSharing(0); });
+  call("allocateShared", [&] { return peers.allocateShared(0, 1).status(); });
+  call("mapShared", [&] { return peers.mapShared(Fd(), 1, 0).status(); });
+  call("unmapShared", [&] { return peers.unmapShared({}); });
+  call("canAccessPeer", [&] { return peers.canAccessPeer(0, 1).status(); });
   call("enqueue", [&] { return devices.enqueue(stream, [] {}); });
   call("allocate", [&] { return devices.allocate(0, 1).status(); });
   call("beginCapture", [&] { return devices.beginCapture(devices.defaultStream(1)); });
@@ -242,14 +252,14 @@ TEST_F(FakeDevicesTest, EveryFunctionFailsIfATestWantsIt) {
   const auto found = failing(*devices, ErrorCode::kMinority, [&](const char* name) {
     EXPECT_OK(devices->inject({.call = name, .code = ErrorCode::kMinority}));
   });
-  EXPECT_EQ(found.size(), 20u);
+  EXPECT_EQ(found.size(), 29u);
 }
 
 TEST_F(FakeDevicesTest, ALostContextFailsEveryCallForGood) {
   const auto found = failing(*devices, ErrorCode::kSystem, [&](const char* name) {
     if (std::string(name) == "placeOf") devices->loseContext();
   });
-  EXPECT_EQ(found.size(), 20u);
+  EXPECT_EQ(found.size(), 29u);
 }
 
 TEST_F(FakeDevicesTest, ALostContextEndsWaitsAndDropsWork) {

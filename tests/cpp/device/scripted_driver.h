@@ -1,13 +1,20 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <gtest/gtest.h>
 #include <map>
 #include <set>
 #include <string>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include "device/cuda/cuda_driver.h"
+#include "kernels/kernel_id.h"
 
 namespace mooncake::testing {
 
@@ -38,6 +45,24 @@ class ScriptedDriver {
     CUdeviceptr to = 0, from = 0;
     size_t bytes = 0;
   };
+  struct Launch {
+    CUfunction function = nullptr;
+    unsigned grid = 0, block = 0, shared = 0;
+    CUstream stream = nullptr;
+    bool isCooperative = false;
+    std::vector<std::byte> arguments;
+  };
+  // Memory of cuMemCreate(). It lives while `users` is not 0: a handle, or a mapping.
+  struct Shared {
+    size_t bytes = 0;
+    int device = 0;
+    int users = 0;
+  };
+  struct Range {
+    size_t bytes = 0;
+    CUmemGenericAllocationHandle memory = 0;  // 0: only reserved
+    int device = -1;                          // that may use it
+  };
   struct Word {
     CUdeviceptr address = 0;
     uint32_t value = 0;
@@ -55,6 +80,18 @@ class ScriptedDriver {
   std::set<CUstream> busy;               // events that are recorded on these do not happen
   std::map<CUevent, CUstream> recorded;  // the last stream of each event that lives
   std::map<CUdeviceptr, int> imports;
+  std::map<CUdevice_attribute, int> attributes = {
+      {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 132},
+      {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 232448},
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
+      {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
+      {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1}};
+  std::set<std::pair<int, int>> peers;     // devices that reach each other's memory
+  const void* image = nullptr;             // that was loaded
+  std::map<CUfunction, int> sharedLimits;  // dynamic shared memory that was allowed
+  std::vector<Launch> launches;
+  std::map<CUmemGenericAllocationHandle, Shared> shared;
+  std::map<CUdeviceptr, Range> ranges;
   std::vector<std::string> calls;  // "cuMemcpyAsync in 0": context of device 0; "-": none
   std::vector<Copy> copies;
   std::vector<Word> writes, waits;
@@ -81,12 +118,19 @@ class ScriptedDriver {
     return found == results.end() ? CUDA_SUCCESS : found->second;
   }
   void fill();
+  void fillKernels();
+  void fillSharedMemory();
+  void drop(CUmemGenericAllocationHandle handle) {
+    if (--shared[handle].users == 0) shared.erase(handle);
+  }
 
   std::vector<std::vector<std::byte>> hostMemory_;
   uintptr_t lastHandle_ = 0x100;
 };
 
 inline void ScriptedDriver::fill() {
+  fillKernels();
+  fillSharedMemory();
   table.cuInit = [](unsigned) { return self()->called("cuInit"); };
   table.cuGetErrorName = [](CUresult error, const char** name) {
     *name = error == CUDA_ERROR_ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OTHER";
@@ -103,6 +147,22 @@ inline void ScriptedDriver::fill() {
   table.cuDeviceGetCount = [](int* count) {
     *count = self()->devices;
     return self()->called("cuDeviceGetCount");
+  };
+  table.cuDeviceGetAttribute = [](int* value, CUdevice_attribute attribute, CUdevice) {
+    *value = self()->attributes[attribute];
+    return self()->called("cuDeviceGetAttribute");
+  };
+  table.cuDeviceGetName = [](char* name, int bytes, CUdevice) {
+    std::snprintf(name, static_cast<size_t>(bytes), "Scripted GPU");
+    return self()->called("cuDeviceGetName");
+  };
+  table.cuDriverGetVersion = [](int* version) {
+    *version = 13000;
+    return self()->called("cuDriverGetVersion");
+  };
+  table.cuDeviceCanAccessPeer = [](int* can, CUdevice device, CUdevice peer) {
+    *can = self()->peers.contains({device, peer});
+    return self()->called("cuDeviceCanAccessPeer");
   };
   table.cuDevicePrimaryCtxGetState = [](CUdevice device, unsigned* flags, int* isActive) {
     *flags = 0;
@@ -239,6 +299,150 @@ inline void ScriptedDriver::fill() {
   table.cuIpcCloseMemHandle = [](CUdeviceptr start) {
     --self()->imports[start];
     return self()->called("cuIpcCloseMemHandle");
+  };
+}
+
+// A function is the number of its kernel in the library, and 0x1000 for each context.
+inline void ScriptedDriver::fillKernels() {
+  table.cuLibraryLoadData = [](CUlibrary* library, const void* code, CUjit_option*, void**,
+                               unsigned, CUlibraryOption*, void**, unsigned) {
+    const CUresult result = self()->called("cuLibraryLoadData");
+    if (result == CUDA_SUCCESS) {
+      self()->image = code;
+      *library = reinterpret_cast<CUlibrary>(++self()->lastHandle_);
+    }
+    return result;
+  };
+  table.cuLibraryGetKernel = [](CUkernel* kernel, CUlibrary, const char* name) {
+    uintptr_t number = 1;
+    for (const char* known : kKernelNames) {
+      if (std::strcmp(known, name) == 0) *kernel = reinterpret_cast<CUkernel>(number);
+      ++number;
+    }
+    return self()->called("cuLibraryGetKernel");
+  };
+  table.cuKernelGetFunction = [](CUfunction* function, CUkernel kernel) {
+    const CUresult result = self()->called("cuKernelGetFunction");
+    *function =
+        reinterpret_cast<CUfunction>(reinterpret_cast<uintptr_t>(kernel) +
+                                     0x1000 * reinterpret_cast<uintptr_t>(self()->stack.back()));
+    return result;
+  };
+  table.cuFuncGetAttribute = [](int* value, CUfunction_attribute attribute, CUfunction) {
+    *value = attribute == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES ? 48 : -1;
+    return self()->called("cuFuncGetAttribute");
+  };
+  table.cuFuncSetAttribute = [](CUfunction function, CUfunction_attribute attribute, int value) {
+    if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+      self()->sharedLimits[function] = value;
+    return self()->called("cuFuncSetAttribute");
+  };
+  // As many as have 2048 threads in all.
+  table.cuOccupancyMaxActiveBlocksPerMultiprocessor = [](int* blocks, CUfunction, int threads,
+                                                         size_t) {
+    *blocks = 2048 / threads;
+    return self()->called("cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  };
+  table.cuLaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function, void** parameters,
+                              void** extra) {
+    Launch launch{.function = function,
+                  .grid = config->gridDimX * config->gridDimY * config->gridDimZ,
+                  .block = config->blockDimX * config->blockDimY * config->blockDimZ,
+                  .shared = config->sharedMemBytes,
+                  .stream = config->hStream};
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+      if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
+        launch.isCooperative = config->attrs[i].value.cooperative != 0;
+    }
+    if (parameters != nullptr || extra[0] != CU_LAUNCH_PARAM_BUFFER_POINTER ||
+        extra[2] != CU_LAUNCH_PARAM_BUFFER_SIZE || extra[4] != CU_LAUNCH_PARAM_END)
+      return CUDA_ERROR_INVALID_VALUE;
+    const auto* const start = static_cast<const std::byte*>(extra[1]);
+    launch.arguments.assign(start, start + *static_cast<const size_t*>(extra[3]));
+    self()->launches.push_back(std::move(launch));
+    return self()->called("cuLaunchKernelEx");
+  };
+}
+
+// A descriptor's size is the number of the memory.
+inline void ScriptedDriver::fillSharedMemory() {
+  table.cuMemGetAllocationGranularity = [](size_t* bytes, const CUmemAllocationProp*,
+                                           CUmemAllocationGranularity_flags) {
+    *bytes = 0x1000;
+    return self()->called("cuMemGetAllocationGranularity");
+  };
+  table.cuMemCreate = [](CUmemGenericAllocationHandle* handle, size_t bytes,
+                         const CUmemAllocationProp* properties, unsigned long long) {
+    const CUresult result = self()->called("cuMemCreate");
+    if (result != CUDA_SUCCESS) return result;
+    if (properties->requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ||
+        properties->type != CU_MEM_ALLOCATION_TYPE_PINNED || bytes % 0x1000 != 0)
+      return CUDA_ERROR_INVALID_VALUE;
+    *handle = ++self()->lastHandle_;
+    self()->shared[*handle] = {.bytes = bytes, .device = properties->location.id, .users = 1};
+    return result;
+  };
+  table.cuMemRelease = [](CUmemGenericAllocationHandle handle) {
+    self()->drop(handle);
+    return self()->called("cuMemRelease");
+  };
+  table.cuMemAddressReserve = [](CUdeviceptr* start, size_t bytes, size_t, CUdeviceptr,
+                                 unsigned long long) {
+    const CUresult result = self()->called("cuMemAddressReserve");
+    if (result != CUDA_SUCCESS) return result;
+    *start = 0x70'0000'0000 + (++self()->lastHandle_ << 24);
+    self()->ranges[*start] = {.bytes = bytes};
+    return result;
+  };
+  table.cuMemAddressFree = [](CUdeviceptr start, size_t bytes) {
+    const CUresult result = self()->called("cuMemAddressFree");
+    const auto found = self()->ranges.find(start);
+    if (found == self()->ranges.end() || found->second.bytes != bytes || found->second.memory != 0)
+      return CUDA_ERROR_INVALID_VALUE;
+    self()->ranges.erase(found);
+    return result;
+  };
+  table.cuMemMap = [](CUdeviceptr start, size_t bytes, size_t, CUmemGenericAllocationHandle handle,
+                      unsigned long long) {
+    const CUresult result = self()->called("cuMemMap");
+    if (result != CUDA_SUCCESS) return result;
+    if (self()->shared[handle].bytes != bytes) return CUDA_ERROR_INVALID_VALUE;
+    ++self()->shared[handle].users;
+    self()->ranges[start].memory = handle;
+    return result;
+  };
+  table.cuMemUnmap = [](CUdeviceptr start, size_t bytes) {
+    const CUresult result = self()->called("cuMemUnmap");
+    Range& range = self()->ranges[start];
+    if (range.bytes != bytes || range.memory == 0) return CUDA_ERROR_INVALID_VALUE;
+    self()->drop(std::exchange(range.memory, 0));
+    return result;
+  };
+  table.cuMemSetAccess = [](CUdeviceptr start, size_t, const CUmemAccessDesc* access, size_t) {
+    const CUresult result = self()->called("cuMemSetAccess");
+    if (result == CUDA_SUCCESS && access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+      self()->ranges[start].device = access->location.id;
+    return result;
+  };
+  table.cuMemExportToShareableHandle = [](void* out, CUmemGenericAllocationHandle handle,
+                                          CUmemAllocationHandleType, unsigned long long) {
+    const CUresult result = self()->called("cuMemExportToShareableHandle");
+    if (result != CUDA_SUCCESS) return result;
+    const int file = ::memfd_create("scripted", MFD_CLOEXEC);
+    EXPECT_EQ(::ftruncate(file, static_cast<off_t>(handle)), 0);
+    std::memcpy(out, &file, sizeof(file));
+    return result;
+  };
+  table.cuMemImportFromShareableHandle = [](CUmemGenericAllocationHandle* handle, void* file,
+                                            CUmemAllocationHandleType) {
+    const CUresult result = self()->called("cuMemImportFromShareableHandle");
+    if (result != CUDA_SUCCESS) return result;
+    struct stat info {};
+    if (::fstat(static_cast<int>(reinterpret_cast<intptr_t>(file)), &info) != 0)
+      return CUDA_ERROR_INVALID_VALUE;
+    *handle = static_cast<CUmemGenericAllocationHandle>(info.st_size);
+    ++self()->shared[*handle].users;
+    return result;
   };
 }
 

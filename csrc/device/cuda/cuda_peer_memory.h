@@ -1,0 +1,44 @@
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <span>
+
+#include "device/cuda/cuda_contexts.h"
+#include "device/peer_memory.h"
+
+namespace mooncake {
+
+// Peer memory by the driver's virtual memory management. An allocation is handed over as a file
+// descriptor, for which the kernel keeps it; other kinds of handles do not keep it.
+class CudaPeerMemory final : public PeerMemory {
+ public:
+  explicit CudaPeerMemory(CudaContexts& contexts) : contexts_(contexts) {}
+
+  Status checkSharing(int device) override;
+  Result<Allocation> allocateShared(int device, size_t bytes) override;
+  Result<std::span<std::byte>> mapShared(const Fd& descriptor, size_t bytes, int device) override;
+  Status unmapShared(std::span<std::byte> memory) override;
+  Result<bool> canAccessPeer(int device, int peer) override;
+
+ private:
+  struct Mapping {
+    size_t bytes = 0;
+    int device = 0;
+  };
+
+  const CudaDriver& driver() const { return contexts_.driver(); }
+  // These run in a scope of the device's context.
+  Result<CUdeviceptr> reserveAndMap(CUmemGenericAllocationHandle handle, size_t bytes, int device);
+  Status giveAccess(CUdeviceptr start, size_t bytes, int device);
+  Status takeOut(CUdeviceptr start, const Mapping& mapping);
+  Result<Allocation> share(CUmemGenericAllocationHandle handle, size_t bytes, int device);
+
+  std::span<std::byte> add(CUdeviceptr start, size_t bytes, int device);
+
+  CudaContexts& contexts_;
+  std::mutex mutex_;  // guards mappings_
+  std::map<CUdeviceptr, Mapping> mappings_;
+};
+
+}  // namespace mooncake
