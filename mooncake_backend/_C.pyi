@@ -163,14 +163,15 @@ def drain_completions(seconds: float) -> bool:
 
 def build_info() -> dict[str, Any]:
     """Returns "version" of the build, "torch" that it was built for, and "transports": the names of
-    its wires, in the order in which they are tried."""
+    its wires, in the order in which they are tried, and how many "kernels" for GPUs it has."""
 
 def describe_fabric() -> list[tuple[bool, str, str]]:
     """Lists libfabric and the network cards, and which of them an engine would use. Each entry:
     whether it works, its subject, and a line of text."""
 
-def describe_accelerators() -> list[tuple[bool, str, str]]:
-    """Lists the drivers of devices, as describe_fabric() lists cards."""
+def describe_accelerators(name: str) -> list[tuple[bool, str, str]]:
+    """Describes the driver "cuda" and its devices, as describe_fabric() describes cards: the ways
+    between the devices, too. One entry if there is no driver."""
 
 class EpWork:
     """One dispatch or combine. Any thread may call wait(), and more than once."""

@@ -214,7 +214,7 @@ def _fabric() -> Iterator[Finding]:
 
 def _accelerators() -> Iterator[Finding]:
     """Drivers of devices. Without them everything else works."""
-    for works, name, text in extension.load().describe_accelerators():
+    for works, name, text in extension.load().describe_accelerators("cuda"):
         yield Finding(OK if works else NOTE, name, text)
 
 

@@ -435,9 +435,27 @@ class TestDoctor:
     def test_it_tells_what_drives_devices(self):
         lines: list[str] = []
         doctor.examine(trial=False, show=lines.append)
-        (line,) = [line for line in lines if "CUDA devices" in line]
-        works = extension.load().describe_accelerators()[0][0]
-        assert line.split()[0] == ("ok" if works else "note")
+        described = extension.load().describe_accelerators("cuda")
+        found = [line for line in lines if line[8:28].startswith("cuda device")]
+        assert [line.split()[0] for line in found] == [
+            "ok" if works else "note" for works, _, _ in described
+        ]
+        if not described[0][0]:
+            assert len(found) == 1
+            assert "driver" in found[0]
+
+    def test_it_tells_the_ways_between_devices(self):
+        native = extension.load()
+        if not hasattr(native, "fake_devices"):
+            pytest.skip("a build without fake devices")
+        (works, name, text), *devices = native.describe_accelerators("fake")
+        assert (works, name, text) == (True, "fake devices", "2, fake driver")
+        has_kernels = not native.build_info()["kernels"].startswith("none")
+        way = "peer access" if has_kernels else "the engine"
+        assert devices == [
+            (True, f"fake device {i}", f"fake device; between processes: {way} to 0, 1")
+            for i in range(2)
+        ]
 
     def test_a_missing_extension_is_broken(self, monkeypatch):
         monkeypatch.setattr(extension, "builds", lambda: iter(()))

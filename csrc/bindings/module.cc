@@ -27,6 +27,8 @@
 #include "bindings/futures.h"
 #include "bindings/transfer.h"
 #include "device/accelerators.h"
+#include "device/cuda/kernel_image.h"
+#include "device/device_report.h"
 #include "engine/env.h"
 #include "engine/nic/fabric_env.h"
 #include "engine/nic/libfabric/report.h"
@@ -331,6 +333,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::vector<std::string> transports;
     for (const auto& entry : mooncake::transportRegistry()) transports.emplace_back(entry.name);
     info["transports"] = transports;
+    info["kernels"] = mooncake::kernelImage().empty() ? "none, as nvcc was not found"
+                                                      : std::to_string(mooncake::kKernelCount);
     return info;
   });
   m.def("describe_fabric", [] {
@@ -341,16 +345,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       findings.emplace_back(works, subject, text);
     return findings;
   });
-  // (it works, its name, its devices or the reason)
-  m.def("describe_accelerators", [] {
-    std::vector<std::tuple<bool, std::string, std::string>> findings;
-    const auto cuda = mooncake::openAccelerator("cuda");
-    findings.emplace_back(cuda.ok(), "CUDA devices",
-                          cuda.ok() ? std::to_string((*cuda)->deviceCount()) +
-                                          "; their tensors go through pinned host memory"
-                                    : cuda.error().message);
-    return findings;
-  });
+  m.def(
+      "describe_accelerators",
+      [](const std::string& name) {
+        std::vector<std::tuple<bool, std::string, std::string>> findings;
+        const auto opened = mooncake::openAccelerator(name);
+        if (!opened.ok()) findings.emplace_back(false, name + " devices", opened.error().message);
+        if (!opened.ok()) return findings;
+        const bool hasKernels = !mooncake::kernelImage().empty();
+        for (const auto& [works, subject, text] : mooncake::reportDevices(**opened, hasKernels))
+          findings.emplace_back(works, subject, text);
+        return findings;
+      },
+      py::arg("name"));
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("global_ranks"), py::arg("group_id"), py::arg("timeout"), py::arg("backend_name"),
         py::arg("options"), py::arg("world"));

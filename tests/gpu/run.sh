@@ -31,7 +31,7 @@ print("torch", torch.__version__, "sees", torch.cuda.device_count(), "CUDA devic
 print("extension", extension.load().build_info())
 assert torch.cuda.is_available(), "nvidia-smi shows a GPU, but torch cannot use it"
 print("one addition on the GPU:", (torch.ones(4, device="cuda") + 1).sum().item(), "(8 expected)")
-works, _, text = extension.load().describe_accelerators()[0]
+works, _, text = extension.load().describe_accelerators("cuda")[0]
 assert works, text
 PYTHON
 
