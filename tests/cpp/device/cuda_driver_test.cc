@@ -8,6 +8,7 @@
 #include "device/accelerator_suite.h"
 #include "device/cuda/cuda_accelerator.h"
 #include "device/cuda/open_cuda.h"
+#include "device/peer_memory_suite.h"
 
 namespace mooncake::testing {
 namespace {
@@ -46,6 +47,9 @@ struct CudaKind {
     EXPECT_EQ(memFree(reinterpret_cast<CUdeviceptr>(memory.data())), CUDA_SUCCESS);
   }
 
+  static constexpr const char* kChild = "Cuda/PeerMemorySuite/0.DISABLED_IsTheOwner";
+  void useKernels() {}
+
   CudaDriver driver;
   std::unique_ptr<Accelerator> cuda;
   decltype(&::cuMemAlloc) memAlloc = nullptr;
@@ -53,6 +57,7 @@ struct CudaKind {
 };
 
 INSTANTIATE_TYPED_TEST_SUITE_P(Cuda, AcceleratorSuite, CudaKind);
+INSTANTIATE_TYPED_TEST_SUITE_P(Cuda, PeerMemorySuite, CudaKind);
 
 // ---- loading
 

@@ -11,6 +11,8 @@
 
 #include "child_process.h"
 #include "device/accelerator_suite.h"
+#include "device/peer_memory_suite.h"
+#include "device/probe_stand_in.h"
 
 namespace mooncake::testing {
 namespace {
@@ -22,11 +24,16 @@ struct FakeKind {
     return valueOf(devices->allocate(device, bytes));
   }
   void free(std::span<std::byte> memory) { devices->free(memory); }
+  static constexpr const char* kChild = "Fake/PeerMemorySuite/0.DISABLED_IsTheOwner";
+  void useKernels() {
+    devices->setKernels({.run = runProbe, .room = {.multiprocessors = 132, .blocksEach = 2}});
+  }
 
   std::unique_ptr<FakeDevices> devices = makeFakeDevices();
 };
 
 INSTANTIATE_TYPED_TEST_SUITE_P(Fake, AcceleratorSuite, FakeKind);
+INSTANTIATE_TYPED_TEST_SUITE_P(Fake, PeerMemorySuite, FakeKind);
 
 class FakeDevicesTest : public ::testing::Test {
  protected:

@@ -6,21 +6,11 @@
 
 #include "device/accelerator_suite.h"
 #include "device/fake/fake_devices.h"
+#include "device/probe_stand_in.h"
 #include "kernels/probe.h"
 
 namespace mooncake::testing {
 namespace {
-
-// The work of kernel `probe`, thread by thread.
-Status runProbe(DeviceStream, const KernelLaunch& launch) {
-  ProbeArguments arguments;
-  if (launch.kernel != KernelId::kProbe || launch.arguments.size() != sizeof(arguments))
-    return {ErrorCode::kInvalidArgument, "is no launch of the probe"};
-  std::memcpy(&arguments, launch.arguments.data(), sizeof(arguments));
-  for (uint32_t i = 0; i < launch.grid * launch.block; ++i)
-    if (i < arguments.count) arguments.out[i] = arguments.value + i;
-  return {};
-}
 
 class FakeKernelsTest : public ::testing::Test {
  protected:
@@ -94,6 +84,8 @@ TEST_F(FakeKernelsTest, KernelsArePreparedForEachDevice) {
   EXPECT_EQ(devices->prepareKernels(2).code(), ErrorCode::kInvalidArgument);
   EXPECT_OK(devices->prepareKernels(0));
   EXPECT_OK(probe(1));
+  devices->setKernels({.run = runProbe});
+  EXPECT_EQ(probe(1).code(), ErrorCode::kInvalidArgument);
 }
 
 TEST_F(FakeKernelsTest, LaunchesBeyondTheLimitsAreRefused) {
