@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-namespace mooncake {
+namespace mooncake::kernels {
 
 // The argument of kernel `probe`.
 struct ProbeArguments {
@@ -11,4 +11,4 @@ struct ProbeArguments {
   uint32_t value = 0;
 };
 
-}  // namespace mooncake
+}  // namespace mooncake::kernels

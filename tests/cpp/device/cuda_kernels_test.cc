@@ -31,7 +31,7 @@ class CudaKernelsTest : public ::testing::Test {
   ScriptedDriver driver;
   const std::array<std::byte, 4> image{};
   std::unique_ptr<CudaAccelerator> cuda;
-  const ProbeArguments arguments{.out = nullptr, .count = 700, .value = 5};
+  const kernels::ProbeArguments arguments{.out = nullptr, .count = 700, .value = 5};
   const KernelLaunch probe{
       .grid = 3, .block = 256, .sharedBytes = 64, .arguments = bytesOf(arguments)};
 };
@@ -53,7 +53,7 @@ TEST_F(CudaKernelsTest, AKernelIsLaunchedAsTheCallerSays) {
   EXPECT_EQ(launch.stream, static_cast<CUstream>(streamOf(1).handle));
   EXPECT_FALSE(launch.isCooperative);
   EXPECT_TRUE(driver.launches[1].isCooperative);
-  ProbeArguments got;
+  kernels::ProbeArguments got;
   ASSERT_EQ(launch.arguments.size(), sizeof(got));
   std::memcpy(&got, launch.arguments.data(), sizeof(got));
   EXPECT_EQ(got.count, 700u);

@@ -23,7 +23,7 @@ class FakeKernelsTest : public ::testing::Test {
   }
   // The launch copies the arguments, so they need not outlive this call.
   Status probe(uint32_t value, KernelLaunch launch = {.grid = 2, .block = 64}) {
-    const ProbeArguments arguments{.out = words, .count = 100, .value = value};
+    const kernels::ProbeArguments arguments{.out = words, .count = 100, .value = value};
     launch.arguments = bytesOf(arguments);
     return devices->launch(stream, launch);
   }

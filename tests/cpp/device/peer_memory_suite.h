@@ -71,7 +71,7 @@ class PeerMemorySuite : public ::testing::Test {
 
   // Writes by a kernel.
   Status probe(std::span<std::byte> memory, uint32_t value, bool isCooperative) {
-    const ProbeArguments arguments{
+    const kernels::ProbeArguments arguments{
         .out = reinterpret_cast<uint32_t*>(memory.data()), .count = kWords, .value = value};
     KernelLaunch launch{.grid = kWords / 1024, .block = 1024, .arguments = bytesOf(arguments)};
     if (!isCooperative) return accelerator().launch(stream, launch);

@@ -10,7 +10,7 @@ namespace mooncake::testing {
 
 // The work of kernel `probe`, thread by thread.
 inline Status runProbe(DeviceStream, const KernelLaunch& launch) {
-  ProbeArguments arguments;
+  kernels::ProbeArguments arguments;
   if (launch.kernel != KernelId::kProbe || launch.arguments.size() != sizeof(arguments))
     return {ErrorCode::kInvalidArgument, "is no launch of the probe"};
   std::memcpy(&arguments, launch.arguments.data(), sizeof(arguments));
