@@ -1,31 +1,12 @@
 #pragma once
 
+#include "kernels/collectives.h"
 #include "kernels/common/elements.h"
 #include "kernels/exchange.cuh"
 
 // The collectives as consumers of an exchange. Reductions add up in the order of ranks, with the
 // bits of csrc/collectives/reduce_cpu.cc.
 namespace mooncake::kernels {
-
-// result[i] = input of rank 0 [first + i] op that of rank 1 ..., for `count` elements:
-// all_reduce with first = 0, reduce_scatter with the rank's part, reduce with no elements elsewhere.
-struct ReduceArguments {
-  Exchange exchange;
-  size_t first;  // element
-  size_t count;  // elements
-  unsigned char* output;
-  Combine by;
-};
-
-// Copies `bytes` at `offset` of the input of each rank in `sources` to output + rank * stride:
-// all_gather, gather, scatter, broadcast, all_to_all, barrier. Places of ranks that do not take part
-// are filled with zeros.
-struct MoveArguments {
-  Exchange exchange;
-  uint64_t sources;  // bits of ranks
-  size_t offset, bytes, stride;
-  unsigned char* output;
-};
 
 MC_DEVICE int countOf(uint64_t ranks) {
   int count = 0;
@@ -62,7 +43,9 @@ MC_DEVICE void reduceUnit(const GroupState& state, uint32_t number, uint64_t act
 template <typename T, Combine kBy>
 MC_DEVICE void reducePart(const ReduceArguments& a, const GroupState& state, uint32_t number,
                           uint64_t active, unsigned block) {
-  constexpr int kElements = sizeof(uint4) / sizeof(T);
+  // Short integers are seldom reduced, and long units of them take nvcc long to compile.
+  constexpr bool kIsShort = sizeof(T) < 4 && !kIsFloat<T>;
+  constexpr int kElements = (kIsShort ? sizeof(uint2) : sizeof(uint4)) / sizeof(T);
   const size_t offset = a.first * sizeof(T);
   const bool isAligned = (reinterpret_cast<size_t>(a.output) | offset) % sizeof(uint4) == 0;
   const Part part = partOf(a.count, block, gridDim.x, kElements);

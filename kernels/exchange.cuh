@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/collectives.h"
 #include "kernels/copy.cuh"
 #include "kernels/device.h"
 #include "kernels/group_state.h"
@@ -13,13 +14,6 @@
 // misses, and waits for a decision with a deadline of its own. All blocks but one end, and that one
 // redoes the whole operation if the host decides so.
 namespace mooncake::kernels {
-
-struct Exchange {
-  GroupState* state;
-  const unsigned char* input;
-  size_t bytes;   // of the input, at most the state's halfBytes
-  uint32_t call;  // a hash of the call, which must be equal on all ranks
-};
 
 // The part of a block: [begin, end) of `count`.
 struct Part {
@@ -146,57 +140,70 @@ MC_DEVICE Decision decide(GroupState& state, const BlockState& shared, uint64_t 
   return Decision::kRefuse;
 }
 
-// Ends the operation in the place of blocks that have stopped. Only the last block calls this.
-template <typename Consume>
-MC_DEVICE void endAlone(const Exchange& exchange, const Consume& consume, uint32_t number,
-                        BlockState& shared) {
-  GroupState& state = *exchange.state;
-  const uint64_t deadline = now() + state.decisionNs;
-  bool isComplete = false;
-  while (!isComplete) {
-    const uint64_t active = state.active;
-    Decision decision = Decision::kGoOn;
-    isComplete = awaitAll(exchange, number, active, deadline, shared);
-    if (!isComplete) {
-      if (threadIdx.x == 0) shared.decision = uint32_t(decide(state, shared, deadline));
-      __syncthreads();
-      decision = Decision(shared.decision);
-      if (decision == Decision::kRefuse) return;
-      isComplete = decision == Decision::kTake;
-    }
-    for (unsigned block = 0; isComplete && block < gridDim.x; ++block)
-      consume(state, number, active, block);
-  }
+// How a block's attempt to get the data has gone.
+enum class Attempt : uint32_t { kAgain, kReady, kOver };
+
+// The last block's attempt, in the place of blocks that have stopped.
+MC_DEVICE Attempt awaitAlone(const Exchange& exchange, uint32_t number, uint64_t active,
+                             uint64_t deadline, BlockState& shared) {
+  if (awaitAll(exchange, number, active, deadline, shared)) return Attempt::kReady;
+  if (threadIdx.x == 0) shared.decision = uint32_t(decide(*exchange.state, shared, deadline));
   __syncthreads();
-  if (threadIdx.x == 0) endOperation(state, number);
+  const Decision decision = Decision(shared.decision);
+  if (decision == Decision::kRefuse) return Attempt::kOver;
+  return decision == Decision::kTake ? Attempt::kReady : Attempt::kAgain;
+}
+
+enum class Arrival : uint32_t { kNotLast, kAllEnded, kSomeStopped };
+
+// Counts the blocks that have ended their part, or have stopped. Tells the last one.
+MC_DEVICE Arrival arrive(GroupState& state, bool hasEnded, BlockState& shared) {
+  constexpr uint32_t kStopped = 1u << 16;
+  const uint32_t mine = hasEnded ? 1 : 1 + kStopped;
+  if (threadIdx.x == 0) shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
+  __syncthreads();
+  const uint32_t arrived = shared.arrived;
+  if (arrived % kStopped != gridDim.x) return Arrival::kNotLast;
+  if (threadIdx.x == 0) storeRelaxedDevice(&state.arrived, 0);
+  return arrived < kStopped ? Arrival::kAllEnded : Arrival::kSomeStopped;
 }
 
 // The whole operation. `consume(state, number, active, block)` computes the block's part of the
-// result from the memory of the ranks in `active`, with all threads of a block.
+// result from the memory of the ranks in `active`, with all threads of a block. It stands here only
+// once, because it is most of a kernel's code.
 template <typename Consume>
 MC_DEVICE void exchangeAll(const Exchange& exchange, const Consume& consume) {
   MC_SHARED(BlockState, shared);
   GroupState& state = *exchange.state;
   if (state.failed) return;
   const uint32_t number = state.done + 1;
-  const uint64_t active = state.active;
+  uint64_t active = state.active;
   publish(exchange, number);
-  const uint64_t deadline = now() + state.patienceNs;
-  const bool hasArrived = awaitAll(exchange, number, active, deadline, shared);
-  if (hasArrived) consume(state, number, active, blockIdx.x);
-  __syncthreads();
-  constexpr uint32_t kStopped = 1u << 16;
-  const uint32_t mine = hasArrived ? 1 : 1 + kStopped;
-  if (threadIdx.x == 0) shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
-  __syncthreads();
-  const uint32_t arrived = shared.arrived;
-  if (arrived % kStopped != gridDim.x) return;
-  if (threadIdx.x == 0) storeRelaxedDevice(&state.arrived, 0);
-  if (arrived >= kStopped) {
-    endAlone(exchange, consume, number, shared);
-  } else if (threadIdx.x == 0) {
-    endOperation(state, number);
+  uint64_t deadline = now() + state.patienceNs;
+  unsigned first = blockIdx.x, end = blockIdx.x + 1;  // the blocks whose parts this one computes
+  bool isAlone = false;
+  Attempt attempt =
+      awaitAll(exchange, number, active, deadline, shared) ? Attempt::kReady : Attempt::kAgain;
+  for (;;) {
+    for (unsigned block = first; attempt == Attempt::kReady && block < end; ++block)
+      consume(state, number, active, block);
+    __syncthreads();
+    if (!isAlone) {
+      const Arrival arrival = arrive(state, attempt == Attempt::kReady, shared);
+      if (arrival == Arrival::kNotLast) return;
+      if (arrival == Arrival::kAllEnded) break;
+      isAlone = true;
+      first = 0;
+      end = gridDim.x;
+      deadline = now() + state.decisionNs;
+    } else if (attempt == Attempt::kReady) {
+      break;
+    }
+    active = state.active;
+    attempt = awaitAlone(exchange, number, active, deadline, shared);
+    if (attempt == Attempt::kOver) return;
   }
+  if (threadIdx.x == 0) endOperation(state, number);
 }
 
 }  // namespace mooncake::kernels

@@ -8,11 +8,33 @@ namespace mooncake {
 
 enum class KernelId : uint32_t {
   kProbe,
+  kAcknowledge,
+  kMove,
+  kReduceUint8,
+  kReduceInt8,
+  kReduceUint16,
+  kReduceInt16,
+  kReduceUint32,
+  kReduceInt32,
+  kReduceUint64,
+  kReduceInt64,
+  kReduceFloat16,
+  kReduceBfloat16,
+  kReduceFloat32,
+  kReduceFloat64,
+  kReduceBool,
+  kReduceComplex64,
+  kReduceComplex128,
 };
 
 // Their names in the fatbin, in the order of KernelId.
 inline constexpr const char* kKernelNames[] = {
-    "mooncake_probe",
+    "mooncake_probe",           "mooncake_acknowledge",      "mooncake_move",
+    "mooncake_reduce_uint8",    "mooncake_reduce_int8",      "mooncake_reduce_uint16",
+    "mooncake_reduce_int16",    "mooncake_reduce_uint32",    "mooncake_reduce_int32",
+    "mooncake_reduce_uint64",   "mooncake_reduce_int64",     "mooncake_reduce_float16",
+    "mooncake_reduce_bfloat16", "mooncake_reduce_float32",   "mooncake_reduce_float64",
+    "mooncake_reduce_bool",     "mooncake_reduce_complex64", "mooncake_reduce_complex128",
 };
 inline constexpr size_t kKernelCount = sizeof(kKernelNames) / sizeof(kKernelNames[0]);
 

@@ -56,6 +56,7 @@ LONGER = [
     "fabric_links",
     "first_submit_probe",
     "groups_fabric",
+    "kernels",
     "launcher",
     "lifetimes",
     "partitions",

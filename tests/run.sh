@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests. Arguments other than those below go to pytest, and then only Python's tests run.
 # Usage: tests/run.sh                a first look, a quarter of an hour on two cores: C++, Python, a slice of torch's own suite
-#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, half of the longer tests of Python,
-#                                    slices of torch's suite on the CPU and on a device, and by turns of commits the
-#                                    thread sanitizer or the newest torch (half an hour). CI_TURN=0 or 1 chooses the turn
+#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, kernels on the CPU, half of the longer
+#                                    tests of Python, slices of torch's suite, and by turns of commits the thread sanitizer
+#                                    or the newest torch (half an hour). CI_TURN=0 or 1 chooses the turn
 #        tests/run.sh --changed      the tests of the rooms that differ from main
 #        tests/run.sh --all          everything: also the slow tests, each sanitizer, lifetimes in Python under one of them,
 #                                    torch's suite on three torches (hours)
@@ -28,6 +28,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_DIR=${CCACHE_DIR:-$PWD/build/cc
 export CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
 packages=(ccache libgtest-dev iproute2)
 [ "$mode" != all ] || packages+=(spin gcc)
+case $mode in all | ci) packages+=(clang) ;; esac
 tests/setup_env.sh "${packages[@]}"
 export PATH="$PWD/.venv/bin:$PATH"
 jobs=$(nproc)
@@ -88,6 +89,11 @@ other_torchs_suite() { # version, then arguments of tests/conformance
   tests/conformance/run.sh "$@"
 }
 
+kernels() {
+  step "kernels on the CPU: $*"
+  tests/simt/run.sh "$@"
+}
+
 lint() {
   step "format, lint, types"
   tests/lint.sh
@@ -104,6 +110,7 @@ case $mode in
   ci)
     turn=${CI_TURN:-$(git rev-list --count HEAD)}
     lint
+    kernels plain address thread
     python_tests -m 'ci and not slow and not perf' --turn "$turn/2"
     torchs_suite --device fake --every 8
     if ((turn % 2)); then
@@ -124,6 +131,8 @@ case $mode in
     ;;
   all)
     lint
+    MOONCAKE_SIMT_SEEDS=150 kernels plain
+    kernels address thread mutants
     cpp none
     for sanitizer in thread address,undefined; do cpp "$sanitizer"; done
     python_tests -m 'not perf'

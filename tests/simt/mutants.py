@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "no barrier before the block has ended",
         EXCHANGE,
-        "consume(state, number, active, blockIdx.x);\n  __syncthreads();",
-        "consume(state, number, active, blockIdx.x);",
+        "consume(state, number, active, block);\n    __syncthreads();",
+        "consume(state, number, active, block);",
     ),
     Mutant("the count of ended blocks is relaxed", EXCHANGE, "addAcqRelDevice", "addRelaxedDevice"),
     Mutant(
@@ -84,14 +84,14 @@ MUTANTS = [
     Mutant(
         "takes with the new ranks",
         EXCHANGE,
-        "const uint64_t active = state.active;\n    Decision",
-        "const uint64_t& active = state.active;\n    Decision",
+        "consume(state, number, active, block);",
+        "consume(state, number, state.active, block);",
     ),
     Mutant(
         "goes on with blocks that have ended before",
         EXCHANGE,
-        "isComplete && block < gridDim.x",
-        "isComplete && block < 1",
+        "end = gridDim.x;\n      deadline",
+        "end = 1;\n      deadline",
     ),
     Mutant(
         "no deadline without a host",

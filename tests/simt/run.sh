@@ -20,7 +20,7 @@ build() { # flavour, sanitizer
 run() { # flavour, then a command in front of the tests
   local log=build/simt-$1.races
   rm -f "$log".*
-  TSAN_OPTIONS=log_path=$log "${@:2}" "build/simt-$1/simt_tests" --gtest_brief=1 ||
+  TSAN_OPTIONS=log_path=$log:${TSAN_OPTIONS-} "${@:2}" "build/simt-$1/simt_tests" --gtest_brief=1 ||
     { echo "reports of the thread sanitizer: $log.*"; exit 1; }
 }
 

@@ -300,7 +300,8 @@ TEST(Collectives, KernelsEndThoughNoHostDecides) {
       EXPECT_EQ(Failure(state.failed), Failure::kUndecided);
       EXPECT_TRUE(has(with.group.host(rank).missing, 1));
     }
-    EXPECT_LT(report.virtualNs, 2'000'000'000u);
+    // Once: later kernels of the group leave at once.
+    EXPECT_LT(report.virtualNs, 150'000'000u);
   }
 }
 

@@ -106,6 +106,7 @@ void VirtualGroup::runHost(int rank) {
       if (loadAcquireSystem(&own.isOver)) return;
       relax();
     }
+    missing_[size_t(rank)] |= host.missing;
     const Agreement* agreement = nullptr;
     while (!(agreement = agree(generation))) relax();
     const bool isBehind = loadRelaxedSystem(&host.done) < agreement->lastOld;

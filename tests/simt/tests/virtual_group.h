@@ -77,6 +77,7 @@ class VirtualGroup {
   const GroupShape shape_;
   std::vector<std::unique_ptr<Memory>> memory_;
   uint64_t killed_ = 0;
+  uint64_t missing_[kMaxRanks] = {};  // bits of ranks that kernels have told each host
   unsigned decided_[3] = {};
   std::deque<Agreement> agreements_;  // by generation, from 1 on
 };

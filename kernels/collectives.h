@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/common/elements.h"
+#include "kernels/group_state.h"
+
+// The arguments of the kernels for collectives. Addresses are the device's.
+namespace mooncake::kernels {
+
+// What all collectives have in common; see exchange.cuh.
+struct Exchange {
+  GroupState* state;
+  const unsigned char* input;
+  size_t bytes;   // of the input, at most the state's halfBytes
+  uint32_t call;  // a hash of the call, which must be equal on all ranks
+};
+
+// result[i] = input of rank 0 [first + i] op that of rank 1 ..., for `count` elements:
+// all_reduce with first = 0, reduce_scatter with the rank's part, reduce with no elements elsewhere.
+struct ReduceArguments {
+  Exchange exchange;
+  size_t first;  // element
+  size_t count;  // elements
+  unsigned char* output;
+  Combine by;
+};
+
+// Copies `bytes` at `offset` of the input of each rank in `sources` to output + rank * stride:
+// all_gather, gather, scatter, broadcast, all_to_all, barrier. Places of ranks that do not take part
+// are filled with zeros.
+struct MoveArguments {
+  Exchange exchange;
+  uint64_t sources;  // bits of ranks
+  size_t offset, bytes, stride;
+  unsigned char* output;
+};
+
+struct AcknowledgeArguments {
+  GroupState* state;
+};
+
+}  // namespace mooncake::kernels
