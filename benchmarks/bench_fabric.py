@@ -8,7 +8,8 @@ at once. Each link is a card of libfabric's provider over TCP.
 The hosts are network namespaces (tests/hosts.py) and share this machine's processor. The engines'
 own TCP connections have a separate link, as on machines whose cards carry nothing else. Parts:
 `blocks` moves memory by TransferEngine, as many blocks or one large one; `failure` takes one link
-down meanwhile and brings it back; `groups` is all_reduce, and dispatch and combine of experts' rows in both modes.
+down meanwhile and brings it back; `groups` is all_reduce, and dispatch and combine of experts' rows
+in both modes.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ struct BackendEnv {
   bool streamWords = true;                 // MOONCAKE_STREAM_WORDS: see StreamStaging
   bool epStreamWords = false;              // MOONCAKE_EP_STREAM_WORDS: the same for Buffers
   size_t pinnedCache = size_t{512} << 20;  // MOONCAKE_PINNED_CACHE
+  size_t peerBytes = 0;                    // MOONCAKE_PEER_BYTES
   bool blockingWait = false;               // MOONCAKE_BLOCKING_WAIT
 
   // kInvalidArgument names the variable, its value and what is allowed.

@@ -96,9 +96,9 @@ GroupOptions MooncakeBackend::groupOptions() const {
           .onView = [ranks = activeRanks_](const GroupView& view) { ranks->show(view); }};
 }
 
-std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, size_t slotBytes,
-                                                  size_t mailboxBytes, bool raises,
-                                                  Deadline deadline) const {
+std::unique_ptr<Group> MooncakeBackend::makeGroup(
+    const std::string& purpose, size_t slotBytes, size_t mailboxBytes, bool raises,
+    Deadline deadline, std::function<void(const GroupView&)> onView) const {
   refuseInForkedChild();
   if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
   // createWithin() takes the global ranks for ranks of the job. In a job of its own, a group has
@@ -110,7 +110,8 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(const std::string& purpose, si
                        .env = options_.groupEnv,
                        .slotBytes = slotBytes,
                        .mailboxBytes = mailboxBytes,
-                       .raises = raises};
+                       .raises = raises,
+                       .onView = std::move(onView)};
   return job_->makeGroup(std::move(options), deadline);
 }
 

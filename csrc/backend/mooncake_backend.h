@@ -97,8 +97,10 @@ class MooncakeBackend : public c10d::Backend {
 #endif
   // Makes a group of the same ranks in the same job, for operations of another module. Collective
   // over the group. Throws.
+  // `onView`: see GroupOptions.
   std::unique_ptr<Group> makeGroup(const std::string& purpose, size_t slotBytes,
-                                   size_t mailboxBytes, bool raises, Deadline deadline) const;
+                                   size_t mailboxBytes, bool raises, Deadline deadline,
+                                   std::function<void(const GroupView&)> onView = {}) const;
   // Allocates a tensor in memory that the ranks of the host can map. This function and the next
   // have no `override`: torch has them in this form since 2.9, or somewhat before. The device index
   // of the CPU is -1.

@@ -193,16 +193,17 @@ c10::intrusive_ptr<PythonBackend> createBackend(
   if (!groupEnv.ok()) mooncake::throwError(groupEnv.error());
   const auto backendEnv = mooncake::BackendEnv::read();
   if (!backendEnv.ok()) mooncake::throwError(backendEnv.error());
-  BackendOptions out{
-      .name = std::move(backendName),
-      .groupName = std::move(groupId),
-      .globalRanks = std::move(globalRanks),
-      .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
-      .env = std::move(*env),
-      .groupEnv = *groupEnv,
-      .raises = backendEnv->raises,
-      .streams = {.words = backendEnv->streamWords, .pinnedCache = backendEnv->pinnedCache},
-      .blockingWait = backendEnv->blockingWait};
+  BackendOptions out{.name = std::move(backendName),
+                     .groupName = std::move(groupId),
+                     .globalRanks = std::move(globalRanks),
+                     .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
+                     .env = std::move(*env),
+                     .groupEnv = *groupEnv,
+                     .raises = backendEnv->raises,
+                     .streams = {.words = backendEnv->streamWords,
+                                 .pinnedCache = backendEnv->pinnedCache,
+                                 .peerBytes = backendEnv->peerBytes},
+                     .blockingWait = backendEnv->blockingWait};
   // Later groups share the default group's engine.
   if (world) options.attr("pop")("engine", py::none());
   apply(options, out);

@@ -19,7 +19,14 @@ import mooncake_backend._C
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-HEADERS = ("base/result.h", "device/accelerator.h", "device/fake/fake_devices.h")
+SUFFIXES = (".cc", ".cuh", ".h", ".txt")
+HEADERS = (
+    "base/result.h",
+    "device/accelerator.h",
+    "device/fake/fake_devices.h",
+    "device/kernel_launch.h",
+    "device/peer_memory.h",
+)
 
 
 def load() -> ModuleType:
@@ -56,7 +63,8 @@ def built() -> Path:
 def key() -> str:
     """Changes with all that the library is made from."""
     digest = hashlib.sha256(torch.__version__.encode())
-    sources = [path for path in HERE.iterdir() if path.suffix in (".cc", ".h", ".txt")]
+    folders = (HERE, ROOT / "tests/simt", ROOT / "kernels", ROOT / "kernels/common")
+    sources = [path for folder in folders for path in folder.iterdir() if path.suffix in SUFFIXES]
     for path in sorted(sources) + [ROOT / "csrc" / name for name in HEADERS]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

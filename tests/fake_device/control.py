@@ -14,6 +14,8 @@ from fake_device.native import extension
 inject = extension.inject
 # lose_context(): every later call fails, and work that streams hold does not run.
 lose_context = extension.lose_context
+# kernels_run(): number of kernels that have begun.
+kernels_run = extension.kernels_run
 # limit_memory(bytes): allocations beyond it fail.
 limit_memory = extension.limit_memory
 

@@ -4,6 +4,7 @@
 #include "allocator.h"
 #include "gate.h"
 #include "generator.h"
+#include "kernels.h"
 #include "streams.h"
 
 // The Python module: all that no function of torch's reaches. A stream is its device and its number.
@@ -23,6 +24,7 @@ void attachCapsule(const py::capsule& capsule) {
   void* const found = PyCapsule_GetPointer(capsule.ptr(), "mooncake.FakeDevices");
   if (found == nullptr) throw py::error_already_set();
   attach(static_cast<mooncake::FakeDevices*>(found));
+  giveKernels(devices());
 }
 
 py::dict memoryStats(DeviceIndex device) {
@@ -114,6 +116,7 @@ PYBIND11_MODULE(_fake_device, m) {
 
   m.def("inject", &inject, py::arg("call"), py::arg("n") = 1, py::arg("times") = 1,
         py::arg("code") = "system");
+  m.def("kernels_run", &kernelsRun);
   m.def("lose_context", [] { devices().loseContext(); });
   m.def("limit_memory", [](size_t bytes) { devices().limitMemory(bytes); });
 }

@@ -77,6 +77,7 @@ std::vector<Tensors> outputs(Staging& staging, const std::vector<Tensors>& lists
 }  // namespace
 
 void DeviceBackend::shutdown() {
+  if (route_) route_->drain(Deadline::after(effective(c10d::kUnsetTimeout)));
   MooncakeBackend::shutdown();
   const UnseenErrors::Unseen unseen = unseen_.first();
   if (!unseen.error || unseen.isRaised->exchange(true)) return;
@@ -120,6 +121,32 @@ std::shared_ptr<Staging> DeviceBackend::messageStagingFor(at::TensorList tensors
                                        effective(c10d::kUnsetTimeout));
 }
 
+PeerRoute& DeviceBackend::route() {
+  if (!route_) {
+    const auto timeout = effective(c10d::kUnsetTimeout);
+    auto makeControl = [this, timeout](std::function<void(const GroupView&)> onView) {
+      return makeGroup("peers", 0, 0, false, Deadline::after(timeout), std::move(onView));
+    };
+    route_ = std::make_unique<PeerRoute>(std::move(makeControl),
+                                         PeerRoute::Settings{.name = options().groupName,
+                                                             .bytes = options().streams.peerBytes,
+                                                             .blocks = options().blockingWait,
+                                                             .timeout = timeout});
+  }
+  return *route_;
+}
+
+DeviceBackend::WorkPtr DeviceBackend::byKernel(const PeerRoute::Call& call,
+                                               std::chrono::milliseconds timeout) {
+  const bool isMade = call.input.defined() && call.output.defined() && isOfDevice(call.input) &&
+                      !call.input.is_sparse() && !call.input.is_quantized() &&
+                      call.output.device() == call.input.device() &&
+                      call.output.scalar_type() == call.input.scalar_type();
+  if (!isMade || !options().streams.peerBytes || options().raises || openBatch()) return nullptr;
+  return route().run(rank_, streamsOn(call.input.device()), call,
+                     Deadline::after(effective(timeout)));
+}
+
 DeviceBackend::WorkPtr DeviceBackend::deviceWork(const std::shared_ptr<Staging>& staging,
                                                  Tensors outputs, WorkPtr host) {
   const auto batch = openBatch();
@@ -155,6 +182,16 @@ DeviceBackend::WorkPtr DeviceBackend::staged(const std::shared_ptr<Staging>& sta
 
 DeviceBackend::WorkPtr DeviceBackend::allreduce(Tensors& tensors,
                                                 const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && opts.reduceOp != c10d::ReduceOp::PREMUL_SUM) {
+    const at::Tensor& tensor = tensors[0];
+    const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
+      refuseOwnOverlap(tensor, "the tensor of all_reduce");
+      return peers.allreduce(plain, kindOf(opts.reduceOp, "all_reduce"),
+                             Deadline::after(effective(opts.timeout)));
+    };
+    const PeerRoute::Call call{c10d::OpType::ALLREDUCE, tensor, tensor, tensor.numel(), launch};
+    if (auto work = byKernel(call, opts.timeout)) return work;
+  }
   const auto staging = stagingFor(tensors, opts.timeout);
   if (!staging) return MooncakeBackend::allreduce(tensors, opts);
   Tensors host;
@@ -197,6 +234,14 @@ DeviceBackend::WorkPtr DeviceBackend::allgather(std::vector<Tensors>& outs, Tens
 
 DeviceBackend::WorkPtr DeviceBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::AllgatherOptions& opts) {
+  if (output.defined() && input.defined() && output.numel() == input.numel() * size_) {
+    const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
+      refuseOwnOverlap(output, "the output of all_gather_into_tensor");
+      return peers.allgather(plain, Deadline::after(effective(opts.timeout)));
+    };
+    const PeerRoute::Call call{c10d::OpType::_ALLGATHER_BASE, input, output, input.numel(), launch};
+    if (auto work = byKernel(call, opts.timeout)) return work;
+  }
   const auto staging = stagingFor(input, opts.timeout);
   if (!staging) return MooncakeBackend::_allgather_base(output, input, opts);
   at::Tensor hostIn = staging->input(input, "the input of all_gather_into_tensor");
@@ -207,6 +252,17 @@ DeviceBackend::WorkPtr DeviceBackend::_allgather_base(at::Tensor& output, at::Te
 
 DeviceBackend::WorkPtr DeviceBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                            const c10d::ReduceScatterOptions& opts) {
+  if (output.defined() && input.defined() && input.numel() == output.numel() * size_ &&
+      opts.reduceOp != c10d::ReduceOp::PREMUL_SUM) {
+    const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
+      refuseOwnOverlap(output, "the output of reduce_scatter_tensor");
+      return peers.reduceScatter(plain, kindOf(opts.reduceOp, "reduce_scatter_tensor"),
+                                 Deadline::after(effective(opts.timeout)));
+    };
+    const PeerRoute::Call call{c10d::OpType::_REDUCE_SCATTER_BASE, input, output, output.numel(),
+                               launch};
+    if (auto work = byKernel(call, opts.timeout)) return work;
+  }
   const auto staging = stagingFor(input, opts.timeout);
   if (!staging) return MooncakeBackend::_reduce_scatter_base(output, input, opts);
   at::Tensor hostIn = staging->input(input, "the input of reduce_scatter_tensor");
@@ -229,6 +285,17 @@ DeviceBackend::WorkPtr DeviceBackend::alltoall_base(at::Tensor& output, at::Tens
                                                     std::vector<int64_t>& outputSplits,
                                                     std::vector<int64_t>& inputSplits,
                                                     const c10d::AllToAllOptions& opts) {
+  // Ranks with lists of splits may pass equal ones while others do not.
+  if (output.defined() && input.defined() && outputSplits.empty() && inputSplits.empty() &&
+      input.numel() == output.numel() && input.dim() > 0 && input.size(0) % size_ == 0) {
+    const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
+      refuseOwnOverlap(output, "the output of all_to_all_single");
+      return peers.alltoall(plain, Deadline::after(effective(opts.timeout)));
+    };
+    const PeerRoute::Call call{c10d::OpType::ALLTOALL_BASE, input, output, input.numel() / size_,
+                               launch};
+    if (auto work = byKernel(call, opts.timeout)) return work;
+  }
   const auto staging = stagingFor(input, opts.timeout);
   if (!staging)
     return MooncakeBackend::alltoall_base(output, input, outputSplits, inputSplits, opts);

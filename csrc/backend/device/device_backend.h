@@ -10,6 +10,7 @@
 
 #include "backend/device/device_work.h"
 #include "backend/device/group_streams.h"
+#include "backend/device/peer_route.h"
 #include "backend/device/staging.h"
 #include "backend/mooncake_backend.h"
 
@@ -84,7 +85,12 @@ class DeviceBackend : public MooncakeBackend {
   WorkPtr receive(std::vector<at::Tensor>& tensors, Receive&& receive);
 
   std::shared_ptr<GroupStreams> streamsOn(const c10::Device& device);
+  // Does the call by a kernel. Null if it has to be staged: on all ranks, because that follows from
+  // arguments that are equal on all.
+  WorkPtr byKernel(const PeerRoute::Call& call, std::chrono::milliseconds timeout);
+  PeerRoute& route();
 
+  std::unique_ptr<PeerRoute> route_;  // see route()
   UnseenErrors unseen_;
   std::mutex streamsMutex_;  // guards the two below
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;

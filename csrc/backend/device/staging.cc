@@ -10,6 +10,7 @@
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
 #include "backend/device/group_streams.h"
+#include "backend/device/keep_until_passed.h"
 #include "backend/tensors.h"
 #include "group/group.h"
 
@@ -20,11 +21,6 @@ thread_local std::shared_ptr<Staging> currentStaging;
 
 c10::impl::VirtualGuardImpl guardOf(const c10::Stream& stream) {
   return c10::impl::VirtualGuardImpl(stream.device_type());
-}
-
-// The allocator may give the tensor's memory to another stream once the caller drops it.
-void keepUntilPassed(const at::Tensor& tensor, const c10::Stream& stream) {
-  guardOf(stream).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
 }  // namespace

@@ -1,0 +1,97 @@
+#include "backend/device/kernel_work.h"
+
+#include <exception>
+#include <utility>
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "backend/device/await_event.h"
+#include "backend/errors.h"
+
+namespace mooncake {
+
+KernelWork::KernelWork(int rank, c10d::OpType type, std::shared_ptr<PeerCollectives> peers,
+                       uint64_t number, std::shared_ptr<GroupStreams> streams,
+                       std::vector<at::Tensor> outputs, bool blocksHost)
+    : Work(rank, type),
+      peers_(std::move(peers)),
+      number_(number),
+      streams_(std::move(streams)),
+      outputs_(std::move(outputs)),
+      blocksHost_(blocksHost || type == c10d::OpType::BARRIER) {
+  const c10::Stream& stream = streams_->collectives();
+  done_.emplace(stream.device_type());
+  done_->record(stream);
+}
+
+KernelWork::~KernelWork() {
+  c10::OptionalDeviceGuard on;
+  try {
+    on.reset_device(streams_->collectives().device());
+  } catch (const std::exception&) {
+    // The context is lost, so that no other one is made either.
+  }
+  done_.reset();
+}
+
+bool KernelWork::isCompleted() {
+  const c10::DeviceGuard on(streams_->collectives().device());
+  return !peers_->guard().usable().ok() || done_->query();
+}
+
+bool KernelWork::isSuccess() const {
+  const c10::DeviceGuard on(streams_->collectives().device());
+  return peers_->guard().hasEnded(number_) && done_->query();
+}
+
+std::exception_ptr KernelWork::exception() const {
+  const Status usable = peers_->guard().usable();
+  if (usable.ok() || peers_->guard().hasEnded(number_)) return nullptr;
+  return toException(usable.error());
+}
+
+bool KernelWork::wait(std::chrono::milliseconds timeout) {
+  block();
+  if (const auto error = exception()) std::rethrow_exception(error);
+  if (blocksHost_) {
+    awaitOnHost(
+        Deadline::after(timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout));
+  }
+  return true;
+}
+
+void KernelWork::awaitOnHost(Deadline deadline) const {
+  const Status ended = peers_->guard().await(number_, deadline);
+  if (!ended.ok() && ended.error().message.empty()) {
+    throwError(
+        {ErrorCode::kTimeout, "an operation has not ended on the device in the timeout of wait()"});
+  }
+  throwIfError(ended);
+  const c10::DeviceGuard on(streams_->collectives().device());
+  if (!awaitEvent(*done_, deadline))
+    throwError({ErrorCode::kTimeout, "the outputs of an operation are not there in time"});
+}
+
+void KernelWork::block() const {
+  const c10::Device device = streams_->collectives().device();
+  done_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> KernelWork::getFuture() {
+  const auto type = c10::ListType::create(c10::TensorType::get());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(
+      type, std::vector<c10::Device>{streams_->collectives().device()});
+  if (const auto error = exception()) {
+    future->setError(error);
+    return future;
+  }
+  // The future records the position of the current stream.
+  const c10::StreamGuard on(streams_->callbacks());
+  block();
+  future->markCompleted(c10::IValue(outputs_));
+  return future;
+}
+
+}  // namespace mooncake

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "backend/device/group_streams.h"
+#include "base/deadline.h"
+#include "collectives/peer/peer_collectives.h"
+#include "group/group.h"
+
+namespace mooncake {
+
+// Does a group's calls with tensors of a device by kernels, if all ranks can. The ranks decide that
+// together, in the group's first call that could go so. Thread-safe.
+class PeerRoute {
+ public:
+  // Makes a group of the same ranks, which calls the function with each view. Collective.
+  using MakeGroup =
+      std::function<std::unique_ptr<Group>(std::function<void(const GroupView&)> onView)>;
+  struct Settings {
+    std::string name;     // of the group, for the log
+    size_t bytes = 0;     // largest input of a call
+    bool blocks = false;  // wait() waits on the host
+    std::chrono::milliseconds timeout{};
+  };
+  PeerRoute(MakeGroup makeGroup, Settings settings)
+      : makeGroup_(std::move(makeGroup)), settings_(std::move(settings)) {}
+
+  // One call. `launch` enqueues it; it gets the addresses of contiguous tensors.
+  struct Call {
+    c10d::OpType type;
+    at::Tensor input;
+    at::Tensor output;  // may be the input
+    int64_t count = 0;  // see PeerCollectives::Tensor
+    std::function<Result<uint64_t>(PeerCollectives&, const PeerCollectives::Tensor&)> launch;
+  };
+  // Returns null if the call has to be staged, on all ranks. Throws.
+  c10::intrusive_ptr<c10d::Work> run(int rank, const std::shared_ptr<GroupStreams>& streams,
+                                     const Call& call, Deadline deadline);
+  // Waits until the kernels of all calls have ended, or for the deadline.
+  void drain(Deadline deadline) const;
+
+ private:
+  bool decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline);
+
+  const MakeGroup makeGroup_;
+  const Settings settings_;
+  mutable std::mutex mutex_;  // guards the fields below, and keeps numbers in the stream's order
+  bool isDecided_ = false;
+  std::optional<c10::Device> device_;
+  std::shared_ptr<PeerCollectives> peers_;  // null: calls are staged
+  uint64_t last_ = 0;                       // number of the last call's operation
+};
+
+}  // namespace mooncake

@@ -1,0 +1,194 @@
+#include "collectives/peer/allocation_exchange.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <poll.h>
+#include <span>
+#include <sys/socket.h>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/crypto.h"
+#include "collectives/collectives.h"
+#include "engine/local/unix_socket.h"
+
+namespace mooncake {
+namespace {
+
+// Members exchange blocks of one size. Returns them by rank.
+template <typename Block>
+Result<std::vector<Block>> gatherBlocks(Group& group, const Block& mine, Deadline deadline) {
+  std::vector<Block> blocks(size_t(group.size()));
+  std::vector<Span> places;
+  for (Block& block : blocks) places.push_back(std::as_writable_bytes(std::span(&block, 1)));
+  MOONCAKE_TRY(
+      allgather(group, std::as_bytes(std::span(&mine, 1)), places, DType::kUInt8, deadline));
+  if (int(group.lastView->active.size()) < group.size())
+    return Error{ErrorCode::kPeerLost, "a member of the group has been lost meanwhile"};
+  return blocks;
+}
+
+struct StatusBlock {
+  std::array<char, 400> text{};  // empty: ok
+};
+
+struct Offer {
+  std::array<char, 64> name{};    // of the socket where the descriptor is handed over
+  std::array<char, 32> secret{};  // a member shows that it has read the offer
+  PeerAllocation allocation;
+};
+
+// One member's side of the exchange. Every member connects to all others, and serves all others.
+class Exchange {
+ public:
+  Exchange(Group& group, const Fd& mine, std::vector<Offer> offers)
+      : group_(group), mine_(mine), offers_(std::move(offers)), found_(offers_.size()) {}
+
+  Status run(const Fd& listener, Deadline deadline);
+  std::vector<SharedAllocation> take();
+
+ private:
+  struct Guest {
+    Fd socket;
+    Bytes shown;
+  };
+
+  Status connect(Deadline deadline);
+  Status accept(const Fd& listener);
+  void serve(Guest& guest);
+  Status receive(size_t rank);
+  bool isOver() const {
+    return served_ + 1 == offers_.size() &&
+           std::ranges::count_if(found_, [](const Fd& fd) { return bool(fd); }) + 1 ==
+               std::ptrdiff_t(offers_.size());
+  }
+
+  Group& group_;
+  const Fd& mine_;
+  const std::vector<Offer> offers_;
+  std::vector<Fd> found_;
+  std::vector<Fd> hosts_;  // connections to other members, by rank
+  std::vector<Guest> guests_;
+  size_t served_ = 0;
+};
+
+Status Exchange::connect(Deadline deadline) {
+  for (size_t rank = 0; rank < offers_.size(); ++rank) {
+    hosts_.emplace_back();
+    if (int(rank) == group_.rank()) continue;
+    auto socket = connectAbstract(offers_[rank].name.data(), deadline);
+    if (!socket.ok())
+      return {socket.error().code, group_.nameRank(int(rank)) + ": " + socket.error().message};
+    const auto& secret = offers_[rank].secret;
+    if (::send(socket->get(), secret.data(), secret.size(), MSG_NOSIGNAL) != ssize_t(secret.size()))
+      return systemError("send to a unix socket", errno);
+    hosts_.back() = std::move(*socket);
+  }
+  return {};
+}
+
+Status Exchange::accept(const Fd& listener) {
+  Fd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (socket) {
+    guests_.push_back({std::move(socket), {}});
+  } else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+    return systemError("accept of a unix socket", errno);
+  }
+  return {};
+}
+
+// A guest that does not know the secret is no member. It gets nothing, and costs a connection.
+void Exchange::serve(Guest& guest) {
+  const auto& secret = offers_[size_t(group_.rank())].secret;
+  Fd ignored;
+  const auto got =
+      receiveWithFd(guest.socket.get(), secret.size() - guest.shown.size(), guest.shown, ignored);
+  if (got.ok() && guest.shown.size() < secret.size()) return;
+  const auto expected = std::as_bytes(std::span(secret));
+  if (got.ok() && Crypto::equal(guest.shown, expected) &&
+      sendWithFd(guest.socket.get(), expected.first(1), mine_.get()).ok())
+    ++served_;
+  guest.socket.reset();
+}
+
+Status Exchange::receive(size_t rank) {
+  Bytes message;
+  const auto got = receiveWithFd(hosts_[rank].get(), 1, message, found_[rank]);
+  if (!got.ok()) return {got.error().code, group_.nameRank(int(rank)) + ": " + got.error().message};
+  if (*got && !found_[rank])
+    return {ErrorCode::kSystem, group_.nameRank(int(rank)) + " has sent no descriptor"};
+  return {};
+}
+
+std::vector<SharedAllocation> Exchange::take() {
+  std::vector<SharedAllocation> taken;
+  for (size_t rank = 0; rank < offers_.size(); ++rank)
+    taken.push_back({offers_[rank].allocation, std::move(found_[rank])});
+  return taken;
+}
+
+Status Exchange::run(const Fd& listener, Deadline deadline) {
+  MOONCAKE_TRY(connect(deadline));
+  while (!isOver()) {
+    if (deadline.passed())
+      return {ErrorCode::kTimeout, "not all members have exchanged their memory in time"};
+    std::vector<pollfd> watched{{listener.get(), POLLIN, 0}};
+    for (const Guest& guest : guests_) watched.push_back({guest.socket.get(), POLLIN, 0});
+    for (size_t rank = 0; rank < hosts_.size(); ++rank)
+      watched.push_back({found_[rank] ? -1 : hosts_[rank].get(), POLLIN, 0});
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
+    if (::poll(watched.data(), watched.size(), int(std::min<int64_t>(left, 1000))) < 0 &&
+        errno != EINTR)
+      return systemError("poll", errno);
+    const pollfd* next = watched.data() + 1;
+    for (Guest& guest : guests_)
+      if ((next++)->revents) serve(guest);
+    for (size_t rank = 0; rank < hosts_.size(); ++rank)
+      if ((next++)->revents) MOONCAKE_TRY(receive(rank));
+    std::erase_if(guests_, [](const Guest& guest) { return !guest.socket; });
+    if (watched[0].revents) MOONCAKE_TRY(accept(listener));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status agreeOnAll(Group& group, const Status& mine, Deadline deadline) {
+  StatusBlock block;
+  if (!mine.ok()) {
+    const std::string text = mine.error().message.empty() ? "unknown" : mine.error().message;
+    text.copy(block.text.data(), block.text.size() - 1);
+  }
+  const auto blocks = gatherBlocks(group, block, deadline);
+  if (!blocks.ok()) return blocks.error();
+  for (size_t rank = 0; rank < blocks->size(); ++rank) {
+    const StatusBlock& theirs = (*blocks)[rank];
+    if (!theirs.text[0]) continue;
+    return {ErrorCode::kUnsupported,
+            group.nameRank(int(rank)) + ": " +
+                std::string(theirs.text.data(), ::strnlen(theirs.text.data(), theirs.text.size()))};
+  }
+  return {};
+}
+
+Result<std::vector<SharedAllocation>> exchangeAllocations(Group& group,
+                                                          const SharedAllocation& mine,
+                                                          Deadline deadline) {
+  Offer offer{.allocation = mine.allocation};
+  ("mooncake-peer-" + Crypto::randomHex(16)).copy(offer.name.data(), offer.name.size() - 1);
+  Crypto::randomHex(offer.secret.size() / 2).copy(offer.secret.data(), offer.secret.size());
+  auto listener = listenAbstract(offer.name.data());
+  MOONCAKE_TRY(agreeOnAll(group, listener.ok() ? Status() : Status(listener.error()), deadline));
+  auto offers = gatherBlocks(group, offer, deadline);
+  if (!offers.ok()) return offers.error();
+  for (Offer& theirs : *offers) theirs.name.back() = 0;
+  Exchange exchange(group, mine.descriptor, std::move(*offers));
+  const Status exchanged = exchange.run(*listener, deadline);
+  MOONCAKE_TRY(agreeOnAll(group, exchanged, deadline));
+  return exchange.take();
+}
+
+}  // namespace mooncake

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/result.h"
+#include "collectives/peer/allocation_exchange.h"
+#include "device/accelerator.h"
+#include "device/peer_mappings.h"
+#include "group/group.h"
+#include "kernels/group_state.h"
+
+namespace mooncake {
+
+// The memory by which kernels of a group's ranks work together: a part of each rank on its device,
+// which all ranks map, and words that a kernel shares with its host.
+class PeerArea {
+ public:
+  struct Settings {
+    size_t halfBytes = 0;                 // largest input of an operation
+    std::chrono::nanoseconds patience{};  // see kernels::GroupState
+    std::chrono::nanoseconds decision{};
+  };
+
+  // Collective over the group, whose ranks may use different devices of one host. All members
+  // return ok or all return an error, which says why. `stream` is one of the device; the call waits
+  // for its work.
+  static Result<std::unique_ptr<PeerArea>> make(Group& group, Accelerator& accelerator,
+                                                DeviceStream stream, const Settings& settings,
+                                                Deadline deadline);
+  // No kernel may use the area any more. Other ranks may: their mappings keep the memory alive.
+  ~PeerArea();
+  PeerArea(const PeerArea&) = delete;
+  PeerArea& operator=(const PeerArea&) = delete;
+
+  kernels::GroupState* state() const { return state_; }  // an address of the device
+  kernels::HostWords& words() const { return *words_; }
+  size_t halfBytes() const { return settings_.halfBytes; }
+
+ private:
+  PeerArea(Accelerator& accelerator, DeviceStream stream, const Settings& settings)
+      : accelerator_(accelerator), stream_(stream), settings_(settings) {}
+
+  size_t signalsOffset() const;
+  size_t stateOffset() const;
+  Result<SharedAllocation> allocate(const Group& group);
+  Status mapAll(std::vector<SharedAllocation>& allocations, int rank);
+  Status initialize(int rank);
+
+  Accelerator& accelerator_;
+  const DeviceStream stream_;
+  const Settings settings_;
+  std::optional<PeerMappings> mappings_;
+  std::vector<std::span<std::byte>> parts_;  // by rank
+  kernels::GroupState* state_ = nullptr;
+  std::span<std::byte> pinned_;
+  kernels::HostWords* words_ = nullptr;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,243 @@
+#include "collectives/peer/peer_collectives.h"
+
+#include <algorithm>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "base/failpoint.h"
+#include "base/log.h"
+#include "collectives/collectives.h"
+#include "collectives/peer/allocation_exchange.h"
+#include "device/kernel_launch.h"
+
+namespace mooncake {
+namespace {
+
+using kernels::Combine;
+using kernels::Exchange;
+using kernels::MoveArguments;
+using kernels::ReduceArguments;
+
+constexpr unsigned kMostBlocks = 8;         // multiprocessors that a group takes at most
+constexpr unsigned kMostThreads = 512;      // of a block: the bound in kernels/entries.cuh
+constexpr size_t kBytesOfBlock = 16 << 10;  // less is not worth a further block
+constexpr auto kPatience = std::chrono::milliseconds(1);
+
+std::optional<KernelId> reductionOf(DType dtype) {
+  switch (dtype) {
+    case DType::kUInt8:
+      return KernelId::kReduceUint8;
+    case DType::kInt8:
+      return KernelId::kReduceInt8;
+    case DType::kUInt16:
+      return KernelId::kReduceUint16;
+    case DType::kInt16:
+      return KernelId::kReduceInt16;
+    case DType::kUInt32:
+      return KernelId::kReduceUint32;
+    case DType::kInt32:
+      return KernelId::kReduceInt32;
+    case DType::kUInt64:
+      return KernelId::kReduceUint64;
+    case DType::kInt64:
+      return KernelId::kReduceInt64;
+    case DType::kFloat16:
+      return KernelId::kReduceFloat16;
+    case DType::kBFloat16:
+      return KernelId::kReduceBfloat16;
+    case DType::kFloat32:
+      return KernelId::kReduceFloat32;
+    case DType::kFloat64:
+      return KernelId::kReduceFloat64;
+    case DType::kBool:
+      return KernelId::kReduceBool;
+    case DType::kComplex64:
+      return KernelId::kReduceComplex64;
+    case DType::kComplex128:
+      return KernelId::kReduceComplex128;
+    default:
+      return std::nullopt;
+  }
+}
+
+Combine combinationOf(DType dtype, ReduceKind kind) {
+  switch (kind) {
+    case ReduceKind::kSum:
+    case ReduceKind::kPremulSum:
+      return dtype == DType::kBool ? Combine::kMax : Combine::kSum;
+    case ReduceKind::kAvg:
+      return Combine::kAverage;
+    case ReduceKind::kProduct:
+      return Combine::kProduct;
+    case ReduceKind::kMin:
+      return Combine::kMin;
+    case ReduceKind::kMax:
+      return Combine::kMax;
+    case ReduceKind::kBitAnd:
+      return Combine::kAnd;
+    case ReduceKind::kBitOr:
+      return Combine::kOr;
+    case ReduceKind::kBitXor:
+      return Combine::kXor;
+  }
+  return Combine::kSum;
+}
+
+uint32_t mix(uint32_t hash, uint64_t value) {
+  for (int shift = 0; shift < 64; shift += 8) hash = (hash ^ uint8_t(value >> shift)) * 16777619u;
+  return hash;
+}
+
+}  // namespace
+
+// What must be equal on all ranks.
+struct PeerCollectives::Call {
+  const char* name;
+  DType dtype = DType::kUInt8;
+  ReduceKind kind = ReduceKind::kSum;
+
+  uint32_t hash(size_t count) const {
+    uint32_t hash = 2166136261u;
+    for (const char* letter = name; *letter; ++letter) hash = mix(hash, uint64_t(*letter));
+    return mix(mix(mix(hash, uint64_t(dtype)), uint64_t(kind)), count);
+  }
+};
+
+Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
+    std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view, Accelerator* accelerator,
+    DeviceStream stream, const Settings& settings, Deadline deadline) {
+  const Status drives =
+      accelerator ? Status()
+                  : Status(ErrorCode::kUnsupported, "no accelerator of ours drives the device");
+  MOONCAKE_TRY(agreeOnAll(*control, drives, deadline));
+  std::unique_ptr<PeerCollectives> made(
+      new PeerCollectives(std::move(control), std::move(view), *accelerator, stream));
+  // The host decides within the timeout, unless it is out of order.
+  const auto decision = settings.timeout + std::chrono::seconds(10);
+  auto area = PeerArea::make(
+      *made->control_, *accelerator, stream,
+      {.halfBytes = settings.halfBytes, .patience = kPatience, .decision = decision}, deadline);
+  if (!area.ok()) return area.error();
+  made->area_ = std::move(*area);
+  const Status started = made->start(settings.timeout);
+  MOONCAKE_TRY(agreeOnAll(*made->control_, started, deadline));
+  MOONCAKE_TRY(made->agreeOnBlocks(deadline));
+  made->guard_->arm();
+  return made;
+}
+
+Status PeerCollectives::start(std::chrono::milliseconds timeout) {
+  const KernelLaunch largest{.kernel = KernelId::kMove, .grid = kMostBlocks, .block = kMostThreads};
+  const auto room = accelerator_.roomFor(largest, stream_.device);
+  if (!room.ok()) return room.error();
+  mostBlocks_ = uint32_t(std::clamp(room->multiprocessors, 1, int(kMostBlocks)));
+  auto guard = PeerGuard::make(
+      *control_, *view_, area_->words(), [this] { return acknowledge(); }, timeout);
+  if (!guard.ok()) return guard.error();
+  guard_ = std::move(*guard);
+  return {};
+}
+
+// The ranks' kernels must have as many blocks, and their devices may differ.
+Status PeerCollectives::agreeOnBlocks(Deadline deadline) {
+  return mooncake::allreduce(*control_, std::as_writable_bytes(std::span(&mostBlocks_, 1)),
+                             {DType::kUInt32, ReduceKind::kMin}, deadline);
+}
+
+PeerCollectives::~PeerCollectives() {
+  guard_.reset();  // first: it ends kernels that wait
+  if (!area_) return;
+  const Status over = accelerator_.synchronize(stream_);
+  if (over.ok()) return;
+  log(LogLevel::kWarning, accelerator_.name(),
+      "kernels of a group may still run, so their memory stays: ", over.error().message);
+  (void)area_.release();
+}
+
+Status PeerCollectives::acknowledge() {
+  kernels::AcknowledgeArguments arguments{area_->state()};
+  return accelerator_.launch(stream_,
+                             {.kernel = KernelId::kAcknowledge, .arguments = bytesOf(arguments)});
+}
+
+template <typename Arguments>
+Result<uint64_t> PeerCollectives::enqueue(KernelId kernel, const Call& call, size_t work,
+                                          Arguments& arguments, Deadline deadline) {
+  const auto number = guard_->begin(call.name, deadline);
+  if (!number.ok()) return number.error();
+  const auto blocks =
+      unsigned(std::clamp<size_t>((work + kBytesOfBlock - 1) / kBytesOfBlock, 1, mostBlocks_));
+  const size_t vectors = work / blocks / sizeof(uint64_t) / 2;
+  const auto threads = unsigned(std::clamp<size_t>((vectors + 31) / 32 * 32, 64, kMostThreads));
+  failpoint("peers-launch");
+  const Status launched = accelerator_.launch(
+      stream_,
+      {.kernel = kernel, .grid = blocks, .block = threads, .arguments = bytesOf(arguments)});
+  if (!launched.ok()) {
+    guard_->fail(launched.error());  // the ranks would count differently
+    return launched.error();
+  }
+  return number;
+}
+
+Result<uint64_t> PeerCollectives::reduceAny(const Call& call, const Tensor& tensor, size_t inputs,
+                                            size_t first, size_t outputs, Deadline deadline) {
+  MOONCAKE_TRY(checkReduction({tensor.dtype, call.kind}));
+  const auto kernel = reductionOf(tensor.dtype);
+  if (!kernel) return Error{ErrorCode::kInvalidArgument, "no kernel reduces this type"};
+  const size_t bytes = inputs * dtypeSize(tensor.dtype);
+  ReduceArguments arguments{
+      .exchange = {area_->state(), static_cast<const unsigned char*>(tensor.input), bytes,
+                   call.hash(tensor.count)},
+      .first = first,
+      .count = outputs,
+      .output = static_cast<unsigned char*>(tensor.output),
+      .by = combinationOf(tensor.dtype, call.kind)};
+  return enqueue(*kernel, call, bytes, arguments, deadline);
+}
+
+Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensor& tensor, size_t inputs,
+                                          uint64_t sources, size_t offset, size_t stride,
+                                          Deadline deadline) {
+  const size_t size = dtypeSize(tensor.dtype);
+  MoveArguments arguments{
+      .exchange = {area_->state(), static_cast<const unsigned char*>(tensor.input), inputs * size,
+                   call.hash(tensor.count)},
+      .sources = sources,
+      .offset = offset * size,
+      .bytes = tensor.count * size,
+      .stride = stride * size,
+      .output = static_cast<unsigned char*>(tensor.output)};
+  // The blocks' number follows from what all ranks know alike.
+  return enqueue(KernelId::kMove, call, tensor.count * size, arguments, deadline);
+}
+
+Result<uint64_t> PeerCollectives::allreduce(const Tensor& tensor, ReduceKind kind,
+                                            Deadline deadline) {
+  return reduceAny({"all_reduce", tensor.dtype, kind}, tensor, tensor.count, 0, tensor.count,
+                   deadline);
+}
+
+Result<uint64_t> PeerCollectives::reduceScatter(const Tensor& tensor, ReduceKind kind,
+                                                Deadline deadline) {
+  return reduceAny({"reduce_scatter", tensor.dtype, kind}, tensor,
+                   tensor.count * size_t(control_->size()), tensor.count * size_t(control_->rank()),
+                   tensor.count, deadline);
+}
+
+Result<uint64_t> PeerCollectives::allgather(const Tensor& tensor, Deadline deadline) {
+  return moveAny({"all_gather", tensor.dtype}, tensor, tensor.count, ~uint64_t(0), 0, tensor.count,
+                 deadline);
+}
+
+Result<uint64_t> PeerCollectives::alltoall(const Tensor& tensor, Deadline deadline) {
+  return moveAny({"all_to_all", tensor.dtype}, tensor, tensor.count * size_t(control_->size()),
+                 ~uint64_t(0), tensor.count * size_t(control_->rank()), tensor.count, deadline);
+}
+
+Result<uint64_t> PeerCollectives::barrier(Deadline deadline) {
+  return moveAny({"barrier"}, {}, 0, 0, 0, 0, deadline);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,250 @@
+#include "collectives/peer/peer_guard.h"
+
+#include <atomic>
+#include <span>
+#include <utility>
+
+#include "base/failpoint.h"
+#include "base/log.h"
+#include "base/thread.h"
+#include "collectives/collectives.h"
+
+namespace mooncake {
+namespace {
+
+using kernels::Decision;
+using kernels::Failure;
+
+constexpr std::chrono::microseconds kPause(50);  // between two looks at words of kernels
+constexpr std::chrono::milliseconds kLook(1);    // the same while no rank is lost
+constexpr std::chrono::seconds kStopTime(1);     // for kernels to stop after a timeout
+
+uint32_t read(uint32_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
+void write(uint32_t& word, uint32_t value) {
+  std::atomic_ref(word).store(value, std::memory_order_release);
+}
+
+uint64_t bitsOf(const std::vector<int>& ranks) {
+  uint64_t bits = 0;
+  for (const int rank : ranks) bits |= uint64_t(1) << rank;
+  return bits;
+}
+
+}  // namespace
+
+void ViewFeed::show(const GroupView& view) {
+  std::lock_guard lock(mutex_);
+  active_ = bitsOf(view.active);
+  if (changed_) changed_();
+}
+
+uint64_t ViewFeed::active() const {
+  std::lock_guard lock(mutex_);
+  return active_;
+}
+
+void ViewFeed::listen(std::function<void()> changed) {
+  std::lock_guard lock(mutex_);
+  changed_ = std::move(changed);
+}
+
+Result<std::unique_ptr<PeerGuard>> PeerGuard::make(Group& control, ViewFeed& view,
+                                                   kernels::HostWords& words,
+                                                   Acknowledge acknowledge,
+                                                   std::chrono::milliseconds timeout) {
+  std::unique_ptr<PeerGuard> guard(
+      new PeerGuard(control, view, words, std::move(acknowledge), timeout));
+  auto thread = startThread("mooncake-peers", [guard = guard.get()] { guard->run(); });
+  if (!thread.ok()) return thread.error();
+  guard->thread_ = std::move(*thread);
+  // Not under its lock, which listen() takes after the view's.
+  view.listen([guard = guard.get()] { guard->changed_.notify_all(); });
+  return guard;
+}
+
+PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words,
+                     Acknowledge acknowledge, std::chrono::milliseconds timeout)
+    : control_(control),
+      view_(view),
+      words_(words),
+      acknowledge_(std::move(acknowledge)),
+      timeout_(timeout),
+      active_(~uint64_t(0) >> (64 - control.size())) {}
+
+PeerGuard::~PeerGuard() {
+  view_.listen(nullptr);
+  {
+    std::lock_guard lock(mutex_);
+    isStopping_ = true;
+    changed_.notify_all();
+  }
+  // Ranks that leave at the same time take no part in an agreement any more.
+  control_.fail({ErrorCode::kAborted, "the group was destroyed"});
+  if (thread_.joinable()) thread_.join();
+  if (done() != lastCalled_)
+    refuse({ErrorCode::kAborted, "the group was destroyed while its operations ran"});
+}
+
+void PeerGuard::arm() {
+  std::lock_guard lock(mutex_);
+  isArmed_ = true;
+  changed_.notify_all();
+}
+
+Result<uint64_t> PeerGuard::begin(std::string name, Deadline deadline) {
+  std::lock_guard lock(mutex_);
+  if (failure_) return *failure_;
+  called_.push_back({++lastCalled_, std::move(name), deadline});
+  changed_.notify_all();
+  return lastCalled_;
+}
+
+void PeerGuard::fail(Error why) {
+  std::lock_guard lock(mutex_);
+  if (!failure_) refuse(std::move(why));
+}
+
+Status PeerGuard::usable() const {
+  std::lock_guard lock(mutex_);
+  return failure_ ? Status(*failure_) : Status();
+}
+
+uint64_t PeerGuard::done() const {
+  return lastCalled_ - uint32_t(uint32_t(lastCalled_) - read(words_.done));
+}
+
+bool PeerGuard::hasEnded(uint64_t number) const {
+  std::lock_guard lock(mutex_);
+  return done() >= number;
+}
+
+Status PeerGuard::await(uint64_t number, Deadline deadline) const {
+  std::unique_lock lock(mutex_);
+  while (done() < number) {
+    if (failure_) return *failure_;
+    if (deadline.passed()) return {ErrorCode::kTimeout, ""};
+    changed_.wait_for(lock, kPause);
+  }
+  return {};
+}
+
+uint64_t PeerGuard::contributors(uint64_t number) const {
+  std::lock_guard lock(mutex_);
+  uint64_t active = ~uint64_t(0) >> (64 - control_.size());
+  for (const Change& change : changes_)
+    if (number > change.lastOld) active = change.active;
+  return active;
+}
+
+void PeerGuard::run() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return isArmed_ || isStopping_; });
+  while (!isStopping_) {
+    while (!called_.empty() && called_.front().number <= done()) called_.pop_front();
+    if (!failure_) {
+      const Status kernels = failureOfKernels();
+      if (!kernels.ok()) {
+        refuse(kernels.error());
+      } else if (hasLost()) {
+        goOnWithoutLost(lock);
+        continue;
+      } else if (!called_.empty() && called_.front().deadline.passed()) {
+        refuse(timedOut(lock));
+      }
+    }
+    awaitEvent(lock);
+  }
+}
+
+void PeerGuard::awaitEvent(std::unique_lock<std::mutex>& lock) {
+  if (called_.empty() || failure_) {
+    // The view changes without this lock, so a call of notify_all() may be missed.
+    changed_.wait_for(lock, std::chrono::milliseconds(20));
+  } else {
+    changed_.wait_for(lock, kLook);
+  }
+}
+
+// Waits until the device's stream is stopped between two operations, or within one.
+Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  write(words_.stop, ++generation_);
+  failpoint("peers-stop");
+  MOONCAKE_TRY(acknowledge_());
+  while (read(words_.stopped) != generation_) {
+    MOONCAKE_TRY(failureOfKernels());
+    if (isStopping_) return {ErrorCode::kAborted, "the group was destroyed"};
+    if (deadline.passed()) {
+      return {ErrorCode::kTimeout,
+              "earlier work of the device kept the group's kernels from stopping after the loss of "
+              "a rank, for the group's timeout"};
+    }
+    changed_.wait_for(lock, kPause);
+  }
+  return {};
+}
+
+void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
+  const Deadline deadline = Deadline::after(timeout_);
+  const Status stopped = stopKernels(lock, deadline);
+  if (!stopped.ok()) return refuse(stopped.error());
+  const uint64_t own = done();
+  uint64_t last = own;
+  lock.unlock();
+  failpoint("peers-stopped");
+  const Status agreed = allreduce(control_, std::as_writable_bytes(std::span(&last, 1)),
+                                  {DType::kUInt64, ReduceKind::kMax}, deadline);
+  failpoint("peers-agreed");
+  lock.lock();
+  if (!agreed.ok()) return refuse(agreed.error());
+  active_ = bitsOf(control_.lastView->active);
+  changes_.push_back({last, active_});
+  decide(own < last ? Decision::kTake : Decision::kGoOn);
+}
+
+void PeerGuard::decide(Decision decision) {
+  words_.active = active_;
+  words_.decision = uint32_t(decision);
+  write(words_.decided, generation_);
+}
+
+// Kernels that wait, and all later ones, end without a result.
+void PeerGuard::refuse(Error why) {
+  if (failure_) return;
+  failure_ = std::move(why);
+  // A stop that has no decision yet gets this one.
+  if (read(words_.decided) == generation_) ++generation_;
+  decide(Decision::kRefuse);
+  write(words_.stop, generation_);
+  changed_.notify_all();
+  control_.fail(*failure_);
+}
+
+Status PeerGuard::failureOfKernels() const {
+  switch (Failure(read(words_.failed))) {
+    case Failure::kMismatch:
+      return {ErrorCode::kMismatch,
+              control_.nameRank(int(words_.failedRank)) + " has called another operation than " +
+                  control_.nameRank(control_.rank()) + ", or with other sizes or types"};
+    case Failure::kUndecided:
+      return {ErrorCode::kTimeout, "a kernel has waited for its host's decision in vain"};
+    case Failure::kNone:
+    case Failure::kRefused:
+      break;
+  }
+  return {};
+}
+
+Error PeerGuard::timedOut(std::unique_lock<std::mutex>& lock) {
+  const std::string what = called_.front().name + " of " + control_.nameRank(control_.rank()) +
+                           " has not ended on the device in the group's timeout";
+  // A kernel that waits tells the ranks that it misses.
+  if (!stopKernels(lock, Deadline::after(kStopTime)).ok() || words_.missing == 0)
+    return {ErrorCode::kTimeout, what + ": earlier work of the device still runs"};
+  std::string names;
+  for (int rank = 0; rank < control_.size(); ++rank) {
+    if (words_.missing >> rank & 1) names += (names.empty() ? "" : ", ") + control_.nameRank(rank);
+  }
+  return {ErrorCode::kTimeout, what + ": it waits for " + names};
+}
+
+}  // namespace mooncake

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/result.h"
+#include "group/group.h"
+#include "kernels/group_state.h"
+
+namespace mooncake {
+
+// The ranks of a group that are in the job, as its onView tells them. Thread-safe.
+class ViewFeed {
+ public:
+  void show(const GroupView& view);
+  uint64_t active() const;  // bits of ranks
+  // `changed` is called after each show(), on its thread. Null: no function.
+  void listen(std::function<void()> changed);
+
+ private:
+  mutable std::mutex mutex_;  // guards the fields below
+  uint64_t active_ = ~uint64_t(0);
+  std::function<void()> changed_;
+};
+
+// Decides for kernels that miss a rank. When ranks are lost, the guards of the survivors stop their
+// kernels and agree, by an operation of `control`, on the last operation that any of them has ended:
+// that one is ended with all its ranks everywhere, and later ones go on without the lost ranks. An
+// operation that exceeds its timeout ends the group. Thread-safe.
+class PeerGuard {
+ public:
+  // Enqueues the kernel that stops the device's stream between two operations.
+  using Acknowledge = std::function<Status()>;
+
+  // `control` is used by the guard alone, and `view` is its view. All outlive the guard.
+  static Result<std::unique_ptr<PeerGuard>> make(Group& control, ViewFeed& view,
+                                                 kernels::HostWords& words, Acknowledge acknowledge,
+                                                 std::chrono::milliseconds timeout);
+  // Ends the thread. Kernels that still wait for a decision get a refusal.
+  ~PeerGuard();
+
+  // From here on the guard uses the control group. Before, its maker does.
+  void arm();
+  // An operation is about to be enqueued. Returns its number, or the error that has ended the group.
+  Result<uint64_t> begin(std::string name, Deadline deadline);
+  // Ends the group with this error, unless it has ended.
+  void fail(Error why);
+  // Ok, or the error that has ended the group.
+  Status usable() const;
+  bool hasEnded(uint64_t number) const;
+  // Waits until the operation has ended, or returns the error that has ended the group.
+  Status await(uint64_t number, Deadline deadline) const;
+  // The ranks that took part in an operation that has ended.
+  uint64_t contributors(uint64_t number) const;
+
+ private:
+  struct Called {
+    uint64_t number;
+    std::string name;
+    Deadline deadline;
+  };
+  struct Change {
+    uint64_t lastOld;  // number of the last operation with the ranks before
+    uint64_t active;
+  };
+
+  PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, Acknowledge acknowledge,
+            std::chrono::milliseconds timeout);
+
+  void run();
+  // All with the lock; those that take it give it back while they wait.
+  void awaitEvent(std::unique_lock<std::mutex>& lock);
+  uint64_t done() const;
+  bool hasLost() const { return (active_ & ~view_.active()) != 0; }
+  void goOnWithoutLost(std::unique_lock<std::mutex>& lock);
+  Status stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline);
+  void decide(kernels::Decision decision);
+  void refuse(Error why);
+  Status failureOfKernels() const;
+  Error timedOut(std::unique_lock<std::mutex>& lock);
+
+  Group& control_;
+  ViewFeed& view_;
+  kernels::HostWords& words_;
+  const Acknowledge acknowledge_;
+  const std::chrono::milliseconds timeout_;
+  mutable std::mutex mutex_;  // guards the fields below
+  mutable std::condition_variable changed_;
+  std::deque<Called> called_;  // operations that may not have ended
+  uint64_t lastCalled_ = 0;    // kernels know its lower half
+  uint64_t active_;            // as agreed last
+  uint32_t generation_ = 0;    // of decisions
+  std::vector<Change> changes_;
+  bool isArmed_ = false;
+  bool isStopping_ = false;
+  std::optional<Error> failure_;
+  std::thread thread_;
+};
+
+}  // namespace mooncake

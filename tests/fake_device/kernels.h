@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cstdint>
+
+#include "device/fake/fake_devices.h"
+
+namespace fake_device {
+
+// From here on the devices run the kernels of this library: their source, on the CPU (tests/simt).
+void giveKernels(mooncake::FakeDevices& devices);
+// Number of kernels that have begun.
+uint64_t kernelsRun();
+
+}  // namespace fake_device

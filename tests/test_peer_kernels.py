@@ -1,0 +1,297 @@
+"""Collectives on tensors of a device by kernels, in memory that the ranks of a host map. On the
+device `fake` the kernels are the library's own source, on the CPU (tests/simt)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import devices
+import harness
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import DEVICE
+from harness import raised, until
+
+LIMIT = 16384  # bytes of an input
+VERBS = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
+
+
+def crew(size, **options):
+    devices.prepare(DEVICE)
+    env = {
+        "MOONCAKE_TRANSPORTS": "shm",
+        "MOONCAKE_PEER_BYTES": str(LIMIT),
+        devices.VARIABLE: DEVICE,
+        **options.pop("env", {}),
+    }
+    return harness.Crew(size, env=env, **options)
+
+
+def run(size, function, *args, **options):
+    ranks = crew(size, **options)
+    try:
+        return ranks.call(function, *args)
+    finally:
+        ranks.close()
+
+
+def runs_kernels(call, number):
+    """Checks how many kernels the call runs, where the device counts them."""
+    if DEVICE != "fake":
+        call()
+        return
+    from fake_device import control
+
+    torch.accelerator.synchronize()
+    before = control.kernels_run()
+    call()
+    torch.accelerator.synchronize()
+    assert control.kernels_run() - before == number
+
+
+def verbs_on_rank(me):
+    for seed, count in enumerate([1, 5, 64, 1000, 4000, 9000]):
+        for verb in VERBS:
+            oracle.exercise(verb, count=count, seed=seed)
+    for layout in oracle.LAYOUTS:
+        oracle.exercise("all_reduce", count=60, layout=layout, seed=7)
+    runs_kernels(lambda: dist.all_reduce(torch.ones(8)), 1)
+    runs_kernels(lambda: dist.all_reduce(torch.ones(LIMIT)), 0)
+    runs_kernels(lambda: dist.broadcast(torch.ones(8), 0), 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_verbs(size):
+    run(size, verbs_on_rank)
+
+
+def types_on_rank(me):
+    for dtype in [*oracle.REAL, *oracle.COMPLEX]:
+        for op in oracle.OPS:
+            if oracle.reducible(dtype, op):
+                for verb in ("all_reduce", "reduce_scatter_tensor"):
+                    oracle.exercise(verb, op=op, dtype=dtype, count=37, seed=3)
+    for dtype in oracle.MOVED_ONLY:
+        oracle.exercise("all_gather_into_tensor", dtype=dtype, count=37, seed=3)
+
+
+def test_types_and_reductions():
+    run(3, types_on_rank)
+
+
+def streams_on_rank(me):
+    """Several streams on one group, asynchronous calls, callbacks, and staged operations between:
+    each reads the results of the one before it."""
+    streams = [torch.Stream(device=torch.accelerator.current_accelerator()) for _ in range(3)]
+    works, tensors, expected = [], [], []
+    for round in range(24):
+        count = LIMIT if round % 5 == 4 else 300  # above the limit: staged
+        with streams[round % 3]:
+            tensors.append(torch.full((count,), float(me.rank + round)))
+            works.append(dist.all_reduce(tensors[-1], async_op=True))
+        expected.append(float(sum(r + round for r in range(me.size))))
+    for work in works:
+        work.wait()
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert tensor.unique().tolist() == [value]
+    chain = torch.ones(100)
+    for _ in range(5):
+        dist.all_reduce(chain)
+    assert chain.tolist() == [float(me.size**5)] * 100
+    doubled = dist.all_reduce(torch.ones(10), async_op=True).get_future()
+    doubled = doubled.then(lambda done: done.value()[0] * 2)
+    assert doubled.wait().tolist() == [2.0 * me.size] * 10
+
+
+def test_streams():
+    run(3, streams_on_rank)
+
+
+def groups_on_rank(me):
+    pair = dist.new_group([0, 1])
+    everybody = dist.new_group()
+    for round in range(5):
+        tensor = torch.full((50,), float(me.rank + round))
+        if me.rank < 2:
+            dist.all_reduce(tensor, group=pair)
+            assert tensor.tolist() == [1.0 + 2 * round] * 50
+        dist.all_reduce(tensor, group=everybody)
+    for group in (everybody, pair):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def test_several_groups():
+    run(3, groups_on_rank)
+
+
+def until_one_dies(me, victim):
+    """Operations of which each has its own data. Returns the sums and the ranks in them."""
+    rounds, after = [], 0
+    while after < 20:
+        number = len(rounds)
+        tensor = torch.full((200,), float((1 << me.rank) + 1000 * number))
+        dist.all_reduce(tensor)
+        sums = tensor.unique().tolist()
+        assert len(sums) == 1, sums
+        rounds.append(sums[0])
+        if me.rank == victim and number == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        after += (int(sums[0]) % 1000) != 2**me.size - 1
+        assert number < 5000
+    return rounds
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank(victim):
+    """All survivors have the same sums, with the lost rank in them up to one operation and without
+    it from there on."""
+    ranks = crew(3)
+    ranks.start(until_one_dies, victim)
+    results = ranks.results(dead=[victim])
+    ranks.end()
+    sums = [rounds for rank, rounds in enumerate(results) if rank != victim]
+    assert sums[0] == sums[1]
+    everybody, survivors = 7, 7 - (1 << victim)
+    last = max(i for i, total in enumerate(sums[0]) if int(total) % 1000 == everybody)
+    for number, total in enumerate(sums[0]):
+        who = everybody if number <= last else survivors
+        assert total == who + 1000 * number * bin(who).count("1"), number
+
+
+STEPS = ["peers-stop", "peers-stopped", "peers-agreed"]
+
+
+def two_die(me, step):
+    """Rank 1 dies after some operations, and rank 2 while the others agree about that."""
+    from mooncake_backend import _C
+
+    if me.rank == 2:
+        _C.arm_failpoint(step, 1, False)
+    sums = []
+    for number in range(60):
+        tensor = torch.full((200,), float(1 << me.rank))
+        dist.all_reduce(tensor)
+        sums.append(int(tensor[0]))
+        if me.rank == 1 and number == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return sums
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_second_rank_dies_while_the_others_agree(step):
+    ranks = crew(4)
+    ranks.start(two_die, step)
+    results = ranks.results(dead=[1, 2])
+    ranks.end()
+    assert results[0] == results[3]
+    assert results[0][0] == 15
+    assert results[0][-1] == 9
+
+
+def late_on_rank(me, late):
+    for round in range(20):
+        if me.rank == late and round == 10:
+            me.board.set("stopping")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        tensor = torch.full((100,), float(me.rank + round))
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [float(sum(r + round for r in range(me.size)))] * 100
+    torch.accelerator.synchronize()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_stopped_rank_is_waited_for(late):
+    ranks = crew(3)
+    ranks.start(late_on_rank, late)
+    ranks.board.wait("stopping")
+    process = ranks.processes[late].pid
+    until(lambda: _state(process) == "T", "the rank to stop")
+    time.sleep(0.3)  # longer than the patience of kernels
+    os.kill(process, signal.SIGCONT)
+    ranks.results()
+    ranks.close()
+
+
+def _state(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0]
+
+
+def timeout_on_rank(me):
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor, group=group)
+    if me.rank == 1:
+        me.board.wait("over")
+        return
+    dist.all_reduce(tensor, group=group)
+
+    torch.accelerator.synchronize()  # it does not hang
+    kind, text = raised(dist.all_reduce, tensor, group=group)
+    assert kind == "DistBackendError", kind
+    assert "has not ended on the device" in text, text
+    me.board.set("over")
+
+
+def test_a_rank_that_does_not_call():
+    run(2, timeout_on_rank)
+
+
+def mismatch_on_rank(me):
+    dist.all_reduce(torch.ones(10))
+    dist.all_reduce(torch.ones(10 if me.rank != 1 else 11))
+    torch.accelerator.synchronize()
+    texts = []
+
+    def fails():
+        tensor = torch.ones(10)
+        try:
+            dist.all_reduce(tensor)
+        except dist.DistBackendError as error:
+            texts.append(str(error))
+        return texts
+
+    until(fails, "the error")
+    assert "another operation" in texts[0], texts
+
+
+def test_another_size_is_named():
+    run(3, mismatch_on_rank)
+
+
+def other_ways_on_rank(me):
+    oracle.exercise("all_reduce", count=100)
+    runs_kernels(lambda: dist.all_reduce(torch.ones(8)), 0)
+
+
+def test_mode_raise_is_staged():
+    run(2, other_ways_on_rank, env={"MOONCAKE_ON_FAILURE": "raise"})
+
+
+def test_hosts_apart_are_staged(two_hosts):
+    import hosts
+
+    if hosts.why_not():
+        pytest.skip(hosts.why_not())
+    run(3, other_ways_on_rank, env={"MOONCAKE_TRANSPORTS": "shm,tcp"},
+        namespaces=two_hosts().spread(3))  # fmt: skip
+
+
+def denied_on_rank(me):
+    from fake_device import control
+
+    if me.rank == 1:
+        control.inject("allocateShared", code="exhausted")
+    oracle.exercise("all_reduce", count=100)
+    runs_kernels(lambda: dist.all_reduce(torch.ones(8)), 0)
+
+
+@pytest.mark.skipif(DEVICE != "fake", reason="only fake devices fail on purpose")
+def test_one_rank_without_memory_is_enough_to_stage():
+    run(3, denied_on_rank)
