@@ -25,7 +25,8 @@ MC_DEVICE void reduceUnit(const GroupState& state, uint32_t number, uint64_t act
   bool isFirst = true;
   for (int rank = 0; rank < state.ranks; ++rank) {
     if (!has(active, rank)) continue;
-    const Unit unit = *reinterpret_cast<const Unit*>(published(state, rank, number) + offset);
+    const Unit unit =
+        loadUnit(reinterpret_cast<const Unit*>(published(state, rank, number) + offset));
     for (int i = 0; i < kElements; ++i) {
       const typename E::Acc value = E::load(unit.of[i]);
       sums[i] = isFirst ? value : combine<kBy>(sums[i], value);
@@ -37,7 +38,7 @@ MC_DEVICE void reduceUnit(const GroupState& state, uint32_t number, uint64_t act
     if constexpr (kBy == Combine::kAverage) sums[i] = divide(sums[i], size_t(countOf(active)));
     E::store(sums[i], result.of[i]);
   }
-  *reinterpret_cast<Unit*>(target) = result;
+  storeUnit(reinterpret_cast<Unit*>(target), result);
 }
 
 template <typename T, Combine kBy>

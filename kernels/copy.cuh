@@ -9,7 +9,8 @@ MC_DEVICE void copyUnits(unsigned char* to, const unsigned char* from, size_t by
   Unit* const target = reinterpret_cast<Unit*>(to);
   const Unit* const source = reinterpret_cast<const Unit*>(from);
   const size_t units = bytes / sizeof(Unit);
-  for (size_t i = threadIdx.x; i < units; i += blockDim.x) target[i] = source[i];
+  for (size_t i = threadIdx.x; i < units; i += blockDim.x)
+    storeUnit(target + i, loadUnit(source + i));
 }
 
 // Copies with all threads of the block, in the largest units that both addresses allow.

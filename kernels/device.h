@@ -66,13 +66,14 @@ MC_DEVICE unsigned lane() {
   asm("mov.u32 %0, %%laneid;" : "=r"(number));
   return number;
 }
-// 16 bytes of memory that another rank has written and published. They do not stay in the cache.
-MC_DEVICE uint4 loadOnce(const uint4* from) {
-  uint4 value;
-  asm volatile("ld.relaxed.sys.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(from));
-  return value;
+// Up to 16 bytes at once, at an address that is a multiple of their size.
+template <typename Unit>
+MC_DEVICE Unit loadUnit(const Unit* from) {
+  return *from;
+}
+template <typename Unit>
+MC_DEVICE void storeUnit(Unit* to, const Unit& unit) {
+  *to = unit;
 }
 
 #else
@@ -137,8 +138,16 @@ constexpr int orderOf(const char* order) {
 inline uint64_t now() { return simt::now(); }
 inline void relax(simt::Where where = simt::Where::current()) { simt::relax(where); }
 inline unsigned lane() { return simt::lane(); }
-// A plain load, so that the thread sanitizer reports a concurrent write.
-inline uint4 loadOnce(const uint4* from) { return *from; }
+template <typename Unit>
+inline Unit loadUnit(const Unit* from) {
+  simt::beforeUnit(from, sizeof(Unit), host::Access::kLoad);
+  return *from;
+}
+template <typename Unit>
+inline void storeUnit(Unit* to, const Unit& unit) {
+  simt::beforeUnit(to, sizeof(Unit), host::Access::kStore);
+  *to = unit;
+}
 
 #endif
 

@@ -63,6 +63,63 @@ def test_nvcc_takes_the_headers(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Calls each function of device.h that is made of PTX.
+WRAPPERS = """
+#include "kernels/device.h"
+using namespace mooncake::kernels;
+__global__ void all(uint32_t* words, uint64_t* longWords) {
+  words[0] = loadRelaxedSystem(words + 1) + loadAcquireSystem(words + 2);
+  words[3] = loadRelaxedDevice(words + 4) + loadAcquireDevice(words + 5);
+  storeRelaxedSystem(words + 6, 1);
+  storeReleaseSystem(words + 7, 1);
+  storeRelaxedDevice(words + 8, 1);
+  storeReleaseDevice(words + 9, 1);
+  words[10] = addRelaxedDevice(words + 11, 1) + addAcqRelDevice(words + 12, 1);
+  longWords[0] = loadRelaxedSystem(longWords + 1) + loadAcquireSystem(longWords + 2);
+  longWords[3] = loadRelaxedDevice(longWords + 4) + loadAcquireDevice(longWords + 5);
+  storeRelaxedSystem(longWords + 6, 1);
+  storeReleaseSystem(longWords + 7, 1);
+  storeRelaxedDevice(longWords + 8, 1);
+  storeReleaseDevice(longWords + 9, now());
+  words[13] = lane();
+  relax();
+}
+"""
+INSTRUCTIONS = [
+    *(
+        f"{verb}.{order}.{scope}.global.{word}"
+        for verb, orders in (("ld", ("relaxed", "acquire")), ("st", ("relaxed", "release")))
+        for order in orders
+        for scope in ("gpu", "sys")
+        for word in ("u32", "u64")
+    ),
+    "atom.relaxed.gpu.global.add.u32",
+    "atom.acq_rel.gpu.global.add.u32",
+]
+
+
+@needs_nvcc
+def test_wrappers_are_the_instructions_of_their_names(tmp_path):
+    """The emulator runs none of these."""
+    source = tmp_path / "wrappers.cu"
+    source.write_text(WRAPPERS)
+    ptx = tmp_path / "wrappers.ptx"
+    subprocess.run(
+        [str(kernel_resources.NVCC), "-std=c++17", "-arch=sm_80", f"-I{ROOT}", "-ptx", str(source),
+         "-o", str(ptx)],
+        check=True,
+        timeout=300,
+    )  # fmt: skip
+    text = ptx.read_text()
+    found = re.findall(
+        r"^\s*((?:ld|st|atom)\.(?:relaxed|acquire|release|acq_rel)[\w.]*)", text, re.M
+    )
+    assert sorted(found) == sorted(INSTRUCTIONS)
+    assert "%globaltimer" in text
+    assert "%laneid" in text
+    assert "nanosleep" in text
+
+
 # ---- kernels
 
 

@@ -41,6 +41,17 @@ struct Thread {
   ThreadState state = ThreadState::kRunnable;
   size_t listed = 0;  // its place in the scheduler's list
   Where where;        // its last call
+  // Memory of an access that has been counted, and that the compiler may report in pieces.
+  const std::byte* counted = nullptr;
+  size_t countedBytes = 0;
+  void setCounted(const void* address, size_t bytes) {
+    counted = static_cast<const std::byte*>(address);
+    countedBytes = bytes;
+  }
+  bool isCounted(const void* address) const {
+    const auto* const byte = static_cast<const std::byte*>(address);
+    return byte >= counted && byte < counted + countedBytes;
+  }
   std::unique_ptr<Fiber> fiber;
   char last = 0;  // orders the thread's work before the end of the run, if the rank is killed
 };

@@ -17,7 +17,9 @@ enum class Access : uint8_t { kLoad, kStore, kUpdate };
 void beforeAtomic(const void* address, size_t bytes, Access access, Scope scope, Where where);
 // After an atomic store or update: threads that spin look again.
 void afterChange();
-// Before a plain access, in builds whose compiler reports these.
+// Before a plain access of a unit of up to 16 bytes. Compilers may report none of these.
+void beforeUnit(const void* address, size_t bytes, Access access);
+// Before any plain access, in builds whose compiler reports these.
 void beforePlain(const void* address, size_t bytes, Access access);
 
 // A spin has found nothing: the thread runs again once a word has changed, or time has passed.

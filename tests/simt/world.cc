@@ -33,7 +33,7 @@ class World::Impl {
   // For the running thread.
   Thread& current() { return *running_; }
   bool isInside() const { return running_ != nullptr; }
-  void beforeAtomic(const void* address, Access access, Scope scope, Where where);
+  void beforeAtomic(const void* address, size_t bytes, Access access, Scope scope, Where where);
   void beforePlain(const void* address, size_t bytes, Access access);
   void wakeSpinning();
   void spin(Where where);
@@ -435,7 +435,8 @@ std::string World::Impl::positions() const {
 
 // ---- calls of the running thread
 
-void World::Impl::beforeAtomic(const void* address, Access access, Scope scope, Where where) {
+void World::Impl::beforeAtomic(const void* address, size_t bytes, Access access, Scope scope,
+                               Where where) {
   const Block& block = *running_->block;
   running_->where = where;
   ++report_.atomics;
@@ -445,9 +446,12 @@ void World::Impl::beforeAtomic(const void* address, Access access, Scope scope, 
     fail(*problem, where);
   applyFaults();
   if (draw() % options_.switchOneIn == 0 || isStopped(*running_)) yield();
+  running_->setCounted(address, bytes);
 }
 
 void World::Impl::beforePlain(const void* address, size_t bytes, Access access) {
+  if (running_->isCounted(address)) return;
+  running_->countedBytes = 0;
   watch.plain(running_->block->launch.rank, address, bytes, access);
   if (draw() % options_.switchOneIn == 0) yield();
 }
@@ -555,15 +559,21 @@ bool World::isKilled(int rank) const {
 Report World::run() { return impl_->run(); }
 const Traffic& World::traffic(int rank) { return impl_->watch.traffic(rank); }
 
-void beforeAtomic(const void* address, size_t, Access access, Scope scope, Where where) {
+void beforeAtomic(const void* address, size_t bytes, Access access, Scope scope, Where where) {
   if (!world || !world->isInside()) return;
   const sanitizers::Ignored ignored;
-  world->beforeAtomic(address, access, scope, where);
+  world->beforeAtomic(address, bytes, access, scope, where);
 }
 void afterChange() {
   if (!world || !world->isInside()) return;
   const sanitizers::Ignored ignored;
   world->wakeSpinning();
+}
+void beforeUnit(const void* address, size_t bytes, Access access) {
+  if (!world || !world->isInside()) return;
+  const sanitizers::Ignored ignored;
+  world->beforePlain(address, bytes, access);
+  world->current().setCounted(address, bytes);
 }
 void beforePlain(const void* address, size_t bytes, Access access) {
   if (!world || !world->isInside() || sanitizers::Ignored::isActive()) return;

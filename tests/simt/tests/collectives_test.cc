@@ -3,6 +3,7 @@
 #include <deque>
 #include <gtest/gtest.h>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -75,10 +76,11 @@ struct Tensors {
 // A program: in each round another verb, on all ranks.
 class Program {
  public:
-  Program(World& world, VirtualGroup& group, const Case& with) : group_(group), case_(with) {
+  Program(World& world, VirtualGroup& group, const Case& with, std::optional<Verb> only = {})
+      : group_(group), case_(with) {
     for (uint32_t round = 1; round <= with.rounds; ++round) {
       tensors_.emplace_back(size_t(with.ranks));
-      verbs_.push_back(kVerbs[(with.random + round) % std::size(kVerbs)]);
+      verbs_.push_back(only.value_or(kVerbs[(with.random + round) % std::size(kVerbs)]));
       for (int rank = 0; rank < with.ranks; ++rank) call(round, rank);
     }
     for (auto& round : tensors_) {
@@ -284,6 +286,43 @@ struct Disturbed {
   VirtualGroup group;
   std::deque<std::vector<int32_t>> tensors;
 };
+
+#ifdef MOONCAKE_SIMT_PLAIN_ACCESSES
+// A rank reads each other rank's part once, over the wires between devices, and writes nothing there
+// but its signals: one for each block and peer. In its own memory it reads its input, publishes it,
+// reads that, and writes the result.
+TEST(Collectives, MoveNoMoreBytesThanTheyMust) {
+  constexpr int kRanks = 4;
+  constexpr size_t kCount = 2048, kBytes = 4 * kCount;
+  constexpr unsigned kBlocks = 2;
+  for (const Verb verb :
+       {Verb::kAllReduce, Verb::kReduceScatter, Verb::kAllGather, Verb::kAllToAll}) {
+    const bool hasParts = verb == Verb::kReduceScatter || verb == Verb::kAllToAll;
+    const size_t inputBytes = kBytes * (hasParts ? kRanks : 1);
+    World world({.seed = 3});
+    VirtualGroup group(world, {.ranks = kRanks, .blocks = kBlocks, .halfBytes = kBytes * kRanks});
+    Case with(1, kRanks);
+    with.count = kCount;
+    with.shift = 0;
+    with.rounds = 1;
+    Program program(world, group, with, verb);
+    group.start();
+    const Report report = world.run();
+    ASSERT_TRUE(report.ok) << report.problem;
+    program.check();
+    const size_t outputBytes =
+        verb == Verb::kAllGather || verb == Verb::kAllToAll ? kBytes * kRanks : kBytes;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const simt::Traffic& traffic = world.traffic(rank);
+      EXPECT_EQ(traffic.bytesReadThere, kBytes * (kRanks - 1));
+      EXPECT_EQ(traffic.bytesWrittenThere, 0u);
+      EXPECT_EQ(traffic.bytesReadHere, inputBytes + kBytes);
+      EXPECT_EQ(traffic.bytesWrittenHere, inputBytes + outputBytes);
+      EXPECT_EQ(traffic.remoteStores, kBlocks * (kRanks - 1));
+    }
+  }
+}
+#endif
 
 TEST(Collectives, KernelsEndThoughNoHostDecides) {
   for (uint64_t seed = 1; seed <= kSeeds / 2; ++seed) {
