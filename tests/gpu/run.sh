@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Tests and timings on a GPU, in parts of some minutes each. Where there is none it says so and succeeds.
-# Usage: tests/gpu/run.sh [driver] [suites] [speed]   without arguments: all three
+# Usage: tests/gpu/run.sh [driver] [kernels] [suites] [speed]   without arguments: all
 #   driver   the seam to CUDA's driver, function by function (C++): launches a kernel, shares memory between two
 #            processes, and kills its owner
+#   kernels  collectives by kernels, with one rank and with several on the GPU, and with ranks that are killed and stopped
 #   suites   the suites of device tensors, with tensors of CUDA
 #   speed    all_reduce of CUDA tensors beside its parts, beside NCCL and Gloo
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(driver suites speed)
+[ ${#parts[@]} -gt 0 ] || parts=(driver kernels suites speed)
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
   echo "no GPU on this machine: nothing to run"
   exit 0
@@ -45,6 +46,11 @@ driver() {
   for test in TwoMappingsShowOneMemory KernelsWriteSharedMemory MemoryOutlivesTheProcessThatIsKilled; do
     build/cpp-gpu/mooncake_tests --gtest_filter="Cuda/PeerMemorySuite/*.$test" | grep -E '^\[ .*(OK|FAILED|SKIPPED)'
   done
+}
+
+# One test at a time: the blocks of all ranks that wait for each other must fit on the GPU, or take turns.
+kernels() {
+  TEST_DEVICE=cuda python -m pytest -q -m '' tests/test_peer_kernels.py
 }
 
 # Ranks share the GPU if there are fewer than ranks.
