@@ -34,6 +34,17 @@ ActiveRanks::ActiveRanks(at::Tensor shown, int size)
   isFilled_->record(c10::impl::VirtualGuardImpl(shown_.device().type()).getStream(shown_.device()));
 }
 
+ActiveRanks::~ActiveRanks() {
+  if (!isFilled_) return;
+  c10::OptionalDeviceGuard on;
+  try {
+    on.reset_device(shown_.device());
+  } catch (const std::exception&) {
+    // The context is lost, so that no other one is made either.
+  }
+  isFilled_.reset();
+}
+
 void ActiveRanks::show(const GroupView& view) {
   int32_t* const elements = host_.mutable_data_ptr<int32_t>();
   for (int r = 0; r < size_; ++r) {

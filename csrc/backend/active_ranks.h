@@ -21,6 +21,8 @@ class ActiveRanks {
   // `shown`: the caller's tensor, or an undefined one. Earlier work of the current stream may still
   // fill it.
   ActiveRanks(at::Tensor shown, int size);
+  // Drops the event while its device is the current one: torch would make a context on another.
+  ~ActiveRanks();
 
   // Marks the ranks of the view in host memory. Any thread; never waits. A concurrent reader sees
   // each element before or after the change.

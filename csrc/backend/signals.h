@@ -32,6 +32,9 @@ class Interruptible : private SleepObserver {
   bool isActive() const { return isActive_; }
   using SleepObserver::kInterval;
   void onSleep() override;
+  // For waits of another kind, in their pauses: the innermost object of this thread runs the
+  // handlers, if the last time was kInterval ago. Does nothing without an object.
+  static void look();
   // After the wait: rethrows the exception that a handler raised, if one did.
   void rethrow() const {
     if (raised_.exception) std::rethrow_exception(raised_.exception);
@@ -49,7 +52,13 @@ class Interruptible : private SleepObserver {
  private:
   const bool isActive_;
   SleepObserver* before_ = nullptr;
+  Interruptible* outer_ = nullptr;
   RaisedBySignal raised_;
+};
+
+// For a wait that may end early without harm: its caller looks at wasInterrupted().
+class WaitInterrupt final : public Interruptible {
+  void giveUp(const std::string&) override {}
 };
 
 }  // namespace mooncake
