@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from datetime import timedelta
 
 import devices
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import until
+from mistakes import SPLITS
+from test_surface import merge_on_rank, sparse_on_rank, split_on_rank
 
 SIZE = 3
 SHARED = {"MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: "fake"}
@@ -331,6 +334,45 @@ def test_wait_that_blocks(form):
         ranks.call(waits_for_the_outputs)
 
 
+# ---- groups
+
+
+@pytest.mark.skipif(not SPLITS, reason="torch splits groups since 2.9")
+def test_split_and_merged_groups(form):
+    with crew(form) as ranks:
+        ranks.call(split_on_rank, f"split-{form}")
+    with crew(form) as ranks:
+        ranks.call(merge_on_rank)
+
+
+# ---- sparse tensors
+
+
+def sparse_sum_under_way(me):
+    """wait() orders the sum before later work of the stream. If the operation fails, the tensor
+    keeps its contents."""
+    given = torch.sparse_coo_tensor([[0, 2, 2], [1, me.rank, me.rank]], torch.ones(3), (3, 4))
+    work = dist.all_reduce(given, async_op=True)
+    work.wait()
+    expected = torch.zeros(3, 4)
+    expected[0, 1] = me.size
+    expected[2, : me.size] = 2
+    assert torch.equal(given.to_dense(), expected)
+    assert given.is_coalesced()
+    kind, text = harness.raised(dist.all_reduce, torch.ones(7 + (me.rank == 1)).to_sparse())
+    assert (kind, "rank 1 [8]" in text) == ("DistBackendError", True), text
+    kept = torch.ones(7 + (me.rank == 1)).to_sparse()
+    harness.raised(dist.all_reduce, kept)
+    assert torch.equal(kept.to_dense(), torch.ones(7 + (me.rank == 1)))
+
+
+def test_sparse_tensors(form):
+    with crew(form) as ranks:
+        ranks.call(sparse_sum_under_way)
+        for dtype in (torch.float32, torch.bfloat16):
+            ranks.call(sparse_on_rank, dtype, 300)
+
+
 # ---- losses
 
 STEPS = ["marked", "copies-in", "words", "fetched", "ran", "given-back"]
@@ -573,6 +615,341 @@ def stuck_stream(me):
 def test_a_stream_that_hangs_is_named():
     with crew("words", timeout=0.5) as ranks:
         ranks.call(stuck_stream)
+        ranks.broken = True
+
+
+# ---- messages
+
+
+def receive_waits_on_the_stream(me, form):
+    """wait() of a receive puts the data before later work of the current stream. With words it
+    returns before the message has been sent."""
+    if me.rank == 0:
+        if form == "words":
+            me.board.wait("waits")
+        dist.send(torch.arange(1000.0), 1)
+    if me.rank == 1:
+        taken = torch.full((1000,), -7.0)
+        work = dist.irecv(taken, 0)
+        work.wait()
+        result = taken.clone()
+        if form == "words":
+            assert not work.is_completed()
+            me.board.set("waits")
+        assert torch.equal(result, torch.arange(1000.0))
+        until(work.is_completed, "the end of the message")
+        assert work.is_success()
+    dist.barrier()
+
+
+def send_goes_when_its_data_is_there(me, form):
+    """The call returns ahead of the data. The tensor may be changed after wait(). Later messages of
+    the same tag wait, those of CPU tensors too, and those of other tags do not."""
+    if me.rank == 0:
+        given = torch.zeros(5000)
+        torch.accelerator.synchronize()
+        with held() as gate:
+            given.fill_(3)
+            work = dist.isend(given, 1, tag=1)
+            last = dist.isend(torch.full((3,), 4.0, device="cpu"), 1, tag=1)
+            dist.send(torch.full((3,), 5.0, device="cpu"), 1, tag=2)
+            me.board.wait("taken")
+            assert not work.is_completed()
+            if form == "words":
+                work.wait()
+                given.fill_(-1)
+            gate.open()
+        work.wait()
+        last.wait()
+    if me.rank == 1:
+        other, taken, last = torch.empty(3, device="cpu"), torch.empty(5000), torch.empty(3)
+        dist.recv(other, 0, tag=2)
+        me.board.set("taken")
+        dist.recv(taken, 0, tag=1)
+        dist.recv(last, 0, tag=1)
+        assert (other[0], taken[0], taken[-1], last[0]) == (5, 3, 3, 4)
+    dist.barrier()
+
+
+def messages_in_any_order(me):
+    """A message that the stream waits for holds up no message that comes before it."""
+    right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    for round in range(30):
+        first, second, third = (torch.full((700,), -1.0) for _ in range(3))
+        early = dist.irecv(first, left, tag=1)
+        dist.irecv(second, left, tag=2).wait()
+        answer = dist.isend(second + 1, right, tag=3)  # needs what comes next
+        other = torch.Stream(device=torch.accelerator.current_accelerator())
+        with other:
+            works = [dist.isend(torch.full((700,), float(round)), right, tag=2)]
+            dist.irecv(third, left, tag=3).wait()
+            works.append(dist.isend(third + 1, right, tag=1))
+            seen = third.clone()
+        early.wait()
+        for work in [answer, *works]:
+            work.wait()
+        torch.accelerator.current_stream().wait_stream(other)
+        assert (first[0], second[0], seen[0]) == (round + 2, round, round + 1)
+        assert first.unique().numel() == second.unique().numel() == 1
+
+
+def dropped_messages(me):
+    """A receive that the program has dropped still fills its tensor. A dropped send still goes."""
+    right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    for round in range(20):
+        taken = torch.full((3000,), -1.0)
+        dist.irecv(taken, left)
+        given = torch.full((3000,), float(me.rank + round))
+        dist.isend(given, right)
+        del given
+        torch.full((3000,), -2.0)  # in the memory of the input, were that free
+        dist.barrier()
+        until(lambda t=taken: t[0].item() != -1, "the data")
+        assert taken.tolist() == [float(left + round)] * 3000
+
+
+def failed_receive(me, form):
+    """The tensor keeps its contents, and the error is raised: by wait(), or by a later call."""
+    if me.rank == 0:
+        me.board.wait("waits")
+        dist.send(torch.ones(5), 1)
+    if me.rank == 1:
+        taken = torch.full((8,), -7.0)
+        work = dist.irecv(taken, 0)
+        if form == "words":
+            work.wait()
+            kept = taken.clone()
+            me.board.set("waits")
+            until(work.exception, "the error")
+            assert kept.tolist() == [-7.0] * 8
+        else:
+            me.board.set("waits")
+            kind, text = harness.raised(work.wait)
+            assert "20 bytes" in text, (kind, text)
+        assert taken.tolist() == [-7.0] * 8
+        dist.recv(torch.empty(5), 0)  # the message is kept
+    dist.barrier()
+
+
+def unseen_failure_of_a_message(me):
+    if me.rank == 0:
+        me.board.wait("waits")
+        dist.send(torch.ones(5), 1)
+    if me.rank == 1:
+        taken = torch.full((8,), -7.0)
+        dist.irecv(taken, 0).wait()
+        kept = taken.clone()
+        me.board.set("waits")
+        assert kept.tolist() == [-7.0] * 8  # waits for the end of the message
+        tensor = torch.full((8,), float(me.rank + 1))
+        kind, text = harness.raised(dist.all_reduce, tensor)
+        assert (kind, "20 bytes" in text) == ("ValueError", True), text
+        dist.recv(torch.empty(5), 0)
+    else:
+        tensor = torch.full((8,), float(me.rank + 1))
+        dist.all_reduce(tensor)
+    assert tensor.tolist() == [total(me.size)] * 8
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [total(me.size) * me.size] * 8
+
+
+def late_message(me, form):
+    """One that comes too late: the stream goes on after the message's timeout."""
+    harness.set_timeout(0.5)
+    if me.rank == 1:
+        taken = torch.full((8,), -7.0)
+        work = dist.irecv(taken, 0)
+        if form == "words":
+            work.wait()
+            assert taken.tolist() == [-7.0] * 8
+            kind, text = harness.raised(dist.send, torch.ones(1), 2)
+        else:
+            kind, text = harness.raised(work.wait)
+        assert (kind, "receive from rank 0 timed out" in text) == ("DistBackendError", True), text
+        with held() as gate:
+            work = dist.isend(torch.ones(1), 2, tag=1)
+            until(work.exception, "the error")
+            gate.open()
+        kind, text = harness.raised(work.wait)
+        assert "its data is not there: earlier work on the caller's stream" in text, (kind, text)
+
+
+def batch_of(*calls):
+    """One work for several calls."""
+    here = torch.device("fake", torch.accelerator.current_device_index())
+    with dist._coalescing_manager(device=here, async_ops=True) as batch:
+        for call, *arguments in calls:
+            call(*arguments)
+    return batch
+
+
+def batch_of_which_one_fails(me, form):
+    """The other receives of the batch have their data."""
+    if me.rank == 0:
+        taken, short = torch.full((4000,), -7.0), torch.full((3,), -7.0)
+        batch = batch_of((dist.irecv, short, 2), (dist.irecv, taken, 1))
+        if form == "words":
+            batch.wait()
+            me.board.set("waits")
+            assert taken.tolist() == [1.0] * 4000
+            kind, text = harness.raised(dist.all_reduce, torch.ones(1))
+        else:
+            me.board.set("waits")
+            kind, text = harness.raised(batch.wait)
+            assert taken.tolist() == [1.0] * 4000
+            dist.all_reduce(torch.ones(1))
+        assert (kind, "20 bytes" in text) == ("ValueError", True), text
+        assert short.tolist() == [-7.0] * 3
+        dist.recv(torch.empty(5), 2)
+        return
+    me.board.wait("waits")
+    dist.send(torch.ones(4000) if me.rank == 1 else torch.ones(5), 0)
+    dist.all_reduce(torch.ones(1))
+
+
+def batch_waits_on_the_stream(me):
+    """A batch of calls on a device: wait() returns before the other ranks have called theirs."""
+    right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    given, taken = torch.full((2000,), float(me.rank)), torch.full((2000,), -1.0)
+    if me.rank != 0:
+        me.board.wait("waits")
+    batch = batch_of((dist.irecv, taken, left), (dist.isend, given, right))
+    batch.wait()
+    result = taken.clone()
+    given.fill_(-1)
+    if me.rank == 0:
+        assert not batch.works[0].is_completed()
+        me.board.set("waits")
+    assert result.tolist() == [float(left)] * 2000
+
+
+def destroyed_while_a_stream_waits(me):
+    """The stream goes on, and the log has the error."""
+    if me.rank == 1:
+        taken = torch.full((8,), -7.0)
+        work = dist.irecv(taken, 0)
+        work.wait()
+        kept = taken.clone()
+    dist.destroy_process_group()
+    if me.rank == 1:
+        assert kept.tolist() == [-7.0] * 8
+        del work
+
+
+def from_any_source(me):
+    """The caller asks for the sender after wait()."""
+    if me.rank == 0:
+        taken = torch.empty(3)
+        assert [dist.recv(taken) for _ in range(2)] in ([1, 2], [2, 1])
+    else:
+        dist.send(torch.ones(3), 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("function", [dropped_messages, from_any_source], ids=lambda f: f.__name__)
+def test_messages(form, function):
+    with crew(form) as ranks:
+        ranks.call(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [receive_waits_on_the_stream, send_goes_when_its_data_is_there, failed_receive,
+     batch_of_which_one_fails],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_messages_of_each_form(form, function):
+    with crew(form) as ranks:
+        ranks.call(function, form)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [unseen_failure_of_a_message, batch_waits_on_the_stream, messages_in_any_order],
+    ids=lambda f: f.__name__,
+)
+def test_messages_that_streams_wait_for(function):
+    with crew("words") as ranks:
+        ranks.call(function)
+
+
+def test_a_message_that_is_late(form):
+    with crew(form) as ranks:
+        ranks.call(late_message, form)
+        ranks.broken = True
+
+
+def test_destroy_while_a_stream_waits():
+    with crew("words") as ranks:
+        ranks.call(destroyed_while_a_stream_waits)
+        ranks.broken = True
+        assert "no later call raised the error" in ranks.log(1)
+
+
+def outputs_are_late(me):
+    """The message has come, and its tensor's stream has not. wait() has the group's timeout."""
+    harness.set_timeout(1)
+    if me.rank == 0:
+        dist.send(torch.ones(8), 1)
+    if me.rank == 1:
+        taken = torch.full((8,), -7.0)
+        torch.accelerator.synchronize()
+        with held() as gate:
+            work = dist.irecv(taken, 0)
+            kind, text = harness.raised(work.wait)
+            gate.open()
+        assert "are not on fake:1 after the timeout of wait()" in text, (kind, text)
+        work.wait()
+        assert taken.tolist() == [1.0] * 8
+
+
+def test_outputs_that_are_late(form):
+    with crew(form, env={"MOONCAKE_BLOCKING_WAIT": "1"}) as ranks:
+        ranks.call(outputs_are_late)
+        ranks.broken = True
+
+
+# ---- Ctrl-C
+
+
+def interrupted(me, what):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tensor = torch.ones(8)
+    dist.all_reduce(tensor)
+    torch.accelerator.synchronize()
+    if me.rank == 1:
+        if what == "outputs":
+            dist.send(tensor, 0)
+        me.board.wait("interrupted")
+        return
+
+    def calls():
+        for _ in range(600):
+            dist.all_reduce(tensor, async_op=True)
+
+    waits = {
+        "operation": lambda: dist.all_reduce(tensor),
+        "outputs": lambda: dist.recv(tensor, 1),
+        "call": calls,
+    }
+    with held() as gate:
+        me.board.set("going")
+        with pytest.raises(KeyboardInterrupt):
+            waits[what]()
+        me.board.set("interrupted")
+        gate.open()
+
+
+@pytest.mark.parametrize("what", ["operation", "outputs", "call"])
+def test_ctrl_c_ends_a_wait_for_a_stream(what):
+    env = {"MOONCAKE_BLOCKING_WAIT": "1"}
+    with crew("words", size=2, env=env) as ranks:
+        ranks.start(interrupted, what)
+        ranks.board.wait("going")
+        time.sleep(0.5)
+        ranks.signal(0, signal.SIGINT)
+        ranks.board.wait("interrupted", 10)
+        ranks.results(10)
         ranks.broken = True
 
 

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE_LAYOUT, LAYOUTS, layout_options
+from conftest import BLOCKING_DEVICE_LAYOUT, DEVICE_LAYOUT, LAYOUTS, layout_options
 from harness import raised, until
 
 import mooncake_backend
@@ -19,7 +19,7 @@ CELL = 8192  # a message up to this size travels in a cell of the mailbox, a lar
 SIZES = [0, 1, 4, CELL - 4, CELL, CELL + 4, 100_000, 3_000_000]
 
 
-@pytest.fixture(params=[*LAYOUTS, DEVICE_LAYOUT], scope="module")
+@pytest.fixture(params=[*LAYOUTS, DEVICE_LAYOUT, BLOCKING_DEVICE_LAYOUT], scope="module")
 def layout(request):
     return request.param
 
@@ -29,6 +29,13 @@ def crew(layout, crews):
     """Ranks 0 and 1 share a host in every layout with shared memory; 2 is the other one of
     `mixed`."""
     return crews.get(layout, 3)
+
+
+@pytest.fixture
+def raises_in_wait(layout):
+    """On a device, wait() returns ahead of errors, unless it blocks: tests/test_device.py."""
+    if layout == "device":
+        pytest.skip("wait() makes the stream wait")
 
 
 def message(seed, size):
@@ -425,11 +432,13 @@ def test_any_source(crew, size):
     crew.call(any_source_on_rank, size)
 
 
+@pytest.mark.usefixtures("raises_in_wait")
 @pytest.mark.parametrize(("sent", "expected"), [(8, 12), (12, 8), (0, 4), (4, 0), (200, 100_000)])
 def test_a_wrong_size_keeps_the_message(crew, sent, expected):
     crew.call(mismatch_on_rank, sent, expected)
 
 
+@pytest.mark.usefixtures("raises_in_wait")
 def test_receives_from_who_has_left_the_group_end(crew):
     crew.call(receive_from_leavers_on_rank)
 
@@ -452,10 +461,12 @@ def test_beside_collectives(crew):
     crew.call(beside_collectives_on_rank)
 
 
+@pytest.mark.usefixtures("raises_in_wait")
 def test_timeout_of_wait(crew):
     crew.call(timeouts_on_rank, "wait-timeout")
 
 
+@pytest.mark.usefixtures("raises_in_wait")
 def test_never_sent(layout, two_hosts):
     harness.run_ranks(2, never_sent_on_rank, **layout_options(layout, 2, two_hosts))
 
@@ -464,6 +475,7 @@ def test_large_sends_are_received_backwards(crew):
     crew.call(backwards_on_rank, 64)
 
 
+@pytest.mark.usefixtures("raises_in_wait")
 def test_sends_that_were_given_up(crew):
     crew.call(given_up_on_rank, 20)
 

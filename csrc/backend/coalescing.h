@@ -12,6 +12,7 @@
 
 namespace mooncake {
 
+class MessageStaging;
 class Staging;
 
 // Blocks between startCoalescing() and endCoalescing(). Each thread has its own: the calls of
@@ -27,7 +28,8 @@ class Coalescing {
       at::Tensor tensor;
       int peer;
       int tag;
-      size_t place = 0;  // of its work in `works`; keep() sets it
+      std::shared_ptr<MessageStaging> staging;  // null: the tensor is the program's own
+      size_t place = 0;                         // of its work in `works`; keep() sets it
     };
     std::vector<KeptMessage> messages;
     std::vector<WorkPtr> works;  // in the order of the calls; null: a kept message
@@ -35,6 +37,7 @@ class Coalescing {
     // Of the calls with tensors of a device, in their order.
     std::vector<std::shared_ptr<Staging>> stagings;
     std::vector<at::Tensor> outputs;       // of these calls
+    bool waitsOnHost = false;              // as one of these calls does
     std::atomic<bool> isAbandoned{false};  // a thread waited for one of its messages
   };
 

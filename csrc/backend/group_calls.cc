@@ -48,7 +48,8 @@ MooncakeBackend::WorkPtr MooncakeBackend::endCoalescing() {
       for (size_t i = 0; i < batch.messages.size(); ++i) {
         const auto& kept = batch.messages[i];
         if ((kept.type == c10d::OpType::SEND) != isSend) continue;
-        posted.push_back(start(kept.type, std::move(memories[i]), kept.peer, kept.tag));
+        posted.push_back(
+            start(kept.type, std::move(memories[i]), kept.peer, kept.tag, kept.staging));
         batch.works[kept.place] = posted.back();
       }
     }

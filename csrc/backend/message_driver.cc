@@ -1,6 +1,7 @@
 #include "backend/message_driver.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/thread.h"
@@ -12,6 +13,8 @@ namespace {
 constexpr auto kLookBesideWaiter = std::chrono::milliseconds(10);
 // How long the thread sleeps at the doorbell before it looks for deadlines and for stop().
 constexpr auto kLookAlone = std::chrono::milliseconds(50);
+// Longest time between two looks at a send whose data is not there yet.
+constexpr auto kLookForData = std::chrono::microseconds(200);
 // A blocking receive is over before this. Only messages that last longer are worth the thread.
 constexpr auto kGrace = std::chrono::milliseconds(1);
 // A caller that waits for a message that was just ended needs a turn on a core, and perhaps time
@@ -37,8 +40,8 @@ bool MessageDriver::stop() {
   if (isFirst) {  // the second time the group may be gone
     if (thread_.joinable()) thread_.join();
     messages_.abort({ErrorCode::kAborted, "the group was destroyed"});
-    std::lock_guard lock(mutex_);
-    notifyFinished();
+    std::unique_lock lock(mutex_);
+    notifyFinished(lock);
   }
   return messages_.close(Deadline::after(kToGetOut));
 }
@@ -58,23 +61,71 @@ Status MessageDriver::watch() {
 
 void MessageDriver::whenFinished(std::shared_ptr<Message> message, std::function<void()> task) {
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     waiting_.emplace_back(message, std::move(task));
-    notifyFinished();
+    notifyFinished(lock);
   }
   const Status watched = watch();
   if (watched.ok()) return;
   messages_.cancel(*message, watched.error());
-  std::lock_guard lock(mutex_);
-  notifyFinished();
+  std::unique_lock lock(mutex_);
+  notifyFinished(lock);
 }
 
-// With the lock.
-void MessageDriver::notifyFinished() {
-  const auto finished = std::stable_partition(waiting_.begin(), waiting_.end(),
-                                              [](const auto& w) { return !w.first->finished(); });
-  for (auto it = finished; it != waiting_.end(); ++it) completions_->post(std::move(it->second));
-  waiting_.erase(finished, waiting_.end());
+void MessageDriver::settleWhenFinished(std::shared_ptr<Message> message,
+                                       std::function<void()> task) {
+  if (message->finished()) return settle(std::move(task));
+  {
+    std::lock_guard lock(mutex_);
+    settling_.emplace_back(message, std::move(task));
+  }
+  const Status watched = watch();
+  group_.window().bell().ring();  // the thread may sleep there for an earlier message
+  if (watched.ok()) return;
+  messages_.cancel(*message, watched.error());
+  std::unique_lock lock(mutex_);
+  notifyFinished(lock);
+}
+
+void MessageDriver::settle(std::function<void()> task) {
+  task();
+  completions_->post([task = std::move(task)] {});
+}
+
+MessageDriver::Tasks MessageDriver::takeFinished(Tasks& tasks) {
+  const auto finished = std::stable_partition(tasks.begin(), tasks.end(),
+                                              [](const auto& t) { return !t.first->finished(); });
+  Tasks taken(std::make_move_iterator(finished), std::make_move_iterator(tasks.end()));
+  tasks.erase(finished, tasks.end());
+  return taken;
+}
+
+// With the lock, which it gives away while tasks run.
+void MessageDriver::notifyFinished(std::unique_lock<std::mutex>& lock) {
+  Tasks settled = takeFinished(settling_);
+  Tasks notified = takeFinished(waiting_);
+  lock.unlock();
+  for (auto& [message, task] : settled) settle(std::move(task));
+  for (auto& [message, task] : notified) completions_->post(std::move(task));
+  lock.lock();
+}
+
+bool MessageDriver::isSomeFinished() {
+  std::lock_guard lock(mutex_);
+  return std::ranges::any_of(settling_, [](const auto& t) { return t.first->finished(); });
+}
+
+// Without the lock. Sleeps at the doorbell until there is news. Returns whether nothing is under way.
+bool MessageDriver::look() {
+  bool isIdle = messages_.progress();
+  const bool awaitsData = messages_.awaitsData();
+  Waiter waiter = group_.waiter(Deadline::after(awaitsData ? kLookForData : kLookAlone));
+  waiter.spin = {.pauses = 0, .yields = 0};
+  waiter.until([&] {
+    isIdle = messages_.progress();
+    return isIdle || messages_.awaitsData() != awaitsData || isSomeFinished();
+  });
+  return messages_.progress();
 }
 
 void MessageDriver::run() {
@@ -83,25 +134,19 @@ void MessageDriver::run() {
     changed_.wait(lock, [&] { return stopping_ || pending_; });
     // Stays awake for a while after the last message, so that a series of them does not wake it one
     // by one.
-    changed_.wait_for(lock, kGrace, [&] { return stopping_; });
+    changed_.wait_for(lock, kGrace, [&] { return stopping_ || isUrgent(); });
     while (!stopping_ && pending_) {
       pending_ = false;  // a message that is posted meanwhile sets it again
+      const bool looks = isUrgent() || messages_.drivers() == 0;
       lock.unlock();
-      bool idle = false;
-      const bool alone = messages_.drivers() == 0;
-      if (alone) {
-        Waiter waiter = group_.waiter(Deadline::after(kLookAlone));
-        waiter.spin = {.pauses = 0, .yields = 0};
-        waiter.until([&] { return (idle = messages_.progress()); });
-        idle = messages_.progress();
-      }
+      const bool isIdle = looks && look();
       lock.lock();
-      notifyFinished();
-      if (alone) {
-        pending_ = pending_ || !idle || !waiting_.empty();
+      notifyFinished(lock);
+      if (looks) {
+        pending_ = pending_ || !isIdle || !waiting_.empty() || !settling_.empty();
       } else {
         pending_ = true;
-        changed_.wait_for(lock, kLookBesideWaiter, [&] { return stopping_; });
+        changed_.wait_for(lock, kLookBesideWaiter, [&] { return stopping_ || isUrgent(); });
       }
     }
     if (stopping_) return;

@@ -33,13 +33,25 @@ class MessageDriver {
   // Runs the task on the completion thread once the message is finished. If there is no thread for
   // its progress, the message is cancelled.
   void whenFinished(std::shared_ptr<Message> message, std::function<void()> task);
+  // Runs the task on our thread once the message is finished, or on this one if it is already. The
+  // task must neither wait nor need Python's lock: a stream may wait for it. The completion thread
+  // drops it.
+  void settleWhenFinished(std::shared_ptr<Message> message, std::function<void()> task);
   // Ends every message that is under way, and our thread. True: no other thread is in messages(),
   // so the group may go. False: one still is.
   bool stop();
 
  private:
+  using Tasks = std::vector<std::pair<std::shared_ptr<Message>, std::function<void()>>>;
+
+  // The tasks of finished messages, taken out of the list.
+  static Tasks takeFinished(Tasks& tasks);
   void run();
-  void notifyFinished();
+  bool look();
+  bool isUrgent() const { return !settling_.empty() || messages_.awaitsData(); }
+  bool isSomeFinished();
+  void settle(std::function<void()> task);
+  void notifyFinished(std::unique_lock<std::mutex>& lock);
 
   Group& group_;
   const std::shared_ptr<Completions> completions_;
@@ -49,7 +61,8 @@ class MessageDriver {
   std::condition_variable changed_;
   bool pending_ = false;
   bool stopping_ = false;
-  std::vector<std::pair<std::shared_ptr<Message>, std::function<void()>>> waiting_;
+  Tasks waiting_;
+  Tasks settling_;
   std::thread thread_;  // started by the first message that is not finished at once
 };
 

@@ -129,13 +129,17 @@ void MessageWork::takeOverQuietly() {
   }
 }
 
+void MessageWork::endProfile() {
+  if (!isProfileEnded_.exchange(true) && recordFunctionEndCallback_) recordFunctionEndCallback_();
+}
+
 const std::shared_ptr<Completions>& MessageWork::completions() const {
   return driver_->completions();
 }
 
 void MessageWork::takeOver() {
   std::call_once(taken_, [&] {
-    if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+    endProfile();
     if (message_->kind() != Message::Kind::kReceive) return;
     if (message_->status().ok()) memory_->copyBack();
     if (isLostQuietly()) memory_->clear();

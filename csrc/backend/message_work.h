@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -38,6 +39,11 @@ class MessageWork : public c10d::Work {
   // If the message ended because its peer is lost: the peer, or all other ranks for a receive from
   // any source. Else empty.
   std::vector<int> failedRanks() const;
+  // True once the message has ended well, or has lost its peer quietly: a receive then gives zeros.
+  bool hasResult() const { return isSuccess() || (message_->finished() && isLostQuietly()); }
+  // Ends the call's event for torch's profiler, if the end of the message has not done so.
+  void endProfile();
+  const std::shared_ptr<Message>& message() const { return message_; }
   // Copies a finished receive to its tensor. If torch throws, the caller's own wait() raises that.
   void takeOverQuietly();
   int capacity() const { return capacity_; }
@@ -58,6 +64,7 @@ class MessageWork : public c10d::Work {
   const std::shared_ptr<Message> message_;
   const std::shared_ptr<MessageMemory> memory_;
   std::once_flag taken_;
+  std::atomic<bool> isProfileEnded_{false};
 };
 
 }  // namespace mooncake

@@ -399,19 +399,23 @@ std::shared_ptr<MessageMemory> MooncakeBackend::memoryOf(const at::Tensor& tenso
   return std::make_shared<MessageMemory>(tensor, completions_);
 }
 
-c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type,
-                                                       std::shared_ptr<MessageMemory> memory,
-                                                       int peer, int tag) {
+c10::intrusive_ptr<MessageWork> MooncakeBackend::start(
+    c10d::OpType type, std::shared_ptr<MessageMemory> memory, int peer, int tag,
+    const std::shared_ptr<MessageStaging>& staging) {
   const Deadline until = deadline(options_.messageTimeout.value_or(options_.timeout));
   const uint64_t key = hooks_->newKey();
   const Profile profile = profileOf(options_.name, type, memory->tensor());
   PointToPoint& messages = messages_->messages();
+  PointToPoint::HasData hasData;
+  if (staging) hasData = [staging] { return staging->hasData(); };
   auto message =
       type == c10d::OpType::SEND
-          ? messages.send(memory->bytes(), peer, uint32_t(tag), until, tellingOf(key), memory)
+          ? messages.send(memory->bytes(), peer, uint32_t(tag), until, tellingOf(key), memory,
+                          std::move(hasData))
           : messages.receive(memory->place(), peer, uint32_t(tag), until, tellingOf(key), memory);
   auto work = c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_, message,
                                                memory, profile, key);
+  if (staging) settleWhenFinished(work, staging);
   // If the caller drops the work, the data must still reach its tensor.
   if (type != c10d::OpType::SEND && memory->isCopy()) {
     if (work->finished()) {
@@ -428,17 +432,32 @@ c10::intrusive_ptr<MessageWork> MooncakeBackend::start(c10d::OpType type,
   return work;
 }
 
+void MooncakeBackend::settleWhenFinished(const c10::intrusive_ptr<MessageWork>& work,
+                                         const std::shared_ptr<MessageStaging>& staging) {
+  staging->watch(work);
+  messages_->settleWhenFinished(work->message(), [staging] {
+    try {
+      staging->settle();
+    } catch (const std::exception&) {  // of torch. wait() copies again, and raises
+      staging->release();
+    }
+  });
+}
+
 MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at::Tensor>& tensors,
                                                int peer, int tag) {
   refuseInForkedChild();
+  // The call of a message on a device has no other staging.
+  const auto staging = std::static_pointer_cast<MessageStaging>(Staging::takeCurrent());
   return withinBatch([&]() -> WorkPtr {
     checkMessage(type, tensors, peer, tag);
     throwIfError(checkTensor(tensors[0], "the tensor of a message"));
     if (const auto batch = coalescing_.current()) {
-      return Coalescing::keep(batch, rank_,
-                              {.type = type, .tensor = tensors[0], .peer = peer, .tag = tag});
+      return Coalescing::keep(
+          batch, rank_,
+          {.type = type, .tensor = tensors[0], .peer = peer, .tag = tag, .staging = staging});
     }
-    return start(type, memoryOf(tensors[0]), peer, tag);
+    return start(type, memoryOf(tensors[0]), peer, tag, staging);
   });
 }
 

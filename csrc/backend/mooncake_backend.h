@@ -21,6 +21,7 @@
 #include "backend/collective_queue.h"
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
+#include "backend/device/message_staging.h"
 #include "backend/device/staging.h"
 #include "backend/job.h"
 #include "backend/message_driver.h"
@@ -244,7 +245,10 @@ class MooncakeBackend : public c10d::Backend {
   WorkPtr post(c10d::OpType type, std::vector<at::Tensor>& tensors, int peer, int tag);
   std::shared_ptr<MessageMemory> memoryOf(const at::Tensor& tensor) const;
   c10::intrusive_ptr<MessageWork> start(c10d::OpType type, std::shared_ptr<MessageMemory> memory,
-                                        int peer, int tag);
+                                        int peer, int tag,
+                                        const std::shared_ptr<MessageStaging>& staging);
+  void settleWhenFinished(const c10::intrusive_ptr<MessageWork>& work,
+                          const std::shared_ptr<MessageStaging>& staging);
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* operation) const;
   void leakAll();
   int jobRank(int rank) const;

@@ -52,9 +52,10 @@ PointToPoint::~PointToPoint() {
 }
 
 std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
-                                            Deadline deadline, OnDone onDone, Owner owner) {
+                                            Deadline deadline, OnDone onDone, Owner owner,
+                                            HasData hasData) {
   return post(Kind::kSend, to, tag, readOnly(data), deadline, std::move(onDone), 0,
-              std::move(owner));
+              std::move(owner), std::move(hasData));
 }
 
 std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int from, uint32_t tag,
@@ -101,10 +102,12 @@ void PointToPoint::closeWindow(uint32_t window) {
 
 std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32_t tag,
                                             std::span<std::byte> data, Deadline deadline,
-                                            OnDone onDone, uint64_t offset, Owner owner) {
+                                            OnDone onDone, uint64_t offset, Owner owner,
+                                            HasData hasData) {
   std::shared_ptr<Message> message(
       new Message(kind, peer, tag, data, deadline, offset, std::move(owner)));
   message->onDone_ = std::move(onDone);
+  message->hasData_ = std::move(hasData);
   std::lock_guard lock(progressLock_);
   if (!aborted_.ok()) {
     end(*message, aborted_);
@@ -189,6 +192,7 @@ bool PointToPoint::progress() {
 
 bool PointToPoint::progressLocked() {
   if (owes()) payAcks();
+  awaitsData_ = false;
   if (active_.empty() && !oneSided_.any()) return !owes();
   // All arrivals are taken in before any message is matched. Then messages are visited in the order
   // of the calls. So an earlier receive takes the earlier message, and a send that cannot move
@@ -205,6 +209,7 @@ bool PointToPoint::progressLocked() {
   const bool fromAll = oneSided_.any();
   for (int from = 0; from < group_.size(); ++from) {
     pairs_[from].sendsHeld = false;
+    pairs_[from].tagsHeld.clear();
     const bool wanted = std::exchange(pairs_[from].wanted, false) || fromAll;
     if (wanted && from != group_.rank()) takeIn(from);
   }
@@ -403,6 +408,10 @@ std::string PointToPoint::whatIsMissing(const Message& message) {
   const std::string tag = " a message with tag " + std::to_string(message.tag_);
   switch (message.kind_) {
     case Kind::kSend:
+      if (message.hasData_) {
+        return "its data is not there: earlier work on the caller's stream still runs. Find the "
+               "work that hangs, or give the group a longer timeout";
+      }
       return "the other side did not receive" + tag;
     case Kind::kReceive:
       return message.fetch_ ? "the other side announced" + tag +
@@ -424,6 +433,7 @@ void PointToPoint::end(Message& message, Status status) {
   if (const Status usable = group_.usable(); !usable.ok() && !status.ok()) status = usable;
   if (message.isSent() && message.region_) pairs_[message.peer_].announced.erase(message.number_);
   message.region_ = MemoryRegion();
+  message.hasData_ = nullptr;
   message.owner_.reset();  // no transfer touches the data any more
   message.status_ = std::move(status);
   message.finished_.store(true, std::memory_order_release);

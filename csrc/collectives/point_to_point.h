@@ -68,7 +68,9 @@ class Message {
   bool isAcknowledged_ = false;        // large send: the receiver has fetched it
   RemoteRegion source_;                // large receive: region of the message
   std::unique_ptr<Completion> fetch_;  // large receive: the fetch in flight
-  uint64_t reconnections_ = 0;         // Pair::reconnections when the fetch began
+  std::function<Result<bool>()>
+      hasData_;                 // send: see PointToPoint::HasData; null: the data is there
+  uint64_t reconnections_ = 0;  // Pair::reconnections when the fetch began
   std::function<void()> onDone_;
   Status status_;
   std::atomic<bool> finished_{false};
@@ -98,9 +100,15 @@ class PointToPoint {
   // the data.
   using Owner = std::shared_ptr<const void>;
 
+  // Returns whether the data of a send is there. Until then the send waits, and so do later ones to
+  // the same rank with the same tag. An error ends the message. Called by each look at the message,
+  // with our lock held: it must neither wait nor call this object. Null: the data is there.
+  using HasData = std::function<Result<bool>()>;
+
   // Neither send() nor receive() waits. The data belongs to the message until it is finished.
   std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag,
-                                Deadline deadline, OnDone onDone = nullptr, Owner owner = nullptr);
+                                Deadline deadline, OnDone onDone = nullptr, Owner owner = nullptr,
+                                HasData hasData = nullptr);
   std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag,
                                    Deadline deadline, OnDone onDone = nullptr,
                                    Owner owner = nullptr);
@@ -133,6 +141,9 @@ class PointToPoint {
   // True while acknowledgements wait for peers to read earlier ones. Some thread must drive the
   // progress meanwhile, even if every message has ended.
   bool owes() const { return owes_.load(std::memory_order_acquire); }
+  // True if the last look has found a send whose data is not there yet. No bell rings when it comes:
+  // some thread must look again and again.
+  bool awaitsData() const { return awaitsData_.load(std::memory_order_acquire); }
   int ranks() const { return int(pairs_.size()); }  // of the group
   // Number of threads in wait() or progress().
   uint32_t drivers() const { return drivers_.inside(); }
@@ -172,6 +183,7 @@ class PointToPoint {
     std::optional<uint64_t> left;  // the peer has left the group: number of its messages to us
     bool wanted = false;           // a receive waits for a message of this rank
     bool sendsHeld = false;  // a send to this rank waits for a free cell, and so do the later ones
+    std::vector<uint32_t> tagsHeld;  // tags of sends to this rank that wait for their data
     size_t earlyBytes = 0;
     std::list<Early> early;  // by number
     // Large messages to the peer that are under way, by number. One that was given up is not here.
@@ -188,11 +200,12 @@ class PointToPoint {
 
   std::shared_ptr<Message> post(Kind kind, int peer, uint32_t tag, std::span<std::byte> data,
                                 Deadline deadline, OnDone onDone, uint64_t offset = 0,
-                                Owner owner = nullptr);
+                                Owner owner = nullptr, HasData hasData = nullptr);
   bool drive(const Message& message, Deadline deadline);
   bool progressLocked();
   bool advance(Message& message);
   bool advanceSend(Message& message);
+  bool findData(Message& message);
   bool announce(Message& message);
   bool applyHere(Message& message);
   bool advanceAwait(Message& message);
@@ -233,6 +246,7 @@ class PointToPoint {
   OneSided oneSided_;
   std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
   std::atomic<bool> owes_{false};               // written with the lock
+  std::atomic<bool> awaitsData_{false};         // written with the lock
   Status aborted_;
   std::unique_ptr<MailboxCell> outgoing_;  // the cell being filled, for a mapped peer
 };

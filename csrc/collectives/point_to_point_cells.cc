@@ -33,6 +33,7 @@ bool PointToPoint::advanceSend(Message& message) {
   }
   // A lost rank's mailbox may still be mapped and may still show free cells.
   if (pair.sendsHeld || pair.isGone || pair.left) return false;
+  if (message.kind_ == Message::Kind::kSend && !findData(message)) return message.finished();
   pair.sendsHeld = true;  // until it has a cell
   const uint64_t taken = mailboxOf(message.peer_).taken.load(std::memory_order_acquire);
   if (pair.sent - taken >= kMailboxCells) return false;
@@ -59,6 +60,26 @@ bool PointToPoint::advanceSend(Message& message) {
   }
   if (!isLarge) end(message, {});
   return !isLarge;
+}
+
+// True if the data of a send is there, and no earlier send with its tag waits. False: it waits, or has
+// ended with an error.
+bool PointToPoint::findData(Message& message) {
+  std::vector<uint32_t>& held = pairs_[message.peer_].tagsHeld;
+  if (std::ranges::find(held, message.tag_) != held.end()) return false;
+  if (!message.hasData_) return true;
+  const auto isThere = message.hasData_();
+  if (!isThere.ok()) {
+    end(message, Error{isThere.error().code, titleOf(message) + ": " + isThere.error().message});
+    return false;
+  }
+  if (*isThere) {
+    message.hasData_ = nullptr;
+    return true;
+  }
+  held.push_back(message.tag_);
+  awaitsData_ = true;
+  return false;
 }
 
 // Registers the data for the other side to fetch. False: the message has ended with an error, or it

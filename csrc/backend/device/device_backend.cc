@@ -6,7 +6,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "backend/arguments.h"
+#include "backend/batch_work.h"
 #include "backend/device/host_staging.h"
+#include "backend/device/sparse_staging.h"
 #include "backend/device/stream_staging.h"
 #include "base/log.h"
 
@@ -27,6 +29,10 @@ const at::Tensor* firstDefined(at::TensorList tensors) {
   return nullptr;
 }
 
+c10::Stream currentStream(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
 Tensors flat(const std::vector<Tensors>& lists) {
   Tensors all;
   for (const Tensors& list : lists) all.insert(all.end(), list.begin(), list.end());
@@ -43,20 +49,6 @@ Tensors outputs(Staging& staging, const Tensors& tensors, const char* what) {
   Tensors copies;
   for (const at::Tensor& tensor : tensors) copies.push_back(staging.output(tensor, what));
   return copies;
-}
-
-// If the caller drops the work, received data must still reach their tensors.
-void giveBackWhenDone(c10d::Work& work, std::vector<std::shared_ptr<Staging>> stagings) {
-  work.getFuture()->addCallback([stagings = std::move(stagings)](c10::ivalue::Future& future) {
-    if (future.hasError()) return;
-    for (const auto& staging : stagings) {
-      try {
-        staging->giveBack();
-      } catch (const std::exception&) {
-        // Of torch. wait() copies again, and raises.
-      }
-    }
-  });
 }
 
 std::vector<Tensors> inputs(Staging& staging, const std::vector<Tensors>& lists, const char* what) {
@@ -79,7 +71,7 @@ std::vector<Tensors> outputs(Staging& staging, const std::vector<Tensors>& lists
 void DeviceBackend::shutdown() {
   if (route_) route_->drain(Deadline::after(effective(c10d::kUnsetTimeout)));
   MooncakeBackend::shutdown();
-  const UnseenErrors::Unseen unseen = unseen_.first();
+  const UnseenErrors::Unseen unseen = unseen_->first();
   if (!unseen.error || unseen.isRaised->exchange(true)) return;
   try {
     std::rethrow_exception(unseen.error);
@@ -113,12 +105,19 @@ std::shared_ptr<Staging> DeviceBackend::stagingFor(at::TensorList tensors,
   return first && isOfDevice(*first) ? stagingOn(first->device(), timeout) : nullptr;
 }
 
-std::shared_ptr<Staging> DeviceBackend::messageStagingFor(at::TensorList tensors) {
+std::shared_ptr<MessageStaging> DeviceBackend::messageStagingFor(at::TensorList tensors) {
   const at::Tensor* const first = firstDefined(tensors);
   if (!first || !isOfDevice(*first)) return nullptr;
-  const auto streams = streamsOn(first->device());
-  return std::make_shared<HostStaging>(streams, streams->messages(),
-                                       effective(c10d::kUnsetTimeout));
+  return std::make_shared<MessageStaging>(
+      streamsOn(first->device()), currentStream(first->device()), effective(c10d::kUnsetTimeout));
+}
+
+DeviceWork::Waiting DeviceBackend::waiting(bool onHost) {
+  return {.unseen = unseen_,
+          .earlier = unseen_->first(),
+          .onHost = onHost,
+          .blocks = options().blockingWait,
+          .limit = effective(c10d::kUnsetTimeout)};
 }
 
 PeerRoute& DeviceBackend::route() {
@@ -148,40 +147,37 @@ DeviceBackend::WorkPtr DeviceBackend::byKernel(const PeerRoute::Call& call,
 }
 
 DeviceBackend::WorkPtr DeviceBackend::deviceWork(const std::shared_ptr<Staging>& staging,
-                                                 Tensors outputs, WorkPtr host) {
-  const auto batch = openBatch();
-  if (batch) {
+                                                 Tensors outputs, WorkPtr host, bool onHost) {
+  DeviceWork::Waiting ending{.onHost = true, .limit = effective(c10d::kUnsetTimeout)};
+  if (const auto batch = openBatch()) {
     batch->stagings.push_back(staging);
     batch->outputs.insert(batch->outputs.end(), outputs.begin(), outputs.end());
+    batch->waitsOnHost |= onHost;
+    if (!host) return nullptr;  // a call of a batch, which raises at the batch's end
+  } else {
+    ending = waiting(onHost);  // else the batch's work is the one that is waited for
   }
-  if (!host) return nullptr;  // a call of a batch, which raises at the batch's end
   const c10d::OpType type = host->retrieveOpType();
-  DeviceWork::Waiting waiting{.blocks = options().blockingWait};
-  if (!batch) {  // else the batch's work is the one that is waited for
-    waiting.earlier = unseen_.first();
-    if (staging->isOrdered()) {
-      if (auto work = c10::dynamic_intrusive_pointer_cast<CollectiveWork>(host))
-        waiting.isRaised = unseen_.add(std::move(work));
-    }
-  }
   return c10::make_intrusive<DeviceWork>(rank_, type, std::move(host),
                                          std::vector<std::shared_ptr<Staging>>{staging},
-                                         std::move(outputs), std::move(waiting));
+                                         std::move(outputs), std::move(ending));
 }
 
 template <typename Call>
 DeviceBackend::WorkPtr DeviceBackend::staged(const std::shared_ptr<Staging>& staging,
-                                             Tensors outputs, Call&& call) {
+                                             Tensors outputs, Call&& call, bool onHost) {
   WorkPtr host;
   {
     const Staging::Scope scope(staging);
     host = call();
   }
-  return deviceWork(staging, std::move(outputs), std::move(host));
+  return deviceWork(staging, std::move(outputs), std::move(host), onHost);
 }
 
 DeviceBackend::WorkPtr DeviceBackend::allreduce(Tensors& tensors,
                                                 const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && isOfDevice(tensors[0]) && tensors[0].layout() == at::kSparse)
+    return allreduceSparse(tensors[0], opts);
   if (tensors.size() == 1 && opts.reduceOp != c10d::ReduceOp::PREMUL_SUM) {
     const at::Tensor& tensor = tensors[0];
     const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
@@ -198,6 +194,16 @@ DeviceBackend::WorkPtr DeviceBackend::allreduce(Tensors& tensors,
   for (const at::Tensor& tensor : tensors)
     host.push_back(staging->inOut(tensor, "the tensor of all_reduce"));
   return staged(staging, tensors, [&] { return MooncakeBackend::allreduce(host, opts); });
+}
+
+DeviceBackend::WorkPtr DeviceBackend::allreduceSparse(const at::Tensor& tensor,
+                                                      const c10d::AllreduceOptions& opts) {
+  const c10::Device device = tensor.device();
+  const auto streams = streamsOn(device);
+  const auto staging = std::make_shared<SparseStaging>(
+      streams, streams->messages(currentStream(device)), effective(opts.timeout));
+  Tensors host{staging->sparse(tensor, "the sparse tensor of all_reduce")};
+  return staged(staging, {tensor}, [&] { return MooncakeBackend::allreduce(host, opts); });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::broadcast(Tensors& tensors,
@@ -314,8 +320,9 @@ DeviceBackend::WorkPtr DeviceBackend::barrier(const c10d::BarrierOptions& opts) 
   }
   if (!device || device->is_cpu()) return MooncakeBackend::barrier(opts);
   if (!device->has_index()) device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
-  return staged(stagingOn(*device, opts.timeout), {},
-                [&] { return MooncakeBackend::barrier(opts); });
+  return staged(
+      stagingOn(*device, opts.timeout), {}, [&] { return MooncakeBackend::barrier(opts); },
+      /*onHost=*/true);
 }
 
 DeviceBackend::WorkPtr DeviceBackend::gather(std::vector<Tensors>& outs, Tensors& ins,
@@ -402,11 +409,11 @@ DeviceBackend::WorkPtr DeviceBackend::endCoalescing() {
   const auto batch = openBatch();
   WorkPtr host = MooncakeBackend::endCoalescing();
   if (!batch || batch->stagings.empty()) return host;
-  giveBackWhenDone(*host, batch->stagings);
-  DeviceWork::Waiting waiting{.earlier = unseen_.first(), .blocks = options().blockingWait};
+  const auto& calls = dynamic_cast<BatchWork&>(*host).works();
+  const bool onHost = batch->waitsOnHost || calls.size() != batch->stagings.size();
   return c10::make_intrusive<DeviceWork>(rank_, c10d::OpType::COALESCED, std::move(host),
                                          std::move(batch->stagings), std::move(batch->outputs),
-                                         std::move(waiting));
+                                         waiting(onHost));
 }
 
 DeviceBackend::WorkPtr DeviceBackend::send(Tensors& tensors, int to, int tag) {
@@ -416,30 +423,31 @@ DeviceBackend::WorkPtr DeviceBackend::send(Tensors& tensors, int to, int tag) {
     Tensors host = inputs(*staging, tensors, "the tensor of send");
     checkMessage(c10d::OpType::SEND, host, to, tag);
     staging->mark();
-    throwIfError(staging->fetch(group()));
-    return deviceWork(staging, tensors, MooncakeBackend::send(host, to, tag));
+    return staged(staging, tensors, [&] { return MooncakeBackend::send(host, to, tag); });
   });
 }
 
 template <typename Receive>
-DeviceBackend::WorkPtr DeviceBackend::receive(Tensors& tensors, Receive&& receive) {
+DeviceBackend::WorkPtr DeviceBackend::receive(Tensors& tensors, bool onHost, Receive&& receive) {
   return withinBatch([&]() -> WorkPtr {
     const auto staging = messageStagingFor(tensors);
     if (!staging) return receive(tensors);
     Tensors host = outputs(*staging, tensors, "the tensor of recv");
     staging->mark();
-    WorkPtr work = receive(host);
-    if (work && !openBatch()) giveBackWhenDone(*work, {staging});  // a batch does it itself
-    return deviceWork(staging, tensors, std::move(work));
+    return staged(
+        staging, tensors, [&] { return receive(host); }, onHost);
   });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::recv(Tensors& tensors, int from, int tag) {
-  return receive(tensors, [&](Tensors& host) { return MooncakeBackend::recv(host, from, tag); });
+  return receive(tensors, /*onHost=*/false,
+                 [&](Tensors& host) { return MooncakeBackend::recv(host, from, tag); });
 }
 
+// The caller asks for the sender after wait().
 DeviceBackend::WorkPtr DeviceBackend::recvAnysource(Tensors& tensors, int tag) {
-  return receive(tensors, [&](Tensors& host) { return MooncakeBackend::recvAnysource(host, tag); });
+  return receive(tensors, /*onHost=*/true,
+                 [&](Tensors& host) { return MooncakeBackend::recvAnysource(host, tag); });
 }
 
 }  // namespace mooncake

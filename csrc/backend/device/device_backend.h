@@ -10,6 +10,7 @@
 
 #include "backend/device/device_work.h"
 #include "backend/device/group_streams.h"
+#include "backend/device/message_staging.h"
 #include "backend/device/peer_route.h"
 #include "backend/device/staging.h"
 #include "backend/mooncake_backend.h"
@@ -26,6 +27,11 @@ class DeviceBackend : public MooncakeBackend {
   void shutdown() override;
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
+  // torch's call for sparse tensors of CUDA devices.
+  WorkPtr allreduce_sparse(std::vector<at::Tensor>& tensors,
+                           const c10d::AllreduceOptions& opts) override {
+    return DeviceBackend::allreduce(tensors, opts);
+  }
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override;
   WorkPtr reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override;
   WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
@@ -61,8 +67,7 @@ class DeviceBackend : public MooncakeBackend {
                                           std::vector<at::Tensor>& inputs,
                                           const c10d::ReduceScatterOptions& opts) override;
   WorkPtr endCoalescing() override;
-  // Waits on the host until the tensor's data are there: earlier work on the caller's stream
-  // included.
+  // The message goes once the caller's stream has come to the call.
   WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override;
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
@@ -72,17 +77,20 @@ class DeviceBackend : public MooncakeBackend {
   // the arguments.
   std::shared_ptr<Staging> stagingFor(at::TensorList tensors, std::chrono::milliseconds timeout);
   std::shared_ptr<Staging> stagingOn(const c10::Device& device, std::chrono::milliseconds timeout);
-  // The same for messages. They have a stream of their own, because a collective under way may wait
-  // on its stream for a rank that waits for a message.
-  std::shared_ptr<Staging> messageStagingFor(at::TensorList tensors);
+  // The same for messages. They have streams of their own, because a collective under way may wait on
+  // its stream for a rank that waits for a message.
+  std::shared_ptr<MessageStaging> messageStagingFor(at::TensorList tensors);
   // Makes the base's call on the copies.
   template <typename Call>
   WorkPtr staged(const std::shared_ptr<Staging>& staging, std::vector<at::Tensor> outputs,
-                 Call&& call);
+                 Call&& call, bool onHost = false);
   WorkPtr deviceWork(const std::shared_ptr<Staging>& staging, std::vector<at::Tensor> outputs,
-                     WorkPtr host);
+                     WorkPtr host, bool onHost = false);
+  DeviceWork::Waiting waiting(bool onHost);
+  WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
+  // `onHost`: wait() needs the end of the receive.
   template <typename Receive>
-  WorkPtr receive(std::vector<at::Tensor>& tensors, Receive&& receive);
+  WorkPtr receive(std::vector<at::Tensor>& tensors, bool onHost, Receive&& receive);
 
   std::shared_ptr<GroupStreams> streamsOn(const c10::Device& device);
   // Does the call by a kernel. Null if it has to be staged: on all ranks, because that follows from
@@ -91,7 +99,7 @@ class DeviceBackend : public MooncakeBackend {
   PeerRoute& route();
 
   std::unique_ptr<PeerRoute> route_;  // see route()
-  UnseenErrors unseen_;
+  const std::shared_ptr<UnseenErrors> unseen_ = std::make_shared<UnseenErrors>();
   std::mutex streamsMutex_;  // guards the two below
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;
   std::optional<c10::Device> lastDevice_;  // of the last call with tensors of a device

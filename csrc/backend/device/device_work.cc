@@ -7,15 +7,26 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
+#include "backend/batch_work.h"
 #include "backend/collective_work.h"
 #include "backend/device/group_streams.h"
 #include "backend/errors.h"
+#include "backend/message_work.h"
+#include "backend/signals.h"
 
 namespace mooncake {
 namespace {
 
 constexpr std::chrono::microseconds kPause(50);
-constexpr auto kEndless = std::chrono::milliseconds::max();
+
+// Ends the profiler's events of a work and its parts.
+void endProfile(c10d::Work& work) {
+  if (auto* const collective = dynamic_cast<CollectiveWork*>(&work)) collective->endProfile();
+  if (auto* const message = dynamic_cast<MessageWork*>(&work)) message->endProfile();
+  if (const auto* const batch = dynamic_cast<BatchWork*>(&work)) {
+    for (const auto& part : batch->works()) endProfile(*part);
+  }
+}
 
 }  // namespace
 
@@ -28,8 +39,10 @@ DeviceWork::DeviceWork(int rank, c10d::OpType type, WorkPtr host,
       outputs_(std::move(outputs)),
       waiting_(std::move(waiting)) {
   // The program is through with the call when it has been enqueued, and may stop its profiler.
-  auto* const collective = dynamic_cast<CollectiveWork*>(host_.get());
-  if (collective && !waitsOnHost()) collective->endProfile();
+  if (waitsOnHost()) return;
+  endProfile(*host_);
+  // An operation may change its outputs although no caller waits for it.
+  if (isOrdered()) watchError();
 }
 
 bool DeviceWork::isCompleted() {
@@ -45,20 +58,24 @@ bool DeviceWork::isSuccess() const {
 
 std::exception_ptr DeviceWork::exception() const {
   std::exception_ptr error = host_->exception();
-  if (error && waiting_.isRaised) *waiting_.isRaised = true;
+  if (error) *isRaised_ = true;
   return error;
 }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
-  const Deadline deadline = Deadline::after(timeout == kNoTimeout ? kEndless : timeout);
+  const bool hasTimeout = timeout > kNoTimeout;
+  const Deadline deadline = Deadline::after(hasTimeout ? timeout : waiting_.limit);
+  const bool awaitsEnd = waitsOnHost() || waiting_.blocks;
+  if (!awaitsEnd) watchError();
   if (const auto error = takeEarlier()) {
     // The error of this operation, if there is one, stays for the next call.
     block();
     std::rethrow_exception(error);
   }
-  if (waitsOnHost() || waiting_.blocks || host_->isCompleted()) awaitHost(timeout);
+  if (awaitsEnd || host_->isCompleted()) awaitHost(timeout);
   block();
-  if (waiting_.blocks) awaitOutputs(deadline);
+  // Without a timeout, the operation has one of its own, which does not count for the outputs.
+  if (waiting_.blocks) awaitOutputs(hasTimeout ? deadline : Deadline::after(waiting_.limit));
   return true;
 }
 
@@ -71,18 +88,27 @@ void DeviceWork::awaitHost(std::chrono::milliseconds timeout) {
   try {
     host_->wait(timeout);
   } catch (...) {
-    if (waiting_.isRaised && host_->isCompleted()) *waiting_.isRaised = true;
-    // An ordered staging copies the outputs in any case. Later work of the program comes after.
+    if (host_->isCompleted()) *isRaised_ = true;
+    // An ordered staging copies the outputs in any case, and other messages of a batch have data.
+    // Later work of the program comes after.
+    for (const auto& staging : stagings_) staging->settle();
     block();
     throw;
   }
-  for (const auto& staging : stagings_) staging->giveBack();  // of messages; else it was done
+  for (const auto& staging : stagings_) staging->settle();
+}
+
+void DeviceWork::watchError() {
+  std::call_once(watched_, [&] { waiting_.unseen->add(host_, isRaised_); });
 }
 
 bool DeviceWork::waitsOnHost() const {
-  // The program wants the host to wait for a barrier. A batch may hold calls without a staging.
-  return opType_ == c10d::OpType::BARRIER || opType_ == c10d::OpType::COALESCED ||
-         !std::ranges::all_of(stagings_, [](const auto& staging) { return staging->isOrdered(); });
+  return waiting_.onHost ||
+         !std::ranges::all_of(stagings_, [](const auto& s) { return s->canBlockEarly(); });
+}
+
+bool DeviceWork::isOrdered() const {
+  return std::ranges::all_of(stagings_, [](const auto& s) { return s->isOrdered(); });
 }
 
 void DeviceWork::block() const {
@@ -90,6 +116,7 @@ void DeviceWork::block() const {
 }
 
 void DeviceWork::awaitOutputs(Deadline deadline) const {
+  const WaitInterrupt interrupt;
   for (const auto& staging : stagings_) {
     const c10::DeviceGuard on(staging->stream().device());
     while (!staging->isOver()) {
@@ -99,6 +126,8 @@ void DeviceWork::awaitOutputs(Deadline deadline) const {
                         " after the timeout of wait(): earlier work of the device still runs"});
       }
       std::this_thread::sleep_for(kPause);
+      Interruptible::look();
+      interrupt.rethrow();
     }
   }
 }
@@ -116,7 +145,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
     future->setError(exception());
     return future;
   }
-  if (!waitsOnHost()) {
+  if (!waitsOnHost() && isOrdered()) {
     // It is complete at once, at a position in a stream that comes after the outputs.
     const c10::StreamGuard on(stagings_.back()->streams().callbacks());
     block();
@@ -124,9 +153,9 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
     return future;
   }
   host_->getFuture()->addCallback([future, stagings = stagings_, outputs = outputs_,
-                                   isRaised = waiting_.isRaised](c10::ivalue::Future& host) {
+                                   isRaised = isRaised_](c10::ivalue::Future& host) {
     if (host.hasError()) {
-      if (isRaised) *isRaised = true;
+      *isRaised = true;
       future->setError(host.exception_ptr());
       return;
     }

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -23,9 +25,11 @@ class DeviceWork : public c10d::Work {
 
   // How wait() ends.
   struct Waiting {
-    UnseenErrors::Flag isRaised;   // of this operation, or null
-    UnseenErrors::Unseen earlier;  // of another one; wait() raises it if nobody has
-    bool blocks = false;           // on the host, until the outputs are there
+    std::shared_ptr<UnseenErrors> unseen;  // learns of an operation that wait() leaves under way
+    UnseenErrors::Unseen earlier;          // of another one; wait() raises it if nobody has
+    bool onHost = false;                   // the caller needs the end of the operation
+    bool blocks = false;                   // on the host, until the outputs are there
+    std::chrono::milliseconds limit{0};    // of a wait() that has no timeout, for the outputs
   };
 
   DeviceWork(int rank, c10d::OpType type, WorkPtr host,
@@ -37,7 +41,7 @@ class DeviceWork : public c10d::Work {
   std::exception_ptr exception() const override;
   // Makes the current stream of the device wait for the outputs. Raises the error of an operation
   // that has already failed. Waits on the host for the end of the operation if the streams know no
-  // words, for messages, batches and barriers, and if it was made so. Only then `timeout` counts.
+  // words, and if it was made so. Only then `timeout` counts.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -49,6 +53,8 @@ class DeviceWork : public c10d::Work {
 
   // False: wait() and the future are through at once, and the streams wait.
   bool waitsOnHost() const;
+  // True: the outputs come in the order of the calls.
+  bool isOrdered() const;
 
   const WorkPtr& host() const { return host_; }
 
@@ -58,11 +64,15 @@ class DeviceWork : public c10d::Work {
   void awaitHost(std::chrono::milliseconds timeout);
   void block() const;
   void awaitOutputs(Deadline deadline) const;
+  // Reports an error that comes after wait() has returned to later calls.
+  void watchError();
 
   const WorkPtr host_;
   const std::vector<std::shared_ptr<Staging>> stagings_;
   const std::vector<at::Tensor> outputs_;
   const Waiting waiting_;
+  const UnseenErrors::Flag isRaised_ = std::make_shared<std::atomic<bool>>(false);
+  std::once_flag watched_;
 };
 
 }  // namespace mooncake

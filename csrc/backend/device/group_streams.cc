@@ -15,6 +15,10 @@ std::unique_ptr<StreamWords> wordsFor(const OwnStream& stream) {
   return orThrow(StreamWords::make(*accelerator, stream.native()));
 }
 
+std::unique_ptr<WaitWords> waitWordsFor(const OwnStream& stream, bool hasWords) {
+  return hasWords ? orThrow(WaitWords::make(*stream.accelerator())) : nullptr;
+}
+
 // Lives until the process ends, as tensors of its memory may.
 PinnedPool* poolOf(const OwnStream& stream, size_t limit) {
   static std::mutex mutex;
@@ -32,9 +36,14 @@ PinnedPool* poolOf(const OwnStream& stream, size_t limit) {
 
 GroupStreams::GroupStreams(const c10::Device& device, const StreamSettings& settings)
     : collectives_(device),
-      messages_(device),
       callbacks_(device),
       words_(settings.words ? wordsFor(collectives_) : nullptr),
+      waitWords_(waitWordsFor(collectives_, words_ != nullptr)),
       pinned_(poolOf(collectives_, settings.pinnedCache)) {}
+
+const c10::Stream& GroupStreams::messages(const c10::Stream& callers) {
+  std::lock_guard lock(mutex_);
+  return messages_.try_emplace(callers.id(), callers.device()).first->second.stream();
+}
 
 }  // namespace mooncake

@@ -1,12 +1,15 @@
 #pragma once
 
+#include <map>
 #include <memory>
+#include <mutex>
 
 #include <c10/core/Device.h>
 
 #include "backend/device/own_stream.h"
 #include "backend/device/stream_settings.h"
 #include "backend/device/stream_words.h"
+#include "backend/device/wait_words.h"
 #include "device/pinned_pool.h"
 
 namespace mooncake {
@@ -20,8 +23,12 @@ class GroupStreams {
   const c10::Stream& collectives() const { return collectives_.stream(); }
   // Null: the host waits for collectives.
   StreamWords* words() const { return words_.get(); }
-  // A collective under way may wait on its stream for a rank that waits for a message.
-  const c10::Stream& messages() const { return messages_.stream(); }
+  // Returns the stream for messages that are called on a stream of the caller's, and for sums of
+  // sparse tensors. It waits for that stream only: a message may not wait for another stream's, nor
+  // for collectives.
+  const c10::Stream& messages(const c10::Stream& callers);
+  // For streams that wait for messages. Null if words() is.
+  WaitWords* waitWords() const { return waitWords_.get(); }
   // For values of futures. It waits for them in the order of the calls.
   const c10::Stream& callbacks() const { return callbacks_.stream(); }
   // The process's memory for copies of the device's tensors. Null: no accelerator drives it, so torch
@@ -30,10 +37,12 @@ class GroupStreams {
 
  private:
   const OwnStream collectives_;
-  const OwnStream messages_;
   const OwnStream callbacks_;
   const std::unique_ptr<StreamWords> words_;
+  const std::unique_ptr<WaitWords> waitWords_;
   PinnedPool* const pinned_;
+  std::mutex mutex_;                                   // guards messages_
+  std::map<c10::StreamId, const OwnStream> messages_;  // by the caller's stream
 };
 
 }  // namespace mooncake

@@ -29,8 +29,8 @@ void HostStaging::giveBack() {
   std::lock_guard lock(mutex_);
   if (isEnded_) return;
   const c10::DeviceGuard on(stream().device());
-  reached().block(stream());  // without fetch(), for a receive
-  copyOut();
+  reached().block(stream());  // without fetch(), for outputs alone
+  copyResults();
   done_->record(stream());
   isGiven_ = isEnded_ = true;  // not if torch has thrown: a later call copies again
   forgetTensors();
@@ -42,12 +42,20 @@ void HostStaging::abandon() {
 }
 
 bool HostStaging::isOver() const {
-  if (!hasOutputs()) return true;  // a send, for example
+  return !hasOutputs() || isDone();  // a barrier has none, for example
+}
+
+bool HostStaging::isGiven() const {
+  std::lock_guard lock(mutex_);
+  return isGiven_;
+}
+
+bool HostStaging::isDone() const {
   std::lock_guard lock(mutex_);
   return isGiven_ && done_->query();
 }
 
-void HostStaging::block() const {
+void HostStaging::block() {
   std::lock_guard lock(mutex_);
   if (isGiven_) done_->block(callersStream());
 }

@@ -13,7 +13,7 @@ namespace mooncake {
 
 // Enqueues the copies as the operation begins and ends, so that only the host must be waited for.
 // An operation reads the outputs of the one before it, because its copies are enqueued later.
-class HostStaging final : public Staging {
+class HostStaging : public Staging {
  public:
   HostStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& stream,
               std::chrono::milliseconds limit)
@@ -26,8 +26,15 @@ class HostStaging final : public Staging {
   void giveBack() override;
   void abandon() override;
   bool isOver() const override;
-  void block() const override;
+  void block() override;
   void synchronize() const override;
+
+ protected:
+  // Enqueues the copies of the results, with our lock held.
+  virtual void copyResults() { copyOut(); }
+  bool isGiven() const;
+  // The results were given back, and the device has them.
+  bool isDone() const;
 
  private:
   mutable std::mutex mutex_;  // guards everything below

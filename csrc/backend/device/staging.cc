@@ -11,6 +11,7 @@
 #include "backend/device/accelerator_of.h"
 #include "backend/device/group_streams.h"
 #include "backend/device/keep_until_passed.h"
+#include "backend/signals.h"
 #include "backend/tensors.h"
 #include "group/group.h"
 
@@ -58,9 +59,8 @@ at::Tensor Staging::emptyOnHost(const at::Tensor& tensor) const {
   PinnedPool* const pool = streams_->pinned();
   if (!pool) return at::empty(tensor.sizes(), options.pinned_memory(true));
   const auto piece = std::make_shared<PinnedPool::Piece>(orThrow(pool->take(tensor.nbytes())));
-  // All copies are on this stream, or were waited for.
-  const auto giveBack = [pool, piece, stream = OwnStream::nativeOf(stream_)](void*) {
-    pool->giveBack(std::move(*piece), stream);
+  const auto giveBack = [pool, piece, last = last_](void*) {
+    pool->giveBack(std::move(*piece), *last);
   };
   return at::from_blob(piece->memory.data(), tensor.sizes(), giveBack, options);
 }
@@ -129,15 +129,15 @@ void Staging::keepOutputs(const c10::Stream& stream) const {
   }
 }
 
-void Staging::copyOut() const {
-  const c10::StreamGuard on(stream_);
+void Staging::copyOut(const c10::Stream& stream) const {
+  const c10::StreamGuard on(stream);
   for (const Copy& copy : copies_) {
     if (!copy.isOutput) continue;
     const PlainWrites plain(copy.device);
     forParts(copy, [](const at::Tensor& device, const at::Tensor& host) {
       device.copy_(host, /*non_blocking=*/true);
     });
-    keepUntilPassed(copy.device, stream_);
+    keepUntilPassed(copy.device, stream);
   }
 }
 
@@ -165,6 +165,7 @@ Status Staging::awaitOnHost(Group& group, const std::function<bool()>& ready) co
       continue;
     }
     std::this_thread::sleep_for(pause);
+    Interruptible::look();  // ends the group if a handler raises
     pause = std::min(2 * pause, kLongestPause);
     (void)reached_->query();  // throws if the device's context is lost
   }

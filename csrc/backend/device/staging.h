@@ -11,6 +11,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include "backend/device/own_stream.h"
 #include "base/deadline.h"
 #include "base/failpoint.h"
 #include "base/result.h"
@@ -31,7 +32,7 @@ class GroupStreams;
 // An operation that ends without results is abandoned: then its outputs keep their contents.
 //
 // HostStaging works with every device that torch has streams and events for. StreamStaging needs
-// streams that know words, and enqueues everything at the call.
+// streams that know words, and enqueues everything at the call. MessageStaging is for messages.
 class Staging {
  public:
   // Drops tensors and events while their device is the current one: torch would make a context on
@@ -66,9 +67,13 @@ class Staging {
   virtual void abandon() = 0;
   // True once the device has the outputs.
   virtual bool isOver() const = 0;
-  // Makes the current stream of the device wait for the outputs. A staging that is not ordered must
-  // have been given back.
-  virtual void block() const = 0;
+  // Makes the current stream of the device wait for the outputs. If canBlockEarly() is false, the
+  // operation must have ended.
+  virtual void block() = 0;
+  virtual bool canBlockEarly() const { return isOrdered(); }
+  // Gives the results of a message that has ended back, or abandons it. Other operations do both
+  // themselves.
+  virtual void settle() {}
   // Waits on the host for the outputs, once they were given back: for copies on our stream.
   virtual void synchronize() const = 0;
 
@@ -93,7 +98,10 @@ class Staging {
   // `stream`: the one of `streams` for the copies.
   Staging(std::shared_ptr<GroupStreams> streams, const c10::Stream& stream,
           std::chrono::milliseconds limit)
-      : streams_(std::move(streams)), stream_(stream), limit_(limit) {}
+      : streams_(std::move(streams)),
+        stream_(stream),
+        limit_(limit),
+        last_(std::make_shared<DeviceStream>(OwnStream::nativeOf(stream))) {}
 
   // Marks the position of the caller's stream.
   void markReached();
@@ -103,7 +111,10 @@ class Staging {
   std::chrono::milliseconds limit() const { return limit_; }
   // Enqueues the copies to or from the host on a stream.
   void copyIn(const c10::Stream& stream) const;
-  void copyOut() const;
+  void copyOut() const { copyOut(stream_); }
+  void copyOut(const c10::Stream& stream) const;
+  // The copies in host memory are used on this stream from now on, and not on stream().
+  void useLast(const DeviceStream& stream) { *last_ = stream; }
   // Enqueues copies of the outputs' present contents, to the host.
   void keepOutputs(const c10::Stream& stream) const;
   bool hasOutputs() const { return hasOutputs_; }
@@ -137,6 +148,8 @@ class Staging {
   std::vector<Copy> copies_;
   bool hasOutputs_ = false;
   std::optional<c10::Event> reached_;
+  // The stream that uses the copies last, if an accelerator drives the device.
+  const std::shared_ptr<DeviceStream> last_;
 };
 
 // Runs an operation between fetch() and giveBack(). If it ends without results, or never runs, the

@@ -6,6 +6,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "backend/errors.h"
+#include "backend/signals.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 
@@ -30,8 +31,11 @@ void StreamStaging::mark() {
 // Waits on the host while too many operations are under way.
 uint32_t StreamStaging::nextNumber() const {
   const Deadline deadline = Deadline::after(limit());
+  const WaitInterrupt interrupt;
   for (;;) {
     if (const auto number = words().next()) return *number;
+    Interruptible::look();
+    interrupt.rethrow();
     if (deadline.passed()) {
       throwError({ErrorCode::kExhausted, "too many operations are under way on a stream of " +
                                              stream().device().str() +

@@ -31,7 +31,7 @@ class StreamStaging final : public Staging {
   // outputs are undefined.
   void abandon() override;
   bool isOver() const override { return done_->query(); }
-  void block() const override { done_->block(callersStream()); }
+  void block() override { done_->block(callersStream()); }
   void synchronize() const override { done_->synchronize(); }
 
  private:

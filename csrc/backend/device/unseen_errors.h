@@ -1,12 +1,12 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <vector>
 
-#include "backend/collective_work.h"
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace mooncake {
 
@@ -14,7 +14,7 @@ namespace mooncake {
 // raised goes to the works of later calls, which raise it in their wait().
 class UnseenErrors {
  public:
-  using WorkPtr = c10::intrusive_ptr<CollectiveWork>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Flag = std::shared_ptr<std::atomic<bool>>;
 
   struct Unseen {
@@ -22,8 +22,9 @@ class UnseenErrors {
     Flag isRaised;  // set by the caller that raises it
   };
 
-  // Watches an operation until it has ended. The caller sets the flag when it raises its error.
-  Flag add(WorkPtr work);
+  // Watches a collective, a message, or a batch of them, until it has ended. The caller sets the flag
+  // when it raises its error.
+  void add(WorkPtr work, Flag isRaised);
   // Returns the first error that no caller has raised, or one without an error. Forgets operations
   // that have ended.
   Unseen first();
@@ -34,8 +35,8 @@ class UnseenErrors {
     WorkPtr work;
     Flag isRaised;
   };
-  std::deque<Entry> entries_;
-  Entry first_;  // the operation whose error is not raised yet; none: null
+  std::vector<Entry> entries_;  // in the order of add()
+  Entry first_;                 // the operation whose error is not raised yet; none: null
 };
 
 }  // namespace mooncake

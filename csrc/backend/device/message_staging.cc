@@ -1,0 +1,143 @@
+#include "backend/device/message_staging.h"
+
+#include <utility>
+
+#include <c10/core/DeviceGuard.h>
+
+#include "backend/arguments.h"
+#include "backend/device/accelerator_of.h"
+#include "base/log.h"
+
+namespace mooncake {
+
+MessageStaging::MessageStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& callers,
+                               std::chrono::milliseconds limit)
+    : Staging(streams, streams->messages(callers), limit),
+      // Older torch does not tell the handle of the caller's stream.
+      canBlockEarly_(streams->waitWords() != nullptr && nativeStream(callers).ok()),
+      copied_(std::in_place, stream().device_type()),
+      done_(std::in_place, stream().device_type()) {}
+
+MessageStaging::~MessageStaging() {
+  if (place_) streams().waitWords()->giveBack(*place_);
+  dropOnDevice([&] {
+    copied_.reset();
+    done_.reset();
+    beforeWait_.reset();
+  });
+}
+
+void MessageStaging::watch(c10::intrusive_ptr<MessageWork> work) {
+  std::lock_guard lock(mutex_);
+  work_ = std::move(work);
+}
+
+void MessageStaging::mark() {
+  markReached();
+  if (hasOutputs()) return;
+  const c10::DeviceGuard on(stream().device());
+  reached().block(stream());
+  copyIn(stream());
+  copied_->record(stream());
+}
+
+Result<bool> MessageStaging::hasData() const {
+  try {
+    const c10::DeviceGuard on(stream().device());
+    return copied_->query();
+  } catch (const std::exception& error) {  // of torch: the context is lost
+    return {ErrorCode::kSystem,
+            "the data could not be copied from " + stream().device().str() + ": " + error.what()};
+  }
+}
+
+Status MessageStaging::fetch(Group& group) {
+  return awaitOnHost(group, [&] { return copied_->query(); });
+}
+
+void MessageStaging::giveBack() {
+  std::lock_guard lock(mutex_);
+  if (isEnded_) return;
+  if (hasOutputs() && !isEnqueued_) {
+    const c10::DeviceGuard on(stream().device());
+    reached().block(stream());
+    copyOut();
+    done_->record(stream());
+    isEnqueued_ = true;
+  }
+  isEnded_ = true;  // not if torch has thrown: a later call copies again
+  if (place_) WaitWords::release(*place_);
+  forgetTensors();
+}
+
+void MessageStaging::abandon() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(isEnded_, true) || !place_) return;
+  try {
+    if (isEnqueued_) return enqueueRescue();
+  } catch (const std::exception& error) {  // of torch, or the driver's: a lost context, for example
+    log(LogLevel::kWarning, stream().device().str(),
+        "the tensor of a receive that failed is undefined: ", error.what());
+  }
+  WaitWords::release(*place_);
+}
+
+void MessageStaging::enqueueRescue() {
+  const c10::DeviceGuard on(stream().device());
+  const c10::Stream& rescue = rescue_.emplace(stream().device()).stream();
+  beforeWait_->block(rescue);
+  keepOutputs(rescue);
+  throwIfError(streams().waitWords()->releaseFrom(rescue_->native(), *place_));
+}
+
+void MessageStaging::settle() {
+  c10::intrusive_ptr<MessageWork> work;
+  {
+    std::lock_guard lock(mutex_);
+    if (isEnded_ || !work_ || !work_->finished()) return;
+    work = work_;
+  }
+  work->takeOverQuietly();
+  if (!work->hasResult()) return abandon();
+  giveBack();
+}
+
+void MessageStaging::release() {
+  std::lock_guard lock(mutex_);
+  if (place_) WaitWords::release(*place_);
+}
+
+bool MessageStaging::isOver() const {
+  if (!hasOutputs()) return true;
+  std::lock_guard lock(mutex_);
+  return isEnqueued_ && done_->query();
+}
+
+void MessageStaging::block() {
+  std::lock_guard lock(mutex_);
+  if (!hasOutputs()) return copied_->block(callersStream());
+  if (!isEnqueued_ && !isEnded_ && work_ && canBlockEarly_) return blockEarly();
+  if (isEnqueued_) done_->block(callersStream());
+}
+
+void MessageStaging::blockEarly() {
+  const c10::Stream callers = callersStream();
+  refuseCapture(callers, "a wait for a message cannot be recorded");
+  const DeviceStream native = orThrow(nativeStream(callers));
+  WaitWords& words = *streams().waitWords();
+  if (!place_) place_ = orThrow(words.take());
+  reached().block(callers);
+  beforeWait_.emplace(callers.device_type()).record(callers);
+  throwIfError(words.await(native, *place_));
+  copyOut(callers);
+  done_->record(callers);
+  useLast(native);
+  isEnqueued_ = true;
+}
+
+void MessageStaging::synchronize() const {
+  std::lock_guard lock(mutex_);
+  if (isEnqueued_) done_->synchronize();
+}
+
+}  // namespace mooncake

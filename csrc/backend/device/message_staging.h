@@ -1,0 +1,63 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "backend/device/group_streams.h"
+#include "backend/device/staging.h"
+#include "backend/device/wait_words.h"
+#include "backend/message_work.h"
+
+namespace mooncake {
+
+// A message on tensors of a device. The copy of a send is enqueued at the call, and the message goes
+// when it is there. That of a receive is enqueued when the message has come. If the caller's stream
+// is to wait before that, it waits for a word of the host, and does the copy itself. So no other
+// stream stands between the two, and a message never waits for one that the program waits for later.
+class MessageStaging final : public Staging {
+ public:
+  MessageStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& callers,
+                 std::chrono::milliseconds limit);
+  ~MessageStaging() override;
+
+  // The message has been posted.
+  void watch(c10::intrusive_ptr<MessageWork> work);
+  // Whether the data of a send is in host memory. Never waits.
+  Result<bool> hasData() const;
+
+  // Enqueues the copy of a send.
+  void mark() override;
+  bool isOrdered() const override { return false; }
+  Status fetch(Group& group) override;
+  void giveBack() override;
+  // If the caller's stream waits already, it copies in any case. So another stream fetches the
+  // tensor's present contents first, when that stream has come to the wait.
+  void abandon() override;
+  void settle() override;
+  // The copy to the device cannot be had: lets the caller's stream go on.
+  void release();
+  bool isOver() const override;
+  bool canBlockEarly() const override { return canBlockEarly_; }
+  void block() override;
+  void synchronize() const override;
+
+ private:
+  void blockEarly();
+  void enqueueRescue();
+
+  bool canBlockEarly_ = false;
+  mutable std::mutex mutex_;  // guards everything below
+  c10::intrusive_ptr<MessageWork> work_;
+  bool isEnded_ = false;                   // given back or abandoned
+  bool isEnqueued_ = false;                // the copy of a receive
+  std::optional<WaitWords::Place> place_;  // the caller's stream waits for it, or has done so
+  // None in the destructor: see ~Staging().
+  std::optional<c10::Event> copied_;      // of a send
+  std::optional<c10::Event> done_;        // of a receive
+  std::optional<c10::Event> beforeWait_;  // of the caller's stream
+  std::optional<OwnStream> rescue_;       // of a message that failed
+};
+
+}  // namespace mooncake
