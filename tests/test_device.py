@@ -830,6 +830,8 @@ def destroyed_while_a_stream_waits(me):
         work = dist.irecv(taken, 0)
         work.wait()
         kept = taken.clone()
+        me.board.set("waits")
+    me.board.wait("waits")  # a receive from a rank that has left raises in wait()
     dist.destroy_process_group()
     if me.rank == 1:
         assert kept.tolist() == [-7.0] * 8
