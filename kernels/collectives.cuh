@@ -15,7 +15,7 @@ MC_DEVICE int countOf(uint64_t ranks) {
 }
 
 template <typename T, Combine kBy, int kElements>
-MC_DEVICE void reduceUnit(const GroupState& state, uint32_t number, uint64_t active, size_t offset,
+MC_DEVICE void reduceUnit(const GroupState& state, uint64_t number, uint64_t active, size_t offset,
                           T* target) {
   struct alignas(kElements == 1 ? alignof(T) : kElements * sizeof(T)) Unit {
     T of[kElements];
@@ -42,7 +42,7 @@ MC_DEVICE void reduceUnit(const GroupState& state, uint32_t number, uint64_t act
 }
 
 template <typename T, Combine kBy>
-MC_DEVICE void reducePart(const ReduceArguments& a, const GroupState& state, uint32_t number,
+MC_DEVICE void reducePart(const ReduceArguments& a, const GroupState& state, uint64_t number,
                           uint64_t active, unsigned block) {
   // Short integers are seldom reduced, and long units of them take nvcc long to compile.
   constexpr bool kIsShort = sizeof(T) < 4 && !kIsFloat<T>;
@@ -60,7 +60,7 @@ MC_DEVICE void reducePart(const ReduceArguments& a, const GroupState& state, uin
 }
 
 template <typename T, Combine kBy>
-MC_DEVICE void reduceIf(const ReduceArguments& a, const GroupState& state, uint32_t number,
+MC_DEVICE void reduceIf(const ReduceArguments& a, const GroupState& state, uint64_t number,
                         uint64_t active, unsigned block) {
   if constexpr (kHasReduction<T, kBy>) reducePart<T, kBy>(a, state, number, active, block);
 }
@@ -68,7 +68,7 @@ MC_DEVICE void reduceIf(const ReduceArguments& a, const GroupState& state, uint3
 template <typename T>
 MC_DEVICE void reduceAll(const ReduceArguments& a) {
   exchangeAll(a.exchange,
-              [&](const GroupState& state, uint32_t number, uint64_t active, unsigned block) {
+              [&](const GroupState& state, uint64_t number, uint64_t active, unsigned block) {
                 switch (a.by) {
                   case Combine::kSum:
                     return reduceIf<T, Combine::kSum>(a, state, number, active, block);
@@ -92,7 +92,7 @@ MC_DEVICE void reduceAll(const ReduceArguments& a) {
 
 MC_DEVICE void moveAll(const MoveArguments& a) {
   exchangeAll(
-      a.exchange, [&](const GroupState& state, uint32_t number, uint64_t active, unsigned block) {
+      a.exchange, [&](const GroupState& state, uint64_t number, uint64_t active, unsigned block) {
         const Part part = partOf(a.bytes, block, gridDim.x, 1024);
         for (int rank = 0; rank < state.ranks; ++rank) {
           if (!has(a.sources, rank)) continue;

@@ -13,8 +13,9 @@ namespace mooncake::kernels {
 struct Exchange {
   GroupState* state;
   const unsigned char* input;
-  size_t bytes;   // of the input, at most the state's halfBytes
-  uint32_t call;  // a hash of the call, which must be equal on all ranks
+  size_t bytes;         // of the input, at most the state's halfBytes
+  uint32_t call;        // a hash of the call, which must be equal on all ranks; kCallBits count
+  uint64_t decisionNs;  // so long after it has stopped, a kernel gives up
 };
 
 // result[i] = input of rank 0 [first + i] op that of rank 1 ..., for `count` elements:

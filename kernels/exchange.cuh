@@ -28,12 +28,16 @@ MC_DEVICE Part partOf(size_t count, unsigned block, unsigned blocks, size_t unit
 MC_DEVICE bool has(uint64_t ranks, int rank) { return ranks >> rank & 1; }
 
 // Memory that a rank has published for the operation.
-MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint32_t number) {
+MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint64_t number) {
   return state.data[rank] + (number & 1) * state.halfBytes;
 }
 
+MC_DEVICE uint64_t signalOf(const Exchange& exchange, uint64_t number) {
+  return number << kCallBits | (exchange.call & ((1u << kCallBits) - 1));
+}
+
 // Publishes this block's part of the input, and signals it to the ranks that take part.
-MC_DEVICE void publish(const Exchange& exchange, uint32_t number) {
+MC_DEVICE void publish(const Exchange& exchange, uint64_t number) {
   const GroupState& state = *exchange.state;
   const Part part = partOf(exchange.bytes, blockIdx.x, gridDim.x, 1024);
   unsigned char* const own = published(state, state.rank, number);
@@ -42,25 +46,34 @@ MC_DEVICE void publish(const Exchange& exchange, uint32_t number) {
   const int peer = int(threadIdx.x);
   if (peer < state.ranks && has(state.active, peer)) {
     storeReleaseSystem(&state.signals[peer]->words[blockIdx.x][state.rank],
-                       uint64_t(number) << 32 | exchange.call);
+                       signalOf(exchange, number));
   }
 }
 
 enum class Waited : uint32_t { kArrived, kStopped, kMismatch };
 
+// Time between two looks at memory of the host, each of which takes as long as a signal.
+constexpr uint64_t kLookNs = 20'000;
+
 // Waits until the rank has signalled its part for the block.
-MC_DEVICE Waited awaitSignal(const Exchange& exchange, uint32_t number, unsigned block, int peer,
+MC_DEVICE Waited awaitSignal(const Exchange& exchange, uint64_t number, unsigned block, int peer,
                              uint64_t deadline) {
   const GroupState& state = *exchange.state;
   const uint64_t* const word = &state.signals[state.rank]->words[block][peer];
+  const uint64_t expected = signalOf(exchange, number);
+  uint64_t nextLook = now() + kLookNs;
   for (;;) {
     const uint64_t signal = loadAcquireSystem(word);
-    const int32_t ahead = int32_t(uint32_t(signal >> 32) - number);
+    if (signal == expected) return Waited::kArrived;
     // The signal of a later operation: the rank has ended this one, and has compared the calls.
-    if (ahead > 0) return Waited::kArrived;
-    if (ahead == 0) return uint32_t(signal) == exchange.call ? Waited::kArrived : Waited::kMismatch;
-    if (now() > deadline || loadRelaxedSystem(&state.host->stop) != state.generation)
-      return Waited::kStopped;
+    if (signal >> kCallBits > number) return Waited::kArrived;
+    if (signal >> kCallBits == number) return Waited::kMismatch;
+    const uint64_t time = now();
+    if (time > deadline) return Waited::kStopped;
+    if (time > nextLook) {
+      if (loadRelaxedSystem(&state.host->stop) != state.generation) return Waited::kStopped;
+      nextLook = time + kLookNs;
+    }
     relax();
   }
 }
@@ -76,7 +89,7 @@ struct BlockState {
 
 // Waits until all blocks of all ranks that take part, also of this one, have published their parts.
 // Returns the same on all threads of the block. If false, `shared` says why.
-MC_DEVICE bool awaitAll(const Exchange& exchange, uint32_t number, uint64_t active,
+MC_DEVICE bool awaitAll(const Exchange& exchange, uint64_t number, uint64_t active,
                         uint64_t deadline, BlockState& shared) {
   const unsigned ranks = unsigned(exchange.state->ranks), signals = gridDim.x * ranks;
   bool haveArrived = true;
@@ -101,7 +114,7 @@ MC_DEVICE bool awaitAll(const Exchange& exchange, uint32_t number, uint64_t acti
 
 // The functions below are called by one thread of the last block.
 
-MC_DEVICE void endOperation(GroupState& state, uint32_t number) {
+MC_DEVICE void endOperation(GroupState& state, uint64_t number) {
   state.done = number;
   storeRelaxedSystem(&state.host->done, number);
 }
@@ -119,17 +132,19 @@ MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t d
   const uint32_t next = state.generation + 1;
   host.missing = missing;
   storeReleaseSystem(&host.stopped, next);
-  while (loadAcquireSystem(&host.decided) != next) {
+  uint32_t decided;
+  // A refusal may follow at once, and then its generation is a later one.
+  while (int32_t((decided = loadAcquireSystem(&host.decided)) - next) < 0) {
     if (now() > deadline) {
       failGroup(state, Failure::kUndecided, state.rank);
       return Decision::kRefuse;
     }
     relax();
   }
-  const Decision decision = Decision(host.decision);
+  const Decision decision = Decision(loadRelaxedSystem(&host.decision));
   if (decision == Decision::kRefuse) failGroup(state, Failure::kRefused, state.rank);
-  state.active = host.active;
-  state.generation = next;
+  state.active = loadRelaxedSystem(&host.active);
+  state.generation = decided;
   return decision;
 }
 
@@ -144,7 +159,7 @@ MC_DEVICE Decision decide(GroupState& state, const BlockState& shared, uint64_t 
 enum class Attempt : uint32_t { kAgain, kReady, kOver };
 
 // The last block's attempt, in the place of blocks that have stopped.
-MC_DEVICE Attempt awaitAlone(const Exchange& exchange, uint32_t number, uint64_t active,
+MC_DEVICE Attempt awaitAlone(const Exchange& exchange, uint64_t number, uint64_t active,
                              uint64_t deadline, BlockState& shared) {
   if (awaitAll(exchange, number, active, deadline, shared)) return Attempt::kReady;
   if (threadIdx.x == 0) shared.decision = uint32_t(decide(*exchange.state, shared, deadline));
@@ -176,7 +191,7 @@ MC_DEVICE void exchangeAll(const Exchange& exchange, const Consume& consume) {
   MC_SHARED(BlockState, shared);
   GroupState& state = *exchange.state;
   if (state.failed) return;
-  const uint32_t number = state.done + 1;
+  const uint64_t number = state.done + 1;
   uint64_t active = state.active;
   publish(exchange, number);
   uint64_t deadline = now() + state.patienceNs;
@@ -195,7 +210,7 @@ MC_DEVICE void exchangeAll(const Exchange& exchange, const Consume& consume) {
       isAlone = true;
       first = 0;
       end = gridDim.x;
-      deadline = now() + state.decisionNs;
+      deadline = now() + exchange.decisionNs;
     } else if (attempt == Attempt::kReady) {
       break;
     }

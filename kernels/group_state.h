@@ -11,7 +11,9 @@ constexpr int kMaxRanks = 32;   // of a group
 constexpr int kMaxBlocks = 16;  // of a kernel
 
 // A word for each block and source in memory of the receiving rank, which only the source writes:
-// the number of its operation, and below it a hash of its call.
+// the number of its operation, and in the lower kCallBits a hash of its call. Numbers do not wrap: a
+// word may stay as it is for as long as all calls have few blocks.
+constexpr int kCallBits = 24;
 struct Signals {
   uint64_t words[kMaxBlocks][kMaxRanks];
 };
@@ -34,7 +36,7 @@ struct HostWords {
 
   // Written by kernels. `stopped` is the generation at which a kernel has stopped, written last.
   uint32_t stopped = 0;
-  uint32_t done = 0;     // number of the last operation that has ended
+  uint64_t done = 0;     // number of the last operation that has ended
   uint64_t missing = 0;  // bits of the ranks that the stopped operation waits for
   uint32_t failed = 0;   // a Failure
   uint32_t failedRank = 0;
@@ -54,13 +56,12 @@ struct GroupState {
   int ranks = 0;
   uint64_t active = 0;      // bits of the ranks that take part
   uint32_t generation = 0;  // counts the host's decisions
-  uint32_t done = 0;        // number of the last operation that has ended
+  uint64_t done = 0;        // number of the last operation that has ended
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
 
-  // A kernel that waits stops by itself after patienceNs, and gives up so long after it has stopped.
-  uint64_t patienceNs = 0;
-  uint64_t decisionNs = 0;
+  uint64_t patienceNs = 0;  // a kernel that waits for so long stops by itself
+  uint64_t decisionNs = 0;  // between two operations, the host decides within this time
 
   // Of each rank, at this device's addresses: two halves of `halfBytes`, one for each of two
   // consecutive operations.

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -18,7 +20,7 @@ from conftest import DEVICE
 from harness import raised, until
 
 LIMIT = 16384  # bytes of an input
-VERBS = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
+VERBS = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"]
 
 
 def crew(size, **options):
@@ -243,6 +245,136 @@ def test_a_rank_that_does_not_call():
     run(2, timeout_on_rank)
 
 
+def silent_on_rank(me):
+    """Rank 1 calls after rank 0 has given up. No later call of rank 0 goes on as if nothing were
+    wrong, staged or not."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    dist.all_reduce(torch.ones(10), group=group)
+    torch.accelerator.synchronize()
+    if me.rank == 1:
+        me.board.wait("late")
+        dist.all_reduce(torch.ones(10), group=group)
+        torch.accelerator.synchronize()
+        return
+    dist.all_reduce(torch.ones(10), group=group)
+    torch.accelerator.synchronize()
+    me.board.set("late")
+    for call in (
+        lambda: dist.all_reduce(torch.ones(LIMIT), group=group),
+        lambda: dist.broadcast(torch.ones(4), 0, group=group),
+        lambda: dist.barrier(group),
+        lambda: dist.all_reduce(torch.ones(4), group=group),
+    ):
+        kind, text = raised(call)
+        assert kind == "DistBackendError"
+        assert "it waits for rank 1" in text, text
+
+
+def test_no_call_hides_an_earlier_error():
+    run(2, silent_on_rank)
+
+
+def aborts_on_rank(me):
+    dist.all_reduce(torch.ones(10))
+    torch.accelerator.synchronize()
+    if me.rank == 1:
+        me.board.wait("over")
+        return
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    dist.distributed_c10d._abort_process_group()
+    torch.accelerator.synchronize()  # the kernel does not wait for rank 1
+    assert not work.is_success()
+    me.board.set("over")
+
+
+def test_abort_ends_kernels():
+    ranks = crew(2)
+    try:
+        ranks.call(aborts_on_rank)
+    finally:
+        ranks.end()
+
+
+def interrupted_on_rank(me):
+    dist.all_reduce(torch.ones(10))
+    if me.rank == 1:
+        me.board.wait("over")
+        return
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(torch.ones(10))
+    me.board.set("over")
+
+
+def test_a_signal_ends_a_wait_on_the_host():
+    ranks = crew(2, env={"MOONCAKE_BLOCKING_WAIT": "1"})
+    try:
+        ranks.call(interrupted_on_rank)
+    finally:
+        ranks.end()
+
+
+def layouts_on_rank(me):
+    parameter = torch.nn.Parameter(torch.full((4, 3), float(me.rank + 1)).t())
+    dist.all_reduce(parameter)
+    assert parameter.unique().tolist() == [3.0]
+    splits = [2, 2] if me.rank == 0 else None
+    received = torch.empty(4)
+    dist.all_to_all_single(received, torch.full((4,), float(me.rank)), splits, splits)
+    assert received.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_parameters_and_splits():
+    run(2, layouts_on_rank)
+
+
+LEAVES = """
+import sys, torch, torch.distributed as dist
+import devices
+rank = int(sys.argv[1])
+devices.use(rank)
+dist.init_process_group(devices.served_by("mooncake"), init_method="file://" + sys.argv[2],
+                        rank=rank, world_size=2)
+dist.all_reduce(torch.ones(10))
+tensors = [torch.full((1000,), float(rank + 1)) for _ in range(200)]
+for tensor in tensors:
+    dist.all_reduce(tensor, async_op=True)
+if rank == 1:
+    torch.accelerator.synchronize()
+    print(*{value for tensor in tensors for value in tensor.tolist()})
+"""
+
+
+def test_what_was_called_before_the_end_of_a_program_is_done(tmp_path):
+    """Rank 0 returns from its program while its kernels have not begun."""
+    devices.prepare(DEVICE)
+    env = {
+        **os.environ,
+        devices.VARIABLE: DEVICE,
+        "MOONCAKE_PEER_BYTES": str(LIMIT),
+        "PYTHONPATH": os.pathsep.join(
+            [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, str(rank), str(tmp_path / "store")],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [program.communicate(timeout=100)[0] for program in programs]
+    assert [program.returncode for program in programs] == [0, 0]
+    assert outputs[1].strip() == "3.0"
+
+
 def mismatch_on_rank(me):
     dist.all_reduce(torch.ones(10))
     dist.all_reduce(torch.ones(10 if me.rank != 1 else 11))
@@ -270,8 +402,10 @@ def other_ways_on_rank(me):
     runs_kernels(lambda: dist.all_reduce(torch.ones(8)), 0)
 
 
-def test_mode_raise_is_staged():
-    run(2, other_ways_on_rank, env={"MOONCAKE_ON_FAILURE": "raise"})
+@pytest.mark.parametrize("env", ["MOONCAKE_ON_FAILURE=raise", "MOONCAKE_STREAM_WORDS=0"])
+def test_without_kernels_calls_are_staged(env):
+    name, value = env.split("=")
+    run(2, other_ways_on_rank, env={name: value})
 
 
 def test_hosts_apart_are_staged(two_hosts):

@@ -33,6 +33,7 @@ bool MooncakeBackend::leaveGroup(Farewell::How how) {
   // A signal handler has interrupted a wait of this thread, which goes on when the handler returns:
   // the handler waits for no operation.
   const bool isInside = Interruptible::isHandling();
+  if (usable && how != Farewell::How::kFailed && !isInside) drainDevice(budget);
   const bool isIdle = usable && how != Farewell::How::kFailed &&
                       queue_->drain(isInside ? Deadline::after(Clock::duration::zero()) : budget);
   if (isIdle) {

@@ -186,6 +186,9 @@ class MooncakeBackend : public c10d::Backend {
   std::string transportTo(int rank) const;
 
  protected:
+  // Waits until work of devices that no operation on the host waits for has ended, or for the
+  // deadline. Called when this rank leaves the group.
+  virtual void drainDevice(Deadline) {}
   // The batch of the calling thread; null outside of one.
   std::shared_ptr<Coalescing::Batch> openBatch() { return coalescing_.current(); }
   // Runs a call that torch makes between startCoalescing() and endCoalescing(). Keeps its error for

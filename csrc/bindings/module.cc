@@ -58,10 +58,9 @@ class PythonBackend final : public DeviceBackend {
  public:
   using DeviceBackend::DeviceBackend;
   ~PythonBackend() override {
-    if (PyGILState_Check()) {
-      py::gil_scoped_release unlocked;
-      close();
-    }
+    std::optional<py::gil_scoped_release> unlocked;
+    if (PyGILState_Check()) unlocked.emplace();
+    close();
   }
 
   // Releases Python's lock. abort() runs hooks, and they wait for threads that need the lock to
@@ -69,7 +68,7 @@ class PythonBackend final : public DeviceBackend {
   void abort() override {
     std::optional<py::gil_scoped_release> unlocked;
     if (PyGILState_Check()) unlocked.emplace();
-    MooncakeBackend::abort();
+    DeviceBackend::abort();
   }
 
   // Returns whether one of these ranks was in no earlier call. Called with Python's lock held.

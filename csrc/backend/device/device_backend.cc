@@ -68,9 +68,21 @@ std::vector<Tensors> outputs(Staging& staging, const std::vector<Tensors>& lists
 
 }  // namespace
 
+void DeviceBackend::drainDevice(Deadline deadline) {
+  if (route_) route_->drain(deadline);
+}
+
+void DeviceBackend::abort() {
+  if (route_) route_->fail({ErrorCode::kAborted, "the process group was aborted"});
+  MooncakeBackend::abort();
+}
+
 void DeviceBackend::shutdown() {
-  if (route_) route_->drain(Deadline::after(effective(c10d::kUnsetTimeout)));
   MooncakeBackend::shutdown();
+  if (route_ && !route_->usable().ok()) {
+    log(LogLevel::kError, "group '" + options().groupName + "'",
+        "operations by kernels have ended with an error: ", route_->usable().error().message);
+  }
   const UnseenErrors::Unseen unseen = unseen_->first();
   if (!unseen.error || unseen.isRaised->exchange(true)) return;
   try {
@@ -95,6 +107,8 @@ std::shared_ptr<GroupStreams> DeviceBackend::streamsOn(const c10::Device& device
 std::shared_ptr<Staging> DeviceBackend::stagingOn(const c10::Device& device,
                                                   std::chrono::milliseconds timeout) {
   const auto streams = streamsOn(device);
+  // The results of calls before this one are not there.
+  if (route_) throwIfError(route_->usable());
   if (streams->words()) return std::make_shared<StreamStaging>(streams, effective(timeout));
   return std::make_shared<HostStaging>(streams, streams->collectives(), effective(timeout));
 }
@@ -121,6 +135,7 @@ DeviceWork::Waiting DeviceBackend::waiting(bool onHost) {
 }
 
 PeerRoute& DeviceBackend::route() {
+  std::lock_guard lock(streamsMutex_);
   if (!route_) {
     const auto timeout = effective(c10d::kUnsetTimeout);
     auto makeControl = [this, timeout](std::function<void(const GroupView&)> onView) {
@@ -291,17 +306,6 @@ DeviceBackend::WorkPtr DeviceBackend::alltoall_base(at::Tensor& output, at::Tens
                                                     std::vector<int64_t>& outputSplits,
                                                     std::vector<int64_t>& inputSplits,
                                                     const c10d::AllToAllOptions& opts) {
-  // Ranks with lists of splits may pass equal ones while others do not.
-  if (output.defined() && input.defined() && outputSplits.empty() && inputSplits.empty() &&
-      input.numel() == output.numel() && input.dim() > 0 && input.size(0) % size_ == 0) {
-    const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
-      refuseOwnOverlap(output, "the output of all_to_all_single");
-      return peers.alltoall(plain, Deadline::after(effective(opts.timeout)));
-    };
-    const PeerRoute::Call call{c10d::OpType::ALLTOALL_BASE, input, output, input.numel() / size_,
-                               launch};
-    if (auto work = byKernel(call, opts.timeout)) return work;
-  }
   const auto staging = stagingFor(input, opts.timeout);
   if (!staging)
     return MooncakeBackend::alltoall_base(output, input, outputSplits, inputSplits, opts);

@@ -25,6 +25,8 @@ class DeviceBackend : public MooncakeBackend {
 
   // Also logs an error that no call has raised.
   void shutdown() override;
+  // Also ends kernels that wait for other ranks.
+  void abort() override;
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
   // torch's call for sparse tensors of CUDA devices.
@@ -97,12 +99,12 @@ class DeviceBackend : public MooncakeBackend {
   // arguments that are equal on all.
   WorkPtr byKernel(const PeerRoute::Call& call, std::chrono::milliseconds timeout);
   PeerRoute& route();
-
-  std::unique_ptr<PeerRoute> route_;  // see route()
+  void drainDevice(Deadline deadline) override;
   const std::shared_ptr<UnseenErrors> unseen_ = std::make_shared<UnseenErrors>();
-  std::mutex streamsMutex_;  // guards the two below
+  std::mutex streamsMutex_;  // guards the fields below
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;
   std::optional<c10::Device> lastDevice_;  // of the last call with tensors of a device
+  std::unique_ptr<PeerRoute> route_;       // see route(); once made, it stays
 };
 
 }  // namespace mooncake

@@ -1,14 +1,16 @@
 #include "backend/device/kernel_work.h"
 
+#include <chrono>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "backend/device/await_event.h"
 #include "backend/errors.h"
+#include "backend/signals.h"
 
 namespace mooncake {
 
@@ -63,15 +65,21 @@ bool KernelWork::wait(std::chrono::milliseconds timeout) {
 }
 
 void KernelWork::awaitOnHost(Deadline deadline) const {
-  const Status ended = peers_->guard().await(number_, deadline);
-  if (!ended.ok() && ended.error().message.empty()) {
-    throwError(
-        {ErrorCode::kTimeout, "an operation has not ended on the device in the timeout of wait()"});
-  }
-  throwIfError(ended);
+  constexpr std::chrono::microseconds kPause(50);
+  const WaitInterrupt interrupt;
   const c10::DeviceGuard on(streams_->collectives().device());
-  if (!awaitEvent(*done_, deadline))
-    throwError({ErrorCode::kTimeout, "the outputs of an operation are not there in time"});
+  for (;;) {
+    const bool hasEnded = peers_->guard().hasEnded(number_);
+    if (hasEnded && done_->query()) return;
+    if (!hasEnded) throwIfError(peers_->guard().usable());
+    if (deadline.passed()) {
+      throwError({ErrorCode::kTimeout,
+                  "an operation has not ended on the device in the timeout of wait()"});
+    }
+    std::this_thread::sleep_for(kPause);
+    Interruptible::look();
+    interrupt.rethrow();
+  }
 }
 
 void KernelWork::block() const {

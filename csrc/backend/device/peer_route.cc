@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -25,24 +26,30 @@ at::Tensor plain(const at::Tensor& tensor) {
 }  // namespace
 
 bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline) {
-  const c10::Stream& stream = streams->collectives();
   if (isDecided_) return peers_ != nullptr;
-  isDecided_ = true;
-  device_ = stream.device();
+  const c10::Stream& stream = streams->collectives();
   auto feed = std::make_shared<ViewFeed>();
   auto control = makeGroup_([feed](const GroupView& view) { feed->show(view); });
-  const auto accelerator = acceleratorOf(stream.device_type());
+  isDecided_ = true;
+  device_ = stream.device();
+  Result<Accelerator*> accelerator = acceleratorOf(stream.device_type());
+  // Without words, a staged call's copies may have to wait on the stream for the host's turn, behind
+  // a kernel of a later call.
+  if (accelerator.ok() && !streams->words())
+    accelerator = Error{ErrorCode::kUnsupported, "its streams have no words"};
   const DeviceStream native = accelerator.ok() ? OwnStream::nativeOf(stream) : DeviceStream{};
-  Accelerator* const used = accelerator.ok() ? *accelerator : nullptr;
   auto peers =
-      PeerCollectives::make(std::move(control), std::move(feed), used, native,
+      PeerCollectives::make(std::move(control), std::move(feed), std::move(accelerator), native,
                             {.halfBytes = settings_.bytes, .timeout = settings_.timeout}, deadline);
   if (!peers.ok()) {
     log(LogLevel::kInfo, "group '" + settings_.name + "'",
         "tensors of devices go through host memory: ", peers.error().message);
     return false;
   }
-  peers_ = std::move(*peers);
+  // The stream is not lent to others before the kernels have ended.
+  peers_ = std::shared_ptr<PeerCollectives>(peers->release(),
+                                            [streams](PeerCollectives* made) { delete made; });
+  started_ = peers_.get();
   return true;
 }
 
@@ -66,22 +73,35 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
   reached.record(callers);
   reached.block(stream);
   const c10::StreamGuard current(stream);
-  const at::Tensor input = plain(call.input);
+  const at::NoGradGuard withoutGradients;
+  const at::Tensor target = call.output.detach();
+  const at::Tensor input = plain(call.input.detach());
   const bool isInPlace = call.output.is_same(call.input);
+  const bool isPlain = target.is_contiguous() && !target.is_conj() && !target.is_neg();
   const at::Tensor output = isInPlace ? input
-                            : call.output.is_contiguous()
-                                ? call.output
-                                : at::empty_like(call.output, at::MemoryFormat::Contiguous);
-  const auto number = orThrow(call.launch(*peers_, {.input = input.data_ptr(),
-                                                    .output = output.data_ptr(),
-                                                    .count = size_t(call.count),
-                                                    .dtype = typeOf(call.input, "a call")}));
-  last_ = number;
-  if (!output.is_same(call.output)) call.output.copy_(output);
-  for (const at::Tensor& tensor : {call.input, call.output, input, output})
+                            : isPlain ? target
+                                      : at::empty_like(target, at::MemoryFormat::Contiguous);
+  for (const at::Tensor& tensor : {call.input, target, input, output})
     keepUntilPassed(tensor, stream);
-  return c10::make_intrusive<KernelWork>(rank, call.type, peers_, number, streams,
+  last_ = orThrow(call.launch(*peers_, {.input = input.data_ptr(),
+                                        .output = output.data_ptr(),
+                                        .count = size_t(call.count),
+                                        .dtype = typeOf(call.input, "a call")}));
+  if (output.data_ptr() != target.data_ptr()) {
+    const PlainWrites plainly(call.output);
+    target.copy_(output);
+  }
+  return c10::make_intrusive<KernelWork>(rank, call.type, peers_, last_, streams,
                                          std::vector<at::Tensor>{call.output}, settings_.blocks);
+}
+
+Status PeerRoute::usable() const {
+  const PeerCollectives* const peers = started_;
+  return peers ? peers->guard().usable() : Status();
+}
+
+void PeerRoute::fail(const Error& why) {
+  if (PeerCollectives* const peers = started_) peers->guard().fail(why);
 }
 
 void PeerRoute::drain(Deadline deadline) const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -48,6 +49,10 @@ class PeerRoute {
                                      const Call& call, Deadline deadline);
   // Waits until the kernels of all calls have ended, or for the deadline.
   void drain(Deadline deadline) const;
+  // Ok, or the error that has ended the kernels' operations. Does not wait.
+  Status usable() const;
+  // Ends them with this error. Does not wait.
+  void fail(const Error& why);
 
  private:
   bool decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline);
@@ -57,8 +62,9 @@ class PeerRoute {
   mutable std::mutex mutex_;  // guards the fields below, and keeps numbers in the stream's order
   bool isDecided_ = false;
   std::optional<c10::Device> device_;
-  std::shared_ptr<PeerCollectives> peers_;  // null: calls are staged
-  uint64_t last_ = 0;                       // number of the last call's operation
+  std::shared_ptr<PeerCollectives> peers_;           // null: calls are staged
+  std::atomic<PeerCollectives*> started_ = nullptr;  // the same, without the lock
+  uint64_t last_ = 0;                                // number of the last call's operation
 };
 
 }  // namespace mooncake

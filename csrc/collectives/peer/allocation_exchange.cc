@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <poll.h>
 #include <span>
 #include <sys/socket.h>
@@ -30,6 +31,8 @@ Result<std::vector<Block>> gatherBlocks(Group& group, const Block& mine, Deadlin
     return Error{ErrorCode::kPeerLost, "a member of the group has been lost meanwhile"};
   return blocks;
 }
+
+constexpr int64_t kLookMs = 50;  // between two looks whether a member is lost
 
 struct StatusBlock {
   std::array<char, 400> text{};  // empty: ok
@@ -58,7 +61,7 @@ class Exchange {
 
   Status connect(Deadline deadline);
   Status accept(const Fd& listener);
-  void serve(Guest& guest);
+  Status serve(Guest& guest);
   Status receive(size_t rank);
   bool isOver() const {
     return served_ + 1 == offers_.size() &&
@@ -101,17 +104,19 @@ Status Exchange::accept(const Fd& listener) {
 }
 
 // A guest that does not know the secret is no member. It gets nothing, and costs a connection.
-void Exchange::serve(Guest& guest) {
+Status Exchange::serve(Guest& guest) {
   const auto& secret = offers_[size_t(group_.rank())].secret;
   Fd ignored;
   const auto got =
       receiveWithFd(guest.socket.get(), secret.size() - guest.shown.size(), guest.shown, ignored);
-  if (got.ok() && guest.shown.size() < secret.size()) return;
+  if (got.ok() && guest.shown.size() < secret.size()) return {};
   const auto expected = std::as_bytes(std::span(secret));
-  if (got.ok() && Crypto::equal(guest.shown, expected) &&
-      sendWithFd(guest.socket.get(), expected.first(1), mine_.get()).ok())
+  if (got.ok() && Crypto::equal(guest.shown, expected)) {
+    MOONCAKE_TRY(sendWithFd(guest.socket.get(), expected.first(1), mine_.get()));
     ++served_;
+  }
   guest.socket.reset();
+  return {};
 }
 
 Status Exchange::receive(size_t rank) {
@@ -135,17 +140,21 @@ Status Exchange::run(const Fd& listener, Deadline deadline) {
   while (!isOver()) {
     if (deadline.passed())
       return {ErrorCode::kTimeout, "not all members have exchanged their memory in time"};
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (rank != group_.rank() && group_.isGone(rank))
+        return {ErrorCode::kPeerLost, group_.nameRank(rank) + " is lost"};
+    }
     std::vector<pollfd> watched{{listener.get(), POLLIN, 0}};
     for (const Guest& guest : guests_) watched.push_back({guest.socket.get(), POLLIN, 0});
     for (size_t rank = 0; rank < hosts_.size(); ++rank)
       watched.push_back({found_[rank] ? -1 : hosts_[rank].get(), POLLIN, 0});
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
-    if (::poll(watched.data(), watched.size(), int(std::min<int64_t>(left, 1000))) < 0 &&
+    if (::poll(watched.data(), watched.size(), int(std::min<int64_t>(left, kLookMs))) < 0 &&
         errno != EINTR)
       return systemError("poll", errno);
     const pollfd* next = watched.data() + 1;
     for (Guest& guest : guests_)
-      if ((next++)->revents) serve(guest);
+      if ((next++)->revents) MOONCAKE_TRY(serve(guest));
     for (size_t rank = 0; rank < hosts_.size(); ++rank)
       if ((next++)->revents) MOONCAKE_TRY(receive(rank));
     std::erase_if(guests_, [](const Guest& guest) { return !guest.socket; });
@@ -185,10 +194,14 @@ Result<std::vector<SharedAllocation>> exchangeAllocations(Group& group,
   auto offers = gatherBlocks(group, offer, deadline);
   if (!offers.ok()) return offers.error();
   for (Offer& theirs : *offers) theirs.name.back() = 0;
-  Exchange exchange(group, mine.descriptor, std::move(*offers));
-  const Status exchanged = exchange.run(*listener, deadline);
+  std::optional<Exchange> exchange(std::in_place, group, mine.descriptor, std::move(*offers));
+  const Status exchanged = exchange->run(*listener, deadline);
+  auto allocations = exchange->take();
+  // Other members notice by their connections that this one has given up.
+  exchange.reset();
+  listener->reset();
   MOONCAKE_TRY(agreeOnAll(group, exchanged, deadline));
-  return exchange.take();
+  return allocations;
 }
 
 }  // namespace mooncake

@@ -19,10 +19,12 @@ using kernels::Exchange;
 using kernels::MoveArguments;
 using kernels::ReduceArguments;
 
-constexpr unsigned kMostBlocks = 8;         // multiprocessors that a group takes at most
-constexpr unsigned kMostThreads = 512;      // of a block: the bound in kernels/entries.cuh
-constexpr size_t kBytesOfBlock = 16 << 10;  // less is not worth a further block
-constexpr auto kPatience = std::chrono::milliseconds(1);
+constexpr unsigned kMostBlocks = 8;                // multiprocessors that a group takes at most
+constexpr unsigned kMostThreads = 512;             // of a block: the bound in kernels/entries.cuh
+constexpr size_t kBytesOfBlock = 16 << 10;         // less is not worth a further block
+constexpr auto kGrace = std::chrono::seconds(10);  // for the host to decide after a timeout
+// Most ranks that are late come within this time. A kernel that has stopped goes on with one block.
+constexpr auto kPatience = std::chrono::milliseconds(50);
 
 std::optional<KernelId> reductionOf(DType dtype) {
   switch (dtype) {
@@ -84,6 +86,12 @@ Combine combinationOf(DType dtype, ReduceKind kind) {
   return Combine::kSum;
 }
 
+// The host decides by then, unless it is out of order.
+uint64_t decisionNs(Deadline deadline) {
+  return uint64_t(std::min<int64_t>(deadline.left().count(), int64_t(1) << 62)) +
+         uint64_t(std::chrono::nanoseconds(kGrace).count());
+}
+
 uint32_t mix(uint32_t hash, uint64_t value) {
   for (int shift = 0; shift < 64; shift += 8) hash = (hash ^ uint8_t(value >> shift)) * 16777619u;
   return hash;
@@ -104,19 +112,19 @@ struct PeerCollectives::Call {
   }
 };
 
-Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
-    std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view, Accelerator* accelerator,
-    DeviceStream stream, const Settings& settings, Deadline deadline) {
-  const Status drives =
-      accelerator ? Status()
-                  : Status(ErrorCode::kUnsupported, "no accelerator of ours drives the device");
-  MOONCAKE_TRY(agreeOnAll(*control, drives, deadline));
+Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(std::unique_ptr<Group> control,
+                                                               std::shared_ptr<ViewFeed> view,
+                                                               Result<Accelerator*> accelerator,
+                                                               DeviceStream stream,
+                                                               const Settings& settings,
+                                                               Deadline deadline) {
+  MOONCAKE_TRY(agreeOnAll(*control, accelerator.status(), deadline));
   std::unique_ptr<PeerCollectives> made(
-      new PeerCollectives(std::move(control), std::move(view), *accelerator, stream));
+      new PeerCollectives(std::move(control), std::move(view), **accelerator, stream));
   // The host decides within the timeout, unless it is out of order.
-  const auto decision = settings.timeout + std::chrono::seconds(10);
+  const auto decision = settings.timeout + kGrace;
   auto area = PeerArea::make(
-      *made->control_, *accelerator, stream,
+      *made->control_, **accelerator, stream,
       {.halfBytes = settings.halfBytes, .patience = kPatience, .decision = decision}, deadline);
   if (!area.ok()) return area.error();
   made->area_ = std::move(*area);
@@ -189,7 +197,7 @@ Result<uint64_t> PeerCollectives::reduceAny(const Call& call, const Tensor& tens
   const size_t bytes = inputs * dtypeSize(tensor.dtype);
   ReduceArguments arguments{
       .exchange = {area_->state(), static_cast<const unsigned char*>(tensor.input), bytes,
-                   call.hash(tensor.count)},
+                   call.hash(tensor.count), decisionNs(deadline)},
       .first = first,
       .count = outputs,
       .output = static_cast<unsigned char*>(tensor.output),
@@ -203,7 +211,7 @@ Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensor& tensor
   const size_t size = dtypeSize(tensor.dtype);
   MoveArguments arguments{
       .exchange = {area_->state(), static_cast<const unsigned char*>(tensor.input), inputs * size,
-                   call.hash(tensor.count)},
+                   call.hash(tensor.count), decisionNs(deadline)},
       .sources = sources,
       .offset = offset * size,
       .bytes = tensor.count * size,
@@ -229,15 +237,6 @@ Result<uint64_t> PeerCollectives::reduceScatter(const Tensor& tensor, ReduceKind
 Result<uint64_t> PeerCollectives::allgather(const Tensor& tensor, Deadline deadline) {
   return moveAny({"all_gather", tensor.dtype}, tensor, tensor.count, ~uint64_t(0), 0, tensor.count,
                  deadline);
-}
-
-Result<uint64_t> PeerCollectives::alltoall(const Tensor& tensor, Deadline deadline) {
-  return moveAny({"all_to_all", tensor.dtype}, tensor, tensor.count * size_t(control_->size()),
-                 ~uint64_t(0), tensor.count * size_t(control_->rank()), tensor.count, deadline);
-}
-
-Result<uint64_t> PeerCollectives::barrier(Deadline deadline) {
-  return moveAny({"barrier"}, {}, 0, 0, 0, 0, deadline);
 }
 
 }  // namespace mooncake

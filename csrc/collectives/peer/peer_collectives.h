@@ -32,10 +32,10 @@ class PeerCollectives {
 
   // Collective over `control`, a group of the ranks for this object alone, whose view `view` shows.
   // All members return ok, or all return an error that says why. Waits for work of the stream.
-  // `accelerator` is null on a rank whose device none drives.
+  // A rank that cannot take part has an error in place of the accelerator.
   static Result<std::unique_ptr<PeerCollectives>> make(std::unique_ptr<Group> control,
                                                        std::shared_ptr<ViewFeed> view,
-                                                       Accelerator* accelerator,
+                                                       Result<Accelerator*> accelerator,
                                                        DeviceStream stream,
                                                        const Settings& settings, Deadline deadline);
   // Waits for kernels, which end within the timeout.
@@ -55,10 +55,8 @@ class PeerCollectives {
   Result<uint64_t> allreduce(const Tensor& tensor, ReduceKind kind, Deadline deadline);
   Result<uint64_t> reduceScatter(const Tensor& tensor, ReduceKind kind, Deadline deadline);
   Result<uint64_t> allgather(const Tensor& tensor, Deadline deadline);
-  Result<uint64_t> alltoall(const Tensor& tensor, Deadline deadline);
-  Result<uint64_t> barrier(Deadline deadline);
 
-  const PeerGuard& guard() const { return *guard_; }
+  PeerGuard& guard() const { return *guard_; }
 
  private:
   struct Shape;

@@ -19,7 +19,10 @@ constexpr std::chrono::microseconds kPause(50);  // between two looks at words o
 constexpr std::chrono::milliseconds kLook(1);    // the same while no rank is lost
 constexpr std::chrono::seconds kStopTime(1);     // for kernels to stop after a timeout
 
-uint32_t read(uint32_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
+template <typename Word>
+Word read(Word& word) {
+  return std::atomic_ref(word).load(std::memory_order_acquire);
+}
 void write(uint32_t& word, uint32_t value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
 }
@@ -81,7 +84,7 @@ PeerGuard::~PeerGuard() {
   // Ranks that leave at the same time take no part in an agreement any more.
   control_.fail({ErrorCode::kAborted, "the group was destroyed"});
   if (thread_.joinable()) thread_.join();
-  if (done() != lastCalled_)
+  if (done() != lastCalled_ || read(words_.decided) != generation_)
     refuse({ErrorCode::kAborted, "the group was destroyed while its operations ran"});
 }
 
@@ -109,9 +112,7 @@ Status PeerGuard::usable() const {
   return failure_ ? Status(*failure_) : Status();
 }
 
-uint64_t PeerGuard::done() const {
-  return lastCalled_ - uint32_t(uint32_t(lastCalled_) - read(words_.done));
-}
+uint64_t PeerGuard::done() const { return read(words_.done); }
 
 bool PeerGuard::hasEnded(uint64_t number) const {
   std::lock_guard lock(mutex_);
@@ -165,12 +166,21 @@ void PeerGuard::awaitEvent(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Waits until the device's stream is stopped between two operations, or within one.
+// Waits until the device's stream is stopped within an operation, or between two. A kernel that
+// waits stops by itself, and the queue of launches may be full until then: so the kernel that stops
+// the stream comes only after all operations.
 Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline) {
   write(words_.stop, ++generation_);
   failpoint("peers-stop");
-  MOONCAKE_TRY(acknowledge_());
+  bool isEnqueued = false;
   while (read(words_.stopped) != generation_) {
+    if (!isEnqueued && done() == lastCalled_) {
+      isEnqueued = true;
+      lock.unlock();
+      const Status enqueued = acknowledge_();
+      lock.lock();
+      MOONCAKE_TRY(enqueued);
+    }
     MOONCAKE_TRY(failureOfKernels());
     if (isStopping_) return {ErrorCode::kAborted, "the group was destroyed"};
     if (deadline.passed()) {
@@ -202,8 +212,9 @@ void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
 }
 
 void PeerGuard::decide(Decision decision) {
-  words_.active = active_;
-  words_.decision = uint32_t(decision);
+  // A refusal may come while a kernel still reads the decision before.
+  std::atomic_ref(words_.active).store(active_, std::memory_order_relaxed);
+  std::atomic_ref(words_.decision).store(uint32_t(decision), std::memory_order_relaxed);
   write(words_.decided, generation_);
 }
 

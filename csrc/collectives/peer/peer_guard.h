@@ -97,9 +97,9 @@ class PeerGuard {
   mutable std::mutex mutex_;  // guards the fields below
   mutable std::condition_variable changed_;
   std::deque<Called> called_;  // operations that may not have ended
-  uint64_t lastCalled_ = 0;    // kernels know its lower half
-  uint64_t active_;            // as agreed last
-  uint32_t generation_ = 0;    // of decisions
+  uint64_t lastCalled_ = 0;
+  uint64_t active_;          // as agreed last
+  uint32_t generation_ = 0;  // of decisions
   std::vector<Change> changes_;
   bool isArmed_ = false;
   bool isStopping_ = false;

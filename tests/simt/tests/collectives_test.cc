@@ -97,7 +97,7 @@ class Program {
     for (int rank = 0; rank < case_.ranks; ++rank) {
       if (group_.isKilled(rank)) continue;
       ASSERT_EQ(group_.state(rank).failed, 0u) << "rank " << rank;
-      ASSERT_EQ(group_.state(rank).done, case_.rounds) << "rank " << rank;
+      ASSERT_EQ(group_.state(rank).done, group_.ended() + case_.rounds) << "rank " << rank;
       for (uint32_t round = 1; round <= case_.rounds; ++round) checkRound(round, rank);
     }
   }
@@ -161,7 +161,7 @@ class Program {
 
   void checkRound(uint32_t round, int rank) {
     const Verb verb = verbs_[round - 1];
-    const uint64_t from = group_.contributors(round);
+    const uint64_t from = group_.contributors(group_.ended() + round);
     const int32_t* const result = tensors_[round - 1][size_t(rank)].result();
     const bool isReduced =
         verb == Verb::kAllReduce || verb == Verb::kAllReduceInPlace || verb == Verb::kReduceScatter;
@@ -195,6 +195,9 @@ class Program {
   std::vector<std::vector<Tensors>> tensors_;
 };
 
+// Numbers of 32 bits would wrap, or would be more than half of their range ahead of old signals.
+constexpr uint64_t kEnded[] = {0, 0, (uint64_t(1) << 31) + 5, (uint64_t(1) << 32) - 2};
+
 struct Swept {
   unsigned wentOn = 0, took = 0;  // decisions of hosts
 };
@@ -210,7 +213,8 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr) {
     VirtualGroup group(world, {.ranks = ranks,
                                .blocks = drawn.blocks,
                                .threads = drawn.threads,
-                               .halfBytes = 4 * 400 * size_t(ranks)});
+                               .halfBytes = 4 * 400 * size_t(ranks),
+                               .ended = kEnded[seed % std::size(kEnded)]});
     Program program(world, group, drawn);
     disturb(world, group, drawn);
     group.start();
@@ -358,6 +362,28 @@ TEST(Collectives, ARefusalEndsTheGroup) {
         EXPECT_EQ(Failure(with.group.state(rank).failed), Failure::kRefused);
       }
     }
+  }
+}
+
+// The host refuses before a kernel has looked at the decision before.
+TEST(Collectives, ARefusalRightAfterADecision) {
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    Disturbed with(Hosts::kNone, seed);
+    with.reduce(0, 1);
+    HostWords& host = with.group.host(0);
+    with.world.host(0, "refuse", [&host] {
+      storeReleaseSystem(&host.stop, 1);
+      while (loadAcquireSystem(&host.stopped) != 1) relax();
+      host.active = 7;
+      host.decision = uint32_t(Decision::kGoOn);
+      storeReleaseSystem(&host.decided, 1);
+      storeRelaxedSystem(&host.decision, uint32_t(Decision::kRefuse));
+      storeReleaseSystem(&host.decided, 2);
+      storeReleaseSystem(&host.stop, 2);
+    });
+    const Report report = with.world.run();
+    ASSERT_TRUE(report.ok) << report.problem;
+    EXPECT_EQ(Failure(with.group.state(0).failed), Failure::kRefused);
   }
 }
 

@@ -22,6 +22,8 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
     own.state.decisionNs = shape.decisionNs;
     own.state.halfBytes = shape.halfBytes;
     own.state.host = &own.host;
+    own.state.done = own.host.done = shape.ended;
+    for (uint64_t& word : own.signals.words[0]) word = shape.ended << kCallBits;
     for (int peer = 0; peer < shape.ranks; ++peer) {
       own.state.data[peer] = memory_[size_t(peer)]->data.data();
       own.state.signals[peer] = &memory_[size_t(peer)]->signals;
@@ -35,7 +37,8 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
 void VirtualGroup::call(int rank, const std::string& name, const void* input, size_t bytes,
                         uint32_t call, Kernel kernel) {
   Memory& own = *memory_[size_t(rank)];
-  const Exchange exchange{&own.state, static_cast<const unsigned char*>(input), bytes, call};
+  const Exchange exchange{&own.state, static_cast<const unsigned char*>(input), bytes, call,
+                          shape_.decisionNs};
   ++own.called;
   world_.launch(rank, 0, name, {shape_.blocks}, {shape_.threads}, 0,
                 [kernel = std::move(kernel), exchange] { kernel(exchange); });
@@ -123,7 +126,7 @@ void VirtualGroup::runHost(int rank) {
   }
 }
 
-uint64_t VirtualGroup::contributors(uint32_t number) const {
+uint64_t VirtualGroup::contributors(uint64_t number) const {
   uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
   for (const Agreement& agreement : agreements_)
     if (number > agreement.lastOld) active = agreement.active;

@@ -29,6 +29,7 @@ struct GroupShape {
   Hosts hosts = Hosts::kDecide;
   uint64_t patienceNs = 2'000'000;
   uint64_t decisionNs = 400'000'000;
+  uint64_t ended = 0;  // operations before the first call, all of one block
 };
 
 // Ranks of one group with the memory that their kernels share, and their hosts.
@@ -48,10 +49,11 @@ class VirtualGroup {
   // How often hosts of this group have decided so.
   unsigned decided(Decision decision) const { return decided_[size_t(decision)]; }
   // The ranks that took part in an operation, by the hosts' decisions.
-  uint64_t contributors(uint32_t number) const;
+  uint64_t contributors(uint64_t number) const;
+  uint64_t ended() const { return shape_.ended; }
   bool isKilled(int rank) const { return killed_ >> rank & 1; }
   const GroupState& state(int rank) const { return memory_[size_t(rank)]->state; }
-  const HostWords& host(int rank) const { return memory_[size_t(rank)]->host; }
+  HostWords& host(int rank) { return memory_[size_t(rank)]->host; }
   uint32_t called(int rank) const { return memory_[size_t(rank)]->called; }
 
  private:
@@ -64,7 +66,7 @@ class VirtualGroup {
     uint32_t isOver = 0;  // all of the rank's kernels have ended
   };
   struct Agreement {
-    uint32_t lastOld;  // number of the last operation with the ranks before
+    uint64_t lastOld;  // number of the last operation with the ranks before
     uint64_t active;
   };
 
