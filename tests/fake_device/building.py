@@ -19,6 +19,7 @@ import mooncake_backend._C
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+FOLDERS = (HERE, ROOT / "tests/simt", ROOT / "kernels", ROOT / "kernels/common")
 SUFFIXES = (".cc", ".cuh", ".h", ".txt")
 HEADERS = (
     "base/result.h",
@@ -63,8 +64,7 @@ def built() -> Path:
 def key() -> str:
     """Changes with all that the library is made from."""
     digest = hashlib.sha256(torch.__version__.encode())
-    folders = (HERE, ROOT / "tests/simt", ROOT / "kernels", ROOT / "kernels/common")
-    sources = [path for folder in folders for path in folder.iterdir() if path.suffix in SUFFIXES]
+    sources = [path for folder in FOLDERS for path in folder.iterdir() if path.suffix in SUFFIXES]
     for path in sorted(sources) + [ROOT / "csrc" / name for name in HEADERS]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
