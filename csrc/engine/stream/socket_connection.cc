@@ -295,9 +295,11 @@ void SocketConnection::cancel(const Completion* completion) {
       queue_.cancelWrites(completion);
     }
     withdrawn = transfers_.withdraw(completion);
+    withdrawn_.add(withdrawn);
   }
   awaitCopies(completion);
-  for (Completion* one : withdrawn) one->end(ErrorCode::kAborted);
+  withdrawn_.end(withdrawn, ErrorCode::kAborted);
+  withdrawn_.await(completion);
 }
 
 void SocketConnection::fence() {
@@ -312,9 +314,11 @@ void SocketConnection::fence() {
     std::lock_guard lock(receiveMutex_);
     receiver_.refuseWrites();
     withdrawn = transfers_.withdrawAll();
+    withdrawn_.add(withdrawn);
   }
+  failpoint("withdrawn");
   awaitCopies();
-  for (Completion* one : withdrawn) one->end(ErrorCode::kAborted);
+  withdrawn_.end(withdrawn, ErrorCode::kAborted);
 }
 
 // Looks for copies that have ended. Returns whether others are under way: for this completion, or

@@ -11,6 +11,7 @@
 #include "engine/stream/socket_watch.h"
 #include "engine/stream/stream_connection.h"
 #include "engine/stream/transfer_table.h"
+#include "engine/stream/withdrawn_transfers.h"
 
 namespace mooncake {
 
@@ -113,6 +114,7 @@ class SocketConnection final : public StreamConnection {
   bool stopped_ = false;
   bool isBlocked_ = false;  // by copies to a device, so that the peer's bytes wait in the socket
 
+  WithdrawnTransfers withdrawn_;  // each thread's, until it has ended them
   CopyWatch copyWatch_;
 };
 

@@ -1,11 +1,14 @@
 #include <future>
 #include <latch>
 #include <linux/sockios.h>
+#include <memory>
 #include <netinet/in.h>
 #include <random>
+#include <string_view>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
+#include "base/failpoint.h"
 #include "engine/stream/frame_receiver.h"
 #include "engine/stream/send_queue.h"
 #include "engine/stream/stream_connection.h"
@@ -331,6 +334,36 @@ TEST_F(StreamTest, ADeadPeerEndsTheGets) {
   EXPECT_EQ(completion.error.load(), ErrorCode::kPeerLost);
   EXPECT_EQ(toB->put({{}, kData, target, {kWord, stampOf(1)}}).code(), ErrorCode::kPeerLost);
   EXPECT_EQ(endOfA.count(), 1);
+}
+
+// The fence has withdrawn the get, and ends it later: the completion must stay until then.
+TEST_F(StreamTest, CancelWaitsForAFenceThatEndsTheGet) {
+  static std::latch* hasWithdrawn = nullptr;
+  static std::latch* mayEnd = nullptr;
+  std::latch first(1), second(1);
+  hasWithdrawn = &first;
+  mayEnd = &second;
+  observeFailpoints([](const char* name) {
+    if (std::string_view(name) != "withdrawn") return;
+    hasWithdrawn->count_down();
+    mayEnd->wait();
+  });
+  connectBare();
+  Bytes target(1000);
+  auto completion = std::make_unique<Completion>(&bell);
+  ASSERT_TRUE(toB->get({{}, 0, target, completion.get()}).ok());
+  auto fencing = std::async(std::launch::async, [&] { toB->fence(); });
+  first.wait();
+  auto cancelling = std::async(std::launch::async, [&] { toB->cancel(completion.get()); });
+  EXPECT_EQ(cancelling.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  second.count_down();
+  cancelling.get();
+  EXPECT_TRUE(completion->finished());
+  EXPECT_EQ(completion->error.load(), ErrorCode::kAborted);
+  completion.reset();
+  fencing.get();
+  observeFailpoints([](const char*) {});
+  areFailpointsOn = false;
 }
 
 TEST_F(StreamTest, GoodbyeIsNoDeath) {

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "engine/contract/transfer.h"
+
+namespace mooncake {
+
+// Transfers that a thread has withdrawn and will end. Another thread, which cancels transfers of the
+// same completion, waits for that: the completion may be gone when it returns. Thread-safe.
+class WithdrawnTransfers {
+ public:
+  // Called under the lock under which the transfers were withdrawn. Each has its completion.
+  void add(const std::vector<Completion*>& withdrawn) {
+    std::lock_guard lock(mutex_);
+    open_.insert(withdrawn.begin(), withdrawn.end());
+  }
+  void end(const std::vector<Completion*>& withdrawn, ErrorCode code) {
+    for (Completion* one : withdrawn) one->end(code);
+    std::lock_guard lock(mutex_);
+    for (const Completion* one : withdrawn) open_.erase(open_.find(one));
+    ended_.notify_all();
+  }
+  // Waits until the completion's transfers have ended.
+  void await(const Completion* completion) {
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [&] { return !open_.contains(completion); });
+  }
+
+ private:
+  std::mutex mutex_;  // guards open_
+  std::condition_variable ended_;
+  std::multiset<const Completion*> open_;
+};
+
+}  // namespace mooncake
