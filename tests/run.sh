@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests. Arguments other than those below go to pytest, and then only Python's tests run.
 # Usage: tests/run.sh                a first look, a quarter of an hour on two cores: C++, Python, a slice of torch's own suite
-#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, kernels on the CPU, half of the longer
-#                                    tests of Python, slices of torch's suite, and by turns of commits the thread sanitizer
-#                                    or the newest torch (half an hour). CI_TURN=0 or 1 chooses the turn
+#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, kernels on the CPU, and by turns of
+#                                    commits half of the longer tests of Python, the other half with the thread sanitizer,
+#                                    or the newest torch (twenty minutes). CI_TURN=0, 1 or 2 chooses the turn
 #        tests/run.sh --changed      the tests of the rooms that differ from main
 #        tests/run.sh --all          everything: also the slow tests, each sanitizer, lifetimes in Python under one of them,
 #                                    torch's suite on three torches (hours)
@@ -111,18 +111,27 @@ case $mode in
   ci)
     turn=${CI_TURN:-$(git rev-list --count HEAD)}
     lint
-    kernels plain address thread
-    python_tests -m 'ci and not slow and not perf' --turn "$turn/2"
+    python_turn() { python_tests -m 'ci and not slow and not perf' --turn "$1/2"; }
+    case $((turn % 3)) in
+      0)
+        kernels plain address thread
+        python_turn 0
+        ;;
+      1)
+        kernels plain
+        python_turn 1
+        test_files=$thread_files cpp thread "${thread_slice[@]}"
+        ;;
+      2)
+        kernels plain
+        torchs_suite --every 4
+        other_torchs_suite 2.15.0 --every 8
+        # Torch has windows since then only; the environment is there now. `python -m` would find the clone's own _C first.
+        step "windows, torch 2.15.0"
+        build/torch-2.15.0/bin/pytest -q tests/test_window.py
+        ;;
+    esac
     torchs_suite --device fake --every 8
-    if ((turn % 2)); then
-      test_files=$thread_files cpp thread "${thread_slice[@]}"
-      torchs_suite --every 4
-    else
-      other_torchs_suite 2.15.0 --every 8
-      # Torch has windows since then only; the environment is there now. `python -m` would find the clone's own _C first.
-      step "windows, torch 2.15.0"
-      build/torch-2.15.0/bin/pytest -q tests/test_window.py
-    fi
     ;;
   changed)
     mapfile -t chosen < <(python tests/rooms.py)
