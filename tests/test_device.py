@@ -423,6 +423,46 @@ def test_a_rank_ends_between_two_steps(form, step, stops, victim):
     assert ROUNDS - PASS <= lost <= ROUNDS - PASS + 1
 
 
+def ends_between_pieces(me, victim, stops, reduces):
+    """Large tensors are reduced in pieces, while later ones are still copied."""
+    from mooncake_backend import _C, get_active_ranks
+
+    if me.rank == victim:
+        _C.arm_failpoint("fed-piece", 11, stops)  # in the second operation of eight pieces
+    results = []
+    base = torch.arange(2_000_003, dtype=torch.float32) % 1000
+    for round in range(4):
+        tensor = base * ((me.rank + 1) * (round + 1))
+        if reduces:
+            dist.reduce(tensor, 1)
+        else:
+            dist.all_reduce(tensor)
+        factors = (tensor[1:] / (base[1:] * (round + 1))).cpu()
+        results.append(sorted(set(factors[~factors.isnan()].tolist())))
+    torch.accelerator.synchronize()
+    return results, get_active_ranks(dist.group.WORLD).tolist()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("stops", [False, True], ids=["killed", "stopped"])
+@pytest.mark.parametrize("reduces", [False, True], ids=["all_reduce", "reduce"])
+def test_a_rank_ends_between_two_pieces(form, stops, victim, reduces):
+    """A call has one set of contributors, the same on all survivors. Inputs are not lost."""
+    with crew(form, env={"MOONCAKE_FAILURE_TIMEOUT_MS": "500"}) as ranks:
+        ranks.start(ends_between_pieces, victim, stops, reduces)
+        outcomes = {rank: one for rank, one in enumerate(ranks.results(dead=[victim])) if one}
+        ranks.broken = True
+    survivors = total(SIZE) - (victim + 1)
+    for rank, (results, active) in outcomes.items():
+        assert active == [int(rank != victim) for rank in range(SIZE)]
+        own = [float(rank + 1)]
+        if reduces and rank != 1:
+            assert results == [own] * 4
+        else:
+            assert results == [[total(SIZE)]] + [[survivors]] * 3
+
+
 def shows_active_ranks(me):
     """The tensor of the device shows a loss before the outputs of the operation are there."""
     import mooncake_backend

@@ -199,9 +199,9 @@ MooncakeBackend::WorkPtr MooncakeBackend::allreduce(std::vector<at::Tensor>& ten
   return submit(c10d::OpType::ALLREDUCE, tensors, tensors, opts.asyncOp,
                 [this, reduction = reductionOf(tensor, opts.reduceOp, "all_reduce"),
                  flat = premultiplied(tensor, opts.reduceOp, "all_reduce"),
-                 timeout = effective(opts.timeout)] {
+                 timeout = effective(opts.timeout)](InputFeed* feed) {
                   Status status = mooncake::allreduce(*group_, flat.bytes(), reduction,
-                                                      Deadline::after(timeout));
+                                                      Deadline::after(timeout), feed);
                   if (status.ok()) flat.copyBack();
                   return status;
                 });
@@ -226,16 +226,16 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce(std::vector<at::Tensor>& tensor
                                                  const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "reduce");
   checkUsed(tensor, opts.rootRank == rank_, "the tensor of reduce");
-  return submit(
-      c10d::OpType::REDUCE, tensors, tensors, opts.asyncOp,
-      [this, reduction = reductionOf(tensor, opts.reduceOp, "reduce"),
-       flat = premultiplied(tensor, opts.reduceOp, "reduce"),
-       to = root(opts.rootRank, opts.rootTensor, "reduce"), timeout = effective(opts.timeout)] {
-        Status status =
-            mooncake::reduce(*group_, flat.bytes(), reduction, to, Deadline::after(timeout));
-        if (status.ok() && to == rank_) flat.copyBack();
-        return status;
-      });
+  return submit(c10d::OpType::REDUCE, tensors, tensors, opts.asyncOp,
+                [this, reduction = reductionOf(tensor, opts.reduceOp, "reduce"),
+                 flat = premultiplied(tensor, opts.reduceOp, "reduce"),
+                 to = root(opts.rootRank, opts.rootTensor, "reduce"),
+                 timeout = effective(opts.timeout)](InputFeed* feed) {
+                  Status status = mooncake::reduce(*group_, flat.bytes(), reduction, to,
+                                                   Deadline::after(timeout), feed);
+                  if (status.ok() && to == rank_) flat.copyBack();
+                  return status;
+                });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -22,6 +23,7 @@
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
 #include "backend/device/message_staging.h"
+#include "backend/device/staged_feed.h"
 #include "backend/device/staging.h"
 #include "backend/job.h"
 #include "backend/message_driver.h"
@@ -214,6 +216,14 @@ class MooncakeBackend : public c10d::Backend {
 
   GroupOptions groupOptions() const;
   std::vector<MergeMember> mergeMembers() const;
+  // Operations that can take their data as it comes have a feed as their argument.
+  template <typename Run>
+  static Status runOn(const Run& run, InputFeed* feed) {
+    if constexpr (std::is_invocable_v<const Run&, InputFeed*>)
+      return run(feed);
+    else
+      return run();
+  }
   template <typename Run>
   WorkPtr submit(c10d::OpType type, at::TensorList inputs, std::vector<at::Tensor> outputs,
                  bool async, Run&& run) {
@@ -228,15 +238,16 @@ class MooncakeBackend : public c10d::Backend {
       const auto turn = std::make_shared<StagedTurn>(staging);
       staging->mark();
       queue_->submit(work, async || staging->isOrdered(),
-                     [this, turn, run = std::forward<Run>(run)] {
+                     [this, turn, staging, run = std::forward<Run>(run)] {
                        return turn->run(*group_, [&] {
-                         Status status = run();
+                         StagedFeed feed(staging, *group_);
+                         Status status = runOn(run, staging->isCut() ? &feed : nullptr);
                          activeRanks_->push();  // ahead of the outputs
                          return status;
                        });
                      });
     } else {
-      queue_->submit(work, async, std::forward<Run>(run));
+      queue_->submit(work, async, [run = std::forward<Run>(run)] { return runOn(run, nullptr); });
     }
     if (const auto batch = coalescing_.current()) batch->works.push_back(work);
     return work;

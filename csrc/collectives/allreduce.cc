@@ -364,11 +364,36 @@ Status reducePiece(Group& group, const Call& call, Buffers buffers, Deadline dea
                                                : inputsLost(group, status.error());
 }
 
+// Each piece is an operation of its own, but the call has one set of contributors: if a rank was
+// lost between two pieces, all are reduced again. Every survivor comes to the same conclusion.
+Status reduceFed(Group& group, Call call, Buffer all, InputFeed& feed, Deadline deadline) {
+  const size_t most = fedPieceBytes(all.data.size());
+  // A rank that reduces without a feed works with other pieces, and must not take part.
+  all.lengths = uint32_t(most);
+  call = callOf(call, Buffers(&all, 1));
+  std::shared_ptr<const GroupView> contributors;
+  for (size_t begin = 0; begin < all.data.size();) {
+    const size_t bytes = std::min(most, all.data.size() - begin);
+    MOONCAKE_TRY(feed.await(begin + bytes));
+    const Buffer piece{all.data.subspan(begin, bytes), all.dtype};
+    MOONCAKE_TRY(reducePiece(group, call, Buffers(&piece, 1), deadline));
+    failpoint("fed-piece");
+    begin += bytes;
+    if (!contributors) contributors = group.lastView;
+    if (group.lastView->active == contributors->active) continue;
+    contributors = nullptr;
+    begin = 0;
+    MOONCAKE_TRY(feed.restart());
+  }
+  return {};
+}
+
 Status reduceTo(Group& group, Verb verb, Buffers buffers, ReduceKind kind, int root,
-                Deadline deadline) {
+                Deadline deadline, InputFeed* feed = nullptr) {
   for (const Buffer& buffer : buffers) MOONCAKE_TRY(checkReduction({buffer.dtype, kind}));
   group.lostInputsOnly = false;
   const Call call = callOf({.verb = verb, .reduce = kind, .root = root}, buffers);
+  if (feed) return reduceFed(group, call, buffers[0], *feed, deadline);
   const size_t bytes = packedBytes(buffers), most = mostBuffers(group);
   if (bytes <= group.eagerBytes() || (bytes <= kUndoBytes && buffers.size() <= most))
     return reducePiece(group, call, buffers, deadline);
@@ -387,14 +412,15 @@ Status allreduce(Group& group, Buffers buffers, ReduceKind kind, Deadline deadli
   return reduceTo(group, Verb::kAllreduce, buffers, kind, -1, deadline);
 }
 
-Status allreduce(Group& group, Span data, Reduction reduction, Deadline deadline) {
+Status allreduce(Group& group, Span data, Reduction reduction, Deadline deadline, InputFeed* feed) {
   const Buffer buffer{data, reduction.dtype};
-  return allreduce(group, Buffers(&buffer, 1), reduction.kind, deadline);
+  return reduceTo(group, Verb::kAllreduce, Buffers(&buffer, 1), reduction.kind, -1, deadline, feed);
 }
 
-Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline deadline) {
+Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline deadline,
+              InputFeed* feed) {
   const Buffer buffer{data, reduction.dtype};
-  return reduceTo(group, Verb::kReduce, Buffers(&buffer, 1), reduction.kind, root, deadline);
+  return reduceTo(group, Verb::kReduce, Buffers(&buffer, 1), reduction.kind, root, deadline, feed);
 }
 
 }  // namespace mooncake

@@ -7,6 +7,7 @@
 #include "base/deadline.h"
 #include "base/dtype.h"
 #include "base/result.h"
+#include "collectives/input_feed.h"
 #include "collectives/reduce_cpu.h"
 #include "group/barrier.h"
 #include "group/group.h"
@@ -36,10 +37,14 @@ Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds t
 Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline);
 
 // Every rank's data becomes the reduction over all ranks, in rank order: the same bits everywhere.
-Status allreduce(Group& group, Span data, Reduction reduction, Deadline deadline);
+// With a feed, on all ranks or none, data is reduced as it comes; after a call that failed, all of
+// it is undefined.
+Status allreduce(Group& group, Span data, Reduction reduction, Deadline deadline,
+                 InputFeed* feed = nullptr);
 Status allreduce(Group& group, Buffers buffers, ReduceKind kind, Deadline deadline);
 // The same, but only the root's data changes.
-Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline deadline);
+Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline deadline,
+              InputFeed* feed = nullptr);
 
 // outputs[r] becomes rank r's input; all have the input's length. An output may be the input
 // itself.

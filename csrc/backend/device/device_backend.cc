@@ -66,6 +66,14 @@ std::vector<Tensors> outputs(Staging& staging, const std::vector<Tensors>& lists
   return copies;
 }
 
+// Lets a reduction of enough data begin before all of it is copied. A factor is multiplied with the
+// whole tensor.
+void feedPieces(Staging& staging, const Tensors& host, const c10d::ReduceOp& op) {
+  if (host.size() != 1 || op == c10d::ReduceOp::PREMUL_SUM) return;
+  const size_t pieceBytes = fedPieceBytes(host[0].nbytes());
+  if (pieceBytes < host[0].nbytes()) staging.cutInput(pieceBytes);
+}
+
 }  // namespace
 
 void DeviceBackend::drainDevice(Deadline deadline) {
@@ -208,6 +216,7 @@ DeviceBackend::WorkPtr DeviceBackend::allreduce(Tensors& tensors,
   Tensors host;
   for (const at::Tensor& tensor : tensors)
     host.push_back(staging->inOut(tensor, "the tensor of all_reduce"));
+  feedPieces(*staging, host, opts.reduceOp);
   return staged(staging, tensors, [&] { return MooncakeBackend::allreduce(host, opts); });
 }
 
@@ -240,6 +249,7 @@ DeviceBackend::WorkPtr DeviceBackend::reduce(Tensors& tensors, const c10d::Reduc
     host.push_back(opts.rootRank == rank_ ? staging->inOut(tensor, kWhat)
                                           : staging->input(tensor, kWhat));
   }
+  feedPieces(*staging, host, opts.reduceOp);
   return staged(staging, tensors, [&] { return MooncakeBackend::reduce(host, opts); });
 }
 

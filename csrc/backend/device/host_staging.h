@@ -23,6 +23,7 @@ class HostStaging : public Staging {
   void mark() override;
   bool isOrdered() const override { return false; }
   Status fetch(Group& group) override;
+  Status fetchAgain(Group& group) override { return fetchAgainOn(stream(), group); }
   void giveBack() override;
   void abandon() override;
   bool isOver() const override;

@@ -68,6 +68,7 @@ at::Tensor Staging::emptyOnHost(const at::Tensor& tensor) const {
 Staging::~Staging() {
   dropOnDevice([&] {
     reached_.reset();
+    pieces_.clear();
     copies_.clear();
   });
 }
@@ -114,12 +115,47 @@ void Staging::copyToHost(const Copy& copy) const {
   });
 }
 
-void Staging::copyIn(const c10::Stream& stream) const {
+void Staging::copyIn(const c10::Stream& stream) {
   const c10::StreamGuard on(stream);
   for (const Copy& copy : copies_) {
-    if (copy.isInput) copyToHost(copy);
+    if (copy.isInput && isCut()) {
+      copyPieces(copy, stream);
+    } else if (copy.isInput) {
+      copyToHost(copy);
+    }
     keepUntilPassed(copy.device, stream);
   }
+}
+
+void Staging::copyPieces(const Copy& copy, const c10::Stream& stream) {
+  const PlainWrites plain(copy.host);
+  const at::Tensor device = copy.device.resolve_conj().resolve_neg().contiguous().view(-1);
+  const at::Tensor host = copy.host.view(-1);
+  const int64_t most = int64_t(pieceBytes_ / device.element_size());
+  for (int64_t begin = 0; begin < device.numel(); begin += most) {
+    const int64_t count = std::min(most, device.numel() - begin);
+    host.narrow(0, begin, count).copy_(device.narrow(0, begin, count), /*non_blocking=*/true);
+    pieces_.emplace_back(stream.device_type()).record(stream);
+  }
+}
+
+Status Staging::awaitInput(Group& group, size_t bytes) const {
+  const c10::Event& piece = pieces_.at((bytes + pieceBytes_ - 1) / pieceBytes_ - 1);
+  return awaitOnHost(group, [&] { return piece.query(); });
+}
+
+Status Staging::fetchAgainOn(const c10::Stream& stream, Group& group) const {
+  const c10::DeviceGuard on(stream.device());
+  pieces_.back().block(stream);
+  c10::Event copied(stream.device_type());
+  {
+    const c10::StreamGuard current(stream);
+    for (const Copy& copy : copies_) {
+      if (copy.isInput) copyToHost(copy);
+    }
+  }
+  copied.record(stream);
+  return awaitOnHost(group, [&] { return copied.query(); });
 }
 
 void Staging::keepOutputs(const c10::Stream& stream) const {
@@ -174,12 +210,16 @@ Status Staging::awaitOnHost(Group& group, const std::function<bool()>& ready) co
 
 std::shared_ptr<Staging> Staging::takeCurrent() { return std::exchange(currentStaging, nullptr); }
 
+Error cannotFetch(const Staging& staging, const std::exception& why) {
+  return {ErrorCode::kSystem, "the inputs of an operation could not be copied from " +
+                                  staging.stream().device().str() + ": " + why.what()};
+}
+
 Status StagedTurn::fetch(Group& group) {
   try {
     return staging_->fetch(group);
   } catch (const std::exception& error) {
-    return {ErrorCode::kSystem, "the inputs of an operation could not be copied from " +
-                                    staging_->stream().device().str() + ": " + error.what()};
+    return cannotFetch(*staging_, error);
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -54,14 +55,26 @@ class Staging {
   at::Tensor input(const at::Tensor& tensor, const char* what, UsedRows used);
   at::Tensor output(const at::Tensor& tensor, const char* what, UsedRows used);
 
+  // Cuts the only input, whose operation takes its data as it comes, into pieces of this length.
+  void cutInput(size_t pieceBytes) { pieceBytes_ = pieceBytes; }
+  bool isCut() const { return pieceBytes_ != 0; }
+
   // Called once, after the copies were made and before the operation can begin. Throws; refuses a
   // stream whose calls are being recorded into a graph.
   virtual void mark() = 0;
   // True: from mark() on, operations must begin in the order of their marks.
   virtual bool isOrdered() const = 0;
-  // Waits on the host. kTimeout if earlier work of the caller's stream takes longer than `limit`.
-  // Returns the group's error if that ends meanwhile. Throws torch's errors.
+  // Waits on the host, of a cut input for the first piece. kTimeout if earlier work of the caller's
+  // stream takes longer than `limit`. Returns the group's error if that ends meanwhile. Throws
+  // torch's errors.
   virtual Status fetch(Group& group) = 0;
+  // For a cut input, between fetch() and giveBack(). Waits until its first `bytes` are in host
+  // memory. The same errors.
+  Status awaitInput(Group& group, size_t bytes) const;
+  // Copies the cut input again.
+  virtual Status fetchAgain(Group&) {
+    return {ErrorCode::kUnsupported, "this staging does not cut its inputs"};
+  }
   // Thread-safe. Later calls do nothing, and neither do those of abandon().
   virtual void giveBack() = 0;
   virtual void abandon() = 0;
@@ -110,9 +123,10 @@ class Staging {
   const c10::Event& reached() const { return *reached_; }
   std::chrono::milliseconds limit() const { return limit_; }
   // Enqueues the copies to or from the host on a stream.
-  void copyIn(const c10::Stream& stream) const;
+  void copyIn(const c10::Stream& stream);
   void copyOut() const { copyOut(stream_); }
   void copyOut(const c10::Stream& stream) const;
+  Status fetchAgainOn(const c10::Stream& stream, Group& group) const;
   // The copies in host memory are used on this stream from now on, and not on stream().
   void useLast(const DeviceStream& stream) { *last_ = stream; }
   // Enqueues copies of the outputs' present contents, to the host.
@@ -140,6 +154,7 @@ class Staging {
   template <typename Visit>
   void forParts(const Copy& copy, const Visit& visit) const;
   void copyToHost(const Copy& copy) const;
+  void copyPieces(const Copy& copy, const c10::Stream& stream);
   Error lateError(const Group& group) const;
 
   const std::shared_ptr<GroupStreams> streams_;
@@ -148,9 +163,14 @@ class Staging {
   std::vector<Copy> copies_;
   bool hasOutputs_ = false;
   std::optional<c10::Event> reached_;
+  size_t pieceBytes_ = 0;           // of a cut input
+  std::vector<c10::Event> pieces_;  // copied
   // The stream that uses the copies last, if an accelerator drives the device.
   const std::shared_ptr<DeviceStream> last_;
 };
+
+// The error of an operation whose inputs torch cannot copy.
+Error cannotFetch(const Staging& staging, const std::exception& why);
 
 // Runs an operation between fetch() and giveBack(). If it ends without results, or never runs, the
 // staging is abandoned.

@@ -46,7 +46,15 @@ uint32_t StreamStaging::nextNumber() const {
 }
 
 Status StreamStaging::fetch(Group& group) {
+  if (isCut()) return awaitInput(group, 1);
   return awaitOnHost(group, [&] { return words().isTold(number_); });
+}
+
+// Our stream waits for the results.
+Status StreamStaging::fetchAgain(Group& group) {
+  const c10::DeviceGuard on(stream().device());
+  const OwnStream other(stream().device());
+  return fetchAgainOn(other.stream(), group);
 }
 
 void StreamStaging::giveBack() {

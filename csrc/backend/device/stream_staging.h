@@ -25,6 +25,7 @@ class StreamStaging final : public Staging {
   void mark() override;
   bool isOrdered() const override { return true; }
   Status fetch(Group& group) override;
+  Status fetchAgain(Group& group) override;
   void giveBack() override;
   // The stream copies the outputs in any case, so another stream fetches their present contents
   // first, when the stream has come to the operation. Does not wait. If the device fails, the
