@@ -403,7 +403,7 @@ def test_a_rank_ends_between_two_steps(form, step, stops, victim):
     survivors. No stream is left waiting."""
     if form == "host" and step == "words":
         pytest.skip("only streams with words have this step")
-    env = {"MOONCAKE_FAILURE_TIMEOUT_MS": "500"}
+    env = {"MOONCAKE_FAILURE_TIMEOUT_MS": "1500"}
     with crew(form, env=env) as ranks:
         ranks.start(ends_at_a_step, victim, step, stops)
         outcomes = [one for one in ranks.results(dead=[victim]) if one]
@@ -449,7 +449,7 @@ def ends_between_pieces(me, victim, stops, reduces):
 @pytest.mark.parametrize("reduces", [False, True], ids=["all_reduce", "reduce"])
 def test_a_rank_ends_between_two_pieces(form, stops, victim, reduces):
     """A call has one set of contributors, the same on all survivors. Inputs are not lost."""
-    with crew(form, env={"MOONCAKE_FAILURE_TIMEOUT_MS": "500"}) as ranks:
+    with crew(form, env={"MOONCAKE_FAILURE_TIMEOUT_MS": "1500"}) as ranks:
         ranks.start(ends_between_pieces, victim, stops, reduces)
         outcomes = {rank: one for rank, one in enumerate(ranks.results(dead=[victim])) if one}
         ranks.broken = True
