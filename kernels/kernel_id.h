@@ -25,6 +25,7 @@ enum class KernelId : uint32_t {
   kReduceBool,
   kReduceComplex64,
   kReduceComplex128,
+  kSignal,
 };
 
 // Their names in the fatbin, in the order of KernelId.
@@ -35,6 +36,7 @@ inline constexpr const char* kKernelNames[] = {
     "mooncake_reduce_uint64",   "mooncake_reduce_int64",     "mooncake_reduce_float16",
     "mooncake_reduce_bfloat16", "mooncake_reduce_float32",   "mooncake_reduce_float64",
     "mooncake_reduce_bool",     "mooncake_reduce_complex64", "mooncake_reduce_complex128",
+    "mooncake_signal",
 };
 inline constexpr size_t kKernelCount = sizeof(kKernelNames) / sizeof(kKernelNames[0]);
 

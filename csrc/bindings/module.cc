@@ -15,6 +15,7 @@
 #include "backend/completions.h"
 #include "backend/device/accelerator_of.h"
 #include "backend/device/device_backend.h"
+#include "backend/device/symmetric_allocator.h"
 #include "backend/drains.h"
 #include "backend/errors.h"
 #include "backend/failure_error.h"
@@ -323,6 +324,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::object mainThread = py::module_::import("threading").attr("main_thread")();
   mooncake::setRunSignalHandlers(&runSignalHandlers,
                                  pthread_t(mainThread.attr("ident").cast<unsigned long>()));
+
+#ifdef MOONCAKE_HAS_SYMMETRIC_MEMORY
+  mooncake::registerSymmetricMemory();
+#endif
 
   m.def("drain_completions", &drainCompletions, py::arg("seconds"),
         py::call_guard<py::gil_scoped_release>());

@@ -7,6 +7,7 @@
 #include "kernels/entries.cuh"
 #include "kernels/kernel_id.h"
 #include "kernels/probe.cuh"
+#include "kernels/signals.cuh"
 #include "tests/simt/world.h"
 
 namespace fake_device {
@@ -47,6 +48,7 @@ const Entry kEntries[] = {
     entry(mooncake_reduce_bool),
     entry(mooncake_reduce_complex64),
     entry(mooncake_reduce_complex128),
+    entry(mooncake_signal),
 };
 static_assert(std::size(kEntries) == mooncake::kKernelCount);
 

@@ -29,6 +29,7 @@ class Mutant:
 
 
 EXCHANGE, COLLECTIVES, COPY = "exchange.cuh", "collectives.cuh", "copy.cuh"
+SIGNALS = "signals.cuh"
 SIGNAL = """    storeReleaseSystem(&state.signals[peer]->words[blockIdx.x][state.rank],"""
 MUTANTS = [
     Mutant("the signal is relaxed", EXCHANGE, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
@@ -117,13 +118,37 @@ MUTANTS = [
     ),
     Mutant("lost ranks' places keep old contents", COLLECTIVES, "zeroBytes(target, bytes)", ""),
     Mutant("the rest of a copy is left out", COPY, "bytes - copied", "0"),
+    Mutant(
+        "a rank's signal is relaxed",
+        SIGNALS,
+        "storeReleaseSystem(theirs, 1)",
+        "storeRelaxedSystem(theirs, 1)",
+    ),
+    Mutant(
+        "the wait for a rank's signal is relaxed",
+        SIGNALS,
+        "loadAcquireSystem(word) != value",
+        "loadRelaxedSystem(word) != value",
+    ),
+    Mutant(
+        "a signal overtakes the one before",
+        SIGNALS,
+        "if (!awaitWord(a, theirs, 0, peer)) return;",
+        "",
+    ),
+    Mutant("a signal is taken twice", SIGNALS, "storeReleaseSystem(ours, 0)", "(void)ours"),
 ]
 
 
-def run(flavour: str, folder: Path) -> bool:
-    """True if the suite fails."""
+# The suite of a file, if it is another than that of the collectives.
+SUITES = {SIGNALS: ["signals_test.cc"]}
+
+
+def run(flavour: str, folder: Path, file: str) -> bool:
+    """True if the file's suite fails."""
     tests = ROOT / "tests/simt/tests"
-    sources = [tests / name for name in ("collectives_test.cc", "virtual_group.cc", "races.cc")]
+    names = SUITES.get(file, ["collectives_test.cc", "virtual_group.cc"])
+    sources = [tests / name for name in [*names, "races.cc"]]
     program = folder / flavour
     command = [COMPILER, *FLAGS, *BY_FLAVOUR[flavour], f"-I{folder}", f"-I{ROOT}", f"-I{tests}",
                *map(str, sources), str(BUILD / f"simt-{flavour}/libsimt.a"), "-lgtest",
@@ -145,7 +170,7 @@ def survives(numbered: tuple[int, Mutant]) -> str | None:
     if text.count(mutant.old) != 1:
         return f"{mutant.name}: its text is not in {mutant.file} once"
     file.write_text(text.replace(mutant.old, mutant.new))
-    finder = next((flavour for flavour in BY_FLAVOUR if run(flavour, folder)), None)
+    finder = next((flavour for flavour in BY_FLAVOUR if run(flavour, folder, mutant.file)), None)
     print(f"{mutant.name}: {'found by ' + finder if finder else 'NOT FOUND'}", flush=True)
     return None if finder else mutant.name
 

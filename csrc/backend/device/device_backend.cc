@@ -7,10 +7,12 @@
 
 #include "backend/arguments.h"
 #include "backend/batch_work.h"
+#include "backend/device/accelerator_of.h"
 #include "backend/device/host_staging.h"
 #include "backend/device/sparse_staging.h"
 #include "backend/device/stream_staging.h"
 #include "base/log.h"
+#include "collectives/peer/peer_sharing.h"
 
 namespace mooncake {
 namespace {
@@ -140,6 +142,19 @@ DeviceWork::Waiting DeviceBackend::waiting(bool onHost) {
           .onHost = onHost,
           .blocks = options().blockingWait,
           .limit = effective(c10d::kUnsetTimeout)};
+}
+
+std::shared_ptr<PeerSharing> DeviceBackend::peerSharing(const c10::Device& device) {
+  std::lock_guard lock(symmetricMutex_);
+  auto& group = symmetric_[device.index()];
+  if (group) return group;
+  const auto timeout = effective(c10d::kUnsetTimeout);
+  const auto makeControl = [&](std::function<void(const GroupView&)> onView) {
+    return makeGroup("symmetric", 0, 0, false, Deadline::after(timeout), std::move(onView));
+  };
+  group = orThrow(PeerSharing::make(makeControl, acceleratorOf(device.type()),
+                                    {.device = device.index(), .timeout = timeout}));
+  return group;
 }
 
 PeerRoute& DeviceBackend::route() {

@@ -17,6 +17,8 @@
 
 namespace mooncake {
 
+class PeerSharing;
+
 // A MooncakeBackend that also takes tensors of devices: each call runs on copies in pinned host
 // memory, see Staging. Calls with CPU tensors go to the base as they are.
 class DeviceBackend : public MooncakeBackend {
@@ -27,6 +29,10 @@ class DeviceBackend : public MooncakeBackend {
   void shutdown() override;
   // Also ends kernels that wait for other ranks.
   void abort() override;
+
+  // Makes the group that shares symmetric memory of the device, or returns it. Collective.
+  std::shared_ptr<PeerSharing> peerSharing(const c10::Device& device);
+  const std::vector<int>& globalRanks() const { return options().globalRanks; }
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
   // torch's call for sparse tensors of CUDA devices.
@@ -105,6 +111,8 @@ class DeviceBackend : public MooncakeBackend {
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;
   std::optional<c10::Device> lastDevice_;  // of the last call with tensors of a device
   std::unique_ptr<PeerRoute> route_;       // see route(); once made, it stays
+  std::mutex symmetricMutex_;              // guards symmetric_, also while a group is made
+  std::map<c10::DeviceIndex, std::shared_ptr<PeerSharing>> symmetric_;
 };
 
 }  // namespace mooncake

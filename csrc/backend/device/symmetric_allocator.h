@@ -1,0 +1,61 @@
+#pragma once
+
+#include "backend/device/has_symmetric_memory.h"
+
+#ifdef MOONCAKE_HAS_SYMMETRIC_MEMORY
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend/device/symmetric_memory.h"
+
+namespace mooncake {
+
+// Makes "MOONCAKE" a backend of torch.distributed._symmetric_memory, for devices that share memory
+// with other processes. Thread-safe; throws.
+class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryAllocator {
+ public:
+  void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
+  // Waits for the device. Rendezvoused memory stays until its handles are gone, too.
+  void free(void* ptr) override;
+  size_t get_alloc_size(void* ptr) override { return find(ptr)->bytes; }
+  // Collective over the process group, whose backend for the device is ours. Later calls return the
+  // same handle.
+  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> rendezvous(
+      void* ptr, const std::optional<std::string>& group_name) override;
+  bool has_multicast_support(int /*device_idx*/) override { return false; }
+  c10::DeviceType supported_device_type() override;
+  std::string name() override { return "MOONCAKE"; }
+  // Without `override`: torch has this since 2.15 or somewhat before.
+  bool has_allocation(void* ptr);
+
+ private:
+  using Handle = c10::intrusive_ptr<MappedSymmetricMemory>;
+  struct Entry {
+    std::shared_ptr<const SymmetricAllocation> allocation;
+    std::map<std::shared_ptr<PeerSharing>, Handle> handles;
+  };
+  // Stays when the process ends: the accelerators may be gone by then.
+  struct State {
+    std::mutex mutex;
+    std::map<void*, Entry> entries;
+    uint64_t lastNumber = 0;
+    size_t bytes = 0;
+  };
+
+  std::shared_ptr<const SymmetricAllocation> find(void* ptr);
+
+  State& state_ = *new State;
+};
+
+// Makes the backend known to torch.
+void registerSymmetricMemory();
+
+}  // namespace mooncake
+
+#endif
