@@ -96,7 +96,7 @@ MC_DEVICE void moveAll(const MoveArguments& a) {
         const Part part = partOf(a.bytes, block, gridDim.x, 1024);
         for (int rank = 0; rank < state.ranks; ++rank) {
           if (!has(a.sources, rank)) continue;
-          unsigned char* const target = a.output + size_t(rank) * a.stride + part.begin;
+          unsigned char* const target = a.outputs[rank] + part.begin;
           const size_t bytes = part.end - part.begin;
           if (has(active, rank)) {
             copyBytes(target, published(state, rank, number) + a.offset + part.begin, bytes);

@@ -12,10 +12,12 @@ namespace mooncake::kernels {
 // What all collectives have in common; see exchange.cuh.
 struct Exchange {
   GroupState* state;
-  const unsigned char* input;
-  size_t bytes;         // of the input, at most the state's halfBytes
   uint32_t call;        // a hash of the call, which must be equal on all ranks; kCallBits count
   uint64_t decisionNs;  // so long after it has stopped, a kernel gives up
+  int root;             // if this rank is lost, the operation has no result; -1: any may be lost
+  unsigned inputCount;  // this rank publishes its inputs one behind the other; 0: nothing
+  size_t bytes;         // of each input; all together have at most the state's halfBytes
+  const unsigned char* inputs[kMaxRanks];
 };
 
 // result[i] = input of rank 0 [first + i] op that of rank 1 ..., for `count` elements:
@@ -28,14 +30,14 @@ struct ReduceArguments {
   Combine by;
 };
 
-// Copies `bytes` at `offset` of the input of each rank in `sources` to output + rank * stride:
-// all_gather, gather, scatter, broadcast, all_to_all, barrier. Places of ranks that do not take part
-// are filled with zeros.
+// Copies `bytes` at `offset` of the input of each rank in `sources` to that rank's output:
+// all_gather, gather, scatter, broadcast, all_to_all. Outputs of ranks that do not take part are
+// filled with zeros.
 struct MoveArguments {
   Exchange exchange;
   uint64_t sources;  // bits of ranks
-  size_t offset, bytes, stride;
-  unsigned char* output;
+  size_t offset, bytes;
+  unsigned char* outputs[kMaxRanks];
 };
 
 struct AcknowledgeArguments {

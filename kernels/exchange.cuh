@@ -36,12 +36,15 @@ MC_DEVICE uint64_t signalOf(const Exchange& exchange, uint64_t number) {
   return number << kCallBits | (exchange.call & ((1u << kCallBits) - 1));
 }
 
-// Publishes this block's part of the input, and signals it to the ranks that take part.
+// Publishes this block's part of each input, and signals that to the ranks that take part.
 MC_DEVICE void publish(const Exchange& exchange, uint64_t number) {
   const GroupState& state = *exchange.state;
   const Part part = partOf(exchange.bytes, blockIdx.x, gridDim.x, 1024);
   unsigned char* const own = published(state, state.rank, number);
-  copyBytes(own + part.begin, exchange.input + part.begin, part.end - part.begin);
+  for (unsigned i = 0; i < exchange.inputCount; ++i) {
+    copyBytes(own + i * exchange.bytes + part.begin, exchange.inputs[i] + part.begin,
+              part.end - part.begin);
+  }
   __syncthreads();
   const int peer = int(threadIdx.x);
   if (peer < state.ranks && has(state.active, peer)) {
@@ -125,6 +128,16 @@ MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
   storeReleaseSystem(&state.host->failed, uint32_t(failure));
 }
 
+// The ranks that take part become others. Tells the host from which operation on.
+MC_DEVICE void change(GroupState& state, Decision decision, uint64_t active) {
+  if (active == state.active) return;
+  HostWords& host = *state.host;
+  const uint32_t count = host.changeCount;
+  host.changes[count] = {state.done + (decision == Decision::kTake), active};
+  storeReleaseSystem(&host.changeCount, count + 1);
+  state.active = active;
+}
+
 // Tells the host that this kernel has stopped, and waits for its decision, which takes effect.
 // kRefuse if none comes.
 MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t deadline) {
@@ -143,7 +156,7 @@ MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t d
   }
   const Decision decision = Decision(loadRelaxedSystem(&host.decision));
   if (decision == Decision::kRefuse) failGroup(state, Failure::kRefused, state.rank);
-  state.active = loadRelaxedSystem(&host.active);
+  if (decision != Decision::kRefuse) change(state, decision, loadRelaxedSystem(&host.active));
   state.generation = decided;
   return decision;
 }
@@ -197,11 +210,12 @@ MC_DEVICE void exchangeAll(const Exchange& exchange, const Consume& consume) {
   uint64_t deadline = now() + state.patienceNs;
   unsigned first = blockIdx.x, end = blockIdx.x + 1;  // the blocks whose parts this one computes
   bool isAlone = false;
+  const auto hasResult = [&] { return exchange.root < 0 || has(active, exchange.root); };
   Attempt attempt =
       awaitAll(exchange, number, active, deadline, shared) ? Attempt::kReady : Attempt::kAgain;
   for (;;) {
-    for (unsigned block = first; attempt == Attempt::kReady && block < end; ++block)
-      consume(state, number, active, block);
+    if (attempt == Attempt::kReady && hasResult())
+      for (unsigned block = first; block < end; ++block) consume(state, number, active, block);
     __syncthreads();
     if (!isAlone) {
       const Arrival arrival = arrive(state, attempt == Attempt::kReady, shared);

@@ -25,6 +25,12 @@ enum class Decision : uint32_t {
   kRefuse  // the group has ended: so do this operation and all later ones, without a result
 };
 
+// Which ranks take part in a group's operations, from one on.
+struct Change {
+  uint64_t lastOld;  // number of the last operation before it
+  uint64_t active;   // bits of ranks
+};
+
 // Memory of the host that the device maps. Each word has one writer.
 struct HostWords {
   // Written by the host. A kernel that waits stops once `stop` is another than the group's
@@ -40,6 +46,9 @@ struct HostWords {
   uint64_t missing = 0;  // bits of the ranks that the stopped operation waits for
   uint32_t failed = 0;   // a Failure
   uint32_t failedRank = 0;
+  // The decisions by which ranks went out, in their order. `changeCount` is written last.
+  uint32_t changeCount = 0;
+  Change changes[kMaxRanks] = {};
 };
 
 enum class Failure : uint32_t {

@@ -1,5 +1,6 @@
-"""Collectives on tensors of a device by kernels, in memory that the ranks of a host map. On the
-device `fake` the kernels are the library's own source, on the CPU (tests/simt)."""
+"""Groups whose collectives go by kernels, in memory that the ranks of a host map: streams, losses,
+errors, ends. tests/test_peer_verbs.py has the collectives. On the device `fake` the kernels are the
+library's own source, on the CPU (tests/simt)."""
 
 from __future__ import annotations
 
@@ -11,79 +12,13 @@ import time
 from datetime import timedelta
 
 import devices
-import harness
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import DEVICE
 from harness import raised, until
-
-LIMIT = 16384  # bytes of an input
-VERBS = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"]
-
-
-def crew(size, **options):
-    devices.prepare(DEVICE)
-    env = {
-        "MOONCAKE_TRANSPORTS": "shm",
-        "MOONCAKE_PEER_BYTES": str(LIMIT),
-        devices.VARIABLE: DEVICE,
-        **options.pop("env", {}),
-    }
-    return harness.Crew(size, env=env, **options)
-
-
-def run(size, function, *args, **options):
-    ranks = crew(size, **options)
-    try:
-        return ranks.call(function, *args)
-    finally:
-        ranks.close()
-
-
-def runs_kernels(call, number):
-    """Checks how many kernels the call runs, where the device counts them."""
-    if DEVICE != "fake":
-        call()
-        return
-    from fake_device import control
-
-    torch.accelerator.synchronize()
-    before = control.kernels_run()
-    call()
-    torch.accelerator.synchronize()
-    assert control.kernels_run() - before == number
-
-
-def verbs_on_rank(me):
-    for seed, count in enumerate([1, 5, 64, 1000, 4000, 9000]):
-        for verb in VERBS:
-            oracle.exercise(verb, count=count, seed=seed)
-    for layout in oracle.LAYOUTS:
-        oracle.exercise("all_reduce", count=60, layout=layout, seed=7)
-    runs_kernels(lambda: dist.all_reduce(torch.ones(8)), 1)
-    runs_kernels(lambda: dist.all_reduce(torch.ones(LIMIT)), 0)
-    runs_kernels(lambda: dist.broadcast(torch.ones(8), 0), 0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_verbs(size):
-    run(size, verbs_on_rank)
-
-
-def types_on_rank(me):
-    for dtype in [*oracle.REAL, *oracle.COMPLEX]:
-        for op in oracle.OPS:
-            if oracle.reducible(dtype, op):
-                for verb in ("all_reduce", "reduce_scatter_tensor"):
-                    oracle.exercise(verb, op=op, dtype=dtype, count=37, seed=3)
-    for dtype in oracle.MOVED_ONLY:
-        oracle.exercise("all_gather_into_tensor", dtype=dtype, count=37, seed=3)
-
-
-def test_types_and_reductions():
-    run(3, types_on_rank)
+from peer_ranks import LIMIT, crew, run, runs_kernels
 
 
 def streams_on_rank(me):

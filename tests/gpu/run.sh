@@ -50,7 +50,7 @@ driver() {
 
 # One test at a time: the blocks of all ranks that wait for each other must fit on the GPU, or take turns.
 kernels() {
-  TEST_DEVICE=cuda python -m pytest -q -m '' tests/test_peer_kernels.py tests/test_symmetric_memory.py
+  TEST_DEVICE=cuda python -m pytest -q -m '' tests/test_peer_kernels.py tests/test_peer_verbs.py tests/test_symmetric_memory.py
 }
 
 # Ranks share the GPU if there are fewer than ranks.

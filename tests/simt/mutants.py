@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "no barrier before the signal",
         EXCHANGE,
-        "part.end - part.begin);\n  __syncthreads();",
-        "part.end - part.begin);",
+        "part.end - part.begin);\n  }\n  __syncthreads();",
+        "part.end - part.begin);\n  }",
     ),
     Mutant(
         "waits for the signals of one block only",
@@ -81,7 +81,19 @@ MUTANTS = [
         "  host.missing = missing;\n  storeReleaseSystem(&host.stopped, next);",
         "  storeReleaseSystem(&host.stopped, next);\n  host.missing = missing;",
     ),
-    Mutant("the decision changes no ranks", EXCHANGE, "  state.active = host.active;\n", ""),
+    Mutant("the decision changes no ranks", EXCHANGE, "  state.active = active;\n", ""),
+    Mutant(
+        "the host learns a wrong moment of a change",
+        EXCHANGE,
+        "state.done + (decision == Decision::kTake)",
+        "state.done",
+    ),
+    Mutant(
+        "a call without its root has a result",
+        EXCHANGE,
+        "exchange.root < 0 || has(active, exchange.root)",
+        "true",
+    ),
     Mutant(
         "takes with the new ranks",
         EXCHANGE,
@@ -103,7 +115,12 @@ MUTANTS = [
     Mutant(
         "a kernel runs in a group that has ended", EXCHANGE, "  if (state.failed) return;\n", ""
     ),
-    Mutant("calls are not compared", EXCHANGE, "uint32_t(signal) == exchange.call ?", "true ?"),
+    Mutant(
+        "calls are not compared",
+        EXCHANGE,
+        "return number << kCallBits | (exchange.call & ((1u << kCallBits) - 1));",
+        "return number << kCallBits;",
+    ),
     Mutant(
         "the sum leaves out the first rank",
         COLLECTIVES,
@@ -147,7 +164,7 @@ SUITES = {SIGNALS: ["signals_test.cc"]}
 def run(flavour: str, folder: Path, file: str) -> bool:
     """True if the file's suite fails."""
     tests = ROOT / "tests/simt/tests"
-    names = SUITES.get(file, ["collectives_test.cc", "virtual_group.cc"])
+    names = SUITES.get(file, ["collectives_test.cc", "collective_program.cc", "virtual_group.cc"])
     sources = [tests / name for name in [*names, "races.cc"]]
     program = folder / flavour
     command = [COMPILER, *FLAGS, *BY_FLAVOUR[flavour], f"-I{folder}", f"-I{ROOT}", f"-I{tests}",

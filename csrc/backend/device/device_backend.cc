@@ -1,5 +1,6 @@
 #include "backend/device/device_backend.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -168,20 +169,26 @@ PeerRoute& DeviceBackend::route() {
                                          PeerRoute::Settings{.name = options().groupName,
                                                              .bytes = options().streams.peerBytes,
                                                              .blocks = options().blockingWait,
-                                                             .timeout = timeout});
+                                                             .timeout = timeout,
+                                                             .unseen = unseen_});
   }
   return *route_;
 }
 
-DeviceBackend::WorkPtr DeviceBackend::byKernel(const PeerRoute::Call& call,
-                                               std::chrono::milliseconds timeout) {
-  const bool isMade = call.input.defined() && call.output.defined() && isOfDevice(call.input) &&
-                      !call.input.is_sparse() && !call.input.is_quantized() &&
-                      call.output.device() == call.input.device() &&
-                      call.output.scalar_type() == call.input.scalar_type();
-  if (!isMade || !options().streams.peerBytes || options().raises || openBatch()) return nullptr;
-  return route().run(rank_, streamsOn(call.input.device()), call,
-                     Deadline::after(effective(timeout)));
+template <typename Make>
+DeviceBackend::WorkPtr DeviceBackend::byKernel(std::chrono::milliseconds timeout, Make&& make) {
+  if (!options().streams.peerBytes || options().raises || openBatch()) return nullptr;
+  const Deadline deadline = Deadline::after(effective(timeout));
+  const PeerCalls::Call call = make(PeerCalls(rank_, size_, deadline));
+  if (!call || !isOfDevice(call->first())) return nullptr;
+  const at::Tensor& first = call->first();
+  const auto isAlike = [&](const at::Tensor& tensor) {
+    return checkDense(tensor, "a tensor").ok() && tensor.device() == first.device() &&
+           tensor.scalar_type() == first.scalar_type();
+  };
+  if (!std::ranges::all_of(call->inputs, isAlike) || !std::ranges::all_of(call->outputs, isAlike))
+    return nullptr;
+  return route().run(rank_, streamsOn(first.device()), *call, deadline);
 }
 
 DeviceBackend::WorkPtr DeviceBackend::deviceWork(const std::shared_ptr<Staging>& staging,
@@ -216,16 +223,9 @@ DeviceBackend::WorkPtr DeviceBackend::allreduce(Tensors& tensors,
                                                 const c10d::AllreduceOptions& opts) {
   if (tensors.size() == 1 && isOfDevice(tensors[0]) && tensors[0].layout() == at::kSparse)
     return allreduceSparse(tensors[0], opts);
-  if (tensors.size() == 1 && opts.reduceOp != c10d::ReduceOp::PREMUL_SUM) {
-    const at::Tensor& tensor = tensors[0];
-    const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
-      refuseOwnOverlap(tensor, "the tensor of all_reduce");
-      return peers.allreduce(plain, kindOf(opts.reduceOp, "all_reduce"),
-                             Deadline::after(effective(opts.timeout)));
-    };
-    const PeerRoute::Call call{c10d::OpType::ALLREDUCE, tensor, tensor, tensor.numel(), launch};
-    if (auto work = byKernel(call, opts.timeout)) return work;
-  }
+  if (auto work = byKernel(opts.timeout,
+                           [&](const PeerCalls& calls) { return calls.allreduce(tensors, opts); }))
+    return work;
   const auto staging = stagingFor(tensors, opts.timeout);
   if (!staging) return MooncakeBackend::allreduce(tensors, opts);
   Tensors host;
@@ -247,6 +247,9 @@ DeviceBackend::WorkPtr DeviceBackend::allreduceSparse(const at::Tensor& tensor,
 
 DeviceBackend::WorkPtr DeviceBackend::broadcast(Tensors& tensors,
                                                 const c10d::BroadcastOptions& opts) {
+  if (auto work = byKernel(opts.timeout,
+                           [&](const PeerCalls& calls) { return calls.broadcast(tensors, opts); }))
+    return work;
   const auto staging = stagingFor(tensors, opts.timeout);
   if (!staging) return MooncakeBackend::broadcast(tensors, opts);
   constexpr const char* kWhat = "the tensor of broadcast";
@@ -256,6 +259,9 @@ DeviceBackend::WorkPtr DeviceBackend::broadcast(Tensors& tensors,
 }
 
 DeviceBackend::WorkPtr DeviceBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  if (auto work = byKernel(opts.timeout,
+                           [&](const PeerCalls& calls) { return calls.reduce(tensors, opts); }))
+    return work;
   const auto staging = stagingFor(tensors, opts.timeout);
   if (!staging) return MooncakeBackend::reduce(tensors, opts);
   constexpr const char* kWhat = "the tensor of reduce";
@@ -270,6 +276,9 @@ DeviceBackend::WorkPtr DeviceBackend::reduce(Tensors& tensors, const c10d::Reduc
 
 DeviceBackend::WorkPtr DeviceBackend::allgather(std::vector<Tensors>& outs, Tensors& ins,
                                                 const c10d::AllgatherOptions& opts) {
+  if (auto work = byKernel(opts.timeout,
+                           [&](const PeerCalls& calls) { return calls.allgather(outs, ins); }))
+    return work;
   const auto staging = stagingFor(ins, opts.timeout);
   if (!staging) return MooncakeBackend::allgather(outs, ins, opts);
   Tensors hostIn = inputs(*staging, ins, "the input of all_gather");
@@ -280,14 +289,9 @@ DeviceBackend::WorkPtr DeviceBackend::allgather(std::vector<Tensors>& outs, Tens
 
 DeviceBackend::WorkPtr DeviceBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::AllgatherOptions& opts) {
-  if (output.defined() && input.defined() && output.numel() == input.numel() * size_) {
-    const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
-      refuseOwnOverlap(output, "the output of all_gather_into_tensor");
-      return peers.allgather(plain, Deadline::after(effective(opts.timeout)));
-    };
-    const PeerRoute::Call call{c10d::OpType::_ALLGATHER_BASE, input, output, input.numel(), launch};
-    if (auto work = byKernel(call, opts.timeout)) return work;
-  }
+  if (auto work = byKernel(
+          opts.timeout, [&](const PeerCalls& calls) { return calls.allgatherBase(output, input); }))
+    return work;
   const auto staging = stagingFor(input, opts.timeout);
   if (!staging) return MooncakeBackend::_allgather_base(output, input, opts);
   at::Tensor hostIn = staging->input(input, "the input of all_gather_into_tensor");
@@ -298,17 +302,10 @@ DeviceBackend::WorkPtr DeviceBackend::_allgather_base(at::Tensor& output, at::Te
 
 DeviceBackend::WorkPtr DeviceBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                            const c10d::ReduceScatterOptions& opts) {
-  if (output.defined() && input.defined() && input.numel() == output.numel() * size_ &&
-      opts.reduceOp != c10d::ReduceOp::PREMUL_SUM) {
-    const auto launch = [&](PeerCollectives& peers, const PeerCollectives::Tensor& plain) {
-      refuseOwnOverlap(output, "the output of reduce_scatter_tensor");
-      return peers.reduceScatter(plain, kindOf(opts.reduceOp, "reduce_scatter_tensor"),
-                                 Deadline::after(effective(opts.timeout)));
-    };
-    const PeerRoute::Call call{c10d::OpType::_REDUCE_SCATTER_BASE, input, output, output.numel(),
-                               launch};
-    if (auto work = byKernel(call, opts.timeout)) return work;
-  }
+  if (auto work = byKernel(opts.timeout, [&](const PeerCalls& calls) {
+        return calls.reduceScatterBase(output, input, opts);
+      }))
+    return work;
   const auto staging = stagingFor(input, opts.timeout);
   if (!staging) return MooncakeBackend::_reduce_scatter_base(output, input, opts);
   at::Tensor hostIn = staging->input(input, "the input of reduce_scatter_tensor");
@@ -356,6 +353,9 @@ DeviceBackend::WorkPtr DeviceBackend::barrier(const c10d::BarrierOptions& opts) 
 
 DeviceBackend::WorkPtr DeviceBackend::gather(std::vector<Tensors>& outs, Tensors& ins,
                                              const c10d::GatherOptions& opts) {
+  if (auto work = byKernel(opts.timeout,
+                           [&](const PeerCalls& calls) { return calls.gather(outs, ins, opts); }))
+    return work;
   const auto staging = stagingFor(ins, opts.timeout);
   if (!staging) return MooncakeBackend::gather(outs, ins, opts);
   Tensors hostIn = inputs(*staging, ins, "the input of gather");
@@ -366,6 +366,9 @@ DeviceBackend::WorkPtr DeviceBackend::gather(std::vector<Tensors>& outs, Tensors
 
 DeviceBackend::WorkPtr DeviceBackend::scatter(Tensors& outs, std::vector<Tensors>& ins,
                                               const c10d::ScatterOptions& opts) {
+  if (auto work = byKernel(opts.timeout,
+                           [&](const PeerCalls& calls) { return calls.scatter(outs, ins, opts); }))
+    return work;
   const auto staging = stagingFor(outs, opts.timeout);
   if (!staging) return MooncakeBackend::scatter(outs, ins, opts);
   std::vector<Tensors> hostIn = inputs(*staging, ins, "an input of scatter");
@@ -375,6 +378,10 @@ DeviceBackend::WorkPtr DeviceBackend::scatter(Tensors& outs, std::vector<Tensors
 
 DeviceBackend::WorkPtr DeviceBackend::reduce_scatter(Tensors& outs, std::vector<Tensors>& ins,
                                                      const c10d::ReduceScatterOptions& opts) {
+  if (auto work = byKernel(opts.timeout, [&](const PeerCalls& calls) {
+        return calls.reduceScatter(outs, ins, opts);
+      }))
+    return work;
   const auto staging = stagingFor(outs, opts.timeout);
   if (!staging) return MooncakeBackend::reduce_scatter(outs, ins, opts);
   std::vector<Tensors> hostIn = inputs(*staging, ins, "an input of reduce_scatter");

@@ -11,6 +11,7 @@
 #include "backend/device/device_work.h"
 #include "backend/device/group_streams.h"
 #include "backend/device/message_staging.h"
+#include "backend/device/peer_calls.h"
 #include "backend/device/peer_route.h"
 #include "backend/device/staging.h"
 #include "backend/mooncake_backend.h"
@@ -101,9 +102,10 @@ class DeviceBackend : public MooncakeBackend {
   WorkPtr receive(std::vector<at::Tensor>& tensors, bool onHost, Receive&& receive);
 
   std::shared_ptr<GroupStreams> streamsOn(const c10::Device& device);
-  // Does the call by a kernel. Null if it has to be staged: on all ranks, because that follows from
-  // arguments that are equal on all.
-  WorkPtr byKernel(const PeerRoute::Call& call, std::chrono::milliseconds timeout);
+  // Does the call that `make` returns by a kernel. Null if it has to be staged: on all ranks, see
+  // PeerCalls.
+  template <typename Make>
+  WorkPtr byKernel(std::chrono::milliseconds timeout, Make&& make);
   PeerRoute& route();
   void drainDevice(Deadline deadline) override;
   const std::shared_ptr<UnseenErrors> unseen_ = std::make_shared<UnseenErrors>();

@@ -15,14 +15,13 @@
 namespace mooncake {
 
 KernelWork::KernelWork(int rank, c10d::OpType type, std::shared_ptr<PeerCollectives> peers,
-                       uint64_t number, std::shared_ptr<GroupStreams> streams,
-                       std::vector<at::Tensor> outputs, bool blocksHost)
+                       Operation operation, std::shared_ptr<GroupStreams> streams,
+                       std::vector<at::Tensor> outputs)
     : Work(rank, type),
       peers_(std::move(peers)),
-      number_(number),
+      operation_(std::move(operation)),
       streams_(std::move(streams)),
-      outputs_(std::move(outputs)),
-      blocksHost_(blocksHost || type == c10d::OpType::BARRIER) {
+      outputs_(std::move(outputs)) {
   const c10::Stream& stream = streams_->collectives();
   done_.emplace(stream.device_type());
   done_->record(stream);
@@ -45,22 +44,41 @@ bool KernelWork::isCompleted() {
 
 bool KernelWork::isSuccess() const {
   const c10::DeviceGuard on(streams_->collectives().device());
-  return peers_->guard().hasEnded(number_) && done_->query();
+  return peers_->guard().hasEnded(operation_.number) && done_->query() && !isRootLost();
+}
+
+bool KernelWork::isRootLost() const {
+  return operation_.root >= 0 &&
+         !(peers_->guard().contributors(operation_.number) >> operation_.root & 1);
+}
+
+std::exception_ptr KernelWork::ownError() const {
+  return isRootLost() ? toException(peers_->guard().rootLost(operation_.root)) : nullptr;
 }
 
 std::exception_ptr KernelWork::exception() const {
+  if (auto error = ownError()) {
+    *isRaised_ = true;
+    return error;
+  }
   const Status usable = peers_->guard().usable();
-  if (usable.ok() || peers_->guard().hasEnded(number_)) return nullptr;
+  if (usable.ok() || peers_->guard().hasEnded(operation_.number)) return nullptr;
   return toException(usable.error());
+}
+
+std::exception_ptr KernelWork::takeEarlier() const {
+  const UnseenErrors::Unseen& earlier = operation_.earlier;
+  return earlier.error && !earlier.isRaised->exchange(true) ? earlier.error : nullptr;
 }
 
 bool KernelWork::wait(std::chrono::milliseconds timeout) {
   block();
+  // The error of this operation, if there is one, stays for the next call.
+  if (const auto error = takeEarlier()) std::rethrow_exception(error);
   if (const auto error = exception()) std::rethrow_exception(error);
-  if (blocksHost_) {
-    awaitOnHost(
-        Deadline::after(timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout));
-  }
+  if (!operation_.blocksHost) return true;
+  awaitOnHost(Deadline::after(timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout));
+  if (const auto error = exception()) std::rethrow_exception(error);
   return true;
 }
 
@@ -69,7 +87,7 @@ void KernelWork::awaitOnHost(Deadline deadline) const {
   const WaitInterrupt interrupt;
   const c10::DeviceGuard on(streams_->collectives().device());
   for (;;) {
-    const bool hasEnded = peers_->guard().hasEnded(number_);
+    const bool hasEnded = peers_->guard().hasEnded(operation_.number);
     if (hasEnded && done_->query()) return;
     if (!hasEnded) throwIfError(peers_->guard().usable());
     if (deadline.passed()) {
@@ -91,7 +109,9 @@ c10::intrusive_ptr<c10::ivalue::Future> KernelWork::getFuture() {
   const auto type = c10::ListType::create(c10::TensorType::get());
   auto future = c10::make_intrusive<c10::ivalue::Future>(
       type, std::vector<c10::Device>{streams_->collectives().device()});
-  if (const auto error = exception()) {
+  auto error = takeEarlier();
+  if (!error) error = exception();
+  if (error) {
     future->setError(error);
     return future;
   }

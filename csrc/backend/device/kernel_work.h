@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "backend/device/group_streams.h"
+#include "backend/device/unseen_errors.h"
 #include "base/deadline.h"
 #include "collectives/peer/peer_collectives.h"
 
@@ -19,33 +21,47 @@ namespace mooncake {
 // by later calls of the group.
 class KernelWork final : public c10d::Work {
  public:
+  struct Operation {
+    uint64_t number;
+    int root;                      // without this rank the operation fails; -1: any may be lost
+    bool blocksHost;               // wait() waits on the host
+    UnseenErrors::Unseen earlier;  // of another operation; wait() raises it if nobody has
+  };
   // The kernel is the last work on the stream of `streams` for collectives.
-  KernelWork(int rank, c10d::OpType type, std::shared_ptr<PeerCollectives> peers, uint64_t number,
-             std::shared_ptr<GroupStreams> streams, std::vector<at::Tensor> outputs,
-             bool blocksHost);
+  KernelWork(int rank, c10d::OpType type, std::shared_ptr<PeerCollectives> peers,
+             Operation operation, std::shared_ptr<GroupStreams> streams,
+             std::vector<at::Tensor> outputs);
   ~KernelWork() override;
 
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
+  // The error of an operation that ends without its root; null: it has none. Does not hand it to the
+  // program.
+  std::exception_ptr ownError() const;
+  // Set when the program has seen that error.
+  const UnseenErrors::Flag& isRaised() const { return isRaised_; }
   // Makes the current stream of the device wait for the outputs. Waits on the host for barriers, and
   // if it was made so. Only then `timeout` counts.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs_; }
-  uint64_t getSequencenumber() const override { return number_; }
-  // Complete at once. Its callbacks run on a stream that waits for the outputs.
+  uint64_t getSequencenumber() const override { return operation_.number; }
+  // Complete at once. Its callbacks run on a stream that waits for the outputs. It raises the error
+  // of an earlier operation that nobody has raised.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
+  bool isRootLost() const;
+  std::exception_ptr takeEarlier() const;
   void block() const;
   void awaitOnHost(Deadline deadline) const;
 
   const std::shared_ptr<PeerCollectives> peers_;
-  const uint64_t number_;
+  const Operation operation_;
   const std::shared_ptr<GroupStreams> streams_;
   const std::vector<at::Tensor> outputs_;
-  const bool blocksHost_;
+  const UnseenErrors::Flag isRaised_ = std::make_shared<std::atomic<bool>>(false);
   std::optional<c10::Event> done_;
 };
 

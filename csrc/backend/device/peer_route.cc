@@ -64,7 +64,8 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
                 "counted on the device");
   const c10::DeviceGuard on(stream.device());
   std::lock_guard lock(mutex_);
-  if (!decide(streams, deadline) || !peers_->takes(call.input.nbytes())) return nullptr;
+  if (!decide(streams, deadline) || !peers_->takes(size_t(call.elements) * call.first().itemsize()))
+    return nullptr;
   if (stream.device() != *device_) {
     refuse("the group's kernels use memory of " + device_->str() + ", and the tensor is on " +
            stream.device().str() + ". Use one device for each group, or set MOONCAKE_PEER_BYTES=0");
@@ -72,27 +73,42 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
   c10::Event reached(stream.device_type());
   reached.record(callers);
   reached.block(stream);
+  last_ = enqueue(call, stream);
+  const auto work = c10::make_intrusive<KernelWork>(
+      rank, call.type, peers_,
+      KernelWork::Operation{last_, call.root, settings_.blocks, settings_.unseen->first()}, streams,
+      call.results);
+  if (call.root >= 0) settings_.unseen->add(work, work->isRaised());
+  return work;
+}
+
+// Enqueues the call's kernel, and copies where the kernel cannot take a tensor as it is. A copy of
+// an output has its contents, which stay if the operation has no result. Returns the call's number.
+uint64_t PeerRoute::enqueue(const Call& call, const c10::Stream& stream) const {
   const c10::StreamGuard current(stream);
   const at::NoGradGuard withoutGradients;
-  const at::Tensor target = call.output.detach();
-  const at::Tensor input = plain(call.input.detach());
-  const bool isInPlace = call.output.is_same(call.input);
-  const bool isPlain = target.is_contiguous() && !target.is_conj() && !target.is_neg();
-  const at::Tensor output = isInPlace ? input
-                            : isPlain ? target
-                                      : at::empty_like(target, at::MemoryFormat::Contiguous);
-  for (const at::Tensor& tensor : {call.input, target, input, output})
-    keepUntilPassed(tensor, stream);
-  last_ = orThrow(call.launch(*peers_, {.input = input.data_ptr(),
-                                        .output = output.data_ptr(),
-                                        .count = size_t(call.count),
-                                        .dtype = typeOf(call.input, "a call")}));
-  if (output.data_ptr() != target.data_ptr()) {
-    const PlainWrites plainly(call.output);
-    target.copy_(output);
+  std::vector<at::Tensor> inputs, outputs;
+  PeerCollectives::Tensors tensors{.count = size_t(call.count),
+                                   .dtype = typeOf(call.first(), "a call")};
+  for (const at::Tensor& tensor : call.inputs) {
+    inputs.push_back(plain(tensor.detach()));
+    tensors.inputs.push_back(inputs.back().data_ptr());
   }
-  return c10::make_intrusive<KernelWork>(rank, call.type, peers_, last_, streams,
-                                         std::vector<at::Tensor>{call.output}, settings_.blocks);
+  for (const at::Tensor& tensor : call.outputs) {
+    const bool isInPlace = call.inputs.size() == 1 && tensor.is_same(call.inputs[0]);
+    outputs.push_back(isInPlace ? inputs[0] : plain(tensor.detach()));
+    tensors.outputs.push_back(outputs.back().data_ptr());
+  }
+  for (const auto& list : {call.inputs, call.outputs, inputs, outputs})
+    for (const at::Tensor& tensor : list) keepUntilPassed(tensor, stream);
+  const uint64_t number = orThrow(call.launch(*peers_, tensors));
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor target = call.outputs[i].detach();
+    if (outputs[i].data_ptr() == target.data_ptr()) continue;
+    const PlainWrites plainly(call.outputs[i]);
+    target.copy_(outputs[i]);
+  }
+  return number;
 }
 
 Status PeerRoute::usable() const {

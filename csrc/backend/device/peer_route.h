@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "backend/device/group_streams.h"
+#include "backend/device/unseen_errors.h"
 #include "base/deadline.h"
 #include "collectives/peer/peer_collectives.h"
 #include "group/group.h"
@@ -32,17 +33,24 @@ class PeerRoute {
     size_t bytes = 0;     // largest input of a call
     bool blocks = false;  // wait() waits on the host
     std::chrono::milliseconds timeout{};
+    std::shared_ptr<UnseenErrors> unseen;
   };
   PeerRoute(MakeGroup makeGroup, Settings settings)
       : makeGroup_(std::move(makeGroup)), settings_(std::move(settings)) {}
 
-  // One call. `launch` enqueues it; it gets the addresses of contiguous tensors.
+  // One call. `launch` enqueues it; it gets the addresses of contiguous tensors, see
+  // PeerCollectives::Tensors.
   struct Call {
     c10d::OpType type;
-    at::Tensor input;
-    at::Tensor output;  // may be the input
-    int64_t count = 0;  // see PeerCollectives::Tensor
-    std::function<Result<uint64_t>(PeerCollectives&, const PeerCollectives::Tensor&)> launch;
+    std::vector<at::Tensor> inputs;
+    std::vector<at::Tensor> outputs;  // may be inputs
+    std::vector<at::Tensor> results;  // of the work
+    int64_t elements = 0;             // most that a rank has as inputs: the same on all ranks
+    int64_t count = 0;
+    int root = -1;  // without this rank the call fails; -1: any may be lost
+    std::function<Result<uint64_t>(PeerCollectives&, const PeerCollectives::Tensors&)> launch;
+
+    const at::Tensor& first() const { return inputs.empty() ? outputs[0] : inputs[0]; }
   };
   // Returns null if the call has to be staged, on all ranks. Throws.
   c10::intrusive_ptr<c10d::Work> run(int rank, const std::shared_ptr<GroupStreams>& streams,
@@ -56,6 +64,7 @@ class PeerRoute {
 
  private:
   bool decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline);
+  uint64_t enqueue(const Call& call, const c10::Stream& stream) const;
 
   const MakeGroup makeGroup_;
   const Settings settings_;

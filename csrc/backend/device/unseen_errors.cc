@@ -6,6 +6,7 @@
 
 #include "backend/batch_work.h"
 #include "backend/collective_work.h"
+#include "backend/device/kernel_work.h"
 #include "backend/message_work.h"
 
 namespace mooncake {
@@ -32,6 +33,7 @@ std::exception_ptr errorOf(c10d::Work& work) {
     }
     return nullptr;
   }
+  if (const auto* kernel = dynamic_cast<KernelWork*>(&work)) return kernel->ownError();
   if (const auto* collective = dynamic_cast<CollectiveWork*>(&work))
     return collective->isLossSeen() ? nullptr : collective->heldException();
   const auto* message = dynamic_cast<MessageWork*>(&work);

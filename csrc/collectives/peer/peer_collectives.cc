@@ -26,6 +26,8 @@ constexpr auto kGrace = std::chrono::seconds(10);  // for the host to decide aft
 // Most ranks that are late come within this time. A kernel that has stopped goes on with one block.
 constexpr auto kPatience = std::chrono::milliseconds(50);
 
+constexpr uint64_t kAllRanks = ~uint64_t(0);
+
 std::optional<KernelId> reductionOf(DType dtype) {
   switch (dtype) {
     case DType::kUInt8:
@@ -102,13 +104,15 @@ uint32_t mix(uint32_t hash, uint64_t value) {
 // What must be equal on all ranks.
 struct PeerCollectives::Call {
   const char* name;
-  DType dtype = DType::kUInt8;
+  size_t parts = 1;  // of the inputs of a rank that has any
   ReduceKind kind = ReduceKind::kSum;
+  int root = -1;
 
-  uint32_t hash(size_t count) const {
+  uint32_t hash(const Tensors& tensors) const {
     uint32_t hash = 2166136261u;
     for (const char* letter = name; *letter; ++letter) hash = mix(hash, uint64_t(*letter));
-    return mix(mix(mix(hash, uint64_t(dtype)), uint64_t(kind)), count);
+    hash = mix(mix(hash, uint64_t(tensors.dtype)), uint64_t(kind));
+    return mix(mix(hash, uint64_t(root)), tensors.count);
   }
 };
 
@@ -189,54 +193,89 @@ Result<uint64_t> PeerCollectives::enqueue(KernelId kernel, const Call& call, siz
   return number;
 }
 
-Result<uint64_t> PeerCollectives::reduceAny(const Call& call, const Tensor& tensor, size_t inputs,
-                                            size_t first, size_t outputs, Deadline deadline) {
-  MOONCAKE_TRY(checkReduction({tensor.dtype, call.kind}));
-  const auto kernel = reductionOf(tensor.dtype);
+Exchange PeerCollectives::exchangeOf(const Call& call, const Tensors& tensors,
+                                     Deadline deadline) const {
+  const auto inputs = unsigned(tensors.inputs.size());
+  const size_t part = tensors.count * dtypeSize(tensors.dtype);
+  Exchange exchange{.state = area_->state(),
+                    .call = call.hash(tensors),
+                    .decisionNs = decisionNs(deadline),
+                    .root = call.root,
+                    .inputCount = inputs,
+                    .bytes = inputs == 1 ? part * call.parts : part,
+                    .inputs = {}};
+  for (unsigned i = 0; i < inputs; ++i)
+    exchange.inputs[i] = static_cast<const unsigned char*>(tensors.inputs[i]);
+  return exchange;
+}
+
+Result<uint64_t> PeerCollectives::reduceAny(const Call& call, const Tensors& tensors, size_t part,
+                                            Deadline deadline) {
+  MOONCAKE_TRY(checkReduction({tensors.dtype, call.kind}));
+  const auto kernel = reductionOf(tensors.dtype);
   if (!kernel) return Error{ErrorCode::kInvalidArgument, "no kernel reduces this type"};
-  const size_t bytes = inputs * dtypeSize(tensor.dtype);
+  const bool isTaken = !tensors.outputs.empty();
   ReduceArguments arguments{
-      .exchange = {area_->state(), static_cast<const unsigned char*>(tensor.input), bytes,
-                   call.hash(tensor.count), decisionNs(deadline)},
-      .first = first,
-      .count = outputs,
-      .output = static_cast<unsigned char*>(tensor.output),
-      .by = combinationOf(tensor.dtype, call.kind)};
+      .exchange = exchangeOf(call, tensors, deadline),
+      .first = part * tensors.count,
+      .count = isTaken ? tensors.count : 0,
+      .output = isTaken ? static_cast<unsigned char*>(tensors.outputs[0]) : nullptr,
+      .by = combinationOf(tensors.dtype, call.kind)};
+  const size_t bytes = tensors.count * dtypeSize(tensors.dtype) * call.parts;
   return enqueue(*kernel, call, bytes, arguments, deadline);
 }
 
-Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensor& tensor, size_t inputs,
-                                          uint64_t sources, size_t offset, size_t stride,
-                                          Deadline deadline) {
-  const size_t size = dtypeSize(tensor.dtype);
-  MoveArguments arguments{
-      .exchange = {area_->state(), static_cast<const unsigned char*>(tensor.input), inputs * size,
-                   call.hash(tensor.count), decisionNs(deadline)},
-      .sources = sources,
-      .offset = offset * size,
-      .bytes = tensor.count * size,
-      .stride = stride * size,
-      .output = static_cast<unsigned char*>(tensor.output)};
-  // The blocks' number follows from what all ranks know alike.
-  return enqueue(KernelId::kMove, call, tensor.count * size, arguments, deadline);
+Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tensors,
+                                          uint64_t sources, size_t part, Deadline deadline) {
+  const size_t bytes = tensors.count * dtypeSize(tensors.dtype);
+  const size_t outputs = tensors.outputs.size();
+  MoveArguments arguments{.exchange = exchangeOf(call, tensors, deadline),
+                          .sources = outputs ? sources : 0,
+                          .offset = part * bytes,
+                          .bytes = bytes,
+                          .outputs = {}};
+  for (int rank = 0; outputs && rank < control_->size(); ++rank) {
+    if (!(sources >> rank & 1)) continue;
+    // The outputs of all sources are one tensor, or one for each.
+    auto* const output = static_cast<unsigned char*>(tensors.outputs[outputs == 1 ? 0 : rank]);
+    const bool isPart = outputs == 1 && sources == kAllRanks;
+    arguments.outputs[rank] = output + (isPart ? rank * bytes : 0);
+  }
+  // The number of blocks follows from what all ranks know alike.
+  return enqueue(KernelId::kMove, call, bytes * call.parts, arguments, deadline);
 }
 
-Result<uint64_t> PeerCollectives::allreduce(const Tensor& tensor, ReduceKind kind,
+Result<uint64_t> PeerCollectives::allreduce(const Tensors& tensors, ReduceKind kind,
                                             Deadline deadline) {
-  return reduceAny({"all_reduce", tensor.dtype, kind}, tensor, tensor.count, 0, tensor.count,
-                   deadline);
+  return reduceAny({.name = "all_reduce", .kind = kind}, tensors, 0, deadline);
 }
 
-Result<uint64_t> PeerCollectives::reduceScatter(const Tensor& tensor, ReduceKind kind,
+Result<uint64_t> PeerCollectives::reduceScatter(const Tensors& tensors, ReduceKind kind,
                                                 Deadline deadline) {
-  return reduceAny({"reduce_scatter", tensor.dtype, kind}, tensor,
-                   tensor.count * size_t(control_->size()), tensor.count * size_t(control_->rank()),
-                   tensor.count, deadline);
+  const Call call{.name = "reduce_scatter", .parts = size_t(control_->size()), .kind = kind};
+  return reduceAny(call, tensors, size_t(control_->rank()), deadline);
 }
 
-Result<uint64_t> PeerCollectives::allgather(const Tensor& tensor, Deadline deadline) {
-  return moveAny({"all_gather", tensor.dtype}, tensor, tensor.count, ~uint64_t(0), 0, tensor.count,
-                 deadline);
+Result<uint64_t> PeerCollectives::reduce(const Tensors& tensors, ReduceKind kind, int root,
+                                         Deadline deadline) {
+  return reduceAny({.name = "reduce", .kind = kind, .root = root}, tensors, 0, deadline);
+}
+
+Result<uint64_t> PeerCollectives::allgather(const Tensors& tensors, Deadline deadline) {
+  return moveAny({.name = "all_gather"}, tensors, kAllRanks, 0, deadline);
+}
+
+Result<uint64_t> PeerCollectives::gather(const Tensors& tensors, int root, Deadline deadline) {
+  return moveAny({.name = "gather", .root = root}, tensors, kAllRanks, 0, deadline);
+}
+
+Result<uint64_t> PeerCollectives::broadcast(const Tensors& tensors, int root, Deadline deadline) {
+  return moveAny({.name = "broadcast", .root = root}, tensors, uint64_t(1) << root, 0, deadline);
+}
+
+Result<uint64_t> PeerCollectives::scatter(const Tensors& tensors, int root, Deadline deadline) {
+  const Call call{.name = "scatter", .parts = size_t(control_->size()), .root = root};
+  return moveAny(call, tensors, uint64_t(1) << root, size_t(control_->rank()), deadline);
 }
 
 }  // namespace mooncake

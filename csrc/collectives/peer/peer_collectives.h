@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/dtype.h"
@@ -43,23 +43,30 @@ class PeerCollectives {
   PeerCollectives(const PeerCollectives&) = delete;
   PeerCollectives& operator=(const PeerCollectives&) = delete;
 
-  // Whether a call with an input of so many bytes goes by kernels. The same on all ranks.
+  // Whether a call goes by kernels in which a rank has inputs of so many bytes. The same on all
+  // ranks.
   bool takes(size_t bytes) const { return bytes <= area_->halfBytes(); }
 
-  struct Tensor {
-    const void* input = nullptr;
-    void* output = nullptr;
-    size_t count = 0;  // elements of the smaller one of input and output
+  // Contiguous tensors. Where a call has a part for each rank, they are in one tensor or in one for
+  // each rank. A rank that gives or takes nothing has no inputs or no outputs.
+  struct Tensors {
+    std::vector<const void*> inputs;
+    std::vector<void*> outputs;
+    size_t count = 0;  // elements of a part
     DType dtype = DType::kFloat32;
   };
-  Result<uint64_t> allreduce(const Tensor& tensor, ReduceKind kind, Deadline deadline);
-  Result<uint64_t> reduceScatter(const Tensor& tensor, ReduceKind kind, Deadline deadline);
-  Result<uint64_t> allgather(const Tensor& tensor, Deadline deadline);
+  Result<uint64_t> allreduce(const Tensors& tensors, ReduceKind kind, Deadline deadline);
+  Result<uint64_t> reduceScatter(const Tensors& tensors, ReduceKind kind, Deadline deadline);
+  Result<uint64_t> allgather(const Tensors& tensors, Deadline deadline);
+  // If the root is lost, these change nothing on any rank; see PeerGuard::contributors().
+  Result<uint64_t> reduce(const Tensors& tensors, ReduceKind kind, int root, Deadline deadline);
+  Result<uint64_t> broadcast(const Tensors& tensors, int root, Deadline deadline);
+  Result<uint64_t> gather(const Tensors& tensors, int root, Deadline deadline);
+  Result<uint64_t> scatter(const Tensors& tensors, int root, Deadline deadline);
 
   PeerGuard& guard() const { return *guard_; }
 
  private:
-  struct Shape;
   struct Call;
 
   PeerCollectives(std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view,
@@ -69,10 +76,11 @@ class PeerCollectives {
         accelerator_(accelerator),
         stream_(stream) {}
 
-  Result<uint64_t> reduceAny(const Call& call, const Tensor& tensor, size_t inputs, size_t first,
-                             size_t outputs, Deadline deadline);
-  Result<uint64_t> moveAny(const Call& call, const Tensor& tensor, size_t inputs, uint64_t sources,
-                           size_t offset, size_t stride, Deadline deadline);
+  kernels::Exchange exchangeOf(const Call& call, const Tensors& tensors, Deadline deadline) const;
+  Result<uint64_t> reduceAny(const Call& call, const Tensors& tensors, size_t part,
+                             Deadline deadline);
+  Result<uint64_t> moveAny(const Call& call, const Tensors& tensors, uint64_t sources, size_t part,
+                           Deadline deadline);
   template <typename Arguments>
   Result<uint64_t> enqueue(KernelId kernel, const Call& call, size_t work, Arguments& arguments,
                            Deadline deadline);

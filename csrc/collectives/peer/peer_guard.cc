@@ -130,11 +130,17 @@ Status PeerGuard::await(uint64_t number, Deadline deadline) const {
 }
 
 uint64_t PeerGuard::contributors(uint64_t number) const {
-  std::lock_guard lock(mutex_);
   uint64_t active = ~uint64_t(0) >> (64 - control_.size());
-  for (const Change& change : changes_)
+  const uint32_t count = read(words_.changeCount);
+  for (const kernels::Change& change : std::span(words_.changes, count))
     if (number > change.lastOld) active = change.active;
   return active;
+}
+
+Error PeerGuard::rootLost(int root) const {
+  return {ErrorCode::kPeerLost, "the root, " + control_.nameRank(root) +
+                                    ", is lost: " + control_.whyGone(root) +
+                                    ". Call it again with a root that is active"};
 }
 
 void PeerGuard::run() {
@@ -207,7 +213,6 @@ void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
   lock.lock();
   if (!agreed.ok()) return refuse(agreed.error());
   active_ = bitsOf(control_.lastView->active);
-  changes_.push_back({last, active_});
   decide(own < last ? Decision::kTake : Decision::kGoOn);
 }
 

@@ -60,8 +60,11 @@ class PeerGuard {
   bool hasEnded(uint64_t number) const;
   // Waits until the operation has ended, or returns the error that has ended the group.
   Status await(uint64_t number, Deadline deadline) const;
-  // The ranks that took part in an operation that has ended.
+  // Bits of the ranks that took part in an operation that has ended. A rank that is not among them
+  // before the end does not become one.
   uint64_t contributors(uint64_t number) const;
+  // The error of an operation that has no result, because it ends without its root.
+  Error rootLost(int root) const;
 
  private:
   struct Called {
@@ -69,11 +72,6 @@ class PeerGuard {
     std::string name;
     Deadline deadline;
   };
-  struct Change {
-    uint64_t lastOld;  // number of the last operation with the ranks before
-    uint64_t active;
-  };
-
   PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, Acknowledge acknowledge,
             std::chrono::milliseconds timeout);
 
@@ -100,7 +98,6 @@ class PeerGuard {
   uint64_t lastCalled_ = 0;
   uint64_t active_;          // as agreed last
   uint32_t generation_ = 0;  // of decisions
-  std::vector<Change> changes_;
   bool isArmed_ = false;
   bool isStopping_ = false;
   std::optional<Error> failure_;

@@ -34,11 +34,10 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
   }
 }
 
-void VirtualGroup::call(int rank, const std::string& name, const void* input, size_t bytes,
-                        uint32_t call, Kernel kernel) {
+void VirtualGroup::call(int rank, const std::string& name, Exchange exchange, Kernel kernel) {
   Memory& own = *memory_[size_t(rank)];
-  const Exchange exchange{&own.state, static_cast<const unsigned char*>(input), bytes, call,
-                          shape_.decisionNs};
+  exchange.state = &own.state;
+  exchange.decisionNs = shape_.decisionNs;
   ++own.called;
   world_.launch(rank, 0, name, {shape_.blocks}, {shape_.threads}, 0,
                 [kernel = std::move(kernel), exchange] { kernel(exchange); });
@@ -130,6 +129,14 @@ uint64_t VirtualGroup::contributors(uint64_t number) const {
   uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
   for (const Agreement& agreement : agreements_)
     if (number > agreement.lastOld) active = agreement.active;
+  return active;
+}
+
+uint64_t VirtualGroup::told(int rank, uint64_t number) const {
+  uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
+  const HostWords& host = memory_[size_t(rank)]->host;
+  for (uint32_t i = 0; i < host.changeCount; ++i)
+    if (number > host.changes[i].lastOld) active = host.changes[i].active;
   return active;
 }
 

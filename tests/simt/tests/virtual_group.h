@@ -37,10 +37,9 @@ class VirtualGroup {
  public:
   VirtualGroup(simt::World& world, const GroupShape& shape);
 
-  // The rank's next operation on its stream.
+  // The rank's next operation on its stream. The kernel gets the exchange with the group's state.
   using Kernel = std::function<void(const Exchange&)>;
-  void call(int rank, const std::string& name, const void* input, size_t bytes, uint32_t call,
-            Kernel kernel);
+  void call(int rank, const std::string& name, Exchange exchange, Kernel kernel);
   // The rank dies after so many atomic accesses of its kernels and host. Its host never learns it.
   void kill(int rank, uint64_t afterAtomics);
   // After the last call: the hosts' threads, which end with the kernels.
@@ -50,6 +49,8 @@ class VirtualGroup {
   unsigned decided(Decision decision) const { return decided_[size_t(decision)]; }
   // The ranks that took part in an operation, by the hosts' decisions.
   uint64_t contributors(uint64_t number) const;
+  // The same, as kernels have told a rank's host.
+  uint64_t told(int rank, uint64_t number) const;
   uint64_t ended() const { return shape_.ended; }
   bool isKilled(int rank) const { return killed_ >> rank & 1; }
   const GroupState& state(int rank) const { return memory_[size_t(rank)]->state; }

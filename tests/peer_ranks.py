@@ -1,0 +1,43 @@
+"""Ranks on one host whose collectives on tensors of a device go by kernels."""
+
+from __future__ import annotations
+
+import devices
+import harness
+import torch
+from conftest import DEVICE
+
+LIMIT = 16384  # bytes of an input
+
+
+def crew(size, **options):
+    devices.prepare(DEVICE)
+    env = {
+        "MOONCAKE_TRANSPORTS": "shm",
+        "MOONCAKE_PEER_BYTES": str(LIMIT),
+        devices.VARIABLE: DEVICE,
+        **options.pop("env", {}),
+    }
+    return harness.Crew(size, env=env, **options)
+
+
+def run(size, function, *args, **options):
+    ranks = crew(size, **options)
+    try:
+        return ranks.call(function, *args)
+    finally:
+        ranks.close()
+
+
+def runs_kernels(call, number):
+    """Checks how many kernels the call runs, where the device counts them."""
+    if DEVICE != "fake":
+        call()
+        return
+    from fake_device import control
+
+    torch.accelerator.synchronize()
+    before = control.kernels_run()
+    call()
+    torch.accelerator.synchronize()
+    assert control.kernels_run() - before == number
