@@ -15,28 +15,36 @@ struct Exchange {
   uint32_t call;        // a hash of the call, which must be equal on all ranks; kCallBits count
   uint64_t decisionNs;  // so long after it has stopped, a kernel gives up
   int root;             // if this rank is lost, the operation has no result; -1: any may be lost
+  unsigned pieces;  // the data go in so many exchanges; the same on all ranks, and so is `piece`
+  size_t piece;     // bytes of each input in an exchange; several pieces: a multiple of 16
+  size_t bytes;     // of each input
   unsigned inputCount;  // this rank publishes its inputs one behind the other; 0: nothing
-  size_t bytes;         // of each input; all together have at most the state's halfBytes
   const unsigned char* inputs[kMaxRanks];
+  // With several pieces, results go to `scratch`, and to `output` when the operation cannot begin
+  // anew any more: `output` may be the input, and keeps its contents without a result. Null: they
+  // go to the outputs at once.
+  unsigned char* scratch;
+  unsigned char* output;
 };
 
-// result[i] = input of rank 0 [first + i] op that of rank 1 ..., for `count` elements:
-// all_reduce with first = 0, reduce_scatter with the rank's part, reduce with no elements elsewhere.
+// result[i] = input of rank 0 [i] op that of rank 1 ..., for `bytes` at `offset` of the published
+// piece: all_reduce with offset = 0, reduce_scatter with the rank's part, reduce with no bytes
+// elsewhere.
 struct ReduceArguments {
   Exchange exchange;
-  size_t first;  // element
-  size_t count;  // elements
+  size_t offset;
+  size_t bytes;  // of all pieces
   unsigned char* output;
   Combine by;
 };
 
-// Copies `bytes` at `offset` of the input of each rank in `sources` to that rank's output:
-// all_gather, gather, scatter, broadcast, all_to_all. Outputs of ranks that do not take part are
-// filled with zeros.
+// Copies `bytes` at `offset` of the published pieces of each rank in `sources` to that rank's
+// output: all_gather, gather, scatter, broadcast, all_to_all. Outputs of ranks that do not take
+// part are filled with zeros.
 struct MoveArguments {
   Exchange exchange;
-  uint64_t sources;  // bits of ranks
-  size_t offset, bytes;
+  uint64_t sources;      // bits of ranks
+  size_t offset, bytes;  // see ReduceArguments
   unsigned char* outputs[kMaxRanks];
 };
 

@@ -5,14 +5,19 @@
 #include "kernels/device.h"
 #include "kernels/group_state.h"
 
-// One operation of a group on GPUs of one host: each rank publishes its input in memory that all
+// One operation of a group on GPUs of one host: each rank publishes its inputs in memory that all
 // ranks map, signals that, waits for the others' signals, and computes its result from their
 // memory. This memory outlives its owner. So once one rank has ended an operation, every other rank
 // can end it with the same data.
 //
+// Inputs that do not fit go in pieces, each by an exchange of its own. A rank publishes a piece
+// when it has ended the one before, for which it needed the signals of all ranks. So all have ended
+// the piece before that, which was in the same half of the memory.
+//
 // A kernel does not wait for a lost or late rank for long. It stops, tells the host which ranks it
 // misses, and waits for a decision with a deadline of its own. All blocks but one end, and that one
-// redoes the whole operation if the host decides so.
+// goes on alone. If ranks are lost, all pieces of the operation are redone, because all need the
+// same ranks; or another rank has ended it, and then this one lacks the last piece only.
 namespace mooncake::kernels {
 
 // The part of a block: [begin, end) of `count`.
@@ -25,31 +30,74 @@ MC_DEVICE Part partOf(size_t count, unsigned block, unsigned blocks, size_t unit
   return {begin < count ? begin : count, end < count ? end : count};
 }
 
+// Parts of blocks begin at multiples of so many bytes.
+constexpr size_t kPartBytes = 1024;
+
+// A piece of `bytes`.
+MC_DEVICE Part pieceOf(const Exchange& exchange, unsigned piece, size_t bytes) {
+  const size_t begin = piece * exchange.piece, end = begin + exchange.piece;
+  return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
+}
+
 MC_DEVICE bool has(uint64_t ranks, int rank) { return ranks >> rank & 1; }
 
-// Memory that a rank has published for the operation.
-MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint64_t number) {
-  return state.data[rank] + (number & 1) * state.halfBytes;
+// One exchange of an operation.
+struct Turn {
+  uint64_t serial;
+  unsigned piece;
+  uint64_t active;  // bits of the ranks that take part
+};
+
+// Serial number of the operation's last exchange. Computed from the turn, because the kernels that
+// reduce have no register to spare for it.
+MC_DEVICE uint64_t lastSerial(const Exchange& exchange, const Turn& turn) {
+  return turn.serial - turn.piece + exchange.pieces - 1;
 }
 
-MC_DEVICE uint64_t signalOf(const Exchange& exchange, uint64_t number) {
-  return number << kCallBits | (exchange.call & ((1u << kCallBits) - 1));
+// Memory that a rank has published for an exchange.
+MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint64_t serial) {
+  return state.data[rank] + (serial & 1) * state.halfBytes;
 }
 
-// Publishes this block's part of each input, and signals that to the ranks that take part.
-MC_DEVICE void publish(const Exchange& exchange, uint64_t number) {
+MC_DEVICE uint64_t signalOf(const Exchange& exchange, uint64_t serial) {
+  return serial << kCallBits | (exchange.call & ((1u << kCallBits) - 1));
+}
+
+// The blocks whose parts this one does: [first, end).
+struct Blocks {
+  unsigned first, end;
+  bool areStopped;  // they have stopped, and this one goes on in their place
+  bool areRedone;   // the operation has begun anew since
+
+  // Whether this block publishes a piece for another. Blocks have published the one that they have
+  // stopped at.
+  MC_DEVICE bool publish(const GroupState& state, unsigned block, unsigned piece) const {
+    return !areStopped || areRedone || state.progress[block] < piece;
+  }
+};
+
+// Publishes the blocks' parts of each input, and signals that to the ranks that take part.
+MC_DEVICE void publish(const Exchange& exchange, const Turn& turn, const Blocks& blocks) {
   const GroupState& state = *exchange.state;
-  const Part part = partOf(exchange.bytes, blockIdx.x, gridDim.x, 1024);
-  unsigned char* const own = published(state, state.rank, number);
-  for (unsigned i = 0; i < exchange.inputCount; ++i) {
-    copyBytes(own + i * exchange.bytes + part.begin, exchange.inputs[i] + part.begin,
-              part.end - part.begin);
+  const Part piece = pieceOf(exchange, turn.piece, exchange.bytes);
+  unsigned char* const own = published(state, state.rank, turn.serial);
+  for (unsigned block = blocks.first; block < blocks.end; ++block) {
+    if (!blocks.publish(state, block, turn.piece)) continue;
+    const Part part = partOf(piece.end - piece.begin, block, gridDim.x, kPartBytes);
+    for (unsigned i = 0; i < exchange.inputCount; ++i) {
+      copyBytes(own + i * exchange.piece + part.begin,
+                exchange.inputs[i] + piece.begin + part.begin, part.end - part.begin);
+    }
   }
   __syncthreads();
-  const int peer = int(threadIdx.x);
-  if (peer < state.ranks && has(state.active, peer)) {
-    storeReleaseSystem(&state.signals[peer]->words[blockIdx.x][state.rank],
-                       signalOf(exchange, number));
+  const unsigned ranks = unsigned(state.ranks);
+  for (unsigned i = threadIdx.x; i < (blocks.end - blocks.first) * ranks; i += blockDim.x) {
+    const unsigned block = blocks.first + i / ranks;
+    const int peer = int(i % ranks);
+    if (has(turn.active, peer) && blocks.publish(state, block, turn.piece)) {
+      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],
+                         signalOf(exchange, turn.serial));
+    }
   }
 }
 
@@ -59,18 +107,18 @@ enum class Waited : uint32_t { kArrived, kStopped, kMismatch };
 constexpr uint64_t kLookNs = 20'000;
 
 // Waits until the rank has signalled its part for the block.
-MC_DEVICE Waited awaitSignal(const Exchange& exchange, uint64_t number, unsigned block, int peer,
+MC_DEVICE Waited awaitSignal(const Exchange& exchange, uint64_t serial, unsigned block, int peer,
                              uint64_t deadline) {
   const GroupState& state = *exchange.state;
   const uint64_t* const word = &state.signals[state.rank]->words[block][peer];
-  const uint64_t expected = signalOf(exchange, number);
+  const uint64_t expected = signalOf(exchange, serial);
   uint64_t nextLook = now() + kLookNs;
   for (;;) {
     const uint64_t signal = loadAcquireSystem(word);
     if (signal == expected) return Waited::kArrived;
-    // The signal of a later operation: the rank has ended this one, and has compared the calls.
-    if (signal >> kCallBits > number) return Waited::kArrived;
-    if (signal >> kCallBits == number) return Waited::kMismatch;
+    // The signal of a later exchange: the rank has ended this one, and has compared the calls.
+    if (signal >> kCallBits > serial) return Waited::kArrived;
+    if (signal >> kCallBits == serial) return Waited::kMismatch;
     const uint64_t time = now();
     if (time > deadline) return Waited::kStopped;
     if (time > nextLook) {
@@ -92,14 +140,15 @@ struct BlockState {
 
 // Waits until all blocks of all ranks that take part, also of this one, have published their parts.
 // Returns the same on all threads of the block. If false, `shared` says why.
-MC_DEVICE bool awaitAll(const Exchange& exchange, uint64_t number, uint64_t active,
-                        uint64_t deadline, BlockState& shared) {
+MC_DEVICE bool awaitAll(const Exchange& exchange, const Turn& turn, uint64_t deadline,
+                        BlockState& shared) {
   const unsigned ranks = unsigned(exchange.state->ranks), signals = gridDim.x * ranks;
   bool haveArrived = true;
   for (unsigned i = threadIdx.x; i < signals; i += blockDim.x) {
     const int peer = int(i % ranks);
-    shared.waited[i] = has(active, peer) ? awaitSignal(exchange, number, i / ranks, peer, deadline)
-                                         : Waited::kArrived;
+    shared.waited[i] = has(turn.active, peer)
+                           ? awaitSignal(exchange, turn.serial, i / ranks, peer, deadline)
+                           : Waited::kArrived;
     haveArrived = haveArrived && shared.waited[i] == Waited::kArrived;
   }
   if (__syncthreads_and(haveArrived)) return true;
@@ -117,9 +166,10 @@ MC_DEVICE bool awaitAll(const Exchange& exchange, uint64_t number, uint64_t acti
 
 // The functions below are called by one thread of the last block.
 
-MC_DEVICE void endOperation(GroupState& state, uint64_t number) {
-  state.done = number;
-  storeRelaxedSystem(&state.host->done, number);
+MC_DEVICE void endOperation(GroupState& state, uint64_t serial) {
+  // A decision may have moved it on.
+  if (state.serial < serial) state.serial = serial;
+  storeRelaxedSystem(&state.host->done, ++state.done);
 }
 
 MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
@@ -139,11 +189,14 @@ MC_DEVICE void change(GroupState& state, Decision decision, uint64_t active) {
 }
 
 // Tells the host that this kernel has stopped, and waits for its decision, which takes effect.
-// kRefuse if none comes.
-MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t deadline) {
+// `taken`: the last serial number that the operation may have used. kRefuse if no decision comes.
+MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t taken,
+                                 uint64_t deadline) {
   HostWords& host = *state.host;
   const uint32_t next = state.generation + 1;
   host.missing = missing;
+  host.ended = state.serial;
+  host.taken = taken;
   storeReleaseSystem(&host.stopped, next);
   uint32_t decided;
   // A refusal may follow at once, and then its generation is a later one.
@@ -156,39 +209,42 @@ MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t d
   }
   const Decision decision = Decision(loadRelaxedSystem(&host.decision));
   if (decision == Decision::kRefuse) failGroup(state, Failure::kRefused, state.rank);
-  if (decision != Decision::kRefuse) change(state, decision, loadRelaxedSystem(&host.active));
+  if (decision != Decision::kRefuse) {
+    change(state, decision, loadRelaxedSystem(&host.active));
+    state.serial = loadRelaxedSystem(&host.serial);
+  }
   state.generation = decided;
   return decision;
 }
 
-// Asks the host how a stopped operation goes on. The decision takes effect.
-MC_DEVICE Decision decide(GroupState& state, const BlockState& shared, uint64_t deadline) {
-  if (shared.mismatched < 0) return awaitDecision(state, shared.missing, deadline);
+// Asks the host how an operation goes on that has stopped in this turn. The decision takes effect.
+MC_DEVICE Decision decide(const Exchange& exchange, const BlockState& shared, const Turn& turn,
+                          uint64_t deadline) {
+  GroupState& state = *exchange.state;
+  if (shared.mismatched < 0)
+    return awaitDecision(state, shared.missing, lastSerial(exchange, turn), deadline);
   failGroup(state, Failure::kMismatch, shared.mismatched);
   return Decision::kRefuse;
 }
 
-// How a block's attempt to get the data has gone.
-enum class Attempt : uint32_t { kAgain, kReady, kOver };
-
-// The last block's attempt, in the place of blocks that have stopped.
-MC_DEVICE Attempt awaitAlone(const Exchange& exchange, uint64_t number, uint64_t active,
-                             uint64_t deadline, BlockState& shared) {
-  if (awaitAll(exchange, number, active, deadline, shared)) return Attempt::kReady;
-  if (threadIdx.x == 0) shared.decision = uint32_t(decide(*exchange.state, shared, deadline));
+MC_DEVICE Decision decideForAll(const Exchange& exchange, BlockState& shared, const Turn& turn,
+                                uint64_t deadline) {
+  if (threadIdx.x == 0) shared.decision = uint32_t(decide(exchange, shared, turn, deadline));
   __syncthreads();
-  const Decision decision = Decision(shared.decision);
-  if (decision == Decision::kRefuse) return Attempt::kOver;
-  return decision == Decision::kTake ? Attempt::kReady : Attempt::kAgain;
+  return Decision(shared.decision);
 }
 
 enum class Arrival : uint32_t { kNotLast, kAllEnded, kSomeStopped };
 
-// Counts the blocks that have ended their part, or have stopped. Tells the last one.
-MC_DEVICE Arrival arrive(GroupState& state, bool hasEnded, BlockState& shared) {
+// This block has ended, or has stopped, after so many pieces. Tells the last block.
+MC_DEVICE Arrival arrive(const Exchange& exchange, unsigned pieces, BlockState& shared) {
   constexpr uint32_t kStopped = 1u << 16;
-  const uint32_t mine = hasEnded ? 1 : 1 + kStopped;
-  if (threadIdx.x == 0) shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
+  GroupState& state = *exchange.state;
+  const uint32_t mine = pieces == exchange.pieces ? 1 : 1 + kStopped;
+  if (threadIdx.x == 0) {
+    state.progress[blockIdx.x] = pieces;
+    shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
+  }
   __syncthreads();
   const uint32_t arrived = shared.arrived;
   if (arrived % kStopped != gridDim.x) return Arrival::kNotLast;
@@ -196,43 +252,75 @@ MC_DEVICE Arrival arrive(GroupState& state, bool hasEnded, BlockState& shared) {
   return arrived < kStopped ? Arrival::kAllEnded : Arrival::kSomeStopped;
 }
 
-// The whole operation. `consume(state, number, active, block)` computes the block's part of the
-// result from the memory of the ranks in `active`, with all threads of a block. It stands here only
-// once, because it is most of a kernel's code.
+MC_DEVICE unsigned leastProgress(const GroupState& state) {
+  unsigned least = state.progress[0];
+  for (unsigned block = 1; block < gridDim.x; ++block)
+    if (state.progress[block] < least) least = state.progress[block];
+  return least;
+}
+
+// Copies the blocks' results from the scratch memory. Once a block of one rank has ended the last
+// piece, all ranks have published it, and the operation cannot begin anew.
+MC_DEVICE void commit(const Exchange& exchange, const Blocks& blocks, size_t bytes) {
+  for (unsigned i = 0; i < exchange.pieces; ++i) {
+    const Part piece = pieceOf(exchange, i, bytes);
+    for (unsigned block = blocks.first; block < blocks.end; ++block) {
+      const Part part = partOf(piece.end - piece.begin, block, gridDim.x, kPartBytes);
+      const size_t begin = piece.begin + part.begin;
+      copyBytes(exchange.output + begin, exchange.scratch + begin, part.end - part.begin);
+    }
+  }
+}
+
+// The whole operation. `consume(state, turn, block)` computes the block's part of a piece of the
+// result, of `bytes` in all, from the memory of the ranks that take part, with all threads of a
+// block. It stands here only once, because it is most of a kernel's code.
 template <typename Consume>
-MC_DEVICE void exchangeAll(const Exchange& exchange, const Consume& consume) {
+MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume& consume) {
   MC_SHARED(BlockState, shared);
   GroupState& state = *exchange.state;
   if (state.failed) return;
-  const uint64_t number = state.done + 1;
-  uint64_t active = state.active;
-  publish(exchange, number);
+  Turn turn{state.serial + 1, 0, state.active};
+  Blocks blocks{blockIdx.x, blockIdx.x + 1, false, false};
   uint64_t deadline = now() + state.patienceNs;
-  unsigned first = blockIdx.x, end = blockIdx.x + 1;  // the blocks whose parts this one computes
-  bool isAlone = false;
-  const auto hasResult = [&] { return exchange.root < 0 || has(active, exchange.root); };
-  Attempt attempt =
-      awaitAll(exchange, number, active, deadline, shared) ? Attempt::kReady : Attempt::kAgain;
   for (;;) {
-    if (attempt == Attempt::kReady && hasResult())
-      for (unsigned block = first; block < end; ++block) consume(state, number, active, block);
-    __syncthreads();
-    if (!isAlone) {
-      const Arrival arrival = arrive(state, attempt == Attempt::kReady, shared);
-      if (arrival == Arrival::kNotLast) return;
-      if (arrival == Arrival::kAllEnded) break;
-      isAlone = true;
-      first = 0;
-      end = gridDim.x;
-      deadline = now() + exchange.decisionNs;
-    } else if (attempt == Attempt::kReady) {
-      break;
+    publish(exchange, turn, blocks);
+    bool isReady = awaitAll(exchange, turn, deadline, shared);
+    if (!isReady && blocks.areStopped) {
+      const Decision decision = decideForAll(exchange, shared, turn, deadline);
+      if (decision == Decision::kRefuse) return;
+      isReady = decision == Decision::kTake;
+      if (!isReady) {
+        turn = {state.serial + 1, 0, state.active};
+        blocks.areRedone = true;
+        continue;
+      }
     }
-    active = state.active;
-    attempt = awaitAlone(exchange, number, active, deadline, shared);
-    if (attempt == Attempt::kOver) return;
+    if (isReady) {
+      const bool hasResult = exchange.root < 0 || has(turn.active, exchange.root);
+      for (unsigned block = blocks.first; hasResult && block < blocks.end; ++block)
+        consume(state, turn, block);
+      __syncthreads();
+      ++turn.piece;
+      ++turn.serial;
+      if (turn.piece < exchange.pieces) {
+        if (!blocks.areStopped) deadline = now() + state.patienceNs;
+        continue;
+      }
+      if (hasResult && exchange.scratch) commit(exchange, blocks, bytes);
+      __syncthreads();
+      if (blocks.areStopped) break;
+    }
+    const Arrival arrival = arrive(exchange, turn.piece, shared);
+    if (arrival == Arrival::kNotLast) return;
+    if (arrival == Arrival::kAllEnded) break;
+    blocks = {0, gridDim.x, true, false};
+    const unsigned piece = leastProgress(state);
+    turn.serial -= turn.piece - piece;
+    turn.piece = piece;
+    deadline = now() + exchange.decisionNs;
   }
-  if (threadIdx.x == 0) endOperation(state, number);
+  if (threadIdx.x == 0) endOperation(state, lastSerial(exchange, turn));
 }
 
 }  // namespace mooncake::kernels

@@ -11,8 +11,8 @@ constexpr int kMaxRanks = 32;   // of a group
 constexpr int kMaxBlocks = 16;  // of a kernel
 
 // A word for each block and source in memory of the receiving rank, which only the source writes:
-// the number of its operation, and in the lower kCallBits a hash of its call. Numbers do not wrap: a
-// word may stay as it is for as long as all calls have few blocks.
+// the serial number of its exchange, and in the lower kCallBits a hash of its call. Serial numbers
+// do not wrap: a word may stay as it is for as long as all calls have few blocks.
 constexpr int kCallBits = 24;
 struct Signals {
   uint64_t words[kMaxBlocks][kMaxRanks];
@@ -39,11 +39,14 @@ struct HostWords {
   uint32_t decided = 0;
   uint32_t decision = 0;
   uint64_t active = 0;  // bits of the ranks that go on
+  uint64_t serial = 0;  // the next exchange has the serial number after this one
 
   // Written by kernels. `stopped` is the generation at which a kernel has stopped, written last.
   uint32_t stopped = 0;
   uint64_t done = 0;     // number of the last operation that has ended
   uint64_t missing = 0;  // bits of the ranks that the stopped operation waits for
+  uint64_t ended = 0;    // serial number of the last exchange of the last operation that has ended
+  uint64_t taken = 0;    // no exchange of this rank has a higher serial number
   uint32_t failed = 0;   // a Failure
   uint32_t failedRank = 0;
   // The decisions by which ranks went out, in their order. `changeCount` is written last.
@@ -66,14 +69,16 @@ struct GroupState {
   uint64_t active = 0;      // bits of the ranks that take part
   uint32_t generation = 0;  // counts the host's decisions
   uint64_t done = 0;        // number of the last operation that has ended
+  uint64_t serial = 0;      // of the last exchange. An operation has one for each piece
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
+  uint32_t progress[kMaxBlocks] = {};  // pieces whose part a block has ended, when it leaves
 
   uint64_t patienceNs = 0;  // a kernel that waits for so long stops by itself
   uint64_t decisionNs = 0;  // between two operations, the host decides within this time
 
   // Of each rank, at this device's addresses: two halves of `halfBytes`, one for each of two
-  // consecutive operations.
+  // consecutive exchanges.
   size_t halfBytes = 0;
   unsigned char* data[kMaxRanks] = {};
   Signals* signals[kMaxRanks] = {};

@@ -27,10 +27,11 @@ def streams_on_rank(me):
     streams = [torch.Stream(device=torch.accelerator.current_accelerator()) for _ in range(3)]
     works, tensors, expected = [], [], []
     for round in range(24):
-        count = LIMIT if round % 5 == 4 else 300  # above the limit: staged
+        count = LIMIT if round % 5 == 4 else 300  # above the limit: in pieces
+        op = dist._make_nccl_premul_sum(1.0) if round % 5 == 3 else dist.ReduceOp.SUM  # staged
         with streams[round % 3]:
             tensors.append(torch.full((count,), float(me.rank + round)))
-            works.append(dist.all_reduce(tensors[-1], async_op=True))
+            works.append(dist.all_reduce(tensors[-1], op, async_op=True))
         expected.append(float(sum(r + round for r in range(me.size))))
     for work in works:
         work.wait()

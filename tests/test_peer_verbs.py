@@ -18,18 +18,20 @@ ROOTED = ["broadcast", "reduce", "gather", "scatter"]
 
 
 def verbs_on_rank(me):
-    for seed, count in enumerate([0, 1, 5, 64, 1000, 4000, 9000]):
+    for seed, count in enumerate([0, 1, 5, 64, 1000, 4000, 9001]):
         for verb in [*REDUCING, *MOVING]:
             for root in range(me.size if verb in ROOTED else 1):
                 oracle.exercise(verb, count=count, seed=seed, root=root)
     for verb in [*REDUCING, *MOVING]:
         for layout in oracle.LAYOUTS:
-            oracle.exercise(verb, count=60, layout=layout, seed=7, root=me.size - 1)
+            for count in [60, 5000]:
+                oracle.exercise(verb, count=count, layout=layout, seed=7, root=me.size - 1)
         runs_kernels(lambda verb=verb: oracle.exercise(verb, count=8), 1)
+        # Above the limit: a kernel waits until all ranks have come, and one does all pieces.
+        runs_kernels(lambda verb=verb: oracle.exercise(verb, count=LIMIT), 2)
     for verb in ["all_to_all_single", "all_to_all", "all_gather_coalesced"]:
         runs_kernels(lambda verb=verb: oracle.exercise(verb, count=8), 0)
     runs_kernels(dist.barrier, 0)
-    runs_kernels(lambda: dist.all_reduce(torch.ones(LIMIT)), 0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -64,6 +66,11 @@ def lists_on_rank(me):
     parts = list(flat.split(4))
     dist.all_gather(parts, parts[me.rank])
     assert flat.tolist() == [float(i // 4) for i in range(me.size * 4)]
+    flat = torch.full((me.size, LIMIT), -1.0)  # pieces, with the input in an output of another rank
+    flat[(me.rank + 1) % me.size] = torch.arange(LIMIT) + 7.0 * me.rank
+    dist.all_gather(list(flat), flat[(me.rank + 1) % me.size])
+    for rank in range(me.size):
+        assert torch.equal(flat[rank], torch.arange(LIMIT) + 7.0 * rank)
     # Lists of other sizes are staged, on all ranks.
     uneven = [torch.zeros(rank + 1) for rank in range(me.size)]
     runs_kernels(lambda: dist.all_gather(uneven, torch.full((me.rank + 1,), float(me.rank))), 0)
@@ -74,27 +81,40 @@ def test_lists():
     run(3, lists_on_rank)
 
 
-def call(verb, root, number, me):
-    """Calls a verb with a root. Returns what this rank has afterwards, as a list."""
-    mine = torch.full((60,), float((1 << me.rank) + 1000 * number))
+def only(tensor):
+    """The value of all elements."""
+    values = tensor.unique().tolist()
+    assert len(values) == 1, values
+    return int(values[0])
+
+
+def call(verb, root, number, me, count=60):
+    """Calls a verb with a root. Returns what this rank has afterwards, as a list. After an error
+    the outputs must have their old contents."""
+    mine = torch.full((count,), float((1 << me.rank) + 1000 * number))
     is_root = me.rank == root
-    if verb == "broadcast":
-        dist.broadcast(mine, root)
-        return [int(mine[0])]
-    if verb == "reduce":
-        dist.reduce(mine, root)
-        return [int(mine[0])]
-    if verb == "gather":
-        places = [torch.full((60,), -1.0) for _ in range(me.size)] if is_root else None
-        dist.gather(mine, places, root)
-        return [int(place[59]) for place in places or []]
     parts = [mine + 100 * rank for rank in range(me.size)] if is_root else None
-    place = torch.full((60,), -1.0)
-    dist.scatter(place, parts, root)
-    return [int(place[30])]
+    places = [torch.full((count,), -1.0) for _ in range(me.size)] if is_root else None
+    place = torch.full((count,), -1.0)
+    try:
+        if verb == "broadcast":
+            dist.broadcast(mine, root)
+            return [only(mine)]
+        if verb == "reduce":
+            dist.reduce(mine, root)
+            return [only(mine)]
+        if verb == "gather":
+            dist.gather(mine, places, root)
+            return [only(place) for place in places or []]
+        dist.scatter(place, parts, root)
+        return [only(place)]
+    except dist.DistBackendError:
+        assert only(mine) == (1 << me.rank) + 1000 * number
+        assert only(place) == -1
+        raise
 
 
-def until_the_root_is_lost(me, verb, victim):
+def until_the_root_is_lost(me, verb, victim, count):
     """Calls with all ranks as roots, of which one dies. Returns what each call gave: a list, or the
     kind of its error and the text's beginning."""
     found, after = [], 0
@@ -104,7 +124,7 @@ def until_the_root_is_lost(me, verb, victim):
             os.kill(os.getpid(), signal.SIGKILL)
         root = number % me.size
         try:
-            found.append(call(verb, root, number, me))
+            found.append(call(verb, root, number, me, count))
         except dist.DistBackendError as error:
             found.append((type(error).__name__, str(error)[:300]))
         after += dist.get_world_size() > 0 and isinstance(found[-1], tuple)
@@ -112,14 +132,22 @@ def until_the_root_is_lost(me, verb, victim):
     return found
 
 
-@pytest.mark.parametrize("env", [{}, {"MOONCAKE_PEER_BYTES": "0"}], ids=["kernels", "staged"])
+WAYS = {
+    "kernels": ({}, 60),
+    "pieces": ({}, 3 * LIMIT),
+    "staged": ({"MOONCAKE_PEER_BYTES": "0"}, 60),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verb", ROOTED)
-def test_a_root_is_lost(verb, env):
+def test_a_root_is_lost(verb, way):
     """Each call with the lost root fails on all survivors. Others go on. It is the same where the
     calls are staged."""
     victim = 1
+    env, count = WAYS[way]
     ranks = crew(3, env={"MOONCAKE_BLOCKING_WAIT": "1", **env})
-    ranks.start(until_the_root_is_lost, verb, victim)
+    ranks.start(until_the_root_is_lost, verb, victim, count)
     results = ranks.results(dead=[victim])
     ranks.end()
     survivors = [0, 2]
@@ -201,5 +229,64 @@ def test_a_stopped_root_is_waited_for(verb):
     ranks.board.wait("stopping")
     time.sleep(0.4)  # longer than the patience of kernels
     ranks.cont(2)
+    ranks.results()
+    ranks.close()
+
+
+def large_until_one_dies(me, verb, after):
+    """Calls of many pieces. Returns the value of each result, whose elements must all be equal: one
+    call has one set of contributors."""
+    found = []
+    while not found or found[-1] % 100 == 2**me.size - 1 or len(found) < after:
+        number = len(found)
+        if number == 5:
+            me.board.set(f"going-{me.rank}")
+        mine = torch.full((me.size if verb != "all_reduce" else 1, 5 * LIMIT), float(1 << me.rank))
+        mine += 100 * number
+        if verb == "all_reduce":
+            dist.all_reduce(mine)
+            result = mine
+        else:
+            result = torch.zeros(5 * LIMIT)
+            dist.reduce_scatter_tensor(result, mine)
+        found.append(only(result))
+        assert number < 3000
+    return found
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.004, 0.011, 0.023])
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter_tensor"])
+def test_a_rank_dies_within_a_call_of_many_pieces(verb, delay):
+    ranks = crew(3, env={"MOONCAKE_BLOCKING_WAIT": "1"})
+    ranks.start(large_until_one_dies, verb, 8)
+    ranks.board.wait_all("going", [0, 1, 2])
+    time.sleep(delay)
+    ranks.kill(2)
+    results = ranks.results(dead=[2])
+    ranks.end()
+    assert results[0] == results[1]
+    for number, value in enumerate(results[0]):
+        assert value in (7 + 300 * number, 3 + 200 * number), (number, value)
+
+
+def large_with_a_late_rank(me):
+    for number in range(10):
+        mine = torch.full((5 * LIMIT,), float((1 << me.rank) + 100 * number))
+        work = dist.all_reduce(mine, async_op=True)
+        if me.rank == 1 and number == 5:
+            me.board.set("going")
+        work.wait()
+        assert only(mine) == 7 + 300 * number
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.007])
+def test_a_rank_stops_within_a_call_of_many_pieces(delay):
+    ranks = crew(3)
+    ranks.start(large_with_a_late_rank)
+    ranks.board.wait("going")
+    time.sleep(delay)
+    ranks.stop(1)
+    time.sleep(0.3)
+    ranks.cont(1)
     ranks.results()
     ranks.close()

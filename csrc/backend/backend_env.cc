@@ -27,9 +27,8 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "Bytes of pinned memory per device that wait for the next operation on the device's tensors"},
      numberInto<&BackendEnv::pinnedCache, 0, uint64_t(1) << 40>},
     {{"MOONCAKE_PEER_BYTES", "0",
-      "Collectives on tensors of devices with inputs up to so many bytes go by kernels, if all "
-      "ranks "
-      "are on one host; 0: none. The same on all ranks"},
+      "Collectives on tensors of devices go by kernels, if all ranks are on one host. Kernels "
+      "exchange so many bytes of a rank at once; 0: no kernels. The same on all ranks"},
      numberInto<&BackendEnv::peerBytes, 0, uint64_t(1) << 30>},
     {{"MOONCAKE_BLOCKING_WAIT", "0",
       "1: wait() for tensors of a device waits on the host until the outputs are there"},

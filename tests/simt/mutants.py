@@ -30,7 +30,7 @@ class Mutant:
 
 EXCHANGE, COLLECTIVES, COPY = "exchange.cuh", "collectives.cuh", "copy.cuh"
 SIGNALS = "signals.cuh"
-SIGNAL = """    storeReleaseSystem(&state.signals[peer]->words[blockIdx.x][state.rank],"""
+SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
 MUTANTS = [
     Mutant("the signal is relaxed", EXCHANGE, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
     Mutant("the signal has device scope", EXCHANGE, SIGNAL, SIGNAL.replace("System", "Device")),
@@ -40,12 +40,12 @@ MUTANTS = [
         "const uint64_t signal = loadAcquireSystem(word)",
         "const uint64_t signal = loadRelaxedSystem(word)",
     ),
-    Mutant("one buffer for two operations", EXCHANGE, "(number & 1) * state.halfBytes", "0"),
+    Mutant("one buffer for two operations", EXCHANGE, "(serial & 1) * state.halfBytes", "0"),
     Mutant(
         "no barrier before the signal",
         EXCHANGE,
-        "part.end - part.begin);\n  }\n  __syncthreads();",
-        "part.end - part.begin);\n  }",
+        "    }\n  }\n  __syncthreads();\n  const unsigned ranks",
+        "    }\n  }\n  const unsigned ranks",
     ),
     Mutant(
         "waits for the signals of one block only",
@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "no barrier before the block has ended",
         EXCHANGE,
-        "consume(state, number, active, block);\n    __syncthreads();",
-        "consume(state, number, active, block);",
+        "consume(state, turn, block);\n      __syncthreads();",
+        "consume(state, turn, block);",
     ),
     Mutant("the count of ended blocks is relaxed", EXCHANGE, "addAcqRelDevice", "addRelaxedDevice"),
     Mutant(
@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "the stop is told before the ranks",
         EXCHANGE,
-        "  host.missing = missing;\n  storeReleaseSystem(&host.stopped, next);",
-        "  storeReleaseSystem(&host.stopped, next);\n  host.missing = missing;",
+        "  host.taken = taken;\n  storeReleaseSystem(&host.stopped, next);",
+        "  storeReleaseSystem(&host.stopped, next);\n  host.taken = taken;",
     ),
     Mutant("the decision changes no ranks", EXCHANGE, "  state.active = active;\n", ""),
     Mutant(
@@ -91,21 +91,46 @@ MUTANTS = [
     Mutant(
         "a call without its root has a result",
         EXCHANGE,
-        "exchange.root < 0 || has(active, exchange.root)",
+        "exchange.root < 0 || has(turn.active, exchange.root)",
         "true",
     ),
     Mutant(
         "takes with the new ranks",
         EXCHANGE,
-        "consume(state, number, active, block);",
-        "consume(state, number, state.active, block);",
+        "consume(state, turn, block);",
+        "consume(state, {turn.serial, turn.piece, state.active}, block);",
     ),
     Mutant(
         "goes on with blocks that have ended before",
         EXCHANGE,
-        "end = gridDim.x;\n      deadline",
-        "end = 1;\n      deadline",
+        "blocks = {0, gridDim.x, true, false};",
+        "blocks = {0, 1, true, false};",
     ),
+    Mutant(
+        "only the pieces that are left are redone",
+        EXCHANGE,
+        "turn = {state.serial + 1, 0, state.active};",
+        "turn = {state.serial + 1 + turn.piece, turn.piece, state.active};",
+    ),
+    Mutant(
+        "stopped blocks' later pieces are not published",
+        EXCHANGE,
+        "|| state.progress[block] < piece;",
+        ";",
+    ),
+    Mutant(
+        "goes on with the piece of the last block",
+        EXCHANGE,
+        "piece = leastProgress(state);",
+        "piece = state.progress[blockIdx.x];",
+    ),
+    Mutant(
+        "redone pieces have the old serial numbers",
+        EXCHANGE,
+        "    state.serial = loadRelaxedSystem(&host.serial);\n",
+        "",
+    ),
+    Mutant("results are not kept apart", COLLECTIVES, "exchange.scratch ? exchange.scratch :", ""),
     Mutant(
         "no deadline without a host",
         EXCHANGE,
@@ -118,8 +143,8 @@ MUTANTS = [
     Mutant(
         "calls are not compared",
         EXCHANGE,
-        "return number << kCallBits | (exchange.call & ((1u << kCallBits) - 1));",
-        "return number << kCallBits;",
+        "return serial << kCallBits | (exchange.call & ((1u << kCallBits) - 1));",
+        "return serial << kCallBits;",
     ),
     Mutant(
         "the sum leaves out the first rank",
@@ -130,8 +155,8 @@ MUTANTS = [
     Mutant(
         "parts overlap at their ends",
         COLLECTIVES,
-        "for (size_t i = end + threadIdx.x; i < part.end;",
-        "for (size_t i = end + threadIdx.x; i < part.end + 1;",
+        "for (size_t i = end + threadIdx.x; i < all;",
+        "for (size_t i = end + threadIdx.x; i < all + 1;",
     ),
     Mutant("lost ranks' places keep old contents", COLLECTIVES, "zeroBytes(target, bytes)", ""),
     Mutant("the rest of a copy is left out", COPY, "bytes - copied", "0"),

@@ -36,7 +36,7 @@ PeerCalls::Call PeerCalls::allreduce(const Tensors& tensors,
     refuseOwnOverlap(tensors[0], "the tensor of all_reduce");
     return peers.allreduce(plain, kindOf(opts.reduceOp, "all_reduce"), deadline_);
   };
-  return PeerRoute::Call{OpType::ALLREDUCE,  tensors, tensors, tensors, tensors[0].numel(),
+  return PeerRoute::Call{OpType::ALLREDUCE,  tensors, tensors, tensors, 1,
                          tensors[0].numel(), -1,      launch};
 }
 
@@ -50,7 +50,7 @@ PeerCalls::Call PeerCalls::reduce(const Tensors& tensors, const c10d::ReduceOpti
     return peers.reduce(plain, kindOf(opts.reduceOp, "reduce"), root, deadline_);
   };
   const Tensors outputs = isOurs ? tensors : Tensors();
-  return PeerRoute::Call{OpType::REDUCE,     tensors, outputs, tensors, tensors[0].numel(),
+  return PeerRoute::Call{OpType::REDUCE,     tensors, outputs, tensors, 1,
                          tensors[0].numel(), root,    launch};
 }
 
@@ -69,7 +69,7 @@ PeerCalls::Call PeerCalls::broadcast(const Tensors& tensors,
                          inputs,
                          outputs,
                          tensors,
-                         tensors[0].numel(),
+                         1,
                          tensors[0].numel(),
                          tensors[0].numel() ? root : -1,
                          launch};
@@ -81,7 +81,7 @@ PeerCalls::Call PeerCalls::allgather(const Lists& outputs, const Tensors& inputs
     checkApart(outputs[0], "an output of all_gather");
     return peers.allgather(plain, deadline_);
   };
-  return PeerRoute::Call{OpType::ALLGATHER, inputs, outputs[0], outputs[0], inputs[0].numel(),
+  return PeerRoute::Call{OpType::ALLGATHER, inputs, outputs[0], outputs[0], 1,
                          inputs[0].numel(), -1,     launch};
 }
 
@@ -92,8 +92,8 @@ PeerCalls::Call PeerCalls::allgatherBase(const at::Tensor& output, const at::Ten
     refuseOwnOverlap(output, "the output of all_gather_into_tensor");
     return peers.allgather(plain, deadline_);
   };
-  return PeerRoute::Call{OpType::_ALLGATHER_BASE, {input},       {output}, {output},
-                         input.numel(),           input.numel(), -1,       launch};
+  return PeerRoute::Call{OpType::_ALLGATHER_BASE, {input}, {output}, {output}, 1,
+                         input.numel(),           -1,      launch};
 }
 
 PeerCalls::Call PeerCalls::gather(const Lists& outputs, const Tensors& inputs,
@@ -107,7 +107,7 @@ PeerCalls::Call PeerCalls::gather(const Lists& outputs, const Tensors& inputs,
     checkApart(results, "an output of gather");
     return peers.gather(plain, root, deadline_);
   };
-  return PeerRoute::Call{OpType::GATHER,    inputs, results, results, inputs[0].numel(),
+  return PeerRoute::Call{OpType::GATHER,    inputs, results, results, 1,
                          inputs[0].numel(), root,   launch};
 }
 
@@ -125,7 +125,7 @@ PeerCalls::Call PeerCalls::scatter(const Tensors& outputs, const Lists& inputs,
                          isOurs ? inputs[0] : Tensors(),
                          outputs,
                          outputs,
-                         outputs[0].numel() * size_,
+                         size_,
                          outputs[0].numel(),
                          root,
                          launch};
@@ -139,8 +139,8 @@ PeerCalls::Call PeerCalls::reduceScatter(const Tensors& outputs, const Lists& in
     refuseOwnOverlap(outputs[0], "the output of reduce_scatter");
     return peers.reduceScatter(plain, kindOf(opts.reduceOp, "reduce_scatter"), deadline_);
   };
-  return PeerRoute::Call{OpType::REDUCE_SCATTER,     inputs[0],          outputs, outputs,
-                         outputs[0].numel() * size_, outputs[0].numel(), -1,      launch};
+  return PeerRoute::Call{OpType::REDUCE_SCATTER, inputs[0], outputs, outputs, size_,
+                         outputs[0].numel(),     -1,        launch};
 }
 
 PeerCalls::Call PeerCalls::reduceScatterBase(const at::Tensor& output, const at::Tensor& input,
@@ -152,14 +152,8 @@ PeerCalls::Call PeerCalls::reduceScatterBase(const at::Tensor& output, const at:
     refuseOwnOverlap(output, "the output of reduce_scatter_tensor");
     return peers.reduceScatter(plain, kindOf(opts.reduceOp, "reduce_scatter_tensor"), deadline_);
   };
-  return PeerRoute::Call{OpType::_REDUCE_SCATTER_BASE,
-                         {input},
-                         {output},
-                         {output},
-                         input.numel(),
-                         output.numel(),
-                         -1,
-                         launch};
+  return PeerRoute::Call{
+      OpType::_REDUCE_SCATTER_BASE, {input}, {output}, {output}, size_, output.numel(), -1, launch};
 }
 
 }  // namespace mooncake

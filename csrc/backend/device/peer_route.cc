@@ -1,5 +1,7 @@
 #include "backend/device/peer_route.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -21,6 +23,18 @@ namespace {
 // The tensor itself, if kernels can use it as it is, or a copy on the current stream.
 at::Tensor plain(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+// Whether a gathered input shares memory with outputs, other than the place that gets this data. Then
+// a piece of a result may overwrite a later piece of the input.
+bool overlapElsewhere(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int rank) {
+  const bool isOne = outputs.size() == 1;
+  const at::Tensor& own = outputs[isOne ? 0 : size_t(rank)];
+  const void* const place =
+      static_cast<std::byte*>(own.data_ptr()) + (isOne ? size_t(rank) * input.nbytes() : 0);
+  return input.data_ptr() != place && std::ranges::any_of(outputs, [&](const at::Tensor& output) {
+           return output.storage().is_alias_of(input.storage());
+         });
 }
 
 }  // namespace
@@ -64,8 +78,7 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
                 "counted on the device");
   const c10::DeviceGuard on(stream.device());
   std::lock_guard lock(mutex_);
-  if (!decide(streams, deadline) || !peers_->takes(size_t(call.elements) * call.first().itemsize()))
-    return nullptr;
+  if (!decide(streams, deadline) || !peers_->takes(size_t(call.parts))) return nullptr;
   if (stream.device() != *device_) {
     refuse("the group's kernels use memory of " + device_->str() + ", and the tensor is on " +
            stream.device().str() + ". Use one device for each group, or set MOONCAKE_PEER_BYTES=0");
@@ -73,7 +86,7 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
   c10::Event reached(stream.device_type());
   reached.record(callers);
   reached.block(stream);
-  last_ = enqueue(call, stream);
+  last_ = enqueue(rank, call, stream);
   const auto work = c10::make_intrusive<KernelWork>(
       rank, call.type, peers_,
       KernelWork::Operation{last_, call.root, settings_.blocks, settings_.unseen->first()}, streams,
@@ -84,21 +97,29 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
 
 // Enqueues the call's kernel, and copies where the kernel cannot take a tensor as it is. A copy of
 // an output has its contents, which stay if the operation has no result. Returns the call's number.
-uint64_t PeerRoute::enqueue(const Call& call, const c10::Stream& stream) const {
+uint64_t PeerRoute::enqueue(int rank, const Call& call, const c10::Stream& stream) const {
   const c10::StreamGuard current(stream);
   const at::NoGradGuard withoutGradients;
   std::vector<at::Tensor> inputs, outputs;
   PeerCollectives::Tensors tensors{.count = size_t(call.count),
                                    .dtype = typeOf(call.first(), "a call")};
-  for (const at::Tensor& tensor : call.inputs) {
-    inputs.push_back(plain(tensor.detach()));
-    tensors.inputs.push_back(inputs.back().data_ptr());
-  }
+  for (const at::Tensor& tensor : call.inputs) inputs.push_back(plain(tensor.detach()));
   for (const at::Tensor& tensor : call.outputs) {
     const bool isInPlace = call.inputs.size() == 1 && tensor.is_same(call.inputs[0]);
     outputs.push_back(isInPlace ? inputs[0] : plain(tensor.detach()));
-    tensors.outputs.push_back(outputs.back().data_ptr());
   }
+  at::Tensor scratch;
+  if (!outputs.empty() && hasPieces(call)) {
+    const bool isGathered = outputs.size() > 1 || outputs[0].numel() != call.count;
+    if (!isGathered) {
+      scratch = at::empty_like(outputs[0]);
+      tensors.scratch = scratch.data_ptr();
+    } else if (overlapElsewhere(inputs[0], outputs, rank)) {
+      inputs[0] = inputs[0].clone();
+    }
+  }
+  for (const at::Tensor& input : inputs) tensors.inputs.push_back(input.data_ptr());
+  for (const at::Tensor& output : outputs) tensors.outputs.push_back(output.data_ptr());
   for (const auto& list : {call.inputs, call.outputs, inputs, outputs})
     for (const at::Tensor& tensor : list) keepUntilPassed(tensor, stream);
   const uint64_t number = orThrow(call.launch(*peers_, tensors));

@@ -30,7 +30,7 @@ class PeerRoute {
       std::function<std::unique_ptr<Group>(std::function<void(const GroupView&)> onView)>;
   struct Settings {
     std::string name;     // of the group, for the log
-    size_t bytes = 0;     // largest input of a call
+    size_t bytes = 0;     // of inputs that a call exchanges at once
     bool blocks = false;  // wait() waits on the host
     std::chrono::milliseconds timeout{};
     std::shared_ptr<UnseenErrors> unseen;
@@ -45,9 +45,9 @@ class PeerRoute {
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> outputs;  // may be inputs
     std::vector<at::Tensor> results;  // of the work
-    int64_t elements = 0;             // most that a rank has as inputs: the same on all ranks
-    int64_t count = 0;
-    int root = -1;  // without this rank the call fails; -1: any may be lost
+    int parts = 1;      // of the inputs of a rank that gives any; the same on all ranks
+    int64_t count = 0;  // elements of a part
+    int root = -1;      // without this rank the call fails; -1: any may be lost
     std::function<Result<uint64_t>(PeerCollectives&, const PeerCollectives::Tensors&)> launch;
 
     const at::Tensor& first() const { return inputs.empty() ? outputs[0] : inputs[0]; }
@@ -64,7 +64,10 @@ class PeerRoute {
 
  private:
   bool decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline);
-  uint64_t enqueue(const Call& call, const c10::Stream& stream) const;
+  uint64_t enqueue(int rank, const Call& call, const c10::Stream& stream) const;
+  bool hasPieces(const Call& call) const {
+    return peers_->hasPieces(size_t(call.count) * call.first().itemsize(), size_t(call.parts));
+  }
 
   const MakeGroup makeGroup_;
   const Settings settings_;

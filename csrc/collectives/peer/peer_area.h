@@ -22,7 +22,7 @@ namespace mooncake {
 class PeerArea {
  public:
   struct Settings {
-    size_t halfBytes = 0;                 // largest input of an operation
+    size_t halfBytes = 0;                 // of inputs that are exchanged at once
     std::chrono::nanoseconds patience{};  // see kernels::GroupState
     std::chrono::nanoseconds decision{};
   };

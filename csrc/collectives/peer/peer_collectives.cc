@@ -26,6 +26,7 @@ constexpr auto kGrace = std::chrono::seconds(10);  // for the host to decide aft
 // Most ranks that are late come within this time. A kernel that has stopped goes on with one block.
 constexpr auto kPatience = std::chrono::milliseconds(50);
 
+constexpr size_t kPieceUnit = 1024;  // bytes: pieces are cut evenly into parts for blocks
 constexpr uint64_t kAllRanks = ~uint64_t(0);
 
 std::optional<KernelId> reductionOf(DType dtype) {
@@ -193,20 +194,47 @@ Result<uint64_t> PeerCollectives::enqueue(KernelId kernel, const Call& call, siz
   return number;
 }
 
+// Bytes of each part that an exchange takes.
+size_t PeerCollectives::pieceOf(const Call& call, size_t bytes) const {
+  if (!hasPieces(bytes, call.parts)) return bytes;
+  const size_t most = area_->halfBytes() / call.parts;
+  const size_t unit = most < kPieceUnit ? kSmallestPiece : kPieceUnit;
+  return most / unit * unit;
+}
+
 Exchange PeerCollectives::exchangeOf(const Call& call, const Tensors& tensors,
                                      Deadline deadline) const {
-  const auto inputs = unsigned(tensors.inputs.size());
-  const size_t part = tensors.count * dtypeSize(tensors.dtype);
-  Exchange exchange{.state = area_->state(),
-                    .call = call.hash(tensors),
-                    .decisionNs = decisionNs(deadline),
-                    .root = call.root,
-                    .inputCount = inputs,
-                    .bytes = inputs == 1 ? part * call.parts : part,
-                    .inputs = {}};
-  for (unsigned i = 0; i < inputs; ++i)
-    exchange.inputs[i] = static_cast<const unsigned char*>(tensors.inputs[i]);
+  const size_t bytes = tensors.count * dtypeSize(tensors.dtype), piece = pieceOf(call, bytes);
+  const bool isWhole = piece == bytes, isOne = tensors.inputs.size() == 1;
+  Exchange exchange{
+      .state = area_->state(),
+      .call = call.hash(tensors),
+      .decisionNs = decisionNs(deadline),
+      .root = call.root,
+      .pieces = isWhole ? 1 : unsigned((bytes - 1) / piece + 1),
+      .piece = isWhole && isOne ? bytes * call.parts : piece,
+      .bytes = isWhole && isOne ? bytes * call.parts : bytes,
+      .inputCount = tensors.inputs.empty() ? 0 : unsigned(isWhole && isOne ? 1 : call.parts),
+      .inputs = {},
+      .scratch = static_cast<unsigned char*>(tensors.scratch),
+      .output = static_cast<unsigned char*>(tensors.scratch ? tensors.outputs[0] : nullptr)};
+  for (unsigned i = 0; i < exchange.inputCount; ++i) {
+    exchange.inputs[i] =
+        static_cast<const unsigned char*>(tensors.inputs[isOne ? 0 : i]) + (isOne ? i * bytes : 0);
+  }
   return exchange;
+}
+
+// Waits in a kernel of one block until all ranks have come. For a call with pieces, which else would
+// hold more of the device until then, and go on with one block if a rank is late.
+Status PeerCollectives::meet(const char* name, Deadline deadline) {
+  const Call call{.name = name};
+  MoveArguments arguments{.exchange = exchangeOf(call, {.dtype = DType::kUInt8}, deadline),
+                          .sources = 0,
+                          .offset = 0,
+                          .bytes = 0,
+                          .outputs = {}};
+  return enqueue(KernelId::kMove, call, 0, arguments, deadline).status();
 }
 
 Result<uint64_t> PeerCollectives::reduceAny(const Call& call, const Tensors& tensors, size_t part,
@@ -215,14 +243,15 @@ Result<uint64_t> PeerCollectives::reduceAny(const Call& call, const Tensors& ten
   const auto kernel = reductionOf(tensors.dtype);
   if (!kernel) return Error{ErrorCode::kInvalidArgument, "no kernel reduces this type"};
   const bool isTaken = !tensors.outputs.empty();
+  const size_t bytes = tensors.count * dtypeSize(tensors.dtype);
   ReduceArguments arguments{
       .exchange = exchangeOf(call, tensors, deadline),
-      .first = part * tensors.count,
-      .count = isTaken ? tensors.count : 0,
+      .offset = part * pieceOf(call, bytes),
+      .bytes = isTaken ? bytes : 0,
       .output = isTaken ? static_cast<unsigned char*>(tensors.outputs[0]) : nullptr,
       .by = combinationOf(tensors.dtype, call.kind)};
-  const size_t bytes = tensors.count * dtypeSize(tensors.dtype) * call.parts;
-  return enqueue(*kernel, call, bytes, arguments, deadline);
+  if (arguments.exchange.pieces > 1) MOONCAKE_TRY(meet(call.name, deadline));
+  return enqueue(*kernel, call, bytes * call.parts, arguments, deadline);
 }
 
 Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tensors,
@@ -231,8 +260,8 @@ Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tenso
   const size_t outputs = tensors.outputs.size();
   MoveArguments arguments{.exchange = exchangeOf(call, tensors, deadline),
                           .sources = outputs ? sources : 0,
-                          .offset = part * bytes,
-                          .bytes = bytes,
+                          .offset = part * pieceOf(call, bytes),
+                          .bytes = outputs ? bytes : 0,
                           .outputs = {}};
   for (int rank = 0; outputs && rank < control_->size(); ++rank) {
     if (!(sources >> rank & 1)) continue;
@@ -241,6 +270,7 @@ Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tenso
     const bool isPart = outputs == 1 && sources == kAllRanks;
     arguments.outputs[rank] = output + (isPart ? rank * bytes : 0);
   }
+  if (arguments.exchange.pieces > 1) MOONCAKE_TRY(meet(call.name, deadline));
   // The number of blocks follows from what all ranks know alike.
   return enqueue(KernelId::kMove, call, bytes * call.parts, arguments, deadline);
 }

@@ -26,7 +26,7 @@ namespace mooncake {
 class PeerCollectives {
  public:
   struct Settings {
-    size_t halfBytes = 0;  // largest input of a call
+    size_t halfBytes = 0;  // of inputs that are exchanged at once
     std::chrono::milliseconds timeout{};
   };
 
@@ -43,16 +43,18 @@ class PeerCollectives {
   PeerCollectives(const PeerCollectives&) = delete;
   PeerCollectives& operator=(const PeerCollectives&) = delete;
 
-  // Whether a call goes by kernels in which a rank has inputs of so many bytes. The same on all
-  // ranks.
-  bool takes(size_t bytes) const { return bytes <= area_->halfBytes(); }
+  // Whether calls with so many parts of inputs go by kernels. The same on all ranks.
+  bool takes(size_t parts) const { return area_->halfBytes() / parts >= kSmallestPiece; }
+  // Whether a call needs several exchanges. Parts have so many bytes. The same on all ranks.
+  bool hasPieces(size_t bytes, size_t parts) const { return bytes * parts > area_->halfBytes(); }
 
   // Contiguous tensors. Where a call has a part for each rank, they are in one tensor or in one for
   // each rank. A rank that gives or takes nothing has no inputs or no outputs.
   struct Tensors {
     std::vector<const void*> inputs;
     std::vector<void*> outputs;
-    size_t count = 0;  // elements of a part
+    void* scratch = nullptr;  // as large as the output, if the call has pieces and one such output
+    size_t count = 0;         // elements of a part
     DType dtype = DType::kFloat32;
   };
   Result<uint64_t> allreduce(const Tensors& tensors, ReduceKind kind, Deadline deadline);
@@ -68,6 +70,7 @@ class PeerCollectives {
 
  private:
   struct Call;
+  static constexpr size_t kSmallestPiece = 16;  // bytes
 
   PeerCollectives(std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view,
                   Accelerator& accelerator, DeviceStream stream)
@@ -76,6 +79,7 @@ class PeerCollectives {
         accelerator_(accelerator),
         stream_(stream) {}
 
+  size_t pieceOf(const Call& call, size_t bytes) const;
   kernels::Exchange exchangeOf(const Call& call, const Tensors& tensors, Deadline deadline) const;
   Result<uint64_t> reduceAny(const Call& call, const Tensors& tensors, size_t part,
                              Deadline deadline);
@@ -84,6 +88,7 @@ class PeerCollectives {
   template <typename Arguments>
   Result<uint64_t> enqueue(KernelId kernel, const Call& call, size_t work, Arguments& arguments,
                            Deadline deadline);
+  Status meet(const char* name, Deadline deadline);
   Status start(std::chrono::milliseconds timeout);
   Status agreeOnBlocks(Deadline deadline);
   Status acknowledge();

@@ -33,6 +33,11 @@ uint64_t bitsOf(const std::vector<int>& ranks) {
   return bits;
 }
 
+// How far a rank's kernels have come; see kernels::HostWords.
+struct Progress {
+  uint64_t done, ended, taken;
+};
+
 }  // namespace
 
 void ViewFeed::show(const GroupView& view) {
@@ -204,16 +209,19 @@ void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
   const Status stopped = stopKernels(lock, deadline);
   if (!stopped.ok()) return refuse(stopped.error());
   const uint64_t own = done();
-  uint64_t last = own;
+  Progress most{own, words_.ended, words_.taken};
   lock.unlock();
   failpoint("peers-stopped");
-  const Status agreed = allreduce(control_, std::as_writable_bytes(std::span(&last, 1)),
+  const Status agreed = allreduce(control_, std::as_writable_bytes(std::span(&most, 1)),
                                   {DType::kUInt64, ReduceKind::kMax}, deadline);
   failpoint("peers-agreed");
   lock.lock();
   if (!agreed.ok()) return refuse(agreed.error());
   active_ = bitsOf(control_.lastView->active);
-  decide(own < last ? Decision::kTake : Decision::kGoOn);
+  // Ranks that take still read the half of the last operation's last exchange.
+  std::atomic_ref(words_.serial)
+      .store(most.taken + ((most.taken ^ most.ended) & 1), std::memory_order_relaxed);
+  decide(own < most.done ? Decision::kTake : Decision::kGoOn);
 }
 
 void PeerGuard::decide(Decision decision) {

@@ -46,6 +46,7 @@ Program::Program(simt::World& world, VirtualGroup& group, const Case& with,
       Tensors& mine = round[size_t(rank)];
       world.own(rank, mine.input.data(), mine.input.size() * 4);
       world.own(rank, mine.output.data(), mine.output.size() * 4);
+      world.own(rank, mine.scratch.data(), mine.scratch.size() * 4);
     }
   }
 }
@@ -68,42 +69,57 @@ void Program::call(uint32_t round, int rank) {
       mine.input[place(part) + i] = inputOf(round, rank, part * case_.count + i);
   if (verb == Verb::kAllReduceInPlace) mine.output = mine.input;
 
+  mine.scratch.assign(place(1), kUntouched);
+
+  const Exchange exchange = exchangeOf(verb, round, mine);
+  const size_t bytes = takes ? case_.count * 4 : 0;
+  const size_t stride = case_.hasPieces() ? case_.piece : case_.count;
+  const size_t offset = hasParts(verb) ? size_t(rank) * stride * 4 : 0;
+  VirtualGroup::Kernel kernel;
+  if (reduces(verb)) {
+    auto* const output = reinterpret_cast<unsigned char*>(mine.output.data() + place(0));
+    kernel = [=](const Exchange& made) {
+      reduceAll<int32_t>({made, offset, bytes, output, Combine::kSum});
+    };
+  } else {
+    const uint64_t everybody = (uint64_t(1) << case_.ranks) - 1;
+    const uint64_t sources = gathers(verb) ? everybody : uint64_t(1) << rootOf(round);
+    MoveArguments move{{}, takes ? sources : 0, offset, bytes, {}};
+    for (size_t peer = 0; peer < ranks && takes; ++peer) {
+      move.outputs[peer] =
+          reinterpret_cast<unsigned char*>(mine.output.data() + place(gathers(verb) ? peer : 0));
+    }
+    kernel = [move](const Exchange& made) {
+      MoveArguments arguments = move;
+      arguments.exchange = made;
+      moveAll(arguments);
+    };
+  }
+  group_.call(rank, "round " + std::to_string(round), exchange, kernel);
+}
+
+// As PeerCollectives makes it.
+Exchange Program::exchangeOf(Verb verb, uint32_t round, Tensors& mine) const {
   Exchange exchange{};
   exchange.call = uint32_t(int(verb) * 1000 + int(case_.count));
   exchange.root = hasRoot(verb) ? rootOf(round) : -1;
+  exchange.pieces = case_.hasPieces() ? unsigned((case_.count - 1) / case_.piece + 1) : 1;
   exchange.bytes = case_.count * 4;
   exchange.inputCount = unsigned(mine.inputs);
   const int32_t* const input =
       verb == Verb::kAllReduceInPlace ? mine.output.data() : mine.input.data();
   for (size_t part = 0; part < mine.inputs; ++part)
     exchange.inputs[part] = reinterpret_cast<const unsigned char*>(input + place(part));
-  if (!case_.gap && mine.inputs) {
+  if (!case_.gap && mine.inputs && exchange.pieces == 1) {
     exchange.bytes *= mine.inputs;
     exchange.inputCount = 1;
   }
-
-  const size_t part = hasParts(verb) ? size_t(rank) * case_.count : 0;
-  VirtualGroup::Kernel kernel;
-  if (reduces(verb)) {
-    auto* const output = reinterpret_cast<unsigned char*>(mine.output.data() + place(0));
-    const size_t count = takes ? case_.count : 0;
-    kernel = [=](const Exchange& made) {
-      reduceAll<int32_t>({made, part, count, output, Combine::kSum});
-    };
-  } else {
-    const uint64_t everybody = (uint64_t(1) << case_.ranks) - 1;
-    const uint64_t sources = gathers(verb) ? everybody : uint64_t(1) << rootOf(round);
-    MoveArguments move{{}, takes ? sources : 0, part * 4, case_.count * 4, {}};
-    for (size_t peer = 0; peer < ranks && takes; ++peer) {
-      move.outputs[peer] =
-          reinterpret_cast<unsigned char*>(mine.output.data() + place(gathers(verb) ? peer : 0));
-    }
-    kernel = [move](const Exchange& made) mutable {
-      move.exchange = made;
-      moveAll(move);
-    };
+  exchange.piece = exchange.pieces > 1 ? case_.piece * 4 : exchange.bytes;
+  if (exchange.pieces > 1 && !gathers(verb)) {
+    exchange.scratch = reinterpret_cast<unsigned char*>(mine.scratch.data() + case_.shift);
+    exchange.output = reinterpret_cast<unsigned char*>(mine.output.data() + place(0));
   }
-  group_.call(rank, "round " + std::to_string(round), exchange, kernel);
+  return exchange;
 }
 
 void Program::check() {

@@ -19,6 +19,10 @@ struct Case {
     count = draw(5) == 0 ? draw(3) : 1 + draw(400);
     shift = draw(3) == 0 ? 1 : 0;
     gap = draw(2) == 0 ? 3 : 0;
+    if (draw(2) == 0) {
+      piece = 4 << draw(6);
+      count = count % (6 * piece);
+    }
     rounds = 2 + draw(4);
   }
   unsigned draw(unsigned below) {
@@ -32,8 +36,11 @@ struct Case {
   uint64_t random;
   unsigned blocks, threads;
   size_t count, shift;
-  size_t gap;  // elements between the tensors of a list; 0: they are one tensor
+  size_t gap;        // elements between the tensors of a list; 0: they are one tensor
+  size_t piece = 0;  // elements of a tensor that are exchanged at once; 0: all
   uint32_t rounds;
+
+  bool hasPieces() const { return piece && count > piece; }
 };
 
 enum class Verb {
@@ -67,11 +74,12 @@ class Program {
  private:
   // Tensors of one call of a rank.
   struct Tensors {
-    std::vector<int32_t> input, output;
+    std::vector<int32_t> input, output, scratch;
     size_t inputs = 0, outputs = 0;  // tensors of the lists
   };
 
   void call(uint32_t round, int rank);
+  Exchange exchangeOf(Verb verb, uint32_t round, Tensors& mine) const;
   void checkRound(uint32_t round, int rank);
   int32_t expected(uint32_t round, int rank, size_t place, size_t i, uint64_t from) const;
   int rootOf(uint32_t round) const { return int(round) % case_.ranks; }

@@ -45,7 +45,7 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr) {
     VirtualGroup group(world, {.ranks = ranks,
                                .blocks = drawn.blocks,
                                .threads = drawn.threads,
-                               .halfBytes = 4 * 400 * size_t(ranks),
+                               .halfBytes = 4 * size_t(ranks) * (drawn.piece ? drawn.piece : 400),
                                .ended = kEnded[seed % std::size(kEnded)]});
     Program program(world, group, drawn);
     disturb(world, group, drawn);
@@ -118,11 +118,12 @@ struct Disturbed {
     Exchange call{};
     call.call = hash;
     call.root = -1;
+    call.pieces = 1;
+    call.piece = call.bytes = 256;
     call.inputCount = 1;
-    call.bytes = 256;
     call.inputs[0] = bytes;
     group.call(rank, "reduce", call, [bytes](const Exchange& exchange) {
-      reduceAll<int32_t>({exchange, 0, 64, bytes, Combine::kSum});
+      reduceAll<int32_t>({exchange, 0, 256, bytes, Combine::kSum});
     });
   }
 
@@ -132,20 +133,27 @@ struct Disturbed {
 };
 
 #ifdef MOONCAKE_SIMT_PLAIN_ACCESSES
-// A rank reads the parts that it needs of other ranks once, over the wires between devices, and writes
-// nothing there but its signals: one for each block and peer. In its own memory it reads its input,
-// publishes it, reads the part that it needs of that, and writes the result.
+// A rank reads the parts that it needs of other ranks once, over the wires between devices, and
+// writes nothing there but its signals: one for each block and peer. In its own memory it reads its
+// input, publishes it, reads the part that it needs of that, and writes the result. Pieces cost
+// signals of their own, and a copy of the result.
 TEST(Collectives, MoveNoMoreBytesThanTheyMust) {
   constexpr int kRanks = 4;
   constexpr size_t kCount = 2048, kBytes = 4 * kCount;
   constexpr unsigned kBlocks = 2;
+  std::vector<std::pair<Verb, unsigned>> shapes;
   for (const Verb verb : kVerbs) {
+    shapes.emplace_back(verb, 1);
+    shapes.emplace_back(verb, 4);
+  }
+  for (const auto& [verb, pieces] : shapes) {
     World world({.seed = 3});
     VirtualGroup group(world, {.ranks = kRanks, .blocks = kBlocks, .halfBytes = kBytes * kRanks});
     Case with(1, kRanks);
     with.count = kCount;
     with.shift = 0;
     with.gap = 0;
+    with.piece = kCount / pieces;
     with.rounds = 1;
     Program program(world, group, with, verb);
     group.start();
@@ -158,12 +166,13 @@ TEST(Collectives, MoveNoMoreBytesThanTheyMust) {
       const bool isRoot = inputs && isFromRoot;
       const size_t read = outputs ? (isFromRoot ? !isRoot : kRanks - 1) : 0;
       const size_t own = outputs && (!isFromRoot || isRoot);
+      const size_t again = pieces > 1 && outputs == 1;
       const simt::Traffic& traffic = world.traffic(rank);
       EXPECT_EQ(traffic.bytesReadThere, kBytes * read);
       EXPECT_EQ(traffic.bytesWrittenThere, 0u);
-      EXPECT_EQ(traffic.bytesReadHere, kBytes * (inputs + own));
-      EXPECT_EQ(traffic.bytesWrittenHere, kBytes * (inputs + outputs));
-      EXPECT_EQ(traffic.remoteStores, kBlocks * (kRanks - 1));
+      EXPECT_EQ(traffic.bytesReadHere, kBytes * (inputs + own + again));
+      EXPECT_EQ(traffic.bytesWrittenHere, kBytes * (inputs + outputs + again));
+      EXPECT_EQ(traffic.remoteStores, pieces * kBlocks * (kRanks - 1));
     }
   }
 }
@@ -216,6 +225,7 @@ TEST(Collectives, ARefusalRightAfterADecision) {
       storeReleaseSystem(&host.stop, 1);
       while (loadAcquireSystem(&host.stopped) != 1) relax();
       host.active = 7;
+      host.serial = host.taken;
       host.decision = uint32_t(Decision::kGoOn);
       storeReleaseSystem(&host.decided, 1);
       storeRelaxedSystem(&host.decision, uint32_t(Decision::kRefuse));

@@ -23,6 +23,7 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
     own.state.halfBytes = shape.halfBytes;
     own.state.host = &own.host;
     own.state.done = own.host.done = shape.ended;
+    own.state.serial = shape.ended;
     for (uint64_t& word : own.signals.words[0]) word = shape.ended << kCallBits;
     for (int peer = 0; peer < shape.ranks; ++peer) {
       own.state.data[peer] = memory_[size_t(peer)]->data.data();
@@ -69,7 +70,7 @@ const VirtualGroup::Agreement* VirtualGroup::agreed(uint32_t generation) const {
 // Returns null until all living ranks have stopped. All hosts share one thread, so the first one
 // that finds this decides for all. A rank that is killed later is lost in the next generation.
 const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
-  Agreement agreement{0, 0};
+  Agreement agreement{};
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     const Memory& theirs = *memory_[size_t(rank)];
@@ -79,9 +80,13 @@ const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     agreement.active |= uint64_t(1) << rank;
-    agreement.lastOld =
-        std::max(agreement.lastOld, loadRelaxedSystem(&memory_[size_t(rank)]->host.done));
+    const HostWords& host = memory_[size_t(rank)]->host;
+    agreement.lastOld = std::max(agreement.lastOld, loadRelaxedSystem(&host.done));
+    agreement.ended = std::max(agreement.ended, host.ended);
+    agreement.serial = std::max(agreement.serial, host.taken);
   }
+  // As PeerGuard does.
+  agreement.serial += (agreement.serial ^ agreement.ended) & 1;
   // Another host may have decided while this one looked.
   const simt::sanitizers::Ignored ignored;
   if (agreements_.size() < generation) agreements_.push_back(agreement);
@@ -113,6 +118,7 @@ void VirtualGroup::runHost(int rank) {
     while (!(agreement = agree(generation))) relax();
     const bool isBehind = loadRelaxedSystem(&host.done) < agreement->lastOld;
     host.active = active = agreement->active;
+    host.serial = agreement->serial;
     const Decision decision = shape_.hosts == Hosts::kRefuse ? Decision::kRefuse
                               : isBehind                     ? Decision::kTake
                                                              : Decision::kGoOn;

@@ -69,6 +69,7 @@ class VirtualGroup {
   struct Agreement {
     uint64_t lastOld;  // number of the last operation with the ranks before
     uint64_t active;
+    uint64_t ended, serial;  // see HostWords; of all survivors
   };
 
   void runHost(int rank);
