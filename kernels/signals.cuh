@@ -5,22 +5,21 @@
 
 namespace mooncake::kernels {
 
-// Waits until the word that the rank changes has the value. If the rank is lost or late, tells the
-// host, and returns false.
+// Waits until the word that the rank changes has the value. If that takes too long, or any rank is
+// lost, returns false: ranks that know of the loss signal no more.
 MC_DEVICE bool awaitWord(const SignalArguments& a, const uint32_t* word, uint32_t value, int peer) {
   constexpr uint64_t kLookNs = 20'000;  // between two looks at memory of the host
   uint64_t time = now();
   const uint64_t deadline = time + a.timeoutNs;
   for (uint64_t nextLook = time + kLookNs; loadAcquireSystem(word) != value;) {
     time = now();
-    Missed missed = time > deadline ? Missed::kLate : Missed::kNone;
-    if (time > nextLook) {
-      if (loadRelaxedSystem(&a.host->lost) >> peer & 1) missed = Missed::kLost;
-      nextLook = time + kLookNs;
-    }
-    if (missed != Missed::kNone) {
-      storeReleaseSystem(&a.host->missed[peer], uint32_t(missed));
+    if (time > deadline) {
+      storeReleaseSystem(&a.host->missed[peer], uint32_t(Missed::kLate));
       return false;
+    }
+    if (time > nextLook) {
+      if (loadRelaxedSystem(&a.host->lost)) return false;
+      nextLook = time + kLookNs;
     }
     relax();
   }

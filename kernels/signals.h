@@ -7,11 +7,11 @@
 // The argument of the kernel for signals between ranks that share symmetric memory of torch's.
 namespace mooncake::kernels {
 
-enum class Missed : uint32_t { kNone, kLate, kLost };
+enum class Missed : uint32_t { kNone, kLate };
 
 // Memory of the host that the device maps.
 struct SignalWords {
-  uint64_t lost = 0;                // bits of ranks; written by the host
+  uint64_t lost = 0;                // nonzero: all waits end; written by the host
   uint32_t missed[kMaxRanks] = {};  // a Missed for each rank that a kernel has waited for in vain
 };
 

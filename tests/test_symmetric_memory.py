@@ -121,17 +121,24 @@ def wrong_arguments(me):
 
     tensor, handle = shared(100)
     group = dist.group.WORLD.group_name
-    kind, text = raised(symmetric.rendezvous, tensor + 0, group)
-    assert (kind, "was not allocated" in text) == ("ValueError", True), text
+    fresh = symmetric.empty(100, device=tensor.device)
+    for foreign in (tensor + 0, fresh if me.rank else tensor + 0):  # on all ranks, and on one
+        kind, text = raised(symmetric.rendezvous, foreign, group)
+        assert "was not allocated" in text, (kind, text)
     for channel in (10**6, -1):
         kind, text = raised(handle.barrier, channel)
         assert (kind, "channel" in text) == ("ValueError", True), text
     for rank in (7, -1):
         kind, text = raised(handle.put_signal, rank)
         assert (kind, f"rank {rank}" in text) == ("ValueError", True), text
-    uneven = symmetric.empty(100 + 10**6 * me.rank, device=tensor.device)
-    kind, text = raised(symmetric.rendezvous, uneven, group)
-    assert "has allocated" in text, (kind, text)
+    for more in (28, 10**6):  # of one page, or not
+        uneven = symmetric.empty(100 + more * me.rank, device=tensor.device)
+        kind, text = raised(symmetric.rendezvous, uneven, group)
+        assert "has allocated" in text, (kind, text)
+    of_fresh = symmetric.rendezvous(fresh, group)
+    fresh.fill_(me.rank)
+    of_fresh.barrier()
+    assert of_fresh.get_buffer(1 - me.rank, (100,), torch.float32).tolist() == [1 - me.rank] * 100
     handle.barrier()
 
 
@@ -184,3 +191,19 @@ def misses_a_rank(me):
 
 def test_a_late_rank_is_named():
     run(2, misses_a_rank)
+
+
+def destroys_while_a_signal_waits(me):
+    tensor, handle = shared(256)
+    handle.barrier()
+    torch.accelerator.synchronize()
+    if me.rank == 0:
+        handle.barrier(channel=1)
+    dist.destroy_process_group()
+    torch.accelerator.synchronize()
+    assert "destroyed" in raised(handle.barrier)[1]
+    del tensor, handle
+
+
+def test_destroy_ends_a_wait():
+    run(2, destroys_while_a_signal_waits)

@@ -326,7 +326,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                  pthread_t(mainThread.attr("ident").cast<unsigned long>()));
 
 #ifdef MOONCAKE_HAS_SYMMETRIC_MEMORY
-  mooncake::registerSymmetricMemory();
+  mooncake::registerSymmetricMemory([](const std::function<void()>& call) {
+    std::optional<py::gil_scoped_release> unlocked;
+    if (Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
+    call();
+  });
 #endif
 
   m.def("drain_completions", &drainCompletions, py::arg("seconds"),

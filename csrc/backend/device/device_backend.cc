@@ -84,12 +84,16 @@ void DeviceBackend::drainDevice(Deadline deadline) {
 }
 
 void DeviceBackend::abort() {
-  if (route_) route_->fail({ErrorCode::kAborted, "the process group was aborted"});
+  const Error why{ErrorCode::kAborted, "the process group was aborted"};
+  if (route_) route_->fail(why);
+  if (PeerSharing* const sharing = started_) sharing->fail(why);
   MooncakeBackend::abort();
 }
 
 void DeviceBackend::shutdown() {
   MooncakeBackend::shutdown();
+  if (PeerSharing* const sharing = started_)
+    sharing->fail({ErrorCode::kAborted, "the process group was destroyed"});
   if (route_ && !route_->usable().ok()) {
     log(LogLevel::kError, "group '" + options().groupName + "'",
         "operations by kernels have ended with an error: ", route_->usable().error().message);
@@ -146,16 +150,17 @@ DeviceWork::Waiting DeviceBackend::waiting(bool onHost) {
 }
 
 std::shared_ptr<PeerSharing> DeviceBackend::peerSharing(const c10::Device& device) {
-  std::lock_guard lock(symmetricMutex_);
-  auto& group = symmetric_[device.index()];
-  if (group) return group;
+  refuseInForkedChild();
+  std::lock_guard lock(sharingMutex_);
+  if (sharing_) return sharing_;
   const auto timeout = effective(c10d::kUnsetTimeout);
   const auto makeControl = [&](std::function<void(const GroupView&)> onView) {
     return makeGroup("symmetric", 0, 0, false, Deadline::after(timeout), std::move(onView));
   };
-  group = orThrow(PeerSharing::make(makeControl, acceleratorOf(device.type()),
-                                    {.device = device.index(), .timeout = timeout}));
-  return group;
+  sharing_ = orThrow(PeerSharing::make(makeControl, acceleratorOf(device.type()),
+                                       {.device = device.index(), .timeout = timeout}));
+  started_ = sharing_.get();
+  return sharing_;
 }
 
 PeerRoute& DeviceBackend::route() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -31,7 +32,7 @@ class DeviceBackend : public MooncakeBackend {
   // Also ends kernels that wait for other ranks.
   void abort() override;
 
-  // Makes the group that shares symmetric memory of the device, or returns it. Collective.
+  // Makes the group that shares memory of the device, or returns the one that there is. Collective.
   std::shared_ptr<PeerSharing> peerSharing(const c10::Device& device);
   const std::vector<int>& globalRanks() const { return options().globalRanks; }
 
@@ -113,8 +114,9 @@ class DeviceBackend : public MooncakeBackend {
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;
   std::optional<c10::Device> lastDevice_;  // of the last call with tensors of a device
   std::unique_ptr<PeerRoute> route_;       // see route(); once made, it stays
-  std::mutex symmetricMutex_;              // guards symmetric_, also while a group is made
-  std::map<c10::DeviceIndex, std::shared_ptr<PeerSharing>> symmetric_;
+  std::mutex sharingMutex_;                // guards sharing_, also while it is made
+  std::shared_ptr<PeerSharing> sharing_;
+  std::atomic<PeerSharing*> started_ = nullptr;  // the same, without the lock
 };
 
 }  // namespace mooncake

@@ -155,6 +155,8 @@ Status Staging::fetchAgainOn(const c10::Stream& stream, Group& group) const {
     }
   }
   copied.record(stream);
+  // The memory of both sides is used again in the order of our stream.
+  if (stream != stream_) copied.block(stream_);
   return awaitOnHost(group, [&] { return copied.query(); });
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -14,6 +15,7 @@
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
 #include "backend/device/device_backend.h"
+#include "backend/device/own_stream.h"
 #include "backend/errors.h"
 #include "device/device_env.h"
 
@@ -23,6 +25,27 @@ namespace {
 constexpr size_t kAlignment = 256;
 
 size_t alignedUp(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+constexpr const char* kForeign = "the tensor was not allocated as symmetric memory by \"MOONCAKE\"";
+
+c10::DeviceType deviceType() {
+  return at::getAccelerator(/*checked=*/false).value_or(c10::DeviceType::CUDA);
+}
+
+c10::Device currentDevice() { return c10::impl::VirtualGuardImpl(deviceType()).getDevice(); }
+
+// On a stream of its own: other work of the device may wait for a rank that waits for this one.
+void clearPad(const SymmetricAllocation& allocation) {
+  const c10::DeviceGuard device(allocation.device);
+  const OwnStream own(allocation.device);
+  const c10::StreamGuard current(own.stream());
+  at::for_blob(allocation.memory.data() + allocation.padOffset, {int64_t(allocation.padBytes)})
+      .options(at::TensorOptions(at::kByte).device(allocation.device))
+      .target_device(allocation.device)
+      .make_tensor()
+      .zero_();
+  throwIfError(allocation.accelerator.synchronize(own.native()));
+}
 
 DeviceBackend& backendOf(const std::string& groupName, const c10::Device& device) {
   const auto group = c10d::resolve_process_group(groupName);
@@ -37,65 +60,70 @@ DeviceBackend& backendOf(const std::string& groupName, const c10::Device& device
 
 }  // namespace
 
-c10::DeviceType SymmetricAllocator::supported_device_type() {
-  const auto accelerator = at::getAccelerator(/*checked=*/false);
-  return accelerator.value_or(c10::DeviceType::CUDA);
-}
+c10::DeviceType SymmetricAllocator::supported_device_type() { return deviceType(); }
 
 void* SymmetricAllocator::alloc(size_t size, int device_idx,
                                 const std::optional<std::string>& /*group_name*/) {
   c10::Device device(supported_device_type(), c10::DeviceIndex(device_idx));
-  if (device_idx < 0) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  if (device_idx < 0) device = currentDevice();
+  void* data = nullptr;
+  unlocked_([&] { data = allocate(size, device); });
+  return data;
+}
+
+void* SymmetricAllocator::allocate(size_t size, c10::Device device) {
   Accelerator& accelerator = *orThrow(acceleratorOf(device.type()));
   PeerMemory* const memory = accelerator.peerMemory();
   if (!memory) refuse(std::string(accelerator.name()) + " has no devices");
   throwIfError(memory->checkSharing(device.index()));
-  const size_t limit = orThrow(DeviceEnv::read()).peerMemory;
   auto made = std::make_shared<SymmetricAllocation>(accelerator, device);
   made->bytes = size;
   made->padOffset = alignedUp(size);
   made->padBytes = c10d::symmetric_memory::get_signal_pad_size();
-  const size_t bytes = made->padOffset + made->padBytes;
-  std::lock_guard lock(state_.mutex);
-  if (bytes > limit || state_.bytes > limit - bytes) {
+  made->total = state_.bytes;
+  const size_t bytes = made->padOffset + made->padBytes, held = *state_.bytes;
+  const size_t limit = orThrow(DeviceEnv::read()).peerMemory;
+  if (bytes > limit || held > limit - bytes) {
     throwError({ErrorCode::kExhausted,
                 std::to_string(bytes) + " bytes of symmetric memory beside " +
-                    std::to_string(state_.bytes) + " are more than MOONCAKE_PEER_MEMORY allows"});
+                    std::to_string(held) + " are more than MOONCAKE_PEER_MEMORY allows"});
   }
   auto allocated = orThrow(memory->allocateShared(device.index(), bytes));
   made->memory = allocated.memory;
-  made->shared = {.allocation = {.number = ++state_.lastNumber, .bytes = allocated.memory.size()},
+  *state_.bytes += made->memory.size();
+  made->shared = {.allocation = {.bytes = made->memory.size()},
                   .descriptor = std::move(allocated.descriptor)};
-  const c10::DeviceGuard on(device);
-  at::for_blob(made->memory.data() + made->padOffset, {int64_t(made->padBytes)})
-      .options(at::TensorOptions(at::kByte).device(device))
-      .target_device(device)
-      .make_tensor()
-      .zero_();
-  c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  clearPad(*made);
+  std::lock_guard lock(state_.mutex);
+  made->shared.allocation.number = ++state_.lastNumber;
   void* const data = made->memory.data();
-  state_.bytes += made->memory.size();
   state_.entries.emplace(data, Entry{std::move(made), {}});
   return data;
 }
 
 void SymmetricAllocator::free(void* ptr) {
   if (c10d::symmetric_memory::is_finalizing()) return;
-  Entry entry;  // ends without the lock, as it waits for the device
-  std::lock_guard lock(state_.mutex);
-  const auto found = state_.entries.find(ptr);
-  if (found == state_.entries.end()) return;
-  entry = std::move(found->second);
-  state_.entries.erase(found);
-  state_.bytes -= entry.allocation->memory.size();
+  unlocked_([&] {
+    Entry entry;  // ends without the lock, as it waits for the device
+    std::lock_guard lock(state_.mutex);
+    const auto found = state_.entries.find(ptr);
+    if (found == state_.entries.end()) return;
+    entry = std::move(found->second);
+    state_.entries.erase(found);
+  });
 }
 
-std::shared_ptr<const SymmetricAllocation> SymmetricAllocator::find(void* ptr) {
+size_t SymmetricAllocator::get_alloc_size(void* ptr) {
+  const Entry entry = find(ptr);
+  if (!entry.allocation) refuse(kForeign);
+  return entry.allocation->bytes;
+}
+
+// Without an allocation: it is none of ours.
+SymmetricAllocator::Entry SymmetricAllocator::find(void* ptr) {
   std::lock_guard lock(state_.mutex);
   const auto found = state_.entries.find(ptr);
-  if (found == state_.entries.end())
-    refuse("the tensor was not allocated as symmetric memory by \"MOONCAKE\"");
-  return found->second.allocation;
+  return found == state_.entries.end() ? Entry() : found->second;
 }
 
 bool SymmetricAllocator::has_allocation(void* ptr) {
@@ -106,27 +134,44 @@ bool SymmetricAllocator::has_allocation(void* ptr) {
 c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> SymmetricAllocator::rendezvous(
     void* ptr, const std::optional<std::string>& group_name) {
   if (!group_name) refuse("the rendezvous of symmetric memory needs the name of a group");
-  const auto own = find(ptr);
-  DeviceBackend& backend = backendOf(*group_name, own->device);
-  const auto group = backend.peerSharing(own->device);
-  {
-    std::lock_guard lock(state_.mutex);
-    const auto entry = state_.entries.find(ptr);
-    if (entry != state_.entries.end()) {
-      const auto made = entry->second.handles.find(group);
-      if (made != entry->second.handles.end()) return made->second;
-    }
-  }
-  auto handle = c10::make_intrusive<MappedSymmetricMemory>(group, own, backend.globalRanks());
-  std::lock_guard lock(state_.mutex);
-  const auto entry = state_.entries.find(ptr);
-  if (entry != state_.entries.end()) entry->second.handles.emplace(group, handle);
+  Handle handle;
+  unlocked_([&] { handle = meet(ptr, *group_name); });
   return handle;
 }
 
-void registerSymmetricMemory() {
-  c10d::symmetric_memory::register_availability("MOONCAKE",
-                                                c10::make_intrusive<SymmetricAllocator>());
+SymmetricAllocator::Handle SymmetricAllocator::meet(void* ptr, const std::string& groupName) {
+  const Entry entry = find(ptr);
+  const auto& own = entry.allocation;
+  DeviceBackend& backend = backendOf(groupName, own ? own->device : currentDevice());
+  const auto group = backend.peerSharing(own ? own->device : currentDevice());
+  const auto known = entry.handles.find(group);
+  // A rank with an error meets the others, which would wait for it.
+  Result<PeerSharing::Offer> offer = Error{ErrorCode::kInvalidArgument, kForeign};
+  if (own && own->device.index() != group->device()) {
+    offer = Error{ErrorCode::kInvalidArgument, "the group shares memory of device " +
+                                                   std::to_string(group->device()) +
+                                                   ", and the tensor is on " + own->device.str()};
+  } else if (own) {
+    offer = PeerSharing::Offer{.allocation = &own->shared,
+                               .memory = own->memory,
+                               .layout = {own->bytes, own->padOffset, own->padBytes},
+                               .isKnown = known != entry.handles.end()};
+  }
+  auto mapped = orThrow(group->mapAll(offer));
+  if (mapped.empty()) return known->second;
+  auto handle = c10::make_intrusive<MappedSymmetricMemory>(group, own, std::move(mapped),
+                                                           backend.globalRanks());
+  Handle replaced;  // may wait for the device
+  std::lock_guard lock(state_.mutex);
+  const auto found = state_.entries.find(ptr);
+  if (found != state_.entries.end() && found->second.allocation == own)
+    replaced = std::exchange(found->second.handles[group], handle);
+  return handle;
+}
+
+void registerSymmetricMemory(std::function<void(const std::function<void()>&)> unlocked) {
+  c10d::symmetric_memory::register_availability(
+      "MOONCAKE", c10::make_intrusive<SymmetricAllocator>(std::move(unlocked)));
 }
 
 }  // namespace mooncake

@@ -4,13 +4,15 @@
 
 #ifdef MOONCAKE_HAS_SYMMETRIC_MEMORY
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "backend/device/symmetric_memory.h"
 
@@ -20,12 +22,15 @@ namespace mooncake {
 // with other processes. Thread-safe; throws.
 class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryAllocator {
  public:
+  explicit SymmetricAllocator(std::function<void(const std::function<void()>&)> unlocked)
+      : unlocked_(std::move(unlocked)) {}
+
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
   // Waits for the device. Rendezvoused memory stays until its handles are gone, too.
   void free(void* ptr) override;
-  size_t get_alloc_size(void* ptr) override { return find(ptr)->bytes; }
-  // Collective over the process group, whose backend for the device is ours. Later calls return the
-  // same handle.
+  size_t get_alloc_size(void* ptr) override;
+  // Collective over the process group, whose backend for the device is ours. A later call returns the
+  // same handle, if it does on all ranks.
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> rendezvous(
       void* ptr, const std::optional<std::string>& group_name) override;
   bool has_multicast_support(int /*device_idx*/) override { return false; }
@@ -45,16 +50,20 @@ class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryA
     std::mutex mutex;
     std::map<void*, Entry> entries;
     uint64_t lastNumber = 0;
-    size_t bytes = 0;
+    const std::shared_ptr<std::atomic<size_t>> bytes = std::make_shared<std::atomic<size_t>>(0);
   };
 
-  std::shared_ptr<const SymmetricAllocation> find(void* ptr);
+  void* allocate(size_t size, c10::Device device);
+  Handle meet(void* ptr, const std::string& groupName);
+  Entry find(void* ptr);
 
+  const std::function<void(const std::function<void()>&)> unlocked_;
   State& state_ = *new State;
 };
 
-// Makes the backend known to torch.
-void registerSymmetricMemory();
+// Makes the backend known to torch. `unlocked` calls a function without Python's lock: torch's own
+// calls come with it, and ours wait for other ranks and for devices.
+void registerSymmetricMemory(std::function<void(const std::function<void()>& call)> unlocked);
 
 }  // namespace mooncake
 

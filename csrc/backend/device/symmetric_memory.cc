@@ -15,12 +15,9 @@
 #include "base/log.h"
 
 namespace mooncake {
-namespace {
 
-// Waits for work that may still use memory. False: the memory stays, because its context is lost or
-// the process ends.
-bool isIdle(const c10::Device& device) noexcept {
-  if (c10d::symmetric_memory::is_finalizing()) return false;
+bool SymmetricAllocation::isIdle() const noexcept {
+  if (c10d::symmetric_memory::is_finalizing() || generation != forkGeneration()) return false;
   try {
     c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
     return true;
@@ -29,20 +26,23 @@ bool isIdle(const c10::Device& device) noexcept {
   }
 }
 
-}  // namespace
-
 SymmetricAllocation::~SymmetricAllocation() {
-  if (memory.empty() || !isIdle(device)) return;
+  if (memory.empty() || !isIdle()) return;
   const Status unmapped = accelerator.peerMemory()->unmapShared(memory);
-  if (!unmapped.ok()) log(LogLevel::kWarning, accelerator.name(), unmapped.error().message);
+  if (unmapped.ok()) {
+    *total -= memory.size();
+  } else {
+    log(LogLevel::kWarning, accelerator.name(), unmapped.error().message);
+  }
 }
 
 MappedSymmetricMemory::MappedSymmetricMemory(std::shared_ptr<PeerSharing> group,
                                              std::shared_ptr<const SymmetricAllocation> own,
+                                             std::vector<std::span<std::byte>> mapped,
                                              std::vector<int> globalRanks)
     : group_(std::move(group)),
       own_(std::move(own)),
-      mapped_(orThrow(group_->mapAll(own_->shared, own_->memory))),
+      mapped_(std::move(mapped)),
       globalRanks_(std::move(globalRanks)) {
   for (void* const pad : get_signal_pad_ptrs()) pads_.push_back(static_cast<uint32_t*>(pad));
   std::vector<int64_t> addresses;
@@ -53,7 +53,7 @@ MappedSymmetricMemory::MappedSymmetricMemory(std::shared_ptr<PeerSharing> group,
 }
 
 MappedSymmetricMemory::~MappedSymmetricMemory() {
-  if (!isIdle(own_->device)) return;
+  if (!own_->isIdle()) return;
   for (int peer = 0; peer < group_->size(); ++peer) {
     if (peer != group_->rank()) group_->unmap(mapped_[size_t(peer)]);
   }

@@ -4,6 +4,7 @@
 
 #ifdef MOONCAKE_HAS_SYMMETRIC_MEMORY
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -12,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include "base/fork.h"
 #include "collectives/peer/peer_sharing.h"
 
 namespace mooncake {
@@ -19,6 +21,10 @@ namespace mooncake {
 // Memory of a device that other processes may map, with a pad for signals behind the data. Its end
 // waits for the device's work.
 struct SymmetricAllocation {
+  // Waits for the device. False: memory stays, because its context is lost, the process ends, or it is
+  // a forked child of the owner.
+  bool isIdle() const noexcept;
+
   SymmetricAllocation(Accelerator& accelerator, const c10::Device& device)
       : accelerator(accelerator), device(device) {}
   ~SymmetricAllocation();
@@ -32,6 +38,8 @@ struct SymmetricAllocation {
   size_t bytes = 0;      // of the data
   size_t padOffset = 0;  // of the pad
   size_t padBytes = 0;
+  std::shared_ptr<std::atomic<size_t>> total;  // bytes of all allocations
+  const uint32_t generation = forkGeneration();
 };
 
 // Allocations of all ranks of a process group, as torch hands them out. Keeps this rank's allocation
@@ -39,10 +47,10 @@ struct SymmetricAllocation {
 // timeout; a later call raises what they have waited for in vain.
 class MappedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemory {
  public:
-  // Collective over the group. Throws.
+  // `mapped`: the memory of each rank, see PeerSharing. Throws.
   MappedSymmetricMemory(std::shared_ptr<PeerSharing> group,
                         std::shared_ptr<const SymmetricAllocation> own,
-                        std::vector<int> globalRanks);
+                        std::vector<std::span<std::byte>> mapped, std::vector<int> globalRanks);
   ~MappedSymmetricMemory() override;
 
   std::vector<void*> get_buffer_ptrs() override;

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <new>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "base/deadline.h"
 #include "base/log.h"
+#include "collectives/collectives.h"
 #include "device/kernel_launch.h"
 
 namespace mooncake {
@@ -15,38 +17,62 @@ namespace mooncake {
 using kernels::Missed;
 using kernels::SignalWords;
 
-// Tells kernels the ranks that are lost. Thread-safe.
+// Ends the waits of kernels when a rank is lost, or the object has failed. Thread-safe.
 class PeerSharing::LostRanks {
  public:
   void show(const GroupView& view) {
-    uint64_t active = 0;
-    for (const int rank : view.active) active |= uint64_t(1) << rank;
     std::lock_guard lock(mutex_);
-    lost_ = ~active;
+    active_ = view.active;
+    tell();
+  }
+  void fail(const Error& why) {
+    std::lock_guard lock(mutex_);
+    if (!failure_) failure_ = why;
     tell();
   }
   // Null: no more.
-  void tellTo(SignalWords* words) {
+  void tellTo(SignalWords* words, int size) {
     std::lock_guard lock(mutex_);
     words_ = words;
+    size_ = size;
     tell();
+  }
+  std::optional<Error> failure() const {
+    std::lock_guard lock(mutex_);
+    return failure_;
+  }
+  // The first rank that is lost; -1: none.
+  int first() const {
+    std::lock_guard lock(mutex_);
+    for (int rank = 0; active_ && rank < size_; ++rank) {
+      if (std::ranges::find(*active_, rank) == active_->end()) return rank;
+    }
+    return -1;
   }
 
  private:
   void tell() const {
-    if (words_) std::atomic_ref(words_->lost).store(lost_);
+    if (!words_) return;
+    const bool isLost = failure_ || (active_ && int(active_->size()) < size_);
+    std::atomic_ref(words_->lost).store(isLost);
   }
 
-  std::mutex mutex_;  // guards the fields below
-  uint64_t lost_ = 0;
+  mutable std::mutex mutex_;  // guards the fields below
+  std::optional<std::vector<int>> active_;
+  std::optional<Error> failure_;
   SignalWords* words_ = nullptr;
+  int size_ = 0;
 };
 
 PeerSharing::PeerSharing(Accelerator* accelerator, const Settings& settings)
     : accelerator_(accelerator), settings_(settings), lost_(std::make_shared<LostRanks>()) {}
 
 PeerSharing::~PeerSharing() {
-  lost_->tellTo(nullptr);
+  if (forkGeneration_ != forkGeneration()) {  // all this is the parent's
+    (void)control_.release();
+    return;
+  }
+  lost_->tellTo(nullptr, 0);
   if (!pinned_.empty()) accelerator_->freePinned(pinned_);
 }
 
@@ -58,7 +84,7 @@ Result<std::shared_ptr<PeerSharing>> PeerSharing::make(const MakeGroup& makeGrou
   made->control_ = makeGroup([lost = made->lost_](const GroupView& view) { lost->show(view); });
   const Status mine = accelerator.ok() ? made->prepare() : accelerator.status();
   MOONCAKE_TRY(agreeOnAll(*made->control_, mine, Deadline::after(settings.timeout)));
-  made->lost_->tellTo(made->words_);
+  made->lost_->tellTo(made->words_, made->size());
   return made;
 }
 
@@ -79,16 +105,21 @@ Status PeerSharing::prepare() {
   return {};
 }
 
-Result<std::vector<std::span<std::byte>>> PeerSharing::mapAll(const SharedAllocation& own,
-                                                              std::span<std::byte> memory) {
+Result<std::vector<std::span<std::byte>>> PeerSharing::mapAll(const Result<Offer>& mine) {
   std::lock_guard lock(controlMutex_);
   const Deadline deadline = Deadline::after(settings_.timeout);
-  const auto shared = exchangeAllocations(*control_, own, deadline);
+  ++called_;
+  MOONCAKE_TRY(agreeOnAll(*control_, mine.status(), deadline));
+  const auto isKnown = agreeOnOffers(*mine, deadline);
+  if (!isKnown.ok()) return isKnown.error();
+  std::vector<std::span<std::byte>> all;
+  if (*isKnown) return all;
+  const auto shared = exchangeAllocations(*control_, *mine->allocation, deadline);
   if (!shared.ok()) return shared.error();
-  std::vector<std::span<std::byte>> all(shared->size());
-  all[size_t(rank())] = memory;
-  const Status mine = mapTheirs(*shared, all);
-  const Status agreed = agreeOnAll(*control_, mine, deadline);
+  all.resize(shared->size());
+  all[size_t(rank())] = mine->memory;
+  const Status mapped = mapTheirs(*shared, all);
+  const Status agreed = agreeOnAll(*control_, mapped, deadline);
   if (agreed.ok()) return all;
   for (int peer = 0; peer < size(); ++peer) {
     if (peer != rank() && !all[size_t(peer)].empty()) unmap(all[size_t(peer)]);
@@ -96,17 +127,46 @@ Result<std::vector<std::span<std::byte>>> PeerSharing::mapAll(const SharedAlloca
   return agreed.error();
 }
 
+// Returns whether all ranks know the result. Ranks must be in the same call, with memory of the same
+// layout.
+Result<bool> PeerSharing::agreeOnOffers(const Offer& mine, Deadline deadline) {
+  struct Block {
+    uint64_t called;
+    std::array<uint64_t, 3> layout;
+    uint64_t isKnown;
+  };
+  const Block own{called_, mine.layout, mine.isKnown};
+  std::vector<Block> blocks(static_cast<size_t>(size()));
+  std::vector<Span> places;
+  for (Block& block : blocks) places.push_back(std::as_writable_bytes(std::span(&block, 1)));
+  MOONCAKE_TRY(
+      allgather(*control_, std::as_bytes(std::span(&own, 1)), places, DType::kUInt8, deadline));
+  bool isKnown = true;
+  Status fits;
+  for (int peer = 0; peer < size(); ++peer) {
+    const Block& theirs = blocks[size_t(peer)];
+    isKnown = isKnown && theirs.isKnown;
+    if (!fits.ok() || (theirs.called == own.called && theirs.layout == own.layout)) continue;
+    const bool isLayout = theirs.called == own.called;
+    fits = {ErrorCode::kMismatch,
+            control_->nameRank(peer) + (isLayout ? " has allocated " : " is in rendezvous ") +
+                std::to_string(isLayout ? theirs.layout[0] : theirs.called) +
+                (isLayout ? " bytes, or has another signal pad, and " : " of the group, and ") +
+                control_->nameRank(rank()) + (isLayout ? " has " : " in ") +
+                std::to_string(isLayout ? own.layout[0] : own.called)};
+  }
+  MOONCAKE_TRY(agreeOnAll(*control_, fits, deadline));
+  return isKnown;
+}
+
 Status PeerSharing::mapTheirs(const std::vector<SharedAllocation>& shared,
                               std::vector<std::span<std::byte>>& all) {
   const uint64_t bytes = shared[size_t(rank())].allocation.bytes;
   for (int peer = 0; peer < size(); ++peer) {
     const SharedAllocation& theirs = shared[size_t(peer)];
-    if (theirs.allocation.bytes != bytes) {
-      return {ErrorCode::kMismatch, control_->nameRank(peer) + " has allocated " +
-                                        std::to_string(theirs.allocation.bytes) + " bytes, and " +
-                                        control_->nameRank(rank()) + " " + std::to_string(bytes)};
-    }
     if (peer == rank()) continue;
+    if (theirs.allocation.bytes != bytes)
+      return {ErrorCode::kMismatch, theirs.allocation.text() + " has another size than ours"};
     const auto mapped =
         accelerator_->peerMemory()->mapShared(theirs.descriptor, bytes, settings_.device);
     if (!mapped.ok()) return mapped.error();
@@ -140,15 +200,24 @@ Status PeerSharing::signal(DeviceStream stream, const std::vector<uint32_t*>& pa
       {.kernel = KernelId::kSignal, .block = kernels::kMaxRanks, .arguments = bytesOf(arguments)});
 }
 
+void PeerSharing::fail(const Error& why) {
+  lost_->fail(why);
+  control_->fail(why);
+}
+
 Status PeerSharing::missed(const char* name) const {
+  if (const auto failure = lost_->failure()) return *failure;
+  const std::string call(name);
+  if (const int rank = lost_->first(); rank >= 0) {
+    return {ErrorCode::kPeerLost, call + ": " + control_->nameRank(rank) +
+                                      " is lost: " + control_->whyGone(rank) +
+                                      ". The memory can still be read; signals need a new group"};
+  }
   for (int peer = 0; peer < size(); ++peer) {
-    const auto missed = Missed(std::atomic_ref(words_->missed[peer]).load());
-    if (missed == Missed::kNone) continue;
-    const std::string text = std::string(name) + ": an earlier signal has waited in vain for " +
-                             control_->nameRank(peer);
-    if (missed == Missed::kLate)
-      return {ErrorCode::kTimeout, text + ", which did not come within the timeout"};
-    return {ErrorCode::kPeerLost, text + ", which is lost: " + control_->whyGone(peer)};
+    if (Missed(std::atomic_ref(words_->missed[peer]).load()) == Missed::kNone) continue;
+    return {ErrorCode::kTimeout, call + ": an earlier signal has waited in vain for " +
+                                     control_->nameRank(peer) +
+                                     ", which did not come within the timeout"};
   }
   return {};
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -8,6 +9,8 @@
 #include <span>
 #include <vector>
 
+#include "base/deadline.h"
+#include "base/fork.h"
 #include "base/result.h"
 #include "collectives/peer/allocation_exchange.h"
 #include "device/accelerator.h"
@@ -40,11 +43,18 @@ class PeerSharing {
 
   int rank() const { return control_->rank(); }
   int size() const { return control_->size(); }
+  int device() const { return settings_.device; }
 
-  // Returns the memory of each rank, at addresses of this device. `memory` is that of `own`.
-  // Collective, as make() is.
-  Result<std::vector<std::span<std::byte>>> mapAll(const SharedAllocation& own,
-                                                   std::span<std::byte> memory);
+  // Memory of this rank that others are to map.
+  struct Offer {
+    const SharedAllocation* allocation = nullptr;
+    std::span<std::byte> memory;
+    std::array<uint64_t, 3> layout{};  // must be the same on all ranks
+    bool isKnown = false;              // this rank has a result of an earlier call
+  };
+  // Returns the memory of each rank, at addresses of this device; nothing if all ranks know it. A
+  // rank that has nothing to offer takes part with its error. Collective, as make() is.
+  Result<std::vector<std::span<std::byte>>> mapAll(const Result<Offer>& mine);
   // For memory of other ranks. No work uses it any more.
   void unmap(std::span<std::byte> memory);
 
@@ -54,15 +64,18 @@ class PeerSharing {
     uint64_t puts, waits;               // bits of ranks
     std::chrono::milliseconds timeout;  // 0: that of the settings
   };
-  // Enqueues signals. `pads`: each rank's words, see kernels/signals.h. After a rank has been waited
-  // for in vain, all calls return an error that names it.
+  // Enqueues signals. `pads`: each rank's words, see kernels/signals.h. After a rank has been lost, or
+  // waited for in vain, all calls return an error that names it.
   Status signal(DeviceStream stream, const std::vector<uint32_t*>& pads, const Signals& signals);
+  // Ends waits of kernels, and all later calls, with this error. Does not wait.
+  void fail(const Error& why);
 
  private:
   class LostRanks;
 
   PeerSharing(Accelerator* accelerator, const Settings& settings);
   Status prepare();
+  Result<bool> agreeOnOffers(const Offer& mine, Deadline deadline);
   Status mapTheirs(const std::vector<SharedAllocation>& shared,
                    std::vector<std::span<std::byte>>& all);
   Status missed(const char* name) const;
@@ -71,9 +84,11 @@ class PeerSharing {
   const Settings settings_;
   const std::shared_ptr<LostRanks> lost_;
   std::unique_ptr<Group> control_;
-  std::mutex controlMutex_;  // one operation of control_ at a time
+  std::mutex controlMutex_;  // one call of mapAll() at a time; guards called_
+  uint64_t called_ = 0;      // calls of mapAll()
   std::span<std::byte> pinned_;
   kernels::SignalWords* words_ = nullptr;
+  const uint32_t forkGeneration_ = forkGeneration();
 };
 
 }  // namespace mooncake
