@@ -112,11 +112,19 @@ MC_DEVICE void moveAll(const MoveArguments& a) {
   });
 }
 
-// Stops the group's kernels between two operations if none waits, so that the host's decision takes
-// effect there. One thread.
+// Stops the group's kernels between two operations if none waits, so that the host's decision
+// takes effect there. It runs after the kernels of all calls. Kernels of graphs run on other
+// streams: it waits for one that has begun, and others wait for it. One thread.
 MC_DEVICE void acknowledge(GroupState& state) {
-  if (state.failed || loadRelaxedSystem(&state.host->stop) == state.generation) return;
-  awaitDecision(state, 0, state.serial, now() + state.decisionNs);
+  const uint64_t deadline = now() + state.decisionNs;
+  while (addAcqRelDevice(&state.entered, kHeld) != 0) {
+    addAcqRelDevice(&state.entered, kHeld);  // adding it again takes it away
+    if (now() > deadline) return;
+    relax();
+  }
+  if (!state.failed && loadRelaxedSystem(&state.host->stop) != state.generation)
+    awaitDecision(state, 0, state.serial, false, now() + state.decisionNs);
+  addAcqRelDevice(&state.entered, kHeld);
 }
 
 }  // namespace mooncake::kernels

@@ -25,6 +25,7 @@ struct Exchange {
   // go to the outputs at once.
   unsigned char* scratch;
   unsigned char* output;
+  bool isOfGraph;  // replays launch the kernel, and the host does not see them
 };
 
 // result[i] = input of rank 0 [i] op that of rank 1 ..., for `bytes` at `offset` of the published

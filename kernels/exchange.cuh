@@ -164,12 +164,32 @@ MC_DEVICE bool awaitAll(const Exchange& exchange, const Turn& turn, uint64_t dea
   return false;
 }
 
+// A block of a graph's kernel begins: not while acknowledge() holds the group, so that the host's
+// decision lies between two operations. That ends with a deadline of its own. All threads.
+MC_DEVICE void enter(GroupState& state) {
+  if (threadIdx.x == 0) {
+    uint32_t entered = addAcqRelDevice(&state.entered, 1);
+    while (entered & kHeld) {
+      relax();
+      entered = loadAcquireDevice(&state.entered);
+    }
+  }
+  __syncthreads();
+}
+
+// So many blocks, which have all entered, use the state no more. One thread.
+MC_DEVICE void leave(const Exchange& exchange, uint32_t blocks) {
+  if (exchange.isOfGraph) addAcqRelDevice(&exchange.state->entered, 0u - blocks);
+}
+
 // The functions below are called by one thread of the last block.
 
-MC_DEVICE void endOperation(GroupState& state, uint64_t serial) {
+MC_DEVICE void endOperation(const Exchange& exchange, uint64_t serial) {
+  GroupState& state = *exchange.state;
   // A decision may have moved it on.
   if (state.serial < serial) state.serial = serial;
   storeRelaxedSystem(&state.host->done, ++state.done);
+  if (!exchange.isOfGraph) storeRelaxedSystem(&state.host->calls, ++state.calls);
 }
 
 MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
@@ -179,11 +199,12 @@ MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
 }
 
 // The ranks that take part become others. Tells the host from which operation on.
-MC_DEVICE void change(GroupState& state, Decision decision, uint64_t active) {
+MC_DEVICE void change(GroupState& state, Decision decision, bool isOfGraph, uint64_t active) {
   if (active == state.active) return;
   HostWords& host = *state.host;
   const uint32_t count = host.changeCount;
-  host.changes[count] = {state.done + (decision == Decision::kTake), active};
+  const bool takes = decision == Decision::kTake;
+  host.changes[count] = {state.done + takes, state.calls + (takes && !isOfGraph), active};
   storeReleaseSystem(&host.changeCount, count + 1);
   state.active = active;
 }
@@ -191,7 +212,7 @@ MC_DEVICE void change(GroupState& state, Decision decision, uint64_t active) {
 // Tells the host that this kernel has stopped, and waits for its decision, which takes effect.
 // `taken`: the last serial number that the operation may have used. kRefuse if no decision comes.
 MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t taken,
-                                 uint64_t deadline) {
+                                 bool isOfGraph, uint64_t deadline) {
   HostWords& host = *state.host;
   const uint32_t next = state.generation + 1;
   host.missing = missing;
@@ -210,7 +231,7 @@ MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t t
   const Decision decision = Decision(loadRelaxedSystem(&host.decision));
   if (decision == Decision::kRefuse) failGroup(state, Failure::kRefused, state.rank);
   if (decision != Decision::kRefuse) {
-    change(state, decision, loadRelaxedSystem(&host.active));
+    change(state, decision, isOfGraph, loadRelaxedSystem(&host.active));
     state.serial = loadRelaxedSystem(&host.serial);
   }
   state.generation = decided;
@@ -222,7 +243,8 @@ MC_DEVICE Decision decide(const Exchange& exchange, const BlockState& shared, co
                           uint64_t deadline) {
   GroupState& state = *exchange.state;
   if (shared.mismatched < 0)
-    return awaitDecision(state, shared.missing, lastSerial(exchange, turn), deadline);
+    return awaitDecision(state, shared.missing, lastSerial(exchange, turn), exchange.isOfGraph,
+                         deadline);
   failGroup(state, Failure::kMismatch, shared.mismatched);
   return Decision::kRefuse;
 }
@@ -279,7 +301,11 @@ template <typename Consume>
 MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume& consume) {
   MC_SHARED(BlockState, shared);
   GroupState& state = *exchange.state;
-  if (state.failed) return;
+  if (exchange.isOfGraph) enter(state);
+  if (state.failed) {
+    if (threadIdx.x == 0) leave(exchange, 1);
+    return;
+  }
   Turn turn{state.serial + 1, 0, state.active};
   Blocks blocks{blockIdx.x, blockIdx.x + 1, false, false};
   uint64_t deadline = now() + state.patienceNs;
@@ -288,7 +314,10 @@ MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume
     bool isReady = awaitAll(exchange, turn, deadline, shared);
     if (!isReady && blocks.areStopped) {
       const Decision decision = decideForAll(exchange, shared, turn, deadline);
-      if (decision == Decision::kRefuse) return;
+      if (decision == Decision::kRefuse) {
+        if (threadIdx.x == 0) leave(exchange, gridDim.x);
+        return;
+      }
       isReady = decision == Decision::kTake;
       if (!isReady) {
         turn = {state.serial + 1, 0, state.active};
@@ -319,8 +348,12 @@ MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume
     turn.serial -= turn.piece - piece;
     turn.piece = piece;
     deadline = now() + exchange.decisionNs;
+    if (exchange.isOfGraph && threadIdx.x == 0)
+      storeRelaxedSystem(&state.host->parked, state.done + 1);
   }
-  if (threadIdx.x == 0) endOperation(state, lastSerial(exchange, turn));
+  if (threadIdx.x != 0) return;
+  endOperation(exchange, lastSerial(exchange, turn));
+  leave(exchange, gridDim.x);
 }
 
 }  // namespace mooncake::kernels

@@ -27,8 +27,9 @@ enum class Decision : uint32_t {
 
 // Which ranks take part in a group's operations, from one on.
 struct Change {
-  uint64_t lastOld;  // number of the last operation before it
-  uint64_t active;   // bits of ranks
+  uint64_t lastOld;   // number of the last operation before it
+  uint64_t lastCall;  // number of the last call before it; see HostWords::calls
+  uint64_t active;    // bits of ranks
 };
 
 // Memory of the host that the device maps. Each word has one writer.
@@ -44,6 +45,8 @@ struct HostWords {
   // Written by kernels. `stopped` is the generation at which a kernel has stopped, written last.
   uint32_t stopped = 0;
   uint64_t done = 0;     // number of the last operation that has ended
+  uint64_t calls = 0;    // those of them that a call launched, and no graph
+  uint64_t parked = 0;   // number of a graph's operation in which a rank was late
   uint64_t missing = 0;  // bits of the ranks that the stopped operation waits for
   uint64_t ended = 0;    // serial number of the last exchange of the last operation that has ended
   uint64_t taken = 0;    // no exchange of this rank has a higher serial number
@@ -54,6 +57,9 @@ struct HostWords {
   Change changes[kMaxRanks] = {};
 };
 
+// The bit of GroupState::entered that holds up blocks of a graph's kernel at their begin.
+constexpr uint32_t kHeld = 1u << 31;
+
 enum class Failure : uint32_t {
   kNone,
   kMismatch,   // failedRank has called another operation
@@ -62,7 +68,8 @@ enum class Failure : uint32_t {
 };
 
 // Memory of the rank's own device. Kernels of a group run one after the other on it, so only the
-// blocks of one kernel share its words.
+// blocks of one kernel share its words. `entered` keeps the kernel that stops the others from
+// running beside those of graphs, which are on other streams.
 struct GroupState {
   int rank = 0;
   int ranks = 0;
@@ -70,8 +77,10 @@ struct GroupState {
   uint32_t generation = 0;  // counts the host's decisions
   uint64_t done = 0;        // number of the last operation that has ended
   uint64_t serial = 0;      // of the last exchange. An operation has one for each piece
+  uint64_t calls = 0;       // see HostWords
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
+  uint32_t entered = 0;     // blocks of a graph's kernel that have begun, or kHeld
   uint32_t progress[kMaxBlocks] = {};  // pieces whose part a block has ended, when it leaves
 
   uint64_t patienceNs = 0;  // a kernel that waits for so long stops by itself

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from fake_device.module import CUDAGraph
 from fake_device.native import extension
 
 # inject(call, n=1, times=1, code="system"): calls of this name in csrc/device/accelerator.h fail,
@@ -32,26 +33,14 @@ def held(stream: torch.Stream | None = None) -> Iterator[extension.Gate]:
         gate.open()
 
 
-class Graph:
-    """Work of a stream that was recorded, to be run again."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-
-    def replay(self) -> None:
-        """Enqueues the work on the current stream."""
-        stream = torch.accelerator.current_stream()
-        extension.replay_graph(self.number, stream.device_index, stream.stream_id)
-
-
 @contextlib.contextmanager
-def recorded(stream: torch.Stream) -> Iterator[Graph]:
+def recorded(stream: torch.Stream) -> Iterator[CUDAGraph]:
     """Makes the stream the current one, and records its work into a graph in place of running
     it."""
-    graph = Graph()
+    graph = CUDAGraph()
     with stream:
-        extension.begin_graph(stream.device_index, stream.stream_id)
+        graph.capture_begin()
         try:
             yield graph
         finally:
-            graph.number = extension.end_graph(stream.device_index, stream.stream_id)
+            graph.capture_end()

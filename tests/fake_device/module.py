@@ -143,6 +143,43 @@ def stream(stream: torch.Stream | None) -> Iterator[torch.Stream | None]:
 StreamContext = stream
 
 
+# ---- graphs
+
+
+class CUDAGraph:
+    """Work of a stream that was recorded, to be run again: as torch.cuda.CUDAGraph."""
+
+    def __init__(self) -> None:
+        self._stream: torch.Stream | None = None
+        self._number: int | None = None
+
+    def capture_begin(self) -> None:
+        """From here on, the work of the current stream is recorded and not run."""
+        self._stream = current_stream()
+        extension.begin_graph(self._stream.device_index, self._stream.stream_id)
+
+    def capture_end(self) -> None:
+        assert self._stream is not None
+        self._number = extension.end_graph(self._stream.device_index, self._stream.stream_id)
+
+    def replay(self) -> None:
+        """Enqueues the work on the current stream."""
+        here = current_stream()
+        extension.replay_graph(self._number, here.device_index, here.stream_id)
+
+
+@contextlib.contextmanager
+def graph(graph: CUDAGraph, stream: torch.Stream | None = None) -> Iterator[None]:
+    """Records the work of the block into the graph, on the stream or on one of its own."""
+    synchronize()
+    with StreamContext(stream or Stream()):
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
 # ---- memory
 
 

@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "the host learns a wrong moment of a change",
         EXCHANGE,
-        "state.done + (decision == Decision::kTake)",
-        "state.done",
+        "{state.done + takes,",
+        "{state.done,",
     ),
     Mutant(
         "a call without its root has a result",
@@ -140,6 +140,19 @@ MUTANTS = [
     Mutant(
         "a kernel runs in a group that has ended", EXCHANGE, "  if (state.failed) return;\n", ""
     ),
+    Mutant(
+        "a replay does not wait for a stop between two operations",
+        EXCHANGE,
+        "while (entered & kHeld) {",
+        "while (false) {",
+    ),
+    Mutant(
+        "a stop between two operations does not wait for a replay",
+        COLLECTIVES,
+        "while (addAcqRelDevice(&state.entered, kHeld) != 0) {",
+        "while (addAcqRelDevice(&state.entered, kHeld), false) {",
+    ),
+    Mutant("a replay is counted as a call", EXCHANGE, "if (!exchange.isOfGraph) store", "store"),
     Mutant(
         "calls are not compared",
         EXCHANGE,

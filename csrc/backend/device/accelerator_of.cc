@@ -4,6 +4,7 @@
 
 #include <c10/core/DeviceType.h>
 
+#include "backend/arguments.h"
 #include "backend/errors.h"
 #include "device/accelerators.h"
 
@@ -37,18 +38,28 @@ Result<DeviceStream> nativeStream(const c10::Stream& stream) {
   return native;
 }
 
-void refuseCapture(const c10::Stream& stream, const char* what) {
+bool isCapturing(const c10::Stream& stream) {
   const auto accelerator = acceleratorOf(stream.device_type());
-  if (!accelerator.ok()) return;
+  if (!accelerator.ok()) return false;
   const auto native = nativeStream(stream);
-  if (!native.ok()) return;
-  const auto isCapturing = (*accelerator)->isCapturing(*native);
-  throwIfError(isCapturing.status());
-  if (*isCapturing) {
-    throwError({ErrorCode::kUnsupported, "the stream of " + stream.device().str() +
-                                             " is being recorded into a graph, and " + what +
-                                             ". Call it outside of the capture"});
-  }
+  return native.ok() && orThrow((*accelerator)->isCapturing(*native));
+}
+
+void refuseCapture(const c10::Stream& stream, const char* why) {
+  if (isCapturing(stream)) refuseRecording(stream, why, kOutsideOfCapture);
+}
+
+void refuseRecording(const c10::Stream& stream, const std::string& why, const std::string& remedy) {
+  throwError({ErrorCode::kUnsupported, "the stream of " + stream.device().str() +
+                                           " is being recorded into a graph, and " + why + ". " +
+                                           remedy});
+}
+
+void refuseStaged(const c10::Stream& stream, const std::string& why, const std::string& remedy) {
+  refuseRecording(
+      stream,
+      "only operations by kernels can be recorded. This one goes through host memory: " + why,
+      remedy);
 }
 
 }  // namespace mooncake

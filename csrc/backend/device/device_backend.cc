@@ -182,11 +182,19 @@ PeerRoute& DeviceBackend::route() {
 
 template <typename Make>
 DeviceBackend::WorkPtr DeviceBackend::byKernel(std::chrono::milliseconds timeout, Make&& make) {
-  if (!options().streams.peerBytes || options().raises || openBatch()) return nullptr;
+  const char* const whyStaged = !options().streams.peerBytes ? "MOONCAKE_PEER_BYTES is not set"
+                                : options().raises           ? "the group is in mode raise"
+                                : openBatch()                ? "it is part of a batch"
+                                                             : nullptr;
   const Deadline deadline = Deadline::after(effective(timeout));
   const PeerCalls::Call call = make(PeerCalls(rank_, size_, deadline));
   if (!call || !isOfDevice(call->first())) return nullptr;
   const at::Tensor& first = call->first();
+  if (whyStaged) {
+    const c10::Stream callers = currentStream(first.device());
+    if (isCapturing(callers)) refuseStaged(callers, whyStaged, kOutsideOfCapture);
+    return nullptr;
+  }
   const auto isAlike = [&](const at::Tensor& tensor) {
     return checkDense(tensor, "a tensor").ok() && tensor.device() == first.device() &&
            tensor.scalar_type() == first.scalar_type();

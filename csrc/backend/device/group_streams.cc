@@ -41,6 +41,12 @@ GroupStreams::GroupStreams(const c10::Device& device, const StreamSettings& sett
       waitWords_(waitWordsFor(collectives_, words_ != nullptr)),
       pinned_(poolOf(collectives_, settings.pinnedCache)) {}
 
+const c10::Stream& GroupStreams::recordings() {
+  std::lock_guard lock(mutex_);
+  if (!recordings_) recordings_.emplace(collectives().device());
+  return recordings_->stream();
+}
+
 const c10::Stream& GroupStreams::messages(const c10::Stream& callers) {
   std::lock_guard lock(mutex_);
   return messages_.try_emplace(callers.id(), callers.device()).first->second.stream();

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include <c10/core/Device.h>
 
@@ -21,6 +22,8 @@ class GroupStreams {
   GroupStreams(const c10::Device& device, const StreamSettings& settings);
 
   const c10::Stream& collectives() const { return collectives_.stream(); }
+  // For collectives that are recorded into a graph of the program. It joins one capture at a time.
+  const c10::Stream& recordings();
   // Null: the host waits for collectives.
   StreamWords* words() const { return words_.get(); }
   // Returns the stream for messages that are called on a stream of the caller's, and for sums of
@@ -41,7 +44,8 @@ class GroupStreams {
   const std::unique_ptr<StreamWords> words_;
   const std::unique_ptr<WaitWords> waitWords_;
   PinnedPool* const pinned_;
-  std::mutex mutex_;                                   // guards messages_
+  std::mutex mutex_;                                   // guards the fields below
+  std::optional<OwnStream> recordings_;                // none: nothing has been recorded
   std::map<c10::StreamId, const OwnStream> messages_;  // by the caller's stream
 };
 

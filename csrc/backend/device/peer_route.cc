@@ -14,6 +14,7 @@
 #include "backend/device/accelerator_of.h"
 #include "backend/device/keep_until_passed.h"
 #include "backend/device/kernel_work.h"
+#include "backend/device/recorded_work.h"
 #include "backend/errors.h"
 #include "base/log.h"
 
@@ -56,8 +57,9 @@ bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline de
       PeerCollectives::make(std::move(control), std::move(feed), std::move(accelerator), native,
                             {.halfBytes = settings_.bytes, .timeout = settings_.timeout}, deadline);
   if (!peers.ok()) {
+    whyStaged_ = peers.error().message;
     log(LogLevel::kInfo, "group '" + settings_.name + "'",
-        "tensors of devices go through host memory: ", peers.error().message);
+        "tensors of devices go through host memory: ", whyStaged_);
     return false;
   }
   // The stream is not lent to others before the kernels have ended.
@@ -70,29 +72,60 @@ bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline de
 c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
                                               const std::shared_ptr<GroupStreams>& streams,
                                               const Call& call, Deadline deadline) {
-  const c10::Stream& stream = streams->collectives();
-  const c10::impl::VirtualGuardImpl guard(stream.device_type());
-  const c10::Stream callers = guard.getStream(stream.device());
-  refuseCapture(callers,
-                "an operation between ranks cannot be recorded: its replays would have to be "
-                "counted on the device");
-  const c10::DeviceGuard on(stream.device());
+  const c10::Device device = streams->collectives().device();
+  const c10::Stream callers = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const bool isRecorded = isCapturing(callers);
+  const c10::DeviceGuard on(device);
   std::lock_guard lock(mutex_);
-  if (!decide(streams, deadline) || !peers_->takes(size_t(call.parts))) return nullptr;
-  if (stream.device() != *device_) {
-    refuse("the group's kernels use memory of " + device_->str() + ", and the tensor is on " +
-           stream.device().str() + ". Use one device for each group, or set MOONCAKE_PEER_BYTES=0");
+  if (isRecorded) {
+    checkRecording(callers, call);
+  } else if (!decide(streams, deadline) || !peers_->takes(size_t(call.parts))) {
+    return nullptr;
   }
-  c10::Event reached(stream.device_type());
+  if (device != *device_) {
+    refuse("the group's kernels use memory of " + device_->str() + ", and the tensor is on " +
+           device.str() + ". Use one device for each group, or set MOONCAKE_PEER_BYTES=0");
+  }
+  const c10::Stream& stream = isRecorded ? streams->recordings() : streams->collectives();
+  std::optional<PeerCollectives::Recording> recording;
+  if (isRecorded) recording.emplace(*peers_, OwnStream::nativeOf(stream), !isCapturing(stream));
+  c10::Event reached(device.type());
   reached.record(callers);
   reached.block(stream);
-  last_ = enqueue(rank, call, stream);
-  const auto work = c10::make_intrusive<KernelWork>(
-      rank, call.type, peers_,
-      KernelWork::Operation{last_, call.root, settings_.blocks, settings_.unseen->first()}, streams,
-      call.results);
-  if (call.root >= 0) settings_.unseen->add(work, work->isRaised());
-  return work;
+  if (!isRecorded) {
+    const uint64_t number = enqueue(rank, call, stream);
+    const auto work = c10::make_intrusive<KernelWork>(
+        rank, call.type, peers_,
+        KernelWork::Operation{number, call.root, settings_.blocks, settings_.unseen->first()},
+        streams, call.results);
+    if (call.root >= 0) settings_.unseen->add(work, work->isRaised());
+    return work;
+  }
+  try {
+    (void)enqueue(rank, call, stream);
+  } catch (...) {
+    // The stream has joined the capture, which cannot end without it.
+    RecordedWork(rank, call.type, streams, {}).synchronize();
+    throw;
+  }
+  return c10::make_intrusive<RecordedWork>(rank, call.type, streams, call.results);
+}
+
+void PeerRoute::checkRecording(const c10::Stream& callers, const Call& call) const {
+  if (!isDecided_) {
+    refuseRecording(callers, "the group has not set up its kernels yet",
+                    "Call all_reduce of the group on a tensor of the device before the capture");
+  }
+  if (!peers_) refuseStaged(callers, whyStaged_, kOutsideOfCapture);
+  if (!peers_->takes(size_t(call.parts)) || hasPieces(call)) {
+    const size_t bytes = size_t(call.count) * size_t(call.parts) * call.first().itemsize();
+    refuseRecording(callers,
+                    "its input of " + std::to_string(bytes) +
+                        " bytes is larger than MOONCAKE_PEER_BYTES (" +
+                        std::to_string(settings_.bytes) + ")",
+                    "Raise that on all ranks, or call it outside of the capture");
+  }
+  throwIfError(peers_->guard().usable());
 }
 
 // Enqueues the call's kernel, and copies where the kernel cannot take a tensor as it is. A copy of
@@ -143,7 +176,7 @@ void PeerRoute::fail(const Error& why) {
 
 void PeerRoute::drain(Deadline deadline) const {
   std::lock_guard lock(mutex_);
-  if (peers_) (void)peers_->guard().await(last_, deadline);
+  if (peers_) peers_->drain(deadline);
 }
 
 }  // namespace mooncake

@@ -52,10 +52,11 @@ class PeerRoute {
 
     const at::Tensor& first() const { return inputs.empty() ? outputs[0] : inputs[0]; }
   };
-  // Returns null if the call has to be staged, on all ranks. Throws.
+  // Returns null if the call has to be staged, on all ranks. If the caller's stream is recorded into
+  // a graph, the operation's kernel is, too; a call that cannot be recorded throws. Throws.
   c10::intrusive_ptr<c10d::Work> run(int rank, const std::shared_ptr<GroupStreams>& streams,
                                      const Call& call, Deadline deadline);
-  // Waits until the kernels of all calls have ended, or for the deadline.
+  // Waits until the kernels of all calls and replays have ended, or for the deadline.
   void drain(Deadline deadline) const;
   // Ok, or the error that has ended the kernels' operations. Does not wait.
   Status usable() const;
@@ -64,6 +65,7 @@ class PeerRoute {
 
  private:
   bool decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline);
+  void checkRecording(const c10::Stream& callers, const Call& call) const;
   uint64_t enqueue(int rank, const Call& call, const c10::Stream& stream) const;
   bool hasPieces(const Call& call) const {
     return peers_->hasPieces(size_t(call.count) * call.first().itemsize(), size_t(call.parts));
@@ -73,10 +75,10 @@ class PeerRoute {
   const Settings settings_;
   mutable std::mutex mutex_;  // guards the fields below, and keeps numbers in the stream's order
   bool isDecided_ = false;
+  std::string whyStaged_;  // once it is decided so
   std::optional<c10::Device> device_;
   std::shared_ptr<PeerCollectives> peers_;           // null: calls are staged
   std::atomic<PeerCollectives*> started_ = nullptr;  // the same, without the lock
-  uint64_t last_ = 0;                                // number of the last call's operation
 };
 
 }  // namespace mooncake

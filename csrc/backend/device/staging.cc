@@ -88,9 +88,8 @@ c10::Stream Staging::callersStream() const { return guardOf(stream_).getStream(s
 void Staging::markReached() {
   reached_.emplace(stream_.device_type());
   const c10::Stream callers = callersStream();
-  refuseCapture(callers,
-                "an operation between ranks cannot be recorded: its replays would have to be "
-                "counted on the device");
+  if (isCapturing(callers))
+    refuseStaged(callers, "no kernel does it (docs/gpu.md)", kOutsideOfCapture);
   reached_->record(callers);
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <span>
+#include <thread>
 #include <utility>
 
 #include "base/failpoint.h"
@@ -133,6 +134,7 @@ Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(std::unique_ptr<G
       {.halfBytes = settings.halfBytes, .patience = kPatience, .decision = decision}, deadline);
   if (!area.ok()) return area.error();
   made->area_ = std::move(*area);
+  made->decisionNs_ = uint64_t(std::chrono::nanoseconds(decision).count());
   const Status started = made->start(settings.timeout);
   MOONCAKE_TRY(agreeOnAll(*made->control_, started, deadline));
   MOONCAKE_TRY(made->agreeOnBlocks(deadline));
@@ -161,11 +163,14 @@ Status PeerCollectives::agreeOnBlocks(Deadline deadline) {
 PeerCollectives::~PeerCollectives() {
   guard_.reset();  // first: it ends kernels that wait
   if (!area_) return;
+  // Replays that come later find the refusal on the device. An error shows below.
+  if (order_.hasGraphs()) (void)acknowledge();
   const Status over = accelerator_.synchronize(stream_);
-  if (over.ok()) return;
-  log(LogLevel::kWarning, accelerator_.name(),
-      "kernels of a group may still run, so their memory stays: ", over.error().message);
-  (void)area_.release();
+  if (!over.ok()) {
+    log(LogLevel::kWarning, accelerator_.name(),
+        "kernels of a group may still run, so their memory stays: ", over.error().message);
+  }
+  if (!over.ok() || order_.hasGraphs()) (void)area_.release();
 }
 
 Status PeerCollectives::acknowledge() {
@@ -174,19 +179,49 @@ Status PeerCollectives::acknowledge() {
                              {.kernel = KernelId::kAcknowledge, .arguments = bytesOf(arguments)});
 }
 
+void PeerCollectives::drain(Deadline deadline) const {
+  (void)guard_->await(guard_->lastCall(), deadline);
+  while (guard_->usable().ok() && !deadline.passed()) {
+    const auto isOver = order_.isOver();
+    if (!isOver.ok() || *isOver) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+Status PeerCollectives::launchCall(const KernelLaunch& launch) {
+  MOONCAKE_TRY(order_.beforeCall());
+  MOONCAKE_TRY(accelerator_.launch(stream_, launch));
+  return order_.afterCall();
+}
+
+Status PeerCollectives::record(const KernelLaunch& launch) {
+  if (!isOrdered_) MOONCAKE_TRY(order_.beforeGraph(*recording_));
+  isOrdered_ = true;
+  MOONCAKE_TRY(accelerator_.launch(*recording_, launch));
+  return order_.afterGraphs(*recording_);
+}
+
 template <typename Arguments>
 Result<uint64_t> PeerCollectives::enqueue(KernelId kernel, const Call& call, size_t work,
                                           Arguments& arguments, Deadline deadline) {
-  const auto number = guard_->begin(call.name, deadline);
-  if (!number.ok()) return number.error();
   const auto blocks =
       unsigned(std::clamp<size_t>((work + kBytesOfBlock - 1) / kBytesOfBlock, 1, mostBlocks_));
   const size_t vectors = work / blocks / sizeof(uint64_t) / 2;
   const auto threads = unsigned(std::clamp<size_t>((vectors + 31) / 32 * 32, 64, kMostThreads));
+  if (recording_) {
+    arguments.exchange.isOfGraph = true;
+    arguments.exchange.decisionNs = decisionNs_;
+  }
+  const KernelLaunch launch{
+      .kernel = kernel, .grid = blocks, .block = threads, .arguments = bytesOf(arguments)};
+  if (recording_) {
+    MOONCAKE_TRY(record(launch));
+    return 0;
+  }
+  const auto number = guard_->begin(call.name, deadline);
+  if (!number.ok()) return number.error();
   failpoint("peers-launch");
-  const Status launched = accelerator_.launch(
-      stream_,
-      {.kernel = kernel, .grid = blocks, .block = threads, .arguments = bytesOf(arguments)});
+  const Status launched = launchCall(launch);
   if (!launched.ok()) {
     guard_->fail(launched.error());  // the ranks would count differently
     return launched.error();
@@ -217,7 +252,8 @@ Exchange PeerCollectives::exchangeOf(const Call& call, const Tensors& tensors,
       .inputCount = tensors.inputs.empty() ? 0 : unsigned(isWhole && isOne ? 1 : call.parts),
       .inputs = {},
       .scratch = static_cast<unsigned char*>(tensors.scratch),
-      .output = static_cast<unsigned char*>(tensors.scratch ? tensors.outputs[0] : nullptr)};
+      .output = static_cast<unsigned char*>(tensors.scratch ? tensors.outputs[0] : nullptr),
+      .isOfGraph = false};
   for (unsigned i = 0; i < exchange.inputCount; ++i) {
     exchange.inputs[i] =
         static_cast<const unsigned char*>(tensors.inputs[isOne ? 0 : i]) + (isOne ? i * bytes : 0);

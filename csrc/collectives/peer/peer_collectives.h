@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/deadline.h"
@@ -11,6 +12,7 @@
 #include "base/result.h"
 #include "collectives/peer/peer_area.h"
 #include "collectives/peer/peer_guard.h"
+#include "collectives/peer/replay_order.h"
 #include "collectives/reduce_cpu.h"
 #include "device/accelerator.h"
 #include "group/group.h"
@@ -38,7 +40,8 @@ class PeerCollectives {
                                                        Result<Accelerator*> accelerator,
                                                        DeviceStream stream,
                                                        const Settings& settings, Deadline deadline);
-  // Waits for kernels, which end within the timeout.
+  // Waits for kernels, which end within the timeout. If graphs have some, the memory that they use
+  // stays: replays that come later end at once, without a result.
   ~PeerCollectives();
   PeerCollectives(const PeerCollectives&) = delete;
   PeerCollectives& operator=(const PeerCollectives&) = delete;
@@ -67,6 +70,25 @@ class PeerCollectives {
   Result<uint64_t> scatter(const Tensors& tensors, int root, Deadline deadline);
 
   PeerGuard& guard() const { return *guard_; }
+  // Waits until the kernels of all calls and replays so far have ended, or for the deadline.
+  void drain(Deadline deadline) const;
+
+  // While it lives, calls launch their kernels on a stream that is recorded into a graph. The host
+  // does not count these: they return 0.
+  class Recording {
+   public:
+    // `isNewGraph`: no call has been recorded into this graph.
+    Recording(PeerCollectives& peers, DeviceStream stream, bool isNewGraph) : peers_(peers) {
+      peers_.recording_ = stream;
+      peers_.isOrdered_ = peers_.isOrdered_ && !isNewGraph;
+    }
+    ~Recording() { peers_.recording_.reset(); }
+    Recording(const Recording&) = delete;
+    Recording& operator=(const Recording&) = delete;
+
+   private:
+    PeerCollectives& peers_;
+  };
 
  private:
   struct Call;
@@ -77,7 +99,8 @@ class PeerCollectives {
       : control_(std::move(control)),
         view_(std::move(view)),
         accelerator_(accelerator),
-        stream_(stream) {}
+        stream_(stream),
+        order_(accelerator, stream) {}
 
   size_t pieceOf(const Call& call, size_t bytes) const;
   kernels::Exchange exchangeOf(const Call& call, const Tensors& tensors, Deadline deadline) const;
@@ -89,6 +112,8 @@ class PeerCollectives {
   Result<uint64_t> enqueue(KernelId kernel, const Call& call, size_t work, Arguments& arguments,
                            Deadline deadline);
   Status meet(const char* name, Deadline deadline);
+  Status launchCall(const KernelLaunch& launch);
+  Status record(const KernelLaunch& launch);
   Status start(std::chrono::milliseconds timeout);
   Status agreeOnBlocks(Deadline deadline);
   Status acknowledge();
@@ -99,6 +124,10 @@ class PeerCollectives {
   const DeviceStream stream_;
   std::unique_ptr<PeerArea> area_;
   std::unique_ptr<PeerGuard> guard_;
+  ReplayOrder order_;
+  std::optional<DeviceStream> recording_;
+  bool isOrdered_ = false;   // the graph that is recorded begins in the order of replays
+  uint64_t decisionNs_ = 0;  // see kernels::Exchange; of a graph's operation
   uint32_t mostBlocks_ = 1;  // of a kernel; the same on all ranks
 };
 

@@ -89,8 +89,7 @@ PeerGuard::~PeerGuard() {
   // Ranks that leave at the same time take no part in an agreement any more.
   control_.fail({ErrorCode::kAborted, "the group was destroyed"});
   if (thread_.joinable()) thread_.join();
-  if (done() != lastCalled_ || read(words_.decided) != generation_)
-    refuse({ErrorCode::kAborted, "the group was destroyed while its operations ran"});
+  refuse({ErrorCode::kAborted, "the group was destroyed while its operations ran"});
 }
 
 void PeerGuard::arm() {
@@ -118,15 +117,21 @@ Status PeerGuard::usable() const {
 }
 
 uint64_t PeerGuard::done() const { return read(words_.done); }
+uint64_t PeerGuard::ended() const { return read(words_.calls); }
 
-bool PeerGuard::hasEnded(uint64_t number) const {
+uint64_t PeerGuard::lastCall() const {
   std::lock_guard lock(mutex_);
-  return done() >= number;
+  return lastCalled_;
 }
 
-Status PeerGuard::await(uint64_t number, Deadline deadline) const {
+bool PeerGuard::hasEnded(uint64_t call) const {
+  std::lock_guard lock(mutex_);
+  return ended() >= call;
+}
+
+Status PeerGuard::await(uint64_t call, Deadline deadline) const {
   std::unique_lock lock(mutex_);
-  while (done() < number) {
+  while (ended() < call) {
     if (failure_) return *failure_;
     if (deadline.passed()) return {ErrorCode::kTimeout, ""};
     changed_.wait_for(lock, kPause);
@@ -134,11 +139,11 @@ Status PeerGuard::await(uint64_t number, Deadline deadline) const {
   return {};
 }
 
-uint64_t PeerGuard::contributors(uint64_t number) const {
+uint64_t PeerGuard::contributors(uint64_t call) const {
   uint64_t active = ~uint64_t(0) >> (64 - control_.size());
   const uint32_t count = read(words_.changeCount);
   for (const kernels::Change& change : std::span(words_.changes, count))
-    if (number > change.lastOld) active = change.active;
+    if (call > change.lastCall) active = change.active;
   return active;
 }
 
@@ -152,20 +157,28 @@ void PeerGuard::run() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return isArmed_ || isStopping_; });
   while (!isStopping_) {
-    while (!called_.empty() && called_.front().number <= done()) called_.pop_front();
+    while (!called_.empty() && called_.front().number <= ended()) called_.pop_front();
     if (!failure_) {
-      const Status kernels = failureOfKernels();
-      if (!kernels.ok()) {
-        refuse(kernels.error());
-      } else if (hasLost()) {
+      Status fine = failureOfKernels();
+      if (fine.ok() && hasLost()) {
         goOnWithoutLost(lock);
         continue;
-      } else if (!called_.empty() && called_.front().deadline.passed()) {
-        refuse(timedOut(lock));
       }
+      if (fine.ok()) fine = checkTimeouts(lock);
+      if (!fine.ok()) refuse(fine.error());
     }
     awaitEvent(lock);
   }
+}
+
+// The time of a graph's operation counts from the moment that its kernel tells a late rank.
+Status PeerGuard::checkTimeouts(std::unique_lock<std::mutex>& lock) {
+  if (!called_.empty() && called_.front().deadline.passed())
+    return timedOut(lock, called_.front().name);
+  const uint64_t parked = read(words_.parked);
+  if (parked != parked_.number) parked_ = {parked, Deadline::after(timeout_)};
+  if (done() < parked && parked_.deadline.passed()) return timedOut(lock, "a replayed operation");
+  return {};
 }
 
 void PeerGuard::awaitEvent(std::unique_lock<std::mutex>& lock) {
@@ -177,15 +190,15 @@ void PeerGuard::awaitEvent(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Waits until the device's stream is stopped within an operation, or between two. A kernel that
+// Waits until the group's kernels are stopped within an operation, or between two. A kernel that
 // waits stops by itself, and the queue of launches may be full until then: so the kernel that stops
-// the stream comes only after all operations.
+// the others comes only after all calls.
 Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline) {
   write(words_.stop, ++generation_);
   failpoint("peers-stop");
   bool isEnqueued = false;
   while (read(words_.stopped) != generation_) {
-    if (!isEnqueued && done() == lastCalled_) {
+    if (!isEnqueued && ended() == lastCalled_) {
       isEnqueued = true;
       lock.unlock();
       const Status enqueued = acknowledge_();
@@ -258,8 +271,8 @@ Status PeerGuard::failureOfKernels() const {
   return {};
 }
 
-Error PeerGuard::timedOut(std::unique_lock<std::mutex>& lock) {
-  const std::string what = called_.front().name + " of " + control_.nameRank(control_.rank()) +
+Error PeerGuard::timedOut(std::unique_lock<std::mutex>& lock, const std::string& name) {
+  const std::string what = name + " of " + control_.nameRank(control_.rank()) +
                            " has not ended on the device in the group's timeout";
   // A kernel that waits tells the ranks that it misses.
   if (!stopKernels(lock, Deadline::after(kStopTime)).ok() || words_.missing == 0)

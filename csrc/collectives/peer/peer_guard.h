@@ -46,23 +46,25 @@ class PeerGuard {
   static Result<std::unique_ptr<PeerGuard>> make(Group& control, ViewFeed& view,
                                                  kernels::HostWords& words, Acknowledge acknowledge,
                                                  std::chrono::milliseconds timeout);
-  // Ends the thread. Kernels that still wait for a decision get a refusal.
+  // Ends the thread. Kernels that still wait for a decision get a refusal, and so do all later ones.
   ~PeerGuard();
 
   // From here on the guard uses the control group. Before, its maker does.
   void arm();
-  // An operation is about to be enqueued. Returns its number, or the error that has ended the group.
+  // A call is about to enqueue its operation. Returns the call's number, or the error that has ended
+  // the group. Operations that graphs replay have none: the guard learns of them when they wait.
   Result<uint64_t> begin(std::string name, Deadline deadline);
   // Ends the group with this error, unless it has ended.
   void fail(Error why);
   // Ok, or the error that has ended the group.
   Status usable() const;
-  bool hasEnded(uint64_t number) const;
-  // Waits until the operation has ended, or returns the error that has ended the group.
-  Status await(uint64_t number, Deadline deadline) const;
-  // Bits of the ranks that took part in an operation that has ended. A rank that is not among them
-  // before the end does not become one.
-  uint64_t contributors(uint64_t number) const;
+  uint64_t lastCall() const;
+  bool hasEnded(uint64_t call) const;
+  // Waits until the call's operation has ended, or returns the error that has ended the group.
+  Status await(uint64_t call, Deadline deadline) const;
+  // Bits of the ranks that took part in a call's operation that has ended. A rank that is not among
+  // them before the end does not become one.
+  uint64_t contributors(uint64_t call) const;
   // The error of an operation that has no result, because it ends without its root.
   Error rootLost(int root) const;
 
@@ -72,20 +74,28 @@ class PeerGuard {
     std::string name;
     Deadline deadline;
   };
+  // An operation of a graph whose kernel waits for a rank.
+  struct Parked {
+    uint64_t number = 0;
+    Deadline deadline = Deadline::at(Clock::time_point::max());
+  };
+
   PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, Acknowledge acknowledge,
             std::chrono::milliseconds timeout);
 
   void run();
   // All with the lock; those that take it give it back while they wait.
   void awaitEvent(std::unique_lock<std::mutex>& lock);
-  uint64_t done() const;
+  uint64_t done() const;   // number of the last operation that has ended, of a call or a graph
+  uint64_t ended() const;  // number of calls whose operations have ended
+  Status checkTimeouts(std::unique_lock<std::mutex>& lock);
   bool hasLost() const { return (active_ & ~view_.active()) != 0; }
   void goOnWithoutLost(std::unique_lock<std::mutex>& lock);
   Status stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline);
   void decide(kernels::Decision decision);
   void refuse(Error why);
   Status failureOfKernels() const;
-  Error timedOut(std::unique_lock<std::mutex>& lock);
+  Error timedOut(std::unique_lock<std::mutex>& lock, const std::string& name);
 
   Group& control_;
   ViewFeed& view_;
@@ -94,7 +104,8 @@ class PeerGuard {
   const std::chrono::milliseconds timeout_;
   mutable std::mutex mutex_;  // guards the fields below
   mutable std::condition_variable changed_;
-  std::deque<Called> called_;  // operations that may not have ended
+  std::deque<Called> called_;  // those whose operations may not have ended
+  Parked parked_;
   uint64_t lastCalled_ = 0;
   uint64_t active_;          // as agreed last
   uint32_t generation_ = 0;  // of decisions

@@ -9,6 +9,7 @@
 #include "device/cuda/cuda_scope.h"
 #include "device/cuda/kernel_image.h"
 #include "device/cuda/open_cuda.h"
+#include "device/replay_event.h"
 
 namespace mooncake {
 namespace {
@@ -37,7 +38,7 @@ CUresult ask(const CudaDriver& driver, const void* address, PointerAttributes& f
 
 }  // namespace
 
-class CudaAccelerator::Event final : public DeviceEvent {
+class CudaAccelerator::Event final : public ReplayEvent {
  public:
   Event(CudaAccelerator& accelerator, int device, CUevent event)
       : accelerator_(accelerator), device_(device), event_(event) {}
@@ -65,6 +66,18 @@ class CudaAccelerator::Event final : public DeviceEvent {
       return isAhead ? CUDA_SUCCESS : result;
     }));
     return !isAhead;
+  }
+  Status recordInReplays(DeviceStream stream) override {
+    return accelerator_.run("cuEventRecordWithFlags", stream, [&] {
+      return accelerator_.driver_.cuEventRecordWithFlags(event_, handleOf(stream),
+                                                         CU_EVENT_RECORD_EXTERNAL);
+    });
+  }
+  Status blockInReplays(DeviceStream stream) override {
+    return accelerator_.run("cuStreamWaitEvent", stream, [&] {
+      return accelerator_.driver_.cuStreamWaitEvent(handleOf(stream), event_,
+                                                    CU_EVENT_WAIT_EXTERNAL);
+    });
   }
 
  private:

@@ -36,6 +36,7 @@
   F(cuStreamWaitValue32)               \
   F(cuEventCreate)                     \
   F(cuEventRecord)                     \
+  F(cuEventRecordWithFlags)            \
   F(cuEventQuery)                      \
   F(cuEventDestroy)                    \
   F(cuIpcGetMemHandle)                 \

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "device/replay_event.h"
 
 namespace mooncake {
 namespace {
@@ -32,7 +33,7 @@ Result<T> named(const char* call, Result<T> result) {
 }  // namespace
 
 // Each record() makes a new mark, so that a wait keeps to the record before it.
-class FakeAccelerator::Event final : public DeviceEvent {
+class FakeAccelerator::Event final : public ReplayEvent {
  public:
   Event(FakeAccelerator& devices, int device) : devices_(devices), device_(device) {}
 
@@ -43,33 +44,57 @@ class FakeAccelerator::Event final : public DeviceEvent {
                     "the event is of device " + std::to_string(device_) + ", and the stream of " +
                         std::to_string(stream.device));
     }
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(last_->mutex);
     auto made = named("record", devices_.streams_.mark(stream));
     if (!made.ok()) return made.error();
-    mark_ = std::move(*made);
+    last_->mark = std::move(*made);
     return {};
   }
 
   Status block(DeviceStream stream) override {
     MOONCAKE_TRY(devices_.enter("block"));
-    std::lock_guard lock(mutex_);
-    return mark_ ? named("block", devices_.streams_.await(stream, mark_)) : Status();
+    std::lock_guard lock(last_->mutex);
+    return last_->mark ? named("block", devices_.streams_.await(stream, last_->mark)) : Status();
   }
 
   Result<bool> hasHappened() override {
     MOONCAKE_TRY(devices_.enter("hasHappened"));
-    std::lock_guard lock(mutex_);
-    if (!mark_) return true;
-    if (!mark_->capture()) return mark_->hasHappened();
+    std::lock_guard lock(last_->mutex);
+    if (!last_->mark) return true;
+    if (!last_->mark->capture()) return last_->mark->hasHappened();
     return failed("hasHappened", ErrorCode::kInvalidArgument,
                   "the event was recorded in a capture, whose work does not run");
   }
 
+  Status recordInReplays(DeviceStream stream) override {
+    MOONCAKE_TRY(devices_.enter("recordInReplays"));
+    return named("recordInReplays", devices_.streams_.addNode(stream, [last = last_] {
+      std::lock_guard lock(last->mutex);
+      last->mark = std::make_shared<FakeMark>();
+      return FakeMark::recordTask(last->mark);
+    }));
+  }
+
+  Status blockInReplays(DeviceStream stream) override {
+    MOONCAKE_TRY(devices_.enter("blockInReplays"));
+    return named("blockInReplays",
+                 devices_.streams_.addNode(stream, [last = last_]() -> FakeStream::Task {
+                   std::lock_guard lock(last->mutex);
+                   if (!last->mark || last->mark->capture()) return [](FakeStream&) {};
+                   return FakeMark::waitTask(last->mark);
+                 }));
+  }
+
  private:
+  // Graphs may outlive the event.
+  struct Last {
+    std::mutex mutex;                // guards mark
+    std::shared_ptr<FakeMark> mark;  // of the last record(); null: none yet
+  };
+
   FakeAccelerator& devices_;
   const int device_;
-  std::mutex mutex_;                // guards mark_
-  std::shared_ptr<FakeMark> mark_;  // of the last record(); null: none yet
+  const std::shared_ptr<Last> last_ = std::make_shared<Last>();
 };
 
 void FakeAccelerator::halt(const std::string& reason) {

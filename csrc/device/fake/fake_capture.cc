@@ -5,14 +5,14 @@
 
 namespace mooncake {
 
-void FakeCapture::add(const FakeStream& stream, FakeStream::Task task) {
+void FakeCapture::add(const FakeStream& stream, Node node) {
   ++places_[&stream][&stream];
-  tasks_.push_back(std::move(task));
+  nodes_.push_back(std::move(node));
 }
 
 void FakeCapture::join(const FakeStream& stream, const Place& place) {
   Place& own = places_[&stream];
-  for (const auto& [other, tasks] : place) own[other] = std::max(own[other], tasks);
+  for (const auto& [other, nodes] : place) own[other] = std::max(own[other], nodes);
 }
 
 void FakeCapture::spoil(std::string reason) {
@@ -22,12 +22,12 @@ void FakeCapture::spoil(std::string reason) {
 Status FakeCapture::check() const {
   if (!spoiled_.empty())
     return {ErrorCode::kInvalidArgument, "the capture is not valid: " + spoiled_};
-  const auto tasksOf = [](const Place& place, const FakeStream* stream) {
+  const auto nodesOf = [](const Place& place, const FakeStream* stream) {
     const auto found = place.find(stream);
     return found == place.end() ? 0 : found->second;
   };
   for (const auto& [stream, place] : places_) {
-    if (tasksOf(places_.at(origin_), stream) == tasksOf(place, stream)) continue;
+    if (nodesOf(places_.at(origin_), stream) == nodesOf(place, stream)) continue;
     return {ErrorCode::kInvalidArgument,
             stream->name() + " has joined the capture, and " + origin_->name() +
                 " does not wait for its last work. Record an event there and block on it"};

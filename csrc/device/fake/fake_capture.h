@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -14,29 +15,31 @@ namespace mooncake {
 // Work of streams that is recorded and not run. The owner's lock guards it.
 class FakeCapture {
  public:
-  // The tasks that come before a point in the graph: of each stream, so many.
+  // A place in the graph for work. Each replay asks it for the task to run.
+  using Node = std::function<FakeStream::Task()>;
+  // The nodes that come before a point in the graph: of each stream, so many.
   using Place = std::map<const FakeStream*, size_t>;
 
   explicit FakeCapture(const FakeStream& origin) : origin_(&origin) { places_[origin_]; }
 
   bool beganOn(const FakeStream& stream) const { return &stream == origin_; }
-  void add(const FakeStream& stream, FakeStream::Task task);
-  // Returns the point behind the stream's last task.
+  void add(const FakeStream& stream, Node node);
+  // Returns the point behind the stream's last node.
   Place placeOf(const FakeStream& stream) const { return places_.at(&stream); }
-  // The stream's next tasks come after `place`. The stream joins if it was not in.
+  // The stream's next nodes come after `place`. The stream joins if it was not in.
   void join(const FakeStream& stream, const Place& place);
   // check() fails with the first reason.
   void spoil(std::string reason);
   // Fails if the capture is spoiled, or if work of a stream that joined does not come before the end
   // of the stream that began.
   Status check() const;
-  // Returns the tasks in the order of the calls.
-  std::vector<FakeStream::Task> takeTasks() { return std::move(tasks_); }
+  // Returns the nodes in the order of the calls.
+  std::vector<Node> takeNodes() { return std::move(nodes_); }
 
  private:
   const FakeStream* const origin_;
   std::map<const FakeStream*, Place> places_;
-  std::vector<FakeStream::Task> tasks_;
+  std::vector<Node> nodes_;
   std::string spoiled_;
 };
 

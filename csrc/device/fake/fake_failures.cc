@@ -8,13 +8,14 @@
 namespace mooncake {
 namespace {
 
-constexpr std::array<std::string_view, 29> kCalls = {
-    "describe",       "placeOf",      "allocatePinned", "createStream",   "synchronize",
-    "createEvent",    "record",       "block",          "hasHappened",    "copy",
-    "writeWord",      "awaitWord",    "isCapturing",    "prepareKernels", "roomFor",
-    "launch",         "exportMemory", "importMemory",   "closeMemory",    "checkSharing",
-    "allocateShared", "mapShared",    "unmapShared",    "canAccessPeer",  "enqueue",
-    "allocate",       "beginCapture", "endCapture",     "replay",
+constexpr std::array<std::string_view, 31> kCalls = {
+    "describe",        "placeOf",        "allocatePinned", "createStream", "synchronize",
+    "createEvent",     "record",         "block",          "hasHappened",  "copy",
+    "recordInReplays", "blockInReplays", "writeWord",      "awaitWord",    "isCapturing",
+    "prepareKernels",  "roomFor",        "launch",         "exportMemory", "importMemory",
+    "closeMemory",     "checkSharing",   "allocateShared", "mapShared",    "unmapShared",
+    "canAccessPeer",   "enqueue",        "allocate",       "beginCapture", "endCapture",
+    "replay",
 };
 
 }  // namespace

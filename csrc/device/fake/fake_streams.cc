@@ -39,7 +39,7 @@ FakeStreams::Graph FakeStreams::finish(const std::shared_ptr<FakeCapture>& captu
   for (auto& [key, lane] : lanes_) {
     if (lane.capture == capture) lane.capture = nullptr;
   }
-  return capture->takeTasks();
+  return capture->takeNodes();
 }
 
 DeviceStream FakeStreams::create(int device) {
@@ -86,7 +86,16 @@ Status FakeStreams::add(DeviceStream id, FakeStream::Task&& task) {
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   if (!(*lane)->capture) return (*lane)->stream->enqueue(std::move(task));
-  (*lane)->capture->add(*(*lane)->stream, std::move(task));
+  (*lane)->capture->add(*(*lane)->stream, [task = std::move(task)] { return task; });
+  return {};
+}
+
+Status FakeStreams::addNode(DeviceStream id, FakeCapture::Node node) {
+  std::lock_guard lock(mutex_);
+  const auto lane = find(id);
+  if (!lane.ok()) return lane.error();
+  if (!(*lane)->capture) return refused("no capture of " + (*lane)->stream->name() + " is on");
+  (*lane)->capture->add(*(*lane)->stream, std::move(node));
   return {};
 }
 
@@ -161,27 +170,33 @@ Status FakeStreams::beginCapture(DeviceStream id) {
 }
 
 Result<uint64_t> FakeStreams::endCapture(DeviceStream id) {
-  Graph tasks;  // if they are dropped, they go after the lock
+  Graph nodes;  // if they are dropped, they go after the lock
   std::lock_guard lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   const auto capture = (*lane)->capture;
   if (!capture || !capture->beganOn(*(*lane)->stream))
     return refused("no capture began on " + (*lane)->stream->name());
-  tasks = finish(capture);
+  nodes = finish(capture);
   MOONCAKE_TRY(capture->check());
-  graphs_.push_back(std::move(tasks));
+  graphs_.push_back(std::make_shared<const Graph>(std::move(nodes)));
   return graphs_.size() - 1;
 }
 
 Status FakeStreams::replay(uint64_t graph, DeviceStream id) {
+  std::shared_ptr<const Graph> nodes;
+  {
+    std::lock_guard lock(mutex_);
+    if (graph >= graphs_.size()) return refused("there is no graph " + std::to_string(graph));
+    nodes = graphs_[graph];
+  }
+  std::vector<FakeStream::Task> tasks;  // nodes may have locks under which others come here
+  for (const FakeCapture::Node& node : *nodes) tasks.push_back(node());
   std::lock_guard lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
-  if (graph >= graphs_.size()) return refused("there is no graph " + std::to_string(graph));
   if ((*lane)->capture) return refused("a capture of " + (*lane)->stream->name() + " is on");
-  for (const FakeStream::Task& task : graphs_[graph])
-    MOONCAKE_TRY((*lane)->stream->enqueue(FakeStream::Task(task)));
+  for (FakeStream::Task& task : tasks) MOONCAKE_TRY((*lane)->stream->enqueue(std::move(task)));
   return {};
 }
 

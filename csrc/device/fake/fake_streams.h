@@ -36,6 +36,8 @@ class FakeStreams {
 
   // Enqueues the task, or adds it to the capture that is on.
   Status add(DeviceStream id, FakeStream::Task&& task);
+  // Adds work to the capture that is on, which each replay asks for. Fails if none is.
+  Status addNode(DeviceStream id, FakeCapture::Node node);
   // Waits for the work so far. A capture that is on is spoiled by that.
   Status synchronize(DeviceStream id);
   // Marks the point behind the work so far.
@@ -61,19 +63,19 @@ class FakeStreams {
     std::shared_ptr<FakeStream> stream;
     std::shared_ptr<FakeCapture> capture;  // null: none is on
   };
-  using Graph = std::vector<FakeStream::Task>;
+  using Graph = std::vector<FakeCapture::Node>;
 
   // All under the lock.
   Result<Lane*> find(DeviceStream id);
   bool isOn(const std::shared_ptr<FakeCapture>& capture) const;
-  // Takes all streams out of the capture, and returns its tasks.
+  // Takes all streams out of the capture, and returns its nodes.
   Graph finish(const std::shared_ptr<FakeCapture>& capture);
 
   std::mutex mutex_;  // guards the fields below
   std::map<std::pair<int, void*>, Lane> lanes_;
   std::list<std::shared_ptr<FakeStream>> closing_;  // destroyed, and their work still runs
   uintptr_t lastStream_ = 0;
-  std::vector<Graph> graphs_;
+  std::vector<std::shared_ptr<const Graph>> graphs_;
 };
 
 }  // namespace mooncake

@@ -10,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "device/accelerator.h"
+#include "device/replay_event.h"
 
 // Tests that every accelerator with devices must pass. An accelerator's test file says
 //
@@ -38,6 +39,11 @@ template <typename T>
 T valueOf(Result<T> result) {
   EXPECT_TRUE(result.ok()) << result.error().message;
   return result.ok() ? std::move(*result) : T();
+}
+
+inline std::unique_ptr<ReplayEvent> replayEvent(Accelerator& accelerator, int device) {
+  return std::unique_ptr<ReplayEvent>(
+      &dynamic_cast<ReplayEvent&>(*valueOf(accelerator.createEvent(device)).release()));
 }
 
 #define EXPECT_OK(call)                                                    \

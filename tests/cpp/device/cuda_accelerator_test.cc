@@ -238,6 +238,15 @@ TEST_F(CudaAcceleratorTest, AnEventHappensOnceTheStreamIsThere) {
   EXPECT_EQ(driver.countOf("cuEventDestroy"), 1);
 }
 
+TEST_F(CudaAcceleratorTest, AnEventOfReplaysIsExternalToTheGraph) {
+  use(0);
+  const auto event = replayEvent(*cuda, 0);
+  EXPECT_OK(event->blockInReplays(streamOf(0)));
+  EXPECT_OK(event->recordInReplays(streamOf(0)));
+  EXPECT_EQ(driver.countOf("cuStreamWaitEvent external"), 1);
+  EXPECT_EQ(driver.countOf("cuEventRecordWithFlags external"), 1);
+}
+
 TEST_F(CudaAcceleratorTest, WordsAreComparedAsNumbersThatWrap) {
   use(0);
   EXPECT_TRUE(cuda->hasStreamWords(1));

@@ -213,7 +213,7 @@ TEST_F(FakeDevicesTest, TheNthCallFails) {
 std::vector<std::string> failing(FakeDevices& devices, ErrorCode code,
                                  const std::function<void(const char*)>& before) {
   const DeviceStream stream = devices.defaultStream(0);
-  const auto event = valueOf(devices.createEvent(0));
+  const auto event = replayEvent(devices, 0);
   const auto pinned = valueOf(devices.allocatePinned(64));
   const auto memory = valueOf(devices.allocate(0, 64));
   auto* const word = reinterpret_cast<StreamWord*>(pinned.data());
@@ -230,6 +230,8 @@ std::vector<std::string> failing(FakeDevices& devices, ErrorCode code,
   call("record", [&] { return event->record(stream); });
   call("block", [&] { return event->block(stream); });
   call("hasHappened", [&] { return event->hasHappened().status(); });
+  call("recordInReplays", [&] { return event->recordInReplays(stream); });
+  call("blockInReplays", [&] { return event->blockInReplays(stream); });
   call("copy", [&] { return devices.copy(stream, word, word + 4, 4); });
   call("writeWord", [&] { return devices.writeWord(stream, word, 1); });
   call("awaitWord", [&] { return devices.awaitWord(stream, word, 0); });
@@ -259,14 +261,14 @@ TEST_F(FakeDevicesTest, EveryFunctionFailsIfATestWantsIt) {
   const auto found = failing(*devices, ErrorCode::kMinority, [&](const char* name) {
     EXPECT_OK(devices->inject({.call = name, .code = ErrorCode::kMinority}));
   });
-  EXPECT_EQ(found.size(), 29u);
+  EXPECT_EQ(found.size(), 31u);
 }
 
 TEST_F(FakeDevicesTest, ALostContextFailsEveryCallForGood) {
   const auto found = failing(*devices, ErrorCode::kSystem, [&](const char* name) {
     if (std::string(name) == "placeOf") devices->loseContext();
   });
-  EXPECT_EQ(found.size(), 29u);
+  EXPECT_EQ(found.size(), 31u);
 }
 
 TEST_F(FakeDevicesTest, ALostContextEndsWaitsAndDropsWork) {
@@ -414,6 +416,36 @@ TEST_F(FakeDevicesTest, AWaitOfTheHostSpoilsACapture) {
   EXPECT_EQ(devices->synchronize(stream).code(), ErrorCode::kInvalidArgument);
   EXPECT_FALSE(devices->endCapture(stream).ok());
   EXPECT_OK(devices->synchronize(stream));
+}
+
+TEST_F(FakeDevicesTest, AnEventOrdersReplaysAndOtherWork) {
+  StreamWord* const word = newWord();
+  const auto event = replayEvent(*devices, 0);
+  std::vector<int> order;
+  EXPECT_EQ(event->blockInReplays(stream).code(), ErrorCode::kInvalidArgument);  // none is on
+  EXPECT_EQ(event->recordInReplays(stream).code(), ErrorCode::kInvalidArgument);
+  EXPECT_OK(devices->beginCapture(stream));
+  EXPECT_OK(event->blockInReplays(stream));
+  EXPECT_OK(devices->enqueue(stream, [&] { order.push_back(2); }));
+  EXPECT_OK(event->recordInReplays(stream));
+  const uint64_t graph = valueOf(devices->endCapture(stream));
+  EXPECT_TRUE(valueOf(event->hasHappened()));  // no replay has recorded it
+
+  const DeviceStream others[] = {valueOf(devices->createStream(0)),
+                                 valueOf(devices->createStream(0))};
+  EXPECT_OK(devices->awaitWord(stream, word, 1));
+  EXPECT_OK(devices->enqueue(stream, [&] { order.push_back(1); }));
+  EXPECT_OK(event->record(stream));
+  EXPECT_OK(devices->replay(graph, others[0]));
+  EXPECT_OK(event->block(stream));
+  EXPECT_OK(devices->enqueue(stream, [&] { order.push_back(3); }));
+  EXPECT_OK(event->record(stream));
+  EXPECT_OK(devices->replay(graph, others[1]));
+  EXPECT_OK(devices->replay(graph, others[0]));
+  EXPECT_FALSE(valueOf(event->hasHappened()));
+  word->store(1);
+  EXPECT_TRUE(eventually([&] { return valueOf(event->hasHappened()); }));
+  EXPECT_EQ(order, (std::vector{1, 2, 3, 2, 2}));
 }
 
 // ---- processes

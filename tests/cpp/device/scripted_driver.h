@@ -249,8 +249,9 @@ inline void ScriptedDriver::fill() {
                                                  : CU_STREAM_CAPTURE_STATUS_NONE;
     return self()->called("cuStreamIsCapturing");
   };
-  table.cuStreamWaitEvent = [](CUstream, CUevent, unsigned) {
-    return self()->called("cuStreamWaitEvent");
+  table.cuStreamWaitEvent = [](CUstream, CUevent, unsigned flags) {
+    return self()->called(flags == CU_EVENT_WAIT_EXTERNAL ? "cuStreamWaitEvent external"
+                                                          : "cuStreamWaitEvent");
   };
   table.cuStreamWriteValue32 = [](CUstream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
     self()->writes.push_back({.address = address, .value = value, .flags = flags});
@@ -269,6 +270,10 @@ inline void ScriptedDriver::fill() {
     const CUresult result = self()->called("cuEventRecord");
     if (result == CUDA_SUCCESS) self()->recorded[event] = stream;
     return result;
+  };
+  table.cuEventRecordWithFlags = [](CUevent, CUstream, unsigned flags) {
+    return self()->called(flags == CU_EVENT_RECORD_EXTERNAL ? "cuEventRecordWithFlags external"
+                                                            : "cuEventRecordWithFlags");
   };
   table.cuEventQuery = [](CUevent event) {
     const CUresult result = self()->called("cuEventQuery");

@@ -127,6 +127,8 @@ void Program::check() {
     if (group_.isKilled(rank)) continue;
     ASSERT_EQ(group_.state(rank).failed, 0u) << "rank " << rank;
     ASSERT_EQ(group_.state(rank).done, group_.ended() + case_.rounds) << "rank " << rank;
+    ASSERT_EQ(group_.host(rank).calls, group_.isOfGraphs() ? 0 : case_.rounds);
+    ASSERT_EQ(group_.state(rank).entered, 0u) << "rank " << rank;
     for (uint32_t round = 1; round <= case_.rounds; ++round) checkRound(round, rank);
   }
 }

@@ -36,7 +36,8 @@ struct Swept {
 
 // Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
 template <typename Disturb>
-void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr) {
+void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
+           bool ofGraphs = false) {
   const unsigned races = racesReported();
   for (uint64_t seed = 1; seed <= seedsOf(seeds); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -46,7 +47,8 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr) {
                                .blocks = drawn.blocks,
                                .threads = drawn.threads,
                                .halfBytes = 4 * size_t(ranks) * (drawn.piece ? drawn.piece : 400),
-                               .ended = kEnded[seed % std::size(kEnded)]});
+                               .ended = kEnded[seed % std::size(kEnded)],
+                               .ofGraphs = ofGraphs});
     Program program(world, group, drawn);
     disturb(world, group, drawn);
     group.start();
@@ -104,6 +106,22 @@ TEST(Collectives, ALateRankAndAKilledOne) {
     group.kill(killed, 1 + drawn.draw(160));
     world.stop((killed + 1) % 4, 1 + drawn.draw(160), 50'000'000);
   });
+}
+
+// Hosts stop the kernels from another stream than that of the replays, in the middle of one.
+TEST(Collectives, ReplaysGoOnWithoutKilledRanks) {
+  Swept swept;
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    const auto kill = [&](World& world, VirtualGroup& group, Case& drawn) {
+      const int first = int(drawn.draw(unsigned(ranks)));
+      group.kill(first, 1 + drawn.draw(40 * unsigned(ranks)));
+      if (ranks == 4) group.kill((first + 1) % 4, 1 + drawn.draw(400));
+      if (ranks == 3) world.stop((first + 1) % 3, 1 + drawn.draw(80), 50'000'000);
+    };
+    sweep(ranks, 4 * kSeeds, kill, &swept, /*ofGraphs=*/true);
+  }
+  EXPECT_GT(swept.wentOn, 0u);
+  if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
 }
 
 // A group whose second rank does not take part as it should.

@@ -6,6 +6,9 @@
 #include "tests/simt/sanitizers.h"
 
 namespace mooncake::kernels {
+namespace {
+constexpr int kCalls = 0, kReplays = 1;  // streams
+}
 
 VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
     : world_(world), shape_(shape) {
@@ -39,9 +42,10 @@ void VirtualGroup::call(int rank, const std::string& name, Exchange exchange, Ke
   Memory& own = *memory_[size_t(rank)];
   exchange.state = &own.state;
   exchange.decisionNs = shape_.decisionNs;
+  exchange.isOfGraph = shape_.ofGraphs;
   ++own.called;
-  world_.launch(rank, 0, name, {shape_.blocks}, {shape_.threads}, 0,
-                [kernel = std::move(kernel), exchange] { kernel(exchange); });
+  world_.launch(rank, shape_.ofGraphs ? kReplays : kCalls, name, {shape_.blocks}, {shape_.threads},
+                0, [kernel = std::move(kernel), exchange] { kernel(exchange); });
 }
 
 void VirtualGroup::kill(int rank, uint64_t afterAtomics) {
@@ -51,12 +55,30 @@ void VirtualGroup::kill(int rank, uint64_t afterAtomics) {
 
 void VirtualGroup::start() {
   for (int rank = 0; rank < shape_.ranks; ++rank) {
-    Memory* const own = memory_[size_t(rank)].get();
-    world_.launch(rank, 0, "acknowledge", {}, {}, 0, [own] {
+    launchStops(rank);
+    if (shape_.hosts != Hosts::kNone) world_.host(rank, "host", [this, rank] { runHost(rank); });
+  }
+}
+
+// Calls: the host's stop comes after them. Graphs: it comes at any time.
+void VirtualGroup::launchStops(int rank) {
+  Memory* const own = memory_[size_t(rank)].get();
+  if (!shape_.ofGraphs) {
+    world_.launch(rank, kCalls, "acknowledge", {}, {}, 0, [own] {
       acknowledge(own->state);
       storeReleaseSystem(&own->isOver, 1);
     });
-    if (shape_.hosts != Hosts::kNone) world_.host(rank, "host", [this, rank] { runHost(rank); });
+    return;
+  }
+  world_.launch(rank, kReplays, "end", {}, {}, 0, [own] { storeReleaseSystem(&own->isOver, 1); });
+  for (uint32_t generation = 1; generation < uint32_t(shape_.ranks); ++generation) {
+    world_.launch(rank, kCalls, "acknowledge", {}, {}, 0, [own, generation] {
+      while (loadRelaxedSystem(&own->host.stop) < generation) {
+        if (loadAcquireSystem(&own->isHostOver)) return;
+        relax();
+      }
+      acknowledge(own->state);
+    });
   }
 }
 
@@ -94,6 +116,11 @@ const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
 }
 
 void VirtualGroup::runHost(int rank) {
+  decideUntilOver(rank);
+  storeReleaseSystem(&memory_[size_t(rank)]->isHostOver, 1);
+}
+
+void VirtualGroup::decideUntilOver(int rank) {
   Memory& own = *memory_[size_t(rank)];
   HostWords& host = own.host;
   uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
@@ -110,7 +137,7 @@ void VirtualGroup::runHost(int rank) {
     }
     storeRelaxedSystem(&host.stop, ++generation);
     while (loadAcquireSystem(&host.stopped) != generation) {
-      if (loadAcquireSystem(&own.isOver)) return;
+      if (!shape_.ofGraphs && loadAcquireSystem(&own.isOver)) return;
       relax();
     }
     missing_[size_t(rank)] |= host.missing;

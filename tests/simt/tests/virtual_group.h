@@ -30,6 +30,8 @@ struct GroupShape {
   uint64_t patienceNs = 2'000'000;
   uint64_t decisionNs = 400'000'000;
   uint64_t ended = 0;  // operations before the first call, all of one block
+  // Graphs launch the operations, on another stream than that on which hosts stop the kernels.
+  bool ofGraphs = false;
 };
 
 // Ranks of one group with the memory that their kernels share, and their hosts.
@@ -52,6 +54,7 @@ class VirtualGroup {
   // The same, as kernels have told a rank's host.
   uint64_t told(int rank, uint64_t number) const;
   uint64_t ended() const { return shape_.ended; }
+  bool isOfGraphs() const { return shape_.ofGraphs; }
   bool isKilled(int rank) const { return killed_ >> rank & 1; }
   const GroupState& state(int rank) const { return memory_[size_t(rank)]->state; }
   HostWords& host(int rank) { return memory_[size_t(rank)]->host; }
@@ -65,6 +68,7 @@ class VirtualGroup {
     std::vector<unsigned char> data;
     uint32_t called = 0;
     uint32_t isOver = 0;  // all of the rank's kernels have ended
+    uint32_t isHostOver = 0;
   };
   struct Agreement {
     uint64_t lastOld;  // number of the last operation with the ranks before
@@ -73,6 +77,8 @@ class VirtualGroup {
   };
 
   void runHost(int rank);
+  void decideUntilOver(int rank);
+  void launchStops(int rank);
   bool isLost(int rank) const;
   const Agreement* agree(uint32_t generation);
   const Agreement* agreed(uint32_t generation) const;

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <c10/core/Event.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "backend/device/group_streams.h"
+
+namespace mooncake {
+
+// An operation that is recorded into a graph of the program. It runs when the graph is replayed, so
+// its errors are raised by later calls of the group.
+class RecordedWork final : public c10d::Work {
+ public:
+  // The operation is the last work on the stream of `streams` for recordings.
+  RecordedWork(int rank, c10d::OpType type, std::shared_ptr<GroupStreams> streams,
+               std::vector<at::Tensor> outputs);
+  ~RecordedWork() override;
+
+  // It is recorded, and there is nothing else to wait for.
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  std::exception_ptr exception() const override { return nullptr; }
+  // Makes the graph's later work on the current stream wait for the outputs. A capture cannot end
+  // without that.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  // Its callbacks are recorded into the graph, too.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  const std::shared_ptr<GroupStreams> streams_;
+  const std::vector<at::Tensor> outputs_;
+  std::optional<c10::Event> done_;
+};
+
+}  // namespace mooncake
