@@ -343,13 +343,13 @@ MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume
     const Arrival arrival = arrive(exchange, turn.piece, shared);
     if (arrival == Arrival::kNotLast) return;
     if (arrival == Arrival::kAllEnded) break;
+    if (exchange.isOfGraph && threadIdx.x == 0)
+      storeRelaxedSystem(&state.host->parked, state.done + 1);
     blocks = {0, gridDim.x, true, false};
     const unsigned piece = leastProgress(state);
     turn.serial -= turn.piece - piece;
     turn.piece = piece;
     deadline = now() + exchange.decisionNs;
-    if (exchange.isOfGraph && threadIdx.x == 0)
-      storeRelaxedSystem(&state.host->parked, state.done + 1);
   }
   if (threadIdx.x != 0) return;
   endOperation(exchange, lastSerial(exchange, turn));

@@ -59,7 +59,12 @@ MUTANTS = [
         "consume(state, turn, block);\n      __syncthreads();",
         "consume(state, turn, block);",
     ),
-    Mutant("the count of ended blocks is relaxed", EXCHANGE, "addAcqRelDevice", "addRelaxedDevice"),
+    Mutant(
+        "the count of ended blocks is relaxed",
+        EXCHANGE,
+        "mine + addAcqRelDevice",
+        "mine + addRelaxedDevice",
+    ),
     Mutant(
         "the count of ended blocks is kept", EXCHANGE, "storeRelaxedDevice(&state.arrived, 0)", ""
     ),
@@ -138,7 +143,10 @@ MUTANTS = [
         "    if (false) {\n      failGroup",
     ),
     Mutant(
-        "a kernel runs in a group that has ended", EXCHANGE, "  if (state.failed) return;\n", ""
+        "a kernel runs in a group that has ended",
+        EXCHANGE,
+        "  if (state.failed) {",
+        "  if (false) {",
     ),
     Mutant(
         "a replay does not wait for a stop between two operations",
