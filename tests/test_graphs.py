@@ -9,37 +9,17 @@ import signal
 import time
 from datetime import timedelta
 
-import devices
 import harness
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import DEVICE
 from harness import raised
+from peer_ranks import LIMIT, crew, run
 
 import mooncake_backend
 
-LIMIT = 16384  # bytes of an input
 COUNT = 600
-
-
-def crew(size, **options):
-    devices.prepare(DEVICE)
-    env = {
-        "MOONCAKE_TRANSPORTS": "shm",
-        "MOONCAKE_PEER_BYTES": str(LIMIT),
-        devices.VARIABLE: DEVICE,
-        **options.pop("env", {}),
-    }
-    return harness.Crew(size, env=env, **options)
-
-
-def run(size, function, *args, **options):
-    ranks = crew(size, **options)
-    try:
-        return ranks.call(function, *args)
-    finally:
-        ranks.close()
 
 
 class Step:

@@ -6,32 +6,16 @@ from __future__ import annotations
 import os
 import signal
 
-import devices
-import harness
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE
 from harness import raised
+from peer_ranks import crew, run
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 11),
     reason="torch's interface has this form since 2.11",
 )
-
-
-def crew(size, **options):
-    devices.prepare(DEVICE)
-    env = {"MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: DEVICE, **options.pop("env", {})}
-    return harness.Crew(size, env=env, **options)
-
-
-def run(size, function, *args, **options):
-    ranks = crew(size, **options)
-    try:
-        return ranks.call(function, *args)
-    finally:
-        ranks.close()
 
 
 def shared(count, dtype=torch.float32):
