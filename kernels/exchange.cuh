@@ -63,7 +63,7 @@ MC_DEVICE uint64_t signalOf(const Exchange& exchange, uint64_t serial) {
   return serial << kCallBits | (exchange.call & ((1u << kCallBits) - 1));
 }
 
-// The blocks whose parts this one does: [first, end).
+// The blocks for which this one does the parts: [first, end).
 struct Blocks {
   unsigned first, end;
   bool areStopped;  // they have stopped, and this one goes on in their place

@@ -81,7 +81,7 @@ struct GroupState {
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
   uint32_t entered = 0;     // blocks of a graph's kernel that have begun, or kHeld
-  uint32_t progress[kMaxBlocks] = {};  // pieces whose part a block has ended, when it leaves
+  uint32_t progress[kMaxBlocks] = {};  // pieces that a block has ended, when it leaves
 
   uint64_t patienceNs = 0;  // a kernel that waits for so long stops by itself
   uint64_t decisionNs = 0;  // between two operations, the host decides within this time

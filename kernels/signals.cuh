@@ -29,7 +29,7 @@ MC_DEVICE bool awaitWord(const SignalArguments& a, const uint32_t* word, uint32_
 }  // namespace mooncake::kernels
 
 // One thread for each rank: first puts a signal, once the rank has taken the one before, then takes
-// one. What the device has written before the kernel is there once a rank has taken its signal.
+// one. Data that the device has written before the kernel are there once a rank has taken its signal.
 extern "C" __global__ void __launch_bounds__(mooncake::kernels::kMaxRanks)
     mooncake_signal(const __grid_constant__ mooncake::kernels::SignalArguments a) {
   using namespace mooncake::kernels;

@@ -14,7 +14,7 @@ class InputFeed {
 
   // Waits until the first `bytes` are there.
   virtual Status await(size_t bytes) = 0;
-  // Makes all data what it was before the reduction.
+  // Restores all data as it was before the reduction.
   virtual Status restart() = 0;
 };
 

@@ -8,7 +8,7 @@ namespace mooncake {
 // of this class if the accelerator can record graphs.
 class ReplayEvent : public DeviceEvent {
  public:
-  // For a stream whose calls are recorded into a graph. A replay waits for the last record() before
+  // For a stream that is recorded into a graph. A replay waits for the last record() before
   // it, also for that of another replay.
   virtual Status recordInReplays(DeviceStream stream) = 0;
   virtual Status blockInReplays(DeviceStream stream) = 0;

@@ -55,7 +55,7 @@ class Staging {
   at::Tensor input(const at::Tensor& tensor, const char* what, UsedRows used);
   at::Tensor output(const at::Tensor& tensor, const char* what, UsedRows used);
 
-  // Cuts the only input, whose operation takes its data as it comes, into pieces of this length.
+  // Cuts the only input into pieces of this length. The operation takes its data as it comes.
   void cutInput(size_t pieceBytes) { pieceBytes_ = pieceBytes; }
   bool isCut() const { return pieceBytes_ != 0; }
 
@@ -169,7 +169,7 @@ class Staging {
   const std::shared_ptr<DeviceStream> last_;
 };
 
-// The error of an operation whose inputs torch cannot copy.
+// The error of an operation when torch cannot copy its inputs.
 Error cannotFetch(const Staging& staging, const std::exception& why);
 
 // Runs an operation between fetch() and giveBack(). If it ends without results, or never runs, the

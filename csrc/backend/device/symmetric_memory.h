@@ -44,7 +44,7 @@ struct SymmetricAllocation {
 
 // Allocations of all ranks of a process group, as torch hands them out. Keeps this rank's allocation
 // and the others' mapped, also if their processes end. Signals between ranks wait at most for the
-// timeout; a later call raises what they have waited for in vain.
+// timeout; a later call raises an error that names the rank.
 class MappedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemory {
  public:
   // `mapped`: the memory of each rank, see PeerSharing. Throws.

@@ -307,7 +307,7 @@ Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tenso
     arguments.outputs[rank] = output + (isPart ? rank * bytes : 0);
   }
   if (arguments.exchange.pieces > 1) MOONCAKE_TRY(meet(call.name, deadline));
-  // The number of blocks follows from what all ranks know alike.
+  // The number of blocks follows from numbers that are equal on all ranks.
   return enqueue(KernelId::kMove, call, bytes * call.parts, arguments, deadline);
 }
 

@@ -74,7 +74,7 @@ class PeerGuard {
     std::string name;
     Deadline deadline;
   };
-  // An operation of a graph whose kernel waits for a rank.
+  // An operation of a graph that waits for a rank.
   struct Parked {
     uint64_t number = 0;
     Deadline deadline = Deadline::at(Clock::time_point::max());
@@ -87,7 +87,7 @@ class PeerGuard {
   // All with the lock; those that take it give it back while they wait.
   void awaitEvent(std::unique_lock<std::mutex>& lock);
   uint64_t done() const;   // number of the last operation that has ended, of a call or a graph
-  uint64_t ended() const;  // number of calls whose operations have ended
+  uint64_t ended() const;  // number of calls that have ended on the device
   Status checkTimeouts(std::unique_lock<std::mutex>& lock);
   bool hasLost() const { return (active_ & ~view_.active()) != 0; }
   void goOnWithoutLost(std::unique_lock<std::mutex>& lock);
@@ -104,7 +104,7 @@ class PeerGuard {
   const std::chrono::milliseconds timeout_;
   mutable std::mutex mutex_;  // guards the fields below
   mutable std::condition_variable changed_;
-  std::deque<Called> called_;  // those whose operations may not have ended
+  std::deque<Called> called_;  // those that may not have ended on the device
   Parked parked_;
   uint64_t lastCalled_ = 0;
   uint64_t active_;          // as agreed last

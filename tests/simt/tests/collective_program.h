@@ -10,7 +10,7 @@
 
 namespace mooncake::kernels {
 
-// What one seed draws. Tensors are large enough for several blocks, seldom a multiple of 16 bytes,
+// The draw of one seed. Tensors are large enough for several blocks, seldom a multiple of 16 bytes,
 // and may begin at an odd element.
 struct Case {
   Case(uint64_t seed, int ranks) : ranks(ranks), random(seed * 77 + 13) {
@@ -65,7 +65,7 @@ class Program {
 
   // Compares the results of living ranks with those of the contributors that the hosts agreed on.
   void check();
-  // Calls of living ranks whose root was lost.
+  // Calls of living ranks that have lost their root.
   unsigned withoutRoot() const { return withoutRoot_; }
   // Tensors of `count` elements that a rank gives and gets in the first round.
   size_t inputs(int rank) const { return tensors_[0][size_t(rank)].inputs; }
