@@ -102,7 +102,8 @@ void* SymmetricAllocator::allocate(size_t size, c10::Device device) {
 }
 
 void SymmetricAllocator::free(void* ptr) {
-  if (c10d::symmetric_memory::is_finalizing()) return;
+  // In a forked child the memory is the parent's, and a thread of the parent may have had the lock.
+  if (c10d::symmetric_memory::is_finalizing() || state_.generation != forkGeneration()) return;
   unlocked_([&] {
     Entry entry;  // ends without the lock, as it waits for the device
     std::lock_guard lock(state_.mutex);

@@ -29,8 +29,8 @@ class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryA
   // Waits for the device. Rendezvoused memory stays until its handles are gone, too.
   void free(void* ptr) override;
   size_t get_alloc_size(void* ptr) override;
-  // Collective over the process group, whose backend for the device is ours. A later call returns the
-  // same handle, if it does on all ranks.
+  // Collective over the process group, which has our backend for the device. A later call returns
+  // the same handle, if it does on all ranks.
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> rendezvous(
       void* ptr, const std::optional<std::string>& group_name) override;
   bool has_multicast_support(int /*device_idx*/) override { return false; }
@@ -47,6 +47,7 @@ class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryA
   };
   // Stays when the process ends: the accelerators may be gone by then.
   struct State {
+    const uint32_t generation = forkGeneration();
     std::mutex mutex;
     std::map<void*, Entry> entries;
     uint64_t lastNumber = 0;
