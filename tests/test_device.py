@@ -716,10 +716,11 @@ def messages_in_any_order(me):
     right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     for round in range(30):
         first, second, third = (torch.full((700,), -1.0) for _ in range(3))
+        other = torch.Stream(device=torch.accelerator.current_accelerator())
+        other.wait_stream(torch.accelerator.current_stream())  # for `third` as it is now
         early = dist.irecv(first, left, tag=1)
         dist.irecv(second, left, tag=2).wait()
         answer = dist.isend(second + 1, right, tag=3)  # needs what comes next
-        other = torch.Stream(device=torch.accelerator.current_accelerator())
         with other:
             works = [dist.isend(torch.full((700,), float(round)), right, tag=2)]
             dist.irecv(third, left, tag=3).wait()
