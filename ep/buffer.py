@@ -141,7 +141,8 @@ class Buffer:
         timeout_us: microseconds after this rank's call. A living rank that has not called the
             operation by then is skipped: it takes no part in this operation, on all ranks, but
             does in the next one. -1, 0 or None: living ranks are waited for until the Buffer's
-            timeout. A lost rank is waited for only until the survivors know the loss
+            timeout. A lost rank is waited for only until the survivors know the loss. By kernels,
+            no living rank is skipped: the Buffer's calls end with an error that names it
 
         Returns (recv_x, recv_count, handle, event, hook)
         recv_x: rows of this rank's L experts, bfloat16 [L, R * T, h]. With FP8 a pair of

@@ -190,6 +190,7 @@ class Runtime:
                 active_ranks,
                 timeout_us or -1,
                 async_finish or return_recv_hook,
+                return_recv_hook,
                 cumulative_recv_stats,
                 wait_stats,
             )
@@ -232,6 +233,7 @@ class Runtime:
                 active_ranks,
                 timeout_us or -1,
                 async_finish or return_recv_hook,
+                return_recv_hook,
                 wait_stats,
             )
         operation = Operation("combine", work, missing)

@@ -3,7 +3,7 @@
 #include "kernels/collectives.h"
 #include "kernels/copy.cuh"
 #include "kernels/device.h"
-#include "kernels/group_state.h"
+#include "kernels/group.cuh"
 
 // One operation of a group on GPUs of one host: each rank publishes its inputs in memory that all
 // ranks map, signals that, waits for the others' signals, and computes its result from their
@@ -38,8 +38,6 @@ MC_DEVICE Part pieceOf(const Exchange& exchange, unsigned piece, size_t bytes) {
   const size_t begin = piece * exchange.piece, end = begin + exchange.piece;
   return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
 }
-
-MC_DEVICE bool has(uint64_t ranks, int rank) { return ranks >> rank & 1; }
 
 // One exchange of an operation.
 struct Turn {
@@ -76,7 +74,22 @@ struct Blocks {
   }
 };
 
-// Publishes the blocks' parts of each input, and signals that to the ranks that take part.
+// Signals to the ranks that take part that the blocks' parts are published.
+MC_DEVICE void signalAll(const Exchange& exchange, const Turn& turn, const Blocks& blocks) {
+  const GroupState& state = *exchange.state;
+  __syncthreads();
+  const unsigned ranks = unsigned(state.ranks);
+  for (unsigned i = threadIdx.x; i < (blocks.end - blocks.first) * ranks; i += blockDim.x) {
+    const unsigned block = blocks.first + i / ranks;
+    const int peer = int(i % ranks);
+    if (has(turn.active, peer) && blocks.publish(state, block, turn.piece)) {
+      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],
+                         signalOf(exchange, turn.serial));
+    }
+  }
+}
+
+// Publishes the blocks' parts of each input, and signals that.
 MC_DEVICE void publish(const Exchange& exchange, const Turn& turn, const Blocks& blocks) {
   const GroupState& state = *exchange.state;
   const Part piece = pieceOf(exchange, turn.piece, exchange.bytes);
@@ -89,16 +102,7 @@ MC_DEVICE void publish(const Exchange& exchange, const Turn& turn, const Blocks&
                 exchange.inputs[i] + piece.begin + part.begin, part.end - part.begin);
     }
   }
-  __syncthreads();
-  const unsigned ranks = unsigned(state.ranks);
-  for (unsigned i = threadIdx.x; i < (blocks.end - blocks.first) * ranks; i += blockDim.x) {
-    const unsigned block = blocks.first + i / ranks;
-    const int peer = int(i % ranks);
-    if (has(turn.active, peer) && blocks.publish(state, block, turn.piece)) {
-      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],
-                         signalOf(exchange, turn.serial));
-    }
-  }
+  signalAll(exchange, turn, blocks);
 }
 
 enum class Waited : uint32_t { kArrived, kStopped, kMismatch };
@@ -164,80 +168,6 @@ MC_DEVICE bool awaitAll(const Exchange& exchange, const Turn& turn, uint64_t dea
   return false;
 }
 
-// A block of a graph's kernel begins: not while acknowledge() holds the group, so that the host's
-// decision lies between two operations. That ends with a deadline of its own. All threads.
-MC_DEVICE void enter(GroupState& state) {
-  if (threadIdx.x == 0) {
-    uint32_t entered = addAcqRelDevice(&state.entered, 1);
-    while (entered & kHeld) {
-      relax();
-      entered = loadAcquireDevice(&state.entered);
-    }
-  }
-  __syncthreads();
-}
-
-// So many blocks, which have all entered, use the state no more. One thread.
-MC_DEVICE void leave(const Exchange& exchange, uint32_t blocks) {
-  if (exchange.isOfGraph) addAcqRelDevice(&exchange.state->entered, 0u - blocks);
-}
-
-// The functions below are called by one thread of the last block.
-
-MC_DEVICE void endOperation(const Exchange& exchange, uint64_t serial) {
-  GroupState& state = *exchange.state;
-  // A decision may have moved it on.
-  if (state.serial < serial) state.serial = serial;
-  storeRelaxedSystem(&state.host->done, ++state.done);
-  if (!exchange.isOfGraph) storeRelaxedSystem(&state.host->calls, ++state.calls);
-}
-
-MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
-  state.failed = uint32_t(failure);
-  state.host->failedRank = uint32_t(rank);
-  storeReleaseSystem(&state.host->failed, uint32_t(failure));
-}
-
-// The ranks that take part become others. Tells the host from which operation on.
-MC_DEVICE void change(GroupState& state, Decision decision, bool isOfGraph, uint64_t active) {
-  if (active == state.active) return;
-  HostWords& host = *state.host;
-  const uint32_t count = host.changeCount;
-  const bool takes = decision == Decision::kTake;
-  host.changes[count] = {state.done + takes, state.calls + (takes && !isOfGraph), active};
-  storeReleaseSystem(&host.changeCount, count + 1);
-  state.active = active;
-}
-
-// Tells the host that this kernel has stopped, and waits for its decision, which takes effect.
-// `taken`: the last serial number that the operation may have used. kRefuse if no decision comes.
-MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t taken,
-                                 bool isOfGraph, uint64_t deadline) {
-  HostWords& host = *state.host;
-  const uint32_t next = state.generation + 1;
-  host.missing = missing;
-  host.ended = state.serial;
-  host.taken = taken;
-  storeReleaseSystem(&host.stopped, next);
-  uint32_t decided;
-  // A refusal may follow at once, and then its generation is a later one.
-  while (int32_t((decided = loadAcquireSystem(&host.decided)) - next) < 0) {
-    if (now() > deadline) {
-      failGroup(state, Failure::kUndecided, state.rank);
-      return Decision::kRefuse;
-    }
-    relax();
-  }
-  const Decision decision = Decision(loadRelaxedSystem(&host.decision));
-  if (decision == Decision::kRefuse) failGroup(state, Failure::kRefused, state.rank);
-  if (decision != Decision::kRefuse) {
-    change(state, decision, isOfGraph, loadRelaxedSystem(&host.active));
-    state.serial = loadRelaxedSystem(&host.serial);
-  }
-  state.generation = decided;
-  return decision;
-}
-
 // Asks the host how an operation goes on that has stopped in this turn. The decision takes effect.
 MC_DEVICE Decision decide(const Exchange& exchange, const BlockState& shared, const Turn& turn,
                           uint64_t deadline) {
@@ -294,23 +224,21 @@ MC_DEVICE void commit(const Exchange& exchange, const Blocks& blocks, size_t byt
   }
 }
 
-// The whole operation. `consume(state, turn, block)` computes the block's part of a piece of the
-// result, of `bytes` in all, from the memory of the ranks that take part, with all threads of a
-// block. It stands here only once, because it is most of a kernel's code.
-template <typename Consume>
-MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume& consume) {
+// An operation from its first exchange on. `publish(turn, blocks)` publishes the blocks' parts and
+// signals that. `consume(state, turn, block)` computes the block's part of a piece of the result, of
+// `bytes` in all, from the memory of the ranks that take part; it stands here only once, because it
+// is most of a kernel's code. `finish(last)` runs on the last block, when the operation cannot begin
+// anew any more, with its last exchange; false: it has failed the group. All have all threads of a block.
+template <typename Publish, typename Consume, typename Finish>
+MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish& publish,
+                           const Consume& consume, const Finish& finish) {
   MC_SHARED(BlockState, shared);
   GroupState& state = *exchange.state;
-  if (exchange.isOfGraph) enter(state);
-  if (state.failed) {
-    if (threadIdx.x == 0) leave(exchange, 1);
-    return;
-  }
   Turn turn{state.serial + 1, 0, state.active};
   Blocks blocks{blockIdx.x, blockIdx.x + 1, false, false};
   uint64_t deadline = now() + state.patienceNs;
   for (;;) {
-    publish(exchange, turn, blocks);
+    publish(turn, blocks);
     bool isReady = awaitAll(exchange, turn, deadline, shared);
     if (!isReady && blocks.areStopped) {
       const Decision decision = decideForAll(exchange, shared, turn, deadline);
@@ -351,9 +279,60 @@ MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume
     turn.piece = piece;
     deadline = now() + exchange.decisionNs;
   }
+  const Turn last{lastSerial(exchange, turn), exchange.pieces - 1, turn.active};
+  const bool hasSucceeded = finish(last);
   if (threadIdx.x != 0) return;
-  endOperation(exchange, lastSerial(exchange, turn));
+  if (hasSucceeded && isOut(state)) {
+    failGroup(state, Failure::kOut, state.rank);
+  } else if (hasSucceeded) {
+    endOperation(exchange, last.serial);
+  }
   leave(exchange, gridDim.x);
+}
+
+// A block begins an operation. False: the group has ended, and so does the block. All threads.
+MC_DEVICE bool beginBlock(const Exchange& exchange) {
+  if (exchange.isOfGraph) enter(*exchange.state);
+  if (!exchange.state->failed) return true;
+  if (threadIdx.x == 0) leave(exchange, 1);
+  return false;
+}
+
+// A whole operation in one kernel.
+template <typename Consume>
+MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume& consume) {
+  if (!beginBlock(exchange)) return;
+  runExchange(
+      exchange, bytes,
+      [&](const Turn& turn, const Blocks& blocks) { publish(exchange, turn, blocks); }, consume,
+      [](const Turn&) { return true; });
+}
+
+// An operation in two kernels, so that nothing runs on the device while the data of other ranks
+// come. The first: `write(own, block)` writes the block's part of the data that this rank publishes.
+template <typename Write>
+MC_DEVICE void sendAll(const Exchange& exchange, const Write& write) {
+  if (!beginBlock(exchange)) return;
+  const GroupState& state = *exchange.state;
+  const Turn turn{state.serial + 1, 0, state.active};
+  write(published(state, state.rank, turn.serial), blockIdx.x);
+  signalAll(exchange, turn, {blockIdx.x, blockIdx.x + 1, false, false});
+}
+
+// The second, the group's next kernel. Its operation has one piece, so after a loss it has the same
+// half of the memory as before, where the data stand already. `begin(turn)` runs on each block that
+// has not stopped.
+template <typename Begin, typename Consume, typename Finish>
+MC_DEVICE void receiveAll(const Exchange& exchange, const Begin& begin, const Consume& consume,
+                          const Finish& finish) {
+  if (exchange.state->failed) return;
+  runExchange(
+      exchange, 0,
+      [&](const Turn& turn, const Blocks& blocks) {
+        if (!blocks.areStopped) begin(turn);
+        if (blocks.areRedone) signalAll(exchange, turn, blocks);
+      },
+      consume, finish);
 }
 
 }  // namespace mooncake::kernels

@@ -16,6 +16,9 @@ constexpr int kMaxBlocks = 16;  // of a kernel
 constexpr int kCallBits = 24;
 struct Signals {
   uint64_t words[kMaxBlocks][kMaxRanks];
+  // Not 0: other ranks go on without the receiving one. They write it before they overwrite data that
+  // it may still read.
+  uint32_t isOut;
 };
 
 // The host's decision about an operation that did not end by itself.
@@ -65,6 +68,12 @@ enum class Failure : uint32_t {
   kMismatch,   // failedRank has called another operation
   kUndecided,  // the host did not decide in time
   kRefused,
+  kOut,  // other ranks have gone on without this one
+  // failedRank has given wrong inputs; see kernels/ep.
+  kNoSuchExpert,
+  kTooManyRows,
+  kOtherExpert,
+  kOtherDispatch,
 };
 
 // Memory of the rank's own device. Kernels of a group run one after the other on it, so only the

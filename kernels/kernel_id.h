@@ -26,6 +26,10 @@ enum class KernelId : uint32_t {
   kReduceComplex64,
   kReduceComplex128,
   kSignal,
+  kDispatchSend,
+  kDispatchReceive,
+  kCombineSend,
+  kCombineReceive,
 };
 
 // Their names in the fatbin, in the order of KernelId.
@@ -36,7 +40,8 @@ inline constexpr const char* kKernelNames[] = {
     "mooncake_reduce_uint64",   "mooncake_reduce_int64",     "mooncake_reduce_float16",
     "mooncake_reduce_bfloat16", "mooncake_reduce_float32",   "mooncake_reduce_float64",
     "mooncake_reduce_bool",     "mooncake_reduce_complex64", "mooncake_reduce_complex128",
-    "mooncake_signal",
+    "mooncake_signal",          "mooncake_dispatch_send",    "mooncake_dispatch_receive",
+    "mooncake_combine_send",    "mooncake_combine_receive",
 };
 inline constexpr size_t kKernelCount = sizeof(kKernelNames) / sizeof(kKernelNames[0]);
 

@@ -336,6 +336,7 @@ class EpBuffer:
         active_ranks: torch.Tensor | None = None,
         timeout_us: int = -1,
         background: bool = False,
+        hooked: bool = False,
         cumulative_recv_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
     ) -> tuple[
@@ -373,6 +374,7 @@ class EpBuffer:
         active_ranks: torch.Tensor | None = None,
         timeout_us: int = -1,
         background: bool = False,
+        hooked: bool = False,
         wait_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, EpWork]:
         """Returns combined_x, bfloat16 [n, h], which is `out` if that was given; bool [n], whether

@@ -33,6 +33,8 @@ def marks_of(layout: str) -> Any:
 LAYOUTS = [pytest.param(name, marks=marks_of(name)) for name in LAYOUT_NAMES]
 # Over shm, with tensors of a device.
 DEVICE_LAYOUT = pytest.param("device", marks=pytest.mark.ci)
+# The low latency mode of Buffers by kernels.
+KERNELS_LAYOUT = pytest.param("device-kernels", marks=pytest.mark.ci)
 # Where tests want the error of an operation from its own wait().
 BLOCKING_DEVICE_LAYOUT = pytest.param("device-blocking", marks=pytest.mark.ci)
 ALL_LAYOUTS = [*LAYOUTS, pytest.param("fabric", marks=pytest.mark.slow)]
@@ -87,7 +89,9 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
     if layout.startswith("device"):
         devices.prepare(DEVICE)
         env = {**env, "MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: DEVICE}
-        return {"env": {**env, "MOONCAKE_BLOCKING_WAIT": str(int(layout == "device-blocking"))}}
+        env["MOONCAKE_BLOCKING_WAIT"] = str(int(layout == "device-blocking"))
+        env["MOONCAKE_EP_KERNELS"] = str(int(layout == "device-kernels"))
+        return {"env": env}
     if layout == "shm-no-cma":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_CMA": "0"}}
     if layout in ("tcp", "sim", "fabric"):
@@ -172,7 +176,7 @@ def crews(two_hosts: Callable[[], hosts.Hosts]) -> Iterator[Crews]:
     crews.close()
 
 
-@pytest.fixture(params=["shm", DEVICE_LAYOUT])
+@pytest.fixture(params=["shm", DEVICE_LAYOUT, KERNELS_LAYOUT])
 def ep(crews: Crews, request: pytest.FixtureRequest) -> ep_crew.EpCrew:
     """Four ranks for expert parallelism."""
     return ep_crew.EpCrew(request.param, lambda: crews.get(request.param, ep_crew.SIZE))

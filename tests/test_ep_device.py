@@ -22,7 +22,7 @@ OWNERS = reference.default_owners(EXPERTS, SIZE)
 COUNTS = [8, 3, 0]
 SHARED = {"MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: "fake"}
 # Without words, a plain call and the waits wait on the host.
-FORMS = ["words", "host"]
+FORMS = ["words", "host", "kernels"]
 HOOK, EVENT = {"return_recv_hook": True}, {"async_finish": True}
 
 
@@ -35,7 +35,8 @@ def crew(form, size=SIZE, **options):
     devices.prepare("fake")
     env = {
         **SHARED,
-        "MOONCAKE_EP_STREAM_WORDS": str(int(form == "words")),
+        "MOONCAKE_EP_STREAM_WORDS": str(int(form != "host")),
+        "MOONCAKE_EP_KERNELS": str(int(form == "kernels")),
         **options.pop("env", {}),
     }
     return harness.Crew(size, env=env, **options)
@@ -413,7 +414,7 @@ def test_events(form):
 # ---- what is refused, and errors
 
 
-def refused(me):
+def refused(me, records):
     from fake_device import control
 
     buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
@@ -430,17 +431,18 @@ def refused(me):
     parts = found[0], mine.topk_idx, mine.weights
     kind, text = raised(buffer.low_latency_combine, *(one.cpu() for one in parts), found[2])
     assert (kind, "one device" in text) == ("ValueError", True), text
-    with control.recorded(torch.Stream(device=torch.accelerator.current_accelerator())):
-        kind, text = raised(buffer.low_latency_dispatch, mine.x, mine.topk_idx, TOKENS, EXPERTS)
-    assert kind == "NotImplementedError", text
-    assert "recorded into a graph" in text
+    if records:
+        with control.recorded(torch.Stream(device=torch.accelerator.current_accelerator())):
+            kind, text = raised(buffer.low_latency_dispatch, mine.x, mine.topk_idx, TOKENS, EXPERTS)
+        assert kind == "NotImplementedError", text
+        assert "recorded into a graph" in text
     ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
     buffer.destroy()
 
 
 def test_refused(form):
     with crew(form) as ranks:
-        ranks.call(refused)
+        ranks.call(refused, form != "kernels")
 
 
 def wrong_values(me, is_host):
@@ -465,7 +467,9 @@ def wrong_values(me, is_host):
     buffer.destroy()
 
 
+# By kernels: tests/test_ep_kernels.py.
 @pytest.mark.ci
+@pytest.mark.parametrize("form", FORMS[:2], indirect=True)
 def test_wrong_values(form):
     with crew(form) as ranks:
         ranks.call(wrong_values, form == "host")
@@ -490,6 +494,7 @@ def stuck_stream(me):
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("form", FORMS[:2], indirect=True)
 def test_a_stream_that_hangs_is_named(form):
     with crew(form) as ranks:
         ranks.call(stuck_stream)

@@ -29,8 +29,11 @@ VICTIMS = [0, 2, 3]
 OURS, FOREIGN = "mooncake", "gloo"
 
 
-# The last two: over shm, with tensors of a device.
-WIRES = ["shm", "tcp", "fabric", "device", pytest.param("device-words", marks=pytest.mark.slow)]
+# The last three: over shm, with tensors of a device.
+WIRES = [
+    "shm", "tcp", "fabric", "device", "device-kernels",
+    pytest.param("device-words", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 def over(transports, **more):
@@ -38,6 +41,7 @@ def over(transports, **more):
         devices.prepare(DEVICE)
         more[devices.VARIABLE] = DEVICE
         more["MOONCAKE_EP_STREAM_WORDS"] = str(int(transports == "device-words"))
+        more["MOONCAKE_EP_KERNELS"] = str(int(transports == "device-kernels"))
         transports = "shm"
     return {"env": {**cards.over(transports), **more}}
 
@@ -300,8 +304,9 @@ def stopped_on_rank(me, victim, where):
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_stopped(victim, where, transports):
-    options = over(transports, MOONCAKE_FAILURE_TIMEOUT_MS=str(int(SHORT * 1000)))
-    with crew(stopped_on_rank, victim, where, **options) as ranks:
+    # By kernels, an error may come after wait() has returned, unless that waits on the host.
+    more = {"MOONCAKE_FAILURE_TIMEOUT_MS": str(int(SHORT * 1000)), "MOONCAKE_BLOCKING_WAIT": "1"}
+    with crew(stopped_on_rank, victim, where, **over(transports, **more)) as ranks:
         ranks.board.wait("victim")
         ranks.stop(victim)
         ranks.board.set("stopped")

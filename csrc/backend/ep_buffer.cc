@@ -49,6 +49,12 @@ std::vector<int64_t> rowsByExpert(const ep::Handle& handle) {
   return rows;
 }
 
+ep::RowFormat formatOf(const EpBuffer::DispatchArguments& given) {
+  return !given.usesFp8      ? ep::RowFormat::kBf16
+         : given.roundsScale ? ep::RowFormat::kFp8Rounded
+                             : ep::RowFormat::kFp8;
+}
+
 }  // namespace
 
 std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Deadline deadline) {
@@ -56,14 +62,24 @@ std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Dea
                         deadline);
 }
 
+std::shared_ptr<EpKernels> makeEpKernels(const MooncakeBackend& ours, size_t bytes,
+                                         EpKernels::Settings settings) {
+  auto view = std::make_shared<ViewFeed>();
+  auto control = ours.makeGroup("ep-peers", 0, 0, false, Deadline::after(settings.timeout),
+                                [view](const GroupView& shown) { view->show(shown); });
+  settings.name = control->name();
+  settings.bytes = ep::BufferLayout(bytes).sendBytes();
+  return std::make_shared<EpKernels>(std::move(control), std::move(view), std::move(settings));
+}
+
 EpBuffer::EpBuffer(std::shared_ptr<ep::Buffer> buffer, Options options)
     : size_(buffer->group().size()),
-      options_(options),
+      options_(std::move(options)),
       buffer_(std::move(buffer)),
       results_(BlockCache::make(buffer_->bytes())),
-      streams_({.words = options.streams.words && !options.raises,
-                .pinnedCache = options.streams.pinnedCache},
-               std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout)) {}
+      streams_({.words = options_.streams.words && !options_.raises,
+                .pinnedCache = options_.streams.pinnedCache},
+               std::chrono::duration_cast<std::chrono::milliseconds>(options_.timeout)) {}
 
 std::shared_ptr<Staging> EpBuffer::stagingFor(const c10::Device& device) {
   return device.is_cpu() ? nullptr : streams_.stagingOn(device);
@@ -101,6 +117,8 @@ EpBuffer::Dispatch EpBuffer::dispatch(const DispatchArguments& given) {
   handle->tokens = size_t(x.size(0));
   handle->topk = size_t(given.topk.size(1));
   throwIfError(buffer_->checkRoom(handle->shape, *experts));
+  if (!device.is_cpu() && options_.kernels && options_.kernels->takes(device))
+    return dispatchByKernels(given, handle);
   throwIfError(buffer_->checkTable(handle->tokens, handle->topk, given.numExperts));
 
   const auto staging = stagingFor(device);
@@ -111,9 +129,7 @@ EpBuffer::Dispatch EpBuffer::dispatch(const DispatchArguments& given) {
   if (given.activeRanks)
     run->activeRanks = host.inOut(given.activeRanks->narrow(0, 0, size_), "active_ranks");
   ep::DispatchCall& call = run->call;
-  call.format = !given.usesFp8      ? ep::RowFormat::kBf16
-                : given.roundsScale ? ep::RowFormat::kFp8Rounded
-                                    : ep::RowFormat::kFp8;
+  call.format = formatOf(given);
   call.packsScales = given.packsScales;
   call.mask = buffer_->callerMask();
   call.patience = patienceOf(given.timeoutMicros);
@@ -131,6 +147,68 @@ EpBuffer::Dispatch EpBuffer::dispatch(const DispatchArguments& given) {
   if (given.addedCounts) run->addedCounts = host.inOut(*given.addedCounts, "cumulative stats");
   if (given.waits) run->waits = host.inOut(*given.waits, "wait stats");
   staging ? makeStagedRows(made, *run) : makeRows(made, *run);
+  return made;
+}
+
+// Kernels skip no rank that is late: its lateness is an error.
+Deadline EpBuffer::kernelDeadline(int64_t timeoutMicros) const {
+  const auto patience = patienceOf(timeoutMicros);
+  return patience ? Deadline::after(*patience) : deadlineIn(options_.timeout);
+}
+
+EpBuffer::Dispatch EpBuffer::dispatchByKernels(const DispatchArguments& given,
+                                               std::shared_ptr<ep::Handle> handle) {
+  const c10::Device device = given.x.device();
+  const auto [local, rows, hidden] = sizesOfRows(*handle);
+  Dispatch made{.rows = emptyOn(device, {local, rows, hidden},
+                                given.usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16),
+                .counts = emptyOn(device, {local}, at::kInt),
+                .sources = emptyOn(device, {local, rows}, at::kInt),
+                .ranges = emptyOn(device, {local, size_}, at::kLong),
+                .handle = {buffer_, handle, device, EpKept{}}};
+  std::optional<at::Tensor> scales;
+  if (given.usesFp8) {
+    const auto words = int64_t(ep::scaleWordsOf(size_t(hidden), given.packsScales));
+    scales = emptyOn(device, {local, words, rows}, given.packsScales ? at::kInt : at::kFloat);
+    made.scales = scales->transpose(1, 2);
+  }
+  made.call.kernels = options_.kernels->dispatch({.x = given.x,
+                                                  .topk = given.topk,
+                                                  .activeRanks = given.activeRanks,
+                                                  .addedCounts = given.addedCounts,
+                                                  .waits = given.waits,
+                                                  .mask = buffer_->callerMask(),
+                                                  .format = formatOf(given),
+                                                  .packsScales = given.packsScales,
+                                                  .rows = made.rows,
+                                                  .counts = made.counts,
+                                                  .sources = made.sources,
+                                                  .ranges = made.ranges,
+                                                  .scales = std::move(scales)},
+                                                 *handle, *made.handle.kept);
+  made.call.deadline = kernelDeadline(given.timeoutMicros);
+  return made;
+}
+
+EpBuffer::Combine EpBuffer::combineByKernels(const CombineArguments& given) {
+  const ep::Handle& handle = *given.handle.dispatch;
+  const c10::Device& device = given.handle.device;
+  const auto tokens = int64_t(handle.tokens), hidden = int64_t(handle.shape.hidden);
+  Combine made{.sums = given.out ? *given.out : emptyOn(device, {tokens, hidden}, at::kBFloat16),
+               .missing = emptyOn(device, {tokens}, at::kBool)};
+  made.call.kernels = options_.kernels->combine({.x = given.zeroCopy ? *inPlaceOnDevice_ : given.x,
+                                                 .topk = given.topk,
+                                                 .weights = given.weights,
+                                                 .activeRanks = given.activeRanks,
+                                                 .waits = given.waits,
+                                                 .mask = buffer_->callerMask(),
+                                                 .isInPlace = given.zeroCopy && areRowsPublished_,
+                                                 .usesLogfmt = given.usesLogfmt,
+                                                 .sums = made.sums,
+                                                 .missing = made.missing},
+                                                *given.handle.kept);
+  made.call.deadline = kernelDeadline(given.timeoutMicros);
+  inPlaceOnDevice_.reset();
   return made;
 }
 
@@ -191,14 +269,17 @@ void EpBuffer::checkCombine(const CombineArguments& given) const {
                       "zero_copy: call get_next_combine_buffer() before each combine, and write "
                       "the rows into the tensor that it returns");
   }
-  if (!given.zeroCopy || !device.is_cpu()) {
-    requireTensor(given.zeroCopy ? *inPlaceOnDevice_ : given.x, "x", device, at::kBFloat16,
-                  {local, rows, hidden});
+  if (!given.zeroCopy) {
+    requireTensor(given.x, "x", device, at::kBFloat16, {local, rows, hidden});
+  } else if (!device.is_cpu()) {
+    TORCH_CHECK_VALUE(inPlaceOnDevice_->sizes() == at::IntArrayRef({local, rows, hidden}),
+                      "zero_copy: the rows are those of another handle's dispatch");
   }
 }
 
 EpBuffer::Combine EpBuffer::combine(const CombineArguments& given) {
   checkCombine(given);
+  if (given.handle.kept) return combineByKernels(given);
   const auto handle = given.handle.dispatch;
   const c10::Device& device = given.handle.device;
   const auto tokens = int64_t(handle->tokens), hidden = int64_t(handle->shape.hidden);
@@ -258,8 +339,13 @@ std::function<Status(ep::Memory&)> EpBuffer::runOf(Call call) const {
       };
 }
 
-std::shared_ptr<EpWork> EpBuffer::submit(Call call, bool inBackground,
+std::shared_ptr<EpWork> EpBuffer::submit(Call call, Ends ends,
                                          const std::shared_ptr<EpWork>& after) {
+  const bool inBackground = ends != Ends::kAtOnce;
+  if (call.kernels) {
+    return options_.kernels->submit(std::move(*call.kernels), call.deadline, ends == Ends::kByHook,
+                                    !inBackground);
+  }
   EpInterrupt interrupt(buffer_->group());
   const auto staging = call.staging;
   const bool isOrdered = staging && staging->isOrdered();
@@ -281,12 +367,15 @@ std::shared_ptr<EpWork> EpBuffer::submit(Call call, bool inBackground,
   interrupt.rethrow();
   if (!inBackground && !isOrdered) throwIfError(task->status());
   if (!inBackground && staging) staging->block();
-  return std::make_shared<EpWork>(buffer_, std::move(task), staging);
+  return std::make_shared<EpTaskWork>(buffer_, std::move(task), staging);
 }
 
 at::Tensor EpBuffer::nextCombineBuffer(const EpHandle& handle) {
   TORCH_CHECK_VALUE(handle.buffer == buffer_, "the handle is of a dispatch of another buffer");
   const auto [local, rows, hidden] = sizesOfRows(*handle.dispatch);
+  if (handle.kept) inPlaceOnDevice_ = options_.kernels->nextRows(*handle.kept);
+  areRowsPublished_ = handle.kept && inPlaceOnDevice_;
+  if (areRowsPublished_) return *inPlaceOnDevice_;
   if (!handle.device.is_cpu()) {
     inPlaceOnDevice_ = emptyOn(handle.device, {local, rows, hidden}, at::kBFloat16);
     return *inPlaceOnDevice_;
@@ -320,7 +409,7 @@ void EpBuffer::showMaskedRanks(const at::Tensor& shown) {
   const auto run =
       std::make_shared<MaskRun>(host.output(shown, "mask_status"), buffer_->callerMask());
   if (staging && staging->isOrdered()) {
-    submit({run, staging}, /*inBackground=*/false);
+    submit({run, staging}, Ends::kAtOnce);
     return;
   }
   // Calls under way are not waited for.
@@ -338,6 +427,11 @@ std::vector<bool> EpBuffer::activeRanks() const {
   return active;
 }
 
+c10::Stream EpBuffer::streamOn(const c10::Device& device) {
+  if (options_.kernels && options_.kernels->areOn(device)) return options_.kernels->stream();
+  return streams_.streamOn(device);
+}
+
 at::Tensor EpBuffer::localBuffer() const {
   return inMemory(buffer_->data(), {int64_t(buffer_->bytes())}, {1}, at::kByte);
 }
@@ -345,6 +439,7 @@ at::Tensor EpBuffer::localBuffer() const {
 void EpBuffer::updateMembers() const { throwIfError(buffer_->group().usable()); }
 
 void EpBuffer::close(Seconds timeout) {
+  if (options_.kernels) options_.kernels->close(deadlineIn(timeout));
   buffer_->close(deadlineIn(timeout));
   results_->close();
 }

@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "backend/device/ep_kernels.h"
 #include "backend/device/staging_streams.h"
 #include "backend/ep_run.h"
 #include "backend/ep_work.h"
@@ -27,11 +28,15 @@ class MooncakeBackend;
 struct EpHandle {
   std::shared_ptr<ep::Buffer> buffer;
   std::shared_ptr<ep::Handle> dispatch;
-  c10::Device device;  // the tensors of the dispatch are on it, and those of its combines
+  c10::Device device;          // the tensors of the dispatch are on it, and those of its combines
+  std::optional<EpKept> kept;  // of a dispatch by kernels
 };
 
 // Makes the group of a buffer over a group of ours. Collective over the group. Throws.
 std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Deadline deadline);
+// The kernels of a buffer with so many bytes over that group. Collective. Throws.
+std::shared_ptr<EpKernels> makeEpKernels(const MooncakeBackend& ours, size_t bytes,
+                                         EpKernels::Settings settings);
 
 // Dispatch and combine of tensors over an ep::Buffer. Checks the tensors that callers give, before
 // anything is sent, and makes the tensors of the results. Calls with tensors of a device run on
@@ -42,13 +47,22 @@ class EpBuffer {
   struct Options {
     Seconds timeout{};  // longest time of a call
     bool renormalizes = false;
-    bool raises = false;     // mode `raise`
-    StreamSettings streams;  // in mode `raise` without words
+    bool raises = false;                 // mode `raise`
+    StreamSettings streams;              // in mode `raise` without words
+    std::shared_ptr<EpKernels> kernels;  // null: tensors of devices go through host memory
   };
   // A checked call, for submit().
   struct Call {
     std::shared_ptr<EpRun> run;
-    std::shared_ptr<Staging> staging;  // null: CPU tensors, which `run` has read
+    std::shared_ptr<Staging> staging;        // null: CPU tensors, which `run` has read
+    std::optional<EpKernels::Call> kernels;  // instead of both
+    Deadline deadline = Deadline::at(Clock::time_point::max());  // of `kernels`
+  };
+  // The end of the caller's wait.
+  enum class Ends {
+    kAtOnce,   // when the results are there
+    kByEvent,  // EpWork::wait() is called later
+    kByHook    // likewise, and kernels receive nothing before that
   };
 
   struct DispatchArguments {
@@ -96,16 +110,16 @@ class EpBuffer {
 
   Dispatch dispatch(const DispatchArguments& given);
   Combine combine(const CombineArguments& given);
-  // Runs the call, or with `inBackground` queues it for the buffer's thread. Without Python's lock.
+  // Runs the call, or queues it for the buffer's thread if it ends later. Without Python's lock.
   //
   // `after`: an earlier call that this one continues, or null. If it fails, this call ends with the
   // same error and sends nothing, as on all ranks.
   //
   // Tensors of a device: the call begins where the current stream is now. That stream waits for the
-  // results, or with `inBackground` when EpWork::wait() says so. Streams that know words let no
+  // results, now or when EpWork::wait() says so. Streams that know words let no
   // caller wait on the host; then a call that fails ends the buffer, because later calls were made
   // before anything could be told.
-  std::shared_ptr<EpWork> submit(Call call, bool inBackground,
+  std::shared_ptr<EpWork> submit(Call call, Ends ends,
                                  const std::shared_ptr<EpWork>& after = nullptr);
   // Memory for the rows of the next combine. On the CPU it is the memory that other ranks read.
   // Waits until no rank reads or writes there. Without Python's lock.
@@ -120,8 +134,8 @@ class EpBuffer {
   // By rank: in the agreed view. Waits for no device.
   std::vector<bool> activeRanks() const;
   at::Tensor localBuffer() const;
-  // The stream of the copies from and to the device.
-  c10::Stream streamOn(const c10::Device& device) { return streams_.streamOn(device); }
+  // The stream of the kernels, or of the copies from and to the device.
+  c10::Stream streamOn(const c10::Device& device);
   size_t numBytes() const { return buffer_->bytes(); }
   const std::shared_ptr<ep::Buffer>& buffer() const { return buffer_; }
   // Memory for the results of calls, see newResult().
@@ -146,6 +160,9 @@ class EpBuffer {
   };
   RowSizes sizesOfRows(const ep::Handle& handle) const;
   std::shared_ptr<Staging> stagingFor(const c10::Device& device);
+  Deadline kernelDeadline(int64_t timeoutMicros) const;
+  Dispatch dispatchByKernels(const DispatchArguments& given, std::shared_ptr<ep::Handle> handle);
+  Combine combineByKernels(const CombineArguments& given);
   void makeRows(Dispatch& made, DispatchRun& run);
   void makeStagedRows(Dispatch& made, DispatchRun& run);
   std::function<Status(ep::Memory&)> runOf(Call call) const;
@@ -161,6 +178,7 @@ class EpBuffer {
   // The results of nextCombineBuffer(), until the next combine.
   std::optional<ep::Buffer::NextSend> inPlace_;
   std::optional<at::Tensor> inPlaceOnDevice_;
+  bool areRowsPublished_ = false;  // those on the device are where the kernels publish them
 };
 
 }  // namespace mooncake

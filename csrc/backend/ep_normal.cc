@@ -177,7 +177,7 @@ EpNormal::Count EpNormal::count(std::vector<uint32_t> numbers,
   const auto run = std::make_shared<CountRun>();
   setParticipation(*run, buffer_, activeRanks, timeoutMicros);
   run->census.numbers = std::move(numbers);
-  buffer_.submit({run, nullptr}, /*inBackground=*/false);
+  buffer_.submit({run, nullptr}, EpBuffer::Ends::kAtOnce);
   return {std::move(run->census.all), flagsOf(run->ending.participants, size)};
 }
 
@@ -211,7 +211,7 @@ EpNormal::Dispatch EpNormal::dispatch(const DispatchArguments& given) {
   handle->chosen.assign(ranks, ranks + given.ranks.numel());
   call.handle = handle;
   setParticipation(*run, buffer_, given.activeRanks, given.timeoutMicros);
-  buffer_.submit({run, nullptr}, /*inBackground=*/false);
+  buffer_.submit({run, nullptr}, EpBuffer::Ends::kAtOnce);
   return {.fields = std::move(run->made),
           .sources = std::move(run->sources),
           .ends = std::move(run->ends),

@@ -5,19 +5,19 @@
 
 namespace mooncake {
 
-bool EpWork::isCompleted() const {
+bool EpTaskWork::isCompleted() const {
   if (!task_->isDone()) return false;
   return !staging_ || !task_->status().ok() || staging_->isOver();
 }
 
-void EpWork::awaitOnHost() {
+void EpTaskWork::awaitOnHost() {
   EpInterrupt interrupt(buffer_->group());
   buffer_->await(*task_, [&] { interrupt.onSleep(); });
   interrupt.rethrow();
   throwIfError(task_->status());
 }
 
-void EpWork::wait() {
+void EpTaskWork::wait() {
   const bool isOrdered = staging_ && staging_->isOrdered();
   // The stream goes on after an error, too, and what the program calls next comes after that.
   if (isOrdered) staging_->block();
@@ -26,7 +26,7 @@ void EpWork::wait() {
   if (staging_ && !isOrdered) staging_->block();
 }
 
-void EpWork::synchronize() {
+void EpTaskWork::synchronize() {
   awaitOnHost();
   if (staging_) staging_->synchronize();
 }

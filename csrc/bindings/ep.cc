@@ -68,12 +68,10 @@ std::shared_ptr<ep::Buffer> withPython(std::shared_ptr<ep::Buffer> buffer) {
           }};
 }
 
-std::unique_ptr<Group> makeGroupOfOurs(const c10d::Backend& backend, bool raises,
-                                       Deadline deadline) {
+const MooncakeBackend& backendOfOurs(const c10d::Backend& backend) {
   const auto* ours = dynamic_cast<const MooncakeBackend*>(&backend);
   if (!ours) throw py::type_error("backend: not one of mooncake's");
-  py::gil_scoped_release unlocked;
-  return makeEpGroup(*ours, raises, deadline);
+  return *ours;
 }
 
 // The ranks exchange keys and addresses through the Python function.
@@ -108,8 +106,17 @@ std::unique_ptr<EpBuffer> makeBuffer(
   const Deadline deadline = EpBuffer::deadlineIn(timeout);
   const auto env = orThrow(BackendEnv::read());
   std::unique_ptr<Group> group;
+  std::shared_ptr<EpKernels> kernels;
   if (backend) {
-    group = makeGroupOfOurs(**backend, raises, deadline);
+    const MooncakeBackend& ours = backendOfOurs(**backend);
+    py::gil_scoped_release unlocked;
+    group = makeEpGroup(ours, raises, deadline);
+    if (env.epKernels && hasResults && !raises)
+      kernels =
+          makeEpKernels(ours, bytes,
+                        {.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
+                         .renormalizes = renormalizes,
+                         .blocks = env.blockingWait});
   } else if (exchange) {
     group = makeGroupOfOwnJob({.rank = rank,
                                .size = size,
@@ -128,18 +135,26 @@ std::unique_ptr<EpBuffer> makeBuffer(
       EpBuffer::Options{.timeout = timeout,
                         .renormalizes = renormalizes,
                         .raises = raises,
-                        .streams = {.words = env.epStreamWords, .pinnedCache = env.pinnedCache}});
+                        .streams = {.words = env.epStreamWords, .pinnedCache = env.pinnedCache},
+                        .kernels = std::move(kernels)});
 }
 
-std::shared_ptr<EpWork> submit(EpBuffer& buffer, EpBuffer::Call call, bool inBackground) {
+using Ends = EpBuffer::Ends;
+
+Ends endsOf(bool inBackground, bool isHooked) {
+  return isHooked ? Ends::kByHook : inBackground ? Ends::kByEvent : Ends::kAtOnce;
+}
+
+std::shared_ptr<EpWork> submit(EpBuffer& buffer, EpBuffer::Call call, Ends ends) {
   py::gil_scoped_release unlocked;
-  return buffer.submit(std::move(call), inBackground);
+  return buffer.submit(std::move(call), ends);
 }
 
 Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
                     int64_t maxTokens, int numExperts, bool usesFp8, bool roundsScale,
                     bool packsScales, const MaybeTensor& activeRanks, int64_t timeoutMicros,
-                    bool inBackground, const MaybeTensor& addedCounts, const MaybeTensor& waits) {
+                    bool inBackground, bool isHooked, const MaybeTensor& addedCounts,
+                    const MaybeTensor& waits) {
   auto made = buffer.dispatch({.x = x,
                                .topk = topk,
                                .maxTokens = maxTokens,
@@ -151,7 +166,7 @@ Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& top
                                .timeoutMicros = timeoutMicros,
                                .addedCounts = addedCounts,
                                .waits = waits});
-  auto work = submit(buffer, std::move(made.call), inBackground);
+  auto work = submit(buffer, std::move(made.call), endsOf(inBackground, isHooked));
   return {std::move(made.rows),    std::move(made.scales), std::move(made.counts),
           std::move(made.sources), std::move(made.ranges), std::move(made.handle),
           std::move(work)};
@@ -160,7 +175,7 @@ Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& top
 Combined combine(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
                  const at::Tensor& weights, const EpHandle& handle, bool usesLogfmt, bool zeroCopy,
                  const MaybeTensor& out, const MaybeTensor& activeRanks, int64_t timeoutMicros,
-                 bool inBackground, const MaybeTensor& waits) {
+                 bool inBackground, bool isHooked, const MaybeTensor& waits) {
   auto made = buffer.combine({.x = x,
                               .topk = topk,
                               .weights = weights,
@@ -171,7 +186,7 @@ Combined combine(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
                               .activeRanks = activeRanks,
                               .timeoutMicros = timeoutMicros,
                               .waits = waits});
-  auto work = submit(buffer, std::move(made.call), inBackground);
+  auto work = submit(buffer, std::move(made.call), endsOf(inBackground, isHooked));
   return {std::move(made.sums), std::move(made.missing), std::move(work)};
 }
 
@@ -229,7 +244,7 @@ std::shared_ptr<EpWork> combineTokens(EpBuffer& buffer, const at::Tensor& x, con
                                         .activeRanks = activeRanks,
                                         .timeoutMicros = timeoutMicros});
   py::gil_scoped_release unlocked;
-  return buffer.submit(std::move(call), inBackground, after);
+  return buffer.submit(std::move(call), endsOf(inBackground, false), after);
 }
 
 void bindNormalMode(py::class_<EpBuffer>& buffer) {
@@ -294,12 +309,12 @@ void bindEp(py::module_& m) {
       .def("dispatch", &dispatch, py::arg("x"), py::arg("topk_idx"), py::arg("num_max_tokens"),
            py::arg("num_experts"), py::arg("use_fp8"), py::arg("round_scale") = false,
            py::arg("use_ue8m0") = false, py::arg("active_ranks") = none, py::arg("timeout_us") = -1,
-           py::arg("background") = false, py::arg("cumulative_recv_stats") = none,
-           py::arg("wait_stats") = none)
+           py::arg("background") = false, py::arg("hooked") = false,
+           py::arg("cumulative_recv_stats") = none, py::arg("wait_stats") = none)
       .def("combine", &combine, py::arg("x"), py::arg("topk_idx"), py::arg("topk_weights"),
            py::arg("handle"), py::arg("use_logfmt") = false, py::arg("zero_copy") = false,
            py::arg("out") = none, py::arg("active_ranks") = none, py::arg("timeout_us") = -1,
-           py::arg("background") = false, py::arg("wait_stats") = none)
+           py::arg("background") = false, py::arg("hooked") = false, py::arg("wait_stats") = none)
       .def("next_combine_buffer", &EpBuffer::nextCombineBuffer, WithoutLock(), py::arg("handle"))
       .def("set_expert_owners", &EpBuffer::setExpertOwners, py::arg("owners"))
       .def("mask_rank", &EpBuffer::maskRank, py::arg("rank"), py::arg("is_masked"))

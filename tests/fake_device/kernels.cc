@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "kernels/entries.cuh"
+#include "kernels/ep/entries.cuh"
 #include "kernels/kernel_id.h"
 #include "kernels/probe.cuh"
 #include "kernels/signals.cuh"
@@ -49,6 +50,10 @@ const Entry kEntries[] = {
     entry(mooncake_reduce_complex64),
     entry(mooncake_reduce_complex128),
     entry(mooncake_signal),
+    entry(mooncake_dispatch_send),
+    entry(mooncake_dispatch_receive),
+    entry(mooncake_combine_send),
+    entry(mooncake_combine_receive),
 };
 static_assert(std::size(kEntries) == mooncake::kKernelCount);
 

@@ -3,8 +3,8 @@
 # Usage: tests/gpu/run.sh [driver] [kernels] [suites] [speed]   without arguments: all
 #   driver   the seam to CUDA's driver, function by function (C++): launches a kernel, shares memory between two
 #            processes, and kills its owner
-#   kernels  collectives by kernels, also in CUDA graphs, with one rank and with several on the GPU, and with ranks that
-#            are killed and stopped
+#   kernels  collectives and rows for experts by kernels, also in CUDA graphs, with one rank and with several on the GPU,
+#            and with ranks that are killed and stopped
 #   suites   the suites of device tensors, with tensors of CUDA
 #   speed    all_reduce of CUDA tensors beside its parts, beside NCCL and Gloo
 set -euo pipefail
@@ -52,12 +52,14 @@ driver() {
 # One test at a time: the blocks of all ranks that wait for each other must fit on the GPU, or take turns.
 kernels() {
   TEST_DEVICE=cuda python -m pytest -q -m '' tests/test_peer_kernels.py tests/test_peer_verbs.py \
-    tests/test_symmetric_memory.py tests/test_graphs.py
+    tests/test_symmetric_memory.py tests/test_graphs.py tests/test_ep_kernels.py
+  TEST_DEVICE=cuda python -m pytest -q -m '' -k device-kernels tests/test_ep_buffer.py tests/test_ep_shapes.py \
+    tests/test_ep_callers.py tests/test_ep_failures.py
 }
 
 # Ranks share the GPU if there are fewer than ranks.
 suites() {
-  TEST_DEVICE=cuda python -m pytest -q -n 4 -m '' -k "device or cuda" tests/test_collectives.py tests/test_async.py \
+  TEST_DEVICE=cuda python -m pytest -q -n 4 -m '' -k "(device or cuda) and not kernels" tests/test_collectives.py tests/test_async.py \
     tests/test_groups.py tests/test_point_to_point.py tests/test_ecosystem.py \
     tests/test_ep_buffer.py tests/test_ep_shapes.py tests/test_ep_callers.py
 }

@@ -53,9 +53,8 @@ bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline de
   if (accelerator.ok() && !streams->words())
     accelerator = Error{ErrorCode::kUnsupported, "its streams have no words"};
   const DeviceStream native = accelerator.ok() ? OwnStream::nativeOf(stream) : DeviceStream{};
-  auto peers =
-      PeerCollectives::make(std::move(control), std::move(feed), std::move(accelerator), native,
-                            {.halfBytes = settings_.bytes, .timeout = settings_.timeout}, deadline);
+  auto peers = PeerCollectives::make(std::move(control), std::move(feed), std::move(accelerator),
+                                     native, settings_.bytes, settings_.timeout, deadline);
   if (!peers.ok()) {
     whyStaged_ = peers.error().message;
     log(LogLevel::kInfo, "group '" + settings_.name + "'",
@@ -87,8 +86,9 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
            device.str() + ". Use one device for each group, or set MOONCAKE_PEER_BYTES=0");
   }
   const c10::Stream& stream = isRecorded ? streams->recordings() : streams->collectives();
-  std::optional<PeerCollectives::Recording> recording;
-  if (isRecorded) recording.emplace(*peers_, OwnStream::nativeOf(stream), !isCapturing(stream));
+  std::optional<PeerQueue::Recording> recording;
+  if (isRecorded)
+    recording.emplace(peers_->queue(), OwnStream::nativeOf(stream), !isCapturing(stream));
   c10::Event reached(device.type());
   reached.record(callers);
   reached.block(stream);
@@ -176,7 +176,7 @@ void PeerRoute::fail(const Error& why) {
 
 void PeerRoute::drain(Deadline deadline) const {
   std::lock_guard lock(mutex_);
-  if (peers_) peers_->drain(deadline);
+  if (peers_) peers_->queue().drain(deadline);
 }
 
 }  // namespace mooncake

@@ -21,7 +21,8 @@ size_t alignedUp(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 
 }  // namespace
 
-size_t PeerArea::signalsOffset() const { return 2 * alignedUp(settings_.halfBytes); }
+size_t PeerArea::halfStride() const { return alignedUp(settings_.halfBytes); }
+size_t PeerArea::signalsOffset() const { return 2 * halfStride(); }
 size_t PeerArea::stateOffset() const { return signalsOffset() + alignedUp(sizeof(Signals)); }
 
 Result<std::unique_ptr<PeerArea>> PeerArea::make(Group& group, Accelerator& accelerator,
@@ -32,8 +33,8 @@ Result<std::unique_ptr<PeerArea>> PeerArea::make(Group& group, Accelerator& acce
   MOONCAKE_TRY(agreeOnAll(group, own.ok() ? Status() : Status(own.error()), deadline));
   auto allocations = exchangeAllocations(group, *own, deadline);
   if (!allocations.ok()) return allocations.error();
-  Status mine = area->mapAll(*allocations, group.rank());
-  if (mine.ok()) mine = area->initialize(group.rank());
+  Status mine = area->mapAll(*allocations);
+  if (mine.ok()) mine = area->initialize();
   MOONCAKE_TRY(agreeOnAll(group, mine, deadline));
   return area;
 }
@@ -62,18 +63,19 @@ Result<SharedAllocation> PeerArea::allocate(const Group& group) {
   const size_t bytes = stateOffset() + alignedUp(sizeof(GroupState));
   const auto own = mappings_->allocate(bytes, group.lastView->epoch);
   if (!own.ok()) return own.error();
+  rank_ = group.rank();
   parts_.resize(ranks);
-  parts_[size_t(group.rank())] = own->memory;
+  parts_[size_t(rank_)] = own->memory;
   auto descriptor = mappings_->descriptorOf(own->allocation);
   if (!descriptor.ok()) return descriptor.error();
   return SharedAllocation{own->allocation, std::move(*descriptor)};
 }
 
-Status PeerArea::mapAll(std::vector<SharedAllocation>& allocations, int rank) {
+Status PeerArea::mapAll(std::vector<SharedAllocation>& allocations) {
   for (size_t peer = 0; peer < allocations.size(); ++peer) {
-    if (int(peer) == rank) continue;
+    if (int(peer) == rank_) continue;
     SharedAllocation& theirs = allocations[peer];
-    if (theirs.allocation.bytes < parts_[size_t(rank)].size())
+    if (theirs.allocation.bytes < parts_[size_t(rank_)].size())
       return {ErrorCode::kMismatch, theirs.allocation.text() + " is smaller than the other ranks'"};
     const auto mapped = mappings_->open(
         theirs.allocation, [&]() -> Result<Fd> { return std::move(theirs.descriptor); });
@@ -84,20 +86,20 @@ Status PeerArea::mapAll(std::vector<SharedAllocation>& allocations, int rank) {
 }
 
 // Fills in the device's memory, by way of pinned memory.
-Status PeerArea::initialize(int rank) {
+Status PeerArea::initialize() {
   GroupState state;
-  state.rank = rank;
+  state.rank = rank_;
   state.ranks = int(parts_.size());
   state.active = ~uint64_t(0) >> (64 - parts_.size());
   state.patienceNs = uint64_t(settings_.patience.count());
   state.decisionNs = uint64_t(settings_.decision.count());
-  state.halfBytes = alignedUp(settings_.halfBytes);
+  state.halfBytes = halfStride();
   for (size_t peer = 0; peer < parts_.size(); ++peer) {
     state.data[peer] = reinterpret_cast<unsigned char*>(parts_[peer].data());
     state.signals[peer] = reinterpret_cast<Signals*>(parts_[peer].data() + signalsOffset());
   }
   state.host = reinterpret_cast<HostWords*>(pinned_.data());
-  std::byte* const own = parts_[size_t(rank)].data();
+  std::byte* const own = parts_[size_t(rank_)].data();
   std::memset(pinned_.data(), 0, sizeof(Signals));
   MOONCAKE_TRY(accelerator_.copy(stream_, own + signalsOffset(), pinned_.data(), sizeof(Signals)));
   MOONCAKE_TRY(accelerator_.synchronize(stream_));

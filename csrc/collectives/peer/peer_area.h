@@ -41,21 +41,27 @@ class PeerArea {
   kernels::GroupState* state() const { return state_; }  // an address of the device
   kernels::HostWords& words() const { return *words_; }
   size_t halfBytes() const { return settings_.halfBytes; }
+  // The memory that this rank publishes for the exchange with the serial number, on the device.
+  std::byte* half(uint64_t serial) const {
+    return parts_[size_t(rank_)].data() + (serial & 1) * halfStride();
+  }
 
  private:
   PeerArea(Accelerator& accelerator, DeviceStream stream, const Settings& settings)
       : accelerator_(accelerator), stream_(stream), settings_(settings) {}
 
+  size_t halfStride() const;
   size_t signalsOffset() const;
   size_t stateOffset() const;
   Result<SharedAllocation> allocate(const Group& group);
-  Status mapAll(std::vector<SharedAllocation>& allocations, int rank);
-  Status initialize(int rank);
+  Status mapAll(std::vector<SharedAllocation>& allocations);
+  Status initialize();
 
   Accelerator& accelerator_;
   const DeviceStream stream_;
   const Settings settings_;
   std::optional<PeerMappings> mappings_;
+  int rank_ = 0;
   std::vector<std::span<std::byte>> parts_;  // by rank
   kernels::GroupState* state_ = nullptr;
   std::span<std::byte> pinned_;

@@ -2,14 +2,8 @@
 
 #include <algorithm>
 #include <optional>
-#include <span>
-#include <thread>
 #include <utility>
 
-#include "base/failpoint.h"
-#include "base/log.h"
-#include "collectives/collectives.h"
-#include "collectives/peer/allocation_exchange.h"
 #include "device/kernel_launch.h"
 
 namespace mooncake {
@@ -20,12 +14,8 @@ using kernels::Exchange;
 using kernels::MoveArguments;
 using kernels::ReduceArguments;
 
-constexpr unsigned kMostBlocks = 8;                // multiprocessors that a group takes at most
-constexpr unsigned kMostThreads = 512;             // of a block: the bound in kernels/entries.cuh
-constexpr size_t kBytesOfBlock = 16 << 10;         // less is not worth a further block
-constexpr auto kGrace = std::chrono::seconds(10);  // for the host to decide after a timeout
-// Most ranks that are late come within this time. A kernel that has stopped goes on with one block.
-constexpr auto kPatience = std::chrono::milliseconds(50);
+constexpr unsigned kMostBlocks = 8;         // multiprocessors that a group takes at most
+constexpr size_t kBytesOfBlock = 16 << 10;  // less is not worth a further block
 
 constexpr size_t kPieceUnit = 1024;  // bytes: pieces are cut evenly into parts for blocks
 constexpr uint64_t kAllRanks = ~uint64_t(0);
@@ -90,12 +80,6 @@ Combine combinationOf(DType dtype, ReduceKind kind) {
   return Combine::kSum;
 }
 
-// The host decides by then, unless it is out of order.
-uint64_t decisionNs(Deadline deadline) {
-  return uint64_t(std::min<int64_t>(deadline.left().count(), int64_t(1) << 62)) +
-         uint64_t(std::chrono::nanoseconds(kGrace).count());
-}
-
 uint32_t mix(uint32_t hash, uint64_t value) {
   for (int shift = 0; shift < 64; shift += 8) hash = (hash ^ uint8_t(value >> shift)) * 16777619u;
   return hash;
@@ -118,121 +102,36 @@ struct PeerCollectives::Call {
   }
 };
 
-Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(std::unique_ptr<Group> control,
-                                                               std::shared_ptr<ViewFeed> view,
-                                                               Result<Accelerator*> accelerator,
-                                                               DeviceStream stream,
-                                                               const Settings& settings,
-                                                               Deadline deadline) {
-  MOONCAKE_TRY(agreeOnAll(*control, accelerator.status(), deadline));
-  std::unique_ptr<PeerCollectives> made(
-      new PeerCollectives(std::move(control), std::move(view), **accelerator, stream));
-  // The host decides within the timeout, unless it is out of order.
-  const auto decision = settings.timeout + kGrace;
-  auto area = PeerArea::make(
-      *made->control_, **accelerator, stream,
-      {.halfBytes = settings.halfBytes, .patience = kPatience, .decision = decision}, deadline);
-  if (!area.ok()) return area.error();
-  made->area_ = std::move(*area);
-  made->decisionNs_ = uint64_t(std::chrono::nanoseconds(decision).count());
-  const Status started = made->start(settings.timeout);
-  MOONCAKE_TRY(agreeOnAll(*made->control_, started, deadline));
-  MOONCAKE_TRY(made->agreeOnBlocks(deadline));
-  made->guard_->arm();
-  return made;
-}
-
-Status PeerCollectives::start(std::chrono::milliseconds timeout) {
-  const KernelLaunch largest{.kernel = KernelId::kMove, .grid = kMostBlocks, .block = kMostThreads};
-  const auto room = accelerator_.roomFor(largest, stream_.device);
-  if (!room.ok()) return room.error();
-  mostBlocks_ = uint32_t(std::clamp(room->multiprocessors, 1, int(kMostBlocks)));
-  auto guard = PeerGuard::make(
-      *control_, *view_, area_->words(), [this] { return acknowledge(); }, timeout);
-  if (!guard.ok()) return guard.error();
-  guard_ = std::move(*guard);
-  return {};
-}
-
-// The ranks' kernels must have as many blocks, and their devices may differ.
-Status PeerCollectives::agreeOnBlocks(Deadline deadline) {
-  return mooncake::allreduce(*control_, std::as_writable_bytes(std::span(&mostBlocks_, 1)),
-                             {DType::kUInt32, ReduceKind::kMin}, deadline);
-}
-
-PeerCollectives::~PeerCollectives() {
-  guard_.reset();  // first: it ends kernels that wait
-  if (!area_) return;
-  // Replays that come later find the refusal on the device. An error shows below.
-  if (order_.hasGraphs()) (void)acknowledge();
-  const Status over = accelerator_.synchronize(stream_);
-  if (!over.ok()) {
-    log(LogLevel::kWarning, accelerator_.name(),
-        "kernels of a group may still run, so their memory stays: ", over.error().message);
-  }
-  if (!over.ok() || order_.hasGraphs()) (void)area_.release();
-}
-
-Status PeerCollectives::acknowledge() {
-  kernels::AcknowledgeArguments arguments{area_->state()};
-  return accelerator_.launch(stream_,
-                             {.kernel = KernelId::kAcknowledge, .arguments = bytesOf(arguments)});
-}
-
-void PeerCollectives::drain(Deadline deadline) const {
-  (void)guard_->await(guard_->lastCall(), deadline);
-  while (guard_->usable().ok() && !deadline.passed()) {
-    const auto isOver = order_.isOver();
-    if (!isOver.ok() || *isOver) return;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-}
-
-Status PeerCollectives::launchCall(const KernelLaunch& launch) {
-  MOONCAKE_TRY(order_.beforeCall());
-  MOONCAKE_TRY(accelerator_.launch(stream_, launch));
-  return order_.afterCall();
-}
-
-Status PeerCollectives::record(const KernelLaunch& launch) {
-  if (!isOrdered_) MOONCAKE_TRY(order_.beforeGraph(*recording_));
-  isOrdered_ = true;
-  MOONCAKE_TRY(accelerator_.launch(*recording_, launch));
-  return order_.afterGraphs(*recording_);
+Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
+    std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view,
+    Result<Accelerator*> accelerator, DeviceStream stream, size_t halfBytes,
+    std::chrono::milliseconds timeout, Deadline deadline) {
+  auto queue = PeerQueue::make(
+      std::move(control), std::move(view), std::move(accelerator), stream,
+      {.halfBytes = halfBytes, .mostBlocks = kMostBlocks, .timeout = timeout}, deadline);
+  if (!queue.ok()) return queue.error();
+  return std::unique_ptr<PeerCollectives>(new PeerCollectives(std::move(*queue)));
 }
 
 template <typename Arguments>
 Result<uint64_t> PeerCollectives::enqueue(KernelId kernel, const Call& call, size_t work,
                                           Arguments& arguments, Deadline deadline) {
-  const auto blocks =
-      unsigned(std::clamp<size_t>((work + kBytesOfBlock - 1) / kBytesOfBlock, 1, mostBlocks_));
+  const auto blocks = unsigned(
+      std::clamp<size_t>((work + kBytesOfBlock - 1) / kBytesOfBlock, 1, queue_->mostBlocks()));
   const size_t vectors = work / blocks / sizeof(uint64_t) / 2;
-  const auto threads = unsigned(std::clamp<size_t>((vectors + 31) / 32 * 32, 64, kMostThreads));
-  if (recording_) {
-    arguments.exchange.isOfGraph = true;
-    arguments.exchange.decisionNs = decisionNs_;
-  }
-  const KernelLaunch launch{
-      .kernel = kernel, .grid = blocks, .block = threads, .arguments = bytesOf(arguments)};
-  if (recording_) {
-    MOONCAKE_TRY(record(launch));
-    return 0;
-  }
-  const auto number = guard_->begin(call.name, deadline);
+  const auto threads =
+      unsigned(std::clamp<size_t>((vectors + 31) / 32 * 32, 64, PeerQueue::kMostThreads));
+  const auto number = queue_->begin(call.name, deadline);
   if (!number.ok()) return number.error();
-  failpoint("peers-launch");
-  const Status launched = launchCall(launch);
-  if (!launched.ok()) {
-    guard_->fail(launched.error());  // the ranks would count differently
-    return launched.error();
-  }
+  MOONCAKE_TRY(queue_->launch(
+      {.kernel = kernel, .grid = blocks, .block = threads, .arguments = bytesOf(arguments)}));
   return number;
 }
 
 // Bytes of each part that an exchange takes.
 size_t PeerCollectives::pieceOf(const Call& call, size_t bytes) const {
   if (!hasPieces(bytes, call.parts)) return bytes;
-  const size_t most = area_->halfBytes() / call.parts;
+  const size_t most = halfBytes() / call.parts;
   const size_t unit = most < kPieceUnit ? kSmallestPiece : kPieceUnit;
   return most / unit * unit;
 }
@@ -241,19 +140,14 @@ Exchange PeerCollectives::exchangeOf(const Call& call, const Tensors& tensors,
                                      Deadline deadline) const {
   const size_t bytes = tensors.count * dtypeSize(tensors.dtype), piece = pieceOf(call, bytes);
   const bool isWhole = piece == bytes, isOne = tensors.inputs.size() == 1;
-  Exchange exchange{
-      .state = area_->state(),
-      .call = call.hash(tensors),
-      .decisionNs = decisionNs(deadline),
-      .root = call.root,
-      .pieces = isWhole ? 1 : unsigned((bytes - 1) / piece + 1),
-      .piece = isWhole && isOne ? bytes * call.parts : piece,
-      .bytes = isWhole && isOne ? bytes * call.parts : bytes,
-      .inputCount = tensors.inputs.empty() ? 0 : unsigned(isWhole && isOne ? 1 : call.parts),
-      .inputs = {},
-      .scratch = static_cast<unsigned char*>(tensors.scratch),
-      .output = static_cast<unsigned char*>(tensors.scratch ? tensors.outputs[0] : nullptr),
-      .isOfGraph = false};
+  Exchange exchange = queue_->exchange(call.hash(tensors), deadline);
+  exchange.root = call.root;
+  exchange.pieces = isWhole ? 1 : unsigned((bytes - 1) / piece + 1);
+  exchange.piece = isWhole && isOne ? bytes * call.parts : piece;
+  exchange.bytes = isWhole && isOne ? bytes * call.parts : bytes;
+  exchange.inputCount = tensors.inputs.empty() ? 0 : unsigned(isWhole && isOne ? 1 : call.parts);
+  exchange.scratch = static_cast<unsigned char*>(tensors.scratch);
+  exchange.output = static_cast<unsigned char*>(tensors.scratch ? tensors.outputs[0] : nullptr);
   for (unsigned i = 0; i < exchange.inputCount; ++i) {
     exchange.inputs[i] =
         static_cast<const unsigned char*>(tensors.inputs[isOne ? 0 : i]) + (isOne ? i * bytes : 0);
@@ -299,7 +193,7 @@ Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tenso
                           .offset = part * pieceOf(call, bytes),
                           .bytes = outputs ? bytes : 0,
                           .outputs = {}};
-  for (int rank = 0; outputs && rank < control_->size(); ++rank) {
+  for (int rank = 0; outputs && rank < size(); ++rank) {
     if (!(sources >> rank & 1)) continue;
     // The outputs of all sources are one tensor, or one for each.
     auto* const output = static_cast<unsigned char*>(tensors.outputs[outputs == 1 ? 0 : rank]);
@@ -318,8 +212,8 @@ Result<uint64_t> PeerCollectives::allreduce(const Tensors& tensors, ReduceKind k
 
 Result<uint64_t> PeerCollectives::reduceScatter(const Tensors& tensors, ReduceKind kind,
                                                 Deadline deadline) {
-  const Call call{.name = "reduce_scatter", .parts = size_t(control_->size()), .kind = kind};
-  return reduceAny(call, tensors, size_t(control_->rank()), deadline);
+  const Call call{.name = "reduce_scatter", .parts = size_t(size()), .kind = kind};
+  return reduceAny(call, tensors, size_t(queue_->group().rank()), deadline);
 }
 
 Result<uint64_t> PeerCollectives::reduce(const Tensors& tensors, ReduceKind kind, int root,
@@ -340,8 +234,8 @@ Result<uint64_t> PeerCollectives::broadcast(const Tensors& tensors, int root, De
 }
 
 Result<uint64_t> PeerCollectives::scatter(const Tensors& tensors, int root, Deadline deadline) {
-  const Call call{.name = "scatter", .parts = size_t(control_->size()), .root = root};
-  return moveAny(call, tensors, uint64_t(1) << root, size_t(control_->rank()), deadline);
+  const Call call{.name = "scatter", .parts = size_t(size()), .root = root};
+  return moveAny(call, tensors, uint64_t(1) << root, size_t(queue_->group().rank()), deadline);
 }
 
 }  // namespace mooncake

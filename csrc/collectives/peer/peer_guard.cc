@@ -257,6 +257,10 @@ void PeerGuard::refuse(Error why) {
 }
 
 Status PeerGuard::failureOfKernels() const {
+  const auto wrong = [&](const char* what) {
+    return Error{ErrorCode::kInvalidArgument,
+                 control_.nameRank(int(words_.failedRank)) + ": " + what};
+  };
   switch (Failure(read(words_.failed))) {
     case Failure::kMismatch:
       return {ErrorCode::kMismatch,
@@ -264,6 +268,24 @@ Status PeerGuard::failureOfKernels() const {
                   control_.nameRank(control_.rank()) + ", or with other sizes or types"};
     case Failure::kUndecided:
       return {ErrorCode::kTimeout, "a kernel has waited for its host's decision in vain"};
+    case Failure::kOut: {
+      const Status usable = control_.usable();
+      if (!usable.ok()) return usable;
+      return {ErrorCode::kEvicted, "the other ranks have gone on without this one"};
+    }
+    case Failure::kNoSuchExpert:
+      return wrong("topk_idx names an expert that does not exist");
+    case Failure::kTooManyRows:
+      return wrong(
+          "its tokens name an expert more than once, and send it more rows than it has room for");
+    case Failure::kOtherExpert:
+      return wrong("topk_idx of combine names another expert than that of the dispatch");
+    case Failure::kOtherDispatch:
+      return {ErrorCode::kMismatch,
+              control_.nameRank(int(words_.failedRank)) +
+                  " combines the rows of another dispatch than " +
+                  control_.nameRank(control_.rank()) +
+                  ": all ranks must combine with the handles of the same dispatch"};
     case Failure::kNone:
     case Failure::kRefused:
       break;

@@ -1,0 +1,270 @@
+#include "backend/device/ep_kernels.h"
+
+#include <cstring>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "backend/arguments.h"
+#include "backend/device/accelerator_of.h"
+#include "backend/device/ep_kernel_work.h"
+#include "backend/device/keep_until_passed.h"
+#include "backend/errors.h"
+#include "base/log.h"
+
+namespace mooncake {
+namespace {
+
+c10::Stream currentOn(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+constexpr const char* kBeforeTheCapture =
+    "Call low_latency_dispatch() with as many experts, on tensors of the device, before the "
+    "capture";
+
+template <typename T>
+T* addressOf(const std::optional<at::Tensor>& tensor) {
+  return tensor ? tensor->mutable_data_ptr<T>() : nullptr;
+}
+
+void add(std::vector<at::Tensor>& tensors, const std::optional<at::Tensor>& tensor) {
+  if (tensor) tensors.push_back(*tensor);
+}
+
+}  // namespace
+
+EpKernels::EpKernels(std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view,
+                     Settings settings)
+    : control_(std::move(control)),
+      view_(std::move(view)),
+      settings_(std::move(settings)),
+      rank_(control_->rank()),
+      size_(control_->size()) {}
+
+EpKernels::~EpKernels() = default;
+
+bool EpKernels::takes(const c10::Device& device) {
+  if (!isDecided_) decide(device);
+  if (!experts_) return false;
+  if (stream().device() != device) {
+    refuse("the Buffer's kernels use memory of " + stream().device().str() +
+           ", and the tensor is on " + device.str() + ". Use one device for each Buffer");
+  }
+  return true;
+}
+
+void EpKernels::decide(const c10::Device& device) {
+  const c10::DeviceGuard on(device);
+  const c10::Stream callers = currentOn(device);
+  if (isCapturing(callers))
+    refuseRecording(callers, "the Buffer has not set up its kernels yet", kBeforeTheCapture);
+  isDecided_ = true;
+  stream_.emplace(device);
+  Result<Accelerator*> accelerator = acceleratorOf(device.type());
+  const DeviceStream native = accelerator.ok() ? stream_->native() : DeviceStream{};
+  auto experts =
+      PeerExperts::make(std::move(control_), std::move(view_), std::move(accelerator), native,
+                        settings_.bytes, settings_.timeout, Deadline::after(settings_.timeout));
+  if (experts.ok()) {
+    experts_ = std::move(*experts);
+    return;
+  }
+  log(LogLevel::kWarning, settings_.name, "no kernels, though MOONCAKE_EP_KERNELS asks for them: ",
+      "tensors of devices go through host memory: ", experts.error().message);
+}
+
+// The table stands on the device before the next kernel of our stream.
+at::Tensor EpKernels::tableFor(const std::shared_ptr<const ep::ExpertMap>& experts) {
+  if (tableOf_ == experts) return table_;
+  const c10::Stream callers = currentOn(stream().device());
+  if (isCapturing(callers))
+    refuseRecording(callers, "it has other experts than the call before", kBeforeTheCapture);
+  const auto bytes = PeerExperts::tableOf(experts->owners(), rank_);
+  const c10::StreamGuard on(stream());
+  at::Tensor host = at::empty({int64_t(bytes.size())}, at::kByte);
+  std::memcpy(host.mutable_data_ptr(), bytes.data(), bytes.size());
+  table_ = host.to(stream().device());
+  tableOf_ = experts;
+  return table_;
+}
+
+PeerExperts::Shape EpKernels::shapeOf(const ep::Handle& handle) const {
+  const ep::Shape& shape = handle.shape;
+  return {.maxTokens = shape.maxTokens,
+          .hidden = shape.hidden,
+          .combineRow = ep::combineRowBytes(shape.hidden),
+          .experts = unsigned(shape.numExperts),
+          .local = unsigned(handle.experts->numLocal(rank_)),
+          .mostLocal = unsigned(handle.experts->mostLocal()),
+          .owners = handle.experts->hash()};
+}
+
+PeerExperts::Caller EpKernels::callerOf(const at::Tensor& topk, const GroupRanks& mask,
+                                        const std::optional<at::Tensor>& activeRanks,
+                                        const std::optional<at::Tensor>& waits,
+                                        const EpKept& kept) const {
+  PeerExperts::Caller caller{.topk = topk.const_data_ptr(),
+                             .isTopkWide = topk.scalar_type() == at::kLong,
+                             .tokens = size_t(topk.size(0)),
+                             .topks = size_t(topk.size(1)),
+                             .activeRanks = addressOf<int32_t>(activeRanks),
+                             .waits = addressOf<int64_t>(waits),
+                             .table = static_cast<const std::byte*>(kept.table.const_data_ptr()),
+                             .kept = static_cast<std::byte*>(kept.kept.mutable_data_ptr())};
+  for (int rank = 0; rank < size_; ++rank)
+    if (mask.contains(rank)) caller.mask |= uint64_t(1) << rank;
+  return caller;
+}
+
+EpKernels::Call EpKernels::dispatch(const Dispatch& given, const ep::Handle& handle, EpKept& kept) {
+  using RowKind = PeerExperts::RowKind;
+  const c10::DeviceGuard on(stream().device());
+  kept.shape = shapeOf(handle);
+  kept.shape.dispatchRow = ep::dispatchRowBytes(handle.shape.hidden, given.format);
+  kept.table = tableFor(handle.experts);
+  const size_t bytes = experts_->keptBytes(kept.shape, handle.tokens, handle.topk);
+  kept.kept = at::empty({int64_t(bytes)}, at::TensorOptions(at::kByte).device(stream().device()));
+  const PeerExperts::Dispatch dispatch{
+      .shape = kept.shape,
+      .caller = callerOf(given.topk, given.mask, given.activeRanks, given.waits, kept),
+      .x = given.x.const_data_ptr(),
+      .kind = given.format == ep::RowFormat::kBf16  ? RowKind::kBf16
+              : given.format == ep::RowFormat::kFp8 ? RowKind::kFp8
+                                                    : RowKind::kFp8Rounded,
+      .packsScales = given.packsScales,
+      .rows = given.rows.mutable_data_ptr(),
+      .scales = given.scales ? given.scales->mutable_data_ptr() : nullptr,
+      .counts = given.counts.mutable_data_ptr<int32_t>(),
+      .sources = given.sources.mutable_data_ptr<int32_t>(),
+      .ranges = given.ranges.mutable_data_ptr<int64_t>(),
+      .addedCounts = addressOf<int32_t>(given.addedCounts)};
+  Call call{.tensors = {given.x, given.topk, given.rows, given.counts, given.sources, given.ranges,
+                        kept.kept},
+            .table = kept.table,
+            .send = [dispatch](PeerExperts& experts, Deadline deadline) {
+              return experts.send(dispatch, deadline);
+            }};
+  for (const auto& one : {given.activeRanks, given.addedCounts, given.waits, given.scales})
+    add(call.tensors, one);
+  return call;
+}
+
+EpKernels::Call EpKernels::combine(const Combine& given, const EpKept& kept) {
+  if (given.isInPlace && (experts_->guard().lastCall() + 1 != nextRowsFor_ ||
+                          isCapturing(currentOn(stream().device())))) {
+    throwError({ErrorCode::kInvalidArgument,
+                "combine: the buffer that the rows were written to belongs to another operation: "
+                "call combine before anything else is called on this buffer"});
+  }
+  const PeerExperts::Combine combine{
+      .shape = kept.shape,
+      .caller = callerOf(given.topk, given.mask, given.activeRanks, given.waits, kept),
+      .x = given.isInPlace ? nullptr : given.x.const_data_ptr(),
+      .weights = given.weights.const_data_ptr<float>(),
+      .usesLogfmt = given.usesLogfmt,
+      .renormalizes = settings_.renormalizes,
+      .sums = given.sums.mutable_data_ptr(),
+      .missing = given.missing.mutable_data_ptr<bool>()};
+  Call call{.tensors = {given.topk, given.weights, given.sums, given.missing, kept.kept},
+            .table = kept.table,
+            .send = [combine](PeerExperts& experts, Deadline deadline) {
+              return experts.send(combine, deadline);
+            }};
+  if (!given.isInPlace) call.tensors.push_back(given.x);
+  for (const auto& one : {given.activeRanks, given.waits}) add(call.tensors, one);
+  return call;
+}
+
+const c10::Stream& EpKernels::recordings() {
+  if (!recordings_) recordings_.emplace(stream().device());
+  return recordings_->stream();
+}
+
+// While it lives, kernels are launched on a stream that is recorded.
+std::optional<PeerQueue::Recording> EpKernels::record(const c10::Stream& stream) const {
+  if (!recordings_ || stream != recordings_->stream()) return std::nullopt;
+  return std::optional<PeerQueue::Recording>(std::in_place, experts_->queue(),
+                                             OwnStream::nativeOf(stream), !isCapturing(stream));
+}
+
+std::shared_ptr<EpWork> EpKernels::submit(Call call, Deadline deadline, bool isHooked, bool waits) {
+  const c10::DeviceGuard on(stream().device());
+  const c10::Stream callers = currentOn(stream().device());
+  const bool isRecorded = isCapturing(callers);
+  throwIfError(experts_->guard().usable());
+  receive(experts_->sent());
+  const c10::Stream& ours = isRecorded ? recordings() : stream();
+  auto work = std::make_shared<EpKernelWork>(shared_from_this(), ours, isRecorded);
+  {
+    const auto recording = record(ours);
+    c10::Event reached(ours.device_type());
+    reached.record(callers);
+    reached.block(ours);
+    const auto number = call.send(*experts_, deadline);
+    // A capture cannot end without the stream that has joined it.
+    if (!number.ok() && isRecorded) work->join();
+    work->sent(orThrow(number), experts_->sent());
+  }
+  pending_ = {std::move(call.tensors), isRecorded};
+  if (isRecorded) recordedTables_.push_back(std::move(call.table));
+  if (isHooked) {
+    c10::Event hasSent(ours.device_type());
+    hasSent.record(ours);
+    hasSent.block(callers);
+  } else {
+    work->receive();
+  }
+  if (waits) work->wait();
+  return work;
+}
+
+// The program may drop the tensors before that.
+void EpKernels::receive(uint64_t sent) {
+  if (experts_->sent() != sent || pending_.tensors.empty()) return;
+  const c10::Stream callers = currentOn(stream().device());
+  if (pending_.isRecorded != isCapturing(callers)) {
+    refuseRecording(callers, "an operation of the Buffer before it has not been received",
+                    "Call its hook on the same side of the begin and end of the capture");
+  }
+  const c10::Stream& ours = pending_.isRecorded ? recordings() : stream();
+  const auto recording = record(ours);
+  const Status received = experts_->receive();
+  for (const at::Tensor& tensor : std::exchange(pending_, {}).tensors)
+    keepUntilPassed(tensor, ours);
+  throwIfError(received);
+}
+
+std::optional<at::Tensor> EpKernels::nextRows(const EpKept& kept) {
+  const c10::DeviceGuard on(stream().device());
+  if (isCapturing(currentOn(stream().device()))) return std::nullopt;
+  receive(experts_->sent());
+  const auto next = experts_->nextRows(kept.shape);
+  if (!next.rows) return std::nullopt;
+  nextRowsFor_ = next.number;
+  // The operation before has ended on this rank, so no rank reads these rows.
+  c10::Event received(stream().device_type());
+  received.record(stream());
+  received.block(currentOn(stream().device()));
+  const auto stride = int64_t(kept.shape.combineRow / sizeof(uint16_t));
+  const auto rows = int64_t(size_) * int64_t(kept.shape.maxTokens);
+  return at::for_blob(next.rows, {int64_t(kept.shape.local), rows, int64_t(kept.shape.hidden)})
+      .strides({rows * stride, stride, 1})
+      .deleter([keeps = shared_from_this()](void*) {})
+      .options(at::TensorOptions(at::kBFloat16).device(stream().device()))
+      .target_device(stream().device())
+      .make_tensor();
+}
+
+void EpKernels::close(Deadline deadline) {
+  if (!experts_) return;
+  const c10::DeviceGuard on(stream().device());
+  if (!pending_.isRecorded) receive(experts_->sent());
+  experts_->queue().drain(deadline);
+}
+
+}  // namespace mooncake

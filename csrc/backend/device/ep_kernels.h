@@ -1,0 +1,130 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include "backend/device/own_stream.h"
+#include "base/deadline.h"
+#include "collectives/peer/peer_experts.h"
+#include "ep/calls.h"
+#include "group/group.h"
+
+namespace mooncake {
+
+class EpWork;
+
+// What a dispatch by kernels keeps for its combines, in memory of the device.
+struct EpKept {
+  PeerExperts::Shape shape;
+  at::Tensor table;  // the owners of experts
+  at::Tensor kept;
+};
+
+// The calls of a Buffer with tensors of a device, as kernels, if all ranks can. The ranks decide that
+// together, at the first such call. Calls come from one thread. Functions throw.
+class EpKernels : public std::enable_shared_from_this<EpKernels> {
+ public:
+  struct Settings {
+    std::string name;  // of the buffer, for the log
+    size_t bytes = 0;  // of rows that a rank publishes for one operation
+    std::chrono::milliseconds timeout{};
+    bool renormalizes = false;
+    bool blocks = false;  // wait() waits on the host
+  };
+  // `control` is a group of the buffer's ranks for this object alone, whose view `view` shows.
+  EpKernels(std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view, Settings settings);
+  ~EpKernels();
+
+  // Whether calls with tensors of this device go by kernels. Collective, the first time.
+  bool takes(const c10::Device& device);
+  // Whether calls have gone by kernels on this device.
+  bool areOn(const c10::Device& device) const { return experts_ && stream().device() == device; }
+
+  struct Dispatch {
+    at::Tensor x, topk;
+    std::optional<at::Tensor> activeRanks, addedCounts, waits;
+    GroupRanks mask;  // ranks that the buffer counts as active
+    ep::RowFormat format;
+    bool packsScales;
+    at::Tensor rows, counts, sources, ranges;
+    std::optional<at::Tensor> scales;  // [local expert][word][row]
+  };
+  struct Combine {
+    at::Tensor x, topk, weights;
+    std::optional<at::Tensor> activeRanks, waits;
+    GroupRanks mask;
+    bool isInPlace;  // x is nextRows()
+    bool usesLogfmt;
+    at::Tensor sums, missing;
+  };
+  // An operation that is to be sent.
+  struct Call {
+    std::vector<at::Tensor> tensors;
+    at::Tensor table;  // the owners of experts
+    std::function<Result<uint64_t>(PeerExperts&, Deadline)> send;
+  };
+  // Fills in `kept` for the combines of the dispatch.
+  Call dispatch(const Dispatch& given, const ep::Handle& handle, EpKept& kept);
+  Call combine(const Combine& given, const EpKept& kept);
+
+  // Enqueues the call behind the current stream's work so far. `isHooked`: wait() of the work enqueues
+  // the receiving kernel, and the current stream waits for the sending one. `waits`: the current stream waits for the results. If a rank is late at the
+  // deadline, the buffer's calls end. If the current stream is recorded into a graph, so is the call.
+  std::shared_ptr<EpWork> submit(Call call, Deadline deadline, bool isHooked, bool waits);
+
+  // Enqueues the receiving kernel of the operation that was sent last, if it is that one: `sent` is
+  // PeerExperts::sent() since then.
+  void receive(uint64_t sent);
+
+  // The rows that the next combine publishes, [local expert][row][channel]. Empty: their place is
+  // not known, so a combine copies its rows.
+  std::optional<at::Tensor> nextRows(const EpKept& kept);
+
+  // The stream of the kernels of calls.
+  const c10::Stream& stream() const { return stream_->stream(); }
+  PeerExperts& experts() const { return *experts_; }
+  bool blocks() const { return settings_.blocks; }
+  // Waits until the kernels of all calls have ended, or for the deadline.
+  void close(Deadline deadline);
+
+ private:
+  void decide(const c10::Device& device);
+  const c10::Stream& recordings();
+  std::optional<PeerQueue::Recording> record(const c10::Stream& stream) const;
+  at::Tensor tableFor(const std::shared_ptr<const ep::ExpertMap>& experts);
+  PeerExperts::Shape shapeOf(const ep::Handle& handle) const;
+  PeerExperts::Caller callerOf(const at::Tensor& topk, const GroupRanks& mask,
+                               const std::optional<at::Tensor>& activeRanks,
+                               const std::optional<at::Tensor>& waits, const EpKept& kept) const;
+
+  std::unique_ptr<Group> control_;  // until it is decided
+  std::shared_ptr<ViewFeed> view_;
+  const Settings settings_;
+  const int rank_, size_;
+  bool isDecided_ = false;
+  std::optional<OwnStream> stream_;       // not lent to others before the kernels have ended
+  std::optional<OwnStream> recordings_;   // joins one capture at a time; none: nothing was recorded
+  std::unique_ptr<PeerExperts> experts_;  // null: calls are staged
+  std::shared_ptr<const ep::ExpertMap> tableOf_;
+  at::Tensor table_;
+  std::vector<at::Tensor> recordedTables_;  // replays read them
+  // An operation that is not received yet.
+  struct Pending {
+    std::vector<at::Tensor> tensors;
+    bool isRecorded = false;
+  };
+  Pending pending_;
+  uint64_t nextRowsFor_ = 0;  // number of the combine that nextRows() was called for
+};
+
+}  // namespace mooncake

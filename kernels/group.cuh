@@ -1,0 +1,94 @@
+#pragma once
+
+#include "kernels/collectives.h"
+#include "kernels/device.h"
+#include "kernels/group_state.h"
+
+// How a kernel begins and ends an operation of its group, and what it asks its host.
+namespace mooncake::kernels {
+
+MC_DEVICE bool has(uint64_t ranks, int rank) { return ranks >> rank & 1; }
+
+// A block of a graph's kernel begins: not while acknowledge() holds the group, so that the host's
+// decision lies between two operations. That ends with a deadline of its own. All threads.
+MC_DEVICE void enter(GroupState& state) {
+  if (threadIdx.x == 0) {
+    uint32_t entered = addAcqRelDevice(&state.entered, 1);
+    while (entered & kHeld) {
+      relax();
+      entered = loadAcquireDevice(&state.entered);
+    }
+  }
+  __syncthreads();
+}
+
+// So many blocks, which have all entered, use the state no more. One thread.
+MC_DEVICE void leave(const Exchange& exchange, uint32_t blocks) {
+  if (exchange.isOfGraph) addAcqRelDevice(&exchange.state->entered, 0u - blocks);
+}
+
+// Whether the other ranks have gone on without this one. Then what it has read may be torn.
+MC_DEVICE bool isOut(const GroupState& state) {
+  return loadAcquireSystem(&state.signals[state.rank]->isOut) != 0;
+}
+
+// The functions below are called by one thread of the last block.
+
+MC_DEVICE void endOperation(const Exchange& exchange, uint64_t serial) {
+  GroupState& state = *exchange.state;
+  // A decision may have moved it on.
+  if (state.serial < serial) state.serial = serial;
+  storeRelaxedSystem(&state.host->done, ++state.done);
+  if (!exchange.isOfGraph) storeRelaxedSystem(&state.host->calls, ++state.calls);
+}
+
+MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
+  state.failed = uint32_t(failure);
+  state.host->failedRank = uint32_t(rank);
+  storeReleaseSystem(&state.host->failed, uint32_t(failure));
+}
+
+// The ranks that take part become others. Tells the host from which operation on, and those that are
+// out.
+MC_DEVICE void change(GroupState& state, Decision decision, bool isOfGraph, uint64_t active) {
+  if (active == state.active) return;
+  HostWords& host = *state.host;
+  const uint32_t count = host.changeCount;
+  const bool takes = decision == Decision::kTake;
+  host.changes[count] = {state.done + takes, state.calls + (takes && !isOfGraph), active};
+  storeReleaseSystem(&host.changeCount, count + 1);
+  for (int rank = 0; rank < state.ranks; ++rank)
+    if (has(state.active & ~active, rank)) storeReleaseSystem(&state.signals[rank]->isOut, 1);
+  state.active = active;
+}
+
+// Tells the host that this kernel has stopped, and waits for its decision, which takes effect.
+// `taken`: the last serial number that the operation may have used. kRefuse if no decision comes.
+MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t taken,
+                                 bool isOfGraph, uint64_t deadline) {
+  HostWords& host = *state.host;
+  const uint32_t next = state.generation + 1;
+  host.missing = missing;
+  host.ended = state.serial;
+  host.taken = taken;
+  storeReleaseSystem(&host.stopped, next);
+  uint32_t decided;
+  // A refusal may follow at once, and then its generation is a later one.
+  while (int32_t((decided = loadAcquireSystem(&host.decided)) - next) < 0) {
+    if (now() > deadline) {
+      failGroup(state, Failure::kUndecided, state.rank);
+      return Decision::kRefuse;
+    }
+    relax();
+  }
+  const Decision decision = Decision(loadRelaxedSystem(&host.decision));
+  if (decision == Decision::kRefuse) failGroup(state, Failure::kRefused, state.rank);
+  if (decision != Decision::kRefuse) {
+    change(state, decision, isOfGraph, loadRelaxedSystem(&host.active));
+    state.serial = loadRelaxedSystem(&host.serial);
+  }
+  state.generation = decided;
+  return decision;
+}
+
+}  // namespace mooncake::kernels

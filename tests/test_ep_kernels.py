@@ -1,0 +1,484 @@
+"""Dispatch and combine of device tensors by kernels: their two phases, their errors, and graphs.
+Other suites have their results (layout `device-kernels`), losses (tests/test_ep_failures.py) and
+streams (tests/test_ep_device.py)."""
+
+from __future__ import annotations
+
+import re
+import signal
+from datetime import timedelta
+from types import SimpleNamespace
+
+import devices
+import ep_crew
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import DEVICE
+from ep_crew import check_combine, check_dispatch, my_answers
+from harness import raised, until
+from peer_ranks import runs_kernels
+
+from mooncake.ep import reference
+
+SIZE, TOKENS, HIDDEN, TOPK, EXPERTS = 3, 8, 256, 3, 7
+OWNERS = reference.default_owners(EXPERTS, SIZE)
+COUNTS = [8, 3, 5]
+HOOK = {"return_recv_hook": True}
+BF16 = {"use_fp8": False}
+
+
+def crew(size=SIZE, **options):
+    devices.prepare(DEVICE)
+    env = {
+        "MOONCAKE_TRANSPORTS": "shm",
+        "MOONCAKE_EP_KERNELS": "1",
+        devices.VARIABLE: DEVICE,
+        **options.pop("env", {}),
+    }
+    return harness.Crew(size, env=env, **options)
+
+
+def run(function, *args, **options):
+    ranks = crew(**options)
+    try:
+        return ranks.call(function, *args)
+    finally:
+        ranks.close()
+
+
+def held(stream=None):
+    from fake_device import control
+
+    return control.held(stream)
+
+
+def inputs(seed):
+    return ep_crew.inputs(seed, COUNTS, HIDDEN, TOPK, EXPERTS)
+
+
+def a_buffer(**options):
+    return ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS, **options)
+
+
+def dispatch(buffer, mine, **how):
+    return buffer.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS, **BF16, **how)
+
+
+# ---- two phases
+
+
+def phases(me):
+    """Between the two phases nothing runs on the device, though all rows have come."""
+    buffer = a_buffer()
+    given = inputs(1)
+    mine = given[me.rank]
+    runs_kernels(lambda: ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS), 4)
+    results = []
+    lent = SimpleNamespace(x=mine.x.clone(), topk_idx=mine.topk_idx)
+    runs_kernels(lambda: results.append(dispatch(buffer, lent, **HOOK)), 1)
+    lent.x.zero_()  # the rows have been sent
+    dist.barrier()
+    runs_kernels(lambda: None, 0)
+    found = results.pop()
+    runs_kernels(found[4], 1)
+    runs_kernels(found[4], 0)
+    rows = check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+    answered = (my_answers(me, rows, OWNERS), mine.topk_idx, mine.weights, found[2])
+    runs_kernels(lambda: results.append(buffer.low_latency_combine(*answered, **HOOK)), 1)
+    combined, _, hook = results.pop()
+    hook()
+    check_combine(me, combined, buffer.missing_contributions, given, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+def test_nothing_runs_between_the_phases():
+    run(phases)
+
+
+def hooks_in_any_order(me):
+    """A hook that is called late, twice or never harms no operation. Each round has other rows."""
+    buffer = a_buffer()
+    for round in range(12):
+        first, second = inputs(2 * round), inputs(2 * round + 1)
+        found = [dispatch(buffer, given[me.rank], **HOOK) for given in (first, second)]
+        if round % 3 == 1:
+            dispatch(buffer, first[me.rank], **HOOK)  # its results are dropped
+        for one in found if round % 2 else reversed(found):
+            one[4]()
+        rows = [
+            check_dispatch(me, one, given, TOKENS, EXPERTS, **BF16)
+            for one, given in zip(found, (first, second), strict=True)
+        ]
+        for one, given, mine in zip(found, (first, second), rows, strict=True):
+            combined, event, hook = buffer.low_latency_combine(
+                my_answers(me, mine, OWNERS), given[me.rank].topk_idx, given[me.rank].weights,
+                one[2], **HOOK,
+            )  # fmt: skip
+            hook()
+            hook()
+            missing = event.missing_contributions
+            check_combine(me, combined, missing, given, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+def test_hooks_in_any_order():
+    run(hooks_in_any_order)
+
+
+def dies_between_phases(me, verb):
+    """The victim has sent its rows, and never receives any: the operation is one with it."""
+    buffer = a_buffer()
+    given = inputs(3)
+    mine = given[me.rank]
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    active = torch.ones(SIZE, dtype=torch.int32)
+    found = dispatch(buffer, mine, active_ranks=active, **HOOK)
+    if verb == "combine":
+        found[4]()
+        rows = check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+        answered = (my_answers(me, rows, OWNERS), mine.topk_idx, mine.weights, found[2])
+        combined, event, hook = buffer.low_latency_combine(*answered, active_ranks=active, **HOOK)
+    torch.accelerator.synchronize()  # the rows have been sent
+    me.board.set(f"sent-{me.rank}")
+    me.board.wait_all("sent", range(SIZE))
+    if me.rank == 1:
+        signal.raise_signal(signal.SIGKILL)
+    until(lambda: not buffer.runtime.active_ranks[1], "the loss")
+    if verb == "combine":
+        hook()
+        missing = event.missing_contributions
+        ranks = active.tolist()
+        left = [rank for rank in range(SIZE) if ranks[rank]]
+        check_combine(me, combined, missing, given, TOKENS, EXPERTS, still_active=left)
+    else:
+        found[4]()
+        ranks = active.tolist()
+        left = [rank for rank in range(SIZE) if ranks[rank]]
+        check_dispatch(me, found, given, TOKENS, EXPERTS, active=left, **BF16)
+    # The rank is out from the next operation on.
+    active.fill_(1)
+    dispatch(buffer, mine, active_ranks=active)
+    assert active.tolist() == [1, 0, 1]
+    buffer.destroy()
+    return ranks
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "combine"])
+def test_a_rank_that_dies_between_the_phases(verb):
+    with crew() as ranks:
+        ranks.start(dies_between_phases, verb)
+        first, _, last = ranks.results(dead=[1])
+        ranks.broken = True
+    assert first == last
+
+
+# ---- in place
+
+
+def published_rows(me):
+    """The tensor for rows of a combine is memory that the other ranks read: no kernel copies it."""
+    buffer = a_buffer()
+    seen = set()
+    for seed in range(6):
+        given = inputs(seed)
+        mine = given[me.rank]
+        found = dispatch(buffer, mine)
+        rows = check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+        published = buffer.get_next_low_latency_combine_buffer(found[2])
+        seen.add(published.data_ptr())
+        answers = my_answers(me, rows, OWNERS)
+        published.copy_(answers)
+        if seed == 4:  # another operation has its place now
+            again = dispatch(buffer, mine)
+            given_back = (rows, mine.topk_idx, mine.weights, found[2])
+            kind, text = raised(buffer.low_latency_combine, *given_back, zero_copy=True)
+            assert (kind, "another operation" in text) == ("ValueError", True), text
+            check_dispatch(me, again, given, TOKENS, EXPERTS, **BF16)
+            buffer.get_next_low_latency_combine_buffer(found[2]).copy_(answers)
+        ignored = torch.full_like(rows, float("nan"))
+        combined, event, _ = buffer.low_latency_combine(
+            ignored, mine.topk_idx, mine.weights, found[2], zero_copy=True
+        )
+        missing = event.missing_contributions
+        check_combine(me, combined, missing, given, TOKENS, EXPERTS)
+    assert len(seen) <= 2
+    buffer.destroy()
+
+
+def test_rows_in_published_memory():
+    run(published_rows)
+
+
+# ---- wrong calls
+
+
+WRONG = {
+    "an expert that is not there": ("dispatch", "rank 1: topk_idx names an expert that does not"),
+    "an expert below -1": ("dispatch", "rank 1: topk_idx names an expert that does not exist"),
+    "rows of one expert": ("dispatch", "rank 1: .* more rows than it has room for"),
+    "another expert than before": ("combine", "rank 1: topk_idx of combine names another expert"),
+    "another handle": ("combine", "rank [012] combines the rows of another dispatch than rank"),
+    "other sizes": ("dispatch", "rank [012] has called another operation than rank"),
+}
+
+
+def wrong_on_rank(me, what):
+    """One rank's call is wrong by its values: an error on all ranks, raised by a wait on the host
+    and by later calls. The buffer has ended then."""
+    verb, expected = WRONG[what]
+    buffer = a_buffer()
+    given = inputs(4)
+    mine = given[me.rank]
+    before = dispatch(buffer, mine)
+    found = dispatch(buffer, mine)
+    rows = check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+    answers = my_answers(me, rows, OWNERS)
+    topk_idx, handle, tokens = mine.topk_idx.clone(), found[2], TOKENS
+    if me.rank == 1:
+        if what == "an expert that is not there":
+            topk_idx[2, 1] = EXPERTS
+        if what == "an expert below -1":
+            topk_idx[2, 1] = -2
+        if what == "rows of one expert":
+            topk_idx[:] = 5
+        if what == "another expert than before":
+            topk_idx[:] = (topk_idx + 1) % EXPERTS
+        if what == "another handle":
+            handle = before[2]
+        if what == "other sizes":
+            tokens = TOKENS - 1
+
+    def call():
+        how = {"async_finish": True}
+        if verb == "dispatch":
+            return buffer.low_latency_dispatch(mine.x, topk_idx, tokens, EXPERTS, **BF16, **how)[3]
+        return buffer.low_latency_combine(answers, topk_idx, mine.weights, handle, **how)[1]
+
+    kind, text = raised(lambda: call().event.synchronize())
+    assert re.search(expected, text), text
+    is_of_two = "another operation" in text or "handles" in text
+    assert kind == ("DistBackendError" if is_of_two else "ValueError")
+    kind_of_later, text_of_later = raised(dispatch, buffer, mine)
+    assert (kind_of_later, text_of_later) == (kind, text)
+    torch.accelerator.synchronize()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_values(what):
+    with crew() as ranks:
+        ranks.call(wrong_on_rank, what)
+
+
+def too_many_experts_of_a_token(me):
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, 64)
+    x, topk_idx = torch.zeros(4, HIDDEN, dtype=torch.bfloat16), torch.full((4, 33), -1)
+    kind, text = raised(buffer.low_latency_dispatch, x, topk_idx, TOKENS, 64)
+    assert (kind, "at most 32 experts of a token" in text) == ("ValueError", True), text
+    given = ep_crew.inputs(1, COUNTS, HIDDEN, 32, 64)
+    ep_crew.round_trip(me, buffer, given, TOKENS, 64)
+    buffer.destroy()
+
+
+def test_more_experts_of_a_token_than_kernels_take():
+    run(too_many_experts_of_a_token)
+
+
+def late_rank(me, timeout_us):
+    """A rank whose stream does not come to the call is named by the others' error."""
+    limit = timedelta(seconds=3) if timeout_us < 0 else None
+    buffer = a_buffer(timeout=limit)
+    given = inputs(5)
+    mine = given[me.rank]
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    dist.barrier()
+    torch.accelerator.synchronize()
+    how = {"async_finish": True, "timeout_us": timeout_us}
+    with held() as gate:
+        if me.rank != 1:
+            gate.open()
+        found = dispatch(buffer, mine, **how)
+        kind, text = raised(found[3].event.synchronize)
+    assert kind == "DistBackendError", text
+    if me.rank != 1:
+        assert "it waits for rank 1" in text, text
+    torch.accelerator.synchronize()
+    buffer.destroy()
+
+
+@pytest.mark.skipif(DEVICE != "fake", reason="the test holds a stream")
+@pytest.mark.parametrize("timeout_us", [-1, 1_500_000])
+def test_a_late_rank_is_named(timeout_us):
+    with crew() as ranks:
+        ranks.call(late_rank, timeout_us)
+
+
+# ---- where kernels cannot be
+
+
+def staged(me):
+    """Ranks that can share no memory say so once, and their tensors go through host memory."""
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    given = inputs(6)
+    for _ in range(2):
+        runs_kernels(lambda: ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS), 0)
+    buffer.destroy()
+
+
+def test_ranks_without_shared_memory():
+    ranks = crew(env={"MOONCAKE_PEER_MEMORY": "65536"})
+    try:
+        ranks.call(staged)
+        logs = [ranks.log(rank) for rank in range(SIZE)]
+    finally:
+        ranks.close()
+    for log in logs:
+        assert log.count("though MOONCAKE_EP_KERNELS asks for them") == 1, log
+        assert "MOONCAKE_PEER_MEMORY" in log
+
+
+# ---- graphs
+
+
+class Decode:
+    """A step of a model in a graph: rows to the experts, which send them back as they are."""
+
+    def __init__(self, me, buffer):
+        self.me, self.buffer = me, buffer
+        self.x = torch.empty(COUNTS[me.rank], HIDDEN, dtype=torch.bfloat16)
+        self.topk_idx = torch.zeros(COUNTS[me.rank], TOPK, dtype=torch.int64)
+        self.weights = torch.empty(COUNTS[me.rank], TOPK)
+        self.active = torch.ones(SIZE, dtype=torch.int32)
+        self.fill(inputs(0))
+        self.step()  # sets up the kernels
+        self.graph = torch.get_device_module(DEVICE).CUDAGraph()
+        with torch.get_device_module(DEVICE).graph(self.graph):
+            self.step()
+
+    def fill(self, given):
+        mine = given[self.me.rank]
+        self.x.copy_(mine.x)
+        self.topk_idx.copy_(mine.topk_idx)
+        self.weights.copy_(mine.weights)
+        self.active.fill_(1)
+
+    def step(self):
+        hooked = {"active_ranks": self.active, **HOOK}
+        self.found = dispatch(self.buffer, self, **hooked)
+        self.found[4]()
+        self.combined, self.event, hook = self.buffer.low_latency_combine(
+            self.found[0], self.topk_idx, self.weights, self.found[2], **hooked
+        )
+        hook()
+        self.missing = self.event.missing_contributions
+
+    def replay(self, given):
+        self.fill(given)
+        self.graph.replay()
+
+    def check(self, given, active):
+        check_dispatch(self.me, self.found, given, TOKENS, EXPERTS, active=active, **BF16)
+        given = ep_crew.on_cpu(given)
+        with torch.device("cpu"):
+            of_all = []
+            for rank in range(SIZE):
+                mine = reference.local_experts(OWNERS, rank)
+                rows = torch.zeros(len(mine), SIZE * TOKENS, HIDDEN, dtype=torch.bfloat16)
+                arrived = reference.dispatch(
+                    rank, [one.x for one in given], [one.topk_idx for one in given], OWNERS,
+                    active=active,
+                )  # fmt: skip
+                for local, one in enumerate(arrived):
+                    rows[local, : len(one.rows)] = one.rows
+                of_all.append(rows)
+            expected, lacks = reference.combine(
+                self.me.rank, of_all, [one.topk_idx for one in given],
+                given[self.me.rank].weights, OWNERS, active=active,
+            )  # fmt: skip
+        assert self.missing.tolist() == lacks.tolist()
+        ep_crew.same_bits(self.combined, expected)
+
+
+def replays(me):
+    buffer = a_buffer()
+    decode = Decode(me, buffer)
+    for seed in range(20):
+        given = inputs(seed)
+        decode.replay(given)
+        if seed % 4 == 0:  # calls between replays, of other rows
+            ep_crew.round_trip(me, buffer, inputs(seed + 1), TOKENS, EXPERTS)
+        decode.check(given, range(SIZE))
+    buffer.destroy()
+
+
+def test_replays():
+    run(replays)
+
+
+def replays_across_a_loss(me):
+    """A replay is one with the victim or one without it, the same on all survivors, and tells what
+    is missing."""
+    buffer = a_buffer()
+    decode = Decode(me, buffer)
+    me.board.set(f"running-{me.rank}")
+    everybody, seen, after = list(range(SIZE)), [], 0
+    while after < 3:
+        given = inputs(len(seen) % 7)
+        decode.replay(given)
+        active = [rank for rank in everybody if decode.active.tolist()[rank]]
+        rows = decode.found[1].tolist()  # of the dispatch, which may have been one with the victim
+        with torch.device("cpu"):
+            arrived = reference.dispatch(
+                me.rank, [one.x.cpu() for one in given], [one.topk_idx.cpu() for one in given],
+                OWNERS,
+            )  # fmt: skip
+        is_between = active != everybody and rows == [len(one.rows) for one in arrived]
+        if not is_between:
+            decode.check(given, active)
+        seen.append((active, is_between))
+        after += active == [0, 2] and not is_between
+    buffer.destroy()
+    return seen
+
+
+def test_replays_go_on_after_a_loss():
+    with crew() as ranks:
+        ranks.start(replays_across_a_loss)
+        ranks.board.wait_all("running", range(SIZE))
+        ranks.signal(1, signal.SIGKILL)
+        first, _, last = ranks.results(dead=[1])
+        ranks.broken = True
+    assert [active for active, _ in first] == [active for active, _ in last]
+
+
+def refused_captures(me):
+    """What cannot be recorded says so, and the next call is as before."""
+    graphs = torch.get_device_module(DEVICE)
+    buffer = a_buffer()
+    given = inputs(7)
+    mine = given[me.rank]
+
+    def recorded(call):
+        with graphs.graph(graphs.CUDAGraph()):
+            return raised(call)
+
+    kind, text = recorded(lambda: dispatch(buffer, mine))
+    assert (kind, "before the capture" in text) == ("NotImplementedError", True), text
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    kind, text = recorded(
+        lambda: buffer.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS - 1, **BF16)
+    )
+    assert (kind, "other experts" in text) == ("NotImplementedError", True), text
+    found = dispatch(buffer, mine, **HOOK)
+    kind, text = recorded(lambda: dispatch(buffer, mine))
+    assert (kind, "has not been received" in text) == ("NotImplementedError", True), text
+    found[4]()
+    check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+def test_captures_that_are_refused():
+    run(refused_captures)
