@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import mutants_ep
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 COMPILER = os.environ.get("CXX", "clang++")
@@ -26,10 +28,11 @@ class Mutant:
     file: str
     old: str
     new: str
+    suite: str = "collectives"
 
 
-EXCHANGE, COLLECTIVES, COPY = "exchange.cuh", "collectives.cuh", "copy.cuh"
-SIGNALS = "signals.cuh"
+EXCHANGE, GROUP, COLLECTIVES = "exchange.cuh", "group.cuh", "collectives.cuh"
+COPY, SIGNALS = "copy.cuh", "signals.cuh"
 SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
 MUTANTS = [
     Mutant("the signal is relaxed", EXCHANGE, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
@@ -44,8 +47,8 @@ MUTANTS = [
     Mutant(
         "no barrier before the signal",
         EXCHANGE,
-        "    }\n  }\n  __syncthreads();\n  const unsigned ranks",
-        "    }\n  }\n  const unsigned ranks",
+        "  __syncthreads();\n  const unsigned ranks = unsigned(state.ranks);\n",
+        "  const unsigned ranks = unsigned(state.ranks);\n",
     ),
     Mutant(
         "waits for the signals of one block only",
@@ -70,26 +73,26 @@ MUTANTS = [
     ),
     Mutant(
         "the host's decision is read relaxed",
-        EXCHANGE,
+        GROUP,
         "loadAcquireSystem(&host.decided)",
         "loadRelaxedSystem(&host.decided)",
     ),
     Mutant(
         "the stop is told relaxed",
-        EXCHANGE,
+        GROUP,
         "storeReleaseSystem(&host.stopped",
         "storeRelaxedSystem(&host.stopped",
     ),
     Mutant(
         "the stop is told before the ranks",
-        EXCHANGE,
+        GROUP,
         "  host.taken = taken;\n  storeReleaseSystem(&host.stopped, next);",
         "  storeReleaseSystem(&host.stopped, next);\n  host.taken = taken;",
     ),
-    Mutant("the decision changes no ranks", EXCHANGE, "  state.active = active;\n", ""),
+    Mutant("the decision changes no ranks", GROUP, "  state.active = active;\n", ""),
     Mutant(
         "the host learns a wrong moment of a change",
-        EXCHANGE,
+        GROUP,
         "{state.done + takes,",
         "{state.done,",
     ),
@@ -131,26 +134,26 @@ MUTANTS = [
     ),
     Mutant(
         "redone pieces have the old serial numbers",
-        EXCHANGE,
+        GROUP,
         "    state.serial = loadRelaxedSystem(&host.serial);\n",
         "",
     ),
     Mutant("results are not kept apart", COLLECTIVES, "exchange.scratch ? exchange.scratch :", ""),
     Mutant(
         "no deadline without a host",
-        EXCHANGE,
+        GROUP,
         "    if (now() > deadline) {\n      failGroup",
         "    if (false) {\n      failGroup",
     ),
     Mutant(
         "a kernel runs in a group that has ended",
         EXCHANGE,
-        "  if (state.failed) {",
-        "  if (false) {",
+        "  if (!exchange.state->failed) return true;",
+        "  return true;",
     ),
     Mutant(
         "a replay does not wait for a stop between two operations",
-        EXCHANGE,
+        GROUP,
         "while (entered & kHeld) {",
         "while (false) {",
     ),
@@ -160,7 +163,7 @@ MUTANTS = [
         "while (addAcqRelDevice(&state.entered, kHeld) != 0) {",
         "while (addAcqRelDevice(&state.entered, kHeld), false) {",
     ),
-    Mutant("a replay is counted as a call", EXCHANGE, "if (!exchange.isOfGraph) store", "store"),
+    Mutant("a replay is counted as a call", GROUP, "if (!exchange.isOfGraph) store", "store"),
     Mutant(
         "calls are not compared",
         EXCHANGE,
@@ -186,32 +189,46 @@ MUTANTS = [
         SIGNALS,
         "storeReleaseSystem(theirs, 1)",
         "storeRelaxedSystem(theirs, 1)",
+        "signals",
     ),
     Mutant(
         "the wait for a rank's signal is relaxed",
         SIGNALS,
         "loadAcquireSystem(word) != value",
         "loadRelaxedSystem(word) != value",
+        "signals",
     ),
     Mutant(
         "a signal overtakes the one before",
         SIGNALS,
         "if (!awaitWord(a, theirs, 0, peer)) return;",
         "",
+        "signals",
     ),
-    Mutant("a signal is taken twice", SIGNALS, "storeReleaseSystem(ours, 0)", "(void)ours"),
+    Mutant(
+        "a signal is taken twice",
+        SIGNALS,
+        "storeReleaseSystem(ours, 0)",
+        "(void)ours",
+        "signals",
+    ),
 ]
 
 
-# The suite of a file, if it is another than that of the collectives.
-SUITES = {SIGNALS: ["signals_test.cc"]}
+MUTANTS += [Mutant(*one, suite="ep") for one in mutants_ep.MUTANTS]
+
+# Their sources, beside races.cc.
+SUITES = {
+    "collectives": ["collectives_test.cc", "collective_program.cc", "virtual_group.cc"],
+    "ep": ["ep_test.cc", "ep_program.cc", "ep_plan.cc", "ep_reference.cc", "virtual_group.cc"],
+    "signals": ["signals_test.cc"],
+}
 
 
-def run(flavour: str, folder: Path, file: str) -> bool:
-    """True if the file's suite fails."""
+def run(flavour: str, folder: Path, suite: str) -> bool:
+    """True if the suite fails."""
     tests = ROOT / "tests/simt/tests"
-    names = SUITES.get(file, ["collectives_test.cc", "collective_program.cc", "virtual_group.cc"])
-    sources = [tests / name for name in [*names, "races.cc"]]
+    sources = [tests / name for name in [*SUITES[suite], "races.cc"]]
     program = folder / flavour
     command = [COMPILER, *FLAGS, *BY_FLAVOUR[flavour], f"-I{folder}", f"-I{ROOT}", f"-I{tests}",
                *map(str, sources), str(BUILD / f"simt-{flavour}/libsimt.a"), "-lgtest",
@@ -233,7 +250,7 @@ def survives(numbered: tuple[int, Mutant]) -> str | None:
     if text.count(mutant.old) != 1:
         return f"{mutant.name}: its text is not in {mutant.file} once"
     file.write_text(text.replace(mutant.old, mutant.new))
-    finder = next((flavour for flavour in BY_FLAVOUR if run(flavour, folder, mutant.file)), None)
+    finder = next((flavour for flavour in BY_FLAVOUR if run(flavour, folder, mutant.suite)), None)
     print(f"{mutant.name}: {'found by ' + finder if finder else 'NOT FOUND'}", flush=True)
     return None if finder else mutant.name
 

@@ -38,14 +38,36 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
   }
 }
 
-void VirtualGroup::call(int rank, const std::string& name, Exchange exchange, Kernel kernel) {
+int VirtualGroup::stream() const { return shape_.ofGraphs ? kReplays : kCalls; }
+
+Exchange VirtualGroup::complete(int rank, Exchange exchange) {
   Memory& own = *memory_[size_t(rank)];
   exchange.state = &own.state;
   exchange.decisionNs = shape_.decisionNs;
   exchange.isOfGraph = shape_.ofGraphs;
   ++own.called;
-  world_.launch(rank, shape_.ofGraphs ? kReplays : kCalls, name, {shape_.blocks}, {shape_.threads},
-                0, [kernel = std::move(kernel), exchange] { kernel(exchange); });
+  return exchange;
+}
+
+void VirtualGroup::launch(int rank, const std::string& name, size_t sharedBytes,
+                          const Exchange& exchange, Kernel kernel) {
+  world_.launch(rank, stream(), name, {shape_.blocks}, {shape_.threads}, sharedBytes,
+                [kernel = std::move(kernel), exchange] { kernel(exchange); });
+}
+
+void VirtualGroup::call(int rank, const std::string& name, Exchange exchange, Kernel kernel) {
+  launch(rank, name, 0, complete(rank, exchange), std::move(kernel));
+}
+
+void VirtualGroup::callInTwo(int rank, const std::string& name, Exchange exchange,
+                             size_t sharedBytes, Kernel send, Kernel receive) {
+  const Exchange completed = complete(rank, exchange);
+  launch(rank, name + " send", sharedBytes, completed, std::move(send));
+  launch(rank, name + " receive", 0, completed, std::move(receive));
+}
+
+void VirtualGroup::run(int rank, const std::string& name, std::function<void()> body) {
+  world_.launch(rank, stream(), name, {}, {}, 0, std::move(body));
 }
 
 void VirtualGroup::kill(int rank, uint64_t afterAtomics) {
@@ -84,9 +106,15 @@ void VirtualGroup::launchStops(int rank) {
 
 bool VirtualGroup::isLost(int rank) const { return world_.isKilled(rank); }
 
+// Hosts tell each other their decisions, so the work of the host that decided comes before.
 const VirtualGroup::Agreement* VirtualGroup::agreed(uint32_t generation) const {
-  const simt::sanitizers::Ignored ignored;
-  return agreements_.size() < generation ? nullptr : &agreements_[generation - 1];
+  const Agreement* made = nullptr;
+  {
+    const simt::sanitizers::Ignored ignored;
+    if (agreements_.size() >= generation) made = &agreements_[generation - 1];
+  }
+  if (made) simt::sanitizers::acquire(&agreements_);
+  return made;
 }
 
 // Returns null until all living ranks have stopped. All hosts share one thread, so the first one
@@ -96,23 +124,28 @@ const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     const Memory& theirs = *memory_[size_t(rank)];
-    const bool isOver = loadAcquireSystem(&theirs.isOver);  // nothing is left to stop
+    // Nothing is left to stop. Beside graphs the host's stop itself may still be under way.
+    const bool isOver = loadAcquireSystem(shape_.ofGraphs ? &theirs.isHostOver : &theirs.isOver);
     if (!isOver && loadAcquireSystem(&theirs.host.stopped) < generation) return agreed(generation);
   }
+  // If another host has decided, kernels may have stopped again, and write their words.
+  if (const Agreement* const made = agreed(generation)) return made;
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     agreement.active |= uint64_t(1) << rank;
     const HostWords& host = memory_[size_t(rank)]->host;
-    agreement.lastOld = std::max(agreement.lastOld, loadRelaxedSystem(&host.done));
+    agreement.lastOld = std::max(agreement.lastOld, host.done);
     agreement.ended = std::max(agreement.ended, host.ended);
     agreement.serial = std::max(agreement.serial, host.taken);
   }
   // As PeerGuard does.
   agreement.serial += (agreement.serial ^ agreement.ended) & 1;
-  // Another host may have decided while this one looked.
-  const simt::sanitizers::Ignored ignored;
-  if (agreements_.size() < generation) agreements_.push_back(agreement);
-  return &agreements_[generation - 1];
+  {
+    const simt::sanitizers::Ignored ignored;
+    if (agreements_.size() < generation) agreements_.push_back(agreement);
+  }
+  simt::sanitizers::release(&agreements_);
+  return agreed(generation);
 }
 
 void VirtualGroup::runHost(int rank) {

@@ -42,6 +42,11 @@ class VirtualGroup {
   // The rank's next operation on its stream. The kernel gets the exchange with the group's state.
   using Kernel = std::function<void(const Exchange&)>;
   void call(int rank, const std::string& name, Exchange exchange, Kernel kernel);
+  // The same of an operation in two kernels. The first has so much dynamic shared memory.
+  void callInTwo(int rank, const std::string& name, Exchange exchange, size_t sharedBytes,
+                 Kernel send, Kernel receive);
+  // One thread of the caller's own on that stream, behind the rank's calls so far.
+  void run(int rank, const std::string& name, std::function<void()> body);
   // The rank dies after so many atomic accesses of its kernels and host. Its host never learns it.
   void kill(int rank, uint64_t afterAtomics);
   // After the last call: the hosts' threads, which end with the kernels.
@@ -76,6 +81,10 @@ class VirtualGroup {
     uint64_t ended, serial;  // see HostWords; of all survivors
   };
 
+  int stream() const;
+  Exchange complete(int rank, Exchange exchange);
+  void launch(int rank, const std::string& name, size_t sharedBytes, const Exchange& exchange,
+              Kernel kernel);
   void runHost(int rank);
   void decideUntilOver(int rank);
   void launchStops(int rank);

@@ -1,0 +1,126 @@
+"""Defects of the kernels for experts, for mutants.py: name, file, text, and its replacement."""
+
+from __future__ import annotations
+
+COMMON, DISPATCH, COMBINE = "ep/common.cuh", "ep/dispatch.cuh", "ep/combine.cuh"
+EXCHANGE = "exchange.cuh"
+MUTANTS = [
+    # Two kernels
+    (
+        "the first kernel writes into the wrong half",
+        EXCHANGE,
+        "write(published(state, state.rank, turn.serial), blockIdx.x);",
+        "write(published(state, state.rank, turn.serial + 1), blockIdx.x);",
+    ),
+    (
+        "a redone operation is not signalled",
+        EXCHANGE,
+        "if (blocks.areRedone) signalAll(exchange, turn, blocks);",
+        "",
+    ),
+    (
+        "the second kernel runs in a group that has ended",
+        EXCHANGE,
+        "if (exchange.state->failed) return;",
+        "",
+    ),
+    # Both operations
+    ("other ranks' masks are ignored", COMMON, "      mask = theirs.mask;\n", ""),
+    (
+        "the caller's active ranks are ignored",
+        COMMON,
+        "(!mask.ranks || mask.ranks[lane()] != 0)",
+        "true",
+    ),
+    (
+        "a block overwrites what its threads still read",
+        COMMON,
+        "  __syncthreads();  // the block may still use what it found before\n",
+        "",
+    ),
+    ("waits are not added up", COMMON, "waited[rank] += int64_t", "waited[rank] = int64_t"),
+    # Dispatch
+    ("no barrier after the counts are zeros", DISPATCH, "= 0;\n    __syncthreads();", "= 0;"),
+    (
+        "a lap counts before the warp has read",
+        DISPATCH,
+        "    __syncwarp();\n    if (isChosen && before == 0)",
+        "    if (isChosen && before == 0)",
+    ),
+    (
+        "the next lap reads before the warp has counted",
+        DISPATCH,
+        "    __syncwarp();\n    if (!isIn ||",
+        "    if (!isIn ||",
+    ),
+    (
+        "a block's numbers begin at its own tokens",
+        DISPATCH,
+        "for (size_t begin = 0; begin < end * chosen.topk;",
+        "for (size_t begin = first * chosen.topk; begin < end * chosen.topk;",
+    ),
+    ("equal choices in a lap have one number", DISPATCH, "count + before}", "count}"),
+    (
+        "rows of ranks that take no part have places",
+        DISPATCH,
+        "    if (!has(participants, rank)) continue;\n",
+        "",
+    ),
+    (
+        "packed scales are in the wrong order",
+        DISPATCH,
+        "scales[4 * word + i])) << (8 * i)",
+        "scales[4 * word + i])) << (8 * (3 - i))",
+    ),
+    (
+        "counts replace those of the caller",
+        DISPATCH,
+        "a.addedCounts[local] +=",
+        "a.addedCounts[local] =",
+    ),
+    # Combine
+    (
+        "the ranks of the dispatch are forgotten",
+        COMBINE,
+        "found.participants &= a.dispatched->participants;",
+        "",
+    ),
+    ("another dispatch's rows are combined", COMBINE, "{mask, a.dispatched->number,", "{mask, 1,"),
+    ("another expert's rows are combined", COMBINE, "expert == choices[i].expert", "true"),
+    (
+        "all ranks' rows begin at the first",
+        COMBINE,
+        "firstRows[local * ranks + size_t(state.rank)] + choice.index",
+        "choice.index",
+    ),
+    (
+        "dropped choices are added",
+        COMBINE,
+        "choice.expert != kNone && chosenAt(a.chosen, place) != kNone",
+        "choice.expert != kNone",
+    ),
+    (
+        "weights are divided by those of all choices",
+        COMBINE,
+        "int(isHere), int(i))) arrived",
+        "int(isWanted), int(i))) arrived",
+    ),
+    (
+        "rows are added in another order",
+        COMBINE,
+        "for (unsigned i = 0; i < count && channel < a.call.hidden; ++i)",
+        "for (unsigned i = count; i-- > 0 && channel < a.call.hidden;)",
+    ),
+    (
+        "a part of a token begins at the first block",
+        COMBINE,
+        "answer.row && block < first; ++block",
+        "false; ++block",
+    ),
+    (
+        "a warp takes the turn of others",
+        COMBINE,
+        "(warpOf(block) + all - before % all) % all",
+        "(warpOf(block) + before) % all + 1",
+    ),
+]
