@@ -68,7 +68,8 @@ enum class Failure : uint32_t {
   kMismatch,   // failedRank has called another operation
   kUndecided,  // the host did not decide in time
   kRefused,
-  kOut,  // other ranks have gone on without this one
+  kUnreceived,  // an operation was sent before the one ahead of it had been received
+  kOut,         // other ranks have gone on without this one
   // failedRank has given wrong inputs; see kernels/ep.
   kNoSuchExpert,
   kTooManyRows,
@@ -87,6 +88,8 @@ struct GroupState {
   uint64_t done = 0;        // number of the last operation that has ended
   uint64_t serial = 0;      // of the last exchange. An operation has one for each piece
   uint64_t calls = 0;       // see HostWords
+  uint64_t sent = 0;        // serial number of the last exchange that sendAll() began
+  uint32_t sentBlocks = 0;  // its blocks, as far as `entered` counts them
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
   uint32_t entered = 0;     // blocks of a graph's kernel that have begun, or kHeld

@@ -453,6 +453,25 @@ def test_replays_go_on_after_a_loss():
     assert [active for active, _ in first] == [active for active, _ in last]
 
 
+def replay_before_a_hook(me):
+    """A graph that is replayed between a call and its hook would overwrite the call's rows."""
+    buffer = a_buffer()
+    decode = Decode(me, buffer)
+    given = inputs(1)
+    found = dispatch(buffer, given[me.rank], **HOOK)
+    decode.graph.replay()
+    found[4]()
+    kind, text = raised(lambda: until(lambda: found[4]() is not None, "the error"))
+    assert (kind, "between a call and its hook" in text) == ("ValueError", True), text
+    torch.accelerator.synchronize()
+    buffer.destroy()
+
+
+def test_a_replay_before_a_hook():
+    with crew() as ranks:
+        ranks.call(replay_before_a_hook)
+
+
 def refused_captures(me):
     """What cannot be recorded says so, and the next call is as before."""
     graphs = torch.get_device_module(DEVICE)

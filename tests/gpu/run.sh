@@ -6,7 +6,7 @@
 #   kernels  collectives and rows for experts by kernels, also in CUDA graphs, with one rank and with several on the GPU,
 #            and with ranks that are killed and stopped
 #   suites   the suites of device tensors, with tensors of CUDA
-#   speed    all_reduce of CUDA tensors beside its parts, beside NCCL and Gloo
+#   speed    all_reduce of CUDA tensors beside its parts, beside NCCL and Gloo; rows for experts by kernels
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -70,6 +70,7 @@ speed() {
   python benchmarks/bench_device.py --device cuda -b 1K -e 64M -f 16 --ranks 2,4
   python benchmarks/bench_collectives.py --device cuda -b 1K -e 16M -f 16 --ranks 2,4 --ops all_reduce \
     --backends mooncake,nccl,gloo
+  for tokens in 1 128 512; do python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens "$tokens"; done
 }
 
 mkdir -p build

@@ -268,6 +268,9 @@ Status PeerGuard::failureOfKernels() const {
                   control_.nameRank(control_.rank()) + ", or with other sizes or types"};
     case Failure::kUndecided:
       return {ErrorCode::kTimeout, "a kernel has waited for its host's decision in vain"};
+    case Failure::kUnreceived:
+      return wrong(
+          "a graph was replayed between a call and its hook. Call the hook first, on all ranks");
     case Failure::kOut: {
       const Status usable = control_.usable();
       if (!usable.ok()) return usable;
