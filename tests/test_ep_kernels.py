@@ -1,70 +1,41 @@
-"""Dispatch and combine of device tensors by kernels: their two phases, their errors, and graphs.
-Other suites have their results (layout `device-kernels`), losses (tests/test_ep_failures.py) and
-streams (tests/test_ep_device.py)."""
+"""Dispatch and combine of device tensors by kernels: their two phases and their errors. Graphs are
+in tests/test_ep_graphs.py, results in other suites (layout `device-kernels`), losses in
+tests/test_ep_failures.py and streams in tests/test_ep_device.py."""
 
 from __future__ import annotations
 
 import re
 import signal
+import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
-import devices
 import ep_crew
-import harness
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import DEVICE
 from ep_crew import check_combine, check_dispatch, my_answers
+from ep_kernel_ranks import (
+    BF16,
+    COUNTS,
+    EXPERTS,
+    HIDDEN,
+    HOOK,
+    OWNERS,
+    SIZE,
+    TOKENS,
+    TOPK,
+    a_buffer,
+    crew,
+    dispatch,
+    held,
+    inputs,
+    run,
+)
 from harness import raised, until
 from peer_ranks import runs_kernels
-
-from mooncake.ep import reference
-
-SIZE, TOKENS, HIDDEN, TOPK, EXPERTS = 3, 8, 256, 3, 7
-OWNERS = reference.default_owners(EXPERTS, SIZE)
-COUNTS = [8, 3, 5]
-HOOK = {"return_recv_hook": True}
-BF16 = {"use_fp8": False}
-
-
-def crew(size=SIZE, **options):
-    devices.prepare(DEVICE)
-    env = {
-        "MOONCAKE_TRANSPORTS": "shm",
-        "MOONCAKE_EP_KERNELS": "1",
-        devices.VARIABLE: DEVICE,
-        **options.pop("env", {}),
-    }
-    return harness.Crew(size, env=env, **options)
-
-
-def run(function, *args, **options):
-    ranks = crew(**options)
-    try:
-        return ranks.call(function, *args)
-    finally:
-        ranks.close()
-
-
-def held(stream=None):
-    from fake_device import control
-
-    return control.held(stream)
-
-
-def inputs(seed):
-    return ep_crew.inputs(seed, COUNTS, HIDDEN, TOPK, EXPERTS)
-
-
-def a_buffer(**options):
-    return ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS, **options)
-
-
-def dispatch(buffer, mine, **how):
-    return buffer.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS, **BF16, **how)
-
 
 # ---- two phases
 
@@ -288,7 +259,7 @@ def test_more_experts_of_a_token_than_kernels_take():
 
 def late_rank(me, timeout_us):
     """A rank whose stream does not come to the call is named by the others' error."""
-    limit = timedelta(seconds=3) if timeout_us < 0 else None
+    limit = timedelta(seconds=8) if timeout_us < 0 else None
     buffer = a_buffer(timeout=limit)
     given = inputs(5)
     mine = given[me.rank]
@@ -309,10 +280,30 @@ def late_rank(me, timeout_us):
 
 
 @pytest.mark.skipif(DEVICE != "fake", reason="the test holds a stream")
-@pytest.mark.parametrize("timeout_us", [-1, 1_500_000])
+@pytest.mark.parametrize("timeout_us", [-1, 3_000_000])
 def test_a_late_rank_is_named(timeout_us):
     with crew() as ranks:
         ranks.call(late_rank, timeout_us)
+
+
+def late_hook(me):
+    """The time of a call counts from its hook."""
+    buffer = a_buffer()
+    given = inputs(5)
+    mine = given[me.rank]
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    found = dispatch(buffer, mine, timeout_us=2_000_000, **HOOK)
+    if me.rank == 1:
+        time.sleep(3)
+    found[4]()
+    check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+    dist.barrier()
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+def test_a_late_hook():
+    run(late_hook)
 
 
 # ---- where kernels cannot be
@@ -339,165 +330,74 @@ def test_ranks_without_shared_memory():
         assert "MOONCAKE_PEER_MEMORY" in log
 
 
-# ---- graphs
-
-
-class Decode:
-    """A step of a model in a graph: rows to the experts, which send them back as they are."""
-
-    def __init__(self, me, buffer):
-        self.me, self.buffer = me, buffer
-        self.x = torch.empty(COUNTS[me.rank], HIDDEN, dtype=torch.bfloat16)
-        self.topk_idx = torch.zeros(COUNTS[me.rank], TOPK, dtype=torch.int64)
-        self.weights = torch.empty(COUNTS[me.rank], TOPK)
-        self.active = torch.ones(SIZE, dtype=torch.int32)
-        self.fill(inputs(0))
-        self.step()  # sets up the kernels
-        self.graph = torch.get_device_module(DEVICE).CUDAGraph()
-        with torch.get_device_module(DEVICE).graph(self.graph):
-            self.step()
-
-    def fill(self, given):
-        mine = given[self.me.rank]
-        self.x.copy_(mine.x)
-        self.topk_idx.copy_(mine.topk_idx)
-        self.weights.copy_(mine.weights)
-        self.active.fill_(1)
-
-    def step(self):
-        hooked = {"active_ranks": self.active, **HOOK}
-        self.found = dispatch(self.buffer, self, **hooked)
-        self.found[4]()
-        self.combined, self.event, hook = self.buffer.low_latency_combine(
-            self.found[0], self.topk_idx, self.weights, self.found[2], **hooked
-        )
-        hook()
-        self.missing = self.event.missing_contributions
-
-    def replay(self, given):
-        self.fill(given)
-        self.graph.replay()
-
-    def check(self, given, active):
-        check_dispatch(self.me, self.found, given, TOKENS, EXPERTS, active=active, **BF16)
-        given = ep_crew.on_cpu(given)
-        with torch.device("cpu"):
-            of_all = []
-            for rank in range(SIZE):
-                mine = reference.local_experts(OWNERS, rank)
-                rows = torch.zeros(len(mine), SIZE * TOKENS, HIDDEN, dtype=torch.bfloat16)
-                arrived = reference.dispatch(
-                    rank, [one.x for one in given], [one.topk_idx for one in given], OWNERS,
-                    active=active,
-                )  # fmt: skip
-                for local, one in enumerate(arrived):
-                    rows[local, : len(one.rows)] = one.rows
-                of_all.append(rows)
-            expected, lacks = reference.combine(
-                self.me.rank, of_all, [one.topk_idx for one in given],
-                given[self.me.rank].weights, OWNERS, active=active,
-            )  # fmt: skip
-        assert self.missing.tolist() == lacks.tolist()
-        ep_crew.same_bits(self.combined, expected)
-
-
-def replays(me):
-    buffer = a_buffer()
-    decode = Decode(me, buffer)
-    for seed in range(20):
-        given = inputs(seed)
-        decode.replay(given)
-        if seed % 4 == 0:  # calls between replays, of other rows
-            ep_crew.round_trip(me, buffer, inputs(seed + 1), TOKENS, EXPERTS)
-        decode.check(given, range(SIZE))
+def another_handles_rows(me):
+    """Rows are published at a place that depends on the owners of experts."""
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, 48)
+    handles = []
+    for seed, owners in ((1, [0, 1, 2] * 10), (2, [0, 1, 2] * 10 + [2, 2, 2])):
+        mine = ep_crew.inputs(seed, COUNTS, HIDDEN, TOPK, len(owners))[me.rank]
+        buffer.runtime.set_expert_owners(owners)
+        found = buffer.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, len(owners), **BF16)
+        handles.append(found[2])
+    buffer.get_next_low_latency_combine_buffer(handles[0])
+    given = (found[0], mine.topk_idx, mine.weights, handles[1])
+    if me.rank < 2:  # the third has other numbers of rows, too
+        kind, text = raised(buffer.low_latency_combine, *given, zero_copy=True)
+        assert (kind, "another handle" in text) == ("ValueError", True), text
     buffer.destroy()
 
 
-def test_replays():
-    run(replays)
+def test_rows_for_another_handle():
+    run(another_handles_rows)
 
 
-def replays_across_a_loss(me):
-    """A replay is one with the victim or one without it, the same on all survivors, and tells what
-    is missing."""
+def other_threads_run(me):
+    """The first call waits for all ranks, and holds up no other thread of the program."""
     buffer = a_buffer()
-    decode = Decode(me, buffer)
-    me.board.set(f"running-{me.rank}")
-    everybody, seen, after = list(range(SIZE)), [], 0
-    while after < 3:
-        given = inputs(len(seen) % 7)
-        decode.replay(given)
-        active = [rank for rank in everybody if decode.active.tolist()[rank]]
-        rows = decode.found[1].tolist()  # of the dispatch, which may have been one with the victim
-        with torch.device("cpu"):
-            arrived = reference.dispatch(
-                me.rank, [one.x.cpu() for one in given], [one.topk_idx.cpu() for one in given],
-                OWNERS,
-            )  # fmt: skip
-        is_between = active != everybody and rows == [len(one.rows) for one in arrived]
-        if not is_between:
-            decode.check(given, active)
-        seen.append((active, is_between))
-        after += active == [0, 2] and not is_between
-    buffer.destroy()
-    return seen
-
-
-def test_replays_go_on_after_a_loss():
-    with crew() as ranks:
-        ranks.start(replays_across_a_loss)
-        ranks.board.wait_all("running", range(SIZE))
-        ranks.signal(1, signal.SIGKILL)
-        first, _, last = ranks.results(dead=[1])
-        ranks.broken = True
-    assert [active for active, _ in first] == [active for active, _ in last]
-
-
-def replay_before_a_hook(me):
-    """A graph that is replayed between a call and its hook would overwrite the call's rows."""
-    buffer = a_buffer()
-    decode = Decode(me, buffer)
-    given = inputs(1)
-    found = dispatch(buffer, given[me.rank], **HOOK)
-    decode.graph.replay()
-    found[4]()
-    kind, text = raised(lambda: until(lambda: found[4]() is not None, "the error"))
-    assert (kind, "between a call and its hook" in text) == ("ValueError", True), text
-    torch.accelerator.synchronize()
-    buffer.destroy()
-
-
-def test_a_replay_before_a_hook():
-    with crew() as ranks:
-        ranks.call(replay_before_a_hook)
-
-
-def refused_captures(me):
-    """What cannot be recorded says so, and the next call is as before."""
-    graphs = torch.get_device_module(DEVICE)
-    buffer = a_buffer()
-    given = inputs(7)
+    given = inputs(8)
     mine = given[me.rank]
+    is_over = threading.Event()
 
-    def recorded(call):
-        with graphs.graph(graphs.CUDAGraph()):
-            return raised(call)
+    def work():
+        for _ in range(20):
+            time.sleep(0.01)
+        me.board.set(f"worked-{me.rank}")
+        is_over.wait()
 
-    kind, text = recorded(lambda: dispatch(buffer, mine))
-    assert (kind, "before the capture" in text) == ("NotImplementedError", True), text
-    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
-    kind, text = recorded(
-        lambda: buffer.low_latency_dispatch(mine.x, mine.topk_idx, TOKENS, EXPERTS - 1, **BF16)
-    )
-    assert (kind, "other experts" in text) == ("NotImplementedError", True), text
-    found = dispatch(buffer, mine, **HOOK)
-    kind, text = recorded(lambda: dispatch(buffer, mine))
-    assert (kind, "has not been received" in text) == ("NotImplementedError", True), text
-    found[4]()
-    check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+    thread = threading.Thread(target=work)
+    thread.start()
+    if me.rank == 1:
+        me.board.wait_all("worked", [0, 2])
+    dispatch(buffer, mine)
+    is_over.set()
+    thread.join()
     ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
     buffer.destroy()
 
 
-def test_captures_that_are_refused():
-    run(refused_captures)
+def test_the_first_call_holds_up_no_thread():
+    run(other_threads_run)
+
+
+def other_experts_behind_a_held_stream(me):
+    """A call with other experts than the one before does not wait for it on the host."""
+    buffer = a_buffer()
+    given = inputs(9)
+    mine = given[me.rank]
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    fewer = mine.topk_idx.clamp(max=EXPERTS - 2)
+    dist.barrier()
+    torch.accelerator.synchronize()
+    with held() as gate:
+        if me.rank != 1:
+            gate.open()
+        dispatch(buffer, mine, async_finish=True)
+        buffer.low_latency_dispatch(mine.x, fewer, TOKENS, EXPERTS - 1, async_finish=True, **BF16)
+    torch.accelerator.synchronize()
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+@pytest.mark.skipif(DEVICE != "fake", reason="the test holds a stream")
+def test_other_experts_behind_a_held_stream():
+    run(other_experts_behind_a_held_stream)

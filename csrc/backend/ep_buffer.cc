@@ -151,9 +151,9 @@ EpBuffer::Dispatch EpBuffer::dispatch(const DispatchArguments& given) {
 }
 
 // Kernels skip no rank that is late: its lateness is an error.
-Deadline EpBuffer::kernelDeadline(int64_t timeoutMicros) const {
-  const auto patience = patienceOf(timeoutMicros);
-  return patience ? Deadline::after(*patience) : deadlineIn(options_.timeout);
+Clock::duration EpBuffer::kernelLimit(int64_t timeoutMicros) const {
+  return patienceOf(timeoutMicros)
+      .value_or(std::chrono::duration_cast<Clock::duration>(options_.timeout));
 }
 
 EpBuffer::Dispatch EpBuffer::dispatchByKernels(const DispatchArguments& given,
@@ -177,7 +177,6 @@ EpBuffer::Dispatch EpBuffer::dispatchByKernels(const DispatchArguments& given,
                                                   .activeRanks = given.activeRanks,
                                                   .addedCounts = given.addedCounts,
                                                   .waits = given.waits,
-                                                  .mask = buffer_->callerMask(),
                                                   .format = formatOf(given),
                                                   .packsScales = given.packsScales,
                                                   .rows = made.rows,
@@ -186,7 +185,7 @@ EpBuffer::Dispatch EpBuffer::dispatchByKernels(const DispatchArguments& given,
                                                   .ranges = made.ranges,
                                                   .scales = std::move(scales)},
                                                  *handle, *made.handle.kept);
-  made.call.deadline = kernelDeadline(given.timeoutMicros);
+  made.call.limit = kernelLimit(given.timeoutMicros);
   return made;
 }
 
@@ -201,13 +200,12 @@ EpBuffer::Combine EpBuffer::combineByKernels(const CombineArguments& given) {
                                                  .weights = given.weights,
                                                  .activeRanks = given.activeRanks,
                                                  .waits = given.waits,
-                                                 .mask = buffer_->callerMask(),
                                                  .isInPlace = given.zeroCopy && areRowsPublished_,
                                                  .usesLogfmt = given.usesLogfmt,
                                                  .sums = made.sums,
                                                  .missing = made.missing},
                                                 *given.handle.kept);
-  made.call.deadline = kernelDeadline(given.timeoutMicros);
+  made.call.limit = kernelLimit(given.timeoutMicros);
   inPlaceOnDevice_.reset();
   return made;
 }
@@ -343,7 +341,7 @@ std::shared_ptr<EpWork> EpBuffer::submit(Call call, Ends ends,
                                          const std::shared_ptr<EpWork>& after) {
   const bool inBackground = ends != Ends::kAtOnce;
   if (call.kernels) {
-    return options_.kernels->submit(std::move(*call.kernels), call.deadline, ends == Ends::kByHook,
+    return options_.kernels->submit(std::move(*call.kernels), call.limit, ends == Ends::kByHook,
                                     !inBackground);
   }
   EpInterrupt interrupt(buffer_->group());
@@ -399,6 +397,12 @@ void EpBuffer::setExpertOwners(std::vector<int> owners) {
 void EpBuffer::maskRank(int rank, bool isMasked) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "rank ", rank, " is none of ", size_);
   buffer_->mask(rank, isMasked);
+  if (options_.kernels) options_.kernels->setMask(buffer_->callerMask());
+}
+
+void EpBuffer::unmaskAll() {
+  buffer_->unmaskAll();
+  if (options_.kernels) options_.kernels->setMask(buffer_->callerMask());
 }
 
 void EpBuffer::showMaskedRanks(const at::Tensor& shown) {

@@ -56,7 +56,7 @@ class EpBuffer {
     std::shared_ptr<EpRun> run;
     std::shared_ptr<Staging> staging;        // null: CPU tensors, which `run` has read
     std::optional<EpKernels::Call> kernels;  // instead of both
-    Deadline deadline = Deadline::at(Clock::time_point::max());  // of `kernels`
+    Clock::duration limit{};                 // of `kernels`
   };
   // The end of the caller's wait.
   enum class Ends {
@@ -127,7 +127,7 @@ class EpBuffer {
 
   void setExpertOwners(std::vector<int> owners);
   void maskRank(int rank, bool isMasked);
-  void unmaskAll() { buffer_->unmaskAll(); }
+  void unmaskAll();
   // Writes int32 [ranks]: 1 for each rank that this rank masks or that is not in the agreed view.
   // A tensor of a device is written in the order of its current stream. Without Python's lock.
   void showMaskedRanks(const at::Tensor& shown);
@@ -160,7 +160,7 @@ class EpBuffer {
   };
   RowSizes sizesOfRows(const ep::Handle& handle) const;
   std::shared_ptr<Staging> stagingFor(const c10::Device& device);
-  Deadline kernelDeadline(int64_t timeoutMicros) const;
+  Clock::duration kernelLimit(int64_t timeoutMicros) const;
   Dispatch dispatchByKernels(const DispatchArguments& given, std::shared_ptr<ep::Handle> handle);
   Combine combineByKernels(const CombineArguments& given);
   void makeRows(Dispatch& made, DispatchRun& run);

@@ -145,16 +145,12 @@ Ends endsOf(bool inBackground, bool isHooked) {
   return isHooked ? Ends::kByHook : inBackground ? Ends::kByEvent : Ends::kAtOnce;
 }
 
-std::shared_ptr<EpWork> submit(EpBuffer& buffer, EpBuffer::Call call, Ends ends) {
-  py::gil_scoped_release unlocked;
-  return buffer.submit(std::move(call), ends);
-}
-
 Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
                     int64_t maxTokens, int numExperts, bool usesFp8, bool roundsScale,
                     bool packsScales, const MaybeTensor& activeRanks, int64_t timeoutMicros,
                     bool inBackground, bool isHooked, const MaybeTensor& addedCounts,
                     const MaybeTensor& waits) {
+  std::optional<py::gil_scoped_release> unlocked(std::in_place);
   auto made = buffer.dispatch({.x = x,
                                .topk = topk,
                                .maxTokens = maxTokens,
@@ -166,7 +162,8 @@ Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& top
                                .timeoutMicros = timeoutMicros,
                                .addedCounts = addedCounts,
                                .waits = waits});
-  auto work = submit(buffer, std::move(made.call), endsOf(inBackground, isHooked));
+  auto work = buffer.submit(std::move(made.call), endsOf(inBackground, isHooked));
+  unlocked.reset();
   return {std::move(made.rows),    std::move(made.scales), std::move(made.counts),
           std::move(made.sources), std::move(made.ranges), std::move(made.handle),
           std::move(work)};
@@ -176,6 +173,7 @@ Combined combine(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
                  const at::Tensor& weights, const EpHandle& handle, bool usesLogfmt, bool zeroCopy,
                  const MaybeTensor& out, const MaybeTensor& activeRanks, int64_t timeoutMicros,
                  bool inBackground, bool isHooked, const MaybeTensor& waits) {
+  std::optional<py::gil_scoped_release> unlocked(std::in_place);
   auto made = buffer.combine({.x = x,
                               .topk = topk,
                               .weights = weights,
@@ -186,7 +184,8 @@ Combined combine(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
                               .activeRanks = activeRanks,
                               .timeoutMicros = timeoutMicros,
                               .waits = waits});
-  auto work = submit(buffer, std::move(made.call), endsOf(inBackground, isHooked));
+  auto work = buffer.submit(std::move(made.call), endsOf(inBackground, isHooked));
+  unlocked.reset();
   return {std::move(made.sums), std::move(made.missing), std::move(work)};
 }
 

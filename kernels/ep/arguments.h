@@ -42,6 +42,20 @@ struct Published {
 
 enum class RowKind : uint8_t { kBf16, kFp8, kFp8Rounded };
 
+// A row in sent form: bfloat16 as it is, or float32 scales | e4m3 channels. Both parts begin and end
+// at a unit, so that warps copy them in units.
+constexpr size_t kUnit = 16;
+MOONCAKE_HOST_DEVICE constexpr size_t toUnit(size_t bytes) {
+  return (bytes + kUnit - 1) / kUnit * kUnit;
+}
+MOONCAKE_HOST_DEVICE constexpr size_t scalesOf(size_t hidden) { return (hidden + 127) / 128; }
+MOONCAKE_HOST_DEVICE constexpr size_t sentScaleBytes(size_t hidden) {
+  return toUnit(scalesOf(hidden) * sizeof(float));
+}
+constexpr size_t sentRowBytes(size_t hidden, RowKind kind) {
+  return kind == RowKind::kBf16 ? toUnit(2 * hidden) : sentScaleBytes(hidden) + toUnit(hidden);
+}
+
 constexpr size_t kLine = 128;  // each part begins at a multiple
 MOONCAKE_HOST_DEVICE constexpr size_t toLine(size_t bytes) {
   return (bytes + kLine - 1) / kLine * kLine;
@@ -80,7 +94,7 @@ struct ExpertCall {
 
 // The ranks that a caller counts as active.
 struct Mask {
-  uint64_t buffer;           // bits: those of the buffer
+  const uint64_t* buffer;    // bits: those of the buffer, at the moment that the kernel runs
   int32_t* ranks = nullptr;  // [rank]: 0 excludes a rank, and is written if one takes no part
 };
 

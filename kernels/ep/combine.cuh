@@ -41,7 +41,9 @@ MC_DEVICE void sendAnswers(const CombineSend& a, unsigned char* rows, unsigned b
   size_t before = 0;
   for (unsigned begin = 0; begin < a.call.local; begin += kLanes) {
     const unsigned expert = begin + lane();
-    const unsigned counted = expert < a.call.local ? unsigned(a.counts[expert]) : 0;
+    // A dispatch of a graph that was never replayed has kept no counts.
+    unsigned counted = expert < a.call.local ? unsigned(a.counts[expert]) : 0;
+    if (counted > perExpert) counted = 0;
     for (unsigned i = 0; i < kLanes && begin + i < a.call.local; ++i) {
       const size_t count = __shfl_sync(kAllLanes, counted, int(i)), all = warps();
       for (size_t row = (warpOf(block) + all - before % all) % all; row < count; row += all) {

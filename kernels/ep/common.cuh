@@ -21,7 +21,7 @@ MC_DEVICE int32_t chosenAt(const Chosen& chosen, size_t place) {
 // The ranks that the caller of this rank counts as active. One warp, the same on all lanes.
 MC_DEVICE uint64_t ownMask(const Mask& mask, int ranks) {
   const bool isIn = int(lane()) < ranks && (!mask.ranks || mask.ranks[lane()] != 0);
-  return mask.buffer & __ballot_sync(kAllLanes, isIn);
+  return *mask.buffer & __ballot_sync(kAllLanes, isIn);
 }
 
 // What the ranks have published, as a block needs it.

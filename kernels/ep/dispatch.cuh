@@ -101,9 +101,8 @@ MC_DEVICE void sendRows(const DispatchSend& a, unsigned char* rows, const Part& 
       copyByWarp(row + at, from, left < step ? left : step);
       continue;
     }
-    const size_t scales = (hidden + kFp8Block - 1) / kFp8Block;
     castBlock(reinterpret_cast<const uint16_t*>(from), unsigned((left < step ? left : step) / 2),
-              a.kind == RowKind::kFp8Rounded, row + scales * sizeof(float) + at / 2,
+              a.kind == RowKind::kFp8Rounded, row + sentScaleBytes(hidden) + at / 2,
               reinterpret_cast<float*>(row) + at / step);
   }
 }
@@ -165,14 +164,13 @@ MC_DEVICE void takeRow(const DispatchReceive& a, const unsigned char* row, size_
     copyByWarp(a.rows + (local * perExpert + place) * 2 * hidden, row, 2 * hidden);
     return;
   }
-  const unsigned scales =
-      unsigned((hidden + mooncake::ep::kFp8Block - 1) / mooncake::ep::kFp8Block);
+  const unsigned scales = unsigned(scalesOf(hidden));
   const unsigned words = a.packsScales ? (scales + 3) / 4 : scales;
   for (unsigned word = lane(); word < words; word += kLanes) {
     a.scales[(local * words + word) * perExpert + place] =
         scaleWord(a, reinterpret_cast<const float*>(row), scales, word);
   }
-  copyByWarp(a.rows + (local * perExpert + place) * hidden, row + scales * sizeof(float), hidden);
+  copyByWarp(a.rows + (local * perExpert + place) * hidden, row + sentScaleBytes(hidden), hidden);
 }
 
 // Place of a rank's first row among those of an expert.
@@ -195,7 +193,9 @@ MC_DEVICE size_t takeRows(const DispatchReceive& a, const GroupState& state, con
   const Published& about = publishedOf(state, source, turn.serial);
   const unsigned tokens = about.tokens, topk = about.topk;  // read over the wire, so only once
   // If this rank is out, these may be another operation's. No number of it may lead astray.
-  const bool areSound = tokens <= a.call.maxTokens && topk <= kMostTopk;
+  const bool areSound =
+      tokens <= a.call.maxTokens && topk <= kMostTopk &&
+      tokensAt(a.call.experts, tokens, topk) + tokens * a.call.rowBytes <= state.halfBytes;
   const size_t choices = areSound ? size_t(tokens) * topk : 0;
   const Choice* const chosen = reinterpret_cast<const Choice*>(theirs + choicesAt(a.call.experts));
   const unsigned char* const rows = theirs + tokensAt(a.call.experts, tokens, topk);

@@ -19,7 +19,10 @@ import mooncake_backend._C
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FOLDERS = (HERE, ROOT / "tests/simt", ROOT / "kernels", ROOT / "kernels/common")
+FOLDERS = (
+    HERE,
+    *(ROOT / name for name in ("tests/simt", "kernels", "kernels/common", "kernels/ep")),
+)
 SUFFIXES = (".cc", ".cuh", ".h", ".txt")
 HEADERS = (
     "base/result.h",

@@ -27,9 +27,6 @@ EpKernelWork::~EpKernelWork() {
 void EpKernelWork::receive() {
   if (done_) return;
   const c10::DeviceGuard on(stream_.device());
-  c10::Event reached(stream_.device_type());
-  reached.record(c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device()));
-  reached.block(stream_);
   kernels_->receive(sent_);
   done_.emplace(stream_.device_type());
   done_->record(stream_);

@@ -44,7 +44,8 @@ EpKernels::EpKernels(std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> v
       view_(std::move(view)),
       settings_(std::move(settings)),
       rank_(control_->rank()),
-      size_(control_->size()) {}
+      size_(control_->size()),
+      maskBits_(~uint64_t(0) >> (64 - size_)) {}
 
 EpKernels::~EpKernels() = default;
 
@@ -72,25 +73,31 @@ void EpKernels::decide(const c10::Device& device) {
                         settings_.bytes, settings_.timeout, Deadline::after(settings_.timeout));
   if (experts.ok()) {
     experts_ = std::move(*experts);
+    mask_ = at::full({1}, int64_t(maskBits_), at::TensorOptions(at::kLong).device(device));
     return;
   }
   log(LogLevel::kWarning, settings_.name, "no kernels, though MOONCAKE_EP_KERNELS asks for them: ",
       "tensors of devices go through host memory: ", experts.error().message);
 }
 
-// The table stands on the device before the next kernel of our stream.
+// The table stands on the device before the next kernel of our stream. The host waits for its copy,
+// which waits for nothing.
 at::Tensor EpKernels::tableFor(const std::shared_ptr<const ep::ExpertMap>& experts) {
-  if (tableOf_ == experts) return table_;
+  constexpr size_t kMostTables = 16;
+  for (const Table& table : tables_)
+    if (table.experts == experts || table.experts->owners() == experts->owners())
+      return table.onDevice;
   const c10::Stream callers = currentOn(stream().device());
   if (isCapturing(callers))
-    refuseRecording(callers, "it has other experts than the call before", kBeforeTheCapture);
+    refuseRecording(callers, "it has other experts than the calls before", kBeforeTheCapture);
+  if (!uploads_) uploads_.emplace(stream().device());
   const auto bytes = PeerExperts::tableOf(experts->owners(), rank_);
-  const c10::StreamGuard on(stream());
+  const c10::StreamGuard on(uploads_->stream());
   at::Tensor host = at::empty({int64_t(bytes.size())}, at::kByte);
   std::memcpy(host.mutable_data_ptr(), bytes.data(), bytes.size());
-  table_ = host.to(stream().device());
-  tableOf_ = experts;
-  return table_;
+  tables_.push_front({experts, host.to(stream().device())});
+  if (tables_.size() > kMostTables) tables_.pop_back();
+  return tables_.front().onDevice;
 }
 
 PeerExperts::Shape EpKernels::shapeOf(const ep::Handle& handle) const {
@@ -104,34 +111,49 @@ PeerExperts::Shape EpKernels::shapeOf(const ep::Handle& handle) const {
           .owners = handle.experts->hash()};
 }
 
-PeerExperts::Caller EpKernels::callerOf(const at::Tensor& topk, const GroupRanks& mask,
+PeerExperts::Caller EpKernels::callerOf(const at::Tensor& topk,
                                         const std::optional<at::Tensor>& activeRanks,
                                         const std::optional<at::Tensor>& waits,
                                         const EpKept& kept) const {
-  PeerExperts::Caller caller{.topk = topk.const_data_ptr(),
-                             .isTopkWide = topk.scalar_type() == at::kLong,
-                             .tokens = size_t(topk.size(0)),
-                             .topks = size_t(topk.size(1)),
-                             .activeRanks = addressOf<int32_t>(activeRanks),
-                             .waits = addressOf<int64_t>(waits),
-                             .table = static_cast<const std::byte*>(kept.table.const_data_ptr()),
-                             .kept = static_cast<std::byte*>(kept.kept.mutable_data_ptr())};
+  return {.topk = topk.const_data_ptr(),
+          .isTopkWide = topk.scalar_type() == at::kLong,
+          .tokens = size_t(topk.size(0)),
+          .topks = size_t(topk.size(1)),
+          .mask = reinterpret_cast<const uint64_t*>(mask_.const_data_ptr()),
+          .activeRanks = addressOf<int32_t>(activeRanks),
+          .waits = addressOf<int64_t>(waits),
+          .table = static_cast<const std::byte*>(kept.table.const_data_ptr()),
+          .kept = static_cast<std::byte*>(kept.kept.mutable_data_ptr())};
+}
+
+void EpKernels::setMask(const GroupRanks& active) {
+  maskBits_ = 0;
   for (int rank = 0; rank < size_; ++rank)
-    if (mask.contains(rank)) caller.mask |= uint64_t(1) << rank;
-  return caller;
+    if (active.contains(rank)) maskBits_ |= uint64_t(1) << rank;
+  if (!experts_) return;
+  const c10::DeviceGuard on(stream().device());
+  const c10::Stream callers = currentOn(stream().device());
+  if (isCapturing(callers)) refuseCapture(callers, "a mask is not recorded");
+  // Behind the kernels of earlier calls, and ahead of later replays.
+  c10::Event reached(stream().device_type()), isSet(stream().device_type());
+  reached.record(callers);
+  reached.block(stream());
+  const c10::StreamGuard current(stream());
+  mask_.fill_(int64_t(maskBits_));
+  isSet.record(stream());
+  isSet.block(callers);
 }
 
 EpKernels::Call EpKernels::dispatch(const Dispatch& given, const ep::Handle& handle, EpKept& kept) {
   using RowKind = PeerExperts::RowKind;
   const c10::DeviceGuard on(stream().device());
   kept.shape = shapeOf(handle);
-  kept.shape.dispatchRow = ep::dispatchRowBytes(handle.shape.hidden, given.format);
   kept.table = tableFor(handle.experts);
   const size_t bytes = experts_->keptBytes(kept.shape, handle.tokens, handle.topk);
   kept.kept = at::empty({int64_t(bytes)}, at::TensorOptions(at::kByte).device(stream().device()));
   const PeerExperts::Dispatch dispatch{
       .shape = kept.shape,
-      .caller = callerOf(given.topk, given.mask, given.activeRanks, given.waits, kept),
+      .caller = callerOf(given.topk, given.activeRanks, given.waits, kept),
       .x = given.x.const_data_ptr(),
       .kind = given.format == ep::RowFormat::kBf16  ? RowKind::kBf16
               : given.format == ep::RowFormat::kFp8 ? RowKind::kFp8
@@ -146,8 +168,8 @@ EpKernels::Call EpKernels::dispatch(const Dispatch& given, const ep::Handle& han
   Call call{.tensors = {given.x, given.topk, given.rows, given.counts, given.sources, given.ranges,
                         kept.kept},
             .table = kept.table,
-            .send = [dispatch](PeerExperts& experts, Deadline deadline) {
-              return experts.send(dispatch, deadline);
+            .send = [dispatch](PeerExperts& experts, Clock::duration limit) {
+              return experts.send(dispatch, limit);
             }};
   for (const auto& one : {given.activeRanks, given.addedCounts, given.waits, given.scales})
     add(call.tensors, one);
@@ -155,15 +177,23 @@ EpKernels::Call EpKernels::dispatch(const Dispatch& given, const ep::Handle& han
 }
 
 EpKernels::Call EpKernels::combine(const Combine& given, const EpKept& kept) {
-  if (given.isInPlace && (experts_->guard().lastCall() + 1 != nextRowsFor_ ||
-                          isCapturing(currentOn(stream().device())))) {
-    throwError({ErrorCode::kInvalidArgument,
-                "combine: the buffer that the rows were written to belongs to another operation: "
-                "call combine before anything else is called on this buffer"});
+  if (given.isInPlace) {
+    const bool isNext = experts_->guard().lastCall() + 1 == nextNumber_ &&
+                        !experts_->queue().hasGraphs() &&
+                        !isCapturing(currentOn(stream().device()));
+    if (!isNext) {
+      throwError({ErrorCode::kInvalidArgument,
+                  "combine: the buffer that the rows were written to belongs to another operation: "
+                  "call combine before anything else is called on this buffer"});
+    }
+    if (kept.shape.mostLocal != nextMostLocal_) {
+      throwError({ErrorCode::kInvalidArgument,
+                  "combine: the buffer that the rows were written to is for another handle"});
+    }
   }
   const PeerExperts::Combine combine{
       .shape = kept.shape,
-      .caller = callerOf(given.topk, given.mask, given.activeRanks, given.waits, kept),
+      .caller = callerOf(given.topk, given.activeRanks, given.waits, kept),
       .x = given.isInPlace ? nullptr : given.x.const_data_ptr(),
       .weights = given.weights.const_data_ptr<float>(),
       .usesLogfmt = given.usesLogfmt,
@@ -172,8 +202,8 @@ EpKernels::Call EpKernels::combine(const Combine& given, const EpKept& kept) {
       .missing = given.missing.mutable_data_ptr<bool>()};
   Call call{.tensors = {given.topk, given.weights, given.sums, given.missing, kept.kept},
             .table = kept.table,
-            .send = [combine](PeerExperts& experts, Deadline deadline) {
-              return experts.send(combine, deadline);
+            .send = [combine](PeerExperts& experts, Clock::duration limit) {
+              return experts.send(combine, limit);
             }};
   if (!given.isInPlace) call.tensors.push_back(given.x);
   for (const auto& one : {given.activeRanks, given.waits}) add(call.tensors, one);
@@ -192,7 +222,8 @@ std::optional<PeerQueue::Recording> EpKernels::record(const c10::Stream& stream)
                                              OwnStream::nativeOf(stream), !isCapturing(stream));
 }
 
-std::shared_ptr<EpWork> EpKernels::submit(Call call, Deadline deadline, bool isHooked, bool waits) {
+std::shared_ptr<EpWork> EpKernels::submit(Call call, Clock::duration limit, bool isHooked,
+                                          bool waits) {
   const c10::DeviceGuard on(stream().device());
   const c10::Stream callers = currentOn(stream().device());
   const bool isRecorded = isCapturing(callers);
@@ -205,11 +236,12 @@ std::shared_ptr<EpWork> EpKernels::submit(Call call, Deadline deadline, bool isH
     c10::Event reached(ours.device_type());
     reached.record(callers);
     reached.block(ours);
-    const auto number = call.send(*experts_, deadline);
+    const auto number = call.send(*experts_, limit);
     // A capture cannot end without the stream that has joined it.
     if (!number.ok() && isRecorded) work->join();
     work->sent(orThrow(number), experts_->sent());
   }
+  call.tensors.push_back(call.table);
   pending_ = {std::move(call.tensors), isRecorded};
   if (isRecorded) recordedTables_.push_back(std::move(call.table));
   if (isHooked) {
@@ -217,7 +249,12 @@ std::shared_ptr<EpWork> EpKernels::submit(Call call, Deadline deadline, bool isH
     hasSent.record(ours);
     hasSent.block(callers);
   } else {
-    work->receive();
+    try {
+      work->receive();
+    } catch (...) {
+      if (isRecorded) work->join();
+      throw;
+    }
   }
   if (waits) work->wait();
   return work;
@@ -227,12 +264,21 @@ std::shared_ptr<EpWork> EpKernels::submit(Call call, Deadline deadline, bool isH
 void EpKernels::receive(uint64_t sent) {
   if (experts_->sent() != sent || pending_.tensors.empty()) return;
   const c10::Stream callers = currentOn(stream().device());
+  if (pending_.isRecorded && !isCapturing(recordings())) {
+    log(LogLevel::kWarning, settings_.name,
+        "a graph was recorded without the hook of its last call: replaying it ends the buffer");
+    pending_ = {};
+    return experts_->drop();
+  }
   if (pending_.isRecorded != isCapturing(callers)) {
     refuseRecording(callers, "an operation of the Buffer before it has not been received",
                     "Call its hook on the same side of the begin and end of the capture");
   }
   const c10::Stream& ours = pending_.isRecorded ? recordings() : stream();
   const auto recording = record(ours);
+  c10::Event reached(ours.device_type());
+  reached.record(callers);
+  reached.block(ours);
   const Status received = experts_->receive();
   for (const at::Tensor& tensor : std::exchange(pending_, {}).tensors)
     keepUntilPassed(tensor, ours);
@@ -245,7 +291,8 @@ std::optional<at::Tensor> EpKernels::nextRows(const EpKept& kept) {
   receive(experts_->sent());
   const auto next = experts_->nextRows(kept.shape);
   if (!next.rows) return std::nullopt;
-  nextRowsFor_ = next.number;
+  nextNumber_ = next.number;
+  nextMostLocal_ = kept.shape.mostLocal;
   // The operation before has ended on this rank, so no rank reads these rows.
   c10::Event received(stream().device_type());
   received.record(stream());

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -50,10 +51,13 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
   // Whether calls have gone by kernels on this device.
   bool areOn(const c10::Device& device) const { return experts_ && stream().device() == device; }
 
+  // Sets the ranks that the buffer counts as active, in the order of the current stream. Replays of
+  // graphs read them, too.
+  void setMask(const GroupRanks& active);
+
   struct Dispatch {
     at::Tensor x, topk;
     std::optional<at::Tensor> activeRanks, addedCounts, waits;
-    GroupRanks mask;  // ranks that the buffer counts as active
     ep::RowFormat format;
     bool packsScales;
     at::Tensor rows, counts, sources, ranges;
@@ -62,7 +66,6 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
   struct Combine {
     at::Tensor x, topk, weights;
     std::optional<at::Tensor> activeRanks, waits;
-    GroupRanks mask;
     bool isInPlace;  // x is nextRows()
     bool usesLogfmt;
     at::Tensor sums, missing;
@@ -71,19 +74,20 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
   struct Call {
     std::vector<at::Tensor> tensors;
     at::Tensor table;  // the owners of experts
-    std::function<Result<uint64_t>(PeerExperts&, Deadline)> send;
+    std::function<Result<uint64_t>(PeerExperts&, Clock::duration limit)> send;
   };
   // Fills in `kept` for the combines of the dispatch.
   Call dispatch(const Dispatch& given, const ep::Handle& handle, EpKept& kept);
   Call combine(const Combine& given, const EpKept& kept);
 
   // Enqueues the call behind the current stream's work so far. `isHooked`: wait() of the work enqueues
-  // the receiving kernel, and the current stream waits for the sending one. `waits`: the current stream waits for the results. If a rank is late at the
-  // deadline, the buffer's calls end. If the current stream is recorded into a graph, so is the call.
-  std::shared_ptr<EpWork> submit(Call call, Deadline deadline, bool isHooked, bool waits);
+  // the receiving kernel, and the current stream waits for the sending one. `waits`: the current stream waits for the results. If it has
+  // not ended so long after the receiving kernel was enqueued, the buffer's calls end. If the current
+  // stream is recorded into a graph, so is the call.
+  std::shared_ptr<EpWork> submit(Call call, Clock::duration limit, bool isHooked, bool waits);
 
-  // Enqueues the receiving kernel of the operation that was sent last, if it is that one: `sent` is
-  // PeerExperts::sent() since then.
+  // Enqueues the receiving kernel of the operation that was sent last, behind the current stream's
+  // work so far, if it is that one: `sent` is PeerExperts::sent() since then.
   void receive(uint64_t sent);
 
   // The rows that the next combine publishes, [local expert][row][channel]. Empty: their place is
@@ -103,8 +107,7 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
   std::optional<PeerQueue::Recording> record(const c10::Stream& stream) const;
   at::Tensor tableFor(const std::shared_ptr<const ep::ExpertMap>& experts);
   PeerExperts::Shape shapeOf(const ep::Handle& handle) const;
-  PeerExperts::Caller callerOf(const at::Tensor& topk, const GroupRanks& mask,
-                               const std::optional<at::Tensor>& activeRanks,
+  PeerExperts::Caller callerOf(const at::Tensor& topk, const std::optional<at::Tensor>& activeRanks,
                                const std::optional<at::Tensor>& waits, const EpKept& kept) const;
 
   std::unique_ptr<Group> control_;  // until it is decided
@@ -113,10 +116,16 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
   const int rank_, size_;
   bool isDecided_ = false;
   std::optional<OwnStream> stream_;       // not lent to others before the kernels have ended
+  std::optional<OwnStream> uploads_;      // waits for no kernel
   std::optional<OwnStream> recordings_;   // joins one capture at a time; none: nothing was recorded
   std::unique_ptr<PeerExperts> experts_;  // null: calls are staged
-  std::shared_ptr<const ep::ExpertMap> tableOf_;
-  at::Tensor table_;
+  uint64_t maskBits_;
+  at::Tensor mask_;  // the same on the device
+  struct Table {
+    std::shared_ptr<const ep::ExpertMap> experts;
+    at::Tensor onDevice;
+  };
+  std::deque<Table> tables_;                // the last ones first
   std::vector<at::Tensor> recordedTables_;  // replays read them
   // An operation that is not received yet.
   struct Pending {
@@ -124,7 +133,9 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
     bool isRecorded = false;
   };
   Pending pending_;
-  uint64_t nextRowsFor_ = 0;  // number of the combine that nextRows() was called for
+  // The combine that nextRows() was called for.
+  uint64_t nextNumber_ = 0;
+  unsigned nextMostLocal_ = 0;
 };
 
 }  // namespace mooncake

@@ -107,8 +107,8 @@ Status PeerExperts::check(const Shape& shape, const Caller& caller, size_t bytes
 }
 
 kernels::ExpertCall PeerExperts::callOf(const Shape& shape, size_t rowBytes, uint32_t hash,
-                                        Deadline deadline) const {
-  return {.exchange = queue_->exchange(hash, deadline),
+                                        Clock::duration limit) const {
+  return {.exchange = queue_->exchange(hash, Deadline::after(limit)),
           .maxTokens = shape.maxTokens,
           .hidden = shape.hidden,
           .experts = shape.experts,
@@ -121,7 +121,7 @@ kernels::ExpertCall PeerExperts::callOf(const Shape& shape, size_t rowBytes, uin
 template <typename Send, typename Receive>
 Result<uint64_t> PeerExperts::sendAny(const char* name, std::pair<KernelId, KernelId> ids,
                                       const Send& send, const Receive& receive, size_t sharedBytes,
-                                      Deadline deadline) {
+                                      Clock::duration limit) {
   const kernels::ExpertCall& call = send.call;
   const size_t work = call.maxTokens * call.hidden * sizeof(uint16_t);
   const auto blocks = unsigned(
@@ -130,7 +130,7 @@ Result<uint64_t> PeerExperts::sendAny(const char* name, std::pair<KernelId, Kern
   const auto threads =
       unsigned(std::clamp<size_t>((vectors + 31) / 32 * 32, 64, PeerQueue::kMostThreads));
   MOONCAKE_TRY(this->receive());
-  const auto number = queue_->begin(name, deadline);
+  const auto number = queue_->begin(name, Deadline::at(Clock::time_point::max()));
   if (!number.ok()) return number.error();
   MOONCAKE_TRY(queue_->launch({.kernel = ids.first,
                                .grid = blocks,
@@ -138,7 +138,8 @@ Result<uint64_t> PeerExperts::sendAny(const char* name, std::pair<KernelId, Kern
                                .sharedBytes = uint32_t(sharedBytes),
                                .arguments = bytesOf(send)}));
   ++sent_;
-  pending_ = [=, this, kernel = ids.second] {
+  pending_ = [=, this, kernel = ids.second, call = *number] {
+    if (call) guard().limit(call, Deadline::after(limit));
     return queue_->launch(
         {.kernel = kernel, .grid = blocks, .block = threads, .arguments = bytesOf(receive)});
   };
@@ -150,15 +151,16 @@ Status PeerExperts::receive() {
   return pending ? pending() : Status();
 }
 
-Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Deadline deadline) {
+Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Clock::duration limit) {
   const auto& [shape, caller, x, kind, packsScales, rows, scales, counts, sources, ranges, added] =
       dispatch;
-  const size_t bytes = kernels::tokensAt(shape.experts, shape.maxTokens, caller.topks) +
-                       shape.maxTokens * shape.dispatchRow;
+  const size_t row = kernels::sentRowBytes(shape.hidden, kind);
+  const size_t bytes =
+      kernels::tokensAt(shape.experts, shape.maxTokens, caller.topks) + shape.maxTokens * row;
   MOONCAKE_TRY(check(shape, caller, bytes));
   const uint32_t hash =
       hashOf({1, shape.maxTokens, shape.hidden, shape.experts, shape.owners, uint64_t(kind)});
-  const kernels::ExpertCall call = callOf(shape, shape.dispatchRow, hash, deadline);
+  const kernels::ExpertCall call = callOf(shape, row, hash, limit);
   const kernels::Mask mask{caller.mask, caller.activeRanks};
   const Kept kept = keptOf(shape, caller);
   const kernels::DispatchSend send{.call = call,
@@ -186,17 +188,17 @@ Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Deadline deadline) 
       .addedCounts = added,
       .waits = caller.waits};
   return sendAny("dispatch", {KernelId::kDispatchSend, KernelId::kDispatchReceive}, send, receive,
-                 shape.experts * sizeof(uint32_t), deadline);
+                 shape.experts * sizeof(uint32_t), limit);
 }
 
-Result<uint64_t> PeerExperts::send(const Combine& combine, Deadline deadline) {
+Result<uint64_t> PeerExperts::send(const Combine& combine, Clock::duration limit) {
   const auto& [shape, caller, x, weights, usesLogfmt, renormalizes, sums, missing] = combine;
   const size_t bytes = kernels::answersAt(shape.mostLocal, ranks()) +
                        shape.local * ranks() * shape.maxTokens * shape.combineRow;
   MOONCAKE_TRY(check(shape, caller, bytes));
   const uint32_t hash =
       hashOf({2, shape.maxTokens, shape.hidden, shape.experts, shape.owners, usesLogfmt});
-  const kernels::ExpertCall call = callOf(shape, shape.combineRow, hash, deadline);
+  const kernels::ExpertCall call = callOf(shape, shape.combineRow, hash, limit);
   const kernels::Mask mask{caller.mask, caller.activeRanks};
   const Kept kept = keptOf(shape, caller);
   const kernels::CombineSend send{.call = call,
@@ -221,7 +223,7 @@ Result<uint64_t> PeerExperts::send(const Combine& combine, Deadline deadline) {
                                         .missing = missing,
                                         .waits = caller.waits};
   return sendAny("combine", {KernelId::kCombineSend, KernelId::kCombineReceive}, send, receive, 0,
-                 deadline);
+                 limit);
 }
 
 // Operations take turns with the two halves, whatever ranks are lost meanwhile: an operation that

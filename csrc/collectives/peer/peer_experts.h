@@ -35,9 +35,9 @@ class PeerExperts {
 
   // Sizes of a dispatch and its combines. The same on all ranks, except for `local`.
   struct Shape {
-    size_t maxTokens = 0;                    // most tokens of a rank
-    size_t hidden = 0;                       // channels of a row
-    size_t dispatchRow = 0, combineRow = 0;  // bytes of a row in published memory
+    size_t maxTokens = 0;   // most tokens of a rank
+    size_t hidden = 0;      // channels of a row
+    size_t combineRow = 0;  // bytes of an expert's row in published memory
     unsigned experts = 0;
     unsigned local = 0, mostLocal = 0;  // experts of this rank, and of the rank that has most
     uint32_t owners = 0;                // a hash of the experts' owners
@@ -54,7 +54,7 @@ class PeerExperts {
     const void* topk = nullptr;  // [tokens][topks] of int64, or of int32
     bool isTopkWide = true;
     size_t tokens = 0, topks = 0;
-    uint64_t mask = 0;               // bits of the ranks that the buffer counts as active
+    const uint64_t* mask = nullptr;  // bits of the ranks that the buffer counts as active
     int32_t* activeRanks = nullptr;  // [ranks], read and written; may be null
     int64_t* waits = nullptr;        // [ranks] of microseconds, added to; may be null
     const std::byte* table = nullptr;
@@ -85,12 +85,14 @@ class PeerExperts {
     bool* missing = nullptr;
   };
   // Enqueue the kernel that sends, and return the call's number; 0 for a call that is recorded into a
-  // graph. An operation before it whose rows were not received is received first.
-  // kInvalidArgument: kernels cannot take the call. Nothing was sent.
-  Result<uint64_t> send(const Dispatch& dispatch, Deadline deadline);
-  Result<uint64_t> send(const Combine& combine, Deadline deadline);
+  // graph. An operation before it whose rows were not received is received first. `limit`: longest
+  // time from receive() to the end. kInvalidArgument: kernels cannot take the call. Nothing was sent.
+  Result<uint64_t> send(const Dispatch& dispatch, Clock::duration limit);
+  Result<uint64_t> send(const Combine& combine, Clock::duration limit);
   // Enqueues the kernel that receives the rows of the last operation, unless it was enqueued.
   Status receive();
+  // Forgets that operation: it was recorded into a graph, which has ended.
+  void drop() { pending_ = nullptr; }
   // Number of the operations that were sent, those of graphs too.
   uint64_t sent() const { return sent_; }
 
@@ -112,10 +114,10 @@ class PeerExperts {
   Kept keptOf(const Shape& shape, const Caller& caller) const;
   Status check(const Shape& shape, const Caller& caller, size_t bytes) const;
   kernels::ExpertCall callOf(const Shape& shape, size_t rowBytes, uint32_t hash,
-                             Deadline deadline) const;
+                             Clock::duration limit) const;
   template <typename Send, typename Receive>
   Result<uint64_t> sendAny(const char* name, std::pair<KernelId, KernelId> ids, const Send& send,
-                           const Receive& receive, size_t sharedBytes, Deadline deadline);
+                           const Receive& receive, size_t sharedBytes, Clock::duration limit);
   size_t ranks() const { return size_t(queue_->group().size()); }
 
   const std::unique_ptr<PeerQueue> queue_;

@@ -116,6 +116,12 @@ Status PeerGuard::usable() const {
   return failure_ ? Status(*failure_) : Status();
 }
 
+void PeerGuard::limit(uint64_t call, Deadline deadline) {
+  std::lock_guard lock(mutex_);
+  for (Called& called : called_)
+    if (called.number == call) called.deadline = deadline;
+}
+
 uint64_t PeerGuard::done() const { return read(words_.done); }
 uint64_t PeerGuard::ended() const { return read(words_.calls); }
 
@@ -200,17 +206,17 @@ Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadl
   while (read(words_.stopped) != generation_) {
     if (!isEnqueued && ended() == lastCalled_) {
       isEnqueued = true;
-      lock.unlock();
-      const Status enqueued = acknowledge_();
-      lock.lock();
-      MOONCAKE_TRY(enqueued);
+      // With the lock: no call may begin until it is enqueued. There is room for it, as all calls
+      // have ended.
+      MOONCAKE_TRY(acknowledge_());
     }
     MOONCAKE_TRY(failureOfKernels());
     if (isStopping_) return {ErrorCode::kAborted, "the group was destroyed"};
     if (deadline.passed()) {
-      return {ErrorCode::kTimeout,
-              "earlier work of the device kept the group's kernels from stopping after the loss of "
-              "a rank, for the group's timeout"};
+      return {
+          ErrorCode::kTimeout,
+          "earlier work of the device, or a call of a Buffer whose hook was not called, kept the "
+          "group's kernels from stopping after the loss of a rank, for the group's timeout"};
     }
     changed_.wait_for(lock, kPause);
   }

@@ -54,6 +54,8 @@ class PeerGuard {
   // A call is about to enqueue its operation. Returns the call's number, or the error that has ended
   // the group. Operations that graphs replay have none: the guard learns of them when they wait.
   Result<uint64_t> begin(std::string name, Deadline deadline);
+  // Sets the deadline of a call that begin() was given none for.
+  void limit(uint64_t call, Deadline deadline);
   // Ends the group with this error, unless it has ended.
   void fail(Error why);
   // Ok, or the error that has ended the group.

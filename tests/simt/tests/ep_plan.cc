@@ -6,13 +6,7 @@
 #include "kernels/common/logfmt.h"
 
 namespace mooncake::kernels {
-namespace {
-size_t toUnit(size_t bytes) { return (bytes + 15) / 16 * 16; }
-}  // namespace
-
-size_t sentBytes(RowKind kind, size_t hidden) {
-  return toUnit(kind == RowKind::kBf16 ? 2 * hidden : scalesOf(hidden) * 4 + hidden);
-}
+size_t sentBytes(RowKind kind, size_t hidden) { return sentRowBytes(hidden, kind); }
 size_t answerBytes(bool usesLogfmt, size_t hidden) {
   return toUnit(2 * hidden) + (usesLogfmt ? ep::logfmtHeaderBytes(uint32_t(hidden)) : 0);
 }

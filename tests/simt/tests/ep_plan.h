@@ -12,7 +12,6 @@ namespace mooncake::kernels {
 // Bytes of a row in published memory, of a dispatch and of a combine.
 size_t sentBytes(RowKind kind, size_t hidden);
 size_t answerBytes(bool usesLogfmt, size_t hidden);
-inline size_t scalesOf(size_t hidden) { return (hidden + 127) / 128; }
 
 // The draw of one seed: the inputs of all ranks in each round.
 struct EpPlan {

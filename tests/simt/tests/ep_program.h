@@ -59,7 +59,7 @@ class EpProgram {
   void callCombine(const EpRound& round, int rank);
   ExpertCall callOf(int rank, uint32_t hash, size_t rowBytes) const;
   Mask maskOf(EpMask& mask) {
-    return {mask.buffer, mask.ranks.empty() ? nullptr : mask.ranks.data()};
+    return {&mask.buffer, mask.ranks.empty() ? nullptr : mask.ranks.data()};
   }
   uint64_t dispatchNumber(const EpRound& round) const;
   uint64_t ofDispatch(const EpRound& round) const;  // the ranks that take part in it
