@@ -20,18 +20,20 @@ MC_DEVICE void reduceUnit(const GroupState& state, uint64_t serial, uint64_t act
   struct alignas(kElements == 1 ? alignof(T) : kElements * sizeof(T)) Unit {
     T of[kElements];
   };
+  const auto unitOf = [&](int rank) {
+    return loadUnit(reinterpret_cast<const Unit*>(published(state, rank, serial) + offset));
+  };
   using E = Element<T>;
   typename E::Acc sums[kElements];
-  bool isFirst = true;
-  for (int rank = 0; rank < state.ranks; ++rank) {
+  // The first rank stands apart: otherwise nvcc takes many registers more, and some kernels spill.
+  int rank = 0;
+  while (!has(active, rank)) ++rank;
+  const Unit first = unitOf(rank);
+  for (int i = 0; i < kElements; ++i) sums[i] = E::load(first.of[i]);
+  while (++rank < state.ranks) {
     if (!has(active, rank)) continue;
-    const Unit unit =
-        loadUnit(reinterpret_cast<const Unit*>(published(state, rank, serial) + offset));
-    for (int i = 0; i < kElements; ++i) {
-      const typename E::Acc value = E::load(unit.of[i]);
-      sums[i] = isFirst ? value : combine<kBy>(sums[i], value);
-    }
-    isFirst = false;
+    const Unit unit = unitOf(rank);
+    for (int i = 0; i < kElements; ++i) sums[i] = combine<kBy>(sums[i], E::load(unit.of[i]));
   }
   Unit result;
   for (int i = 0; i < kElements; ++i) {
@@ -46,58 +48,99 @@ MC_DEVICE unsigned char* targetOf(const Exchange& exchange, unsigned char* outpu
   return (exchange.scratch ? exchange.scratch : output) + begin;
 }
 
-template <typename T, Combine kBy>
-MC_DEVICE void reducePart(const ReduceArguments& a, const GroupState& state, const Turn& turn,
-                          unsigned block) {
-  // Short integers are seldom reduced, and long units of them take nvcc long to compile.
-  constexpr bool kIsShort = sizeof(T) < 4 && !kIsFloat<T>;
-  constexpr int kElements = (kIsShort ? sizeof(uint2) : sizeof(uint4)) / sizeof(T);
-  const Part piece = pieceOf(a.exchange, turn.piece, a.bytes);
-  const Part part = partOf(piece.end - piece.begin, block, gridDim.x, kPartBytes);
-  T* const output = reinterpret_cast<T*>(targetOf(a.exchange, a.output, piece.begin));
-  const bool isAligned = (reinterpret_cast<size_t>(output) | a.offset) % sizeof(uint4) == 0;
-  const size_t begin = part.begin / sizeof(T), all = part.end / sizeof(T);
-  const size_t end = isAligned ? begin + (all - begin) / kElements * kElements : begin;
-  for (size_t i = begin + threadIdx.x * kElements; i < end; i += blockDim.x * kElements)
-    reduceUnit<T, kBy, kElements>(state, turn.serial, turn.active, a.offset + i * sizeof(T),
-                                  output + i);
-  for (size_t i = end + threadIdx.x; i < all; i += blockDim.x)
-    reduceUnit<T, kBy, 1>(state, turn.serial, turn.active, a.offset + i * sizeof(T), output + i);
+// Segments of ranks begin at multiples of so many bytes: units of memory accesses of a GPU.
+constexpr size_t kSegmentBytes = 128;
+
+// A block's part of a reduction: `bytes` at `offset` of each rank's published memory.
+struct Reduction {
+  size_t offset, bytes;
+  unsigned char* target;
+};
+
+MC_DEVICE Reduction reductionOf(const ReduceArguments& a, const GroupState& state, const Turn& turn,
+                                unsigned block) {
+  const Part piece = pieceOf(a.exchange, turn, a.bytes);
+  size_t bytes = piece.end - piece.begin, offset = a.offset;
+  unsigned char* target = targetOf(a.exchange, a.output, piece.begin);
+  if (a.exchange.isTwoShot) {
+    const int before = countOf(turn.active & ((uint64_t(1) << state.rank) - 1));
+    const Part own = partOf(bytes, unsigned(before), unsigned(countOf(turn.active)), kSegmentBytes);
+    offset = own.begin;
+    bytes = own.end - own.begin;
+    target = published(state, state.rank, turn.serial + 1) + offset;
+  }
+  const Part part = partOf(bytes, block, gridDim.x, kPartBytes);
+  return {offset + part.begin, part.end - part.begin, target + part.begin};
 }
 
 template <typename T, Combine kBy>
-MC_DEVICE void reduceIf(const ReduceArguments& a, const GroupState& state, const Turn& turn,
-                        unsigned block) {
-  if constexpr (kHasReduction<T, kBy>) reducePart<T, kBy>(a, state, turn, block);
+MC_DEVICE void reducePart(const GroupState& state, const Turn& turn, const Reduction& part) {
+  // Short integers are seldom reduced, and long units of them take nvcc long to compile.
+  constexpr bool kIsShort = sizeof(T) < 4 && !kIsFloat<T>;
+  constexpr int kElements = (kIsShort ? sizeof(uint2) : sizeof(uint4)) / sizeof(T);
+  T* const target = reinterpret_cast<T*>(part.target);
+  const bool isAligned = (reinterpret_cast<size_t>(target) | part.offset) % sizeof(uint4) == 0;
+  const size_t all = part.bytes / sizeof(T), end = isAligned ? all / kElements * kElements : 0;
+  for (size_t i = threadIdx.x * kElements; i < end; i += blockDim.x * kElements)
+    reduceUnit<T, kBy, kElements>(state, turn.serial, turn.active, part.offset + i * sizeof(T),
+                                  target + i);
+  for (size_t i = end + threadIdx.x; i < all; i += blockDim.x)
+    reduceUnit<T, kBy, 1>(state, turn.serial, turn.active, part.offset + i * sizeof(T), target + i);
+}
+
+// Copies the block's part of a piece from the segments of all ranks. The part is that of commit().
+MC_DEVICE void gatherSegments(const ReduceArguments& a, const GroupState& state, const Turn& turn,
+                              unsigned block) {
+  const Part piece = pieceOf(a.exchange, turn, a.bytes);
+  const size_t bytes = piece.end - piece.begin;
+  const Part part = partOf(bytes, block, gridDim.x, kPartBytes);
+  unsigned char* const target = targetOf(a.exchange, a.output, piece.begin);
+  const unsigned count = unsigned(countOf(turn.active));
+  unsigned number = 0;
+  for (int rank = 0; rank < state.ranks; ++rank) {
+    if (!has(turn.active, rank)) continue;
+    const Part segment = partOf(bytes, number++, count, kSegmentBytes);
+    const size_t begin = segment.begin > part.begin ? segment.begin : part.begin;
+    const size_t end = segment.end < part.end ? segment.end : part.end;
+    if (begin < end)
+      copyBytes(target + begin, published(state, rank, turn.serial) + begin, end - begin);
+  }
+}
+
+template <typename T, Combine kBy>
+MC_DEVICE void reduceIf(const GroupState& state, const Turn& turn, const Reduction& part) {
+  if constexpr (kHasReduction<T, kBy>) reducePart<T, kBy>(state, turn, part);
 }
 
 template <typename T>
 MC_DEVICE void reduceAll(const ReduceArguments& a) {
   exchangeAll(a.exchange, a.bytes, [&](const GroupState& state, const Turn& turn, unsigned block) {
+    if (gathersSegments(a.exchange, turn)) return gatherSegments(a, state, turn, block);
+    const Reduction part = reductionOf(a, state, turn, block);
     switch (a.by) {
       case Combine::kSum:
-        return reduceIf<T, Combine::kSum>(a, state, turn, block);
+        return reduceIf<T, Combine::kSum>(state, turn, part);
       case Combine::kAverage:
-        return reduceIf<T, Combine::kAverage>(a, state, turn, block);
+        return reduceIf<T, Combine::kAverage>(state, turn, part);
       case Combine::kProduct:
-        return reduceIf<T, Combine::kProduct>(a, state, turn, block);
+        return reduceIf<T, Combine::kProduct>(state, turn, part);
       case Combine::kMin:
-        return reduceIf<T, Combine::kMin>(a, state, turn, block);
+        return reduceIf<T, Combine::kMin>(state, turn, part);
       case Combine::kMax:
-        return reduceIf<T, Combine::kMax>(a, state, turn, block);
+        return reduceIf<T, Combine::kMax>(state, turn, part);
       case Combine::kAnd:
-        return reduceIf<T, Combine::kAnd>(a, state, turn, block);
+        return reduceIf<T, Combine::kAnd>(state, turn, part);
       case Combine::kOr:
-        return reduceIf<T, Combine::kOr>(a, state, turn, block);
+        return reduceIf<T, Combine::kOr>(state, turn, part);
       case Combine::kXor:
-        return reduceIf<T, Combine::kXor>(a, state, turn, block);
+        return reduceIf<T, Combine::kXor>(state, turn, part);
     }
   });
 }
 
 MC_DEVICE void moveAll(const MoveArguments& a) {
   exchangeAll(a.exchange, a.bytes, [&](const GroupState& state, const Turn& turn, unsigned block) {
-    const Part piece = pieceOf(a.exchange, turn.piece, a.bytes);
+    const Part piece = pieceOf(a.exchange, turn, a.bytes);
     const Part part = partOf(piece.end - piece.begin, block, gridDim.x, kPartBytes);
     const size_t bytes = part.end - part.begin;
     for (int rank = 0; rank < state.ranks; ++rank) {

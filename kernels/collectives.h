@@ -15,9 +15,12 @@ struct Exchange {
   uint32_t call;        // a hash of the call, which must be equal on all ranks; kCallBits count
   uint64_t decisionNs;  // so long after it has stopped, a kernel gives up
   int root;             // if this rank is lost, the operation has no result; -1: any may be lost
-  unsigned pieces;  // the data go in so many exchanges; the same on all ranks, and so is `piece`
-  size_t piece;     // bytes of each input in an exchange; several pieces: a multiple of 16
+  unsigned pieces;  // number of parts into which the data are cut, each with an exchange of its own
+  size_t piece;     // bytes of each input in a piece; several pieces: a multiple of 16
   size_t bytes;     // of each input
+  // Each piece takes two exchanges: in the first one, each rank reduces a segment of the piece; in
+  // the second one, all ranks gather the segments. The same on all ranks, as are the pieces.
+  bool isTwoShot;
   unsigned inputCount;  // this rank publishes its inputs one behind the other; 0: nothing
   const unsigned char* inputs[kMaxRanks];
   // With several pieces, results go to `scratch`, and to `output` when the operation cannot begin
@@ -30,7 +33,7 @@ struct Exchange {
 
 // result[i] = input of rank 0 [i] op that of rank 1 ..., for `bytes` at `offset` of the published
 // piece: all_reduce with offset = 0, reduce_scatter with the rank's part, reduce with no bytes
-// elsewhere.
+// elsewhere. Two-shot: all_reduce only.
 struct ReduceArguments {
   Exchange exchange;
   size_t offset;

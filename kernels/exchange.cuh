@@ -4,6 +4,7 @@
 #include "kernels/copy.cuh"
 #include "kernels/device.h"
 #include "kernels/group.cuh"
+#include "kernels/pieces.cuh"
 
 // One operation of a group on GPUs of one host: each rank publishes its inputs in memory that all
 // ranks map, signals that, waits for the others' signals, and computes its result from their
@@ -14,43 +15,18 @@
 // when it has ended the one before, for which it needed the signals of all ranks. So all have ended
 // the piece before that, which was in the same half of the memory.
 //
+// A two-shot operation has two exchanges for each piece. A rank that has the signals of the first
+// one may already write to the half of the second one, for the same reason: there it reduces its
+// segment of the piece. So it publishes the segment without a copy. A block that goes on for stopped
+// ones may reduce a part again: other ranks read none before they have the signals of all blocks. An
+// operation of one piece writes to its output in the last exchange only, so the output may be the
+// input.
+//
 // A kernel does not wait for a lost or late rank for long. It stops, tells the host which ranks it
 // misses, and waits for a decision with a deadline of its own. All blocks but one end, and that one
-// goes on alone. If ranks are lost, all pieces of the operation are redone, because all need the
-// same ranks; or another rank has ended it, and then this one lacks the last piece only.
+// goes on alone. If ranks are lost, all exchanges of the operation are redone, because all need the
+// same ranks; or another rank has ended it, and then this one lacks the last exchange only.
 namespace mooncake::kernels {
-
-// The part of a block: [begin, end) of `count`.
-struct Part {
-  size_t begin, end;
-};
-MC_DEVICE Part partOf(size_t count, unsigned block, unsigned blocks, size_t unit) {
-  const size_t units = (count + unit - 1) / unit;
-  const size_t begin = units * block / blocks * unit, end = units * (block + 1) / blocks * unit;
-  return {begin < count ? begin : count, end < count ? end : count};
-}
-
-// Parts of blocks begin at multiples of so many bytes.
-constexpr size_t kPartBytes = 1024;
-
-// A piece of `bytes`.
-MC_DEVICE Part pieceOf(const Exchange& exchange, unsigned piece, size_t bytes) {
-  const size_t begin = piece * exchange.piece, end = begin + exchange.piece;
-  return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
-}
-
-// One exchange of an operation.
-struct Turn {
-  uint64_t serial;
-  unsigned piece;
-  uint64_t active;  // bits of the ranks that take part
-};
-
-// Serial number of the operation's last exchange. Computed from the turn, because the kernels that
-// reduce have no register to spare for it.
-MC_DEVICE uint64_t lastSerial(const Exchange& exchange, const Turn& turn) {
-  return turn.serial - turn.piece + exchange.pieces - 1;
-}
 
 // Memory that a rank has published for an exchange.
 MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint64_t serial) {
@@ -67,10 +43,10 @@ struct Blocks {
   bool areStopped;  // they have stopped, and this one goes on in their place
   bool areRedone;   // the operation has begun anew since
 
-  // Whether this block publishes a piece for another. Blocks have published the one that they have
-  // stopped at.
-  MC_DEVICE bool publish(const GroupState& state, unsigned block, unsigned piece) const {
-    return !areStopped || areRedone || state.progress[block] < piece;
+  // Whether this block publishes the block's part of an exchange. Blocks have published that of the
+  // exchange at which they have stopped.
+  MC_DEVICE bool publish(const GroupState& state, unsigned block, unsigned exchange) const {
+    return !areStopped || areRedone || state.progress[block] < exchange;
   }
 };
 
@@ -82,20 +58,21 @@ MC_DEVICE void signalAll(const Exchange& exchange, const Turn& turn, const Block
   for (unsigned i = threadIdx.x; i < (blocks.end - blocks.first) * ranks; i += blockDim.x) {
     const unsigned block = blocks.first + i / ranks;
     const int peer = int(i % ranks);
-    if (has(turn.active, peer) && blocks.publish(state, block, turn.piece)) {
+    if (has(turn.active, peer) && blocks.publish(state, block, turn.number)) {
       storeReleaseSystem(&state.signals[peer]->words[block][state.rank],
                          signalOf(exchange, turn.serial));
     }
   }
 }
 
-// Publishes the blocks' parts of each input, and signals that.
+// Publishes the blocks' parts of each input, and signals that. Segments are published already.
 MC_DEVICE void publish(const Exchange& exchange, const Turn& turn, const Blocks& blocks) {
   const GroupState& state = *exchange.state;
-  const Part piece = pieceOf(exchange, turn.piece, exchange.bytes);
+  const Part piece = pieceOf(exchange, turn, exchange.bytes);
   unsigned char* const own = published(state, state.rank, turn.serial);
-  for (unsigned block = blocks.first; block < blocks.end; ++block) {
-    if (!blocks.publish(state, block, turn.piece)) continue;
+  const unsigned end = gathersSegments(exchange, turn) ? blocks.first : blocks.end;
+  for (unsigned block = blocks.first; block < end; ++block) {
+    if (!blocks.publish(state, block, turn.number)) continue;
     const Part part = partOf(piece.end - piece.begin, block, gridDim.x, kPartBytes);
     for (unsigned i = 0; i < exchange.inputCount; ++i) {
       copyBytes(own + i * exchange.piece + part.begin,
@@ -188,13 +165,13 @@ MC_DEVICE Decision decideForAll(const Exchange& exchange, BlockState& shared, co
 
 enum class Arrival : uint32_t { kNotLast, kAllEnded, kSomeStopped };
 
-// This block has ended, or has stopped, after so many pieces. Tells the last block.
-MC_DEVICE Arrival arrive(const Exchange& exchange, unsigned pieces, BlockState& shared) {
+// This block has ended, or has stopped, after so many exchanges. Tells the last block.
+MC_DEVICE Arrival arrive(const Exchange& exchange, unsigned ended, BlockState& shared) {
   constexpr uint32_t kStopped = 1u << 16;
   GroupState& state = *exchange.state;
-  const uint32_t mine = pieces == exchange.pieces ? 1 : 1 + kStopped;
+  const uint32_t mine = ended == exchangesOf(exchange) ? 1 : 1 + kStopped;
   if (threadIdx.x == 0) {
-    state.progress[blockIdx.x] = pieces;
+    state.progress[blockIdx.x] = ended;
     shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
   }
   __syncthreads();
@@ -212,7 +189,7 @@ MC_DEVICE unsigned leastProgress(const GroupState& state) {
 }
 
 // Copies the blocks' results from the scratch memory. Once a block of one rank has ended the last
-// piece, all ranks have published it, and the operation cannot begin anew.
+// exchange, all ranks have published their data for it, and the operation cannot begin anew.
 MC_DEVICE void commit(const Exchange& exchange, const Blocks& blocks, size_t bytes) {
   for (unsigned i = 0; i < exchange.pieces; ++i) {
     const Part piece = pieceOf(exchange, i, bytes);
@@ -225,10 +202,11 @@ MC_DEVICE void commit(const Exchange& exchange, const Blocks& blocks, size_t byt
 }
 
 // An operation from its first exchange on. `publish(turn, blocks)` publishes the blocks' parts and
-// signals that. `consume(state, turn, block)` computes the block's part of a piece of the result, of
-// `bytes` in all, from the memory of the ranks that take part; it stands here only once, because it
-// is most of a kernel's code. `finish(last)` runs on the last block, when the operation cannot begin
-// anew any more, with its last exchange; false: it has failed the group. All have all threads of a block.
+// signals that. `consume(state, turn, block)` computes the block's part of an exchange's result from
+// the memory of the ranks that take part. It stands here only once, because it is most of the code.
+// `bytes`: size of the operation's result. `finish(last)` runs on the last block, when the operation
+// cannot begin anew any more, with its last exchange; false: it has failed the group. All have all
+// threads of a block.
 template <typename Publish, typename Consume, typename Finish>
 MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish& publish,
                            const Consume& consume, const Finish& finish) {
@@ -258,9 +236,9 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       for (unsigned block = blocks.first; hasResult && block < blocks.end; ++block)
         consume(state, turn, block);
       __syncthreads();
-      ++turn.piece;
+      ++turn.number;
       ++turn.serial;
-      if (turn.piece < exchange.pieces) {
+      if (turn.number < exchangesOf(exchange)) {
         if (!blocks.areStopped) deadline = now() + state.patienceNs;
         continue;
       }
@@ -268,18 +246,18 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       __syncthreads();
       if (blocks.areStopped) break;
     }
-    const Arrival arrival = arrive(exchange, turn.piece, shared);
+    const Arrival arrival = arrive(exchange, turn.number, shared);
     if (arrival == Arrival::kNotLast) return;
     if (arrival == Arrival::kAllEnded) break;
     if (exchange.isOfGraph && threadIdx.x == 0)
       storeRelaxedSystem(&state.host->parked, state.done + 1);
     blocks = {0, gridDim.x, true, false};
-    const unsigned piece = leastProgress(state);
-    turn.serial -= turn.piece - piece;
-    turn.piece = piece;
+    const unsigned number = leastProgress(state);
+    turn.serial -= turn.number - number;
+    turn.number = number;
     deadline = now() + exchange.decisionNs;
   }
-  const Turn last{lastSerial(exchange, turn), exchange.pieces - 1, turn.active};
+  const Turn last{lastSerial(exchange, turn), exchangesOf(exchange) - 1, turn.active};
   const bool hasSucceeded = finish(last);
   if (threadIdx.x != 0) return;
   if (hasSucceeded && isOut(state)) {

@@ -86,14 +86,14 @@ struct GroupState {
   uint64_t active = 0;      // bits of the ranks that take part
   uint32_t generation = 0;  // counts the host's decisions
   uint64_t done = 0;        // number of the last operation that has ended
-  uint64_t serial = 0;      // of the last exchange. An operation has one for each piece
+  uint64_t serial = 0;      // of the last exchange. An operation has one or more
   uint64_t calls = 0;       // see HostWords
   uint64_t sent = 0;        // serial number of the last exchange that sendAll() began
   uint32_t sentBlocks = 0;  // its blocks, as far as `entered` counts them
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
   uint32_t entered = 0;     // blocks of a graph's kernel that have begun, or kHeld
-  uint32_t progress[kMaxBlocks] = {};  // pieces that a block has ended, when it leaves
+  uint32_t progress[kMaxBlocks] = {};  // exchanges that a block has ended, when it leaves
 
   uint64_t patienceNs = 0;  // a kernel that waits for so long stops by itself
   uint64_t decisionNs = 0;  // between two operations, the host decides within this time

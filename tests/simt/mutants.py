@@ -32,7 +32,7 @@ class Mutant:
 
 
 EXCHANGE, GROUP, COLLECTIVES = "exchange.cuh", "group.cuh", "collectives.cuh"
-COPY, SIGNALS = "copy.cuh", "signals.cuh"
+COPY, PIECES, SIGNALS = "copy.cuh", "pieces.cuh", "signals.cuh"
 SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
 MUTANTS = [
     Mutant("the signal is relaxed", EXCHANGE, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
@@ -69,7 +69,10 @@ MUTANTS = [
         "mine + addRelaxedDevice",
     ),
     Mutant(
-        "the count of ended blocks is kept", EXCHANGE, "storeRelaxedDevice(&state.arrived, 0)", ""
+        "the count of ended blocks is kept",
+        EXCHANGE,
+        "  if (threadIdx.x == 0) storeRelaxedDevice(&state.arrived, 0);\n",
+        "",
     ),
     Mutant(
         "the host's decision is read relaxed",
@@ -106,7 +109,7 @@ MUTANTS = [
         "takes with the new ranks",
         EXCHANGE,
         "consume(state, turn, block);",
-        "consume(state, {turn.serial, turn.piece, state.active}, block);",
+        "consume(state, {turn.serial, turn.number, state.active}, block);",
     ),
     Mutant(
         "goes on with blocks that have ended before",
@@ -115,22 +118,22 @@ MUTANTS = [
         "blocks = {0, 1, true, false};",
     ),
     Mutant(
-        "only the pieces that are left are redone",
+        "only the exchanges that are left are redone",
         EXCHANGE,
         "turn = {state.serial + 1, 0, state.active};",
-        "turn = {state.serial + 1 + turn.piece, turn.piece, state.active};",
+        "turn = {state.serial + 1 + turn.number, turn.number, state.active};",
     ),
     Mutant(
-        "stopped blocks' later pieces are not published",
+        "stopped blocks' later parts are not published",
         EXCHANGE,
-        "|| state.progress[block] < piece;",
+        "|| state.progress[block] < exchange;",
         ";",
     ),
     Mutant(
-        "goes on with the piece of the last block",
+        "goes on with the exchange of the last block",
         EXCHANGE,
-        "piece = leastProgress(state);",
-        "piece = state.progress[blockIdx.x];",
+        "number = leastProgress(state);",
+        "number = state.progress[blockIdx.x];",
     ),
     Mutant(
         "redone pieces have the old serial numbers",
@@ -171,10 +174,34 @@ MUTANTS = [
         "return serial << kCallBits;",
     ),
     Mutant(
-        "the sum leaves out the first rank",
+        "the sum leaves out the last rank",
         COLLECTIVES,
-        "bool isFirst = true;\n  for (int rank = 0;",
-        "bool isFirst = true;\n  for (int rank = 1;",
+        "while (++rank < state.ranks) {",
+        "while (++rank < state.ranks - 1) {",
+    ),
+    Mutant(
+        "a two-shot operation has one exchange for each piece",
+        PIECES,
+        "exchange.isTwoShot ? 2 * exchange.pieces : exchange.pieces",
+        "exchange.pieces",
+    ),
+    Mutant(
+        "a segment is reduced in the half of the inputs",
+        COLLECTIVES,
+        "published(state, state.rank, turn.serial + 1)",
+        "published(state, state.rank, turn.serial)",
+    ),
+    Mutant(
+        "an input is published over a segment",
+        EXCHANGE,
+        "gathersSegments(exchange, turn) ? blocks.first : blocks.end",
+        "blocks.end",
+    ),
+    Mutant(
+        "lost ranks have segments",
+        COLLECTIVES,
+        "const unsigned count = unsigned(countOf(turn.active));",
+        "const unsigned count = unsigned(state.ranks);",
     ),
     Mutant(
         "parts overlap at their ends",

@@ -17,6 +17,10 @@ using kernels::ReduceArguments;
 constexpr unsigned kMostBlocks = 8;         // multiprocessors that a group takes at most
 constexpr size_t kBytesOfBlock = 16 << 10;  // less is not worth a further block
 
+// Bytes that a rank reads from others in the time of a further exchange: some microseconds. If a
+// two-shot operation saves so many, it pays.
+constexpr size_t kBytesOfExchange = 1 << 20;
+
 constexpr size_t kPieceUnit = 1024;  // bytes: pieces are cut evenly into parts for blocks
 constexpr uint64_t kAllRanks = ~uint64_t(0);
 
@@ -93,6 +97,7 @@ struct PeerCollectives::Call {
   size_t parts = 1;  // of the inputs of a rank that has any
   ReduceKind kind = ReduceKind::kSum;
   int root = -1;
+  bool isTwoShot = false;
 
   uint32_t hash(const Tensors& tensors) const {
     uint32_t hash = 2166136261u;
@@ -136,6 +141,15 @@ size_t PeerCollectives::pieceOf(const Call& call, size_t bytes) const {
   return most / unit * unit;
 }
 
+// Whether all_reduce of so many bytes is two-shot. Then a rank reads 2 * (n - 1) / n of them from
+// others, in place of n - 1. Inputs that need pieces are large. The same on all ranks, also when some
+// are lost.
+bool PeerCollectives::isTwoShot(size_t bytes) const {
+  const auto ranks = size_t(size());
+  if (ranks < 3) return false;
+  return hasPieces(bytes, 1) || bytes / ranks * (ranks - 1) * (ranks - 2) >= kBytesOfExchange;
+}
+
 Exchange PeerCollectives::exchangeOf(const Call& call, const Tensors& tensors,
                                      Deadline deadline) const {
   const size_t bytes = tensors.count * dtypeSize(tensors.dtype), piece = pieceOf(call, bytes);
@@ -145,6 +159,7 @@ Exchange PeerCollectives::exchangeOf(const Call& call, const Tensors& tensors,
   exchange.pieces = isWhole ? 1 : unsigned((bytes - 1) / piece + 1);
   exchange.piece = isWhole && isOne ? bytes * call.parts : piece;
   exchange.bytes = isWhole && isOne ? bytes * call.parts : bytes;
+  exchange.isTwoShot = call.isTwoShot;
   exchange.inputCount = tensors.inputs.empty() ? 0 : unsigned(isWhole && isOne ? 1 : call.parts);
   exchange.scratch = static_cast<unsigned char*>(tensors.scratch);
   exchange.output = static_cast<unsigned char*>(tensors.scratch ? tensors.outputs[0] : nullptr);
@@ -207,7 +222,9 @@ Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tenso
 
 Result<uint64_t> PeerCollectives::allreduce(const Tensors& tensors, ReduceKind kind,
                                             Deadline deadline) {
-  return reduceAny({.name = "all_reduce", .kind = kind}, tensors, 0, deadline);
+  const size_t bytes = tensors.count * dtypeSize(tensors.dtype);
+  const Call call{.name = "all_reduce", .kind = kind, .isTwoShot = isTwoShot(bytes)};
+  return reduceAny(call, tensors, 0, deadline);
 }
 
 Result<uint64_t> PeerCollectives::reduceScatter(const Tensors& tensors, ReduceKind kind,

@@ -68,6 +68,7 @@ class PeerCollectives {
   size_t halfBytes() const { return queue_->area().halfBytes(); }
   int size() const { return queue_->group().size(); }
   size_t pieceOf(const Call& call, size_t bytes) const;
+  bool isTwoShot(size_t bytes) const;
   kernels::Exchange exchangeOf(const Call& call, const Tensors& tensors, Deadline deadline) const;
   Result<uint64_t> reduceAny(const Call& call, const Tensors& tensors, size_t part,
                              Deadline deadline);

@@ -104,6 +104,7 @@ kernels::Exchange PeerQueue::exchange(uint32_t call, Deadline deadline) const {
           .pieces = 1,
           .piece = 0,
           .bytes = 0,
+          .isTwoShot = false,
           .inputCount = 0,
           .inputs = {},
           .scratch = nullptr,

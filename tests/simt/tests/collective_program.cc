@@ -18,8 +18,11 @@ bool hasRoot(Verb verb) {
   return verb == Verb::kReduce || verb == Verb::kGather || verb == Verb::kBroadcast ||
          verb == Verb::kScatter;
 }
+bool isInPlace(Verb verb) {
+  return verb == Verb::kAllReduceInPlace || verb == Verb::kTwoShotInPlace;
+}
 bool reduces(Verb verb) {
-  return verb == Verb::kAllReduce || verb == Verb::kAllReduceInPlace ||
+  return verb == Verb::kAllReduce || isInPlace(verb) || isTwoShot(verb) ||
          verb == Verb::kReduceScatter || verb == Verb::kReduce;
 }
 // The input has a part for each rank.
@@ -67,7 +70,7 @@ void Program::call(uint32_t round, int rank) {
   for (size_t part = 0; part < mine.inputs; ++part)
     for (size_t i = 0; i < case_.count; ++i)
       mine.input[place(part) + i] = inputOf(round, rank, part * case_.count + i);
-  if (verb == Verb::kAllReduceInPlace) mine.output = mine.input;
+  if (isInPlace(verb)) mine.output = mine.input;
 
   mine.scratch.assign(place(1), kUntouched);
 
@@ -104,10 +107,10 @@ Exchange Program::exchangeOf(Verb verb, uint32_t round, Tensors& mine) const {
   exchange.call = uint32_t(int(verb) * 1000 + int(case_.count));
   exchange.root = hasRoot(verb) ? rootOf(round) : -1;
   exchange.pieces = case_.hasPieces() ? unsigned((case_.count - 1) / case_.piece + 1) : 1;
+  exchange.isTwoShot = isTwoShot(verb);
   exchange.bytes = case_.count * 4;
   exchange.inputCount = unsigned(mine.inputs);
-  const int32_t* const input =
-      verb == Verb::kAllReduceInPlace ? mine.output.data() : mine.input.data();
+  const int32_t* const input = isInPlace(verb) ? mine.output.data() : mine.input.data();
   for (size_t part = 0; part < mine.inputs; ++part)
     exchange.inputs[part] = reinterpret_cast<const unsigned char*>(input + place(part));
   if (!case_.gap && mine.inputs && exchange.pieces == 1) {

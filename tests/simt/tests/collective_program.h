@@ -46,6 +46,8 @@ struct Case {
 enum class Verb {
   kAllReduce,
   kAllReduceInPlace,
+  kTwoShot,  // all_reduce
+  kTwoShotInPlace,
   kReduceScatter,
   kReduce,
   kAllGather,
@@ -54,9 +56,14 @@ enum class Verb {
   kBroadcast,
   kScatter,
 };
-constexpr Verb kVerbs[] = {Verb::kAllReduce, Verb::kAllReduceInPlace, Verb::kReduceScatter,
-                           Verb::kReduce,    Verb::kAllGather,        Verb::kGather,
-                           Verb::kAllToAll,  Verb::kBroadcast,        Verb::kScatter};
+constexpr Verb kVerbs[] = {Verb::kAllReduce,      Verb::kAllReduceInPlace, Verb::kTwoShot,
+                           Verb::kTwoShotInPlace, Verb::kReduceScatter,    Verb::kReduce,
+                           Verb::kAllGather,      Verb::kGather,           Verb::kAllToAll,
+                           Verb::kBroadcast,      Verb::kScatter};
+
+constexpr bool isTwoShot(Verb verb) {
+  return verb == Verb::kTwoShot || verb == Verb::kTwoShotInPlace;
+}
 
 // A program of a virtual group: in each round another verb, on all ranks.
 class Program {

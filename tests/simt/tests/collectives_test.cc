@@ -34,10 +34,17 @@ struct Swept {
   unsigned withoutRoot = 0;       // calls
 };
 
+// The verb of all rounds of a seed's program. Returns nothing if they differ.
+using OnlyVerb = std::optional<Verb> (*)(uint64_t seed);
+constexpr OnlyVerb kAnyVerb = [](uint64_t) { return std::optional<Verb>(); };
+constexpr OnlyVerb kTwoShotVerb = [](uint64_t seed) {
+  return std::optional(seed % 2 ? Verb::kTwoShot : Verb::kTwoShotInPlace);
+};
+
 // Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
 template <typename Disturb>
 void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
-           bool ofGraphs = false) {
+           bool ofGraphs = false, OnlyVerb only = kAnyVerb) {
   const unsigned races = racesReported();
   for (uint64_t seed = 1; seed <= seedsOf(seeds); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -49,7 +56,7 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
                                .halfBytes = 4 * size_t(ranks) * (drawn.piece ? drawn.piece : 400),
                                .ended = kEnded[seed % std::size(kEnded)],
                                .ofGraphs = ofGraphs});
-    Program program(world, group, drawn);
+    Program program(world, group, drawn, only(seed));
     disturb(world, group, drawn);
     group.start();
     const Report report = world.run();
@@ -124,6 +131,34 @@ TEST(Collectives, ReplaysGoOnWithoutKilledRanks) {
   if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
 }
 
+TEST(TwoShot, Ranks) {
+  for (const int ranks : {1, 2, 3, 4, 7})
+    sweep(ranks, kSeeds / 3, kNothing, nullptr, false, kTwoShotVerb);
+}
+
+// Ranks are killed, and another one stops for about as long as kernels are patient, or for longer.
+// Then some blocks of a rank have ended an exchange at which others have stopped. Of graphs' ranks,
+// none stops beside killed ones: there the emulator's time does not pass while hosts stop kernels.
+void disturbTwoShot(bool ofGraphs) {
+  Swept swept;
+  for (int ranks = 3; ranks <= 5; ++ranks) {
+    const auto disturb = [&](World& world, VirtualGroup& group, Case& drawn) {
+      const int first = int(drawn.draw(unsigned(ranks)));
+      const unsigned kills = drawn.draw(3);
+      if (kills > 0) group.kill(first, 1 + drawn.draw(60 * unsigned(ranks)));
+      if (kills > 1) group.kill((first + 1) % ranks, 1 + drawn.draw(400));
+      const uint64_t stop = drawn.draw(2) ? 50'000'000 : 2'000'000;
+      if (kills == 0 || (!ofGraphs && drawn.draw(2)))
+        world.stop((first + 2) % ranks, 1 + drawn.draw(100), stop);
+    };
+    sweep(ranks, kFindsRaces ? 4 * kSeeds : kSeeds, disturb, &swept, ofGraphs, kTwoShotVerb);
+  }
+  EXPECT_GT(swept.wentOn, 0u);
+  if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
+}
+TEST(TwoShot, GoesOnWithoutKilledRanks) { disturbTwoShot(false); }
+TEST(TwoShot, ReplaysGoOnWithoutKilledRanks) { disturbTwoShot(true); }
+
 // A group whose second rank does not take part as it should.
 struct Disturbed {
   explicit Disturbed(Hosts hosts, uint64_t seed)
@@ -154,7 +189,8 @@ struct Disturbed {
 // A rank reads the parts that it needs of other ranks once, over the wires between devices, and
 // writes nothing there but its signals: one for each block and peer. In its own memory it reads its
 // input, publishes it, reads the part that it needs of that, and writes the result. Pieces cost
-// signals of their own, and a copy of the result.
+// signals of their own, and a copy of the result. A two-shot operation reads a segment of each input
+// and one of the result from each rank, and writes one.
 TEST(Collectives, MoveNoMoreBytesThanTheyMust) {
   constexpr int kRanks = 4;
   constexpr size_t kCount = 2048, kBytes = 4 * kCount;
@@ -185,12 +221,15 @@ TEST(Collectives, MoveNoMoreBytesThanTheyMust) {
       const size_t read = outputs ? (isFromRoot ? !isRoot : kRanks - 1) : 0;
       const size_t own = outputs && (!isFromRoot || isRoot);
       const size_t again = pieces > 1 && outputs == 1;
+      const size_t shots = isTwoShot(verb) ? 2 : 1, segment = kBytes / kRanks;
       const simt::Traffic& traffic = world.traffic(rank);
-      EXPECT_EQ(traffic.bytesReadThere, kBytes * read);
+      EXPECT_EQ(traffic.bytesReadThere, (shots == 2 ? 2 * segment : kBytes) * read);
       EXPECT_EQ(traffic.bytesWrittenThere, 0u);
-      EXPECT_EQ(traffic.bytesReadHere, kBytes * (inputs + own + again));
-      EXPECT_EQ(traffic.bytesWrittenHere, kBytes * (inputs + outputs + again));
-      EXPECT_EQ(traffic.remoteStores, pieces * kBlocks * (kRanks - 1));
+      EXPECT_EQ(traffic.bytesReadHere,
+                kBytes * (inputs + again) + (shots == 2 ? 2 * segment : kBytes) * own);
+      EXPECT_EQ(traffic.bytesWrittenHere,
+                kBytes * (inputs + outputs + again) + (shots == 2 ? segment : 0));
+      EXPECT_EQ(traffic.remoteStores, shots * pieces * kBlocks * (kRanks - 1));
     }
   }
 }

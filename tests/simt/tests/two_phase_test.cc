@@ -20,6 +20,7 @@ constexpr auto kReceive = [](const Exchange& exchange) {
 // A program sends twice and receives then: the second kernel would overwrite published data. It fails
 // the group instead, later operations end at once, and nothing holds up the hosts' stops.
 void sendTwice(bool ofGraphs) {
+  const unsigned races = simt::racesReported();
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     simt::World world({.seed = seed});
     VirtualGroup group(world, {.ranks = 3, .ofGraphs = ofGraphs});
@@ -43,7 +44,7 @@ void sendTwice(bool ofGraphs) {
       EXPECT_EQ(group.state(rank).done, 1u);
       EXPECT_EQ(group.state(rank).entered, 0u);
     }
-    ASSERT_EQ(simt::racesReported(), 0u);
+    ASSERT_EQ(simt::racesReported(), races);
   }
 }
 

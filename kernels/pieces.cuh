@@ -1,0 +1,55 @@
+#pragma once
+
+#include "kernels/collectives.h"
+#include "kernels/device.h"
+
+// How the data of an operation are cut: into pieces for exchanges, and each into parts for blocks.
+namespace mooncake::kernels {
+
+// The part of a block: [begin, end) of `count`.
+struct Part {
+  size_t begin, end;
+};
+MC_DEVICE Part partOf(size_t count, unsigned block, unsigned blocks, size_t unit) {
+  const size_t units = (count + unit - 1) / unit;
+  const size_t begin = units * block / blocks * unit, end = units * (block + 1) / blocks * unit;
+  return {begin < count ? begin : count, end < count ? end : count};
+}
+
+// Parts of blocks begin at multiples of so many bytes.
+constexpr size_t kPartBytes = 1024;
+
+// A piece of `bytes`.
+MC_DEVICE Part pieceOf(const Exchange& exchange, unsigned piece, size_t bytes) {
+  const size_t begin = piece * exchange.piece, end = begin + exchange.piece;
+  return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
+}
+
+// Number of the operation's exchanges.
+MC_DEVICE unsigned exchangesOf(const Exchange& exchange) {
+  return exchange.isTwoShot ? 2 * exchange.pieces : exchange.pieces;
+}
+
+// One exchange of an operation.
+struct Turn {
+  uint64_t serial;
+  unsigned number;  // from 0 on
+  uint64_t active;  // bits of the ranks that take part
+};
+
+// The piece of `bytes` that an exchange has.
+MC_DEVICE Part pieceOf(const Exchange& exchange, const Turn& turn, size_t bytes) {
+  return pieceOf(exchange, exchange.isTwoShot ? turn.number / 2 : turn.number, bytes);
+}
+
+// Whether an exchange gathers the segments that the one before has reduced.
+MC_DEVICE bool gathersSegments(const Exchange& exchange, const Turn& turn) {
+  return exchange.isTwoShot && turn.number % 2;
+}
+
+// Serial number of the operation's last exchange.
+MC_DEVICE uint64_t lastSerial(const Exchange& exchange, const Turn& turn) {
+  return turn.serial - turn.number + exchangesOf(exchange) - 1;
+}
+
+}  // namespace mooncake::kernels
