@@ -284,7 +284,9 @@ def test_how_a_rank_ends(tmp_path, mode, transports, program):
             assert re.search(rf"lost rank 2 \(({how})\)", found["2"][0])
             assert [found["3"][1], found["2"][1]] == [3, 2]
         assert found["active"] == [1, 1, 0, 0, 0]
-        assert found["kinds"] == ["failed", "ended", "goodbye"]
+        # The kernel may tell the end of rank 2 before its own report has come.
+        assert found["kinds"][0] in ("failed", "exited")
+        assert found["kinds"][1:] == ["ended", "goodbye"]
         lines = [line for line in ours(text) if f"rank {rank}: " in line]
         assert len(lines) == 2, text
         ended, failed = (line.partition(f"rank {rank}: ")[2] for line in lines)
