@@ -48,8 +48,9 @@ def build(folder: Path, into: Path) -> tuple[str, str]:
         ["cc", "-O2", "-pthread", str(HERE / "tcp_ceiling.c"), "-o", str(ceiling)], check=True
     )
     subprocess.run(
-        ["c++", "-std=c++20", "-O2", f"-I{HERE.parent / 'csrc'}", str(HERE / "engine_bench.cc"),
-         str(folder / "libmooncake_core.a"), "-ldl", "-pthread", "-o", str(engine)],
+        ["c++", "-std=c++20", "-O2", f"-I{HERE.parent / 'csrc'}", f"-I{HERE.parent}",
+         str(HERE / "engine_bench.cc"), str(folder / "libmooncake_core.a"), "-ldl", "-pthread",
+         "-o", str(engine)],
         check=True,
     )  # fmt: skip
     return str(ceiling), str(engine)
