@@ -4,7 +4,7 @@
 #include "kernels/device.h"
 #include "kernels/group_state.h"
 
-// How a kernel begins and ends an operation of its group, and what it asks its host.
+// Begin and end of an operation of a kernel's group, and its questions to the host.
 namespace mooncake::kernels {
 
 MC_DEVICE bool has(uint64_t ranks, int rank) { return ranks >> rank & 1; }
@@ -27,7 +27,7 @@ MC_DEVICE void leave(const Exchange& exchange, uint32_t blocks) {
   if (exchange.isOfGraph) addAcqRelDevice(&exchange.state->entered, 0u - blocks);
 }
 
-// Whether the other ranks have gone on without this one. Then what it has read may be torn.
+// Whether the other ranks have gone on without this one. Then its reads may be torn.
 MC_DEVICE bool isOut(const GroupState& state) {
   return loadAcquireSystem(&state.signals[state.rank]->isOut) != 0;
 }

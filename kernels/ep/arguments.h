@@ -31,11 +31,11 @@ struct Dispatched {
   uint64_t participants;  // bits of ranks
 };
 
-// What stands first in published memory. A Failure other than kNone: the rank's inputs are wrong,
+// The begin of published memory. A Failure other than kNone: the rank's inputs are wrong,
 // and the operation fails on all ranks.
 struct Published {
   uint64_t mask;      // bits of the ranks that the caller counts as active
-  uint64_t dispatch;  // combine: number of the dispatch whose rows these are
+  uint64_t dispatch;  // combine: number of the dispatch of these rows
   uint32_t tokens, topk;
   uint32_t failure;
 };
@@ -119,7 +119,7 @@ struct DispatchReceive {
   int32_t* counts;        // [local expert]
   int32_t* sources;       // [local expert][row]: the token at its rank
   int64_t* ranges;        // [local expert][rank]: begin << 32 | count
-  // For the combine; callers may change what they got.
+  // For the combine: callers may change their own copies.
   int32_t* keptCounts;
   int64_t* keptRanges;
   Dispatched* dispatched;

@@ -19,7 +19,7 @@ MC_DEVICE bool areOfDispatch(const Chosen& chosen, const Choice* choices) {
   return __syncthreads_and(areSame);
 }
 
-// What a rank publishes beside its rows. One block.
+// Publishes the facts beside a rank's rows. One block.
 MC_DEVICE void publishRanges(const CombineSend& a, unsigned char* own) {
   const unsigned ranks = unsigned(a.call.exchange.state->ranks);
   uint32_t* const firstRows = reinterpret_cast<uint32_t*>(own + kLine);
@@ -138,7 +138,7 @@ MC_DEVICE void addRows(const CombineReceive& a, const Answer& answer, unsigned c
     uint16_t of[8];
   };
   constexpr size_t kEach = 8, kBlock = kEach * kLanes;
-  constexpr unsigned kAtOnce = 4;  // rows whose channels are on their way
+  constexpr unsigned kAtOnce = 4;  // rows with channels on their way
   const unsigned rows = __ballot_sync(kAllLanes, answer.row != nullptr);
   for (size_t block = first; block * kBlock < a.call.hidden; block += step) {
     const size_t channel = block * kBlock + lane() * kEach;

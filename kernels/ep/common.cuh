@@ -4,7 +4,7 @@
 #include "kernels/ep/warp.cuh"
 #include "kernels/exchange.cuh"
 
-// What the kernels for experts have in common.
+// The common part of the kernels for experts.
 namespace mooncake::kernels {
 
 MC_DEVICE const Published& publishedOf(const GroupState& state, int rank, uint64_t serial) {
@@ -24,7 +24,7 @@ MC_DEVICE uint64_t ownMask(const Mask& mask, int ranks) {
   return *mask.buffer & __ballot_sync(kAllLanes, isIn);
 }
 
-// What the ranks have published, as a block needs it.
+// The facts that the ranks have published, as a block needs them.
 struct Together {
   uint64_t participants;  // bits of the ranks that take part, and that no caller excludes
   uint32_t failure;       // a Failure of `failedRank`
@@ -34,7 +34,7 @@ struct Together {
 // `dispatch`: number of the dispatch that is combined; 0: none. All threads of a block.
 MC_DEVICE Together together(const GroupState& state, const Turn& turn, uint64_t dispatch) {
   MC_SHARED(Together, shared);
-  __syncthreads();  // the block may still use what it found before
+  __syncthreads();  // the block may still use the facts of an earlier call
   if (threadIdx.x < kLanes) {
     const int rank = int(lane());
     uint64_t mask = turn.active;
@@ -80,7 +80,7 @@ MC_DEVICE void measureWaits(const Exchange& exchange, const Turn& turn, Waits& w
   waits.ns[rank] = now() - since;
 }
 
-// What a receiving kernel tells its caller beside the rows. All threads of the last block.
+// Writes the caller's results beside the rows. All threads of the last block.
 MC_DEVICE void tellCaller(const ExpertCall& call, const Mask& mask, int64_t* waited,
                           const Waits& waits, uint64_t participants) {
   const int rank = int(threadIdx.x);

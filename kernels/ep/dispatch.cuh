@@ -37,7 +37,7 @@ MC_DEVICE bool numberChoices(const DispatchSend& a, unsigned char* own, size_t f
   return __any_sync(kAllLanes, isWrong);
 }
 
-// What a rank publishes beside its rows. The warp that has numbered all choices.
+// Publishes the facts beside a rank's rows. The warp that has numbered all choices.
 MC_DEVICE void publishCounts(const DispatchSend& a, unsigned char* own, const uint32_t* counts,
                              bool isWrong) {
   bool areTooMany = false;

@@ -2,7 +2,7 @@
 
 #include "kernels/device.h"
 
-// What the 32 threads of a warp do together.
+// Work that the 32 threads of a warp do together.
 namespace mooncake::kernels {
 
 constexpr unsigned kLanes = 32, kAllLanes = 0xffffffffu;

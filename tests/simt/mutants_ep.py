@@ -35,7 +35,7 @@ MUTANTS = [
     (
         "a block overwrites what its threads still read",
         COMMON,
-        "  __syncthreads();  // the block may still use what it found before\n",
+        "  __syncthreads();  // the block may still use the facts of an earlier call\n",
         "",
     ),
     ("waits are not added up", COMMON, "waited[rank] += int64_t", "waited[rank] = int64_t"),
