@@ -24,7 +24,7 @@ namespace mooncake {
 
 class EpWork;
 
-// What a dispatch by kernels keeps for its combines, in memory of the device.
+// Facts that a dispatch by kernels keeps for its combines, in memory of the device.
 struct EpKept {
   PeerExperts::Shape shape;
   at::Tensor table;  // the owners of experts
@@ -42,7 +42,7 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
     bool renormalizes = false;
     bool blocks = false;  // wait() waits on the host
   };
-  // `control` is a group of the buffer's ranks for this object alone, whose view `view` shows.
+  // `control` is a group of the buffer's ranks for this object alone, and `view` shows its view.
   EpKernels(std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view, Settings settings);
   ~EpKernels();
 

@@ -17,7 +17,7 @@ using kernels::toLine;
 
 constexpr unsigned kMostBlocks = 16;             // see kernels::kMaxBlocks
 constexpr size_t kBytesOfBlock = 16 << 10;       // less is not worth a further block
-constexpr size_t kTableBytes = size_t(2) << 20;  // for what ranks publish beside rows
+constexpr size_t kTableBytes = size_t(2) << 20;  // for tables that ranks publish beside rows
 
 uint32_t hashOf(std::initializer_list<uint64_t> numbers) {
   uint32_t hash = 2166136261u;
@@ -226,7 +226,7 @@ Result<uint64_t> PeerExperts::send(const Combine& combine, Clock::duration limit
                  limit);
 }
 
-// Operations take turns with the two halves, whatever ranks are lost meanwhile: an operation that
+// Operations take turns with the two halves, also if ranks are lost meanwhile: an operation that
 // begins anew has the half that it had.
 PeerExperts::NextRows PeerExperts::nextRows(const Shape& shape) const {
   if (queue_->hasGraphs()) return {};

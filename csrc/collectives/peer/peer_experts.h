@@ -17,7 +17,7 @@
 
 namespace mooncake {
 
-// Dispatch and combine of a group whose ranks are on one host, as kernels on memory of devices that
+// Dispatch and combine of a group with all ranks on one host, as kernels on memory of devices that
 // all of them map. Rows have the order and the bits of csrc/ep. Each operation is two kernels: one
 // sends, and one receives. Addresses are the device's. One thread at a time.
 class PeerExperts {
@@ -46,7 +46,7 @@ class PeerExperts {
   // Memory that a dispatch and its combines need beside their tensors. The caller allocates it.
   // The owners of experts, as a copy of this reaches the device:
   static std::vector<std::byte> tableOf(std::span<const int> owners, int rank);
-  // What a dispatch keeps for its combines:
+  // The facts that a dispatch keeps for its combines:
   size_t keptBytes(const Shape& shape, size_t tokens, size_t topk) const;
 
   // The caller's part of an operation.
@@ -85,7 +85,7 @@ class PeerExperts {
     bool* missing = nullptr;
   };
   // Enqueue the kernel that sends, and return the call's number; 0 for a call that is recorded into a
-  // graph. An operation before it whose rows were not received is received first. `limit`: longest
+  // graph. The operation before it is received first, if it was not. `limit`: longest
   // time from receive() to the end. kInvalidArgument: kernels cannot take the call. Nothing was sent.
   Result<uint64_t> send(const Dispatch& dispatch, Clock::duration limit);
   Result<uint64_t> send(const Combine& combine, Clock::duration limit);

@@ -18,7 +18,7 @@
 
 namespace mooncake {
 
-// The kernels of a group whose ranks are on one host: the memory that they share, their order, and
+// The kernels of a group with all ranks on one host: the memory that they share, their order, and
 // the guard that decides for them when ranks are lost. One thread at a time.
 class PeerQueue {
  public:
@@ -29,7 +29,7 @@ class PeerQueue {
     unsigned mostBlocks = 1;  // of a kernel, and so multiprocessors that it takes
     std::chrono::milliseconds timeout{};
   };
-  // Collective over `control`, a group of the ranks for this object alone, whose view `view` shows.
+  // Collective over `control`, a group of the ranks for this object alone; `view` shows its view.
   // All members return ok, or all return an error that says why. Waits for work of the stream.
   // A rank that cannot take part has an error in place of the accelerator.
   static Result<std::unique_ptr<PeerQueue>> make(std::unique_ptr<Group> control,
