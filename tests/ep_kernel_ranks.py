@@ -1,4 +1,4 @@
-"""Ranks on one host whose dispatches and combines of tensors of a device go by kernels."""
+"""Ranks on one host with dispatches and combines of tensors of a device by kernels."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def test_replays():
 
 
 def replays_across_a_loss(me):
-    """A replay is one with the victim or one without it, the same on all survivors, and tells what
-    is missing."""
+    """A replay is one with the victim or one without it, the same on all survivors, and tells the
+    missing contributions."""
     buffer = a_buffer()
     decode = Decode(me, buffer)
     me.board.set(f"running-{me.rank}")
@@ -179,7 +179,7 @@ def test_a_replay_before_a_hook():
 
 
 def refused_captures(me):
-    """What cannot be recorded says so, and the next call is as before."""
+    """Calls that cannot be recorded say so, and the next call is as before."""
     graphs = torch.get_device_module(DEVICE)
     buffer = a_buffer()
     given = inputs(7)

@@ -47,9 +47,7 @@ def phases(me):
     mine = given[me.rank]
     runs_kernels(lambda: ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS), 4)
     results = []
-    lent = SimpleNamespace(x=mine.x.clone(), topk_idx=mine.topk_idx)
-    runs_kernels(lambda: results.append(dispatch(buffer, lent, **HOOK)), 1)
-    lent.x.zero_()  # the rows have been sent
+    runs_kernels(lambda: results.append(dispatch(buffer, mine, **HOOK)), 1)
     dist.barrier()
     runs_kernels(lambda: None, 0)
     found = results.pop()
@@ -66,6 +64,28 @@ def phases(me):
 
 def test_nothing_runs_between_the_phases():
     run(phases)
+
+
+def rows_that_change_after_the_call(me):
+    """With a hook, later work of the stream may change the rows: it waits for the first kernel."""
+    buffer = a_buffer()
+    given = inputs(2)
+    mine = given[me.rank]
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
+    lent = SimpleNamespace(x=mine.x.clone(), topk_idx=mine.topk_idx)
+    torch.accelerator.synchronize()
+    with held(buffer.get_comm_stream()):
+        found = dispatch(buffer, lent, **HOOK)
+        lent.x.zero_()
+        time.sleep(0.2)  # a stream that does not wait would change the rows by now
+    found[4]()
+    check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
+    buffer.destroy()
+
+
+@pytest.mark.skipif(DEVICE != "fake", reason="the test holds a stream")
+def test_rows_that_change_after_the_call():
+    run(rows_that_change_after_the_call)
 
 
 def hooks_in_any_order(me):
@@ -258,7 +278,7 @@ def test_more_experts_of_a_token_than_kernels_take():
 
 
 def late_rank(me, timeout_us):
-    """A rank whose stream does not come to the call is named by the others' error."""
+    """The error names the rank that does not come to the call on its stream."""
     limit = timedelta(seconds=8) if timeout_us < 0 else None
     buffer = a_buffer(timeout=limit)
     given = inputs(5)
