@@ -95,6 +95,13 @@ def check_sums(x: Tensor, least: int, hidden: int, biases: Sequence[Tensor], tok
         check_sizes("bias", one, torch.bfloat16, (tokens, hidden))
 
 
+def plain(tensors: Sequence[Tensor], home: torch.device | None) -> list[Tensor]:
+    """Tensors whose memory has their values: torch marks some as conjugated or negated instead.
+    home: None: they stay on their device"""
+    moved = tensors if home is None else [one.to(home) for one in tensors]
+    return [one.resolve_conj().resolve_neg().contiguous() for one in moved]
+
+
 # ---- arguments that have to be the same on all ranks
 
 Agreed = dict[str, Sequence[int]]

@@ -440,7 +440,9 @@ class Buffer:
         `async_finish` only adds an event.
         """
         exchange = self._normal_mode()
-        with exchange.call("dispatch", steps=1 if handle is not None else 2):
+        steps = 1 if handle is not None else 2
+        is_alone = normal.is_alone(exchange, x, handle, num_worst_tokens)
+        with exchange.call("dispatch", steps, is_alone):
             if previous_event is not None:
                 previous_event.current_stream_wait()
             participation = exchange.participation(active_ranks, timeout_us)
@@ -491,7 +493,7 @@ class Buffer:
         """
         exchange = self._normal_mode()
         self._has_combined_normally = True
-        with exchange.call("combine"):
+        with exchange.call("combine", is_alone=normal.is_alone(exchange, x, handle, 0)):
             if previous_event is not None:
                 previous_event.current_stream_wait()
             biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]

@@ -159,7 +159,8 @@ class ElasticBuffer:
         handle, rows of ranks that have gone since its dispatch are zeros. The call returns when it
         has ended; `async_with_compute_stream` only adds an event.
         """
-        with self._exchange.call("dispatch", steps=1 if handle is not None else 2):
+        is_alone = elastic_mode.is_alone(self._exchange, handle, topk_idx, do_cpu_sync)
+        with self._exchange.call("dispatch", 1 if handle is not None else 2, is_alone):
             for event in (previous_event, previous_event_before_epilogue):
                 if event is not None:
                     event.current_stream_wait()
@@ -245,7 +246,8 @@ class ElasticBuffer:
         """
         is_expanded = getattr(handle, "do_expand", True)
         rounds_once = is_expanded and not self.allow_multiple_reduction
-        with self._exchange.call("combine", steps=2 if rounds_once else 1):
+        is_alone = not rounds_once and elastic_mode.is_alone(self._exchange, handle, None, None)
+        with self._exchange.call("combine", 2 if rounds_once else 1, is_alone):
             for event in (previous_event, previous_event_before_epilogue):
                 if event is not None:
                     event.current_stream_wait()

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .exchange import Counts
 from .expansion import Expansion
 from .layout import CPU
-from .normal_handle import Arrived, Route, counts_of
+from .normal_handle import Arrived, Route
 
 Tensor = torch.Tensor
 
@@ -19,7 +18,7 @@ class Way:
     """The parts of a handle that are not DeepEP's. Kept apart, because programs change DeepEP's."""
 
     route: Route
-    local: Tensor  # [rows, k] on the host: numbers of the rank's experts, -1 is none
+    local: Tensor  # [rows, k]: numbers of the rank's experts, -1 is none; with `route.ends`
     expansion: Expansion | None
     tokens: Tensor  # int64 [rows]: index of the token at its rank
 
@@ -57,23 +56,30 @@ class EPHandle:
 def metadata_of(arrived: Arrived, way: Way, most_tokens: int, count: int) -> Tensor:
     """EPHandle.recv_src_metadata with `count` rows."""
     topk, ends = way.local.size(1), arrived.route.ends
-    sources = torch.repeat_interleave(torch.arange(len(ends), device=CPU), counts_of(ends))
-    found = torch.full((count, topk + 2), -1, dtype=torch.int32, device=CPU)
+    home = ends.device
+    found = torch.full((count, topk + 2), -1, dtype=torch.int32, device=home)
     rows = found[: len(way.local)]
+    numbers = torch.arange(len(rows), device=home)
+    sources = torch.searchsorted(ends.long(), numbers, right=True)
     rows[:, 0] = (sources * most_tokens + way.tokens).int()
-    places = (way.local >= 0).int() * torch.arange(1, topk + 1, device=CPU)
+    places = (way.local >= 0).int() * torch.arange(1, topk + 1, device=home)
     rows[:, 1] = (sources * topk + places.amax(1) - 1).int()
     if way.expansion is not None:
         rows[:, 2:] = way.expansion.slots
+    rows.masked_fill_((sources >= len(ends)).unsqueeze(1), -1)
     return found
 
 
-def places_at_ranks(masters: Tensor, route: Route, counts: Counts, rank: int) -> Tensor:
-    """EPHandle.dst_buffer_slot_idx. masters: see layout_by_topk()"""
+def places_at_ranks(masters: Tensor, route: Route, for_ranks: Tensor, rank: int) -> Tensor:
+    """EPHandle.dst_buffer_slot_idx. masters: see layout_by_topk(); for_ranks: see Counts"""
     is_in_rank = route.sent.is_token_in_rank.long()
-    of_ranks_before = counts.for_ranks[:rank].sum(0)
+    of_ranks_before = for_ranks[:rank].sum(0)
     places = of_ranks_before + is_in_rank.cumsum(0) - is_in_rank  # [n, R]
-    there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
+    participants = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
     found = places.gather(1, masters.clamp(min=0).long())
-    is_none = (masters < 0) | ~there[masters.clamp(min=0).long()] | ~there[rank]
+    if not participants[rank]:
+        return torch.full_like(found, -1, dtype=torch.int32)
+    is_none = masters < 0
+    for gone in (~participants).nonzero().flatten().tolist():
+        is_none |= masters == gone
     return found.masked_fill(is_none, -1).int()

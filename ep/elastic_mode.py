@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,10 +21,20 @@ from .arguments import (
 )
 from .elastic_handle import EPHandle, Way, metadata_of, places_at_ranks
 from .events import EventOverlap
-from .exchange import Exchange, Participation, Sent, Works, local_experts_of
+from .exchange import (
+    Exchange,
+    Participation,
+    Sent,
+    Works,
+    local_experts_of,
+    local_numbers,
+)
 from .expansion import Expansion, aligned
 from .layout import CPU, layout_by_topk
-from .normal_handle import Arrived, counts_of
+from .normal_handle import Arrived
+
+if TYPE_CHECKING:
+    from mooncake_backend._C import EpBuffer
 
 Tensor = torch.Tensor
 _SCALE_ALIGNMENT = 16  # bytes, of a column of scales
@@ -73,30 +83,70 @@ def dispatch(
     home, num_parts = fields[0].device, len(fields)
     form.check(len(fields[0]))
     check_topk(topk_idx, topk_weights, len(fields[0]))
-    chosen = topk_idx.to(CPU).long()
-    check_experts(chosen, form.num_experts)
+    on_device = exchange.by_kernels(home)
+    # Else nothing of the device is read on the host.
+    is_counted = not on_device or form.do_cpu_sync
+    num_experts, most = form.num_experts, form.num_max_tokens_per_rank
     owners = torch.tensor(
-        reference.default_owners(form.num_experts, size), dtype=torch.int64, device=CPU
+        reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
     )
-    is_in_rank, token_ranks, masters = layout_by_topk(chosen, owners, size)
-    per_expert = torch.bincount(chosen[chosen >= 0], minlength=form.num_experts)
+    num_local = int((owners == rank).sum())
+    place = home if on_device else CPU
+    chosen = topk_idx.to(place).long()
+    if is_counted:
+        check_experts(chosen, num_experts)
+    else:
+        chosen = chosen.masked_fill((chosen < 0) | (chosen >= num_experts), -1)
+    owners_here = exchange.table("owners", num_experts, lambda: owners, place)
+    is_in_rank, token_ranks, masters = layout_by_topk(chosen, owners_here, size)
     scales = fields[1] if len(fields) > 1 else None
     agreed = form_of([fields[0], scales, topk_idx, topk_weights])
+    agreed = {"num_max_tokens_per_rank": [most], **agreed}
     fields += [topk_idx] if topk_weights is None else [topk_idx, topk_weights]
-    arrived, counts = exchange.dispatch(
-        Sent(fields, is_in_rank, token_ranks, per_expert),
-        participation,
-        agreed={"num_max_tokens_per_rank": [form.num_max_tokens_per_rank], **agreed},
-        weights=topk_idx.size(1),
-    )
-    local = local_experts_of(arrived.fields[num_parts], owners, rank)
-    num_local = int((owners == rank).sum())
-    expansion = Expansion(local, num_local, form.expert_alignment) if form.do_expand else None
+    align, weights = form.expert_alignment, topk_idx.size(1)
+    if is_counted:
+        per_expert = torch.bincount(chosen[chosen >= 0], minlength=num_experts).to(CPU)
+        arrived, counts = exchange.dispatch(
+            Sent(fields, is_in_rank, token_ranks, per_expert),
+            participation,
+            agreed=agreed,
+            weights=weights,
+        )
+        for_ranks = counts.for_ranks
+        experts = counts.for_experts.sum(0)[owners == rank].tolist()
+        room = [aligned(count, align) for count in experts]
+        num_expanded = sum(room)
+    else:
+        no_counts = torch.empty(0, dtype=torch.int64, device=CPU)
+        arrived = exchange.dispatch_at_worst(
+            Sent(fields, is_in_rank, token_ranks, no_counts),
+            participation,
+            agreed=agreed,
+            weights=weights,
+            most_rows=size * most,
+            most_tokens=most,
+        )
+        room, num_expanded = [], _most_expanded(size * most, weights, num_local, align)
+    if arrived.table is not None:
+        for_ranks = arrived.table[:, :size]
+    numbers = exchange.table("experts", num_experts, lambda: local_numbers(owners, rank), place)
+    local = local_experts_of(arrived.fields[num_parts], numbers)
+    if on_device:  # behind the received rows are zeros
+        rows = torch.arange(len(local), device=home)
+        local = local.masked_fill((rows >= arrived.route.ends[-1]).unsqueeze(1), -1)
+    expansion = Expansion(local, num_local, align, num_expanded) if form.do_expand else None
     way = Way(arrived.route, local, expansion, arrived.sources.long())
-    slots = places_at_ranks(masters, arrived.route, counts, rank)
-    handle = _handle(arrived, way, num_local, topk_idx, slots, form)
-    weights = arrived.fields[-1] if topk_weights is not None else None
-    return _received(x, arrived.fields[:num_parts], weights, handle, are_scales_by_column, home)
+    slots = places_at_ranks(masters, arrived.route, for_ranks, rank)
+    handle = _handle(arrived, way, num_local, topk_idx, slots, form, room)
+    received_weights = arrived.fields[-1] if topk_weights is not None else None
+    return _received(
+        x, arrived.fields[:num_parts], received_weights, handle, are_scales_by_column, home
+    )
+
+
+def _most_expanded(rows: int, topk: int, num_local: int, align: int) -> int:
+    """Rows of an expanded dispatch, if each token names an expert at most once."""
+    return aligned(rows * min(topk, num_local) + (align - 1) * num_local, align)
 
 
 def dispatch_again(
@@ -113,7 +163,7 @@ def dispatch_again(
     if topk_weights is not None:
         check_topk(handle.topk_idx, topk_weights, len(fields[0]))
         fields.append(topk_weights)
-    received = exchange.dispatch_again(fields, route, participation).as_of(route)
+    received = exchange.dispatch_again(fields, route, participation)
     weights = received[-1] if topk_weights is not None else None
     return _received(x, received[:num_parts], weights, handle, are_scales_by_column, home)
 
@@ -148,10 +198,22 @@ def combine(
                     "allow_multiple_reduction"
                 )
             return _combine_by_choice(exchange, x, handle, biases, participation, async_finish)
-        x = expansion.fold(x.to(CPU)).to(home)
+        place = route.ends.device
+        x = expansion.fold(x.to(place)).to(home)
         if topk_weights is not None:
-            topk_weights = expansion.fold_weights(topk_weights.to(CPU)).to(home)
+            topk_weights = expansion.fold_weights(topk_weights.to(place)).to(home)
     return exchange.combine(x, way.route, topk_weights, biases, participation, async_finish)
+
+
+def is_alone(exchange: Exchange, handle: Any, topk_idx: Any, do_cpu_sync: bool | None) -> bool:
+    """Whether kernels do all of a call, see Exchange.call()."""
+    if handle is not None:
+        return isinstance(handle, EPHandle) and handle.way.route.kernels is not None
+    return (
+        do_cpu_sync is False
+        and isinstance(topk_idx, Tensor)
+        and exchange.by_kernels(topk_idx.device)
+    )
 
 
 def way_of(exchange: Exchange, handle: Any) -> Way:
@@ -164,10 +226,19 @@ def way_of(exchange: Exchange, handle: Any) -> Way:
 
 
 def _handle(
-    arrived: Arrived, way: Way, num_local: int, topk_idx: Tensor, slots: Tensor, form: Form
+    arrived: Arrived,
+    way: Way,
+    num_local: int,
+    topk_idx: Tensor,
+    slots: Tensor,
+    form: Form,
+    room_of_experts: list[int],
 ) -> EPHandle:
     most, align = form.num_max_tokens_per_rank, form.expert_alignment
-    counts = torch.bincount(way.local[way.local >= 0].long(), minlength=num_local)
+    numbers = way.local.flatten().long()
+    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=numbers.device)
+    counts.scatter_add_(0, numbers.masked_fill(numbers < 0, num_local), torch.ones_like(numbers))
+    counts = counts[:num_local]
     room = -(-counts // align) * align
     num_rows, num_expanded, ends = arrived.route.num_rows, 0, room.cumsum(0)
     if way.expansion is not None:
@@ -175,9 +246,9 @@ def _handle(
     if not form.do_cpu_sync:
         num_rows = len(arrived.route.ends) * most
         if way.expansion is not None:
-            choices = num_rows * min(topk_idx.size(1), num_local)
             # More, if a token names an expert several times.
-            num_expanded = max(num_expanded, aligned(choices + (align - 1) * num_local, align))
+            bound = _most_expanded(num_rows, topk_idx.size(1), num_local, align)
+            num_expanded = max(num_expanded, bound)
     home = topk_idx.device
     return EPHandle(
         form.do_expand,
@@ -188,7 +259,7 @@ def _handle(
         topk_idx.clone() if form.do_handle_copy else topk_idx,
         num_rows,
         num_expanded,
-        room.tolist() if form.do_cpu_sync else [],
+        room_of_experts if form.do_cpu_sync else [],
         arrived.route.ends.to(home, copy=True),
         ends.int().to(home),
         counts.int().to(home),
@@ -212,9 +283,7 @@ def _received(
     shown_topk: Tensor | None = None
     if expansion is not None:
         count = handle.num_expanded_tokens
-        fields = [
-            expansion.expand(one, native.new_result([count, one.size(1)], one)) for one in fields
-        ]
+        fields = [expansion.expand(one, _new_rows(native, count, one)) for one in fields]
         if weights is not None:
             weights = expansion.expand_weights(weights, count)
     else:
@@ -232,6 +301,12 @@ def _received(
     return Received(rows, shown_topk, None if weights is None else weights.to(home), handle)
 
 
+def _new_rows(native: EpBuffer, count: int, like: Tensor) -> Tensor:
+    if like.device == CPU:
+        return native.new_result([count, like.size(1)], like)
+    return torch.empty((count, like.size(1)), dtype=like.dtype, device=like.device)
+
+
 @torch.no_grad()
 def _combine_by_choice(
     exchange: Exchange,
@@ -245,37 +320,40 @@ def _combine_by_choice(
     top-k."""
     route, expansion, home = handle.way.route, handle.way.expansion, x.device
     assert expansion is not None
-    size, topk = len(route.ends), expansion.slots.size(1)
+    size, topk, place = len(route.ends), expansion.slots.size(1), route.ends.device
     rows, places = (expansion.slots >= 0).nonzero(as_tuple=True)
-    sources = torch.repeat_interleave(torch.arange(size, device=CPU), counts_of(route.ends))[rows]
+    sources = torch.searchsorted(route.ends.long(), rows, right=True)
     choices = handle.way.tokens[rows] * topk + places
     participation.check(size)
     there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
     mask = participation.among(there)
+    is_in_rank = torch.nn.functional.one_hot(sources, size).bool()
     back, _ = exchange.dispatch(
         Sent(
-            [x.to(CPU)[expansion.slots[rows, places]], choices.int().unsqueeze(1)],
-            torch.nn.functional.one_hot(sources, size).bool(),
+            [x.to(place)[expansion.slots[rows, places]], choices.int().unsqueeze(1)],
+            is_in_rank,
             sources.int().unsqueeze(1),
             torch.zeros(0, dtype=torch.int64, device=CPU),
         ),
-        Participation(mask, participation.timeout_us),
+        Participation(mask.to(place), participation.timeout_us),
         # All ranks combine the rows of the same dispatch.
         agreed={"the handle's dispatch": [route.number % 2**32]},
         weights=1,
     )
     participation.show(mask != 0)
     returned, numbers = back.fields[0], back.fields[1].flatten().long()
-    row_of = torch.full((route.tokens * topk,), -1, dtype=torch.int64, device=CPU)
-    row_of[numbers] = torch.arange(len(numbers), device=CPU)
-    row_of = row_of.view(route.tokens, topk)
-    sums = torch.zeros((route.tokens, route.hidden), dtype=torch.float32, device=CPU)
+    # By kernels there may be rows behind the last one. They are written to a place of no choice.
+    behind = torch.arange(len(numbers), device=place) >= back.route.ends[-1]
+    row_of = torch.full((route.tokens * topk + 1,), -1, dtype=torch.int64, device=place)
+    row_of[numbers.masked_fill(behind, -1)] = torch.arange(len(numbers), device=place)
+    row_of = row_of[:-1].view(route.tokens, topk)
+    sums = torch.zeros((route.tokens, route.hidden), dtype=torch.float32, device=place)
     for bias in biases:
-        sums += bias.to(CPU).float()
+        sums += bias.to(place).float()
     for found in row_of.t():
         here = (found >= 0).nonzero().flatten()
         sums[here] += returned[found[here]].float()
-    chosen = handle.topk_idx.to(CPU)
+    chosen = handle.topk_idx.to(place)
     missing = ((chosen >= 0) & (row_of < 0)).any(dim=1).to(home)
     event = exchange.ended("combine", Works([], [], participation), missing, async_finish)
     return sums.bfloat16().to(home), None, event

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .arguments import Agreed, check_sizes, check_sums, check_tensor, difference
-from .events import EventOverlap, Operation, profiled
+from . import device_exchange
+from .arguments import Agreed, check_sizes, check_sums, check_tensor, difference, plain
+from .events import EventOverlap, Operation, Work, current_device, profiled
 from .layout import CPU
 from .normal_handle import Arrived, Joined, Piece, Route, counts_of
 
@@ -100,20 +101,38 @@ class Works:
 
 
 class Exchange:
-    """Both operations, over a native buffer. Tensors of a device go through host memory, and a call
-    with them blocks the host until its end."""
+    """Both operations, over a native buffer. Kernels do them where they take the tensors' device,
+    see device_exchange. Other tensors of a device go through host memory, and a call with them
+    blocks the host until its end."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._last_combine: Operation | None = None
         self._steps_due = 0  # see call()
+        self._tables: dict[tuple[str, int, torch.device], Tensor] = {}  # see table()
+
+    def by_kernels(self, device: torch.device) -> bool:
+        """Whether kernels do the calls with tensors of this device. Collective, the first time."""
+        return device.type != "cpu" and self.runtime.native.takes_tokens(device)
+
+    def table(
+        self, name: str, number: int, make: Callable[[], Tensor], home: torch.device
+    ) -> Tensor:
+        """A small tensor on the device, which is made on the host. A copy waits for the device, so
+        there is one for each name and number."""
+        key = (name, number, home)
+        if key not in self._tables:
+            self._tables[key] = make().to(home)
+        return self._tables[key]
 
     @contextlib.contextmanager
-    def call(self, name: str, steps: int = 1) -> Iterator[None]:
+    def call(self, name: str, steps: int = 1, is_alone: bool = False) -> Iterator[None]:
         """Around a dispatch or a combine, with the checks of its arguments. If it raises while the
         other ranks wait for this one, the call ends on all ranks, with the error's text.
 
         steps: operations of the call, if it does not run in pieces
+        is_alone: kernels do all of it. Then an error of arguments is that of this rank alone, and
+            nothing was sent
         """
         self._steps_due = steps
         try:
@@ -122,10 +141,11 @@ class Exchange:
             if self._steps_due == 0:  # an error of all ranks
                 raise
             text = f"{name}: {error}"
-            self._announce(text)
+            if not is_alone:
+                self._announce(text)
             raise type(error)(f"rank {self.runtime.rank}, {text}") from error
         except Exception as error:
-            if self._steps_due > 0:
+            if self._steps_due > 0 and not is_alone:
                 self._announce(f"{name}: {type(error).__name__}: {error}")
             raise
         finally:
@@ -134,6 +154,10 @@ class Exchange:
     def _announce(self, why: str) -> None:
         """Ends with this error the operation for which the other ranks wait. They may have skipped
         this rank there: then they wait in the next operation of the call."""
+        device = current_device()
+        if device is not None:
+            with contextlib.suppress(Exception):  # of this rank alone; the others learn it here
+                self.by_kernels(device)
         nothing = torch.empty((0, 1), dtype=torch.int32, device=CPU)
         for _ in range(self._steps_due):
             with contextlib.suppress(ValueError):
@@ -142,7 +166,7 @@ class Exchange:
             return
 
     @contextlib.contextmanager
-    def _step(self, more: int = 0) -> Iterator[None]:
+    def step(self, more: int = 0) -> Iterator[None]:
         """Around an operation of a call: its errors are those of all ranks.
 
         more: operations of the call that are due behind it
@@ -168,13 +192,14 @@ class Exchange:
         """
         size, rank = self.runtime.size, self.runtime.rank
         participation.check(size)
+        on_device = self.by_kernels(sent.fields[0].device)
         tokens = len(sent.token_ranks)
         everybody = torch.ones(size, dtype=torch.bool, device=CPU)
         num_experts = len(sent.num_tokens_per_expert)
         agreed = agreed or {}
         same = [number for numbers in agreed.values() for number in numbers]
         with profiled("dispatch"):
-            fields = _on_host(sent.fields)
+            fields = plain(sent.fields, None if on_device else CPU)
             mine = [
                 tokens,
                 *sent.is_token_in_rank.sum(0).tolist(),
@@ -182,9 +207,9 @@ class Exchange:
                 *same,
             ]
             mask = participation.among(everybody)
-            with self._step(more=1):
+            with self.step(more=1):
                 numbers, participants = self.runtime.native.count_tokens(
-                    mine, mask, participation.timeout_us
+                    mine, mask, -1 if on_device else participation.timeout_us
                 )
             table = torch.tensor(numbers, dtype=torch.int64, device=CPU)
             parts = table.split([1, size, num_experts, len(same)], dim=1)
@@ -194,6 +219,18 @@ class Exchange:
             ranks = there.nonzero().flatten().tolist() if there[rank] else []
             if error := difference(agreed, parts[3].tolist(), ranks) or refuse(counts):
                 raise ValueError(error)
+            if on_device:
+                there &= there[rank].clone()
+                counts.for_ranks[~there] = 0
+                counts.for_experts[~there] = 0
+                capacity = int(counts.for_ranks[:, rank].sum())
+                sizes = device_exchange.Sizes(
+                    capacity, int(counts.tokens.max()), most_rows, weights or _MOST_WEIGHTS
+                )
+                with self.step():
+                    return device_exchange.dispatch(
+                        self, fields, sent, sizes, participants, participation
+                    ), counts
             arrived = self._send(
                 fields,
                 sent,
@@ -211,6 +248,31 @@ class Exchange:
         counts.for_experts[gone] = 0
         return arrived, counts
 
+    def dispatch_at_worst(
+        self,
+        sent: Sent,
+        participation: Participation,
+        *,
+        agreed: Agreed,
+        weights: int | None,
+        most_rows: int,
+        most_tokens: int | None = None,
+    ) -> Arrived:
+        """By kernels, without a wait for the ranks' counts: the results have `most_rows` rows. If
+        the ranks differ in `agreed` or in the last two numbers, the buffer ends with an error."""
+        participation.check(self.runtime.size)
+        sizes = device_exchange.Sizes(most_rows, most_tokens, most_rows, weights or _MOST_WEIGHTS)
+        with profiled("dispatch"):
+            return device_exchange.dispatch(
+                self,
+                plain(sent.fields, None),
+                sent,
+                sizes,
+                [True] * self.runtime.size,
+                participation,
+                zlib.crc32(repr(agreed).encode()),
+            )
+
     def participation(self, active_ranks: Tensor | None, timeout_us: int | None) -> Participation:
         """A timeout beyond the buffer's own skips nobody."""
         own = self.runtime.timeout // timedelta(microseconds=1)
@@ -219,21 +281,24 @@ class Exchange:
 
     def dispatch_again(
         self, fields: Sequence[Tensor], route: Route, participation: Participation
-    ) -> Arrived:
-        """Sends other rows the same way."""
+    ) -> list[Tensor]:
+        """Sends other rows the same way, to the places of the route's rows. The rows of ranks that
+        have gone since are zeros."""
         participation.check(self.runtime.size)
         if len(fields[0]) != route.tokens:
             raise ValueError(
                 f"x has {len(fields[0])} tokens, those of the handle's dispatch were {route.tokens}"
             )
+        if route.kernels is not None:
+            return device_exchange.dispatch_again(self, fields, route, participation)
         # The native call compares only the bytes of a row.
         same = repr([(one.dtype, one.size(1)) for one in fields] + [route.number]).encode()
         with profiled("dispatch"):
             return self._send(
-                _on_host(fields), route.sent, route.most_tokens, route.most_rows,
+                plain(fields, CPU), route.sent, route.most_tokens, route.most_rows,
                 route.most_weights, counts_of(route.ends), route.participants, participation,
                 agreed=zlib.crc32(same),
-            )  # fmt: skip
+            ).as_of(route)  # fmt: skip
 
     def _send(
         self,
@@ -278,7 +343,7 @@ class Exchange:
         there = torch.tensor(participants, dtype=torch.bool, device=CPU)
         if count == 1:
             mask = participation.among(there)
-            with self._step():
+            with self.step():
                 rows, sources, ends, participants, handle = native.dispatch_tokens(
                     fields, sent.token_ranks, step, hidden, mask, participation.timeout_us,
                     agreed=agreed,
@@ -293,7 +358,7 @@ class Exchange:
                 begin, end = min(number * step, tokens), min((number + 1) * step, tokens)
                 mask, parts = participation.among(there), [one[begin:end] for one in fields]
                 begins, most_ends = joined.filled.tolist(), joined.ends.tolist()
-                with self._step(more=int(number + 1 < count)):
+                with self.step(more=int(number + 1 < count)):
                     *_, ends, participants, handle = native.dispatch_tokens(
                         parts, sent.token_ranks[begin:end], step, hidden, mask,
                         participation.timeout_us, "", joined.into, begins, most_ends, agreed,
@@ -312,6 +377,7 @@ class Exchange:
             most_rows,
             weights,
             ends,
+            int(ends[-1]),
             sent,
             there.tolist(),
             pieces,
@@ -336,12 +402,16 @@ class Exchange:
         if topk_weights is not None:
             check_sizes("topk_weights", topk_weights, torch.float32, (-1, -1))
             _check_weights(topk_weights, route)
-        x, *on_host = _on_host([x, *biases])
+        if route.kernels is not None:
+            return device_exchange.combine(
+                self, x, route, topk_weights, biases, participation, async_finish
+            )
+        x, *on_host = plain([x, *biases], CPU)
         sums = self.runtime.native.new_result([route.tokens, route.hidden], x)
         missing = torch.empty(route.tokens, dtype=torch.bool, device=CPU)
         weights = weight_sums = None
         if topk_weights is not None:
-            weights = _on_host([topk_weights])[0]
+            weights = plain([topk_weights], CPU)[0]
             sizes = (route.tokens, weights.size(1))
             weight_sums = torch.empty(sizes, dtype=torch.float32, device=CPU)
         there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
@@ -351,7 +421,7 @@ class Exchange:
         if weights is not None:
             of_rows = [piece.of(weights[: route.num_rows]) for piece in route.pieces]
         works: list[EpWork] = []
-        with profiled("combine"), self._step():
+        with profiled("combine"), self.step():
             for number, piece in enumerate(route.pieces):
                 tokens = slice(piece.begin, piece.end)
                 work = self.runtime.native.combine_tokens(
@@ -375,7 +445,7 @@ class Exchange:
         event = self.ended("combine", done, missing.to(home), async_finish)
         return sums.to(home), None if weight_sums is None else weight_sums.to(home), event
 
-    def ended(self, name: str, works: Works, missing: Tensor, async_finish: bool) -> EventOverlap:
+    def ended(self, name: str, works: Work, missing: Tensor, async_finish: bool) -> EventOverlap:
         """The event of a combine."""
         operation = Operation(name, works, missing)
         self._last_combine = operation
@@ -391,17 +461,21 @@ class Exchange:
             raise ValueError("the handle is of a dispatch of another buffer")
 
 
-def local_experts_of(chosen: Tensor, owners: Tensor, rank: int) -> Tensor:
-    """Experts as numbers among those of the rank; -1 for all others."""
-    numbers = torch.full((len(owners) + 1,), -1, dtype=chosen.dtype, device=CPU)
+def local_experts_of(chosen: Tensor, numbers: Tensor) -> Tensor:
+    """Experts as numbers among those of the rank; -1 for all others.
+
+    numbers: see local_numbers()
+    """
+    return numbers.to(chosen.dtype)[chosen.long().clamp(min=-1, max=len(numbers) - 1)]
+
+
+def local_numbers(owners: Tensor, rank: int) -> Tensor:
+    """int64 [E + 1]: the number of each expert among those of the rank, -1 for all others. The last
+    one is found by -1, and by numbers of no expert."""
+    numbers = torch.full((len(owners) + 1,), -1, dtype=torch.int64, device=CPU)
     mine = (owners == rank).nonzero().flatten()
-    numbers[mine] = torch.arange(len(mine), dtype=chosen.dtype, device=CPU)
-    return numbers[chosen.long().clamp(min=-1)]  # -1 finds the last one
-
-
-def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors whose memory has their values: torch marks some as conjugated or negated instead."""
-    return [one.to(CPU).resolve_conj().resolve_neg().contiguous() for one in tensors]
+    numbers[mine] = torch.arange(len(mine), device=CPU)
+    return numbers
 
 
 def _check_weights(topk_weights: Tensor, route: Route) -> None:

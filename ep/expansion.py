@@ -16,30 +16,42 @@ def aligned(count: int, to: int) -> int:
 
 class Expansion:
     """The rows of an expert stand side by side, in the order of the received rows, and begin at a
-    multiple of the alignment. All tensors are the CPU's.
+    multiple of the alignment. All tensors are on the device of `local`. Waits for no device.
 
     local: [rows, k], numbers of the rank's experts, -1 is none
+    num_rows: of the expanded form; None: as many as there are, on the CPU
     """
 
-    def __init__(self, local: Tensor, num_local_experts: int, alignment: int) -> None:
+    def __init__(
+        self, local: Tensor, num_local_experts: int, alignment: int, num_rows: int | None = None
+    ) -> None:
+        home, none = local.device, num_local_experts
+        self._is_on_cpu = home == CPU
         chosen = local.flatten().long()
-        places = (chosen >= 0).nonzero().flatten()
+        places = torch.arange(chosen.numel(), device=home)
+        if self._is_on_cpu:
+            places = (chosen >= 0).nonzero().flatten()
         experts = chosen[places]
-        counts = torch.bincount(experts, minlength=num_local_experts)
+        experts = experts.masked_fill(experts < 0, none)
+        counts = torch.zeros(none + 1, dtype=torch.int64, device=home)
+        counts.scatter_add_(0, experts, torch.ones_like(experts))
         room = -(-counts // alignment) * alignment
         begins = room.cumsum(0) - room
         order = torch.argsort(experts, stable=True)
-        first = (counts.cumsum(0) - counts)[experts[order]]
-        rank_in_expert = torch.arange(len(order), device=CPU) - first
-        slots = torch.full((chosen.numel(),), -1, dtype=torch.int64, device=CPU)
-        slots[places[order]] = begins[experts[order]] + rank_in_expert
+        of_order = experts[order]
+        first = (counts.cumsum(0) - counts)[of_order]
+        rows = begins[of_order] + torch.arange(len(order), device=home) - first
+        self.num_rows = int(room[:none].sum()) if num_rows is None else num_rows
+        is_none = (of_order == none) | (rows >= self.num_rows)
+        slots = torch.full((chosen.numel(),), -1, dtype=torch.int64, device=home)
+        slots[places[order]] = rows.masked_fill(is_none, -1)
         self.slots = slots.view(local.shape)  # the row of each choice, -1 is none
-        self.ends = begins + counts  # [L]: the rows up to the last one of the expert
-        self.num_rows = int(room.sum())  # with those between the experts
-        self._sources = torch.full((self.num_rows,), -1, dtype=torch.int64, device=CPU)
-        self._sources[self.slots[local >= 0]] = torch.div(
-            places, max(1, local.size(1)), rounding_mode="floor"
-        )
+        self.ends = (begins + counts)[:none]  # [L]: the rows up to the last one of the expert
+        # The received row of each row, -1 is none. The last element is written for no row.
+        sources = torch.full((self.num_rows + 1,), -1, dtype=torch.int64, device=home)
+        of_places = torch.div(places[order], max(1, local.size(1)), rounding_mode="floor")
+        sources[rows.masked_fill(is_none, self.num_rows)] = of_places
+        self._sources = sources[: self.num_rows]
 
     def expand(self, field: Tensor, out: Tensor) -> Tensor:
         """[rows, any] -> out [count, any]. Rows between the experts are zeros; those from num_rows
@@ -50,28 +62,35 @@ class Expansion:
             return out
         # As bytes: not every dtype of FP8 can be indexed.
         torch.index_select(_bytes(field), 0, self._sources.clamp(min=0), out=_bytes(whole))
-        _bytes(whole)[self._sources < 0] = 0
+        if self._is_on_cpu:
+            _bytes(whole)[self._sources < 0] = 0
+        else:
+            _bytes(whole).masked_fill_((self._sources < 0).unsqueeze(1), 0)
         return out
 
     def expand_weights(self, weights: Tensor, count: int) -> Tensor:
         """float32 [rows, k] -> [count]: of each choice the weight."""
-        out = weights.new_empty(count)
-        out[: self.num_rows] = 0
-        are_there = self.slots >= 0
-        out[self.slots[are_there]] = weights[are_there]
-        return out
+        out = weights.new_zeros(max(count, self.num_rows) + 1)
+        out[self.slots.masked_fill(self.slots < 0, len(out) - 1).flatten()] = weights.flatten()
+        return out[:count]
 
     def fold(self, x: Tensor) -> Tensor:
         """bfloat16 [num_rows, h] -> [rows, h]: the sums over a row's choices in their order, made
         in float32 and rounded once."""
-        sums = torch.zeros((len(self.slots), x.size(1)), dtype=torch.float32, device=CPU)
+        sums = torch.zeros((len(self.slots), x.size(1)), dtype=torch.float32, device=x.device)
         for slots in self.slots.t():
-            rows = (slots >= 0).nonzero().flatten()
-            sums[rows] += x[slots[rows]].float()
+            if self._is_on_cpu:
+                rows = (slots >= 0).nonzero().flatten()
+                sums[rows] += x[slots[rows]].float()
+            elif self.num_rows > 0:
+                is_none = (slots < 0).unsqueeze(1)
+                sums += x[slots.clamp(min=0)].float().masked_fill_(is_none, 0)
         return sums.to(x.dtype)
 
     def fold_weights(self, weights: Tensor) -> Tensor:
         """float32 [num_rows] -> [rows, k]."""
+        if len(weights) == 0:
+            return weights.new_zeros(self.slots.shape)
         of_choices = weights[self.slots.clamp(min=0)]
         return of_choices.masked_fill(self.slots < 0, 0)
 

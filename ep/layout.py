@@ -56,25 +56,37 @@ def ranks_of(is_token_in_rank: Tensor) -> Tensor:
     return found
 
 
+def ranks_by_column(is_token_in_rank: Tensor) -> Tensor:
+    """bool [n, R] -> int32 [n, R]: each of a token's ranks in its own column, -1 elsewhere. Waits
+    for no device."""
+    ranks = torch.arange(
+        is_token_in_rank.size(1), dtype=torch.int32, device=is_token_in_rank.device
+    )
+    return ranks.expand(is_token_in_rank.shape).masked_fill(~is_token_in_rank, -1).contiguous()
+
+
 def layout_by_topk(
     topk_idx: Tensor, owners: Tensor, num_ranks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """topk_idx: int64 [n, k], -1 is no expert; owners: int64 [E], the rank of each expert
+    """topk_idx: int64 [n, k], -1 is no expert; owners: int64 [E], the rank of each expert, on the
+    same device. Waits for no device.
 
     Returns
     is_token_in_rank: bool [n, R]
     token_ranks: int32 [n, any]: the ranks of each token in the order of their last places in
-        top-k, -1 behind them
+        top-k. On the CPU -1 behind them, else between them
     masters: int32 [n, k]: the rank at its last place, -1 elsewhere
     """
-    tokens, topk = topk_idx.shape
+    (tokens, topk), home = topk_idx.shape, topk_idx.device
     ranks = owners[topk_idx.clamp(min=0)].masked_fill(topk_idx < 0, -1)
-    is_later = torch.ones((topk, topk), dtype=torch.bool, device=CPU).triu(1)
+    is_later = torch.ones((topk, topk), dtype=torch.bool, device=home).triu(1)
     is_again = ((ranks.unsqueeze(2) == ranks.unsqueeze(1)) & is_later).any(dim=2)
     masters = ranks.masked_fill(is_again, -1).int()
-    is_in_rank = torch.zeros((tokens, num_ranks + 1), dtype=torch.bool, device=CPU)
+    is_in_rank = torch.zeros((tokens, num_ranks + 1), dtype=torch.bool, device=home)
     is_in_rank.scatter_(1, ranks.masked_fill(ranks < 0, num_ranks), True)
     is_in_rank = is_in_rank[:, :num_ranks].contiguous()
+    if home != CPU:
+        return is_in_rank, masters, masters
     most = max(1, int(is_in_rank.sum(1).max())) if tokens > 0 else 1
     order = torch.argsort((masters < 0).int(), dim=1, stable=True)
     return is_in_rank, masters.gather(1, order)[:, :most].contiguous(), masters

@@ -18,8 +18,8 @@ from .arguments import (
     fields_of,
     form_of,
 )
-from .exchange import Counts, Exchange, Participation, Sent, local_experts_of
-from .layout import CPU, ranks_of
+from .exchange import Counts, Exchange, Participation, Sent, local_experts_of, local_numbers
+from .layout import CPU, ranks_by_column, ranks_of
 from .normal_handle import NormalHandle, Route, handle_parts, padded
 
 Tensor = torch.Tensor
@@ -61,11 +61,16 @@ def dispatch(
     fields = fields_of(x)
     home, tokens = fields[0].device, len(fields[0])
     shown.check()
-    per_expert_here = _checked_counts(num_tokens_per_expert)
+    on_device = exchange.by_kernels(home)
+    # Else nothing of the device is read on the host.
+    is_counted = not on_device or shown.num_worst_tokens == 0
+    per_expert_here = _checked_counts(num_tokens_per_expert, is_counted)
+    num_experts = len(per_expert_here)
     scales = fields[1] if len(fields) > 1 else None
     if topk_idx is not None and topk_weights is not None:
         check_topk(topk_idx, topk_weights, tokens)
-        check_experts(topk_idx.clamp(min=-1), len(per_expert_here))
+        if is_counted:
+            check_experts(topk_idx.clamp(min=-1), num_experts)
         fields += [topk_idx, topk_weights]
     elif topk_idx is not None or topk_weights is not None:
         raise ValueError("topk_idx and topk_weights belong together: give both or none")
@@ -73,7 +78,8 @@ def dispatch(
         raise ValueError("num_worst_tokens needs topk_idx and topk_weights")
     agreed = form_of([fields[0], scales, topk_idx, topk_weights])
     check_sizes("is_token_in_rank", is_token_in_rank, torch.bool, (tokens, size))
-    is_in_rank = is_token_in_rank.to(CPU).contiguous()
+    is_in_rank = is_token_in_rank.to(home if on_device else CPU).contiguous()
+    token_ranks = ranks_by_column(is_in_rank) if on_device else ranks_of(is_in_rank)
 
     def refuse(counts: Counts) -> str:
         if not 0 < shown.num_worst_tokens < counts.most_rows:
@@ -83,28 +89,44 @@ def dispatch(
             f"{shown.num_worst_tokens} on rank {rank}"
         )
 
-    sent = Sent(fields, is_in_rank, ranks_of(is_in_rank), per_expert_here)
+    sent = Sent(fields, is_in_rank, token_ranks, per_expert_here)
     weights = None if topk_weights is None else topk_weights.size(1)
-    arrived, counts = exchange.dispatch(
-        sent, participation, agreed=agreed, weights=weights, refuse=refuse
-    )
-    num_experts = len(per_expert_here)
     owners = torch.tensor(
         reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
     )
-    align = shown.expert_alignment
-    experts = counts.for_experts.sum(0)[owners == rank].tolist()
-    per_expert = [-(-count // align) * align for count in experts]
-    found, num_rows = list(arrived.fields), arrived.route.num_rows
+    per_expert: list[int] = []
+    counts: Counts | None = None
+    if is_counted:
+        arrived, counts = exchange.dispatch(
+            sent, participation, agreed=agreed, weights=weights, refuse=refuse
+        )
+        align = shown.expert_alignment
+        experts = counts.for_experts.sum(0)[owners == rank].tolist()
+        per_expert = [-(-count // align) * align for count in experts]
+    else:
+        arrived = exchange.dispatch_at_worst(
+            sent, participation, agreed=agreed, weights=weights, most_rows=shown.num_worst_tokens
+        )
+    found, ends = list(arrived.fields), arrived.route.ends
     if shown.num_worst_tokens > 0:
         per_expert = []
         found = [padded(one, shown.num_worst_tokens) for one in found]
     recv_idx = recv_weights = None
     if topk_idx is not None:
-        local = local_experts_of(found[-2], owners, rank)
-        local[num_rows:] = -1
+        numbers = exchange.table(
+            "experts", num_experts, lambda: local_numbers(owners, rank), ends.device
+        )
+        local = local_experts_of(found[-2], numbers)
+        rows = torch.arange(len(local), device=local.device)
+        local = local.masked_fill((rows >= ends[-1]).unsqueeze(1), -1)
         recv_idx = local.to(home)
         recv_weights = found[-1].masked_fill(local < 0, 0).to(home)
+    if arrived.table is not None:
+        for_experts = (
+            torch.empty((0, 0), dtype=torch.int64) if counts is None else counts.for_experts
+        )
+        counts = Counts(arrived.table[:, size], arrived.table[:, :size], for_experts, 0)
+    assert counts is not None
     parts = handle_parts(arrived, counts, rank, shown.num_channels, shown.num_worst_tokens)
     handle = NormalHandle([part.to(home) for part in parts], arrived.route)
     return Received(_rows_like(x, found), recv_idx, recv_weights, per_expert, handle)
@@ -113,7 +135,16 @@ def dispatch(
 def dispatch_again(exchange: Exchange, x: Rows, handle: Any, participation: Participation) -> Rows:
     """Rows in the places of the handle's dispatch; zeros from ranks that have gone since."""
     route = route_of(exchange, handle)
-    return _rows_like(x, exchange.dispatch_again(fields_of(x), route, participation).as_of(route))
+    return _rows_like(x, exchange.dispatch_again(fields_of(x), route, participation))
+
+
+def is_alone(exchange: Exchange, x: Any, handle: Any, num_worst_tokens: int) -> bool:
+    """Whether kernels do all of a dispatch, see Exchange.call()."""
+    if handle is not None:
+        return isinstance(handle, NormalHandle) and handle.route.kernels is not None
+    rows = x[0] if isinstance(x, tuple) and len(x) > 0 else x
+    is_bounded = isinstance(num_worst_tokens, int) and num_worst_tokens > 0
+    return is_bounded and isinstance(rows, Tensor) and exchange.by_kernels(rows.device)
 
 
 def route_of(exchange: Exchange, handle: Any) -> Route:
@@ -126,15 +157,15 @@ def route_of(exchange: Exchange, handle: Any) -> Route:
     return handle.route
 
 
-def _checked_counts(num_tokens_per_expert: Any) -> Tensor:
-    """num_tokens_per_expert on the host."""
+def _checked_counts(num_tokens_per_expert: Any, on_host: bool) -> Tensor:
+    """num_tokens_per_expert on the host, or as it is."""
     check_tensor("num_tokens_per_expert", num_tokens_per_expert)
-    counts: Tensor = num_tokens_per_expert.to(CPU)
+    counts: Tensor = num_tokens_per_expert.to(CPU) if on_host else num_tokens_per_expert
     if counts.dim() != 1 or counts.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"num_tokens_per_expert is {counts.dtype} {list(counts.shape)}, expected int32 [E]"
         )
-    if bool((counts < 0).any()):
+    if on_host and bool((counts < 0).any()):
         raise ValueError(f"num_tokens_per_expert has the number {int(counts.min())}")
     return counts
 

@@ -11,7 +11,7 @@ import torch
 from .layout import CPU, RANKS_PER_RDMA_RANK
 
 if TYPE_CHECKING:
-    from mooncake_backend._C import EpBuffer, EpHandle
+    from mooncake_backend._C import EpBuffer, EpHandle, EpTokenHandle
 
     from .exchange import Counts, Exchange, Sent
 
@@ -103,18 +103,19 @@ class Route:
     most_rows: int  # that one rank receives
     most_weights: int  # of a token, for which the combine has room
     ends: Tensor  # int32 [R]: the rows up to those of the rank, inclusive
+    num_rows: int
     sent: Sent
     participants: Sequence[bool]
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece]  # none by kernels
+    # By kernels. Then `ends` is on the device, and there may be fewer rows than `num_rows`: those
+    # behind them are zeros.
+    kernels: EpTokenHandle | None = None
 
     @property
     def number(self) -> int:
         """Of the dispatch: the same on all ranks."""
-        return self.pieces[0].native.number
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.ends[-1])
+        native = self.kernels or self.pieces[0].native
+        return native.number
 
 
 class NormalHandle(tuple[Any, ...]):
@@ -135,6 +136,8 @@ class Arrived:
     fields: Sequence[Tensor]
     sources: Tensor  # int32: index of the token at its rank
     route: Route
+    # By kernels, int64 [R, R + 1]: of each rank its rows for each rank, and its tokens.
+    table: Tensor | None = None
 
     def as_of(self, route: Route) -> list[Tensor]:
         """The fields in the places of an earlier dispatch's rows. The rows of ranks that have gone
@@ -157,6 +160,8 @@ def _bytes(rows: Tensor) -> Tensor:
 
 
 def padded(rows: Tensor, count: int) -> Tensor:
+    if len(rows) == count:
+        return rows
     whole = rows.new_zeros((count, *rows.shape[1:]))
     whole[: len(rows)] = rows
     return whole
@@ -173,27 +178,31 @@ def handle_parts(
     arrived: Arrived, counts: Counts, rank: int, num_channels: int, num_worst_tokens: int
 ) -> list[Tensor]:
     """The entries of DeepEP's handle. A channel there is a part of each rank's tokens: those from
-    c * ceil(n / C) on."""
-    size = len(counts.tokens)
-    is_in_rank = arrived.route.sent.is_token_in_rank
-    tokens = len(is_in_rank)
+    c * ceil(n / C) on. Waits for no device."""
+    route, is_in_rank = arrived.route, arrived.route.sent.is_token_in_rank
+    size, tokens, home = len(counts.tokens), len(is_in_rank), is_in_rank.device
     prefix = counts.for_ranks.cumsum(0).int()
-    prefix[:, rank] = arrived.route.ends
-    steps = -(-counts.tokens // num_channels)
-    begins = steps[rank] * torch.arange(num_channels + 1, device=CPU)
-    before = torch.zeros((tokens + 1, size), dtype=torch.int32, device=CPU)
+    prefix[:, rank] = route.ends
+    steps = (counts.tokens + num_channels - 1) // num_channels
+    step = -(-tokens // num_channels)
+    begins = step * torch.arange(num_channels + 1, device=home)
+    before = torch.zeros((tokens + 1, size), dtype=torch.int32, device=home)
     before[1:] = is_in_rank.int().cumsum(0)
     at = before[begins.clamp(max=tokens)]  # tokens for each rank ahead of each channel
     channel_prefix = at[1:].t().contiguous()
-    first = torch.arange(tokens, device=CPU) // max(int(steps[rank]), 1)
+    first = torch.arange(tokens, device=home) // max(step, 1)
     send_head = (before[:-1] - at[first]).masked_fill(~is_in_rank, -1)
     # The rows of each rank that are ahead of each of its channels.
-    lengths = counts_of(arrived.route.ends)
-    sources = torch.repeat_interleave(torch.arange(size, device=CPU), lengths)
+    lengths = counts_of(route.ends)
+    rows = torch.arange(len(arrived.sources), device=home)
+    sources = torch.searchsorted(route.ends.long(), rows, right=True)
+    are_rows = (sources < size).long()
+    sources = sources.clamp(max=size - 1)
     channels = arrived.sources.long() // steps[sources].clamp(min=1)
-    received = torch.zeros((size, num_channels), dtype=torch.int64, device=CPU)
-    ones = torch.ones(len(sources), dtype=torch.int64, device=CPU)
-    received.index_put_((sources, channels), ones, accumulate=True)
+    channels = channels.clamp(max=num_channels - 1)
+    received = torch.zeros(size * num_channels, dtype=torch.int64, device=home)
+    received.scatter_add_(0, sources * num_channels + channels, are_rows)
+    received = received.view(size, num_channels)
     recv_channel_prefix = (received.cumsum(1) - received).int()
     recv_src_idx = arrived.sources
     if num_worst_tokens > 0:
@@ -204,17 +213,17 @@ def handle_parts(
         ]  # fmt: skip
     hosts = is_in_rank.split(RANKS_PER_RDMA_RANK, dim=1)
     of_hosts = torch.stack([one.any(dim=1) for one in hosts], dim=1)
-    before_hosts = torch.zeros((tokens + 1, of_hosts.size(1)), dtype=torch.int32, device=CPU)
+    before_hosts = torch.zeros((tokens + 1, of_hosts.size(1)), dtype=torch.int32, device=home)
     before_hosts[1:] = of_hosts.int().cumsum(0)
     at_hosts = before_hosts[begins.clamp(max=tokens)]
     rdma_send_head = (before_hosts[:-1] - at_hosts[first]).masked_fill(~of_hosts, -1)
-    group = torch.arange(size, device=CPU) // RANKS_PER_RDMA_RANK
-    by_host = torch.zeros((of_hosts.size(1), num_channels), dtype=torch.int64, device=CPU)
+    group = torch.arange(size, device=home) // RANKS_PER_RDMA_RANK
+    by_host = torch.zeros((of_hosts.size(1), num_channels), dtype=torch.int64, device=home)
     by_host.index_add_(0, group, received)
-    rdma_prefix = torch.zeros(of_hosts.size(1), dtype=torch.int64, device=CPU)
+    rdma_prefix = torch.zeros(of_hosts.size(1), dtype=torch.int64, device=home)
     rdma_prefix.index_add_(0, group, lengths)
     return [
         is_in_rank, at_hosts[1:].t().contiguous(), channel_prefix,
         (by_host.cumsum(1) - by_host).int(), rdma_prefix.cumsum(0).int(), recv_channel_prefix,
-        arrived.route.ends.clone(), recv_src_idx, rdma_send_head, send_head,
+        route.ends.clone(), recv_src_idx, rdma_send_head, send_head,
     ]  # fmt: skip

@@ -75,6 +75,7 @@ enum class Failure : uint32_t {
   kTooManyRows,
   kOtherExpert,
   kOtherDispatch,
+  kNoPlace,
 };
 
 // Memory of the rank's own device. Kernels of a group run one after the other on it, so only the

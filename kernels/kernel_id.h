@@ -30,6 +30,8 @@ enum class KernelId : uint32_t {
   kDispatchReceive,
   kCombineSend,
   kCombineReceive,
+  kDispatchTokens,
+  kCombineTokens,
 };
 
 // Their names in the fatbin, in the order of KernelId.
@@ -41,7 +43,8 @@ inline constexpr const char* kKernelNames[] = {
     "mooncake_reduce_bfloat16", "mooncake_reduce_float32",   "mooncake_reduce_float64",
     "mooncake_reduce_bool",     "mooncake_reduce_complex64", "mooncake_reduce_complex128",
     "mooncake_signal",          "mooncake_dispatch_send",    "mooncake_dispatch_receive",
-    "mooncake_combine_send",    "mooncake_combine_receive",
+    "mooncake_combine_send",    "mooncake_combine_receive",  "mooncake_dispatch_tokens",
+    "mooncake_combine_tokens",
 };
 inline constexpr size_t kKernelCount = sizeof(kKernelNames) / sizeof(kKernelNames[0]);
 

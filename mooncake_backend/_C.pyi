@@ -200,6 +200,13 @@ class EpHandle:
     @property
     def hidden(self) -> int: ...
 
+class EpTokenHandle:
+    """A dispatch by kernels, for EpBuffer.combine_on_device()."""
+
+    @property
+    def number(self) -> int:
+        """Of the dispatch: the same on all ranks."""
+
 class EpBuffer:
     """Dispatch and combine. Making one is collective over the group.
 
@@ -322,6 +329,75 @@ class EpBuffer:
         missing: bool [n], see Buffer.missing_contributions
         extras, extra_sums: float32 [rows, any], and their sums [n, any]
         biases: bfloat16 [n, h] each, where the sums begin
+        """
+
+    def takes_tokens(self, device: torch.device) -> bool:
+        """Whether kernels do the normal mode of tensors on this device. Collective, the first
+        time."""
+
+    def dispatch_on_device(
+        self,
+        fields: list[torch.Tensor],
+        into: list[torch.Tensor],
+        choices: torch.Tensor,
+        counts: torch.Tensor,
+        capacity: int,
+        most_tokens: int | None,
+        most_rows: int,
+        hidden: int,
+        weights: int,
+        among: list[bool],
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+        agreed: int = 0,
+    ) -> tuple[EpTokenHandle, torch.Tensor, torch.Tensor, torch.Tensor, EpWork]:
+        """dispatch_tokens() by kernels. Collective; does not wait on the host.
+
+        into: [capacity, any] each; rows behind the last one become zeros
+        choices: int32 [n, any, 2]: a rank of the token, -1 is none, and the token's place among
+            those of this rank for it
+        counts: int32 [R]: this rank's tokens for each rank
+        most_tokens, most_rows: of one rank; the same on all ranks, as `agreed` is. most_tokens
+            None: not known, so all tokens and rows go at once
+        weights: of a row, for which combine_on_device() needs room
+        among: the ranks that the call counts as active
+        active_ranks: int32 [R] of the device; ranks that take no part become 0
+
+        Returns the handle; the rows' tokens at their ranks, int32 [capacity]; how many rows came
+        from the ranks up to each, int32 [R]; of each rank its rows for each rank, and its tokens,
+        int32 [R, R + 1].
+        """
+
+    def dispatch_on_device_again(
+        self,
+        fields: list[torch.Tensor],
+        into: list[torch.Tensor],
+        handle: EpTokenHandle,
+        among: list[bool],
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+        agreed: int = 0,
+    ) -> EpWork:
+        """Other rows to the places of the handle's dispatch. Those of ranks that have gone since
+        are zeros."""
+
+    def combine_on_device(
+        self,
+        x: torch.Tensor,
+        handle: EpTokenHandle,
+        out: torch.Tensor,
+        missing: torch.Tensor,
+        weights: torch.Tensor | None,
+        weight_sums: torch.Tensor | None,
+        biases: list[torch.Tensor],
+        among: list[bool],
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+        background: bool = False,
+    ) -> EpWork:
+        """combine_tokens() by kernels. Rows of x behind the handle's capacity are not read.
+
+        background: the current stream waits for the results by EpWork.wait() only
         """
 
     def dispatch(

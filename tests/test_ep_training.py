@@ -156,12 +156,13 @@ def trains(me: harness.Rank, dense: str) -> None:
 
 
 @pytest.mark.parametrize("dense", ["ddp", "fsdp"])
-@pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_training_has_the_loss_of_one_process(device, dense):
+@pytest.mark.parametrize("way", ["cpu", "device", "kernels"])
+def test_training_has_the_loss_of_one_process(way, dense):
     options: dict[str, Any] = {"backend": "mooncake"}
-    if device != "cpu":
-        devices.prepare(device)
-        options["env"] = {devices.VARIABLE: device}
+    if way != "cpu":
+        devices.prepare(DEVICE)
+        kernels = str(int(way == "kernels"))
+        options["env"] = {devices.VARIABLE: DEVICE, "MOONCAKE_EP_KERNELS": kernels}
     harness.run_ranks(SIZE, trains, dense, **options)
 
 

@@ -24,9 +24,8 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "1: no wait of an EP Buffer for tensors of a device waits on the host"},
      flagInto<&BackendEnv::epStreamWords>},
     {{"MOONCAKE_EP_KERNELS", "0",
-      "1: the low latency mode of an EP Buffer goes by kernels for tensors of devices, if all "
-      "ranks "
-      "are on one host. The same on all ranks"},
+      "1: the calls of EP Buffers go by kernels for tensors of devices, if all ranks are on one "
+      "host. The same on all ranks"},
      flagInto<&BackendEnv::epKernels>},
     {{"MOONCAKE_PINNED_CACHE", "536870912",
       "Bytes of pinned memory per device that wait for the next operation on the device's tensors"},

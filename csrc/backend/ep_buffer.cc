@@ -62,14 +62,26 @@ std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Dea
                         deadline);
 }
 
-std::shared_ptr<EpKernels> makeEpKernels(const MooncakeBackend& ours, size_t bytes,
-                                         EpKernels::Settings settings) {
+template <typename Kernels>
+static std::shared_ptr<Kernels> makeKernels(const MooncakeBackend& ours, size_t bytes,
+                                            typename Kernels::Settings settings) {
   auto view = std::make_shared<ViewFeed>();
   auto control = ours.makeGroup("ep-peers", 0, 0, false, Deadline::after(settings.timeout),
                                 [view](const GroupView& shown) { view->show(shown); });
   settings.name = control->name();
-  settings.bytes = ep::BufferLayout(bytes).sendBytes();
-  return std::make_shared<EpKernels>(std::move(control), std::move(view), std::move(settings));
+  settings.bytes = bytes;
+  return std::make_shared<Kernels>(std::move(control), std::move(view), std::move(settings));
+}
+
+std::shared_ptr<EpKernels> makeEpKernels(const MooncakeBackend& ours, size_t bytes,
+                                         EpKernels::Settings settings) {
+  return makeKernels<EpKernels>(ours, ep::BufferLayout(bytes).sendBytes(), std::move(settings));
+}
+
+std::shared_ptr<TokenKernels> makeTokenKernels(const MooncakeBackend& ours, size_t bytes,
+                                               TokenKernels::Settings settings) {
+  return makeKernels<TokenKernels>(ours, ep::BufferLayout(bytes, false).sendBytes(),
+                                   std::move(settings));
 }
 
 EpBuffer::EpBuffer(std::shared_ptr<ep::Buffer> buffer, Options options)
@@ -433,6 +445,7 @@ std::vector<bool> EpBuffer::activeRanks() const {
 
 c10::Stream EpBuffer::streamOn(const c10::Device& device) {
   if (options_.kernels && options_.kernels->areOn(device)) return options_.kernels->stream();
+  if (options_.tokens && options_.tokens->areOn(device)) return options_.tokens->stream();
   return streams_.streamOn(device);
 }
 
@@ -444,6 +457,7 @@ void EpBuffer::updateMembers() const { throwIfError(buffer_->group().usable()); 
 
 void EpBuffer::close(Seconds timeout) {
   if (options_.kernels) options_.kernels->close(deadlineIn(timeout));
+  if (options_.tokens) options_.tokens->close(deadlineIn(timeout));
   buffer_->close(deadlineIn(timeout));
   results_->close();
 }

@@ -13,6 +13,7 @@
 
 #include "backend/device/ep_kernels.h"
 #include "backend/device/staging_streams.h"
+#include "backend/device/token_kernels.h"
 #include "backend/ep_run.h"
 #include "backend/ep_work.h"
 #include "base/block_cache.h"
@@ -37,6 +38,9 @@ std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Dea
 // The kernels of a buffer with so many bytes over that group. Collective. Throws.
 std::shared_ptr<EpKernels> makeEpKernels(const MooncakeBackend& ours, size_t bytes,
                                          EpKernels::Settings settings);
+// The same for a buffer of the normal mode.
+std::shared_ptr<TokenKernels> makeTokenKernels(const MooncakeBackend& ours, size_t bytes,
+                                               TokenKernels::Settings settings);
 
 // Dispatch and combine of tensors over an ep::Buffer. Checks the tensors that callers give, before
 // anything is sent, and makes the tensors of the results. Calls with tensors of a device run on
@@ -47,9 +51,11 @@ class EpBuffer {
   struct Options {
     Seconds timeout{};  // longest time of a call
     bool renormalizes = false;
-    bool raises = false;                 // mode `raise`
-    StreamSettings streams;              // in mode `raise` without words
-    std::shared_ptr<EpKernels> kernels;  // null: tensors of devices go through host memory
+    bool raises = false;     // mode `raise`
+    StreamSettings streams;  // in mode `raise` without words
+    // Null: tensors of devices go through host memory. A buffer has those of its mode.
+    std::shared_ptr<EpKernels> kernels;
+    std::shared_ptr<TokenKernels> tokens;
   };
   // A checked call, for submit().
   struct Call {
@@ -140,6 +146,9 @@ class EpBuffer {
   const std::shared_ptr<ep::Buffer>& buffer() const { return buffer_; }
   // Memory for the results of calls, see newResult().
   const std::shared_ptr<BlockCache>& results() const { return results_; }
+  const std::shared_ptr<TokenKernels>& tokens() const { return options_.tokens; }
+  // The longest time of a call by kernels.
+  Clock::duration kernelLimit(int64_t timeoutMicros) const;
   // For Operation::skipAfter(). Empty: no rank is skipped before the buffer's timeout.
   std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const;
   void updateMembers() const;
@@ -160,7 +169,6 @@ class EpBuffer {
   };
   RowSizes sizesOfRows(const ep::Handle& handle) const;
   std::shared_ptr<Staging> stagingFor(const c10::Device& device);
-  Clock::duration kernelLimit(int64_t timeoutMicros) const;
   Dispatch dispatchByKernels(const DispatchArguments& given, std::shared_ptr<ep::Handle> handle);
   Combine combineByKernels(const CombineArguments& given);
   void makeRows(Dispatch& made, DispatchRun& run);

@@ -19,6 +19,7 @@
 #include "backend/mooncake_backend.h"
 #include "base/log.h"
 #include "base/thread.h"
+#include "bindings/ep_tokens.h"
 #include "bindings/transfer.h"
 #include "ep/own_job.h"
 
@@ -107,16 +108,19 @@ std::unique_ptr<EpBuffer> makeBuffer(
   const auto env = orThrow(BackendEnv::read());
   std::unique_ptr<Group> group;
   std::shared_ptr<EpKernels> kernels;
+  std::shared_ptr<TokenKernels> tokens;
+  const auto limit = std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
   if (backend) {
     const MooncakeBackend& ours = backendOfOurs(**backend);
     py::gil_scoped_release unlocked;
     group = makeEpGroup(ours, raises, deadline);
-    if (env.epKernels && hasResults && !raises)
-      kernels =
-          makeEpKernels(ours, bytes,
-                        {.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
-                         .renormalizes = renormalizes,
-                         .blocks = env.blockingWait});
+    if (env.epKernels && !raises && hasResults) {
+      kernels = makeEpKernels(
+          ours, bytes,
+          {.timeout = limit, .renormalizes = renormalizes, .blocks = env.blockingWait});
+    } else if (env.epKernels && !raises) {
+      tokens = makeTokenKernels(ours, bytes, {.timeout = limit, .blocks = env.blockingWait});
+    }
   } else if (exchange) {
     group = makeGroupOfOwnJob({.rank = rank,
                                .size = size,
@@ -136,7 +140,8 @@ std::unique_ptr<EpBuffer> makeBuffer(
                         .renormalizes = renormalizes,
                         .raises = raises,
                         .streams = {.words = env.epStreamWords, .pinnedCache = env.pinnedCache},
-                        .kernels = std::move(kernels)});
+                        .kernels = std::move(kernels),
+                        .tokens = std::move(tokens)});
 }
 
 using Ends = EpBuffer::Ends;
@@ -297,6 +302,7 @@ void bindEp(py::module_& m) {
   const auto none = py::none();
   py::class_<EpBuffer> buffer(m, "EpBuffer");
   bindNormalMode(buffer);
+  bindTokenKernels(m, buffer);
   buffer
       .def(py::init(&makeBuffer), py::arg("rank"), py::arg("size"), py::arg("num_bytes"),
            py::arg("timeout"), py::kw_only(), py::arg("backend") = none, py::arg("exchange") = none,

@@ -131,18 +131,25 @@ MC_DEVICE void storeSums(const float* sums, unsigned char* to, size_t first, siz
     if (first + i < hidden) channels[first + i] = mooncake::ep::floatToBf16(sums[i]);
 }
 
-// Adds up rows of bfloat16: the blocks of channels from `first` on, each `step`-th. One warp.
-MC_DEVICE void addRows(const CombineReceive& a, const Answer& answer, unsigned char* to,
-                       size_t first, size_t step) {
+constexpr size_t kChannelsAtOnce = 256;  // of a row, by a warp
+
+// Adds up rows of bfloat16: the blocks of channels from `first` on, each `step`-th. `begin(sum,
+// channel)` adds the numbers before those of the rows. One warp.
+template <typename Begin>
+MC_DEVICE void addRows(size_t hidden, const Answer& answer, unsigned char* to, size_t first,
+                       size_t step, const Begin& begin) {
   struct alignas(16) Unit {
     uint16_t of[8];
   };
-  constexpr size_t kEach = 8, kBlock = kEach * kLanes;
+  constexpr size_t kEach = kChannelsAtOnce / kLanes;
+  static_assert(sizeof(Unit) == kEach * sizeof(uint16_t));
   constexpr unsigned kAtOnce = 4;  // rows with channels on their way
   const unsigned rows = __ballot_sync(kAllLanes, answer.row != nullptr);
-  for (size_t block = first; block * kBlock < a.call.hidden; block += step) {
-    const size_t channel = block * kBlock + lane() * kEach;
+  for (size_t block = first; block * kChannelsAtOnce < hidden; block += step) {
+    const size_t channel = block * kChannelsAtOnce + lane() * kEach;
     float sums[kEach] = {};
+    for (unsigned k = 0; k < kEach; ++k)
+      if (channel + k < hidden) begin(sums[k], channel + k);
     for (unsigned left = rows; left;) {
       Unit units[kAtOnce];
       float weights[kAtOnce];
@@ -151,15 +158,15 @@ MC_DEVICE void addRows(const CombineReceive& a, const Answer& answer, unsigned c
         const int from = __ffs(int(left)) - 1;
         const uint64_t row = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(answer.row), from);
         weights[count] = __shfl_sync(kAllLanes, answer.weight, from);
-        if (channel < a.call.hidden)
+        if (channel < hidden)
           units[count] = loadUnit(reinterpret_cast<const Unit*>(row + 2 * channel));
       }
-      for (unsigned i = 0; i < count && channel < a.call.hidden; ++i)
+      for (unsigned i = 0; i < count && channel < hidden; ++i)
         for (unsigned k = 0; k < kEach; ++k)
           sums[k] = mooncake::ep::fusedSum(mooncake::ep::bf16ToFloat(units[i].of[k]), weights[i],
                                            sums[k]);
     }
-    if (channel < a.call.hidden) storeSums<kEach>(sums, to, channel, a.call.hidden);
+    if (channel < hidden) storeSums<kEach>(sums, to, channel, hidden);
   }
 }
 
@@ -214,7 +221,7 @@ MC_DEVICE void addTokens(const CombineReceive& a, const GroupState& state, const
     if (a.usesLogfmt) {
       addLogfmtRows(a, answer, to, blocks * part / parts, blocks * (part + 1) / parts);
     } else {
-      addRows(a, answer, to, part, parts);
+      addRows(hidden, answer, to, part, parts, [](float&, size_t) {});
     }
   }
 }
@@ -239,8 +246,9 @@ MC_DEVICE void combineReceive(const CombineReceive& a) {
       },
       [&](const Turn& turn) {
         const Together found = with(*call.exchange.state, turn);
-        if (!succeeds(call, found)) return false;
-        tellCaller(call, a.mask, a.waits, waits, found.participants);
+        if (!succeeds(call.exchange, found)) return false;
+        tellCaller(call.exchange, a.mask, found.participants);
+        tellWaits(call.exchange, a.waits, waits);
         __syncthreads();
         return true;
       });

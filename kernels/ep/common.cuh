@@ -80,21 +80,24 @@ MC_DEVICE void measureWaits(const Exchange& exchange, const Turn& turn, Waits& w
   waits.ns[rank] = now() - since;
 }
 
-// Writes the caller's results beside the rows. All threads of the last block.
-MC_DEVICE void tellCaller(const ExpertCall& call, const Mask& mask, int64_t* waited,
-                          const Waits& waits, uint64_t participants) {
+// Tells the caller which ranks take no part. All threads of the last block.
+MC_DEVICE void tellCaller(const Exchange& exchange, const Mask& mask, uint64_t participants) {
   const int rank = int(threadIdx.x);
-  if (rank >= call.exchange.state->ranks) return;
-  if (mask.ranks && !has(participants, rank)) mask.ranks[rank] = 0;
-  if (!waited) return;
+  if (rank < exchange.state->ranks && mask.ranks && !has(participants, rank)) mask.ranks[rank] = 0;
+}
+
+// Adds up the caller's waits, if it wants to know them. All threads of the last block.
+MC_DEVICE void tellWaits(const Exchange& exchange, int64_t* waited, const Waits& waits) {
+  const int rank = int(threadIdx.x);
+  if (rank >= exchange.state->ranks || !waited) return;
   const uint64_t ns = waits.hasCome[rank] ? waits.ns[rank] : now() - waits.since;
   waited[rank] += int64_t(ns / 1000);
 }
 
 // Fails the group if a rank's inputs are wrong. All threads of the last block.
-MC_DEVICE bool succeeds(const ExpertCall& call, const Together& with) {
+MC_DEVICE bool succeeds(const Exchange& exchange, const Together& with) {
   if (with.failure == uint32_t(Failure::kNone)) return true;
-  if (threadIdx.x == 0) failGroup(*call.exchange.state, Failure(with.failure), with.failedRank);
+  if (threadIdx.x == 0) failGroup(*exchange.state, Failure(with.failure), with.failedRank);
   return false;
 }
 

@@ -247,8 +247,9 @@ MC_DEVICE void dispatchReceive(const DispatchReceive& a) {
       [&](const Turn& turn) {
         const GroupState& state = *call.exchange.state;
         const Together with = together(state, turn, 0);
-        if (!succeeds(call, with)) return false;
-        tellCaller(call, a.mask, a.waits, waits, with.participants);
+        if (!succeeds(call.exchange, with)) return false;
+        tellCaller(call.exchange, a.mask, with.participants);
+        tellWaits(call.exchange, a.waits, waits);
         if (a.addedCounts) {
           for (unsigned local = threadIdx.x; local < call.local; local += blockDim.x)
             a.addedCounts[local] += a.keptCounts[local];

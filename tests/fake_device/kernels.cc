@@ -54,6 +54,8 @@ const Entry kEntries[] = {
     entry(mooncake_dispatch_receive),
     entry(mooncake_combine_send),
     entry(mooncake_combine_receive),
+    entry(mooncake_dispatch_tokens),
+    entry(mooncake_combine_tokens),
 };
 static_assert(std::size(kEntries) == mooncake::kKernelCount);
 

@@ -15,7 +15,7 @@ namespace mooncake {
 EpKernelWork::~EpKernelWork() {
   c10::OptionalDeviceGuard on;
   try {
-    on.reset_device(stream_.device());
+    on.reset_device(of_.stream.device());
   } catch (const std::exception&) {
     // The context is lost, so that no other one is made either.
   }
@@ -26,32 +26,33 @@ EpKernelWork::~EpKernelWork() {
 // later than it could.
 void EpKernelWork::receive() {
   if (done_) return;
-  const c10::DeviceGuard on(stream_.device());
-  kernels_->receive(sent_);
-  done_.emplace(stream_.device_type());
-  done_->record(stream_);
+  const c10::DeviceGuard on(of_.stream.device());
+  if (of_.receive) of_.receive(sent_);
+  done_.emplace(of_.stream.device_type());
+  done_->record(of_.stream);
 }
 
 void EpKernelWork::join() {
-  const c10::DeviceGuard on(stream_.device());
-  done_.emplace(stream_.device_type());
-  done_->record(stream_);
+  const c10::DeviceGuard on(of_.stream.device());
+  done_.emplace(of_.stream.device_type());
+  done_->record(of_.stream);
   block();
 }
 
 void EpKernelWork::block() const {
-  done_->block(c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device()));
+  done_->block(
+      c10::impl::VirtualGuardImpl(of_.stream.device_type()).getStream(of_.stream.device()));
 }
 
 bool EpKernelWork::isCompleted() const {
-  const PeerGuard& guard = kernels_->experts().guard();
-  if (isRecorded_ || !guard.usable().ok()) return true;
-  const c10::DeviceGuard on(stream_.device());
+  const PeerGuard& guard = of_.guard;
+  if (of_.isRecorded || !guard.usable().ok()) return true;
+  const c10::DeviceGuard on(of_.stream.device());
   return done_ && done_->query();
 }
 
 void EpKernelWork::throwIfFailed() const {
-  const PeerGuard& guard = kernels_->experts().guard();
+  const PeerGuard& guard = of_.guard;
   const Status usable = guard.usable();
   if (!usable.ok() && !guard.hasEnded(number_)) throwError(usable.error());
 }
@@ -59,18 +60,18 @@ void EpKernelWork::throwIfFailed() const {
 void EpKernelWork::wait() {
   receive();
   block();
-  if (isRecorded_) return;
+  if (of_.isRecorded) return;
   throwIfFailed();
-  if (kernels_->blocks()) synchronize();
+  if (of_.blocks) synchronize();
 }
 
 void EpKernelWork::synchronize() {
   constexpr std::chrono::microseconds kPause(50);
   receive();
-  if (isRecorded_) return;
+  if (of_.isRecorded) return;
   const WaitInterrupt interrupt;
-  const c10::DeviceGuard on(stream_.device());
-  while (!kernels_->experts().guard().hasEnded(number_) || !done_->query()) {
+  const c10::DeviceGuard on(of_.stream.device());
+  while (!of_.guard.hasEnded(number_) || !done_->query()) {
     throwIfFailed();
     std::this_thread::sleep_for(kPause);
     Interruptible::look();

@@ -1,13 +1,15 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 
 #include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
-#include "backend/device/ep_kernels.h"
 #include "backend/ep_work.h"
+#include "collectives/peer/peer_guard.h"
 
 namespace mooncake {
 
@@ -15,14 +17,22 @@ namespace mooncake {
 // else by later calls of the buffer.
 class EpKernelWork final : public EpWork {
  public:
-  // `stream`: of its kernels. `isRecorded`: into a graph. Then it runs when that is replayed, and
-  // errors are raised by later calls.
-  EpKernelWork(std::shared_ptr<EpKernels> kernels, const c10::Stream& stream, bool isRecorded)
-      : kernels_(std::move(kernels)), stream_(stream), isRecorded_(isRecorded) {}
+  struct Of {
+    std::shared_ptr<void> kernels;  // owns the guard
+    const PeerGuard& guard;
+    c10::Stream stream;  // of the kernels
+    bool blocks;         // wait() waits on the host
+    // Into a graph. Then it runs when that is replayed, and errors are raised by later calls.
+    bool isRecorded = false;
+    // Enqueues the receiving kernel of the operation with this number of those that were sent. Empty:
+    // one kernel does all.
+    std::function<void(uint64_t sent)> receive;
+  };
+  explicit EpKernelWork(Of of) : of_(std::move(of)) {}
   ~EpKernelWork() override;
 
-  // It was sent last. `number`: of its call; `sent`: PeerExperts::sent() since.
-  void sent(uint64_t number, uint64_t sent) {
+  // It was sent last. `number`: of its call; `sent`: see Of::receive.
+  void sent(uint64_t number, uint64_t sent = 0) {
     number_ = number;
     sent_ = sent;
   }
@@ -40,9 +50,7 @@ class EpKernelWork final : public EpWork {
 
   void block() const;
 
-  const std::shared_ptr<EpKernels> kernels_;
-  const c10::Stream stream_;
-  const bool isRecorded_;
+  const Of of_;
   uint64_t number_ = 0;
   uint64_t sent_ = 0;
   std::optional<c10::Event> done_;  // once the receiving kernel is enqueued

@@ -230,7 +230,13 @@ std::shared_ptr<EpWork> EpKernels::submit(Call call, Clock::duration limit, bool
   throwIfError(experts_->guard().usable());
   receive(experts_->sent());
   const c10::Stream& ours = isRecorded ? recordings() : stream();
-  auto work = std::make_shared<EpKernelWork>(shared_from_this(), ours, isRecorded);
+  auto work = std::make_shared<EpKernelWork>(
+      EpKernelWork::Of{.kernels = shared_from_this(),
+                       .guard = experts_->guard(),
+                       .stream = ours,
+                       .blocks = settings_.blocks,
+                       .isRecorded = isRecorded,
+                       .receive = [this](uint64_t sent) { receive(sent); }});
   {
     const auto recording = record(ours);
     c10::Event reached(ours.device_type());

@@ -96,8 +96,6 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
 
   // The stream of the kernels of calls.
   const c10::Stream& stream() const { return stream_->stream(); }
-  PeerExperts& experts() const { return *experts_; }
-  bool blocks() const { return settings_.blocks; }
   // Waits until the kernels of all calls have ended, or for the deadline.
   void close(Deadline deadline);
 

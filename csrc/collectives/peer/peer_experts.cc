@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <initializer_list>
 #include <string>
 
+#include "collectives/peer/call_hash.h"
 #include "device/kernel_launch.h"
 
 namespace mooncake {
@@ -18,15 +18,6 @@ using kernels::toLine;
 constexpr unsigned kMostBlocks = 16;             // see kernels::kMaxBlocks
 constexpr size_t kBytesOfBlock = 16 << 10;       // less is not worth a further block
 constexpr size_t kTableBytes = size_t(2) << 20;  // for tables that ranks publish beside rows
-
-uint32_t hashOf(std::initializer_list<uint64_t> numbers) {
-  uint32_t hash = 2166136261u;
-  for (const uint64_t number : numbers) {
-    for (int shift = 0; shift < 64; shift += 8)
-      hash = (hash ^ uint8_t(number >> shift)) * 16777619u;
-  }
-  return hash;
-}
 
 kernels::Chosen chosenOf(const PeerExperts::Caller& caller) {
   return {.experts = caller.topk,
@@ -159,7 +150,7 @@ Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Clock::duration lim
       kernels::tokensAt(shape.experts, shape.maxTokens, caller.topks) + shape.maxTokens * row;
   MOONCAKE_TRY(check(shape, caller, bytes));
   const uint32_t hash =
-      hashOf({1, shape.maxTokens, shape.hidden, shape.experts, shape.owners, uint64_t(kind)});
+      callHash({1, shape.maxTokens, shape.hidden, shape.experts, shape.owners, uint64_t(kind)});
   const kernels::ExpertCall call = callOf(shape, row, hash, limit);
   const kernels::Mask mask{caller.mask, caller.activeRanks};
   const Kept kept = keptOf(shape, caller);
@@ -197,7 +188,7 @@ Result<uint64_t> PeerExperts::send(const Combine& combine, Clock::duration limit
                        shape.local * ranks() * shape.maxTokens * shape.combineRow;
   MOONCAKE_TRY(check(shape, caller, bytes));
   const uint32_t hash =
-      hashOf({2, shape.maxTokens, shape.hidden, shape.experts, shape.owners, usesLogfmt});
+      callHash({2, shape.maxTokens, shape.hidden, shape.experts, shape.owners, usesLogfmt});
   const kernels::ExpertCall call = callOf(shape, shape.combineRow, hash, limit);
   const kernels::Mask mask{caller.mask, caller.activeRanks};
   const Kept kept = keptOf(shape, caller);

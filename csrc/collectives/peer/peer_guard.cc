@@ -295,6 +295,8 @@ Status PeerGuard::failureOfKernels() const {
                   " combines the rows of another dispatch than " +
                   control_.nameRank(control_.rank()) +
                   ": all ranks must combine with the handles of the same dispatch"};
+    case Failure::kNoPlace:
+      return wrong("it receives more rows than it has places for. Make num_worst_tokens larger");
     case Failure::kNone:
     case Failure::kRefused:
       break;

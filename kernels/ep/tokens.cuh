@@ -1,0 +1,50 @@
+#pragma once
+
+#include "kernels/ep/common.cuh"
+#include "kernels/ep/tokens.h"
+
+// The common part of both kernels of the normal mode.
+namespace mooncake::kernels {
+
+constexpr size_t kTokenBytesAtOnce = 2048;  // of a row, by a warp
+
+// The tokens of a rank in a piece.
+MC_DEVICE Part tokensOf(const TokenCall& call, unsigned piece, size_t tokens) {
+  const size_t begin = piece == 0 ? 0 : piece * call.step;
+  if (begin >= tokens) return {tokens, tokens};
+  return {begin, tokens - begin < call.step ? tokens : begin + call.step};
+}
+
+MC_DEVICE uint32_t* factsIn(unsigned char* own) { return reinterpret_cast<uint32_t*>(own + kLine); }
+MC_DEVICE const uint32_t* factsOf(const GroupState& state, int rank, const Turn& turn) {
+  return reinterpret_cast<const uint32_t*>(published(state, rank, turn.serial) + kLine);
+}
+
+// Publishes the facts beside a rank's rows. One warp.
+MC_DEVICE void publishFacts(const TokenCall& call, unsigned char* own, uint64_t dispatch,
+                            Failure failure) {
+  const uint64_t mask = ownMask(call.mask, call.exchange.state->ranks) & call.among;
+  if (lane() != 0) return;
+  *reinterpret_cast<Published*>(own) = {mask, dispatch, call.tokens, call.width, uint32_t(failure)};
+}
+
+// An operation whose data all ranks publish in each piece. `write(own, turn, block)` writes the
+// block's part. The others: see runExchange().
+template <typename Write, typename Consume, typename Finish>
+MC_DEVICE void exchangeTokens(const TokenCall& call, const Write& write, const Consume& consume,
+                              const Finish& finish) {
+  const Exchange& exchange = call.exchange;
+  if (!beginBlock(exchange)) return;
+  runExchange(
+      exchange, 0,
+      [&](const Turn& turn, const Blocks& blocks) {
+        const GroupState& state = *exchange.state;
+        unsigned char* const own = published(state, state.rank, turn.serial);
+        for (unsigned block = blocks.first; block < blocks.end; ++block)
+          if (blocks.publish(state, block, turn.number)) write(own, turn, block);
+        signalAll(exchange, turn, blocks);
+      },
+      consume, finish);
+}
+
+}  // namespace mooncake::kernels
