@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mutants_ep
+import mutants_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
@@ -243,12 +244,21 @@ MUTANTS = [
 
 
 MUTANTS += [Mutant(*one, suite="ep") for one in mutants_ep.MUTANTS]
+MUTANTS += [Mutant(*one, suite="tokens") for one in mutants_tokens.MUTANTS]
 
 # Their sources, beside races.cc.
 SUITES = {
     "collectives": ["collectives_test.cc", "collective_program.cc", "virtual_group.cc"],
     "ep": ["ep_test.cc", "ep_program.cc", "ep_plan.cc", "ep_reference.cc", "virtual_group.cc"],
     "signals": ["signals_test.cc"],
+    "tokens": [
+        "token_test.cc",
+        "token_program.cc",
+        "token_plan.cc",
+        "token_reference.cc",
+        "ep_reference.cc",
+        "virtual_group.cc",
+    ],
 }
 
 

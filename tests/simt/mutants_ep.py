@@ -108,8 +108,8 @@ MUTANTS = [
     (
         "rows are added in another order",
         COMBINE,
-        "for (unsigned i = 0; i < count && channel < a.call.hidden; ++i)",
-        "for (unsigned i = count; i-- > 0 && channel < a.call.hidden;)",
+        "for (unsigned i = 0; i < count && channel < hidden; ++i)",
+        "for (unsigned i = count; i-- > 0 && channel < hidden;)",
     ),
     (
         "a part of a token begins at the first block",

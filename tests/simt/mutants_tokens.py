@@ -1,0 +1,186 @@
+"""Defects of the kernels of the normal mode, for mutants.py: name, file, text, replacement."""
+
+from __future__ import annotations
+
+TOKENS, DISPATCH, COMBINE = "ep/tokens.cuh", "ep/dispatch_tokens.cuh", "ep/combine_tokens.cuh"
+MUTANTS = [
+    # Both operations
+    (
+        "a piece begins at the first token",
+        TOKENS,
+        "piece == 0 ? 0 : piece * call.step;",
+        "0;",
+    ),
+    (
+        "the call's active ranks are ignored",
+        TOKENS,
+        "ownMask(call.mask, call.exchange.state->ranks) & call.among",
+        "ownMask(call.mask, call.exchange.state->ranks)",
+    ),
+    (
+        "masks are ignored",
+        TOKENS,
+        "ownMask(call.mask, call.exchange.state->ranks) & call.among",
+        "call.among",
+    ),
+    (
+        "facts are those of another turn",
+        TOKENS,
+        "published(state, rank, turn.serial) + kLine",
+        "published(state, rank, turn.serial + 1) + kLine",
+    ),
+    # Dispatch
+    (
+        "fields lie one over the other",
+        DISPATCH,
+        "at += toUnit(a.fields[i].bytes);",
+        "at = toUnit(a.fields[i].bytes);",
+    ),
+    (
+        "choices of a piece are those of the first one",
+        DISPATCH,
+        "call.choices[piece.begin * call.width + i]",
+        "call.choices[i]",
+    ),
+    (
+        "rows of a piece are those of the first one",
+        DISPATCH,
+        "field.from + (piece.begin + token) * field.bytes",
+        "field.from + token * field.bytes",
+    ),
+    (
+        "the earlier dispatch's ranks are forgotten",
+        DISPATCH,
+        "if (a.earlier) found.participants &= a.earlier->participants;",
+        "",
+    ),
+    (
+        "counts are those for another rank",
+        DISPATCH,
+        "factsOf(state, int(rank), turn)[state.rank] : 0",
+        "factsOf(state, int(rank), turn)[0] : 0",
+    ),
+    (
+        "earlier places are ignored",
+        DISPATCH,
+        "if (a.earlier && rank < ranks) {",
+        "if (false) {",
+    ),
+    (
+        "no barrier behind the places",
+        DISPATCH,
+        "found.end = end;\n  }\n  __syncthreads();",
+        "found.end = end;\n  }",
+    ),
+    (
+        "rows behind the last are left as they are",
+        DISPATCH,
+        "if (turn.number == 0) zeroRows(",
+        "if (false) zeroRows(",
+    ),
+    (
+        "the last place is not filled with zeros",
+        DISPATCH,
+        "row < a.capacity; row += warps())\n      zeroRow",
+        "row + 1 < a.capacity; row += warps())\n      zeroRow",
+    ),
+    (
+        "a source is a token's number in its piece",
+        DISPATCH,
+        "int32_t(piece.begin + place / width)",
+        "int32_t(place / width)",
+    ),
+    (
+        "rows of others are taken",
+        DISPATCH,
+        "choice.expert == state.rank &&",
+        "choice.expert >= 0 &&",
+    ),
+    (
+        "too many rows are not noticed",
+        DISPATCH,
+        "isFull = rows > factsOf(",
+        "isFull = rows > 1 + factsOf(",
+    ),
+    (
+        "a warp takes the turn of others",
+        DISPATCH,
+        "(warpOf(block) + step - before % step) % step",
+        "(warpOf(block) + before) % step + 1",
+    ),
+    # Combine
+    (
+        "the first row of a piece is the one behind",
+        COMBINE,
+        "size_t(sources[middle]) < token",
+        "size_t(sources[middle]) <= token",
+    ),
+    (
+        "all pieces have all rows' places",
+        COMBINE,
+        "rows.place[lane()] - (rows.first[lane()] - rows.begin[lane()])",
+        "rows.place[lane()]",
+    ),
+    (
+        "rows of another rank are added",
+        COMBINE,
+        "factsOf(state, choice.expert, turn)[state.rank] + choice.index",
+        "factsOf(state, choice.expert, turn)[choice.expert] + choice.index",
+    ),
+    (
+        "biases have the token's number in its piece",
+        COMBINE,
+        "a.biases[lane()] + token * 2 * a.hidden",
+        "a.biases[lane()]",
+    ),
+    (
+        "biases have weights",
+        COMBINE,
+        "answer.row != nullptr && lane() >= a.biasCount",
+        "answer.row != nullptr",
+    ),
+    (
+        "weights are added in the reverse order",
+        COMBINE,
+        "left; left &= left - 1) {\n      const int from = __ffs(int(left)) - 1;",
+        "left; left &= ~(1u << (31 - __clz(int(left))))) {\n"
+        "      const int from = 31 - __clz(int(left));",
+    ),
+    (
+        "the dispatch's ranks are forgotten",
+        COMBINE,
+        "found.participants &= a.dispatched->participants;",
+        "",
+    ),
+    ("another dispatch's rows are combined", COMBINE, "own, a.dispatched->number,", "own, 1,"),
+    (
+        "a lack of room is not told",
+        COMBINE,
+        "rows.most > room ? Failure::kNoPlace",
+        "false ? Failure::kNoPlace",
+    ),
+    (
+        "a block overwrites rows' places that its threads still read",
+        COMBINE,
+        "  __syncthreads();  // the block may still use the rows of an earlier piece\n",
+        "",
+    ),
+    (
+        "no barrier behind the rows' places",
+        COMBINE,
+        "found.most : behind;\n    }\n  }\n  __syncthreads();",
+        "found.most : behind;\n    }\n  }",
+    ),
+    (
+        "a lack of room in an earlier piece is forgotten",
+        COMBINE,
+        "piece > 0 && found.most > behind ? found.most : behind",
+        "behind",
+    ),
+    (
+        "biases are read behind their end",
+        "ep/combine.cuh",
+        "left >= kCount && at % sizeof(Unit) == 0",
+        "true",
+    ),
+]
