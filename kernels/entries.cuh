@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/all_to_all.cuh"
 #include "kernels/collectives.cuh"
 
 // The kernels for collectives, under the names of kernel_id.h. One block of 512 threads has all
@@ -30,6 +31,11 @@ MOONCAKE_REDUCE(complex128, Complex<double>)
 extern "C" __global__ void __launch_bounds__(512, 1)
     mooncake_move(const __grid_constant__ mooncake::kernels::MoveArguments arguments) {
   mooncake::kernels::moveAll(arguments);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+    mooncake_all_to_all(const __grid_constant__ mooncake::kernels::AllToAllArguments arguments) {
+  mooncake::kernels::exchangeSegments(arguments);
 }
 
 extern "C" __global__ void __launch_bounds__(1) mooncake_acknowledge(

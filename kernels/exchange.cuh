@@ -150,8 +150,7 @@ MC_DEVICE Decision decide(const Exchange& exchange, const BlockState& shared, co
                           uint64_t deadline) {
   GroupState& state = *exchange.state;
   if (shared.mismatched < 0)
-    return awaitDecision(state, shared.missing, lastSerial(exchange, turn), exchange.isOfGraph,
-                         deadline);
+    return awaitDecision(state, shared.missing, lastSerial(turn), exchange.isOfGraph, deadline);
   failGroup(state, Failure::kMismatch, shared.mismatched);
   return Decision::kRefuse;
 }
@@ -165,13 +164,13 @@ MC_DEVICE Decision decideForAll(const Exchange& exchange, BlockState& shared, co
 
 enum class Arrival : uint32_t { kNotLast, kAllEnded, kSomeStopped };
 
-// This block has ended, or has stopped, after so many exchanges. Tells the last block.
-MC_DEVICE Arrival arrive(const Exchange& exchange, unsigned ended, BlockState& shared) {
+// This block has ended, or has stopped, before this exchange. Tells the last block.
+MC_DEVICE Arrival arrive(const Exchange& exchange, const Turn& turn, BlockState& shared) {
   constexpr uint32_t kStopped = 1u << 16;
   GroupState& state = *exchange.state;
-  const uint32_t mine = ended == exchangesOf(exchange) ? 1 : 1 + kStopped;
+  const uint32_t mine = turn.number == turn.exchanges ? 1 : 1 + kStopped;
   if (threadIdx.x == 0) {
-    state.progress[blockIdx.x] = ended;
+    state.progress[blockIdx.x] = turn.number;
     shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
   }
   __syncthreads();
@@ -204,6 +203,7 @@ MC_DEVICE void commit(const Exchange& exchange, const Blocks& blocks, size_t byt
 // An operation from its first exchange on. `publish(turn, blocks)` publishes the blocks' parts and
 // signals that. `consume(state, turn, block)` computes the block's part of an exchange's result from
 // the memory of the ranks that take part. It stands here only once, because it is most of the code.
+// That of the first exchange may set the number of exchanges, the same on all ranks.
 // `bytes`: size of the operation's result. `finish(last)` runs on the last block, when the operation
 // cannot begin anew any more, with its last exchange; false: it has failed the group. All have all
 // threads of a block.
@@ -212,7 +212,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
                            const Consume& consume, const Finish& finish) {
   MC_SHARED(BlockState, shared);
   GroupState& state = *exchange.state;
-  Turn turn{state.serial + 1, 0, state.active};
+  Turn turn{state.serial + 1, 0, state.active, exchangesOf(exchange)};
   Blocks blocks{blockIdx.x, blockIdx.x + 1, false, false};
   uint64_t deadline = now() + state.patienceNs;
   for (;;) {
@@ -226,7 +226,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       }
       isReady = decision == Decision::kTake;
       if (!isReady) {
-        turn = {state.serial + 1, 0, state.active};
+        turn = {state.serial + 1, 0, state.active, exchangesOf(exchange)};
         blocks.areRedone = true;
         continue;
       }
@@ -238,7 +238,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       __syncthreads();
       ++turn.number;
       ++turn.serial;
-      if (turn.number < exchangesOf(exchange)) {
+      if (turn.number < turn.exchanges) {
         if (!blocks.areStopped) deadline = now() + state.patienceNs;
         continue;
       }
@@ -246,7 +246,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       __syncthreads();
       if (blocks.areStopped) break;
     }
-    const Arrival arrival = arrive(exchange, turn.number, shared);
+    const Arrival arrival = arrive(exchange, turn, shared);
     if (arrival == Arrival::kNotLast) return;
     if (arrival == Arrival::kAllEnded) break;
     if (exchange.isOfGraph && threadIdx.x == 0)
@@ -257,7 +257,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
     turn.number = number;
     deadline = now() + exchange.decisionNs;
   }
-  const Turn last{lastSerial(exchange, turn), exchangesOf(exchange) - 1, turn.active};
+  const Turn last{lastSerial(turn), turn.exchanges - 1, turn.active, turn.exchanges};
   const bool hasSucceeded = finish(last);
   if (threadIdx.x != 0) return;
   if (hasSucceeded && isOut(state)) {

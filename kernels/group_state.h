@@ -35,6 +35,18 @@ struct Change {
   uint64_t active;    // bits of ranks
 };
 
+// Splits of an all_to_all that do not fit each other. The operation changes nothing.
+constexpr uint32_t kMisfitPairs = 8;
+struct Misfit {
+  uint64_t call;   // its number; see HostWords::calls
+  uint32_t count;  // of pairs, as far as there is room
+  struct Pair {
+    uint64_t sent, expected;  // bytes
+    int from, to;
+  } pairs[kMisfitPairs];
+};
+constexpr uint32_t kMostMisfits = 32;  // that the host has not taken
+
 // Memory of the host that the device maps. Each word has one writer.
 struct HostWords {
   // Written by the host. A kernel that waits stops once `stop` is another than the group's
@@ -44,6 +56,7 @@ struct HostWords {
   uint32_t decision = 0;
   uint64_t active = 0;  // bits of the ranks that go on
   uint64_t serial = 0;  // the next exchange has the serial number after this one
+  uint32_t misfitsTaken = 0;
 
   // Written by kernels. `stopped` is the generation at which a kernel has stopped, written last.
   uint32_t stopped = 0;
@@ -58,6 +71,9 @@ struct HostWords {
   // The decisions by which ranks went out, in their order. `changeCount` is written last.
   uint32_t changeCount = 0;
   Change changes[kMaxRanks] = {};
+  // A ring. `misfitCount` is written last.
+  uint32_t misfitCount = 0;
+  Misfit misfits[kMostMisfits] = {};
 };
 
 // The bit of GroupState::entered that holds up blocks of a graph's kernel at their begin.
@@ -70,6 +86,7 @@ enum class Failure : uint32_t {
   kRefused,
   kUnreceived,  // an operation was sent before the one ahead of it had been received
   kOut,         // other ranks have gone on without this one
+  kSplits,      // those of a replayed all_to_all do not fit, or too many misfits are not taken
   // failedRank has given wrong inputs; see kernels/ep.
   kNoSuchExpert,
   kTooManyRows,

@@ -33,8 +33,9 @@ MC_DEVICE unsigned exchangesOf(const Exchange& exchange) {
 // One exchange of an operation.
 struct Turn {
   uint64_t serial;
-  unsigned number;  // from 0 on
-  uint64_t active;  // bits of the ranks that take part
+  unsigned number;         // from 0 on
+  uint64_t active;         // bits of the ranks that take part
+  unsigned exchanges = 1;  // of the operation; see AllToAllArguments
 };
 
 // The piece of `bytes` that an exchange has.
@@ -48,8 +49,8 @@ MC_DEVICE bool gathersSegments(const Exchange& exchange, const Turn& turn) {
 }
 
 // Serial number of the operation's last exchange.
-MC_DEVICE uint64_t lastSerial(const Exchange& exchange, const Turn& turn) {
-  return turn.serial - turn.number + exchangesOf(exchange) - 1;
+MC_DEVICE uint64_t lastSerial(const Turn& turn) {
+  return turn.serial - turn.number + turn.exchanges - 1;
 }
 
 }  // namespace mooncake::kernels

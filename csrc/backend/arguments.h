@@ -43,6 +43,10 @@ void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& l
 // The same, but the tensors of other ranks may have any size. Ours must have the size of `own`.
 void checkEachRank(const std::vector<at::Tensor>& tensors, const at::Tensor& own, int rank,
                    int size, const char* operation, const char* role);
+// Returns the number of elements that all_to_all_single sends to, or gets from, each rank.
+// `splits` divides the first dimension; if it is empty, all ranks have equal parts.
+std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector<int64_t>& splits,
+                                     int size, const char* what);
 bool areAlike(const std::vector<at::Tensor>& tensors);  // in size
 // Refuses outputs that share memory with each other or with themselves, on any device. They are
 // tensors that the operation takes.

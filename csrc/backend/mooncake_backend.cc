@@ -13,40 +13,6 @@
 namespace mooncake {
 namespace {
 
-// Returns the number of elements that go to or come from each rank. `splits` divides the first
-// dimension; if it is empty, all ranks have equal parts.
-std::vector<int64_t> elementsPerRank(const at::Tensor& tensor, const std::vector<int64_t>& splits,
-                                     int size, const char* what) {
-  const int64_t rows = tensor.dim() ? tensor.size(0) : 0;
-  if (splits.empty()) {
-    if (tensor.dim() == 0 || rows % size != 0) {
-      refuse(std::string("all_to_all_single: the first dimension of the ") + what + " " +
-             sizesOf(tensor) + " cannot be divided by the group's size " + std::to_string(size));
-    }
-    return std::vector<int64_t>(size, tensor.numel() / size);
-  }
-  if (splits.size() != size_t(size)) {
-    refuse(std::string("all_to_all_single: ") + std::to_string(splits.size()) + " " + what +
-           " splits for a group of " + std::to_string(size));
-  }
-  int64_t sum = 0;
-  for (const int64_t split : splits) {
-    if (split < 0)
-      refuse(std::string("all_to_all_single: a negative ") + what +
-             " split: " + std::to_string(split));
-    if (__builtin_add_overflow(sum, split, &sum))
-      refuse(std::string("all_to_all_single: the ") + what + " splits add up to more than 2**63");
-  }
-  if (sum != rows) {
-    refuse(std::string("all_to_all_single: the ") + what + " splits add up to " +
-           std::to_string(sum) + ", the first dimension is " + std::to_string(rows));
-  }
-  const int64_t row = rows ? tensor.numel() / rows : 0;
-  std::vector<int64_t> elements;
-  for (const int64_t split : splits) elements.push_back(split * row);
-  return elements;
-}
-
 // torch's new_group([0, 0]) would wait for a rank that does not exist.
 void checkRanks(std::vector<int> ranks) {
   std::ranges::sort(ranks);

@@ -34,6 +34,7 @@ const Entry kEntries[] = {
     entry(mooncake_probe),
     entry(mooncake_acknowledge),
     entry(mooncake_move),
+    entry(mooncake_all_to_all),
     entry(mooncake_reduce_uint8),
     entry(mooncake_reduce_int8),
     entry(mooncake_reduce_uint16),

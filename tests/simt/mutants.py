@@ -34,6 +34,7 @@ class Mutant:
 
 EXCHANGE, GROUP, COLLECTIVES = "exchange.cuh", "group.cuh", "collectives.cuh"
 COPY, PIECES, SIGNALS = "copy.cuh", "pieces.cuh", "signals.cuh"
+SPLITS = "all_to_all.cuh"
 SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
 MUTANTS = [
     Mutant("the signal is relaxed", EXCHANGE, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
@@ -110,7 +111,7 @@ MUTANTS = [
         "takes with the new ranks",
         EXCHANGE,
         "consume(state, turn, block);",
-        "consume(state, {turn.serial, turn.number, state.active}, block);",
+        "turn.active = state.active, consume(state, turn, block);",
     ),
     Mutant(
         "goes on with blocks that have ended before",
@@ -121,8 +122,8 @@ MUTANTS = [
     Mutant(
         "only the exchanges that are left are redone",
         EXCHANGE,
-        "turn = {state.serial + 1, 0, state.active};",
-        "turn = {state.serial + 1 + turn.number, turn.number, state.active};",
+        "turn = {state.serial + 1, 0, state.active, exchangesOf(exchange)};",
+        "turn = {state.serial + 1 + turn.number, turn.number, state.active, turn.exchanges};",
     ),
     Mutant(
         "stopped blocks' later parts are not published",
@@ -243,6 +244,71 @@ MUTANTS = [
 ]
 
 
+MUTANTS += [
+    Mutant(name, SPLITS, old, new, "splits")
+    for name, old, new in [
+        ("splits are not compared", "sent == received;", "true;"),
+        ("a rank's own splits are compared", "sent += splits.sent[rank];", "sent = received;"),
+        (
+            "lost ranks' splits are compared",
+            "if (!has(turn.active, rank)) continue;\n    sent += splitHash",
+            "sent += splitHash",
+        ),
+        (
+            "exchanges end with the own input",
+            "if (splits.exchanges[rank] > most) most = splits.exchanges[rank];",
+            "most = a.exchanges;",
+        ),
+        (
+            "redone tables are not written",
+            "if (turn.number == 0 && block == 0) writeTable",
+            "if (turn.number == 0 && block == 0 && !blocks.areRedone) writeTable",
+        ),
+        (
+            "a stopped block writes no table for the others",
+            "if (turn.number == 0 && block == 0) writeTable",
+            "if (turn.number == 0 && block == 0 && !blocks.areStopped) writeTable",
+        ),
+        ("each exchange has the first part", "number * segment.step, end", "0, end"),
+        (
+            "segments of lost ranks keep old contents",
+            "zeroBytes(a.outputs[rank] + part.begin, part.end - part.begin);",
+            "",
+        ),
+        ("places are read without bounds", "isInside ? Segment", "true ? Segment"),
+        (
+            "sizes of other ranks are trusted",
+            "Segment{a.from[rank],",
+            "Segment{given.bytes,",
+        ),
+        ("splits that do not fit are received", "if (splits.doFit) receive", "receive"),
+        (
+            "misfits that the host has not taken are overwritten",
+            " || count - loadAcquireSystem(&host.misfitsTaken) == kMostMisfits",
+            "",
+        ),
+        ("a misfit is of the call before", "state.calls + 1;", "state.calls;"),
+        (
+            "tables are read while other threads use them",
+            "kTableBytes;\n  __syncthreads();",
+            "kTableBytes;",
+        ),
+        (
+            "no barrier after the tables",
+            ";\n  }\n  __syncthreads();\n}\n\n// Copies",
+            ";\n  }\n}\n\n// Copies",
+        ),
+    ]
+]
+MUTANTS.append(
+    Mutant(
+        "a stop before the tables leaves out the second exchange",
+        "all_to_all.h",
+        "arguments.exchange.pieces = 2;",
+        "arguments.exchange.pieces = 1;",
+        "splits",
+    )
+)
 MUTANTS += [Mutant(*one, suite="ep") for one in mutants_ep.MUTANTS]
 MUTANTS += [Mutant(*one, suite="tokens") for one in mutants_tokens.MUTANTS]
 
@@ -259,6 +325,7 @@ SUITES = {
         "ep_reference.cc",
         "virtual_group.cc",
     ],
+    "splits": ["splits_test.cc", "splits_program.cc", "virtual_group.cc"],
 }
 
 

@@ -329,6 +329,9 @@ DeviceBackend::WorkPtr DeviceBackend::_reduce_scatter_base(at::Tensor& output, a
 
 DeviceBackend::WorkPtr DeviceBackend::alltoall(Tensors& outs, Tensors& ins,
                                                const c10d::AllToAllOptions& opts) {
+  if (auto work =
+          byKernel(opts.timeout, [&](const PeerCalls& calls) { return calls.alltoall(outs, ins); }))
+    return work;
   const auto staging = stagingFor(ins, opts.timeout);
   if (!staging) return MooncakeBackend::alltoall(outs, ins, opts);
   Tensors hostIn = inputs(*staging, ins, "an input of all_to_all");
@@ -341,6 +344,10 @@ DeviceBackend::WorkPtr DeviceBackend::alltoall_base(at::Tensor& output, at::Tens
                                                     std::vector<int64_t>& outputSplits,
                                                     std::vector<int64_t>& inputSplits,
                                                     const c10d::AllToAllOptions& opts) {
+  if (auto work = byKernel(opts.timeout, [&](const PeerCalls& calls) {
+        return calls.alltoallBase(output, input, outputSplits, inputSplits);
+      }))
+    return work;
   const auto staging = stagingFor(input, opts.timeout);
   if (!staging)
     return MooncakeBackend::alltoall_base(output, input, outputSplits, inputSplits, opts);

@@ -35,6 +35,7 @@ KernelWork::~KernelWork() {
     // The context is lost, so that no other one is made either.
   }
   done_.reset();
+  if (operation_.hasSplits) peers_->misfits().forget(operation_.number);
 }
 
 bool KernelWork::isCompleted() {
@@ -44,7 +45,7 @@ bool KernelWork::isCompleted() {
 
 bool KernelWork::isSuccess() const {
   const c10::DeviceGuard on(streams_->collectives().device());
-  return peers_->guard().hasEnded(operation_.number) && done_->query() && !isRootLost();
+  return peers_->guard().hasEnded(operation_.number) && done_->query() && !ownError();
 }
 
 bool KernelWork::isRootLost() const {
@@ -53,7 +54,10 @@ bool KernelWork::isRootLost() const {
 }
 
 std::exception_ptr KernelWork::ownError() const {
-  return isRootLost() ? toException(peers_->guard().rootLost(operation_.root)) : nullptr;
+  if (isRootLost()) return toException(peers_->guard().rootLost(operation_.root));
+  if (!operation_.hasSplits) return nullptr;
+  const auto misfit = peers_->misfits().of(operation_.number);
+  return misfit ? toException(*misfit) : nullptr;
 }
 
 std::exception_ptr KernelWork::exception() const {

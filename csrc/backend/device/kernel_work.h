@@ -24,6 +24,7 @@ class KernelWork final : public c10d::Work {
   struct Operation {
     uint64_t number;
     int root;                      // without this rank the operation fails; -1: any may be lost
+    bool hasSplits;                // it fails if they do not fit those of other ranks
     bool blocksHost;               // wait() waits on the host
     UnseenErrors::Unseen earlier;  // of another operation; wait() raises it if nobody has
   };
@@ -36,8 +37,8 @@ class KernelWork final : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  // The error of an operation that ends without its root; null: it has none. Does not hand it to the
-  // program.
+  // The error of an operation that ends without its root, or with splits that do not fit; null: it
+  // has none. Does not hand it to the program.
   std::exception_ptr ownError() const;
   // Set when the program has seen that error.
   const UnseenErrors::Flag& isRaised() const { return isRaised_; }

@@ -13,6 +13,12 @@ using c10d::OpType;
 
 constexpr auto kPremulSum = c10d::ReduceOp::PREMUL_SUM;
 
+std::vector<size_t> bytesOfEach(const Tensors& tensors) {
+  std::vector<size_t> bytes;
+  for (const at::Tensor& tensor : tensors) bytes.push_back(tensor.nbytes());
+  return bytes;
+}
+
 bool areEmpty(const PeerCalls::Lists& lists) {
   return std::ranges::all_of(lists, [](const Tensors& list) { return list.empty(); });
 }
@@ -94,6 +100,32 @@ PeerCalls::Call PeerCalls::allgatherBase(const at::Tensor& output, const at::Ten
   };
   return PeerRoute::Call{OpType::_ALLGATHER_BASE, {input}, {output}, {output}, 1,
                          input.numel(),           -1,      launch};
+}
+
+PeerCalls::Call PeerCalls::alltoall(const Tensors& outputs, const Tensors& inputs) const {
+  if (inputs.size() != size_t(size_) || outputs.size() != inputs.size()) return std::nullopt;
+  const auto launch = [=, *this](PeerCollectives& peers, const Plain& plain) {
+    checkApart(outputs, "an output of all_to_all");
+    return peers.alltoall(plain, {bytesOfEach(inputs), bytesOfEach(outputs)}, deadline_);
+  };
+  return PeerRoute::Call{OpType::ALLTOALL, inputs, outputs, outputs, 1, 0, -1, launch, true};
+}
+
+PeerCalls::Call PeerCalls::alltoallBase(const at::Tensor& output, const at::Tensor& input,
+                                        const std::vector<int64_t>& outputSplits,
+                                        const std::vector<int64_t>& inputSplits) const {
+  if (!output.defined() || !input.defined()) return std::nullopt;
+  const auto launch = [=, *this](PeerCollectives& peers, const Plain& plain) {
+    refuseOwnOverlap(output, "the output of all_to_all_single");
+    PeerCollectives::Splits splits;
+    for (const int64_t count : elementsPerRank(input, inputSplits, size_, "input"))
+      splits.sends.push_back(size_t(count) * input.itemsize());
+    for (const int64_t count : elementsPerRank(output, outputSplits, size_, "output"))
+      splits.receives.push_back(size_t(count) * output.itemsize());
+    return peers.alltoall(plain, splits, deadline_);
+  };
+  return PeerRoute::Call{
+      OpType::ALLTOALL_BASE, {input}, {output}, {output}, 1, 0, -1, launch, true};
 }
 
 PeerCalls::Call PeerCalls::gather(const Lists& outputs, const Tensors& inputs,

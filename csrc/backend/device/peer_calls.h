@@ -27,6 +27,10 @@ class PeerCalls {
   Call broadcast(const Tensors& tensors, const c10d::BroadcastOptions& opts) const;
   Call allgather(const Lists& outputs, const Tensors& inputs) const;
   Call allgatherBase(const at::Tensor& output, const at::Tensor& input) const;
+  Call alltoall(const Tensors& outputs, const Tensors& inputs) const;
+  Call alltoallBase(const at::Tensor& output, const at::Tensor& input,
+                    const std::vector<int64_t>& outputSplits,
+                    const std::vector<int64_t>& inputSplits) const;
   Call gather(const Lists& outputs, const Tensors& inputs, const c10d::GatherOptions& opts) const;
   Call scatter(const Tensors& outputs, const Lists& inputs, const c10d::ScatterOptions& opts) const;
   Call reduceScatter(const Tensors& outputs, const Lists& inputs,

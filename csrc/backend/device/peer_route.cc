@@ -38,6 +38,12 @@ bool overlapElsewhere(const at::Tensor& input, const std::vector<at::Tensor>& ou
          });
 }
 
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const ConstSpan first = bytesOf(a), second = bytesOf(b);
+  return !first.empty() && !second.empty() && first.data() < second.data() + second.size() &&
+         second.data() < first.data() + first.size();
+}
+
 }  // namespace
 
 bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline) {
@@ -96,9 +102,10 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
     const uint64_t number = enqueue(rank, call, stream);
     const auto work = c10::make_intrusive<KernelWork>(
         rank, call.type, peers_,
-        KernelWork::Operation{number, call.root, settings_.blocks, settings_.unseen->first()},
+        KernelWork::Operation{number, call.root, call.hasSplits, settings_.blocks,
+                              settings_.unseen->first()},
         streams, call.results);
-    if (call.root >= 0) settings_.unseen->add(work, work->isRaised());
+    if (call.root >= 0 || call.hasSplits) settings_.unseen->add(work, work->isRaised());
     return work;
   }
   try {
@@ -140,6 +147,11 @@ uint64_t PeerRoute::enqueue(int rank, const Call& call, const c10::Stream& strea
   for (const at::Tensor& tensor : call.outputs) {
     const bool isInPlace = call.inputs.size() == 1 && tensor.is_same(call.inputs[0]);
     outputs.push_back(isInPlace ? inputs[0] : plain(tensor.detach()));
+  }
+  // If ranks are lost, the kernel reads the inputs again when it has written to outputs.
+  for (at::Tensor& input : inputs) {
+    const auto isShared = [&](const at::Tensor& output) { return overlap(input, output); };
+    if (call.hasSplits && std::ranges::any_of(outputs, isShared)) input = input.clone();
   }
   at::Tensor scratch;
   if (!outputs.empty() && hasPieces(call)) {

@@ -49,6 +49,8 @@ class PeerRoute {
     int64_t count = 0;  // elements of a part
     int root = -1;      // without this rank the call fails; -1: any may be lost
     std::function<Result<uint64_t>(PeerCollectives&, const PeerCollectives::Tensors&)> launch;
+    // Each rank has its own sizes, which may not fit those of the others. `count` is not used.
+    bool hasSplits = false;
 
     const at::Tensor& first() const { return inputs.empty() ? outputs[0] : inputs[0]; }
   };

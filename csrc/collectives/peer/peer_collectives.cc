@@ -9,6 +9,7 @@
 namespace mooncake {
 namespace {
 
+using kernels::AllToAllArguments;
 using kernels::Combine;
 using kernels::Exchange;
 using kernels::MoveArguments;
@@ -111,9 +112,11 @@ Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
     std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view,
     Result<Accelerator*> accelerator, DeviceStream stream, size_t halfBytes,
     std::chrono::milliseconds timeout, Deadline deadline) {
-  auto queue = PeerQueue::make(
-      std::move(control), std::move(view), std::move(accelerator), stream,
-      {.halfBytes = halfBytes, .mostBlocks = kMostBlocks, .timeout = timeout}, deadline);
+  auto queue = PeerQueue::make(std::move(control), std::move(view), std::move(accelerator), stream,
+                               {.halfBytes = halfBytes + kernels::kSplitBytes,
+                                .mostBlocks = kMostBlocks,
+                                .timeout = timeout},
+                               deadline);
   if (!queue.ok()) return queue.error();
   return std::unique_ptr<PeerCollectives>(new PeerCollectives(std::move(*queue)));
 }
@@ -218,6 +221,45 @@ Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tenso
   if (arguments.exchange.pieces > 1) MOONCAKE_TRY(meet(call.name, deadline));
   // The number of blocks follows from numbers that are equal on all ranks.
   return enqueue(KernelId::kMove, call, bytes * call.parts, arguments, deadline);
+}
+
+// The number of blocks cannot follow from the sizes, which other ranks do not know. For the same
+// reason no kernel waits until all ranks have come.
+Result<uint64_t> PeerCollectives::exchangeSplits(const Call& call, const Tensors& tensors,
+                                                 const Splits& splits, Deadline deadline) {
+  misfits_.take();
+  AllToAllArguments arguments{.exchange = queue_->exchange(call.hash(tensors), deadline),
+                              .exchanges = 0,
+                              .to = {},
+                              .from = {},
+                              .outputs = {}};
+  kernels::layOutSegments(arguments, splits.sends.data(), unsigned(splits.sends.size()),
+                          queue_->area().halfBytes());
+  const bool isOneInput = tensors.inputs.size() == 1, isOneOutput = tensors.outputs.size() == 1;
+  size_t begin = 0;
+  for (size_t i = 0; i < splits.sends.size(); ++i) {
+    arguments.exchange.inputs[i] =
+        static_cast<const unsigned char*>(tensors.inputs[isOneInput ? 0 : i]) + begin;
+    begin += isOneInput ? splits.sends[i] : 0;
+  }
+  begin = 0;
+  for (size_t i = 0; i < splits.receives.size(); ++i) {
+    arguments.from[i] = splits.receives[i];
+    arguments.outputs[i] =
+        static_cast<unsigned char*>(tensors.outputs[isOneOutput ? 0 : i]) + begin;
+    begin += isOneOutput ? splits.receives[i] : 0;
+  }
+  return enqueue(KernelId::kAllToAll, call, halfBytes(), arguments, deadline);
+}
+
+Result<uint64_t> PeerCollectives::alltoall(const Tensors& tensors, const Splits& splits,
+                                           Deadline deadline) {
+  return exchangeSplits({.name = "all_to_all"}, tensors, splits, deadline);
+}
+
+Result<uint64_t> PeerCollectives::allgatherUneven(const Tensors& tensors, const Splits& splits,
+                                                  Deadline deadline) {
+  return exchangeSplits({.name = "all_gather of several sizes"}, tensors, splits, deadline);
 }
 
 Result<uint64_t> PeerCollectives::allreduce(const Tensors& tensors, ReduceKind kind,

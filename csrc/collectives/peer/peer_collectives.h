@@ -10,10 +10,12 @@
 #include "base/deadline.h"
 #include "base/dtype.h"
 #include "base/result.h"
+#include "collectives/peer/peer_misfits.h"
 #include "collectives/peer/peer_queue.h"
 #include "collectives/reduce_cpu.h"
 #include "device/accelerator.h"
 #include "group/group.h"
+#include "kernels/all_to_all.h"
 #include "kernels/collectives.h"
 #include "kernels/kernel_id.h"
 
@@ -50,6 +52,15 @@ class PeerCollectives {
   Result<uint64_t> allreduce(const Tensors& tensors, ReduceKind kind, Deadline deadline);
   Result<uint64_t> reduceScatter(const Tensors& tensors, ReduceKind kind, Deadline deadline);
   Result<uint64_t> allgather(const Tensors& tensors, Deadline deadline);
+  // Bytes for each rank and from each rank. One size in `sends`: all ranks get the one input.
+  struct Splits {
+    std::vector<size_t> sends, receives;
+  };
+  // Each rank knows only its own splits. If they do not fit, the call changes nothing on any rank;
+  // see misfits(). Inputs and outputs do not overlap. `count` is not used.
+  Result<uint64_t> alltoall(const Tensors& tensors, const Splits& splits, Deadline deadline);
+  // all_gather of inputs of several sizes.
+  Result<uint64_t> allgatherUneven(const Tensors& tensors, const Splits& splits, Deadline deadline);
   // If the root is lost, these change nothing on any rank; see PeerGuard::contributors().
   Result<uint64_t> reduce(const Tensors& tensors, ReduceKind kind, int root, Deadline deadline);
   Result<uint64_t> broadcast(const Tensors& tensors, int root, Deadline deadline);
@@ -58,14 +69,17 @@ class PeerCollectives {
 
   PeerQueue& queue() const { return *queue_; }
   PeerGuard& guard() const { return queue_->guard(); }
+  PeerMisfits& misfits() { return misfits_; }
 
  private:
   struct Call;
   static constexpr size_t kSmallestPiece = 16;  // bytes
 
-  explicit PeerCollectives(std::unique_ptr<PeerQueue> queue) : queue_(std::move(queue)) {}
+  explicit PeerCollectives(std::unique_ptr<PeerQueue> queue)
+      : queue_(std::move(queue)), misfits_(queue_->group(), queue_->area().words()) {}
 
-  size_t halfBytes() const { return queue_->area().halfBytes(); }
+  // Bytes of an input that are exchanged at once. The memory also has room for a table of splits.
+  size_t halfBytes() const { return queue_->area().halfBytes() - kernels::kSplitBytes; }
   int size() const { return queue_->group().size(); }
   size_t pieceOf(const Call& call, size_t bytes) const;
   bool isTwoShot(size_t bytes) const;
@@ -74,12 +88,15 @@ class PeerCollectives {
                              Deadline deadline);
   Result<uint64_t> moveAny(const Call& call, const Tensors& tensors, uint64_t sources, size_t part,
                            Deadline deadline);
+  Result<uint64_t> exchangeSplits(const Call& call, const Tensors& tensors, const Splits& splits,
+                                  Deadline deadline);
   template <typename Arguments>
   Result<uint64_t> enqueue(KernelId kernel, const Call& call, size_t work, Arguments& arguments,
                            Deadline deadline);
   Status meet(const char* name, Deadline deadline);
 
   const std::unique_ptr<PeerQueue> queue_;
+  PeerMisfits misfits_;
 };
 
 }  // namespace mooncake

@@ -282,6 +282,10 @@ Status PeerGuard::failureOfKernels() const {
       if (!usable.ok()) return usable;
       return {ErrorCode::kEvicted, "the other ranks have gone on without this one"};
     }
+    case Failure::kSplits:
+      return {ErrorCode::kMismatch,
+              "the splits of a replayed all_to_all do not fit, or those of too many calls whose "
+              "errors were not asked for. Nothing was changed"};
     case Failure::kNoSuchExpert:
       return wrong("topk_idx names an expert that does not exist");
     case Failure::kTooManyRows:

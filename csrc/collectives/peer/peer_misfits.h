@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include "base/result.h"
+#include "group/group.h"
+#include "kernels/group_state.h"
+
+namespace mooncake {
+
+// The calls of all_to_all whose splits do not fit, as kernels tell them. Thread-safe.
+class PeerMisfits {
+ public:
+  // Both outlive this object.
+  PeerMisfits(const Group& group, kernels::HostWords& words) : group_(group), words_(words) {}
+
+  // Takes what kernels have told, so that they have room for more.
+  void take();
+  // Returns the error of a call that has changed nothing, once its kernel has ended.
+  std::optional<Error> of(uint64_t call);
+  // No caller asks for the call any more. Its kernel has ended.
+  void forget(uint64_t call);
+
+ private:
+  void takeLocked();
+  Error errorOf(const kernels::Misfit& misfit) const;
+
+  const Group& group_;
+  kernels::HostWords& words_;
+  std::mutex mutex_;  // guards the fields below
+  uint32_t taken_ = 0;
+  std::map<uint64_t, Error> errors_;  // by call
+};
+
+}  // namespace mooncake

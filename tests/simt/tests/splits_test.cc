@@ -1,0 +1,260 @@
+#include <cstdlib>
+#include <gtest/gtest.h>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "races.h"
+#include "splits_program.h"
+#include "virtual_group.h"
+
+namespace mooncake::kernels {
+namespace {
+
+using simt::kFindsRaces;
+using simt::racesReported;
+using simt::Report;
+using simt::World;
+
+constexpr uint64_t kSeeds = kFindsRaces ? 6 : 60;
+constexpr uint64_t kEnded[] = {0, 0, (uint64_t(1) << 31) + 5, (uint64_t(1) << 32) - 2};
+
+uint64_t seedsOf(uint64_t usual) {
+  const char* const factor = std::getenv("MOONCAKE_SIMT_SEEDS");
+  return factor ? usual * uint64_t(std::atoi(factor)) : usual;
+}
+
+struct Swept {
+  unsigned wentOn = 0, took = 0;  // decisions of hosts
+  unsigned misfits = 0;           // calls
+};
+
+struct Kind {
+  bool ofGraphs = false, hasMisfits = false;
+};
+
+// Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
+template <typename Disturb>
+Swept sweep(int ranks, uint64_t seeds, Kind kind, Disturb disturb) {
+  Swept swept;
+  const unsigned races = racesReported();
+  for (uint64_t seed = 1; seed <= seedsOf(seeds); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    World world({.seed = seed, .starveFor = seed % 3 ? 16u : 0u});
+    SplitCase drawn(seed, ranks, kind.hasMisfits);
+    VirtualGroup group(world, {.ranks = ranks,
+                               .blocks = drawn.blocks,
+                               .threads = drawn.threads,
+                               .halfBytes = drawn.halfBytes,
+                               .ended = kEnded[seed % std::size(kEnded)],
+                               .ofGraphs = kind.ofGraphs});
+    SplitProgram program(world, group, drawn);
+    disturb(world, group, drawn);
+    group.start();
+    const Report report = world.run();
+    EXPECT_TRUE(report.ok) << report.problem;
+    if (report.ok) program.check();
+    EXPECT_EQ(racesReported(), races);
+    swept.wentOn += group.decided(Decision::kGoOn);
+    swept.took += group.decided(Decision::kTake);
+    swept.misfits += program.misfits();
+    if (::testing::Test::HasFailure()) break;
+  }
+  return swept;
+}
+
+constexpr auto kNothing = [](World&, VirtualGroup&, SplitCase&) {};
+
+TEST(AllToAll, Ranks) {
+  for (const int ranks : {1, 2, 3, 4, 7}) sweep(ranks, kSeeds / 2, {}, kNothing);
+}
+
+TEST(AllToAll, SplitsThatDoNotFit) {
+  const Swept swept = sweep(3, kSeeds, {.hasMisfits = true}, kNothing);
+  EXPECT_GT(swept.misfits, 0u);
+}
+
+void disturb(Kind kind) {
+  Swept all;
+  for (int ranks = 2; ranks <= 5; ++ranks) {
+    const auto one = [&](World& world, VirtualGroup& group, SplitCase& drawn) {
+      const int first = int(drawn.draw(unsigned(ranks)));
+      group.kill(first, 1 + drawn.draw(50 * unsigned(ranks)));
+      if (ranks == 5) group.kill((first + 1) % ranks, 1 + drawn.draw(400));
+      // Of graphs' ranks, none stops beside killed ones; see collectives_test.cc.
+      if (ranks > 2 && !kind.ofGraphs && drawn.draw(2)) {
+        const uint64_t time = drawn.draw(2) ? 50'000'000 : 2'000'000;
+        world.stop((first + 2) % ranks, 1 + drawn.draw(100), time);
+      }
+    };
+    const Swept swept = sweep(ranks, 2 * kSeeds, kind, one);
+    all.wentOn += swept.wentOn;
+    all.took += swept.took;
+    all.misfits += swept.misfits;
+  }
+  EXPECT_GT(all.wentOn, 0u);
+  if (!kFindsRaces) EXPECT_GT(all.took, 0u);  // it runs few seeds
+  if (kind.hasMisfits) EXPECT_GT(all.misfits, 0u);
+}
+TEST(AllToAll, GoesOnWithoutKilledRanks) { disturb({}); }
+TEST(AllToAll, ReplaysGoOnWithoutKilledRanks) { disturb({.ofGraphs = true}); }
+TEST(AllToAll, SplitsThatFitWithoutAKilledRank) { disturb({.hasMisfits = true}); }
+
+// Longer than the kernels' patience: one block waits on, and the others end.
+TEST(AllToAll, WaitsForALateRank) {
+  sweep(3, 2 * kSeeds, {.hasMisfits = true}, [](World& world, VirtualGroup&, SplitCase& drawn) {
+    world.stop(int(drawn.draw(3)), 1 + drawn.draw(120), 50'000'000);
+  });
+}
+
+// A graph has no error for one operation.
+TEST(AllToAll, AReplayWithSplitsThatDoNotFitFailsTheGroup) {
+  for (uint64_t seed = 1; seed <= 200; ++seed) {
+    SplitCase drawn(seed, 3, true);
+    drawn.rounds.resize(1);
+    if (drawn.rounds[0].sent == drawn.rounds[0].expected) continue;
+    World world({.seed = seed});
+    VirtualGroup group(
+        world,
+        {.ranks = 3, .blocks = drawn.blocks, .halfBytes = drawn.halfBytes, .ofGraphs = true});
+    SplitProgram program(world, group, drawn);
+    group.start();
+    const Report report = world.run();
+    ASSERT_TRUE(report.ok) << report.problem;
+    for (int rank = 0; rank < 3; ++rank)
+      EXPECT_EQ(Failure(group.host(rank).failed), Failure::kSplits);
+    return;
+  }
+  FAIL() << "no seed has a misfit";
+}
+
+// Misfits that the host does not take: the ring is full, and nothing in it is overwritten.
+TEST(AllToAll, TooManyMisfitsFailTheGroup) {
+  SplitCase drawn(1, 2, false);
+  drawn.rounds.assign(kMostMisfits + 3, drawn.rounds[0]);
+  for (auto& round : drawn.rounds) {
+    round.isShared = false;
+    round.sent = {{1, 2}, {3, 4}};
+    round.expected = {{1, 3}, {2, 4}};
+  }
+  World world({.seed = 1});
+  VirtualGroup group(world, {.blocks = drawn.blocks, .halfBytes = drawn.halfBytes});
+  SplitProgram program(world, group, drawn);
+  group.start();
+  const Report report = world.run();
+  ASSERT_TRUE(report.ok) << report.problem;
+  for (int rank = 0; rank < 2; ++rank) {
+    const HostWords& host = group.host(rank);
+    EXPECT_EQ(Failure(host.failed), Failure::kSplits);
+    ASSERT_EQ(host.misfitCount, kMostMisfits);
+    EXPECT_EQ(host.misfits[0].call, 1u);
+    ASSERT_EQ(host.misfits[0].count, 2u);
+    EXPECT_EQ(host.misfits[0].pairs[1].expected, 2u);
+  }
+}
+
+// Another rank's table is wrong in every way: nothing is read or written out of bounds. The address
+// sanitizer checks reads; this test checks the outputs.
+TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
+  for (uint64_t seed = 1; seed <= kSeeds / 2; ++seed) {
+    World world({.seed = seed});
+    constexpr size_t kHalf = kTableBytes + 512, kBytes = 100;
+    VirtualGroup group(world, {.halfBytes = kHalf});
+    std::vector<unsigned char> outputs[2], input(2 * kBytes, 1);
+    for (int rank = 0; rank < 2; ++rank) {
+      outputs[rank].assign(3 * kBytes, kHalf % 251);
+      AllToAllArguments arguments{};
+      arguments.exchange.root = -1;
+      const size_t sizes[] = {kBytes / 2, kBytes / 2};
+      layOutSegments(arguments, sizes, 2, kHalf);
+      for (int peer = 0; peer < 2; ++peer) {
+        arguments.exchange.inputs[peer] = input.data();
+        arguments.from[peer] = kBytes / 2;
+        arguments.outputs[peer] = outputs[rank].data() + kBytes + size_t(peer) * kBytes / 2;
+      }
+      group.call(rank, "call", arguments.exchange,
+                 [arguments, rank, &group, seed](const Exchange& made) {
+                   AllToAllArguments completed = arguments;
+                   completed.exchange = made;
+                   if (rank == 1) {  // it publishes other places than those of its data
+                     const uint64_t wrong[] = {~uint64_t(0), ~uint64_t(0) - 15, kHalf, 1u << 20};
+                     runExchange(
+                         completed.exchange, 0,
+                         [&](const Turn& turn, const Blocks& blocks) {
+                           const GroupState& state = group.state(1);
+                           SplitTable& table = tableOf(state, 1, turn.serial);
+                           if (turn.number == 0 && blocks.first == 0) {
+                             writeTable(completed, turn);
+                             __syncthreads();
+                             if (threadIdx.x == 0) {
+                               table.to[0].place = seed % 2 ? wrong[seed % 4] : 0;
+                               table.to[0].step = seed % 2 ? 16 : wrong[seed % 4];
+                               table.exchanges = 3;
+                             }
+                           }
+                           signalAll(completed.exchange, turn, blocks);
+                         },
+                         [&](const GroupState&, Turn& turn, unsigned) { turn.exchanges = 3; },
+                         [](const Turn&) { return true; });
+                     return;
+                   }
+                   exchangeSegments(completed);
+                 });
+    }
+    group.start();
+    const Report report = world.run();
+    ASSERT_TRUE(report.ok) << report.problem;
+    for (size_t i = 0; i < kBytes; ++i) {
+      ASSERT_EQ(outputs[0][i], kHalf % 251);
+      ASSERT_EQ(outputs[0][2 * kBytes + i], kHalf % 251);
+    }
+  }
+}
+
+#ifdef MOONCAKE_SIMT_PLAIN_ACCESSES
+// A rank reads the segments for it once over the wires between devices, and writes nothing there but
+// its signals. Tables are all that comes on top.
+TEST(AllToAll, MovesNoMoreBytesThanItMust) {
+  constexpr int kRanks = 4;
+  for (const size_t room : {size_t(1) << 16, size_t(8) << 10}) {
+    SplitCase with(3, kRanks, false);
+    with.blocks = 2;
+    with.shift = with.gap = 0;
+    with.halfBytes = room + kSplitBytes;
+    with.rounds.resize(1);
+    size_t sent[kRanks] = {}, received[kRanks] = {};
+    with.rounds[0] = {false, {}, {}};
+    for (int from = 0; from < kRanks; ++from) {
+      auto& row = with.rounds[0].sent.emplace_back();
+      for (int to = 0; to < kRanks; ++to) {
+        row.push_back(size_t(4096 + 1024 * from + 2048 * to));
+        sent[from] += row.back();
+        if (from != to) received[to] += row.back();
+      }
+    }
+    with.rounds[0].expected = with.rounds[0].sent;
+    World world({.seed = 3});
+    VirtualGroup group(world,
+                       {.ranks = kRanks, .blocks = with.blocks, .halfBytes = with.halfBytes});
+    SplitProgram program(world, group, with);
+    group.start();
+    const Report report = world.run();
+    ASSERT_TRUE(report.ok) << report.problem;
+    program.check();
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const simt::Traffic& traffic = world.traffic(rank);
+      const size_t least = received[rank];
+      EXPECT_GE(traffic.bytesReadThere, least);
+      EXPECT_LE(traffic.bytesReadThere, least + least / 20);
+      EXPECT_EQ(traffic.bytesWrittenThere, 0u);
+      const size_t published = sent[rank], taken = with.rounds[0].sent[size_t(rank)][size_t(rank)];
+      const size_t here = published + taken, written = published + least + taken;
+      EXPECT_LE(traffic.bytesReadHere, here + here / 20);
+      EXPECT_LE(traffic.bytesWrittenHere, written + written / 20);
+    }
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace mooncake::kernels
