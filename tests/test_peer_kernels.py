@@ -28,10 +28,11 @@ def streams_on_rank(me):
     works, tensors, expected = [], [], []
     for round in range(24):
         count = LIMIT if round % 5 == 4 else 300  # above the limit: in pieces
-        op = dist._make_nccl_premul_sum(1.0) if round % 5 == 3 else dist.ReduceOp.SUM  # staged
         with streams[round % 3]:
             tensors.append(torch.full((count,), float(me.rank + round)))
-            works.append(dist.all_reduce(tensors[-1], op, async_op=True))
+            call = dist.all_reduce_coalesced if round % 5 == 3 else dist.all_reduce  # staged
+            given = tensors[-1:] if round % 5 == 3 else tensors[-1]
+            works.append(call(given, async_op=True))
         expected.append(float(sum(r + round for r in range(me.size))))
     for work in works:
         work.wait()

@@ -10,6 +10,8 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import DEVICE
+from harness import raised
 from peer_ranks import LIMIT, crew, run, runs_kernels
 
 REDUCING = ["all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter"]
@@ -70,14 +72,75 @@ def lists_on_rank(me):
     dist.all_gather(list(flat), flat[(me.rank + 1) % me.size])
     for rank in range(me.size):
         assert torch.equal(flat[rank], torch.arange(LIMIT) + 7.0 * rank)
-    # Lists of other sizes are staged, on all ranks.
-    uneven = [torch.zeros(rank + 1) for rank in range(me.size)]
-    runs_kernels(lambda: dist.all_gather(uneven, torch.full((me.rank + 1,), float(me.rank))), 0)
-    assert [part.unique().tolist() for part in uneven] == [[float(r)] for r in range(me.size)]
+    for longest in (1, 5, 2 * LIMIT):  # several lengths, and one of them may be 0
+        uneven = [torch.full((rank * longest,), -1.0) for rank in range(me.size)]
+        mine = torch.arange(float(me.rank * longest)) + 7.0 * me.rank
+        runs_kernels(lambda uneven=uneven, mine=mine: dist.all_gather(uneven, mine), 1)
+        for rank, part in enumerate(uneven):
+            assert torch.equal(part, torch.arange(float(rank * longest)) + 7.0 * rank)
+        mine = uneven[me.rank]  # the input is its own output
+        mine += 1
+        dist.all_gather(uneven, mine)
+        for rank, part in enumerate(uneven):
+            assert torch.equal(part, torch.arange(float(rank * longest)) + 7.0 * rank + 1)
 
 
 def test_lists():
     run(3, lists_on_rank)
+
+
+def premultiplied_on_rank(me):
+    """The bits of the CPU's operation, with a number or a tensor of any device as the factor."""
+    calls = {
+        "all_reduce": lambda given, out, op: dist.all_reduce(given, op) or given,
+        "reduce": lambda given, out, op: dist.reduce(given, 1, op) or given,
+        "reduce_scatter_tensor": lambda given, out, op: dist.reduce_scatter_tensor(out, given, op),
+        "reduce_scatter": lambda given, out, op: dist.reduce_scatter(
+            out, list(given.view(me.size, -1)), op
+        ),
+    }
+    on_cpu = dist.new_group(backend="mooncake-cpu")
+    factors = [0.37 + me.rank, torch.tensor(1.7), torch.tensor([2.3], device="cpu")]
+    for dtype in [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]:
+        for factor in factors:
+            for count in (12, me.size * LIMIT):
+                summed = oracle.contents(3, me.rank, count, dtype)
+                host = summed.cpu()
+                host_factor = factor.cpu() if isinstance(factor, torch.Tensor) else factor
+                dist.all_reduce(host, dist._make_nccl_premul_sum(host_factor), group=on_cpu)
+                op = dist._make_nccl_premul_sum(factor)
+                for verb, call in calls.items():
+                    given = summed.clone()
+                    out = torch.empty(count // me.size, dtype=dtype)
+                    runs_kernels(
+                        lambda call=call, given=given, out=out, op=op: call(given, out, op),
+                        1 + (count > 12),
+                    )
+                    if verb == "reduce" and me.rank != 1:
+                        oracle.same(given.cpu(), summed.cpu(), "the input of reduce")
+                    elif "scatter" in verb:
+                        part = host.view(me.size, -1)[me.rank]
+                        oracle.same(out.cpu(), part, f"{verb} of {dtype}")
+                        oracle.same(given.cpu(), summed.cpu(), f"the input of {verb}")
+                    else:
+                        oracle.same(given.cpu(), host, f"{verb} of {dtype}")
+    # A graph multiplies anew in each replay.
+    module = torch.get_device_module(DEVICE)
+    summed, graph = torch.empty(8), module.CUDAGraph()
+    on_device = dist._make_nccl_premul_sum(torch.tensor(2.0))
+    with module.graph(graph):
+        kind, text = raised(dist.all_reduce, summed, on_device)
+        assert kind == "NotImplementedError"
+        assert "the factor of PREMUL_SUM is on a device" in text
+        dist.all_reduce(summed, dist._make_nccl_premul_sum(2.0))
+    for number in range(3):
+        summed.fill_(float(me.rank + number))
+        graph.replay()
+        assert summed.tolist() == [2.0 * sum(rank + number for rank in range(me.size))] * 8
+
+
+def test_premultiplied_sums():
+    run(2, premultiplied_on_rank)
 
 
 def only(tensor):

@@ -55,21 +55,18 @@ Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const 
   return reduction;
 }
 
-namespace {
+bool isFactorOnDevice(const c10d::ReduceOp& op) {
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  return supplement && supplement->tensor_factor.defined() && !supplement->tensor_factor.is_cpu();
+}
 
-at::Scalar factorOf(const c10d::ReduceOp& op, const char* operation) {
+at::Scalar factorOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation) {
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (!supplement)
     refuseIn(operation, "PREMUL_SUM has no factor: make it with _make_nccl_premul_sum");
-  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item()
-                                             : at::Scalar(supplement->double_factor);
-}
-
-}  // namespace
-
-Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return Flat(tensor);
-  const at::Scalar factor = factorOf(op, operation);
+  const at::Scalar factor = supplement->tensor_factor.defined()
+                                ? supplement->tensor_factor.item()
+                                : at::Scalar(supplement->double_factor);
   if (factor.isComplex() && !tensor.is_complex())
     refuseIn(operation, "PREMUL_SUM of " + std::string(at::toString(tensor.scalar_type())) +
                             " with a complex factor");
@@ -78,7 +75,12 @@ Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const cha
                             " with a factor that is no integer type: give the factor as a tensor "
                             "of the same type");
   }
-  return Flat::scaled(tensor, factor);
+  return factor;
+}
+
+Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return Flat(tensor);
+  return Flat::scaled(tensor, factorOf(tensor, op, operation));
 }
 
 std::string sizesOf(const at::Tensor& tensor) { return c10::str(tensor.sizes()); }

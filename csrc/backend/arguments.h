@@ -25,6 +25,9 @@ T orThrow(Result<T> result) {
 DType typeOf(const at::Tensor& tensor, const char* operation);
 ReduceKind kindOf(const c10d::ReduceOp& op, const char* operation);
 Reduction reductionOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
+// The factor of PREMUL_SUM for the tensor. Waits for the device, if the factor is there.
+at::Scalar factorOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
+bool isFactorOnDevice(const c10d::ReduceOp& op);
 // The tensor's contribution to a reduction: itself, or with PREMUL_SUM its product with the factor.
 Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
 

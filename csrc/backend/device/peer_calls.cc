@@ -11,8 +11,6 @@ using Tensors = PeerCalls::Tensors;
 using Plain = PeerCollectives::Tensors;
 using c10d::OpType;
 
-constexpr auto kPremulSum = c10d::ReduceOp::PREMUL_SUM;
-
 std::vector<size_t> bytesOfEach(const Tensors& tensors) {
   std::vector<size_t> bytes;
   for (const at::Tensor& tensor : tensors) bytes.push_back(tensor.nbytes());
@@ -37,27 +35,28 @@ bool PeerCalls::isList(const Lists& lists, const at::Tensor& like) const {
 
 PeerCalls::Call PeerCalls::allreduce(const Tensors& tensors,
                                      const c10d::AllreduceOptions& opts) const {
-  if (tensors.size() != 1 || opts.reduceOp == kPremulSum) return std::nullopt;
+  if (tensors.size() != 1) return std::nullopt;
   const auto launch = [=, *this](PeerCollectives& peers, const Plain& plain) {
     refuseOwnOverlap(tensors[0], "the tensor of all_reduce");
     return peers.allreduce(plain, kindOf(opts.reduceOp, "all_reduce"), deadline_);
   };
   return PeerRoute::Call{OpType::ALLREDUCE,  tensors, tensors, tensors, 1,
-                         tensors[0].numel(), -1,      launch};
+                         tensors[0].numel(), -1,      launch,  false,   opts.reduceOp,
+                         "all_reduce"};
 }
 
 PeerCalls::Call PeerCalls::reduce(const Tensors& tensors, const c10d::ReduceOptions& opts) const {
   const auto root = int(opts.rootRank);
-  if (tensors.size() != 1 || opts.reduceOp == kPremulSum || !isRoot(root, opts.rootTensor))
-    return std::nullopt;
+  if (tensors.size() != 1 || !isRoot(root, opts.rootTensor)) return std::nullopt;
   const bool isOurs = root == rank_;
   const auto launch = [=, *this](PeerCollectives& peers, const Plain& plain) {
     if (isOurs) refuseOwnOverlap(tensors[0], "the tensor of reduce");
     return peers.reduce(plain, kindOf(opts.reduceOp, "reduce"), root, deadline_);
   };
   const Tensors outputs = isOurs ? tensors : Tensors();
-  return PeerRoute::Call{OpType::REDUCE,     tensors, outputs, tensors, 1,
-                         tensors[0].numel(), root,    launch};
+  return PeerRoute::Call{
+      OpType::REDUCE, tensors, outputs, tensors,       1,       tensors[0].numel(),
+      root,           launch,  false,   opts.reduceOp, "reduce"};
 }
 
 PeerCalls::Call PeerCalls::broadcast(const Tensors& tensors,
@@ -82,13 +81,25 @@ PeerCalls::Call PeerCalls::broadcast(const Tensors& tensors,
 }
 
 PeerCalls::Call PeerCalls::allgather(const Lists& outputs, const Tensors& inputs) const {
-  if (inputs.size() != 1 || !isList(outputs, inputs[0])) return std::nullopt;
+  if (inputs.size() != 1 || outputs.size() != 1 || outputs[0].size() != size_t(size_))
+    return std::nullopt;
+  if (!areAlike(outputs[0])) return allgatherUneven(outputs[0], inputs);
+  if (!isList(outputs, inputs[0])) return std::nullopt;
   const auto launch = [=, *this](PeerCollectives& peers, const Plain& plain) {
     checkApart(outputs[0], "an output of all_gather");
     return peers.allgather(plain, deadline_);
   };
   return PeerRoute::Call{OpType::ALLGATHER, inputs, outputs[0], outputs[0], 1,
                          inputs[0].numel(), -1,     launch};
+}
+
+PeerCalls::Call PeerCalls::allgatherUneven(const Tensors& outputs, const Tensors& inputs) const {
+  if (outputs[size_t(rank_)].numel() != inputs[0].numel()) return std::nullopt;
+  const auto launch = [=, *this](PeerCollectives& peers, const Plain& plain) {
+    checkApart(outputs, "an output of all_gather");
+    return peers.allgatherUneven(plain, {bytesOfEach(inputs), bytesOfEach(outputs)}, deadline_);
+  };
+  return PeerRoute::Call{OpType::ALLGATHER, inputs, outputs, outputs, 1, 0, -1, launch, true};
 }
 
 PeerCalls::Call PeerCalls::allgatherBase(const at::Tensor& output, const at::Tensor& input) const {
@@ -165,27 +176,35 @@ PeerCalls::Call PeerCalls::scatter(const Tensors& outputs, const Lists& inputs,
 
 PeerCalls::Call PeerCalls::reduceScatter(const Tensors& outputs, const Lists& inputs,
                                          const c10d::ReduceScatterOptions& opts) const {
-  if (outputs.size() != 1 || !isList(inputs, outputs[0]) || opts.reduceOp == kPremulSum)
-    return std::nullopt;
+  if (outputs.size() != 1 || !isList(inputs, outputs[0])) return std::nullopt;
   const auto launch = [=, *this](PeerCollectives& peers, const Plain& plain) {
     refuseOwnOverlap(outputs[0], "the output of reduce_scatter");
     return peers.reduceScatter(plain, kindOf(opts.reduceOp, "reduce_scatter"), deadline_);
   };
   return PeerRoute::Call{OpType::REDUCE_SCATTER, inputs[0], outputs, outputs, size_,
-                         outputs[0].numel(),     -1,        launch};
+                         outputs[0].numel(),     -1,        launch,  false,   opts.reduceOp,
+                         "reduce_scatter"};
 }
 
 PeerCalls::Call PeerCalls::reduceScatterBase(const at::Tensor& output, const at::Tensor& input,
                                              const c10d::ReduceScatterOptions& opts) const {
-  if (!output.defined() || !input.defined() || input.numel() != output.numel() * size_ ||
-      opts.reduceOp == kPremulSum)
+  if (!output.defined() || !input.defined() || input.numel() != output.numel() * size_)
     return std::nullopt;
   const auto launch = [=, *this](PeerCollectives& peers, const Plain& plain) {
     refuseOwnOverlap(output, "the output of reduce_scatter_tensor");
     return peers.reduceScatter(plain, kindOf(opts.reduceOp, "reduce_scatter_tensor"), deadline_);
   };
-  return PeerRoute::Call{
-      OpType::_REDUCE_SCATTER_BASE, {input}, {output}, {output}, size_, output.numel(), -1, launch};
+  return PeerRoute::Call{OpType::_REDUCE_SCATTER_BASE,
+                         {input},
+                         {output},
+                         {output},
+                         size_,
+                         output.numel(),
+                         -1,
+                         launch,
+                         false,
+                         opts.reduceOp,
+                         "reduce_scatter_tensor"};
 }
 
 }  // namespace mooncake

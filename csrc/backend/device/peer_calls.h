@@ -40,6 +40,7 @@ class PeerCalls {
 
  private:
   bool isRoot(int64_t root, int64_t rootTensor = 0) const;
+  Call allgatherUneven(const Tensors& outputs, const Tensors& inputs) const;
   bool isList(const Lists& lists, const at::Tensor& like) const;
 
   const int rank_;

@@ -132,6 +132,10 @@ void PeerRoute::checkRecording(const c10::Stream& callers, const Call& call) con
                         std::to_string(settings_.bytes) + ")",
                     "Raise that on all ranks, or call it outside of the capture");
   }
+  if (call.isPremultiplied() && isFactorOnDevice(*call.op)) {
+    refuseRecording(callers, "the factor of PREMUL_SUM is on a device, and the host reads it",
+                    "Give a number, or a tensor of the CPU");
+  }
   throwIfError(peers_->guard().usable());
 }
 
@@ -147,6 +151,10 @@ uint64_t PeerRoute::enqueue(int rank, const Call& call, const c10::Stream& strea
   for (const at::Tensor& tensor : call.outputs) {
     const bool isInPlace = call.inputs.size() == 1 && tensor.is_same(call.inputs[0]);
     outputs.push_back(isInPlace ? inputs[0] : plain(tensor.detach()));
+  }
+  if (call.isPremultiplied()) {
+    for (at::Tensor& input : inputs)
+      input = input.clone().mul_(factorOf(input, *call.op, call.name));
   }
   // If ranks are lost, the kernel reads the inputs again when it has written to outputs.
   for (at::Tensor& input : inputs) {

@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "backend/device/group_streams.h"
@@ -51,7 +52,11 @@ class PeerRoute {
     std::function<Result<uint64_t>(PeerCollectives&, const PeerCollectives::Tensors&)> launch;
     // Each rank has its own sizes, which may not fit those of the others. `count` is not used.
     bool hasSplits = false;
+    // Of a reduction: a factor may belong to it. `name` is that of the call in Python.
+    std::optional<c10d::ReduceOp> op = std::nullopt;
+    const char* name = "";
 
+    bool isPremultiplied() const { return op && *op == c10d::ReduceOp::PREMUL_SUM; }
     const at::Tensor& first() const { return inputs.empty() ? outputs[0] : inputs[0]; }
   };
   // Returns null if the call has to be staged, on all ranks. If the caller's stream is recorded into
