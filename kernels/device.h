@@ -52,6 +52,16 @@ namespace mooncake::kernels {
                  : "memory");                                  \
     return old;                                                \
   }
+// Stores `value` if the word is `expected`. Returns the word's old value.
+#define MC_SWAP(name, order)                                                   \
+  MC_DEVICE uint32_t name(uint32_t* word, uint32_t expected, uint32_t value) { \
+    uint32_t old;                                                              \
+    asm volatile("atom." order ".global.cas.b32 %0, [%1], %2, %3;"             \
+                 : "=r"(old)                                                   \
+                 : "l"(word), "r"(expected), "r"(value)                        \
+                 : "memory");                                                  \
+    return old;                                                                \
+  }
 
 // Nanoseconds. All GPUs of a host may differ: compare moments of one GPU only.
 MC_DEVICE uint64_t now() {
@@ -134,6 +144,14 @@ constexpr int orderOf(const char* order) {
     simt::afterChange();                                                                         \
     return old;                                                                                  \
   }
+#define MC_SWAP(name, order)                                                                     \
+  inline uint32_t name(uint32_t* word, uint32_t expected, uint32_t value MC_WHERE) {             \
+    simt::beforeAtomic(word, sizeof(*word), host::Access::kUpdate, host::scopeOf(order), where); \
+    constexpr int kOrder = host::orderOf(order);                                                 \
+    __atomic_compare_exchange_n(word, &expected, value, false, kOrder, __ATOMIC_RELAXED);        \
+    simt::afterChange();                                                                         \
+    return expected;                                                                             \
+  }
 
 inline uint64_t now() { return simt::now(); }
 inline void relax(simt::Where where = simt::Where::current()) { simt::relax(where); }
@@ -161,9 +179,11 @@ MC_STORE(storeRelaxedDevice, "relaxed.gpu")
 MC_STORE(storeReleaseDevice, "release.gpu")
 MC_ADD(addRelaxedDevice, "relaxed.gpu")
 MC_ADD(addAcqRelDevice, "acq_rel.gpu")
+MC_SWAP(swapRelaxedDevice, "relaxed.gpu")
 
 #undef MC_LOAD
 #undef MC_STORE
 #undef MC_ADD
+#undef MC_SWAP
 
 }  // namespace mooncake::kernels

@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "device": {"base", "kernels"},
     "engine": {"base", "device"},
     "transfer": {"base", "device", "engine"},
+    "proxy": {"base", "device", "engine", "kernels"},
     "membership": {"base", "engine"},
     "group": {"base", "engine", "membership"},
     "collectives": {"base", "device", "engine", "membership", "group", "kernels"},

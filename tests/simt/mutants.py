@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mutants_ep
+import mutants_proxy
 import mutants_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -311,11 +312,13 @@ MUTANTS.append(
 )
 MUTANTS += [Mutant(*one, suite="ep") for one in mutants_ep.MUTANTS]
 MUTANTS += [Mutant(*one, suite="tokens") for one in mutants_tokens.MUTANTS]
+MUTANTS += [Mutant(*one, suite="proxy") for one in mutants_proxy.MUTANTS]
 
 # Their sources, beside races.cc.
 SUITES = {
     "collectives": ["collectives_test.cc", "collective_program.cc", "virtual_group.cc"],
     "ep": ["ep_test.cc", "ep_program.cc", "ep_plan.cc", "ep_reference.cc", "virtual_group.cc"],
+    "proxy": ["proxy_test.cc", "../../../csrc/proxy/command_ring.cc"],
     "signals": ["signals_test.cc"],
     "tokens": [
         "token_test.cc",
@@ -334,8 +337,8 @@ def run(flavour: str, folder: Path, suite: str) -> bool:
     tests = ROOT / "tests/simt/tests"
     sources = [tests / name for name in [*SUITES[suite], "races.cc"]]
     program = folder / flavour
-    command = [COMPILER, *FLAGS, *BY_FLAVOUR[flavour], f"-I{folder}", f"-I{ROOT}", f"-I{tests}",
-               *map(str, sources), str(BUILD / f"simt-{flavour}/libsimt.a"), "-lgtest",
+    command = [COMPILER, *FLAGS, *BY_FLAVOUR[flavour], f"-I{folder}", f"-I{ROOT}",
+               f"-I{ROOT}/csrc", f"-I{tests}", *map(str, sources), str(BUILD / f"simt-{flavour}/libsimt.a"), "-lgtest",
                "-lgtest_main", "-lpthread", "-o", str(program)]  # fmt: skip
     subprocess.run(command, check=True)
     env = {**os.environ, "TSAN_OPTIONS": f"log_path={folder}/races"}

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "kernels/proxy/command.h"
+
+namespace mooncake::proxy {
+
+// The host's side of one peer's ring: reads commands in the order of their numbers, and publishes
+// how many of them it has taken and completed. One thread.
+class CommandRing {
+ public:
+  // The number of slots is a power of two. The ring goes on from the counts. Both must outlive it.
+  CommandRing(std::span<kernels::ProxyCommand> slots, kernels::ProxyCounts& counts)
+      : slots_(slots), counts_(&counts), taken_(counts.taken), completed_(counts.completed) {}
+
+  // Returns whether a kernel has written the next command whole.
+  bool hasNext() const;
+  // Copies the next command. The copy stays as it is, whatever kernels write to the slot.
+  bool take(kernels::ProxyCommand& command);
+  // Frees the slots of the commands that were taken.
+  void publishTaken();
+  // `count` commands have completed since the last call.
+  void complete(uint32_t count);
+  // Kernels that wait for this ring stop.
+  void end(kernels::ProxyEnd why);
+
+ private:
+  std::span<kernels::ProxyCommand> slots_;
+  kernels::ProxyCounts* counts_;
+  uint32_t taken_;
+  uint32_t completed_;
+};
+
+}  // namespace mooncake::proxy

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/result.h"
+#include "base/wait.h"
+#include "engine/engine.h"
+#include "proxy/peer_commands.h"
+#include "proxy/proxy_memory.h"
+#include "proxy/regions.h"
+
+namespace mooncake::proxy {
+
+struct ProxyOptions {
+  uint32_t rank = 0;  // this one's
+  uint32_t ranks = 1;
+  uint32_t slots = 1024;       // of each peer's ring; a power of two
+  uint32_t signalWords = 256;  // that each rank can count up at each other rank
+  uint32_t threads = 1;        // that post commands; each serves a part of the peers
+  // A peer that has not taken a command after so long loses its ring.
+  std::chrono::milliseconds timeout{10'000};
+  std::chrono::milliseconds kernelTimeout{10'000};  // longest wait of a thread of a kernel
+  Accelerator* accelerator = nullptr;               // whose kernels push; null: see ProxyMemory
+  std::span<std::byte> tickets = {};                // see ProxyMemory::create()
+};
+
+// Lets kernels write to peers that only the engine reaches. Kernels push commands into rings in
+// pinned memory (kernels/proxy/proxy.cuh), and threads of the host give them to the engine. It is
+// made in two steps, create() and attach(); in between the ranks exchange their describe() results.
+//
+// A ring ends with an error if its peer is lost or takes nothing, or if a command is wrong. Then no
+// command of it reads its source any more, waiting kernels stop, and other rings go on.
+class Proxy {
+ public:
+  // Commands name these regions by their place. Peers may write into all of them. They must outlive
+  // the proxy.
+  static Result<std::unique_ptr<Proxy>> create(std::shared_ptr<Engine> engine,
+                                               std::vector<LocalRegion> regions,
+                                               ProxyOptions options);
+  ~Proxy() { close(); }
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+
+  // Returns the description of this rank's regions, for the others' attach().
+  Bytes describe() const;
+  // Starts the threads. `peers` and `descriptions` are by rank; those of this rank itself are not
+  // used. Call it once.
+  Status attach(const std::vector<std::shared_ptr<Peer>>& peers,
+                const std::vector<Bytes>& descriptions);
+
+  // The argument of kernels, valid until the destructor. Kernels must have ended by then: close()
+  // stops those that wait.
+  kernels::ProxyView view() const;
+  // Why the rank's ring has ended; ok while it goes on. Any thread.
+  Status statusOf(uint32_t rank) const;
+  // Has threads that sleep look at the rings at once; else that takes up to a millisecond. Any
+  // thread.
+  void wake();
+  // Ends all rings, the threads, and the access of peers. When this returns, no command reads its
+  // source, and nothing lands in the regions.
+  void close();
+
+ private:
+  // The ring of a rank. No commands: it is this rank, or attach() has failed.
+  struct Ring {
+    std::unique_ptr<PeerCommands> commands;
+  };
+  Proxy(std::shared_ptr<Engine> engine, std::vector<LocalRegion> regions, ProxyOptions options)
+      : engine_(std::move(engine)), sources_(std::move(regions)), options_(options) {}
+
+  Status registerRegions();
+  void run(uint32_t thread);
+  void tellEnd(uint32_t rank) const;
+
+  const std::shared_ptr<Engine> engine_;
+  const std::vector<LocalRegion> sources_;
+  const ProxyOptions options_;
+  std::unique_ptr<ProxyMemory> memory_;
+  MemoryRegion signals_;
+  std::vector<MemoryRegion> targets_;
+  // One for each thread. Channels may still ring them after the last command has ended, so the
+  // engine keeps them, too.
+  std::shared_ptr<std::deque<Doorbell>> bells_;
+  std::vector<Ring> rings_;  // by rank
+  Interrupt stopping_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace mooncake::proxy
