@@ -21,8 +21,8 @@ using std::chrono_literals::operator""ms;
 constexpr uint32_t kRanks = 3, kWords = 8;
 constexpr size_t kBytes = 2048;
 
-// A peer: it tells its address and regions. At a message it closes its proxy, and sends the bytes of
-// its target.
+// A peer: it tells its address and regions. At a message it closes its proxy, and sends its
+// target's bytes.
 TEST(ProxyPeer, DISABLED_Child) {
   if (!ChildProcess::isChild()) GTEST_SKIP() << "runs in children of other tests";
   const Bytes wire = receiveMessage(ChildProcess::kFromParent);

@@ -282,11 +282,12 @@ TEST(Proxy, AWaitReadsTheHostsMemorySeldom) {
   World world({.seed = 1});
   world.own(0, shared.counts.data(), sizeof(ProxyCounts), simt::MemoryOwner::kHost);
   ProxyResult result = ProxyResult::kDone;
-  uint64_t turns = 0;
+  uint32_t word = 0;
   shared.view.timeoutNs = 20 * kProxyLookNs;
   world.launch(0, 0, "wait", {1}, {1}, 0, [&] { result = awaitCommand(shared.view, 0, 0); });
   world.host(0, "clock", [&] {
-    for (; turns < 400; ++turns) Shared::published();  // so that the waiting thread takes turns
+    // Each store wakes the waiting thread, and lets it look again.
+    for (uint32_t turn = 0; turn < 2000; ++turn) storeRelaxedSystem(&word, turn);
   });
   ASSERT_TRUE(world.run().ok);
   EXPECT_EQ(result, ProxyResult::kLate);
