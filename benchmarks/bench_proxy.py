@@ -1,13 +1,13 @@
 """Measures communication that kernels begin and a thread of the host carries out (docs/proxy.md).
 
     python benchmarks/bench_proxy.py commands --build build/cpp-none --wire fabric
-    python benchmarks/bench_proxy.py queue|blocking|latency|send|all-to-all|copies|all ...
+    python benchmarks/bench_proxy.py queue|blocking|latency|send|all-to-all|idle|copies|all ...
 
 `queue` measures the ring alone, `commands` a bare loop of writes and the proxy in turns,
 `blocking` a flush after each command beside one flush at the end, `latency` the time until a
 command has completed, `send` a command and its answer, `all-to-all` ranks that all write to each
-other. The emulator of tests/simt runs the kernels on a core of this host. `copies` and the queues
-in memory of a GPU need a GPU, and say so.
+other, `idle` the processor's time of proxies without commands. The emulator of tests/simt runs the
+kernels on a core of this host. `copies` and the queues in memory of a GPU need a GPU, and say so.
 
 `--build` is a build folder of csrc (its libmooncake_core.a is used). Wire `fabric` is libfabric's
 provider over TCP, on loopback.
@@ -28,7 +28,7 @@ from typing import Any
 from common import numbers, print_table
 from ranks import HERE, run_main
 
-PARTS = ("queue", "commands", "blocking", "latency", "send", "all-to-all", "copies")
+PARTS = ("queue", "commands", "blocking", "latency", "send", "all-to-all", "idle", "copies")
 NEEDS_GPU = "needs a GPU"
 LEAST_OF_BARE = 0.9  # commands a second by the proxy, of those of a bare loop
 SOFTWARE_CARDS = {"MOONCAKE_FABRIC_REQUIRE": "tcp;ofi_rxm", "MC_TE_FILTERS": "127.0.0.1"}
@@ -136,6 +136,10 @@ def run(part: str, program: str, args: argparse.Namespace) -> int:
         return times("send and receive", program, part, args)
     if part == "all-to-all":
         return all_to_all(program, args)
+    if part == "idle":
+        (row,) = rows_of(program, args.wire, part, args.wire, args.seconds)
+        print(f"two idle ranks over {args.wire}: {row['percent']:.2f} % of a core")
+        return 0
     print(f"copies between GPUs by the number of blocks: {NEEDS_GPU}")
     return 0
 

@@ -7,11 +7,13 @@
 //   proxy_bench blocking WIRE BYTES SECONDS  put and flush one by one, and flush at the end
 //   proxy_bench latency WIRE BYTES COUNT     until a command has completed
 //   proxy_bench send WIRE BYTES COUNT        a command with a signal there, and one back
+//   proxy_bench idle WIRE SECONDS            percent of a core, of two ranks without commands
 //   proxy_bench all-to-all WIRE RANKS BYTES SECONDS
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <functional>
 #include <sched.h>
 #include <string>
@@ -177,12 +179,24 @@ double bareLoop(Rank& rank, uint64_t bytes, double seconds, const RemoteRegion& 
   return double(done) / secondsSince(began);
 }
 
+// A GPU that waits for free slots takes no time of the host's cores. So does the emulator here.
+void sleepWhileFull(const ProxyView& view, uint32_t peer) {
+  constexpr uint32_t kBurst = 64;
+  const auto waiting = [&] {
+    return kernels::loadRelaxedDevice(&view.tickets[peer].reserved) -
+           kernels::loadRelaxedSystem(&view.counts[peer].taken);
+  };
+  while (waiting() + 4 * kBurst > view.slots)
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
 double byProxy(Rank& rank, uint64_t bytes, double seconds, unsigned producers, bool isBlocking) {
   const ProxyView view = rank.proxy->view();
   const uint32_t first = view.counts[1].completed;
   const auto began = Clock::now();
   runKernel(producers, [&] {
     while (secondsSince(began) < seconds) {
+      sleepWhileFull(view, 1);
       for (int i = 0; i < (isBlocking ? 1 : 64); ++i) {
         const auto ticket = kernels::put(view, 1, command(bytes));
         require(ticket.result == ProxyResult::kDone, "a put failed");
@@ -266,6 +280,21 @@ int send(const std::string& wire, uint64_t bytes, int count) {
   return 0;
 }
 
+double cpuSeconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return double(now.tv_sec) + double(now.tv_nsec) * 1e-9;
+}
+
+int idle(const std::string& wire, double seconds) {
+  const auto ranks = makeRanks(wire, 2);
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  const double before = cpuSeconds();
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  std::printf("{\"percent\": %.2f}\n", 100 * (cpuSeconds() - before) / seconds);
+  return 0;
+}
+
 int allToAll(const std::string& wire, uint32_t count, uint64_t bytes, double seconds) {
   auto ranks = makeRanks(wire, count);
   std::atomic<uint64_t> rounds{0};
@@ -307,6 +336,7 @@ int main(int count, char** words) {
   if (what == "blocking" && count == 5) return blocking(words[2], number(3), std::atof(words[4]));
   if (what == "latency" && count == 5) return latency(words[2], number(3), int(number(4)));
   if (what == "send" && count == 5) return send(words[2], number(3), int(number(4)));
+  if (what == "idle" && count == 4) return idle(words[2], std::atof(words[3]));
   if (what == "all-to-all" && count == 6)
     return allToAll(words[2], uint32_t(number(3)), number(4), std::atof(words[5]));
   std::fprintf(stderr, "see the top of proxy_bench.cc\n");

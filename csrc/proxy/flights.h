@@ -39,7 +39,13 @@ class Flights {
   }
 
   size_t size() const { return count_; }
-  bool isFull() const { return count_ == all_.size(); }
+  // Returns whether flights may be added. Once there is no room, a lot of them has to end first:
+  // the wire takes several at once more cheaply than one by one.
+  bool hasRoom() {
+    if (count_ == all_.size()) isFilling_ = false;
+    if (count_ + kLot <= all_.size()) isFilling_ = true;
+    return isFilling_;
+  }
   Flight& operator[](size_t i) { return all_[(first_ + i) % all_.size()]; }
   Flight& add() { return (*this)[count_++]; }
   void popFront() {
@@ -48,7 +54,10 @@ class Flights {
   }
 
  private:
+  static constexpr size_t kLot = 32;
+
   std::deque<Flight> all_;  // does not move
+  bool isFilling_ = true;
   size_t first_ = 0;
   size_t count_ = 0;
 };

@@ -72,7 +72,7 @@ bool PeerCommands::drive(Clock::time_point now) {
 bool PeerCommands::hasNews() {
   if (isEnded_) return false;
   if (peer_->disconnected || (isReading_ && reading_.finished())) return true;
-  if (!isHeld_ && !flights_.isFull() && ring_.hasNext()) return true;
+  if (!isHeld_ && flights_.hasRoom() && ring_.hasNext()) return true;
   for (size_t i = 0; i < flights_.size(); ++i) {
     if (flights_[i].stage == Stage::kWriting && flights_[i].completion.finished()) return true;
   }
@@ -96,7 +96,7 @@ void PeerCommands::end(ProxyEnd why, Error error) {
 
 bool PeerCommands::takeCommands(Clock::time_point now) {
   bool hasTaken = false;
-  while (!flights_.isFull()) {
+  while (flights_.hasRoom()) {
     if (!isHeld_) {
       if (!ring_.take(held_)) break;
       isHeld_ = hasTaken = true;

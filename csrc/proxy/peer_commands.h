@@ -46,7 +46,8 @@ class PeerCommands {
   // No command reads its source any more when this returns. The ring ends, unless it has before.
   void end(kernels::ProxyEnd why, Error error);
   bool isEnded() const { return isEnded_; }
-  bool isIdle() const { return flights_.size() == 0; }
+  // Returns whether commands are under way.
+  bool isBusy() const { return !isEnded_ && flights_.size() > 0; }
   // Why the ring has ended. Any thread.
   Status status() const;
 

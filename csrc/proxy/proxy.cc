@@ -15,9 +15,11 @@ namespace {
 
 constexpr uint32_t kMostSlots = 1u << 16;
 constexpr uint32_t kMostThreads = 64;
-// A thread yields between looks until nothing has happened for so long. Then it sleeps: kernels
-// cannot wake it, so it looks again after a pause, which grows with the time that it was idle.
+// A thread yields between looks until nothing has happened for so long, and longer while commands
+// are under way. Then it sleeps: kernels cannot wake it, so it looks again after a pause, which
+// grows with the time that it was idle.
 constexpr auto kMostYielding = std::chrono::microseconds(100);
+constexpr auto kMostYieldingBusy = std::chrono::milliseconds(2);
 constexpr auto kLeastPause = std::chrono::microseconds(50);
 constexpr auto kMostPause = std::chrono::milliseconds(1);
 
@@ -163,16 +165,18 @@ void Proxy::run(uint32_t thread) {
   auto changed = Clock::now();
   while (stopping_.generation() == 0) {
     const auto now = Clock::now();
-    bool hasChanged = false;
+    bool hasChanged = false, isBusy = false;
     for (const uint32_t rank : ranks) {
       PeerCommands& commands = *rings_[rank].commands;
-      if (!commands.drive(now)) continue;
+      const bool hasDone = commands.drive(now);
+      isBusy |= commands.isBusy();
+      if (!hasDone) continue;
       hasChanged = true;
       if (commands.isEnded()) tellEnd(rank);
     }
     if (hasChanged) {
       changed = now;
-    } else if (now - changed < kMostYielding) {
+    } else if (now - changed < (isBusy ? kMostYieldingBusy : kMostYielding)) {
       ::sched_yield();
     } else {
       const auto pause = std::clamp<Clock::duration>((now - changed) / 4, kLeastPause, kMostPause);
