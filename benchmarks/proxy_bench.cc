@@ -111,6 +111,17 @@ double percentile(std::vector<double>& values, double part) {
 
 // ---- the ring alone
 
+// A GPU that waits for free slots takes no time of the host's cores. So does the emulator here.
+void sleepWhileFull(const ProxyView& view, uint32_t peer) {
+  constexpr uint32_t kBurst = 64;
+  const auto waiting = [&] {
+    return kernels::loadRelaxedDevice(&view.tickets[peer].reserved) -
+           kernels::loadRelaxedSystem(&view.counts[peer].taken);
+  };
+  while (waiting() + 4 * kBurst > view.slots)
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
 int queue(double seconds) {
   const auto memory = orDie(ProxyMemory::create(nullptr, 1, 1024, 1, {}));
   ProxyView view = memory->view();
@@ -136,6 +147,7 @@ int queue(double seconds) {
     const auto began = Clock::now();
     runKernel(producers, [&] {
       while (secondsSince(began) < seconds) {
+        sleepWhileFull(view, 0);
         for (int i = 0; i < 64; ++i) kernels::put(view, 0, command(64));
       }
       kernels::flush(view, 0);
@@ -177,17 +189,6 @@ double bareLoop(Rank& rank, uint64_t bytes, double seconds, const RemoteRegion& 
     if (writes.empty() && before == done) ::sched_yield();
   }
   return double(done) / secondsSince(began);
-}
-
-// A GPU that waits for free slots takes no time of the host's cores. So does the emulator here.
-void sleepWhileFull(const ProxyView& view, uint32_t peer) {
-  constexpr uint32_t kBurst = 64;
-  const auto waiting = [&] {
-    return kernels::loadRelaxedDevice(&view.tickets[peer].reserved) -
-           kernels::loadRelaxedSystem(&view.counts[peer].taken);
-  };
-  while (waiting() + 4 * kBurst > view.slots)
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 
 double byProxy(Rank& rank, uint64_t bytes, double seconds, unsigned producers, bool isBlocking) {
