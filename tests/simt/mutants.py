@@ -337,10 +337,16 @@ def run(flavour: str, folder: Path, suite: str) -> bool:
     tests = ROOT / "tests/simt/tests"
     sources = [tests / name for name in [*SUITES[suite], "races.cc"]]
     program = folder / flavour
-    command = [COMPILER, *FLAGS, *BY_FLAVOUR[flavour], f"-I{folder}", f"-I{ROOT}",
-               f"-I{ROOT}/csrc", f"-I{tests}", *map(str, sources),
-               str(BUILD / f"simt-{flavour}/libsimt.a"), "-lgtest", "-lgtest_main", "-lpthread",
-               "-o", str(program)]  # fmt: skip
+    command = [
+        COMPILER,
+        *FLAGS,
+        *BY_FLAVOUR[flavour],
+        *(f"-I{include}" for include in (folder, ROOT, ROOT / "csrc", tests)),
+        *map(str, sources),
+        str(BUILD / f"simt-{flavour}/libsimt.a"),
+        *("-lgtest", "-lgtest_main", "-lpthread"),
+        *("-o", str(program)),
+    ]
     subprocess.run(command, check=True)
     env = {**os.environ, "TSAN_OPTIONS": f"log_path={folder}/races"}
     done = subprocess.run([str(program), "--gtest_fail_fast"], env=env, capture_output=True)

@@ -128,16 +128,22 @@ MUTANTS = [
         "factsOf(state, choice.expert, turn)[choice.expert] + choice.index",
     ),
     (
-        "biases have the token's number in its piece",
+        "biases are those of the first token",
         COMBINE,
-        "a.biases[lane()] + token * 2 * a.hidden",
-        "a.biases[lane()]",
+        "bias[token * a.hidden + channel]",
+        "bias[channel]",
     ),
     (
-        "biases have weights",
+        "biases are added twice",
         COMBINE,
-        "answer.row != nullptr && lane() >= a.biasCount",
-        "answer.row != nullptr",
+        "sum += mooncake::ep::bf16ToFloat(bias",
+        "sum += 2 * mooncake::ep::bf16ToFloat(bias",
+    ),
+    (
+        "the second bias is left out",
+        COMBINE,
+        "i < kMostBiases; ++i",
+        "i < 1; ++i",
     ),
     (
         "weights are added in the reverse order",
@@ -176,11 +182,5 @@ MUTANTS = [
         COMBINE,
         "piece > 0 && found.most > behind ? found.most : behind",
         "behind",
-    ),
-    (
-        "biases are read behind their end",
-        "ep/combine.cuh",
-        "left >= kCount && at % sizeof(Unit) == 0",
-        "true",
     ),
 ]

@@ -66,7 +66,7 @@ void TokenPlan::drawDispatch(TokenRound& round) {
   constexpr size_t kMostBytes = 12'000;  // that all ranks receive, with those that come back
   const auto group = unsigned(ranks);
   drawFields(round);
-  round.width = 1 + draw(drawOneIn(4) ? kMostOwners - kMostBiases : group + 1);
+  round.width = 1 + draw(drawOneIn(4) ? kMostOwners : group + 1);
   const size_t row = tokenBytes(round) + 2 * hidden;
   const size_t each = row * std::min(round.width, group) * group;
   const auto most = unsigned(std::clamp<size_t>(kMostBytes / each, 2, 24));
