@@ -96,7 +96,7 @@ def check_sums(x: Tensor, least: int, hidden: int, biases: Sequence[Tensor], tok
 
 
 def plain(tensors: Sequence[Tensor], home: torch.device | None) -> list[Tensor]:
-    """Tensors whose memory has their values: torch marks some as conjugated or negated instead.
+    """Tensors with their values in memory: torch marks some as conjugated or negated instead.
     home: None: they stay on their device"""
     moved = tensors if home is None else [one.to(home) for one in tensors]
     return [one.resolve_conj().resolve_neg().contiguous() for one in moved]

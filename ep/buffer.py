@@ -436,12 +436,14 @@ class Buffer:
         event): [rows, h], [rows, k], float32 [rows, k], a list of L. Rows are in the order of
         source rank and token. recv_topk_idx has numbers among this rank's experts, and -1 for
         others. With a handle the second to fifth are None, and rows have the places of the handle's
-        dispatch: those of ranks that have gone since are zeros. The call returns when it has ended;
-        `async_finish` only adds an event.
+        dispatch: those of ranks that have gone since are zeros. The call returns when it has ended,
+        by kernels when it is enqueued, and the current stream waits for the results; `async_finish`
+        only adds an event.
         """
         exchange = self._normal_mode()
         steps = 1 if handle is not None else 2
-        is_alone = normal.is_alone(exchange, x, handle, num_worst_tokens)
+        is_fixed = handle is not None or num_worst_tokens != 0
+        is_alone = exchange.takes(x, topk_idx, is_token_in_rank) and is_fixed
         with exchange.call("dispatch", steps, is_alone):
             if previous_event is not None:
                 previous_event.current_stream_wait()
@@ -482,8 +484,9 @@ class Buffer:
         topk_weights: float32 [rows, k], summed beside the rows
         bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
         previous_event: is waited for first
-        async_finish: with CPU tensors the call returns before it has ended. Do not read the
-            results, or change x, before `event.current_stream_wait()`, which raises its errors
+        async_finish: with CPU tensors and by kernels the call returns before it has ended. Do not
+            read the results, or change x, before `event.current_stream_wait()`, which raises its
+            errors
         active_ranks, timeout_us: as in low_latency_dispatch(), a timeout on all ranks or on none
         config, allocate_on_comm_stream: without effect
 
@@ -493,7 +496,7 @@ class Buffer:
         """
         exchange = self._normal_mode()
         self._has_combined_normally = True
-        with exchange.call("combine", is_alone=normal.is_alone(exchange, x, handle, 0)):
+        with exchange.call("combine", is_alone=exchange.takes(x, topk_weights)):
             if previous_event is not None:
                 previous_event.current_stream_wait()
             biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
@@ -512,9 +515,13 @@ class Buffer:
             )
         return self._runtime
 
-    def call_of_normal_mode(self, name: str, steps: int) -> contextlib.AbstractContextManager[None]:
-        """For calls that are made of others: see Exchange.call()."""
-        return self._normal_mode().call(name, steps)
+    def call_of_normal_mode(
+        self, name: str, steps: int, x: Any, is_fixed: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """For calls that are made of others: see Exchange.call(). is_fixed: by kernels, it needs no
+        counts."""
+        exchange = self._normal_mode()
+        return exchange.call(name, steps, exchange.takes(x) and is_fixed)
 
     def _normal_mode(self) -> Exchange:
         """In low latency mode it is made by the first call: programs give num_nvl_bytes there that

@@ -15,9 +15,12 @@ from .events import EventOverlap, profiled
 from .normal_handle import Arrived, Route
 
 if TYPE_CHECKING:
+    from mooncake_backend._C import EpTokenHandle
+
     from .exchange import Exchange, Participation, Sent
 
 Tensor = torch.Tensor
+_MOST_OWNERS = 32  # kernels::kMostOwners
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,38 @@ class Sizes:
     most_tokens: int | None
     most_rows: int  # that one rank receives
     weights: int  # of a token, for which the combine has room
+
+
+def check(sent: Sent, participation: Participation) -> None:
+    """Refuses tensors of several devices, and tokens that kernels do not take."""
+    home = sent.fields[0].device
+    given = [(f"part {number} of the rows", one) for number, one in enumerate(sent.fields)]
+    if participation.active_ranks is not None:
+        given.append(("active_ranks", participation.active_ranks))
+    for name, one in given:
+        if one.device != home:
+            raise ValueError(f"{name} is on {one.device}, x on {home}: give tensors of one device")
+    width = sent.token_ranks.size(1)
+    if width > _MOST_OWNERS:
+        raise ValueError(f"tokens have up to {width} ranks, kernels take {_MOST_OWNERS}")
+
+
+def dispatch_counted(
+    exchange: Exchange,
+    fields: Sequence[Tensor],
+    sent: Sent,
+    sizes: Sizes,
+    among: Sequence[bool],
+    participation: Participation,
+) -> Arrived:
+    """dispatch() behind the exchange of counts: all ranks are in it, so an error ends the buffer's
+    calls on all of them."""
+    try:
+        return dispatch(exchange, fields, sent, sizes, among, participation)
+    except Exception as error:
+        why = f"rank {exchange.runtime.rank} could not go on: dispatch: {error}"
+        exchange.runtime.native.end_on_device(why)
+        raise
 
 
 def dispatch(
@@ -76,7 +111,13 @@ def dispatch(
         (),
         kernels,
     )
-    return Arrived(into, sources.clone(), route, table.long())
+    return Arrived(into, sources.clone(), route, table.long(), _participants(kernels, len(among)))
+
+
+def _participants(kernels: EpTokenHandle, size: int) -> Tensor:
+    """bool [R]: the ranks that took part."""
+    bits = kernels.dispatched.view(torch.int64)[1]
+    return (bits >> torch.arange(size, device=bits.device)) & 1 == 1
 
 
 def choices_of(is_token_in_rank: Tensor, token_ranks: Tensor) -> Tensor:
@@ -118,7 +159,8 @@ def combine(
     assert route.kernels is not None
     x, *biases = plain([x, *biases], None)
     sums = x.new_empty((route.tokens, route.hidden))
-    missing = torch.empty(route.tokens, dtype=torch.bool, device=x.device)
+    # If the call fails, nothing is written.
+    missing = torch.ones(route.tokens, dtype=torch.bool, device=x.device)
     weights = weight_sums = None
     if topk_weights is not None:
         weights = plain([topk_weights], None)[0]

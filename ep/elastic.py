@@ -159,7 +159,8 @@ class ElasticBuffer:
         handle, rows of ranks that have gone since its dispatch are zeros. The call returns when it
         has ended; `async_with_compute_stream` only adds an event.
         """
-        is_alone = elastic_mode.is_alone(self._exchange, handle, topk_idx, do_cpu_sync)
+        is_fixed = handle is not None or do_cpu_sync is False
+        is_alone = self._exchange.takes(x, topk_idx) and is_fixed
         with self._exchange.call("dispatch", 1 if handle is not None else 2, is_alone):
             for event in (previous_event, previous_event_before_epilogue):
                 if event is not None:
@@ -231,9 +232,10 @@ class ElasticBuffer:
 
         x: bfloat16 [rows, h], in the order of recv_x; rows behind the received ones are not read
         topk_weights: float32, in the form of recv_topk_weights; brought back beside the rows
-        async_with_compute_stream: with CPU tensors the call returns before it has ended. Do not
-            read the results, or change x, before `event.current_stream_wait()`, which raises its
-            errors. Without allow_multiple_reduction the combine of an expanded dispatch has ended
+        async_with_compute_stream: with CPU tensors and by kernels the call returns before it has
+            ended. Do not read the results, or change x, before `event.current_stream_wait()`, which
+            raises its errors. Without allow_multiple_reduction the combine of an expanded dispatch
+            has ended
         bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
         active_ranks, timeout_us: beyond DeepEP's, see Buffer.combine()
         num_sms, num_qps, allocate_on_comm_stream: without effect
@@ -246,7 +248,7 @@ class ElasticBuffer:
         """
         is_expanded = getattr(handle, "do_expand", True)
         rounds_once = is_expanded and not self.allow_multiple_reduction
-        is_alone = not rounds_once and elastic_mode.is_alone(self._exchange, handle, None, None)
+        is_alone = self._exchange.takes(x, topk_weights) and not rounds_once
         with self._exchange.call("combine", 2 if rounds_once else 1, is_alone):
             for event in (previous_event, previous_event_before_epilogue):
                 if event is not None:

@@ -70,16 +70,15 @@ def metadata_of(arrived: Arrived, way: Way, most_tokens: int, count: int) -> Ten
     return found
 
 
-def places_at_ranks(masters: Tensor, route: Route, for_ranks: Tensor, rank: int) -> Tensor:
+def places_at_ranks(masters: Tensor, arrived: Arrived, for_ranks: Tensor, rank: int) -> Tensor:
     """EPHandle.dst_buffer_slot_idx. masters: see layout_by_topk(); for_ranks: see Counts"""
+    route, there = arrived.route, arrived.there
+    if there is None:
+        there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
     is_in_rank = route.sent.is_token_in_rank.long()
     of_ranks_before = for_ranks[:rank].sum(0)
     places = of_ranks_before + is_in_rank.cumsum(0) - is_in_rank  # [n, R]
-    participants = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
-    found = places.gather(1, masters.clamp(min=0).long())
-    if not participants[rank]:
-        return torch.full_like(found, -1, dtype=torch.int32)
-    is_none = masters < 0
-    for gone in (~participants).nonzero().flatten().tolist():
-        is_none |= masters == gone
+    owners = masters.clamp(min=0).long()
+    found = places.gather(1, owners)
+    is_none = (masters < 0) | ~there[owners] | ~there[rank]
     return found.masked_fill(is_none, -1).int()

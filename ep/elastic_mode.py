@@ -127,6 +127,9 @@ def dispatch(
             most_tokens=most,
         )
         room, num_expanded = [], _most_expanded(size * most, weights, num_local, align)
+    places = torch.tensor(room, dtype=torch.int64, device=CPU)
+    if on_device and is_counted:  # the copy waits for nothing
+        places = places.pin_memory().to(home, non_blocking=True)
     if arrived.table is not None:
         for_ranks = arrived.table[:, :size]
     numbers = exchange.table("experts", num_experts, lambda: local_numbers(owners, rank), place)
@@ -134,10 +137,13 @@ def dispatch(
     if on_device:  # behind the received rows are zeros
         rows = torch.arange(len(local), device=home)
         local = local.masked_fill((rows >= arrived.route.ends[-1]).unsqueeze(1), -1)
-    expansion = Expansion(local, num_local, align, num_expanded) if form.do_expand else None
+    expansion = None
+    if form.do_expand:
+        counted = places if is_counted else None
+        expansion = Expansion(local, num_local, align, num_expanded, counted)
     way = Way(arrived.route, local, expansion, arrived.sources.long())
-    slots = places_at_ranks(masters, arrived.route, for_ranks, rank)
-    handle = _handle(arrived, way, num_local, topk_idx, slots, form, room)
+    slots = places_at_ranks(masters, arrived, for_ranks, rank)
+    handle = _handle(arrived, way, num_local, topk_idx, slots, form, room, places)
     received_weights = arrived.fields[-1] if topk_weights is not None else None
     return _received(
         x, arrived.fields[:num_parts], received_weights, handle, are_scales_by_column, home
@@ -205,17 +211,6 @@ def combine(
     return exchange.combine(x, way.route, topk_weights, biases, participation, async_finish)
 
 
-def is_alone(exchange: Exchange, handle: Any, topk_idx: Any, do_cpu_sync: bool | None) -> bool:
-    """Whether kernels do all of a call, see Exchange.call()."""
-    if handle is not None:
-        return isinstance(handle, EPHandle) and handle.way.route.kernels is not None
-    return (
-        do_cpu_sync is False
-        and isinstance(topk_idx, Tensor)
-        and exchange.by_kernels(topk_idx.device)
-    )
-
-
 def way_of(exchange: Exchange, handle: Any) -> Way:
     if not isinstance(handle, EPHandle):
         raise TypeError(
@@ -233,13 +228,15 @@ def _handle(
     slots: Tensor,
     form: Form,
     room_of_experts: list[int],
+    places: Tensor,
 ) -> EPHandle:
+    """places: int64 [L]: room_of_experts on the device of `way.local`; empty without counts"""
     most, align = form.num_max_tokens_per_rank, form.expert_alignment
     numbers = way.local.flatten().long()
     counts = torch.zeros(num_local + 1, dtype=torch.int64, device=numbers.device)
     counts.scatter_add_(0, numbers.masked_fill(numbers < 0, num_local), torch.ones_like(numbers))
     counts = counts[:num_local]
-    room = -(-counts // align) * align
+    room = places if room_of_experts else -(-counts // align) * align
     num_rows, num_expanded, ends = arrived.route.num_rows, 0, room.cumsum(0)
     if way.expansion is not None:
         ends, num_expanded = way.expansion.ends, way.expansion.num_rows
@@ -326,7 +323,7 @@ def _combine_by_choice(
     choices = handle.way.tokens[rows] * topk + places
     participation.check(size)
     there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
-    mask = participation.among(there)
+    mask = participation.among(there).to(place)
     is_in_rank = torch.nn.functional.one_hot(sources, size).bool()
     back, _ = exchange.dispatch(
         Sent(
@@ -335,7 +332,7 @@ def _combine_by_choice(
             sources.int().unsqueeze(1),
             torch.zeros(0, dtype=torch.int64, device=CPU),
         ),
-        Participation(mask.to(place), participation.timeout_us),
+        Participation(mask, participation.timeout_us),
         # All ranks combine the rows of the same dispatch.
         agreed={"the handle's dispatch": [route.number % 2**32]},
         weights=1,
@@ -344,6 +341,7 @@ def _combine_by_choice(
     returned, numbers = back.fields[0], back.fields[1].flatten().long()
     # By kernels there may be rows behind the last one. They are written to a place of no choice.
     behind = torch.arange(len(numbers), device=place) >= back.route.ends[-1]
+    behind |= (numbers < 0) | (numbers >= route.tokens * topk)
     row_of = torch.full((route.tokens * topk + 1,), -1, dtype=torch.int64, device=place)
     row_of[numbers.masked_fill(behind, -1)] = torch.arange(len(numbers), device=place)
     row_of = row_of[:-1].view(route.tokens, topk)
@@ -354,7 +352,8 @@ def _combine_by_choice(
         here = (found >= 0).nonzero().flatten()
         sums[here] += returned[found[here]].float()
     chosen = handle.topk_idx.to(place)
-    missing = ((chosen >= 0) & (row_of < 0)).any(dim=1).to(home)
+    is_chosen = (chosen >= 0) & (chosen < handle.num_experts)
+    missing = (is_chosen & (row_of < 0)).any(dim=1).to(home)
     event = exchange.ended("combine", Works([], [], participation), missing, async_finish)
     return sums.bfloat16().to(home), None, event
 

@@ -14,7 +14,7 @@ import torch
 
 from . import device_exchange
 from .arguments import Agreed, check_sizes, check_sums, check_tensor, difference, plain
-from .events import EventOverlap, Operation, Work, current_device, profiled
+from .events import EventOverlap, Operation, Work, profiled
 from .layout import CPU
 from .normal_handle import Arrived, Joined, Piece, Route, counts_of
 
@@ -115,6 +115,16 @@ class Exchange:
         """Whether kernels do the calls with tensors of this device. Collective, the first time."""
         return device.type != "cpu" and self.runtime.native.takes_tokens(device)
 
+    def takes(self, *given: object) -> bool:
+        """Whether kernels do a call with these arguments, by the first tensor among them. To be
+        asked before the arguments are checked: a rank that finds one wrong must not miss the
+        set-up."""
+        for one in given:
+            first = one[0] if isinstance(one, tuple) and len(one) > 0 else one
+            if isinstance(first, Tensor):
+                return self.by_kernels(first.device)
+        return False
+
     def table(
         self, name: str, number: int, make: Callable[[], Tensor], home: torch.device
     ) -> Tensor:
@@ -154,10 +164,6 @@ class Exchange:
     def _announce(self, why: str) -> None:
         """Ends with this error the operation for which the other ranks wait. They may have skipped
         this rank there: then they wait in the next operation of the call."""
-        device = current_device()
-        if device is not None:
-            with contextlib.suppress(Exception):  # of this rank alone; the others learn it here
-                self.by_kernels(device)
         nothing = torch.empty((0, 1), dtype=torch.int32, device=CPU)
         for _ in range(self._steps_due):
             with contextlib.suppress(ValueError):
@@ -193,6 +199,8 @@ class Exchange:
         size, rank = self.runtime.size, self.runtime.rank
         participation.check(size)
         on_device = self.by_kernels(sent.fields[0].device)
+        if on_device:  # an error that comes later would be that of one rank
+            device_exchange.check(sent, participation)
         tokens = len(sent.token_ranks)
         everybody = torch.ones(size, dtype=torch.bool, device=CPU)
         num_experts = len(sent.num_tokens_per_expert)
@@ -227,10 +235,9 @@ class Exchange:
                 sizes = device_exchange.Sizes(
                     capacity, int(counts.tokens.max()), most_rows, weights or _MOST_WEIGHTS
                 )
-                with self.step():
-                    return device_exchange.dispatch(
-                        self, fields, sent, sizes, participants, participation
-                    ), counts
+                return device_exchange.dispatch_counted(
+                    self, fields, sent, sizes, participants, participation
+                ), counts
             arrived = self._send(
                 fields,
                 sent,

@@ -20,10 +20,17 @@ class Expansion:
 
     local: [rows, k], numbers of the rank's experts, -1 is none
     num_rows: of the expanded form; None: as many as there are, on the CPU
+    room: int64 [num_local_experts]: rows from each expert's first one to the next expert's; None:
+        their counts, aligned
     """
 
     def __init__(
-        self, local: Tensor, num_local_experts: int, alignment: int, num_rows: int | None = None
+        self,
+        local: Tensor,
+        num_local_experts: int,
+        alignment: int,
+        num_rows: int | None = None,
+        room: Tensor | None = None,
     ) -> None:
         home, none = local.device, num_local_experts
         self._is_on_cpu = home == CPU
@@ -35,13 +42,14 @@ class Expansion:
         experts = experts.masked_fill(experts < 0, none)
         counts = torch.zeros(none + 1, dtype=torch.int64, device=home)
         counts.scatter_add_(0, experts, torch.ones_like(experts))
-        room = -(-counts // alignment) * alignment
-        begins = room.cumsum(0) - room
+        if room is None:
+            room = -(-counts[:none] // alignment) * alignment
+        begins = torch.cat([room.new_zeros(1), room.cumsum(0)])  # the last one: of no expert
         order = torch.argsort(experts, stable=True)
         of_order = experts[order]
         first = (counts.cumsum(0) - counts)[of_order]
         rows = begins[of_order] + torch.arange(len(order), device=home) - first
-        self.num_rows = int(room[:none].sum()) if num_rows is None else num_rows
+        self.num_rows = int(room.sum()) if num_rows is None else num_rows
         is_none = (of_order == none) | (rows >= self.num_rows)
         slots = torch.full((chosen.numel(),), -1, dtype=torch.int64, device=home)
         slots[places[order]] = rows.masked_fill(is_none, -1)

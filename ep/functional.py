@@ -45,7 +45,8 @@ def dispatch(
     The gradient of a token is the float32 sum of its copies' gradients, rounded to bfloat16. The
     gradient of a weight comes from the rank that owns the expert.
     """
-    with buffer.call_of_normal_mode("dispatch", steps=2):
+    is_fixed = how.get("num_worst_tokens", 0) != 0
+    with buffer.call_of_normal_mode("dispatch", 2, x, is_fixed):
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             topk_idx, num_experts
         )

@@ -123,7 +123,9 @@ def dispatch(
         recv_weights = found[-1].masked_fill(local < 0, 0).to(home)
     if arrived.table is not None:
         for_experts = (
-            torch.empty((0, 0), dtype=torch.int64) if counts is None else counts.for_experts
+            torch.empty((0, 0), dtype=torch.int64, device=CPU)
+            if counts is None
+            else counts.for_experts
         )
         counts = Counts(arrived.table[:, size], arrived.table[:, :size], for_experts, 0)
     assert counts is not None
@@ -136,15 +138,6 @@ def dispatch_again(exchange: Exchange, x: Rows, handle: Any, participation: Part
     """Rows in the places of the handle's dispatch; zeros from ranks that have gone since."""
     route = route_of(exchange, handle)
     return _rows_like(x, exchange.dispatch_again(fields_of(x), route, participation))
-
-
-def is_alone(exchange: Exchange, x: Any, handle: Any, num_worst_tokens: int) -> bool:
-    """Whether kernels do all of a dispatch, see Exchange.call()."""
-    if handle is not None:
-        return isinstance(handle, NormalHandle) and handle.route.kernels is not None
-    rows = x[0] if isinstance(x, tuple) and len(x) > 0 else x
-    is_bounded = isinstance(num_worst_tokens, int) and num_worst_tokens > 0
-    return is_bounded and isinstance(rows, Tensor) and exchange.by_kernels(rows.device)
 
 
 def route_of(exchange: Exchange, handle: Any) -> Route:

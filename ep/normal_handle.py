@@ -138,6 +138,7 @@ class Arrived:
     route: Route
     # By kernels, int64 [R, R + 1]: of each rank its rows for each rank, and its tokens.
     table: Tensor | None = None
+    there: Tensor | None = None  # by kernels, bool [R]: the ranks that took part
 
     def as_of(self, route: Route) -> list[Tensor]:
         """The fields in the places of an earlier dispatch's rows. The rows of ranks that have gone

@@ -207,6 +207,11 @@ class EpTokenHandle:
     def number(self) -> int:
         """Of the dispatch: the same on all ranks."""
 
+    @property
+    def dispatched(self) -> torch.Tensor:
+        """uint8 [16] on the device: two uint64. The second has a bit for each rank that took
+        part."""
+
 class EpBuffer:
     """Dispatch and combine. Making one is collective over the group.
 
@@ -334,6 +339,9 @@ class EpBuffer:
     def takes_tokens(self, device: torch.device) -> bool:
         """Whether kernels do the normal mode of tensors on this device. Collective, the first
         time."""
+
+    def end_on_device(self, why: str) -> None:
+        """Ends the calls by kernels, on all ranks. Every later one raises ValueError."""
 
     def dispatch_on_device(
         self,

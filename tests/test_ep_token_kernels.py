@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,8 +73,8 @@ def test_each_call_is_one_kernel(num_bytes):
 
 
 def calls_without_counts(me, name):
-    """No host waits for another rank: rank 1 calls when the others' calls have returned. What torch
-    does on the device `fake` waits for it, so these are the native calls."""
+    """No host waits for another rank: rank 1 calls when the others' calls have returned. Torch's
+    operations on the device `fake` wait for it, so these are the native calls."""
     buffer = Buffer(dist.group.WORLD, AMPLE)
     given = drawn(3, COUNTS, EXPERTS)
     mine = given[me.rank]
@@ -196,6 +197,79 @@ def test_survivors_go_on(victim, where, num_bytes):
         ranks.broken = True
 
 
+def expanded(me, victim, once):
+    """The victim dies between its counts and its rows. Rows stand as the counts say."""
+    buffer = ElasticBuffer(dist.group.WORLD, 1 << 21, allow_multiple_reduction=not once)
+    given = drawn(7, [40, 70, 33, 61], EXPERTS)
+    mine = given[me.rank]
+    form = {"num_experts": EXPERTS, "num_max_tokens_per_rank": 80, "expert_alignment": 4}
+
+    def round_trip():
+        active = torch.ones(SIZE, dtype=torch.int32)
+        found = buffer.dispatch(mine.x, mine.topk_idx, mine.weights, do_expand=True, **form)
+        answers = torch.full_like(found[0], float("nan"))
+        begin = 0
+        experts = [e for e, owner in enumerate(owners_of(EXPERTS, SIZE)) if owner == me.rank]
+        for expert, count in zip(experts, found[3].num_recv_tokens_per_expert_list, strict=True):
+            answers[begin : begin + count] = found[0][begin : begin + count] * (expert + 2)
+            begin += count
+        sums = buffer.combine(answers, found[3], active_ranks=active)[0]
+        owners = torch.tensor([*owners_of(EXPERTS, SIZE), -1])[mine.topk_idx]
+        is_lost = (owners == victim).any(dim=1)
+        if active.tolist() == [1] * SIZE:
+            is_lost = torch.zeros_like(is_lost)
+        assert torch.equal(buffer.missing_contributions, is_lost)
+        scale = ((mine.topk_idx + 2) * (mine.topk_idx >= 0)).sum(1, keepdim=True)
+        expected = mine.x.float() * scale
+        assert torch.allclose(sums.float()[~is_lost], expected[~is_lost], rtol=0.05, atol=0.05)
+        return active.tolist()
+
+    assert round_trip() == [1] * SIZE
+    torch.accelerator.synchronize()
+    me.board.set(f"ready-{me.rank}")
+    me.board.wait_all("ready", range(SIZE))
+    if me.rank == victim:
+        extension.load().arm_failpoint("peers-launch", 1, False)
+    for _ in range(2):
+        assert round_trip() == [int(rank != victim) for rank in range(SIZE)]
+    buffer.destroy()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("victim", [0, 3])
+def test_expanded_rows_after_a_loss(victim, once):
+    with crew(SIZE) as ranks:
+        ranks.start(expanded, victim, once)
+        ranks.results(dead=[victim])
+        ranks.broken = True
+
+
+def dropped(me, name):
+    """Results stay valid though the program drops its Buffer before they are there."""
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    given = drawn(3, COUNTS, EXPERTS)
+    mine = given[me.rank]
+    found = buffer.dispatch(mine.x, **a_call(buffer, mine))
+    answers = answers_of(given, EXPERTS)
+    if me.rank == 1:
+        me.board.wait_all(f"{name}-called", [0, 2, 3])
+    combined = buffer.combine(answers[me.rank], found[4], async_finish=True)
+    me.board.set(f"{name}-called-{me.rank}")
+    missing = torch.zeros(len(mine.x), dtype=torch.bool)
+    del buffer, found
+    event = combined[2]
+    combined = (combined[0], combined[1], None)
+    event.current_stream_wait()
+    del event
+    torch.accelerator.synchronize()
+    check_combine(me, combined, answers, given, EXPERTS, missing)
+
+
+def test_results_of_a_dropped_buffer():
+    run(dropped, "dropped")
+
+
 # ---- errors
 
 
@@ -249,7 +323,7 @@ def test_other_calls_of_a_rank(what):
 
 
 def errors_of_one_rank(me):
-    """Without counts, a wrong argument is an error of its caller alone, who may call again."""
+    """Without counts, a wrong argument is an error of its caller alone, and nothing was sent."""
     buffer = Buffer(dist.group.WORLD, AMPLE)
     given = drawn(4, COUNTS, EXPERTS)
     mine = given[me.rank]
@@ -273,6 +347,52 @@ def errors_of_one_rank(me):
 
 def test_errors_of_one_rank():
     run(errors_of_one_rank)
+
+
+def errors_of_all_ranks(me):
+    """Tensors of two devices, told before the counts are exchanged; and a handle that is none, for
+    which no other rank waits. The buffer goes on."""
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    given = drawn(4, COUNTS, EXPERTS)
+    mine = given[me.rank]
+    call = a_call(buffer, mine)
+    found = buffer.dispatch(mine.x, **call)
+    wrong = {**call, "topk_weights": mine.weights.cpu()} if me.rank == 1 else call
+    kind, text = raised(lambda: buffer.dispatch(mine.x, **wrong))
+    assert (kind, "on cpu" in text, "rank 1" in text) == ("ValueError", True, True), text
+    answers = answers_of(given, EXPERTS)
+    if me.rank == 1:
+        assert raised(buffer.combine, answers[1], tuple(found[4]))[0] == "TypeError"
+    for _ in range(2):
+        combined = buffer.combine(answers[me.rank], found[4])
+        check_combine(me, combined, answers, given, EXPERTS, buffer.missing_contributions)
+        found = buffer.dispatch(mine.x, **call)
+        check_dispatch(me, found, given, EXPERTS)
+    buffer.destroy()
+
+
+def test_errors_of_all_ranks():
+    run(errors_of_all_ranks)
+
+
+def wrong_on_the_cpu(me):
+    """Kernels are not set up by calls with CPU tensors, also by wrong ones."""
+    torch.accelerator.synchronize()
+    with torch.device("cpu"):
+        buffer = Buffer(dist.group.WORLD, AMPLE)
+        mine = SimpleNamespace(**{
+            name: one.cpu() for name, one in vars(drawn(4, COUNTS, EXPERTS)[me.rank]).items()
+        })  # fmt: skip
+        call = a_call(buffer, mine)
+        wrong = {**call, "topk_weights": None} if me.rank == 1 else call
+        kind, text = raised(lambda: buffer.dispatch(mine.x, **wrong))
+        assert (kind, "both or none" in text) == ("ValueError", True), text
+        buffer.dispatch(mine.x, **call)
+        buffer.destroy()
+
+
+def test_wrong_calls_on_the_cpu():
+    run(wrong_on_the_cpu)
 
 
 def a_first_call_that_is_wrong(me):

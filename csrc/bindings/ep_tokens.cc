@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -143,7 +144,9 @@ Work combineTokens(EpBuffer& buffer, const at::Tensor& x, const TokenHandle& han
 
 void bindTokenKernels(py::module_& m, py::class_<EpBuffer>& buffer) {
   const auto none = py::none();
-  py::class_<TokenHandle>(m, "EpTokenHandle").def_readonly("number", &TokenHandle::number);
+  py::class_<TokenHandle>(m, "EpTokenHandle")
+      .def_readonly("number", &TokenHandle::number)
+      .def_readonly("dispatched", &TokenHandle::dispatched);
   buffer
       .def(
           "takes_tokens",
@@ -151,6 +154,12 @@ void bindTokenKernels(py::module_& m, py::class_<EpBuffer>& buffer) {
             return ours.tokens() && !device.is_cpu() && ours.tokens()->takes(device);
           },
           py::call_guard<py::gil_scoped_release>(), py::arg("device"))
+      .def(
+          "end_on_device",
+          [](const EpBuffer& ours, std::string why) {
+            ours.tokens()->fail({ErrorCode::kInvalidArgument, std::move(why)});
+          },
+          py::call_guard<py::gil_scoped_release>(), py::arg("why"))
       .def("dispatch_on_device", &dispatchTokens, py::arg("fields"), py::arg("into"),
            py::arg("choices"), py::arg("counts"), py::arg("capacity"), py::arg("most_tokens"),
            py::arg("most_rows"), py::arg("hidden"), py::arg("weights"), py::arg("among"),

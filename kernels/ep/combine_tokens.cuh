@@ -18,7 +18,7 @@ struct PieceRows {
   uint32_t most;              // rows of the largest piece up to this one
 };
 
-// The first row of [begin, end) whose token is not below `token`.
+// The first row of [begin, end) with a token that is not below `token`.
 MC_DEVICE uint32_t lowerBound(const int32_t* sources, uint32_t begin, uint32_t end, size_t token) {
   while (begin < end) {
     const uint32_t middle = begin + (end - begin) / 2;

@@ -146,20 +146,25 @@ MC_DEVICE size_t takeTokens(const DispatchTokens& a, const GroupState& state, co
 
 // Whether a rank gets more rows than it takes: then nobody has a result. All threads of a block.
 MC_DEVICE Together withRoom(const GroupState& state, const Turn& turn, Together found) {
-  const int rank = int(lane());
-  bool isFull = false;
-  if (found.failure == uint32_t(Failure::kNone) && rank < state.ranks &&
-      has(found.participants, rank)) {
-    size_t rows = 0;
-    for (int source = 0; source < state.ranks; ++source)
-      if (has(found.participants, source)) rows += factsOf(state, source, turn)[rank];
-    isFull = rows > factsOf(state, rank, turn)[state.ranks];
+  MC_SHARED(Together, shared);
+  if (threadIdx.x < kLanes) {
+    const int rank = int(lane());
+    bool isFull = false;
+    if (found.failure == uint32_t(Failure::kNone) && rank < state.ranks &&
+        has(found.participants, rank)) {
+      size_t rows = 0;
+      for (int source = 0; source < state.ranks; ++source)
+        if (has(found.participants, source)) rows += factsOf(state, source, turn)[rank];
+      isFull = rows > factsOf(state, rank, turn)[state.ranks];
+    }
+    const unsigned full = __ballot_sync(kAllLanes, isFull);
+    if (full) found = {found.participants, uint32_t(Failure::kNoPlace), __ffs(int(full)) - 1};
+    // After the loads, as in together().
+    if (full && isOut(state)) found = {0, uint32_t(Failure::kOut), state.rank};
+    if (rank == 0) shared = found;
   }
-  const unsigned full = __ballot_sync(kAllLanes, isFull);
-  if (!full) return found;
-  // After the loads, as in together().
-  if (isOut(state)) return {0, uint32_t(Failure::kOut), state.rank};
-  return {found.participants, uint32_t(Failure::kNoPlace), __ffs(int(full)) - 1};
+  __syncthreads();
+  return shared;
 }
 
 // All threads of the last block.

@@ -28,7 +28,7 @@ MC_DEVICE void publishFacts(const TokenCall& call, unsigned char* own, uint64_t 
   *reinterpret_cast<Published*>(own) = {mask, dispatch, call.tokens, call.width, uint32_t(failure)};
 }
 
-// An operation whose data all ranks publish in each piece. `write(own, turn, block)` writes the
+// An operation with data that all ranks publish in each piece. `write(own, turn, block)` writes the
 // block's part. The others: see runExchange().
 template <typename Write, typename Consume, typename Finish>
 MC_DEVICE void exchangeTokens(const TokenCall& call, const Write& write, const Consume& consume,

@@ -55,7 +55,7 @@ struct DispatchTokens {
   unsigned fieldCount;
   const int32_t* counts;  // [rank]: this rank's rows for it
   size_t capacity;        // most rows that this rank takes. Those behind the last one become zeros
-  // An earlier dispatch, in whose places the rows go. Rows of ranks that have gone since are zeros.
+  // An earlier dispatch: the rows go to its places. Those of ranks that have gone since are zeros.
   // Null: none, and the results below are written.
   const Dispatched* earlier;
   const int32_t* earlierEnds;  // [rank]

@@ -112,13 +112,13 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
   std::shared_ptr<ViewFeed> view_;
   const Settings settings_;
   const int rank_, size_;
+  uint64_t maskBits_;
+  at::Tensor mask_;  // the same on the device, read by kernels
   bool isDecided_ = false;
   std::optional<OwnStream> stream_;       // not lent to others before the kernels have ended
   std::optional<OwnStream> uploads_;      // waits for no kernel
   std::optional<OwnStream> recordings_;   // joins one capture at a time; none: nothing was recorded
   std::unique_ptr<PeerExperts> experts_;  // null: calls are staged
-  uint64_t maskBits_;
-  at::Tensor mask_;  // the same on the device
   struct Table {
     std::shared_ptr<const ep::ExpertMap> experts;
     at::Tensor onDevice;

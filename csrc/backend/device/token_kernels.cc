@@ -1,6 +1,8 @@
 #include "backend/device/token_kernels.h"
 
+#include <exception>
 #include <span>
+#include <string>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -50,7 +52,13 @@ TokenKernels::TokenKernels(std::unique_ptr<Group> control, std::shared_ptr<ViewF
                            Settings settings)
     : control_(std::move(control)), view_(std::move(view)), settings_(std::move(settings)) {}
 
-TokenKernels::~TokenKernels() = default;
+TokenKernels::~TokenKernels() {
+  try {
+    close(Deadline::after(settings_.timeout));
+  } catch (const std::exception& error) {  // the device is lost
+    log(LogLevel::kWarning, settings_.name, "at the end of its kernels: ", error.what());
+  }
+}
 
 bool TokenKernels::takes(const c10::Device& device) {
   if (!isDecided_) decide(device);
@@ -66,9 +74,14 @@ void TokenKernels::decide(const c10::Device& device) {
   const c10::DeviceGuard on(device);
   refuseCapture(currentOn(device), "the Buffer has not set up its kernels yet");
   isDecided_ = true;
-  stream_.emplace(device);
   Result<Accelerator*> accelerator = acceleratorOf(device.type());
-  const DeviceStream native = accelerator.ok() ? stream_->native() : DeviceStream{};
+  DeviceStream native;
+  try {
+    stream_.emplace(device);
+    if (accelerator.ok()) native = stream_->native();
+  } catch (const std::exception& error) {  // the other ranks learn it below
+    accelerator = Error{ErrorCode::kExhausted, std::string("no stream: ") + error.what()};
+  }
   auto tokens =
       PeerTokens::make(std::move(control_), std::move(view_), std::move(accelerator), native,
                        settings_.bytes, settings_.timeout, Deadline::after(settings_.timeout));
@@ -105,9 +118,9 @@ std::shared_ptr<EpWork> TokenKernels::submit(const Call& call, std::vector<at::T
                                                               .stream = stream(),
                                                               .blocks = settings_.blocks});
   work->sent(orThrow(send()));
-  work->receive();
   if (call.activeRanks) tensors.push_back(*call.activeRanks);
   for (const at::Tensor& tensor : tensors) keepUntilPassed(tensor, stream());
+  work->receive();
   if (call.waits) work->wait();
   return work;
 }
@@ -182,6 +195,10 @@ std::shared_ptr<EpWork> TokenKernels::combine(const Call& call, const Sums& sums
          .missing = sums.missing.mutable_data_ptr<bool>()},
         call.limit);
   });
+}
+
+void TokenKernels::fail(Error why) {
+  if (tokens_) tokens_->guard().fail(std::move(why));
 }
 
 void TokenKernels::close(Deadline deadline) {

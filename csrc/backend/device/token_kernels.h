@@ -46,6 +46,7 @@ class TokenKernels : public std::enable_shared_from_this<TokenKernels> {
   };
   // `control` is a group of the buffer's ranks for this object alone, and `view` shows its view.
   TokenKernels(std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view, Settings settings);
+  // Waits until the kernels of all calls have ended: results stay valid.
   ~TokenKernels();
 
   // Whether calls with tensors of this device go by kernels. Collective, the first time.
@@ -82,6 +83,8 @@ class TokenKernels : public std::enable_shared_from_this<TokenKernels> {
 
   // The stream of the kernels.
   const c10::Stream& stream() const { return stream_->stream(); }
+  // Ends the calls of all ranks with this error.
+  void fail(Error why);
   // Waits until the kernels of all calls have ended, or for the deadline.
   void close(Deadline deadline);
 
@@ -96,9 +99,9 @@ class TokenKernels : public std::enable_shared_from_this<TokenKernels> {
   std::shared_ptr<ViewFeed> view_;
   const Settings settings_;
   bool isDecided_ = false;
+  at::Tensor mask_;                     // on the device, read by kernels: bits of all ranks
   std::optional<OwnStream> stream_;     // not lent to others before the kernels have ended
   std::unique_ptr<PeerTokens> tokens_;  // null: calls are staged
-  at::Tensor mask_;                     // on the device: bits of all ranks
 };
 
 }  // namespace mooncake
