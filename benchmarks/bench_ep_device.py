@@ -1,12 +1,15 @@
-"""Low latency dispatch and combine of a device's tensors by kernels, beside a copy of as many bytes
-on the device and the launch of one small kernel, in the same processes.
+"""Dispatch and combine of a device's tensors by kernels, of the low latency mode or the normal one,
+beside a copy of as many bytes on the device and the launch of one small kernel, in the same
+processes.
 
     python benchmarks/bench_ep_device.py --device cuda --ranks 8
-    python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens 4096
+    python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens 4096 --normal
     python benchmarks/bench_ep_device.py --ranks 2 --tokens 8 --hidden 512 --experts 8
 
 Several ranks share a GPU if there are fewer GPUs than ranks: then they also share its copies, and
-take turns on it. `graph` is the replay of a dispatch and a combine. Without a GPU, the device is
+take turns on it. `graph` is the replay of a dispatch and a combine. In the normal mode, `dispatch`
+exchanges counts on the host, `at worst` is one with num_worst_tokens, which does not, and `again`
+one with a handle. Without a GPU, the device is
 the tests' own (tests/fake_device), whose kernels run on the CPU: this program works there, and its
 numbers mean nothing.
 """
@@ -27,6 +30,7 @@ from common import machine_facts, numbers, print_table, short, spread, write_jso
 from ranks import COLLECTIVE_TIMEOUT_S, Rank, run_job, run_main
 
 PARTS = ["dispatch", "combine", "graph", "dispatch by hook", "copy of rows", "launch"]
+NORMAL_PARTS = ["dispatch", "at worst", "again", "combine", "copy of rows", "launch"]
 
 Rows = list[dict[str, Any]]
 
@@ -65,6 +69,34 @@ def _parts(device: Any, buffer: Any, spec: dict[str, Any], rank: int) -> dict[st
         "combine": combine,
         "graph": graph.replay,
         "dispatch by hook": hooked,
+        "copy of rows": lambda: copied.copy_(rows),
+        "launch": lambda: small.fill_(1),
+    }
+
+
+def _normal_parts(device: Any, buffer: Any, spec: dict[str, Any], rank: int) -> dict[str, Callable]:
+    import torch
+
+    tokens, hidden, topk, experts = (spec[name] for name in ("tokens", "hidden", "topk", "experts"))
+    drawn = torch.Generator().manual_seed(rank)
+    x = torch.randn(tokens, hidden, generator=drawn).bfloat16().to(device)
+    topk_idx = torch.rand(tokens, experts, generator=drawn).topk(topk, dim=1).indices.to(device)
+    weights = torch.rand(tokens, topk, generator=drawn).to(device)
+    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_idx, experts)
+    call = {
+        "num_tokens_per_expert": per_expert,
+        "is_token_in_rank": is_in_rank,
+        "topk_idx": topk_idx,
+        "topk_weights": weights,
+    }
+    worst = tokens * buffer.group_size
+    rows, _, _, _, handle, _ = buffer.dispatch(x, **call)
+    copied, small = torch.zeros_like(rows), torch.zeros(1, device=device)
+    return {
+        "dispatch": lambda: buffer.dispatch(x, **call),
+        "at worst": lambda: buffer.dispatch(x, **call, num_worst_tokens=worst),
+        "again": lambda: buffer.dispatch(x, handle=handle),
+        "combine": lambda: buffer.combine(rows, handle),
         "copy of rows": lambda: copied.copy_(rows),
         "launch": lambda: small.fill_(1),
     }
@@ -109,11 +141,17 @@ def rank_main(me: Rank) -> None:
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     group = dist.group.WORLD
-    size = Buffer.get_low_latency_rdma_size_hint(
-        spec["tokens"], spec["hidden"], me.size, spec["experts"]
-    )
-    buffer = Buffer(group, num_rdma_bytes=size, low_latency_mode=True)
-    took = _race(me, _parts(device, buffer, spec, me.rank), spec["calls"])
+    shape = (spec["tokens"], spec["hidden"], me.size)
+    if spec["normal"]:
+        row = 2 * spec["hidden"] + 8 * (spec["hidden"] // 128 + 1) + 16 * spec["topk"]
+        bytes_at_once = 2 * (spec["tokens"] * me.size * row + 8192)
+        buffer = Buffer(group, num_nvl_bytes=-(-bytes_at_once // 128) * 128)
+        parts = _normal_parts(device, buffer, spec, me.rank)
+    else:
+        size = Buffer.get_low_latency_rdma_size_hint(*shape, spec["experts"])
+        buffer = Buffer(group, num_rdma_bytes=size, low_latency_mode=True)
+        parts = _parts(device, buffer, spec, me.rank)
+    took = _race(me, parts, spec["calls"])
     row = {"kind": "ep_device", "ranks": me.size, **spec}
     for name, values in took.items():
         row.update(spread(values, prefix=f"{name}_"))
@@ -123,14 +161,14 @@ def rank_main(me: Rank) -> None:
     dist.destroy_process_group()
 
 
-def show(rows: Rows) -> None:
+def show(rows: Rows, parts: list[str]) -> None:
     print_table(
         "EP on a device, us a call (medians)",
-        ["ranks", "tokens", "hidden", "top-k", "experts", *PARTS],
+        ["ranks", "tokens", "hidden", "top-k", "experts", *parts],
         [
             [
                 *(str(row[name]) for name in ("ranks", "tokens", "hidden", "topk", "experts")),
-                *(short(row[f"{name}_p50_us"]) for name in PARTS),
+                *(short(row[f"{name}_p50_us"]) for name in parts),
             ]
             for row in rows
         ],
@@ -146,17 +184,18 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--normal", action="store_true", help="the normal mode")
     parser.add_argument("--device", default="fake", help="fake (tests/fake_device), or cuda")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=20, help="in a row")
     parser.add_argument("--json", help="also writes the rows to this file")
     args = parser.parse_args()
-    names = ("tokens", "hidden", "topk", "experts", "device", "rounds", "calls")
+    names = ("tokens", "hidden", "topk", "experts", "device", "rounds", "calls", "normal")
     spec = {name: getattr(args, name) for name in names}
     rows: Rows = []
     for ranks in args.ranks:
         rows += run_job("bench_ep_device:rank_main", ranks, spec)
-    show(rows)
+    show(rows, NORMAL_PARTS if args.normal else PARTS)
     write_json_lines(args.json, [machine_facts(), *rows])
     return 0
 

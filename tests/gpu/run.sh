@@ -72,6 +72,7 @@ speed() {
   python benchmarks/bench_collectives.py --device cuda -b 1K -e 16M -f 16 --ranks 2,4 --ops all_reduce \
     --backends mooncake,nccl,gloo
   for tokens in 1 128 512; do python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens "$tokens"; done
+  python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens 4096 --normal
 }
 
 mkdir -p build
