@@ -41,7 +41,7 @@ struct AllToAllArguments {
   unsigned char* outputs[kMaxRanks];
 };
 
-// Lays out `count` segments of these sizes for memory whose halves have `halfBytes`: more than
+// Lays out `count` segments of these sizes for memory with halves of `halfBytes`: more than
 // kSplitBytes. Each exchange has the same part of all segments, so all receivers read in each.
 inline void layOutSegments(AllToAllArguments& arguments, const size_t* sizes, unsigned count,
                            size_t halfBytes) {

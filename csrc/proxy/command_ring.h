@@ -17,7 +17,7 @@ class CommandRing {
 
   // Returns whether a kernel has written the next command whole.
   bool hasNext() const;
-  // Copies the next command. The copy stays as it is, whatever kernels write to the slot.
+  // Copies the next command. The copy stays as it is, also if kernels write to the slot.
   bool take(kernels::ProxyCommand& command);
   // Frees the slots of the commands that were taken.
   void publishTaken();

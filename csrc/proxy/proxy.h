@@ -30,8 +30,8 @@ struct ProxyOptions {
   // A peer that has not taken a command after so long loses its ring.
   std::chrono::milliseconds timeout{10'000};
   std::chrono::milliseconds kernelTimeout{10'000};  // longest wait of a thread of a kernel
-  Accelerator* accelerator = nullptr;               // whose kernels push; null: see ProxyMemory
-  std::span<std::byte> tickets = {};                // see ProxyMemory::create()
+  Accelerator* accelerator = nullptr;  // of the kernels that push; null: see ProxyMemory
+  std::span<std::byte> tickets = {};   // see ProxyMemory::create()
 };
 
 // Lets kernels write to peers that only the engine reaches. Kernels push commands into rings in

@@ -32,8 +32,8 @@ enum class ProxyEnd : uint32_t {
 // Memory of the host that the device maps. The host writes it, kernels read it. Numbers of commands
 // wrap.
 struct alignas(64) ProxyCounts {
-  uint32_t taken = 0;      // commands whose slots are free again
-  uint32_t completed = 0;  // commands whose bytes and signals have arrived, with all before them
+  uint32_t taken = 0;      // commands that have left their slots
+  uint32_t completed = 0;  // commands that have arrived with their signals, and all before them
   uint32_t ended = 0;      // a ProxyEnd
 };
 

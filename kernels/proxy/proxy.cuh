@@ -67,7 +67,7 @@ MC_DEVICE ProxyTicket reserve(const ProxyView& proxy, uint32_t peer) {
       ticket.result = ProxyResult::kEnded;
       return true;
     }
-    // Releases what the host's word has acquired: the slot has been read.
+    // Releases the loads that the host's word has acquired: the slot has been read.
     storeReleaseDevice(&tickets.takenSeen, loadAcquireSystem(&counts.taken));
     ticket.number = loadRelaxedDevice(&tickets.reserved);
     return tryReserve();

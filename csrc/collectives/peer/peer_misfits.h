@@ -11,13 +11,13 @@
 
 namespace mooncake {
 
-// The calls of all_to_all whose splits do not fit, as kernels tell them. Thread-safe.
+// Calls of all_to_all with splits that do not fit, as kernels tell them. Thread-safe.
 class PeerMisfits {
  public:
   // Both outlive this object.
   PeerMisfits(const Group& group, kernels::HostWords& words) : group_(group), words_(words) {}
 
-  // Takes what kernels have told, so that they have room for more.
+  // Takes the misfits that kernels have told, so that they have room for more.
   void take();
   // Returns the error of a call that has changed nothing, once its kernel has ended.
   std::optional<Error> of(uint64_t call);

@@ -34,7 +34,7 @@ struct Shared {
   CommandRing ring(uint32_t peer) {
     return {std::span(commands).subspan(peer * view.slots, view.slots), counts[peer]};
   }
-  // Tells the emulator what it cannot see: a word of the host has changed.
+  // Tells the emulator of a change that it cannot see: that of a word of the host.
   static void published() { simt::afterChange(); }
 
   std::vector<ProxyCommand> commands;
