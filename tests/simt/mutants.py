@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 COMPILER = os.environ.get("CXX", "clang++")
 FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=off", "-w"]
-BY_FLAVOUR = {"plain": [], "thread": ["-fsanitize=thread"]}
+BY_FLAVOUR = {
+    "plain": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread"],
+}
 
 
 @dataclass

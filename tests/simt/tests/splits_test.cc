@@ -177,7 +177,8 @@ TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
                    AllToAllArguments completed = arguments;
                    completed.exchange = made;
                    if (rank == 1) {  // it publishes other places than those of its data
-                     const uint64_t wrong[] = {~uint64_t(0), ~uint64_t(0) - 15, kHalf, 1u << 20};
+                     const uint64_t wrong[] = {~uint64_t(0), ~uint64_t(0) - 15,
+                                               kHalf - kTableBytes - 8, 1u << 20};
                      runExchange(
                          completed.exchange, 0,
                          [&](const Turn& turn, const Blocks& blocks) {
@@ -187,8 +188,8 @@ TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
                              writeTable(completed, turn);
                              __syncthreads();
                              if (threadIdx.x == 0) {
-                               table.to[0].place = seed % 2 ? wrong[seed % 4] : 0;
-                               table.to[0].step = seed % 2 ? 16 : wrong[seed % 4];
+                               table.to[0].place = seed % 2 ? wrong[seed / 2 % 4] : 0;
+                               table.to[0].step = seed % 2 ? 16 : wrong[seed / 2 % 4];
                                if (seed % 3 == 0) table.to[0] = {3 * kBytes / 2, 0, 160};
                                table.exchanges = 3;
                              }
