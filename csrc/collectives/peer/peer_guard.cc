@@ -100,7 +100,7 @@ void PeerGuard::arm() {
 
 Result<uint64_t> PeerGuard::begin(std::string name, Deadline deadline) {
   std::lock_guard lock(mutex_);
-  if (failure_) return *failure_;
+  MOONCAKE_TRY(failure());
   called_.push_back({++lastCalled_, std::move(name), deadline});
   changed_.notify_all();
   return lastCalled_;
@@ -113,8 +113,11 @@ void PeerGuard::fail(Error why) {
 
 Status PeerGuard::usable() const {
   std::lock_guard lock(mutex_);
-  return failure_ ? Status(*failure_) : Status();
+  return failure();
 }
+
+// Kernels may have failed since the thread has looked.
+Status PeerGuard::failure() const { return failure_ ? Status(*failure_) : failureOfKernels(); }
 
 void PeerGuard::limit(uint64_t call, Deadline deadline) {
   std::lock_guard lock(mutex_);
@@ -138,7 +141,7 @@ bool PeerGuard::hasEnded(uint64_t call) const {
 Status PeerGuard::await(uint64_t call, Deadline deadline) const {
   std::unique_lock lock(mutex_);
   while (ended() < call) {
-    if (failure_) return *failure_;
+    MOONCAKE_TRY(failure());
     if (deadline.passed()) return {ErrorCode::kTimeout, ""};
     changed_.wait_for(lock, kPause);
   }

@@ -96,6 +96,7 @@ class PeerGuard {
   Status stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline);
   void decide(kernels::Decision decision);
   void refuse(Error why);
+  Status failure() const;  // ok, or the error that has ended the group
   Status failureOfKernels() const;
   Error timedOut(std::unique_lock<std::mutex>& lock, const std::string& name);
 
