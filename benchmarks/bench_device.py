@@ -42,7 +42,7 @@ PARTS = ["device", "cpu", "copies", "call"]
 Rows = list[dict[str, Any]]
 
 
-def _open_device(kind: str, rank: int) -> Any:
+def open_device(kind: str, rank: int) -> Any:
     import torch
 
     if kind == "fake":
@@ -114,7 +114,7 @@ def rank_main(me: Rank) -> None:
 
     spec = me.spec
     gc.disable()
-    device = _open_device(spec["device"], me.rank)
+    device = open_device(spec["device"], me.rank)
     dist.init_process_group(
         f"cpu:mooncake,{spec['device']}:mooncake",
         store=me.open_store(),

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from bench_device import _open_device
+from bench_device import open_device
 from common import machine_facts, numbers, print_table, short, spread, write_json_lines
 from ranks import COLLECTIVE_TIMEOUT_S, Rank, run_job, run_main
 
@@ -132,7 +132,7 @@ def rank_main(me: Rank) -> None:
     spec = me.spec
     gc.disable()
     os.environ["MOONCAKE_EP_KERNELS"] = "1"
-    device = _open_device(spec["device"], me.rank)
+    device = open_device(spec["device"], me.rank)
     dist.init_process_group(
         f"cpu:mooncake,{spec['device']}:mooncake",
         store=me.open_store(),

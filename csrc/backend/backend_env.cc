@@ -34,6 +34,10 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "Collectives on tensors of devices go by kernels, if all ranks are on one host. Kernels "
       "exchange so many bytes of a rank at once; 0: no kernels. The same on all ranks"},
      numberInto<&BackendEnv::peerBytes, 0, uint64_t(1) << 30>},
+    {{"MOONCAKE_PEER_TABLE", "",
+      "A file of benchmarks/bench_peer_table.py: forms of collectives by kernels, by their sizes. "
+      "The same lines on all ranks"},
+     textInto<&BackendEnv::peerTable>},
     {{"MOONCAKE_BLOCKING_WAIT", "0",
       "1: wait() for tensors of a device waits on the host until the outputs are there"},
      flagInto<&BackendEnv::blockingWait>},

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <string>
+
 #include "base/env.h"
 
 namespace mooncake {
@@ -12,6 +14,7 @@ struct BackendEnv {
   bool epKernels = false;                  // MOONCAKE_EP_KERNELS
   size_t pinnedCache = size_t{512} << 20;  // MOONCAKE_PINNED_CACHE
   size_t peerBytes = 0;                    // MOONCAKE_PEER_BYTES
+  std::string peerTable;                   // MOONCAKE_PEER_TABLE: a file; see PeerTable
   bool blockingWait = false;               // MOONCAKE_BLOCKING_WAIT
 
   // kInvalidArgument names the variable, its value and what is allowed.

@@ -182,6 +182,14 @@ void refuseCapturedConstruction() {
                           "the construction of a process group cannot be recorded");
 }
 
+mooncake::Result<mooncake::PeerTable> peerTableOf(const std::string& path) {
+  if (path.empty()) return mooncake::PeerTable();
+  auto table = mooncake::PeerTable::read(path);
+  if (!table.ok())
+    return mooncake::Error{table.error().code, "MOONCAKE_PEER_TABLE: " + table.error().message};
+  return table;
+}
+
 c10::intrusive_ptr<PythonBackend> createBackend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::vector<int> globalRanks,
     std::string groupId, std::chrono::duration<double> timeout, std::string backendName,
@@ -193,6 +201,8 @@ c10::intrusive_ptr<PythonBackend> createBackend(
   if (!groupEnv.ok()) mooncake::throwError(groupEnv.error());
   const auto backendEnv = mooncake::BackendEnv::read();
   if (!backendEnv.ok()) mooncake::throwError(backendEnv.error());
+  auto peerTable = peerTableOf(backendEnv->peerTable);
+  if (!peerTable.ok()) mooncake::throwError(peerTable.error());
   BackendOptions out{.name = std::move(backendName),
                      .groupName = std::move(groupId),
                      .globalRanks = std::move(globalRanks),
@@ -202,7 +212,8 @@ c10::intrusive_ptr<PythonBackend> createBackend(
                      .raises = backendEnv->raises,
                      .streams = {.words = backendEnv->streamWords,
                                  .pinnedCache = backendEnv->pinnedCache,
-                                 .peerBytes = backendEnv->peerBytes},
+                                 .peerBytes = backendEnv->peerBytes,
+                                 .peerTable = std::move(*peerTable)},
                      .blockingWait = backendEnv->blockingWait};
   // Later groups share the default group's engine.
   if (world) options.attr("pop")("engine", py::none());

@@ -17,6 +17,8 @@ inject = extension.inject
 lose_context = extension.lose_context
 # kernels_run(): number of kernels that have begun.
 kernels_run = extension.kernels_run
+# blocks_run(): number of their blocks.
+blocks_run = extension.blocks_run
 # limit_memory(bytes): allocations beyond it fail.
 limit_memory = extension.limit_memory
 

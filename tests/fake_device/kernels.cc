@@ -60,10 +60,11 @@ const Entry kEntries[] = {
 };
 static_assert(std::size(kEntries) == mooncake::kKernelCount);
 
-std::atomic<uint64_t> launches = 0;
+std::atomic<uint64_t> launches = 0, blocks = 0;
 
 Status run(const KernelLaunch& launch) {
   ++launches;
+  blocks += launch.grid;
   using namespace mooncake::simt;
   World world({.starveFor = 0, .realTime = true});
   const Entry& kernel = kEntries[size_t(launch.kernel)];
@@ -77,6 +78,7 @@ Status run(const KernelLaunch& launch) {
 }  // namespace
 
 uint64_t kernelsRun() { return launches; }
+uint64_t blocksRun() { return blocks; }
 
 void giveKernels(mooncake::FakeDevices& devices) {
   devices.setKernels(

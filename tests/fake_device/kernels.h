@@ -10,5 +10,6 @@ namespace fake_device {
 void giveKernels(mooncake::FakeDevices& devices);
 // Number of kernels that have begun.
 uint64_t kernelsRun();
+uint64_t blocksRun();  // and of their blocks
 
 }  // namespace fake_device

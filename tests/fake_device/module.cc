@@ -117,6 +117,7 @@ PYBIND11_MODULE(_fake_device, m) {
   m.def("inject", &inject, py::arg("call"), py::arg("n") = 1, py::arg("times") = 1,
         py::arg("code") = "system");
   m.def("kernels_run", &kernelsRun);
+  m.def("blocks_run", &blocksRun);
   m.def("lose_context", [] { devices().loseContext(); });
   m.def("limit_memory", [](size_t bytes) { devices().limitMemory(bytes); });
 }

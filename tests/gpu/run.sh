@@ -71,6 +71,7 @@ speed() {
   python benchmarks/bench_device.py --device cuda -b 1K -e 64M -f 16 --ranks 2,4
   python benchmarks/bench_collectives.py --device cuda -b 1K -e 16M -f 16 --ranks 2,4 --ops all_reduce \
     --backends mooncake,nccl,gloo
+  python benchmarks/bench_peer_table.py --device cuda -b 1K -e 1M --ranks 2,4 --write build/peers.txt
   for tokens in 1 128 512; do python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens "$tokens"; done
   python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens 4096 --normal
 }

@@ -173,6 +173,7 @@ PeerRoute& DeviceBackend::route() {
     route_ = std::make_unique<PeerRoute>(std::move(makeControl),
                                          PeerRoute::Settings{.name = options().groupName,
                                                              .bytes = options().streams.peerBytes,
+                                                             .table = options().streams.peerTable,
                                                              .blocks = options().blockingWait,
                                                              .timeout = timeout,
                                                              .unseen = unseen_});

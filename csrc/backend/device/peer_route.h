@@ -30,8 +30,9 @@ class PeerRoute {
   using MakeGroup =
       std::function<std::unique_ptr<Group>(std::function<void(const GroupView&)> onView)>;
   struct Settings {
-    std::string name;     // of the group, for the log
-    size_t bytes = 0;     // of inputs that a call exchanges at once
+    std::string name;  // of the group, for the log
+    size_t bytes = 0;  // of inputs that a call exchanges at once
+    PeerTable table;
     bool blocks = false;  // wait() waits on the host
     std::chrono::milliseconds timeout{};
     std::shared_ptr<UnseenErrors> unseen;

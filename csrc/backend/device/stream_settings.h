@@ -2,6 +2,8 @@
 
 #include <cstddef>
 
+#include "collectives/peer/peer_table.h"
+
 namespace mooncake {
 
 // Of GroupStreams.
@@ -9,6 +11,7 @@ struct StreamSettings {
   bool words = true;       // collectives use them, where the device's streams know words
   size_t pinnedCache = 0;  // bytes; those of the first group that uses the device count
   size_t peerBytes = 0;    // largest input of a call that goes by kernels; 0: none does
+  PeerTable peerTable;
 };
 
 }  // namespace mooncake

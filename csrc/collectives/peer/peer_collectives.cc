@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <optional>
+#include <span>
+#include <string_view>
 #include <utility>
 
+#include "collectives/collectives.h"
 #include "device/kernel_launch.h"
 
 namespace mooncake {
@@ -15,7 +18,6 @@ using kernels::Exchange;
 using kernels::MoveArguments;
 using kernels::ReduceArguments;
 
-constexpr unsigned kMostBlocks = 8;         // multiprocessors that a group takes at most
 constexpr size_t kBytesOfBlock = 16 << 10;  // less is not worth a further block
 
 // Bytes that a rank reads from others in the time of a further exchange: some microseconds. If a
@@ -85,6 +87,16 @@ Combine combinationOf(DType dtype, ReduceKind kind) {
   return Combine::kSum;
 }
 
+// Ranks with other lines would run other kernels.
+Status agreeOnTable(Group& group, const PeerTable& table, Deadline deadline) {
+  // The largest and, as its complement, the smallest of all ranks.
+  uint32_t hashes[] = {table.hash(), ~table.hash()};
+  MOONCAKE_TRY(allreduce(group, std::as_writable_bytes(std::span(hashes)),
+                         {DType::kUInt32, ReduceKind::kMax}, deadline));
+  if (hashes[0] == ~hashes[1]) return {};
+  return {ErrorCode::kMismatch, "MOONCAKE_PEER_TABLE has other lines on another rank"};
+}
+
 uint32_t mix(uint32_t hash, uint64_t value) {
   for (int shift = 0; shift < 64; shift += 8) hash = (hash ^ uint8_t(value >> shift)) * 16777619u;
   return hash;
@@ -99,6 +111,7 @@ struct PeerCollectives::Call {
   ReduceKind kind = ReduceKind::kSum;
   int root = -1;
   bool isTwoShot = false;
+  unsigned blocks = 0;  // 0: they follow from the size
 
   uint32_t hash(const Tensors& tensors) const {
     uint32_t hash = 2166136261u;
@@ -110,22 +123,23 @@ struct PeerCollectives::Call {
 
 Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
     std::unique_ptr<Group> control, std::shared_ptr<ViewFeed> view,
-    Result<Accelerator*> accelerator, DeviceStream stream, size_t halfBytes,
-    std::chrono::milliseconds timeout, Deadline deadline) {
+    Result<Accelerator*> accelerator, DeviceStream stream, Settings settings, Deadline deadline) {
+  MOONCAKE_TRY(agreeOnTable(*control, settings.table, deadline));
   auto queue = PeerQueue::make(std::move(control), std::move(view), std::move(accelerator), stream,
-                               {.halfBytes = halfBytes + kernels::kSplitBytes,
-                                .mostBlocks = kMostBlocks,
-                                .timeout = timeout},
+                               {.halfBytes = settings.halfBytes + kernels::kSplitBytes,
+                                .mostBlocks = PeerTable::kMostBlocks,
+                                .timeout = settings.timeout},
                                deadline);
   if (!queue.ok()) return queue.error();
-  return std::unique_ptr<PeerCollectives>(new PeerCollectives(std::move(*queue)));
+  return std::unique_ptr<PeerCollectives>(
+      new PeerCollectives(std::move(*queue), std::move(settings.table)));
 }
 
 template <typename Arguments>
 Result<uint64_t> PeerCollectives::enqueue(KernelId kernel, const Call& call, size_t work,
                                           Arguments& arguments, Deadline deadline) {
-  const auto blocks = unsigned(
-      std::clamp<size_t>((work + kBytesOfBlock - 1) / kBytesOfBlock, 1, queue_->mostBlocks()));
+  const size_t wanted = call.blocks ? call.blocks : (work + kBytesOfBlock - 1) / kBytesOfBlock;
+  const auto blocks = unsigned(std::clamp<size_t>(wanted, 1, queue_->mostBlocks()));
   const size_t vectors = work / blocks / sizeof(uint64_t) / 2;
   const auto threads =
       unsigned(std::clamp<size_t>((vectors + 31) / 32 * 32, 64, PeerQueue::kMostThreads));
@@ -151,6 +165,18 @@ bool PeerCollectives::isTwoShot(size_t bytes) const {
   const auto ranks = size_t(size());
   if (ranks < 3) return false;
   return hasPieces(bytes, 1) || bytes / ranks * (ranks - 1) * (ranks - 2) >= kBytesOfExchange;
+}
+
+// Completes a call by the table, or else by rules. Parts have so many bytes.
+PeerCollectives::Call PeerCollectives::choose(Call call, size_t bytes) const {
+  const auto form = table_.find(call.name, size(), bytes * call.parts);
+  if (form) {
+    call.isTwoShot = form->isTwoShot;
+    call.blocks = form->blocks;
+  } else if (call.name == std::string_view("all_reduce")) {
+    call.isTwoShot = isTwoShot(bytes);
+  }
+  return call;
 }
 
 Exchange PeerCollectives::exchangeOf(const Call& call, const Tensors& tensors,
@@ -185,13 +211,14 @@ Status PeerCollectives::meet(const char* name, Deadline deadline) {
   return enqueue(KernelId::kMove, call, 0, arguments, deadline).status();
 }
 
-Result<uint64_t> PeerCollectives::reduceAny(const Call& call, const Tensors& tensors, size_t part,
+Result<uint64_t> PeerCollectives::reduceAny(const Call& given, const Tensors& tensors, size_t part,
                                             Deadline deadline) {
-  MOONCAKE_TRY(checkReduction({tensors.dtype, call.kind}));
+  MOONCAKE_TRY(checkReduction({tensors.dtype, given.kind}));
   const auto kernel = reductionOf(tensors.dtype);
   if (!kernel) return Error{ErrorCode::kInvalidArgument, "no kernel reduces this type"};
   const bool isTaken = !tensors.outputs.empty();
   const size_t bytes = tensors.count * dtypeSize(tensors.dtype);
+  const Call call = choose(given, bytes);
   ReduceArguments arguments{
       .exchange = exchangeOf(call, tensors, deadline),
       .offset = part * pieceOf(call, bytes),
@@ -202,9 +229,10 @@ Result<uint64_t> PeerCollectives::reduceAny(const Call& call, const Tensors& ten
   return enqueue(*kernel, call, bytes * call.parts, arguments, deadline);
 }
 
-Result<uint64_t> PeerCollectives::moveAny(const Call& call, const Tensors& tensors,
+Result<uint64_t> PeerCollectives::moveAny(const Call& given, const Tensors& tensors,
                                           uint64_t sources, size_t part, Deadline deadline) {
   const size_t bytes = tensors.count * dtypeSize(tensors.dtype);
+  const Call call = choose(given, bytes);
   const size_t outputs = tensors.outputs.size();
   MoveArguments arguments{.exchange = exchangeOf(call, tensors, deadline),
                           .sources = outputs ? sources : 0,
@@ -264,9 +292,7 @@ Result<uint64_t> PeerCollectives::allgatherUneven(const Tensors& tensors, const 
 
 Result<uint64_t> PeerCollectives::allreduce(const Tensors& tensors, ReduceKind kind,
                                             Deadline deadline) {
-  const size_t bytes = tensors.count * dtypeSize(tensors.dtype);
-  const Call call{.name = "all_reduce", .kind = kind, .isTwoShot = isTwoShot(bytes)};
-  return reduceAny(call, tensors, 0, deadline);
+  return reduceAny({.name = "all_reduce", .kind = kind}, tensors, 0, deadline);
 }
 
 Result<uint64_t> PeerCollectives::reduceScatter(const Tensors& tensors, ReduceKind kind,

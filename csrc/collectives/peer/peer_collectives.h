@@ -12,6 +12,7 @@
 #include "base/result.h"
 #include "collectives/peer/peer_misfits.h"
 #include "collectives/peer/peer_queue.h"
+#include "collectives/peer/peer_table.h"
 #include "collectives/reduce_cpu.h"
 #include "device/accelerator.h"
 #include "group/group.h"
@@ -27,12 +28,16 @@ namespace mooncake {
 // operation; one thread at a time.
 class PeerCollectives {
  public:
-  // `halfBytes` of inputs that are exchanged at once. All other parameters: see PeerQueue::make().
+  struct Settings {
+    size_t halfBytes = 0;  // of inputs that are exchanged at once
+    PeerTable table;       // the same on all ranks
+    std::chrono::milliseconds timeout{};
+  };
+  // See PeerQueue::make().
   static Result<std::unique_ptr<PeerCollectives>> make(std::unique_ptr<Group> control,
                                                        std::shared_ptr<ViewFeed> view,
                                                        Result<Accelerator*> accelerator,
-                                                       DeviceStream stream, size_t halfBytes,
-                                                       std::chrono::milliseconds timeout,
+                                                       DeviceStream stream, Settings settings,
                                                        Deadline deadline);
 
   // Whether calls with so many parts of inputs go by kernels. The same on all ranks.
@@ -75,13 +80,16 @@ class PeerCollectives {
   struct Call;
   static constexpr size_t kSmallestPiece = 16;  // bytes
 
-  explicit PeerCollectives(std::unique_ptr<PeerQueue> queue)
-      : queue_(std::move(queue)), misfits_(queue_->group(), queue_->area().words()) {}
+  PeerCollectives(std::unique_ptr<PeerQueue> queue, PeerTable table)
+      : queue_(std::move(queue)),
+        table_(std::move(table)),
+        misfits_(queue_->group(), queue_->area().words()) {}
 
   // Bytes of an input that are exchanged at once. The memory also has room for a table of splits.
   size_t halfBytes() const { return queue_->area().halfBytes() - kernels::kSplitBytes; }
   int size() const { return queue_->group().size(); }
   size_t pieceOf(const Call& call, size_t bytes) const;
+  Call choose(Call call, size_t bytes) const;
   bool isTwoShot(size_t bytes) const;
   kernels::Exchange exchangeOf(const Call& call, const Tensors& tensors, Deadline deadline) const;
   Result<uint64_t> reduceAny(const Call& call, const Tensors& tensors, size_t part,
@@ -96,6 +104,7 @@ class PeerCollectives {
   Status meet(const char* name, Deadline deadline);
 
   const std::unique_ptr<PeerQueue> queue_;
+  const PeerTable table_;
   PeerMisfits misfits_;
 };
 
