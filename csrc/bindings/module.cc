@@ -15,6 +15,7 @@
 #include "backend/completions.h"
 #include "backend/device/accelerator_of.h"
 #include "backend/device/device_backend.h"
+#include "backend/device/kernel_work.h"
 #include "backend/device/symmetric_allocator.h"
 #include "backend/drains.h"
 #include "backend/errors.h"
@@ -48,6 +49,7 @@ using mooncake::DeviceWork;
 using mooncake::ErrorCode;
 using mooncake::FailureError;
 using mooncake::Farewell;
+using mooncake::KernelWork;
 using mooncake::MessageWork;
 using mooncake::MooncakeBackend;
 using mooncake::RaisedBySignal;
@@ -319,9 +321,34 @@ void bindDeviceWork(py::module_& m) {
   for (const char* name : {"works", "contributors", "failed_ranks", "lost_ranks", "epoch",
                            "sequence_number", "max_group_size"}) {
     type.def_property_readonly(name, [name](const DeviceWork& work) -> py::object {
+      {
+        const py::gil_scoped_release unlocked;
+        work.awaitVerdict();
+      }
       return py::cast(work.host()).attr(name);
     });
   }
+}
+
+template <auto kField>
+auto fieldOfVerdict(const KernelWork& work) {
+  return work.verdict().*kField;
+}
+
+void bindKernelWork(py::module_& m) {
+  using Verdict = KernelWork::Verdict;
+  const auto field = [](auto get) {
+    return py::cpp_function(get, py::call_guard<py::gil_scoped_release>());
+  };
+  py::class_<KernelWork, c10::intrusive_ptr<KernelWork>, c10d::Work>(m, "KernelWork")
+      .def("exception", &exceptionOf)
+      .def("is_success", &KernelWork::isSuccess)
+      .def_property_readonly("contributors", field(&fieldOfVerdict<&Verdict::contributors>))
+      .def_property_readonly("failed_ranks", field(&fieldOfVerdict<&Verdict::failedRanks>))
+      .def_property_readonly("lost_ranks", field(&fieldOfVerdict<&Verdict::lostRanks>))
+      .def_property_readonly("epoch", field(&fieldOfVerdict<&Verdict::epoch>))
+      .def_property_readonly("sequence_number", &KernelWork::getSequencenumber)
+      .def_property_readonly("max_group_size", &KernelWork::capacity);
 }
 
 }  // namespace
@@ -464,4 +491,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("lost_ranks", &BatchWork::lostRanks)
       .def_property_readonly("max_group_size", &BatchWork::capacity);
   bindDeviceWork(m);
+  bindKernelWork(m);
 }

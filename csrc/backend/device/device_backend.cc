@@ -175,6 +175,7 @@ PeerRoute& DeviceBackend::route() {
                                                              .bytes = options().streams.peerBytes,
                                                              .table = options().streams.peerTable,
                                                              .blocks = options().blockingWait,
+                                                             .capacity = options().capacity,
                                                              .timeout = timeout,
                                                              .unseen = unseen_});
   }

@@ -98,6 +98,16 @@ void DeviceWork::awaitHost(std::chrono::milliseconds timeout) {
   for (const auto& staging : stagings_) staging->settle();
 }
 
+// All waits of an operation are bounded, so this one is.
+void DeviceWork::awaitVerdict() const {
+  const WaitInterrupt interrupt;
+  while (!host_->isCompleted()) {
+    std::this_thread::sleep_for(kPause);
+    Interruptible::look();
+    interrupt.rethrow();
+  }
+}
+
 void DeviceWork::watchError() {
   std::call_once(watched_, [&] { waiting_.unseen->add(host_, isRaised_); });
 }

@@ -44,6 +44,8 @@ class DeviceWork : public c10d::Work {
   // words, and if it was made so. Only then `timeout` counts.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
+  // Without `override`: c10d::Work has it since torch 2.9 only.
+  void blockCurrentStream() { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs_; }
   int sourceRank() const override { return host_->sourceRank(); }
   uint64_t getSequencenumber() const override { return host_->getSequencenumber(); }
@@ -56,6 +58,8 @@ class DeviceWork : public c10d::Work {
   // True: the outputs come in the order of the calls.
   bool isOrdered() const;
 
+  // Waits on the host for the end of the operation. Its outputs may still be on their way.
+  void awaitVerdict() const;
   const WorkPtr& host() const { return host_; }
 
  private:

@@ -13,11 +13,17 @@
 #include "backend/signals.h"
 
 namespace mooncake {
+namespace {
 
-KernelWork::KernelWork(int rank, c10d::OpType type, std::shared_ptr<PeerCollectives> peers,
-                       Operation operation, std::shared_ptr<GroupStreams> streams,
-                       std::vector<at::Tensor> outputs)
+constexpr std::chrono::microseconds kPause(50);  // between two looks
+
+}  // namespace
+
+KernelWork::KernelWork(int rank, c10d::OpType type, int capacity,
+                       std::shared_ptr<PeerCollectives> peers, Operation operation,
+                       std::shared_ptr<GroupStreams> streams, std::vector<at::Tensor> outputs)
     : Work(rank, type),
+      capacity_(capacity),
       peers_(std::move(peers)),
       operation_(std::move(operation)),
       streams_(std::move(streams)),
@@ -86,8 +92,34 @@ bool KernelWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+// False: the group has ended before. All its waits are bounded, so this one is.
+bool KernelWork::awaitKernel() const {
+  const WaitInterrupt interrupt;
+  while (!peers_->guard().hasEnded(operation_.number)) {
+    if (!peers_->guard().usable().ok()) return peers_->guard().hasEnded(operation_.number);
+    std::this_thread::sleep_for(kPause);
+    Interruptible::look();
+    interrupt.rethrow();
+  }
+  return true;
+}
+
+KernelWork::Verdict KernelWork::verdict() const {
+  Verdict verdict;
+  if (!awaitKernel()) return verdict;
+  const PeerGuard& guard = peers_->guard();
+  const uint64_t ranks = guard.contributors(operation_.number);
+  const uint64_t before = guard.contributors(operation_.number - 1);
+  for (int rank = 0; rank < peers_->size(); ++rank) {
+    const uint64_t bit = uint64_t(1) << rank;
+    (ranks & bit ? verdict.contributors : verdict.failedRanks).push_back(rank);
+    if (before & ~ranks & bit) verdict.lostRanks.push_back(rank);
+  }
+  verdict.epoch = guard.epochOf(ranks);
+  return verdict;
+}
+
 void KernelWork::awaitOnHost(Deadline deadline) const {
-  constexpr std::chrono::microseconds kPause(50);
   const WaitInterrupt interrupt;
   const c10::DeviceGuard on(streams_->collectives().device());
   for (;;) {

@@ -29,7 +29,8 @@ class KernelWork final : public c10d::Work {
     UnseenErrors::Unseen earlier;  // of another operation; wait() raises it if nobody has
   };
   // The kernel is the last work on the stream of `streams` for collectives.
-  KernelWork(int rank, c10d::OpType type, std::shared_ptr<PeerCollectives> peers,
+  // `capacity`: see MooncakeBackend.
+  KernelWork(int rank, c10d::OpType type, int capacity, std::shared_ptr<PeerCollectives> peers,
              Operation operation, std::shared_ptr<GroupStreams> streams,
              std::vector<at::Tensor> outputs);
   ~KernelWork() override;
@@ -46,18 +47,30 @@ class KernelWork final : public c10d::Work {
   // if it was made so. Only then `timeout` counts.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
+  // Without `override`: c10d::Work has it since torch 2.9 only.
+  void blockCurrentStream() { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return operation_.number; }
+  // How the operation has ended, as CollectiveWork says it. Waits on the host for the end of its
+  // kernel. No ranks and epoch 0: the group has ended before.
+  struct Verdict {
+    std::vector<int> contributors, failedRanks, lostRanks;
+    uint64_t epoch = 0;
+  };
+  Verdict verdict() const;
+  int capacity() const { return capacity_; }
   // Complete at once. Its callbacks run on a stream that waits for the outputs. It raises the error
   // of an earlier operation that nobody has raised.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
   bool isRootLost() const;
+  bool awaitKernel() const;
   std::exception_ptr takeEarlier() const;
   void block() const;
   void awaitOnHost(Deadline deadline) const;
 
+  const int capacity_;
   const std::shared_ptr<PeerCollectives> peers_;
   const Operation operation_;
   const std::shared_ptr<GroupStreams> streams_;

@@ -102,7 +102,7 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
   if (!isRecorded) {
     const uint64_t number = enqueue(rank, call, stream);
     const auto work = c10::make_intrusive<KernelWork>(
-        rank, call.type, peers_,
+        rank, call.type, settings_.capacity, peers_,
         KernelWork::Operation{number, call.root, call.hasSplits, settings_.blocks,
                               settings_.unseen->first()},
         streams, call.results);

@@ -34,6 +34,7 @@ class PeerRoute {
     size_t bytes = 0;  // of inputs that a call exchanges at once
     PeerTable table;
     bool blocks = false;  // wait() waits on the host
+    int capacity = 0;     // see MooncakeBackend
     std::chrono::milliseconds timeout{};
     std::shared_ptr<UnseenErrors> unseen;
   };

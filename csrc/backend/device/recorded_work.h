@@ -29,6 +29,8 @@ class RecordedWork final : public c10d::Work {
   // without that.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
+  // Without `override`: c10d::Work has it since torch 2.9 only.
+  void blockCurrentStream() { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs_; }
   // Its callbacks are recorded into the graph, too.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

@@ -72,6 +72,7 @@ class PeerCollectives {
   Result<uint64_t> gather(const Tensors& tensors, int root, Deadline deadline);
   Result<uint64_t> scatter(const Tensors& tensors, int root, Deadline deadline);
 
+  int size() const { return queue_->group().size(); }  // ranks, those that are lost included
   PeerQueue& queue() const { return *queue_; }
   PeerGuard& guard() const { return queue_->guard(); }
   PeerMisfits& misfits() { return misfits_; }
@@ -87,7 +88,6 @@ class PeerCollectives {
 
   // Bytes of an input that are exchanged at once. The memory also has room for a table of splits.
   size_t halfBytes() const { return queue_->area().halfBytes() - kernels::kSplitBytes; }
-  int size() const { return queue_->group().size(); }
   size_t pieceOf(const Call& call, size_t bytes) const;
   Call choose(Call call, size_t bytes) const;
   bool isTwoShot(size_t bytes) const;

@@ -77,7 +77,8 @@ PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words,
       words_(words),
       acknowledge_(std::move(acknowledge)),
       timeout_(timeout),
-      active_(~uint64_t(0) >> (64 - control.size())) {}
+      active_(~uint64_t(0) >> (64 - control.size())),
+      epochs_{{active_, control.lastView->epoch}} {}
 
 PeerGuard::~PeerGuard() {
   view_.listen(nullptr);
@@ -154,6 +155,12 @@ uint64_t PeerGuard::contributors(uint64_t call) const {
   for (const kernels::Change& change : std::span(words_.changes, count))
     if (call > change.lastCall) active = change.active;
   return active;
+}
+
+uint64_t PeerGuard::epochOf(uint64_t contributors) const {
+  std::lock_guard lock(mutex_);
+  const auto found = epochs_.find(contributors);
+  return found == epochs_.end() ? 0 : found->second;
 }
 
 Error PeerGuard::rootLost(int root) const {
@@ -240,6 +247,7 @@ void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
   lock.lock();
   if (!agreed.ok()) return refuse(agreed.error());
   active_ = bitsOf(control_.lastView->active);
+  epochs_.emplace(active_, control_.lastView->epoch);
   // Ranks that take still read the half of the last operation's last exchange.
   std::atomic_ref(words_.serial)
       .store(most.taken + ((most.taken ^ most.ended) & 1), std::memory_order_relaxed);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -67,6 +68,8 @@ class PeerGuard {
   // Bits of the ranks that took part in a call's operation that has ended. A rank that is not among
   // them before the end does not become one.
   uint64_t contributors(uint64_t call) const;
+  // Epoch of the view of these ranks, which contributors() has returned.
+  uint64_t epochOf(uint64_t contributors) const;
   // The error of an operation that has no result, because it ends without its root.
   Error rootLost(int root) const;
 
@@ -110,8 +113,9 @@ class PeerGuard {
   std::deque<Called> called_;  // those that may not have ended on the device
   Parked parked_;
   uint64_t lastCalled_ = 0;
-  uint64_t active_;          // as agreed last
-  uint32_t generation_ = 0;  // of decisions
+  uint64_t active_;                      // as agreed last
+  std::map<uint64_t, uint64_t> epochs_;  // of views, by the bits of their ranks
+  uint32_t generation_ = 0;              // of decisions
   bool isArmed_ = false;
   bool isStopping_ = false;
   std::optional<Error> failure_;
