@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Backend, DebugLevel, get_debug_level
 from mooncake_backend import distribution, extension
 from mooncake_backend.launcher import notices
 from mooncake_backend.options import MooncakeBackendOptions
+from mooncake_backend.registration import BACKENDS
 
 if TYPE_CHECKING:
     from mooncake_backend._C import MooncakeBackend
@@ -26,13 +27,18 @@ def create_group(
     backend_name: str, dist_opts: Any, options: Any = None
 ) -> MooncakeBackend | dist.ProcessGroup:
     """Called by torch.distributed for each group of ours that has this rank. If the group has no
-    other backend, it gets our backend's name; c10d would call it "custom"."""
+    backends but ours, one serves all its devices, and gives the group its name; c10d would call it
+    "custom"."""
+    backends, bound_device = _asked_for()
+    is_only = backends.keys() <= BACKENDS.keys()
+    devices = [device for of_backend in backends.values() for device in of_backend]
+    if is_only and "mooncake" in backends:
+        backend_name = "mooncake"  # it has the devices of "mooncake-cpu", too
     backend = create_backend(backend_name, dist_opts, options)
     if dist.distributed_c10d._is_barrier_after_init() and (world := _world()) is not None:
         _stand_in_for_the_lost(world, dist_opts)
-    devices, bound_device = _asked_for()
     # Otherwise torch makes its own group, to which it adds other backends or a wrapper of this one.
-    if not devices or get_debug_level() == DebugLevel.DETAIL:
+    if not devices or not is_only or get_debug_level() == DebugLevel.DETAIL:
         return backend
     group: dist.ProcessGroup = extension.load().group_of(dist_opts.store, backend, devices)
     if bound_device is not None:
@@ -40,16 +46,16 @@ def create_group(
     return group
 
 
-def _asked_for() -> tuple[list[str], torch.device | None]:
-    """The devices of the group that torch is making, if one backend serves all of them, and the
-    device that it is bound to. torch accepts a whole group from the function that makes a backend,
-    but does not tell that function about other backends. Only a frame of torch's has them."""
+def _asked_for() -> tuple[dict[str, list[str]], torch.device | None]:
+    """The backends of the group that torch is making, with their devices, and the device that it is
+    bound to. torch accepts a whole group from the function that makes a backend, but does not tell
+    that function about other backends. Only a frame of torch's has them."""
     local = _locals_of("_new_process_group_helper")
-    if (config := local.get("backend_config")) is None:
-        return [], None
-    backends = config.get_device_backend_map()
-    is_only = len(set(backends.values())) == 1
-    return list(backends) if is_only else [], local.get("device_id")
+    backends: dict[str, list[str]] = {}
+    if (config := local.get("backend_config")) is not None:
+        for device, name in config.get_device_backend_map().items():
+            backends.setdefault(name, []).append(device)
+    return backends, local.get("device_id")
 
 
 def _locals_of(caller: str) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class Rank:
         timeout: float = DEADLINE,
         name: str = "store",
         options: Any = None,
+        device_id: Any = None,
     ) -> None:
         dist.init_process_group(
             devices.served_by(backend),
@@ -108,6 +109,7 @@ class Rank:
             world_size=self.size,
             timeout=timedelta(seconds=timeout),
             pg_options=options,
+            device_id=device_id,
         )
 
 

@@ -1027,3 +1027,26 @@ def trains(me, kind):
 def test_ddp_trains_as_on_the_cpu(form):
     with crew(form) as ranks:
         ranks.call(trains, "fake")
+
+
+def bound_to_a_device(me, backend):
+    """torch binds the group to the device, and later groups to it, too."""
+    device = torch.device("fake", 0)
+    me.init(backend=backend, device_id=device)
+    later = dist.new_group()
+    for group in (dist.group.WORLD, later):
+        assert group.bound_device_id == device
+        for kind in ("cpu", "fake"):
+            tensor = torch.full((8,), float(me.rank + 1), device=kind)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [total(me.size)] * 8
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["cpu:mooncake,fake:mooncake", "cpu:mooncake-cpu,fake:mooncake", "cpu:gloo,fake:mooncake"],
+)
+def test_a_device_of_the_group(backend):
+    with crew("words", 2, backend=None) as ranks:
+        ranks.call(bound_to_a_device, backend)
