@@ -87,7 +87,8 @@ def get_local_success(work: Any) -> bool:
     """Whether the work has lost no rank and has not ended with an error. False for a work of
     another backend."""
     lost = getattr(work, "lost_ranks", None)
-    return lost == [] and (work.is_success() or not work.is_completed())
+    # In this order: the work may end meanwhile.
+    return lost == [] and (not work.is_completed() or work.is_success())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pickle
 import signal
 
 import cards
+import devices
 import harness
 import oracle
 import pytest
@@ -24,8 +25,17 @@ FEW = 20_000  # elements beyond what travels in a slot, but quick
 SHORT = 0.5  # a failure_timeout that has to pass in the test
 
 
+# Tensors of a device, by how their operations go.
+DEVICES = {"staged": {}, "by-kernels": {"MOONCAKE_PEER_BYTES": "16384"}}
+
+
 def over(transports, **more):
     return {"env": {**cards.over(transports), **more}}
+
+
+def on_device(layout):
+    devices.prepare("fake")
+    return over("shm", **{devices.VARIABLE: "fake"}, **DEVICES[layout])
 
 
 def active(group=None):
@@ -198,7 +208,23 @@ def loop_on_rank(me, verbs, count, asynchronous):
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_survivors_go_on(transports, verbs, count, asynchronous):
     """Killed in the middle of a loop: two ranks, the second one is rank 0."""
-    with harness.starting(4, loop_on_rank, verbs, count, asynchronous, **over(transports)) as crew:
+    kill_in_a_loop(verbs, count, asynchronous, over(transports))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("layout", "count"), [("staged", SMALL), ("staged", LARGE), ("by-kernels", FEW)]
+)
+@pytest.mark.parametrize("verbs", list(zip(VERBS[::2], VERBS[1::2], strict=True)), ids="-".join)
+def test_survivors_go_on_with_device_tensors(layout, verbs, count, asynchronous):
+    if layout == "by-kernels" and {"barrier", "all_gather_coalesced"} & {*verbs}:
+        pytest.skip("these are staged, and so tell a loss once more")
+    kill_in_a_loop(verbs, count, asynchronous, on_device(layout))
+
+
+def kill_in_a_loop(verbs, count, asynchronous, options):
+    with harness.starting(4, loop_on_rank, verbs, count, asynchronous, **options) as crew:
         for phase, victim in enumerate(VICTIMS):
             crew.board.wait(f"looping-{phase}-{victim}")
             crew.kill(victim)
@@ -220,7 +246,16 @@ def two_at_once_on_rank(me, victims, count):
 @pytest.mark.parametrize("count", [SMALL, FEW])
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_two_at_once(transports, count, victims):
-    with harness.starting(5, two_at_once_on_rank, victims, count, **over(transports)) as crew:
+    kill_two_at_once(victims, count, over(transports))
+
+
+@pytest.mark.parametrize("layout", DEVICES)
+def test_two_at_once_with_device_tensors(layout):
+    kill_two_at_once((0, 3), FEW, on_device(layout))
+
+
+def kill_two_at_once(victims, count, options):
+    with harness.starting(5, two_at_once_on_rank, victims, count, **options) as crew:
         crew.board.wait_all("looping", range(5))
         for victim in victims:
             crew.signal(victim, signal.SIGKILL)
