@@ -267,7 +267,7 @@ def refused_in_a_capture(me):
     stream = torch.Stream(device=torch.accelerator.current_accelerator())
     with control.recorded(stream):
         for call, reason in (
-            (lambda: dist.all_reduce(tensor), "only operations by kernels can be recorded"),
+            (lambda: dist.send(tensor, (me.rank + 1) % me.size), "no graph takes this operation"),
             (dist.new_group, "the construction of a process group cannot be recorded"),
         ):
             kind, text = harness.raised(call)

@@ -38,6 +38,9 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "A file of benchmarks/bench_peer_table.py: forms of collectives by kernels, by their sizes. "
       "The same lines on all ranks"},
      textInto<&BackendEnv::peerTable>},
+    {{"MOONCAKE_GRAPH_MEMORY", "1073741824",
+      "Bytes of pinned memory that a group keeps for its operations in graphs"},
+     numberInto<&BackendEnv::graphMemory, 0, uint64_t(1) << 40>},
     {{"MOONCAKE_BLOCKING_WAIT", "0",
       "1: wait() for tensors of a device waits on the host until the outputs are there"},
      flagInto<&BackendEnv::blockingWait>},

@@ -15,6 +15,7 @@ struct BackendEnv {
   size_t pinnedCache = size_t{512} << 20;  // MOONCAKE_PINNED_CACHE
   size_t peerBytes = 0;                    // MOONCAKE_PEER_BYTES
   std::string peerTable;                   // MOONCAKE_PEER_TABLE: a file; see PeerTable
+  size_t graphMemory = size_t{1} << 30;    // MOONCAKE_GRAPH_MEMORY: GraphMemory's limit
   bool blockingWait = false;               // MOONCAKE_BLOCKING_WAIT
 
   // kInvalidArgument names the variable, its value and what is allowed.

@@ -168,12 +168,14 @@ void CollectiveQueue::enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) 
     Ending ending = held_ ? *held_ : *last_;
     lock.unlock();
     work->finish(std::move(ending), *completions_);
+    tellWaiting();
     return;
   }
   if (stopping_) {
     lock.unlock();
     work->finish({.status = {ErrorCode::kAborted, "the process group was destroyed"}},
                  *completions_);
+    tellWaiting();
     return;
   }
   items_.push_back({work, std::move(run)});
@@ -188,6 +190,12 @@ void CollectiveQueue::enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) 
   log(LogLevel::kWarning, work->describe(),
       "runs on the thread that called it: ", thread.error().message);
   help(*work);
+}
+
+// A caller may wait for work that another thread submits.
+void CollectiveQueue::tellWaiting() {
+  std::lock_guard lock(mutex_);
+  changed_.notify_all();
 }
 
 void CollectiveQueue::runFront(std::unique_lock<std::mutex>& lock) {

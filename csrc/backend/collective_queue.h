@@ -115,6 +115,7 @@ class CollectiveQueue {
   void end(const c10::intrusive_ptr<CollectiveWork>& work, Status status);
   void finishedOne();
   void enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run);
+  void tellWaiting();
   void runFront(std::unique_lock<std::mutex>& lock);
   void runThread();
   bool isHeld();

@@ -1,4 +1,5 @@
 // How a group ends on this rank.
+#include "backend/device/recorded_calls.h"
 #include "backend/mooncake_backend.h"
 #include "backend/signals.h"
 #include "base/log.h"
@@ -67,12 +68,16 @@ void MooncakeBackend::close() {
       (CollectiveQueue::isCallerInside() || messages_->messages().drivers() > 0))
     return leakAll();
   // Threads may still be in calls on works of ours. The group has failed: they leave at once.
-  if (group_ && !(queue_->stop(Deadline::after(kToGetOut)) && messages_->stop())) {
+  const bool areCallsOver =
+      !ownRecordedCalls_ || ownRecordedCalls_->stop(Deadline::after(kToGetOut));
+  if (group_ && !(areCallsOver && queue_->stop(Deadline::after(kToGetOut)) && messages_->stop())) {
     log(LogLevel::kError, job_->engine()->logName(), "group '", options_.groupName,
         "' was destroyed while a thread is in an operation of it, which it does not leave: the "
         "group's memory and threads are kept until the process ends");
     return leakAll();
   }
+  recordedCalls_ = nullptr;
+  ownRecordedCalls_.reset();
   queue_.reset();
   messages_.reset();
   group_.reset();
@@ -82,6 +87,7 @@ void MooncakeBackend::close() {
 }
 
 void MooncakeBackend::leakAll() {
+  leak(ownRecordedCalls_);
   leak(queue_);
   leak(messages_);
   leak(group_);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "backend/arguments.h"
+#include "backend/device/recorded_calls.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
 #include "backend/tensors.h"
@@ -79,6 +80,26 @@ std::unique_ptr<Group> MooncakeBackend::makeGroup(
                        .raises = raises,
                        .onView = std::move(onView)};
   return job_->makeGroup(std::move(options), deadline);
+}
+
+void MooncakeBackend::use(std::unique_ptr<RecordedCalls> calls) {
+  ownRecordedCalls_ = std::move(calls);
+  recordedCalls_ = ownRecordedCalls_.get();
+}
+
+void MooncakeBackend::follow(const c10::intrusive_ptr<CollectiveWork>& work, Staging* staging,
+                             CollectiveQueue::Run run) {
+  RecordedCalls& calls = *recordedCalls_;
+  const uint32_t number = calls.announce();
+  try {
+    if (staging) staging->mark();
+  } catch (...) {
+    calls.skip();
+    throw;
+  }
+  calls.follow(number, [queue = queue_, work, run = std::move(run)]() mutable {
+    queue->submit(work, /*async=*/false, std::move(run));
+  });
 }
 
 at::Tensor MooncakeBackend::activeRanks() const {

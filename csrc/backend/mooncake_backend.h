@@ -42,6 +42,8 @@
 
 namespace mooncake {
 
+class RecordedCalls;
+
 // A c10d backend over one Group. Checks arguments, hands them to the collectives, and nothing else.
 class MooncakeBackend : public c10d::Backend {
  public:
@@ -207,6 +209,11 @@ class MooncakeBackend : public c10d::Backend {
     }
   }
   Group& group() { return *group_; }
+  // The calls that graphs have; null: none has any. They stop with the group.
+  RecordedCalls* recordedCalls() const { return recordedCalls_; }
+  void use(std::unique_ptr<RecordedCalls> calls);
+  // Whether no operation runs or waits for its turn.
+  bool isIdle() { return queue_->drain(Deadline::after(Clock::duration::zero())); }
   void refuseInForkedChild() const;
   // Returns the group's timeout for kUnsetTimeout.
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
@@ -231,27 +238,45 @@ class MooncakeBackend : public c10d::Backend {
     auto work = c10::make_intrusive<CollectiveWork>(
         rank_, size_, options_.capacity, type, queue_, std::move(outputs),
         profileOf(options_.name, type, inputs), hooks_->newKey());
-    if (const auto staging = Staging::takeCurrent()) {
+    const auto staging = Staging::takeCurrent();
+    if (!staging) {
+      auto plain = [run = std::forward<Run>(run)] { return runOn(run, nullptr); };
+      if (recordedCalls_) {
+        std::lock_guard order(orderMutex_);
+        follow(work, nullptr, std::move(plain));
+      } else {
+        queue_->submit(work, async, std::move(plain));
+      }
+    } else if (staging->mode() == Staging::Mode::kRecords) {
+      staging->mark();
+      work->endProfile();
+    } else {
       // No other call may come between the mark and the place in the queue.
       std::unique_lock<std::mutex> order(orderMutex_, std::defer_lock);
-      if (staging->isOrdered()) order.lock();
+      const bool isReplay = staging->mode() == Staging::Mode::kReplays;
       const auto turn = std::make_shared<StagedTurn>(staging);
-      staging->mark();
-      queue_->submit(work, async || staging->isOrdered(),
-                     [this, turn, staging, run = std::forward<Run>(run)] {
-                       return turn->run(*group_, [&] {
-                         StagedFeed feed(staging, *group_);
-                         Status status = runOn(run, staging->isCut() ? &feed : nullptr);
-                         activeRanks_->push();  // ahead of the outputs
-                         return status;
-                       });
-                     });
-    } else {
-      queue_->submit(work, async, [run = std::forward<Run>(run)] { return runOn(run, nullptr); });
+      auto inTurn = [this, turn, staging, run = std::forward<Run>(run)] {
+        return turn->run(*group_, [&] {
+          StagedFeed feed(staging, *group_);
+          Status status = runOn(run, staging->isCut() ? &feed : nullptr);
+          activeRanks_->push();  // ahead of the outputs
+          return status;
+        });
+      };
+      if (!isReplay && (staging->isOrdered() || recordedCalls_)) order.lock();
+      if (!isReplay && recordedCalls_) {
+        follow(work, staging.get(), std::move(inTurn));
+      } else {
+        staging->mark();
+        queue_->submit(work, !isReplay && (async || staging->isOrdered()), std::move(inTurn));
+      }
     }
     if (const auto batch = coalescing_.current()) batch->works.push_back(work);
     return work;
   }
+  // Submits a call once it has its place in the order of calls and replays. Null: it has no staging.
+  void follow(const c10::intrusive_ptr<CollectiveWork>& work, Staging* staging,
+              CollectiveQueue::Run run);
   friend class TorchWindow;
   void runAbortHooks();
   PointToPoint::OnDone tellingOf(uint64_t key) const;
@@ -284,6 +309,8 @@ class MooncakeBackend : public c10d::Backend {
   std::unique_ptr<Group> group_;
   std::shared_ptr<MessageDriver> messages_;
   std::shared_ptr<CollectiveQueue> queue_;
+  std::unique_ptr<RecordedCalls> ownRecordedCalls_;
+  std::atomic<RecordedCalls*> recordedCalls_ = nullptr;  // the same, for all threads
 };
 
 }  // namespace mooncake

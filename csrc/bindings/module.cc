@@ -214,6 +214,7 @@ c10::intrusive_ptr<PythonBackend> createBackend(
                      .raises = backendEnv->raises,
                      .streams = {.words = backendEnv->streamWords,
                                  .pinnedCache = backendEnv->pinnedCache,
+                                 .graphMemory = backendEnv->graphMemory,
                                  .peerBytes = backendEnv->peerBytes,
                                  .peerTable = std::move(*peerTable)},
                      .blockingWait = backendEnv->blockingWait};

@@ -55,11 +55,4 @@ void refuseRecording(const c10::Stream& stream, const std::string& why, const st
                                            remedy});
 }
 
-void refuseStaged(const c10::Stream& stream, const std::string& why, const std::string& remedy) {
-  refuseRecording(
-      stream,
-      "only operations by kernels can be recorded. This one goes through host memory: " + why,
-      remedy);
-}
-
 }  // namespace mooncake

@@ -20,9 +20,6 @@ void refuseCapture(const c10::Stream& stream, const char* why);
 // Throws that error. The remedy is a sentence without its full stop.
 [[noreturn]] void refuseRecording(const c10::Stream& stream, const std::string& why,
                                   const std::string& remedy);
-// The same, for an operation that would be staged.
-[[noreturn]] void refuseStaged(const c10::Stream& stream, const std::string& why,
-                               const std::string& remedy);
 inline constexpr const char* kOutsideOfCapture = "Call it outside of the capture";
 
 }  // namespace mooncake

@@ -9,7 +9,10 @@
 #include "backend/arguments.h"
 #include "backend/batch_work.h"
 #include "backend/device/accelerator_of.h"
+#include "backend/device/graph_staging.h"
 #include "backend/device/host_staging.h"
+#include "backend/device/recorded_calls.h"
+#include "backend/device/recorded_work.h"
 #include "backend/device/sparse_staging.h"
 #include "backend/device/stream_staging.h"
 #include "base/log.h"
@@ -69,6 +72,15 @@ std::vector<Tensors> outputs(Staging& staging, const std::vector<Tensors>& lists
   return copies;
 }
 
+// Each replay would have to wait for the factor on the host.
+void checkFactor(const Staging& staging, const c10d::ReduceOp& op) {
+  if (staging.mode() != Staging::Mode::kRecords || op != c10d::ReduceOp::PREMUL_SUM) return;
+  if (!isFactorOnDevice(op)) return;
+  refuseRecording(staging.stream(),
+                  "the factor of PREMUL_SUM is on a device, and the host reads it",
+                  "Give a number, or a tensor of the CPU");
+}
+
 // Lets a reduction of enough data begin before all of it is copied. A factor is multiplied with the
 // whole tensor.
 void feedPieces(Staging& staging, const Tensors& host, const c10d::ReduceOp& op) {
@@ -81,6 +93,7 @@ void feedPieces(Staging& staging, const Tensors& host, const c10d::ReduceOp& op)
 
 void DeviceBackend::drainDevice(Deadline deadline) {
   if (route_) route_->drain(deadline);
+  if (RecordedCalls* const calls = recordedCalls()) calls->drain(deadline);
 }
 
 void DeviceBackend::abort() {
@@ -124,8 +137,38 @@ std::shared_ptr<Staging> DeviceBackend::stagingOn(const c10::Device& device,
   const auto streams = streamsOn(device);
   // The results of calls before this one are not there.
   if (route_) throwIfError(route_->usable());
+  const c10::Stream callers = currentStream(device);
+  if (isCapturing(callers)) {
+    return std::make_shared<GraphStaging>(streams, recordedCallsFor(callers, streams),
+                                          effective(timeout));
+  }
   if (streams->words()) return std::make_shared<StreamStaging>(streams, effective(timeout));
   return std::make_shared<HostStaging>(streams, streams->collectives(), effective(timeout));
+}
+
+// Errors of replays come when no caller waits for them, and mode `raise` counts calls.
+RecordedCalls& DeviceBackend::recordedCallsFor(const c10::Stream& callers,
+                                               const std::shared_ptr<GroupStreams>& streams) {
+  if (options().raises) refuseRecording(callers, "the group is in mode raise", kOutsideOfCapture);
+  if (openBatch()) refuseRecording(callers, "the call is part of a batch", kOutsideOfCapture);
+  throwIfError(group().usable());
+  std::lock_guard lock(streamsMutex_);
+  if (RecordedCalls* const calls = recordedCalls()) {
+    if (calls->stream().device() == callers.device()) return *calls;
+    refuseRecording(callers,
+                    "graphs of " + calls->stream().device().str() + " have calls of the group",
+                    "Use one device for each group");
+  }
+  auto calls = RecordedCalls::make(group(), streams,
+                                   {.memoryLimit = options().streams.graphMemory,
+                                    .limit = effective(c10d::kUnsetTimeout),
+                                    .isIdle = [this] { return isIdle(); }});
+  if (!calls.ok()) {
+    refuseRecording(callers, "the call goes through host memory: " + calls.error().message,
+                    kOutsideOfCapture);
+  }
+  use(std::move(*calls));
+  return *recordedCalls();
 }
 
 std::shared_ptr<Staging> DeviceBackend::stagingFor(at::TensorList tensors,
@@ -184,19 +227,11 @@ PeerRoute& DeviceBackend::route() {
 
 template <typename Make>
 DeviceBackend::WorkPtr DeviceBackend::byKernel(std::chrono::milliseconds timeout, Make&& make) {
-  const char* const whyStaged = !options().streams.peerBytes ? "MOONCAKE_PEER_BYTES is not set"
-                                : options().raises           ? "the group is in mode raise"
-                                : openBatch()                ? "it is part of a batch"
-                                                             : nullptr;
+  if (!options().streams.peerBytes || options().raises || openBatch()) return nullptr;
   const Deadline deadline = Deadline::after(effective(timeout));
   const PeerCalls::Call call = make(PeerCalls(rank_, size_, deadline));
   if (!call || !isOfDevice(call->first())) return nullptr;
   const at::Tensor& first = call->first();
-  if (whyStaged) {
-    const c10::Stream callers = currentStream(first.device());
-    if (isCapturing(callers)) refuseStaged(callers, whyStaged, kOutsideOfCapture);
-    return nullptr;
-  }
   const auto isAlike = [&](const at::Tensor& tensor) {
     return checkDense(tensor, "a tensor").ok() && tensor.device() == first.device() &&
            tensor.scalar_type() == first.scalar_type();
@@ -223,6 +258,13 @@ DeviceBackend::WorkPtr DeviceBackend::deviceWork(const std::shared_ptr<Staging>&
                                          std::move(outputs), std::move(ending));
 }
 
+// A later call raises its error.
+void DeviceBackend::noteReplay(WorkPtr host) {
+  if (host->isCompleted() && host->isSuccess()) return;
+  (void)unseen_->first();  // forgets operations that have ended
+  unseen_->add(std::move(host), std::make_shared<std::atomic<bool>>(false));
+}
+
 template <typename Call>
 DeviceBackend::WorkPtr DeviceBackend::staged(const std::shared_ptr<Staging>& staging,
                                              Tensors outputs, Call&& call, bool onHost) {
@@ -230,6 +272,16 @@ DeviceBackend::WorkPtr DeviceBackend::staged(const std::shared_ptr<Staging>& sta
   {
     const Staging::Scope scope(staging);
     host = call();
+  }
+  if (staging->mode() == Staging::Mode::kRecords) {
+    const auto graph = std::static_pointer_cast<GraphStaging>(staging);
+    recordedCalls()->keep(
+        graph, [this, call = std::forward<Call>(call)](std::shared_ptr<Staging> replay) mutable {
+          const Staging::Scope scope(std::move(replay));
+          noteReplay(call());
+        });
+    return c10::make_intrusive<RecordedWork>(rank_, host->retrieveOpType(), graph->stream(),
+                                             std::move(outputs));
   }
   return deviceWork(staging, std::move(outputs), std::move(host), onHost);
 }
@@ -243,11 +295,13 @@ DeviceBackend::WorkPtr DeviceBackend::allreduce(Tensors& tensors,
     return work;
   const auto staging = stagingFor(tensors, opts.timeout);
   if (!staging) return MooncakeBackend::allreduce(tensors, opts);
+  checkFactor(*staging, opts.reduceOp);
   Tensors host;
   for (const at::Tensor& tensor : tensors)
     host.push_back(staging->inOut(tensor, "the tensor of all_reduce"));
   feedPieces(*staging, host, opts.reduceOp);
-  return staged(staging, tensors, [&] { return MooncakeBackend::allreduce(host, opts); });
+  return staged(staging, tensors,
+                [this, host, opts]() mutable { return MooncakeBackend::allreduce(host, opts); });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::allreduceSparse(const at::Tensor& tensor,
@@ -257,7 +311,8 @@ DeviceBackend::WorkPtr DeviceBackend::allreduceSparse(const at::Tensor& tensor,
   const auto staging = std::make_shared<SparseStaging>(
       streams, streams->messages(currentStream(device)), effective(opts.timeout));
   Tensors host{staging->sparse(tensor, "the sparse tensor of all_reduce")};
-  return staged(staging, {tensor}, [&] { return MooncakeBackend::allreduce(host, opts); });
+  return staged(staging, {tensor},
+                [this, host, opts]() mutable { return MooncakeBackend::allreduce(host, opts); });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::broadcast(Tensors& tensors,
@@ -270,7 +325,8 @@ DeviceBackend::WorkPtr DeviceBackend::broadcast(Tensors& tensors,
   constexpr const char* kWhat = "the tensor of broadcast";
   Tensors host =
       opts.rootRank == rank_ ? inputs(*staging, tensors, kWhat) : outputs(*staging, tensors, kWhat);
-  return staged(staging, tensors, [&] { return MooncakeBackend::broadcast(host, opts); });
+  return staged(staging, tensors,
+                [this, host, opts]() mutable { return MooncakeBackend::broadcast(host, opts); });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -279,6 +335,7 @@ DeviceBackend::WorkPtr DeviceBackend::reduce(Tensors& tensors, const c10d::Reduc
     return work;
   const auto staging = stagingFor(tensors, opts.timeout);
   if (!staging) return MooncakeBackend::reduce(tensors, opts);
+  checkFactor(*staging, opts.reduceOp);
   constexpr const char* kWhat = "the tensor of reduce";
   Tensors host;
   for (const at::Tensor& tensor : tensors) {
@@ -286,7 +343,8 @@ DeviceBackend::WorkPtr DeviceBackend::reduce(Tensors& tensors, const c10d::Reduc
                                           : staging->input(tensor, kWhat));
   }
   feedPieces(*staging, host, opts.reduceOp);
-  return staged(staging, tensors, [&] { return MooncakeBackend::reduce(host, opts); });
+  return staged(staging, tensors,
+                [this, host, opts]() mutable { return MooncakeBackend::reduce(host, opts); });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::allgather(std::vector<Tensors>& outs, Tensors& ins,
@@ -298,8 +356,9 @@ DeviceBackend::WorkPtr DeviceBackend::allgather(std::vector<Tensors>& outs, Tens
   if (!staging) return MooncakeBackend::allgather(outs, ins, opts);
   Tensors hostIn = inputs(*staging, ins, "the input of all_gather");
   std::vector<Tensors> hostOut = outputs(*staging, outs, "an output of all_gather");
-  return staged(staging, flat(outs),
-                [&] { return MooncakeBackend::allgather(hostOut, hostIn, opts); });
+  return staged(staging, flat(outs), [this, hostOut, hostIn, opts]() mutable {
+    return MooncakeBackend::allgather(hostOut, hostIn, opts);
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -311,8 +370,9 @@ DeviceBackend::WorkPtr DeviceBackend::_allgather_base(at::Tensor& output, at::Te
   if (!staging) return MooncakeBackend::_allgather_base(output, input, opts);
   at::Tensor hostIn = staging->input(input, "the input of all_gather_into_tensor");
   at::Tensor hostOut = staging->output(output, "the output of all_gather_into_tensor");
-  return staged(staging, {output},
-                [&] { return MooncakeBackend::_allgather_base(hostOut, hostIn, opts); });
+  return staged(staging, {output}, [this, hostOut, hostIn, opts]() mutable {
+    return MooncakeBackend::_allgather_base(hostOut, hostIn, opts);
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -323,10 +383,12 @@ DeviceBackend::WorkPtr DeviceBackend::_reduce_scatter_base(at::Tensor& output, a
     return work;
   const auto staging = stagingFor(input, opts.timeout);
   if (!staging) return MooncakeBackend::_reduce_scatter_base(output, input, opts);
+  checkFactor(*staging, opts.reduceOp);
   at::Tensor hostIn = staging->input(input, "the input of reduce_scatter_tensor");
   at::Tensor hostOut = staging->output(output, "the output of reduce_scatter_tensor");
-  return staged(staging, {output},
-                [&] { return MooncakeBackend::_reduce_scatter_base(hostOut, hostIn, opts); });
+  return staged(staging, {output}, [this, hostOut, hostIn, opts]() mutable {
+    return MooncakeBackend::_reduce_scatter_base(hostOut, hostIn, opts);
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::alltoall(Tensors& outs, Tensors& ins,
@@ -339,7 +401,9 @@ DeviceBackend::WorkPtr DeviceBackend::alltoall(Tensors& outs, Tensors& ins,
   Tensors hostIn = inputs(*staging, ins, "an input of all_to_all");
   std::vector<Tensors> hostOut =
       outputs(*staging, std::vector<Tensors>{outs}, "an output of all_to_all");
-  return staged(staging, outs, [&] { return MooncakeBackend::alltoall(hostOut[0], hostIn, opts); });
+  return staged(staging, outs, [this, hostOut, hostIn, opts]() mutable {
+    return MooncakeBackend::alltoall(hostOut[0], hostIn, opts);
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -355,9 +419,10 @@ DeviceBackend::WorkPtr DeviceBackend::alltoall_base(at::Tensor& output, at::Tens
     return MooncakeBackend::alltoall_base(output, input, outputSplits, inputSplits, opts);
   at::Tensor hostIn = staging->input(input, "the input of all_to_all_single");
   at::Tensor hostOut = staging->output(output, "the output of all_to_all_single");
-  return staged(staging, {output}, [&] {
-    return MooncakeBackend::alltoall_base(hostOut, hostIn, outputSplits, inputSplits, opts);
-  });
+  return staged(
+      staging, {output}, [this, hostOut, hostIn, outputSplits, inputSplits, opts]() mutable {
+        return MooncakeBackend::alltoall_base(hostOut, hostIn, outputSplits, inputSplits, opts);
+      });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::barrier(const c10d::BarrierOptions& opts) {
@@ -368,8 +433,9 @@ DeviceBackend::WorkPtr DeviceBackend::barrier(const c10d::BarrierOptions& opts) 
   }
   if (!device || device->is_cpu()) return MooncakeBackend::barrier(opts);
   if (!device->has_index()) device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
+  refuseCapture(currentStream(*device), "a barrier waits on the host");
   return staged(
-      stagingOn(*device, opts.timeout), {}, [&] { return MooncakeBackend::barrier(opts); },
+      stagingOn(*device, opts.timeout), {}, [this, opts] { return MooncakeBackend::barrier(opts); },
       /*onHost=*/true);
 }
 
@@ -382,8 +448,9 @@ DeviceBackend::WorkPtr DeviceBackend::gather(std::vector<Tensors>& outs, Tensors
   if (!staging) return MooncakeBackend::gather(outs, ins, opts);
   Tensors hostIn = inputs(*staging, ins, "the input of gather");
   std::vector<Tensors> hostOut = outputs(*staging, outs, "an output of gather");
-  return staged(staging, flat(outs),
-                [&] { return MooncakeBackend::gather(hostOut, hostIn, opts); });
+  return staged(staging, flat(outs), [this, hostOut, hostIn, opts]() mutable {
+    return MooncakeBackend::gather(hostOut, hostIn, opts);
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::scatter(Tensors& outs, std::vector<Tensors>& ins,
@@ -395,7 +462,9 @@ DeviceBackend::WorkPtr DeviceBackend::scatter(Tensors& outs, std::vector<Tensors
   if (!staging) return MooncakeBackend::scatter(outs, ins, opts);
   std::vector<Tensors> hostIn = inputs(*staging, ins, "an input of scatter");
   Tensors hostOut = outputs(*staging, outs, "the output of scatter");
-  return staged(staging, outs, [&] { return MooncakeBackend::scatter(hostOut, hostIn, opts); });
+  return staged(staging, outs, [this, hostOut, hostIn, opts]() mutable {
+    return MooncakeBackend::scatter(hostOut, hostIn, opts);
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::reduce_scatter(Tensors& outs, std::vector<Tensors>& ins,
@@ -406,10 +475,12 @@ DeviceBackend::WorkPtr DeviceBackend::reduce_scatter(Tensors& outs, std::vector<
     return work;
   const auto staging = stagingFor(outs, opts.timeout);
   if (!staging) return MooncakeBackend::reduce_scatter(outs, ins, opts);
+  checkFactor(*staging, opts.reduceOp);
   std::vector<Tensors> hostIn = inputs(*staging, ins, "an input of reduce_scatter");
   Tensors hostOut = outputs(*staging, outs, "the output of reduce_scatter");
-  return staged(staging, outs,
-                [&] { return MooncakeBackend::reduce_scatter(hostOut, hostIn, opts); });
+  return staged(staging, outs, [this, hostOut, hostIn, opts]() mutable {
+    return MooncakeBackend::reduce_scatter(hostOut, hostIn, opts);
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::allreduce_coalesced(
@@ -417,11 +488,13 @@ DeviceBackend::WorkPtr DeviceBackend::allreduce_coalesced(
   return withinBatch([&]() -> WorkPtr {
     const auto staging = stagingFor(tensors, opts.timeout);
     if (!staging) return MooncakeBackend::allreduce_coalesced(tensors, opts);
+    checkFactor(*staging, opts.reduceOp);
     Tensors host;
     for (const at::Tensor& tensor : tensors)
       host.push_back(staging->inOut(tensor, "a tensor of all_reduce_coalesced"));
-    return staged(staging, tensors,
-                  [&] { return MooncakeBackend::allreduce_coalesced(host, opts); });
+    return staged(staging, tensors, [this, host, opts]() mutable {
+      return MooncakeBackend::allreduce_coalesced(host, opts);
+    });
   });
 }
 
@@ -431,8 +504,9 @@ DeviceBackend::WorkPtr DeviceBackend::allgather_coalesced(std::vector<Tensors>& 
   if (!staging) return MooncakeBackend::allgather_coalesced(outs, ins, opts);
   Tensors hostIn = inputs(*staging, ins, "an input of all_gather_coalesced");
   std::vector<Tensors> hostOut = outputs(*staging, outs, "an output of all_gather_coalesced");
-  return staged(staging, flat(outs),
-                [&] { return MooncakeBackend::allgather_coalesced(hostOut, hostIn, opts); });
+  return staged(staging, flat(outs), [this, hostOut, hostIn, opts]() mutable {
+    return MooncakeBackend::allgather_coalesced(hostOut, hostIn, opts);
+  });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::allgather_into_tensor_coalesced(
@@ -443,7 +517,7 @@ DeviceBackend::WorkPtr DeviceBackend::allgather_into_tensor_coalesced(
     Tensors hostIn = inputs(*staging, ins, "an input of all_gather_into_tensor_coalesced");
     std::vector<Tensors> hostOut = outputs(*staging, std::vector<Tensors>{outs},
                                            "an output of all_gather_into_tensor_coalesced");
-    return staged(staging, outs, [&] {
+    return staged(staging, outs, [this, hostOut, hostIn, opts]() mutable {
       return MooncakeBackend::allgather_into_tensor_coalesced(hostOut[0], hostIn, opts);
     });
   });
@@ -454,10 +528,11 @@ DeviceBackend::WorkPtr DeviceBackend::reduce_scatter_tensor_coalesced(
   return withinBatch([&]() -> WorkPtr {
     const auto staging = stagingFor(ins, opts.timeout);
     if (!staging) return MooncakeBackend::reduce_scatter_tensor_coalesced(outs, ins, opts);
+    checkFactor(*staging, opts.reduceOp);
     Tensors hostIn = inputs(*staging, ins, "an input of reduce_scatter_tensor_coalesced");
     std::vector<Tensors> hostOut = outputs(*staging, std::vector<Tensors>{outs},
                                            "an output of reduce_scatter_tensor_coalesced");
-    return staged(staging, outs, [&] {
+    return staged(staging, outs, [this, hostOut, hostIn, opts]() mutable {
       return MooncakeBackend::reduce_scatter_tensor_coalesced(hostOut[0], hostIn, opts);
     });
   });
@@ -481,7 +556,8 @@ DeviceBackend::WorkPtr DeviceBackend::send(Tensors& tensors, int to, int tag) {
     Tensors host = inputs(*staging, tensors, "the tensor of send");
     checkMessage(c10d::OpType::SEND, host, to, tag);
     staging->mark();
-    return staged(staging, tensors, [&] { return MooncakeBackend::send(host, to, tag); });
+    return staged(staging, tensors,
+                  [this, host, to, tag]() mutable { return MooncakeBackend::send(host, to, tag); });
   });
 }
 
@@ -493,19 +569,19 @@ DeviceBackend::WorkPtr DeviceBackend::receive(Tensors& tensors, bool onHost, Rec
     Tensors host = outputs(*staging, tensors, "the tensor of recv");
     staging->mark();
     return staged(
-        staging, tensors, [&] { return receive(host); }, onHost);
+        staging, tensors, [receive, host]() mutable { return receive(host); }, onHost);
   });
 }
 
 DeviceBackend::WorkPtr DeviceBackend::recv(Tensors& tensors, int from, int tag) {
   return receive(tensors, /*onHost=*/false,
-                 [&](Tensors& host) { return MooncakeBackend::recv(host, from, tag); });
+                 [=, this](Tensors& host) { return MooncakeBackend::recv(host, from, tag); });
 }
 
 // The caller asks for the sender after wait().
 DeviceBackend::WorkPtr DeviceBackend::recvAnysource(Tensors& tensors, int tag) {
   return receive(tensors, /*onHost=*/true,
-                 [&](Tensors& host) { return MooncakeBackend::recvAnysource(host, tag); });
+                 [=, this](Tensors& host) { return MooncakeBackend::recvAnysource(host, tag); });
 }
 
 }  // namespace mooncake

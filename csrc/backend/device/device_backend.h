@@ -103,6 +103,10 @@ class DeviceBackend : public MooncakeBackend {
   WorkPtr receive(std::vector<at::Tensor>& tensors, bool onHost, Receive&& receive);
 
   std::shared_ptr<GroupStreams> streamsOn(const c10::Device& device);
+  // Returns the calls of the group that graphs have, for one more. Throws if it cannot be recorded.
+  RecordedCalls& recordedCallsFor(const c10::Stream& callers,
+                                  const std::shared_ptr<GroupStreams>& streams);
+  void noteReplay(WorkPtr host);
   // Does the call that `make` returns by a kernel. Null if it has to be staged: on all ranks, see
   // PeerCalls.
   template <typename Make>

@@ -83,6 +83,7 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
   const bool isRecorded = isCapturing(callers);
   const c10::DeviceGuard on(device);
   std::lock_guard lock(mutex_);
+  if (isRecorded && isDecided_ && !peers_) return nullptr;
   if (isRecorded) {
     checkRecording(callers, call);
   } else if (!decide(streams, deadline) || !peers_->takes(size_t(call.parts))) {
@@ -113,10 +114,10 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
     (void)enqueue(rank, call, stream);
   } catch (...) {
     // The stream has joined the capture, which cannot end without it.
-    RecordedWork(rank, call.type, streams, {}).synchronize();
+    RecordedWork(rank, call.type, stream, {}).synchronize();
     throw;
   }
-  return c10::make_intrusive<RecordedWork>(rank, call.type, streams, call.results);
+  return c10::make_intrusive<RecordedWork>(rank, call.type, stream, call.results);
 }
 
 void PeerRoute::checkRecording(const c10::Stream& callers, const Call& call) const {
@@ -124,7 +125,6 @@ void PeerRoute::checkRecording(const c10::Stream& callers, const Call& call) con
     refuseRecording(callers, "the group has not set up its kernels yet",
                     "Call all_reduce of the group on a tensor of the device before the capture");
   }
-  if (!peers_) refuseStaged(callers, whyStaged_, kOutsideOfCapture);
   if (!peers_->takes(size_t(call.parts)) || hasPieces(call)) {
     const size_t bytes = size_t(call.count) * size_t(call.parts) * call.first().itemsize();
     refuseRecording(callers,

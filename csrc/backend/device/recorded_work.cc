@@ -8,10 +8,9 @@
 
 namespace mooncake {
 
-RecordedWork::RecordedWork(int rank, c10d::OpType type, std::shared_ptr<GroupStreams> streams,
+RecordedWork::RecordedWork(int rank, c10d::OpType type, const c10::Stream& stream,
                            std::vector<at::Tensor> outputs)
-    : Work(rank, type), streams_(std::move(streams)), outputs_(std::move(outputs)) {
-  const c10::Stream& stream = streams_->recordings();
+    : Work(rank, type), stream_(stream), outputs_(std::move(outputs)) {
   done_.emplace(stream.device_type());
   done_->record(stream);
 }
@@ -19,7 +18,7 @@ RecordedWork::RecordedWork(int rank, c10d::OpType type, std::shared_ptr<GroupStr
 RecordedWork::~RecordedWork() {
   c10::OptionalDeviceGuard on;
   try {
-    on.reset_device(streams_->collectives().device());
+    on.reset_device(stream_.device());
   } catch (const std::exception&) {
     // The context is lost, so that no other one is made either.
   }
@@ -27,17 +26,17 @@ RecordedWork::~RecordedWork() {
 }
 
 bool RecordedWork::wait(std::chrono::milliseconds) {
-  const c10::Device device = streams_->collectives().device();
+  const c10::Device device = stream_.device();
   done_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   return true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> RecordedWork::getFuture() {
   const auto type = c10::ListType::create(c10::TensorType::get());
-  auto future = c10::make_intrusive<c10::ivalue::Future>(
-      type, std::vector<c10::Device>{streams_->collectives().device()});
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{stream_.device()});
   // The future records the position of the current stream.
-  const c10::StreamGuard on(streams_->recordings());
+  const c10::StreamGuard on(stream_);
   future->markCompleted(c10::IValue(outputs_));
   return future;
 }

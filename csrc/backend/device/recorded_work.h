@@ -1,14 +1,13 @@
 #pragma once
 
 #include <exception>
-#include <memory>
 #include <optional>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-
-#include "backend/device/group_streams.h"
 
 namespace mooncake {
 
@@ -16,8 +15,8 @@ namespace mooncake {
 // its errors are raised by later calls of the group.
 class RecordedWork final : public c10d::Work {
  public:
-  // The operation is the last work on the stream of `streams` for recordings.
-  RecordedWork(int rank, c10d::OpType type, std::shared_ptr<GroupStreams> streams,
+  // The operation is the last work on `stream`, which belongs to the group and is recorded.
+  RecordedWork(int rank, c10d::OpType type, const c10::Stream& stream,
                std::vector<at::Tensor> outputs);
   ~RecordedWork() override;
 
@@ -36,7 +35,7 @@ class RecordedWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  const std::shared_ptr<GroupStreams> streams_;
+  const c10::Stream stream_;
   const std::vector<at::Tensor> outputs_;
   std::optional<c10::Event> done_;
 };

@@ -54,7 +54,7 @@ at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput
   return host;
 }
 
-at::Tensor Staging::emptyOnHost(const at::Tensor& tensor) const {
+at::Tensor Staging::emptyOnHost(const at::Tensor& tensor) {
   const auto options = at::TensorOptions(tensor.scalar_type()).device(at::kCPU);
   PinnedPool* const pool = streams_->pinned();
   if (!pool) return at::empty(tensor.sizes(), options.pinned_memory(true));
@@ -89,7 +89,7 @@ void Staging::markReached() {
   reached_.emplace(stream_.device_type());
   const c10::Stream callers = callersStream();
   if (isCapturing(callers))
-    refuseStaged(callers, "no kernel does it (docs/gpu.md)", kOutsideOfCapture);
+    refuseRecording(callers, "no graph takes this operation (docs/gpu.md)", kOutsideOfCapture);
   reached_->record(callers);
 }
 
@@ -134,12 +134,16 @@ void Staging::copyPieces(const Copy& copy, const c10::Stream& stream) {
   for (int64_t begin = 0; begin < device.numel(); begin += most) {
     const int64_t count = std::min(most, device.numel() - begin);
     host.narrow(0, begin, count).copy_(device.narrow(0, begin, count), /*non_blocking=*/true);
-    pieces_.emplace_back(stream.device_type()).record(stream);
+    onPiece(stream);
   }
 }
 
+void Staging::onPiece(const c10::Stream& stream) {
+  pieces_.emplace_back(stream.device_type()).record(stream);
+}
+
 Status Staging::awaitInput(Group& group, size_t bytes) const {
-  const c10::Event& piece = pieces_.at((bytes + pieceBytes_ - 1) / pieceBytes_ - 1);
+  const c10::Event& piece = pieces_.at(piecesOf(bytes) - 1);
   return awaitOnHost(group, [&] { return piece.query(); });
 }
 
@@ -147,16 +151,31 @@ Status Staging::fetchAgainOn(const c10::Stream& stream, Group& group) const {
   const c10::DeviceGuard on(stream.device());
   pieces_.back().block(stream);
   c10::Event copied(stream.device_type());
-  {
-    const c10::StreamGuard current(stream);
-    for (const Copy& copy : copies_) {
-      if (copy.isInput) copyToHost(copy);
-    }
-  }
+  copyInputs(stream);
   copied.record(stream);
   // The memory of both sides is used again in the order of our stream.
   if (stream != stream_) copied.block(stream_);
   return awaitOnHost(group, [&] { return copied.query(); });
+}
+
+void Staging::copyInputs(const c10::Stream& stream) const {
+  const c10::StreamGuard on(stream);
+  for (const Copy& copy : copies_) {
+    if (copy.isInput) copyToHost(copy);
+  }
+}
+
+void Staging::forgetOwners() {
+  const at::NoGradGuard plain;
+  for (Copy& copy : copies_) {
+    const at::Tensor& owner = copy.device;
+    at::Tensor place = at::from_blob(
+        owner.data_ptr(), owner.sizes(), owner.strides(), [](void*) {}, owner.options(),
+        owner.device());
+    place._set_conj(owner.is_conj());
+    place._set_neg(owner.is_neg());
+    copy.device = place;
+  }
 }
 
 void Staging::keepOutputs(const c10::Stream& stream) const {
@@ -204,7 +223,7 @@ Status Staging::awaitOnHost(Group& group, const std::function<bool()>& ready) co
     std::this_thread::sleep_for(pause);
     Interruptible::look();  // ends the group if a handler raises
     pause = std::min(2 * pause, kLongestPause);
-    (void)reached_->query();  // throws if the device's context is lost
+    if (reached_) (void)reached_->query();  // throws if the device's context is lost
   }
   return {};
 }

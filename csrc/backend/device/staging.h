@@ -58,9 +58,15 @@ class Staging {
   // Cuts the only input into pieces of this length. The operation takes its data as it comes.
   void cutInput(size_t pieceBytes) { pieceBytes_ = pieceBytes; }
   bool isCut() const { return pieceBytes_ != 0; }
+  size_t pieceBytes() const { return pieceBytes_; }
+
+  // kRecords: mark() records the operation into a graph, and does not run it. kReplays: a replay of
+  // the graph waits for the operation, which this thread is to run.
+  enum class Mode { kCalled, kRecords, kReplays };
+  virtual Mode mode() const { return Mode::kCalled; }
 
   // Called once, after the copies were made and before the operation can begin. Throws; refuses a
-  // stream whose calls are being recorded into a graph.
+  // stream whose calls are being recorded into a graph, but with kRecords.
   virtual void mark() = 0;
   // True: from mark() on, operations must begin in the order of their marks.
   virtual bool isOrdered() const = 0;
@@ -70,7 +76,7 @@ class Staging {
   virtual Status fetch(Group& group) = 0;
   // For a cut input, between fetch() and giveBack(). Waits until its first `bytes` are in host
   // memory. The same errors.
-  Status awaitInput(Group& group, size_t bytes) const;
+  virtual Status awaitInput(Group& group, size_t bytes) const;
   // Copies the cut input again.
   virtual Status fetchAgain(Group&) {
     return {ErrorCode::kUnsupported, "this staging does not cut its inputs"};
@@ -92,6 +98,7 @@ class Staging {
 
   const c10::Stream& stream() const { return stream_; }
   GroupStreams& streams() const { return *streams_; }
+  const std::shared_ptr<GroupStreams>& sharedStreams() const { return streams_; }
 
   // Returns the staging of the call that this thread makes, once; null for operations on CPU
   // tensors. A signal handler that runs inside of the call makes calls of its own.
@@ -121,12 +128,20 @@ class Staging {
   // For destructors: drops something while the device is the current one, if it can be that.
   void dropOnDevice(const std::function<void()>& drop) const noexcept;
   const c10::Event& reached() const { return *reached_; }
+  // Returns the memory on the host for a tensor's copy.
+  virtual at::Tensor emptyOnHost(const at::Tensor& tensor);
   std::chrono::milliseconds limit() const { return limit_; }
   // Enqueues the copies to or from the host on a stream.
   void copyIn(const c10::Stream& stream);
   void copyOut() const { copyOut(stream_); }
   void copyOut(const c10::Stream& stream) const;
   Status fetchAgainOn(const c10::Stream& stream, Group& group) const;
+  // Enqueues the copies of all inputs, in one piece.
+  void copyInputs(const c10::Stream& stream) const;
+  // The copy of the next piece is enqueued.
+  virtual void onPiece(const c10::Stream& stream);
+  // Returns the number of pieces in which the first `bytes` of a cut input are.
+  size_t piecesOf(size_t bytes) const { return (bytes + pieceBytes_ - 1) / pieceBytes_; }
   // The copies in host memory are used on this stream from now on, and not on stream().
   void useLast(const DeviceStream& stream) { *last_ = stream; }
   // Enqueues copies of the outputs' present contents, to the host.
@@ -134,6 +149,8 @@ class Staging {
   bool hasOutputs() const { return hasOutputs_; }
   // Drops the tensors, once every copy is enqueued. The allocators keep the memory for the streams.
   void forgetTensors() { copies_.clear(); }
+  // Keeps the places of the tensors' memory on the device, but does not own it any more.
+  void forgetOwners();
   c10::Stream callersStream() const;
   // Waits on the host for a condition, for as long as the limit says.
   Status awaitOnHost(Group& group, const std::function<bool()>& ready) const;
@@ -149,7 +166,6 @@ class Staging {
 
   at::Tensor add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput,
                  UsedRows used);
-  at::Tensor emptyOnHost(const at::Tensor& tensor) const;
   // Calls visit(device, host) for each part of the tensor that is copied.
   template <typename Visit>
   void forParts(const Copy& copy, const Visit& visit) const;

@@ -10,6 +10,7 @@ namespace mooncake {
 struct StreamSettings {
   bool words = true;       // collectives use them, where the device's streams know words
   size_t pinnedCache = 0;  // bytes; those of the first group that uses the device count
+  size_t graphMemory = 0;  // bytes of pinned memory for operations in graphs
   size_t peerBytes = 0;    // largest input of a call that goes by kernels; 0: none does
   PeerTable peerTable;
 };

@@ -14,7 +14,7 @@ namespace mooncake {
 
 void StreamStaging::mark() {
   markReached();
-  number_ = nextNumber();
+  number_ = nextNumber(words(), stream(), limit());
   isMarked_ = true;
   failpoint("stage-marked");
   reached().block(stream());
@@ -28,17 +28,17 @@ void StreamStaging::mark() {
   done_->record(stream());
 }
 
-// Waits on the host while too many operations are under way.
-uint32_t StreamStaging::nextNumber() const {
-  const Deadline deadline = Deadline::after(limit());
+uint32_t StreamStaging::nextNumber(StreamWords& words, const c10::Stream& stream,
+                                   std::chrono::milliseconds limit) {
+  const Deadline deadline = Deadline::after(limit);
   const WaitInterrupt interrupt;
   for (;;) {
-    if (const auto number = words().next()) return *number;
+    if (const auto number = words.next()) return *number;
     Interruptible::look();
     interrupt.rethrow();
     if (deadline.passed()) {
       throwError({ErrorCode::kExhausted, "too many operations are under way on a stream of " +
-                                             stream().device().str() +
+                                             stream.device().str() +
                                              ", and none has ended in the group's timeout"});
     }
     std::this_thread::sleep_for(std::chrono::microseconds(100));

@@ -35,9 +35,13 @@ class StreamStaging final : public Staging {
   void block() override { done_->block(callersStream()); }
   void synchronize() const override { done_->synchronize(); }
 
+  // Returns the number of the next operation on the stream of the words. Waits on the host while too
+  // many are under way, at most for `limit`. Throws.
+  static uint32_t nextNumber(StreamWords& words, const c10::Stream& stream,
+                             std::chrono::milliseconds limit);
+
  private:
   StreamWords& words() const { return *streams().words(); }
-  uint32_t nextNumber() const;
   void enqueueRescue();
 
   uint32_t number_ = 0;

@@ -205,6 +205,42 @@ Status CudaAccelerator::awaitWord(DeviceStream stream, StreamWord* word, uint32_
   });
 }
 
+// Drivers differ in whether a capture takes words of streams, and an error of the driver would spoil
+// the program's capture. So the words are first recorded into a graph of ours, which never runs.
+Status CudaAccelerator::checkRecordedWords(int device) {
+  const auto memory = allocatePinned(2 * sizeof(StreamWord));
+  if (!memory.ok()) return memory.error();
+  const auto stream = createStream(device);
+  const Status recorded = stream.ok()
+                              ? recordWords(*stream, reinterpret_cast<StreamWord*>(memory->data()))
+                              : stream.status();
+  if (stream.ok()) destroyStream(*stream);
+  freePinned(*memory);
+  return recorded;
+}
+
+Status CudaAccelerator::recordWords(DeviceStream stream, StreamWord* word) {
+  MOONCAKE_TRY(run("cuStreamBeginCapture", stream, [&] {
+    return driver_.cuStreamBeginCapture(handleOf(stream), CU_STREAM_CAPTURE_MODE_RELAXED);
+  }));
+  Status recorded = writeWord(stream, word, 1);
+  if (recorded.ok()) recorded = awaitWord(stream, word + 1, 1);
+  CUgraph graph = nullptr;
+  const Status ended = run("cuStreamEndCapture", stream,
+                           [&] { return driver_.cuStreamEndCapture(handleOf(stream), &graph); });
+  size_t nodes = 0;
+  if (recorded.ok()) recorded = ended;
+  if (recorded.ok()) {
+    recorded = run("cuGraphGetNodes", stream,
+                   [&] { return driver_.cuGraphGetNodes(graph, nullptr, &nodes); });
+  }
+  if (graph != nullptr)
+    (void)run("cuGraphDestroy", stream, [&] { return driver_.cuGraphDestroy(graph); });
+  if (recorded.ok() && nodes < 2)
+    recorded = {ErrorCode::kUnsupported, "cuda: the driver leaves words of streams out of graphs"};
+  return recorded;
+}
+
 Result<bool> CudaAccelerator::isCapturing(DeviceStream stream) {
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   MOONCAKE_TRY(run("cuStreamIsCapturing", stream,

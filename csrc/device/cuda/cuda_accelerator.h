@@ -9,11 +9,12 @@
 #include "device/cuda/cuda_kernels.h"
 #include "device/cuda/cuda_peer_memory.h"
 #include "device/cuda/cuda_pinned_pool.h"
+#include "device/word_recorder.h"
 
 namespace mooncake {
 
 // NVIDIA's devices, by the functions of a table.
-class CudaAccelerator final : public Accelerator {
+class CudaAccelerator final : public Accelerator, public WordRecorder {
  public:
   // `driver` outlives the accelerator, and so does `kernels`: the fatbin, empty if there is none.
   static Result<std::unique_ptr<CudaAccelerator>> make(const CudaDriver& driver,
@@ -33,6 +34,7 @@ class CudaAccelerator final : public Accelerator {
   bool hasStreamWords(int device) const override;
   Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  Status checkRecordedWords(int device) override;
   Result<bool> isCapturing(DeviceStream stream) override;
   Status prepareKernels(int device) override;
   Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) override;
@@ -58,6 +60,8 @@ class CudaAccelerator final : public Accelerator {
   // Calls the driver with the context of a device that the program uses.
   template <typename Call>
   Status runOn(const char* function, int device, Call call);
+
+  Status recordWords(DeviceStream stream, StreamWord* word);
 
   const std::unique_ptr<CudaContexts> contexts_;
   const CudaDriver& driver_;

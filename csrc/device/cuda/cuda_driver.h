@@ -31,6 +31,10 @@
   F(cuStreamDestroy)                   \
   F(cuStreamSynchronize)               \
   F(cuStreamIsCapturing)               \
+  F(cuStreamBeginCapture)              \
+  F(cuStreamEndCapture)                \
+  F(cuGraphGetNodes)                   \
+  F(cuGraphDestroy)                    \
   F(cuStreamWaitEvent)                 \
   F(cuStreamWriteValue32)              \
   F(cuStreamWaitValue32)               \

@@ -227,6 +227,11 @@ Status FakeAccelerator::awaitWord(DeviceStream stream, StreamWord* word, uint32_
   return addWord("awaitWord", stream, word, [=](FakeStream& runs) { runs.awaitWord(word, value); });
 }
 
+Status FakeAccelerator::checkRecordedWords(int device) {
+  MOONCAKE_TRY(enter("checkRecordedWords"));
+  return checkDevice("checkRecordedWords", device);
+}
+
 Result<bool> FakeAccelerator::isCapturing(DeviceStream stream) {
   MOONCAKE_TRY(enter("isCapturing"));
   return named("isCapturing", streams_.isCapturing(stream));

@@ -14,11 +14,12 @@
 #include "device/fake/fake_kernel_table.h"
 #include "device/fake/fake_memory.h"
 #include "device/fake/fake_streams.h"
+#include "device/word_recorder.h"
 
 namespace mooncake {
 
 // Puts memory, streams and injected failures together.
-class FakeAccelerator final : public FakeDevices, public PeerMemory {
+class FakeAccelerator final : public FakeDevices, public PeerMemory, public WordRecorder {
  public:
   const char* name() const override { return "fake"; }
   int deviceCount() const override { return FakeMemory::kDevices; }
@@ -34,6 +35,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory {
   bool hasStreamWords(int device) const override;
   Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  Status checkRecordedWords(int device) override;
   Result<bool> isCapturing(DeviceStream stream) override;
   Status prepareKernels(int device) override;
   Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) override;

@@ -273,6 +273,25 @@ TEST_F(CudaAcceleratorTest, ACaptureIsSeen) {
   EXPECT_FALSE(valueOf(cuda->isCapturing(streamOf(1))));
 }
 
+TEST_F(CudaAcceleratorTest, WordsAreRecordedIntoAGraphOfItsOwnFirst) {
+  use(0);
+  EXPECT_OK(cuda->checkRecordedWords(0));
+  for (const char* function :
+       {"cuStreamBeginCapture", "cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamEndCapture",
+        "cuGraphDestroy", "cuStreamDestroy"})
+    EXPECT_EQ(driver.countOf(function), 1) << function;
+  driver.graphNodes = 1;
+  EXPECT_EQ(cuda->checkRecordedWords(0).code(), ErrorCode::kUnsupported);
+  driver.graphNodes = 2;
+  for (const char* function : {"cuStreamWaitValue32", "cuStreamEndCapture"}) {
+    driver.results[function] = CUDA_ERROR_NOT_SUPPORTED;
+    EXPECT_EQ(cuda->checkRecordedWords(0).code(), ErrorCode::kUnsupported) << function;
+    driver.results.erase(function);
+    EXPECT_TRUE(driver.capturing.empty());
+  }
+  EXPECT_EQ(driver.countOf("cuStreamDestroy"), 4);
+}
+
 // ---- errors
 
 TEST_F(CudaAcceleratorTest, ALostContextSaysSoForGoodAndAsksTheDriverNoMore) {

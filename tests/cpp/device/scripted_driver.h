@@ -77,6 +77,7 @@ class ScriptedDriver {
   std::map<std::string, CUresult> results;  // of functions that fail
   std::map<CUdeviceptr, Memory> memory;
   std::set<CUstream> capturing;
+  size_t graphNodes = 2;                 // of each graph
   std::set<CUstream> busy;               // events that are recorded on these do not happen
   std::map<CUevent, CUstream> recorded;  // the last stream of each event that lives
   std::map<CUdeviceptr, int> imports;
@@ -249,6 +250,21 @@ inline void ScriptedDriver::fill() {
                                                  : CU_STREAM_CAPTURE_STATUS_NONE;
     return self()->called("cuStreamIsCapturing");
   };
+  table.cuStreamBeginCapture = [](CUstream stream, CUstreamCaptureMode) {
+    self()->capturing.insert(stream);
+    return self()->called("cuStreamBeginCapture");
+  };
+  table.cuStreamEndCapture = [](CUstream stream, CUgraph* graph) {
+    self()->capturing.erase(stream);
+    const CUresult result = self()->called("cuStreamEndCapture");
+    *graph = result == CUDA_SUCCESS ? reinterpret_cast<CUgraph>(++self()->lastHandle_) : nullptr;
+    return result;
+  };
+  table.cuGraphGetNodes = [](CUgraph, CUgraphNode*, size_t* nodes) {
+    *nodes = self()->graphNodes;
+    return self()->called("cuGraphGetNodes");
+  };
+  table.cuGraphDestroy = [](CUgraph) { return self()->called("cuGraphDestroy"); };
   table.cuStreamWaitEvent = [](CUstream, CUevent, unsigned flags) {
     return self()->called(flags == CU_EVENT_WAIT_EXTERNAL ? "cuStreamWaitEvent external"
                                                           : "cuStreamWaitEvent");

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <c10/core/Stream.h>
+
+#include "backend/device/group_streams.h"
+#include "backend/device/own_stream.h"
+#include "base/deadline.h"
+#include "collectives/peer/replay_order.h"
+#include "device/graph_memory.h"
+#include "device/graph_words.h"
+#include "group/group.h"
+
+namespace mooncake {
+
+class GraphStaging;
+class Staging;
+
+// The staged calls of a group that graphs of one device have, and the one order of these and of all
+// other calls of the group: that in which the program calls and replays, from one thread at a time.
+//
+// On the device, an event marks the end of the last call or replay, and the next one waits for it. So
+// one operation at a time rings. A thread of the group (`mooncake-graphs`) sees that and makes the
+// call. Every other call of the group takes its place when the event's order has come to it.
+class RecordedCalls {
+ public:
+  // kUnsupported says why calls on these streams cannot be recorded. The group outlives stop().
+  // Throws the errors of streams.
+  struct Settings {
+    size_t memoryLimit = 0;  // of GraphMemory
+    // If a call waits so long for its place while no operation runs, the group ends.
+    std::chrono::milliseconds limit{};
+    std::function<bool()> isIdle;  // whether no operation of the group runs
+  };
+  static Result<std::unique_ptr<RecordedCalls>> make(Group& group,
+                                                     std::shared_ptr<GroupStreams> streams,
+                                                     Settings settings);
+  ~RecordedCalls();
+  RecordedCalls(const RecordedCalls&) = delete;
+  RecordedCalls& operator=(const RecordedCalls&) = delete;
+
+  const c10::Stream& stream() const { return stream_.stream(); }  // that is recorded
+  // For copies from the device while a replay waits.
+  const c10::Stream& copies() const { return copies_.stream(); }
+  GraphMemory& memory() { return memory_; }
+
+  // A place of an operation in a graph.
+  struct Place {
+    GraphWords* words = nullptr;
+    uint32_t number = 0;
+  };
+  // Around the work of an operation on stream(), which has joined a capture. `isNewGraph`: no
+  // operation of the group has been recorded into it. They throw.
+  Place begin(bool isNewGraph);
+  void end();
+  // Replays of the place run the operation by `call`, each with a staging of its own.
+  using Replay = std::function<void(std::shared_ptr<Staging>)>;
+  void keep(std::shared_ptr<GraphStaging> staging, Replay call);
+
+  // Around the mark of a call that is not recorded, or for one that has none. The second function
+  // makes the call later, on another thread, when its turn in the order has come. From one thread at
+  // a time. announce() throws; after it, follow() or skip() must be called.
+  uint32_t announce();
+  void follow(uint32_t number, std::function<void()> call);
+  void skip();
+
+  // Waits until all calls have their place and all replays so far have ended, or for the deadline.
+  void drain(Deadline deadline);
+  // Makes the calls that wait for their place, and lets later replays pass. Call it after the group
+  // has failed. Returns false if the thread is in an operation and does not leave it.
+  bool stop(Deadline deadline);
+
+ private:
+  struct Operation {
+    std::shared_ptr<GraphStaging> staging;  // null: its recording has failed
+    Replay call;
+  };
+  struct Graph {
+    GraphWords* words;
+    std::vector<Operation> operations;
+  };
+  struct Waiting {
+    uint32_t number;
+    std::function<void()> call;
+  };
+
+  RecordedCalls(Group& group, std::shared_ptr<GroupStreams> streams, Settings settings);
+  void run();
+  // With the lock. Each returns what there is to do.
+  bool findRung(Place& place);
+  std::vector<std::function<void()>> takeReached();
+  void failIfLate();
+  void pause(std::unique_lock<std::mutex>& lock);
+  // Without the lock.
+  void serve(const Place& place, const Operation& operation);
+
+  Group& group_;
+  const std::shared_ptr<GroupStreams> streams_;
+  const Settings settings_;
+  const OwnStream stream_;
+  const OwnStream copies_;
+  GraphMemory memory_;
+  mutable std::mutex orderMutex_;  // guards order_, and keeps numbers in its order
+  ReplayOrder order_;
+  std::mutex mutex_;  // guards everything below
+  std::condition_variable changed_;
+  std::vector<Graph> graphs_;
+  std::deque<Waiting> waiting_;
+  Clock::time_point lastStep_ = Clock::now();
+  bool isStopped_ = false;
+  bool isOver_ = false;  // the thread does nothing any more
+  std::thread thread_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,31 @@
+#include "backend/device/replay_staging.h"
+
+#include <utility>
+
+#include "base/failpoint.h"
+
+namespace mooncake {
+
+ReplayStaging::ReplayStaging(std::shared_ptr<GraphStaging> graph, std::chrono::milliseconds limit)
+    : Staging(graph->sharedStreams(), graph->stream(), limit), graph_(std::move(graph)) {
+  if (graph_->isCut()) cutInput(graph_->pieceBytes());
+}
+
+Status ReplayStaging::fetch(Group&) {
+  failpoint("graph-rung");
+  return {};
+}
+
+void ReplayStaging::giveBack() {
+  std::lock_guard lock(mutex_);
+  if (!std::exchange(isEnded_, true)) graph_->release();
+}
+
+void ReplayStaging::abandon() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(isEnded_, true)) return;
+  graph_->restoreOutputs();
+  graph_->release();
+}
+
+}  // namespace mooncake
