@@ -3,14 +3,14 @@
 #include <gtest/gtest.h>
 
 #include "device/accelerator_suite.h"
-#include "device/host_accelerator.h"
+#include "device/fake/fake_devices.h"
 
 namespace mooncake::testing {
 namespace {
 
 TEST(GraphMemory, OperationsShareAndTensorsOfOneDoNot) {
-  HostAccelerator host;
-  GraphMemory memory(host, 1 << 20);
+  const auto devices = makeFakeDevices();
+  GraphMemory memory(*devices, 1 << 20);
   GraphMemory::Taken first, second;
   const auto a = valueOf(memory.take(1000, first)), b = valueOf(memory.take(1000, first));
   EXPECT_GE(b.data() - a.data(), 1000);
@@ -25,8 +25,8 @@ TEST(GraphMemory, OperationsShareAndTensorsOfOneDoNot) {
 }
 
 TEST(GraphMemory, ALimitIsNamed) {
-  HostAccelerator host;
-  GraphMemory memory(host, 100'000);
+  const auto devices = makeFakeDevices();
+  GraphMemory memory(*devices, 100'000);
   GraphMemory::Taken taken;
   EXPECT_OK(memory.take(60'000, taken).status());
   const auto refused = memory.take(60'000, taken);
