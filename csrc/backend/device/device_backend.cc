@@ -142,8 +142,14 @@ std::shared_ptr<Staging> DeviceBackend::stagingOn(const c10::Device& device,
     return std::make_shared<GraphStaging>(streams, recordedCallsFor(callers, streams),
                                           effective(timeout));
   }
-  if (streams->words()) return std::make_shared<StreamStaging>(streams, effective(timeout));
-  return std::make_shared<HostStaging>(streams, streams->collectives(), effective(timeout));
+  std::shared_ptr<Staging> staging;
+  if (streams->words()) {
+    staging = std::make_shared<StreamStaging>(streams, effective(timeout));
+  } else {
+    staging = std::make_shared<HostStaging>(streams, streams->collectives(), effective(timeout));
+  }
+  staging->onFailure([this](const Error& why) { group().fail(why); });
+  return staging;
 }
 
 // Errors of replays come when no caller waits for them, and mode `raise` counts calls.

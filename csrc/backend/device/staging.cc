@@ -48,7 +48,8 @@ at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput
   }
   if (isOutput) refuseOwnOverlap(tensor, what);
   const at::NoGradGuard plain;
-  const at::Tensor host = emptyOnHost(tensor);
+  at::Tensor host;
+  enqueue([&] { host = emptyOnHost(tensor); });
   copies_.push_back({tensor.detach(), host, isInput, isOutput, std::move(used)});
   hasOutputs_ |= isOutput;
   return host;
@@ -85,12 +86,22 @@ void Staging::dropOnDevice(const std::function<void()>& drop) const noexcept {
 
 c10::Stream Staging::callersStream() const { return guardOf(stream_).getStream(stream_.device()); }
 
+void Staging::enqueue(const std::function<void()>& part) const {
+  try {
+    part();
+  } catch (const std::exception& error) {
+    if (endGroup_)
+      endGroup_({ErrorCode::kSystem, "an operation could not be enqueued on " +
+                                         stream_.device().str() + ": " + error.what()});
+    throw;
+  }
+}
+
 void Staging::markReached() {
-  reached_.emplace(stream_.device_type());
   const c10::Stream callers = callersStream();
   if (isCapturing(callers))
     refuseRecording(callers, "no graph takes this operation (docs/gpu.md)", kOutsideOfCapture);
-  reached_->record(callers);
+  enqueue([&] { reached_.emplace(stream_.device_type()).record(callers); });
 }
 
 template <typename Visit>

@@ -55,6 +55,12 @@ class Staging {
   at::Tensor input(const at::Tensor& tensor, const char* what, UsedRows used);
   at::Tensor output(const at::Tensor& tensor, const char* what, UsedRows used);
 
+  // Ends the group. Called if the device or its driver fails while the call is enqueued: then this
+  // rank does not begin an operation that the others wait for. They must not take its next one for
+  // that.
+  using EndGroup = std::function<void(const Error&)>;
+  void onFailure(EndGroup end) { endGroup_ = std::move(end); }
+
   // Cuts the only input into pieces of this length. The operation takes its data as it comes.
   void cutInput(size_t pieceBytes) { pieceBytes_ = pieceBytes; }
   bool isCut() const { return pieceBytes_ != 0; }
@@ -125,6 +131,8 @@ class Staging {
 
   // Marks the position of the caller's stream.
   void markReached();
+  // Runs a part of enqueuing the call, and ends the group if it throws.
+  void enqueue(const std::function<void()>& part) const;
   // For destructors: drops something while the device is the current one, if it can be that.
   void dropOnDevice(const std::function<void()>& drop) const noexcept;
   const c10::Event& reached() const { return *reached_; }
@@ -178,6 +186,7 @@ class Staging {
   const std::chrono::milliseconds limit_;
   std::vector<Copy> copies_;
   bool hasOutputs_ = false;
+  EndGroup endGroup_;
   std::optional<c10::Event> reached_;
   size_t pieceBytes_ = 0;           // of a cut input
   std::vector<c10::Event> pieces_;  // copied

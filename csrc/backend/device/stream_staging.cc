@@ -14,8 +14,19 @@ namespace mooncake {
 
 void StreamStaging::mark() {
   markReached();
-  number_ = nextNumber(words(), stream(), limit());
+  enqueue([&] {
+    number_ = nextNumber(words(), stream(), limit());
+    try {
+      enqueueAll();
+    } catch (...) {
+      words().release(number_);  // the stream may wait already
+      throw;
+    }
+  });
   isMarked_ = true;
+}
+
+void StreamStaging::enqueueAll() {
   failpoint("stage-marked");
   reached().block(stream());
   copyIn(stream());

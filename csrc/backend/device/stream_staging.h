@@ -42,6 +42,7 @@ class StreamStaging final : public Staging {
 
  private:
   StreamWords& words() const { return *streams().words(); }
+  void enqueueAll();
   void enqueueRescue();
 
   uint32_t number_ = 0;
