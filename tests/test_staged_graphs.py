@@ -87,6 +87,31 @@ def test_calls_with_cpu_tensors_keep_their_place_between_replays():
     staged(3, cpu_calls_on_rank)
 
 
+def other_device_on_rank(me):
+    """Calls on another device keep their place between replays. Its graphs take no calls."""
+    step = Step(me)
+    other = torch.device(common.DEVICE, 1 - torch.accelerator.current_device_index())
+    tensors, works = [], []
+    for round in range(12):
+        values = [value_of(rank, round) for rank in range(me.size)]
+        step.replay(values[me.rank])
+        tensors.append(torch.full((3 + round,), values[me.rank], device=other))
+        works.append(dist.all_reduce(tensors[-1], async_op=True))
+    step.check(values)
+    for round, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        expected = sum(value_of(rank, round) for rank in range(me.size))
+        assert tensor.unique().tolist() == [expected]
+    with graphs().graph(graphs().CUDAGraph(), stream=graphs().Stream(device=other)):
+        kind, text = raised(dist.all_reduce, torch.ones(3, device=other))
+        assert kind == "NotImplementedError", (kind, text)
+        assert "graphs of" in text, text
+
+
+def test_calls_on_another_device():
+    staged(2, other_device_on_rank)
+
+
 # ---- operations
 
 
@@ -151,6 +176,37 @@ def verbs_on_rank(me):
 
 def test_operations():
     staged(3, verbs_on_rank)
+
+
+def odd_tensors_on_rank(me):
+    ranks = range(me.size)
+    empty, whole = torch.empty(0), torch.empty(6, dtype=torch.int64)
+    number = torch.empty((2, 3), dtype=torch.complex64)
+    row, three = torch.empty(1), torch.empty(3)
+    spread = [torch.empty(4) for _ in ranks]
+    graph = graphs().CUDAGraph()
+    with graphs().graph(graph):
+        dist.all_reduce(empty)
+        dist.all_reduce(whole)
+        dist.all_reduce(number.t())
+        dist.all_gather(spread, row.expand(4))
+        dist.all_reduce_coalesced([three, row])
+    for round in range(3):
+        values = [rank + 1 + 10 * round for rank in ranks]
+        whole.fill_(values[me.rank])
+        number.copy_(torch.full((2, 3), complex(1, values[me.rank])))
+        row.fill_(values[me.rank])
+        three.fill_(2 * values[me.rank])
+        graph.replay()
+        assert whole.unique().tolist() == [sum(values)]
+        assert three.unique().tolist() == [2 * sum(values)]
+        assert row.item() == sum(values)
+        assert set(number.flatten().tolist()) == {complex(me.size, sum(values))}
+        assert [part.unique().tolist() for part in spread] == [[value] for value in values]
+
+
+def test_odd_tensors():
+    staged(2, odd_tensors_on_rank)
 
 
 def large_on_rank(me):
@@ -459,12 +515,9 @@ def refused_on_rank(me, reason):
         "the factor of PREMUL_SUM is on a device": lambda: dist.all_reduce(
             small, op=dist._make_nccl_premul_sum(torch.ones(1))
         ),
-        "graphs of": lambda: dist.all_reduce(torch.ones(4, device=f"{common.DEVICE}:1")),
     }
     graph = graphs().CUDAGraph()
     with graphs().graph(graph):
-        if reason == "graphs of":
-            dist.all_reduce(small)
         kind, text = raised(calls[reason])
         assert kind == "NotImplementedError" or reason == "MOONCAKE_GRAPH_MEMORY", (kind, text)
         assert reason in text, text
@@ -478,10 +531,8 @@ def refused_on_rank(me, reason):
 
 
 def coalesced():
-    with dist._coalescing_manager(async_ops=True) as manager:
-        for _ in range(2):
-            dist.all_reduce(torch.ones(3))
-    manager.wait()
+    with dist._coalescing_manager(device=torch.device(common.DEVICE), async_ops=True):
+        dist.all_reduce(torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -493,6 +544,7 @@ def coalesced():
         ("a barrier waits on the host", {}),
         ("no graph takes this operation", {}),
         ("the factor of PREMUL_SUM is on a device", {}),
+        ("the call is part of a batch", {}),
     ],
 )
 def test_refused(reason, env):

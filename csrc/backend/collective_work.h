@@ -91,9 +91,9 @@ class CollectiveWork : public c10d::Work {
   const int size_;
   const int capacity_;
   const uint64_t key_;
-  // Set when the work is submitted.
-  uint64_t number_ = 0;
-  uint64_t era_ = 0;        // era of the queue
+  // Set when the work is submitted, which another thread may do later.
+  std::atomic<uint64_t> number_ = 0;
+  std::atomic<uint64_t> era_ = 0;  // era of the queue
   uint64_t position_ = 0;   // see CollectiveQueue::number()
   bool isCounted_ = false;  // the call is one of those that the position counts
   CalledFrom calledFrom_ = CalledFrom::kProgram;

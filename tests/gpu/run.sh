@@ -52,7 +52,7 @@ driver() {
 # One test at a time: the blocks of all ranks that wait for each other must fit on the GPU, or take turns.
 kernels() {
   TEST_DEVICE=cuda python -m pytest -q -m '' tests/test_peer_kernels.py tests/test_peer_two_shot.py tests/test_peer_verbs.py \
-    tests/test_symmetric_memory.py tests/test_graphs.py tests/test_ep_kernels.py tests/test_ep_graphs.py \
+    tests/test_symmetric_memory.py tests/test_graphs.py tests/test_staged_graphs.py tests/test_ep_kernels.py tests/test_ep_graphs.py \
     tests/test_ep_token_kernels.py
   TEST_DEVICE=cuda python -m pytest -q -m '' -k device-kernels tests/test_ep_buffer.py tests/test_ep_shapes.py \
     tests/test_ep_callers.py tests/test_ep_failures.py tests/test_ep_normal.py tests/test_ep_elastic.py

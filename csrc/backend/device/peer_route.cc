@@ -63,9 +63,8 @@ bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline de
       PeerCollectives::make(std::move(control), std::move(feed), std::move(accelerator), native,
                             {settings_.bytes, settings_.table, settings_.timeout}, deadline);
   if (!peers.ok()) {
-    whyStaged_ = peers.error().message;
     log(LogLevel::kInfo, "group '" + settings_.name + "'",
-        "tensors of devices go through host memory: ", whyStaged_);
+        "tensors of devices go through host memory: ", peers.error().message);
     return false;
   }
   // The stream is not lent to others before the kernels have ended.

@@ -84,7 +84,6 @@ class PeerRoute {
   const Settings settings_;
   mutable std::mutex mutex_;  // guards the fields below, and keeps numbers in the stream's order
   bool isDecided_ = false;
-  std::string whyStaged_;  // once it is decided so
   std::optional<c10::Device> device_;
   std::shared_ptr<PeerCollectives> peers_;           // null: calls are staged
   std::atomic<PeerCollectives*> started_ = nullptr;  // the same, without the lock

@@ -131,13 +131,20 @@ void RecordedCalls::failIfLate() {
                    ". Give the group a longer timeout, or find the work that hangs"});
 }
 
-// The longer nothing has come, the longer the pause: short waits end soon, and a group without
-// replays costs little.
+// The next operation of a replay comes soon after the last one, if one comes. The longer nothing has
+// come, the longer the pause: a group without replays costs little.
 void RecordedCalls::pause(std::unique_lock<std::mutex>& lock) {
+  constexpr Clock::duration kBusy = std::chrono::microseconds(100);
   constexpr Clock::duration kShortest = std::chrono::microseconds(5);
-  constexpr Clock::duration kLongest = std::chrono::microseconds(500);
-  const auto idle = (Clock::now() - lastStep_) / 16;
-  changed_.wait_for(lock, std::clamp(idle, kShortest, kLongest), [&] { return isStopped_; });
+  constexpr Clock::duration kLongest = std::chrono::milliseconds(2);
+  const Clock::duration idle = Clock::now() - lastStep_;
+  if (idle < kBusy) {
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+    return;
+  }
+  changed_.wait_for(lock, std::clamp(idle / 32, kShortest, kLongest), [&] { return isStopped_; });
 }
 
 void RecordedCalls::run() {
