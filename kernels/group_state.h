@@ -3,7 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
-// What the kernels of a group of ranks on one host share with each other and with their hosts.
+#include "kernels/remote.h"
+
+// What the kernels of a group of ranks share with each other and with their hosts.
 // Plain data: a host fills it in before the first kernel.
 namespace mooncake::kernels {
 
@@ -122,6 +124,10 @@ struct GroupState {
   unsigned char* data[kMaxRanks] = {};
   Signals* signals[kMaxRanks] = {};
   HostWords* host = nullptr;
+
+  // Ranks on other hosts. `data` and `signals` of theirs are null.
+  Remote remote = {};
 };
+static_assert(kMaxRanks == kMaxRemoteRanks && kMaxBlocks == kMaxRemoteBlocks);
 
 }  // namespace mooncake::kernels

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/proxy/command.h"
+
+// Ranks of a kernel's group on other hosts. Nobody loads their memory: each rank writes its data for
+// them into their inboxes, through its proxy. Plain data, part of GroupState.
+namespace mooncake::kernels {
+
+constexpr int kMaxRemoteRanks = 32;   // kMaxRanks
+constexpr int kMaxRemoteBlocks = 16;  // kMaxBlocks
+
+// The regions of each rank's proxy.
+constexpr uint32_t kOwnRegion = 0;    // the memory that the rank publishes, and its mails
+constexpr uint32_t kInboxRegion = 1;  // the inboxes of all remote ranks
+
+// The last command of a block for a remote rank in an exchange. The wire keeps no order, so it counts
+// the commands before it.
+struct Mail {
+  uint64_t signal;  // as in Signals::words
+  uint64_t count;   // of the block's commands to this rank so far, this one included
+  uint64_t check;   // of the two: a mail may be read while it arrives
+  uint64_t unused;
+};
+
+// A block of a rank tells a remote rank that its data have left, and that it has all data of all
+// ranks. So no rank ends an operation that another one could not end with the same data.
+enum class MailKind : uint32_t { kData, kHasAll };
+constexpr uint32_t kMailKinds = 2;
+
+struct Mails {
+  Mail of[kMailKinds][kMaxRemoteBlocks];
+};
+
+// In memory of the rank's own device.
+struct Remote {
+  uint64_t ranks = 0;  // bits
+  ProxyView proxy = {};
+  // What a remote rank may write here: Mails | half | half. A half has `inboxHalfBytes`.
+  unsigned char* inboxes[kMaxRemoteRanks] = {};
+  size_t inboxHalfBytes = 0;
+  uint64_t inboxAt[kMaxRemoteRanks] = {};  // offset of this rank's inbox in the peer's region
+  Mails* outgoing = nullptr;               // one for each rank, in kOwnRegion
+  uint64_t outgoingAt = 0;                 // offset
+  uint64_t pushed[kMaxRemoteRanks][kMaxRemoteBlocks] = {};  // commands that name the block's word
+};
+
+}  // namespace mooncake::kernels
