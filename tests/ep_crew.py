@@ -25,11 +25,7 @@ def over_hosts(ranks_of_hosts: Sequence[int]) -> Iterator[harness.Crew]:
     if why := hosts.why_not():
         pytest.skip(why)
     with hosts.Hosts(len(ranks_of_hosts)) as made:
-        where = [
-            host.namespace
-            for host, count in zip(made.hosts, ranks_of_hosts, strict=True)
-            for _ in range(count)
-        ]
+        where = made.places(ranks_of_hosts)
         with harness.Crew(len(where), namespaces=where) as ranks:
             yield ranks
 

@@ -79,6 +79,11 @@ class Hosts:
         each = -(-size // len(self.hosts))
         return [self.hosts[rank // each].namespace for rank in range(size)]
 
+    def places(self, counts: Sequence[int]) -> list[str]:
+        """The namespace of each rank, with so many ranks on each host."""
+        return [host.namespace for host, count in zip(self.hosts, counts, strict=True)
+                for _ in range(count)]  # fmt: skip
+
     def link(self, index: int, up: bool, *, network: int = 0) -> None:
         """Plugs the host's link into the network's switch, or out of it. The host does not notice:
         its addresses and routes stay."""

@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "proxy": {"base", "device", "engine", "kernels"},
     "membership": {"base", "engine"},
     "group": {"base", "engine", "membership"},
-    "collectives": {"base", "device", "engine", "membership", "group", "kernels"},
+    "collectives": {"base", "device", "engine", "membership", "group", "kernels", "proxy"},
     "ep": {"base", "engine", "membership", "group", "kernels"},
     "backend": {"base", "device", "engine", "membership", "group", "collectives", "ep"},
     "bindings": {

@@ -97,7 +97,11 @@ Status Proxy::attach(const std::vector<std::shared_ptr<Peer>>& peers,
   }
   std::vector<Ring> rings(options_.ranks);
   for (uint32_t rank = 0; rank < options_.ranks; ++rank) {
-    if (rank == options_.rank) continue;
+    // A kernel reaches its own rank's memory, and that of ranks without a ring, without the engine.
+    if (rank == options_.rank || descriptions[rank].empty()) {
+      CommandRing(memory_->slotsOf(rank), memory_->countsOf(rank)).end(ProxyEnd::kFailed);
+      continue;
+    }
     const std::string name = "rank " + std::to_string(rank);
     auto targets = Regions::decode(descriptions[rank], name);
     if (!targets.ok()) return targets.status();
@@ -112,9 +116,6 @@ Status Proxy::attach(const std::vector<std::shared_ptr<Peer>>& peers,
         CommandRing(memory_->slotsOf(rank), memory_->countsOf(rank)), sources_, std::move(*targets),
         PeerLimits{.timeout = options_.timeout}, &(*bells_)[rank % options_.threads]);
   }
-  // A kernel reaches its own rank's memory without the engine.
-  CommandRing(memory_->slotsOf(options_.rank), memory_->countsOf(options_.rank))
-      .end(ProxyEnd::kFailed);
   rings_ = std::move(rings);
   for (uint32_t i = 0; i < options_.threads; ++i) {
     auto thread = startThread("mooncake-proxy", [this, i] { run(i); });
@@ -134,7 +135,7 @@ Status Proxy::statusOf(uint32_t rank) const {
   if (rank >= rings_.size() || !rings_[rank].commands) {
     return {ErrorCode::kInvalidArgument,
             "rank " + std::to_string(options_.rank) + ", proxy: there is no ring to rank " +
-                std::to_string(rank) + ": kernels store to their own rank's memory themselves"};
+                std::to_string(rank) + ": kernels reach its memory without the engine"};
   }
   return rings_[rank].commands->status();
 }

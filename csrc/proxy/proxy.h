@@ -54,13 +54,15 @@ class Proxy {
   // Returns the description of this rank's regions, for the others' attach().
   Bytes describe() const;
   // Starts the threads. `peers` and `descriptions` are by rank; those of this rank itself are not
-  // used. Call it once.
+  // used. A rank without a description has no ring. Call it once.
   Status attach(const std::vector<std::shared_ptr<Peer>>& peers,
                 const std::vector<Bytes>& descriptions);
 
   // The argument of kernels, valid until the destructor. Kernels must have ended by then: close()
   // stops those that wait.
   kernels::ProxyView view() const;
+  // The memory of view(). A user whose kernels may look at it later keeps it longer than the proxy.
+  const std::shared_ptr<ProxyMemory>& memory() const { return memory_; }
   // Why the rank's ring has ended; ok while it goes on. Any thread.
   Status statusOf(uint32_t rank) const;
   // Has threads that sleep look at the rings at once; else that takes up to a millisecond. Any
@@ -85,7 +87,7 @@ class Proxy {
   const std::shared_ptr<Engine> engine_;
   const std::vector<LocalRegion> sources_;
   const ProxyOptions options_;
-  std::unique_ptr<ProxyMemory> memory_;
+  std::shared_ptr<ProxyMemory> memory_;
   MemoryRegion signals_;
   std::vector<MemoryRegion> targets_;
   // One for each thread. Channels may still ring them after the last command has ended, so the

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -13,24 +14,11 @@
 
 #include "base/bytes.h"
 #include "base/crypto.h"
-#include "collectives/collectives.h"
+#include "collectives/peer/gather_blocks.h"
 #include "engine/local/unix_socket.h"
 
 namespace mooncake {
 namespace {
-
-// Members exchange blocks of one size. Returns them by rank.
-template <typename Block>
-Result<std::vector<Block>> gatherBlocks(Group& group, const Block& mine, Deadline deadline) {
-  std::vector<Block> blocks(size_t(group.size()));
-  std::vector<Span> places;
-  for (Block& block : blocks) places.push_back(std::as_writable_bytes(std::span(&block, 1)));
-  MOONCAKE_TRY(
-      allgather(group, std::as_bytes(std::span(&mine, 1)), places, DType::kUInt8, deadline));
-  if (int(group.lastView->active.size()) < group.size())
-    return Error{ErrorCode::kPeerLost, "a member of the group has been lost meanwhile"};
-  return blocks;
-}
 
 constexpr int64_t kLookMs = 50;  // between two looks whether a member is lost
 
@@ -44,11 +32,19 @@ struct Offer {
   PeerAllocation allocation;
 };
 
-// One member's side of the exchange. Every member connects to all others, and serves all others.
+uint64_t bitOf(int rank) { return uint64_t(1) << rank; }
+
+// One member's side of the exchange. Every member connects to all others of its host, and serves
+// them.
 class Exchange {
  public:
-  Exchange(Group& group, const Fd& mine, std::vector<Offer> offers)
-      : group_(group), mine_(mine), offers_(std::move(offers)), found_(offers_.size()) {}
+  // `local`: bits of the ranks of this host.
+  Exchange(Group& group, const Fd& mine, std::vector<Offer> offers, uint64_t local)
+      : group_(group),
+        mine_(mine),
+        offers_(std::move(offers)),
+        others_(local & ~bitOf(group.rank())),
+        found_(offers_.size()) {}
 
   Status run(const Fd& listener, Deadline deadline);
   std::vector<SharedAllocation> take();
@@ -64,31 +60,31 @@ class Exchange {
   Status serve(Guest& guest);
   Status receive(size_t rank);
   bool isOver() const {
-    return served_ + 1 == offers_.size() &&
-           std::ranges::count_if(found_, [](const Fd& fd) { return bool(fd); }) + 1 ==
-               std::ptrdiff_t(offers_.size());
+    const int found = int(std::ranges::count_if(found_, [](const Fd& fd) { return bool(fd); }));
+    return served_ == std::popcount(others_) && found == std::popcount(others_);
   }
 
   Group& group_;
   const Fd& mine_;
   const std::vector<Offer> offers_;
+  const uint64_t others_;  // bits of the other ranks of this host
   std::vector<Fd> found_;
-  std::vector<Fd> hosts_;  // connections to other members, by rank
+  std::vector<Fd> connections_;  // to other members, by rank
   std::vector<Guest> guests_;
-  size_t served_ = 0;
+  int served_ = 0;
 };
 
 Status Exchange::connect(Deadline deadline) {
   for (size_t rank = 0; rank < offers_.size(); ++rank) {
-    hosts_.emplace_back();
-    if (int(rank) == group_.rank()) continue;
+    connections_.emplace_back();
+    if (!(others_ >> rank & 1)) continue;
     auto socket = connectAbstract(offers_[rank].name.data(), deadline);
     if (!socket.ok())
       return {socket.error().code, group_.nameRank(int(rank)) + ": " + socket.error().message};
     const auto& secret = offers_[rank].secret;
     if (::send(socket->get(), secret.data(), secret.size(), MSG_NOSIGNAL) != ssize_t(secret.size()))
       return systemError("send to a unix socket", errno);
-    hosts_.back() = std::move(*socket);
+    connections_.back() = std::move(*socket);
   }
   return {};
 }
@@ -121,7 +117,7 @@ Status Exchange::serve(Guest& guest) {
 
 Status Exchange::receive(size_t rank) {
   Bytes message;
-  const auto got = receiveWithFd(hosts_[rank].get(), 1, message, found_[rank]);
+  const auto got = receiveWithFd(connections_[rank].get(), 1, message, found_[rank]);
   if (!got.ok()) return {got.error().code, group_.nameRank(int(rank)) + ": " + got.error().message};
   if (*got && !found_[rank])
     return {ErrorCode::kSystem, group_.nameRank(int(rank)) + " has sent no descriptor"};
@@ -130,8 +126,10 @@ Status Exchange::receive(size_t rank) {
 
 std::vector<SharedAllocation> Exchange::take() {
   std::vector<SharedAllocation> taken;
-  for (size_t rank = 0; rank < offers_.size(); ++rank)
-    taken.push_back({offers_[rank].allocation, std::move(found_[rank])});
+  for (size_t rank = 0; rank < offers_.size(); ++rank) {
+    taken.emplace_back();
+    if (others_ >> rank & 1) taken.back() = {offers_[rank].allocation, std::move(found_[rank])};
+  }
   return taken;
 }
 
@@ -146,8 +144,8 @@ Status Exchange::run(const Fd& listener, Deadline deadline) {
     }
     std::vector<pollfd> watched{{listener.get(), POLLIN, 0}};
     for (const Guest& guest : guests_) watched.push_back({guest.socket.get(), POLLIN, 0});
-    for (size_t rank = 0; rank < hosts_.size(); ++rank)
-      watched.push_back({found_[rank] ? -1 : hosts_[rank].get(), POLLIN, 0});
+    for (size_t rank = 0; rank < connections_.size(); ++rank)
+      watched.push_back({found_[rank] ? -1 : connections_[rank].get(), POLLIN, 0});
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left()).count();
     if (::poll(watched.data(), watched.size(), int(std::min<int64_t>(left, kLookMs))) < 0 &&
         errno != EINTR)
@@ -155,7 +153,7 @@ Status Exchange::run(const Fd& listener, Deadline deadline) {
     const pollfd* next = watched.data() + 1;
     for (Guest& guest : guests_)
       if ((next++)->revents) MOONCAKE_TRY(serve(guest));
-    for (size_t rank = 0; rank < hosts_.size(); ++rank)
+    for (size_t rank = 0; rank < connections_.size(); ++rank)
       if ((next++)->revents) MOONCAKE_TRY(receive(rank));
     std::erase_if(guests_, [](const Guest& guest) { return !guest.socket; });
     if (watched[0].revents) MOONCAKE_TRY(accept(listener));
@@ -163,7 +161,42 @@ Status Exchange::run(const Fd& listener, Deadline deadline) {
   return {};
 }
 
+// Returns bits of the members at whose sockets a connection can be made, and of this one.
+Result<uint64_t> reach(const Group& group, const std::vector<Offer>& offers, Deadline deadline) {
+  uint64_t reached = bitOf(group.rank());
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (rank == group.rank()) continue;
+    const auto socket = connectAbstract(offers[size_t(rank)].name.data(), deadline);
+    if (socket.ok()) reached |= bitOf(rank);
+    if (!socket.ok() && socket.error().code != ErrorCode::kUnsupported)
+      return Error{socket.error().code, group.nameRank(rank) + ": " + socket.error().message};
+  }
+  return reached;
+}
+
 }  // namespace
+
+std::vector<uint64_t> groupByHost(std::span<const uint64_t> reached) {
+  const uint64_t all = ~uint64_t(0) >> (64 - reached.size());
+  std::vector<uint64_t> hosts;
+  for (size_t rank = 0; rank < reached.size(); ++rank) {
+    const uint64_t ours = reached[rank] & all;
+    bool isHost = ours >> rank & 1;
+    for (size_t other = 0; other < reached.size(); ++other)
+      isHost &= !(ours >> other & 1) || (reached[other] & all) == ours;
+    hosts.push_back(isHost ? ours : bitOf(int(rank)));
+  }
+  return hosts;
+}
+
+Status requireOneHost(const Group& group, std::span<const uint64_t> hosts) {
+  for (int rank = 1; rank < group.size(); ++rank) {
+    if (hosts[0] >> rank & 1) continue;
+    return {ErrorCode::kUnsupported, group.nameRank(rank) + " is on another host than " +
+                                         group.nameRank(0) + ", or in another network namespace"};
+  }
+  return {};
+}
 
 Status agreeOnAll(Group& group, const Status& mine, Deadline deadline) {
   StatusBlock block;
@@ -183,9 +216,8 @@ Status agreeOnAll(Group& group, const Status& mine, Deadline deadline) {
   return {};
 }
 
-Result<std::vector<SharedAllocation>> exchangeAllocations(Group& group,
-                                                          const SharedAllocation& mine,
-                                                          Deadline deadline) {
+Result<HostAllocations> exchangeAllocations(Group& group, const SharedAllocation& mine,
+                                            Deadline deadline) {
   Offer offer{.allocation = mine.allocation};
   ("mooncake-peer-" + Crypto::randomHex(16)).copy(offer.name.data(), offer.name.size() - 1);
   Crypto::randomHex(offer.secret.size() / 2).copy(offer.secret.data(), offer.secret.size());
@@ -194,14 +226,20 @@ Result<std::vector<SharedAllocation>> exchangeAllocations(Group& group,
   auto offers = gatherBlocks(group, offer, deadline);
   if (!offers.ok()) return offers.error();
   for (Offer& theirs : *offers) theirs.name.back() = 0;
-  std::optional<Exchange> exchange(std::in_place, group, mine.descriptor, std::move(*offers));
+  const auto reached = reach(group, *offers, deadline);
+  MOONCAKE_TRY(agreeOnAll(group, reached.status(), deadline));
+  const auto all = gatherBlocks(group, *reached, deadline);
+  if (!all.ok()) return all.error();
+  HostAllocations made{.hosts = groupByHost(*all)};
+  std::optional<Exchange> exchange(std::in_place, group, mine.descriptor, std::move(*offers),
+                                   made.hosts[size_t(group.rank())]);
   const Status exchanged = exchange->run(*listener, deadline);
-  auto allocations = exchange->take();
+  made.allocations = exchange->take();
   // Other members notice by their connections that this one has given up.
   exchange.reset();
   listener->reset();
   MOONCAKE_TRY(agreeOnAll(group, exchanged, deadline));
-  return allocations;
+  return made;
 }
 
 }  // namespace mooncake

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <span>
 #include <vector>
 
 #include "base/deadline.h"
@@ -20,11 +22,25 @@ struct SharedAllocation {
   Fd descriptor;
 };
 
-// Passes `mine` to every other member of the group, over unix sockets. Returns the members' memory
-// by rank; the own place has no descriptor. kUnsupported: a member is on another host, or in another
-// network namespace. Collective.
-Result<std::vector<SharedAllocation>> exchangeAllocations(Group& group,
-                                                          const SharedAllocation& mine,
-                                                          Deadline deadline);
+// The memory of the members of one host, and the hosts of all.
+struct HostAllocations {
+  // By rank. Empty: this rank, which has no descriptor, and ranks of other hosts.
+  std::vector<SharedAllocation> allocations;
+  std::vector<uint64_t> hosts;  // by rank: bits of the ranks on its host. The same on all members
+};
+
+// Passes `mine` to every other member on this host, over unix sockets. A member that these do not
+// reach counts as one of another host, and so do containers without a common network namespace.
+// Collective.
+Result<HostAllocations> exchangeAllocations(Group& group, const SharedAllocation& mine,
+                                            Deadline deadline);
+
+// Returns the hosts: by rank, bits of the ranks on its host. `reached` has the ranks that each rank
+// reaches. Ranks of one host reach the same ones. A rank that reaches others is a host of its own,
+// and so is each rank that it reaches.
+std::vector<uint64_t> groupByHost(std::span<const uint64_t> reached);
+
+// kUnsupported, and names a rank: members are on several hosts.
+Status requireOneHost(const Group& group, std::span<const uint64_t> hosts);
 
 }  // namespace mooncake

@@ -1,6 +1,7 @@
 #include "collectives/peer/peer_area.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <new>
 #include <string>
@@ -14,16 +15,33 @@ namespace {
 
 using kernels::GroupState;
 using kernels::HostWords;
+using kernels::Mails;
+using kernels::ProxyTickets;
 using kernels::Signals;
 
 constexpr size_t kAlignment = 256;
 size_t alignedUp(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+static_assert(sizeof(Mails) % kAlignment == 0);
+
+constexpr size_t kPinnedBytes = std::max({sizeof(HostWords), sizeof(GroupState), sizeof(Signals)});
 
 }  // namespace
 
 size_t PeerArea::halfStride() const { return alignedUp(settings_.halfBytes); }
-size_t PeerArea::signalsOffset() const { return 2 * halfStride(); }
+size_t PeerArea::signalsOffset() const { return outgoingOffset() + parts_.size() * sizeof(Mails); }
 size_t PeerArea::stateOffset() const { return signalsOffset() + alignedUp(sizeof(Signals)); }
+size_t PeerArea::ticketsOffset() const { return stateOffset() + alignedUp(sizeof(GroupState)); }
+size_t PeerArea::inboxHalfStride() const { return alignedUp(settings_.inboxHalfBytes); }
+size_t PeerArea::inboxBytes() const { return sizeof(Mails) + 2 * inboxHalfStride(); }
+
+uint64_t PeerArea::remoteOf(int rank) const {
+  return (~uint64_t(0) >> (64 - parts_.size())) & ~hosts_[size_t(rank)];
+}
+
+uint64_t PeerArea::inboxAt(int rank, int from) const {
+  const uint64_t before = (uint64_t(1) << from) - 1;
+  return uint64_t(std::popcount(remoteOf(rank) & before)) * inboxBytes();
+}
 
 Result<std::unique_ptr<PeerArea>> PeerArea::make(Group& group, Accelerator& accelerator,
                                                  DeviceStream stream, const Settings& settings,
@@ -31,11 +49,16 @@ Result<std::unique_ptr<PeerArea>> PeerArea::make(Group& group, Accelerator& acce
   std::unique_ptr<PeerArea> area(new PeerArea(accelerator, stream, settings));
   const auto own = area->allocate(group);
   MOONCAKE_TRY(agreeOnAll(group, own.ok() ? Status() : Status(own.error()), deadline));
-  auto allocations = exchangeAllocations(group, *own, deadline);
-  if (!allocations.ok()) return allocations.error();
-  Status mine = area->mapAll(*allocations);
-  if (mine.ok()) mine = area->initialize();
+  auto shared = exchangeAllocations(group, *own, deadline);
+  if (!shared.ok()) return shared.error();
+  area->hosts_ = std::move(shared->hosts);
+  if (settings.inboxHalfBytes == 0) MOONCAKE_TRY(requireOneHost(group, area->hosts_));
+  Status mine = area->mapAll(shared->allocations);
+  if (mine.ok()) mine = area->prepareInboxes(group);
   MOONCAKE_TRY(agreeOnAll(group, mine, deadline));
+  // As long as all are on one host, none has a proxy.
+  if (!requireOneHost(group, area->hosts_).ok()) MOONCAKE_TRY(area->meetRemote(group, deadline));
+  MOONCAKE_TRY(agreeOnAll(group, area->initialize(), deadline));
   return area;
 }
 
@@ -53,18 +76,17 @@ Result<SharedAllocation> PeerArea::allocate(const Group& group) {
   MOONCAKE_TRY(accelerator_.prepareKernels(stream_.device));
   const auto env = DeviceEnv::read();
   if (!env.ok()) return env.error();
-  const auto pinned = accelerator_.allocatePinned(
-      alignedUp(std::max({sizeof(HostWords), sizeof(GroupState), sizeof(Signals)})));
+  const auto pinned = accelerator_.allocatePinned(alignedUp(kPinnedBytes));
   if (!pinned.ok()) return pinned.error();
   pinned_ = *pinned;
   mappings_.emplace(*memory, PeerMappings::Settings{.device = stream_.device,
                                                     .owner = uint64_t(group.rank()),
                                                     .limit = env->peerMemory});
-  const size_t bytes = stateOffset() + alignedUp(sizeof(GroupState));
-  const auto own = mappings_->allocate(bytes, group.lastView->epoch);
-  if (!own.ok()) return own.error();
   rank_ = group.rank();
   parts_.resize(ranks);
+  const size_t bytes = ticketsOffset() + ranks * sizeof(ProxyTickets);
+  const auto own = mappings_->allocate(bytes, group.lastView->epoch);
+  if (!own.ok()) return own.error();
   parts_[size_t(rank_)] = own->memory;
   auto descriptor = mappings_->descriptorOf(own->allocation);
   if (!descriptor.ok()) return descriptor.error();
@@ -73,7 +95,7 @@ Result<SharedAllocation> PeerArea::allocate(const Group& group) {
 
 Status PeerArea::mapAll(std::vector<SharedAllocation>& allocations) {
   for (size_t peer = 0; peer < allocations.size(); ++peer) {
-    if (int(peer) == rank_) continue;
+    if (int(peer) == rank_ || remoteOf(rank_) >> peer & 1) continue;
     SharedAllocation& theirs = allocations[peer];
     if (theirs.allocation.bytes < parts_[size_t(rank_)].size())
       return {ErrorCode::kMismatch, theirs.allocation.text() + " is smaller than the other ranks'"};
@@ -85,8 +107,55 @@ Status PeerArea::mapAll(std::vector<SharedAllocation>& allocations) {
   return {};
 }
 
+// Allocates the inboxes of the ranks on other hosts, and clears all memory that a proxy uses.
+Status PeerArea::prepareInboxes(const Group& group) {
+  const auto inboxes = size_t(std::popcount(remoteOf(rank_)));
+  std::memset(pinned_.data(), 0, pinned_.size());
+  const auto own = parts_[size_t(rank_)];
+  MOONCAKE_TRY(clear(own.subspan(outgoingOffset(), stateOffset() - outgoingOffset())));
+  MOONCAKE_TRY(clear(own.subspan(ticketsOffset(), parts_.size() * sizeof(ProxyTickets))));
+  if (inboxes == 0) return {};
+  const auto made = mappings_->allocate(inboxes * inboxBytes(), group.lastView->epoch);
+  if (!made.ok()) return made.error();
+  inboxes_ = made->memory;
+  for (size_t i = 0; i < inboxes; ++i)
+    MOONCAKE_TRY(clear(inboxes_.subspan(i * inboxBytes(), sizeof(Mails))));
+  return {};
+}
+
+// Clears memory of the device by way of pinned memory, which is all zeros.
+Status PeerArea::clear(std::span<std::byte> memory) {
+  while (!memory.empty()) {
+    const size_t bytes = std::min(memory.size(), pinned_.size());
+    MOONCAKE_TRY(accelerator_.copy(stream_, memory.data(), pinned_.data(), bytes));
+    memory = memory.subspan(bytes);
+  }
+  return accelerator_.synchronize(stream_);
+}
+
+Status PeerArea::meetRemote(Group& group, Deadline deadline) {
+  const auto own = parts_[size_t(rank_)];
+  std::vector<uint64_t> inboxes;
+  for (int peer = 0; peer < int(parts_.size()); ++peer) inboxes.push_back(inboxAt(peer, rank_));
+  auto made = PeerProxy::make(
+      group,
+      {.owner = {&accelerator_, stream_.device},
+       .own = own.first(signalsOffset()),
+       .inboxes = inboxes_,
+       .tickets = own.subspan(ticketsOffset(), parts_.size() * sizeof(ProxyTickets)),
+       .remote = remoteOf(rank_),
+       .inboxAt = std::move(inboxes),
+       .inboxBytes = inboxBytes(),
+       .timeout = settings_.decision},
+      own.subspan(outgoingOffset(), sizeof(Mails)), deadline);
+  if (!made.ok()) return made.error();
+  proxy_ = std::move(*made);
+  return {};
+}
+
 // Fills in the device's memory, by way of pinned memory.
 Status PeerArea::initialize() {
+  std::byte* const own = parts_[size_t(rank_)].data();
   GroupState state;
   state.rank = rank_;
   state.ranks = int(parts_.size());
@@ -95,14 +164,25 @@ Status PeerArea::initialize() {
   state.decisionNs = uint64_t(settings_.decision.count());
   state.halfBytes = halfStride();
   for (size_t peer = 0; peer < parts_.size(); ++peer) {
+    if (parts_[peer].empty()) continue;
     state.data[peer] = reinterpret_cast<unsigned char*>(parts_[peer].data());
     state.signals[peer] = reinterpret_cast<Signals*>(parts_[peer].data() + signalsOffset());
   }
   state.host = reinterpret_cast<HostWords*>(pinned_.data());
-  std::byte* const own = parts_[size_t(rank_)].data();
-  std::memset(pinned_.data(), 0, sizeof(Signals));
-  MOONCAKE_TRY(accelerator_.copy(stream_, own + signalsOffset(), pinned_.data(), sizeof(Signals)));
-  MOONCAKE_TRY(accelerator_.synchronize(stream_));
+  if (proxy_) {
+    kernels::Remote& remote = state.remote;
+    remote.ranks = remoteOf(rank_);
+    remote.proxy = proxy_->view();
+    remote.inboxHalfBytes = inboxHalfStride();
+    remote.outgoing = reinterpret_cast<Mails*>(own + outgoingOffset());
+    remote.outgoingAt = outgoingOffset();
+    for (int peer = 0; peer < state.ranks; ++peer) {
+      if (!(remote.ranks >> peer & 1)) continue;
+      remote.inboxes[peer] =
+          reinterpret_cast<unsigned char*>(inboxes_.data() + inboxAt(rank_, peer));
+      remote.inboxAt[peer] = inboxAt(peer, rank_);
+    }
+  }
   std::memcpy(pinned_.data(), &state, sizeof(state));
   MOONCAKE_TRY(accelerator_.copy(stream_, own + stateOffset(), pinned_.data(), sizeof(state)));
   MOONCAKE_TRY(accelerator_.synchronize(stream_));
@@ -112,6 +192,7 @@ Status PeerArea::initialize() {
 }
 
 PeerArea::~PeerArea() {
+  proxy_.reset();
   if (!pinned_.empty()) accelerator_.freePinned(pinned_);
 }
 

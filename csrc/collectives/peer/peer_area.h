@@ -10,6 +10,7 @@
 #include "base/deadline.h"
 #include "base/result.h"
 #include "collectives/peer/allocation_exchange.h"
+#include "collectives/peer/peer_proxy.h"
 #include "device/accelerator.h"
 #include "device/peer_mappings.h"
 #include "group/group.h"
@@ -18,22 +19,25 @@
 namespace mooncake {
 
 // The memory by which kernels of a group's ranks work together: a part of each rank on its device,
-// which all ranks map, and words that a kernel shares with its host.
+// which the ranks of its host map, an inbox for each rank on another host, and words that a kernel
+// shares with its host.
 class PeerArea {
  public:
   struct Settings {
-    size_t halfBytes = 0;                 // of inputs that are exchanged at once
+    size_t halfBytes = 0;  // of inputs that are exchanged at once
+    // Bytes of them that a rank on another host needs. 0: all ranks must be on one host.
+    size_t inboxHalfBytes = 0;
     std::chrono::nanoseconds patience{};  // see kernels::GroupState
     std::chrono::nanoseconds decision{};
   };
 
-  // Collective over the group, whose ranks may use different devices of one host. All members
-  // return ok or all return an error, which says why. `stream` is one of the device; the call waits
-  // for its work.
+  // Collective over the group, whose ranks may use different devices. All members return ok or all
+  // return an error, which says why. `stream` is one of the device; the call waits for its work.
   static Result<std::unique_ptr<PeerArea>> make(Group& group, Accelerator& accelerator,
                                                 DeviceStream stream, const Settings& settings,
                                                 Deadline deadline);
-  // No kernel may use the area any more. Other ranks may: their mappings keep the memory alive.
+  // No kernel may use the area any more. Other ranks of the host may: their mappings keep the memory
+  // alive.
   ~PeerArea();
   PeerArea(const PeerArea&) = delete;
   PeerArea& operator=(const PeerArea&) = delete;
@@ -41,6 +45,9 @@ class PeerArea {
   kernels::GroupState* state() const { return state_; }  // an address of the device
   kernels::HostWords& words() const { return *words_; }
   size_t halfBytes() const { return settings_.halfBytes; }
+  size_t inboxHalfBytes() const { return settings_.inboxHalfBytes; }
+  // The way to ranks on other hosts. Null: there are none.
+  PeerProxy* proxy() const { return proxy_.get(); }
   // The memory that this rank publishes for the exchange with the serial number, on the device.
   std::byte* half(uint64_t serial) const {
     return parts_[size_t(rank_)].data() + (serial & 1) * halfStride();
@@ -50,11 +57,24 @@ class PeerArea {
   PeerArea(Accelerator& accelerator, DeviceStream stream, const Settings& settings)
       : accelerator_(accelerator), stream_(stream), settings_(settings) {}
 
+  // Offsets in a part, and sizes.
   size_t halfStride() const;
+  size_t outgoingOffset() const { return 2 * halfStride(); }
   size_t signalsOffset() const;
   size_t stateOffset() const;
+  size_t ticketsOffset() const;
+  size_t inboxHalfStride() const;
+  size_t inboxBytes() const;
+  // Bits of the ranks on other hosts than `rank`.
+  uint64_t remoteOf(int rank) const;
+  // Offset of the inbox for `from` in the inboxes of `rank`.
+  uint64_t inboxAt(int rank, int from) const;
+
   Result<SharedAllocation> allocate(const Group& group);
   Status mapAll(std::vector<SharedAllocation>& allocations);
+  Status prepareInboxes(const Group& group);
+  Status meetRemote(Group& group, Deadline deadline);
+  Status clear(std::span<std::byte> memory);
   Status initialize();
 
   Accelerator& accelerator_;
@@ -62,10 +82,13 @@ class PeerArea {
   const Settings settings_;
   std::optional<PeerMappings> mappings_;
   int rank_ = 0;
-  std::vector<std::span<std::byte>> parts_;  // by rank
+  std::vector<uint64_t> hosts_;              // by rank: bits of the ranks on its host
+  std::vector<std::span<std::byte>> parts_;  // by rank; empty: a rank on another host
+  std::span<std::byte> inboxes_;
   kernels::GroupState* state_ = nullptr;
   std::span<std::byte> pinned_;
   kernels::HostWords* words_ = nullptr;
+  std::unique_ptr<PeerProxy> proxy_;  // ends before the memory
 };
 
 }  // namespace mooncake

@@ -82,7 +82,8 @@ PeerExperts::Kept PeerExperts::keptOf(const Shape& shape, const Caller& caller) 
           .ranges = reinterpret_cast<int64_t*>(ranges)};
 }
 
-Status PeerExperts::check(const Shape& shape, const Caller& caller, size_t bytes) const {
+Status PeerExperts::check(const Shape& shape, const Caller& caller, size_t bytes,
+                          size_t inboxBytes) const {
   const auto refused = [](const std::string& what, size_t found, size_t most) {
     return Error{ErrorCode::kInvalidArgument, "kernels take at most " + std::to_string(most) + " " +
                                                   what + ", and the call has " +
@@ -94,6 +95,9 @@ Status PeerExperts::check(const Shape& shape, const Caller& caller, size_t bytes
     return refused("experts", shape.experts, kernels::kMostExperts);
   const size_t half = queue_->area().halfBytes();
   if (bytes > half) return refused("published bytes in this buffer", bytes, half);
+  const size_t inbox = queue_->area().inboxHalfBytes();
+  if (queue_->spansHosts() && inboxBytes > inbox)
+    return refused("bytes for a rank of another host in this buffer", inboxBytes, inbox);
   return {};
 }
 
@@ -148,7 +152,7 @@ Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Clock::duration lim
   const size_t row = kernels::sentRowBytes(shape.hidden, kind);
   const size_t bytes =
       kernels::tokensAt(shape.experts, shape.maxTokens, caller.topks) + shape.maxTokens * row;
-  MOONCAKE_TRY(check(shape, caller, bytes));
+  MOONCAKE_TRY(check(shape, caller, bytes, bytes));
   const uint32_t hash =
       callHash({1, shape.maxTokens, shape.hidden, shape.experts, shape.owners, uint64_t(kind)});
   const kernels::ExpertCall call = callOf(shape, row, hash, limit);
@@ -184,9 +188,10 @@ Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Clock::duration lim
 
 Result<uint64_t> PeerExperts::send(const Combine& combine, Clock::duration limit) {
   const auto& [shape, caller, x, weights, usesLogfmt, renormalizes, sums, missing] = combine;
-  const size_t bytes = kernels::answersAt(shape.mostLocal, ranks()) +
-                       shape.local * ranks() * shape.maxTokens * shape.combineRow;
-  MOONCAKE_TRY(check(shape, caller, bytes));
+  const size_t answersAt = kernels::answersAt(shape.mostLocal, ranks());
+  const size_t rowsOfRank = shape.maxTokens * shape.combineRow;
+  MOONCAKE_TRY(check(shape, caller, answersAt + shape.local * ranks() * rowsOfRank,
+                     answersAt + shape.mostLocal * rowsOfRank));
   const uint32_t hash =
       callHash({2, shape.maxTokens, shape.hidden, shape.experts, shape.owners, usesLogfmt});
   const kernels::ExpertCall call = callOf(shape, shape.combineRow, hash, limit);

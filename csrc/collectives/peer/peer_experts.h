@@ -17,8 +17,8 @@
 
 namespace mooncake {
 
-// Dispatch and combine of a group with all ranks on one host, as kernels on memory of devices that
-// all of them map. Rows have the order and the bits of csrc/ep. Each operation is two kernels: one
+// Dispatch and combine of a group, as kernels on memory of devices that its ranks map or write to by
+// proxies. Rows have the order and the bits of csrc/ep. Each operation is two kernels: one
 // sends, and one receives. Addresses are the device's. One thread at a time.
 class PeerExperts {
  public:
@@ -112,7 +112,8 @@ class PeerExperts {
 
   struct Kept;
   Kept keptOf(const Shape& shape, const Caller& caller) const;
-  Status check(const Shape& shape, const Caller& caller, size_t bytes) const;
+  // `bytes` that the rank publishes, and those of them that one on another host needs at most.
+  Status check(const Shape& shape, const Caller& caller, size_t bytes, size_t inboxBytes) const;
   kernels::ExpertCall callOf(const Shape& shape, size_t rowBytes, uint32_t hash,
                              Clock::duration limit) const;
   template <typename Send, typename Receive>

@@ -57,11 +57,10 @@ void ViewFeed::listen(std::function<void()> changed) {
 }
 
 Result<std::unique_ptr<PeerGuard>> PeerGuard::make(Group& control, ViewFeed& view,
-                                                   kernels::HostWords& words,
-                                                   Acknowledge acknowledge,
+                                                   kernels::HostWords& words, Functions functions,
                                                    std::chrono::milliseconds timeout) {
   std::unique_ptr<PeerGuard> guard(
-      new PeerGuard(control, view, words, std::move(acknowledge), timeout));
+      new PeerGuard(control, view, words, std::move(functions), timeout));
   auto thread = startThread("mooncake-peers", [guard = guard.get()] { guard->run(); });
   if (!thread.ok()) return thread.error();
   guard->thread_ = std::move(*thread);
@@ -70,12 +69,12 @@ Result<std::unique_ptr<PeerGuard>> PeerGuard::make(Group& control, ViewFeed& vie
   return guard;
 }
 
-PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words,
-                     Acknowledge acknowledge, std::chrono::milliseconds timeout)
+PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, Functions functions,
+                     std::chrono::milliseconds timeout)
     : control_(control),
       view_(view),
       words_(words),
-      acknowledge_(std::move(acknowledge)),
+      functions_(std::move(functions)),
       timeout_(timeout),
       active_(~uint64_t(0) >> (64 - control.size())),
       epochs_{{active_, control.lastView->epoch}} {}
@@ -218,7 +217,7 @@ Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadl
       isEnqueued = true;
       // With the lock: no call may begin until it is enqueued. There is room for it, as all calls
       // have ended.
-      MOONCAKE_TRY(acknowledge_());
+      MOONCAKE_TRY(functions_.acknowledge());
     }
     MOONCAKE_TRY(failureOfKernels());
     if (isStopping_) return {ErrorCode::kAborted, "the group was destroyed"};
@@ -226,7 +225,8 @@ Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadl
       return {
           ErrorCode::kTimeout,
           "earlier work of the device, or a call of a Buffer whose hook was not called, kept the "
-          "group's kernels from stopping after the loss of a rank, for the group's timeout"};
+          "group's kernels from stopping after the loss of a rank, for the group's timeout" +
+              functions_.endsOf(active_)};
     }
     changed_.wait_for(lock, kPause);
   }
@@ -284,7 +284,8 @@ Status PeerGuard::failureOfKernels() const {
               control_.nameRank(int(words_.failedRank)) + " has called another operation than " +
                   control_.nameRank(control_.rank()) + ", or with other sizes or types"};
     case Failure::kUndecided:
-      return {ErrorCode::kTimeout, "a kernel has waited for its host's decision in vain"};
+      return {ErrorCode::kTimeout,
+              "a kernel has waited for its host's decision in vain" + functions_.endsOf(active_)};
     case Failure::kUnreceived:
       return wrong(
           "a graph was replayed between a call and its hook. Call the hook first, on all ranks");
@@ -329,7 +330,8 @@ Error PeerGuard::timedOut(std::unique_lock<std::mutex>& lock, const std::string&
   for (int rank = 0; rank < control_.size(); ++rank) {
     if (words_.missing >> rank & 1) names += (names.empty() ? "" : ", ") + control_.nameRank(rank);
   }
-  return {ErrorCode::kTimeout, what + ": it waits for " + names};
+  return {ErrorCode::kTimeout,
+          what + ": it waits for " + names + functions_.endsOf(words_.missing)};
 }
 
 }  // namespace mooncake

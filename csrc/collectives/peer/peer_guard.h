@@ -40,12 +40,16 @@ class ViewFeed {
 // operation that exceeds its timeout ends the group. Thread-safe.
 class PeerGuard {
  public:
-  // Enqueues the kernel that stops the device's stream between two operations.
-  using Acknowledge = std::function<Status()>;
+  struct Functions {
+    // Enqueues the kernel that stops the device's stream between two operations.
+    std::function<Status()> acknowledge;
+    // See PeerProxy::endsOf().
+    std::function<std::string(uint64_t ranks)> endsOf;
+  };
 
   // `control` is used by the guard alone, and `view` is its view. All outlive the guard.
   static Result<std::unique_ptr<PeerGuard>> make(Group& control, ViewFeed& view,
-                                                 kernels::HostWords& words, Acknowledge acknowledge,
+                                                 kernels::HostWords& words, Functions functions,
                                                  std::chrono::milliseconds timeout);
   // Ends the thread. Kernels that still wait for a decision get a refusal, and so do all later ones.
   ~PeerGuard();
@@ -85,7 +89,7 @@ class PeerGuard {
     Deadline deadline = Deadline::at(Clock::time_point::max());
   };
 
-  PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, Acknowledge acknowledge,
+  PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, Functions functions,
             std::chrono::milliseconds timeout);
 
   void run();
@@ -106,7 +110,7 @@ class PeerGuard {
   Group& control_;
   ViewFeed& view_;
   kernels::HostWords& words_;
-  const Acknowledge acknowledge_;
+  const Functions functions_;
   const std::chrono::milliseconds timeout_;
   mutable std::mutex mutex_;  // guards the fields below
   mutable std::condition_variable changed_;

@@ -36,9 +36,12 @@ Result<std::unique_ptr<PeerQueue>> PeerQueue::make(std::unique_ptr<Group> contro
       new PeerQueue(std::move(control), std::move(view), **accelerator, stream));
   // The host decides within the timeout, unless it is out of order.
   const auto decision = settings.timeout + kGrace;
-  auto area = PeerArea::make(
-      *made->control_, **accelerator, stream,
-      {.halfBytes = settings.halfBytes, .patience = kPatience, .decision = decision}, deadline);
+  auto area = PeerArea::make(*made->control_, **accelerator, stream,
+                             {.halfBytes = settings.halfBytes,
+                              .inboxHalfBytes = settings.inboxHalfBytes,
+                              .patience = kPatience,
+                              .decision = decision},
+                             deadline);
   if (!area.ok()) return area.error();
   made->area_ = std::move(*area);
   made->decisionNs_ = uint64_t(std::chrono::nanoseconds(decision).count());
@@ -56,7 +59,11 @@ Status PeerQueue::start(const Settings& settings) {
   if (!room.ok()) return room.error();
   mostBlocks_ = uint32_t(std::clamp(room->multiprocessors, 1, int(settings.mostBlocks)));
   auto guard = PeerGuard::make(
-      *control_, *view_, area_->words(), [this] { return acknowledge(); }, settings.timeout);
+      *control_, *view_, area_->words(),
+      {.acknowledge = [this] { return acknowledge(); },
+       .endsOf = [proxy = area_->proxy()](
+                     uint64_t ranks) { return proxy ? proxy->endsOf(ranks) : std::string(); }},
+      settings.timeout);
   if (!guard.ok()) return guard.error();
   guard_ = std::move(*guard);
   return {};
@@ -78,7 +85,9 @@ PeerQueue::~PeerQueue() {
     log(LogLevel::kWarning, accelerator_.name(),
         "kernels of a group may still run, so their memory stays: ", over.error().message);
   }
-  if (!over.ok() || order_.hasGraphs()) (void)area_.release();
+  if (over.ok() && !order_.hasGraphs()) return;
+  if (area_->proxy()) area_->proxy()->close();
+  (void)area_.release();
 }
 
 Status PeerQueue::acknowledge() {
@@ -122,6 +131,7 @@ Status PeerQueue::launch(const KernelLaunch& launch) {
   failpoint("peers-launch");
   Status launched = order_.beforeCall();
   if (launched.ok()) launched = accelerator_.launch(stream_, launch);
+  if (launched.ok() && spansHosts()) area_->proxy()->wake();
   if (launched.ok()) launched = order_.afterCall();
   // The ranks would count differently.
   if (!launched.ok()) guard_->fail(launched.error());

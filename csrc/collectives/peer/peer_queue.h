@@ -18,14 +18,16 @@
 
 namespace mooncake {
 
-// The kernels of a group with all ranks on one host: the memory that they share, their order, and
-// the guard that decides for them when ranks are lost. One thread at a time.
+// The kernels of a group: the memory by which they work together, their order, and the guard that
+// decides for them when ranks are lost. One thread at a time.
 class PeerQueue {
  public:
   static constexpr unsigned kMostThreads = 512;  // of a block: the bound in kernels/entries.cuh
 
   struct Settings {
-    size_t halfBytes = 0;     // of data that a rank publishes for one exchange
+    size_t halfBytes = 0;  // of data that a rank publishes for one exchange
+    // Most bytes of them that a rank on another host needs. 0: all ranks must be on one host.
+    size_t inboxHalfBytes = 0;
     unsigned mostBlocks = 1;  // of a kernel, and so multiprocessors that it takes
     std::chrono::milliseconds timeout{};
   };
@@ -47,6 +49,8 @@ class PeerQueue {
   const PeerArea& area() const { return *area_; }
   PeerGuard& guard() const { return *guard_; }
   unsigned mostBlocks() const { return mostBlocks_; }  // the same on all ranks
+  // Whether ranks are on several hosts. The same on all ranks.
+  bool spansHosts() const { return area_->proxy() != nullptr; }
   // Whether a graph has kernels of the group, or had some.
   bool hasGraphs() const { return order_.hasGraphs(); }
 

@@ -116,9 +116,10 @@ Result<std::vector<std::span<std::byte>>> PeerSharing::mapAll(const Result<Offer
   if (*isKnown) return all;
   const auto shared = exchangeAllocations(*control_, *mine->allocation, deadline);
   if (!shared.ok()) return shared.error();
-  all.resize(shared->size());
+  MOONCAKE_TRY(requireOneHost(*control_, shared->hosts));
+  all.resize(shared->allocations.size());
   all[size_t(rank())] = mine->memory;
-  const Status mapped = mapTheirs(*shared, all);
+  const Status mapped = mapTheirs(shared->allocations, all);
   const Status agreed = agreeOnAll(*control_, mapped, deadline);
   if (agreed.ok()) return all;
   for (int peer = 0; peer < size(); ++peer) {
