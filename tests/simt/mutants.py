@@ -305,15 +305,6 @@ MUTANTS += [
         ),
     ]
 ]
-MUTANTS.append(
-    Mutant(
-        "a stop before the tables leaves out the second exchange",
-        "all_to_all.h",
-        "arguments.exchange.pieces = 2;",
-        "arguments.exchange.pieces = 1;",
-        "splits",
-    )
-)
 MUTANTS += [Mutant(*one, suite="ep") for one in mutants_ep.MUTANTS]
 MUTANTS += [Mutant(*one, suite="tokens") for one in mutants_tokens.MUTANTS]
 MUTANTS += [Mutant(*one, suite="proxy") for one in mutants_proxy.MUTANTS]
