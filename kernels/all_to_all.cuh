@@ -59,7 +59,15 @@ MC_DEVICE void publishSegments(const AllToAllArguments& a, const Turn& turn, con
                 part.end - part.begin);
     }
   }
-  signalAll(a.exchange, turn, blocks);
+  signalAll(a.exchange, turn, blocks, [&](Pushes& pushes, unsigned block) {
+    const bool hasTable = turn.number == 0 && block == 0 && lane() == 0;
+    push(pushes, 0, 0, hasTable ? sizeof(SplitTable) : 0);
+    const Segment& segment = a.to[pushes.peer];
+    const Part step = stepOf(segment, turn.number);
+    const Part part = partOf(step.end - step.begin, block, gridDim.x, kPartBytes);
+    const size_t begin = kTableBytes + segment.place + part.begin;
+    push(pushes, begin, begin, lane() == 0 ? part.end - part.begin : 0);
+  });
 }
 
 // Shared memory of a block: the tables' entries for this rank.

@@ -8,12 +8,6 @@
 // bits of csrc/collectives/reduce_cpu.cc.
 namespace mooncake::kernels {
 
-MC_DEVICE int countOf(uint64_t ranks) {
-  int count = 0;
-  for (; ranks; ranks &= ranks - 1) ++count;
-  return count;
-}
-
 template <typename T, Combine kBy, int kElements>
 MC_DEVICE void reduceUnit(const GroupState& state, uint64_t serial, uint64_t active, size_t offset,
                           T* target) {
@@ -48,9 +42,6 @@ MC_DEVICE unsigned char* targetOf(const Exchange& exchange, unsigned char* outpu
   return (exchange.scratch ? exchange.scratch : output) + begin;
 }
 
-// Segments of ranks begin at multiples of so many bytes: units of memory accesses of a GPU.
-constexpr size_t kSegmentBytes = 128;
-
 // A block's part of a reduction: `bytes` at `offset` of each rank's published memory.
 struct Reduction {
   size_t offset, bytes;
@@ -63,8 +54,7 @@ MC_DEVICE Reduction reductionOf(const ReduceArguments& a, const GroupState& stat
   size_t bytes = piece.end - piece.begin, offset = a.offset;
   unsigned char* target = targetOf(a.exchange, a.output, piece.begin);
   if (a.exchange.isTwoShot) {
-    const int before = countOf(turn.active & ((uint64_t(1) << state.rank) - 1));
-    const Part own = partOf(bytes, unsigned(before), unsigned(countOf(turn.active)), kSegmentBytes);
+    const Part own = segmentOf(turn.active, state.rank, bytes);
     offset = own.begin;
     bytes = own.end - own.begin;
     target = published(state, state.rank, turn.serial + 1) + offset;
@@ -100,10 +90,9 @@ MC_DEVICE void gatherSegments(const ReduceArguments& a, const GroupState& state,
   for (int rank = 0; rank < state.ranks; ++rank) {
     if (!has(turn.active, rank)) continue;
     const Part segment = partOf(bytes, number++, count, kSegmentBytes);
-    const size_t begin = segment.begin > part.begin ? segment.begin : part.begin;
-    const size_t end = segment.end < part.end ? segment.end : part.end;
-    if (begin < end)
-      copyBytes(target + begin, published(state, rank, turn.serial) + begin, end - begin);
+    const Part own = commonOf(segment, part);
+    copyBytes(target + own.begin, published(state, rank, turn.serial) + own.begin,
+              own.end - own.begin);
   }
 }
 

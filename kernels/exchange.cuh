@@ -5,11 +5,18 @@
 #include "kernels/device.h"
 #include "kernels/group.cuh"
 #include "kernels/pieces.cuh"
+#include "kernels/remote.cuh"
 
-// One operation of a group on GPUs of one host: each rank publishes its inputs in memory that all
-// ranks map, signals that, waits for the others' signals, and computes its result from their
-// memory. This memory outlives its owner. So once one rank has ended an operation, every other rank
-// can end it with the same data.
+// One operation of a group on GPUs: each rank publishes its inputs in memory that all ranks map,
+// signals that, waits for the others' signals, and computes its result from their memory. This
+// memory outlives its owner. So once one rank has ended an operation, every other rank can end it
+// with the same data.
+//
+// No memory of a rank on another host is mapped: a rank pushes its data to the inboxes of remote
+// ranks (kernels/remote.cuh). If it is lost, some may have all of them, and others none. So a group
+// on several hosts has a second round: each rank tells the others that it has the data of all, and
+// uses them once all have told so. A rank that still lacks this of a lost rank can take the
+// operation, if any rank has ended it: then it has the data.
 //
 // Inputs that do not fit go in pieces, each by an exchange of its own. A rank publishes a piece
 // when it has ended the one before, for which it needed the signals of all ranks. So all have ended
@@ -28,9 +35,14 @@
 // same ranks; or another rank has ended it, and then this one lacks the last exchange only.
 namespace mooncake::kernels {
 
-// Memory that a rank has published for an exchange.
+// Memory that a rank has published for an exchange, and its size.
 MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint64_t serial) {
+  if (has(state.remote.ranks, rank)) return inboxOf(state.remote, rank, serial);
   return state.data[rank] + (serial & 1) * state.halfBytes;
+}
+
+MC_DEVICE size_t publishedBytes(const GroupState& state, int rank) {
+  return has(state.remote.ranks, rank) ? state.remote.inboxHalfBytes : state.halfBytes;
 }
 
 MC_DEVICE uint64_t signalOf(const Exchange& exchange, uint64_t serial) {
@@ -48,17 +60,48 @@ struct Blocks {
   MC_DEVICE bool publish(const GroupState& state, unsigned block, unsigned exchange) const {
     return !areStopped || areRedone || state.progress[block] < exchange;
   }
+  // Whether this block computes the block's part of the result. Others push parts of it already.
+  MC_DEVICE bool compute(const GroupState& state, unsigned block, unsigned exchange) const {
+    return !areStopped || areRedone || state.progress[block] <= exchange;
+  }
 };
 
+// Pushes the blocks' parts to remote ranks, a warp for each rank: blocks that have stopped may have
+// pushed theirs. `push(pushes, block)` pushes a part.
+template <typename Push>
+MC_DEVICE void pushAll(const Exchange& exchange, const Turn& turn, const Blocks& blocks,
+                       const Push& push) {
+  GroupState& state = *exchange.state;
+  Remote& remote = state.remote;
+  const uint64_t signal = signalOf(exchange, turn.serial);
+  for (int peer = int(threadIdx.x / kLanes); peer < state.ranks; peer += int(blockDim.x / kLanes)) {
+    if (!has(turn.active & remote.ranks, peer)) continue;
+    // The commands of the exchange before the last one were in the same half.
+    if (lane() == 0) awaitRing(remote, peer, remote.used[turn.serial & 1][peer]);
+    for (unsigned block = blocks.first; block < blocks.end; ++block) {
+      if (!lacksMail(remote, peer, MailKind::kData, turn.serial, block, signal)) continue;
+      Pushes pushes{state, peer, block, turn.serial, pushedTo(remote, peer, block)};
+      push(pushes, block);
+      pushMail(pushes, MailKind::kData, signal);
+    }
+  }
+  __syncthreads();
+}
+
 // Signals to the ranks that take part that the blocks' parts are published.
-MC_DEVICE void signalAll(const Exchange& exchange, const Turn& turn, const Blocks& blocks) {
+template <typename Push>
+MC_DEVICE void signalAll(const Exchange& exchange, const Turn& turn, const Blocks& blocks,
+                         const Push& push) {
   const GroupState& state = *exchange.state;
   __syncthreads();
+  // Before the signals: this rank's block 0 counts the commands of all blocks.
+  if (state.remote.ranks) pushAll(exchange, turn, blocks, push);
+  const uint64_t local = turn.active & ~state.remote.ranks;
   const unsigned ranks = unsigned(state.ranks);
   for (unsigned i = threadIdx.x; i < (blocks.end - blocks.first) * ranks; i += blockDim.x) {
     const unsigned block = blocks.first + i / ranks;
     const int peer = int(i % ranks);
-    if (has(turn.active, peer) && blocks.publish(state, block, turn.number)) {
+    if (has(local, peer) && blocks.publish(state, block, turn.number)) {
       storeReleaseSystem(&state.signals[peer]->words[block][state.rank],
                          signalOf(exchange, turn.serial));
     }
@@ -79,23 +122,36 @@ MC_DEVICE void publish(const Exchange& exchange, const Turn& turn, const Blocks&
                 exchange.inputs[i] + piece.begin + part.begin, part.end - part.begin);
     }
   }
-  signalAll(exchange, turn, blocks);
+  signalAll(exchange, turn, blocks, [&](Pushes& pushes, unsigned block) {
+    const size_t bytes = piece.end - piece.begin;
+    Part part = partOf(bytes, block, gridDim.x, kPartBytes);
+    if (gathersSegments(exchange, turn)) {
+      const Part own = segmentOf(turn.active, state.rank, bytes);
+      part = partOf(own.end - own.begin, block, gridDim.x, kPartBytes);
+      part = {own.begin + part.begin, own.begin + part.end};
+    } else if (exchange.isTwoShot) {
+      part = commonOf(part, segmentOf(turn.active, pushes.peer, bytes));
+    }
+    const size_t begin = lane() * exchange.piece + part.begin;
+    push(pushes, begin, begin, lane() < exchange.inputCount ? part.end - part.begin : 0);
+  });
 }
+static_assert(unsigned(kMaxRanks) <= kLanes);  // a lane has an input
 
 enum class Waited : uint32_t { kArrived, kStopped, kMismatch };
 
 // Time between two looks at memory of the host, each of which takes as long as a signal.
 constexpr uint64_t kLookNs = 20'000;
 
-// Waits until the rank has signalled its part for the block.
-MC_DEVICE Waited awaitSignal(const Exchange& exchange, uint64_t serial, unsigned block, int peer,
-                             uint64_t deadline) {
+// Waits for a rank's signal of an exchange, which `read()` returns.
+template <typename Read>
+MC_DEVICE Waited awaitFrom(const Exchange& exchange, uint64_t serial, int peer, uint64_t deadline,
+                           const Read& read) {
   const GroupState& state = *exchange.state;
-  const uint64_t* const word = &state.signals[state.rank]->words[block][peer];
   const uint64_t expected = signalOf(exchange, serial);
   uint64_t nextLook = now() + kLookNs;
   for (;;) {
-    const uint64_t signal = loadAcquireSystem(word);
+    const uint64_t signal = read();
     if (signal == expected) return Waited::kArrived;
     // The signal of a later exchange: the rank has ended this one, and has compared the calls.
     if (signal >> kCallBits > serial) return Waited::kArrived;
@@ -104,10 +160,34 @@ MC_DEVICE Waited awaitSignal(const Exchange& exchange, uint64_t serial, unsigned
     if (time > deadline) return Waited::kStopped;
     if (time > nextLook) {
       if (loadRelaxedSystem(&state.host->stop) != state.generation) return Waited::kStopped;
+      if (has(state.remote.ranks, peer) && isCutOff(state.remote, peer)) return Waited::kStopped;
       nextLook = time + kLookNs;
     }
     relax();
   }
+}
+
+// Waits until the rank has signalled its part for the block.
+MC_DEVICE Waited awaitSignal(const Exchange& exchange, uint64_t serial, unsigned block, int peer,
+                             uint64_t deadline) {
+  const GroupState& state = *exchange.state;
+  const uint64_t* const word = &state.signals[state.rank]->words[block][peer];
+  const bool isRemote = has(state.remote.ranks, peer);
+  return awaitFrom(exchange, serial, peer, deadline, [&] {
+    return isRemote ? mailedSignal(state.remote, peer, MailKind::kData, serial, block)
+                    : loadAcquireSystem(word);
+  });
+}
+
+// Waits until the rank has signalled that it has all data of the exchange.
+MC_DEVICE Waited awaitHasAll(const Exchange& exchange, uint64_t serial, int peer,
+                             uint64_t deadline) {
+  const GroupState& state = *exchange.state;
+  const bool isRemote = has(state.remote.ranks, peer);
+  return awaitFrom(exchange, serial, peer, deadline, [&] {
+    return isRemote ? mailedSignal(state.remote, peer, MailKind::kHasAll, serial, 0)
+                    : loadAcquireSystem(&state.signals[state.rank]->hasAll[peer]);
+  });
 }
 
 // Shared memory of a block.
@@ -119,19 +199,9 @@ struct BlockState {
   int mismatched;    // a rank whose call differs; -1: none
 };
 
-// Waits until all blocks of all ranks that take part, also of this one, have published their parts.
-// Returns the same on all threads of the block. If false, `shared` says why.
-MC_DEVICE bool awaitAll(const Exchange& exchange, const Turn& turn, uint64_t deadline,
-                        BlockState& shared) {
-  const unsigned ranks = unsigned(exchange.state->ranks), signals = gridDim.x * ranks;
-  bool haveArrived = true;
-  for (unsigned i = threadIdx.x; i < signals; i += blockDim.x) {
-    const int peer = int(i % ranks);
-    shared.waited[i] = has(turn.active, peer)
-                           ? awaitSignal(exchange, turn.serial, i / ranks, peer, deadline)
-                           : Waited::kArrived;
-    haveArrived = haveArrived && shared.waited[i] == Waited::kArrived;
-  }
+// Waits for `signals`: each thread has waited for its own. Returns the same on all threads of the
+// block. If false, `shared` says why.
+MC_DEVICE bool haveAll(bool haveArrived, unsigned signals, unsigned ranks, BlockState& shared) {
   if (__syncthreads_and(haveArrived)) return true;
   if (threadIdx.x == 0) {
     shared.missing = 0;
@@ -143,6 +213,54 @@ MC_DEVICE bool awaitAll(const Exchange& exchange, const Turn& turn, uint64_t dea
   }
   __syncthreads();
   return false;
+}
+
+// This rank has all data of an exchange. Tells the other ranks that take part. Block 0, or the one
+// that goes on alone.
+MC_DEVICE void signalHasAll(const Exchange& exchange, const Turn& turn) {
+  GroupState& state = *exchange.state;
+  Remote& remote = state.remote;
+  const uint64_t signal = signalOf(exchange, turn.serial);
+  for (int peer = int(threadIdx.x); peer < state.ranks; peer += int(blockDim.x)) {
+    if (has(turn.active & ~remote.ranks, peer) && peer != state.rank)
+      storeReleaseSystem(&state.signals[peer]->hasAll[state.rank], signal);
+  }
+  for (int peer = int(threadIdx.x / kLanes); peer < state.ranks; peer += int(blockDim.x / kLanes)) {
+    if (!has(turn.active & remote.ranks, peer)) continue;
+    if (lacksMail(remote, peer, MailKind::kHasAll, turn.serial, 0, signal)) {
+      Pushes pushes{state, peer, 0, turn.serial, pushedTo(remote, peer, 0)};
+      pushMail(pushes, MailKind::kHasAll, signal);
+    }
+    if (lane() == 0) {
+      remote.used[turn.serial & 1][peer] = loadRelaxedDevice(&remote.proxy.tickets[peer].reserved);
+    }
+  }
+}
+
+// Waits until all blocks of all ranks that take part, also of this one, have published their parts,
+// and with remote ranks until all have them. As haveAll().
+MC_DEVICE bool awaitAll(const Exchange& exchange, const Turn& turn, const Blocks& blocks,
+                        uint64_t deadline, BlockState& shared) {
+  const GroupState& state = *exchange.state;
+  const unsigned ranks = unsigned(state.ranks), signals = gridDim.x * ranks;
+  bool haveArrived = true;
+  for (unsigned i = threadIdx.x; i < signals; i += blockDim.x) {
+    const int peer = int(i % ranks);
+    shared.waited[i] = has(turn.active, peer)
+                           ? awaitSignal(exchange, turn.serial, i / ranks, peer, deadline)
+                           : Waited::kArrived;
+    haveArrived = haveArrived && shared.waited[i] == Waited::kArrived;
+  }
+  if (!haveAll(haveArrived, signals, ranks, shared)) return false;
+  if (!state.remote.ranks) return true;
+  if (blocks.first == 0) signalHasAll(exchange, turn);
+  for (unsigned peer = threadIdx.x; peer < ranks; peer += blockDim.x) {
+    shared.waited[peer] = has(turn.active, int(peer)) && int(peer) != state.rank
+                              ? awaitHasAll(exchange, turn.serial, int(peer), deadline)
+                              : Waited::kArrived;
+    haveArrived = haveArrived && shared.waited[peer] == Waited::kArrived;
+  }
+  return haveAll(haveArrived, ranks, ranks, shared);
 }
 
 // Asks the host how an operation goes on that has stopped in this turn. The decision takes effect.
@@ -217,7 +335,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
   uint64_t deadline = now() + state.patienceNs;
   for (;;) {
     publish(turn, blocks);
-    bool isReady = awaitAll(exchange, turn, deadline, shared);
+    bool isReady = awaitAll(exchange, turn, blocks, deadline, shared);
     if (!isReady && blocks.areStopped) {
       const Decision decision = decideForAll(exchange, shared, turn, deadline);
       if (decision == Decision::kRefuse) {
@@ -228,13 +346,14 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       if (!isReady) {
         turn = {state.serial + 1, 0, state.active, exchangesOf(exchange)};
         blocks.areRedone = true;
+        if (state.remote.ranks) awaitRings(state);
         continue;
       }
     }
     if (isReady) {
       const bool hasResult = exchange.root < 0 || has(turn.active, exchange.root);
       for (unsigned block = blocks.first; hasResult && block < blocks.end; ++block)
-        consume(state, turn, block);
+        if (blocks.compute(state, block, turn.number)) consume(state, turn, block);
       __syncthreads();
       ++turn.number;
       ++turn.serial;
@@ -287,17 +406,18 @@ MC_DEVICE void exchangeAll(const Exchange& exchange, size_t bytes, const Consume
 }
 
 // An operation in two kernels, so that nothing runs on the device while the data of other ranks
-// come. The first: `write(own, block)` writes the block's part of the data that this rank publishes.
-// Where the operation before was not received, it fails the group.
-template <typename Write>
-MC_DEVICE void sendAll(const Exchange& exchange, const Write& write) {
+// come. The first: `write(own, block)` writes the block's part of the data that this rank publishes,
+// and `push(pushes, block)` pushes it to a remote rank. Where the operation before was not received,
+// it fails the group.
+template <typename Write, typename Push>
+MC_DEVICE void sendAll(const Exchange& exchange, const Write& write, const Push& push) {
   if (!beginBlock(exchange)) return;
   GroupState& state = *exchange.state;
   const Turn turn{state.serial + 1, 0, state.active};
   const bool isUnreceived = state.sent > state.serial;
   if (!isUnreceived) {
     write(published(state, state.rank, turn.serial), blockIdx.x);
-    signalAll(exchange, turn, {blockIdx.x, blockIdx.x + 1, false, false});
+    signalAll(exchange, turn, {blockIdx.x, blockIdx.x + 1, false, false}, push);
   }
   __syncthreads();
   if (threadIdx.x != 0 || addAcqRelDevice(&state.arrived, 1) + 1 != gridDim.x) return;
@@ -313,8 +433,8 @@ MC_DEVICE void sendAll(const Exchange& exchange, const Write& write) {
 }
 
 // The second, the group's next kernel. Its operation has one piece, so after a loss it has the same
-// half of the memory as before, where the data stand already. `begin(turn)` runs on each block that
-// has not stopped. If the group has failed, `entered` counts none of the blocks.
+// half of the memory as before, where the data stand already, also in inboxes. `begin(turn)` runs on
+// each block that has not stopped. If the group has failed, `entered` counts none of the blocks.
 template <typename Begin, typename Consume, typename Finish>
 MC_DEVICE void receiveAll(const Exchange& exchange, const Begin& begin, const Consume& consume,
                           const Finish& finish) {
@@ -323,7 +443,7 @@ MC_DEVICE void receiveAll(const Exchange& exchange, const Begin& begin, const Co
       exchange, 0,
       [&](const Turn& turn, const Blocks& blocks) {
         if (!blocks.areStopped) begin(turn);
-        if (blocks.areRedone) signalAll(exchange, turn, blocks);
+        if (blocks.areRedone) signalAll(exchange, turn, blocks, [](Pushes&, unsigned) {});
       },
       consume, finish);
 }

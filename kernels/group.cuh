@@ -57,8 +57,9 @@ MC_DEVICE void change(GroupState& state, Decision decision, bool isOfGraph, uint
   const bool takes = decision == Decision::kTake;
   host.changes[count] = {state.done + takes, state.calls + (takes && !isOfGraph), active};
   storeReleaseSystem(&host.changeCount, count + 1);
+  const uint64_t out = state.active & ~active & ~state.remote.ranks;
   for (int rank = 0; rank < state.ranks; ++rank)
-    if (has(state.active & ~active, rank)) storeReleaseSystem(&state.signals[rank]->isOut, 1);
+    if (has(out, rank)) storeReleaseSystem(&state.signals[rank]->isOut, 1);
   state.active = active;
 }
 

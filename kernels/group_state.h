@@ -18,6 +18,8 @@ constexpr int kMaxBlocks = 16;  // of a kernel
 constexpr int kCallBits = 24;
 struct Signals {
   uint64_t words[kMaxBlocks][kMaxRanks];
+  // Where ranks are on several hosts: the last exchange of which the source has all data.
+  uint64_t hasAll[kMaxRanks];
   // Not 0: other ranks go on without the receiving one. They write it before they overwrite data that
   // it may still read.
   uint32_t isOut;

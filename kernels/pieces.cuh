@@ -16,8 +16,28 @@ MC_DEVICE Part partOf(size_t count, unsigned block, unsigned blocks, size_t unit
   return {begin < count ? begin : count, end < count ? end : count};
 }
 
+MC_DEVICE Part commonOf(const Part& a, const Part& b) {
+  const size_t begin = a.begin > b.begin ? a.begin : b.begin, end = a.end < b.end ? a.end : b.end;
+  return {begin, begin < end ? end : begin};
+}
+
 // Parts of blocks begin at multiples of so many bytes.
 constexpr size_t kPartBytes = 1024;
+
+MC_DEVICE int countOf(uint64_t ranks) {
+  int count = 0;
+  for (; ranks; ranks &= ranks - 1) ++count;
+  return count;
+}
+
+// Segments of ranks begin at multiples of so many bytes: units of memory accesses of a GPU.
+constexpr size_t kSegmentBytes = 128;
+
+// The segment of a rank that takes part: [begin, end) of a piece of `bytes`.
+MC_DEVICE Part segmentOf(uint64_t active, int rank, size_t bytes) {
+  const int before = countOf(active & ((uint64_t(1) << rank) - 1));
+  return partOf(bytes, unsigned(before), unsigned(countOf(active)), kSegmentBytes);
+}
 
 // A piece of `bytes`.
 MC_DEVICE Part pieceOf(const Exchange& exchange, unsigned piece, size_t bytes) {

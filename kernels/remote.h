@@ -13,7 +13,7 @@ constexpr int kMaxRemoteRanks = 32;   // kMaxRanks
 constexpr int kMaxRemoteBlocks = 16;  // kMaxBlocks
 
 // The regions of each rank's proxy.
-constexpr uint32_t kOwnRegion = 0;    // the memory that the rank publishes, and its mails
+constexpr uint32_t kOwnRegion = 0;    // begins with the two halves that the rank publishes
 constexpr uint32_t kInboxRegion = 1;  // the inboxes of all remote ranks
 
 // The last command of a block for a remote rank in an exchange. The wire keeps no order, so it counts
@@ -25,13 +25,14 @@ struct Mail {
   uint64_t unused;
 };
 
-// A block of a rank tells a remote rank that its data have left, and that it has all data of all
-// ranks. So no rank ends an operation that another one could not end with the same data.
+// Each block tells a remote rank that its data have left, and block 0 then that its rank has all
+// data of all ranks. So no rank ends an operation that another one could not end with the same data.
 enum class MailKind : uint32_t { kData, kHasAll };
 constexpr uint32_t kMailKinds = 2;
 
+// Two consecutive exchanges have different mails, as they have different halves.
 struct Mails {
-  Mail of[kMailKinds][kMaxRemoteBlocks];
+  Mail of[kMailKinds][2][kMaxRemoteBlocks];
 };
 
 // In memory of the rank's own device.
@@ -45,6 +46,10 @@ struct Remote {
   Mails* outgoing = nullptr;               // one for each rank, in kOwnRegion
   uint64_t outgoingAt = 0;                 // offset
   uint64_t pushed[kMaxRemoteRanks][kMaxRemoteBlocks] = {};  // commands that name the block's word
+  // Commands in a rank's ring when this rank had all data of an exchange, for each half.
+  uint32_t used[2][kMaxRemoteRanks] = {};
+  // Not 0: a command for the rank was refused. It gets no more commands, so no wrong data.
+  uint32_t isCutOff[kMaxRemoteRanks] = {};
 };
 
 }  // namespace mooncake::kernels

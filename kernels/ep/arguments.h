@@ -63,6 +63,8 @@ MOONCAKE_HOST_DEVICE constexpr size_t toLine(size_t bytes) {
 // Offsets in published memory.
 //   dispatch: Published | uint32 rows of each expert | Choice [tokens][topk] | rows in sent form
 //   combine:  Published | uint32 first row [local expert][rank] | rows [local expert][ranks * T]
+// In the inbox of a remote rank they are the same, but only its own rows are there, those of a combine
+// as [local expert][T] by Choice::index.
 MOONCAKE_HOST_DEVICE constexpr size_t countsAt() { return kLine; }
 MOONCAKE_HOST_DEVICE constexpr size_t choicesAt(size_t experts) {
   return countsAt() + toLine(experts * sizeof(uint32_t));
@@ -104,7 +106,8 @@ struct DispatchSend {
   Chosen chosen;
   const unsigned char* x;  // [tokens][hidden] of bfloat16
   RowKind kind;
-  Choice* choices;  // [tokens][topk], for the combine
+  Choice* choices;        // [tokens][topk], for the combine
+  const Expert* experts;  // by expert, for ranks on other hosts
 };
 
 struct DispatchReceive {

@@ -61,11 +61,41 @@ MC_DEVICE void sendAnswers(const CombineSend& a, unsigned char* rows, unsigned b
   }
 }
 
+// Pushes the facts to a remote rank, and the rows for its tokens, those that sendAnswers() has written
+// in this block. One warp.
+MC_DEVICE void pushAnswers(const CombineSend& a, Pushes& pushes, unsigned block) {
+  push(pushes, 0, 0, lane() == 0 && block == gridDim.x - 1 ? sizeof(Published) : 0);
+  const size_t ranks = size_t(a.call.exchange.state->ranks), perExpert = ranks * a.call.maxTokens;
+  const size_t some = blockDim.x / kLanes;  // rows side by side that the block has written
+  size_t before = 0;
+  for (size_t expert = 0; expert < a.call.local; ++expert) {
+    const uint64_t range = uint64_t(a.ranges[expert * ranks + size_t(pushes.peer)]);
+    size_t counted = uint32_t(a.counts[expert]), count = uint32_t(range);
+    if (counted > perExpert) counted = 0;
+    const size_t first = range >> 32;
+    if (first > counted || count > counted - first || count > a.call.maxTokens) count = 0;
+    // Numbers of the rows among those of all experts.
+    const Part rows{before + first, before + first + count};
+    const size_t turn = rows.begin / some, skipped = (block + gridDim.x - turn % gridDim.x);
+    for (size_t i = turn + skipped % gridDim.x; i * some < rows.end; i += kLanes * gridDim.x) {
+      const size_t begin = (i + lane() * gridDim.x) * some;
+      const Part own = commonOf({begin, begin + some}, rows);
+      const size_t from = expert * perExpert + own.begin - before;
+      const size_t to = expert * a.call.maxTokens + own.begin - rows.begin;
+      push(pushes, a.call.answersAt + from * a.call.rowBytes,
+           a.call.answersAt + to * a.call.rowBytes, (own.end - own.begin) * a.call.rowBytes);
+    }
+    before += counted;
+  }
+}
+
 MC_DEVICE void combineSend(const CombineSend& a) {
-  sendAll(a.call.exchange, [&](unsigned char* own, unsigned block) {
+  const auto write = [&](unsigned char* own, unsigned block) {
     if (a.x) sendAnswers(a, own + a.call.answersAt, block);
     if (block == gridDim.x - 1) publishRanges(a, own);
-  });
+  };
+  sendAll(a.call.exchange, write,
+          [&](Pushes& pushes, unsigned block) { pushAnswers(a, pushes, block); });
 }
 
 // ---- receiving
@@ -93,14 +123,16 @@ MC_DEVICE Answer answersOf(const CombineReceive& a, const GroupState& state, con
     isHere = has(participants, state.rank) && has(participants, expert.owner);
     if (isHere) {
       const unsigned char* const theirs = published(state, expert.owner, turn.serial);
+      const bool isRemote = has(state.remote.ranks, expert.owner);
       const size_t local = size_t(expert.local), ranks = size_t(state.ranks);
+      const size_t perExpert = isRemote ? a.call.maxTokens : ranks * a.call.maxTokens;
       const uint32_t* const firstRows = reinterpret_cast<const uint32_t*>(theirs + kLine);
-      const size_t row = firstRows[local * ranks + size_t(state.rank)] + choice.index;
+      size_t row = choice.index;
+      if (!isRemote) row += firstRows[local * ranks + size_t(state.rank)];
       // If this rank is out, the number may be another operation's.
-      isHere = row < ranks * a.call.maxTokens;
+      isHere = row < perExpert;
       if (isHere)
-        answer.row =
-            theirs + a.call.answersAt + (local * ranks * a.call.maxTokens + row) * a.call.rowBytes;
+        answer.row = theirs + a.call.answersAt + (local * perExpert + row) * a.call.rowBytes;
     }
   }
   isMissing = __any_sync(kAllLanes, isWanted && !isHere);

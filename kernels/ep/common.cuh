@@ -1,8 +1,8 @@
 #pragma once
 
 #include "kernels/ep/arguments.h"
-#include "kernels/ep/warp.cuh"
 #include "kernels/exchange.cuh"
+#include "kernels/warp.cuh"
 
 // The common part of the kernels for experts.
 namespace mooncake::kernels {

@@ -107,9 +107,38 @@ MC_DEVICE void sendRows(const DispatchSend& a, unsigned char* rows, const Part& 
   }
 }
 
+// Pushes the facts and the block's choices to a remote rank, and each row once of which one of the
+// rank's experts is chosen. One warp.
+MC_DEVICE void pushTokens(const DispatchSend& a, Pushes& pushes, unsigned block) {
+  const size_t topk = a.chosen.topk, rowBytes = a.call.rowBytes;
+  const Part tokens = partOf(a.chosen.tokens, block, gridDim.x, 1);
+  const size_t choices = choicesAt(a.call.experts) + tokens.begin * topk * sizeof(Choice);
+  const size_t facts = block == gridDim.x - 1 ? choicesAt(a.call.experts) : 0;
+  const bool isFirst = lane() == 0;
+  const size_t bytes = isFirst       ? facts
+                       : lane() == 1 ? (tokens.end - tokens.begin) * topk * sizeof(Choice)
+                                     : 0;
+  push(pushes, isFirst ? 0 : choices, isFirst ? 0 : choices, bytes);
+  const size_t rows = tokensAt(a.call.experts, a.chosen.tokens, topk);
+  for (size_t begin = tokens.begin; begin < tokens.end; begin += kLanes) {
+    const size_t token = begin + lane();
+    bool isWanted = false;
+    for (size_t k = 0; token < tokens.end && k < topk; ++k) {
+      const int32_t expert = a.choices[token * topk + k].expert;
+      isWanted |= expert != kNone && a.experts[expert].owner == pushes.peer;
+    }
+    // The first lane of a run of rows pushes all of them.
+    const unsigned wanted = __ballot_sync(kAllLanes, isWanted), from = wanted >> lane();
+    const bool isBegin = isWanted && (lane() == 0 || !(wanted >> (lane() - 1) & 1));
+    const unsigned count = ~from ? unsigned(__ffs(int(~from)) - 1) : kLanes;
+    const size_t at = rows + token * rowBytes;
+    push(pushes, at, at, isBegin ? count * rowBytes : 0);
+  }
+}
+
 MC_DEVICE void dispatchSend(const DispatchSend& a) {
   MC_DYNAMIC_SHARED(uint32_t, counts);
-  sendAll(a.call.exchange, [&](unsigned char* own, unsigned block) {
+  const auto write = [&](unsigned char* own, unsigned block) {
     for (unsigned e = threadIdx.x; e < a.call.experts; e += blockDim.x) counts[e] = 0;
     __syncthreads();
     const Part tokens = partOf(a.chosen.tokens, block, gridDim.x, 1);
@@ -120,7 +149,9 @@ MC_DEVICE void dispatchSend(const DispatchSend& a) {
       if (block == gridDim.x - 1) publishCounts(a, own, counts, isWrong);
     }
     sendRows(a, own + tokensAt(a.call.experts, a.chosen.tokens, a.chosen.topk), tokens, skipped);
-  });
+  };
+  sendAll(a.call.exchange, write,
+          [&](Pushes& pushes, unsigned block) { pushTokens(a, pushes, block); });
 }
 
 // ---- receiving
@@ -193,9 +224,9 @@ MC_DEVICE size_t takeRows(const DispatchReceive& a, const GroupState& state, con
   const Published& about = publishedOf(state, source, turn.serial);
   const unsigned tokens = about.tokens, topk = about.topk;  // read over the wire, so only once
   // If this rank is out, these may be another operation's. No number of it may lead astray.
-  const bool areSound =
-      tokens <= a.call.maxTokens && topk <= kMostTopk &&
-      tokensAt(a.call.experts, tokens, topk) + tokens * a.call.rowBytes <= state.halfBytes;
+  const bool areSound = tokens <= a.call.maxTokens && topk <= kMostTopk &&
+                        tokensAt(a.call.experts, tokens, topk) + tokens * a.call.rowBytes <=
+                            publishedBytes(state, source);
   const size_t choices = areSound ? size_t(tokens) * topk : 0;
   const Choice* const chosen = reinterpret_cast<const Choice*>(theirs + choicesAt(a.call.experts));
   const unsigned char* const rows = theirs + tokensAt(a.call.experts, tokens, topk);

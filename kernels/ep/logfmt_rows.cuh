@@ -1,7 +1,7 @@
 #pragma once
 
 #include "kernels/common/logfmt.h"
-#include "kernels/ep/warp.cuh"
+#include "kernels/warp.cuh"
 
 // Rows in LogFMT-10 (kernels/common/logfmt.h), with the bits of csrc/ep/rows_logfmt.cc. A lane has
 // four channels side by side.

@@ -42,7 +42,7 @@ MC_DEVICE void exchangeTokens(const TokenCall& call, const Write& write, const C
         unsigned char* const own = published(state, state.rank, turn.serial);
         for (unsigned block = blocks.first; block < blocks.end; ++block)
           if (blocks.publish(state, block, turn.number)) write(own, turn, block);
-        signalAll(exchange, turn, blocks);
+        signalAll(exchange, turn, blocks, [](Pushes&, unsigned) {});
       },
       consume, finish);
 }

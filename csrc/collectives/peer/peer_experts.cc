@@ -158,13 +158,14 @@ Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Clock::duration lim
   const kernels::ExpertCall call = callOf(shape, row, hash, limit);
   const kernels::Mask mask{caller.mask, caller.activeRanks};
   const Kept kept = keptOf(shape, caller);
+  const auto* const experts = reinterpret_cast<const Expert*>(caller.table);
   const kernels::DispatchSend send{.call = call,
                                    .mask = mask,
                                    .chosen = chosenOf(caller),
                                    .x = static_cast<const unsigned char*>(x),
                                    .kind = kind,
-                                   .choices = kept.choices};
-  const auto* const experts = reinterpret_cast<const Expert*>(caller.table);
+                                   .choices = kept.choices,
+                                   .experts = experts};
   const kernels::DispatchReceive receive{
       .call = call,
       .mask = mask,

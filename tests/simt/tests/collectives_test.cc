@@ -44,7 +44,7 @@ constexpr OnlyVerb kTwoShotVerb = [](uint64_t seed) {
 // Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
 template <typename Disturb>
 void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
-           bool ofGraphs = false, OnlyVerb only = kAnyVerb) {
+           bool ofGraphs = false, OnlyVerb only = kAnyVerb, const std::vector<int>& hosts = {}) {
   const unsigned races = racesReported();
   for (uint64_t seed = 1; seed <= seedsOf(seeds); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -55,14 +55,17 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
                                .threads = drawn.threads,
                                .halfBytes = 4 * size_t(ranks) * (drawn.piece ? drawn.piece : 400),
                                .ended = kEnded[seed % std::size(kEnded)],
-                               .ofGraphs = ofGraphs});
+                               .ofGraphs = ofGraphs,
+                               .hostOf = hosts,
+                               .seed = seed});
     Program program(world, group, drawn, only(seed));
     disturb(world, group, drawn);
     group.start();
     const Report report = world.run();
     ASSERT_TRUE(report.ok) << report.problem;
     program.check();
-    if (::testing::Test::HasFatalFailure()) return;
+    group.checkPushes();
+    if (::testing::Test::HasFailure()) return;
     if (swept) {
       swept->wentOn += group.decided(Decision::kGoOn);
       swept->took += group.decided(Decision::kTake);
@@ -158,6 +161,50 @@ void disturbTwoShot(bool ofGraphs) {
 }
 TEST(TwoShot, GoesOnWithoutKilledRanks) { disturbTwoShot(false); }
 TEST(TwoShot, ReplaysGoOnWithoutKilledRanks) { disturbTwoShot(true); }
+
+// Ranks of several hosts, by the number of ranks that are killed.
+struct Split {
+  std::vector<int> hosts;
+  int ranks() const { return int(hosts.size()); }
+};
+const Split kSplits[] = {{{0, 1}},    {{0, 0, 1}},    {{0, 1, 1}},
+                         {{0, 1, 2}}, {{0, 0, 0, 1}}, {{0, 1, 0, 1}}};
+constexpr OnlyVerb kAllReduceVerb = [](uint64_t seed) {
+  return std::optional(seed % 2 ? Verb::kAllReduce : Verb::kAllReduceInPlace);
+};
+
+void sweepSplits(OnlyVerb only) {
+  for (const Split& split : kSplits)
+    sweep(split.ranks(), kSeeds / 2, kNothing, nullptr, false, only, split.hosts);
+}
+TEST(Hosts, OneShot) { sweepSplits(kAllReduceVerb); }
+TEST(Hosts, AllVerbs) { sweepSplits(kAnyVerb); }
+TEST(Hosts, TwoShot) { sweepSplits(kTwoShotVerb); }
+
+void disturbSplits(OnlyVerb only, bool ofGraphs, uint64_t seeds) {
+  Swept swept;
+  for (const Split& split : kSplits) {
+    const int ranks = split.ranks();
+    const auto disturb = [&](World& world, VirtualGroup& group, Case& drawn) {
+      const int first = int(drawn.draw(unsigned(ranks)));
+      const unsigned most = 200 * unsigned(ranks);
+      const unsigned kills = drawn.draw(ranks > 2 ? 3 : 2);
+      if (kills > 0) group.kill(first, 1 + drawn.draw(most));
+      if (kills > 1) group.kill((first + 1) % ranks, 1 + drawn.draw(2 * most));
+      const uint64_t stop = drawn.draw(2) ? 50'000'000 : 2'000'000;
+      if (kills == 0 || (!ofGraphs && drawn.draw(2)))
+        world.stop((first + 2) % ranks, 1 + drawn.draw(most), stop);
+    };
+    sweep(ranks, seeds, disturb, &swept, ofGraphs, only, split.hosts);
+    if (::testing::Test::HasFailure()) return;
+  }
+  EXPECT_GT(swept.wentOn, 0u);
+  if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
+}
+TEST(Hosts, OneShotGoesOn) { disturbSplits(kAllReduceVerb, false, 2 * kSeeds); }
+TEST(Hosts, AllVerbsGoOn) { disturbSplits(kAnyVerb, false, kSeeds); }
+TEST(Hosts, TwoShotGoesOn) { disturbSplits(kTwoShotVerb, false, kSeeds); }
+TEST(Hosts, ReplaysGoOn) { disturbSplits(kAnyVerb, true, kSeeds); }
 
 // A group whose second rank does not take part as it should.
 struct Disturbed {

@@ -129,7 +129,8 @@ void EpProgram::callDispatch(const EpRound& round, int rank) {
                           {chosen, inputs.areWide, inputs.tokens, inputs.topk},
                           reinterpret_cast<const unsigned char*>(mine.x.data() + plan_.shift),
                           round.kind,
-                          mine.choices.data()};
+                          mine.choices.data(),
+                          own.experts.data()};
   const DispatchReceive receive{call,
                                 maskOf(mine.mask),
                                 round.kind,

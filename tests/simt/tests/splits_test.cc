@@ -194,7 +194,7 @@ TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
                                table.exchanges = 3;
                              }
                            }
-                           signalAll(completed.exchange, turn, blocks);
+                           signalAll(completed.exchange, turn, blocks, [](Pushes&, unsigned) {});
                          },
                          [&](const GroupState&, Turn& turn, unsigned) { turn.exchanges = 3; },
                          [](const Turn&) { return true; });

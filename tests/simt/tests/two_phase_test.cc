@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <vector>
 
 #include "races.h"
 #include "virtual_group.h"
@@ -7,9 +8,11 @@ namespace mooncake::kernels {
 namespace {
 
 constexpr auto kSend = [](const Exchange& exchange) {
-  sendAll(exchange, [](unsigned char* own, unsigned block) {
+  const auto write = [](unsigned char* own, unsigned block) {
     if (threadIdx.x == 0) own[block] = 1;
-  });
+  };
+  sendAll(exchange, write,
+          [](Pushes& pushes, unsigned block) { push(pushes, block, block, lane() == 0 ? 1 : 0); });
 };
 constexpr auto kReceive = [](const Exchange& exchange) {
   receiveAll(
@@ -19,11 +22,11 @@ constexpr auto kReceive = [](const Exchange& exchange) {
 
 // A program sends twice and receives then: the second kernel would overwrite published data. It fails
 // the group instead, later operations end at once, and nothing holds up the hosts' stops.
-void sendTwice(bool ofGraphs) {
+void sendTwice(bool ofGraphs, std::vector<int> hosts = {}) {
   const unsigned races = simt::racesReported();
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     simt::World world({.seed = seed});
-    VirtualGroup group(world, {.ranks = 3, .ofGraphs = ofGraphs});
+    VirtualGroup group(world, {.ranks = 3, .ofGraphs = ofGraphs, .hostOf = hosts, .seed = seed});
     Exchange exchange{};
     exchange.call = 1;
     exchange.root = -1;
@@ -50,6 +53,7 @@ void sendTwice(bool ofGraphs) {
 
 TEST(TwoPhases, ASecondSendFailsTheGroup) { sendTwice(false); }
 TEST(TwoPhases, ASecondSendOfAGraphFailsTheGroup) { sendTwice(true); }
+TEST(TwoPhases, ASecondSendFailsAGroupOnTwoHosts) { sendTwice(false, {0, 1, 1}); }
 
 }  // namespace
 }  // namespace mooncake::kernels

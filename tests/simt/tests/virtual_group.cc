@@ -1,20 +1,23 @@
 #include "virtual_group.h"
 
 #include <algorithm>
+#include <gtest/gtest.h>
+#include <span>
 #include <utility>
 
 #include "tests/simt/sanitizers.h"
 
 namespace mooncake::kernels {
 namespace {
-constexpr int kCalls = 0, kReplays = 1;  // streams
+constexpr int kCalls = 0, kReplays = 1, kProxy = 2;  // streams
 }
 
 VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
     : world_(world), shape_(shape) {
   for (int rank = 0; rank < shape.ranks; ++rank) {
     memory_.push_back(std::make_unique<Memory>());
-    memory_.back()->data.assign(2 * shape.halfBytes, 0xee);
+    const size_t mails = shape.hostOf.empty() ? 0 : 64 + size_t(shape.ranks) * sizeof(Mails);
+    memory_.back()->data.assign(2 * shape.halfBytes + mails, 0xee);
   }
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Memory& own = *memory_[size_t(rank)];
@@ -29,12 +32,59 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
     own.state.serial = shape.ended;
     for (uint64_t& word : own.signals.words[0]) word = shape.ended << kCallBits;
     for (int peer = 0; peer < shape.ranks; ++peer) {
+      if (areRemote(rank, peer)) continue;
       own.state.data[peer] = memory_[size_t(peer)]->data.data();
       own.state.signals[peer] = &memory_[size_t(peer)]->signals;
     }
     world.own(rank, own.data.data(), own.data.size());
     world.own(rank, &own.signals, sizeof(own.signals));
     world.own(rank, &own.host, sizeof(own.host), simt::MemoryOwner::kHost);
+  }
+  if (!shape.hostOf.empty()) makeRemote();
+}
+
+// As PeerArea does.
+void VirtualGroup::makeRemote() {
+  const auto ranks = size_t(shape_.ranks);
+  const size_t outgoingAt = (2 * shape_.halfBytes + 63) / 64 * 64;
+  const size_t halfBytes = shape_.inboxHalfBytes ? shape_.inboxHalfBytes : shape_.halfBytes;
+  const size_t inboxBytes = (sizeof(Mails) + 2 * halfBytes + 127) / 128 * 128;
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    Memory& own = *memory_[size_t(rank)];
+    own.proxy = std::make_unique<VirtualProxy>(world_, rank, shape_.ranks, shape_.seed);
+    own.inbox.assign(ranks * inboxBytes, 0xee);
+    world_.own(rank, own.inbox.data(), own.inbox.size());
+    std::vector<size_t> mails;
+    Remote& remote = own.state.remote;
+    remote.proxy = own.proxy->view();
+    remote.inboxHalfBytes = halfBytes;
+    remote.outgoingAt = outgoingAt;
+    remote.outgoing = reinterpret_cast<Mails*>(own.data.data() + outgoingAt);
+    std::fill_n(remote.outgoing, ranks, Mails{});
+    for (size_t peer = 0; peer < ranks; ++peer) {
+      mails.push_back(peer * inboxBytes);
+      std::fill_n(own.inbox.data() + mails.back(), sizeof(Mails), 0);
+      if (!areRemote(rank, int(peer))) continue;
+      remote.ranks |= uint64_t(1) << peer;
+      remote.inboxes[peer] = own.inbox.data() + mails.back();
+      remote.inboxAt[peer] = size_t(rank) * inboxBytes;
+    }
+    own.proxy->setRegions(own.data, own.inbox, std::move(mails));
+  }
+}
+
+void VirtualGroup::checkPushes() const {
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    const Remote& remote = state(rank).remote;
+    for (int peer = 0; peer < shape_.ranks; ++peer) {
+      if (isKilled(rank) || !has(remote.ranks, peer)) continue;
+      uint64_t last = ~uint64_t(0);  // serial number of the exchange
+      for (const Agreement& made : agreements_)
+        if (!has(made.active, peer)) last = std::min(last, made.serial);
+      const auto* const mails = reinterpret_cast<const Mail*>(remote.outgoing + peer);
+      for (const Mail& mail : std::span(mails, sizeof(Mails) / sizeof(Mail)))
+        ASSERT_LE(mail.signal >> kCallBits, last) << "rank " << rank << " to rank " << peer;
+    }
   }
 }
 
@@ -76,10 +126,27 @@ void VirtualGroup::kill(int rank, uint64_t afterAtomics) {
 }
 
 void VirtualGroup::start() {
+  std::vector<VirtualProxy*> proxies;
+  for (const auto& memory : memory_) proxies.push_back(memory->proxy.get());
+  for (int rank = 0; rank < shape_.ranks && !shape_.hostOf.empty(); ++rank) {
+    world_.launch(rank, kProxy, "proxy", {}, {}, 0, [this, rank, proxies] {
+      memory_[size_t(rank)]->proxy->run(proxies, [this] { return isOver(); });
+    });
+  }
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     launchStops(rank);
     if (shape_.hosts != Hosts::kNone) world_.host(rank, "host", [this, rank] { runHost(rank); });
   }
+}
+
+// Whether the kernels of all living ranks have ended.
+bool VirtualGroup::isOver() const {
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    if (!world_.isKilled(rank) &&
+        !__atomic_load_n(&memory_[size_t(rank)]->isOver, __ATOMIC_ACQUIRE))
+      return false;
+  }
+  return true;
 }
 
 // Calls: the host's stop comes after them. Graphs: it comes at any time.

@@ -10,6 +10,7 @@
 
 #include "kernels/collectives.cuh"
 #include "tests/simt/world.h"
+#include "virtual_proxy.h"
 
 namespace mooncake::kernels {
 
@@ -32,6 +33,11 @@ struct GroupShape {
   uint64_t ended = 0;  // operations before the first call, all of one block
   // Graphs launch the operations, on another stream than that on which hosts stop the kernels.
   bool ofGraphs = false;
+  // The host of each rank. Empty: all are on one. Ranks on several have proxies, which the seed
+  // drives, and halves of so many bytes in inboxes. 0: as large as the others.
+  std::vector<int> hostOf = {};
+  size_t inboxHalfBytes = 0;
+  uint64_t seed = 1;
 };
 
 // Ranks of one group with the memory that their kernels share, and their hosts.
@@ -52,6 +58,8 @@ class VirtualGroup {
   // After the last call: the hosts' threads, which end with the kernels.
   void start();
 
+  // Checks that no rank has pushed data to a rank of an exchange in which that has no part.
+  void checkPushes() const;
   // How often hosts of this group have decided so.
   unsigned decided(Decision decision) const { return decided_[size_t(decision)]; }
   // The ranks that took part in an operation, by the hosts' decisions.
@@ -70,7 +78,9 @@ class VirtualGroup {
     GroupState state;
     HostWords host;
     Signals signals{};
-    std::vector<unsigned char> data;
+    std::vector<unsigned char> data;  // two halves, and the mails for remote ranks
+    std::vector<unsigned char> inbox;
+    std::unique_ptr<VirtualProxy> proxy;
     uint32_t called = 0;
     uint32_t isOver = 0;  // all of the rank's kernels have ended
     uint32_t isHostOver = 0;
@@ -81,6 +91,11 @@ class VirtualGroup {
     uint64_t ended, serial;  // see HostWords; of all survivors
   };
 
+  bool areRemote(int a, int b) const {
+    return !shape_.hostOf.empty() && shape_.hostOf[size_t(a)] != shape_.hostOf[size_t(b)];
+  }
+  void makeRemote();
+  bool isOver() const;
   int stream() const;
   Exchange complete(int rank, Exchange exchange);
   void launch(int rank, const std::string& name, size_t sharedBytes, const Exchange& exchange,

@@ -1,0 +1,196 @@
+#include "virtual_proxy.h"
+
+#include <algorithm>
+#include <cstring>
+#include <gtest/gtest.h>
+#include <optional>
+#include <utility>
+
+#include "kernels/device.h"
+#include "tests/simt/sanitizers.h"
+
+namespace mooncake::kernels {
+namespace {
+constexpr uint32_t kWords = uint32_t(kMaxRemoteBlocks);
+constexpr size_t kMostUnderWay = 6;
+}  // namespace
+
+VirtualProxy::VirtualProxy(simt::World& world, int rank, int ranks, uint64_t seed)
+    : world_(world),
+      rank_(rank),
+      random_(seed * 0x9e3779b97f4a7c15u + uint64_t(rank) * 2 + 1),
+      slots_(seed % 3 ? 4u : 32u),
+      commands_(size_t(ranks) * slots_),
+      counts_(size_t(ranks)),
+      tickets_(size_t(ranks)),
+      signals_(size_t(ranks) * kWords) {
+  for (int i = 0; i < 8; ++i) draw(2);
+  for (size_t peer = 0; peer < size_t(ranks); ++peer) {
+    rings_.push_back({{std::span(commands_).subspan(peer * slots_, slots_), counts_[peer]},
+                      {},
+                      std::vector<uint64_t>(kWords)});
+  }
+}
+
+unsigned VirtualProxy::draw(unsigned below) {
+  random_ ^= random_ << 13;
+  random_ ^= random_ >> 7;
+  random_ ^= random_ << 17;
+  return unsigned(random_ % below);
+}
+
+ProxyView VirtualProxy::view() {
+  return {commands_.data(),        counts_.data(), tickets_.data(), signals_.data(),
+          uint32_t(rings_.size()), slots_,         kWords,          kTimeoutNs};
+}
+
+void VirtualProxy::setRegions(std::span<unsigned char> own, std::span<unsigned char> inbox,
+                              std::vector<size_t> mails) {
+  regions_[kOwnRegion] = own;
+  regions_[kInboxRegion] = inbox;
+  mails_ = std::move(mails);
+}
+
+bool VirtualProxy::isMail(size_t offset) const {
+  return std::ranges::any_of(
+      mails_, [&](size_t begin) { return offset >= begin && offset < begin + sizeof(Mails); });
+}
+
+void VirtualProxy::pass() { loadRelaxedSystem(&passed_); }
+
+void VirtualProxy::run(const std::vector<VirtualProxy*>& all, const std::function<bool()>& isOver) {
+  while (!isOver()) {
+    const auto first = int(draw(unsigned(all.size())));
+    bool hasWorked = false;
+    for (int i = 0; i < int(all.size()) && !hasWorked; ++i) {
+      const int peer = (first + i) % int(all.size());
+      if (peer != rank_) hasWorked = step(peer, *all[size_t(peer)]);
+    }
+    // Seldom the wire does nothing for a while.
+    if (!hasWorked || draw(200) == 0) {
+      relax();
+    } else {
+      pass();
+    }
+  }
+}
+
+// A killed rank's proxy stops at any access. While it ignores, it does not: its lists stay whole.
+bool VirtualProxy::step(int peer, VirtualProxy& other) {
+  using simt::sanitizers::Ignored;
+  Ring& ring = rings_[size_t(peer)];
+  if (ring.hasEnded) return false;
+  if (world_.isKilled(peer)) {
+    if (draw(4) == 0) end(ring, ProxyEnd::kPeerLost);
+    return true;
+  }
+  const bool mayTake = ring.underWay.size() < kMostUnderWay;
+  if (mayTake && (ring.underWay.empty() || draw(3) == 0) && take(peer, other)) return true;
+  if (ring.underWay.empty()) return false;
+  const size_t chosen = draw(unsigned(ring.underWay.size()));
+  if (ring.underWay[chosen].left.empty() && draw(8) == 0) {  // the connection has broken
+    const Ignored ignored;
+    ring.underWay[chosen].isRepeated = true;
+    cut(ring.underWay[chosen]);
+  }
+  deliver(other, ring.underWay[chosen]);
+  signal(peer, other);
+  uint32_t completed = 0;
+  {
+    const Ignored ignored;
+    while (!ring.underWay.empty() && ring.underWay.front().isSignalled &&
+           ring.underWay.front().left.empty() && draw(3)) {
+      ring.underWay.pop_front();
+      ++completed;
+    }
+  }
+  if (completed) {
+    ring.commands.complete(completed);
+    simt::afterChange();
+  }
+  return true;
+}
+
+bool VirtualProxy::take(int peer, VirtualProxy& other) {
+  Ring& ring = rings_[size_t(peer)];
+  ProxyCommand command;
+  if (!ring.commands.take(command)) return false;
+  ring.commands.publishTaken();
+  simt::afterChange();
+  const auto isInside = [&](VirtualProxy& owner, uint32_t region, uint64_t offset) {
+    if (region > kInboxRegion) return false;
+    const size_t size = owner.regions_[region].size();
+    return offset <= size && command.bytes <= size - offset;
+  };
+  const bool isSound = isInside(*this, command.sourceRegion, command.sourceOffset) &&
+                       isInside(other, command.targetRegion, command.targetOffset) &&
+                       command.bytes && command.signal < kWords;
+  if (!isSound) {
+    ADD_FAILURE() << "rank " << rank_ << " pushes a wrong command to rank " << peer;
+    end(ring, ProxyEnd::kWrongCommand);
+    return true;
+  }
+  const simt::sanitizers::Ignored ignored;
+  cut(ring.underWay.emplace_back(command));
+  return true;
+}
+
+// Into pieces that arrive in any order.
+void VirtualProxy::cut(UnderWay& one) {
+  const size_t bytes = one.command.bytes;
+  const unsigned most = bytes > 64 ? unsigned(bytes) / 2 : 13;
+  for (size_t begin = 0; begin < bytes;) {
+    const size_t end = std::min(bytes, begin + 1 + draw(most));
+    one.left.push_back({begin, end});
+    begin = end;
+  }
+}
+
+void VirtualProxy::deliver(VirtualProxy& other, UnderWay& one) {
+  std::optional<simt::sanitizers::Ignored> ignored(std::in_place);
+  if (one.left.empty()) return;
+  std::swap(one.left[draw(unsigned(one.left.size()))], one.left.back());
+  const Piece piece = one.left.back();
+  one.left.pop_back();
+  const ProxyCommand& command = one.command;
+  const unsigned char* const from =
+      regions_[command.sourceRegion].data() + command.sourceOffset + piece.begin;
+  const size_t at = command.targetOffset + piece.begin, bytes = piece.end - piece.begin;
+  unsigned char* const to = other.regions_[command.targetRegion].data() + at;
+  const bool isMail = other.isMail(at);
+  // A kernel may use the places of a repeated command.
+  if (!one.isRepeated) ignored.reset();
+  if (isMail) {  // kernels read it meanwhile
+    for (size_t i = 0; i < bytes; ++i) __atomic_store_n(to + i, from[i], __ATOMIC_RELAXED);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+// Counts the commands that have arrived, in order of the ring for each word.
+void VirtualProxy::signal(int peer, VirtualProxy& other) {
+  Ring& ring = rings_[size_t(peer)];
+  bool isBlocked[kWords] = {};
+  for (UnderWay& one : ring.underWay) {
+    const uint32_t word = one.command.signal;
+    if (one.isSignalled || isBlocked[word]) continue;
+    if (!one.left.empty() || draw(2)) {
+      isBlocked[word] = true;
+      continue;
+    }
+    one.isSignalled = true;
+    storeReleaseSystem(&other.signals_[size_t(rank_) * kWords + word], ++ring.signalled[word]);
+  }
+}
+
+void VirtualProxy::end(Ring& ring, ProxyEnd why) {
+  ring.hasEnded = true;
+  {
+    const simt::sanitizers::Ignored ignored;
+    ring.underWay.clear();
+  }
+  ring.commands.end(why);
+  simt::afterChange();
+}
+
+}  // namespace mooncake::kernels

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "kernels/remote.h"
+#include "proxy/command_ring.h"
+#include "tests/simt/world.h"
+
+namespace mooncake::kernels {
+
+// The proxy of a virtual rank: takes commands of its kernels and carries them out as csrc/proxy does
+// over a bad wire. Data arrive torn and out of order, and commands that have not completed may be
+// repeated, from the source as it is then. A seed decides.
+class VirtualProxy {
+ public:
+  static constexpr uint64_t kTimeoutNs = 50'000'000;
+
+  VirtualProxy(simt::World& world, int rank, int ranks, uint64_t seed);
+  VirtualProxy(const VirtualProxy&) = delete;
+  VirtualProxy& operator=(const VirtualProxy&) = delete;
+
+  ProxyView view();
+  // Where commands of this rank read and write. Mails begin at these offsets of the second region.
+  void setRegions(std::span<unsigned char> own, std::span<unsigned char> inbox,
+                  std::vector<size_t> mails);
+  // The body of a host thread, until `isOver` returns true.
+  void run(const std::vector<VirtualProxy*>& all, const std::function<bool()>& isOver);
+
+ private:
+  struct Piece {
+    size_t begin, end;
+  };
+  struct UnderWay {
+    explicit UnderWay(const ProxyCommand& command) : command(command) {}
+    ProxyCommand command;
+    std::vector<Piece> left;
+    bool isSignalled = false, isRepeated = false;
+  };
+  struct Ring {
+    proxy::CommandRing commands;
+    std::deque<UnderWay> underWay;
+    std::vector<uint64_t> signalled;  // by word
+    bool hasEnded = false;
+  };
+
+  unsigned draw(unsigned below);
+  // One step for a peer. Returns whether there was one.
+  bool step(int peer, VirtualProxy& other);
+  bool take(int peer, VirtualProxy& other);
+  void cut(UnderWay& one);
+  void deliver(VirtualProxy& other, UnderWay& one);
+  void signal(int peer, VirtualProxy& other);
+  void end(Ring& ring, ProxyEnd why);
+  bool isMail(size_t offset) const;
+  void pass();  // lets other threads run, and faults come
+
+  simt::World& world_;
+  const int rank_;
+  uint64_t random_;
+  const uint32_t slots_;
+  std::vector<ProxyCommand> commands_;
+  std::vector<ProxyCounts> counts_;
+  std::vector<ProxyTickets> tickets_;
+  std::vector<uint64_t> signals_;
+  std::span<unsigned char> regions_[2];
+  std::vector<size_t> mails_;
+  std::vector<Ring> rings_;
+  uint32_t passed_ = 0;
+};
+
+}  // namespace mooncake::kernels
