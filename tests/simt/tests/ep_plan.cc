@@ -97,14 +97,15 @@ void EpPlan::drawChoices(EpInputs& inputs) {
   }
 }
 
-size_t EpPlan::halfBytes() const {
+size_t EpPlan::halfBytes(bool ofInbox) const {
   size_t most = 0;
   for (const EpRound& round : rounds) {
     for (const EpInputs& inputs : round.of) {
       const size_t tokens = tokensAt(shape.owners.size(), inputs.tokens, inputs.topk);
       most = std::max(most, tokens + inputs.tokens * sentBytes(round.kind, shape.hidden));
     }
-    const size_t rows = shape.mostLocal() * shape.perExpert();
+    const size_t perExpert = ofInbox ? shape.maxTokens : shape.perExpert();
+    const size_t rows = shape.mostLocal() * perExpert;
     most = std::max(most, answersAt(shape.mostLocal(), size_t(shape.ranks)) +
                               rows * answerBytes(round.usesLogfmt, shape.hidden));
   }

@@ -23,12 +23,14 @@ uint64_t seedsOf(uint64_t usual) {
   return factor ? usual * uint64_t(std::atoi(factor)) : usual;
 }
 
-GroupShape shapeOf(const EpPlan& plan, bool ofGraphs = false) {
+GroupShape shapeOf(const EpPlan& plan, bool ofGraphs = false, const std::vector<int>& hosts = {}) {
   return {.ranks = plan.shape.ranks,
           .blocks = plan.blocks,
           .threads = plan.threads,
           .halfBytes = plan.halfBytes(),
-          .ofGraphs = ofGraphs};
+          .ofGraphs = ofGraphs,
+          .hostOf = hosts,
+          .inboxHalfBytes = plan.halfBytes(/*ofInbox=*/true)};
 }
 
 struct Swept {
@@ -39,13 +41,14 @@ struct Swept {
 // Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
 template <typename Disturb>
 void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
-           bool ofGraphs = false) {
+           bool ofGraphs = false, const std::vector<int>& hosts = {}) {
   const unsigned races = racesReported();
   for (uint64_t seed = 1; seed <= seedsOf(seeds); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     World world({.seed = seed, .starveFor = seed % 3 ? 16u : 0u});
     EpPlan plan(seed, ranks);
-    GroupShape shape = shapeOf(plan, ofGraphs);
+    GroupShape shape = shapeOf(plan, ofGraphs, hosts);
+    shape.seed = seed;
     shape.ended = seed % 2 ? 0 : (uint64_t(1) << 32) - 2;
     VirtualGroup group(world, shape);
     EpProgram program(world, group, plan);
@@ -54,7 +57,8 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
     const Report report = world.run();
     ASSERT_TRUE(report.ok) << report.problem;
     program.check();
-    if (::testing::Test::HasFatalFailure()) return;
+    group.checkPushes();
+    if (::testing::Test::HasFailure()) return;
     if (swept) {
       swept->wentOn += group.decided(Decision::kGoOn);
       swept->took += group.decided(Decision::kTake);
@@ -125,6 +129,36 @@ TEST(Ep, ReplaysGoOnWithoutKilledRanks) {
   EXPECT_GT(swept.wentOn, 0u);
   if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
 }
+
+const std::vector<int> kSplits[] = {{0, 1},    {0, 0, 1},    {0, 1, 1},
+                                    {0, 1, 2}, {0, 0, 0, 1}, {0, 1, 0, 1}};
+
+TEST(EpHosts, Ranks) {
+  for (const auto& hosts : kSplits)
+    sweep(int(hosts.size()), kSeeds, kNothing, nullptr, false, hosts);
+}
+
+void disturbSplits(bool ofGraphs) {
+  Swept swept;
+  for (const auto& hosts : kSplits) {
+    const auto disturb = [&](World& world, VirtualGroup& group, EpPlan& plan) {
+      const auto ranks = unsigned(plan.shape.ranks), first = plan.draw(ranks);
+      const unsigned most = 300 * ranks, kills = plan.draw(ranks > 2 ? 3 : 2);
+      if (kills > 0) group.kill(int(first), 1 + plan.draw(most));
+      if (kills > 1) group.kill(int((first + 1) % ranks), 1 + plan.draw(2 * most));
+      if (kills == 0 || (!ofGraphs && plan.draw(2)))
+        world.stop(int((first + 2) % ranks), 1 + plan.draw(most),
+                   plan.draw(2) ? kLateNs : 2'000'000);
+    };
+    sweep(int(hosts.size()), 2 * kSeeds, disturb, &swept, ofGraphs, hosts);
+    if (::testing::Test::HasFailure()) return;
+  }
+  EXPECT_GT(swept.wentOn, 0u);
+  EXPECT_GT(swept.missing, 0u);
+  if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
+}
+TEST(EpHosts, GoOnWithoutKilledRanks) { disturbSplits(false); }
+TEST(EpHosts, ReplaysGoOnWithoutKilledRanks) { disturbSplits(true); }
 
 // Two rounds of three ranks. Each rank owns an expert, and has a token at least.
 EpPlan planOfThree(uint64_t seed) {

@@ -31,6 +31,7 @@ struct Swept {
 
 struct Kind {
   bool ofGraphs = false, hasMisfits = false;
+  std::vector<int> hosts = {};
 };
 
 // Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
@@ -47,13 +48,16 @@ Swept sweep(int ranks, uint64_t seeds, Kind kind, Disturb disturb) {
                                .threads = drawn.threads,
                                .halfBytes = drawn.halfBytes,
                                .ended = kEnded[seed % std::size(kEnded)],
-                               .ofGraphs = kind.ofGraphs});
+                               .ofGraphs = kind.ofGraphs,
+                               .hostOf = kind.hosts,
+                               .seed = seed});
     SplitProgram program(world, group, drawn);
     disturb(world, group, drawn);
     group.start();
     const Report report = world.run();
     EXPECT_TRUE(report.ok) << report.problem;
     if (report.ok) program.check();
+    group.checkPushes();
     EXPECT_EQ(racesReported(), races);
     swept.wentOn += group.decided(Decision::kGoOn);
     swept.took += group.decided(Decision::kTake);
@@ -99,6 +103,30 @@ void disturb(Kind kind) {
 TEST(AllToAll, GoesOnWithoutKilledRanks) { disturb({}); }
 TEST(AllToAll, ReplaysGoOnWithoutKilledRanks) { disturb({.ofGraphs = true}); }
 TEST(AllToAll, SplitsThatFitWithoutAKilledRank) { disturb({.hasMisfits = true}); }
+
+const std::vector<int> kSplits[] = {{0, 1}, {0, 0, 1}, {0, 1, 1}, {0, 1, 2}, {0, 0, 0, 1}};
+
+TEST(AllToAllHosts, Ranks) {
+  for (const auto& hosts : kSplits)
+    sweep(int(hosts.size()), kSeeds / 2, {.hasMisfits = true, .hosts = hosts}, kNothing);
+}
+TEST(AllToAllHosts, GoesOnWithoutKilledRanks) {
+  Swept all;
+  for (const auto& hosts : kSplits) {
+    const auto ranks = unsigned(hosts.size());
+    const auto one = [&](World& world, VirtualGroup& group, SplitCase& drawn) {
+      const unsigned first = drawn.draw(ranks), most = 200 * ranks;
+      group.kill(int(first), 1 + drawn.draw(most));
+      if (ranks > 2 && drawn.draw(2)) group.kill(int((first + 1) % ranks), 1 + drawn.draw(most));
+      if (drawn.draw(2)) world.stop(int((first + 2) % ranks), 1 + drawn.draw(most), 50'000'000);
+    };
+    const Swept swept = sweep(int(ranks), kSeeds, {.hasMisfits = true, .hosts = hosts}, one);
+    all.wentOn += swept.wentOn;
+    all.took += swept.took;
+  }
+  EXPECT_GT(all.wentOn, 0u);
+  if (!kFindsRaces) EXPECT_GT(all.took, 0u);  // it runs few seeds
+}
 
 // Longer than the kernels' patience: one block waits on, and the others end.
 TEST(AllToAll, WaitsForALateRank) {

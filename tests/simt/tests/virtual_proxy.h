@@ -18,7 +18,7 @@ namespace mooncake::kernels {
 // repeated, from the source as it is then. A seed decides.
 class VirtualProxy {
  public:
-  static constexpr uint64_t kTimeoutNs = 50'000'000;
+  static constexpr uint64_t kTimeoutNs = 200'000'000;
 
   VirtualProxy(simt::World& world, int rank, int ranks, uint64_t seed);
   VirtualProxy(const VirtualProxy&) = delete;
