@@ -35,6 +35,8 @@ LAYOUTS = [pytest.param(name, marks=marks_of(name)) for name in LAYOUT_NAMES]
 DEVICE_LAYOUT = pytest.param("device", marks=pytest.mark.ci)
 # The low latency mode of Buffers by kernels.
 KERNELS_LAYOUT = pytest.param("device-kernels", marks=pytest.mark.ci)
+# The same with the ranks on two hosts.
+HOSTS_LAYOUT = pytest.param("device-kernels-hosts", marks=pytest.mark.ci)
 # Where tests want the error of an operation from its own wait().
 BLOCKING_DEVICE_LAYOUT = pytest.param("device-blocking", marks=pytest.mark.ci)
 ALL_LAYOUTS = [*LAYOUTS, pytest.param("fabric", marks=pytest.mark.slow)]
@@ -88,10 +90,14 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
     if layout.startswith("device"):
         devices.prepare(DEVICE)
-        env = {**env, "MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: DEVICE}
+        env = {**env, devices.VARIABLE: DEVICE}
         env["MOONCAKE_BLOCKING_WAIT"] = str(int(layout == "device-blocking"))
-        env["MOONCAKE_EP_KERNELS"] = str(int(layout == "device-kernels"))
-        return {"env": env}
+        env["MOONCAKE_EP_KERNELS"] = str(int("kernels" in layout))
+        if layout.endswith("-hosts"):
+            if why := hosts.why_not():
+                pytest.skip(why)
+            return {"env": env, "namespaces": two_hosts().spread(size)}
+        return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
     if layout == "shm-no-cma":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_CMA": "0"}}
     if layout in ("tcp", "sim", "fabric"):
@@ -176,7 +182,7 @@ def crews(two_hosts: Callable[[], hosts.Hosts]) -> Iterator[Crews]:
     crews.close()
 
 
-@pytest.fixture(params=["shm", DEVICE_LAYOUT, KERNELS_LAYOUT])
+@pytest.fixture(params=["shm", DEVICE_LAYOUT, KERNELS_LAYOUT, HOSTS_LAYOUT])
 def ep(crews: Crews, request: pytest.FixtureRequest) -> ep_crew.EpCrew:
     """Four ranks for expert parallelism."""
     return ep_crew.EpCrew(request.param, lambda: crews.get(request.param, ep_crew.SIZE))

@@ -1,10 +1,11 @@
-"""Ranks on one host with dispatches and combines of tensors of a device by kernels."""
+"""Ranks with dispatches and combines of tensors of a device by kernels."""
 
 from __future__ import annotations
 
 import devices
 import ep_crew
 import harness
+import peer_ranks
 from conftest import DEVICE
 
 from mooncake.ep import reference
@@ -18,13 +19,14 @@ BF16 = {"use_fp8": False}
 
 def crew(size=SIZE, **options):
     devices.prepare(DEVICE)
+    transports, namespaces = peer_ranks.on_hosts(size)
     env = {
-        "MOONCAKE_TRANSPORTS": "shm",
+        **transports,
         "MOONCAKE_EP_KERNELS": "1",
         devices.VARIABLE: DEVICE,
         **options.pop("env", {}),
     }
-    return harness.Crew(size, env=env, **options)
+    return harness.Crew(size, env=env, **{**namespaces, **options})
 
 
 def run(function, *args, **options):

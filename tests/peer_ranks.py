@@ -1,4 +1,4 @@
-"""Ranks on one host whose collectives on tensors of a device go by kernels."""
+"""Ranks whose collectives on tensors of a device go by kernels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ import torch
 from conftest import DEVICE
 
 LIMIT = 16384  # bytes of an input
+# Returns the network namespaces of so many ranks. None: they are on this host. Tests set it.
+places = None
+
+
+def on_hosts(size):
+    """Options of a crew, where the ranks are where `places` says."""
+    if places is None:
+        return {"MOONCAKE_TRANSPORTS": "shm"}, {}
+    return {"MOONCAKE_TRANSPORTS": "shm,tcp"}, {"namespaces": places(size)}
 
 
 def crew(size, **options):
     devices.prepare(DEVICE)
+    transports, namespaces = on_hosts(size)
     env = {
-        "MOONCAKE_TRANSPORTS": "shm",
+        **transports,
         "MOONCAKE_PEER_BYTES": str(LIMIT),
         devices.VARIABLE: DEVICE,
         **options.pop("env", {}),
     }
-    return harness.Crew(size, env=env, **options)
+    return harness.Crew(size, env=env, **{**namespaces, **options})
 
 
 def run(size, function, *args, **options):

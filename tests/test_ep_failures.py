@@ -11,6 +11,7 @@ import cards
 import devices
 import ep_crew
 import harness
+import hosts
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,9 +30,9 @@ VICTIMS = [0, 2, 3]
 OURS, FOREIGN = "mooncake", "gloo"
 
 
-# The last three: over shm, with tensors of a device.
+# The last four: with tensors of a device, over shm or with the ranks on two hosts.
 WIRES = [
-    "shm", "tcp", "fabric", "device", "device-kernels",
+    "shm", "tcp", "fabric", "device", "device-kernels", "device-kernels-hosts",
     pytest.param("device-words", marks=pytest.mark.slow),
 ]  # fmt: skip
 
@@ -41,16 +42,23 @@ def over(transports, **more):
         devices.prepare(DEVICE)
         more[devices.VARIABLE] = DEVICE
         more["MOONCAKE_EP_STREAM_WORDS"] = str(int(transports == "device-words"))
-        more["MOONCAKE_EP_KERNELS"] = str(int(transports == "device-kernels"))
+        more["MOONCAKE_EP_KERNELS"] = str(int("kernels" in transports))
+        if transports.endswith("-hosts"):
+            return {"env": {"MOONCAKE_TRANSPORTS": "shm,tcp", **more}, "on_hosts": 2}
         transports = "shm"
     return {"env": {**cards.over(transports), **more}}
 
 
 @contextlib.contextmanager
-def crew(function, *args, size=SIZE, **options):
+def crew(function, *args, size=SIZE, on_hosts=0, **options):
     options = {**over("shm"), **options}
-    with harness.starting(size, function, *args, **options) as ranks:
-        yield ranks
+    if on_hosts and hosts.why_not():
+        pytest.skip(hosts.why_not())
+    with contextlib.ExitStack() as stack:
+        if on_hosts:
+            made = stack.enter_context(hosts.Hosts(on_hosts))
+            options["namespaces"] = made.spread(size)
+        yield stack.enter_context(harness.starting(size, function, *args, **options))
 
 
 def go(me, name, ranks):

@@ -24,15 +24,15 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "1: no wait of an EP Buffer for tensors of a device waits on the host"},
      flagInto<&BackendEnv::epStreamWords>},
     {{"MOONCAKE_EP_KERNELS", "0",
-      "1: the calls of EP Buffers go by kernels for tensors of devices, if all ranks are on one "
-      "host. The same on all ranks"},
+      "1: the calls of EP Buffers go by kernels for tensors of devices, in the normal mode if all "
+      "ranks are on one host. The same on all ranks"},
      flagInto<&BackendEnv::epKernels>},
     {{"MOONCAKE_PINNED_CACHE", "536870912",
       "Bytes of pinned memory per device that wait for the next operation on the device's tensors"},
      numberInto<&BackendEnv::pinnedCache, 0, uint64_t(1) << 40>},
     {{"MOONCAKE_PEER_BYTES", "0",
-      "Collectives on tensors of devices go by kernels, if all ranks are on one host. Kernels "
-      "exchange so many bytes of a rank at once; 0: no kernels. The same on all ranks"},
+      "Collectives on tensors of devices go by kernels, which exchange so many bytes of a rank at "
+      "once; 0: no kernels. The same on all ranks"},
      numberInto<&BackendEnv::peerBytes, 0, uint64_t(1) << 30>},
     {{"MOONCAKE_PEER_TABLE", "",
       "A file of benchmarks/bench_peer_table.py: forms of collectives by kernels, by their sizes. "

@@ -51,7 +51,7 @@ bool PeerCommands::drive(Clock::time_point now) {
   if (peer_->disconnected) {
     end(ProxyEnd::kPeerLost,
         {ErrorCode::kPeerLost, name_ + ": the peer is lost (" + peer_->evidence.detail +
-                                   "), and its commands have not completed: go on without it"});
+                                   "), and takes no more commands: go on without it"});
     return true;
   }
   bool hasChanged = isBroken_ ? renew(now) : collect(now);

@@ -46,6 +46,8 @@ class PeerCommands {
   // No command reads its source any more when this returns. The ring ends, unless it has before.
   void end(kernels::ProxyEnd why, Error error);
   bool isEnded() const { return isEnded_; }
+  // Returns whether the peer said goodbye.
+  bool hasLeft() const { return peer_->disconnected && peer_->evidence.isGoodbye(); }
   // Returns whether commands are under way.
   bool isBusy() const { return !isEnded_ && flights_.size() > 0; }
   // Why the ring has ended. Any thread.

@@ -192,7 +192,9 @@ void Proxy::run(uint32_t thread) {
 }
 
 void Proxy::tellEnd(uint32_t rank) const {
-  log(LogLevel::kWarning, engine_->logName(), rings_[rank].commands->status().error().message);
+  const PeerCommands& commands = *rings_[rank].commands;
+  log(commands.hasLeft() ? LogLevel::kInfo : LogLevel::kWarning, engine_->logName(),
+      commands.status().error().message);
 }
 
 }  // namespace mooncake::proxy

@@ -127,6 +127,7 @@ Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
   MOONCAKE_TRY(agreeOnTable(*control, settings.table, deadline));
   auto queue = PeerQueue::make(std::move(control), std::move(view), std::move(accelerator), stream,
                                {.halfBytes = settings.halfBytes + kernels::kSplitBytes,
+                                .inboxHalfBytes = settings.halfBytes + kernels::kSplitBytes,
                                 .mostBlocks = PeerTable::kMostBlocks,
                                 .timeout = settings.timeout},
                                deadline);

@@ -22,8 +22,8 @@
 
 namespace mooncake {
 
-// The collectives of a group whose ranks are on one host, as kernels on memory of devices that all
-// of them map. Results have the bits and the contributors that the collectives on host memory have.
+// The collectives of a group, as kernels on memory of devices that its ranks map or write to by
+// proxies. Results have the bits and the contributors that the collectives on host memory have.
 // Addresses are the device's. Calls enqueue a kernel on the stream and return the number of the
 // operation; one thread at a time.
 class PeerCollectives {

@@ -42,9 +42,14 @@ Result<std::unique_ptr<PeerExperts>> PeerExperts::make(std::unique_ptr<Group> co
                                                        DeviceStream stream, size_t bytes,
                                                        std::chrono::milliseconds timeout,
                                                        Deadline deadline) {
-  auto queue = PeerQueue::make(
-      std::move(control), std::move(view), std::move(accelerator), stream,
-      {.halfBytes = bytes + kTableBytes, .mostBlocks = kMostBlocks, .timeout = timeout}, deadline);
+  // A combine sends a rank the rows of its own tokens, and a dispatch takes less.
+  const size_t perRank = bytes / size_t(control->size());
+  auto queue = PeerQueue::make(std::move(control), std::move(view), std::move(accelerator), stream,
+                               {.halfBytes = bytes + kTableBytes,
+                                .inboxHalfBytes = perRank + kTableBytes,
+                                .mostBlocks = kMostBlocks,
+                                .timeout = timeout},
+                               deadline);
   if (!queue.ok()) return queue.error();
   return std::unique_ptr<PeerExperts>(new PeerExperts(std::move(*queue)));
 }
