@@ -44,7 +44,8 @@ def over(transports, **more):
         more["MOONCAKE_EP_STREAM_WORDS"] = str(int(transports == "device-words"))
         more["MOONCAKE_EP_KERNELS"] = str(int("kernels" in transports))
         if transports.endswith("-hosts"):
-            return {"env": {"MOONCAKE_TRANSPORTS": "shm,tcp", **more}, "on_hosts": 2}
+            network = {"MOONCAKE_TRANSPORTS": "shm,tcp", "GLOO_SOCKET_IFNAME": "eth0"}
+            return {"env": {**network, **more}, "on_hosts": 2}
         transports = "shm"
     return {"env": {**cards.over(transports), **more}}
 

@@ -48,7 +48,7 @@ def test_rows_in_published_memory():
 
 
 def test_a_late_rank_is_named():
-    test_ep_kernels.test_a_late_rank_is_named(None)
+    test_ep_kernels.test_a_late_rank_is_named(-1)
 
 
 def test_replays():
@@ -111,7 +111,6 @@ def cut_off(me, left):
             mine.x, mine.topk_idx, TOKENS, EXPERTS, use_fp8=False, active_ranks=active
         )
         found[3].current_stream_wait()
-        torch.accelerator.synchronize()
         there = [rank for rank in range(SIZE) if active[rank]]
         seen.append(there)
         ep_crew.check_dispatch(me, found, given, TOKENS, EXPERTS, active=there, use_fp8=False)
@@ -128,7 +127,7 @@ def test_a_host_that_is_cut_off(request):
     away = [rank for rank in range(SIZE) if rank not in left]
     with hosts.Hosts(2) as two:
         peer_ranks.places = lambda size: two.places(param)
-        ranks = crew(env={"MOONCAKE_FAILURE_TIMEOUT_MS": "1500"})
+        ranks = crew(env={"MOONCAKE_FAILURE_TIMEOUT_MS": "1500", "MOONCAKE_BLOCKING_WAIT": "1"})
         try:
             ranks.start(cut_off, left)
             ranks.board.wait_all("going", range(SIZE))
@@ -142,7 +141,7 @@ def test_a_host_that_is_cut_off(request):
         assert outcomes[rank].error is None, outcomes[rank].text
         assert outcomes[rank].value == left
     for rank in away:
-        assert outcomes[rank].error in ("EvictedError", "DistBackendError", "QuorumLostError")
+        assert outcomes[rank].error in ("EvictedError", "MinorityError"), outcomes[rank].text
 
 
 # ---- programs of DeepEP

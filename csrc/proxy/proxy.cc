@@ -4,7 +4,6 @@
 #include <sched.h>
 #include <utility>
 
-#include "base/log.h"
 #include "base/thread.h"
 
 namespace mooncake::proxy {
@@ -59,6 +58,7 @@ Result<std::unique_ptr<Proxy>> Proxy::create(std::shared_ptr<Engine> engine,
   made->memory_ = std::move(*memory);
   MOONCAKE_TRY(made->registerRegions());
   made->bells_ = std::make_shared<std::deque<Doorbell>>(options.threads);
+  made->flushed_ = std::make_unique<std::atomic<uint32_t>[]>(options.threads);
   made->engine_->retire({}, [bells = made->bells_] { return false; });
   return made;
 }
@@ -144,6 +144,21 @@ void Proxy::wake() {
   for (Doorbell& bell : *bells_) bell.ringSleepers();
 }
 
+Status Proxy::flush(Deadline deadline) {
+  const uint32_t number = ++flushes_;
+  for (uint32_t i = 0; i < threads_.size(); ++i) {
+    while (flushed_[i].load(std::memory_order_acquire) != number) {
+      if (deadline.passed()) {
+        return {ErrorCode::kTimeout, "rank " + std::to_string(options_.rank) +
+                                         ", proxy: not all commands have completed in time"};
+      }
+      wake();
+      std::this_thread::sleep_for(kLeastPause);
+    }
+  }
+  return {};
+}
+
 void Proxy::close() {
   stopping_.bump();
   if (bells_) wake();
@@ -166,6 +181,7 @@ void Proxy::run(uint32_t thread) {
   auto changed = Clock::now();
   while (stopping_.generation() == 0) {
     const auto now = Clock::now();
+    const uint32_t flush = flushes_.load(std::memory_order_acquire);
     bool hasChanged = false, isBusy = false;
     for (const uint32_t rank : ranks) {
       PeerCommands& commands = *rings_[rank].commands;
@@ -175,6 +191,7 @@ void Proxy::run(uint32_t thread) {
       hasChanged = true;
       if (commands.isEnded()) tellEnd(rank);
     }
+    if (!hasChanged && !isBusy) flushed_[thread].store(flush, std::memory_order_release);
     if (hasChanged) {
       changed = now;
     } else if (now - changed < (isBusy ? kMostYieldingBusy : kMostYielding)) {
@@ -193,7 +210,7 @@ void Proxy::run(uint32_t thread) {
 
 void Proxy::tellEnd(uint32_t rank) const {
   const PeerCommands& commands = *rings_[rank].commands;
-  log(commands.hasLeft() ? LogLevel::kInfo : LogLevel::kWarning, engine_->logName(),
+  log(commands.hasLeft() ? LogLevel::kInfo : options_.endLevel, engine_->logName(),
       commands.status().error().message);
 }
 

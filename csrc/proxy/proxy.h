@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "base/bytes.h"
+#include "base/deadline.h"
+#include "base/log.h"
 #include "base/result.h"
 #include "base/wait.h"
 #include "engine/engine.h"
@@ -30,6 +32,7 @@ struct ProxyOptions {
   // A peer that has not taken a command after so long loses its ring.
   std::chrono::milliseconds timeout{10'000};
   std::chrono::milliseconds kernelTimeout{10'000};  // longest wait of a thread of a kernel
+  LogLevel endLevel = LogLevel::kWarning;           // of lines about rings that have ended
   Accelerator* accelerator = nullptr;  // of the kernels that push; null: see ProxyMemory
   std::span<std::byte> tickets = {};   // see ProxyMemory::create()
 };
@@ -68,6 +71,9 @@ class Proxy {
   // Has threads that sleep look at the rings at once; else that takes up to a millisecond. Any
   // thread.
   void wake();
+  // Waits until all commands that were pushed before have completed, or their rings have ended. One
+  // thread at a time.
+  Status flush(Deadline deadline);
   // Ends all rings, the threads, and the access of peers. When this returns, no command reads its
   // source, and nothing lands in the regions.
   void close();
@@ -95,6 +101,8 @@ class Proxy {
   std::shared_ptr<std::deque<Doorbell>> bells_;
   std::vector<Ring> rings_;  // by rank
   Interrupt stopping_;
+  std::atomic<uint32_t> flushes_{0};                  // calls of flush()
+  std::unique_ptr<std::atomic<uint32_t>[]> flushed_;  // by thread: the last call that it has done
   std::vector<std::thread> threads_;
 };
 

@@ -175,6 +175,8 @@ void PeerGuard::run() {
     while (!called_.empty() && called_.front().number <= ended()) called_.pop_front();
     if (!failure_) {
       Status fine = failureOfKernels();
+      // The rank is out of the job, or its side is too small to go on: no view tells that.
+      if (fine.ok()) fine = control_.usable();
       if (fine.ok() && hasLost()) {
         goOnWithoutLost(lock);
         continue;

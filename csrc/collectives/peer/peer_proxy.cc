@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/log.h"
 #include "collectives/peer/allocation_exchange.h"
 #include "collectives/peer/gather_blocks.h"
 #include "engine/contract/channel.h"
@@ -59,6 +60,7 @@ Status PeerProxy::create(Group& group) {
                             .signalWords = kernels::kMaxRemoteBlocks,
                             .timeout = timeout,
                             .kernelTimeout = timeout,
+                            .endLevel = LogLevel::kInfo,
                             .accelerator = settings_.owner.accelerator,
                             .tickets = settings_.tickets});
   if (!made.ok()) return made.error();
@@ -122,6 +124,11 @@ std::string PeerProxy::endsOf(uint64_t ranks) const {
     if (!status.ok()) ends += "; " + status.error().message;
   }
   return ends;
+}
+
+void PeerProxy::flush(Deadline deadline) {
+  const Status flushed = proxy_->flush(deadline);
+  if (!flushed.ok()) log(LogLevel::kWarning, "peers", flushed.error().message);
 }
 
 void PeerProxy::close() { proxy_.reset(); }

@@ -47,6 +47,9 @@ class PeerProxy {
   // Returns why the rings of these ranks have ended, as the end of a sentence; empty: none has. Any
   // thread, before close().
   std::string endsOf(uint64_t ranks) const;
+  // Waits until all commands of kernels that have ended have arrived, as far as their ranks live.
+  // Other ranks may need them to end the same operation.
+  void flush(Deadline deadline);
   // Kernels have ended, or find that their group has. Nothing lands in the memory from here on, and
   // nothing is read from it. The memory of view() stays until the destructor.
   void close();

@@ -76,6 +76,7 @@ Status PeerQueue::agreeOnBlocks(Deadline deadline) {
 }
 
 PeerQueue::~PeerQueue() {
+  const bool isUsable = guard_ && guard_->usable().ok();
   guard_.reset();  // first: it ends kernels that wait
   if (!area_) return;
   // Replays that come later find the refusal on the device. An error shows below.
@@ -85,6 +86,7 @@ PeerQueue::~PeerQueue() {
     log(LogLevel::kWarning, accelerator_.name(),
         "kernels of a group may still run, so their memory stays: ", over.error().message);
   }
+  if (isUsable && over.ok() && spansHosts()) area_->proxy()->flush(Deadline::after(kGrace));
   if (over.ok() && !order_.hasGraphs()) return;
   if (area_->proxy()) area_->proxy()->close();
   (void)area_.release();
@@ -100,9 +102,10 @@ void PeerQueue::drain(Deadline deadline) const {
   (void)guard_->await(guard_->lastCall(), deadline);
   while (guard_->usable().ok() && !deadline.passed()) {
     const auto isOver = order_.isOver();
-    if (!isOver.ok() || *isOver) return;
+    if (!isOver.ok() || *isOver) break;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
+  if (guard_->usable().ok() && spansHosts()) area_->proxy()->flush(deadline);
 }
 
 kernels::Exchange PeerQueue::exchange(uint32_t call, Deadline deadline) const {
