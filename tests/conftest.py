@@ -96,6 +96,7 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
         if layout.endswith("-hosts"):
             if why := hosts.why_not():
                 pytest.skip(why)
+            env["GLOO_SOCKET_IFNAME"] = "eth0"
             return {"env": env, "namespaces": two_hosts().spread(size)}
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
     if layout == "shm-no-cma":

@@ -184,6 +184,45 @@ TEST_P(ProxyWrongCommands, EndTheirRing) {
   EXPECT_EQ(ranks[1]->source, Bytes(kRegionBytes));
 }
 
+// The kernel does not wait: the host does, and then all is there.
+TEST_P(ProxyWires, TheHostFlushes) {
+  constexpr unsigned kThreads = 8;
+  constexpr size_t kBytes = kRegionBytes / kThreads;
+  auto ranks = makeRanks(GetParam(), 3, {.timeout = 60s, .kernelTimeout = 60s});
+  fill(ranks[0]->source, 9);
+  const kernels::ProxyView view = ranks[0]->proxy->view();
+  const auto push = [&] {
+    runKernel(1, kThreads, [&] {
+      for (uint32_t peer : {1u, 2u}) {
+        (void)kernels::put(view, peer,
+                           {.sourceRegion = 0,
+                            .targetRegion = 1,
+                            .sourceOffset = thread() * kBytes,
+                            .targetOffset = thread() * kBytes,
+                            .bytes = kBytes,
+                            .signal = peer == 1 ? 0 : kNoSignal});
+      }
+    });
+  };
+  for (uint64_t round = 1; round <= 5; ++round) {
+    fill(ranks[0]->source, round);
+    push();
+    const Status flushed = ranks[0]->proxy->flush(Deadline::after(60s));
+    ASSERT_TRUE(flushed.ok()) << flushed.error().message;
+    for (uint32_t peer : {1u, 2u}) {
+      EXPECT_EQ(ranks[peer]->target, ranks[0]->source);
+      EXPECT_EQ(view.counts[peer].completed, round * kThreads);
+    }
+    EXPECT_EQ(ranks[1]->proxy->view().signals[0], round * kThreads);
+  }
+  // A ring that has ended holds up nothing.
+  ranks[2]->proxy->close();
+  push();
+  EXPECT_TRUE(ranks[0]->proxy->flush(Deadline::after(60s)).ok());
+  EXPECT_FALSE(ranks[0]->proxy->statusOf(2).ok());
+  EXPECT_EQ(view.counts[1].completed, 6 * kThreads);
+}
+
 // Kernels stop, no thread is left, and nothing lands after the target's proxy is closed.
 TEST_P(ProxyWires, CloseWithCommandsUnderWay) {
   auto ranks = makeRanks(GetParam(), 2, {.slots = 64, .timeout = 60s, .kernelTimeout = 60s});
