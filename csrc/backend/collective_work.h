@@ -94,8 +94,8 @@ class CollectiveWork : public c10d::Work {
   // Set when the work is submitted, which another thread may do later.
   std::atomic<uint64_t> number_ = 0;
   std::atomic<uint64_t> era_ = 0;  // era of the queue
-  uint64_t position_ = 0;   // see CollectiveQueue::number()
-  bool isCounted_ = false;  // the call is one of those that the position counts
+  uint64_t position_ = 0;          // see CollectiveQueue::number()
+  bool isCounted_ = false;         // the call is one of those that the position counts
   CalledFrom calledFrom_ = CalledFrom::kProgram;
   // Kept alive here, because a waiting caller may be the last user. Null: the work was made
   // finished.
