@@ -11,6 +11,8 @@ import test_peer_all_to_all
 import test_peer_kernels
 import test_peer_two_shot
 import test_peer_verbs
+import test_symmetric_memory
+from harness import raised
 from peer_ranks import run
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
@@ -132,3 +134,17 @@ def test_another_size_is_named():
 
 def test_abort_ends_kernels():
     test_peer_kernels.test_abort_ends_kernels()
+
+
+# ---- symmetric memory
+
+
+def is_refused(me):
+    kind, text = raised(test_symmetric_memory.shared, 100)
+    assert kind == "NotImplementedError"
+    assert "is on another host than rank 0" in text, text
+
+
+@test_symmetric_memory.pytestmark
+def test_symmetric_memory_needs_one_host():
+    run(3, is_refused)
