@@ -344,15 +344,6 @@ def test_without_kernels_calls_are_staged(env):
     run(2, other_ways_on_rank, env={name: value})
 
 
-def test_hosts_apart_are_staged(two_hosts):
-    import hosts
-
-    if hosts.why_not():
-        pytest.skip(hosts.why_not())
-    run(3, other_ways_on_rank, env={"MOONCAKE_TRANSPORTS": "shm,tcp"},
-        namespaces=two_hosts().spread(3))  # fmt: skip
-
-
 def denied_on_rank(me):
     from fake_device import control
 

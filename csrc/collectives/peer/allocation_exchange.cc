@@ -127,8 +127,9 @@ Status Exchange::receive(size_t rank) {
 std::vector<SharedAllocation> Exchange::take() {
   std::vector<SharedAllocation> taken;
   for (size_t rank = 0; rank < offers_.size(); ++rank) {
+    const bool isHere = others_ >> rank & 1 || int(rank) == group_.rank();
     taken.emplace_back();
-    if (others_ >> rank & 1) taken.back() = {offers_[rank].allocation, std::move(found_[rank])};
+    if (isHere) taken.back() = {offers_[rank].allocation, std::move(found_[rank])};
   }
   return taken;
 }

@@ -24,7 +24,7 @@ struct SharedAllocation {
 
 // The memory of the members of one host, and the hosts of all.
 struct HostAllocations {
-  // By rank. Empty: this rank, which has no descriptor, and ranks of other hosts.
+  // By rank; empty for ranks of other hosts. That of this rank has no descriptor.
   std::vector<SharedAllocation> allocations;
   std::vector<uint64_t> hosts;  // by rank: bits of the ranks on its host. The same on all members
 };
