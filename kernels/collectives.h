@@ -9,6 +9,13 @@
 // The arguments of the kernels for collectives. Addresses are the device's.
 namespace mooncake::kernels {
 
+// The ranks that read a rank's inputs. Ranks on other hosts get nothing else.
+enum class Readers : uint32_t {
+  kAll,      // of all inputs
+  kOwnPart,  // each rank its input, or its part of the only one: all parts are equal
+  kRoot      // the root only
+};
+
 // What all collectives have in common; see exchange.cuh.
 struct Exchange {
   GroupState* state;
@@ -21,6 +28,7 @@ struct Exchange {
   // Each piece takes two exchanges: in the first one, each rank reduces a segment of the piece; in
   // the second one, all ranks gather the segments. The same on all ranks, as are the pieces.
   bool isTwoShot;
+  Readers readers;
   unsigned inputCount;  // this rank publishes its inputs one behind the other; 0: nothing
   const unsigned char* inputs[kMaxRanks];
   // With several pieces, results go to `scratch`, and to `output` when the operation cannot begin

@@ -108,6 +108,35 @@ MC_DEVICE void signalAll(const Exchange& exchange, const Turn& turn, const Block
   }
 }
 
+// Pushes the block's part of each input, as far as the remote rank reads it, or of the own segment.
+// One warp: a lane has an input.
+MC_DEVICE void pushInputs(const Exchange& exchange, const Turn& turn, Pushes& pushes,
+                          unsigned block) {
+  static_assert(unsigned(kMaxRanks) <= kLanes);
+  const GroupState& state = *exchange.state;
+  const Part piece = pieceOf(exchange, turn, exchange.bytes);
+  const size_t bytes = piece.end - piece.begin;
+  const unsigned peer = unsigned(pushes.peer);
+  Part part = partOf(bytes, block, gridDim.x, kPartBytes);
+  bool isRead = lane() < exchange.inputCount;
+  if (gathersSegments(exchange, turn)) {
+    const Part own = segmentOf(turn.active, state.rank, bytes);
+    part = partOf(own.end - own.begin, block, gridDim.x, kPartBytes);
+    part = {own.begin + part.begin, own.begin + part.end};
+  } else if (exchange.isTwoShot) {
+    part = commonOf(part, segmentOf(turn.active, pushes.peer, bytes));
+  } else if (exchange.readers == Readers::kRoot) {
+    isRead = isRead && pushes.peer == exchange.root;
+  } else if (exchange.readers == Readers::kOwnPart && exchange.inputCount > 1) {
+    isRead = isRead && lane() == peer;
+  } else if (exchange.readers == Readers::kOwnPart) {
+    const size_t each = bytes / unsigned(state.ranks);
+    part = commonOf(part, {peer * each, (peer + 1) * each});
+  }
+  const size_t begin = lane() * exchange.piece + part.begin;
+  push(pushes, begin, begin, isRead ? part.end - part.begin : 0);
+}
+
 // Publishes the blocks' parts of each input, and signals that. Segments are published already.
 MC_DEVICE void publish(const Exchange& exchange, const Turn& turn, const Blocks& blocks) {
   const GroupState& state = *exchange.state;
@@ -122,21 +151,9 @@ MC_DEVICE void publish(const Exchange& exchange, const Turn& turn, const Blocks&
                 exchange.inputs[i] + piece.begin + part.begin, part.end - part.begin);
     }
   }
-  signalAll(exchange, turn, blocks, [&](Pushes& pushes, unsigned block) {
-    const size_t bytes = piece.end - piece.begin;
-    Part part = partOf(bytes, block, gridDim.x, kPartBytes);
-    if (gathersSegments(exchange, turn)) {
-      const Part own = segmentOf(turn.active, state.rank, bytes);
-      part = partOf(own.end - own.begin, block, gridDim.x, kPartBytes);
-      part = {own.begin + part.begin, own.begin + part.end};
-    } else if (exchange.isTwoShot) {
-      part = commonOf(part, segmentOf(turn.active, pushes.peer, bytes));
-    }
-    const size_t begin = lane() * exchange.piece + part.begin;
-    push(pushes, begin, begin, lane() < exchange.inputCount ? part.end - part.begin : 0);
-  });
+  signalAll(exchange, turn, blocks,
+            [&](Pushes& pushes, unsigned block) { pushInputs(exchange, turn, pushes, block); });
 }
-static_assert(unsigned(kMaxRanks) <= kLanes);  // a lane has an input
 
 enum class Waited : uint32_t { kArrived, kStopped, kMismatch };
 

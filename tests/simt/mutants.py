@@ -15,6 +15,7 @@ from pathlib import Path
 
 import mutants_ep
 import mutants_proxy
+import mutants_remote
 import mutants_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,15 +48,15 @@ MUTANTS = [
     Mutant(
         "the wait is relaxed",
         EXCHANGE,
-        "const uint64_t signal = loadAcquireSystem(word)",
-        "const uint64_t signal = loadRelaxedSystem(word)",
+        ": loadAcquireSystem(word);",
+        ": loadRelaxedSystem(word);",
     ),
     Mutant("one buffer for two operations", EXCHANGE, "(serial & 1) * state.halfBytes", "0"),
     Mutant(
         "no barrier before the signal",
         EXCHANGE,
-        "  __syncthreads();\n  const unsigned ranks = unsigned(state.ranks);\n",
-        "  const unsigned ranks = unsigned(state.ranks);\n",
+        "  __syncthreads();\n  // Before the signals",
+        "  // Before the signals",
     ),
     Mutant(
         "waits for the signals of one block only",
@@ -308,11 +309,14 @@ MUTANTS += [
 MUTANTS += [Mutant(*one, suite="ep") for one in mutants_ep.MUTANTS]
 MUTANTS += [Mutant(*one, suite="tokens") for one in mutants_tokens.MUTANTS]
 MUTANTS += [Mutant(*one, suite="proxy") for one in mutants_proxy.MUTANTS]
+MUTANTS += [Mutant(*one, suite=suite) for suite, *one in mutants_remote.MUTANTS]
 
 # Their sources, beside races.cc.
+GROUP_SOURCES = ["virtual_group.cc", "virtual_proxy.cc", "../../../csrc/proxy/command_ring.cc"]
 SUITES = {
-    "collectives": ["collectives_test.cc", "collective_program.cc", "virtual_group.cc"],
-    "ep": ["ep_test.cc", "ep_program.cc", "ep_plan.cc", "ep_reference.cc", "virtual_group.cc"],
+    "collectives": ["collectives_test.cc", "collective_program.cc", *GROUP_SOURCES],
+    "ep": ["ep_test.cc", "ep_program.cc", "ep_plan.cc", "ep_reference.cc", *GROUP_SOURCES],
+    "hosts": ["hosts_test.cc", "collective_program.cc", *GROUP_SOURCES],
     "proxy": ["proxy_test.cc", "../../../csrc/proxy/command_ring.cc"],
     "signals": ["signals_test.cc"],
     "tokens": [
@@ -321,9 +325,9 @@ SUITES = {
         "token_plan.cc",
         "token_reference.cc",
         "ep_reference.cc",
-        "virtual_group.cc",
+        *GROUP_SOURCES,
     ],
-    "splits": ["splits_test.cc", "splits_program.cc", "virtual_group.cc"],
+    "splits": ["splits_test.cc", "splits_program.cc", *GROUP_SOURCES],
 }
 
 

@@ -15,7 +15,7 @@ MUTANTS = [
     (
         "a redone operation is not signalled",
         EXCHANGE,
-        "if (blocks.areRedone) signalAll(exchange, turn, blocks);",
+        "if (blocks.areRedone) signalAll(exchange, turn, blocks, [](Pushes&, unsigned) {});",
         "",
     ),
     (
@@ -90,8 +90,8 @@ MUTANTS = [
     (
         "all ranks' rows begin at the first",
         COMBINE,
-        "firstRows[local * ranks + size_t(state.rank)] + choice.index",
-        "choice.index",
+        "if (!isRemote) row += firstRows[local * ranks + size_t(state.rank)];",
+        "",
     ),
     (
         "dropped choices are added",

@@ -108,6 +108,9 @@ Exchange Program::exchangeOf(Verb verb, uint32_t round, Tensors& mine) const {
   exchange.root = hasRoot(verb) ? rootOf(round) : -1;
   exchange.pieces = case_.hasPieces() ? unsigned((case_.count - 1) / case_.piece + 1) : 1;
   exchange.isTwoShot = isTwoShot(verb);
+  exchange.readers = hasParts(verb)                                   ? Readers::kOwnPart
+                     : verb == Verb::kReduce || verb == Verb::kGather ? Readers::kRoot
+                                                                      : Readers::kAll;
   exchange.bytes = case_.count * 4;
   exchange.inputCount = unsigned(mine.inputs);
   const int32_t* const input = isInPlace(verb) ? mine.output.data() : mine.input.data();

@@ -1,81 +1,13 @@
-#include <algorithm>
-#include <cstdlib>
-#include <deque>
 #include <gtest/gtest.h>
-#include <memory>
-#include <optional>
-#include <string>
+#include <utility>
 #include <vector>
 
-#include "collective_program.h"
+#include "collective_sweep.h"
 #include "races.h"
 #include "virtual_group.h"
 
 namespace mooncake::kernels {
 namespace {
-
-using simt::kFindsRaces;
-using simt::racesReported;
-using simt::Report;
-using simt::World;
-
-constexpr uint64_t kSeeds = kFindsRaces ? 6 : 60;
-
-uint64_t seedsOf(uint64_t usual) {
-  const char* const factor = std::getenv("MOONCAKE_SIMT_SEEDS");
-  return factor ? usual * uint64_t(std::atoi(factor)) : usual;
-}
-
-// Numbers of 32 bits would wrap, or would be more than half of their range ahead of old signals.
-constexpr uint64_t kEnded[] = {0, 0, (uint64_t(1) << 31) + 5, (uint64_t(1) << 32) - 2};
-
-struct Swept {
-  unsigned wentOn = 0, took = 0;  // decisions of hosts
-  unsigned withoutRoot = 0;       // calls
-};
-
-// The verb of all rounds of a seed's program. Returns nothing if they differ.
-using OnlyVerb = std::optional<Verb> (*)(uint64_t seed);
-constexpr OnlyVerb kAnyVerb = [](uint64_t) { return std::optional<Verb>(); };
-constexpr OnlyVerb kTwoShotVerb = [](uint64_t seed) {
-  return std::optional(seed % 2 ? Verb::kTwoShot : Verb::kTwoShotInPlace);
-};
-
-// Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
-template <typename Disturb>
-void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
-           bool ofGraphs = false, OnlyVerb only = kAnyVerb, const std::vector<int>& hosts = {}) {
-  const unsigned races = racesReported();
-  for (uint64_t seed = 1; seed <= seedsOf(seeds); ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    World world({.seed = seed, .starveFor = seed % 3 ? 16u : 0u});
-    Case drawn(seed, ranks);
-    VirtualGroup group(world, {.ranks = ranks,
-                               .blocks = drawn.blocks,
-                               .threads = drawn.threads,
-                               .halfBytes = 4 * size_t(ranks) * (drawn.piece ? drawn.piece : 400),
-                               .ended = kEnded[seed % std::size(kEnded)],
-                               .ofGraphs = ofGraphs,
-                               .hostOf = hosts,
-                               .seed = seed});
-    Program program(world, group, drawn, only(seed));
-    disturb(world, group, drawn);
-    group.start();
-    const Report report = world.run();
-    ASSERT_TRUE(report.ok) << report.problem;
-    program.check();
-    group.checkPushes();
-    if (::testing::Test::HasFailure()) return;
-    if (swept) {
-      swept->wentOn += group.decided(Decision::kGoOn);
-      swept->took += group.decided(Decision::kTake);
-      swept->withoutRoot += program.withoutRoot();
-    }
-    ASSERT_EQ(racesReported(), races);
-  }
-}
-
-constexpr auto kNothing = [](World&, VirtualGroup&, Case&) {};
 
 TEST(Collectives, OneRank) { sweep(1, kSeeds, kNothing); }
 TEST(Collectives, TwoRanks) { sweep(2, kSeeds, kNothing); }
@@ -161,76 +93,6 @@ void disturbTwoShot(bool ofGraphs) {
 }
 TEST(TwoShot, GoesOnWithoutKilledRanks) { disturbTwoShot(false); }
 TEST(TwoShot, ReplaysGoOnWithoutKilledRanks) { disturbTwoShot(true); }
-
-// Ranks of several hosts, by the number of ranks that are killed.
-struct Split {
-  std::vector<int> hosts;
-  int ranks() const { return int(hosts.size()); }
-};
-const Split kSplits[] = {{{0, 1}},    {{0, 0, 1}},    {{0, 1, 1}},
-                         {{0, 1, 2}}, {{0, 0, 0, 1}}, {{0, 1, 0, 1}}};
-constexpr OnlyVerb kAllReduceVerb = [](uint64_t seed) {
-  return std::optional(seed % 2 ? Verb::kAllReduce : Verb::kAllReduceInPlace);
-};
-
-void sweepSplits(OnlyVerb only) {
-  for (const Split& split : kSplits)
-    sweep(split.ranks(), kSeeds / 2, kNothing, nullptr, false, only, split.hosts);
-}
-TEST(Hosts, OneShot) { sweepSplits(kAllReduceVerb); }
-TEST(Hosts, AllVerbs) { sweepSplits(kAnyVerb); }
-TEST(Hosts, TwoShot) { sweepSplits(kTwoShotVerb); }
-
-void disturbSplits(OnlyVerb only, bool ofGraphs, uint64_t seeds) {
-  Swept swept;
-  for (const Split& split : kSplits) {
-    const int ranks = split.ranks();
-    const auto disturb = [&](World& world, VirtualGroup& group, Case& drawn) {
-      const int first = int(drawn.draw(unsigned(ranks)));
-      const unsigned most = 200 * unsigned(ranks);
-      const unsigned kills = drawn.draw(ranks > 2 ? 3 : 2);
-      if (kills > 0) group.kill(first, 1 + drawn.draw(most));
-      if (kills > 1) group.kill((first + 1) % ranks, 1 + drawn.draw(2 * most));
-      const uint64_t stop = drawn.draw(2) ? 50'000'000 : 2'000'000;
-      if (kills == 0 || (!ofGraphs && drawn.draw(2)))
-        world.stop((first + 2) % ranks, 1 + drawn.draw(most), stop);
-    };
-    sweep(ranks, seeds, disturb, &swept, ofGraphs, only, split.hosts);
-    if (::testing::Test::HasFailure()) return;
-  }
-  EXPECT_GT(swept.wentOn, 0u);
-  if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
-}
-TEST(Hosts, OneShotGoesOn) { disturbSplits(kAllReduceVerb, false, 2 * kSeeds); }
-TEST(Hosts, AllVerbsGoOn) { disturbSplits(kAnyVerb, false, kSeeds); }
-TEST(Hosts, TwoShotGoesOn) { disturbSplits(kTwoShotVerb, false, kSeeds); }
-TEST(Hosts, ReplaysGoOn) { disturbSplits(kAnyVerb, true, kSeeds); }
-
-// A group whose second rank does not take part as it should.
-struct Disturbed {
-  explicit Disturbed(Hosts hosts, uint64_t seed)
-      : world({.seed = seed}),
-        group(world, {.ranks = 3, .hosts = hosts, .decisionNs = 90'000'000}) {}
-
-  void reduce(int rank, uint32_t hash) {
-    std::vector<int32_t>& tensor = tensors.emplace_back(64, rank);
-    auto* const bytes = reinterpret_cast<unsigned char*>(tensor.data());
-    Exchange call{};
-    call.call = hash;
-    call.root = -1;
-    call.pieces = 1;
-    call.piece = call.bytes = 256;
-    call.inputCount = 1;
-    call.inputs[0] = bytes;
-    group.call(rank, "reduce", call, [bytes](const Exchange& exchange) {
-      reduceAll<int32_t>({exchange, 0, 256, bytes, Combine::kSum});
-    });
-  }
-
-  World world;
-  VirtualGroup group;
-  std::deque<std::vector<int32_t>> tensors;
-};
 
 #ifdef MOONCAKE_SIMT_PLAIN_ACCESSES
 // A rank reads the parts that it needs of other ranks once, over the wires between devices, and

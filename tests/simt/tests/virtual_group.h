@@ -67,6 +67,9 @@ class VirtualGroup {
   // The same, as kernels have told a rank's host.
   uint64_t told(int rank, uint64_t number) const;
   uint64_t ended() const { return shape_.ended; }
+  VirtualProxy& proxy(int rank) { return *memory_[size_t(rank)]->proxy; }
+  // Bytes that a rank has pushed to a remote rank.
+  uint64_t pushed(int rank, int peer) const { return memory_[size_t(rank)]->proxy->bytesTo(peer); }
   bool isOfGraphs() const { return shape_.ofGraphs; }
   bool isKilled(int rank) const { return killed_ >> rank & 1; }
   const GroupState& state(int rank) const { return memory_[size_t(rank)]->state; }

@@ -26,9 +26,10 @@ VirtualProxy::VirtualProxy(simt::World& world, int rank, int ranks, uint64_t see
       signals_(size_t(ranks) * kWords) {
   for (int i = 0; i < 8; ++i) draw(2);
   for (size_t peer = 0; peer < size_t(ranks); ++peer) {
-    rings_.push_back({{std::span(commands_).subspan(peer * slots_, slots_), counts_[peer]},
-                      {},
-                      std::vector<uint64_t>(kWords)});
+    rings_.push_back(
+        {.commands = {std::span(commands_).subspan(peer * slots_, slots_), counts_[peer]},
+         .underWay = {},
+         .signalled = std::vector<uint64_t>(kWords)});
   }
 }
 
@@ -114,7 +115,9 @@ bool VirtualProxy::step(int peer, VirtualProxy& other) {
 bool VirtualProxy::take(int peer, VirtualProxy& other) {
   Ring& ring = rings_[size_t(peer)];
   ProxyCommand command;
+  if (ring.taken >= ring.delayAfter && now() < ring.delayUntilNs) return false;
   if (!ring.commands.take(command)) return false;
+  ++ring.taken;
   ring.commands.publishTaken();
   simt::afterChange();
   const auto isInside = [&](VirtualProxy& owner, uint32_t region, uint64_t offset) {
@@ -131,6 +134,7 @@ bool VirtualProxy::take(int peer, VirtualProxy& other) {
     return true;
   }
   const simt::sanitizers::Ignored ignored;
+  if (!other.isMail(command.targetOffset)) ring.bytes += command.bytes;
   cut(ring.underWay.emplace_back(command));
   return true;
 }

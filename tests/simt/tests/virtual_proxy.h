@@ -25,6 +25,13 @@ class VirtualProxy {
   VirtualProxy& operator=(const VirtualProxy&) = delete;
 
   ProxyView view();
+  // After so many commands to a rank, takes none until this time.
+  void delay(int peer, uint32_t after, uint64_t untilNs) {
+    rings_[size_t(peer)].delayAfter = after;
+    rings_[size_t(peer)].delayUntilNs = untilNs;
+  }
+  // Bytes of all commands to a rank, without mails.
+  uint64_t bytesTo(int peer) const { return rings_[size_t(peer)].bytes; }
   // Where commands of this rank read and write. Mails begin at these offsets of the second region.
   void setRegions(std::span<unsigned char> own, std::span<unsigned char> inbox,
                   std::vector<size_t> mails);
@@ -46,6 +53,9 @@ class VirtualProxy {
     std::deque<UnderWay> underWay;
     std::vector<uint64_t> signalled;  // by word
     bool hasEnded = false;
+    uint64_t bytes = 0;
+    uint32_t taken = 0, delayAfter = 0;
+    uint64_t delayUntilNs = 0;
   };
 
   unsigned draw(unsigned below);
