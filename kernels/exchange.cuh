@@ -67,17 +67,20 @@ struct Blocks {
 };
 
 // Pushes the blocks' parts to remote ranks, a warp for each rank: blocks that have stopped may have
-// pushed theirs. `push(pushes, block)` pushes a part.
+// pushed theirs. `push(pushes, block)` pushes a part. If the kernel may stop, the block that goes on
+// alone pushes the parts that are left.
 template <typename Push>
 MC_DEVICE void pushAll(const Exchange& exchange, const Turn& turn, const Blocks& blocks,
-                       const Push& push) {
+                       const Push& push, bool mayStop) {
   GroupState& state = *exchange.state;
   Remote& remote = state.remote;
   const uint64_t signal = signalOf(exchange, turn.serial);
   for (int peer = int(threadIdx.x / kLanes); peer < state.ranks; peer += int(blockDim.x / kLanes)) {
     if (!has(turn.active & remote.ranks, peer)) continue;
     // The commands of the exchange before the last one were in the same half.
-    if (lane() == 0) awaitRing(remote, peer, remote.used[turn.serial & 1][peer]);
+    int isFree = 1;
+    if (lane() == 0) isFree = awaitRing(state, peer, remote.used[turn.serial & 1][peer], mayStop);
+    if (!__shfl_sync(kAllLanes, isFree, 0)) continue;
     for (unsigned block = blocks.first; block < blocks.end; ++block) {
       if (!lacksMail(remote, peer, MailKind::kData, turn.serial, block, signal)) continue;
       Pushes pushes{state, peer, block, turn.serial, pushedTo(remote, peer, block)};
@@ -91,11 +94,11 @@ MC_DEVICE void pushAll(const Exchange& exchange, const Turn& turn, const Blocks&
 // Signals to the ranks that take part that the blocks' parts are published.
 template <typename Push>
 MC_DEVICE void signalAll(const Exchange& exchange, const Turn& turn, const Blocks& blocks,
-                         const Push& push) {
+                         const Push& push, bool mayStop = true) {
   const GroupState& state = *exchange.state;
   __syncthreads();
   // Before the signals: this rank's block 0 counts the commands of all blocks.
-  if (state.remote.ranks) pushAll(exchange, turn, blocks, push);
+  if (state.remote.ranks) pushAll(exchange, turn, blocks, push, mayStop);
   const uint64_t local = turn.active & ~state.remote.ranks;
   const unsigned ranks = unsigned(state.ranks);
   for (unsigned i = threadIdx.x; i < (blocks.end - blocks.first) * ranks; i += blockDim.x) {
@@ -434,7 +437,8 @@ MC_DEVICE void sendAll(const Exchange& exchange, const Write& write, const Push&
   const bool isUnreceived = state.sent > state.serial;
   if (!isUnreceived) {
     write(published(state, state.rank, turn.serial), blockIdx.x);
-    signalAll(exchange, turn, {blockIdx.x, blockIdx.x + 1, false, false}, push);
+    // The second kernel pushes no data.
+    signalAll(exchange, turn, {blockIdx.x, blockIdx.x + 1, false, false}, push, false);
   }
   __syncthreads();
   if (threadIdx.x != 0 || addAcqRelDevice(&state.arrived, 1) + 1 != gridDim.x) return;

@@ -111,18 +111,32 @@ MC_DEVICE uint64_t pushedTo(const Remote& remote, int peer, unsigned block) {
 }
 
 // Waits until so many commands of the ring have completed: a broken connection may repeat the
-// others, and their data would come late. One thread.
-MC_DEVICE void awaitRing(Remote& remote, int peer, uint32_t count) {
-  if (awaitCompleted(remote.proxy, uint32_t(peer), count) != ProxyResult::kDone)
-    storeRelaxedDevice(&remote.isCutOff[peer], 1);
+// others, and their data would come late. Returns false if the rank gets no commands now: the host
+// stops this kernel, if it may stop, or the rank is cut off. One thread.
+MC_DEVICE bool awaitRing(GroupState& state, int peer, uint32_t count, bool mayStop) {
+  constexpr uint64_t kStopLookNs = 20'000;
+  ProxyView proxy = state.remote.proxy;
+  const uint64_t deadline = now() + proxy.timeoutNs;
+  proxy.timeoutNs = kStopLookNs;
+  for (;;) {
+    const ProxyResult result = awaitCompleted(proxy, uint32_t(peer), count);
+    if (result == ProxyResult::kDone) return true;
+    if (result == ProxyResult::kEnded || now() > deadline) break;
+    if (mayStop && loadRelaxedSystem(&state.host->stop) != state.generation) return false;
+  }
+  storeRelaxedDevice(&state.remote.isCutOff[peer], 1);
+  return false;
 }
 
-// Waits for all commands to remote ranks that take part. All threads of the last block.
+// All ranks begin an operation anew: waits for all commands to remote ranks. All threads of the last
+// block.
 MC_DEVICE void awaitRings(GroupState& state) {
   Remote& remote = state.remote;
   for (int peer = int(threadIdx.x); peer < state.ranks; peer += int(blockDim.x)) {
-    if (has(state.active & remote.ranks, peer))
-      awaitRing(remote, peer, loadRelaxedDevice(&remote.proxy.tickets[peer].reserved));
+    if (!has(state.active & remote.ranks, peer)) continue;
+    const uint32_t count = loadRelaxedDevice(&remote.proxy.tickets[peer].reserved);
+    remote.used[0][peer] = remote.used[1][peer] = count;
+    awaitRing(state, peer, count, true);
   }
   __syncthreads();
 }

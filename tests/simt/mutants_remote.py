@@ -105,8 +105,8 @@ MUTANTS = [
         "hosts",
         "a half is pushed while its commands may be repeated",
         EXCHANGE,
-        "    if (lane() == 0) awaitRing(remote, peer, remote.used[turn.serial & 1][peer]);\n",
-        "",
+        "awaitRing(state, peer, remote.used[turn.serial & 1][peer], mayStop);",
+        "1;",
     ),
     (
         "hosts",
@@ -130,6 +130,13 @@ MUTANTS = [
         "pushCommands(pushes, (1 - half) * state.halfBytes + from,",
     ),
     # Lost ranks
+    (
+        "hosts",
+        "a wait for the commands to a lost rank does not stop",
+        REMOTE,
+        "if (mayStop && loadRelaxedSystem",
+        "if (false && loadRelaxedSystem",
+    ),
     (
         "hosts",
         "data are pushed to ranks that are out",

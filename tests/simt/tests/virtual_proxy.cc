@@ -20,6 +20,7 @@ VirtualProxy::VirtualProxy(simt::World& world, int rank, int ranks, uint64_t see
       rank_(rank),
       random_(seed * 0x9e3779b97f4a7c15u + uint64_t(rank) * 2 + 1),
       slots_(seed % 3 ? 4u : 32u),
+      endsRings_(seed % 4 != 1),
       commands_(size_t(ranks) * slots_),
       counts_(size_t(ranks)),
       tickets_(size_t(ranks)),
@@ -82,6 +83,7 @@ bool VirtualProxy::step(int peer, VirtualProxy& other) {
   Ring& ring = rings_[size_t(peer)];
   if (ring.hasEnded) return false;
   if (world_.isKilled(peer)) {
+    if (!endsRings_) return false;
     if (draw(4) == 0) end(ring, ProxyEnd::kPeerLost);
     return true;
   }

@@ -73,6 +73,7 @@ class VirtualProxy {
   const int rank_;
   uint64_t random_;
   const uint32_t slots_;
+  const bool endsRings_;  // of lost ranks, soon
   std::vector<ProxyCommand> commands_;
   std::vector<ProxyCounts> counts_;
   std::vector<ProxyTickets> tickets_;
