@@ -16,6 +16,7 @@ using kernels::AllToAllArguments;
 using kernels::Combine;
 using kernels::Exchange;
 using kernels::MoveArguments;
+using kernels::Readers;
 using kernels::ReduceArguments;
 
 constexpr size_t kBytesOfBlock = 16 << 10;  // less is not worth a further block
@@ -110,6 +111,7 @@ struct PeerCollectives::Call {
   size_t parts = 1;  // of the inputs of a rank that has any
   ReduceKind kind = ReduceKind::kSum;
   int root = -1;
+  Readers readers = Readers::kAll;  // of a rank's inputs
   bool isTwoShot = false;
   unsigned blocks = 0;  // 0: they follow from the size
 
@@ -186,6 +188,7 @@ Exchange PeerCollectives::exchangeOf(const Call& call, const Tensors& tensors,
   const bool isWhole = piece == bytes, isOne = tensors.inputs.size() == 1;
   Exchange exchange = queue_->exchange(call.hash(tensors), deadline);
   exchange.root = call.root;
+  exchange.readers = call.readers;
   exchange.pieces = isWhole ? 1 : unsigned((bytes - 1) / piece + 1);
   exchange.piece = isWhole && isOne ? bytes * call.parts : piece;
   exchange.bytes = isWhole && isOne ? bytes * call.parts : bytes;
@@ -298,13 +301,17 @@ Result<uint64_t> PeerCollectives::allreduce(const Tensors& tensors, ReduceKind k
 
 Result<uint64_t> PeerCollectives::reduceScatter(const Tensors& tensors, ReduceKind kind,
                                                 Deadline deadline) {
-  const Call call{.name = "reduce_scatter", .parts = size_t(size()), .kind = kind};
+  const Call call{.name = "reduce_scatter",
+                  .parts = size_t(size()),
+                  .kind = kind,
+                  .readers = Readers::kOwnPart};
   return reduceAny(call, tensors, size_t(queue_->group().rank()), deadline);
 }
 
 Result<uint64_t> PeerCollectives::reduce(const Tensors& tensors, ReduceKind kind, int root,
                                          Deadline deadline) {
-  return reduceAny({.name = "reduce", .kind = kind, .root = root}, tensors, 0, deadline);
+  const Call call{.name = "reduce", .kind = kind, .root = root, .readers = Readers::kRoot};
+  return reduceAny(call, tensors, 0, deadline);
 }
 
 Result<uint64_t> PeerCollectives::allgather(const Tensors& tensors, Deadline deadline) {
@@ -312,7 +319,8 @@ Result<uint64_t> PeerCollectives::allgather(const Tensors& tensors, Deadline dea
 }
 
 Result<uint64_t> PeerCollectives::gather(const Tensors& tensors, int root, Deadline deadline) {
-  return moveAny({.name = "gather", .root = root}, tensors, kAllRanks, 0, deadline);
+  const Call call{.name = "gather", .root = root, .readers = Readers::kRoot};
+  return moveAny(call, tensors, kAllRanks, 0, deadline);
 }
 
 Result<uint64_t> PeerCollectives::broadcast(const Tensors& tensors, int root, Deadline deadline) {
@@ -320,7 +328,8 @@ Result<uint64_t> PeerCollectives::broadcast(const Tensors& tensors, int root, De
 }
 
 Result<uint64_t> PeerCollectives::scatter(const Tensors& tensors, int root, Deadline deadline) {
-  const Call call{.name = "scatter", .parts = size_t(size()), .root = root};
+  const Call call{
+      .name = "scatter", .parts = size_t(size()), .root = root, .readers = Readers::kOwnPart};
   return moveAny(call, tensors, uint64_t(1) << root, size_t(queue_->group().rank()), deadline);
 }
 
