@@ -65,8 +65,10 @@ void MooncakeBackend::close() {
   leaveGroup();
   // The signal handler's own thread may be in a call, and cannot leave it before this returns.
   if (Interruptible::isHandling() && group_ &&
-      (CollectiveQueue::isCallerInside() || messages_->messages().drivers() > 0))
+      (CollectiveQueue::isCallerInside() || messages_->messages().drivers() > 0)) {
+    if (ownRecordedCalls_) (void)ownRecordedCalls_->stop(Deadline::after(Clock::duration::zero()));
     return leakAll();
+  }
   // Threads may still be in calls on works of ours. The group has failed: they leave at once.
   const bool areCallsOver =
       !ownRecordedCalls_ || ownRecordedCalls_->stop(Deadline::after(kToGetOut));
@@ -100,6 +102,7 @@ void MooncakeBackend::leaveJob(const Farewell& farewell) {
   job_->leaveOthers(this, farewell.how);
   leaveGroup(farewell.how);
   job_->sayGoodbye(farewell);
+  if (ownRecordedCalls_) (void)ownRecordedCalls_->stop(Deadline::after(kToGetOut));
   // A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
   completions_->drain(Deadline::after(options_.env.failureTimeout));
 }

@@ -90,7 +90,15 @@ void MooncakeBackend::use(std::unique_ptr<RecordedCalls> calls) {
 void MooncakeBackend::follow(const c10::intrusive_ptr<CollectiveWork>& work, Staging* staging,
                              CollectiveQueue::Run run) {
   RecordedCalls& calls = *recordedCalls_;
-  const uint32_t number = calls.announce();
+  uint32_t number = 0;
+  try {
+    number = calls.announce();
+  } catch (const std::exception& error) {
+    // See Staging::onFailure().
+    group_->fail({ErrorCode::kSystem,
+                  std::string("a call could not be put in order with graphs: ") + error.what()});
+    throw;
+  }
   try {
     if (staging) staging->mark();
   } catch (...) {
@@ -122,6 +130,7 @@ void MooncakeBackend::refuseInForkedChild() const {
 bool MooncakeBackend::acknowledgeLoss() {
   refuseInForkedChild();
   throwIfError(group_->usable());
+  if (RecordedCalls* const calls = recordedCalls_) calls->settle(deadline(c10d::kUnsetTimeout));
   return queue_->acknowledgeLoss(deadline(c10d::kUnsetTimeout));
 }
 

@@ -321,8 +321,10 @@ void bindDeviceWork(py::module_& m) {
       .def("is_success", &DeviceWork::isSuccess);
   for (const char* name : {"works", "contributors", "failed_ranks", "lost_ranks", "epoch",
                            "sequence_number", "max_group_size"}) {
-    type.def_property_readonly(name, [name](const DeviceWork& work) -> py::object {
-      {
+    const bool isKnownBefore =
+        std::set<std::string_view>{"works", "sequence_number", "max_group_size"}.contains(name);
+    type.def_property_readonly(name, [name, isKnownBefore](const DeviceWork& work) -> py::object {
+      if (!isKnownBefore) {
         const py::gil_scoped_release unlocked;
         work.awaitVerdict();
       }

@@ -39,12 +39,16 @@ std::optional<uint32_t> GraphWords::takeRung() {
 }
 
 void GraphWords::release(uint32_t place) {
+  std::lock_guard lock(mutex_);
+  if (isForGood_) return;
   if (place != kBeginning) return memory_.passed.store(place, std::memory_order_release);
   memory_.passed.store(0, std::memory_order_release);
   memory_.open.store(1, std::memory_order_release);
 }
 
 void GraphWords::releaseForGood() {
+  std::lock_guard lock(mutex_);
+  isForGood_ = true;
   memory_.passed.store(kAllPlaces, std::memory_order_release);
   memory_.open.store(1, std::memory_order_release);
 }

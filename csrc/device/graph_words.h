@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <optional>
 
 #include "base/result.h"
@@ -35,7 +36,7 @@ class GraphWords {
   uint32_t copied() const { return memory_.copied.load(std::memory_order_acquire); }
   // Lets the replay that waits at the place go on.
   void release(uint32_t place);
-  // No later replay waits. The host must not call the other functions any more.
+  // No later replay waits. Thread-safe, beside release().
   void releaseForGood();
 
  private:
@@ -51,6 +52,8 @@ class GraphWords {
 
   Accelerator& accelerator_;
   Memory& memory_;
+  std::mutex mutex_;  // guards isForGood_, and keeps what releaseForGood() has written
+  bool isForGood_ = false;
 };
 
 }  // namespace mooncake

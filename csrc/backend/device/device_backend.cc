@@ -265,10 +265,10 @@ DeviceBackend::WorkPtr DeviceBackend::deviceWork(const std::shared_ptr<Staging>&
 }
 
 // A later call raises its error.
-void DeviceBackend::noteReplay(WorkPtr host) {
+void DeviceBackend::noteReplay(UnseenErrors& unseen, WorkPtr host) {
   if (host->isCompleted() && host->isSuccess()) return;
-  (void)unseen_->first();  // forgets operations that have ended
-  unseen_->add(std::move(host), std::make_shared<std::atomic<bool>>(false));
+  (void)unseen.first();  // forgets operations that have ended
+  unseen.add(std::move(host), std::make_shared<std::atomic<bool>>(false));
 }
 
 template <typename Call>
@@ -281,11 +281,11 @@ DeviceBackend::WorkPtr DeviceBackend::staged(const std::shared_ptr<Staging>& sta
   }
   if (staging->mode() == Staging::Mode::kRecords) {
     const auto graph = std::static_pointer_cast<GraphStaging>(staging);
-    recordedCalls()->keep(
-        graph, [this, call = std::forward<Call>(call)](std::shared_ptr<Staging> replay) mutable {
-          const Staging::Scope scope(std::move(replay));
-          noteReplay(call());
-        });
+    recordedCalls()->keep(graph, [unseen = unseen_, call = std::forward<Call>(call)](
+                                     std::shared_ptr<Staging> replay) mutable {
+      const Staging::Scope scope(std::move(replay));
+      noteReplay(*unseen, call());
+    });
     return c10::make_intrusive<RecordedWork>(rank_, host->retrieveOpType(), graph->stream(),
                                              std::move(outputs));
   }
@@ -316,6 +316,7 @@ DeviceBackend::WorkPtr DeviceBackend::allreduceSparse(const at::Tensor& tensor,
   const auto streams = streamsOn(device);
   const auto staging = std::make_shared<SparseStaging>(
       streams, streams->messages(currentStream(device)), effective(opts.timeout));
+  staging->onFailure([this](const Error& why) { group().fail(why); });
   Tensors host{staging->sparse(tensor, "the sparse tensor of all_reduce")};
   return staged(staging, {tensor},
                 [this, host, opts]() mutable { return MooncakeBackend::allreduce(host, opts); });

@@ -106,7 +106,7 @@ class DeviceBackend : public MooncakeBackend {
   // Returns the calls of the group that graphs have, for one more. Throws if it cannot be recorded.
   RecordedCalls& recordedCallsFor(const c10::Stream& callers,
                                   const std::shared_ptr<GroupStreams>& streams);
-  void noteReplay(WorkPtr host);
+  static void noteReplay(UnseenErrors& unseen, WorkPtr host);
   // Does the call that `make` returns by a kernel. Null if it has to be staged: on all ranks, see
   // PeerCalls.
   template <typename Make>

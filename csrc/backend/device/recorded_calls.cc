@@ -44,17 +44,21 @@ RecordedCalls::~RecordedCalls() {
 RecordedCalls::Place RecordedCalls::begin(bool isNewGraph) {
   const DeviceStream native = stream_.native();
   if (isNewGraph) {
+    std::scoped_lock lock(orderMutex_, mutex_);
+    isBegun_ = false;
     GraphWords* const words = orThrow(GraphWords::make(*stream_.accelerator()));
-    {
-      std::lock_guard lock(mutex_);
-      graphs_.push_back({words, {}});
-    }
-    std::lock_guard order(orderMutex_);
     throwIfError(order_.beforeGraph(native));
     throwIfError(words->recordRing(native, GraphWords::kBeginning));
     throwIfError(words->recordWait(native, GraphWords::kBeginning));
+    graphs_.push_back({words, {}});
+    isBegun_ = true;
   }
   std::lock_guard lock(mutex_);
+  if (!isBegun_) {
+    throwError({ErrorCode::kSystem,
+                "the first operation of the group in this capture could not be recorded. Begin the "
+                "capture again"});
+  }
   Graph& graph = graphs_.back();
   graph.operations.emplace_back();
   return {graph.words, uint32_t(graph.operations.size())};
@@ -93,8 +97,9 @@ void RecordedCalls::follow(uint32_t number, std::function<void()> call) {
 
 void RecordedCalls::skip() {
   std::lock_guard order(orderMutex_);
-  // The error is that of the device, which later calls meet, too.
-  (void)order_.afterCall();
+  // Later replays would not wait for this call.
+  const Status marked = order_.afterCall();
+  if (!marked.ok()) group_.fail(marked.error());
 }
 
 bool RecordedCalls::findRung(Place& place) {
@@ -164,24 +169,44 @@ void RecordedCalls::run() {
       const auto graph = std::ranges::find(graphs_, place.words, &Graph::words);
       operation = graph->operations[place.number - 1];
     }
+    isMaking_ = true;
     lock.unlock();
     for (const auto& call : calls) call();
     if (isRung) serve(place, operation);
     operation = {};
     lock.lock();
+    isMaking_ = false;
     lastStep_ = Clock::now();
   }
+  lock.unlock();
+  endAll();
+  lock.lock();
   isOver_ = true;
   changed_.notify_all();
 }
 
+// The thread's last act. The group has failed, so no call waits for other ranks.
+void RecordedCalls::endAll() {
+  std::unique_lock lock(mutex_);
+  const auto calls = std::exchange(waiting_, {});
+  const auto graphs = graphs_;
+  lock.unlock();
+  for (const Waiting& waiting : calls) waiting.call();
+  for (const Graph& graph : graphs) graph.words->releaseForGood();
+}
+
 void RecordedCalls::serve(const Place& place, const Operation& operation) {
   if (!operation.call) return place.words->release(place.number);
+  const auto replay = std::make_shared<ReplayStaging>(operation.staging, settings_.limit);
+  // A group that has failed may be without its backend.
+  if (!group_.usable().ok()) return replay->abandon();
   try {
-    operation.call(std::make_shared<ReplayStaging>(operation.staging, settings_.limit));
-  } catch (const std::exception& error) {  // of a call that is refused
-    log(LogLevel::kWarning, "group '" + group_.name() + "'",
-        "a replayed operation does not run: ", error.what());
+    operation.call(replay);
+  } catch (const std::exception& error) {
+    // The other ranks run the operation.
+    group_.fail({ErrorCode::kSystem,
+                 std::string("a replayed operation could not be begun: ") + error.what()});
+    replay->abandon();
   }
 }
 
@@ -190,10 +215,16 @@ void RecordedCalls::drain(Deadline deadline) {
     {
       std::scoped_lock lock(orderMutex_, mutex_);
       const auto isOver = order_.isOver();
-      if (!isOver.ok() || (*isOver && waiting_.empty())) return;
+      if (!isOver.ok() || (*isOver && waiting_.empty() && !isMaking_)) return;
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
+}
+
+void RecordedCalls::settle(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  while ((!waiting_.empty() || isMaking_) && !isStopped_ && !deadline.passed())
+    changed_.wait_for(lock, std::chrono::milliseconds(1));
 }
 
 bool RecordedCalls::stop(Deadline deadline) {
@@ -201,11 +232,8 @@ bool RecordedCalls::stop(Deadline deadline) {
   isStopped_ = true;
   changed_.notify_all();
   if (!changed_.wait_until(lock, deadline.when(), [&] { return isOver_; })) return false;
-  const auto calls = std::exchange(waiting_, {});
   lock.unlock();
   if (thread_.joinable()) thread_.join();
-  for (const Waiting& waiting : calls) waiting.call();
-  for (const Graph& graph : graphs_) graph.words->releaseForGood();
   return true;
 }
 

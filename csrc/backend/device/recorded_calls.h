@@ -76,8 +76,11 @@ class RecordedCalls {
 
   // Waits until all calls have their place and all replays so far have ended, or for the deadline.
   void drain(Deadline deadline);
+  // Waits until all calls so far have their place, or for the deadline.
+  void settle(Deadline deadline);
   // Makes the calls that wait for their place, and lets later replays pass. Call it after the group
-  // has failed. Returns false if the thread is in an operation and does not leave it.
+  // has failed. Returns false if the thread is in an operation by the deadline: it does that when it
+  // leaves the operation.
   bool stop(Deadline deadline);
 
  private:
@@ -103,6 +106,7 @@ class RecordedCalls {
   void pause(std::unique_lock<std::mutex>& lock);
   // Without the lock.
   void serve(const Place& place, const Operation& operation);
+  void endAll();
 
   Group& group_;
   const std::shared_ptr<GroupStreams> streams_;
@@ -117,6 +121,8 @@ class RecordedCalls {
   std::vector<Graph> graphs_;
   std::deque<Waiting> waiting_;
   Clock::time_point lastStep_ = Clock::now();
+  bool isBegun_ = false;   // the graph that is recorded waits for the host at its beginning
+  bool isMaking_ = false;  // the thread makes calls that are not in waiting_ any more
   bool isStopped_ = false;
   bool isOver_ = false;  // the thread does nothing any more
   std::thread thread_;

@@ -15,7 +15,8 @@ SparseStaging::~SparseStaging() {
 at::Tensor SparseStaging::sparse(const at::Tensor& tensor, const char* what) {
   const at::NoGradGuard plain;
   tensor_ = tensor;  // a detached one would get a sum of its own
-  const at::Tensor own = tensor.detach().coalesce();
+  at::Tensor own;
+  enqueue([&] { own = tensor.detach().coalesce(); });
   const at::Tensor indices = input(own._indices(), what), values = input(own._values(), what);
   host_ = at::_sparse_coo_tensor_unsafe(indices, values, own.sizes(), /*dtype=*/{}, /*layout=*/{},
                                         /*device=*/{}, /*pin_memory=*/{}, /*is_coalesced=*/true);

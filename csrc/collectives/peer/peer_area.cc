@@ -4,9 +4,11 @@
 #include <bit>
 #include <cstring>
 #include <new>
+#include <span>
 #include <string>
 #include <utility>
 
+#include "collectives/collectives.h"
 #include "device/device_env.h"
 #include "device/peer_memory.h"
 
@@ -18,6 +20,20 @@ using kernels::HostWords;
 using kernels::Mails;
 using kernels::ProxyTickets;
 using kernels::Signals;
+
+// A rank computes places in other ranks' memory by its own sizes.
+Status agreeOnSizes(Group& group, const PeerArea::Settings& settings, Deadline deadline) {
+  // The largest and, as their complements, the smallest of all ranks.
+  uint64_t sizes[] = {settings.halfBytes, ~uint64_t(settings.halfBytes), settings.inboxHalfBytes,
+                      ~uint64_t(settings.inboxHalfBytes)};
+  MOONCAKE_TRY(allreduce(group, std::as_writable_bytes(std::span(sizes)),
+                         {DType::kUInt64, ReduceKind::kMax}, deadline));
+  if (sizes[0] == ~sizes[1] && sizes[2] == ~sizes[3]) return {};
+  return {ErrorCode::kMismatch, "the ranks' memory for kernels has " + std::to_string(~sizes[1]) +
+                                    " to " + std::to_string(sizes[0]) +
+                                    " bytes: its size must be the same on all ranks "
+                                    "(MOONCAKE_PEER_BYTES, or the bytes of the Buffer)"};
+}
 
 constexpr size_t kAlignment = 256;
 size_t alignedUp(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -47,6 +63,7 @@ Result<std::unique_ptr<PeerArea>> PeerArea::make(Group& group, Accelerator& acce
                                                  DeviceStream stream, const Settings& settings,
                                                  Deadline deadline) {
   std::unique_ptr<PeerArea> area(new PeerArea(accelerator, stream, settings));
+  MOONCAKE_TRY(agreeOnSizes(group, settings, deadline));
   const auto own = area->allocate(group);
   MOONCAKE_TRY(agreeOnAll(group, own.ok() ? Status() : Status(own.error()), deadline));
   auto shared = exchangeAllocations(group, *own, deadline);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -24,6 +25,9 @@ constexpr size_t kBytesOfBlock = 16 << 10;  // less is not worth a further block
 // Bytes that a rank reads from others in the time of a further exchange: some microseconds. If a
 // two-shot operation saves so many, it pays.
 constexpr size_t kBytesOfExchange = 1 << 20;
+
+// A block pushes its part of an input by one command of the proxy, which has a bound.
+constexpr size_t kMostBetweenHosts = size_t{32} << 20;
 
 constexpr size_t kPieceUnit = 1024;  // bytes: pieces are cut evenly into parts for blocks
 constexpr uint64_t kAllRanks = ~uint64_t(0);
@@ -134,6 +138,11 @@ Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
                                 .timeout = settings.timeout},
                                deadline);
   if (!queue.ok()) return queue.error();
+  if ((*queue)->spansHosts() && settings.halfBytes > kMostBetweenHosts) {
+    return Error{ErrorCode::kUnsupported, "MOONCAKE_PEER_BYTES is larger than " +
+                                              std::to_string(kMostBetweenHosts) +
+                                              ", and ranks are on several hosts"};
+  }
   return std::unique_ptr<PeerCollectives>(
       new PeerCollectives(std::move(*queue), std::move(settings.table)));
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 #include <tuple>
 #include <utility>
 
@@ -46,9 +47,11 @@ Result<size_t> numberIn(std::string_view word, const char* name, size_t least, s
 
 Result<PeerTable> PeerTable::read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  if (!file || file.bad()) return wrong("cannot read '" + path + "': " + std::strerror(errno));
-  return parse(text, path);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file || text.bad())  // bad: it is a folder, for example
+    return wrong("cannot read '" + path + "': " + std::strerror(errno));
+  return parse(text.str(), path);
 }
 
 Result<PeerTable> PeerTable::parse(std::string_view text, const std::string& name) {
