@@ -150,12 +150,13 @@ void disturbSplits(bool ofGraphs) {
         world.stop(int((first + 2) % ranks), 1 + plan.draw(most),
                    plan.draw(2) ? kLateNs : 2'000'000);
     };
-    sweep(int(hosts.size()), kSeeds, disturb, &swept, ofGraphs, hosts);
+    const uint64_t seeds = ofGraphs && !kFindsRaces ? kSeeds / 5 : kSeeds;
+    sweep(int(hosts.size()), seeds, disturb, &swept, ofGraphs, hosts);
     if (::testing::Test::HasFailure()) return;
   }
   EXPECT_GT(swept.wentOn, 0u);
   EXPECT_GT(swept.missing, 0u);
-  if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
+  if (!kFindsRaces && !ofGraphs) EXPECT_GT(swept.took, 0u);  // they run few seeds
 }
 TEST(EpHosts, GoOnWithoutKilledRanks) { disturbSplits(false); }
 TEST(EpHosts, ReplaysGoOnWithoutKilledRanks) { disturbSplits(true); }

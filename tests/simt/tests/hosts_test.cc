@@ -43,12 +43,13 @@ void disturbSplits(OnlyVerb only, bool ofGraphs, uint64_t seeds) {
     if (::testing::Test::HasFailure()) return;
   }
   EXPECT_GT(swept.wentOn, 0u);
-  if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
+  if (!kFindsRaces && !ofGraphs) EXPECT_GT(swept.took, 0u);  // they run few seeds
 }
-TEST(Hosts, OneShotGoesOn) { disturbSplits(kAllReduceVerb, false, kSeeds / 2); }
-TEST(Hosts, AllVerbsGoOn) { disturbSplits(kAnyVerb, false, kSeeds / 2); }
-TEST(Hosts, TwoShotGoesOn) { disturbSplits(kTwoShotVerb, false, kSeeds / 2); }
-TEST(Hosts, ReplaysGoOn) { disturbSplits(kAnyVerb, true, kSeeds / 2); }
+constexpr uint64_t kFew = kFindsRaces ? 2 : kSeeds / 6;
+TEST(Hosts, OneShotGoesOn) { disturbSplits(kAllReduceVerb, false, kFew); }
+TEST(Hosts, AllVerbsGoOn) { disturbSplits(kAnyVerb, false, kFew); }
+TEST(Hosts, TwoShotGoesOn) { disturbSplits(kTwoShotVerb, false, kFew); }
+TEST(Hosts, ReplaysGoOn) { disturbSplits(kAnyVerb, true, kFew); }
 
 // A remote rank gets only bytes that it reads, and each of them once.
 TEST(Hosts, PushNoMoreBytesThanTheyMust) {
