@@ -93,5 +93,17 @@ TEST_F(GraphWordsTest, NoReplayWaitsAfterTheEnd) {
   EXPECT_OK(devices->synchronize(stream));
 }
 
+// An operation of an earlier replay may end late.
+TEST_F(GraphWordsTest, NoReplayWaitsAfterALateRelease) {
+  words->releaseForGood();
+  for (uint32_t place = GraphWords::kBeginning; place <= 2; ++place) {
+    words->release(place);
+    reached = -1;
+    replay();
+    EXPECT_OK(devices->synchronize(stream));
+    EXPECT_EQ(reached, 2);
+  }
+}
+
 }  // namespace
 }  // namespace mooncake::testing
