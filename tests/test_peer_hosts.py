@@ -3,6 +3,8 @@ as in tests/test_peer_kernels.py, and those of different ones by proxies."""
 
 from __future__ import annotations
 
+import os
+
 import hosts
 import peer_ranks
 import pytest
@@ -12,6 +14,8 @@ import test_peer_kernels
 import test_peer_two_shot
 import test_peer_verbs
 import test_symmetric_memory
+import torch
+import torch.distributed as dist
 from harness import raised
 from peer_ranks import run
 
@@ -148,3 +152,17 @@ def is_refused(me):
 @test_symmetric_memory.pytestmark
 def test_symmetric_memory_needs_one_host():
     run(3, is_refused)
+
+
+def other_sizes(me):
+    """A rank computes places in other ranks' memory by its own size."""
+    os.environ["MOONCAKE_PEER_BYTES"] = str(16384 + 4096 * me.rank)
+    group = dist.new_group()
+    for round in range(4):
+        tensor = torch.full((1000,), float(me.rank + round))
+        peer_ranks.runs_kernels(lambda tensor=tensor: dist.all_reduce(tensor, group=group), 0)
+        assert tensor.unique().tolist() == [1.0 + 2 * round]
+
+
+def test_ranks_with_other_sizes_stage():
+    run(2, other_sizes)
