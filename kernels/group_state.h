@@ -5,7 +5,7 @@
 
 #include "kernels/remote.h"
 
-// What the kernels of a group of ranks share with each other and with their hosts.
+// The memory that the kernels of a group of ranks share with each other and with their hosts.
 // Plain data: a host fills it in before the first kernel.
 namespace mooncake::kernels {
 

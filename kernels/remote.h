@@ -39,7 +39,7 @@ struct Mails {
 struct Remote {
   uint64_t ranks = 0;  // bits
   ProxyView proxy = {};
-  // What a remote rank may write here: Mails | half | half. A half has `inboxHalfBytes`.
+  // The memory that a remote rank may write here: Mails | half | half. A half has `inboxHalfBytes`.
   unsigned char* inboxes[kMaxRemoteRanks] = {};
   size_t inboxHalfBytes = 0;
   uint64_t inboxAt[kMaxRemoteRanks] = {};  // offset of this rank's inbox in the peer's region

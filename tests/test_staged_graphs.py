@@ -210,8 +210,8 @@ def test_odd_tensors():
 
 
 def large_on_rank(me):
-    """Above 1 MiB the operation begins while its input is still copied. A rank may call what
-    another one replays."""
+    """Above 1 MiB the operation begins while its input is still copied. A rank may call an
+    operation that another one replays."""
     count = 700_001
     ramp = torch.arange(count, dtype=torch.float32) % 1000
     tensor, factor = torch.empty(count), torch.empty(1)
@@ -454,7 +454,7 @@ def test_another_operation_is_named():
 
 
 def outlives_on_rank(me):
-    """What is replayed before the group ends is done. Later replays do not hang."""
+    """Replays before the end of the group are done. Later replays do not hang."""
     group = dist.new_group()
     step = Step(me, group)
     step.replay(value_of(me.rank, 0))
@@ -501,7 +501,7 @@ def test_an_aborted_group_leaves_no_stream_waiting():
 
 
 def refused_on_rank(me, reason):
-    """What cannot be recorded is refused at the call, and the capture goes on."""
+    """A call that no graph takes is refused at once, and the capture goes on."""
     small = torch.ones(4)
     dist.all_reduce(small)
     torch.accelerator.synchronize()

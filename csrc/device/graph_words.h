@@ -52,7 +52,7 @@ class GraphWords {
 
   Accelerator& accelerator_;
   Memory& memory_;
-  std::mutex mutex_;  // guards isForGood_, and keeps what releaseForGood() has written
+  std::mutex mutex_;  // guards isForGood_, and keeps the words of releaseForGood()
   bool isForGood_ = false;
 };
 

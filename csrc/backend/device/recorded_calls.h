@@ -99,7 +99,7 @@ class RecordedCalls {
 
   RecordedCalls(Group& group, std::shared_ptr<GroupStreams> streams, Settings settings);
   void run();
-  // With the lock. Each returns what there is to do.
+  // With the lock. The first two find the work that there is.
   bool findRung(Place& place);
   std::vector<std::function<void()>> takeReached();
   void failIfLate();
