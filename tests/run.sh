@@ -2,8 +2,8 @@
 # Sets everything up and runs the tests. Arguments other than those below go to pytest, and then only Python's tests run.
 # Usage: tests/run.sh                a first look, a quarter of an hour on two cores: C++, Python, a slice of torch's own suite
 #        tests/run.sh --ci           the rest of what CI runs: format, lint and types, kernels on the CPU, and by turns of
-#                                    commits half of the longer tests of Python, the other half with the thread sanitizer,
-#                                    or the newest torch (twenty minutes). CI_TURN=0, 1 or 2 chooses the turn
+#                                    commits sanitizers, a third of the longer tests of Python, or the newest torch (a
+#                                    quarter of an hour). CI_TURN=0 to 4 chooses the turn
 #        tests/run.sh --changed      the tests of the rooms that differ from main
 #        tests/run.sh --all          everything: also the slow tests, each sanitizer, lifetimes in Python under one of them,
 #                                    torch's suite on three torches (hours)
@@ -111,18 +111,16 @@ case $mode in
   ci)
     turn=${CI_TURN:-$(git rev-list --count HEAD)}
     lint
-    python_turn() { python_tests -m 'ci and not slow and not perf' --turn "$1/2"; }
-    case $((turn % 3)) in
+    case $((turn % 5)) in
       0)
         kernels plain address thread
-        python_turn 0
-        ;;
-      1)
-        kernels plain
-        python_turn 1
         test_files=$thread_files cpp thread "${thread_slice[@]}"
         ;;
-      2)
+      1 | 2 | 3)
+        kernels plain
+        python_tests -m 'ci and not slow and not perf' --turn "$((turn % 5 - 1))/3"
+        ;;
+      4)
         kernels plain
         torchs_suite --every 4
         other_torchs_suite 2.15.0 --every 8
