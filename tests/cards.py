@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import devices
 import pytest
 from engines import LOOPBACK
 
@@ -28,8 +29,10 @@ def why_none() -> str | None:
 
 
 def over(transports: str) -> dict[str, str]:
-    """The environment of ranks on this host that reach each other by this transport only. Skips the
-    test if there are no cards for it."""
+    """The environment of ranks on this host that reach each other by this transport only, or over
+    shm, with tensors of a device. Skips the test if there are no cards for it."""
+    if transports.startswith("device"):
+        return {**over("shm"), **devices.settings(transports)}
     if transports != "fabric":
         return {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": LOOPBACK}
     if why := why_none():

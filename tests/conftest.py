@@ -41,7 +41,7 @@ HOSTS_LAYOUT = pytest.param("device-kernels-hosts", marks=pytest.mark.ci)
 BLOCKING_DEVICE_LAYOUT = pytest.param("device-blocking", marks=pytest.mark.ci)
 ALL_LAYOUTS = [*LAYOUTS, pytest.param("fabric", marks=pytest.mark.slow)]
 # Tensors of layout `device` are on this one.
-DEVICE = os.environ.get(devices.VARIABLE, "fake")
+DEVICE = devices.TESTED
 SMALL_EAGER = 4096  # the least that a slot holds, so that both sides of the switch are cheap
 
 # Files of tests that take long, beside the layouts above: tests/run.sh --ci runs them.
@@ -91,10 +91,7 @@ def layout_options(layout: str, size: int, two_hosts: Callable[[], Any]) -> dict
     if layout == "shm":
         return {"env": {**env, "MOONCAKE_TRANSPORTS": "shm"}}
     if layout.startswith("device"):
-        devices.prepare(DEVICE)
-        env = {**env, devices.VARIABLE: DEVICE}
-        env["MOONCAKE_BLOCKING_WAIT"] = str(int(layout == "device-blocking"))
-        env["MOONCAKE_EP_KERNELS"] = str(int("kernels" in layout))
+        env |= devices.settings(layout)
         if layout.endswith("-hosts"):
             if why := hosts.why_not():
                 pytest.skip(why)

@@ -8,10 +8,22 @@ import os
 import torch
 
 VARIABLE = "TEST_DEVICE"
+# Layouts whose ranks have tensors of a device begin with "device".
+TESTED = os.environ.get(VARIABLE, "fake")  # the device of these layouts
 
 
 def kind() -> str:
     return os.environ.get(VARIABLE, "cpu")
+
+
+def settings(layout: str) -> dict[str, str]:
+    """The variables of ranks with tensors of the device, for a layout that begins with "device"."""
+    prepare(TESTED)
+    return {
+        VARIABLE: TESTED,
+        "MOONCAKE_BLOCKING_WAIT": str(int("blocking" in layout)),
+        "MOONCAKE_EP_KERNELS": str(int("kernels" in layout)),
+    }
 
 
 def prepare(kind: str) -> None:

@@ -430,8 +430,6 @@ def test_many_callbacks_that_wait(crew):
 
 
 def test_a_race_of_callbacks_and_the_program_is_named(layout, two_hosts):
-    if layout == "device-blocking":
-        pytest.skip("callbacks come in the order of the program there")
     with harness.starting(
         3, raced_on_rank, "raced", **layout_options(layout, 3, two_hosts)
     ) as crew:

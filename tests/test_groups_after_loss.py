@@ -6,10 +6,12 @@ import signal
 from datetime import timedelta
 
 import cards
+import devices
 import harness
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import BLOCKING_DEVICE_LAYOUT, DEVICE_LAYOUT
 from harness import raised, until
 
 import mooncake_backend as mb
@@ -102,7 +104,7 @@ def groups_on_rank(me, victim):
 
 
 @pytest.mark.parametrize("mode", ["continue", "raise"])
-@pytest.mark.parametrize("transports", ["shm", "tcp", "sim"])
+@pytest.mark.parametrize("transports", ["shm", "tcp", "sim", BLOCKING_DEVICE_LAYOUT])
 def test_groups_are_made_of_the_survivors(transports, mode):
     options = over(transports, MOONCAKE_ON_FAILURE=mode)
     with harness.starting(4, groups_on_rank, 2, **options) as crew:
@@ -126,7 +128,7 @@ def lost_meanwhile_on_rank(me, turns):
     return sums
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("transports", ["shm", "tcp", DEVICE_LAYOUT])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_rank_is_lost_while_a_group_is_made(transports, waits):
     function = waited_for_on_rank if waits else lost_meanwhile_on_rank
@@ -160,7 +162,7 @@ def with_store_in_rank_0(me):
     else:
         store = dist.TCPStore("127.0.0.1", me.board.wait("port"), is_master=False, timeout=soon)
     dist.init_process_group(
-        "mooncake", store=store, rank=me.rank, world_size=me.size,
+        devices.served_by("mooncake"), store=store, rank=me.rank, world_size=me.size,
         timeout=timedelta(seconds=harness.DEADLINE),
     )  # fmt: skip
     lose(me, 0)
@@ -184,7 +186,7 @@ def with_store_in_rank_0(me):
     assert tensor == 3
 
 
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("transports", ["shm", "tcp", BLOCKING_DEVICE_LAYOUT])
 def test_groups_are_made_without_the_store(transports):
     with harness.starting(4, with_store_in_rank_0, backend=None, **over(transports)) as crew:
         crew.board.wait_all("up", range(4))
@@ -255,7 +257,7 @@ def merge_of_two_groups_on_rank(me):
 
 
 @pytest.mark.skipif(not SPLITS, reason="torch merges groups since 2.9")
-@pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.parametrize("transports", ["shm", "tcp", DEVICE_LAYOUT])
 @pytest.mark.parametrize(
     ("function", "size", "victim"),
     [

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 
+import cards
 import harness
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import BLOCKING_DEVICE_LAYOUT
 from harness import raised, until
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -16,10 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mooncake_backend
 
-RAISE = {"MOONCAKE_TRANSPORTS": "shm", "MOONCAKE_ON_FAILURE": "raise"}
 LAYERS = 4
 SIZE = 64 * 64  # float32 elements: each layer has a bucket of its own
 LAST_GOOD, STEPS = 1, 6
+
+
+@pytest.fixture(params=["shm", BLOCKING_DEVICE_LAYOUT])
+def env(request):
+    return {**cards.over(request.param), "MOONCAKE_ON_FAILURE": "raise"}
 
 
 def die():
@@ -100,9 +106,9 @@ def two_callbacks(state, bucket):
 
 
 @pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, two_callbacks])
-def test_a_callback_does_not_see_a_loss_for_the_program(hook):
+def test_a_callback_does_not_see_a_loss_for_the_program(env, hook):
     """torch's own hook reads the failed future in a callback, while the backward goes on."""
-    with harness.starting(3, slower_backward_on_rank, hook, env=RAISE) as crew:
+    with harness.starting(3, slower_backward_on_rank, hook, env=env) as crew:
         found = crew.results(dead=[2])
         assert found[0] == found[1] == [(LAST_GOOD + 1, "PeerLostError", True)]
 
@@ -127,8 +133,8 @@ def another_thread_on_rank(me):
     return [kind for kind, _ in errors]
 
 
-def test_a_thread_that_only_waits_does_not_see_a_loss_for_the_one_that_calls():
-    with harness.starting(3, another_thread_on_rank, env=RAISE) as crew:
+def test_a_thread_that_only_waits_does_not_see_a_loss_for_the_one_that_calls(env):
+    with harness.starting(3, another_thread_on_rank, env=env) as crew:
         assert crew.results(dead=[2])[:2] == [["PeerLostError"] * 2] * 2
 
 
@@ -156,8 +162,8 @@ def other_caller_on_rank(me):
     return kinds, acknowledged, last.result()[0].tolist()
 
 
-def test_acknowledged_losses():
-    with harness.starting(3, other_caller_on_rank, env=RAISE) as crew:
+def test_acknowledged_losses(env):
+    with harness.starting(3, other_caller_on_rank, env=env) as crew:
         expected = (["PeerLostError"] * 3, [True, False], [2.0] * 8)
         assert crew.results(dead=[2])[:2] == [expected] * 2
 
@@ -180,8 +186,8 @@ def shifted_on_rank(me):
     return error
 
 
-def test_a_shift_after_a_loss_is_named():
-    with harness.starting(3, shifted_on_rank, env=RAISE) as crew:
+def test_a_shift_after_a_loss_is_named(env):
+    with harness.starting(3, shifted_on_rank, env=env) as crew:
         for kind, text in crew.results(dead=[2])[:2]:
             assert kind == "DistBackendError"
             assert "rank 0 called its operation 3 since the group" in text, text
@@ -244,8 +250,8 @@ def callbacks_around_a_loss_on_rank(me, how):
 
 
 @pytest.mark.parametrize("how", ["other group", "message", "batch"])
-def test_callbacks_of_other_works_do_not_shift(how):
-    with harness.starting(3, callbacks_around_a_loss_on_rank, how, env=RAISE, timeout=10.0) as crew:
+def test_callbacks_of_other_works_do_not_shift(env, how):
+    with harness.starting(3, callbacks_around_a_loss_on_rank, how, env=env, timeout=10.0) as crew:
         assert crew.results(dead=[2])[:2] == [True, True]
 
 
@@ -279,6 +285,6 @@ def acknowledged_late_on_rank(me):
     return tensor[0].item(), last[0].item()
 
 
-def test_a_loss_that_was_seen_is_acknowledged_behind_callbacks():
-    with harness.starting(3, acknowledged_late_on_rank, env=RAISE, timeout=10.0) as crew:
+def test_a_loss_that_was_seen_is_acknowledged_behind_callbacks(env):
+    with harness.starting(3, acknowledged_late_on_rank, env=env, timeout=10.0) as crew:
         assert crew.results(dead=[2])[:2] == [(200, 2)] * 2

@@ -42,7 +42,8 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "Bytes of pinned memory that a group keeps for its operations in graphs"},
      numberInto<&BackendEnv::graphMemory, 0, uint64_t(1) << 40>},
     {{"MOONCAKE_BLOCKING_WAIT", "0",
-      "1: wait() for tensors of a device waits on the host until the outputs are there"},
+      "1: wait() for tensors of a device waits on the host until the outputs are there, a future "
+      "until the operation has ended"},
      flagInto<&BackendEnv::blockingWait>},
 };
 

@@ -263,7 +263,7 @@ py::object futureOf(DeviceWork& work) {
     const MomentPtr moment(&collective->endMoment(), [self](auto*) {});
     return py::cast(
         std::make_shared<PythonFuture>(std::move(future), collective->completions()->callbacks(),
-                                       collective->origin(), moment, !work.waitsOnHost()));
+                                       collective->origin(), moment, work.hasFuturesAtOnce()));
   }
   std::shared_ptr<Completions> completions;
   if (auto* message = dynamic_cast<MessageWork*>(work.host().get()))

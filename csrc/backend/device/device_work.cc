@@ -155,15 +155,18 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
     future->setError(exception());
     return future;
   }
-  if (!waitsOnHost() && isOrdered()) {
+  // Later operations wait on the stream of an ordered staging already.
+  const Staging& last = *stagings_.back();
+  const c10::Stream& values = isOrdered() ? last.streams().callbacks() : last.stream();
+  if (hasFuturesAtOnce()) {
     // It is complete at once, at a position in a stream that comes after the outputs.
-    const c10::StreamGuard on(stagings_.back()->streams().callbacks());
+    const c10::StreamGuard on(values);
     block();
     future->markCompleted(c10::IValue(outputs_));
     return future;
   }
   host_->getFuture()->addCallback([future, stagings = stagings_, outputs = outputs_,
-                                   isRaised = isRaised_](c10::ivalue::Future& host) {
+                                   isRaised = isRaised_, values](c10::ivalue::Future& host) {
     if (host.hasError()) {
       *isRaised = true;
       future->setError(host.exception_ptr());
@@ -171,7 +174,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
     }
     try {
       // The future records the position of the current stream.
-      const c10::StreamGuard on(stagings.back()->stream());
+      const c10::StreamGuard on(values);
       for (const auto& staging : stagings) {
         staging->giveBack();
         staging->block();

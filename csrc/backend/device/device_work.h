@@ -50,11 +50,14 @@ class DeviceWork : public c10d::Work {
   int sourceRank() const override { return host_->sourceRank(); }
   uint64_t getSequencenumber() const override { return host_->getSequencenumber(); }
   // Its callbacks run on streams that wait for the outputs. It raises the error of an earlier
-  // operation that nobody has raised.
+  // operation that nobody has raised. If wait() blocks, it is complete when the operation has ended,
+  // and has the operation's error.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
-  // False: wait() and the future are through at once, and the streams wait.
+  // False: wait() is through at once, and the streams wait.
   bool waitsOnHost() const;
+  // True: futures are complete at once, and the streams wait.
+  bool hasFuturesAtOnce() const { return !waitsOnHost() && isOrdered() && !waiting_.blocks; }
   // True: the outputs come in the order of the calls.
   bool isOrdered() const;
 
