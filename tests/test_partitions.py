@@ -16,17 +16,20 @@ import time
 import zlib
 from datetime import timedelta
 
+import cards
+import devices
 import harness
 import hosts
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import BLOCKING_DEVICE_LAYOUT, DEVICE_LAYOUT
 from harness import raised, until
 
 import mooncake_backend
 from mooncake_backend import EvictedError, MinorityError, PeerLostError
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", DEVICE_LAYOUT]
 SMALL, LARGE = 256, 1 << 18  # float32 elements: 1 KiB, 1 MiB
 SHORT = 0.5  # a failure timeout that has to pass in the test
 LONG = 1.0  # one that must not pass
@@ -44,8 +47,7 @@ def failing_after(seconds, **more):
 
 
 def over(transports, seconds, **more):
-    more = {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": "127.0.0.1", **more}
-    return {"env": failing_after(seconds, **more)}
+    return {"env": failing_after(seconds, **cards.over(transports), **more)}
 
 
 def hold(seconds):
@@ -206,9 +208,13 @@ class TestPartitions:
     def test_at_most_one_side_goes_on_with_large_operations(self, name):
         self.cut(*CUTS[name], LARGE)
 
+    @pytest.mark.parametrize("count", [SMALL, LARGE], ids=["1KiB", "1MiB"])
+    def test_at_most_one_side_goes_on_with_device_tensors(self, count):
+        self.cut(*CUTS["2+2"], count, **devices.settings("device-blocking"))
+
     @staticmethod
-    def cut(layout, cut, winners, count):
-        with on_hosts(layout, partitioned_on_rank, winners, count) as (net, crew):
+    def cut(layout, cut, winners, count, **env):
+        with on_hosts(layout, partitioned_on_rank, winners, count, **env) as (net, crew):
             net.link(cut, up=False)
             check_sides(crew, winners)
 
@@ -405,7 +411,7 @@ def busy_machine(loops_per_core):
             loop.wait()
 
 
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
 def test_a_busy_machine_accuses_nobody(transports):
     """For longer than the failure timeout, the default one."""
     with harness.starting(16, loop_together_on_rank, SMALL, **over(transports, 3.0)) as crew:
@@ -430,7 +436,7 @@ class Canaries:
 
     @staticmethod
     def sum(tensor):
-        return zlib.crc32(tensor.numpy())
+        return zlib.crc32(tensor.cpu().numpy())
 
     def keep(self, *tensors):
         self.kept.append([(tensor, self.sum(tensor)) for tensor in tensors])
@@ -564,7 +570,7 @@ WHAT = ["all_reduce", "all_gather", "all_to_all", "broadcast", "messages"]
 
 
 @pytest.mark.parametrize("what", WHAT)
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", ["shm", "tcp", BLOCKING_DEVICE_LAYOUT])
 def test_a_rank_that_comes_back_writes_into_nothing(transports, what):
     victim = 2
     left = [0, 1, 3]
@@ -632,8 +638,9 @@ def starting_on_rank(me, victim, at):
         store = DeadlyStore(store, me.size, at)
     try:
         dist.init_process_group(
-            "mooncake", store=store, rank=me.rank, world_size=me.size, timeout=timedelta(seconds=30)
-        )
+            devices.served_by("mooncake"), store=store, rank=me.rank, world_size=me.size,
+            timeout=timedelta(seconds=30),
+        )  # fmt: skip
     except dist.DistBackendError as error:
         return str(error)
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -653,7 +660,7 @@ def starting_on_rank(me, victim, at):
             victim,
             marks=pytest.mark.slow if victim == 0 and (transports, at) != ("tcp", "set") else (),
         )
-        for transports in TRANSPORTS
+        for transports in ["shm", "tcp"]
         for at in ["set", "last get"]
         for victim in [0, 2]
     ],
@@ -668,7 +675,7 @@ def test_a_start_without_somebody_fails_on_all(transports, at, victim):
 
 
 @pytest.mark.parametrize("milliseconds", [1, 4, 10])
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", ["shm", "tcp"])
 def test_a_start_succeeds_on_all_or_on_none(transports, milliseconds):
     """Somebody dies while the connections are made, or in the first barrier, or behind it."""
     options, victim = over(transports, SHORT), 1
@@ -788,7 +795,8 @@ def without_store_on_rank(me, victim):
         me.board.set("port", store.port)
         me.board.wait("never")
     store = dist.TCPStore("127.0.0.1", me.board.wait("port"), is_master=False)
-    dist.init_process_group("mooncake", store=store, rank=me.rank, world_size=keeper)
+    backend = devices.served_by("mooncake")
+    dist.init_process_group(backend, store=store, rank=me.rank, world_size=keeper)
     before = dist.new_group(ranks)
     dist.barrier()
     me.board.set(f"turn-{me.rank}", 1)
