@@ -11,15 +11,18 @@ import threading
 import weakref
 from datetime import timedelta
 
+import devices
 import harness
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import layout_options
+from conftest import BLOCKING_DEVICE_LAYOUT, layout_options
 from harness import raised, until
 
 SMALL, LARGE = 1000, 300_000  # bytes; a message of more than 8 KiB is fetched
-LAYOUTS = ["shm", pytest.param("shm-no-cma", marks=pytest.mark.slow), "tcp"]
+LAYOUTS = [
+    "shm", pytest.param("shm-no-cma", marks=pytest.mark.slow), "tcp", BLOCKING_DEVICE_LAYOUT,
+]  # fmt: skip
 PEER = 1
 
 
@@ -52,6 +55,33 @@ class Memory:
     def is_free(self):
         gc.collect()
         return self.left == 0
+
+
+class DeviceMemory:
+    """The same on a device: the number of all blocks that are referred to or that streams use."""
+
+    def __init__(self):
+        self.before = self._blocks()
+
+    @property
+    def left(self):
+        return self._blocks() - self.before
+
+    def tensor(self, count, value=0):
+        return torch.full((count,), value, dtype=torch.uint8)
+
+    def is_free(self):
+        gc.collect()
+        return self.left == 0
+
+    @staticmethod
+    def _blocks():
+        torch.empty(1)  # then the allocator looks at the streams
+        return torch.get_device_module(devices.kind()).memory_stats()["active.all.current"]
+
+
+def own_memory():
+    return Memory() if devices.kind() == "cpu" else DeviceMemory()
 
 
 def contents(seed, count):
@@ -155,7 +185,7 @@ def works_of(work):
 def dropped_on_rank(me, name, count, how):
     """Rank 0 calls, and drops the tensors and, as `how` says, the work; the others come later."""
     board = f"{name}, {count}, {how}"
-    memory = Memory()
+    memory = own_memory()
     is_message = name in MESSAGES
     if me.rank == 0:
         if is_message:
@@ -203,7 +233,7 @@ def every_on_rank(me, names, count, hows):
 def kept_tensor_on_rank(me, count):
     """The work is dropped, the tensor is not: the message arrives."""
     if me.rank == 0:
-        memory = Memory()
+        memory = own_memory()
         tensors = [memory.tensor(count), strided(memory, count)]
         for tag, tensor in enumerate(tensors):
             dist.irecv(tensor, PEER, tag=tag)
@@ -227,7 +257,7 @@ def timed_out_on_rank(me, count):
     """The message itself times out: nothing lands in its tensor any more, and the next receive
     gets what comes then."""
     if me.rank == 0:
-        memory = Memory()
+        memory = own_memory()
         harness.set_timeout(0.2)
         kept = [memory.tensor(count), strided(memory, count)]
         works = [dist.irecv(tensor, PEER, tag=7) for tensor in kept]
@@ -254,11 +284,11 @@ def half_a_batch_on_rank(me):
     """There is no memory for the copy of the last tensor. Of a block nothing is posted.
     batch_isend_irecv() has posted what stands before that, and keeps its memory."""
     if me.rank == 0:
-        memory = Memory()
         huge = torch.zeros(1, dtype=torch.uint8).expand(1 << 47)
+        memory = own_memory()
 
         def block():
-            with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True):
+            with dist._coalescing_manager(device=torch.get_default_device(), async_ops=True):
                 dist.irecv(memory.tensor(SMALL), PEER)
                 dist.isend(huge, PEER)
 
@@ -275,6 +305,7 @@ def half_a_batch_on_rank(me):
         got = torch.zeros(SMALL, dtype=torch.uint8)
         dist.recv(got, PEER)
         assert got.equal(contents(4, SMALL))
+        del got
         until(memory.is_free, "the tensor of the message that came")
     elif me.rank == PEER:
         me.board.wait("half a batch")
@@ -286,7 +317,7 @@ def destroyed_on_rank(me):
     """The group goes while messages and an operation of it are under way."""
     group = dist.new_group()
     if me.rank == 0:
-        memory = Memory()
+        memory = own_memory()
         works = [dist.irecv(memory.tensor(SMALL), PEER, group=group)]
         dist.irecv(strided(memory, LARGE), PEER, group=group)
         works += [dist.isend(memory.tensor(LARGE), PEER, group=group)]
@@ -307,7 +338,7 @@ def lost_on_rank(me, count):
     """Everything is under way when rank 1 dies, and rank 0 holds nothing of it."""
     if me.rank == PEER:
         me.board.wait("never")
-    memory = Memory()
+    memory = own_memory()
     if me.rank == 0:
         for name in MESSAGES:
             if name != "irecv from any":

@@ -36,6 +36,7 @@ py::dict memoryStats(DeviceIndex device) {
   };
   add("allocation", stats.allocation[0]);
   add("allocated_bytes", stats.allocated_bytes[0]);
+  add("active", stats.active[0]);
   add("active_bytes", stats.active_bytes[0]);
   add("reserved_bytes", stats.reserved_bytes[0]);
   out["num_alloc_retries"] = stats.num_alloc_retries;
