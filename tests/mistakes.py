@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import devices
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -31,7 +32,8 @@ class WrapperTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> WrapperTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        where = {"dtype": inner.dtype, "device": inner.device}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **where)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -55,7 +57,8 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
     ones, greatest = torch.ones, dist.ReduceOp.MAX
     meta = ones(3, device="meta")
     backend = mooncake_backend.group.backend_of(group)
-    quantized = torch.quantize_per_tensor(ones(3), 1, 0, torch.qint8)
+    on_cpu = devices.kind() == "cpu"
+    quantized = torch.quantize_per_tensor(ones(3), 1, 0, torch.qint8) if on_cpu else None
     nested, sparse = torch.nested.nested_tensor([ones(2), ones(3)]), torch.eye(3).to_sparse()
     premul, g = _make_nccl_premul_sum, {"group": group}
     coalesced, into = group.allreduce_coalesced, group.allgather_into_tensor_coalesced
@@ -64,6 +67,9 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
     whole, wrapper = ones(n * 3 + 3), WrapperTensor(ones(3))
     halves = ones(3).to(torch.complex32)
     late = timedelta(seconds=1)
+
+    def many(count: int, times: int = n) -> list[torch.Tensor]:
+        return [ones(count) for _ in range(times)]
 
     def single(output: Any, given: Any, *splits: list[int]) -> Any:
         return dist.all_to_all_single(output, given, *splits, group=group)
@@ -102,11 +108,16 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "sparse": (lambda: backend.broadcast([sparse]), "broadcast has the layout Sparse"),
         "csr": (lambda: backend.allreduce([torch.eye(3).to_sparse_csr()]), "SparseCsr"),
-        "mkldnn": (lambda: backend.allreduce([ones(3).to_mkldnn()]), "Mkldnn"),
         "greatest sparse": (lambda: backend.allreduce([sparse], greatest), "SUM"),
         "sparse list": (lambda: coalesced([sparse, sparse]), ""),
-        "quantized": (lambda: backend.allreduce([quantized]), "int_repr"),
-        "quantized message": (lambda: backend.send([quantized], (rank + 1) % n, 0), "int_repr"),
+        # torch makes these for few devices.
+        **({
+            "mkldnn": (lambda: backend.allreduce([ones(3).to_mkldnn()]), "Mkldnn"),
+            "quantized": (lambda: backend.allreduce([quantized]), "int_repr"),
+            "quantized message": (
+                lambda: backend.send([quantized], (rank + 1) % n, 0), "int_repr",
+            ),
+        } if on_cpu else {}),
         "nested": (lambda: backend.allreduce([nested]), "nested"),
         "wrapper": (lambda: backend.allreduce([wrapper]), "no memory"),
         "wrapper in the API": (lambda: dist.all_reduce(wrapper, **g), "WrapperTensor"),
@@ -115,7 +126,8 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         "no tensor": (lambda: dist.all_reduce(None, **g), "tensor"),
         "complex halves": (lambda: backend.broadcast([halves]), "broadcast: tensors of"),
         "complex halves in lists": (
-            lambda: backend.allgather_coalesced([[halves]] * n, [halves]), "coalesced: tensors",
+            lambda: backend.allgather_coalesced([[one.to(halves)] for one in many(3)], [halves]),
+            "coalesced: tensors",
         ),
         "complex halves in tensors": (
             lambda: into([torch.cat([halves] * n)], [halves]), "coalesced: tensors",
@@ -123,7 +135,7 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         # Lists.
         "two tensors": (lambda: backend.allreduce([ones(3), ones(3)]), "one tensor"),
         "short list": (lambda: dist.all_gather([ones(3)] * (n - 1), ones(3), **g), ""),
-        "long list": (lambda: dist.all_gather([ones(3)] * (n + 1), ones(3), **g), "rank"),
+        "long list": (lambda: dist.all_gather(many(3, n + 1), ones(3), **g), "rank"),
         "lists": (lambda: dist.all_to_all([ones(1)] * n, [ones(1)] * (n - 1), **g), ""),
         "gathered list": (lambda: gather_to(rank, [ones(3)] * (n - 1)), "rank"),
         "scattered list": (lambda: scatter_from(rank, [ones(3)] * (n + 1)), "rank"),
@@ -136,32 +148,34 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         "outputs of gathers": (lambda: into([ones(n)], [ones(1), ones(1)]), "outputs"),
         "outputs of scatters": (lambda: scatters([ones(1)], [ones(n)] * 2), "outputs"),
         # Shapes.
-        "output shape": (lambda: dist.all_gather([ones(4)] * n, ones(3), **g), "shape"),
+        "output shape": (lambda: dist.all_gather(many(4), ones(3), **g), "shape"),
         "output size": (
             lambda: dist.all_gather_into_tensor(ones(5 * n + 1), ones(5), **g), "output",
         ),
         "input size": (
             lambda: dist.reduce_scatter_tensor(ones(5), ones(5 * n - 1), **g), "input",
         ),
-        "gathered shape": (lambda: gather_to(rank, [ones(4)] * n), "shape"),
+        "gathered shape": (lambda: gather_to(rank, many(4)), "shape"),
         "scattered shape": (lambda: scatter_from(rank, [ones(2)] * n), "shape"),
         "reduced shape": (lambda: dist.reduce_scatter(ones(3), [ones(2)] * n, **g), "shape"),
         "shape of gathers": (
-            lambda: backend.allgather_coalesced([[ones(2)]] * n, [ones(3)]), "times",
+            lambda: backend.allgather_coalesced([[one] for one in many(2)], [ones(3)]), "times",
         ),
         "size of gathers": (lambda: into([ones(n), ones(n + 1)], [ones(1), ones(1)]), "times"),
         "size of scatters": (lambda: scatters([ones(2)], [ones(n)]), "times"),
         # Types.
         "output type": (lambda: dist.all_gather([ones(3).int()] * n, ones(3), **g), "type"),
         "gathered type": (
-            lambda: backend.allgather([[ones(3).int()] * n], [ones(3)]), "all_gather: input",
+            lambda: backend.allgather([[one.int() for one in many(3)]], [ones(3)]),
+            "all_gather: input",
         ),
         "base type": (
             lambda: dist.all_gather_into_tensor(ones(n).int(), ones(1), **g),
             "all_gather_into_tensor: input and output differ in type",
         ),
         "list types": (
-            lambda: backend.alltoall([ones(1).int()] * n, [ones(1)] * n), "all_to_all: input",
+            lambda: backend.alltoall([one.int() for one in many(1)], [ones(1)] * n),
+            "all_to_all: input",
         ),
         "scattered type": (lambda: scatter_from(rank, [ones(3).int()] * n), "scatter: input"),
         "type of scatters": (
@@ -186,9 +200,9 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         "root": (lambda: dist.broadcast(ones(1), stranger, **g), ""),
         "root below": (lambda: dist.reduce(ones(1), -1, **g), ""),
         "root tensor": (root_tensor, "broadcast: root tensor 1"),
-        "gathering root": (lambda: gather_to(n, [ones(3)] * n), "gather: root"),
+        "gathering root": (lambda: gather_to(n, many(3)), "gather: root"),
         "scattering root": (lambda: scatter_from(-1, [ones(3)] * n), "scatter: root -1"),
-        "gathered by others": (lambda: gather_to((rank + 1) % n, [ones(3)] * n), "root"),
+        "gathered by others": (lambda: gather_to((rank + 1) % n, many(3)), "root"),
         "scattered by others": (lambda: scatter_from((rank + 1) % n, [ones(3)] * n), "root"),
         "functional root": (lambda: functional.broadcast(ones(1), n, group) + 1, "broadcast: root"),
         "to nobody": (lambda: backend.send([ones(1)], n, 0), "group"),

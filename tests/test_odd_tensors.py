@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
+import devices
 import harness
 import mistakes
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from conftest import BLOCKING_DEVICE_LAYOUT
 from harness import raised
 
 import mooncake_backend
@@ -21,9 +23,21 @@ import mooncake_backend
 LARGE = 20_000  # elements beyond what travels in a slot
 
 
-@pytest.fixture(params=["shm", "tcp"], scope="module")
-def crew(request, crews):
-    return crews.get(request.param, 3)
+@pytest.fixture(params=["shm", "tcp", BLOCKING_DEVICE_LAYOUT], scope="module")
+def layout(request):
+    return request.param
+
+
+@pytest.fixture
+def crew(layout, crews):
+    return crews.get(layout, 3)
+
+
+@pytest.fixture
+def on_the_host(layout):
+    """For tests of what is special about memory of the host."""
+    if layout.startswith("device"):
+        pytest.skip("memory of a device is copied to the host within the call")
 
 
 def backend_of(group=None):
@@ -151,6 +165,7 @@ def read_only_on_rank(me, count):
 
 
 @pytest.mark.parametrize("count", [9, 3 * LARGE])
+@pytest.mark.usefixtures("on_the_host")
 def test_read_only_memory(crew, count):
     crew.call(read_only_on_rank, count)
 
@@ -276,6 +291,7 @@ def resized_on_rank(me, name, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "async"])
+@pytest.mark.usefixtures("on_the_host")
 def test_a_tensor_that_is_resized_meanwhile(crew, asynchronous):
     crew.call(resized_on_rank, f"resized-{asynchronous}", asynchronous)
 
@@ -293,7 +309,7 @@ def subclasses_on_rank(me):
     assert tensor.tolist() == [float(me.size)] * 4
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (me.size,))
+    mesh = init_device_mesh(devices.kind(), (me.size,))
     sharded = distribute_tensor(torch.arange(2.0 * me.size), mesh, [Shard(0)])
     assert raised(dist.all_reduce, sharded)[0] in mistakes.KINDS
     kind, message = raised(backend_of().allreduce, [sharded])

@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LAYOUTS, SMALL_EAGER
+from conftest import BLOCKING_DEVICE_LAYOUT, LAYOUTS, SMALL_EAGER
 from harness import raised
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,7 +160,7 @@ def steps(draw):
 programs = st.tuples(st.integers(0, 2**16), st.lists(steps(), min_size=1, max_size=6))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, BLOCKING_DEVICE_LAYOUT])
 @given(program=programs)
 def test_programs(layout, crews, program):
     seed, steps = program

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cards
 import harness
 import oracle
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -236,8 +238,8 @@ def on_rank(me: harness.Rank) -> dict[str, tuple[dict[str, str], list[str]]]:
     return found
 
 
-def table() -> str:
-    everybody = harness.run_ranks(SIZE, on_rank, backend="mooncake-cpu")
+def table(backend: str = "mooncake-cpu", **crew: Any) -> str:
+    everybody = harness.run_ranks(SIZE, on_rank, backend=backend, **crew)
     assert all(found == everybody[0] for found in everybody)
     rows = [
         f"| {' | '.join(['operation', *TYPES, 'reductions'])} |",
@@ -257,6 +259,12 @@ def written() -> re.Match[str]:
 
 def test_the_table_of_operations_says_what_they_take():
     assert written().group(2).strip() == table(), "run: python tests/test_supported.py"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("layout", ["device", "device-blocking"])
+def test_tensors_of_devices_are_taken_alike(layout):
+    assert written().group(2).strip() == table("mooncake", env=cards.over(layout))
 
 
 if __name__ == "__main__":

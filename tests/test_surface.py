@@ -10,12 +10,13 @@ import re
 import threading
 from datetime import timedelta
 
+import devices
 import harness
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LAYOUTS
+from conftest import BLOCKING_DEVICE_LAYOUT, LAYOUTS
 from harness import raised, until
 from mistakes import SPLITS
 from torch._C._distributed_c10d import _make_nccl_premul_sum
@@ -26,7 +27,7 @@ import mooncake_backend
 LARGE = 20_000  # elements beyond what travels in a slot
 
 
-@pytest.fixture(params=LAYOUTS, scope="module")
+@pytest.fixture(params=[*LAYOUTS, BLOCKING_DEVICE_LAYOUT], scope="module")
 def layout(request):
     return request.param
 
@@ -137,7 +138,7 @@ def mixed_manager_on_rank(me):
     to, source = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     got, mine = torch.zeros(3), torch.full((3,), float(me.rank))
     root, tensors = torch.full((LARGE,), float(me.rank)), [torch.ones(4), torch.ones(5)]
-    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as together:
+    with _coalescing_manager(device=torch.get_default_device(), async_ops=True) as together:
         dist.broadcast(root, 1)
         assert not dist.irecv(got, source).is_completed()
         assert not dist.isend(mine, to).is_completed()
@@ -332,7 +333,7 @@ def batch_future_on_rank(me):
     """In a block with a device there is one work for all messages."""
     to, source = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     got = torch.zeros(LARGE)
-    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as together:
+    with _coalescing_manager(device=torch.get_default_device(), async_ops=True) as together:
         dist.isend(torch.ones(LARGE), to)
         dist.irecv(got, source)
     (work,) = together.works
@@ -703,13 +704,15 @@ def name_on_rank(me):
     world = dist.group.WORLD
     own = dist.new_group([0, me.size - 1])
     beside = dist.new_group(backend="cpu:mooncake-cpu,meta:fake")
-    if own is not dist.GroupMember.NON_GROUP_MEMBER:
-        assert (own.name(), dist.get_backend(own)) == ("mooncake", "mooncake")
-    assert (world.name(), dist.get_backend(world)) == ("mooncake", "mooncake")
+    # The default group is made with the name for the CPU and the test's device.
+    name = devices.served_by("mooncake")
+    for group in (own, world):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            assert (backend_of(group).name(), dist.get_backend(group)) == ("mooncake", name)
     # Of two backends: torch's own group, for the devices of both.
     assert backend_of(beside).name() == "mooncake-cpu"
     assert {device.type for device in beside._device_types} == {"cpu", "meta"}
-    tensor = torch.ones(3)
+    tensor = torch.ones(3, device="cpu")
     dist.all_reduce(tensor, group=beside)
     assert (tensor == me.size).all()
     dist.destroy_process_group(beside)
