@@ -1,7 +1,7 @@
 #pragma once
 
 #include "kernels/ep/arguments.h"
-#include "kernels/exchange.cuh"
+#include "kernels/two_kernels.cuh"
 #include "kernels/warp.cuh"
 
 // The common part of the kernels for experts.

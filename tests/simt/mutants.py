@@ -38,29 +38,30 @@ class Mutant:
     suite: str = "collectives"
 
 
-EXCHANGE, GROUP, COLLECTIVES = "exchange.cuh", "group.cuh", "collectives.cuh"
+ARRIVAL, EXCHANGE, PUBLISH = "arrival.cuh", "exchange.cuh", "publish.cuh"
+GROUP, COLLECTIVES = "group.cuh", "collectives.cuh"
 COPY, PIECES, SIGNALS = "copy.cuh", "pieces.cuh", "signals.cuh"
 SPLITS = "all_to_all.cuh"
 SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
 MUTANTS = [
-    Mutant("the signal is relaxed", EXCHANGE, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
-    Mutant("the signal has device scope", EXCHANGE, SIGNAL, SIGNAL.replace("System", "Device")),
+    Mutant("the signal is relaxed", PUBLISH, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
+    Mutant("the signal has device scope", PUBLISH, SIGNAL, SIGNAL.replace("System", "Device")),
     Mutant(
         "the wait is relaxed",
-        EXCHANGE,
+        ARRIVAL,
         ": loadAcquireSystem(word);",
         ": loadRelaxedSystem(word);",
     ),
-    Mutant("one buffer for two operations", EXCHANGE, "(serial & 1) * state.halfBytes", "0"),
+    Mutant("one buffer for two operations", PUBLISH, "(serial & 1) * state.halfBytes", "0"),
     Mutant(
         "no barrier before the signal",
-        EXCHANGE,
+        PUBLISH,
         "  __syncthreads();\n  // Before the signals",
         "  // Before the signals",
     ),
     Mutant(
         "waits for the signals of one block only",
-        EXCHANGE,
+        ARRIVAL,
         "signals = gridDim.x * ranks;",
         "signals = ranks;",
     ),
@@ -133,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "stopped blocks' later parts are not published",
-        EXCHANGE,
+        PUBLISH,
         "|| state.progress[block] < exchange;",
         ";",
     ),
@@ -177,7 +178,7 @@ MUTANTS = [
     Mutant("a replay is counted as a call", GROUP, "if (!exchange.isOfGraph) store", "store"),
     Mutant(
         "calls are not compared",
-        EXCHANGE,
+        PUBLISH,
         "return serial << kCallBits | (exchange.call & ((1u << kCallBits) - 1));",
         "return serial << kCallBits;",
     ),
@@ -201,7 +202,7 @@ MUTANTS = [
     ),
     Mutant(
         "an input is published over a segment",
-        EXCHANGE,
+        PUBLISH,
         "gathersSegments(exchange, turn) ? blocks.first : blocks.end",
         "blocks.end",
     ),

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 COMMON, DISPATCH, COMBINE = "ep/common.cuh", "ep/dispatch.cuh", "ep/combine.cuh"
-EXCHANGE = "exchange.cuh"
+TWO_KERNELS = "two_kernels.cuh"
 MUTANTS = [
     # Two kernels
     (
         "the first kernel writes into the wrong half",
-        EXCHANGE,
+        TWO_KERNELS,
         "write(published(state, state.rank, turn.serial), blockIdx.x);",
         "write(published(state, state.rank, turn.serial + 1), blockIdx.x);",
     ),
     (
         "a redone operation is not signalled",
-        EXCHANGE,
+        TWO_KERNELS,
         "if (blocks.areRedone) signalAll(exchange, turn, blocks, [](Pushes&, unsigned) {});",
         "",
     ),
     (
         "the second kernel runs in a group that has ended",
-        EXCHANGE,
+        TWO_KERNELS,
         "if (exchange.state->failed) return;",
         "",
     ),

@@ -3,14 +3,15 @@ and its replacement."""
 
 from __future__ import annotations
 
-EXCHANGE, REMOTE, GROUP = "exchange.cuh", "remote.cuh", "group.cuh"
+ARRIVAL, EXCHANGE, PUBLISH = "arrival.cuh", "exchange.cuh", "publish.cuh"
+REMOTE, GROUP = "remote.cuh", "group.cuh"
 SPLITS, DISPATCH, COMBINE = "all_to_all.cuh", "ep/dispatch.cuh", "ep/combine.cuh"
 MUTANTS = [
     # Mails
     (
         "hosts",
         "no barrier between the data and their commands",
-        EXCHANGE,
+        PUBLISH,
         "  __syncthreads();\n  // Before the signals",
         "  // Before the signals",
     ),
@@ -60,14 +61,14 @@ MUTANTS = [
     (
         "hosts",
         "data are used before all ranks have them",
-        EXCHANGE,
+        ARRIVAL,
         "  if (!state.remote.ranks) return true;\n",
         "  return true;\n",
     ),
     (
         "hosts",
         "a rank tells that it has all data before it has",
-        EXCHANGE,
+        ARRIVAL,
         "  if (!haveAll(haveArrived, signals, ranks, shared)) return false;\n",
         "  if (state.remote.ranks && blocks.first == 0) signalHasAll(exchange, turn);\n"
         "  if (!haveAll(haveArrived, signals, ranks, shared)) return false;\n",
@@ -75,28 +76,28 @@ MUTANTS = [
     (
         "hosts",
         "only ranks of the host have to have all data",
-        EXCHANGE,
+        ARRIVAL,
         "has(turn.active, int(peer)) && int(peer) != state.rank",
         "has(turn.active & ~state.remote.ranks, int(peer)) && int(peer) != state.rank",
     ),
     (
         "hosts",
         "only ranks of other hosts have to have all data",
-        EXCHANGE,
+        ARRIVAL,
         "has(turn.active, int(peer)) && int(peer) != state.rank",
         "has(turn.active & state.remote.ranks, int(peer)) && int(peer) != state.rank",
     ),
     (
         "hosts",
         "a block that goes on alone does not tell that its rank has all data",
-        EXCHANGE,
+        ARRIVAL,
         "if (blocks.first == 0) signalHasAll",
         "if (blocks.first == 0 && !blocks.areStopped) signalHasAll",
     ),
     (
         "hosts",
         "ranks of the host are not told",
-        EXCHANGE,
+        ARRIVAL,
         "      storeReleaseSystem(&state.signals[peer]->hasAll[state.rank], signal);",
         "      continue;",
     ),
@@ -104,7 +105,7 @@ MUTANTS = [
     (
         "hosts",
         "a half is pushed while its commands may be repeated",
-        EXCHANGE,
+        PUBLISH,
         "awaitRing(state, peer, remote.used[turn.serial & 1][peer], mayStop);",
         "1;",
     ),
@@ -140,14 +141,14 @@ MUTANTS = [
     (
         "hosts",
         "data are pushed to ranks that are out",
-        EXCHANGE,
+        PUBLISH,
         "    if (!has(turn.active & remote.ranks, peer)) continue;\n    // The commands",
         "    if (!has(remote.ranks, peer)) continue;\n    // The commands",
     ),
     (
         "hosts",
         "ranks that are out are told",
-        EXCHANGE,
+        ARRIVAL,
         "    if (!has(turn.active & remote.ranks, peer)) continue;\n    if (lacksMail",
         "    if (!has(remote.ranks, peer)) continue;\n    if (lacksMail",
     ),
@@ -156,14 +157,14 @@ MUTANTS = [
     (
         "hosts",
         "a rank gets the own segment of another",
-        EXCHANGE,
+        PUBLISH,
         "segmentOf(turn.active, pushes.peer, bytes)",
         "segmentOf(turn.active, state.rank, bytes)",
     ),
     (
         "hosts",
         "a reduced segment is not pushed",
-        EXCHANGE,
+        PUBLISH,
         "part = {own.begin + part.begin, own.begin + part.end};",
         "part = {own.begin, own.begin};",
     ),

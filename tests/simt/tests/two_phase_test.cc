@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 #include <vector>
 
+#include "kernels/two_kernels.cuh"
 #include "races.h"
 #include "virtual_group.h"
 
