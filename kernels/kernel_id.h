@@ -33,6 +33,7 @@ enum class KernelId : uint32_t {
   kCombineReceive,
   kDispatchTokens,
   kCombineTokens,
+  kCopyRows,
 };
 
 // Their names in the fatbin, in the order of KernelId.
@@ -63,6 +64,7 @@ inline constexpr const char* kKernelNames[] = {
     "mooncake_combine_receive",
     "mooncake_dispatch_tokens",
     "mooncake_combine_tokens",
+    "mooncake_copy_rows",
 };
 inline constexpr size_t kKernelCount = sizeof(kKernelNames) / sizeof(kKernelNames[0]);
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <functional>
 
+#include "kernels/copy_rows.cuh"
 #include "kernels/entries.cuh"
 #include "kernels/ep/entries.cuh"
 #include "kernels/kernel_id.h"
@@ -57,6 +58,7 @@ const Entry kEntries[] = {
     entry(mooncake_combine_receive),
     entry(mooncake_dispatch_tokens),
     entry(mooncake_combine_tokens),
+    entry(mooncake_copy_rows),
 };
 static_assert(std::size(kEntries) == mooncake::kKernelCount);
 

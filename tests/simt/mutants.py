@@ -41,9 +41,38 @@ class Mutant:
 ARRIVAL, EXCHANGE, PUBLISH = "arrival.cuh", "exchange.cuh", "publish.cuh"
 GROUP, COLLECTIVES = "group.cuh", "collectives.cuh"
 COPY, PIECES, SIGNALS = "copy.cuh", "pieces.cuh", "signals.cuh"
+COPY_ROWS = "copy_rows.cuh"
 SPLITS = "all_to_all.cuh"
 SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
 MUTANTS = [
+    Mutant(
+        "counts are not bounded",
+        COPY_ROWS,
+        "uint32_t(count) < a.rows ? uint32_t(count) : a.rows;",
+        "uint32_t(count);",
+        "copy_rows",
+    ),
+    Mutant(
+        "counts are read before all are there",
+        COPY_ROWS,
+        "    }\n    __syncthreads();\n    for (uint32_t i = 0; i < here * a.blocksEach",
+        "    }\n    for (uint32_t i = 0; i < here * a.blocksEach",
+        "copy_rows",
+    ),
+    Mutant(
+        "counts change while they are used",
+        COPY_ROWS,
+        "    __syncthreads();\n    for (uint32_t i = threadIdx.x",
+        "    for (uint32_t i = threadIdx.x",
+        "copy_rows",
+    ),
+    Mutant(
+        "each block has a count of its own",
+        COPY_ROWS,
+        "counts.of[i / a.blocksEach]",
+        "counts.of[i % here]",
+        "copy_rows",
+    ),
     Mutant("the signal is relaxed", PUBLISH, SIGNAL, SIGNAL.replace("Release", "Relaxed")),
     Mutant("the signal has device scope", PUBLISH, SIGNAL, SIGNAL.replace("System", "Device")),
     Mutant(
@@ -320,6 +349,7 @@ SUITES = {
     "hosts": ["hosts_test.cc", "collective_program.cc", *GROUP_SOURCES],
     "proxy": ["proxy_test.cc", "../../../csrc/proxy/command_ring.cc"],
     "signals": ["signals_test.cc"],
+    "copy_rows": ["copy_rows_test.cc"],
     "tokens": [
         "token_test.cc",
         "token_program.cc",
